@@ -1,0 +1,114 @@
+use super::memory::MemoryBackend;
+#[cfg(feature = "redis")]
+use super::redis::{RedisBackend, RedisOptions};
+use crate::error::{ConfigError, ConnectError, StoreError};
+use crate::key::Key;
+use crate::rate_limit::{Decision, Policy, RateLimitStore};
+
+/// Opens the backend that a URL names, and makes sure that it answers.
+///
+/// | URL | backend |
+/// | --- | --- |
+/// | `memory:` | a [`MemoryBackend`] of its own |
+/// | `redis://user:password@host:port/db` | `RedisBackend` over TCP |
+/// | `redis+unix:///path?db=0` | `RedisBackend` over a Unix socket |
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::ConnectError> {
+/// let backend = tollgate::connect("memory:").await?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+///
+/// [`ConnectError::Config`] if the URL makes no sense, [`ConnectError::Store`] if nobody answers at its address.
+pub async fn connect(url: impl AsRef<str>) -> Result<AnyBackend, ConnectError> {
+    let url = url.as_ref();
+    let Some((scheme, rest)) = url.split_once(':') else {
+        return Err(ConfigError::InvalidUrl { reason: "it has no scheme such as `memory:` or `redis:`".into() }.into());
+    };
+    match scheme {
+        "memory" if matches!(rest, "" | "//") => {
+            tracing::info!("tollgate counts in memory: limits hold within this process only");
+            Ok(AnyBackend::Memory(MemoryBackend::new()))
+        }
+        "memory" => Err(ConfigError::InvalidUrl { reason: "`memory:` takes nothing behind the colon".into() }.into()),
+        #[cfg(feature = "redis")]
+        "redis" | "valkey" | "redis+unix" | "valkey+unix" | "unix" => {
+            Ok(AnyBackend::Redis(RedisOptions::from_url(url)?.connect().await?))
+        }
+        #[cfg(not(feature = "redis"))]
+        "redis" | "valkey" | "redis+unix" | "valkey+unix" | "unix" => {
+            Err(ConfigError::FeatureMissing { feature: "redis" }.into())
+        }
+        // Escaped and cut, since anything at all may stand before the first colon.
+        _ => Err(ConfigError::UnknownScheme { scheme: scheme.escape_debug().take(32).collect() }.into()),
+    }
+}
+
+/// A backend that was chosen at run time: see [`connect`].
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum AnyBackend {
+    /// Counts in this process.
+    Memory(MemoryBackend),
+    /// Counts in Redis.
+    #[cfg(feature = "redis")]
+    Redis(RedisBackend),
+}
+
+/// Passes a call on to the backend there is.
+macro_rules! delegate {
+    ($self:ident, $store:ident => $call:expr) => {
+        match $self {
+            AnyBackend::Memory($store) => $call,
+            #[cfg(feature = "redis")]
+            AnyBackend::Redis($store) => $call,
+        }
+    };
+}
+
+impl RateLimitStore for AnyBackend {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        delegate!(self, store => store.check(policy, key, cost).await)
+    }
+
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        delegate!(self, store => store.peek(policy, key, cost).await)
+    }
+
+    async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
+        delegate!(self, store => store.reset(policy, key).await)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test]
+    async fn malformed_urls_are_told_apart() {
+        let error = |url: &'static str| async move {
+            match connect(url).await.unwrap_err() {
+                ConnectError::Config(error) => error,
+                ConnectError::Store(error) => panic!("{url} should not have been contacted: {error:?}"),
+            }
+        };
+        assert!(matches!(error("").await, ConfigError::InvalidUrl { .. }));
+        assert!(matches!(error("localhost").await, ConfigError::InvalidUrl { .. }));
+        assert!(matches!(error("memory:8").await, ConfigError::InvalidUrl { .. }));
+        assert_eq!(error("localhost:6379").await, ConfigError::UnknownScheme { scheme: "localhost".into() });
+        assert_eq!(error("http://localhost/").await, ConfigError::UnknownScheme { scheme: "http".into() });
+    }
+
+    #[cfg(feature = "redis")]
+    #[tokio::test]
+    async fn a_malformed_redis_url_does_not_leak_its_password() {
+        for url in ["redis://:hunter2@", "redis://:hunter2@host:notaport", "redis://:hunter2@host/notadb", "redis://"] {
+            let error = connect(url).await.unwrap_err();
+            let ConnectError::Config(ConfigError::InvalidUrl { reason }) = &error else { panic!("{url}: {error:?}") };
+            assert!(!reason.contains("hunter2"), "{reason}");
+        }
+    }
+}

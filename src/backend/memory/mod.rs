@@ -1,0 +1,131 @@
+//! Counts in this process.
+
+mod rate_limit;
+mod shard;
+
+use std::fmt;
+use std::hash::{BuildHasher, RandomState};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use tokio::time::Instant;
+
+use self::shard::Shard;
+use crate::key::Key;
+
+/// Keeps everything in this process: no server, no background task, and the same decisions as Redis would give.
+///
+/// Its scope is this process. Ten replicas with a quota of 100 admit 1,000 between them; use Redis where that matters.
+/// Clones share all counts.
+///
+/// # Memory
+///
+/// Bounded: at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys unless told otherwise, about 200 bytes each. A key of
+/// a sliding log counts as one more for every eight requests that it remembers. Keys whose count has run out are dropped as
+/// new ones come. When there is still no room, a few keys are looked at and the least valuable one is forgotten: the one
+/// that has used the smallest share of its quota. So a flood of new keys pushes out its own kind, and the clients that are
+/// being limited stay limited.
+///
+/// # Time
+///
+/// Time is tokio's clock, so a test that pauses it moves every window:
+///
+/// ```
+/// use std::time::Duration;
+/// use tollgate::{Limiter, MemoryBackend, Policy, Quota};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), tollgate::StoreError> {
+/// let limiter = Limiter::new(MemoryBackend::new(), Policy::new("daily", Quota::per_day(1).fixed_window()));
+/// assert!(limiter.check("alice").await?.is_allowed());
+/// assert!(!limiter.check("alice").await?.is_allowed());
+///
+/// tokio::time::advance(Duration::from_secs(86_400)).await;
+/// assert!(limiter.check("alice").await?.is_allowed());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Keys are hashed with a secret of the process (SipHash), so nobody can choose keys that collide.
+#[derive(Clone)]
+pub struct MemoryBackend {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    // What time is counted from; microseconds since then are what the shards see.
+    epoch: Instant,
+    hasher: RandomState,
+    shards: Box<[Mutex<Shard>]>,
+}
+
+/// More than any machine has cores that would all ask at once.
+const MAX_SHARDS: usize = 64;
+/// A shard with fewer keys than this would forget some while its neighbours have room.
+const MIN_SHARD: usize = 64;
+
+impl MemoryBackend {
+    /// How many keys are kept unless told otherwise.
+    pub const DEFAULT_CAPACITY: usize = 100_000;
+
+    /// An empty backend that keeps at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::with_capacity(Self::DEFAULT_CAPACITY)
+    }
+
+    /// An empty backend that keeps at most `keys` keys, and at least one.
+    #[must_use]
+    pub fn with_capacity(keys: usize) -> Self {
+        let fitting = (keys / MIN_SHARD).clamp(1, MAX_SHARDS);
+        let shards = if fitting.is_power_of_two() { fitting } else { fitting.next_power_of_two() / 2 };
+        let capacity = (keys / shards).max(1);
+        Self {
+            inner: Arc::new(Inner {
+                epoch: Instant::now(),
+                hasher: RandomState::new(),
+                shards: (0..shards).map(|_| Mutex::new(Shard::new(capacity))).collect(),
+            }),
+        }
+    }
+
+    /// How many keys are kept at the moment, those included whose count has run out and that were not dropped yet.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.inner.shards.iter().map(|shard| lock(shard).len()).sum()
+    }
+
+    /// Whether no key is kept.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len() == 0
+    }
+
+    fn now_us(&self) -> u64 {
+        // 2^64 microseconds are half a million years.
+        self.inner.epoch.elapsed().as_micros() as u64
+    }
+
+    /// The hash of a subject and the shard that holds it.
+    fn locate(&self, scope: &str, key: &Key) -> (u64, MutexGuard<'_, Shard>) {
+        let hash = self.inner.hasher.hash_one((scope, key.as_bytes()));
+        // The map inside the shard uses the low bits.
+        let shard = (hash >> 48) as usize & (self.inner.shards.len() - 1);
+        (hash, lock(&self.inner.shards[shard]))
+    }
+}
+
+/// A shard is changed in steps that do not panic, so what a poisoned lock guards is still whole.
+fn lock(shard: &Mutex<Shard>) -> MutexGuard<'_, Shard> {
+    shard.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl Default for MemoryBackend {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+impl fmt::Debug for MemoryBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MemoryBackend").field("len", &self.len()).finish_non_exhaustive()
+    }
+}

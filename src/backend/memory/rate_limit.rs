@@ -1,0 +1,185 @@
+//! The algorithms in plain Rust: what the scripts in `lua/` must do, decision for decision.
+
+use std::collections::VecDeque;
+use std::future::{Future, ready};
+use std::time::Duration;
+
+use super::MemoryBackend;
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::rate_limit::{Algorithm, Decision, Policy, RateLimitStore};
+
+/// What was counted for one subject.
+pub(super) enum Count {
+    FixedWindow(FixedWindow),
+    SlidingLog(SlidingLog),
+}
+
+pub(super) struct FixedWindow {
+    ends_us: u64,
+    used: u32,
+}
+
+/// Requests in the order they came, the oldest first.
+pub(super) struct SlidingLog {
+    requests: VecDeque<(u64, u32)>,
+    used: u64,
+    window_us: u64,
+}
+
+/// One request against one quota, at one instant.
+#[derive(Clone, Copy)]
+struct Ask {
+    limit: u32,
+    window_us: u64,
+    cost: u32,
+    peek: bool,
+    now_us: u64,
+}
+
+impl Ask {
+    /// What an admitted request is charged.
+    fn charge(self) -> u32 {
+        if self.peek { 0 } else { self.cost }
+    }
+}
+
+impl Count {
+    fn new(policy: &Policy, ask: Ask) -> Self {
+        match policy.limit().algorithm() {
+            Algorithm::FixedWindow => Self::FixedWindow(FixedWindow { ends_us: ask.now_us + ask.window_us, used: 0 }),
+            Algorithm::SlidingLog => {
+                Self::SlidingLog(SlidingLog { requests: VecDeque::new(), used: 0, window_us: ask.window_us })
+            }
+        }
+    }
+
+    pub(super) fn expires_us(&self) -> u64 {
+        match self {
+            Self::FixedWindow(window) => window.ends_us,
+            Self::SlidingLog(log) => log.requests.back().map_or(0, |(time, _)| time + log.window_us),
+        }
+    }
+
+    /// The used share of the quota in 1/65,536.
+    pub(super) fn value(&self, policy: &Policy) -> u32 {
+        let used = match self {
+            Self::FixedWindow(window) => u64::from(window.used),
+            Self::SlidingLog(log) => log.used,
+        };
+        let limit = u64::from(policy.limit().quota().limit()).max(1);
+        ((used << 16) / limit).min(1 << 16) as u32
+    }
+
+    /// How much room the count takes, in units of a small one.
+    pub(super) fn weight(&self) -> usize {
+        match self {
+            Self::FixedWindow(_) => 1,
+            Self::SlidingLog(log) => 1 + log.requests.len() / 8,
+        }
+    }
+
+    fn decide(&mut self, ask: Ask) -> Decision {
+        match self {
+            Self::FixedWindow(window) => window.decide(ask),
+            Self::SlidingLog(log) => log.decide(ask),
+        }
+    }
+}
+
+impl FixedWindow {
+    fn decide(&mut self, ask: Ask) -> Decision {
+        let until_end = micros(self.ends_us - ask.now_us);
+        let left = ask.limit.saturating_sub(self.used);
+        if ask.cost > left {
+            return Decision::limited(ask.limit, left, until_end, until_end);
+        }
+        self.used += ask.charge();
+        let reset = if self.used > 0 { until_end } else { Duration::ZERO };
+        Decision::allowed(ask.limit, left - ask.charge(), reset)
+    }
+}
+
+impl SlidingLog {
+    fn decide(&mut self, ask: Ask) -> Decision {
+        while let Some(&(time, cost)) = self.requests.front()
+            && time + ask.window_us <= ask.now_us
+        {
+            self.requests.pop_front();
+            self.used -= u64::from(cost);
+        }
+        let limit = u64::from(ask.limit);
+        let left = limit.saturating_sub(self.used) as u32;
+        let until_gone = |time: u64| micros(time + ask.window_us - ask.now_us);
+
+        if ask.cost > left {
+            // Wait for as many of the oldest to go as make room.
+            let mut still_used = self.used;
+            let mut retry = Duration::ZERO;
+            for &(time, cost) in &self.requests {
+                if still_used + u64::from(ask.cost) <= limit {
+                    break;
+                }
+                still_used -= u64::from(cost);
+                retry = until_gone(time);
+            }
+            return Decision::limited(ask.limit, left, retry, self.reset(until_gone));
+        }
+
+        if ask.charge() > 0 {
+            self.requests.push_back((ask.now_us, ask.cost));
+            self.used += u64::from(ask.cost);
+        }
+        Decision::allowed(ask.limit, left - ask.charge(), self.reset(until_gone))
+    }
+
+    fn reset(&self, until_gone: impl Fn(u64) -> Duration) -> Duration {
+        self.requests.front().map_or(Duration::ZERO, |&(time, _)| until_gone(time))
+    }
+}
+
+const fn micros(us: u64) -> Duration {
+    Duration::from_micros(us)
+}
+
+impl MemoryBackend {
+    fn decide(&self, policy: &Policy, key: &Key, cost: u32, peek: bool) -> Decision {
+        let quota = policy.limit().quota();
+        let ask = Ask { limit: quota.limit(), window_us: quota.window_us(), cost, peek, now_us: self.now_us() };
+        let (hash, mut shard) = self.locate(policy.name(), key);
+        if let Some(index) = shard.find(hash, policy, key, ask.now_us) {
+            let decision = shard.count_mut(index).decide(ask);
+            if decision.is_allowed() && ask.charge() > 0 {
+                shard.changed(index, policy, ask.now_us);
+            }
+            return decision;
+        }
+        let mut count = Count::new(policy, ask);
+        let decision = count.decide(ask);
+        if decision.is_allowed() && ask.charge() > 0 {
+            shard.put(hash, policy, key, count, ask.now_us);
+        }
+        decision
+    }
+}
+
+impl RateLimitStore for MemoryBackend {
+    fn check(
+        &self,
+        policy: &Policy,
+        key: &Key,
+        cost: u32,
+    ) -> impl Future<Output = Result<Decision, StoreError>> + Send {
+        ready(Ok(self.decide(policy, key, cost, false)))
+    }
+
+    fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> impl Future<Output = Result<Decision, StoreError>> + Send {
+        ready(Ok(self.decide(policy, key, cost, true)))
+    }
+
+    fn reset(&self, policy: &Policy, key: &Key) -> impl Future<Output = Result<(), StoreError>> + Send {
+        let (hash, mut shard) = self.locate(policy.name(), key);
+        shard.remove(hash, policy, key);
+        ready(Ok(()))
+    }
+}

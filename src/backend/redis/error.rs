@@ -1,0 +1,65 @@
+//! What a failure of Redis means to somebody who does not care that it is Redis.
+
+use std::fmt;
+
+use redis::{ErrorKind, RedisError, ServerErrorKind, Value};
+
+use crate::error::StoreError;
+
+/// Whether the server does not know the script, and so has not run it.
+pub(super) fn is_no_script(error: &RedisError) -> bool {
+    error.kind() == ErrorKind::Server(ServerErrorKind::NoScript)
+}
+
+pub(super) fn store_error(error: RedisError) -> StoreError {
+    if error.is_timeout() {
+        return StoreError::timeout();
+    }
+    match error.kind() {
+        ErrorKind::Io
+        | ErrorKind::MasterNameNotFoundBySentinel
+        | ErrorKind::NoValidReplicasFoundBySentinel
+        | ErrorKind::ClusterConnectionNotFound => StoreError::unavailable(error),
+        ErrorKind::AuthenticationFailed => StoreError::unauthorized(error),
+        _ => match code(&error) {
+            Some(
+                "LOADING" | "MASTERDOWN" | "CLUSTERDOWN" | "TRYAGAIN" | "READONLY" | "NOREPLICAS" | "BUSY" | "MISCONF",
+            ) => StoreError::unavailable(error),
+            Some("NOAUTH" | "WRONGPASS" | "NOPERM") => StoreError::unauthorized(error),
+            Some("OOM") => StoreError::out_of_memory(error),
+            Some("WRONGTYPE" | "TOLLGATE") => StoreError::foreign_data(error),
+            _ => StoreError::other(error),
+        },
+    }
+}
+
+/// The code of a server's error. Redis before 7 wraps an error that a script ran into, code and all, in a sentence of its
+/// own: `ERR Error running script (call to f_...): @user_script:12: WRONGTYPE Operation against ...`.
+fn code(error: &RedisError) -> Option<&str> {
+    let code = error.code()?;
+    let wrapped = match (code, error.detail()) {
+        ("ERR", Some(detail)) => detail.split_once("@user_script").map(|(_, place)| place),
+        _ => None,
+    };
+    let inner = wrapped.and_then(|place| {
+        let mut words = place.split([' ', '-']);
+        words.find(|word| word.len() > 2 && word.bytes().all(|byte| byte.is_ascii_uppercase()))
+    });
+    Some(inner.unwrap_or(code))
+}
+
+/// The server answered, but not as the script does.
+pub(super) fn unexpected_reply(reply: &Value) -> StoreError {
+    StoreError::other(UnexpectedReply(format!("{reply:?}").chars().take(200).collect()))
+}
+
+#[derive(Debug)]
+struct UnexpectedReply(String);
+
+impl fmt::Display for UnexpectedReply {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "a script answered {} instead of four integers", self.0)
+    }
+}
+
+impl std::error::Error for UnexpectedReply {}

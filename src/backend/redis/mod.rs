@@ -1,0 +1,105 @@
+//! Counts in Redis, shared by every process that uses it.
+//!
+//! ```no_run
+//! use std::time::Duration;
+//! use tollgate::RedisOptions;
+//!
+//! # #[tokio::main] async fn main() -> Result<(), tollgate::ConnectError> {
+//! let backend = RedisOptions::from_url("redis://:password@10.0.0.5/2")?
+//!     .prefix("shop")
+//!     .connections(2)
+//!     .connect_timeout(Duration::from_millis(500))
+//!     .connect()
+//!     .await?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # Connections
+//!
+//! A bb8 pool of a few *multiplexed* connections. A call borrows one, clones its handle and gives it back before it sends
+//! anything, so no call waits for the round trip of another and a handful of connections serves thousands of requests at
+//! once. There is no PING per checkout: a connection that fails is marked, is never handed out again, and is replaced.
+//! While Redis cannot be reached, calls fail at once instead of waiting for their deadline.
+//!
+//! # Keys
+//!
+//! `<prefix>:1:{rate_limit:<policy>:<subject>}:<part>`. The braces make a subject one slot of a cluster. Each key has a
+//! time to live. Two releases of Tollgate may share one Redis as long as the number after the prefix is the same.
+//!
+//! # Servers
+//!
+//! Redis 6.2 or later, or Valkey. `maxmemory-policy` should be `noeviction` or a `volatile` one with room to spare: a key
+//! that is evicted is a count that starts again.
+
+mod error;
+mod keys;
+mod options;
+mod pool;
+mod rate_limit;
+mod scripts;
+
+#[cfg(test)]
+mod differential;
+
+use std::fmt;
+use std::sync::Arc;
+
+use bb8_redis::RedisConnectionManager;
+
+use self::keys::Keys;
+use self::pool::Pool;
+use self::scripts::Scripts;
+use crate::error::ConnectError;
+
+pub use self::options::RedisOptions;
+/// The pool crate and, inside it, bb8 and the Redis client that [`RedisBackend::from_pool`] speaks.
+pub use ::bb8_redis;
+
+/// Keeps everything in Redis: limits hold across all processes that use the same server, database and prefix.
+///
+/// See the [module docs](self) for connections, keys and servers. Cheap to clone; clones share the connections, which are
+/// closed when the last clone is dropped.
+#[derive(Clone)]
+pub struct RedisBackend {
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    pool: Pool,
+    keys: Keys,
+    scripts: Scripts,
+}
+
+impl RedisBackend {
+    /// Connects with the default [options](RedisOptions): `redis://user:password@host:port/db` or `redis+unix:///path`.
+    ///
+    /// # Errors
+    ///
+    /// If the URL is malformed, or Redis does not let us in within the connect timeout.
+    pub async fn connect(url: impl AsRef<str>) -> Result<Self, ConnectError> {
+        RedisOptions::from_url(url)?.connect().await
+    }
+
+    /// Uses the connections of a pool that the program has already, and the default [options](RedisOptions).
+    ///
+    /// Connections are cloned out of the pool and given back at once, never held. Where the pool would hand out a dead one
+    /// (bb8-redis cannot tell), it is replaced inside the pool.
+    ///
+    /// # Errors
+    ///
+    /// If the pool cannot give a connection that answers within the connect timeout.
+    pub async fn from_pool(pool: bb8::Pool<RedisConnectionManager>) -> Result<Self, ConnectError> {
+        RedisOptions::from_pool(pool).connect().await
+    }
+
+    fn new(pool: Pool, keys: Keys) -> Self {
+        Self { inner: Arc::new(Inner { pool, keys, scripts: Scripts::new() }) }
+    }
+}
+
+impl fmt::Debug for RedisBackend {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RedisBackend").field("keys", &self.inner.keys).field("pool", &self.inner.pool).finish()
+    }
+}

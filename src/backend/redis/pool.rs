@@ -1,0 +1,278 @@
+//! Connections that are borrowed for an instant, never for a round trip.
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use bb8::{ManageConnection, RunError};
+use bb8_redis::RedisConnectionManager;
+use redis::aio::MultiplexedConnection;
+use redis::{AsyncConnectionConfig, Client, Cmd, ErrorKind, RedisError, Value};
+use tokio::sync::watch;
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::error::store_error;
+use crate::error::StoreError;
+
+/// A connection on which commands are waiting and nothing at all has come back for this long is taken for dead. A server
+/// that is only slow answers sooner; a network that swallows everything does not.
+const SILENCE: Duration = Duration::from_secs(1);
+/// The pause after a failed attempt to connect, doubled with each further one.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+/// The longest pause: short enough for the pool to be whole within a second of the server's return.
+const LONGEST_PAUSE: Duration = Duration::from_millis(250);
+
+/// Multiplexed connections to one server.
+#[derive(Clone)]
+pub(super) struct Pool {
+    pool: bb8::Pool<Manager>,
+    connections: u32,
+    // Why the last attempt to connect failed, until one succeeds.
+    trouble: watch::Receiver<Option<RedisError>>,
+}
+
+/// Where new connections come from.
+pub(super) enum Connector {
+    Client { client: Client, config: AsyncConnectionConfig },
+    Pool { pool: bb8::Pool<RedisConnectionManager>, response_timeout: Duration },
+}
+
+/// What the pool keeps: a handle, of which clones are given out, and what is known of the connection behind it.
+#[derive(Clone)]
+pub(super) struct Handle {
+    connection: MultiplexedConnection,
+    health: Arc<Health>,
+}
+
+/// What the users of one connection tell each other about it.
+#[derive(Debug)]
+struct Health {
+    opened: Instant,
+    broken: AtomicBool,
+    // When the command was sent that has waited longest without anything coming back, in us since `opened`, plus one.
+    silent_since: AtomicU64,
+}
+
+impl Pool {
+    pub(super) async fn open(
+        connector: Connector,
+        connections: u32,
+        connect_timeout: Duration,
+    ) -> Result<Self, StoreError> {
+        let (report, trouble) = watch::channel(None);
+        let manager = Manager { connector, connect_timeout, report, pause: Mutex::default() };
+        let pool = bb8::Pool::builder()
+            .max_size(connections)
+            .min_idle(connections)
+            .test_on_check_out(false)
+            .retry_connection(false)
+            .connection_timeout(connect_timeout)
+            .idle_timeout(None)
+            .max_lifetime(None)
+            .build(manager)
+            .await
+            .map_err(store_error)?;
+        Ok(Self { pool, connections, trouble })
+    }
+
+    /// Sends one command and waits for its answer.
+    ///
+    /// A failure after the command was sent leaves open whether it ran, so nothing is sent twice.
+    pub(super) async fn send(&self, command: &Cmd) -> Result<Value, RedisError> {
+        let mut handle = self.borrow().await?;
+        let mut watch = SilenceWatch { health: &handle.health, sent: Instant::now(), given_up: true };
+        let answer = handle.connection.send_packed_command(command).await;
+        match &answer {
+            Err(error) if error.is_timeout() => {}
+            Err(error) if error.is_unrecoverable_error() => {
+                handle.health.broken.store(true, Ordering::Relaxed);
+                watch.given_up = false;
+            }
+            Ok(_) | Err(_) => watch.answered(),
+        }
+        // A server error arrives as a value of its own kind.
+        answer.and_then(Value::extract_error)
+    }
+
+    /// A clone of the handle of a connection that is not known to be dead. The original is back in the pool on return.
+    async fn borrow(&self) -> Result<Handle, RedisError> {
+        // Each turn takes a broken connection out of the pool for good, so there are at most as many turns as connections,
+        // and one more for a sound one.
+        for _ in 0..=self.connections {
+            let item = tokio::select! {
+                biased;
+                item = self.pool.get() => item,
+                // No connection is there and the last attempt to open one failed: say why at once. Asking the pool has
+                // set off the next attempt.
+                error = self.trouble() => return Err(error),
+            };
+            let item = item.map_err(|error| match error {
+                RunError::User(error) => error,
+                RunError::TimedOut => no_connection(),
+            })?;
+            if !item.health.is_broken() {
+                return Ok(item.clone());
+            }
+        }
+        Err(no_connection())
+    }
+
+    /// Waits until the last attempt to connect is a failed one.
+    async fn trouble(&self) -> RedisError {
+        match self.trouble.clone().wait_for(Option::is_some).await {
+            Ok(error) => error.clone().unwrap_or_else(no_connection),
+            Err(_) => no_connection(),
+        }
+    }
+}
+
+/// What there is to say when no connection was to be had in time.
+fn no_connection() -> RedisError {
+    std::io::Error::from(std::io::ErrorKind::TimedOut).into()
+}
+
+impl fmt::Debug for Pool {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Debug::fmt(&self.pool.state(), f)
+    }
+}
+
+impl Health {
+    fn new() -> Self {
+        Self { opened: Instant::now(), broken: AtomicBool::new(false), silent_since: AtomicU64::new(0) }
+    }
+
+    fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Relaxed)
+    }
+}
+
+/// Notices connections that swallow everything. A command that is given up, by a timeout or because its future is
+/// dropped, is evidence; any answer is evidence to the contrary.
+struct SilenceWatch<'a> {
+    health: &'a Health,
+    sent: Instant,
+    given_up: bool,
+}
+
+impl SilenceWatch<'_> {
+    fn answered(&mut self) {
+        self.given_up = false;
+        if self.health.silent_since.load(Ordering::Relaxed) != 0 {
+            self.health.silent_since.store(0, Ordering::Relaxed);
+        }
+    }
+}
+
+impl Drop for SilenceWatch<'_> {
+    fn drop(&mut self) {
+        if !self.given_up {
+            return;
+        }
+        let sent = (self.sent - self.health.opened).as_micros() as u64 + 1;
+        let since = match self.health.silent_since.compare_exchange(0, sent, Ordering::Relaxed, Ordering::Relaxed) {
+            Ok(_) => sent,
+            Err(since) => since,
+        };
+        let now = self.health.opened.elapsed().as_micros() as u64 + 1;
+        if now.saturating_sub(since) >= SILENCE.as_micros() as u64 {
+            self.health.broken.store(true, Ordering::Relaxed);
+        }
+    }
+}
+
+/// Opens connections for bb8, and knows the broken ones.
+pub(super) struct Manager {
+    connector: Connector,
+    connect_timeout: Duration,
+    report: watch::Sender<Option<RedisError>>,
+    pause: Mutex<Pause>,
+}
+
+/// Keeps a server that is down from being asked in a loop.
+#[derive(Default)]
+struct Pause {
+    length: Duration,
+    until: Option<Instant>,
+}
+
+impl ManageConnection for Manager {
+    type Connection = Handle;
+    type Error = RedisError;
+
+    async fn connect(&self) -> Result<Handle, RedisError> {
+        let pause = self.pause().until;
+        if let Some(until) = pause {
+            sleep_until(until).await;
+        }
+        let attempt = timeout(self.connect_timeout, self.connector.connect()).await;
+        let outcome = attempt.unwrap_or_else(|_| Err(no_connection()));
+        match &outcome {
+            Ok(_) => {
+                *self.pause() = Pause::default();
+                if self.report.send_replace(None).is_some() {
+                    tracing::info!("connected to redis again");
+                }
+            }
+            Err(error) => {
+                self.pause().extend();
+                if self.report.send_replace(Some(error.clone())).is_none() {
+                    tracing::warn!(%error, "cannot connect to redis");
+                }
+            }
+        }
+        outcome.map(|connection| Handle { connection, health: Arc::new(Health::new()) })
+    }
+
+    async fn is_valid(&self, handle: &mut Handle) -> Result<(), RedisError> {
+        ping(&mut handle.connection).await
+    }
+
+    fn has_broken(&self, handle: &mut Handle) -> bool {
+        handle.health.is_broken()
+    }
+}
+
+impl Manager {
+    fn pause(&self) -> std::sync::MutexGuard<'_, Pause> {
+        self.pause.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Pause {
+    fn extend(&mut self) {
+        self.length = (self.length * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+        self.until = Some(Instant::now() + self.length);
+    }
+}
+
+impl Connector {
+    async fn connect(&self) -> Result<MultiplexedConnection, RedisError> {
+        match self {
+            Self::Client { client, config } => client.get_multiplexed_async_connection_with_config(config).await,
+            Self::Pool { pool, response_timeout } => {
+                let mut item = pool.get().await.map_err(|error| match error {
+                    RunError::User(error) => error,
+                    RunError::TimedOut => no_connection(),
+                })?;
+                // bb8-redis never takes a connection for broken, so a dead one would be handed out for ever.
+                if ping(&mut item).await.is_err() {
+                    *item = pool.dedicated_connection().await?;
+                    ping(&mut item).await?;
+                }
+                let mut connection = item.clone();
+                connection.set_response_timeout(*response_timeout);
+                Ok(connection)
+            }
+        }
+    }
+}
+
+async fn ping(connection: &mut MultiplexedConnection) -> Result<(), RedisError> {
+    let pong: String = redis::cmd("PING").query_async(connection).await?;
+    match pong.as_str() {
+        "PONG" => Ok(()),
+        _ => Err((ErrorKind::UnexpectedReturnType, "PING was not answered with PONG").into()),
+    }
+}

@@ -1,0 +1,244 @@
+use std::error::Error;
+use std::fmt;
+use std::time::Duration;
+
+/// Any error, boxed: what a service answers with when errors of several kinds can reach its caller.
+pub type BoxError = Box<dyn Error + Send + Sync>;
+
+/// The backend failed, so there is no decision.
+///
+/// This is never a "no": a request over its limit is a [`Decision`](crate::rate_limit::Decision), and the two cannot be
+/// confused. The type is opaque. The predicates are stable; the wording and the type behind
+/// [`source`](Error::source) are not.
+pub struct StoreError {
+    kind: Kind,
+    source: Option<BoxError>,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Kind {
+    Timeout,
+    Unavailable,
+    Unauthorized,
+    OutOfMemory,
+    ForeignData,
+    Other,
+}
+
+impl StoreError {
+    /// No answer came within the deadline. What was asked may still have happened.
+    #[must_use]
+    pub fn timeout() -> Self {
+        Self { kind: Kind::Timeout, source: None }
+    }
+
+    /// Nobody is there to answer, or whoever is there cannot serve at the moment.
+    pub fn unavailable(source: impl Into<BoxError>) -> Self {
+        Self::with_source(Kind::Unavailable, source)
+    }
+
+    /// The backend wants other credentials, or the credentials do not allow what was asked.
+    pub fn unauthorized(source: impl Into<BoxError>) -> Self {
+        Self::with_source(Kind::Unauthorized, source)
+    }
+
+    /// The backend has no room for what had to be written.
+    pub fn out_of_memory(source: impl Into<BoxError>) -> Self {
+        Self::with_source(Kind::OutOfMemory, source)
+    }
+
+    /// The key holds something that this version of Tollgate did not write and cannot read.
+    pub fn foreign_data(source: impl Into<BoxError>) -> Self {
+        Self::with_source(Kind::ForeignData, source)
+    }
+
+    /// Any other failure.
+    pub fn other(source: impl Into<BoxError>) -> Self {
+        Self::with_source(Kind::Other, source)
+    }
+
+    fn with_source(kind: Kind, source: impl Into<BoxError>) -> Self {
+        Self { kind, source: Some(source.into()) }
+    }
+
+    /// Whether no answer came in time. What was asked may have happened all the same.
+    #[must_use]
+    pub fn is_timeout(&self) -> bool {
+        self.kind == Kind::Timeout
+    }
+
+    /// Whether the backend is down, unreachable, still loading or not accepting writes; it is worth trying again later.
+    #[must_use]
+    pub fn is_unavailable(&self) -> bool {
+        self.kind == Kind::Unavailable
+    }
+
+    /// Whether the credentials are wrong, missing, or allow too little. It stays so until somebody changes them.
+    #[must_use]
+    pub fn is_unauthorized(&self) -> bool {
+        self.kind == Kind::Unauthorized
+    }
+
+    /// Whether the backend has no memory left for writes.
+    #[must_use]
+    pub fn is_out_of_memory(&self) -> bool {
+        self.kind == Kind::OutOfMemory
+    }
+
+    /// Whether the key holds data of somebody else, or of a version of Tollgate that this one cannot read.
+    #[must_use]
+    pub fn is_foreign_data(&self) -> bool {
+        self.kind == Kind::ForeignData
+    }
+}
+
+impl fmt::Debug for StoreError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("StoreError").field("kind", &self.kind).field("source", &self.source).finish()
+    }
+}
+
+impl fmt::Display for StoreError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self.kind {
+            Kind::Timeout => "the store did not answer in time",
+            Kind::Unavailable => "the store is unavailable",
+            Kind::Unauthorized => "the store refused the credentials",
+            Kind::OutOfMemory => "the store is out of memory",
+            Kind::ForeignData => "the store holds data that is not ours under this key",
+            Kind::Other => "the store failed",
+        })
+    }
+}
+
+impl Error for StoreError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.source.as_ref().map(|source| &**source as _)
+    }
+}
+
+/// A setting cannot work, found before anything was asked of a backend.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ConfigError {
+    /// The window of a quota is shorter than the shortest or longer than the longest that can be counted.
+    WindowOutOfRange {
+        /// The window that was asked for.
+        window: Duration,
+        /// The shortest window there is.
+        min: Duration,
+        /// The longest window there is.
+        max: Duration,
+    },
+    /// A sliding log remembers every request of its window, so its quota is capped.
+    SlidingLogTooLong {
+        /// The quota that was asked for.
+        limit: u32,
+        /// The largest quota that a sliding log takes.
+        max: u32,
+    },
+    /// The URL of a backend cannot be understood. The URL itself is left out, since it may hold a password.
+    InvalidUrl {
+        /// What is wrong with it.
+        reason: String,
+    },
+    /// No backend answers to the scheme of this URL.
+    UnknownScheme {
+        /// The part before the first colon.
+        scheme: String,
+    },
+    /// The backend exists, but the crate was built without it.
+    FeatureMissing {
+        /// The Cargo feature to turn on.
+        feature: &'static str,
+    },
+    /// A pool of no connections can serve nobody.
+    EmptyPool,
+}
+
+impl fmt::Display for ConfigError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::WindowOutOfRange { window, min, max } => {
+                write!(f, "a window of {window:?} is not between {min:?} and {} days", max.as_secs() / 86_400)
+            }
+            Self::SlidingLogTooLong { limit, max } => write!(
+                f,
+                "a sliding log remembers every request, so its quota is at most {max}, not {limit}; use a fixed window"
+            ),
+            Self::InvalidUrl { reason } => write!(f, "the store URL is not valid: {reason}"),
+            Self::UnknownScheme { scheme } => write!(
+                f,
+                "no store answers to `{scheme}:`; use `memory:`, `redis://host:port/db` or `redis+unix:///path`"
+            ),
+            Self::FeatureMissing { feature } => {
+                write!(f, "this build of tollgate lacks the feature `{feature}` that the store URL needs")
+            }
+            Self::EmptyPool => f.write_str("a pool needs at least one connection"),
+        }
+    }
+}
+
+impl Error for ConfigError {}
+
+/// A backend could not be opened.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum ConnectError {
+    /// The URL or the options cannot work; nothing was contacted.
+    Config(ConfigError),
+    /// The store was contacted and did not let us in.
+    Store(StoreError),
+}
+
+impl fmt::Display for ConnectError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Config(_) => f.write_str("the settings of the store cannot work"),
+            Self::Store(_) => f.write_str("the store cannot be reached"),
+        }
+    }
+}
+
+impl Error for ConnectError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(match self {
+            Self::Config(error) => error,
+            Self::Store(error) => error,
+        })
+    }
+}
+
+impl From<ConfigError> for ConnectError {
+    fn from(error: ConfigError) -> Self {
+        Self::Config(error)
+    }
+}
+
+impl From<StoreError> for ConnectError {
+    fn from(error: StoreError) -> Self {
+        Self::Store(error)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_cross_threads_and_fit_in_a_box() {
+        fn portable<T: Error + Send + Sync + 'static>() {}
+        portable::<StoreError>();
+        portable::<ConfigError>();
+        portable::<ConnectError>();
+    }
+
+    #[test]
+    fn each_level_prints_itself_only() {
+        let error = ConnectError::from(StoreError::unavailable("connection refused"));
+        assert_eq!(error.to_string(), "the store cannot be reached");
+        let store = error.source().unwrap();
+        assert_eq!(store.to_string(), "the store is unavailable");
+        assert_eq!(store.source().unwrap().to_string(), "connection refused");
+    }
+}

@@ -1,0 +1,120 @@
+use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+
+use ::http::{HeaderName, Request};
+
+use crate::key::{ExtractKey, Key};
+
+/// Counts by the value of a request header: an API key, a session, a tenant.
+///
+/// A request without the header, or with an empty one, has no key. If the header is there more than once, the first one
+/// counts. Values are secrets more often than not, so the store sees only their digest ([`Key::digest`]).
+///
+/// ```
+/// use tollgate::http::header;
+///
+/// let by_api_key = header("x-api-key");
+/// ```
+///
+/// # Panics
+///
+/// If `name` is not a lower-case header name, as [`HeaderName::from_static`] does: the name is part of the program, not of
+/// a request.
+#[must_use]
+pub fn header(name: &'static str) -> HeaderKey {
+    HeaderKey { name: HeaderName::from_static(name) }
+}
+
+/// See [`header`].
+#[derive(Clone, Debug)]
+pub struct HeaderKey {
+    name: HeaderName,
+}
+
+impl<B> ExtractKey<Request<B>> for HeaderKey {
+    fn extract_key(&self, request: &Request<B>) -> Option<Key> {
+        let value = request.headers().get(&self.name)?;
+        (!value.is_empty()).then(|| Key::digest(value))
+    }
+}
+
+/// The address of the other end of the connection, as an extension of each request.
+///
+/// For servers that have no such thing of their own. Insert it where connections are accepted; never make it from a
+/// header.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct PeerAddr(pub SocketAddr);
+
+/// Counts by the IP address of the other end of the connection.
+///
+/// Finds a [`PeerAddr`] or, with the feature `axum`, axum's `ConnectInfo<SocketAddr>` in the extensions of the request. A
+/// request without either has no key.
+///
+/// An IPv6 address counts by its first 64 bits, since one client usually has all the others to choose from. An IPv4
+/// address that arrives as IPv6 (`::ffff:203.0.113.7`) counts as IPv4.
+///
+/// Behind a proxy this is the address of the proxy.
+#[must_use]
+pub const fn peer_ip() -> PeerIp {
+    PeerIp
+}
+
+/// See [`peer_ip`].
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct PeerIp;
+
+impl<B> ExtractKey<Request<B>> for PeerIp {
+    fn extract_key(&self, request: &Request<B>) -> Option<Key> {
+        let peer = request.extensions().get::<PeerAddr>().map(|peer| peer.0.ip());
+        #[cfg(feature = "axum")]
+        let peer = peer
+            .or_else(|| request.extensions().get::<axum::extract::ConnectInfo<SocketAddr>>().map(|info| info.0.ip()));
+        peer.map(|ip| Key::from(client_of(ip)))
+    }
+}
+
+/// The address that stands for all that one client has.
+fn client_of(ip: IpAddr) -> IpAddr {
+    match ip {
+        IpAddr::V4(_) => ip,
+        // Mapped addresses first: all of IPv4 is in one /64 of them.
+        IpAddr::V6(v6) => match v6.to_ipv4_mapped() {
+            Some(v4) => v4.into(),
+            None => Ipv6Addr::from_bits(v6.to_bits() & (u128::MAX << 64)).into(),
+        },
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn addresses_stand_for_clients() {
+        let cases = [
+            ("203.0.113.7", "203.0.113.7"),
+            ("::ffff:203.0.113.7", "203.0.113.7"),
+            ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
+            ("2001:db8:1:2:ffff::", "2001:db8:1:2::"),
+            ("::1", "::"),
+        ];
+        for (peer, client) in cases {
+            assert_eq!(client_of(peer.parse().unwrap()), client.parse::<IpAddr>().unwrap(), "{peer}");
+        }
+    }
+
+    #[test]
+    fn headers_count_by_their_bytes_whatever_these_are() {
+        let by_token = header("x-token");
+        let key = |value: &[u8]| {
+            let value = ::http::HeaderValue::from_bytes(value).unwrap();
+            by_token.extract_key(&Request::builder().header("x-token", value).body(()).unwrap())
+        };
+        assert_eq!(key(b""), None);
+        assert_eq!(by_token.extract_key(&Request::new(())), None);
+        assert!(key(b"\xff\xfe{}").is_some());
+        assert_ne!(key(b"\xff"), key(b"\xfe"));
+        assert!(!key(b"hunter2").unwrap().as_str().contains("hunter2"));
+        assert!(key(&vec![b'x'; 1 << 20]).unwrap().as_str().len() <= Key::MAX_LEN);
+    }
+}

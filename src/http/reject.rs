@@ -1,0 +1,52 @@
+use std::fmt::Display;
+
+use ::http::header::{CONTENT_TYPE, RETRY_AFTER};
+use ::http::{HeaderValue, Response, StatusCode};
+
+use super::body::ResponseBody;
+use super::headers::write_fields;
+use crate::rate_limit::{Announce, Decision, Policy, Rejection, ceil_seconds};
+use crate::reject::{AsResponse, Reject};
+
+/// What a client is told to wait when it is not known when the store will answer again.
+const STORE_RETRY_SECONDS: u64 = 1;
+
+impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
+    type Response = Response<ResponseBody<B>>;
+    type Error = E;
+
+    fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
+        Ok(match rejection {
+            Rejection::Limited(limited) => {
+                let wait = limited.retry_after().map(ceil_seconds);
+                response(StatusCode::TOO_MANY_REQUESTS, wait, &limited)
+            }
+            Rejection::MissingKey(missing) => response(StatusCode::BAD_REQUEST, None, &missing),
+            // What exactly is wrong with the store is no business of the client.
+            Rejection::Store(_) => {
+                response(StatusCode::SERVICE_UNAVAILABLE, Some(STORE_RETRY_SECONDS), &"temporarily unavailable")
+            }
+        })
+    }
+
+    fn forward(&self, answer: Result<Response<B>, E>) -> Result<Self::Response, E> {
+        answer.map(|response| response.map(ResponseBody::inner))
+    }
+}
+
+impl<B> Announce<Response<B>> for AsResponse {
+    fn announce(&self, policy: &Policy, decision: Option<&Decision>, response: &mut Response<B>) {
+        write_fields(policy, decision, response.headers_mut());
+    }
+}
+
+fn response<B>(status: StatusCode, retry_after: Option<u64>, text: &dyn Display) -> Response<ResponseBody<B>> {
+    let mut response = Response::new(ResponseBody::rejection(format!("{text}\n")));
+    *response.status_mut() = status;
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
+    if let Some(seconds) = retry_after {
+        headers.insert(RETRY_AFTER, seconds.into());
+    }
+    response
+}

@@ -1,0 +1,426 @@
+use std::fmt::{self, Write as _};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+use percent_encoding::{AsciiSet, CONTROLS, percent_encode};
+use sha2::{Digest, Sha256};
+
+/// Who is asking: the subject that a quota is counted for.
+///
+/// A key is short printable text of at most [`Key::MAX_LEN`] bytes, whatever it was made of, so that a client who chooses
+/// it can neither grow a store nor reach another subject's data:
+///
+/// * bytes that mean something to a store (`{`, `}`, `%`, `,`, …), spaces, control characters and everything outside
+///   ASCII are percent-encoded;
+/// * what does not fit is replaced by `#` and a SHA-256 digest (192 bits of it, in base64url);
+/// * two different inputs never give the same key, short of a collision of the digest.
+///
+/// Nothing is rejected: any bytes of any length make a key. The empty key is a subject like any other here; a layer takes
+/// it for a missing key (see [`OnMissingKey`](crate::rate_limit::OnMissingKey)).
+///
+/// ```
+/// use tollgate::Key;
+///
+/// assert_eq!(Key::from("alice").as_str(), "alice");
+/// assert_eq!(Key::from("{alice}").as_str(), "%7Balice%7D");
+/// assert_eq!(Key::new([0xff, 0x00]).as_str(), "%FF%00");
+/// assert_eq!(Key::new(vec![b'a'; 1 << 20]).as_str().len(), 33);
+/// assert_eq!(Key::from(("alice", 7)).as_str(), "alice,7");
+/// ```
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Key {
+    len: u8,
+    // Zero beyond `len`, so that the derived comparisons are right.
+    text: [u8; Key::MAX_LEN],
+}
+
+/// What a store or this module gives a meaning to. `:` is harmless: the subject is the last part of a stored key.
+const RESERVED: &AsciiSet = &CONTROLS.add(b' ').add(b'{').add(b'}').add(b'%').add(b',').add(b'#').add(b'~').add(b'!');
+
+/// What went into a digest, so that a long text and a tuple that spells the same never share one.
+#[derive(Clone, Copy)]
+enum Origin {
+    Bytes = 0,
+    Tuple = 1,
+    Fallback = 2,
+}
+
+impl Key {
+    /// The longest a key can be, in bytes.
+    pub const MAX_LEN: usize = 64;
+
+    /// The key of everybody, where a quota is shared by all.
+    pub(crate) const EVERYONE: Key = Key::reserved(b"!everyone");
+    /// The key of requests that carry none.
+    pub(crate) const ANONYMOUS: Key = Key::reserved(b"!anonymous");
+
+    const EMPTY: Key = Key { len: 0, text: [0; Key::MAX_LEN] };
+
+    /// Makes a key of any bytes.
+    pub fn new(bytes: impl AsRef<[u8]>) -> Self {
+        Self::from_bytes(bytes.as_ref())
+    }
+
+    /// Makes a key that does not show what it was made of: always the digest, however short the input.
+    ///
+    /// For secrets such as API keys and session cookies, which should not lie in a store in clear text. Whoever can guess
+    /// the input can still recognise its digest.
+    pub fn digest(bytes: impl AsRef<[u8]>) -> Self {
+        Self::digest_of(Origin::Bytes, &[bytes.as_ref()])
+    }
+
+    /// The key as it appears in a store.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        std::str::from_utf8(self.as_bytes()).expect("a key is ASCII by construction")
+    }
+
+    /// Whether the key was made of nothing.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.len == 0
+    }
+
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        &self.text[..usize::from(self.len)]
+    }
+
+    /// Marks the key of a fallback, so that `203.0.113.7` sent as an API key and the peer of that address stay two subjects.
+    fn of_fallback(self) -> Self {
+        let mut text = Text::default();
+        if text.push(b"~") && text.push(self.as_bytes()) {
+            return text.0;
+        }
+        Self::digest_of(Origin::Fallback, &[self.as_bytes()])
+    }
+
+    fn from_bytes(bytes: &[u8]) -> Self {
+        let mut text = Text::default();
+        let fits =
+            bytes.len() <= Self::MAX_LEN && percent_encode(bytes, RESERVED).all(|piece| text.push(piece.as_bytes()));
+        if fits { text.0 } else { Self::digest_of(Origin::Bytes, &[bytes]) }
+    }
+
+    fn from_parts(parts: &[Key]) -> Self {
+        let mut text = Text::default();
+        let fits = parts.iter().enumerate().all(|(i, part)| (i == 0 || text.push(b",")) && text.push(part.as_bytes()));
+        if fits {
+            return text.0;
+        }
+        // Parts hold no comma, so joining them with one keeps `("a", "b")` and `("a,b",)` apart.
+        let joined: Vec<&[u8]> = parts.iter().flat_map(|part| [part.as_bytes(), b","]).collect();
+        Self::digest_of(Origin::Tuple, &joined)
+    }
+
+    fn digest_of(origin: Origin, pieces: &[&[u8]]) -> Self {
+        let mut hasher = Sha256::new();
+        hasher.update([origin as u8]);
+        for piece in pieces {
+            hasher.update(piece);
+        }
+        let digest = hasher.finalize();
+        let mut key = Self::EMPTY;
+        key.text[0] = b'#';
+        // 24 bytes are 32 digits of six bits.
+        for (three, four) in digest[..24].chunks_exact(3).zip(key.text[1..33].chunks_exact_mut(4)) {
+            let bits = u32::from(three[0]) << 16 | u32::from(three[1]) << 8 | u32::from(three[2]);
+            for (i, digit) in four.iter_mut().enumerate() {
+                *digit = BASE64URL[(bits >> (18 - 6 * i)) as usize & 63];
+            }
+        }
+        key.len = 33;
+        key
+    }
+
+    fn from_display(value: impl fmt::Display) -> Self {
+        let mut text = Text::default();
+        match write!(text, "{value}") {
+            Ok(()) => text.0,
+            Err(fmt::Error) => Self::from_bytes(value.to_string().as_bytes()),
+        }
+    }
+
+    const fn reserved(text: &[u8]) -> Self {
+        let mut key = Self::EMPTY;
+        let mut i = 0;
+        while i < text.len() {
+            key.text[i] = text[i];
+            i += 1;
+        }
+        key.len = text.len() as u8;
+        key
+    }
+}
+
+const BASE64URL: &[u8; 64] = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789-_";
+
+/// A key being written; refuses what does not fit.
+struct Text(Key);
+
+impl Default for Text {
+    fn default() -> Self {
+        Self(Key::EMPTY)
+    }
+}
+
+impl Text {
+    fn push(&mut self, bytes: &[u8]) -> bool {
+        let start = usize::from(self.0.len);
+        let Some(room) = self.0.text.get_mut(start..start + bytes.len()) else { return false };
+        room.copy_from_slice(bytes);
+        self.0.len += bytes.len() as u8;
+        true
+    }
+}
+
+impl fmt::Write for Text {
+    fn write_str(&mut self, piece: &str) -> fmt::Result {
+        if self.push(piece.as_bytes()) { Ok(()) } else { Err(fmt::Error) }
+    }
+}
+
+impl fmt::Debug for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_tuple("Key").field(&self.as_str()).finish()
+    }
+}
+
+impl fmt::Display for Key {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.as_str())
+    }
+}
+
+macro_rules! key_from_bytes {
+    ($($type:ty),*) => {$(
+        impl From<$type> for Key {
+            fn from(value: $type) -> Self {
+                Self::new(value)
+            }
+        }
+
+        impl IntoKey for $type {
+            fn into_key(self) -> Option<Key> {
+                Some(self.into())
+            }
+        }
+    )*};
+}
+
+key_from_bytes!(&str, String, &String, &[u8], Vec<u8>);
+
+macro_rules! key_from_display {
+    ($($type:ty),*) => {$(
+        impl From<$type> for Key {
+            fn from(value: $type) -> Self {
+                Self::from_display(value)
+            }
+        }
+
+        impl IntoKey for $type {
+            fn into_key(self) -> Option<Key> {
+                Some(self.into())
+            }
+        }
+    )*};
+}
+
+key_from_display!(u16, u32, u64, u128, usize, i32, i64, Ipv4Addr, Ipv6Addr, IpAddr);
+
+macro_rules! tuples {
+    ($($name:ident),*) => {
+        impl<$($name: Into<Key>),*> From<($($name,)*)> for Key {
+            #[allow(non_snake_case)]
+            fn from(($($name,)*): ($($name,)*)) -> Self {
+                Self::from_parts(&[$($name.into()),*])
+            }
+        }
+
+        impl<$($name: IntoKey),*> IntoKey for ($($name,)*) {
+            #[allow(non_snake_case)]
+            fn into_key(self) -> Option<Key> {
+                let ($($name,)*) = self;
+                Some(Key::from_parts(&[$(present($name.into_key())?),*]))
+            }
+        }
+
+        impl<Req, $($name: ExtractKey<Req>),*> ExtractKey<Req> for ($($name,)*) {
+            #[allow(non_snake_case)]
+            fn extract_key(&self, request: &Req) -> Option<Key> {
+                let ($($name,)*) = self;
+                Some(Key::from_parts(&[$(present($name.extract_key(request))?),*]))
+            }
+        }
+    };
+}
+
+tuples!(A, B);
+tuples!(A, B, C);
+tuples!(A, B, C, D);
+
+/// An empty key is no key.
+fn present(key: Option<Key>) -> Option<Key> {
+    key.filter(|key| !key.is_empty())
+}
+
+/// What a closure may answer as a key: text, bytes, numbers, addresses, a [`Key`], tuples of these, or an `Option` of one.
+///
+/// `None` says that the request has no key; so does a tuple with a part that is missing or empty.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be used as a key",
+    note = "a key is text, bytes, a number, an IP address, a `Key`, a tuple of these, or an `Option` of one; a `&str` borrowed from the request has to be made a `String` or a `Key`"
+)]
+pub trait IntoKey {
+    /// The key, where there is one.
+    fn into_key(self) -> Option<Key>;
+}
+
+impl IntoKey for Key {
+    fn into_key(self) -> Option<Key> {
+        Some(self)
+    }
+}
+
+impl<T: IntoKey> IntoKey for Option<T> {
+    fn into_key(self) -> Option<Key> {
+        self.and_then(T::into_key)
+    }
+}
+
+/// Finds out who is asking.
+///
+/// Closures are extractors, and so are tuples of extractors: a tuple counts per combination and has a key only where all
+/// of its parts have one. [`or`](ExtractKey::or) names a fallback.
+///
+/// ```
+/// use tollgate::{ExtractKey, Key};
+///
+/// struct Call { tenant: Option<String>, method: &'static str }
+///
+/// let by_tenant = |call: &Call| call.tenant.clone();
+/// let by_method = |call: &Call| call.method;
+/// let by_both = (by_tenant, by_method);
+///
+/// let call = Call { tenant: Some("acme".into()), method: "list" };
+/// assert_eq!(by_both.extract_key(&call), Some(Key::from(("acme", "list"))));
+///
+/// let call = Call { tenant: None, method: "list" };
+/// assert_eq!(by_both.extract_key(&call), None);
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot find a key in `{Req}`",
+    note = "use a closure `|request: &{Req}| ...`, one of the extractors in `tollgate::http`, or a tuple of them"
+)]
+pub trait ExtractKey<Req> {
+    /// The key of this request, or `None` where it has none.
+    fn extract_key(&self, request: &Req) -> Option<Key>;
+
+    /// Asks `fallback` where this extractor finds no key.
+    ///
+    /// A key that comes from the fallback is marked as such, so a client cannot spell one kind of key to be taken for a
+    /// subject of the other kind.
+    fn or<F>(self, fallback: F) -> Or<Self, F>
+    where
+        Self: Sized,
+        F: ExtractKey<Req>,
+    {
+        Or { first: self, fallback }
+    }
+}
+
+impl<Req, F, K> ExtractKey<Req> for F
+where
+    F: Fn(&Req) -> K,
+    K: IntoKey,
+{
+    fn extract_key(&self, request: &Req) -> Option<Key> {
+        self(request).into_key()
+    }
+}
+
+/// Two extractors, the second asked where the first finds nothing: see [`ExtractKey::or`].
+#[derive(Clone, Copy, Debug)]
+pub struct Or<A, B> {
+    first: A,
+    fallback: B,
+}
+
+impl<Req, A: ExtractKey<Req>, B: ExtractKey<Req>> ExtractKey<Req> for Or<A, B> {
+    fn extract_key(&self, request: &Req) -> Option<Key> {
+        present(self.first.extract_key(request))
+            .or_else(|| present(self.fallback.extract_key(request)).map(Key::of_fallback))
+    }
+}
+
+/// Gives every request the same key, so that all share one quota. What a layer does until it is told a key.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Everyone;
+
+impl<Req> ExtractKey<Req> for Everyone {
+    fn extract_key(&self, _: &Req) -> Option<Key> {
+        Some(Key::EVERYONE)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use proptest::prelude::*;
+
+    #[test]
+    fn reserved_keys_cannot_be_spelled() {
+        assert_ne!(Key::from(Key::EVERYONE.as_str()), Key::EVERYONE);
+        assert_ne!(Key::from(Key::ANONYMOUS.as_str()), Key::ANONYMOUS);
+        let digest = Key::digest("secret");
+        assert_ne!(Key::from(digest.as_str()), digest);
+    }
+
+    #[test]
+    fn a_fallback_is_another_subject_than_its_namesake() {
+        let header = |r: &(Option<&'static str>, &'static str)| r.0;
+        let peer = |r: &(Option<&'static str>, &'static str)| r.1;
+        let key = header.or(peer);
+        let honest = key.extract_key(&(None, "203.0.113.7")).unwrap();
+        let spoofed = key.extract_key(&(Some("203.0.113.7"), "198.51.100.1")).unwrap();
+        assert_ne!(honest, spoofed);
+        assert_ne!(key.extract_key(&(Some("~203.0.113.7"), "198.51.100.1")).unwrap(), honest);
+        assert_eq!(key.extract_key(&(Some(""), "203.0.113.7")), Some(honest), "an empty key is no key");
+    }
+
+    #[test]
+    fn long_tuples_and_long_texts_differ() {
+        let (a, b) = ("a".repeat(40), "b".repeat(40));
+        assert_ne!(Key::from((&a, &b)), Key::from(format!("{a},{b}")));
+        assert_ne!(Key::from((&a, &b)), Key::from((format!("{a}b"), "b".repeat(39))));
+    }
+
+    #[test]
+    fn numbers_and_addresses_read_as_they_print() {
+        assert_eq!(Key::from(42_u64).as_str(), "42");
+        assert_eq!(Key::from(IpAddr::from([203, 0, 113, 7])).as_str(), "203.0.113.7");
+        assert_eq!(Key::from(Ipv6Addr::LOCALHOST).as_str(), "::1");
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_make_a_short_printable_key(bytes in prop::collection::vec(any::<u8>(), 0..200)) {
+            let key = Key::new(&bytes);
+            prop_assert!(key.as_str().len() <= Key::MAX_LEN);
+            prop_assert!(key.as_str().bytes().all(|b| b.is_ascii_graphic() && !b"{},~!".contains(&b)));
+            prop_assert_eq!(key.is_empty(), bytes.is_empty());
+        }
+
+        #[test]
+        fn different_bytes_make_different_keys(
+            a in prop::collection::vec(any::<u8>(), 0..80),
+            b in prop::collection::vec(any::<u8>(), 0..80),
+        ) {
+            prop_assert_eq!(a == b, Key::new(&a) == Key::new(&b));
+        }
+
+        #[test]
+        fn tuples_do_not_run_into_each_other(a in ".{0,40}", b in ".{0,40}", c in ".{0,40}", d in ".{0,40}") {
+            let same = a == c && b == d;
+            prop_assert_eq!(same, Key::from((&a, &b)) == Key::from((&c, &d)));
+        }
+    }
+}

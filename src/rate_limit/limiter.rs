@@ -1,0 +1,100 @@
+use std::time::Duration;
+
+use super::decision::Decision;
+use super::policy::Policy;
+use super::store::RateLimitStore;
+use crate::deadline::Deadline;
+use crate::error::StoreError;
+use crate::key::Key;
+
+/// How long a decision may take unless told otherwise.
+pub(super) const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
+
+/// Asks a backend about keys, without any tower service: for jobs, sockets and everything else that is not a request.
+///
+/// ```
+/// use tollgate::{Limiter, MemoryBackend, Policy, Quota};
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::StoreError> {
+/// let mails = Limiter::new(MemoryBackend::new(), Policy::new("mails", Quota::per_hour(2).fixed_window()));
+///
+/// assert!(mails.check("alice").await?.is_allowed());
+/// assert!(mails.check("alice").await?.is_allowed());
+/// assert!(!mails.check("alice").await?.is_allowed());
+/// assert!(mails.check("bob").await?.is_allowed());
+///
+/// mails.reset("alice").await?;
+/// assert_eq!(mails.peek("alice").await?.remaining(), Some(2));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Clones share all counts, since those lie in the backend.
+///
+/// # Errors
+///
+/// Every method answers a [`StoreError`] when the backend fails or takes longer than the
+/// [deadline](Limiter::deadline). What to do then is the caller's choice.
+///
+/// # Cancellation
+///
+/// Dropping the future of [`check`](Limiter::check) may or may not have charged.
+#[derive(Clone, Debug)]
+pub struct Limiter<B> {
+    store: B,
+    policy: Policy,
+    deadline: Duration,
+}
+
+impl<B> Limiter<B> {
+    /// A limiter that enforces `policy` with what `store` counts.
+    pub const fn new(store: B, policy: Policy) -> Self {
+        Self { store, policy, deadline: DEFAULT_DEADLINE }
+    }
+
+    /// How long a call may take in total, waiting for a connection included. Defaults to 100 ms.
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.deadline = deadline;
+        self
+    }
+
+    /// The policy that is enforced.
+    pub const fn policy(&self) -> &Policy {
+        &self.policy
+    }
+}
+
+impl<B: RateLimitStore> Limiter<B> {
+    /// Charges one unit to `key` if it fits.
+    pub async fn check(&self, key: impl Into<Key>) -> Result<Decision, StoreError> {
+        self.check_cost(key, 1).await
+    }
+
+    /// Charges `cost` units to `key` if all of them fit, and none otherwise.
+    ///
+    /// A cost of 0 is always admitted and charges nothing, unless the quota is 0. A cost above the quota can never be
+    /// admitted and gives [`Outcome::Never`](super::Outcome::Never).
+    pub async fn check_cost(&self, key: impl Into<Key>, cost: u32) -> Result<Decision, StoreError> {
+        if let Some(decision) = self.policy.rule_out(cost) {
+            return Ok(decision);
+        }
+        let key = key.into();
+        Deadline::new(self.store.check(&self.policy, &key, cost), self.deadline).await
+    }
+
+    /// Says how `key` stands and whether one unit would fit, without charging.
+    pub async fn peek(&self, key: impl Into<Key>) -> Result<Decision, StoreError> {
+        if let Some(decision) = self.policy.rule_out(1) {
+            return Ok(decision);
+        }
+        let key = key.into();
+        Deadline::new(self.store.peek(&self.policy, &key, 1), self.deadline).await
+    }
+
+    /// Forgets what was counted for `key`, which then has its whole quota.
+    pub async fn reset(&self, key: impl Into<Key>) -> Result<(), StoreError> {
+        let key = key.into();
+        Deadline::new(self.store.reset(&self.policy, &key), self.deadline).await
+    }
+}

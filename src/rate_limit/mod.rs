@@ -1,0 +1,90 @@
+//! Admit so many requests in so long, however many processes serve them.
+//!
+//! A [`Policy`] names a [`Quota`] and the algorithm that counts it. [`RateLimitLayer`] enforces it in front of a tower
+//! service; [`Limiter`] does without one. The counts lie in a backend: in this process
+//! ([`MemoryBackend`](crate::MemoryBackend)) or in Redis, where any number of processes share them.
+//!
+//! With one Redis primary at most the quota is admitted, whatever the number of processes and of requests in flight: each
+//! decision is one atomic script. A denial charges nothing.
+//!
+//! # Examples
+//!
+//! As it comes, one quota for all requests of a plain tower service, where a rejection is an error:
+//!
+//! ```
+//! use tollgate::{AsError, MemoryBackend, Policy, Quota, RateLimitLayer, rate_limit::RateLimited};
+//! use tower::{ServiceBuilder, ServiceExt, service_fn};
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! let policy = Policy::new("jobs", Quota::per_minute(2).fixed_window());
+//! let service = ServiceBuilder::new()
+//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(AsError))
+//!     .service(service_fn(async |job: &'static str| Ok::<_, tollgate::BoxError>(job.len())));
+//!
+//! assert_eq!(service.clone().oneshot("one").await?, 3);
+//! assert_eq!(service.clone().oneshot("three").await?, 5);
+//! let error = service.oneshot("four").await.unwrap_err();
+//! assert!(error.downcast::<RateLimited>()?.retry_after().is_some());
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! And with everything said: per client and route, weighted, failing closed. With HTTP a rejection is a response.
+//!
+//! ```
+//! # #[cfg(feature = "http")] {
+//! use std::time::Duration;
+//! use axum::{Router, extract::Request, routing::get};
+//! use tollgate::http::{header, peer_ip};
+//! use tollgate::{ExtractKey, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};
+//!
+//! # fn main() -> Result<(), tollgate::ConfigError> {
+//! let policy = Policy::new("api", Quota::per_minute(600).sliding_log()?);
+//! let limit = RateLimitLayer::new(MemoryBackend::new(), policy)
+//!     .key((header("x-api-key").or(peer_ip()), |request: &Request| request.uri().path().to_owned()))
+//!     .cost(|request: &Request| if request.uri().path() == "/export" { 50 } else { 1 })
+//!     .on_missing_key(OnMissingKey::Shared)
+//!     .on_store_error(OnStoreError::Deny)
+//!     .deadline(Duration::from_millis(20));
+//! let app: Router = Router::new().route("/", get(async || "hello")).layer(limit);
+//! # drop(app);
+//! # Ok(())
+//! # }
+//! # main().unwrap();
+//! # }
+//! ```
+//!
+//! # When the store fails
+//!
+//! A decision that fails or takes longer than the [deadline](RateLimitLayer::deadline) is a [`StoreError`], never a "no".
+//! [`OnStoreError`] says what happens then; unless told otherwise requests pass.
+//!
+//! # Cancellation
+//!
+//! Dropping a response future while the store is asked may or may not have charged. Once admitted, a request stays charged
+//! even if the inner service fails or the future is dropped.
+//!
+//! [`StoreError`]: crate::StoreError
+
+mod decision;
+mod future;
+mod layer;
+mod limiter;
+mod policy;
+mod quota;
+mod rejection;
+mod service;
+mod store;
+
+pub use self::decision::{Decision, MissingKey, Outcome, RateLimited};
+pub use self::future::ResponseFuture;
+pub use self::layer::{OnMissingKey, OnStoreError, RateLimitLayer, RequestCost, UnitCost};
+pub use self::limiter::Limiter;
+pub use self::policy::Policy;
+pub use self::quota::{Algorithm, Limit, Quota};
+pub use self::rejection::{Announce, Rejection};
+pub use self::service::RateLimit;
+pub use self::store::RateLimitStore;
+
+#[cfg(feature = "http")]
+pub(crate) use self::decision::ceil_seconds;
