@@ -37,7 +37,9 @@ async fn run() -> Result<(), String> {
 
     let backend = tollgate::connect(&store).await.map_err(|error| match &error {
         ConnectError::Config(wrong) => format!("TOLLGATE_STORE cannot be used, change it: {wrong}."),
-        _ => format!("The store of TOLLGATE_STORE cannot be reached, start it or unset the variable: {}.", root(&error)),
+        _ => {
+            format!("The store of TOLLGATE_STORE cannot be reached, start it or unset the variable: {}.", root(&error))
+        }
     })?;
     let policy = Policy::new("quickstart", Quota::per_minute(5).fixed_window());
     let app = Router::new()

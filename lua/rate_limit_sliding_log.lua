@@ -6,7 +6,7 @@
 --
 -- KEYS[1]  log        string, expires a window after its last entry    prefix:1:{rate_limit:<policy>:<subject>}:log:<window_us>
 -- ARGV[1]  limit      integer, 1 to 10,000
--- ARGV[2]  window_us  integer, 1,000 to 3.2 * 10^14
+-- ARGV[2]  window_us  integer, 10,000 to 3.2 * 10^14
 -- ARGV[3]  cost       integer, 0 to limit; 0 charges nothing
 -- ARGV[4]  peek       1 to charge nothing, 0 otherwise
 --

@@ -67,8 +67,8 @@ impl<B> Limiter<B> {
 
 impl<B: RateLimitStore> Limiter<B> {
     /// Charges one unit to `key` if it fits.
-    pub async fn check(&self, key: impl Into<Key>) -> Result<Decision, StoreError> {
-        self.check_cost(key, 1).await
+    pub fn check(&self, key: impl Into<Key>) -> impl Future<Output = Result<Decision, StoreError>> {
+        self.check_cost(key, 1)
     }
 
     /// Charges `cost` units to `key` if all of them fit, and none otherwise.

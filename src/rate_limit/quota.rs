@@ -27,8 +27,8 @@ pub struct Quota {
 }
 
 impl Quota {
-    /// The shortest window: a millisecond.
-    pub const MIN_WINDOW: Duration = Duration::from_millis(1);
+    /// The shortest window: ten milliseconds. A shorter one would say more about the network than about clients.
+    pub const MIN_WINDOW: Duration = Duration::from_millis(10);
     /// The longest window: 3,660 days, about ten years.
     pub const MAX_WINDOW: Duration = Duration::from_secs(3_660 * 86_400);
     /// The largest quota that a [sliding log](Quota::sliding_log) takes.
@@ -58,7 +58,8 @@ impl Quota {
         Self { limit, window: Duration::from_secs(86_400) }
     }
 
-    /// `limit` units per `window`, which is counted in whole microseconds.
+    /// `limit` units per `window`, which is counted in whole microseconds, and by a fixed window in whole milliseconds,
+    /// rounded up.
     ///
     /// # Errors
     ///
@@ -109,9 +110,14 @@ impl Quota {
         self.window
     }
 
-    /// The length of the window as the stores count it. It fits: see `MAX_WINDOW`.
+    /// The length of the window as a sliding log counts it. It fits: see `MAX_WINDOW`.
     pub(crate) const fn window_us(&self) -> u64 {
         self.window.as_micros() as u64
+    }
+
+    /// The length of the window as a fixed window counts it: whole milliseconds, rounded up.
+    pub(crate) const fn window_ms(&self) -> u64 {
+        self.window.as_micros().div_ceil(1_000) as u64
     }
 }
 
@@ -153,7 +159,7 @@ mod tests {
     #[test]
     fn windows_of_nothing_and_of_a_lifetime_are_refused() {
         for window in
-            [Duration::ZERO, Duration::from_micros(999), Quota::MAX_WINDOW + Duration::from_nanos(1), Duration::MAX]
+            [Duration::ZERO, Duration::from_micros(9_999), Quota::MAX_WINDOW + Duration::from_nanos(1), Duration::MAX]
         {
             let error = Quota::new(1, window).unwrap_err();
             assert!(matches!(error, ConfigError::WindowOutOfRange { .. }), "{error}");

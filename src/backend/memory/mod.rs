@@ -4,7 +4,7 @@ mod rate_limit;
 mod shard;
 
 use std::fmt;
-use std::hash::{BuildHasher, RandomState};
+use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::time::Instant;
@@ -100,13 +100,16 @@ impl MemoryBackend {
     }
 
     fn now_us(&self) -> u64 {
-        // 2^64 microseconds are half a million years.
-        self.inner.epoch.elapsed().as_micros() as u64
+        let elapsed = self.inner.epoch.elapsed();
+        elapsed.as_secs() * 1_000_000 + u64::from(elapsed.subsec_micros())
     }
 
-    /// The hash of a subject and the shard that holds it.
-    fn locate(&self, scope: &str, key: &Key) -> (u64, MutexGuard<'_, Shard>) {
-        let hash = self.inner.hasher.hash_one((scope, key.as_bytes()));
+    /// The hash of a subject and the shard that holds it. The same subject of several policies has the same hash: they are
+    /// few, and clients have no say in how many.
+    fn locate(&self, key: &Key) -> (u64, MutexGuard<'_, Shard>) {
+        let mut hasher = self.inner.hasher.build_hasher();
+        hasher.write(key.as_bytes());
+        let hash = hasher.finish();
         // The map inside the shard uses the low bits.
         let shard = (hash >> 48) as usize & (self.inner.shards.len() - 1);
         (hash, lock(&self.inner.shards[shard]))

@@ -7,16 +7,19 @@ use std::time::Duration;
 use super::MemoryBackend;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::rate_limit::{Algorithm, Decision, Policy, RateLimitStore};
+use crate::rate_limit::{Algorithm, Decision, Policy, Quota, RateLimitStore};
 
 /// What was counted for one subject.
 pub(super) enum Count {
     FixedWindow(FixedWindow),
-    SlidingLog(SlidingLog),
+    // Boxed, so that the small and frequent counts stay small.
+    SlidingLog(Box<SlidingLog>),
 }
 
+/// Counted in ticks of a millisecond, as the expiry of a key is in Redis.
 pub(super) struct FixedWindow {
-    ends_us: u64,
+    // The first tick that is not part of it.
+    ends_ms: u64,
     used: u32,
 }
 
@@ -25,13 +28,14 @@ pub(super) struct SlidingLog {
     requests: VecDeque<(u64, u32)>,
     used: u64,
     window_us: u64,
+    // One for the count itself and one for every eight requests that there is room for.
+    weight: usize,
 }
 
 /// One request against one quota, at one instant.
 #[derive(Clone, Copy)]
 struct Ask {
-    limit: u32,
-    window_us: u64,
+    quota: Quota,
     cost: u32,
     peek: bool,
     now_us: u64,
@@ -47,35 +51,49 @@ impl Ask {
 impl Count {
     fn new(policy: &Policy, ask: Ask) -> Self {
         match policy.limit().algorithm() {
-            Algorithm::FixedWindow => Self::FixedWindow(FixedWindow { ends_us: ask.now_us + ask.window_us, used: 0 }),
+            Algorithm::FixedWindow => {
+                Self::FixedWindow(FixedWindow { ends_ms: ask.now_us / 1_000 + ask.quota.window_ms(), used: 0 })
+            }
             Algorithm::SlidingLog => {
-                Self::SlidingLog(SlidingLog { requests: VecDeque::new(), used: 0, window_us: ask.window_us })
+                let window_us = ask.quota.window_us();
+                Self::SlidingLog(Box::new(SlidingLog { requests: VecDeque::new(), used: 0, window_us, weight: 1 }))
             }
         }
     }
 
     pub(super) fn expires_us(&self) -> u64 {
         match self {
-            Self::FixedWindow(window) => window.ends_us,
+            Self::FixedWindow(window) => window.ends_ms * 1_000,
             Self::SlidingLog(log) => log.requests.back().map_or(0, |(time, _)| time + log.window_us),
         }
     }
 
-    /// The used share of the quota in 1/65,536.
-    pub(super) fn value(&self, policy: &Policy) -> u32 {
+    /// The used share of the quota, in 1/65,536: what would be lost by forgetting it. At least one.
+    pub(super) fn value(&self, policy: &Policy) -> u64 {
         let used = match self {
             Self::FixedWindow(window) => u64::from(window.used),
             Self::SlidingLog(log) => log.used,
         };
-        let limit = u64::from(policy.limit().quota().limit()).max(1);
-        ((used << 16) / limit).min(1 << 16) as u32
+        (used << 16) / u64::from(policy.limit().quota().limit()).max(1) + 1
     }
 
     /// How much room the count takes, in units of a small one.
     pub(super) fn weight(&self) -> usize {
         match self {
             Self::FixedWindow(_) => 1,
-            Self::SlidingLog(log) => 1 + log.requests.len() / 8,
+            Self::SlidingLog(log) => log.weight,
+        }
+    }
+
+    /// Brings the weight up to date; returns what came on top.
+    fn reweigh(&mut self) -> usize {
+        match self {
+            Self::FixedWindow(_) => 0,
+            Self::SlidingLog(log) => {
+                let old = log.weight;
+                log.weight = old.max(log.requests.capacity() / 8);
+                log.weight - old
+            }
         }
     }
 
@@ -89,48 +107,50 @@ impl Count {
 
 impl FixedWindow {
     fn decide(&mut self, ask: Ask) -> Decision {
-        let until_end = micros(self.ends_us - ask.now_us);
-        let left = ask.limit.saturating_sub(self.used);
+        let limit = ask.quota.limit();
+        let until_end = Duration::from_millis(self.ends_ms - ask.now_us / 1_000);
+        let left = limit.saturating_sub(self.used);
         if ask.cost > left {
-            return Decision::limited(ask.limit, left, until_end, until_end);
+            return Decision::limited(limit, left, until_end, until_end);
         }
         self.used += ask.charge();
         let reset = if self.used > 0 { until_end } else { Duration::ZERO };
-        Decision::allowed(ask.limit, left - ask.charge(), reset)
+        Decision::allowed(limit, left - ask.charge(), reset)
     }
 }
 
 impl SlidingLog {
     fn decide(&mut self, ask: Ask) -> Decision {
         while let Some(&(time, cost)) = self.requests.front()
-            && time + ask.window_us <= ask.now_us
+            && time + self.window_us <= ask.now_us
         {
             self.requests.pop_front();
             self.used -= u64::from(cost);
         }
-        let limit = u64::from(ask.limit);
-        let left = limit.saturating_sub(self.used) as u32;
-        let until_gone = |time: u64| micros(time + ask.window_us - ask.now_us);
+        let limit = ask.quota.limit();
+        let left = u64::from(limit).saturating_sub(self.used) as u32;
+        let window_us = self.window_us;
+        let until_gone = |time: u64| Duration::from_micros(time + window_us - ask.now_us);
 
         if ask.cost > left {
             // Wait for as many of the oldest to go as make room.
             let mut still_used = self.used;
             let mut retry = Duration::ZERO;
             for &(time, cost) in &self.requests {
-                if still_used + u64::from(ask.cost) <= limit {
+                if still_used + u64::from(ask.cost) <= u64::from(limit) {
                     break;
                 }
                 still_used -= u64::from(cost);
                 retry = until_gone(time);
             }
-            return Decision::limited(ask.limit, left, retry, self.reset(until_gone));
+            return Decision::limited(limit, left, retry, self.reset(until_gone));
         }
 
         if ask.charge() > 0 {
             self.requests.push_back((ask.now_us, ask.cost));
             self.used += u64::from(ask.cost);
         }
-        Decision::allowed(ask.limit, left - ask.charge(), self.reset(until_gone))
+        Decision::allowed(limit, left - ask.charge(), self.reset(until_gone))
     }
 
     fn reset(&self, until_gone: impl Fn(u64) -> Duration) -> Duration {
@@ -138,19 +158,16 @@ impl SlidingLog {
     }
 }
 
-const fn micros(us: u64) -> Duration {
-    Duration::from_micros(us)
-}
-
 impl MemoryBackend {
     fn decide(&self, policy: &Policy, key: &Key, cost: u32, peek: bool) -> Decision {
-        let quota = policy.limit().quota();
-        let ask = Ask { limit: quota.limit(), window_us: quota.window_us(), cost, peek, now_us: self.now_us() };
-        let (hash, mut shard) = self.locate(policy.name(), key);
+        let ask = Ask { quota: policy.limit().quota(), cost, peek, now_us: self.now_us() };
+        let (hash, mut shard) = self.locate(key);
         if let Some(index) = shard.find(hash, policy, key, ask.now_us) {
-            let decision = shard.count_mut(index).decide(ask);
-            if decision.is_allowed() && ask.charge() > 0 {
-                shard.changed(index, policy, ask.now_us);
+            let count = shard.count_mut(index);
+            let decision = count.decide(ask);
+            let added = count.reweigh();
+            if added > 0 {
+                shard.grew(index, added, ask.now_us);
             }
             return decision;
         }
@@ -178,7 +195,7 @@ impl RateLimitStore for MemoryBackend {
     }
 
     fn reset(&self, policy: &Policy, key: &Key) -> impl Future<Output = Result<(), StoreError>> + Send {
-        let (hash, mut shard) = self.locate(policy.name(), key);
+        let (hash, mut shard) = self.locate(key);
         shard.remove(hash, policy, key);
         ready(Ok(()))
     }

@@ -1,23 +1,21 @@
 use std::time::Duration;
 
-use super::RedisBackend;
 use super::error::store_error;
-use super::scripts::{self, Charge};
+use super::scripts::Charge;
+use super::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::rate_limit::{Algorithm, Decision, Policy, RateLimitStore};
 
 impl RedisBackend {
     async fn decide(&self, policy: &Policy, key: &Key, cost: u32, peek: bool) -> Result<Decision, StoreError> {
-        let quota = policy.limit().quota();
-        let script = match policy.limit().algorithm() {
-            Algorithm::FixedWindow => &self.inner.scripts.fixed_window,
-            Algorithm::SlidingLog => &self.inner.scripts.sliding_log,
+        let Inner { pool, keys, scripts } = &*self.inner;
+        let (quota, charge) = (policy.limit().quota(), Charge { cost, peek });
+        let key = keys.rate_limit(policy, key);
+        let charged = match policy.limit().algorithm() {
+            Algorithm::FixedWindow => scripts.rate_limit_fixed_window(pool, &key, quota, charge).await?,
+            Algorithm::SlidingLog => scripts.rate_limit_sliding_log(pool, &key, quota, charge).await?,
         };
-        let key = self.inner.keys.rate_limit(policy, key);
-        let charge = Charge { limit: quota.limit(), window_us: quota.window_us(), cost, peek };
-        let charged = scripts::rate_limit(&self.inner.pool, script, &key, charge).await?;
-
         let reset = Duration::from_micros(charged.reset_us);
         Ok(if charged.admitted {
             Decision::allowed(quota.limit(), charged.remaining, reset)

@@ -5,6 +5,7 @@ use redis::{Cmd, Script, ToRedisArgs, Value};
 use super::error;
 use super::pool::Pool;
 use crate::error::StoreError;
+use crate::rate_limit::Quota;
 
 /// A Lua script and its hash, which is what Redis knows it by.
 #[derive(Debug)]
@@ -26,11 +27,9 @@ pub(super) struct Scripts {
     pub(super) sliding_log: LuaScript,
 }
 
-/// What both scripts of the rate limit are told.
+/// What is charged, or with `peek` only asked.
 #[derive(Clone, Copy)]
 pub(super) struct Charge {
-    pub(super) limit: u32,
-    pub(super) window_us: u64,
     pub(super) cost: u32,
     pub(super) peek: bool,
 }
@@ -50,25 +49,43 @@ impl Scripts {
     }
 }
 
-/// Runs `rate_limit_fixed_window` or `rate_limit_sliding_log`, which take and answer the same.
-pub(super) async fn rate_limit(
-    pool: &Pool,
-    script: &LuaScript,
-    key: &str,
-    charge: Charge,
-) -> Result<Charged, StoreError> {
-    let Charge { limit, window_us, cost, peek } = charge;
-    let reply = script.call(pool, [key], (limit, window_us, cost, u8::from(peek))).await?;
-    let Value::Array(fields) = &reply else { return Err(error::unexpected_reply(&reply)) };
-    match fields[..] {
-        [Value::Int(admitted), Value::Int(remaining), Value::Int(retry_us), Value::Int(reset_us)] => Ok(Charged {
-            admitted: admitted == 1,
-            remaining: remaining.try_into().unwrap_or(limit),
-            retry_us: retry_us.try_into().unwrap_or(window_us),
-            reset_us: reset_us.try_into().unwrap_or(window_us),
-        }),
-        _ => Err(error::unexpected_reply(&reply)),
+impl Scripts {
+    pub(super) async fn rate_limit_fixed_window(
+        &self,
+        pool: &Pool,
+        window: &str,
+        quota: Quota,
+        Charge { cost, peek }: Charge,
+    ) -> Result<Charged, StoreError> {
+        let args = (quota.limit(), quota.window_ms(), cost, u8::from(peek));
+        charged(self.fixed_window.call(pool, [window], args).await?)
     }
+
+    pub(super) async fn rate_limit_sliding_log(
+        &self,
+        pool: &Pool,
+        log: &str,
+        quota: Quota,
+        Charge { cost, peek }: Charge,
+    ) -> Result<Charged, StoreError> {
+        let args = (quota.limit(), quota.window_us(), cost, u8::from(peek));
+        charged(self.sliding_log.call(pool, [log], args).await?)
+    }
+}
+
+/// Reads `{admitted, remaining, retry_us, reset_us}`.
+fn charged(reply: Value) -> Result<Charged, StoreError> {
+    let fields = match &reply {
+        Value::Array(fields) => fields.as_slice(),
+        _ => &[],
+    };
+    if let [Value::Int(admitted), Value::Int(remaining), Value::Int(retry_us), Value::Int(reset_us)] = *fields
+        && let (Ok(remaining), Ok(retry_us), Ok(reset_us)) =
+            (remaining.try_into(), retry_us.try_into(), reset_us.try_into())
+    {
+        return Ok(Charged { admitted: admitted == 1, remaining, retry_us, reset_us });
+    }
+    Err(error::unexpected_reply(&reply))
 }
 
 impl LuaScript {
@@ -127,7 +144,7 @@ mod tests {
     #[test]
     fn headers_agree_with_bodies_and_calls() {
         let scripts = Scripts::new();
-        // Keys and arguments of the typed calls above.
+        // How many keys and arguments the typed calls above give.
         for (script, keys, args) in [(&scripts.fixed_window, 1, 4), (&scripts.sliding_log, 1, 4)] {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
             for (what, count) in [("KEYS", keys), ("ARGV", args)] {
@@ -135,7 +152,7 @@ mod tests {
                 assert_eq!(names.len(), count, "{what} in the header");
                 assert_eq!(read(body, what), count, "{what} in the body");
                 for name in names {
-                    assert!(body.contains(&format!("{name}")), "the body names {name} as the header does");
+                    assert!(body.contains(&name), "the body names {name} as the header does");
                 }
             }
             for word in ["Value ", "Returns ", "Errors ", "Repeat "] {

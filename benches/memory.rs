@@ -1,0 +1,75 @@
+//! What a decision costs in memory.
+//!
+//! `cargo bench --bench memory` runs the criterion benchmarks and ends with the time of one `Limiter::check` on one thread:
+//! `check_ns` over 1,000 keys, which stay in the processor's cache, and `check_100k_keys_ns` over as many keys as a backend
+//! keeps by default, where nearly every check waits for memory.
+
+use std::hash::{BuildHasher, RandomState};
+use std::hint::black_box;
+use std::pin::pin;
+use std::task::{Context, Poll, Waker};
+use std::time::Instant;
+
+use criterion::{Criterion, Throughput};
+use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota};
+
+const KEYS: u64 = 1_000;
+
+fn main() {
+    let mut criterion = Criterion::default().configure_from_args();
+    checks(&mut criterion);
+    criterion.final_summary();
+    println!("check_ns={:.0} check_100k_keys_ns={:.0}", check_ns(1_000), check_ns(100_000));
+}
+
+fn limiters() -> [(&'static str, Limiter<MemoryBackend>); 3] {
+    let generous = Quota::per_second(u32::MAX).fixed_window();
+    let exhausted = Quota::per_day(1).fixed_window();
+    let log = Quota::new(10_000, Quota::MIN_WINDOW).and_then(Quota::sliding_log).expect("10,000 is not too long");
+    [("fixed_window", generous), ("fixed_window_denied", exhausted), ("sliding_log", log)]
+        .map(|(name, limit)| (name, Limiter::new(MemoryBackend::with_capacity(200_000), Policy::new(name, limit))))
+}
+
+fn checks(criterion: &mut Criterion) {
+    let mut group = criterion.benchmark_group("check");
+    group.throughput(Throughput::Elements(1));
+    for (name, limiter) in limiters() {
+        let mut turn = 0;
+        group.bench_function(name, |bencher| {
+            bencher.iter(|| {
+                turn += 1;
+                now(limiter.check(black_box(turn % KEYS)))
+            });
+        });
+    }
+    group.finish();
+}
+
+/// The answer of a call that does not wait: memory never does, so no runtime has to be measured with it.
+fn now<T>(call: impl Future<Output = T>) -> T {
+    match pin!(call).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(answer) => answer,
+        Poll::Pending => panic!("memory answers at once"),
+    }
+}
+
+/// The median over many batches. Keys are asked in another order than they came in, so neither the processor nor the map
+/// can guess the next one.
+fn check_ns(count: usize) -> f64 {
+    let [(_, limiter), ..] = limiters();
+    let mut keys: Vec<Key> = (0..count).map(|i| Key::from(format!("client-{i}"))).collect();
+    let pass = |keys: &[Key]| {
+        let start = Instant::now();
+        for &key in keys {
+            let decision = now(limiter.check(key)).expect("memory does not fail");
+            assert!(black_box(decision).is_allowed());
+        }
+        start.elapsed().as_secs_f64() * 1e9 / keys.len() as f64
+    };
+    pass(&keys);
+    let state = RandomState::new();
+    keys.sort_by_cached_key(|key| state.hash_one(key));
+    let mut batches: Vec<f64> = (0..5_000_000 / count).map(|_| pass(&keys)).collect();
+    batches.sort_by(f64::total_cmp);
+    batches[batches.len() / 2]
+}

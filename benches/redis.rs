@@ -1,0 +1,174 @@
+//! How fast decisions over Redis are, as shares of what the same server can do at all.
+//!
+//! `cargo bench --bench redis` starts its own server. In each round it measures, one after the other and with the same
+//! script and 10,000 keys: `redis-benchmark` (the ceiling), this crate, and a bb8 pool whose connection is held for the
+//! round trip, with its PING (what most people write) and without. The last line has the medians over all rounds:
+//!
+//! * `ceiling_ratio`: this crate to redis-benchmark (`-P 64 -c 50`)
+//! * `held_ratio`, `held_no_ping_ratio`: this crate to the held pools
+//! * `per_s`, `p99_us`: decisions a second, and the 99th percentile of their time, at 256 in flight
+
+#[path = "../tests/support/mod.rs"]
+mod support;
+
+use std::env;
+use std::path::Path;
+use std::process::Command;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use bb8_redis::RedisConnectionManager;
+use redis::Script;
+use support::server::{RedisServer, binary};
+use tollgate::{Limiter, Policy, Quota, RedisBackend};
+
+const IN_FLIGHT: u64 = 256;
+const KEYS: u64 = 10_000;
+const ROUNDS: usize = 5;
+const ROUND: Duration = Duration::from_secs(2);
+const SCRIPT: &str = include_str!("../lua/rate_limit_fixed_window.lua");
+
+fn main() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime starts");
+    let server = RedisServer::start();
+    let policy = Policy::new("bench", Quota::per_minute(1_000_000).fixed_window());
+    let backend = runtime.block_on(RedisBackend::connect(server.url())).expect("Redis lets us in");
+    let limiter = Limiter::new(backend, policy).deadline(Duration::from_secs(10));
+    let held = runtime.block_on(held_pool(&server, true));
+    let held_no_ping = runtime.block_on(held_pool(&server, false));
+    let script = Script::new(SCRIPT);
+
+    let mut rounds = Vec::new();
+    for round in 0..=ROUNDS {
+        let ceiling = ceiling(&server, &script);
+        let limiter = limiter.clone();
+        let (ours, p99) = runtime.block_on(load(move |turn| decide(limiter.clone(), turn)));
+        let [held, held_no_ping] = [&held, &held_no_ping].map(|pool| {
+            let (pool, script) = (pool.clone(), script.clone());
+            runtime.block_on(load(move |turn| decide_held(pool.clone(), script.clone(), turn))).0
+        });
+        println!(
+            "round {round}: ceiling {ceiling:.0}/s, tollgate {ours:.0}/s p99 {p99:.0} us, \
+             held pool {held:.0}/s, held pool without PING {held_no_ping:.0}/s"
+        );
+        // The first round warms up.
+        if round > 0 {
+            rounds.push([ours / ceiling, ours / held, ours / held_no_ping, ours, p99]);
+        }
+    }
+    let [ceiling_ratio, held_ratio, held_no_ping_ratio, per_s, p99_us] =
+        [0, 1, 2, 3, 4].map(|i| median(rounds.iter().map(|round| round[i]).collect()));
+    println!(
+        "ceiling_ratio={ceiling_ratio:.2} held_ratio={held_ratio:.1} held_no_ping_ratio={held_no_ping_ratio:.1} \
+         per_s={per_s:.0} p99_us={p99_us:.0}"
+    );
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
+
+/// Spreads the turns over the keys as a random choice would.
+fn key_of(turn: u64) -> u64 {
+    turn.wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32 & 0xffff_ffff
+}
+
+async fn decide(limiter: Limiter<RedisBackend>, turn: u64) {
+    let decision = limiter.check(key_of(turn) % KEYS).await.expect("Redis decides");
+    assert!(decision.is_allowed());
+}
+
+/// A bb8 pool with a connection for every 16 requests in flight, each held while Redis answers. As it comes, it sends a PING
+/// per checkout.
+async fn held_pool(server: &RedisServer, ping: bool) -> bb8_redis::bb8::Pool<RedisConnectionManager> {
+    let manager = RedisConnectionManager::new(server.url()).expect("the URL is well-formed");
+    let builder = bb8_redis::bb8::Pool::builder().max_size(16).min_idle(16).test_on_check_out(ping);
+    builder.build(manager).await.expect("Redis lets us in")
+}
+
+async fn decide_held(pool: bb8_redis::bb8::Pool<RedisConnectionManager>, script: Script, turn: u64) {
+    let mut connection = pool.get().await.expect("the pool has a connection");
+    let key = format!("held:1:{{rate_limit:bench:{}}}:fixed:60000000", key_of(turn) % KEYS);
+    let reply: Vec<u64> = script
+        .key(key)
+        .arg(1_000_000)
+        .arg(60_000)
+        .arg(1)
+        .arg(0)
+        .invoke_async(&mut *connection)
+        .await
+        .expect("Redis decides");
+    assert_eq!(reply[0], 1);
+}
+
+/// Keeps [`IN_FLIGHT`] calls going for a [`ROUND`]; answers calls a second and the 99th percentile in microseconds.
+async fn load<F>(call: impl Fn(u64) -> F + Clone + Send + Sync + 'static) -> (f64, f64)
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let turns = Arc::new(AtomicU64::new(0));
+    let times = Arc::new(Mutex::new(Vec::new()));
+    let start = Instant::now();
+    let tasks: Vec<_> = (0..IN_FLIGHT)
+        .map(|_| {
+            let (turns, times, call) = (Arc::clone(&turns), Arc::clone(&times), call.clone());
+            tokio::spawn(async move {
+                let mut own = Vec::new();
+                while start.elapsed() < ROUND {
+                    let begin = Instant::now();
+                    call(turns.fetch_add(1, Ordering::Relaxed)).await;
+                    own.push(begin.elapsed());
+                }
+                times.lock().expect("nobody panics").extend(own);
+            })
+        })
+        .collect();
+    for task in tasks {
+        task.await.expect("no call fails");
+    }
+    let elapsed = start.elapsed();
+    let mut times = std::mem::take(&mut *times.lock().expect("nobody panics"));
+    let rank = times.len() * 99 / 100;
+    let (_, p99, _) = times.select_nth_unstable(rank);
+    let p99 = p99.as_secs_f64() * 1e6;
+    (times.len() as f64 / elapsed.as_secs_f64(), p99)
+}
+
+/// What `redis-benchmark` gets out of the server with the same script and as many keys.
+fn ceiling(server: &RedisServer, script: &Script) -> f64 {
+    let _: String =
+        redis::cmd("SCRIPT").arg("LOAD").arg(SCRIPT).query(&mut server.connection()).expect("the script loads");
+    let binary = binary();
+    let sibling = Path::new(&binary).with_file_name(if binary.contains("valkey") {
+        "valkey-benchmark"
+    } else {
+        "redis-benchmark"
+    });
+    let benchmark = env::var("TOLLGATE_REDIS_BENCHMARK").map_or(sibling, Into::into);
+    let output = Command::new(&benchmark)
+        .args([
+            "-p",
+            &server.port().to_string(),
+            "-c",
+            "50",
+            "-P",
+            "64",
+            "-n",
+            "800000",
+            "-r",
+            &KEYS.to_string(),
+            "--csv",
+        ])
+        .args(["EVALSHA", script.get_hash(), "1", "ceiling:1:{rate_limit:bench:__rand_int__}:fixed:60000000"])
+        .args(["1000000", "60000", "1", "0"])
+        .output()
+        .unwrap_or_else(|error| {
+            panic!("{} cannot be run ({error}): set TOLLGATE_REDIS_BENCHMARK", benchmark.display())
+        });
+    let text = String::from_utf8_lossy(&output.stdout);
+    // The last line begins with the command and the requests per second, each in quotes.
+    let rate = text.lines().last().and_then(|line| line.split("\",\"").nth(1)).and_then(|rate| rate.parse().ok());
+    rate.unwrap_or_else(|| panic!("redis-benchmark prints a rate: {text}"))
+}

@@ -1,0 +1,4 @@
+//! What several tests and benches need. Each uses a part of it.
+#![allow(dead_code, unreachable_pub)]
+
+pub mod server;
