@@ -1,7 +1,6 @@
 //! The algorithms in plain Rust: what the scripts in `lua/` must do, decision for decision.
 
 use std::collections::VecDeque;
-use std::future::{Future, ready};
 use std::time::Duration;
 
 use super::MemoryBackend;
@@ -180,23 +179,19 @@ impl MemoryBackend {
     }
 }
 
+// `async` although nothing waits: a call that is never polled must not charge.
 impl RateLimitStore for MemoryBackend {
-    fn check(
-        &self,
-        policy: &Policy,
-        key: &Key,
-        cost: u32,
-    ) -> impl Future<Output = Result<Decision, StoreError>> + Send {
-        ready(Ok(self.decide(policy, key, cost, false)))
+    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        Ok(self.decide(policy, key, cost, false))
     }
 
-    fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> impl Future<Output = Result<Decision, StoreError>> + Send {
-        ready(Ok(self.decide(policy, key, cost, true)))
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        Ok(self.decide(policy, key, cost, true))
     }
 
-    fn reset(&self, policy: &Policy, key: &Key) -> impl Future<Output = Result<(), StoreError>> + Send {
+    async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
         let (hash, mut shard) = self.locate(key);
         shard.remove(hash, policy, key);
-        ready(Ok(()))
+        Ok(())
     }
 }

@@ -93,6 +93,11 @@ impl LuaScript {
         Self { code: code.to_owned(), hash: Script::new(code).get_hash().to_owned() }
     }
 
+    #[cfg(test)]
+    pub(super) fn code(&self) -> &str {
+        &self.code
+    }
+
     /// Runs the script by its hash, and by its text where the server does not know it: after a restart, a failover or
     /// `SCRIPT FLUSH`. A server that answers NOSCRIPT has done nothing, so nothing happens twice.
     async fn call<const N: usize>(
