@@ -67,15 +67,16 @@ fn traces() -> impl Strategy<Value = Trace> {
     let algorithm = prop_oneof![Just(Algorithm::FixedWindow), Just(Algorithm::SlidingLog)];
     // Mostly as many pauses in a window as a log has entries, sometimes right at the edge of a window or beyond it.
     let pause = prop_oneof![
-        3 => Just(0_u64),
-        12 => 0..12_000_u64,
-        2 => 0..600_000_u64,
-        1 => 999_990..1_000_010_u64,
+        60 => Just(0_u64),
+        240 => 0..12_000_u64,
+        6 => 0..600_000_u64,
+        2 => 999_990..1_000_010_u64,
         1 => 0..3_000_000_u64,
     ];
+    // Resets are rare, so that logs grow long enough to be cut.
     let verb = prop_oneof![
-        20 => prop_oneof![8 => Just(0_u32), 2 => 0..1_001_u32].prop_map(|cost| Verb::Check { cost }),
-        4 => (0..1_001_u32).prop_map(|cost| Verb::Peek { cost }),
+        400 => prop_oneof![60 => Just(0_u32), 6 => 0..30_u32, 1 => 0..1_001_u32].prop_map(|cost| Verb::Check { cost }),
+        80 => (0..1_001_u32).prop_map(|cost| Verb::Peek { cost }),
         1 => Just(Verb::Reset),
     ];
     let subject = prop_oneof![20 => Just(0_u8), 1 => 1..3_u8];
