@@ -8,7 +8,7 @@ use std::time::Duration;
 use bb8::{ManageConnection, RunError};
 use bb8_redis::RedisConnectionManager;
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Client, Cmd, ErrorKind, RedisError, Value};
+use redis::{AsyncConnectionConfig, Client, Cmd, RedisError, Value};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
@@ -23,13 +23,23 @@ const FIRST_PAUSE: Duration = Duration::from_millis(10);
 /// The longest pause: short enough for the pool to be whole within a second of the server's return.
 const LONGEST_PAUSE: Duration = Duration::from_millis(250);
 
+/// How long a failed attempt to connect speaks for the next one. While calls come there is an attempt in every pause; after
+/// a lull nothing is known, and a call waits for the attempt that it sets off.
+const FRESH: Duration = Duration::from_millis(500);
+
 /// Multiplexed connections to one server.
 #[derive(Clone)]
 pub(super) struct Pool {
     pool: bb8::Pool<Manager>,
     connections: u32,
-    // Why the last attempt to connect failed, until one succeeds.
-    trouble: watch::Receiver<Option<RedisError>>,
+    // The last attempt to connect, if it failed.
+    trouble: watch::Receiver<Option<Trouble>>,
+}
+
+/// An attempt to connect that failed.
+struct Trouble {
+    error: RedisError,
+    at: Instant,
 }
 
 /// Where new connections come from.
@@ -103,8 +113,8 @@ impl Pool {
             let item = tokio::select! {
                 biased;
                 item = self.pool.get() => item,
-                // No connection is there and the last attempt to open one failed: say why at once. Asking the pool has
-                // set off the next attempt.
+                // No connection is there and the last attempt to open one failed just now: say why at once. Asking the
+                // pool has set off the next attempt.
                 error = self.trouble() => return Err(error),
             };
             let item = item.map_err(|error| match error {
@@ -118,10 +128,12 @@ impl Pool {
         Err(no_connection())
     }
 
-    /// Waits until the last attempt to connect is a failed one.
+    /// Waits until the last attempt to connect is a recent one that failed.
     async fn trouble(&self) -> RedisError {
-        match self.trouble.clone().wait_for(Option::is_some).await {
-            Ok(error) => error.clone().unwrap_or_else(no_connection),
+        let asked = Instant::now();
+        let recent = |trouble: &Option<Trouble>| trouble.as_ref().is_some_and(|trouble| asked < trouble.at + FRESH);
+        match self.trouble.clone().wait_for(recent).await {
+            Ok(trouble) => trouble.as_ref().map_or_else(no_connection, |trouble| trouble.error.clone()),
             Err(_) => no_connection(),
         }
     }
@@ -186,7 +198,7 @@ impl Drop for SilenceWatch<'_> {
 pub(super) struct Manager {
     connector: Connector,
     connect_timeout: Duration,
-    report: watch::Sender<Option<RedisError>>,
+    report: watch::Sender<Option<Trouble>>,
     pause: Mutex<Pause>,
 }
 
@@ -217,7 +229,8 @@ impl ManageConnection for Manager {
             }
             Err(error) => {
                 self.pause().extend();
-                if self.report.send_replace(Some(error.clone())).is_none() {
+                let trouble = Trouble { error: error.clone(), at: Instant::now() };
+                if self.report.send_replace(Some(trouble)).is_none() {
                     tracing::warn!(%error, "cannot connect to redis");
                 }
             }
@@ -250,7 +263,12 @@ impl Pause {
 impl Connector {
     async fn connect(&self) -> Result<MultiplexedConnection, RedisError> {
         match self {
-            Self::Client { client, config } => client.get_multiplexed_async_connection_with_config(config).await,
+            Self::Client { client, config } => {
+                let mut connection = client.get_multiplexed_async_connection_with_config(config).await?;
+                // A client without a password is let in and then refused every command.
+                ping(&mut connection).await?;
+                Ok(connection)
+            }
             Self::Pool { pool, response_timeout } => {
                 let mut item = pool.get().await.map_err(|error| match error {
                     RunError::User(error) => error,
@@ -269,10 +287,11 @@ impl Connector {
     }
 }
 
+/// Whether anybody answers who would run our commands.
 async fn ping(connection: &mut MultiplexedConnection) -> Result<(), RedisError> {
-    let pong: String = redis::cmd("PING").query_async(connection).await?;
-    match pong.as_str() {
-        "PONG" => Ok(()),
-        _ => Err((ErrorKind::UnexpectedReturnType, "PING was not answered with PONG").into()),
+    match redis::cmd("PING").query_async(connection).await {
+        // A user may be allowed our scripts and no PING.
+        Err(error) if error.code() == Some("NOPERM") => Ok(()),
+        answer => answer,
     }
 }

@@ -1,0 +1,205 @@
+//! What a server can answer instead of a decision, and what it is called then. Real servers where they can be brought to
+//! say it, a listener that says it otherwise.
+
+mod support;
+
+use std::error::Error;
+use std::io::{Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use support::server::{RedisServer, free_port};
+use tollgate::{ConfigError, ConnectError, Limiter, Policy, Quota, RedisBackend, RedisOptions, StoreError};
+
+fn limiter(backend: &RedisBackend) -> Limiter<RedisBackend> {
+    let policy = Policy::new("errors", Quota::per_minute(1_000).fixed_window());
+    Limiter::new(backend.clone(), policy).deadline(Duration::from_secs(5))
+}
+
+async fn check(server: &RedisServer) -> Result<(), StoreError> {
+    let backend = RedisBackend::connect(server.url()).await.expect("the server lets us in");
+    limiter(&backend).check("alice").await.map(drop)
+}
+
+/// What went wrong at the bottom.
+fn root(error: &dyn Error) -> String {
+    error.source().map_or_else(|| error.to_string(), root)
+}
+
+#[tokio::test]
+async fn no_memory_left() {
+    let server = RedisServer::start_with(&["--maxmemory", "1", "--maxmemory-policy", "noeviction"]);
+    let error = check(&server).await.unwrap_err();
+    assert!(error.is_out_of_memory(), "{error:?}");
+}
+
+#[tokio::test]
+async fn a_read_only_replica() {
+    let primary = RedisServer::start();
+    let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &primary.port().to_string()]);
+    let error = check(&replica).await.unwrap_err();
+    assert!(error.is_unavailable(), "{error:?}");
+    assert!(root(&error).contains("read only replica") || root(&error).contains("READONLY"), "{error:?}");
+}
+
+#[tokio::test]
+async fn no_password_and_a_wrong_one() {
+    let server = RedisServer::start_with(&["--requirepass", "secret"]);
+    let url = |userinfo: &str| format!("redis://{userinfo}127.0.0.1:{}/", server.port());
+    for url in [url(""), url(":wrong@"), url("nobody:secret@")] {
+        let error = RedisBackend::connect(&url).await.unwrap_err();
+        let ConnectError::Store(error) = error else { panic!("{url}: {error:?}") };
+        assert!(error.is_unauthorized(), "{url}: {error:?}");
+    }
+    RedisBackend::connect(url(":secret@")).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_user_who_may_not_run_scripts_or_touch_the_key() {
+    let server = RedisServer::start();
+    let mut connection = server.connection();
+    for (user, rules) in [("clerk", ["+@all", "-@scripting", "~*"]), ("stranger", ["+@all", "+@scripting", "~other:*"])]
+    {
+        let mut command = redis::cmd("ACL");
+        command.arg("SETUSER").arg(user).arg(&["on", ">secret"]).arg(&rules);
+        let _: () = command.query(&mut connection).unwrap();
+        let url = format!("redis://{user}:secret@127.0.0.1:{}/", server.port());
+        let backend = RedisBackend::connect(url).await.unwrap();
+        let error = limiter(&backend).check("alice").await.unwrap_err();
+        assert!(error.is_unauthorized(), "{user}: {error:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_password_that_is_changed_while_connected() {
+    let server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let mut connection = server.connection();
+    let _: () = redis::cmd("CONFIG").arg(&["SET", "requirepass", "new"]).query(&mut connection).unwrap();
+    // Whoever is in stays in; whoever comes is refused, and told why at once.
+    limiter(&backend).check("alice").await.unwrap();
+    let error = RedisBackend::connect(server.url()).await.unwrap_err();
+    assert!(matches!(&error, ConnectError::Store(error) if error.is_unauthorized()), "{error:?}");
+}
+
+#[tokio::test]
+async fn nobody_there() {
+    let url = format!("redis://127.0.0.1:{}/", free_port());
+    let start = Instant::now();
+    let error = RedisBackend::connect(url).await.unwrap_err();
+    let ConnectError::Store(error) = error else { panic!("{error:?}") };
+    assert!(error.is_unavailable(), "{error:?}");
+    assert!(root(&error).to_lowercase().contains("connection refused"), "{error:?}");
+    assert!(start.elapsed() < Duration::from_secs(1), "it was refused at once and took {:?}", start.elapsed());
+}
+
+#[tokio::test]
+async fn somebody_who_never_answers() {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let url = format!("redis://{}/", listener.local_addr().unwrap());
+    let start = Instant::now();
+    let options = RedisOptions::from_url(url).unwrap().connect_timeout(Duration::from_millis(200));
+    let error = options.connect().await.unwrap_err();
+    assert!(matches!(&error, ConnectError::Store(error) if error.is_timeout()), "{error:?}");
+    assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+}
+
+#[tokio::test]
+async fn a_pool_of_no_connections() {
+    let options = RedisOptions::from_url("redis://127.0.0.1/").unwrap().connections(0);
+    let error = options.connect().await.unwrap_err();
+    assert!(matches!(error, ConnectError::Config(ConfigError::EmptyPool)), "{error:?}");
+}
+
+/// The answers of a server, by what they are to us.
+#[tokio::test]
+async fn every_answer_has_its_meaning() {
+    type Is = fn(&StoreError) -> bool;
+    let answers: [(&str, Is); 19] = [
+        ("-LOADING Redis is loading the dataset in memory", StoreError::is_unavailable),
+        (
+            "-MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
+            StoreError::is_unavailable,
+        ),
+        ("-READONLY You can't write against a read only replica.", StoreError::is_unavailable),
+        ("-CLUSTERDOWN The cluster is down", StoreError::is_unavailable),
+        ("-BUSY Redis is busy running a script.", StoreError::is_unavailable),
+        ("-MISCONF Redis is configured to save RDB snapshots", StoreError::is_unavailable),
+        ("-NOAUTH Authentication required.", StoreError::is_unauthorized),
+        ("-NOPERM this user has no permissions to run the 'evalsha' command", StoreError::is_unauthorized),
+        ("-OOM command not allowed when used memory > 'maxmemory'.", StoreError::is_out_of_memory),
+        ("-WRONGTYPE Operation against a key holding the wrong kind of value", StoreError::is_foreign_data),
+        ("-TOLLGATE the value is not a fixed window of version 1", StoreError::is_foreign_data),
+        // How Redis before 7 says what a script ran into.
+        (
+            "-ERR Error running script (call to f_0): @user_script:30: WRONGTYPE Operation against a key",
+            StoreError::is_foreign_data,
+        ),
+        (
+            "-ERR Error running script (call to f_0): @user_script:30: @user_script: 30: -OOM command not allowed",
+            StoreError::is_out_of_memory,
+        ),
+        (
+            "-ERR Error running script (call to f_0): @user_script:30: -READONLY You can't write against a read only",
+            StoreError::is_unavailable,
+        ),
+        ("-ERR something nobody has heard of", is_other),
+        (":1", is_other),
+        ("+OK", is_other),
+        ("*2\r\n:1\r\n:2", is_other),
+        ("*4\r\n:1\r\n:-5\r\n:0\r\n:0", is_other),
+    ];
+    for (answer, is) in answers {
+        let url = serve(answer);
+        let backend = RedisOptions::from_url(url).unwrap().connections(1).connect().await.unwrap();
+        let error = limiter(&backend).check("alice").await.unwrap_err();
+        assert!(is(&error), "{answer}: {error:?}");
+    }
+}
+
+#[tokio::test]
+async fn nonsense_instead_of_the_protocol() {
+    let backend =
+        RedisOptions::from_url(serve("HTTP/1.1 400 Bad Request")).unwrap().connections(1).connect().await.unwrap();
+    for _ in 0..3 {
+        // The stream cannot be trusted any more, so the next call comes over a new connection and fares no better.
+        let error = limiter(&backend).check("alice").await.unwrap_err();
+        assert!(!error.is_timeout(), "{error:?}");
+    }
+}
+
+fn is_other(error: &StoreError) -> bool {
+    !(error.is_timeout()
+        || error.is_unavailable()
+        || error.is_unauthorized()
+        || error.is_out_of_memory()
+        || error.is_foreign_data())
+}
+
+/// A server that lets everybody in and answers every script with `answer`. It ends with the test process.
+fn serve(answer: &str) -> String {
+    let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
+    let url = format!("redis://{}/", listener.local_addr().unwrap());
+    let answer = format!("{answer}\r\n");
+    thread::spawn(move || {
+        for stream in listener.incoming() {
+            let (stream, answer) = (stream.unwrap(), answer.clone());
+            thread::spawn(move || converse(stream, &answer));
+        }
+    });
+    url
+}
+
+fn converse(mut stream: TcpStream, answer: &str) {
+    let mut received = [0; 65_536];
+    while let Ok(bytes @ 1..) = stream.read(&mut received) {
+        let text = String::from_utf8_lossy(&received[..bytes]);
+        // What is sent before the first answer arrives in one piece here.
+        let commands = text.lines().filter(|line| line.starts_with('*')).count();
+        let reply = if text.contains("EVAL") { answer.to_owned() } else { "+OK\r\n".repeat(commands) };
+        if stream.write_all(reply.as_bytes()).is_err() {
+            return;
+        }
+    }
+}

@@ -1,0 +1,831 @@
+//! What the layer promises to any tower service, HTTP or not: when it is ready, whom it calls, and what it answers.
+
+use std::error::Error;
+use std::fmt;
+use std::future::{Future, pending, ready};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll, Waker};
+use std::time::Duration;
+
+use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::time::{Instant, sleep};
+use tollgate::rate_limit::{Decision, MissingKey, Outcome, RateLimitStore, RateLimited};
+use tollgate::{
+    AsError, BoxError, Key, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
+};
+use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
+use tower_test::mock::{self, Handle, Mock, Spawn};
+
+// Readiness.
+
+#[tokio::test(start_paused = true)]
+async fn readiness_is_that_of_the_inner_service_and_no_store_is_asked() {
+    let store = Store::counting();
+    let (mut service, mut inner): (Spawn<_>, Handle<&str, ()>) = mock::spawn_layer(layer(&store, per_hour(1)));
+
+    inner.allow(0);
+    assert!(service.poll_ready::<&str>().is_pending());
+    assert!(!service.is_woken());
+    inner.allow(1);
+    assert!(service.is_woken(), "the waker of the caller reached the inner service");
+    assert!(matches!(service.poll_ready::<&str>(), Poll::Ready(Ok(()))));
+    assert!(matches!(service.poll_ready::<&str>(), Poll::Ready(Ok(()))), "asking twice changes nothing");
+    inner.send_error(Broken);
+    match service.poll_ready::<&str>() {
+        Poll::Ready(Err(error)) => assert!(error.is::<Broken>()),
+        other => panic!("the inner service failed, but was reported as {other:?}"),
+    }
+    assert_eq!(store.asked(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_instance_that_was_ready_is_the_one_that_is_called() {
+    for on_missing_key in [OnMissingKey::Shared, OnMissingKey::Pass] {
+        let layer = layer(MemoryBackend::new(), per_hour(10)).key(|_: &&str| "").on_missing_key(on_missing_key);
+        let mut service = layer.layer(Strict::default());
+        for instance in 0..3 {
+            let served_by = service.ready().await.unwrap().call("request").await.unwrap();
+            assert_eq!(served_by, instance, "{on_missing_key:?}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_clone_of_a_ready_service_has_to_become_ready_itself() {
+    let mut service = layer(MemoryBackend::new(), per_hour(10)).layer(Strict::default());
+    service.ready().await.unwrap();
+    let mut clone = service.clone();
+    assert_eq!(clone.ready().await.unwrap().call("request").await.unwrap(), 1);
+    assert_eq!(service.call("request").await.unwrap(), 0, "the original stayed ready");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_slow_decision_does_not_hold_up_the_next_request() {
+    let gate = Arc::new(Notify::new());
+    let mut service = layer(Store::gated(&gate), per_hour(10)).layer(Strict::default());
+    let mut first = pin!(service.ready().await.unwrap().call("request"));
+    assert!(poll_once(first.as_mut()).is_pending());
+    let mut second = pin!(service.ready().await.unwrap().call("request"));
+    assert!(poll_once(second.as_mut()).is_pending());
+    gate.notify_waiters();
+    assert_eq!(second.await.unwrap(), 1);
+    assert_eq!(first.await.unwrap(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rejected_request_gives_its_permit_back_before_its_future_is_dropped() {
+    let gate = Arc::new(Notify::new());
+    let permits = Arc::new(Semaphore::new(1));
+    let store = Store::gated_with(&gate, || Ok(denied()));
+    let mut service = layer(store, per_hour(1)).layer(Permits::of(&permits));
+
+    let mut future = pin!(service.ready().await.unwrap().call("request"));
+    assert!(poll_once(future.as_mut()).is_pending());
+    assert_eq!(permits.available_permits(), 0, "the permit is held while the store is asked");
+    gate.notify_waiters();
+    assert!(matches!(poll_once(future.as_mut()), Poll::Ready(Err(_))));
+    assert_eq!(permits.available_permits(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_without_key_gives_its_permit_back_at_once() {
+    let permits = Arc::new(Semaphore::new(1));
+    let mut service = layer(MemoryBackend::new(), per_hour(1)).key(|_: &&str| None::<Key>).layer(Permits::of(&permits));
+    let answer = service.ready().await.unwrap().call("request");
+    assert_eq!(permits.available_permits(), 1);
+    assert!(answer.await.unwrap_err().is::<MissingKey>());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_admitted_request_keeps_its_permit_until_it_is_served() {
+    let permits = Arc::new(Semaphore::new(1));
+    let mut service = layer(MemoryBackend::new(), per_hour(1)).layer(Permits::of(&permits));
+    let mut future = Box::pin(service.ready().await.unwrap().call("hang"));
+    assert!(poll_once(future.as_mut()).is_pending());
+    assert_eq!(permits.available_permits(), 0);
+    drop(future);
+    assert_eq!(permits.available_permits(), 1);
+}
+
+// Counting.
+
+#[tokio::test(start_paused = true)]
+async fn rejected_request_never_reaches_the_inner_service() {
+    let (mut service, mut inner) = mocked(layer(MemoryBackend::new(), per_hour(1)));
+
+    let admitted = service.ready().await.unwrap().call("first");
+    let served = async {
+        let (request, answer) = inner.next_request().await.unwrap();
+        assert_eq!(request, "first");
+        answer.send_response("served");
+    };
+    assert_eq!(tokio::join!(admitted, served).0.unwrap(), "served");
+
+    let error = service.ready().await.unwrap().call("second").await.unwrap_err();
+    assert!(error.is::<RateLimited>());
+    drop(service);
+    assert!(inner.next_request().await.is_none(), "nothing else was ever sent");
+}
+
+#[tokio::test(start_paused = true)]
+async fn clones_of_a_service_share_counts() {
+    let service = layer(MemoryBackend::new(), per_hour(2)).layer(service_fn(echo));
+    let clone = service.clone();
+    assert!(service.clone().oneshot("a").await.is_ok());
+    assert!(clone.clone().oneshot("b").await.is_ok());
+    assert!(service.oneshot("c").await.unwrap_err().is::<RateLimited>());
+    assert!(clone.oneshot("d").await.unwrap_err().is::<RateLimited>());
+}
+
+#[tokio::test(start_paused = true)]
+async fn services_of_one_layer_and_of_its_clones_share_counts() {
+    let layer = layer(MemoryBackend::new(), per_hour(3));
+    let services = [
+        layer.layer(service_fn(echo as fn(&'static str) -> _)),
+        layer.layer(service_fn(echo)),
+        layer.clone().layer(service_fn(echo)),
+    ];
+    for service in &services {
+        assert!(service.clone().oneshot("within").await.is_ok());
+    }
+    for service in services {
+        assert!(service.oneshot("beyond").await.unwrap_err().is::<RateLimited>());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_is_charged_by_each_layer_that_it_passes() {
+    let layer = layer(MemoryBackend::new(), per_hour(3));
+    let service = ServiceBuilder::new().layer(layer.clone()).layer(layer).service(service_fn(echo));
+    assert!(service.clone().oneshot("charged 1 and 2").await.is_ok());
+    // The outer layer takes the last unit, so the inner one says no.
+    assert!(service.oneshot("charged 3").await.unwrap_err().is::<RateLimited>());
+}
+
+#[tokio::test(start_paused = true)]
+async fn keys_are_counted_apart() {
+    let service = layer(MemoryBackend::new(), per_hour(1)).key(|tenant: &&'static str| *tenant).layer(service_fn(echo));
+    assert!(service.clone().oneshot("acme").await.is_ok());
+    assert!(service.clone().oneshot("globex").await.is_ok());
+    assert!(service.clone().oneshot("acme").await.is_err());
+    assert!(service.oneshot("globex").await.is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_quota_comes_back_when_its_window_has_passed() {
+    let service = layer(MemoryBackend::new(), per_hour(1)).layer(service_fn(echo));
+    assert!(service.clone().oneshot("first").await.is_ok());
+    let error = service.clone().oneshot("second").await.unwrap_err();
+    let wait = error.downcast::<RateLimited>().unwrap().retry_after().unwrap();
+    tokio::time::advance(wait - Duration::from_millis(1)).await;
+    assert!(service.clone().oneshot("too early").await.is_err());
+    tokio::time::advance(Duration::from_millis(1)).await;
+    assert!(service.oneshot("in time").await.is_ok());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn no_more_than_the_quota_passes_however_many_come_at_once() {
+    let service = layer(MemoryBackend::new(), per_hour(50)).layer(service_fn(echo));
+    let tasks: Vec<_> = (0..400).map(|_| tokio::spawn(service.clone().oneshot("request"))).collect();
+    let mut passed = 0;
+    for task in tasks {
+        passed += usize::from(task.await.unwrap().is_ok());
+    }
+    assert_eq!(passed, 50);
+}
+
+// Errors.
+
+#[tokio::test(start_paused = true)]
+async fn the_error_of_the_inner_service_passes_through() {
+    let service =
+        layer(MemoryBackend::new(), per_hour(1)).layer(service_fn(|_: &'static str| ready(Err::<(), Broken>(Broken))));
+    let error = service.oneshot("request").await.unwrap_err();
+    assert_eq!(*error.downcast::<Broken>().unwrap(), Broken);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_stays_charged_where_the_inner_service_fails() {
+    let service =
+        layer(MemoryBackend::new(), per_hour(1)).layer(service_fn(|_: &'static str| ready(Err::<(), Broken>(Broken))));
+    assert!(service.clone().oneshot("request").await.unwrap_err().is::<Broken>());
+    assert!(service.oneshot("request").await.unwrap_err().is::<RateLimited>());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rejection_says_which_policy_and_how_long_to_wait() {
+    let service = layer(MemoryBackend::new(), per_hour(1)).layer(service_fn(echo));
+    assert!(service.clone().oneshot("first").await.is_ok());
+    tokio::time::advance(Duration::from_secs(600)).await;
+    let error = service.oneshot("second").await.unwrap_err();
+    assert_eq!(error.to_string(), "rate limit `test` exceeded, try again in 3000 s");
+    let limited = error.downcast::<RateLimited>().unwrap();
+    assert_eq!(limited.policy(), "test");
+    assert_eq!(limited.retry_after(), Some(Duration::from_secs(3_000)));
+    assert_eq!(limited.decision().outcome(), Outcome::Limited);
+    assert_eq!(limited.decision().limit(), 1);
+    assert_eq!(limited.decision().remaining(), Some(0));
+}
+
+// Cancellation.
+
+#[tokio::test(start_paused = true)]
+async fn dropped_while_the_store_is_asked_the_inner_service_is_never_called() {
+    let gate = Arc::new(Notify::new());
+    let (mut service, mut inner) = mocked(layer(Store::gated(&gate), per_hour(1)));
+    let mut future = Box::pin(service.ready().await.unwrap().call("request"));
+    assert!(poll_once(future.as_mut()).is_pending());
+    drop(future);
+    gate.notify_waiters();
+    drop(service);
+    assert!(inner.next_request().await.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropped_while_the_store_is_asked_nothing_is_left_behind() {
+    let (held, asking, request) = (Arc::new(()), Arc::new(()), Arc::new(()));
+    let store = Store::new({
+        let asking = Arc::clone(&asking);
+        move |_, _, _| {
+            let asking = Arc::clone(&asking);
+            async move {
+                pending::<()>().await;
+                drop(asking);
+                Ok(allowed())
+            }
+        }
+    });
+    let mut service = layer(store, per_hour(1)).layer(Holding(Arc::clone(&held)));
+    let counts = || [&held, &asking, &request].map(Arc::strong_count);
+    let before = counts();
+
+    let mut future = Box::pin(service.ready().await.unwrap().call(Arc::clone(&request)));
+    assert!(poll_once(future.as_mut()).is_pending());
+    assert_eq!(counts(), before.map(|count| count + 1), "the instance, the store's answer and the request wait");
+    drop(future);
+    assert_eq!(counts(), before);
+    drop(service);
+    assert_eq!(counts(), [1, 1, 1]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropped_while_the_inner_service_works_its_future_is_dropped() {
+    let held = Arc::new(());
+    let mut service = layer(MemoryBackend::new(), per_hour(1)).layer(Holding(Arc::clone(&held)));
+    let mut future = Box::pin(service.ready().await.unwrap().call(Arc::new(())));
+    assert!(poll_once(future.as_mut()).is_pending());
+    drop(service);
+    assert_eq!(Arc::strong_count(&held), 2, "only the inner future holds on");
+    drop(future);
+    assert_eq!(Arc::strong_count(&held), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn dropped_after_admission_a_request_stays_charged() {
+    let mut service = layer(MemoryBackend::new(), per_hour(1)).layer(Holding(Arc::new(())));
+    let mut future = Box::pin(service.ready().await.unwrap().call(Arc::new(())));
+    assert!(poll_once(future.as_mut()).is_pending());
+    drop(future);
+    assert!(service.oneshot(Arc::new(())).await.unwrap_err().is::<RateLimited>());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_future_that_is_never_polled_calls_nobody() {
+    let (mut service, mut inner) = mocked(layer(MemoryBackend::new(), per_hour(1)));
+    drop(service.ready().await.unwrap().call("request"));
+    drop(service);
+    assert!(inner.next_request().await.is_none());
+}
+
+// A store that is late.
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_hangs_lets_requests_pass_after_100_ms() {
+    let service = layer(Store::hanging(), per_hour(1)).layer(service_fn(echo));
+    let start = Instant::now();
+    assert_eq!(service.oneshot("request").await.unwrap(), "request");
+    assert_eq!(start.elapsed(), Duration::from_millis(100));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_hangs_is_a_timeout_where_the_layer_denies() {
+    let layer = layer(Store::hanging(), per_hour(1)).on_store_error(OnStoreError::Deny);
+    let (mut service, mut inner) = mocked(layer);
+    let start = Instant::now();
+    let error = service.ready().await.unwrap().call("request").await.unwrap_err();
+    assert_eq!(start.elapsed(), Duration::from_millis(100));
+    assert!(error.downcast::<StoreError>().unwrap().is_timeout());
+    drop(service);
+    assert!(inner.next_request().await.is_none());
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_deadline_can_be_set() {
+    for millis in [1, 20, 5_000] {
+        let deadline = Duration::from_millis(millis);
+        for on_store_error in [OnStoreError::Allow, OnStoreError::Deny] {
+            let layer = layer(Store::hanging(), per_hour(1)).on_store_error(on_store_error).deadline(deadline);
+            let start = Instant::now();
+            let answer = layer.layer(service_fn(echo)).oneshot("request").await;
+            assert_eq!(start.elapsed(), deadline);
+            assert_eq!(answer.is_ok(), on_store_error == OnStoreError::Allow);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_just_before_the_deadline_counts() {
+    for (answer, passes) in [(allowed(), true), (denied(), false)] {
+        let store = Store::new(move |_, _, _| async move {
+            sleep(Duration::from_millis(99)).await;
+            Ok(answer)
+        });
+        let start = Instant::now();
+        let service = layer(store, per_hour(1)).layer(service_fn(echo));
+        let passed = match service.oneshot("request").await {
+            Ok(_) => true,
+            Err(error) => !error.is::<RateLimited>(),
+        };
+        assert_eq!(passed, passes);
+        assert_eq!(start.elapsed(), Duration::from_millis(99));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_deadline_does_not_limit_the_inner_service() {
+    let service = layer(MemoryBackend::new(), per_hour(1)).layer(service_fn(async |_: &'static str| {
+        sleep(Duration::from_secs(60)).await;
+        Ok::<_, Broken>("at last")
+    }));
+    assert_eq!(service.oneshot("request").await.unwrap(), "at last");
+}
+
+// A store that fails.
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_lets_requests_pass_unless_told_otherwise() {
+    let store = Store::failing(|| StoreError::unavailable("connection refused"));
+    let service = layer(&store, per_hour(1)).layer(service_fn(echo));
+    for asked in 1..=5 {
+        assert_eq!(service.clone().oneshot("request").await.unwrap(), "request");
+        assert_eq!(store.asked(), asked, "the store is asked again for every request");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_layer_that_denies_answers_with_the_error_of_the_store() {
+    type Case = (fn() -> StoreError, fn(&StoreError) -> bool);
+    let cases: [Case; 4] = [
+        (|| StoreError::unavailable("down"), StoreError::is_unavailable),
+        (|| StoreError::unauthorized("no"), StoreError::is_unauthorized),
+        (|| StoreError::out_of_memory("full"), StoreError::is_out_of_memory),
+        (|| StoreError::foreign_data("a list"), StoreError::is_foreign_data),
+    ];
+    for (error, is_that_kind) in cases {
+        let layer = layer(Store::failing(error), per_hour(1)).on_store_error(OnStoreError::Deny);
+        let (mut service, mut inner) = mocked(layer);
+        let answer = service.ready().await.unwrap().call("request").await.unwrap_err();
+        let answer = answer.downcast::<StoreError>().unwrap();
+        assert!(is_that_kind(&answer), "{answer:?}");
+        assert_eq!(answer.source().unwrap().to_string(), error().source().unwrap().to_string());
+        drop(service);
+        assert!(inner.next_request().await.is_none());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_choice_about_failures_applies_to_failed_decisions_only() {
+    for on_store_error in [OnStoreError::Allow, OnStoreError::Deny] {
+        let turn = Arc::new(AtomicUsize::new(0));
+        let store = Store::new(move |_, _, _| {
+            ready(match turn.fetch_add(1, Ordering::Relaxed) % 3 {
+                0 => Ok(allowed()),
+                1 => Err(StoreError::other("hiccup")),
+                _ => Ok(denied()),
+            })
+        });
+        let service = layer(store, per_hour(1)).on_store_error(on_store_error).layer(service_fn(echo));
+        for _ in 0..3 {
+            assert!(service.clone().oneshot("allowed").await.is_ok());
+            match service.clone().oneshot("failed").await {
+                Ok(_) => assert_eq!(on_store_error, OnStoreError::Allow),
+                Err(error) => {
+                    assert_eq!(on_store_error, OnStoreError::Deny);
+                    assert!(error.is::<StoreError>());
+                }
+            }
+            assert!(service.clone().oneshot("denied").await.unwrap_err().is::<RateLimited>());
+        }
+    }
+}
+
+// Requests without a key.
+
+#[tokio::test(start_paused = true)]
+async fn a_request_without_key_is_rejected_unless_told_otherwise() {
+    for key in [None, Some("")] {
+        let store = Store::counting();
+        let (mut service, mut inner) = mocked(layer(&store, per_hour(1)).key(move |_: &&str| key));
+        let error = service.ready().await.unwrap().call("request").await.unwrap_err();
+        assert!(error.is::<MissingKey>(), "{key:?}");
+        assert_eq!(store.asked(), 0);
+        drop(service);
+        assert!(inner.next_request().await.is_none());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_without_key_can_share_a_quota_of_their_own() {
+    let service = layer(MemoryBackend::new(), per_hour(2))
+        .key(|name: &&'static str| (*name != "nobody").then_some(*name))
+        .on_missing_key(OnMissingKey::Shared)
+        .layer(service_fn(echo));
+    assert!(service.clone().oneshot("nobody").await.is_ok());
+    assert!(service.clone().oneshot("").await.is_ok(), "an empty key is no key, and counts with those");
+    assert!(service.clone().oneshot("nobody").await.unwrap_err().is::<RateLimited>());
+    assert!(service.clone().oneshot("").await.unwrap_err().is::<RateLimited>());
+    for somebody in ["alice", "!anonymous", "!everyone"] {
+        assert!(service.clone().oneshot(somebody).await.is_ok(), "{somebody} has a quota of their own");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_without_key_can_pass_uncounted() {
+    let store = Store::counting();
+    let service = layer(&store, per_hour(1))
+        .key(|name: &&'static str| (*name != "nobody").then_some(*name))
+        .on_missing_key(OnMissingKey::Pass)
+        .layer(service_fn(echo));
+    for _ in 0..3 {
+        assert!(service.clone().oneshot("nobody").await.is_ok());
+        assert!(service.clone().oneshot("").await.is_ok());
+    }
+    assert_eq!(store.asked(), 0);
+    assert!(service.clone().oneshot("alice").await.is_ok());
+    assert!(service.oneshot("alice").await.is_err(), "those with a key are counted as ever");
+}
+
+// Costs.
+
+#[tokio::test(start_paused = true)]
+async fn a_request_is_charged_its_cost_or_nothing() {
+    let service = weighted(MemoryBackend::new(), per_hour(10));
+    assert!(service.clone().oneshot(7).await.is_ok());
+    let error = service.clone().oneshot(4).await.unwrap_err().downcast::<RateLimited>().unwrap();
+    assert_eq!(error.decision().remaining(), Some(3), "a denial charges nothing");
+    assert!(service.clone().oneshot(3).await.is_ok());
+    assert!(service.oneshot(1).await.is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cost_of_0_passes_and_charges_nothing() {
+    let service = weighted(MemoryBackend::new(), per_hour(1));
+    for _ in 0..5 {
+        assert!(service.clone().oneshot(0).await.is_ok());
+    }
+    assert!(service.clone().oneshot(1).await.is_ok(), "the whole quota was left");
+    assert!(service.clone().oneshot(1).await.is_err());
+    assert!(service.oneshot(0).await.is_ok(), "even where nothing is left");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_cost_above_the_quota_is_denied_for_good_without_asking() {
+    let store = Store::counting();
+    let service = weighted(&store, per_hour(3));
+    for cost in [4, u32::MAX] {
+        let error = service.clone().oneshot(cost).await.unwrap_err().downcast::<RateLimited>().unwrap();
+        assert_eq!(error.decision().outcome(), Outcome::Never);
+        assert_eq!(error.retry_after(), None, "no wait helps");
+        assert_eq!(error.decision().remaining(), None);
+    }
+    assert_eq!(store.asked(), 0);
+    assert!(service.oneshot(3).await.is_ok(), "nothing was charged");
+    assert_eq!(store.asked(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_quota_of_0_denies_everything_without_asking() {
+    let store = Store::counting();
+    let service = weighted(&store, per_hour(0));
+    for cost in [0, 1, u32::MAX] {
+        let error = service.clone().oneshot(cost).await.unwrap_err().downcast::<RateLimited>().unwrap();
+        assert_eq!(error.decision(), &Decision::never(0));
+    }
+    assert_eq!(store.asked(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_denial_for_good_needs_no_working_store() {
+    let service = weighted(Store::hanging(), per_hour(3));
+    let start = Instant::now();
+    assert!(service.oneshot(4).await.unwrap_err().is::<RateLimited>(), "though failures would pass");
+    assert_eq!(start.elapsed(), Duration::ZERO);
+}
+
+// Types and misuse.
+
+#[test]
+fn everything_crosses_threads_even_where_the_key_cannot_be_cloned() {
+    fn portable<T: Clone + Send + Sync + 'static>(_: &T) {}
+    fn sendable<T: Send + 'static>(_: &T) {}
+    struct Unclonable;
+
+    let secret = Unclonable;
+    let price = Unclonable;
+    let layer = layer(MemoryBackend::new(), per_hour(1))
+        .key(move |_: &&'static str| {
+            let Unclonable = &secret;
+            "key"
+        })
+        .cost(move |_: &&'static str| {
+            let Unclonable = &price;
+            1
+        });
+    portable(&layer);
+    let mut service = layer.layer(mock::pair::<&'static str, ()>().0);
+    // The mock says that it is closed; only types matter here.
+    portable(&service);
+    sendable(&service.call("request"));
+}
+
+#[tokio::test(start_paused = true)]
+#[should_panic(expected = "ResponseFuture polled after completion")]
+async fn polling_again_after_a_rejection_panics() {
+    poll_beyond_the_end(layer(MemoryBackend::new(), per_hour(0))).await;
+}
+
+#[tokio::test(start_paused = true)]
+#[should_panic(expected = "ResponseFuture polled after completion")]
+async fn polling_again_after_a_missing_key_panics() {
+    poll_beyond_the_end(layer(MemoryBackend::new(), per_hour(1)).key(|_: &&str| None::<Key>)).await;
+}
+
+#[tokio::test(start_paused = true)]
+#[should_panic(expected = "ResponseFuture polled after completion")]
+async fn polling_again_after_an_answer_panics() {
+    poll_beyond_the_end(layer(MemoryBackend::new(), per_hour(1))).await;
+}
+
+// Helpers.
+
+fn per_hour(limit: u32) -> Policy {
+    Policy::new("test", Quota::per_hour(limit).fixed_window())
+}
+
+type Plain<B> = RateLimitLayer<B, tollgate::Everyone, tollgate::rate_limit::UnitCost, AsError>;
+
+fn layer<B: IntoStore>(store: B, policy: Policy) -> Plain<B::Store> {
+    RateLimitLayer::new(store.into_store(), policy).with_rejection(AsError)
+}
+
+/// A service in which a request is the number of units that it costs.
+fn weighted(
+    store: impl IntoStore<Store: RateLimitStore + Clone + Send + Sync + 'static>,
+    policy: Policy,
+) -> impl Service<u32, Response = (), Error = BoxError, Future: Send> + Clone {
+    layer(store, policy).cost(|units: &u32| *units).layer(service_fn(async |_: u32| Ok::<_, Broken>(())))
+}
+
+/// Puts a mock behind the layer.
+fn mocked<L: Layer<Mock<&'static str, &'static str>>>(layer: L) -> (L::Service, Handle<&'static str, &'static str>) {
+    let (inner, handle) = mock::pair();
+    (layer.layer(inner), handle)
+}
+
+async fn echo(request: &'static str) -> Result<&'static str, Broken> {
+    Ok(request)
+}
+
+fn allowed() -> Decision {
+    Decision::allowed(1, 0, Duration::from_secs(1))
+}
+
+fn denied() -> Decision {
+    Decision::limited(1, 0, Duration::from_secs(1), Duration::from_secs(1))
+}
+
+fn poll_once<F: Future>(future: Pin<&mut F>) -> Poll<F::Output> {
+    future.poll(&mut Context::from_waker(Waker::noop()))
+}
+
+/// Polls an answer to its end and once more.
+async fn poll_beyond_the_end<L>(layer: L)
+where
+    L: Layer<Strict, Service: Service<&'static str, Error: fmt::Debug>>,
+{
+    let mut service = layer.layer(Strict::default());
+    let mut future = pin!(service.ready().await.expect("it always is").call("request"));
+    assert!(poll_once(future.as_mut()).is_ready());
+    let _ = poll_once(future.as_mut());
+}
+
+/// What an inner service fails with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Broken;
+
+impl fmt::Display for Broken {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("broken")
+    }
+}
+
+impl Error for Broken {}
+
+/// Has to be asked whether it is ready before each call, and its clones too. Answers which instance it is.
+#[derive(Default)]
+struct Strict {
+    instance: usize,
+    clones: Arc<AtomicUsize>,
+    ready: bool,
+}
+
+impl Clone for Strict {
+    fn clone(&self) -> Self {
+        let instance = self.clones.fetch_add(1, Ordering::Relaxed) + 1;
+        Self { instance, clones: Arc::clone(&self.clones), ready: false }
+    }
+}
+
+impl Service<&'static str> for Strict {
+    type Response = usize;
+    type Error = Broken;
+    type Future = AnswerFuture<usize, Broken>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Broken>> {
+        self.ready = true;
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: &'static str) -> Self::Future {
+        assert!(self.ready, "instance {} was called before it was ready", self.instance);
+        self.ready = false;
+        Box::pin(ready(Ok(self.instance)))
+    }
+}
+
+/// Ready with a permit only, as a concurrency limit is; serves everything but `hang` at once.
+struct Permits {
+    permits: Arc<Semaphore>,
+    permit: Option<OwnedSemaphorePermit>,
+}
+
+impl Permits {
+    fn of(permits: &Arc<Semaphore>) -> Self {
+        Self { permits: Arc::clone(permits), permit: None }
+    }
+}
+
+impl Clone for Permits {
+    fn clone(&self) -> Self {
+        Self::of(&self.permits)
+    }
+}
+
+impl Service<&'static str> for Permits {
+    type Response = ();
+    type Error = Broken;
+    type Future = AnswerFuture<(), Broken>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Broken>> {
+        if self.permit.is_none() {
+            self.permit = Arc::clone(&self.permits).try_acquire_owned().ok();
+        }
+        // These tests never wait for a permit, so nobody needs to be woken.
+        if self.permit.is_some() { Poll::Ready(Ok(())) } else { Poll::Pending }
+    }
+
+    fn call(&mut self, request: &'static str) -> Self::Future {
+        let permit = self.permit.take().expect("a permit is held");
+        Box::pin(async move {
+            if request == "hang" {
+                pending::<()>().await;
+            }
+            drop(permit);
+            Ok(())
+        })
+    }
+}
+
+/// Never answers; it and its futures hold on to a token, so that a leak can be seen.
+#[derive(Clone)]
+struct Holding(Arc<()>);
+
+impl Service<Arc<()>> for Holding {
+    type Response = ();
+    type Error = Broken;
+    type Future = AnswerFuture<(), Broken>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Broken>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: Arc<()>) -> Self::Future {
+        let held = Arc::clone(&self.0);
+        Box::pin(async move {
+            pending::<()>().await;
+            drop(held);
+            Ok(())
+        })
+    }
+}
+
+type AnswerFuture<T, E> = Pin<Box<dyn Future<Output = Result<T, E>> + Send>>;
+type Check = dyn Fn(&Policy, &Key, u32) -> AnswerFuture<Decision, StoreError> + Send + Sync;
+
+/// A store that answers what a closure says, and counts how often it is asked.
+#[derive(Clone)]
+struct Store {
+    check: Arc<Check>,
+    asked: Arc<AtomicUsize>,
+}
+
+impl Store {
+    fn new<F, Fut>(check: F) -> Self
+    where
+        F: Fn(&Policy, &Key, u32) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<Decision, StoreError>> + Send + 'static,
+    {
+        Self { check: Arc::new(move |policy, key, cost| Box::pin(check(policy, key, cost))), asked: Arc::default() }
+    }
+
+    /// Decides as the memory backend does.
+    fn counting() -> Self {
+        let memory = MemoryBackend::new();
+        Self::new(move |policy, key, cost| {
+            let (memory, policy, key) = (memory.clone(), policy.clone(), *key);
+            async move { memory.check(&policy, &key, cost).await }
+        })
+    }
+
+    fn failing(error: fn() -> StoreError) -> Self {
+        Self::new(move |_, _, _| ready(Err(error())))
+    }
+
+    fn hanging() -> Self {
+        Self::new(|_, _, _| pending())
+    }
+
+    /// Allows everything that waits when the gate opens.
+    fn gated(gate: &Arc<Notify>) -> Self {
+        Self::gated_with(gate, || Ok(allowed()))
+    }
+
+    fn gated_with(gate: &Arc<Notify>, answer: fn() -> Result<Decision, StoreError>) -> Self {
+        let gate = Arc::clone(gate);
+        Self::new(move |_, _, _| {
+            let gate = Arc::clone(&gate);
+            async move {
+                gate.notified().await;
+                answer()
+            }
+        })
+    }
+
+    fn asked(&self) -> usize {
+        self.asked.load(Ordering::Relaxed)
+    }
+}
+
+impl RateLimitStore for Store {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        self.asked.fetch_add(1, Ordering::Relaxed);
+        (self.check)(policy, key, cost).await
+    }
+
+    async fn peek(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+        unreachable!("a layer never peeks")
+    }
+
+    async fn reset(&self, _: &Policy, _: &Key) -> Result<(), StoreError> {
+        unreachable!("a layer never resets")
+    }
+}
+
+/// A store, or a reference to one that is looked at afterwards.
+trait IntoStore {
+    type Store;
+    fn into_store(self) -> Self::Store;
+}
+
+impl IntoStore for MemoryBackend {
+    type Store = Self;
+    fn into_store(self) -> Self {
+        self
+    }
+}
+
+impl IntoStore for Store {
+    type Store = Self;
+    fn into_store(self) -> Self {
+        self
+    }
+}
+
+impl IntoStore for &Store {
+    type Store = Store;
+    fn into_store(self) -> Store {
+        self.clone()
+    }
+}

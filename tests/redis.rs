@@ -1,0 +1,310 @@
+//! The contract on real Redis servers, and what is particular to Redis: commands, keys, memory, errors.
+
+mod contract;
+mod support;
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use bb8_redis::RedisConnectionManager;
+use redis::Connection;
+use support::server::RedisServer;
+use tollgate::{Limiter, Policy, Quota, RedisBackend, RedisOptions};
+
+macro_rules! on_redis {
+    ($($claim:ident),* $(,)?) => {$(
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn $claim() {
+            let server = RedisServer::start();
+            contract::rate_limit::$claim(connect(&server).await).await;
+            every_key_expires(&mut server.connection());
+        }
+    )*};
+}
+
+contract::rate_limit::for_each_claim!(on_redis);
+
+async fn connect(server: &RedisServer) -> RedisBackend {
+    RedisBackend::connect(server.url()).await.expect("the server lets us in")
+}
+
+/// One policy per algorithm, each `limit` per minute.
+fn policies(limit: u32) -> [Policy; 2] {
+    let quota = Quota::per_minute(limit);
+    [Policy::new("fixed", quota.fixed_window()), Policy::new("log", quota.sliding_log().unwrap())]
+}
+
+fn limiter(backend: &RedisBackend, policy: Policy) -> Limiter<RedisBackend> {
+    Limiter::new(backend.clone(), policy).deadline(Duration::from_secs(10))
+}
+
+fn every_key_expires(connection: &mut Connection) {
+    let keys: Vec<String> = redis::cmd("KEYS").arg("*").query(connection).unwrap();
+    for key in keys {
+        let ttl: i64 = redis::cmd("PTTL").arg(&key).query(connection).unwrap();
+        // -2 is a key that has expired since it was listed.
+        assert!(ttl >= 0 || ttl == -2, "{key} has no expiry: {ttl}");
+    }
+}
+
+/// A line of `INFO` by its name.
+fn info(connection: &mut Connection, section: &str, field: &str) -> Option<String> {
+    let info: String = redis::cmd("INFO").arg(section).query(connection).unwrap();
+    info.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).map(str::to_owned)
+}
+
+/// How often each command was called, by clients and by scripts.
+fn calls(connection: &mut Connection) -> HashMap<String, u64> {
+    let info: String = redis::cmd("INFO").arg("commandstats").query(connection).unwrap();
+    let calls = info.lines().filter_map(|line| {
+        let (command, numbers) = line.strip_prefix("cmdstat_")?.split_once(":calls=")?;
+        Some((command.to_lowercase(), numbers.split(',').next()?.parse().ok()?))
+    });
+    calls.collect()
+}
+
+#[tokio::test]
+async fn a_decision_is_one_command() {
+    const DECISIONS: u64 = 100;
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let mut connection = server.connection();
+    for policy in policies(60) {
+        let limiter = limiter(&backend, policy);
+        // The first call carries the text of the script.
+        limiter.check("alice").await.unwrap();
+        let _: () = redis::cmd("CONFIG").arg("RESETSTAT").query(&mut connection).unwrap();
+        for _ in 0..DECISIONS {
+            limiter.check("alice").await.unwrap();
+        }
+        let mut calls = calls(&mut connection);
+        assert_eq!(calls.remove("evalsha"), Some(DECISIONS));
+        // The statistics also count what scripts call and what this test sends; beyond that there is nothing: no PING, no
+        // EVAL, no SCRIPT LOAD.
+        for known in ["get", "pttl", "set", "incrby", "time", "getrange", "append", "pexpire", "strlen"] {
+            calls.remove(known);
+        }
+        calls.retain(|command, _| !command.starts_with("config") && !command.starts_with("info"));
+        assert!(calls.is_empty(), "{calls:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_denial_and_a_peek_write_nothing() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let mut connection = server.connection();
+    for policy in policies(5) {
+        let limiter = limiter(&backend, policy);
+        limiter.check_cost("alice", 4).await.unwrap();
+        let before = info(&mut connection, "persistence", "rdb_changes_since_last_save");
+        for _ in 0..10 {
+            assert!(!limiter.check_cost("alice", 2).await.unwrap().is_allowed());
+            assert!(limiter.check_cost("alice", 0).await.unwrap().is_allowed());
+            limiter.peek("alice").await.unwrap();
+            limiter.peek("somebody else").await.unwrap();
+        }
+        assert_eq!(info(&mut connection, "persistence", "rdb_changes_since_last_save"), before);
+    }
+}
+
+#[tokio::test]
+async fn a_sliding_log_stays_small() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let limit = Quota::new(Quota::MAX_SLIDING_LOG, Duration::from_millis(200)).unwrap().sliding_log().unwrap();
+    let limiter = limiter(&backend, Policy::new("small", limit));
+    let mut connection = server.connection();
+    let mut cuts = 0;
+    let mut before = 0;
+    // Many windows of it, so that much more runs out than is alive.
+    for _ in 0..6_000 {
+        let remaining = limiter.check("alice").await.unwrap().remaining().unwrap();
+        let alive = u64::from(Quota::MAX_SLIDING_LOG - remaining);
+        let key = "tollgate:1:{rate_limit:small:alice}:log:200000";
+        let bytes: u64 = redis::cmd("STRLEN").arg(key).query(&mut connection).unwrap();
+        assert!(bytes <= 6 + 12 * (alive + alive / 4 + 65), "{bytes} bytes for {alive} requests");
+        cuts += u32::from(bytes < before);
+        before = bytes;
+    }
+    assert!(cuts > 0, "the log was never cut, so this has shown nothing");
+}
+
+#[tokio::test]
+async fn a_full_log_takes_what_the_docs_say() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let limiter = limiter(&backend, Policy::new("full", Quota::per_hour(10_000).sliding_log().unwrap()));
+    for _ in 0..10_000 {
+        assert!(limiter.check("alice").await.unwrap().is_allowed());
+    }
+    let mut connection = server.connection();
+    let key = "tollgate:1:{rate_limit:full:alice}:log:3600000000";
+    let length: u64 = redis::cmd("STRLEN").arg(key).query(&mut connection).unwrap();
+    assert_eq!(length, 6 + 12 * 10_000);
+    let memory: u64 = redis::cmd("MEMORY").arg("USAGE").arg(key).query(&mut connection).unwrap();
+    // Redis grows a string in steps of up to twice its size.
+    assert!(memory < 2 * length + 1_024, "{memory} bytes");
+}
+
+#[tokio::test]
+async fn a_key_that_lost_its_expiry_gets_it_back() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let mut connection = server.connection();
+    let [policy, _] = policies(1);
+    let limiter = limiter(&backend, policy);
+    let key = "tollgate:1:{rate_limit:fixed:alice}:fixed:60000000";
+    limiter.check("alice").await.unwrap();
+    for harm in ["PERSIST", "PEXPIRE"] {
+        let mut command = redis::cmd(harm);
+        command.arg(key);
+        if harm == "PEXPIRE" {
+            // As if the clock had been set back by a day.
+            command.arg(86_400_000);
+        }
+        let _: i64 = command.query(&mut connection).unwrap();
+        // Even by a denial: otherwise this would be the last answer that the subject ever got.
+        let decision = limiter.check("alice").await.unwrap();
+        assert_eq!(decision.retry_after(), Some(Duration::from_secs(60)), "after {harm}");
+        let ttl: i64 = redis::cmd("PTTL").arg(key).query(&mut connection).unwrap();
+        assert!((1..60_000).contains(&ttl), "{ttl} after {harm}");
+    }
+}
+
+#[tokio::test]
+async fn a_log_from_the_future_denies_for_two_windows_at_most() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let mut connection = server.connection();
+    let policy = Policy::new("future", Quota::per_minute(1).sliding_log().unwrap());
+    let limiter = limiter(&backend, policy);
+    let key = "tollgate:1:{rate_limit:future:alice}:log:60000000";
+    let (seconds, _): (u64, u64) = redis::cmd("TIME").query(&mut connection).unwrap();
+    // What is left behind when the server's clock is set back by so many seconds.
+    for (back, denied) in [(30, true), (59, true), (3_600, false), (86_400 * 365, false)] {
+        let mut value = vec![1, 0, 0, 0, 0, 0];
+        value.extend_from_slice(&((seconds + back) * 1_000_000).to_le_bytes()[..7]);
+        value.extend_from_slice(&1_u64.to_le_bytes()[..5]);
+        let _: () = redis::cmd("SET").arg(key).arg(value).arg("PX").arg(100_000).query(&mut connection).unwrap();
+        let decision = limiter.check("alice").await.unwrap();
+        assert_eq!(decision.is_allowed(), !denied, "set back by {back} s: {decision:?}");
+        let wait = decision.retry_after().unwrap_or_default();
+        assert!(wait <= Duration::from_secs(60 + back.min(60)), "set back by {back} s: {wait:?}");
+    }
+}
+
+#[tokio::test]
+async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let mut connection = server.connection();
+    let keys = ["tollgate:1:{rate_limit:fixed:alice}:fixed:60000000", "tollgate:1:{rate_limit:log:alice}:log:60000000"];
+    for (policy, key) in policies(5).into_iter().zip(keys) {
+        let limiter = limiter(&backend, policy);
+        let foreign: [&[&str]; 6] = [
+            &["RPUSH", key, "x"],
+            &["HSET", key, "field", "x"],
+            &["SET", key, "hello"],
+            &["SET", key, "-1"],
+            &["SET", key, ""],
+            &["SET", key, "b\u{1}2345678901234567890"],
+        ];
+        for set in foreign {
+            let mut command = redis::cmd(set[0]);
+            command.arg(&set[1..]);
+            let _: redis::Value = command.query(&mut connection).unwrap();
+            let dump = |connection: &mut Connection| redis::cmd("DUMP").arg(key).query::<Vec<u8>>(connection).unwrap();
+            let before = dump(&mut connection);
+            let answer = limiter.check("alice").await;
+            let empty_log = set[2].is_empty() && key.contains("log");
+            if empty_log {
+                // Redis itself does not tell an empty string from a missing one here.
+                assert!(answer.unwrap().is_allowed());
+            } else {
+                let error = answer.unwrap_err();
+                assert!(error.is_foreign_data(), "{set:?}: {error:?}");
+                assert_eq!(dump(&mut connection), before);
+            }
+            // Forgetting the subject repairs it.
+            limiter.reset("alice").await.unwrap();
+            assert!(limiter.check("alice").await.unwrap().is_allowed());
+            limiter.reset("alice").await.unwrap();
+        }
+    }
+}
+
+#[tokio::test]
+async fn prefixes_and_databases_keep_programs_apart() {
+    let server = RedisServer::start();
+    let [policy, _] = policies(1);
+    let backends = [
+        RedisOptions::from_url(server.url()).unwrap().prefix("a").connect().await.unwrap(),
+        RedisOptions::from_url(server.url()).unwrap().prefix("b").connect().await.unwrap(),
+        RedisOptions::from_url(format!("{}3", server.url())).unwrap().prefix("a").connect().await.unwrap(),
+    ];
+    for backend in backends {
+        let limiter = limiter(&backend, policy.clone());
+        assert!(limiter.check("alice").await.unwrap().is_allowed());
+        assert!(!limiter.check("alice").await.unwrap().is_allowed());
+    }
+}
+
+#[tokio::test]
+async fn a_unix_socket_works_as_well() {
+    let folder = tempfile::tempdir().unwrap();
+    let socket = folder.path().join("redis.sock");
+    let socket = socket.to_str().unwrap();
+    let _server = RedisServer::start_with(&["--unixsocket", socket]);
+    let backend = tollgate::connect(format!("redis+unix://{socket}?db=1")).await.unwrap();
+    let [policy, _] = policies(1);
+    assert!(Limiter::new(backend, policy).check("alice").await.unwrap().is_allowed());
+}
+
+#[tokio::test]
+async fn connections_end_with_their_backend() {
+    let server = RedisServer::start();
+    let mut connection = server.connection();
+    let mut clients = || info(&mut connection, "clients", "connected_clients").unwrap().parse::<u32>().unwrap();
+    let alone = clients();
+    let backend = RedisOptions::from_url(server.url()).unwrap().connections(3).connect().await.unwrap();
+    assert_eq!(clients(), alone + 3);
+    let clone = backend.clone();
+    drop(backend);
+    let [policy, _] = policies(1);
+    limiter(&clone, policy).check("alice").await.unwrap();
+    drop(clone);
+    // The server notices in its own time.
+    for _ in 0..100 {
+        if clients() == alone {
+            return;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+    panic!("{} connections are still open", clients() - alone);
+}
+
+#[tokio::test]
+async fn a_pool_of_the_program_can_be_used() {
+    let server = RedisServer::start();
+    let manager = RedisConnectionManager::new(server.url()).unwrap();
+    let pool = bb8_redis::bb8::Pool::builder().max_size(2).build(manager).await.unwrap();
+    let backend = RedisBackend::from_pool(pool.clone()).await.unwrap();
+    // Nothing of the pool is held.
+    assert_eq!(pool.state().connections, pool.state().idle_connections);
+    let [policy, _] = policies(1);
+    let limiter = limiter(&backend, policy);
+    assert!(limiter.check("alice").await.unwrap().is_allowed());
+    assert!(!limiter.check("alice").await.unwrap().is_allowed());
+}
+
+#[tokio::test]
+async fn secrets_are_not_shown() {
+    let server = RedisServer::start_with(&["--requirepass", "hunter2"]);
+    let url = format!("redis://:hunter2@127.0.0.1:{}/", server.port());
+    let options = RedisOptions::from_url(&url).unwrap();
+    let shown = format!("{options:?}");
+    let backend = options.connect().await.unwrap();
+    let shown = format!("{shown} {backend:?} {:?}", tollgate::connect(&url).await.unwrap());
+    assert!(!shown.contains("hunter2"), "{shown}");
+}

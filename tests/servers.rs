@@ -1,0 +1,429 @@
+//! One layer in front of real servers: axum, bare hyper and tonic, each asked over sockets.
+
+// Clippy takes the helpers of a test for something else than a test.
+#![allow(clippy::unwrap_used)]
+
+use std::convert::Infallible;
+use std::future::Future;
+use std::net::{IpAddr, Ipv4Addr, SocketAddr};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use axum::{Router, routing::get};
+use bytes::{Buf, BufMut};
+use http::{Request, Response, StatusCode, uri::PathAndQuery};
+use http_body_util::{BodyExt, Empty, Full};
+use hyper::body::{Bytes, Incoming};
+use hyper::client::conn::http1::SendRequest;
+use hyper_util::{rt::TokioIo, service::TowerToHyperService};
+use tokio::net::{TcpListener, TcpSocket};
+use tokio::task::{JoinHandle, JoinSet};
+use tokio::time::timeout;
+use tollgate::grpc::AsStatus;
+use tollgate::http::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
+use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer};
+use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
+use tonic::transport::{Channel, Endpoint, server::TcpIncoming};
+use tonic::{Code, Status, server::NamedService};
+use tower::{Service, ServiceBuilder, service_fn};
+
+// HTTP/1, by peer address.
+
+#[tokio::test]
+async fn axum_limits_a_client_across_connections() {
+    within_seconds(async {
+        let server = serve_axum(by_peer()).await;
+        assert_limited_across_connections(server.addr).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn axum_limits_a_client_on_one_connection() {
+    within_seconds(async {
+        let server = serve_axum(by_peer()).await;
+        assert_limited_on_one_connection(server.addr).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn hyper_limits_a_client_across_connections() {
+    within_seconds(async {
+        let server = serve_hyper(by_peer()).await;
+        assert_limited_across_connections(server.addr).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn hyper_limits_a_client_on_one_connection() {
+    within_seconds(async {
+        let server = serve_hyper(by_peer()).await;
+        assert_limited_on_one_connection(server.addr).await;
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn clones_of_one_layer_count_together_in_different_servers() {
+    within_seconds(async {
+        let layer = by_peer();
+        let (axum, hyper) = (serve_axum(layer.clone()).await, serve_hyper(layer).await);
+        for (server, status) in [(&axum, 200), (&hyper, 200), (&axum, 200), (&hyper, 429), (&axum, 429)] {
+            assert_eq!(Client::connect(server.addr).await.get().await.status(), status);
+        }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn at_most_the_quota_passes_of_requests_that_come_at_once() {
+    within_seconds(async {
+        for server in [serve_axum(by_peer()).await, serve_hyper(by_peer()).await] {
+            let addr = server.addr;
+            let mut requests = JoinSet::new();
+            for _ in 0..20 {
+                requests.spawn(async move { Client::connect(addr).await.get().await.status() });
+            }
+            let statuses = requests.join_all().await;
+            assert_eq!(statuses.iter().filter(|status| **status == StatusCode::OK).count(), 3);
+            assert_eq!(statuses.iter().filter(|status| **status == StatusCode::TOO_MANY_REQUESTS).count(), 17);
+        }
+    })
+    .await;
+}
+
+// Only there is the whole of 127.0.0.0/8 this machine without further ado.
+#[cfg(target_os = "linux")]
+#[tokio::test]
+async fn clients_of_other_addresses_have_quotas_of_their_own() {
+    within_seconds(async {
+        for server in [serve_axum(by_peer()).await, serve_hyper(by_peer()).await] {
+            let mut client = Client::connect(server.addr).await;
+            for status in [200, 200, 200, 429] {
+                assert_eq!(client.get().await.status(), status);
+            }
+            let neighbour = Ipv4Addr::new(127, 0, 0, 2);
+            let mut client = Client::connect_from(neighbour.into(), server.addr).await;
+            for status in [200, 200, 200, 429] {
+                assert_eq!(client.get().await.status(), status);
+            }
+        }
+    })
+    .await;
+}
+
+// gRPC, by tenant.
+
+#[tokio::test]
+async fn tonic_answers_the_fourth_call_of_a_tenant_with_resource_exhausted() {
+    within_seconds(async {
+        let (server, calls) = serve_tonic(by_tenant()).await;
+        let mut client = GrpcClient::connect(server.addr).await;
+        for _ in 0..3 {
+            assert_eq!(client.say(Some("acme"), "hello").await.unwrap(), "hello");
+        }
+        let status = client.say(Some("acme"), "hello").await.unwrap_err();
+        assert_eq!(status.code(), Code::ResourceExhausted);
+        let message = status.message();
+        assert!(message.starts_with("rate limit `servers` exceeded, try again in "), "{message}");
+        assert_eq!(status.metadata().get("ratelimit-policy").unwrap(), r#""servers";q=3;w=60"#);
+        let standing = status.metadata().get("ratelimit").unwrap().to_str().unwrap();
+        assert!(standing.starts_with(r#""servers";r=0;t="#), "{standing}");
+
+        assert_eq!(client.say(Some("globex"), "hello").await.unwrap(), "hello", "another tenant still passes");
+        assert_eq!(client.say(Some("acme"), "again").await.unwrap_err().code(), Code::ResourceExhausted);
+        assert_eq!(calls.load(Ordering::Relaxed), 4, "the service saw those that passed and no other");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn tonic_limits_a_tenant_across_connections() {
+    within_seconds(async {
+        let (server, _) = serve_tonic(by_tenant()).await;
+        for _ in 0..3 {
+            let mut client = GrpcClient::connect(server.addr).await;
+            assert!(client.say(Some("acme"), "hello").await.is_ok());
+        }
+        let mut client = GrpcClient::connect(server.addr).await;
+        assert_eq!(client.say(Some("acme"), "hello").await.unwrap_err().code(), Code::ResourceExhausted);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn tonic_passes_at_most_the_quota_of_calls_that_come_at_once() {
+    within_seconds(async {
+        let (server, calls) = serve_tonic(by_tenant()).await;
+        let client = GrpcClient::connect(server.addr).await;
+        let mut answers = JoinSet::new();
+        for _ in 0..20 {
+            let mut client = client.clone();
+            answers.spawn(async move { client.say(Some("acme"), "hello").await.map_err(|status| status.code()) });
+        }
+        let answers = answers.join_all().await;
+        assert_eq!(answers.iter().filter(|answer| answer.is_ok()).count(), 3);
+        assert_eq!(answers.iter().filter(|answer| **answer == Err(Code::ResourceExhausted)).count(), 17);
+        assert_eq!(calls.load(Ordering::Relaxed), 3);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn tonic_answers_a_call_without_tenant_with_invalid_argument() {
+    within_seconds(async {
+        let (server, calls) = serve_tonic(by_tenant()).await;
+        let mut client = GrpcClient::connect(server.addr).await;
+        let status = client.say(None, "hello").await.unwrap_err();
+        assert_eq!(status.code(), Code::InvalidArgument);
+        assert_eq!(status.message(), "the request carries no key to count it under");
+        assert_eq!(calls.load(Ordering::Relaxed), 0);
+    })
+    .await;
+}
+
+// What is asserted of every HTTP server.
+
+async fn assert_limited_across_connections(server: SocketAddr) {
+    for remaining in ["r=2", "r=1", "r=0"] {
+        let response = Client::connect(server).await.get().await;
+        assert_eq!(response.status(), StatusCode::OK);
+        assert_eq!(response.body(), "hello");
+        assert!(field(&response, "ratelimit").contains(remaining));
+    }
+    assert_turned_away(&Client::connect(server).await.get().await);
+}
+
+async fn assert_limited_on_one_connection(server: SocketAddr) {
+    let mut client = Client::connect(server).await;
+    for _ in 0..3 {
+        assert_eq!(client.get().await.status(), StatusCode::OK);
+    }
+    assert_turned_away(&client.get().await);
+    assert_turned_away(&client.get().await); // A rejection leaves the connection in order.
+    assert_turned_away(&Client::connect(server).await.get().await);
+}
+
+fn assert_turned_away(response: &Response<Bytes>) {
+    assert_eq!(response.status(), StatusCode::TOO_MANY_REQUESTS);
+    let wait: u64 = field(response, "retry-after").parse().unwrap();
+    assert!((1..=60).contains(&wait), "{wait}");
+    assert_eq!(field(response, "ratelimit-policy"), r#""servers";q=3;w=60"#);
+    assert!(field(response, "ratelimit").starts_with(r#""servers";r=0;t="#));
+    assert_eq!(response.body(), &format!("rate limit `servers` exceeded, try again in {wait} s\n"));
+}
+
+fn field<'a>(response: &'a Response<Bytes>, name: &str) -> &'a str {
+    response.headers()[name].to_str().unwrap()
+}
+
+// The limit and the servers behind it.
+
+fn limit() -> RateLimitLayer<MemoryBackend> {
+    RateLimitLayer::new(MemoryBackend::new(), Policy::new("servers", Quota::per_minute(3).fixed_window()))
+}
+
+fn by_peer() -> RateLimitLayer<MemoryBackend, PeerIp> {
+    limit().key(peer_ip())
+}
+
+fn by_tenant() -> RateLimitLayer<MemoryBackend, HeaderKey> {
+    limit().key(header("x-tenant"))
+}
+
+async fn serve_axum(layer: RateLimitLayer<MemoryBackend, PeerIp>) -> Server {
+    let app = Router::new().route("/", get(async || "hello")).layer(layer);
+    let listener = TcpListener::bind(ANY_PORT).await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    let app = app.into_make_service_with_connect_info::<SocketAddr>();
+    Server { addr, task: tokio::spawn(async move { axum::serve(listener, app).await.unwrap() }) }
+}
+
+async fn serve_hyper(layer: RateLimitLayer<MemoryBackend, PeerIp>) -> Server {
+    let limited = ServiceBuilder::new()
+        .layer(layer)
+        .service(service_fn(async |_: Request<Incoming>| Ok::<_, Infallible>(Response::new(Full::from("hello")))));
+    let listener = TcpListener::bind(ANY_PORT).await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    let task = tokio::spawn(async move {
+        // Dropped together with this task, and the connections with it.
+        let mut connections = JoinSet::new();
+        loop {
+            let (stream, peer) = listener.accept().await.unwrap();
+            let service = ServiceBuilder::new()
+                .map_request(move |mut request: Request<Incoming>| {
+                    request.extensions_mut().insert(PeerAddr(peer));
+                    request
+                })
+                .service(limited.clone());
+            connections.spawn(
+                hyper::server::conn::http1::Builder::new()
+                    .serve_connection(TokioIo::new(stream), TowerToHyperService::new(service)),
+            );
+        }
+    });
+    Server { addr, task }
+}
+
+/// The server, and how many calls reached its service.
+async fn serve_tonic(layer: RateLimitLayer<MemoryBackend, HeaderKey>) -> (Server, Arc<AtomicUsize>) {
+    let echo = Echo::default();
+    let calls = Arc::clone(&echo.calls);
+    let incoming = TcpIncoming::bind(ANY_PORT).unwrap();
+    let addr = incoming.local_addr().unwrap();
+    let server = tonic::transport::Server::builder().layer(layer.with_rejection(AsStatus)).add_service(echo);
+    let task = tokio::spawn(async move { server.serve_with_incoming(incoming).await.unwrap() });
+    (Server { addr, task }, calls)
+}
+
+const ANY_PORT: SocketAddr = SocketAddr::new(IpAddr::V4(Ipv4Addr::LOCALHOST), 0);
+
+/// A server that accepts connections until this is dropped.
+struct Server {
+    addr: SocketAddr,
+    task: JoinHandle<()>,
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+/// A gRPC service without generated code: one method, which answers what it is told.
+#[derive(Clone, Default)]
+struct Echo {
+    calls: Arc<AtomicUsize>,
+}
+
+impl NamedService for Echo {
+    const NAME: &'static str = "tollgate.test.Echo";
+}
+
+impl Service<Request<tonic::body::Body>> for Echo {
+    type Response = Response<tonic::body::Body>;
+    type Error = Infallible;
+    type Future = Pin<Box<dyn Future<Output = Result<Self::Response, Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Request<tonic::body::Body>) -> Self::Future {
+        self.calls.fetch_add(1, Ordering::Relaxed);
+        Box::pin(async {
+            let say = service_fn(async |said: tonic::Request<String>| {
+                Ok::<_, Status>(tonic::Response::new(said.into_inner()))
+            });
+            Ok(tonic::server::Grpc::new(PlainText).unary(say, request).await)
+        })
+    }
+}
+
+/// Messages that are text and nothing else.
+#[derive(Clone, Copy)]
+struct PlainText;
+
+impl Codec for PlainText {
+    type Encode = String;
+    type Decode = String;
+    type Encoder = Self;
+    type Decoder = Self;
+
+    fn encoder(&mut self) -> Self {
+        *self
+    }
+
+    fn decoder(&mut self) -> Self {
+        *self
+    }
+}
+
+impl Encoder for PlainText {
+    type Item = String;
+    type Error = Status;
+
+    fn encode(&mut self, text: String, buffer: &mut EncodeBuf<'_>) -> Result<(), Status> {
+        buffer.put_slice(text.as_bytes());
+        Ok(())
+    }
+}
+
+impl Decoder for PlainText {
+    type Item = String;
+    type Error = Status;
+
+    fn decode(&mut self, buffer: &mut DecodeBuf<'_>) -> Result<Option<String>, Status> {
+        let bytes = buffer.copy_to_bytes(buffer.remaining());
+        String::from_utf8(bytes.into()).map(Some).map_err(|error| Status::internal(error.to_string()))
+    }
+}
+
+// The clients.
+
+/// One HTTP/1 connection, kept alive between requests.
+struct Client {
+    requests: SendRequest<Empty<Bytes>>,
+    server: SocketAddr,
+    connection: JoinHandle<()>,
+}
+
+impl Client {
+    async fn connect(server: SocketAddr) -> Self {
+        Self::connect_from(Ipv4Addr::LOCALHOST.into(), server).await
+    }
+
+    async fn connect_from(ip: IpAddr, server: SocketAddr) -> Self {
+        let socket = TcpSocket::new_v4().unwrap();
+        socket.bind((ip, 0).into()).unwrap();
+        let stream = socket.connect(server).await.unwrap();
+        let (requests, connection) = hyper::client::conn::http1::handshake(TokioIo::new(stream)).await.unwrap();
+        let connection = tokio::spawn(async move { connection.await.unwrap() });
+        Self { requests, server, connection }
+    }
+
+    async fn get(&mut self) -> Response<Bytes> {
+        let request = Request::get("/").header("host", self.server.to_string()).body(Empty::new()).unwrap();
+        self.requests.ready().await.expect("the connection is still open");
+        let (head, body) = self.requests.send_request(request).await.unwrap().into_parts();
+        Response::from_parts(head, body.collect().await.unwrap().to_bytes())
+    }
+}
+
+impl Drop for Client {
+    fn drop(&mut self) {
+        self.connection.abort();
+    }
+}
+
+#[derive(Clone)]
+struct GrpcClient {
+    grpc: tonic::client::Grpc<Channel>,
+}
+
+impl GrpcClient {
+    async fn connect(server: SocketAddr) -> Self {
+        let channel = Endpoint::from_shared(format!("http://{server}")).unwrap().connect().await.unwrap();
+        Self { grpc: tonic::client::Grpc::new(channel) }
+    }
+
+    async fn say(&mut self, tenant: Option<&'static str>, text: &str) -> Result<String, Status> {
+        let mut request = tonic::Request::new(text.to_owned());
+        if let Some(tenant) = tenant {
+            request.metadata_mut().insert("x-tenant", tenant.parse().unwrap());
+        }
+        let path = PathAndQuery::from_static("/tollgate.test.Echo/Say");
+        self.grpc.ready().await.map_err(|error| Status::unknown(error.to_string()))?;
+        self.grpc.unary(request, path, PlainText).await.map(tonic::Response::into_inner)
+    }
+}
+
+/// Ends a test that would hang; far less than the minute after which quotas come back.
+async fn within_seconds(test: impl Future<Output = ()>) {
+    timeout(Duration::from_secs(20), test).await.expect("the servers answer");
+}
