@@ -289,7 +289,7 @@ impl<T: IntoKey> IntoKey for Option<T> {
 /// Finds out who is asking.
 ///
 /// Closures are extractors, and so are tuples of extractors: a tuple counts per combination and has a key only where all
-/// of its parts have one. [`or`](ExtractKey::or) names a fallback.
+/// of its parts have one. [`first_of`] names a fallback, and so does the method `or` of the extractors in `tollgate::http`.
 ///
 /// ```
 /// use tollgate::{ExtractKey, Key};
@@ -313,18 +313,6 @@ impl<T: IntoKey> IntoKey for Option<T> {
 pub trait ExtractKey<Req> {
     /// The key of this request, or `None` where it has none.
     fn extract_key(&self, request: &Req) -> Option<Key>;
-
-    /// Asks `fallback` where this extractor finds no key.
-    ///
-    /// A key that comes from the fallback is marked as such, so a client cannot spell one kind of key to be taken for a
-    /// subject of the other kind.
-    fn or<F>(self, fallback: F) -> Or<Self, F>
-    where
-        Self: Sized,
-        F: ExtractKey<Req>,
-    {
-        Or { first: self, fallback }
-    }
 }
 
 impl<Req, F, K> ExtractKey<Req> for F
@@ -337,11 +325,37 @@ where
     }
 }
 
-/// Two extractors, the second asked where the first finds nothing: see [`ExtractKey::or`].
+/// Asks `fallback` where `first` finds no key.
+///
+/// A key that comes from the fallback is marked as such, so a client cannot spell one kind of key to be taken for a subject
+/// of the other kind.
+///
+/// ```
+/// use tollgate::{ExtractKey, first_of};
+///
+/// struct Call { tenant: Option<String>, address: String }
+///
+/// let key = first_of(|call: &Call| call.tenant.clone(), |call: &Call| call.address.clone());
+/// let honest = Call { tenant: None, address: "203.0.113.7".into() };
+/// let liar = Call { tenant: Some("203.0.113.7".into()), address: "198.51.100.1".into() };
+/// assert_ne!(key.extract_key(&honest), key.extract_key(&liar));
+/// ```
+pub const fn first_of<A, B>(first: A, fallback: B) -> Or<A, B> {
+    Or { first, fallback }
+}
+
+/// Two extractors, the second asked where the first finds nothing: see [`first_of`].
 #[derive(Clone, Copy, Debug)]
 pub struct Or<A, B> {
     first: A,
     fallback: B,
+}
+
+impl<A, B> Or<A, B> {
+    /// Asks `fallback` where none of those before finds a key: see [`first_of`].
+    pub fn or<F>(self, fallback: F) -> Or<Self, F> {
+        first_of(self, fallback)
+    }
 }
 
 impl<Req, A: ExtractKey<Req>, B: ExtractKey<Req>> ExtractKey<Req> for Or<A, B> {
@@ -378,7 +392,7 @@ mod tests {
     fn a_fallback_is_another_subject_than_its_namesake() {
         let header = |r: &(Option<&'static str>, &'static str)| r.0;
         let peer = |r: &(Option<&'static str>, &'static str)| r.1;
-        let key = header.or(peer);
+        let key = first_of(header, peer);
         let honest = key.extract_key(&(None, "203.0.113.7")).unwrap();
         let spoofed = key.extract_key(&(Some("203.0.113.7"), "198.51.100.1")).unwrap();
         assert_ne!(honest, spoofed);

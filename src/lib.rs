@@ -1,4 +1,60 @@
-//! tollgate
+//! Distributed traffic control for tower services.
+//!
+//! Tollgate puts limits in front of any [tower] service, with one `.layer()`. The counts lie in Redis, where any number of
+//! processes share them and every decision is one atomic script, or in this process, where nothing has to be installed. The
+//! API is the same.
+//!
+//! ```
+//! # #[cfg(feature = "http")] {
+//! use axum::{Router, routing::get};
+//! use tollgate::{Policy, Quota, RateLimitLayer, http::header};
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::ConnectError> {
+//! let backend = tollgate::connect("memory:").await?; // or "redis://127.0.0.1/"
+//! let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
+//! let app: Router = Router::new()
+//!     .route("/", get(async || "hello"))
+//!     .layer(RateLimitLayer::new(backend, policy).key(header("x-api-key")));
+//! # drop(app);
+//! # Ok(())
+//! # }
+//! # main().unwrap();
+//! # }
+//! ```
+//!
+//! # Where things are
+//!
+//! | module | holds |
+//! | --- | --- |
+//! | [`rate_limit`] | quotas, policies, decisions, [`Limiter`] and [`RateLimitLayer`] |
+//! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`] |
+//! | `http` (feature `http`) | keys, responses and header fields for HTTP |
+//! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
+//! | [`reject`] | what a rejection becomes |
+//!
+//! # Words
+//!
+//! A *store* is what a capability needs of a *backend*, which keeps the data. A *decision* is a normal outcome, whether it is
+//! yes or no. A *rejection* is a layer saying no. A *[store error](StoreError)* is the backend failing. These never share a
+//! type: "denied" and "Redis is down" cannot be confused.
+//!
+//! # Guarantees
+//!
+//! * With one Redis primary at most the quota is admitted, whatever the number of processes and of requests in flight. Not
+//!   across a failover, where what replication had not carried is forgotten.
+//! * A denial charges nothing. A decision whose answer is lost on the way may have charged; it is not asked for again.
+//! * Every key in Redis has a time to live, and every subject, whatever bytes a client sends, becomes a short [`Key`].
+//! * A decision takes one round trip and no longer than its deadline; then the named policy applies, [`OnStoreError`].
+//! * Nothing here blocks a thread, and no task outlives the backend that it serves.
+//!
+//! # Features
+//!
+//! * `redis` (default): `RedisBackend`, with bb8 and redis.
+//! * `http` (default): the module `http`, with http and http-body.
+//! * `axum`: lets the key `peer_ip` find axum's `ConnectInfo`.
+//! * `grpc`: the module `grpc`.
+//!
+//! [tower]: https://docs.rs/tower
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
 mod deadline;
@@ -18,6 +74,11 @@ pub use self::backend::memory::MemoryBackend;
 pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
 pub use self::error::{BoxError, ConfigError, ConnectError, StoreError};
-pub use self::key::{Everyone, ExtractKey, IntoKey, Key, Or};
+pub use self::key::{Everyone, ExtractKey, IntoKey, Key, Or, first_of};
 pub use self::rate_limit::{Limiter, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};
 pub use self::reject::{AsError, AsResponse};
+
+/// The code in the README, run as doctests.
+#[cfg(all(doctest, feature = "redis", feature = "axum"))]
+#[doc = include_str!("../README.md")]
+mod readme {}

@@ -21,8 +21,11 @@ pub trait Reject<R, Res, E> {
     /// The answer to a request that was turned away.
     fn reject(&self, rejection: R) -> Result<Self::Response, Self::Error>;
 
-    /// The answer to a request that reached the inner service.
-    fn forward(&self, answer: Result<Res, E>) -> Result<Self::Response, Self::Error>;
+    /// What a response of the inner service is passed on as.
+    fn response(&self, response: Res) -> Self::Response;
+
+    /// What a failure of the inner service is passed on as.
+    fn error(&self, error: E) -> Self::Error;
 }
 
 /// A rejection becomes an error: a [`BoxError`] to downcast, beside the errors of the inner service.
@@ -41,8 +44,12 @@ where
         Err(rejection.into())
     }
 
-    fn forward(&self, answer: Result<Res, E>) -> Result<Res, BoxError> {
-        answer.map_err(Into::into)
+    fn response(&self, response: Res) -> Res {
+        response
+    }
+
+    fn error(&self, error: E) -> BoxError {
+        error.into()
     }
 }
 

@@ -1,5 +1,6 @@
 //! What a server can answer instead of a decision, and what it is called then. Real servers where they can be brought to
 //! say it, a listener that says it otherwise.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 mod support;
 

@@ -1,4 +1,5 @@
 //! Redis on bad days, under load: flushed, killed, restarted, stopped, and with its clients cut off.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 mod support;
 

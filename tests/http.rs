@@ -20,7 +20,7 @@ use proptest::prelude::*;
 use tollgate::grpc::AsStatus;
 use tollgate::http::{PeerAddr, header, peer_ip};
 use tollgate::rate_limit::{Decision, Limit, RateLimitStore};
-use tollgate::{ExtractKey, Key, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer, StoreError};
+use tollgate::{Key, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer, StoreError, first_of};
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 
 const POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -88,7 +88,7 @@ async fn a_request_without_key_gets_400() {
 
 #[tokio::test(start_paused = true)]
 async fn a_store_failure_that_denies_gets_503_and_tells_no_internals() {
-    let layer = RateLimitLayer::new(Failing, api(Quota::per_minute(1).fixed_window()));
+    let layer = RateLimitLayer::new(failing(), api(Quota::per_minute(1).fixed_window()));
     let answer = ask(&layer.on_store_error(OnStoreError::Deny).layer(hello()), request()).await;
     assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(answer.headers[RETRY_AFTER], "1");
@@ -101,7 +101,7 @@ async fn a_store_failure_that_denies_gets_503_and_tells_no_internals() {
 #[tokio::test(start_paused = true)]
 async fn a_request_that_passes_without_decision_hears_of_the_policy_only() {
     let quota = Quota::per_minute(1).fixed_window();
-    let outage = RateLimitLayer::new(Failing, api(quota)).on_store_error(OnStoreError::Allow).layer(hello());
+    let outage = RateLimitLayer::new(failing(), api(quota)).on_store_error(OnStoreError::Allow).layer(hello());
     let keyless = layer(quota).key(header("x-api-key")).on_missing_key(OnMissingKey::Pass).layer(hello());
     for answer in [ask(&outage, request()).await, ask(&keyless, request()).await] {
         assert_eq!(answer.status, StatusCode::OK);
@@ -181,6 +181,20 @@ async fn waits_are_rounded_up_and_never_0() {
                 assert_eq!(told, (Some(seconds), Some(seconds)), "{elapsed} ms into {limit:?}");
             }
         }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_wait_of_any_store_is_rounded_up_and_never_0() {
+    let cases = [(0, 0, 1), (0, 1, 1), (0, 999_999_999, 1), (1, 0, 1), (1, 1, 2), (59, 1, 60)];
+    for (secs, nanos, seconds) in cases {
+        let wait = Duration::new(secs, nanos);
+        let store = Store(move || Ok(Decision::limited(5, 2, wait, wait)));
+        let service = RateLimitLayer::new(store, api(Quota::per_minute(5).fixed_window())).layer(hello());
+        let answer = ask(&service, request()).await;
+        assert_eq!(answer.status, StatusCode::TOO_MANY_REQUESTS);
+        assert_eq!(answer.retry_after(), Some(seconds), "{wait:?}");
+        assert_eq!(answer.standing()[0].parameter("r"), Some(2));
     }
 }
 
@@ -409,9 +423,11 @@ async fn a_peer_that_is_not_known_has_no_key() {
 
 #[tokio::test(start_paused = true)]
 async fn nobody_can_spell_the_address_of_another_as_an_api_key() {
-    let layer = layer(Quota::per_minute(1).fixed_window());
-    let by_key_or_peer = ExtractKey::<Request<()>>::or(header("x-api-key"), peer_ip());
-    let service = layer.key(by_key_or_peer).layer(hello());
+    let api_key = |request: &Request<()>| -> Option<String> {
+        let value = request.headers().get("x-api-key")?;
+        Some(value.to_str().ok()?.to_owned())
+    };
+    let service = layer(Quota::per_minute(1).fixed_window()).key(first_of(api_key, peer_ip())).layer(hello());
     for key in ["203.0.113.7", "~203.0.113.7"] {
         assert_eq!(ask(&service, with_key(key.as_bytes())).await.status, StatusCode::OK);
     }
@@ -426,7 +442,7 @@ async fn a_grpc_rejection_is_a_status_without_body() {
     let quota = Quota::per_minute(1).fixed_window();
     let exhausted = layer(Quota::per_minute(0).fixed_window()).with_rejection(AsStatus).layer(hello());
     let keyless = layer(quota).key(header("x-tenant")).with_rejection(AsStatus).layer(hello());
-    let outage = RateLimitLayer::new(Failing, api(quota)).on_store_error(OnStoreError::Deny);
+    let outage = RateLimitLayer::new(failing(), api(quota)).on_store_error(OnStoreError::Deny);
     let outage = outage.with_rejection(AsStatus).layer(hello());
     let cases = [
         (exhausted.oneshot(request()).await.unwrap(), "8", "the request exceeds the whole quota of rate limit `api`"),
@@ -515,21 +531,26 @@ where
     Answer { status: head.status, headers: head.headers, body }
 }
 
-/// A store that is down and whose error says too much.
+/// A store that answers what a closure says.
 #[derive(Clone)]
-struct Failing;
+struct Store<F>(F);
 
-impl RateLimitStore for Failing {
+/// A store that is down and whose error says too much.
+fn failing() -> Store<fn() -> Result<Decision, StoreError>> {
+    Store(|| Err(StoreError::unavailable("redis://:hunter2@10.0.0.1/ refused the connection")))
+}
+
+impl<F: Fn() -> Result<Decision, StoreError> + Sync> RateLimitStore for Store<F> {
     async fn check(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
-        Err(StoreError::unavailable("redis://:hunter2@10.0.0.1/ refused the connection"))
+        self.0()
     }
 
-    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
-        self.check(policy, key, cost).await
+    async fn peek(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+        unreachable!("a layer never peeks")
     }
 
     async fn reset(&self, _: &Policy, _: &Key) -> Result<(), StoreError> {
-        Ok(())
+        unreachable!("a layer never resets")
     }
 }
 

@@ -115,18 +115,15 @@ async fn an_admitted_request_keeps_its_permit_until_it_is_served() {
 async fn rejected_request_never_reaches_the_inner_service() {
     let (mut service, mut inner) = mocked(layer(MemoryBackend::new(), per_hour(1)));
 
-    let admitted = service.ready().await.unwrap().call("first");
-    let served = async {
-        let (request, answer) = inner.next_request().await.unwrap();
-        assert_eq!(request, "first");
-        answer.send_response("served");
-    };
-    assert_eq!(tokio::join!(admitted, served).0.unwrap(), "served");
+    let mut admitted = pin!(service.ready().await.unwrap().call("first"));
+    assert!(poll_once(admitted.as_mut()).is_pending());
+    let Poll::Ready(Some(("first", answer))) = inner.poll_request() else { panic!("the first request was admitted") };
+    answer.send_response("served");
+    assert_eq!(admitted.await.unwrap(), "served");
 
     let error = service.ready().await.unwrap().call("second").await.unwrap_err();
     assert!(error.is::<RateLimited>());
-    drop(service);
-    assert!(inner.next_request().await.is_none(), "nothing else was ever sent");
+    assert_no_more_calls(service, &mut inner);
 }
 
 #[tokio::test(start_paused = true)]
@@ -239,8 +236,7 @@ async fn dropped_while_the_store_is_asked_the_inner_service_is_never_called() {
     assert!(poll_once(future.as_mut()).is_pending());
     drop(future);
     gate.notify_waiters();
-    drop(service);
-    assert!(inner.next_request().await.is_none());
+    assert_no_more_calls(service, &mut inner);
 }
 
 #[tokio::test(start_paused = true)]
@@ -295,8 +291,7 @@ async fn dropped_after_admission_a_request_stays_charged() {
 async fn a_future_that_is_never_polled_calls_nobody() {
     let (mut service, mut inner) = mocked(layer(MemoryBackend::new(), per_hour(1)));
     drop(service.ready().await.unwrap().call("request"));
-    drop(service);
-    assert!(inner.next_request().await.is_none());
+    assert_no_more_calls(service, &mut inner);
 }
 
 // A store that is late.
@@ -317,8 +312,7 @@ async fn a_store_that_hangs_is_a_timeout_where_the_layer_denies() {
     let error = service.ready().await.unwrap().call("request").await.unwrap_err();
     assert_eq!(start.elapsed(), Duration::from_millis(100));
     assert!(error.downcast::<StoreError>().unwrap().is_timeout());
-    drop(service);
-    assert!(inner.next_request().await.is_none());
+    assert_no_more_calls(service, &mut inner);
 }
 
 #[tokio::test(start_paused = true)]
@@ -390,8 +384,7 @@ async fn a_layer_that_denies_answers_with_the_error_of_the_store() {
         let answer = answer.downcast::<StoreError>().unwrap();
         assert!(is_that_kind(&answer), "{answer:?}");
         assert_eq!(answer.source().unwrap().to_string(), error().source().unwrap().to_string());
-        drop(service);
-        assert!(inner.next_request().await.is_none());
+        assert_no_more_calls(service, &mut inner);
     }
 }
 
@@ -431,8 +424,7 @@ async fn a_request_without_key_is_rejected_unless_told_otherwise() {
         let error = service.ready().await.unwrap().call("request").await.unwrap_err();
         assert!(error.is::<MissingKey>(), "{key:?}");
         assert_eq!(store.asked(), 0);
-        drop(service);
-        assert!(inner.next_request().await.is_none());
+        assert_no_more_calls(service, &mut inner);
     }
 }
 
@@ -592,6 +584,12 @@ fn weighted(
 fn mocked<L: Layer<Mock<&'static str, &'static str>>>(layer: L) -> (L::Service, Handle<&'static str, &'static str>) {
     let (inner, handle) = mock::pair();
     (layer.layer(inner), handle)
+}
+
+/// The mock has no request waiting, and nobody is left who could send it one.
+fn assert_no_more_calls<S>(service: S, inner: &mut Handle<&'static str, &'static str>) {
+    drop(service);
+    assert!(matches!(inner.poll_request(), Poll::Ready(None)));
 }
 
 async fn echo(request: &'static str) -> Result<&'static str, Broken> {

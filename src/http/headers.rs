@@ -15,7 +15,7 @@ pub(crate) fn write_fields(policy: &Policy, decision: Option<&Decision>, headers
     let quota = policy.limit().quota();
     let window = quota.window();
     // `w` is in whole seconds and must not be 0; a window that is not cannot be told.
-    let seconds = (window.subsec_nanos() == 0).then(|| window.as_secs());
+    let seconds = (window.subsec_nanos() == 0).then_some(window.as_secs());
     if let Some(value) = member(policy, [("q", Some(quota.limit().into())), ("w", seconds)]) {
         headers.append(RATELIMIT_POLICY, value);
     }

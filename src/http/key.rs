@@ -2,7 +2,7 @@ use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 
 use ::http::{HeaderName, Request};
 
-use crate::key::{ExtractKey, Key};
+use crate::key::{ExtractKey, Key, Or, first_of};
 
 /// Counts by the value of a request header: an API key, a session, a tenant.
 ///
@@ -28,6 +28,13 @@ pub fn header(name: &'static str) -> HeaderKey {
 #[derive(Clone, Debug)]
 pub struct HeaderKey {
     name: HeaderName,
+}
+
+impl HeaderKey {
+    /// Asks `fallback` where the header is missing: see [`first_of`].
+    pub fn or<F>(self, fallback: F) -> Or<Self, F> {
+        first_of(self, fallback)
+    }
 }
 
 impl<B> ExtractKey<Request<B>> for HeaderKey {
@@ -62,6 +69,13 @@ pub const fn peer_ip() -> PeerIp {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct PeerIp;
+
+impl PeerIp {
+    /// Asks `fallback` where the address is not known: see [`first_of`].
+    pub fn or<F>(self, fallback: F) -> Or<Self, F> {
+        first_of(self, fallback)
+    }
+}
 
 impl<B> ExtractKey<Request<B>> for PeerIp {
     fn extract_key(&self, request: &Request<B>) -> Option<Key> {

@@ -58,7 +58,7 @@
 //! ```
 //! use http::{Request, Response, StatusCode};
 //! use tollgate::http::{PeerAddr, header, peer_ip};
-//! use tollgate::{ExtractKey, MemoryBackend, Policy, Quota, RateLimitLayer};
+//! use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer};
 //! use tower::{ServiceBuilder, ServiceExt, service_fn};
 //!
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {

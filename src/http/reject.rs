@@ -29,8 +29,12 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
         })
     }
 
-    fn forward(&self, answer: Result<Response<B>, E>) -> Result<Self::Response, E> {
-        answer.map(|response| response.map(ResponseBody::inner))
+    fn response(&self, response: Response<B>) -> Self::Response {
+        response.map(ResponseBody::inner)
+    }
+
+    fn error(&self, error: E) -> E {
+        error
     }
 }
 

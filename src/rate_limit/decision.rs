@@ -2,6 +2,8 @@ use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
+use super::policy::Policy;
+
 /// What a store found out about one request: a normal outcome, never a failure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Decision {
@@ -30,9 +32,11 @@ impl Decision {
         Self { outcome: Outcome::Allowed, limit, remaining, retry_after: Duration::ZERO, reset_after }
     }
 
-    /// Denied for now; the same cost would be admitted after `retry_after` if nobody else came first.
+    /// Denied for now; the same cost would be admitted after `retry_after` if nobody else came first. A wait of nothing would
+    /// have everybody ask in a loop, and counts as a microsecond.
     #[must_use]
     pub const fn limited(limit: u32, remaining: u32, retry_after: Duration, reset_after: Duration) -> Self {
+        let retry_after = if retry_after.is_zero() { Duration::from_micros(1) } else { retry_after };
         Self { outcome: Outcome::Limited, limit, remaining, retry_after, reset_after }
     }
 
@@ -88,19 +92,19 @@ impl Decision {
 /// The rejection of a request that is over its limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RateLimited {
-    policy: String,
+    policy: Policy,
     decision: Decision,
 }
 
 impl RateLimited {
-    pub(crate) fn new(policy: &str, decision: Decision) -> Self {
-        Self { policy: policy.to_owned(), decision }
+    pub(crate) const fn new(policy: Policy, decision: Decision) -> Self {
+        Self { policy, decision }
     }
 
     /// The name of the policy that said no.
     #[must_use]
     pub fn policy(&self) -> &str {
-        &self.policy
+        self.policy.name()
     }
 
     /// How long to wait before trying again; `None` where no wait helps.
@@ -120,9 +124,9 @@ impl fmt::Display for RateLimited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.retry_after() {
             Some(wait) => {
-                write!(f, "rate limit `{}` exceeded, try again in {} s", self.policy, ceil_seconds(wait))
+                write!(f, "rate limit `{}` exceeded, try again in {} s", self.policy(), ceil_seconds(wait))
             }
-            None => write!(f, "the request exceeds the whole quota of rate limit `{}`", self.policy),
+            None => write!(f, "the request exceeds the whole quota of rate limit `{}`", self.policy()),
         }
     }
 }
@@ -150,6 +154,7 @@ pub(crate) fn ceil_seconds(wait: Duration) -> u64 {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::rate_limit::Quota;
 
     #[test]
     fn waits_round_up_and_are_never_zero() {
@@ -161,7 +166,8 @@ mod tests {
 
     #[test]
     fn a_denial_for_good_names_no_time() {
-        let rejection = RateLimited::new("api", Decision::never(0));
+        let policy = Policy::new("api", Quota::per_second(0).fixed_window());
+        let rejection = RateLimited::new(policy, Decision::never(0));
         assert_eq!(rejection.retry_after(), None);
         assert_eq!(rejection.to_string(), "the request exceeds the whole quota of rate limit `api`");
     }

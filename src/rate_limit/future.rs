@@ -37,6 +37,8 @@ pin_project! {
         Calling { #[pin] future: F, decision: Option<Decision> },
         // The request is turned away without asking anybody.
         Rejected { rejection: Option<Rejection> },
+        // The answer was given; nothing of the request or the inner service is left.
+        Complete,
     }
 }
 
@@ -69,26 +71,31 @@ where
                 StateProj::Checking { decision, call } => {
                     let judgement = settings.judge(ready!(decision.as_mut().poll(cx)));
                     // Out of the state, so that a rejected request gives up its place in the inner service at once.
-                    let (mut ready, request) = call.take().expect("ResponseFuture polled after completion");
+                    let (mut ready, request) = call.take().expect("the call waits while the store is asked");
                     match judgement {
                         Ok(decision) => {
                             let future = ready.call(request);
                             this.state.set(State::Calling { future, decision });
                         }
                         Err((rejection, decision)) => {
-                            this.state.set(State::Rejected { rejection: None });
+                            this.state.set(State::Complete);
                             break (settings.answer.reject(rejection), decision);
                         }
                     }
                 }
                 StateProj::Calling { future, decision } => {
+                    let answer = ready!(future.poll(cx));
                     let decision = *decision;
-                    break (settings.answer.forward(ready!(future.poll(cx))), decision);
+                    this.state.set(State::Complete);
+                    let answer = answer.map(|response| settings.answer.response(response));
+                    break (answer.map_err(|error| settings.answer.error(error)), decision);
                 }
                 StateProj::Rejected { rejection } => {
-                    let rejection = rejection.take().expect("ResponseFuture polled after completion");
+                    let rejection = rejection.take().expect("a rejection waits to be told");
+                    this.state.set(State::Complete);
                     break (settings.answer.reject(rejection), None);
                 }
+                StateProj::Complete => panic!("ResponseFuture polled after completion"),
             }
         };
         Poll::Ready(answer.map(|mut response| {

@@ -36,7 +36,7 @@
 //! use std::time::Duration;
 //! use axum::{Router, extract::Request, routing::get};
 //! use tollgate::http::{header, peer_ip};
-//! use tollgate::{ExtractKey, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};
+//! use tollgate::{MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};
 //!
 //! # fn main() -> Result<(), tollgate::ConfigError> {
 //! let policy = Policy::new("api", Quota::per_minute(600).sliding_log()?);

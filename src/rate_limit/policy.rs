@@ -28,8 +28,11 @@ impl Policy {
     /// Take a short name of letters, digits, `-`, `_` and `.`. Any other byte is percent-encoded, and a name of more than
     /// [`Key::MAX_LEN`] bytes is replaced by its digest, since names become part of stored keys.
     pub fn new(name: impl AsRef<str>, limit: Limit) -> Self {
+        let name = name.as_ref();
         // A colon separates the name from the subject in a stored key, so a name holds none.
-        let name = Key::new(name.as_ref()).as_str().replace(':', "%3A");
+        let escaped = Key::new(name).as_str().replace(':', "%3A");
+        let fits = escaped.len() <= Key::MAX_LEN;
+        let name = if fits { escaped } else { Key::digest(name).as_str().to_owned() };
         Self { inner: Arc::new(Inner { name, limit }) }
     }
 
@@ -70,6 +73,9 @@ mod tests {
         let limit = Quota::per_second(1).fixed_window();
         assert_eq!(Policy::new("api", limit).name(), "api");
         assert_eq!(Policy::new("a:b{c}", limit).name(), "a%3Ab%7Bc%7D");
-        assert!(Policy::new("x".repeat(1 << 20), limit).name().len() <= Key::MAX_LEN);
+        for long in ["x".repeat(1 << 20), ":".repeat(40), "{".repeat(20)] {
+            let name = Policy::new(&long, limit).name().to_owned();
+            assert!(name.len() <= Key::MAX_LEN && !name.contains([':', '{']), "{name}");
+        }
     }
 }

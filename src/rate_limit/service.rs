@@ -5,11 +5,11 @@ use std::task::{Context, Poll};
 
 use tower_service::Service;
 
-use super::future::ResponseFuture;
+use super::future::{BoxDecision, ResponseFuture};
 use super::layer::{OnMissingKey, RateLimitLayer, RequestCost, Settings, UnitCost};
 use super::rejection::{Announce, Rejection};
 use super::store::RateLimitStore;
-use super::{Decision, MissingKey};
+use super::{Decision, MissingKey, OnStoreError, Outcome, RateLimited};
 use crate::error::StoreError;
 use crate::key::{Everyone, ExtractKey, Key};
 use crate::reject::{AsResponse, Reject};
@@ -64,12 +64,7 @@ where
     type Future = ResponseFuture<S, Req, B, K, C, A>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
-        // Only the failure of the inner service has to change its type.
-        match self.inner.poll_ready(cx) {
-            Poll::Ready(Ok(())) => Poll::Ready(Ok(())),
-            Poll::Ready(Err(error)) => Poll::Ready(self.settings.answer.forward(Err(error)).map(drop)),
-            Poll::Pending => Poll::Pending,
-        }
+        self.inner.poll_ready(cx).map_err(|error| self.settings.answer.error(error))
     }
 
     fn call(&mut self, request: Req) -> Self::Future {
@@ -98,9 +93,9 @@ where
     B: RateLimitStore + Clone + Send + Sync + 'static,
 {
     /// The call to the store, boxed: next to a trip over the network an allocation is nothing.
-    fn decide(&self, key: Key, cost: u32) -> super::future::BoxDecision {
+    fn decide(&self, key: Key, cost: u32) -> BoxDecision {
         let limiter = self.limiter.clone();
-        Box::pin(async move { limiter.check_cost(key, cost).await }) as super::future::BoxDecision
+        Box::pin(async move { limiter.check_cost(key, cost).await })
     }
 }
 
@@ -113,19 +108,22 @@ impl<B, K, C, A> Settings<B, K, C, A> {
         let policy = self.limiter.policy();
         match answer {
             Ok(decision) => {
-                self.outage.answered(policy);
+                // What can never be admitted is decided without the store, and says nothing about it.
+                if decision.outcome() != Outcome::Never {
+                    self.outage.answered(policy);
+                }
                 if decision.is_allowed() {
                     Ok(Some(decision))
                 } else {
-                    let rejection = super::RateLimited::new(policy.name(), decision);
+                    let rejection = RateLimited::new(policy.clone(), decision);
                     Err((Rejection::Limited(rejection), Some(decision)))
                 }
             }
             Err(error) => {
                 self.outage.failed(policy, &error, self.on_store_error);
                 match self.on_store_error {
-                    super::OnStoreError::Allow => Ok(None),
-                    super::OnStoreError::Deny => Err((Rejection::Store(error), None)),
+                    OnStoreError::Allow => Ok(None),
+                    OnStoreError::Deny => Err((Rejection::Store(error), None)),
                 }
             }
         }

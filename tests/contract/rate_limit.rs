@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
-use tollgate::rate_limit::{Limit, RateLimitStore};
+use tollgate::rate_limit::{Decision, Limit, RateLimitStore};
 use tollgate::{Key, Limiter, Policy, Quota};
 
 /// Calls a macro with the names of all claims.
@@ -268,7 +268,7 @@ where
             callers.spawn(async move { limiter.check("alice").await.unwrap() });
         }
         let mut left: Vec<_> =
-            callers.join_all().await.iter().filter(|d| d.is_allowed()).map(|d| d.remaining()).collect();
+            callers.join_all().await.iter().filter(|d| d.is_allowed()).map(Decision::remaining).collect();
         left.sort_unstable();
         // Fifty got through, and no two saw the same number left.
         assert_eq!(left, (0..50).map(Some).collect::<Vec<_>>());

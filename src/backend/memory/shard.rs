@@ -101,17 +101,19 @@ impl Shard {
         }
     }
 
-    /// The next stale key, or else the one of the next few that has used least of its quota and will be forgotten soonest.
+    /// Of a few keys a stale one, or else the one that has used least of its quota and will be forgotten soonest.
+    ///
+    /// The keys are spread over the whole array, because neighbours came at the same time and are often of the same kind.
     fn least_valuable(&mut self, keep: usize, now_us: u64) -> usize {
         let len = self.slots.len();
         let rank = |index: &usize| match self.slots.get_index(*index) {
             Some((subject, count)) if count.expires_us() > now_us => (count.value(&subject.policy), count.expires_us()),
             _ => (0, 0),
         };
-        let start = self.hand;
-        let sample = (1..=SAMPLE.min(len)).map(|step| (start + step) % len);
+        let stride = len.div_ceil(SAMPLE);
+        let sample = (0..SAMPLE).map(|step| (self.hand + step * stride) % len);
         let victim = sample.filter(|index| *index != keep).min_by_key(rank);
-        self.hand = (start + SAMPLE) % len;
+        self.hand = (self.hand + 1) % len;
         victim.unwrap_or((keep + 1) % len)
     }
 

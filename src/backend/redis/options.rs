@@ -109,7 +109,7 @@ impl RedisOptions {
                     .set_connection_timeout(None)
                     .set_response_timeout(Some(response_timeout))
                     .set_pipeline_buffer_size(PIPELINE_BUFFER);
-                Connector::Client { client, config }
+                Connector::Client(Box::new((client, config)))
             }
             Source::Pool(pool) => Connector::Pool { pool, response_timeout },
         };

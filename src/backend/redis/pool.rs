@@ -44,7 +44,7 @@ struct Trouble {
 
 /// Where new connections come from.
 pub(super) enum Connector {
-    Client { client: Client, config: AsyncConnectionConfig },
+    Client(Box<(Client, AsyncConnectionConfig)>),
     Pool { pool: bb8::Pool<RedisConnectionManager>, response_timeout: Duration },
 }
 
@@ -263,7 +263,8 @@ impl Pause {
 impl Connector {
     async fn connect(&self) -> Result<MultiplexedConnection, RedisError> {
         match self {
-            Self::Client { client, config } => {
+            Self::Client(client) => {
+                let (client, config) = &**client;
                 let mut connection = client.get_multiplexed_async_connection_with_config(config).await?;
                 // A client without a password is let in and then refused every command.
                 ping(&mut connection).await?;

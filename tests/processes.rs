@@ -1,0 +1,135 @@
+//! Four processes of 64 tasks each hammer one key on one Redis: what they are granted between them is the quota, to the
+//! unit.
+//!
+//! The program starts itself again as the workers, so it has a `main` of its own and is no list of tests. A worker prints
+//! what was left after each of its grants: within a window every number is handed out once, by whichever process, so a
+//! number that comes twice was granted in excess, and one that never comes was lost.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+mod support;
+
+use std::collections::HashMap;
+use std::env;
+use std::process::{Command, Stdio};
+use std::time::{Duration, Instant};
+
+use support::server::RedisServer;
+use tokio::task::JoinSet;
+use tollgate::rate_limit::Limit;
+use tollgate::{Limiter, Policy, Quota, RedisBackend};
+
+const PROCESSES: usize = 4;
+const TASKS: usize = 64;
+const DURATION: Duration = Duration::from_secs(3);
+/// Tells the program that it is a worker, and the URL of its server.
+const WORKER: &str = "TOLLGATE_TEST_WORKER";
+const ALGORITHM: &str = "TOLLGATE_TEST_ALGORITHM";
+
+fn main() {
+    if let Ok(url) = env::var(WORKER) {
+        work(&url, limit(&env::var(ALGORITHM).expect("a worker is told the algorithm")));
+        return;
+    }
+    println!("running 2 tests");
+    four_processes_share_every_window_to_the_unit();
+    println!("test four_processes_share_every_window_to_the_unit ... ok");
+    four_processes_share_a_sliding_log_to_the_unit();
+    println!("test four_processes_share_a_sliding_log_to_the_unit ... ok");
+    println!("\ntest result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out");
+}
+
+fn limit(algorithm: &str) -> Limit {
+    match algorithm {
+        // Some windows of it fit into the time, and each is exhausted long before its end.
+        "fixed" => Quota::new(500, Duration::from_millis(400)).unwrap().fixed_window(),
+        // One window, longer than the time.
+        _ => Quota::per_minute(5_000).sliding_log().unwrap(),
+    }
+}
+
+fn four_processes_share_every_window_to_the_unit() {
+    let server = RedisServer::start();
+    let grants = hammer(&server, "fixed");
+    let quota = limit("fixed").quota().limit();
+    let windows = grants[&(quota - 1)];
+    assert!(windows >= 4, "only {windows} windows");
+    // Every window was used up, but perhaps the one that was cut short in the end.
+    let mut before = windows;
+    for left in (0..quota).rev() {
+        let times = grants.get(&left).copied().unwrap_or_default();
+        assert!(times <= before, "{left} left was granted {times} times in {windows} windows");
+        assert!(times >= windows - 1, "{left} left was granted only {times} times in {windows} windows");
+        before = times;
+    }
+    // The server wrote as often as somebody was told "yes".
+    let granted: u64 = grants.values().sum();
+    assert_eq!(calls(&server, &["incrby", "set"]), granted);
+}
+
+fn four_processes_share_a_sliding_log_to_the_unit() {
+    let server = RedisServer::start();
+    let grants = hammer(&server, "log");
+    let quota = limit("log").quota().limit();
+    for left in 0..quota {
+        assert_eq!(grants.get(&left), Some(&1), "{left} left");
+    }
+    assert_eq!(grants.len(), quota as usize);
+    assert_eq!(calls(&server, &["append", "set"]), u64::from(quota));
+}
+
+/// How often each number was left after a grant, over all processes.
+fn hammer(server: &RedisServer, algorithm: &str) -> HashMap<u32, u64> {
+    let program = env::current_exe().expect("the program knows itself");
+    let workers: Vec<_> = (0..PROCESSES)
+        .map(|_| {
+            let mut command = Command::new(&program);
+            command.env(WORKER, server.url()).env(ALGORITHM, algorithm).stdout(Stdio::piped());
+            command.spawn().expect("a worker starts")
+        })
+        .collect();
+    let mut grants = HashMap::new();
+    for worker in workers {
+        let output = worker.wait_with_output().expect("a worker ends");
+        assert!(output.status.success(), "a worker failed");
+        let lines = String::from_utf8(output.stdout).expect("a worker prints numbers");
+        for line in lines.lines() {
+            *grants.entry(line.parse().expect("a worker prints numbers")).or_default() += 1;
+        }
+    }
+    grants
+}
+
+fn work(url: &str, limit: Limit) {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let left = runtime.block_on(async {
+        let backend = RedisBackend::connect(url).await.expect("the server lets us in");
+        let limiter = Limiter::new(backend, Policy::new("processes", limit)).deadline(Duration::from_secs(20));
+        let start = Instant::now();
+        let mut tasks = JoinSet::new();
+        for _ in 0..TASKS {
+            let limiter = limiter.clone();
+            tasks.spawn(async move {
+                let mut left = Vec::new();
+                while start.elapsed() < DURATION {
+                    let decision = limiter.check("everybody").await.expect("the server decides");
+                    if decision.is_allowed() {
+                        left.extend(decision.remaining());
+                    }
+                }
+                left
+            });
+        }
+        tasks.join_all().await.concat()
+    });
+    left.iter().for_each(|left| println!("{left}"));
+}
+
+/// How often scripts called these commands.
+fn calls(server: &RedisServer, commands: &[&str]) -> u64 {
+    let info: String = redis::cmd("INFO").arg("commandstats").query(&mut server.connection()).unwrap();
+    let count = |command: &&str| -> u64 {
+        let line = info.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{command}:calls=")));
+        line.map_or(0, |numbers| numbers.split(',').next().unwrap().parse().unwrap())
+    };
+    commands.iter().map(count).sum()
+}
