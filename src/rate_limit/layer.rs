@@ -105,8 +105,8 @@ impl<B> RateLimitLayer<B> {
 }
 
 impl<B, K, C, A> RateLimitLayer<B, K, C, A> {
-    /// Whom a request counts for: a closure, an extractor of [`tollgate::http`](crate::ExtractKey), or a tuple of them.
-    /// Defaults to [`Everyone`].
+    /// Whom a request counts for: a closure, an extractor of the module `tollgate::http`, or a tuple of them; see
+    /// [`ExtractKey`](crate::ExtractKey). Defaults to [`Everyone`].
     pub fn key<K2>(self, key: K2) -> RateLimitLayer<B, K2, C, A> {
         let Settings { limiter, key: _, cost, answer, on_missing_key, on_store_error, outage } = self.settings;
         let settings = Settings { limiter, key: Arc::new(key), cost, answer, on_missing_key, on_store_error, outage };
