@@ -154,6 +154,8 @@ pub enum ConfigError {
     },
     /// A pool of no connections can serve nobody.
     EmptyPool,
+    /// A timeout of nothing leaves no time for an answer.
+    ZeroTimeout,
 }
 
 impl fmt::Display for ConfigError {
@@ -175,6 +177,7 @@ impl fmt::Display for ConfigError {
                 write!(f, "this build of tollgate lacks the feature `{feature}` that the store URL needs")
             }
             Self::EmptyPool => f.write_str("a pool needs at least one connection"),
+            Self::ZeroTimeout => f.write_str("a timeout of zero leaves no time for an answer"),
         }
     }
 }

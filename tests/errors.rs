@@ -107,10 +107,17 @@ async fn somebody_who_never_answers() {
 }
 
 #[tokio::test]
-async fn a_pool_of_no_connections() {
-    let options = RedisOptions::from_url("redis://127.0.0.1/").unwrap().connections(0);
-    let error = options.connect().await.unwrap_err();
-    assert!(matches!(error, ConnectError::Config(ConfigError::EmptyPool)), "{error:?}");
+async fn options_that_cannot_work() {
+    let options = || RedisOptions::from_url("redis://127.0.0.1/").unwrap();
+    let cases = [
+        (options().connections(0), ConfigError::EmptyPool),
+        (options().connect_timeout(Duration::ZERO), ConfigError::ZeroTimeout),
+        (options().response_timeout(Duration::ZERO), ConfigError::ZeroTimeout),
+    ];
+    for (options, expected) in cases {
+        let error = options.connect().await.unwrap_err();
+        assert!(matches!(&error, ConnectError::Config(error) if *error == expected), "{error:?}");
+    }
 }
 
 /// The answers of a server, by what they are to us.

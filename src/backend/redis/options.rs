@@ -96,12 +96,15 @@ impl RedisOptions {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::EmptyPool`] for a pool of no connections; a [`StoreError`](crate::StoreError) if no connection could be
-    /// opened within the connect timeout.
+    /// [`ConfigError::EmptyPool`] for a pool of no connections and [`ConfigError::ZeroTimeout`] for a timeout of zero; a
+    /// [`StoreError`](crate::StoreError) if no connection could be opened within the connect timeout.
     pub async fn connect(self) -> Result<RedisBackend, ConnectError> {
         let Self { source, prefix, connections, connect_timeout, response_timeout } = self;
         if connections == 0 {
             return Err(ConfigError::EmptyPool.into());
+        }
+        if connect_timeout.is_zero() || response_timeout.is_zero() {
+            return Err(ConfigError::ZeroTimeout.into());
         }
         let connector = match source {
             Source::Client(client) => {

@@ -16,7 +16,8 @@ use super::error::store_error;
 use crate::error::StoreError;
 
 /// A connection on which commands are waiting and nothing at all has come back for this long is taken for dead. A server
-/// that is only slow answers sooner; a network that swallows everything does not.
+/// that is only slow answers sooner; a network that swallows everything does not. To be wrong costs one connection more:
+/// calls in flight keep their clone of the old one.
 const SILENCE: Duration = Duration::from_secs(1);
 /// The pause after a failed attempt to connect, doubled with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
