@@ -11,6 +11,7 @@
 --
 -- Value    version 1: the units used, in decimal digits; any other version would begin with a letter
 -- Returns  {1, remaining, 0, reset_us} admitted | {0, remaining, retry_us, reset_us} denied, nothing written
+--          In either case an expiry that is missing or too far away is put right.
 -- Errors   TOLLGATE if the value was not written by this script; WRONGTYPE
 -- Repeat   charges again: not to be resent after a lost reply
 --

@@ -1,5 +1,7 @@
+use std::borrow::Cow;
 use std::fmt::{self, Write as _};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::sync::Arc;
 
 use percent_encoding::{AsciiSet, CONTROLS, percent_encode};
 use sha2::{Digest, Sha256};
@@ -12,7 +14,8 @@ use sha2::{Digest, Sha256};
 /// * bytes that mean something to a store (`{`, `}`, `%`, `,`, …), spaces, control characters and everything outside
 ///   ASCII are percent-encoded;
 /// * what does not fit is replaced by `#` and a SHA-256 digest (192 bits of it, in base64url);
-/// * two different inputs never give the same key, short of a collision of the digest.
+/// * two different inputs never give the same key, short of a collision of the digest. (Tuples are flat: a tuple within a
+///   tuple counts as its parts.)
 ///
 /// Nothing is rejected: any bytes of any length make a key. The empty key is a subject like any other here; a layer takes
 /// it for a missing key (see [`OnMissingKey`](crate::rate_limit::OnMissingKey)).
@@ -86,11 +89,21 @@ impl Key {
 
     /// Marks the key of a fallback, so that `203.0.113.7` sent as an API key and the peer of that address stay two subjects.
     fn of_fallback(self) -> Self {
+        self.marked(b"~")
+    }
+
+    /// Marks a key that was itself found by a fallback, so that it is not taken for one of the fallback that comes after it.
+    fn of_first(self) -> Self {
+        let unmarked = self.as_bytes().iter().find(|byte| **byte != b'!');
+        if unmarked == Some(&b'~') { self.marked(b"!") } else { self }
+    }
+
+    fn marked(self, mark: &[u8]) -> Self {
         let mut text = Text::default();
-        if text.push(b"~") && text.push(self.as_bytes()) {
+        if text.push(mark) && text.push(self.as_bytes()) {
             return text.0;
         }
-        Self::digest_of(Origin::Fallback, &[self.as_bytes()])
+        Self::digest_of(Origin::Fallback, &[mark, self.as_bytes()])
     }
 
     fn from_bytes(bytes: &[u8]) -> Self {
@@ -131,11 +144,16 @@ impl Key {
         key
     }
 
-    fn from_display(value: impl fmt::Display) -> Self {
+    fn from_text(text: impl AsRef<str>) -> Self {
+        Self::from_bytes(text.as_ref().as_bytes())
+    }
+
+    /// Numbers and addresses print as digits and harmless signs, so nothing has to be escaped.
+    fn from_number(value: impl fmt::Display) -> Self {
         let mut text = Text::default();
         match write!(text, "{value}") {
             Ok(()) => text.0,
-            Err(fmt::Error) => Self::from_bytes(value.to_string().as_bytes()),
+            Err(fmt::Error) => Self::from_text(value.to_string()),
         }
     }
 
@@ -190,11 +208,11 @@ impl fmt::Display for Key {
     }
 }
 
-macro_rules! key_from_bytes {
-    ($($type:ty),*) => {$(
+macro_rules! into_key {
+    ($make:path: $($type:ty),*) => {$(
         impl From<$type> for Key {
             fn from(value: $type) -> Self {
-                Self::new(value)
+                $make(value)
             }
         }
 
@@ -206,25 +224,10 @@ macro_rules! key_from_bytes {
     )*};
 }
 
-key_from_bytes!(&str, String, &String, &[u8], Vec<u8>);
-
-macro_rules! key_from_display {
-    ($($type:ty),*) => {$(
-        impl From<$type> for Key {
-            fn from(value: $type) -> Self {
-                Self::from_display(value)
-            }
-        }
-
-        impl IntoKey for $type {
-            fn into_key(self) -> Option<Key> {
-                Some(self.into())
-            }
-        }
-    )*};
-}
-
-key_from_display!(u16, u32, u64, u128, usize, i32, i64, Ipv4Addr, Ipv6Addr, IpAddr);
+into_key!(Key::new: &[u8], Vec<u8>);
+into_key!(Key::from_text: &str, String, &String, Box<str>, Arc<str>, Cow<'_, str>);
+into_key!(Key::from_number: u8, u16, u32, u64, u128, usize, i8, i16, i32, i64, i128, isize);
+into_key!(Key::from_number: Ipv4Addr, Ipv6Addr, IpAddr);
 
 macro_rules! tuples {
     ($($name:ident),*) => {
@@ -315,6 +318,8 @@ pub trait ExtractKey<Req> {
     fn extract_key(&self, request: &Req) -> Option<Key>;
 }
 
+// Without this the compiler asks for a closure and hides the note above.
+#[diagnostic::do_not_recommend]
 impl<Req, F, K> ExtractKey<Req> for F
 where
     F: Fn(&Req) -> K,
@@ -361,6 +366,7 @@ impl<A, B> Or<A, B> {
 impl<Req, A: ExtractKey<Req>, B: ExtractKey<Req>> ExtractKey<Req> for Or<A, B> {
     fn extract_key(&self, request: &Req) -> Option<Key> {
         present(self.first.extract_key(request))
+            .map(Key::of_first)
             .or_else(|| present(self.fallback.extract_key(request)).map(Key::of_fallback))
     }
 }
@@ -398,6 +404,28 @@ mod tests {
         assert_ne!(honest, spoofed);
         assert_ne!(key.extract_key(&(Some("~203.0.113.7"), "198.51.100.1")).unwrap(), honest);
         assert_eq!(key.extract_key(&(Some(""), "203.0.113.7")), Some(honest), "an empty key is no key");
+    }
+
+    #[test]
+    fn no_place_in_a_chain_of_fallbacks_can_be_spelled_at_another() {
+        type Request = [Option<&'static str>; 4];
+        let part = |i: usize| move |request: &Request| request[i];
+        let left = first_of(part(0), part(1)).or(part(2)).or(part(3));
+        let right = first_of(part(0), first_of(part(1), first_of(part(2), part(3))));
+        for text in ["x", "~x", "!~x", "123456789012345678901234567890123456789012345"] {
+            let requests = (0..4).map(|i| {
+                let mut request = Request::default();
+                request[i] = Some(text);
+                request
+            });
+            let (left, right): (Vec<_>, Vec<_>) =
+                requests.map(|request| (left.extract_key(&request), right.extract_key(&request))).unzip();
+            for mut keys in [left, right] {
+                keys.sort_by_key(|key| key.map(|key| key.as_str().to_owned()));
+                keys.dedup();
+                assert_eq!(keys.len(), 4, "{keys:?}");
+            }
+        }
     }
 
     #[test]

@@ -45,7 +45,8 @@
 //! * A denial charges nothing. A decision whose answer is lost on the way may have charged; it is not asked for again.
 //! * Every key in Redis has a time to live, and every subject, whatever bytes a client sends, becomes a short [`Key`].
 //! * A decision takes one round trip and no longer than its deadline; then the named policy applies, [`OnStoreError`].
-//! * Nothing here blocks a thread, and no task outlives the backend that it serves.
+//! * Nothing here blocks a thread, and no task outlives the backend that it serves, but for an attempt to connect that is
+//!   under way: that one ends with its timeout.
 //!
 //! # Features
 //!

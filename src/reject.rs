@@ -1,4 +1,55 @@
 //! What a layer answers when it turns a request away.
+//!
+//! Two answers come with the crate, [`AsResponse`] and [`AsError`], and one with the feature `grpc`. Any other is a type that
+//! implements [`Reject`] and, for a rate limit, [`Announce`](crate::rate_limit::Announce). With a body of JSON, for
+//! instance, in an axum router:
+//!
+//! ```
+//! # #[cfg(feature = "http")] {
+//! use axum::response::{IntoResponse, Response};
+//! use http::{StatusCode, header::RETRY_AFTER};
+//! use tollgate::rate_limit::{Announce, Decision, Policy, Rejection};
+//! use tollgate::reject::{AsResponse, Reject};
+//!
+//! #[derive(Clone)]
+//! struct AsJson;
+//!
+//! impl<E> Reject<Rejection, Response, E> for AsJson {
+//!     type Response = Response;
+//!     type Error = E;
+//!
+//!     fn reject(&self, rejection: Rejection) -> Result<Response, E> {
+//!         Ok(match rejection {
+//!             Rejection::Limited(limited) => {
+//!                 let wait = limited.retry_after_secs().unwrap_or(3_600);
+//!                 let body = r#"{"error":"slow down"}"#;
+//!                 (StatusCode::TOO_MANY_REQUESTS, [(RETRY_AFTER, wait.to_string())], body).into_response()
+//!             }
+//!             _ => StatusCode::SERVICE_UNAVAILABLE.into_response(),
+//!         })
+//!     }
+//!
+//!     fn response(&self, response: Response) -> Response {
+//!         response
+//!     }
+//!
+//!     fn error(&self, error: E) -> E {
+//!         error
+//!     }
+//! }
+//!
+//! impl Announce<Response> for AsJson {
+//!     fn announce(&self, policy: &Policy, decision: Option<&Decision>, response: &mut Response) {
+//!         AsResponse.announce(policy, decision, response); // the `RateLimit` fields
+//!     }
+//! }
+//!
+//! # use tollgate::{MemoryBackend, Quota, RateLimitLayer};
+//! # let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
+//! let layer = RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(AsJson);
+//! # let _: axum::Router = axum::Router::new().route("/", axum::routing::get(async || "")).layer(layer);
+//! # }
+//! ```
 
 use crate::error::BoxError;
 

@@ -36,6 +36,13 @@ impl<B> ResponseBody<B> {
     }
 }
 
+// Layers above that answer by themselves, for CORS or a timeout, make an empty body this way.
+impl<B: Default> Default for ResponseBody<B> {
+    fn default() -> Self {
+        Self::inner(B::default())
+    }
+}
+
 impl<B: Body<Data = Bytes>> Body for ResponseBody<B> {
     type Data = Bytes;
     type Error = B::Error;

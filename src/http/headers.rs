@@ -12,31 +12,38 @@ const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy")
 ///
 /// Added and not set, so that layers on top of each other all have their say: both fields are lists.
 pub(crate) fn write_fields(policy: &Policy, decision: Option<&Decision>, headers: &mut HeaderMap) {
-    let quota = policy.limit().quota();
-    let window = quota.window();
-    // `w` is in whole seconds and must not be 0; a window that is not cannot be told.
-    let seconds = (window.subsec_nanos() == 0).then_some(window.as_secs());
-    if let Some(value) = member(policy, [("q", Some(quota.limit().into())), ("w", seconds)]) {
-        headers.append(RATELIMIT_POLICY, value);
-    }
+    let announcement = policy.announcement(|| {
+        let quota = policy.limit().quota();
+        let window = quota.window();
+        // `w` is in whole seconds and must not be 0; a window that is not cannot be told.
+        let seconds = (window.subsec_nanos() == 0).then_some(window.as_secs());
+        member(policy, [("q", Some(quota.limit().into())), ("w", seconds)])
+    });
+    append(headers, RATELIMIT_POLICY, announcement);
     let known = decision.and_then(|decision| Some((decision, decision.remaining()?)));
     if let Some((decision, remaining)) = known {
         let reset = decision.reset_after();
         let until_more = (!reset.is_zero()).then(|| ceil_seconds(reset));
-        if let Some(value) = member(policy, [("r", Some(remaining.into())), ("t", until_more)]) {
-            headers.append(RATELIMIT, value);
-        }
+        append(headers, RATELIMIT, &member(policy, [("r", Some(remaining.into())), ("t", until_more)]));
     }
 }
 
 /// `"name";a=1;b=2`. Nothing can fail in here: names are printable ASCII and numbers are small.
-fn member(policy: &Policy, parameters: [(&'static str, Option<u64>); 2]) -> Option<HeaderValue> {
+fn member(policy: &Policy, parameters: [(&'static str, Option<u64>); 2]) -> String {
     let mut list = ListSerializer::new();
-    let mut item = list.bare_item(RefBareItem::String(StringRef::from_str(policy.name()).ok()?));
-    for (name, value) in parameters {
-        if let Some(value) = value {
-            item = item.parameter(KeyRef::from_str(name).ok()?, Integer::try_from(value).ok()?);
+    if let Ok(name) = StringRef::from_str(policy.name()) {
+        let mut item = list.bare_item(RefBareItem::String(name));
+        for (name, value) in parameters {
+            if let (Ok(name), Some(Ok(value))) = (KeyRef::from_str(name), value.map(Integer::try_from)) {
+                item = item.parameter(name, value);
+            }
         }
     }
-    HeaderValue::try_from(list.finish()?).ok()
+    list.finish().unwrap_or_default()
+}
+
+fn append(headers: &mut HeaderMap, name: HeaderName, text: &str) {
+    if let Ok(value) = HeaderValue::from_str(text) {
+        headers.append(name, value);
+    }
 }

@@ -1,4 +1,5 @@
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::sync::Once;
 
 use ::http::{HeaderName, Request};
 
@@ -54,7 +55,8 @@ pub struct PeerAddr(pub SocketAddr);
 /// Counts by the IP address of the other end of the connection.
 ///
 /// Finds a [`PeerAddr`] or, with the feature `axum`, axum's `ConnectInfo<SocketAddr>` in the extensions of the request. A
-/// request without either has no key.
+/// request without either has no key, and the first such request is a warning in the log. In tests of an axum router its
+/// `MockConnectInfo` does as well.
 ///
 /// An IPv6 address counts by its first 64 bits, since one client usually has all the others to choose from. An IPv4
 /// address that arrives as IPv6 (`::ffff:203.0.113.7`) counts as IPv4.
@@ -81,10 +83,29 @@ impl<B> ExtractKey<Request<B>> for PeerIp {
     fn extract_key(&self, request: &Request<B>) -> Option<Key> {
         let peer = request.extensions().get::<PeerAddr>().map(|peer| peer.0.ip());
         #[cfg(feature = "axum")]
-        let peer = peer
-            .or_else(|| request.extensions().get::<axum::extract::ConnectInfo<SocketAddr>>().map(|info| info.0.ip()));
+        let peer = peer.or_else(|| axum_peer(request));
+        if peer.is_none() {
+            NOBODY_TOLD.call_once(|| {
+                tracing::warn!(
+                    "peer_ip() finds no address in a request: with axum, turn on the feature `axum` and serve with \
+                     `into_make_service_with_connect_info::<SocketAddr>()`; elsewhere insert a `PeerAddr` into the extensions"
+                );
+            });
+        }
         peer.map(|ip| Key::from(client_of(ip)))
     }
+}
+
+/// The mistake is the program's and the same for every request, so it is told once.
+static NOBODY_TOLD: Once = Once::new();
+
+#[cfg(feature = "axum")]
+fn axum_peer<B>(request: &Request<B>) -> Option<IpAddr> {
+    use axum::extract::ConnectInfo;
+    use axum::extract::connect_info::MockConnectInfo;
+    let extensions = request.extensions();
+    let info = extensions.get::<ConnectInfo<SocketAddr>>().map(|info| info.0);
+    info.or_else(|| extensions.get::<MockConnectInfo<SocketAddr>>().map(|mock| mock.0)).map(|peer| peer.ip())
 }
 
 /// The address that stands for all that one client has.

@@ -5,7 +5,7 @@ use ::http::{HeaderValue, Response, StatusCode};
 
 use super::body::ResponseBody;
 use super::headers::write_fields;
-use crate::rate_limit::{Announce, Decision, Policy, Rejection, ceil_seconds};
+use crate::rate_limit::{Announce, Decision, Policy, Rejection};
 use crate::reject::{AsResponse, Reject};
 
 /// What a client is told to wait when it is not known when the store will answer again.
@@ -18,8 +18,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
     fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
         Ok(match rejection {
             Rejection::Limited(limited) => {
-                let wait = limited.retry_after().map(ceil_seconds);
-                response(StatusCode::TOO_MANY_REQUESTS, wait, &limited)
+                response(StatusCode::TOO_MANY_REQUESTS, limited.retry_after_secs(), &limited)
             }
             Rejection::MissingKey(missing) => response(StatusCode::BAD_REQUEST, None, &missing),
             // What exactly is wrong with the store is no business of the client.

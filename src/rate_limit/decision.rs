@@ -16,6 +16,7 @@ pub struct Decision {
 
 /// Whether a request may pass.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub enum Outcome {
     /// It may, and was charged.
     Allowed,
@@ -113,6 +114,12 @@ impl RateLimited {
         self.decision.retry_after()
     }
 
+    /// The same in whole seconds, as `Retry-After` wants it: rounded up, and at least 1.
+    #[must_use]
+    pub fn retry_after_secs(&self) -> Option<u64> {
+        self.retry_after().map(ceil_seconds)
+    }
+
     /// The decision behind the rejection.
     #[must_use]
     pub fn decision(&self) -> &Decision {
@@ -122,10 +129,8 @@ impl RateLimited {
 
 impl fmt::Display for RateLimited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.retry_after() {
-            Some(wait) => {
-                write!(f, "rate limit `{}` exceeded, try again in {} s", self.policy(), ceil_seconds(wait))
-            }
+        match self.retry_after_secs() {
+            Some(seconds) => write!(f, "rate limit `{}` exceeded, try again in {seconds} s", self.policy()),
             None => write!(f, "the request exceeds the whole quota of rate limit `{}`", self.policy()),
         }
     }

@@ -1,8 +1,9 @@
 use std::fmt;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use tokio::time::Instant;
 use tower_layer::Layer;
 
 use super::limiter::Limiter;
@@ -16,6 +17,9 @@ use crate::reject::AsResponse;
 ///
 /// Not to be confused with `tower::limit::RateLimitLayer`, which counts per connection, delays instead of rejecting, and
 /// cannot be cloned. All clones of this layer, and all services that they make, count together.
+///
+/// With HTTP a rejection is a response. A service that does not speak HTTP needs
+/// [`.with_rejection(AsError)`](Self::with_rejection).
 ///
 /// Type parameters: the backend, the [key](crate::ExtractKey), the [cost](RequestCost), and what a rejection
 /// [becomes](crate::reject::Reject).
@@ -50,8 +54,8 @@ pub enum OnMissingKey {
 
 /// What happens to a request when the store fails or is late. Defaults to [`Allow`](Self::Allow).
 ///
-/// Either way the store is asked again for every request, and the log has one line when it begins to fail and one when it
-/// answers again.
+/// Either way the store is asked again for every request. The log has one line when it begins to fail and one when nothing
+/// has failed for a second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnStoreError {
@@ -203,10 +207,16 @@ impl<B, K, C, A> Settings<B, K, C, A> {
 #[derive(Debug, Default)]
 pub(super) struct Outage {
     ongoing: AtomicBool,
+    // Looked at only while there is an outage.
+    last_failure: Mutex<Option<Instant>>,
 }
+
+/// How long nothing may fail for an outage to be over. A store that fails now and then would fill the log otherwise.
+const RECOVERED: Duration = Duration::from_secs(1);
 
 impl Outage {
     pub(super) fn failed(&self, policy: &Policy, error: &StoreError, then: OnStoreError) {
+        *self.last_failure() = Some(Instant::now());
         if !self.ongoing.swap(true, Ordering::Relaxed) {
             let cause = std::error::Error::source(error).map(tracing::field::display);
             tracing::warn!(policy = policy.name(), %error, cause, ?then, "rate limit store fails");
@@ -214,8 +224,15 @@ impl Outage {
     }
 
     pub(super) fn answered(&self, policy: &Policy) {
-        if self.ongoing.load(Ordering::Relaxed) && self.ongoing.swap(false, Ordering::Relaxed) {
-            tracing::info!(policy = policy.name(), "rate limit store answers again");
+        if self.ongoing.load(Ordering::Relaxed) {
+            let lately = self.last_failure().is_some_and(|failure| failure.elapsed() < RECOVERED);
+            if !lately && self.ongoing.swap(false, Ordering::Relaxed) {
+                tracing::info!(policy = policy.name(), "rate limit store answers again");
+            }
         }
+    }
+
+    fn last_failure(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.last_failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }

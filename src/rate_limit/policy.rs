@@ -16,11 +16,22 @@ pub struct Policy {
     inner: Arc<Inner>,
 }
 
-#[derive(Debug, PartialEq, Eq)]
+#[derive(Debug)]
 struct Inner {
     name: String,
     limit: Limit,
+    // What clients are told of the policy with every answer, once it was written down.
+    #[cfg(feature = "http")]
+    announcement: std::sync::OnceLock<String>,
 }
+
+impl PartialEq for Inner {
+    fn eq(&self, other: &Self) -> bool {
+        (&self.name, self.limit) == (&other.name, other.limit)
+    }
+}
+
+impl Eq for Inner {}
 
 impl Policy {
     /// A policy called `name` that enforces `limit`.
@@ -33,7 +44,13 @@ impl Policy {
         let escaped = Key::new(name).as_str().replace(':', "%3A");
         let fits = escaped.len() <= Key::MAX_LEN;
         let name = if fits { escaped } else { Key::digest(name).as_str().to_owned() };
-        Self { inner: Arc::new(Inner { name, limit }) }
+        let inner = Inner {
+            name,
+            limit,
+            #[cfg(feature = "http")]
+            announcement: std::sync::OnceLock::new(),
+        };
+        Self { inner: Arc::new(inner) }
     }
 
     /// The name, as clients and stores see it.
@@ -52,6 +69,12 @@ impl Policy {
     pub(crate) fn rule_out(&self, cost: u32) -> Option<Decision> {
         let limit = self.inner.limit.quota().limit();
         (limit == 0 || cost > limit).then(|| Decision::never(limit))
+    }
+
+    /// The text that `write` makes of the policy, kept for the next time.
+    #[cfg(feature = "http")]
+    pub(crate) fn announcement(&self, write: impl FnOnce() -> String) -> &str {
+        self.inner.announcement.get_or_init(write)
     }
 
     /// Whether two policies count in the same place, so that a count made under one is valid under the other.

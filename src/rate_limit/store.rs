@@ -20,7 +20,7 @@ pub trait RateLimitStore {
     fn check(&self, policy: &Policy, key: &Key, cost: u32)
     -> impl Future<Output = Result<Decision, StoreError>> + Send;
 
-    /// Says whether [`check`](Self::check) would admit this cost, and how things stand, without charging.
+    /// Says whether [`check`](Self::check) would admit this cost, and how things stand, without charging. At the most it repairs what it finds broken.
     fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> impl Future<Output = Result<Decision, StoreError>> + Send;
 
     /// Forgets what was counted for this key. A key that is not known is no error.

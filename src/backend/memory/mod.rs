@@ -5,6 +5,7 @@ mod shard;
 
 use std::fmt;
 use std::hash::{BuildHasher, Hasher, RandomState};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use tokio::time::Instant;
@@ -20,10 +21,10 @@ use crate::key::Key;
 /// # Memory
 ///
 /// Bounded: at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys unless told otherwise, about 200 bytes each. A key of
-/// a sliding log counts as one more for every eight requests that it remembers. Keys whose count has run out are dropped as
-/// new ones come. When there is still no room, a few keys are looked at and the least valuable one is forgotten: the one
-/// that has used the smallest share of its quota. So a flood of new keys pushes out its own kind, and the clients that are
-/// being limited stay limited.
+/// a sliding log counts as one more for every eight requests that it has room for, 16 bytes each: a log of 10,000 requests
+/// takes the room of 1,251 keys. Keys whose count has run out are dropped as new ones come. When there is still no room, a
+/// few keys are looked at and the least valuable one is forgotten: the one that has used the smallest share of its quota. So
+/// a flood of new keys pushes out its own kind, and the clients that are being limited stay limited.
 ///
 /// # Time
 ///
@@ -55,11 +56,14 @@ struct Inner {
     epoch: Instant,
     hasher: RandomState,
     shards: Box<[Mutex<Shard>]>,
+    capacity: usize,
+    // The sum of the weights of all counts. One budget for all shards, since one long log may outweigh a fair share of it.
+    weight: AtomicUsize,
 }
 
 /// More than any machine has cores that would all ask at once.
 const MAX_SHARDS: usize = 64;
-/// A shard with fewer keys than this would forget some while its neighbours have room.
+/// With fewer keys than this to a shard, shards cost more than they save.
 const MIN_SHARD: usize = 64;
 
 impl MemoryBackend {
@@ -72,17 +76,18 @@ impl MemoryBackend {
         Self::with_capacity(Self::DEFAULT_CAPACITY)
     }
 
-    /// An empty backend that keeps at most `keys` keys, and at least one.
+    /// An empty backend that keeps at most `keys` keys, or as many fewer as long logs leave room for, and at least one.
     #[must_use]
     pub fn with_capacity(keys: usize) -> Self {
         let fitting = (keys / MIN_SHARD).clamp(1, MAX_SHARDS);
         let shards = if fitting.is_power_of_two() { fitting } else { fitting.next_power_of_two() / 2 };
-        let capacity = (keys / shards).max(1);
         Self {
             inner: Arc::new(Inner {
                 epoch: Instant::now(),
                 hasher: RandomState::new(),
-                shards: (0..shards).map(|_| Mutex::new(Shard::new(capacity))).collect(),
+                shards: (0..shards).map(|_| Mutex::default()).collect(),
+                capacity: keys.max(1),
+                weight: AtomicUsize::new(0),
             }),
         }
     }
@@ -106,13 +111,50 @@ impl MemoryBackend {
 
     /// The hash of a subject and the shard that holds it. The same subject of several policies has the same hash: they are
     /// few, and clients have no say in how many.
-    fn locate(&self, key: &Key) -> (u64, MutexGuard<'_, Shard>) {
+    ///
+    /// Read the clock only after this: whoever holds the lock has to be no earlier than who held it before.
+    fn locate(&self, key: &Key) -> (u64, usize, MutexGuard<'_, Shard>) {
         let mut hasher = self.inner.hasher.build_hasher();
         hasher.write(key.as_bytes());
         let hash = hasher.finish();
         // The map inside the shard uses the low bits.
         let shard = (hash >> 48) as usize & (self.inner.shards.len() - 1);
-        (hash, lock(&self.inner.shards[shard]))
+        (hash, shard, lock(&self.inner.shards[shard]))
+    }
+
+    /// Whether more is kept than there is room for.
+    fn is_full(&self) -> bool {
+        self.inner.weight.load(Ordering::Relaxed) > self.inner.capacity
+    }
+
+    /// Accounts for a count that weighs `added` more than before, and forgets others in its shard until all fit.
+    fn grew(&self, shard: &mut Shard, mut keep: usize, added: usize, now_us: u64) {
+        self.inner.weight.fetch_add(added, Ordering::Relaxed);
+        // Each turn removes a count, and each count weighs something.
+        while self.is_full() && shard.len() > 1 {
+            let victim = shard.least_valuable(keep, now_us);
+            self.shrank(shard.evict(victim, &mut keep));
+        }
+    }
+
+    fn shrank(&self, removed: usize) {
+        self.inner.weight.fetch_sub(removed, Ordering::Relaxed);
+    }
+
+    /// Forgets counts in the shards behind `home`, where there was nothing left to forget. One lock at a time.
+    fn make_room_elsewhere(&self, home: usize, now_us: u64) {
+        let shards = &self.inner.shards;
+        for step in 1..shards.len() {
+            if !self.is_full() {
+                return;
+            }
+            let mut shard = lock(&shards[(home + step) % shards.len()]);
+            while self.is_full() && shard.len() > 0 {
+                let nobody = shard.len();
+                let victim = shard.least_valuable(nobody, now_us);
+                self.shrank(shard.evict(victim, &mut { nobody }));
+            }
+        }
     }
 }
 

@@ -1,5 +1,6 @@
 //! The algorithms in plain Rust: what the scripts in `lua/` must do, decision for decision.
 
+use std::cmp::Ordering;
 use std::collections::VecDeque;
 use std::time::Duration;
 
@@ -27,8 +28,6 @@ pub(super) struct SlidingLog {
     requests: VecDeque<(u64, u32)>,
     used: u64,
     window_us: u64,
-    // One for the count itself and one for every eight requests that there is room for.
-    weight: usize,
 }
 
 /// One request against one quota, at one instant.
@@ -55,7 +54,7 @@ impl Count {
             }
             Algorithm::SlidingLog => {
                 let window_us = ask.quota.window_us();
-                Self::SlidingLog(Box::new(SlidingLog { requests: VecDeque::new(), used: 0, window_us, weight: 1 }))
+                Self::SlidingLog(Box::new(SlidingLog { requests: VecDeque::new(), used: 0, window_us }))
             }
         }
     }
@@ -80,19 +79,7 @@ impl Count {
     pub(super) fn weight(&self) -> usize {
         match self {
             Self::FixedWindow(_) => 1,
-            Self::SlidingLog(log) => log.weight,
-        }
-    }
-
-    /// Brings the weight up to date; returns what came on top.
-    fn reweigh(&mut self) -> usize {
-        match self {
-            Self::FixedWindow(_) => 0,
-            Self::SlidingLog(log) => {
-                let old = log.weight;
-                log.weight = old.max(log.requests.capacity() / 8);
-                log.weight - old
-            }
+            Self::SlidingLog(log) => 1 + log.requests.capacity() / 8,
         }
     }
 
@@ -146,10 +133,21 @@ impl SlidingLog {
         }
 
         if ask.charge() > 0 {
+            self.make_room(limit);
             self.requests.push_back((ask.now_us, ask.cost));
             self.used += u64::from(ask.cost);
         }
         Decision::allowed(limit, left - ask.charge(), self.reset(until_gone))
+    }
+
+    /// Room for one more, but never for more than the quota can fill, and not for ever for what was a burst long ago.
+    fn make_room(&mut self, limit: u32) {
+        let (len, capacity) = (self.requests.len(), self.requests.capacity());
+        if len == capacity {
+            self.requests.reserve_exact(len.max(4).min(limit as usize - len));
+        } else if len < capacity / 4 && capacity > 64 {
+            self.requests.shrink_to(capacity / 2);
+        }
     }
 
     fn reset(&self, until_gone: impl Fn(u64) -> Duration) -> Duration {
@@ -159,21 +157,34 @@ impl SlidingLog {
 
 impl MemoryBackend {
     fn decide(&self, policy: &Policy, key: &Key, cost: u32, peek: bool) -> Decision {
-        let ask = Ask { quota: policy.limit().quota(), cost, peek, now_us: self.now_us() };
-        let (hash, mut shard) = self.locate(key);
-        if let Some(index) = shard.find(hash, policy, key, ask.now_us) {
+        let (hash, home, mut shard) = self.locate(key);
+        let now_us = self.now_us();
+        let ask = Ask { quota: policy.limit().quota(), cost, peek, now_us };
+        let decision;
+        if let Some(index) = shard.find(hash, policy, key, now_us) {
             let count = shard.count_mut(index);
-            let decision = count.decide(ask);
-            let added = count.reweigh();
-            if added > 0 {
-                shard.grew(index, added, ask.now_us);
+            let before = count.weight();
+            decision = count.decide(ask);
+            let after = count.weight();
+            match after.cmp(&before) {
+                Ordering::Equal => return decision,
+                Ordering::Less => self.shrank(before - after),
+                Ordering::Greater => self.grew(&mut shard, index, after - before, now_us),
             }
-            return decision;
+        } else {
+            let mut count = Count::new(policy, ask);
+            decision = count.decide(ask);
+            if !decision.is_allowed() || ask.charge() == 0 {
+                return decision;
+            }
+            let added = count.weight();
+            let (index, removed) = shard.put(hash, policy, key, count, now_us);
+            self.shrank(removed);
+            self.grew(&mut shard, index, added, now_us);
         }
-        let mut count = Count::new(policy, ask);
-        let decision = count.decide(ask);
-        if decision.is_allowed() && ask.charge() > 0 {
-            shard.put(hash, policy, key, count, ask.now_us);
+        drop(shard);
+        if self.is_full() {
+            self.make_room_elsewhere(home, now_us);
         }
         decision
     }
@@ -190,8 +201,8 @@ impl RateLimitStore for MemoryBackend {
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
-        let (hash, mut shard) = self.locate(key);
-        shard.remove(hash, policy, key);
+        let (hash, _, mut shard) = self.locate(key);
+        self.shrank(shard.remove(hash, policy, key));
         Ok(())
     }
 }

@@ -13,12 +13,12 @@ const SAMPLE: usize = 8;
 ///
 /// Keys lie in a dense array behind the hash map, so "the next few keys" is a slice: this is what lets a full shard find a
 /// key to forget, and any shard drop stale keys, without a list of ages or a background task.
+///
+/// What a count weighs is for whoever owns the shard to add up.
+#[derive(Default)]
 pub(super) struct Shard {
     // Without a hasher: the keyed hash is taken once, to find the shard, and used here as it is.
     slots: IndexMap<Subject, Count, ()>,
-    capacity: usize,
-    // The sum of the weights of all counts.
-    weight: usize,
     // Where to look next for keys that can go.
     hand: usize,
 }
@@ -36,10 +36,6 @@ impl Subject {
 }
 
 impl Shard {
-    pub(super) fn new(capacity: usize) -> Self {
-        Self { slots: IndexMap::with_hasher(()), capacity, weight: 0, hand: 0 }
-    }
-
     pub(super) fn len(&self) -> usize {
         self.slots.len()
     }
@@ -54,57 +50,39 @@ impl Shard {
         &mut self.slots[index]
     }
 
-    /// Puts down the count of a subject and makes room for it.
-    pub(super) fn put(&mut self, hash: u64, policy: &Policy, key: &Key, count: Count, now_us: u64) {
-        let weight = count.weight();
+    /// Puts down the count of a subject and drops a couple of stale ones as a matter of course. Answers where it is, and the
+    /// weight of what was removed.
+    pub(super) fn put(&mut self, hash: u64, policy: &Policy, key: &Key, count: Count, now_us: u64) -> (usize, usize) {
         let entry = self.slots.raw_entry_mut_v1().from_hash(hash, Subject::is(policy, key));
         let mut index = entry.index();
+        let mut removed = 0;
         match entry {
-            RawEntryMut::Occupied(mut stale) => self.weight -= stale.insert(count).weight(),
+            RawEntryMut::Occupied(mut stale) => removed += stale.insert(count).weight(),
             RawEntryMut::Vacant(place) => {
                 place.insert_hashed_nocheck(hash, Subject { policy: policy.clone(), key: *key }, count);
             }
         }
-        self.weight += weight;
         for _ in 0..2 {
-            self.sweep(&mut index, now_us);
+            self.hand = if self.hand + 1 < self.slots.len() { self.hand + 1 } else { 0 };
+            if self.hand != index && self.slots[self.hand].expires_us() <= now_us {
+                removed += self.evict(self.hand, &mut index);
+            }
         }
-        self.make_room(index, now_us);
+        (index, removed)
     }
 
-    /// Accounts for a count that weighs `added` more than before.
-    pub(super) fn grew(&mut self, index: usize, added: usize, now_us: u64) {
-        self.weight += added;
-        self.make_room(index, now_us);
-    }
-
-    pub(super) fn remove(&mut self, hash: u64, policy: &Policy, key: &Key) {
-        if let RawEntryMut::Occupied(entry) = self.slots.raw_entry_mut_v1().from_hash(hash, Subject::is(policy, key)) {
-            self.weight -= entry.swap_remove().weight();
-        }
-    }
-
-    /// Forgets others than the count at `keep` until all fit. Each turn removes one, so this ends; as room is made for every
-    /// count that comes or grows, it ends after a turn or two.
-    fn make_room(&mut self, mut keep: usize, now_us: u64) {
-        while self.weight > self.capacity && self.slots.len() > 1 {
-            let victim = self.least_valuable(keep, now_us);
-            self.evict(victim, &mut keep);
-        }
-    }
-
-    /// Moves the hand by one key and drops the key it passes if it is stale.
-    fn sweep(&mut self, keep: &mut usize, now_us: u64) {
-        self.hand = if self.hand + 1 < self.slots.len() { self.hand + 1 } else { 0 };
-        if self.hand != *keep && self.slots[self.hand].expires_us() <= now_us {
-            self.evict(self.hand, keep);
+    /// Forgets a subject; answers the weight of its count.
+    pub(super) fn remove(&mut self, hash: u64, policy: &Policy, key: &Key) -> usize {
+        match self.slots.raw_entry_mut_v1().from_hash(hash, Subject::is(policy, key)) {
+            RawEntryMut::Occupied(entry) => entry.swap_remove().weight(),
+            RawEntryMut::Vacant(_) => 0,
         }
     }
 
     /// Of a few keys a stale one, or else the one that has used least of its quota and will be forgotten soonest.
     ///
     /// The keys are spread over the whole array, because neighbours came at the same time and are often of the same kind.
-    fn least_valuable(&mut self, keep: usize, now_us: u64) -> usize {
+    pub(super) fn least_valuable(&mut self, keep: usize, now_us: u64) -> usize {
         let len = self.slots.len();
         let rank = |index: &usize| match self.slots.get_index(*index) {
             Some((subject, count)) if count.expires_us() > now_us => (count.value(&subject.policy), count.expires_us()),
@@ -117,14 +95,13 @@ impl Shard {
         victim.unwrap_or((keep + 1) % len)
     }
 
-    /// Removes the count at `victim`; the last one takes its place, which may be the one at `keep`.
-    fn evict(&mut self, victim: usize, keep: &mut usize) {
+    /// Removes the count at `victim`; the last one takes its place, which may be the one at `keep`. Answers its weight.
+    pub(super) fn evict(&mut self, victim: usize, keep: &mut usize) -> usize {
         let last = self.slots.len() - 1;
-        if let Some((_, count)) = self.slots.swap_remove_index(victim) {
-            self.weight -= count.weight();
-        }
+        let removed = self.slots.swap_remove_index(victim);
         if *keep == last {
             *keep = victim;
         }
+        removed.map_or(0, |(_, count)| count.weight())
     }
 }

@@ -11,6 +11,11 @@ pub(super) fn is_no_script(error: &RedisError) -> bool {
     error.kind() == ErrorKind::Server(ServerErrorKind::NoScript)
 }
 
+/// Whether the server says that it is not the primary.
+pub(super) fn is_from_replica(error: &RedisError) -> bool {
+    matches!(code(error), Some("READONLY" | "MASTERDOWN"))
+}
+
 pub(super) fn store_error(error: RedisError) -> StoreError {
     if error.is_timeout() {
         return StoreError::timeout();

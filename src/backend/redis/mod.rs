@@ -20,7 +20,9 @@
 //! A bb8 pool of a few *multiplexed* connections. A call borrows one, clones its handle and gives it back before it sends
 //! anything, so no call waits for the round trip of another and a handful of connections serves thousands of requests at
 //! once. There is no PING per checkout: a connection that fails is marked, is never handed out again, and is replaced.
-//! While Redis cannot be reached, calls fail at once instead of waiting for their deadline.
+//! A server that is demoted to a replica is left for whatever its address leads to by then. While connections are refused,
+//! calls fail at once instead of waiting for their deadline; a server that accepts them and does not answer costs calls their
+//! deadline until that is known.
 //!
 //! # Keys
 //!
@@ -81,14 +83,15 @@ impl RedisBackend {
         RedisOptions::from_url(url)?.connect().await
     }
 
-    /// Uses the connections of a pool that the program has already, and the default [options](RedisOptions).
+    /// Connects as a pool does that the program has already: to the same server, with the same credentials, and with the
+    /// default [options](RedisOptions).
     ///
-    /// Connections are cloned out of the pool and given back at once, never held. Where the pool would hand out a dead one
-    /// (bb8-redis cannot tell), it is replaced inside the pool.
+    /// The connections are opened by the pool's manager and are not those that the pool hands out, since whoever has borrowed
+    /// one may be in the middle of a transaction or waiting for a blocking command.
     ///
     /// # Errors
     ///
-    /// If the pool cannot give a connection that answers within the connect timeout.
+    /// If the pool's manager cannot open a connection that answers within the connect timeout.
     pub async fn from_pool(pool: bb8::Pool<RedisConnectionManager>) -> Result<Self, ConnectError> {
         RedisOptions::from_pool(pool).connect().await
     }

@@ -49,7 +49,7 @@ impl RedisOptions {
         Ok(Self::new(Source::Client(client)))
     }
 
-    /// Takes the connections of a pool that the program has already: see [`RedisBackend::from_pool`].
+    /// Connects as a pool does that the program has already: see [`RedisBackend::from_pool`].
     pub fn from_pool(pool: bb8::Pool<RedisConnectionManager>) -> Self {
         Self::new(Source::Pool(pool))
     }
@@ -65,7 +65,8 @@ impl RedisOptions {
     }
 
     /// What the name of every key begins with. Defaults to `tollgate`. Programs with the same prefix on the same database
-    /// share their counts.
+    /// share their counts. Take a short one of letters, digits, `-`, `_`, `.` and `:`; any other byte is percent-encoded, and
+    /// what is longer than [`Key::MAX_LEN`](crate::Key::MAX_LEN) bytes then is replaced by its digest.
     pub fn prefix(mut self, prefix: impl Into<String>) -> Self {
         self.prefix = prefix.into();
         self

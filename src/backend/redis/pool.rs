@@ -12,20 +12,25 @@ use redis::{AsyncConnectionConfig, Client, Cmd, RedisError, Value};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::error::store_error;
+use super::error::{self, store_error};
 use crate::error::StoreError;
 
 /// A connection on which commands are waiting and nothing at all has come back for this long is taken for dead. A server
 /// that is only slow answers sooner; a network that swallows everything does not. To be wrong costs one connection more:
 /// calls in flight keep their clone of the old one.
 const SILENCE: Duration = Duration::from_secs(1);
+/// Before this, a missing answer says nothing about the connection.
+const LATE: Duration = Duration::from_millis(10);
+/// A connection that ends at a replica is given up once it is this old: the address may lead to a new primary by now. Not
+/// sooner, lest a replica be connected to in a loop.
+const DEMOTION: Duration = Duration::from_secs(1);
 /// The pause after a failed attempt to connect, doubled with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 /// The longest pause: short enough for the pool to be whole within a second of the server's return.
 const LONGEST_PAUSE: Duration = Duration::from_millis(250);
 
-/// How long a failed attempt to connect speaks for the next one. While calls come there is an attempt in every pause; after
-/// a lull nothing is known, and a call waits for the attempt that it sets off.
+/// How long a failed attempt to connect speaks for the next one, beside the time that the next one may take. While calls
+/// come there is an attempt in every pause; after a lull nothing is known, and a call waits for the attempt that it sets off.
 const FRESH: Duration = Duration::from_millis(500);
 
 /// Multiplexed connections to one server.
@@ -40,7 +45,8 @@ pub(super) struct Pool {
 /// An attempt to connect that failed.
 struct Trouble {
     error: RedisError,
-    at: Instant,
+    // Until when the next attempt should be over.
+    until: Instant,
 }
 
 /// Where new connections come from.
@@ -103,7 +109,11 @@ impl Pool {
             Ok(_) | Err(_) => watch.answered(),
         }
         // A server error arrives as a value of its own kind.
-        answer.and_then(Value::extract_error)
+        let answer = answer.and_then(Value::extract_error);
+        if answer.as_ref().is_err_and(error::is_from_replica) && handle.health.opened.elapsed() >= DEMOTION {
+            handle.health.broken.store(true, Ordering::Relaxed);
+        }
+        answer
     }
 
     /// A clone of the handle of a connection that is not known to be dead. The original is back in the pool on return.
@@ -129,11 +139,15 @@ impl Pool {
         Err(no_connection())
     }
 
-    /// Waits until the last attempt to connect is a recent one that failed.
+    /// Waits until there is no connection and the last attempt to open one was a recent one that failed.
     async fn trouble(&self) -> RedisError {
         let asked = Instant::now();
-        let recent = |trouble: &Option<Trouble>| trouble.as_ref().is_some_and(|trouble| asked < trouble.at + FRESH);
-        match self.trouble.clone().wait_for(recent).await {
+        let hopeless = |trouble: &Option<Trouble>| {
+            let recent = trouble.as_ref().is_some_and(|trouble| asked < trouble.until);
+            // With a connection left that is only lent out, waiting takes an instant.
+            recent && self.pool.state().connections == 0
+        };
+        match self.trouble.clone().wait_for(hopeless).await {
             Ok(trouble) => trouble.as_ref().map_or_else(no_connection, |trouble| trouble.error.clone()),
             Err(_) => no_connection(),
         }
@@ -161,8 +175,9 @@ impl Health {
     }
 }
 
-/// Notices connections that swallow everything. A command that is given up, by a timeout or because its future is
-/// dropped, is evidence; any answer is evidence to the contrary.
+/// Notices connections that swallow everything. A command that is given up late, by a timeout or because its future is
+/// dropped, is evidence; any answer is evidence to the contrary. One that is given up early says nothing: its answer was
+/// likely on the way.
 struct SilenceWatch<'a> {
     health: &'a Health,
     sent: Instant,
@@ -180,7 +195,7 @@ impl SilenceWatch<'_> {
 
 impl Drop for SilenceWatch<'_> {
     fn drop(&mut self) {
-        if !self.given_up {
+        if !self.given_up || self.sent.elapsed() < LATE {
             return;
         }
         let sent = (self.sent - self.health.opened).as_micros() as u64 + 1;
@@ -219,6 +234,7 @@ impl ManageConnection for Manager {
         if let Some(until) = pause {
             sleep_until(until).await;
         }
+        let begun = Instant::now();
         let attempt = timeout(self.connect_timeout, self.connector.connect()).await;
         let outcome = attempt.unwrap_or_else(|_| Err(no_connection()));
         match &outcome {
@@ -230,7 +246,7 @@ impl ManageConnection for Manager {
             }
             Err(error) => {
                 self.pause().extend();
-                let trouble = Trouble { error: error.clone(), at: Instant::now() };
+                let trouble = Trouble { error: error.clone(), until: Instant::now() + begun.elapsed() + FRESH };
                 if self.report.send_replace(Some(trouble)).is_none() {
                     tracing::warn!(%error, "cannot connect to redis");
                 }
@@ -272,17 +288,10 @@ impl Connector {
                 Ok(connection)
             }
             Self::Pool { pool, response_timeout } => {
-                let mut item = pool.get().await.map_err(|error| match error {
-                    RunError::User(error) => error,
-                    RunError::TimedOut => no_connection(),
-                })?;
-                // bb8-redis never takes a connection for broken, so a dead one would be handed out for ever.
-                if ping(&mut item).await.is_err() {
-                    *item = pool.dedicated_connection().await?;
-                    ping(&mut item).await?;
-                }
-                let mut connection = item.clone();
+                // Not one of those that the pool hands out: whoever has borrowed it may be in a transaction, or waiting.
+                let mut connection = pool.dedicated_connection().await?;
                 connection.set_response_timeout(*response_timeout);
+                ping(&mut connection).await?;
                 Ok(connection)
             }
         }
