@@ -4,11 +4,13 @@
 mod support;
 
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use bb8_redis::RedisConnectionManager;
 use support::server::RedisServer;
+use tokio::io::copy_bidirectional;
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Mutex, MutexGuard};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
@@ -190,6 +192,88 @@ async fn a_cut_connection_costs_what_was_in_flight_and_no_more() {
     assert!(calls.len() > 1_000);
 }
 
+/// It happened that calls were told of the failed attempt to replace a connection while others were alive, and only lent out
+/// for an instant.
+#[tokio::test(flavor = "multi_thread", worker_threads = 8)]
+async fn a_connection_that_cannot_be_replaced_costs_nothing_while_another_lives() {
+    let _turn = alone().await;
+    let server = RedisServer::start();
+    let mut connection = server.connection();
+    let backend = RedisOptions::from_url(server.url()).unwrap().connections(2).connect().await.unwrap();
+    // Nobody else gets in.
+    let clients: Vec<String> = clients(&mut connection);
+    let _: () = redis::cmd("CONFIG").arg(&["SET", "maxclients", "1"]).query(&mut connection).unwrap();
+    let _: u32 = redis::cmd("CLIENT").arg(&["KILL", "ID", &clients[1]]).query(&mut connection).unwrap();
+    let load = Load::start(64, &backend, Duration::from_secs(5));
+    sleep(Duration::from_secs(1)).await;
+    let calls = load.stop().await;
+    let failures = calls.iter().filter(|call| call.failure.is_some()).count();
+    assert!(calls.len() > 1_000 && failures <= 64, "{failures} failures in {} calls", calls.len());
+}
+
+/// The ids of all clients of the server, the oldest first.
+fn clients(connection: &mut redis::Connection) -> Vec<String> {
+    let list: String = redis::cmd("CLIENT").arg("LIST").query(connection).unwrap();
+    list.lines().filter_map(|line| line.strip_prefix("id=")?.split(' ').next()).map(str::to_owned).collect()
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_demoted_primary_is_left_for_the_new_one() {
+    let _turn = alone().await;
+    let (old, new) = (RedisServer::start(), RedisServer::start());
+    // What clients connect to: an address that can be led elsewhere, as a failover does.
+    let switch = Switch::start(old.port()).await;
+    let backend = RedisBackend::connect(format!("redis://127.0.0.1:{}/", switch.port)).await.unwrap();
+    let limiter = Limiter::new(backend, policy()).deadline(Duration::from_secs(5));
+    limiter.check("alice").await.unwrap();
+    sleep(Duration::from_secs(1)).await;
+
+    switch.target.store(new.port(), Ordering::Relaxed);
+    let replicaof = ["127.0.0.1".to_owned(), new.port().to_string()];
+    let _: () = redis::cmd("REPLICAOF").arg(&replicaof).query(&mut old.connection()).unwrap();
+    let switched = Instant::now();
+    // Each of the connections has to find out by itself.
+    let mut failures = 0;
+    while switched.elapsed() < RECOVERY {
+        if let Err(error) = limiter.check("alice").await {
+            assert!(error.is_unavailable(), "{error:?}");
+            failures += 1;
+        }
+        sleep(Duration::from_millis(5)).await;
+    }
+    assert!((1..=4).contains(&failures), "{failures} failures");
+    limiter.check("alice").await.unwrap();
+}
+
+/// Passes connections on to a port that can be changed for those that come later.
+struct Switch {
+    port: u16,
+    target: Arc<AtomicU16>,
+    _serving: JoinSet<()>,
+}
+
+impl Switch {
+    async fn start(target: u16) -> Self {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        let target = Arc::new(AtomicU16::new(target));
+        let to = Arc::clone(&target);
+        let mut serving = JoinSet::new();
+        serving.spawn(async move {
+            let mut connections = JoinSet::new();
+            while let Ok((mut client, _)) = listener.accept().await {
+                let to = to.load(Ordering::Relaxed);
+                connections.spawn(async move {
+                    let mut server = TcpStream::connect(("127.0.0.1", to)).await.unwrap();
+                    // Ends when either side does, which is how connections end.
+                    let _ = copy_bidirectional(&mut client, &mut server).await;
+                });
+            }
+        });
+        Self { port, target, _serving: serving }
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_thousand_tasks_on_a_small_pool_are_served_fairly() {
     let _turn = alone().await;
@@ -220,6 +304,52 @@ async fn a_pool_of_the_program_is_healed_after_a_restart() {
     let back = Instant::now();
     sleep(RECOVERY + Duration::from_millis(700)).await;
     recovered_since(back, &load.stop().await);
+}
+
+/// Clients that go away in the middle of a decision say nothing about the connection.
+#[tokio::test]
+async fn abandoned_calls_do_not_cost_a_connection() {
+    let _turn = alone().await;
+    let server = RedisServer::start();
+    let mut connection = server.connection();
+    let backend = RedisOptions::from_url(server.url()).unwrap().connections(1).connect().await.unwrap();
+    let limiter = Limiter::new(backend, policy());
+    let before = clients(&mut connection);
+    for _ in 0..3 {
+        tokio::select! {
+            biased;
+            _ = limiter.check("alice") => panic!("the answer cannot be there yet"),
+            () = std::future::ready(()) => {}
+        }
+        sleep(Duration::from_millis(600)).await;
+    }
+    limiter.check("alice").await.unwrap();
+    assert_eq!(clients(&mut connection), before);
+}
+
+/// A network that swallows everything says nothing, so the connection is found out by its silence.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_connection_that_swallows_everything_is_replaced() {
+    let _turn = alone().await;
+    let (black_hole, server) = (RedisServer::start(), RedisServer::start());
+    let switch = Switch::start(black_hole.port()).await;
+    let backend = RedisBackend::connect(format!("redis://127.0.0.1:{}/", switch.port)).await.unwrap();
+    let limiter = Limiter::new(backend, policy()).deadline(DEADLINE);
+    limiter.check("alice").await.unwrap();
+    black_hole.pause();
+    switch.target.store(server.port(), Ordering::Relaxed);
+    let start = Instant::now();
+    let mut last_failure = start;
+    while start.elapsed() < Duration::from_secs(8) {
+        if limiter.check("alice").await.is_err() {
+            last_failure = Instant::now();
+        }
+        sleep(Duration::from_millis(2)).await;
+    }
+    // A second of silence for each of the four connections, one after the other as this test asks them in turn.
+    let took = last_failure - start;
+    assert!(took > Duration::from_millis(500) && took < Duration::from_secs(6), "{took:?}");
+    black_hole.resume();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -3,7 +3,11 @@
 
 mod contract;
 
-use std::time::Duration;
+use std::pin::pin;
+use std::sync::Mutex;
+use std::task::{Context, Poll, Waker};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use tokio::time::advance;
 use tollgate::{Limiter, MemoryBackend, Policy, Quota};
@@ -66,6 +70,69 @@ async fn long_logs_take_the_room_of_many_keys() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_long_log_survives_its_neighbours_and_they_survive_it() {
+    // A log of this length weighs more than a fair share of the shards would allow.
+    let policy = Policy::new("long", Quota::per_hour(10_000).sliding_log().unwrap());
+    let backend = MemoryBackend::new();
+    let long = Limiter::new(backend.clone(), policy);
+    let short = limiter(&backend, Quota::per_hour(1));
+    for neighbour in 0..2_000_u32 {
+        assert!(short.check(neighbour).await.unwrap().is_allowed());
+    }
+    for _ in 0..10_000 {
+        assert!(long.check("alice").await.unwrap().is_allowed());
+    }
+    for neighbour in 2_000..4_000_u32 {
+        assert!(short.check(neighbour).await.unwrap().is_allowed());
+    }
+    assert!(!long.check("alice").await.unwrap().is_allowed(), "the log was forgotten");
+    for neighbour in 0..4_000_u32 {
+        assert!(!short.check(neighbour).await.unwrap().is_allowed(), "{neighbour} was forgotten");
+    }
+}
+
+/// Threads that are preempted between two steps must not mix up the order of requests: it happened that one read the clock,
+/// lost the processor, and put its older time behind newer ones. Whoever came next found the log to have run out.
+#[test]
+fn racing_threads_never_exceed_a_sliding_log() {
+    const LIMIT: usize = 200;
+    const WINDOW: Duration = Duration::from_millis(20);
+    let policy = Policy::new("race", Quota::new(LIMIT as u32, WINDOW).unwrap().sliding_log().unwrap());
+    let limiter = Limiter::new(MemoryBackend::new(), policy);
+    let start = Instant::now();
+    let admitted = Mutex::new(Vec::new());
+    thread::scope(|scope| {
+        for _ in 0..16 {
+            scope.spawn(|| {
+                let mut own = Vec::new();
+                while start.elapsed() < Duration::from_secs(1) {
+                    let asked = start.elapsed();
+                    let decision = now(limiter.check("alice")).unwrap();
+                    if decision.is_allowed() {
+                        // Memory decided somewhere between these two.
+                        own.push((asked, start.elapsed()));
+                    } else {
+                        assert!(decision.retry_after().unwrap() <= WINDOW, "{decision:?}");
+                    }
+                }
+                admitted.lock().unwrap().extend(own);
+            });
+        }
+    });
+    let mut admitted = admitted.into_inner().unwrap();
+    admitted.sort_by_key(|(_, told)| *told);
+    // Everything that was asked and told within less than a window was decided within one. (A microsecond is lost to
+    // rounding at each end.)
+    for (i, (_, told)) in admitted.iter().enumerate() {
+        let latest = told.saturating_sub(WINDOW - Duration::from_micros(2));
+        let within =
+            admitted[..=i].iter().rev().take_while(|(_, told)| *told > latest).filter(|(asked, _)| *asked > latest);
+        assert!(within.count() <= LIMIT, "more than {LIMIT} within {WINDOW:?} before {told:?}");
+    }
+    assert!(admitted.len() > 20 * LIMIT, "only {} admitted", admitted.len());
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_flood_of_new_keys_does_not_free_those_who_are_limited() {
     let backend = MemoryBackend::with_capacity(2_000);
     let limiter = limiter(&backend, Quota::per_hour(5));
@@ -107,7 +174,13 @@ async fn a_check_that_is_never_polled_charges_nothing() {
 #[test]
 fn a_check_needs_no_runtime() {
     let limiter = limiter(&MemoryBackend::new(), Quota::per_hour(1));
-    let mut check = std::pin::pin!(limiter.check("alice"));
-    let mut context = std::task::Context::from_waker(std::task::Waker::noop());
-    assert!(matches!(check.as_mut().poll(&mut context), std::task::Poll::Ready(Ok(decision)) if decision.is_allowed()));
+    assert!(now(limiter.check("alice")).unwrap().is_allowed());
+}
+
+/// The answer of a call that does not wait.
+fn now<T>(call: impl Future<Output = T>) -> T {
+    match pin!(call).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(answer) => answer,
+        Poll::Pending => panic!("memory answers at once"),
+    }
 }

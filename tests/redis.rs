@@ -291,12 +291,20 @@ async fn a_pool_of_the_program_can_be_used() {
     let manager = RedisConnectionManager::new(server.url()).unwrap();
     let pool = bb8_redis::bb8::Pool::builder().max_size(2).build(manager).await.unwrap();
     let backend = RedisBackend::from_pool(pool.clone()).await.unwrap();
-    // Nothing of the pool is held.
-    assert_eq!(pool.state().connections, pool.state().idle_connections);
     let [policy, _] = policies(1);
     let limiter = limiter(&backend, policy);
+    // The program is in the middle of a transaction on each of its connections, and goes on with it undisturbed.
+    let (mut one, mut two) = (pool.get().await.unwrap(), pool.get().await.unwrap());
+    for connection in [&mut *one, &mut *two] {
+        let _: () = redis::cmd("MULTI").query_async(connection).await.unwrap();
+        let _: () = redis::cmd("PING").query_async(connection).await.unwrap();
+    }
     assert!(limiter.check("alice").await.unwrap().is_allowed());
     assert!(!limiter.check("alice").await.unwrap().is_allowed());
+    for connection in [&mut *one, &mut *two] {
+        let answers: Vec<String> = redis::cmd("EXEC").query_async(connection).await.unwrap();
+        assert_eq!(answers, ["PONG"]);
+    }
 }
 
 #[tokio::test]
