@@ -1,0 +1,140 @@
+//! What an operator reads: a line when something changes, and none per request.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::fmt;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::time::advance;
+use tollgate::http::peer_ip;
+use tollgate::rate_limit::{Decision, RateLimitStore};
+use tollgate::{AsError, BoxError, ExtractKey, Key, Policy, Quota, RateLimitLayer, StoreError};
+use tower::{Layer, ServiceExt, service_fn};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Metadata, Subscriber};
+
+/// Collects the messages of all events.
+#[derive(Clone, Default)]
+struct Log(Arc<Mutex<Vec<String>>>);
+
+impl Log {
+    fn lines(&self) -> Vec<String> {
+        std::mem::take(&mut self.0.lock().unwrap())
+    }
+}
+
+impl Subscriber for Log {
+    fn enabled(&self, _: &Metadata<'_>) -> bool {
+        true
+    }
+
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, event: &Event<'_>) {
+        let mut message = Message::default();
+        event.record(&mut message);
+        self.0.lock().unwrap().push(format!("{} {}", event.metadata().level(), message.0));
+    }
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+#[derive(Default)]
+struct Message(String);
+
+impl Visit for Message {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        if field.name() == "message" {
+            self.0 = format!("{value:?}");
+        }
+    }
+}
+
+/// A store that works or not, as it is told.
+#[derive(Clone, Default)]
+struct Moody {
+    broken: Arc<AtomicBool>,
+}
+
+impl RateLimitStore for Moody {
+    async fn check(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+        if self.broken.load(Ordering::Relaxed) {
+            Err(StoreError::unavailable("connection refused"))
+        } else {
+            Ok(Decision::allowed(5, 4, Duration::from_secs(1)))
+        }
+    }
+
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        self.check(policy, key, cost).await
+    }
+
+    async fn reset(&self, _: &Policy, _: &Key) -> Result<(), StoreError> {
+        Ok(())
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_outage_is_one_line_at_its_beginning_and_one_at_its_end() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let store = Moody::default();
+    let policy = Policy::new("api", Quota::per_minute(5).fixed_window());
+    // The request is its cost.
+    let service = RateLimitLayer::new(store.clone(), policy)
+        .cost(|cost: &u32| *cost)
+        .with_rejection(AsError)
+        .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
+    let ask = |cost: u32| {
+        let service = service.clone();
+        async move { drop(service.oneshot(cost).await) }
+    };
+
+    ask(1).await;
+    assert!(log.lines().is_empty());
+
+    // Now and then it fails, and a cost that can never fit does not pass for an answer of the store.
+    for turn in 0..200 {
+        store.broken.store(turn % 3 == 0, Ordering::Relaxed);
+        ask(1).await;
+        ask(1_000).await;
+        advance(Duration::from_millis(20)).await;
+    }
+    assert_eq!(log.lines(), ["WARN rate limit store fails"]);
+
+    store.broken.store(false, Ordering::Relaxed);
+    for _ in 0..3 {
+        advance(Duration::from_secs(1)).await;
+        ask(1).await;
+    }
+    assert_eq!(log.lines(), ["INFO rate limit store answers again"]);
+}
+
+#[tokio::test]
+async fn a_peer_address_that_nobody_fills_in_is_one_warning() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    for _ in 0..3 {
+        assert_eq!(peer_ip().extract_key(&http::Request::new(())), None);
+    }
+    let lines = log.lines();
+    assert!(lines.len() == 1 && lines[0].contains("into_make_service_with_connect_info"), "{lines:?}");
+}
+
+#[tokio::test]
+async fn counting_in_memory_is_said_once_to_be_local() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    tollgate::connect("memory:").await.unwrap();
+    assert_eq!(log.lines(), ["INFO tollgate counts in memory: limits hold within this process only"]);
+}
