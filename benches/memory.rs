@@ -53,8 +53,8 @@ fn now<T>(call: impl Future<Output = T>) -> T {
     }
 }
 
-/// The median over many batches. Keys are asked in another order than they came in, so neither the processor nor the map
-/// can guess the next one.
+/// The time that the fastest tenth of many batches stays within: whatever else runs on the machine only adds to it. Keys
+/// are asked in another order than they came in, so neither the processor nor the map can guess the next one.
 fn check_ns(count: usize) -> f64 {
     let [(_, limiter), ..] = limiters();
     let mut keys: Vec<Key> = (0..count).map(|i| Key::from(format!("client-{i}"))).collect();
@@ -71,5 +71,5 @@ fn check_ns(count: usize) -> f64 {
     keys.sort_by_cached_key(|key| state.hash_one(key));
     let mut batches: Vec<f64> = (0..5_000_000 / count).map(|_| pass(&keys)).collect();
     batches.sort_by(f64::total_cmp);
-    batches[batches.len() / 2]
+    batches[batches.len() / 10]
 }

@@ -26,7 +26,8 @@ use tollgate::{Limiter, Policy, Quota, RedisBackend};
 const IN_FLIGHT: u64 = 256;
 const KEYS: u64 = 10_000;
 const ROUNDS: usize = 5;
-const ROUND: Duration = Duration::from_secs(2);
+const BENCHMARK_REQUESTS: &str = "300000";
+const ROUND: Duration = Duration::from_millis(1_800);
 const SCRIPT: &str = include_str!("../lua/rate_limit_fixed_window.lua");
 
 fn main() {
@@ -156,7 +157,7 @@ fn ceiling(server: &RedisServer, script: &Script) -> f64 {
             "-P",
             "64",
             "-n",
-            "800000",
+            BENCHMARK_REQUESTS,
             "-r",
             &KEYS.to_string(),
             "--csv",

@@ -1,8 +1,30 @@
 //! What a layer answers when it turns a request away.
 //!
-//! Two answers come with the crate, [`AsResponse`] and [`AsError`], and one with the feature `grpc`. Any other is a type that
-//! implements [`Reject`] and, for a rate limit, [`Announce`](crate::rate_limit::Announce). With a body of JSON, for
-//! instance, in an axum router:
+//! Two answers come with the crate, [`AsResponse`] and [`AsError`], and one with the feature `grpc`.
+//!
+//! # Examples
+//!
+//! A service that does not speak HTTP gets an error to downcast:
+//!
+//! ```
+//! use tollgate::rate_limit::RateLimited;
+//! use tollgate::{AsError, BoxError, MemoryBackend, Policy, Quota, RateLimitLayer};
+//! use tower::{ServiceBuilder, ServiceExt, service_fn};
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
+//! let policy = Policy::new("jobs", Quota::per_minute(0).fixed_window());
+//! let service = ServiceBuilder::new()
+//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(AsError))
+//!     .service(service_fn(async |job: u32| Ok::<_, BoxError>(job)));
+//!
+//! let error = service.oneshot(7).await.unwrap_err();
+//! assert_eq!(error.downcast::<RateLimited>()?.policy(), "jobs");
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! Any other answer is a type that implements [`Reject`] and, for a rate limit,
+//! [`Announce`](crate::rate_limit::Announce). With a body of JSON, for instance, in an axum router:
 //!
 //! ```
 //! # #[cfg(feature = "http")] {

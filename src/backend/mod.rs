@@ -6,6 +6,39 @@
 //! | `RedisBackend` (feature `redis`) | every process that uses the same Redis and prefix | Redis 6.2 or later, or Valkey |
 //!
 //! [`connect`] chooses by URL at run time. All of them are cheap to clone, and clones share everything.
+//!
+//! # Examples
+//!
+//! Whatever the operator wants:
+//!
+//! ```
+//! use tollgate::{Limiter, Policy, Quota};
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! let url = std::env::var("STORE").unwrap_or_else(|_| "memory:".into());
+//! let backend = tollgate::connect(url).await?;
+//! let limiter = Limiter::new(backend, Policy::new("mails", Quota::per_hour(100).fixed_window()));
+//! assert!(limiter.check("alice").await?.is_allowed());
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! One backend for several policies, with room for a million clients:
+//!
+//! ```
+//! use tollgate::{Limiter, MemoryBackend, Policy, Quota};
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! let backend = MemoryBackend::with_capacity(1_000_000);
+//! let read = Limiter::new(backend.clone(), Policy::new("read", Quota::per_second(100).fixed_window()));
+//! let write = Limiter::new(backend.clone(), Policy::new("write", Quota::per_second(5).sliding_log()?));
+//!
+//! read.check("alice").await?;
+//! write.check_cost("alice", 2).await?;
+//! assert_eq!(backend.len(), 2);
+//! # Ok(())
+//! # }
+//! ```
 
 pub mod memory;
 #[cfg(feature = "redis")]

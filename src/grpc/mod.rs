@@ -11,12 +11,35 @@
 //!
 //! The `RateLimit` fields are there as metadata, as with [`http`](crate::http).
 //!
+//! # Examples
+//!
+//! In front of all services of a tonic server, per tenant:
+//!
 //! ```
 //! use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer, grpc::AsStatus, http::header};
 //!
 //! let policy = Policy::new("rpc", Quota::per_second(100).fixed_window());
 //! let layer = RateLimitLayer::new(MemoryBackend::new(), policy).key(header("x-tenant")).with_rejection(AsStatus);
-//! // tonic::transport::Server::builder().layer(layer).add_service(..)
+//! let server = tonic::transport::Server::builder().layer(layer); // .add_service(..)
+//! ```
+//!
+//! What a client gets to see that has used up its quota:
+//!
+//! ```
+//! use http::{Request, Response};
+//! use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer, grpc::AsStatus};
+//! use tower::{ServiceBuilder, ServiceExt, service_fn};
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! let policy = Policy::new("rpc", Quota::per_minute(0).fixed_window());
+//! let service = ServiceBuilder::new()
+//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(AsStatus))
+//!     .service(service_fn(async |_: Request<String>| Ok::<_, tollgate::BoxError>(Response::new(String::new()))));
+//!
+//! let response = service.oneshot(Request::new(String::new())).await?;
+//! assert_eq!(response.headers()["grpc-status"], "8");
+//! # Ok(())
+//! # }
 //! ```
 
 use std::fmt::Display;
