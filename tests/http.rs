@@ -1,7 +1,7 @@
 //! What clients read: statuses, header fields and bodies, with HTTP and with gRPC.
 
 // Clippy takes the helpers of a test for something else than a test.
-#![allow(clippy::unwrap_used)]
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::convert::Infallible;
 use std::fmt::Debug;

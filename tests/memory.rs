@@ -91,6 +91,29 @@ async fn a_long_log_survives_its_neighbours_and_they_survive_it() {
     }
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_log_that_grows_takes_the_room_of_the_least_valuable_everywhere() {
+    let backend = MemoryBackend::with_capacity(4_000);
+    let (short, strict) =
+        (limiter(&backend, Quota::per_hour(1_000)), Policy::new("strict", Quota::per_hour(1).fixed_window()));
+    let strict = Limiter::new(backend.clone(), strict);
+    // A tenth of the clients has used up its quota; the others have hardly begun.
+    for client in 0..3_999_u32 {
+        let limiter = if client % 10 == 0 { &strict } else { &short };
+        assert!(limiter.check(client).await.unwrap().is_allowed());
+    }
+    let log = Limiter::new(backend.clone(), Policy::new("log", Quota::per_hour(10_000).sliding_log().unwrap()));
+    for _ in 0..10_000 {
+        assert!(log.check("alice").await.unwrap().is_allowed());
+    }
+    assert!(!log.check("alice").await.unwrap().is_allowed());
+    // The log takes the room of 1,251 of them, whichever shard it is in.
+    assert!((2_500..3_000).contains(&backend.len()), "{} keys", backend.len());
+    for client in (0..3_999_u32).step_by(10) {
+        assert!(!strict.check(client).await.unwrap().is_allowed(), "{client} was forgotten");
+    }
+}
+
 /// Threads that are preempted between two steps must not mix up the order of requests: it happened that one read the clock,
 /// lost the processor, and put its older time behind newer ones. Whoever came next found the log to have run out.
 #[test]

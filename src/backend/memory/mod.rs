@@ -65,6 +65,8 @@ struct Inner {
 const MAX_SHARDS: usize = 64;
 /// With fewer keys than this to a shard, shards cost more than they save.
 const MIN_SHARD: usize = 64;
+/// How many counts are forgotten for another one in its own shard before all shards have to give.
+const OWN_SHARE: usize = 4;
 
 impl MemoryBackend {
     /// How many keys are kept unless told otherwise.
@@ -122,18 +124,17 @@ impl MemoryBackend {
         (hash, shard, lock(&self.inner.shards[shard]))
     }
 
-    /// Whether more is kept than there is room for.
-    fn is_full(&self) -> bool {
-        self.inner.weight.load(Ordering::Relaxed) > self.inner.capacity
-    }
-
-    /// Accounts for a count that weighs `added` more than before, and forgets others in its shard until all fit.
-    fn grew(&self, shard: &mut Shard, mut keep: usize, added: usize, now_us: u64) {
+    /// Accounts for a count that weighs `added` more than before, and forgets a few others in its shard if there is no room.
+    fn grew(&self, shard: &mut Shard, index: usize, added: usize, now_us: u64) {
         self.inner.weight.fetch_add(added, Ordering::Relaxed);
-        // Each turn removes a count, and each count weighs something.
-        while self.is_full() && shard.len() > 1 {
-            let victim = shard.least_valuable(keep, now_us);
-            self.shrank(shard.evict(victim, &mut keep));
+        let mut keep = Some(index);
+        for _ in 0..OWN_SHARE {
+            if self.overweight() == 0 || shard.len() < 2 {
+                return;
+            }
+            let (removed, moved) = shard.forget_one(keep, now_us);
+            self.shrank(removed);
+            keep = moved;
         }
     }
 
@@ -141,18 +142,33 @@ impl MemoryBackend {
         self.inner.weight.fetch_sub(removed, Ordering::Relaxed);
     }
 
-    /// Forgets counts in the shards behind `home`, where there was nothing left to forget. One lock at a time.
-    fn make_room_elsewhere(&self, home: usize, now_us: u64) {
+    /// By how much more is kept than there is room for.
+    fn overweight(&self) -> usize {
+        self.inner.weight.load(Ordering::Relaxed).saturating_sub(self.inner.capacity)
+    }
+
+    /// Forgets counts all over until the rest fits, the same number in each shard: a log that grows must not push out
+    /// whoever happens to share its own. One lock at a time. At least one count stays where the newest is, in `home`.
+    fn make_room(&self, home: usize, now_us: u64) {
         let shards = &self.inner.shards;
-        for step in 1..shards.len() {
-            if !self.is_full() {
-                return;
+        loop {
+            let share = self.overweight().div_ceil(shards.len());
+            let mut forgotten = 0;
+            for step in 1..=shards.len() {
+                let at = (home + step) % shards.len();
+                let mut shard = lock(&shards[at]);
+                for _ in 0..share {
+                    if self.overweight() == 0 || shard.len() <= usize::from(at == home) {
+                        break;
+                    }
+                    let (removed, _) = shard.forget_one(None, now_us);
+                    self.shrank(removed);
+                    forgotten += 1;
+                }
             }
-            let mut shard = lock(&shards[(home + step) % shards.len()]);
-            while self.is_full() && shard.len() > 0 {
-                let nobody = shard.len();
-                let victim = shard.least_valuable(nobody, now_us);
-                self.shrank(shard.evict(victim, &mut { nobody }));
+            // Ends with nothing too much or nothing left to forget, since each turn forgets something.
+            if forgotten == 0 {
+                return;
             }
         }
     }

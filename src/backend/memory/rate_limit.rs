@@ -183,8 +183,8 @@ impl MemoryBackend {
             self.grew(&mut shard, index, added, now_us);
         }
         drop(shard);
-        if self.is_full() {
-            self.make_room_elsewhere(home, now_us);
+        if self.overweight() > 0 {
+            self.make_room(home, now_us);
         }
         decision
     }

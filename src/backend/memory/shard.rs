@@ -11,8 +11,8 @@ const SAMPLE: usize = 8;
 
 /// A part of the keys, under one lock.
 ///
-/// Keys lie in a dense array behind the hash map, so "the next few keys" is a slice: this is what lets a full shard find a
-/// key to forget, and any shard drop stale keys, without a list of ages or a background task.
+/// Keys lie in a dense array behind the hash map, so that some of them can be looked at by number: this is what lets a full
+/// backend find a key to forget, and any shard drop stale keys, without a list of ages or a background task.
 ///
 /// What a count weighs is for whoever owns the shard to add up.
 #[derive(Default)]
@@ -65,7 +65,9 @@ impl Shard {
         for _ in 0..2 {
             self.hand = if self.hand + 1 < self.slots.len() { self.hand + 1 } else { 0 };
             if self.hand != index && self.slots[self.hand].expires_us() <= now_us {
-                removed += self.evict(self.hand, &mut index);
+                removed += self.evict(self.hand);
+                // The last one has taken the place of the one that went.
+                index = if index == self.slots.len() { self.hand } else { index };
             }
         }
         (index, removed)
@@ -79,10 +81,11 @@ impl Shard {
         }
     }
 
-    /// Of a few keys a stale one, or else the one that has used least of its quota and will be forgotten soonest.
+    /// Forgets another count than the one at `keep`: of a few a stale one, or else the one that has used least of its quota
+    /// and will be forgotten soonest. Answers its weight, and where the count to keep is now. There has to be another one.
     ///
-    /// The keys are spread over the whole array, because neighbours came at the same time and are often of the same kind.
-    pub(super) fn least_valuable(&mut self, keep: usize, now_us: u64) -> usize {
+    /// The few are spread over the whole array, because neighbours came at the same time and are often of the same kind.
+    pub(super) fn forget_one(&mut self, keep: Option<usize>, now_us: u64) -> (usize, Option<usize>) {
         let len = self.slots.len();
         let rank = |index: &usize| match self.slots.get_index(*index) {
             Some((subject, count)) if count.expires_us() > now_us => (count.value(&subject.policy), count.expires_us()),
@@ -90,18 +93,16 @@ impl Shard {
         };
         let stride = len.div_ceil(SAMPLE);
         let sample = (0..SAMPLE).map(|step| (self.hand + step * stride) % len);
-        let victim = sample.filter(|index| *index != keep).min_by_key(rank);
+        let victim = sample.filter(|index| Some(*index) != keep).min_by_key(rank);
+        // A sample of nothing but the one to keep: any other will do.
+        let victim = victim.unwrap_or_else(|| keep.map_or(0, |keep| (keep + 1) % len));
         self.hand = (self.hand + 1) % len;
-        victim.unwrap_or((keep + 1) % len)
+        let removed = self.evict(victim);
+        (removed, if keep == Some(len - 1) { Some(victim) } else { keep })
     }
 
-    /// Removes the count at `victim`; the last one takes its place, which may be the one at `keep`. Answers its weight.
-    pub(super) fn evict(&mut self, victim: usize, keep: &mut usize) -> usize {
-        let last = self.slots.len() - 1;
-        let removed = self.slots.swap_remove_index(victim);
-        if *keep == last {
-            *keep = victim;
-        }
-        removed.map_or(0, |(_, count)| count.weight())
+    /// Removes the count at `victim`; the last one takes its place. Answers its weight.
+    fn evict(&mut self, victim: usize) -> usize {
+        self.slots.swap_remove_index(victim).map_or(0, |(_, count)| count.weight())
     }
 }
