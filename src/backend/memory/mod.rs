@@ -190,3 +190,52 @@ impl fmt::Debug for MemoryBackend {
         f.debug_struct("MemoryBackend").field("len", &self.len()).finish_non_exhaustive()
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+    use crate::rate_limit::{Policy, Quota, RateLimitStore};
+
+    impl MemoryBackend {
+        /// The weights of all counts, added up anew.
+        fn weighed(&self) -> usize {
+            self.inner.shards.iter().map(|shard| lock(shard).weight()).sum()
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn the_books_agree_with_what_is_kept_and_stay_within_the_budget(
+            capacity in 1_usize..700,
+            steps in prop::collection::vec((0_u32..90, 0_u8..20, 1_u32..40, 0_u64..400), 1..400),
+        ) {
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().start_paused(true).build().unwrap();
+            runtime.block_on(async {
+                let backend = MemoryBackend::with_capacity(capacity);
+                let fixed = Policy::new("fixed", Quota::per_second(100).fixed_window());
+                let log = Policy::new("log", Quota::per_second(5_000).sliding_log().unwrap());
+                for (key, verb, turns, pause) in steps {
+                    let key = Key::from(key);
+                    match verb {
+                        0 => backend.reset(&log, &key).await.unwrap(),
+                        1 => drop(backend.peek(&log, &key, 1).await.unwrap()),
+                        2..10 => drop(backend.check(&fixed, &key, turns).await.unwrap()),
+                        _ => {
+                            for _ in 0..turns * 5 {
+                                backend.check(&log, &key, 1).await.unwrap();
+                            }
+                        }
+                    }
+                    tokio::time::advance(std::time::Duration::from_millis(pause)).await;
+                    let weight = backend.inner.weight.load(Ordering::Relaxed);
+                    prop_assert_eq!(weight, backend.weighed());
+                    // One log alone may weigh more than everything that it pushed out.
+                    prop_assert!(weight <= capacity || backend.len() == 1, "{} of {}", weight, capacity);
+                }
+                Ok(())
+            })?;
+        }
+    }
+}

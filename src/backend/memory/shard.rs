@@ -40,6 +40,11 @@ impl Shard {
         self.slots.len()
     }
 
+    #[cfg(test)]
+    pub(super) fn weight(&self) -> usize {
+        self.slots.values().map(Count::weight).sum()
+    }
+
     /// Where the count of a subject is, if there is one that still says something.
     pub(super) fn find(&self, hash: u64, policy: &Policy, key: &Key, now_us: u64) -> Option<usize> {
         let (index, _, count) = self.slots.raw_entry_v1().from_hash_full(hash, Subject::is(policy, key))?;
