@@ -308,6 +308,25 @@ async fn a_pool_of_the_program_can_be_used() {
 }
 
 #[tokio::test]
+async fn a_user_needs_no_more_than_the_docs_say() {
+    let docs = include_str!("../src/backend/redis/mod.rs");
+    let command = docs.lines().find_map(|line| line.strip_prefix("//! ACL ")).unwrap();
+    let server = RedisServer::start();
+    let words: Vec<_> = command.split(' ').collect();
+    let _: () = redis::cmd("ACL").arg(words).query(&mut server.connection()).unwrap();
+    let backend =
+        RedisBackend::connect(format!("redis://tollgate:password@127.0.0.1:{}/", server.port())).await.unwrap();
+    for policy in policies(200) {
+        let limiter = limiter(&backend, policy);
+        for _ in 0..201 {
+            limiter.check("alice").await.unwrap();
+        }
+        limiter.peek("alice").await.unwrap();
+        limiter.reset("alice").await.unwrap();
+    }
+}
+
+#[tokio::test]
 async fn secrets_are_not_shown() {
     let server = RedisServer::start_with(&["--requirepass", "hunter2"]);
     let url = format!("redis://:hunter2@127.0.0.1:{}/", server.port());

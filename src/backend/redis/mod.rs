@@ -31,6 +31,12 @@
 //!
 //! # Servers
 //!
+//! A user of their own needs no more than this, with the prefix in the place of `tollgate`:
+//!
+//! ```text
+//! ACL SETUSER tollgate on >password ~tollgate:1:* +eval +evalsha +unlink +get +set +incrby +pttl +pexpire +time +getrange +strlen +append
+//! ```
+//!
 //! Redis 6.2 or later, or Valkey. `maxmemory-policy` should be `noeviction` or a `volatile` one with room to spare: a key
 //! that is evicted is a count that starts again.
 
