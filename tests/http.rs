@@ -1,6 +1,5 @@
 //! What clients read: statuses, header fields and bodies, with HTTP and with gRPC.
 
-// Clippy takes the helpers of a test for something else than a test.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::convert::Infallible;

@@ -1,6 +1,5 @@
 //! One layer in front of real servers: axum, bare hyper and tonic, each asked over sockets.
 
-// Clippy takes the helpers of a test for something else than a test.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::convert::Infallible;
