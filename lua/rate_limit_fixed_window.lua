@@ -15,8 +15,8 @@
 -- Errors   TOLLGATE if the value was not written by this script; WRONGTYPE
 -- Repeat   charges again: not to be resent after a lost reply
 --
--- Arguments stay text until they are needed as numbers, and so travel to other commands as they came: printing a number
--- costs about as much as a command.
+-- Arguments stay text until they are needed as numbers, and so travel to other commands as they came, without being
+-- printed anew.
 local call, window = redis.call, KEYS[1]
 local limit, window_ms, cost, peek = ARGV[1], ARGV[2], ARGV[3], ARGV[4]
 local charge = peek == '0' and cost ~= '0'

@@ -11,7 +11,8 @@
 -- ARGV[4]  peek       1 to charge nothing, 0 otherwise
 --
 -- Value    version 1: one byte 1, five bytes sum before the first entry; then twelve bytes an entry: seven bytes time in
---          us, five bytes sum; little endian, sums modulo 2^40. At most a quarter of the entries, or 64, have run out.
+--          us, five bytes sum; little endian, sums modulo 2^40. After a charge fewer than 64 entries have run
+--          out, or fewer than a quarter as many as have not.
 -- Returns  {1, remaining, 0, reset_us} admitted | {0, remaining, retry_us, reset_us} denied, nothing written
 -- Errors   TOLLGATE if the value was not written by this script; WRONGTYPE
 -- Repeat   charges again: not to be resent after a lost reply

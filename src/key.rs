@@ -119,7 +119,7 @@ impl Key {
         if fits {
             return text.0;
         }
-        // Parts hold no comma, so joining them with one keeps `("a", "b")` and `("a,b",)` apart.
+        // A comma within a part is escaped, unless the part is a tuple itself, so the joined text says what the parts were.
         let joined: Vec<&[u8]> = parts.iter().flat_map(|part| [part.as_bytes(), b","]).collect();
         Self::digest_of(Origin::Tuple, &joined)
     }

@@ -14,8 +14,10 @@ use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Mutex, MutexGuard};
 use tokio::task::JoinSet;
 use tokio::time::sleep;
+use tollgate::rate_limit::RateLimitStore;
 use tollgate::{
-    AsError, BoxError, Limiter, OnStoreError, Policy, Quota, RateLimitLayer, RedisBackend, RedisOptions, StoreError,
+    AsError, BoxError, Key, Limiter, OnStoreError, Policy, Quota, RateLimitLayer, RedisBackend, RedisOptions,
+    StoreError,
 };
 use tower::{Layer, ServiceExt, service_fn};
 
@@ -169,6 +171,26 @@ async fn a_stopped_server_holds_nobody_beyond_the_deadline() {
     let failed = calls.iter().filter_map(|call| call.failure.as_ref()).collect::<Vec<_>>();
     assert!(failed.len() > 100, "only {} calls failed", failed.len());
     assert!(failed.iter().all(|failure| failure.is_timeout() || failure.is_unavailable()));
+}
+
+/// Whoever asks the store itself has no deadline but this.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_call_without_a_deadline_ends_with_the_response_timeout() {
+    let _turn = alone().await;
+    const TIMEOUT: Duration = Duration::from_millis(200);
+    let server = RedisServer::start();
+    let manager = RedisConnectionManager::new(server.url()).unwrap();
+    let pool = bb8_redis::bb8::Pool::builder().build(manager).await.unwrap();
+    for options in [RedisOptions::from_url(server.url()).unwrap(), RedisOptions::from_pool(pool)] {
+        let backend = options.response_timeout(TIMEOUT).connect().await.unwrap();
+        server.pause();
+        let start = Instant::now();
+        let error = backend.check(&policy(), &Key::from("alice"), 1).await.unwrap_err();
+        let took = start.elapsed();
+        server.resume();
+        assert!(error.is_timeout(), "{error:?}");
+        assert!(took >= TIMEOUT && took <= TIMEOUT + SLACK, "{took:?}");
+    }
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

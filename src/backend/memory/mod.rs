@@ -20,7 +20,7 @@ use crate::key::Key;
 ///
 /// # Memory
 ///
-/// Bounded: at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys unless told otherwise, about 200 bytes each. A key of
+/// Bounded: at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys unless told otherwise, all of one small size. A key of
 /// a sliding log counts as one more for every eight requests that it has room for, 16 bytes each: a log of 10,000 requests
 /// takes the room of 1,251 keys. Keys whose count has run out are dropped as new ones come. When there is still no room, a
 /// few keys are looked at and the least valuable one is forgotten: the one that has used the smallest share of its quota. So

@@ -35,7 +35,7 @@ enum Source {
     Pool(bb8::Pool<RedisConnectionManager>),
 }
 
-/// Measured: more connections than this gain nothing against one server, which has one thread for all of them.
+/// A few are enough, since each is shared by all callers and the server has one thread for all of them.
 const DEFAULT_CONNECTIONS: u32 = 4;
 
 impl RedisOptions {
@@ -122,8 +122,8 @@ impl RedisOptions {
     }
 }
 
-/// How many commands may wait to be written to one connection before the next caller has to wait. The client's own default
-/// of 50 makes hundreds of callers queue for a place and wakes them one by one.
+/// How many commands may wait to be written to one connection before the next caller has to wait for a place. The client's
+/// own default of 50 is fewer than the callers that one connection is meant to serve.
 const PIPELINE_BUFFER: usize = 1_024;
 
 /// What is wrong with a URL, without the part of the client's message that repeats a piece of it.

@@ -28,7 +28,6 @@ const DEMOTION: Duration = Duration::from_secs(1);
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 /// The longest pause: short enough for the pool to be whole within a second of the server's return.
 const LONGEST_PAUSE: Duration = Duration::from_millis(250);
-
 /// How long a failed attempt to connect speaks for the next one, beside the time that the next one may take. While calls
 /// come there is an attempt in every pause; after a lull nothing is known, and a call waits for the attempt that it sets off.
 const FRESH: Duration = Duration::from_millis(500);
@@ -279,22 +278,21 @@ impl Pause {
 
 impl Connector {
     async fn connect(&self) -> Result<MultiplexedConnection, RedisError> {
-        match self {
+        let mut connection = match self {
             Self::Client(client) => {
                 let (client, config) = &**client;
-                let mut connection = client.get_multiplexed_async_connection_with_config(config).await?;
-                // A client without a password is let in and then refused every command.
-                ping(&mut connection).await?;
-                Ok(connection)
+                client.get_multiplexed_async_connection_with_config(config).await?
             }
             Self::Pool { pool, response_timeout } => {
                 // Not one of those that the pool hands out: whoever has borrowed it may be in a transaction, or waiting.
                 let mut connection = pool.dedicated_connection().await?;
                 connection.set_response_timeout(*response_timeout);
-                ping(&mut connection).await?;
-                Ok(connection)
+                connection
             }
-        }
+        };
+        // A client without a password is let in and then refused every command.
+        ping(&mut connection).await?;
+        Ok(connection)
     }
 }
 

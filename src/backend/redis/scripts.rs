@@ -47,9 +47,7 @@ impl Scripts {
     pub(super) fn new() -> Self {
         Self { fixed_window: lua!("rate_limit_fixed_window.lua"), sliding_log: lua!("rate_limit_sliding_log.lua") }
     }
-}
 
-impl Scripts {
     pub(super) async fn rate_limit_fixed_window(
         &self,
         pool: &Pool,
