@@ -12,6 +12,7 @@
 mod support;
 
 use std::env;
+use std::io::{Seek, Write};
 use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -28,7 +29,9 @@ const KEYS: u64 = 10_000;
 const ROUNDS: usize = 5;
 const BENCHMARK_REQUESTS: &str = "300000";
 const ROUND: Duration = Duration::from_millis(1_800);
-const SCRIPT: &str = include_str!("../lua/rate_limit_fixed_window.lua");
+const SCRIPT: &str = include_str!("../lua/rate_limit_check.lua");
+/// One fixed window of a minute for 1,000,000 units, as the script wants it.
+const LIMITS: &[u8] = b"\x01\x01\x28\x00\x02\x00\x87\x93\x03\x00\x00\x00\x00\x00\x00\x00\x00\x40\x42\x0f\x00";
 
 fn main() {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime starts");
@@ -91,13 +94,14 @@ async fn held_pool(server: &RedisServer, ping: bool) -> bb8_redis::bb8::Pool<Red
 
 async fn decide_held(pool: bb8_redis::bb8::Pool<RedisConnectionManager>, script: Script, turn: u64) {
     let mut connection = pool.get().await.expect("the pool has a connection");
-    let key = format!("held:1:{{rate_limit:bench:{}}}:fixed:60000000", key_of(turn) % KEYS);
-    let reply: Vec<u64> = script
+    let key = format!("held:2:{{rate_limit:bench:{}}}:counts", key_of(turn) % KEYS);
+    let reply: Vec<u8> = script
         .key(key)
-        .arg(1_000_000)
-        .arg(60_000)
+        .arg("check")
         .arg(1)
-        .arg(0)
+        .arg("keep")
+        .arg(60_010)
+        .arg(LIMITS)
         .invoke_async(&mut *connection)
         .await
         .expect("Redis decides");
@@ -148,8 +152,13 @@ fn ceiling(server: &RedisServer, script: &Script) -> f64 {
         "redis-benchmark"
     });
     let benchmark = env::var("TOLLGATE_REDIS_BENCHMARK").map_or(sibling, Into::into);
+    // The last argument is not text, so it is read from a file.
+    let mut limits = tempfile::tempfile().expect("there is a temporary folder");
+    limits.write_all(LIMITS).and_then(|()| limits.rewind()).expect("it can be written to");
     let output = Command::new(&benchmark)
+        .stdin(limits)
         .args([
+            "-x",
             "-p",
             &server.port().to_string(),
             "-c",
@@ -162,8 +171,8 @@ fn ceiling(server: &RedisServer, script: &Script) -> f64 {
             &KEYS.to_string(),
             "--csv",
         ])
-        .args(["EVALSHA", script.get_hash(), "1", "ceiling:1:{rate_limit:bench:__rand_int__}:fixed:60000000"])
-        .args(["1000000", "60000", "1", "0"])
+        .args(["EVALSHA", script.get_hash(), "1", "ceiling:2:{rate_limit:bench:__rand_int__}:counts"])
+        .args(["check", "1", "keep", "60010"])
         .output()
         .unwrap_or_else(|error| {
             panic!("{} cannot be run ({error}): set TOLLGATE_REDIS_BENCHMARK", benchmark.display())

@@ -137,6 +137,15 @@ pub enum ConfigError {
         /// The largest quota that a sliding log takes.
         max: u32,
     },
+    /// A token bucket of this size would take longer to fill than the longest window there is.
+    BurstOutOfRange {
+        /// The size that was asked for.
+        burst: u32,
+        /// What flows in...
+        limit: u32,
+        /// ...in this time.
+        window: Duration,
+    },
     /// The URL of a backend cannot be understood. The URL itself is left out, since it may hold a password.
     InvalidUrl {
         /// What is wrong with it.
@@ -168,6 +177,9 @@ impl fmt::Display for ConfigError {
                 f,
                 "a sliding log remembers every request, so its quota is at most {max}, not {limit}; use a fixed window"
             ),
+            Self::BurstOutOfRange { burst, limit, window } => {
+                write!(f, "a bucket of {burst} takes longer than 3660 days to fill at {limit} per {window:?}")
+            }
             Self::InvalidUrl { reason } => write!(f, "the store URL is not valid: {reason}"),
             Self::UnknownScheme { scheme } => write!(
                 f,

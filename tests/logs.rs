@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::time::advance;
 use tollgate::http::peer_ip;
-use tollgate::rate_limit::{Decision, RateLimitStore};
+use tollgate::rate_limit::{Decision, LimitStatus, RateLimitStore, Receipt};
 use tollgate::{AsError, BoxError, ExtractKey, Key, Policy, Quota, RateLimitLayer, StoreError};
 use tower::{Layer, ServiceExt, service_fn};
 use tracing::field::{Field, Visit};
@@ -71,12 +71,20 @@ impl RateLimitStore for Moody {
         if self.broken.load(Ordering::Relaxed) {
             Err(StoreError::unavailable("connection refused"))
         } else {
-            Ok(Decision::allowed(5, 4, Duration::from_secs(1)))
+            Ok(Decision::new([LimitStatus::new(5, 4, Duration::ZERO, Duration::from_secs(1))]))
         }
     }
 
     async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
         self.check(policy, key, cost).await
+    }
+
+    async fn settle(&self, _: &Policy, _: &Key, _: Receipt, _: i64) -> Result<(), StoreError> {
+        unreachable!("nothing is given back")
+    }
+
+    async fn block(&self, _: &Policy, _: &Key, _: Duration) -> Result<(), StoreError> {
+        unreachable!("a layer never blocks")
     }
 
     async fn reset(&self, _: &Policy, _: &Key) -> Result<(), StoreError> {

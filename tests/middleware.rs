@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep};
-use tollgate::rate_limit::{Decision, MissingKey, Outcome, RateLimitStore, RateLimited};
+use tollgate::rate_limit::{Decision, LimitStatus, MissingKey, Outcome, RateLimitStore, RateLimited, Receipt};
 use tollgate::{
     AsError, BoxError, Key, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
 };
@@ -332,9 +332,12 @@ async fn the_deadline_can_be_set() {
 #[tokio::test(start_paused = true)]
 async fn an_answer_just_before_the_deadline_counts() {
     for (answer, passes) in [(allowed(), true), (denied(), false)] {
-        let store = Store::new(move |_, _, _| async move {
-            sleep(Duration::from_millis(99)).await;
-            Ok(answer)
+        let store = Store::new(move |_, _, _| {
+            let answer = answer.clone();
+            async move {
+                sleep(Duration::from_millis(99)).await;
+                Ok(answer)
+            }
         });
         let start = Instant::now();
         let service = layer(store, per_hour(1)).layer(service_fn(echo));
@@ -503,7 +506,7 @@ async fn a_quota_of_0_denies_everything_without_asking() {
     let service = weighted(&store, per_hour(0));
     for cost in [0, 1, u32::MAX] {
         let error = service.clone().oneshot(cost).await.unwrap_err().downcast::<RateLimited>().unwrap();
-        assert_eq!(error.decision(), &Decision::never(0));
+        assert_eq!(error.decision(), &Decision::never([0]));
     }
     assert_eq!(store.asked(), 0);
 }
@@ -597,11 +600,11 @@ async fn echo(request: &'static str) -> Result<&'static str, Broken> {
 }
 
 fn allowed() -> Decision {
-    Decision::allowed(1, 0, Duration::from_secs(1))
+    Decision::new([LimitStatus::new(1, 0, Duration::ZERO, Duration::from_secs(1))])
 }
 
 fn denied() -> Decision {
-    Decision::limited(1, 0, Duration::from_secs(1), Duration::from_secs(1))
+    Decision::new([LimitStatus::new(1, 0, Duration::from_secs(1), Duration::from_secs(1))])
 }
 
 fn poll_once<F: Future>(future: Pin<&mut F>) -> Poll<F::Output> {
@@ -794,6 +797,14 @@ impl RateLimitStore for Store {
 
     async fn peek(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
         unreachable!("a layer never peeks")
+    }
+
+    async fn settle(&self, _: &Policy, _: &Key, _: Receipt, _: i64) -> Result<(), StoreError> {
+        unreachable!("nothing is given back")
+    }
+
+    async fn block(&self, _: &Policy, _: &Key, _: Duration) -> Result<(), StoreError> {
+        unreachable!("a layer never blocks")
     }
 
     async fn reset(&self, _: &Policy, _: &Key) -> Result<(), StoreError> {

@@ -1,9 +1,11 @@
+use std::time::Duration;
+
 use super::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 use super::redis::{RedisBackend, RedisOptions};
 use crate::error::{ConfigError, ConnectError, StoreError};
 use crate::key::Key;
-use crate::rate_limit::{Decision, Policy, RateLimitStore};
+use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
 
 /// Opens the backend that a URL names, and makes sure that it answers.
 ///
@@ -74,8 +76,24 @@ impl RateLimitStore for AnyBackend {
         delegate!(self, store => store.check(policy, key, cost).await)
     }
 
+    fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
+        delegate!(self, store => store.check_now(policy, key, cost))
+    }
+
+    async fn check_all(&self, requests: &[Request]) -> Result<Vec<Decision>, StoreError> {
+        delegate!(self, store => store.check_all(requests).await)
+    }
+
     async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
         delegate!(self, store => store.peek(policy, key, cost).await)
+    }
+
+    async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
+        delegate!(self, store => store.settle(policy, key, receipt, change).await)
+    }
+
+    async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
+        delegate!(self, store => store.block(policy, key, time).await)
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {

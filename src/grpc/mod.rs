@@ -6,6 +6,7 @@
 //! | case | status |
 //! | --- | --- |
 //! | over the limit | 8 `RESOURCE_EXHAUSTED` |
+//! | on the deny list | 7 `PERMISSION_DENIED` |
 //! | no key | 3 `INVALID_ARGUMENT` |
 //! | store failed and the layer denies then | 14 `UNAVAILABLE` |
 //!
@@ -49,7 +50,7 @@ use ::http::{HeaderName, HeaderValue, Response};
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 
 use crate::http::ResponseBody;
-use crate::rate_limit::{Announce, Decision, Policy, Rejection};
+use crate::rate_limit::{Announce, Rejection, Standing};
 use crate::reject::Reject;
 
 /// A rejection becomes a gRPC status. See the [module docs](self).
@@ -58,6 +59,7 @@ pub struct AsStatus;
 
 #[derive(Clone, Copy)]
 enum Code {
+    PermissionDenied = 7,
     InvalidArgument = 3,
     ResourceExhausted = 8,
     Unavailable = 14,
@@ -76,6 +78,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
     fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
         Ok(match rejection {
             Rejection::Limited(limited) => status(Code::ResourceExhausted, &limited),
+            Rejection::Denied(denied) => status(Code::PermissionDenied, &denied),
             Rejection::MissingKey(missing) => status(Code::InvalidArgument, &missing),
             // What exactly is wrong with the store is no business of the client.
             Rejection::Store(_) => status(Code::Unavailable, &"temporarily unavailable"),
@@ -92,8 +95,8 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
 }
 
 impl<B> Announce<Response<B>> for AsStatus {
-    fn announce(&self, policy: &Policy, decision: Option<&Decision>, response: &mut Response<B>) {
-        crate::http::write_fields(policy, decision, response.headers_mut());
+    fn announce(&self, standing: &Standing<'_>, response: &mut Response<B>) {
+        crate::http::write_fields(standing, response.headers_mut());
     }
 }
 

@@ -3,7 +3,7 @@
 use ::http::{HeaderMap, HeaderName, HeaderValue};
 use sfv::{Integer, KeyRef, ListSerializer, RefBareItem, StringRef};
 
-use crate::rate_limit::{Decision, Policy, ceil_seconds};
+use crate::rate_limit::{Policy, Standing, ceil_seconds};
 
 const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -11,15 +11,16 @@ const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy")
 /// Adds `RateLimit-Policy` and, where the store said something, `RateLimit`.
 ///
 /// Added and not set, so that layers on top of each other all have their say: both fields are lists.
-pub(crate) fn write_fields(policy: &Policy, decision: Option<&Decision>, headers: &mut HeaderMap) {
-    let announcement = policy.announcement(|| {
-        let quota = policy.limit().quota();
+pub(crate) fn write_fields(standing: &Standing<'_>, headers: &mut HeaderMap) {
+    let (policy, decision) = (standing.policy, standing.decision);
+    let announcement = policy.announcement(0, || {
+        let quota = policy.limits()[0].quota();
         let window = quota.window();
         // `w` is in whole seconds and must not be 0; a window that is not cannot be told.
         let seconds = (window.subsec_nanos() == 0).then_some(window.as_secs());
         member(policy, [("q", Some(quota.limit().into())), ("w", seconds)])
     });
-    append(headers, RATELIMIT_POLICY, announcement);
+    append(headers, RATELIMIT_POLICY, announcement.unwrap_or_default());
     let known = decision.and_then(|decision| Some((decision, decision.remaining()?)));
     if let Some((decision, remaining)) = known {
         let reset = decision.reset_after();

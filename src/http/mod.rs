@@ -16,6 +16,7 @@
 //! | admitted | that of the inner service | `RateLimit-Policy`, `RateLimit` |
 //! | over the limit | 429 | `Retry-After`, `RateLimit-Policy`, `RateLimit` |
 //! | costs more than the quota | 429 | `RateLimit-Policy`; no wait helps, so no `Retry-After` |
+//! | on the deny list | 403 | `RateLimit-Policy` |
 //! | no key ([`OnMissingKey::Reject`](crate::OnMissingKey::Reject)) | 400 | `RateLimit-Policy` |
 //! | store failed ([`OnStoreError::Deny`](crate::OnStoreError::Deny)) | 503 | `Retry-After: 1`, `RateLimit-Policy` |
 //! | no decision, but passed | that of the inner service | `RateLimit-Policy` |

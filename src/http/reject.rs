@@ -5,7 +5,7 @@ use ::http::{HeaderValue, Response, StatusCode};
 
 use super::body::ResponseBody;
 use super::headers::write_fields;
-use crate::rate_limit::{Announce, Decision, Policy, Rejection};
+use crate::rate_limit::{Announce, Rejection, Standing};
 use crate::reject::{AsResponse, Reject};
 
 /// What a client is told to wait when it is not known when the store will answer again.
@@ -20,6 +20,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
             Rejection::Limited(limited) => {
                 response(StatusCode::TOO_MANY_REQUESTS, limited.retry_after_secs(), &limited)
             }
+            Rejection::Denied(denied) => response(StatusCode::FORBIDDEN, None, &denied),
             Rejection::MissingKey(missing) => response(StatusCode::BAD_REQUEST, None, &missing),
             // What exactly is wrong with the store is no business of the client.
             Rejection::Store(_) => {
@@ -38,8 +39,8 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
 }
 
 impl<B> Announce<Response<B>> for AsResponse {
-    fn announce(&self, policy: &Policy, decision: Option<&Decision>, response: &mut Response<B>) {
-        write_fields(policy, decision, response.headers_mut());
+    fn announce(&self, standing: &Standing<'_>, response: &mut Response<B>) {
+        write_fields(standing, response.headers_mut());
     }
 }
 

@@ -1,50 +1,136 @@
+use std::cmp::Reverse;
 use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
+use smallvec::SmallVec;
+
 use super::policy::Policy;
 
 /// What a store found out about one request: a normal outcome, never a failure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+///
+/// A policy of several limits makes one decision; [`limits`](Self::limits) says how each of them stands, and the other
+/// methods speak of the one that binds most.
+#[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Decision {
     outcome: Outcome,
-    limit: u32,
-    remaining: u32,
-    retry_after: Duration,
-    reset_after: Duration,
+    receipt: Option<Receipt>,
+    blocked_for: Duration,
+    limits: SmallVec<[LimitStatus; 1]>,
 }
 
 /// Whether a request may pass.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Outcome {
     /// It may, and was charged.
     Allowed,
     /// It may not yet; nothing was charged.
     Limited,
-    /// It never may: it costs more than the whole quota, or the quota is 0. Nothing was charged and no store was asked.
+    /// It may not, because its key was [blocked](super::Limiter::block) for a while; nothing was charged.
+    Blocked,
+    /// It never may: it costs more than can be had at once, or the quota is 0. Nothing was charged and no store was asked.
     Never,
 }
 
+/// How one limit of a policy stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct LimitStatus {
+    capacity: u32,
+    remaining: u32,
+    retry_after: Duration,
+    reset_after: Duration,
+}
+
+/// When something was charged, by the clock of the store. Whoever wants to give it back has to show this, so that what was
+/// charged in a window that is over is not given back in another.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Receipt {
+    at_us: u64,
+}
+
+impl Receipt {
+    /// Charged at this instant of the store's clock, in microseconds.
+    #[must_use]
+    pub const fn at_micros(at_us: u64) -> Self {
+        Self { at_us }
+    }
+
+    /// The instant, in microseconds of the store's clock.
+    #[must_use]
+    pub const fn as_micros(&self) -> u64 {
+        self.at_us
+    }
+}
+
+impl LimitStatus {
+    /// Of `capacity` units `remaining` are left and more become available after `reset_after`, zero where nothing is used.
+    /// `retry_after` is zero if the limit has room for the request, and otherwise says when it will.
+    #[must_use]
+    pub const fn new(capacity: u32, remaining: u32, retry_after: Duration, reset_after: Duration) -> Self {
+        Self { capacity, remaining, retry_after, reset_after }
+    }
+
+    /// Whether this limit stands in the way of the request.
+    #[must_use]
+    pub const fn is_violated(&self) -> bool {
+        !self.retry_after.is_zero()
+    }
+
+    /// The most units that can be used at once: see [`Limit::capacity`](super::Limit::capacity).
+    #[must_use]
+    pub const fn capacity(&self) -> u32 {
+        self.capacity
+    }
+
+    /// The units left after the decision.
+    #[must_use]
+    pub const fn remaining(&self) -> u32 {
+        self.remaining
+    }
+
+    /// How long until this limit has room for the request, if nobody else comes first; `None` if it has.
+    #[must_use]
+    pub const fn retry_after(&self) -> Option<Duration> {
+        if self.is_violated() { Some(self.retry_after) } else { None }
+    }
+
+    /// How long until more units become available; zero where all of them are.
+    #[must_use]
+    pub const fn reset_after(&self) -> Duration {
+        self.reset_after
+    }
+}
+
 impl Decision {
-    /// Admitted, `remaining` units are left, and more become available after `reset_after`.
+    /// What follows from how the limits stand: limited if one of them is violated, allowed otherwise. `limits` are those of the policy,
+    /// in its order.
     #[must_use]
-    pub const fn allowed(limit: u32, remaining: u32, reset_after: Duration) -> Self {
-        Self { outcome: Outcome::Allowed, limit, remaining, retry_after: Duration::ZERO, reset_after }
+    pub fn new(limits: impl IntoIterator<Item = LimitStatus>) -> Self {
+        let limits: SmallVec<_> = limits.into_iter().collect();
+        let violated = limits.iter().any(LimitStatus::is_violated);
+        let outcome = if violated { Outcome::Limited } else { Outcome::Allowed };
+        Self { outcome, receipt: None, blocked_for: Duration::ZERO, limits }
     }
 
-    /// Denied for now; the same cost would be admitted after `retry_after` if nobody else came first. A wait of nothing would
-    /// have everybody ask in a loop, and counts as a microsecond.
+    /// The same, with a receipt of what was charged.
     #[must_use]
-    pub const fn limited(limit: u32, remaining: u32, retry_after: Duration, reset_after: Duration) -> Self {
-        let retry_after = if retry_after.is_zero() { Duration::from_micros(1) } else { retry_after };
-        Self { outcome: Outcome::Limited, limit, remaining, retry_after, reset_after }
+    pub fn with_receipt(self, receipt: Receipt) -> Self {
+        Self { receipt: Some(receipt), ..self }
     }
 
-    /// Denied for good.
+    /// The same, but denied because the key is blocked for the next `blocked_for`.
     #[must_use]
-    pub const fn never(limit: u32) -> Self {
-        Self { outcome: Outcome::Never, limit, remaining: 0, retry_after: Duration::ZERO, reset_after: Duration::ZERO }
+    pub fn blocked(self, blocked_for: Duration) -> Self {
+        Self { outcome: Outcome::Blocked, receipt: None, blocked_for: blocked_for.max(Duration::from_micros(1)), ..self }
+    }
+
+    /// Denied for good, by limits of these capacities.
+    #[must_use]
+    pub fn never(capacities: impl IntoIterator<Item = u32>) -> Self {
+        let status = |capacity| LimitStatus::new(capacity, 0, Duration::ZERO, Duration::ZERO);
+        let limits = capacities.into_iter().map(status).collect();
+        Self { outcome: Outcome::Never, receipt: None, blocked_for: Duration::ZERO, limits }
     }
 
     /// Whether the request may pass.
@@ -53,40 +139,68 @@ impl Decision {
         matches!(self.outcome, Outcome::Allowed)
     }
 
-    /// Allowed, limited for now, or impossible.
+    /// Allowed, limited for now, blocked, or impossible.
     #[must_use]
     pub const fn outcome(&self) -> Outcome {
         self.outcome
     }
 
-    /// The units of the quota.
+    /// How each limit of the policy stands, in the order of the policy. Where no store was asked ([`Outcome::Never`]) only
+    /// their capacities are known.
     #[must_use]
-    pub const fn limit(&self) -> u32 {
-        self.limit
+    pub fn limits(&self) -> &[LimitStatus] {
+        &self.limits
     }
 
-    /// The units left after this decision, or `None` where no store was asked ([`Outcome::Never`]).
+    /// What is needed to give back what was charged; `None` where nothing was.
     #[must_use]
-    pub const fn remaining(&self) -> Option<u32> {
-        match self.outcome {
-            Outcome::Never => None,
-            Outcome::Allowed | Outcome::Limited => Some(self.remaining),
+    pub const fn receipt(&self) -> Option<Receipt> {
+        self.receipt
+    }
+
+    pub(crate) fn take_receipt(&mut self) -> Option<Receipt> {
+        self.receipt.take()
+    }
+
+    /// The limit that has least left, and of those the one that takes longest to give more.
+    fn tightest(&self) -> Option<&LimitStatus> {
+        match self.limits.as_slice() {
+            [only] => Some(only),
+            limits => limits.iter().min_by_key(|limit| (limit.remaining, Reverse(limit.reset_after), limit.capacity)),
         }
     }
 
-    /// How long to wait before the same cost fits, where waiting helps: only for [`Outcome::Limited`], and never zero then.
+    /// The units that can be used at once of the limit that has least left.
     #[must_use]
-    pub const fn retry_after(&self) -> Option<Duration> {
+    pub fn limit(&self) -> u32 {
+        self.tightest().map_or(0, LimitStatus::capacity)
+    }
+
+    /// The units left after this decision, by the limit that has least left; `None` where no store was asked
+    /// ([`Outcome::Never`]).
+    #[must_use]
+    pub fn remaining(&self) -> Option<u32> {
         match self.outcome {
-            Outcome::Limited => Some(self.retry_after),
+            Outcome::Never => None,
+            Outcome::Allowed | Outcome::Limited | Outcome::Blocked => self.tightest().map(LimitStatus::remaining),
+        }
+    }
+
+    /// How long to wait before the same cost fits, where waiting helps: until the last of the violated limits has room, or
+    /// the block is over. Never zero; `None` for [`Outcome::Allowed`] and [`Outcome::Never`].
+    #[must_use]
+    pub fn retry_after(&self) -> Option<Duration> {
+        match self.outcome {
+            Outcome::Limited => self.limits.iter().map(|limit| limit.retry_after).max(),
+            Outcome::Blocked => Some(self.blocked_for),
             Outcome::Allowed | Outcome::Never => None,
         }
     }
 
-    /// How long until more units become available; zero where the whole quota is.
+    /// How long until more units become available, by the limit that has least left; zero where the whole quota is.
     #[must_use]
-    pub const fn reset_after(&self) -> Duration {
-        self.reset_after
+    pub fn reset_after(&self) -> Duration {
+        self.tightest().map_or(Duration::ZERO, LimitStatus::reset_after)
     }
 }
 
@@ -94,18 +208,40 @@ impl Decision {
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RateLimited {
     policy: Policy,
+    cost: u32,
     decision: Decision,
 }
 
 impl RateLimited {
-    pub(crate) const fn new(policy: Policy, decision: Decision) -> Self {
-        Self { policy, decision }
+    pub(crate) const fn new(policy: Policy, cost: u32, decision: Decision) -> Self {
+        Self { policy, cost, decision }
     }
 
     /// The name of the policy that said no.
     #[must_use]
     pub fn policy(&self) -> &str {
         self.policy.name()
+    }
+
+    /// The names of the limits that stand in the way: see [`Policy::limit_names`]. Empty for a key that is blocked, and all that can
+    /// never be met where no wait helps.
+    pub fn violated(&self) -> impl Iterator<Item = &str> {
+        let never = self.decision.outcome() == Outcome::Never;
+        let limits = self.policy.limit_names().zip(self.decision.limits());
+        let stands_in_the_way = move |limit: &LimitStatus| {
+            limit.is_violated() || never && (limit.capacity() == 0 || self.cost > limit.capacity())
+        };
+        limits.filter(move |(_, limit)| stands_in_the_way(limit)).map(|(name, _)| name)
+    }
+
+    /// The units that the request asked for.
+    #[must_use]
+    pub const fn cost(&self) -> u32 {
+        self.cost
+    }
+
+    pub(crate) const fn full_policy(&self) -> &Policy {
+        &self.policy
     }
 
     /// How long to wait before trying again; `None` where no wait helps.
@@ -130,6 +266,9 @@ impl RateLimited {
 impl fmt::Display for RateLimited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.retry_after_secs() {
+            Some(seconds) if self.decision.outcome() == Outcome::Blocked => {
+                write!(f, "blocked by rate limit `{}`, try again in {seconds} s", self.policy())
+            }
             Some(seconds) => write!(f, "rate limit `{}` exceeded, try again in {seconds} s", self.policy()),
             None => write!(f, "the request exceeds the whole quota of rate limit `{}`", self.policy()),
         }
@@ -150,6 +289,19 @@ impl fmt::Display for MissingKey {
 }
 
 impl Error for MissingKey {}
+
+/// The rejection of a request that is on a deny list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Denied;
+
+impl fmt::Display for Denied {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the request is not allowed")
+    }
+}
+
+impl Error for Denied {}
 
 /// Whole seconds that are not shorter than `wait`, and at least one: the only honest way to tell a client in seconds.
 pub(crate) fn ceil_seconds(wait: Duration) -> u64 {
@@ -172,7 +324,7 @@ mod tests {
     #[test]
     fn a_denial_for_good_names_no_time() {
         let policy = Policy::new("api", Quota::per_second(0).fixed_window());
-        let rejection = RateLimited::new(policy, Decision::never(0));
+        let rejection = RateLimited::new(policy, 1, Decision::never([0]));
         assert_eq!(rejection.retry_after(), None);
         assert_eq!(rejection.to_string(), "the request exceeds the whole quota of rate limit `api`");
     }

@@ -9,7 +9,7 @@ use tower_service::Service;
 
 use super::Decision;
 use super::layer::Settings;
-use super::rejection::{Announce, Rejection};
+use super::rejection::{Announce, Rejection, Standing};
 use crate::error::StoreError;
 use crate::reject::Reject;
 
@@ -85,7 +85,7 @@ where
                 }
                 StateProj::Calling { future, decision } => {
                     let answer = ready!(future.poll(cx));
-                    let decision = *decision;
+                    let decision = decision.take();
                     this.state.set(State::Complete);
                     let answer = answer.map(|response| settings.answer.response(response));
                     break (answer.map_err(|error| settings.answer.error(error)), decision);
@@ -99,7 +99,9 @@ where
             }
         };
         Poll::Ready(answer.map(|mut response| {
-            settings.answer.announce(settings.limiter.policy(), decision.as_ref(), &mut response);
+            let mut standing = Standing::new(settings.limiter.policy());
+            standing.decision = decision.as_ref();
+            settings.answer.announce(&standing, &mut response);
             response
         }))
     }

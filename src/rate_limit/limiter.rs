@@ -1,6 +1,6 @@
 use std::time::Duration;
 
-use super::decision::Decision;
+use super::decision::{Decision, Receipt};
 use super::policy::Policy;
 use super::store::RateLimitStore;
 use crate::deadline::Deadline;
@@ -92,7 +92,36 @@ impl<B: RateLimitStore> Limiter<B> {
         Deadline::new(self.store.peek(&self.policy, &key, 1), self.deadline).await
     }
 
-    /// Forgets what was counted for `key`, which then has its whole quota.
+    /// Corrects a charge: adds `change` units, or gives them back if it is negative, as far as they still count. See
+    /// [`RateLimitStore::settle`].
+    ///
+    /// ```
+    /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::StoreError> {
+    /// let tokens = Limiter::new(MemoryBackend::new(), Policy::new("tokens", Quota::per_hour(1_000).token_bucket()));
+    ///
+    /// let estimate = tokens.check_cost("alice", 400).await?;
+    /// let used = 150; // It was not that much after all.
+    /// if let Some(receipt) = estimate.receipt() {
+    ///     tokens.settle("alice", receipt, used - 400).await?;
+    /// }
+    /// assert_eq!(tokens.peek("alice").await?.remaining(), Some(850));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub async fn settle(&self, key: impl Into<Key>, receipt: Receipt, change: i64) -> Result<(), StoreError> {
+        let key = key.into();
+        Deadline::new(self.store.settle(&self.policy, &key, receipt, change), self.deadline).await
+    }
+
+    /// Denies everything to `key` for the time given, as a penalty for instance; a time of zero lifts the block. What was
+    /// counted stays, and goes on to run out.
+    pub async fn block(&self, key: impl Into<Key>, time: Duration) -> Result<(), StoreError> {
+        let key = key.into();
+        Deadline::new(self.store.block(&self.policy, &key, time), self.deadline).await
+    }
+
+    /// Forgets what was counted for `key`, which then has its whole quota and is not blocked.
     pub async fn reset(&self, key: impl Into<Key>) -> Result<(), StoreError> {
         let key = key.into();
         Deadline::new(self.store.reset(&self.policy, &key), self.deadline).await

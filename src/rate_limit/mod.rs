@@ -66,6 +66,7 @@
 //!
 //! [`StoreError`]: crate::StoreError
 
+pub(crate) mod counting;
 mod decision;
 mod future;
 mod layer;
@@ -76,15 +77,15 @@ mod rejection;
 mod service;
 mod store;
 
-pub use self::decision::{Decision, MissingKey, Outcome, RateLimited};
+pub use self::decision::{Decision, Denied, LimitStatus, MissingKey, Outcome, RateLimited, Receipt};
 pub use self::future::ResponseFuture;
 pub use self::layer::{OnMissingKey, OnStoreError, RateLimitLayer, RequestCost, UnitCost};
 pub use self::limiter::Limiter;
-pub use self::policy::Policy;
-pub use self::quota::{Algorithm, Limit, Quota};
-pub use self::rejection::{Announce, Rejection};
+pub use self::policy::{Mode, Policy, QuotaChange};
+pub use self::quota::{Algorithm, BurstQuota, Limit, Quota};
+pub use self::rejection::{Announce, Rejection, Standing};
 pub use self::service::RateLimit;
-pub use self::store::RateLimitStore;
+pub use self::store::{RateLimitStore, Request};
 
 #[cfg(feature = "http")]
 pub(crate) use self::decision::ceil_seconds;

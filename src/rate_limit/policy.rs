@@ -1,14 +1,28 @@
-use std::sync::Arc;
+use std::iter;
+use std::sync::{Arc, OnceLock};
 
+use super::counting::Terms;
 use super::decision::Decision;
 use super::quota::Limit;
 use crate::key::Key;
 
-/// A named limit. The name is what clients read in the `RateLimit` fields and what keeps the counts of two policies apart.
+/// A name and one or several limits, enforced together: a request passes if all of them have room, and is charged to all
+/// of them or to none.
 ///
-/// Two policies of the same name and window on the same backend share their counts, in one process or in many: this is how
-/// replicas agree. Changing the number of units keeps what has been counted; changing the window or the algorithm starts
-/// afresh.
+/// ```
+/// use tollgate::{Policy, Quota};
+///
+/// # fn main() -> Result<(), tollgate::ConfigError> {
+/// let policy = Policy::new("api", Quota::per_second(10).burst(20)?.token_bucket())
+///     .limit(Quota::per_hour(1_000).fixed_window())
+///     .limit(Quota::per_day(20_000).sliding_window());
+/// # Ok(())
+/// # }
+/// ```
+///
+/// The name is what clients read in the `RateLimit` fields and what keeps the counts of two policies apart. Two policies of the
+/// same name on the same backend share their counts, in one process or in many: this is how replicas agree. What
+/// becomes of the counts when the limits change, or differ from client to client, is [`QuotaChange`].
 ///
 /// Cheap to clone.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -18,37 +32,152 @@ pub struct Policy {
 
 #[derive(Debug)]
 struct Inner {
-    name: String,
-    limit: Limit,
-    // What clients are told of the policy with every answer, once it was written down.
+    spec: Spec,
+    // What follows from it. First the same limits as numbers to count with, and what clients know them by.
+    terms: Vec<Terms>,
+    names: Vec<String>,
+    // And what is only made when it is needed.
+    share: OnceLock<(u32, Policy)>,
+    #[cfg(feature = "redis")]
+    encoded: OnceLock<Vec<u8>>,
     #[cfg(feature = "http")]
-    announcement: std::sync::OnceLock<String>,
+    announcements: [OnceLock<String>; 2],
+}
+
+/// All that a policy says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+struct Spec {
+    name: String,
+    limits: Vec<Limit>,
+    given_names: Vec<Option<String>>,
+    on_change: QuotaChange,
+    mode: Mode,
+}
+
+/// What happens to what was counted when a limit of a policy is changed: in a new release, by a reload, or because a client has changed plans.
+/// Defaults to [`Keep`](Self::Keep).
+///
+/// A limit is the same limit with other numbers as long as its algorithm and its window stay the same; token buckets are
+/// matched in their order, whatever their rate. A limit that has no counterpart starts afresh.
+///
+/// Counts are converted by the first request that is charged under the new limits. While two releases with different limits
+/// share a store, counts are converted to and fro, which is harmless with `Keep`, not quite with `Proportional` (units are rounded up each
+/// time), and generous with `Reset`.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum QuotaChange {
+    /// What has been used stays used: who used 80 of 100 has 920 left of 1,000.
+    #[default]
+    Keep,
+    /// A limit whose numbers change starts afresh: who used 80 of 100 has 1,000 left of 1,000.
+    Reset,
+    /// The used share stays the same, rounded up: who used 80 of 100 has 200 left of 1,000. A sliding log, which remembers
+    /// requests and not shares, keeps them.
+    Proportional,
+}
+
+/// Whether a policy is enforced. Defaults to [`Enforce`](Self::Enforce).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Mode {
+    /// Requests over the limit are turned away.
+    #[default]
+    Enforce,
+    /// Requests are counted and judged, and pass in any case: to see in metrics and logs whom a new limit would hit. Clients
+    /// are told nothing.
+    Shadow,
+    /// Enforced for this percentage of the keys and a shadow for the others. Always the same keys, on all replicas, so that
+    /// a client that is let through at 20 % is not turned away at 10 %. 100 and above are [`Enforce`](Self::Enforce).
+    Percent(u8),
 }
 
 impl PartialEq for Inner {
     fn eq(&self, other: &Self) -> bool {
-        (&self.name, self.limit) == (&other.name, other.limit)
+        self.spec == other.spec
     }
 }
 
 impl Eq for Inner {}
 
 impl Policy {
+    /// The most limits that a policy takes.
+    pub const MAX_LIMITS: usize = 16;
+
     /// A policy called `name` that enforces `limit`.
     ///
     /// Take a short name of letters, digits, `-`, `_` and `.`. Any other byte is percent-encoded, and a name of more than
     /// [`Key::MAX_LEN`] bytes is replaced by its digest, since names become part of stored keys.
     pub fn new(name: impl AsRef<str>, limit: Limit) -> Self {
-        let name = name.as_ref();
-        // A colon separates the name from the subject in a stored key, so a name holds none.
-        let escaped = Key::new(name).as_str().replace(':', "%3A");
-        let fits = escaped.len() <= Key::MAX_LEN;
-        let name = if fits { escaped } else { Key::digest(name).as_str().to_owned() };
+        Self::with_spec(Spec {
+            name: clean(name.as_ref()),
+            limits: vec![limit],
+            given_names: vec![None],
+            on_change: QuotaChange::default(),
+            mode: Mode::default(),
+        })
+    }
+
+    /// Enforces `limit` as well.
+    ///
+    /// # Panics
+    ///
+    /// If the policy has [`MAX_LIMITS`](Self::MAX_LIMITS) already.
+    #[must_use]
+    pub fn limit(self, limit: Limit) -> Self {
+        assert!(self.inner.spec.limits.len() < Self::MAX_LIMITS, "a policy takes at most {} limits", Self::MAX_LIMITS);
+        self.change(|spec| {
+            spec.limits.push(limit);
+            spec.given_names.push(None);
+        })
+    }
+
+    /// Names the limit that was added last, for clients to read.
+    ///
+    /// Unless told otherwise the only limit of a policy has the policy's name, and several have their period behind it:
+    /// `api-1s`, `api-1h`, `api-1d`.
+    #[must_use]
+    pub fn named(self, name: impl AsRef<str>) -> Self {
+        self.change(|spec| {
+            if let Some(last) = spec.given_names.last_mut() {
+                *last = Some(clean(name.as_ref()));
+            }
+        })
+    }
+
+    /// What becomes of the counts when limits change. Defaults to [`QuotaChange::Keep`].
+    #[must_use]
+    pub fn on_quota_change(self, change: QuotaChange) -> Self {
+        self.change(|spec| spec.on_change = change)
+    }
+
+    /// Whether the policy is enforced. Defaults to [`Mode::Enforce`].
+    #[must_use]
+    pub fn mode(self, mode: Mode) -> Self {
+        self.change(|spec| spec.mode = mode)
+    }
+
+    /// Counts and judges, but turns nobody away: [`Mode::Shadow`].
+    #[must_use]
+    pub fn shadow(self) -> Self {
+        self.mode(Mode::Shadow)
+    }
+
+    fn change(self, change: impl FnOnce(&mut Spec)) -> Self {
+        let mut spec = self.inner.spec.clone();
+        change(&mut spec);
+        Self::with_spec(spec)
+    }
+
+    fn with_spec(spec: Spec) -> Self {
         let inner = Inner {
-            name,
-            limit,
+            terms: spec.limits.iter().map(|limit| Terms::new(*limit)).collect(),
+            names: names(&spec),
+            spec,
+            share: OnceLock::new(),
+            #[cfg(feature = "redis")]
+            encoded: OnceLock::new(),
             #[cfg(feature = "http")]
-            announcement: std::sync::OnceLock::new(),
+            announcements: Default::default(),
         };
         Self { inner: Arc::new(inner) }
     }
@@ -56,33 +185,117 @@ impl Policy {
     /// The name, as clients and stores see it.
     #[must_use]
     pub fn name(&self) -> &str {
-        &self.inner.name
+        &self.inner.spec.name
     }
 
-    /// The limit that it enforces.
+    /// The limits that it enforces, in the order in which they were added.
     #[must_use]
-    pub fn limit(&self) -> Limit {
-        self.inner.limit
+    pub fn limits(&self) -> &[Limit] {
+        &self.inner.spec.limits
+    }
+
+    /// What clients know the limits by, in the same order.
+    pub fn limit_names(&self) -> impl ExactSizeIterator<Item = &str> {
+        self.inner.names.iter().map(String::as_str)
+    }
+
+    /// What becomes of the counts when limits change.
+    #[must_use]
+    pub fn quota_change(&self) -> QuotaChange {
+        self.inner.spec.on_change
+    }
+
+    /// Whether the policy is enforced for this key.
+    #[must_use]
+    pub fn is_enforced_for(&self, key: &Key) -> bool {
+        match self.inner.spec.mode {
+            Mode::Enforce => true,
+            Mode::Shadow => false,
+            Mode::Percent(percent) => key.percentile() < percent,
+        }
     }
 
     /// The answer to a cost that can never be admitted, however long the client waits; there is no need to ask a store.
     pub(crate) fn rule_out(&self, cost: u32) -> Option<Decision> {
-        let limit = self.inner.limit.quota().limit();
-        (limit == 0 || cost > limit).then(|| Decision::never(limit))
+        let hopeless = |terms: &Terms| terms.capacity == 0 || cost > terms.capacity;
+        let terms = &self.inner.terms;
+        terms.iter().any(hopeless).then(|| Decision::never(terms.iter().map(|terms| terms.capacity)))
     }
 
-    /// The text that `write` makes of the policy, kept for the next time.
+    /// The limits as numbers to count with.
+    pub(crate) fn terms(&self) -> &[Terms] {
+        &self.inner.terms
+    }
+
+    /// The policy of one of `replicas` that do not know of each other: of each limit its share of the units, rounded up.
+    pub(crate) fn share_of(&self, replicas: u32) -> Self {
+        let make = || {
+            let mut spec = self.inner.spec.clone();
+            spec.limits.iter_mut().for_each(|limit| *limit = limit.share_of(replicas));
+            Self::with_spec(spec)
+        };
+        // Kept for the number that is asked for first, which is nearly always the only one.
+        let (kept_for, share) = self.inner.share.get_or_init(|| (replicas, make()));
+        if *kept_for == replicas { share.clone() } else { make() }
+    }
+
+    /// The terms in the form that `encode` gives them, kept for the next time.
+    #[cfg(feature = "redis")]
+    pub(crate) fn encoded(&self, encode: impl FnOnce(&[Terms]) -> Vec<u8>) -> &[u8] {
+        self.inner.encoded.get_or_init(|| encode(&self.inner.terms))
+    }
+
+    /// The text that `write` makes of the policy, kept for the next time. There is room for two of them.
     #[cfg(feature = "http")]
-    pub(crate) fn announcement(&self, write: impl FnOnce() -> String) -> &str {
-        self.inner.announcement.get_or_init(write)
+    pub(crate) fn announcement(&self, which: usize, write: impl FnOnce() -> String) -> Option<&str> {
+        Some(self.inner.announcements.get(which)?.get_or_init(write))
     }
 
-    /// Whether two policies count in the same place, so that a count made under one is valid under the other.
+    /// Whether two policies count in the same place.
     pub(crate) fn shares_counts_with(&self, other: &Policy) -> bool {
+        self.is_same_as(other) || self.inner.spec.name == other.inner.spec.name
+    }
+
+    /// Whether two policies are clones of one.
+    pub(crate) fn is_same_as(&self, other: &Policy) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
-            || (self.inner.limit.algorithm() == other.inner.limit.algorithm()
-                && self.inner.limit.quota().window() == other.inner.limit.quota().window()
-                && self.inner.name == other.inner.name)
+    }
+}
+
+/// A name as part of a stored key: short, printable, and without a colon, which separates it from the subject.
+fn clean(name: &str) -> String {
+    let escaped = Key::new(name).as_str().replace(':', "%3A");
+    if escaped.len() <= Key::MAX_LEN { escaped } else { Key::digest(name).as_str().to_owned() }
+}
+
+/// What clients know the limits by. All different, since clients tell limits apart by them.
+fn names(spec: &Spec) -> Vec<String> {
+    let mut names: Vec<String> = Vec::with_capacity(spec.limits.len());
+    for (limit, given) in spec.limits.iter().zip(&spec.given_names) {
+        let base = match given {
+            Some(name) => name.clone(),
+            None if spec.limits.len() == 1 => spec.name.clone(),
+            None => format!("{}-{}", spec.name, period(limit)),
+        };
+        let taken = |name: &String| names.contains(name);
+        let numbered = (2..).map(|number| format!("{base}-{number}"));
+        let name = iter::once(base.clone()).chain(numbered).find(|name| !taken(name));
+        names.push(name.unwrap_or(base));
+    }
+    names
+}
+
+/// `1s`, `15m`, `1h`, `1d`, `250ms`.
+fn period(limit: &Limit) -> String {
+    let period = limit.quota().window();
+    let seconds = period.as_secs();
+    match (seconds, period.subsec_nanos()) {
+        (0, _) => format!("{}ms", period.as_millis()),
+        (_, 1..) => format!("{}ms", period.as_millis()),
+        _ if seconds % 86_400 == 0 => format!("{}d", seconds / 86_400),
+        _ if seconds % 3_600 == 0 => format!("{}h", seconds / 3_600),
+        _ if seconds % 60 == 0 => format!("{}m", seconds / 60),
+        _ => format!("{seconds}s"),
     }
 }
 
@@ -99,6 +312,35 @@ mod tests {
         for long in ["x".repeat(1 << 20), ":".repeat(40), "{".repeat(20)] {
             let name = Policy::new(&long, limit).name().to_owned();
             assert!(name.len() <= Key::MAX_LEN && !name.contains([':', '{']), "{name}");
+        }
+    }
+
+    #[test]
+    fn limits_can_be_told_apart() {
+        let names = |policy: Policy| policy.limit_names().map(str::to_owned).collect::<Vec<_>>();
+        let one = Policy::new("api", Quota::per_second(10).fixed_window());
+        assert_eq!(names(one.clone()), ["api"]);
+        let three = one.clone().limit(Quota::per_hour(1_000).fixed_window()).limit(Quota::per_day(5).sliding_window());
+        assert_eq!(names(three), ["api-1s", "api-1h", "api-1d"]);
+        let twice = one.clone().limit(Quota::per_second(10).token_bucket()).named("burst");
+        assert_eq!(names(twice), ["api-1s", "burst"]);
+        let same = one.limit(Quota::per_second(10).token_bucket());
+        assert_eq!(names(same), ["api-1s", "api-1s-2"]);
+    }
+
+    #[test]
+    fn the_clients_of_a_smaller_percentage_are_among_those_of_a_larger_one() {
+        let limit = Quota::per_second(1).fixed_window();
+        let enforced = |percent: u8| {
+            let policy = Policy::new("api", limit).mode(Mode::Percent(percent));
+            (0..10_000_u32).map(|i| policy.is_enforced_for(&Key::from(i))).collect::<Vec<_>>()
+        };
+        let (none, ten, fifty, all) = (enforced(0), enforced(10), enforced(50), enforced(100));
+        assert!(!none.contains(&true) && !all.contains(&false));
+        assert!(ten.iter().zip(&fifty).all(|(ten, fifty)| !ten || *fifty));
+        for (keys, expected) in [(ten, 1_000), (fifty, 5_000)] {
+            let count = keys.iter().filter(|enforced| **enforced).count();
+            assert!(count.abs_diff(expected) < 200, "{count} of 10,000 instead of {expected}");
         }
     }
 }

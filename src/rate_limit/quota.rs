@@ -58,8 +58,7 @@ impl Quota {
         Self { limit, window: Duration::from_secs(86_400) }
     }
 
-    /// `limit` units per `window`, which is counted in whole microseconds, and by a fixed window in whole milliseconds,
-    /// rounded up.
+    /// `limit` units per `window`, which is counted in whole microseconds.
     ///
     /// # Errors
     ///
@@ -73,14 +72,52 @@ impl Quota {
         }
     }
 
+    /// Lets up to `units` be saved up and spent at once: the size of the [token bucket](BurstQuota::token_bucket).
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::BurstOutOfRange`] if an empty bucket would take longer than [`MAX_WINDOW`](Self::MAX_WINDOW) to fill.
+    pub const fn burst(self, units: u32) -> Result<BurstQuota, ConfigError> {
+        let fill_us = units as u128 * self.window.as_micros();
+        if fill_us <= self.limit as u128 * Self::MAX_WINDOW.as_micros() {
+            Ok(BurstQuota { quota: self, burst: units })
+        } else {
+            Err(ConfigError::BurstOutOfRange { burst: units, limit: self.limit, window: self.window })
+        }
+    }
+
+    /// Counts with a bucket that holds a whole quota of tokens and is refilled evenly: the smoothest algorithm, and one of the
+    /// cheapest.
+    ///
+    /// A client that was quiet may use the whole quota at once, and from then on as much as flows in: in the worst case twice
+    /// the quota, less one, passes within one window's length. Name a smaller [burst](Self::burst) where that is too
+    /// much.
+    ///
+    /// This is the generic cell rate algorithm (GCRA, ITU-T I.371) in the form of a leaky bucket, in integers: the rate is
+    /// exact unless the bucket takes years to fill, and then too slow by no more than two millionths.
+    #[must_use]
+    pub const fn token_bucket(self) -> Limit {
+        Limit { quota: self, algorithm: Algorithm::TokenBucket, capacity: self.limit }
+    }
+
     /// Counts in windows that open with a key's first request and close together with its count.
     ///
-    /// The cheapest algorithm: one counter per key. In the worst case twice the quota passes within one window's length,
-    /// half at the end of one window and half at the start of the next. Windows are per key, so clients do not all come
-    /// back at the same instant.
+    /// In the worst case twice the quota passes within one window's length, half at the end of one window and half at the
+    /// start of the next. Windows are per key, so clients do not all come back at the same instant.
     #[must_use]
     pub const fn fixed_window(self) -> Limit {
-        Limit { quota: self, algorithm: Algorithm::FixedWindow }
+        Limit { quota: self, algorithm: Algorithm::FixedWindow, capacity: self.limit }
+    }
+
+    /// Counts in two windows and fades the older one out as the newer one fills: nearly as strict as a [log](Self::sliding_log)
+    /// at the price of two numbers.
+    ///
+    /// What was used in the last window counts by the share of it that is less than a window ago, as if it had been spread
+    /// evenly. A client that spreads its requests evenly gets exactly the quota. In the worst case, with all of the last
+    /// window's requests at its end, somewhat less than twice the quota passes within one window's length.
+    #[must_use]
+    pub const fn sliding_window(self) -> Limit {
+        Limit { quota: self, algorithm: Algorithm::SlidingWindow, capacity: self.limit }
     }
 
     /// Remembers every request until it is a window old: never more than the quota in *any* span of a window's length.
@@ -92,7 +129,7 @@ impl Quota {
     /// [`ConfigError::SlidingLogTooLong`] for a quota above [`MAX_SLIDING_LOG`](Self::MAX_SLIDING_LOG).
     pub const fn sliding_log(self) -> Result<Limit, ConfigError> {
         if self.limit <= Self::MAX_SLIDING_LOG {
-            Ok(Limit { quota: self, algorithm: Algorithm::SlidingLog })
+            Ok(Limit { quota: self, algorithm: Algorithm::SlidingLog, capacity: self.limit })
         } else {
             Err(ConfigError::SlidingLogTooLong { limit: self.limit, max: Self::MAX_SLIDING_LOG })
         }
@@ -110,14 +147,27 @@ impl Quota {
         self.window
     }
 
-    /// The length of the window as a sliding log counts it. It fits: see `MAX_WINDOW`.
+    /// The length of the window. It fits: see `MAX_WINDOW`.
     pub(crate) const fn window_us(&self) -> u64 {
         self.window.as_micros() as u64
     }
+}
 
-    /// The length of the window as a fixed window counts it: whole milliseconds, rounded up.
-    pub(crate) const fn window_ms(&self) -> u64 {
-        self.window.as_micros().div_ceil(1_000) as u64
+/// A quota of which up to a number of units may be saved up and spent at once: see [`Quota::burst`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+pub struct BurstQuota {
+    quota: Quota,
+    burst: u32,
+}
+
+impl BurstQuota {
+    /// Counts with a bucket that holds the burst and is refilled evenly at the rate of the quota.
+    ///
+    /// In the worst case the burst and a whole quota, less one, pass within one window's length. See
+    /// [`Quota::token_bucket`].
+    #[must_use]
+    pub const fn token_bucket(self) -> Limit {
+        Limit { quota: self.quota, algorithm: Algorithm::TokenBucket, capacity: self.burst }
     }
 }
 
@@ -125,8 +175,12 @@ impl Quota {
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Algorithm {
+    /// See [`Quota::token_bucket`].
+    TokenBucket,
     /// See [`Quota::fixed_window`].
     FixedWindow,
+    /// See [`Quota::sliding_window`].
+    SlidingWindow,
     /// See [`Quota::sliding_log`].
     SlidingLog,
 }
@@ -136,6 +190,7 @@ pub enum Algorithm {
 pub struct Limit {
     quota: Quota,
     algorithm: Algorithm,
+    capacity: u32,
 }
 
 impl Limit {
@@ -149,6 +204,32 @@ impl Limit {
     #[must_use]
     pub const fn algorithm(&self) -> Algorithm {
         self.algorithm
+    }
+
+    /// The most that can be used at once: the burst of a token bucket, the quota otherwise. 0 if the quota is 0.
+    #[must_use]
+    pub const fn capacity(&self) -> u32 {
+        if self.quota.limit == 0 { 0 } else { self.capacity }
+    }
+
+    /// The time in which the whole [capacity](Self::capacity) becomes available anew: the window, or the time in which a bucket fills
+    /// up, in whole microseconds, rounded up.
+    #[must_use]
+    pub const fn period(&self) -> Duration {
+        if self.capacity == self.quota.limit || self.quota.limit == 0 {
+            return self.quota.window;
+        }
+        let fill_us = (self.capacity as u128 * self.quota.window.as_micros()).div_ceil(self.quota.limit as u128);
+        // It fits: see `Quota::burst`.
+        Duration::from_micros(fill_us as u64)
+    }
+
+    /// The same limit for one of `replicas` that do not know of each other: its share of the units, rounded up.
+    #[must_use]
+    pub(crate) const fn share_of(self, replicas: u32) -> Self {
+        let replicas = if replicas == 0 { 1 } else { replicas };
+        let quota = Quota { limit: self.quota.limit.div_ceil(replicas), window: self.quota.window };
+        Self { quota, algorithm: self.algorithm, capacity: self.capacity.div_ceil(replicas) }
     }
 }
 
@@ -173,5 +254,21 @@ mod tests {
         assert!(Quota::per_day(10_000).sliding_log().is_ok());
         let error = Quota::per_day(10_001).sliding_log().unwrap_err();
         assert_eq!(error, ConfigError::SlidingLogTooLong { limit: 10_001, max: 10_000 });
+    }
+
+    #[test]
+    fn a_bucket_that_never_fills_is_refused() {
+        assert!(Quota::per_day(1).burst(3_660).is_ok());
+        assert!(matches!(Quota::per_day(1).burst(3_661), Err(ConfigError::BurstOutOfRange { burst: 3_661, .. })));
+        assert!(matches!(Quota::per_day(0).burst(1), Err(ConfigError::BurstOutOfRange { .. })));
+        assert_eq!(Quota::per_second(0).burst(0).unwrap().token_bucket().capacity(), 0);
+    }
+
+    #[test]
+    fn the_period_of_a_bucket_is_the_time_it_takes_to_fill() {
+        let period = |limit: u32, burst: u32| Quota::per_second(limit).burst(burst).unwrap().token_bucket().period();
+        assert_eq!(period(10, 10), Duration::from_secs(1));
+        assert_eq!(period(10, 25), Duration::from_millis(2_500));
+        assert_eq!(period(3, 1), Duration::from_micros(333_334));
     }
 }

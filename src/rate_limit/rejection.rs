@@ -1,5 +1,7 @@
-use super::decision::{MissingKey, RateLimited};
+use super::decision::{Decision, Denied, MissingKey, RateLimited};
+use super::policy::Policy;
 use crate::error::{BoxError, StoreError};
+use crate::key::Key;
 
 /// Why a request was turned away. Each case is a type of its own, so "over the limit" and "the store is down" cannot be
 /// confused.
@@ -10,16 +12,19 @@ pub enum Rejection {
     Limited(RateLimited),
     /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Reject) such requests.
     MissingKey(MissingKey),
+    /// The request is on the [deny list](super::RateLimitLayer::deny) of the layer.
+    Denied(Denied),
     /// The store failed, and the layer is told to [deny](super::OnStoreError::Deny) requests then.
     Store(StoreError),
 }
 
 impl From<Rejection> for BoxError {
-    /// The error inside: [`RateLimited`], [`MissingKey`] or [`StoreError`], to be found by downcasting.
+    /// The error inside: [`RateLimited`], [`MissingKey`], [`Denied`] or [`StoreError`], to be found by downcasting.
     fn from(rejection: Rejection) -> Self {
         match rejection {
             Rejection::Limited(error) => error.into(),
             Rejection::MissingKey(error) => error.into(),
+            Rejection::Denied(error) => error.into(),
             Rejection::Store(error) => error.into(),
         }
     }
@@ -29,11 +34,37 @@ impl From<Rejection> for BoxError {
 ///
 /// Implemented for the same types as [`Reject`](crate::reject::Reject), which has the other half of the answer.
 pub trait Announce<Res> {
-    /// Adds to `response` what the client should know; `decision` is `None` where none could be made.
-    fn announce(&self, policy: &super::Policy, decision: Option<&super::Decision>, response: &mut Res);
+    /// Adds to `response` what the client should know. Called once for each policy that was asked about the request.
+    fn announce(&self, standing: &Standing<'_>, response: &mut Res);
+}
+
+/// How a request stands with one policy.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Standing<'a> {
+    /// The policy.
+    pub policy: &'a Policy,
+    /// Whom the request counts for, where that is known.
+    pub key: Option<&'a Key>,
+    /// What was decided, where a decision could be made.
+    pub decision: Option<&'a Decision>,
+}
+
+impl<'a> Standing<'a> {
+    /// Of a request of which no more than the policy is known.
+    #[must_use]
+    pub const fn new(policy: &'a Policy) -> Self {
+        Self { policy, key: None, decision: None }
+    }
+
+    /// Of a request that counts for `key`, with what was decided about it.
+    #[must_use]
+    pub const fn of(policy: &'a Policy, key: &'a Key, decision: Option<&'a Decision>) -> Self {
+        Self { policy, key: Some(key), decision }
+    }
 }
 
 impl<Res> Announce<Res> for crate::reject::AsError {
     /// Adds nothing: a plain service has no place for it.
-    fn announce(&self, _: &super::Policy, _: Option<&super::Decision>, _: &mut Res) {}
+    fn announce(&self, _: &Standing<'_>, _: &mut Res) {}
 }

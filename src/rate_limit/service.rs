@@ -115,7 +115,7 @@ impl<B, K, C, A> Settings<B, K, C, A> {
                 if decision.is_allowed() {
                     Ok(Some(decision))
                 } else {
-                    let rejection = RateLimited::new(policy.clone(), decision);
+                    let rejection = RateLimited::new(policy.clone(), 1, decision.clone());
                     Err((Rejection::Limited(rejection), Some(decision)))
                 }
             }

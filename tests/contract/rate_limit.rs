@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
-use tollgate::rate_limit::{Decision, Limit, RateLimitStore};
+use tollgate::rate_limit::{Algorithm, Decision, Limit, Outcome, QuotaChange, RateLimitStore, Receipt, Request};
 use tollgate::{Key, Limiter, Policy, Quota};
 
 /// Calls a macro with the names of all claims.
@@ -31,6 +31,20 @@ macro_rules! for_each_claim {
             the_longest_windows_and_the_largest_costs_are_counted,
             racing_callers_get_the_quota_between_them,
             any_bytes_are_a_subject,
+            a_bucket_refills_evenly_up_to_its_burst,
+            a_sliding_window_fades,
+            the_largest_numbers_fit_into_every_algorithm,
+            several_limits_are_charged_together_or_not_at_all,
+            the_answer_names_every_violated_limit_and_the_longest_wait,
+            several_subjects_are_charged_together_or_not_at_all,
+            what_is_given_back_can_be_used_again,
+            nothing_is_given_back_into_another_window,
+            more_is_never_given_back_than_was_used,
+            a_charge_afterwards_is_a_debt,
+            a_debt_is_never_deeper_than_the_quota,
+            a_block_denies_and_forgets_nothing,
+            a_change_of_quota_keeps_resets_or_scales,
+            racing_callers_of_several_limits_get_the_tightest_between_them,
         }
     };
 }
@@ -41,14 +55,19 @@ const LONG: Duration = Duration::from_secs(60);
 /// A window that can be waited for, with room for a machine that is slow to wake somebody.
 const SHORT: Duration = Duration::from_secs(1);
 
-/// Both algorithms, with a quota of `limit` per [`LONG`].
-fn limits(limit: u32) -> [Limit; 2] {
+/// All algorithms, with a quota of `limit` per [`LONG`].
+fn limits(limit: u32) -> [Limit; 4] {
     limits_of(limit, LONG)
 }
 
-fn limits_of(limit: u32, window: Duration) -> [Limit; 2] {
+fn limits_of(limit: u32, window: Duration) -> [Limit; 4] {
     let quota = Quota::new(limit, window).unwrap();
-    [quota.fixed_window(), quota.sliding_log().unwrap()]
+    [quota.fixed_window(), quota.sliding_log().unwrap(), quota.sliding_window(), quota.token_bucket()]
+}
+
+/// The longest that a count of this limit lives.
+fn lifetime(limit: Limit) -> Duration {
+    limit.quota().window() * if limit.algorithm() == Algorithm::SlidingWindow { 2 } else { 1 }
 }
 
 fn limiter<B: RateLimitStore + Clone>(store: &B, name: &str, limit: Limit) -> Limiter<B> {
@@ -63,14 +82,14 @@ pub async fn exactly_the_quota_is_admitted<B: RateLimitStore + Clone>(store: B) 
             let decision = limiter.check("alice").await.unwrap();
             assert!(decision.is_allowed());
             assert_eq!((decision.limit(), decision.remaining(), decision.retry_after()), (5, Some(left), None));
-            assert!(decision.reset_after() > Duration::ZERO && decision.reset_after() <= LONG);
+            assert!(decision.reset_after() > Duration::ZERO && decision.reset_after() <= lifetime(limit));
         }
         for _ in 0..3 {
             let decision = limiter.check("alice").await.unwrap();
             assert!(!decision.is_allowed());
             assert_eq!(decision.remaining(), Some(0));
             let wait = decision.retry_after().unwrap();
-            assert!(wait > Duration::ZERO && wait <= LONG, "{wait:?}");
+            assert!(wait > Duration::ZERO && wait <= lifetime(limit), "{wait:?}");
         }
     }
 }
@@ -174,17 +193,18 @@ pub async fn an_untouched_quota_has_nothing_to_reset<B: RateLimitStore + Clone>(
         let limiter = limiter(&store, "untouched", limit);
         assert_eq!(limiter.peek("alice").await.unwrap().reset_after(), Duration::ZERO);
         let reset = limiter.check("alice").await.unwrap().reset_after();
-        assert!(reset > Duration::ZERO && reset <= LONG, "{reset:?}");
+        assert!(reset > Duration::ZERO && reset <= lifetime(limit), "{reset:?}");
     }
 }
 
 pub async fn a_lower_limit_keeps_what_was_counted<B: RateLimitStore + Clone>(store: B) {
     for (before, after) in limits(10).into_iter().zip(limits(4)) {
+        let longest = lifetime(after);
         let (before, after) = (limiter(&store, "lower", before), limiter(&store, "lower", after));
         assert!(before.check_cost("alice", 6).await.unwrap().is_allowed());
         let decision = after.check("alice").await.unwrap();
         assert_eq!((decision.is_allowed(), decision.remaining()), (false, Some(0)));
-        assert!(decision.retry_after().unwrap() <= LONG);
+        assert!(decision.retry_after().unwrap() <= longest);
     }
 }
 
@@ -198,6 +218,10 @@ pub async fn a_higher_limit_keeps_what_was_counted<B: RateLimitStore + Clone>(st
 
 pub async fn another_window_starts_afresh<B: RateLimitStore + Clone>(store: B) {
     for (before, after) in limits(1).into_iter().zip(limits_of(1, LONG * 2)) {
+        // A bucket has no window, only a rate.
+        if before.algorithm() == Algorithm::TokenBucket {
+            continue;
+        }
         let (before, after) = (limiter(&store, "window", before), limiter(&store, "window", after));
         assert!(before.check("alice").await.unwrap().is_allowed());
         assert!(after.check("alice").await.unwrap().is_allowed());
@@ -205,7 +229,7 @@ pub async fn another_window_starts_afresh<B: RateLimitStore + Clone>(store: B) {
 }
 
 pub async fn a_fixed_window_ends_all_at_once<B: RateLimitStore + Clone>(store: B) {
-    let [fixed, _] = limits_of(3, SHORT);
+    let [fixed, ..] = limits_of(3, SHORT);
     let limiter = limiter(&store, "fixed", fixed);
     assert!(limiter.check("alice").await.unwrap().is_allowed());
     sleep(SHORT / 2).await;
@@ -217,7 +241,7 @@ pub async fn a_fixed_window_ends_all_at_once<B: RateLimitStore + Clone>(store: B
 
 pub async fn a_sliding_log_never_admits_more_in_any_window<B: RateLimitStore + Clone>(store: B) {
     const LIMIT: usize = 4;
-    let [_, log] = limits_of(LIMIT as u32, SHORT);
+    let [_, log, ..] = limits_of(LIMIT as u32, SHORT);
     let limiter = limiter(&store, "sliding", log);
     let start = Instant::now();
     let mut admitted = Vec::new();
@@ -250,9 +274,9 @@ pub async fn a_full_sliding_log_works<B: RateLimitStore + Clone>(store: B) {
 }
 
 pub async fn the_longest_windows_and_the_largest_costs_are_counted<B: RateLimitStore + Clone>(store: B) {
-    let [_, log] = limits_of(Quota::MAX_SLIDING_LOG, Quota::MAX_WINDOW);
-    let fixed = Quota::new(u32::MAX, Quota::MAX_WINDOW).unwrap().fixed_window();
-    for limit in [fixed, log] {
+    let [_, log, ..] = limits_of(Quota::MAX_SLIDING_LOG, Quota::MAX_WINDOW);
+    let largest = Quota::new(u32::MAX, Quota::MAX_WINDOW).unwrap();
+    for limit in [largest.fixed_window(), log] {
         let most = limit.quota().limit();
         let limiter = limiter(&store, "longest", limit);
         assert_eq!(limiter.check_cost("alice", most - 1).await.unwrap().remaining(), Some(1));
@@ -298,4 +322,268 @@ pub async fn any_bytes_are_a_subject<B: RateLimitStore + Clone>(store: B) {
             assert!(!limiter.check(Key::new(subject)).await.unwrap().is_allowed(), "{} bytes", subject.len());
         }
     }
+}
+
+pub async fn a_bucket_refills_evenly_up_to_its_burst<B: RateLimitStore + Clone>(store: B) {
+    // A token every fifth of a second.
+    let bucket = Quota::per_second(5).burst(3).unwrap().token_bucket();
+    let limiter = limiter(&store, "bucket", bucket);
+    assert_eq!(limiter.check_cost("alice", 3).await.unwrap().remaining(), Some(0));
+    let decision = limiter.check("alice").await.unwrap();
+    assert!(!decision.is_allowed() && decision.retry_after().unwrap() <= Duration::from_millis(200));
+    sleep(decision.retry_after().unwrap()).await;
+    assert!(limiter.check("alice").await.unwrap().is_allowed());
+    // However long it is left alone, it holds no more than its burst.
+    sleep(SHORT * 2).await;
+    assert_eq!(limiter.peek("alice").await.unwrap().remaining(), Some(3));
+    assert_eq!(limiter.check_cost("alice", 4).await.unwrap().outcome(), Outcome::Never);
+}
+
+pub async fn a_sliding_window_fades<B: RateLimitStore + Clone>(store: B) {
+    let [_, _, sliding, _] = limits_of(100, SHORT);
+    let limiter = limiter(&store, "fades", sliding);
+    let start = Instant::now();
+    assert_eq!(limiter.check_cost("alice", 100).await.unwrap().remaining(), Some(0));
+    let opened = Instant::now();
+    // Half way through the next window half of it still counts.
+    sleep(SHORT * 3 / 2).await;
+    let asked = opened.elapsed();
+    let left = limiter.peek("alice").await.unwrap().remaining().unwrap();
+    let fraction = |elapsed: Duration| (elapsed.as_secs_f64() / SHORT.as_secs_f64() - 1.0).min(1.0) * 100.0;
+    let (least, most) = (fraction(asked) - 1.5, fraction(start.elapsed()) + 1.5);
+    assert!((least..=most).contains(&f64::from(left)), "{left} is not between {least} and {most}");
+}
+
+pub async fn the_largest_numbers_fit_into_every_algorithm<B: RateLimitStore + Clone>(store: B) {
+    let largest = Quota::new(u32::MAX, Quota::MAX_WINDOW).unwrap();
+    let slowest = Quota::new(1, Quota::MAX_WINDOW).unwrap();
+    let odd = Quota::new(999_999_937, Duration::from_micros(86_400_000_001)).unwrap();
+    for quota in [largest, slowest, odd, Quota::per_second(u32::MAX)] {
+        for limit in [quota.token_bucket(), quota.sliding_window(), quota.fixed_window()] {
+            let most = limit.capacity();
+            let limiter = limiter(&store, "largest", limit);
+            assert_eq!(limiter.check_cost("alice", most).await.unwrap().remaining(), Some(0), "{limit:?}");
+            let decision = limiter.check_cost("alice", most).await.unwrap();
+            // So fast a bucket may be full again by now.
+            if quota.window() > SHORT {
+                let wait = decision.retry_after().unwrap();
+                let due = lifetime(limit);
+                assert!(wait <= due + due / 100_000 && wait > due - LONG, "{limit:?} {wait:?}");
+            }
+            limiter.reset("alice").await.unwrap();
+        }
+    }
+}
+
+/// A policy of one limit for each algorithm, the tightest first.
+fn four_limits(name: &str) -> Policy {
+    let policy = Policy::new(name, Quota::new(3, LONG).unwrap().token_bucket());
+    let policy = policy.limit(Quota::new(5, LONG * 2).unwrap().fixed_window());
+    let policy = policy.limit(Quota::new(7, LONG * 3).unwrap().sliding_window());
+    policy.limit(Quota::new(9, LONG * 4).unwrap().sliding_log().unwrap())
+}
+
+fn policy_limiter<B: RateLimitStore + Clone>(store: &B, policy: Policy) -> Limiter<B> {
+    Limiter::new(store.clone(), policy).deadline(Duration::from_secs(10))
+}
+
+fn left(decision: &Decision) -> Vec<u32> {
+    decision.limits().iter().map(|limit| limit.remaining()).collect()
+}
+
+pub async fn several_limits_are_charged_together_or_not_at_all<B: RateLimitStore + Clone>(store: B) {
+    let limiter = policy_limiter(&store, four_limits("together"));
+    let decision = limiter.check_cost("alice", 2).await.unwrap();
+    assert_eq!((decision.is_allowed(), left(&decision)), (true, vec![1, 3, 5, 7]));
+    assert_eq!((decision.remaining(), decision.limit()), (Some(1), 3));
+    for _ in 0..3 {
+        let decision = limiter.check_cost("alice", 2).await.unwrap();
+        assert_eq!((decision.outcome(), left(&decision)), (Outcome::Limited, vec![1, 3, 5, 7]));
+        let violated: Vec<_> = decision.limits().iter().map(|limit| limit.is_violated()).collect();
+        assert_eq!(violated, [true, false, false, false]);
+    }
+    let decision = limiter.check("alice").await.unwrap();
+    assert_eq!((decision.is_allowed(), left(&decision)), (true, vec![0, 2, 4, 6]));
+}
+
+pub async fn the_answer_names_every_violated_limit_and_the_longest_wait<B: RateLimitStore + Clone>(store: B) {
+    let limits = limits_of(4, LONG).into_iter().chain(limits_of(4, LONG * 4));
+    let policy = limits.fold(Policy::new("roomy", Quota::per_day(100).fixed_window()), Policy::limit);
+    let limiter = policy_limiter(&store, policy);
+    assert!(limiter.check_cost("alice", 3).await.unwrap().is_allowed());
+    let decision = limiter.check_cost("alice", 2).await.unwrap();
+    assert_eq!(decision.outcome(), Outcome::Limited);
+    let violated: Vec<_> = decision.limits().iter().map(|limit| limit.is_violated()).collect();
+    assert_eq!(violated, [false, true, true, true, true, true, true, true, true]);
+    let longest = decision.limits().iter().filter_map(|limit| limit.retry_after()).max();
+    assert_eq!(decision.retry_after(), longest);
+    assert!(longest.unwrap() > LONG * 3, "{longest:?}");
+}
+
+pub async fn several_subjects_are_charged_together_or_not_at_all<B>(store: B)
+where
+    B: RateLimitStore + Clone + Sync,
+{
+    let user = Policy::new("all-user", Quota::new(3, LONG).unwrap().token_bucket());
+    let address = four_limits("all-address");
+    let everyone = Policy::new("all-everyone", Quota::new(2, LONG).unwrap().fixed_window());
+    let request = |policy: &Policy, key: &str, cost| Request { policy: policy.clone(), key: Key::from(key), cost };
+    let requests = [request(&user, "alice", 1), request(&address, "203.0.113.7", 2), request(&everyone, "all", 1)];
+    let outcomes = |decisions: &[Decision]| decisions.iter().map(Decision::outcome).collect::<Vec<_>>();
+    let left = |decisions: &[Decision]| decisions.iter().map(|d| d.remaining().unwrap()).collect::<Vec<_>>();
+
+    let decisions = store.check_all(&requests).await.unwrap();
+    assert_eq!(outcomes(&decisions), [Outcome::Allowed; 3]);
+    assert_eq!(left(&decisions), [2, 1, 1]);
+    assert!(decisions.iter().all(|decision| decision.receipt().is_some()));
+
+    // The address has one left and wants two; the others have room, and keep it.
+    let decisions = store.check_all(&requests).await.unwrap();
+    assert_eq!(outcomes(&decisions), [Outcome::Allowed, Outcome::Limited, Outcome::Allowed]);
+    assert!(decisions.iter().all(|decision| decision.receipt().is_none()), "{decisions:?}");
+    for (request, expected) in requests.iter().zip([2, 1, 1]) {
+        let decision = store.peek(&request.policy, &request.key, 1).await.unwrap();
+        assert_eq!(decision.remaining(), Some(expected), "{request:?}");
+    }
+}
+
+pub async fn what_is_given_back_can_be_used_again<B: RateLimitStore + Clone>(store: B) {
+    for limit in limits(5) {
+        let limiter = limiter(&store, "refund", limit);
+        let decision = limiter.check_cost("alice", 4).await.unwrap();
+        assert!(!limiter.check_cost("alice", 3).await.unwrap().is_allowed());
+        limiter.settle("alice", decision.receipt().unwrap(), -3).await.unwrap();
+        assert_eq!(limiter.check_cost("alice", 3).await.unwrap().remaining(), Some(1), "{limit:?}");
+        // And all of it, which leaves nothing behind.
+        limiter.settle("alice", decision.receipt().unwrap(), -1).await.unwrap();
+        assert_eq!(limiter.peek("alice").await.unwrap().remaining(), Some(2), "{limit:?}");
+    }
+}
+
+pub async fn nothing_is_given_back_into_another_window<B: RateLimitStore + Clone>(store: B) {
+    for limit in limits_of(5, SHORT / 4) {
+        let limiter = limiter(&store, "late", limit);
+        let late = limiter.check_cost("alice", 5).await.unwrap().receipt().unwrap();
+        sleep(lifetime(limit) + Duration::from_millis(20)).await;
+        let before = Instant::now();
+        let decision = limiter.check_cost("alice", 5).await.unwrap();
+        assert!(decision.is_allowed());
+        limiter.settle("alice", late, -5).await.unwrap();
+        let decision = limiter.check_cost("alice", 5).await.unwrap();
+        assert!(!decision.is_allowed() || before.elapsed() >= limit.quota().window(), "{limit:?}");
+        limiter.reset("alice").await.unwrap();
+    }
+    // A key that is gone is not made by giving back.
+    for limit in limits(5) {
+        let limiter = limiter(&store, "gone", limit);
+        let receipt = limiter.check("alice").await.unwrap().receipt().unwrap();
+        limiter.reset("alice").await.unwrap();
+        limiter.settle("alice", receipt, -1).await.unwrap();
+        let peek = limiter.peek("alice").await.unwrap();
+        assert_eq!((peek.remaining(), peek.reset_after()), (Some(5), Duration::ZERO), "{limit:?}");
+    }
+}
+
+pub async fn more_is_never_given_back_than_was_used<B: RateLimitStore + Clone>(store: B) {
+    for limit in limits(5) {
+        let limiter = limiter(&store, "over", limit);
+        let receipt = limiter.check_cost("alice", 2).await.unwrap().receipt().unwrap();
+        for change in [-3, -5, i64::MIN] {
+            limiter.settle("alice", receipt, change).await.unwrap();
+            assert_eq!(limiter.peek("alice").await.unwrap().remaining(), Some(5), "{limit:?} {change}");
+        }
+        assert_eq!(limiter.check_cost("alice", 5).await.unwrap().remaining(), Some(0), "{limit:?}");
+        assert!(!limiter.check("alice").await.unwrap().is_allowed(), "{limit:?}");
+    }
+}
+
+pub async fn a_charge_afterwards_is_a_debt<B: RateLimitStore + Clone>(store: B) {
+    for limit in limits(5) {
+        let limiter = limiter(&store, "debt", limit);
+        let receipt = limiter.check_cost("alice", 4).await.unwrap().receipt().unwrap();
+        limiter.settle("alice", receipt, 3).await.unwrap();
+        let decision = limiter.check("alice").await.unwrap();
+        assert_eq!((decision.outcome(), decision.remaining()), (Outcome::Limited, Some(0)), "{limit:?}");
+        // Seven of five are used, so giving back three leaves one.
+        limiter.settle("alice", receipt, -3).await.unwrap();
+        assert_eq!(limiter.peek("alice").await.unwrap().remaining(), Some(1), "{limit:?}");
+    }
+}
+
+pub async fn a_debt_is_never_deeper_than_the_quota<B: RateLimitStore + Clone>(store: B) {
+    for limit in limits(5) {
+        let limiter = limiter(&store, "deep", limit);
+        for change in [3, i64::from(u32::MAX), i64::MAX] {
+            limiter.settle("alice", Receipt::at_micros(0), change).await.unwrap();
+        }
+        let wait = limiter.check("alice").await.unwrap().retry_after().unwrap();
+        assert!(wait <= LONG * 2, "{limit:?} {wait:?}");
+    }
+}
+
+pub async fn a_block_denies_and_forgets_nothing<B: RateLimitStore + Clone>(store: B) {
+    for limit in limits(5) {
+        let limiter = limiter(&store, "block", limit);
+        assert_eq!(limiter.check_cost("alice", 2).await.unwrap().remaining(), Some(3));
+        limiter.block("alice", SHORT / 2).await.unwrap();
+        limiter.block("stranger", LONG).await.unwrap();
+        for subject in ["alice", "stranger"] {
+            for cost in [0, 1] {
+                let decision = limiter.check_cost(subject, cost).await.unwrap();
+                assert_eq!(decision.outcome(), Outcome::Blocked, "{subject} {cost}");
+                let wait = decision.retry_after().unwrap();
+                assert!(wait > Duration::ZERO && wait <= LONG);
+            }
+            assert_eq!(limiter.peek(subject).await.unwrap().outcome(), Outcome::Blocked);
+        }
+        sleep(SHORT / 2 + Duration::from_millis(20)).await;
+        assert!(limiter.check("alice").await.unwrap().is_allowed());
+        assert!(limiter.peek("alice").await.unwrap().remaining().unwrap() <= 3, "{limit:?}");
+
+        limiter.block("stranger", Duration::ZERO).await.unwrap();
+        assert_eq!(limiter.check("stranger").await.unwrap().remaining(), Some(4));
+        limiter.block("stranger", LONG).await.unwrap();
+        limiter.reset("stranger").await.unwrap();
+        assert_eq!(limiter.check("stranger").await.unwrap().remaining(), Some(4));
+    }
+}
+
+pub async fn a_change_of_quota_keeps_resets_or_scales<B: RateLimitStore + Clone>(store: B) {
+    let cases = [(QuotaChange::Keep, 920), (QuotaChange::Reset, 1_000), (QuotaChange::Proportional, 200)];
+    for (change, expected) in cases {
+        for (free, pro) in limits(100).into_iter().zip(limits(1_000)) {
+            let expected = match (free.algorithm(), change) {
+                // A log remembers requests, and not shares.
+                (Algorithm::SlidingLog, QuotaChange::Proportional) => 920,
+                _ => expected,
+            };
+            let [free, pro] =
+                [free, pro].map(|limit| policy_limiter(&store, Policy::new("plan", limit).on_quota_change(change)));
+            assert_eq!(free.check_cost("alice", 80).await.unwrap().remaining(), Some(20));
+            let seen = pro.peek("alice").await.unwrap().remaining();
+            // A bucket of 1,000 a minute has gained a token by now and then.
+            assert!(seen.unwrap().abs_diff(expected) <= 10, "{change:?} {:?} {seen:?}", pro.policy());
+            assert!(pro.check_cost("alice", expected - 10).await.unwrap().is_allowed());
+            assert!(!pro.check_cost("alice", 100).await.unwrap().is_allowed());
+            pro.reset("alice").await.unwrap();
+        }
+    }
+}
+
+pub async fn racing_callers_of_several_limits_get_the_tightest_between_them<B>(store: B)
+where
+    B: RateLimitStore + Clone + Send + Sync + 'static,
+{
+    let limits = limits_of(60, LONG * 2);
+    let policy = limits.into_iter().fold(Policy::new("races", Quota::new(50, LONG).unwrap().fixed_window()), Policy::limit);
+    let limiter = policy_limiter(&store, policy);
+    let mut callers = JoinSet::new();
+    for _ in 0..200 {
+        let limiter = limiter.clone();
+        callers.spawn(async move { limiter.check("alice").await.unwrap() });
+    }
+    let admitted = callers.join_all().await.iter().filter(|decision| decision.is_allowed()).count();
+    assert_eq!(admitted, 50);
+    let peek = limiter.peek("alice").await.unwrap();
+    assert!(left(&peek)[1..].iter().all(|left| *left == 10 || *left == 11), "{peek:?}");
 }

@@ -7,11 +7,13 @@ use std::fmt;
 use std::hash::{BuildHasher, Hasher, RandomState};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
 use tokio::time::Instant;
 
 use self::shard::Shard;
 use crate::key::Key;
+use crate::rate_limit::Quota;
 
 /// Keeps everything in this process: no server, no background task, and the same decisions as Redis would give.
 ///
@@ -20,9 +22,9 @@ use crate::key::Key;
 ///
 /// # Memory
 ///
-/// Bounded: at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys unless told otherwise, all of one small size. A key of
-/// a sliding log counts as one more for every eight requests that it has room for, 16 bytes each: a log of 10,000 requests
-/// takes the room of 1,251 keys. Keys whose count has run out are dropped as new ones come. When there is still no room, a
+/// Bounded: at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys unless told otherwise, all of one small size. A key
+/// counts as one more for every two limits beyond the first, and for every eight requests that a sliding log has room for, 16 bytes each: a
+/// log of 10,000 requests takes the room of 1,251 keys. Keys whose count has run out are dropped as new ones come. When there is still no room, a
 /// few keys are looked at and the least valuable one is forgotten: the one that has used the smallest share of its quota. So
 /// a flood of new keys pushes out its own kind, and the clients that are being limited stay limited.
 ///
@@ -71,6 +73,8 @@ const OWN_SHARE: usize = 4;
 impl MemoryBackend {
     /// How many keys are kept unless told otherwise.
     pub const DEFAULT_CAPACITY: usize = 100_000;
+    /// The longest time that a key is blocked for at once.
+    const MAX_BLOCK: Duration = Quota::MAX_WINDOW;
 
     /// An empty backend that keeps at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys.
     #[must_use]
@@ -111,17 +115,19 @@ impl MemoryBackend {
         elapsed.as_secs() * 1_000_000 + u64::from(elapsed.subsec_micros())
     }
 
-    /// The hash of a subject and the shard that holds it. The same subject of several policies has the same hash: they are
-    /// few, and clients have no say in how many.
-    ///
-    /// Read the clock only after this: whoever holds the lock has to be no earlier than who held it before.
-    fn locate(&self, key: &Key) -> (u64, usize, MutexGuard<'_, Shard>) {
+    /// The hash of a subject and the number of the shard that holds it. The same subject of several policies has the same
+    /// hash: they are few, and clients have no say in how many.
+    fn place(&self, key: &Key) -> (u64, usize) {
         let mut hasher = self.inner.hasher.build_hasher();
         hasher.write(key.as_bytes());
         let hash = hasher.finish();
         // The map inside the shard uses the low bits.
-        let shard = (hash >> 48) as usize & (self.inner.shards.len() - 1);
-        (hash, shard, lock(&self.inner.shards[shard]))
+        (hash, (hash >> 48) as usize & (self.inner.shards.len() - 1))
+    }
+
+    /// Read the clock only after this: whoever holds the lock has to be no earlier than who held it before.
+    fn lock(&self, shard: usize) -> MutexGuard<'_, Shard> {
+        lock(&self.inner.shards[shard])
     }
 
     /// Accounts for a count that weighs `added` more than before, and forgets a few others in its shard if there is no room.
@@ -151,7 +157,7 @@ impl MemoryBackend {
     /// whoever happens to share its own. One lock at a time. At least one count stays where the newest is, in `home`.
     fn make_room(&self, home: usize, now_us: u64) {
         let shards = &self.inner.shards;
-        loop {
+        while self.overweight() > 0 {
             let share = self.overweight().div_ceil(shards.len());
             let mut forgotten = 0;
             for step in 1..=shards.len() {

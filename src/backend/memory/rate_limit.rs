@@ -1,208 +1,410 @@
-//! The algorithms in plain Rust: what the scripts in `lua/` must do, decision for decision.
+//! Counting under the locks of the shards: what the scripts in `lua/` must do, decision for decision.
 
 use std::cmp::Ordering;
 use std::collections::VecDeque;
 use std::time::Duration;
 
+use smallvec::SmallVec;
+
 use super::MemoryBackend;
+use super::shard::Shard;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::rate_limit::{Algorithm, Decision, Policy, Quota, RateLimitStore};
+use crate::rate_limit::counting::{Count, Terms, carry_over};
+use crate::rate_limit::{
+    Algorithm, Decision, LimitStatus, Policy, QuotaChange, RateLimitStore, Receipt, Request,
+};
 
 /// What was counted for one subject.
-pub(super) enum Count {
-    FixedWindow(FixedWindow),
+#[derive(Clone)]
+pub(super) struct Counts {
+    // The one that it was counted by, whose limits may not be those of the next request.
+    policy: Policy,
+    // The last update.
+    last: u64,
+    blocked_until: u64,
+    limits: SmallVec<[LimitCount; 1]>,
+}
+
+#[derive(Clone)]
+enum LimitCount {
+    Plain(Count),
     // Boxed, so that the small and frequent counts stay small.
-    SlidingLog(Box<SlidingLog>),
+    Log(Box<SlidingLog>),
 }
 
-/// Counted in ticks of a millisecond, as the expiry of a key is in Redis.
-pub(super) struct FixedWindow {
-    // The first tick that is not part of it.
-    ends_ms: u64,
-    used: u32,
-}
-
-/// Requests in the order they came, the oldest first.
+/// Requests in the order they came, the oldest first. None of them costs nothing.
+#[derive(Clone, Default)]
 pub(super) struct SlidingLog {
     requests: VecDeque<(u64, u32)>,
     used: u64,
-    window_us: u64,
 }
 
-/// One request against one quota, at one instant.
-#[derive(Clone, Copy)]
-struct Ask {
-    quota: Quota,
-    cost: u32,
-    peek: bool,
-    now_us: u64,
-}
-
-impl Ask {
-    /// What an admitted request is charged.
-    fn charge(self) -> u32 {
-        if self.peek { 0 } else { self.cost }
-    }
-}
-
-impl Count {
-    fn new(policy: &Policy, ask: Ask) -> Self {
-        match policy.limit().algorithm() {
-            Algorithm::FixedWindow => {
-                Self::FixedWindow(FixedWindow { ends_ms: ask.now_us / 1_000 + ask.quota.window_ms(), used: 0 })
-            }
-            Algorithm::SlidingLog => {
-                let window_us = ask.quota.window_us();
-                Self::SlidingLog(Box::new(SlidingLog { requests: VecDeque::new(), used: 0, window_us }))
-            }
-        }
+impl Counts {
+    fn new(policy: &Policy, now: u64) -> Self {
+        let limits = policy.terms().iter().map(|terms| LimitCount::new(terms.algorithm, now)).collect();
+        Self { policy: policy.clone(), last: now, blocked_until: 0, limits }
     }
 
+    /// From when on all this says nothing any more.
     pub(super) fn expires_us(&self) -> u64 {
-        match self {
-            Self::FixedWindow(window) => window.ends_ms * 1_000,
-            Self::SlidingLog(log) => log.requests.back().map_or(0, |(time, _)| time + log.window_us),
-        }
-    }
-
-    /// The used share of the quota, in 1/65,536: what would be lost by forgetting it. At least one.
-    pub(super) fn value(&self, policy: &Policy) -> u64 {
-        let used = match self {
-            Self::FixedWindow(window) => u64::from(window.used),
-            Self::SlidingLog(log) => log.used,
+        let expires = |(limit, terms): (&LimitCount, &Terms)| match limit {
+            LimitCount::Plain(count) => count.expires(terms, self.last),
+            LimitCount::Log(log) => log.requests.back().map_or(0, |(time, _)| time + terms.span),
         };
-        (used << 16) / u64::from(policy.limit().quota().limit()).max(1) + 1
+        let limits = self.limits.iter().zip(self.policy.terms()).map(expires);
+        limits.max().unwrap_or(0).max(self.blocked_until)
     }
 
-    /// How much room the count takes, in units of a small one.
+    /// The used share of the fullest limit, in 1/65,536: what would be lost by forgetting it. At least one, and more for who
+    /// is blocked.
+    pub(super) fn value(&self) -> u64 {
+        let share = |(limit, terms): (&LimitCount, &Terms)| {
+            let used = match limit {
+                LimitCount::Plain(count) => count.used(terms, self.last),
+                LimitCount::Log(log) => log.used,
+            };
+            (used << 16) / u64::from(terms.capacity).max(1)
+        };
+        let fullest = self.limits.iter().zip(self.policy.terms()).map(share).max().unwrap_or(0);
+        fullest + 1 + (u64::from(self.blocked_until > self.last) << 20)
+    }
+
+    /// How much room it takes, in units of a single small count.
     pub(super) fn weight(&self) -> usize {
-        match self {
-            Self::FixedWindow(_) => 1,
-            Self::SlidingLog(log) => 1 + log.requests.capacity() / 8,
+        let logs = self.limits.iter().map(|limit| match limit {
+            LimitCount::Plain(_) => 0,
+            LimitCount::Log(log) => log.requests.capacity() / 8,
+        });
+        1 + self.limits.len() / 2 + logs.sum::<usize>()
+    }
+
+    /// Brings everything up to `now`, under the limits of `policy`.
+    fn bring_up_to(&mut self, policy: &Policy, now: u64) {
+        if !self.are_under(policy) {
+            self.carry_over_to(policy, now);
+        }
+        for (limit, terms) in self.limits.iter_mut().zip(policy.terms()) {
+            match limit {
+                LimitCount::Plain(count) => count.advance(terms, self.last, now),
+                LimitCount::Log(log) => log.advance(terms, now),
+            }
+        }
+        self.last = now;
+    }
+
+    fn carry_over_to(&mut self, policy: &Policy, now: u64) {
+        let (old, new, change) = (self.policy.clone(), policy.terms(), policy.quota_change());
+        // Up to now at the old rates.
+        for (limit, terms) in self.limits.iter_mut().zip(old.terms()) {
+            if let LimitCount::Plain(count) = limit {
+                count.advance(terms, self.last, now);
+            }
+        }
+        self.last = now;
+        let counts = |index: usize| match self.limits.get(index) {
+            Some(LimitCount::Plain(count)) => Some(*count),
+            Some(LimitCount::Log(_)) | None => None,
+        };
+        let carried: SmallVec<[Option<Count>; 4]> = carry_over(old.terms(), counts, new, change).collect();
+        let mut logs: Vec<_> = std::mem::take(&mut self.limits).into_iter().zip(old.terms()).collect();
+        let mut take_log = |terms: &Terms| {
+            let same = |(limit, old): &(LimitCount, &Terms)| matches!(limit, LimitCount::Log(_)) && old.span == terms.span;
+            match logs.iter().position(same).map(|index| logs.remove(index)) {
+                Some((LimitCount::Log(log), old)) if old.capacity == terms.capacity || change != QuotaChange::Reset => log,
+                _ => Box::default(),
+            }
+        };
+        let limits = new.iter().zip(carried).map(|(terms, carried)| match (terms.algorithm, carried) {
+            (Algorithm::SlidingLog, _) => LimitCount::Log(take_log(terms)),
+            (_, Some(count)) => LimitCount::Plain(count),
+            (algorithm, None) => LimitCount::new(algorithm, now),
+        });
+        self.limits = limits.collect();
+        self.policy = policy.clone();
+    }
+
+    /// How everything stands, and what somebody has to wait for who wants `cost`.
+    fn decide(&self, cost: u32) -> Decision {
+        let status = |(limit, terms): (&LimitCount, &Terms)| match limit {
+            LimitCount::Plain(count) => count.status(terms, self.last, cost),
+            LimitCount::Log(log) => log.status(terms, self.last, cost),
+        };
+        let decision = Decision::new(self.limits.iter().zip(self.policy.terms()).map(status));
+        match self.blocked_until.checked_sub(self.last) {
+            None | Some(0) => decision,
+            Some(left) => decision.blocked(Duration::from_micros(left)),
         }
     }
 
-    fn decide(&mut self, ask: Ask) -> Decision {
-        match self {
-            Self::FixedWindow(window) => window.decide(ask),
-            Self::SlidingLog(log) => log.decide(ask),
+    fn charge(&mut self, units: u32) {
+        for (limit, terms) in self.limits.iter_mut().zip(self.policy.terms()) {
+            match limit {
+                LimitCount::Plain(count) => count.charge(terms, units),
+                LimitCount::Log(log) => log.charge(terms, self.last, units),
+            }
+        }
+    }
+
+    fn refund(&mut self, receipt: Receipt, units: u32) {
+        let at = receipt.as_micros();
+        for (limit, terms) in self.limits.iter_mut().zip(self.policy.terms()) {
+            match limit {
+                LimitCount::Plain(count) => count.refund(terms, at, units),
+                LimitCount::Log(log) => log.refund(at, units),
+            }
         }
     }
 }
 
-impl FixedWindow {
-    fn decide(&mut self, ask: Ask) -> Decision {
-        let limit = ask.quota.limit();
-        let until_end = Duration::from_millis(self.ends_ms - ask.now_us / 1_000);
-        let left = limit.saturating_sub(self.used);
-        if ask.cost > left {
-            return Decision::limited(limit, left, until_end, until_end);
-        }
-        self.used += ask.charge();
-        let reset = if self.used > 0 { until_end } else { Duration::ZERO };
-        Decision::allowed(limit, left - ask.charge(), reset)
+impl LimitCount {
+    fn new(algorithm: Algorithm, now: u64) -> Self {
+        Count::new(algorithm, now).map_or_else(|| Self::Log(Box::default()), Self::Plain)
     }
 }
 
 impl SlidingLog {
-    fn decide(&mut self, ask: Ask) -> Decision {
+    fn advance(&mut self, terms: &Terms, now: u64) {
         while let Some(&(time, cost)) = self.requests.front()
-            && time + self.window_us <= ask.now_us
+            && time + terms.span <= now
         {
             self.requests.pop_front();
             self.used -= u64::from(cost);
         }
-        let limit = ask.quota.limit();
-        let left = u64::from(limit).saturating_sub(self.used) as u32;
-        let window_us = self.window_us;
-        let until_gone = |time: u64| Duration::from_micros(time + window_us - ask.now_us);
+    }
 
-        if ask.cost > left {
+    fn status(&self, terms: &Terms, now: u64, cost: u32) -> LimitStatus {
+        let capacity = u64::from(terms.capacity);
+        let until_gone = |time: u64| Duration::from_micros(time + terms.span - now);
+        let mut retry = Duration::ZERO;
+        if cost > 0 && self.used + u64::from(cost) > capacity {
             // Wait for as many of the oldest to go as make room.
             let mut still_used = self.used;
-            let mut retry = Duration::ZERO;
-            for &(time, cost) in &self.requests {
-                if still_used + u64::from(ask.cost) <= u64::from(limit) {
+            for &(time, units) in &self.requests {
+                if still_used + u64::from(cost) <= capacity {
                     break;
                 }
-                still_used -= u64::from(cost);
+                still_used -= u64::from(units);
                 retry = until_gone(time);
             }
-            return Decision::limited(limit, left, retry, self.reset(until_gone));
         }
+        // A debt has to be paid before there is more.
+        let mut still_used = self.used;
+        let mut reset = Duration::ZERO;
+        for &(time, units) in &self.requests {
+            still_used -= u64::from(units);
+            reset = until_gone(time);
+            if still_used < capacity {
+                break;
+            }
+        }
+        LimitStatus::new(terms.capacity, capacity.saturating_sub(self.used) as u32, retry, reset)
+    }
 
-        if ask.charge() > 0 {
-            self.make_room(limit);
-            self.requests.push_back((ask.now_us, ask.cost));
-            self.used += u64::from(ask.cost);
+    fn charge(&mut self, terms: &Terms, now: u64, units: u32) {
+        let most = (2 * u64::from(terms.capacity)).saturating_sub(self.used);
+        let units = u64::from(units).min(most) as u32;
+        if units > 0 {
+            self.make_room(terms.capacity);
+            self.requests.push_back((now, units));
+            self.used += u64::from(units);
         }
-        Decision::allowed(limit, left - ask.charge(), self.reset(until_gone))
     }
 
     /// Room for one more, but never for more than the quota can fill, and not for ever for what was a burst long ago.
     fn make_room(&mut self, limit: u32) {
         let (len, capacity) = (self.requests.len(), self.requests.capacity());
         if len == capacity {
-            self.requests.reserve_exact(len.max(4).min(limit as usize - len));
+            self.requests.reserve_exact(len.max(4).min((limit as usize).saturating_sub(len).max(1)));
         } else if len < capacity / 4 && capacity > 64 {
             self.requests.shrink_to(capacity / 2);
         }
     }
 
-    fn reset(&self, until_gone: impl Fn(u64) -> Duration) -> Duration {
-        self.requests.front().map_or(Duration::ZERO, |&(time, _)| until_gone(time))
+    fn refund(&mut self, at: u64, units: u32) {
+        let mut left = units;
+        let mut index = self.requests.partition_point(|(time, _)| *time < at);
+        while left > 0
+            && let Some((time, cost)) = self.requests.get_mut(index)
+            && *time == at
+        {
+            let given_back = left.min(*cost);
+            *cost -= given_back;
+            left -= given_back;
+            self.used -= u64::from(given_back);
+            if *cost == 0 {
+                self.requests.remove(index);
+            } else {
+                index += 1;
+            }
+        }
     }
 }
 
+/// What is to happen to the counts of one subject.
+#[derive(Clone, Copy)]
+enum Verb {
+    Check,
+    Peek,
+    Settle(Receipt, i64),
+    BlockUntil(u64),
+}
+
 impl MemoryBackend {
-    fn decide(&self, policy: &Policy, key: &Key, cost: u32, peek: bool) -> Decision {
-        let (hash, home, mut shard) = self.locate(key);
-        let now_us = self.now_us();
-        let ask = Ask { quota: policy.limit().quota(), cost, peek, now_us };
-        let decision;
-        if let Some(index) = shard.find(hash, policy, key, now_us) {
-            let count = shard.count_mut(index);
-            let before = count.weight();
-            decision = count.decide(ask);
-            let after = count.weight();
-            match after.cmp(&before) {
-                Ordering::Equal => return decision,
-                Ordering::Less => self.shrank(before - after),
-                Ordering::Greater => self.grew(&mut shard, index, after - before, now_us),
-            }
-        } else {
-            let mut count = Count::new(policy, ask);
-            decision = count.decide(ask);
-            if !decision.is_allowed() || ask.charge() == 0 {
-                return decision;
-            }
-            let added = count.weight();
-            let (index, removed) = shard.put(hash, policy, key, count, now_us);
-            self.shrank(removed);
-            self.grew(&mut shard, index, added, now_us);
-        }
+    fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: impl FnOnce(u64) -> Verb) -> Decision {
+        let (hash, home) = self.place(key);
+        let mut shard = self.lock(home);
+        let now = self.now_us();
+        let decision = self.decide_in(&mut shard, hash, policy, key, cost, verb(now), now);
         drop(shard);
-        if self.overweight() > 0 {
-            self.make_room(home, now_us);
-        }
+        self.make_room(home, now);
         decision
+    }
+
+    /// Everything that happens to one subject, under the lock of its shard.
+    #[allow(clippy::too_many_arguments, reason = "one place to read what a decision depends on")]
+    fn decide_in(
+        &self,
+        shard: &mut Shard,
+        hash: u64,
+        policy: &Policy,
+        key: &Key,
+        cost: u32,
+        verb: Verb,
+        now: u64,
+    ) -> Decision {
+        if let Some(index) = shard.find(hash, policy, key, now) {
+            let counts = shard.counts_mut(index);
+            let before = counts.weight();
+            let decision = if counts.are_under(policy) {
+                counts.act(policy, cost, verb, now).0
+            } else {
+                // A question alone does not carry counts over to other limits.
+                let mut carried_over = counts.clone();
+                let (decision, changed) = carried_over.act(policy, cost, verb, now);
+                if changed {
+                    *counts = carried_over;
+                }
+                decision
+            };
+            let after = counts.weight();
+            match after.cmp(&before) {
+                Ordering::Equal => {}
+                Ordering::Less => self.shrank(before - after),
+                Ordering::Greater => self.grew(shard, index, after - before, now),
+            }
+            decision
+        } else {
+            let mut counts = Counts::new(policy, now);
+            let (decision, changed) = counts.act(policy, cost, verb, now);
+            let gives_back = matches!(verb, Verb::Settle(_, ..0));
+            if changed && !gives_back && counts.expires_us() > now {
+                let added = counts.weight();
+                let (index, removed) = shard.put(hash, policy, key, counts, now);
+                self.shrank(removed);
+                self.grew(shard, index, added, now);
+            }
+            decision
+        }
+    }
+}
+
+impl Counts {
+    /// Does what is asked; answers how things stand, and whether they are not as they were.
+    fn act(&mut self, policy: &Policy, cost: u32, verb: Verb, now: u64) -> (Decision, bool) {
+        if let Verb::BlockUntil(until) = verb {
+            self.blocked_until = until;
+            return (self.decide(0), true);
+        }
+        self.bring_up_to(policy, now);
+        let changed = match verb {
+            Verb::Settle(receipt, change) => {
+                let units = u32::try_from(change.unsigned_abs()).unwrap_or(u32::MAX);
+                if change < 0 { self.refund(receipt, units) } else { self.charge(units) }
+                change != 0
+            }
+            Verb::Check | Verb::Peek | Verb::BlockUntil(_) => false,
+        };
+        let decision = self.decide(cost);
+        if !matches!(verb, Verb::Check) || !decision.is_allowed() || cost == 0 {
+            return (decision, changed);
+        }
+        self.charge(cost);
+        // How it stands now. Nothing is asked for any more, so nothing is in the way.
+        (self.decide(0).with_receipt(Receipt::at_micros(self.last)), true)
+    }
+
+    /// Whether the counts were made under these limits.
+    fn are_under(&self, policy: &Policy) -> bool {
+        self.policy.is_same_as(policy) || self.policy.terms() == policy.terms()
     }
 }
 
 // `async` although nothing waits: a call that is never polled must not charge.
 impl RateLimitStore for MemoryBackend {
     async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
-        Ok(self.decide(policy, key, cost, false))
+        Ok(self.decide(policy, key, cost, |_| Verb::Check))
+    }
+
+    fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
+        Some(self.decide(policy, key, cost, |_| Verb::Check))
+    }
+
+    async fn check_all(&self, requests: &[Request]) -> Result<Vec<Decision>, StoreError> {
+        let places: Vec<_> = requests.iter().map(|request| self.place(&request.key)).collect();
+        // In one order, whoever locks several.
+        let mut homes: Vec<usize> = places.iter().map(|(_, home)| *home).collect();
+        homes.sort_unstable();
+        homes.dedup();
+        let mut shards: Vec<_> = homes.iter().map(|home| self.lock(*home)).collect();
+        let now = self.now_us();
+        let mut act = |index: usize, verb: Verb| {
+            let (hash, home) = places[index];
+            let Request { policy, key, cost } = &requests[index];
+            let shard = &mut shards[homes.partition_point(|other| *other < home)];
+            self.decide_in(shard, hash, policy, key, *cost, verb, now)
+        };
+        let mut decisions: Vec<Decision> = Vec::with_capacity(requests.len());
+        for index in 0..requests.len() {
+            let denied = decisions.iter().any(|decision| !decision.is_allowed());
+            let decision = act(index, if denied { Verb::Peek } else { Verb::Check });
+            if !denied && !decision.is_allowed() {
+                for (index, charged) in decisions.iter_mut().enumerate() {
+                    if let Some(receipt) = charged.receipt() {
+                        act(index, Verb::Settle(receipt, -i64::from(requests[index].cost)));
+                        // What was given back was never charged.
+                        *charged = act(index, Verb::Peek);
+                    }
+                }
+            }
+            decisions.push(decision);
+        }
+        drop(shards);
+        for home in homes {
+            self.make_room(home, now);
+        }
+        Ok(decisions)
     }
 
     async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
-        Ok(self.decide(policy, key, cost, true))
+        Ok(self.decide(policy, key, cost, |_| Verb::Peek))
+    }
+
+    async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
+        self.decide(policy, key, 0, |_| Verb::Settle(receipt, change));
+        Ok(())
+    }
+
+    async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
+        let time = u64::try_from(time.min(Self::MAX_BLOCK).as_micros()).unwrap_or(u64::MAX);
+        self.decide(policy, key, 0, |now| Verb::BlockUntil(now + time));
+        Ok(())
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
-        let (hash, _, mut shard) = self.locate(key);
-        self.shrank(shard.remove(hash, policy, key));
+        let (hash, home) = self.place(key);
+        let removed = self.lock(home).remove(hash, policy, key);
+        self.shrank(removed);
         Ok(())
     }
 }

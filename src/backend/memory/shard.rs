@@ -1,7 +1,7 @@
 use indexmap::IndexMap;
 use indexmap::map::raw_entry_v1::{RawEntryApiV1, RawEntryMut};
 
-use super::rate_limit::Count;
+use super::rate_limit::Counts;
 use crate::key::Key;
 use crate::rate_limit::Policy;
 
@@ -18,7 +18,7 @@ const SAMPLE: usize = 8;
 #[derive(Default)]
 pub(super) struct Shard {
     // Without a hasher: the keyed hash is taken once, to find the shard, and used here as it is.
-    slots: IndexMap<Subject, Count, ()>,
+    slots: IndexMap<Subject, Counts, ()>,
     // Where to look next for keys that can go.
     hand: usize,
 }
@@ -42,7 +42,7 @@ impl Shard {
 
     #[cfg(test)]
     pub(super) fn weight(&self) -> usize {
-        self.slots.values().map(Count::weight).sum()
+        self.slots.values().map(Counts::weight).sum()
     }
 
     /// Where the count of a subject is, if there is one that still says something.
@@ -51,20 +51,20 @@ impl Shard {
         (count.expires_us() > now_us).then_some(index)
     }
 
-    pub(super) fn count_mut(&mut self, index: usize) -> &mut Count {
+    pub(super) fn counts_mut(&mut self, index: usize) -> &mut Counts {
         &mut self.slots[index]
     }
 
     /// Puts down the count of a subject and drops a couple of stale ones as a matter of course. Answers where it is, and the
     /// weight of what was removed.
-    pub(super) fn put(&mut self, hash: u64, policy: &Policy, key: &Key, count: Count, now_us: u64) -> (usize, usize) {
+    pub(super) fn put(&mut self, hash: u64, policy: &Policy, key: &Key, counts: Counts, now_us: u64) -> (usize, usize) {
         let entry = self.slots.raw_entry_mut_v1().from_hash(hash, Subject::is(policy, key));
         let mut index = entry.index();
         let mut removed = 0;
         match entry {
-            RawEntryMut::Occupied(mut stale) => removed += stale.insert(count).weight(),
+            RawEntryMut::Occupied(mut stale) => removed += stale.insert(counts).weight(),
             RawEntryMut::Vacant(place) => {
-                place.insert_hashed_nocheck(hash, Subject { policy: policy.clone(), key: *key }, count);
+                place.insert_hashed_nocheck(hash, Subject { policy: policy.clone(), key: *key }, counts);
             }
         }
         for _ in 0..2 {
@@ -93,7 +93,7 @@ impl Shard {
     pub(super) fn forget_one(&mut self, keep: Option<usize>, now_us: u64) -> (usize, Option<usize>) {
         let len = self.slots.len();
         let rank = |index: &usize| match self.slots.get_index(*index) {
-            Some((subject, count)) if count.expires_us() > now_us => (count.value(&subject.policy), count.expires_us()),
+            Some((_, counts)) if counts.expires_us() > now_us => (counts.value(), counts.expires_us()),
             _ => (0, 0),
         };
         let stride = len.div_ceil(SAMPLE);

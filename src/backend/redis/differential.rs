@@ -13,9 +13,11 @@ use tokio::runtime::{Builder, Runtime};
 
 use super::RedisBackend;
 use super::scripts::{LuaScript, Scripts};
-use crate::MemoryBackend;
 use crate::key::Key;
-use crate::rate_limit::{Algorithm, Decision, Policy, Quota, RateLimitStore};
+use crate::rate_limit::{
+    Algorithm, Decision, Limit, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request,
+};
+use crate::{MemoryBackend, StoreError};
 
 #[path = "../../../tests/support/server.rs"]
 #[allow(dead_code, unreachable_pub)]
@@ -31,32 +33,37 @@ const STEPS: usize = 10_000;
 
 #[derive(Clone, Debug)]
 struct Trace {
-    algorithm: Algorithm,
-    window: Duration,
-    // The limit changes to another of these now and then.
-    limits: Vec<u32>,
+    shape: Vec<(Algorithm, Duration)>,
+    change: QuotaChange,
+    // Units for each of the limits. A client changes to another of these plans now and then.
+    plans: Vec<Vec<u32>>,
     steps: Vec<Step>,
 }
 
 #[derive(Clone, Debug)]
 struct Step {
-    // Before the step, in parts per million of the window; 0 for none.
+    // Before the step, in parts per million of the window of one of the limits; 0 for none.
     pause: u64,
+    of: usize,
     subject: u8,
-    limit: usize,
+    plan: usize,
     verb: Verb,
 }
 
 #[derive(Clone, Debug)]
 enum Verb {
-    // Costs in parts per thousand of the limit, rounded down.
+    // Costs in parts per thousand of the smallest capacity, rounded down; 0 for one unit.
     Check { cost: u32 },
+    CheckTwo { cost: u32, other: u32 },
     Peek { cost: u32 },
+    // Of the receipt so many charges ago.
+    Refund { charge: usize, cost: u32 },
+    Charge { cost: u32 },
+    Block { share: u64 },
     Reset,
 }
 
 fn traces() -> impl Strategy<Value = Trace> {
-    let limits = prop_oneof![prop::collection::vec(1_u32..12, 1..3), prop::collection::vec(90_u32..300, 1..3)];
     let window = prop_oneof![
         Just(Quota::MIN_WINDOW),
         Just(Duration::from_micros(1_234_567)),
@@ -64,7 +71,20 @@ fn traces() -> impl Strategy<Value = Trace> {
         // Not the longest there is: a trace must end before microseconds no longer fit into 53 bits, in 2255.
         Just(Duration::from_secs(30 * 86_400)),
     ];
-    let algorithm = prop_oneof![Just(Algorithm::FixedWindow), Just(Algorithm::SlidingLog)];
+    let algorithm = prop_oneof![
+        Just(Algorithm::TokenBucket),
+        Just(Algorithm::FixedWindow),
+        Just(Algorithm::SlidingWindow),
+        Just(Algorithm::SlidingLog)
+    ];
+    let shape = prop_oneof![
+        3 => prop::collection::vec((algorithm.clone(), window.clone()), 1),
+        2 => prop::collection::vec((algorithm, window), 2..5),
+    ];
+    let change =
+        prop_oneof![Just(QuotaChange::Keep), Just(QuotaChange::Reset), Just(QuotaChange::Proportional)];
+    let units = prop_oneof![6 => 1_u32..12, 4 => 90_u32..300, 1 => 1_000_000_u32..4_000_000_000];
+    let plans = prop::collection::vec(prop::collection::vec(units, 4), 1..4);
     // Mostly as many pauses in a window as a log has entries, sometimes right at the edge of a window or beyond it.
     let pause = prop_oneof![
         60 => Just(0_u64),
@@ -73,19 +93,36 @@ fn traces() -> impl Strategy<Value = Trace> {
         2 => 999_990..1_000_010_u64,
         1 => 0..3_000_000_u64,
     ];
+    let cost = prop_oneof![60 => Just(0_u32), 6 => 0..30_u32, 1 => 0..1_001_u32];
     // Resets are rare, so that logs grow long enough to be cut.
     let verb = prop_oneof![
-        400 => prop_oneof![60 => Just(0_u32), 6 => 0..30_u32, 1 => 0..1_001_u32].prop_map(|cost| Verb::Check { cost }),
+        400 => cost.clone().prop_map(|cost| Verb::Check { cost }),
+        40 => (cost.clone(), 0..3_u32).prop_map(|(cost, other)| Verb::CheckTwo { cost, other }),
         80 => (0..1_001_u32).prop_map(|cost| Verb::Peek { cost }),
+        60 => (0..40_usize, cost.clone()).prop_map(|(charge, cost)| Verb::Refund { charge, cost }),
+        8 => (0..2_001_u32).prop_map(|cost| Verb::Charge { cost }),
+        2 => (0..1_500_000_u64).prop_map(|share| Verb::Block { share }),
         1 => Just(Verb::Reset),
     ];
     let subject = prop_oneof![20 => Just(0_u8), 1 => 1..3_u8];
     // Changes of the limit are rare.
-    let limit = prop_oneof![20 => Just(0_usize), 1 => 0..3_usize];
-    let step =
-        (pause, subject, limit, verb).prop_map(|(pause, subject, limit, verb)| Step { pause, subject, limit, verb });
-    (algorithm, window, limits, prop::collection::vec(step, 250..600))
-        .prop_map(|(algorithm, window, limits, steps)| Trace { algorithm, window, limits, steps })
+    let plan = prop_oneof![20 => Just(0_usize), 1 => 0..3_usize];
+    let step = (pause, 0..4_usize, subject, plan, verb)
+        .prop_map(|(pause, of, subject, plan, verb)| Step { pause, of, subject, plan, verb });
+    (shape, change, plans, prop::collection::vec(step, 250..600))
+        .prop_map(|(shape, change, plans, steps)| Trace { shape, change, plans, steps })
+}
+
+fn limit_of(algorithm: Algorithm, window: Duration, units: u32) -> Limit {
+    let quota = |units: u32| Quota::new(units, window).unwrap();
+    match algorithm {
+        // Sometimes with another burst than the quota.
+        Algorithm::TokenBucket if units % 3 == 0 => quota(units).burst(units / 2 + 1).unwrap().token_bucket(),
+        Algorithm::TokenBucket => quota(units).token_bucket(),
+        Algorithm::FixedWindow => quota(units).fixed_window(),
+        Algorithm::SlidingWindow => quota(units).sliding_window(),
+        Algorithm::SlidingLog => quota(units % 300 + 1).sliding_log().unwrap(),
+    }
 }
 
 /// Both backends, each in a runtime of its own: a paused clock would run away while Redis is waited for.
@@ -114,21 +151,25 @@ impl Pair {
         let _: () = redis::cmd("SET").arg(CLOCK).arg(self.now_us).query(&mut self.connection).unwrap();
     }
 
-    fn check(&self, policy: &Policy, key: &Key, cost: u32) -> (Decision, Decision) {
-        let memory = self.memory_runtime.block_on(self.memory.check(policy, key, cost)).unwrap();
-        (memory, self.redis_runtime.block_on(self.redis.check(policy, key, cost)).unwrap())
-    }
-
-    fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> (Decision, Decision) {
-        let memory = self.memory_runtime.block_on(self.memory.peek(policy, key, cost)).unwrap();
-        (memory, self.redis_runtime.block_on(self.redis.peek(policy, key, cost)).unwrap())
+    /// The same question to both.
+    fn both<'a, M, R, T>(
+        &'a self,
+        memory: impl FnOnce(&'a MemoryBackend) -> M,
+        redis: impl FnOnce(&'a RedisBackend) -> R,
+    ) -> (T, T)
+    where
+        M: Future<Output = Result<T, StoreError>>,
+        R: Future<Output = Result<T, StoreError>>,
+    {
+        let memory = self.memory_runtime.block_on(memory(&self.memory)).unwrap();
+        (memory, self.redis_runtime.block_on(redis(&self.redis)).unwrap())
     }
 
     fn reset(&mut self, policy: &Policy, key: &Key) {
-        self.memory_runtime.block_on(self.memory.reset(policy, key)).unwrap();
-        self.redis_runtime.block_on(self.redis.reset(policy, key)).unwrap();
-        let due = format!("{}#due", self.redis.inner.keys.rate_limit(policy, key));
-        let _: () = redis::cmd("DEL").arg(due).query(&mut self.connection).unwrap();
+        self.both(|memory| memory.reset(policy, key), |redis| redis.reset(policy, key));
+        for key in self.redis.inner.keys.rate_limit(policy, key) {
+            let _: () = redis::cmd("DEL").arg(format!("{key}#due")).query(&mut self.connection).unwrap();
+        }
     }
 
     /// Every count has an expiry beside it.
@@ -143,31 +184,79 @@ impl Pair {
 fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError> {
     // A name of its own keeps the traces apart.
     let policies: Vec<Policy> = trace
-        .limits
+        .plans
         .iter()
-        .map(|&limit| {
-            let quota = Quota::new(limit, trace.window).unwrap();
-            let limit = match trace.algorithm {
-                Algorithm::FixedWindow => quota.fixed_window(),
-                Algorithm::SlidingLog => quota.sliding_log().unwrap(),
-            };
-            Policy::new(format!("trace-{turn}"), limit)
+        .map(|plan| {
+            let mut limits =
+                trace.shape.iter().zip(plan).map(|((algorithm, window), units)| limit_of(*algorithm, *window, *units));
+            let policy = Policy::new(format!("trace-{turn}"), limits.next().unwrap());
+            limits.fold(policy, Policy::limit).on_quota_change(trace.change)
         })
         .collect();
+    let mut charges: Vec<(usize, Key, u32, [Receipt; 2])> = Vec::new();
     for (number, step) in trace.steps.iter().enumerate() {
-        pair.pause(Duration::from_micros(trace.window.as_micros() as u64 / 1_000 * step.pause / 1_000));
-        let policy = &policies[step.limit % policies.len()];
+        let window = trace.shape[step.of % trace.shape.len()].1;
+        pair.pause(Duration::from_micros(window.as_micros() as u64 / 1_000 * step.pause / 1_000));
+        let plan = step.plan % policies.len();
+        let policy = &policies[plan];
         let key = Key::from(u32::from(step.subject));
-        let limit = policy.limit().quota().limit();
-        let cost_of = |share: u32| if share == 0 { 1 } else { share * limit / 1_000 };
-        let (memory, redis) = match step.verb {
-            Verb::Check { cost } => pair.check(policy, &key, cost_of(cost)),
-            Verb::Peek { cost } => pair.peek(policy, &key, cost_of(cost)),
+        let least = policy.limits().iter().map(Limit::capacity).min().unwrap();
+        let cost_of =
+            |share: u32| if share == 0 { 1 } else { (u64::from(share) * u64::from(least) / 1_000) as u32 };
+        let decisions = match step.verb {
+            Verb::Check { cost } => {
+                let cost = cost_of(cost);
+                let decisions = pair.both(|memory| memory.check(policy, &key, cost), |redis| redis.check(policy, &key, cost));
+                if let (Some(memory), Some(redis)) = (decisions.0.receipt(), decisions.1.receipt()) {
+                    charges.push((plan, key, cost, [memory, redis]));
+                }
+                (vec![decisions.0], vec![decisions.1])
+            }
+            Verb::CheckTwo { cost, other } => {
+                let request = |key: Key| Request { policy: policy.clone(), key, cost: cost_of(cost) };
+                let requests = [request(key), request(Key::from(other + 1))];
+                // The same subject twice would be charged for both by one backend and for one by the other.
+                if requests[0].key == requests[1].key {
+                    continue;
+                }
+                pair.both(|memory| memory.check_all(&requests), |redis| redis.check_all(&requests))
+            }
+            Verb::Peek { cost } => {
+                let cost = cost_of(cost);
+                let decisions = pair.both(|memory| memory.peek(policy, &key, cost), |redis| redis.peek(policy, &key, cost));
+                (vec![decisions.0], vec![decisions.1])
+            }
+            Verb::Refund { charge, cost } => {
+                let Some(charge) = charges.len().checked_sub(charge + 1) else { continue };
+                // Not more than is left of the charge.
+                let (plan, key, left, receipts) = &mut charges[charge];
+                let units = cost_of(cost).min(*left);
+                *left -= units;
+                let (policy, [memory, redis], change) = (&policies[*plan], *receipts, -i64::from(units));
+                pair.both(|to| to.settle(policy, key, memory, change), |to| to.settle(policy, key, redis, change));
+                continue;
+            }
+            Verb::Charge { cost } => {
+                let (receipt, change) = (Receipt::at_micros(0), i64::from(cost_of(cost)));
+                pair.both(|to| to.settle(policy, &key, receipt, change), |to| to.settle(policy, &key, receipt, change));
+                continue;
+            }
+            Verb::Block { share } => {
+                let time = Duration::from_micros(window.as_micros() as u64 / 1_000 * share / 1_000);
+                pair.both(|memory| memory.block(policy, &key, time), |redis| redis.block(policy, &key, time));
+                continue;
+            }
             Verb::Reset => {
                 pair.reset(policy, &key);
                 continue;
             }
         };
+        let seen = |decisions: &[Decision]| {
+            let decisions = decisions.iter();
+            let seen = decisions.map(|decision| (decision.outcome(), decision.retry_after(), decision.limits().to_vec()));
+            seen.collect::<Vec<_>>()
+        };
+        let (memory, redis) = (seen(&decisions.0), seen(&decisions.1));
         prop_assert_eq!(memory, redis, "memory left, redis right, at step {}: {:?}", number, step);
     }
     pair.check_expiries();
@@ -178,7 +267,7 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
 fn memory_and_redis_decide_alike() {
     let server = RedisServer::start();
     let (turns, steps) = (Cell::new(0), Cell::new(0));
-    let config = Config { cases: 40, failure_persistence: None, ..Config::default() };
+    let config = Config { cases: 50, failure_persistence: None, ..Config::default() };
     let outcome = TestRunner::new(config).run(&traces(), |trace| {
         turns.set(turns.get() + 1);
         steps.set(steps.get() + trace.steps.len());
@@ -192,10 +281,9 @@ impl RedisBackend {
     /// The same connections and keys, with scripts that read the clock of the test.
     fn on_virtual_clock(&self) -> Self {
         let prelude = include_str!("virtual_clock.lua");
-        let Scripts { fixed_window, sliding_log } = Scripts::new();
-        let [fixed_window, sliding_log] =
-            [fixed_window, sliding_log].map(|script| LuaScript::new(&format!("{prelude}\n{}", script.code())));
-        let scripts = Scripts { fixed_window, sliding_log };
+        let Scripts { check, block } = Scripts::new();
+        let [check, block] = [check, block].map(|script| LuaScript::new(&format!("{prelude}\n{}", script.code())));
+        let scripts = Scripts { check, block };
         let super::Inner { pool, keys, .. } = &*self.inner;
         Self { inner: std::sync::Arc::new(super::Inner { pool: pool.clone(), keys: keys.clone(), scripts }) }
     }

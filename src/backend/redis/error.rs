@@ -63,7 +63,7 @@ struct UnexpectedReply(String);
 
 impl fmt::Display for UnexpectedReply {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "a script answered {} instead of four integers", self.0)
+        write!(f, "a script answered {}, which is not what it answers", self.0)
     }
 }
 

@@ -1,10 +1,12 @@
 //! Every shape of a stored key. The only place where keys are spelled.
 
+use smallvec::{SmallVec, smallvec};
+
 use crate::key::Key;
 use crate::rate_limit::{Algorithm, Policy};
 
 /// The version of the layout of keys. Goes up when two releases must not read each other's keys.
-const LAYOUT: &str = "1";
+const LAYOUT: &str = "2";
 
 /// The keys below one prefix.
 #[derive(Clone, Debug)]
@@ -18,16 +20,25 @@ impl Keys {
         Self { root: format!("{}:{LAYOUT}:", Key::new(prefix)) }
     }
 
-    /// `<prefix>:1:{rate_limit:<policy>:<subject>}:<fixed or log>:<window in us>`.
+    /// `<prefix>:2:{rate_limit:<policy>:<subject>}:counts`, and for each sliding log of the policy
+    /// `...{...}:log:<window in us>`, with `:2` and so on behind it where several have the same window.
     ///
-    /// The window is part of the key, so a changed window starts afresh instead of reading times of another scale.
-    pub(super) fn rate_limit(&self, policy: &Policy, subject: &Key) -> String {
-        let part = match policy.limit().algorithm() {
-            Algorithm::FixedWindow => "fixed",
-            Algorithm::SlidingLog => "log",
+    /// The window is part of a log's key, so a changed window starts afresh instead of reading times of another scale.
+    pub(super) fn rate_limit(&self, policy: &Policy, subject: &Key) -> SmallVec<[String; 1]> {
+        let key = |part: &str, window: &str, number: &str| {
+            [&self.root, "{rate_limit:", policy.name(), ":", subject.as_str(), "}:", part, window, number].concat()
         };
-        let window_us = policy.limit().quota().window_us().to_string();
-        [&self.root, "{rate_limit:", policy.name(), ":", subject.as_str(), "}:", part, ":", &window_us].concat()
+        let mut keys = smallvec![key("counts", "", "")];
+        let mut windows = SmallVec::<[u64; 4]>::new();
+        for log in policy.terms().iter().filter(|terms| terms.algorithm == Algorithm::SlidingLog) {
+            windows.push(log.span);
+            let number = match windows.iter().filter(|window| **window == log.span).count() {
+                1 => String::new(),
+                number => format!(":{number}"),
+            };
+            keys.push(key("log:", &log.span.to_string(), &number));
+        }
+        keys
     }
 }
 
@@ -35,15 +46,25 @@ impl Keys {
 mod tests {
     use super::*;
     use crate::rate_limit::Quota;
+    use std::time::Duration;
 
     fn key(prefix: &str, policy: &str, subject: &str) -> String {
         let policy = Policy::new(policy, Quota::per_minute(5).fixed_window());
-        Keys::new(prefix).rate_limit(&policy, &Key::from(subject))
+        Keys::new(prefix).rate_limit(&policy, &Key::from(subject)).remove(0)
     }
 
     #[test]
     fn keys_are_readable() {
-        assert_eq!(key("tollgate", "api", "alice"), "tollgate:1:{rate_limit:api:alice}:fixed:60000000");
+        assert_eq!(key("tollgate", "api", "alice"), "tollgate:2:{rate_limit:api:alice}:counts");
+    }
+
+    #[test]
+    fn each_log_has_a_key() {
+        let log = |minutes: u64| Quota::new(5, Duration::from_secs(60 * minutes)).unwrap().sliding_log().unwrap();
+        let policy = Policy::new("api", log(1)).limit(log(2)).limit(Quota::per_day(9).token_bucket()).limit(log(1));
+        let keys = Keys::new("tollgate").rate_limit(&policy, &Key::from("alice"));
+        let parts: Vec<_> = keys.iter().map(|key| key.rsplit_once("}:").unwrap().1).collect();
+        assert_eq!(parts, ["counts", "log:60000000", "log:120000000", "log:60000000:2"]);
     }
 
     #[test]

@@ -26,7 +26,7 @@
 //!
 //! # Keys
 //!
-//! `<prefix>:1:{rate_limit:<policy>:<subject>}:<part>`. The braces make a subject one slot of a cluster. Each key has a
+//! `<prefix>:2:{rate_limit:<policy>:<subject>}:<part>`. The braces make a subject one slot of a cluster. Each key has a
 //! time to live. Two releases of Tollgate may share one Redis as long as the number after the prefix is the same.
 //!
 //! # Servers
@@ -34,12 +34,13 @@
 //! A user of their own needs no more than this, with the prefix in the place of `tollgate`:
 //!
 //! ```text
-//! ACL SETUSER tollgate on >password ~tollgate:1:* +eval +evalsha +unlink +get +set +incrby +pttl +pexpire +time +getrange +strlen +append
+//! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +set +pttl +pexpire +time +getrange +strlen +append
 //! ```
 //!
 //! Redis 6.2 or later, or Valkey. `maxmemory-policy` should be `noeviction` or a `volatile` one with room to spare: a key
 //! that is evicted is a count that starts again.
 
+mod counts;
 mod error;
 mod keys;
 mod options;

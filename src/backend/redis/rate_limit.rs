@@ -1,43 +1,90 @@
 use std::time::Duration;
 
-use super::error::store_error;
-use super::scripts::Charge;
+use super::counts::{self, encode};
+use super::error::{store_error, unexpected_reply};
+use super::scripts::{Subject, Verb};
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::rate_limit::{Algorithm, Decision, Policy, RateLimitStore};
+use crate::rate_limit::{Decision, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request};
 
 impl RedisBackend {
-    async fn decide(&self, policy: &Policy, key: &Key, cost: u32, peek: bool) -> Result<Decision, StoreError> {
+    async fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
         let Inner { pool, keys, scripts } = &*self.inner;
-        let (quota, charge) = (policy.limit().quota(), Charge { cost, peek });
-        let key = keys.rate_limit(policy, key);
-        let charged = match policy.limit().algorithm() {
-            Algorithm::FixedWindow => scripts.rate_limit_fixed_window(pool, &key, quota, charge).await?,
-            Algorithm::SlidingLog => scripts.rate_limit_sliding_log(pool, &key, quota, charge).await?,
-        };
-        let reset = Duration::from_micros(charged.reset_us);
-        Ok(if charged.admitted {
-            Decision::allowed(quota.limit(), charged.remaining, reset)
-        } else {
-            let retry = Duration::from_micros(charged.retry_us);
-            Decision::limited(quota.limit(), charged.remaining, retry, reset)
-        })
+        let keys = keys.rate_limit(policy, key);
+        let reply = scripts.rate_limit_check(pool, verb, &[subject(policy, &keys, cost.into())]).await?;
+        read(&reply, policy, cost, verb)
     }
+}
+
+fn subject<'a>(policy: &'a Policy, keys: &'a [String], cost: i64) -> Subject<'a> {
+    let change = match policy.quota_change() {
+        QuotaChange::Keep => "keep",
+        QuotaChange::Reset => "reset",
+        QuotaChange::Proportional => "proportional",
+    };
+    Subject { keys, cost, limits: policy.encoded(encode), change, ttl_ms: counts::time_to_live_ms(policy) }
+}
+
+fn read(reply: &redis::Value, policy: &Policy, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
+    let decision = match reply {
+        redis::Value::BulkString(reply) => counts::decision(reply, policy, cost, matches!(verb, Verb::Check)),
+        _ => None,
+    };
+    decision.ok_or_else(|| unexpected_reply(reply))
 }
 
 impl RateLimitStore for RedisBackend {
     async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
-        self.decide(policy, key, cost, false).await
+        self.decide(policy, key, cost, Verb::Check).await
+    }
+
+    async fn check_all(&self, requests: &[Request]) -> Result<Vec<Decision>, StoreError> {
+        if let [Request { policy, key, cost }] = requests {
+            return Ok(vec![self.check(policy, key, *cost).await?]);
+        }
+        let Inner { pool, keys, scripts } = &*self.inner;
+        let keys: Vec<_> = requests.iter().map(|request| keys.rate_limit(&request.policy, &request.key)).collect();
+        let subjects: Vec<_> = requests
+            .iter()
+            .zip(&keys)
+            .map(|(request, keys)| subject(&request.policy, keys, request.cost.into()))
+            .collect();
+        let reply = scripts.rate_limit_check(pool, Verb::Check, &subjects).await?;
+        let replies = match &reply {
+            redis::Value::Array(replies) if replies.len() == requests.len() => replies.as_slice(),
+            _ => return Err(unexpected_reply(&reply)),
+        };
+        // The status of each subject is its own; it was charged only if all of them were admitted.
+        let admitted = replies.iter().all(|reply| matches!(reply, redis::Value::BulkString(text) if text.first() == Some(&1)));
+        let verb = if admitted { Verb::Check } else { Verb::Peek };
+        let decisions = requests.iter().zip(replies);
+        decisions.map(|(request, reply)| read(reply, &request.policy, request.cost, verb)).collect()
     }
 
     async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
-        self.decide(policy, key, cost, true).await
+        self.decide(policy, key, cost, Verb::Peek).await
+    }
+
+    async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
+        let Inner { pool, keys, scripts } = &*self.inner;
+        let keys = keys.rate_limit(policy, key);
+        // More than anybody can have been charged is as good as that.
+        let most = i64::from(u32::MAX);
+        let subject = subject(policy, &keys, change.clamp(-most, most));
+        scripts.rate_limit_check(pool, Verb::Settle(receipt), &[subject]).await.map(drop)
+    }
+
+    async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
+        let Inner { pool, keys, scripts } = &*self.inner;
+        let keys = keys.rate_limit(policy, key);
+        let block_us = time.min(Quota::MAX_WINDOW).as_micros() as u64;
+        scripts.rate_limit_block(pool, &keys[0], block_us).await
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
         let mut command = redis::cmd("UNLINK");
-        command.arg(self.inner.keys.rate_limit(policy, key));
+        command.arg(self.inner.keys.rate_limit(policy, key).as_slice());
         self.inner.pool.send(&command).await.map(drop).map_err(store_error)
     }
 }

@@ -1,11 +1,12 @@
 //! The scripts, and one typed call for each.
 
-use redis::{Cmd, Script, ToRedisArgs, Value};
+use redis::{Cmd, RedisWrite, Script, ToRedisArgs, Value};
+use smallvec::SmallVec;
 
 use super::error;
 use super::pool::Pool;
 use crate::error::StoreError;
-use crate::rate_limit::Quota;
+use crate::rate_limit::Receipt;
 
 /// A Lua script and its hash, which is what Redis knows it by.
 #[derive(Debug)]
@@ -23,67 +24,63 @@ macro_rules! lua {
 /// All scripts, ready to run.
 #[derive(Debug)]
 pub(super) struct Scripts {
-    pub(super) fixed_window: LuaScript,
-    pub(super) sliding_log: LuaScript,
+    pub(super) check: LuaScript,
+    pub(super) block: LuaScript,
 }
 
-/// What is charged, or with `peek` only asked.
+/// What is to become of the counts.
 #[derive(Clone, Copy)]
-pub(super) struct Charge {
-    pub(super) cost: u32,
-    pub(super) peek: bool,
+pub(super) enum Verb {
+    Check,
+    Peek,
+    Settle(Receipt),
 }
 
-/// What both scripts of the rate limit answer.
-#[derive(Clone, Copy)]
-pub(super) struct Charged {
-    pub(super) admitted: bool,
-    pub(super) remaining: u32,
-    pub(super) retry_us: u64,
-    pub(super) reset_us: u64,
+/// Whom a decision is about: see the header of `rate_limit_check.lua`.
+pub(super) struct Subject<'a> {
+    pub(super) keys: &'a [String],
+    pub(super) cost: i64,
+    pub(super) change: &'static str,
+    pub(super) ttl_ms: u64,
+    pub(super) limits: &'a [u8],
+}
+
+impl ToRedisArgs for Subject<'_> {
+    fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
+        self.cost.write_redis_args(out);
+        out.write_arg(self.change.as_bytes());
+        self.ttl_ms.write_redis_args(out);
+        out.write_arg(self.limits);
+    }
+
+    fn num_of_args(&self) -> usize {
+        4
+    }
 }
 
 impl Scripts {
     pub(super) fn new() -> Self {
-        Self { fixed_window: lua!("rate_limit_fixed_window.lua"), sliding_log: lua!("rate_limit_sliding_log.lua") }
+        Self { check: lua!("rate_limit_check.lua"), block: lua!("rate_limit_block.lua") }
     }
 
-    pub(super) async fn rate_limit_fixed_window(
+    pub(super) async fn rate_limit_check(
         &self,
         pool: &Pool,
-        window: &str,
-        quota: Quota,
-        Charge { cost, peek }: Charge,
-    ) -> Result<Charged, StoreError> {
-        let args = (quota.limit(), quota.window_ms(), cost, u8::from(peek));
-        charged(self.fixed_window.call(pool, [window], args).await?)
+        verb: Verb,
+        subjects: &[Subject<'_>],
+    ) -> Result<Value, StoreError> {
+        let keys: SmallVec<[&str; 4]> =
+            subjects.iter().flat_map(|subject| subject.keys.iter().map(String::as_str)).collect();
+        match verb {
+            Verb::Check => self.check.call(pool, &keys, ("check", subjects)).await,
+            Verb::Peek => self.check.call(pool, &keys, ("peek", subjects)).await,
+            Verb::Settle(receipt) => self.check.call(pool, &keys, ("settle", subjects, receipt.as_micros())).await,
+        }
     }
 
-    pub(super) async fn rate_limit_sliding_log(
-        &self,
-        pool: &Pool,
-        log: &str,
-        quota: Quota,
-        Charge { cost, peek }: Charge,
-    ) -> Result<Charged, StoreError> {
-        let args = (quota.limit(), quota.window_us(), cost, u8::from(peek));
-        charged(self.sliding_log.call(pool, [log], args).await?)
+    pub(super) async fn rate_limit_block(&self, pool: &Pool, counts: &str, block_us: u64) -> Result<(), StoreError> {
+        self.block.call(pool, &[counts], block_us).await.map(drop)
     }
-}
-
-/// Reads `{admitted, remaining, retry_us, reset_us}`.
-fn charged(reply: Value) -> Result<Charged, StoreError> {
-    let fields = match &reply {
-        Value::Array(fields) => fields.as_slice(),
-        _ => &[],
-    };
-    if let [Value::Int(admitted), Value::Int(remaining), Value::Int(retry_us), Value::Int(reset_us)] = *fields
-        && let (Ok(remaining), Ok(retry_us), Ok(reset_us)) =
-            (remaining.try_into(), retry_us.try_into(), reset_us.try_into())
-    {
-        return Ok(Charged { admitted: admitted == 1, remaining, retry_us, reset_us });
-    }
-    Err(error::unexpected_reply(&reply))
 }
 
 impl LuaScript {
@@ -98,12 +95,7 @@ impl LuaScript {
 
     /// Runs the script by its hash, and by its text where the server does not know it: after a restart, a failover or
     /// `SCRIPT FLUSH`. A server that answers NOSCRIPT has done nothing, so nothing happens twice.
-    async fn call<const N: usize>(
-        &self,
-        pool: &Pool,
-        keys: [&str; N],
-        args: impl ToRedisArgs,
-    ) -> Result<Value, StoreError> {
+    async fn call(&self, pool: &Pool, keys: &[&str], args: impl ToRedisArgs) -> Result<Value, StoreError> {
         let reply = pool.send(&command("EVALSHA", &self.hash, keys, &args)).await;
         match reply {
             Err(error) if error::is_no_script(&error) => {
@@ -114,10 +106,10 @@ impl LuaScript {
     }
 }
 
-fn command<const N: usize>(verb: &str, script: &str, keys: [&str; N], args: &impl ToRedisArgs) -> Cmd {
-    let bytes = verb.len() + script.len() + keys.iter().map(|key| key.len()).sum::<usize>() + 64;
-    let mut command = Cmd::with_capacity(8 + N, bytes);
-    command.arg(verb).arg(script).arg(N);
+fn command(verb: &str, script: &str, keys: &[&str], args: &impl ToRedisArgs) -> Cmd {
+    let bytes = verb.len() + script.len() + keys.iter().map(|key| key.len()).sum::<usize>() + 192;
+    let mut command = Cmd::with_capacity(10 + keys.len(), bytes);
+    command.arg(verb).arg(script).arg(keys.len());
     for key in keys {
         command.arg(key);
     }
@@ -139,21 +131,16 @@ mod tests {
         names.collect()
     }
 
-    /// How many of `KEYS` or `ARGV` the body reads.
-    fn read(body: &str, what: &str) -> usize {
-        (1..).take_while(|i| body.contains(&format!("{what}[{i}]"))).count()
-    }
-
     #[test]
     fn headers_agree_with_bodies_and_calls() {
         let scripts = Scripts::new();
-        // How many keys and arguments the typed calls above give.
-        for (script, keys, args) in [(&scripts.fixed_window, 1, 4), (&scripts.sliding_log, 1, 4)] {
+        // How many keys and arguments the typed calls above give for one subject.
+        for (script, keys, args) in [(&scripts.check, 1, 6), (&scripts.block, 1, 1)] {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
             for (what, count) in [("KEYS", keys), ("ARGV", args)] {
                 let names = declared(header, what);
                 assert_eq!(names.len(), count, "{what} in the header");
-                assert_eq!(read(body, what), count, "{what} in the body");
+                assert!(!body.contains(&format!("{what}[{}]", count + 1)), "{what} that the header does not have");
                 for name in names {
                     assert!(body.contains(&name), "the body names {name} as the header does");
                 }
@@ -166,9 +153,10 @@ mod tests {
 
     #[test]
     fn a_call_is_one_command_with_all_arguments() {
-        let command = command("EVALSHA", "abc", ["key"], &(5_u32, 60_000_000_u64, 1_u32, 0_u8));
+        let subject = Subject { keys: &[], cost: 5, limits: b"terms", change: "keep", ttl_ms: 60_000 };
+        let command = command("EVALSHA", "abc", &["key"], &("check", &[subject]));
         let packed = String::from_utf8(command.get_packed_command()).unwrap();
         let words: Vec<_> = packed.split("\r\n").filter(|word| !word.starts_with(['*', '$'])).collect();
-        assert_eq!(words, ["EVALSHA", "abc", "1", "key", "5", "60000000", "1", "0", ""]);
+        assert_eq!(words, ["EVALSHA", "abc", "1", "key", "check", "5", "keep", "60000", "terms", ""]);
     }
 }

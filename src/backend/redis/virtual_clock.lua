@@ -27,7 +27,11 @@ function virtual.PEXPIRE(key, ms)
 end
 
 function virtual.PTTL(key)
-  return tonumber(real.call('GET', key .. '#due')) - tick
+  return tonumber(real.call('GET', key .. '#due') or tick - 2) - tick
+end
+
+function virtual.UNLINK(key)
+  real.call('DEL', key, key .. '#due')
 end
 
 local redis = {error_reply = real.error_reply}

@@ -1,0 +1,33 @@
+-- rate_limit_block: deny everything to a key for a while, or lift that; what was counted stays.
+--
+-- KEYS[1]  counts    string, see rate_limit_check        prefix:2:{rate_limit:<policy>:<subject>}:counts
+-- ARGV[1]  block_us  integer, 0 to 3.2 * 10^14; 0 lifts the block
+--
+-- Value    counts: while the key is blocked, 1 byte version 2 and 7 bytes end of the block, little endian, then the counts as
+--          rate_limit_check writes them, or nothing
+-- Returns  1 blocked | 0 not blocked
+-- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
+-- Repeat   harmless: the block ends later by as much as lies between
+local counts, block_us = KEYS[1], ARGV[1] + 0
+
+local stored = redis.call('GET', counts) or ''
+if stored:byte(1) == 2 and #stored >= 8 then
+  stored = stored:sub(9)
+end
+if stored ~= '' and stored:byte(1) ~= 1 then
+  return redis.error_reply('TOLLGATE the value does not hold counts of version 1')
+end
+local left_ms = redis.call('PTTL', counts)
+if block_us > 0 then
+  local time = redis.call('TIME')
+  local ends = time[1] * 1000000 + time[2] + block_us
+  local ttl_ms = math.max(left_ms, math.ceil(block_us / 1000) + 10)
+  redis.call('SET', counts, struct.pack('<BI7', 2, ends) .. stored, 'PX', ttl_ms)
+  return 1
+end
+if stored == '' then
+  redis.call('UNLINK', counts)
+else
+  redis.call('SET', counts, stored, 'PX', math.max(left_ms, 1))
+end
+return 0

@@ -1,0 +1,412 @@
+-- rate_limit_check: charge a request to all limits of a policy if all of them have room, and to none otherwise; for several
+-- subjects at once, all or none. Also says what would happen, and corrects what was charged.
+--
+-- All limits of a subject but sliding logs are counted in one packed value. A sliding log has a key of its own: it lists
+-- the charges of the last window, the oldest first, and each entry carries the sum of all charges up to and including it, so
+-- what lies between two entries is a subtraction and every question a binary search. How a limit stands is worked out
+-- by whoever reads the reply; here is only what has to be atomic.
+--
+-- KEYS[1]  counts  string, expires when it says nothing any more        prefix:2:{rate_limit:<policy>:<subject>}:counts
+--          then one for each sliding log among the limits, in their order     ...{...}:log:<window_us>
+--          then the same for each further subject
+-- ARGV[1]  verb    'check' to charge | 'peek' to charge nothing | 'settle' to correct what was charged, one subject only
+-- ARGV[2]  cost    integer, 0 to the smallest capacity; 0 charges nothing. To settle: the units to add, or, below 0, to give back
+-- ARGV[3]  change  what becomes of counts under other limits: 'keep' | 'reset' | 'proportional'
+-- ARGV[4]  ttl_ms  how long the counts say something after they were written, at the most
+-- ARGV[5]  limits  version and terms of the limits, which is also how the packed value begins, see Value
+--          then cost, change, ttl_ms and limits for each further subject
+-- ARGV[6]  at      to settle only: the clock's reading when the units to give back were charged, in us
+--
+-- Value    counts  version 1, little endian: 1 byte version, 1 byte limits, 2 bytes length of it all;
+--                  for each limit 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding log),
+--                  7 bytes span, 5 bytes step, 4 bytes capacity (see `Terms` in counting.rs);
+--                  7 bytes time of the last update; for each limit but logs:
+--                  token bucket    7 bytes full since, 7 bytes debt
+--                  fixed window    7 bytes start, 5 bytes used
+--                  sliding window  7 bytes start, 5 bytes used in the window before it, 5 bytes used in it
+--                  While the key is blocked, version 2 and 7 bytes end of the block are before all that, which may be missing.
+--          log     version 1, little endian: 1 byte version, 5 bytes sum before the first entry; for each entry 7 bytes
+--                  time, 5 bytes sum, modulo 2^40. After a charge fewer than 64 entries have run out, or fewer than a quarter as
+--                  many as have not.
+-- Returns  for one subject a string, for several an array of them: 1 byte status (0 denied, 1 admitted, 2 blocked), 7 bytes
+--          clock, for each log 5 bytes used, 7 bytes us until the cost fits, 7 bytes us until more is left; then the counts as they are stored
+--          now. Nothing is written unless all subjects are admitted.
+-- Errors   TOLLGATE if a value was not written by this script; WRONGTYPE
+-- Repeat   charges or gives back again: not to be resent after a lost reply
+local call, pack, unpack, byte, sub = redis.call, struct.pack, struct.unpack, string.byte, string.sub
+local ceil, floor, max, min = math.ceil, math.floor, math.max, math.min
+local verb = ARGV[1]
+local settle = verb == 'settle'
+local time = call('TIME')
+local now = time[1] * 1000000 + time[2]
+
+local TOKEN_BUCKET, FIXED_WINDOW, SLIDING_WINDOW, SLIDING_LOG = 1, 2, 3, 4
+local HEADER, TERMS, TERMS_FORMAT = 4, 17, '<BI7I5I4'
+-- Keys outlive what they say by this much, since expiry is counted in whole milliseconds of another reading of the clock.
+local GRACE_MS = 10
+
+-- Functions are made only where they are needed: to make one takes as long as to call a command.
+local open_log, carry_over
+if #KEYS > 1 then
+  -- A sliding log as it stands: the units used, how long until no more than so many are, and what charges it and gives back.
+  open_log = function(log, window_us, forget)
+    local ENTRIES, ENTRIES_FORMAT, ENTRY, ENTRY_FORMAT = 6, '<I1I5', 12, '<I7I5'
+    local MODULUS = 2 ^ 40
+    -- Most logs are short: this much is read at once, and single entries beyond it as they are needed.
+    local READ_AHEAD = 1024
+
+    local head = forget and '' or call('GETRANGE', log, 0, READ_AHEAD - 1)
+    local bytes = #head < READ_AHEAD and #head or call('STRLEN', log)
+    local base, entries = 0, 0
+    if bytes > 0 then
+      if byte(head, 1) ~= 1 or bytes < ENTRIES + ENTRY or (bytes - ENTRIES) % ENTRY ~= 0 then
+        return nil, 'TOLLGATE the value is not a sliding log of version 1'
+      end
+      local _
+      _, base = unpack(ENTRIES_FORMAT, head)
+      entries = (bytes - ENTRIES) / ENTRY
+    end
+
+    -- The time and the sum of entry i, counted from 0.
+    local function entry(i)
+      local at = ENTRIES + i * ENTRY
+      if at + ENTRY <= #head then
+        return unpack(ENTRY_FORMAT, head, at + 1)
+      end
+      return unpack(ENTRY_FORMAT, call('GETRANGE', log, at, at + ENTRY - 1))
+    end
+
+    -- The first entry from `low` on that passes `test`, where all behind one that passes do too; `entries` if there is none.
+    -- Halves the rest with each turn.
+    local function first_that(test, low)
+      local high = entries
+      while low < high do
+        local middle = floor((low + high) / 2)
+        if test(entry(middle)) then
+          high = middle
+        else
+          low = middle + 1
+        end
+      end
+      return low
+    end
+
+    local clock, last_time, last_sum = now, 0, 0
+    if entries > 0 then
+      last_time, last_sum = entry(entries - 1)
+      if last_time - window_us > now then
+        -- The clock was set back by more than a window. Waiting for it to catch up could take for ever, so start afresh.
+        entries = 0
+      else
+        -- Set back by less, it stands still for this log until it has caught up.
+        clock = max(now, last_time)
+      end
+    end
+    local first = first_that(function(at) return at + window_us > clock end, 0)
+    if first > 0 then
+      local _
+      _, base = entry(first - 1)
+    end
+    local used = first < entries and (last_sum - base) % MODULUS or 0
+    local ttl_ms = ceil((clock + window_us - now) / 1000) + GRACE_MS
+
+    -- How long until no more than `most` units are used.
+    local function wait(most)
+      if used <= most then
+        return 0
+      end
+      local at = entry(first_that(function(_, sum) return (sum - base) % MODULUS >= used - most end, first))
+      return at + window_us - now
+    end
+
+    -- Answers how long it takes until more is left.
+    local function charge(units)
+      if first == entries then
+        call('SET', log, pack(ENTRIES_FORMAT, 1, 0) .. pack(ENTRY_FORMAT, clock, units), 'PX', ttl_ms)
+        return clock + window_us - now
+      end
+      local oldest = entry(first)
+      local added = pack(ENTRY_FORMAT, clock, (last_sum + units) % MODULUS)
+      if first >= 64 and first * 4 >= entries - first then
+        local live = call('GETRANGE', log, ENTRIES + first * ENTRY, -1)
+        call('SET', log, pack(ENTRIES_FORMAT, 1, base) .. live .. added, 'PX', ttl_ms)
+      else
+        call('APPEND', log, added)
+        call('PEXPIRE', log, ttl_ms)
+      end
+      return oldest + window_us - now
+    end
+
+    -- Writes the entries from the one charged at `at` on anew, with `units` less and without those that cost nothing then.
+    -- There are at most as many as the limit has units, twice over in debt.
+    local function give_back(at, units)
+      local from = first_that(function(time) return time >= at end, first)
+      if from == entries or entry(from) ~= at then
+        return
+      end
+      local before = base
+      if from > first then
+        local _
+        _, before = entry(from - 1)
+      end
+      local live = call('GETRANGE', log, ENTRIES + first * ENTRY, -1)
+      local kept, position, given = {sub(live, 1, (from - first) * ENTRY)}, (from - first) * ENTRY + 1, 0
+      while position <= #live do
+        local entry_time, entry_sum
+        entry_time, entry_sum, position = unpack(ENTRY_FORMAT, live, position)
+        local cost = (entry_sum - before) % MODULUS
+        before = entry_sum
+        local back = entry_time == at and min(cost, units - given) or 0
+        given = given + back
+        if cost > back then
+          kept[#kept + 1] = pack(ENTRY_FORMAT, entry_time, (entry_sum - given) % MODULUS)
+        end
+      end
+      live = table.concat(kept)
+      if live == '' then
+        call('UNLINK', log)
+      else
+        call('SET', log, pack(ENTRIES_FORMAT, 1, base) .. live, 'PX', ttl_ms)
+      end
+    end
+
+    return {used = used, wait = wait, charge = charge, give_back = give_back}
+  end
+end
+
+local subjects, admitted = {}, true
+local next_key = 1
+for arg = 2, settle and 2 or #ARGV, 4 do
+  local key, cost = KEYS[next_key], ARGV[arg] + 0
+  local change, ttl_ms, limits = ARGV[arg + 1], ARGV[arg + 2], ARGV[arg + 3]
+  next_key = next_key + 1
+
+  local stored = call('GET', key) or ''
+  local value, block, block_ends = stored, nil, nil
+  local status = 1
+  if byte(stored, 1) == 2 and #stored >= 8 then
+    value = sub(stored, 9)
+    block, block_ends = sub(stored, 1, 8), unpack('<I7', stored, 2)
+    if block_ends > now then
+      status = 2
+    else
+      block_ends = nil
+    end
+  end
+  local at, last, back, changed = #limits + 1, nil, 0, nil
+  if value ~= '' then
+    if sub(value, 1, #limits) ~= limits then
+      -- They were counted under other limits, and are carried over to these.
+      carry_over = carry_over or function(value, limits, change)
+        local function read_terms(from)
+          local terms = {}
+          for i = 1, byte(from, 2) do
+            local kind, span, step, capacity = unpack(TERMS_FORMAT, from, HEADER + 1 + (i - 1) * TERMS)
+            terms[i] = {kind = kind, span = span, step = step, capacity = capacity}
+          end
+          return terms
+        end
+        if byte(value, 1) ~= 1 or #value < HEADER or byte(value, 2) > 16 or unpack('<I2', value, 3) ~= #value then
+          return nil, 'TOLLGATE the value does not hold counts of version 1'
+        end
+        local old, new = read_terms(value), read_terms(limits)
+        local last, at = unpack('<I7', value, HEADER + #old * TERMS + 1)
+        local back, elapsed = max(last - now, 0), max(now - last, 0)
+        for _, terms in ipairs(old) do
+          if terms.kind == TOKEN_BUCKET then
+            terms.start, terms.used, at = unpack('<I7I7', value, at)
+            -- Up to now at the old rate.
+            terms.used = terms.used - elapsed * terms.step
+            if terms.used <= 0 then
+              terms.start, terms.used = now + back, 0
+            end
+          elseif terms.kind == FIXED_WINDOW then
+            terms.start, terms.used, at = unpack('<I7I5', value, at)
+          elseif terms.kind == SLIDING_WINDOW then
+            terms.start, terms.previous, terms.used, at = unpack('<I7I5I5', value, at)
+          end
+        end
+        local counts = {limits, pack('<I7', now)}
+        for _, terms in ipairs(new) do
+          local from
+          for _, candidate in ipairs(old) do
+            if not from and not candidate.taken and candidate.kind == terms.kind
+                and (candidate.span == terms.span or terms.kind == TOKEN_BUCKET) then
+              candidate.taken, from = true, candidate
+            end
+          end
+          local same = from and from.span == terms.span and from.step == terms.step and from.capacity == terms.capacity
+          local fresh = not from or (change == 'reset' and not same)
+          local function convert(used)
+            if change == 'proportional' then
+              used = ceil(used * terms.capacity / max(from.capacity, 1))
+            end
+            return min(used, 2 * terms.capacity)
+          end
+          if terms.kind == TOKEN_BUCKET then
+            local debt = fresh and 0 or same and from.used or convert(ceil(from.used / from.span)) * terms.span
+            counts[#counts + 1] = pack('<I7I7', fresh and now or from.start - back, debt)
+          elseif terms.kind == FIXED_WINDOW then
+            local used = fresh and 0 or same and from.used or convert(from.used)
+            counts[#counts + 1] = pack('<I7I5', fresh and now or from.start - back, used)
+          elseif terms.kind == SLIDING_WINDOW then
+            local previous = fresh and 0 or same and from.previous or convert(from.previous)
+            local used = fresh and 0 or same and from.used or convert(from.used)
+            counts[#counts + 1] = pack('<I7I5I5', fresh and now or from.start - back, previous, used)
+          elseif fresh and from then
+            terms.forget = true
+          end
+        end
+        return table.concat(counts), new
+      end
+      value, changed = carry_over(value, limits, change)
+      if not value then
+        return redis.error_reply(changed)
+      end
+    end
+    if unpack('<I2', value, 3) ~= #value then
+      return redis.error_reply('TOLLGATE the value does not hold counts of version 1')
+    end
+    last, at = unpack('<I7', value, at)
+    if last > now then
+      -- The clock was set back. What has passed has passed, and what is to come takes as long as it would have.
+      last, back = now, last - now
+    end
+  end
+
+  -- The counts, brought up to now and charged, to be written if that is what comes of it.
+  local packed = limits .. pack('<I7', now)
+  local logs
+  local position = HEADER + 1
+  for i = 1, byte(limits, 2) do
+    local kind, span, step, capacity
+    kind, span, step, capacity, position = unpack(TERMS_FORMAT, limits, position)
+    local fits = true
+    if kind == TOKEN_BUCKET then
+      local since, debt = now, 0
+      if last then
+        since, debt, at = unpack('<I7I7', value, at)
+        debt = debt - (now - last) * step
+        if debt > 0 then
+          since = since - back
+        else
+          since, debt = now, 0
+        end
+      end
+      if not settle then
+        debt = debt + cost * span
+        fits = debt <= capacity * span
+      elseif cost > 0 then
+        debt = max(debt, min(debt + cost * span, 2 * capacity * span))
+      elseif ARGV[6] - since >= 0 then
+        debt = max(debt + cost * span, 0)
+      end
+      packed = packed .. pack('<I7I7', since, debt)
+    elseif kind == FIXED_WINDOW then
+      local start, used = now, 0
+      if last then
+        start, used, at = unpack('<I7I5', value, at)
+        start = start - back
+        -- A window opens with its first charge.
+        if used == 0 or now - start >= span then
+          start, used = now, 0
+        end
+      end
+      if not settle then
+        used = used + cost
+        fits = used <= capacity
+      elseif cost > 0 then
+        used = max(used, min(used + cost, 2 * capacity))
+      elseif ARGV[6] - start >= 0 then
+        used = max(used + cost, 0)
+      end
+      packed = packed .. pack('<I7I5', start, used)
+    elseif kind == SLIDING_WINDOW then
+      local start, previous, used = now, 0, 0
+      if last then
+        start, previous, used, at = unpack('<I7I5I5', value, at)
+        start = start - back
+        local elapsed = now - start
+        if elapsed >= span and elapsed < 2 * span then
+          start, previous, used = start + span, used, 0
+        elseif elapsed >= span then
+          previous, used = 0, 0
+        end
+        if previous + used == 0 then
+          start = now
+        end
+      end
+      if not settle then
+        used = used + cost
+        fits = used + ceil(previous * ceil((span - (now - start)) / step) / ceil(span / step)) <= capacity
+      elseif cost > 0 then
+        used = max(used, min(used + cost, 2 * capacity))
+      elseif ARGV[6] - start >= 0 then
+        used = max(used + cost, 0)
+      elseif ARGV[6] - start + span >= 0 then
+        previous = max(previous + cost, 0)
+      end
+      packed = packed .. pack('<I7I5I5', start, previous, used)
+    elseif kind == SLIDING_LOG then
+      local log, error = open_log(KEYS[next_key], span, changed and changed[i].forget)
+      if not log then
+        return redis.error_reply(error)
+      end
+      log.key, log.capacity, log.forget = KEYS[next_key], capacity, changed and changed[i].forget
+      next_key = next_key + 1
+      fits = log.used + cost <= capacity
+      logs = logs or {}
+      logs[#logs + 1] = log
+    end
+    -- What costs nothing always fits.
+    if not fits and not settle and cost > 0 and status == 1 then
+      status = 0
+    end
+  end
+  admitted = admitted and status == 1
+  if #KEYS == 1 and status == 1 and cost > 0 and verb == 'check' then
+    -- What happens nearly always, without a table.
+    call('SET', key, packed, 'PX', ttl_ms)
+    return pack('<BI7', 1, now) .. packed
+  end
+  if block_ends then
+    packed, ttl_ms = block .. packed, max(ttl_ms + 0, ceil((block_ends - now) / 1000) + GRACE_MS)
+  end
+  subjects[#subjects + 1] =
+    {key = key, cost = cost, status = status, stored = stored, known = last, logs = logs, packed = packed, ttl_ms = ttl_ms}
+end
+
+local replies = {}
+for i = 1, #subjects do
+  local subject = subjects[i]
+  local cost, stored, logs = subject.cost, subject.stored, subject.logs
+  local writes = verb == 'check' and admitted and cost > 0 or settle and (cost > 0 or subject.known and cost < 0)
+  if writes then
+    stored = subject.packed
+    call('SET', subject.key, stored, 'PX', subject.ttl_ms)
+  end
+  local reply = pack('<BI7', subject.status, now)
+  for j = 1, logs and #logs or 0 do
+    local log = logs[j]
+    local used, capacity = log.used, log.capacity
+    local fits_in, more_in = 0, 0
+    if writes and log.forget then
+      call('UNLINK', log.key)
+    end
+    if not writes then
+      fits_in = cost > 0 and log.wait(capacity - cost) or 0
+      more_in = used > 0 and log.wait(min(used, capacity) - 1) or 0
+    elseif cost < 0 then
+      log.give_back(ARGV[6] + 0, -cost)
+    else
+      local units = settle and max(min(cost, 2 * capacity - used), 0) or cost
+      if units > 0 then
+        more_in = log.charge(units)
+      end
+      used = used + units
+    end
+    reply = reply .. pack('<I5I7I7', used, fits_in, more_in)
+  end
+  replies[i] = reply .. stored
+end
+return #replies == 1 and replies[1] or replies
