@@ -137,6 +137,15 @@ pub enum ConfigError {
         /// The largest quota that a sliding log takes.
         max: u32,
     },
+    /// So few bits of an IPv6 address would count whole countries as one client, or there are not as many.
+    Ipv6PrefixOutOfRange {
+        /// The number of bits that was asked for.
+        bits: u8,
+        /// The smallest number of bits.
+        min: u8,
+        /// The largest number of bits.
+        max: u8,
+    },
     /// The URL of a backend cannot be understood. The URL itself is left out, since it may hold a password.
     InvalidUrl {
         /// What is wrong with it.
@@ -168,6 +177,9 @@ impl fmt::Display for ConfigError {
                 f,
                 "a sliding log remembers every request, so its quota is at most {max}, not {limit}; use a fixed window"
             ),
+            Self::Ipv6PrefixOutOfRange { bits, min, max } => {
+                write!(f, "an IPv6 prefix of {bits} bits is not between {min} and {max}")
+            }
             Self::InvalidUrl { reason } => write!(f, "the store URL is not valid: {reason}"),
             Self::UnknownScheme { scheme } => write!(
                 f,

@@ -78,12 +78,16 @@
 //! ```
 
 mod body;
+mod client_ip;
+mod forwarded;
 mod headers;
 mod key;
 mod reject;
 
 pub use self::body::ResponseBody;
+pub use self::client_ip::{ClientIp, ForwardingHeader};
 pub use self::key::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
+pub use ::ipnet::IpNet;
 
 #[cfg(feature = "grpc")]
 pub(crate) use self::headers::write_fields;
