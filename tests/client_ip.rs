@@ -15,7 +15,7 @@ const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
 #[test]
 fn x_forwarded_for_is_read_from_the_right_and_only_as_far_as_it_can_be_believed() {
-    let cases: [(&[&str], &str); _] = [
+    let cases: &[(&[&str], &str)] = &[
         // The usual.
         (&[], "10.0.0.1"),
         (&["203.0.113.7"], "203.0.113.7"),
@@ -60,7 +60,7 @@ fn x_forwarded_for_is_read_from_the_right_and_only_as_far_as_it_can_be_believed(
         (&["6.6.6.6, ::10.0.0.2"], "::10.0.0.2"),
         (&["6.6.6.6, ::1"], "::1"),
     ];
-    for (lines, client) in cases {
+    for &(lines, client) in cases {
         let request = request("10.0.0.1", &X_FORWARDED_FOR, lines);
         assert_eq!(proxied().client_ip(&request), Some(ip(client)), "{lines:?}");
     }
@@ -68,7 +68,7 @@ fn x_forwarded_for_is_read_from_the_right_and_only_as_far_as_it_can_be_believed(
 
 #[test]
 fn forwarded_is_read_by_its_own_grammar() {
-    let cases: [(&[&str], &str); _] = [
+    let cases: &[(&[&str], &str)] = &[
         (&["for=203.0.113.7;proto=https;by=10.0.0.1"], "203.0.113.7"),
         (&["for=6.6.6.6, FOR=\"[2001:db8::7]:4711\";host=\"a,b\", for=10.0.0.2"], "2001:db8::7"),
         (&["for=6.6.6.6", "for=203.0.113.7", "for=10.0.0.2"], "203.0.113.7"),
@@ -82,7 +82,7 @@ fn forwarded_is_read_by_its_own_grammar() {
         (&[r#"for=203.0.113.7;host="\", for=6.6.6.6;x=\"""#], "203.0.113.7"),
     ];
     let by_ip = proxied().header(ForwardingHeader::Forwarded);
-    for (lines, client) in cases {
+    for &(lines, client) in cases {
         assert_eq!(by_ip.client_ip(&request("10.0.0.1", &FORWARDED, lines)), Some(ip(client)), "{lines:?}");
     }
 }
@@ -91,7 +91,7 @@ fn forwarded_is_read_by_its_own_grammar() {
 fn a_header_with_one_address_counts_if_it_is_one() {
     let name = HeaderName::from_static("cf-connecting-ip");
     let by_ip = proxied().single_header("cf-connecting-ip");
-    let cases: [(&[&str], &str); _] = [
+    let cases: &[(&[&str], &str)] = &[
         (&["203.0.113.7"], "203.0.113.7"),
         (&[" [2001:db8::7]:443 "], "2001:db8::7"),
         (&["::ffff:203.0.113.7"], "203.0.113.7"),
@@ -102,7 +102,7 @@ fn a_header_with_one_address_counts_if_it_is_one() {
         (&["6.6.6.6", "203.0.113.7"], "10.0.0.1"),
         (&["203.0.113.7", "203.0.113.7"], "10.0.0.1"),
     ];
-    for (lines, client) in cases {
+    for &(lines, client) in cases {
         assert_eq!(by_ip.client_ip(&request("10.0.0.1", &name, lines)), Some(ip(client)), "{lines:?}");
         assert_eq!(by_ip.client_ip(&request("192.0.2.1", &name, lines)), Some(ip("192.0.2.1")), "{lines:?}");
     }

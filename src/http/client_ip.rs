@@ -116,7 +116,8 @@ impl ClientIp {
         }
     }
 
-    /// Believes nobody: the client is the other end of the connection, as with [`peer_ip`](super::peer_ip).
+    /// Believes nobody: the client is the other end of the connection, as with [`peer_ip`](super::peer_ip). The log warns
+    /// where a forwarding header comes in, which may be a proxy that was forgotten.
     #[must_use]
     pub fn peer() -> Self {
         Self::trusting([])
