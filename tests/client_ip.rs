@@ -244,9 +244,6 @@ fn huge_headers_cost_little() {
             let piece = &value[..20.min(value.len())];
             // A debug build on a busy machine; anything quadratic would take hours.
             assert!(took < Duration::from_secs(2), "{name}: {piece} took {took:?}");
-            if std::env::var_os("SHOW_TIMES").is_some() {
-                println!("{name}: {piece:20} {took:?}");
-            }
         }
         let lines = vec!["for=10.0.0.2"; 20_000];
         let request = request("10.0.0.1", name, &lines);
@@ -256,7 +253,7 @@ fn huge_headers_cost_little() {
     }
 }
 
-// By the million: 1,200,000 requests in all.
+// By the million: 1,600,000 requests in all.
 
 #[test]
 fn nothing_that_a_client_sends_comes_before_what_proxies_append_to_x_forwarded_for() {

@@ -60,9 +60,9 @@ static X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 ///   last trusted proxy seen so far is the client: `unknown`, `_hidden`, an IPv6 address with a zone, an empty entry, in
 ///   `Forwarded` an element that is not well-formed or has no `for` or two. Such a proxy does not say whom it saw, so what
 ///   stands left of it is anybody's.
-/// * At most [`MAX_HOPS`](Self::MAX_HOPS) entries are read. If all these are trusted, the last one read is the client. The
-///   work is bounded by that, or by the length of the header where quoted strings have to be skipped, and nothing is
-///   allocated.
+/// * At most [`MAX_HOPS`](Self::MAX_HOPS) entries are read. If all these are trusted, the last one read is the client. What
+///   stands left of them in `X-Forwarded-For` is never looked at, however long it is; a value of `Forwarded`, where quoted
+///   strings have to be skipped, is gone through a few times at most. Nothing is allocated.
 /// * An IPv4 address that is written as IPv6 (`::ffff:203.0.113.7`) is IPv4 here, for trust as for counting.
 /// * An IPv6 address counts by its first 64 bits (see [`ipv6_prefix`](Self::ipv6_prefix)), as one client usually has all
 ///   the others to choose from. [`client_ip`](Self::client_ip) and [`within`](Self::within) see all bits.
