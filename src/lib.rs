@@ -51,8 +51,8 @@
 //! # Features
 //!
 //! * `redis` (default): `RedisBackend`, with bb8 and redis.
-//! * `http` (default): the module `http`, with http and http-body.
-//! * `axum`: lets the key `peer_ip` find axum's `ConnectInfo`.
+//! * `http` (default): the module `http`, with http, http-body and ipnet.
+//! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`.
 //! * `grpc`: the module `grpc`.
 //!
 //! [tower]: https://docs.rs/tower

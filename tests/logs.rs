@@ -2,13 +2,19 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::fmt;
+use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::time::advance;
+<<<<<<< HEAD
 use tollgate::http::peer_ip;
 use tollgate::rate_limit::{Decision, LimitStatus, RateLimitStore, Receipt};
+=======
+use tollgate::http::{ClientIp, ForwardingHeader, PeerAddr, peer_ip};
+use tollgate::rate_limit::{Decision, RateLimitStore};
+>>>>>>> f82b33651d55c93cf272c662731e0ce0c1413514
 use tollgate::{AsError, BoxError, ExtractKey, Key, Policy, Quota, RateLimitLayer, StoreError};
 use tower::{Layer, ServiceExt, service_fn};
 use tracing::field::{Field, Visit};
@@ -139,10 +145,93 @@ async fn a_peer_address_that_nobody_fills_in_is_one_warning() {
     assert!(lines.len() == 1 && lines[0].contains("into_make_service_with_connect_info"), "{lines:?}");
 }
 
+#[test]
+fn a_client_without_peer_address_is_one_warning() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let by_ip = proxied();
+    for _ in 0..3 {
+        assert_eq!(by_ip.client_ip(&http::Request::new(())), None);
+        assert_eq!(by_ip.clone().extract_key(&http::Request::new(())), None);
+    }
+    let lines = log.lines();
+    assert!(lines.len() == 1 && lines[0].starts_with("WARN ClientIp finds no address"), "{lines:?}");
+}
+
+#[test]
+fn a_forgotten_proxy_is_one_warning() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    for by_ip in [ClientIp::peer(), proxied(), proxied().single_header("x-real-ip")] {
+        ask(&by_ip, "192.0.2.1", &[]);
+        ask(&by_ip, "192.0.2.1", &[("x-api-key", "k1")]);
+        assert!(log.lines().is_empty(), "nobody forwards anything");
+        for header in ["x-forwarded-for", "forwarded", "x-real-ip"] {
+            ask(&by_ip, "192.0.2.1", &[(header, "203.0.113.7")]);
+            ask(&by_ip.clone(), "192.0.2.2", &[(header, "203.0.113.7")]);
+        }
+        let lines = log.lines();
+        assert!(lines.len() == 1 && lines[0].contains("not a trusted proxy"), "{lines:?}");
+    }
+}
+
+#[test]
+fn a_private_client_behind_a_proxy_is_one_warning() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    for client in
+        ["192.168.0.1", "127.0.0.1", "169.254.0.1", "100.64.0.1", "::1", "fd00::1", "fe80::1", "::ffff:172.16.0.1"]
+    {
+        let by_ip = proxied();
+        for quiet in ["203.0.113.7", "2001:db8::7", "10.0.0.2", "203.0.113.7, 10.0.0.2", "192.168.0.1, unknown"] {
+            ask(&by_ip, "10.0.0.1", &[("x-forwarded-for", quiet)]);
+        }
+        ask(&by_ip, "10.0.0.1", &[]);
+        ask(&by_ip, "192.168.0.1", &[]);
+        assert!(log.lines().is_empty(), "these are as they should be");
+        for _ in 0..3 {
+            ask(&by_ip, "10.0.0.1", &[("x-forwarded-for", client)]);
+        }
+        let lines = log.lines();
+        assert!(lines.len() == 1 && lines[0].contains("private address"), "{client}: {lines:?}");
+    }
+}
+
+#[test]
+fn a_proxy_that_writes_another_header_is_one_warning() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let (list, element) = (("x-forwarded-for", "203.0.113.7"), ("forwarded", "for=203.0.113.7"));
+    let by_forwarded = proxied().header(ForwardingHeader::Forwarded);
+    for (by_ip, read, other) in [(proxied(), list, element), (by_forwarded, element, list)] {
+        ask(&by_ip, "10.0.0.1", &[]);
+        ask(&by_ip, "10.0.0.1", &[read]);
+        ask(&by_ip, "10.0.0.1", &[read, other]);
+        assert!(log.lines().is_empty(), "these are as they should be");
+        for _ in 0..3 {
+            ask(&by_ip, "10.0.0.1", &[other]);
+        }
+        let lines = log.lines();
+        assert!(lines.len() == 1 && lines[0].contains("another header"), "{lines:?}");
+    }
+}
+
 #[tokio::test]
 async fn counting_in_memory_is_said_once_to_be_local() {
     let log = Log::default();
     let _logging = tracing::subscriber::set_default(log.clone());
     tollgate::connect("memory:").await.unwrap();
     assert_eq!(log.lines(), ["INFO tollgate counts in memory: limits hold within this process only"]);
+}
+
+fn proxied() -> ClientIp {
+    ClientIp::trusting(["10.0.0.0/8".parse().unwrap()])
+}
+
+fn ask(by_ip: &ClientIp, peer: &str, headers: &[(&str, &str)]) {
+    let mut request = http::Request::builder().extension(PeerAddr((peer.parse::<IpAddr>().unwrap(), 4711).into()));
+    for (name, value) in headers {
+        request = request.header(*name, *value);
+    }
+    by_ip.client_ip(&request.body(()).unwrap());
 }

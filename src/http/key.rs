@@ -3,6 +3,7 @@ use std::sync::Once;
 
 use ::http::{HeaderName, Request};
 
+use super::forwarded::canonical;
 use crate::key::{ExtractKey, Key, Or, first_of};
 
 /// Counts by the value of a request header: an API key, a session, a tenant.
@@ -61,7 +62,7 @@ pub struct PeerAddr(pub SocketAddr);
 /// An IPv6 address counts by its first 64 bits, since one client usually has all the others to choose from. An IPv4
 /// address that arrives as IPv6 (`::ffff:203.0.113.7`) counts as IPv4.
 ///
-/// Behind a proxy this is the address of the proxy.
+/// Behind a proxy this is the address of the proxy: use [`ClientIp`](super::ClientIp) there.
 #[must_use]
 pub const fn peer_ip() -> PeerIp {
     PeerIp
@@ -81,23 +82,31 @@ impl PeerIp {
 
 impl<B> ExtractKey<Request<B>> for PeerIp {
     fn extract_key(&self, request: &Request<B>) -> Option<Key> {
-        let peer = request.extensions().get::<PeerAddr>().map(|peer| peer.0.ip());
-        #[cfg(feature = "axum")]
-        let peer = peer.or_else(|| axum_peer(request));
+        let peer = peer_of(request);
         if peer.is_none() {
-            NOBODY_TOLD.call_once(|| {
-                tracing::warn!(
-                    "peer_ip() finds no address in a request: with axum, turn on the feature `axum` and serve with \
-                     `into_make_service_with_connect_info::<SocketAddr>()`; elsewhere insert a `PeerAddr` into the extensions"
-                );
-            });
+            NOBODY_TOLD.call_once(|| warn_of_no_peer("peer_ip()"));
         }
-        peer.map(|ip| Key::from(client_of(ip)))
+        peer.map(|ip| Key::from(network_of(ip, IPV6_PREFIX)))
     }
 }
 
 /// The mistake is the program's and the same for every request, so it is told once.
 static NOBODY_TOLD: Once = Once::new();
+
+pub(super) fn warn_of_no_peer(extractor: &str) {
+    tracing::warn!(
+        "{extractor} finds no address in a request: with axum, turn on the feature `axum` and serve with \
+         `into_make_service_with_connect_info::<SocketAddr>()`; elsewhere insert a `PeerAddr` into the extensions"
+    );
+}
+
+/// The address of the other end of the connection.
+pub(super) fn peer_of<B>(request: &Request<B>) -> Option<IpAddr> {
+    let peer = request.extensions().get::<PeerAddr>().map(|peer| peer.0.ip());
+    #[cfg(feature = "axum")]
+    let peer = peer.or_else(|| axum_peer(request));
+    peer
+}
 
 #[cfg(feature = "axum")]
 fn axum_peer<B>(request: &Request<B>) -> Option<IpAddr> {
@@ -108,15 +117,18 @@ fn axum_peer<B>(request: &Request<B>) -> Option<IpAddr> {
     info.or_else(|| extensions.get::<MockConnectInfo<SocketAddr>>().map(|mock| mock.0)).map(|peer| peer.ip())
 }
 
+/// How many bits of an IPv6 address a network has that one client has to itself, unless we are told.
+pub(super) const IPV6_PREFIX: u8 = 64;
+
 /// The address that stands for all that one client has.
-fn client_of(ip: IpAddr) -> IpAddr {
-    match ip {
-        IpAddr::V4(_) => ip,
-        // Mapped addresses first: all of IPv4 is in one /64 of them.
-        IpAddr::V6(v6) => match v6.to_ipv4_mapped() {
-            Some(v4) => v4.into(),
-            None => Ipv6Addr::from_bits(v6.to_bits() & (u128::MAX << 64)).into(),
-        },
+pub(super) fn network_of(ip: IpAddr, ipv6_prefix: u8) -> IpAddr {
+    // Mapped addresses first: all of IPv4 is in one /64 of them.
+    match canonical(ip) {
+        IpAddr::V4(v4) => v4.into(),
+        IpAddr::V6(v6) => {
+            let host_bits = u32::from(128_u8.saturating_sub(ipv6_prefix));
+            Ipv6Addr::from_bits(v6.to_bits() & u128::MAX.checked_shl(host_bits).unwrap_or(0)).into()
+        }
     }
 }
 
@@ -134,8 +146,16 @@ mod tests {
             ("::1", "::"),
         ];
         for (peer, client) in cases {
-            assert_eq!(client_of(peer.parse().unwrap()), client.parse::<IpAddr>().unwrap(), "{peer}");
+            assert_eq!(network_of(peer.parse().unwrap(), IPV6_PREFIX), client.parse::<IpAddr>().unwrap(), "{peer}");
         }
+        let all = "2001:db8:1:2:3:4:5:6".parse().unwrap();
+        for (prefix, client) in
+            [(32, "2001:db8::"), (48, "2001:db8:1::"), (56, "2001:db8:1::"), (128, "2001:db8:1:2:3:4:5:6")]
+        {
+            assert_eq!(network_of(all, prefix), client.parse::<IpAddr>().unwrap(), "/{prefix}");
+        }
+        let mapped = "::ffff:203.0.113.7".parse().unwrap();
+        assert_eq!(network_of(mapped, 32), IpAddr::from([203, 0, 113, 7]));
     }
 
     #[test]

@@ -6,8 +6,16 @@
 //! the request by the server: axum does so with `into_make_service_with_connect_info::<SocketAddr>()` (feature `axum`), any
 //! other server by inserting a [`PeerAddr`] into the extensions of each request.
 //!
-//! Behind a proxy the peer is the proxy. Do not count by a forwarding header then unless the proxy overwrites it: whoever
-//! sends the header chooses the bucket.
+//! Behind a proxy the peer is the proxy, and what a forwarding header says of the client may come from the client.
+//! [`ClientIp`] knows whom to believe: name the networks of your proxies, and the header that they write. Do not count by a
+//! forwarding header with [`header`]: whoever sends it chooses the bucket.
+//!
+//! | in front of the service | key |
+//! | --- | --- |
+//! | nothing | [`peer_ip`] or [`ClientIp::peer`], which warns of a proxy that was forgotten |
+//! | proxies that append to `X-Forwarded-For` | `ClientIp::trusting(nets)` |
+//! | proxies that append to `Forwarded` | `ClientIp::trusting(nets).header(ForwardingHeader::Forwarded)` |
+//! | a CDN that sets a header of its own | `ClientIp::trusting(nets).single_header("cf-connecting-ip")` |
 //!
 //! # What is answered
 //!
@@ -77,14 +85,52 @@
 //! # Ok(())
 //! # }
 //! ```
+//!
+//! Behind a load balancer in `10.0.0.0/8`, with a network of the house that is not limited:
+//!
+//! ```
+//! use http::{Request, Response, StatusCode};
+//! use tollgate::http::{ClientIp, PeerAddr};
+//! use tollgate::{ExtractKey, Key, MemoryBackend, OnMissingKey, Policy, Quota, RateLimitLayer};
+//! use tower::{ServiceBuilder, ServiceExt, service_fn};
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! let by_ip = ClientIp::trusting(["10.0.0.0/8".parse()?]);
+//! let is_ours = by_ip.within(["198.51.100.0/24".parse()?]);
+//! let key = move |request: &Request<String>| -> Option<Key> {
+//!     if is_ours(request) { None } else { by_ip.extract_key(request) }
+//! };
+//!
+//! let policy = Policy::new("api", Quota::per_minute(1).fixed_window());
+//! let service = ServiceBuilder::new()
+//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).key(key).on_missing_key(OnMissingKey::Pass))
+//!     .service(service_fn(async |_: Request<String>| Ok::<_, tollgate::BoxError>(Response::new(String::new()))));
+//!
+//! let ask = async |forwarded_for: &str| {
+//!     let balancer = PeerAddr("10.0.0.1:4711".parse()?);
+//!     let request = Request::builder().extension(balancer).header("x-forwarded-for", forwarded_for);
+//!     let response = service.clone().oneshot(request.body(String::new())?).await?;
+//!     Ok::<_, tollgate::BoxError>(response.status())
+//! };
+//! assert_eq!(ask("203.0.113.7").await?, StatusCode::OK);
+//! assert_eq!(ask("6.6.6.6, 203.0.113.7").await?, StatusCode::TOO_MANY_REQUESTS);
+//! assert_eq!(ask("198.51.100.7").await?, StatusCode::OK);
+//! assert_eq!(ask("198.51.100.7").await?, StatusCode::OK);
+//! # Ok(())
+//! # }
+//! ```
 
 mod body;
+mod client_ip;
+mod forwarded;
 mod headers;
 mod key;
 mod reject;
 
 pub use self::body::ResponseBody;
+pub use self::client_ip::{ClientIp, ForwardingHeader};
 pub use self::key::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
+pub use ::ipnet::IpNet;
 
 #[cfg(feature = "grpc")]
 pub(crate) use self::headers::write_fields;

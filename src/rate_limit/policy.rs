@@ -292,9 +292,9 @@ fn period(limit: &Limit) -> String {
     match (seconds, period.subsec_nanos()) {
         (0, _) => format!("{}ms", period.as_millis()),
         (_, 1..) => format!("{}ms", period.as_millis()),
-        _ if seconds % 86_400 == 0 => format!("{}d", seconds / 86_400),
-        _ if seconds % 3_600 == 0 => format!("{}h", seconds / 3_600),
-        _ if seconds % 60 == 0 => format!("{}m", seconds / 60),
+        _ if seconds.is_multiple_of(86_400) => format!("{}d", seconds / 86_400),
+        _ if seconds.is_multiple_of(3_600) => format!("{}h", seconds / 3_600),
+        _ if seconds.is_multiple_of(60) => format!("{}m", seconds / 60),
         _ => format!("{seconds}s"),
     }
 }

@@ -1,0 +1,418 @@
+use std::net::IpAddr;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ::http::header::{FORWARDED, HeaderMap};
+use ::http::{HeaderName, HeaderValue, Request};
+use ipnet::{IpNet, Ipv4Net};
+
+use super::forwarded::{self, canonical};
+use super::key::{self, IPV6_PREFIX};
+use crate::error::ConfigError;
+use crate::key::{ExtractKey, Key, Or, first_of};
+
+static X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+
+/// Counts by the IP address of the client, also behind proxies.
+///
+/// The proxies have to be named, by the networks that they connect from. If the other end of the connection is none of
+/// them, it is the client, and no header changes that. If it is one, `X-Forwarded-For` is read from the right, all lines of
+/// it: each proxy has appended whom it saw. Addresses of trusted proxies are skipped and the first other one is the
+/// client; what stands left of it comes from the client itself, who may have made it up. Where all are trusted, the client
+/// is the leftmost.
+///
+/// ```
+/// use http::Request;
+/// use tollgate::http::{ClientIp, PeerAddr};
+///
+/// # fn main() -> Result<(), tollgate::BoxError> {
+/// let by_ip = ClientIp::trusting(["10.0.0.0/8".parse()?]);
+///
+/// let proxy = PeerAddr("10.0.0.1:4711".parse()?);
+/// let forwarded = Request::builder().extension(proxy).header("x-forwarded-for", "6.6.6.6, 203.0.113.7, 10.0.0.2");
+/// assert_eq!(by_ip.client_ip(&forwarded.body(())?), Some("203.0.113.7".parse()?));
+///
+/// let somebody = PeerAddr("203.0.113.8:4711".parse()?);
+/// let forged = Request::builder().extension(somebody).header("x-forwarded-for", "6.6.6.6");
+/// assert_eq!(by_ip.client_ip(&forged.body(())?), Some("203.0.113.8".parse()?));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Behind Cloudflare, counting IPv6 clients by the /56 that providers hand out:
+///
+/// ```
+/// use tollgate::http::ClientIp;
+///
+/// # fn main() -> Result<(), tollgate::BoxError> {
+/// let cloudflare = ["173.245.48.0/20".parse()?, "2400:cb00::/32".parse()?]; // and the others that it publishes
+/// let by_ip = ClientIp::trusting(cloudflare).single_header("cf-connecting-ip").ipv6_prefix(56)?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Which address is found
+///
+/// The other end of the connection is found as by [`peer_ip`](super::peer_ip); without it there is no key. A proxy that
+/// connects over a Unix socket has no address: insert a [`PeerAddr`](super::PeerAddr) that is trusted, of `127.0.0.1` say.
+///
+/// * An entry is an address, `ip`, `ip:port`, `[v6]` or `[v6]:port`, quoted or not. Anything else ends the search, and the
+///   last trusted proxy seen so far is the client: `unknown`, `_hidden`, an IPv6 address with a zone, an empty entry, in
+///   `Forwarded` an element that is not well-formed or has no `for` or two. Such a proxy does not say whom it saw, so what
+///   stands left of it is anybody's.
+/// * At most [`MAX_HOPS`](Self::MAX_HOPS) entries are read. If all these are trusted, the last one read is the client. What
+///   stands left of them in `X-Forwarded-For` is never looked at, however long it is; a value of `Forwarded`, where quoted
+///   strings have to be skipped, is gone through a few times at most. Nothing is allocated.
+/// * An IPv4 address that is written as IPv6 (`::ffff:203.0.113.7`) is IPv4 here, for trust as for counting.
+/// * An IPv6 address counts by its first 64 bits (see [`ipv6_prefix`](Self::ipv6_prefix)), as one client usually has all
+///   the others to choose from. [`client_ip`](Self::client_ip) and [`within`](Self::within) see all bits.
+///
+/// # What it relies on
+///
+/// * Trust the addresses of proxies only. A client in a trusted network can say to be anybody.
+/// * Only one header is read, and it has to be the one that your proxies write: most append to `X-Forwarded-For` and pass
+///   through a `Forwarded` or an `X-Real-IP` that the client made up.
+/// * Every trusted proxy has to append to that header or overwrite it.
+///
+/// # What is logged
+///
+/// Each of these is a warning, once per extractor and its clones: no address of the connection; a forwarding header from
+/// somebody who is not trusted (anybody can send one, so this may be nothing); another forwarding header than the one
+/// that is read; a client with a private address that is not trusted (most likely a proxy that is missing from the list).
+#[derive(Clone, Debug)]
+pub struct ClientIp {
+    trusted: Nets,
+    header: ForwardingHeader,
+    ipv6_prefix: u8,
+    told: Arc<Told>,
+}
+
+/// The header that proxies write and [`ClientIp`] reads.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ForwardingHeader {
+    /// `X-Forwarded-For`: a list of addresses.
+    XForwardedFor,
+    /// `Forwarded` (RFC 7239): a list of elements with the address in `for`.
+    Forwarded,
+    /// A header that holds one address, such as `CF-Connecting-IP` or `X-Real-IP`: see [`ClientIp::single_header`].
+    Single(HeaderName),
+}
+
+impl ClientIp {
+    /// How many entries of a list are read.
+    pub const MAX_HOPS: usize = 64;
+
+    /// Believes the proxies in these networks.
+    ///
+    /// `::/0` holds no IPv4 address, also none that is written as IPv6. Without any network this is [`ClientIp::peer`].
+    #[must_use]
+    pub fn trusting(proxies: impl IntoIterator<Item = IpNet>) -> Self {
+        Self {
+            trusted: Nets::new(proxies),
+            header: ForwardingHeader::XForwardedFor,
+            ipv6_prefix: IPV6_PREFIX,
+            told: Arc::default(),
+        }
+    }
+
+    /// Believes nobody: the client is the other end of the connection, as with [`peer_ip`](super::peer_ip). The log warns
+    /// where a forwarding header comes in, which may be a proxy that was forgotten.
+    #[must_use]
+    pub fn peer() -> Self {
+        Self::trusting([])
+    }
+
+    /// Reads this header instead.
+    ///
+    /// It has to be one that your proxies append to or overwrite. If they do not, the client chooses its address.
+    ///
+    /// Defaults to [`ForwardingHeader::XForwardedFor`].
+    #[must_use]
+    pub fn header(mut self, header: ForwardingHeader) -> Self {
+        self.header = header;
+        self
+    }
+
+    /// Reads the address from a header that holds no more than that, such as `cf-connecting-ip`, `true-client-ip` or
+    /// `x-real-ip`.
+    ///
+    /// Only a proxy that overwrites it can be believed, and only if there is no way around that proxy. If the header is
+    /// missing, is there more than once or holds anything but one address, the other end of the connection is the client.
+    ///
+    /// # Panics
+    ///
+    /// If `name` is not a lower-case header name, as [`HeaderName::from_static`] does: the name is part of the program, not
+    /// of a request.
+    #[must_use]
+    pub fn single_header(self, name: &'static str) -> Self {
+        self.header(ForwardingHeader::Single(HeaderName::from_static(name)))
+    }
+
+    /// Counts IPv6 addresses by this many of their bits, those of a network that one client has to itself.
+    ///
+    /// Defaults to 64.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::Ipv6PrefixOutOfRange`] unless it is between 32 and 128.
+    pub fn ipv6_prefix(mut self, bits: u8) -> Result<Self, ConfigError> {
+        let (min, max) = (32, 128);
+        if !(min..=max).contains(&bits) {
+            return Err(ConfigError::Ipv6PrefixOutOfRange { bits, min, max });
+        }
+        self.ipv6_prefix = bits;
+        Ok(self)
+    }
+
+    /// Asks `fallback` where the address is not known: see [`first_of`].
+    pub fn or<F>(self, fallback: F) -> Or<Self, F> {
+        first_of(self, fallback)
+    }
+
+    /// The address of the client with all its bits, for logs and lists, or `None` where the other end of the connection is
+    /// not known.
+    pub fn client_ip<B>(&self, request: &Request<B>) -> Option<IpAddr> {
+        let Some(peer) = key::peer_of(request).map(canonical) else {
+            if self.told.no_peer.first() {
+                key::warn_of_no_peer("ClientIp");
+            }
+            return None;
+        };
+        let headers = request.headers();
+        if !self.trusted.contain(peer) {
+            self.told.of_ignored(peer, headers, &self.header);
+            return Some(peer);
+        }
+        let mut lines = headers.get_all(self.header.name()).iter().map(HeaderValue::as_bytes);
+        let client = match self.header {
+            ForwardingHeader::XForwardedFor => self.walk(peer, lines.rev().flat_map(forwarded::x_forwarded_for)),
+            ForwardingHeader::Forwarded => self.walk(peer, lines.rev().flat_map(forwarded::forwarded)),
+            ForwardingHeader::Single(_) => match (lines.next(), lines.next()) {
+                (Some(line), None) => forwarded::single(line).unwrap_or(peer),
+                _ => peer,
+            },
+        };
+        if client == peer {
+            self.told.of_another(headers, &self.header);
+        } else if is_private(client) && !self.trusted.contain(client) {
+            self.told.of_private(client);
+        }
+        Some(client)
+    }
+
+    /// Whether a request comes from one of these networks: for lists of clients that are let in, kept out or not counted.
+    ///
+    /// Compares the whole address of the client, not the network that it counts by. A client whose address is not known is
+    /// in none.
+    ///
+    /// ```
+    /// use http::Request;
+    /// use tollgate::http::{ClientIp, PeerAddr};
+    ///
+    /// # fn main() -> Result<(), tollgate::BoxError> {
+    /// let by_ip = ClientIp::trusting(["10.0.0.0/8".parse()?]);
+    /// let is_office = by_ip.within(["198.51.100.0/24".parse()?, "2001:db8:7::/48".parse()?]);
+    ///
+    /// let request = Request::builder().extension(PeerAddr("10.0.0.1:4711".parse()?));
+    /// assert!(is_office(&request.header("x-forwarded-for", "198.51.100.9").body(())?));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn within<B, N>(&self, nets: N) -> impl Fn(&Request<B>) -> bool + Clone + use<B, N>
+    where
+        N: IntoIterator<Item = IpNet>,
+    {
+        let nets = Nets::new(nets);
+        let client = self.clone();
+        move |request| client.client_ip(request).is_some_and(|ip| nets.contain(ip))
+    }
+
+    /// Goes from one hop to whom it saw for as long as the hops are trusted.
+    fn walk(&self, peer: IpAddr, hops: impl Iterator<Item = Option<IpAddr>>) -> IpAddr {
+        let mut client = peer;
+        for hop in hops.take(Self::MAX_HOPS) {
+            let Some(ip) = hop else { break };
+            client = ip;
+            if !self.trusted.contain(ip) {
+                break;
+            }
+        }
+        client
+    }
+}
+
+impl<B> ExtractKey<Request<B>> for ClientIp {
+    fn extract_key(&self, request: &Request<B>) -> Option<Key> {
+        self.client_ip(request).map(|ip| Key::from(key::network_of(ip, self.ipv6_prefix)))
+    }
+}
+
+impl ForwardingHeader {
+    fn name(&self) -> &HeaderName {
+        match self {
+            Self::XForwardedFor => &X_FORWARDED_FOR,
+            Self::Forwarded => &FORWARDED,
+            Self::Single(name) => name,
+        }
+    }
+}
+
+/// Networks that do not overlap, in order.
+#[derive(Clone, Debug)]
+struct Nets(Arc<[IpNet]>);
+
+impl Nets {
+    fn new(nets: impl IntoIterator<Item = IpNet>) -> Self {
+        let nets: Vec<IpNet> = nets.into_iter().map(canonical_net).collect();
+        let mut nets = IpNet::aggregate(&nets);
+        nets.sort_unstable_by_key(IpNet::network);
+        Self(nets.into())
+    }
+
+    fn contain(&self, ip: IpAddr) -> bool {
+        let after = self.0.partition_point(|net| net.network() <= ip);
+        self.0[..after].last().is_some_and(|net| net.contains(&ip))
+    }
+}
+
+/// A network of IPv4 addresses that are written as IPv6 is one of IPv4.
+fn canonical_net(net: IpNet) -> IpNet {
+    let mapped = || {
+        let IpNet::V6(net) = net else { return None };
+        let bits = net.prefix_len().checked_sub(96)?;
+        Ipv4Net::new(net.addr().to_ipv4_mapped()?, bits).ok()
+    };
+    mapped().map_or(net, IpNet::V4)
+}
+
+/// Whether nobody comes from this address over the internet.
+fn is_private(ip: IpAddr) -> bool {
+    match ip {
+        IpAddr::V4(v4) => {
+            let shared_by_a_carrier = v4.to_bits() >> 22 == 0x6440_0000 >> 22; // 100.64.0.0/10
+            v4.is_private() || v4.is_loopback() || v4.is_link_local() || shared_by_a_carrier
+        }
+        IpAddr::V6(v6) => v6.is_unique_local() || v6.is_loopback() || v6.is_unicast_link_local(),
+    }
+}
+
+/// What has been said already, by an extractor or a clone of it.
+#[derive(Debug, Default)]
+struct Told {
+    no_peer: Flag,
+    ignored: Flag,
+    another: Flag,
+    private: Flag,
+}
+
+#[derive(Debug, Default)]
+struct Flag(AtomicBool);
+
+impl Flag {
+    fn first(&self) -> bool {
+        !self.is_up() && !self.0.swap(true, Ordering::Relaxed)
+    }
+
+    fn is_up(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+impl Told {
+    fn of_ignored(&self, peer: IpAddr, headers: &HeaderMap, read: &ForwardingHeader) {
+        if self.ignored.is_up() {
+            return;
+        }
+        let header = [read.name(), &X_FORWARDED_FOR, &FORWARDED].into_iter().find(|name| headers.contains_key(*name));
+        if let Some(header) = header
+            && self.ignored.first()
+        {
+            tracing::warn!(
+                %peer, %header,
+                "ClientIp ignores a forwarding header, as the peer is not a trusted proxy: if the peer is a proxy of yours, \
+                 name its network in `ClientIp::trusting`, or all its clients count as one; if not, a client sent the header \
+                 by itself, and nothing is wrong"
+            );
+        }
+    }
+
+    fn of_another(&self, headers: &HeaderMap, read: &ForwardingHeader) {
+        if self.another.is_up() || headers.contains_key(read.name()) {
+            return;
+        }
+        let header = [&X_FORWARDED_FOR, &FORWARDED].into_iter().find(|name| headers.contains_key(*name));
+        if let Some(header) = header
+            && self.another.first()
+        {
+            tracing::warn!(
+                %header, read = %read.name(),
+                "a trusted proxy forwards another header than the one that ClientIp reads, so its clients count as one: if \
+                 the proxy writes that header, choose it with `ClientIp::header`; do not if it only passes through what \
+                 clients send"
+            );
+        }
+    }
+
+    fn of_private(&self, client: IpAddr) {
+        if self.private.first() {
+            tracing::warn!(
+                %client,
+                "ClientIp finds a client with a private address behind a trusted proxy: most likely that is one more proxy, \
+                 whose network is missing in `ClientIp::trusting`, and all its clients count as one"
+            );
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn nets(list: &[&str]) -> Nets {
+        Nets::new(list.iter().map(|net| net.parse().unwrap()))
+    }
+
+    #[test]
+    fn a_set_of_networks_holds_what_one_of_them_holds() {
+        let some =
+            nets(&["10.0.0.0/8", "10.1.0.0/16", "192.0.2.128/25", "192.0.2.7/32", "2001:db8::/32", "192.0.2.9/24"]);
+        for ip in
+            ["10.0.0.0", "10.255.255.255", "10.1.2.3", "192.0.2.0", "192.0.2.255", "2001:db8::", "2001:db8:ffff::1"]
+        {
+            assert!(some.contain(ip.parse().unwrap()), "{ip}");
+        }
+        for ip in
+            ["9.255.255.255", "11.0.0.0", "192.0.1.255", "192.0.3.0", "2001:db7::", "2001:db9::", "::", "::ffff:0:0"]
+        {
+            assert!(!some.contain(ip.parse().unwrap()), "{ip}");
+        }
+        assert!(!nets(&[]).contain("10.0.0.1".parse().unwrap()));
+    }
+
+    #[test]
+    fn ipv4_and_ipv6_are_never_taken_for_each_other() {
+        let v4: IpAddr = "10.0.0.1".parse().unwrap();
+        let v6: IpAddr = "::1".parse().unwrap();
+        assert!(nets(&["::ffff:10.0.0.0/104"]).contain(v4));
+        assert!(nets(&["::ffff:0.0.0.0/96"]).contain(v4));
+        assert!(nets(&["0.0.0.0/0"]).contain(v4));
+        assert!(!nets(&["::/0"]).contain(v4));
+        assert!(nets(&["::/0"]).contain(v6));
+        assert!(!nets(&["0.0.0.0/0"]).contain(v6));
+        assert!(!nets(&["0.0.0.1/32"]).contain(v6));
+    }
+
+    #[test]
+    fn addresses_that_are_not_of_the_internet_are_known() {
+        let private =
+            ["10.9.8.7", "172.31.0.1", "192.168.0.1", "127.0.0.2", "169.254.1.1", "100.64.0.0", "100.127.255.255"];
+        for ip in private.into_iter().chain(["::1", "fc00::1", "fdff::1", "fe80::1", "febf::1"]) {
+            assert!(is_private(ip.parse().unwrap()), "{ip}");
+        }
+        let public = ["172.32.0.1", "100.63.255.255", "100.128.0.0", "8.8.8.8", "::2", "2001:db8::1", "fec0::1"];
+        for ip in public {
+            assert!(!is_private(ip.parse().unwrap()), "{ip}");
+        }
+    }
+}

@@ -1,0 +1,346 @@
+//! Reads what proxies write about the connections that they forward, from the right: the last hop is the one whose word
+//! counts first, and nothing that stands left of it may change how it reads.
+
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+
+/// The longest text that can be an address with brackets, a port and room to spare.
+const MAX_ADDRESS: usize = 64;
+
+/// The longest element of `X-Forwarded-For`, with whitespace. Past that it is no address anyway.
+const MAX_ELEMENT: usize = 128;
+
+/// The hops of a line of `X-Forwarded-For`, last first; `None` stands for one that does not say an address.
+///
+/// Commas separate, whatever stands around them: an open quotation mark cannot swallow what a proxy appends.
+pub(super) fn x_forwarded_for(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
+    let mut rest = Some(line);
+    std::iter::from_fn(move || {
+        let line = rest.take()?;
+        let near = line.len().saturating_sub(MAX_ELEMENT);
+        match line[near..].iter().rposition(|byte| *byte == b',') {
+            Some(comma) => {
+                rest = Some(&line[..near + comma]);
+                Some(single(&line[near + comma + 1..]))
+            }
+            None if near > 0 => Some(None),
+            None => Some(single(line)),
+        }
+    })
+}
+
+/// The hops of a line of `Forwarded` (RFC 7239), last first; `None` stands for one that does not say an address.
+///
+/// Quoted strings may hold commas, and are found from the right too: the mark that opens one is the first to the left
+/// which no backslash escapes. A well-formed element therefore reads the same whatever stands left of it. What is right of
+/// an unpaired mark is not well-formed, and neither is anything left of it then.
+pub(super) fn forwarded(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
+    let mut rest = Some(line);
+    std::iter::from_fn(move || {
+        let line = rest.take()?;
+        let mut start = line.len();
+        while let Some(at) = line[..start].iter().rposition(|byte| matches!(byte, b',' | b'"')) {
+            if line[at] == b',' {
+                rest = Some(&line[..at]);
+                return Some(element(&line[at + 1..]));
+            }
+            let Some(opening) = opening_mark(&line[..at]) else { return Some(None) };
+            start = opening;
+        }
+        Some(element(line))
+    })
+}
+
+/// The address that is all of a header value, or `None`.
+pub(super) fn single(value: &[u8]) -> Option<IpAddr> {
+    let value = value.trim_ascii();
+    address(value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")).unwrap_or(value))
+}
+
+/// An IPv4 address that is written as IPv6 is that IPv4 address. Decided by the bits: `::1` is not `0.0.0.1`.
+pub(super) fn canonical(ip: IpAddr) -> IpAddr {
+    match ip {
+        IpAddr::V6(v6) => v6.to_ipv4_mapped().map_or(ip, IpAddr::V4),
+        IpAddr::V4(_) => ip,
+    }
+}
+
+/// Where the quoted string begins that ends after `text`.
+fn opening_mark(text: &[u8]) -> Option<usize> {
+    let mut end = text.len();
+    loop {
+        let mark = text[..end].iter().rposition(|byte| *byte == b'"')?;
+        let escapes = text[..mark].iter().rev().take_while(|byte| **byte == b'\\').count();
+        if escapes % 2 == 0 {
+            return Some(mark);
+        }
+        end = mark - escapes;
+    }
+}
+
+/// The address in the parameter `for`, if the element is well-formed and has one.
+///
+/// More lenient than the grammar in two ways that proxies need: whitespace around semicolons, and values that should have
+/// been quoted, such as `for=[2001:db8::1]`.
+fn element(element: &[u8]) -> Option<IpAddr> {
+    let mut found = None;
+    let mut rest = element.trim_ascii();
+    while !rest.is_empty() {
+        if rest[0] != b';' {
+            let (name, value) = rest.split_at(rest.iter().position(|byte| *byte == b'=')?);
+            if name.is_empty() || !name.iter().all(is_token) {
+                return None;
+            }
+            let value = &value[1..];
+            let value_end = value_end(value)?;
+            if name.eq_ignore_ascii_case(b"for") && found.replace(node(&value[..value_end])?).is_some() {
+                return None;
+            }
+            rest = value[value_end..].trim_ascii_start();
+            if rest.first().is_some_and(|byte| *byte != b';') {
+                return None;
+            }
+        }
+        rest = rest.get(1..).unwrap_or_default().trim_ascii_start();
+    }
+    found
+}
+
+/// Where the value of a parameter ends that `text` begins with.
+fn value_end(text: &[u8]) -> Option<usize> {
+    if text.first() != Some(&b'"') {
+        let end = text.iter().position(|byte| !is_plain(byte)).unwrap_or(text.len());
+        return (end > 0).then_some(end);
+    }
+    let mut escaped = false;
+    let closing = text.iter().skip(1).position(|byte| {
+        let closes = *byte == b'"' && !escaped;
+        escaped = *byte == b'\\' && !escaped;
+        closes
+    })?;
+    Some(closing + 2)
+}
+
+/// The address in the value of `for`, which is quoted or not.
+fn node(value: &[u8]) -> Option<IpAddr> {
+    let Some(quoted) = value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")) else {
+        return address(value);
+    };
+    let mut text = [0; MAX_ADDRESS];
+    let mut len = 0;
+    let mut escaped = false;
+    for byte in quoted {
+        escaped = *byte == b'\\' && !escaped;
+        if !escaped {
+            *text.get_mut(len)? = *byte;
+            len += 1;
+        }
+    }
+    address(&text[..len])
+}
+
+/// Reads `ip`, `ip:port`, `[v6]` and `[v6]:port`. Everything else is no address: names, `unknown`, `_hidden`, zone ids.
+fn address(text: &[u8]) -> Option<IpAddr> {
+    if text.len() > MAX_ADDRESS {
+        return None;
+    }
+    let text = std::str::from_utf8(text).ok()?;
+    let ip = if let Some(bracketed) = text.strip_prefix('[') {
+        let (ip, port) = bracketed.split_once(']')?;
+        if !port.is_empty() && !port.strip_prefix(':').is_some_and(is_port) {
+            return None;
+        }
+        IpAddr::V6(ip.parse::<Ipv6Addr>().ok()?)
+    } else if let Ok(ip) = text.parse::<IpAddr>() {
+        ip
+    } else {
+        let (ip, _port) = text.split_once(':').filter(|(_, port)| is_port(port))?;
+        IpAddr::V4(ip.parse::<Ipv4Addr>().ok()?)
+    };
+    Some(canonical(ip))
+}
+
+/// A port is a number, or with RFC 7239 a made-up name that begins with `_`.
+fn is_port(text: &str) -> bool {
+    match text.strip_prefix('_') {
+        Some(name) => !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b)),
+        None => (1..=5).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit()),
+    }
+}
+
+/// What a name is made of (RFC 9110, `tchar`).
+fn is_token(byte: &u8) -> bool {
+    byte.is_ascii_alphanumeric() || b"!#$%&'*+-.^_`|~".contains(byte)
+}
+
+/// What a value is made of that has no quotation marks, where we are lenient.
+fn is_plain(byte: &u8) -> bool {
+    byte.is_ascii_graphic() && !b",;\"\\=".contains(byte)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const GARBAGE: &str = "-";
+
+    /// The hops, last first, joined by spaces.
+    fn read(hops: impl Iterator<Item = Option<IpAddr>>) -> String {
+        let hops: Vec<_> = hops.map(|hop| hop.map_or(GARBAGE.to_owned(), |ip| ip.to_string())).collect();
+        hops.join(" ")
+    }
+
+    #[test]
+    fn addresses_are_read_in_every_way_proxies_write_them() {
+        let cases = [
+            ("203.0.113.7", "203.0.113.7"),
+            (" \t203.0.113.7\t ", "203.0.113.7"),
+            ("203.0.113.7:4711", "203.0.113.7"),
+            ("\"203.0.113.7:4711\"", "203.0.113.7"),
+            ("2001:db8::1", "2001:db8::1"),
+            ("[2001:db8::1]", "2001:db8::1"),
+            ("[2001:db8::1]:4711", "2001:db8::1"),
+            ("\"[2001:DB8::1]:4711\"", "2001:db8::1"),
+            ("203.0.113.7:_hidden", "203.0.113.7"),
+            ("::ffff:203.0.113.7", "203.0.113.7"),
+            ("[::ffff:cb00:7107]:1", "203.0.113.7"),
+            ("::1", "::1"),
+            ("::203.0.113.7", "::cb00:7107"),
+        ];
+        for (text, ip) in cases {
+            assert_eq!(single(text.as_bytes()), Some(ip.parse().unwrap()), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_no_address_is_not_made_one() {
+        let cases = [
+            "",
+            " ",
+            "\"",
+            "\"\"",
+            "unknown",
+            "_hidden",
+            "localhost",
+            "203.0.113",
+            "203.0.113.7.",
+            "203.0.113.007",
+            "0xcb.0.113.7",
+            "3405803783",
+            "203.0.113.7:",
+            "203.0.113.7:x",
+            "203.0.113.7:123456",
+            "203.0.113.7:-1",
+            "203.0.113.7:1:2",
+            "203.0.113.7/32",
+            "203.0.113.7 203.0.113.8",
+            "fe80::1%eth0",
+            "[fe80::1%25eth0]:1",
+            "[::1",
+            "::1]",
+            "[::1]1",
+            "[::1]:",
+            "[203.0.113.7]",
+            "[[::1]]",
+            ":::1",
+            "2001:db8::1:",
+            "for=203.0.113.7",
+            "\"203.0.113.7",
+            "203.0.113.7\"",
+            "\"203.0.113.7\\\"",
+            "203.0.113.7:_",
+            "２０３.0.113.7",
+        ];
+        for text in cases {
+            assert_eq!(single(text.as_bytes()), None, "{text}");
+        }
+        assert_eq!(single(b"203.0.113.7\xff"), None);
+        assert_eq!(single(b"203.0.113.7\0"), None);
+        assert_eq!(single(&[b'1'; 1 << 20]), None);
+    }
+
+    #[test]
+    fn the_hops_of_x_forwarded_for_are_read_from_the_right() {
+        let cases = [
+            ("", "-"),
+            ("1.1.1.1", "1.1.1.1"),
+            ("1.1.1.1, 2.2.2.2,3.3.3.3", "3.3.3.3 2.2.2.2 1.1.1.1"),
+            ("1.1.1.1,, 2.2.2.2,", "- 2.2.2.2 - 1.1.1.1"),
+            ("\"1.1.1.1, 2.2.2.2", "2.2.2.2 -"),
+            ("\"1.1.1.1\", \"[::2]:3\"", "::2 1.1.1.1"),
+            ("1.1.1.1 2.2.2.2", "-"),
+            ("1.1.1.1; 2.2.2.2", "-"),
+        ];
+        for (line, hops) in cases {
+            assert_eq!(read(x_forwarded_for(line.as_bytes())), hops, "{line}");
+        }
+        let padded = |spaces| format!("1.1.1.1,{}2.2.2.2", " ".repeat(spaces));
+        assert_eq!(read(x_forwarded_for(padded(100).as_bytes())), "2.2.2.2 1.1.1.1");
+        assert_eq!(read(x_forwarded_for(padded(200).as_bytes())), "-", "and nothing left of it");
+    }
+
+    #[test]
+    fn the_hops_of_forwarded_are_read_from_the_right() {
+        let cases = [
+            ("", "-"),
+            ("for=192.0.2.60;proto=http;by=203.0.113.43", "192.0.2.60"),
+            ("For=\"[2001:db8:cafe::17]:4711\"", "2001:db8:cafe::17"),
+            ("for=192.0.2.43, FOR=198.51.100.17", "198.51.100.17 192.0.2.43"),
+            ("for=192.0.2.43,for=\"_gazonk\"", "- 192.0.2.43"),
+            ("for=unknown", "-"),
+            ("proto=https;by=203.0.113.43", "-"),
+            ("for=1.1.1.1; proto=https ; host=\"a,b;for=2.2.2.2\"", "1.1.1.1"),
+            (";;for=1.1.1.1;;", "1.1.1.1"),
+            // Written against the grammar, but written.
+            ("for=[2001:db8::1]:4711", "2001:db8::1"),
+            ("for=2001:db8::1;host=example.org:80", "2001:db8::1"),
+            ("for=\"2001:db8::1\"", "2001:db8::1"),
+            // Escapes.
+            (r#"for="\1.1.1\.1""#, "1.1.1.1"),
+            (r#"host="\"";for=1.1.1.1"#, "1.1.1.1"),
+            (r#"host="\\";for=1.1.1.1, for=2.2.2.2"#, "2.2.2.2 1.1.1.1"),
+            (r#"host="x\\\", for=6.6.6.6";for=1.1.1.1"#, "1.1.1.1"),
+            // Not well-formed: nobody knows what it means.
+            ("1.1.1.1", "-"),
+            ("for", "-"),
+            ("for=", "-"),
+            ("=1.1.1.1", "-"),
+            ("for =1.1.1.1", "-"),
+            ("for= 1.1.1.1", "-"),
+            ("for=1.1.1.1 proto=http", "-"),
+            ("for=1.1.1.1;for=2.2.2.2", "-"),
+            ("for=1.1.1.1;for=1.1.1.1", "-"),
+            ("for=1.1.1.1;host=a b", "-"),
+            ("for=1.1.1.1;host=a=b", "-"),
+            ("for=1.1.1.1;host=\"", "-"),
+            ("for=1.1.1.1;host=a\"b\"", "-"),
+            ("for=1.1.1.1;host=\"a\"b", "-"),
+            ("xfor=1.1.1.1", "-"),
+            ("for=\"1.1.1.1", "-"),
+            ("for=1.1.1.1\"", "-"),
+            ("for=\"\"", "-"),
+            // What a client sent, then what a proxy appended.
+            ("for=\", for=1.1.1.1", "1.1.1.1 -"),
+            (r#"for="\, for=1.1.1.1"#, "1.1.1.1 -"),
+            (r#"for=6.6.6.6;a=", for=1.1.1.1;host="b""#, "1.1.1.1 -"),
+            (r#"x="y, for=1.1.1.1;a="b,c""#, "1.1.1.1 -"),
+        ];
+        for (line, hops) in cases {
+            assert_eq!(read(forwarded(line.as_bytes())), hops, "{line}");
+        }
+    }
+
+    #[test]
+    fn mapped_addresses_are_decided_by_their_bits() {
+        let cases = [
+            ("::ffff:10.0.0.1", "10.0.0.1"),
+            ("::1", "::1"),
+            ("::", "::"),
+            ("::10.0.0.1", "::10.0.0.1"),
+            ("64:ff9b::10.0.0.1", "64:ff9b::10.0.0.1"),
+            ("10.0.0.1", "10.0.0.1"),
+        ];
+        for (ip, same) in cases {
+            assert_eq!(canonical(ip.parse().unwrap()), same.parse::<IpAddr>().unwrap(), "{ip}");
+        }
+    }
+}
