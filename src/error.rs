@@ -137,7 +137,6 @@ pub enum ConfigError {
         /// The largest quota that a sliding log takes.
         max: u32,
     },
-<<<<<<< HEAD
     /// A token bucket of this size would take longer to fill than the longest window there is.
     BurstOutOfRange {
         /// The size that was asked for.
@@ -146,7 +145,7 @@ pub enum ConfigError {
         limit: u32,
         /// ...in this time.
         window: Duration,
-=======
+    },
     /// So few bits of an IPv6 address would count whole countries as one client, or there are not as many.
     Ipv6PrefixOutOfRange {
         /// The number of bits that was asked for.
@@ -155,7 +154,6 @@ pub enum ConfigError {
         min: u8,
         /// The largest number of bits.
         max: u8,
->>>>>>> f82b33651d55c93cf272c662731e0ce0c1413514
     },
     /// The URL of a backend cannot be understood. The URL itself is left out, since it may hold a password.
     InvalidUrl {
@@ -188,13 +186,11 @@ impl fmt::Display for ConfigError {
                 f,
                 "a sliding log remembers every request, so its quota is at most {max}, not {limit}; use a fixed window"
             ),
-<<<<<<< HEAD
             Self::BurstOutOfRange { burst, limit, window } => {
                 write!(f, "a bucket of {burst} takes longer than 3660 days to fill at {limit} per {window:?}")
-=======
+            }
             Self::Ipv6PrefixOutOfRange { bits, min, max } => {
                 write!(f, "an IPv6 prefix of {bits} bits is not between {min} and {max}")
->>>>>>> f82b33651d55c93cf272c662731e0ce0c1413514
             }
             Self::InvalidUrl { reason } => write!(f, "the store URL is not valid: {reason}"),
             Self::UnknownScheme { scheme } => write!(

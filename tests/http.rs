@@ -18,7 +18,7 @@ use http_body_util::{BodyExt, Full};
 use proptest::prelude::*;
 use tollgate::grpc::AsStatus;
 use tollgate::http::{PeerAddr, header, peer_ip};
-use tollgate::rate_limit::{Decision, Limit, RateLimitStore, LimitStatus, Receipt};
+use tollgate::rate_limit::{Decision, Limit, LimitStatus, RateLimitStore, Receipt};
 use tollgate::{Key, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer, StoreError, first_of};
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 

@@ -8,13 +8,8 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::time::advance;
-<<<<<<< HEAD
-use tollgate::http::peer_ip;
-use tollgate::rate_limit::{Decision, LimitStatus, RateLimitStore, Receipt};
-=======
 use tollgate::http::{ClientIp, ForwardingHeader, PeerAddr, peer_ip};
-use tollgate::rate_limit::{Decision, RateLimitStore};
->>>>>>> f82b33651d55c93cf272c662731e0ce0c1413514
+use tollgate::rate_limit::{Decision, LimitStatus, RateLimitStore, Receipt};
 use tollgate::{AsError, BoxError, ExtractKey, Key, Policy, Quota, RateLimitLayer, StoreError};
 use tower::{Layer, ServiceExt, service_fn};
 use tracing::field::{Field, Visit};

@@ -220,9 +220,7 @@ impl Count {
     fn carried_over(mut self, old: &Terms, new: &Terms, change: QuotaChange) -> Self {
         let most = 2 * u64::from(new.capacity);
         let convert = |used: u64| match change {
-            QuotaChange::Proportional => {
-                scale(used, u64::from(new.capacity), u64::from(old.capacity)).min(most)
-            }
+            QuotaChange::Proportional => scale(used, u64::from(new.capacity), u64::from(old.capacity)).min(most),
             QuotaChange::Keep | QuotaChange::Reset => used.min(most),
         };
         match &mut self {

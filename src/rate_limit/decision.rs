@@ -122,7 +122,12 @@ impl Decision {
     /// The same, but denied because the key is blocked for the next `blocked_for`.
     #[must_use]
     pub fn blocked(self, blocked_for: Duration) -> Self {
-        Self { outcome: Outcome::Blocked, receipt: None, blocked_for: blocked_for.max(Duration::from_micros(1)), ..self }
+        Self {
+            outcome: Outcome::Blocked,
+            receipt: None,
+            blocked_for: blocked_for.max(Duration::from_micros(1)),
+            ..self
+        }
     }
 
     /// Denied for good, by limits of these capacities.

@@ -61,8 +61,7 @@ pub trait RateLimitStore {
 
     /// Denies everything to this key for the time given, whatever its limits say; a time of zero lifts the block. What has been
     /// counted stays.
-    fn block(&self, policy: &Policy, key: &Key, time: Duration)
-    -> impl Future<Output = Result<(), StoreError>> + Send;
+    fn block(&self, policy: &Policy, key: &Key, time: Duration) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Forgets what was counted for this key, and lifts a block. A key that is not known is no error.
     fn reset(&self, policy: &Policy, key: &Key) -> impl Future<Output = Result<(), StoreError>> + Send;

@@ -575,7 +575,8 @@ where
     B: RateLimitStore + Clone + Send + Sync + 'static,
 {
     let limits = limits_of(60, LONG * 2);
-    let policy = limits.into_iter().fold(Policy::new("races", Quota::new(50, LONG).unwrap().fixed_window()), Policy::limit);
+    let policy =
+        limits.into_iter().fold(Policy::new("races", Quota::new(50, LONG).unwrap().fixed_window()), Policy::limit);
     let limiter = policy_limiter(&store, policy);
     let mut callers = JoinSet::new();
     for _ in 0..200 {

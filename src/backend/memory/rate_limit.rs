@@ -11,9 +11,7 @@ use super::shard::Shard;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::rate_limit::counting::{Count, Terms, carry_over};
-use crate::rate_limit::{
-    Algorithm, Decision, LimitStatus, Policy, QuotaChange, RateLimitStore, Receipt, Request,
-};
+use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy, QuotaChange, RateLimitStore, Receipt, Request};
 
 /// What was counted for one subject.
 #[derive(Clone)]
@@ -109,9 +107,12 @@ impl Counts {
         let carried: SmallVec<[Option<Count>; 4]> = carry_over(old.terms(), counts, new, change).collect();
         let mut logs: Vec<_> = std::mem::take(&mut self.limits).into_iter().zip(old.terms()).collect();
         let mut take_log = |terms: &Terms| {
-            let same = |(limit, old): &(LimitCount, &Terms)| matches!(limit, LimitCount::Log(_)) && old.span == terms.span;
+            let same =
+                |(limit, old): &(LimitCount, &Terms)| matches!(limit, LimitCount::Log(_)) && old.span == terms.span;
             match logs.iter().position(same).map(|index| logs.remove(index)) {
-                Some((LimitCount::Log(log), old)) if old.capacity == terms.capacity || change != QuotaChange::Reset => log,
+                Some((LimitCount::Log(log), old)) if old.capacity == terms.capacity || change != QuotaChange::Reset => {
+                    log
+                }
                 _ => Box::default(),
             }
         };
@@ -320,7 +321,11 @@ impl Counts {
         let changed = match verb {
             Verb::Settle(receipt, change) => {
                 let units = u32::try_from(change.unsigned_abs()).unwrap_or(u32::MAX);
-                if change < 0 { self.refund(receipt, units) } else { self.charge(units) }
+                if change < 0 {
+                    self.refund(receipt, units)
+                } else {
+                    self.charge(units)
+                }
                 change != 0
             }
             Verb::Check | Verb::Peek | Verb::BlockUntil(_) => false,

@@ -133,7 +133,8 @@ impl<'a> Counts<'a> {
         let last = reader.integer(INSTANT)?;
         let mut old = Self::Packed { reader, last: last.min(now), back: last.saturating_sub(now) };
         let counts: Vec<Option<Count>> = terms.iter().map(|terms| old.next(terms, now)).collect();
-        let carried = carry_over(&terms, |index| counts.get(index).copied().flatten(), policy.terms(), policy.quota_change());
+        let carried =
+            carry_over(&terms, |index| counts.get(index).copied().flatten(), policy.terms(), policy.quota_change());
         Some(Self::CarriedOver(carried.collect::<Vec<_>>().into_iter()))
     }
 
@@ -177,11 +178,9 @@ impl Reader<'_> {
         Some(match algorithm {
             Algorithm::TokenBucket => Count::TokenBucket { since: self.integer(7)?, debt: self.integer(7)? },
             Algorithm::FixedWindow => Count::FixedWindow { start: self.integer(7)?, used: self.integer(5)? },
-            Algorithm::SlidingWindow => Count::SlidingWindow {
-                start: self.integer(7)?,
-                previous: self.integer(5)?,
-                current: self.integer(5)?,
-            },
+            Algorithm::SlidingWindow => {
+                Count::SlidingWindow { start: self.integer(7)?, previous: self.integer(5)?, current: self.integer(5)? }
+            }
             Algorithm::SlidingLog => return None,
         })
     }

@@ -14,9 +14,7 @@ use tokio::runtime::{Builder, Runtime};
 use super::RedisBackend;
 use super::scripts::{LuaScript, Scripts};
 use crate::key::Key;
-use crate::rate_limit::{
-    Algorithm, Decision, Limit, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request,
-};
+use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request};
 use crate::{MemoryBackend, StoreError};
 
 #[path = "../../../tests/support/server.rs"]
@@ -81,8 +79,7 @@ fn traces() -> impl Strategy<Value = Trace> {
         3 => prop::collection::vec((algorithm.clone(), window.clone()), 1),
         2 => prop::collection::vec((algorithm, window), 2..5),
     ];
-    let change =
-        prop_oneof![Just(QuotaChange::Keep), Just(QuotaChange::Reset), Just(QuotaChange::Proportional)];
+    let change = prop_oneof![Just(QuotaChange::Keep), Just(QuotaChange::Reset), Just(QuotaChange::Proportional)];
     let units = prop_oneof![6 => 1_u32..12, 4 => 90_u32..300, 1 => 1_000_000_u32..4_000_000_000];
     let plans = prop::collection::vec(prop::collection::vec(units, 4), 1..4);
     // Mostly as many pauses in a window as a log has entries, sometimes right at the edge of a window or beyond it.
@@ -107,10 +104,19 @@ fn traces() -> impl Strategy<Value = Trace> {
     let subject = prop_oneof![20 => Just(0_u8), 1 => 1..3_u8];
     // Changes of the limit are rare.
     let plan = prop_oneof![20 => Just(0_usize), 1 => 0..3_usize];
-    let step = (pause, 0..4_usize, subject, plan, verb)
-        .prop_map(|(pause, of, subject, plan, verb)| Step { pause, of, subject, plan, verb });
-    (shape, change, plans, prop::collection::vec(step, 250..600))
-        .prop_map(|(shape, change, plans, steps)| Trace { shape, change, plans, steps })
+    let step = (pause, 0..4_usize, subject, plan, verb).prop_map(|(pause, of, subject, plan, verb)| Step {
+        pause,
+        of,
+        subject,
+        plan,
+        verb,
+    });
+    (shape, change, plans, prop::collection::vec(step, 250..600)).prop_map(|(shape, change, plans, steps)| Trace {
+        shape,
+        change,
+        plans,
+        steps,
+    })
 }
 
 fn limit_of(algorithm: Algorithm, window: Duration, units: u32) -> Limit {
@@ -201,12 +207,12 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
         let policy = &policies[plan];
         let key = Key::from(u32::from(step.subject));
         let least = policy.limits().iter().map(Limit::capacity).min().unwrap();
-        let cost_of =
-            |share: u32| if share == 0 { 1 } else { (u64::from(share) * u64::from(least) / 1_000) as u32 };
+        let cost_of = |share: u32| if share == 0 { 1 } else { (u64::from(share) * u64::from(least) / 1_000) as u32 };
         let decisions = match step.verb {
             Verb::Check { cost } => {
                 let cost = cost_of(cost);
-                let decisions = pair.both(|memory| memory.check(policy, &key, cost), |redis| redis.check(policy, &key, cost));
+                let decisions =
+                    pair.both(|memory| memory.check(policy, &key, cost), |redis| redis.check(policy, &key, cost));
                 if let (Some(memory), Some(redis)) = (decisions.0.receipt(), decisions.1.receipt()) {
                     charges.push((plan, key, cost, [memory, redis]));
                 }
@@ -223,7 +229,8 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
             }
             Verb::Peek { cost } => {
                 let cost = cost_of(cost);
-                let decisions = pair.both(|memory| memory.peek(policy, &key, cost), |redis| redis.peek(policy, &key, cost));
+                let decisions =
+                    pair.both(|memory| memory.peek(policy, &key, cost), |redis| redis.peek(policy, &key, cost));
                 (vec![decisions.0], vec![decisions.1])
             }
             Verb::Refund { charge, cost } => {
@@ -253,7 +260,8 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
         };
         let seen = |decisions: &[Decision]| {
             let decisions = decisions.iter();
-            let seen = decisions.map(|decision| (decision.outcome(), decision.retry_after(), decision.limits().to_vec()));
+            let seen =
+                decisions.map(|decision| (decision.outcome(), decision.retry_after(), decision.limits().to_vec()));
             seen.collect::<Vec<_>>()
         };
         let (memory, redis) = (seen(&decisions.0), seen(&decisions.1));

@@ -56,7 +56,8 @@ impl RateLimitStore for RedisBackend {
             _ => return Err(unexpected_reply(&reply)),
         };
         // The status of each subject is its own; it was charged only if all of them were admitted.
-        let admitted = replies.iter().all(|reply| matches!(reply, redis::Value::BulkString(text) if text.first() == Some(&1)));
+        let admitted =
+            replies.iter().all(|reply| matches!(reply, redis::Value::BulkString(text) if text.first() == Some(&1)));
         let verb = if admitted { Verb::Check } else { Verb::Peek };
         let decisions = requests.iter().zip(replies);
         decisions.map(|(request, reply)| read(reply, &request.policy, request.cost, verb)).collect()
