@@ -52,9 +52,9 @@ impl Key {
     pub const MAX_LEN: usize = 47;
 
     /// The key of everybody, where a quota is shared by all.
-    pub(crate) const EVERYONE: Key = Key::reserved(b"!everyone");
+    pub const EVERYONE: Key = Key::reserved(b"!everyone");
     /// The key of requests that carry none.
-    pub(crate) const ANONYMOUS: Key = Key::reserved(b"!anonymous");
+    pub const ANONYMOUS: Key = Key::reserved(b"!anonymous");
 
     const EMPTY: Key = Key { len: 0, text: [0; Key::MAX_LEN] };
 

@@ -60,9 +60,9 @@
 //!     }
 //! }
 //!
-//! impl Announce<Response> for AsJson {
+//! impl<Req> Announce<http::Request<Req>, Response> for AsJson {
 //!     fn announce(&self, standing: &Standing<'_>, response: &mut Response) {
-//!         AsResponse.announce(standing, response); // the `RateLimit` fields
+//!         Announce::<http::Request<Req>, Response>::announce(&AsResponse, standing, response); // the `RateLimit` fields
 //!     }
 //! }
 //!

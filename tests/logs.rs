@@ -27,8 +27,9 @@ impl Log {
 }
 
 impl Subscriber for Log {
-    fn enabled(&self, _: &Metadata<'_>) -> bool {
-        true
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        // What is logged per request is for those who look for it.
+        *metadata.level() <= tracing::Level::INFO
     }
 
     fn new_span(&self, _: &Attributes<'_>) -> Id {

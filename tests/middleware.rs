@@ -4,16 +4,21 @@ use std::error::Error;
 use std::fmt;
 use std::future::{Future, pending, ready};
 use std::pin::{Pin, pin};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::Ordering::{self, Relaxed};
+use std::sync::atomic::{AtomicBool, AtomicUsize};
+use std::sync::{Arc, Mutex};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
 use tokio::time::{Instant, sleep};
-use tollgate::rate_limit::{Decision, LimitStatus, MissingKey, Outcome, RateLimitStore, RateLimited, Receipt};
+use tollgate::rate_limit::{
+    ChargeOn, CircuitBreaker, Decision, Denied, LimitStatus, MissingKey, Mode, Outcome, PolicyResolver,
+    RateLimitHandle, RateLimitStore, RateLimited, Receipt,
+};
 use tollgate::{
-    AsError, BoxError, Key, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
+    AsError, BoxError, Key, Limiter, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer,
+    StoreError,
 };
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 use tower_test::mock::{self, Handle, Mock, Spawn};
@@ -359,15 +364,362 @@ async fn the_deadline_does_not_limit_the_inner_service() {
     assert_eq!(service.oneshot("request").await.unwrap(), "at last");
 }
 
+// Several subjects, lists, plans.
+
+#[tokio::test(start_paused = true)]
+async fn a_request_counts_for_all_its_subjects_or_for_none() {
+    let backend = MemoryBackend::new();
+    let [user, address, total] = [("user", 2), ("address", 3), ("total", 100)]
+        .map(|(name, limit)| Policy::new(name, Quota::per_hour(limit).fixed_window()));
+    // A request is (user, address).
+    let service = RateLimitLayer::new(backend.clone(), user.clone())
+        .with_rejection(AsError)
+        .key(|request: &(&'static str, &'static str)| request.0)
+        .and(address.clone(), |request: &(&'static str, &'static str)| request.1)
+        .and(total.clone(), tollgate::Everyone)
+        .layer(service_fn(async |_: (&'static str, &'static str)| Ok::<_, Broken>(())));
+    let ask = |user, address| service.clone().oneshot((user, address));
+    let who = |error: BoxError| error.downcast::<RateLimited>().unwrap().policy().to_owned();
+    ask("alice", "home").await.unwrap();
+    ask("alice", "home").await.unwrap();
+    assert_eq!(who(ask("alice", "home").await.unwrap_err()), "user");
+    ask("bob", "home").await.unwrap();
+    assert_eq!(who(ask("bob", "home").await.unwrap_err()), "address");
+    ask("bob", "work").await.unwrap();
+
+    let left = async |policy: &Policy, key: &'static str| {
+        Limiter::new(backend.clone(), policy.clone()).peek(key).await.unwrap().remaining()
+    };
+    assert_eq!(left(&user, "alice").await, Some(0));
+    assert_eq!(left(&user, "bob").await, Some(0));
+    assert_eq!(left(&address, "home").await, Some(0));
+    assert_eq!(left(&address, "work").await, Some(2));
+    let decision = RateLimitStore::peek(&backend, &total, &Key::EVERYONE, 1).await.unwrap();
+    assert_eq!(decision.remaining(), Some(96), "denied requests were not charged");
+}
+
+#[tokio::test(start_paused = true)]
+async fn lists_come_before_everything() {
+    let layer = layer(MemoryBackend::new(), per_hour(1))
+        .allow(|request: &&str| request.starts_with("health"))
+        .deny(|request: &&str| request.ends_with("evil"))
+        .key(|_: &&str| None::<&str>);
+    let service = layer.layer(service_fn(echo));
+    for _ in 0..3 {
+        assert_eq!(service.clone().oneshot("health").await.unwrap(), "health");
+    }
+    assert!(service.clone().oneshot("evil").await.unwrap_err().is::<Denied>());
+    assert!(
+        service.clone().oneshot("health of evil").await.unwrap_err().is::<Denied>(),
+        "the list named last comes first"
+    );
+    assert!(service.clone().oneshot("other").await.unwrap_err().is::<MissingKey>());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_shadow_policy_counts_and_turns_nobody_away() {
+    let backend = MemoryBackend::new();
+    let policy = per_hour(2).shadow();
+    let service = layer(backend.clone(), policy.clone()).layer(service_fn(echo));
+    for _ in 0..10 {
+        assert_eq!(service.clone().oneshot("request").await.unwrap(), "request");
+    }
+    let decision = RateLimitStore::peek(&backend, &policy, &Key::EVERYONE, 1).await.unwrap();
+    assert_eq!(decision.remaining(), Some(0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_shadow_has_no_say_in_the_decision_of_others() {
+    let backend = MemoryBackend::new();
+    let trial = Policy::new("trial", Quota::per_hour(1).fixed_window()).shadow();
+    let service = layer(backend.clone(), per_hour(3)).and(trial, tollgate::Everyone).layer(service_fn(echo));
+    for turn in 0..5 {
+        assert_eq!(service.clone().oneshot("request").await.is_ok(), turn < 3);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_percentage_of_the_clients_is_limited() {
+    let policy = Policy::new("trial", Quota::per_hour(0).fixed_window()).mode(Mode::Percent(30));
+    let service = RateLimitLayer::new(MemoryBackend::new(), policy)
+        .with_rejection(AsError)
+        .key(|client: &u32| *client)
+        .layer(service_fn(async |_: u32| Ok::<_, Broken>(())));
+    let mut limited = 0;
+    for client in 0..1_000 {
+        let first = service.clone().oneshot(client).await.is_err();
+        assert_eq!(service.clone().oneshot(client).await.is_err(), first, "always the same clients");
+        limited += u32::from(first);
+    }
+    assert!((240..360).contains(&limited), "{limited} of 1,000");
+}
+
+fn plans(asked: &Arc<AtomicUsize>) -> PolicyResolver {
+    let asked = Arc::clone(asked);
+    PolicyResolver::new(move |key: Key| {
+        asked.fetch_add(1, Relaxed);
+        async move {
+            sleep(Duration::from_millis(5)).await;
+            match key.as_str() {
+                "free" => Ok(per_hour(1)),
+                "pro" => Ok(per_hour(4)),
+                "slow" => std::future::pending().await,
+                _ => Err("no such customer"),
+            }
+        }
+    })
+}
+
+#[tokio::test(start_paused = true)]
+async fn clients_have_the_quota_of_their_plan() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let service = layer(MemoryBackend::new(), per_hour(0))
+        .key(|plan: &&'static str| *plan)
+        .resolver(plans(&asked))
+        .layer(service_fn(echo));
+    for (plan, quota) in [("free", 1), ("pro", 4)] {
+        let mut passed = 0;
+        for _ in 0..6 {
+            passed += u32::from(service.clone().oneshot(plan).await.is_ok());
+        }
+        assert_eq!(passed, quota, "{plan}");
+    }
+    assert_eq!(asked.load(Relaxed), 2, "an answer is kept");
+    tokio::time::advance(Duration::from_secs(61)).await;
+    let all = ["pro"; 20].map(|plan| service.clone().oneshot(plan));
+    let mut tasks = tokio::task::JoinSet::new();
+    all.into_iter().for_each(|call| drop(tasks.spawn(call)));
+    tasks.join_all().await;
+    assert_eq!(asked.load(Relaxed), 3, "requests for one key ask once between them");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_resolver_that_fails_or_hangs_is_a_store_that_fails() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let layer = layer(MemoryBackend::new(), per_hour(1)).key(|plan: &&'static str| *plan).resolver(plans(&asked));
+    let closed = layer.clone().on_store_error(OnStoreError::Deny).layer(service_fn(echo));
+    let start = Instant::now();
+    let error = closed.clone().oneshot("slow").await.unwrap_err();
+    assert!(error.downcast::<StoreError>().unwrap().is_timeout());
+    assert_eq!(start.elapsed(), Duration::from_millis(100));
+    let error = closed.oneshot("nobody").await.unwrap_err();
+    let cause = error.downcast::<StoreError>().unwrap();
+    assert_eq!(std::error::Error::source(&*cause).unwrap().to_string(), "no such customer");
+
+    let local = layer.layer(service_fn(echo));
+    assert!(local.clone().oneshot("nobody").await.is_ok());
+    assert!(local.oneshot("nobody").await.unwrap_err().is::<RateLimited>(), "by the policy of the layer");
+}
+
+// What answers are charged.
+
+#[derive(Clone)]
+struct Login(Limiter<MemoryBackend>);
+
+impl Login {
+    fn new() -> Self {
+        Self(Limiter::new(MemoryBackend::new(), per_hour(3)))
+    }
+
+    fn layer(&self) -> RateLimitLayer<MemoryBackend, tollgate::Everyone, tollgate::rate_limit::UnitCost, AsError> {
+        layer(self.0.store().clone(), self.0.policy().clone())
+    }
+
+    async fn left(&self) -> Option<u32> {
+        let store = self.0.store();
+        RateLimitStore::peek(store, self.0.policy(), &Key::EVERYONE, 1).await.unwrap().remaining()
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn answers_are_charged_as_they_turn_out() {
+    let login = Login::new();
+    let service = login.layer().charge_on(|answer: Result<&bool, &BoxError>| !matches!(answer, Ok(true))).layer(
+        service_fn(async |password: &'static str| match password {
+            "error" => Err::<bool, BoxError>("broken".into()),
+            password => Ok(password == "right"),
+        }),
+    );
+    for _ in 0..10 {
+        assert!(service.clone().oneshot("right").await.unwrap());
+        assert_eq!(login.left().await, Some(3));
+    }
+    for left in [2, 1] {
+        assert!(!service.clone().oneshot("wrong").await.unwrap());
+        assert_eq!(login.left().await, Some(left));
+    }
+    assert!(service.clone().oneshot("error").await.is_err());
+    assert!(service.oneshot("right").await.unwrap_err().is::<RateLimited>());
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_in_flight_count_whatever_they_turn_out_to_be() {
+    let login = Login::new();
+    let service = login.layer().charge_on(|_: Result<&(), &Broken>| false).layer(service_fn(async |_: u8| {
+        sleep(Duration::from_secs(1)).await;
+        Ok::<_, Broken>(())
+    }));
+    let mut tasks = tokio::task::JoinSet::new();
+    (0..10).for_each(|turn| drop(tasks.spawn(service.clone().oneshot(turn))));
+    let passed = tasks.join_all().await.iter().filter(|answer| answer.is_ok()).count();
+    assert_eq!(passed, 3);
+    assert_eq!(login.left().await, Some(3));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_that_is_given_up_stays_charged() {
+    let login = Login::new();
+    let service = login.layer().charge_on(|_: Result<&(), &Broken>| false).layer(service_fn(async |_: u8| {
+        std::future::pending::<()>().await;
+        Ok::<_, Broken>(())
+    }));
+    let answer = tokio::time::timeout(Duration::from_secs(1), service.oneshot(1)).await;
+    assert!(answer.is_err());
+    assert_eq!(login.left().await, Some(2));
+}
+
+/// Leaves the handle with whoever wants to settle later.
+#[derive(Clone)]
+struct Later(Arc<Mutex<Vec<RateLimitHandle>>>);
+
+impl<Res, E> ChargeOn<Res, E> for Later {
+    fn settle(&self, handle: &RateLimitHandle, _: Result<&mut Res, &E>) {
+        self.0.lock().unwrap().push(handle.clone());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_charge_is_corrected_when_the_last_handle_is_dropped() {
+    let login = Login::new();
+    let later = Later(Arc::default());
+    let service = login.layer().charge_on(later.clone()).cost(|_: &&str| 2).layer(service_fn(echo));
+    service.clone().oneshot("request").await.unwrap();
+    let handle = later.0.lock().unwrap().pop().unwrap();
+    assert_eq!((handle.cost(), handle.decision().and_then(Decision::remaining)), (2, Some(1)));
+    let other = handle.clone();
+    handle.settle(1);
+    handle.charge(5);
+    handle.refund(4);
+    drop(handle);
+    assert_eq!(login.left().await, Some(1), "somebody still has a handle");
+    other.refund(1);
+    drop(other);
+    assert_eq!(login.left().await, Some(2), "1 + 5 - 4 - 1 of 2 were used");
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_more_is_given_back_than_was_charged_and_more_may_be_charged() {
+    let login = Login::new();
+    let later = Later(Arc::default());
+    let service = login.layer().charge_on(later.clone()).layer(service_fn(echo));
+    service.clone().oneshot("one").await.unwrap();
+    service.clone().oneshot("two").await.unwrap();
+    let handles = std::mem::take(&mut *later.0.lock().unwrap());
+    handles[0].refund(100);
+    drop(handles);
+    assert_eq!(login.left().await, Some(2), "the other request is still charged");
+    service.clone().oneshot("three").await.unwrap();
+    let handles = std::mem::take(&mut *later.0.lock().unwrap());
+    handles[0].settle(4);
+    drop(handles);
+    assert_eq!(login.left().await, Some(0), "a debt");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_charged_in_another_window_is_not_given_back() {
+    let login = Login::new();
+    let later = Later(Arc::default());
+    let service = login.layer().charge_on(later.clone()).layer(service_fn(echo));
+    service.clone().oneshot("early").await.unwrap();
+    let early = std::mem::take(&mut *later.0.lock().unwrap());
+    tokio::time::advance(Duration::from_secs(3_600)).await;
+    service.clone().oneshot("late").await.unwrap();
+    early[0].settle(0);
+    drop(early);
+    assert_eq!(login.left().await, Some(2));
+}
+
 // A store that fails.
 
 #[tokio::test(start_paused = true)]
-async fn a_store_that_fails_lets_requests_pass_unless_told_otherwise() {
+async fn without_a_store_each_process_counts_by_itself_unless_told_otherwise() {
     let store = Store::failing(|| StoreError::unavailable("connection refused"));
+    let layer = layer(&store, per_hour(4));
+    for (replicas, quota) in [(1, 4), (3, 2), (100, 1)] {
+        let service = layer.clone().replicas(replicas).key(move |_: &&str| replicas).layer(service_fn(echo));
+        for turn in 0..6 {
+            let answer = service.clone().oneshot("request").await;
+            assert_eq!(answer.is_ok(), turn < quota, "{turn} of {quota}");
+            if let Err(error) = answer {
+                assert!(error.is::<RateLimited>(), "an honest no, and not a failure: {error:?}");
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn when_the_store_answers_again_it_decides_again() {
+    let broken = Arc::new(AtomicBool::new(true));
+    let store = Store::new({
+        let broken = Arc::clone(&broken);
+        move |_, _, _| {
+            let answer = if broken.load(Relaxed) { Err(StoreError::timeout()) } else { Ok(allowed()) };
+            async { answer }
+        }
+    });
     let service = layer(&store, per_hour(1)).layer(service_fn(echo));
-    for asked in 1..=5 {
+    assert!(service.clone().oneshot("request").await.is_ok());
+    assert!(service.clone().oneshot("request").await.is_err(), "used up in this process");
+    broken.store(false, Relaxed);
+    for _ in 0..5 {
+        assert!(service.clone().oneshot("request").await.is_ok());
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_may_be_done_without_lets_everything_pass() {
+    let store = Store::failing(|| StoreError::unavailable("connection refused"));
+    let layer = layer(&store, per_hour(1)).on_store_error(OnStoreError::Allow).circuit_breaker(CircuitBreaker::off());
+    let service = layer.layer(service_fn(echo));
+    for asked in 1..=10 {
         assert_eq!(service.clone().oneshot("request").await.unwrap(), "request");
         assert_eq!(store.asked(), asked, "the store is asked again for every request");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_hangs_costs_few_requests_their_deadline() {
+    let broken = Arc::new(AtomicBool::new(true));
+    let store = Store::new({
+        let broken = Arc::clone(&broken);
+        move |_, _, _| {
+            let broken = broken.load(Relaxed);
+            async move {
+                if broken {
+                    std::future::pending::<()>().await;
+                }
+                Ok(allowed())
+            }
+        }
+    });
+    let service = layer(&store, per_hour(1)).on_store_error(OnStoreError::Deny).layer(service_fn(echo));
+    let mut times = Vec::new();
+    for _ in 0..100 {
+        let start = Instant::now();
+        let error = service.clone().oneshot("request").await.unwrap_err();
+        assert!(error.is::<StoreError>());
+        times.push(start.elapsed());
+        sleep(Duration::from_millis(1)).await;
+    }
+    let slow = times.iter().filter(|time| **time >= Duration::from_millis(100)).count();
+    assert!((5..=7).contains(&slow), "{slow} of 100 waited for the deadline");
+    assert!(times.iter().filter(|time| !time.is_zero()).count() == slow, "the others did not wait at all");
+
+    // One probe finds out that it is over.
+    broken.store(false, Relaxed);
+    sleep(Duration::from_millis(100)).await;
+    for _ in 0..3 {
+        assert!(service.clone().oneshot("request").await.is_ok());
     }
 }
 

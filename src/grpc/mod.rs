@@ -46,11 +46,11 @@
 use std::fmt::Display;
 
 use ::http::header::CONTENT_TYPE;
-use ::http::{HeaderName, HeaderValue, Response};
+use ::http::{HeaderName, HeaderValue, Request, Response};
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 
 use crate::http::ResponseBody;
-use crate::rate_limit::{Announce, Rejection, Standing};
+use crate::rate_limit::{Announce, RateLimitHandle, Rejection, Standing};
 use crate::reject::Reject;
 
 /// A rejection becomes a gRPC status. See the [module docs](self).
@@ -94,8 +94,17 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
     }
 }
 
-impl<B> Announce<Response<B>> for AsStatus {
+impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsStatus {
+    const ATTACHES: bool = true;
+
+    fn attach(&self, handle: RateLimitHandle, request: &mut Request<ReqBody>) {
+        request.extensions_mut().insert(handle);
+    }
+
     fn announce(&self, standing: &Standing<'_>, response: &mut Response<B>) {
+        if let Some(decision) = standing.decision {
+            response.extensions_mut().insert(decision.clone());
+        }
         crate::http::write_fields(standing, response.headers_mut());
     }
 }

@@ -1,11 +1,11 @@
 use std::fmt::Display;
 
 use ::http::header::{CONTENT_TYPE, RETRY_AFTER};
-use ::http::{HeaderValue, Response, StatusCode};
+use ::http::{HeaderValue, Request, Response, StatusCode};
 
 use super::body::ResponseBody;
 use super::headers::write_fields;
-use crate::rate_limit::{Announce, Rejection, Standing};
+use crate::rate_limit::{Announce, RateLimitHandle, Rejection, Standing};
 use crate::reject::{AsResponse, Reject};
 
 /// What a client is told to wait when it is not known when the store will answer again.
@@ -38,8 +38,17 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
     }
 }
 
-impl<B> Announce<Response<B>> for AsResponse {
+impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsResponse {
+    const ATTACHES: bool = true;
+
+    fn attach(&self, handle: RateLimitHandle, request: &mut Request<ReqBody>) {
+        request.extensions_mut().insert(handle);
+    }
+
     fn announce(&self, standing: &Standing<'_>, response: &mut Response<B>) {
+        if let Some(decision) = standing.decision {
+            response.extensions_mut().insert(decision.clone());
+        }
         write_fields(standing, response.headers_mut());
     }
 }

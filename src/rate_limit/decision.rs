@@ -163,6 +163,11 @@ impl Decision {
         self.receipt
     }
 
+    /// Whether less than a fifth of a limit is left.
+    pub(crate) fn is_near_limit(&self) -> bool {
+        self.limits.iter().any(|limit| limit.remaining < limit.capacity / 5)
+    }
+
     pub(crate) fn take_receipt(&mut self) -> Option<Receipt> {
         self.receipt.take()
     }
@@ -243,10 +248,6 @@ impl RateLimited {
     #[must_use]
     pub const fn cost(&self) -> u32 {
         self.cost
-    }
-
-    pub(crate) const fn full_policy(&self) -> &Policy {
-        &self.policy
     }
 
     /// How long to wait before trying again; `None` where no wait helps.

@@ -1,15 +1,20 @@
 use std::fmt;
-use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
-use tokio::time::Instant;
 use tower_layer::Layer;
 
-use super::limiter::Limiter;
+use super::breaker::{Circuit, CircuitBreaker};
+use super::handle::{RateLimitHandle, Settle, Settler};
+use super::limiter::DEFAULT_DEADLINE;
 use super::policy::Policy;
+use super::resolver::PolicyResolver;
+use super::screen::{Allow, And, Deny};
 use super::service::RateLimit;
-use crate::error::StoreError;
+use super::store::RateLimitStore;
+// The one backend that is always there, for when the other one is not.
+use crate::MemoryBackend;
 use crate::key::Everyone;
 use crate::reject::AsResponse;
 
@@ -21,22 +26,42 @@ use crate::reject::AsResponse;
 /// With HTTP a rejection is a response. A service that does not speak HTTP needs
 /// [`.with_rejection(AsError)`](Self::with_rejection).
 ///
-/// Type parameters: the backend, the [key](crate::ExtractKey), the [cost](RequestCost), and what a rejection
-/// [becomes](crate::reject::Reject).
+/// Type parameters: the backend, the [key](crate::ExtractKey), the [cost](RequestCost), what a rejection
+/// [becomes](crate::reject::Reject), which answers are [charged](ChargeOn), and [lists](super::Screen).
 #[must_use]
-pub struct RateLimitLayer<B, K = Everyone, C = UnitCost, A = AsResponse> {
-    settings: Settings<B, K, C, A>,
+pub struct RateLimitLayer<B, K = Everyone, C = UnitCost, A = AsResponse, R = ChargeAlways, X = ()> {
+    // Free of bounds on what only has to be shared.
+    core: Core<B>,
+    key: Arc<K>,
+    cost: Arc<C>,
+    answer: A,
+    charge: Arc<R>,
+    screen: Arc<X>,
 }
 
-/// What the layer and its services share. Cheap to clone, and free of bounds on `K` and `C`.
-pub(super) struct Settings<B, K, C, A> {
-    pub(super) limiter: Limiter<B>,
-    pub(super) key: Arc<K>,
-    pub(super) cost: Arc<C>,
-    pub(super) answer: A,
+/// What has nothing to do with the type of requests and answers. Cheap to clone.
+#[derive(Clone)]
+pub(super) struct Core<B> {
+    pub(super) store: B,
+    pub(super) policy: Policy,
+    pub(super) deadline: Duration,
+    pub(super) resolver: Option<PolicyResolver>,
     pub(super) on_missing_key: OnMissingKey,
     pub(super) on_store_error: OnStoreError,
-    pub(super) outage: Arc<Outage>,
+    pub(super) replicas: u32,
+    pub(super) circuit: Arc<Circuit>,
+    pub(super) local: Local,
+    pub(super) pending: Arc<AtomicUsize>,
+}
+
+/// The backend that decides while the store fails. Made when it is first needed.
+#[derive(Clone, Default)]
+pub(super) struct Local(Arc<OnceLock<MemoryBackend>>);
+
+impl Local {
+    pub(super) fn backend(&self) -> &MemoryBackend {
+        self.0.get_or_init(MemoryBackend::new)
+    }
 }
 
 /// What happens to a request that has no key, or an empty one. Defaults to [`Reject`](Self::Reject).
@@ -52,15 +77,18 @@ pub enum OnMissingKey {
     Pass,
 }
 
-/// What happens to a request when the store fails or is late. Defaults to [`Allow`](Self::Allow).
+/// What happens to a request when the store fails, is late, or has failed so often that it is not
+/// [asked](CircuitBreaker). Defaults to [`Local`](Self::Local).
 ///
-/// Either way the store is asked again for every request. The log has one line when it begins to fail and one when nothing
-/// has failed for a second.
+/// The log has one line when a store begins to fail and one when nothing has failed for a second.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnStoreError {
-    /// It passes, uncounted: a broken store must not take the service down.
+    /// This process enforces the policy by itself, with counts of its own in memory that begin at zero. With several
+    /// replicas say how many there are ([`RateLimitLayer::replicas`]); each then enforces its share.
     #[default]
+    Local,
+    /// It passes, uncounted: a broken store must not take the service down.
     Allow,
     /// It is turned away: 503 with HTTP, the [`StoreError`](crate::StoreError) without. For limits that guard something
     /// precious, a login for instance.
@@ -91,111 +119,215 @@ impl<Req> RequestCost<Req> for UnitCost {
     }
 }
 
-impl<B> RateLimitLayer<B> {
-    /// Enforces `policy` on what `backend` counts. Until a [key](Self::key) is named, all requests share one quota.
-    pub fn new(backend: B, policy: Policy) -> Self {
-        Self {
-            settings: Settings {
-                limiter: Limiter::new(backend, policy),
-                key: Arc::new(Everyone),
-                cost: Arc::new(UnitCost),
-                answer: AsResponse,
-                on_missing_key: OnMissingKey::default(),
-                on_store_error: OnStoreError::default(),
-                outage: Arc::default(),
-            },
+/// Which answers are charged.
+///
+/// Every request is charged when it is admitted, so that requests in flight count; this is asked when the answer is there, and
+/// may give units back through the [handle](RateLimitHandle) of the request. A request whose future is dropped before
+/// stays charged.
+///
+/// Closures `Fn(Result<&Res, &E>) -> bool` say whether an answer is charged. With HTTP there are presets:
+/// `tollgate::http::failures()` and `tollgate::http::successes()`.
+pub trait ChargeOn<Res, E> {
+    /// Whether this does anything at all.
+    const ASKED: bool = true;
+
+    /// Corrects what the request was charged, now or, with a clone of `handle`, later.
+    fn settle(&self, handle: &RateLimitHandle, answer: Result<&mut Res, &E>);
+}
+
+impl<Res, E, F: Fn(Result<&Res, &E>) -> bool> ChargeOn<Res, E> for F {
+    fn settle(&self, handle: &RateLimitHandle, answer: Result<&mut Res, &E>) {
+        if !self(answer.map(|response| &*response)) {
+            handle.settle(0);
         }
     }
 }
 
-impl<B, K, C, A> RateLimitLayer<B, K, C, A> {
+/// Every admitted request stays charged, whatever the answer: what a layer does until it is told otherwise.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct ChargeAlways;
+
+impl<Res, E> ChargeOn<Res, E> for ChargeAlways {
+    const ASKED: bool = false;
+
+    fn settle(&self, _: &RateLimitHandle, _: Result<&mut Res, &E>) {}
+}
+
+impl<B> RateLimitLayer<B> {
+    /// Enforces `policy` on what `backend` counts. Until a [key](Self::key) is named, all requests share one quota.
+    pub fn new(backend: B, policy: Policy) -> Self {
+        let core = Core {
+            store: backend,
+            policy,
+            deadline: DEFAULT_DEADLINE,
+            resolver: None,
+            on_missing_key: OnMissingKey::default(),
+            on_store_error: OnStoreError::default(),
+            replicas: 1,
+            circuit: Arc::new(Circuit::new(CircuitBreaker::new())),
+            local: Local::default(),
+            pending: Arc::default(),
+        };
+        Self {
+            core,
+            key: Arc::new(Everyone),
+            cost: Arc::new(UnitCost),
+            answer: AsResponse::default(),
+            charge: Arc::new(ChargeAlways),
+            screen: Arc::new(()),
+        }
+    }
+}
+
+impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// Whom a request counts for: a closure, an extractor of the module `tollgate::http`, or a tuple of them; see
     /// [`ExtractKey`](crate::ExtractKey). Defaults to [`Everyone`].
-    pub fn key<K2>(self, key: K2) -> RateLimitLayer<B, K2, C, A> {
-        let Settings { limiter, key: _, cost, answer, on_missing_key, on_store_error, outage } = self.settings;
-        let settings = Settings { limiter, key: Arc::new(key), cost, answer, on_missing_key, on_store_error, outage };
-        RateLimitLayer { settings }
+    pub fn key<K2>(self, key: K2) -> RateLimitLayer<B, K2, C, A, R, X> {
+        let Self { core, key: _, cost, answer, charge, screen } = self;
+        RateLimitLayer { core, key: Arc::new(key), cost, answer, charge, screen }
+    }
+
+    fn with_screen<X2>(self, make: impl FnOnce(Arc<X>) -> X2) -> RateLimitLayer<B, K, C, A, R, X2> {
+        let Self { core, key, cost, answer, charge, screen } = self;
+        RateLimitLayer { core, key, cost, answer, charge, screen: Arc::new(make(screen)) }
+    }
+
+    /// Counts each request by another policy and key as well: by user *and* by address *and* for everybody together.
+    ///
+    /// A request passes if all of them have room, and is charged to all of them or to none. On a single Redis and in memory
+    /// this is one atomic decision; see [`RateLimitStore::check_all`] for stores that cannot do it.
+    /// Takes a policy with a name of its own. Policies that are not [enforced](Policy::mode) have no say in it, and are counted by themselves.
+    ///
+    /// ```
+    /// # #[cfg(feature = "http")] {
+    /// use tollgate::http::{header, peer_ip};
+    /// use tollgate::{Everyone, MemoryBackend, Policy, Quota, RateLimitLayer};
+    ///
+    /// let user = Policy::new("user", Quota::per_minute(60).token_bucket());
+    /// let address = Policy::new("address", Quota::per_minute(300).fixed_window());
+    /// let total = Policy::new("total", Quota::per_second(5_000).fixed_window());
+    /// let layer = RateLimitLayer::new(MemoryBackend::new(), user)
+    ///     .key(header("x-user"))
+    ///     .and(address, peer_ip())
+    ///     .and(total, Everyone);
+    /// # }
+    /// ```
+    pub fn and<K2>(self, policy: Policy, key: K2) -> RateLimitLayer<B, K, C, A, R, And<X, K2>> {
+        self.with_screen(|inner| And { inner, policy, key })
+    }
+
+    /// Lets requests for which `listed` is true pass uncounted: health checks, or the addresses of a partner.
+    ///
+    /// Lists are asked before the key is looked for, the one named last first.
+    pub fn allow<F>(self, listed: F) -> RateLimitLayer<B, K, C, A, R, Allow<X, F>> {
+        self.with_screen(|inner| Allow { inner, listed })
+    }
+
+    /// Turns away requests for which `listed` is true: 403 with HTTP, [`Denied`](super::Denied) without.
+    ///
+    /// Lists are asked before the key is looked for, the one named last first.
+    pub fn deny<F>(self, listed: F) -> RateLimitLayer<B, K, C, A, R, Deny<X, F>> {
+        self.with_screen(|inner| Deny { inner, listed })
     }
 
     /// How many units a request costs. Defaults to [`UnitCost`].
-    pub fn cost<C2>(self, cost: C2) -> RateLimitLayer<B, K, C2, A> {
-        let Settings { limiter, key, cost: _, answer, on_missing_key, on_store_error, outage } = self.settings;
-        let settings = Settings { limiter, key, cost: Arc::new(cost), answer, on_missing_key, on_store_error, outage };
-        RateLimitLayer { settings }
+    pub fn cost<C2>(self, cost: C2) -> RateLimitLayer<B, K, C2, A, R, X> {
+        let Self { core, key, cost: _, answer, charge, screen } = self;
+        RateLimitLayer { core, key, cost: Arc::new(cost), answer, charge, screen }
     }
 
     /// What a rejection becomes. Defaults to [`AsResponse`]; [`AsError`](crate::reject::AsError) is for services that do
     /// not speak HTTP.
-    pub fn with_rejection<A2>(self, answer: A2) -> RateLimitLayer<B, K, C, A2> {
-        let Settings { limiter, key, cost, answer: _, on_missing_key, on_store_error, outage } = self.settings;
-        let settings = Settings { limiter, key, cost, answer, on_missing_key, on_store_error, outage };
-        RateLimitLayer { settings }
+    pub fn with_rejection<A2>(self, answer: A2) -> RateLimitLayer<B, K, C, A2, R, X> {
+        let Self { core, key, cost, answer: _, charge, screen } = self;
+        RateLimitLayer { core, key, cost, answer, charge, screen }
+    }
+
+    /// Which answers are charged. Defaults to [`ChargeAlways`].
+    pub fn charge_on<R2>(self, charge: R2) -> RateLimitLayer<B, K, C, A, R2, X> {
+        let Self { core, key, cost, answer, charge: _, screen } = self;
+        RateLimitLayer { core, key, cost, answer, charge: Arc::new(charge), screen }
+    }
+
+    /// Finds out at run time by which policy a key is counted. Defaults to the policy of the layer for all.
+    ///
+    /// Applies to the [key](Self::key) of the layer, not to those that were [added](Self::and).
+    pub fn resolver(mut self, resolver: PolicyResolver) -> Self {
+        self.core.resolver = Some(resolver);
+        self
     }
 
     /// What happens to a request without a key. Defaults to [`OnMissingKey::Reject`].
     pub fn on_missing_key(mut self, policy: OnMissingKey) -> Self {
-        self.settings.on_missing_key = policy;
+        self.core.on_missing_key = policy;
         self
     }
 
-    /// What happens when the store fails or is late. Defaults to [`OnStoreError::Allow`].
+    /// What happens when the store fails or is late. Defaults to [`OnStoreError::Local`].
     pub fn on_store_error(mut self, policy: OnStoreError) -> Self {
-        self.settings.on_store_error = policy;
+        self.core.on_store_error = policy;
+        self
+    }
+
+    /// How many processes share the quota: the part of it that each enforces with [`OnStoreError::Local`] is rounded up. Defaults to 1, and 0
+    /// counts as that.
+    pub fn replicas(mut self, replicas: u32) -> Self {
+        self.core.replicas = replicas.max(1);
+        self
+    }
+
+    /// When the layer stops to ask a store that fails. Defaults to [`CircuitBreaker::new`].
+    pub fn circuit_breaker(mut self, breaker: CircuitBreaker) -> Self {
+        self.core.circuit = Arc::new(Circuit::new(breaker));
         self
     }
 
     /// How long a decision may take in total; after that it counts as a store error. Defaults to 100 ms.
     pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.settings.limiter = self.settings.limiter.deadline(deadline);
+        self.core.deadline = deadline;
         self
     }
 }
 
-impl<S, B: Clone, K, C, A: Clone> Layer<S> for RateLimitLayer<B, K, C, A> {
-    type Service = RateLimit<S, B, K, C, A>;
+impl<S, B: Clone, K, C, A: Clone, R, X> Layer<S> for RateLimitLayer<B, K, C, A, R, X> {
+    type Service = RateLimit<S, B, K, C, A, R, X>;
 
     fn layer(&self, inner: S) -> Self::Service {
-        RateLimit::with_settings(inner, self.settings.clone())
+        RateLimit::new(inner, self.clone())
     }
 }
 
-impl<B, K, C, A> RateLimitLayer<B, K, C, A> {
-    pub(super) fn into_settings(self) -> Settings<B, K, C, A> {
-        self.settings
+impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
+    pub(super) fn into_settings(self) -> Settings<B, K, C, A, R, X> {
+        let Self { core, key, cost, answer, charge, screen } = self;
+        Settings { core, key, cost, answer, charge, screen, settler: OnceLock::new() }
     }
 }
 
-// By hand: `derive` would ask for `K: Clone` and `C: Clone`, which closures need not be.
-impl<B: Clone, K, C, A: Clone> Clone for RateLimitLayer<B, K, C, A> {
-    fn clone(&self) -> Self {
-        Self { settings: self.settings.clone() }
-    }
-}
-
-impl<B: Clone, K, C, A: Clone> Clone for Settings<B, K, C, A> {
+// By hand: `derive` would ask for `K: Clone` and so on, which closures need not be.
+impl<B: Clone, K, C, A: Clone, R, X> Clone for RateLimitLayer<B, K, C, A, R, X> {
     fn clone(&self) -> Self {
         Self {
-            limiter: self.limiter.clone(),
+            core: self.core.clone(),
             key: Arc::clone(&self.key),
             cost: Arc::clone(&self.cost),
             answer: self.answer.clone(),
-            on_missing_key: self.on_missing_key,
-            on_store_error: self.on_store_error,
-            outage: Arc::clone(&self.outage),
+            charge: Arc::clone(&self.charge),
+            screen: Arc::clone(&self.screen),
         }
     }
 }
 
-impl<B, K, C, A> fmt::Debug for RateLimitLayer<B, K, C, A> {
+impl<B, K, C, A, R, X> fmt::Debug for RateLimitLayer<B, K, C, A, R, X> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.settings.describe(f, "RateLimitLayer")
+        self.core.describe::<K>(f, "RateLimitLayer")
     }
 }
 
-impl<B, K, C, A> Settings<B, K, C, A> {
-    pub(super) fn describe(&self, f: &mut fmt::Formatter<'_>, name: &str) -> fmt::Result {
+impl<B> Core<B> {
+    pub(super) fn describe<K>(&self, f: &mut fmt::Formatter<'_>, name: &str) -> fmt::Result {
         f.debug_struct(name)
-            .field("policy", self.limiter.policy())
+            .field("policy", &self.policy)
             .field("key", &std::any::type_name::<K>())
             .field("on_missing_key", &self.on_missing_key)
             .field("on_store_error", &self.on_store_error)
@@ -203,36 +335,28 @@ impl<B, K, C, A> Settings<B, K, C, A> {
     }
 }
 
-/// Whether the store is failing at the moment, so that the log has a line per change and not one per request.
-#[derive(Debug, Default)]
-pub(super) struct Outage {
-    ongoing: AtomicBool,
-    // Looked at only while there is an outage.
-    last_failure: Mutex<Option<Instant>>,
+/// What the clones of a service share.
+pub(super) struct Settings<B, K, C, A, R, X> {
+    pub(super) core: Core<B>,
+    pub(super) key: Arc<K>,
+    pub(super) cost: Arc<C>,
+    pub(super) answer: A,
+    pub(super) charge: Arc<R>,
+    pub(super) screen: Arc<X>,
+    settler: OnceLock<Arc<dyn Settle>>,
 }
 
-/// How long nothing may fail for an outage to be over. A store that fails now and then would fill the log otherwise.
-const RECOVERED: Duration = Duration::from_secs(1);
-
-impl Outage {
-    pub(super) fn failed(&self, policy: &Policy, error: &StoreError, then: OnStoreError) {
-        *self.last_failure() = Some(Instant::now());
-        if !self.ongoing.swap(true, Ordering::Relaxed) {
-            let cause = std::error::Error::source(error).map(tracing::field::display);
-            tracing::warn!(policy = policy.name(), %error, cause, ?then, "rate limit store fails");
-        }
-    }
-
-    pub(super) fn answered(&self, policy: &Policy) {
-        if self.ongoing.load(Ordering::Relaxed) {
-            let lately = self.last_failure().is_some_and(|failure| failure.elapsed() < RECOVERED);
-            if !lately && self.ongoing.swap(false, Ordering::Relaxed) {
-                tracing::info!(policy = policy.name(), "rate limit store answers again");
-            }
-        }
-    }
-
-    fn last_failure(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.last_failure.lock().unwrap_or_else(PoisonError::into_inner)
+impl<B: RateLimitStore + Clone + Send + Sync + 'static, K, C, A, R, X> Settings<B, K, C, A, R, X> {
+    /// Who tells the store of corrections.
+    pub(super) fn settler(&self) -> Arc<dyn Settle> {
+        let make = || -> Arc<dyn Settle> {
+            Arc::new(Settler {
+                store: self.core.store.clone(),
+                local: self.core.local.backend().clone(),
+                deadline: self.core.deadline,
+                pending: Arc::clone(&self.core.pending),
+            })
+        };
+        Arc::clone(self.settler.get_or_init(make))
     }
 }

@@ -59,6 +59,11 @@ impl<B> Limiter<B> {
         self
     }
 
+    /// The store that counts.
+    pub const fn store(&self) -> &B {
+        &self.store
+    }
+
     /// The policy that is enforced.
     pub const fn policy(&self) -> &Policy {
         &self.policy

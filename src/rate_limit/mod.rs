@@ -66,24 +66,34 @@
 //!
 //! [`StoreError`]: crate::StoreError
 
+mod breaker;
 pub(crate) mod counting;
 mod decision;
 mod future;
+mod handle;
+mod judge;
 mod layer;
 mod limiter;
+mod meters;
 mod policy;
 mod quota;
 mod rejection;
+mod resolver;
+mod screen;
 mod service;
 mod store;
 
+pub use self::breaker::CircuitBreaker;
 pub use self::decision::{Decision, Denied, LimitStatus, MissingKey, Outcome, RateLimited, Receipt};
 pub use self::future::ResponseFuture;
-pub use self::layer::{OnMissingKey, OnStoreError, RateLimitLayer, RequestCost, UnitCost};
+pub use self::handle::RateLimitHandle;
+pub use self::layer::{ChargeAlways, ChargeOn, OnMissingKey, OnStoreError, RateLimitLayer, RequestCost, UnitCost};
 pub use self::limiter::Limiter;
 pub use self::policy::{Mode, Policy, QuotaChange};
 pub use self::quota::{Algorithm, BurstQuota, Limit, Quota};
 pub use self::rejection::{Announce, Rejection, Standing};
+pub use self::resolver::PolicyResolver;
+pub use self::screen::{Allow, And, Deny, Screen, Screening, Subjects};
 pub use self::service::RateLimit;
 pub use self::store::{RateLimitStore, Request};
 

@@ -1,8 +1,10 @@
+use std::fmt;
 use std::iter;
 use std::sync::{Arc, OnceLock};
 
 use super::counting::Terms;
 use super::decision::Decision;
+use super::meters::Meters;
 use super::quota::Limit;
 use crate::key::Key;
 
@@ -25,12 +27,11 @@ use crate::key::Key;
 /// becomes of the counts when the limits change, or differ from client to client, is [`QuotaChange`].
 ///
 /// Cheap to clone.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, PartialEq, Eq)]
 pub struct Policy {
     inner: Arc<Inner>,
 }
 
-#[derive(Debug)]
 struct Inner {
     spec: Spec,
     // What follows from it. First the same limits as numbers to count with, and what clients know them by.
@@ -38,6 +39,7 @@ struct Inner {
     names: Vec<String>,
     // And what is only made when it is needed.
     share: OnceLock<(u32, Policy)>,
+    meters: OnceLock<Meters>,
     #[cfg(feature = "redis")]
     encoded: OnceLock<Vec<u8>>,
     #[cfg(feature = "http")]
@@ -174,6 +176,7 @@ impl Policy {
             names: names(&spec),
             spec,
             share: OnceLock::new(),
+            meters: OnceLock::new(),
             #[cfg(feature = "redis")]
             encoded: OnceLock::new(),
             #[cfg(feature = "http")]
@@ -251,6 +254,11 @@ impl Policy {
         Some(self.inner.announcements.get(which)?.get_or_init(write))
     }
 
+    /// What is counted about the policy for those who watch it.
+    pub(crate) fn meters(&self) -> &Meters {
+        self.inner.meters.get_or_init(|| Meters::new(self.name()))
+    }
+
     /// Whether two policies count in the same place.
     pub(crate) fn shares_counts_with(&self, other: &Policy) -> bool {
         self.is_same_as(other) || self.inner.spec.name == other.inner.spec.name
@@ -259,6 +267,15 @@ impl Policy {
     /// Whether two policies are clones of one.
     pub(crate) fn is_same_as(&self, other: &Policy) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
+    }
+}
+
+impl fmt::Debug for Policy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Spec { name, limits, on_change, mode, .. } = &self.inner.spec;
+        let mut policy = f.debug_struct("Policy");
+        policy.field("name", name).field("limits", limits).field("on_quota_change", on_change).field("mode", mode);
+        policy.finish_non_exhaustive()
     }
 }
 

@@ -1,4 +1,5 @@
 use super::decision::{Decision, Denied, MissingKey, RateLimited};
+use super::handle::RateLimitHandle;
 use super::policy::Policy;
 use crate::error::{BoxError, StoreError};
 use crate::key::Key;
@@ -30,10 +31,19 @@ impl From<Rejection> for BoxError {
     }
 }
 
-/// Lets the response of an admitted or rejected request say how its limit stands.
+/// Lets the response of an admitted or rejected request say how its limit stands, and an admitted request carry a handle.
 ///
 /// Implemented for the same types as [`Reject`](crate::reject::Reject), which has the other half of the answer.
-pub trait Announce<Res> {
+pub trait Announce<Req, Res> {
+    /// Whether requests get a [handle](RateLimitHandle), which costs an allocation or two. Unless told otherwise they do
+    /// not.
+    const ATTACHES: bool = false;
+
+    /// Gives an admitted request its handle.
+    fn attach(&self, handle: RateLimitHandle, request: &mut Req) {
+        let _ = (handle, request);
+    }
+
     /// Adds to `response` what the client should know. Called once for each policy that was asked about the request.
     fn announce(&self, standing: &Standing<'_>, response: &mut Res);
 }
@@ -64,7 +74,7 @@ impl<'a> Standing<'a> {
     }
 }
 
-impl<Res> Announce<Res> for crate::reject::AsError {
+impl<Req, Res> Announce<Req, Res> for crate::reject::AsError {
     /// Adds nothing: a plain service has no place for it.
     fn announce(&self, _: &Standing<'_>, _: &mut Res) {}
 }

@@ -1,16 +1,20 @@
 use std::fmt;
+use std::iter;
 use std::mem;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use tower_service::Service;
 
-use super::future::{BoxDecision, ResponseFuture};
-use super::layer::{OnMissingKey, RateLimitLayer, RequestCost, Settings, UnitCost};
+use super::MissingKey;
+use super::decision::Denied;
+use super::future::ResponseFuture;
+use super::judge::{self, Subject};
+use super::layer::{ChargeAlways, ChargeOn, OnMissingKey, RateLimitLayer, RequestCost, Settings, UnitCost};
+use super::meters::Verdict;
 use super::rejection::{Announce, Rejection};
+use super::screen::{Screen, Screening, Subjects};
 use super::store::RateLimitStore;
-use super::{Decision, MissingKey, OnStoreError, Outcome, RateLimited};
-use crate::error::StoreError;
 use crate::key::{Everyone, ExtractKey, Key};
 use crate::reject::{AsResponse, Reject};
 
@@ -20,19 +24,15 @@ use crate::reject::{AsResponse, Reject};
 /// the store before. The inner service that reported ready is held while the store answers; where that holds a permit (a
 /// concurrency limit below this layer), a rejected request gives it back unused.
 #[must_use]
-pub struct RateLimit<S, B, K = Everyone, C = UnitCost, A = AsResponse> {
+pub struct RateLimit<S, B, K = Everyone, C = UnitCost, A = AsResponse, R = ChargeAlways, X = ()> {
     inner: S,
-    settings: Arc<Settings<B, K, C, A>>,
+    settings: Arc<Settings<B, K, C, A, R, X>>,
 }
 
-impl<S, B, K, C, A> RateLimit<S, B, K, C, A> {
+impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
     /// Puts `inner` behind the limit of `layer`, without a stack of layers.
-    pub fn new(inner: S, layer: RateLimitLayer<B, K, C, A>) -> Self {
-        Self::with_settings(inner, layer.into_settings())
-    }
-
-    pub(super) fn with_settings(inner: S, settings: Settings<B, K, C, A>) -> Self {
-        Self { inner, settings: Arc::new(settings) }
+    pub fn new(inner: S, layer: RateLimitLayer<B, K, C, A, R, X>) -> Self {
+        Self { inner, settings: Arc::new(layer.into_settings()) }
     }
 
     /// The service behind the limit.
@@ -51,17 +51,20 @@ impl<S, B, K, C, A> RateLimit<S, B, K, C, A> {
     }
 }
 
-impl<S, Req, B, K, C, A> Service<Req> for RateLimit<S, B, K, C, A>
+impl<S, Req, B, K, C, A, R, X> Service<Req> for RateLimit<S, B, K, C, A, R, X>
 where
     S: Service<Req> + Clone,
     B: RateLimitStore + Clone + Send + Sync + 'static,
     K: ExtractKey<Req>,
+    X: Screen<Req>,
     C: RequestCost<Req>,
-    A: Reject<Rejection, S::Response, S::Error> + Announce<<A as Reject<Rejection, S::Response, S::Error>>::Response>,
+    A: Reject<Rejection, S::Response, S::Error>
+        + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+    R: ChargeOn<S::Response, S::Error>,
 {
     type Response = A::Response;
     type Error = A::Error;
-    type Future = ResponseFuture<S, Req, B, K, C, A>;
+    type Future = ResponseFuture<S, Req, B, K, C, A, R, X>;
 
     fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
         self.inner.poll_ready(cx).map_err(|error| self.settings.answer.error(error))
@@ -72,73 +75,60 @@ where
         let fresh = self.inner.clone();
         let mut ready = mem::replace(&mut self.inner, fresh);
         let settings = Arc::clone(&self.settings);
-
-        let key = settings.key.extract_key(&request).filter(|key| !key.is_empty());
-        let key = match (key, settings.on_missing_key) {
-            (Some(key), _) => key,
-            (None, OnMissingKey::Shared) => Key::ANONYMOUS,
-            (None, OnMissingKey::Pass) => return ResponseFuture::passed_through(ready.call(request), settings),
-            (None, OnMissingKey::Reject) => {
-                return ResponseFuture::rejected(Rejection::MissingKey(MissingKey), settings);
+        match settings.screen(&request) {
+            Ok(subjects) if subjects.is_empty() => ResponseFuture::passed_through(ready.call(request), settings),
+            Ok(subjects) => {
+                let cost = settings.cost.cost(&request);
+                ResponseFuture::start(subjects, cost, ready, request, settings)
             }
-        };
-        let cost = settings.cost.cost(&request);
-        let decision = settings.decide(key, cost);
-        ResponseFuture::checking(decision, ready, request, settings)
-    }
-}
-
-impl<B, K, C, A> Settings<B, K, C, A>
-where
-    B: RateLimitStore + Clone + Send + Sync + 'static,
-{
-    /// The call to the store, boxed: next to a trip over the network an allocation is nothing.
-    fn decide(&self, key: Key, cost: u32) -> BoxDecision {
-        let limiter = self.limiter.clone();
-        Box::pin(async move { limiter.check_cost(key, cost).await })
-    }
-}
-
-impl<B, K, C, A> Settings<B, K, C, A> {
-    /// What to do now that the store has answered: call the inner service, or turn the request away.
-    pub(super) fn judge(
-        &self,
-        answer: Result<Decision, StoreError>,
-    ) -> Result<Option<Decision>, (Rejection, Option<Decision>)> {
-        let policy = self.limiter.policy();
-        match answer {
-            Ok(decision) => {
-                // What can never be admitted is decided without the store, and says nothing about it.
-                if decision.outcome() != Outcome::Never {
-                    self.outage.answered(policy);
-                }
-                if decision.is_allowed() {
-                    Ok(Some(decision))
-                } else {
-                    let rejection = RateLimited::new(policy.clone(), 1, decision.clone());
-                    Err((Rejection::Limited(rejection), Some(decision)))
-                }
-            }
-            Err(error) => {
-                self.outage.failed(policy, &error, self.on_store_error);
-                match self.on_store_error {
-                    OnStoreError::Allow => Ok(None),
-                    OnStoreError::Deny => Err((Rejection::Store(error), None)),
-                }
-            }
+            Err(rejection) => ResponseFuture::rejected(rejection, settings),
         }
     }
 }
 
+impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
+    /// Whom a request counts for: nobody if it passes uncounted.
+    fn screen<Req>(&self, request: &Req) -> Result<judge::Subjects, Rejection>
+    where
+        K: ExtractKey<Req>,
+        X: Screen<Req>,
+    {
+        let mut others = Subjects::default();
+        match self.screen.screen(request, &mut others) {
+            Screening::Count => {}
+            Screening::Pass => return Ok(judge::Subjects::new()),
+            Screening::Deny => {
+                self.core.policy.meters().decided(Verdict::Denied);
+                return Err(Rejection::Denied(Denied));
+            }
+        }
+        let mut subjects = judge::Subjects::new();
+        let own = iter::once_with(|| (self.core.policy.clone(), self.key.extract_key(request)));
+        for (policy, key) in own.chain(others.found) {
+            let key = match (key.filter(|key| !key.is_empty()), self.core.on_missing_key) {
+                (Some(key), _) => key,
+                (None, OnMissingKey::Shared) => Key::ANONYMOUS,
+                (None, OnMissingKey::Pass) => continue,
+                (None, OnMissingKey::Reject) => {
+                    policy.meters().decided(Verdict::MissingKey);
+                    return Err(Rejection::MissingKey(MissingKey));
+                }
+            };
+            subjects.push(Subject::new(policy, key));
+        }
+        Ok(subjects)
+    }
+}
+
 // By hand: `derive` would ask for more than the inner service to be `Clone`.
-impl<S: Clone, B, K, C, A> Clone for RateLimit<S, B, K, C, A> {
+impl<S: Clone, B, K, C, A, R, X> Clone for RateLimit<S, B, K, C, A, R, X> {
     fn clone(&self) -> Self {
         Self { inner: self.inner.clone(), settings: Arc::clone(&self.settings) }
     }
 }
 
-impl<S: fmt::Debug, B, K, C, A> fmt::Debug for RateLimit<S, B, K, C, A> {
+impl<S: fmt::Debug, B, K, C, A, R, X> fmt::Debug for RateLimit<S, B, K, C, A, R, X> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.settings.describe(f, "RateLimit")
+        self.settings.core.describe::<K>(f, "RateLimit")
     }
 }

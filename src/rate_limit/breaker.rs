@@ -1,0 +1,216 @@
+use std::error::Error;
+use std::fmt;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::layer::OnStoreError;
+use super::policy::Policy;
+use crate::error::StoreError;
+
+/// When a layer stops to ask a store that fails, and how soon it tries again.
+///
+/// After a number of failures in a row the circuit is open: for requests that come then the store counts as failed without
+/// being asked, so a store that hangs does not cost each of them its deadline. Once in an interval one request is a probe
+/// and does ask (the circuit is half open); the first answer closes it.
+///
+/// A value of somebody else under one key is no failure of the store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct CircuitBreaker {
+    failures: u32,
+    probe_interval: Duration,
+}
+
+impl CircuitBreaker {
+    /// Opens after 5 failures in a row and probes every 100 ms.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { failures: 5, probe_interval: Duration::from_millis(100) }
+    }
+
+    /// Never opens: the store is asked for every request.
+    #[must_use]
+    pub const fn off() -> Self {
+        Self { failures: u32::MAX, ..Self::new() }
+    }
+
+    /// How many failures in a row open the circuit, at least one. Defaults to 5.
+    #[must_use]
+    pub const fn failures(self, failures: u32) -> Self {
+        Self { failures: if failures == 0 { 1 } else { failures }, ..self }
+    }
+
+    /// How often a request may find out whether the store answers again. Defaults to 100 ms.
+    #[must_use]
+    pub const fn probe_interval(self, probe_interval: Duration) -> Self {
+        Self { probe_interval, ..self }
+    }
+}
+
+impl Default for CircuitBreaker {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+/// The circuit of one layer, and whether the log has been told that the store fails.
+#[derive(Debug)]
+pub(super) struct Circuit {
+    settings: CircuitBreaker,
+    epoch: Instant,
+    // Failures since the last answer.
+    failures: AtomicU32,
+    // While the circuit is open: when the next probe may be sent, in us since the epoch.
+    next_probe: AtomicU64,
+    outage: AtomicBool,
+    // Looked at only while there is an outage.
+    last_failure: Mutex<Option<Instant>>,
+}
+
+/// How long nothing may fail for an outage to be over. A store that fails now and then would fill the log otherwise.
+const RECOVERED: Duration = Duration::from_secs(1);
+
+impl Circuit {
+    pub(super) fn new(settings: CircuitBreaker) -> Self {
+        Self {
+            settings,
+            epoch: Instant::now(),
+            failures: AtomicU32::new(0),
+            next_probe: AtomicU64::new(0),
+            outage: AtomicBool::new(false),
+            last_failure: Mutex::new(None),
+        }
+    }
+
+    fn is_open(&self) -> bool {
+        self.failures.load(Ordering::Relaxed) >= self.settings.failures
+    }
+
+    /// Whether the store may be asked. While the circuit is open this is granted to one request per interval; if that one
+    /// is dropped half way, the next interval has another.
+    pub(super) fn admit(&self) -> Result<(), StoreError> {
+        if !self.is_open() {
+            return Ok(());
+        }
+        let now = self.epoch.elapsed().as_micros() as u64;
+        let due = self.next_probe.load(Ordering::Relaxed);
+        let next = now + self.settings.probe_interval.as_micros() as u64;
+        let granted =
+            due <= now && self.next_probe.compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed).is_ok();
+        if granted { Ok(()) } else { Err(StoreError::unavailable(CircuitOpen)) }
+    }
+
+    /// Notes a failure, but for those that only say that the circuit is open.
+    pub(super) fn failed(&self, policy: &Policy, error: &StoreError, then: OnStoreError) {
+        if error.source().is_some_and(<dyn Error>::is::<CircuitOpen>) {
+            return;
+        }
+        if !error.is_foreign_data() {
+            let before = self.failures.fetch_add(1, Ordering::Relaxed);
+            // Far above any number of failures that opens it, and far below where it would wrap around.
+            if before > u32::MAX / 2 {
+                self.failures.store(u32::MAX / 2, Ordering::Relaxed);
+            }
+            if before.wrapping_add(1) == self.settings.failures {
+                let next = self.epoch.elapsed() + self.settings.probe_interval;
+                self.next_probe.store(next.as_micros() as u64, Ordering::Relaxed);
+                policy.meters().circuit_opened();
+            }
+        }
+        *self.last_failure() = Some(Instant::now());
+        if !self.outage.swap(true, Ordering::Relaxed) {
+            let cause = error.source().map(tracing::field::display);
+            tracing::warn!(policy = policy.name(), %error, cause, ?then, "rate limit store fails");
+        }
+    }
+
+    /// Notes an answer.
+    pub(super) fn answered(&self, policy: &Policy) {
+        if self.failures.load(Ordering::Relaxed) > 0 {
+            let before = self.failures.swap(0, Ordering::Relaxed);
+            if before >= self.settings.failures {
+                policy.meters().circuit_closed();
+            }
+        }
+        if self.outage.load(Ordering::Relaxed) {
+            let quiet = self.last_failure().is_none_or(|failure| failure.elapsed() >= RECOVERED);
+            if quiet && self.outage.swap(false, Ordering::Relaxed) {
+                tracing::info!(policy = policy.name(), "rate limit store answers again");
+            }
+        }
+    }
+
+    fn last_failure(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.last_failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The store was not asked, because it has failed too often.
+#[derive(Debug)]
+struct CircuitOpen;
+
+impl fmt::Display for CircuitOpen {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the circuit is open after repeated failures")
+    }
+}
+
+impl Error for CircuitOpen {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rate_limit::Quota;
+
+    #[tokio::test(start_paused = true)]
+    async fn an_open_circuit_lets_one_probe_through_in_an_interval() {
+        let policy = Policy::new("api", Quota::per_second(1).fixed_window());
+        let circuit = Circuit::new(CircuitBreaker::new().failures(3).probe_interval(Duration::from_millis(50)));
+        let fail = || circuit.failed(&policy, &StoreError::timeout(), OnStoreError::Allow);
+        for _ in 0..3 {
+            assert!(circuit.admit().is_ok());
+            fail();
+        }
+        assert!(circuit.admit().is_err());
+        for _ in 0..3 {
+            tokio::time::advance(Duration::from_millis(51)).await;
+            // The probe, and everybody else while it is under way.
+            assert!(circuit.admit().is_ok());
+            assert!(circuit.admit().is_err());
+        }
+        circuit.answered(&policy);
+        for _ in 0..10 {
+            assert!(circuit.admit().is_ok());
+        }
+        fail();
+        assert!(circuit.admit().is_ok(), "one failure does not open it");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_in_between_keeps_it_closed() {
+        let policy = Policy::new("api", Quota::per_second(1).fixed_window());
+        let circuit = Circuit::new(CircuitBreaker::new().failures(2));
+        for _ in 0..10 {
+            circuit.failed(&policy, &StoreError::timeout(), OnStoreError::Allow);
+            circuit.answered(&policy);
+            assert!(circuit.admit().is_ok());
+        }
+        let never = Circuit::new(CircuitBreaker::off());
+        for _ in 0..10_000 {
+            never.failed(&policy, &StoreError::timeout(), OnStoreError::Allow);
+            assert!(never.admit().is_ok());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_somebody_wrote_under_one_key_opens_nothing() {
+        let policy = Policy::new("api", Quota::per_second(1).fixed_window());
+        let circuit = Circuit::new(CircuitBreaker::new());
+        for _ in 0..100 {
+            circuit.failed(&policy, &StoreError::foreign_data("WRONGTYPE"), OnStoreError::Deny);
+        }
+        assert!(circuit.admit().is_ok());
+    }
+}

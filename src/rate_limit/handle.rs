@@ -1,0 +1,205 @@
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+use std::task::{Context, Waker};
+use std::time::Duration;
+
+use smallvec::SmallVec;
+use tokio::runtime::Handle;
+
+use super::decision::{Decision, Receipt};
+use super::policy::Policy;
+use super::store::RateLimitStore;
+use crate::deadline::Deadline;
+use crate::error::StoreError;
+use crate::key::Key;
+
+/// What a request was charged, to be corrected while it is handled: in the extensions of every HTTP request that was
+/// admitted.
+///
+/// ```
+/// # #[cfg(feature = "http")] {
+/// use axum::{Extension, Router, routing::post};
+/// use tollgate::rate_limit::RateLimitHandle;
+/// use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer};
+///
+/// async fn complete(Extension(limit): Extension<RateLimitHandle>) -> &'static str {
+///     // 1,000 tokens were reserved. This is what it took:
+///     limit.settle(420);
+///     "done"
+/// }
+///
+/// let tokens = Policy::new("tokens", Quota::per_minute(100_000).token_bucket());
+/// let app: Router = Router::new()
+///     .route("/complete", post(complete))
+///     .layer(RateLimitLayer::new(MemoryBackend::new(), tokens).cost(|_: &_| 1_000));
+/// # }
+/// ```
+///
+/// # When it takes effect
+///
+/// When the last clone is dropped: with the request, or later if a handler keeps one in the stream of its answer. Then the store
+/// is told once, whatever was said in between, and even if the future of the request was dropped because the client had
+/// left. Units that are given back count again for limits in whose window they were charged, and are dropped by others; units that are
+/// added are charged even beyond the limit, see [`RateLimitStore::settle`].
+///
+/// The store is told in the background, for no longer than the deadline of the layer; if it fails, or more than
+/// [1,024](Self::MAX_PENDING) are waiting, what was charged stays as it was.
+#[derive(Clone)]
+pub struct RateLimitHandle {
+    ledger: Arc<Ledger>,
+}
+
+struct Ledger {
+    charges: SmallVec<[Charge; 1]>,
+    cost: u32,
+    change: AtomicI64,
+    settler: Arc<dyn Settle>,
+}
+
+/// What one subject was charged.
+pub(super) struct Charge {
+    pub(super) policy: Policy,
+    pub(super) key: Key,
+    pub(super) decision: Decision,
+    /// Whether this process decided by itself because the store had failed.
+    pub(super) local: bool,
+}
+
+impl RateLimitHandle {
+    /// How many corrections a layer keeps in the background at once.
+    pub const MAX_PENDING: usize = 1_024;
+
+    pub(super) fn new(charges: SmallVec<[Charge; 1]>, cost: u32, settler: Arc<dyn Settle>) -> Self {
+        Self { ledger: Arc::new(Ledger { charges, cost, change: AtomicI64::new(0), settler }) }
+    }
+
+    /// The units that the request was charged when it was admitted.
+    #[must_use]
+    pub fn cost(&self) -> u32 {
+        self.ledger.cost
+    }
+
+    /// The decision that admitted the request, by the policy of the layer; `None` where none could be made.
+    #[must_use]
+    pub fn decision(&self) -> Option<&Decision> {
+        self.ledger.charges.first().map(|charge| &charge.decision)
+    }
+
+    /// Charges `units` more.
+    pub fn charge(&self, units: u32) {
+        self.ledger.change.fetch_add(units.into(), Ordering::Relaxed);
+    }
+
+    /// Gives `units` back.
+    pub fn refund(&self, units: u32) {
+        self.ledger.change.fetch_sub(units.into(), Ordering::Relaxed);
+    }
+
+    /// Makes `total` what the request is charged in the end, instead of its [cost](Self::cost), and of what was added or
+    /// given back before.
+    pub fn settle(&self, total: u32) {
+        self.ledger.change.store(i64::from(total) - i64::from(self.ledger.cost), Ordering::Relaxed);
+    }
+}
+
+impl fmt::Debug for RateLimitHandle {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let change = self.ledger.change.load(Ordering::Relaxed);
+        f.debug_struct("RateLimitHandle")
+            .field("cost", &self.ledger.cost)
+            .field("change", &change)
+            .finish_non_exhaustive()
+    }
+}
+
+impl Drop for Ledger {
+    fn drop(&mut self) {
+        // No more can be given back than was charged.
+        let change = (*self.change.get_mut()).max(-i64::from(self.cost));
+        if change != 0 {
+            for charge in self.charges.drain(..) {
+                if let Some(receipt) = charge.decision.receipt() {
+                    self.settler.settle(charge, receipt, change);
+                }
+            }
+        }
+    }
+}
+
+/// Tells a store of a correction, without anybody waiting for it.
+pub(super) trait Settle: Send + Sync {
+    fn settle(&self, charge: Charge, receipt: Receipt, change: i64);
+}
+
+/// Tells this store, and `local` of what was decided there.
+pub(super) struct Settler<B, L> {
+    pub(super) store: B,
+    pub(super) local: L,
+    pub(super) deadline: Duration,
+    pub(super) pending: Arc<AtomicUsize>,
+}
+
+impl<B, L> Settle for Settler<B, L>
+where
+    B: RateLimitStore + Clone + Send + Sync + 'static,
+    L: RateLimitStore + Clone + Send + Sync + 'static,
+{
+    fn settle(&self, charge: Charge, receipt: Receipt, change: i64) {
+        if charge.local {
+            in_background(self.local.clone(), charge, receipt, change, self.deadline, &self.pending);
+        } else {
+            in_background(self.store.clone(), charge, receipt, change, self.deadline, &self.pending);
+        }
+    }
+}
+
+fn in_background<S>(
+    store: S,
+    Charge { policy, key, .. }: Charge,
+    receipt: Receipt,
+    change: i64,
+    deadline: Duration,
+    pending: &Arc<AtomicUsize>,
+) where
+    S: RateLimitStore + Send + Sync + 'static,
+{
+    let place = Place::take(pending);
+    let (Ok(runtime), Some(place)) = (Handle::try_current(), place) else {
+        policy.meters().settled(false);
+        tracing::debug!(policy = policy.name(), change, "a correction of a charge is lost");
+        return;
+    };
+    let mut settlement: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
+        let _place = place;
+        let settled = store.settle(&policy, &key, receipt, change);
+        let settled: Result<(), StoreError> = Deadline::new(settled, deadline).await;
+        policy.meters().settled(settled.is_ok());
+        if let Err(error) = settled {
+            tracing::debug!(policy = policy.name(), change, %error, "a correction of a charge is lost");
+        }
+    });
+    // A store in memory is done at once, and needs no task.
+    if settlement.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
+        runtime.spawn(settlement);
+    }
+}
+
+/// One of the places for corrections that are under way.
+struct Place(Arc<AtomicUsize>);
+
+impl Place {
+    fn take(pending: &Arc<AtomicUsize>) -> Option<Self> {
+        let taken = Self(Arc::clone(pending));
+        // Given back by the drop if that was one too many.
+        (pending.fetch_add(1, Ordering::Relaxed) < RateLimitHandle::MAX_PENDING).then_some(taken)
+    }
+}
+
+impl Drop for Place {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}

@@ -1,0 +1,91 @@
+use std::sync::Arc;
+
+use smallvec::SmallVec;
+
+use super::policy::Policy;
+use crate::key::{ExtractKey, Key};
+
+/// What a layer finds out about a request before it asks the store: whether it has to, and about whom besides its key.
+///
+/// Made by [`RateLimitLayer::allow`](super::RateLimitLayer::allow), [`deny`](super::RateLimitLayer::deny) and
+/// [`and`](super::RateLimitLayer::and).
+pub trait Screen<Req> {
+    /// Adds to `subjects` whom the request counts for, and says what is to happen to it.
+    fn screen(&self, request: &Req, subjects: &mut Subjects) -> Screening;
+}
+
+/// What is to happen to a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Screening {
+    /// It is counted.
+    Count,
+    /// It passes uncounted.
+    Pass,
+    /// It is turned away.
+    Deny,
+}
+
+/// Whom a request counts for, and by which policies.
+#[derive(Clone, Debug, Default)]
+pub struct Subjects {
+    pub(super) found: SmallVec<[(Policy, Option<Key>); 1]>,
+}
+
+impl Subjects {
+    /// Counts the request for `key` as well, by `policy`.
+    pub fn push(&mut self, policy: Policy, key: Option<Key>) {
+        self.found.push((policy, key));
+    }
+}
+
+/// No lists, and nobody but the [key](super::RateLimitLayer::key) of the layer.
+impl<Req> Screen<Req> for () {
+    fn screen(&self, _: &Req, _: &mut Subjects) -> Screening {
+        Screening::Count
+    }
+}
+
+/// Lets some requests pass uncounted: see [`RateLimitLayer::allow`](super::RateLimitLayer::allow).
+#[derive(Debug)]
+pub struct Allow<X, F> {
+    pub(super) inner: Arc<X>,
+    pub(super) listed: F,
+}
+
+impl<Req, X: Screen<Req>, F: Fn(&Req) -> bool> Screen<Req> for Allow<X, F> {
+    fn screen(&self, request: &Req, subjects: &mut Subjects) -> Screening {
+        if (self.listed)(request) { Screening::Pass } else { self.inner.screen(request, subjects) }
+    }
+}
+
+/// Turns some requests away: see [`RateLimitLayer::deny`](super::RateLimitLayer::deny).
+#[derive(Debug)]
+pub struct Deny<X, F> {
+    pub(super) inner: Arc<X>,
+    pub(super) listed: F,
+}
+
+impl<Req, X: Screen<Req>, F: Fn(&Req) -> bool> Screen<Req> for Deny<X, F> {
+    fn screen(&self, request: &Req, subjects: &mut Subjects) -> Screening {
+        if (self.listed)(request) { Screening::Deny } else { self.inner.screen(request, subjects) }
+    }
+}
+
+/// Counts a request for another subject as well: see [`RateLimitLayer::and`](super::RateLimitLayer::and).
+#[derive(Debug)]
+pub struct And<X, K> {
+    pub(super) inner: Arc<X>,
+    pub(super) policy: Policy,
+    pub(super) key: K,
+}
+
+impl<Req, X: Screen<Req>, K: ExtractKey<Req>> Screen<Req> for And<X, K> {
+    fn screen(&self, request: &Req, subjects: &mut Subjects) -> Screening {
+        let screening = self.inner.screen(request, subjects);
+        if screening == Screening::Count {
+            subjects.push(self.policy.clone(), self.key.extract_key(request));
+        }
+        screening
+    }
+}
