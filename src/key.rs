@@ -162,6 +162,34 @@ impl Key {
         }
     }
 
+    /// As it prints, but without the machinery of formatting, since this is what most keys of most programs are.
+    fn from_v4(address: Ipv4Addr) -> Self {
+        let mut key = Self::EMPTY;
+        let mut at = 0;
+        for (i, octet) in address.octets().into_iter().enumerate() {
+            if i > 0 {
+                key.text[at] = b'.';
+                at += 1;
+            }
+            for (divisor, needed) in [(100, octet >= 100), (10, octet >= 10), (1, true)] {
+                if needed {
+                    key.text[at] = b'0' + octet / divisor % 10;
+                    at += 1;
+                }
+            }
+        }
+        // At most 15.
+        key.len = at as u8;
+        key
+    }
+
+    fn from_ip(address: IpAddr) -> Self {
+        match address {
+            IpAddr::V4(v4) => Self::from_v4(v4),
+            IpAddr::V6(v6) => Self::from_number(v6),
+        }
+    }
+
     const fn reserved(text: &[u8]) -> Self {
         let mut key = Self::EMPTY;
         let mut i = 0;
@@ -232,7 +260,9 @@ macro_rules! into_key {
 into_key!(Key::new: &[u8], Vec<u8>);
 into_key!(Key::from_text: &str, String, &String, Box<str>, Arc<str>, Cow<'_, str>);
 into_key!(Key::from_number: u8, u16, u32, u64, u128, usize, i8, i16, i32, i64, i128, isize);
-into_key!(Key::from_number: Ipv4Addr, Ipv6Addr, IpAddr);
+into_key!(Key::from_number: Ipv6Addr);
+into_key!(Key::from_v4: Ipv4Addr);
+into_key!(Key::from_ip: IpAddr);
 
 macro_rules! tuples {
     ($($name:ident),*) => {
@@ -445,6 +475,9 @@ mod tests {
         assert_eq!(Key::from(42_u64).as_str(), "42");
         assert_eq!(Key::from(IpAddr::from([203, 0, 113, 7])).as_str(), "203.0.113.7");
         assert_eq!(Key::from(Ipv6Addr::LOCALHOST).as_str(), "::1");
+        for address in [[0, 0, 0, 0], [255, 255, 255, 255], [1, 10, 100, 9], [99, 101, 199, 200]].map(Ipv4Addr::from) {
+            assert_eq!(Key::from(address).as_str(), address.to_string());
+        }
     }
 
     proptest! {

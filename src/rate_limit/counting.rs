@@ -3,8 +3,6 @@
 //! The memory backend counts with this. Other backends count by themselves, in a script for instance, and read out of what they
 //! stored how a limit stands. Instants are microseconds of whatever clock the store has.
 
-use std::time::Duration;
-
 use super::decision::LimitStatus;
 use super::policy::QuotaChange;
 use super::quota::{Algorithm, Limit};
@@ -165,6 +163,11 @@ impl Count {
         }
     }
 
+    /// Whether there is room for `cost`.
+    pub(crate) fn fits(&self, terms: &Terms, now: u64, cost: u32) -> bool {
+        self.used(terms, now) + u64::from(cost) <= u64::from(terms.capacity)
+    }
+
     /// How the limit stands, and how long somebody has to wait who wants `cost`.
     pub(crate) fn status(&self, terms: &Terms, now: u64, cost: u32) -> LimitStatus {
         let (used, cost, capacity) = (self.used(terms, now), u64::from(cost), u64::from(terms.capacity));
@@ -176,7 +179,7 @@ impl Count {
         };
         let reset = if used == 0 { 0 } else { self.wait(terms, now, used.min(capacity) - u64::from(capacity > 0)) };
         let remaining = capacity.saturating_sub(used) as u32;
-        LimitStatus::new(terms.capacity, remaining, Duration::from_micros(retry), Duration::from_micros(reset))
+        LimitStatus::of_micros(terms.capacity, remaining, retry, reset)
     }
 
     /// Charges `units`, whether or not they fit, but nobody gets deeper into debt than by a whole quota.

@@ -15,7 +15,7 @@ use super::policy::Policy;
 pub struct Decision {
     outcome: Outcome,
     receipt: Option<Receipt>,
-    blocked_for: Duration,
+    blocked_us: u64,
     limits: SmallVec<[LimitStatus; 1]>,
 }
 
@@ -38,8 +38,9 @@ pub enum Outcome {
 pub struct LimitStatus {
     capacity: u32,
     remaining: u32,
-    retry_after: Duration,
-    reset_after: Duration,
+    // In whole microseconds, which is what stores count in.
+    retry_us: u64,
+    reset_us: u64,
 }
 
 /// When something was charged, by the clock of the store. Whoever wants to give it back has to show this, so that what was
@@ -65,16 +66,21 @@ impl Receipt {
 
 impl LimitStatus {
     /// Of `capacity` units `remaining` are left and more become available after `reset_after`, zero where nothing is used.
-    /// `retry_after` is zero if the limit has room for the request, and otherwise says when it will.
+    /// `retry_after` is zero if the limit has room for the request, and otherwise says when it will. Times are kept in whole
+    /// microseconds, rounded up.
     #[must_use]
     pub const fn new(capacity: u32, remaining: u32, retry_after: Duration, reset_after: Duration) -> Self {
-        Self { capacity, remaining, retry_after, reset_after }
+        Self { capacity, remaining, retry_us: micros(retry_after), reset_us: micros(reset_after) }
+    }
+
+    pub(crate) const fn of_micros(capacity: u32, remaining: u32, retry_us: u64, reset_us: u64) -> Self {
+        Self { capacity, remaining, retry_us, reset_us }
     }
 
     /// Whether this limit stands in the way of the request.
     #[must_use]
     pub const fn is_violated(&self) -> bool {
-        !self.retry_after.is_zero()
+        self.retry_us > 0
     }
 
     /// The most units that can be used at once: see [`Limit::capacity`](super::Limit::capacity).
@@ -92,13 +98,13 @@ impl LimitStatus {
     /// How long until this limit has room for the request, if nobody else comes first; `None` if it has.
     #[must_use]
     pub const fn retry_after(&self) -> Option<Duration> {
-        if self.is_violated() { Some(self.retry_after) } else { None }
+        if self.is_violated() { Some(Duration::from_micros(self.retry_us)) } else { None }
     }
 
     /// How long until more units become available; zero where all of them are.
     #[must_use]
     pub const fn reset_after(&self) -> Duration {
-        self.reset_after
+        Duration::from_micros(self.reset_us)
     }
 }
 
@@ -107,10 +113,18 @@ impl Decision {
     /// in its order.
     #[must_use]
     pub fn new(limits: impl IntoIterator<Item = LimitStatus>) -> Self {
-        let limits: SmallVec<_> = limits.into_iter().collect();
+        Self::of(limits.into_iter().collect())
+    }
+
+    fn of(limits: SmallVec<[LimitStatus; 1]>) -> Self {
         let violated = limits.iter().any(LimitStatus::is_violated);
         let outcome = if violated { Outcome::Limited } else { Outcome::Allowed };
-        Self { outcome, receipt: None, blocked_for: Duration::ZERO, limits }
+        Self { outcome, receipt: None, blocked_us: 0, limits }
+    }
+
+    /// What follows from how the only limit stands.
+    pub(crate) fn of_one(limit: LimitStatus) -> Self {
+        Self::of(SmallVec::from_buf([limit]))
     }
 
     /// The same, with a receipt of what was charged.
@@ -122,12 +136,7 @@ impl Decision {
     /// The same, but denied because the key is blocked for the next `blocked_for`.
     #[must_use]
     pub fn blocked(self, blocked_for: Duration) -> Self {
-        Self {
-            outcome: Outcome::Blocked,
-            receipt: None,
-            blocked_for: blocked_for.max(Duration::from_micros(1)),
-            ..self
-        }
+        Self { outcome: Outcome::Blocked, receipt: None, blocked_us: micros(blocked_for).max(1), ..self }
     }
 
     /// Denied for good, by limits of these capacities.
@@ -135,7 +144,7 @@ impl Decision {
     pub fn never(capacities: impl IntoIterator<Item = u32>) -> Self {
         let status = |capacity| LimitStatus::new(capacity, 0, Duration::ZERO, Duration::ZERO);
         let limits = capacities.into_iter().map(status).collect();
-        Self { outcome: Outcome::Never, receipt: None, blocked_for: Duration::ZERO, limits }
+        Self { outcome: Outcome::Never, receipt: None, blocked_us: 0, limits }
     }
 
     /// Whether the request may pass.
@@ -176,7 +185,7 @@ impl Decision {
     fn tightest(&self) -> Option<&LimitStatus> {
         match self.limits.as_slice() {
             [only] => Some(only),
-            limits => limits.iter().min_by_key(|limit| (limit.remaining, Reverse(limit.reset_after), limit.capacity)),
+            limits => limits.iter().min_by_key(|limit| (limit.remaining, Reverse(limit.reset_us), limit.capacity)),
         }
     }
 
@@ -201,8 +210,8 @@ impl Decision {
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         match self.outcome {
-            Outcome::Limited => self.limits.iter().map(|limit| limit.retry_after).max(),
-            Outcome::Blocked => Some(self.blocked_for),
+            Outcome::Limited => self.limits.iter().filter_map(LimitStatus::retry_after).max(),
+            Outcome::Blocked => Some(Duration::from_micros(self.blocked_us)),
             Outcome::Allowed | Outcome::Never => None,
         }
     }
@@ -308,6 +317,12 @@ impl fmt::Display for Denied {
 }
 
 impl Error for Denied {}
+
+/// Whole microseconds, rounded up.
+const fn micros(time: Duration) -> u64 {
+    let micros = time.as_nanos().div_ceil(1_000);
+    if micros > u64::MAX as u128 { u64::MAX } else { micros as u64 }
+}
 
 /// Whole seconds that are not shorter than `wait`, and at least one: the only honest way to tell a client in seconds.
 pub(crate) fn ceil_seconds(wait: Duration) -> u64 {

@@ -1,5 +1,6 @@
 use std::fmt;
 use std::future::Future;
+use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -25,6 +26,10 @@ pin_project! {
     {
         #[pin]
         state: State<S, Req, S::Future>,
+        // Whom the request counts for; with the handle once there is one.
+        subjects: Subjects,
+        handle: Option<RateLimitHandle>,
+        cost: u32,
         settings: Arc<Settings<B, K, C, A, R, X>>,
     }
 }
@@ -33,11 +38,11 @@ pin_project! {
     #[project = StateProj]
     enum State<S, Req, F> {
         // Nobody has been asked yet; the service that reported ready waits with the request.
-        Start { subjects: Subjects, cost: u32, call: Option<(S, Req)> },
+        Start { call: Option<(S, Req)> },
         // The store is being asked.
-        Judging { judgement: BoxJudgement, cost: u32, call: Option<(S, Req)> },
+        Judging { judgement: BoxJudgement, call: Option<(S, Req)> },
         // The request was admitted, or passed uncounted; the inner service is at work.
-        Calling { #[pin] future: F, subjects: Subjects, handle: Option<RateLimitHandle>, counted: bool },
+        Calling { #[pin] future: F },
         // The request is turned away without asking anybody.
         Rejected { rejection: Option<Rejection> },
         // The answer was given; nothing of the request or the inner service is left.
@@ -53,15 +58,16 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
         request: Req,
         settings: Arc<Settings<B, K, C, A, R, X>>,
     ) -> Self {
-        Self { state: State::Start { subjects, cost, call: Some((ready, request)) }, settings }
+        Self { state: State::Start { call: Some((ready, request)) }, subjects, handle: None, cost, settings }
     }
 
     pub(super) fn passed_through(future: S::Future, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
-        Self { state: State::Calling { future, subjects: Subjects::new(), handle: None, counted: false }, settings }
+        Self { state: State::Calling { future }, subjects: Subjects::new(), handle: None, cost: 0, settings }
     }
 
     pub(super) fn rejected(rejection: Rejection, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
-        Self { state: State::Rejected { rejection: Some(rejection) }, settings }
+        let state = State::Rejected { rejection: Some(rejection) };
+        Self { state, subjects: Subjects::new(), handle: None, cost: 0, settings }
     }
 }
 
@@ -78,76 +84,74 @@ where
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut this = self.project();
         let settings = &**this.settings;
-        let (answer, subjects) = loop {
-            let (judgement, cost, call) = match this.state.as_mut().project() {
-                StateProj::Start { subjects, cost, call } => {
-                    let (mut subjects, cost) = (std::mem::take(subjects), *cost);
-                    match settings.core.judge_now(&mut subjects, cost) {
-                        Some(ruling) => (Judgement { subjects, ruling }, cost, call.take()),
-                        None => {
-                            // Boxed: next to a trip over the network an allocation is nothing.
-                            let (core, call) = (settings.core.clone(), call.take());
-                            let judgement = Box::pin(async move { core.judge(subjects, cost).await });
-                            this.state.set(State::Judging { judgement, cost, call });
-                            continue;
-                        }
+        let answer = loop {
+            let (ruling, call) = match this.state.as_mut().project() {
+                StateProj::Start { call } => match settings.core.judge_now(this.subjects, *this.cost) {
+                    Some(ruling) => (ruling, call.take()),
+                    None => {
+                        let (core, subjects, cost) = (settings.core.clone(), mem::take(this.subjects), *this.cost);
+                        let call = call.take();
+                        // Boxed: next to a trip over the network an allocation is nothing.
+                        let judgement = Box::pin(async move { core.judge(subjects, cost).await });
+                        this.state.set(State::Judging { judgement, call });
+                        continue;
                     }
+                },
+                StateProj::Judging { judgement, call } => {
+                    let Judgement { subjects, ruling } = ready!(judgement.as_mut().poll(cx));
+                    *this.subjects = subjects;
+                    (ruling, call.take())
                 }
-                StateProj::Judging { judgement, cost, call } => {
-                    (ready!(judgement.as_mut().poll(cx)), *cost, call.take())
-                }
-                StateProj::Calling { future, subjects, handle, counted } => {
+                StateProj::Calling { future } => {
                     let mut answer = ready!(future.poll(cx));
-                    if let Some(handle) = handle.take() {
-                        settings.charge.settle(&handle, answer.as_mut().map_err(|error| &*error));
+                    if let (true, Some(handle)) = (R::ASKED, &*this.handle) {
+                        settings.charge.settle(handle, answer.as_mut().map_err(|error| &*error));
                     }
-                    let subjects = counted.then(|| std::mem::take(subjects));
                     this.state.set(State::Complete);
                     let answer = answer.map(|response| settings.answer.response(response));
-                    break (answer.map_err(|error| settings.answer.error(error)), subjects);
+                    break answer.map_err(|error| settings.answer.error(error));
                 }
                 StateProj::Rejected { rejection } => {
                     let rejection = rejection.take().expect("a rejection waits to be told");
                     this.state.set(State::Complete);
-                    break (settings.answer.reject(rejection), None);
+                    break settings.answer.reject(rejection);
                 }
                 StateProj::Complete => panic!("ResponseFuture polled after completion"),
             };
             // Out of the state, so that a rejected request gives up its place in the inner service at once.
             let (mut ready, mut request) = call.expect("the call waits while the store is asked");
-            match &judgement.ruling {
+            match ruling {
                 Ok(()) => {
-                    let handle = (A::ATTACHES || R::ASKED)
-                        .then(|| RateLimitHandle::new(judgement.charges(), cost, settings.settler()));
-                    if let (true, Some(handle)) = (A::ATTACHES, &handle) {
-                        settings.answer.attach(handle.clone(), &mut request);
+                    if A::ATTACHES || R::ASKED {
+                        let handle = RateLimitHandle::new(mem::take(this.subjects), *this.cost, settings.settler());
+                        if A::ATTACHES {
+                            settings.answer.attach(handle.clone(), &mut request);
+                        }
+                        *this.handle = Some(handle);
                     }
                     let future = ready.call(request);
-                    let handle = handle.filter(|_| R::ASKED);
-                    let subjects = judgement.subjects;
-                    this.state.set(State::Calling { future, subjects, handle, counted: true });
+                    this.state.set(State::Calling { future });
                 }
-                Err(_) => {
+                Err(rejection) => {
                     this.state.set(State::Complete);
-                    let Judgement { subjects, ruling } = judgement;
-                    if let Err(rejection) = ruling {
-                        break (settings.answer.reject(rejection), Some(subjects));
-                    }
+                    break settings.answer.reject(rejection);
                 }
             }
         };
-        Poll::Ready(answer.map(|mut response| {
-            match subjects {
-                Some(subjects) => {
-                    for standing in subjects.iter().filter_map(|subject| subject.standing()) {
-                        settings.answer.announce(&standing, &mut response);
-                    }
-                }
+        let answer = answer.map(|mut response| {
+            let subjects = this.handle.as_ref().map_or(&*this.subjects, RateLimitHandle::subjects);
+            for standing in subjects.iter().filter_map(|subject| subject.standing()) {
+                settings.answer.announce(&standing, &mut response);
+            }
+            if subjects.is_empty() {
                 // Nobody was counted, but the client may know what there is.
-                None => settings.answer.announce(&Standing::new(&settings.core.policy), &mut response),
+                settings.answer.announce(&Standing::new(&settings.core.policy), &mut response);
             }
             response
-        }))
+        });
+        // Whoever still has a clone may go on to correct the charge.
+        *this.handle = None;
+        Poll::Ready(answer)
     }
 }
 

@@ -6,15 +6,13 @@ use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::task::{Context, Waker};
 use std::time::Duration;
 
-use smallvec::SmallVec;
 use tokio::runtime::Handle;
 
 use super::decision::{Decision, Receipt};
-use super::policy::Policy;
+use super::judge::{Subject, Subjects};
 use super::store::RateLimitStore;
 use crate::deadline::Deadline;
 use crate::error::StoreError;
-use crate::key::Key;
 
 /// What a request was charged, to be corrected while it is handled: in the extensions of every HTTP request that was
 /// admitted.
@@ -53,27 +51,23 @@ pub struct RateLimitHandle {
 }
 
 struct Ledger {
-    charges: SmallVec<[Charge; 1]>,
+    subjects: Subjects,
     cost: u32,
     change: AtomicI64,
     settler: Arc<dyn Settle>,
-}
-
-/// What one subject was charged.
-pub(super) struct Charge {
-    pub(super) policy: Policy,
-    pub(super) key: Key,
-    pub(super) decision: Decision,
-    /// Whether this process decided by itself because the store had failed.
-    pub(super) local: bool,
 }
 
 impl RateLimitHandle {
     /// How many corrections a layer keeps in the background at once.
     pub const MAX_PENDING: usize = 1_024;
 
-    pub(super) fn new(charges: SmallVec<[Charge; 1]>, cost: u32, settler: Arc<dyn Settle>) -> Self {
-        Self { ledger: Arc::new(Ledger { charges, cost, change: AtomicI64::new(0), settler }) }
+    pub(super) fn new(subjects: Subjects, cost: u32, settler: Arc<dyn Settle>) -> Self {
+        Self { ledger: Arc::new(Ledger { subjects, cost, change: AtomicI64::new(0), settler }) }
+    }
+
+    /// Whom the request was charged to.
+    pub(super) fn subjects(&self) -> &Subjects {
+        &self.ledger.subjects
     }
 
     /// The units that the request was charged when it was admitted.
@@ -85,7 +79,7 @@ impl RateLimitHandle {
     /// The decision that admitted the request, by the policy of the layer; `None` where none could be made.
     #[must_use]
     pub fn decision(&self) -> Option<&Decision> {
-        self.ledger.charges.first().map(|charge| &charge.decision)
+        self.ledger.subjects.first()?.decision.as_ref()
     }
 
     /// Charges `units` more.
@@ -120,9 +114,9 @@ impl Drop for Ledger {
         // No more can be given back than was charged.
         let change = (*self.change.get_mut()).max(-i64::from(self.cost));
         if change != 0 {
-            for charge in self.charges.drain(..) {
-                if let Some(receipt) = charge.decision.receipt() {
-                    self.settler.settle(charge, receipt, change);
+            for subject in self.subjects.drain(..) {
+                if let Some(receipt) = subject.decision.as_ref().and_then(Decision::receipt) {
+                    self.settler.settle(subject, receipt, change);
                 }
             }
         }
@@ -131,7 +125,7 @@ impl Drop for Ledger {
 
 /// Tells a store of a correction, without anybody waiting for it.
 pub(super) trait Settle: Send + Sync {
-    fn settle(&self, charge: Charge, receipt: Receipt, change: i64);
+    fn settle(&self, subject: Subject, receipt: Receipt, change: i64);
 }
 
 /// Tells this store, and `local` of what was decided there.
@@ -147,18 +141,18 @@ where
     B: RateLimitStore + Clone + Send + Sync + 'static,
     L: RateLimitStore + Clone + Send + Sync + 'static,
 {
-    fn settle(&self, charge: Charge, receipt: Receipt, change: i64) {
-        if charge.local {
-            in_background(self.local.clone(), charge, receipt, change, self.deadline, &self.pending);
+    fn settle(&self, subject: Subject, receipt: Receipt, change: i64) {
+        if subject.local {
+            in_background(self.local.clone(), subject, receipt, change, self.deadline, &self.pending);
         } else {
-            in_background(self.store.clone(), charge, receipt, change, self.deadline, &self.pending);
+            in_background(self.store.clone(), subject, receipt, change, self.deadline, &self.pending);
         }
     }
 }
 
 fn in_background<S>(
     store: S,
-    Charge { policy, key, .. }: Charge,
+    Subject { policy, key, .. }: Subject,
     receipt: Receipt,
     change: i64,
     deadline: Duration,

@@ -5,7 +5,6 @@ use tokio::time::Instant;
 use tracing::Instrument;
 
 use super::decision::{Decision, Outcome, RateLimited};
-use super::handle::Charge;
 use super::layer::{Core, OnStoreError};
 use super::meters::Verdict;
 use super::policy::Policy;
@@ -21,9 +20,10 @@ pub(super) struct Subject {
     pub(super) policy: Policy,
     pub(super) key: Key,
     // What is found out in between.
-    decision: Option<Decision>,
+    pub(super) decision: Option<Decision>,
     enforced: bool,
-    local: bool,
+    /// Whether this process decided by itself because the store had failed.
+    pub(super) local: bool,
 }
 
 impl Subject {
@@ -44,17 +44,6 @@ pub(super) type Subjects = SmallVec<[Subject; 1]>;
 pub(super) struct Judgement {
     pub(super) subjects: Subjects,
     pub(super) ruling: Result<(), Rejection>,
-}
-
-impl Judgement {
-    /// What was charged, for the handle of the request.
-    pub(super) fn charges(&self) -> SmallVec<[Charge; 1]> {
-        let charged = self.subjects.iter().filter_map(|subject| {
-            let decision = subject.decision.clone()?;
-            Some(Charge { policy: subject.policy.clone(), key: subject.key, decision, local: subject.local })
-        });
-        charged.collect()
-    }
 }
 
 impl<B: RateLimitStore + Sync> Core<B> {
@@ -84,7 +73,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
             asked
         };
         let ruling = match asked.instrument(span).await {
-            Ok(()) => self.rule(&mut subjects, cost),
+            Ok(()) => self.rule(&subjects, cost),
             Err(error) => self.do_without(&mut subjects, cost, error).await,
         };
         Judgement { subjects, ruling }
@@ -139,9 +128,9 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// Yes or no, once all decisions are there.
-    fn rule(&self, subjects: &mut Subjects, cost: u32) -> Result<(), Rejection> {
+    fn rule(&self, subjects: &Subjects, cost: u32) -> Result<(), Rejection> {
         let mut worst: Option<&Subject> = None;
-        for subject in subjects.iter() {
+        for subject in subjects {
             let Some(decision) = &subject.decision else { continue };
             let meters = subject.policy.meters();
             if decision.is_allowed() {

@@ -131,7 +131,10 @@ impl Counts {
             LimitCount::Plain(count) => count.status(terms, self.last, cost),
             LimitCount::Log(log) => log.status(terms, self.last, cost),
         };
-        let decision = Decision::new(self.limits.iter().zip(self.policy.terms()).map(status));
+        let decision = match (self.limits.as_slice(), self.policy.terms()) {
+            ([limit], [terms]) => Decision::of_one(status((limit, terms))),
+            (limits, terms) => Decision::new(limits.iter().zip(terms).map(status)),
+        };
         match self.blocked_until.checked_sub(self.last) {
             None | Some(0) => decision,
             Some(left) => decision.blocked(Duration::from_micros(left)),
@@ -330,13 +333,20 @@ impl Counts {
             }
             Verb::Check | Verb::Peek | Verb::BlockUntil(_) => false,
         };
-        let decision = self.decide(cost);
-        if !matches!(verb, Verb::Check) || !decision.is_allowed() || cost == 0 {
-            return (decision, changed);
+        if !matches!(verb, Verb::Check) || cost == 0 || !self.fits(cost) {
+            return (self.decide(cost), changed);
         }
         self.charge(cost);
         // How it stands now. Nothing is asked for any more, so nothing is in the way.
         (self.decide(0).with_receipt(Receipt::at_micros(self.last)), true)
+    }
+
+    fn fits(&self, cost: u32) -> bool {
+        let fits = |(limit, terms): (&LimitCount, &Terms)| match limit {
+            LimitCount::Plain(count) => count.fits(terms, self.last, cost),
+            LimitCount::Log(log) => log.used + u64::from(cost) <= u64::from(terms.capacity),
+        };
+        self.blocked_until <= self.last && self.limits.iter().zip(self.policy.terms()).all(fits)
     }
 
     /// Whether the counts were made under these limits.
