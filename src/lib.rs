@@ -51,9 +51,9 @@
 //! # Features
 //!
 //! * `redis` (default): `RedisBackend`, with bb8 and redis.
-//! * `http` (default): the module `http`, with http, http-body and ipnet.
+//! * `http` (default): the module `http`, with http, http-body, ipnet and the small crates that answers take.
 //! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`.
-//! * `grpc`: the module `grpc`.
+//! * `grpc`: the module `grpc`, with prost.
 //!
 //! [tower]: https://docs.rs/tower
 #![cfg_attr(docsrs, feature(doc_cfg))]

@@ -1,6 +1,7 @@
 //! What a layer answers when it turns a request away.
 //!
-//! Two answers come with the crate, [`AsResponse`] and [`AsError`], and one with the feature `grpc`.
+//! Two answers come with the crate, [`AsResponse`] and [`AsError`], and one with the feature `grpc`. What a client reads, and
+//! which of it can be chosen, is in the docs of the module `tollgate::http`.
 //!
 //! # Examples
 //!
@@ -23,8 +24,33 @@
 //! # }
 //! ```
 //!
+//! One that does answers with a problem document and the newest header fields, unless told otherwise:
+//!
+//! ```
+//! # #[cfg(feature = "http")] {
+//! use http::{Request, Response};
+//! use tollgate::reject::{HeaderVersion, RejectionBody};
+//! use tollgate::{AsResponse, BoxError, MemoryBackend, Policy, Quota, RateLimitLayer};
+//! use tower::{ServiceBuilder, ServiceExt, service_fn};
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
+//! let as_ever = AsResponse::new().headers([HeaderVersion::LegacyDelta]).body(RejectionBody::PlainText);
+//! let policy = Policy::new("api", Quota::per_minute(1).fixed_window());
+//! let service = ServiceBuilder::new()
+//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(as_ever))
+//!     .service(service_fn(async |_: Request<String>| Ok::<_, BoxError>(Response::new(String::new()))));
+//!
+//! let response = service.oneshot(Request::new(String::new())).await?;
+//! assert_eq!(response.headers()["x-ratelimit-limit"], "1");
+//! assert_eq!(response.headers()["x-ratelimit-remaining"], "0");
+//! # Ok(())
+//! # }
+//! # main().unwrap();
+//! # }
+//! ```
+//!
 //! Any other answer is a type that implements [`Reject`] and, for a rate limit,
-//! [`Announce`](crate::rate_limit::Announce). With a body of JSON, for instance, in an axum router:
+//! [`Announce`](crate::rate_limit::Announce). With a body of one's own, for instance, in an axum router:
 //!
 //! ```
 //! # #[cfg(feature = "http")] {
@@ -62,7 +88,7 @@
 //!
 //! impl<Req> Announce<http::Request<Req>, Response> for AsJson {
 //!     fn announce(&self, standing: &Standing<'_>, response: &mut Response) {
-//!         Announce::<http::Request<Req>, Response>::announce(&AsResponse, standing, response); // the `RateLimit` fields
+//!         AsResponse::new().write_headers(standing, response.headers_mut()); // the `RateLimit` fields
 //!     }
 //! }
 //!
@@ -72,6 +98,16 @@
 //! # let _: axum::Router = axum::Router::new().route("/", axum::routing::get(async || "")).layer(layer);
 //! # }
 //! ```
+
+use std::fmt;
+#[cfg(feature = "http")]
+use std::sync::Arc;
+use std::time::Duration;
+
+#[cfg(feature = "http")]
+use hmac::{Hmac, Mac};
+#[cfg(feature = "http")]
+use sha2::Sha256;
 
 use crate::error::BoxError;
 
@@ -128,6 +164,173 @@ where
 
 /// A rejection becomes an HTTP response, so the service fails only where the inner service does.
 ///
-/// Implemented with the feature `http`; see the module `tollgate::http` for the responses.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct AsResponse;
+/// Implemented with the feature `http`; see the module `tollgate::http` for the responses. Cheap to clone.
+#[derive(Clone, Debug, Default)]
+#[cfg_attr(not(feature = "http"), expect(dead_code, reason = "settings of what is written with that feature"))]
+pub struct AsResponse {
+    pub(crate) fields: Fields,
+    pub(crate) retry_jitter: Duration,
+    pub(crate) body: RejectionBody,
+}
+
+impl AsResponse {
+    /// With the newest header fields, an exact `Retry-After` and a problem document.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Which header fields tell the client how its limits stand; `[]` for none. Defaults to
+    /// [`[HeaderVersion::Draft10]`](HeaderVersion::Draft10).
+    #[must_use]
+    pub fn headers(mut self, versions: impl IntoIterator<Item = HeaderVersion>) -> Self {
+        self.fields.versions = versions.into_iter().collect();
+        self
+    }
+
+    /// Tells the client its partition key, the parameter `pk` of [`HeaderVersion::Draft10`]. Defaults to not telling it.
+    ///
+    /// The partition key says which of its requests count together. It is the first half of the HMAC-SHA-256 of the
+    /// [`Key`](crate::Key) under `secret`: the same in all replicas that are given the same secret, and nothing that the
+    /// key could be guessed from without it. A plain digest of an IP address could be turned back by trying them all.
+    ///
+    /// # Panics
+    ///
+    /// If the secret has fewer than 16 bytes.
+    #[must_use]
+    #[cfg(feature = "http")]
+    pub fn partition_secret(mut self, secret: impl AsRef<[u8]>) -> Self {
+        self.fields.secret = Some(Secret::new(secret.as_ref()));
+        self
+    }
+
+    /// Adds a random number of whole seconds to `Retry-After`, up to this many, so that clients who were turned away
+    /// together do not come back together. Defaults to zero.
+    ///
+    /// What is told is never less than the true wait. Less than a second changes nothing.
+    #[must_use]
+    pub const fn retry_jitter(mut self, most: Duration) -> Self {
+        self.retry_jitter = most;
+        self
+    }
+
+    /// What is in the body of a rejection. Defaults to [`RejectionBody::Problem`].
+    #[must_use]
+    pub const fn body(mut self, body: RejectionBody) -> Self {
+        self.body = body;
+        self
+    }
+}
+
+/// What is in the body of a rejection. Defaults to [`Problem`](Self::Problem).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum RejectionBody {
+    /// A problem document (RFC 9457), `application/problem+json`.
+    #[default]
+    Problem,
+    /// A line of text.
+    PlainText,
+}
+
+/// The header fields that tell a client how its limits stand. There have been several in the course of time.
+///
+/// Several of them can be sent at once, so that clients can move from one to the next. Where two want a field of the same
+/// name with different contents, [`Draft10`](Self::Draft10) has it; `Draft10` and `Draft7` together are therefore `Draft10`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum HeaderVersion {
+    /// `RateLimit-Policy: "api";q=100;w=60` and `RateLimit: "api";r=42;t=18`, with a member for each limit:
+    /// draft-ietf-httpapi-ratelimit-headers-10.
+    Draft10,
+    /// `RateLimit-Policy: 100;w=60` and `RateLimit: limit=100, remaining=42, reset=18`:
+    /// draft-ietf-httpapi-ratelimit-headers-07. Of several limits the second one tells the tightest.
+    Draft7,
+    /// `RateLimit-Policy: 100;w=60` and `RateLimit-Limit: 100`, `RateLimit-Remaining: 42`, `RateLimit-Reset: 18`:
+    /// draft-ietf-httpapi-ratelimit-headers-06. Of several limits the last three tell the tightest.
+    Draft6,
+    /// `X-RateLimit-Limit: 100`, `X-RateLimit-Remaining: 42` and `X-RateLimit-Reset: 1767225618`, as seconds since 1970 by the
+    /// clock of this machine: the habit of GitHub and others. Of several limits the tightest.
+    LegacyEpoch,
+    /// The same, but `X-RateLimit-Reset: 18`, as seconds from now. Of the two the one that is named last.
+    LegacyDelta,
+}
+
+/// Which fields are written, and with what.
+#[derive(Clone, Debug, Default)]
+#[cfg_attr(not(feature = "http"), expect(dead_code, reason = "settings of what is written with that feature"))]
+pub(crate) struct Fields {
+    pub(crate) versions: Versions,
+    #[cfg(feature = "http")]
+    pub(crate) secret: Option<Secret>,
+}
+
+/// A set of versions, a bit for each.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) struct Versions(u8);
+
+impl Versions {
+    const fn bit(version: HeaderVersion) -> u8 {
+        1 << version as u8
+    }
+
+    pub(crate) const fn contains(self, version: HeaderVersion) -> bool {
+        self.0 & Self::bit(version) != 0
+    }
+}
+
+impl Default for Versions {
+    fn default() -> Self {
+        Self(Self::bit(HeaderVersion::Draft10))
+    }
+}
+
+impl FromIterator<HeaderVersion> for Versions {
+    fn from_iter<I: IntoIterator<Item = HeaderVersion>>(versions: I) -> Self {
+        versions.into_iter().fold(Self(0), |Self(bits), version| {
+            // These write the same fields, so only one of them can be meant.
+            let replaced = match version {
+                HeaderVersion::LegacyEpoch => Self::bit(HeaderVersion::LegacyDelta),
+                HeaderVersion::LegacyDelta => Self::bit(HeaderVersion::LegacyEpoch),
+                _ => 0,
+            };
+            Self(bits & !replaced | Self::bit(version))
+        })
+    }
+}
+
+impl fmt::Debug for Versions {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use HeaderVersion::{Draft6, Draft7, Draft10, LegacyDelta, LegacyEpoch};
+        let all = [Draft10, Draft7, Draft6, LegacyEpoch, LegacyDelta];
+        f.debug_list().entries(all.into_iter().filter(|version| self.contains(*version))).finish()
+    }
+}
+
+/// What partition keys are made with. The secret itself is not kept, and nothing of it printed.
+#[cfg(feature = "http")]
+#[derive(Clone)]
+pub(crate) struct Secret(Arc<Hmac<Sha256>>);
+
+#[cfg(feature = "http")]
+impl Secret {
+    pub(crate) fn new(secret: &[u8]) -> Self {
+        assert!(secret.len() >= 16, "a secret for partition keys has at least 16 bytes");
+        Self(Arc::new(Hmac::new_from_slice(secret).expect("a key of any length will do")))
+    }
+
+    /// The first half of the code that authenticates `text`.
+    pub(crate) fn mac(&self, text: &[u8]) -> [u8; 16] {
+        let mut mac = Hmac::clone(&self.0);
+        mac.update(text);
+        let code: [u8; 32] = mac.finalize().into_bytes().into();
+        std::array::from_fn(|i| code[i])
+    }
+}
+
+#[cfg(feature = "http")]
+impl fmt::Debug for Secret {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Secret(..)")
+    }
+}

@@ -2,11 +2,12 @@
 
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
+use std::collections::BTreeSet;
 use std::convert::Infallible;
 use std::fmt::Debug;
 use std::future::ready;
 use std::net::SocketAddr;
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::extract::ConnectInfo;
 use axum::{Router, routing::get};
@@ -16,10 +17,16 @@ use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use http_body::Body;
 use http_body_util::{BodyExt, Full};
 use proptest::prelude::*;
+use prost::Message as _;
+use serde_json::{Value, json};
 use tollgate::grpc::AsStatus;
 use tollgate::http::{PeerAddr, header, peer_ip};
-use tollgate::rate_limit::{Decision, Limit, LimitStatus, RateLimitStore, Receipt};
-use tollgate::{Key, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer, StoreError, first_of};
+use tollgate::rate_limit::{BurstQuota, Decision, Limit, LimitStatus, RateLimitStore, Receipt, Standing};
+use tollgate::reject::{HeaderVersion, RejectionBody};
+use tollgate::{
+    AsResponse, Key, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer, StoreError, first_of,
+};
+use tonic_types::StatusExt;
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 
 const POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -53,9 +60,13 @@ async fn a_request_over_the_limit_gets_429_and_is_told_when_to_come_back() {
     assert_eq!(answer.headers[RETRY_AFTER], "40");
     assert_eq!(answer.headers[POLICY], r#""api";q=1;w=60"#);
     assert_eq!(answer.headers[STANDING], r#""api";r=0;t=40"#);
-    assert_eq!(answer.headers[CONTENT_TYPE], "text/plain; charset=utf-8");
     assert_eq!(answer.headers.len(), 4);
-    assert_eq!(answer.body, "rate limit `api` exceeded, try again in 40 s\n");
+    let problem = answer.problem();
+    assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#quota-exceeded");
+    assert_eq!(problem["title"], "Request cannot be satisfied as assigned quota has been exceeded");
+    assert_eq!(problem["status"], 429);
+    assert_eq!(problem["detail"], "rate limit `api` exceeded, try again in 40 s");
+    assert_eq!(problem["violated-policies"], json!(["api"]));
 }
 
 #[tokio::test(start_paused = true)]
@@ -67,7 +78,10 @@ async fn a_request_that_costs_more_than_the_quota_gets_429_and_no_time() {
         assert_eq!(answer.headers[POLICY], format!(r#""api";q={limit};w=60"#));
         assert_eq!(answer.headers.get(RETRY_AFTER), None, "no wait helps");
         assert_eq!(answer.headers.get(STANDING), None, "nothing is known");
-        assert_eq!(answer.body, "the request exceeds the whole quota of rate limit `api`\n");
+        let problem = answer.problem();
+        assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#quota-exceeded");
+        assert_eq!(problem["detail"], "the request exceeds the whole quota of rate limit `api`");
+        assert_eq!(problem["violated-policies"], json!(["api"]));
     }
 }
 
@@ -78,9 +92,10 @@ async fn a_request_without_key_gets_400() {
         let answer = ask(&service, request).await;
         assert_eq!(answer.status, StatusCode::BAD_REQUEST);
         assert_eq!(answer.headers[POLICY], r#""api";q=1;w=60"#);
-        assert_eq!(answer.headers[CONTENT_TYPE], "text/plain; charset=utf-8");
         assert_eq!(answer.headers.len(), 2);
-        assert_eq!(answer.body, "the request carries no key to count it under\n");
+        let detail = "the request carries no key to count it under";
+        let blank = json!({"type": "about:blank", "title": "Bad Request", "status": 400, "detail": detail});
+        assert_eq!(answer.problem(), blank);
     }
     assert_eq!(ask(&service, with_key(b"k1")).await.status, StatusCode::OK);
 }
@@ -92,9 +107,83 @@ async fn a_store_failure_that_denies_gets_503_and_tells_no_internals() {
     assert_eq!(answer.status, StatusCode::SERVICE_UNAVAILABLE);
     assert_eq!(answer.headers[RETRY_AFTER], "1");
     assert_eq!(answer.headers[POLICY], r#""api";q=1;w=60"#);
-    assert_eq!(answer.headers[CONTENT_TYPE], "text/plain; charset=utf-8");
     assert_eq!(answer.headers.len(), 3);
-    assert_eq!(answer.body, "temporarily unavailable\n");
+    let problem = answer.problem();
+    assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity");
+    assert_eq!(problem["title"], "Request cannot be satisfied due to temporary server capacity constraints");
+    assert_eq!(problem["status"], 503);
+    assert_eq!(problem["detail"], "temporarily unavailable");
+    assert_eq!(problem["violated-policies"], json!([]));
+    assert!(!answer.body.contains("hunter2") && !answer.body.contains("10.0.0.1"), "{}", answer.body);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_on_the_deny_list_gets_403() {
+    let layer = layer(Quota::per_minute(5).fixed_window()).deny(|_: &Request<()>| true);
+    let answer = ask(&layer.clone().layer(hello()), request()).await;
+    assert_eq!(answer.status, StatusCode::FORBIDDEN);
+    assert_eq!(answer.headers[POLICY], r#""api";q=5;w=60"#);
+    assert_eq!(answer.headers.len(), 2);
+    let detail = "the request is not allowed";
+    let blank = json!({"type": "about:blank", "title": "Forbidden", "status": 403, "detail": detail});
+    assert_eq!(answer.problem(), blank);
+    let answer = ask(&layer.with_rejection(AsStatus::new()).layer(hello()), request()).await;
+    assert_eq!((&answer.headers["grpc-status"], &*answer.body), (&HeaderValue::from_static("7"), ""));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_blocked_key_gets_429_and_hears_of_an_abnormal_pattern() {
+    let (half, minute) = (Duration::from_millis(30_500), Duration::from_secs(60));
+    let free = LimitStatus::new(5, 5, Duration::ZERO, Duration::ZERO);
+    let used_up = LimitStatus::new(5, 0, minute, minute);
+    // Who is over the limit as well has to wait for both.
+    for (status, wait, violated) in [(free, "31", json!([])), (used_up, "60", json!(["api"]))] {
+        let store = Store(move || Ok(Decision::new([status]).blocked(half)));
+        let layer = RateLimitLayer::new(store, api(Quota::per_minute(5).fixed_window()));
+        let answer = ask(&layer.layer(hello()), request()).await;
+        assert_eq!(answer.status, StatusCode::TOO_MANY_REQUESTS);
+        assert_eq!(answer.headers[RETRY_AFTER], wait);
+        let problem = answer.problem();
+        assert_eq!(problem["type"], "https://iana.org/assignments/http-problem-types#abnormal-usage-detected");
+        assert_eq!(problem["title"], "Request not satisfied due to detection of abnormal request pattern");
+        assert_eq!(problem["status"], 429);
+        assert_eq!(problem["detail"], format!("blocked by rate limit `api`, try again in {wait} s"));
+        assert_eq!(problem["violated-policies"], violated);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_problem_names_the_limits_that_stand_in_the_way() {
+    let policy = api(Quota::per_second(1).fixed_window())
+        .limit(Quota::per_hour(1).fixed_window())
+        .named(r#"the "hourly" \ one"#)
+        .limit(Quota::per_day(9).fixed_window());
+    let service = RateLimitLayer::new(MemoryBackend::new(), policy).layer(hello());
+    let hourly = r#"the%20"hourly"%20\%20one"#;
+    assert_eq!(ask(&service, request()).await.status, StatusCode::OK);
+    assert_eq!(ask(&service, request()).await.problem()["violated-policies"], json!(["api-1s", hourly]));
+    tokio::time::advance(Duration::from_secs(1)).await;
+    assert_eq!(ask(&service, request()).await.problem()["violated-policies"], json!([hourly]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn rejections_can_be_plain_text() {
+    let plain = AsResponse::new().body(RejectionBody::PlainText);
+    let quota = Quota::per_minute(1).fixed_window();
+    let exhausted = layer(Quota::per_minute(0).fixed_window()).with_rejection(plain.clone()).layer(hello());
+    let keyless = layer(quota).key(header("x-api-key")).with_rejection(plain.clone()).layer(hello());
+    let outage = RateLimitLayer::new(failing(), api(quota)).on_store_error(OnStoreError::Deny);
+    let outage = outage.with_rejection(plain).layer(hello());
+    let cases = [
+        (ask(&exhausted, request()).await, 429, "the request exceeds the whole quota of rate limit `api`\n"),
+        (ask(&keyless, request()).await, 400, "the request carries no key to count it under\n"),
+        (ask(&outage, request()).await, 503, "temporarily unavailable\n"),
+    ];
+    for (answer, status, body) in cases {
+        assert_eq!(answer.status, status);
+        assert_eq!(answer.headers[CONTENT_TYPE], "text/plain; charset=utf-8");
+        assert_eq!(answer.body, body);
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -350,6 +439,425 @@ proptest! {
     }
 }
 
+// Versions of the fields.
+
+/// Two limits, of which the second one is tighter, and a third one whose window cannot be told.
+fn three_limits() -> (Policy, Decision) {
+    let odd = Quota::new(7, Duration::from_millis(1_500)).unwrap();
+    let policy = api(Quota::per_second(10).fixed_window())
+        .limit(Quota::per_hour(1_000).sliding_window())
+        .limit(odd.fixed_window());
+    let decision = Decision::new([
+        LimitStatus::new(10, 9, Duration::ZERO, Duration::from_millis(900)),
+        LimitStatus::new(1_000, 3, Duration::ZERO, Duration::from_millis(1_800_001)),
+        LimitStatus::new(7, 7, Duration::ZERO, Duration::ZERO),
+    ]);
+    (policy, decision)
+}
+
+#[test]
+fn each_version_has_its_own_fields() {
+    use HeaderVersion::{Draft6, Draft7, Draft10, LegacyDelta};
+
+    let (policy, decision) = three_limits();
+    let newest = [
+        ("ratelimit-policy", r#""api-1s";q=10;w=1, "api-1h";q=1000;w=3600, "api-1500ms";q=7"#),
+        ("ratelimit", r#""api-1s";r=9;t=1, "api-1h";r=3;t=1801, "api-1500ms";r=7"#),
+    ];
+    let old_policy = ("ratelimit-policy", "10;w=1, 1000;w=3600, 7");
+    let draft_7 = [old_policy, ("ratelimit", "limit=1000, remaining=3, reset=1801")];
+    let draft_6 = [("ratelimit-limit", "1000"), ("ratelimit-remaining", "3"), ("ratelimit-reset", "1801")];
+    let legacy = [("x-ratelimit-limit", "1000"), ("x-ratelimit-remaining", "3"), ("x-ratelimit-reset", "1801")];
+
+    let cases: [(&[HeaderVersion], Vec<_>); 10] = [
+        (&[], vec![]),
+        (&[Draft10], newest.to_vec()),
+        (&[Draft7], draft_7.to_vec()),
+        (&[Draft6], [&[old_policy][..], &draft_6].concat()),
+        (&[LegacyDelta], legacy.to_vec()),
+        (&[Draft10, LegacyDelta], [&newest[..], &legacy].concat()),
+        (&[LegacyDelta, Draft10], [&newest[..], &legacy].concat()),
+        (&[Draft6, Draft7], [&draft_7[..], &draft_6].concat()),
+        (&[Draft10, Draft7], newest.to_vec()),
+        (&[Draft10, Draft6], [&newest[..], &draft_6].concat()),
+    ];
+    for (versions, expected) in cases {
+        let answer = AsResponse::new().headers(versions.iter().copied());
+        let headers = announced(&answer, &[Standing::of(&policy, &Key::from("k1"), Some(&decision))]);
+        assert_eq!(lines(&headers), expected, "{versions:?}");
+    }
+    let default = announced(&AsResponse::default(), &[Standing::of(&policy, &Key::from("k1"), Some(&decision))]);
+    assert_eq!(lines(&default), newest);
+}
+
+#[test]
+fn older_fields_parse_as_what_their_drafts_say() {
+    let (policy, decision) = three_limits();
+    let answer = AsResponse::new().headers([HeaderVersion::Draft7]);
+    let headers = announced(&answer, &[Standing::of(&policy, &Key::from("k1"), Some(&decision))]);
+    let dictionary = sfv::Parser::new(headers[STANDING].as_bytes()).parse::<sfv::Dictionary>().unwrap();
+    let mut again = sfv::DictSerializer::new();
+    for (key, number) in [("limit", 1_000), ("remaining", 3), ("reset", 1_801)] {
+        let _ = again.bare_item(sfv::KeyRef::from_str(key).unwrap(), sfv::Integer::from(number));
+    }
+    assert_eq!(dictionary.len(), 3);
+    assert_eq!(headers[STANDING], again.finish().unwrap());
+    let list = sfv::Parser::new(headers[POLICY].as_bytes()).parse::<sfv::List>().unwrap();
+    assert_eq!(list.len(), 3);
+}
+
+#[test]
+fn older_fields_tell_a_reset_of_0_while_the_whole_quota_is_left_and_nothing_where_nothing_is_known() {
+    use HeaderVersion::{Draft6, LegacyDelta};
+
+    let policy = api(Quota::per_minute(5).fixed_window());
+    let answer = AsResponse::new().headers([Draft6, LegacyDelta]);
+    let whole = Decision::new([LimitStatus::new(5, 5, Duration::ZERO, Duration::ZERO)]);
+    let headers = announced(&answer, &[Standing::of(&policy, &Key::from("k1"), Some(&whole))]);
+    assert_eq!(
+        (&headers["ratelimit-reset"], &headers["x-ratelimit-reset"]),
+        (&"0".parse().unwrap(), &"0".parse().unwrap())
+    );
+
+    let never = Decision::never([5]);
+    for decision in [None, Some(&never)] {
+        let headers = announced(&answer, &[Standing::of(&policy, &Key::from("k1"), decision)]);
+        assert_eq!(lines(&headers), [("ratelimit-policy", "5;w=60")]);
+    }
+}
+
+#[test]
+fn a_legacy_reset_is_an_instant_or_a_span_as_named_last() {
+    use HeaderVersion::{LegacyDelta, LegacyEpoch};
+
+    let policy = api(Quota::per_minute(5).fixed_window());
+    let decision = Decision::new([LimitStatus::new(5, 4, Duration::ZERO, Duration::from_millis(9_500))]);
+    let reset = |versions: &[HeaderVersion]| {
+        let answer = AsResponse::new().headers(versions.iter().copied());
+        let headers = announced(&answer, &[Standing::of(&policy, &Key::from("k1"), Some(&decision))]);
+        headers["x-ratelimit-reset"].to_str().unwrap().parse::<u64>().unwrap()
+    };
+    for versions in [&[LegacyEpoch][..], &[LegacyDelta, LegacyEpoch]] {
+        let before = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+        let told = reset(versions);
+        let after = SystemTime::now().duration_since(UNIX_EPOCH).unwrap();
+        let ready = Duration::from_millis(9_500);
+        assert!(Duration::from_secs(told) >= before + ready, "not before there is more");
+        assert!(Duration::from_secs(told) < after + ready + Duration::from_secs(1), "and not much after");
+    }
+    assert_eq!(reset(&[LegacyEpoch, LegacyDelta]), 10);
+}
+
+#[test]
+fn of_stacked_layers_single_values_are_those_of_the_tightest() {
+    use HeaderVersion::{Draft6, Draft7, LegacyDelta};
+
+    let key = Key::from("k1");
+    let known = |name: &str, remaining: u32, reset: u64| {
+        let status = LimitStatus::new(9, remaining, Duration::ZERO, Duration::from_secs(reset));
+        (Policy::new(name, Quota::per_minute(9).fixed_window()), Decision::new([status]))
+    };
+    let cases = [
+        ([known("inner", 5, 10), known("outer", 3, 20)], ("3", "20")),
+        ([known("inner", 3, 20), known("outer", 5, 10)], ("3", "20")),
+        ([known("inner", 3, 20), known("outer", 3, 10)], ("3", "20")),
+        ([known("inner", 3, 10), known("outer", 3, 20)], ("3", "20")),
+        ([known("inner", 9, 10), known("outer", 10, 20)], ("9", "10")),
+    ];
+    for (stack, (remaining, reset)) in cases {
+        let standings = [0, 1].map(|i| Standing::of(&stack[i].0, &key, Some(&stack[i].1)));
+        let headers = announced(&AsResponse::new().headers([Draft6, Draft7, LegacyDelta]), &standings);
+        let expected = [
+            ("ratelimit-policy", "9;w=60"),
+            ("ratelimit-policy", "9;w=60"),
+            ("ratelimit", &*format!("limit=9, remaining={remaining}, reset={reset}")),
+            ("ratelimit-limit", "9"),
+            ("ratelimit-remaining", remaining),
+            ("ratelimit-reset", reset),
+            ("x-ratelimit-limit", "9"),
+            ("x-ratelimit-remaining", remaining),
+            ("x-ratelimit-reset", reset),
+        ];
+        assert_eq!(lines(&headers), expected);
+    }
+    // What is not a number was not told by a layer, and gives way.
+    let mut headers = HeaderMap::new();
+    headers.insert("x-ratelimit-remaining", HeaderValue::from_static("plenty"));
+    let (policy, decision) = known("api", 5, 10);
+    AsResponse::new().headers([LegacyDelta]).write_headers(&Standing::of(&policy, &key, Some(&decision)), &mut headers);
+    assert_eq!(headers["x-ratelimit-remaining"], "5");
+}
+
+#[tokio::test(start_paused = true)]
+async fn stacked_layers_of_several_limits_add_a_line_each() {
+    let named = |name: &str, limit: u32| {
+        let policy = Policy::new(name, Quota::per_second(limit).fixed_window());
+        RateLimitLayer::new(MemoryBackend::new(), policy.limit(Quota::per_hour(100).fixed_window()))
+    };
+    let service = ServiceBuilder::new().layer(named("outer", 5)).layer(named("inner", 1)).service(hello());
+    assert_eq!(ask(&service, request()).await.status, StatusCode::OK);
+    let answer = ask(&service, request()).await;
+    assert_eq!(answer.status, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(answer.retry_after(), Some(1));
+    let expected = [r#""inner-1s";q=1;w=1, "inner-1h";q=100;w=3600"#, r#""outer-1s";q=5;w=1, "outer-1h";q=100;w=3600"#];
+    assert_eq!(answer.headers.get_all(POLICY).iter().collect::<Vec<_>>(), expected);
+    let expected = [r#""inner-1s";r=0;t=1, "inner-1h";r=99;t=3600"#, r#""outer-1s";r=3;t=1, "outer-1h";r=98;t=3600"#];
+    assert_eq!(answer.headers.get_all(STANDING).iter().collect::<Vec<_>>(), expected);
+}
+
+#[test]
+fn a_burst_is_told_with_the_time_in_which_it_fills() {
+    let told = |limit: u32, burst: u32| {
+        let policy = api(Quota::per_second(limit).burst(burst).unwrap().token_bucket());
+        announced(&AsResponse::new(), &[Standing::new(&policy)])[POLICY].to_str().unwrap().to_owned()
+    };
+    assert_eq!(told(10, 10), r#""api";q=10;w=1"#);
+    assert_eq!(told(10, 300), r#""api";q=300;w=30"#);
+    assert_eq!(told(10, 25), r#""api";q=25"#);
+}
+
+// Waits.
+
+#[tokio::test(start_paused = true)]
+async fn no_violated_limit_tells_a_later_time_than_retry_after() {
+    // A store that takes "more" for "all".
+    let (soon, late) = (Duration::from_millis(1_200), Duration::from_secs(50));
+    let store = Store(move || {
+        Ok(Decision::new([LimitStatus::new(5, 0, soon, late), LimitStatus::new(9, 4, Duration::ZERO, late)]))
+    });
+    let policy = api(Quota::per_minute(5).fixed_window()).limit(Quota::per_minute(9).fixed_window()).named("other");
+    for version in [HeaderVersion::Draft10, HeaderVersion::Draft7] {
+        let answer = AsResponse::new().headers([version]);
+        let service = RateLimitLayer::new(store.clone(), policy.clone()).with_rejection(answer).layer(hello());
+        let answer = ask(&service, request()).await;
+        assert_eq!(answer.retry_after(), Some(2));
+        let expected = match version {
+            HeaderVersion::Draft10 => r#""api-1m";r=0;t=2, "other";r=4;t=50"#,
+            _ => "limit=5, remaining=0, reset=2",
+        };
+        assert_eq!(answer.headers[STANDING], expected);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn jitter_spreads_waits_and_never_shortens_them() {
+    let wait = Duration::from_millis(2_500);
+    let store = Store(move || Ok(Decision::new([LimitStatus::new(5, 0, wait, wait)])));
+    let policy = api(Quota::per_minute(5).fixed_window());
+    let jittery = AsResponse::new().retry_jitter(Duration::from_millis(4_900));
+    let service = RateLimitLayer::new(store.clone(), policy.clone()).with_rejection(jittery.clone()).layer(hello());
+    let mut told = BTreeSet::new();
+    for _ in 0..500 {
+        let answer = ask(&service, request()).await;
+        let seconds = answer.retry_after().unwrap();
+        assert_eq!(answer.headers[STANDING], r#""api";r=0;t=3"#, "what is known stays what it is");
+        assert_eq!(answer.problem()["detail"], format!("rate limit `api` exceeded, try again in {seconds} s"));
+        told.insert(seconds);
+    }
+    assert_eq!(told.into_iter().collect::<Vec<_>>(), [3, 4, 5, 6, 7]);
+
+    let outage = RateLimitLayer::new(failing(), policy.clone()).on_store_error(OnStoreError::Deny);
+    let outage = outage.with_rejection(jittery.clone()).layer(hello());
+    let mut told = BTreeSet::new();
+    for _ in 0..500 {
+        told.insert(ask(&outage, request()).await.retry_after().unwrap());
+    }
+    assert_eq!(told.into_iter().collect::<Vec<_>>(), [1, 2, 3, 4, 5]);
+
+    let never = layer(Quota::per_minute(0).fixed_window()).with_rejection(jittery).layer(hello());
+    assert_eq!(ask(&never, request()).await.retry_after(), None, "no wait helps, and jitter does not either");
+    let short = AsResponse::new().retry_jitter(Duration::from_millis(999));
+    let service = RateLimitLayer::new(store.clone(), policy.clone()).with_rejection(short).layer(hello());
+    assert_eq!(ask(&service, request()).await.retry_after(), Some(3));
+    let endless = AsResponse::new().retry_jitter(Duration::MAX);
+    let service = RateLimitLayer::new(store, policy).with_rejection(endless).layer(hello());
+    assert!(ask(&service, request()).await.headers[RETRY_AFTER].to_str().unwrap().parse::<u64>().unwrap() >= 3);
+}
+
+#[test]
+fn a_wait_of_any_length_makes_fields_that_parse() {
+    let policy = api(Quota::per_minute(5).fixed_window());
+    let endless = Decision::new([LimitStatus::new(5, 0, Duration::MAX, Duration::MAX)]);
+    let headers = announced(&AsResponse::new(), &[Standing::of(&policy, &Key::from("k1"), Some(&endless))]);
+    assert_eq!(Member::list(&headers, &STANDING), [Member::of("api", &[("r", 0), ("t", 999_999_999_999_999)])]);
+    let legacy = AsResponse::new().headers([HeaderVersion::LegacyEpoch]);
+    let headers = announced(&legacy, &[Standing::of(&policy, &Key::from("k1"), Some(&endless))]);
+    assert_eq!(headers["x-ratelimit-reset"], u64::MAX.to_string());
+}
+
+// Partition keys.
+
+const SECRET: &[u8] = b"0123456789abcdef";
+
+#[test]
+fn a_partition_key_is_a_keyed_digest_in_both_fields() {
+    let (policy, decision) = three_limits();
+    let answer = AsResponse::new().partition_secret(SECRET);
+    let key = Key::from("203.0.113.7");
+    let headers = announced(&answer, &[Standing::of(&policy, &key, Some(&decision))]);
+    // HMAC-SHA-256, calculated elsewhere.
+    let pk = "pk=:4l56oV8Y55o/0CqPo1sRwg==:";
+    let policies = format!(r#""api-1s";q=10;w=1;{pk}, "api-1h";q=1000;w=3600;{pk}, "api-1500ms";q=7;{pk}"#);
+    assert_eq!(headers[POLICY], policies);
+    assert_eq!(headers[STANDING], format!(r#""api-1s";r=9;t=1;{pk}, "api-1h";r=3;t=1801;{pk}, "api-1500ms";r=7;{pk}"#));
+    // And again: nothing of it is random, and nothing of one client is kept for the next.
+    let other = announced(&answer, &[Standing::of(&policy, &Key::from("203.0.113.8"), Some(&decision))]);
+    assert!(other[STANDING].to_str().unwrap().contains("pk=:AY2RnhXIUd2u3QGDTe9vHg==:"));
+    assert_eq!(announced(&answer, &[Standing::of(&policy, &key, Some(&decision))]), headers);
+    // Of a request of which no key is known there is nothing to tell.
+    let keyless = announced(&answer, &[Standing::new(&policy)]);
+    assert_eq!(
+        lines(&keyless),
+        [("ratelimit-policy", r#""api-1s";q=10;w=1, "api-1h";q=1000;w=3600, "api-1500ms";q=7"#)]
+    );
+}
+
+#[test]
+fn a_partition_key_depends_on_key_and_secret_and_shows_neither() {
+    let policy = api(Quota::per_minute(5).fixed_window());
+    let pk = |secret: &[u8], key: &str| {
+        let answer = AsResponse::new().partition_secret(secret);
+        let debug = format!("{answer:?}");
+        assert!(!debug.contains("48, 49, 50") && !debug.contains("0123456789"), "{debug}");
+        let headers = announced(&answer, &[Standing::of(&policy, &Key::from(key), None)]);
+        assert!(!headers[POLICY].to_str().unwrap().contains(key));
+        let list = sfv::Parser::new(headers[POLICY].as_bytes()).parse::<sfv::List>().unwrap();
+        let sfv::ListEntry::Item(item) = &list[0] else { panic!("{list:?}") };
+        let pk = item.params["pk"].as_byte_sequence().unwrap().to_vec();
+        assert_eq!(pk.len(), 16);
+        assert!(!key.as_bytes().starts_with(&pk));
+        pk
+    };
+    let all: BTreeSet<_> = [
+        pk(SECRET, "203.0.113.7"),
+        pk(SECRET, "203.0.113.8"),
+        pk(SECRET, "a key that is longer than 16 bytes"),
+        pk(b"0123456789abcdeg", "203.0.113.7"),
+        pk(b"0123456789abcdef0", "203.0.113.7"),
+    ]
+    .into();
+    assert_eq!(all.len(), 5, "all different");
+}
+
+#[test]
+#[should_panic(expected = "at least 16 bytes")]
+fn a_secret_that_is_none_is_refused() {
+    let _ = AsResponse::new().partition_secret("");
+}
+
+proptest! {
+    #[test]
+    fn fields_are_byte_for_byte_what_sfv_writes(
+        name in prop::collection::vec(prop_oneof![any::<char>(), prop::char::range(' ', '~')], 0..60),
+        limits in prop::collection::vec(some_limit(), 1..=5),
+        statuses in prop::collection::vec((any::<u32>(), some_wait(), some_wait()), 5),
+        with_pk in any::<bool>(),
+    ) {
+        let mut policy = Policy::new(String::from_iter(name), limits[0].0);
+        if let Some(name) = &limits[0].1 {
+            policy = policy.named(name);
+        }
+        for (limit, name) in &limits[1..] {
+            policy = policy.limit(*limit);
+            if let Some(name) = name {
+                policy = policy.named(name);
+            }
+        }
+        let status = |(remaining, retry, reset): &(u32, Duration, Duration)| LimitStatus::new(u32::MAX, *remaining, *retry, *reset);
+        let decision = Decision::new(statuses[..limits.len()].iter().map(status));
+        let key = Key::from("203.0.113.7");
+        let mut answer = AsResponse::new();
+        let mut pk = None;
+        if with_pk {
+            answer = answer.partition_secret(SECRET);
+            pk = Some(base64_of_the_first_key());
+        }
+        let headers = announced(&answer, &[Standing::of(&policy, &key, Some(&decision))]);
+
+        let whole = |wait: Duration| wait.as_nanos().div_ceil(1_000_000_000) as i64;
+        let policies = policy.limit_names().zip(policy.limits()).map(|(name, limit)| {
+            let window = (limit.period().subsec_nanos() == 0).then(|| whole(limit.period()));
+            (name, [("q", Some(i64::from(limit.capacity()))), ("w", window)])
+        });
+        prop_assert_eq!(&headers[POLICY], &written_by_sfv(policies, pk.as_deref()));
+        let standings = policy.limit_names().zip(decision.limits()).map(|(name, status)| {
+            let more = status.retry_after().unwrap_or(Duration::MAX).min(status.reset_after());
+            (name, [("r", Some(i64::from(status.remaining()))), ("t", Some(whole(more)).filter(|t| *t > 0))])
+        });
+        prop_assert_eq!(&headers[STANDING], &written_by_sfv(standings, pk.as_deref()));
+
+        // What a parser makes of it, written again, is the same once more.
+        for field in [POLICY, STANDING] {
+            let list = sfv::Parser::new(headers[&field].as_bytes()).parse::<sfv::List>().unwrap();
+            prop_assert_eq!(list.len(), limits.len());
+            prop_assert_eq!(&headers[&field], &sfv::FieldType::serialize(&list).unwrap());
+        }
+    }
+}
+
+fn some_limit() -> impl Strategy<Value = (Limit, Option<String>)> {
+    let window = prop_oneof![
+        (1_u64..316_224_000).prop_map(Duration::from_secs),
+        (10_000_u64..316_224_000_000_000).prop_map(Duration::from_micros),
+        (10_u64..3_000).prop_map(Duration::from_millis),
+    ];
+    let limit = (prop_oneof![any::<u32>(), 0..3_u32], window, 0..5_u8).prop_map(|(units, window, algorithm)| {
+        let quota = Quota::new(units, window).unwrap();
+        match algorithm {
+            0 => quota.fixed_window(),
+            1 => quota.sliding_window(),
+            2 => quota.burst(units / 7).map_or(quota.token_bucket(), BurstQuota::token_bucket),
+            _ => quota.sliding_log().unwrap_or(quota.token_bucket()),
+        }
+    });
+    (limit, prop::option::of(prop_oneof!["[ -~]{0,60}", any::<String>()]))
+}
+
+fn some_wait() -> impl Strategy<Value = Duration> {
+    let seconds = (0_u64..1_000_000_000_000_000).prop_map(Duration::from_secs);
+    let short = (0_u64..5_000_000_000).prop_map(Duration::from_nanos);
+    // A fraction on top of the longest would round to what structured fields have no integer for.
+    prop_oneof![Just(Duration::ZERO), short, seconds]
+}
+
+/// A list of strings with integer parameters, some of which are left out, and perhaps the bytes of a `pk`.
+fn written_by_sfv<'a>(
+    members: impl Iterator<Item = (&'a str, [(&'static str, Option<i64>); 2])>,
+    pk: Option<&[u8]>,
+) -> String {
+    let mut list = sfv::ListSerializer::new();
+    for (name, parameters) in members {
+        let mut item = list.bare_item(sfv::StringRef::from_str(name).unwrap());
+        for (key, value) in parameters {
+            if let Some(value) = value {
+                item = item.parameter(sfv::KeyRef::from_str(key).unwrap(), sfv::Integer::try_from(value).unwrap());
+            }
+        }
+        if let Some(pk) = pk {
+            let _ = item.parameter(sfv::KeyRef::from_str("pk").unwrap(), pk);
+        }
+    }
+    list.finish().unwrap()
+}
+
+fn base64_of_the_first_key() -> Vec<u8> {
+    let item = sfv::Parser::new(b":4l56oV8Y55o/0CqPo1sRwg==:").parse::<sfv::Item>().unwrap();
+    item.bare_item.as_byte_sequence().unwrap().to_vec()
+}
+
+/// What layers of this answer add, the innermost first.
+fn announced(answer: &AsResponse, standings: &[Standing<'_>]) -> HeaderMap {
+    let mut headers = HeaderMap::new();
+    for standing in standings {
+        answer.write_headers(standing, &mut headers);
+    }
+    headers
+}
+
+fn lines(headers: &HeaderMap) -> Vec<(&str, &str)> {
+    headers.iter().map(|(name, value)| (name.as_str(), value.to_str().unwrap())).collect()
+}
+
 // Keys.
 
 #[tokio::test(start_paused = true)]
@@ -439,10 +947,10 @@ async fn nobody_can_spell_the_address_of_another_as_an_api_key() {
 #[tokio::test(start_paused = true)]
 async fn a_grpc_rejection_is_a_status_without_body() {
     let quota = Quota::per_minute(1).fixed_window();
-    let exhausted = layer(Quota::per_minute(0).fixed_window()).with_rejection(AsStatus).layer(hello());
-    let keyless = layer(quota).key(header("x-tenant")).with_rejection(AsStatus).layer(hello());
+    let exhausted = layer(Quota::per_minute(0).fixed_window()).with_rejection(AsStatus::new()).layer(hello());
+    let keyless = layer(quota).key(header("x-tenant")).with_rejection(AsStatus::new()).layer(hello());
     let outage = RateLimitLayer::new(failing(), api(quota)).on_store_error(OnStoreError::Deny);
-    let outage = outage.with_rejection(AsStatus).layer(hello());
+    let outage = outage.with_rejection(AsStatus::new()).layer(hello());
     let cases = [
         (exhausted.oneshot(request()).await.unwrap(), "8", "the request exceeds the whole quota of rate limit `api`"),
         (keyless.oneshot(request()).await.unwrap(), "3", "the request carries no key to count it under"),
@@ -454,7 +962,9 @@ async fn a_grpc_rejection_is_a_status_without_body() {
         assert_eq!(response.headers()["grpc-message"], message);
         assert_eq!(response.headers()[CONTENT_TYPE], "application/grpc");
         assert!(response.headers().contains_key(POLICY));
-        assert_eq!(response.headers().len(), 4);
+        let detailed = response.headers().contains_key("grpc-status-details-bin");
+        assert_eq!(detailed, response.headers().contains_key("grpc-retry-pushback-ms"));
+        assert_eq!(response.headers().len(), if detailed { 6 } else { 4 });
         assert!(response.body().is_end_stream(), "or it would not be trailers-only");
         assert_eq!(response.body().size_hint().exact(), Some(0));
         assert!(response.into_body().frame().await.is_none());
@@ -464,7 +974,7 @@ async fn a_grpc_rejection_is_a_status_without_body() {
 #[tokio::test(start_paused = true)]
 async fn a_grpc_client_over_the_limit_is_told_how_long_to_wait() {
     let policy = Policy::new("50% größer", Quota::per_minute(1).fixed_window());
-    let layer = RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(AsStatus);
+    let layer = RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(AsStatus::new());
     let service = layer.layer(hello());
     assert_eq!(ask(&service, request()).await.status, StatusCode::OK);
     let answer = ask(&service, request()).await;
@@ -473,19 +983,68 @@ async fn a_grpc_client_over_the_limit_is_told_how_long_to_wait() {
     let message = "rate limit `50%2525%2520gr%25C3%25B6%25C3%259Fer` exceeded, try again in 60 s";
     assert_eq!(answer.headers["grpc-message"], message);
     let name = "50%25%20gr%C3%B6%C3%9Fer";
+    let status = tonic::Status::from_header_map(&answer.headers).unwrap();
+    assert_eq!(status.get_details_retry_info().unwrap().retry_delay, Some(Duration::from_secs(60)));
+    let violations = violations(&status);
+    assert_eq!(violations, [(name.to_owned(), format!("{name}: 1 in 60 s"))]);
+    assert_eq!(answer.headers["grpc-retry-pushback-ms"], "60000");
+    let details = answer.headers["grpc-status-details-bin"].to_str().unwrap();
+    assert!(!details.contains('='), "gRPC wants base64 without padding");
     assert_eq!(answer.policies(), [Member::of(name, &[("q", 1), ("w", 60)])]);
     assert_eq!(answer.standing(), [Member::of(name, &[("r", 0), ("t", 60)])]);
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_grpc_client_reads_the_exact_wait_and_the_same_status_twice() {
+    let max = Duration::from_millis(i32::MAX.unsigned_abs().into());
+    let cases = [
+        (Duration::from_nanos(1), "1"),
+        (Duration::from_micros(1_234_567), "1235"),
+        (max, "2147483647"),
+        (max + Duration::from_nanos(1), "-1"),
+        (Duration::from_secs(315_576_000_000), "-1"),
+    ];
+    for (wait, pushback) in cases {
+        let store = Store(move || Ok(Decision::new([LimitStatus::new(5, 0, wait, wait)])));
+        let layer = RateLimitLayer::new(store, api(Quota::per_minute(5).fixed_window()));
+        let answer = ask(&layer.with_rejection(AsStatus::new()).layer(hello()), request()).await;
+        assert_eq!(answer.headers["grpc-retry-pushback-ms"], pushback);
+        let status = tonic::Status::from_header_map(&answer.headers).unwrap();
+        assert_eq!(status.get_details_retry_info().unwrap().retry_delay, Some(wait));
+        let inner = tonic_types::pb::Status::decode(status.details()).unwrap();
+        assert_eq!((inner.code, &*inner.message), (8, status.message()));
+        assert_eq!(inner.details.len(), 2);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_blocked_grpc_client_hears_of_the_wait_and_of_no_quota() {
+    let free = LimitStatus::new(5, 5, Duration::ZERO, Duration::ZERO);
+    let store = Store(move || Ok(Decision::new([free]).blocked(Duration::from_millis(1_500))));
+    let layer = RateLimitLayer::new(store, api(Quota::per_minute(5).fixed_window()));
+    let answer = ask(&layer.with_rejection(AsStatus::new()).layer(hello()), request()).await;
+    let status = tonic::Status::from_header_map(&answer.headers).unwrap();
+    assert_eq!(status.code(), tonic::Code::ResourceExhausted);
+    assert_eq!(status.message(), "blocked by rate limit `api`, try again in 2 s");
+    assert_eq!(status.get_details_retry_info().unwrap().retry_delay, Some(Duration::from_millis(1_500)));
+    assert!(status.get_details_quota_failure().is_none());
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_admitted_grpc_call_gets_the_inner_answer_and_both_fields() {
-    let service = layer(Quota::per_minute(5).fixed_window()).with_rejection(AsStatus).layer(hello());
+    let service = layer(Quota::per_minute(5).fixed_window()).with_rejection(AsStatus::new()).layer(hello());
     let answer = ask(&service, request()).await;
     assert_eq!(answer.status, StatusCode::OK);
     assert_eq!(answer.body, "hello");
     assert_eq!(answer.headers[POLICY], r#""api";q=5;w=60"#);
     assert_eq!(answer.headers[STANDING], r#""api";r=4;t=60"#);
     assert_eq!(answer.headers.len(), 2, "no status of ours");
+}
+
+/// The subjects and descriptions in the quota failure of a status.
+fn violations(status: &tonic::Status) -> Vec<(String, String)> {
+    let failure = status.get_details_quota_failure().expect("a quota failure");
+    failure.violations.into_iter().map(|violation| (violation.subject, violation.description)).collect()
 }
 
 // Requests, services and layers.
@@ -577,6 +1136,11 @@ impl Answer {
 
     fn standing(&self) -> Vec<Member> {
         Member::list(&self.headers, &STANDING)
+    }
+
+    fn problem(&self) -> Value {
+        assert_eq!(self.headers[CONTENT_TYPE], "application/problem+json");
+        serde_json::from_str(&self.body).unwrap()
     }
 
     fn retry_after(&self) -> Option<i64> {

@@ -23,10 +23,13 @@ use tokio::task::{JoinHandle, JoinSet};
 use tokio::time::timeout;
 use tollgate::grpc::AsStatus;
 use tollgate::http::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
-use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer};
+use tollgate::rate_limit::{Decision, RateLimitStore, Receipt};
+use tollgate::reject::HeaderVersion;
+use tollgate::{Key, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError};
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::transport::{Channel, Endpoint, server::TcpIncoming};
 use tonic::{Code, Status, server::NamedService};
+use tonic_types::StatusExt;
 use tower::{Service, ServiceBuilder, service_fn};
 
 // HTTP/1, by peer address.
@@ -134,6 +137,15 @@ async fn tonic_answers_the_fourth_call_of_a_tenant_with_resource_exhausted() {
         let standing = status.metadata().get("ratelimit").unwrap().to_str().unwrap();
         assert!(standing.starts_with(r#""servers";r=0;t="#), "{standing}");
 
+        let wait = status.get_details_retry_info().unwrap().retry_delay.unwrap();
+        assert!(wait > Duration::from_secs(30) && wait < Duration::from_secs(60), "{wait:?}");
+        assert_ne!(wait.subsec_nanos(), 0, "the wait is not rounded");
+        assert!(message.ends_with(&format!(" {} s", wait.as_secs() + 1)), "but in the text it is: {message}");
+        let pushback = status.metadata().get("grpc-retry-pushback-ms").unwrap().to_str().unwrap();
+        assert_eq!(pushback, wait.as_nanos().div_ceil(1_000_000).to_string());
+        let violations = violations(&status);
+        assert_eq!(violations, [("servers".to_owned(), "servers: 3 in 60 s".to_owned())]);
+
         assert_eq!(client.say(Some("globex"), "hello").await.unwrap(), "hello", "another tenant still passes");
         assert_eq!(client.say(Some("acme"), "again").await.unwrap_err().code(), Code::ResourceExhausted);
         assert_eq!(calls.load(Ordering::Relaxed), 4, "the service saw those that passed and no other");
@@ -186,6 +198,93 @@ async fn tonic_answers_a_call_without_tenant_with_invalid_argument() {
     .await;
 }
 
+#[tokio::test]
+async fn tonic_clients_read_which_of_several_limits_stand_in_the_way() {
+    within_seconds(async {
+        let odd = Quota::new(2, Duration::from_millis(90_500)).unwrap();
+        let policy = Policy::new("größe", Quota::per_hour(1).fixed_window())
+            .limit(Quota::per_day(5).sliding_window())
+            .limit(odd.burst(1).unwrap().token_bucket())
+            .named("burst");
+        let layer = RateLimitLayer::new(MemoryBackend::new(), policy).key(header("x-tenant"));
+        let (server, _) = serve_tonic(layer).await;
+        let mut client = GrpcClient::connect(server.addr).await;
+        assert!(client.say(Some("acme"), "hello").await.is_ok());
+        let status = client.say(Some("acme"), "hello").await.unwrap_err();
+        assert_eq!(status.code(), Code::ResourceExhausted);
+        let name = "gr%C3%B6%C3%9Fe";
+        let expected =
+            [(name.to_owned(), format!("{name}-1h: 1 in 3600 s")), (name.to_owned(), "burst: 1 in 45.25 s".to_owned())];
+        assert_eq!(violations(&status), expected);
+        let wait = status.get_details_retry_info().unwrap().retry_delay.unwrap();
+        assert!(wait > Duration::from_secs(3_500), "the longest of the waits: {wait:?}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn tonic_clients_that_no_wait_helps_are_told_not_to_retry() {
+    within_seconds(async {
+        let nothing = Policy::new("servers", Quota::per_minute(0).fixed_window());
+        let (server, _) = serve_tonic(RateLimitLayer::new(MemoryBackend::new(), nothing).key(header("x-tenant"))).await;
+        let mut client = GrpcClient::connect(server.addr).await;
+        let status = client.say(Some("acme"), "hello").await.unwrap_err();
+        assert_eq!(status.code(), Code::ResourceExhausted);
+        assert_eq!(status.metadata().get("grpc-retry-pushback-ms").unwrap(), "-1");
+        assert!(status.get_details_retry_info().is_none());
+        let violations = violations(&status);
+        assert_eq!(violations, [("servers".to_owned(), "servers: 0 in 60 s".to_owned())]);
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn tonic_clients_of_a_broken_store_are_told_to_come_back_in_a_second() {
+    within_seconds(async {
+        let policy = Policy::new("servers", Quota::per_minute(3).fixed_window());
+        let layer = RateLimitLayer::new(Broken, policy).key(header("x-tenant")).on_store_error(OnStoreError::Deny);
+        let (server, _) = serve_tonic(layer).await;
+        let mut client = GrpcClient::connect(server.addr).await;
+        let status = client.say(Some("acme"), "hello").await.unwrap_err();
+        assert_eq!((status.code(), status.message()), (Code::Unavailable, "temporarily unavailable"));
+        let wait = status.get_details_retry_info().unwrap().retry_delay;
+        assert_eq!(wait, Some(Duration::from_secs(1)));
+        assert_eq!(status.metadata().get("grpc-retry-pushback-ms").unwrap(), "1000");
+        assert!(status.get_details_quota_failure().is_none());
+        let said = String::from_utf8_lossy(status.details()).into_owned();
+        assert!(!said.contains("hunter2"), "{said}");
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn tonic_clients_get_the_fields_that_were_asked_for_and_jitter() {
+    within_seconds(async {
+        let answer = AsStatus::new()
+            .headers([HeaderVersion::LegacyDelta, HeaderVersion::Draft10])
+            .partition_secret([7; 32])
+            .retry_jitter(Duration::from_secs(1_000));
+        let (server, _) = serve_tonic_answering(by_tenant(), answer).await;
+        let mut client = GrpcClient::connect(server.addr).await;
+        for _ in 0..3 {
+            assert!(client.say(Some("acme"), "hello").await.is_ok());
+        }
+        let mut waits = Vec::new();
+        for _ in 0..20 {
+            let status = client.say(Some("acme"), "hello").await.unwrap_err();
+            assert_eq!(status.metadata().get("x-ratelimit-remaining").unwrap(), "0");
+            let policy = status.metadata().get("ratelimit-policy").unwrap().to_str().unwrap();
+            assert!(policy.starts_with(r#""servers";q=3;w=60;pk=:"#), "{policy}");
+            let reset: u64 = status.metadata().get("x-ratelimit-reset").unwrap().to_str().unwrap().parse().unwrap();
+            let wait = status.get_details_retry_info().unwrap().retry_delay.unwrap();
+            assert!(wait > Duration::from_secs(reset - 1) && wait < Duration::from_secs(1_060), "{wait:?} {reset}");
+            waits.push(wait);
+        }
+        assert!(waits.iter().max().unwrap().abs_diff(*waits.iter().min().unwrap()) > Duration::from_secs(100));
+    })
+    .await;
+}
+
 // What is asserted of every HTTP server.
 
 async fn assert_limited_across_connections(server: SocketAddr) {
@@ -214,11 +313,20 @@ fn assert_turned_away(response: &Response<Bytes>) {
     assert!((1..=60).contains(&wait), "{wait}");
     assert_eq!(field(response, "ratelimit-policy"), r#""servers";q=3;w=60"#);
     assert!(field(response, "ratelimit").starts_with(r#""servers";r=0;t="#));
-    assert_eq!(response.body(), &format!("rate limit `servers` exceeded, try again in {wait} s\n"));
+    assert_eq!(field(response, "content-type"), "application/problem+json");
+    let problem: serde_json::Value = serde_json::from_slice(response.body()).unwrap();
+    assert_eq!(problem["detail"], format!("rate limit `servers` exceeded, try again in {wait} s"));
+    assert_eq!(problem["violated-policies"], serde_json::json!(["servers"]));
 }
 
 fn field<'a>(response: &'a Response<Bytes>, name: &str) -> &'a str {
     response.headers()[name].to_str().unwrap()
+}
+
+/// The subjects and descriptions in the quota failure of a status.
+fn violations(status: &Status) -> Vec<(String, String)> {
+    let failure = status.get_details_quota_failure().expect("a quota failure");
+    failure.violations.into_iter().map(|violation| (violation.subject, violation.description)).collect()
 }
 
 // The limit and the servers behind it.
@@ -270,12 +378,22 @@ async fn serve_hyper(layer: RateLimitLayer<MemoryBackend, PeerIp>) -> Server {
 }
 
 /// The server, and how many calls reached its service.
-async fn serve_tonic(layer: RateLimitLayer<MemoryBackend, HeaderKey>) -> (Server, Arc<AtomicUsize>) {
+async fn serve_tonic<B>(layer: RateLimitLayer<B, HeaderKey>) -> (Server, Arc<AtomicUsize>)
+where
+    B: RateLimitStore + Clone + Send + Sync + 'static,
+{
+    serve_tonic_answering(layer, AsStatus::new()).await
+}
+
+async fn serve_tonic_answering<B>(layer: RateLimitLayer<B, HeaderKey>, answer: AsStatus) -> (Server, Arc<AtomicUsize>)
+where
+    B: RateLimitStore + Clone + Send + Sync + 'static,
+{
     let echo = Echo::default();
     let calls = Arc::clone(&echo.calls);
     let incoming = TcpIncoming::bind(ANY_PORT).unwrap();
     let addr = incoming.local_addr().unwrap();
-    let server = tonic::transport::Server::builder().layer(layer.with_rejection(AsStatus)).add_service(echo);
+    let server = tonic::transport::Server::builder().layer(layer.with_rejection(answer)).add_service(echo);
     let task = tokio::spawn(async move { server.serve_with_incoming(incoming).await.unwrap() });
     (Server { addr, task }, calls)
 }
@@ -291,6 +409,32 @@ struct Server {
 impl Drop for Server {
     fn drop(&mut self) {
         self.task.abort();
+    }
+}
+
+/// A store that is down and whose error says too much.
+#[derive(Clone)]
+struct Broken;
+
+impl RateLimitStore for Broken {
+    async fn check(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+        Err(StoreError::unavailable("redis://:hunter2@10.0.0.1/ refused the connection"))
+    }
+
+    async fn peek(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+        unreachable!("a layer never peeks")
+    }
+
+    async fn settle(&self, _: &Policy, _: &Key, _: Receipt, _: i64) -> Result<(), StoreError> {
+        unreachable!("nothing is given back")
+    }
+
+    async fn block(&self, _: &Policy, _: &Key, _: Duration) -> Result<(), StoreError> {
+        unreachable!("a layer never blocks")
+    }
+
+    async fn reset(&self, _: &Policy, _: &Key) -> Result<(), StoreError> {
+        unreachable!("a layer never resets")
     }
 }
 

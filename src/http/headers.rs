@@ -1,50 +1,282 @@
-//! The `RateLimit` fields of draft-ietf-httpapi-ratelimit-headers-10, written as structured fields (RFC 9651).
+//! The fields that tell a client how its limits stand.
+//!
+//! They are written for every response, so what a policy says is written once and the rest put together by hand. The tests
+//! read all of it with a parser for structured fields (RFC 9651) and compare it with what that parser's crate would write.
+
+use std::cell::RefCell;
+use std::cmp::Reverse;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ::http::{HeaderMap, HeaderName, HeaderValue};
-use sfv::{Integer, KeyRef, ListSerializer, RefBareItem, StringRef};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
 
-use crate::rate_limit::{Policy, Standing, ceil_seconds};
+use crate::key::Key;
+use crate::rate_limit::{Decision, Limit, LimitStatus, Outcome, Policy, Standing, ceil_seconds};
+use crate::reject::{Fields, HeaderVersion, Secret};
 
 const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
+const DRAFT_6: Triple = Triple {
+    limit: HeaderName::from_static("ratelimit-limit"),
+    remaining: HeaderName::from_static("ratelimit-remaining"),
+    reset: HeaderName::from_static("ratelimit-reset"),
+};
+const LEGACY: Triple = Triple {
+    limit: HeaderName::from_static("x-ratelimit-limit"),
+    remaining: HeaderName::from_static("x-ratelimit-remaining"),
+    reset: HeaderName::from_static("x-ratelimit-reset"),
+};
 
-/// Adds `RateLimit-Policy` and, where the store said something, `RateLimit`.
+/// Tells the policy and, where something is known, how its limits stand.
 ///
-/// Added and not set, so that layers on top of each other all have their say: both fields are lists.
-pub(crate) fn write_fields(standing: &Standing<'_>, headers: &mut HeaderMap) {
-    let (policy, decision) = (standing.policy, standing.decision);
-    let announcement = policy.announcement(0, || {
-        let quota = policy.limits()[0].quota();
-        let window = quota.window();
-        // `w` is in whole seconds and must not be 0; a window that is not cannot be told.
-        let seconds = (window.subsec_nanos() == 0).then_some(window.as_secs());
-        member(policy, [("q", Some(quota.limit().into())), ("w", seconds)])
-    });
-    append(headers, RATELIMIT_POLICY, announcement.unwrap_or_default());
-    let known = decision.and_then(|decision| Some((decision, decision.remaining()?)));
-    if let Some((decision, remaining)) = known {
-        let reset = decision.reset_after();
-        let until_more = (!reset.is_zero()).then(|| ceil_seconds(reset));
-        append(headers, RATELIMIT, &member(policy, [("r", Some(remaining.into())), ("t", until_more)]));
+/// Lists are added to, so that layers on top of each other all have their say. Of fields that hold a single value the one
+/// of the tightest limit stays.
+pub(crate) fn write_fields(fields: &Fields, standing: &Standing<'_>, headers: &mut HeaderMap) {
+    use HeaderVersion::{Draft6, Draft7, Draft10, LegacyDelta, LegacyEpoch};
+
+    let (policy, versions) = (standing.policy, fields.versions);
+    let Some(announcement) = policy.announcement(|| Announcement::of(policy)) else { return };
+    let known = standing.decision.filter(|decision| decision.outcome() != Outcome::Never);
+    let [draft_10, draft_7, draft_6] = [Draft10, Draft7, Draft6].map(|version| versions.contains(version));
+
+    if draft_10 {
+        let partition = fields.secret.as_ref().zip(standing.key).map(|(secret, key)| partition(secret, key));
+        announcement.write(known, partition, headers);
+    } else if draft_7 || draft_6 {
+        headers.append(RATELIMIT_POLICY, announcement.unnamed.clone());
+    }
+    let (epoch, delta) = (versions.contains(LegacyEpoch), versions.contains(LegacyDelta));
+    if !(draft_7 || draft_6 || epoch || delta) {
+        return;
+    }
+    let Some(tightest) = known.and_then(Tightest::of) else { return };
+    if draft_7 && !draft_10 {
+        tightest.write_dictionary(headers);
+    }
+    if draft_6 {
+        tightest.write(DRAFT_6, tightest.reset_seconds(), headers);
+    }
+    if epoch {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        tightest.write(LEGACY, ceil_seconds(now.saturating_add(tightest.reset)), headers);
+    } else if delta {
+        tightest.write(LEGACY, tightest.reset_seconds(), headers);
     }
 }
 
-/// `"name";a=1;b=2`. Nothing can fail in here: names are printable ASCII and numbers are small.
-fn member(policy: &Policy, parameters: [(&'static str, Option<u64>); 2]) -> String {
-    let mut list = ListSerializer::new();
-    if let Ok(name) = StringRef::from_str(policy.name()) {
-        let mut item = list.bare_item(RefBareItem::String(name));
-        for (name, value) in parameters {
-            if let (Ok(name), Some(Ok(value))) = (KeyRef::from_str(name), value.map(Integer::try_from)) {
-                item = item.parameter(name, value);
+/// What is said of a policy in every response.
+struct Announcement {
+    /// All limits, for draft 10.
+    named: HeaderValue,
+    /// All limits, for older drafts.
+    unnamed: HeaderValue,
+    limits: Vec<LimitTexts>,
+}
+
+/// What is said of one limit, up to where it differs from response to response.
+struct LimitTexts {
+    /// `"api";q=100;w=60`
+    policy: String,
+    /// `"api";r=`
+    standing: String,
+}
+
+impl Announcement {
+    fn of(policy: &Policy) -> Self {
+        let texts = |(name, limit): (&str, &Limit)| {
+            let name = string(name);
+            LimitTexts {
+                policy: format!("{name};q={}{}", limit.capacity(), window(limit)),
+                standing: format!("{name};r="),
             }
+        };
+        let limits: Vec<LimitTexts> = policy.limit_names().zip(policy.limits()).map(texts).collect();
+        let named = limits.iter().map(|limit| limit.policy.clone()).collect();
+        let unnamed = policy.limits().iter().map(|limit| format!("{}{}", limit.capacity(), window(limit))).collect();
+        Self { named: list(named), unnamed: list(unnamed), limits }
+    }
+
+    /// Both fields of draft 10.
+    fn write(&self, known: Option<&Decision>, partition: Option<Partition>, headers: &mut HeaderMap) {
+        let policy = match &partition {
+            None => self.named.clone(),
+            Some(partition) => line(|line| {
+                for limit in &self.limits {
+                    line.begin_member();
+                    line.push(limit.policy.as_bytes());
+                    line.push(partition);
+                }
+            }),
+        };
+        headers.append(RATELIMIT_POLICY, policy);
+
+        let Some(known) = known.filter(|decision| !decision.limits().is_empty()) else { return };
+        let standing = line(|line| {
+            for (texts, limit) in self.limits.iter().zip(known.limits()) {
+                line.begin_member();
+                line.push(texts.standing.as_bytes());
+                line.push_number(limit.remaining().into());
+                let more = until_more(limit);
+                if !more.is_zero() {
+                    line.push(b";t=");
+                    line.push_number(whole_seconds(more));
+                }
+                if let Some(partition) = &partition {
+                    line.push(partition);
+                }
+            }
+        });
+        headers.append(RATELIMIT, standing);
+    }
+}
+
+/// How long until more of a limit becomes available; zero where all of it is.
+///
+/// Not longer than the wait for the request's own cost, if that does not fit: `Retry-After`, which is the longest of these
+/// waits, must not be earlier than the `t` of a limit that caused it. With the stores of this crate it cannot be.
+fn until_more(limit: &LimitStatus) -> Duration {
+    let reset = limit.reset_after();
+    limit.retry_after().map_or(reset, |wait| wait.min(reset))
+}
+
+/// `;w=60`, or nothing: `w` is in whole seconds and must not be 0, so a window that is not cannot be told.
+fn window(limit: &Limit) -> String {
+    let period = limit.period();
+    if period.subsec_nanos() == 0 { format!(";w={}", period.as_secs()) } else { String::new() }
+}
+
+/// Text as a String of structured fields. Names are printable ASCII.
+fn string(text: &str) -> String {
+    format!("\"{}\"", text.replace('\\', r"\\").replace('"', r#"\""#))
+}
+
+fn list(members: Vec<String>) -> HeaderValue {
+    value(members.join(", ").as_bytes())
+}
+
+/// The largest integer that structured fields have.
+const MAX_INTEGER: u64 = 999_999_999_999_999;
+
+fn whole_seconds(wait: Duration) -> u64 {
+    ceil_seconds(wait).min(MAX_INTEGER)
+}
+
+/// A field value being put together.
+struct Line<'a>(&'a mut Vec<u8>);
+
+thread_local! {
+    /// Where lines are put together, so that a value of the right size is all that is allocated.
+    static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+}
+
+/// The value that `write` makes.
+fn line(write: impl FnOnce(&mut Line<'_>)) -> HeaderValue {
+    SCRATCH.with_borrow_mut(|scratch| {
+        scratch.clear();
+        write(&mut Line(scratch));
+        value(scratch)
+    })
+}
+
+impl Line<'_> {
+    fn begin_member(&mut self) {
+        if !self.0.is_empty() {
+            self.push(b", ");
         }
     }
-    list.finish().unwrap_or_default()
+
+    fn push(&mut self, bytes: &[u8]) {
+        self.0.extend_from_slice(bytes);
+    }
+
+    fn push_number(&mut self, number: u64) {
+        self.push(itoa::Buffer::new().format(number).as_bytes());
+    }
 }
 
-fn append(headers: &mut HeaderMap, name: HeaderName, text: &str) {
-    if let Ok(value) = HeaderValue::from_str(text) {
-        headers.append(name, value);
+fn number(number: u64) -> HeaderValue {
+    value(itoa::Buffer::new().format(number).as_bytes())
+}
+
+/// Names, numbers and base64 are printable ASCII, so they always make a value.
+fn value(text: &[u8]) -> HeaderValue {
+    HeaderValue::from_bytes(text).unwrap_or(HeaderValue::from_static(""))
+}
+
+/// `;pk=:` and 16 bytes in base64 and `:`.
+type Partition = [u8; 30];
+
+fn partition(secret: &Secret, key: &Key) -> Partition {
+    let mut parameter = *b";pk=:                        :";
+    let written = BASE64.encode_slice(secret.mac(key.as_str().as_bytes()), &mut parameter[5..29]);
+    debug_assert_eq!(written, Ok(24));
+    parameter
+}
+
+/// The limit that has least left: all that older fields have room for.
+struct Tightest {
+    limit: u32,
+    remaining: u32,
+    reset: Duration,
+}
+
+/// Three fields of one number each.
+struct Triple {
+    limit: HeaderName,
+    remaining: HeaderName,
+    reset: HeaderName,
+}
+
+impl Tightest {
+    fn of(decision: &Decision) -> Option<Self> {
+        let reset = decision.reset_after();
+        // The tightest limit is one of the violated ones, if there are any. See `until_more`.
+        let reset = match decision.outcome() {
+            Outcome::Limited => decision.retry_after().map_or(reset, |wait| wait.min(reset)),
+            _ => reset,
+        };
+        Some(Self { limit: decision.limit(), remaining: decision.remaining()?, reset })
+    }
+
+    /// These fields have no way to say nothing, so the reset is 0 where the whole quota is left.
+    fn reset_seconds(&self) -> u64 {
+        if self.reset.is_zero() { 0 } else { whole_seconds(self.reset) }
+    }
+
+    fn write(&self, fields: Triple, reset: u64, headers: &mut HeaderMap) {
+        let told = |field| headers.get(field)?.to_str().ok()?.parse().ok();
+        if self.is_tighter_than(reset, || Some((told(&fields.remaining)?, told(&fields.reset)))) {
+            headers.insert(fields.limit, number(self.limit.into()));
+            headers.insert(fields.remaining, number(self.remaining.into()));
+            headers.insert(fields.reset, number(reset));
+        }
+    }
+
+    /// `RateLimit: limit=100, remaining=42, reset=18`
+    fn write_dictionary(&self, headers: &mut HeaderMap) {
+        let reset = self.reset_seconds();
+        let told = |key: &str| {
+            let mut members = headers.get(RATELIMIT)?.to_str().ok()?.split(", ");
+            members.find_map(|member| member.strip_prefix(key)?.parse().ok())
+        };
+        if self.is_tighter_than(reset, || Some((told("remaining=")?, told("reset=")))) {
+            let value = line(|line| {
+                line.push(b"limit=");
+                line.push_number(self.limit.into());
+                line.push(b", remaining=");
+                line.push_number(self.remaining.into());
+                line.push(b", reset=");
+                line.push_number(reset);
+            });
+            headers.insert(RATELIMIT, value);
+        }
+    }
+
+    /// Whether this says more than what a layer below has told already: what remained, and until when.
+    fn is_tighter_than(&self, reset: u64, told: impl FnOnce() -> Option<(u64, Option<u64>)>) -> bool {
+        told().is_none_or(|(remaining, told_reset)| {
+            (u64::from(self.remaining), Reverse(Some(reset))) < (remaining, Reverse(told_reset))
+        })
     }
 }

@@ -19,26 +19,67 @@
 //!
 //! # What is answered
 //!
-//! | case | status | fields |
-//! | --- | --- | --- |
-//! | admitted | that of the inner service | `RateLimit-Policy`, `RateLimit` |
-//! | over the limit | 429 | `Retry-After`, `RateLimit-Policy`, `RateLimit` |
-//! | costs more than the quota | 429 | `RateLimit-Policy`; no wait helps, so no `Retry-After` |
-//! | on the deny list | 403 | `RateLimit-Policy` |
-//! | no key ([`OnMissingKey::Reject`](crate::OnMissingKey::Reject)) | 400 | `RateLimit-Policy` |
-//! | store failed ([`OnStoreError::Deny`](crate::OnStoreError::Deny)) | 503 | `Retry-After: 1`, `RateLimit-Policy` |
-//! | no decision, but passed | that of the inner service | `RateLimit-Policy` |
+//! | case | status | problem | fields |
+//! | --- | --- | --- | --- |
+//! | admitted | that of the inner service | | `RateLimit-Policy`, `RateLimit` |
+//! | over the limit | 429 | [`#quota-exceeded`] | `Retry-After`, `RateLimit-Policy`, `RateLimit` |
+//! | key is [blocked](crate::Limiter::block) | 429 | [`#abnormal-usage-detected`] | `Retry-After`, `RateLimit-Policy`, `RateLimit` |
+//! | costs more than the quota | 429 | [`#quota-exceeded`] | `RateLimit-Policy`; no wait helps, so no `Retry-After` |
+//! | on the deny list | 403 | `about:blank` | `RateLimit-Policy` |
+//! | no key ([`OnMissingKey::Reject`](crate::OnMissingKey::Reject)) | 400 | `about:blank` | `RateLimit-Policy` |
+//! | store failed ([`OnStoreError::Deny`](crate::OnStoreError::Deny)) | 503 | [`#temporary-reduced-capacity`] | `Retry-After: 1`, `RateLimit-Policy` |
+//! | no decision, but passed | that of the inner service | | `RateLimit-Policy` |
 //!
-//! The fields follow draft-ietf-httpapi-ratelimit-headers-10, for instance
+//! The body of a rejection is a problem document (RFC 9457) of `type`, `title`, `status`, `detail` and, with the registered
+//! types, `violated-policies`: the names of the limits that stand in the way, if any. What the store's error says is in no answer.
 //!
-//! ```text
-//! RateLimit-Policy: "api";q=100;w=60
-//! RateLimit: "api";r=42;t=18
+//! ```json
+//! {
+//!   "type": "https://iana.org/assignments/http-problem-types#quota-exceeded",
+//!   "title": "Request cannot be satisfied as assigned quota has been exceeded",
+//!   "status": 429,
+//!   "detail": "rate limit `api` exceeded, try again in 18 s",
+//!   "violated-policies": ["api-1m"]
+//! }
 //! ```
 //!
-//! where `q` is the quota, `w` the window in seconds (left out when it is not a whole number of them), `r` what remains and
-//! `t` the seconds until more becomes available, rounded up (left out while the whole quota is). `Retry-After` (RFC 9110) is
-//! rounded up too and never 0. Layers on top of each other each add a line of their own.
+//! [`AsResponse`](crate::AsResponse) has the settings: other header fields, plain text, jitter, partition keys.
+//!
+//! [`#quota-exceeded`]: https://iana.org/assignments/http-problem-types#quota-exceeded
+//! [`#abnormal-usage-detected`]: https://iana.org/assignments/http-problem-types#abnormal-usage-detected
+//! [`#temporary-reduced-capacity`]: https://iana.org/assignments/http-problem-types#temporary-reduced-capacity
+//!
+//! ## Header fields
+//!
+//! Unless told [otherwise](crate::reject::HeaderVersion) the fields follow draft-ietf-httpapi-ratelimit-headers-10. Every
+//! limit of the policy is a member, under [the name](crate::Policy::limit_names) that it has for clients:
+//!
+//! ```text
+//! RateLimit-Policy: "api-1m";q=100;w=60, "api-1d";q=5000;w=86400
+//! RateLimit: "api-1m";r=42;t=18, "api-1d";r=3007;t=40211
+//! ```
+//!
+//! | parameter | is | left out |
+//! | --- | --- | --- |
+//! | `q` | [the most units at once](crate::rate_limit::Limit::capacity) | |
+//! | `w` | [the seconds](crate::rate_limit::Limit::period) in which all of them become available anew | unless whole seconds |
+//! | `r` | what remains | |
+//! | `t` | the seconds until more becomes available, rounded up | while all of it is |
+//! | `pk` | [a keyed digest](crate::AsResponse::partition_secret) of whom it counts for | unless there is a secret |
+//!
+//! `Retry-After` (RFC 9110) is rounded up and never 0. It is the time until *all* limits have room for a request of this cost, and
+//! so never earlier than the `t` of a limit that stands in the way: that one may have more to give before it has enough.
+//! The `t` of a limit that has room may be later; nobody has to wait for that one.
+//!
+//! | [`HeaderVersion`](crate::reject::HeaderVersion) | of two limits a response says |
+//! | --- | --- |
+//! | `Draft10` (default) | as above |
+//! | `Draft7` | `RateLimit-Policy: 100;w=60, 5000;w=86400`, `RateLimit: limit=100, remaining=42, reset=18` |
+//! | `Draft6` | the same policy, `RateLimit-Limit: 100`, `RateLimit-Remaining: 42`, `RateLimit-Reset: 18` |
+//! | `LegacyDelta` | `X-RateLimit-Limit: 100`, `X-RateLimit-Remaining: 42`, `X-RateLimit-Reset: 18` |
+//! | `LegacyEpoch` | the same, but `X-RateLimit-Reset: 1767225618` |
+//!
+//! Layers on top of each other each add a line to the fields that are lists. Of those that hold one value the tightest stays.
 //!
 //! # Examples
 //!
@@ -58,6 +99,34 @@
 //! let response = app.oneshot(Request::get("/").header("x-api-key", "k1").body(Body::empty())?).await?;
 //! assert_eq!(response.headers()["ratelimit-policy"], r#""api";q=100;w=60"#);
 //! assert_eq!(response.headers()["ratelimit"], r#""api";r=99;t=60"#);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! With the fields that old clients know beside the new ones, up to ten seconds of jitter, and partition keys:
+//!
+//! ```
+//! use std::time::Duration;
+//! use axum::{Router, body::Body, http::Request, routing::get};
+//! use tollgate::reject::HeaderVersion::{Draft10, LegacyDelta};
+//! use tollgate::{AsResponse, MemoryBackend, Policy, Quota, RateLimitLayer};
+//! use tower::ServiceExt;
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! # let secret = [7; 32];
+//! let answer = AsResponse::new()
+//!     .headers([Draft10, LegacyDelta])
+//!     .retry_jitter(Duration::from_secs(10))
+//!     .partition_secret(secret); // of 16 bytes or more, the same in all replicas
+//! let policy = Policy::new("api", Quota::per_minute(100).fixed_window()).limit(Quota::per_day(5_000).sliding_window());
+//! let app: Router = Router::new()
+//!     .route("/", get(async || "hello"))
+//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(answer));
+//!
+//! let response = app.oneshot(Request::get("/").body(Body::empty())?).await?;
+//! let policy = response.headers()["ratelimit-policy"].to_str()?;
+//! assert!(policy.starts_with(r#""api-1m";q=100;w=60"#) && policy.contains(r#", "api-1d";q=5000;w=86400"#));
+//! assert_eq!(response.headers()["x-ratelimit-remaining"], "99");
 //! # Ok(())
 //! # }
 //! ```
@@ -125,6 +194,7 @@ mod client_ip;
 mod forwarded;
 mod headers;
 mod key;
+mod problem;
 mod reject;
 
 pub use self::body::ResponseBody;
@@ -134,3 +204,5 @@ pub use ::ipnet::IpNet;
 
 #[cfg(feature = "grpc")]
 pub(crate) use self::headers::write_fields;
+#[cfg(feature = "grpc")]
+pub(crate) use self::reject::{STORE_RETRY, STORE_TEXT, wait};

@@ -1,15 +1,21 @@
-use std::fmt::Display;
+use std::time::Duration;
 
 use ::http::header::{CONTENT_TYPE, RETRY_AFTER};
-use ::http::{HeaderValue, Request, Response, StatusCode};
+use ::http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
 
 use super::body::ResponseBody;
 use super::headers::write_fields;
-use crate::rate_limit::{Announce, RateLimitHandle, Rejection, Standing};
-use crate::reject::{AsResponse, Reject};
+use super::problem::{Kind, Problem};
+use crate::rate_limit::{
+    Announce, LimitStatus, Outcome, RateLimitHandle, RateLimited, Rejection, Standing, ceil_seconds,
+};
+use crate::reject::{AsResponse, Reject, RejectionBody};
 
 /// What a client is told to wait when it is not known when the store will answer again.
-const STORE_RETRY_SECONDS: u64 = 1;
+pub(crate) const STORE_RETRY: Duration = Duration::from_secs(1);
+
+/// All that a client hears of a store failure: what exactly is wrong is no business of the client.
+pub(crate) const STORE_TEXT: &str = "temporarily unavailable";
 
 impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
     type Response = Response<ResponseBody<B>>;
@@ -18,13 +24,21 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
     fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
         Ok(match rejection {
             Rejection::Limited(limited) => {
-                response(StatusCode::TOO_MANY_REQUESTS, limited.retry_after_secs(), &limited)
+                let kind = match limited.decision().outcome() {
+                    Outcome::Blocked => Kind::AbnormalUsageDetected,
+                    _ => Kind::QuotaExceeded,
+                };
+                let retry_after = wait(&limited).map(|wait| self.told(wait));
+                let detail = &*limited.text(retry_after);
+                let violated = limited.violated().collect();
+                self.answer(retry_after, Problem { kind, status: StatusCode::TOO_MANY_REQUESTS, detail, violated })
             }
-            Rejection::Denied(denied) => response(StatusCode::FORBIDDEN, None, &denied),
-            Rejection::MissingKey(missing) => response(StatusCode::BAD_REQUEST, None, &missing),
-            // What exactly is wrong with the store is no business of the client.
+            Rejection::Denied(denied) => self.refusal(StatusCode::FORBIDDEN, &denied.to_string()),
+            Rejection::MissingKey(missing) => self.refusal(StatusCode::BAD_REQUEST, &missing.to_string()),
             Rejection::Store(_) => {
-                response(StatusCode::SERVICE_UNAVAILABLE, Some(STORE_RETRY_SECONDS), &"temporarily unavailable")
+                let (kind, status) = (Kind::TemporaryReducedCapacity, StatusCode::SERVICE_UNAVAILABLE);
+                let problem = Problem { kind, status, detail: STORE_TEXT, violated: Vec::new() };
+                self.answer(Some(self.told(STORE_RETRY)), problem)
             }
         })
     }
@@ -49,17 +63,45 @@ impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsResponse {
         if let Some(decision) = standing.decision {
             response.extensions_mut().insert(decision.clone());
         }
-        write_fields(standing, response.headers_mut());
+        self.write_headers(standing, response.headers_mut());
     }
 }
 
-fn response<B>(status: StatusCode, retry_after: Option<u64>, text: &dyn Display) -> Response<ResponseBody<B>> {
-    let mut response = Response::new(ResponseBody::rejection(format!("{text}\n")));
-    *response.status_mut() = status;
-    let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static("text/plain; charset=utf-8"));
-    if let Some(seconds) = retry_after {
-        headers.insert(RETRY_AFTER, seconds.into());
+/// How long a client that was turned away has to wait; `None` where no wait helps.
+///
+/// Who is blocked may be over a limit as well, and then is not helped by the end of the block alone.
+pub(crate) fn wait(limited: &RateLimited) -> Option<Duration> {
+    let limits = limited.decision().limits();
+    Some(limits.iter().filter_map(LimitStatus::retry_after).fold(limited.retry_after()?, Duration::max))
+}
+
+impl AsResponse {
+    /// Adds the header fields that tell how a request stands, for [answers](crate::reject::Reject) of one's own.
+    pub fn write_headers(&self, standing: &Standing<'_>, headers: &mut HeaderMap) {
+        write_fields(&self.fields, standing, headers);
     }
-    response
+
+    /// A wait as it is told: rounded up and with jitter, so never shorter than it is.
+    fn told(&self, wait: Duration) -> u64 {
+        ceil_seconds(wait).saturating_add(fastrand::u64(..=self.retry_jitter.as_secs()))
+    }
+
+    fn refusal<B>(&self, status: StatusCode, detail: &str) -> Response<ResponseBody<B>> {
+        self.answer(None, Problem { kind: Kind::Blank, status, detail, violated: Vec::new() })
+    }
+
+    fn answer<B>(&self, retry_after: Option<u64>, problem: Problem<'_>) -> Response<ResponseBody<B>> {
+        let (content_type, body) = match self.body {
+            RejectionBody::Problem => ("application/problem+json", problem.to_json()),
+            RejectionBody::PlainText => ("text/plain; charset=utf-8", format!("{}\n", problem.detail)),
+        };
+        let mut response = Response::new(ResponseBody::rejection(body));
+        *response.status_mut() = problem.status;
+        let headers = response.headers_mut();
+        headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
+        if let Some(seconds) = retry_after {
+            headers.insert(RETRY_AFTER, seconds.into());
+        }
+        response
+    }
 }

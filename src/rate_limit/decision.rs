@@ -259,6 +259,11 @@ impl RateLimited {
         self.cost
     }
 
+    #[cfg(feature = "grpc")]
+    pub(crate) const fn full_policy(&self) -> &Policy {
+        &self.policy
+    }
+
     /// How long to wait before trying again; `None` where no wait helps.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
@@ -278,15 +283,23 @@ impl RateLimited {
     }
 }
 
+impl RateLimited {
+    /// What [`Display`](fmt::Display) says, with this wait.
+    pub(crate) fn text(&self, wait_seconds: Option<u64>) -> String {
+        let policy = self.policy();
+        match wait_seconds {
+            Some(seconds) if self.decision.outcome() == Outcome::Blocked => {
+                format!("blocked by rate limit `{policy}`, try again in {seconds} s")
+            }
+            Some(seconds) => format!("rate limit `{policy}` exceeded, try again in {seconds} s"),
+            None => format!("the request exceeds the whole quota of rate limit `{policy}`"),
+        }
+    }
+}
+
 impl fmt::Display for RateLimited {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self.retry_after_secs() {
-            Some(seconds) if self.decision.outcome() == Outcome::Blocked => {
-                write!(f, "blocked by rate limit `{}`, try again in {seconds} s", self.policy())
-            }
-            Some(seconds) => write!(f, "rate limit `{}` exceeded, try again in {seconds} s", self.policy()),
-            None => write!(f, "the request exceeds the whole quota of rate limit `{}`", self.policy()),
-        }
+        f.write_str(&self.text(self.retry_after_secs()))
     }
 }
 
@@ -326,7 +339,7 @@ const fn micros(time: Duration) -> u64 {
 
 /// Whole seconds that are not shorter than `wait`, and at least one: the only honest way to tell a client in seconds.
 pub(crate) fn ceil_seconds(wait: Duration) -> u64 {
-    (wait.as_secs() + u64::from(wait.subsec_nanos() > 0)).max(1)
+    wait.as_secs().saturating_add(u64::from(wait.subsec_nanos() > 0)).max(1)
 }
 
 #[cfg(test)]

@@ -1,3 +1,5 @@
+#[cfg(feature = "http")]
+use std::any::Any;
 use std::fmt;
 use std::iter;
 use std::sync::{Arc, OnceLock};
@@ -43,7 +45,7 @@ struct Inner {
     #[cfg(feature = "redis")]
     encoded: OnceLock<Vec<u8>>,
     #[cfg(feature = "http")]
-    announcements: [OnceLock<String>; 2],
+    announcement: OnceLock<Box<dyn Any + Send + Sync>>,
 }
 
 /// All that a policy says.
@@ -180,7 +182,7 @@ impl Policy {
             #[cfg(feature = "redis")]
             encoded: OnceLock::new(),
             #[cfg(feature = "http")]
-            announcements: Default::default(),
+            announcement: OnceLock::new(),
         };
         Self { inner: Arc::new(inner) }
     }
@@ -248,10 +250,11 @@ impl Policy {
         self.inner.encoded.get_or_init(|| encode(&self.inner.terms))
     }
 
-    /// The text that `write` makes of the policy, kept for the next time. There is room for two of them.
+    /// What `make` makes of the policy for clients to read, kept for the next time. There is room for a value of one type, so
+    /// that this file need not know what a header is; `None` of any other.
     #[cfg(feature = "http")]
-    pub(crate) fn announcement(&self, which: usize, write: impl FnOnce() -> String) -> Option<&str> {
-        Some(self.inner.announcements.get(which)?.get_or_init(write))
+    pub(crate) fn announcement<T: Any + Send + Sync>(&self, make: impl FnOnce() -> T) -> Option<&T> {
+        self.inner.announcement.get_or_init(|| Box::new(make())).downcast_ref()
     }
 
     /// What is counted about the policy for those who watch it.

@@ -1,0 +1,169 @@
+use std::time::Duration;
+
+use ::http::header::CONTENT_TYPE;
+use ::http::{HeaderName, HeaderValue, Request, Response};
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD_NO_PAD as BASE64;
+use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
+use prost::Message as _;
+
+use super::details::{Any, Status, Violation};
+use crate::http::{ResponseBody, STORE_RETRY, STORE_TEXT, wait, write_fields};
+use crate::rate_limit::{Announce, Limit, RateLimitHandle, RateLimited, Rejection, Standing, ceil_seconds};
+use crate::reject::{Fields, HeaderVersion, Reject, Secret};
+
+/// A rejection becomes a gRPC status. See the [module docs](crate::grpc). Cheap to clone.
+#[derive(Clone, Debug, Default)]
+pub struct AsStatus {
+    fields: Fields,
+    retry_jitter: Duration,
+}
+
+#[derive(Clone, Copy)]
+enum Code {
+    InvalidArgument = 3,
+    PermissionDenied = 7,
+    ResourceExhausted = 8,
+    Unavailable = 14,
+}
+
+const GRPC_STATUS: HeaderName = HeaderName::from_static("grpc-status");
+const GRPC_MESSAGE: HeaderName = HeaderName::from_static("grpc-message");
+const DETAILS: HeaderName = HeaderName::from_static("grpc-status-details-bin");
+const PUSHBACK: HeaderName = HeaderName::from_static("grpc-retry-pushback-ms");
+
+/// What `grpc-message` has to escape besides what is not ASCII.
+const ESCAPED: &AsciiSet = &CONTROLS.add(b'%');
+
+impl AsStatus {
+    /// With the newest header fields and exact waits.
+    #[must_use]
+    pub fn new() -> Self {
+        Self::default()
+    }
+
+    /// Which metadata tells the client how its limits stand; `[]` for none. Defaults to
+    /// [`[HeaderVersion::Draft10]`](HeaderVersion::Draft10).
+    #[must_use]
+    pub fn headers(mut self, versions: impl IntoIterator<Item = HeaderVersion>) -> Self {
+        self.fields.versions = versions.into_iter().collect();
+        self
+    }
+
+    /// Tells the client its partition key: see [`AsResponse::partition_secret`](crate::AsResponse::partition_secret).
+    /// Defaults to not telling it.
+    ///
+    /// # Panics
+    ///
+    /// If the secret has fewer than 16 bytes.
+    #[must_use]
+    pub fn partition_secret(mut self, secret: impl AsRef<[u8]>) -> Self {
+        self.fields.secret = Some(Secret::new(secret.as_ref()));
+        self
+    }
+
+    /// Adds a random time to the waits that are told, up to this one, so that clients who were turned away together do not
+    /// come back together. Defaults to zero.
+    #[must_use]
+    pub const fn retry_jitter(mut self, most: Duration) -> Self {
+        self.retry_jitter = most;
+        self
+    }
+
+    /// A wait as it is told: with jitter, so never shorter than it is.
+    fn told(&self, wait: Duration) -> Duration {
+        let most = u64::try_from(self.retry_jitter.as_nanos()).unwrap_or(u64::MAX);
+        wait.saturating_add(Duration::from_nanos(fastrand::u64(..=most)))
+    }
+}
+
+impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
+    type Response = Response<ResponseBody<B>>;
+    type Error = E;
+
+    fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
+        Ok(match rejection {
+            Rejection::Limited(limited) => {
+                let wait = wait(&limited).map(|wait| self.told(wait));
+                let mut details: Vec<Any> = wait.map(Any::retry_info).into_iter().collect();
+                let violations: Vec<Violation> = violations(&limited).collect();
+                if !violations.is_empty() {
+                    details.push(Any::quota_failure(violations));
+                }
+                let text = limited.text(wait.map(ceil_seconds));
+                detailed(Code::ResourceExhausted, &text, wait, details)
+            }
+            Rejection::Denied(denied) => answer(Code::PermissionDenied, &denied.to_string()),
+            Rejection::MissingKey(missing) => answer(Code::InvalidArgument, &missing.to_string()),
+            Rejection::Store(_) => {
+                let wait = self.told(STORE_RETRY);
+                detailed(Code::Unavailable, STORE_TEXT, Some(wait), vec![Any::retry_info(wait)])
+            }
+        })
+    }
+
+    fn response(&self, response: Response<B>) -> Self::Response {
+        response.map(ResponseBody::inner)
+    }
+
+    fn error(&self, error: E) -> E {
+        error
+    }
+}
+
+impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsStatus {
+    const ATTACHES: bool = true;
+
+    fn attach(&self, handle: RateLimitHandle, request: &mut Request<ReqBody>) {
+        request.extensions_mut().insert(handle);
+    }
+
+    fn announce(&self, standing: &Standing<'_>, response: &mut Response<B>) {
+        if let Some(decision) = standing.decision {
+            response.extensions_mut().insert(decision.clone());
+        }
+        write_fields(&self.fields, standing, response.headers_mut());
+    }
+}
+
+/// The limits that stand in the way. Their names are all different.
+fn violations(limited: &RateLimited) -> impl Iterator<Item = Violation> {
+    let policy = limited.full_policy();
+    let limits = policy.limit_names().zip(policy.limits());
+    let violated: Vec<&str> = limited.violated().collect();
+    limits.filter(move |(name, _)| violated.contains(name)).map(|(name, limit)| {
+        let description = format!("{name}: {} in {}", limit.capacity(), period(limit));
+        Violation { subject: limited.policy().to_owned(), description }
+    })
+}
+
+fn period(limit: &Limit) -> String {
+    format!("{} s", limit.period().as_secs_f64())
+}
+
+/// A status that a client can act upon: it has the wait once more where retry policies look for it.
+fn detailed<B>(code: Code, message: &str, wait: Option<Duration>, details: Vec<Any>) -> Response<ResponseBody<B>> {
+    let mut response = answer(code, message);
+    let headers = response.headers_mut();
+    let status = Status { code: code as i32, message: message.to_owned(), details };
+    // Base64 is ASCII, so this always is a value.
+    if let Ok(details) = HeaderValue::try_from(BASE64.encode(status.encode_to_vec())) {
+        headers.insert(DETAILS, details);
+    }
+    // Libraries read 32 bits, and take what is negative for "do not retry".
+    let pushback = wait.and_then(|wait| i32::try_from(wait.as_nanos().div_ceil(1_000_000)).ok()).unwrap_or(-1);
+    headers.insert(PUSHBACK, pushback.into());
+    response
+}
+
+fn answer<B>(code: Code, message: &str) -> Response<ResponseBody<B>> {
+    let mut response = Response::new(ResponseBody::rejection(""));
+    let headers = response.headers_mut();
+    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    headers.insert(GRPC_STATUS, HeaderValue::from(code as u16));
+    // Percent-encoded text is ASCII, so this always is a value.
+    if let Ok(message) = HeaderValue::try_from(utf8_percent_encode(message, ESCAPED).to_string()) {
+        headers.insert(GRPC_MESSAGE, message);
+    }
+    response
+}

@@ -1,0 +1,126 @@
+//! Problem documents (RFC 9457), with the types that draft-ietf-httpapi-ratelimit-headers-10 registers.
+
+use std::fmt::Write as _;
+
+use ::http::StatusCode;
+
+/// A problem, as a client reads it.
+pub(super) struct Problem<'a> {
+    pub(super) kind: Kind,
+    pub(super) status: StatusCode,
+    /// For people.
+    pub(super) detail: &'a str,
+    /// For programs: the names of the limits that stand in the way.
+    pub(super) violated: Vec<&'a str>,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Kind {
+    QuotaExceeded,
+    TemporaryReducedCapacity,
+    AbnormalUsageDetected,
+    /// Nothing more than the status says.
+    Blank,
+}
+
+impl Kind {
+    const fn uri(self) -> &'static str {
+        match self {
+            Self::QuotaExceeded => "https://iana.org/assignments/http-problem-types#quota-exceeded",
+            Self::TemporaryReducedCapacity => {
+                "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity"
+            }
+            Self::AbnormalUsageDetected => "https://iana.org/assignments/http-problem-types#abnormal-usage-detected",
+            Self::Blank => "about:blank",
+        }
+    }
+
+    const fn title(self) -> Option<&'static str> {
+        match self {
+            Self::QuotaExceeded => Some("Request cannot be satisfied as assigned quota has been exceeded"),
+            Self::TemporaryReducedCapacity => {
+                Some("Request cannot be satisfied due to temporary server capacity constraints")
+            }
+            Self::AbnormalUsageDetected => Some("Request not satisfied due to detection of abnormal request pattern"),
+            Self::Blank => None,
+        }
+    }
+}
+
+impl Problem<'_> {
+    pub(super) fn to_json(&self) -> String {
+        // "about:blank" wants the phrase of the status for a title.
+        let title = self.kind.title().or(self.status.canonical_reason()).unwrap_or_default();
+        let mut json = String::with_capacity(320);
+        json.push_str(r#"{"type":"#);
+        push_string(&mut json, self.kind.uri());
+        json.push_str(r#","title":"#);
+        push_string(&mut json, title);
+        json.push_str(r#","status":"#);
+        json.push_str(self.status.as_str());
+        json.push_str(r#","detail":"#);
+        push_string(&mut json, self.detail);
+        // A member of the registered types; those who expect it get it, be it empty.
+        if self.kind != Kind::Blank {
+            json.push_str(r#","violated-policies":["#);
+            for (i, name) in self.violated.iter().enumerate() {
+                if i > 0 {
+                    json.push(',');
+                }
+                push_string(&mut json, name);
+            }
+            json.push(']');
+        }
+        json.push('}');
+        json
+    }
+}
+
+/// Adds a JSON string (RFC 8259).
+fn push_string(json: &mut String, text: &str) {
+    json.push('"');
+    for character in text.chars() {
+        match character {
+            '"' => json.push_str(r#"\""#),
+            '\\' => json.push_str(r"\\"),
+            '\0'..='\u{1f}' => {
+                // Writing to a String cannot fail.
+                let _ = write!(json, "\\u{:04x}", u32::from(character));
+            }
+            _ => json.push(character),
+        }
+    }
+    json.push('"');
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn any_text_is_read_as_it_was_written(text in prop::collection::vec(any::<char>(), 0..40)) {
+            let text: String = ['"', '\\', '/', '\0', '\n', '\u{1f}', '\u{7f}', 'ß'].into_iter().chain(text).collect();
+            let mut json = String::new();
+            push_string(&mut json, &text);
+            prop_assert_eq!(serde_json::from_str::<String>(&json).unwrap_or_default(), text);
+        }
+    }
+
+    #[test]
+    fn a_problem_is_an_object_with_the_members_of_its_type() {
+        let status = StatusCode::TOO_MANY_REQUESTS;
+        let problem =
+            Problem { kind: Kind::QuotaExceeded, status, detail: "slow down", violated: vec![r#"a"b"#, r"c\"] };
+        let expected = concat!(
+            r#"{"type":"https://iana.org/assignments/http-problem-types#quota-exceeded","#,
+            r#""title":"Request cannot be satisfied as assigned quota has been exceeded","status":429,"#,
+            r#""detail":"slow down","violated-policies":["a\"b","c\\"]}"#,
+        );
+        assert_eq!(problem.to_json(), expected);
+        let blank = Problem { kind: Kind::Blank, status: StatusCode::FORBIDDEN, detail: "no", violated: vec![] };
+        assert_eq!(blank.to_json(), r#"{"type":"about:blank","title":"Forbidden","status":403,"detail":"no"}"#);
+    }
+}
