@@ -37,9 +37,7 @@ pin_project! {
 pin_project! {
     #[project = StateProj]
     enum State<S, Req, F> {
-        // Nobody has been asked yet; the service that reported ready waits with the request.
-        Start { call: Option<(S, Req)> },
-        // The store is being asked.
+        // The store is being asked; the service that reported ready waits with the request.
         Judging { judgement: BoxJudgement, call: Option<(S, Req)> },
         // The request was admitted, or passed uncounted; the inner service is at work.
         Calling { #[pin] future: F },
@@ -51,24 +49,75 @@ pin_project! {
 }
 
 impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, R, X> {
-    pub(super) fn start(
+    pub(super) fn passed_through(future: S::Future, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
+        Self { state: State::Calling { future }, subjects: Subjects::new(), handle: None, cost: 0, settings }
+    }
+
+    pub(super) fn rejected(rejection: Rejection, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
+        Self::limited(Subjects::new(), rejection, settings)
+    }
+
+    pub(super) fn limited(subjects: Subjects, rejection: Rejection, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
+        Self { state: State::Rejected { rejection: Some(rejection) }, subjects, handle: None, cost: 0, settings }
+    }
+}
+
+impl<S, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, R, X>
+where
+    S: Service<Req>,
+    B: RateLimitStore + Clone + Send + Sync + 'static,
+    A: Reject<Rejection, S::Response, S::Error>
+        + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+    R: ChargeOn<S::Response, S::Error>,
+{
+    pub(super) fn admitted(
+        mut subjects: Subjects,
+        cost: u32,
+        mut ready: S,
+        mut request: Req,
+        settings: Arc<Settings<B, K, C, A, R, X>>,
+    ) -> Self {
+        let handle = give_handle::<S, _, _, _, _, _, _, _>(&settings, &mut subjects, cost, &mut request);
+        Self { state: State::Calling { future: ready.call(request) }, subjects, handle, cost, settings }
+    }
+
+    pub(super) fn asking(
         subjects: Subjects,
         cost: u32,
         ready: S,
         request: Req,
         settings: Arc<Settings<B, K, C, A, R, X>>,
     ) -> Self {
-        Self { state: State::Start { call: Some((ready, request)) }, subjects, handle: None, cost, settings }
+        let core = settings.core.clone();
+        // Boxed: next to a trip over the network an allocation is nothing.
+        let judgement = Box::pin(async move { core.judge(subjects, cost).await });
+        let state = State::Judging { judgement, call: Some((ready, request)) };
+        Self { state, subjects: Subjects::new(), handle: None, cost, settings }
     }
+}
 
-    pub(super) fn passed_through(future: S::Future, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
-        Self { state: State::Calling { future }, subjects: Subjects::new(), handle: None, cost: 0, settings }
+/// The handle of an admitted request, if anybody wants one; takes `subjects` then.
+fn give_handle<S, Req, B, K, C, A, R, X>(
+    settings: &Settings<B, K, C, A, R, X>,
+    subjects: &mut Subjects,
+    cost: u32,
+    request: &mut Req,
+) -> Option<RateLimitHandle>
+where
+    S: Service<Req>,
+    B: RateLimitStore + Clone + Send + Sync + 'static,
+    A: Reject<Rejection, S::Response, S::Error>
+        + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+    R: ChargeOn<S::Response, S::Error>,
+{
+    if !A::ATTACHES && !R::ASKED {
+        return None;
     }
-
-    pub(super) fn rejected(rejection: Rejection, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
-        let state = State::Rejected { rejection: Some(rejection) };
-        Self { state, subjects: Subjects::new(), handle: None, cost: 0, settings }
+    let handle = RateLimitHandle::new(mem::take(subjects), cost, settings.settler());
+    if A::ATTACHES {
+        settings.answer.attach(handle.clone(), request);
     }
+    Some(handle)
 }
 
 impl<S, Req, B, K, C, A, R, X> Future for ResponseFuture<S, Req, B, K, C, A, R, X>
@@ -86,17 +135,6 @@ where
         let settings = &**this.settings;
         let answer = loop {
             let (ruling, call) = match this.state.as_mut().project() {
-                StateProj::Start { call } => match settings.core.judge_now(this.subjects, *this.cost) {
-                    Some(ruling) => (ruling, call.take()),
-                    None => {
-                        let (core, subjects, cost) = (settings.core.clone(), mem::take(this.subjects), *this.cost);
-                        let call = call.take();
-                        // Boxed: next to a trip over the network an allocation is nothing.
-                        let judgement = Box::pin(async move { core.judge(subjects, cost).await });
-                        this.state.set(State::Judging { judgement, call });
-                        continue;
-                    }
-                },
                 StateProj::Judging { judgement, call } => {
                     let Judgement { subjects, ruling } = ready!(judgement.as_mut().poll(cx));
                     *this.subjects = subjects;
@@ -122,13 +160,8 @@ where
             let (mut ready, mut request) = call.expect("the call waits while the store is asked");
             match ruling {
                 Ok(()) => {
-                    if A::ATTACHES || R::ASKED {
-                        let handle = RateLimitHandle::new(mem::take(this.subjects), *this.cost, settings.settler());
-                        if A::ATTACHES {
-                            settings.answer.attach(handle.clone(), &mut request);
-                        }
-                        *this.handle = Some(handle);
-                    }
+                    *this.handle =
+                        give_handle::<S, _, _, _, _, _, _, _>(settings, this.subjects, *this.cost, &mut request);
                     let future = ready.call(request);
                     this.state.set(State::Calling { future });
                 }

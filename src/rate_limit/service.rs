@@ -1,5 +1,4 @@
 use std::fmt;
-use std::iter;
 use std::mem;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -12,6 +11,7 @@ use super::future::ResponseFuture;
 use super::judge::{self, Subject};
 use super::layer::{ChargeAlways, ChargeOn, OnMissingKey, RateLimitLayer, RequestCost, Settings, UnitCost};
 use super::meters::Verdict;
+use super::policy::Policy;
 use super::rejection::{Announce, Rejection};
 use super::screen::{Screen, Screening, Subjects};
 use super::store::RateLimitStore;
@@ -75,20 +75,26 @@ where
         let fresh = self.inner.clone();
         let mut ready = mem::replace(&mut self.inner, fresh);
         let settings = Arc::clone(&self.settings);
-        match settings.screen(&request) {
-            Ok(subjects) if subjects.is_empty() => ResponseFuture::passed_through(ready.call(request), settings),
-            Ok(subjects) => {
-                let cost = settings.cost.cost(&request);
-                ResponseFuture::start(subjects, cost, ready, request, settings)
-            }
-            Err(rejection) => ResponseFuture::rejected(rejection, settings),
+        let mut subjects = judge::Subjects::new();
+        if let Err(rejection) = settings.screen(&request, &mut subjects) {
+            return ResponseFuture::rejected(rejection, settings);
+        }
+        if subjects.is_empty() {
+            return ResponseFuture::passed_through(ready.call(request), settings);
+        }
+        let cost = settings.cost.cost(&request);
+        // What need not be waited for is done here and now, as the inner service would.
+        match settings.core.judge_now(&mut subjects, cost) {
+            Some(Ok(())) => ResponseFuture::admitted(subjects, cost, ready, request, settings),
+            Some(Err(rejection)) => ResponseFuture::limited(subjects, rejection, settings),
+            None => ResponseFuture::asking(subjects, cost, ready, request, settings),
         }
     }
 }
 
 impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
-    /// Whom a request counts for: nobody if it passes uncounted.
-    fn screen<Req>(&self, request: &Req) -> Result<judge::Subjects, Rejection>
+    /// Finds out whom a request counts for: nobody if it passes uncounted.
+    fn screen<Req>(&self, request: &Req, subjects: &mut judge::Subjects) -> Result<(), Rejection>
     where
         K: ExtractKey<Req>,
         X: Screen<Req>,
@@ -96,27 +102,31 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
         let mut others = Subjects::default();
         match self.screen.screen(request, &mut others) {
             Screening::Count => {}
-            Screening::Pass => return Ok(judge::Subjects::new()),
+            Screening::Pass => return Ok(()),
             Screening::Deny => {
                 self.core.policy.meters().decided(Verdict::Denied);
                 return Err(Rejection::Denied(Denied));
             }
         }
-        let mut subjects = judge::Subjects::new();
-        let own = iter::once_with(|| (self.core.policy.clone(), self.key.extract_key(request)));
-        for (policy, key) in own.chain(others.found) {
-            let key = match (key.filter(|key| !key.is_empty()), self.core.on_missing_key) {
-                (Some(key), _) => key,
-                (None, OnMissingKey::Shared) => Key::ANONYMOUS,
-                (None, OnMissingKey::Pass) => continue,
-                (None, OnMissingKey::Reject) => {
-                    policy.meters().decided(Verdict::MissingKey);
-                    return Err(Rejection::MissingKey(MissingKey));
-                }
-            };
-            subjects.push(Subject::new(policy, key));
+        self.count(self.core.policy.clone(), self.key.extract_key(request), subjects)?;
+        for (policy, key) in others.found {
+            self.count(policy, key, subjects)?;
         }
-        Ok(subjects)
+        Ok(())
+    }
+
+    fn count(&self, policy: Policy, key: Option<Key>, subjects: &mut judge::Subjects) -> Result<(), Rejection> {
+        let key = match (key.filter(|key| !key.is_empty()), self.core.on_missing_key) {
+            (Some(key), _) => key,
+            (None, OnMissingKey::Shared) => Key::ANONYMOUS,
+            (None, OnMissingKey::Pass) => return Ok(()),
+            (None, OnMissingKey::Reject) => {
+                policy.meters().decided(Verdict::MissingKey);
+                return Err(Rejection::MissingKey(MissingKey));
+            }
+        };
+        subjects.push(Subject::new(policy, key));
+        Ok(())
     }
 }
 
