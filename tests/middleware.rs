@@ -1,4 +1,5 @@
 //! What the layer promises to any tower service, HTTP or not: when it is ready, whom it calls, and what it answers.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::error::Error;
 use std::fmt;
@@ -293,10 +294,21 @@ async fn dropped_after_admission_a_request_stays_charged() {
 }
 
 #[tokio::test(start_paused = true)]
-async fn a_future_that_is_never_polled_calls_nobody() {
-    let (mut service, mut inner) = mocked(layer(MemoryBackend::new(), per_hour(1)));
+async fn a_future_that_is_never_polled_asks_no_store_that_has_to_be_waited_for() {
+    let store = Store::counting();
+    let (mut service, mut inner) = mocked(layer(&store, per_hour(1)));
     drop(service.ready().await.unwrap().call("request"));
+    assert_eq!(store.asked(), 0);
     assert_no_more_calls(service, &mut inner);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_need_not_be_waited_for_is_decided_when_the_service_is_called() {
+    let (mut service, mut inner) = mocked(layer(MemoryBackend::new(), per_hour(1)));
+    inner.allow(2);
+    let _answer = service.ready().await.unwrap().call("request");
+    let (request, _) = inner.next_request().await.unwrap();
+    assert_eq!(request, "request");
 }
 
 // A store that is late.

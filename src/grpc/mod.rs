@@ -61,7 +61,9 @@
 //! # }
 //! ```
 
+mod charge;
 mod details;
 mod status;
 
+pub use self::charge::{ChargeStatus, failures, successes};
 pub use self::status::AsStatus;

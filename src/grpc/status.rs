@@ -103,7 +103,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
     }
 
     fn response(&self, response: Response<B>) -> Self::Response {
-        response.map(ResponseBody::inner)
+        ResponseBody::of(response)
     }
 
     fn error(&self, error: E) -> E {

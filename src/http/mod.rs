@@ -190,6 +190,7 @@
 //! ```
 
 mod body;
+mod charge;
 mod client_ip;
 mod forwarded;
 mod headers;
@@ -198,6 +199,9 @@ mod problem;
 mod reject;
 
 pub use self::body::ResponseBody;
+#[cfg(feature = "grpc")]
+pub(crate) use self::charge::AtEnd;
+pub use self::charge::{ChargeStatus, failures, successes};
 pub use self::client_ip::{ClientIp, ForwardingHeader};
 pub use self::key::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
 pub use ::ipnet::IpNet;

@@ -44,7 +44,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
     }
 
     fn response(&self, response: Response<B>) -> Self::Response {
-        response.map(ResponseBody::inner)
+        ResponseBody::of(response)
     }
 
     fn error(&self, error: E) -> E {

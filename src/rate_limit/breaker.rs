@@ -102,11 +102,17 @@ impl Circuit {
         if granted { Ok(()) } else { Err(StoreError::unavailable(CircuitOpen)) }
     }
 
+    /// Whether the store was not even asked.
+    pub(super) fn is_cause_of(error: &StoreError) -> bool {
+        error.source().is_some_and(<dyn Error>::is::<CircuitOpen>)
+    }
+
     /// Notes a failure, but for those that only say that the circuit is open.
     pub(super) fn failed(&self, policy: &Policy, error: &StoreError, then: OnStoreError) {
-        if error.source().is_some_and(<dyn Error>::is::<CircuitOpen>) {
+        if Self::is_cause_of(error) {
             return;
         }
+        policy.meters().store_failed();
         if !error.is_foreign_data() {
             let before = self.failures.fetch_add(1, Ordering::Relaxed);
             // Far above any number of failures that opens it, and far below where it would wrap around.

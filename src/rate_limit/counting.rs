@@ -126,6 +126,7 @@ impl Count {
     }
 
     /// Moves the count back by `by`: the clock was set back by as much, and what has passed has passed.
+    #[cfg(feature = "redis")]
     pub(crate) fn set_back(&mut self, by: u64) {
         match self {
             Self::TokenBucket { since: start, .. }

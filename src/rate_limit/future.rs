@@ -9,7 +9,7 @@ use pin_project_lite::pin_project;
 use tower_service::Service;
 
 use super::handle::RateLimitHandle;
-use super::judge::{Judgement, Subjects};
+use super::judge::{Judgement, Subject, Subjects};
 use super::layer::{ChargeOn, Settings};
 use super::rejection::{Announce, Rejection, Standing};
 use super::store::RateLimitStore;
@@ -173,7 +173,7 @@ where
         };
         let answer = answer.map(|mut response| {
             let subjects = this.handle.as_ref().map_or(&*this.subjects, RateLimitHandle::subjects);
-            for standing in subjects.iter().filter_map(|subject| subject.standing()) {
+            for standing in subjects.iter().filter_map(Subject::standing) {
                 settings.answer.announce(&standing, &mut response);
             }
             if subjects.is_empty() {

@@ -4,6 +4,7 @@ use smallvec::SmallVec;
 use tokio::time::Instant;
 use tracing::Instrument;
 
+use super::breaker::Circuit;
 use super::decision::{Decision, Outcome, RateLimited};
 use super::layer::{Core, OnStoreError};
 use super::meters::Verdict;
@@ -69,7 +70,9 @@ impl<B: RateLimitStore + Sync> Core<B> {
         let asked = async {
             let start = Instant::now();
             let asked = Deadline::new(self.ask(&mut subjects, cost), self.deadline).await;
-            self.policy.meters().store_answered(start.elapsed());
+            if !asked.as_ref().is_err_and(Circuit::is_cause_of) {
+                self.policy.meters().store_answered(start.elapsed());
+            }
             asked
         };
         let ruling = match asked.instrument(span).await {
@@ -97,7 +100,6 @@ impl<B: RateLimitStore + Sync> Core<B> {
 
     /// What happens when the store, or the resolver, has failed.
     async fn do_without(&self, subjects: &mut Subjects, cost: u32, error: StoreError) -> Result<(), Rejection> {
-        self.policy.meters().store_failed();
         self.circuit.failed(&self.policy, &error, self.on_store_error);
         let enforced = subjects.iter().any(|subject| subject.enforced);
         for subject in &mut *subjects {

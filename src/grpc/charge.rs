@@ -1,0 +1,57 @@
+use ::http::{HeaderMap, Response};
+
+use crate::http::AtEnd;
+use crate::rate_limit::{ChargeOn, RateLimitHandle};
+
+/// Charges only calls that fail: with another status than `OK`, or none.
+///
+/// The status is read where gRPC puts it, in the trailers behind the last message, or in the headers of an answer that has nothing
+/// else. A call that is given up before its end stays charged.
+///
+/// ```
+/// use tollgate::grpc::{AsStatus, failures};
+/// use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer, http::header};
+///
+/// let policy = Policy::new("errors", Quota::per_minute(10).fixed_window());
+/// let layer = RateLimitLayer::new(MemoryBackend::new(), policy)
+///     .key(header("x-tenant"))
+///     .with_rejection(AsStatus::new())
+///     .charge_on(failures());
+/// let server = tonic::transport::Server::builder().layer(layer); // .add_service(..)
+/// ```
+#[must_use]
+pub const fn failures() -> ChargeStatus {
+    ChargeStatus { failures: true }
+}
+
+/// Charges only calls that end with the status `OK`: see [`failures`].
+#[must_use]
+pub const fn successes() -> ChargeStatus {
+    ChargeStatus { failures: false }
+}
+
+/// See [`failures`] and [`successes`].
+#[derive(Clone, Copy, Debug)]
+pub struct ChargeStatus {
+    failures: bool,
+}
+
+impl<B, E> ChargeOn<Response<B>, E> for ChargeStatus {
+    fn settle(&self, handle: &RateLimitHandle, answer: Result<&mut Response<B>, &E>) {
+        let charged: fn(&HeaderMap) -> bool = if self.failures { |end| !is_ok(end) } else { is_ok };
+        match answer {
+            Ok(response) if response.headers().contains_key("grpc-status") => {
+                AtEnd { handle: handle.clone(), charged }.settle(response.headers());
+            }
+            Ok(response) => {
+                response.extensions_mut().insert(AtEnd { handle: handle.clone(), charged });
+            }
+            Err(_) if self.failures => {}
+            Err(_) => handle.settle(0),
+        }
+    }
+}
+
+fn is_ok(end: &HeaderMap) -> bool {
+    end.get("grpc-status").is_some_and(|status| status == "0")
+}

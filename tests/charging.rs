@@ -1,0 +1,247 @@
+//! What an HTTP or gRPC request is charged in the end: by its answer, by its handler, by its trailers, and when the client has left.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::convert::Infallible;
+use std::pin::Pin;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
+use http_body::{Body, Frame};
+use http_body_util::{BodyExt, Empty};
+use tollgate::grpc::{self, AsStatus};
+use tollgate::rate_limit::{Decision, Outcome, RateLimitHandle, RateLimitStore, Receipt};
+use tollgate::{
+    AsError, BoxError, Key, MemoryBackend, Policy, Quota, RateLimitLayer, StoreError,
+};
+use tower::{Layer, Service, ServiceExt, service_fn};
+
+fn tokens() -> Policy {
+    Policy::new("tokens", Quota::per_hour(100).fixed_window())
+}
+
+async fn left(store: &impl RateLimitStore) -> u32 {
+    store.peek(&tokens(), &Key::EVERYONE, 1).await.unwrap().remaining().unwrap()
+}
+
+fn request() -> Request<()> {
+    Request::new(())
+}
+
+/// Answers with the status that the path names.
+async fn status(request: Request<()>) -> Result<Response<Empty<Bytes>>, Infallible> {
+    let status = request.uri().path().trim_start_matches('/').parse::<u16>().unwrap();
+    let mut response = Response::new(Empty::new());
+    *response.status_mut() = StatusCode::from_u16(status).unwrap();
+    Ok(response)
+}
+
+#[tokio::test]
+async fn statuses_are_charged_as_the_preset_says() {
+    for (charges_failures, path, charged) in [
+        (true, "/200", false),
+        (true, "/302", false),
+        (true, "/401", true),
+        (true, "/500", true),
+        (false, "/200", true),
+        (false, "/302", true),
+        (false, "/404", false),
+        (false, "/503", false),
+    ] {
+        let store = MemoryBackend::new();
+        let preset = if charges_failures { tollgate::http::failures() } else { tollgate::http::successes() };
+        let service = RateLimitLayer::new(store.clone(), tokens()).charge_on(preset).layer(service_fn(status));
+        service.oneshot(Request::get(path).body(()).unwrap()).await.unwrap();
+        assert_eq!(left(&store).await, if charged { 99 } else { 100 }, "{path}");
+    }
+}
+
+#[tokio::test]
+async fn a_handler_reserves_and_settles() {
+    let store = MemoryBackend::new();
+    let handler = async |request: Request<()>| {
+        let limit = request.extensions().get::<RateLimitHandle>().unwrap().clone();
+        assert_eq!((limit.cost(), limit.decision().unwrap().remaining()), (40, Some(60)));
+        limit.settle(25);
+        Ok::<_, Infallible>(Response::new(Empty::<Bytes>::new()))
+    };
+    let service =
+        RateLimitLayer::new(store.clone(), tokens()).cost(|_: &Request<()>| 40).layer(service_fn(handler));
+    let response = service.clone().oneshot(request()).await.unwrap();
+    assert_eq!(left(&store).await, 75);
+    let decision = response.extensions().get::<Decision>().unwrap();
+    assert_eq!((decision.outcome(), decision.remaining()), (Outcome::Allowed, Some(60)));
+}
+
+/// Counts what it hands out, and settles when it ends or is dropped.
+struct Metered {
+    limit: RateLimitHandle,
+    chunks: u32,
+}
+
+impl Body for Metered {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        if self.chunks == 5 {
+            return Poll::Ready(None);
+        }
+        self.chunks += 1;
+        self.limit.settle(self.chunks);
+        Poll::Ready(Some(Ok(Frame::data(Bytes::from_static(b"token")))))
+    }
+}
+
+#[tokio::test]
+async fn a_stream_is_charged_for_as_much_of_it_as_was_sent() {
+    for (read, charged) in [(5, 5), (2, 2)] {
+        let store = MemoryBackend::new();
+        let handler = async |mut request: Request<()>| {
+            let limit = request.extensions_mut().remove::<RateLimitHandle>().unwrap();
+            Ok::<_, Infallible>(Response::new(Metered { limit, chunks: 0 }))
+        };
+        let service =
+            RateLimitLayer::new(store.clone(), tokens()).cost(|_: &Request<()>| 40).layer(service_fn(handler));
+        let mut body = service.oneshot(request()).await.unwrap().into_body();
+        for _ in 0..read {
+            body.frame().await.unwrap().unwrap();
+            assert_eq!(left(&store).await, 60, "nothing is settled before the end");
+        }
+        // To the end, or the client leaves in the middle.
+        drop(body);
+        assert_eq!(left(&store).await, 100 - charged);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_handler_said_counts_even_if_the_client_left() {
+    let store = MemoryBackend::new();
+    let handler = async |request: Request<()>| {
+        request.extensions().get::<RateLimitHandle>().unwrap().charge(9);
+        std::future::pending::<()>().await;
+        Ok::<_, Infallible>(Response::new(Empty::<Bytes>::new()))
+    };
+    let service = RateLimitLayer::new(store.clone(), tokens()).layer(service_fn(handler));
+    let gave_up = tokio::time::timeout(Duration::from_secs(1), service.oneshot(request())).await;
+    assert!(gave_up.is_err());
+    assert_eq!(left(&store).await, 90);
+}
+
+/// A message and then trailers, if there are any.
+struct Call {
+    message: Option<Bytes>,
+    trailers: Option<HeaderMap>,
+}
+
+impl Body for Call {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        if let Some(message) = self.message.take() {
+            return Poll::Ready(Some(Ok(Frame::data(message))));
+        }
+        Poll::Ready(self.trailers.take().map(|trailers| Ok(Frame::trailers(trailers))))
+    }
+}
+
+fn grpc_status(code: &'static str) -> HeaderMap {
+    HeaderMap::from_iter([("grpc-status".parse().unwrap(), HeaderValue::from_static(code))])
+}
+
+#[tokio::test]
+async fn the_outcome_of_a_call_is_in_its_trailers() {
+    // The path says what the trailers say; in capitals it is in the headers instead.
+    let handler = async |request: Request<()>| {
+        let (trailers, headers) = match request.uri().path() {
+            "/ok" => (Some(grpc_status("0")), HeaderMap::new()),
+            "/failed" => (Some(grpc_status("13")), HeaderMap::new()),
+            "/OK" => (None, grpc_status("0")),
+            "/FAILED" => (None, grpc_status("13")),
+            _ => (None, HeaderMap::new()),
+        };
+        let mut response = Response::new(Call { message: Some(Bytes::from_static(b"message")), trailers });
+        *response.headers_mut() = headers;
+        Ok::<_, Infallible>(response)
+    };
+    for (path, ok) in [("/ok", true), ("/failed", false), ("/OK", true), ("/FAILED", false), ("/none", false)] {
+        for (preset, charged) in [(grpc::failures(), !ok), (grpc::successes(), ok)] {
+            let store = MemoryBackend::new();
+            let service = RateLimitLayer::new(store.clone(), tokens())
+                .with_rejection(AsStatus::new())
+                .charge_on(preset)
+                .layer(service_fn(handler));
+            let response = service.oneshot(Request::get(path).body(()).unwrap()).await.unwrap();
+            let in_headers = response.headers().contains_key("grpc-status");
+            assert!(in_headers || left(&store).await == 99, "{path}: it is not known yet");
+            let body = response.into_body().collect().await.unwrap();
+            assert_eq!(body.trailers().is_some(), matches!(path, "/ok" | "/failed"), "trailers are passed on");
+            assert_eq!(left(&store).await, if charged { 99 } else { 100 }, "{path} {preset:?}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_call_that_is_given_up_before_its_trailers_stays_charged() {
+    let store = MemoryBackend::new();
+    let handler = async |_: Request<()>| {
+        let message = Some(Bytes::from_static(b"message"));
+        Ok::<_, Infallible>(Response::new(Call { message, trailers: Some(grpc_status("0")) }))
+    };
+    let service = RateLimitLayer::new(store.clone(), tokens())
+        .with_rejection(AsStatus::new())
+        .charge_on(grpc::failures())
+        .layer(service_fn(handler));
+    let mut body = service.oneshot(request()).await.unwrap().into_body();
+    body.frame().await.unwrap().unwrap();
+    drop(body);
+    assert_eq!(left(&store).await, 99);
+}
+
+/// A store whose corrections take long.
+#[derive(Clone)]
+struct Slow(MemoryBackend);
+
+impl RateLimitStore for Slow {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        self.0.check(policy, key, cost).await
+    }
+
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        self.0.peek(policy, key, cost).await
+    }
+
+    async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        self.0.settle(policy, key, receipt, change).await
+    }
+
+    async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
+        self.0.block(policy, key, time).await
+    }
+
+    async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
+        self.0.reset(policy, key).await
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn nobody_waits_for_a_correction_and_no_more_than_so_many_are_kept() {
+    let store = MemoryBackend::new();
+    let many = RateLimitHandle::MAX_PENDING as u32 + 100;
+    let policy = Policy::new("many", Quota::per_hour(many).fixed_window());
+    let mut service = RateLimitLayer::new(Slow(store.clone()), policy.clone())
+        .with_rejection(AsError)
+        .charge_on(|_: Result<&(), &BoxError>| false)
+        .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
+    let start = tokio::time::Instant::now();
+    for turn in 0..many {
+        service.ready().await.unwrap().call(turn).await.unwrap();
+    }
+    assert_eq!(start.elapsed(), Duration::ZERO);
+    tokio::time::sleep(Duration::from_millis(60)).await;
+    let peek = store.peek(&policy, &Key::EVERYONE, 1).await.unwrap();
+    assert_eq!(peek.remaining(), Some(many - 100), "the last hundred stay charged");
+}

@@ -1,0 +1,133 @@
+//! What those see who watch a service: counters and histograms with few labels, and never a key.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::collections::BTreeMap;
+use std::time::Duration;
+
+use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
+use tollgate::rate_limit::{CircuitBreaker, Decision, RateLimitStore, Receipt};
+use tollgate::{
+    AsError, BoxError, Key, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
+};
+use tower::{Layer, ServiceExt, service_fn};
+
+/// Every counter and the number of values of every histogram, by `name{label=value,...}`; zeros left out.
+fn seen(snapshotter: &Snapshotter) -> BTreeMap<String, u64> {
+    let metrics = snapshotter.snapshot().into_vec().into_iter();
+    let seen = metrics.map(|(key, _, _, value)| {
+        let labels: Vec<_> = key.key().labels().map(|label| format!("{}={}", label.key(), label.value())).collect();
+        let value = match value {
+            DebugValue::Counter(count) => count,
+            DebugValue::Histogram(values) => values.len() as u64,
+            DebugValue::Gauge(_) => panic!("there are no gauges"),
+        };
+        (format!("{}{{{}}}", key.key().name(), labels.join(",")), value)
+    });
+    seen.filter(|(_, value)| *value > 0).collect()
+}
+
+fn expect(expected: &[(&str, u64)]) -> BTreeMap<String, u64> {
+    expected.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
+}
+
+/// A store that is down.
+#[derive(Clone)]
+struct Down;
+
+impl RateLimitStore for Down {
+    async fn check(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+        Err(StoreError::unavailable("connection refused"))
+    }
+
+    async fn peek(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+        Err(StoreError::unavailable("connection refused"))
+    }
+
+    async fn settle(&self, _: &Policy, _: &Key, _: Receipt, _: i64) -> Result<(), StoreError> {
+        Err(StoreError::unavailable("connection refused"))
+    }
+
+    async fn block(&self, _: &Policy, _: &Key, _: Duration) -> Result<(), StoreError> {
+        Err(StoreError::unavailable("connection refused"))
+    }
+
+    async fn reset(&self, _: &Policy, _: &Key) -> Result<(), StoreError> {
+        Err(StoreError::unavailable("connection refused"))
+    }
+}
+
+/// Asks for these clients one after the other, and answers what was seen of it.
+fn ask<B>(layer: RateLimitLayer<B>, clients: &[&'static str]) -> BTreeMap<String, u64>
+where
+    B: RateLimitStore + Clone + Send + Sync + 'static,
+{
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    metrics::with_local_recorder(&recorder, || {
+        let service = layer
+            .key(|client: &&'static str| *client)
+            .deny(|client: &&'static str| *client == "mallory")
+            .with_rejection(AsError)
+            .charge_on(|answer: Result<&&'static str, &BoxError>| *answer.unwrap() != "free")
+            .layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
+        for client in clients {
+            drop(runtime.block_on(service.clone().oneshot(*client)));
+        }
+    });
+    seen(&snapshotter)
+}
+
+#[test]
+fn decisions_are_counted_by_policy_and_outcome() {
+    let policy = Policy::new("api", Quota::per_hour(2).fixed_window());
+    let layer = RateLimitLayer::new(MemoryBackend::new(), policy);
+    let seen = ask(layer, &["alice", "alice", "alice", "bob", "", "mallory", "free"]);
+    let expected = [
+        ("tollgate_decisions_total{policy=api,outcome=allowed}", 4),
+        ("tollgate_decisions_total{policy=api,outcome=limited}", 1),
+        ("tollgate_decisions_total{policy=api,outcome=missing_key}", 1),
+        ("tollgate_decisions_total{policy=api,outcome=denied}", 1),
+        ("tollgate_settlements_total{policy=api,outcome=done}", 1),
+    ];
+    assert_eq!(seen, expect(&expected));
+}
+
+#[test]
+fn a_shadow_is_seen_apart() {
+    let policy = Policy::new("trial", Quota::per_hour(1).fixed_window()).shadow();
+    let seen = ask(RateLimitLayer::new(MemoryBackend::new(), policy), &["alice"; 3]);
+    let expected = [
+        ("tollgate_decisions_total{policy=trial,outcome=allowed}", 1),
+        ("tollgate_decisions_total{policy=trial,outcome=shadow_limited}", 2),
+    ];
+    assert_eq!(seen, expect(&expected));
+}
+
+#[test]
+fn a_store_that_fails_is_seen_with_what_was_done_without_it() {
+    let layer = |then: OnStoreError| {
+        let policy = Policy::new("api", Quota::per_hour(6).fixed_window());
+        RateLimitLayer::new(Down, policy).on_store_error(then).circuit_breaker(CircuitBreaker::new().failures(3))
+    };
+    let failures = [
+        ("tollgate_store_errors_total{policy=api}", 3),
+        ("tollgate_store_seconds{policy=api}", 3),
+        ("tollgate_circuit_transitions_total{policy=api,state=open}", 1),
+    ];
+    for (then, decisions) in [
+        (OnStoreError::Allow, vec![("tollgate_decisions_total{policy=api,outcome=failed_open}", 8)]),
+        (OnStoreError::Deny, vec![("tollgate_decisions_total{policy=api,outcome=failed_closed}", 8)]),
+        (
+            OnStoreError::Local,
+            vec![
+                ("tollgate_decisions_total{policy=api,outcome=local_allowed}", 6),
+                ("tollgate_decisions_total{policy=api,outcome=local_limited}", 2),
+                ("tollgate_near_limit_total{policy=api}", 1),
+            ],
+        ),
+    ] {
+        let expected: Vec<_> = failures.iter().copied().chain(decisions).collect();
+        assert_eq!(ask(layer(then), &["alice"; 8]), expect(&expected), "{then:?}");
+    }
+}
