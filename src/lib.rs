@@ -76,7 +76,7 @@ pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
 pub use self::error::{BoxError, ConfigError, ConnectError, StoreError};
 pub use self::key::{Everyone, ExtractKey, IntoKey, Key, Or, first_of};
-pub use self::rate_limit::{Limiter, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};
+pub use self::rate_limit::{DenyCache, Leases, Limiter, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};
 pub use self::reject::{AsError, AsResponse};
 
 /// The code in the README, run as doctests.

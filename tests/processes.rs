@@ -4,6 +4,9 @@
 //! The program starts itself again as the workers, so it has a `main` of its own and is no list of tests. A worker prints
 //! what was left after each of its grants: within a window every number is handed out once, by whichever process, so a
 //! number that comes twice was granted in excess, and one that never comes was lost.
+//!
+//! With leases the workers print what `support/windows.rs` makes sense of: each charge and each admission. Over a hundred
+//! windows and more nobody is admitted beyond the quota of the window it happens in; what is admitted less is printed.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 mod support;
@@ -14,8 +17,9 @@ use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
 use support::server::RedisServer;
+use support::windows::{Event, Recorder, Windows, now_us};
 use tokio::task::JoinSet;
-use tollgate::rate_limit::Limit;
+use tollgate::rate_limit::{Leases, Limit};
 use tollgate::{Limiter, Policy, Quota, RedisBackend};
 
 const PROCESSES: usize = 4;
@@ -27,21 +31,28 @@ const ALGORITHM: &str = "TOLLGATE_TEST_ALGORITHM";
 
 fn main() {
     if let Ok(url) = env::var(WORKER) {
-        work(&url, limit(&env::var(ALGORITHM).expect("a worker is told the algorithm")));
+        match env::var(ALGORITHM).expect("a worker is told the algorithm").as_str() {
+            "leases" => work_with_leases(&url),
+            algorithm => work(&url, limit(algorithm)),
+        }
         return;
     }
-    println!("running 2 tests");
+    println!("running 3 tests");
     four_processes_share_every_window_to_the_unit();
     println!("test four_processes_share_every_window_to_the_unit ... ok");
     four_processes_share_a_sliding_log_to_the_unit();
     println!("test four_processes_share_a_sliding_log_to_the_unit ... ok");
-    println!("\ntest result: ok. 2 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out");
+    four_processes_with_leases_never_exceed_a_window();
+    println!("test four_processes_with_leases_never_exceed_a_window ... ok");
+    println!("\ntest result: ok. 3 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out");
 }
 
 fn limit(algorithm: &str) -> Limit {
     match algorithm {
         // Some windows of it fit into the time, and each is exhausted long before its end.
         "fixed" => Quota::new(500, Duration::from_millis(400)).unwrap().fixed_window(),
+        // More than a hundred windows in the time.
+        "leases" => Quota::new(500, Duration::from_millis(25)).unwrap().fixed_window(),
         // One window, longer than the time.
         _ => Quota::per_minute(5_000).sliding_log().unwrap(),
     }
@@ -78,8 +89,39 @@ fn four_processes_share_a_sliding_log_to_the_unit() {
     assert_eq!(calls(&server, &["append", "set"]), 2 * u64::from(quota));
 }
 
+fn four_processes_with_leases_never_exceed_a_window() {
+    let server = RedisServer::start();
+    let quota = limit("leases").quota();
+    let lines = hammer_and_listen(&server, "leases");
+    let of = |word: &str| -> u64 {
+        lines.iter().filter_map(|line| line.strip_prefix(word)?.strip_prefix(' ')?.parse::<u64>().ok()).sum()
+    };
+    let (drawn, handed_out, lost) = (of("drawn"), of("handed_out"), of("lost"));
+    let events: Vec<Event> = lines.iter().filter_map(|line| line.parse().ok()).collect();
+    let windows = Windows::of(&events, quota.limit().into(), quota.window());
+    println!(
+        "{windows:?}: {:.1} % of the quota was admitted, {drawn} units drawn, {handed_out} handed out, {lost} lost",
+        windows.used(quota.limit().into()) * 100.0
+    );
+    assert!(windows.opened >= 100, "only {} windows", windows.opened);
+    assert_eq!((windows.over_admitted, windows.over_charged), (0, 0));
+    assert!(windows.admitted <= u64::from(quota.limit()) * windows.opened);
+    // The larger part came out of leases, or this has shown nothing.
+    assert!(handed_out * 2 > windows.admitted, "only {handed_out} of {} were leased", windows.admitted);
+    assert!(windows.used(quota.limit().into()) > 0.5);
+}
+
 /// How often each number was left after a grant, over all processes.
 fn hammer(server: &RedisServer, algorithm: &str) -> HashMap<u32, u64> {
+    let mut grants = HashMap::new();
+    for line in hammer_and_listen(server, algorithm) {
+        *grants.entry(line.parse().expect("a worker prints numbers")).or_default() += 1;
+    }
+    grants
+}
+
+/// What all processes print.
+fn hammer_and_listen(server: &RedisServer, algorithm: &str) -> Vec<String> {
     let program = env::current_exe().expect("the program knows itself");
     let workers: Vec<_> = (0..PROCESSES)
         .map(|_| {
@@ -88,16 +130,17 @@ fn hammer(server: &RedisServer, algorithm: &str) -> HashMap<u32, u64> {
             command.spawn().expect("a worker starts")
         })
         .collect();
-    let mut grants = HashMap::new();
-    for worker in workers {
-        let output = worker.wait_with_output().expect("a worker ends");
+    // All at once: a worker whose output nobody reads would have to wait with it.
+    let listeners: Vec<_> =
+        workers.into_iter().map(|worker| std::thread::spawn(move || worker.wait_with_output())).collect();
+    let mut lines = Vec::new();
+    for listener in listeners {
+        let output = listener.join().expect("a listener ends").expect("a worker ends");
         assert!(output.status.success(), "a worker failed");
-        let lines = String::from_utf8(output.stdout).expect("a worker prints numbers");
-        for line in lines.lines() {
-            *grants.entry(line.parse().expect("a worker prints numbers")).or_default() += 1;
-        }
+        let output = String::from_utf8(output.stdout).expect("a worker prints text");
+        lines.extend(output.lines().map(str::to_owned));
     }
-    grants
+    lines
 }
 
 fn work(url: &str, limit: Limit) {
@@ -123,6 +166,37 @@ fn work(url: &str, limit: Limit) {
         tasks.join_all().await.concat()
     });
     left.iter().for_each(|left| println!("{left}"));
+}
+
+fn work_with_leases(url: &str) {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    let (admissions, recorder, stats) = runtime.block_on(async {
+        let recorder = Recorder::new(RedisBackend::connect(url).await.expect("the server lets us in"));
+        let leases = Leases::new(recorder.clone());
+        let policy = Policy::new("leases", limit("leases"));
+        let limiter = Limiter::new(leases.clone(), policy).deadline(Duration::from_secs(20));
+        let start = Instant::now();
+        let mut tasks = JoinSet::new();
+        for _ in 0..TASKS {
+            let limiter = limiter.clone();
+            tasks.spawn(async move {
+                let mut admissions = Vec::new();
+                while start.elapsed() < DURATION {
+                    let after = now_us();
+                    let decision = limiter.check("everybody").await.expect("the server decides");
+                    if let Some(receipt) = decision.receipt() {
+                        admissions.push(Event::Admission { charged: receipt.as_micros(), after, before: now_us() });
+                    }
+                }
+                admissions
+            });
+        }
+        (tasks.join_all().await.concat(), recorder, leases.stats())
+    });
+    for event in recorder.take().into_iter().chain(admissions) {
+        println!("{event}");
+    }
+    println!("drawn {}\nhanded_out {}\nlost {}", stats.drawn, stats.handed_out, stats.expired + stats.held);
 }
 
 /// How often scripts called these commands.

@@ -77,6 +77,12 @@ impl LimitStatus {
         Self { capacity, remaining, retry_us, reset_us }
     }
 
+    /// The same limit when `elapsed` has passed and nobody came, as far as that can be told: waits are shorter.
+    const fn later(self, elapsed_us: u64) -> Self {
+        let (retry_us, reset_us) = (self.retry_us.saturating_sub(elapsed_us), self.reset_us.saturating_sub(elapsed_us));
+        Self { retry_us, reset_us, ..self }
+    }
+
     /// Whether this limit stands in the way of the request.
     #[must_use]
     pub const fn is_violated(&self) -> bool {
@@ -137,6 +143,22 @@ impl Decision {
     #[must_use]
     pub fn blocked(self, blocked_for: Duration) -> Self {
         Self { outcome: Outcome::Blocked, receipt: None, blocked_us: micros(blocked_for).max(1), ..self }
+    }
+
+    /// The same when `elapsed` has passed and nobody came: waits are shorter. Less than the wait, or the decision is another.
+    pub(crate) fn later(&self, elapsed: Duration) -> Self {
+        // Of what has passed the whole microseconds, so that no wait is too short.
+        let elapsed_us = u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
+        let limits = self.limits.iter().map(|limit| limit.later(elapsed_us)).collect();
+        Self { blocked_us: self.blocked_us.saturating_sub(elapsed_us), limits, ..*self }
+    }
+
+    /// The same with so many units more that are left.
+    pub(crate) fn with_more(mut self, units: u32) -> Self {
+        for limit in &mut self.limits {
+            limit.remaining = limit.remaining.saturating_add(units).min(limit.capacity);
+        }
+        self
     }
 
     /// Denied for good, by limits of these capacities.

@@ -59,6 +59,21 @@
 //! A decision that fails or takes longer than the [deadline](RateLimitLayer::deadline) is a [`StoreError`], never a "no".
 //! [`OnStoreError`] says what happens then; unless told otherwise requests pass.
 //!
+//! # Without a round trip
+//!
+//! Two decorators go around a store and answer some requests in its place: [`DenyCache`] turns away who is known to be over the limit,
+//! and [`Leases`] draws units of hot keys ahead. Neither admits more than the quota, and each says what it may deny
+//! in excess.
+//!
+//! ```
+//! use tollgate::{AsError, DenyCache, Leases, MemoryBackend, Policy, Quota, RateLimitLayer};
+//!
+//! let store = DenyCache::new(Leases::new(MemoryBackend::new()));
+//! let policy = Policy::new("everybody", Quota::per_second(50_000).fixed_window());
+//! let layer = RateLimitLayer::new(store, policy).with_rejection(AsError);
+//! # drop(layer);
+//! ```
+//!
 //! # Cancellation
 //!
 //! Dropping a response future while the store is asked may or may not have charged. Once admitted, a request stays charged
@@ -69,10 +84,12 @@
 mod breaker;
 pub(crate) mod counting;
 mod decision;
+mod deny_cache;
 mod future;
 mod handle;
 mod judge;
 mod layer;
+mod leases;
 mod limiter;
 mod meters;
 mod policy;
@@ -81,13 +98,16 @@ mod rejection;
 mod resolver;
 mod screen;
 mod service;
+mod shards;
 mod store;
 
 pub use self::breaker::CircuitBreaker;
 pub use self::decision::{Decision, Denied, LimitStatus, MissingKey, Outcome, RateLimited, Receipt};
+pub use self::deny_cache::{DenyCache, DenyCacheStats};
 pub use self::future::ResponseFuture;
 pub use self::handle::RateLimitHandle;
 pub use self::layer::{ChargeAlways, ChargeOn, OnMissingKey, OnStoreError, RateLimitLayer, RequestCost, UnitCost};
+pub use self::leases::{LeaseStats, Leases};
 pub use self::limiter::Limiter;
 pub use self::policy::{Mode, Policy, QuotaChange};
 pub use self::quota::{Algorithm, BurstQuota, Limit, Quota};

@@ -1,0 +1,159 @@
+//! What decisions cost that need no round trip, and whether any of them is one too many.
+//!
+//! `cargo bench --bench accelerators` starts its own Redis. Two threads ask `Limiter::check`; the last line has
+//!
+//! * `deny_cache_per_s`: decisions a second of a `DenyCache` over Redis, all denials; of one key and of 10,000 the slower
+//! * `lease_per_s`: decisions a second of `Leases` over Redis, all of one key, all admitted
+//! * `lease_over_admitted`: units beyond the quota of their window when several `Leases` share one key, over a hundred windows and more
+
+#[path = "../tests/support/mod.rs"]
+mod support;
+
+use std::hint::black_box;
+use std::time::{Duration, Instant};
+
+use support::server::RedisServer;
+use support::windows::{Event, Recorder, Windows, now_us};
+use tollgate::rate_limit::{DenyCache, Leases, RateLimitStore};
+use tollgate::{Key, Limiter, Policy, Quota, RedisBackend};
+
+const THREADS: usize = 2;
+const ROUND: Duration = Duration::from_millis(1_200);
+
+fn main() {
+    let runtime =
+        tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build().expect("it starts");
+    let server = RedisServer::start();
+    runtime.block_on(async {
+        let backend = RedisBackend::connect(server.url()).await.expect("Redis lets us in");
+        let hot = deny_cache_per_s(backend.clone(), 1).await;
+        let many = deny_cache_per_s(backend.clone(), 10_000).await;
+        let (leased, draws) = lease_per_s(backend.clone()).await;
+        let (windows, used) = lease_windows(backend).await;
+        println!(
+            "deny cache: one key {:.0}/s ({:.3} % hits), 10,000 keys {:.0}/s ({:.3} % hits)",
+            hot.0,
+            hot.1 * 100.0,
+            many.0,
+            many.1 * 100.0
+        );
+        println!("leases: {draws} draws; {windows:?}, {:.1} % of the quota was used", used * 100.0);
+        println!(
+            "deny_cache_per_s={:.0} lease_per_s={leased:.0} lease_over_admitted={}",
+            hot.0.min(many.0),
+            windows.over_admitted
+        );
+    });
+}
+
+fn limiter<S>(store: S, name: &str, quota: Quota) -> Limiter<S> {
+    Limiter::new(store, Policy::new(name, quota.fixed_window())).deadline(Duration::from_secs(10))
+}
+
+/// Denials a second of exhausted quotas. With the default settings the store is asked about each key once a second.
+async fn deny_cache_per_s(backend: RedisBackend, keys: usize) -> (f64, f64) {
+    let store = DenyCache::new(backend).capacity(2 * keys.max(64));
+    let limiter = limiter(store.clone(), "denied", Quota::per_day(1));
+    let keys: Vec<Key> = (0..keys).map(|key| Key::from(format!("client-{key}"))).collect();
+    for key in &keys {
+        limiter.check(*key).await.expect("Redis decides");
+    }
+    load(&limiter, &keys, 64, false).await;
+    let before = store.stats();
+    let rates = (0..3_u8).map(async |_| load(&limiter, &keys, 64, false).await);
+    let rate = median(rates).await;
+    let (hits, misses) = (store.stats().hits - before.hits, store.stats().misses - before.misses);
+    (rate, hits as f64 / (hits + misses) as f64)
+}
+
+/// Admissions a second of one key. Also answers how often units were drawn.
+async fn lease_per_s(backend: RedisBackend) -> (f64, u64) {
+    let store = Leases::new(backend);
+    let limiter = limiter(store.clone(), "leased", Quota::per_second(u32::MAX));
+    let keys = [Key::from("everybody")];
+    load(&limiter, &keys, 64, true).await;
+    let rates = (0..3_u8).map(async |_| load(&limiter, &keys, 64, true).await);
+    (median(rates).await, store.stats().draws)
+}
+
+async fn median(rates: impl Iterator<Item = impl Future<Output = f64>>) -> f64 {
+    let mut measured = Vec::new();
+    for rate in rates {
+        measured.push(rate.await);
+    }
+    measured.sort_by(f64::total_cmp);
+    measured[measured.len() / 2]
+}
+
+/// Decisions a second, all of them the same.
+async fn load<S>(limiter: &Limiter<S>, keys: &[Key], tasks: usize, allowed: bool) -> f64
+where
+    S: RateLimitStore + Clone + Send + Sync + 'static,
+{
+    let start = Instant::now();
+    let tasks: Vec<_> = (0..tasks)
+        .map(|task| {
+            let (limiter, keys) = (limiter.clone(), keys.to_owned());
+            tokio::spawn(async move {
+                let mut decided = 0_u64;
+                // A sequence of its own. Tasks with the same one would catch up with each other where the cache ends.
+                let mut random = (task as u64 + 1) * 0x9e37_79b9_7f4a_7c15;
+                while start.elapsed() < ROUND {
+                    for _ in 0..256 {
+                        random ^= random << 13;
+                        random ^= random >> 7;
+                        random ^= random << 17;
+                        let key = keys[(random >> 32) as usize % keys.len()];
+                        let decision = limiter.check(key).await.expect("Redis decides");
+                        assert!(black_box(decision).is_allowed() == allowed);
+                    }
+                    decided += 256;
+                    tokio::task::yield_now().await;
+                }
+                decided
+            })
+        })
+        .collect();
+    let mut decided = 0;
+    for task in tasks {
+        decided += task.await.expect("no call fails");
+    }
+    decided as f64 / start.elapsed().as_secs_f64()
+}
+
+/// Four decorators as four processes would have them, each with many tasks, share a quota that they use up in every window.
+async fn lease_windows(backend: RedisBackend) -> (Windows, f64) {
+    const QUOTA: u32 = 500;
+    const WINDOW: Duration = Duration::from_millis(20);
+    let quota = Quota::new(QUOTA, WINDOW).expect("20 ms are long enough");
+    let start = Instant::now();
+    let recorders: Vec<_> = (0..4).map(|_| Recorder::new(backend.clone())).collect();
+    let tasks: Vec<_> = (0..128_usize)
+        .map(|task| recorders[task % 4].clone())
+        .map(|recorder| limiter(Leases::new(recorder), "windows", quota))
+        .collect();
+    // The tasks of one process share its leases.
+    let tasks: Vec<_> = (0..tasks.len())
+        .map(|task| {
+            let limiter = tasks[task % 4].clone();
+            tokio::spawn(async move {
+                let mut admissions = Vec::new();
+                while start.elapsed() < WINDOW * 150 {
+                    let after = now_us();
+                    let decision = limiter.check("everybody").await.expect("Redis decides");
+                    if let Some(receipt) = decision.receipt() {
+                        admissions.push(Event::Admission { charged: receipt.as_micros(), after, before: now_us() });
+                    }
+                }
+                admissions
+            })
+        })
+        .collect();
+    let mut events = Vec::new();
+    for task in tasks {
+        events.extend(task.await.expect("no call fails"));
+    }
+    events.extend(recorders.iter().flat_map(Recorder::take));
+    let windows = Windows::of(&events, QUOTA.into(), WINDOW);
+    (windows, windows.used(QUOTA.into()))
+}

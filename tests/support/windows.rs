@@ -1,0 +1,144 @@
+//! Which units were admitted in which window, told by the clock of the server, which is that of this machine.
+//!
+//! What is known for certain: a window and its end, from the receipt of each charge and the time left that came with it, exact to
+//! the microsecond; and of each admission two instants between which it was decided. So a unit is *late* if the first of the two
+//! is past the end of the window that it was charged in, and a window is *overfull* if more than the quota lie in it with both.
+
+use std::collections::BTreeMap;
+use std::fmt;
+use std::str::FromStr;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
+
+use tollgate::rate_limit::{Decision, LimitStatus, RateLimitStore, Receipt};
+use tollgate::{Key, Policy, StoreError};
+
+/// Something that happened, in microseconds of the clock.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Event {
+    /// The server charged something at this instant, in a window that ends at that one.
+    Charge { at: u64, window_ends: u64 },
+    /// A unit that was charged at `charged` was admitted between two instants.
+    Admission { charged: u64, after: u64, before: u64 },
+}
+
+impl fmt::Display for Event {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Charge { at, window_ends } => write!(f, "charge {at} {window_ends}"),
+            Self::Admission { charged, after, before } => write!(f, "admission {charged} {after} {before}"),
+        }
+    }
+}
+
+impl FromStr for Event {
+    type Err = String;
+
+    fn from_str(line: &str) -> Result<Self, String> {
+        let (what, numbers) = line.split_once(' ').ok_or(line)?;
+        let numbers: Vec<u64> = numbers.split(' ').map_while(|number| number.parse().ok()).collect();
+        match (what, numbers.as_slice()) {
+            ("charge", &[at, window_ends]) => Ok(Self::Charge { at, window_ends }),
+            ("admission", &[charged, after, before]) => Ok(Self::Admission { charged, after, before }),
+            _ => Err(line.to_owned()),
+        }
+    }
+}
+
+/// What came of it all.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Windows {
+    pub opened: u64,
+    pub admitted: u64,
+    /// Units beyond the quota of the window they were admitted in.
+    pub over_admitted: u64,
+    /// Units beyond the quota of the window they were charged in.
+    pub over_charged: u64,
+}
+
+impl Windows {
+    pub fn of(events: &[Event], quota: u64, window: Duration) -> Self {
+        let mut windows = Self::default();
+        let window = window.as_micros() as u64;
+        // By their ends: the units charged in it, and those admitted in it for certain.
+        let mut counts: BTreeMap<u64, (u64, u64)> = BTreeMap::new();
+        for event in events {
+            if let Event::Charge { window_ends, .. } = event {
+                counts.entry(*window_ends).or_default();
+            }
+        }
+        for event in events {
+            let Event::Admission { charged, after, before } = *event else { continue };
+            windows.admitted += 1;
+            let (ends, count) = counts.range_mut(charged + 1..).next().expect("each receipt is from a charge");
+            assert!(charged + window >= *ends, "the receipt {charged} is from no known window");
+            count.0 += 1;
+            windows.over_admitted += u64::from(after >= *ends);
+            if let Some((ends, count)) = counts.range_mut(before + 1..).next()
+                && after + window >= *ends
+            {
+                count.1 += 1;
+            }
+        }
+        windows.opened = counts.len() as u64;
+        windows.over_charged = counts.values().map(|(charged, _)| charged.saturating_sub(quota)).sum();
+        windows.over_admitted += counts.values().map(|(_, admitted)| admitted.saturating_sub(quota)).sum::<u64>();
+        windows
+    }
+
+    /// The share of all that could have been admitted.
+    pub fn used(&self, quota: u64) -> f64 {
+        self.admitted as f64 / (self.opened * quota) as f64
+    }
+}
+
+pub fn now_us() -> u64 {
+    let now = SystemTime::now().duration_since(SystemTime::UNIX_EPOCH);
+    now.expect("the clock is past 1970").as_micros() as u64
+}
+
+/// A store that writes down its charges. Answers policies of one limit.
+#[derive(Clone, Debug)]
+pub struct Recorder<S> {
+    store: S,
+    charges: Arc<Mutex<Vec<Event>>>,
+}
+
+impl<S> Recorder<S> {
+    pub fn new(store: S) -> Self {
+        Self { store, charges: Arc::default() }
+    }
+
+    pub fn take(&self) -> Vec<Event> {
+        std::mem::take(&mut *self.charges.lock().expect("nobody panics"))
+    }
+}
+
+impl<S: RateLimitStore + Sync> RateLimitStore for Recorder<S> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        let decision = self.store.check(policy, key, cost).await?;
+        if let Some(receipt) = decision.receipt() {
+            let at = receipt.as_micros();
+            let left = decision.limits().first().map(LimitStatus::reset_after).unwrap_or_default();
+            let charge = Event::Charge { at, window_ends: at + left.as_micros() as u64 };
+            self.charges.lock().expect("nobody panics").push(charge);
+        }
+        Ok(decision)
+    }
+
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        self.store.peek(policy, key, cost).await
+    }
+
+    async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
+        self.store.settle(policy, key, receipt, change).await
+    }
+
+    async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
+        self.store.block(policy, key, time).await
+    }
+
+    async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
+        self.store.reset(policy, key).await
+    }
+}
