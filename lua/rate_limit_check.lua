@@ -336,11 +336,12 @@ for arg = 2, settle and 2 or #ARGV, 4 do
           start = now
         end
       end
+      local faded = ceil(previous * ceil((span - (now - start)) / step) / ceil(span / step))
       if not settle then
         used = used + cost
-        fits = used + ceil(previous * ceil((span - (now - start)) / step) / ceil(span / step)) <= capacity
+        fits = used + faded <= capacity
       elseif cost > 0 then
-        used = max(used, min(used + cost, 2 * capacity))
+        used = used + max(min(cost, 2 * capacity - used - faded), 0)
       elseif ARGV[6] - start >= 0 then
         used = max(used + cost, 0)
       elseif ARGV[6] - start + span >= 0 then

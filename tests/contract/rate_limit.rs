@@ -42,6 +42,7 @@ macro_rules! for_each_claim {
             more_is_never_given_back_than_was_used,
             a_charge_afterwards_is_a_debt,
             a_debt_is_never_deeper_than_the_quota,
+            a_debt_over_two_windows_is_no_deeper,
             a_block_denies_and_forgets_nothing,
             a_change_of_quota_keeps_resets_or_scales,
             racing_callers_of_several_limits_get_the_tightest_between_them,
@@ -519,6 +520,18 @@ pub async fn a_debt_is_never_deeper_than_the_quota<B: RateLimitStore + Clone>(st
         let wait = limiter.check("alice").await.unwrap().retry_after().unwrap();
         assert!(wait <= LONG * 2, "{limit:?} {wait:?}");
     }
+}
+
+/// A sliding window let each of its two windows be a whole quota in debt, so a debt was three quotas deep in all.
+pub async fn a_debt_over_two_windows_is_no_deeper<B: RateLimitStore + Clone>(store: B) {
+    let [_, _, sliding, _] = limits_of(5, SHORT);
+    let limiter = limiter(&store, "windows", sliding);
+    let opened = Instant::now();
+    limiter.settle("alice", Receipt::at_micros(0), 10).await.unwrap();
+    sleep(SHORT + Duration::from_millis(20)).await;
+    limiter.settle("alice", Receipt::at_micros(0), 10).await.unwrap();
+    let wait = limiter.check("alice").await.unwrap().retry_after().unwrap();
+    assert!(wait <= SHORT || opened.elapsed() > SHORT * 3 / 2, "{wait:?}");
 }
 
 pub async fn a_block_denies_and_forgets_nothing<B: RateLimitStore + Clone>(store: B) {

@@ -141,7 +141,7 @@ impl Counts {
     fn charge(&mut self, units: u32) {
         for (limit, terms) in self.limits.iter_mut().zip(self.policy.terms()) {
             match limit {
-                LimitCount::Plain(count) => count.charge(terms, units),
+                LimitCount::Plain(count) => count.charge(terms, self.last, units),
                 LimitCount::Log(log) => log.charge(terms, self.last, units),
             }
         }
