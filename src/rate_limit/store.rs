@@ -50,7 +50,8 @@ pub trait RateLimitStore {
     ///
     /// What is added counts from now on and is charged even if it does not fit, but nobody gets deeper into debt than by a whole quota.
     /// What is given back must have been charged, as the receipt shows; limits in which it does not count any more are left alone,
-    /// so nothing is ever given back into another window.
+    /// so nothing is ever given back into another window. A token bucket takes a charge back as long as it has not been full
+    /// since, whether or not inflow has made up for a part of it by then.
     fn settle(
         &self,
         policy: &Policy,
