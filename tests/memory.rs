@@ -1,8 +1,6 @@
 //! The contract on the memory backend, on a paused clock, and what is particular to it.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
-mod contract;
-
 use std::pin::pin;
 use std::sync::Mutex;
 use std::task::{Context, Poll, Waker};
@@ -12,16 +10,12 @@ use std::time::{Duration, Instant};
 use tokio::time::advance;
 use tollgate::{Limiter, MemoryBackend, Policy, Quota};
 
-macro_rules! on_memory {
-    ($($claim:ident),* $(,)?) => {$(
-        #[tokio::test(start_paused = true)]
-        async fn $claim() {
-            contract::rate_limit::$claim(MemoryBackend::new()).await;
-        }
-    )*};
-}
-
-contract::rate_limit::for_each_claim!(on_memory);
+tollgate::rate_limit_contract!(
+    #[tokio::test(start_paused = true)]
+    async {
+        MemoryBackend::new()
+    }
+);
 
 fn limiter(backend: &MemoryBackend, quota: Quota) -> Limiter<MemoryBackend> {
     Limiter::new(backend.clone(), Policy::new("memory", quota.fixed_window()))

@@ -12,7 +12,7 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use tokio::runtime::Builder;
 use tokio::time::{Instant, advance};
-use tollgate::rate_limit::{Algorithm, Decision, Limit, Outcome, RateLimitStore, Receipt};
+use tollgate::rate_limit::{Algorithm, Decision, Limit, LimitStatus, Outcome, RateLimitStore, Receipt};
 use tollgate::{Key, MemoryBackend, Policy, Quota};
 
 const MICROSECOND: Duration = Duration::from_micros(1);
@@ -324,7 +324,7 @@ fn what_is_given_back_was_there_before() {
     for_all(100, traces(verbs(), 120), async |trace: Trace| {
         let mut subject = Subject::new(&trace.limits);
         subject.run(&trace.steps).await;
-        let left = |decision: &Decision| decision.limits().iter().map(|limit| limit.remaining()).collect::<Vec<_>>();
+        let left = |decision: &Decision| decision.limits().iter().map(LimitStatus::remaining).collect::<Vec<_>>();
         // All that was ever charged, and once more for those who do not keep to what the docs ask of them.
         let charges = subject.charges.clone();
         for (receipt, units) in charges.iter().chain(&charges) {
@@ -402,7 +402,7 @@ fn what_remains_is_what_can_be_charged_at_once() {
         let mut subject = Subject::new(&trace.limits);
         subject.run(&trace.steps).await;
         subject.backend.block(&subject.policy, &subject.key, Duration::ZERO).await.unwrap();
-        let left = subject.peek(1).await.limits().iter().map(|limit| limit.remaining()).min().unwrap();
+        let left = subject.peek(1).await.limits().iter().map(LimitStatus::remaining).min().unwrap();
         prop_assert_eq!(subject.peek(0).await.remaining(), Some(left));
         if left < subject.capacity() {
             prop_assert!(!subject.check(left + 1).await.is_allowed());

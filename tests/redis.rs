@@ -1,7 +1,6 @@
 //! The contract on real Redis servers, and what is particular to Redis: commands, keys, memory, errors.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
-mod contract;
 mod support;
 
 use std::collections::HashMap;
@@ -12,18 +11,14 @@ use redis::Connection;
 use support::server::RedisServer;
 use tollgate::{Limiter, Policy, Quota, RedisBackend, RedisOptions};
 
-macro_rules! on_redis {
-    ($($claim:ident),* $(,)?) => {$(
-        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        async fn $claim() {
-            let server = RedisServer::start();
-            contract::rate_limit::$claim(connect(&server).await).await;
-            every_key_expires(&mut server.connection());
-        }
-    )*};
-}
-
-contract::rate_limit::for_each_claim!(on_redis);
+tollgate::rate_limit_contract!(
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    |claim| {
+        let server = RedisServer::start();
+        claim(connect(&server).await).await;
+        every_key_expires(&mut server.connection());
+    }
+);
 
 async fn connect(server: &RedisServer) -> RedisBackend {
     RedisBackend::connect(server.url()).await.expect("the server lets us in")

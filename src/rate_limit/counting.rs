@@ -188,7 +188,7 @@ impl Count {
             Self::TokenBucket { debt, .. } => *debt = add(*debt, units.saturating_mul(terms.span), 2 * terms.full()),
             // What is left of the window before counts as well.
             Self::FixedWindow { used: current, .. } | Self::SlidingWindow { current, .. } => {
-                *current += units.min(room)
+                *current += units.min(room);
             }
         }
     }

@@ -9,7 +9,8 @@ use crate::key::Key;
 /// What rate limiting needs of a backend: decisions, each of them atomic.
 ///
 /// A store is asked only about costs that can be admitted at all (no more than the capacity of each limit, which is not 0);
-/// [`Limiter`] and the layer answer the others. Every backend passes the same contract tests.
+/// [`Limiter`] and the layer answer the others. Every backend passes the same contract tests, which
+/// `tollgate::testing` (feature `testing`) has for others.
 ///
 /// # Cancellation
 ///

@@ -322,9 +322,9 @@ impl Counts {
             Verb::Settle(receipt, change) => {
                 let units = u32::try_from(change.unsigned_abs()).unwrap_or(u32::MAX);
                 if change < 0 {
-                    self.refund(receipt, units)
+                    self.refund(receipt, units);
                 } else {
-                    self.charge(units)
+                    self.charge(units);
                 }
                 change != 0
             }
