@@ -167,6 +167,24 @@ async fn a_key_that_lost_its_expiry_gets_it_back() {
     }
 }
 
+/// Counts took over the expiry of a long block, and kept it when the block was lifted or made shorter.
+#[tokio::test]
+async fn a_block_that_is_lifted_does_not_keep_the_key() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let mut connection = server.connection();
+    let [policy, _] = policies(10);
+    let limiter = limiter(&backend, policy);
+    limiter.check("alice").await.unwrap();
+    for block in [Duration::ZERO, Duration::from_secs(1)] {
+        limiter.block("alice", Duration::from_secs(86_400)).await.unwrap();
+        limiter.block("alice", block).await.unwrap();
+        let key = "tollgate:2:{rate_limit:fixed:alice}:counts";
+        let ttl: i64 = redis::cmd("PTTL").arg(key).query(&mut connection).unwrap();
+        assert!((50_000..=60_010).contains(&ttl), "{ttl} after a block of {block:?}");
+    }
+}
+
 #[tokio::test]
 async fn counts_from_the_future_deny_for_no_longer_than_they_would_have() {
     let server = RedisServer::start();

@@ -80,7 +80,7 @@ impl RateLimitStore for RedisBackend {
         let Inner { pool, keys, scripts } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         let block_us = time.min(Quota::MAX_WINDOW).as_micros() as u64;
-        scripts.rate_limit_block(pool, &keys[0], block_us).await
+        scripts.rate_limit_block(pool, &keys[0], block_us, counts::time_to_live_ms(policy)).await
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
