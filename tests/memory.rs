@@ -188,6 +188,17 @@ async fn a_check_that_is_never_polled_charges_nothing() {
     assert!(backend.is_empty());
 }
 
+/// A fixed or sliding window was opened for whoever was let go, and kept for its whole length.
+#[tokio::test(start_paused = true)]
+async fn lifting_a_block_that_nobody_has_keeps_nothing() {
+    let backend = MemoryBackend::new();
+    let quota = Quota::per_hour(1);
+    for limit in [quota.fixed_window(), quota.sliding_window(), quota.token_bucket(), quota.sliding_log().unwrap()] {
+        Limiter::new(backend.clone(), Policy::new("lift", limit)).block("alice", Duration::ZERO).await.unwrap();
+        assert!(backend.is_empty(), "{limit:?}");
+    }
+}
+
 #[test]
 fn a_check_needs_no_runtime() {
     let limiter = limiter(&MemoryBackend::new(), Quota::per_hour(1));

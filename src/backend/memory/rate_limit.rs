@@ -298,8 +298,13 @@ impl MemoryBackend {
         } else {
             let mut counts = Counts::new(policy, now);
             let (decision, changed) = counts.act(policy, cost, verb, now);
-            let gives_back = matches!(verb, Verb::Settle(_, ..0));
-            if changed && !gives_back && counts.expires_us() > now {
+            // For who is not known there is nothing to give back, and no block to lift.
+            let takes_away = match verb {
+                Verb::Settle(_, change) => change < 0,
+                Verb::BlockUntil(until) => until <= now,
+                Verb::Check | Verb::Peek => false,
+            };
+            if changed && !takes_away && counts.expires_us() > now {
                 let added = counts.weight();
                 let (index, removed) = shard.put(hash, policy, key, counts, now);
                 self.shrank(removed);
