@@ -99,8 +99,12 @@ fn traces() -> impl Strategy<Value = Trace> {
 fn look(connection: &mut Connection) -> BTreeMap<String, (i64, Vec<u8>)> {
     let script = redis::Script::new(
         "local found = {}
-        for i, key in ipairs(redis.call('KEYS', '*')) do
-          found[i] = {key, redis.call('PTTL', key), redis.call('DUMP', key)}
+        for _, key in ipairs(redis.call('KEYS', '*')) do
+          local ttl, value = redis.call('PTTL', key), redis.call('DUMP', key)
+          -- Older servers let keys expire while a script runs.
+          if ttl ~= -2 and value then
+            found[#found + 1] = {key, ttl, value}
+          end
         end
         return found",
     );
