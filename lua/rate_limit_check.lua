@@ -1,5 +1,5 @@
 -- rate_limit_check: charge a request to all limits of a policy if all of them have room, and to none otherwise; for several
--- subjects at once, all or none. Also says what would happen, and corrects what was charged.
+-- subjects at once, all different, all or none. Also says what would happen, and corrects what was charged.
 --
 -- All limits of a subject but sliding logs are counted in one packed value. A sliding log has a key of its own: it lists
 -- the charges of the last window, the oldest first, and each entry carries the sum of all charges up to and including it, so

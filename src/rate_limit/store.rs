@@ -31,7 +31,7 @@ pub trait RateLimitStore {
     }
 
     /// Charges several subjects, each by its own policy, if all of them have room, and none otherwise. The decisions are in the order of
-    /// `requests`; where one is a denial the others say what they would have been.
+    /// `requests`; where one is a denial the others say what they would have been. A subject that is named twice is charged twice.
     ///
     /// Unless a store can do this atomically, as this implementation cannot, it charges one after the other and gives back what was charged when one of
     /// them is denied: others may be denied meanwhile what is given back a moment later, and what could not be given back stays charged.
@@ -80,7 +80,8 @@ pub struct Request {
     pub cost: u32,
 }
 
-async fn one_after_the_other<S>(store: &S, requests: &[Request]) -> Result<Vec<Decision>, StoreError>
+/// Charges several subjects by one call for each, and gives back where one of them is denied.
+pub(crate) async fn one_after_the_other<S>(store: &S, requests: &[Request]) -> Result<Vec<Decision>, StoreError>
 where
     S: RateLimitStore + ?Sized + Sync,
 {

@@ -437,6 +437,28 @@ where
     }
 }
 
+/// A subject that is named twice in `check_all` is charged for both, or not at all.
+///
+/// It happened that both were judged by what was counted before, and only one was charged.
+pub async fn one_subject_twice_is_charged_twice<B>(store: B)
+where
+    B: RateLimitStore + Clone + Sync,
+{
+    for limit in limits(3) {
+        let (policy, key) = (Policy::new("twice", limit), Key::from("alice"));
+        let request = |cost| Request { policy: policy.clone(), key, cost };
+        let decisions = store.check_all(&[request(2), request(2)]).await.unwrap();
+        assert!(!decisions.iter().all(Decision::is_allowed), "{limit:?} {decisions:?}");
+        assert!(decisions.iter().all(|decision| decision.receipt().is_none()), "{limit:?} {decisions:?}");
+        assert_eq!(store.peek(&policy, &key, 1).await.unwrap().remaining(), Some(3), "{limit:?}");
+
+        let decisions = store.check_all(&[request(2), request(1)]).await.unwrap();
+        assert!(decisions.iter().all(Decision::is_allowed), "{limit:?} {decisions:?}");
+        assert_eq!(store.peek(&policy, &key, 1).await.unwrap().remaining(), Some(0), "{limit:?}");
+        store.reset(&policy, &key).await.unwrap();
+    }
+}
+
 /// What is given back can be used again.
 pub async fn what_is_given_back_can_be_used_again<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {

@@ -159,6 +159,7 @@ macro_rules! rate_limit_contract {
             several_limits_are_charged_together_or_not_at_all
             the_answer_names_every_violated_limit_and_the_longest_wait
             several_subjects_are_charged_together_or_not_at_all
+            one_subject_twice_is_charged_twice
             what_is_given_back_can_be_used_again
             nothing_is_given_back_into_another_window
             more_is_never_given_back_than_was_used

@@ -221,7 +221,7 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
             Verb::CheckTwo { cost, other } => {
                 let request = |key: Key| Request { policy: policy.clone(), key, cost: cost_of(cost) };
                 let requests = [request(key), request(Key::from(other + 1))];
-                // The same subject twice would be charged for both by one backend and for one by the other.
+                // Redis does the same subject twice one after the other, and says what was left in between.
                 if requests[0].key == requests[1].key {
                     continue;
                 }
