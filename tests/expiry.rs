@@ -13,7 +13,7 @@ use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use redis::Connection;
 use support::server::RedisServer;
 use tokio::runtime::{Builder, Runtime};
-use tollgate::rate_limit::{Algorithm, Limit, QuotaChange, RateLimitStore, Receipt, Request};
+use tollgate::rate_limit::{Algorithm, Decision, Limit, QuotaChange, RateLimitStore, Receipt, Request};
 use tollgate::{Key, Policy, Quota, RedisBackend};
 
 /// How much longer than it says something a key may live.
@@ -165,7 +165,7 @@ impl Bench {
                     let other = Key::from(format!("subject-{}", (step.subject + 1) % 3));
                     let requests = [key, other].map(|key| Request { policy: policy.clone(), key, cost: units(share) });
                     let decisions = runtime.block_on(backend.check_all(&requests)).unwrap();
-                    decisions.iter().all(|decision| decision.is_allowed())
+                    decisions.iter().all(Decision::is_allowed)
                 }
                 Verb::Peek(share) => {
                     runtime.block_on(backend.peek(policy, &key, units(share))).unwrap();

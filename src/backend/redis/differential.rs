@@ -123,7 +123,7 @@ fn limit_of(algorithm: Algorithm, window: Duration, units: u32) -> Limit {
     let quota = |units: u32| Quota::new(units, window).unwrap();
     match algorithm {
         // Sometimes with another burst than the quota.
-        Algorithm::TokenBucket if units % 3 == 0 => quota(units).burst(units / 2 + 1).unwrap().token_bucket(),
+        Algorithm::TokenBucket if units.is_multiple_of(3) => quota(units).burst(units / 2 + 1).unwrap().token_bucket(),
         Algorithm::TokenBucket => quota(units).token_bucket(),
         Algorithm::FixedWindow => quota(units).fixed_window(),
         Algorithm::SlidingWindow => quota(units).sliding_window(),
