@@ -2,13 +2,14 @@
 --
 -- KEYS[1]  counts    string, see rate_limit_check        prefix:2:{rate_limit:<policy>:<subject>}:counts
 -- ARGV[1]  block_us  integer, 0 to 3.2 * 10^14; 0 lifts the block
+-- ARGV[2]  ttl_ms    how long counts say something after they were written, at the most
 --
 -- Value    counts: while the key is blocked, 1 byte version 2 and 7 bytes end of the block, little endian, then the counts as
 --          rate_limit_check writes them, or nothing
 -- Returns  1 blocked | 0 not blocked
 -- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
 -- Repeat   harmless: the block ends later by as much as lies between
-local counts, block_us = KEYS[1], ARGV[1] + 0
+local counts, block_us, ttl_ms = KEYS[1], ARGV[1] + 0, ARGV[2] + 0
 
 local stored = redis.call('GET', counts) or ''
 if stored:byte(1) == 2 and #stored >= 8 then
@@ -17,12 +18,16 @@ end
 if stored ~= '' and stored:byte(1) ~= 1 then
   return redis.error_reply('TOLLGATE the value does not hold counts of version 1')
 end
-local left_ms = redis.call('PTTL', counts)
+local left_ms = 0
+if stored ~= '' then
+  -- A block may have let the key live on for longer than its counts need, and a key that lost its expiry gets one.
+  left_ms = redis.call('PTTL', counts)
+  left_ms = left_ms < 0 and ttl_ms or math.min(left_ms, ttl_ms)
+end
 if block_us > 0 then
   local time = redis.call('TIME')
   local ends = time[1] * 1000000 + time[2] + block_us
-  local ttl_ms = math.max(left_ms, math.ceil(block_us / 1000) + 10)
-  redis.call('SET', counts, struct.pack('<BI7', 2, ends) .. stored, 'PX', ttl_ms)
+  redis.call('SET', counts, struct.pack('<BI7', 2, ends) .. stored, 'PX', math.max(left_ms, math.ceil(block_us / 1000) + 10))
   return 1
 end
 if stored == '' then

@@ -1,5 +1,5 @@
 -- rate_limit_check: charge a request to all limits of a policy if all of them have room, and to none otherwise; for several
--- subjects at once, all or none. Also says what would happen, and corrects what was charged.
+-- subjects at once, all different, all or none. Also says what would happen, and corrects what was charged.
 --
 -- All limits of a subject but sliding logs are counted in one packed value. A sliding log has a key of its own: it lists
 -- the charges of the last window, the oldest first, and each entry carries the sum of all charges up to and including it, so
@@ -336,11 +336,12 @@ for arg = 2, settle and 2 or #ARGV, 4 do
           start = now
         end
       end
+      local faded = ceil(previous * ceil((span - (now - start)) / step) / ceil(span / step))
       if not settle then
         used = used + cost
-        fits = used + ceil(previous * ceil((span - (now - start)) / step) / ceil(span / step)) <= capacity
+        fits = used + faded <= capacity
       elseif cost > 0 then
-        used = max(used, min(used + cost, 2 * capacity))
+        used = used + max(min(cost, 2 * capacity - used - faded), 0)
       elseif ARGV[6] - start >= 0 then
         used = max(used + cost, 0)
       elseif ARGV[6] - start + span >= 0 then

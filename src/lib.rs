@@ -31,6 +31,7 @@
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
 //! | [`reject`] | what a rejection becomes |
+//! | `testing` (feature `testing`) | for tests: a store that fails when told to, the contract for backends of your own |
 //!
 //! # Words
 //!
@@ -54,6 +55,8 @@
 //! * `http` (default): the module `http`, with http, http-body, ipnet and the small crates that answers take.
 //! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`.
 //! * `grpc`: the module `grpc`, with prost.
+//! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics).
+//! * `testing`: the module `testing`, for `[dev-dependencies]`.
 //!
 //! [tower]: https://docs.rs/tower
 #![cfg_attr(docsrs, feature(doc_cfg))]
@@ -69,6 +72,8 @@ pub mod grpc;
 pub mod http;
 pub mod rate_limit;
 pub mod reject;
+#[cfg(feature = "testing")]
+pub mod testing;
 
 pub use self::backend::memory::MemoryBackend;
 #[cfg(feature = "redis")]
@@ -80,6 +85,6 @@ pub use self::rate_limit::{DenyCache, Leases, Limiter, OnMissingKey, OnStoreErro
 pub use self::reject::{AsError, AsResponse};
 
 /// The code in the README, run as doctests.
-#[cfg(all(doctest, feature = "redis", feature = "axum"))]
+#[cfg(all(doctest, feature = "redis", feature = "axum", feature = "testing"))]
 #[doc = include_str!("../README.md")]
 mod readme {}

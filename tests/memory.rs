@@ -1,8 +1,6 @@
 //! The contract on the memory backend, on a paused clock, and what is particular to it.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
-mod contract;
-
 use std::pin::pin;
 use std::sync::Mutex;
 use std::task::{Context, Poll, Waker};
@@ -12,16 +10,12 @@ use std::time::{Duration, Instant};
 use tokio::time::advance;
 use tollgate::{Limiter, MemoryBackend, Policy, Quota};
 
-macro_rules! on_memory {
-    ($($claim:ident),* $(,)?) => {$(
-        #[tokio::test(start_paused = true)]
-        async fn $claim() {
-            contract::rate_limit::$claim(MemoryBackend::new()).await;
-        }
-    )*};
-}
-
-contract::rate_limit::for_each_claim!(on_memory);
+tollgate::rate_limit_contract!(
+    #[tokio::test(start_paused = true)]
+    async {
+        MemoryBackend::new()
+    }
+);
 
 fn limiter(backend: &MemoryBackend, quota: Quota) -> Limiter<MemoryBackend> {
     Limiter::new(backend.clone(), Policy::new("memory", quota.fixed_window()))
@@ -192,6 +186,17 @@ async fn a_check_that_is_never_polled_charges_nothing() {
     let limiter = limiter(&backend, Quota::per_hour(1));
     drop(limiter.check("alice"));
     assert!(backend.is_empty());
+}
+
+/// A fixed or sliding window was opened for whoever was let go, and kept for its whole length.
+#[tokio::test(start_paused = true)]
+async fn lifting_a_block_that_nobody_has_keeps_nothing() {
+    let backend = MemoryBackend::new();
+    let quota = Quota::per_hour(1);
+    for limit in [quota.fixed_window(), quota.sliding_window(), quota.token_bucket(), quota.sliding_log().unwrap()] {
+        Limiter::new(backend.clone(), Policy::new("lift", limit)).block("alice", Duration::ZERO).await.unwrap();
+        assert!(backend.is_empty(), "{limit:?}");
+    }
 }
 
 #[test]

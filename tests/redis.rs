@@ -1,7 +1,6 @@
 //! The contract on real Redis servers, and what is particular to Redis: commands, keys, memory, errors.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
-mod contract;
 mod support;
 
 use std::collections::HashMap;
@@ -12,18 +11,14 @@ use redis::Connection;
 use support::server::RedisServer;
 use tollgate::{Limiter, Policy, Quota, RedisBackend, RedisOptions};
 
-macro_rules! on_redis {
-    ($($claim:ident),* $(,)?) => {$(
-        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-        async fn $claim() {
-            let server = RedisServer::start();
-            contract::rate_limit::$claim(connect(&server).await).await;
-            every_key_expires(&mut server.connection());
-        }
-    )*};
-}
-
-contract::rate_limit::for_each_claim!(on_redis);
+tollgate::rate_limit_contract!(
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    |claim| {
+        let server = RedisServer::start();
+        claim(connect(&server).await).await;
+        every_key_expires(&mut server.connection());
+    }
+);
 
 async fn connect(server: &RedisServer) -> RedisBackend {
     RedisBackend::connect(server.url()).await.expect("the server lets us in")
@@ -169,6 +164,24 @@ async fn a_key_that_lost_its_expiry_gets_it_back() {
         limiter.check("alice").await.unwrap();
         let ttl: i64 = redis::cmd("PTTL").arg(key).query(&mut connection).unwrap();
         assert!((1..=60_010).contains(&ttl), "{ttl} after {harm}");
+    }
+}
+
+/// Counts took over the expiry of a long block, and kept it when the block was lifted or made shorter.
+#[tokio::test]
+async fn a_block_that_is_lifted_does_not_keep_the_key() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let mut connection = server.connection();
+    let [policy, _] = policies(10);
+    let limiter = limiter(&backend, policy);
+    limiter.check("alice").await.unwrap();
+    for block in [Duration::ZERO, Duration::from_secs(1)] {
+        limiter.block("alice", Duration::from_secs(86_400)).await.unwrap();
+        limiter.block("alice", block).await.unwrap();
+        let key = "tollgate:2:{rate_limit:fixed:alice}:counts";
+        let ttl: i64 = redis::cmd("PTTL").arg(key).query(&mut connection).unwrap();
+        assert!((50_000..=60_010).contains(&ttl), "{ttl} after a block of {block:?}");
     }
 }
 

@@ -183,14 +183,16 @@ impl Count {
         LimitStatus::of_micros(terms.capacity, remaining, retry, reset)
     }
 
-    /// Charges `units`, whether or not they fit, but nobody gets deeper into debt than by a whole quota.
-    pub(crate) fn charge(&mut self, terms: &Terms, units: u32) {
+    /// Charges `units` at `now`, which the count has been brought up to, whether or not they fit, but nobody gets deeper into
+    /// debt than by a whole quota.
+    pub(crate) fn charge(&mut self, terms: &Terms, now: u64, units: u32) {
         let units = u64::from(units);
-        let most = 2 * u64::from(terms.capacity);
+        let room = (2 * u64::from(terms.capacity)).saturating_sub(self.used(terms, now));
         match self {
             Self::TokenBucket { debt, .. } => *debt = add(*debt, units.saturating_mul(terms.span), 2 * terms.full()),
+            // What is left of the window before counts as well.
             Self::FixedWindow { used: current, .. } | Self::SlidingWindow { current, .. } => {
-                *current = add(*current, units, most);
+                *current += units.min(room);
             }
         }
     }

@@ -119,3 +119,5 @@ pub use self::store::{RateLimitStore, Request};
 
 #[cfg(feature = "http")]
 pub(crate) use self::decision::ceil_seconds;
+#[cfg(feature = "redis")]
+pub(crate) use self::store::one_after_the_other;

@@ -94,7 +94,8 @@ impl Quota {
     /// much.
     ///
     /// This is the generic cell rate algorithm (GCRA, ITU-T I.371) in the form of a leaky bucket, in integers: the rate is
-    /// exact unless the bucket takes years to fill, and then too slow by no more than two millionths.
+    /// exact as long as the window in microseconds times the size of the bucket is at most 2^51 (37 million a minute, 26,000 a
+    /// day), and for round numbers far beyond that. Above it may be too slow, by no more than 2.2 millionths.
     #[must_use]
     pub const fn token_bucket(self) -> Limit {
         Limit { quota: self, algorithm: Algorithm::TokenBucket, capacity: self.limit }
@@ -113,8 +114,12 @@ impl Quota {
     /// at the price of two numbers.
     ///
     /// What was used in the last window counts by the share of it that is less than a window ago, as if it had been spread
-    /// evenly. A client that spreads its requests evenly gets exactly the quota. In the worst case, with all of the last
+    /// evenly, rounded up. So a client that spreads its requests evenly gets the quota less at most one in each window, which
+    /// is a lot of a quota of two or three: take a token bucket or a log for those. In the worst case, with all of the last
     /// window's requests at its end, somewhat less than twice the quota passes within one window's length.
+    ///
+    /// Where the window in microseconds times the quota is above 2^51, time is counted in coarser steps: of two microseconds up to
+    /// 2^52, of three up to 3 * 2^51, and so on.
     #[must_use]
     pub const fn sliding_window(self) -> Limit {
         Limit { quota: self, algorithm: Algorithm::SlidingWindow, capacity: self.limit }

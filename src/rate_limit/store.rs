@@ -9,7 +9,8 @@ use crate::key::Key;
 /// What rate limiting needs of a backend: decisions, each of them atomic.
 ///
 /// A store is asked only about costs that can be admitted at all (no more than the capacity of each limit, which is not 0);
-/// [`Limiter`] and the layer answer the others. Every backend passes the same contract tests.
+/// [`Limiter`] and the layer answer the others. Every backend passes the same contract tests, which
+/// `tollgate::testing` (feature `testing`) has for others.
 ///
 /// # Cancellation
 ///
@@ -30,7 +31,7 @@ pub trait RateLimitStore {
     }
 
     /// Charges several subjects, each by its own policy, if all of them have room, and none otherwise. The decisions are in the order of
-    /// `requests`; where one is a denial the others say what they would have been.
+    /// `requests`; where one is a denial the others say what they would have been. A subject that is named twice is charged twice.
     ///
     /// Unless a store can do this atomically, as this implementation cannot, it charges one after the other and gives back what was charged when one of
     /// them is denied: others may be denied meanwhile what is given back a moment later, and what could not be given back stays charged.
@@ -50,7 +51,8 @@ pub trait RateLimitStore {
     ///
     /// What is added counts from now on and is charged even if it does not fit, but nobody gets deeper into debt than by a whole quota.
     /// What is given back must have been charged, as the receipt shows; limits in which it does not count any more are left alone,
-    /// so nothing is ever given back into another window.
+    /// so nothing is ever given back into another window. A token bucket takes a charge back as long as it has not been full
+    /// since, whether or not inflow has made up for a part of it by then.
     fn settle(
         &self,
         policy: &Policy,
@@ -78,7 +80,8 @@ pub struct Request {
     pub cost: u32,
 }
 
-async fn one_after_the_other<S>(store: &S, requests: &[Request]) -> Result<Vec<Decision>, StoreError>
+/// Charges several subjects by one call for each, and gives back where one of them is denied.
+pub(crate) async fn one_after_the_other<S>(store: &S, requests: &[Request]) -> Result<Vec<Decision>, StoreError>
 where
     S: RateLimitStore + ?Sized + Sync,
 {

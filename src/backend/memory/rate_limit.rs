@@ -144,7 +144,7 @@ impl Counts {
     fn charge(&mut self, units: u32) {
         for (limit, terms) in self.limits.iter_mut().zip(self.policy.terms()) {
             match limit {
-                LimitCount::Plain(count) => count.charge(terms, units),
+                LimitCount::Plain(count) => count.charge(terms, self.last, units),
                 LimitCount::Log(log) => log.charge(terms, self.last, units),
             }
         }
@@ -301,8 +301,13 @@ impl MemoryBackend {
         } else {
             let mut counts = Counts::new(policy, now);
             let (decision, changed) = counts.act(policy, cost, verb, now);
-            let gives_back = matches!(verb, Verb::Settle(_, ..0));
-            if changed && !gives_back && counts.expires_us() > now {
+            // For who is not known there is nothing to give back, and no block to lift.
+            let takes_away = match verb {
+                Verb::Settle(_, change) => change < 0,
+                Verb::BlockUntil(until) => until <= now,
+                Verb::Check | Verb::Peek => false,
+            };
+            if changed && !takes_away && counts.expires_us() > now {
                 let added = counts.weight();
                 let (index, removed) = shard.put(hash, policy, key, counts, now);
                 self.shrank(removed);

@@ -6,7 +6,7 @@ use super::scripts::{Subject, Verb};
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::rate_limit::{Decision, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request};
+use crate::rate_limit::{Decision, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request, one_after_the_other};
 
 impl RedisBackend {
     async fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
@@ -42,6 +42,15 @@ impl RateLimitStore for RedisBackend {
     async fn check_all(&self, requests: &[Request]) -> Result<Vec<Decision>, StoreError> {
         if let [Request { policy, key, cost }] = requests {
             return Ok(vec![self.check(policy, key, *cost).await?]);
+        }
+        // The script reads all counts before it writes any, so it cannot be asked about one subject twice.
+        let is_repeated = |(index, request): (usize, &Request)| {
+            requests[..index]
+                .iter()
+                .any(|other| request.key == other.key && request.policy.name() == other.policy.name())
+        };
+        if requests.iter().enumerate().any(is_repeated) {
+            return one_after_the_other(self, requests).await;
         }
         let Inner { pool, keys, scripts } = &*self.inner;
         let keys: Vec<_> = requests.iter().map(|request| keys.rate_limit(&request.policy, &request.key)).collect();
@@ -80,7 +89,7 @@ impl RateLimitStore for RedisBackend {
         let Inner { pool, keys, scripts } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         let block_us = time.min(Quota::MAX_WINDOW).as_micros() as u64;
-        scripts.rate_limit_block(pool, &keys[0], block_us).await
+        scripts.rate_limit_block(pool, &keys[0], block_us, counts::time_to_live_ms(policy)).await
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {

@@ -78,8 +78,14 @@ impl Scripts {
         }
     }
 
-    pub(super) async fn rate_limit_block(&self, pool: &Pool, counts: &str, block_us: u64) -> Result<(), StoreError> {
-        self.block.call(pool, &[counts], block_us).await.map(drop)
+    pub(super) async fn rate_limit_block(
+        &self,
+        pool: &Pool,
+        counts: &str,
+        block_us: u64,
+        ttl_ms: u64,
+    ) -> Result<(), StoreError> {
+        self.block.call(pool, &[counts], (block_us, ttl_ms)).await.map(drop)
     }
 }
 
@@ -135,7 +141,7 @@ mod tests {
     fn headers_agree_with_bodies_and_calls() {
         let scripts = Scripts::new();
         // How many keys and arguments the typed calls above give for one subject.
-        for (script, keys, args) in [(&scripts.check, 1, 6), (&scripts.block, 1, 1)] {
+        for (script, keys, args) in [(&scripts.check, 1, 6), (&scripts.block, 1, 2)] {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
             for (what, count) in [("KEYS", keys), ("ARGV", args)] {
                 let names = declared(header, what);

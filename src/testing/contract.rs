@@ -1,54 +1,20 @@
-//! The contract of `RateLimitStore`.
+//! What every [`RateLimitStore`] must do: one claim a function, written once, run on each backend by
+//! [`rate_limit_contract!`](crate::rate_limit_contract).
 //!
-//! The claims wait on tokio's clock, so they take no time where it is paused and some tenths of a second where it is not.
+//! A claim is told a store that nobody else uses, and panics if what it says is not so. The claims wait on tokio's clock, so
+//! they take no time where it is paused and up to some seconds where it is not.
+#![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
 
 use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep};
-use tollgate::rate_limit::{Algorithm, Decision, Limit, Outcome, QuotaChange, RateLimitStore, Receipt, Request};
-use tollgate::{Key, Limiter, Policy, Quota};
 
-/// Calls a macro with the names of all claims.
-macro_rules! for_each_claim {
-    ($call:ident) => {
-        $call! {
-            exactly_the_quota_is_admitted,
-            subjects_and_policies_are_counted_apart,
-            policies_of_one_name_share_their_counts,
-            a_denial_charges_nothing,
-            waiting_as_told_is_enough_and_not_too_much,
-            a_cost_of_nothing_always_passes_and_charges_nothing,
-            a_peek_tells_what_a_check_would_and_charges_nothing,
-            a_reset_forgets_one_subject,
-            an_untouched_quota_has_nothing_to_reset,
-            a_lower_limit_keeps_what_was_counted,
-            a_higher_limit_keeps_what_was_counted,
-            another_window_starts_afresh,
-            a_fixed_window_ends_all_at_once,
-            a_sliding_log_never_admits_more_in_any_window,
-            a_full_sliding_log_works,
-            the_longest_windows_and_the_largest_costs_are_counted,
-            racing_callers_get_the_quota_between_them,
-            any_bytes_are_a_subject,
-            a_bucket_refills_evenly_up_to_its_burst,
-            a_sliding_window_fades,
-            the_largest_numbers_fit_into_every_algorithm,
-            several_limits_are_charged_together_or_not_at_all,
-            the_answer_names_every_violated_limit_and_the_longest_wait,
-            several_subjects_are_charged_together_or_not_at_all,
-            what_is_given_back_can_be_used_again,
-            nothing_is_given_back_into_another_window,
-            more_is_never_given_back_than_was_used,
-            a_charge_afterwards_is_a_debt,
-            a_debt_is_never_deeper_than_the_quota,
-            a_block_denies_and_forgets_nothing,
-            a_change_of_quota_keeps_resets_or_scales,
-            racing_callers_of_several_limits_get_the_tightest_between_them,
-        }
-    };
-}
-pub(crate) use for_each_claim;
+use crate::key::Key;
+use crate::rate_limit::{
+    Algorithm, Decision, Limit, LimitStatus, Limiter, Outcome, Policy, Quota, QuotaChange, RateLimitStore, Receipt,
+    Request,
+};
 
 /// A window that no test sees the end of, however slow the machine.
 const LONG: Duration = Duration::from_secs(60);
@@ -75,6 +41,7 @@ fn limiter<B: RateLimitStore + Clone>(store: &B, name: &str, limit: Limit) -> Li
     Limiter::new(store.clone(), Policy::new(name, limit)).deadline(Duration::from_secs(10))
 }
 
+/// Of each algorithm exactly the quota is admitted, and a denial says how long to wait.
 pub async fn exactly_the_quota_is_admitted<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "quota", limit);
@@ -94,6 +61,7 @@ pub async fn exactly_the_quota_is_admitted<B: RateLimitStore + Clone>(store: B) 
     }
 }
 
+/// What one subject uses under one policy is nothing to others, and to other policies.
 pub async fn subjects_and_policies_are_counted_apart<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(1) {
         let (api, login) = (limiter(&store, "api", limit), limiter(&store, "login", limit));
@@ -106,6 +74,7 @@ pub async fn subjects_and_policies_are_counted_apart<B: RateLimitStore + Clone>(
     }
 }
 
+/// Two policies of one name count in the same place.
 pub async fn policies_of_one_name_share_their_counts<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(2) {
         let (here, there) = (limiter(&store, "shared", limit), limiter(&store, "shared", limit));
@@ -115,6 +84,7 @@ pub async fn policies_of_one_name_share_their_counts<B: RateLimitStore + Clone>(
     }
 }
 
+/// Who is denied a large cost still gets a small one that fits, however often it was denied.
 pub async fn a_denial_charges_nothing<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(10) {
         let limiter = limiter(&store, "denial", limit);
@@ -128,6 +98,7 @@ pub async fn a_denial_charges_nothing<B: RateLimitStore + Clone>(store: B) {
     }
 }
 
+/// After `retry_after` there is room, and after half of it there is not.
 pub async fn waiting_as_told_is_enough_and_not_too_much<B: RateLimitStore + Clone>(store: B) {
     for limit in limits_of(3, SHORT) {
         let limiter = limiter(&store, "wait", limit);
@@ -150,6 +121,7 @@ pub async fn waiting_as_told_is_enough_and_not_too_much<B: RateLimitStore + Clon
     }
 }
 
+/// A cost of 0 is admitted even where nothing is left, and charges nothing.
 pub async fn a_cost_of_nothing_always_passes_and_charges_nothing<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(2) {
         let limiter = limiter(&store, "nothing", limit);
@@ -161,6 +133,7 @@ pub async fn a_cost_of_nothing_always_passes_and_charges_nothing<B: RateLimitSto
     }
 }
 
+/// A peek says what a check would, and can be repeated.
 pub async fn a_peek_tells_what_a_check_would_and_charges_nothing<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(1) {
         let limiter = limiter(&store, "peek", limit);
@@ -175,6 +148,7 @@ pub async fn a_peek_tells_what_a_check_would_and_charges_nothing<B: RateLimitSto
     }
 }
 
+/// A reset forgets one subject and no other, and one that is not known is no error.
 pub async fn a_reset_forgets_one_subject<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(1) {
         let limiter = limiter(&store, "reset", limit);
@@ -188,6 +162,7 @@ pub async fn a_reset_forgets_one_subject<B: RateLimitStore + Clone>(store: B) {
     }
 }
 
+/// `reset_after` is zero as long as nothing is used, and then no longer than a count lives.
 pub async fn an_untouched_quota_has_nothing_to_reset<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(3) {
         let limiter = limiter(&store, "untouched", limit);
@@ -197,6 +172,7 @@ pub async fn an_untouched_quota_has_nothing_to_reset<B: RateLimitStore + Clone>(
     }
 }
 
+/// Who has used more than a limit that was lowered is denied, for no longer than the new limit lasts.
 pub async fn a_lower_limit_keeps_what_was_counted<B: RateLimitStore + Clone>(store: B) {
     for (before, after) in limits(10).into_iter().zip(limits(4)) {
         let longest = lifetime(after);
@@ -208,6 +184,7 @@ pub async fn a_lower_limit_keeps_what_was_counted<B: RateLimitStore + Clone>(sto
     }
 }
 
+/// A limit that was raised does not forget what was used.
 pub async fn a_higher_limit_keeps_what_was_counted<B: RateLimitStore + Clone>(store: B) {
     for (before, after) in limits(2).into_iter().zip(limits(5)) {
         let (before, after) = (limiter(&store, "higher", before), limiter(&store, "higher", after));
@@ -216,6 +193,7 @@ pub async fn a_higher_limit_keeps_what_was_counted<B: RateLimitStore + Clone>(st
     }
 }
 
+/// A limit with another window is another limit.
 pub async fn another_window_starts_afresh<B: RateLimitStore + Clone>(store: B) {
     for (before, after) in limits(1).into_iter().zip(limits_of(1, LONG * 2)) {
         // A bucket has no window, only a rate.
@@ -228,6 +206,7 @@ pub async fn another_window_starts_afresh<B: RateLimitStore + Clone>(store: B) {
     }
 }
 
+/// A fixed window opens with its first charge and gives back all of them at its end.
 pub async fn a_fixed_window_ends_all_at_once<B: RateLimitStore + Clone>(store: B) {
     let [fixed, ..] = limits_of(3, SHORT);
     let limiter = limiter(&store, "fixed", fixed);
@@ -239,6 +218,7 @@ pub async fn a_fixed_window_ends_all_at_once<B: RateLimitStore + Clone>(store: B
     assert_eq!(limiter.peek("alice").await.unwrap().remaining(), Some(3));
 }
 
+/// No window that can be drawn holds more than the quota of a sliding log, and all of it can be used.
 pub async fn a_sliding_log_never_admits_more_in_any_window<B: RateLimitStore + Clone>(store: B) {
     const LIMIT: usize = 4;
     let [_, log, ..] = limits_of(LIMIT as u32, SHORT);
@@ -261,6 +241,7 @@ pub async fn a_sliding_log_never_admits_more_in_any_window<B: RateLimitStore + C
     assert!(admitted.len() >= LIMIT * 2, "only {} admitted", admitted.len());
 }
 
+/// A log holds ten thousand requests.
 pub async fn a_full_sliding_log_works<B: RateLimitStore + Clone>(store: B) {
     let limit = Quota::new(Quota::MAX_SLIDING_LOG, Duration::from_secs(3_600)).unwrap().sliding_log().unwrap();
     let limiter = limiter(&store, "full", limit);
@@ -273,6 +254,7 @@ pub async fn a_full_sliding_log_works<B: RateLimitStore + Clone>(store: B) {
     assert!(wait >= decision.reset_after() && wait <= Duration::from_secs(3_600), "{decision:?}");
 }
 
+/// Windows of ten years and costs of four billion are counted.
 pub async fn the_longest_windows_and_the_largest_costs_are_counted<B: RateLimitStore + Clone>(store: B) {
     let [_, log, ..] = limits_of(Quota::MAX_SLIDING_LOG, Quota::MAX_WINDOW);
     let largest = Quota::new(u32::MAX, Quota::MAX_WINDOW).unwrap();
@@ -288,6 +270,7 @@ pub async fn the_longest_windows_and_the_largest_costs_are_counted<B: RateLimitS
     }
 }
 
+/// Callers at the same time get the quota between them, and no two see the same number left.
 pub async fn racing_callers_get_the_quota_between_them<B>(store: B)
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,
@@ -307,6 +290,7 @@ where
     }
 }
 
+/// Whatever bytes a key is made of, it is counted by itself.
 pub async fn any_bytes_are_a_subject<B: RateLimitStore + Clone>(store: B) {
     let huge = vec![b'x'; 1 << 20];
     let mut other_huge = huge.clone();
@@ -324,6 +308,7 @@ pub async fn any_bytes_are_a_subject<B: RateLimitStore + Clone>(store: B) {
     }
 }
 
+/// A token bucket refills token by token, and never holds more than its burst.
 pub async fn a_bucket_refills_evenly_up_to_its_burst<B: RateLimitStore + Clone>(store: B) {
     // A token every fifth of a second.
     let bucket = Quota::per_second(5).burst(3).unwrap().token_bucket();
@@ -339,6 +324,7 @@ pub async fn a_bucket_refills_evenly_up_to_its_burst<B: RateLimitStore + Clone>(
     assert_eq!(limiter.check_cost("alice", 4).await.unwrap().outcome(), Outcome::Never);
 }
 
+/// What was used in the last window fades evenly in the next.
 pub async fn a_sliding_window_fades<B: RateLimitStore + Clone>(store: B) {
     let [_, _, sliding, _] = limits_of(100, SHORT);
     let limiter = limiter(&store, "fades", sliding);
@@ -354,6 +340,7 @@ pub async fn a_sliding_window_fades<B: RateLimitStore + Clone>(store: B) {
     assert!((least..=most).contains(&f64::from(left)), "{left} is not between {least} and {most}");
 }
 
+/// The largest quotas and windows, and odd ones, do not overflow.
 pub async fn the_largest_numbers_fit_into_every_algorithm<B: RateLimitStore + Clone>(store: B) {
     let largest = Quota::new(u32::MAX, Quota::MAX_WINDOW).unwrap();
     let slowest = Quota::new(1, Quota::MAX_WINDOW).unwrap();
@@ -388,9 +375,10 @@ fn policy_limiter<B: RateLimitStore + Clone>(store: &B, policy: Policy) -> Limit
 }
 
 fn left(decision: &Decision) -> Vec<u32> {
-    decision.limits().iter().map(|limit| limit.remaining()).collect()
+    decision.limits().iter().map(LimitStatus::remaining).collect()
 }
 
+/// A policy of several limits charges all of them or none.
 pub async fn several_limits_are_charged_together_or_not_at_all<B: RateLimitStore + Clone>(store: B) {
     let limiter = policy_limiter(&store, four_limits("together"));
     let decision = limiter.check_cost("alice", 2).await.unwrap();
@@ -399,13 +387,14 @@ pub async fn several_limits_are_charged_together_or_not_at_all<B: RateLimitStore
     for _ in 0..3 {
         let decision = limiter.check_cost("alice", 2).await.unwrap();
         assert_eq!((decision.outcome(), left(&decision)), (Outcome::Limited, vec![1, 3, 5, 7]));
-        let violated: Vec<_> = decision.limits().iter().map(|limit| limit.is_violated()).collect();
+        let violated: Vec<_> = decision.limits().iter().map(LimitStatus::is_violated).collect();
         assert_eq!(violated, [true, false, false, false]);
     }
     let decision = limiter.check("alice").await.unwrap();
     assert_eq!((decision.is_allowed(), left(&decision)), (true, vec![0, 2, 4, 6]));
 }
 
+/// A denial tells every limit that stands in the way, and to wait for the last of them.
 pub async fn the_answer_names_every_violated_limit_and_the_longest_wait<B: RateLimitStore + Clone>(store: B) {
     let limits = limits_of(4, LONG).into_iter().chain(limits_of(4, LONG * 4));
     let policy = limits.fold(Policy::new("roomy", Quota::per_day(100).fixed_window()), Policy::limit);
@@ -413,13 +402,14 @@ pub async fn the_answer_names_every_violated_limit_and_the_longest_wait<B: RateL
     assert!(limiter.check_cost("alice", 3).await.unwrap().is_allowed());
     let decision = limiter.check_cost("alice", 2).await.unwrap();
     assert_eq!(decision.outcome(), Outcome::Limited);
-    let violated: Vec<_> = decision.limits().iter().map(|limit| limit.is_violated()).collect();
+    let violated: Vec<_> = decision.limits().iter().map(LimitStatus::is_violated).collect();
     assert_eq!(violated, [false, true, true, true, true, true, true, true, true]);
-    let longest = decision.limits().iter().filter_map(|limit| limit.retry_after()).max();
+    let longest = decision.limits().iter().filter_map(LimitStatus::retry_after).max();
     assert_eq!(decision.retry_after(), longest);
     assert!(longest.unwrap() > LONG * 3, "{longest:?}");
 }
 
+/// `check_all` charges every subject or none.
 pub async fn several_subjects_are_charged_together_or_not_at_all<B>(store: B)
 where
     B: RateLimitStore + Clone + Sync,
@@ -447,6 +437,29 @@ where
     }
 }
 
+/// A subject that is named twice in `check_all` is charged for both, or not at all.
+///
+/// It happened that both were judged by what was counted before, and only one was charged.
+pub async fn one_subject_twice_is_charged_twice<B>(store: B)
+where
+    B: RateLimitStore + Clone + Sync,
+{
+    for limit in limits(3) {
+        let (policy, key) = (Policy::new("twice", limit), Key::from("alice"));
+        let request = |cost| Request { policy: policy.clone(), key, cost };
+        let decisions = store.check_all(&[request(2), request(2)]).await.unwrap();
+        assert!(!decisions.iter().all(Decision::is_allowed), "{limit:?} {decisions:?}");
+        assert!(decisions.iter().all(|decision| decision.receipt().is_none()), "{limit:?} {decisions:?}");
+        assert_eq!(store.peek(&policy, &key, 1).await.unwrap().remaining(), Some(3), "{limit:?}");
+
+        let decisions = store.check_all(&[request(2), request(1)]).await.unwrap();
+        assert!(decisions.iter().all(Decision::is_allowed), "{limit:?} {decisions:?}");
+        assert_eq!(store.peek(&policy, &key, 1).await.unwrap().remaining(), Some(0), "{limit:?}");
+        store.reset(&policy, &key).await.unwrap();
+    }
+}
+
+/// What is given back can be used again.
 pub async fn what_is_given_back_can_be_used_again<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "refund", limit);
@@ -460,6 +473,7 @@ pub async fn what_is_given_back_can_be_used_again<B: RateLimitStore + Clone>(sto
     }
 }
 
+/// What was charged in a window that is over is not given back in another, and giving back makes no key.
 pub async fn nothing_is_given_back_into_another_window<B: RateLimitStore + Clone>(store: B) {
     for limit in limits_of(5, SHORT / 4) {
         let limiter = limiter(&store, "late", limit);
@@ -484,6 +498,7 @@ pub async fn nothing_is_given_back_into_another_window<B: RateLimitStore + Clone
     }
 }
 
+/// Giving back more than was used leaves the whole quota and no more.
 pub async fn more_is_never_given_back_than_was_used<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "over", limit);
@@ -497,6 +512,7 @@ pub async fn more_is_never_given_back_than_was_used<B: RateLimitStore + Clone>(s
     }
 }
 
+/// What is charged afterwards counts even where it does not fit.
 pub async fn a_charge_afterwards_is_a_debt<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "debt", limit);
@@ -510,6 +526,7 @@ pub async fn a_charge_afterwards_is_a_debt<B: RateLimitStore + Clone>(store: B) 
     }
 }
 
+/// A debt is paid in at most twice the window.
 pub async fn a_debt_is_never_deeper_than_the_quota<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "deep", limit);
@@ -521,6 +538,21 @@ pub async fn a_debt_is_never_deeper_than_the_quota<B: RateLimitStore + Clone>(st
     }
 }
 
+/// Nor is a debt deeper that was made in two windows.
+///
+/// It happened that each of the two windows of a sliding window held a whole quota of debt by itself, three quotas in all.
+pub async fn a_debt_over_two_windows_is_no_deeper<B: RateLimitStore + Clone>(store: B) {
+    let [_, _, sliding, _] = limits_of(5, SHORT);
+    let limiter = limiter(&store, "windows", sliding);
+    let opened = Instant::now();
+    limiter.settle("alice", Receipt::at_micros(0), 10).await.unwrap();
+    sleep(SHORT + Duration::from_millis(20)).await;
+    limiter.settle("alice", Receipt::at_micros(0), 10).await.unwrap();
+    let wait = limiter.check("alice").await.unwrap().retry_after().unwrap();
+    assert!(wait <= SHORT || opened.elapsed() > SHORT * 3 / 2, "{wait:?}");
+}
+
+/// A block denies everything, ends by itself, by a block of no time and by a reset, and leaves the counts alone.
 pub async fn a_block_denies_and_forgets_nothing<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(5) {
         let limiter = limiter(&store, "block", limit);
@@ -548,6 +580,7 @@ pub async fn a_block_denies_and_forgets_nothing<B: RateLimitStore + Clone>(store
     }
 }
 
+/// What becomes of counts when a quota changes is what [`QuotaChange`] says.
 pub async fn a_change_of_quota_keeps_resets_or_scales<B: RateLimitStore + Clone>(store: B) {
     let cases = [(QuotaChange::Keep, 920), (QuotaChange::Reset, 1_000), (QuotaChange::Proportional, 200)];
     for (change, expected) in cases {
@@ -570,6 +603,7 @@ pub async fn a_change_of_quota_keeps_resets_or_scales<B: RateLimitStore + Clone>
     }
 }
 
+/// Callers at the same time under several limits get the tightest of them between them.
 pub async fn racing_callers_of_several_limits_get_the_tightest_between_them<B>(store: B)
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,

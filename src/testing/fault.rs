@@ -1,0 +1,248 @@
+use std::future::pending;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::time::sleep;
+
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
+
+/// A store that fails when it is told to, and counts its calls. See the [module docs](super) for an example.
+///
+/// Without a fault it is the store inside. A call that fails is not passed on, so it has charged nothing. Clones share their
+/// faults and their counts.
+#[derive(Clone, Debug)]
+pub struct FaultStore<S> {
+    inner: S,
+    faults: Faults,
+}
+
+impl<S> FaultStore<S> {
+    /// A store without faults in front of `inner`.
+    pub fn new(inner: S) -> Self {
+        Self { inner, faults: Faults::default() }
+    }
+
+    /// What turns its faults on and off, also once the store is inside a layer.
+    #[must_use]
+    pub fn faults(&self) -> Faults {
+        self.faults.clone()
+    }
+
+    /// The store without its faults: to see what became of the counts, for instance.
+    pub const fn get_ref(&self) -> &S {
+        &self.inner
+    }
+}
+
+/// The faults of a [`FaultStore`]. Clones are the same faults.
+///
+/// Faults add up: a call waits for its delay, and then hangs, fails or passes. They count from the first poll of a call; one that hangs
+/// goes on to hang when its fault is gone, as a reply that was lost does not come later.
+#[derive(Clone, Debug, Default)]
+pub struct Faults {
+    state: Arc<Mutex<State>>,
+}
+
+#[derive(Debug, Default)]
+struct State {
+    delay: Duration,
+    hangs: bool,
+    fails: Option<Failure>,
+    next: Option<(u32, Failure)>,
+    some: Option<(u8, Failure)>,
+    // Of the numbers that choose the calls to fail.
+    seed: u64,
+    calls: [u64; VERBS],
+}
+
+/// What goes wrong: the kinds of [`StoreError`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Failure {
+    /// [`StoreError::is_unavailable`].
+    Unavailable,
+    /// [`StoreError::is_timeout`], at once. [`Faults::hang`] takes the time.
+    Timeout,
+    /// [`StoreError::is_unauthorized`].
+    Unauthorized,
+    /// [`StoreError::is_out_of_memory`].
+    OutOfMemory,
+    /// [`StoreError::is_foreign_data`].
+    ForeignData,
+    /// Any other failure.
+    Other,
+}
+
+/// What a store is asked: the methods of [`RateLimitStore`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Verb {
+    /// `check`, and `check_now` where it knew the answer.
+    Check,
+    /// `check_all`, however many subjects it is about.
+    CheckAll,
+    /// `peek`.
+    Peek,
+    /// `settle`.
+    Settle,
+    /// `block`.
+    Block,
+    /// `reset`.
+    Reset,
+}
+
+const VERBS: usize = Verb::Reset as usize + 1;
+
+impl Failure {
+    fn error(self) -> StoreError {
+        let source = "a fault that the test asked for";
+        match self {
+            Self::Unavailable => StoreError::unavailable(source),
+            Self::Timeout => StoreError::timeout(),
+            Self::Unauthorized => StoreError::unauthorized(source),
+            Self::OutOfMemory => StoreError::out_of_memory(source),
+            Self::ForeignData => StoreError::foreign_data(source),
+            Self::Other => StoreError::other(source),
+        }
+    }
+}
+
+/// What a call is to do.
+struct Plan {
+    delay: Duration,
+    hangs: bool,
+    fails: Option<Failure>,
+}
+
+impl Faults {
+    /// Every call fails.
+    pub fn fail(&self, failure: Failure) {
+        self.state().fails = Some(failure);
+    }
+
+    /// The next `calls` calls fail, and those behind them do not.
+    pub fn fail_next(&self, calls: u32, failure: Failure) {
+        self.state().next = (calls > 0).then_some((calls, failure));
+    }
+
+    /// About so many of a hundred calls fail. Which ones looks like chance and is the same in each run: see [`seed`](Self::seed).
+    pub fn fail_percent(&self, percent: u8, failure: Failure) {
+        self.state().some = (percent > 0).then_some((percent, failure));
+    }
+
+    /// Lets [`fail_percent`](Self::fail_percent) choose other calls from now on. Defaults to 0.
+    pub fn seed(&self, seed: u64) {
+        self.state().seed = seed;
+    }
+
+    /// No call is ever answered: what a deadline is for.
+    pub fn hang(&self) {
+        self.state().hangs = true;
+    }
+
+    /// Every call takes so much longer, by tokio's clock.
+    pub fn delay(&self, delay: Duration) {
+        self.state().delay = delay;
+    }
+
+    /// All faults are gone. Calls stay counted.
+    pub fn heal(&self) {
+        let mut state = self.state();
+        *state = State { calls: state.calls, seed: state.seed, ..State::default() };
+    }
+
+    /// How many calls there were of one kind, those that failed or hang included.
+    #[must_use]
+    pub fn calls(&self, verb: Verb) -> u64 {
+        self.state().calls[verb as usize]
+    }
+
+    /// How many calls there were in all.
+    #[must_use]
+    pub fn total_calls(&self) -> u64 {
+        self.state().calls.iter().sum()
+    }
+
+    /// Nothing in here panics halfway, so what a poisoned lock guards is whole.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    async fn before(&self, verb: Verb) -> Result<(), StoreError> {
+        let Plan { delay, hangs, fails } = self.state().plan(verb);
+        if !delay.is_zero() {
+            sleep(delay).await;
+        }
+        if hangs {
+            pending::<()>().await;
+        }
+        fails.map_or(Ok(()), |failure| Err(failure.error()))
+    }
+}
+
+impl State {
+    fn is_faulty(&self) -> bool {
+        self.hangs || !self.delay.is_zero() || self.fails.is_some() || self.next.is_some() || self.some.is_some()
+    }
+
+    fn plan(&mut self, verb: Verb) -> Plan {
+        self.calls[verb as usize] += 1;
+        let next = self.next.map(|(_, failure)| failure);
+        self.next = self.next.and_then(|(calls, failure)| (calls > 1).then_some((calls - 1, failure)));
+        let some = self.some.filter(|(percent, _)| self.draw() < *percent).map(|(_, failure)| failure);
+        Plan { delay: self.delay, hangs: self.hangs, fails: next.or(self.fails).or(some) }
+    }
+
+    /// A number below 100 that nobody would guess (SplitMix64).
+    fn draw(&mut self) -> u8 {
+        self.seed = self.seed.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.seed;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        ((mixed ^ (mixed >> 31)) % 100) as u8
+    }
+}
+
+impl<S: RateLimitStore + Sync> RateLimitStore for FaultStore<S> {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        self.faults.before(Verb::Check).await?;
+        self.inner.check(policy, key, cost).await
+    }
+
+    fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
+        // Whoever is told nothing here asks again, and meets the fault then.
+        if self.faults.state().is_faulty() {
+            return None;
+        }
+        let decision = self.inner.check_now(policy, key, cost)?;
+        self.faults.state().calls[Verb::Check as usize] += 1;
+        Some(decision)
+    }
+
+    async fn check_all(&self, requests: &[Request]) -> Result<Vec<Decision>, StoreError> {
+        self.faults.before(Verb::CheckAll).await?;
+        self.inner.check_all(requests).await
+    }
+
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        self.faults.before(Verb::Peek).await?;
+        self.inner.peek(policy, key, cost).await
+    }
+
+    async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
+        self.faults.before(Verb::Settle).await?;
+        self.inner.settle(policy, key, receipt, change).await
+    }
+
+    async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
+        self.faults.before(Verb::Block).await?;
+        self.inner.block(policy, key, time).await
+    }
+
+    async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
+        self.faults.before(Verb::Reset).await?;
+        self.inner.reset(policy, key).await
+    }
+}

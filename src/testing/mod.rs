@@ -1,0 +1,213 @@
+//! For the tests of programs that use Tollgate, and of backends for it. Feature `testing`, which belongs into
+//! `[dev-dependencies]`:
+//!
+//! ```toml
+//! [dev-dependencies]
+//! tollgate = { version = "0.1", features = ["testing"] }
+//! tokio = { version = "1", features = ["full", "test-util"] }
+//! ```
+//!
+//! # Time
+//!
+//! [`MemoryBackend`](crate::MemoryBackend) counts by tokio's clock. A test that pauses it waits for nothing, and sees every window to
+//! the microsecond:
+//!
+//! ```
+//! use std::time::Duration;
+//! use tollgate::{Limiter, MemoryBackend, Policy, Quota};
+//!
+//! #[tokio::main(flavor = "current_thread", start_paused = true)] // in a test: #[tokio::test(start_paused = true)]
+//! async fn main() -> Result<(), tollgate::StoreError> {
+//!     let mails = Limiter::new(MemoryBackend::new(), Policy::new("mails", Quota::per_day(1).fixed_window()));
+//!     assert!(mails.check("alice").await?.is_allowed());
+//!     let wait = mails.check("alice").await?.retry_after().expect("one a day");
+//!
+//!     tokio::time::advance(wait - Duration::from_micros(1)).await;
+//!     assert!(!mails.check("alice").await?.is_allowed());
+//!     tokio::time::advance(Duration::from_micros(1)).await;
+//!     assert!(mails.check("alice").await?.is_allowed());
+//!     Ok(())
+//! }
+//! ```
+//!
+//! # A client that is over its limit
+//!
+//! [`exhaust`] uses up whatever is left, by whatever algorithm, so that a test does not have to know the numbers:
+//!
+//! ```
+//! use tollgate::{Limiter, MemoryBackend, Policy, Quota, testing};
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! let policy = Policy::new("api", Quota::per_minute(600).token_bucket()).limit(Quota::per_hour(1_000).sliding_log()?);
+//! let api = Limiter::new(MemoryBackend::new(), policy);
+//!
+//! testing::exhaust(&api, "alice").await;
+//! assert!(!api.check("alice").await?.is_allowed());
+//! assert!(api.check("bob").await?.is_allowed());
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # A store that fails
+//!
+//! [`FaultStore`] is any store, with faults that a test turns on and off while it is in use:
+//!
+//! ```
+//! use tollgate::testing::{FaultStore, Failure, Verb};
+//! use tollgate::{AsError, BoxError, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer};
+//! use tower::{ServiceBuilder, ServiceExt, service_fn};
+//!
+//! # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), BoxError> {
+//! let store = FaultStore::new(MemoryBackend::new());
+//! let faults = store.faults();
+//! let limit = RateLimitLayer::new(store, Policy::new("login", Quota::per_minute(5).fixed_window()))
+//!     .on_store_error(OnStoreError::Deny)
+//!     .with_rejection(AsError);
+//! let login = ServiceBuilder::new().layer(limit).service(service_fn(async |()| Ok::<_, BoxError>("welcome")));
+//!
+//! faults.fail(Failure::Unavailable);
+//! assert!(login.clone().oneshot(()).await.is_err());
+//! faults.hang(); // The deadline ends it.
+//! assert!(login.clone().oneshot(()).await.is_err());
+//! faults.heal();
+//! assert_eq!(login.oneshot(()).await?, "welcome");
+//! assert_eq!(faults.calls(Verb::Check), 3);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # A backend of your own
+//!
+//! [`rate_limit_contract!`](crate::rate_limit_contract) runs everything that a [`RateLimitStore`](crate::rate_limit::RateLimitStore)
+//! must do on it, each claim as a test of its own. The backends of this crate pass the same tests.
+//!
+//! ```no_run
+//! # use tollgate::MemoryBackend as MyBackend;
+//! tollgate::rate_limit_contract!(async { MyBackend::new() });
+//! # fn main() {}
+//! ```
+
+pub mod contract;
+mod exhaust;
+mod fault;
+
+pub use self::exhaust::exhaust;
+pub use self::fault::{Failure, FaultStore, Faults, Verb};
+
+/// Makes a test of every claim in [`contract`](crate::testing::contract), to run on a backend.
+///
+/// Takes a future that makes a store of its own for each test:
+///
+/// ```no_run
+/// # use tollgate::MemoryBackend;
+/// tollgate::rate_limit_contract!(async { MemoryBackend::new() });
+/// # fn main() {}
+/// ```
+///
+/// The tests are `#[tokio::test]`s unless told otherwise; a store that keeps time by tokio's clock is better off with a
+/// paused one:
+///
+/// ```no_run
+/// # use tollgate::MemoryBackend;
+/// tollgate::rate_limit_contract!(#[tokio::test(start_paused = true)] async { MemoryBackend::new() });
+/// # fn main() {}
+/// ```
+///
+/// And where something has to be done before and after, it can be said around the claim, which is a function of the store:
+///
+/// ```no_run
+/// # use tollgate::{MemoryBackend, testing::FaultStore};
+/// tollgate::rate_limit_contract!(|claim| {
+///     let store = FaultStore::new(MemoryBackend::new());
+///     let faults = store.faults();
+///     claim(store).await;
+///     assert!(faults.total_calls() > 0);
+/// });
+/// # fn main() {}
+/// ```
+///
+/// A module around the line keeps the names of the tests apart from others.
+#[macro_export]
+macro_rules! rate_limit_contract {
+    (@read [$($attributes:tt)*] #[$attribute:meta] $($rest:tt)+) => {
+        $crate::rate_limit_contract! { @read [$($attributes)* #[$attribute]] $($rest)+ }
+    };
+    (@read $attributes:tt |$claim:ident| $test:expr $(,)?) => {
+        $crate::rate_limit_contract! {
+            @claims $attributes $claim [$test]
+            exactly_the_quota_is_admitted
+            subjects_and_policies_are_counted_apart
+            policies_of_one_name_share_their_counts
+            a_denial_charges_nothing
+            waiting_as_told_is_enough_and_not_too_much
+            a_cost_of_nothing_always_passes_and_charges_nothing
+            a_peek_tells_what_a_check_would_and_charges_nothing
+            a_reset_forgets_one_subject
+            an_untouched_quota_has_nothing_to_reset
+            a_lower_limit_keeps_what_was_counted
+            a_higher_limit_keeps_what_was_counted
+            another_window_starts_afresh
+            a_fixed_window_ends_all_at_once
+            a_sliding_log_never_admits_more_in_any_window
+            a_full_sliding_log_works
+            the_longest_windows_and_the_largest_costs_are_counted
+            racing_callers_get_the_quota_between_them
+            any_bytes_are_a_subject
+            a_bucket_refills_evenly_up_to_its_burst
+            a_sliding_window_fades
+            the_largest_numbers_fit_into_every_algorithm
+            several_limits_are_charged_together_or_not_at_all
+            the_answer_names_every_violated_limit_and_the_longest_wait
+            several_subjects_are_charged_together_or_not_at_all
+            one_subject_twice_is_charged_twice
+            what_is_given_back_can_be_used_again
+            nothing_is_given_back_into_another_window
+            more_is_never_given_back_than_was_used
+            a_charge_afterwards_is_a_debt
+            a_debt_is_never_deeper_than_the_quota
+            a_debt_over_two_windows_is_no_deeper
+            a_block_denies_and_forgets_nothing
+            a_change_of_quota_keeps_resets_or_scales
+            racing_callers_of_several_limits_get_the_tightest_between_them
+        }
+    };
+    (@read $attributes:tt $store:expr $(,)?) => {
+        $crate::rate_limit_contract! { @read $attributes |claim| claim($store.await).await }
+    };
+    (@claims $attributes:tt $claim:ident $test:tt $($name:ident)*) => {
+        $($crate::rate_limit_contract! { @test $attributes $claim $test $name })*
+    };
+    (@test [] $claim:ident $test:tt $name:ident) => {
+        $crate::rate_limit_contract! { @test [#[::tokio::test]] $claim $test $name }
+    };
+    (@test [$($attributes:tt)+] $claim:ident [$test:expr] $name:ident) => {
+        $($attributes)+
+        async fn $name() {
+            use $crate::testing::contract::$name as $claim;
+            $test
+        }
+    };
+    ($($told:tt)+) => {
+        $crate::rate_limit_contract! { @read [] $($told)+ }
+    };
+}
+
+#[cfg(test)]
+mod tests {
+    /// Each claim is a public function of the contract, and each is run.
+    #[test]
+    fn no_claim_is_left_out() {
+        let (contract, front) = (include_str!("contract.rs"), include_str!("mod.rs"));
+        let claims: Vec<_> =
+            contract.lines().filter_map(|line| line.strip_prefix("pub async fn ")?.split('<').next()).collect();
+        let listed = front
+            .split("@claims $attributes $claim [$test]")
+            .nth(1)
+            .and_then(|rest| rest.split('}').next())
+            .unwrap_or_default();
+        for claim in &claims {
+            assert!(listed.lines().any(|line| line.trim() == *claim), "{claim} is not in the list");
+        }
+        assert!(claims.len() > 30, "{claims:?}");
+    }
+}

@@ -1,0 +1,224 @@
+//! The tools for tests are tested as well: faults that a store is told to have, and clients that have nothing left.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::time::Duration;
+
+use tokio::time::{Instant, advance, timeout};
+use tollgate::rate_limit::{Outcome, RateLimitStore, Request};
+use tollgate::testing::{Failure, FaultStore, Faults, Verb, exhaust};
+use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota, StoreError};
+
+/// The contract holds behind a store of faults that has none.
+mod behind_a_store_of_faults {
+    use super::*;
+
+    tollgate::rate_limit_contract!(
+        #[tokio::test(start_paused = true)]
+        async {
+            FaultStore::new(MemoryBackend::new())
+        }
+    );
+}
+
+/// As it comes: on a clock that runs.
+mod around_each_claim {
+    use super::*;
+
+    tollgate::rate_limit_contract!(|claim| {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        claim(store).await;
+        assert!(faults.total_calls() > 0);
+    });
+}
+
+fn policy() -> Policy {
+    Policy::new("testing", Quota::per_minute(1_000).fixed_window())
+}
+
+fn store() -> (Limiter<FaultStore<MemoryBackend>>, Faults) {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    (Limiter::new(store, policy()), faults)
+}
+
+#[tokio::test]
+async fn every_kind_of_failure_is_told_and_charges_nothing() {
+    let (limiter, faults) = store();
+    type IsTold = fn(&StoreError) -> bool;
+    let kinds: [(Failure, IsTold); 5] = [
+        (Failure::Unavailable, StoreError::is_unavailable),
+        (Failure::Timeout, StoreError::is_timeout),
+        (Failure::Unauthorized, StoreError::is_unauthorized),
+        (Failure::OutOfMemory, StoreError::is_out_of_memory),
+        (Failure::ForeignData, StoreError::is_foreign_data),
+    ];
+    for (failure, is_told) in kinds {
+        faults.fail(failure);
+        let error = limiter.check("alice").await.unwrap_err();
+        assert!(is_told(&error), "{error:?}");
+    }
+    faults.fail(Failure::Other);
+    assert!(!limiter.check("alice").await.unwrap_err().is_unavailable());
+    faults.heal();
+    assert_eq!(limiter.peek("alice").await.unwrap().remaining(), Some(1_000));
+    assert_eq!((faults.calls(Verb::Check), faults.calls(Verb::Peek), faults.total_calls()), (6, 1, 7));
+}
+
+#[tokio::test]
+async fn every_verb_fails_and_is_counted() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let (faults, policy, key) = (store.faults(), policy(), Key::from("alice"));
+    let receipt = store.check(&policy, &key, 1).await.unwrap().receipt().unwrap();
+    let clone = store.clone();
+    faults.fail(Failure::Unavailable);
+    assert!(clone.check(&policy, &key, 1).await.is_err());
+    assert!(clone.check_all(&[Request { policy: policy.clone(), key, cost: 1 }]).await.is_err());
+    assert!(clone.peek(&policy, &key, 1).await.is_err());
+    assert!(clone.settle(&policy, &key, receipt, 5).await.is_err());
+    assert!(clone.block(&policy, &key, Duration::from_secs(1)).await.is_err());
+    assert!(clone.reset(&policy, &key).await.is_err());
+    for verb in [Verb::CheckAll, Verb::Peek, Verb::Settle, Verb::Block, Verb::Reset] {
+        assert_eq!(faults.calls(verb), 1, "{verb:?}");
+    }
+    assert_eq!(faults.calls(Verb::Check), 2);
+    assert_eq!(store.get_ref().peek(&policy, &key, 1).await.unwrap().remaining(), Some(999));
+}
+
+#[tokio::test]
+async fn only_so_many_calls_fail() {
+    let (limiter, faults) = store();
+    faults.fail_next(2, Failure::Unavailable);
+    let mut failed = Vec::new();
+    for _ in 0..4 {
+        failed.push(limiter.check("alice").await.is_err());
+    }
+    assert_eq!(failed, [true, true, false, false]);
+}
+
+#[tokio::test]
+async fn a_share_of_the_calls_fails_and_always_the_same_ones() {
+    let run = async |seed: u64, percent: u8| {
+        let (limiter, faults) = store();
+        faults.seed(seed);
+        faults.fail_percent(percent, Failure::Timeout);
+        let mut failed = Vec::new();
+        for _ in 0..1_000 {
+            failed.push(limiter.peek("alice").await.is_err());
+        }
+        failed
+    };
+    let count = |failed: &[bool]| failed.iter().filter(|failed| **failed).count();
+    let (first, again, other) = (run(0, 30).await, run(0, 30).await, run(1, 30).await);
+    assert_eq!(first, again);
+    assert_ne!(first, other);
+    assert!(count(&first).abs_diff(300) < 60, "{} of 1,000 instead of 300", count(&first));
+    assert_eq!((count(&run(0, 0).await), count(&run(0, 100).await)), (0, 1_000));
+}
+
+#[tokio::test(start_paused = true)]
+async fn calls_hang_until_they_are_given_up() {
+    let (limiter, faults) = store();
+    faults.hang();
+    let start = Instant::now();
+    assert!(limiter.check("alice").await.unwrap_err().is_timeout());
+    assert_eq!(start.elapsed(), Duration::from_millis(100));
+    faults.heal();
+    assert!(limiter.check("alice").await.unwrap().is_allowed());
+
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().hang();
+    let (policy, key) = (policy(), Key::from("alice"));
+    let mut call = Box::pin(store.check(&policy, &key, 1));
+    assert!(timeout(Duration::from_secs(1), &mut call).await.is_err());
+    // The reply is lost, whatever comes later.
+    store.faults().heal();
+    assert!(timeout(Duration::from_secs(86_400), call).await.is_err());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_delay_comes_before_everything_else() {
+    let (limiter, faults) = store();
+    faults.delay(Duration::from_millis(30));
+    let start = Instant::now();
+    assert!(limiter.check("alice").await.unwrap().is_allowed());
+    assert_eq!(start.elapsed(), Duration::from_millis(30));
+    faults.fail_next(1, Failure::Unavailable);
+    assert!(limiter.check("alice").await.unwrap_err().is_unavailable());
+    assert_eq!(start.elapsed(), Duration::from_millis(60));
+    faults.delay(Duration::from_millis(101));
+    assert!(limiter.check("alice").await.unwrap_err().is_timeout());
+}
+
+#[tokio::test]
+async fn an_answer_at_once_does_not_get_past_a_fault() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let (faults, policy, key) = (store.faults(), policy(), Key::from("alice"));
+    let set: [fn(&Faults); 5] = [
+        Faults::hang,
+        |faults| faults.fail(Failure::Other),
+        |faults| faults.fail_next(1, Failure::Other),
+        |faults| faults.fail_percent(1, Failure::Other),
+        |faults| faults.delay(Duration::from_millis(1)),
+    ];
+    for set in set {
+        set(&faults);
+        assert_eq!(store.check_now(&policy, &key, 1), None);
+        faults.heal();
+    }
+    assert_eq!(faults.total_calls(), 0);
+    assert!(store.check_now(&policy, &key, 1).is_some_and(|decision| decision.is_allowed()));
+    assert_eq!(faults.calls(Verb::Check), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn whoever_is_exhausted_has_nothing_left() {
+    let minute = Quota::per_minute(7);
+    let huge = Quota::per_day(u32::MAX);
+    let limits = [
+        minute.fixed_window(),
+        minute.sliding_window(),
+        minute.sliding_log().unwrap(),
+        minute.burst(3).unwrap().token_bucket(),
+        huge.fixed_window(),
+        huge.token_bucket(),
+        Quota::per_second(0).fixed_window(),
+    ];
+    let single = limits.map(|limit| Policy::new("single", limit));
+    let several = limits[..6].iter().fold(Policy::new("several", limits[4]), |policy, limit| policy.limit(*limit));
+    for policy in single.into_iter().chain([several]) {
+        let limiter = Limiter::new(MemoryBackend::new(), policy);
+        for used in [0, 1] {
+            limiter.check_cost("alice", used).await.unwrap();
+            advance(Duration::from_millis(1)).await;
+            let decision = exhaust(&limiter, "alice").await;
+            assert_eq!(decision.remaining().unwrap_or(0), 0, "{:?}", limiter.policy());
+            assert!(!limiter.check("alice").await.unwrap().is_allowed(), "{:?}", limiter.policy());
+        }
+        // And again, where there is nothing to do.
+        exhaust(&limiter, "alice").await;
+    }
+}
+
+#[tokio::test]
+#[should_panic(expected = "what `alice` has left cannot be used up while it is blocked")]
+async fn whoever_is_blocked_cannot_be_exhausted() {
+    let limiter = Limiter::new(MemoryBackend::new(), policy());
+    limiter.block("alice", Duration::from_secs(60)).await.unwrap();
+    exhaust(&limiter, "alice").await;
+}
+
+#[tokio::test]
+#[should_panic(expected = "since the store fails")]
+async fn nobody_is_exhausted_on_a_store_that_fails() {
+    let (limiter, faults) = store();
+    faults.fail(Failure::Unavailable);
+    exhaust(&limiter, "alice").await;
+}
+
+#[tokio::test]
+async fn an_outcome_is_kept_by_the_store_of_faults() {
+    let (limiter, _) = store();
+    exhaust(&limiter, "alice").await;
+    assert_eq!(limiter.check("alice").await.unwrap().outcome(), Outcome::Limited);
+}
