@@ -4,9 +4,16 @@
 //!
 //! * `policy3_cost_ratio`: the time of a decision by three limits (token bucket, fixed window, sliding window) on Redis to that of
 //!   one by the first of them, at 256 in flight over 10,000 keys; the median of interleaved rounds
+//! * `deny_cache_per_s`: decisions a second of a `DenyCache` over Redis on two threads, all denials; of one key and of 10,000
+//!   the slower
+//! * `lease_per_s`: decisions a second of `Leases` over Redis on two threads, all of one key, all admitted
+//! * `lease_over_admitted`: units beyond the quota of their window when several `Leases` share one key, over a hundred
+//!   windows and more
 //! * `layer_ns`, `bare_ns`: an HTTP request through the whole layer on memory, per address, with fields and extensions, and
 //!   through the same service without it, on one thread
 
+#[path = "parts/accelerators.rs"]
+mod accelerators;
 #[path = "../tests/support/mod.rs"]
 mod support;
 
@@ -32,8 +39,13 @@ const ROUND: Duration = Duration::from_millis(1_000);
 fn main() {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime starts");
     let policy3_cost_ratio = runtime.block_on(policy3_cost_ratio());
+    drop(runtime);
     let (layer_ns, bare_ns) = layer_ns();
-    println!("policy3_cost_ratio={policy3_cost_ratio:.2} layer_ns={layer_ns:.0} bare_ns={bare_ns:.0}");
+    let (deny_cache_per_s, lease_per_s, lease_over_admitted) = accelerators::figures();
+    println!(
+        "policy3_cost_ratio={policy3_cost_ratio:.2} deny_cache_per_s={deny_cache_per_s:.0} lease_per_s={lease_per_s:.0} \
+         lease_over_admitted={lease_over_admitted} layer_ns={layer_ns:.0} bare_ns={bare_ns:.0}"
+    );
 }
 
 async fn policy3_cost_ratio() -> f64 {

@@ -2,8 +2,6 @@
 //! what they may and may not get wrong.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
-mod contract;
-
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -17,54 +15,41 @@ use tollgate::{AsError, Key, Limiter, MemoryBackend, Policy, Quota, RateLimitLay
 use tower::{Service as _, ServiceBuilder, ServiceExt as _};
 
 /// With the cache as it comes: all changes that the claims make go through it, so it sees them at once.
-macro_rules! on_a_deny_cache {
-    ($($claim:ident),* $(,)?) => {
-        mod deny_cache {
-            use super::*;
-            $(
-                #[tokio::test(start_paused = true)]
-                async fn $claim() {
-                    contract::rate_limit::$claim(DenyCache::new(MemoryBackend::new())).await;
-                }
-            )*
+mod deny_cache {
+    use super::*;
+
+    tollgate::rate_limit_contract!(
+        #[tokio::test(start_paused = true)]
+        async {
+            DenyCache::new(MemoryBackend::new())
         }
-    };
+    );
 }
 
 /// As they come. Keys that have not earned a lease are counted to the unit, and of a single process the numbers are right even
 /// for those that have.
-macro_rules! on_leases {
-    ($($claim:ident),* $(,)?) => {
-        mod leases {
-            use super::*;
-            $(
-                #[tokio::test(start_paused = true)]
-                async fn $claim() {
-                    contract::rate_limit::$claim(Leases::new(MemoryBackend::new())).await;
-                }
-            )*
+mod leases {
+    use super::*;
+
+    tollgate::rate_limit_contract!(
+        #[tokio::test(start_paused = true)]
+        async {
+            Leases::new(MemoryBackend::new())
         }
-    };
+    );
 }
 
 /// One around the other.
-macro_rules! on_both {
-    ($($claim:ident),* $(,)?) => {
-        mod both {
-            use super::*;
-            $(
-                #[tokio::test(start_paused = true)]
-                async fn $claim() {
-                    contract::rate_limit::$claim(DenyCache::new(Leases::new(MemoryBackend::new()))).await;
-                }
-            )*
-        }
-    };
-}
+mod both {
+    use super::*;
 
-contract::rate_limit::for_each_claim!(on_a_deny_cache);
-contract::rate_limit::for_each_claim!(on_leases);
-contract::rate_limit::for_each_claim!(on_both);
+    tollgate::rate_limit_contract!(
+        #[tokio::test(start_paused = true)]
+        async {
+            DenyCache::new(Leases::new(MemoryBackend::new()))
+        }
+    );
+}
 
 const MINUTE: Duration = Duration::from_secs(60);
 

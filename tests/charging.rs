@@ -12,9 +12,7 @@ use http_body::{Body, Frame};
 use http_body_util::{BodyExt, Empty};
 use tollgate::grpc::{self, AsStatus};
 use tollgate::rate_limit::{Decision, Outcome, RateLimitHandle, RateLimitStore, Receipt};
-use tollgate::{
-    AsError, BoxError, Key, MemoryBackend, Policy, Quota, RateLimitLayer, StoreError,
-};
+use tollgate::{AsError, BoxError, Key, MemoryBackend, Policy, Quota, RateLimitLayer, StoreError};
 use tower::{Layer, Service, ServiceExt, service_fn};
 
 fn tokens() -> Policy {
@@ -66,8 +64,7 @@ async fn a_handler_reserves_and_settles() {
         limit.settle(25);
         Ok::<_, Infallible>(Response::new(Empty::<Bytes>::new()))
     };
-    let service =
-        RateLimitLayer::new(store.clone(), tokens()).cost(|_: &Request<()>| 40).layer(service_fn(handler));
+    let service = RateLimitLayer::new(store.clone(), tokens()).cost(|_: &Request<()>| 40).layer(service_fn(handler));
     let response = service.clone().oneshot(request()).await.unwrap();
     assert_eq!(left(&store).await, 75);
     let decision = response.extensions().get::<Decision>().unwrap();

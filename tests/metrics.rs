@@ -6,9 +6,7 @@ use std::time::Duration;
 
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use tollgate::rate_limit::{CircuitBreaker, Decision, RateLimitStore, Receipt};
-use tollgate::{
-    AsError, BoxError, Key, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
-};
+use tollgate::{AsError, BoxError, Key, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError};
 use tower::{Layer, ServiceExt, service_fn};
 
 /// Every counter and the number of values of every histogram, by `name{label=value,...}`; zeros left out.

@@ -1,26 +1,18 @@
 //! What decisions cost that need no round trip, and whether any of them is one too many.
-//!
-//! `cargo bench --bench accelerators` starts its own Redis. Two threads ask `Limiter::check`; the last line has
-//!
-//! * `deny_cache_per_s`: decisions a second of a `DenyCache` over Redis, all denials; of one key and of 10,000 the slower
-//! * `lease_per_s`: decisions a second of `Leases` over Redis, all of one key, all admitted
-//! * `lease_over_admitted`: units beyond the quota of their window when several `Leases` share one key, over a hundred windows and more
-
-#[path = "../tests/support/mod.rs"]
-mod support;
 
 use std::hint::black_box;
 use std::time::{Duration, Instant};
 
-use support::server::RedisServer;
-use support::windows::{Event, Recorder, Windows, now_us};
+use super::support::server::RedisServer;
+use super::support::windows::{Event, Recorder, Windows, now_us};
 use tollgate::rate_limit::{DenyCache, Leases, RateLimitStore};
 use tollgate::{Key, Limiter, Policy, Quota, RedisBackend};
 
 const THREADS: usize = 2;
 const ROUND: Duration = Duration::from_millis(1_200);
 
-fn main() {
+/// `deny_cache_per_s`, `lease_per_s` and `lease_over_admitted`.
+pub(crate) fn figures() -> (f64, f64, u64) {
     let runtime =
         tokio::runtime::Builder::new_multi_thread().worker_threads(THREADS).enable_all().build().expect("it starts");
     let server = RedisServer::start();
@@ -38,12 +30,8 @@ fn main() {
             many.1 * 100.0
         );
         println!("leases: {draws} draws; {windows:?}, {:.1} % of the quota was used", used * 100.0);
-        println!(
-            "deny_cache_per_s={:.0} lease_per_s={leased:.0} lease_over_admitted={}",
-            hot.0.min(many.0),
-            windows.over_admitted
-        );
-    });
+        (hot.0.min(many.0), leased, windows.over_admitted)
+    })
 }
 
 fn limiter<S>(store: S, name: &str, quota: Quota) -> Limiter<S> {
