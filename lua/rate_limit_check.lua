@@ -16,6 +16,8 @@
 -- ARGV[5]  limits  version and terms of the limits, which is also how the packed value begins, see Value
 --          then cost, change, ttl_ms and limits for each further subject
 -- ARGV[6]  at      to settle only: the clock's reading when the units to give back were charged, in us
+-- ARGV[7]  missing  to settle only: the tokens that were missing after that charge in the first token bucket of the limits
+-- ARGV[8]  missing  and in the second; 0 where that is not known
 --
 -- Value    counts  version 1, little endian: 1 byte version, 1 byte limits, 2 bytes length of it all;
 --                  for each limit 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding log),
@@ -277,7 +279,7 @@ for arg = 2, settle and 2 or #ARGV, 4 do
   -- The counts, brought up to now and charged, to be written if that is what comes of it.
   local packed = limits .. pack('<I7', now)
   local logs
-  local position = HEADER + 1
+  local buckets, position = 0, HEADER + 1
   for i = 1, byte(limits, 2) do
     local kind, span, step, capacity
     kind, span, step, capacity, position = unpack(TERMS_FORMAT, limits, position)
@@ -299,8 +301,13 @@ for arg = 2, settle and 2 or #ARGV, 4 do
       elseif cost > 0 then
         debt = max(debt, min(debt + cost * span, 2 * capacity * span))
       elseif ARGV[6] - since >= 0 then
-        debt = max(debt + cost * span, 0)
+        -- Without the charge the bucket may have been full for a while, and what flowed in then would have been lost. What
+        -- was missing at the time and has not flowed in since cannot have been.
+        local missing = ARGV[7 + buckets] or 0
+        local still = max(missing - 1, -cost) * span - (now - ARGV[6]) * step
+        debt = max(debt - min(-cost * span, max(still, 0)), 0)
       end
+      buckets = buckets + 1
       packed = packed .. pack('<I7I7', since, debt)
     elseif kind == FIXED_WINDOW then
       local start, used = now, 0

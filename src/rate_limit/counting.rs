@@ -3,7 +3,7 @@
 //! The memory backend counts with this. Other backends count by themselves, in a script for instance, and read out of what they
 //! stored how a limit stands. Instants are microseconds of whatever clock the store has.
 
-use super::decision::LimitStatus;
+use super::decision::{LimitStatus, Receipt};
 use super::policy::QuotaChange;
 use super::quota::{Algorithm, Limit};
 
@@ -197,12 +197,17 @@ impl Count {
         }
     }
 
-    /// Gives back `units` that were charged at the instant `at`, as far as they still count.
-    pub(crate) fn refund(&mut self, terms: &Terms, at: u64, units: u32) {
+    /// Gives back `units` that were charged at the instant `at`, as far as they still count at `now`. In a bucket `missing`
+    /// tokens were missing then, if that is known.
+    pub(crate) fn refund(&mut self, terms: &Terms, now: u64, at: u64, missing: u32, units: u32) {
         let units = u64::from(units);
         match self {
             Self::TokenBucket { since, debt } if at >= *since => {
-                *debt = debt.saturating_sub(units.saturating_mul(terms.span));
+                // Without the charge the bucket may have been full for a while, and what flowed in then would have been
+                // lost. What was missing at the time and has not flowed in since cannot have been.
+                let least = u64::from(missing).saturating_sub(1).max(units).saturating_mul(terms.span);
+                let still = least.saturating_sub((now - at).saturating_mul(terms.step));
+                *debt = debt.saturating_sub(still.min(units.saturating_mul(terms.span)));
             }
             Self::FixedWindow { start, used } if at >= *start => *used = used.saturating_sub(units),
             Self::SlidingWindow { start, current, .. } if at >= *start => *current = current.saturating_sub(units),
@@ -276,4 +281,15 @@ pub(crate) fn carry_over<'a>(
             Some(count.carried_over(old, new, change))
         }
     })
+}
+
+/// The receipt of a charge at `at`, after which the limits stand like this.
+pub(crate) fn receipt<'a>(at: u64, terms: &[Terms], limits: impl IntoIterator<Item = &'a LimitStatus>) -> Receipt {
+    let mut receipt = Receipt::at_micros(at);
+    let limits = terms.iter().zip(limits);
+    let buckets = limits.filter(|(terms, _)| terms.algorithm == Algorithm::TokenBucket);
+    for (bucket, (terms, limit)) in buckets.enumerate() {
+        receipt.note_missing(bucket, terms.capacity - limit.remaining().min(terms.capacity));
+    }
+    receipt
 }

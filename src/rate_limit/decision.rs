@@ -43,24 +43,40 @@ pub struct LimitStatus {
     reset_us: u64,
 }
 
-/// When something was charged, by the clock of the store. Whoever wants to give it back has to show this, so that what was
-/// charged in a window that is over is not given back in another.
+/// When something was charged, by the clock of the store, and how much was in use then. Whoever wants to give it back has to
+/// show this, so that what does not count any more is not given back.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Receipt {
     at_us: u64,
+    // The tokens missing in the first token buckets of the policy after the charge. Of further ones no more is known than
+    // that what was charged was missing.
+    missing: [u32; Receipt::BUCKETS],
 }
 
 impl Receipt {
+    pub(crate) const BUCKETS: usize = 2;
+
     /// Charged at this instant of the store's clock, in microseconds.
     #[must_use]
     pub const fn at_micros(at_us: u64) -> Self {
-        Self { at_us }
+        Self { at_us, missing: [0; Self::BUCKETS] }
     }
 
     /// The instant, in microseconds of the store's clock.
     #[must_use]
     pub const fn as_micros(&self) -> u64 {
         self.at_us
+    }
+
+    pub(crate) fn note_missing(&mut self, bucket: usize, tokens: u32) {
+        if let Some(missing) = self.missing.get_mut(bucket) {
+            *missing = tokens;
+        }
+    }
+
+    /// The tokens that were missing, for each token bucket of the policy in turn.
+    pub(crate) fn missing(&self) -> impl Iterator<Item = u32> + use<> {
+        self.missing.into_iter().chain(std::iter::repeat(0))
     }
 }
 

@@ -473,6 +473,34 @@ pub async fn what_is_given_back_can_be_used_again<B: RateLimitStore + Clone>(sto
     }
 }
 
+/// What is given back to a token bucket never makes more of it than if it had not been charged.
+pub async fn giving_back_makes_no_tokens<B: RateLimitStore + Clone>(store: B) {
+    // A token every tenth of a second.
+    let limiter = limiter(&store, "tokens", Quota::new(10, SHORT).unwrap().token_bucket());
+    let start = Instant::now();
+    let receipt = limiter.check_cost("alice", 10).await.unwrap().receipt().unwrap();
+    sleep(SHORT * 9 / 10).await;
+    assert!(limiter.check_cost("alice", 9).await.unwrap().is_allowed());
+    limiter.settle("alice", receipt, -10).await.unwrap();
+    let left = limiter.peek("alice").await.unwrap().remaining().unwrap();
+    // Without the first charge the bucket would have been full before the second.
+    let most = 1 + start.elapsed().saturating_sub(SHORT * 9 / 10).as_millis() as u32 / 100 + 1;
+    assert!(left <= most, "{left} are left of 10, and not {most} at most");
+
+    // While others keep it from filling up, all that is given back counts.
+    let limiter = limiter_of_a_busy_bucket(&store);
+    assert!(limiter.check_cost("bob", 60).await.unwrap().is_allowed());
+    let receipt = limiter.check_cost("bob", 20).await.unwrap().receipt().unwrap();
+    sleep(SHORT / 10).await;
+    limiter.settle("bob", receipt, -20).await.unwrap();
+    assert_eq!(limiter.peek("bob").await.unwrap().remaining(), Some(40));
+}
+
+/// A bucket that loses no token while a claim lasts.
+fn limiter_of_a_busy_bucket<B: RateLimitStore + Clone>(store: &B) -> Limiter<B> {
+    limiter(store, "busy", Quota::per_hour(100).token_bucket())
+}
+
 /// What was charged in a window that is over is not given back in another, and giving back makes no key.
 pub async fn nothing_is_given_back_into_another_window<B: RateLimitStore + Clone>(store: B) {
     for limit in limits_of(5, SHORT / 4) {

@@ -161,6 +161,7 @@ macro_rules! rate_limit_contract {
             several_subjects_are_charged_together_or_not_at_all
             one_subject_twice_is_charged_twice
             what_is_given_back_can_be_used_again
+            giving_back_makes_no_tokens
             nothing_is_given_back_into_another_window
             more_is_never_given_back_than_was_used
             a_charge_afterwards_is_a_debt

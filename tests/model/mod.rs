@@ -87,7 +87,12 @@ impl Model {
 
     /// Gives back units that were charged at the instant `at`, as far as they still count.
     pub fn give_back(&mut self, now: u64, at: u64, units: u32) {
-        self.counts.iter_mut().for_each(|count| count.give_back(now, at, units.into()));
+        let mut buckets = 0;
+        for count in &mut self.counts {
+            buckets += usize::from(matches!(count.kind, Kind::TokenBucket { .. }));
+            // A receipt says of no more than two buckets how much was missing.
+            count.give_back(now, at, units.into(), buckets <= 2);
+        }
     }
 
     pub fn block(&mut self, until: u64) {
@@ -105,8 +110,9 @@ pub struct Count {
 #[derive(Clone, Debug)]
 enum Kind {
     /// A bucket that holds the capacity and is refilled with `limit` tokens per window, continuously. What is missing in it as of
-    /// `updated`, at the fastest rate that the docs allow and at the slowest. It was last seen full at `full_at`.
-    TokenBucket { missing: [u128; 2], updated: u64, full_at: u64 },
+    /// `updated`, at the fastest rate that the docs allow and at the slowest. It was last seen full at `full_at`. `charges` has the
+    /// instant of each charge and the tokens, or parts of one, that were missing after it.
+    TokenBucket { missing: [u128; 2], updated: u64, full_at: u64, charges: Vec<(u64, [u64; 2])> },
     /// A window that opens with its first charge, and closes together with all charges in it.
     FixedWindow { opened: u64, charges: Vec<Charge> },
     /// Windows that follow each other, the first of which opens with a charge.
@@ -149,7 +155,9 @@ fn sum(charges: &[Charge]) -> u64 {
 impl Count {
     pub fn new(limit: Limit) -> Self {
         let kind = match limit.algorithm() {
-            Algorithm::TokenBucket => Kind::TokenBucket { missing: [0; 2], updated: 0, full_at: 0 },
+            Algorithm::TokenBucket => {
+                Kind::TokenBucket { missing: [0; 2], updated: 0, full_at: 0, charges: Vec::new() }
+            }
             Algorithm::FixedWindow => Kind::FixedWindow { opened: 0, charges: Vec::new() },
             Algorithm::SlidingWindow => Kind::SlidingWindow { opened: 0, before: Vec::new(), charges: Vec::new() },
             Algorithm::SlidingLog => Kind::SlidingLog { charges: Vec::new() },
@@ -161,7 +169,7 @@ impl Count {
     pub fn pass_time(&mut self, now: u64) {
         let window = window(self.limit);
         match &mut self.kind {
-            Kind::TokenBucket { missing, updated, full_at } => {
+            Kind::TokenBucket { missing, updated, full_at, .. } => {
                 let elapsed = u128::from(now - *updated);
                 let rate = u128::from(self.limit.quota().limit());
                 let slowest = if may_be_rounded(self.limit) { PARTS - SLOWER } else { PARTS };
@@ -254,8 +262,9 @@ impl Count {
     pub fn charge(&mut self, now: u64, units: u64) {
         self.pass_time(now);
         match &mut self.kind {
-            Kind::TokenBucket { missing, .. } => {
+            Kind::TokenBucket { missing, charges, .. } => {
                 *missing = missing.map(|missing| missing + u128::from(units) * token(self.limit));
+                charges.push((now, missing.map(|missing| missing.div_ceil(token(self.limit)) as u64)));
             }
             Kind::FixedWindow { charges, .. } | Kind::SlidingWindow { charges, .. } | Kind::SlidingLog { charges } => {
                 charges.push(Charge { at: now, units });
@@ -276,13 +285,23 @@ impl Count {
         }
     }
 
-    fn give_back(&mut self, now: u64, at: u64, units: u64) {
+    fn give_back(&mut self, now: u64, at: u64, units: u64, is_known: bool) {
         self.pass_time(now);
+        let rates = [PARTS, if may_be_rounded(self.limit) { PARTS - SLOWER } else { PARTS }];
         match &mut self.kind {
-            // Since it was full, what was charged before that does not count.
-            Kind::TokenBucket { missing, full_at, .. } => {
+            // Since it was full, what was charged before that does not count; and of the rest no more is given back than what
+            // cannot have flowed in since.
+            Kind::TokenBucket { missing, full_at, charges, .. } => {
                 if at >= *full_at {
-                    *missing = missing.map(|missing| missing.saturating_sub(u128::from(units) * token(self.limit)));
+                    let noted =
+                        charges.iter().rev().find(|(noted, _)| *noted == at).map_or([0; 2], |(_, missing)| *missing);
+                    let inflow = u128::from(now - at) * u128::from(self.limit.quota().limit());
+                    for (i, missing) in missing.iter_mut().enumerate() {
+                        let then = if is_known { noted[i].saturating_sub(1) } else { 0 };
+                        let still = u128::from(then.max(units)) * token(self.limit);
+                        let still = still.saturating_sub(inflow * rates[i]);
+                        *missing = missing.saturating_sub(still.min(u128::from(units) * token(self.limit)));
+                    }
                 }
             }
             Kind::FixedWindow { charges, .. } | Kind::SlidingLog { charges } => take(charges, at, units),

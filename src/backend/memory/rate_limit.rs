@@ -10,7 +10,7 @@ use super::MemoryBackend;
 use super::shard::Shard;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::rate_limit::counting::{Count, Terms, carry_over};
+use crate::rate_limit::counting::{Count, Terms, carry_over, receipt};
 use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy, QuotaChange, RateLimitStore, Receipt, Request};
 
 /// What was counted for one subject.
@@ -151,10 +151,14 @@ impl Counts {
     }
 
     fn refund(&mut self, receipt: Receipt, units: u32) {
-        let at = receipt.as_micros();
+        let (at, mut buckets) = (receipt.as_micros(), receipt.missing());
         for (limit, terms) in self.limits.iter_mut().zip(self.policy.terms()) {
             match limit {
-                LimitCount::Plain(count) => count.refund(terms, at, units),
+                LimitCount::Plain(count) => {
+                    let is_bucket = terms.algorithm == Algorithm::TokenBucket;
+                    let missing = if is_bucket { buckets.next().unwrap_or(0) } else { 0 };
+                    count.refund(terms, self.last, at, missing, units);
+                }
                 LimitCount::Log(log) => log.refund(at, units),
             }
         }
@@ -343,7 +347,9 @@ impl Counts {
         }
         self.charge(cost);
         // How it stands now. Nothing is asked for any more, so nothing is in the way.
-        (self.decide(0).with_receipt(Receipt::at_micros(self.last)), true)
+        let decision = self.decide(0);
+        let receipt = receipt(self.last, self.policy.terms(), decision.limits());
+        (decision.with_receipt(receipt), true)
     }
 
     fn fits(&self, cost: u32) -> bool {

@@ -2,8 +2,8 @@
 
 use std::time::Duration;
 
-use crate::rate_limit::counting::{Count, Terms, carry_over};
-use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy, Receipt};
+use crate::rate_limit::counting::{Count, Terms, carry_over, receipt};
+use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy};
 
 const VERSION: u8 = 1;
 /// While a key is blocked; the end of the block follows, and then the counts.
@@ -96,7 +96,10 @@ pub(super) fn decision(reply: &[u8], policy: &Policy, cost: u32, charges: bool) 
     let decision = Decision::new(statuses);
     Some(match status {
         2 => decision.blocked(Duration::from_micros(blocked_for)),
-        _ if charged => decision.with_receipt(Receipt::at_micros(now)),
+        _ if charged => {
+            let receipt = receipt(now, policy.terms(), decision.limits());
+            decision.with_receipt(receipt)
+        }
         _ => decision,
     })
 }

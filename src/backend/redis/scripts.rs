@@ -74,7 +74,10 @@ impl Scripts {
         match verb {
             Verb::Check => self.check.call(pool, &keys, ("check", subjects)).await,
             Verb::Peek => self.check.call(pool, &keys, ("peek", subjects)).await,
-            Verb::Settle(receipt) => self.check.call(pool, &keys, ("settle", subjects, receipt.as_micros())).await,
+            Verb::Settle(receipt) => {
+                let missing: Vec<u32> = receipt.missing().take(Receipt::BUCKETS).collect();
+                self.check.call(pool, &keys, ("settle", subjects, receipt.as_micros(), missing)).await
+            }
         }
     }
 
@@ -141,7 +144,7 @@ mod tests {
     fn headers_agree_with_bodies_and_calls() {
         let scripts = Scripts::new();
         // How many keys and arguments the typed calls above give for one subject.
-        for (script, keys, args) in [(&scripts.check, 1, 6), (&scripts.block, 1, 2)] {
+        for (script, keys, args) in [(&scripts.check, 1, 8), (&scripts.block, 1, 2)] {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
             for (what, count) in [("KEYS", keys), ("ARGV", args)] {
                 let names = declared(header, what);
