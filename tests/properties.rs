@@ -255,7 +255,7 @@ fn decisions_are_those_of_the_definitions() {
                 Verb::GiveBack(before, share) => {
                     let left = subject.charges.clone();
                     if let Some((receipt, units)) = subject.charge_to_give_back(before, share) {
-                        model.give_back(now, receipt.as_micros(), units);
+                        model.give_back(now, left.len() - before - 1, receipt.as_micros(), units);
                     }
                     subject.charges = left;
                     None

@@ -86,12 +86,13 @@ impl Model {
     }
 
     /// Gives back units that were charged at the instant `at`, as far as they still count.
-    pub fn give_back(&mut self, now: u64, at: u64, units: u32) {
+    /// Gives back units of the charge with this number, which was made at the instant `at`.
+    pub fn give_back(&mut self, now: u64, charge: usize, at: u64, units: u32) {
         let mut buckets = 0;
         for count in &mut self.counts {
             buckets += usize::from(matches!(count.kind, Kind::TokenBucket { .. }));
             // A receipt says of no more than two buckets how much was missing.
-            count.give_back(now, at, units.into(), buckets <= 2);
+            count.give_back(now, (buckets <= 2).then_some(charge), at, units.into());
         }
     }
 
@@ -111,8 +112,8 @@ pub struct Count {
 enum Kind {
     /// A bucket that holds the capacity and is refilled with `limit` tokens per window, continuously. What is missing in it as of
     /// `updated`, at the fastest rate that the docs allow and at the slowest. It was last seen full at `full_at`. `charges` has the
-    /// instant of each charge and the tokens, or parts of one, that were missing after it.
-    TokenBucket { missing: [u128; 2], updated: u64, full_at: u64, charges: Vec<(u64, [u64; 2])> },
+    /// tokens, or parts of one, that were missing after each charge.
+    TokenBucket { missing: [u128; 2], updated: u64, full_at: u64, charges: Vec<[u64; 2]> },
     /// A window that opens with its first charge, and closes together with all charges in it.
     FixedWindow { opened: u64, charges: Vec<Charge> },
     /// Windows that follow each other, the first of which opens with a charge.
@@ -264,7 +265,7 @@ impl Count {
         match &mut self.kind {
             Kind::TokenBucket { missing, charges, .. } => {
                 *missing = missing.map(|missing| missing + u128::from(units) * token(self.limit));
-                charges.push((now, missing.map(|missing| missing.div_ceil(token(self.limit)) as u64)));
+                charges.push(missing.map(|missing| missing.div_ceil(token(self.limit)) as u64));
             }
             Kind::FixedWindow { charges, .. } | Kind::SlidingWindow { charges, .. } | Kind::SlidingLog { charges } => {
                 charges.push(Charge { at: now, units });
@@ -285,7 +286,7 @@ impl Count {
         }
     }
 
-    fn give_back(&mut self, now: u64, at: u64, units: u64, is_known: bool) {
+    fn give_back(&mut self, now: u64, charge: Option<usize>, at: u64, units: u64) {
         self.pass_time(now);
         let rates = [PARTS, if may_be_rounded(self.limit) { PARTS - SLOWER } else { PARTS }];
         match &mut self.kind {
@@ -293,12 +294,10 @@ impl Count {
             // cannot have flowed in since.
             Kind::TokenBucket { missing, full_at, charges, .. } => {
                 if at >= *full_at {
-                    let noted =
-                        charges.iter().rev().find(|(noted, _)| *noted == at).map_or([0; 2], |(_, missing)| *missing);
+                    let noted = charge.map_or([0; 2], |charge| charges[charge]);
                     let inflow = u128::from(now - at) * u128::from(self.limit.quota().limit());
                     for (i, missing) in missing.iter_mut().enumerate() {
-                        let then = if is_known { noted[i].saturating_sub(1) } else { 0 };
-                        let still = u128::from(then.max(units)) * token(self.limit);
+                        let still = u128::from(noted[i].saturating_sub(1).max(units)) * token(self.limit);
                         let still = still.saturating_sub(inflow * rates[i]);
                         *missing = missing.saturating_sub(still.min(u128::from(units) * token(self.limit)));
                     }
