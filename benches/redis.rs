@@ -31,6 +31,7 @@ const BENCHMARK_REQUESTS: &str = "300000";
 const ROUND: Duration = Duration::from_millis(1_800);
 const SCRIPT: &str = include_str!("../lua/rate_limit_check.lua");
 /// One fixed window of a minute for 1,000,000 units, as the script wants it.
+const FORMAT: &str = "<BBI2BI7I5I4I7I7I5";
 const LIMITS: &[u8] = b"\x01\x01\x28\x00\x02\x00\x87\x93\x03\x00\x00\x00\x00\x00\x00\x00\x00\x40\x42\x0f\x00";
 
 fn main() {
@@ -101,6 +102,7 @@ async fn decide_held(pool: bb8_redis::bb8::Pool<RedisConnectionManager>, script:
         .arg(1)
         .arg("keep")
         .arg(60_010)
+        .arg(FORMAT)
         .arg(LIMITS)
         .invoke_async(&mut *connection)
         .await
@@ -172,7 +174,7 @@ fn ceiling(server: &RedisServer, script: &Script) -> f64 {
             "--csv",
         ])
         .args(["EVALSHA", script.get_hash(), "1", "ceiling:2:{rate_limit:bench:__rand_int__}:counts"])
-        .args(["check", "1", "keep", "60010"])
+        .args(["check", "1", "keep", "60010", FORMAT])
         .output()
         .unwrap_or_else(|error| {
             panic!("{} cannot be run ({error}): set TOLLGATE_REDIS_BENCHMARK", benchmark.display())

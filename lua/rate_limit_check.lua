@@ -13,11 +13,12 @@
 -- ARGV[2]  cost    integer, 0 to the smallest capacity; 0 charges nothing. To settle: the units to add, or, below 0, to give back
 -- ARGV[3]  change  what becomes of counts under other limits: 'keep' | 'reset' | 'proportional'
 -- ARGV[4]  ttl_ms  how long the counts say something after they were written, at the most
--- ARGV[5]  limits  version and terms of the limits, which is also how the packed value begins, see Value
---          then cost, change, ttl_ms and limits for each further subject
--- ARGV[6]  at      to settle only: the clock's reading when the units to give back were charged, in us
--- ARGV[7]  missing  to settle only: the tokens that were missing after that charge in the first token bucket of the limits
--- ARGV[8]  missing  and in the second; 0 where that is not known
+-- ARGV[5]  format  how all numbers of the packed value are read and written, for struct.pack
+-- ARGV[6]  limits  version and terms of the limits, which is also how the packed value begins, see Value
+--          then cost, change, ttl_ms, format and limits for each further subject
+-- ARGV[7]  at      to settle only: the clock's reading when the units to give back were charged, in us
+-- ARGV[8]  missing  to settle only: the tokens that were missing after that charge in the first token bucket of the limits
+-- ARGV[9]  missing  and in the second; 0 where that is not known
 --
 -- Value    counts  version 1, little endian: 1 byte version, 1 byte limits, 2 bytes length of it all;
 --                  for each limit 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding log),
@@ -35,6 +36,7 @@
 --          now. Nothing is written unless all subjects are admitted.
 -- Errors   TOLLGATE if a value was not written by this script; WRONGTYPE
 -- Repeat   charges or gives back again: not to be resent after a lost reply
+local unpack_table = unpack
 local call, pack, unpack, byte, sub = redis.call, struct.pack, struct.unpack, string.byte, string.sub
 local ceil, floor, max, min = math.ceil, math.floor, math.max, math.min
 local verb = ARGV[1]
@@ -178,9 +180,9 @@ end
 
 local subjects, admitted = {}, true
 local next_key = 1
-for arg = 2, settle and 2 or #ARGV, 4 do
+for arg = 2, settle and 2 or #ARGV, 5 do
   local key, cost = KEYS[next_key], ARGV[arg] + 0
-  local change, ttl_ms, limits = ARGV[arg + 1], ARGV[arg + 2], ARGV[arg + 3]
+  local change, ttl_ms, format, limits = ARGV[arg + 1], ARGV[arg + 2], ARGV[arg + 3], ARGV[arg + 4]
   next_key = next_key + 1
 
   local stored = call('GET', key) or ''
@@ -195,8 +197,11 @@ for arg = 2, settle and 2 or #ARGV, 4 do
       block_ends = nil
     end
   end
-  local at, last, back, changed = #limits + 1, nil, 0, nil
-  if value ~= '' then
+  local known, changed = value ~= '', nil
+  if not known then
+    -- Nothing but zeros says that nothing has been used.
+    value = limits .. string.rep('\0', unpack('<I2', limits, 3) - #limits)
+  else
     if sub(value, 1, #limits) ~= limits then
       -- They were counted under other limits, and are carried over to these.
       carry_over = carry_over or function(value, limits, change)
@@ -269,79 +274,69 @@ for arg = 2, settle and 2 or #ARGV, 4 do
     if unpack('<I2', value, 3) ~= #value then
       return redis.error_reply('TOLLGATE the value does not hold counts of version 1')
     end
-    last, at = unpack('<I7', value, at)
-    if last > now then
-      -- The clock was set back. What has passed has passed, and what is to come takes as long as it would have.
-      last, back = now, last - now
-    end
   end
 
-  -- The counts, brought up to now and charged, to be written if that is what comes of it.
-  local packed = limits .. pack('<I7', now)
+  -- Version, number of limits and length; algorithm, span, step and capacity of each limit; the last update; and the counts,
+  -- which are brought up to now and charged, to be written if that is what comes of it.
+  local numbers = {unpack(format, value)}
+  local at, back = 4 + 4 * numbers[2], 0
+  local last = numbers[at]
+  if last > now then
+    -- The clock was set back. What has passed has passed, and what is to come takes as long as it would have.
+    last, back = now, last - now
+  end
+  numbers[at] = now
   local logs
-  local buckets, position = 0, HEADER + 1
-  for i = 1, byte(limits, 2) do
-    local kind, span, step, capacity
-    kind, span, step, capacity, position = unpack(TERMS_FORMAT, limits, position)
+  local buckets, counts = 0, at + 1
+  for i = 4, at - 1, 4 do
+    local kind, span, step, capacity = numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3]
     local fits = true
     if kind == TOKEN_BUCKET then
-      local since, debt = now, 0
-      if last then
-        since, debt, at = unpack('<I7I7', value, at)
-        debt = debt - (now - last) * step
-        if debt > 0 then
-          since = since - back
-        else
-          since, debt = now, 0
-        end
+      local since, debt = numbers[counts] - back, numbers[counts + 1] - (now - last) * step
+      if debt <= 0 then
+        since, debt = now, 0
       end
       if not settle then
         debt = debt + cost * span
         fits = debt <= capacity * span
       elseif cost > 0 then
         debt = max(debt, min(debt + cost * span, 2 * capacity * span))
-      elseif ARGV[6] - since >= 0 then
+      elseif ARGV[7] - since >= 0 then
         -- Without the charge the bucket may have been full for a while, and what flowed in then would have been lost. What
         -- was missing at the time and has not flowed in since cannot have been.
-        local missing = ARGV[7 + buckets] or 0
-        local still = max(missing - 1, -cost) * span - (now - ARGV[6]) * step
+        local missing = ARGV[8 + buckets] or 0
+        local still = max(missing - 1, -cost) * span - (now - ARGV[7]) * step
         debt = max(debt - min(-cost * span, max(still, 0)), 0)
       end
       buckets = buckets + 1
-      packed = packed .. pack('<I7I7', since, debt)
+      numbers[counts], numbers[counts + 1] = since, debt
+      counts = counts + 2
     elseif kind == FIXED_WINDOW then
-      local start, used = now, 0
-      if last then
-        start, used, at = unpack('<I7I5', value, at)
-        start = start - back
-        -- A window opens with its first charge.
-        if used == 0 or now - start >= span then
-          start, used = now, 0
-        end
+      local start, used = numbers[counts] - back, numbers[counts + 1]
+      -- A window opens with its first charge.
+      if used == 0 or now - start >= span then
+        start, used = now, 0
       end
       if not settle then
         used = used + cost
         fits = used <= capacity
       elseif cost > 0 then
         used = max(used, min(used + cost, 2 * capacity))
-      elseif ARGV[6] - start >= 0 then
+      elseif ARGV[7] - start >= 0 then
         used = max(used + cost, 0)
       end
-      packed = packed .. pack('<I7I5', start, used)
+      numbers[counts], numbers[counts + 1] = start, used
+      counts = counts + 2
     elseif kind == SLIDING_WINDOW then
-      local start, previous, used = now, 0, 0
-      if last then
-        start, previous, used, at = unpack('<I7I5I5', value, at)
-        start = start - back
-        local elapsed = now - start
-        if elapsed >= span and elapsed < 2 * span then
-          start, previous, used = start + span, used, 0
-        elseif elapsed >= span then
-          previous, used = 0, 0
-        end
-        if previous + used == 0 then
-          start = now
-        end
+      local start, previous, used = numbers[counts] - back, numbers[counts + 1], numbers[counts + 2]
+      local elapsed = now - start
+      if elapsed >= span and elapsed < 2 * span then
+        start, previous, used = start + span, used, 0
+      elseif elapsed >= span then
+        previous, used = 0, 0
+      end
+      if previous + used == 0 then
+        start = now
       end
       local faded = ceil(previous * ceil((span - (now - start)) / step) / ceil(span / step))
       if not settle then
@@ -349,18 +344,19 @@ for arg = 2, settle and 2 or #ARGV, 4 do
         fits = used + faded <= capacity
       elseif cost > 0 then
         used = used + max(min(cost, 2 * capacity - used - faded), 0)
-      elseif ARGV[6] - start >= 0 then
+      elseif ARGV[7] - start >= 0 then
         used = max(used + cost, 0)
-      elseif ARGV[6] - start + span >= 0 then
+      elseif ARGV[7] - start + span >= 0 then
         previous = max(previous + cost, 0)
       end
-      packed = packed .. pack('<I7I5I5', start, previous, used)
+      numbers[counts], numbers[counts + 1], numbers[counts + 2] = start, previous, used
+      counts = counts + 3
     elseif kind == SLIDING_LOG then
-      local log, error = open_log(KEYS[next_key], span, changed and changed[i].forget)
+      local log, error = open_log(KEYS[next_key], span, changed and changed[i / 4].forget)
       if not log then
         return redis.error_reply(error)
       end
-      log.key, log.capacity, log.forget = KEYS[next_key], capacity, changed and changed[i].forget
+      log.key, log.capacity, log.forget = KEYS[next_key], capacity, changed and changed[i / 4].forget
       next_key = next_key + 1
       fits = log.used + cost <= capacity
       logs = logs or {}
@@ -374,14 +370,16 @@ for arg = 2, settle and 2 or #ARGV, 4 do
   admitted = admitted and status == 1
   if #KEYS == 1 and status == 1 and cost > 0 and verb == 'check' then
     -- What happens nearly always, without a table.
+    local packed = pack(format, unpack_table(numbers))
     call('SET', key, packed, 'PX', ttl_ms)
     return pack('<BI7', 1, now) .. packed
   end
+  local packed = pack(format, unpack_table(numbers))
   if block_ends then
     packed, ttl_ms = block .. packed, max(ttl_ms + 0, ceil((block_ends - now) / 1000) + GRACE_MS)
   end
   subjects[#subjects + 1] =
-    {key = key, cost = cost, status = status, stored = stored, known = last, logs = logs, packed = packed, ttl_ms = ttl_ms}
+    {key = key, cost = cost, status = status, stored = stored, known = known, logs = logs, packed = packed, ttl_ms = ttl_ms}
 end
 
 local replies = {}
@@ -405,7 +403,7 @@ for i = 1, #subjects do
       fits_in = cost > 0 and log.wait(capacity - cost) or 0
       more_in = used > 0 and log.wait(min(used, capacity) - 1) or 0
     elseif cost < 0 then
-      log.give_back(ARGV[6] + 0, -cost)
+      log.give_back(ARGV[7] + 0, -cost)
     else
       local units = settle and max(min(cost, 2 * capacity - used), 0) or cost
       if units > 0 then

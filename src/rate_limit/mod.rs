@@ -109,6 +109,8 @@ pub use self::handle::RateLimitHandle;
 pub use self::layer::{ChargeAlways, ChargeOn, OnMissingKey, OnStoreError, RateLimitLayer, RequestCost, UnitCost};
 pub use self::leases::{LeaseStats, Leases};
 pub use self::limiter::Limiter;
+#[cfg(feature = "redis")]
+pub(crate) use self::policy::Packed;
 pub use self::policy::{Mode, Policy, QuotaChange};
 pub use self::quota::{Algorithm, BurstQuota, Limit, Quota};
 pub use self::rejection::{Announce, Rejection, Standing};

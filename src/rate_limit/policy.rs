@@ -43,7 +43,7 @@ struct Inner {
     share: OnceLock<(u32, Policy)>,
     meters: OnceLock<Meters>,
     #[cfg(feature = "redis")]
-    encoded: OnceLock<Vec<u8>>,
+    packed: OnceLock<Packed>,
     #[cfg(feature = "http")]
     announcement: OnceLock<Box<dyn Any + Send + Sync>>,
 }
@@ -56,6 +56,14 @@ struct Spec {
     given_names: Vec<Option<String>>,
     on_change: QuotaChange,
     mode: Mode,
+}
+
+/// Terms in a form that can be sent to a store, and the format of what comes back.
+#[cfg(feature = "redis")]
+#[derive(Debug)]
+pub(crate) struct Packed {
+    pub(crate) limits: Vec<u8>,
+    pub(crate) format: String,
 }
 
 /// What happens to what was counted when a limit of a policy is changed: in a new release, by a reload, or because a client has changed plans.
@@ -180,7 +188,7 @@ impl Policy {
             share: OnceLock::new(),
             meters: OnceLock::new(),
             #[cfg(feature = "redis")]
-            encoded: OnceLock::new(),
+            packed: OnceLock::new(),
             #[cfg(feature = "http")]
             announcement: OnceLock::new(),
         };
@@ -246,8 +254,8 @@ impl Policy {
 
     /// The terms in the form that `encode` gives them, kept for the next time.
     #[cfg(feature = "redis")]
-    pub(crate) fn encoded(&self, encode: impl FnOnce(&[Terms]) -> Vec<u8>) -> &[u8] {
-        self.inner.encoded.get_or_init(|| encode(&self.inner.terms))
+    pub(crate) fn packed(&self, encode: impl FnOnce(&[Terms]) -> Packed) -> &Packed {
+        self.inner.packed.get_or_init(|| encode(&self.inner.terms))
     }
 
     /// What `make` makes of the policy for clients to read, kept for the next time. There is room for a value of one type, so

@@ -2,6 +2,7 @@
 
 use std::time::Duration;
 
+pub(super) use crate::rate_limit::Packed;
 use crate::rate_limit::counting::{Count, Terms, carry_over, receipt};
 use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy};
 
@@ -21,30 +22,36 @@ const fn code(algorithm: Algorithm) -> u8 {
     }
 }
 
-/// How many bytes the count of a limit takes.
-const fn size(algorithm: Algorithm) -> usize {
+/// The numbers of a count, as `struct` of Lua writes them.
+const fn format(algorithm: Algorithm) -> &'static str {
     match algorithm {
-        Algorithm::TokenBucket => 14,
-        Algorithm::FixedWindow => 12,
-        Algorithm::SlidingWindow => 17,
-        Algorithm::SlidingLog => 0,
+        Algorithm::TokenBucket => "I7I7",
+        Algorithm::FixedWindow => "I7I5",
+        Algorithm::SlidingWindow => "I7I5I5",
+        Algorithm::SlidingLog => "",
     }
 }
 
+/// How many bytes a count takes.
+fn size(algorithm: Algorithm) -> usize {
+    format(algorithm).bytes().filter(u8::is_ascii_digit).map(|digit| usize::from(digit - b'0')).sum()
+}
+
 /// How packed counts begin.
-pub(super) fn encode(terms: &[Terms]) -> Vec<u8> {
+pub(super) fn encode(terms: &[Terms]) -> Packed {
     let counts: usize = terms.iter().map(|terms| size(terms.algorithm)).sum();
     let length = HEADER + terms.len() * TERMS + INSTANT + counts;
-    let mut bytes = Vec::with_capacity(length);
-    bytes.extend([VERSION, terms.len() as u8]);
-    bytes.extend((length as u16).to_le_bytes());
+    let mut limits = Vec::with_capacity(length);
+    limits.extend([VERSION, terms.len() as u8]);
+    limits.extend((length as u16).to_le_bytes());
     for terms in terms {
-        bytes.push(code(terms.algorithm));
-        bytes.extend(&terms.span.to_le_bytes()[..7]);
-        bytes.extend(&terms.step.to_le_bytes()[..5]);
-        bytes.extend(terms.capacity.to_le_bytes());
+        limits.push(code(terms.algorithm));
+        limits.extend(&terms.span.to_le_bytes()[..7]);
+        limits.extend(&terms.step.to_le_bytes()[..5]);
+        limits.extend(terms.capacity.to_le_bytes());
     }
-    bytes
+    let counts: String = terms.iter().map(|terms| format(terms.algorithm)).collect();
+    Packed { limits, format: ["<BBI2", &"BI7I5I4".repeat(terms.len()), "I7", &counts].concat() }
 }
 
 /// How long counts say something after they were written, debts included.
@@ -119,7 +126,7 @@ impl<'a> Counts<'a> {
         if value.is_empty() {
             return Some(Self::None);
         }
-        if let Some(rest) = value.strip_prefix(policy.encoded(encode)) {
+        if let Some(rest) = value.strip_prefix(&*policy.packed(encode).limits) {
             let mut reader = Reader(rest);
             let last = reader.integer(INSTANT)?;
             return Some(Self::Packed { reader, last: last.min(now), back: last.saturating_sub(now) });

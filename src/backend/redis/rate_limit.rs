@@ -23,7 +23,7 @@ fn subject<'a>(policy: &'a Policy, keys: &'a [String], cost: i64) -> Subject<'a>
         QuotaChange::Reset => "reset",
         QuotaChange::Proportional => "proportional",
     };
-    Subject { keys, cost, limits: policy.encoded(encode), change, ttl_ms: counts::time_to_live_ms(policy) }
+    Subject { keys, cost, packed: policy.packed(encode), change, ttl_ms: counts::time_to_live_ms(policy) }
 }
 
 fn read(reply: &redis::Value, policy: &Policy, cost: u32, verb: Verb) -> Result<Decision, StoreError> {

@@ -3,6 +3,7 @@
 use redis::{Cmd, RedisWrite, Script, ToRedisArgs, Value};
 use smallvec::SmallVec;
 
+use super::counts::Packed;
 use super::error;
 use super::pool::Pool;
 use crate::error::StoreError;
@@ -42,7 +43,7 @@ pub(super) struct Subject<'a> {
     pub(super) cost: i64,
     pub(super) change: &'static str,
     pub(super) ttl_ms: u64,
-    pub(super) limits: &'a [u8],
+    pub(super) packed: &'a Packed,
 }
 
 impl ToRedisArgs for Subject<'_> {
@@ -50,11 +51,12 @@ impl ToRedisArgs for Subject<'_> {
         self.cost.write_redis_args(out);
         out.write_arg(self.change.as_bytes());
         self.ttl_ms.write_redis_args(out);
-        out.write_arg(self.limits);
+        out.write_arg(self.packed.format.as_bytes());
+        out.write_arg(&self.packed.limits);
     }
 
     fn num_of_args(&self) -> usize {
-        4
+        5
     }
 }
 
@@ -144,7 +146,7 @@ mod tests {
     fn headers_agree_with_bodies_and_calls() {
         let scripts = Scripts::new();
         // How many keys and arguments the typed calls above give for one subject.
-        for (script, keys, args) in [(&scripts.check, 1, 8), (&scripts.block, 1, 2)] {
+        for (script, keys, args) in [(&scripts.check, 1, 9), (&scripts.block, 1, 2)] {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
             for (what, count) in [("KEYS", keys), ("ARGV", args)] {
                 let names = declared(header, what);
@@ -162,10 +164,11 @@ mod tests {
 
     #[test]
     fn a_call_is_one_command_with_all_arguments() {
-        let subject = Subject { keys: &[], cost: 5, limits: b"terms", change: "keep", ttl_ms: 60_000 };
+        let packed = Packed { limits: b"terms".to_vec(), format: "<I2".into() };
+        let subject = Subject { keys: &[], cost: 5, change: "keep", ttl_ms: 60_000, packed: &packed };
         let command = command("EVALSHA", "abc", &["key"], &("check", &[subject]));
         let packed = String::from_utf8(command.get_packed_command()).unwrap();
         let words: Vec<_> = packed.split("\r\n").filter(|word| !word.starts_with(['*', '$'])).collect();
-        assert_eq!(words, ["EVALSHA", "abc", "1", "key", "check", "5", "keep", "60000", "terms", ""]);
+        assert_eq!(words, ["EVALSHA", "abc", "1", "key", "check", "5", "keep", "60000", "<I2", "terms", ""]);
     }
 }
