@@ -30,6 +30,7 @@
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`] |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
+//! | `config` (feature `config`) | rules in a file, changed while the program runs |
 //! | [`reject`] | what a rejection becomes |
 //! | `testing` (feature `testing`) | for tests: a store that fails when told to, the contract for backends of your own |
 //!
@@ -57,6 +58,7 @@
 //! * `grpc`: the module `grpc`, with prost.
 //! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics).
 //! * `testing`: the module `testing`, for `[dev-dependencies]`.
+//! * `config`: the module `config`, with serde, toml, serde_json, granit-parser (YAML), matchit and arc-swap.
 //!
 //! [tower]: https://docs.rs/tower
 #![cfg_attr(docsrs, feature(doc_cfg))]
@@ -66,6 +68,8 @@ mod error;
 mod key;
 
 pub mod backend;
+#[cfg(feature = "config")]
+pub mod config;
 #[cfg(feature = "grpc")]
 pub mod grpc;
 #[cfg(feature = "http")]
@@ -86,5 +90,6 @@ pub use self::reject::{AsError, AsResponse};
 
 /// The code in the README, run as doctests.
 #[cfg(all(doctest, feature = "redis", feature = "axum", feature = "testing"))]
+#[cfg(all(doctest, feature = "redis", feature = "axum", feature = "config"))]
 #[doc = include_str!("../README.md")]
 mod readme {}

@@ -33,6 +33,12 @@ pub struct HeaderKey {
 }
 
 impl HeaderKey {
+    /// By a header whose name comes from a file.
+    #[cfg(feature = "config")]
+    pub(crate) const fn named(name: HeaderName) -> Self {
+        Self { name }
+    }
+
     /// Asks `fallback` where the header is missing: see [`first_of`].
     pub fn or<F>(self, fallback: F) -> Or<Self, F> {
         first_of(self, fallback)

@@ -64,6 +64,21 @@ impl Local {
     }
 }
 
+/// What layers on the same backend may have in common: the circuit to it, and the counts of the time in which it fails.
+#[cfg(feature = "config")]
+#[derive(Clone)]
+pub(crate) struct Fallback {
+    circuit: Arc<Circuit>,
+    local: Local,
+}
+
+#[cfg(feature = "config")]
+impl Fallback {
+    pub(crate) fn new(breaker: CircuitBreaker) -> Self {
+        Self { circuit: Arc::new(Circuit::new(breaker)), local: Local::default() }
+    }
+}
+
 /// What happens to a request that has no key, or an empty one. Defaults to [`Reject`](Self::Reject).
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
@@ -286,6 +301,21 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.core.deadline = deadline;
         self
+    }
+}
+
+#[cfg(feature = "config")]
+impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
+    /// Does without the store when others do, and counts together with them then.
+    pub(crate) fn fallback(mut self, fallback: &Fallback) -> Self {
+        self.core.circuit = Arc::clone(&fallback.circuit);
+        self.core.local = fallback.local.clone();
+        self
+    }
+
+    /// Puts a screen in the place of the lists and further policies.
+    pub(crate) fn screened_by<X2>(self, screen: X2) -> RateLimitLayer<B, K, C, A, R, X2> {
+        self.with_screen(|_| screen)
     }
 }
 

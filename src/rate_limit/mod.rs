@@ -121,5 +121,7 @@ pub use self::store::{RateLimitStore, Request};
 
 #[cfg(feature = "http")]
 pub(crate) use self::decision::ceil_seconds;
+#[cfg(feature = "config")]
+pub(crate) use self::layer::Fallback;
 #[cfg(feature = "redis")]
 pub(crate) use self::store::one_after_the_other;

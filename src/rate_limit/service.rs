@@ -35,6 +35,12 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
         Self { inner, settings: Arc::new(layer.into_settings()) }
     }
 
+    /// Puts another service behind the same limit, at the price of counting one reference.
+    #[cfg(feature = "config")]
+    pub(crate) fn around<S2>(&self, inner: S2) -> RateLimit<S2, B, K, C, A, R, X> {
+        RateLimit { inner, settings: Arc::clone(&self.settings) }
+    }
+
     /// The service behind the limit.
     pub const fn get_ref(&self) -> &S {
         &self.inner

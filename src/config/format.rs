@@ -1,0 +1,352 @@
+//! TOML, YAML and JSON become the same tree.
+
+use std::borrow::Cow;
+use std::collections::HashMap;
+use std::collections::HashSet;
+use std::fmt;
+use std::path::Path;
+
+use ::toml::Spanned;
+use ::toml::de::{DeInteger, DeTable, DeValue};
+use granit_parser::{Event, Parser, ScalarStyle};
+use serde::Deserialize;
+use serde::de::{MapAccess, Visitor};
+use serde_json::value::RawValue;
+
+use super::tree::{Entry, Fault, MAX_DEPTH, Node, Value};
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Format {
+    Toml,
+    Yaml,
+    Json,
+}
+
+impl Format {
+    /// By the extension of a file.
+    pub(super) fn of(path: &Path) -> Option<Self> {
+        let extension = path.extension()?.to_str()?.to_ascii_lowercase();
+        match extension.as_str() {
+            "toml" => Some(Self::Toml),
+            "yaml" | "yml" => Some(Self::Yaml),
+            "json" => Some(Self::Json),
+            _ => None,
+        }
+    }
+
+    pub(super) fn parse(self, text: &str) -> Result<Node, Fault> {
+        match self {
+            Self::Toml => toml(text),
+            Self::Yaml => yaml(text),
+            Self::Json => json(text),
+        }
+    }
+}
+
+fn too_deep(offset: usize) -> Fault {
+    Fault::new(format!("lists and tables lie more than {MAX_DEPTH} levels deep in each other")).at(offset)
+}
+
+fn given_twice(name: &str, offset: usize) -> Fault {
+    Fault::new(format!("`{name}` is given twice")).at(offset).within(name)
+}
+
+// TOML.
+
+fn toml(text: &str) -> Result<Node, Fault> {
+    let table = DeTable::parse(text).map_err(|error| {
+        let fault = Fault::new(error.message().replace('\n', ", "));
+        error.span().map_or(fault.clone(), |span| fault.at(span.start))
+    })?;
+    let offset = table.span().start;
+    from_table(table.into_inner(), offset, 0)
+}
+
+fn from_table(table: DeTable<'_>, offset: usize, depth: usize) -> Result<Node, Fault> {
+    if depth > MAX_DEPTH {
+        return Err(too_deep(offset));
+    }
+    let entries = table.into_iter().map(|(name, value)| {
+        let (offset, name) = (name.span().start, name.into_inner().into_owned());
+        let node = from_toml(value, depth).map_err(|fault| fault.within(name.as_str()))?;
+        Ok(Entry { name, offset, node })
+    });
+    let entries: Result<Vec<Entry>, Fault> = entries.collect();
+    Ok(Node { offset, value: Value::Table(entries?) })
+}
+
+fn from_toml(value: Spanned<DeValue<'_>>, depth: usize) -> Result<Node, Fault> {
+    let offset = value.span().start;
+    let value = match value.into_inner() {
+        DeValue::Table(table) => return from_table(table, offset, depth + 1),
+        DeValue::Array(_) if depth >= MAX_DEPTH => return Err(too_deep(offset)),
+        DeValue::Array(values) => {
+            let node = |(i, value)| from_toml(value, depth + 1).map_err(|fault| fault.within(i));
+            Value::List(values.into_iter().enumerate().map(node).collect::<Result<_, _>>()?)
+        }
+        DeValue::String(text) => Value::Text(text.into_owned()),
+        DeValue::Integer(integer) => toml_integer(&integer),
+        DeValue::Float(float) => float.as_str().parse().map_or(Value::Other("a number"), Value::Float),
+        DeValue::Boolean(value) => Value::Bool(value),
+        DeValue::Datetime(_) => Value::Other("a date or time"),
+    };
+    Ok(Node { offset, value })
+}
+
+fn toml_integer(integer: &DeInteger<'_>) -> Value {
+    i128::from_str_radix(integer.as_str(), integer.radix()).map_or(Value::Other("a number this large"), Value::Integer)
+}
+
+// JSON.
+
+fn json(text: &str) -> Result<Node, Fault> {
+    // The whole document first: of a mistake within it, serde_json knows the line.
+    let raw: &RawValue = serde_json::from_str(text).map_err(|error| json_fault(text, 0, &error))?;
+    from_json(text, raw.get(), 0)
+}
+
+/// A fault in `piece`, which begins at `start` in the document.
+fn json_fault(piece: &str, start: usize, error: &serde_json::Error) -> Fault {
+    let line_start = piece.split_inclusive('\n').take(error.line().saturating_sub(1)).map(str::len).sum::<usize>();
+    // The place stands behind the message, and is counted from the piece.
+    let message = error.to_string();
+    let message = message.rsplit_once(" at line ").map_or(message.as_str(), |(message, _)| message);
+    let mut offset = (line_start + error.column().saturating_sub(1)).min(piece.len());
+    while !piece.is_char_boundary(offset) {
+        offset -= 1;
+    }
+    Fault::new(message).at(start + offset)
+}
+
+fn from_json(text: &str, piece: &str, depth: usize) -> Result<Node, Fault> {
+    // Each piece is a slice of the text, so the addresses say where it lies.
+    let offset = (piece.as_ptr() as usize).saturating_sub(text.as_ptr() as usize);
+    let fault = |error| json_fault(piece, offset, &error);
+    let value = match piece.as_bytes().first() {
+        Some(b'{' | b'[') if depth >= MAX_DEPTH => return Err(too_deep(offset)),
+        Some(b'{') => {
+            let fields: JsonFields<'_> = serde_json::from_str(piece).map_err(fault)?;
+            let mut seen = HashSet::with_capacity(fields.0.len());
+            let mut entries = Vec::with_capacity(fields.0.len());
+            for (name, raw) in fields.0 {
+                let at = (raw.get().as_ptr() as usize).saturating_sub(text.as_ptr() as usize);
+                if !seen.insert(name.clone()) {
+                    return Err(given_twice(&name, at));
+                }
+                let node = from_json(text, raw.get(), depth + 1).map_err(|fault| fault.within(name.as_ref()))?;
+                // Where the name begins is not told, so it is looked for before its value.
+                let before = text[..at].trim_end().trim_end_matches(':').trim_end();
+                let quoted = before.len().saturating_sub(name.len() + 2);
+                let is_it = before.get(quoted..).is_some_and(|quoted| quoted.trim_matches('"') == name);
+                let at = if is_it { quoted } else { at };
+                entries.push(Entry { name: name.into_owned(), offset: at, node });
+            }
+            Value::Table(entries)
+        }
+        Some(b'[') => {
+            let items: Vec<&RawValue> = serde_json::from_str(piece).map_err(fault)?;
+            let node =
+                |(i, raw): (usize, &RawValue)| from_json(text, raw.get(), depth + 1).map_err(|fault| fault.within(i));
+            Value::List(items.into_iter().enumerate().map(node).collect::<Result<_, _>>()?)
+        }
+        Some(b'"') => Value::Text(serde_json::from_str(piece).map_err(fault)?),
+        Some(b't') => Value::Bool(true),
+        Some(b'f') => Value::Bool(false),
+        Some(b'n') => Value::Null,
+        _ => match (piece.parse(), piece.parse()) {
+            (Ok(integer), _) => Value::Integer(integer),
+            (_, Ok(float)) => Value::Float(float),
+            _ => Value::Other("a number"),
+        },
+    };
+    Ok(Node { offset, value })
+}
+
+/// All fields of an object as they stand there, also those that are there twice.
+struct JsonFields<'a>(Vec<(Cow<'a, str>, &'a RawValue)>);
+
+impl<'de> Deserialize<'de> for JsonFields<'de> {
+    fn deserialize<D: serde::Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Collect;
+
+        impl<'de> Visitor<'de> for Collect {
+            type Value = JsonFields<'de>;
+
+            fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+                f.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut map: A) -> Result<Self::Value, A::Error> {
+                let mut fields = Vec::new();
+                while let Some(field) = map.next_entry::<Cow<'de, str>, &'de RawValue>()? {
+                    fields.push(field);
+                }
+                Ok(JsonFields(fields))
+            }
+        }
+
+        deserializer.deserialize_map(Collect)
+    }
+}
+
+// YAML.
+
+/// How much all that stands for something else, by an alias, may amount to: each value counts as one, and so does each byte.
+const MAX_ALIASED: usize = 1 << 20;
+
+fn yaml(text: &str) -> Result<Node, Fault> {
+    let mut composer = Composer::default();
+    for event in Parser::new_from_str(text) {
+        let (event, span) = event.map_err(|error| {
+            let marker = error.marker();
+            let fault = Fault::new(error.info());
+            fault.at(marker.byte_offset().unwrap_or_else(|| offset_of(text, marker.line(), marker.col())))
+        })?;
+        composer.event(event, span.start.byte_offset().unwrap_or_default())?;
+    }
+    composer.document.ok_or_else(|| Fault::new("the document is empty"))
+}
+
+/// The byte of a line counted from 1 and a column counted from 0.
+fn offset_of(text: &str, line: usize, column: usize) -> usize {
+    let start: usize = text.split_inclusive('\n').take(line.saturating_sub(1)).map(str::len).sum();
+    start + text[start..].chars().take(column).map(char::len_utf8).sum::<usize>()
+}
+
+#[derive(Default)]
+struct Composer {
+    document: Option<Node>,
+    open: Vec<Open>,
+    anchors: HashMap<usize, (Node, usize)>,
+    aliased: usize,
+}
+
+/// A list or table whose end has not been seen.
+struct Open {
+    offset: usize,
+    anchor: usize,
+    /// How many values and bytes are in it.
+    size: usize,
+    kind: OpenKind,
+}
+
+enum OpenKind {
+    List(Vec<Node>),
+    Table { entries: Vec<Entry>, names: HashSet<String>, name: Option<(String, usize)> },
+}
+
+impl Composer {
+    fn event(&mut self, event: Event<'_>, offset: usize) -> Result<(), Fault> {
+        match event {
+            Event::DocumentStart(..) if self.document.is_some() => {
+                Err(Fault::new("there is more than one document").at(offset))
+            }
+            Event::Scalar(_, _, _, Some(_))
+            | Event::SequenceStart(_, _, Some(_))
+            | Event::MappingStart(_, _, Some(_)) => Err(Fault::new("tags have no meaning here").at(offset)),
+            Event::Scalar(text, style, anchor, None) => {
+                let size = 1 + text.len();
+                let value = if style == ScalarStyle::Plain { plain(&text) } else { Value::Text(text.into_owned()) };
+                self.complete(Node { offset, value }, anchor, size)
+            }
+            Event::SequenceStart(_, anchor, None) => self.begin(offset, anchor, OpenKind::List(Vec::new())),
+            Event::MappingStart(_, anchor, None) => {
+                let table = OpenKind::Table { entries: Vec::new(), names: HashSet::new(), name: None };
+                self.begin(offset, anchor, table)
+            }
+            Event::SequenceEnd | Event::MappingEnd => {
+                let Some(Open { offset, anchor, size, kind }) = self.open.pop() else { return Ok(()) };
+                let value = match kind {
+                    OpenKind::List(nodes) => Value::List(nodes),
+                    OpenKind::Table { entries, .. } => Value::Table(entries),
+                };
+                self.complete(Node { offset, value }, anchor, size)
+            }
+            Event::Alias(anchor) => {
+                let Some((node, size)) = self.anchors.get(&anchor) else {
+                    return Err(Fault::new("an alias stands for something that contains it").at(offset));
+                };
+                self.aliased = self.aliased.saturating_add(*size);
+                if self.aliased > MAX_ALIASED || self.open.len() + depth(node) > MAX_DEPTH {
+                    return Err(Fault::new("aliases stand for too much").at(offset));
+                }
+                let (node, size) = (Node { offset, value: node.value.clone() }, *size);
+                self.complete(node, 0, size)
+            }
+            _ => Ok(()),
+        }
+    }
+
+    fn begin(&mut self, offset: usize, anchor: usize, kind: OpenKind) -> Result<(), Fault> {
+        if self.open.len() >= MAX_DEPTH {
+            return Err(too_deep(offset));
+        }
+        self.open.push(Open { offset, anchor, size: 1, kind });
+        Ok(())
+    }
+
+    /// A value is there: it goes to where it belongs.
+    fn complete(&mut self, node: Node, anchor: usize, size: usize) -> Result<(), Fault> {
+        if anchor != 0 {
+            // Within a value that has an anchor too, each value would be copied once for each level.
+            self.aliased = self.aliased.saturating_add(size);
+            if self.aliased > MAX_ALIASED {
+                return Err(Fault::new("anchors name too much").at(node.offset));
+            }
+            self.anchors.insert(anchor, (node.clone(), size));
+        }
+        let Some(parent) = self.open.last_mut() else {
+            self.document = Some(node);
+            return Ok(());
+        };
+        parent.size = parent.size.saturating_add(size);
+        match &mut parent.kind {
+            OpenKind::List(nodes) => nodes.push(node),
+            OpenKind::Table { entries, names, name } => match (name.take(), node.value) {
+                (Some((name, offset)), value) => {
+                    entries.push(Entry { name, offset, node: Node { offset: node.offset, value } });
+                }
+                (None, value) => {
+                    let text = match value {
+                        Value::Text(text) => text,
+                        Value::Integer(number) => number.to_string(),
+                        Value::Bool(value) => value.to_string(),
+                        _ => return Err(Fault::new("a field has to have a name of text").at(node.offset)),
+                    };
+                    if !names.insert(text.clone()) {
+                        return Err(given_twice(&text, node.offset));
+                    }
+                    *name = Some((text, node.offset));
+                }
+            },
+        }
+        Ok(())
+    }
+}
+
+/// How many levels of lists and tables a value has.
+fn depth(node: &Node) -> usize {
+    match &node.value {
+        Value::List(nodes) => 1 + nodes.iter().map(depth).max().unwrap_or(0),
+        Value::Table(entries) => 1 + entries.iter().map(|entry| depth(&entry.node)).max().unwrap_or(0),
+        _ => 0,
+    }
+}
+
+/// What text without quotes means, by the core schema of YAML 1.2: `no` is text.
+fn plain(text: &str) -> Value {
+    match text {
+        "" | "~" | "null" | "Null" | "NULL" => return Value::Null,
+        "true" | "True" | "TRUE" => return Value::Bool(true),
+        "false" | "False" | "FALSE" => return Value::Bool(false),
+        _ => {}
+    }
+    let radix = |prefix, radix| i128::from_str_radix(text.strip_prefix(prefix)?, radix).ok();
+    let integer = text.parse().ok().or_else(|| radix("0x", 16)).or_else(|| radix("0o", 8));
+    let numeric = |text: &str| text.bytes().all(|byte| byte.is_ascii_digit() || b"+-.eE".contains(&byte));
+    match integer {
+        Some(integer) => Value::Integer(integer),
+        None if numeric(text) => text.parse().map_or_else(|_| Value::Text(text.to_owned()), Value::Float),
+        None => Value::Text(text.to_owned()),
+    }
+}

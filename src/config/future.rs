@@ -1,0 +1,79 @@
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use ::http::Request;
+use pin_project_lite::pin_project;
+use tower_service::Service;
+
+use super::key::RuleKey;
+use super::layer::{Others, RuleCost};
+use super::service::Ready;
+use crate::rate_limit::{self, Announce, ChargeAlways, RateLimitStore, Rejection};
+use crate::reject::Reject;
+
+type Limited<S, ReqBody, B, A> =
+    rate_limit::ResponseFuture<Ready<S>, Request<ReqBody>, B, RuleKey, RuleCost, A, ChargeAlways, Others>;
+
+pin_project! {
+    /// The answer of a service behind rules. Dropping it does what dropping the answer of a
+    /// [rate-limited](crate::rate_limit#cancellation) service does.
+    #[must_use = "futures do nothing unless polled"]
+    pub struct ResponseFuture<S, ReqBody, B, A>
+    where
+        S: Service<Request<ReqBody>>,
+    {
+        #[pin]
+        state: State<S, ReqBody, B, A>,
+    }
+}
+
+pin_project! {
+    #[project = StateProj]
+    enum State<S, ReqBody, B, A>
+    where
+        S: Service<Request<ReqBody>>,
+    {
+        // A rule matches, and its limit is at work.
+        Limited { #[pin] future: Limited<S, ReqBody, B, A> },
+        // No rule matches, or one that lets all pass.
+        PassedThrough { #[pin] future: S::Future, answer: A },
+    }
+}
+
+impl<S: Service<Request<ReqBody>>, ReqBody, B, A> ResponseFuture<S, ReqBody, B, A> {
+    pub(super) fn limited(future: Limited<S, ReqBody, B, A>) -> Self {
+        Self { state: State::Limited { future } }
+    }
+
+    pub(super) fn passed_through(future: S::Future, answer: A) -> Self {
+        Self { state: State::PassedThrough { future, answer } }
+    }
+}
+
+impl<S, ReqBody, B, A> Future for ResponseFuture<S, ReqBody, B, A>
+where
+    S: Service<Request<ReqBody>>,
+    B: RateLimitStore + Clone + Send + Sync + 'static,
+    A: Reject<Rejection, S::Response, S::Error>
+        + Announce<Request<ReqBody>, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+{
+    type Output = Result<A::Response, A::Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.project().state.project() {
+            StateProj::Limited { future } => future.poll(cx),
+            StateProj::PassedThrough { future, answer } => Poll::Ready(match ready!(future.poll(cx)) {
+                Ok(response) => Ok(answer.response(response)),
+                Err(error) => Err(answer.error(error)),
+            }),
+        }
+    }
+}
+
+impl<S: Service<Request<ReqBody>>, ReqBody, B, A> fmt::Debug for ResponseFuture<S, ReqBody, B, A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResponseFuture").finish_non_exhaustive()
+    }
+}

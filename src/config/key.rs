@@ -1,0 +1,40 @@
+use ::http::Request;
+
+use super::model::{Header, KeyDef, KeyPart};
+use crate::http::{ClientIp, HeaderKey, PeerIp, peer_ip};
+use crate::key::{ExtractKey, Key, Or, first_of};
+
+/// Whom a request counts for, as a file says it.
+#[derive(Clone, Debug)]
+pub(super) enum RuleKey {
+    Everyone,
+    PeerIp(PeerIp),
+    ClientIp(ClientIp),
+    Header(HeaderKey),
+    FirstOf(Box<Or<RuleKey, RuleKey>>),
+}
+
+impl RuleKey {
+    pub(super) fn new(def: &KeyDef, client_ip: &ClientIp) -> Self {
+        let part = |part: &KeyPart| match part {
+            KeyPart::Everyone => Self::Everyone,
+            KeyPart::PeerIp => Self::PeerIp(peer_ip()),
+            KeyPart::ClientIp => Self::ClientIp(client_ip.clone()),
+            KeyPart::Header(Header(name)) => Self::Header(HeaderKey::named(name.clone())),
+        };
+        let first_of = |first, fallback| Self::FirstOf(Box::new(first_of(first, fallback)));
+        def.0.iter().map(part).reduce(first_of).unwrap_or(Self::Everyone)
+    }
+}
+
+impl<B> ExtractKey<Request<B>> for RuleKey {
+    fn extract_key(&self, request: &Request<B>) -> Option<Key> {
+        match self {
+            Self::Everyone => Some(Key::EVERYONE),
+            Self::PeerIp(key) => key.extract_key(request),
+            Self::ClientIp(key) => key.extract_key(request),
+            Self::Header(key) => key.extract_key(request),
+            Self::FirstOf(key) => key.extract_key(request),
+        }
+    }
+}

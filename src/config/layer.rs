@@ -1,0 +1,166 @@
+use std::fmt;
+use std::sync::{Arc, OnceLock};
+
+use ::http::{Method, Request};
+use arc_swap::ArcSwapOption;
+use tower_layer::Layer;
+
+use super::handle::RulesHandle;
+use super::key::RuleKey;
+use super::rules::{Inner, Rule};
+use super::service::RulesService;
+use crate::key::ExtractKey;
+use crate::rate_limit::{
+    ChargeAlways, CircuitBreaker, Fallback, Policy, RateLimit, RateLimitLayer, RequestCost, Screen, Screening, Subjects,
+};
+use crate::reject::AsResponse;
+
+/// Enforces [`Rules`](super::Rules) in front of an HTTP service. See the [module docs](crate::config) for examples.
+///
+/// All clones of this layer, and all services that they make, count together and follow the same rules. Requests that no
+/// rule matches pass uncounted. Rules share one circuit to the backend, and the counts of the time in which it fails.
+#[must_use]
+pub struct RulesLayer<B, A = AsResponse> {
+    pub(super) shared: Arc<Shared<B, A>>,
+}
+
+/// What the clones of a layer and its services share.
+pub(super) struct Shared<B, A> {
+    backend: B,
+    pub(super) handle: RulesHandle,
+    fallback: Fallback,
+    pub(super) answer: A,
+    active: ArcSwapOption<Active<B, A>>,
+}
+
+/// The limits that a set of rules asks for.
+struct Active<B, A> {
+    rules: Arc<Inner>,
+    /// By number of the rule; made when it is first needed.
+    limits: Box<[OnceLock<RuleLimit<(), B, A>>]>,
+}
+
+/// The limit of one rule.
+pub(super) type RuleLimit<S, B, A> = RateLimit<S, B, RuleKey, RuleCost, A, ChargeAlways, Others>;
+
+impl<B> RulesLayer<B> {
+    /// Enforces `rules`, or whatever rules a [`RulesHandle`] holds, on what `backend` counts.
+    pub fn new(backend: B, rules: impl Into<RulesHandle>) -> Self {
+        let fallback = Fallback::new(CircuitBreaker::new());
+        Self::of(backend, rules.into(), fallback, Default::default())
+    }
+}
+
+impl<B, A> RulesLayer<B, A> {
+    fn of(backend: B, handle: RulesHandle, fallback: Fallback, answer: A) -> Self {
+        Self { shared: Arc::new(Shared { backend, handle, fallback, answer, active: ArcSwapOption::empty() }) }
+    }
+
+    /// To change the rules.
+    #[must_use]
+    pub fn handle(&self) -> RulesHandle {
+        self.shared.handle.clone()
+    }
+}
+
+impl<B: Clone, A> RulesLayer<B, A> {
+    /// What a rejection becomes. Defaults to [`AsResponse`].
+    pub fn with_rejection<A2>(self, answer: A2) -> RulesLayer<B, A2> {
+        let Shared { backend, handle, fallback, .. } = &*self.shared;
+        RulesLayer::of(backend.clone(), handle.clone(), fallback.clone(), answer)
+    }
+}
+
+impl<B: Clone, A: Clone> RulesLayer<B, A> {
+    /// When the layer stops to ask a store that fails. Defaults to [`CircuitBreaker::new`].
+    pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
+        let Shared { backend, handle, answer, .. } = &*self.shared;
+        Self::of(backend.clone(), handle.clone(), Fallback::new(breaker), answer.clone())
+    }
+}
+
+impl<B: Clone, A: Clone> Shared<B, A> {
+    /// Puts `inner` behind the limit of the rule that matches, or gives it back where there is none.
+    pub(super) fn limit<S>(&self, method: &Method, path: &str, inner: S) -> Result<RuleLimit<S, B, A>, S> {
+        let rules = self.handle.current();
+        let Some(index) = rules.find(method, path) else { return Err(inner) };
+        let Some((policy, key)) = rules.rules[index].counts.first() else { return Err(inner) };
+        let active = self.active.load();
+        match &*active {
+            Some(active) if Arc::ptr_eq(&active.rules, &rules) => {
+                Ok(active.limit(self, index, policy, key).around(inner))
+            }
+            // The rules are new. Whoever is second here makes the same again, which is no harm.
+            _ => {
+                let limits = rules.rules.iter().map(|_| OnceLock::new()).collect();
+                let active = Arc::new(Active { rules: Arc::clone(&rules), limits });
+                self.active.store(Some(Arc::clone(&active)));
+                Ok(active.limit(self, index, policy, key).around(inner))
+            }
+        }
+    }
+}
+
+impl<B: Clone, A: Clone> Active<B, A> {
+    fn limit(&self, shared: &Shared<B, A>, index: usize, policy: &Policy, key: &RuleKey) -> &RuleLimit<(), B, A> {
+        self.limits[index].get_or_init(|| {
+            let Rule { counts, cost, on_missing_key, on_store_error, replicas, deadline } = &self.rules.rules[index];
+            let layer = RateLimitLayer::new(shared.backend.clone(), policy.clone())
+                .key(key.clone())
+                .cost(RuleCost(*cost))
+                .screened_by(Others(counts[1..].to_vec()))
+                .on_missing_key(*on_missing_key)
+                .on_store_error(*on_store_error)
+                .replicas(*replicas)
+                .fallback(&shared.fallback)
+                .with_rejection(shared.answer.clone());
+            let layer = match deadline {
+                Some(deadline) => layer.deadline(*deadline),
+                None => layer,
+            };
+            RateLimit::new((), layer)
+        })
+    }
+}
+
+/// The cost that a rule names.
+pub(super) struct RuleCost(u32);
+
+impl<Req> RequestCost<Req> for RuleCost {
+    fn cost(&self, _: &Req) -> u32 {
+        self.0
+    }
+}
+
+/// All policies of a rule but the first.
+pub(super) struct Others(Vec<(Policy, RuleKey)>);
+
+impl<B> Screen<Request<B>> for Others {
+    fn screen(&self, request: &Request<B>, subjects: &mut Subjects) -> Screening {
+        for (policy, key) in &self.0 {
+            subjects.push(policy.clone(), key.extract_key(request));
+        }
+        Screening::Count
+    }
+}
+
+impl<S, B, A> Layer<S> for RulesLayer<B, A> {
+    type Service = RulesService<S, B, A>;
+
+    fn layer(&self, inner: S) -> Self::Service {
+        RulesService::new(inner, self.clone())
+    }
+}
+
+// By hand: `derive` would ask for `B: Clone` and `A: Clone`.
+impl<B, A> Clone for RulesLayer<B, A> {
+    fn clone(&self) -> Self {
+        Self { shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<B, A> fmt::Debug for RulesLayer<B, A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("RulesLayer").field("rules", &self.shared.handle.rules()).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,157 @@
+//! Rules in a file, in TOML, YAML or JSON, enforced on HTTP services and changed while the program runs.
+//!
+//! [`Rules`] say which requests are limited, by method and path, and how. [`RulesLayer`] enforces them as
+//! [`RateLimitLayer`](crate::RateLimitLayer) would, and a [`RulesHandle`] changes them: by [hand](RulesHandle::reload), or by
+//! following a [file](RulesHandle::watch).
+//!
+//! # Examples
+//!
+//! All that can be said, in TOML:
+//!
+//! ```
+//! # fn main() -> Result<(), tollgate::config::RulesError> {
+//! let rules = tollgate::config::Rules::from_toml(r#"
+//! [policies.api]                         # a name: letters, digits, `-`, `_` and `.`
+//! limits = [                             # all of them have to have room; at most 16
+//!   { quota = 10, per = "1s", burst = 20, algorithm = "token_bucket" },
+//!   { quota = 1000, per = "1h", algorithm = "fixed_window", name = "hourly" },
+//! ]
+//! mode = { percent = 10 }                # or "enforce", the default, or "shadow"
+//! on_quota_change = "keep"               # the default; or "reset" or "proportional"
+//!
+//! [policies.address]
+//! limits = [{ quota = 300, per = "1m", algorithm = "sliding_window" }]
+//!
+//! [policies.login]
+//! limits = [{ quota = 5, per = "15m", algorithm = "sliding_log" }]
+//!
+//! [[rules]]
+//! path = "/api/{*rest}"                  # all below /api/
+//! methods = ["GET", "POST"]              # all methods if left out
+//! policy = "api"
+//! key = [{ header = "x-api-key" }, "client_ip"]   # the address of those who have no key
+//!
+//! [[rules]]
+//! path = "/api/export/{id}"              # more specific, so it wins
+//! policies = [                           # several, each with its key, and charged together or not at all
+//!   { policy = "api", key = { header = "x-api-key" } },
+//!   { policy = "address", key = "client_ip" },
+//! ]
+//! cost = 5                               # units per request; 1 if left out
+//!
+//! [[rules]]
+//! path = "/login"
+//! policy = "login"
+//! key = "client_ip"
+//! on_missing_key = "reject"              # the default; or "shared" or "pass"
+//! on_store_error = "deny"                # or "local", the default, or "allow"
+//! replicas = 3                           # that share the quota while each counts for itself ("local"); 1 if left out
+//! deadline = "50ms"                      # for a decision; 100ms if left out
+//!
+//! [[rules]]
+//! path = "/api/health"
+//! unlimited = true                       # passes uncounted
+//!
+//! [client_ip]                            # whom the key "client_ip" believes; nobody if left out
+//! trusted = ["10.0.0.0/8", "2001:db8::1"]
+//! header = "x-forwarded-for"             # the default; or "forwarded", or a header that holds one address
+//! ipv6_prefix = 64                       # the default
+//! "#)?;
+//!
+//! assert_eq!(rules.len(), 4);
+//! let policies = rules.policies_for(&http::Method::GET, "/api/export/7");
+//! assert_eq!(policies.iter().map(|policy| policy.name()).collect::<Vec<_>>(), ["api", "address"]);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! The same file in front of an axum router, followed while the program runs:
+//!
+//! ```no_run
+//! use axum::{Router, routing::get};
+//! use tollgate::config::{Rules, RulesLayer};
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! let backend = tollgate::connect("redis://127.0.0.1/").await?;
+//! let layer = RulesLayer::new(backend, Rules::from_path("rules.toml")?);
+//! let _watch = layer.handle().watch("rules.toml"); // until it is dropped
+//! let app: Router = Router::new().route("/api/{id}", get(async || "hello")).layer(layer);
+//! # drop(app);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # The file
+//!
+//! YAML and JSON have the same fields as TOML, and none that are not listed here.
+//!
+//! | field | says |
+//! | --- | --- |
+//! | `policies.<name>` | a [`Policy`](crate::Policy); policies of the same name share their counts, also across reloads and processes |
+//! | `policies.<name>.limits` | a list of limits |
+//! | `policies.<name>.mode` | `enforce`, `shadow` or `{ percent = 0..=100 }`: see [`Mode`](crate::rate_limit::Mode) |
+//! | `policies.<name>.on_quota_change` | `keep`, `reset` or `proportional`: see [`QuotaChange`](crate::rate_limit::QuotaChange) |
+//! | `limits[].quota` | units; 0 denies everything |
+//! | `limits[].per` | the window, a time |
+//! | `limits[].algorithm` | `token_bucket`, `fixed_window`, `sliding_window` or `sliding_log`: see [`Quota`](crate::Quota); there is no default |
+//! | `limits[].burst` | the size of a token bucket; the quota if left out |
+//! | `limits[].name` | what clients read: see [`Policy::named`](crate::Policy::named) |
+//! | `rules[].path` | a pattern: `/users/{id}` for one segment, `/files/{*rest}` for at least one |
+//! | `rules[].methods` | a list of methods; all if left out |
+//! | `rules[].policy`, `rules[].key` | what counts the requests, and for whom |
+//! | `rules[].policies` | in their place a list of tables with `policy` and `key` each: see [`RateLimitLayer::and`](crate::RateLimitLayer::and) |
+//! | `rules[].unlimited` | in their place `true`: the requests pass uncounted |
+//! | `rules[].cost` | units per request, 1 or more |
+//! | `rules[].on_missing_key` | `reject`, `shared` or `pass`: see [`OnMissingKey`](crate::OnMissingKey) |
+//! | `rules[].on_store_error` | `local`, `allow` or `deny`: see [`OnStoreError`](crate::OnStoreError) |
+//! | `rules[].replicas` | see [`RateLimitLayer::replicas`](crate::RateLimitLayer::replicas) |
+//! | `rules[].deadline` | a time: see [`RateLimitLayer::deadline`](crate::RateLimitLayer::deadline) |
+//! | `client_ip.trusted` | a list of networks and addresses: see [`ClientIp`](crate::http::ClientIp) |
+//! | `client_ip.header` | `x-forwarded-for`, `forwarded`, or the name of a header that holds [one address](crate::http::ClientIp::single_header) |
+//! | `client_ip.ipv6_prefix` | see [`ClientIp::ipv6_prefix`](crate::http::ClientIp::ipv6_prefix) |
+//!
+//! A time is text with units, the larger ones first: `250ms`, `1s`, `15m`, `1h30m`, `1d`. A key is `everyone`, `peer_ip`,
+//! `client_ip`, `{ header = "<name>" }`, or a list of these of which the first that a request has counts. It is never left
+//! out, since everybody would share one quota then.
+//!
+//! # Which rule applies
+//!
+//! Of the rules that cover the method of a request and whose pattern matches its path, the one with the most specific path:
+//! text goes before a parameter, and a parameter before the rest of a path. Of two rules with the same path, the one that names
+//! the method. A rule for some methods takes nothing away from less specific rules for the others. A rule that names `GET`
+//! covers `HEAD` too, unless another rule of the same path names it. A request that no rule matches passes
+//! uncounted, and so does one with another path: `/api/{*rest}` matches neither `/api` nor `/api/`.
+//!
+//! The path is that which the layer sees: without the prefix where it stands in a nested axum router, and as it was sent, with
+//! escapes.
+//!
+//! # What is refused
+//!
+//! Everything that is not known or makes no sense, with its place, before any of it is enforced: see [`RulesError`]. Files are
+//! bounded, and so is what aliases in YAML may stand for. A policy that no rule uses is a warning in the log.
+//!
+//! # Changing the rules
+//!
+//! A change takes effect for all requests that arrive after it, as a whole, and drops none. Where there is something wrong with
+//! the new rules the old ones stay. Counts are kept; what is forgotten with the old rules is nothing but which
+//! warnings about [addresses](crate::http::ClientIp#what-is-logged) were given.
+
+mod error;
+mod format;
+mod future;
+mod handle;
+mod key;
+mod layer;
+mod model;
+mod rules;
+mod service;
+mod tree;
+mod watch;
+
+pub use self::error::RulesError;
+pub use self::future::ResponseFuture;
+pub use self::handle::RulesHandle;
+pub use self::layer::RulesLayer;
+pub use self::rules::Rules;
+pub use self::service::RulesService;
+pub use self::watch::RulesWatch;

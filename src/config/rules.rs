@@ -1,0 +1,497 @@
+use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
+use std::fmt;
+use std::io::Read;
+use std::path::Path;
+use std::sync::Arc;
+use std::time::Duration;
+
+use ::http::Method;
+use matchit::{InsertError, Router};
+use serde::Deserialize;
+
+use super::error::RulesError;
+use super::format::Format;
+use super::handle::RulesHandle;
+use super::key::RuleKey;
+use super::model::{self, AlgorithmName, ClientIpDef, File, LimitDef, PolicyDef, RuleDef};
+use super::tree::{Fault, Step, path};
+use crate::error::ConfigError;
+use crate::http::{ClientIp, ForwardingHeader};
+use crate::rate_limit::{Limit, OnMissingKey, OnStoreError, Policy, Quota};
+
+/// Which requests are limited and how, as a file says it. See the [module docs](crate::config) for the format.
+///
+/// Parsed and checked as a whole, and never changed after that: what changes are the rules that a [`RulesHandle`] holds.
+/// Two are equal if they say the same, in whatever format. Cheap to clone.
+#[derive(Clone)]
+pub struct Rules {
+    pub(super) inner: Arc<Inner>,
+}
+
+pub(super) struct Inner {
+    file: File,
+    pub(super) rules: Vec<Rule>,
+    routers: Routers,
+}
+
+/// Find the number of a rule.
+struct Routers {
+    /// For each method that a rule names, and for HEAD, among all rules that cover it.
+    by_method: HashMap<Method, Router<usize>>,
+    /// Among the rules that cover all other methods.
+    others: Router<usize>,
+}
+
+/// One rule, ready to be enforced.
+#[derive(Debug)]
+pub(super) struct Rule {
+    /// Nobody if the requests pass uncounted.
+    pub(super) counts: Vec<(Policy, RuleKey)>,
+    pub(super) cost: u32,
+    pub(super) on_missing_key: OnMissingKey,
+    pub(super) on_store_error: OnStoreError,
+    pub(super) replicas: u32,
+    pub(super) deadline: Option<Duration>,
+}
+
+impl Rules {
+    /// The largest file that is read, in bytes: 1 MiB.
+    pub const MAX_LEN: usize = 1 << 20;
+    /// How many different methods rules may name.
+    pub const MAX_METHODS: usize = 32;
+
+    /// Reads rules in TOML.
+    ///
+    /// # Errors
+    ///
+    /// A [`RulesError`] that names what is wrong and where; so do the other formats.
+    pub fn from_toml(text: &str) -> Result<Self, RulesError> {
+        Self::parse(text, Format::Toml)
+    }
+
+    /// Reads rules in YAML 1.2. Anchors and aliases may be used, tags may not.
+    ///
+    /// # Errors
+    ///
+    /// As with [`from_toml`](Self::from_toml).
+    pub fn from_yaml(text: &str) -> Result<Self, RulesError> {
+        Self::parse(text, Format::Yaml)
+    }
+
+    /// Reads rules in JSON.
+    ///
+    /// # Errors
+    ///
+    /// As with [`from_toml`](Self::from_toml).
+    pub fn from_json(text: &str) -> Result<Self, RulesError> {
+        Self::parse(text, Format::Json)
+    }
+
+    /// Reads rules from a file that is called `.toml`, `.yaml`, `.yml` or `.json`.
+    ///
+    /// Blocks the thread while it reads. [`RulesHandle::reload_path`] does not.
+    ///
+    /// # Errors
+    ///
+    /// As with [`from_toml`](Self::from_toml), and if the file cannot be read or its name says nothing of its format.
+    pub fn from_path(path: impl AsRef<Path>) -> Result<Self, RulesError> {
+        let path = path.as_ref();
+        Self::from_bytes(&read(path)?, path)
+    }
+
+    pub(super) fn from_bytes(bytes: &[u8], file: &Path) -> Result<Self, RulesError> {
+        let format = Format::of(file)
+            .ok_or_else(|| RulesError::new("the name of a file of rules ends in `.toml`, `.yaml`, `.yml` or `.json`"));
+        let text = |format| match std::str::from_utf8(bytes) {
+            Ok(text) => Self::parse(text, format),
+            Err(error) => {
+                let text = String::from_utf8_lossy(&bytes[..error.valid_up_to()]);
+                Err(RulesError::new("the file is not UTF-8").at(&text, text.len()))
+            }
+        };
+        format.and_then(text).map_err(|error| error.in_file(file))
+    }
+
+    fn parse(text: &str, format: Format) -> Result<Self, RulesError> {
+        if text.len() > Self::MAX_LEN {
+            return Err(RulesError::new(format!("there are more than {} bytes of rules", Self::MAX_LEN)));
+        }
+        // Editors of another system put a mark before the text.
+        let body = text.strip_prefix('\u{feff}').unwrap_or(text);
+        let mark = text.len() - body.len();
+        if body.trim().is_empty() {
+            return Err(RulesError::new("there is nothing in the file"));
+        }
+        let place = |fault: Fault| {
+            let error = RulesError::new(&fault.what).of(path(&fault.steps()));
+            fault.offset.map_or(error.clone(), |offset| error.at(text, mark + offset))
+        };
+        let document = format.parse(body).map_err(place)?;
+        let file = File::deserialize(&document).map_err(place)?;
+        let inner = Inner::new(file).map_err(|fault| {
+            let offset = document.locate(&fault.steps());
+            place(fault.at(offset))
+        })?;
+        for unused in inner.unused() {
+            tracing::warn!(policy = unused, "no rule uses the policy `{unused}`");
+        }
+        Ok(Self { inner: Arc::new(inner) })
+    }
+
+    /// How many rules there are.
+    #[must_use]
+    pub fn len(&self) -> usize {
+        self.inner.rules.len()
+    }
+
+    /// Whether there are no rules: never, since a file without any is an error.
+    #[must_use]
+    pub fn is_empty(&self) -> bool {
+        self.inner.rules.is_empty()
+    }
+
+    /// The policies by which a request of this method and path is counted: none if no rule matches it, or if it passes
+    /// uncounted. To try out a file, in a test for instance.
+    #[must_use]
+    pub fn policies_for(&self, method: &Method, path: &str) -> Vec<&Policy> {
+        let rule = self.inner.find(method, path).map(|index| &self.inner.rules[index]);
+        rule.into_iter().flat_map(|rule| &rule.counts).map(|(policy, _)| policy).collect()
+    }
+
+    /// Holds the rules, so that they can be changed while layers use them.
+    #[must_use]
+    pub fn handle(self) -> RulesHandle {
+        RulesHandle::new(self)
+    }
+}
+
+impl PartialEq for Rules {
+    fn eq(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.inner, &other.inner) || self.inner.file == other.inner.file
+    }
+}
+
+impl fmt::Debug for Rules {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let mut rules = f.debug_map();
+        for (def, rule) in self.inner.file.rules.iter().zip(&self.inner.rules) {
+            rules.entry(&def.path, rule);
+        }
+        rules.finish()
+    }
+}
+
+/// The bytes of a file, unless there are too many of them.
+pub(super) fn read(path: &Path) -> Result<Vec<u8>, RulesError> {
+    let read = || {
+        let mut bytes = Vec::new();
+        std::fs::File::open(path)?.take(Rules::MAX_LEN as u64 + 1).read_to_end(&mut bytes)?;
+        Ok(bytes)
+    };
+    let bytes = read().map_err(|error| RulesError::unreadable(error).in_file(path))?;
+    if bytes.len() > Rules::MAX_LEN {
+        return Err(RulesError::new(format!("the file has more than {} bytes", Rules::MAX_LEN)).in_file(path));
+    }
+    Ok(bytes)
+}
+
+impl Inner {
+    fn new(file: File) -> Result<Self, Fault> {
+        let mut policies = BTreeMap::new();
+        for (name, def) in &file.policies {
+            let policy = policy(name, def).map_err(|fault| fault.within(name.as_str()).within("policies"))?;
+            policies.insert(name.as_str(), policy);
+        }
+        let client_ip = match &file.client_ip {
+            Some(def) => client_ip(def).map_err(|fault| fault.within("client_ip"))?,
+            None => ClientIp::peer(),
+        };
+        if file.rules.is_empty() {
+            return Err(Fault::new("there are no rules"));
+        }
+        let mut rules = Vec::with_capacity(file.rules.len());
+        for (index, def) in file.rules.iter().enumerate() {
+            let rule = Rule::new(def, &policies, &client_ip);
+            rules.push(rule.map_err(|fault| fault.within(index).within("rules"))?);
+        }
+        let routers = routers(&file.rules)?;
+        Ok(Self { rules, routers, file })
+    }
+
+    /// The rule for a request.
+    pub(super) fn find(&self, method: &Method, path: &str) -> Option<usize> {
+        let router = self.routers.by_method.get(method).unwrap_or(&self.routers.others);
+        router.at(path).ok().map(|found| *found.value)
+    }
+
+    fn unused(&self) -> impl Iterator<Item = &str> {
+        let used: HashSet<&str> =
+            self.rules.iter().flat_map(|rule| &rule.counts).map(|(policy, _)| policy.name()).collect();
+        self.file.policies.keys().map(String::as_str).filter(move |name| !used.contains(name))
+    }
+}
+
+fn policy(name: &str, def: &PolicyDef) -> Result<Policy, Fault> {
+    model::name(name).map_err(Fault::new)?;
+    let wrong = |what: &str| Err(Fault::new(what).within("limits"));
+    let Some((first, others)) = def.limits.split_first() else { return wrong("a policy needs at least one limit") };
+    if def.limits.len() > Policy::MAX_LIMITS {
+        return wrong(&format!("a policy takes at most {} limits", Policy::MAX_LIMITS));
+    }
+    let at = |index: usize| move |fault: Fault| fault.within(index).within("limits");
+    let mut policy = named(Policy::new(name, limit(first).map_err(at(0))?), first);
+    for (before, def_of_limit) in others.iter().enumerate() {
+        let index = before + 1;
+        let (limit, earlier) = (limit(def_of_limit).map_err(at(index))?, &def.limits[..index]);
+        let is_same = |other: &LimitDef| {
+            other.algorithm == def_of_limit.algorithm
+                && other.per == def_of_limit.per
+                && def_of_limit.algorithm != AlgorithmName::TokenBucket
+        };
+        if let Some(other) = earlier.iter().position(is_same) {
+            let what =
+                format!("limits[{other}] counts the same window by the same algorithm, so one of the two says nothing");
+            return Err(at(index)(Fault::new(what)));
+        }
+        if let Some(name) = &def_of_limit.name
+            && let Some(other) = earlier.iter().position(|other| other.name.as_ref() == Some(name))
+        {
+            return Err(at(index)(Fault::new(format!("limits[{other}] has this name already")).within("name")));
+        }
+        policy = named(policy.limit(limit), def_of_limit);
+    }
+    Ok(policy.mode(def.mode).on_quota_change(def.on_quota_change))
+}
+
+fn named(policy: Policy, def: &LimitDef) -> Policy {
+    match &def.name {
+        Some(name) => policy.named(&name.0),
+        None => policy,
+    }
+}
+
+fn limit(def: &LimitDef) -> Result<Limit, Fault> {
+    let fault = |field: &'static str| move |error: ConfigError| Fault::new(error.to_string()).within(field);
+    let quota = Quota::new(def.quota, def.per.0).map_err(fault("per"))?;
+    match (def.algorithm, def.burst) {
+        (AlgorithmName::TokenBucket, Some(0)) if def.quota > 0 => {
+            Err(Fault::new("a burst of 0 admits nothing; if that is meant, say `quota = 0`").within("burst"))
+        }
+        (AlgorithmName::TokenBucket, Some(burst)) => Ok(quota.burst(burst).map_err(fault("burst"))?.token_bucket()),
+        (_, Some(_)) => Err(Fault::new("only a token bucket takes a burst").within("burst")),
+        (AlgorithmName::TokenBucket, None) => Ok(quota.token_bucket()),
+        (AlgorithmName::FixedWindow, None) => Ok(quota.fixed_window()),
+        (AlgorithmName::SlidingWindow, None) => Ok(quota.sliding_window()),
+        (AlgorithmName::SlidingLog, None) => quota.sliding_log().map_err(fault("quota")),
+    }
+}
+
+fn client_ip(def: &ClientIpDef) -> Result<ClientIp, Fault> {
+    let mut client_ip = ClientIp::trusting(def.trusted.iter().map(|net| net.0));
+    if let Some(header) = &def.header {
+        if def.trusted.is_empty() {
+            return Err(
+                Fault::new("a header is read only from proxies that are trusted, and there are none").within("header")
+            );
+        }
+        client_ip = client_ip.header(match header.0.as_str() {
+            "x-forwarded-for" => ForwardingHeader::XForwardedFor,
+            "forwarded" => ForwardingHeader::Forwarded,
+            _ => ForwardingHeader::Single(header.0.clone()),
+        });
+    }
+    match def.ipv6_prefix {
+        Some(bits) => client_ip.ipv6_prefix(bits).map_err(|error| Fault::new(error.to_string()).within("ipv6_prefix")),
+        None => Ok(client_ip),
+    }
+}
+
+impl Rule {
+    fn new(def: &RuleDef, policies: &BTreeMap<&str, Policy>, client_ip: &ClientIp) -> Result<Self, Fault> {
+        check_path(&def.path).map_err(|what| Fault::new(what).within("path"))?;
+        check_methods(def)?;
+        let find = |name: &str| {
+            policies.get(name).cloned().ok_or_else(|| {
+                let known = policies.keys().copied().take(16).collect::<Vec<_>>().join("`, `");
+                let name = name.chars().take(64).collect::<String>();
+                let known = if known.is_empty() { "there are none".into() } else { format!("there are `{known}`") };
+                Fault::new(format!("there is no policy {name:?}; {known}")).within("policy")
+            })
+        };
+        let mut counts = Vec::new();
+        match (&def.policy, &def.policies, def.unlimited) {
+            (Some(name), None, false) => {
+                let policy = find(name)?;
+                let Some(key) = &def.key else {
+                    return Err(Fault::new("missing field `key`; `everyone` is one that all requests share"));
+                };
+                counts.push((policy, RuleKey::new(key, client_ip)));
+            }
+            (None, Some(_), false) if def.key.is_some() => {
+                return Err(Fault::new("each of `policies` has a key of its own").within("key"));
+            }
+            (None, Some(defs), false) if defs.is_empty() => {
+                return Err(Fault::new("a rule needs at least one policy").within("policies"));
+            }
+            (None, Some(defs), false) => {
+                for (index, count) in defs.iter().enumerate() {
+                    let at = |fault: Fault| fault.within(index).within("policies");
+                    let policy = find(&count.policy).map_err(at)?;
+                    if defs[..index].iter().any(|other| other.policy == count.policy) {
+                        let what = format!("a rule counts by `{}` once only", count.policy);
+                        return Err(at(Fault::new(what).within("policy")));
+                    }
+                    counts.push((policy, RuleKey::new(&count.key, client_ip)));
+                }
+            }
+            (None, None, true) => {
+                let unread = [
+                    ("key", def.key.is_some()),
+                    ("cost", def.cost.is_some()),
+                    ("on_missing_key", def.on_missing_key.is_some()),
+                    ("on_store_error", def.on_store_error.is_some()),
+                    ("replicas", def.replicas.is_some()),
+                    ("deadline", def.deadline.is_some()),
+                ];
+                if let Some((field, _)) = unread.into_iter().find(|(_, given)| *given) {
+                    return Err(Fault::new("has no meaning where requests are unlimited").within(field));
+                }
+            }
+            (None, None, false) => {
+                return Err(Fault::new("a rule has one of `policy`, `policies` and `unlimited = true`"));
+            }
+            (Some(_), Some(_), _) => {
+                return Err(Fault::new("a rule has either `policy` or `policies`").within("policies"));
+            }
+            (_, _, true) => return Err(Fault::new("a rule is either unlimited or has policies").within("unlimited")),
+        }
+        let cost = def.cost.unwrap_or(1);
+        if cost == 0 {
+            return Err(Fault::new("a cost of 0 is never counted; say `unlimited = true`").within("cost"));
+        }
+        // A quota of 0 is meant to deny everything.
+        let too_small = |(_, limit): &(&Policy, &Limit)| limit.capacity() > 0 && limit.capacity() < cost;
+        let mut limits = counts.iter().flat_map(|(policy, _)| policy.limits().iter().map(move |limit| (policy, limit)));
+        if let Some((policy, limit)) = limits.find(too_small) {
+            let what =
+                format!("a cost of {cost} never fits into the {} of policy `{}`", limit.capacity(), policy.name());
+            return Err(Fault::new(what).within("cost"));
+        }
+        if def.replicas == Some(0) {
+            return Err(Fault::new("there is at least one replica").within("replicas"));
+        }
+        if def.deadline.is_some_and(|deadline| deadline.0.is_zero()) {
+            return Err(Fault::new(ConfigError::ZeroTimeout.to_string()).within("deadline"));
+        }
+        Ok(Self {
+            counts,
+            cost,
+            on_missing_key: def.on_missing_key.unwrap_or_default(),
+            on_store_error: def.on_store_error.unwrap_or_default(),
+            replicas: def.replicas.unwrap_or(1),
+            deadline: def.deadline.map(|deadline| deadline.0),
+        })
+    }
+}
+
+/// The longest pattern of a path.
+const MAX_PATH: usize = 1_024;
+
+/// What the router would take for a pattern that matches nothing.
+fn check_path(path: &str) -> Result<(), String> {
+    if !path.starts_with('/') {
+        return Err("a path begins with `/`".into());
+    }
+    if path.len() > MAX_PATH {
+        return Err(format!("a path has at most {MAX_PATH} bytes"));
+    }
+    match path.chars().find(|sign| "?#".contains(*sign) || sign.is_whitespace() || sign.is_control()) {
+        Some(sign) => Err(format!("no path of a request has {sign:?} in it")),
+        None => Ok(()),
+    }
+}
+
+fn check_methods(def: &RuleDef) -> Result<(), Fault> {
+    let Some(methods) = &def.methods else { return Ok(()) };
+    if methods.is_empty() {
+        return Err(Fault::new("a rule for no method matches nothing; leave `methods` out for all").within("methods"));
+    }
+    for (index, method) in methods.iter().enumerate() {
+        if methods[..index].contains(method) {
+            return Err(Fault::new(format!("`{}` is named twice", method.0)).within(index).within("methods"));
+        }
+    }
+    Ok(())
+}
+
+/// A router per method, so that the most specific rule is chosen among those that cover the method of a request.
+fn routers(rules: &[RuleDef]) -> Result<Routers, Fault> {
+    let at = |index: usize, field: Step, what: String| Fault::new(what).within(field).within(index).within("rules");
+    // Which rule covers a method of a path; `None` is all methods that no other rule of the path names.
+    let mut covers: HashMap<(&str, Option<&Method>), usize> = HashMap::new();
+    let mut named = BTreeSet::from(["HEAD"]);
+    for (index, def) in rules.iter().enumerate() {
+        let methods = def.methods.as_deref().unwrap_or_default();
+        for (i, method) in methods.iter().enumerate() {
+            named.insert(method.0.as_str());
+            if named.len() > Rules::MAX_METHODS {
+                let what = format!("rules name more than {} different methods", Rules::MAX_METHODS);
+                return Err(at(index, "methods".into(), what));
+            }
+            if let Some(other) = covers.insert((&def.path, Some(&method.0)), index) {
+                let what = format!("rules[{other}] has the same path and method");
+                return Err(Fault::new(what).within(i).within("methods").within(index).within("rules"));
+            }
+        }
+        if def.methods.is_none()
+            && let Some(other) = covers.insert((&def.path, None), index)
+        {
+            return Err(at(
+                index,
+                "path".into(),
+                format!("rules[{other}] has the same path and is for all methods too"),
+            ));
+        }
+    }
+    let covering = |path: &str, method: &Method| {
+        let by_name = |method| covers.get(&(path, Some(method))).copied();
+        // Servers answer HEAD as GET without the body, and it may cost as much.
+        let as_get = || (method == Method::HEAD).then(|| by_name(&Method::GET)).flatten();
+        by_name(method).or_else(as_get).or_else(|| covers.get(&(path, None)).copied())
+    };
+    let router = |chosen: &dyn Fn(&str) -> Option<usize>| {
+        let mut router = Router::new();
+        for (index, def) in rules.iter().enumerate() {
+            if chosen(&def.path) == Some(index) {
+                let inserted = router.insert(def.path.as_str(), index);
+                inserted.map_err(|error| at(index, "path".into(), explain(&error)))?;
+            }
+        }
+        Ok(router)
+    };
+    // Every pattern is looked at even if no method is covered by it.
+    let others = router(&|path| covers.get(&(path, None)).copied())?;
+    let mut by_method = HashMap::new();
+    for name in named {
+        // Named by a rule, so it is a method.
+        let Ok(method) = name.parse::<Method>() else { continue };
+        let of_method = router(&|path| covering(path, &method))?;
+        by_method.insert(method, of_method);
+    }
+    Ok(Routers { by_method, others })
+}
+
+fn explain(error: &InsertError) -> String {
+    match error {
+        InsertError::Conflict { with } => {
+            format!("the path conflicts with `{with}`, which may match the same requests")
+        }
+        InsertError::InvalidParamSegment => "a parameter is the last part of a segment, and the only one in it".into(),
+        InsertError::InvalidParam => {
+            "a parameter is written `{name}` or, for the rest of a path, `{*name}`; braces are doubled: `{{` and `}}`"
+                .into()
+        }
+        InsertError::InvalidCatchAll => "`{*name}` is the last part of a path".into(),
+        _ => error.to_string(),
+    }
+}

@@ -1,0 +1,107 @@
+use std::fmt;
+use std::mem;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use ::http::Request;
+use tower_service::Service;
+
+use super::future::ResponseFuture;
+use super::layer::{RulesLayer, Shared};
+use crate::rate_limit::{Announce, RateLimitStore, Rejection};
+use crate::reject::{AsResponse, Reject};
+
+/// An HTTP service behind rules. See the [module docs](crate::config) for examples.
+///
+/// Ready when the inner service is, as [`RateLimit`](crate::rate_limit::RateLimit) is.
+#[must_use]
+pub struct RulesService<S, B, A = AsResponse> {
+    inner: S,
+    shared: Arc<Shared<B, A>>,
+}
+
+impl<S, B, A> RulesService<S, B, A> {
+    /// Puts `inner` behind the rules of `layer`, without a stack of layers.
+    pub fn new(inner: S, layer: RulesLayer<B, A>) -> Self {
+        Self { inner, shared: layer.shared }
+    }
+
+    /// The service behind the rules.
+    pub const fn get_ref(&self) -> &S {
+        &self.inner
+    }
+
+    /// The service behind the rules, to change.
+    pub const fn get_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+
+    /// Takes the service out from behind the rules.
+    pub fn into_inner(self) -> S {
+        self.inner
+    }
+}
+
+impl<S, ReqBody, B, A> Service<Request<ReqBody>> for RulesService<S, B, A>
+where
+    S: Service<Request<ReqBody>> + Clone,
+    B: RateLimitStore + Clone + Send + Sync + 'static,
+    A: Reject<Rejection, S::Response, S::Error>
+        + Announce<Request<ReqBody>, <A as Reject<Rejection, S::Response, S::Error>>::Response>
+        + Clone,
+{
+    type Response = A::Response;
+    type Error = A::Error;
+    type Future = ResponseFuture<S, ReqBody, B, A>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.inner.poll_ready(cx).map_err(|error| self.shared.answer.error(error))
+    }
+
+    fn call(&mut self, request: Request<ReqBody>) -> Self::Future {
+        // `self.inner` is the instance that reported ready. Use it here and leave a clone for next time.
+        let fresh = self.inner.clone();
+        let ready = Ready(Some(mem::replace(&mut self.inner, fresh)));
+        match self.shared.limit(request.method(), request.uri().path(), ready) {
+            Ok(mut limited) => ResponseFuture::limited(limited.call(request)),
+            Err(mut ready) => ResponseFuture::passed_through(ready.call(request), self.shared.answer.clone()),
+        }
+    }
+}
+
+/// A service that is ready, to be called once. Its clones are empty, since nobody is going to call them.
+pub(super) struct Ready<S>(Option<S>);
+
+impl<S> Clone for Ready<S> {
+    fn clone(&self) -> Self {
+        Self(None)
+    }
+}
+
+impl<S: Service<Req>, Req> Service<Req> for Ready<S> {
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = S::Future;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, request: Req) -> S::Future {
+        self.0.take().expect("a service that is ready is called once").call(request)
+    }
+}
+
+// By hand: `derive` would ask for more than the inner service to be `Clone`.
+impl<S: Clone, B, A> Clone for RulesService<S, B, A> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<S: fmt::Debug, B, A> fmt::Debug for RulesService<S, B, A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let rules = self.shared.handle.rules();
+        f.debug_struct("RulesService").field("inner", &self.inner).field("rules", &rules).finish_non_exhaustive()
+    }
+}

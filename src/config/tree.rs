@@ -1,0 +1,288 @@
+//! A document of any format: what it says, and where.
+
+use std::fmt::{self, Write as _};
+
+use serde::de::value::StrDeserializer;
+use serde::de::{
+    DeserializeSeed, Deserializer, EnumAccess, Error as _, IntoDeserializer, MapAccess, SeqAccess, Unexpected,
+    VariantAccess, Visitor,
+};
+use serde::forward_to_deserialize_any;
+
+/// How deep lists and tables may lie in each other. Rules need five.
+pub(super) const MAX_DEPTH: usize = 32;
+
+/// A value and the byte at which it begins.
+#[derive(Clone, Debug)]
+pub(super) struct Node {
+    pub(super) offset: usize,
+    pub(super) value: Value,
+}
+
+#[derive(Clone, Debug)]
+pub(super) enum Value {
+    Null,
+    Bool(bool),
+    Integer(i128),
+    Float(f64),
+    Text(String),
+    /// Something that only one format has.
+    Other(&'static str),
+    List(Vec<Node>),
+    Table(Vec<Entry>),
+}
+
+#[derive(Clone, Debug)]
+pub(super) struct Entry {
+    pub(super) name: String,
+    pub(super) offset: usize,
+    pub(super) node: Node,
+}
+
+/// A step from a value to one that lies in it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Step {
+    Name(String),
+    Index(usize),
+}
+
+impl From<&str> for Step {
+    fn from(name: &str) -> Self {
+        Self::Name(name.to_owned())
+    }
+}
+
+impl From<usize> for Step {
+    fn from(index: usize) -> Self {
+        Self::Index(index)
+    }
+}
+
+/// Steps as people write them: `policies.api.limits[1]`.
+pub(super) fn path(steps: &[Step]) -> String {
+    let mut path = String::new();
+    for step in steps {
+        let bare = |name: &str| name.bytes().all(|byte| byte.is_ascii_alphanumeric() || b"-_".contains(&byte));
+        let dot = if path.is_empty() { "" } else { "." };
+        let written = match step {
+            Step::Name(name) if bare(name) && !name.is_empty() => write!(path, "{dot}{name}"),
+            Step::Name(name) => write!(path, "{dot}{name:?}"),
+            Step::Index(index) => write!(path, "[{index}]"),
+        };
+        written.expect("a string takes all that is written");
+    }
+    path
+}
+
+impl Node {
+    /// Where the value lies to which these steps lead, or the last of them that leads anywhere.
+    pub(super) fn locate(&self, steps: &[Step]) -> usize {
+        let Some((step, rest)) = steps.split_first() else { return self.offset };
+        match (step, &self.value) {
+            (Step::Name(name), Value::Table(entries)) => match entries.iter().find(|entry| entry.name == *name) {
+                // Of a table that is spread over the document, as TOML's may be, the name says more.
+                Some(entry) if rest.is_empty() && matches!(entry.node.value, Value::Table(_)) => entry.offset,
+                Some(entry) => entry.node.locate(rest),
+                None => self.offset,
+            },
+            (Step::Index(index), Value::List(nodes)) => nodes.get(*index).map_or(self.offset, |node| node.locate(rest)),
+            _ => self.offset,
+        }
+    }
+}
+
+/// What is wrong with a document.
+#[derive(Clone, Debug)]
+pub(super) struct Fault {
+    pub(super) what: String,
+    /// The way to the value, the last step first.
+    back: Vec<Step>,
+    pub(super) offset: Option<usize>,
+}
+
+impl Fault {
+    pub(super) fn new(what: impl Into<String>) -> Self {
+        Self { what: what.into(), back: Vec::new(), offset: None }
+    }
+
+    pub(super) fn at(mut self, offset: usize) -> Self {
+        self.offset.get_or_insert(offset);
+        self
+    }
+
+    pub(super) fn within(mut self, step: impl Into<Step>) -> Self {
+        self.back.push(step.into());
+        self
+    }
+
+    pub(super) fn steps(&self) -> Vec<Step> {
+        self.back.iter().rev().cloned().collect()
+    }
+}
+
+impl fmt::Display for Fault {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.what)
+    }
+}
+
+impl std::error::Error for Fault {}
+
+impl serde::de::Error for Fault {
+    fn custom<T: fmt::Display>(what: T) -> Self {
+        Self::new(what.to_string())
+    }
+}
+
+impl<'de> Deserializer<'de> for &'de Node {
+    type Error = Fault;
+
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+        let visited = match &self.value {
+            Value::Null => visitor.visit_unit(),
+            Value::Bool(value) => visitor.visit_bool(*value),
+            Value::Integer(value) => match (u64::try_from(*value), i64::try_from(*value)) {
+                (Ok(value), _) => visitor.visit_u64(value),
+                (_, Ok(value)) => visitor.visit_i64(value),
+                _ => visitor.visit_i128(*value),
+            },
+            Value::Float(value) => visitor.visit_f64(*value),
+            Value::Text(text) => visitor.visit_borrowed_str(text),
+            Value::Other(what) => Err(Fault::invalid_type(Unexpected::Other(what), &visitor)),
+            Value::List(nodes) => visitor.visit_seq(Items { nodes, next: 0 }),
+            Value::Table(entries) => {
+                let mut fields = Fields { entries, value: None };
+                visitor.visit_map(&mut fields).and_then(|value| fields.end().map(|()| value))
+            }
+        };
+        visited.map_err(|fault| fault.at(self.offset))
+    }
+
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
+        match self.value {
+            Value::Null => visitor.visit_none(),
+            _ => visitor.visit_some(self),
+        }
+    }
+
+    fn deserialize_newtype_struct<V: Visitor<'de>>(self, _: &'static str, visitor: V) -> Result<V::Value, Fault> {
+        visitor.visit_newtype_struct(self).map_err(|fault| fault.at(self.offset))
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        visitor: V,
+    ) -> Result<V::Value, Fault> {
+        let visited = match &self.value {
+            Value::Text(name) => visitor.visit_enum(name.as_str().into_deserializer()),
+            Value::Table(entries) => match entries.as_slice() {
+                [entry] => visitor.visit_enum(Variant { entry }),
+                _ => Err(Fault::new(format!("a table with one field is expected here, not with {}", entries.len()))),
+            },
+            _ => return self.deserialize_any(visitor),
+        };
+        visited.map_err(|fault| fault.at(self.offset))
+    }
+
+    forward_to_deserialize_any! {
+        bool i8 i16 i32 i64 i128 u8 u16 u32 u64 u128 f32 f64 char str string bytes byte_buf unit unit_struct
+        seq tuple tuple_struct map struct identifier ignored_any
+    }
+}
+
+struct Items<'de> {
+    nodes: &'de [Node],
+    next: usize,
+}
+
+impl<'de> SeqAccess<'de> for Items<'de> {
+    type Error = Fault;
+
+    fn next_element_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<Option<T::Value>, Fault> {
+        let index = self.next;
+        let Some(node) = self.nodes.get(index) else { return Ok(None) };
+        self.next += 1;
+        seed.deserialize(node).map(Some).map_err(|fault| fault.at(node.offset).within(index))
+    }
+}
+
+struct Fields<'de> {
+    entries: &'de [Entry],
+    value: Option<&'de Entry>,
+}
+
+impl Fields<'_> {
+    /// Nothing may be left over.
+    fn end(&self) -> Result<(), Fault> {
+        match self.entries.first() {
+            None => Ok(()),
+            Some(Entry { name, offset, .. }) => {
+                Err(Fault::new(format!("no more fields are expected here, but there is `{name}`"))
+                    .at(*offset)
+                    .within(name.as_str()))
+            }
+        }
+    }
+}
+
+impl<'de> MapAccess<'de> for &mut Fields<'de> {
+    type Error = Fault;
+
+    fn next_key_seed<K: DeserializeSeed<'de>>(&mut self, seed: K) -> Result<Option<K::Value>, Fault> {
+        let Some((entry, rest)) = self.entries.split_first() else { return Ok(None) };
+        (self.entries, self.value) = (rest, Some(entry));
+        let name: StrDeserializer<'_, Fault> = entry.name.as_str().into_deserializer();
+        seed.deserialize(name).map(Some).map_err(|fault| fault.at(entry.offset).within(entry.name.as_str()))
+    }
+
+    fn next_value_seed<T: DeserializeSeed<'de>>(&mut self, seed: T) -> Result<T::Value, Fault> {
+        let Some(entry) = self.value.take() else { return Err(Fault::new("a value without a name")) };
+        entry.deserialize(seed)
+    }
+}
+
+impl Entry {
+    fn deserialize<'de, T: DeserializeSeed<'de>>(&'de self, seed: T) -> Result<T::Value, Fault> {
+        seed.deserialize(&self.node).map_err(|fault| fault.at(self.node.offset).within(self.name.as_str()))
+    }
+}
+
+/// `{ percent = 10 }`
+struct Variant<'de> {
+    entry: &'de Entry,
+}
+
+impl<'de> EnumAccess<'de> for Variant<'de> {
+    type Error = Fault;
+    type Variant = Self;
+
+    fn variant_seed<V: DeserializeSeed<'de>>(self, seed: V) -> Result<(V::Value, Self), Fault> {
+        let Entry { name, offset, .. } = self.entry;
+        let deserializer: StrDeserializer<'_, Fault> = name.as_str().into_deserializer();
+        let variant = seed.deserialize(deserializer).map_err(|fault| fault.at(*offset).within(name.as_str()))?;
+        Ok((variant, self))
+    }
+}
+
+impl<'de> VariantAccess<'de> for Variant<'de> {
+    type Error = Fault;
+
+    fn unit_variant(self) -> Result<(), Fault> {
+        let Entry { name, offset, .. } = self.entry;
+        Err(Fault::new(format!("`{name}` takes no value, write it as text")).at(*offset).within(name.as_str()))
+    }
+
+    fn newtype_variant_seed<T: DeserializeSeed<'de>>(self, seed: T) -> Result<T::Value, Fault> {
+        self.entry.deserialize(seed)
+    }
+
+    fn tuple_variant<V: Visitor<'de>>(self, _: usize, _: V) -> Result<V::Value, Fault> {
+        self.unit_variant().and(Err(Fault::new("not a variant with fields")))
+    }
+
+    fn struct_variant<V: Visitor<'de>>(self, _: &'static [&'static str], _: V) -> Result<V::Value, Fault> {
+        self.unit_variant().and(Err(Fault::new("not a variant with fields")))
+    }
+}

@@ -1,0 +1,734 @@
+//! Rules in a file: what they mean, what is refused, and how they change while requests are served.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::convert::Infallible;
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use axum::body::Body;
+use axum::{Router, routing::get};
+use http::{Method, Request, Response, StatusCode};
+use proptest::prelude::*;
+use tollgate::config::{Rules, RulesError, RulesHandle, RulesLayer};
+use tollgate::grpc::AsStatus;
+use tollgate::http::PeerAddr;
+use tollgate::rate_limit::{Decision, Mode, QuotaChange, RateLimitStore, Receipt};
+use tollgate::{Key, MemoryBackend, Policy, Quota, StoreError};
+use tower::{Layer, Service, ServiceExt, service_fn};
+
+// What a file means.
+
+#[test]
+fn the_three_formats_say_the_same() {
+    let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/config");
+    let [toml, yaml, json] =
+        ["toml", "yaml", "json"].map(|format| Rules::from_path(folder.join("rules").with_extension(format)).unwrap());
+    assert_eq!(toml, yaml);
+    assert_eq!(yaml, json);
+    assert_ne!(toml, simple("fixed_window", 1));
+
+    let policies: Vec<Policy> = toml.policies_for(&Method::POST, "/api/x").into_iter().cloned().collect();
+    let api = Policy::new("api", Quota::per_second(10).burst(20).unwrap().token_bucket())
+        .limit(Quota::per_hour(1_000).fixed_window())
+        .named("hourly")
+        .mode(Mode::Shadow)
+        .on_quota_change(QuotaChange::Proportional);
+    assert_eq!(policies, [api, Policy::new("total", Quota::per_minute(5_000).sliding_window())]);
+    let login = Policy::new("login", Quota::new(5, Duration::from_secs(900)).unwrap().sliding_log().unwrap());
+    assert_eq!(toml.policies_for(&Method::POST, "/login"), [&login.mode(Mode::Percent(10))]);
+    assert_eq!(toml.policies_for(&Method::GET, "/api/health"), [] as [&Policy; 0]);
+}
+
+#[test]
+fn the_most_specific_path_that_covers_the_method_wins() {
+    let rules = rules_of(&[
+        ("/{*rest}", None, "all"),
+        ("/", None, "root"),
+        ("/users/{id}", None, "user"),
+        ("/users/me", None, "me"),
+        ("/users/me", Some("DELETE"), "me_delete"),
+        ("/login", Some("POST"), "login"),
+        ("/files/{name}", Some("GET"), "file"),
+        ("/files/{name}", Some("HEAD"), "file_head"),
+        ("/docs/{name}", Some("GET"), "doc"),
+    ]);
+    let cases = [
+        ("GET", "/", "root"),
+        ("GET", "/x/y", "all"),
+        ("GET", "/users/7", "user"),
+        ("GET", "/users/me", "me"),
+        ("DELETE", "/users/me", "me_delete"),
+        ("DELETE", "/users/7", "user"),
+        ("POST", "/login", "login"),
+        // A rule for one method takes nothing away from the others.
+        ("GET", "/login", "all"),
+        ("PROPFIND", "/login", "all"),
+        // A server answers HEAD by GET.
+        ("HEAD", "/docs/x", "doc"),
+        ("HEAD", "/files/x", "file_head"),
+        ("HEAD", "/users/me", "me"),
+        ("POST", "/docs/x", "all"),
+    ];
+    for (method, path, policy) in cases {
+        let found = rules.policies_for(&method.parse().unwrap(), path);
+        let names: Vec<&str> = found.iter().map(|policy| policy.name()).collect();
+        assert_eq!(names, [policy], "{method} {path}");
+    }
+    let none = rules_of(&[("/api/{*rest}", Some("GET"), "api")]);
+    for (method, path) in [("POST", "/api/x"), ("GET", "/api"), ("GET", "/API/x"), ("GET", "*"), ("GET", "")] {
+        assert!(none.policies_for(&method.parse().unwrap(), path).is_empty(), "{method} {path}");
+    }
+}
+
+// What is refused.
+
+/// What is wrong with a file of TOML, the field, and the line.
+type Bad = (&'static str, &'static str, &'static str, usize);
+
+const LIMIT: &str = r#"{ quota = 1, per = "1s", algorithm = "fixed_window" }"#;
+
+#[rustfmt::skip]
+const BAD: &[Bad] = &[
+    // The document.
+    ("", "there is nothing in the file", "", 0),
+    (" \n\t\n", "there is nothing in the file", "", 0),
+    ("# nothing\n", "there are no rules", "", 1),
+    ("[policies.a]\nlimits = [LIMIT]\n", "there are no rules", "", 1),
+    ("\nrules = [", "unclosed array", "", 2),
+    ("x = 1\n", "unknown field `x`, expected one of `policies`, `rules`, `client_ip`", "x", 1),
+    ("POLICY\n[policies.a]\nlimits = []\nRULE", "duplicate key", "", 3),
+    ("rules = 7", "invalid type: integer `7`, expected a sequence", "rules", 1),
+    // Policies.
+    ("[policies.a]\nRULE", "missing field `limits`", "policies.a", 1),
+    ("[policies.a]\nlimits = []\nRULE", "a policy needs at least one limit", "policies.a.limits", 2),
+    ("[policies.a]\nlimits = [MANY]\nRULE", "a policy takes at most 16 limits", "policies.a.limits", 2),
+    ("[policies.a]\nmood = 1\nlimits = [LIMIT]\nRULE", "unknown field `mood`", "policies.a.mood", 2),
+    ("[policies.a]\nlimits = [{ quota = 1, per = \"1s\" }]\nRULE", "missing field `algorithm`", "policies.a.limits[0]", 2),
+    ("[policies.a]\nlimits = [\n  LIMIT,\n  { quota = 1, per = \"1s\", algorithm = \"magic\" },\n]\nRULE", "unknown variant `magic`, expected one of `token_bucket`", "policies.a.limits[1].algorithm", 4),
+    ("[policies.a]\nlimits = [{ quota = 1, per = \"1s\", algorithm = \"fixed_window\", burst = 2 }]\nRULE", "only a token bucket takes a burst", "policies.a.limits[0].burst", 2),
+    ("[policies.a]\nlimits = [{ quota = 1, per = \"1s\", algorithm = \"token_bucket\", burst = 0 }]\nRULE", "a burst of 0 admits nothing", "policies.a.limits[0].burst", 2),
+    ("[policies.a]\nlimits = [{ quota = 1, per = \"1d\", algorithm = \"token_bucket\", burst = 4000 }]\nRULE", "a bucket of 4000 takes longer than 3660 days to fill", "policies.a.limits[0].burst", 2),
+    ("[policies.a]\nlimits = [{ quota = 1, per = \"5ms\", algorithm = \"fixed_window\" }]\nRULE", "a window of 5ms is not between 10ms and 3660 days", "policies.a.limits[0].per", 2),
+    ("[policies.a]\nlimits = [{ quota = 1, per = \"3661d\", algorithm = \"fixed_window\" }]\nRULE", "is not between 10ms and 3660 days", "policies.a.limits[0].per", 2),
+    ("[policies.a]\nlimits = [{ quota = 1, per = 60, algorithm = \"fixed_window\" }]\nRULE", "invalid type: integer `60`, expected a time as text with its unit", "policies.a.limits[0].per", 2),
+    ("[policies.a]\nlimits = [{ quota = 1, per = \"1 fortnight\", algorithm = \"fixed_window\" }]\nRULE", "invalid value: string \"1 fortnight\", expected a time", "policies.a.limits[0].per", 2),
+    ("[policies.a]\nlimits = [{ quota = -1, per = \"1s\", algorithm = \"fixed_window\" }]\nRULE", "invalid value: integer `-1`, expected u32", "policies.a.limits[0].quota", 2),
+    ("[policies.a]\nlimits = [{ quota = 1.5, per = \"1s\", algorithm = \"fixed_window\" }]\nRULE", "invalid type: floating point `1.5`, expected u32", "policies.a.limits[0].quota", 2),
+    ("[policies.a]\nlimits = [{ quota = 1979-05-27, per = \"1s\", algorithm = \"fixed_window\" }]\nRULE", "invalid type: a date or time, expected u32", "policies.a.limits[0].quota", 2),
+    ("[policies.a]\nlimits = [{ quota = 10001, per = \"1s\", algorithm = \"sliding_log\" }]\nRULE", "a sliding log remembers every request, so its quota is at most 10000", "policies.a.limits[0].quota", 2),
+    ("[policies.a]\nlimits = [LIMIT, LIMIT]\nRULE", "limits[0] counts the same window by the same algorithm", "policies.a.limits[1]", 2),
+    ("[policies.a]\nlimits = [{ quota = 1, per = \"1s\", algorithm = \"fixed_window\", name = \"n\" },\n{ quota = 1, per = \"2s\", algorithm = \"fixed_window\", name = \"n\" }]\nRULE", "limits[0] has this name already", "policies.a.limits[1].name", 3),
+    ("[policies.a]\nlimits = [LIMIT]\nmode = \"off\"\nRULE", "unknown variant `off`, expected one of `enforce`, `shadow`, `percent`", "policies.a.mode", 3),
+    ("[policies.a]\nlimits = [LIMIT]\nmode = { percent = 101 }\nRULE", "101 percent is more than all", "policies.a.mode", 3),
+    ("[policies.a]\nlimits = [LIMIT]\nmode = \"percent\"\nRULE", "invalid type: unit variant, expected newtype variant", "policies.a.mode", 3),
+    ("[policies.a]\nlimits = [LIMIT]\nmode = { percent = 1, shadow = true }\nRULE", "a table with one field is expected here, not with 2", "policies.a.mode", 3),
+    ("[policies.a]\nlimits = [LIMIT]\non_quota_change = \"forget\"\nRULE", "unknown variant `forget`", "policies.a.on_quota_change", 3),
+    ("[policies.\"a b\"]\nlimits = [LIMIT]\nRULE", "a name is 1 to 47 letters, digits", "policies.\"a b\"", 1),
+    // Rules.
+    ("POLICY\nRULE\nmethod = \"GET\"", "unknown field `method`", "rules[0].method", 7),
+    ("POLICY\n[[rules]]\npolicy = \"a\"\nkey = \"everyone\"", "missing field `path`", "rules[0]", 3),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"b\"\nkey = \"everyone\"", "there is no policy \"b\"; there are `a`", "rules[0].policy", 5),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"", "missing field `key`", "rules[0]", 3),
+    ("POLICY\n[[rules]]\npath = \"/\"", "a rule has one of `policy`, `policies` and `unlimited = true`", "rules[0]", 3),
+    ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\npolicy = \"a\"", "a rule is either unlimited or has policies", "rules[0].unlimited", 5),
+    ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\ncost = 2", "has no meaning where requests are unlimited", "rules[0].cost", 6),
+    ("POLICY\nRULE\npolicies = []", "a rule has either `policy` or `policies`", "rules[0].policies", 7),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicies = []", "a rule needs at least one policy", "rules[0].policies", 5),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicies = [{ policy = \"a\" }]", "missing field `key`", "rules[0].policies[0]", 5),
+    ("POLICY\n[[rules]]\npath = \"/\"\nkey = \"everyone\"\npolicies = [{ policy = \"a\", key = \"everyone\" }]", "each of `policies` has a key of its own", "rules[0].key", 5),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicies = [{ policy = \"a\", key = \"everyone\" },\n{ policy = \"a\", key = \"peer_ip\" }]", "a rule counts by `a` once only", "rules[0].policies[1].policy", 6),
+    ("POLICY\nRULE\nRULE", "rules[0] has the same path and is for all methods too", "rules[1].path", 8),
+    ("POLICY\nRULE\nmethods = [\"GET\"]\nRULE\nmethods = [\"PUT\",\n\"GET\"]", "rules[0] has the same path and method", "rules[1].methods[1]", 13),
+    ("POLICY\nRULE\nmethods = []", "a rule for no method matches nothing", "rules[0].methods", 7),
+    ("POLICY\nRULE\nmethods = [\"GET\", \"GET\"]", "`GET` is named twice", "rules[0].methods[1]", 7),
+    ("POLICY\nRULE\nmethods = [\"get\"]", "`get` is not a method such as `GET`", "rules[0].methods[0]", 7),
+    ("POLICY\nRULE\nmethods = [\"G T\"]", "`G T` is not a method", "rules[0].methods[0]", 7),
+    ("POLICY\nRULE\nmethods = \"GET\"", "invalid type: string \"GET\", expected a sequence", "rules[0].methods", 7),
+    ("POLICY\n[[rules]]\npath = \"api\"\npolicy = \"a\"\nkey = \"everyone\"", "a path begins with `/`", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/a?b=1\"\npolicy = \"a\"\nkey = \"everyone\"", "no path of a request has '?' in it", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/{id\"\npolicy = \"a\"\nkey = \"everyone\"", "a parameter is written `{name}`", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/{*rest}/x\"\npolicy = \"a\"\nkey = \"everyone\"", "`{*name}` is the last part of a path", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/{id}\"\nunlimited = true\n[[rules]]\npath = \"/{name}\"\nunlimited = true", "the path conflicts with `/{id}`", "rules[1].path", 7),
+    ("POLICY\nRULE\ncost = 0", "a cost of 0 is never counted", "rules[0].cost", 7),
+    ("POLICY\nRULE\ncost = 2", "a cost of 2 never fits into the 1 of policy `a`", "rules[0].cost", 7),
+    ("POLICY\nRULE\nreplicas = 0", "there is at least one replica", "rules[0].replicas", 7),
+    ("POLICY\nRULE\ndeadline = \"0s\"", "a timeout of zero leaves no time", "rules[0].deadline", 7),
+    ("POLICY\nRULE\non_store_error = \"explode\"", "unknown variant `explode`, expected one of `local`, `allow`, `deny`", "rules[0].on_store_error", 7),
+    ("POLICY\nRULE\non_missing_key = 1", "invalid type: integer `1`", "rules[0].on_missing_key", 7),
+    // Keys.
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = \"ip\"", "unknown variant `ip`, expected one of `everyone`, `peer_ip`, `client_ip`, `header`", "rules[0].key", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = []", "a list of keys needs at least one", "rules[0].key", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = [\"everyone\", \"peer_ip\"]", "nothing can come behind it", "rules[0].key", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = { header = \"x y\" }", "`x y` is not the name of a header", "rules[0].key.header", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = { header = \"x\", prefix = \"y\" }", "no more fields are expected here, but there is `prefix`", "rules[0].key.prefix", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = [{ cookie = \"y\" }]", "unknown variant `cookie`", "rules[0].key[0].cookie", 6),
+    // Addresses.
+    ("[client_ip]\ntrusted = [\"10.0.0.0/33\"]", "`10.0.0.0/33` is not a network", "client_ip.trusted[0]", 2),
+    ("[client_ip]\ntrusted = [\"10.1.2.3/8\"]", "the network is `10.0.0.0/8`", "client_ip.trusted[0]", 2),
+    ("[client_ip]\ntrusted = []\nheader = \"forwarded\"", "a header is read only from proxies that are trusted", "client_ip.header", 3),
+    ("[client_ip]\ntrusted = [\"10.0.0.1\"]\nheader = \"\"", "`` is not the name of a header", "client_ip.header", 3),
+    ("[client_ip]\ntrusted = []\nipv6_prefix = 8", "an IPv6 prefix of 8 bits is not between 32 and 128", "client_ip.ipv6_prefix", 3),
+    ("[client_ip]\nheader = \"forwarded\"", "missing field `trusted`", "client_ip", 1),
+];
+
+#[test]
+fn what_is_wrong_is_named_with_its_place() {
+    let many: Vec<String> =
+        (1..=17).map(|s| format!(r#"{{ quota = 1, per = "{s}s", algorithm = "fixed_window" }}"#)).collect();
+    for (text, what, field, line) in BAD {
+        let text = text
+            .replace("POLICY", "[policies.a]\nlimits = [LIMIT]")
+            .replace("RULE", "[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = \"everyone\"")
+            .replace("MANY", &many.join(", "))
+            .replace("LIMIT", LIMIT);
+        let error = Rules::from_toml(&text).expect_err(&text);
+        assert!(error.message().contains(what), "{text}\n{error}");
+        assert_eq!(error.field().unwrap_or_default(), *field, "{text}\n{error}");
+        assert_eq!(error.line().unwrap_or_default(), *line, "{text}\n{error}");
+        assert!(error.to_string().contains(what) && !error.to_string().ends_with('.'), "{error}");
+    }
+}
+
+/// What came of a text, what is wrong with it, and the line and column.
+type Wrong = (Result<Rules, RulesError>, &'static str, (usize, usize));
+
+#[test]
+fn the_place_is_known_in_every_format() {
+    let yaml = "policies:\n  a:\n    limits:\n      - { quota: 1, per: 1s, algorithm: fixed_window }\n      \
+                - { quota: 1, per: 1h,\n          algorithm: fixed_window, burst: 5 }\nrules: [{ path: /, unlimited: true }]";
+    let json = "{\"policies\":{\"a\":{\"limits\":[{\"quota\":1,\"per\":\"1s\",\"algorithm\":\"fixed_window\"},\n \
+                {\"quota\":1,\"per\":\"1h\",\n  \"algorithm\":\"fixed_window\", \"burst\":5}]}},\n\
+                \"rules\":[{\"path\":\"/\",\"unlimited\":true}]}";
+    let place = |error: &RulesError| (error.line().unwrap(), error.column().unwrap());
+    for (error, expected) in
+        [(Rules::from_yaml(yaml).unwrap_err(), (6, 43)), (Rules::from_json(json).unwrap_err(), (3, 39))]
+    {
+        assert_eq!(error.message(), "only a token bucket takes a burst", "{error}");
+        assert_eq!(error.field(), Some("policies.a.limits[1].burst"));
+        assert_eq!(place(&error), expected, "{error}");
+    }
+    let cases: &[Wrong] = &[
+        (Rules::from_yaml("rules:\n  - path: /\n    limit: 5\n"), "unknown field `limit`", (3, 5)),
+        (Rules::from_json("{\"rules\": [\n  {\"path\": \"/\", \"limit\": 5}]}"), "unknown field `limit`", (2, 17)),
+        (Rules::from_yaml("a: [1,\n"), "unclosed bracket '['", (1, 4)),
+        (Rules::from_json("{\"rules\": [1,\n ]}"), "expected value", (2, 2)),
+        (Rules::from_json("{} x"), "trailing characters", (1, 4)),
+        (Rules::from_json("{\"rules\": [], \"rules\": []}"), "`rules` is given twice", (1, 24)),
+        (Rules::from_yaml("rules: []\nrules: []\n"), "`rules` is given twice", (2, 1)),
+        (Rules::from_yaml("rules: []\n---\nrules: []\n"), "there is more than one document", (2, 1)),
+        (Rules::from_yaml("rules: !secret []\n"), "tags have no meaning here", (1, 16)),
+        (Rules::from_yaml("a: &a [*a]\n"), "alias", (1, 8)),
+        (Rules::from_yaml("? [1]\n: 2\n"), "a field has to have a name of text", (1, 3)),
+        (Rules::from_yaml("rules: *nothing\n"), "unknown anchor", (1, 8)),
+        (Rules::from_yaml("rules:\n  - path: /é\tx\n"), "no path of a request has '\\t' in it", (2, 11)),
+        (Rules::from_toml("\u{feff}rules = [{ path = \"/\", é = 1 }]"), "", (1, 25)),
+    ];
+    for (result, what, expected) in cases {
+        let error = result.as_ref().unwrap_err();
+        assert!(error.message().contains(what), "{error}");
+        assert_eq!(place(error), *expected, "{error}");
+    }
+}
+
+#[test]
+fn a_file_that_is_none_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let error = |name: &str, bytes: &[u8]| {
+        let path = folder.path().join(name);
+        fs::write(&path, bytes).unwrap();
+        let error = Rules::from_path(&path).unwrap_err();
+        assert_eq!(error.file(), Some(path.as_path()));
+        error
+    };
+    assert_eq!(
+        error("rules.ini", b"").message(),
+        "the name of a file of rules ends in `.toml`, `.yaml`, `.yml` or `.json`"
+    );
+    assert_eq!(error("rules", b"").line(), None);
+    let not_text = error("rules.toml", b"# a\n# \xff\n");
+    assert_eq!((not_text.message(), not_text.line(), not_text.column()), ("the file is not UTF-8", Some(2), Some(3)));
+    let large = vec![b'#'; Rules::MAX_LEN + 1];
+    assert_eq!(error("large.toml", &large).message(), "the file has more than 1048576 bytes");
+    assert!(Rules::from_toml(&"#".repeat(Rules::MAX_LEN + 1)).unwrap_err().message().contains("1048576"));
+    let wrong = error("rules.yml", b"rules: [{}]");
+    let file = folder.path().join("rules.yml");
+    assert_eq!(wrong.to_string(), format!("{}:1:9: rules[0]: missing field `path`", file.display()));
+
+    let missing = Rules::from_path(folder.path().join("missing.toml")).unwrap_err();
+    let cause = std::error::Error::source(&missing).unwrap().downcast_ref::<std::io::Error>().unwrap();
+    assert_eq!(cause.kind(), std::io::ErrorKind::NotFound);
+    fn portable<T: std::error::Error + Send + Sync + 'static>() {}
+    portable::<RulesError>();
+}
+
+#[test]
+fn files_that_are_made_to_be_slow_are_refused_in_time() {
+    let start = Instant::now();
+    let mut bomb = "a0: &a0 [x,x,x,x,x,x,x,x,x,x]\n".to_owned();
+    for level in 1..20 {
+        let below = vec![format!("*a{}", level - 1); 10].join(",");
+        bomb.push_str(&format!("a{level}: &a{level} [{below}]\n"));
+    }
+    assert!(Rules::from_yaml(&bomb).unwrap_err().message().contains("too much"));
+    let long = format!("a: &a {}\nb: [{}*a]", "x".repeat(400_000), "*a,".repeat(100_000));
+    assert!(Rules::from_yaml(&long).unwrap_err().message().contains("too much"));
+    let nested_anchors: String = (0..30).map(|i| format!("{}a{i}: &a{i}\n", " ".repeat(i))).collect();
+    assert!(Rules::from_yaml(&nested_anchors).is_err());
+    for depth in [33, 10_000, 500_000] {
+        let lists = |open: &str, close: &str| format!("{}{}", open.repeat(depth), close.repeat(depth));
+        assert!(Rules::from_json(&lists("[", "]")).is_err());
+        assert!(Rules::from_json(&"{\"a\":".repeat(depth.min(200_000))).is_err());
+        assert!(Rules::from_yaml(&lists("[", "]")).is_err());
+        assert!(Rules::from_yaml(&"- ".repeat(depth)).is_err());
+        assert!(Rules::from_toml(&format!("a = {}", lists("[", "]"))).is_err());
+        assert!(Rules::from_toml(&format!("[{}a]", "a.".repeat(depth))).is_err());
+    }
+    let flat = format!("[{}1]", "1,".repeat(500_000));
+    assert!(Rules::from_json(&flat).is_err() && Rules::from_yaml(&flat).is_err());
+    assert!(Rules::from_toml(&format!("a = {flat}")).is_err());
+    let keys: String = (0..80_000).map(|i| format!("a{i} = 1\n")).collect();
+    assert!(Rules::from_toml(&keys).is_err());
+    let methods: String =
+        (0..14_000).map(|i| format!("[[rules]]\npath=\"/{i}\"\nunlimited=true\nmethods=[\"M{i}\"]\n")).collect();
+    assert!(Rules::from_toml(&methods).unwrap_err().message().contains("more than 32 different methods"));
+    let paths: String = (0..18_000).map(|i| format!("[[rules]]\npath=\"/{{a}}/{i}\"\nunlimited=true\n")).collect();
+    assert_eq!(Rules::from_toml(&paths).unwrap().len(), 18_000);
+    assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 512, failure_persistence: None, ..ProptestConfig::default() })]
+
+    #[test]
+    fn no_bytes_make_the_parsers_panic(bytes in prop::collection::vec(any::<u8>(), 0..400)) {
+        let folder = tempfile::tempdir().unwrap();
+        for name in ["r.toml", "r.yaml", "r.json"] {
+            let path = folder.path().join(name);
+            fs::write(&path, &bytes).unwrap();
+            prop_assert!(Rules::from_path(&path).is_err());
+        }
+    }
+
+    #[test]
+    fn no_text_makes_the_parsers_panic(text in r#"([\[\]{}:,"'&*!|>#=\\ \n-]|[a-c0-9.]|\t|rules|policies|path|limits|é){0,60}"#) {
+        for rules in [Rules::from_toml(&text), Rules::from_yaml(&text), Rules::from_json(&text)] {
+            let _ = rules.map_err(|error| error.to_string());
+        }
+    }
+
+    #[test]
+    fn a_good_file_that_was_damaged_is_read_or_refused(at in 0..2_000_usize, len in 0..20_usize, put in "[\\[\\]{}:,\"'&*\n -]{0,4}") {
+        let files = [
+            (include_str!("config/rules.toml"), Rules::from_toml as fn(&str) -> Result<Rules, RulesError>),
+            (include_str!("config/rules.yaml"), Rules::from_yaml),
+            (include_str!("config/rules.json"), Rules::from_json),
+        ];
+        for (text, parse) in files {
+            let at = at % text.len();
+            let damaged = format!("{}{put}{}", &text[..at], &text[(at + len).min(text.len())..]);
+            if let Err(error) = parse(&damaged) {
+                let lines = damaged.split('\n').count();
+                prop_assert!(error.line().is_none_or(|line| line >= 1 && line <= lines), "{error}\n{damaged}");
+            }
+        }
+    }
+
+    #[test]
+    fn any_path_is_matched_or_not(path in "[/a-c{}*%é]{0,20}", pattern in "/[/a-c{}*]{0,12}") {
+        let text = format!("rules = [{{ path = {pattern:?}, unlimited = true }}]");
+        if let Ok(rules) = Rules::from_toml(&text) {
+            let _ = rules.policies_for(&Method::GET, &path);
+        }
+    }
+}
+
+// What is enforced.
+
+#[tokio::test(start_paused = true)]
+async fn each_rule_limits_the_requests_that_it_matches() {
+    let rules = Rules::from_toml(
+        r#"
+        policies.api.limits = [{ quota = 10, per = "1m", algorithm = "fixed_window" }]
+        policies.total.limits = [{ quota = 3, per = "1m", algorithm = "fixed_window" }]
+        rules = [
+            { path = "/api/{*rest}", policy = "api", key = [{ header = "x-api-key" }, "peer_ip"], cost = 5 },
+            { path = "/both", policies = [{ policy = "api", key = { header = "x-api-key" } }, { policy = "total", key = "everyone" }] },
+            { path = "/api/health", unlimited = true },
+        ]
+        "#,
+    );
+    let service = RulesLayer::new(MemoryBackend::new(), rules.unwrap()).layer(hello());
+    let ask = async |path: &str, api_key: &str| {
+        let request = Request::get(path).extension(PeerAddr("203.0.113.7:1".parse().unwrap()));
+        let request = if api_key.is_empty() { request } else { request.header("x-api-key", api_key) };
+        let response = service.clone().oneshot(request.body(()).unwrap()).await.unwrap();
+        let fields = response.headers().get_all("ratelimit").iter().map(|line| line.to_str().unwrap().to_owned());
+        (response.status().as_u16(), fields.collect::<Vec<_>>().join(" "))
+    };
+    let answer = |status: u16, fields: &str| (status, fields.to_owned());
+    assert_eq!(ask("/api/a", "k1").await, answer(200, r#""api";r=5;t=60"#));
+    assert_eq!(ask("/api/b", "k1").await, answer(200, r#""api";r=0;t=60"#));
+    assert_eq!(ask("/api/a", "k1").await.0, 429);
+    assert_eq!(ask("/api/a", "").await, answer(200, r#""api";r=5;t=60"#), "by the address, where there is no header");
+    assert_eq!(ask("/both", "k1").await.0, 429, "rules of the same policy count together");
+    for _ in 0..3 {
+        assert_eq!(ask("/both", "k2").await.0, 200);
+    }
+    assert_eq!(ask("/both", "k3").await.0, 429, "all share the second policy");
+    assert_eq!(ask("/both", "").await.0, 400, "a request without key is turned away unless told otherwise");
+    for path in ["/api/health", "/elsewhere", "/"] {
+        assert_eq!(ask(path, "k1").await, answer(200, ""), "{path}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_rule_has_a_say_in_what_happens_when_the_store_fails() {
+    let rules = Rules::from_toml(
+        r#"
+        policies.a.limits = [{ quota = 2, per = "1m", algorithm = "fixed_window" }]
+        rules = [
+            { path = "/login", policy = "a", key = "everyone", on_store_error = "deny" },
+            { path = "/open", policy = "a", key = "everyone", on_store_error = "allow" },
+            { path = "/local", policy = "a", key = "everyone" },
+            { path = "/also", policy = "a", key = "everyone", replicas = 2 },
+            { path = "/keyless", policy = "a", key = "peer_ip", on_missing_key = "pass" },
+        ]
+        "#,
+    )
+    .unwrap();
+    let layer = RulesLayer::new(Failing, rules.clone());
+    let service = layer.layer(hello());
+    assert_eq!(status(&service, "/login").await, 503);
+    for _ in 0..9 {
+        assert_eq!(status(&service, "/open").await, 200);
+    }
+    assert_eq!(status(&service, "/keyless").await, 200);
+    assert_eq!(status(&service, "/local").await, 200);
+    assert_eq!(status(&service, "/also").await, 429, "rules count together also while the store fails");
+    layer.handle().reload(simple("sliding_window", 1));
+    layer.handle().reload(rules);
+    assert_eq!(status(&service, "/local").await, 200);
+    assert_eq!(status(&service, "/local").await, 429, "and a reload forgets nothing of it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn rejections_may_become_something_else() {
+    let layer = RulesLayer::new(MemoryBackend::new(), simple("fixed_window", 0)).with_rejection(AsStatus::default());
+    let handle = layer.handle();
+    let service = layer.layer(hello());
+    let request = || Request::get("/x").body(()).unwrap();
+    let response = service.clone().oneshot(request()).await.unwrap();
+    assert_eq!((response.status().as_u16(), &response.headers()["grpc-status"]), (200, &"8".parse().unwrap()));
+    handle.reload(simple("fixed_window", 1));
+    let response = service.oneshot(request()).await.unwrap();
+    assert_eq!(response.headers().get("grpc-status"), None, "the handle of the layer is that of its services");
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_instance_that_was_ready_is_the_one_that_is_called() {
+    for path in ["/limited", "/unmatched"] {
+        let rules = Rules::from_toml(
+            r#"
+            policies.a.limits = [{ quota = 100, per = "1m", algorithm = "fixed_window" }]
+            rules = [{ path = "/limited", policy = "a", key = "everyone" }]
+            "#,
+        );
+        let clones = Arc::new(AtomicU64::new(0));
+        let strict = Strict { ready: false, clones: Arc::clone(&clones) };
+        let mut service = RulesLayer::new(MemoryBackend::new(), rules.unwrap()).layer(strict);
+        for _ in 0..3 {
+            service.ready().await.unwrap().call(Request::get(path).body(()).unwrap()).await.unwrap();
+        }
+        assert_eq!(clones.load(Ordering::Relaxed), 3, "one clone for each next time");
+    }
+}
+
+// What changes.
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn reloads_under_load_drop_nothing_and_keep_the_counts() {
+    let folder = tempfile::tempdir().unwrap();
+    let rules = |turn: usize| {
+        // `steady` stays as it is while everything around it changes.
+        format!(
+            r#"
+            policies.steady.limits = [{{ quota = 100, per = "1h", algorithm = "fixed_window" }}]
+            policies.other.limits = [{{ quota = {}, per = "1h", algorithm = "{}" }}]
+            [[rules]]
+            path = "/steady"
+            policy = "steady"
+            key = "everyone"
+            [[rules]]
+            path = "/other{}"
+            policy = "other"
+            key = {{ header = "x-user" }}
+            on_missing_key = "shared"
+            "#,
+            turn + 1,
+            ["fixed_window", "token_bucket", "sliding_window"][turn % 3],
+            ["", "/{id}", "/{*rest}"][turn % 3],
+        )
+    };
+    let handle = Rules::from_toml(&rules(0)).unwrap().handle();
+    let app: Router = Router::new()
+        .route("/steady", get(async || "steady"))
+        .route("/other/{id}", get(async || "other"))
+        .layer(RulesLayer::new(MemoryBackend::new(), &handle));
+
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut tasks = Vec::new();
+    for task in 0..4 {
+        let (app, stop) = (app.clone(), Arc::clone(&stop));
+        tasks.push(tokio::spawn(async move {
+            let (mut asked, mut admitted) = (0_u64, 0_u64);
+            while !stop.load(Ordering::Relaxed) {
+                let path = if (asked + task) % 2 == 0 { "/steady" } else { "/other/7" };
+                let request = Request::get(path).body(Body::empty()).unwrap();
+                let status = app.clone().oneshot(request).await.unwrap().status();
+                assert!(matches!(status, StatusCode::OK | StatusCode::TOO_MANY_REQUESTS), "{status}");
+                admitted += u64::from(path == "/steady" && status == StatusCode::OK);
+                asked += 1;
+                tokio::task::yield_now().await;
+            }
+            (asked, admitted)
+        }));
+    }
+    let file = folder.path().join("rules.toml");
+    let mut refused = 0;
+    for turn in 1..=1_000 {
+        if turn % 5 == 0 {
+            fs::write(&file, "rules = [").unwrap();
+            let before = handle.rules();
+            handle.reload_path(&file).await.unwrap_err();
+            assert_eq!(handle.rules(), before);
+            assert_eq!(handle.last_error().unwrap().line(), Some(1));
+            refused += 1;
+        } else {
+            fs::write(&file, rules(turn)).unwrap();
+            handle.reload_path(&file).await.unwrap();
+            assert!(handle.last_error().is_none());
+        }
+    }
+    stop.store(true, Ordering::Relaxed);
+    let (mut asked, mut admitted) = (0, 0);
+    for task in tasks {
+        let (of_task, admitted_of_task) = task.await.unwrap();
+        asked += of_task;
+        admitted += admitted_of_task;
+    }
+    println!("requests={asked} admitted={admitted} reloads=1000 refused={refused}");
+    assert_eq!(admitted, 100, "of {asked} requests: neither more nor less than the quota");
+}
+
+#[tokio::test]
+async fn a_request_in_flight_is_judged_by_the_rules_it_came_under() {
+    let gate = Arc::new(tokio::sync::Notify::new());
+    let layer = RulesLayer::new(Gated(MemoryBackend::new(), Arc::clone(&gate)), simple("fixed_window", 1));
+    let handle = layer.handle();
+    let service = layer.layer(hello());
+    let first = tokio::spawn(service.clone().oneshot(Request::get("/x").body(()).unwrap()));
+    for _ in 0..20 {
+        tokio::task::yield_now().await;
+    }
+    assert!(!first.is_finished(), "the store has not answered");
+    handle.reload(simple("fixed_window", 0));
+    gate.notify_waiters();
+    assert_eq!(first.await.unwrap().unwrap().status(), StatusCode::OK, "one was allowed when it came");
+    assert_eq!(status(&service, "/x").await, 429, "and none since");
+}
+
+#[tokio::test]
+async fn a_watched_file_is_followed_while_it_makes_sense() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("rules.yaml");
+    let write = |quota: &str| {
+        let text = format!(
+            "policies: {{ a: {{ limits: [{{ quota: {quota}, per: 1h, algorithm: fixed_window }}] }} }}\n\
+             rules: [{{ path: '/{{*rest}}', policy: a, key: everyone }}]\n"
+        );
+        let fresh = folder.path().join("fresh");
+        fs::write(&fresh, &text).unwrap();
+        fs::rename(&fresh, &file).unwrap();
+        text
+    };
+    let rules = |text: &str| Rules::from_yaml(text).unwrap();
+
+    let (one, two) = (write("1"), write("2"));
+    // Loaded before the file was changed, so the first look has to find out.
+    let handle = rules(&one).handle();
+    let watch = handle.watch_every(Duration::from_millis(5), &file);
+    until(|| handle.rules() == rules(&two)).await;
+
+    write("many");
+    until(|| handle.last_error().is_some()).await;
+    let error = handle.last_error().unwrap();
+    assert_eq!((error.line(), error.file()), (Some(1), Some(file.as_path())));
+    assert_eq!(error.field(), Some("policies.a.limits[0].quota"));
+    assert_eq!(handle.rules(), rules(&two), "a bad file changes nothing");
+
+    fs::remove_file(&file).unwrap();
+    until(|| handle.last_error().is_some_and(|error| std::error::Error::source(&error).is_some())).await;
+    assert_eq!(handle.rules(), rules(&two), "and neither does one that is gone");
+
+    let three = write("3");
+    until(|| handle.rules() == rules(&three)).await;
+    assert!(handle.last_error().is_none());
+
+    drop(watch);
+    write("4");
+    tokio::time::sleep(Duration::from_millis(150)).await;
+    assert_eq!(handle.rules(), rules(&three), "nobody follows any more");
+}
+
+#[tokio::test]
+async fn the_watcher_ends_with_its_guard() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("rules.toml");
+    fs::write(&file, "").unwrap();
+    let tasks = || tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    let before = tasks();
+    let handle = simple("fixed_window", 1).handle();
+    let watch = handle.watch_every(Duration::from_millis(1), &file);
+    until(|| handle.last_error().is_some()).await;
+    assert_eq!(tasks(), before + 1);
+    drop(watch);
+    until(|| tasks() == before).await;
+}
+
+// Helpers.
+
+fn simple(algorithm: &str, quota: u32) -> Rules {
+    Rules::from_toml(&format!(
+        r#"
+        policies.a.limits = [{{ quota = {quota}, per = "1h", algorithm = "{algorithm}" }}]
+        rules = [{{ path = "/{{*rest}}", policy = "a", key = "everyone" }}]
+        "#
+    ))
+    .unwrap()
+}
+
+/// Rules of a path, a method and a policy each.
+fn rules_of(rules: &[(&str, Option<&str>, &str)]) -> Rules {
+    let mut text = String::new();
+    for (path, method, policy) in rules {
+        text.push_str(&format!("[policies.{policy}]\nlimits = [{LIMIT}]\n"));
+        text.push_str(&format!("[[rules]]\npath = {path:?}\npolicy = {policy:?}\nkey = \"everyone\"\n"));
+        text.push_str(&method.map_or(String::new(), |method| format!("methods = [{method:?}]\n")));
+    }
+    Rules::from_toml(&text).unwrap()
+}
+
+fn hello() -> impl Service<Request<()>, Response = Response<String>, Error = Infallible, Future: Send> + Clone {
+    service_fn(async |_: Request<()>| Ok(Response::new("hello".to_owned())))
+}
+
+async fn status<S, B>(service: &S, path: &str) -> u16
+where
+    S: Service<Request<()>, Response = Response<B>> + Clone,
+    S::Error: std::fmt::Debug,
+{
+    let request = Request::get(path).body(()).unwrap();
+    service.clone().oneshot(request).await.unwrap().status().as_u16()
+}
+
+async fn until(condition: impl Fn() -> bool) {
+    let deadline = Instant::now() + Duration::from_secs(20);
+    while !condition() {
+        assert!(Instant::now() < deadline, "it does not happen");
+        tokio::time::sleep(Duration::from_millis(2)).await;
+    }
+}
+
+#[derive(Clone)]
+struct Failing;
+
+impl RateLimitStore for Failing {
+    async fn check(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+        Err(StoreError::unavailable("connection refused"))
+    }
+
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        self.check(policy, key, cost).await
+    }
+
+    async fn settle(&self, _: &Policy, _: &Key, _: Receipt, _: i64) -> Result<(), StoreError> {
+        Ok(())
+    }
+
+    async fn block(&self, _: &Policy, _: &Key, _: Duration) -> Result<(), StoreError> {
+        Ok(())
+    }
+
+    async fn reset(&self, _: &Policy, _: &Key) -> Result<(), StoreError> {
+        Ok(())
+    }
+}
+
+/// Waits before it decides.
+#[derive(Clone)]
+struct Gated(MemoryBackend, Arc<tokio::sync::Notify>);
+
+impl RateLimitStore for Gated {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        self.1.notified().await;
+        self.0.check(policy, key, cost).await
+    }
+
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        self.0.peek(policy, key, cost).await
+    }
+
+    async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
+        self.0.settle(policy, key, receipt, change).await
+    }
+
+    async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
+        self.0.block(policy, key, time).await
+    }
+
+    async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
+        self.0.reset(policy, key).await
+    }
+}
+
+/// Fails a call of an instance that was not asked whether it is ready.
+struct Strict {
+    ready: bool,
+    clones: Arc<AtomicU64>,
+}
+
+impl Clone for Strict {
+    fn clone(&self) -> Self {
+        self.clones.fetch_add(1, Ordering::Relaxed);
+        Self { ready: false, clones: Arc::clone(&self.clones) }
+    }
+}
+
+impl Service<Request<()>> for Strict {
+    type Response = Response<String>;
+    type Error = Infallible;
+    type Future = std::future::Ready<Result<Response<String>, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.ready = true;
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: Request<()>) -> Self::Future {
+        assert!(self.ready, "this instance was not asked");
+        self.ready = false;
+        std::future::ready(Ok(Response::new(String::new())))
+    }
+}
+
+#[test]
+fn a_handle_can_be_made_before_or_after_its_layer() {
+    let handle: RulesHandle = simple("fixed_window", 1).into();
+    let layer = RulesLayer::new(MemoryBackend::new(), &handle);
+    layer.handle().reload(simple("fixed_window", 2));
+    assert_eq!(handle.rules(), simple("fixed_window", 2));
+}
