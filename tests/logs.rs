@@ -231,3 +231,40 @@ fn ask(by_ip: &ClientIp, peer: &str, headers: &[(&str, &str)]) {
     }
     by_ip.client_ip(&request.body(()).unwrap());
 }
+
+#[tokio::test]
+async fn rules_say_what_is_wrong_with_them_once() {
+    use tollgate::config::Rules;
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("rules.toml");
+    let limit = r#"limits = [{ quota = 1, per = "1s", algorithm = "fixed_window" }]"#;
+    let rule = "[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = \"everyone\"";
+    let good = format!("[policies.a]\n{limit}\n[policies.b]\n{limit}\n{rule}\n");
+    let handle = Rules::from_toml(&good).unwrap().handle();
+    assert_eq!(log.lines(), ["WARN no rule uses the policy `b`"]);
+
+    let write = |text: &str| {
+        std::fs::write(folder.path().join("fresh"), text).unwrap();
+        std::fs::rename(folder.path().join("fresh"), &file).unwrap();
+    };
+    // Until the mistake was found, and many a look longer.
+    let found = async |what: &str| {
+        while handle.last_error().is_none_or(|error| !error.message().contains(what)) {
+            tokio::time::sleep(Duration::from_millis(2)).await;
+        }
+        tokio::time::sleep(Duration::from_millis(50)).await;
+    };
+    write("rules = [");
+    let _watch = handle.watch_every(Duration::from_millis(2), &file);
+    found("unclosed").await;
+    let place = format!("{}:1:", file.display());
+    let lines = log.lines();
+    assert_eq!(lines.len(), 1, "once, however often it is looked at: {lines:?}");
+    assert!(lines[0].starts_with("ERROR the rules stay as they are: ") && lines[0].contains(&place), "{lines:?}");
+
+    write("rules = 7");
+    found("invalid type").await;
+    assert_eq!(log.lines().len(), 1, "another mistake is another line");
+}
