@@ -166,7 +166,7 @@ where
 ///
 /// Implemented with the feature `http`; see the module `tollgate::http` for the responses. Cheap to clone.
 #[derive(Clone, Debug, Default)]
-#[cfg_attr(not(feature = "http"), expect(dead_code, reason = "settings of what is written with that feature"))]
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "settings of what is written with that feature"))]
 pub struct AsResponse {
     pub(crate) fields: Fields,
     pub(crate) retry_jitter: Duration,
@@ -258,7 +258,7 @@ pub enum HeaderVersion {
 
 /// Which fields are written, and with what.
 #[derive(Clone, Debug, Default)]
-#[cfg_attr(not(feature = "http"), expect(dead_code, reason = "settings of what is written with that feature"))]
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "settings of what is written with that feature"))]
 pub(crate) struct Fields {
     pub(crate) versions: Versions,
     #[cfg(feature = "http")]
