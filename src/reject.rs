@@ -204,6 +204,14 @@ impl AsResponse {
         self
     }
 
+    /// Whether requests carry a [`RateLimitHandle`](crate::rate_limit::RateLimitHandle) in their extensions, and responses the
+    /// [`Decision`](crate::rate_limit::Decision). Defaults to true; without it a request costs some allocations less.
+    #[must_use]
+    pub const fn extensions(mut self, extensions: bool) -> Self {
+        self.fields.no_extensions = !extensions;
+        self
+    }
+
     /// Adds a random number of whole seconds to `Retry-After`, up to this many, so that clients who were turned away
     /// together do not come back together. Defaults to zero.
     ///
@@ -260,6 +268,7 @@ pub enum HeaderVersion {
 #[derive(Clone, Debug, Default)]
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "settings of what is written with that feature"))]
 pub(crate) struct Fields {
+    pub(crate) no_extensions: bool,
     pub(crate) versions: Versions,
     #[cfg(feature = "http")]
     pub(crate) secret: Option<Secret>,

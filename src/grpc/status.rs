@@ -112,14 +112,16 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
 }
 
 impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsStatus {
-    const ATTACHES: bool = true;
+    fn attaches(&self) -> bool {
+        !self.fields.no_extensions
+    }
 
     fn attach(&self, handle: RateLimitHandle, request: &mut Request<ReqBody>) {
         request.extensions_mut().insert(handle);
     }
 
     fn announce(&self, standing: &Standing<'_>, response: &mut Response<B>) {
-        if let Some(decision) = standing.decision {
+        if let (false, Some(decision)) = (self.fields.no_extensions, standing.decision) {
             response.extensions_mut().insert(decision.clone());
         }
         write_fields(&self.fields, standing, response.headers_mut());

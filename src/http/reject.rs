@@ -53,14 +53,16 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
 }
 
 impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsResponse {
-    const ATTACHES: bool = true;
+    fn attaches(&self) -> bool {
+        !self.fields.no_extensions
+    }
 
     fn attach(&self, handle: RateLimitHandle, request: &mut Request<ReqBody>) {
         request.extensions_mut().insert(handle);
     }
 
     fn announce(&self, standing: &Standing<'_>, response: &mut Response<B>) {
-        if let Some(decision) = standing.decision {
+        if let (false, Some(decision)) = (self.fields.no_extensions, standing.decision) {
             response.extensions_mut().insert(decision.clone());
         }
         self.write_headers(standing, response.headers_mut());

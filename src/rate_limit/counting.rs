@@ -166,6 +166,10 @@ impl Count {
 
     /// Whether there is room for `cost`.
     pub(crate) fn fits(&self, terms: &Terms, now: u64, cost: u32) -> bool {
+        // Without a division, where it can be done without.
+        if let Self::TokenBucket { debt, .. } = *self {
+            return debt.saturating_add(u64::from(cost).saturating_mul(terms.span)) <= terms.full();
+        }
         self.used(terms, now) + u64::from(cost) <= u64::from(terms.capacity)
     }
 

@@ -110,11 +110,12 @@ where
         + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
     R: ChargeOn<S::Response, S::Error>,
 {
-    if !A::ATTACHES && !R::ASKED {
+    let attaches = settings.answer.attaches();
+    if !attaches && !R::ASKED {
         return None;
     }
     let handle = RateLimitHandle::new(mem::take(subjects), cost, settings.settler());
-    if A::ATTACHES {
+    if attaches {
         settings.answer.attach(handle.clone(), request);
     }
     Some(handle)

@@ -37,7 +37,9 @@ impl From<Rejection> for BoxError {
 pub trait Announce<Req, Res> {
     /// Whether requests get a [handle](RateLimitHandle), which costs an allocation or two. Unless told otherwise they do
     /// not.
-    const ATTACHES: bool = false;
+    fn attaches(&self) -> bool {
+        false
+    }
 
     /// Gives an admitted request its handle.
     fn attach(&self, handle: RateLimitHandle, request: &mut Req) {
