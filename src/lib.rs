@@ -26,7 +26,7 @@
 //!
 //! | module | holds |
 //! | --- | --- |
-//! | [`rate_limit`] | quotas, policies, decisions, [`Limiter`] and [`RateLimitLayer`] |
+//! | [`rate_limit`] | quotas, policies, decisions, [`Limiter`], [`RateLimitLayer`], and what goes around a store |
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`] |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |

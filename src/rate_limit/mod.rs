@@ -1,6 +1,6 @@
 //! Admit so many requests in so long, however many processes serve them.
 //!
-//! A [`Policy`] names a [`Quota`] and the algorithm that counts it. [`RateLimitLayer`] enforces it in front of a tower
+//! A [`Policy`] names one or several [`Quota`]s and the algorithm that counts each. [`RateLimitLayer`] enforces it in front of a tower
 //! service; [`Limiter`] does without one. The counts lie in a backend: in this process
 //! ([`MemoryBackend`](crate::MemoryBackend)) or in Redis, where any number of processes share them.
 //!
@@ -39,7 +39,8 @@
 //! use tollgate::{MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};
 //!
 //! # fn main() -> Result<(), tollgate::ConfigError> {
-//! let policy = Policy::new("api", Quota::per_minute(600).sliding_log()?);
+//! let policy = Policy::new("api", Quota::per_second(20).burst(50)?.token_bucket())
+//!     .limit(Quota::per_minute(600).sliding_log()?);
 //! let limit = RateLimitLayer::new(MemoryBackend::new(), policy)
 //!     .key((header("x-api-key").or(peer_ip()), |request: &Request| request.uri().path().to_owned()))
 //!     .cost(|request: &Request| if request.uri().path() == "/export" { 50 } else { 1 })
@@ -54,10 +55,40 @@
 //! # }
 //! ```
 //!
+//! # What is charged
+//!
+//! An admitted request is charged its cost at once, so that requests in flight count. What it turns out to be worth can be
+//! said afterwards: by its answer ([`ChargeOn`], with presets for HTTP and gRPC), or by its handler, through the
+//! [`RateLimitHandle`] in its extensions. This is also how an estimate is reserved and settled.
+//!
 //! # When the store fails
 //!
 //! A decision that fails or takes longer than the [deadline](RateLimitLayer::deadline) is a [`StoreError`], never a "no".
-//! [`OnStoreError`] says what happens then; unless told otherwise requests pass.
+//! [`OnStoreError`] says what happens then; unless told otherwise this process enforces the policy by itself until the store
+//! answers again. After some failures in a row the store is not asked but by a probe now and then, see [`CircuitBreaker`].
+//! All of this is per layer, so a login can be closed while the rest falls back.
+//!
+//! # Trying a limit
+//!
+//! A [shadow](Policy::shadow) policy is counted and judged, and turns nobody away; [`Mode::Percent`] enforces a policy for a
+//! share of the keys. Metrics tell whom it would hit.
+//!
+//! # Metrics
+//!
+//! With the feature `metrics` the layer counts with the `metrics` facade. The recorder has to be installed before a policy is first used. Labels
+//! are the name of the policy and those below, never a key.
+//!
+//! | name | labels | counts |
+//! | --- | --- | --- |
+//! | `tollgate_decisions_total` | `policy`, `outcome`: `allowed`, `limited`, `never`, `blocked`, `shadow_limited`, `missing_key`, `denied`, `failed_open`, `failed_closed`, `local_allowed`, `local_limited` | decisions |
+//! | `tollgate_near_limit_total` | `policy` | admitted requests that left less than a fifth of a limit |
+//! | `tollgate_store_seconds` | `policy` | the time of each call that has to be waited for, a histogram |
+//! | `tollgate_store_errors_total` | `policy` | calls that failed or were late |
+//! | `tollgate_circuit_transitions_total` | `policy`, `state`: `open`, `closed` | circuits that opened and closed |
+//! | `tollgate_settlements_total` | `policy`, `outcome`: `done`, `lost` | corrections of charges |
+//!
+//! `tracing` has a span `rate_limit` at debug level around each such call, an event at debug level for each request over a
+//! limit, and one warning when a store begins to fail.
 //!
 //! # Without a round trip
 //!
@@ -77,7 +108,8 @@
 //! # Cancellation
 //!
 //! Dropping a response future while the store is asked may or may not have charged. Once admitted, a request stays charged
-//! even if the inner service fails or the future is dropped.
+//! even if the inner service fails or the future is dropped, unless [`ChargeOn`] or the [`RateLimitHandle`] says otherwise.
+//! A decision that need not be waited for, on the memory backend for instance, is made when the service is called.
 //!
 //! [`StoreError`]: crate::StoreError
 
