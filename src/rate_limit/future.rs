@@ -73,7 +73,7 @@ where
     pub(super) fn admitted(
         mut subjects: Subjects,
         cost: u32,
-        mut ready: S,
+        ready: &mut S,
         mut request: Req,
         settings: Arc<Settings<B, K, C, A, R, X>>,
     ) -> Self {

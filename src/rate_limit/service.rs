@@ -77,24 +77,33 @@ where
     }
 
     fn call(&mut self, request: Req) -> Self::Future {
-        // `self.inner` is the instance that reported ready. Use it here and leave a clone for next time.
-        let fresh = self.inner.clone();
-        let mut ready = mem::replace(&mut self.inner, fresh);
         let settings = Arc::clone(&self.settings);
         let mut subjects = judge::Subjects::new();
         if let Err(rejection) = settings.screen(&request, &mut subjects) {
+            drop(self.take_ready());
             return ResponseFuture::rejected(rejection, settings);
         }
         if subjects.is_empty() {
-            return ResponseFuture::passed_through(ready.call(request), settings);
+            return ResponseFuture::passed_through(self.inner.call(request), settings);
         }
         let cost = settings.cost.cost(&request);
         // What need not be waited for is done here and now, as the inner service would.
         match settings.core.judge_now(&mut subjects, cost) {
-            Some(Ok(())) => ResponseFuture::admitted(subjects, cost, ready, request, settings),
-            Some(Err(rejection)) => ResponseFuture::limited(subjects, rejection, settings),
-            None => ResponseFuture::asking(subjects, cost, ready, request, settings),
+            Some(Ok(())) => ResponseFuture::admitted(subjects, cost, &mut self.inner, request, settings),
+            Some(Err(rejection)) => {
+                drop(self.take_ready());
+                ResponseFuture::limited(subjects, rejection, settings)
+            }
+            None => ResponseFuture::asking(subjects, cost, self.take_ready(), request, settings),
         }
+    }
+}
+
+impl<S: Clone, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
+    /// The instance of the inner service that reported ready, with the place that it may have reserved. Leaves a clone for the next time.
+    fn take_ready(&mut self) -> S {
+        let fresh = self.inner.clone();
+        mem::replace(&mut self.inner, fresh)
     }
 }
 
