@@ -399,3 +399,44 @@ async fn the_layer_follows_its_policy_while_redis_is_down() {
     sleep(RECOVERY).await;
     assert_eq!(closed.oneshot(2).await.unwrap(), 2);
 }
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_counts_by_itself_while_redis_hangs_and_is_gone_and_follows_it_again() {
+    let _turn = alone().await;
+    let mut server = RedisServer::start();
+    // Of the ten units of an hour this replica has five to give while it is on its own.
+    let policy = Policy::new("alone", Quota::per_hour(10).fixed_window());
+    let limiter = Limiter::new(backend(&server).await, policy.clone());
+    let service = RateLimitLayer::new(limiter.store().clone(), policy)
+        .key(|client: &u32| *client)
+        .replicas(2)
+        .with_rejection(AsError)
+        .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
+    let admitted = async |client: u32, requests: u32| {
+        let mut admitted = 0;
+        let mut slowest = Duration::ZERO;
+        for _ in 0..requests {
+            let begun = Instant::now();
+            admitted += u32::from(service.clone().oneshot(client).await.is_ok());
+            slowest = slowest.max(begun.elapsed());
+        }
+        assert!(slowest <= DEADLINE + SLACK, "a request took {slowest:?}");
+        admitted
+    };
+    assert_eq!(admitted(1, 15).await, 10);
+
+    server.pause();
+    assert_eq!(admitted(2, 15).await, 5);
+    server.resume();
+    sleep(RECOVERY).await;
+    assert_eq!(admitted(3, 15).await, 10);
+
+    server.kill();
+    let begun = Instant::now();
+    assert_eq!(admitted(4, 15).await, 5);
+    assert!(begun.elapsed() < DEADLINE * 5, "a store that is gone costs next to nothing");
+    server.restart();
+    sleep(RECOVERY).await;
+    assert_eq!(admitted(5, 15).await, 10);
+    assert_eq!(limiter.peek(5).await.unwrap().remaining(), Some(0), "it is Redis that counts");
+}
