@@ -145,8 +145,9 @@ impl Decision {
     }
 
     /// What follows from how the only limit stands.
-    pub(crate) fn of_one(limit: LimitStatus) -> Self {
-        Self::of(SmallVec::from_buf([limit]))
+    pub(crate) fn of_one(limit: LimitStatus, receipt: Option<Receipt>) -> Self {
+        let outcome = if limit.is_violated() { Outcome::Limited } else { Outcome::Allowed };
+        Self { outcome, receipt, blocked_us: 0, limits: SmallVec::from_buf([limit]) }
     }
 
     /// The same, with a receipt of what was charged.

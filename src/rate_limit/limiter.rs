@@ -85,6 +85,9 @@ impl<B: RateLimitStore> Limiter<B> {
             return Ok(decision);
         }
         let key = key.into();
+        if let Some(decision) = self.store.check_now(&self.policy, &key, cost) {
+            return Ok(decision);
+        }
         Deadline::new(self.store.check(&self.policy, &key, cost), self.deadline).await
     }
 

@@ -2,6 +2,7 @@
 
 use std::cmp::Ordering;
 use std::collections::VecDeque;
+use std::slice;
 use std::time::Duration;
 
 use smallvec::SmallVec;
@@ -132,7 +133,7 @@ impl Counts {
             LimitCount::Log(log) => log.status(terms, self.last, cost),
         };
         let decision = match (self.limits.as_slice(), self.policy.terms()) {
-            ([limit], [terms]) => Decision::of_one(status((limit, terms))),
+            ([limit], [terms]) => Decision::of_one(status((limit, terms)), None),
             (limits, terms) => Decision::new(limits.iter().zip(terms).map(status)),
         };
         match self.blocked_until.checked_sub(self.last) {
@@ -281,7 +282,13 @@ impl MemoryBackend {
         verb: Verb,
         now: u64,
     ) -> Decision {
-        if let Some(index) = shard.find(hash, policy, key, now) {
+        let found = shard.find(hash, policy, key);
+        if let (Some(index), Verb::Check) = (found, verb)
+            && let Some(decision) = shard.counts_mut(index).check_only_limit(policy, cost, now)
+        {
+            return decision;
+        }
+        if let Some(index) = found.filter(|index| shard.counts_mut(*index).expires_us() > now) {
             let counts = shard.counts_mut(index);
             let before = counts.weight();
             let decision = if counts.are_under(policy) {
@@ -323,6 +330,22 @@ impl MemoryBackend {
 }
 
 impl Counts {
+    /// What is asked nearly always: a check of a policy of one limit that is not a log. `None` for anything else.
+    fn check_only_limit(&mut self, policy: &Policy, cost: u32, now: u64) -> Option<Decision> {
+        let ([LimitCount::Plain(count)], [terms]) = (self.limits.as_mut_slice(), policy.terms()) else { return None };
+        if self.blocked_until > now || !self.policy.is_same_as(policy) {
+            return None;
+        }
+        count.advance(terms, self.last, now);
+        self.last = now;
+        if cost == 0 || !count.fits(terms, now, cost) {
+            return Some(Decision::of_one(count.status(terms, now, cost), None));
+        }
+        count.charge(terms, now, cost);
+        let status = count.status(terms, now, 0);
+        Some(Decision::of_one(status, Some(receipt(now, slice::from_ref(terms), [&status]))))
+    }
+
     /// Does what is asked; answers how things stand, and whether they are not as they were.
     fn act(&mut self, policy: &Policy, cost: u32, verb: Verb, now: u64) -> (Decision, bool) {
         if let Verb::BlockUntil(until) = verb {

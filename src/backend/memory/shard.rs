@@ -45,10 +45,9 @@ impl Shard {
         self.slots.values().map(Counts::weight).sum()
     }
 
-    /// Where the count of a subject is, if there is one that still says something.
-    pub(super) fn find(&self, hash: u64, policy: &Policy, key: &Key, now_us: u64) -> Option<usize> {
-        let (index, _, count) = self.slots.raw_entry_v1().from_hash_full(hash, Subject::is(policy, key))?;
-        (count.expires_us() > now_us).then_some(index)
+    /// Where the counts of a subject are, if there are any. They may have run out.
+    pub(super) fn find(&self, hash: u64, policy: &Policy, key: &Key) -> Option<usize> {
+        self.slots.raw_entry_v1().from_hash_full(hash, Subject::is(policy, key)).map(|(index, _, _)| index)
     }
 
     pub(super) fn counts_mut(&mut self, index: usize) -> &mut Counts {
