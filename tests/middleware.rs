@@ -512,6 +512,28 @@ async fn clients_have_the_quota_of_their_plan() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn plans_are_for_the_key_of_the_layer_alone() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let total = Policy::new("total", Quota::per_hour(2).fixed_window());
+    let later = Later(Arc::default());
+    let service = layer(MemoryBackend::new(), per_hour(1))
+        .key(|_: &&'static str| None::<&str>)
+        .and(total, |plan: &&'static str| *plan)
+        .on_missing_key(OnMissingKey::Pass)
+        .resolver(plans(&asked))
+        .charge_on(later.clone())
+        .layer(service_fn(echo));
+    for _ in 0..2 {
+        service.clone().oneshot("pro").await.unwrap();
+    }
+    let error = service.oneshot("pro").await.unwrap_err();
+    assert_eq!(error.downcast::<RateLimited>().unwrap().policy(), "total");
+    assert_eq!(asked.load(Relaxed), 0);
+    let handle = later.0.lock().unwrap().pop().unwrap();
+    assert_eq!(handle.decision(), None, "nothing was decided by the policy of the layer");
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_resolver_that_fails_or_hangs_is_a_store_that_fails() {
     let asked = Arc::new(AtomicUsize::new(0));
     let layer = layer(MemoryBackend::new(), per_hour(1)).key(|plan: &&'static str| *plan).resolver(plans(&asked));

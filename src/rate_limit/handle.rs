@@ -79,7 +79,7 @@ impl RateLimitHandle {
     /// The decision that admitted the request, by the policy of the layer; `None` where none could be made.
     #[must_use]
     pub fn decision(&self) -> Option<&Decision> {
-        self.ledger.subjects.first()?.decision.as_ref()
+        self.ledger.subjects.iter().find(|subject| subject.main)?.decision.as_ref()
     }
 
     /// Charges `units` more.

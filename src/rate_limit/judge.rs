@@ -20,6 +20,8 @@ use crate::key::Key;
 pub(super) struct Subject {
     pub(super) policy: Policy,
     pub(super) key: Key,
+    /// Whether it is the key of the layer, and not one that was added to it.
+    pub(super) main: bool,
     // What is found out in between.
     pub(super) decision: Option<Decision>,
     enforced: bool,
@@ -28,9 +30,15 @@ pub(super) struct Subject {
 }
 
 impl Subject {
-    pub(super) fn new(policy: Policy, key: Key) -> Self {
+    pub(super) fn new(policy: Policy, key: Key, main: bool) -> Self {
         let enforced = policy.is_enforced_for(&key);
-        Self { policy, key, decision: None, enforced, local: false }
+        Self { policy, key, main, decision: None, enforced, local: false }
+    }
+
+    /// Is counted by this policy instead.
+    fn count_by(&mut self, policy: Policy) {
+        self.enforced = policy.is_enforced_for(&self.key);
+        self.policy = policy;
     }
 
     /// What the client may know.
@@ -51,9 +59,8 @@ impl<B: RateLimitStore + Sync> Core<B> {
     /// The judgement, if it can be given without waiting for anything.
     pub(super) fn judge_now(&self, subjects: &mut Subjects, cost: u32) -> Option<Result<(), Rejection>> {
         let [subject] = subjects.as_mut_slice() else { return None };
-        if let Some(resolver) = &self.resolver {
-            subject.policy = resolver.known(&subject.key)?;
-            subject.enforced = subject.policy.is_enforced_for(&subject.key);
+        if let (Some(resolver), true) = (&self.resolver, subject.main) {
+            subject.count_by(resolver.known(&subject.key)?);
         }
         let decision = match subject.policy.rule_out(cost) {
             Some(decision) => decision,
@@ -83,9 +90,8 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     async fn ask(&self, subjects: &mut Subjects, cost: u32) -> Result<(), StoreError> {
-        if let (Some(resolver), Some(first)) = (&self.resolver, subjects.first_mut()) {
-            first.policy = resolver.resolve(&first.key).await.map_err(StoreError::other)?;
-            first.enforced = first.policy.is_enforced_for(&first.key);
+        if let (Some(resolver), Some(main)) = (&self.resolver, subjects.iter_mut().find(|subject| subject.main)) {
+            main.count_by(resolver.resolve(&main.key).await.map_err(StoreError::other)?);
         }
         self.circuit.admit()?;
         decide(&self.store, subjects, cost).await?;

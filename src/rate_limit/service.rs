@@ -123,14 +123,20 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
                 return Err(Rejection::Denied(Denied));
             }
         }
-        self.count(self.core.policy.clone(), self.key.extract_key(request), subjects)?;
+        self.count(self.core.policy.clone(), self.key.extract_key(request), true, subjects)?;
         for (policy, key) in others.found {
-            self.count(policy, key, subjects)?;
+            self.count(policy, key, false, subjects)?;
         }
         Ok(())
     }
 
-    fn count(&self, policy: Policy, key: Option<Key>, subjects: &mut judge::Subjects) -> Result<(), Rejection> {
+    fn count(
+        &self,
+        policy: Policy,
+        key: Option<Key>,
+        main: bool,
+        subjects: &mut judge::Subjects,
+    ) -> Result<(), Rejection> {
         let key = match (key.filter(|key| !key.is_empty()), self.core.on_missing_key) {
             (Some(key), _) => key,
             (None, OnMissingKey::Shared) => Key::ANONYMOUS,
@@ -140,7 +146,7 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
                 return Err(Rejection::MissingKey(MissingKey));
             }
         };
-        subjects.push(Subject::new(policy, key));
+        subjects.push(Subject::new(policy, key, main));
         Ok(())
     }
 }
