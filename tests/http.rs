@@ -200,6 +200,18 @@ async fn a_request_that_passes_without_decision_hears_of_the_policy_only() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_shadow_tells_nothing_also_of_requests_that_are_not_counted() {
+    let policy = Policy::new("api", Quota::per_minute(1).fixed_window()).shadow();
+    let layer = RateLimitLayer::new(MemoryBackend::new(), policy).key(header("x-api-key"));
+    for on_missing_key in [OnMissingKey::Reject, OnMissingKey::Pass, OnMissingKey::Shared] {
+        let answer = ask(&layer.clone().on_missing_key(on_missing_key).layer(hello()), request()).await;
+        assert_eq!((answer.status, answer.headers.len()), (StatusCode::OK, 0), "{on_missing_key:?}");
+    }
+    let answer = ask(&layer.allow(|_: &Request<()>| true).layer(hello()), request()).await;
+    assert_eq!((answer.status, answer.headers.len()), (StatusCode::OK, 0));
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_error_of_the_inner_service_stays_its_error() {
     let broken = service_fn(|_: Request<()>| ready(Err::<Response<String>, _>("broken")));
     let service = layer(Quota::per_minute(1).fixed_window()).layer(broken);

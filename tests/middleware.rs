@@ -457,6 +457,17 @@ async fn a_shadow_has_no_say_in_the_decision_of_others() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_shadow_lets_requests_without_a_key_pass() {
+    let trial = Policy::new("trial", Quota::per_hour(1).fixed_window());
+    for (mode, passes) in [(Mode::Shadow, true), (Mode::Percent(0), true), (Mode::Percent(100), false)] {
+        let alone = layer(MemoryBackend::new(), trial.clone().mode(mode)).key(|_: &&str| None::<&str>);
+        assert_eq!(alone.layer(service_fn(echo)).oneshot("request").await.is_ok(), passes, "{mode:?}");
+        let added = layer(MemoryBackend::new(), per_hour(1)).and(trial.clone().mode(mode), |_: &&str| None::<&str>);
+        assert_eq!(added.layer(service_fn(echo)).oneshot("request").await.is_ok(), passes, "{mode:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_percentage_of_the_clients_is_limited() {
     let policy = Policy::new("trial", Quota::per_hour(0).fixed_window()).mode(Mode::Percent(30));
     let service = RateLimitLayer::new(MemoryBackend::new(), policy)

@@ -177,7 +177,7 @@ where
             for standing in subjects.iter().filter_map(Subject::standing) {
                 settings.answer.announce(&standing, &mut response);
             }
-            if subjects.is_empty() {
+            if subjects.is_empty() && settings.core.policy.is_enforced_without_key() {
                 // Nobody was counted, but the client may know what there is.
                 settings.answer.announce(&Standing::new(&settings.core.policy), &mut response);
             }

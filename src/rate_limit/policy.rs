@@ -95,11 +95,12 @@ pub enum Mode {
     /// Requests over the limit are turned away.
     #[default]
     Enforce,
-    /// Requests are counted and judged, and pass in any case: to see in metrics and logs whom a new limit would hit. Clients
-    /// are told nothing.
+    /// Requests are counted and judged, and pass in any case, also those without a key: to see in metrics and logs whom a new
+    /// limit would hit. Clients are told nothing.
     Shadow,
     /// Enforced for this percentage of the keys and a shadow for the others. Always the same keys, on all replicas, so that
-    /// a client that is let through at 20 % is not turned away at 10 %. 100 and above are [`Enforce`](Self::Enforce).
+    /// a client that is let through at 20 % is not turned away at 10 %. Requests without a key are one of the keys. 100 and
+    /// above are [`Enforce`](Self::Enforce).
     Percent(u8),
 }
 
@@ -226,6 +227,11 @@ impl Policy {
             Mode::Shadow => false,
             Mode::Percent(percent) => key.percentile() < percent,
         }
+    }
+
+    /// Whether the policy is enforced for requests without a key. They are all one, as if they shared one.
+    pub(crate) fn is_enforced_without_key(&self) -> bool {
+        self.is_enforced_for(&Key::ANONYMOUS)
     }
 
     /// The answer to a cost that can never be admitted, however long the client waits; there is no need to ask a store.

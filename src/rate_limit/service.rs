@@ -141,6 +141,10 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
             (Some(key), _) => key,
             (None, OnMissingKey::Shared) => Key::ANONYMOUS,
             (None, OnMissingKey::Pass) => return Ok(()),
+            (None, OnMissingKey::Reject) if !policy.is_enforced_without_key() => {
+                policy.meters().decided(Verdict::Shadow);
+                return Ok(());
+            }
             (None, OnMissingKey::Reject) => {
                 policy.meters().decided(Verdict::MissingKey);
                 return Err(Rejection::MissingKey(MissingKey));
