@@ -562,6 +562,23 @@ async fn a_resolver_that_fails_or_hangs_is_a_store_that_fails() {
     assert!(local.oneshot("nobody").await.unwrap_err().is::<RateLimited>(), "by the policy of the layer");
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_resolver_that_fails_for_some_keys_takes_the_store_from_nobody() {
+    let store = Store::counting();
+    let service = layer(&store, per_hour(1))
+        .key(|plan: &&'static str| *plan)
+        .resolver(plans(&Arc::default()))
+        .circuit_breaker(CircuitBreaker::new().failures(2).probe_interval(Duration::from_secs(60)))
+        .layer(service_fn(echo));
+    for unknown in ["nobody", "slow", "nobody", "slow", "nobody"] {
+        drop(service.clone().oneshot(unknown).await);
+    }
+    for _ in 0..6 {
+        drop(service.clone().oneshot("pro").await);
+    }
+    assert_eq!(store.asked(), 6);
+}
+
 // What answers are charged.
 
 #[derive(Clone)]

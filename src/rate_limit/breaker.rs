@@ -16,7 +16,8 @@ use crate::error::StoreError;
 /// being asked, so a store that hangs does not cost each of them its deadline. Once in an interval one request is a probe
 /// and does ask (the circuit is half open); the first answer closes it.
 ///
-/// A value of somebody else under one key is no failure of the store.
+/// A value of somebody else under one key is no failure of the store, and neither is a
+/// [resolver](super::PolicyResolver) that fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CircuitBreaker {
     failures: u32,
@@ -107,13 +108,14 @@ impl Circuit {
         error.source().is_some_and(<dyn Error>::is::<CircuitOpen>)
     }
 
-    /// Notes a failure, but for those that only say that the circuit is open.
-    pub(super) fn failed(&self, policy: &Policy, error: &StoreError, then: OnStoreError) {
+    /// Notes a failure, but for those that only say that the circuit is open. If the store was not `reached`, that was one
+    /// of the resolver: it says something about one key perhaps, and nothing about the store.
+    pub(super) fn failed(&self, policy: &Policy, error: &StoreError, reached: bool, then: OnStoreError) {
         if Self::is_cause_of(error) {
             return;
         }
         policy.meters().store_failed();
-        if !error.is_foreign_data() {
+        if reached && !error.is_foreign_data() {
             let before = self.failures.fetch_add(1, Ordering::Relaxed);
             // Far above any number of failures that opens it, and far below where it would wrap around.
             if before > u32::MAX / 2 {
@@ -174,7 +176,7 @@ mod tests {
     async fn an_open_circuit_lets_one_probe_through_in_an_interval() {
         let policy = Policy::new("api", Quota::per_second(1).fixed_window());
         let circuit = Circuit::new(CircuitBreaker::new().failures(3).probe_interval(Duration::from_millis(50)));
-        let fail = || circuit.failed(&policy, &StoreError::timeout(), OnStoreError::Allow);
+        let fail = || circuit.failed(&policy, &StoreError::timeout(), true, OnStoreError::Allow);
         for _ in 0..3 {
             assert!(circuit.admit().is_ok());
             fail();
@@ -199,13 +201,13 @@ mod tests {
         let policy = Policy::new("api", Quota::per_second(1).fixed_window());
         let circuit = Circuit::new(CircuitBreaker::new().failures(2));
         for _ in 0..10 {
-            circuit.failed(&policy, &StoreError::timeout(), OnStoreError::Allow);
+            circuit.failed(&policy, &StoreError::timeout(), true, OnStoreError::Allow);
             circuit.answered(&policy);
             assert!(circuit.admit().is_ok());
         }
         let never = Circuit::new(CircuitBreaker::off());
         for _ in 0..10_000 {
-            never.failed(&policy, &StoreError::timeout(), OnStoreError::Allow);
+            never.failed(&policy, &StoreError::timeout(), true, OnStoreError::Allow);
             assert!(never.admit().is_ok());
         }
     }
@@ -215,7 +217,7 @@ mod tests {
         let policy = Policy::new("api", Quota::per_second(1).fixed_window());
         let circuit = Circuit::new(CircuitBreaker::new());
         for _ in 0..100 {
-            circuit.failed(&policy, &StoreError::foreign_data("WRONGTYPE"), OnStoreError::Deny);
+            circuit.failed(&policy, &StoreError::foreign_data("WRONGTYPE"), true, OnStoreError::Deny);
         }
         assert!(circuit.admit().is_ok());
     }

@@ -74,9 +74,10 @@ impl<B: RateLimitStore + Sync> Core<B> {
     /// The judgement, after all that has to be waited for.
     pub(super) async fn judge(&self, mut subjects: Subjects, cost: u32) -> Judgement {
         let span = tracing::debug_span!("rate_limit", policy = self.policy.name(), subjects = subjects.len());
+        let mut reached = false;
         let asked = async {
             let start = Instant::now();
-            let asked = Deadline::new(self.ask(&mut subjects, cost), self.deadline).await;
+            let asked = Deadline::new(self.ask(&mut subjects, cost, &mut reached), self.deadline).await;
             if !asked.as_ref().is_err_and(Circuit::is_cause_of) {
                 self.policy.meters().store_answered(start.elapsed());
             }
@@ -84,16 +85,21 @@ impl<B: RateLimitStore + Sync> Core<B> {
         };
         let ruling = match asked.instrument(span).await {
             Ok(()) => self.rule(&subjects, cost),
-            Err(error) => self.do_without(&mut subjects, cost, error).await,
+            Err(error) => {
+                self.circuit.failed(&self.policy, &error, reached, self.on_store_error);
+                self.do_without(&mut subjects, cost, error).await
+            }
         };
         Judgement { subjects, ruling }
     }
 
-    async fn ask(&self, subjects: &mut Subjects, cost: u32) -> Result<(), StoreError> {
+    /// Asks the resolver and then the store; `reached` says whether it came to that.
+    async fn ask(&self, subjects: &mut Subjects, cost: u32, reached: &mut bool) -> Result<(), StoreError> {
         if let (Some(resolver), Some(main)) = (&self.resolver, subjects.iter_mut().find(|subject| subject.main)) {
             main.count_by(resolver.resolve(&main.key).await.map_err(StoreError::other)?);
         }
         self.circuit.admit()?;
+        *reached = true;
         decide(&self.store, subjects, cost).await?;
         // What can never be admitted is decided without the store, and says nothing about it.
         let was_asked =
@@ -106,7 +112,6 @@ impl<B: RateLimitStore + Sync> Core<B> {
 
     /// What happens when the store, or the resolver, has failed.
     async fn do_without(&self, subjects: &mut Subjects, cost: u32, error: StoreError) -> Result<(), Rejection> {
-        self.circuit.failed(&self.policy, &error, self.on_store_error);
         let enforced = subjects.iter().any(|subject| subject.enforced);
         for subject in &mut *subjects {
             // Half of an answer is none.
