@@ -457,6 +457,33 @@ async fn a_shadow_has_no_say_in_the_decision_of_others() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_shadow_that_the_store_fails_for_has_no_say_either() {
+    let memory = MemoryBackend::new();
+    for hangs in [false, true] {
+        let counts = memory.clone();
+        let store = Store::new(move |policy, key, cost| {
+            let (memory, policy, key) = (counts.clone(), policy.clone(), *key);
+            async move {
+                match policy.name() {
+                    "trial" if hangs => pending().await,
+                    "trial" => Err(StoreError::foreign_data("not ours")),
+                    _ => memory.check(&policy, &key, cost).await,
+                }
+            }
+        });
+        let trial = Policy::new("trial", Quota::per_hour(1).fixed_window()).shadow();
+        for on_store_error in [OnStoreError::Local, OnStoreError::Allow, OnStoreError::Deny] {
+            let layer = layer(&store, per_hour(1)).on_store_error(on_store_error);
+            memory.reset(&per_hour(1), &Key::EVERYONE).await.unwrap();
+            let service = layer.and(trial.clone(), tollgate::Everyone).layer(service_fn(echo));
+            assert!(service.clone().oneshot("request").await.is_ok(), "{on_store_error:?}");
+            let error = service.oneshot("request").await.unwrap_err();
+            assert!(error.is::<RateLimited>(), "{on_store_error:?}: {error}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_shadow_lets_requests_without_a_key_pass() {
     let trial = Policy::new("trial", Quota::per_hour(1).fixed_window());
     for (mode, passes) in [(Mode::Shadow, true), (Mode::Percent(0), true), (Mode::Percent(100), false)] {

@@ -87,7 +87,12 @@ impl<B: RateLimitStore + Sync> Core<B> {
             Ok(()) => self.rule(&subjects, cost),
             Err(error) => {
                 self.circuit.failed(&self.policy, &error, reached, self.on_store_error);
-                self.do_without(&mut subjects, cost, error).await
+                if is_ruled_on(&subjects) {
+                    // It failed for those alone that have no say.
+                    self.rule(&subjects, cost)
+                } else {
+                    self.do_without(&mut subjects, cost, error).await
+                }
             }
         };
         Judgement { subjects, ruling }
@@ -182,7 +187,14 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 }
 
-/// Lets `store` decide about all subjects: about those together whose policies are enforced, and about each of the others by itself.
+/// Whether the decisions are there that a ruling depends on.
+fn is_ruled_on(subjects: &Subjects) -> bool {
+    let mut enforced = subjects.iter().filter(|subject| subject.enforced).peekable();
+    enforced.peek().is_some() && enforced.all(|subject| subject.decision.is_some())
+}
+
+/// Lets `store` decide about all subjects: about those together whose policies are enforced, and then about each of the others by
+/// itself.
 async fn decide<S: RateLimitStore + Sync>(store: &S, subjects: &mut Subjects, cost: u32) -> Result<(), StoreError> {
     for subject in &mut *subjects {
         subject.decision = subject.policy.rule_out(cost);
@@ -199,8 +211,6 @@ async fn decide<S: RateLimitStore + Sync>(store: &S, subjects: &mut Subjects, co
         } else if subject.enforced {
             // The request is turned away in any case.
             subject.decision = Some(store.peek(policy, key, cost).await?);
-        } else {
-            subject.decision = Some(store.check(policy, key, cost).await?);
         }
     }
     if let [index] = together[..] {
@@ -214,6 +224,9 @@ async fn decide<S: RateLimitStore + Sync>(store: &S, subjects: &mut Subjects, co
         for (index, decision) in together.iter().zip(store.check_all(&requests).await?) {
             subjects[*index].decision = Some(decision);
         }
+    }
+    for subject in subjects.iter_mut().filter(|subject| !subject.enforced && subject.decision.is_none()) {
+        subject.decision = Some(store.check(&subject.policy, &subject.key, cost).await?);
     }
     Ok(())
 }
