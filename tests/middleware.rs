@@ -17,6 +17,7 @@ use tollgate::rate_limit::{
     ChargeOn, CircuitBreaker, Decision, Denied, LimitStatus, MissingKey, Mode, Outcome, PolicyResolver,
     RateLimitHandle, RateLimitStore, RateLimited, Receipt,
 };
+use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
     AsError, BoxError, Key, Limiter, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer,
     StoreError,
@@ -816,6 +817,50 @@ async fn a_store_that_hangs_costs_few_requests_their_deadline() {
     for _ in 0..3 {
         assert!(service.clone().oneshot("request").await.is_ok());
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_can_never_be_admitted_is_denied_whatever_the_store_does() {
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().fail(Failure::Timeout);
+    let layer = |limit| RateLimitLayer::new(store.clone(), per_hour(limit)).with_rejection(AsError);
+    let total = Policy::new("total", Quota::per_hour(9).fixed_window());
+    let banned = PolicyResolver::new(|_| ready(Ok::<_, BoxError>(per_hour(0))));
+    for on_store_error in [OnStoreError::Local, OnStoreError::Allow, OnStoreError::Deny] {
+        let several = layer(0).and(total.clone(), tollgate::Everyone).on_store_error(on_store_error);
+        let plan = layer(1).resolver(banned.clone().time_to_live(Duration::ZERO));
+        let (several, plan) =
+            (several.layer(service_fn(echo)), plan.on_store_error(on_store_error).layer(service_fn(echo)));
+        for _ in 0..10 {
+            for error in [several.clone().oneshot("request").await, plan.clone().oneshot("request").await] {
+                let limited = error.unwrap_err().downcast::<RateLimited>().unwrap();
+                assert_eq!(limited.decision().outcome(), Outcome::Never, "{on_store_error:?}");
+            }
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_can_never_be_admitted_takes_the_probe_from_nobody() {
+    let fails = Arc::new(AtomicBool::new(true));
+    let store = Store::new({
+        let fails = Arc::clone(&fails);
+        move |_, _, _| ready(if fails.load(Relaxed) { Err(StoreError::timeout()) } else { Ok(allowed()) })
+    });
+    let total = Policy::new("total", Quota::per_hour(9).fixed_window());
+    let service = layer(&store, per_hour(3))
+        .cost(|request: &&str| request.len() as u32)
+        .and(total, tollgate::Everyone)
+        .layer(service_fn(echo));
+    for _ in 0..5 {
+        drop(service.clone().oneshot("r").await);
+    }
+    fails.store(false, Relaxed);
+    tokio::time::advance(Duration::from_millis(101)).await;
+    drop(service.clone().oneshot("too long").await.unwrap_err());
+    let before = store.asked();
+    service.oneshot("r").await.unwrap();
+    assert!(store.asked() > before, "the next probe is due");
 }
 
 #[tokio::test(start_paused = true)]

@@ -103,6 +103,11 @@ impl Circuit {
         if granted { Ok(()) } else { Err(StoreError::unavailable(CircuitOpen)) }
     }
 
+    /// Whether the store may be asked something that is no reason to find out whether it answers again.
+    pub(super) fn admit_no_probe(&self) -> Result<(), StoreError> {
+        if self.is_open() { Err(StoreError::unavailable(CircuitOpen)) } else { Ok(()) }
+    }
+
     /// Whether the store was not even asked.
     pub(super) fn is_cause_of(error: &StoreError) -> bool {
         error.source().is_some_and(<dyn Error>::is::<CircuitOpen>)

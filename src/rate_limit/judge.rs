@@ -103,7 +103,12 @@ impl<B: RateLimitStore + Sync> Core<B> {
         if let (Some(resolver), Some(main)) = (&self.resolver, subjects.iter_mut().find(|subject| subject.main)) {
             main.count_by(resolver.resolve(&main.key).await.map_err(StoreError::other)?);
         }
-        self.circuit.admit()?;
+        if is_hopeless(subjects, cost) {
+            // The store could only say how the others stand, which is not worth a probe.
+            self.circuit.admit_no_probe()?;
+        } else {
+            self.circuit.admit()?;
+        }
         *reached = true;
         decide(&self.store, subjects, cost).await?;
         // What can never be admitted is decided without the store, and says nothing about it.
@@ -118,9 +123,13 @@ impl<B: RateLimitStore + Sync> Core<B> {
     /// What happens when the store, or the resolver, has failed.
     async fn do_without(&self, subjects: &mut Subjects, cost: u32, error: StoreError) -> Result<(), Rejection> {
         let enforced = subjects.iter().any(|subject| subject.enforced);
+        let hopeless = is_hopeless(subjects, cost);
         for subject in &mut *subjects {
-            // Half of an answer is none.
-            subject.decision = None;
+            // Half of an answer is none, but for what needs no store.
+            subject.decision = if hopeless { subject.policy.rule_out(cost) } else { None };
+        }
+        if hopeless {
+            return self.rule(subjects, cost);
         }
         match self.on_store_error {
             OnStoreError::Local => {
@@ -187,6 +196,11 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 }
 
+/// Whether the request is turned away whatever the store says.
+fn is_hopeless(subjects: &Subjects, cost: u32) -> bool {
+    subjects.iter().any(|subject| subject.enforced && subject.policy.rule_out(cost).is_some())
+}
+
 /// Whether the decisions are there that a ruling depends on.
 fn is_ruled_on(subjects: &Subjects) -> bool {
     let mut enforced = subjects.iter().filter(|subject| subject.enforced).peekable();
@@ -199,7 +213,7 @@ async fn decide<S: RateLimitStore + Sync>(store: &S, subjects: &mut Subjects, co
     for subject in &mut *subjects {
         subject.decision = subject.policy.rule_out(cost);
     }
-    let hopeless = subjects.iter().any(|subject| subject.enforced && subject.decision.is_some());
+    let hopeless = is_hopeless(subjects, cost);
     let mut together: SmallVec<[usize; 4]> = SmallVec::new();
     for (index, subject) in subjects.iter_mut().enumerate() {
         if subject.decision.is_some() {
