@@ -89,6 +89,12 @@ impl Circuit {
         self.failures.load(Ordering::Relaxed) >= self.settings.failures
     }
 
+    /// In us since the epoch, as `now` is.
+    fn next_probe_after(&self, now: u64) -> u64 {
+        let interval = u64::try_from(self.settings.probe_interval.as_micros()).unwrap_or(u64::MAX);
+        now.saturating_add(interval)
+    }
+
     /// Whether the store may be asked. While the circuit is open this is granted to one request per interval; if that one
     /// is dropped half way, the next interval has another.
     pub(super) fn admit(&self) -> Result<(), StoreError> {
@@ -97,7 +103,7 @@ impl Circuit {
         }
         let now = self.epoch.elapsed().as_micros() as u64;
         let due = self.next_probe.load(Ordering::Relaxed);
-        let next = now + self.settings.probe_interval.as_micros() as u64;
+        let next = self.next_probe_after(now);
         let granted =
             due <= now && self.next_probe.compare_exchange(due, next, Ordering::Relaxed, Ordering::Relaxed).is_ok();
         if granted { Ok(()) } else { Err(StoreError::unavailable(CircuitOpen)) }
@@ -120,15 +126,18 @@ impl Circuit {
             return;
         }
         policy.meters().store_failed();
-        if reached && !error.is_foreign_data() {
+        if error.is_foreign_data() {
+            // That is an answer.
+            self.close(policy);
+        } else if reached {
             let before = self.failures.fetch_add(1, Ordering::Relaxed);
             // Far above any number of failures that opens it, and far below where it would wrap around.
             if before > u32::MAX / 2 {
                 self.failures.store(u32::MAX / 2, Ordering::Relaxed);
             }
             if before.wrapping_add(1) == self.settings.failures {
-                let next = self.epoch.elapsed() + self.settings.probe_interval;
-                self.next_probe.store(next.as_micros() as u64, Ordering::Relaxed);
+                let next = self.next_probe_after(self.epoch.elapsed().as_micros() as u64);
+                self.next_probe.store(next, Ordering::Relaxed);
                 policy.meters().circuit_opened();
             }
         }
@@ -141,16 +150,20 @@ impl Circuit {
 
     /// Notes an answer.
     pub(super) fn answered(&self, policy: &Policy) {
-        if self.failures.load(Ordering::Relaxed) > 0 {
-            let before = self.failures.swap(0, Ordering::Relaxed);
-            if before >= self.settings.failures {
-                policy.meters().circuit_closed();
-            }
-        }
+        self.close(policy);
         if self.outage.load(Ordering::Relaxed) {
             let quiet = self.last_failure().is_none_or(|failure| failure.elapsed() >= RECOVERED);
             if quiet && self.outage.swap(false, Ordering::Relaxed) {
                 tracing::info!(policy = policy.name(), "rate limit store answers again");
+            }
+        }
+    }
+
+    fn close(&self, policy: &Policy) {
+        if self.failures.load(Ordering::Relaxed) > 0 {
+            let before = self.failures.swap(0, Ordering::Relaxed);
+            if before >= self.settings.failures {
+                policy.meters().circuit_closed();
             }
         }
     }
@@ -215,6 +228,28 @@ mod tests {
             never.failed(&policy, &StoreError::timeout(), true, OnStoreError::Allow);
             assert!(never.admit().is_ok());
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_probe_that_meets_what_somebody_wrote_has_an_answer() {
+        let policy = Policy::new("api", Quota::per_second(1).fixed_window());
+        let circuit = Circuit::new(CircuitBreaker::new().failures(1));
+        circuit.failed(&policy, &StoreError::timeout(), true, OnStoreError::Allow);
+        tokio::time::advance(Duration::from_millis(101)).await;
+        assert!(circuit.admit().is_ok());
+        circuit.failed(&policy, &StoreError::foreign_data("WRONGTYPE"), true, OnStoreError::Allow);
+        assert!(circuit.admit().is_ok() && circuit.admit().is_ok());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_probe_interval_of_any_length_will_do() {
+        let policy = Policy::new("api", Quota::per_second(1).fixed_window());
+        tokio::time::advance(Duration::from_secs(1)).await;
+        let circuit = Circuit::new(CircuitBreaker::new().failures(1).probe_interval(Duration::MAX));
+        tokio::time::advance(Duration::from_secs(1)).await;
+        circuit.failed(&policy, &StoreError::timeout(), true, OnStoreError::Allow);
+        tokio::time::advance(Duration::from_secs(1_000_000_000)).await;
+        assert!(circuit.admit().is_err());
     }
 
     #[tokio::test(start_paused = true)]
