@@ -607,6 +607,59 @@ async fn a_resolver_that_fails_for_some_keys_takes_the_store_from_nobody() {
     assert_eq!(store.asked(), 6);
 }
 
+#[tokio::test(start_paused = true)]
+async fn an_old_answer_serves_all_who_wait_for_a_new_one_that_fails() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let flaky = PolicyResolver::new({
+        let asked = Arc::clone(&asked);
+        move |_| {
+            let first = asked.fetch_add(1, Relaxed) == 0;
+            async move {
+                sleep(Duration::from_millis(60)).await;
+                if first { Ok(per_hour(100)) } else { Err("the database is away") }
+            }
+        }
+    });
+    let layer = layer(MemoryBackend::new(), per_hour(0)).resolver(flaky).on_store_error(OnStoreError::Deny);
+    let service = layer.layer(service_fn(echo));
+    service.clone().oneshot("request").await.unwrap();
+    tokio::time::advance(Duration::from_secs(61)).await;
+    let mut tasks = tokio::task::JoinSet::new();
+    (0..20).for_each(|_| drop(tasks.spawn(service.clone().oneshot("request"))));
+    for answer in tasks.join_all().await {
+        answer.unwrap();
+    }
+    assert_eq!(asked.load(Relaxed), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn answers_that_are_old_make_room_for_new_ones() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let resolver = PolicyResolver::new({
+        let asked = Arc::clone(&asked);
+        move |_| {
+            asked.fetch_add(1, Relaxed);
+            ready(Ok::<_, BoxError>(per_hour(100)))
+        }
+    });
+    let service = RateLimitLayer::new(MemoryBackend::new(), per_hour(0))
+        .with_rejection(AsError)
+        .key(|client: &u32| *client)
+        .resolver(resolver.capacity(200))
+        .layer(service_fn(async |_: u32| Ok::<_, Broken>(())));
+    for client in 0..200 {
+        service.clone().oneshot(client).await.unwrap();
+    }
+    tokio::time::advance(Duration::from_secs(3_600)).await;
+    asked.store(0, Relaxed);
+    for _ in 0..10 {
+        for client in 1_000..1_050 {
+            service.clone().oneshot(client).await.unwrap();
+        }
+    }
+    assert!(asked.load(Relaxed) < 60, "{} questions about 50 clients", asked.load(Relaxed));
+}
+
 // What answers are charged.
 
 #[derive(Clone)]

@@ -55,8 +55,18 @@ pub struct PolicyResolver {
     resolve: Arc<Resolve>,
     time_to_live: Duration,
     capacity: usize,
-    known: Arc<Mutex<IndexMap<Key, Entry>>>,
+    known: Arc<Mutex<Known>>,
 }
+
+#[derive(Default)]
+struct Known {
+    entries: IndexMap<Key, Entry>,
+    // Where to look next for answers that can go.
+    hand: usize,
+}
+
+/// How many answers are looked at to find an old one.
+const SAMPLE: usize = 8;
 
 type Resolve = dyn Fn(Key) -> Pin<Box<dyn Future<Output = Result<Policy, BoxError>> + Send>> + Send + Sync;
 
@@ -101,54 +111,58 @@ impl PolicyResolver {
 
     /// Forgets the answer for `key`, so that the next request asks anew: for when somebody has just changed plans.
     pub fn forget(&self, key: &Key) {
-        self.lock().swap_remove(key);
+        self.lock().entries.swap_remove(key);
     }
 
     /// The policy, if it is known without asking.
     pub(super) fn known(&self, key: &Key) -> Option<Policy> {
         let known = self.lock();
-        let entry = known.get(key)?;
+        let entry = known.entries.get(key)?;
         if entry.asked.elapsed() < self.time_to_live { entry.answer.get().cloned() } else { None }
     }
 
     pub(super) async fn resolve(&self, key: &Key) -> Result<Policy, BoxError> {
         let entry = self.entry(key);
-        match entry.answer.get_or_try_init(|| (self.resolve)(*key)).await {
-            Ok(policy) => Ok(policy.clone()),
-            Err(error) => match entry.before {
+        let ask = || async {
+            let answer = (self.resolve)(*key).await;
+            // Here, so that it is the answer for all who wait for one, and for as long again.
+            answer.or_else(|error| match &entry.before {
                 Some(policy) => {
                     tracing::debug!(%error, "a policy cannot be resolved, so the one before is used");
-                    // For everybody, and for as long again. Somebody may have been quicker, with an answer.
-                    Ok(entry.answer.get_or_init(|| async { policy }).await.clone())
+                    Ok(policy.clone())
                 }
                 None => Err(error),
-            },
-        }
+            })
+        };
+        entry.answer.get_or_try_init(ask).await.cloned()
     }
 
     /// What is known of the key or being asked, or a place for what will be.
     fn entry(&self, key: &Key) -> Entry {
         let mut known = self.lock();
+        let Known { entries, hand } = &mut *known;
         let (now, fresh) = (Instant::now(), Arc::new(OnceCell::new()));
-        if let Some(entry) = known.get_mut(key) {
+        if let Some(entry) = entries.get_mut(key) {
             if now - entry.asked >= self.time_to_live {
                 let before = entry.answer.get().cloned().or(entry.before.take());
                 *entry = Entry { answer: fresh, before, asked: now };
             }
             return entry.clone();
         }
-        while known.len() >= self.capacity {
-            // The oldest of a few, or the first of them that nobody needs.
-            let sample = 0..known.len().min(8);
-            let oldest = sample.min_by_key(|index| known.get_index(*index).map(|(_, entry)| entry.asked));
-            known.swap_remove_index(oldest.unwrap_or(0));
+        while entries.len() >= self.capacity {
+            // The oldest of a few, each time of others: the newest takes the place of the one that goes.
+            let len = entries.len();
+            let sample = (0..SAMPLE.min(len)).map(|step| (*hand + step) % len);
+            let oldest = sample.min_by_key(|index| entries.get_index(*index).map(|(_, entry)| entry.asked));
+            entries.swap_remove_index(oldest.unwrap_or(0));
+            *hand = (*hand + SAMPLE) % len;
         }
         let entry = Entry { answer: fresh, before: None, asked: now };
-        known.insert(*key, entry.clone());
+        entries.insert(*key, entry.clone());
         entry
     }
 
-    fn lock(&self) -> MutexGuard<'_, IndexMap<Key, Entry>> {
+    fn lock(&self) -> MutexGuard<'_, Known> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
