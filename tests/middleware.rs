@@ -775,6 +775,19 @@ async fn no_more_is_given_back_than_was_charged_and_more_may_be_charged() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_was_admitted_for_nothing_can_be_charged_afterwards() {
+    let login = Login::new();
+    let later = Later(Arc::default());
+    let service = login.layer().charge_on(later.clone()).cost(|_: &&str| 0).layer(service_fn(echo));
+    service.clone().oneshot("request").await.unwrap();
+    later.0.lock().unwrap().pop().unwrap().charge(2);
+    assert_eq!(login.left().await, Some(1));
+    service.oneshot("request").await.unwrap();
+    later.0.lock().unwrap().pop().unwrap().refund(1);
+    assert_eq!(login.left().await, Some(1), "nothing was charged");
+}
+
+#[tokio::test(start_paused = true)]
 async fn what_was_charged_in_another_window_is_not_given_back() {
     let login = Login::new();
     let later = Later(Arc::default());

@@ -82,7 +82,7 @@ impl RateLimitHandle {
         self.ledger.subjects.iter().find(|subject| subject.main)?.decision.as_ref()
     }
 
-    /// Charges `units` more.
+    /// Charges `units` more, also where the request was admitted for nothing.
     pub fn charge(&self, units: u32) {
         self.ledger.change.fetch_add(units.into(), Ordering::Relaxed);
     }
@@ -115,7 +115,10 @@ impl Drop for Ledger {
         let change = (*self.change.get_mut()).max(-i64::from(self.cost));
         if change != 0 {
             for subject in self.subjects.drain(..) {
-                if let Some(receipt) = subject.decision.as_ref().and_then(Decision::receipt) {
+                let Some(decision) = &subject.decision else { continue };
+                // Nothing was charged for a cost of 0, so there is no receipt, and none is needed to charge more.
+                let nothing = (self.cost == 0 && decision.is_allowed()).then_some(Receipt::at_micros(0));
+                if let Some(receipt) = decision.receipt().or(nothing) {
                     self.settler.settle(subject, receipt, change);
                 }
             }
