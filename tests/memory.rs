@@ -8,6 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use tokio::time::advance;
+use tollgate::rate_limit::Receipt;
 use tollgate::{Limiter, MemoryBackend, Policy, Quota};
 
 tollgate::rate_limit_contract!(
@@ -19,6 +20,21 @@ tollgate::rate_limit_contract!(
 
 fn limiter(backend: &MemoryBackend, quota: Quota) -> Limiter<MemoryBackend> {
     Limiter::new(backend.clone(), Policy::new("memory", quota.fixed_window()))
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_receipt_of_a_clock_that_is_ahead_is_no_panic() {
+    let quota = Quota::per_hour(10);
+    let limits = [quota.token_bucket(), quota.fixed_window(), quota.sliding_window(), quota.sliding_log().unwrap()];
+    for limit in limits {
+        let limiter = Limiter::new(MemoryBackend::new(), Policy::new("memory", limit));
+        limiter.check("alice").await.unwrap();
+        for at in [0, 1_800_000_000_000_000, u64::MAX] {
+            limiter.settle("alice", Receipt::at_micros(at), -1).await.unwrap();
+        }
+        let left = limiter.peek("alice").await.unwrap().remaining().unwrap();
+        assert!((9..=10).contains(&left), "{limit:?}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -210,7 +210,7 @@ impl Count {
                 // Without the charge the bucket may have been full for a while, and what flowed in then would have been
                 // lost. What was missing at the time and has not flowed in since cannot have been.
                 let least = u64::from(missing).saturating_sub(1).max(units).saturating_mul(terms.span);
-                let still = least.saturating_sub((now - at).saturating_mul(terms.step));
+                let still = least.saturating_sub(now.saturating_sub(at).saturating_mul(terms.step));
                 *debt = debt.saturating_sub(still.min(units.saturating_mul(terms.span)));
             }
             Self::FixedWindow { start, used } if at >= *start => *used = used.saturating_sub(units),
