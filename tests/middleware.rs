@@ -774,6 +774,23 @@ async fn no_more_is_given_back_than_was_charged_and_more_may_be_charged() {
     assert_eq!(login.left().await, Some(0), "a debt");
 }
 
+#[tokio::test]
+async fn a_handle_may_be_dropped_on_a_thread_without_a_runtime() {
+    let login = Login::new();
+    let later = Later(Arc::default());
+    // One that has to be waited for, with a timer.
+    let store = FaultStore::new(login.0.store().clone());
+    let layer = RateLimitLayer::new(store.clone(), login.0.policy().clone()).with_rejection(AsError);
+    let service = layer.charge_on(later.clone()).layer(service_fn(echo));
+    service.oneshot("request").await.unwrap();
+    let before = login.left().await;
+    store.faults().delay(Duration::from_millis(5));
+    let handle = later.0.lock().unwrap().pop().unwrap();
+    std::thread::spawn(move || handle.refund(1)).join().unwrap();
+    sleep(Duration::from_millis(50)).await;
+    assert_eq!(login.left().await, before.map(|left| left + 1));
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_was_admitted_for_nothing_can_be_charged_afterwards() {
     let login = Login::new();

@@ -43,7 +43,7 @@ use crate::error::StoreError;
 /// left. Units that are given back count again for limits in whose window they were charged, and are dropped by others; units that are
 /// added are charged even beyond the limit, see [`RateLimitStore::settle`].
 ///
-/// The store is told in the background, for no longer than the deadline of the layer; if it fails, or more than
+/// The store is told in the background, for no longer than the deadline of the layer and on any thread; if it fails, or more than
 /// [1,024](Self::MAX_PENDING) are waiting, what was charged stays as it was.
 #[derive(Clone)]
 pub struct RateLimitHandle {
@@ -136,6 +136,8 @@ pub(super) struct Settler<B, L> {
     pub(super) store: B,
     pub(super) local: L,
     pub(super) deadline: Duration,
+    /// The runtime of the first request, for handles that are dropped on a thread without one.
+    pub(super) runtime: Option<Handle>,
     pub(super) pending: Arc<AtomicUsize>,
 }
 
@@ -146,25 +148,27 @@ where
 {
     fn settle(&self, subject: Subject, receipt: Receipt, change: i64) {
         if subject.local {
-            in_background(self.local.clone(), subject, receipt, change, self.deadline, &self.pending);
+            in_background(self.local.clone(), subject, receipt, change, self);
         } else {
-            in_background(self.store.clone(), subject, receipt, change, self.deadline, &self.pending);
+            in_background(self.store.clone(), subject, receipt, change, self);
         }
     }
 }
 
-fn in_background<S>(
+fn in_background<S, B, L>(
     store: S,
     Subject { policy, key, .. }: Subject,
     receipt: Receipt,
     change: i64,
-    deadline: Duration,
-    pending: &Arc<AtomicUsize>,
+    settler: &Settler<B, L>,
 ) where
     S: RateLimitStore + Send + Sync + 'static,
 {
-    let place = Place::take(pending);
-    let (Ok(runtime), Some(place)) = (Handle::try_current(), place) else {
+    let deadline = settler.deadline;
+    let current = Handle::try_current().ok();
+    let is_inside = current.is_some();
+    let (runtime, place) = (current.or_else(|| settler.runtime.clone()), Place::take(&settler.pending));
+    let (Some(runtime), Some(place)) = (runtime, place) else {
         policy.meters().settled(false);
         tracing::debug!(policy = policy.name(), change, "a correction of a charge is lost");
         return;
@@ -179,7 +183,7 @@ fn in_background<S>(
         }
     });
     // A store in memory is done at once, and needs no task.
-    if settlement.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
+    if !is_inside || settlement.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
         runtime.spawn(settlement);
     }
 }

@@ -3,6 +3,7 @@ use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
+use tokio::runtime::Handle;
 use tower_layer::Layer;
 
 use super::breaker::{Circuit, CircuitBreaker};
@@ -384,6 +385,7 @@ impl<B: RateLimitStore + Clone + Send + Sync + 'static, K, C, A, R, X> Settings<
                 store: self.core.store.clone(),
                 local: self.core.local.backend().clone(),
                 deadline: self.core.deadline,
+                runtime: Handle::try_current().ok(),
                 pending: Arc::clone(&self.core.pending),
             })
         };
