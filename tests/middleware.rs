@@ -903,6 +903,16 @@ async fn a_store_that_hangs_costs_few_requests_their_deadline() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_is_too_much_for_a_share_is_not_denied_for_good() {
+    let store = Store::failing(StoreError::timeout);
+    let layer = layer(&store, per_hour(10)).replicas(5).cost(|request: &&str| request.len() as u32);
+    let service = layer.layer(service_fn(echo));
+    assert!(service.clone().oneshot("four").await.unwrap_err().is::<StoreError>());
+    assert!(service.clone().oneshot("of").await.is_ok());
+    assert!(service.oneshot("more than all").await.unwrap_err().is::<RateLimited>());
+}
+
+#[tokio::test(start_paused = true)]
 async fn what_can_never_be_admitted_is_denied_whatever_the_store_does() {
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().fail(Failure::Timeout);

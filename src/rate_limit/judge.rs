@@ -137,6 +137,11 @@ impl<B: RateLimitStore + Sync> Core<B> {
                     subject.policy = subject.policy.share_of(self.replicas);
                     subject.local = true;
                 }
+                if is_hopeless(subjects, cost) {
+                    // Too much for a share, but not for the quota.
+                    self.policy.meters().decided(Verdict::FailedClosed);
+                    return Err(Rejection::Store(error));
+                }
                 // Memory does not fail.
                 match decide(self.local.backend(), subjects, cost).await {
                     Ok(()) => self.rule(subjects, cost),

@@ -101,7 +101,8 @@ pub enum OnMissingKey {
 #[non_exhaustive]
 pub enum OnStoreError {
     /// This process enforces the policy by itself, with counts of its own in memory that begin at zero. With several
-    /// replicas say how many there are ([`RateLimitLayer::replicas`]); each then enforces its share.
+    /// replicas say how many there are ([`RateLimitLayer::replicas`]); each then enforces its share. A request that costs
+    /// more than the share, though not more than the quota, is turned away as with [`Deny`](Self::Deny).
     #[default]
     Local,
     /// It passes, uncounted: a broken store must not take the service down.
