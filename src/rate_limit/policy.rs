@@ -74,7 +74,9 @@ pub(crate) struct Packed {
 ///
 /// Counts are converted by the first request that is charged under the new limits. While two releases with different limits
 /// share a store, counts are converted to and fro, which is harmless with `Keep`, not quite with `Proportional` (units are rounded up each
-/// time), and generous with `Reset`.
+/// time), and generous with `Reset`. A limit that only one of them has starts afresh each time that a request comes by the
+/// other, and so limits nobody until the other is gone: a policy whose algorithms or windows change is better given a new
+/// name, if it must hold meanwhile. The same goes for plans of one name that differ in more than their numbers.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum QuotaChange {
