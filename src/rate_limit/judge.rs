@@ -102,6 +102,14 @@ impl<B: RateLimitStore + Sync> Core<B> {
     async fn ask(&self, subjects: &mut Subjects, cost: u32, reached: &mut bool) -> Result<(), StoreError> {
         if let (Some(resolver), Some(main)) = (&self.resolver, subjects.iter_mut().find(|subject| subject.main)) {
             main.count_by(resolver.resolve(&main.key).await.map_err(StoreError::other)?);
+            // What is answered in front of the store says nothing about it, and is no probe.
+            if let [main] = subjects.as_mut_slice() {
+                let ruled_out = main.policy.rule_out(cost);
+                main.decision = ruled_out.or_else(|| self.store.check_now(&main.policy, &main.key, cost));
+                if main.decision.is_some() {
+                    return Ok(());
+                }
+            }
         }
         if is_hopeless(subjects, cost) {
             // The store could only say how the others stand, which is not worth a probe.
