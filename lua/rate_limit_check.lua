@@ -216,7 +216,15 @@ for arg = 2, settle and 2 or #ARGV, 5 do
         if byte(value, 1) ~= 1 or #value < HEADER or byte(value, 2) > 16 or unpack('<I2', value, 3) ~= #value then
           return nil, 'TOLLGATE the value does not hold counts of version 1'
         end
-        local old, new = read_terms(value), read_terms(limits)
+        local sizes, length = {[TOKEN_BUCKET] = 14, [FIXED_WINDOW] = 12, [SLIDING_WINDOW] = 17, [SLIDING_LOG] = 0}, 0
+        local old = HEADER + byte(value, 2) * TERMS + 7 <= #value and read_terms(value) or {}
+        for _, terms in ipairs(old) do
+          length = length + (sizes[terms.kind] or #value)
+        end
+        if #old ~= byte(value, 2) or HEADER + #old * TERMS + 7 + length ~= #value then
+          return nil, 'TOLLGATE the value does not hold counts of version 1'
+        end
+        local new = read_terms(limits)
         local last, at = unpack('<I7', value, HEADER + #old * TERMS + 1)
         local back, elapsed = max(last - now, 0), max(now - last, 0)
         for _, terms in ipairs(old) do

@@ -252,13 +252,16 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     let keys = ["tollgate:2:{rate_limit:fixed:alice}:counts", "tollgate:2:{rate_limit:log:alice}:log:60000000"];
     for (policy, key) in policies(5).into_iter().zip(keys) {
         let limiter = limiter(&backend, policy);
-        let foreign: [&[&str]; 6] = [
+        let foreign: [&[&str]; 8] = [
             &["RPUSH", key, "x"],
             &["HSET", key, "field", "x"],
             &["SET", key, "hello"],
             &["SET", key, "-1"],
             &["SET", key, ""],
             &["SET", key, "b\u{1}2345678901234567890"],
+            // Begins as counts do, and is too short for as many limits as it says, and for what they count.
+            &["SET", key, "\u{1}\u{10}\u{4}\0"],
+            &["SET", key, "\u{1}\u{1}\u{1c}\0\u{2}23456781234512341234567"],
         ];
         for set in foreign {
             let mut command = redis::cmd(set[0]);
