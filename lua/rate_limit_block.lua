@@ -1,6 +1,6 @@
 -- rate_limit_block: deny everything to a key for a while, or lift that; what was counted stays.
 --
--- KEYS[1]  counts    string, see rate_limit_check        prefix:2:{rate_limit:<policy>:<subject>}:counts
+-- KEYS[1]  counts    string, see rate_limit_check        prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
 -- ARGV[1]  block_us  integer, 0 to 3.2 * 10^14; 0 lifts the block
 -- ARGV[2]  ttl_ms    how long counts say something after they were written, at the most
 --

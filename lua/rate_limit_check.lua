@@ -6,12 +6,12 @@
 -- what lies between two entries is a subtraction and every question a binary search. How a limit stands is worked out
 -- by whoever reads the reply; here is only what has to be atomic.
 --
--- KEYS[1]  counts  string, expires when it says nothing any more        prefix:2:{rate_limit:<policy>:<subject>}:counts
---          then one for each sliding log among the limits, in their order     ...{...}:log:<window_us>
+-- KEYS[1]  counts  string, expires when it says nothing any more        prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
+--          then one for each sliding log among the limits, in their order     ...{...}:<shape>:log:<window_us>
 --          then the same for each further subject
 -- ARGV[1]  verb    'check' to charge | 'peek' to charge nothing | 'settle' to correct what was charged, one subject only
 -- ARGV[2]  cost    integer, 0 to the smallest capacity; 0 charges nothing. To settle: the units to add, or, below 0, to give back
--- ARGV[3]  change  what becomes of counts under other limits: 'keep' | 'reset' | 'proportional'
+-- ARGV[3]  change  what becomes of counts with other numbers: 'keep' | 'reset' | 'proportional'
 -- ARGV[4]  ttl_ms  how long the counts say something after they were written, at the most
 -- ARGV[5]  format  how all numbers of the packed value are read and written, for struct.pack
 -- ARGV[6]  limits  version and terms of the limits, which is also how the packed value begins, see Value
@@ -45,12 +45,11 @@ local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 
 local TOKEN_BUCKET, FIXED_WINDOW, SLIDING_WINDOW, SLIDING_LOG = 1, 2, 3, 4
-local HEADER, TERMS, TERMS_FORMAT = 4, 17, '<BI7I5I4'
 -- Keys outlive what they say by this much, since expiry is counted in whole milliseconds of another reading of the clock.
 local GRACE_MS = 10
 
 -- Functions are made only where they are needed: to make one takes as long as to call a command.
-local open_log, carry_over
+local open_log
 if #KEYS > 1 then
   -- A sliding log as it stands: the units used, how long until no more than so many are, and what charges it and gives back.
   open_log = function(log, window_us, forget)
@@ -197,96 +196,56 @@ for arg = 2, settle and 2 or #ARGV, 5 do
       block_ends = nil
     end
   end
-  local known, changed = value ~= '', nil
+  local known, size = value ~= '', unpack('<I2', limits, 3)
   if not known then
     -- Nothing but zeros says that nothing has been used.
-    value = limits .. string.rep('\0', unpack('<I2', limits, 3) - #limits)
-  else
-    if sub(value, 1, #limits) ~= limits then
-      -- They were counted under other limits, and are carried over to these.
-      carry_over = carry_over or function(value, limits, change)
-        local function read_terms(from)
-          local terms = {}
-          for i = 1, byte(from, 2) do
-            local kind, span, step, capacity = unpack(TERMS_FORMAT, from, HEADER + 1 + (i - 1) * TERMS)
-            terms[i] = {kind = kind, span = span, step = step, capacity = capacity}
-          end
-          return terms
-        end
-        if byte(value, 1) ~= 1 or #value < HEADER or byte(value, 2) > 16 or unpack('<I2', value, 3) ~= #value then
-          return nil, 'TOLLGATE the value does not hold counts of version 1'
-        end
-        local sizes, length = {[TOKEN_BUCKET] = 14, [FIXED_WINDOW] = 12, [SLIDING_WINDOW] = 17, [SLIDING_LOG] = 0}, 0
-        local old = HEADER + byte(value, 2) * TERMS + 7 <= #value and read_terms(value) or {}
-        for _, terms in ipairs(old) do
-          length = length + (sizes[terms.kind] or #value)
-        end
-        if #old ~= byte(value, 2) or HEADER + #old * TERMS + 7 + length ~= #value then
-          return nil, 'TOLLGATE the value does not hold counts of version 1'
-        end
-        local new = read_terms(limits)
-        local last, at = unpack('<I7', value, HEADER + #old * TERMS + 1)
-        local back, elapsed = max(last - now, 0), max(now - last, 0)
-        for _, terms in ipairs(old) do
-          if terms.kind == TOKEN_BUCKET then
-            terms.start, terms.used, at = unpack('<I7I7', value, at)
-            -- Up to now at the old rate.
-            terms.used = terms.used - elapsed * terms.step
-            if terms.used <= 0 then
-              terms.start, terms.used = now + back, 0
-            end
-          elseif terms.kind == FIXED_WINDOW then
-            terms.start, terms.used, at = unpack('<I7I5', value, at)
-          elseif terms.kind == SLIDING_WINDOW then
-            terms.start, terms.previous, terms.used, at = unpack('<I7I5I5', value, at)
-          end
-        end
-        local counts = {limits, pack('<I7', now)}
-        for _, terms in ipairs(new) do
-          local from
-          for _, candidate in ipairs(old) do
-            if not from and not candidate.taken and candidate.kind == terms.kind
-                and (candidate.span == terms.span or terms.kind == TOKEN_BUCKET) then
-              candidate.taken, from = true, candidate
-            end
-          end
-          local same = from and from.span == terms.span and from.step == terms.step and from.capacity == terms.capacity
-          local fresh = not from or (change == 'reset' and not same)
-          local function convert(used)
-            if change == 'proportional' then
-              used = ceil(used * terms.capacity / max(from.capacity, 1))
-            end
-            return min(used, 2 * terms.capacity)
-          end
-          if terms.kind == TOKEN_BUCKET then
-            local debt = fresh and 0 or same and from.used or convert(ceil(from.used / from.span)) * terms.span
-            counts[#counts + 1] = pack('<I7I7', fresh and now or from.start - back, debt)
-          elseif terms.kind == FIXED_WINDOW then
-            local used = fresh and 0 or same and from.used or convert(from.used)
-            counts[#counts + 1] = pack('<I7I5', fresh and now or from.start - back, used)
-          elseif terms.kind == SLIDING_WINDOW then
-            local previous = fresh and 0 or same and from.previous or convert(from.previous)
-            local used = fresh and 0 or same and from.used or convert(from.used)
-            counts[#counts + 1] = pack('<I7I5I5', fresh and now or from.start - back, previous, used)
-          elseif fresh and from then
-            terms.forget = true
-          end
-        end
-        return table.concat(counts), new
-      end
-      value, changed = carry_over(value, limits, change)
-      if not value then
-        return redis.error_reply(changed)
-      end
-    end
-    if unpack('<I2', value, 3) ~= #value then
-      return redis.error_reply('TOLLGATE the value does not hold counts of version 1')
-    end
+    value = limits .. string.rep('\0', size - #limits)
+  elseif #value ~= size or byte(value, 1) ~= 1 then
+    return redis.error_reply('TOLLGATE the value does not hold counts of version 1')
   end
 
   -- Version, number of limits and length; algorithm, span, step and capacity of each limit; the last update; and the counts,
   -- which are brought up to now and charged, to be written if that is what comes of it.
   local numbers = {unpack(format, value)}
+  local forget
+  if known and sub(value, 1, #limits) ~= limits then
+    -- They were counted with other numbers for the same algorithms and windows, and are carried over.
+    forget = {}
+    local asked = {unpack('<BBI2' .. string.rep('BI7I5I4', byte(limits, 2)), limits)}
+    local at = 4 + 4 * asked[2]
+    local elapsed, counts = max(now - numbers[at], 0), at + 1
+    for i = 4, at - 1, 4 do
+      local kind, span, old, new = numbers[i], numbers[i + 1], numbers[i + 3], asked[i + 3]
+      if kind ~= asked[i] or span == 0 then
+        return redis.error_reply('TOLLGATE the value does not hold counts of version 1')
+      end
+      local same = span == asked[i + 1] and numbers[i + 2] == asked[i + 2] and old == new
+      local function convert(used)
+        if change == 'reset' then
+          return 0
+        end
+        return min(change == 'proportional' and ceil(used * new / max(old, 1)) or used, 2 * new)
+      end
+      if kind == TOKEN_BUCKET then
+        -- Up to now at the old rate, and then in whole tokens.
+        local debt = max(numbers[counts + 1] - elapsed * numbers[i + 2], 0)
+        numbers[counts] = debt > 0 and numbers[counts] or max(now, numbers[at])
+        numbers[counts + 1] = same and debt or convert(ceil(debt / span)) * asked[i + 1]
+        counts = counts + 2
+      elseif kind == FIXED_WINDOW then
+        numbers[counts + 1] = same and numbers[counts + 1] or convert(numbers[counts + 1])
+        counts = counts + 2
+      elseif kind == SLIDING_WINDOW then
+        numbers[counts + 1] = same and numbers[counts + 1] or convert(numbers[counts + 1])
+        numbers[counts + 2] = same and numbers[counts + 2] or convert(numbers[counts + 2])
+        counts = counts + 3
+      else
+        forget[i] = not same and change == 'reset'
+      end
+      numbers[i + 1], numbers[i + 2], numbers[i + 3] = asked[i + 1], asked[i + 2], new
+    end
+    numbers[at] = max(now, numbers[at])
+  end
   local at, back = 4 + 4 * numbers[2], 0
   local last = numbers[at]
   if last > now then
@@ -360,11 +319,11 @@ for arg = 2, settle and 2 or #ARGV, 5 do
       numbers[counts], numbers[counts + 1], numbers[counts + 2] = start, previous, used
       counts = counts + 3
     elseif kind == SLIDING_LOG then
-      local log, error = open_log(KEYS[next_key], span, changed and changed[i / 4].forget)
+      local log, error = open_log(KEYS[next_key], span, forget and forget[i])
       if not log then
         return redis.error_reply(error)
       end
-      log.key, log.capacity, log.forget = KEYS[next_key], capacity, changed and changed[i / 4].forget
+      log.key, log.capacity, log.forget = KEYS[next_key], capacity, forget and forget[i]
       next_key = next_key + 1
       fits = log.used + cost <= capacity
       logs = logs or {}

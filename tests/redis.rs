@@ -104,6 +104,17 @@ async fn a_denial_and_a_peek_write_nothing() {
     }
 }
 
+/// The name of a key of alice's, who is known for a moment.
+async fn stored(limiter: &Limiter<RedisBackend>, connection: &mut Connection, part: &str) -> String {
+    limiter.reset("alice").await.unwrap();
+    limiter.check("alice").await.unwrap();
+    let pattern = format!("tollgate:2:{{rate_limit:{}:alice}}:????????:{part}", limiter.policy().name());
+    let mut keys: Vec<String> = redis::cmd("KEYS").arg(pattern).query(connection).unwrap();
+    assert_eq!(keys.len(), 1, "{keys:?}");
+    limiter.reset("alice").await.unwrap();
+    keys.remove(0)
+}
+
 #[tokio::test]
 async fn a_sliding_log_stays_small() {
     let server = RedisServer::start();
@@ -113,11 +124,11 @@ async fn a_sliding_log_stays_small() {
     let mut connection = server.connection();
     let mut cuts = 0;
     let mut before = 0;
+    let key = &stored(&limiter, &mut connection, "log:200000").await;
     // Many windows of it, so that much more runs out than is alive.
     for _ in 0..6_000 {
         let remaining = limiter.check("alice").await.unwrap().remaining().unwrap();
         let alive = u64::from(Quota::MAX_SLIDING_LOG - remaining);
-        let key = "tollgate:2:{rate_limit:small:alice}:log:200000";
         let bytes: u64 = redis::cmd("STRLEN").arg(key).query(&mut connection).unwrap();
         assert!(bytes <= 6 + 12 * (alive + alive / 4 + 65), "{bytes} bytes for {alive} requests");
         cuts += u32::from(bytes < before);
@@ -131,11 +142,11 @@ async fn a_full_log_takes_what_the_docs_say() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let limiter = limiter(&backend, Policy::new("full", Quota::per_hour(10_000).sliding_log().unwrap()));
+    let mut connection = server.connection();
+    let key = &stored(&limiter, &mut connection, "log:3600000000").await;
     for _ in 0..10_000 {
         assert!(limiter.check("alice").await.unwrap().is_allowed());
     }
-    let mut connection = server.connection();
-    let key = "tollgate:2:{rate_limit:full:alice}:log:3600000000";
     let length: u64 = redis::cmd("STRLEN").arg(key).query(&mut connection).unwrap();
     assert_eq!(length, 6 + 12 * 10_000);
     let memory: u64 = redis::cmd("MEMORY").arg("USAGE").arg(key).query(&mut connection).unwrap();
@@ -150,7 +161,7 @@ async fn a_key_that_lost_its_expiry_gets_it_back() {
     let mut connection = server.connection();
     let [policy, _] = policies(10);
     let limiter = limiter(&backend, policy);
-    let key = "tollgate:2:{rate_limit:fixed:alice}:counts";
+    let key = &stored(&limiter, &mut connection, "counts").await;
     limiter.check("alice").await.unwrap();
     for harm in ["PERSIST", "PEXPIRE"] {
         let mut command = redis::cmd(harm);
@@ -175,11 +186,11 @@ async fn a_block_that_is_lifted_does_not_keep_the_key() {
     let mut connection = server.connection();
     let [policy, _] = policies(10);
     let limiter = limiter(&backend, policy);
+    let key = &stored(&limiter, &mut connection, "counts").await;
     limiter.check("alice").await.unwrap();
     for block in [Duration::ZERO, Duration::from_secs(1)] {
         limiter.block("alice", Duration::from_secs(86_400)).await.unwrap();
         limiter.block("alice", block).await.unwrap();
-        let key = "tollgate:2:{rate_limit:fixed:alice}:counts";
         let ttl: i64 = redis::cmd("PTTL").arg(key).query(&mut connection).unwrap();
         assert!((50_000..=60_010).contains(&ttl), "{ttl} after a block of {block:?}");
     }
@@ -194,7 +205,7 @@ async fn counts_from_the_future_deny_for_no_longer_than_they_would_have() {
     let limits = [quota.token_bucket(), quota.fixed_window(), quota.sliding_window()];
     let policy = Policy::new("future", limits[0]).limit(limits[1]).limit(limits[2]);
     let limiter = limiter(&backend, policy);
-    let key = "tollgate:2:{rate_limit:future:alice}:counts";
+    let key = &stored(&limiter, &mut connection, "counts").await;
     // What is left behind when the server's clock is set back by so many seconds.
     for back in [1, 30, 3_600, 86_400 * 365] {
         assert!(limiter.check_cost("alice", 2).await.unwrap().is_allowed());
@@ -229,7 +240,7 @@ async fn a_log_from_the_future_denies_for_two_windows_at_most() {
     let mut connection = server.connection();
     let policy = Policy::new("future", Quota::per_minute(1).sliding_log().unwrap());
     let limiter = limiter(&backend, policy);
-    let key = "tollgate:2:{rate_limit:future:alice}:log:60000000";
+    let key = &stored(&limiter, &mut connection, "log:60000000").await;
     let (seconds, _): (u64, u64) = redis::cmd("TIME").query(&mut connection).unwrap();
     // What is left behind when the server's clock is set back by so many seconds.
     for (back, denied) in [(30, true), (59, true), (3_600, false), (86_400 * 365, false)] {
@@ -249,9 +260,9 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let mut connection = server.connection();
-    let keys = ["tollgate:2:{rate_limit:fixed:alice}:counts", "tollgate:2:{rate_limit:log:alice}:log:60000000"];
-    for (policy, key) in policies(5).into_iter().zip(keys) {
+    for (policy, part) in policies(5).into_iter().zip(["counts", "log:60000000"]) {
         let limiter = limiter(&backend, policy);
+        let key = &*stored(&limiter, &mut connection, part).await;
         let foreign: [&[&str]; 8] = [
             &["RPUSH", key, "x"],
             &["HSET", key, "field", "x"],

@@ -259,24 +259,16 @@ fn scale(used: u64, new: u64, old: u64) -> u64 {
     (used as f64 * new as f64 / old.max(1) as f64).ceil() as u64
 }
 
-/// For each of the new terms, what has been counted under the old ones: `None` where it starts afresh.
-///
-/// A limit is the same limit with other numbers if its algorithm and its window are the same; token buckets, which have no
-/// window, are matched in their order.
+/// For each of the new terms, what has been counted under the old ones of the same policy: `None` where it starts afresh.
+/// Algorithms and windows are the same; the numbers may not be.
 pub(crate) fn carry_over<'a>(
     old: &'a [Terms],
     counts: impl Fn(usize) -> Option<Count> + 'a,
     new: &'a [Terms],
     change: QuotaChange,
 ) -> impl Iterator<Item = Option<Count>> + 'a {
-    let mut taken = 0_u32;
-    new.iter().map(move |new| {
-        let same = |old: &Terms| {
-            old.algorithm == new.algorithm && (old.span == new.span || new.algorithm == Algorithm::TokenBucket)
-        };
-        let (index, old) = old.iter().enumerate().find(|(index, old)| taken & (1 << index) == 0 && same(old))?;
-        taken |= 1 << index;
-        let count = counts(index)?;
+    old.iter().zip(new).enumerate().map(move |(index, (old, new))| {
+        let count = counts(index).filter(|_| old.algorithm == new.algorithm)?;
         if old == new {
             Some(count)
         } else if change == QuotaChange::Reset {

@@ -7,7 +7,7 @@ use std::sync::{Arc, OnceLock};
 use super::counting::Terms;
 use super::decision::Decision;
 use super::meters::Meters;
-use super::quota::Limit;
+use super::quota::{Algorithm, Limit};
 use crate::key::Key;
 
 /// A name and one or several limits, enforced together: a request passes if all of them have room, and is charged to all
@@ -25,8 +25,8 @@ use crate::key::Key;
 /// ```
 ///
 /// The name is what clients read in the `RateLimit` fields and what keeps the counts of two policies apart. Two policies of the
-/// same name on the same backend share their counts, in one process or in many: this is how replicas agree. What
-/// becomes of the counts when the limits change, or differ from client to client, is [`QuotaChange`].
+/// same name, algorithms and windows on the same backend share their counts, in one process or in many: this is how replicas agree. What
+/// becomes of the counts when the numbers change, or differ from client to client, is [`QuotaChange`].
 ///
 /// Cheap to clone.
 #[derive(Clone, PartialEq, Eq)]
@@ -36,9 +36,11 @@ pub struct Policy {
 
 struct Inner {
     spec: Spec,
-    // What follows from it. First the same limits as numbers to count with, and what clients know them by.
+    // What follows from it. First the same limits as numbers to count with, what clients know them by, and what tells
+    // apart policies of one name that cannot count together.
     terms: Vec<Terms>,
     names: Vec<String>,
+    shape: String,
     // And what is only made when it is needed.
     share: OnceLock<(u32, Policy)>,
     meters: OnceLock<Meters>,
@@ -69,14 +71,13 @@ pub(crate) struct Packed {
 /// What happens to what was counted when a limit of a policy is changed: in a new release, by a reload, or because a client has changed plans.
 /// Defaults to [`Keep`](Self::Keep).
 ///
-/// A limit is the same limit with other numbers as long as its algorithm and its window stay the same; token buckets are
-/// matched in their order, whatever their rate. A limit that has no counterpart starts afresh.
+/// This is about the numbers: quotas, bursts, and the rates of token buckets. Policies of one name whose limits differ in their algorithms,
+/// in the windows of these, or in how many they are, count apart: such a change starts afresh, and while two releases
+/// share a store each of them enforces its own limits.
 ///
-/// Counts are converted by the first request that is charged under the new limits. While two releases with different limits
-/// share a store, counts are converted to and fro, which is harmless with `Keep`, not quite with `Proportional` (units are rounded up each
-/// time), and generous with `Reset`. A limit that only one of them has starts afresh each time that a request comes by the
-/// other, and so limits nobody until the other is gone: a policy whose algorithms or windows change is better given a new
-/// name, if it must hold meanwhile. The same goes for plans of one name that differ in more than their numbers.
+/// Counts are converted by the first request that is charged under the new numbers. While two releases with different
+/// numbers share a store, counts are converted to and fro, which is harmless with `Keep`, not quite with `Proportional`
+/// (units are rounded up each time), and generous with `Reset`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum QuotaChange {
@@ -187,6 +188,7 @@ impl Policy {
         let inner = Inner {
             terms: spec.limits.iter().map(|limit| Terms::new(*limit)).collect(),
             names: names(&spec),
+            shape: shape(&spec.limits),
             spec,
             share: OnceLock::new(),
             meters: OnceLock::new(),
@@ -280,7 +282,14 @@ impl Policy {
 
     /// Whether two policies count in the same place.
     pub(crate) fn shares_counts_with(&self, other: &Policy) -> bool {
-        self.is_same_as(other) || self.inner.spec.name == other.inner.spec.name
+        self.is_same_as(other)
+            || (self.inner.spec.name == other.inner.spec.name && self.inner.shape == other.inner.shape)
+    }
+
+    /// The algorithms and windows of the limits, as a few letters and digits.
+    #[cfg(feature = "redis")]
+    pub(crate) fn shape(&self) -> &str {
+        &self.inner.shape
     }
 
     /// Whether two policies are clones of one.
@@ -319,6 +328,22 @@ fn names(spec: &Spec) -> Vec<String> {
         names.push(name.unwrap_or(base));
     }
     names
+}
+
+/// The digest of the algorithms and windows in their order. Of a token bucket only that it is one: its window and its quota
+/// are its rate, which is a number.
+fn shape(limits: &[Limit]) -> String {
+    let shapes: String = limits
+        .iter()
+        .map(|limit| match limit.algorithm() {
+            Algorithm::TokenBucket => "bucket;".to_owned(),
+            Algorithm::FixedWindow => format!("fixed {};", limit.quota().window_us()),
+            Algorithm::SlidingWindow => format!("sliding {};", limit.quota().window_us()),
+            Algorithm::SlidingLog => format!("log {};", limit.quota().window_us()),
+        })
+        .collect();
+    // Behind the mark of a digest. Of six bits each, so these are 48.
+    Key::digest(shapes).as_str()[1..9].to_owned()
 }
 
 /// `1s`, `15m`, `1h`, `1d`, `250ms`.
@@ -362,6 +387,30 @@ mod tests {
         assert_eq!(names(twice), ["api-1s", "burst"]);
         let same = one.limit(Quota::per_second(10).token_bucket());
         assert_eq!(names(same), ["api-1s", "api-1s-2"]);
+    }
+
+    #[test]
+    fn policies_of_one_name_count_together_if_only_their_numbers_differ() {
+        let policy = |limits: &[Limit]| limits[1..].iter().fold(Policy::new("api", limits[0]), |p, l| p.limit(*l));
+        let [ten, hundred] = [10, 100].map(Quota::per_minute);
+        let same: [[Limit; 2]; 2] = [
+            [ten.fixed_window(), Quota::per_second(3).token_bucket()],
+            [hundred.fixed_window(), Quota::per_day(7).burst(90).unwrap().token_bucket()],
+        ];
+        assert!(policy(&same[0]).shares_counts_with(&policy(&same[1])));
+        let different: [&[Limit]; 6] = [
+            &[ten.fixed_window()],
+            &[ten.sliding_window()],
+            &[ten.token_bucket()],
+            &[ten.sliding_log().unwrap()],
+            &[Quota::per_hour(10).fixed_window()],
+            &[ten.fixed_window(), ten.fixed_window()],
+        ];
+        for (i, one) in different.iter().enumerate() {
+            for (j, other) in different.iter().enumerate() {
+                assert_eq!(policy(one).shares_counts_with(&policy(other)), i == j, "{one:?} {other:?}");
+            }
+        }
     }
 
     #[test]

@@ -20,13 +20,15 @@ impl Keys {
         Self { root: format!("{}:{LAYOUT}:", Key::new(prefix)) }
     }
 
-    /// `<prefix>:2:{rate_limit:<policy>:<subject>}:counts`, and for each sliding log of the policy
-    /// `...{...}:log:<window in us>`, with `:2` and so on behind it where several have the same window.
+    /// `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:counts`, and for each sliding log of the policy
+    /// `...{...}:<shape>:log:<window in us>`, with `:2` and so on behind it where several have the same window.
     ///
-    /// The window is part of a log's key, so a changed window starts afresh instead of reading times of another scale.
+    /// The shape stands for the algorithms and windows of the limits: what cannot be counted together lies apart.
     pub(super) fn rate_limit(&self, policy: &Policy, subject: &Key) -> SmallVec<[String; 1]> {
         let key = |part: &str, window: &str, number: &str| {
-            [&self.root, "{rate_limit:", policy.name(), ":", subject.as_str(), "}:", part, window, number].concat()
+            let tag =
+                [&self.root, "{rate_limit:", policy.name(), ":", subject.as_str(), "}:", policy.shape(), ":"].concat();
+            [&tag, part, window, number].concat()
         };
         let mut keys = smallvec![key("counts", "", "")];
         let mut windows = SmallVec::<[u64; 4]>::new();
@@ -48,6 +50,9 @@ mod tests {
     use crate::rate_limit::Quota;
     use std::time::Duration;
 
+    /// What stands for a fixed window of a minute. Part of the data format: another digest would forget all counts.
+    const FIXED_MINUTE: &str = "AI4BFwVH";
+
     fn key(prefix: &str, policy: &str, subject: &str) -> String {
         let policy = Policy::new(policy, Quota::per_minute(5).fixed_window());
         Keys::new(prefix).rate_limit(&policy, &Key::from(subject)).remove(0)
@@ -55,7 +60,10 @@ mod tests {
 
     #[test]
     fn keys_are_readable() {
-        assert_eq!(key("tollgate", "api", "alice"), "tollgate:2:{rate_limit:api:alice}:counts");
+        assert_eq!(
+            key("tollgate", "api", "alice"),
+            format!("tollgate:2:{{rate_limit:api:alice}}:{FIXED_MINUTE}:counts")
+        );
     }
 
     #[test]
@@ -64,6 +72,7 @@ mod tests {
         let policy = Policy::new("api", log(1)).limit(log(2)).limit(Quota::per_day(9).token_bucket()).limit(log(1));
         let keys = Keys::new("tollgate").rate_limit(&policy, &Key::from("alice"));
         let parts: Vec<_> = keys.iter().map(|key| key.rsplit_once("}:").unwrap().1).collect();
+        let parts: Vec<_> = parts.iter().map(|part| part.split_once(':').unwrap().1).collect();
         assert_eq!(parts, ["counts", "log:60000000", "log:120000000", "log:60000000:2"]);
     }
 

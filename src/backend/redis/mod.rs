@@ -26,7 +26,7 @@
 //!
 //! # Keys
 //!
-//! `<prefix>:2:{rate_limit:<policy>:<subject>}:<part>`. The braces make a subject one slot of a cluster. Each key has a
+//! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`. The braces make a subject one slot of a cluster. Each key has a
 //! time to live. Two releases of Tollgate may share one Redis as long as the number after the prefix is the same.
 //!
 //! # Servers
