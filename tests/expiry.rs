@@ -141,7 +141,15 @@ impl Bench {
         let all = trace.plans.iter().flatten();
         let longest = all.map(|limit| limit.period().max(limit.quota().window())).max().unwrap() * 2 + GRACE;
         let mut charges: Vec<(usize, Key, Receipt, u32)> = Vec::new();
-        let mut blocks: HashMap<Key, Instant> = HashMap::new();
+        // Plans whose limits differ in more than their numbers are counted, and blocked, apart.
+        let shape = |plan: usize| -> Vec<(Algorithm, Duration)> {
+            let window = |limit: &Limit| match limit.algorithm() {
+                Algorithm::TokenBucket => Duration::ZERO,
+                _ => limit.quota().window(),
+            };
+            trace.plans[plan].iter().map(|limit| (limit.algorithm(), window(limit))).collect()
+        };
+        let mut blocks: HashMap<(Key, Vec<(Algorithm, Duration)>), Instant> = HashMap::new();
         for (number, step) in trace.steps.iter().enumerate() {
             sleep(Duration::from_millis(step.pause_ms));
             let plan = step.plan % policies.len();
@@ -188,17 +196,17 @@ impl Bench {
                 Verb::Block(ms) => {
                     let time = Duration::from_millis(ms);
                     runtime.block_on(backend.block(policy, &key, time)).unwrap();
-                    blocks.insert(key, Instant::now() + time);
+                    blocks.insert((key, shape(plan)), Instant::now() + time);
                     true
                 }
                 Verb::Unblock => {
                     runtime.block_on(backend.block(policy, &key, Duration::ZERO)).unwrap();
-                    blocks.remove(&key);
+                    blocks.remove(&(key, shape(plan)));
                     true
                 }
                 Verb::Reset => {
                     runtime.block_on(backend.reset(policy, &key)).unwrap();
-                    blocks.remove(&key);
+                    blocks.remove(&(key, shape(plan)));
                     true
                 }
             };
@@ -209,8 +217,9 @@ impl Bench {
             let after = look(&mut self.connection);
             for (name, (ttl, _)) in &after {
                 prop_assert!(*ttl != -1, "{} has no expiry after step {}: {:?}", name, number, step);
-                let blocked = blocks.iter().find(|(key, _)| name.contains(&format!(":{}}}", key.as_str())));
-                let blocked = blocked.map_or(Duration::ZERO, |(_, until)| until.saturating_duration_since(now) + GRACE);
+                let of_the_key = blocks.iter().filter(|((key, _), _)| name.contains(&format!(":{}}}", key.as_str())));
+                let blocked = of_the_key.map(|(_, until)| until.saturating_duration_since(now) + GRACE).max();
+                let blocked = blocked.unwrap_or_default();
                 // Redis counts in whole milliseconds, at both ends.
                 let most = longest.max(blocked) + Duration::from_millis(2);
                 let ttl = Duration::from_millis(u64::try_from(*ttl).unwrap());
