@@ -660,6 +660,33 @@ async fn answers_that_are_old_make_room_for_new_ones() {
     assert!(asked.load(Relaxed) < 60, "{} questions about 50 clients", asked.load(Relaxed));
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_resolver_that_hangs_costs_its_old_answer_no_more_than_half_the_deadline() {
+    let hangs = Arc::new(AtomicBool::new(false));
+    let resolver = PolicyResolver::new({
+        let hangs = Arc::clone(&hangs);
+        move |_| {
+            let hangs = hangs.load(Relaxed);
+            async move {
+                if hangs {
+                    pending::<()>().await;
+                }
+                Ok::<_, Broken>(per_hour(2))
+            }
+        }
+    });
+    let service = layer(MemoryBackend::new(), per_hour(0)).resolver(resolver).layer(service_fn(echo));
+    assert!(service.clone().oneshot("request").await.is_ok());
+    hangs.store(true, Relaxed);
+    tokio::time::advance(Duration::from_secs(61)).await;
+    let start = Instant::now();
+    assert!(service.clone().oneshot("request").await.is_ok());
+    assert_eq!(start.elapsed(), Duration::from_millis(50));
+    let limited = service.oneshot("request").await.unwrap_err();
+    assert!(limited.is::<RateLimited>(), "the old answer goes on for as long again");
+    assert_eq!(start.elapsed(), Duration::from_millis(50));
+}
+
 // What answers are charged.
 
 #[derive(Clone)]

@@ -6,7 +6,8 @@ use crate::rate_limit::{ChargeOn, RateLimitHandle};
 /// Charges only calls that fail: with another status than `OK`, or none.
 ///
 /// The status is read where gRPC puts it, in the trailers behind the last message, or in the headers of an answer that has nothing
-/// else. A call that is given up before its end stays charged.
+/// else. A call that is given up before its end stays charged. Works with the answers [`AsStatus`](super::AsStatus) and
+/// [`AsResponse`](crate::AsResponse), whose bodies look out for trailers.
 ///
 /// ```
 /// use tollgate::grpc::{AsStatus, failures};

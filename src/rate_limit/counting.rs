@@ -125,13 +125,14 @@ impl Count {
         }
     }
 
-    /// Moves the count back by `by`: the clock was set back by as much, and what has passed has passed.
+    /// Moves the count back by `by`: the clock was set back by as much, and what has passed has passed. Nothing begins
+    /// after `now`, whatever somebody may have stored.
     #[cfg(feature = "redis")]
-    pub(crate) fn set_back(&mut self, by: u64) {
+    pub(crate) fn set_back(&mut self, by: u64, now: u64) {
         match self {
             Self::TokenBucket { since: start, .. }
             | Self::FixedWindow { start, .. }
-            | Self::SlidingWindow { start, .. } => *start = start.saturating_sub(by),
+            | Self::SlidingWindow { start, .. } => *start = start.saturating_sub(by).min(now),
         }
     }
 

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use indexmap::IndexMap;
 use tokio::sync::OnceCell;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout};
 
 use super::policy::Policy;
 use crate::error::BoxError;
@@ -40,11 +40,14 @@ use crate::key::Key;
 /// Policies of the same name share their counts: who changes plans in the middle of a window keeps what was used, or
 /// whatever else the new policy says in [`Policy::on_quota_change`].
 ///
+/// Make a few policies and clone them, rather than one for each answer: what is derived from a policy, handles for metrics
+/// included, is kept with it.
+///
 /// # Caching
 ///
 /// An answer is kept for a [time](Self::time_to_live), by default a minute, and for at most a [number](Self::capacity) of
 /// keys, by default 10,000. Requests for one key ask once between them. If the resolver fails when an answer has become
-/// old, the old answer is used for as long again.
+/// old, or takes longer than half of the deadline, the old answer is used for as long again.
 ///
 /// # Errors
 ///
@@ -121,10 +124,15 @@ impl PolicyResolver {
         if entry.asked.elapsed() < self.time_to_live { entry.answer.get().cloned() } else { None }
     }
 
-    pub(super) async fn resolve(&self, key: &Key) -> Result<Policy, BoxError> {
+    /// The policy of the key. Where there is an old answer, a new one is waited for no longer than `patience`.
+    pub(super) async fn resolve(&self, key: &Key, patience: Duration) -> Result<Policy, BoxError> {
         let entry = self.entry(key);
         let ask = || async {
-            let answer = (self.resolve)(*key).await;
+            let answer = (self.resolve)(*key);
+            let answer = match entry.before {
+                Some(_) => timeout(patience, answer).await.unwrap_or_else(|late| Err(late.into())),
+                None => answer.await,
+            };
             // Here, so that it is the answer for all who wait for one, and for as long again.
             answer.or_else(|error| match &entry.before {
                 Some(policy) => {

@@ -62,7 +62,7 @@ pub trait RateLimitStore {
     ) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Denies everything to this key for the time given, whatever its limits say; a time of zero lifts the block. What has been
-    /// counted stays.
+    /// counted stays. Policies that [count apart](super::QuotaChange) are blocked apart.
     fn block(&self, policy: &Policy, key: &Key, time: Duration) -> impl Future<Output = Result<(), StoreError>> + Send;
 
     /// Forgets what was counted for this key, and lifts a block. A key that is not known is no error.

@@ -155,7 +155,7 @@ impl<'a> Counts<'a> {
             Self::None => fresh,
             Self::Packed { reader, last, back } => {
                 let mut count = reader.count(terms.algorithm)?;
-                count.set_back(*back);
+                count.set_back(*back, now);
                 count.advance(terms, *last, now);
                 Some(count)
             }
