@@ -12,7 +12,6 @@
 mod support;
 
 use std::env;
-use std::io::{Seek, Write};
 use std::path::Path;
 use std::process::Command;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -31,7 +30,8 @@ const BENCHMARK_REQUESTS: &str = "300000";
 const ROUND: Duration = Duration::from_millis(1_800);
 const SCRIPT: &str = include_str!("../lua/rate_limit_check.lua");
 /// One fixed window of a minute for 1,000,000 units, as the script wants it.
-const FORMAT: &str = "<BBI2BI7I5I4I7I7I5";
+const TERMS: &str = "<BI7I5I4";
+const LAYOUT: &str = "<I7I7I5";
 const LIMITS: &[u8] = b"\x01\x01\x28\x00\x02\x00\x87\x93\x03\x00\x00\x00\x00\x00\x00\x00\x00\x40\x42\x0f\x00";
 
 fn main() {
@@ -46,7 +46,7 @@ fn main() {
 
     let mut rounds = Vec::new();
     for round in 0..=ROUNDS {
-        let ceiling = ceiling(&server, &script);
+        let ceiling = ceiling(&server);
         let limiter = limiter.clone();
         let (ours, p99) = runtime.block_on(load(move |turn| decide(limiter.clone(), turn)));
         let [held, held_no_ping] = [&held, &held_no_ping].map(|pool| {
@@ -102,7 +102,8 @@ async fn decide_held(pool: bb8_redis::bb8::Pool<RedisConnectionManager>, script:
         .arg(1)
         .arg("keep")
         .arg(60_010)
-        .arg(FORMAT)
+        .arg(TERMS)
+        .arg(LAYOUT)
         .arg(LIMITS)
         .invoke_async(&mut *connection)
         .await
@@ -144,9 +145,12 @@ where
 }
 
 /// What `redis-benchmark` gets out of the server with the same script and as many keys.
-fn ceiling(server: &RedisServer, script: &Script) -> f64 {
-    let _: String =
-        redis::cmd("SCRIPT").arg("LOAD").arg(SCRIPT).query(&mut server.connection()).expect("the script loads");
+fn ceiling(server: &RedisServer) -> f64 {
+    // redis-benchmark cannot send an argument that is not text, so the script is told it in a line of its own.
+    let limits: String = LIMITS.iter().map(|byte| format!("\\{byte:03}")).collect();
+    let script = format!("ARGV[7] = '{limits}'\n{SCRIPT}");
+    let hash: String =
+        redis::cmd("SCRIPT").arg("LOAD").arg(script).query(&mut server.connection()).expect("the script loads");
     let binary = binary();
     let sibling = Path::new(&binary).with_file_name(if binary.contains("valkey") {
         "valkey-benchmark"
@@ -154,13 +158,8 @@ fn ceiling(server: &RedisServer, script: &Script) -> f64 {
         "redis-benchmark"
     });
     let benchmark = env::var("TOLLGATE_REDIS_BENCHMARK").map_or(sibling, Into::into);
-    // The last argument is not text, so it is read from a file.
-    let mut limits = tempfile::tempfile().expect("there is a temporary folder");
-    limits.write_all(LIMITS).and_then(|()| limits.rewind()).expect("it can be written to");
     let output = Command::new(&benchmark)
-        .stdin(limits)
         .args([
-            "-x",
             "-p",
             &server.port().to_string(),
             "-c",
@@ -173,8 +172,8 @@ fn ceiling(server: &RedisServer, script: &Script) -> f64 {
             &KEYS.to_string(),
             "--csv",
         ])
-        .args(["EVALSHA", script.get_hash(), "1", "ceiling:2:{rate_limit:bench:__rand_int__}:counts"])
-        .args(["check", "1", "keep", "60010", FORMAT])
+        .args(["EVALSHA", &hash, "1", "ceiling:2:{rate_limit:bench:__rand_int__}:counts"])
+        .args(["check", "1", "keep", "60010", TERMS, LAYOUT])
         .output()
         .unwrap_or_else(|error| {
             panic!("{} cannot be run ({error}): set TOLLGATE_REDIS_BENCHMARK", benchmark.display())

@@ -13,12 +13,13 @@
 -- ARGV[2]  cost    integer, 0 to the smallest capacity; 0 charges nothing. To settle: the units to add, or, below 0, to give back
 -- ARGV[3]  change  what becomes of counts with other numbers: 'keep' | 'reset' | 'proportional'
 -- ARGV[4]  ttl_ms  how long the counts say something after they were written, at the most
--- ARGV[5]  format  how all numbers of the packed value are read and written, for struct.pack
--- ARGV[6]  limits  version and terms of the limits, which is also how the packed value begins, see Value
---          then cost, change, ttl_ms, format and limits for each further subject
--- ARGV[7]  at      to settle only: the clock's reading when the units to give back were charged, in us
--- ARGV[8]  missing  to settle only: the tokens that were missing after that charge in the first token bucket of the limits
--- ARGV[9]  missing  and in the second; 0 where that is not known
+-- ARGV[5]  terms   how the terms in `limits` are read, for struct.unpack
+-- ARGV[6]  layout  how the last update and the counts are read and written, for struct.pack
+-- ARGV[7]  limits  version and terms of the limits, which is also how the packed value begins, see Value
+--          then cost, change, ttl_ms, terms, layout and limits for each further subject
+-- ARGV[8]  at      to settle only: the clock's reading when the units to give back were charged, in us
+-- ARGV[9]  missing  to settle only: the tokens that were missing after that charge in the first token bucket of the limits
+-- ARGV[10] missing  and in the second; 0 where that is not known
 --
 -- Value    counts  version 1, little endian: 1 byte version, 1 byte limits, 2 bytes length of it all;
 --                  for each limit 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding log),
@@ -44,6 +45,7 @@ local settle = verb == 'settle'
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 
+local HEADER = 4
 local TOKEN_BUCKET, FIXED_WINDOW, SLIDING_WINDOW, SLIDING_LOG = 1, 2, 3, 4
 -- Keys outlive what they say by this much, since expiry is counted in whole milliseconds of another reading of the clock.
 local GRACE_MS = 10
@@ -179,9 +181,10 @@ end
 
 local subjects, admitted = {}, true
 local next_key = 1
-for arg = 2, settle and 2 or #ARGV, 5 do
+for arg = 2, settle and 2 or #ARGV, 6 do
   local key, cost = KEYS[next_key], ARGV[arg] + 0
-  local change, ttl_ms, format, limits = ARGV[arg + 1], ARGV[arg + 2], ARGV[arg + 3], ARGV[arg + 4]
+  local change, ttl_ms, limits = ARGV[arg + 1], ARGV[arg + 2], ARGV[arg + 5]
+  local terms_format, layout = ARGV[arg + 3], ARGV[arg + 4]
   next_key = next_key + 1
 
   local stored = call('GET', key) or ''
@@ -204,22 +207,23 @@ for arg = 2, settle and 2 or #ARGV, 5 do
     return redis.error_reply('TOLLGATE the value does not hold counts of version 1')
   end
 
-  -- Version, number of limits and length; algorithm, span, step and capacity of each limit; the last update; and the counts,
-  -- which are brought up to now and charged, to be written if that is what comes of it.
-  local numbers = {unpack(format, value)}
+  -- Algorithm, span, step and capacity of each limit. The last update and the counts, which are brought up to now and charged,
+  -- to be written if that is what comes of it.
+  local terms = {unpack(terms_format, limits, HEADER + 1)}
+  local counts = {unpack(layout, value, #limits + 1)}
+  local last_term = 4 * byte(limits, 2)
   local forget
   if known and sub(value, 1, #limits) ~= limits then
     -- They were counted with other numbers for the same algorithms and windows, and are carried over.
     forget = {}
-    local asked = {unpack('<BBI2' .. string.rep('BI7I5I4', byte(limits, 2)), limits)}
-    local at = 4 + 4 * asked[2]
-    local elapsed, counts = max(now - numbers[at], 0), at + 1
-    for i = 4, at - 1, 4 do
-      local kind, span, old, new = numbers[i], numbers[i + 1], numbers[i + 3], asked[i + 3]
-      if kind ~= asked[i] or span == 0 then
+    local before = {unpack(terms_format, value, HEADER + 1)}
+    local elapsed, at = max(now - counts[1], 0), 2
+    for i = 1, last_term, 4 do
+      local kind, span, old, new = before[i], before[i + 1], before[i + 3], terms[i + 3]
+      if kind ~= terms[i] or span == 0 then
         return redis.error_reply('TOLLGATE the value does not hold counts of version 1')
       end
-      local same = span == asked[i + 1] and numbers[i + 2] == asked[i + 2] and old == new
+      local same = span == terms[i + 1] and before[i + 2] == terms[i + 2] and old == new
       local function convert(used)
         if change == 'reset' then
           return 0
@@ -228,38 +232,36 @@ for arg = 2, settle and 2 or #ARGV, 5 do
       end
       if kind == TOKEN_BUCKET then
         -- Up to now at the old rate, and then in whole tokens.
-        local debt = max(numbers[counts + 1] - elapsed * numbers[i + 2], 0)
-        numbers[counts] = debt > 0 and numbers[counts] or max(now, numbers[at])
-        numbers[counts + 1] = same and debt or convert(ceil(debt / span)) * asked[i + 1]
-        counts = counts + 2
+        local debt = max(counts[at + 1] - elapsed * before[i + 2], 0)
+        counts[at] = debt > 0 and counts[at] or max(now, counts[1])
+        counts[at + 1] = same and debt or convert(ceil(debt / span)) * terms[i + 1]
+        at = at + 2
       elseif kind == FIXED_WINDOW then
-        numbers[counts + 1] = same and numbers[counts + 1] or convert(numbers[counts + 1])
-        counts = counts + 2
+        counts[at + 1] = same and counts[at + 1] or convert(counts[at + 1])
+        at = at + 2
       elseif kind == SLIDING_WINDOW then
-        numbers[counts + 1] = same and numbers[counts + 1] or convert(numbers[counts + 1])
-        numbers[counts + 2] = same and numbers[counts + 2] or convert(numbers[counts + 2])
-        counts = counts + 3
+        counts[at + 1] = same and counts[at + 1] or convert(counts[at + 1])
+        counts[at + 2] = same and counts[at + 2] or convert(counts[at + 2])
+        at = at + 3
       else
         forget[i] = not same and change == 'reset'
       end
-      numbers[i + 1], numbers[i + 2], numbers[i + 3] = asked[i + 1], asked[i + 2], new
     end
-    numbers[at] = max(now, numbers[at])
+    counts[1] = max(now, counts[1])
   end
-  local at, back = 4 + 4 * numbers[2], 0
-  local last = numbers[at]
+  local last, back = counts[1], 0
   if last > now then
     -- The clock was set back. What has passed has passed, and what is to come takes as long as it would have.
     last, back = now, last - now
   end
-  numbers[at] = now
+  counts[1] = now
   local logs
-  local buckets, counts = 0, at + 1
-  for i = 4, at - 1, 4 do
-    local kind, span, step, capacity = numbers[i], numbers[i + 1], numbers[i + 2], numbers[i + 3]
+  local buckets, at = 0, 2
+  for i = 1, last_term, 4 do
+    local kind, span, step, capacity = terms[i], terms[i + 1], terms[i + 2], terms[i + 3]
     local fits = true
     if kind == TOKEN_BUCKET then
-      local since, debt = numbers[counts] - back, numbers[counts + 1] - (now - last) * step
+      local since, debt = counts[at] - back, counts[at + 1] - (now - last) * step
       if debt <= 0 then
         since, debt = now, 0
       end
@@ -268,18 +270,18 @@ for arg = 2, settle and 2 or #ARGV, 5 do
         fits = debt <= capacity * span
       elseif cost > 0 then
         debt = max(debt, min(debt + cost * span, 2 * capacity * span))
-      elseif ARGV[7] - since >= 0 then
+      elseif ARGV[8] - since >= 0 then
         -- Without the charge the bucket may have been full for a while, and what flowed in then would have been lost. What
         -- was missing at the time and has not flowed in since cannot have been.
-        local missing = ARGV[8 + buckets] or 0
-        local still = max(missing - 1, -cost) * span - (now - ARGV[7]) * step
+        local missing = ARGV[9 + buckets] or 0
+        local still = max(missing - 1, -cost) * span - (now - ARGV[8]) * step
         debt = max(debt - min(-cost * span, max(still, 0)), 0)
       end
       buckets = buckets + 1
-      numbers[counts], numbers[counts + 1] = since, debt
-      counts = counts + 2
+      counts[at], counts[at + 1] = since, debt
+      at = at + 2
     elseif kind == FIXED_WINDOW then
-      local start, used = numbers[counts] - back, numbers[counts + 1]
+      local start, used = counts[at] - back, counts[at + 1]
       -- A window opens with its first charge.
       if used == 0 or now - start >= span then
         start, used = now, 0
@@ -289,13 +291,13 @@ for arg = 2, settle and 2 or #ARGV, 5 do
         fits = used <= capacity
       elseif cost > 0 then
         used = max(used, min(used + cost, 2 * capacity))
-      elseif ARGV[7] - start >= 0 then
+      elseif ARGV[8] - start >= 0 then
         used = max(used + cost, 0)
       end
-      numbers[counts], numbers[counts + 1] = start, used
-      counts = counts + 2
+      counts[at], counts[at + 1] = start, used
+      at = at + 2
     elseif kind == SLIDING_WINDOW then
-      local start, previous, used = numbers[counts] - back, numbers[counts + 1], numbers[counts + 2]
+      local start, previous, used = counts[at] - back, counts[at + 1], counts[at + 2]
       local elapsed = now - start
       if elapsed >= span and elapsed < 2 * span then
         start, previous, used = start + span, used, 0
@@ -311,13 +313,13 @@ for arg = 2, settle and 2 or #ARGV, 5 do
         fits = used + faded <= capacity
       elseif cost > 0 then
         used = used + max(min(cost, 2 * capacity - used - faded), 0)
-      elseif ARGV[7] - start >= 0 then
+      elseif ARGV[8] - start >= 0 then
         used = max(used + cost, 0)
-      elseif ARGV[7] - start + span >= 0 then
+      elseif ARGV[8] - start + span >= 0 then
         previous = max(previous + cost, 0)
       end
-      numbers[counts], numbers[counts + 1], numbers[counts + 2] = start, previous, used
-      counts = counts + 3
+      counts[at], counts[at + 1], counts[at + 2] = start, previous, used
+      at = at + 3
     elseif kind == SLIDING_LOG then
       local log, error = open_log(KEYS[next_key], span, forget and forget[i])
       if not log then
@@ -337,11 +339,11 @@ for arg = 2, settle and 2 or #ARGV, 5 do
   admitted = admitted and status == 1
   if #KEYS == 1 and status == 1 and cost > 0 and verb == 'check' then
     -- What happens nearly always, without a table.
-    local packed = pack(format, unpack_table(numbers))
+    local packed = limits .. pack(layout, unpack_table(counts))
     call('SET', key, packed, 'PX', ttl_ms)
     return pack('<BI7', 1, now) .. packed
   end
-  local packed = pack(format, unpack_table(numbers))
+  local packed = limits .. pack(layout, unpack_table(counts))
   if block_ends then
     packed, ttl_ms = block .. packed, max(ttl_ms + 0, ceil((block_ends - now) / 1000) + GRACE_MS)
   end
@@ -370,7 +372,7 @@ for i = 1, #subjects do
       fits_in = cost > 0 and log.wait(capacity - cost) or 0
       more_in = used > 0 and log.wait(min(used, capacity) - 1) or 0
     elseif cost < 0 then
-      log.give_back(ARGV[7] + 0, -cost)
+      log.give_back(ARGV[8] + 0, -cost)
     else
       local units = settle and max(min(cost, 2 * capacity - used), 0) or cost
       if units > 0 then

@@ -60,12 +60,13 @@ struct Spec {
     mode: Mode,
 }
 
-/// Terms in a form that can be sent to a store, and the format of what comes back.
+/// Terms in a form that can be sent to a store, their format, and that of the counts.
 #[cfg(feature = "redis")]
 #[derive(Debug)]
 pub(crate) struct Packed {
     pub(crate) limits: Vec<u8>,
-    pub(crate) format: String,
+    pub(crate) terms: String,
+    pub(crate) layout: String,
 }
 
 /// What happens to what was counted when a limit of a policy is changed: in a new release, by a reload, or because a client has changed plans.

@@ -51,7 +51,7 @@ pub(super) fn encode(terms: &[Terms]) -> Packed {
         limits.extend(terms.capacity.to_le_bytes());
     }
     let counts: String = terms.iter().map(|terms| format(terms.algorithm)).collect();
-    Packed { limits, format: ["<BBI2", &"BI7I5I4".repeat(terms.len()), "I7", &counts].concat() }
+    Packed { limits, terms: ["<", &"BI7I5I4".repeat(terms.len())].concat(), layout: ["<I7", &counts].concat() }
 }
 
 /// How long counts say something after they were written, debts included.

@@ -51,12 +51,13 @@ impl ToRedisArgs for Subject<'_> {
         self.cost.write_redis_args(out);
         out.write_arg(self.change.as_bytes());
         self.ttl_ms.write_redis_args(out);
-        out.write_arg(self.packed.format.as_bytes());
+        out.write_arg(self.packed.terms.as_bytes());
+        out.write_arg(self.packed.layout.as_bytes());
         out.write_arg(&self.packed.limits);
     }
 
     fn num_of_args(&self) -> usize {
-        5
+        6
     }
 }
 
@@ -146,7 +147,7 @@ mod tests {
     fn headers_agree_with_bodies_and_calls() {
         let scripts = Scripts::new();
         // How many keys and arguments the typed calls above give for one subject.
-        for (script, keys, args) in [(&scripts.check, 1, 9), (&scripts.block, 1, 2)] {
+        for (script, keys, args) in [(&scripts.check, 1, 10), (&scripts.block, 1, 2)] {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
             for (what, count) in [("KEYS", keys), ("ARGV", args)] {
                 let names = declared(header, what);
@@ -164,11 +165,11 @@ mod tests {
 
     #[test]
     fn a_call_is_one_command_with_all_arguments() {
-        let packed = Packed { limits: b"terms".to_vec(), format: "<I2".into() };
+        let packed = Packed { limits: b"terms".to_vec(), terms: "<B".into(), layout: "<I2".into() };
         let subject = Subject { keys: &[], cost: 5, change: "keep", ttl_ms: 60_000, packed: &packed };
         let command = command("EVALSHA", "abc", &["key"], &("check", &[subject]));
         let packed = String::from_utf8(command.get_packed_command()).unwrap();
         let words: Vec<_> = packed.split("\r\n").filter(|word| !word.starts_with(['*', '$'])).collect();
-        assert_eq!(words, ["EVALSHA", "abc", "1", "key", "check", "5", "keep", "60000", "<I2", "terms", ""]);
+        assert_eq!(words, ["EVALSHA", "abc", "1", "key", "check", "5", "keep", "60000", "<B", "<I2", "terms", ""]);
     }
 }
