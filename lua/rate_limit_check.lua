@@ -32,9 +32,10 @@
 --          log     version 1, little endian: 1 byte version, 5 bytes sum before the first entry; for each entry 7 bytes
 --                  time, 5 bytes sum, modulo 2^40. After a charge fewer than 64 entries have run out, or fewer than a quarter as
 --                  many as have not.
--- Returns  for one subject a string, for several an array of them: 1 byte status (0 denied, 1 admitted, 2 blocked), 7 bytes
---          clock, for each log 5 bytes used, 7 bytes us until the cost fits, 7 bytes us until more is left; then the counts as they are stored
---          now. Nothing is written unless all subjects are admitted.
+-- Returns  for one subject a string, for several an array of them. Where one subject without logs was charged: the counts as they
+--          are stored now, whose last update is the clock. Otherwise 1 byte status (0 denied, 2 blocked, 3 admitted), 7
+--          bytes clock, for each log 5 bytes used, 7 bytes us until the cost fits, 7 bytes us until more is left, and then the
+--          counts as they are stored now. Nothing is written unless all subjects are admitted.
 -- Errors   TOLLGATE if a value was not written by this script; WRONGTYPE
 -- Repeat   charges or gives back again: not to be resent after a lost reply
 local unpack_table = unpack
@@ -341,7 +342,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
     -- What happens nearly always, without a table.
     local packed = limits .. pack(layout, unpack_table(counts))
     call('SET', key, packed, 'PX', ttl_ms)
-    return pack('<BI7', 1, now) .. packed
+    return packed
   end
   local packed = limits .. pack(layout, unpack_table(counts))
   if block_ends then
@@ -360,7 +361,7 @@ for i = 1, #subjects do
     stored = subject.packed
     call('SET', subject.key, stored, 'PX', subject.ttl_ms)
   end
-  local reply = pack('<BI7', subject.status, now)
+  local reply = pack('<BI7', subject.status == 1 and 3 or subject.status, now)
   for j = 1, logs and #logs or 0 do
     local log = logs[j]
     local used, capacity = log.used, log.capacity

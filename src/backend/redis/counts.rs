@@ -9,6 +9,10 @@ use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy};
 const VERSION: u8 = 1;
 /// While a key is blocked; the end of the block follows, and then the counts.
 const BLOCKED: u8 = 2;
+/// What a reply says, where it does not begin with the version.
+const BLOCKED_STATUS: u64 = 2;
+const ADMITTED: u64 = ADMITTED_BYTE as u64;
+const ADMITTED_BYTE: u8 = 3;
 const HEADER: usize = 4;
 const TERMS: usize = 17;
 const INSTANT: usize = 7;
@@ -54,6 +58,11 @@ pub(super) fn encode(terms: &[Terms]) -> Packed {
     Packed { limits, terms: ["<", &"BI7I5I4".repeat(terms.len())].concat(), layout: ["<I7", &counts].concat() }
 }
 
+/// Whether a reply says that the subject is admitted.
+pub(super) fn is_admitted(reply: &[u8]) -> bool {
+    matches!(reply.first(), Some(&(VERSION | ADMITTED_BYTE)))
+}
+
 /// How long counts say something after they were written, debts included.
 pub(super) fn time_to_live_ms(policy: &Policy) -> u64 {
     let longest = policy.terms().iter().map(|terms| match terms.algorithm {
@@ -65,7 +74,7 @@ pub(super) fn time_to_live_ms(policy: &Policy) -> u64 {
     longest.max().unwrap_or(0).div_ceil(1_000) + 10
 }
 
-/// What the script says of one subject.
+/// What a script says of one subject: the counts as they are stored now, if it was charged and has no logs, and otherwise
 ///
 /// ```text
 /// status, clock, (used, us until the cost fits, us until more is left) for each log, the counts as they are stored now
@@ -74,9 +83,13 @@ pub(super) fn time_to_live_ms(policy: &Policy) -> u64 {
 /// `None` if it cannot be understood.
 pub(super) fn decision(reply: &[u8], policy: &Policy, cost: u32, charges: bool) -> Option<Decision> {
     let mut reader = Reader(reply);
-    let status = reader.integer(1)?;
-    let now = reader.integer(INSTANT)?;
-    let charged = charges && cost > 0 && status == 1;
+    let (status, now) = if reply.first() == Some(&VERSION) {
+        // Nothing comes between the terms and the last update.
+        (ADMITTED, Reader(reply.strip_prefix(&*policy.packed(encode).limits)?).integer(INSTANT)?)
+    } else {
+        (reader.integer(1)?, reader.integer(INSTANT)?)
+    };
+    let charged = charges && cost > 0 && status == ADMITTED;
     // What was charged is in the counts.
     let asked = if charged { 0 } else { cost };
 
@@ -102,7 +115,7 @@ pub(super) fn decision(reply: &[u8], policy: &Policy, cost: u32, charges: bool) 
     });
     let decision = Decision::new(statuses);
     Some(match status {
-        2 => decision.blocked(Duration::from_micros(blocked_for)),
+        BLOCKED_STATUS => decision.blocked(Duration::from_micros(blocked_for)),
         _ if charged => {
             let receipt = receipt(now, policy.terms(), decision.limits());
             decision.with_receipt(receipt)

@@ -12,7 +12,14 @@ impl RedisBackend {
     async fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
         let Inner { pool, keys, scripts } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
-        let reply = scripts.rate_limit_check(pool, verb, &[subject(policy, &keys, cost.into())]).await?;
+        let subject = subject(policy, &keys, cost.into());
+        if let (Verb::Check, 1.., [terms], [_]) = (verb, cost, policy.terms(), &*keys) {
+            match scripts.rate_limit_check_one(pool, &subject, terms).await? {
+                redis::Value::BulkString(reply) if reply.is_empty() => {}
+                reply => return read(&reply, policy, cost, verb),
+            }
+        }
+        let reply = scripts.rate_limit_check(pool, verb, &[subject]).await?;
         read(&reply, policy, cost, verb)
     }
 }
@@ -66,7 +73,7 @@ impl RateLimitStore for RedisBackend {
         };
         // The status of each subject is its own; it was charged only if all of them were admitted.
         let admitted =
-            replies.iter().all(|reply| matches!(reply, redis::Value::BulkString(text) if text.first() == Some(&1)));
+            replies.iter().all(|reply| matches!(reply, redis::Value::BulkString(text) if counts::is_admitted(text)));
         let verb = if admitted { Verb::Check } else { Verb::Peek };
         let decisions = requests.iter().zip(replies);
         decisions.map(|(request, reply)| read(reply, &request.policy, request.cost, verb)).collect()

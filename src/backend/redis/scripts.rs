@@ -8,6 +8,7 @@ use super::error;
 use super::pool::Pool;
 use crate::error::StoreError;
 use crate::rate_limit::Receipt;
+use crate::rate_limit::counting::Terms;
 
 /// A Lua script and its hash, which is what Redis knows it by.
 #[derive(Debug)]
@@ -26,6 +27,7 @@ macro_rules! lua {
 #[derive(Debug)]
 pub(super) struct Scripts {
     pub(super) check: LuaScript,
+    pub(super) check_one: LuaScript,
     pub(super) block: LuaScript,
 }
 
@@ -63,7 +65,11 @@ impl ToRedisArgs for Subject<'_> {
 
 impl Scripts {
     pub(super) fn new() -> Self {
-        Self { check: lua!("rate_limit_check.lua"), block: lua!("rate_limit_block.lua") }
+        Self {
+            check: lua!("rate_limit_check.lua"),
+            check_one: lua!("rate_limit_check_one.lua"),
+            block: lua!("rate_limit_block.lua"),
+        }
     }
 
     pub(super) async fn rate_limit_check(
@@ -82,6 +88,18 @@ impl Scripts {
                 self.check.call(pool, &keys, ("settle", subjects, receipt.as_micros(), missing)).await
             }
         }
+    }
+
+    /// Charges a subject with a single limit of these terms.
+    pub(super) async fn rate_limit_check_one(
+        &self,
+        pool: &Pool,
+        subject: &Subject<'_>,
+        terms: &Terms,
+    ) -> Result<Value, StoreError> {
+        let numbers = (terms.span, terms.step, terms.capacity);
+        let args = (subject.ttl_ms, subject.cost, &*subject.packed.limits, numbers);
+        self.check_one.call(pool, &[&subject.keys[0]], args).await
     }
 
     pub(super) async fn rate_limit_block(
@@ -147,7 +165,7 @@ mod tests {
     fn headers_agree_with_bodies_and_calls() {
         let scripts = Scripts::new();
         // How many keys and arguments the typed calls above give for one subject.
-        for (script, keys, args) in [(&scripts.check, 1, 10), (&scripts.block, 1, 2)] {
+        for (script, keys, args) in [(&scripts.check, 1, 10), (&scripts.check_one, 1, 6), (&scripts.block, 1, 2)] {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
             for (what, count) in [("KEYS", keys), ("ARGV", args)] {
                 let names = declared(header, what);
