@@ -28,8 +28,11 @@ const KEYS: u64 = 10_000;
 const ROUNDS: usize = 5;
 const BENCHMARK_REQUESTS: &str = "300000";
 const ROUND: Duration = Duration::from_millis(1_800);
-const SCRIPT: &str = include_str!("../lua/rate_limit_check_one.lua");
+const SCRIPT: &str = include_str!("../lua/rate_limit_check_plain.lua");
 /// One fixed window of a minute for 1,000,000 units, as the script wants it.
+const TERMS: &str = "<BI7I5I4";
+const LAYOUT: &str = "<I7I7I5";
+const SIZE: &str = "40";
 const LIMITS: &[u8] = b"\x01\x01\x28\x00\x02\x00\x87\x93\x03\x00\x00\x00\x00\x00\x00\x00\x00\x40\x42\x0f\x00";
 
 fn main() {
@@ -98,10 +101,10 @@ async fn decide_held(pool: bb8_redis::bb8::Pool<RedisConnectionManager>, script:
         .key(key)
         .arg(60_010)
         .arg(1)
+        .arg(TERMS)
+        .arg(LAYOUT)
+        .arg(SIZE)
         .arg(LIMITS)
-        .arg(60_000_000)
-        .arg(0)
-        .arg(1_000_000)
         .invoke_async(&mut *connection)
         .await
         .expect("Redis decides");
@@ -145,7 +148,7 @@ where
 fn ceiling(server: &RedisServer) -> f64 {
     // redis-benchmark cannot send an argument that is not text, so the script is told it in a line of its own.
     let limits: String = LIMITS.iter().map(|byte| format!("\\{byte:03}")).collect();
-    let script = format!("ARGV[3] = '{limits}'\n{SCRIPT}");
+    let script = format!("ARGV[6] = '{limits}'\n{SCRIPT}");
     let hash: String =
         redis::cmd("SCRIPT").arg("LOAD").arg(script).query(&mut server.connection()).expect("the script loads");
     let binary = binary();
@@ -170,7 +173,7 @@ fn ceiling(server: &RedisServer) -> f64 {
             "--csv",
         ])
         .args(["EVALSHA", &hash, "1", "ceiling:2:{rate_limit:bench:__rand_int__}:counts"])
-        .args(["60010", "1", "limits", "60000000", "0", "1000000"])
+        .args(["60010", "1", TERMS, LAYOUT, SIZE, "limits"])
         .output()
         .unwrap_or_else(|error| {
             panic!("{} cannot be run ({error}): set TOLLGATE_REDIS_BENCHMARK", benchmark.display())

@@ -60,13 +60,14 @@ struct Spec {
     mode: Mode,
 }
 
-/// Terms in a form that can be sent to a store, their format, and that of the counts.
+/// Terms in a form that can be sent to a store, their format, and the format of the counts; and the size of all of it.
 #[cfg(feature = "redis")]
 #[derive(Debug)]
 pub(crate) struct Packed {
     pub(crate) limits: Vec<u8>,
     pub(crate) terms: String,
     pub(crate) layout: String,
+    pub(crate) size: usize,
 }
 
 /// What happens to what was counted when a limit of a policy is changed: in a new release, by a reload, or because a client has changed plans.

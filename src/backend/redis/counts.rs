@@ -55,7 +55,12 @@ pub(super) fn encode(terms: &[Terms]) -> Packed {
         limits.extend(terms.capacity.to_le_bytes());
     }
     let counts: String = terms.iter().map(|terms| format(terms.algorithm)).collect();
-    Packed { limits, terms: ["<", &"BI7I5I4".repeat(terms.len())].concat(), layout: ["<I7", &counts].concat() }
+    Packed {
+        limits,
+        terms: ["<", &"BI7I5I4".repeat(terms.len())].concat(),
+        layout: ["<I7", &counts].concat(),
+        size: length,
+    }
 }
 
 /// Whether a reply says that the subject is admitted.

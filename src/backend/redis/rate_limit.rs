@@ -13,8 +13,8 @@ impl RedisBackend {
         let Inner { pool, keys, scripts } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         let subject = subject(policy, &keys, cost.into());
-        if let (Verb::Check, 1.., [terms], [_]) = (verb, cost, policy.terms(), &*keys) {
-            match scripts.rate_limit_check_one(pool, &subject, terms).await? {
+        if let (Verb::Check, 1.., [_]) = (verb, cost, &*keys) {
+            match scripts.rate_limit_check_plain(pool, &subject).await? {
                 redis::Value::BulkString(reply) if reply.is_empty() => {}
                 reply => return read(&reply, policy, cost, verb),
             }

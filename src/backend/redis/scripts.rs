@@ -8,7 +8,6 @@ use super::error;
 use super::pool::Pool;
 use crate::error::StoreError;
 use crate::rate_limit::Receipt;
-use crate::rate_limit::counting::Terms;
 
 /// A Lua script and its hash, which is what Redis knows it by.
 #[derive(Debug)]
@@ -27,7 +26,7 @@ macro_rules! lua {
 #[derive(Debug)]
 pub(super) struct Scripts {
     pub(super) check: LuaScript,
-    pub(super) check_one: LuaScript,
+    pub(super) check_plain: LuaScript,
     pub(super) block: LuaScript,
 }
 
@@ -67,7 +66,7 @@ impl Scripts {
     pub(super) fn new() -> Self {
         Self {
             check: lua!("rate_limit_check.lua"),
-            check_one: lua!("rate_limit_check_one.lua"),
+            check_plain: lua!("rate_limit_check_plain.lua"),
             block: lua!("rate_limit_block.lua"),
         }
     }
@@ -90,16 +89,11 @@ impl Scripts {
         }
     }
 
-    /// Charges a subject with a single limit of these terms.
-    pub(super) async fn rate_limit_check_one(
-        &self,
-        pool: &Pool,
-        subject: &Subject<'_>,
-        terms: &Terms,
-    ) -> Result<Value, StoreError> {
-        let numbers = (terms.span, terms.step, terms.capacity);
-        let args = (subject.ttl_ms, subject.cost, &*subject.packed.limits, numbers);
-        self.check_one.call(pool, &[&subject.keys[0]], args).await
+    /// Charges a subject without sliding logs. An empty answer says that nothing was done, and the other script is to be asked.
+    pub(super) async fn rate_limit_check_plain(&self, pool: &Pool, subject: &Subject<'_>) -> Result<Value, StoreError> {
+        let Packed { terms, layout, size, limits } = subject.packed;
+        let args = (subject.ttl_ms, subject.cost, terms, layout, size, &**limits);
+        self.check_plain.call(pool, &[&subject.keys[0]], args).await
     }
 
     pub(super) async fn rate_limit_block(
@@ -165,7 +159,7 @@ mod tests {
     fn headers_agree_with_bodies_and_calls() {
         let scripts = Scripts::new();
         // How many keys and arguments the typed calls above give for one subject.
-        for (script, keys, args) in [(&scripts.check, 1, 10), (&scripts.check_one, 1, 6), (&scripts.block, 1, 2)] {
+        for (script, keys, args) in [(&scripts.check, 1, 10), (&scripts.check_plain, 1, 6), (&scripts.block, 1, 2)] {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
             for (what, count) in [("KEYS", keys), ("ARGV", args)] {
                 let names = declared(header, what);
@@ -183,7 +177,7 @@ mod tests {
 
     #[test]
     fn a_call_is_one_command_with_all_arguments() {
-        let packed = Packed { limits: b"terms".to_vec(), terms: "<B".into(), layout: "<I2".into() };
+        let packed = Packed { limits: b"terms".to_vec(), terms: "<B".into(), layout: "<I2".into(), size: 9 };
         let subject = Subject { keys: &[], cost: 5, change: "keep", ttl_ms: 60_000, packed: &packed };
         let command = command("EVALSHA", "abc", &["key"], &("check", &[subject]));
         let packed = String::from_utf8(command.get_packed_command()).unwrap();
