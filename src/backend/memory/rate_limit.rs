@@ -414,6 +414,12 @@ impl RateLimitStore for MemoryBackend {
             self.decide_in(shard, hash, policy, key, *cost, verb, now)
         };
         let mut decisions: Vec<Decision> = Vec::with_capacity(requests.len());
+        // A denial changes nothing, so all are asked before any is charged.
+        let peeks: Vec<Decision> = (0..requests.len()).map(|index| act(index, Verb::Peek)).collect();
+        if !peeks.iter().all(Decision::is_allowed) {
+            return Ok(peeks);
+        }
+        // One that is there twice can still be denied.
         for index in 0..requests.len() {
             let denied = decisions.iter().any(|decision| !decision.is_allowed());
             let decision = act(index, if denied { Verb::Peek } else { Verb::Check });
