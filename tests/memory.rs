@@ -9,7 +9,8 @@ use std::time::{Duration, Instant};
 
 use tokio::time::advance;
 use tollgate::rate_limit::Receipt;
-use tollgate::{Limiter, MemoryBackend, Policy, Quota};
+use tollgate::rate_limit::{QuotaChange, RateLimitStore, Request};
+use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota};
 
 tollgate::rate_limit_contract!(
     #[tokio::test(start_paused = true)]
@@ -227,4 +228,21 @@ fn now<T>(call: impl Future<Output = T>) -> T {
         Poll::Ready(answer) => answer,
         Poll::Pending => panic!("memory answers at once"),
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_denial_of_several_converts_no_counts() {
+    let backend = MemoryBackend::new();
+    let [free, pro] = [10, 100].map(|units| {
+        let policy = Policy::new("plan", Quota::per_hour(units).fixed_window());
+        policy.on_quota_change(QuotaChange::Reset)
+    });
+    let [alice, bob] = ["alice", "bob"].map(Key::from);
+    assert!(backend.check(&free, &alice, 7).await.unwrap().is_allowed());
+    backend.block(&pro, &bob, Duration::from_secs(60)).await.unwrap();
+    // Alice has room under the new numbers, and bob is blocked.
+    let requests = [alice, bob].map(|key| Request { policy: pro.clone(), key, cost: 1 });
+    let decisions = backend.check_all(&requests).await.unwrap();
+    assert!(decisions[0].is_allowed() && !decisions[1].is_allowed());
+    assert_eq!(backend.peek(&free, &alice, 1).await.unwrap().remaining(), Some(3));
 }
