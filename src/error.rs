@@ -170,6 +170,11 @@ pub enum ConfigError {
         /// The Cargo feature to turn on.
         feature: &'static str,
     },
+    /// A certificate or a private key is not one that can be used.
+    InvalidCertificate {
+        /// What is wrong with it.
+        reason: String,
+    },
     /// A pool of no connections can serve nobody.
     EmptyPool,
     /// A timeout of nothing leaves no time for an answer.
@@ -195,10 +200,13 @@ impl fmt::Display for ConfigError {
             Self::InvalidUrl { reason } => write!(f, "the store URL is not valid: {reason}"),
             Self::UnknownScheme { scheme } => write!(
                 f,
-                "no store answers to `{scheme}:`; use `memory:`, `redis://host:port/db` or `redis+unix:///path`"
+                "no store answers to `{scheme}:`; use `memory:`, `redis:`, `redis+unix:`, `redis+sentinel:` or `redis+cluster:`"
             ),
             Self::FeatureMissing { feature } => {
                 write!(f, "this build of tollgate lacks the feature `{feature}` that the store URL needs")
+            }
+            Self::InvalidCertificate { reason } => {
+                write!(f, "a certificate or key for the store cannot be used: {reason}")
             }
             Self::EmptyPool => f.write_str("a pool needs at least one connection"),
             Self::ZeroTimeout => f.write_str("a timeout of zero leaves no time for an answer"),
@@ -214,16 +222,37 @@ impl Error for ConfigError {}
 pub enum ConnectError {
     /// The URL or the options cannot work; nothing was contacted.
     Config(ConfigError),
-    /// The store was contacted and did not let us in.
+    /// Nobody is there, or whoever is there cannot serve at the moment. It is worth trying again later.
     Store(StoreError),
+    /// The user name or the password is wrong, or there is none where one is needed.
+    Credentials(StoreError),
+    /// The user is known, and may not do what is needed.
+    Permissions(StoreError),
+    /// The certificate of the server is not signed by anybody whom we trust, not for this host, or out of date.
+    Certificate(StoreError),
+    /// The server wants a certificate of ours, or another one.
+    ClientCertificate(StoreError),
+    /// There is no encrypted connection for another reason: the server may not speak TLS.
+    Tls(StoreError),
+    /// The server lets us in, and is not one that we can work with.
+    Unsupported {
+        /// What it is, and what it should be.
+        reason: String,
+    },
 }
 
 impl fmt::Display for ConnectError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Config(_) => f.write_str("the settings of the store cannot work"),
-            Self::Store(_) => f.write_str("the store cannot be reached"),
-        }
+        f.write_str(match self {
+            Self::Config(_) => "the settings of the store cannot work",
+            Self::Store(_) => "the store cannot be reached",
+            Self::Credentials(_) => "the store does not accept the user name or the password",
+            Self::Permissions(_) => "the store does not let this user run scripts on the keys below the prefix",
+            Self::Certificate(_) => "the certificate of the store is not one to be trusted",
+            Self::ClientCertificate(_) => "the store demands a client certificate that it trusts",
+            Self::Tls(_) => "the store and we do not come to an encrypted connection",
+            Self::Unsupported { reason } => return write!(f, "the store is not one that will do: {reason}"),
+        })
     }
 }
 
@@ -231,7 +260,13 @@ impl Error for ConnectError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         Some(match self {
             Self::Config(error) => error,
-            Self::Store(error) => error,
+            Self::Store(error)
+            | Self::Credentials(error)
+            | Self::Permissions(error)
+            | Self::Certificate(error)
+            | Self::ClientCertificate(error)
+            | Self::Tls(error) => error,
+            Self::Unsupported { .. } => return None,
         })
     }
 }

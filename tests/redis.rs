@@ -9,7 +9,7 @@ use std::time::Duration;
 use bb8_redis::RedisConnectionManager;
 use redis::Connection;
 use support::server::RedisServer;
-use tollgate::{Limiter, Policy, Quota, RedisBackend, RedisOptions};
+use tollgate::{BoxError, Limiter, Policy, Quota, RedisBackend, RedisOptions};
 
 tollgate::rate_limit_contract!(
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -369,22 +369,50 @@ async fn a_pool_of_the_program_can_be_used() {
     }
 }
 
-#[tokio::test]
-async fn a_user_needs_no_more_than_the_docs_say() {
+/// The rule for users in the docs.
+fn documented_user() -> Vec<&'static str> {
     let docs = include_str!("../src/backend/redis/mod.rs");
     let command = docs.lines().find_map(|line| line.strip_prefix("//! ACL ")).unwrap();
-    let server = RedisServer::start();
-    let words: Vec<_> = command.split(' ').collect();
-    let _: () = redis::cmd("ACL").arg(words).query(&mut server.connection()).unwrap();
-    let backend =
-        RedisBackend::connect(format!("redis://tollgate:password@127.0.0.1:{}/", server.port())).await.unwrap();
+    command.split(' ').collect()
+}
+
+/// Connects as that user, and does everything that there is to do.
+async fn do_everything(server: &RedisServer) -> Result<(), BoxError> {
+    let backend = RedisBackend::connect(format!("redis://tollgate:password@127.0.0.1:{}/", server.port())).await?;
     for policy in policies(200) {
         let limiter = limiter(&backend, policy);
+        limiter.reset("alice").await?;
+        let mut receipt = None;
         for _ in 0..201 {
-            limiter.check("alice").await.unwrap();
+            receipt = receipt.or(limiter.check("alice").await?.receipt());
         }
-        limiter.peek("alice").await.unwrap();
-        limiter.reset("alice").await.unwrap();
+        limiter.peek("alice").await?;
+        limiter.settle("alice", receipt.unwrap(), -1).await?;
+        limiter.check("alice").await?;
+        for time in [Duration::from_secs(1), Duration::ZERO] {
+            limiter.block("alice", time).await?;
+        }
+    }
+    Ok(())
+}
+
+#[tokio::test]
+async fn a_user_needs_what_the_docs_say() {
+    let server = RedisServer::start();
+    let _: () = redis::cmd("ACL").arg(documented_user()).query(&mut server.connection()).unwrap();
+    do_everything(&server).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_user_needs_all_that_the_docs_say() {
+    let server = RedisServer::start();
+    let mut connection = server.connection();
+    let rule = documented_user();
+    let commands: Vec<_> = rule.iter().filter(|word| word.starts_with('+')).collect();
+    assert!(commands.len() > 5, "{commands:?}");
+    for command in commands {
+        let _: () = redis::cmd("ACL").arg(&rule).arg(command.replace('+', "-")).query(&mut connection).unwrap();
+        assert!(do_everything(&server).await.is_err(), "nobody misses {command}");
     }
 }
 

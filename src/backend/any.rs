@@ -12,8 +12,12 @@ use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
 /// | URL | backend |
 /// | --- | --- |
 /// | `memory:` | a [`MemoryBackend`] of its own |
-/// | `redis://user:password@host:port/db` | `RedisBackend` over TCP |
-/// | `redis+unix:///path?db=0` | `RedisBackend` over a Unix socket |
+/// | `redis://user:password@host:port/db` | `RedisBackend` on one server |
+/// | `redis+unix:///path?db=0` | `RedisBackend` on one server, over a Unix socket |
+/// | `redis+sentinel://host1,host2/service/db` | `RedisBackend` on the primary of a service |
+/// | `redis+cluster://host1,host2` | `RedisBackend` on the nodes of a cluster |
+///
+/// `rediss` in the place of `redis` encrypts, with the feature `tls`. All of it is in the docs of `RedisOptions::from_url`.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::ConnectError> {
@@ -24,7 +28,8 @@ use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
 ///
 /// # Errors
 ///
-/// [`ConnectError::Config`] if the URL makes no sense, [`ConnectError::Store`] if nobody answers at its address.
+/// [`ConnectError::Config`] if the URL makes no sense, [`ConnectError::Store`] if nobody answers at its address, and further
+/// kinds of [`ConnectError`] for what can be wrong with credentials, certificates and servers.
 pub async fn connect(url: impl AsRef<str>) -> Result<AnyBackend, ConnectError> {
     let url = url.as_ref();
     let Some((scheme, rest)) = url.split_once(':') else {
@@ -37,14 +42,13 @@ pub async fn connect(url: impl AsRef<str>) -> Result<AnyBackend, ConnectError> {
         }
         "memory" => Err(ConfigError::InvalidUrl { reason: "`memory:` takes nothing behind the colon".into() }.into()),
         #[cfg(feature = "redis")]
-        "redis" | "valkey" | "redis+unix" | "valkey+unix" | "unix" => {
-            Ok(AnyBackend::Redis(RedisOptions::from_url(url)?.connect().await?))
-        }
+        _ => Ok(AnyBackend::Redis(RedisOptions::from_url(url)?.connect().await?)),
         #[cfg(not(feature = "redis"))]
-        "redis" | "valkey" | "redis+unix" | "valkey+unix" | "unix" => {
+        _ if ["redis", "rediss", "valkey", "valkeys", "unix"].contains(&scheme.split('+').next().unwrap_or(scheme)) => {
             Err(ConfigError::FeatureMissing { feature: "redis" }.into())
         }
         // Escaped and cut, since anything at all may stand before the first colon.
+        #[cfg(not(feature = "redis"))]
         _ => Err(ConfigError::UnknownScheme { scheme: scheme.escape_debug().take(32).collect() }.into()),
     }
 }
@@ -110,7 +114,7 @@ mod tests {
         let error = |url: &'static str| async move {
             match connect(url).await.unwrap_err() {
                 ConnectError::Config(error) => error,
-                ConnectError::Store(error) => panic!("{url} should not have been contacted: {error:?}"),
+                error => panic!("{url} should not have been contacted: {error:?}"),
             }
         };
         assert!(matches!(error("").await, ConfigError::InvalidUrl { .. }));

@@ -289,11 +289,11 @@ impl RedisBackend {
     /// The same connections and keys, with scripts that read the clock of the test.
     fn on_virtual_clock(&self) -> Self {
         let prelude = include_str!("virtual_clock.lua");
-        let Scripts { check, check_plain, block } = Scripts::new();
+        let Scripts { check, check_plain, block, probe } = Scripts::new();
         let [check, check_plain, block] =
             [check, check_plain, block].map(|script| LuaScript::new(&format!("{prelude}\n{}", script.code())));
-        let scripts = Scripts { check, check_plain, block };
-        let super::Inner { pool, keys, .. } = &*self.inner;
-        Self { inner: std::sync::Arc::new(super::Inner { pool: pool.clone(), keys: keys.clone(), scripts }) }
+        let scripts = Scripts { check, check_plain, block, probe };
+        let super::Inner { servers, keys, .. } = &*self.inner;
+        Self { inner: std::sync::Arc::new(super::Inner { servers: servers.clone(), keys: keys.clone(), scripts }) }
     }
 }

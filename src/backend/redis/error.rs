@@ -4,7 +4,7 @@ use std::fmt;
 
 use redis::{ErrorKind, RedisError, ServerErrorKind, Value};
 
-use crate::error::StoreError;
+use crate::error::{ConnectError, StoreError};
 
 /// Whether the server does not know the script, and so has not run it.
 pub(super) fn is_no_script(error: &RedisError) -> bool {
@@ -28,7 +28,8 @@ pub(super) fn store_error(error: RedisError) -> StoreError {
         ErrorKind::AuthenticationFailed => StoreError::unauthorized(error),
         _ => match code(&error) {
             Some(
-                "LOADING" | "MASTERDOWN" | "CLUSTERDOWN" | "TRYAGAIN" | "READONLY" | "NOREPLICAS" | "BUSY" | "MISCONF",
+                "LOADING" | "MASTERDOWN" | "CLUSTERDOWN" | "TRYAGAIN" | "MOVED" | "ASK" | "READONLY" | "NOREPLICAS"
+                | "BUSY" | "MISCONF",
             ) => StoreError::unavailable(error),
             Some("NOAUTH" | "WRONGPASS" | "NOPERM") => StoreError::unauthorized(error),
             Some("OOM") => StoreError::out_of_memory(error),
@@ -38,9 +39,47 @@ pub(super) fn store_error(error: RedisError) -> StoreError {
     }
 }
 
+/// Why there is no connection to begin with.
+pub(super) fn connect_error(error: RedisError) -> ConnectError {
+    #[cfg(feature = "tls")]
+    if let Some(tls) = tls_error(&error) {
+        use rustls::{AlertDescription, Error};
+        return match tls {
+            Error::InvalidCertificate(_) => ConnectError::Certificate(store_error(error)),
+            Error::AlertReceived(
+                AlertDescription::CertificateRequired
+                | AlertDescription::BadCertificate
+                | AlertDescription::UnknownCA
+                | AlertDescription::CertificateUnknown
+                | AlertDescription::CertificateExpired
+                | AlertDescription::CertificateRevoked
+                | AlertDescription::DecryptError,
+            ) => ConnectError::ClientCertificate(store_error(error)),
+            _ => ConnectError::Tls(store_error(error)),
+        };
+    }
+    match (error.kind(), code(&error)) {
+        (ErrorKind::AuthenticationFailed, _) | (_, Some("NOAUTH" | "WRONGPASS")) => {
+            ConnectError::Credentials(store_error(error))
+        }
+        (_, Some("NOPERM")) => ConnectError::Permissions(store_error(error)),
+        _ if error.to_string().contains("cluster support disabled") => {
+            ConnectError::Unsupported { reason: "the server is not a node of a cluster: use `redis://`".to_owned() }
+        }
+        _ => ConnectError::Store(store_error(error)),
+    }
+}
+
+/// What went wrong in the TLS layer, if that is where it went wrong.
+#[cfg(feature = "tls")]
+fn tls_error(error: &RedisError) -> Option<&rustls::Error> {
+    let io = std::error::Error::source(error)?.downcast_ref::<std::io::Error>()?;
+    io.get_ref()?.downcast_ref()
+}
+
 /// The code of a server's error. Redis before 7 wraps an error that a script ran into, code and all, in a sentence of its
 /// own: `ERR Error running script (call to f_...): @user_script:12: WRONGTYPE Operation against ...`.
-fn code(error: &RedisError) -> Option<&str> {
+pub(super) fn code(error: &RedisError) -> Option<&str> {
     let code = error.code()?;
     let wrapped = match (code, error.detail()) {
         ("ERR", Some(detail)) => detail.split_once("@user_script").map(|(_, place)| place),

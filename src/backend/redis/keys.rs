@@ -20,6 +20,11 @@ impl Keys {
         Self { root: format!("{}:{LAYOUT}:", Key::new(prefix)) }
     }
 
+    /// The key that a script is given to see whether it may run. Nothing is ever stored there.
+    pub(super) fn probe(&self) -> String {
+        [&self.root, "{probe}"].concat()
+    }
+
     /// `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:counts`, and for each sliding log of the policy
     /// `...{...}:<shape>:log:<window in us>`, with `:2` and so on behind it where several have the same window.
     ///

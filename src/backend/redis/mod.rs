@@ -15,14 +15,29 @@
 //! # }
 //! ```
 //!
+//! # Topologies
+//!
+//! One server, the primary that Sentinels name, or a cluster: the URL says which ([`RedisOptions::from_url`]), and nothing else
+//! in a program changes.
+//!
+//! * *Sentinel*: whenever a connection is opened, the Sentinels are asked for the primary, and that server whether it is one. One
+//!   Sentinel that answers is enough, and one that hangs costs a tenth of a second. A server that says READONLY is left. With TLS,
+//!   the primary is connected to by the address that the Sentinels tell, so its certificate must be for that.
+//! * *Cluster*: a subject has all its keys in one slot, and goes to the node that serves it. MOVED, ASK and TRYAGAIN are followed at
+//!   once and are no errors. Each node has connections of its own: one that is down or hangs concerns its own slots, and the map is
+//!   read anew, from another node, until somebody else serves them. A decision about several subjects is one script where they
+//!   share a slot; otherwise they are asked one after the other, and what was charged is given back when one says no.
+//!
+//! After a failover what replication had not carried is forgotten: `min-replicas-to-write` on the server bounds that.
+//!
 //! # Connections
 //!
-//! A bb8 pool of a few *multiplexed* connections. A call borrows one, clones its handle and gives it back before it sends
-//! anything, so no call waits for the round trip of another and a handful of connections serves thousands of requests at
+//! A bb8 pool of a few *multiplexed* connections for each server. A call borrows one, clones its handle and gives it back before it
+//! sends anything, so no call waits for the round trip of another and a handful of connections serves thousands of requests at
 //! once. There is no PING per checkout: a connection that fails is marked, is never handed out again, and is replaced.
 //! A server that is demoted to a replica is left for whatever its address leads to by then. While connections are refused,
 //! calls fail at once instead of waiting for their deadline; a server that accepts them and does not answer costs calls their
-//! deadline until that is known.
+//! deadline until that is known. A command whose answer is lost is never sent again, since it may have been counted.
 //!
 //! # Keys
 //!
@@ -31,22 +46,35 @@
 //!
 //! # Servers
 //!
-//! A user of their own needs no more than this, with the prefix in the place of `tollgate`:
+//! Redis 6.2 or later, or Valkey; connecting to an older one is an error that says so. A user of their own needs no more than this,
+//! with the prefix in the place of `tollgate`:
 //!
 //! ```text
 //! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +set +pttl +pexpire +time +getrange +strlen +append
 //! ```
 //!
-//! Redis 6.2 or later, or Valkey. `maxmemory-policy` should be `noeviction` or a `volatile` one with room to spare: a key
-//! that is evicted is a count that starts again.
+//! and with Sentinels `+role` as well, with a cluster `+cluster|slots +asking`. A user who may run `INFO` too is told at the
+//! start of a `maxmemory-policy` that can evict our keys: a key that is evicted is a count that starts again, and since all keys
+//! have a time to live, only `noeviction` leaves them alone.
+//!
+//! # Encryption
+//!
+//! With the feature `tls`, `rediss` in the place of `redis` encrypts with rustls. Servers are trusted as the operating system does, or by
+//! [`ca_certificate`](RedisOptions::ca_certificate); [`client_certificate`](RedisOptions::client_certificate) shows who we
+//! are. A program that has installed a rustls `CryptoProvider` keeps it; otherwise `ring` is installed.
 
+mod cluster;
 mod counts;
 mod error;
 mod keys;
 mod options;
 mod pool;
+mod probe;
 mod rate_limit;
 mod scripts;
+mod sentinel;
+mod servers;
+mod url;
 
 #[cfg(test)]
 mod differential;
@@ -57,8 +85,8 @@ use std::sync::Arc;
 use bb8_redis::RedisConnectionManager;
 
 use self::keys::Keys;
-use self::pool::Pool;
 use self::scripts::Scripts;
+use self::servers::Servers;
 use crate::error::ConnectError;
 
 pub use self::options::RedisOptions;
@@ -75,17 +103,17 @@ pub struct RedisBackend {
 }
 
 struct Inner {
-    pool: Pool,
+    servers: Arc<Servers>,
     keys: Keys,
     scripts: Scripts,
 }
 
 impl RedisBackend {
-    /// Connects with the default [options](RedisOptions): `redis://user:password@host:port/db` or `redis+unix:///path`.
+    /// Connects with the default [options](RedisOptions) to the servers that a [URL](RedisOptions::from_url) names.
     ///
     /// # Errors
     ///
-    /// If the URL is malformed, or Redis does not let us in within the connect timeout.
+    /// As [`RedisOptions::from_url`] and [`RedisOptions::connect`].
     pub async fn connect(url: impl AsRef<str>) -> Result<Self, ConnectError> {
         RedisOptions::from_url(url)?.connect().await
     }
@@ -103,13 +131,16 @@ impl RedisBackend {
         RedisOptions::from_pool(pool).connect().await
     }
 
-    fn new(pool: Pool, keys: Keys) -> Self {
-        Self { inner: Arc::new(Inner { pool, keys, scripts: Scripts::new() }) }
+    /// Takes over connections, after a look at the servers behind them.
+    async fn new(servers: Servers, keys: Keys) -> Result<Self, ConnectError> {
+        let scripts = Scripts::new();
+        probe::probe(&servers, &keys, &scripts.probe).await?;
+        Ok(Self { inner: Arc::new(Inner { servers: Arc::new(servers), keys, scripts }) })
     }
 }
 
 impl fmt::Debug for RedisBackend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("RedisBackend").field("keys", &self.inner.keys).field("pool", &self.inner.pool).finish()
+        f.debug_struct("RedisBackend").field("keys", &self.inner.keys).field("servers", &self.inner.servers).finish()
     }
 }

@@ -2,11 +2,17 @@ use std::fmt;
 use std::time::Duration;
 
 use bb8_redis::RedisConnectionManager;
-use redis::{AsyncConnectionConfig, Client};
+use redis::sentinel::{SentinelClient, SentinelClientBuilder, SentinelServerType};
+use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisConnectionInfo, RedisError};
 
 use super::RedisBackend;
+use super::cluster::{Address, Cluster, Opener};
+use super::error::connect_error;
 use super::keys::Keys;
 use super::pool::{Connector, Pool};
+use super::sentinel::Sentinels;
+use super::servers::Servers;
+use super::url::Target;
 use crate::error::{ConfigError, ConnectError};
 
 /// How to reach Redis, and what to call things there.
@@ -19,6 +25,25 @@ use crate::error::{ConfigError, ConnectError};
 /// # Ok(())
 /// # }
 /// ```
+///
+/// What a URL should not say or cannot:
+///
+/// ```no_run
+/// # #[cfg(feature = "tls")] mod example {
+/// use tollgate::RedisOptions;
+///
+/// # async fn connect() -> Result<(), Box<dyn std::error::Error>> {
+/// let backend = RedisOptions::from_url("rediss+sentinel://10.0.0.1,10.0.0.2,10.0.0.3/orders")?
+///     .user("shop", std::env::var("REDIS_PASSWORD")?)
+///     .sentinel_user("", std::env::var("SENTINEL_PASSWORD")?)
+///     .ca_certificate(std::fs::read("ca.pem")?)
+///     .client_certificate(std::fs::read("shop.pem")?, std::fs::read("shop.key")?)
+///     .connect()
+///     .await?;
+/// # Ok(())
+/// # }
+/// # }
+/// ```
 #[derive(Clone)]
 #[must_use]
 pub struct RedisOptions {
@@ -27,11 +52,13 @@ pub struct RedisOptions {
     connections: u32,
     connect_timeout: Duration,
     response_timeout: Duration,
+    #[cfg(feature = "tls")]
+    certificates: redis::TlsCertificates,
 }
 
 #[derive(Clone)]
 enum Source {
-    Client(Client),
+    Target(Box<Target>),
     Pool(bb8::Pool<RedisConnectionManager>),
 }
 
@@ -39,14 +66,26 @@ enum Source {
 const DEFAULT_CONNECTIONS: u32 = 4;
 
 impl RedisOptions {
-    /// Reaches the server that a URL names: `redis://user:password@host:port/db` or `redis+unix:///path?db=0`.
+    /// Reaches the servers that a URL names.
+    ///
+    /// | URL | servers |
+    /// | --- | --- |
+    /// | `redis://user:password@host:port/db` | one server |
+    /// | `redis+unix:///path?db=0&user=name&pass=password` | one server, over a Unix socket |
+    /// | `redis+sentinel://user:password@host1:port,host2/service/db` | the primary of a service, as the Sentinels say |
+    /// | `redis+cluster://user:password@host1:port,host2` | all nodes of a cluster, found from any that are named |
+    ///
+    /// `valkey` may stand for `redis`. `rediss` and `valkeys` encrypt (feature `tls`): the servers' certificates, those of Sentinels
+    /// included, must be signed for the host names or addresses that are connected to. Port, database, user and password may
+    /// be left out; ports default to 6379, those of Sentinels to 26379. The user is that of the data servers; Sentinels have
+    /// [their own](Self::sentinel_user). Special characters of a password are percent-encoded.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::InvalidUrl`]. Nothing is contacted yet.
+    /// [`ConfigError::InvalidUrl`], [`ConfigError::UnknownScheme`] or [`ConfigError::FeatureMissing`], none of which
+    /// repeats a password. Nothing is contacted yet.
     pub fn from_url(url: impl AsRef<str>) -> Result<Self, ConfigError> {
-        let client = Client::open(url.as_ref()).map_err(|error| ConfigError::InvalidUrl { reason: reason(&error) })?;
-        Ok(Self::new(Source::Client(client)))
+        Target::parse(url.as_ref()).map(|target| Self::new(Source::Target(Box::new(target))))
     }
 
     /// Connects as a pool does that the program has already: see [`RedisBackend::from_pool`].
@@ -61,7 +100,47 @@ impl RedisOptions {
             connections: DEFAULT_CONNECTIONS,
             connect_timeout: Duration::from_secs(1),
             response_timeout: Duration::from_millis(500),
+            #[cfg(feature = "tls")]
+            certificates: redis::TlsCertificates { client_tls: None, root_cert: None },
         }
+    }
+
+    /// The user of the server's access control list, and the password. Replaces what the URL says; an empty name is the default
+    /// user. Not for options [from a pool](Self::from_pool), which has its own.
+    pub fn user(mut self, name: impl AsRef<str>, password: impl AsRef<str>) -> Self {
+        if let Source::Target(target) = &mut self.source {
+            target.log_in(|redis| with_user(redis, name.as_ref(), password.as_ref()));
+        }
+        self
+    }
+
+    /// The user of the Sentinels, and the password, where they want one. An empty name is the default user. Without effect where
+    /// there are no Sentinels.
+    pub fn sentinel_user(mut self, name: impl AsRef<str>, password: impl AsRef<str>) -> Self {
+        if let Source::Target(target) = &mut self.source
+            && let Target::Sentinel { sentinel, .. } = &mut **target
+        {
+            *sentinel = with_user(sentinel.clone(), name.as_ref(), password.as_ref());
+        }
+        self
+    }
+
+    /// Trusts servers whose certificate one of these authorities has signed (PEM), and no others. By default those that the
+    /// operating system trusts. For the encrypted schemes.
+    #[cfg(feature = "tls")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "tls")))]
+    pub fn ca_certificate(mut self, pem: impl Into<Vec<u8>>) -> Self {
+        self.certificates.root_cert = Some(pem.into());
+        self
+    }
+
+    /// Shows this certificate to servers, and proves with the private key that it is ours (both PEM). For the encrypted schemes.
+    #[cfg(feature = "tls")]
+    #[cfg_attr(docsrs, doc(cfg(feature = "tls")))]
+    pub fn client_certificate(mut self, certificate: impl Into<Vec<u8>>, key: impl Into<Vec<u8>>) -> Self {
+        let tls = redis::ClientTlsConfig { client_cert: certificate.into(), client_key: key.into() };
+        self.certificates.client_tls = Some(tls);
+        self
     }
 
     /// What the name of every key begins with. Defaults to `tollgate`. Programs with the same prefix on the same database
@@ -72,7 +151,7 @@ impl RedisOptions {
         self
     }
 
-    /// How many connections to keep. Defaults to 4, each of which serves any number of requests at once.
+    /// How many connections to keep to each server. Defaults to 4, each of which serves any number of requests at once.
     pub fn connections(mut self, connections: u32) -> Self {
         self.connections = connections;
         self
@@ -93,32 +172,163 @@ impl RedisOptions {
         self
     }
 
-    /// Connects, and makes sure that Redis lets us in.
+    /// Connects, and makes sure that Redis lets us in, is recent enough and runs scripts for us.
+    ///
+    /// Where the user may run `INFO`, a `maxmemory-policy` that can evict our keys is a warning in the log.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::EmptyPool`] for a pool of no connections and [`ConfigError::ZeroTimeout`] for a timeout of zero; a
-    /// [`StoreError`](crate::StoreError) if no connection could be opened within the connect timeout.
+    /// [`ConnectError::Config`] for settings that cannot work: [`ConfigError::EmptyPool`], [`ConfigError::ZeroTimeout`],
+    /// [`ConfigError::InvalidCertificate`]. The other kinds of [`ConnectError`] if no connection could be opened within the
+    /// connect timeout, if the server or we are not who we should be, or if the server is not one that will do.
     pub async fn connect(self) -> Result<RedisBackend, ConnectError> {
-        let Self { source, prefix, connections, connect_timeout, response_timeout } = self;
-        if connections == 0 {
+        if self.connections == 0 {
             return Err(ConfigError::EmptyPool.into());
         }
-        if connect_timeout.is_zero() || response_timeout.is_zero() {
+        if self.connect_timeout.is_zero() || self.response_timeout.is_zero() {
             return Err(ConfigError::ZeroTimeout.into());
         }
-        let connector = match source {
-            Source::Client(client) => {
-                let config = AsyncConnectionConfig::new()
-                    .set_connection_timeout(None)
-                    .set_response_timeout(Some(response_timeout))
-                    .set_pipeline_buffer_size(PIPELINE_BUFFER);
+        let keys = Keys::new(&self.prefix);
+        RedisBackend::new(self.servers().await?, keys).await
+    }
+
+    async fn servers(self) -> Result<Servers, ConnectError> {
+        let Self { source, connections, connect_timeout, response_timeout, .. } = &self;
+        let (connections, connect_timeout) = (*connections, *connect_timeout);
+        let config = AsyncConnectionConfig::new()
+            .set_connection_timeout(None)
+            .set_response_timeout(Some(*response_timeout))
+            .set_pipeline_buffer_size(PIPELINE_BUFFER);
+        let target = match source {
+            Source::Target(target) => &**target,
+            Source::Pool(pool) => {
+                let connector = Connector::Pool { pool: pool.clone(), response_timeout: *response_timeout };
+                let pool = Pool::open(connector, connections, connect_timeout).await.map_err(connect_error)?;
+                return Ok(Servers::One(pool));
+            }
+        };
+        let connector = match target {
+            Target::Server(info) => {
+                let client = self.client(info.clone()).map_err(|error| unusable(&error))?;
                 Connector::Client(Box::new((client, config)))
             }
-            Source::Pool(pool) => Connector::Pool { pool, response_timeout },
+            Target::Sentinel { sentinels, service, redis, sentinel } => {
+                let clients = sentinels.iter().map(|address| self.sentinel(address, service, redis, sentinel));
+                let clients = clients.collect::<Result<_, _>>().map_err(|error| unusable(&error))?;
+                Connector::Sentinels(Sentinels::new(service.clone(), clients, config))
+            }
+            Target::Cluster { seeds, redis } => {
+                // What is wrong with a certificate is wrong with it for all nodes.
+                for seed in seeds {
+                    info(seed.clone(), redis).and_then(|info| self.client(info)).map_err(|error| unusable(&error))?;
+                }
+                let seeds: Vec<_> = seeds.iter().filter_map(address).collect();
+                let redis = redis.clone();
+                let open: Opener = Box::new(move |(host, port)| {
+                    let address = self.address(host.clone(), *port);
+                    let client = self.client(info(address, &redis)?)?;
+                    let connector = Connector::Client(Box::new((client, config.clone())));
+                    Ok(Pool::lazy(connector, connections, connect_timeout))
+                });
+                let cluster = Cluster::open(seeds, open).await.map_err(connect_error)?;
+                return Ok(Servers::Cluster(cluster));
+            }
         };
-        let pool = Pool::open(connector, connections, connect_timeout).await?;
-        Ok(RedisBackend::new(pool, Keys::new(&prefix)))
+        Pool::open(connector, connections, connect_timeout).await.map(Servers::One).map_err(connect_error)
+    }
+
+    /// A client for one server, which has not contacted it yet.
+    fn client(&self, info: ConnectionInfo) -> Result<Client, RedisError> {
+        #[cfg(feature = "tls")]
+        if let ConnectionAddr::TcpTls { .. } = info.addr() {
+            provide_cryptography();
+            if self.has_certificates() {
+                return Client::build_with_tls(info, self.certificates.clone());
+            }
+        }
+        Client::open(info)
+    }
+
+    fn sentinel(
+        &self,
+        address: &ConnectionAddr,
+        service: &str,
+        redis: &RedisConnectionInfo,
+        sentinel: &RedisConnectionInfo,
+    ) -> Result<SentinelClient, RedisError> {
+        let mut builder = SentinelClientBuilder::new([address.clone()], service, SentinelServerType::Master)?
+            .set_client_to_redis_db(redis.db())
+            .set_client_to_redis_protocol(redis.protocol());
+        if let Some(name) = redis.username() {
+            builder = builder.set_client_to_redis_username(name);
+        }
+        if let Some(password) = redis.password() {
+            builder = builder.set_client_to_redis_password(password);
+        }
+        if let Some(name) = sentinel.username() {
+            builder = builder.set_client_to_sentinel_username(name);
+        }
+        if let Some(password) = sentinel.password() {
+            builder = builder.set_client_to_sentinel_password(password);
+        }
+        #[cfg(feature = "tls")]
+        if let ConnectionAddr::TcpTls { .. } = address {
+            provide_cryptography();
+            builder = builder
+                .set_client_to_redis_tls_mode(redis::TlsMode::Secure)
+                .set_client_to_sentinel_tls_mode(redis::TlsMode::Secure);
+            if self.has_certificates() {
+                builder = builder
+                    .set_client_to_redis_certificates(self.certificates.clone())
+                    .set_client_to_sentinel_certificates(self.certificates.clone());
+            }
+        }
+        builder.build()
+    }
+
+    fn address(&self, host: String, port: u16) -> ConnectionAddr {
+        #[cfg(feature = "tls")]
+        if matches!(&self.source, Source::Target(target) if target.is_tls()) {
+            return ConnectionAddr::TcpTls { host, port, insecure: false, tls_params: None };
+        }
+        ConnectionAddr::Tcp(host, port)
+    }
+
+    #[cfg(feature = "tls")]
+    fn has_certificates(&self) -> bool {
+        self.certificates.root_cert.is_some() || self.certificates.client_tls.is_some()
+    }
+}
+
+fn with_user(redis: RedisConnectionInfo, name: &str, password: &str) -> RedisConnectionInfo {
+    let login = RedisConnectionInfo::default().set_db(redis.db()).set_protocol(redis.protocol()).set_password(password);
+    if name.is_empty() { login } else { login.set_username(name) }
+}
+
+fn info(address: ConnectionAddr, redis: &RedisConnectionInfo) -> Result<ConnectionInfo, RedisError> {
+    // An address by itself is always well-formed.
+    redis::IntoConnectionInfo::into_connection_info(address).map(|info| info.set_redis_settings(redis.clone()))
+}
+
+fn address(address: &ConnectionAddr) -> Option<Address> {
+    match address {
+        ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } => Some((host.clone(), *port)),
+        _ => None,
+    }
+}
+
+/// A client could not be made of the settings.
+fn unusable(error: &RedisError) -> ConfigError {
+    ConfigError::InvalidCertificate { reason: error.to_string() }
+}
+
+/// Chooses who encrypts, unless the program has chosen already.
+#[cfg(feature = "tls")]
+fn provide_cryptography() {
+    use rustls::crypto::{CryptoProvider, ring};
+    if CryptoProvider::get_default().is_none() {
+        // Somebody else may have been faster, which is as good.
+        let _ = ring::default_provider().install_default();
     }
 }
 
@@ -126,19 +336,8 @@ impl RedisOptions {
 /// own default of 50 is fewer than the callers that one connection is meant to serve.
 const PIPELINE_BUFFER: usize = 1_024;
 
-/// What is wrong with a URL, without the part of the client's message that repeats a piece of it.
-fn reason(error: &redis::RedisError) -> String {
-    let text = error.to_string();
-    let text = match error.detail() {
-        Some(detail) => text.replace(detail, "..."),
-        None => text,
-    };
-    // The client names its kind of error behind the sentence, which helps nobody here.
-    text.split_once(" - ").map_or(text.as_str(), |(sentence, _)| sentence).to_owned()
-}
-
 impl fmt::Debug for RedisOptions {
-    // The source is left out: it holds the password.
+    // The source is left out, and so are the certificates: they hold the password and the private key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisOptions")
             .field("prefix", &self.prefix)

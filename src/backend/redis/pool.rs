@@ -8,12 +8,12 @@ use std::time::Duration;
 use bb8::{ManageConnection, RunError};
 use bb8_redis::RedisConnectionManager;
 use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Client, Cmd, RedisError, Value};
+use redis::{AsyncConnectionConfig, Client, Cmd, Pipeline, RedisError, Value};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
-use super::error::{self, store_error};
-use crate::error::StoreError;
+use super::error;
+use super::sentinel::Sentinels;
 
 /// A connection on which commands are waiting and nothing at all has come back for this long is taken for dead. A server
 /// that is only slow answers sooner; a network that swallows everything does not. To be wrong costs one connection more:
@@ -32,7 +32,7 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(250);
 /// come there is an attempt in every pause; after a lull nothing is known, and a call waits for the attempt that it sets off.
 const FRESH: Duration = Duration::from_millis(500);
 
-/// Multiplexed connections to one server.
+/// Multiplexed connections to one server, or to whichever is the primary of a service.
 #[derive(Clone)]
 pub(super) struct Pool {
     pool: bb8::Pool<Manager>,
@@ -51,6 +51,7 @@ struct Trouble {
 /// Where new connections come from.
 pub(super) enum Connector {
     Client(Box<(Client, AsyncConnectionConfig)>),
+    Sentinels(Sentinels),
     Pool { pool: bb8::Pool<RedisConnectionManager>, response_timeout: Duration },
 }
 
@@ -71,34 +72,65 @@ struct Health {
 }
 
 impl Pool {
+    /// Opens all connections.
     pub(super) async fn open(
         connector: Connector,
         connections: u32,
         connect_timeout: Duration,
-    ) -> Result<Self, StoreError> {
+    ) -> Result<Self, RedisError> {
+        let (builder, manager, trouble) = Self::builder(connector, connections, connect_timeout);
+        let pool = builder.min_idle(connections).build(manager).await?;
+        Ok(Self { pool, connections, trouble })
+    }
+
+    /// Opens connections when they are first asked for.
+    pub(super) fn lazy(connector: Connector, connections: u32, connect_timeout: Duration) -> Self {
+        let (builder, manager, trouble) = Self::builder(connector, connections, connect_timeout);
+        Self { pool: builder.build_unchecked(manager), connections, trouble }
+    }
+
+    fn builder(
+        connector: Connector,
+        connections: u32,
+        connect_timeout: Duration,
+    ) -> (bb8::Builder<Manager>, Manager, watch::Receiver<Option<Trouble>>) {
         let (report, trouble) = watch::channel(None);
         let manager = Manager { connector, connect_timeout, report, pause: Mutex::default() };
-        let pool = bb8::Pool::builder()
+        let builder = bb8::Pool::builder()
             .max_size(connections)
-            .min_idle(connections)
             .test_on_check_out(false)
             .retry_connection(false)
             .connection_timeout(connect_timeout)
             .idle_timeout(None)
-            .max_lifetime(None)
-            .build(manager)
-            .await
-            .map_err(store_error)?;
-        Ok(Self { pool, connections, trouble })
+            .max_lifetime(None);
+        (builder, manager, trouble)
     }
 
     /// Sends one command and waits for its answer.
     ///
     /// A failure after the command was sent leaves open whether it ran, so nothing is sent twice.
     pub(super) async fn send(&self, command: &Cmd) -> Result<Value, RedisError> {
+        self.exchange(command, false).await
+    }
+
+    /// Sends one command to a node that is about to take over the slot of its key.
+    pub(super) async fn send_asking(&self, command: &Cmd) -> Result<Value, RedisError> {
+        self.exchange(command, true).await
+    }
+
+    async fn exchange(&self, command: &Cmd, asking: bool) -> Result<Value, RedisError> {
         let mut handle = self.borrow().await?;
         let mut watch = SilenceWatch { health: &handle.health, sent: Instant::now(), given_up: true };
-        let answer = handle.connection.send_packed_command(command).await;
+        let connection = &mut handle.connection;
+        let answer = if asking {
+            // In one write, so that nobody's command comes between.
+            let mut pipeline = Pipeline::with_capacity(2);
+            pipeline.cmd("ASKING").add_command(command.clone());
+            let answers = connection.send_packed_commands(&pipeline, 1, 1).await;
+            answers.map(|mut answers| answers.pop().unwrap_or(Value::Nil))
+        } else {
+            connection.send_packed_command(command).await
+        };
         match &answer {
             Err(error) if error.is_timeout() => {}
             Err(error) if error.is_unrecoverable_error() => {
@@ -154,7 +186,7 @@ impl Pool {
 }
 
 /// What there is to say when no connection was to be had in time.
-fn no_connection() -> RedisError {
+pub(super) fn no_connection() -> RedisError {
     std::io::Error::from(std::io::ErrorKind::TimedOut).into()
 }
 
@@ -240,14 +272,14 @@ impl ManageConnection for Manager {
             Ok(_) => {
                 *self.pause() = Pause::default();
                 if self.report.send_replace(None).is_some() {
-                    tracing::info!("connected to redis again");
+                    tracing::info!(server = %self.connector, "connected to redis again");
                 }
             }
             Err(error) => {
                 self.pause().extend();
                 let trouble = Trouble { error: error.clone(), until: Instant::now() + begun.elapsed() + FRESH };
                 if self.report.send_replace(Some(trouble)).is_none() {
-                    tracing::warn!(%error, "cannot connect to redis");
+                    tracing::warn!(server = %self.connector, %error, "cannot connect to redis");
                 }
             }
         }
@@ -279,6 +311,7 @@ impl Pause {
 impl Connector {
     async fn connect(&self) -> Result<MultiplexedConnection, RedisError> {
         let mut connection = match self {
+            Self::Sentinels(sentinels) => sentinels.connect().await?,
             Self::Client(client) => {
                 let (client, config) = &**client;
                 client.get_multiplexed_async_connection_with_config(config).await?
@@ -293,6 +326,17 @@ impl Connector {
         // A client without a password is let in and then refused every command.
         ping(&mut connection).await?;
         Ok(connection)
+    }
+}
+
+/// Names the server for the log: no user, no password.
+impl fmt::Display for Connector {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Client(client) => fmt::Display::fmt(client.0.get_connection_info().addr(), f),
+            Self::Sentinels(sentinels) => fmt::Display::fmt(sentinels, f),
+            Self::Pool { .. } => f.write_str("the pool's server"),
+        }
     }
 }
 

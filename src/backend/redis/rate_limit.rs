@@ -10,16 +10,16 @@ use crate::rate_limit::{Decision, Policy, Quota, QuotaChange, RateLimitStore, Re
 
 impl RedisBackend {
     async fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
-        let Inner { pool, keys, scripts } = &*self.inner;
+        let Inner { servers, keys, scripts } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         let subject = subject(policy, &keys, cost.into());
         if let (Verb::Check, 1.., [_]) = (verb, cost, &*keys) {
-            match scripts.rate_limit_check_plain(pool, &subject).await? {
+            match scripts.rate_limit_check_plain(servers, &subject).await? {
                 redis::Value::BulkString(reply) if reply.is_empty() => {}
                 reply => return read(&reply, policy, cost, verb),
             }
         }
-        let reply = scripts.rate_limit_check(pool, verb, &[subject]).await?;
+        let reply = scripts.rate_limit_check(servers, verb, &[subject]).await?;
         read(&reply, policy, cost, verb)
     }
 }
@@ -59,14 +59,17 @@ impl RateLimitStore for RedisBackend {
         if requests.iter().enumerate().any(is_repeated) {
             return one_after_the_other(self, requests).await;
         }
-        let Inner { pool, keys, scripts } = &*self.inner;
+        let Inner { servers, keys, scripts } = &*self.inner;
         let keys: Vec<_> = requests.iter().map(|request| keys.rate_limit(&request.policy, &request.key)).collect();
         let subjects: Vec<_> = requests
             .iter()
             .zip(&keys)
             .map(|(request, keys)| subject(&request.policy, keys, request.cost.into()))
             .collect();
-        let reply = scripts.rate_limit_check(pool, Verb::Check, &subjects).await?;
+        if !servers.are_together(subjects.iter().flat_map(|subject| subject.keys.first()).map(String::as_str)) {
+            return one_after_the_other(self, requests).await;
+        }
+        let reply = scripts.rate_limit_check(servers, Verb::Check, &subjects).await?;
         let replies = match &reply {
             redis::Value::Array(replies) if replies.len() == requests.len() => replies.as_slice(),
             _ => return Err(unexpected_reply(&reply)),
@@ -84,24 +87,26 @@ impl RateLimitStore for RedisBackend {
     }
 
     async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
-        let Inner { pool, keys, scripts } = &*self.inner;
+        let Inner { servers, keys, scripts } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         // More than anybody can have been charged is as good as that.
         let most = i64::from(u32::MAX);
         let subject = subject(policy, &keys, change.clamp(-most, most));
-        scripts.rate_limit_check(pool, Verb::Settle(receipt), &[subject]).await.map(drop)
+        scripts.rate_limit_check(servers, Verb::Settle(receipt), &[subject]).await.map(drop)
     }
 
     async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
-        let Inner { pool, keys, scripts } = &*self.inner;
+        let Inner { servers, keys, scripts } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         let block_us = time.min(Quota::MAX_WINDOW).as_micros() as u64;
-        scripts.rate_limit_block(pool, &keys[0], block_us, counts::time_to_live_ms(policy)).await
+        scripts.rate_limit_block(servers, &keys[0], block_us, counts::time_to_live_ms(policy)).await
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
+        let Inner { servers, keys, .. } = &*self.inner;
+        let keys = keys.rate_limit(policy, key);
         let mut command = redis::cmd("UNLINK");
-        command.arg(self.inner.keys.rate_limit(policy, key).as_slice());
-        self.inner.pool.send(&command).await.map(drop).map_err(store_error)
+        command.arg(keys.as_slice());
+        servers.send(&keys[0], &command).await.map(drop).map_err(store_error)
     }
 }

@@ -1,11 +1,11 @@
 //! The scripts, and one typed call for each.
 
-use redis::{Cmd, RedisWrite, Script, ToRedisArgs, Value};
+use redis::{Cmd, RedisError, RedisWrite, Script, ToRedisArgs, Value};
 use smallvec::SmallVec;
 
 use super::counts::Packed;
 use super::error;
-use super::pool::Pool;
+use super::servers::Servers;
 use crate::error::StoreError;
 use crate::rate_limit::Receipt;
 
@@ -28,6 +28,7 @@ pub(super) struct Scripts {
     pub(super) check: LuaScript,
     pub(super) check_plain: LuaScript,
     pub(super) block: LuaScript,
+    pub(super) probe: LuaScript,
 }
 
 /// What is to become of the counts.
@@ -68,42 +69,47 @@ impl Scripts {
             check: lua!("rate_limit_check.lua"),
             check_plain: lua!("rate_limit_check_plain.lua"),
             block: lua!("rate_limit_block.lua"),
+            probe: lua!("server_probe.lua"),
         }
     }
 
     pub(super) async fn rate_limit_check(
         &self,
-        pool: &Pool,
+        servers: &Servers,
         verb: Verb,
         subjects: &[Subject<'_>],
     ) -> Result<Value, StoreError> {
         let keys: SmallVec<[&str; 4]> =
             subjects.iter().flat_map(|subject| subject.keys.iter().map(String::as_str)).collect();
         match verb {
-            Verb::Check => self.check.call(pool, &keys, ("check", subjects)).await,
-            Verb::Peek => self.check.call(pool, &keys, ("peek", subjects)).await,
+            Verb::Check => self.check.call(servers, &keys, ("check", subjects)).await,
+            Verb::Peek => self.check.call(servers, &keys, ("peek", subjects)).await,
             Verb::Settle(receipt) => {
                 let missing: Vec<u32> = receipt.missing().take(Receipt::BUCKETS).collect();
-                self.check.call(pool, &keys, ("settle", subjects, receipt.as_micros(), missing)).await
+                self.check.call(servers, &keys, ("settle", subjects, receipt.as_micros(), missing)).await
             }
         }
     }
 
     /// Charges a subject without sliding logs. An empty answer says that nothing was done, and the other script is to be asked.
-    pub(super) async fn rate_limit_check_plain(&self, pool: &Pool, subject: &Subject<'_>) -> Result<Value, StoreError> {
+    pub(super) async fn rate_limit_check_plain(
+        &self,
+        servers: &Servers,
+        subject: &Subject<'_>,
+    ) -> Result<Value, StoreError> {
         let Packed { terms, layout, size, limits } = subject.packed;
         let args = (subject.ttl_ms, subject.cost, terms, layout, size, &**limits);
-        self.check_plain.call(pool, &[&subject.keys[0]], args).await
+        self.check_plain.call(servers, &[&subject.keys[0]], args).await
     }
 
     pub(super) async fn rate_limit_block(
         &self,
-        pool: &Pool,
+        servers: &Servers,
         counts: &str,
         block_us: u64,
         ttl_ms: u64,
     ) -> Result<(), StoreError> {
-        self.block.call(pool, &[counts], (block_us, ttl_ms)).await.map(drop)
+        self.block.call(servers, &[counts], (block_us, ttl_ms)).await.map(drop)
     }
 }
 
@@ -117,16 +123,26 @@ impl LuaScript {
         &self.code
     }
 
-    /// Runs the script by its hash, and by its text where the server does not know it: after a restart, a failover or
-    /// `SCRIPT FLUSH`. A server that answers NOSCRIPT has done nothing, so nothing happens twice.
-    async fn call(&self, pool: &Pool, keys: &[&str], args: impl ToRedisArgs) -> Result<Value, StoreError> {
-        let reply = pool.send(&command("EVALSHA", &self.hash, keys, &args)).await;
-        match reply {
+    /// Runs the script by its hash, and by its text where the server does not know it: after a restart, a failover, a move of
+    /// its slot or `SCRIPT FLUSH`. A server that answers NOSCRIPT has done nothing, so nothing happens twice.
+    pub(super) async fn run(
+        &self,
+        servers: &Servers,
+        keys: &[&str],
+        args: &impl ToRedisArgs,
+    ) -> Result<Value, RedisError> {
+        // All keys of a script are in one slot, so any of them will do.
+        let key = keys.first().copied().unwrap_or_default();
+        match servers.send(key, &command("EVALSHA", &self.hash, keys, args)).await {
             Err(error) if error::is_no_script(&error) => {
-                pool.send(&command("EVAL", &self.code, keys, &args)).await.map_err(error::store_error)
+                servers.send(key, &command("EVAL", &self.code, keys, args)).await
             }
-            reply => reply.map_err(error::store_error),
+            reply => reply,
         }
+    }
+
+    async fn call(&self, servers: &Servers, keys: &[&str], args: impl ToRedisArgs) -> Result<Value, StoreError> {
+        self.run(servers, keys, &args).await.map_err(error::store_error)
     }
 }
 
@@ -159,7 +175,9 @@ mod tests {
     fn headers_agree_with_bodies_and_calls() {
         let scripts = Scripts::new();
         // How many keys and arguments the typed calls above give for one subject.
-        for (script, keys, args) in [(&scripts.check, 1, 10), (&scripts.check_plain, 1, 6), (&scripts.block, 1, 2)] {
+        for (script, keys, args) in
+            [(&scripts.check, 1, 10), (&scripts.check_plain, 1, 6), (&scripts.block, 1, 2), (&scripts.probe, 1, 1)]
+        {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
             for (what, count) in [("KEYS", keys), ("ARGV", args)] {
                 let names = declared(header, what);

@@ -1,0 +1,358 @@
+//! The nodes of a cluster: who serves which slot, and what to do when that changes.
+//!
+//! The client library has a connection for clusters as well. It sends a command again when its answer is lost or late, which
+//! could charge twice; while it reads the map anew it holds up the commands for all nodes, and it waits for nodes that hang;
+//! and it does not notice a node that swallows commands. Here each node has a pool of its own, so that a node that is down
+//! concerns its own slots only, and a command is sent again only after a node has said that it did not run it.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::sync::{Arc, PoisonError, RwLock, Weak};
+use std::time::Duration;
+
+use crc16::{State, XMODEM};
+use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
+use tokio::sync::Notify;
+use tokio::task::AbortHandle;
+use tokio::time::{sleep, timeout};
+
+use super::pool::Pool;
+
+const SLOTS: usize = 16_384;
+/// How often a command follows a node's word that another one serves its slot. One move gives one MOVED or one ASK.
+const REDIRECTIONS: u32 = 5;
+/// The pause after a node said TRYAGAIN, since the keys of a script are on their way to another node; doubled each time.
+const FIRST_PAUSE: Duration = Duration::from_millis(2);
+/// How long a node may take to tell the map before another one is asked.
+const PATIENCE: Duration = Duration::from_millis(200);
+/// The pause between two looks at the map, however many commands ask for one.
+const REST: Duration = Duration::from_millis(50);
+
+/// Host and port of a node.
+pub(super) type Address = (String, u16);
+
+/// Opens pools to nodes.
+pub(super) type Opener = Box<dyn Fn(&Address) -> Result<Pool, RedisError> + Send + Sync>;
+
+/// All nodes of one cluster.
+pub(super) struct Cluster {
+    shared: Arc<Shared>,
+    // Reads the map anew when somebody asks for it.
+    reader: AbortHandle,
+}
+
+struct Shared {
+    open: Opener,
+    seeds: Vec<Address>,
+    map: RwLock<Arc<Map>>,
+    stale: Arc<Notify>,
+}
+
+/// Who serves what.
+struct Map {
+    // Which of the nodes serves each slot; a number without a node behind it means none.
+    owners: Arc<[u16]>,
+    nodes: Vec<Node>,
+    // Who else may know the map.
+    replicas: Vec<Address>,
+}
+
+#[derive(Clone)]
+struct Node {
+    address: Address,
+    pool: Pool,
+}
+
+impl Cluster {
+    /// Reads the map from the first of the seeds that has it.
+    pub(super) async fn open(seeds: Vec<Address>, open: Opener) -> Result<Self, RedisError> {
+        let nothing = Map { owners: vec![u16::MAX; SLOTS].into(), nodes: Vec::new(), replicas: Vec::new() };
+        let stale = Arc::new(Notify::new());
+        let shared = Shared { open, seeds, map: RwLock::new(Arc::new(nothing)), stale: Arc::clone(&stale) };
+        shared.read_map(0).await?;
+        let shared = Arc::new(shared);
+        let reader = tokio::spawn(read_when_stale(Arc::downgrade(&shared), stale)).abort_handle();
+        Ok(Self { shared, reader })
+    }
+
+    /// Sends a command to the node that serves the slot of a key, and waits for its answer.
+    ///
+    /// It is sent again only when a node says that it has not run it.
+    pub(super) async fn send(&self, key: &str, command: &Cmd) -> Result<Value, RedisError> {
+        let shared = &*self.shared;
+        let mut node = shared.owner(slot(key)).ok_or_else(|| {
+            shared.stale.notify_one();
+            RedisError::from((ErrorKind::ClusterConnectionNotFound, "no node serves the slot of this key"))
+        })?;
+        let mut asking = false;
+        let mut redirections = 0;
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let doubt = Doubt { stale: &shared.stale, settled: false };
+            let answer = if asking { node.pool.send_asking(command).await } else { node.pool.send(command).await };
+            let error = match answer {
+                Err(error) if concerns_the_map(&error) => error,
+                answer => {
+                    doubt.settle();
+                    return answer;
+                }
+            };
+            redirections += 1;
+            if redirections > REDIRECTIONS {
+                return Err(error);
+            }
+            match (error.kind(), error.redirect_node()) {
+                (ErrorKind::Server(ServerErrorKind::Moved), Some((address, _))) => {
+                    asking = false;
+                    node = shared.node(&parse(address, &node.address)?)?;
+                }
+                (ErrorKind::Server(ServerErrorKind::Ask), Some((address, _))) => {
+                    // One move at a time: the map stays right until the slot has moved for good.
+                    doubt.settle();
+                    asking = true;
+                    node = shared.node(&parse(address, &node.address)?)?;
+                }
+                (ErrorKind::Server(ServerErrorKind::TryAgain), _) => {
+                    doubt.settle();
+                    sleep(pause).await;
+                    pause *= 2;
+                }
+                _ => return Err(error),
+            }
+        }
+    }
+}
+
+impl Drop for Cluster {
+    fn drop(&mut self) {
+        self.reader.abort();
+    }
+}
+
+impl fmt::Debug for Cluster {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let map = self.shared.map();
+        f.debug_map().entries(map.nodes.iter().map(|node| (&node.address, &node.pool))).finish()
+    }
+}
+
+impl Shared {
+    fn map(&self) -> Arc<Map> {
+        Arc::clone(&self.map.read().unwrap_or_else(PoisonError::into_inner))
+    }
+
+    fn set_map(&self, map: Map) {
+        *self.map.write().unwrap_or_else(PoisonError::into_inner) = Arc::new(map);
+    }
+
+    fn owner(&self, slot: u16) -> Option<Node> {
+        let map = self.map();
+        map.nodes.get(usize::from(map.owners[usize::from(slot)])).cloned()
+    }
+
+    /// A node by its address. One that the map does not have yet is kept until the map is read again.
+    fn node(&self, address: &Address) -> Result<Node, RedisError> {
+        let known = |map: &Map| map.nodes.iter().find(|node| node.address == *address).cloned();
+        if let Some(node) = known(&self.map()) {
+            return Ok(node);
+        }
+        let mut map = self.map.write().unwrap_or_else(PoisonError::into_inner);
+        if let Some(node) = known(&map) {
+            return Ok(node);
+        }
+        let node = Node { address: address.clone(), pool: (self.open)(address)? };
+        let nodes = map.nodes.iter().chain([&node]).cloned().collect();
+        *map = Arc::new(Map { owners: Arc::clone(&map.owners), nodes, replicas: map.replicas.clone() });
+        Ok(node)
+    }
+
+    /// Asks one node after the other for the map until one has it, and takes it over. A different one is first at each turn:
+    /// a node that is cut off from the others does not know that it is wrong.
+    async fn read_map(&self, turn: usize) -> Result<(), RedisError> {
+        let map = self.map();
+        let mut known: Vec<_> = map.nodes.iter().map(|node| (&node.address, Some(&node.pool))).collect();
+        if !known.is_empty() {
+            let first = turn % known.len();
+            known.rotate_left(first);
+        }
+        let strangers = map.replicas.iter().chain(&self.seeds).map(|address| (address, None));
+        let mut failure = None;
+        for (address, pool) in known.into_iter().chain(strangers) {
+            let answer = async {
+                match pool {
+                    Some(pool) => pool.send(&slots_command()).await,
+                    None => (self.open)(address)?.send(&slots_command()).await,
+                }
+            };
+            let patience = if pool.is_some() { PATIENCE } else { PATIENCE * 5 };
+            let answer = timeout(patience, answer).await.unwrap_or_else(|_| Err(super::pool::no_connection()));
+            match answer.and_then(|answer| self.read(&answer, address, &map)) {
+                Ok(new) => {
+                    self.set_map(new);
+                    return Ok(());
+                }
+                // What the first one says is about whom the user named.
+                Err(error) => failure = failure.or(Some(error)),
+            }
+        }
+        Err(failure.unwrap_or_else(super::pool::no_connection))
+    }
+
+    /// What `CLUSTER SLOTS` says: `[first slot, last slot, [host, port, ...] of the primary, and of each replica]`.
+    fn read(&self, answer: &Value, asked: &Address, old: &Map) -> Result<Map, RedisError> {
+        let mut owners = vec![u16::MAX; SLOTS];
+        let mut nodes = Vec::<Node>::new();
+        let mut places = HashMap::<Address, u16>::new();
+        let mut replicas = Vec::new();
+        let ranges = match answer {
+            Value::Array(ranges) if !ranges.is_empty() => ranges,
+            Value::Array(_) => {
+                return Err((ErrorKind::ClusterConnectionNotFound, "no slot of the cluster is served").into());
+            }
+            _ => return Err(unreadable()),
+        };
+        for range in ranges {
+            let Value::Array(range) = range else { return Err(unreadable()) };
+            let [Value::Int(first), Value::Int(last), primary, others @ ..] = &**range else {
+                return Err(unreadable());
+            };
+            let (first, last) = (usize::try_from(*first), usize::try_from(*last));
+            let (Ok(first), Ok(last @ ..SLOTS)) = (first, last) else { return Err(unreadable()) };
+            let address = address(primary, asked).ok_or_else(unreadable)?;
+            let place = match places.get(&address) {
+                Some(&place) => place,
+                None => {
+                    let known = old.nodes.iter().find(|node| node.address == address);
+                    let pool = known.map_or_else(|| (self.open)(&address), |node| Ok(node.pool.clone()))?;
+                    let place = nodes.len() as u16;
+                    nodes.push(Node { address: address.clone(), pool });
+                    places.insert(address, place);
+                    place
+                }
+            };
+            owners.get_mut(first..=last).ok_or_else(unreadable)?.fill(place);
+            replicas.extend(others.iter().filter_map(|node| self::address(node, asked)));
+        }
+        replicas.sort_unstable();
+        replicas.dedup();
+        Ok(Map { owners: owners.into(), nodes, replicas })
+    }
+}
+
+/// Reads the map whenever it is in doubt, until there is nobody left to use it.
+async fn read_when_stale(shared: Weak<Shared>, stale: Arc<Notify>) {
+    for turn in 1.. {
+        stale.notified().await;
+        let Some(shared) = shared.upgrade() else { return };
+        if let Err(error) = shared.read_map(turn).await {
+            tracing::debug!(%error, "no node of the redis cluster tells who serves what");
+        }
+        drop(shared);
+        sleep(REST).await;
+    }
+}
+
+/// Has the map read anew if a command is given up before its answer is there, or fails: the node may no longer be the one.
+struct Doubt<'a> {
+    stale: &'a Notify,
+    settled: bool,
+}
+
+impl Doubt<'_> {
+    fn settle(mut self) {
+        self.settled = true;
+    }
+}
+
+impl Drop for Doubt<'_> {
+    fn drop(&mut self) {
+        if !self.settled {
+            self.stale.notify_one();
+        }
+    }
+}
+
+/// Whether an error says that the command went to the wrong place, or to nobody.
+fn concerns_the_map(error: &RedisError) -> bool {
+    use ServerErrorKind::{Ask, ClusterDown, MasterDown, Moved, ReadOnly, TryAgain};
+    match error.kind() {
+        ErrorKind::Server(kind) => matches!(kind, Moved | Ask | TryAgain | ClusterDown | MasterDown | ReadOnly),
+        _ => error.is_io_error() || error.is_timeout() || error.is_connection_dropped(),
+    }
+}
+
+/// The slot of a key: of what is between its first braces, if anything is, as the Redis Cluster specification has it.
+pub(super) fn slot(key: &str) -> u16 {
+    let tag = key.split_once('{').and_then(|(_, rest)| rest.split_once('}')).map(|(tag, _)| tag);
+    let hashed = tag.filter(|tag| !tag.is_empty()).unwrap_or(key);
+    State::<XMODEM>::calculate(hashed.as_bytes()) % SLOTS as u16
+}
+
+fn slots_command() -> Cmd {
+    let mut command = redis::cmd("CLUSTER");
+    command.arg("SLOTS");
+    command
+}
+
+/// Host and port in the answer of a node. A node that does not know its own host means the one that it was asked by.
+fn address(node: &Value, asked: &Address) -> Option<Address> {
+    let Value::Array(node) = node else { return None };
+    let [host, Value::Int(port), ..] = &**node else { return None };
+    let host = match host {
+        Value::BulkString(host) => std::str::from_utf8(host).ok()?,
+        Value::SimpleString(host) => host,
+        Value::Nil => "",
+        _ => return None,
+    };
+    Some((known_host(host, asked), u16::try_from(*port).ok()?))
+}
+
+/// `host:port` in a redirection.
+fn parse(address: &str, asked: &Address) -> Result<Address, RedisError> {
+    let parsed = address.rsplit_once(':').and_then(|(host, port)| Some((known_host(host, asked), port.parse().ok()?)));
+    parsed.ok_or_else(unreadable)
+}
+
+fn known_host(host: &str, asked: &Address) -> String {
+    if matches!(host, "" | "?") { asked.0.clone() } else { host.to_owned() }
+}
+
+fn unreadable() -> RedisError {
+    (ErrorKind::UnexpectedReturnType, "the cluster describes itself in a way that cannot be read").into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn slots_are_those_of_the_specification() {
+        // `CLUSTER KEYSLOT` of Redis 7.0.15.
+        for (key, expected) in [
+            ("123456789", 12_739),
+            ("foo", 12_182),
+            ("{foo}bar", 12_182),
+            ("a{foo}{bar}", 12_182),
+            ("a{}foo", slot_of_whole("a{}foo")),
+            ("a{foo", slot_of_whole("a{foo")),
+        ] {
+            assert_eq!(slot(key), expected, "{key}");
+        }
+    }
+
+    fn slot_of_whole(key: &str) -> u16 {
+        State::<XMODEM>::calculate(key.as_bytes()) % 16_384
+    }
+
+    #[test]
+    fn nodes_that_do_not_know_their_host_are_where_they_were_asked() {
+        let asked = ("10.0.0.1".to_owned(), 7000);
+        for (address, expected) in
+            [("10.0.0.2:7001", "10.0.0.2"), (":7001", "10.0.0.1"), ("?:7001", "10.0.0.1"), ("::1:7001", "::1")]
+        {
+            assert_eq!(parse(address, &asked).unwrap(), (expected.to_owned(), 7001));
+        }
+        assert!(parse("10.0.0.2", &asked).is_err());
+        assert!(parse("10.0.0.2:port", &asked).is_err());
+    }
+}

@@ -1,0 +1,63 @@
+//! A look at the server before the first decision: may we do what we need, is it recent enough, does it keep our keys?
+
+use redis::InfoDict;
+
+use super::error::code;
+use super::keys::Keys;
+use super::scripts::LuaScript;
+use super::servers::Servers;
+use crate::error::{ConnectError, StoreError};
+
+/// The oldest release that has all the commands that the scripts use.
+const OLDEST: (u32, u32) = (6, 2);
+
+/// Runs a script that changes nothing, and reads what the server says of itself if the user may.
+pub(super) async fn probe(servers: &Servers, keys: &Keys, script: &LuaScript) -> Result<(), ConnectError> {
+    let key = keys.probe();
+    let answer = script.run(servers, &[&key], &OLDEST.0).await;
+    if let Err(error) = answer {
+        match code(&error) {
+            Some("NOPERM") => return Err(ConnectError::Permissions(StoreError::unauthorized(error))),
+            Some("MOVED") => return Err(node_of_a_cluster()),
+            // A server that cannot serve at the moment may do so later.
+            _ => tracing::warn!(%error, "redis does not run scripts at the moment"),
+        }
+    }
+    match servers.send(&key, &redis::cmd("INFO")).await.and_then(|info| Ok(redis::from_redis_value(info)?)) {
+        Ok(info) => look_at(&info, servers),
+        Err(error) => {
+            tracing::debug!(%error, "redis does not tell its version and eviction policy");
+            Ok(())
+        }
+    }
+}
+
+/// It would serve some of our keys, and redirect us for the others.
+fn node_of_a_cluster() -> ConnectError {
+    ConnectError::Unsupported { reason: "the server is a node of a cluster: use `redis+cluster://`".to_owned() }
+}
+
+fn look_at(info: &InfoDict, servers: &Servers) -> Result<(), ConnectError> {
+    let text = |name: &str| info.get::<String>(name);
+    // Valkey says here which Redis it can stand in for.
+    let version = text("redis_version").unwrap_or_default();
+    let mut numbers = version.split('.').map_while(|number| number.parse::<u32>().ok());
+    if let (Some(major), Some(minor)) = (numbers.next(), numbers.next())
+        && (major, minor) < OLDEST
+    {
+        let reason = format!("the server is Redis {version}, and {}.{} is the oldest that will do", OLDEST.0, OLDEST.1);
+        return Err(ConnectError::Unsupported { reason });
+    }
+    if matches!(servers, Servers::One(_)) && text("cluster_enabled").as_deref() == Some("1") {
+        return Err(node_of_a_cluster());
+    }
+    let policy = text("maxmemory_policy").unwrap_or_default();
+    // All our keys have a time to live, so the `volatile` policies may take them as well.
+    if !matches!(&*policy, "" | "noeviction") && text("maxmemory").is_some_and(|bytes| bytes != "0") {
+        tracing::warn!(
+            maxmemory_policy = policy,
+            "redis may evict keys of tollgate when memory is short, and then forgets what was counted: set `noeviction`"
+        );
+    }
+    Ok(())
+}
