@@ -1,5 +1,9 @@
 //! What several tests and benches need. Each uses a part of it.
 #![allow(dead_code, unreachable_pub)]
 
+pub mod cluster;
+pub mod proxy;
+pub mod sentinel;
 pub mod server;
+pub mod tls;
 pub mod windows;

@@ -1,0 +1,214 @@
+//! A Cluster of three primaries with a replica each.
+
+use std::time::Instant;
+
+use redis::{Connection, Value};
+
+use super::sentinel::together;
+use super::server::{RedisServer, line, query, wait_until};
+
+const PRIMARIES: usize = 3;
+const NODES: usize = 2 * PRIMARIES;
+/// How many slots there are.
+pub const SLOTS: u16 = 16_384;
+
+/// Nodes that notice after a second when one of them is gone.
+#[derive(Debug)]
+pub struct Cluster {
+    /// The first three are the primaries in the beginning, and each of the others the replica of the one three before it.
+    pub nodes: Vec<RedisServer>,
+    ids: Vec<String>,
+}
+
+/// What one node says about a node.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct View {
+    pub index: usize,
+    /// The index of its primary, if it is a replica.
+    pub primary: Option<usize>,
+    /// First and last of each range, for a primary.
+    pub slots: Vec<(u16, u16)>,
+    flags: String,
+}
+
+impl View {
+    pub fn has(&self, slot: u16) -> bool {
+        self.slots.iter().any(|&(first, last)| first <= slot && slot <= last)
+    }
+}
+
+impl Cluster {
+    /// Starts everything, and waits until each node serves and each replica follows.
+    pub fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    /// The same with further arguments for the nodes.
+    pub fn start_with(args: &[&str]) -> Self {
+        let mut all = vec!["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf"];
+        all.extend(["--cluster-node-timeout", "1000"]);
+        all.extend(["--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0"]);
+        all.extend(["--repl-ping-replica-period", "1"]);
+        all.extend(args);
+        let nodes = together(NODES, |_| RedisServer::start_with(&all));
+        let ids: Vec<String> = nodes.iter().map(|node| node.query("CLUSTER MYID")).collect();
+        for (index, node) in nodes.iter().enumerate().take(PRIMARIES) {
+            // Numbers of their own, so that there is nothing to settle when they meet.
+            node.query::<()>(&format!("CLUSTER SET-CONFIG-EPOCH {}", index + 1));
+            let share = |index: usize| index * usize::from(SLOTS) / PRIMARIES;
+            // Redis 6.2 has no ADDSLOTSRANGE.
+            let slots: Vec<_> = (share(index)..share(index + 1)).map(|slot| slot.to_string()).collect();
+            node.query::<()>(&format!("CLUSTER ADDSLOTS {}", slots.join(" ")));
+        }
+        // Everybody meets everybody: gossip takes longer.
+        for (index, node) in nodes.iter().enumerate() {
+            for other in &nodes[index + 1..] {
+                node.query::<()>(&format!("CLUSTER MEET 127.0.0.1 {}", other.port()));
+            }
+        }
+        let cluster = Self { nodes, ids };
+        wait_until("the nodes know each other", || cluster.nodes.iter().all(|node| cluster.views(node).len() == NODES));
+        for index in PRIMARIES..NODES {
+            let primary = &cluster.ids[index - PRIMARIES];
+            cluster.nodes[index].query::<()>(&format!("CLUSTER REPLICATE {primary}"));
+        }
+        cluster.wait_until_whole();
+        cluster
+    }
+
+    /// `redis+cluster://` with all nodes.
+    pub fn url(&self) -> String {
+        let nodes: Vec<_> = self.nodes.iter().map(|node| format!("127.0.0.1:{}", node.port())).collect();
+        format!("redis+cluster://{}/", nodes.join(","))
+    }
+
+    /// What `node` says about all nodes that it has met.
+    pub fn views(&self, node: &RedisServer) -> Vec<View> {
+        self.read(&node.text("CLUSTER NODES"))
+    }
+
+    fn read(&self, nodes: &str) -> Vec<View> {
+        nodes.lines().filter_map(|line| self.view(line)).collect()
+    }
+
+    /// `id address flags primary-id ping pong epoch link slot first-last [slot->-id] ...`
+    fn view(&self, line: &str) -> Option<View> {
+        let words: Vec<_> = line.split(' ').collect();
+        let index_of = |id: &str| self.ids.iter().position(|known| known == id);
+        let slots = words.get(8..).unwrap_or_default().iter().filter(|range| !range.starts_with('['));
+        let range = |range: &&str| {
+            let (first, last) = range.split_once('-').unwrap_or((range, range));
+            Some((first.parse().ok()?, last.parse().ok()?))
+        };
+        Some(View {
+            index: index_of(words.first()?)?,
+            primary: index_of(words.get(3)?),
+            slots: slots.filter_map(range).collect(),
+            flags: (*words.get(2)?).to_owned(),
+        })
+    }
+
+    /// The index of the primary that has the slot, to the first node that answers.
+    pub fn owner(&self, slot: u16) -> usize {
+        let views = self.living().find_map(|node| Some(self.views(node)).filter(|views| !views.is_empty()));
+        let owner = views.and_then(|views| views.into_iter().find(|view| view.has(slot)));
+        owner.expect("each slot has an owner").index
+    }
+
+    /// The index of a replica of the primary.
+    pub fn replica_of(&self, primary: usize) -> usize {
+        let views = self.views(&self.nodes[primary]);
+        views.into_iter().find(|view| view.primary == Some(primary)).expect("each primary has a replica").index
+    }
+
+    /// Has the replica of the primary take over, without losing anything.
+    pub fn fail_over(&self, primary: usize) {
+        self.nodes[self.replica_of(primary)].query::<()>("CLUSTER FAILOVER");
+    }
+
+    /// Waits until a node says that a slot has another owner than `old`, and says when it did and which one.
+    pub fn wait_for_another_owner(&self, slot: u16, old: usize) -> (Instant, usize) {
+        let mut connections: Vec<_> = self.living().map(RedisServer::connection).collect();
+        let mut owner = old;
+        wait_until("the slot has another owner", || {
+            let views = connections
+                .iter_mut()
+                .map(|node| self.read(&query::<String>(node, "CLUSTER NODES").unwrap_or_default()));
+            let owners = views.filter_map(|views| views.into_iter().find(|view| view.has(slot)));
+            owner = owners.map(|view| view.index).find(|owner| *owner != old).unwrap_or(old);
+            owner != old
+        });
+        (Instant::now(), owner)
+    }
+
+    /// Waits until all nodes serve all slots and agree who has which, and each primary has a replica that follows.
+    pub fn wait_until_whole(&self) {
+        wait_until("the cluster is whole", || {
+            let sorted = |node| {
+                let mut views = self.views(node);
+                // Each calls itself `myself`.
+                views.iter_mut().for_each(|view| view.flags = view.flags.replace("myself,", ""));
+                views.sort_by_key(|view| view.index);
+                views
+            };
+            let views = sorted(&self.nodes[0]);
+            let whole = views.iter().filter(|view| view.flags == "slave").count() == NODES - PRIMARIES
+                && views.iter().filter(|view| view.flags == "master" && !view.slots.is_empty()).count() == PRIMARIES;
+            whole
+                && self.nodes.iter().all(|node| {
+                    sorted(node) == views
+                        && line(&node.text("CLUSTER INFO"), "cluster_state").is_some_and(|state| state == "ok")
+                })
+                && views
+                    .iter()
+                    .filter(|view| view.primary.is_none())
+                    .all(|view| self.nodes[view.index].is_followed_by(1))
+        });
+    }
+
+    /// Moves a slot with all its keys to another primary, as `redis-cli --cluster reshard` does: clients are answered ASK for
+    /// the keys that have gone already, and MOVED in the end.
+    pub fn migrate(&self, slot: u16, to: usize) {
+        let from = self.owner(slot);
+        assert_ne!(from, to, "slot {slot} is there already");
+        let mut source = self.nodes[from].connection();
+        let mut target = self.nodes[to].connection();
+        let must = |connection: &mut Connection, command: &str| -> Value {
+            query(connection, command).unwrap_or_else(|error| panic!("{command}: {error}"))
+        };
+        must(&mut target, &format!("CLUSTER SETSLOT {slot} IMPORTING {}", self.ids[from]));
+        must(&mut source, &format!("CLUSTER SETSLOT {slot} MIGRATING {}", self.ids[to]));
+        loop {
+            let keys: Vec<String> =
+                query(&mut source, &format!("CLUSTER GETKEYSINSLOT {slot} 10")).expect("keys are listed");
+            if keys.is_empty() {
+                break;
+            }
+            let port = self.nodes[to].port().to_string();
+            let mut migrate = redis::cmd("MIGRATE");
+            migrate.arg(&["127.0.0.1", &port, "", "0", "5000", "KEYS"]).arg(keys);
+            let _: Value = migrate.query(&mut source).expect("keys move");
+        }
+        // The target first: for a moment both have the slot, instead of nobody.
+        must(&mut target, &format!("CLUSTER SETSLOT {slot} NODE {}", self.ids[to]));
+        must(&mut source, &format!("CLUSTER SETSLOT {slot} NODE {}", self.ids[to]));
+    }
+
+    /// The slots of a primary in which there are keys.
+    pub fn slots_with_keys(&self, primary: usize) -> Vec<u16> {
+        let node = &self.nodes[primary];
+        let views = self.views(node);
+        let slots = views.into_iter().find(|view| view.index == primary).map(|view| view.slots).unwrap_or_default();
+        let slots: Vec<u16> = slots.into_iter().flat_map(|(first, last)| first..=last).collect();
+        let mut pipe = redis::pipe();
+        for slot in &slots {
+            pipe.cmd("CLUSTER").arg("COUNTKEYSINSLOT").arg(slot);
+        }
+        let counts: Vec<u64> = pipe.query(&mut node.connection()).expect("keys are counted");
+        slots.into_iter().zip(counts).filter(|(_, count)| *count > 0).map(|(slot, _)| slot).collect()
+    }
+
+    fn living(&self) -> impl Iterator<Item = &RedisServer> {
+        self.nodes.iter().filter(|node| node.is_answering())
+    }
+}

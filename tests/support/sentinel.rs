@@ -1,0 +1,166 @@
+//! A primary, two replicas, and three Sentinels that watch over them.
+
+use std::fs;
+use std::thread;
+use std::time::Instant;
+
+use redis::Connection;
+
+use super::server::{RedisServer, free_port, query, version, wait_until, words};
+
+/// The name that the Sentinels know the servers by.
+pub const SERVICE: &str = "orders";
+
+const SERVERS: usize = 3;
+const SENTINELS: usize = 3;
+
+/// Two of three Sentinels agree that a primary is down when it has not answered for half a second.
+#[derive(Debug)]
+pub struct SentinelDeployment {
+    /// The first is the primary in the beginning.
+    pub servers: Vec<RedisServer>,
+    pub sentinels: Vec<RedisServer>,
+}
+
+impl SentinelDeployment {
+    /// Starts everything, and waits until the replicas follow and the Sentinels know each other.
+    pub fn start() -> Self {
+        Self::start_with(&[])
+    }
+
+    /// The same with further arguments for the servers.
+    pub fn start_with(args: &[&str]) -> Self {
+        // Replicas begin to follow at once, and are pinged every second.
+        let mut all = vec!["--repl-diskless-sync", "yes", "--repl-diskless-sync-delay", "0"];
+        all.extend(["--repl-ping-replica-period", "1"]);
+        all.extend(args);
+        let primary = RedisServer::start_with(&all);
+        let port = primary.port().to_string();
+        all.extend(["--replicaof", "127.0.0.1", &port]);
+        let mut servers = vec![primary];
+        servers.extend(together(SERVERS - 1, |_| RedisServer::start_with(&all)));
+        let deployment = Self { sentinels: start_sentinels(&servers), servers };
+        deployment.wait_until_whole();
+        deployment
+    }
+
+    /// `redis+sentinel://` with all Sentinels, the service and database 0.
+    pub fn url(&self) -> String {
+        let sentinels: Vec<_> = self.sentinels.iter().map(|node| format!("127.0.0.1:{}", node.port())).collect();
+        format!("redis+sentinel://{}/{SERVICE}/0", sentinels.join(","))
+    }
+
+    /// The server that is the primary, to the Sentinels that can be asked.
+    pub fn primary(&self) -> &RedisServer {
+        &self.servers[self.primary_index()]
+    }
+
+    pub fn primary_index(&self) -> usize {
+        let port = self.sentinels.iter().find_map(announced).expect("a Sentinel answers");
+        self.servers.iter().position(|server| server.port() == port).expect("the primary is one of ours")
+    }
+
+    /// Ends the primary as a crash would, and says which of the servers it was.
+    pub fn kill_primary(&mut self) -> usize {
+        let index = self.primary_index();
+        self.servers[index].kill();
+        index
+    }
+
+    /// Has the Sentinels make another server the primary although nothing is wrong with this one.
+    pub fn fail_over(&self) {
+        self.sentinels[0].query::<()>(&format!("SENTINEL FAILOVER {SERVICE}"));
+    }
+
+    /// Waits until a Sentinel announces another primary than that on port `old`, and says when it did and which server it is.
+    pub fn wait_for_another_primary(&self, old: u16) -> (Instant, usize) {
+        let mut connections: Vec<Connection> = self.sentinels.iter().map(RedisServer::connection).collect();
+        let mut port = old;
+        wait_until("another primary is announced", || {
+            let ports = connections.iter_mut().filter_map(ask);
+            port = ports.into_iter().find(|port| *port != old).unwrap_or(old);
+            port != old
+        });
+        let now = Instant::now();
+        (now, self.servers.iter().position(|server| server.port() == port).expect("the primary is one of ours"))
+    }
+
+    /// Waits until the replicas follow the primary that all Sentinels know, and the Sentinels know everybody.
+    pub fn wait_until_whole(&self) {
+        wait_until("the Sentinels know the replicas and each other", || {
+            let primary = announced(&self.sentinels[0]);
+            self.sentinels.iter().all(|sentinel| {
+                let known = sentinel.text("INFO sentinel");
+                announced(sentinel) == primary
+                    && known.contains(&format!("status=ok,address=127.0.0.1:{}", primary.unwrap_or_default()))
+                    && known.contains(&format!("slaves={},sentinels={SENTINELS}", SERVERS - 1))
+            })
+        });
+        wait_until("the replicas follow", || self.primary().is_followed_by(SERVERS - 1));
+    }
+}
+
+/// The port of the primary to this Sentinel, if it answers.
+fn announced(sentinel: &RedisServer) -> Option<u16> {
+    sentinel.is_answering().then(|| ask(&mut sentinel.connection())).flatten()
+}
+
+fn ask(sentinel: &mut Connection) -> Option<u16> {
+    let address: Option<(String, String)> =
+        query(sentinel, &format!("SENTINEL GET-MASTER-ADDR-BY-NAME {SERVICE}")).unwrap_or_default();
+    address.and_then(|(_, port)| port.parse().ok())
+}
+
+/// The Sentinels are told of each other, since it takes them seconds to find out.
+fn start_sentinels(servers: &[RedisServer]) -> Vec<RedisServer> {
+    let id = |number: usize| format!("{:040x}", number + 1);
+    for _ in 0..10 {
+        let ports: Vec<u16> = (0..SENTINELS).map(|_| free_port()).collect();
+        let sentinels = together(SENTINELS, |number| {
+            let mut config = format!(
+                "port {}\nbind 127.0.0.1\nsentinel myid {}\nsentinel monitor {SERVICE} 127.0.0.1 {} 2\n\
+                 sentinel down-after-milliseconds {SERVICE} 500\nsentinel failover-timeout {SERVICE} 3000\n\
+                 sentinel parallel-syncs {SERVICE} {SERVERS}\n",
+                ports[number],
+                id(number),
+                servers[0].port()
+            );
+            for replica in &servers[1..] {
+                config += &format!("sentinel known-replica {SERVICE} 127.0.0.1 {}\n", replica.port());
+            }
+            for other in (0..SENTINELS).filter(|other| *other != number) {
+                config += &format!("sentinel known-sentinel {SERVICE} 127.0.0.1 {} {}\n", ports[other], id(other));
+            }
+            let folder = tempfile::tempdir().expect("a temporary folder can be made");
+            fs::write(folder.path().join("sentinel.conf"), config).expect("a file can be written");
+            RedisServer::try_start(ports[number], words("sentinel.conf --sentinel"), folder)
+        });
+        // Somebody else may have taken a port before its Sentinel did.
+        if sentinels.iter().all(Option::is_some) {
+            let sentinels: Vec<RedisServer> = sentinels.into_iter().flatten().collect();
+            // A server that was the primary is made a replica after four of these periods. Redis 6.2 has fixed ones, of 2 s.
+            if version() >= (7, 0) {
+                for sentinel in &sentinels {
+                    sentinel.query::<()>("SENTINEL DEBUG PUBLISH-PERIOD 250 INFO-PERIOD 1000");
+                }
+            }
+            return sentinels;
+        }
+    }
+    panic!("the Sentinels do not start");
+}
+
+/// Makes several of something at the same time.
+pub(super) fn together<T: Send>(number: usize, make: impl Fn(usize) -> T + Sync) -> Vec<T> {
+    thread::scope(|scope| {
+        let made: Vec<_> = (0..number)
+            .map(|number| {
+                scope.spawn({
+                    let make = &make;
+                    move || make(number)
+                })
+            })
+            .collect();
+        made.into_iter().map(|made| made.join().expect("it can be made")).collect()
+    })
+}
