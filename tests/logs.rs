@@ -1,12 +1,15 @@
 //! What an operator reads: a line when something changes, and none per request.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
+mod support;
+
 use std::fmt;
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use support::server::RedisServer;
 use tokio::time::advance;
 use tollgate::http::{ClientIp, ForwardingHeader, PeerAddr, peer_ip};
 use tollgate::rate_limit::{Decision, LimitStatus, RateLimitStore, Receipt};
@@ -267,4 +270,23 @@ async fn rules_say_what_is_wrong_with_them_once() {
     write("rules = 7");
     found("invalid type").await;
     assert_eq!(log.lines().len(), 1, "another mistake is another line");
+}
+
+#[tokio::test]
+async fn a_server_that_may_evict_our_keys_is_one_line() {
+    let log = Log::default();
+    let _guard = tracing::subscriber::set_default(log.clone());
+    let policy = |policy: &'static str| ["--maxmemory-policy", policy];
+    for evicting in ["allkeys-lru", "volatile-ttl"] {
+        let server = RedisServer::start_with(&[&policy(evicting)[..], &["--maxmemory", "100mb"]].concat());
+        let _backend = tollgate::connect(server.url()).await.unwrap();
+        let lines = log.lines();
+        assert_eq!(lines.len(), 1, "{lines:?}");
+        assert!(lines[0].starts_with("WARN redis may evict keys") && lines[0].contains("noeviction"), "{lines:?}");
+    }
+    for harmless in [&policy("allkeys-lru")[..], &["--maxmemory", "100mb", "--maxmemory-policy", "noeviction"]] {
+        let server = RedisServer::start_with(harmless);
+        let _backend = tollgate::connect(server.url()).await.unwrap();
+        assert_eq!(log.lines(), Vec::<String>::new());
+    }
 }

@@ -7,7 +7,8 @@ use std::process::Command;
 use rcgen::{BasicConstraints, CertificateParams, CertifiedIssuer, DnType, IsCa, KeyPair};
 use tempfile::TempDir;
 
-use super::server::{RedisServer, binary, free_port};
+use super::sentinel::SERVICE;
+use super::server::{RedisServer, binary, free_port, wait_until, words};
 
 /// An authority, and what it has signed: a certificate for a server and one for a client. PEM files in a folder that goes
 /// with the value.
@@ -82,10 +83,54 @@ impl TlsServer {
     }
 
     pub fn start_with(certificates: Certificates, mutual: bool) -> Self {
+        Self::start_as(certificates, mutual, &[])
+    }
+
+    /// The only node of a cluster.
+    pub fn start_cluster() -> Self {
+        let certificates = Certificates::for_names(&["localhost", "127.0.0.1"]);
+        let args = ["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--tls-cluster", "yes"];
+        let node = Self::start_as(certificates, true, &args);
+        let slots: Vec<_> = (0..16_384).map(|slot| slot.to_string()).collect();
+        node.server.query::<()>(&format!("CLUSTER ADDSLOTS {}", slots.join(" ")));
+        wait_until("the cluster is up", || node.server.text("CLUSTER INFO").contains("cluster_state:ok"));
+        node
+    }
+
+    fn start_as(certificates: Certificates, mutual: bool, more: &[&str]) -> Self {
+        assert!(is_supported(), "{} is built without TLS, and cannot be tested with it", binary());
         let tls_port = free_port();
         let args = certificates.args(tls_port, mutual);
-        let server = RedisServer::start_with(&args.iter().map(String::as_str).collect::<Vec<_>>());
+        let args: Vec<_> = args.iter().map(String::as_str).chain(more.iter().copied()).collect();
+        let server = RedisServer::start_with(&args);
         Self { server, certificates, tls_port }
+    }
+
+    /// A Sentinel that watches this server and speaks nothing but TLS, and its port. It wants a password, which is `watch`.
+    pub fn sentinel(&self) -> (RedisServer, u16) {
+        for _ in 0..10 {
+            let (port, tls_port) = (free_port(), free_port());
+            let mut config = format!(
+                "port {port}\nbind 127.0.0.1\nrequirepass watch\ntls-replication yes\nsentinel monitor {SERVICE} 127.0.0.1 {} 1\n",
+                self.tls_port
+            );
+            for pair in self.certificates.args(tls_port, true).chunks_exact(2) {
+                config += &format!("{} {}\n", pair[0].trim_start_matches('-'), pair[1]);
+            }
+            let folder = tempfile::tempdir().expect("a temporary folder can be made");
+            fs::write(folder.path().join("sentinel.conf"), config).expect("a file can be written");
+            if let Some(sentinel) = RedisServer::try_start(port, words("sentinel.conf --sentinel"), folder) {
+                let mut connection = redis::Client::open(format!("redis://:watch@127.0.0.1:{port}/"))
+                    .and_then(|client| client.get_connection())
+                    .expect("the Sentinel lets us in");
+                wait_until("the Sentinel sees the server", || {
+                    let known: String = redis::cmd("INFO").arg("sentinel").query(&mut connection).unwrap_or_default();
+                    known.contains("status=ok,address=127.0.0.1")
+                });
+                return (sentinel, tls_port);
+            }
+        }
+        panic!("the Sentinel does not start");
     }
 
     pub fn tls_port(&self) -> u16 {
@@ -99,7 +144,7 @@ impl TlsServer {
 }
 
 /// Whether the server to test can speak TLS at all: some are built without.
-pub fn is_supported() -> bool {
+fn is_supported() -> bool {
     // It names the first setting that it does not know.
     let args = ["--port", "0", "--tls-auth-clients", "yes", "--no-such-setting", "1"];
     let output = Command::new(binary()).args(args).output().expect("the server can be run");

@@ -1,6 +1,9 @@
 //! What a failure of Redis means to somebody who does not care that it is Redis.
 
+use std::error::Error;
 use std::fmt;
+#[cfg(feature = "tls")]
+use std::{io, sync::Arc};
 
 use redis::{ErrorKind, RedisError, ServerErrorKind, Value};
 
@@ -43,10 +46,10 @@ pub(super) fn store_error(error: RedisError) -> StoreError {
 pub(super) fn connect_error(error: RedisError) -> ConnectError {
     #[cfg(feature = "tls")]
     if let Some(tls) = tls_error(&error) {
-        use rustls::{AlertDescription, Error};
+        use rustls::{AlertDescription, Error as Tls};
         return match tls {
-            Error::InvalidCertificate(_) => ConnectError::Certificate(store_error(error)),
-            Error::AlertReceived(
+            Tls::InvalidCertificate(_) => ConnectError::Certificate(store_error(error)),
+            Tls::AlertReceived(
                 AlertDescription::CertificateRequired
                 | AlertDescription::BadCertificate
                 | AlertDescription::UnknownCA
@@ -66,6 +69,9 @@ pub(super) fn connect_error(error: RedisError) -> ConnectError {
         _ if error.to_string().contains("cluster support disabled") => {
             ConnectError::Unsupported { reason: "the server is not a node of a cluster: use `redis://`".to_owned() }
         }
+        _ if error.to_string().contains("not point to a sentinel") => {
+            ConnectError::Unsupported { reason: "the server is not a Sentinel: use `redis://`".to_owned() }
+        }
         _ => ConnectError::Store(store_error(error)),
     }
 }
@@ -73,8 +79,9 @@ pub(super) fn connect_error(error: RedisError) -> ConnectError {
 /// What went wrong in the TLS layer, if that is where it went wrong.
 #[cfg(feature = "tls")]
 fn tls_error(error: &RedisError) -> Option<&rustls::Error> {
-    let io = std::error::Error::source(error)?.downcast_ref::<std::io::Error>()?;
-    io.get_ref()?.downcast_ref()
+    // The client hands out the shared box that it keeps the I/O error in, and that has what the TLS layer said in it.
+    let shared = error.source()?.downcast_ref::<Arc<dyn Error + Send + Sync>>()?;
+    shared.downcast_ref::<io::Error>()?.get_ref()?.downcast_ref()
 }
 
 /// The code of a server's error. Redis before 7 wraps an error that a script ran into, code and all, in a sentence of its
@@ -106,4 +113,4 @@ impl fmt::Display for UnexpectedReply {
     }
 }
 
-impl std::error::Error for UnexpectedReply {}
+impl Error for UnexpectedReply {}

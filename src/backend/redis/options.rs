@@ -188,6 +188,8 @@ impl RedisOptions {
         if self.connect_timeout.is_zero() || self.response_timeout.is_zero() {
             return Err(ConfigError::ZeroTimeout.into());
         }
+        #[cfg(feature = "tls")]
+        self.check_certificates()?;
         let keys = Keys::new(&self.prefix);
         RedisBackend::new(self.servers().await?, keys).await
     }
@@ -292,6 +294,32 @@ impl RedisOptions {
             return ConnectionAddr::TcpTls { host, port, insecure: false, tls_params: None };
         }
         ConnectionAddr::Tcp(host, port)
+    }
+
+    /// The client takes a text without any certificate for no authority at all, and says so only when it trusts nobody.
+    #[cfg(feature = "tls")]
+    fn check_certificates(&self) -> Result<(), ConfigError> {
+        use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
+        let invalid = |reason: String| ConfigError::InvalidCertificate { reason };
+        let certificates = |pem: &[u8], whose: &str| match CertificateDer::pem_slice_iter(pem).next() {
+            Some(Ok(_)) => Ok(()),
+            Some(Err(error)) => Err(invalid(format!("{whose} certificate: {error}"))),
+            None => Err(invalid(format!("{whose} certificate: there is none in the PEM text"))),
+        };
+        if let Some(authority) = &self.certificates.root_cert {
+            certificates(authority, "the authority's")?;
+        }
+        if let Some(client) = &self.certificates.client_tls {
+            certificates(&client.client_cert, "the client's")?;
+            // Nothing of what is not a key is repeated.
+            PrivateKeyDer::from_pem_slice(&client.client_key)
+                .map_err(|_| invalid("the client's key: there is none in the PEM text".to_owned()))?;
+        }
+        match &self.source {
+            Source::Target(target) if target.is_tls() => Ok(()),
+            _ if self.has_certificates() => Err(invalid("only `rediss:` URLs encrypt".to_owned())),
+            _ => Ok(()),
+        }
     }
 
     #[cfg(feature = "tls")]

@@ -1,0 +1,236 @@
+//! Who is let in where, over what, and what is said when somebody is not.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+mod support;
+
+use std::error::Error;
+use std::fs;
+
+use support::cluster::Cluster;
+use support::proxy::{Door, Proxy};
+use support::sentinel::{SERVICE, SentinelDeployment};
+use support::server::RedisServer;
+use support::tls::{Certificates, TlsServer};
+use tollgate::{BoxError, ConfigError, ConnectError, Limiter, Policy, Quota, RedisBackend, RedisOptions};
+
+async fn works(backend: RedisBackend) -> Result<(), BoxError> {
+    let limiter = Limiter::new(backend, Policy::new("connecting", Quota::per_hour(1).fixed_window()));
+    limiter.reset("alice").await?;
+    assert!(limiter.check("alice").await?.is_allowed());
+    assert!(!limiter.check("alice").await?.is_allowed());
+    Ok(())
+}
+
+fn options(url: &str) -> RedisOptions {
+    RedisOptions::from_url(url).unwrap()
+}
+
+/// All that an error says, from the top to the bottom.
+fn story(error: &dyn Error) -> String {
+    let rest = error.source().map(|source| format!(": {}", story(source)));
+    format!("{error}{}", rest.unwrap_or_default())
+}
+
+/// The options with all that a `mutual` server wants to see.
+fn trusted(options: RedisOptions, certificates: &Certificates) -> RedisOptions {
+    let read = |path| fs::read(path).unwrap();
+    options
+        .ca_certificate(read(certificates.authority()))
+        .client_certificate(read(certificates.client_certificate()), read(certificates.client_key()))
+}
+
+#[tokio::test]
+async fn a_unix_socket() {
+    let server = RedisServer::start();
+    let url = format!("redis+unix://{}?db=3", server.unix_socket().display());
+    works(RedisBackend::connect(url).await.unwrap()).await.unwrap();
+    assert!(server.info("db3").is_some_and(|keys| keys.starts_with("keys=1")));
+}
+
+#[tokio::test]
+async fn a_user_and_a_database() {
+    let server = RedisServer::start();
+    server.query::<()>("ACL SETUSER shop on >p@ss/w:rd ~* +@all");
+    let url = |userinfo: &str| format!("redis://{userinfo}127.0.0.1:{}/5", server.port());
+    works(RedisBackend::connect(url("shop:p%40ss%2Fw%3Ard@")).await.unwrap()).await.unwrap();
+    works(options(&url("")).user("shop", "p@ss/w:rd").connect().await.unwrap()).await.unwrap();
+    // What is set replaces what the URL says.
+    works(options(&url("nobody:nothing@")).user("shop", "p@ss/w:rd").connect().await.unwrap()).await.unwrap();
+    assert!(server.info("db5").is_some());
+    let error = options(&url("")).user("shop", "wrong").connect().await.unwrap_err();
+    assert!(matches!(error, ConnectError::Credentials(_)), "{error:?}");
+}
+
+#[tokio::test]
+async fn an_encrypted_server() {
+    let server = TlsServer::start(false);
+    let authority = fs::read(server.certificates.authority()).unwrap();
+    works(options(&server.url()).ca_certificate(authority.clone()).connect().await.unwrap()).await.unwrap();
+    // By its address, which the certificate is for as well.
+    let url = format!("rediss://127.0.0.1:{}/", server.tls_port());
+    works(options(&url).ca_certificate(authority).connect().await.unwrap()).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_server_that_wants_to_know_who_we_are() {
+    let server = TlsServer::start(true);
+    works(trusted(options(&server.url()), &server.certificates).connect().await.unwrap()).await.unwrap();
+
+    let authority = fs::read(server.certificates.authority()).unwrap();
+    let error = options(&server.url()).ca_certificate(authority.clone()).connect().await.unwrap_err();
+    assert!(matches!(error, ConnectError::ClientCertificate(_)), "no certificate: {error:?}");
+    assert_eq!(error.to_string(), "the store demands a client certificate that it trusts");
+
+    let others = Certificates::for_names(&["localhost"]);
+    let error = trusted(options(&server.url()), &others).ca_certificate(authority).connect().await.unwrap_err();
+    assert!(matches!(error, ConnectError::ClientCertificate(_)), "a certificate of somebody else: {error:?}");
+}
+
+#[tokio::test]
+async fn a_server_that_is_not_to_be_trusted() {
+    let server = TlsServer::start(false);
+    let others = Certificates::for_names(&["localhost"]);
+    let wrong = options(&server.url()).ca_certificate(fs::read(others.authority()).unwrap());
+    let system = options(&server.url());
+    let elsewhere = TlsServer::start_with(Certificates::for_names(&["example.com"]), false);
+    let authority = fs::read(elsewhere.certificates.authority()).unwrap();
+    let name = options(&elsewhere.url()).ca_certificate(authority);
+    for (what, options) in [("another authority", wrong), ("the system's authorities", system), ("another name", name)]
+    {
+        let error = options.connect().await.unwrap_err();
+        assert!(matches!(error, ConnectError::Certificate(_)), "{what}: {error:?}");
+        assert_eq!(error.to_string(), "the certificate of the store is not one to be trusted");
+    }
+}
+
+#[tokio::test]
+async fn a_server_that_does_not_encrypt() {
+    let server = RedisServer::start();
+    let authority = fs::read(Certificates::for_names(&["localhost"]).authority()).unwrap();
+    let url = format!("rediss://localhost:{}/", server.port());
+    let error = options(&url).ca_certificate(authority).connect().await.unwrap_err();
+    assert!(matches!(error, ConnectError::Tls(_) | ConnectError::Store(_)), "{error:?}");
+}
+
+#[tokio::test]
+async fn certificates_that_are_none() {
+    for url in ["rediss://localhost/", "rediss+sentinel://localhost/service", "rediss+cluster://localhost/"] {
+        let made = Certificates::for_names(&["localhost"]);
+        let key = fs::read(made.client_key()).unwrap();
+        for options in [options(url).ca_certificate("nonsense"), options(url).client_certificate("nonsense", key)] {
+            let error = options.connect().await.unwrap_err();
+            let is_it = matches!(&error, ConnectError::Config(ConfigError::InvalidCertificate { .. }));
+            assert!(is_it, "{url}: {error:?}");
+        }
+    }
+    let error = options("redis://localhost/").ca_certificate("any").connect().await.unwrap_err();
+    assert!(matches!(error, ConnectError::Config(ConfigError::InvalidCertificate { .. })), "{error:?}");
+}
+
+#[tokio::test]
+async fn encrypted_sentinels_with_a_password() {
+    let server = TlsServer::start(true);
+    let (_sentinel, port) = server.sentinel();
+    let url = format!("rediss+sentinel://127.0.0.1:{port}/{SERVICE}/2");
+    let certified = || trusted(options(&url), &server.certificates);
+    works(certified().sentinel_user("", "watch").connect().await.unwrap()).await.unwrap();
+    assert!(server.server.info("db2").is_some());
+    let error = certified().connect().await.unwrap_err();
+    assert!(matches!(error, ConnectError::Credentials(_)), "no password: {error:?}");
+    let error = certified().sentinel_user("", "wrong").connect().await.unwrap_err();
+    assert!(matches!(error, ConnectError::Credentials(_)), "wrong password: {error:?}");
+}
+
+#[tokio::test]
+async fn an_encrypted_cluster() {
+    let node = TlsServer::start_cluster();
+    let url = format!("rediss+cluster://localhost:{}", node.tls_port());
+    works(trusted(options(&url), &node.certificates).connect().await.unwrap()).await.unwrap();
+    let authority = fs::read(node.certificates.authority()).unwrap();
+    let error = options(&url).ca_certificate(authority).connect().await.unwrap_err();
+    assert!(matches!(error, ConnectError::ClientCertificate(_)), "{error:?}");
+}
+
+/// The rule in the docs, with what they add for a topology.
+fn user(more: &str) -> String {
+    let docs = include_str!("../src/backend/redis/mod.rs");
+    let rule = docs.lines().find_map(|line| line.strip_prefix("//! ACL ")).unwrap();
+    assert!(docs.contains(&format!("`{more}`")), "the docs say that a user needs {more}");
+    format!("ACL {rule} {more}")
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_user_behind_sentinels() {
+    let deployment = SentinelDeployment::start();
+    let url = deployment.url().replace("://", "://tollgate:password@");
+    deployment.primary().query::<()>(&user("+role"));
+    works(RedisBackend::connect(&url).await.unwrap()).await.unwrap();
+    deployment.primary().query::<()>("ACL SETUSER tollgate -role");
+    let error = RedisBackend::connect(&url).await.unwrap_err();
+    assert!(matches!(error, ConnectError::Permissions(_)), "{error:?}");
+    let error = RedisBackend::connect(url.replace(":password@", ":wrong@")).await.unwrap_err();
+    assert!(matches!(error, ConnectError::Credentials(_)), "{error:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_service_that_nobody_watches() {
+    let deployment = SentinelDeployment::start();
+    let error = RedisBackend::connect(deployment.url().replace(SERVICE, "invoices")).await.unwrap_err();
+    assert!(matches!(&error, ConnectError::Store(error) if error.is_unavailable()), "{error:?}");
+    assert!(story(&error).contains("name not found in sentinel"), "{}", story(&error));
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn sentinels_that_hang_or_are_gone() {
+    let mut deployment = SentinelDeployment::start();
+    let proxy = Proxy::start(deployment.sentinels[0].port());
+    proxy.door(Door::Silent);
+    let dead = deployment.sentinels[1].port();
+    deployment.sentinels[1].kill();
+    let url = format!(
+        "redis+sentinel://127.0.0.1:{},127.0.0.1:{dead},127.0.0.1:{}/{SERVICE}",
+        proxy.port(),
+        deployment.sentinels[2].port()
+    );
+    works(RedisBackend::connect(url).await.unwrap()).await.unwrap();
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn a_user_of_a_cluster() {
+    let cluster = Cluster::start();
+    let url = cluster.url().replace("://", "://tollgate:password@");
+    for node in &cluster.nodes {
+        node.query::<()>(&user("+cluster|slots +asking"));
+    }
+    let limiter = Limiter::new(
+        RedisBackend::connect(&url).await.unwrap(),
+        Policy::new("connecting", Quota::per_hour(1).fixed_window()),
+    );
+    // On every node, and over the redirections of a move.
+    for subject in 0..100 {
+        assert!(limiter.check(subject).await.unwrap().is_allowed());
+    }
+    for slot in cluster.slots_with_keys(0) {
+        tokio::task::block_in_place(|| cluster.migrate(slot, 1));
+    }
+    for subject in 0..100 {
+        assert!(!limiter.check(subject).await.unwrap().is_allowed());
+    }
+    for node in &cluster.nodes {
+        node.query::<()>("ACL SETUSER tollgate -cluster|slots");
+    }
+    let error = RedisBackend::connect(&url).await.unwrap_err();
+    assert!(matches!(error, ConnectError::Permissions(_)), "{error:?}");
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn another_topology_than_the_url_says() {
+    let cluster = Cluster::start();
+    let error = RedisBackend::connect(cluster.nodes[0].url()).await.unwrap_err();
+    assert!(matches!(&error, ConnectError::Unsupported { reason } if reason.contains("redis+cluster://")), "{error:?}");
+    let server = RedisServer::start();
+    let error = RedisBackend::connect(server.url().replace("redis:", "redis+cluster:")).await.unwrap_err();
+    assert!(matches!(&error, ConnectError::Unsupported { reason } if reason.contains("redis://")), "{error:?}");
+    let error = RedisBackend::connect(server.url().replace("redis:", "redis+sentinel:") + "orders").await.unwrap_err();
+    assert!(matches!(&error, ConnectError::Unsupported { reason } if reason.contains("not a Sentinel")), "{error:?}");
+}
