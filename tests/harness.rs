@@ -11,7 +11,7 @@ use support::cluster::Cluster;
 use support::proxy::{Door, Proxy, Traffic};
 use support::sentinel::SentinelDeployment;
 use support::server::{DURABLE, RedisServer, query, wait_until};
-use support::tls::{self, TlsServer};
+use support::tls::TlsServer;
 
 const SOON: Duration = Duration::from_millis(200);
 
@@ -106,9 +106,6 @@ fn a_cluster_moves_slots_and_primaries() {
 
 #[test]
 fn servers_show_certificates() {
-    if !tls::is_supported() {
-        return;
-    }
     let server = TlsServer::start(true);
     assert!(TcpStream::connect(("127.0.0.1", server.tls_port())).is_ok());
     for file in [server.certificates.authority(), server.certificates.client_certificate()] {
