@@ -9,7 +9,9 @@ use std::time::Duration;
 use bb8_redis::RedisConnectionManager;
 use redis::Connection;
 use support::server::RedisServer;
-use tollgate::{BoxError, Limiter, Policy, Quota, RedisBackend, RedisOptions};
+use tokio::task::JoinSet;
+use tollgate::rate_limit::Decision;
+use tollgate::{BoxError, Limiter, Policy, Quota, RedisBackend, RedisOptions, StoreError};
 
 tollgate::rate_limit_contract!(
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -425,4 +427,88 @@ async fn secrets_are_not_shown() {
     let backend = options.connect().await.unwrap();
     let shown = format!("{shown} {backend:?} {:?}", tollgate::connect(&url).await.unwrap());
     assert!(!shown.contains("hunter2"), "{shown}");
+}
+
+/// Decisions about these subjects, all asked for at once.
+async fn check_at_once(
+    limiter: &Limiter<RedisBackend>,
+    subjects: impl Iterator<Item = u64>,
+) -> Vec<Result<Decision, StoreError>> {
+    let mut tasks = JoinSet::new();
+    for subject in subjects {
+        let limiter = limiter.clone();
+        tasks.spawn(async move { limiter.check(subject).await });
+    }
+    tasks.join_all().await
+}
+
+#[tokio::test]
+async fn decisions_that_meet_share_a_call() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    for policy in [policies(100)[0].clone(), Policy::new("two", Quota::per_hour(100).token_bucket())] {
+        let limiter = limiter(&backend, policy);
+        let before = calls(&mut server.connection());
+        let decisions = check_at_once(&limiter, (0..3_000).map(|turn| turn % 3)).await;
+        let admitted = decisions.into_iter().filter(|decision| decision.as_ref().unwrap().is_allowed()).count();
+        assert_eq!(admitted, 300);
+        let after = calls(&mut server.connection());
+        let evalsha = after["evalsha"] - before.get("evalsha").unwrap_or(&0);
+        assert!(evalsha < 1_000, "{evalsha} calls for 3,000 decisions");
+    }
+    every_key_expires(&mut server.connection());
+}
+
+#[tokio::test]
+async fn what_is_wrong_with_one_subject_is_wrong_with_no_other() {
+    let server = RedisServer::start();
+    let [policy, _] = policies(100);
+    let limiter = limiter(&connect(&server).await, policy);
+    // Wherever the count of subject 7 lies.
+    limiter.check(7_u64).await.unwrap();
+    let key: String = server.query::<Vec<String>>("KEYS *").remove(0);
+    server.query::<()>(&format!("DEL {key}"));
+    server.query::<()>(&format!("RPUSH {key} mine"));
+    let decisions = check_at_once(&limiter, (0..1_000).map(|turn| turn % 10)).await;
+    let (good, bad): (Vec<_>, Vec<_>) = decisions.into_iter().partition(Result::is_ok);
+    assert_eq!((good.len(), bad.len()), (900, 100));
+    assert!(good.iter().all(|decision| decision.as_ref().unwrap().is_allowed()));
+    assert!(bad.iter().all(|decision| decision.as_ref().unwrap_err().is_foreign_data()), "{:?}", bad[0]);
+    assert_eq!(server.query::<Vec<String>>(&format!("LRANGE {key} 0 -1")), ["mine"]);
+}
+
+#[tokio::test]
+async fn memory_that_runs_out_admits_nobody() {
+    let server = RedisServer::start();
+    let [policy, _] = policies(100);
+    let limiter = limiter(&connect(&server).await, policy);
+    limiter.check(1_u64).await.unwrap();
+    server.limit_memory(1);
+    for decision in check_at_once(&limiter, (0..500).map(|turn| turn % 2)).await {
+        let error = decision.unwrap_err();
+        assert!(error.is_out_of_memory(), "{error:?}");
+    }
+    server.limit_memory(0);
+    assert_eq!(limiter.peek(1_u64).await.unwrap().limits()[0].remaining(), 99);
+}
+
+#[tokio::test]
+async fn who_gives_up_while_waiting_is_not_charged() {
+    let server = RedisServer::start();
+    let [policy, _] = policies(1_000);
+    let limiter = limiter(&connect(&server).await, policy);
+    limiter.check("alice").await.unwrap();
+    server.pause();
+    let mut tasks = JoinSet::new();
+    for _ in 0..500 {
+        let limiter = limiter.clone();
+        tasks.spawn(async move { limiter.check("alice").await });
+    }
+    tokio::time::sleep(Duration::from_millis(50)).await;
+    tasks.shutdown().await;
+    server.resume();
+    // Those that were on their way: by themselves, and in a few calls.
+    let used = 1_000 - limiter.peek("alice").await.unwrap().limits()[0].remaining();
+    assert!(used <= 1 + 8 + 8 * 32, "{used} were charged");
+    assert!(limiter.check("alice").await.unwrap().is_allowed());
 }

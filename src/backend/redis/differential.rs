@@ -11,8 +11,8 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use tokio::runtime::{Builder, Runtime};
 
-use super::RedisBackend;
 use super::scripts::{LuaScript, Scripts};
+use super::{RedisBackend, gather, rate_limit};
 use crate::key::Key;
 use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request};
 use crate::{MemoryBackend, StoreError};
@@ -53,6 +53,8 @@ enum Verb {
     // Costs in parts per thousand of the smallest capacity, rounded down; 0 for one unit.
     Check { cost: u32 },
     CheckTwo { cost: u32, other: u32 },
+    // Who asks at the same time, and for how much.
+    CheckMany { asked: Vec<(u8, u32)> },
     Peek { cost: u32 },
     // Of the receipt so many charges ago.
     Refund { charge: usize, cost: u32 },
@@ -95,6 +97,7 @@ fn traces() -> impl Strategy<Value = Trace> {
     let verb = prop_oneof![
         400 => cost.clone().prop_map(|cost| Verb::Check { cost }),
         40 => (cost.clone(), 0..3_u32).prop_map(|(cost, other)| Verb::CheckTwo { cost, other }),
+        40 => prop::collection::vec((0..3_u8, cost.clone()), 1..12).prop_map(|asked| Verb::CheckMany { asked }),
         80 => (0..1_001_u32).prop_map(|cost| Verb::Peek { cost }),
         60 => (0..40_usize, cost.clone()).prop_map(|(charge, cost)| Verb::Refund { charge, cost }),
         8 => (0..2_001_u32).prop_map(|cost| Verb::Charge { cost }),
@@ -147,7 +150,8 @@ impl Pair {
         let memory_runtime = Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
         let memory = memory_runtime.block_on(async { MemoryBackend::new() });
         let redis_runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-        let redis = redis_runtime.block_on(RedisBackend::connect(server.url())).unwrap().on_virtual_clock();
+        let redis =
+            redis_runtime.block_on(async { RedisBackend::connect(server.url()).await.unwrap().on_virtual_clock() });
         Self { memory_runtime, memory, redis_runtime, redis, connection: server.connection(), now_us: START_US }
     }
 
@@ -208,8 +212,8 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
         let key = Key::from(u32::from(step.subject));
         let least = policy.limits().iter().map(Limit::capacity).min().unwrap();
         let cost_of = |share: u32| if share == 0 { 1 } else { (u64::from(share) * u64::from(least) / 1_000) as u32 };
-        let decisions = match step.verb {
-            Verb::Check { cost } => {
+        let decisions = match &step.verb {
+            &Verb::Check { cost } => {
                 let cost = cost_of(cost);
                 let decisions =
                     pair.both(|memory| memory.check(policy, &key, cost), |redis| redis.check(policy, &key, cost));
@@ -218,7 +222,7 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
                 }
                 (vec![decisions.0], vec![decisions.1])
             }
-            Verb::CheckTwo { cost, other } => {
+            &Verb::CheckTwo { cost, other } => {
                 let request = |key: Key| Request { policy: policy.clone(), key, cost: cost_of(cost) };
                 let requests = [request(key), request(Key::from(other + 1))];
                 // Redis does the same subject twice one after the other, and says what was left in between.
@@ -227,13 +231,25 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
                 }
                 pair.both(|memory| memory.check_all(&requests), |redis| redis.check_all(&requests))
             }
-            Verb::Peek { cost } => {
+            Verb::CheckMany { asked } => {
+                let asked = asked.iter().map(|&(subject, cost)| (Key::from(u32::from(subject)), cost_of(cost)));
+                let asked: Vec<_> = asked.collect();
+                let one_by_one = async |memory: &MemoryBackend| {
+                    let mut decisions = Vec::new();
+                    for (key, cost) in &asked {
+                        decisions.push(memory.check(policy, key, *cost).await?);
+                    }
+                    Ok(decisions)
+                };
+                pair.both(one_by_one, |redis| redis.check_together(policy, &asked))
+            }
+            &Verb::Peek { cost } => {
                 let cost = cost_of(cost);
                 let decisions =
                     pair.both(|memory| memory.peek(policy, &key, cost), |redis| redis.peek(policy, &key, cost));
                 (vec![decisions.0], vec![decisions.1])
             }
-            Verb::Refund { charge, cost } => {
+            &Verb::Refund { charge, cost } => {
                 let Some(charge) = charges.len().checked_sub(charge + 1) else { continue };
                 // Not more than is left of the charge.
                 let (plan, key, left, receipts) = &mut charges[charge];
@@ -243,12 +259,12 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
                 pair.both(|to| to.settle(policy, key, memory, change), |to| to.settle(policy, key, redis, change));
                 continue;
             }
-            Verb::Charge { cost } => {
+            &Verb::Charge { cost } => {
                 let (receipt, change) = (Receipt::at_micros(0), i64::from(cost_of(cost)));
                 pair.both(|to| to.settle(policy, &key, receipt, change), |to| to.settle(policy, &key, receipt, change));
                 continue;
             }
-            Verb::Block { share } => {
+            &Verb::Block { share } => {
                 let time = Duration::from_micros(window.as_micros() as u64 / 1_000 * share / 1_000);
                 pair.both(|memory| memory.block(policy, &key, time), |redis| redis.block(policy, &key, time));
                 continue;
@@ -289,11 +305,32 @@ impl RedisBackend {
     /// The same connections and keys, with scripts that read the clock of the test.
     fn on_virtual_clock(&self) -> Self {
         let prelude = include_str!("virtual_clock.lua");
-        let Scripts { check, check_plain, block, probe } = Scripts::new();
-        let [check, check_plain, block] =
-            [check, check_plain, block].map(|script| LuaScript::new(&format!("{prelude}\n{}", script.code())));
-        let scripts = Scripts { check, check_plain, block, probe };
+        let Scripts { check, check_plain, check_many, block, probe } = Scripts::new();
+        let [check, check_plain, check_many, block] = [check, check_plain, check_many, block]
+            .map(|script| LuaScript::new(&format!("{prelude}\n{}", script.code())));
+        let scripts = Scripts { check, check_plain, check_many, block, probe };
         let super::Inner { servers, keys, .. } = &*self.inner;
-        Self { inner: std::sync::Arc::new(super::Inner { servers: servers.clone(), keys: keys.clone(), scripts }) }
+        Self::with_scripts(servers.clone(), keys.clone(), scripts)
+    }
+    /// As if all of this had been asked for while other calls were away.
+    async fn check_together(&self, policy: &Policy, asked: &[(Key, u32)]) -> Result<Vec<Decision>, StoreError> {
+        let super::Inner { servers, keys, scripts, .. } = &*self.inner;
+        let keys: Vec<_> = asked.iter().map(|(key, _)| keys.rate_limit(policy, key)).collect();
+        let costs = asked.iter().map(|(_, cost)| *cost);
+        let replies = if keys.iter().all(|keys| keys.len() == 1) && costs.clone().all(|cost| cost > 0) {
+            let together = keys.iter().zip(costs).map(|(keys, cost)| (policy, &*keys[0], cost));
+            gather::together(servers, scripts, together).await?
+        } else {
+            // Nothing that is ever gathered.
+            vec![redis::Value::BulkString(Vec::new()); asked.len()]
+        };
+        let mut decisions = Vec::new();
+        for ((key, cost), reply) in asked.iter().zip(replies) {
+            decisions.push(match reply {
+                redis::Value::BulkString(reply) if reply.is_empty() => self.check(policy, key, *cost).await?,
+                reply => rate_limit::read(&reply, policy, *cost, super::scripts::Verb::Check)?,
+            });
+        }
+        Ok(decisions)
     }
 }

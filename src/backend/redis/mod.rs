@@ -39,6 +39,12 @@
 //! calls fail at once instead of waiting for their deadline; a server that accepts them and does not answer costs calls their
 //! deadline until that is known. A command whose answer is lost is never sent again, since it may have been counted.
 //!
+//! # Decisions that meet
+//!
+//! A decision that is nearly alone is a call of its own and waits for nobody. When more than a handful are on their way, those that
+//! come meanwhile wait until one of a few calls is back, and then go together in one script, each charged or denied by
+//! itself: exact, and about twice as many a second. Not on a cluster, where hardly two subjects share a slot.
+//!
 //! # Keys
 //!
 //! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`. The braces make a subject one slot of a cluster. Each key has a
@@ -66,6 +72,7 @@
 mod cluster;
 mod counts;
 mod error;
+mod gather;
 mod keys;
 mod options;
 mod pool;
@@ -84,6 +91,7 @@ use std::sync::Arc;
 
 use bb8_redis::RedisConnectionManager;
 
+use self::gather::Gather;
 use self::keys::Keys;
 use self::scripts::Scripts;
 use self::servers::Servers;
@@ -105,7 +113,9 @@ pub struct RedisBackend {
 struct Inner {
     servers: Arc<Servers>,
     keys: Keys,
-    scripts: Scripts,
+    scripts: Arc<Scripts>,
+    // Not on a cluster, where hardly two subjects share a slot.
+    gather: Option<Gather>,
 }
 
 impl RedisBackend {
@@ -135,7 +145,14 @@ impl RedisBackend {
     async fn new(servers: Servers, keys: Keys) -> Result<Self, ConnectError> {
         let scripts = Scripts::new();
         probe::probe(&servers, &keys, &scripts.probe).await?;
-        Ok(Self { inner: Arc::new(Inner { servers: Arc::new(servers), keys, scripts }) })
+        Ok(Self::with_scripts(Arc::new(servers), keys, scripts))
+    }
+
+    fn with_scripts(servers: Arc<Servers>, keys: Keys, scripts: Scripts) -> Self {
+        let scripts = Arc::new(scripts);
+        let gather =
+            matches!(*servers, Servers::One(_)).then(|| Gather::new(Arc::clone(&servers), Arc::clone(&scripts)));
+        Self { inner: Arc::new(Inner { servers, keys, scripts, gather }) }
     }
 }
 

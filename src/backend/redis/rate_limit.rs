@@ -10,17 +10,41 @@ use crate::rate_limit::{Decision, Policy, Quota, QuotaChange, RateLimitStore, Re
 
 impl RedisBackend {
     async fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
-        let Inner { servers, keys, scripts } = &*self.inner;
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         let subject = subject(policy, &keys, cost.into());
-        if let (Verb::Check, 1.., [_]) = (verb, cost, &*keys) {
-            match scripts.rate_limit_check_plain(servers, &subject).await? {
+        if let (Verb::Check, 1.., [counts]) = (verb, cost, &*keys) {
+            match self.check_plain(policy, counts, cost, &subject).await? {
                 redis::Value::BulkString(reply) if reply.is_empty() => {}
                 reply => return read(&reply, policy, cost, verb),
             }
         }
         let reply = scripts.rate_limit_check(servers, verb, &[subject]).await?;
         read(&reply, policy, cost, verb)
+    }
+
+    /// By itself, or together with others that are asked for at the same time.
+    async fn check_plain(
+        &self,
+        policy: &Policy,
+        counts: &str,
+        cost: u32,
+        subject: &Subject<'_>,
+    ) -> Result<redis::Value, StoreError> {
+        let Inner { servers, scripts, gather, .. } = &*self.inner;
+        let place = match gather {
+            Some(gather) => match gather.alone() {
+                None => match gather.check(policy, counts, cost).await {
+                    Some(reply) => return reply,
+                    None => None,
+                },
+                place => place,
+            },
+            None => None,
+        };
+        let reply = scripts.rate_limit_check_plain(servers, subject).await;
+        drop(place);
+        reply
     }
 }
 
@@ -33,7 +57,7 @@ fn subject<'a>(policy: &'a Policy, keys: &'a [String], cost: i64) -> Subject<'a>
     Subject { keys, cost, packed: policy.packed(encode), change, ttl_ms: counts::time_to_live_ms(policy) }
 }
 
-fn read(reply: &redis::Value, policy: &Policy, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
+pub(super) fn read(reply: &redis::Value, policy: &Policy, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
     let decision = match reply {
         redis::Value::BulkString(reply) => counts::decision(reply, policy, cost, matches!(verb, Verb::Check)),
         _ => None,
@@ -59,7 +83,7 @@ impl RateLimitStore for RedisBackend {
         if requests.iter().enumerate().any(is_repeated) {
             return one_after_the_other(self, requests).await;
         }
-        let Inner { servers, keys, scripts } = &*self.inner;
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys: Vec<_> = requests.iter().map(|request| keys.rate_limit(&request.policy, &request.key)).collect();
         let subjects: Vec<_> = requests
             .iter()
@@ -87,7 +111,7 @@ impl RateLimitStore for RedisBackend {
     }
 
     async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
-        let Inner { servers, keys, scripts } = &*self.inner;
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         // More than anybody can have been charged is as good as that.
         let most = i64::from(u32::MAX);
@@ -96,7 +120,7 @@ impl RateLimitStore for RedisBackend {
     }
 
     async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
-        let Inner { servers, keys, scripts } = &*self.inner;
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         let block_us = time.min(Quota::MAX_WINDOW).as_micros() as u64;
         scripts.rate_limit_block(servers, &keys[0], block_us, counts::time_to_live_ms(policy)).await

@@ -27,6 +27,7 @@ macro_rules! lua {
 pub(super) struct Scripts {
     pub(super) check: LuaScript,
     pub(super) check_plain: LuaScript,
+    pub(super) check_many: LuaScript,
     pub(super) block: LuaScript,
     pub(super) probe: LuaScript,
 }
@@ -63,11 +64,38 @@ impl ToRedisArgs for Subject<'_> {
     }
 }
 
+/// Subjects that are counted by one policy: see the header of `rate_limit_check_many.lua`.
+pub(super) struct Group<'a> {
+    pub(super) packed: &'a Packed,
+    pub(super) ttl_ms: u64,
+    pub(super) costs: SmallVec<[u32; 32]>,
+}
+
+impl ToRedisArgs for Group<'_> {
+    fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
+        let Packed { terms, layout, size, limits } = self.packed;
+        self.ttl_ms.write_redis_args(out);
+        out.write_arg(terms.as_bytes());
+        out.write_arg(layout.as_bytes());
+        size.write_redis_args(out);
+        out.write_arg(limits);
+        self.costs.len().write_redis_args(out);
+        for cost in &self.costs {
+            cost.write_redis_args(out);
+        }
+    }
+
+    fn num_of_args(&self) -> usize {
+        6 + self.costs.len()
+    }
+}
+
 impl Scripts {
     pub(super) fn new() -> Self {
         Self {
             check: lua!("rate_limit_check.lua"),
             check_plain: lua!("rate_limit_check_plain.lua"),
+            check_many: lua!("rate_limit_check_many.lua"),
             block: lua!("rate_limit_block.lua"),
             probe: lua!("server_probe.lua"),
         }
@@ -175,9 +203,13 @@ mod tests {
     fn headers_agree_with_bodies_and_calls() {
         let scripts = Scripts::new();
         // How many keys and arguments the typed calls above give for one subject.
-        for (script, keys, args) in
-            [(&scripts.check, 1, 10), (&scripts.check_plain, 1, 6), (&scripts.block, 1, 2), (&scripts.probe, 1, 1)]
-        {
+        for (script, keys, args) in [
+            (&scripts.check, 1, 10),
+            (&scripts.check_plain, 1, 6),
+            (&scripts.check_many, 1, 1),
+            (&scripts.block, 1, 2),
+            (&scripts.probe, 1, 1),
+        ] {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
             for (what, count) in [("KEYS", keys), ("ARGV", args)] {
                 let names = declared(header, what);
