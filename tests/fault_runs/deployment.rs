@@ -6,7 +6,10 @@ use super::load::NAME;
 use super::support::cluster::Cluster;
 use super::support::proxy::Proxy;
 use super::support::sentinel::SentinelDeployment;
-use super::support::server::{DURABLE, RedisServer};
+use super::support::server::{DURABLE, RedisServer, query};
+
+/// What a backend has to each server that decides, unless told otherwise.
+const CONNECTIONS: usize = 4;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Topology {
@@ -110,6 +113,12 @@ impl Deployment {
         servers.into_iter().filter(|server| server.is_answering()).map(RedisServer::clients).sum()
     }
 
+    /// How many of them there may be: so many for each server that decides, and one to each Sentinel.
+    pub fn most_clients(&self) -> usize {
+        let watchers = if let Self::Sentinel(sentinel) = self { sentinel.sentinels.len() } else { 0 };
+        self.primaries().len() * CONNECTIONS + watchers
+    }
+
     /// The units that are stored as used, by subject.
     pub fn stored(&self) -> HashMap<String, u64> {
         self.primaries().into_iter().flat_map(stored_on).collect()
@@ -119,6 +128,8 @@ impl Deployment {
 /// What this server has stored.
 pub fn stored_on(server: &RedisServer) -> HashMap<String, u64> {
     let mut connection = server.connection();
+    // A replica in a cluster sends readers to its primary otherwise; elsewhere this is nothing, or an error.
+    let _: Result<(), _> = query(&mut connection, "READONLY");
     let keys: Vec<String> = redis::cmd("KEYS").arg("*").query(&mut connection).expect("keys are listed");
     let mut pipe = redis::pipe();
     for key in &keys {

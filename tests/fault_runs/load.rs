@@ -69,6 +69,11 @@ impl Outcome {
         matches!(self.seen, Seen::Admitted | Seen::Denied)
     }
 
+    /// What the store said, in words.
+    pub fn failure(&self) -> String {
+        format!("{:?} {}", self.seen, self.error.as_deref().unwrap_or_default())
+    }
+
     /// Whether the policy for store errors was applied, and to nothing but a store error.
     pub fn is_right(&self) -> bool {
         let answer = match (self.seen, self.policy) {

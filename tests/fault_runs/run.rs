@@ -12,6 +12,7 @@ use tollgate::OnStoreError;
 use super::catalogue::{Fails, Fault, Loses, Strike, missing};
 use super::deployment::Deployment;
 use super::load::{Answer, CALLERS, Call, Callers, QUOTA, Seen};
+use super::stalls::{Stall, StallMeter};
 
 /// How long a decision may take, and what a busy machine may add to it.
 const LIMIT: Duration = Duration::from_millis(100 + 50);
@@ -21,6 +22,8 @@ const RECOVERY: Duration = Duration::from_secs(1);
 const BEFORE: Duration = Duration::from_millis(500);
 /// The load after it, when all has to be well.
 const AFTER: Duration = Duration::from_millis(500);
+/// When the machine runs nobody for longer than this, what is under way is not judged by the clock.
+const STALL: Duration = Duration::from_millis(40);
 /// How long connections may take to be closed.
 const SETTLED: Duration = Duration::from_secs(3);
 
@@ -40,14 +43,20 @@ pub struct Row {
     lost: u64,
     /// Units beyond the quota that nothing explains.
     pub over_admitted: u64,
+    /// Connections and tasks, before the fault and after it.
+    connections: (usize, usize),
+    tasks: (usize, usize),
     pub leaked: u64,
+    /// How often the machine ran nobody.
+    pub stalls: usize,
+    pub longest_stall: Duration,
     complaints: Vec<String>,
 }
 
 impl Row {
     pub const HEAD: &str = "\
-| fault | deployment | calls | admitted | failed | late | slowest ms | recovery ms | lost | excess | leaked | |
-| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |";
+| fault | deployment | calls | admitted | failed | late | slowest ms | recovery ms | lost | excess | connections | tasks | leaked | |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- | ---: | --- |";
 
     pub fn new(fault: &'static Fault) -> Self {
         Self {
@@ -61,7 +70,11 @@ impl Row {
             excess: 0,
             lost: 0,
             over_admitted: 0,
+            connections: (0, 0),
+            tasks: (0, 0),
             leaked: 0,
+            stalls: 0,
+            longest_stall: Duration::ZERO,
             complaints: Vec::new(),
         }
     }
@@ -76,7 +89,10 @@ impl Row {
         self.excess += round.excess;
         self.lost += round.lost;
         self.over_admitted += round.over_admitted;
+        (self.connections, self.tasks) = (round.connections, round.tasks);
         self.leaked += round.leaked;
+        self.stalls += round.stalls;
+        self.longest_stall = self.longest_stall.max(round.longest_stall);
         self.complaints.extend(round.complaints);
     }
 
@@ -101,7 +117,9 @@ impl fmt::Display for Row {
         let (slowest, recovery) = (self.slowest.as_millis(), self.recovery.as_millis());
         let verdict = if self.complaints.is_empty() { "ok" } else { "FAILED" };
         write!(f, "| {} | {} | {calls} | {admitted} | {failed} | {late} ", fault.name, fault.on.name())?;
-        write!(f, "| {slowest} | {recovery} | {lost} | {excess} | {leaked} | {verdict} |")
+        let ((connections, still), (tasks, alive)) = (self.connections, self.tasks);
+        write!(f, "| {slowest} | {recovery} | {lost} | {excess} | {connections} to {still} | {tasks} to {alive} ")?;
+        write!(f, "| {leaked} | {verdict} |")
     }
 }
 
@@ -114,6 +132,7 @@ pub fn run(fault: &'static Fault) -> Row {
     let backend = runtime.block_on(tollgate::connect(deployment.url())).expect("the deployment lets us in");
     let callers = Callers::new(backend);
 
+    let meter = StallMeter::start(STALL);
     // Connections that are opened when they are first needed are open after this.
     let mut calls = for_a_while(&runtime, &callers, BEFORE);
     let tasks = runtime.metrics().num_alive_tasks();
@@ -126,12 +145,17 @@ pub fn run(fault: &'static Fault) -> Row {
     sleep((well + AFTER).saturating_duration_since(Instant::now()));
     calls.extend(runtime.block_on(load.stop()));
 
+    let stalls = meter.stop();
     let admitted = callers.admitted.lock().expect("nobody panics").clone();
-    let mut row = judge(fault, &strike, &calls, &admitted, &deployment.stored());
-    let more_tasks = more_than(tasks, || runtime.metrics().num_alive_tasks());
-    let more_clients = more_than(clients, || deployment.clients());
+    let mut row = judge(fault, &strike, &calls, &stalls, &admitted, &deployment.stored());
+    // Some connections are opened when they are first needed. Each has a task, and there is none beside those.
+    let most = clients.max(deployment.most_clients());
+    let more_clients = more_than(most, || deployment.clients());
+    let still = deployment.clients();
+    let more_tasks = more_than((tasks + still).saturating_sub(clients), || runtime.metrics().num_alive_tasks());
+    (row.connections, row.tasks) = ((clients, still), (tasks, runtime.metrics().num_alive_tasks()));
+    row.must(more_clients == 0, || format!("{more_clients} connections more than the {most} that there may be"));
     row.must(more_tasks == 0, || format!("{more_tasks} tasks more than before"));
-    row.must(more_clients == 0, || format!("{more_clients} connections more than the {clients} before"));
 
     // With the last of the backend everything goes.
     drop(callers);
@@ -153,6 +177,7 @@ fn judge(
     fault: &'static Fault,
     strike: &Strike,
     calls: &[Call],
+    stalls: &[Stall],
     admitted: &HashMap<String, u64>,
     stored: &HashMap<String, u64>,
 ) -> Row {
@@ -161,7 +186,10 @@ fn judge(
     row.calls = calls.len();
     row.admitted = calls.iter().filter(|call| call.outcome.seen == Seen::Admitted).count();
     row.failed = failed().count();
-    row.late = calls.iter().filter(|call| call.took > LIMIT).count();
+    let stalled = |call: &Call| stalls.iter().any(|&(from, to)| from < call.ended() && call.begun < to);
+    row.late = calls.iter().filter(|call| call.took > LIMIT && !stalled(call)).count();
+    row.stalls = stalls.len();
+    row.longest_stall = stalls.iter().map(|&(from, to)| to - from).max().unwrap_or_default();
     row.slowest = calls.iter().map(|call| call.took).max().unwrap_or_default();
     let recovered = failed().map(Call::ended).max().unwrap_or(strike.back);
     row.recovery = recovered.saturating_duration_since(strike.back);
@@ -170,18 +198,20 @@ fn judge(
     let (late, slowest, recovery) = (row.late, row.slowest, row.recovery);
     row.must(late == 0, || format!("{late} decisions were late, the slowest by {:?}", slowest - LIMIT));
     row.must(recovery <= RECOVERY, || format!("calls failed for {recovery:?} after the store was back"));
-    let judged = calls.iter().filter(|call| call.begun > strike.back + RECOVERY).count();
+    let well = strike.back + RECOVERY;
+    let judged = calls.iter().filter(|call| call.begun > well).count();
     row.must(judged > 500, || format!("only {judged} calls to judge the recovery by"));
 
     // Failures.
-    let early: Vec<_> = failed().filter(|call| call.ended() < strike.begun).collect();
-    row.must(early.is_empty(), || {
-        format!("{} calls failed before the fault, first {:?}", early.len(), early[0].outcome)
-    });
+    let early = failed().filter(|call| call.ended() < strike.begun && !stalled(call)).count();
     let all = row.failed;
     let first = || failed().map(|call| format!("{:?}", call.outcome)).next().unwrap_or_default();
+    row.must(early == 0, || format!("{early} calls failed before the fault, first {}", first()));
     match fault.fails {
-        Fails::Nothing => row.must(all == 0, || format!("{all} calls failed, first {}", first())),
+        Fails::Nothing => {
+            let all = failed().filter(|call| !stalled(call)).count();
+            row.must(all == 0, || format!("{all} calls failed, first {}", first()));
+        }
         Fails::Some => row.must(all > 0, || "nothing failed, so there was no fault".to_owned()),
         Fails::Perhaps => {}
         Fails::InFlight(cuts) => {
@@ -192,7 +222,14 @@ fn judge(
         }
     }
     let wrong: Vec<_> = calls.iter().filter(|call| !call.outcome.is_right()).collect();
-    row.must(wrong.is_empty(), || format!("{} calls were answered wrongly, first {:?}", wrong.len(), wrong[0].outcome));
+    row.must(wrong.is_empty(), || {
+        format!(
+            "{} calls were answered wrongly, first {:?}: {}",
+            wrong.len(),
+            wrong[0].outcome,
+            wrong[0].outcome.failure()
+        )
+    });
 
     // Counts.
     let over = |units: &HashMap<String, u64>| units.values().map(|units| units.saturating_sub(QUOTA)).sum::<u64>();
@@ -204,6 +241,12 @@ fn judge(
     let (excess, over_admitted) = (row.excess, row.over_admitted);
     row.must(over_admitted == 0, || format!("{excess} units beyond the quota where {explained} are explained"));
     row.must(fault.loses != Loses::Nothing || forgotten == 0, || format!("{forgotten} units were forgotten"));
+    let mut since: HashMap<String, u64> = HashMap::new();
+    for call in calls.iter().filter(|call| call.begun > well && call.outcome.seen == Seen::Admitted) {
+        *since.entry(call.outcome.subject.clone()).or_default() += 1;
+    }
+    let misplaced = missing(&since, stored);
+    row.must(misplaced == 0, || format!("{misplaced} units were admitted after the recovery by somebody else"));
     // A call whose answer was lost may have been charged, but once.
     let mut charged: HashMap<String, u64> = admitted.clone();
     for call in failed().filter(|call| call.outcome.seen != Seen::NotAsked) {
