@@ -16,8 +16,8 @@
 mod catalogue;
 mod deployment;
 mod load;
+mod processor;
 mod run;
-mod stalls;
 #[path = "../support/mod.rs"]
 mod support;
 
@@ -25,7 +25,7 @@ use std::env;
 use std::panic::{self, AssertUnwindSafe};
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use catalogue::{FAULTS, Fault};
 use run::{Row, run};
@@ -74,13 +74,9 @@ fn main() -> ExitCode {
     let worst = rows.iter().map(|row| row.recovery.as_millis()).max().unwrap_or_default();
     let over: u64 = rows.iter().map(|row| row.over_admitted).sum();
     let leaked: u64 = rows.iter().map(|row| row.leaked).sum();
-    let (stalls, longest) = rows
-        .iter()
-        .fold((0, Duration::ZERO), |(stalls, longest), row| (stalls + row.stalls, longest.max(row.longest_stall)));
-    println!(
-        "\n{:.0} s, {rounds} round(s); the machine stood still {stalls} times, for {longest:.0?} at the most",
-        begun.elapsed().as_secs_f64()
-    );
+    let wait = rows.iter().map(|row| row.longest_wait).max().unwrap_or_default();
+    let took = begun.elapsed().as_secs_f64();
+    println!("\n{took:.0} s, {rounds} round(s), the longest wait for a processor {} ms", wait.as_millis());
     println!("faults={} failed={failed} worst_recovery_ms={worst} over_admitted={over} leaked={leaked}", rows.len());
     ExitCode::from(u8::from(failed > 0 || rows.is_empty()))
 }

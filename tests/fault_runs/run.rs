@@ -12,7 +12,7 @@ use tollgate::OnStoreError;
 use super::catalogue::{Fails, Fault, Loses, Strike, missing};
 use super::deployment::Deployment;
 use super::load::{Answer, CALLERS, Call, Callers, QUOTA, Seen};
-use super::stalls::{Stall, StallMeter};
+use super::processor::{ProcessorMeter, Waits};
 
 /// How long a decision may take, and what a busy machine may add to it.
 const LIMIT: Duration = Duration::from_millis(100 + 50);
@@ -22,8 +22,8 @@ const RECOVERY: Duration = Duration::from_secs(1);
 const BEFORE: Duration = Duration::from_millis(500);
 /// The load after it, when all has to be well.
 const AFTER: Duration = Duration::from_millis(500);
-/// When the machine runs nobody for longer than this, what is under way is not judged by the clock.
-const STALL: Duration = Duration::from_millis(40);
+/// A call that has waited for a processor for so long may fail for that.
+const STARVED: Duration = Duration::from_millis(30);
 /// How long connections may take to be closed.
 const SETTLED: Duration = Duration::from_secs(3);
 
@@ -47,9 +47,7 @@ pub struct Row {
     connections: (usize, usize),
     tasks: (usize, usize),
     pub leaked: u64,
-    /// How often the machine ran nobody.
-    pub stalls: usize,
-    pub longest_stall: Duration,
+    pub longest_wait: Duration,
     complaints: Vec<String>,
 }
 
@@ -73,8 +71,7 @@ impl Row {
             connections: (0, 0),
             tasks: (0, 0),
             leaked: 0,
-            stalls: 0,
-            longest_stall: Duration::ZERO,
+            longest_wait: Duration::ZERO,
             complaints: Vec::new(),
         }
     }
@@ -91,8 +88,7 @@ impl Row {
         self.over_admitted += round.over_admitted;
         (self.connections, self.tasks) = (round.connections, round.tasks);
         self.leaked += round.leaked;
-        self.stalls += round.stalls;
-        self.longest_stall = self.longest_stall.max(round.longest_stall);
+        self.longest_wait = self.longest_wait.max(round.longest_wait);
         self.complaints.extend(round.complaints);
     }
 
@@ -132,7 +128,7 @@ pub fn run(fault: &'static Fault) -> Row {
     let backend = runtime.block_on(tollgate::connect(deployment.url())).expect("the deployment lets us in");
     let callers = Callers::new(backend);
 
-    let meter = StallMeter::start(STALL);
+    let meter = ProcessorMeter::start();
     // Connections that are opened when they are first needed are open after this.
     let mut calls = for_a_while(&runtime, &callers, BEFORE);
     let tasks = runtime.metrics().num_alive_tasks();
@@ -145,9 +141,9 @@ pub fn run(fault: &'static Fault) -> Row {
     sleep((well + AFTER).saturating_duration_since(Instant::now()));
     calls.extend(runtime.block_on(load.stop()));
 
-    let stalls = meter.stop();
+    let waits = meter.stop();
     let admitted = callers.admitted.lock().expect("nobody panics").clone();
-    let mut row = judge(fault, &strike, &calls, &stalls, &admitted, &deployment.stored());
+    let mut row = judge(fault, &strike, &calls, &waits, &admitted, &deployment.stored());
     // Some connections are opened when they are first needed. Each has a task, and there is none beside those.
     let most = clients.max(deployment.most_clients());
     let more_clients = more_than(most, || deployment.clients());
@@ -177,7 +173,7 @@ fn judge(
     fault: &'static Fault,
     strike: &Strike,
     calls: &[Call],
-    stalls: &[Stall],
+    waits: &Waits,
     admitted: &HashMap<String, u64>,
     stored: &HashMap<String, u64>,
 ) -> Row {
@@ -186,10 +182,11 @@ fn judge(
     row.calls = calls.len();
     row.admitted = calls.iter().filter(|call| call.outcome.seen == Seen::Admitted).count();
     row.failed = failed().count();
-    let stalled = |call: &Call| stalls.iter().any(|&(from, to)| from < call.ended() && call.begun < to);
-    row.late = calls.iter().filter(|call| call.took > LIMIT && !stalled(call)).count();
-    row.stalls = stalls.len();
-    row.longest_stall = stalls.iter().map(|&(from, to)| to - from).max().unwrap_or_default();
+    // What it did not wait for is its own.
+    let waited = |call: &Call| waits.between(call.begun, call.ended());
+    let starved = |call: &Call| waited(call) > STARVED;
+    row.late = calls.iter().filter(|call| call.took > LIMIT && call.took - waited(call) > LIMIT).count();
+    row.longest_wait = waits.longest();
     row.slowest = calls.iter().map(|call| call.took).max().unwrap_or_default();
     let recovered = failed().map(Call::ended).max().unwrap_or(strike.back);
     row.recovery = recovered.saturating_duration_since(strike.back);
@@ -203,13 +200,13 @@ fn judge(
     row.must(judged > 500, || format!("only {judged} calls to judge the recovery by"));
 
     // Failures.
-    let early = failed().filter(|call| call.ended() < strike.begun && !stalled(call)).count();
+    let early = failed().filter(|call| call.ended() < strike.begun && !starved(call)).count();
     let all = row.failed;
     let first = || failed().map(|call| format!("{:?}", call.outcome)).next().unwrap_or_default();
     row.must(early == 0, || format!("{early} calls failed before the fault, first {}", first()));
     match fault.fails {
         Fails::Nothing => {
-            let all = failed().filter(|call| !stalled(call)).count();
+            let all = failed().filter(|call| !starved(call)).count();
             row.must(all == 0, || format!("{all} calls failed, first {}", first()));
         }
         Fails::Some => row.must(all > 0, || "nothing failed, so there was no fault".to_owned()),
