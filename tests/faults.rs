@@ -3,16 +3,13 @@
 
 mod support;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU16, Ordering};
 use std::time::{Duration, Instant};
 
 use bb8_redis::RedisConnectionManager;
+use support::load::{self, Load};
+use support::proxy::Proxy;
 use support::server::RedisServer;
-use tokio::io::copy_bidirectional;
-use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{Mutex, MutexGuard};
-use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tollgate::rate_limit::RateLimitStore;
 use tollgate::{
@@ -41,49 +38,18 @@ async fn backend(server: &RedisServer) -> RedisBackend {
     RedisBackend::connect(server.url()).await.expect("the server lets us in")
 }
 
-/// One call under load: when it began, how long it took, and what came of it.
-struct Call {
-    begun: Instant,
-    took: Duration,
-    failure: Option<StoreError>,
-}
+/// What came of a call: nothing, or a failure.
+type Call = load::Call<Option<StoreError>>;
 
-/// Callers that ask without a pause until they are told to stop.
-struct Load {
-    stop: Arc<AtomicBool>,
-    callers: JoinSet<Vec<Call>>,
-}
-
-impl Load {
-    fn start(callers: u32, backend: &RedisBackend, deadline: Duration) -> Self {
-        let stop = Arc::new(AtomicBool::new(false));
-        let limiter = Limiter::new(backend.clone(), policy()).deadline(deadline);
-        let mut set = JoinSet::new();
-        for caller in 0..callers {
-            let (stop, limiter) = (Arc::clone(&stop), limiter.clone());
-            set.spawn(async move {
-                let mut calls = Vec::new();
-                while !stop.load(Ordering::Relaxed) {
-                    let begun = Instant::now();
-                    let answer = limiter.check(caller).await;
-                    let failure = answer.err();
-                    // A failure can come at once, and then the next would, too: leave the processor to the server.
-                    let failed = failure.is_some();
-                    calls.push(Call { begun, took: begun.elapsed(), failure });
-                    if failed {
-                        sleep(Duration::from_millis(1)).await;
-                    }
-                }
-                calls
-            });
-        }
-        Self { stop, callers: set }
-    }
-
-    async fn stop(self) -> Vec<Call> {
-        self.stop.store(true, Ordering::Relaxed);
-        self.callers.join_all().await.into_iter().flatten().collect()
-    }
+/// Callers that ask without a pause.
+fn start_load(callers: u32, backend: &RedisBackend, deadline: Duration) -> Load<Option<StoreError>> {
+    let limiter = Limiter::new(backend.clone(), policy()).deadline(deadline);
+    // A failure can come at once, and then the next would, too: leave the processor to the server.
+    let pause = |failure: &Option<StoreError>| Duration::from_millis(failure.is_some().into());
+    Load::start(callers, pause, move |caller| {
+        let limiter = limiter.clone();
+        async move { limiter.check(caller).await.err() }
+    })
 }
 
 /// No call took longer than its deadline.
@@ -96,7 +62,7 @@ fn all_in_time(calls: &[Call]) {
 fn recovered_since(back: Instant, calls: &[Call]) {
     let late: Vec<_> = calls.iter().filter(|call| call.begun >= back + RECOVERY).collect();
     assert!(late.len() > 1_000, "only {} calls to judge by", late.len());
-    let failures: Vec<_> = late.iter().filter_map(|call| call.failure.as_ref()).collect();
+    let failures: Vec<_> = late.iter().filter_map(|call| call.outcome.as_ref()).collect();
     assert!(failures.is_empty(), "{} failures, first {:?}", failures.len(), failures[0]);
 }
 
@@ -104,7 +70,7 @@ fn recovered_since(back: Instant, calls: &[Call]) {
 async fn flushed_scripts_are_no_error() {
     let _turn = alone().await;
     let server = RedisServer::start();
-    let load = Load::start(32, &backend(&server).await, Duration::from_secs(5));
+    let load = start_load(32, &backend(&server).await, Duration::from_secs(5));
     let mut connection = server.connection();
     let start = Instant::now();
     let mut flushes = 0;
@@ -115,7 +81,7 @@ async fn flushed_scripts_are_no_error() {
     }
     let calls = load.stop().await;
     assert!(flushes > 100 && calls.len() > 1_000, "{flushes} flushes, {} calls", calls.len());
-    let failure = calls.iter().find_map(|call| call.failure.as_ref());
+    let failure = calls.iter().find_map(|call| call.outcome.as_ref());
     assert!(failure.is_none(), "{failure:?}");
 }
 
@@ -123,7 +89,7 @@ async fn flushed_scripts_are_no_error() {
 async fn a_restart_costs_errors_in_time_and_a_second_at_most() {
     let _turn = alone().await;
     let mut server = RedisServer::start();
-    let load = Load::start(32, &backend(&server).await, DEADLINE);
+    let load = start_load(32, &backend(&server).await, DEADLINE);
     sleep(Duration::from_millis(500)).await;
     let killed = Instant::now();
     server.kill();
@@ -136,12 +102,11 @@ async fn a_restart_costs_errors_in_time_and_a_second_at_most() {
 
     all_in_time(&calls);
     recovered_since(back, &calls);
-    assert!(calls.iter().filter(|call| call.begun + call.took < killed).all(|call| call.failure.is_none()));
-    let down: Vec<_> =
-        calls.iter().filter(|call| call.begun > killed + SLACK && call.begun + call.took < restarted).collect();
+    assert!(calls.iter().filter(|call| call.ended() < killed).all(|call| call.outcome.is_none()));
+    let down: Vec<_> = calls.iter().filter(|call| call.begun > killed + SLACK && call.ended() < restarted).collect();
     assert!(down.len() > 100, "only {} calls while it was down", down.len());
     for call in &down {
-        let failure = call.failure.as_ref().expect("nobody can answer while the server is down");
+        let failure = call.outcome.as_ref().expect("nobody can answer while the server is down");
         assert!(failure.is_unavailable() || failure.is_timeout(), "{failure:?}");
     }
     // A server that refuses connections is known to be down, so nobody waits for the deadline.
@@ -153,7 +118,7 @@ async fn a_restart_costs_errors_in_time_and_a_second_at_most() {
 async fn a_stopped_server_holds_nobody_beyond_the_deadline() {
     let _turn = alone().await;
     let server = RedisServer::start();
-    let load = Load::start(32, &backend(&server).await, DEADLINE);
+    let load = start_load(32, &backend(&server).await, DEADLINE);
     // Shorter and longer than it takes to give up the connections.
     for length in [Duration::from_millis(300), Duration::from_millis(2_500)] {
         sleep(Duration::from_millis(300)).await;
@@ -168,7 +133,7 @@ async fn a_stopped_server_holds_nobody_beyond_the_deadline() {
 
     all_in_time(&calls);
     recovered_since(back, &calls);
-    let failed = calls.iter().filter_map(|call| call.failure.as_ref()).collect::<Vec<_>>();
+    let failed = calls.iter().filter_map(|call| call.outcome.as_ref()).collect::<Vec<_>>();
     assert!(failed.len() > 100, "only {} calls failed", failed.len());
     assert!(failed.iter().all(|failure| failure.is_timeout() || failure.is_unavailable()));
 }
@@ -199,7 +164,7 @@ async fn a_cut_connection_costs_what_was_in_flight_and_no_more() {
     const CALLERS: u32 = 16;
     const CUTS: usize = 20;
     let server = RedisServer::start();
-    let load = Load::start(CALLERS, &backend(&server).await, Duration::from_secs(5));
+    let load = start_load(CALLERS, &backend(&server).await, Duration::from_secs(5));
     let mut connection = server.connection();
     for _ in 0..CUTS {
         sleep(Duration::from_millis(50)).await;
@@ -207,7 +172,7 @@ async fn a_cut_connection_costs_what_was_in_flight_and_no_more() {
             redis::cmd("CLIENT").arg(&["KILL", "TYPE", "normal", "SKIPME", "yes"]).query(&mut connection).unwrap();
     }
     let calls = load.stop().await;
-    let failures = calls.iter().filter(|call| call.failure.is_some()).count();
+    let failures = calls.iter().filter(|call| call.outcome.is_some()).count();
     // A caller waits for one answer at a time, so a cut costs each of them one at the most: a broken connection is never
     // handed out twice.
     assert!(failures > 0 && failures <= CALLERS as usize * CUTS, "{failures} failures");
@@ -226,10 +191,10 @@ async fn a_connection_that_cannot_be_replaced_costs_nothing_while_another_lives(
     let clients: Vec<String> = clients(&mut connection);
     let _: () = redis::cmd("CONFIG").arg(&["SET", "maxclients", "1"]).query(&mut connection).unwrap();
     let _: u32 = redis::cmd("CLIENT").arg(&["KILL", "ID", &clients[1]]).query(&mut connection).unwrap();
-    let load = Load::start(64, &backend, Duration::from_secs(5));
+    let load = start_load(64, &backend, Duration::from_secs(5));
     sleep(Duration::from_secs(1)).await;
     let calls = load.stop().await;
-    let failures = calls.iter().filter(|call| call.failure.is_some()).count();
+    let failures = calls.iter().filter(|call| call.outcome.is_some()).count();
     assert!(calls.len() > 1_000 && failures <= 64, "{failures} failures in {} calls", calls.len());
 }
 
@@ -244,13 +209,13 @@ async fn a_demoted_primary_is_left_for_the_new_one() {
     let _turn = alone().await;
     let (old, new) = (RedisServer::start(), RedisServer::start());
     // What clients connect to: an address that can be led elsewhere, as a failover does.
-    let switch = Switch::start(old.port()).await;
-    let backend = RedisBackend::connect(format!("redis://127.0.0.1:{}/", switch.port)).await.unwrap();
+    let proxy = Proxy::start(old.port());
+    let backend = RedisBackend::connect(proxy.url()).await.unwrap();
     let limiter = Limiter::new(backend, policy()).deadline(Duration::from_secs(5));
     limiter.check("alice").await.unwrap();
     sleep(Duration::from_secs(1)).await;
 
-    switch.target.store(new.port(), Ordering::Relaxed);
+    proxy.lead_to(new.port());
     let replicaof = ["127.0.0.1".to_owned(), new.port().to_string()];
     let _: () = redis::cmd("REPLICAOF").arg(&replicaof).query(&mut old.connection()).unwrap();
     let switched = Instant::now();
@@ -267,44 +232,15 @@ async fn a_demoted_primary_is_left_for_the_new_one() {
     limiter.check("alice").await.unwrap();
 }
 
-/// Passes connections on to a port that can be changed for those that come later.
-struct Switch {
-    port: u16,
-    target: Arc<AtomicU16>,
-    _serving: JoinSet<()>,
-}
-
-impl Switch {
-    async fn start(target: u16) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
-        let port = listener.local_addr().unwrap().port();
-        let target = Arc::new(AtomicU16::new(target));
-        let to = Arc::clone(&target);
-        let mut serving = JoinSet::new();
-        serving.spawn(async move {
-            let mut connections = JoinSet::new();
-            while let Ok((mut client, _)) = listener.accept().await {
-                let to = to.load(Ordering::Relaxed);
-                connections.spawn(async move {
-                    let mut server = TcpStream::connect(("127.0.0.1", to)).await.unwrap();
-                    // Ends when either side does, which is how connections end.
-                    let _ = copy_bidirectional(&mut client, &mut server).await;
-                });
-            }
-        });
-        Self { port, target, _serving: serving }
-    }
-}
-
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn two_thousand_tasks_on_a_small_pool_are_served_fairly() {
     let _turn = alone().await;
     let server = RedisServer::start();
     let backend = RedisOptions::from_url(server.url()).unwrap().connections(2).connect().await.unwrap();
-    let load = Load::start(2_000, &backend, Duration::from_secs(30));
+    let load = start_load(2_000, &backend, Duration::from_secs(30));
     sleep(Duration::from_secs(3)).await;
     let calls = load.stop().await;
-    assert!(calls.iter().all(|call| call.failure.is_none()));
+    assert!(calls.iter().all(|call| call.outcome.is_none()));
     let mut times: Vec<_> = calls.iter().map(|call| call.took).collect();
     times.sort_unstable();
     let (median, longest) = (times[times.len() / 2], times[times.len() - 1]);
@@ -318,7 +254,7 @@ async fn a_pool_of_the_program_is_healed_after_a_restart() {
     let manager = RedisConnectionManager::new(server.url()).unwrap();
     let pool = bb8_redis::bb8::Pool::builder().max_size(2).min_idle(2).build(manager).await.unwrap();
     let backend = RedisBackend::from_pool(pool.clone()).await.unwrap();
-    let load = Load::start(8, &backend, DEADLINE);
+    let load = start_load(8, &backend, DEADLINE);
     sleep(Duration::from_millis(300)).await;
     server.kill();
     sleep(Duration::from_millis(300)).await;
@@ -354,12 +290,12 @@ async fn abandoned_calls_do_not_cost_a_connection() {
 async fn a_connection_that_swallows_everything_is_replaced() {
     let _turn = alone().await;
     let (black_hole, server) = (RedisServer::start(), RedisServer::start());
-    let switch = Switch::start(black_hole.port()).await;
-    let backend = RedisBackend::connect(format!("redis://127.0.0.1:{}/", switch.port)).await.unwrap();
+    let proxy = Proxy::start(black_hole.port());
+    let backend = RedisBackend::connect(proxy.url()).await.unwrap();
     let limiter = Limiter::new(backend, policy()).deadline(DEADLINE);
     limiter.check("alice").await.unwrap();
     black_hole.pause();
-    switch.target.store(server.port(), Ordering::Relaxed);
+    proxy.lead_to(server.port());
     let start = Instant::now();
     let mut last_failure = start;
     while start.elapsed() < Duration::from_secs(8) {

@@ -115,6 +115,12 @@ impl Cluster {
         owner.expect("each slot has an owner").index
     }
 
+    /// The indices of those that have slots, to the first node that answers.
+    pub fn primaries(&self) -> Vec<usize> {
+        let views = self.living().map(|node| self.views(node)).find(|views| !views.is_empty()).unwrap_or_default();
+        views.into_iter().filter(|view| !view.slots.is_empty()).map(|view| view.index).collect()
+    }
+
     /// The index of a replica of the primary.
     pub fn replica_of(&self, primary: usize) -> usize {
         let views = self.views(&self.nodes[primary]);

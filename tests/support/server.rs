@@ -168,7 +168,7 @@ impl RedisServer {
         self.query::<()>(&format!("CONFIG SET maxmemory {bytes}"));
     }
 
-    /// How many connections clients have here, without those of this harness and of Sentinels.
+    /// How many connections clients have here, without those of this harness, of Sentinels and of other servers.
     pub fn clients(&self) -> usize {
         let mut connection = self.connection();
         let own: u64 = query(&mut connection, "CLIENT ID").expect("a client has an id");
@@ -176,8 +176,9 @@ impl RedisServer {
         let own = format!("id={own} ");
         let is_client = |line: &&str| {
             let flags = line.split(' ').find_map(|word| word.strip_prefix("flags=")).unwrap_or_default();
-            // Neither a replica nor a primary.
-            !flags.contains(['S', 'M']) && !line.contains(" name=sentinel-") && !line.starts_with(&own)
+            // Neither a replica nor a primary, nor a node that has moved keys here and keeps its connection for more.
+            let is_server = flags.contains(['S', 'M']) || line.contains(" cmd=restore");
+            !is_server && !line.contains(" name=sentinel-") && !line.starts_with(&own)
         };
         list.lines().filter(is_client).count()
     }

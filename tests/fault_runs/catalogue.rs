@@ -1,0 +1,380 @@
+//! The faults.
+
+use std::collections::HashMap;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use super::deployment::Topology::{Cluster, Durable, Network, Sentinel, Standalone};
+use super::deployment::{Deployment, Topology, stored_on};
+use super::load::Admitted;
+use super::support::proxy::{Door, Proxy, Traffic};
+use super::support::server::{RedisServer, wait_until};
+
+/// Something that goes wrong.
+#[derive(Debug)]
+pub struct Fault {
+    pub name: &'static str,
+    pub on: Topology,
+    /// Whether it is part of the short run.
+    pub short: bool,
+    pub fails: Fails,
+    pub loses: Loses,
+    pub strike: fn(&mut Deployment, &Admitted) -> Strike,
+}
+
+/// Which calls may fail.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Fails {
+    Nothing,
+    /// What waits for an answer when connections are cut, so many times. Beyond that only what the open circuit turns away.
+    InFlight(u32),
+    /// Some do: if none does the fault was none.
+    Some,
+    /// Some may, while the new primary is not known yet.
+    Perhaps,
+}
+
+/// Which counts are lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Loses {
+    Nothing,
+    /// Those that no replica had.
+    Unreplicated,
+    /// Those that were not on disk.
+    Unsaved,
+}
+
+/// What a fault says when it is over.
+#[derive(Debug)]
+pub struct Strike {
+    pub begun: Instant,
+    /// From when on the store could serve again: all has to be well a second later.
+    pub back: Instant,
+    /// The units that were admitted and are not stored any more, if they could be counted at that moment.
+    pub lost: Option<u64>,
+}
+
+const fn fault(
+    name: &'static str,
+    on: Topology,
+    fails: Fails,
+    loses: Loses,
+    strike: fn(&mut Deployment, &Admitted) -> Strike,
+) -> Fault {
+    Fault { name, on, short: false, fails, loses, strike }
+}
+
+impl Fault {
+    const fn short(mut self) -> Self {
+        self.short = true;
+        self
+    }
+}
+
+const SECOND: Duration = Duration::from_secs(1);
+
+const fn ms(milliseconds: u64) -> Duration {
+    Duration::from_millis(milliseconds)
+}
+
+use Fails::{InFlight, Perhaps};
+use Loses::{Nothing, Unreplicated, Unsaved};
+
+/// All of them.
+pub const FAULTS: &[Fault] = &[
+    fault("none", Standalone, Fails::Nothing, Nothing, |_, _| during(|| sleep(SECOND))).short(),
+    fault("stopped for 300 ms (SIGSTOP)", Standalone, Fails::Some, Nothing, |d, _| stopped(d.server(), ms(300)))
+        .short(),
+    fault("stopped for 2.5 s (SIGSTOP)", Standalone, Fails::Some, Nothing, |d, _| stopped(d.server(), ms(2_500)))
+        .short(),
+    fault("killed, restarted empty (SIGKILL)", Standalone, Fails::Some, Unsaved, |d, _| restarted(d.server())).short(),
+    fault("killed, restarted with its counts (SIGKILL)", Durable, Fails::Some, Nothing, |d, _| restarted(d.server()))
+        .short(),
+    fault("clients killed (CLIENT KILL)", Standalone, InFlight(1), Nothing, |d, _| {
+        cut(1, || d.server().kill_clients())
+    })
+    .short(),
+    fault("clients killed 10 times (CLIENT KILL)", Standalone, InFlight(10), Nothing, |d, _| {
+        cut(10, || d.server().kill_clients())
+    }),
+    fault("clients paused for 1 s (CLIENT PAUSE)", Standalone, Fails::Some, Nothing, |d, _| {
+        during(|| {
+            d.server().pause_clients(SECOND);
+            sleep(SECOND);
+        })
+    })
+    .short(),
+    fault("scripts flushed 100 times (SCRIPT FLUSH)", Standalone, Fails::Nothing, Nothing, |d, _| {
+        flushed(&[d.server()])
+    })
+    .short(),
+    fault("busy for 1 s (DEBUG SLEEP)", Standalone, Fails::Some, Nothing, |d, _| {
+        during(|| d.server().debug_sleep(SECOND))
+    })
+    .short(),
+    fault("out of memory for 1 s (maxmemory)", Standalone, Fails::Some, Nothing, |d, _| {
+        during(|| {
+            d.server().limit_memory(1);
+            sleep(SECOND);
+            d.server().limit_memory(0);
+        })
+    })
+    .short(),
+    fault("20 ms late each way", Network, Fails::Nothing, Nothing, |d, _| {
+        let late = Traffic::Delay(ms(20));
+        trouble(d.proxy(), SECOND, |proxy| (proxy.to_server(late), proxy.to_client(late)))
+    })
+    .short(),
+    fault("200 ms late each way", Network, Fails::Some, Nothing, |d, _| {
+        let late = Traffic::Delay(ms(200));
+        trouble(d.proxy(), SECOND, |proxy| (proxy.to_server(late), proxy.to_client(late)))
+    }),
+    fault("requests held up for 1 s", Network, Fails::Some, Nothing, |d, _| {
+        trouble(d.proxy(), SECOND, |proxy| proxy.to_server(Traffic::Hold))
+    }),
+    fault("answers held up for 1 s", Network, Fails::Some, Nothing, |d, _| {
+        trouble(d.proxy(), SECOND, |proxy| proxy.to_client(Traffic::Hold))
+    }),
+    fault("requests swallowed for 2 s", Network, Fails::Some, Nothing, |d, _| {
+        trouble(d.proxy(), 2 * SECOND, |proxy| proxy.to_server(Traffic::Swallow))
+    })
+    .short(),
+    fault("answers swallowed for 2 s", Network, Fails::Some, Nothing, |d, _| {
+        trouble(d.proxy(), 2 * SECOND, |proxy| proxy.to_client(Traffic::Swallow))
+    })
+    .short(),
+    fault("both swallowed for 2 s", Network, Fails::Some, Nothing, |d, _| {
+        let lost = Traffic::Swallow;
+        trouble(d.proxy(), 2 * SECOND, |proxy| (proxy.to_server(lost), proxy.to_client(lost)))
+    }),
+    fault("connections reset (RST)", Network, InFlight(1), Nothing, |d, _| cut(1, || d.proxy().reset())).short(),
+    fault("connections closed (FIN)", Network, InFlight(1), Nothing, |d, _| cut(1, || d.proxy().cut())),
+    fault("answers cut off for 1 s (FIN one way)", Network, Fails::Some, Nothing, |d, _| {
+        trouble(d.proxy(), SECOND, |proxy| proxy.to_client(Traffic::End))
+    }),
+    fault("requests cut off for 1 s (FIN one way)", Network, Fails::Some, Nothing, |d, _| {
+        trouble(d.proxy(), SECOND, |proxy| proxy.to_server(Traffic::End))
+    }),
+    fault("half open for 2 s: reset, then accepted and never answered", Network, Fails::Some, Nothing, |d, _| {
+        trouble(d.proxy(), 2 * SECOND, |proxy| {
+            proxy.door(Door::Silent);
+            proxy.reset();
+        })
+    })
+    .short(),
+    fault("refused for 1 s: reset, and nobody listens", Network, Fails::Some, Nothing, |d, _| {
+        trouble(d.proxy(), SECOND, |proxy| {
+            proxy.door(Door::Closed);
+            proxy.reset();
+        })
+    }),
+    fault("primary killed (SIGKILL)", Sentinel, Fails::Some, Unreplicated, |d, admitted| {
+        let sentinel = d.sentinel();
+        let old = sentinel.primary_index();
+        let begun = Instant::now();
+        let lost = last_words(&sentinel.servers[old], &others(&sentinel.servers, &[old]), &[], admitted);
+        sentinel.servers[old].kill();
+        let (back, _) = sentinel.wait_for_another_primary(sentinel.servers[old].port());
+        Strike { begun, back, lost: Some(lost) }
+    })
+    .short(),
+    fault("primary killed, replicas 300 ms behind", Sentinel, Fails::Some, Unreplicated, |d, admitted| {
+        let sentinel = d.sentinel();
+        let old = sentinel.primary_index();
+        // A slow line between the primary and those that follow it.
+        let line = Proxy::start(sentinel.servers[old].port());
+        for replica in others(&sentinel.servers, &[old]) {
+            replica.query::<()>(&format!("REPLICAOF 127.0.0.1 {}", line.port()));
+            wait_until("the replica follows", || replica.info("master_link_status").is_some_and(|link| link == "up"));
+        }
+        line.to_client(Traffic::Hold);
+        sleep(ms(300));
+        let begun = Instant::now();
+        let lost = last_words(&sentinel.servers[old], &others(&sentinel.servers, &[old]), &[], admitted);
+        sentinel.servers[old].kill();
+        line.reset();
+        let (back, _) = sentinel.wait_for_another_primary(sentinel.servers[old].port());
+        Strike { begun, back, lost: Some(lost) }
+    }),
+    fault("failover for no reason (SENTINEL FAILOVER)", Sentinel, Perhaps, Unreplicated, |d, _| {
+        let sentinel = d.sentinel();
+        let old = sentinel.primary().port();
+        let begun = Instant::now();
+        sentinel.fail_over();
+        let (back, _) = sentinel.wait_for_another_primary(old);
+        Strike { begun, back, lost: None }
+    })
+    .short(),
+    fault("primary stopped until there is another (SIGSTOP)", Sentinel, Fails::Some, Unreplicated, |d, _| {
+        let sentinel = d.sentinel();
+        let old = sentinel.primary_index();
+        let begun = Instant::now();
+        sentinel.servers[old].pause();
+        let (back, _) = sentinel.wait_for_another_primary(sentinel.servers[old].port());
+        sleep(ms(300));
+        sentinel.servers[old].resume();
+        Strike { begun, back, lost: None }
+    }),
+    fault("all Sentinels killed (SIGKILL)", Sentinel, Fails::Nothing, Nothing, |d, _| {
+        during(|| {
+            d.sentinel().sentinels.iter_mut().for_each(RedisServer::kill);
+            sleep(SECOND);
+            d.sentinel().sentinels.iter_mut().for_each(RedisServer::restart);
+        })
+    }),
+    fault("a replica killed (SIGKILL)", Sentinel, Fails::Nothing, Nothing, |d, _| {
+        during(|| {
+            let sentinel = d.sentinel();
+            let replica = (sentinel.primary_index() + 1) % 3;
+            sentinel.servers[replica].kill();
+            sleep(SECOND);
+        })
+    }),
+    fault("clients killed (CLIENT KILL)", Sentinel, InFlight(1), Nothing, |d, _| {
+        cut(1, || d.sentinel().primary().kill_clients())
+    }),
+    fault("scripts flushed 100 times (SCRIPT FLUSH)", Sentinel, Fails::Nothing, Nothing, |d, _| {
+        flushed(&[d.sentinel().primary()])
+    }),
+    fault("a primary killed (SIGKILL)", Cluster, Fails::Some, Unreplicated, |d, admitted| {
+        let cluster = d.cluster();
+        let slot = cluster.slots_with_keys(0)[0];
+        let replica = cluster.replica_of(0);
+        let begun = Instant::now();
+        let (replicas, rest) = ([&cluster.nodes[replica]], others(&cluster.nodes, &[0, replica]));
+        let lost = last_words(&cluster.nodes[0], &replicas, &rest, admitted);
+        cluster.nodes[0].kill();
+        let (back, _) = cluster.wait_for_another_owner(slot, 0);
+        Strike { begun, back, lost: Some(lost) }
+    })
+    .short(),
+    fault("failover for no reason (CLUSTER FAILOVER)", Cluster, Perhaps, Nothing, |d, _| {
+        let cluster = d.cluster();
+        let slot = cluster.slots_with_keys(0)[0];
+        let begun = Instant::now();
+        cluster.fail_over(0);
+        let (back, _) = cluster.wait_for_another_owner(slot, 0);
+        Strike { begun, back, lost: None }
+    })
+    .short(),
+    fault("slots moved (CLUSTER SETSLOT, MIGRATE)", Cluster, Fails::Nothing, Nothing, |d, _| {
+        during(|| {
+            let cluster = d.cluster();
+            let begun = Instant::now();
+            while begun.elapsed() < 2 * SECOND {
+                for from in 0..3 {
+                    // Those in use among them; each goes round and round.
+                    for slot in cluster.slots_with_keys(from).into_iter().rev().take(20) {
+                        cluster.migrate(slot, (from + 1) % 3);
+                    }
+                }
+            }
+        })
+    })
+    .short(),
+    fault("a primary stopped for 500 ms (SIGSTOP)", Cluster, Fails::Some, Nothing, |d, _| {
+        stopped(&d.cluster().nodes[0], ms(500))
+    }),
+    fault("a primary stopped until there is another (SIGSTOP)", Cluster, Fails::Some, Unreplicated, |d, _| {
+        let cluster = d.cluster();
+        let slot = cluster.slots_with_keys(0)[0];
+        let begun = Instant::now();
+        cluster.nodes[0].pause();
+        let (back, _) = cluster.wait_for_another_owner(slot, 0);
+        sleep(ms(300));
+        cluster.nodes[0].resume();
+        Strike { begun, back, lost: None }
+    }),
+    fault("a replica killed (SIGKILL)", Cluster, Fails::Nothing, Nothing, |d, _| {
+        during(|| {
+            let cluster = d.cluster();
+            let replica = cluster.replica_of(0);
+            cluster.nodes[replica].kill();
+            sleep(2 * SECOND);
+        })
+    }),
+    fault("clients killed (CLIENT KILL)", Cluster, InFlight(1), Nothing, |d, _| {
+        cut(1, || d.cluster().nodes.iter().map(RedisServer::kill_clients).sum::<u64>())
+    }),
+    fault("scripts flushed 100 times (SCRIPT FLUSH)", Cluster, Fails::Nothing, Nothing, |d, _| {
+        flushed(&d.cluster().nodes.iter().collect::<Vec<_>>())
+    }),
+];
+
+/// Something that is over when it returns.
+fn during(trouble: impl FnOnce()) -> Strike {
+    let begun = Instant::now();
+    trouble();
+    Strike { begun, back: Instant::now(), lost: None }
+}
+
+fn stopped(server: &RedisServer, time: Duration) -> Strike {
+    during(|| {
+        server.pause();
+        sleep(time);
+        server.resume();
+    })
+}
+
+fn restarted(server: &mut RedisServer) -> Strike {
+    during(|| {
+        server.kill();
+        sleep(ms(500));
+        server.restart();
+    })
+}
+
+fn cut<T>(times: u32, mut cut: impl FnMut() -> T) -> Strike {
+    during(|| {
+        cut();
+        for _ in 1..times {
+            sleep(ms(150));
+            cut();
+        }
+    })
+}
+
+fn flushed(servers: &[&RedisServer]) -> Strike {
+    during(|| {
+        for _ in 0..100 {
+            servers.iter().for_each(|server| server.flush_scripts());
+            sleep(ms(10));
+        }
+    })
+}
+
+fn trouble<T>(proxy: &Proxy, time: Duration, begin: impl FnOnce(&Proxy) -> T) -> Strike {
+    during(|| {
+        begin(proxy);
+        sleep(time);
+        proxy.heal();
+    })
+}
+
+/// All but these.
+fn others<'a>(servers: &'a [RedisServer], but: &[usize]) -> Vec<&'a RedisServer> {
+    servers.iter().enumerate().filter(|(index, _)| !but.contains(index)).map(|(_, server)| server).collect()
+}
+
+/// Stops a primary that is to be killed, and counts the units that it admitted and none of its replicas has. What the `rest` of
+/// a cluster has is not lost either.
+fn last_words(primary: &RedisServer, replicas: &[&RedisServer], rest: &[&RedisServer], admitted: &Admitted) -> u64 {
+    primary.pause();
+    // What it said arrives, here and at its replicas.
+    sleep(ms(100));
+    let admitted = admitted.lock().expect("nobody panics").clone();
+    // The one that has most of it is promoted.
+    let stored = replicas.iter().map(|replica| stored_on(replica)).max_by_key(|stored| stored.values().sum::<u64>());
+    let mut stored = stored.unwrap_or_default();
+    for (subject, used) in rest.iter().flat_map(|server| stored_on(server)) {
+        let known = stored.entry(subject).or_default();
+        *known = used.max(*known);
+    }
+    missing(&admitted, &stored)
+}
+
+/// The units that were admitted and are not stored.
+pub fn missing(admitted: &HashMap<String, u64>, stored: &HashMap<String, u64>) -> u64 {
+    let used = |subject| stored.get(subject).copied().unwrap_or_default();
+    admitted.iter().map(|(subject, units)| units.saturating_sub(used(subject))).sum()
+}

@@ -1,0 +1,218 @@
+//! The load: callers of services behind the layer, and what is known for certain about each of their calls.
+
+use std::cell::RefCell;
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tollgate::backend::AnyBackend;
+use tollgate::rate_limit::{Decision, RateLimitStore, RateLimited, Receipt};
+use tollgate::{AsError, BoxError, Key, OnStoreError, Policy, Quota, RateLimitLayer, StoreError};
+use tower::util::BoxCloneSyncService;
+use tower::{Layer, ServiceExt, service_fn};
+
+use super::support::load::{self, Load};
+
+/// The name of the policy.
+pub const NAME: &str = "faults";
+/// Of each subject. A day does not end while this runs, but for one run in thousands: a window begins with the first request.
+pub const QUOTA: u64 = 100;
+/// How often a subject is asked for until the next one has its turn: a fifth is denied.
+const TURNS: u64 = QUOTA * 5 / 4;
+pub const CALLERS: u32 = 24;
+/// Each is asked for by two callers at a time.
+const LANES: usize = CALLERS as usize / 2;
+const PAUSE: Duration = Duration::from_millis(5);
+/// What callers do without the store.
+const POLICIES: [OnStoreError; 3] = [OnStoreError::Deny, OnStoreError::Allow, OnStoreError::Local];
+
+pub type Call = load::Call<Outcome>;
+
+/// What the store said to one call.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum Seen {
+    /// It was not asked: the circuit was open.
+    #[default]
+    NotAsked,
+    /// Nothing before the deadline.
+    GivenUp,
+    Admitted,
+    Denied,
+    Failed,
+}
+
+/// What the caller was answered.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Answer {
+    Served,
+    Limited,
+    StoreError,
+    SomethingElse,
+}
+
+#[derive(Debug)]
+pub struct Outcome {
+    pub subject: String,
+    pub policy: OnStoreError,
+    pub seen: Seen,
+    pub answer: Answer,
+    /// Whether the inner service ran.
+    pub ran: bool,
+    /// What the store failed with, or the service if it did so in its own way.
+    pub error: Option<String>,
+}
+
+impl Outcome {
+    /// Whether the store decided.
+    pub fn is_decided(&self) -> bool {
+        matches!(self.seen, Seen::Admitted | Seen::Denied)
+    }
+
+    /// What the store said, in words.
+    pub fn failure(&self) -> String {
+        format!("{:?} {}", self.seen, self.error.as_deref().unwrap_or_default())
+    }
+
+    /// Whether the policy for store errors was applied, and to nothing but a store error.
+    pub fn is_right(&self) -> bool {
+        let answer = match (self.seen, self.policy) {
+            (Seen::Admitted, _) => self.answer == Answer::Served,
+            (Seen::Denied, _) => self.answer == Answer::Limited,
+            (_, OnStoreError::Deny) => self.answer == Answer::StoreError,
+            (_, OnStoreError::Allow) => self.answer == Answer::Served,
+            // What this process counts by itself is checked per subject.
+            _ => matches!(self.answer, Answer::Served | Answer::Limited),
+        };
+        answer && self.ran == (self.answer == Answer::Served)
+    }
+}
+
+#[derive(Debug, Default)]
+struct Trace {
+    seen: Seen,
+    ran: bool,
+    error: Option<String>,
+}
+
+tokio::task_local! {
+    static TRACE: RefCell<Trace>;
+}
+
+fn note(change: impl FnOnce(&mut Trace)) {
+    TRACE.with(|trace| change(&mut trace.borrow_mut()));
+}
+
+/// Units that the store admitted, by subject. Known at any time.
+pub type Admitted = Arc<Mutex<HashMap<String, u64>>>;
+
+/// Callers, what they call, and what they have been told.
+#[derive(Clone, Debug)]
+pub struct Callers {
+    services: [BoxCloneSyncService<String, (), BoxError>; 3],
+    turns: Arc<[AtomicU64; LANES]>,
+    pub admitted: Admitted,
+}
+
+impl Callers {
+    pub fn new(backend: AnyBackend) -> Self {
+        let admitted = Admitted::default();
+        let witness = Witness { store: backend, admitted: Arc::clone(&admitted) };
+        let policy = Policy::new(NAME, Quota::per_day(QUOTA as u32).fixed_window());
+        let services = POLICIES.map(|on_store_error| {
+            let layer = RateLimitLayer::new(witness.clone(), policy.clone())
+                .key(|subject: &String| subject.clone())
+                .on_store_error(on_store_error)
+                .with_rejection(AsError);
+            let inner = service_fn(async |_: String| {
+                note(|trace| trace.ran = true);
+                Ok::<_, BoxError>(())
+            });
+            BoxCloneSyncService::new(layer.layer(inner))
+        });
+        Self { services, turns: Arc::new(std::array::from_fn(|_| AtomicU64::new(0))), admitted }
+    }
+
+    /// Has everybody call until it is stopped.
+    pub fn start(&self) -> Load<Outcome> {
+        let callers = self.clone();
+        Load::start(
+            CALLERS,
+            |_| PAUSE,
+            move |caller| {
+                let callers = callers.clone();
+                async move { callers.call(caller as usize).await }
+            },
+        )
+    }
+
+    async fn call(&self, caller: usize) -> Outcome {
+        let (lane, kind) = (caller / 2 % LANES, caller % POLICIES.len());
+        // Calls that fail use up no turn: whoever was half way before a failover is so after it.
+        let subject = format!("{lane}-{}", self.turns[lane].load(Ordering::Relaxed) / TURNS);
+        let (answer, trace) = TRACE
+            .scope(RefCell::default(), async {
+                let answer = self.services[kind].clone().oneshot(subject.clone()).await;
+                (answer, TRACE.with(RefCell::take))
+            })
+            .await;
+        let Trace { seen, ran, mut error } = trace;
+        let answer = match answer {
+            Ok(()) => Answer::Served,
+            Err(error) if error.is::<RateLimited>() => Answer::Limited,
+            Err(error) if error.is::<StoreError>() => Answer::StoreError,
+            Err(other) => {
+                error = Some(format!("{other:?}"));
+                Answer::SomethingElse
+            }
+        };
+        let outcome = Outcome { subject, policy: POLICIES[kind], seen, answer, ran, error };
+        if outcome.is_decided() {
+            self.turns[lane].fetch_add(1, Ordering::Relaxed);
+        }
+        outcome
+    }
+}
+
+/// A store that writes down what it says.
+#[derive(Clone, Debug)]
+struct Witness {
+    store: AnyBackend,
+    admitted: Admitted,
+}
+
+impl RateLimitStore for Witness {
+    async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        note(|trace| trace.seen = Seen::GivenUp);
+        let decision = self.store.check(policy, key, cost).await;
+        note(|trace| {
+            trace.seen = match &decision {
+                Ok(decision) if decision.is_allowed() => Seen::Admitted,
+                Ok(_) => Seen::Denied,
+                Err(_) => Seen::Failed,
+            };
+            trace.error = decision.as_ref().err().map(|error| format!("{error:?}"));
+        });
+        if decision.as_ref().is_ok_and(Decision::is_allowed) {
+            let mut admitted = self.admitted.lock().expect("nobody panics");
+            *admitted.entry(key.as_str().to_owned()).or_default() += 1;
+        }
+        decision
+    }
+
+    async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+        self.store.peek(policy, key, cost).await
+    }
+
+    async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
+        self.store.settle(policy, key, receipt, change).await
+    }
+
+    async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
+        self.store.block(policy, key, time).await
+    }
+
+    async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
+        self.store.reset(policy, key).await
+    }
+}

@@ -1,0 +1,281 @@
+//! One fault on one deployment, and what is to be said about it.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::fs;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use tokio::runtime::Runtime;
+use tollgate::OnStoreError;
+
+use super::catalogue::{Fails, Fault, Loses, Strike, missing};
+use super::deployment::Deployment;
+use super::load::{Answer, CALLERS, Call, Callers, QUOTA, Seen};
+use super::processor::{ProcessorMeter, Waits};
+
+/// How long a decision may take, and what a busy machine may add to it.
+const LIMIT: Duration = Duration::from_millis(100 + 50);
+/// How soon everything has to work again.
+const RECOVERY: Duration = Duration::from_secs(1);
+/// The load before a fault.
+const BEFORE: Duration = Duration::from_millis(500);
+/// The load after it, when all has to be well.
+const AFTER: Duration = Duration::from_millis(500);
+/// A call that has waited for a processor for so long may fail for that.
+const STARVED: Duration = Duration::from_millis(30);
+/// How long connections may take to be closed.
+const SETTLED: Duration = Duration::from_secs(3);
+
+/// What one or several runs of a fault came to.
+#[derive(Debug)]
+pub struct Row {
+    fault: &'static Fault,
+    calls: usize,
+    admitted: usize,
+    failed: usize,
+    late: usize,
+    slowest: Duration,
+    pub recovery: Duration,
+    /// Units that were admitted beyond the quota.
+    excess: u64,
+    /// Units that were admitted and then forgotten by the store.
+    lost: u64,
+    /// Units beyond the quota that nothing explains.
+    pub over_admitted: u64,
+    /// Connections and tasks, before the fault and after it.
+    connections: (usize, usize),
+    tasks: (usize, usize),
+    pub leaked: u64,
+    pub longest_wait: Duration,
+    complaints: Vec<String>,
+}
+
+impl Row {
+    pub const HEAD: &str = "\
+| fault | deployment | calls | admitted | failed | late | slowest ms | recovery ms | lost | excess | connections | tasks | leaked | |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- | ---: | --- |";
+
+    pub fn new(fault: &'static Fault) -> Self {
+        Self {
+            fault,
+            calls: 0,
+            admitted: 0,
+            failed: 0,
+            late: 0,
+            slowest: Duration::ZERO,
+            recovery: Duration::ZERO,
+            excess: 0,
+            lost: 0,
+            over_admitted: 0,
+            connections: (0, 0),
+            tasks: (0, 0),
+            leaked: 0,
+            longest_wait: Duration::ZERO,
+            complaints: Vec::new(),
+        }
+    }
+
+    pub fn add(&mut self, round: Self) {
+        self.calls += round.calls;
+        self.admitted += round.admitted;
+        self.failed += round.failed;
+        self.late += round.late;
+        self.slowest = self.slowest.max(round.slowest);
+        self.recovery = self.recovery.max(round.recovery);
+        self.excess += round.excess;
+        self.lost += round.lost;
+        self.over_admitted += round.over_admitted;
+        (self.connections, self.tasks) = (round.connections, round.tasks);
+        self.leaked += round.leaked;
+        self.longest_wait = self.longest_wait.max(round.longest_wait);
+        self.complaints.extend(round.complaints);
+    }
+
+    pub fn complain(&mut self, complaint: String) {
+        self.complaints.push(complaint);
+    }
+
+    pub fn complaints(&self) -> &[String] {
+        &self.complaints
+    }
+
+    fn must(&mut self, is_so: bool, complaint: impl FnOnce() -> String) {
+        if !is_so {
+            self.complaints.push(complaint());
+        }
+    }
+}
+
+impl fmt::Display for Row {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { fault, calls, admitted, failed, late, excess, lost, leaked, .. } = self;
+        let (slowest, recovery) = (self.slowest.as_millis(), self.recovery.as_millis());
+        let verdict = if self.complaints.is_empty() { "ok" } else { "FAILED" };
+        write!(f, "| {} | {} | {calls} | {admitted} | {failed} | {late} ", fault.name, fault.on.name())?;
+        let ((connections, still), (tasks, alive)) = (self.connections, self.tasks);
+        write!(f, "| {slowest} | {recovery} | {lost} | {excess} | {connections} to {still} | {tasks} to {alive} ")?;
+        write!(f, "| {leaked} | {verdict} |")
+    }
+}
+
+/// Runs a fault once, on a deployment of its own.
+pub fn run(fault: &'static Fault) -> Row {
+    let mut deployment = Deployment::start(fault.on);
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    let runtime = runtime.expect("a runtime can be made");
+    let sockets = open_sockets();
+    let backend = runtime.block_on(tollgate::connect(deployment.url())).expect("the deployment lets us in");
+    let callers = Callers::new(backend);
+
+    let meter = ProcessorMeter::start();
+    // Connections that are opened when they are first needed are open after this.
+    let mut calls = for_a_while(&runtime, &callers, BEFORE);
+    let tasks = runtime.metrics().num_alive_tasks();
+    let clients = deployment.clients();
+
+    let load = runtime.block_on(async { callers.start() });
+    sleep(BEFORE);
+    let strike = (fault.strike)(&mut deployment, &callers.admitted);
+    let well = strike.back + RECOVERY;
+    sleep((well + AFTER).saturating_duration_since(Instant::now()));
+    calls.extend(runtime.block_on(load.stop()));
+
+    let waits = meter.stop();
+    let admitted = callers.admitted.lock().expect("nobody panics").clone();
+    let mut row = judge(fault, &strike, &calls, &waits, &admitted, &deployment.stored());
+    // Some connections are opened when they are first needed. Each has a task, and there is none beside those.
+    let most = clients.max(deployment.most_clients());
+    let more_clients = more_than(most, || deployment.clients());
+    let still = deployment.clients();
+    let more_tasks = more_than((tasks + still).saturating_sub(clients), || runtime.metrics().num_alive_tasks());
+    (row.connections, row.tasks) = ((clients, still), (tasks, runtime.metrics().num_alive_tasks()));
+    row.must(more_clients == 0, || format!("{more_clients} connections more than the {most} that there may be"));
+    row.must(more_tasks == 0, || format!("{more_tasks} tasks more than before"));
+
+    // With the last of the backend everything goes.
+    drop(callers);
+    let tasks_left = more_than(0, || runtime.metrics().num_alive_tasks());
+    let sockets_left = more_than(sockets, open_sockets);
+    row.must(tasks_left == 0, || format!("{tasks_left} tasks outlive the backend"));
+    row.must(sockets_left == 0, || format!("{sockets_left} sockets outlive the backend"));
+    row.leaked = (more_tasks + more_clients + tasks_left + sockets_left) as u64;
+    row
+}
+
+fn for_a_while(runtime: &Runtime, callers: &Callers, time: Duration) -> Vec<Call> {
+    let load = runtime.block_on(async { callers.start() });
+    sleep(time);
+    runtime.block_on(load.stop())
+}
+
+fn judge(
+    fault: &'static Fault,
+    strike: &Strike,
+    calls: &[Call],
+    waits: &Waits,
+    admitted: &HashMap<String, u64>,
+    stored: &HashMap<String, u64>,
+) -> Row {
+    let mut row = Row::new(fault);
+    let failed = || calls.iter().filter(|call| !call.outcome.is_decided());
+    row.calls = calls.len();
+    row.admitted = calls.iter().filter(|call| call.outcome.seen == Seen::Admitted).count();
+    row.failed = failed().count();
+    // What it did not wait for is its own.
+    let waited = |call: &Call| waits.between(call.begun, call.ended());
+    let starved = |call: &Call| waited(call) > STARVED;
+    row.late = calls.iter().filter(|call| call.took > LIMIT && call.took - waited(call) > LIMIT).count();
+    row.longest_wait = waits.longest();
+    row.slowest = calls.iter().map(|call| call.took).max().unwrap_or_default();
+    let recovered = failed().map(Call::ended).max().unwrap_or(strike.back);
+    row.recovery = recovered.saturating_duration_since(strike.back);
+
+    // Time.
+    let (late, slowest, recovery) = (row.late, row.slowest, row.recovery);
+    row.must(late == 0, || format!("{late} decisions were late, the slowest by {:?}", slowest - LIMIT));
+    row.must(recovery <= RECOVERY, || format!("calls failed for {recovery:?} after the store was back"));
+    let well = strike.back + RECOVERY;
+    let judged = calls.iter().filter(|call| call.begun > well).count();
+    row.must(judged > 500, || format!("only {judged} calls to judge the recovery by"));
+
+    // Failures.
+    let early = failed().filter(|call| call.ended() < strike.begun && !starved(call)).count();
+    let all = row.failed;
+    let first = || failed().map(|call| format!("{:?}", call.outcome)).next().unwrap_or_default();
+    row.must(early == 0, || format!("{early} calls failed before the fault, first {}", first()));
+    match fault.fails {
+        Fails::Nothing => {
+            let all = failed().filter(|call| !starved(call)).count();
+            row.must(all == 0, || format!("{all} calls failed, first {}", first()));
+        }
+        Fails::Some => row.must(all > 0, || "nothing failed, so there was no fault".to_owned()),
+        Fails::Perhaps => {}
+        Fails::InFlight(cuts) => {
+            let asked = failed().filter(|call| call.outcome.seen != Seen::NotAsked).count();
+            let most = (cuts * CALLERS) as usize;
+            row.must(all > 0, || "nothing failed, so there was no fault".to_owned());
+            row.must(asked <= most, || format!("{asked} calls failed of {most} in flight, first {}", first()));
+        }
+    }
+    let wrong: Vec<_> = calls.iter().filter(|call| !call.outcome.is_right()).collect();
+    row.must(wrong.is_empty(), || {
+        format!(
+            "{} calls were answered wrongly, first {:?}: {}",
+            wrong.len(),
+            wrong[0].outcome,
+            wrong[0].outcome.failure()
+        )
+    });
+
+    // Counts.
+    let over = |units: &HashMap<String, u64>| units.values().map(|units| units.saturating_sub(QUOTA)).sum::<u64>();
+    row.excess = over(admitted);
+    let forgotten = missing(admitted, stored);
+    row.lost = strike.lost.unwrap_or(forgotten);
+    let explained = if fault.loses == Loses::Nothing { 0 } else { row.lost };
+    row.over_admitted = row.excess.saturating_sub(explained);
+    let (excess, over_admitted) = (row.excess, row.over_admitted);
+    row.must(over_admitted == 0, || format!("{excess} units beyond the quota where {explained} are explained"));
+    row.must(fault.loses != Loses::Nothing || forgotten == 0, || format!("{forgotten} units were forgotten"));
+    let mut since: HashMap<String, u64> = HashMap::new();
+    for call in calls.iter().filter(|call| call.begun > well && call.outcome.seen == Seen::Admitted) {
+        *since.entry(call.outcome.subject.clone()).or_default() += 1;
+    }
+    let misplaced = missing(&since, stored);
+    row.must(misplaced == 0, || format!("{misplaced} units were admitted after the recovery by somebody else"));
+    // A call whose answer was lost may have been charged, but once.
+    let mut charged: HashMap<String, u64> = admitted.clone();
+    for call in failed().filter(|call| call.outcome.seen != Seen::NotAsked) {
+        *charged.entry(call.outcome.subject.clone()).or_default() += 1;
+    }
+    let twice = missing(stored, &charged);
+    row.must(twice == 0, || format!("{twice} units were charged that nobody had asked for"));
+    // What this process admitted by itself.
+    let mut local: HashMap<String, u64> = HashMap::new();
+    for call in failed().filter(|call| call.outcome.policy == OnStoreError::Local) {
+        *local.entry(call.outcome.subject.clone()).or_default() += u64::from(call.outcome.answer == Answer::Served);
+    }
+    let over_local = over(&local);
+    row.must(over_local == 0, || format!("{over_local} units beyond the quota by counts of this process"));
+    row
+}
+
+/// How many more there are than there should be, once that does not change any more.
+fn more_than(expected: usize, count: impl Fn() -> usize) -> usize {
+    let start = Instant::now();
+    loop {
+        let more = count().saturating_sub(expected);
+        if more == 0 || start.elapsed() > SETTLED {
+            return more;
+        }
+        sleep(Duration::from_millis(20));
+    }
+}
+
+/// The sockets of this process, where that can be told.
+fn open_sockets() -> usize {
+    let Ok(descriptors) = fs::read_dir("/proc/self/fd") else { return 0 };
+    let targets = descriptors.filter_map(|descriptor| fs::read_link(descriptor.ok()?.path()).ok());
+    targets.filter(|target| target.to_string_lossy().starts_with("socket:")).count()
+}

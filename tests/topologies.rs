@@ -1,0 +1,120 @@
+//! The contract behind Sentinels and on a cluster, and what is particular to them. One server alone is in `redis.rs`.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+mod support;
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
+
+use support::cluster::Cluster;
+use support::sentinel::SentinelDeployment;
+use support::server::RedisServer;
+use tokio::task::{JoinSet, block_in_place};
+use tollgate::{Limiter, Policy, Quota, RedisBackend, RedisOptions};
+
+mod behind_sentinels {
+    use super::*;
+
+    static DEPLOYMENT: Shared<SentinelDeployment> = Shared::new();
+
+    tollgate::rate_limit_contract!(
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        |claim| {
+            let deployment = DEPLOYMENT.get(SentinelDeployment::start);
+            claim(connect(&deployment.url()).await).await;
+            every_key_expires(deployment.primary());
+        }
+    );
+}
+
+mod on_a_cluster {
+    use super::*;
+
+    static CLUSTER: Shared<Cluster> = Shared::new();
+
+    tollgate::rate_limit_contract!(
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        |claim| {
+            let cluster = CLUSTER.get(Cluster::start);
+            claim(connect(&cluster.url()).await).await;
+            cluster.primaries().into_iter().for_each(|index| every_key_expires(&cluster.nodes[index]));
+        }
+    );
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn subjects_are_spread_over_all_primaries_and_each_has_its_quota() {
+        const SUBJECTS: u32 = 600;
+        const QUOTA: u32 = 3;
+        let cluster = CLUSTER.get(Cluster::start);
+        let primaries = cluster.primaries();
+        let keys = || primaries.iter().map(|index| cluster.nodes[*index].query::<u64>("DBSIZE")).collect::<Vec<_>>();
+        let before = keys();
+        let policy = Policy::new("spread", Quota::per_hour(QUOTA).fixed_window());
+        let limiter = Limiter::new(connect(&cluster.url()).await, policy).deadline(Duration::from_secs(10));
+        let mut tasks = JoinSet::new();
+        for subject in 0..SUBJECTS {
+            let limiter = limiter.clone();
+            tasks.spawn(async move {
+                let mut admitted = 0;
+                for _ in 0..2 * QUOTA {
+                    admitted += u32::from(limiter.check(subject).await.unwrap().is_allowed());
+                }
+                admitted
+            });
+        }
+        assert_eq!(tasks.join_all().await, vec![QUOTA; SUBJECTS as usize]);
+        for (before, after) in before.into_iter().zip(keys()) {
+            assert!(after >= before + u64::from(SUBJECTS) / 5, "{before} keys, then {after}");
+        }
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_key_is_counted_on_while_its_slot_moves_from_node_to_node() {
+        let cluster = Cluster::start();
+        let policy = Policy::new("moves", Quota::per_hour(1_000).fixed_window());
+        let limiter = Limiter::new(connect(&cluster.url()).await, policy).deadline(Duration::from_secs(10));
+        for round in 0..6 {
+            assert_eq!(limiter.check("alice").await.unwrap().remaining(), Some(999 - round));
+            let owner = (0..3).find(|index| !cluster.slots_with_keys(*index).is_empty()).unwrap();
+            let slot = cluster.slots_with_keys(owner)[0];
+            block_in_place(|| cluster.migrate(slot, (owner + 1) % 3));
+        }
+    }
+}
+
+/// A backend with keys of its own.
+async fn connect(url: &str) -> RedisBackend {
+    static NUMBER: AtomicU64 = AtomicU64::new(0);
+    let prefix = format!("t{}", NUMBER.fetch_add(1, Ordering::Relaxed));
+    let backend = RedisOptions::from_url(url).unwrap().prefix(prefix).connect().await;
+    backend.expect("the deployment lets us in")
+}
+
+fn every_key_expires(server: &RedisServer) {
+    for key in server.query::<Vec<String>>("KEYS *") {
+        let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut server.connection()).unwrap();
+        // -2 is a key that has expired since it was listed.
+        assert!(ttl >= 0 || ttl == -2, "{key} has no expiry: {ttl}");
+    }
+}
+
+/// A deployment for all tests that run at the same time, since it takes seconds to start. Stops with the last of them.
+struct Shared<T>(Mutex<Weak<T>>);
+
+impl<T> Shared<T> {
+    const fn new() -> Self {
+        Self(Mutex::new(Weak::new()))
+    }
+
+    fn get(&self, start: impl FnOnce() -> T) -> Arc<T> {
+        block_in_place(|| {
+            let mut shared = self.0.lock().expect("a deployment starts");
+            shared.upgrade().unwrap_or_else(|| {
+                let started = Arc::new(start());
+                *shared = Arc::downgrade(&started);
+                started
+            })
+        })
+    }
+}
