@@ -1,4 +1,4 @@
-//! Counts in Redis, shared by every process that uses it.
+//! Counts and leases in Redis, shared by every process that uses it.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -24,9 +24,14 @@
 //! calls fail at once instead of waiting for their deadline; a server that accepts them and does not answer costs calls their
 //! deadline until that is known.
 //!
+//! Once there are locks, two more connections are opened: one for renewing and giving back, which do not queue behind requests, and
+//! one that listens for locks becoming free, if somebody waits for one. A backend that was opened [from a
+//! pool](RedisBackend::from_pool) has no means to listen: who waits there looks once a second.
+//!
 //! # Keys
 //!
-//! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`. The braces make a subject one slot of a cluster. Each key has a
+//! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>` and `<prefix>:2:{lock:<namespace>:<subject>}:lease`, with the
+//! channel `...:free` beside it. The braces make a subject one slot of a cluster. Each key has a
 //! time to live. Two releases of Tollgate may share one Redis as long as the number after the prefix is the same.
 //!
 //! # Servers
@@ -37,16 +42,20 @@
 //! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +set +pttl +pexpire +time +getrange +strlen +append
 //! ```
 //!
+//! For locks also `&tollgate:2:* +publish +subscribe +unsubscribe`. Without these who waits for a lock looks once a second.
+//!
 //! Redis 6.2 or later, or Valkey. `maxmemory-policy` should be `noeviction` or a `volatile` one with room to spare: a key
 //! that is evicted is a count that starts again.
 
 mod counts;
 mod error;
 mod keys;
+mod lock;
 mod options;
 mod pool;
 mod rate_limit;
 mod scripts;
+mod subscriber;
 
 #[cfg(test)]
 mod differential;
@@ -57,6 +66,7 @@ use std::sync::Arc;
 use bb8_redis::RedisConnectionManager;
 
 use self::keys::Keys;
+use self::lock::LockLinks;
 use self::pool::Pool;
 use self::scripts::Scripts;
 use crate::error::ConnectError;
@@ -78,6 +88,7 @@ struct Inner {
     pool: Pool,
     keys: Keys,
     scripts: Scripts,
+    locks: LockLinks,
 }
 
 impl RedisBackend {
@@ -103,8 +114,8 @@ impl RedisBackend {
         RedisOptions::from_pool(pool).connect().await
     }
 
-    fn new(pool: Pool, keys: Keys) -> Self {
-        Self { inner: Arc::new(Inner { pool, keys, scripts: Scripts::new() }) }
+    fn new(pool: Pool, keys: Keys, locks: LockLinks) -> Self {
+        Self { inner: Arc::new(Inner { pool, keys, scripts: Scripts::new(), locks }) }
     }
 }
 

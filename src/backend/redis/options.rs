@@ -6,6 +6,7 @@ use redis::{AsyncConnectionConfig, Client};
 
 use super::RedisBackend;
 use super::keys::Keys;
+use super::lock::LockLinks;
 use super::pool::{Connector, Pool};
 use crate::error::{ConfigError, ConnectError};
 
@@ -117,8 +118,8 @@ impl RedisOptions {
             }
             Source::Pool(pool) => Connector::Pool { pool, response_timeout },
         };
-        let pool = Pool::open(connector, connections, connect_timeout).await?;
-        Ok(RedisBackend::new(pool, Keys::new(&prefix)))
+        let pool = Pool::open(connector.clone(), connections, connect_timeout).await?;
+        Ok(RedisBackend::new(pool, Keys::new(&prefix), LockLinks::new(connector, connect_timeout)))
     }
 }
 

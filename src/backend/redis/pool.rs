@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use bb8::{ManageConnection, RunError};
 use bb8_redis::RedisConnectionManager;
-use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Client, Cmd, RedisError, Value};
+use redis::aio::{MultiplexedConnection, PubSub};
+use redis::{AsyncConnectionConfig, Client, Cmd, ErrorKind, RedisError, Value};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
@@ -49,6 +49,7 @@ struct Trouble {
 }
 
 /// Where new connections come from.
+#[derive(Clone)]
 pub(super) enum Connector {
     Client(Box<(Client, AsyncConnectionConfig)>),
     Pool { pool: bb8::Pool<RedisConnectionManager>, response_timeout: Duration },
@@ -76,20 +77,17 @@ impl Pool {
         connections: u32,
         connect_timeout: Duration,
     ) -> Result<Self, StoreError> {
-        let (report, trouble) = watch::channel(None);
-        let manager = Manager { connector, connect_timeout, report, pause: Mutex::default() };
-        let pool = bb8::Pool::builder()
-            .max_size(connections)
-            .min_idle(connections)
-            .test_on_check_out(false)
-            .retry_connection(false)
-            .connection_timeout(connect_timeout)
-            .idle_timeout(None)
-            .max_lifetime(None)
-            .build(manager)
-            .await
-            .map_err(store_error)?;
+        let (manager, trouble) = Manager::new(connector, connect_timeout);
+        let builder = builder(connections, connect_timeout).min_idle(connections);
+        let pool = builder.build(manager).await.map_err(store_error)?;
         Ok(Self { pool, connections, trouble })
+    }
+
+    /// The same without a connection until one is needed.
+    pub(super) fn lazy(connector: Connector, connections: u32, connect_timeout: Duration) -> Self {
+        let (manager, trouble) = Manager::new(connector, connect_timeout);
+        let pool = builder(connections, connect_timeout).build_unchecked(manager);
+        Self { pool, connections, trouble }
     }
 
     /// Sends one command and waits for its answer.
@@ -151,6 +149,16 @@ impl Pool {
             Err(_) => no_connection(),
         }
     }
+}
+
+fn builder(connections: u32, connect_timeout: Duration) -> bb8::Builder<Manager> {
+    bb8::Pool::builder()
+        .max_size(connections)
+        .test_on_check_out(false)
+        .retry_connection(false)
+        .connection_timeout(connect_timeout)
+        .idle_timeout(None)
+        .max_lifetime(None)
 }
 
 /// What there is to say when no connection was to be had in time.
@@ -264,6 +272,11 @@ impl ManageConnection for Manager {
 }
 
 impl Manager {
+    fn new(connector: Connector, connect_timeout: Duration) -> (Self, watch::Receiver<Option<Trouble>>) {
+        let (report, trouble) = watch::channel(None);
+        (Self { connector, connect_timeout, report, pause: Mutex::default() }, trouble)
+    }
+
     fn pause(&self) -> std::sync::MutexGuard<'_, Pause> {
         self.pause.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -293,6 +306,21 @@ impl Connector {
         // A client without a password is let in and then refused every command.
         ping(&mut connection).await?;
         Ok(connection)
+    }
+
+    /// Whether there is a way to open a connection for subscriptions. A pool opens what it hands out and nothing else.
+    pub(super) const fn can_subscribe(&self) -> bool {
+        matches!(self, Self::Client(_))
+    }
+
+    /// A connection for subscriptions.
+    pub(super) async fn subscriber(&self) -> Result<PubSub, RedisError> {
+        match self {
+            Self::Client(client) => client.0.get_async_pubsub().await,
+            Self::Pool { .. } => {
+                Err((ErrorKind::InvalidClientConfig, "a pool has no connections for subscriptions").into())
+            }
+        }
     }
 }
 

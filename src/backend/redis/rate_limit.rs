@@ -10,7 +10,7 @@ use crate::rate_limit::{Decision, Policy, Quota, QuotaChange, RateLimitStore, Re
 
 impl RedisBackend {
     async fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
-        let Inner { pool, keys, scripts } = &*self.inner;
+        let Inner { pool, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         let subject = subject(policy, &keys, cost.into());
         if let (Verb::Check, 1.., [_]) = (verb, cost, &*keys) {
@@ -59,7 +59,7 @@ impl RateLimitStore for RedisBackend {
         if requests.iter().enumerate().any(is_repeated) {
             return one_after_the_other(self, requests).await;
         }
-        let Inner { pool, keys, scripts } = &*self.inner;
+        let Inner { pool, keys, scripts, .. } = &*self.inner;
         let keys: Vec<_> = requests.iter().map(|request| keys.rate_limit(&request.policy, &request.key)).collect();
         let subjects: Vec<_> = requests
             .iter()
@@ -84,7 +84,7 @@ impl RateLimitStore for RedisBackend {
     }
 
     async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
-        let Inner { pool, keys, scripts } = &*self.inner;
+        let Inner { pool, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         // More than anybody can have been charged is as good as that.
         let most = i64::from(u32::MAX);
@@ -93,7 +93,7 @@ impl RateLimitStore for RedisBackend {
     }
 
     async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
-        let Inner { pool, keys, scripts } = &*self.inner;
+        let Inner { pool, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         let block_us = time.min(Quota::MAX_WINDOW).as_micros() as u64;
         scripts.rate_limit_block(pool, &keys[0], block_us, counts::time_to_live_ms(policy)).await
