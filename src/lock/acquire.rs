@@ -86,6 +86,7 @@ async fn contend(
     let mut attempts = Attempts { home: Arc::clone(&home), lock, claim, terms, sent: None, is_ambiguous: false };
     let mut limit = terms.deadline;
     let mut pause = FIRST_PAUSE;
+    let mut is_second = false;
     loop {
         let attempt = Attempt::new(attempts, turn, limit);
         let (answer, same_attempts, same_turn) = attempt.await;
@@ -119,6 +120,8 @@ async fn contend(
                     return Err(Busy::new(lock, remaining).into());
                 }
             }
+            // A connection may just have broken, and there is another one. To ask again with the same token is harmless.
+            Err(error) if error.is_unavailable() && !std::mem::replace(&mut is_second, true) => {}
             Err(error) => {
                 // Who is refused now is refused the next time.
                 let is_passing = error.is_timeout() || error.is_unavailable();

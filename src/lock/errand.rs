@@ -84,9 +84,12 @@ impl Errand {
         })
     }
 
-    /// Asks the store once. Whatever it says, the next in line may try.
-    pub(super) async fn once(mut self) -> Result<Released, StoreError> {
-        self.attempt().await
+    /// Asks the store, and once more over another connection if one has just broken. Whatever it says, the next in line may try.
+    pub(super) async fn carry_out(mut self) -> Result<Released, StoreError> {
+        match self.attempt().await {
+            Err(error) if error.is_unavailable() => self.attempt().await,
+            answer => answer,
+        }
     }
 
     /// Carries the errand out without anybody waiting for it.

@@ -171,7 +171,7 @@ impl Lease {
             match outcome {
                 Err(release) => Ok(release),
                 Ok((errand, release)) => {
-                    let released = errand.once().await?;
+                    let released = errand.carry_out().await?;
                     Ok(if released.was_held { release } else { Release::Lost })
                 }
             }

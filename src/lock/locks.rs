@@ -149,12 +149,14 @@ impl Locks {
     /// # Errors
     ///
     /// See [`LockError`].
-    pub fn run<T, F>(
+    pub fn run<K, B, F, T>(
         &self,
-        key: impl Into<Key>,
-        body: impl FnOnce(Lease) -> F + Send,
-    ) -> impl Future<Output = Result<T, LockError>> + Send
+        key: K,
+        body: B,
+    ) -> impl Future<Output = Result<T, LockError>> + Send + use<K, B, F, T>
     where
+        K: Into<Key>,
+        B: FnOnce(Lease) -> F + Send,
         F: Future<Output = T> + Send,
         T: Send,
     {
