@@ -17,6 +17,8 @@ use crate::key::Key;
 use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request};
 use crate::{MemoryBackend, StoreError};
 
+#[path = "lock_differential.rs"]
+mod lock;
 #[path = "../../../tests/support/server.rs"]
 #[allow(dead_code, unreachable_pub)]
 mod server;
@@ -289,11 +291,13 @@ impl RedisBackend {
     /// The same connections and keys, with scripts that read the clock of the test.
     fn on_virtual_clock(&self) -> Self {
         let prelude = include_str!("virtual_clock.lua");
-        let Scripts { check, check_plain, block } = Scripts::new();
-        let [check, check_plain, block] =
-            [check, check_plain, block].map(|script| LuaScript::new(&format!("{prelude}\n{}", script.code())));
-        let scripts = Scripts { check, check_plain, block };
-        let super::Inner { pool, keys, .. } = &*self.inner;
-        Self { inner: std::sync::Arc::new(super::Inner { pool: pool.clone(), keys: keys.clone(), scripts }) }
+        let mut scripts = Scripts::new();
+        let Scripts { check, check_plain, block, lock_acquire, lock_renew, lock_release } = &mut scripts;
+        for script in [check, check_plain, block, lock_acquire, lock_renew, lock_release] {
+            *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
+        }
+        let super::Inner { pool, keys, locks, .. } = &*self.inner;
+        let (pool, keys, locks) = (pool.clone(), keys.clone(), locks.again());
+        Self { inner: std::sync::Arc::new(super::Inner { pool, keys, scripts, locks }) }
     }
 }

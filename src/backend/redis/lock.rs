@@ -28,6 +28,12 @@ impl LockLinks {
         Self { connector, connect_timeout, own: OnceLock::new(), subscriber: OnceLock::new() }
     }
 
+    /// Connections of their own to the same server.
+    #[cfg(test)]
+    pub(super) fn again(&self) -> Self {
+        Self::new(self.connector.clone(), self.connect_timeout)
+    }
+
     fn own(&self) -> &Pool {
         self.own.get_or_init(|| Pool::lazy(self.connector.clone(), 1, self.connect_timeout))
     }

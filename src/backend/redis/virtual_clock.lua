@@ -49,3 +49,6 @@ function redis.call(command, key, ...)
   return real.call(command, key, ...)
 end
 
+function redis.pcall(command, ...)
+  return real.pcall(command, ...)
+end
