@@ -179,6 +179,15 @@ pub enum ConfigError {
     EmptyPool,
     /// A timeout of nothing leaves no time for an answer.
     ZeroTimeout,
+    /// A lease would be over before it can be used, or would outlive its holder for longer than anybody wants.
+    TtlOutOfRange {
+        /// The time to live that was asked for.
+        ttl: Duration,
+        /// The shortest there is.
+        min: Duration,
+        /// The longest there is.
+        max: Duration,
+    },
 }
 
 impl fmt::Display for ConfigError {
@@ -210,6 +219,9 @@ impl fmt::Display for ConfigError {
             }
             Self::EmptyPool => f.write_str("a pool needs at least one connection"),
             Self::ZeroTimeout => f.write_str("a timeout of zero leaves no time for an answer"),
+            Self::TtlOutOfRange { ttl, min, max } => {
+                write!(f, "a lease of {ttl:?} is not between {min:?} and {} hours", max.as_secs() / 3_600)
+            }
         }
     }
 }

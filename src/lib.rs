@@ -74,6 +74,7 @@ pub mod config;
 pub mod grpc;
 #[cfg(feature = "http")]
 pub mod http;
+pub mod lock;
 pub mod rate_limit;
 pub mod reject;
 #[cfg(feature = "testing")]
@@ -85,6 +86,7 @@ pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
 pub use self::error::{BoxError, ConfigError, ConnectError, StoreError};
 pub use self::key::{Everyone, ExtractKey, IntoKey, Key, Or, first_of};
+pub use self::lock::{Lease, LockError, Locks};
 pub use self::rate_limit::{DenyCache, Leases, Limiter, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};
 pub use self::reject::{AsError, AsResponse};
 

@@ -5,6 +5,7 @@ use super::memory::MemoryBackend;
 use super::redis::{RedisBackend, RedisOptions};
 use crate::error::{ConfigError, ConnectError, StoreError};
 use crate::key::Key;
+use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
 
 /// Opens the backend that a URL names, and makes sure that it answers.
@@ -37,7 +38,7 @@ pub async fn connect(url: impl AsRef<str>) -> Result<AnyBackend, ConnectError> {
     };
     match scheme {
         "memory" if matches!(rest, "" | "//") => {
-            tracing::info!("tollgate counts in memory: limits hold within this process only");
+            tracing::info!("tollgate counts in memory: limits and locks hold within this process only");
             Ok(AnyBackend::Memory(MemoryBackend::new()))
         }
         "memory" => Err(ConfigError::InvalidUrl { reason: "`memory:` takes nothing behind the colon".into() }.into()),
@@ -102,6 +103,28 @@ impl RateLimitStore for AnyBackend {
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
         delegate!(self, store => store.reset(policy, key).await)
+    }
+}
+
+impl LockStore for AnyBackend {
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        delegate!(self, store => store.acquire(lock, claim).await)
+    }
+
+    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
+        delegate!(self, store => store.renew(renewals).await)
+    }
+
+    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
+        delegate!(self, store => store.release(lock, token).await)
+    }
+
+    async fn watch(&self, lock: &LockKey) -> Wakeups {
+        delegate!(self, store => store.watch(lock).await)
+    }
+
+    fn scope(&self) -> Scope {
+        delegate!(self, store => store.scope())
     }
 }
 

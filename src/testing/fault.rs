@@ -1,4 +1,4 @@
-use std::future::pending;
+use std::future::{Future, pending};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -6,11 +6,12 @@ use tokio::time::sleep;
 
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
 
 /// A store that fails when it is told to, and counts its calls. See the [module docs](super) for an example.
 ///
-/// Without a fault it is the store inside. A call that fails is not passed on, so it has charged nothing. Clones share their
+/// Without a fault it is the store inside. A call that fails is not passed on, so it has done nothing. Clones share their
 /// faults and their counts.
 #[derive(Clone, Debug)]
 pub struct FaultStore<S> {
@@ -49,6 +50,7 @@ pub struct Faults {
 struct State {
     delay: Duration,
     hangs: bool,
+    loses_answers: bool,
     fails: Option<Failure>,
     next: Option<(u32, Failure)>,
     some: Option<(u8, Failure)>,
@@ -75,7 +77,7 @@ pub enum Failure {
     Other,
 }
 
-/// What a store is asked: the methods of [`RateLimitStore`].
+/// What a store is asked: the methods of [`RateLimitStore`] and [`LockStore`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Verb {
@@ -91,9 +93,17 @@ pub enum Verb {
     Block,
     /// `reset`.
     Reset,
+    /// `acquire` of a lock.
+    Acquire,
+    /// `renew`, however many leases it is about.
+    Renew,
+    /// `release`.
+    Release,
+    /// `watch`. One that fails answers that there are no wake-ups.
+    Watch,
 }
 
-const VERBS: usize = Verb::Reset as usize + 1;
+const VERBS: usize = Verb::Watch as usize + 1;
 
 impl Failure {
     fn error(self) -> StoreError {
@@ -142,6 +152,11 @@ impl Faults {
         self.state().hangs = true;
     }
 
+    /// Every call is passed on, and its answer never comes: what was asked has happened, and nobody knows.
+    pub fn lose_answers(&self) {
+        self.state().loses_answers = true;
+    }
+
     /// Every call takes so much longer, by tokio's clock.
     pub fn delay(&self, delay: Duration) {
         self.state().delay = delay;
@@ -180,11 +195,26 @@ impl Faults {
         }
         fails.map_or(Ok(()), |failure| Err(failure.error()))
     }
+
+    async fn around<T>(&self, verb: Verb, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
+        self.before(verb).await?;
+        let loses_answer = self.state().loses_answers;
+        let answer = call.await;
+        if loses_answer {
+            pending::<()>().await;
+        }
+        answer
+    }
 }
 
 impl State {
     fn is_faulty(&self) -> bool {
-        self.hangs || !self.delay.is_zero() || self.fails.is_some() || self.next.is_some() || self.some.is_some()
+        self.hangs
+            || self.loses_answers
+            || !self.delay.is_zero()
+            || self.fails.is_some()
+            || self.next.is_some()
+            || self.some.is_some()
     }
 
     fn plan(&mut self, verb: Verb) -> Plan {
@@ -207,8 +237,7 @@ impl State {
 
 impl<S: RateLimitStore + Sync> RateLimitStore for FaultStore<S> {
     async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
-        self.faults.before(Verb::Check).await?;
-        self.inner.check(policy, key, cost).await
+        self.faults.around(Verb::Check, self.inner.check(policy, key, cost)).await
     }
 
     fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
@@ -222,27 +251,45 @@ impl<S: RateLimitStore + Sync> RateLimitStore for FaultStore<S> {
     }
 
     async fn check_all(&self, requests: &[Request]) -> Result<Vec<Decision>, StoreError> {
-        self.faults.before(Verb::CheckAll).await?;
-        self.inner.check_all(requests).await
+        self.faults.around(Verb::CheckAll, self.inner.check_all(requests)).await
     }
 
     async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
-        self.faults.before(Verb::Peek).await?;
-        self.inner.peek(policy, key, cost).await
+        self.faults.around(Verb::Peek, self.inner.peek(policy, key, cost)).await
     }
 
     async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
-        self.faults.before(Verb::Settle).await?;
-        self.inner.settle(policy, key, receipt, change).await
+        self.faults.around(Verb::Settle, self.inner.settle(policy, key, receipt, change)).await
     }
 
     async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
-        self.faults.before(Verb::Block).await?;
-        self.inner.block(policy, key, time).await
+        self.faults.around(Verb::Block, self.inner.block(policy, key, time)).await
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
-        self.faults.before(Verb::Reset).await?;
-        self.inner.reset(policy, key).await
+        self.faults.around(Verb::Reset, self.inner.reset(policy, key)).await
+    }
+}
+
+impl<S: LockStore + Sync> LockStore for FaultStore<S> {
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        self.faults.around(Verb::Acquire, self.inner.acquire(lock, claim)).await
+    }
+
+    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
+        self.faults.around(Verb::Renew, self.inner.renew(renewals)).await
+    }
+
+    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
+        self.faults.around(Verb::Release, self.inner.release(lock, token)).await
+    }
+
+    async fn watch(&self, lock: &LockKey) -> Wakeups {
+        let watch = async { Ok(self.inner.watch(lock).await) };
+        self.faults.around(Verb::Watch, watch).await.unwrap_or_else(|_| Wakeups::none())
+    }
+
+    fn scope(&self) -> Scope {
+        self.inner.scope()
     }
 }

@@ -79,7 +79,8 @@
 //! # A backend of your own
 //!
 //! [`rate_limit_contract!`](crate::rate_limit_contract) runs everything that a [`RateLimitStore`](crate::rate_limit::RateLimitStore)
-//! must do on it, each claim as a test of its own. The backends of this crate pass the same tests.
+//! must do on it, each claim as a test of its own, and [`lock_contract!`](crate::lock_contract) what a
+//! [`LockStore`](crate::lock::LockStore) must do. The backends of this crate pass the same tests.
 //!
 //! ```no_run
 //! # use tollgate::MemoryBackend as MyBackend;
@@ -90,6 +91,7 @@
 pub mod contract;
 mod exhaust;
 mod fault;
+pub mod lock_contract;
 
 pub use self::exhaust::exhaust;
 pub use self::fault::{Failure, FaultStore, Faults, Verb};
@@ -129,86 +131,136 @@ pub use self::fault::{Failure, FaultStore, Faults, Verb};
 /// A module around the line keeps the names of the tests apart from others.
 #[macro_export]
 macro_rules! rate_limit_contract {
-    (@read [$($attributes:tt)*] #[$attribute:meta] $($rest:tt)+) => {
-        $crate::rate_limit_contract! { @read [$($attributes)* #[$attribute]] $($rest)+ }
-    };
-    (@read $attributes:tt |$claim:ident| $test:expr $(,)?) => {
-        $crate::rate_limit_contract! {
-            @claims $attributes $claim [$test]
-            exactly_the_quota_is_admitted
-            subjects_and_policies_are_counted_apart
-            policies_of_one_name_share_their_counts
-            a_denial_charges_nothing
-            waiting_as_told_is_enough_and_not_too_much
-            a_cost_of_nothing_always_passes_and_charges_nothing
-            a_peek_tells_what_a_check_would_and_charges_nothing
-            a_reset_forgets_one_subject
-            an_untouched_quota_has_nothing_to_reset
-            a_lower_limit_keeps_what_was_counted
-            a_higher_limit_keeps_what_was_counted
-            another_window_starts_afresh
-            a_fixed_window_ends_all_at_once
-            a_sliding_log_never_admits_more_in_any_window
-            a_full_sliding_log_works
-            the_longest_windows_and_the_largest_costs_are_counted
-            racing_callers_get_the_quota_between_them
-            any_bytes_are_a_subject
-            a_bucket_refills_evenly_up_to_its_burst
-            a_sliding_window_fades
-            the_largest_numbers_fit_into_every_algorithm
-            several_limits_are_charged_together_or_not_at_all
-            the_answer_names_every_violated_limit_and_the_longest_wait
-            several_subjects_are_charged_together_or_not_at_all
-            one_subject_twice_is_charged_twice
-            what_is_given_back_can_be_used_again
-            giving_back_makes_no_tokens
-            nothing_is_given_back_into_another_window
-            more_is_never_given_back_than_was_used
-            a_charge_afterwards_is_a_debt
-            a_debt_is_never_deeper_than_the_quota
-            a_debt_over_two_windows_is_no_deeper
-            a_block_denies_and_forgets_nothing
-            a_change_of_quota_keeps_resets_or_scales
-            racing_callers_of_several_limits_get_the_tightest_between_them
+    ($($told:tt)+) => {
+        $crate::__contract! {
+            @read [contract:
+                exactly_the_quota_is_admitted
+                subjects_and_policies_are_counted_apart
+                policies_of_one_name_share_their_counts
+                a_denial_charges_nothing
+                waiting_as_told_is_enough_and_not_too_much
+                a_cost_of_nothing_always_passes_and_charges_nothing
+                a_peek_tells_what_a_check_would_and_charges_nothing
+                a_reset_forgets_one_subject
+                an_untouched_quota_has_nothing_to_reset
+                a_lower_limit_keeps_what_was_counted
+                a_higher_limit_keeps_what_was_counted
+                another_window_starts_afresh
+                a_fixed_window_ends_all_at_once
+                a_sliding_log_never_admits_more_in_any_window
+                a_full_sliding_log_works
+                the_longest_windows_and_the_largest_costs_are_counted
+                racing_callers_get_the_quota_between_them
+                any_bytes_are_a_subject
+                a_bucket_refills_evenly_up_to_its_burst
+                a_sliding_window_fades
+                the_largest_numbers_fit_into_every_algorithm
+                several_limits_are_charged_together_or_not_at_all
+                the_answer_names_every_violated_limit_and_the_longest_wait
+                several_subjects_are_charged_together_or_not_at_all
+                one_subject_twice_is_charged_twice
+                what_is_given_back_can_be_used_again
+                giving_back_makes_no_tokens
+                nothing_is_given_back_into_another_window
+                more_is_never_given_back_than_was_used
+                a_charge_afterwards_is_a_debt
+                a_debt_is_never_deeper_than_the_quota
+                a_debt_over_two_windows_is_no_deeper
+                a_block_denies_and_forgets_nothing
+                a_change_of_quota_keeps_resets_or_scales
+                racing_callers_of_several_limits_get_the_tightest_between_them
+            ] [] $($told)+
         }
     };
-    (@read $attributes:tt $store:expr $(,)?) => {
-        $crate::rate_limit_contract! { @read $attributes |claim| claim($store.await).await }
+}
+
+/// Makes a test of every claim in [`lock_contract`](crate::testing::lock_contract), to run on a backend. Takes what
+/// [`rate_limit_contract!`](crate::rate_limit_contract) takes.
+///
+/// ```no_run
+/// # use tollgate::MemoryBackend;
+/// tollgate::lock_contract!(#[tokio::test(start_paused = true)] async { MemoryBackend::new() });
+/// # fn main() {}
+/// ```
+#[macro_export]
+macro_rules! lock_contract {
+    ($($told:tt)+) => {
+        $crate::__contract! {
+            @read [lock_contract:
+                a_free_lock_is_granted_and_a_held_one_is_not
+                subjects_and_namespaces_are_apart
+                an_acquisition_may_be_asked_again
+                fences_rise_with_every_grant
+                a_lease_ends_by_itself
+                a_renewal_lets_a_lease_last
+                a_lease_that_has_ended_does_not_come_back
+                many_leases_are_renewed_at_once
+                only_the_holder_gives_a_lease_back
+                any_bytes_are_a_lock
+                one_of_many_racing_gets_the_lock
+                a_release_wakes_those_who_watch
+                one_at_a_time_with_rising_fences
+                who_waits_gets_the_lock_when_it_is_given_back
+                waiting_ends_in_time
+                who_waits_gets_the_lock_of_the_dead
+                those_who_wait_are_served_in_order
+                a_line_is_bounded
+                a_held_lease_outlives_its_time
+                a_handle_more_keeps_the_lock
+                nothing_is_held_for_longer_than_it_may_be
+                a_body_runs_under_the_lock_and_no_longer
+                bad_times_are_refused_by_name
+                a_shutdown_waits_for_what_is_held
+            ] [] $($told)+
+        }
     };
-    (@claims $attributes:tt $claim:ident $test:tt $($name:ident)*) => {
-        $($crate::rate_limit_contract! { @test $attributes $claim $test $name })*
+}
+
+/// What the contracts have in common: a test for each claim of a list.
+#[doc(hidden)]
+#[macro_export]
+macro_rules! __contract {
+    (@read $claims:tt [$($attributes:tt)*] #[$attribute:meta] $($rest:tt)+) => {
+        $crate::__contract! { @read $claims [$($attributes)* #[$attribute]] $($rest)+ }
     };
-    (@test [] $claim:ident $test:tt $name:ident) => {
-        $crate::rate_limit_contract! { @test [#[::tokio::test]] $claim $test $name }
+    (@read [$module:ident: $($name:ident)*] $attributes:tt |$claim:ident| $test:expr $(,)?) => {
+        $($crate::__contract! { @test $module $attributes $claim [$test] $name })*
     };
-    (@test [$($attributes:tt)+] $claim:ident [$test:expr] $name:ident) => {
+    (@read $claims:tt $attributes:tt $store:expr $(,)?) => {
+        $crate::__contract! { @read $claims $attributes |claim| claim($store.await).await }
+    };
+    (@test $module:ident [] $claim:ident $test:tt $name:ident) => {
+        $crate::__contract! { @test $module [#[::tokio::test]] $claim $test $name }
+    };
+    (@test $module:ident [$($attributes:tt)+] $claim:ident [$test:expr] $name:ident) => {
         $($attributes)+
         async fn $name() {
-            use $crate::testing::contract::$name as $claim;
+            use $crate::testing::$module::$name as $claim;
             $test
         }
-    };
-    ($($told:tt)+) => {
-        $crate::rate_limit_contract! { @read [] $($told)+ }
     };
 }
 
 #[cfg(test)]
 mod tests {
-    /// Each claim is a public function of the contract, and each is run.
+    /// Each claim is a public function of its contract, and each is run.
     #[test]
     fn no_claim_is_left_out() {
-        let (contract, front) = (include_str!("contract.rs"), include_str!("mod.rs"));
-        let claims: Vec<_> =
-            contract.lines().filter_map(|line| line.strip_prefix("pub async fn ")?.split('<').next()).collect();
-        let listed = front
-            .split("@claims $attributes $claim [$test]")
-            .nth(1)
-            .and_then(|rest| rest.split('}').next())
-            .unwrap_or_default();
-        for claim in &claims {
-            assert!(listed.lines().any(|line| line.trim() == *claim), "{claim} is not in the list");
+        let front = include_str!("mod.rs");
+        for (name, contract, least) in
+            [("contract", include_str!("contract.rs"), 30), ("lock_contract", include_str!("lock_contract.rs"), 20)]
+        {
+            let claims: Vec<_> =
+                contract.lines().filter_map(|line| line.strip_prefix("pub async fn ")?.split('<').next()).collect();
+            let listed = front
+                .split(&format!("@read [{name}:"))
+                .nth(1)
+                .and_then(|rest| rest.split(']').next())
+                .unwrap_or_default();
+            for claim in &claims {
+                assert!(listed.lines().any(|line| line.trim() == *claim), "{claim} is not in the list");
+            }
+            assert!(claims.len() > least, "{claims:?}");
         }
-        assert!(claims.len() > 30, "{claims:?}");
     }
 }

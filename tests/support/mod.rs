@@ -3,6 +3,7 @@
 
 pub mod cluster;
 pub mod load;
+pub mod locks;
 pub mod proxy;
 pub mod sentinel;
 pub mod server;

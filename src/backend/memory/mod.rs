@@ -1,5 +1,6 @@
-//! Counts in this process.
+//! Counts and leases in this process.
 
+mod lock;
 mod rate_limit;
 mod shard;
 
@@ -11,6 +12,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use self::lock::LockTable;
 use self::shard::Shard;
 use crate::key::Key;
 use crate::rate_limit::Quota;
@@ -27,6 +29,9 @@ use crate::rate_limit::Quota;
 /// log of 10,000 requests takes the room of 1,251 keys. Keys whose count has run out are dropped as new ones come. When there is still no room, a
 /// few keys are looked at and the least valuable one is forgotten: the one that has used the smallest share of its quota. So
 /// a flood of new keys pushes out its own kind, and the clients that are being limited stay limited.
+///
+/// Locks are kept apart from counts: as many of them can be held as keys are kept, and a held one is never forgotten. One more is an
+/// error that is [out of memory](crate::StoreError::is_out_of_memory).
 ///
 /// # Time
 ///
@@ -61,6 +66,7 @@ struct Inner {
     capacity: usize,
     // The sum of the weights of all counts. One budget for all shards, since one long log may outweigh a fair share of it.
     weight: AtomicUsize,
+    locks: Arc<LockTable>,
 }
 
 /// More than any machine has cores that would all ask at once.
@@ -94,6 +100,7 @@ impl MemoryBackend {
                 shards: (0..shards).map(|_| Mutex::default()).collect(),
                 capacity: keys.max(1),
                 weight: AtomicUsize::new(0),
+                locks: Arc::new(LockTable::new(keys.max(1))),
             }),
         }
     }

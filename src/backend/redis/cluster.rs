@@ -11,12 +11,14 @@ use std::sync::{Arc, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
 use crc16::{State, XMODEM};
+use redis::aio::PubSub;
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout};
 
-use super::pool::Pool;
+use super::pool::{Connector, Pool};
+use super::servers::Lane;
 
 const SLOTS: usize = 16_384;
 /// How often a command follows a node's word that another one serves its slot. One move gives one MOVED or one ASK.
@@ -31,8 +33,8 @@ const REST: Duration = Duration::from_millis(50);
 /// Host and port of a node.
 pub(super) type Address = (String, u16);
 
-/// Opens pools to nodes.
-pub(super) type Opener = Box<dyn Fn(&Address) -> Result<Pool, RedisError> + Send + Sync>;
+/// Where the connections to a node come from.
+pub(super) type Connectors = Box<dyn Fn(&Address) -> Result<Connector, RedisError> + Send + Sync>;
 
 /// All nodes of one cluster.
 pub(super) struct Cluster {
@@ -42,7 +44,10 @@ pub(super) struct Cluster {
 }
 
 struct Shared {
-    open: Opener,
+    connectors: Connectors,
+    // How many connections to each node, and how long opening one may take.
+    connections: u32,
+    connect_timeout: Duration,
     seeds: Vec<Address>,
     map: RwLock<Arc<Map>>,
     stale: Arc<Notify>,
@@ -60,15 +65,32 @@ struct Map {
 #[derive(Clone)]
 struct Node {
     address: Address,
-    pool: Pool,
+    connector: Connector,
+    requests: Pool,
+    apart: Pool,
+}
+
+impl Node {
+    const fn pool(&self, lane: Lane) -> &Pool {
+        match lane {
+            Lane::Requests => &self.requests,
+            Lane::Apart => &self.apart,
+        }
+    }
 }
 
 impl Cluster {
     /// Reads the map from the first of the seeds that has it.
-    pub(super) async fn open(seeds: Vec<Address>, open: Opener) -> Result<Self, RedisError> {
+    pub(super) async fn open(
+        seeds: Vec<Address>,
+        connectors: Connectors,
+        connections: u32,
+        connect_timeout: Duration,
+    ) -> Result<Self, RedisError> {
         let nothing = Map { owners: vec![u16::MAX; SLOTS].into(), nodes: Vec::new(), replicas: Vec::new() };
         let stale = Arc::new(Notify::new());
-        let shared = Shared { open, seeds, map: RwLock::new(Arc::new(nothing)), stale: Arc::clone(&stale) };
+        let map = RwLock::new(Arc::new(nothing));
+        let shared = Shared { connectors, connections, connect_timeout, seeds, map, stale: Arc::clone(&stale) };
         shared.read_map(0).await?;
         let shared = Arc::new(shared);
         let reader = tokio::spawn(read_when_stale(Arc::downgrade(&shared), stale)).abort_handle();
@@ -78,7 +100,7 @@ impl Cluster {
     /// Sends a command to the node that serves the slot of a key, and waits for its answer.
     ///
     /// It is sent again only when a node says that it has not run it.
-    pub(super) async fn send(&self, key: &str, command: &Cmd) -> Result<Value, RedisError> {
+    pub(super) async fn send(&self, lane: Lane, key: &str, command: &Cmd) -> Result<Value, RedisError> {
         let shared = &*self.shared;
         let mut node = shared.owner(slot(key)).ok_or_else(|| {
             shared.stale.notify_one();
@@ -89,7 +111,8 @@ impl Cluster {
         let mut pause = FIRST_PAUSE;
         loop {
             let doubt = Doubt { stale: &shared.stale, settled: false };
-            let answer = if asking { node.pool.send_asking(command).await } else { node.pool.send(command).await };
+            let pool = node.pool(lane);
+            let answer = if asking { pool.send_asking(command).await } else { pool.send(command).await };
             let error = match answer {
                 Err(error) if concerns_the_map(&error) => error,
                 answer => {
@@ -123,6 +146,21 @@ impl Cluster {
     }
 }
 
+impl Cluster {
+    /// A connection for subscriptions, to the first node that opens one.
+    pub(super) async fn subscriber(&self) -> Result<PubSub, RedisError> {
+        let mut failure = None;
+        for node in &self.shared.map().nodes {
+            match timeout(PATIENCE, node.connector.subscriber()).await {
+                Ok(Ok(subscriber)) => return Ok(subscriber),
+                Ok(Err(error)) => failure = Some(error),
+                Err(_) => {}
+            }
+        }
+        Err(failure.unwrap_or_else(super::pool::no_connection))
+    }
+}
+
 impl Drop for Cluster {
     fn drop(&mut self) {
         self.reader.abort();
@@ -132,7 +170,7 @@ impl Drop for Cluster {
 impl fmt::Debug for Cluster {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let map = self.shared.map();
-        f.debug_map().entries(map.nodes.iter().map(|node| (&node.address, &node.pool))).finish()
+        f.debug_map().entries(map.nodes.iter().map(|node| (&node.address, &node.requests))).finish()
     }
 }
 
@@ -160,17 +198,24 @@ impl Shared {
         if let Some(node) = known(&map) {
             return Ok(node);
         }
-        let node = Node { address: address.clone(), pool: (self.open)(address)? };
+        let node = self.open(address)?;
         let nodes = map.nodes.iter().chain([&node]).cloned().collect();
         *map = Arc::new(Map { owners: Arc::clone(&map.owners), nodes, replicas: map.replicas.clone() });
         Ok(node)
+    }
+
+    fn open(&self, address: &Address) -> Result<Node, RedisError> {
+        let connector = (self.connectors)(address)?;
+        let pool = |connections| Pool::lazy(connector.clone(), connections, self.connect_timeout);
+        let (requests, apart) = (pool(self.connections), pool(1));
+        Ok(Node { address: address.clone(), connector, requests, apart })
     }
 
     /// Asks one node after the other for the map until one has it, and takes it over. A different one is first at each turn:
     /// a node that is cut off from the others does not know that it is wrong.
     async fn read_map(&self, turn: usize) -> Result<(), RedisError> {
         let map = self.map();
-        let mut known: Vec<_> = map.nodes.iter().map(|node| (&node.address, Some(&node.pool))).collect();
+        let mut known: Vec<_> = map.nodes.iter().map(|node| (&node.address, Some(&node.requests))).collect();
         if !known.is_empty() {
             let first = turn % known.len();
             known.rotate_left(first);
@@ -181,7 +226,7 @@ impl Shared {
             let answer = async {
                 match pool {
                     Some(pool) => pool.send(&slots_command()).await,
-                    None => (self.open)(address)?.send(&slots_command()).await,
+                    None => self.open(address)?.apart.send(&slots_command()).await,
                 }
             };
             let patience = if pool.is_some() { PATIENCE } else { PATIENCE * 5 };
@@ -223,9 +268,8 @@ impl Shared {
                 Some(&place) => place,
                 None => {
                     let known = old.nodes.iter().find(|node| node.address == address);
-                    let pool = known.map_or_else(|| (self.open)(&address), |node| Ok(node.pool.clone()))?;
                     let place = nodes.len() as u16;
-                    nodes.push(Node { address: address.clone(), pool });
+                    nodes.push(known.map_or_else(|| self.open(&address), |node| Ok(node.clone()))?);
                     places.insert(address, place);
                     place
                 }

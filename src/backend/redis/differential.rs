@@ -17,6 +17,8 @@ use crate::key::Key;
 use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request};
 use crate::{MemoryBackend, StoreError};
 
+#[path = "lock_differential.rs"]
+mod lock;
 #[path = "../../../tests/support/server.rs"]
 #[allow(dead_code, unreachable_pub)]
 mod server;
@@ -305,13 +307,16 @@ impl RedisBackend {
     /// The same connections and keys, with scripts that read the clock of the test.
     fn on_virtual_clock(&self) -> Self {
         let prelude = include_str!("virtual_clock.lua");
-        let Scripts { check, check_plain, check_many, block, probe } = Scripts::new();
-        let [check, check_plain, check_many, block] = [check, check_plain, check_many, block]
-            .map(|script| LuaScript::new(&format!("{prelude}\n{}", script.code())));
-        let scripts = Scripts { check, check_plain, check_many, block, probe };
-        let super::Inner { servers, keys, .. } = &*self.inner;
-        Self::with_scripts(servers.clone(), keys.clone(), scripts)
+        let mut scripts = Scripts::new();
+        let Scripts { check, check_plain, check_many, block, lock_acquire, lock_renew, lock_release, probe: _ } =
+            &mut scripts;
+        for script in [check, check_plain, check_many, block, lock_acquire, lock_renew, lock_release] {
+            *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
+        }
+        let super::Inner { servers, keys, locks, .. } = &*self.inner;
+        Self::with_scripts(servers.clone(), keys.clone(), locks.again(), scripts)
     }
+
     /// As if all of this had been asked for while other calls were away.
     async fn check_together(&self, policy: &Policy, asked: &[(Key, u32)]) -> Result<Vec<Decision>, StoreError> {
         let super::Inner { servers, keys, scripts, .. } = &*self.inner;

@@ -3,6 +3,7 @@
 use smallvec::{SmallVec, smallvec};
 
 use crate::key::Key;
+use crate::lock::LockKey;
 use crate::rate_limit::{Algorithm, Policy};
 
 /// The version of the layout of keys. Goes up when two releases must not read each other's keys.
@@ -47,6 +48,21 @@ impl Keys {
         }
         keys
     }
+
+    /// `<prefix>:2:{lock:<namespace>:<subject>}:lease`, and the channel `...:free`.
+    pub(super) fn lock(&self, lock: &LockKey) -> LockKeys {
+        let part = |part: &str| {
+            let (namespace, subject) = (lock.namespace().as_str(), lock.subject().as_str());
+            [&self.root, "{lock:", namespace, ":", subject, "}:", part].concat()
+        };
+        LockKeys { lease: part("lease"), channel: part("free") }
+    }
+}
+
+/// What one lock is called in Redis.
+pub(super) struct LockKeys {
+    pub(super) lease: String,
+    pub(super) channel: String,
 }
 
 #[cfg(test)]
@@ -92,6 +108,18 @@ mod tests {
     #[test]
     fn a_name_cannot_run_into_the_subject() {
         assert_ne!(key("t", "a:b", "c"), key("t", "a", "b:c"));
+    }
+
+    #[test]
+    fn a_lock_is_one_slot_whatever_it_is_called() {
+        let keys = |namespace: &str, subject: &str| Keys::new("t").lock(&LockKey::new(namespace, subject));
+        assert_eq!(keys("orders", "order:42").lease, "t:2:{lock:orders:order:42}:lease");
+        assert_eq!(keys("orders", "order:42").channel, "t:2:{lock:orders:order:42}:free");
+        let long = "}{".repeat(10_000);
+        for key in [keys("{a}", "b").lease, keys("a", "}{b}").channel, keys(&long, &long).lease, keys("", "").lease] {
+            assert_eq!((key.matches('{').count(), key.matches('}').count()), (1, 1), "{key}");
+            assert!(key.len() < 256);
+        }
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! Counts in Redis, shared by every process that uses it.
+//! Counts and leases in Redis, shared by every process that uses it.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -45,9 +45,14 @@
 //! come meanwhile wait until one of a few calls is back, and then go together in one script, each charged or denied by
 //! itself: exact, and about twice as many a second. Not on a cluster, where hardly two subjects share a slot.
 //!
+//! Once there are locks, two more connections are opened: one for renewing and giving back, which do not queue behind requests, and
+//! one that listens for locks becoming free, if somebody waits for one. A backend that was opened [from a
+//! pool](RedisBackend::from_pool) has no means to listen: who waits there looks once a second.
+//!
 //! # Keys
 //!
-//! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`. The braces make a subject one slot of a cluster. Each key has a
+//! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>` and `<prefix>:2:{lock:<namespace>:<subject>}:lease`, with the
+//! channel `...:free` beside it. The braces make a subject one slot of a cluster. Each key has a
 //! time to live. Two releases of Tollgate may share one Redis as long as the number after the prefix is the same.
 //!
 //! # Servers
@@ -59,7 +64,9 @@
 //! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +set +pttl +pexpire +time +getrange +strlen +append
 //! ```
 //!
-//! and with Sentinels `+role` as well, with a cluster `+cluster|slots +asking`. A user who may run `INFO` too is told at the
+//! For locks also `&tollgate:2:* +publish +subscribe +unsubscribe`. Without these who waits for a lock looks once a second.
+//!
+//! With Sentinels `+role` is needed as well, with a cluster `+cluster|slots +asking`. A user who may run `INFO` too is told at the
 //! start of a `maxmemory-policy` that can evict our keys: a key that is evicted is a count that starts again, and since all keys
 //! have a time to live, only `noeviction` leaves them alone.
 //!
@@ -74,6 +81,7 @@ mod counts;
 mod error;
 mod gather;
 mod keys;
+mod lock;
 mod options;
 mod pool;
 mod probe;
@@ -81,6 +89,7 @@ mod rate_limit;
 mod scripts;
 mod sentinel;
 mod servers;
+mod subscriber;
 mod url;
 
 #[cfg(test)]
@@ -93,8 +102,9 @@ use bb8_redis::RedisConnectionManager;
 
 use self::gather::Gather;
 use self::keys::Keys;
+use self::lock::LockLinks;
 use self::scripts::Scripts;
-use self::servers::Servers;
+use self::servers::{Links, Servers};
 use crate::error::ConnectError;
 
 pub use self::options::RedisOptions;
@@ -116,6 +126,7 @@ struct Inner {
     scripts: Arc<Scripts>,
     // Not on a cluster, where hardly two subjects share a slot.
     gather: Option<Gather>,
+    locks: LockLinks,
 }
 
 impl RedisBackend {
@@ -142,17 +153,17 @@ impl RedisBackend {
     }
 
     /// Takes over connections, after a look at the servers behind them.
-    async fn new(servers: Servers, keys: Keys) -> Result<Self, ConnectError> {
+    async fn new(links: Links, keys: Keys) -> Result<Self, ConnectError> {
+        let Links { requests, apart, source } = links;
         let scripts = Scripts::new();
-        probe::probe(&servers, &keys, &scripts.probe).await?;
-        Ok(Self::with_scripts(Arc::new(servers), keys, scripts))
+        probe::probe(&requests, &keys, &scripts.probe).await?;
+        Ok(Self::with_scripts(Arc::new(requests), keys, LockLinks::new(apart, source), scripts))
     }
 
-    fn with_scripts(servers: Arc<Servers>, keys: Keys, scripts: Scripts) -> Self {
+    fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockLinks, scripts: Scripts) -> Self {
         let scripts = Arc::new(scripts);
-        let gather =
-            matches!(*servers, Servers::One(_)).then(|| Gather::new(Arc::clone(&servers), Arc::clone(&scripts)));
-        Self { inner: Arc::new(Inner { servers, keys, scripts, gather }) }
+        let gather = (!servers.is_cluster()).then(|| Gather::new(Arc::clone(&servers), Arc::clone(&scripts)));
+        Self { inner: Arc::new(Inner { servers, keys, scripts, gather, locks }) }
     }
 }
 

@@ -1,4 +1,5 @@
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bb8_redis::RedisConnectionManager;
@@ -6,12 +7,12 @@ use redis::sentinel::{SentinelClient, SentinelClientBuilder, SentinelServerType}
 use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisConnectionInfo, RedisError};
 
 use super::RedisBackend;
-use super::cluster::{Address, Cluster, Opener};
+use super::cluster::{Address, Cluster, Connectors};
 use super::error::connect_error;
 use super::keys::Keys;
 use super::pool::{Connector, Pool};
 use super::sentinel::Sentinels;
-use super::servers::Servers;
+use super::servers::{Lane, Links, Servers, Source};
 use super::url::Target;
 use crate::error::{ConfigError, ConnectError};
 
@@ -47,7 +48,7 @@ use crate::error::{ConfigError, ConnectError};
 #[derive(Clone)]
 #[must_use]
 pub struct RedisOptions {
-    source: Source,
+    origin: Origin,
     prefix: String,
     connections: u32,
     connect_timeout: Duration,
@@ -57,7 +58,7 @@ pub struct RedisOptions {
 }
 
 #[derive(Clone)]
-enum Source {
+enum Origin {
     Target(Box<Target>),
     Pool(bb8::Pool<RedisConnectionManager>),
 }
@@ -85,17 +86,17 @@ impl RedisOptions {
     /// [`ConfigError::InvalidUrl`], [`ConfigError::UnknownScheme`] or [`ConfigError::FeatureMissing`], none of which
     /// repeats a password. Nothing is contacted yet.
     pub fn from_url(url: impl AsRef<str>) -> Result<Self, ConfigError> {
-        Target::parse(url.as_ref()).map(|target| Self::new(Source::Target(Box::new(target))))
+        Target::parse(url.as_ref()).map(|target| Self::new(Origin::Target(Box::new(target))))
     }
 
     /// Connects as a pool does that the program has already: see [`RedisBackend::from_pool`].
     pub fn from_pool(pool: bb8::Pool<RedisConnectionManager>) -> Self {
-        Self::new(Source::Pool(pool))
+        Self::new(Origin::Pool(pool))
     }
 
-    fn new(source: Source) -> Self {
+    fn new(origin: Origin) -> Self {
         Self {
-            source,
+            origin,
             prefix: "tollgate".to_owned(),
             connections: DEFAULT_CONNECTIONS,
             connect_timeout: Duration::from_secs(1),
@@ -108,7 +109,7 @@ impl RedisOptions {
     /// The user of the server's access control list, and the password. Replaces what the URL says; an empty name is the default
     /// user. Not for options [from a pool](Self::from_pool), which has its own.
     pub fn user(mut self, name: impl AsRef<str>, password: impl AsRef<str>) -> Self {
-        if let Source::Target(target) = &mut self.source {
+        if let Origin::Target(target) = &mut self.origin {
             target.log_in(|redis| with_user(redis, name.as_ref(), password.as_ref()));
         }
         self
@@ -117,7 +118,7 @@ impl RedisOptions {
     /// The user of the Sentinels, and the password, where they want one. An empty name is the default user. Without effect where
     /// there are no Sentinels.
     pub fn sentinel_user(mut self, name: impl AsRef<str>, password: impl AsRef<str>) -> Self {
-        if let Source::Target(target) = &mut self.source
+        if let Origin::Target(target) = &mut self.origin
             && let Target::Sentinel { sentinel, .. } = &mut **target
         {
             *sentinel = with_user(sentinel.clone(), name.as_ref(), password.as_ref());
@@ -191,22 +192,21 @@ impl RedisOptions {
         #[cfg(feature = "tls")]
         self.check_certificates()?;
         let keys = Keys::new(&self.prefix);
-        RedisBackend::new(self.servers().await?, keys).await
+        RedisBackend::new(self.links().await?, keys).await
     }
 
-    async fn servers(self) -> Result<Servers, ConnectError> {
-        let Self { source, connections, connect_timeout, response_timeout, .. } = &self;
+    async fn links(self) -> Result<Links, ConnectError> {
+        let Self { origin, connections, connect_timeout, response_timeout, .. } = &self;
         let (connections, connect_timeout) = (*connections, *connect_timeout);
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(None)
             .set_response_timeout(Some(*response_timeout))
             .set_pipeline_buffer_size(PIPELINE_BUFFER);
-        let target = match source {
-            Source::Target(target) => &**target,
-            Source::Pool(pool) => {
+        let target = match origin {
+            Origin::Target(target) => &**target,
+            Origin::Pool(pool) => {
                 let connector = Connector::Pool { pool: pool.clone(), response_timeout: *response_timeout };
-                let pool = Pool::open(connector, connections, connect_timeout).await.map_err(connect_error)?;
-                return Ok(Servers::One(pool));
+                return to_one(connector, connections, connect_timeout).await;
             }
         };
         let connector = match target {
@@ -226,17 +226,21 @@ impl RedisOptions {
                 }
                 let seeds: Vec<_> = seeds.iter().filter_map(address).collect();
                 let redis = redis.clone();
-                let open: Opener = Box::new(move |(host, port)| {
+                let connectors: Connectors = Box::new(move |(host, port)| {
                     let address = self.address(host.clone(), *port);
                     let client = self.client(info(address, &redis)?)?;
-                    let connector = Connector::Client(Box::new((client, config.clone())));
-                    Ok(Pool::lazy(connector, connections, connect_timeout))
+                    Ok(Connector::Client(Box::new((client, config.clone()))))
                 });
-                let cluster = Cluster::open(seeds, open).await.map_err(connect_error)?;
-                return Ok(Servers::Cluster(cluster));
+                let cluster = Cluster::open(seeds, connectors, connections, connect_timeout).await;
+                let cluster = Arc::new(cluster.map_err(connect_error)?);
+                return Ok(Links {
+                    requests: Servers::Cluster(Arc::clone(&cluster), Lane::Requests),
+                    apart: Servers::Cluster(Arc::clone(&cluster), Lane::Apart),
+                    source: Source::Cluster(cluster),
+                });
             }
         };
-        Pool::open(connector, connections, connect_timeout).await.map(Servers::One).map_err(connect_error)
+        to_one(connector, connections, connect_timeout).await
     }
 
     /// A client for one server, which has not contacted it yet.
@@ -290,7 +294,7 @@ impl RedisOptions {
 
     fn address(&self, host: String, port: u16) -> ConnectionAddr {
         #[cfg(feature = "tls")]
-        if matches!(&self.source, Source::Target(target) if target.is_tls()) {
+        if matches!(&self.origin, Origin::Target(target) if target.is_tls()) {
             return ConnectionAddr::TcpTls { host, port, insecure: false, tls_params: None };
         }
         ConnectionAddr::Tcp(host, port)
@@ -315,8 +319,8 @@ impl RedisOptions {
             PrivateKeyDer::from_pem_slice(&client.client_key)
                 .map_err(|_| invalid("the client's key: there is none in the PEM text".to_owned()))?;
         }
-        match &self.source {
-            Source::Target(target) if target.is_tls() => Ok(()),
+        match &self.origin {
+            Origin::Target(target) if target.is_tls() => Ok(()),
             _ if self.has_certificates() => Err(invalid("only `rediss:` URLs encrypt".to_owned())),
             _ => Ok(()),
         }
@@ -326,6 +330,12 @@ impl RedisOptions {
     fn has_certificates(&self) -> bool {
         self.certificates.root_cert.is_some() || self.certificates.client_tls.is_some()
     }
+}
+
+async fn to_one(connector: Connector, connections: u32, connect_timeout: Duration) -> Result<Links, ConnectError> {
+    let requests = Pool::open(connector.clone(), connections, connect_timeout).await.map_err(connect_error)?;
+    let apart = Pool::lazy(connector.clone(), 1, connect_timeout);
+    Ok(Links { requests: Servers::One(requests), apart: Servers::One(apart), source: Source::One(connector) })
 }
 
 fn with_user(redis: RedisConnectionInfo, name: &str, password: &str) -> RedisConnectionInfo {
@@ -365,7 +375,7 @@ fn provide_cryptography() {
 const PIPELINE_BUFFER: usize = 1_024;
 
 impl fmt::Debug for RedisOptions {
-    // The source is left out, and so are the certificates: they hold the password and the private key.
+    // What it is made from is left out, and so are the certificates: they hold the password and the private key.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RedisOptions")
             .field("prefix", &self.prefix)

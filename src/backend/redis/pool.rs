@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use bb8::{ManageConnection, RunError};
 use bb8_redis::RedisConnectionManager;
-use redis::aio::MultiplexedConnection;
-use redis::{AsyncConnectionConfig, Client, Cmd, Pipeline, RedisError, Value};
+use redis::aio::{MultiplexedConnection, PubSub};
+use redis::{AsyncConnectionConfig, Client, Cmd, ErrorKind, Pipeline, RedisError, Value};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
@@ -49,6 +49,7 @@ struct Trouble {
 }
 
 /// Where new connections come from.
+#[derive(Clone)]
 pub(super) enum Connector {
     Client(Box<(Client, AsyncConnectionConfig)>),
     Sentinels(Sentinels),
@@ -78,32 +79,17 @@ impl Pool {
         connections: u32,
         connect_timeout: Duration,
     ) -> Result<Self, RedisError> {
-        let (builder, manager, trouble) = Self::builder(connector, connections, connect_timeout);
-        let pool = builder.min_idle(connections).build(manager).await?;
+        let (manager, trouble) = Manager::new(connector, connect_timeout);
+        let builder = builder(connections, connect_timeout).min_idle(connections);
+        let pool = builder.build(manager).await?;
         Ok(Self { pool, connections, trouble })
     }
 
-    /// Opens connections when they are first asked for.
+    /// The same without a connection until one is needed.
     pub(super) fn lazy(connector: Connector, connections: u32, connect_timeout: Duration) -> Self {
-        let (builder, manager, trouble) = Self::builder(connector, connections, connect_timeout);
-        Self { pool: builder.build_unchecked(manager), connections, trouble }
-    }
-
-    fn builder(
-        connector: Connector,
-        connections: u32,
-        connect_timeout: Duration,
-    ) -> (bb8::Builder<Manager>, Manager, watch::Receiver<Option<Trouble>>) {
-        let (report, trouble) = watch::channel(None);
-        let manager = Manager { connector, connect_timeout, report, pause: Mutex::default() };
-        let builder = bb8::Pool::builder()
-            .max_size(connections)
-            .test_on_check_out(false)
-            .retry_connection(false)
-            .connection_timeout(connect_timeout)
-            .idle_timeout(None)
-            .max_lifetime(None);
-        (builder, manager, trouble)
+        let (manager, trouble) = Manager::new(connector, connect_timeout);
+        let pool = builder(connections, connect_timeout).build_unchecked(manager);
+        Self { pool, connections, trouble }
     }
 
     /// Sends one command and waits for its answer.
@@ -183,6 +169,16 @@ impl Pool {
             Err(_) => no_connection(),
         }
     }
+}
+
+fn builder(connections: u32, connect_timeout: Duration) -> bb8::Builder<Manager> {
+    bb8::Pool::builder()
+        .max_size(connections)
+        .test_on_check_out(false)
+        .retry_connection(false)
+        .connection_timeout(connect_timeout)
+        .idle_timeout(None)
+        .max_lifetime(None)
 }
 
 /// What there is to say when no connection was to be had in time.
@@ -296,6 +292,11 @@ impl ManageConnection for Manager {
 }
 
 impl Manager {
+    fn new(connector: Connector, connect_timeout: Duration) -> (Self, watch::Receiver<Option<Trouble>>) {
+        let (report, trouble) = watch::channel(None);
+        (Self { connector, connect_timeout, report, pause: Mutex::default() }, trouble)
+    }
+
     fn pause(&self) -> std::sync::MutexGuard<'_, Pause> {
         self.pause.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -326,6 +327,17 @@ impl Connector {
         // A client without a password is let in and then refused every command.
         ping(&mut connection).await?;
         Ok(connection)
+    }
+
+    /// A connection for subscriptions.
+    pub(super) async fn subscriber(&self) -> Result<PubSub, RedisError> {
+        match self {
+            Self::Client(client) => client.0.get_async_pubsub().await,
+            Self::Sentinels(sentinels) => sentinels.subscriber().await,
+            Self::Pool { .. } => {
+                Err((ErrorKind::InvalidClientConfig, "a pool has no connections for subscriptions").into())
+            }
+        }
     }
 }
 

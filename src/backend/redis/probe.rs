@@ -48,7 +48,7 @@ fn look_at(info: &InfoDict, servers: &Servers) -> Result<(), ConnectError> {
         let reason = format!("the server is Redis {version}, and {}.{} is the oldest that will do", OLDEST.0, OLDEST.1);
         return Err(ConnectError::Unsupported { reason });
     }
-    if matches!(servers, Servers::One(_)) && text("cluster_enabled").as_deref() == Some("1") {
+    if !servers.is_cluster() && text("cluster_enabled").as_deref() == Some("1") {
         return Err(node_of_a_cluster());
     }
     let policy = text("maxmemory_policy").unwrap_or_default();

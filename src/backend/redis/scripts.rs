@@ -1,12 +1,16 @@
 //! The scripts, and one typed call for each.
 
+use std::time::Duration;
+
 use redis::{Cmd, RedisError, RedisWrite, Script, ToRedisArgs, Value};
 use smallvec::SmallVec;
 
 use super::counts::Packed;
 use super::error;
+use super::keys::LockKeys;
 use super::servers::Servers;
 use crate::error::StoreError;
+use crate::lock::{Claim, Token};
 use crate::rate_limit::Receipt;
 
 /// A Lua script and its hash, which is what Redis knows it by.
@@ -29,6 +33,9 @@ pub(super) struct Scripts {
     pub(super) check_plain: LuaScript,
     pub(super) check_many: LuaScript,
     pub(super) block: LuaScript,
+    pub(super) lock_acquire: LuaScript,
+    pub(super) lock_renew: LuaScript,
+    pub(super) lock_release: LuaScript,
     pub(super) probe: LuaScript,
 }
 
@@ -97,6 +104,9 @@ impl Scripts {
             check_plain: lua!("rate_limit_check_plain.lua"),
             check_many: lua!("rate_limit_check_many.lua"),
             block: lua!("rate_limit_block.lua"),
+            lock_acquire: lua!("lock_acquire.lua"),
+            lock_renew: lua!("lock_renew.lua"),
+            lock_release: lua!("lock_release.lua"),
             probe: lua!("server_probe.lua"),
         }
     }
@@ -139,6 +149,50 @@ impl Scripts {
     ) -> Result<(), StoreError> {
         self.block.call(servers, &[counts], (block_us, ttl_ms)).await.map(drop)
     }
+
+    pub(super) async fn lock_acquire(
+        &self,
+        servers: &Servers,
+        lease: &str,
+        claim: &Claim,
+    ) -> Result<Value, StoreError> {
+        let args = (claim.token.as_bytes().as_slice(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS);
+        self.lock_acquire.call(servers, &[lease], args).await
+    }
+
+    /// At most [`MAX_RENEWALS`] at once.
+    pub(super) async fn lock_renew(
+        &self,
+        servers: &Servers,
+        leases: &[&str],
+        terms: &[(&Token, Duration)],
+    ) -> Result<Value, StoreError> {
+        let terms: Vec<_> = terms.iter().map(|(token, ttl)| (token.as_bytes().as_slice(), millis(*ttl))).collect();
+        self.lock_renew.call(servers, leases, (KEEP_FENCE_MS, terms)).await
+    }
+
+    pub(super) async fn lock_release(
+        &self,
+        servers: &Servers,
+        keys: &LockKeys,
+        token: &Token,
+        publish: &str,
+    ) -> Result<Value, StoreError> {
+        let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, publish);
+        self.lock_release.call(servers, &[&keys.lease, &keys.channel], args).await
+    }
+}
+
+/// How many leases one call of `lock_renew` takes, as the script has it.
+pub(super) const MAX_RENEWALS: usize = 128;
+
+/// How long the last fence of a lock is remembered after its lease. Fences go on to rise without that, by the server's clock;
+/// this is by how much the clock may be set back, or that of a replica be behind that takes over, for them to rise all the same.
+const KEEP_FENCE_MS: u64 = 10 * 60 * 1_000;
+
+/// Rounded up: a lease is never shorter than was asked for.
+fn millis(ttl: Duration) -> u64 {
+    ttl.as_micros().div_ceil(1_000) as u64
 }
 
 impl LuaScript {
@@ -202,14 +256,18 @@ mod tests {
     #[test]
     fn headers_agree_with_bodies_and_calls() {
         let scripts = Scripts::new();
-        // How many keys and arguments the typed calls above give for one subject.
-        for (script, keys, args) in [
+        // How many keys and arguments the typed calls above give for one subject or lease.
+        let calls = [
             (&scripts.check, 1, 10),
             (&scripts.check_plain, 1, 6),
             (&scripts.check_many, 1, 1),
             (&scripts.block, 1, 2),
             (&scripts.probe, 1, 1),
-        ] {
+            (&scripts.lock_acquire, 1, 4),
+            (&scripts.lock_renew, 1, 2),
+            (&scripts.lock_release, 2, 3),
+        ];
+        for (script, keys, args) in calls {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
             for (what, count) in [("KEYS", keys), ("ARGV", args)] {
                 let names = declared(header, what);

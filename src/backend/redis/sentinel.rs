@@ -4,9 +4,9 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use redis::aio::MultiplexedConnection;
+use redis::aio::{MultiplexedConnection, PubSub};
 use redis::sentinel::SentinelClient;
-use redis::{AsyncConnectionConfig, ErrorKind, RedisError};
+use redis::{AsyncConnectionConfig, Client, ErrorKind, RedisError};
 use tokio::sync::Mutex;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
@@ -17,8 +17,9 @@ const HEAD_START: Duration = Duration::from_millis(100);
 
 /// The Sentinels of a service, each with a client of its own: the client library asks one after the other, and would wait
 /// for the first that hangs.
+#[derive(Clone)]
 pub(super) struct Sentinels {
-    service: String,
+    service: Arc<str>,
     clients: Vec<Arc<Mutex<SentinelClient>>>,
     config: AsyncConnectionConfig,
 }
@@ -26,24 +27,32 @@ pub(super) struct Sentinels {
 impl Sentinels {
     pub(super) fn new(service: String, clients: Vec<SentinelClient>, config: AsyncConnectionConfig) -> Self {
         let clients = clients.into_iter().map(|client| Arc::new(Mutex::new(client))).collect();
-        Self { service, clients, config }
+        Self { service: service.into(), clients, config }
     }
 
     /// Connects to the primary that the first Sentinel to answer names, if that server takes itself for a primary, too.
     pub(super) async fn connect(&self) -> Result<MultiplexedConnection, RedisError> {
+        self.primary().await?.get_multiplexed_async_connection_with_config(&self.config).await
+    }
+
+    /// The same, for subscriptions.
+    pub(super) async fn subscriber(&self) -> Result<PubSub, RedisError> {
+        self.primary().await?.get_async_pubsub().await
+    }
+
+    async fn primary(&self) -> Result<Client, RedisError> {
         let mut left = self.clients.iter();
         let mut asked = JoinSet::new();
         let mut worst = None;
         loop {
-            let next = left.next();
-            if let Some(client) = next {
-                let (client, config) = (Arc::clone(client), self.config.clone());
-                asked.spawn(async move { client.lock().await.get_async_connection_with_config(&config).await });
+            if let Some(client) = left.next() {
+                let client = Arc::clone(client);
+                asked.spawn(async move { client.lock().await.async_get_client().await });
             }
             let patience = Instant::now() + HEAD_START;
             tokio::select! {
                 answer = asked.join_next() => match answer {
-                    Some(Ok(Ok(connection))) => return Ok(connection),
+                    Some(Ok(Ok(primary))) => return Ok(primary),
                     Some(Ok(Err(error))) => worst = Some(telling(worst, error)),
                     // The task was dropped with the runtime.
                     Some(Err(_)) => {}

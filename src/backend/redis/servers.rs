@@ -1,15 +1,42 @@
 //! Whoever holds the data: one server, the primary of a service, or the nodes of a cluster.
 
 use std::fmt;
+use std::sync::Arc;
 
+use redis::aio::PubSub;
 use redis::{Cmd, RedisError, Value};
 
 use super::cluster::{Cluster, slot};
-use super::pool::Pool;
+use super::pool::{Connector, Pool};
 
+/// Connections to all servers there are, for one purpose.
+#[derive(Clone)]
 pub(super) enum Servers {
     One(Pool),
-    Cluster(Cluster),
+    Cluster(Arc<Cluster>, Lane),
+}
+
+/// What connections are for.
+#[derive(Clone, Copy)]
+pub(super) enum Lane {
+    /// What requests ask for.
+    Requests,
+    /// What must not queue behind that.
+    Apart,
+}
+
+/// Where to listen.
+#[derive(Clone)]
+pub(super) enum Source {
+    One(Connector),
+    Cluster(Arc<Cluster>),
+}
+
+/// All ways to the servers.
+pub(super) struct Links {
+    pub(super) requests: Servers,
+    pub(super) apart: Servers,
+    pub(super) source: Source,
 }
 
 impl Servers {
@@ -19,7 +46,7 @@ impl Servers {
     pub(super) async fn send(&self, key: &str, command: &Cmd) -> Result<Value, RedisError> {
         match self {
             Self::One(pool) => pool.send(command).await,
-            Self::Cluster(cluster) => cluster.send(key, command).await,
+            Self::Cluster(cluster, lane) => cluster.send(*lane, key, command).await,
         }
     }
 
@@ -27,11 +54,30 @@ impl Servers {
     pub(super) fn are_together<'a>(&self, keys: impl IntoIterator<Item = &'a str>) -> bool {
         match self {
             Self::One(_) => true,
-            Self::Cluster(_) => {
+            Self::Cluster(..) => {
                 let mut slots = keys.into_iter().map(slot);
                 let first = slots.next();
                 slots.all(|slot| Some(slot) == first)
             }
+        }
+    }
+
+    pub(super) const fn is_cluster(&self) -> bool {
+        matches!(self, Self::Cluster(..))
+    }
+}
+
+impl Source {
+    /// Whether there is a way to open a connection for subscriptions. A pool opens what it hands out and nothing else.
+    pub(super) const fn can_subscribe(&self) -> bool {
+        !matches!(self, Self::One(Connector::Pool { .. }))
+    }
+
+    /// A connection for subscriptions. The nodes of a cluster tell each other what is published, so any of them will do.
+    pub(super) async fn subscriber(&self) -> Result<PubSub, RedisError> {
+        match self {
+            Self::One(connector) => connector.subscriber().await,
+            Self::Cluster(cluster) => cluster.subscriber().await,
         }
     }
 }
@@ -40,7 +86,7 @@ impl fmt::Debug for Servers {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::One(pool) => fmt::Debug::fmt(pool, f),
-            Self::Cluster(cluster) => fmt::Debug::fmt(cluster, f),
+            Self::Cluster(cluster, _) => fmt::Debug::fmt(cluster, f),
         }
     }
 }

@@ -1,0 +1,242 @@
+use std::hash::{BuildHasher, RandomState};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use indexmap::IndexMap;
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::MemoryBackend;
+use crate::error::StoreError;
+use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+
+/// More than threads would ask at once.
+const SHARDS: usize = 16;
+
+/// The leases of this process. What nobody holds and nobody waits for is not in here, but for leases that have run out and were not
+/// met yet.
+pub(super) struct LockTable {
+    hasher: RandomState,
+    shards: [Mutex<Shard>; SHARDS],
+    // The fence that was given out last, for whatever lock.
+    fence: AtomicU64,
+    len: AtomicUsize,
+    capacity: usize,
+}
+
+#[derive(Default)]
+struct Shard {
+    locks: IndexMap<LockKey, Record>,
+    // Where to look next for leases that have run out.
+    hand: usize,
+}
+
+#[derive(Default)]
+struct Record {
+    holder: Option<Holder>,
+    // For those who wait, if there are any.
+    freed: Option<watch::Sender<()>>,
+}
+
+struct Holder {
+    token: Token,
+    ends: Instant,
+    fence: u64,
+}
+
+impl LockTable {
+    pub(super) fn new(capacity: usize) -> Self {
+        // A program that was started later gives out larger fences.
+        let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self {
+            hasher: RandomState::new(),
+            shards: Default::default(),
+            fence: AtomicU64::new(started.as_micros() as u64),
+            len: AtomicUsize::new(0),
+            capacity,
+        }
+    }
+
+    /// A shard is changed in steps that do not panic, so what a poisoned lock guards is still whole.
+    fn shard(&self, lock: &LockKey) -> MutexGuard<'_, Shard> {
+        let shard = self.hasher.hash_one(lock) as usize % SHARDS;
+        self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        let mut shard = self.shard(lock);
+        let now = Instant::now();
+        match shard.locks.get_mut(lock).and_then(|record| record.holder_at(now)) {
+            Some(holder) if holder.token == claim.token => {
+                holder.ends = now + claim.ttl;
+                return Ok(Acquired::Granted { fence: holder.fence });
+            }
+            Some(holder) => return Ok(Acquired::Busy { remaining: holder.ends - now }),
+            None => {}
+        }
+        self.sweep(&mut shard, now);
+        if !shard.locks.contains_key(lock) {
+            if self.len.load(Ordering::Relaxed) >= self.capacity {
+                return Err(StoreError::out_of_memory("more locks are held than the memory backend has room for"));
+            }
+            self.len.fetch_add(1, Ordering::Relaxed);
+        }
+        let fences = u64::from(claim.fences);
+        let fence = self.fence.fetch_add(fences, Ordering::Relaxed) + 1;
+        let record = shard.locks.entry(*lock).or_default();
+        record.holder = Some(Holder { token: claim.token, ends: now + claim.ttl, fence });
+        Ok(Acquired::Granted { fence })
+    }
+
+    /// Forgets a couple of leases that have run out.
+    fn sweep(&self, shard: &mut Shard, now: Instant) {
+        for _ in 0..2 {
+            shard.hand = if shard.hand + 1 < shard.locks.len() { shard.hand + 1 } else { 0 };
+            let record = shard.locks.get_index_mut(shard.hand);
+            if record.is_some_and(|(_, record)| record.holder_at(now).is_none() && !record.is_wanted()) {
+                shard.locks.swap_remove_index(shard.hand);
+                self.len.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+    }
+
+    fn renew(&self, renewal: &Renewal) -> bool {
+        let mut shard = self.shard(&renewal.lock);
+        let now = Instant::now();
+        let holder = shard.locks.get_mut(&renewal.lock).and_then(|record| record.holder_at(now));
+        let Some(holder) = holder.filter(|holder| holder.token == renewal.token) else { return false };
+        holder.ends = now + renewal.ttl;
+        true
+    }
+
+    fn release(&self, lock: &LockKey, token: &Token) -> Released {
+        let mut shard = self.shard(lock);
+        let Some(record) = shard.locks.get_mut(lock) else { return Released::default() };
+        let Some(holder) = record.holder.take_if(|holder| holder.token == *token) else { return Released::default() };
+        let is_wanted = record.is_wanted();
+        if is_wanted && let Some(freed) = &record.freed {
+            freed.send_replace(());
+        }
+        if !is_wanted {
+            shard.locks.swap_remove(lock);
+            self.len.fetch_sub(1, Ordering::Relaxed);
+        }
+        Released { was_held: Instant::now() < holder.ends, is_wanted }
+    }
+
+    fn watch(self: &Arc<Self>, lock: &LockKey) -> Wakeups {
+        let mut shard = self.shard(lock);
+        if !shard.locks.contains_key(lock) {
+            self.len.fetch_add(1, Ordering::Relaxed);
+        }
+        let freed = shard.locks.entry(*lock).or_default().freed.get_or_insert_with(|| watch::Sender::new(()));
+        Wakeups::new(freed.subscribe(), Arc::new(Watcher { table: Arc::clone(self), lock: *lock }))
+    }
+}
+
+impl Record {
+    fn holder_at(&mut self, now: Instant) -> Option<&mut Holder> {
+        self.holder.as_mut().filter(|holder| now < holder.ends)
+    }
+
+    fn is_wanted(&self) -> bool {
+        self.freed.as_ref().is_some_and(|freed| freed.receiver_count() > 0)
+    }
+}
+
+/// Cleans up behind somebody who has waited.
+struct Watcher {
+    table: Arc<LockTable>,
+    lock: LockKey,
+}
+
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        let mut shard = self.table.shard(&self.lock);
+        if shard.locks.get(&self.lock).is_some_and(|record| record.holder.is_none() && !record.is_wanted()) {
+            shard.locks.swap_remove(&self.lock);
+            self.table.len.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}
+
+impl LockStore for MemoryBackend {
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        self.inner.locks.acquire(lock, claim)
+    }
+
+    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
+        Ok(renewals.iter().map(|renewal| self.inner.locks.renew(renewal)).collect())
+    }
+
+    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
+        Ok(self.inner.locks.release(lock, token))
+    }
+
+    async fn watch(&self, lock: &LockKey) -> Wakeups {
+        self.inner.locks.watch(lock)
+    }
+
+    fn scope(&self) -> Scope {
+        Scope::Process
+    }
+}
+
+impl MemoryBackend {
+    /// How many locks are held or waited for at the moment, those included whose lease has run out and that were not met yet.
+    #[must_use]
+    pub fn locks(&self) -> usize {
+        self.inner.locks.len.load(Ordering::Relaxed)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use super::*;
+
+    fn claim(ttl_ms: u64) -> Claim {
+        Claim { token: Token::random().unwrap(), ttl: Duration::from_millis(ttl_ms), fences: 1 }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_runs_out_is_forgotten_as_others_come_and_what_is_held_never() {
+        let table = LockTable::new(100);
+        let held = LockKey::new("test", "held");
+        table.acquire(&held, &claim(1_000_000)).unwrap();
+        for i in 0..10_000_u32 {
+            table.acquire(&LockKey::new("test", i), &claim(10)).unwrap();
+            tokio::time::advance(Duration::from_millis(1)).await;
+            assert!(table.len.load(Ordering::Relaxed) <= 100);
+        }
+        let answer = table.acquire(&held, &claim(10)).unwrap();
+        assert!(matches!(answer, Acquired::Busy { .. }), "{answer:?}");
+        let counted: usize = table.shards.iter().map(|shard| shard.lock().unwrap().locks.len()).sum();
+        assert_eq!(table.len.load(Ordering::Relaxed), counted);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn there_is_room_for_so_many_and_no_more() {
+        let table = LockTable::new(3);
+        let claims: Vec<_> = (0..3_u32).map(|i| (LockKey::new("test", i), claim(1_000))).collect();
+        for (lock, claim) in &claims {
+            table.acquire(lock, claim).unwrap();
+        }
+        assert!(table.acquire(&LockKey::new("test", "x"), &claim(10)).unwrap_err().is_out_of_memory());
+        table.release(&claims[0].0, &claims[0].1.token);
+        table.acquire(&LockKey::new("test", "x"), &claim(10)).unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn nothing_is_left_of_those_who_have_waited() {
+        let table = Arc::new(LockTable::new(3));
+        let lock = LockKey::new("test", "a");
+        let (one, other) = (table.watch(&lock), table.watch(&lock));
+        drop(one);
+        assert_eq!(table.len.load(Ordering::Relaxed), 1);
+        drop(other);
+        assert_eq!(table.len.load(Ordering::Relaxed), 0);
+    }
+}

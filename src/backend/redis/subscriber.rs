@@ -1,0 +1,286 @@
+//! One connection that listens for all who wait in this process.
+
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use redis::aio::{PubSub, PubSubSink, PubSubStream};
+use redis::{RedisError, Value};
+use tokio::sync::{Notify, watch};
+use tokio::task::AbortHandle;
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+
+use super::servers::Source;
+use crate::lock::Wakeups;
+
+/// How long whoever subscribes waits for that to be confirmed, before going on to look now and then.
+const CONFIRMATION: Duration = Duration::from_millis(200);
+/// How long a channel is listened to when nobody waits there any more: a lock that was wanted is wanted again soon.
+const LINGER: Duration = Duration::from_secs(2);
+/// How often a connection on which nothing comes is asked whether it is alive, and how long it may take to say so.
+const PING: Duration = Duration::from_secs(5);
+const PONG: Duration = Duration::from_secs(1);
+/// How long it may take to connect.
+const CONNECT: Duration = Duration::from_secs(1);
+/// The pause after an attempt to connect that failed, doubled with each further one.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+/// How many channels one command subscribes to.
+const CHUNK: usize = 256;
+
+/// Subscriptions of this process to one server, on a connection that is there while somebody listens.
+pub(super) struct Subscriber {
+    shared: Arc<Shared>,
+}
+
+struct Shared {
+    source: Source,
+    state: Mutex<State>,
+    work: Notify,
+}
+
+#[derive(Default)]
+struct State {
+    channels: HashMap<Arc<str>, Channel>,
+    // Channels that are not subscribed to yet.
+    added: Vec<Arc<str>>,
+    // Channels that nobody listened to any more at that time, oldest first.
+    unused: VecDeque<(Instant, Arc<str>)>,
+    task: Option<AbortHandle>,
+}
+
+struct Channel {
+    listeners: usize,
+    is_confirmed: watch::Sender<bool>,
+    messages: watch::Sender<()>,
+}
+
+/// Somebody who listens. The channel is given up some time after the last one is dropped.
+struct Listener {
+    shared: Arc<Shared>,
+    channel: Arc<str>,
+}
+
+impl Subscriber {
+    pub(super) fn new(source: Source) -> Self {
+        let (state, work) = (Mutex::default(), Notify::new());
+        Self { shared: Arc::new(Shared { source, state, work }) }
+    }
+
+    /// Wake-ups for each message on a channel, and whenever messages may have been missed: after each reconnection. Ready when the
+    /// server has confirmed that it sends them, or when that takes too long; then there is a wake-up once it has.
+    pub(super) async fn subscribe(&self, channel: String) -> Wakeups {
+        if !self.shared.source.can_subscribe() {
+            return Wakeups::none();
+        }
+        let (listener, mut is_confirmed, mut messages) = self.listen(channel.into());
+        if timeout(CONFIRMATION, is_confirmed.wait_for(|is_confirmed| *is_confirmed)).await.is_ok() {
+            messages.mark_unchanged();
+        }
+        Wakeups::new(messages, Arc::new(listener))
+    }
+
+    /// Whether the server counts this process among those who listen.
+    pub(super) fn listens_to(&self, channel: &str) -> bool {
+        self.shared.state().channels.get(channel).is_some_and(|channel| *channel.is_confirmed.borrow())
+    }
+
+    fn listen(&self, name: Arc<str>) -> (Listener, watch::Receiver<bool>, watch::Receiver<()>) {
+        let mut state = self.shared.state();
+        if !state.channels.contains_key(&name) {
+            let channel =
+                Channel { listeners: 0, is_confirmed: watch::Sender::new(false), messages: watch::Sender::new(()) };
+            state.channels.insert(Arc::clone(&name), channel);
+            state.added.push(Arc::clone(&name));
+            self.shared.work.notify_one();
+        }
+        let channel = state.channels.get_mut(&name).expect("it was put there if it was not");
+        channel.listeners += 1;
+        let receivers = (channel.is_confirmed.subscribe(), channel.messages.subscribe());
+        // The task ends when nobody listens, and with the runtime that it was started in.
+        if state.task.as_ref().is_none_or(AbortHandle::is_finished) {
+            state.task = Some(tokio::spawn(run(Arc::clone(&self.shared))).abort_handle());
+        }
+        (Listener { shared: Arc::clone(&self.shared), channel: name }, receivers.0, receivers.1)
+    }
+}
+
+impl Drop for Subscriber {
+    fn drop(&mut self) {
+        if let Some(task) = self.shared.state().task.take() {
+            task.abort();
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        let mut state = self.shared.state();
+        let Some(channel) = state.channels.get_mut(&self.channel) else { return };
+        channel.listeners -= 1;
+        if channel.listeners == 0 {
+            let name = Arc::clone(&self.channel);
+            state.unused.push_back((Instant::now(), name));
+            if state.unused.len() == 1 {
+                // The task has to look at the time from now on.
+                self.shared.work.notify_one();
+            }
+        }
+    }
+}
+
+impl Shared {
+    /// Nothing panics halfway in here, so what a poisoned lock guards is whole.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Whether nobody listens any more. The task ends then, and the next one who listens starts another.
+    fn is_over(&self) -> bool {
+        let mut state = self.state();
+        if !state.channels.is_empty() {
+            return false;
+        }
+        state.added.clear();
+        state.unused.clear();
+        state.task = None;
+        true
+    }
+
+    /// All channels that are listened to, none of which is confirmed any more.
+    fn start_again(&self) {
+        let mut state = self.state();
+        let state = &mut *state;
+        state.added = state.channels.keys().cloned().collect();
+        for channel in state.channels.values() {
+            channel.is_confirmed.send_replace(false);
+        }
+    }
+
+    fn confirmed(&self, channels: &[Arc<str>]) {
+        let state = self.state();
+        for channel in channels.iter().filter_map(|name| state.channels.get(name)) {
+            // What came before this was missed.
+            channel.messages.send_replace(());
+            channel.is_confirmed.send_replace(true);
+        }
+    }
+
+    fn message(&self, channel: &str) {
+        if let Some(channel) = self.state().channels.get(channel) {
+            channel.messages.send_replace(());
+        }
+    }
+
+    fn take_added(&self) -> Vec<Arc<str>> {
+        let mut state = self.state();
+        let added = std::mem::take(&mut state.added);
+        added.into_iter().filter(|name| state.channels.contains_key(name)).collect()
+    }
+
+    /// Takes out the channels that nobody has listened to for a while, and says when to look again.
+    fn take_unused(&self, now: Instant) -> (Vec<Arc<str>>, Option<Instant>) {
+        let mut state = self.state();
+        let mut unused = Vec::new();
+        while let Some((since, _)) = state.unused.front() {
+            if *since + LINGER > now {
+                return (unused, Some(*since + LINGER));
+            }
+            let Some((_, name)) = state.unused.pop_front() else { break };
+            if state.channels.get(&name).is_some_and(|channel| channel.listeners == 0) {
+                state.channels.remove(&name);
+                unused.push(name);
+            }
+        }
+        (unused, None)
+    }
+}
+
+async fn run(shared: Arc<Shared>) {
+    let mut pause = Duration::ZERO;
+    loop {
+        let connection = timeout(CONNECT, shared.source.subscriber()).await;
+        match connection {
+            Ok(Ok(connection)) => {
+                pause = Duration::ZERO;
+                if let Err(error) = listen(&shared, connection).await {
+                    tracing::debug!(%error, "the connection that listens for free locks is gone");
+                }
+            }
+            Ok(Err(error)) => tracing::debug!(%error, "cannot listen for free locks"),
+            Err(_) => tracing::debug!("cannot listen for free locks: no connection in time"),
+        }
+        shared.start_again();
+        drop(shared.take_unused(Instant::now()));
+        if shared.is_over() {
+            return;
+        }
+        pause = (pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+        sleep(pause).await;
+    }
+}
+
+/// Listens until the connection breaks or nobody is interested any more.
+async fn listen(shared: &Shared, connection: PubSub) -> Result<(), RedisError> {
+    let (mut sink, mut stream) = connection.split();
+    shared.start_again();
+    let mut subscribed = HashSet::new();
+    let mut ping_at = Instant::now() + PING;
+    loop {
+        let next = adapt(shared, &mut sink, &mut subscribed).await?;
+        if subscribed.is_empty() && shared.is_over() {
+            return Ok(());
+        }
+        tokio::select! {
+            heard = hear(shared, &mut stream) => return heard,
+            () = shared.work.notified() => {}
+            () = sleep_until(next.map_or(ping_at, |next| next.min(ping_at))) => {}
+        }
+        if Instant::now() >= ping_at {
+            ping_at = Instant::now() + PING;
+            match timeout(PONG, sink.ping::<Value>()).await {
+                Err(_) => return Err(silence()),
+                // Somebody who may not ask has an answer as well.
+                Ok(Err(error)) if error.is_unrecoverable_error() => return Err(error),
+                Ok(_) => {}
+            }
+        }
+    }
+}
+
+/// Passes messages on. Ends with the connection.
+async fn hear(shared: &Shared, stream: &mut PubSubStream) -> Result<(), RedisError> {
+    while let Some(message) = stream.next().await {
+        shared.message(message.get_channel_name());
+    }
+    Err(silence())
+}
+
+/// Subscribes to what is new and leaves what nobody wants, and says when to look again.
+async fn adapt(
+    shared: &Shared,
+    sink: &mut PubSubSink,
+    subscribed: &mut HashSet<Arc<str>>,
+) -> Result<Option<Instant>, RedisError> {
+    let (unused, next) = shared.take_unused(Instant::now());
+    let unused: Vec<_> = unused.into_iter().filter(|name| subscribed.remove(name)).collect();
+    for names in unused.chunks(CHUNK) {
+        timeout(PONG, sink.unsubscribe(names.iter().map(|name| &**name).collect::<Vec<_>>()))
+            .await
+            .map_err(|_| silence())??;
+    }
+    let added = shared.take_added();
+    for names in added.chunks(CHUNK) {
+        timeout(PONG, sink.subscribe(names.iter().map(|name| &**name).collect::<Vec<_>>()))
+            .await
+            .map_err(|_| silence())??;
+        subscribed.extend(names.iter().cloned());
+        shared.confirmed(names);
+    }
+    Ok(next)
+}
+
+fn silence() -> RedisError {
+    std::io::Error::from(std::io::ErrorKind::TimedOut).into()
+}

@@ -1,0 +1,234 @@
+//! From the gate to the store, until the lease is there or there is a reason to give up.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+
+use super::errand::Errand;
+use super::error::{Busy, Closed, LockError, Nested};
+use super::gate::{Entered, Offer, Turn};
+use super::hold::{FENCES, Hold, after, usable};
+use super::keeper::jittered;
+use super::lease::Lease;
+use super::locks::Terms;
+use super::nested;
+use super::shared::Shared;
+use super::store::{Acquired, Claim, LockKey, Token};
+use crate::error::{ConfigError, StoreError};
+
+/// How long somebody who waits goes without looking, told or not: a message may be lost.
+const POLL: Duration = Duration::from_secs(1);
+/// What those in other processes get as a start, where they were told at the same time.
+const HEAD_START: Duration = Duration::from_millis(1);
+/// The pause after a call that failed, doubled with each further one up to the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+
+pub(super) async fn acquire(home: Arc<Shared>, lock: LockKey, terms: Terms) -> Result<Lease, LockError> {
+    check(&terms)?;
+    if home.is_closed() {
+        return Err(Closed.into());
+    }
+    if nested::holds(&home, &lock) {
+        return Err(Nested::new(lock).into());
+    }
+    let begun = Instant::now();
+    let give_up = after(begun, terms.wait);
+    let turn = match home.enter(lock, &terms)? {
+        Entered::Turn(turn) => turn,
+        Entered::Line { mut waiting, is_free_soon } => {
+            // What is being given back is waited for also by those who do not want to wait.
+            let until = if is_free_soon { give_up.max(begun + terms.deadline) } else { give_up };
+            let offer = tokio::select! {
+                biased;
+                offer = waiting.offer() => offer,
+                () = home.closed() => return Err(Closed.into()),
+                () = sleep_until(until) => return Err(Busy::new(lock, home.gate.remaining(&lock)).into()),
+            };
+            match offer {
+                Some(Offer::Lease(lease)) => return Ok(lease),
+                Some(Offer::Turn(turn)) => turn,
+                None => return Err(Closed.into()),
+            }
+        }
+    };
+    contend(home, lock, terms, give_up, turn).await
+}
+
+fn check(terms: &Terms) -> Result<(), ConfigError> {
+    let (min, max) = (Claim::MIN_TTL, Claim::MAX_TTL);
+    if terms.ttl < min || terms.ttl > max {
+        return Err(ConfigError::TtlOutOfRange { ttl: terms.ttl, min, max });
+    }
+    if terms.deadline.is_zero() || terms.max_hold.is_some_and(|max_hold| max_hold.is_zero()) {
+        return Err(ConfigError::ZeroTimeout);
+    }
+    Ok(())
+}
+
+/// Asks the store for the lease until it grants it, on behalf of all who wait in this process.
+async fn contend(
+    home: Arc<Shared>,
+    lock: LockKey,
+    terms: Terms,
+    give_up: Instant,
+    mut turn: Turn,
+) -> Result<Lease, LockError> {
+    if std::mem::take(&mut turn.is_shared) {
+        sleep(HEAD_START).await;
+    }
+    let token = Token::random()?;
+    let claim = Claim { token, ttl: terms.ttl, fences: FENCES };
+    let mut attempts = Attempts { home: Arc::clone(&home), lock, claim, terms, sent: None, is_ambiguous: false };
+    let mut limit = terms.deadline;
+    let mut pause = FIRST_PAUSE;
+    let mut is_second = false;
+    loop {
+        let attempt = Attempt::new(attempts, turn, limit);
+        let (answer, same_attempts, same_turn) = attempt.await;
+        (attempts, turn) = (same_attempts, same_turn);
+        match answer {
+            Ok(Acquired::Granted { fence }) => match attempts.granted(turn, fence) {
+                Ok(lease) => return Ok(lease),
+                // It took longer than the lease lasts. Another turn is for another one.
+                Err(_) => return Err(StoreError::timeout().into()),
+            },
+            Ok(Acquired::Busy { remaining }) => {
+                if Instant::now() >= give_up {
+                    return Err(Busy::new(lock, remaining).into());
+                }
+                if turn.wakeups.is_none() {
+                    let until = give_up.min(after(Instant::now(), remaining.min(POLL)));
+                    tokio::select! {
+                        wakeups = timeout_at(until, Arc::clone(&home.store).watch(lock)) => turn.wakeups = wakeups.ok(),
+                        () = home.closed() => return Err(Closed.into()),
+                    }
+                    // What was given back before anybody listened is found by asking again.
+                } else if let Some(wakeups) = &mut turn.wakeups {
+                    let poll = remaining.saturating_add(Duration::from_millis(1)).min(jittered(POLL));
+                    tokio::select! {
+                        () = wakeups.next() => {}
+                        () = sleep_until(give_up.min(after(Instant::now(), poll))) => {}
+                        () = home.closed() => return Err(Closed.into()),
+                    }
+                }
+                if Instant::now() >= give_up {
+                    return Err(Busy::new(lock, remaining).into());
+                }
+            }
+            // A connection may just have broken, and there is another one. To ask again with the same token is harmless.
+            Err(error) if error.is_unavailable() && !std::mem::replace(&mut is_second, true) => {}
+            Err(error) => {
+                // Who is refused now is refused the next time.
+                let is_passing = error.is_timeout() || error.is_unavailable();
+                let next = Instant::now() + jittered(pause);
+                if !is_passing || next >= give_up {
+                    return Err(error.into());
+                }
+                pause = (pause * 2).min(LONGEST_PAUSE);
+                tokio::select! {
+                    () = sleep_until(next) => {}
+                    () = home.closed() => return Err(Closed.into()),
+                }
+            }
+        }
+        limit = terms.deadline.min(give_up.saturating_duration_since(Instant::now())).max(Duration::from_millis(1));
+    }
+}
+
+/// The attempts to take a lease by one token. If one of them may have come to pass, it is undone when this is dropped.
+struct Attempts {
+    home: Arc<Shared>,
+    lock: LockKey,
+    claim: Claim,
+    terms: Terms,
+    // When the last attempt was sent, if the token may hold the lease.
+    sent: Option<Instant>,
+    // Whether the answer to one of them is not known.
+    is_ambiguous: bool,
+}
+
+impl Attempts {
+    fn answered(&mut self, answer: &Result<Acquired, StoreError>) {
+        match answer {
+            Ok(Acquired::Granted { .. }) => {}
+            // An earlier attempt may still be on its way.
+            Ok(Acquired::Busy { .. }) if self.is_ambiguous => {}
+            Ok(Acquired::Busy { .. }) => self.sent = None,
+            Err(_) => self.is_ambiguous = true,
+        }
+    }
+
+    /// Makes a lease of what was granted, if there is time left in it.
+    fn granted(mut self, turn: Turn, fence: u64) -> Result<Lease, Self> {
+        let now = Instant::now();
+        let Some(sent) = self.sent.filter(|sent| now < *sent + usable(self.claim.ttl)) else { return Err(self) };
+        self.sent = None;
+        let hold = Hold::new(self.lock, &self.claim, self.terms.deadline, self.is_ambiguous, sent, fence);
+        let hold = Arc::new(hold);
+        let fence = hold.hand_to(self.terms.max_hold, now).unwrap_or(fence);
+        turn.holds(&hold);
+        self.home.keep(&hold);
+        Ok(Lease::new(&self.home, &hold, fence))
+    }
+}
+
+impl Drop for Attempts {
+    fn drop(&mut self) {
+        if let Some(sent) = self.sent {
+            let until = after(sent, self.claim.ttl);
+            if let Some(errand) = Errand::undo(&self.home, self.lock, &self.claim, until, self.terms.deadline) {
+                errand.in_background();
+            }
+        }
+    }
+}
+
+/// One call of the store. If it is dropped half way, it is carried on in the background, and what it brings is given back.
+struct Attempt {
+    under_way: Option<UnderWay>,
+}
+
+struct UnderWay {
+    call: Pin<Box<dyn Future<Output = Result<Acquired, StoreError>> + Send>>,
+    attempts: Attempts,
+    turn: Turn,
+}
+
+impl Attempt {
+    fn new(mut attempts: Attempts, turn: Turn, limit: Duration) -> Self {
+        let call = Arc::clone(&attempts.home.store).acquire(attempts.lock, attempts.claim, limit);
+        attempts.sent = Some(Instant::now());
+        Self { under_way: Some(UnderWay { call, attempts, turn }) }
+    }
+}
+
+impl Future for Attempt {
+    type Output = (Result<Acquired, StoreError>, Attempts, Turn);
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let under_way = self.under_way.as_mut().expect("Attempt polled after completion");
+        let Poll::Ready(answer) = under_way.call.as_mut().poll(cx) else { return Poll::Pending };
+        let UnderWay { mut attempts, turn, .. } = self.under_way.take().expect("it was there a moment ago");
+        attempts.answered(&answer);
+        Poll::Ready((answer, attempts, turn))
+    }
+}
+
+impl Drop for Attempt {
+    fn drop(&mut self) {
+        let Some(UnderWay { call, mut attempts, turn }) = self.under_way.take() else { return };
+        let home = Arc::clone(&attempts.home);
+        home.spawn(async move {
+            let answer = call.await;
+            attempts.answered(&answer);
+            if let Ok(Acquired::Granted { fence }) = answer {
+                drop(attempts.granted(turn, fence));
+            }
+        });
+    }
+}

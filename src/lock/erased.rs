@@ -1,0 +1,41 @@
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::store::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use crate::deadline::Deadline;
+use crate::error::StoreError;
+
+type Call<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+
+/// A store of any type. Its calls own what they need, so one that is under way can be carried on when its caller is gone.
+pub(super) trait AnyStore: Send + Sync {
+    fn acquire(self: Arc<Self>, lock: LockKey, claim: Claim, limit: Duration) -> Call<Result<Acquired, StoreError>>;
+    fn renew(self: Arc<Self>, renewals: Vec<Renewal>) -> Call<Result<Vec<bool>, StoreError>>;
+    fn release(self: Arc<Self>, lock: LockKey, token: Token) -> Call<Result<Released, StoreError>>;
+    fn watch(self: Arc<Self>, lock: LockKey) -> Call<Wakeups>;
+    fn scope(&self) -> Scope;
+}
+
+impl<S: LockStore + Send + Sync + 'static> AnyStore for S {
+    fn acquire(self: Arc<Self>, lock: LockKey, claim: Claim, limit: Duration) -> Call<Result<Acquired, StoreError>> {
+        Box::pin(Deadline::new(async move { LockStore::acquire(&*self, &lock, &claim).await }, limit))
+    }
+
+    fn renew(self: Arc<Self>, renewals: Vec<Renewal>) -> Call<Result<Vec<bool>, StoreError>> {
+        Box::pin(async move { LockStore::renew(&*self, &renewals).await })
+    }
+
+    fn release(self: Arc<Self>, lock: LockKey, token: Token) -> Call<Result<Released, StoreError>> {
+        Box::pin(async move { LockStore::release(&*self, &lock, &token).await })
+    }
+
+    fn watch(self: Arc<Self>, lock: LockKey) -> Call<Wakeups> {
+        Box::pin(async move { LockStore::watch(&*self, &lock).await })
+    }
+
+    fn scope(&self) -> Scope {
+        LockStore::scope(self)
+    }
+}

@@ -1,0 +1,154 @@
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep, timeout};
+
+use super::error::LossReason;
+use super::gate::Turn;
+use super::hold::Hold;
+use super::keeper::jittered;
+use super::shared::Shared;
+use super::store::{Claim, LockKey, Released, Token};
+use crate::error::StoreError;
+
+/// The pause before giving back again what may not have been given back, doubled each time up to the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(20);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// How many acquisitions of which nothing is known are undone at the same time. What is beyond that expires by itself, as all of
+/// them do in the end.
+const MAX_UNDONE: usize = 1_024;
+
+/// A token to be given back: carried out by whoever waits for that, and in the background if nobody does any more.
+pub(super) struct Errand {
+    home: Arc<Shared>,
+    lock: LockKey,
+    token: Token,
+    // How long one call may take.
+    limit: Duration,
+    turn: Option<Turn>,
+    // The lease has ended by itself then.
+    until: Instant,
+    // Whether an acquisition of this token may still come to pass: giving it back once is not enough then.
+    is_ambiguous: bool,
+    is_done: bool,
+    // Whether this is the background.
+    is_last: bool,
+    undone: Option<Undone>,
+}
+
+impl Errand {
+    /// Gives back a lease that is held, and lets the next in line ask for it.
+    pub(super) fn release(home: &Arc<Shared>, hold: &Hold, turn: Turn) -> Self {
+        let mut errand = Self::after_loss(home, hold);
+        errand.turn = Some(turn);
+        errand
+    }
+
+    /// Gives back what may be left of a lease that was lost.
+    pub(super) fn after_loss(home: &Arc<Shared>, hold: &Hold) -> Self {
+        Self {
+            home: Arc::clone(home),
+            lock: *hold.lock(),
+            token: *hold.token(),
+            limit: hold.limit(),
+            turn: None,
+            until: hold.expires(),
+            is_ambiguous: hold.is_ambiguous(),
+            is_done: hold.look(Instant::now()) == Err(LossReason::Taken) && !hold.is_ambiguous(),
+            is_last: false,
+            undone: None,
+        }
+    }
+
+    /// Undoes an acquisition of which nothing is known, should it come to pass before `until`. `None` if there are too many.
+    pub(super) fn undo(
+        home: &Arc<Shared>,
+        lock: LockKey,
+        claim: &Claim,
+        until: Instant,
+        limit: Duration,
+    ) -> Option<Self> {
+        let undone = Some(Undone::new(home)?);
+        Some(Self {
+            home: Arc::clone(home),
+            lock,
+            token: claim.token,
+            limit,
+            turn: None,
+            until,
+            is_ambiguous: true,
+            is_done: false,
+            is_last: false,
+            undone,
+        })
+    }
+
+    /// Asks the store, and once more over another connection if one has just broken. Whatever it says, the next in line may try.
+    pub(super) async fn carry_out(mut self) -> Result<Released, StoreError> {
+        match self.attempt().await {
+            Err(error) if error.is_unavailable() => self.attempt().await,
+            answer => answer,
+        }
+    }
+
+    /// Carries the errand out without anybody waiting for it.
+    pub(super) fn in_background(mut self) {
+        if self.is_done {
+            return;
+        }
+        self.is_last = true;
+        let home = Arc::clone(&self.home);
+        home.spawn(async move {
+            let _ = self.attempt().await;
+            let mut pause = FIRST_PAUSE;
+            while !self.is_done && Instant::now() + pause < self.until {
+                sleep(jittered(pause)).await;
+                let _ = self.attempt().await;
+                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+        });
+    }
+
+    async fn attempt(&mut self) -> Result<Released, StoreError> {
+        if self.is_done {
+            return Ok(Released::default());
+        }
+        let call = Arc::clone(&self.home.store).release(self.lock, self.token);
+        let answer = timeout(self.limit, call).await.unwrap_or_else(|_| Err(StoreError::timeout()));
+        if let Some(mut turn) = self.turn.take() {
+            turn.is_shared = answer.as_ref().is_ok_and(|released| released.is_wanted);
+        }
+        match &answer {
+            Ok(_) => self.is_done = !self.is_ambiguous,
+            Err(error) => tracing::debug!(lock = %self.lock, %error, "a lease could not be given back yet"),
+        }
+        answer
+    }
+}
+
+impl Drop for Errand {
+    fn drop(&mut self) {
+        if !self.is_done && !self.is_last {
+            let rest =
+                Self { home: Arc::clone(&self.home), turn: self.turn.take(), undone: self.undone.take(), ..*self };
+            rest.in_background();
+        }
+    }
+}
+
+/// One of the acquisitions that are being undone.
+struct Undone(Arc<Shared>);
+
+impl Undone {
+    fn new(home: &Arc<Shared>) -> Option<Self> {
+        let counted = Self(Arc::clone(home));
+        (home.undone.fetch_add(1, Ordering::Relaxed) < MAX_UNDONE).then_some(counted)
+    }
+}
+
+impl Drop for Undone {
+    fn drop(&mut self) {
+        self.0.undone.fetch_sub(1, Ordering::Relaxed);
+    }
+}

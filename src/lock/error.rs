@@ -1,0 +1,249 @@
+use std::error::Error;
+use std::fmt;
+use std::time::Duration;
+
+use super::store::LockKey;
+use crate::error::{ConfigError, StoreError};
+
+/// Why there is no lease, or no longer one. Each case is a type of its own, so "held by somebody else" and "the store is down"
+/// cannot be confused.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum LockError {
+    /// Somebody else holds the lock, and still did when the time to wait was over.
+    Busy(Busy),
+    /// So many wait for it already that one more is not let in.
+    QueueFull(QueueFull),
+    /// The caller holds this lock itself, a few calls further up.
+    Nested(Nested),
+    /// The lease was lost while its body ran, which was cancelled.
+    Lost(Lost),
+    /// [`Locks::shutdown`](super::Locks::shutdown) was called.
+    Closed(Closed),
+    /// A setting cannot work; nothing was asked of the store.
+    Config(ConfigError),
+    /// The store failed. If it granted the lease all the same, that is given back in the background.
+    Store(StoreError),
+}
+
+impl LockError {
+    /// Whether somebody else holds the lock.
+    #[must_use]
+    pub const fn is_busy(&self) -> bool {
+        matches!(self, Self::Busy(_))
+    }
+
+    /// Whether the lease was lost.
+    #[must_use]
+    pub const fn is_lost(&self) -> bool {
+        matches!(self, Self::Lost(_))
+    }
+
+    fn inner(&self) -> &(dyn Error + 'static) {
+        match self {
+            Self::Busy(error) => error,
+            Self::QueueFull(error) => error,
+            Self::Nested(error) => error,
+            Self::Lost(error) => error,
+            Self::Closed(error) => error,
+            Self::Config(error) => error,
+            Self::Store(error) => error,
+        }
+    }
+}
+
+impl fmt::Display for LockError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(self.inner(), f)
+    }
+}
+
+impl Error for LockError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.inner().source()
+    }
+}
+
+macro_rules! cases {
+    ($($case:ident($type:ty)),*) => {$(
+        impl From<$type> for LockError {
+            fn from(error: $type) -> Self {
+                Self::$case(error)
+            }
+        }
+    )*};
+}
+
+cases!(
+    Busy(Busy),
+    QueueFull(QueueFull),
+    Nested(Nested),
+    Lost(Lost),
+    Closed(Closed),
+    Config(ConfigError),
+    Store(StoreError)
+);
+
+/// Somebody else holds the lock.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Busy {
+    lock: LockKey,
+    retry_after: Duration,
+}
+
+impl Busy {
+    pub(super) const fn new(lock: LockKey, retry_after: Duration) -> Self {
+        Self { lock, retry_after }
+    }
+
+    /// Which lock.
+    #[must_use]
+    pub const fn lock(&self) -> &LockKey {
+        &self.lock
+    }
+
+    /// When the lock is free at the latest, unless its holder renews it, as most do; it may be given back at any time.
+    #[must_use]
+    pub const fn retry_after(&self) -> Duration {
+        self.retry_after
+    }
+}
+
+impl fmt::Display for Busy {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the lock `{}` is held by somebody else", self.lock)
+    }
+}
+
+impl Error for Busy {}
+
+/// So many wait for the lock that one more is not let in.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct QueueFull {
+    lock: LockKey,
+}
+
+impl QueueFull {
+    pub(super) const fn new(lock: LockKey) -> Self {
+        Self { lock }
+    }
+
+    /// Which lock.
+    #[must_use]
+    pub const fn lock(&self) -> &LockKey {
+        &self.lock
+    }
+}
+
+impl fmt::Display for QueueFull {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "too many wait for the lock `{}`", self.lock)
+    }
+}
+
+impl Error for QueueFull {}
+
+/// The caller holds this lock already and would wait for itself. [`Lease::reenter`](super::Lease::reenter) is how to go in
+/// again.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Nested {
+    lock: LockKey,
+}
+
+impl Nested {
+    pub(super) const fn new(lock: LockKey) -> Self {
+        Self { lock }
+    }
+
+    /// Which lock.
+    #[must_use]
+    pub const fn lock(&self) -> &LockKey {
+        &self.lock
+    }
+}
+
+impl fmt::Display for Nested {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "the lock `{}` is asked for by who holds it", self.lock)
+    }
+}
+
+impl Error for Nested {}
+
+/// The locks were shut down.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Closed;
+
+impl fmt::Display for Closed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the locks were shut down")
+    }
+}
+
+impl Error for Closed {}
+
+/// The lease is not the holder's any more, or cannot be told to be. That is for good.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Lost {
+    lock: LockKey,
+    reason: LossReason,
+}
+
+/// How a lease was lost.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum LossReason {
+    /// It could not be renewed in time: the store did not answer, or this process stood still.
+    Expired,
+    /// The store says that it belongs to nobody, or to somebody else: it was deleted, evicted, or forgotten in a failover.
+    Taken,
+    /// It was held for as long as [`max_hold`](super::Locks::max_hold) allows.
+    MaxHold,
+}
+
+impl Lost {
+    pub(super) const fn new(lock: LockKey, reason: LossReason) -> Self {
+        Self { lock, reason }
+    }
+
+    /// Which lock.
+    #[must_use]
+    pub const fn lock(&self) -> &LockKey {
+        &self.lock
+    }
+
+    /// How it was lost.
+    #[must_use]
+    pub const fn reason(&self) -> LossReason {
+        self.reason
+    }
+}
+
+impl fmt::Display for Lost {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let how = match self.reason {
+            LossReason::Expired => "was not renewed in time",
+            LossReason::Taken => "is not held any more",
+            LossReason::MaxHold => "was held for as long as it may be",
+        };
+        write!(f, "the lock `{}` {how}", self.lock)
+    }
+}
+
+impl Error for Lost {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn errors_cross_threads_and_print_their_own_level() {
+        fn portable<T: Error + Send + Sync + 'static>() {}
+        portable::<LockError>();
+        portable::<Lost>();
+        let error = LockError::from(StoreError::unavailable("connection refused"));
+        assert_eq!(error.to_string(), "the store is unavailable");
+        assert_eq!(error.source().unwrap().to_string(), "connection refused");
+    }
+}

@@ -1,0 +1,281 @@
+//! Who is in front of a lock within this process. One at a time deals with the store, the others stand in line.
+
+use std::collections::hash_map::{Entry, RandomState};
+use std::collections::{HashMap, VecDeque};
+use std::hash::BuildHasher;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::oneshot;
+use tokio::time::Instant;
+
+use super::errand::Errand;
+use super::error::{Busy, LockError, QueueFull};
+use super::hold::Hold;
+use super::lease::Lease;
+use super::locks::Terms;
+use super::shared::Shared;
+use super::store::{LockKey, Wakeups};
+
+/// More than threads would be in here at once.
+const SHARDS: usize = 16;
+/// How many may wait in this process, for whatever locks.
+const MAX_WAITING: usize = 100_000;
+
+/// The locks that somebody in this process holds or asks for. A lock that nobody cares about is not in here.
+pub(super) struct Gate {
+    hasher: RandomState,
+    shards: [Mutex<HashMap<LockKey, Queue>>; SHARDS],
+    // How many locks are in the shards, and how many wait for one.
+    locks: AtomicUsize,
+    waiting: AtomicUsize,
+    next_id: AtomicU64,
+}
+
+struct Queue {
+    front: Front,
+    waiters: VecDeque<Waiter>,
+}
+
+/// What whoever is in front does.
+enum Front {
+    /// Asks the store for the lease.
+    Asks,
+    /// Has the lease.
+    Holds(Arc<Hold>),
+    /// Gives the lease back.
+    Returns,
+}
+
+struct Waiter {
+    id: u64,
+    ttl: Duration,
+    max_hold: Option<Duration>,
+    offer: oneshot::Sender<Offer>,
+}
+
+/// What somebody in the line is given.
+pub(super) enum Offer {
+    /// The lease, from hand to hand.
+    Lease(Lease),
+    /// The right to ask the store.
+    Turn(Turn),
+}
+
+/// What whoever comes to the gate finds.
+pub(super) enum Entered {
+    Turn(Turn),
+    Line { waiting: Waiting, is_free_soon: bool },
+}
+
+/// The right to ask the store for a lock, which one at a time has. Whoever has it and drops it passes it on.
+pub(super) struct Turn {
+    home: Arc<Shared>,
+    lock: LockKey,
+    /// The subscription, which whoever comes next need not make again.
+    pub(super) wakeups: Option<Wakeups>,
+    /// Whether others, in other processes, were told at the same time that the lock is free.
+    pub(super) is_shared: bool,
+    is_over: bool,
+}
+
+/// A place in the line. Whoever drops it leaves.
+pub(super) struct Waiting {
+    home: Arc<Shared>,
+    lock: LockKey,
+    id: u64,
+    offer: oneshot::Receiver<Offer>,
+}
+
+impl Gate {
+    pub(super) fn new() -> Self {
+        Self {
+            hasher: RandomState::new(),
+            shards: Default::default(),
+            locks: AtomicUsize::new(0),
+            waiting: AtomicUsize::new(0),
+            next_id: AtomicU64::new(0),
+        }
+    }
+
+    pub(super) fn is_empty(&self) -> bool {
+        self.locks.load(Ordering::Acquire) == 0
+    }
+
+    /// Nothing panics halfway in here, so what a poisoned lock guards is whole.
+    fn shard(&self, lock: &LockKey) -> MutexGuard<'_, HashMap<LockKey, Queue>> {
+        let shard = self.hasher.hash_one(lock) as usize % SHARDS;
+        self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// How long whoever is in front may keep the lease, as far as is known here.
+    pub(super) fn remaining(&self, lock: &LockKey) -> Duration {
+        self.shard(lock).get(lock).map_or(Duration::ZERO, Queue::remaining)
+    }
+}
+
+impl Queue {
+    fn remaining(&self) -> Duration {
+        match &self.front {
+            Front::Holds(hold) => hold.expires().saturating_duration_since(Instant::now()),
+            Front::Asks | Front::Returns => Duration::ZERO,
+        }
+    }
+
+    fn is_held_by(&self, hold: &Arc<Hold>) -> bool {
+        matches!(&self.front, Front::Holds(holder) if Arc::ptr_eq(holder, hold))
+    }
+}
+
+impl Shared {
+    /// Comes to the gate: to ask the store where nobody is in front, or to stand in line.
+    pub(super) fn enter(self: &Arc<Self>, lock: LockKey, terms: &Terms) -> Result<Entered, LockError> {
+        let gate = &self.gate;
+        let mut shard = gate.shard(&lock);
+        let queue = match shard.entry(lock) {
+            Entry::Vacant(place) => {
+                place.insert(Queue { front: Front::Asks, waiters: VecDeque::new() });
+                gate.locks.fetch_add(1, Ordering::AcqRel);
+                return Ok(Entered::Turn(Turn::new(self, lock)));
+            }
+            Entry::Occupied(place) => place.into_mut(),
+        };
+        let is_free_soon = matches!(queue.front, Front::Returns) && queue.waiters.is_empty();
+        if terms.wait.is_zero() && !is_free_soon {
+            return Err(Busy::new(lock, queue.remaining()).into());
+        }
+        if queue.waiters.len() >= terms.max_waiters || gate.waiting.load(Ordering::Relaxed) >= MAX_WAITING {
+            return Err(QueueFull::new(lock).into());
+        }
+        let (sender, offer) = oneshot::channel();
+        let id = gate.next_id.fetch_add(1, Ordering::Relaxed);
+        queue.waiters.push_back(Waiter { id, ttl: terms.ttl, max_hold: terms.max_hold, offer: sender });
+        gate.waiting.fetch_add(1, Ordering::Relaxed);
+        Ok(Entered::Line { waiting: Waiting { home: Arc::clone(self), lock, id, offer }, is_free_soon })
+    }
+
+    /// Lets the next in line ask the store, or closes the gate behind the last one.
+    fn pass_on(self: &Arc<Self>, mut turn: Turn) {
+        let gate = &self.gate;
+        loop {
+            let mut shard = gate.shard(&turn.lock);
+            let waiter = shard.get_mut(&turn.lock).and_then(|queue| {
+                queue.front = Front::Asks;
+                queue.waiters.pop_front()
+            });
+            let Some(waiter) = waiter else {
+                let is_last = shard.remove(&turn.lock).is_some() && gate.locks.fetch_sub(1, Ordering::AcqRel) == 1;
+                drop(shard);
+                turn.is_over = true;
+                if is_last {
+                    self.ended();
+                }
+                return;
+            };
+            drop(shard);
+            gate.waiting.fetch_sub(1, Ordering::Relaxed);
+            match waiter.offer.send(Offer::Turn(turn)) {
+                Err(Offer::Turn(back)) => turn = back,
+                Ok(()) | Err(Offer::Lease(_)) => return,
+            }
+        }
+    }
+
+    /// Takes a lease back from whoever is done with it. The next in line gets it from hand to hand, if it is still good for
+    /// that; otherwise the answer is what is left to do.
+    pub(super) fn give_back(self: &Arc<Self>, hold: &Arc<Hold>) -> Option<Errand> {
+        let gate = &self.gate;
+        loop {
+            let mut shard = gate.shard(hold.lock());
+            let queue = shard.get_mut(hold.lock()).filter(|queue| queue.is_held_by(hold));
+            let Some(queue) = queue else {
+                // It was lost, and whoever is in front now is somebody else.
+                drop(shard);
+                self.keeper.remove(hold);
+                return Some(Errand::after_loss(self, hold));
+            };
+            let next = match queue.waiters.front() {
+                Some(waiter) if waiter.ttl == hold.ttl() => hold.hand_to(waiter.max_hold, Instant::now()),
+                Some(_) | None => None,
+            };
+            let waiter = next.and_then(|fence| Some((fence, queue.waiters.pop_front()?)));
+            let Some((fence, waiter)) = waiter else {
+                queue.front = Front::Returns;
+                drop(shard);
+                self.keeper.remove(hold);
+                return Some(Errand::release(self, hold, Turn::new(self, *hold.lock())));
+            };
+            drop(shard);
+            gate.waiting.fetch_sub(1, Ordering::Relaxed);
+            if waiter.max_hold.is_some() {
+                self.keeper.look_again(hold);
+            }
+            match waiter.offer.send(Offer::Lease(Lease::new(self, hold, fence))) {
+                Err(Offer::Lease(lease)) => lease.forget(),
+                Ok(()) | Err(Offer::Turn(_)) => return None,
+            }
+        }
+    }
+
+    /// Lets others ask the store for a lock whose lease was lost, also if whoever had it does not care.
+    pub(super) fn abandon(self: &Arc<Self>, hold: &Arc<Hold>) {
+        let mut shard = self.gate.shard(hold.lock());
+        let queue = shard.get_mut(hold.lock()).filter(|queue| queue.is_held_by(hold));
+        if let Some(queue) = queue {
+            queue.front = Front::Asks;
+            drop(shard);
+            drop(Turn::new(self, *hold.lock()));
+        }
+    }
+}
+
+impl Turn {
+    /// Only for whoever has just put themselves in front.
+    fn new(home: &Arc<Shared>, lock: LockKey) -> Self {
+        Self { home: Arc::clone(home), lock, wakeups: None, is_shared: false, is_over: false }
+    }
+
+    /// The store has granted the lease: it stays in front until it is given back.
+    pub(super) fn holds(mut self, hold: &Arc<Hold>) {
+        self.is_over = true;
+        if let Some(queue) = self.home.gate.shard(&self.lock).get_mut(&self.lock) {
+            queue.front = Front::Holds(Arc::clone(hold));
+        }
+    }
+}
+
+impl Drop for Turn {
+    fn drop(&mut self) {
+        if !self.is_over {
+            let next = Self {
+                home: Arc::clone(&self.home),
+                lock: self.lock,
+                wakeups: self.wakeups.take(),
+                is_shared: self.is_shared,
+                is_over: false,
+            };
+            self.home.pass_on(next);
+        }
+    }
+}
+
+impl Waiting {
+    /// Waits to be next. `None` if that can never be.
+    pub(super) async fn offer(&mut self) -> Option<Offer> {
+        (&mut self.offer).await.ok()
+    }
+}
+
+impl Drop for Waiting {
+    fn drop(&mut self) {
+        let gate = &self.home.gate;
+        let mut shard = gate.shard(&self.lock);
+        let Some(queue) = shard.get_mut(&self.lock) else { return };
+        if let Some(place) = queue.waiters.iter().position(|waiter| waiter.id == self.id) {
+            queue.waiters.remove(place);
+            gate.waiting.fetch_sub(1, Ordering::Relaxed);
+        }
+        // An offer that came in the last moment is dropped with the channel, which passes it on.
+    }
+}

@@ -1,0 +1,277 @@
+use std::fmt;
+use std::pin::pin;
+use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::time::{Instant, sleep_until};
+
+use super::error::LossReason;
+use super::store::{Claim, LockKey, Token};
+
+/// How many fencing tokens are set aside with each lease, one for each of those who have it one after the other.
+pub(super) const FENCES: u32 = 16;
+/// For how long a lease may go from hand to hand in this process while others may be waiting elsewhere.
+const TENURE: Duration = Duration::from_millis(100);
+
+/// A lease as the store knows it: one token, one expiry. It may go from hand to hand within this process, one at a time, with
+/// a fence for each.
+pub(super) struct Hold {
+    lock: LockKey,
+    token: Token,
+    ttl: Duration,
+    // How long one call of the store about it may take.
+    limit: Duration,
+    // Whether an acquisition of this token may still come to pass somewhere on the way.
+    is_ambiguous: bool,
+    standing: Mutex<Standing>,
+    changed: Notify,
+}
+
+struct Standing {
+    since: Instant,
+    // Up to here the lease is good, whatever happens: counted from before the command was sent that the store granted it by.
+    deadline: Instant,
+    renew_at: Instant,
+    // Where `max_hold` of the present holder ends.
+    ends: Option<Instant>,
+    lost: Option<LossReason>,
+    // Renewals that failed since the last one that did not.
+    failures: u32,
+    fence: u64,
+    fences_left: u32,
+    // Whether nobody has had it yet.
+    is_first: bool,
+}
+
+impl Hold {
+    /// A lease that was granted to a command sent at `sent`.
+    pub(super) fn new(
+        lock: LockKey,
+        claim: &Claim,
+        limit: Duration,
+        is_ambiguous: bool,
+        sent: Instant,
+        fence: u64,
+    ) -> Self {
+        let Claim { token, ttl, fences } = *claim;
+        let standing = Standing {
+            since: sent,
+            deadline: sent + usable(ttl),
+            renew_at: sent + ttl / 3,
+            ends: None,
+            lost: None,
+            failures: 0,
+            fence,
+            fences_left: fences,
+            is_first: true,
+        };
+        Self { lock, token, ttl, limit, is_ambiguous, standing: Mutex::new(standing), changed: Notify::new() }
+    }
+
+    pub(super) const fn lock(&self) -> &LockKey {
+        &self.lock
+    }
+
+    pub(super) const fn token(&self) -> &Token {
+        &self.token
+    }
+
+    pub(super) const fn ttl(&self) -> Duration {
+        self.ttl
+    }
+
+    pub(super) const fn limit(&self) -> Duration {
+        self.limit
+    }
+
+    pub(super) const fn is_ambiguous(&self) -> bool {
+        self.is_ambiguous
+    }
+
+    /// Hands the lease to somebody, and answers the fence of that grant, if it is good for as much as a new one nearly. Only
+    /// whoever has it may call this: the one before is done with it.
+    pub(super) fn hand_to(&self, max_hold: Option<Duration>, now: Instant) -> Option<u64> {
+        let mut standing = self.standing();
+        let is_fresh = standing.failures == 0 && standing.look(now).is_ok_and(|until| until - now >= self.ttl / 2);
+        let may_pass = is_fresh && standing.fences_left > 0 && now - standing.since < TENURE;
+        // The first one gets what was granted just now, however little of it is left.
+        if !std::mem::take(&mut standing.is_first) && !may_pass {
+            return None;
+        }
+        standing.ends = max_hold.map(|max_hold| after(now, max_hold));
+        let fence = standing.fence;
+        standing.fence += 1;
+        standing.fences_left -= 1;
+        Some(fence)
+    }
+
+    /// Until when the lease is good, or why it is not any more. That it is lost is for good.
+    pub(super) fn look(&self, now: Instant) -> Result<Instant, LossReason> {
+        self.standing().look(now)
+    }
+
+    /// Whether the last renewal failed.
+    pub(super) fn is_suspended(&self) -> bool {
+        self.standing().failures > 0
+    }
+
+    /// Until when the lease may last in the store, unless it is renewed.
+    pub(super) fn expires(&self) -> Instant {
+        self.standing().deadline + (self.ttl - usable(self.ttl))
+    }
+
+    /// When the lease is to be renewed, and when it has to be looked at, which may be earlier.
+    pub(super) fn due(&self) -> (Instant, Instant) {
+        let standing = self.standing();
+        let ends = standing.ends.unwrap_or(standing.deadline);
+        (standing.renew_at, standing.renew_at.min(standing.deadline).min(ends))
+    }
+
+    /// Notes a renewal that was sent at `sent`. One that comes too late is none.
+    pub(super) fn renewed(&self, sent: Instant, now: Instant) {
+        let mut standing = self.standing();
+        if standing.look(now).is_ok() {
+            standing.failures = 0;
+            standing.deadline = standing.deadline.max(sent + usable(self.ttl));
+            standing.renew_at = sent + self.ttl / 3;
+        }
+    }
+
+    /// Notes a renewal of which nothing is known; `pause` says how long to wait after so many failures.
+    pub(super) fn suspended(&self, now: Instant, pause: impl FnOnce(u32) -> Duration) {
+        let mut standing = self.standing();
+        standing.failures = standing.failures.saturating_add(1);
+        standing.renew_at = now + pause(standing.failures);
+    }
+
+    /// Notes that the store says no.
+    pub(super) fn taken(&self) {
+        self.standing().lost.get_or_insert(LossReason::Taken);
+        self.changed.notify_waiters();
+    }
+
+    /// Wakes those who wait for the loss that [`look`](Self::look) has found.
+    pub(super) fn tell(&self) {
+        self.changed.notify_waiters();
+    }
+
+    /// Waits until the lease is lost. By the clock: nobody has to answer anything for that.
+    pub(super) async fn lost(&self) -> LossReason {
+        loop {
+            let mut changed = pin!(self.changed.notified());
+            changed.as_mut().enable();
+            let until = match self.look(Instant::now()) {
+                Ok(until) => until,
+                Err(reason) => return reason,
+            };
+            tokio::select! {
+                () = changed => {}
+                () = sleep_until(until) => {}
+            }
+        }
+    }
+
+    fn standing(&self) -> MutexGuard<'_, Standing> {
+        self.standing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Standing {
+    fn look(&mut self, now: Instant) -> Result<Instant, LossReason> {
+        if self.lost.is_none() {
+            if now >= self.deadline {
+                self.lost = Some(LossReason::Expired);
+            } else if self.ends.is_some_and(|ends| now >= ends) {
+                self.lost = Some(LossReason::MaxHold);
+            }
+        }
+        self.lost.map_or_else(|| Ok(self.ends.map_or(self.deadline, |ends| ends.min(self.deadline))), Err)
+    }
+}
+
+impl fmt::Debug for Hold {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Hold").field("lock", &self.lock).field("token", &self.token).finish_non_exhaustive()
+    }
+}
+
+/// For how long a lease is relied on. Less than it lasts in the store, whose clock may run faster than ours.
+pub(super) fn usable(ttl: Duration) -> Duration {
+    ttl.saturating_sub(ttl / 100 + Duration::from_millis(2))
+}
+
+/// An instant that no program sees, for times that are too long to be added.
+const FAR: Duration = Duration::from_secs(86_400 * 365 * 30);
+
+pub(super) fn after(now: Instant, time: Duration) -> Instant {
+    now + time.min(FAR)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn hold(ttl_ms: u64) -> Hold {
+        let ttl = Duration::from_millis(ttl_ms);
+        let claim = Claim { token: Token::random().unwrap(), ttl, fences: FENCES };
+        Hold::new(LockKey::new("test", "a"), &claim, Duration::from_millis(100), false, Instant::now(), 100)
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lease_ends_for_its_holder_before_it_ends_in_the_store() {
+        for ttl_ms in [10, 100, 30_000, 86_400_000] {
+            let hold = hold(ttl_ms);
+            let until = hold.look(Instant::now()).unwrap();
+            assert!(until + Duration::from_millis(2) <= hold.expires());
+            assert!(until > Instant::now());
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_loss_is_for_good() {
+        let hold = hold(1_000);
+        tokio::time::advance(usable(hold.ttl())).await;
+        let now = Instant::now();
+        assert_eq!(hold.look(now), Err(LossReason::Expired));
+        hold.renewed(now, now);
+        assert_eq!(hold.look(now), Err(LossReason::Expired));
+        assert_eq!(hold.hand_to(None, now).and(hold.hand_to(None, now)), None);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_renewal_counts_from_when_it_was_sent() {
+        let hold = hold(1_000);
+        let sent = Instant::now() + Duration::from_millis(100);
+        hold.renewed(sent, sent + Duration::from_millis(500));
+        assert_eq!(hold.look(sent), Ok(sent + usable(hold.ttl())));
+        // An answer that overtook a later one takes nothing back.
+        hold.renewed(sent - Duration::from_millis(50), sent + Duration::from_millis(500));
+        assert_eq!(hold.look(sent), Ok(sent + usable(hold.ttl())));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_lease_goes_from_hand_to_hand_with_rising_fences_for_a_while() {
+        let hold = hold(30_000);
+        let now = Instant::now();
+        let fences: Vec<_> = std::iter::from_fn(|| hold.hand_to(None, now)).collect();
+        assert_eq!(fences, (100..100 + u64::from(FENCES)).collect::<Vec<_>>());
+
+        let hold = self::hold(30_000);
+        assert_eq!(hold.hand_to(None, now), Some(100));
+        assert_eq!(hold.hand_to(None, now + TENURE), None);
+
+        let hold = self::hold(100);
+        assert_eq!(hold.hand_to(None, now), Some(100));
+        assert_eq!(hold.hand_to(None, now + Duration::from_millis(60)), None, "not enough of it is left");
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn what_may_be_held_for_a_moment_is_lost_after_it() {
+        let hold = hold(30_000);
+        let now = Instant::now();
+        hold.hand_to(Some(Duration::from_secs(2)), now);
+        let lost = hold.lost().await;
+        assert_eq!((lost, now.elapsed()), (LossReason::MaxHold, Duration::from_secs(2)));
+    }
+}

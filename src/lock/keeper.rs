@@ -1,0 +1,234 @@
+//! Keeps leases alive: one task for all leases of a process, a batch of renewals at a time.
+
+use std::collections::{BTreeSet, HashMap};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::time::Duration;
+
+use tokio::sync::Notify;
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{Instant, sleep_until, timeout};
+
+use super::hold::{Hold, after};
+use super::shared::Shared;
+use super::store::{Renewal, Token};
+use crate::error::StoreError;
+
+/// How many leases are renewed by one call of the store.
+const BATCH: usize = 128;
+/// Leases that are due within this time of each other are renewed together.
+const TOGETHER: Duration = Duration::from_millis(50);
+/// The pause after a renewal that failed, doubled with each further one up to the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+
+/// The leases of this process, and when each is due.
+pub(super) struct Keeper {
+    state: Mutex<State>,
+    wake: Arc<Notify>,
+}
+
+#[derive(Default)]
+struct State {
+    // When a lease is due is `None` while it is being renewed.
+    holds: HashMap<Token, (Arc<Hold>, Option<Instant>)>,
+    due: BTreeSet<(Instant, Token)>,
+    // Until when the task sleeps. Whatever is due later wakes nobody.
+    sleeps_until: Option<Instant>,
+    task: Option<AbortHandle>,
+}
+
+impl State {
+    fn schedule(&mut self, token: &Token, due: Option<Instant>) {
+        let Some((_, was_due)) = self.holds.get_mut(token) else { return };
+        if let Some(was_due) = was_due.take() {
+            self.due.remove(&(was_due, *token));
+        }
+        if let Some(due) = due {
+            *was_due = Some(due);
+            self.due.insert((due, *token));
+        }
+    }
+}
+
+impl Keeper {
+    pub(super) fn new() -> Self {
+        Self { state: Mutex::default(), wake: Arc::default() }
+    }
+
+    /// Nothing panics halfway in here, so what a poisoned lock guards is whole.
+    fn state(&self) -> MutexGuard<'_, State> {
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn look_again(&self, hold: &Hold) {
+        let (_, due) = hold.due();
+        let mut state = self.state();
+        state.schedule(hold.token(), Some(due));
+        self.wake_for(&state, due);
+    }
+
+    pub(super) fn remove(&self, hold: &Hold) {
+        let mut state = self.state();
+        if let Some((_, Some(due))) = state.holds.remove(hold.token()) {
+            state.due.remove(&(due, *hold.token()));
+        }
+    }
+
+    fn wake_for(&self, state: &State, due: Instant) {
+        if state.sleeps_until.is_some_and(|until| due < until) {
+            self.wake.notify_one();
+        }
+    }
+}
+
+impl Shared {
+    /// Keeps a lease alive from now on, until it is removed or lost.
+    pub(super) fn keep(self: &Arc<Self>, hold: &Arc<Hold>) {
+        let (_, due) = hold.due();
+        let mut state = self.keeper.state();
+        state.holds.insert(*hold.token(), (Arc::clone(hold), None));
+        state.schedule(hold.token(), Some(due));
+        // The task ends with the runtime that it was started in, which need not be the last one.
+        if state.task.as_ref().is_none_or(AbortHandle::is_finished) {
+            state.sleeps_until = None;
+            let task = tokio::spawn(keep_alive(Arc::downgrade(self), Arc::clone(&self.keeper.wake)));
+            state.task = Some(task.abort_handle());
+            drop(state);
+            self.remember_runtime();
+        } else {
+            self.keeper.wake_for(&state, due);
+        }
+    }
+
+    /// Takes out the leases that are to be renewed now, lets go of those that are lost, and says when to look again.
+    fn due(self: &Arc<Self>, now: Instant) -> (Vec<Arc<Hold>>, Instant) {
+        let mut renew = Vec::new();
+        let mut lost = Vec::new();
+        let mut state = self.keeper.state();
+        while let Some(&(due, token)) = state.due.first() {
+            if due > now + TOGETHER || (due > now && renew.is_empty() && lost.is_empty()) {
+                break;
+            }
+            let Some((hold, _)) = state.holds.get(&token) else {
+                state.due.pop_first();
+                continue;
+            };
+            let hold = Arc::clone(hold);
+            let (renew_at, next) = hold.due();
+            match hold.look(now) {
+                Err(_) => {
+                    state.schedule(&token, None);
+                    state.holds.remove(&token);
+                    lost.push(hold);
+                }
+                Ok(_) if renew_at <= now + TOGETHER => {
+                    state.schedule(&token, None);
+                    renew.push(hold);
+                }
+                // It ends within the time that is looked at together, and has not ended yet.
+                Ok(_) if next == due => break,
+                Ok(_) => state.schedule(&token, Some(next)),
+            }
+        }
+        let next = state.due.first().map_or_else(|| after(now, Duration::MAX), |(due, _)| *due);
+        state.sleeps_until = Some(next);
+        drop(state);
+        for hold in lost {
+            self.lose(&hold);
+        }
+        (renew, next)
+    }
+
+    /// Tells the holder, and lets others try.
+    fn lose(self: &Arc<Self>, hold: &Arc<Hold>) {
+        if let Err(reason) = hold.look(Instant::now()) {
+            tracing::warn!(lock = %hold.lock(), ?reason, "lock lost");
+        }
+        hold.tell();
+        self.abandon(hold);
+    }
+
+    /// Notes what came of a renewal that was sent at `sent`.
+    fn renewed(self: &Arc<Self>, holds: &[Arc<Hold>], sent: Instant, answers: Result<&[bool], &StoreError>) {
+        let now = Instant::now();
+        for (i, hold) in holds.iter().enumerate() {
+            match answers.map(|answers| answers.get(i).copied()) {
+                Ok(Some(true)) => hold.renewed(sent, now),
+                Ok(Some(false)) => hold.taken(),
+                Ok(None) | Err(_) => {
+                    let pause = |failures: u32| {
+                        let longest = LONGEST_PAUSE.min(hold.ttl() / 10);
+                        let pause = (FIRST_PAUSE * (1 << (failures - 1).min(4))).min(longest);
+                        jittered(pause)
+                    };
+                    hold.suspended(now, pause);
+                    tracing::debug!(lock = %hold.lock(), "a renewal failed: trying again while the lease lasts");
+                }
+            }
+            let is_lost = hold.look(now).is_err();
+            let mut state = self.keeper.state();
+            // One that was given back meanwhile is none of ours any more.
+            if !state.holds.contains_key(hold.token()) {
+                continue;
+            }
+            if is_lost {
+                state.holds.remove(hold.token());
+                drop(state);
+                self.lose(hold);
+            } else {
+                let (_, due) = hold.due();
+                state.schedule(hold.token(), Some(due));
+                self.keeper.wake_for(&state, due);
+            }
+        }
+    }
+}
+
+impl Drop for Keeper {
+    fn drop(&mut self) {
+        if let Some(task) = self.state().task.take() {
+            task.abort();
+        }
+    }
+}
+
+async fn keep_alive(home: Weak<Shared>, wake: Arc<Notify>) {
+    // Calls under way. They end with this task.
+    let mut calls = JoinSet::new();
+    loop {
+        let Some(shared) = home.upgrade() else { return };
+        let (renew, next) = shared.due(Instant::now());
+        for holds in renew.chunks(BATCH) {
+            calls.spawn(renew_batch(Weak::clone(&home), holds.to_vec()));
+        }
+        drop(shared);
+        tokio::select! {
+            () = wake.notified() => {}
+            () = sleep_until(next) => {}
+            Some(_) = calls.join_next(), if !calls.is_empty() => {}
+        }
+    }
+}
+
+async fn renew_batch(home: Weak<Shared>, holds: Vec<Arc<Hold>>) {
+    let Some(shared) = home.upgrade() else { return };
+    let renewals = holds.iter().map(|hold| Renewal { lock: *hold.lock(), token: *hold.token(), ttl: hold.ttl() });
+    let call = Arc::clone(&shared.store).renew(renewals.collect());
+    drop(shared);
+    let sent = Instant::now();
+    // What is lost is lost at its old deadline, so nothing is waited for beyond the first of them.
+    let first = holds.iter().filter_map(|hold| hold.look(sent).ok()).min();
+    let limit = holds.iter().map(|hold| hold.limit()).max().unwrap_or_default();
+    let limit = first.map_or(Duration::ZERO, |first| first - sent).min(limit);
+    let answers = timeout(limit, call).await.unwrap_or_else(|_| Err(StoreError::timeout()));
+    if let Some(shared) = home.upgrade() {
+        shared.renewed(&holds, sent, answers.as_deref());
+    }
+}
+
+/// Between half of a time and the whole of it, so that those who failed together do not try again together.
+pub(super) fn jittered(time: Duration) -> Duration {
+    // Without random numbers all wait for the whole of it.
+    let share = getrandom::u32().unwrap_or(u32::MAX);
+    time / 2 + time.mul_f64(f64::from(share) / f64::from(u32::MAX) / 2.0)
+}

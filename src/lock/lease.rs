@@ -1,0 +1,207 @@
+use std::fmt;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::error::Lost;
+use super::hold::Hold;
+use super::shared::Shared;
+use super::store::LockKey;
+use crate::error::StoreError;
+
+/// A lock that is held: until it is given back, dropped or lost.
+///
+/// It is renewed in the background for as long as there is a handle. [`reenter`](Self::reenter) makes another handle; the lock
+/// is given back with the last one.
+///
+/// # Loss
+///
+/// A lease can end while it is held: nobody answers the renewals, somebody deletes the key, the process stands still. Every
+/// handle knows of that before the store can grant the lock to somebody else, and without asking anybody, because
+/// the deadline is counted from before the command was sent that set the lease's expiry. What nothing in the process can help
+/// against is the process itself being stopped between a [`check`](Self::check) and what it does next: give the
+/// [`fence`](Self::fence) to what is being changed and let that refuse a smaller one than it has seen.
+///
+/// # Cancellation
+///
+/// Dropping the last handle gives the lock back in the background, in or out of a runtime. `std::mem::forget` keeps the
+/// lock until [`max_hold`](super::Locks::max_hold) ends, or the process.
+#[must_use = "the lock is given back when the lease is dropped"]
+pub struct Lease {
+    grant: Arc<Grant>,
+}
+
+/// What all handles of one lease share.
+struct Grant {
+    home: Arc<Shared>,
+    hold: Arc<Hold>,
+    fence: u64,
+    is_returned: bool,
+}
+
+/// How a lease stands.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum LeaseState {
+    /// The lock is ours.
+    Held,
+    /// The lock is ours, but the last renewal failed. It is being tried again, and time is running out.
+    Suspended,
+    /// The lock is not ours any more, or cannot be told to be. That is for good.
+    Lost,
+}
+
+/// What became of a handle that was given back.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Release {
+    /// The lock is free, or somebody else's by now.
+    Released,
+    /// There are other handles of this lease, which keep the lock.
+    Shared,
+    /// The lease had been lost before.
+    Lost,
+}
+
+impl Lease {
+    pub(super) fn new(home: &Arc<Shared>, hold: &Arc<Hold>, fence: u64) -> Self {
+        let (home, hold) = (Arc::clone(home), Arc::clone(hold));
+        Self { grant: Arc::new(Grant { home, hold, fence, is_returned: false }) }
+    }
+
+    /// Which lock.
+    #[must_use]
+    pub fn lock(&self) -> &LockKey {
+        self.grant.hold.lock()
+    }
+
+    /// The number of this grant: larger than that of every grant of this lock before it.
+    ///
+    /// Send it along with each change to what the lock protects, and let the receiver refuse a number that is smaller than the
+    /// largest it has seen: `UPDATE .. SET fence = $1 .. WHERE fence <= $1`. That holds whatever happens to clocks,
+    /// processes and replication.
+    #[must_use]
+    pub fn fence(&self) -> u64 {
+        self.grant.fence
+    }
+
+    /// How the lease stands at this moment.
+    #[must_use]
+    pub fn state(&self) -> LeaseState {
+        let hold = &self.grant.hold;
+        match hold.look(Instant::now()) {
+            Err(_) => LeaseState::Lost,
+            Ok(_) if hold.is_suspended() => LeaseState::Suspended,
+            Ok(_) => LeaseState::Held,
+        }
+    }
+
+    /// Whether the lock is still ours. Cheap: asks the clock and nobody else. A good thing to do before a step that cannot be
+    /// taken back.
+    ///
+    /// # Errors
+    ///
+    /// Says how the lease was lost.
+    pub fn check(&self) -> Result<(), Lost> {
+        let hold = &self.grant.hold;
+        hold.look(Instant::now()).map(drop).map_err(|reason| Lost::new(*hold.lock(), reason))
+    }
+
+    /// For how long the lock is ours, should no renewal succeed any more. Zero once it is lost.
+    #[must_use]
+    pub fn remaining(&self) -> Duration {
+        let now = Instant::now();
+        self.grant.hold.look(now).map_or(Duration::ZERO, |until| until - now)
+    }
+
+    /// Waits until the lease is lost, which a healthy one never is. For `select!`, beside the work.
+    pub fn lost(&self) -> impl Future<Output = Lost> + Send + use<'_> {
+        let hold = &self.grant.hold;
+        async move { Lost::new(*hold.lock(), hold.lost().await) }
+    }
+
+    /// Another handle of this lease, with the same fence, for a part of the work that takes the lock itself. The lock is given
+    /// back with the last handle.
+    ///
+    /// ```
+    /// use tollgate::{Locks, MemoryBackend};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+    /// let locks = Locks::new(MemoryBackend::new());
+    /// let lease = locks.lock("order:42").await?;
+    /// let inner = lease.reenter();
+    /// lease.release().await?;
+    /// assert!(locks.try_lock("order:42").await.is_err());
+    /// inner.release().await?;
+    /// assert!(locks.try_lock("order:42").await.is_ok());
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn reenter(&self) -> Self {
+        Self { grant: Arc::clone(&self.grant) }
+    }
+
+    /// Gives the lock back, and says when that is done.
+    ///
+    /// # Errors
+    ///
+    /// If the store does not answer. Whether the lock is free is not known then; giving it back is tried again in the background
+    /// until it has expired.
+    ///
+    /// # Cancellation
+    ///
+    /// Once this is called the lock is given back, whether or not the future is polled to its end.
+    pub fn release(self) -> impl Future<Output = Result<Release, StoreError>> + Send + use<> {
+        let outcome = match Arc::into_inner(self.grant) {
+            None => Err(Release::Shared),
+            Some(mut grant) => {
+                let is_lost = grant.hold.look(Instant::now()).is_err();
+                let release = if is_lost { Release::Lost } else { Release::Released };
+                grant.is_returned = true;
+                match grant.home.give_back(&grant.hold) {
+                    // From hand to hand, or nothing left of it.
+                    None => Err(release),
+                    Some(errand) => Ok((errand, release)),
+                }
+            }
+        };
+        async move {
+            match outcome {
+                Err(release) => Ok(release),
+                Ok((errand, release)) => {
+                    let released = errand.carry_out().await?;
+                    Ok(if released.was_held { release } else { Release::Lost })
+                }
+            }
+        }
+    }
+
+    /// Drops a handle that nobody has had, and that is not to give anything back.
+    pub(super) fn forget(mut self) {
+        if let Some(grant) = Arc::get_mut(&mut self.grant) {
+            grant.is_returned = true;
+        }
+    }
+}
+
+impl Drop for Grant {
+    fn drop(&mut self) {
+        if !self.is_returned
+            && let Some(errand) = self.home.give_back(&self.hold)
+        {
+            errand.in_background();
+        }
+    }
+}
+
+impl fmt::Debug for Lease {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Lease")
+            .field("lock", self.lock())
+            .field("fence", &self.fence())
+            .field("state", &self.state())
+            .finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,281 @@
+use std::fmt;
+use std::future::{Future, IntoFuture};
+use std::pin::{Pin, pin};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::acquire;
+use super::error::LockError;
+use super::lease::Lease;
+use super::nested;
+use super::shared::Shared;
+use super::store::{LockKey, LockStore, Scope};
+use crate::key::Key;
+
+/// Locks by key, for one piece of work at a time.
+///
+/// ```
+/// use std::time::Duration;
+/// use tollgate::{Locks, MemoryBackend};
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
+/// let locks = Locks::new(MemoryBackend::new()).namespace("orders").ttl(Duration::from_secs(10));
+///
+/// let lease = locks.lock("42").wait(Duration::from_secs(2)).await?;
+/// assert!(locks.try_lock("42").await.is_err_and(|error| error.is_busy()));
+/// assert!(locks.try_lock("43").await.is_ok());
+///
+/// let fence = lease.fence(); // for what is being changed, to refuse a smaller one
+/// lease.release().await?; // or drop it
+/// assert!(locks.try_lock("42").await?.fence() > fence);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Make one for a purpose and clone it: clones have their settings apart, and everything else in common. Those who wait in
+/// one process stand in one line then, and only the first of them asks the store.
+///
+/// # Cancellation
+///
+/// Any future may be dropped at any time. A lease that the store grants afterwards is given back in the background, and who
+/// stands in line behind comes forward. [`shutdown`](Self::shutdown) waits for that.
+#[derive(Clone)]
+pub struct Locks {
+    shared: Arc<Shared>,
+    namespace: Key,
+    terms: Terms,
+}
+
+/// How a lock is taken and held.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Terms {
+    pub(super) ttl: Duration,
+    pub(super) wait: Duration,
+    pub(super) max_hold: Option<Duration>,
+    pub(super) max_waiters: usize,
+    pub(super) deadline: Duration,
+}
+
+impl Locks {
+    /// Locks that `store` keeps, which is a backend: see [`backend`](crate::backend).
+    pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
+        let terms = Terms {
+            ttl: Duration::from_secs(30),
+            wait: Duration::from_secs(10),
+            max_hold: None,
+            max_waiters: 1_000,
+            deadline: Duration::from_millis(100),
+        };
+        Self { shared: Arc::new(Shared::new(Arc::new(store))), namespace: Key::new("default"), terms }
+    }
+
+    /// What keeps these locks apart from others with the same keys. Defaults to `default`.
+    #[must_use]
+    pub fn namespace(mut self, namespace: impl Into<Key>) -> Self {
+        self.namespace = namespace.into();
+        self
+    }
+
+    /// How long the lock outlives a holder that has died. Defaults to 30 s. A living holder renews it after a third of that.
+    ///
+    /// From 10 ms to a day; anything else is a [`LockError::Config`] when a lock is asked for. A short one is lost when the
+    /// store, the network or the process stands still for that long.
+    #[must_use]
+    pub fn ttl(mut self, ttl: Duration) -> Self {
+        self.terms.ttl = ttl;
+        self
+    }
+
+    /// How long [`lock`](Self::lock) waits for a lock that somebody else holds. Defaults to 10 s; with zero it does not wait.
+    #[must_use]
+    pub fn wait(mut self, wait: Duration) -> Self {
+        self.terms.wait = wait;
+        self
+    }
+
+    /// How long a lease is renewed at the most; it is [lost](super::LossReason::MaxHold) then. Defaults to no limit: a
+    /// holder that hangs keeps the lock for as long as its process lives.
+    #[must_use]
+    pub fn max_hold(mut self, max_hold: Duration) -> Self {
+        self.terms.max_hold = Some(max_hold);
+        self
+    }
+
+    /// How many may stand in line for one lock in this process. Defaults to 1,000. One more is a [`LockError::QueueFull`].
+    #[must_use]
+    pub fn max_waiters(mut self, waiters: usize) -> Self {
+        self.terms.max_waiters = waiters;
+        self
+    }
+
+    /// How long one call of the store may take. Defaults to 100 ms. Who waits tries again after that.
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.terms.deadline = deadline;
+        self
+    }
+
+    /// Takes the lock of `key`, and waits for it if somebody else holds it.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tollgate::{Locks, MemoryBackend};
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
+    /// # let locks = Locks::new(MemoryBackend::new());
+    /// let lease = locks.lock("order:42").ttl(Duration::from_secs(5)).wait(Duration::from_secs(2)).await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// See [`LockError`]. Nothing is held then, or what is held all the same is given back in the background.
+    pub fn lock(&self, key: impl Into<Key>) -> LockRequest {
+        let lock = LockKey::new(self.namespace, key);
+        LockRequest { shared: Arc::clone(&self.shared), lock, terms: self.terms }
+    }
+
+    /// Takes the lock of `key`, or says at once that somebody else holds it.
+    ///
+    /// # Errors
+    ///
+    /// See [`LockError`].
+    pub fn try_lock(&self, key: impl Into<Key>) -> LockRequest {
+        self.lock(key).wait(Duration::ZERO)
+    }
+
+    /// Runs `body` while holding the lock of `key`, and cancels it if the lease is lost: see [`LockRequest::run`].
+    ///
+    /// # Errors
+    ///
+    /// See [`LockError`].
+    pub fn run<K, B, F, T>(
+        &self,
+        key: K,
+        body: B,
+    ) -> impl Future<Output = Result<T, LockError>> + Send + use<K, B, F, T>
+    where
+        K: Into<Key>,
+        B: FnOnce(Lease) -> F + Send,
+        F: Future<Output = T> + Send,
+        T: Send,
+    {
+        self.lock(key).run(body)
+    }
+
+    /// Among whom the locks exclude each other: [`Scope::Process`] on the memory backend.
+    #[must_use]
+    pub fn scope(&self) -> Scope {
+        self.shared.store.scope()
+    }
+
+    /// Grants nothing any more, and waits until every lease has been given back, also those that were dropped and are on their
+    /// way. Whoever waits for a lock is told [`LockError::Closed`]. For all clones.
+    ///
+    /// Takes as long as the holders do; what cannot be given back takes until it has expired. Use `tokio::time::timeout` around it.
+    pub async fn shutdown(&self) {
+        self.shared.close();
+        self.shared.drained().await;
+    }
+}
+
+impl fmt::Debug for Locks {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Locks").field("namespace", &self.namespace).field("terms", &self.terms).finish_non_exhaustive()
+    }
+}
+
+/// A lock that is about to be taken: `.await` it, or [`run`](Self::run) something.
+#[must_use = "nothing is asked for until this is awaited"]
+pub struct LockRequest {
+    shared: Arc<Shared>,
+    lock: LockKey,
+    terms: Terms,
+}
+
+impl LockRequest {
+    /// How long the lock outlives a holder that has died: see [`Locks::ttl`].
+    pub fn ttl(mut self, ttl: Duration) -> Self {
+        self.terms.ttl = ttl;
+        self
+    }
+
+    /// How long to wait while somebody else holds it: see [`Locks::wait`].
+    pub fn wait(mut self, wait: Duration) -> Self {
+        self.terms.wait = wait;
+        self
+    }
+
+    /// How long the lease is renewed at the most: see [`Locks::max_hold`].
+    pub fn max_hold(mut self, max_hold: Duration) -> Self {
+        self.terms.max_hold = Some(max_hold);
+        self
+    }
+
+    /// Runs `body` with the lease, and gives it back when that is done. If the lease is lost before, `body` is dropped where it
+    /// stands, and the error says so.
+    ///
+    /// Nobody else runs under this lock at the same time, unless this process stands still, which the
+    /// [fence](Lease::fence) is for. What `body` has spawned goes on by itself: [`Lease::lost`] and [`Lease::reenter`] are for that.
+    /// A lock that `body` asks for though it has it is [`LockError::Nested`].
+    ///
+    /// ```
+    /// use tollgate::{Locks, MemoryBackend};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
+    /// let locks = Locks::new(MemoryBackend::new());
+    /// let total = locks.run("order:42", async |lease| {
+    ///     // update(42, lease.fence()).await
+    ///     # drop(lease);
+    ///     7
+    /// }).await?;
+    /// assert_eq!(total, 7);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// See [`LockError`]. That the lock could not be given back in time is none: it is tried again in the background.
+    ///
+    /// # Cancellation
+    ///
+    /// Dropping the future drops `body` and gives the lock back.
+    pub async fn run<T, F>(self, body: impl FnOnce(Lease) -> F + Send) -> Result<T, LockError>
+    where
+        F: Future<Output = T> + Send,
+        T: Send,
+    {
+        let (shared, lock) = (Arc::clone(&self.shared), self.lock);
+        let lease = self.await?;
+        let outcome = {
+            let mut body = pin!(nested::within(&shared, &lock, body(lease.reenter())));
+            tokio::select! {
+                // After a standstill nothing of the body may run before this was looked at.
+                biased;
+                lost = lease.lost() => Err(lost.into()),
+                value = &mut body => Ok(value),
+            }
+        };
+        if outcome.is_ok() {
+            // What becomes of it does not change what the body has done.
+            let _ = lease.release().await;
+        }
+        outcome
+    }
+}
+
+impl IntoFuture for LockRequest {
+    type Output = Result<Lease, LockError>;
+    type IntoFuture = Pin<Box<dyn Future<Output = Self::Output> + Send>>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        Box::pin(acquire::acquire(self.shared, self.lock, self.terms))
+    }
+}
+
+impl fmt::Debug for LockRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LockRequest").field("lock", &self.lock).field("terms", &self.terms).finish_non_exhaustive()
+    }
+}

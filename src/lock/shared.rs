@@ -1,0 +1,119 @@
+use std::future::Future;
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use tokio::runtime::Handle;
+use tokio::sync::Notify;
+
+use super::erased::AnyStore;
+use super::gate::Gate;
+use super::keeper::Keeper;
+
+/// What all clones of one [`Locks`](super::Locks) and all of its leases have in common.
+pub(super) struct Shared {
+    pub(super) store: Arc<dyn AnyStore>,
+    pub(super) gate: Gate,
+    pub(super) keeper: Keeper,
+    is_closed: AtomicBool,
+    closing: Notify,
+    // Tasks that finish what somebody left half done.
+    background: AtomicUsize,
+    /// Acquisitions of which nothing is known, and which are being undone.
+    pub(super) undone: AtomicUsize,
+    idle: Notify,
+    // A runtime for what is dropped where there is none.
+    runtime: Mutex<Option<Handle>>,
+}
+
+impl Shared {
+    pub(super) fn new(store: Arc<dyn AnyStore>) -> Self {
+        Self {
+            store,
+            gate: Gate::new(),
+            keeper: Keeper::new(),
+            is_closed: AtomicBool::new(false),
+            closing: Notify::new(),
+            background: AtomicUsize::new(0),
+            undone: AtomicUsize::new(0),
+            idle: Notify::new(),
+            runtime: Mutex::new(None),
+        }
+    }
+
+    pub(super) fn is_closed(&self) -> bool {
+        self.is_closed.load(Ordering::Acquire)
+    }
+
+    /// Waits until nobody may begin anything any more.
+    pub(super) async fn closed(&self) {
+        let mut closing = pin!(self.closing.notified());
+        closing.as_mut().enable();
+        if !self.is_closed() {
+            closing.await;
+        }
+    }
+
+    pub(super) fn close(&self) {
+        self.is_closed.store(true, Ordering::Release);
+        self.closing.notify_waiters();
+    }
+
+    /// Waits until nothing is held, waited for or under way.
+    pub(super) async fn drained(&self) {
+        loop {
+            let mut idle = pin!(self.idle.notified());
+            idle.as_mut().enable();
+            if self.gate.is_empty() && self.background.load(Ordering::Acquire) == 0 {
+                return;
+            }
+            idle.await;
+        }
+    }
+
+    /// To be called when something has ended.
+    pub(super) fn ended(&self) {
+        self.idle.notify_waiters();
+    }
+
+    /// Remembers the runtime that this is called in.
+    pub(super) fn remember_runtime(&self) {
+        if let Ok(handle) = Handle::try_current() {
+            *self.runtime.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
+        }
+    }
+
+    /// Runs `task` in the background: in the runtime of the caller, or in the one where the last lease was granted. Where that is
+    /// gone nothing is left to do it, and the lease expires.
+    pub(super) fn spawn(self: &Arc<Self>, task: impl Future<Output = ()> + Send + 'static) {
+        let runtime = Handle::try_current().ok();
+        let runtime = runtime.or_else(|| self.runtime.lock().unwrap_or_else(PoisonError::into_inner).clone());
+        let Some(runtime) = runtime else {
+            tracing::debug!("no runtime to give a lease back in: it will expire");
+            return;
+        };
+        let running = Running::new(self);
+        drop(runtime.spawn(async move {
+            task.await;
+            drop(running);
+        }));
+    }
+}
+
+/// Counts a background task until it ends in whatever way.
+struct Running(Arc<Shared>);
+
+impl Running {
+    fn new(home: &Arc<Shared>) -> Self {
+        home.background.fetch_add(1, Ordering::AcqRel);
+        Self(Arc::clone(home))
+    }
+}
+
+impl Drop for Running {
+    fn drop(&mut self) {
+        if self.0.background.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.0.ended();
+        }
+    }
+}

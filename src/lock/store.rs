@@ -1,0 +1,212 @@
+use std::any::Any;
+use std::fmt;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+
+use crate::error::StoreError;
+use crate::key::Key;
+
+/// What locks need of a backend: leases that are taken, renewed and given back, each in one atomic step.
+///
+/// Each acquisition has a [`Token`] of its own, and everything may be asked again with it: a reply that was lost is asked for
+/// once more, and nothing is held twice or given back for somebody else. The backend keeps the time.
+///
+/// Every backend passes the same contract tests, which `tollgate::testing` (feature `testing`) has for others.
+///
+/// # Cancellation
+///
+/// Dropping a returned future may or may not have done what was asked.
+pub trait LockStore {
+    /// Takes the lease for [`Claim::ttl`] from now on, if nobody else holds it.
+    ///
+    /// Where the token holds it already, it lasts its whole time again and the answer is the one that was given before.
+    fn acquire(&self, lock: &LockKey, claim: &Claim) -> impl Future<Output = Result<Acquired, StoreError>> + Send;
+
+    /// Lets leases last their whole time from now on, each if its token still holds it. Answers so for each, in order. A lease
+    /// that has ended does not come back.
+    fn renew(&self, renewals: &[Renewal]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
+
+    /// Gives a lease back if `token` holds it, and wakes those who [watch](Self::watch) for that.
+    fn release(&self, lock: &LockKey, token: &Token) -> impl Future<Output = Result<Released, StoreError>> + Send;
+
+    /// Wake-ups for somebody who waits for the lease. The future is ready once no release can be missed any more: the caller
+    /// tries again then, and after each wake-up. A store that cannot tell answers [`Wakeups::none`].
+    fn watch(&self, lock: &LockKey) -> impl Future<Output = Wakeups> + Send;
+
+    /// Among whom the leases exclude each other.
+    fn scope(&self) -> Scope;
+}
+
+/// Which lock: a key within a namespace.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct LockKey {
+    namespace: Key,
+    subject: Key,
+}
+
+impl LockKey {
+    /// The lock of `subject` among those of `namespace`.
+    pub fn new(namespace: impl Into<Key>, subject: impl Into<Key>) -> Self {
+        Self { namespace: namespace.into(), subject: subject.into() }
+    }
+
+    /// What keeps the locks of one purpose apart from those of others.
+    #[must_use]
+    pub const fn namespace(&self) -> &Key {
+        &self.namespace
+    }
+
+    /// What is locked.
+    #[must_use]
+    pub const fn subject(&self) -> &Key {
+        &self.subject
+    }
+}
+
+impl fmt::Debug for LockKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LockKey({self})")
+    }
+}
+
+impl fmt::Display for LockKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.namespace, self.subject)
+    }
+}
+
+/// Who holds a lease: 16 random bytes, others for each acquisition.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+pub struct Token([u8; 16]);
+
+impl Token {
+    /// A token that nobody else has.
+    ///
+    /// # Errors
+    ///
+    /// If the system has no random numbers to give.
+    pub fn random() -> Result<Self, StoreError> {
+        let mut bytes = [0; 16];
+        getrandom::fill(&mut bytes).map_err(StoreError::other)?;
+        Ok(Self(bytes))
+    }
+
+    /// The token as a store keeps it.
+    #[must_use]
+    pub const fn as_bytes(&self) -> &[u8; 16] {
+        &self.0
+    }
+}
+
+impl fmt::Debug for Token {
+    // Whoever knows a token can give its lease back, so a log does not tell all of it.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let [a, b, c, d, ..] = self.0;
+        write!(f, "Token({a:02x}{b:02x}{c:02x}{d:02x}..)")
+    }
+}
+
+/// What an acquisition asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Claim {
+    /// Who asks.
+    pub token: Token,
+    /// How long the lease is to last, from [`Claim::MIN_TTL`] to [`Claim::MAX_TTL`].
+    pub ttl: Duration,
+    /// How many fencing tokens to set aside for the holder, at least 1. The same whenever this token asks.
+    pub fences: u32,
+}
+
+impl Claim {
+    /// The shortest lease there is.
+    pub const MIN_TTL: Duration = Duration::from_millis(10);
+    /// The longest lease there is. What is to be held for longer is renewed, and free soon after its holder has died.
+    pub const MAX_TTL: Duration = Duration::from_secs(86_400);
+}
+
+/// What came of an acquisition.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Acquired {
+    /// The lease belongs to the token now.
+    Granted {
+        /// The first of the fencing tokens that are the holder's. All of them are larger than any that was given out before.
+        fence: u64,
+    },
+    /// Somebody else holds it.
+    Busy {
+        /// For how long at the most, unless it is renewed.
+        remaining: Duration,
+    },
+}
+
+/// A lease to renew.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Renewal {
+    /// Which lock.
+    pub lock: LockKey,
+    /// Who holds it.
+    pub token: Token,
+    /// How long it is to last from now on.
+    pub ttl: Duration,
+}
+
+/// What came of giving a lease back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Released {
+    /// Whether the token still held it.
+    pub was_held: bool,
+    /// Whether others, who do not share this backend value, were waiting for it, as far as is known.
+    pub is_wanted: bool,
+}
+
+/// Among whom leases exclude each other.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[non_exhaustive]
+pub enum Scope {
+    /// Only within this process.
+    Process,
+    /// All processes that use the same Redis primary.
+    Redis,
+}
+
+/// Tells somebody who waits when to look again: see [`LockStore::watch`].
+pub struct Wakeups {
+    changes: Option<watch::Receiver<()>>,
+    // What ends the subscription when it is dropped. After the receiver, so that it is not counted any more.
+    _keep: Option<Arc<dyn Any + Send + Sync>>,
+}
+
+impl Wakeups {
+    /// A wake-up for each time that something is sent. `keep` is dropped with the last of them.
+    #[must_use]
+    pub fn new(changes: watch::Receiver<()>, keep: Arc<dyn Any + Send + Sync>) -> Self {
+        Self { changes: Some(changes), _keep: Some(keep) }
+    }
+
+    /// No wake-ups: whoever waits has to look now and then.
+    #[must_use]
+    pub const fn none() -> Self {
+        Self { changes: None, _keep: None }
+    }
+
+    /// Waits until there is a reason to look again that came up since the last time.
+    pub async fn next(&mut self) {
+        if let Some(changes) = &mut self.changes {
+            if changes.changed().await.is_ok() {
+                return;
+            }
+            self.changes = None;
+        }
+        std::future::pending().await
+    }
+}
+
+impl fmt::Debug for Wakeups {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Wakeups").field("is_told", &self.changes.is_some()).finish()
+    }
+}

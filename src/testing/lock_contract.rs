@@ -1,0 +1,442 @@
+//! What every [`LockStore`] must do, and what [`Locks`] does on each: one claim a function, written once, run on each backend by
+//! [`lock_contract!`](crate::lock_contract).
+//!
+//! A claim is told a store that nobody else uses, and panics if what it says is not so. The claims wait on tokio's clock, so
+//! they take no time where it is paused and up to some seconds where it is not.
+#![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
+
+use std::future::poll_fn;
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::Poll;
+use std::time::Duration;
+
+use tokio::task::{JoinSet, yield_now};
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::error::ConfigError;
+use crate::lock::{
+    Acquired, Claim, LeaseState, LockError, LockKey, LockStore, Locks, LossReason, Release, Released, Renewal, Token,
+};
+
+/// A lease that no test sees the end of, however slow the machine.
+const LONG: Duration = Duration::from_secs(60);
+/// A lease whose end can be waited for, with room for a machine that is slow to wake somebody.
+const SHORT: Duration = Duration::from_millis(1_500);
+/// What a busy machine may add to a time before it counts as missed.
+const SLACK: Duration = Duration::from_millis(1_200);
+
+fn lock(subject: &str) -> LockKey {
+    LockKey::new("contract", subject)
+}
+
+fn claim(ttl: Duration) -> Claim {
+    Claim { token: Token::random().unwrap(), ttl, fences: 1 }
+}
+
+/// Generous, since these claims are not about how fast a store is.
+fn locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> Locks {
+    Locks::new(store.clone()).deadline(Duration::from_secs(10))
+}
+
+/// Takes a lock that is free; answers the fence.
+async fn take<S: LockStore>(store: &S, lock: &LockKey, claim: &Claim) -> u64 {
+    match store.acquire(lock, claim).await.unwrap() {
+        Acquired::Granted { fence } => fence,
+        answer => panic!("{lock} should be free: {answer:?}"),
+    }
+}
+
+/// How long somebody else may keep the lock.
+async fn busy<S: LockStore>(store: &S, lock: &LockKey) -> Duration {
+    match store.acquire(lock, &claim(LONG)).await.unwrap() {
+        Acquired::Busy { remaining } => remaining,
+        answer => panic!("{lock} should be held: {answer:?}"),
+    }
+}
+
+/// A lock that nobody holds is granted; one that somebody holds is not, and the answer says for how long it may be held.
+pub async fn a_free_lock_is_granted_and_a_held_one_is_not<S: LockStore>(store: S) {
+    take(&store, &lock("a"), &claim(LONG)).await;
+    for _ in 0..3 {
+        let remaining = busy(&store, &lock("a")).await;
+        assert!(remaining <= LONG && remaining > LONG - SLACK * 10, "{remaining:?}");
+    }
+}
+
+/// Other subjects and other namespaces are other locks.
+pub async fn subjects_and_namespaces_are_apart<S: LockStore>(store: S) {
+    for lock in [LockKey::new("a", "b"), LockKey::new("b", "a"), LockKey::new("a:b", ""), LockKey::new("", "a:b")] {
+        take(&store, &lock, &claim(LONG)).await;
+        busy(&store, &lock).await;
+    }
+}
+
+/// Asking again with the token of the holder gives the same answer, and lets the lease last its whole time again.
+pub async fn an_acquisition_may_be_asked_again<S: LockStore>(store: S) {
+    for fences in [1, 16] {
+        let claim = Claim { fences, ..claim(SHORT) };
+        let lock = LockKey::new("again", fences);
+        let fence = take(&store, &lock, &claim).await;
+        for _ in 0..4 {
+            sleep(SHORT / 2).await;
+            assert_eq!(take(&store, &lock, &claim).await, fence);
+        }
+        assert!(busy(&store, &lock).await > SHORT / 4);
+    }
+}
+
+/// Each grant of a lock has larger fences than all before it, whether the lease before was given back or ran out.
+pub async fn fences_rise_with_every_grant<S: LockStore>(store: S) {
+    let mut last = 0;
+    for (round, fences) in [1, 16, 1, 65_536, 1, 1, 16, 16, 1].into_iter().enumerate() {
+        let is_given_back = round % 3 > 0;
+        let claim = Claim { fences, ..claim(if is_given_back { LONG } else { Claim::MIN_TTL }) };
+        let fence = take(&store, &lock("a"), &claim).await;
+        assert!(fence > last, "{fence} after {last} in round {round}");
+        assert!(fence + u64::from(fences) < 1 << 53);
+        last = fence + u64::from(fences) - 1;
+        if is_given_back {
+            assert!(store.release(&lock("a"), &claim.token).await.unwrap().was_held);
+        } else {
+            sleep(Claim::MIN_TTL * 2).await;
+        }
+    }
+}
+
+/// A lease that is not renewed is free after its time, and not before.
+pub async fn a_lease_ends_by_itself<S: LockStore>(store: S) {
+    let begun = Instant::now();
+    let dead = claim(SHORT);
+    take(&store, &lock("a"), &dead).await;
+    loop {
+        match store.acquire(&lock("a"), &claim(LONG)).await.unwrap() {
+            Acquired::Granted { .. } => break,
+            Acquired::Busy { remaining } => {
+                assert!(remaining <= SHORT, "{remaining:?}");
+                sleep(remaining.max(Duration::from_millis(1))).await;
+            }
+        }
+    }
+    let took = begun.elapsed();
+    assert!(took >= SHORT && took < SHORT + SLACK, "{took:?}");
+    // Whoever was there before has no say any more.
+    let renewal = Renewal { lock: lock("a"), token: dead.token, ttl: LONG };
+    assert_eq!(store.renew(&[renewal]).await.unwrap(), [false]);
+    assert!(!store.release(&lock("a"), &dead.token).await.unwrap().was_held);
+    busy(&store, &lock("a")).await;
+}
+
+/// A lease that is renewed in time does not end.
+pub async fn a_renewal_lets_a_lease_last<S: LockStore>(store: S) {
+    let claim = claim(SHORT);
+    take(&store, &lock("a"), &claim).await;
+    for _ in 0..4 {
+        sleep(SHORT / 2).await;
+        let renewal = Renewal { lock: lock("a"), token: claim.token, ttl: SHORT };
+        assert_eq!(store.renew(&[renewal]).await.unwrap(), [true]);
+        busy(&store, &lock("a")).await;
+    }
+    // It may become longer and shorter by that.
+    for ttl in [LONG, SHORT] {
+        let renewal = Renewal { lock: lock("a"), token: claim.token, ttl };
+        store.renew(&[renewal]).await.unwrap();
+        let remaining = busy(&store, &lock("a")).await;
+        assert!(remaining <= ttl && remaining + SLACK > ttl, "{remaining:?} of {ttl:?}");
+    }
+}
+
+/// A lease that has ended is not brought back by renewing it, although nobody else has taken the lock.
+pub async fn a_lease_that_has_ended_does_not_come_back<S: LockStore>(store: S) {
+    let dead = claim(Claim::MIN_TTL);
+    take(&store, &lock("a"), &dead).await;
+    sleep(Claim::MIN_TTL * 2).await;
+    let renewal = Renewal { lock: lock("a"), token: dead.token, ttl: LONG };
+    assert_eq!(store.renew(&[renewal, Renewal { lock: lock("never"), ..renewal }]).await.unwrap(), [false, false]);
+    take(&store, &lock("a"), &claim(LONG)).await;
+    take(&store, &lock("never"), &claim(LONG)).await;
+}
+
+/// Renewals are answered each for itself and in order, however many there are.
+pub async fn many_leases_are_renewed_at_once<S: LockStore>(store: S) {
+    let renewals: Vec<_> =
+        (0..300_u32).map(|i| Renewal { lock: LockKey::new("many", i), token: claim(LONG).token, ttl: LONG }).collect();
+    for renewal in renewals.iter().step_by(3) {
+        take(&store, &renewal.lock, &Claim { token: renewal.token, ttl: SHORT, fences: 1 }).await;
+    }
+    let answers = store.renew(&renewals).await.unwrap();
+    let expected: Vec<_> = (0..300).map(|i| i % 3 == 0).collect();
+    assert_eq!(answers, expected);
+    assert!(store.renew(&[]).await.unwrap().is_empty());
+}
+
+/// Only the token that holds a lease gives it back, and doing so twice is harmless.
+pub async fn only_the_holder_gives_a_lease_back<S: LockStore>(store: S) {
+    let (holder, other) = (claim(LONG), claim(LONG));
+    assert_eq!(store.release(&lock("a"), &holder.token).await.unwrap(), Released::default());
+    take(&store, &lock("a"), &holder).await;
+    assert!(!store.release(&lock("a"), &other.token).await.unwrap().was_held);
+    busy(&store, &lock("a")).await;
+    assert!(store.release(&lock("a"), &holder.token).await.unwrap().was_held);
+    assert!(!store.release(&lock("a"), &holder.token).await.unwrap().was_held);
+    take(&store, &lock("a"), &other).await;
+    assert!(!store.release(&lock("a"), &holder.token).await.unwrap().was_held);
+    busy(&store, &lock("a")).await;
+}
+
+/// Whatever bytes a lock is called by, it is a lock of its own.
+pub async fn any_bytes_are_a_lock<S: LockStore>(store: S) {
+    let subjects: [&[u8]; 8] =
+        [b"", b"{", b"}{", b"{a}", b"a:b", b"\0\xff\n", &[b'x'; 1 << 20], "\u{1F512}".as_bytes()];
+    for subject in subjects {
+        let (lock, claim) = (LockKey::new("contract", subject), claim(LONG));
+        take(&store, &lock, &claim).await;
+        busy(&store, &lock).await;
+        assert!(store.release(&lock, &claim.token).await.unwrap().was_held);
+    }
+}
+
+/// Of many who ask at the same time one gets the lock.
+pub async fn one_of_many_racing_gets_the_lock<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    for round in 0..5_u32 {
+        let mut callers = JoinSet::new();
+        for _ in 0..50 {
+            let store = store.clone();
+            callers.spawn(async move { store.acquire(&LockKey::new("race", round), &claim(LONG)).await.unwrap() });
+        }
+        let granted = |answer: &Acquired| matches!(answer, Acquired::Granted { .. });
+        assert_eq!(callers.join_all().await.iter().filter(|answer| granted(answer)).count(), 1);
+    }
+}
+
+/// Whoever watches is woken when the lease is given back, and the release says that somebody was waiting, if anything.
+pub async fn a_release_wakes_those_who_watch<S: LockStore>(store: S) {
+    let holder = claim(LONG);
+    take(&store, &lock("a"), &holder).await;
+    let (mut one, mut other) = (store.watch(&lock("a")).await, store.watch(&lock("a")).await);
+    store.release(&lock("a"), &holder.token).await.unwrap();
+    for wakeups in [&mut one, &mut other] {
+        timeout(SLACK, wakeups.next()).await.expect("a wake-up");
+    }
+    take(&store, &lock("a"), &holder).await;
+    drop((one, other));
+    assert!(store.release(&lock("a"), &holder.token).await.unwrap().was_held);
+}
+
+/// Tasks that change something under a lock never meet, and each sees a larger fence than all before it.
+pub async fn one_at_a_time_with_rising_fences<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    // Two clients, as in two processes.
+    let clients = [locks(&store).wait(LONG), locks(&store).wait(LONG)];
+    let (inside, fence) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicU64::new(0)));
+    let mut tasks = JoinSet::new();
+    for task in 0..16 {
+        let (locks, inside, fence) = (clients[task % 2].clone(), Arc::clone(&inside), Arc::clone(&fence));
+        tasks.spawn(async move {
+            for turn in 0..25 {
+                let lease = locks.lock("counter").await.unwrap();
+                assert_eq!(inside.fetch_add(1, Ordering::SeqCst), 0, "two at a time");
+                let before = fence.swap(lease.fence(), Ordering::SeqCst);
+                assert!(lease.fence() > before, "{} after {before}", lease.fence());
+                yield_now().await;
+                inside.fetch_sub(1, Ordering::SeqCst);
+                if turn % 2 == 0 {
+                    assert_eq!(lease.release().await.unwrap(), Release::Released);
+                } else {
+                    drop(lease);
+                }
+            }
+        });
+    }
+    tasks.join_all().await;
+    for locks in clients {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+}
+
+/// Whoever waits gets the lock soon after it is given back, in the same client and in another one.
+pub async fn who_waits_gets_the_lock_when_it_is_given_back<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let here = locks(&store);
+    for (there, is_dropped) in
+        [(here.clone(), false), (here.clone(), true), (locks(&store), false), (locks(&store), true)]
+    {
+        let lease = here.lock("a").await.unwrap();
+        let waiter = tokio::spawn(there.lock("a").wait(LONG).into_future());
+        sleep(Duration::from_millis(300)).await;
+        assert!(!waiter.is_finished());
+        let freed = Instant::now();
+        if is_dropped {
+            drop(lease);
+        } else {
+            lease.release().await.unwrap();
+        }
+        let lease = waiter.await.unwrap().unwrap();
+        assert!(freed.elapsed() < SLACK, "{:?}", freed.elapsed());
+        lease.release().await.unwrap();
+    }
+}
+
+/// Waiting ends when its time is over, and does not begin without one.
+pub async fn waiting_ends_in_time<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let here = locks(&store);
+    let _lease = here.lock("a").await.unwrap();
+    for there in [here.clone(), locks(&store)] {
+        for wait in [Duration::ZERO, Duration::from_millis(1), SHORT] {
+            let begun = Instant::now();
+            let error = there.lock("a").wait(wait).await.unwrap_err();
+            assert!(error.is_busy(), "{error:?}");
+            let took = begun.elapsed();
+            assert!(took >= wait && took < wait + SLACK, "{took:?} for {wait:?}");
+        }
+    }
+}
+
+/// A lock whose holder has died is had by who waits when the lease has ended.
+pub async fn who_waits_gets_the_lock_of_the_dead<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let begun = Instant::now();
+    let fence = take(&store, &LockKey::new("default", "a"), &claim(SHORT * 2)).await;
+    let lease = locks(&store).lock("a").await.unwrap();
+    let took = begun.elapsed();
+    assert!(took >= SHORT * 2 && took < SHORT * 2 + SLACK, "{took:?}");
+    assert!(lease.fence() > fence);
+}
+
+/// Within one client, whoever came first is served first.
+pub async fn those_who_wait_are_served_in_order<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let locks = locks(&store).wait(LONG);
+    let lease = locks.lock("a").await.unwrap();
+    let served = Arc::new(Mutex::new(Vec::new()));
+    let mut tasks = JoinSet::new();
+    for i in 0..50 {
+        let (mut waiting, served) = (locks.lock("a").into_future(), Arc::clone(&served));
+        // In the line before the next one comes.
+        poll_fn(|cx| Poll::Ready(assert!(waiting.as_mut().poll(cx).is_pending()))).await;
+        tasks.spawn(async move {
+            let lease = waiting.await.unwrap();
+            served.lock().unwrap().push(i);
+            lease.release().await.unwrap();
+        });
+    }
+    drop(lease);
+    tasks.join_all().await;
+    assert_eq!(*served.lock().unwrap(), (0..50).collect::<Vec<_>>());
+}
+
+/// So many may stand in line and no more, and who leaves makes room.
+pub async fn a_line_is_bounded<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let locks = locks(&store).max_waiters(2).wait(LONG);
+    let lease = locks.lock("a").await.unwrap();
+    let waiter = || tokio::spawn(locks.lock("a").into_future());
+    let (one, other) = (waiter(), waiter());
+    sleep(Duration::from_millis(100)).await;
+    assert!(matches!(locks.lock("a").await, Err(LockError::QueueFull(_))));
+    one.abort();
+    let _ = one.await;
+    let third = waiter();
+    sleep(Duration::from_millis(100)).await;
+    assert!(matches!(locks.lock("a").await, Err(LockError::QueueFull(_))));
+    drop(lease);
+    drop(other.await.unwrap().unwrap());
+    drop(third.await.unwrap().unwrap());
+    timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+}
+
+/// A lease is renewed for as long as somebody has it.
+pub async fn a_held_lease_outlives_its_time<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (locks(&store), locks(&store));
+    let lease = here.lock("a").ttl(SHORT).await.unwrap();
+    let ends = Instant::now() + SHORT * 4;
+    while Instant::now() < ends {
+        assert!(there.try_lock("a").await.is_err_and(|error| error.is_busy()));
+        assert_eq!(lease.state(), LeaseState::Held);
+        assert!(lease.check().is_ok() && lease.remaining() > Duration::ZERO && lease.remaining() <= SHORT);
+        sleep(SHORT / 8).await;
+    }
+    assert_eq!(lease.release().await.unwrap(), Release::Released);
+    drop(there.try_lock("a").await.unwrap());
+}
+
+/// The lock is given back with the last handle of a lease, and all of them have one fence.
+pub async fn a_handle_more_keeps_the_lock<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (locks(&store), locks(&store));
+    let outer = here.lock("a").await.unwrap();
+    let (inner, innermost) = (outer.reenter(), outer.reenter().reenter());
+    assert_eq!((inner.fence(), innermost.fence()), (outer.fence(), outer.fence()));
+    assert_eq!(outer.release().await.unwrap(), Release::Shared);
+    drop(inner);
+    for locks in [&here, &there] {
+        assert!(locks.try_lock("a").await.is_err_and(|error| error.is_busy()));
+    }
+    assert_eq!(innermost.release().await.unwrap(), Release::Released);
+    drop(there.try_lock("a").await.unwrap());
+}
+
+/// What may be held for so long is lost after that, and given back when the holder lets go of it.
+pub async fn nothing_is_held_for_longer_than_it_may_be<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let locks = locks(&store).max_hold(SHORT);
+    let begun = Instant::now();
+    let lease = locks.lock("a").await.unwrap();
+    let lost = timeout(LONG, lease.lost()).await.unwrap();
+    let took = begun.elapsed();
+    assert_eq!(lost.reason(), LossReason::MaxHold);
+    assert!(took >= SHORT && took < SHORT + SLACK, "{took:?}");
+    assert_eq!((lease.state(), lease.remaining()), (LeaseState::Lost, Duration::ZERO));
+    assert_eq!(lease.release().await.unwrap(), Release::Lost);
+    drop(locks.lock("a").await.unwrap());
+}
+
+/// A body runs under the lock, is dropped when the lease is lost, and may not wait for the lock that it has.
+pub async fn a_body_runs_under_the_lock_and_no_longer<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (locks(&store), locks(&store));
+    let outcome = here.run("a", async |lease| {
+        assert!(there.try_lock("a").await.is_err_and(|error| error.is_busy()));
+        assert!(matches!(here.lock("a").await, Err(LockError::Nested(_))));
+        assert!(matches!(here.run("b", async |_| here.try_lock("a").await).await, Ok(Err(LockError::Nested(_)))));
+        drop(here.try_lock("b").await.unwrap());
+        lease.fence()
+    });
+    let fence = outcome.await.unwrap();
+    assert!(there.try_lock("a").await.unwrap().fence() > fence);
+
+    let got_through = Arc::new(AtomicUsize::new(0));
+    let outcome = here.lock("c").max_hold(SHORT).run(async |_| {
+        sleep(LONG).await;
+        got_through.fetch_add(1, Ordering::SeqCst);
+    });
+    let error = timeout(LONG, outcome).await.unwrap().unwrap_err();
+    assert!(error.is_lost() && got_through.load(Ordering::SeqCst) == 0, "{error:?}");
+    drop(there.lock("c").await.unwrap());
+}
+
+/// Times that make no sense are refused by name, and those that nearly do work.
+pub async fn bad_times_are_refused_by_name<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let locks = locks(&store);
+    for ttl in [Duration::ZERO, Duration::from_millis(1), Duration::from_secs(86_400 * 365), Duration::MAX] {
+        let error = locks.lock("a").ttl(ttl).await.unwrap_err();
+        assert!(matches!(error, LockError::Config(ConfigError::TtlOutOfRange { .. })), "{error:?}");
+    }
+    for locks in [locks.clone().deadline(Duration::ZERO), locks.clone().max_hold(Duration::ZERO)] {
+        assert!(matches!(locks.lock("a").await, Err(LockError::Config(ConfigError::ZeroTimeout))));
+    }
+    drop(locks.lock("a").ttl(Claim::MAX_TTL).wait(Duration::MAX).max_hold(Duration::MAX).await.unwrap());
+    timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+}
+
+/// After a shutdown nothing is granted, those who wait are told, and it is over when the last lease is given back.
+pub async fn a_shutdown_waits_for_what_is_held<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let locks = locks(&store);
+    let lease = locks.lock("a").await.unwrap();
+    let waiter = tokio::spawn(locks.lock("a").into_future());
+    let contender = tokio::spawn(self::locks(&store).lock("a").into_future());
+    sleep(Duration::from_millis(100)).await;
+    let over = tokio::spawn({
+        let locks = locks.clone();
+        async move { locks.shutdown().await }
+    });
+    assert!(matches!(waiter.await.unwrap(), Err(LockError::Closed(_))));
+    assert!(matches!(locks.lock("b").await, Err(LockError::Closed(_))));
+    assert!(!over.is_finished());
+    drop(lease);
+    timeout(LONG, over).await.expect("it ends").unwrap();
+    // Of somebody else's shutdown nobody else hears.
+    drop(contender.await.unwrap().unwrap());
+}

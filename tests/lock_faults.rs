@@ -1,0 +1,523 @@
+//! Locks on bad days: futures dropped anywhere, leases that are lost, answers that never come, and Redis killed, stopped and
+//! cut off. Whatever happens, nobody is left behind with a lock, and no two ever believe to have the same one.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+mod support;
+
+use std::future::pending;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use support::locks::{DropAt, History};
+use support::server::RedisServer;
+use tokio::sync::{Mutex, MutexGuard};
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+use tollgate::lock::{LeaseState, LossReason, Release};
+use tollgate::testing::{Failure, FaultStore, Verb};
+use tollgate::{LockError, Locks, MemoryBackend, RedisBackend, RedisOptions};
+
+const LONG: Duration = Duration::from_secs(30);
+/// What a busy machine may add to a time before it counts as missed.
+const SLACK: Duration = Duration::from_millis(500);
+
+/// Lets the tests of this file that judge by the clock run one after the other: they would slow each other down.
+async fn alone() -> MutexGuard<'static, ()> {
+    static TURN: Mutex<()> = Mutex::const_new(());
+    TURN.lock().await
+}
+
+async fn connect(server: &RedisServer) -> RedisBackend {
+    RedisBackend::connect(server.url()).await.expect("the server lets us in")
+}
+
+async fn locks(server: &RedisServer) -> Locks {
+    Locks::new(connect(server).await).deadline(Duration::from_secs(2))
+}
+
+/// Runs a command on the server, by a connection of its own.
+fn command<T: redis::FromRedisValue>(server: &RedisServer, words: &[&str]) -> T {
+    let mut command = redis::cmd(words[0]);
+    command.arg(&words[1..]);
+    command.query(&mut server.connection()).unwrap()
+}
+
+const LEASE: &str = "tollgate:2:{lock:default:a}:lease";
+
+/// Drops a future after its first poll, its second, and so on, until it gets to its end; after each time `then` is done.
+macro_rules! drop_everywhere {
+    ($future:expr, $then:expr) => {{
+        let mut ended = false;
+        for polls in 0..100 {
+            let output = DropAt::new(polls, $future).await;
+            ended = output.is_some();
+            let _ = output;
+            $then;
+            if ended {
+                break;
+            }
+        }
+        assert!(ended, "it never came to its end");
+    }};
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
+    let server = RedisServer::start();
+    let (here, there) = (locks(&server).await, locks(&server).await);
+    // Whoever comes next gets the lock at once, and needs no expiry for that.
+    let is_free = async || drop(timeout(LONG / 3, there.lock("a")).await.unwrap().unwrap());
+
+    drop_everywhere!(here.lock("a").into_future(), is_free().await);
+    drop_everywhere!(here.try_lock("a").into_future(), is_free().await);
+    drop_everywhere!(here.run("a", async |_| sleep(Duration::from_millis(1)).await), is_free().await);
+    drop_everywhere!(
+        async {
+            let lease = here.lock("a").await.unwrap();
+            let more = lease.reenter();
+            drop(lease);
+            more.release().await.unwrap();
+        },
+        is_free().await
+    );
+    // Waiting for somebody else, elsewhere and here, who is done after a moment.
+    for holder in [&there, &here] {
+        drop_everywhere!(
+            async {
+                let lease = holder.lock("a").await.unwrap();
+                tokio::spawn(async move {
+                    sleep(Duration::from_millis(5)).await;
+                    drop(lease);
+                });
+                drop(here.lock("a").wait(LONG).await.unwrap());
+            },
+            is_free().await
+        );
+    }
+    let lease = here.lock("b").ttl(Duration::from_millis(300)).max_hold(Duration::from_millis(20)).await.unwrap();
+    drop_everywhere!(lease.lost(), ());
+    drop(lease);
+    for locks in [here, there] {
+        drop_everywhere!(locks.shutdown(), ());
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+    // Nobody listens any more, and no lease is left.
+    let begun = Instant::now();
+    while !command::<Vec<String>>(&server, &["PUBSUB", "CHANNELS"]).is_empty() {
+        assert!(begun.elapsed() < LONG, "somebody still listens");
+        sleep(Duration::from_millis(50)).await;
+    }
+    for key in command::<Vec<String>>(&server, &["KEYS", "*"]) {
+        let length: u64 = command(&server, &["STRLEN", &key]);
+        assert_eq!(length, 19, "{key} has a holder");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_granted_to_nobody_is_given_back() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    let (locks, other) = (Locks::new(store), Locks::new(backend.clone()));
+    faults.delay(Duration::from_millis(20));
+    // Dropped while the store is asked: the grant comes later, and goes back.
+    for polls in 0..3 {
+        assert!(DropAt::new(polls, locks.lock("a").into_future()).await.is_none() || polls == 2);
+        sleep(Duration::from_millis(100)).await;
+        assert_eq!(backend.locks(), 0, "after {polls} polls");
+    }
+    // Granted, and nobody hears of it: the caller is told of a store that does not answer, and it goes back in the end.
+    faults.heal();
+    faults.lose_answers();
+    let error = locks.try_lock("a").await.unwrap_err();
+    assert!(matches!(&error, LockError::Store(error) if error.is_timeout()), "{error:?}");
+    assert!(other.try_lock("a").await.is_err_and(|error| error.is_busy()));
+    faults.heal();
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(backend.locks(), 0);
+    locks.shutdown().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_waits_asks_again_when_an_answer_is_lost_and_gets_what_was_granted() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    faults.lose_answers();
+    let waiter = tokio::spawn(locks.lock("a").into_future());
+    sleep(Duration::from_millis(150)).await;
+    faults.heal();
+    let lease = waiter.await.unwrap().unwrap();
+    assert!(faults.calls(Verb::Acquire) >= 2);
+    assert_eq!(lease.release().await.unwrap(), Release::Released);
+    // What comes to pass late is undone as well.
+    locks.shutdown().await;
+    drop(locks);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_is_told_from_a_lock_that_is_held() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).wait(Duration::from_secs(1));
+    faults.fail(Failure::Unavailable);
+    let begun = tokio::time::Instant::now();
+    assert!(matches!(locks.lock("a").await, Err(LockError::Store(error)) if error.is_unavailable()));
+    assert!(begun.elapsed() <= Duration::from_secs(1), "{:?}", begun.elapsed());
+    assert!(faults.calls(Verb::Acquire) > 2, "who waits tries again");
+    // What will not pass is not waited for.
+    faults.fail(Failure::Unauthorized);
+    let calls = faults.calls(Verb::Acquire);
+    assert!(matches!(locks.lock("a").await, Err(LockError::Store(error)) if error.is_unauthorized()));
+    assert_eq!(faults.calls(Verb::Acquire), calls + 1);
+    faults.heal();
+    drop(locks.lock("a").await.unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn renewals_that_fail_suspend_a_lease_and_the_next_one_heals_it() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).ttl(Duration::from_secs(9));
+    let lease = locks.lock("a").await.unwrap();
+    faults.fail(Failure::Timeout);
+    sleep(Duration::from_secs(4)).await;
+    assert_eq!(lease.state(), LeaseState::Suspended);
+    assert!(lease.check().is_ok());
+    faults.heal();
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(lease.state(), LeaseState::Held);
+    assert!(lease.remaining() > Duration::from_secs(7));
+    // Not a renewal that hangs either keeps it beyond its time.
+    faults.hang();
+    let begun = tokio::time::Instant::now();
+    assert_eq!(lease.lost().await.reason(), LossReason::Expired);
+    assert!(begun.elapsed() < Duration::from_secs(9));
+    assert_eq!(lease.state(), LeaseState::Lost);
+    faults.heal();
+    sleep(Duration::from_secs(20)).await;
+    assert_eq!(lease.state(), LeaseState::Lost, "a loss is for good");
+    assert!(locks.try_lock("a").await.is_ok(), "it does not stand in the way of others");
+    assert_eq!(lease.release().await.unwrap(), Release::Lost);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_release_that_fails_is_said_and_tried_again() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    for failure in [Failure::Unavailable, Failure::Timeout] {
+        let lease = locks.lock("a").await.unwrap();
+        faults.fail(failure);
+        assert!(lease.release().await.is_err());
+        assert_eq!(backend.locks(), 1);
+        faults.heal();
+        sleep(Duration::from_secs(3)).await;
+        assert_eq!(backend.locks(), 0);
+        // A body is not told: it has an outcome of its own.
+        let outcome = locks.run("a", async |_| faults.fail(failure)).await;
+        assert!(outcome.is_ok(), "{outcome:?}");
+        faults.heal();
+        sleep(Duration::from_secs(3)).await;
+        assert_eq!(backend.locks(), 0);
+    }
+}
+
+#[test]
+fn a_lease_may_be_dropped_without_a_runtime() {
+    let server = RedisServer::start();
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let (locks, other) = runtime.block_on(async { (locks(&server).await, locks(&server).await) });
+    let lease = runtime.block_on(locks.lock("a").into_future()).unwrap();
+    thread::spawn(move || drop(lease)).join().unwrap();
+    let begun = Instant::now();
+    drop(runtime.block_on(other.lock("a").into_future()).unwrap());
+    assert!(begun.elapsed() < SLACK, "{:?}", begun.elapsed());
+
+    // Where the runtime is gone, the lease runs out, and another runtime carries on.
+    let lease = runtime.block_on(locks.lock("b").ttl(Duration::from_secs(1)).into_future()).unwrap();
+    drop(runtime);
+    drop(lease);
+    drop((locks, other));
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    runtime.block_on(async {
+        let locks = self::locks(&server).await;
+        let lease = locks.lock("b").ttl(Duration::from_millis(500)).await.unwrap();
+        sleep(Duration::from_secs(1)).await;
+        assert_eq!(lease.state(), LeaseState::Held, "it is renewed here");
+    });
+}
+
+/// The watcher was started in the runtime of the first lease, and leases of the next runtime were not renewed.
+#[test]
+fn locks_that_outlive_a_runtime_renew_in_the_next() {
+    let locks = Locks::new(MemoryBackend::new()).ttl(Duration::from_millis(300));
+    for _ in 0..2 {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(async {
+            let lease = locks.lock("a").await.unwrap();
+            sleep(Duration::from_millis(900)).await;
+            assert_eq!(lease.release().await.unwrap(), Release::Released);
+        });
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lease_whose_key_is_deleted_is_lost_at_the_next_renewal() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let locks = locks(&server).await.ttl(Duration::from_secs(1));
+    let cancelled = Arc::new(AtomicBool::new(true));
+    let body = locks.run("a", async |lease| {
+        let _: u64 = command(&server, &["DEL", LEASE]);
+        let other = self::locks(&server).await.try_lock("a").await.unwrap();
+        assert!(other.fence() > lease.fence());
+        sleep(LONG).await;
+        cancelled.store(false, Ordering::SeqCst);
+    });
+    let begun = Instant::now();
+    let error = body.await.unwrap_err();
+    assert!(matches!(&error, LockError::Lost(lost) if lost.reason() == LossReason::Taken), "{error:?}");
+    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    assert!(cancelled.load(Ordering::SeqCst));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_holder_knows_before_its_key_can_expire_when_redis_does_not_answer() {
+    let _alone = alone().await;
+    let ttl = Duration::from_secs(1);
+    for is_killed in [false, true] {
+        let mut server = RedisServer::start();
+        let locks = locks(&server).await.ttl(ttl).deadline(Duration::from_secs(20));
+        let begun = Instant::now();
+        let lease = locks.lock("a").await.unwrap();
+        if is_killed {
+            server.kill();
+        } else {
+            server.pause();
+        }
+        // Whatever was under way when it stopped, no renewal can have got through after this.
+        let stopped = Instant::now();
+        assert_eq!(timeout(LONG, lease.lost()).await.unwrap().reason(), LossReason::Expired);
+        assert!(stopped.elapsed() < ttl + SLACK && begun.elapsed() >= ttl / 2, "{:?}", begun.elapsed());
+        assert!(lease.check().is_err());
+        if !is_killed {
+            server.resume();
+            // The watcher has let go of it, so others in this process can have it.
+            drop(locks.lock("a").wait(LONG).await.unwrap());
+        }
+    }
+}
+
+#[test]
+fn a_holder_knows_at_once_when_its_runtime_stood_still() {
+    let server = RedisServer::start();
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let here = runtime();
+    here.block_on(async {
+        let locks = locks(&server).await.ttl(Duration::from_millis(400));
+        let lease = locks.lock("a").await.unwrap();
+        // The whole runtime: no timer fires and nothing is renewed for two leases.
+        thread::sleep(Duration::from_millis(800));
+        assert!(lease.check().is_err());
+        assert_eq!((lease.state(), lease.remaining()), (LeaseState::Lost, Duration::ZERO));
+        let begun = Instant::now();
+        assert_eq!(lease.lost().await.reason(), LossReason::Expired);
+        assert!(begun.elapsed() < Duration::from_millis(50));
+
+        let mut is_untouched = true;
+        let outcome = locks.run("b", async |_| {
+            thread::sleep(Duration::from_millis(800));
+            tokio::task::yield_now().await;
+            is_untouched = false;
+        });
+        assert!(outcome.await.unwrap_err().is_lost());
+        assert!(is_untouched, "the body went on without the lock");
+    });
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lost_connection_is_no_lost_lease() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let locks = locks(&server).await.ttl(Duration::from_millis(1_500));
+    let lease = locks.lock("a").await.unwrap();
+    for _ in 0..10 {
+        let _: u64 = command(&server, &["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"]);
+        let _: () = command(&server, &["SCRIPT", "FLUSH"]);
+        sleep(Duration::from_millis(200)).await;
+        assert!(lease.check().is_ok(), "{lease:?}");
+    }
+    assert_eq!(lease.release().await.unwrap(), Release::Released);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_waits_hears_again_after_the_listening_connection_was_cut_off() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let (here, there) = (locks(&server).await, locks(&server).await.wait(LONG));
+    let lease = here.lock("a").await.unwrap();
+    let waiter = tokio::spawn(there.lock("a").into_future());
+    sleep(Duration::from_millis(300)).await;
+    for _ in 0..3 {
+        let killed: u64 = command(&server, &["CLIENT", "KILL", "TYPE", "pubsub"]);
+        assert_eq!(killed, 1, "one connection listens for the whole process");
+        sleep(Duration::from_millis(300)).await;
+    }
+    let freed = Instant::now();
+    lease.release().await.unwrap();
+    drop(waiter.await.unwrap().unwrap());
+    assert!(freed.elapsed() < SLACK, "{:?}", freed.elapsed());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_cannot_listen_looks_once_a_second() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let acl =
+        ["ACL", "SETUSER", "mute", "on", ">secret", "~tollgate:2:*", "resetchannels", "+eval", "+evalsha", "+get"];
+    let acl: Vec<_> = acl.into_iter().chain(["+set", "+time"]).collect();
+    let _: () = command(&server, &acl);
+    let url = format!("redis://mute:secret@127.0.0.1:{}/", server.port());
+    let mute = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2)).wait(LONG);
+    let manager = bb8_redis::RedisConnectionManager::new(server.url()).unwrap();
+    let pool = bb8_redis::bb8::Pool::builder().max_size(1).build(manager).await.unwrap();
+    let pooled = RedisOptions::from_pool(pool).connect().await.unwrap();
+    let pooled = Locks::new(pooled).deadline(Duration::from_secs(2)).wait(LONG);
+    let holder = locks(&server).await;
+    for locks in [mute, pooled] {
+        let lease = holder.lock("a").await.unwrap();
+        let waiter = tokio::spawn(locks.lock("a").into_future());
+        sleep(Duration::from_millis(300)).await;
+        let freed = Instant::now();
+        lease.release().await.unwrap();
+        let lease = waiter.await.unwrap().unwrap();
+        assert!(freed.elapsed() < Duration::from_secs(1) + SLACK, "{:?}", freed.elapsed());
+        // And gives back what it has, as anybody does.
+        assert_eq!(lease.release().await.unwrap(), Release::Released);
+    }
+}
+
+#[tokio::test]
+async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
+    let server = RedisServer::start();
+    let locks = locks(&server).await;
+    let foreign: [&[&str]; 5] = [
+        &["RPUSH", LEASE, "x"],
+        &["SET", LEASE, "hello"],
+        &["SET", LEASE, ""],
+        &["SET", LEASE, "2345678901234567890"],
+        &["SET", LEASE, "\u{1}234567890123456789012345678901234"],
+    ];
+    for (i, words) in foreign.into_iter().enumerate() {
+        let _: redis::Value = command(&server, words);
+        let before: Vec<u8> = command(&server, &["DUMP", LEASE]);
+        let answer = locks.try_lock("a").await;
+        if i < 4 {
+            assert!(
+                matches!(&answer, Err(LockError::Store(error)) if error.is_foreign_data()),
+                "{words:?}: {answer:?}"
+            );
+            assert_eq!(command::<Vec<u8>>(&server, &["DUMP", LEASE]), before);
+        }
+        let _: u64 = command(&server, &["DEL", LEASE]);
+    }
+}
+
+/// A lease that was written before the server's clock was set back lasted for as long as that was.
+#[tokio::test]
+async fn a_clock_that_is_set_back_makes_no_lease_longer_and_no_fence_smaller() {
+    let server = RedisServer::start();
+    let locks = locks(&server).await;
+    let fence = locks.lock("a").await.unwrap().fence();
+    sleep(Duration::from_millis(100)).await;
+    let (seconds, _): (u64, u64) = command(&server, &["TIME"]);
+    let hour = 3_600_000_000;
+    let ends = seconds * 1_000_000 + hour;
+    let mut value = vec![1];
+    value.extend_from_slice(&(fence + hour).to_le_bytes()[..7]);
+    value.extend_from_slice(&ends.to_le_bytes()[..7]);
+    value.extend_from_slice(&500_u32.to_le_bytes());
+    value.extend_from_slice(&[7; 16]);
+    let _: () = redis::cmd("SET").arg(LEASE).arg(value).arg("PX").arg(600_000).query(&mut server.connection()).unwrap();
+    let begun = Instant::now();
+    let lease = locks.lock("a").await.unwrap();
+    assert!(begun.elapsed() < Duration::from_millis(500) + SLACK, "{:?}", begun.elapsed());
+    assert!(lease.fence() > fence + hour);
+}
+
+/// Several clients under one lock while Redis is stopped, cut off and made to forget its scripts.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_two_ever_believe_to_have_the_same_lock() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let history = History::default();
+    let stop = Arc::new(AtomicBool::new(false));
+    let mut tasks = JoinSet::new();
+    for client in 0..4_u64 {
+        let backend = connect(&server).await;
+        let locks = Locks::new(backend).ttl(Duration::from_millis(300)).wait(LONG);
+        for task in 0..3_u64 {
+            let (locks, history, stop) = (locks.clone(), history.clone(), Arc::clone(&stop));
+            tasks.spawn(async move {
+                let mut turn = client + task;
+                while !stop.load(Ordering::Relaxed) {
+                    let Ok(lease) = locks.lock("a").await else { continue };
+                    history.stay(&lease, Duration::from_millis(turn * 7 % 20)).await;
+                    turn += 1;
+                    match turn % 3 {
+                        0 => drop(lease),
+                        1 => drop(lease.release().await),
+                        // Dropped on the way.
+                        _ => drop(DropAt::new(1, lease.release()).await),
+                    }
+                }
+            });
+        }
+    }
+    for round in 0..12_u64 {
+        match round % 4 {
+            0 => {
+                server.pause();
+                sleep(Duration::from_millis(100 + 60 * round)).await;
+                server.resume();
+            }
+            1 => drop(command::<u64>(&server, &["CLIENT", "KILL", "TYPE", "normal", "SKIPME", "yes"])),
+            2 => drop(command::<u64>(&server, &["CLIENT", "KILL", "TYPE", "pubsub", "SKIPME", "yes"])),
+            _ => command::<()>(&server, &["SCRIPT", "FLUSH"]),
+        }
+        sleep(Duration::from_millis(400)).await;
+    }
+    stop.store(true, Ordering::Relaxed);
+    timeout(LONG, tasks.join_all()).await.expect("everybody gets through");
+    history.check();
+    assert!(history.len() > 100, "only {} stays", history.len());
+    println!("{} stays", history.len());
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_never_gets_to_the_lock_holds_nobody_up() {
+    let locks = Locks::new(MemoryBackend::new());
+    let lease = locks.lock("a").await.unwrap();
+    let waiters: Vec<_> = (0..100).map(|_| tokio::spawn(locks.lock("a").into_future())).collect();
+    tokio::task::yield_now().await;
+    for waiter in waiters.iter().step_by(2) {
+        waiter.abort();
+    }
+    drop(lease);
+    for waiter in waiters {
+        if let Ok(lease) = waiter.await {
+            drop(lease.unwrap());
+        }
+    }
+    // A body that never ends goes with its caller.
+    let body = tokio::spawn(locks.run("a", async |_| pending::<()>().await));
+    tokio::task::yield_now().await;
+    body.abort();
+    let _ = body.await;
+    drop(locks.try_lock("a").await.unwrap());
+    locks.shutdown().await;
+}

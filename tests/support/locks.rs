@@ -1,0 +1,91 @@
+//! What happened under a lock, written down, and what must be true of it.
+
+use std::pin::Pin;
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use std::time::{Duration, Instant};
+
+use tollgate::Lease;
+
+/// One stay under a lock: from when the lease was there until it was known to be given back or lost.
+#[derive(Clone, Copy, Debug)]
+pub struct Stay {
+    pub fence: u64,
+    pub from: Instant,
+    pub until: Instant,
+}
+
+/// The stays of all who took part.
+#[derive(Clone, Debug, Default)]
+pub struct History(Arc<Mutex<Vec<Stay>>>);
+
+impl History {
+    /// Stays under the lock for a while, or until the lease is lost; true if it was not.
+    pub async fn stay(&self, lease: &Lease, time: Duration) -> bool {
+        let from = Instant::now();
+        let mut until = from;
+        let is_whole = loop {
+            // Whoever is told that the lock is theirs after this instant may have relied on it then.
+            let now = Instant::now();
+            if lease.check().is_err() {
+                break false;
+            }
+            until = now;
+            if from.elapsed() >= time {
+                break true;
+            }
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        };
+        self.0.lock().unwrap().push(Stay { fence: lease.fence(), from, until });
+        is_whole
+    }
+
+    pub fn len(&self) -> usize {
+        self.0.lock().unwrap().len()
+    }
+
+    /// Nobody was there with somebody else, and whoever came later had a larger fence.
+    pub fn check(&self) {
+        let mut stays = self.0.lock().unwrap().clone();
+        stays.sort_by_key(|stay| stay.fence);
+        for pair in stays.windows(2) {
+            let [one, next] = pair else { continue };
+            assert!(one.fence < next.fence, "one fence twice: {one:?} {next:?}");
+            assert!(one.from < next.from, "a larger fence came first: {one:?} {next:?}");
+            assert!(one.until <= next.from, "two at a time: {one:?} {next:?}");
+        }
+    }
+}
+
+/// Polls a future so many times and drops it then, unless it is done before.
+pub struct DropAt<F> {
+    future: Option<Pin<Box<F>>>,
+    polls_left: u32,
+}
+
+impl<F: Future> DropAt<F> {
+    pub fn new(polls: u32, future: F) -> Self {
+        Self { future: Some(Box::pin(future)), polls_left: polls }
+    }
+}
+
+impl<F: Future> Future for DropAt<F> {
+    type Output = Option<F::Output>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        if self.polls_left == 0 {
+            self.future = None;
+            return Poll::Ready(None);
+        }
+        self.polls_left -= 1;
+        let Some(future) = &mut self.future else { return Poll::Ready(None) };
+        if let Poll::Ready(output) = future.as_mut().poll(cx) {
+            return Poll::Ready(Some(output));
+        }
+        if self.polls_left == 0 {
+            self.future = None;
+            return Poll::Ready(None);
+        }
+        Poll::Pending
+    }
+}
