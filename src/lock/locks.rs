@@ -86,7 +86,8 @@ impl Locks {
         self
     }
 
-    /// How long [`lock`](Self::lock) waits for a lock that somebody else holds. Defaults to 10 s; with zero it does not wait.
+    /// How long [`lock`](Self::lock) waits for a lock that somebody else holds, and for the store's last answer after that. Defaults to
+    /// 10 s; with zero it does not wait.
     #[must_use]
     pub fn wait(mut self, wait: Duration) -> Self {
         self.terms.wait = wait;

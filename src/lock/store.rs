@@ -201,7 +201,7 @@ impl Wakeups {
             }
             self.changes = None;
         }
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 
