@@ -27,7 +27,7 @@
 //! | module | holds |
 //! | --- | --- |
 //! | [`rate_limit`] | quotas, policies, decisions, [`Limiter`], [`RateLimitLayer`], and what goes around a store |
-//! | [`lock`] | [`Locks`], [`Lease`], and what locks ask of a store |
+//! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and what locks ask of a store |
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`] |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
@@ -89,7 +89,7 @@ pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
 pub use self::error::{BoxError, ConfigError, ConnectError, StoreError};
 pub use self::key::{Everyone, ExtractKey, IntoKey, Key, Or, first_of};
-pub use self::lock::{Lease, LockError, Locks};
+pub use self::lock::{Lease, LockError, LockLayer, Locks};
 pub use self::rate_limit::{DenyCache, Leases, Limiter, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};
 pub use self::reject::{AsError, AsResponse};
 

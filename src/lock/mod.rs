@@ -1,7 +1,7 @@
 //! One at a time, however many processes there are: locks that end by themselves, say when they are lost, and can be waited
 //! for.
 //!
-//! [`Locks`] hands out a [`Lease`] by key. The lease lies in a backend: in this process ([`MemoryBackend`](crate::MemoryBackend))
+//! [`Locks`] hands out a [`Lease`] by key; [`LockLayer`] does so in front of a tower service. The lease lies in a backend: in this process ([`MemoryBackend`](crate::MemoryBackend))
 //! or in Redis, where all processes see it.
 //!
 //! # A lease, and not a lock
@@ -69,6 +69,70 @@
 //! # }
 //! ```
 //!
+//! # In front of a service
+//!
+//! [`LockLayer`] lets one request at a time through for each key. As it comes, requests that find the lock held are turned away
+//! with 409 and `Retry-After`, GET and its like need no lock, and the lock is held until the body of the answer has ended:
+//!
+//! ```
+//! # #[cfg(feature = "http")] {
+//! use axum::{Extension, Router, extract::Request, routing::post};
+//! use tollgate::{LockLayer, MemoryBackend, lock::LeaseView};
+//!
+//! async fn pay(Extension(lease): Extension<LeaseView>) -> String {
+//!     // UPDATE orders SET paid = true, fence = $1 WHERE id = 42 AND fence <= $1
+//!     format!("paid by {}", lease.fence())
+//! }
+//!
+//! let lock = LockLayer::new(MemoryBackend::new()).key(|request: &Request| request.uri().path().to_owned());
+//! let app: Router = Router::new().route("/orders/{id}/payment", post(pay)).layer(lock);
+//! # }
+//! ```
+//!
+//! With everything said:
+//!
+//! ```
+//! # #[cfg(feature = "http")] {
+//! use std::time::Duration;
+//! use tollgate::http::header;
+//! use tollgate::lock::{OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Scope};
+//! use tollgate::reject::BusyStatus;
+//! use tollgate::{AsResponse, LockLayer, MemoryBackend};
+//!
+//! # fn main() -> Result<(), tollgate::ConfigError> {
+//! let lock = LockLayer::new(MemoryBackend::new())
+//!     .require(Scope::Process)? // Scope::Redis would refuse the memory backend
+//!     .namespace("uploads")
+//!     .key(header("upload-id"))
+//!     .wait(Duration::from_secs(2))
+//!     .max_waiters(8)
+//!     .ttl(Duration::from_secs(10))
+//!     .max_hold(Duration::from_secs(60))
+//!     .safe_methods(true)
+//!     .on_missing_key(OnMissingKey::Pass)
+//!     .on_store_error(OnStoreError::Deny)
+//!     .on_loss(OnLoss::Notify)
+//!     .release_at(ReleaseAt::HandlerDone)
+//!     .with_rejection(AsResponse::new().busy(BusyStatus::Locked));
+//! # drop(lock);
+//! # Ok(())
+//! # }
+//! # main().unwrap();
+//! # }
+//! ```
+//!
+//! | | with HTTP | with gRPC |
+//! | --- | --- | --- |
+//! | held by somebody else, also after waiting | 409 (or 423, 429), `Retry-After` | `ABORTED`, `RetryInfo` |
+//! | too many wait | 503, `Retry-After` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
+//! | the store fails | 503, `Retry-After` | `UNAVAILABLE`, `RetryInfo` |
+//! | the lease is lost while the handler runs, which is cancelled | 503 | `ABORTED` |
+//! | the lease is lost while the body is sent | the body fails | the stream is reset |
+//! | no key | 400 | `INVALID_ARGUMENT` |
+//!
+//! A client that goes away takes the handler with it, and the lock is given back. Put a rate limit outside of this
+//! layer, and a timeout for the handler inside.
+//!
 //! # Waiting
 //!
 //! Those who wait in one process stand in one line and are served in order. Only the first of the line asks the store, and the
@@ -93,15 +157,24 @@ mod lease;
 mod locks;
 mod store;
 
+mod layer;
+mod rejection;
+mod service;
+
 mod acquire;
 mod erased;
 mod errand;
+mod future;
 mod gate;
 mod keeper;
 mod nested;
 mod shared;
 
 pub use self::error::{Busy, Closed, LockError, LossReason, Lost, Nested, QueueFull};
-pub use self::lease::{Lease, LeaseState, Release};
+pub use self::future::ResponseFuture;
+pub use self::layer::{LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Stay};
+pub use self::lease::{Lease, LeaseState, LeaseView, Release};
 pub use self::locks::{LockRequest, Locks};
+pub use self::rejection::{MissingKey, Occupy, Rejection};
+pub use self::service::Lock;
 pub use self::store::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};

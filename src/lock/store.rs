@@ -173,6 +173,15 @@ pub enum Scope {
     Redis,
 }
 
+impl fmt::Display for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Process => "one process",
+            Self::Redis => "all processes on one Redis",
+        })
+    }
+}
+
 /// Tells somebody who waits when to look again: see [`LockStore::watch`].
 pub struct Wakeups {
     changes: Option<watch::Receiver<()>>,
