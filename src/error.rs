@@ -2,6 +2,8 @@ use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
+use crate::lock::Scope;
+
 /// Any error, boxed: what a service answers with when errors of several kinds can reach its caller.
 pub type BoxError = Box<dyn Error + Send + Sync>;
 
@@ -188,6 +190,13 @@ pub enum ConfigError {
         /// The longest there is.
         max: Duration,
     },
+    /// Locks hold among fewer than they are meant to.
+    ScopeTooSmall {
+        /// Among whom they are meant to hold.
+        needed: Scope,
+        /// Among whom they do.
+        has: Scope,
+    },
 }
 
 impl fmt::Display for ConfigError {
@@ -221,6 +230,9 @@ impl fmt::Display for ConfigError {
             Self::ZeroTimeout => f.write_str("a timeout of zero leaves no time for an answer"),
             Self::TtlOutOfRange { ttl, min, max } => {
                 write!(f, "a lease of {ttl:?} is not between {min:?} and {} hours", max.as_secs() / 3_600)
+            }
+            Self::ScopeTooSmall { needed, has } => {
+                write!(f, "the locks of this backend hold within {has}, and are meant to hold within {needed}")
             }
         }
     }

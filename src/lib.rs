@@ -1,6 +1,6 @@
 //! Distributed traffic control for tower services.
 //!
-//! Tollgate puts limits in front of any [tower] service, with one `.layer()`. The counts lie in Redis, where any number of
+//! Tollgate puts limits in front of any [tower] service, with one `.layer()`, and locks keys for one at a time. The state lies in Redis, where any number of
 //! processes share them and every decision is one atomic script, or in this process, where nothing has to be installed. The
 //! API is the same.
 //!
@@ -27,6 +27,7 @@
 //! | module | holds |
 //! | --- | --- |
 //! | [`rate_limit`] | quotas, policies, decisions, [`Limiter`], [`RateLimitLayer`], and what goes around a store |
+//! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and what locks ask of a store |
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`] |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
@@ -47,8 +48,10 @@
 //! * A denial charges nothing. A decision whose answer is lost on the way may have charged; it is not asked for again.
 //! * Every key in Redis has a time to live, and every subject, whatever bytes a client sends, becomes a short [`Key`].
 //! * A decision takes one round trip and no longer than its deadline; then the named policy applies, [`OnStoreError`].
+//! * A lock has one live lease, whose holder knows of a loss before the lock can be granted again. Not across a failover, or while
+//!   a process stands still: each grant has a larger fencing token than all before it, for the storage to refuse who is late.
 //! * Nothing here blocks a thread, and no task outlives the backend that it serves, but for an attempt to connect that is
-//!   under way: that one ends with its timeout.
+//!   under way, which ends with its timeout, and for leases that are on their way back, which expire.
 //!
 //! # Features
 //!
@@ -86,7 +89,7 @@ pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
 pub use self::error::{BoxError, ConfigError, ConnectError, StoreError};
 pub use self::key::{Everyone, ExtractKey, IntoKey, Key, Or, first_of};
-pub use self::lock::{Lease, LockError, Locks};
+pub use self::lock::{Lease, LockError, LockLayer, Locks};
 pub use self::rate_limit::{DenyCache, Leases, Limiter, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};
 pub use self::reject::{AsError, AsResponse};
 

@@ -171,6 +171,7 @@ pub struct AsResponse {
     pub(crate) fields: Fields,
     pub(crate) retry_jitter: Duration,
     pub(crate) body: RejectionBody,
+    pub(crate) busy: BusyStatus,
 }
 
 impl AsResponse {
@@ -228,6 +229,26 @@ impl AsResponse {
         self.body = body;
         self
     }
+
+    /// The status of a request whose lock somebody else holds. Defaults to [`BusyStatus::Conflict`].
+    #[must_use]
+    pub const fn busy(mut self, status: BusyStatus) -> Self {
+        self.busy = status;
+        self
+    }
+}
+
+/// The status of a request whose lock somebody else holds. Defaults to [`Conflict`](Self::Conflict).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum BusyStatus {
+    /// 409: what is asked for is in conflict with what is being done.
+    #[default]
+    Conflict,
+    /// 423: the status of WebDAV and of resumable uploads.
+    Locked,
+    /// 429: what the clients of some payment services know to try again.
+    TooManyRequests,
 }
 
 /// What is in the body of a rejection. Defaults to [`Problem`](Self::Problem).

@@ -1,4 +1,4 @@
-//! Where the counts lie.
+//! Where the counts and the leases lie.
 //!
 //! | backend | scope | needs |
 //! | --- | --- | --- |

@@ -63,6 +63,7 @@
 
 mod charge;
 mod details;
+mod lock;
 mod status;
 
 pub use self::charge::{ChargeStatus, failures, successes};

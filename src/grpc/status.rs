@@ -20,10 +20,12 @@ pub struct AsStatus {
 }
 
 #[derive(Clone, Copy)]
-enum Code {
+pub(super) enum Code {
     InvalidArgument = 3,
     PermissionDenied = 7,
     ResourceExhausted = 8,
+    Aborted = 10,
+    Internal = 13,
     Unavailable = 14,
 }
 
@@ -71,7 +73,7 @@ impl AsStatus {
     }
 
     /// A wait as it is told: with jitter, so never shorter than it is.
-    fn told(&self, wait: Duration) -> Duration {
+    pub(super) fn told(&self, wait: Duration) -> Duration {
         let most = u64::try_from(self.retry_jitter.as_nanos()).unwrap_or(u64::MAX);
         wait.saturating_add(Duration::from_nanos(fastrand::u64(..=most)))
     }
@@ -144,7 +146,12 @@ fn period(limit: &Limit) -> String {
 }
 
 /// A status that a client can act upon: it has the wait once more where retry policies look for it.
-fn detailed<B>(code: Code, message: &str, wait: Option<Duration>, details: Vec<Any>) -> Response<ResponseBody<B>> {
+pub(super) fn detailed<B>(
+    code: Code,
+    message: &str,
+    wait: Option<Duration>,
+    details: Vec<Any>,
+) -> Response<ResponseBody<B>> {
     let mut response = answer(code, message);
     let headers = response.headers_mut();
     let status = Status { code: code as i32, message: message.to_owned(), details };
@@ -158,7 +165,7 @@ fn detailed<B>(code: Code, message: &str, wait: Option<Duration>, details: Vec<A
     response
 }
 
-fn answer<B>(code: Code, message: &str) -> Response<ResponseBody<B>> {
+pub(super) fn answer<B>(code: Code, message: &str) -> Response<ResponseBody<B>> {
     let mut response = Response::new(ResponseBody::rejection(""));
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));

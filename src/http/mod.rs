@@ -195,6 +195,7 @@ mod client_ip;
 mod forwarded;
 mod headers;
 mod key;
+mod lock;
 mod problem;
 mod reject;
 
@@ -204,6 +205,7 @@ pub(crate) use self::charge::AtEnd;
 pub use self::charge::{ChargeStatus, failures, successes};
 pub use self::client_ip::{ClientIp, ForwardingHeader};
 pub use self::key::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
+pub use self::lock::LockedBody;
 pub use ::ipnet::IpNet;
 
 #[cfg(feature = "grpc")]

@@ -84,15 +84,15 @@ impl AsResponse {
     }
 
     /// A wait as it is told: rounded up and with jitter, so never shorter than it is.
-    fn told(&self, wait: Duration) -> u64 {
+    pub(super) fn told(&self, wait: Duration) -> u64 {
         ceil_seconds(wait).saturating_add(fastrand::u64(..=self.retry_jitter.as_secs()))
     }
 
-    fn refusal<B>(&self, status: StatusCode, detail: &str) -> Response<ResponseBody<B>> {
+    pub(super) fn refusal<B>(&self, status: StatusCode, detail: &str) -> Response<ResponseBody<B>> {
         self.answer(None, Problem { kind: Kind::Blank, status, detail, violated: Vec::new() })
     }
 
-    fn answer<B>(&self, retry_after: Option<u64>, problem: Problem<'_>) -> Response<ResponseBody<B>> {
+    pub(super) fn answer<B>(&self, retry_after: Option<u64>, problem: Problem<'_>) -> Response<ResponseBody<B>> {
         let (content_type, body) = match self.body {
             RejectionBody::Problem => ("application/problem+json", problem.to_json()),
             RejectionBody::PlainText => ("text/plain; charset=utf-8", format!("{}\n", problem.detail)),

@@ -84,19 +84,16 @@ async fn contend(
     let token = Token::random()?;
     let claim = Claim { token, ttl: terms.ttl, fences: FENCES };
     let mut attempts = Attempts { home: Arc::clone(&home), lock, claim, terms, sent: None, is_ambiguous: false };
-    let mut limit = terms.deadline;
     let mut pause = FIRST_PAUSE;
     let mut is_second = false;
     loop {
-        let attempt = Attempt::new(attempts, turn, limit);
+        let attempt = Attempt::new(attempts, turn);
         let (answer, same_attempts, same_turn) = attempt.await;
         (attempts, turn) = (same_attempts, same_turn);
         match answer {
-            Ok(Acquired::Granted { fence }) => match attempts.granted(turn, fence) {
-                Ok(lease) => return Ok(lease),
-                // It took longer than the lease lasts. Another turn is for another one.
-                Err(_) => return Err(StoreError::timeout().into()),
-            },
+            Ok(Acquired::Granted { fence }) => {
+                return attempts.granted(turn, fence).ok_or_else(|| StoreError::timeout().into());
+            }
             Ok(Acquired::Busy { remaining }) => {
                 if Instant::now() >= give_up {
                     return Err(Busy::new(lock, remaining).into());
@@ -136,7 +133,6 @@ async fn contend(
                 }
             }
         }
-        limit = terms.deadline.min(give_up.saturating_duration_since(Instant::now())).max(Duration::from_millis(1));
     }
 }
 
@@ -163,17 +159,16 @@ impl Attempts {
         }
     }
 
-    /// Makes a lease of what was granted, if there is time left in it.
-    fn granted(mut self, turn: Turn, fence: u64) -> Result<Lease, Self> {
+    /// Makes a lease of what was granted, unless it took so long that there is no time left in it.
+    fn granted(mut self, turn: Turn, fence: u64) -> Option<Lease> {
         let now = Instant::now();
-        let Some(sent) = self.sent.filter(|sent| now < *sent + usable(self.claim.ttl)) else { return Err(self) };
-        self.sent = None;
+        let sent = self.sent.take_if(|sent| now < *sent + usable(self.claim.ttl))?;
         let hold = Hold::new(self.lock, &self.claim, self.terms.deadline, self.is_ambiguous, sent, fence);
         let hold = Arc::new(hold);
         let fence = hold.hand_to(self.terms.max_hold, now).unwrap_or(fence);
         turn.holds(&hold);
         self.home.keep(&hold);
-        Ok(Lease::new(&self.home, &hold, fence))
+        Some(Lease::new(&self.home, &hold, fence))
     }
 }
 
@@ -200,7 +195,8 @@ struct UnderWay {
 }
 
 impl Attempt {
-    fn new(mut attempts: Attempts, turn: Turn, limit: Duration) -> Self {
+    fn new(mut attempts: Attempts, turn: Turn) -> Self {
+        let limit = attempts.terms.deadline;
         let call = Arc::clone(&attempts.home.store).acquire(attempts.lock, attempts.claim, limit);
         attempts.sent = Some(Instant::now());
         Self { under_way: Some(UnderWay { call, attempts, turn }) }

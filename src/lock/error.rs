@@ -200,6 +200,8 @@ pub enum LossReason {
     Taken,
     /// It was held for as long as [`max_hold`](super::Locks::max_hold) allows.
     MaxHold,
+    /// It was given back. Only a [`LeaseView`](super::LeaseView) lives to see that.
+    GivenBack,
 }
 
 impl Lost {
@@ -226,6 +228,7 @@ impl fmt::Display for Lost {
             LossReason::Expired => "was not renewed in time",
             LossReason::Taken => "is not held any more",
             LossReason::MaxHold => "was held for as long as it may be",
+            LossReason::GivenBack => "was given back",
         };
         write!(f, "the lock `{}` {how}", self.lock)
     }

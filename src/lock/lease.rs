@@ -1,11 +1,11 @@
 use std::fmt;
 use std::future::Future;
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::error::Lost;
+use super::error::{LossReason, Lost};
 use super::hold::Hold;
 use super::shared::Shared;
 use super::store::LockKey;
@@ -143,6 +143,12 @@ impl Lease {
         Self { grant: Arc::clone(&self.grant) }
     }
 
+    /// Something that looks at this lease and keeps nothing, to be handed around.
+    #[must_use]
+    pub fn view(&self) -> LeaseView {
+        LeaseView { grant: Arc::downgrade(&self.grant), hold: Arc::clone(&self.grant.hold), fence: self.grant.fence }
+    }
+
     /// Gives the lock back, and says when that is done.
     ///
     /// # Errors
@@ -178,6 +184,16 @@ impl Lease {
         }
     }
 
+    /// [`lost`](Self::lost) for whoever has the lease beside it. Means nothing once the lease was given back.
+    pub(super) fn loss(&self) -> impl Future<Output = Lost> + Send + use<> {
+        let hold = Arc::clone(&self.grant.hold);
+        async move { Lost::new(*hold.lock(), hold.lost().await) }
+    }
+
+    pub(super) fn home(&self) -> &Arc<Shared> {
+        &self.grant.home
+    }
+
     /// Drops a handle that nobody has had, and that is not to give anything back.
     pub(super) fn forget(mut self) {
         if let Some(grant) = Arc::get_mut(&mut self.grant) {
@@ -193,6 +209,73 @@ impl Drop for Grant {
         {
             errand.in_background();
         }
+    }
+}
+
+/// A look at a [`Lease`], without a share in it: what a request carries in its extensions.
+///
+/// The lock is given back when the lease is, whoever has a view. What becomes of the lease is lost on a view from then on:
+/// [`check`](Self::check) fails.
+#[derive(Clone)]
+pub struct LeaseView {
+    grant: Weak<Grant>,
+    hold: Arc<Hold>,
+    fence: u64,
+}
+
+impl LeaseView {
+    /// Which lock.
+    #[must_use]
+    pub fn lock(&self) -> &LockKey {
+        self.hold.lock()
+    }
+
+    /// The number of this grant: see [`Lease::fence`].
+    #[must_use]
+    pub const fn fence(&self) -> u64 {
+        self.fence
+    }
+
+    /// Whether the lock is still ours: see [`Lease::check`].
+    ///
+    /// # Errors
+    ///
+    /// Says how the lease was lost, or that it was given back.
+    pub fn check(&self) -> Result<(), Lost> {
+        self.until().map(drop)
+    }
+
+    /// For how long the lock is ours, should no renewal succeed any more: see [`Lease::remaining`].
+    #[must_use]
+    pub fn remaining(&self) -> Duration {
+        self.until().map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
+    }
+
+    /// Waits until the lease is lost. If it is given back before, it may take as long as a lease lasts until that is noticed here.
+    pub async fn lost(&self) -> Lost {
+        let reason = self.hold.lost().await;
+        self.check().err().unwrap_or_else(|| Lost::new(*self.lock(), reason))
+    }
+
+    /// A handle that keeps the lock, if it was not given back yet: see [`Lease::reenter`].
+    #[must_use]
+    pub fn reenter(&self) -> Option<Lease> {
+        Some(Lease { grant: self.grant.upgrade()? })
+    }
+
+    fn until(&self) -> Result<Instant, Lost> {
+        let lost = |reason| Lost::new(*self.lock(), reason);
+        // Somebody else may have it from hand to hand by now.
+        if self.grant.strong_count() == 0 {
+            return Err(lost(LossReason::GivenBack));
+        }
+        self.hold.look(Instant::now()).map_err(lost)
+    }
+}
+
+impl fmt::Debug for LeaseView {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("LeaseView").field("lock", self.lock()).field("fence", &self.fence).finish_non_exhaustive()
     }
 }
 

@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::acquire;
 use super::error::LockError;
 use super::lease::Lease;
-use super::nested;
+use super::nested::Held;
 use super::shared::Shared;
 use super::store::{LockKey, LockStore, Scope};
 use crate::key::Key;
@@ -86,7 +86,8 @@ impl Locks {
         self
     }
 
-    /// How long [`lock`](Self::lock) waits for a lock that somebody else holds. Defaults to 10 s; with zero it does not wait.
+    /// How long [`lock`](Self::lock) waits for a lock that somebody else holds, and for the store's last answer after that. Defaults to
+    /// 10 s; with zero it does not wait.
     #[must_use]
     pub fn wait(mut self, wait: Duration) -> Self {
         self.terms.wait = wait;
@@ -246,10 +247,9 @@ impl LockRequest {
         F: Future<Output = T> + Send,
         T: Send,
     {
-        let (shared, lock) = (Arc::clone(&self.shared), self.lock);
         let lease = self.await?;
         let outcome = {
-            let mut body = pin!(nested::within(&shared, &lock, body(lease.reenter())));
+            let mut body = pin!(Held::with(&lease).within(body(lease.reenter())));
             tokio::select! {
                 // After a standstill nothing of the body may run before this was looked at.
                 biased;

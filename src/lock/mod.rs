@@ -1,4 +1,155 @@
-//! One at a time: locks that end by themselves, that say when they are lost, and that can be waited for.
+//! One at a time, however many processes there are: locks that end by themselves, say when they are lost, and can be waited
+//! for.
+//!
+//! [`Locks`] hands out a [`Lease`] by key; [`LockLayer`] does so in front of a tower service. The lease lies in a backend: in this process ([`MemoryBackend`](crate::MemoryBackend))
+//! or in Redis, where all processes see it.
+//!
+//! # A lease, and not a lock
+//!
+//! Nothing in a network can keep a holder from dying, or from standing still. So what is called a lock here ends by itself, some
+//! time after its holder was last heard of ([`ttl`](Locks::ttl)), and a holder that is alive renews it. What follows from that:
+//!
+//! * On one Redis primary there is at most one live lease for a key.
+//! * The holder knows of a loss *before* the lock can be granted to somebody else. The deadline is counted from before the
+//!   command was sent that set the expiry, with a margin for clocks of different speed (1 % and 2 ms), and is kept by the clock:
+//!   no answer has to come for that. [`Locks::run`] drops its body then.
+//! * A process that stands still (a blocked thread, a stopped container, a sleeping laptop) cannot know anything. This is what
+//!   [`Lease::fence`] is for: each grant has a larger number than all before it, and whatever the lock protects refuses a smaller
+//!   number than it has seen. Use it where two at a time would be worse than a failure.
+//! * A failover to a replica forgets what was not replicated, and so may grant a lock that is held. The fences stay in order as long as
+//!   the clock of the new primary is not more than ten minutes behind.
+//!
+//! If what you need is consensus, use etcd or ZooKeeper, and fence all the same.
+//!
+//! # Examples
+//!
+//! As it comes:
+//!
+//! ```
+//! use tollgate::{Locks, MemoryBackend};
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! let locks = Locks::new(MemoryBackend::new());
+//!
+//! let total = locks.run("order:42", async |lease| {
+//!     // UPDATE orders SET .., fence = $1 WHERE id = 42 AND fence <= $1
+//!     lease.fence()
+//! }).await?;
+//! # assert!(total > 0);
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! And with everything said, the loss of the lease handled by hand:
+//!
+//! ```
+//! use std::time::Duration;
+//! use tollgate::{LockError, Locks, MemoryBackend};
+//!
+//! # async fn work(fence: u64) -> Result<(), tollgate::BoxError> { assert!(fence > 0); Ok(()) }
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! let locks = Locks::new(MemoryBackend::new())
+//!     .namespace("orders")
+//!     .ttl(Duration::from_secs(10))
+//!     .max_hold(Duration::from_secs(300))
+//!     .max_waiters(64);
+//!
+//! match locks.lock("42").wait(Duration::from_secs(2)).await {
+//!     Ok(lease) => {
+//!         tokio::select! {
+//!             done = work(lease.fence()) => done?,
+//!             why = lease.lost() => return Err(why.into()),
+//!         }
+//!         lease.release().await?; // or drop it
+//!     }
+//!     Err(LockError::Busy(busy)) => println!("try again in {:?}", busy.retry_after()),
+//!     Err(error) => return Err(error.into()),
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! # In front of a service
+//!
+//! [`LockLayer`] lets one request at a time through for each key. As it comes, requests that find the lock held are turned away
+//! with 409 and `Retry-After`, GET and its like need no lock, and the lock is held until the body of the answer has ended:
+//!
+//! ```
+//! # #[cfg(feature = "http")] {
+//! use axum::{Extension, Router, extract::Request, routing::post};
+//! use tollgate::{LockLayer, MemoryBackend, lock::LeaseView};
+//!
+//! async fn pay(Extension(lease): Extension<LeaseView>) -> String {
+//!     // UPDATE orders SET paid = true, fence = $1 WHERE id = 42 AND fence <= $1
+//!     format!("paid by {}", lease.fence())
+//! }
+//!
+//! let lock = LockLayer::new(MemoryBackend::new()).key(|request: &Request| request.uri().path().to_owned());
+//! let app: Router = Router::new().route("/orders/{id}/payment", post(pay)).layer(lock);
+//! # }
+//! ```
+//!
+//! With everything said:
+//!
+//! ```
+//! # #[cfg(feature = "http")] {
+//! use std::time::Duration;
+//! use tollgate::http::header;
+//! use tollgate::lock::{OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Scope};
+//! use tollgate::reject::BusyStatus;
+//! use tollgate::{AsResponse, LockLayer, MemoryBackend};
+//!
+//! # fn main() -> Result<(), tollgate::ConfigError> {
+//! let lock = LockLayer::new(MemoryBackend::new())
+//!     .require(Scope::Process)? // Scope::Redis would refuse the memory backend
+//!     .namespace("uploads")
+//!     .key(header("upload-id"))
+//!     .wait(Duration::from_secs(2))
+//!     .max_waiters(8)
+//!     .ttl(Duration::from_secs(10))
+//!     .max_hold(Duration::from_secs(60))
+//!     .safe_methods(true)
+//!     .on_missing_key(OnMissingKey::Pass)
+//!     .on_store_error(OnStoreError::Deny)
+//!     .on_loss(OnLoss::Notify)
+//!     .release_at(ReleaseAt::HandlerDone)
+//!     .with_rejection(AsResponse::new().busy(BusyStatus::Locked));
+//! # drop(lock);
+//! # Ok(())
+//! # }
+//! # main().unwrap();
+//! # }
+//! ```
+//!
+//! | | with HTTP | with gRPC |
+//! | --- | --- | --- |
+//! | held by somebody else, also after waiting | 409 (or 423, 429), `Retry-After` | `ABORTED`, `RetryInfo` |
+//! | too many wait | 503, `Retry-After` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
+//! | the store fails | 503, `Retry-After` | `UNAVAILABLE`, `RetryInfo` |
+//! | the lease is lost while the handler runs, which is cancelled | 503 | `ABORTED` |
+//! | the lease is lost while the body is sent | the body fails | the stream is reset |
+//! | no key | 400 | `INVALID_ARGUMENT` |
+//!
+//! A client that goes away takes the handler with it, and the lock is given back. Put a rate limit outside of this
+//! layer, and a timeout for the handler inside.
+//!
+//! # Waiting
+//!
+//! Those who wait in one process stand in one line and are served in order. Only the first of the line asks the store, and the
+//! lease goes from hand to hand inside the process, a new fence with each hand, for up to 16 grants or 100 ms at a time. Between
+//! processes whoever is first gets the lock; that is not fair, but those who were told of it at the same time get a start. Who waits is told by
+//! a message when the lock is given back, and looks once a second in any case, since messages get lost.
+//!
+//! # What is asked of the store
+//!
+//! Taking and giving back a free lock are one command each. A lease is renewed after a third of its time; leases that are due
+//! at the same time share a command, on a connection of their own. A renewal that fails makes the lease
+//! [suspended](LeaseState::Suspended) and is tried again for as long as the lease lasts.
+//!
+//! # Cancellation
+//!
+//! Any future may be dropped at any time, and any lease anywhere, also where there is no runtime. What was granted to nobody is
+//! given back in the background; who stands in line leaves it. Nothing is held beyond its time to live in any case.
 
 mod error;
 mod hold;
@@ -6,15 +157,24 @@ mod lease;
 mod locks;
 mod store;
 
+mod layer;
+mod rejection;
+mod service;
+
 mod acquire;
 mod erased;
 mod errand;
+mod future;
 mod gate;
 mod keeper;
 mod nested;
 mod shared;
 
 pub use self::error::{Busy, Closed, LockError, LossReason, Lost, Nested, QueueFull};
-pub use self::lease::{Lease, LeaseState, Release};
+pub use self::future::ResponseFuture;
+pub use self::layer::{LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Stay};
+pub use self::lease::{Lease, LeaseState, LeaseView, Release};
 pub use self::locks::{LockRequest, Locks};
+pub use self::rejection::{MissingKey, Occupy, Rejection};
+pub use self::service::Lock;
 pub use self::store::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};

@@ -173,6 +173,15 @@ pub enum Scope {
     Redis,
 }
 
+impl fmt::Display for Scope {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Process => "one process",
+            Self::Redis => "all processes on one Redis",
+        })
+    }
+}
+
 /// Tells somebody who waits when to look again: see [`LockStore::watch`].
 pub struct Wakeups {
     changes: Option<watch::Receiver<()>>,
@@ -201,7 +210,7 @@ impl Wakeups {
             }
             self.changes = None;
         }
-        std::future::pending().await
+        std::future::pending::<()>().await;
     }
 }
 

@@ -309,7 +309,8 @@ pub async fn those_who_wait_are_served_in_order<S: LockStore + Clone + Send + Sy
     for i in 0..50 {
         let (mut waiting, served) = (locks.lock("a").into_future(), Arc::clone(&served));
         // In the line before the next one comes.
-        poll_fn(|cx| Poll::Ready(assert!(waiting.as_mut().poll(cx).is_pending()))).await;
+        let is_waiting = poll_fn(|cx| Poll::Ready(waiting.as_mut().poll(cx).is_pending())).await;
+        assert!(is_waiting);
         tasks.spawn(async move {
             let lease = waiting.await.unwrap();
             served.lock().unwrap().push(i);

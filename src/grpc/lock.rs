@@ -1,0 +1,69 @@
+use std::time::Duration;
+
+use ::http::{Request, Response};
+use bytes::Bytes;
+use http_body::Body;
+
+use super::details::Any;
+use super::status::{AsStatus, Code, answer, detailed};
+use crate::http::{LockedBody, ResponseBody, STORE_RETRY, STORE_TEXT};
+use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay};
+use crate::reject::Reject;
+
+/// A client is not told to wait for longer than this, however long the lease may last.
+const LONGEST_WAIT: Duration = Duration::from_secs(5);
+
+impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
+    type Response = Response<LockedBody<B>>;
+    type Error = E;
+
+    fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
+        let later = |code: Code, text: &str, wait: Duration| {
+            let wait = self.told(wait);
+            detailed(code, text, Some(wait), vec![Any::retry_info(wait)])
+        };
+        let response = match rejection {
+            Rejection::MissingKey(missing) => answer(Code::InvalidArgument, &missing.to_string()),
+            Rejection::Lock(LockError::Busy(busy)) => {
+                let wait = busy.retry_after().clamp(Duration::from_millis(1), LONGEST_WAIT);
+                later(Code::Aborted, "another request is at work on this", wait)
+            }
+            Rejection::Lock(LockError::QueueFull(_)) => {
+                later(Code::ResourceExhausted, "too many requests wait for this", STORE_RETRY)
+            }
+            Rejection::Lock(LockError::Lost(_)) => {
+                answer(Code::Aborted, "the request was cancelled on the way and may have had effects")
+            }
+            Rejection::Lock(LockError::Store(_) | LockError::Closed(_)) => {
+                later(Code::Unavailable, STORE_TEXT, STORE_RETRY)
+            }
+            // Mistakes of the program.
+            Rejection::Lock(error) => {
+                tracing::error!(%error, "a request cannot be locked");
+                answer(Code::Internal, "the request cannot be served")
+            }
+        };
+        Ok(response.map(LockedBody::new))
+    }
+
+    fn response(&self, response: Response<B>) -> Self::Response {
+        response.map(|body| LockedBody::new(ResponseBody::inner(body)))
+    }
+
+    fn error(&self, error: E) -> E {
+        error
+    }
+}
+
+impl<ReqBody, B> Occupy<Request<ReqBody>, Response<LockedBody<B>>> for AsStatus
+where
+    B: Body<Data = Bytes>,
+{
+    fn attach(&self, lease: LeaseView, request: &mut Request<ReqBody>) {
+        request.extensions_mut().insert(lease);
+    }
+
+    fn occupy(&self, stay: Stay, response: &mut Response<LockedBody<B>>) {
+        response.body_mut().occupy(stay);
+    }
+}

@@ -1,0 +1,153 @@
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+use std::time::Duration;
+
+use ::http::{Method, Request, Response, StatusCode};
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use pin_project_lite::pin_project;
+
+use super::body::ResponseBody;
+use super::problem::{Kind, Problem};
+use super::reject::{STORE_RETRY, STORE_TEXT};
+use crate::error::BoxError;
+use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay};
+use crate::reject::{AsResponse, BusyStatus, Reject};
+
+/// A client is not told to wait for longer than this, however long the lease may last: most are given back much sooner.
+const LONGEST_WAIT: Duration = Duration::from_secs(5);
+
+impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
+    type Response = Response<LockedBody<B>>;
+    type Error = E;
+
+    fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
+        let response = match rejection {
+            Rejection::MissingKey(missing) => self.refusal(StatusCode::BAD_REQUEST, &missing.to_string()),
+            Rejection::Lock(LockError::Busy(busy)) => {
+                let status = match self.busy {
+                    BusyStatus::Conflict => StatusCode::CONFLICT,
+                    BusyStatus::Locked => StatusCode::LOCKED,
+                    BusyStatus::TooManyRequests => StatusCode::TOO_MANY_REQUESTS,
+                };
+                let wait = self.told(busy.retry_after().min(LONGEST_WAIT));
+                // Neither the key nor the holder is any business of the client.
+                let detail = &format!("another request is at work on this, try again in {wait} s");
+                self.answer(Some(wait), Problem { kind: Kind::Blank, status, detail, violated: Vec::new() })
+            }
+            Rejection::Lock(LockError::QueueFull(_)) => self.later("too many requests wait for this"),
+            Rejection::Lock(LockError::Lost(_)) => {
+                // It may have had effects, so nobody is invited to try again.
+                let detail = "the request was cancelled on the way and may have had effects";
+                self.refusal(StatusCode::SERVICE_UNAVAILABLE, detail)
+            }
+            Rejection::Lock(LockError::Store(_) | LockError::Closed(_)) => self.later(STORE_TEXT),
+            // Mistakes of the program.
+            Rejection::Lock(error) => {
+                tracing::error!(%error, "a request cannot be locked");
+                self.refusal(StatusCode::INTERNAL_SERVER_ERROR, "the request cannot be served")
+            }
+        };
+        Ok(response.map(LockedBody::new))
+    }
+
+    fn response(&self, response: Response<B>) -> Self::Response {
+        response.map(|body| LockedBody::new(ResponseBody::inner(body)))
+    }
+
+    fn error(&self, error: E) -> E {
+        error
+    }
+}
+
+impl AsResponse {
+    fn later<B>(&self, detail: &str) -> Response<ResponseBody<B>> {
+        let (kind, status) = (Kind::Blank, StatusCode::SERVICE_UNAVAILABLE);
+        self.answer(Some(self.told(STORE_RETRY)), Problem { kind, status, detail, violated: Vec::new() })
+    }
+}
+
+impl<ReqBody, B> Occupy<Request<ReqBody>, Response<LockedBody<B>>> for AsResponse
+where
+    B: Body<Data = Bytes>,
+{
+    fn is_safe(&self, request: &Request<ReqBody>) -> bool {
+        matches!(*request.method(), Method::GET | Method::HEAD | Method::OPTIONS | Method::TRACE)
+    }
+
+    fn attach(&self, lease: LeaseView, request: &mut Request<ReqBody>) {
+        if !self.fields.no_extensions {
+            request.extensions_mut().insert(lease);
+        }
+    }
+
+    fn occupy(&self, stay: Stay, response: &mut Response<LockedBody<B>>) {
+        response.body_mut().occupy(stay);
+    }
+}
+
+pin_project! {
+    /// The body of a response that came through a [`LockLayer`](crate::lock::LockLayer). It keeps the lock until it has ended, has failed or is
+    /// dropped, and fails if the lease is lost before that.
+    #[derive(Debug)]
+    pub struct LockedBody<B> {
+        #[pin]
+        body: ResponseBody<B>,
+        stay: Option<Stay>,
+    }
+}
+
+impl<B> LockedBody<B> {
+    pub(crate) const fn new(body: ResponseBody<B>) -> Self {
+        Self { body, stay: None }
+    }
+}
+
+impl<B: Body<Data = Bytes>> LockedBody<B> {
+    pub(crate) fn occupy(&mut self, stay: Stay) {
+        if !self.body.is_end_stream() {
+            self.stay = Some(stay);
+        }
+    }
+}
+
+// Layers above that answer by themselves, for CORS or a timeout, make an empty body this way.
+impl<B: Default> Default for LockedBody<B> {
+    fn default() -> Self {
+        Self::new(ResponseBody::default())
+    }
+}
+
+impl<B> Body for LockedBody<B>
+where
+    B: Body<Data = Bytes>,
+    B::Error: Into<BoxError>,
+{
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let mut this = self.project();
+        if let Some(Poll::Ready(lost)) = this.stay.as_mut().map(|stay| stay.poll_lost(cx)) {
+            *this.stay = None;
+            return Poll::Ready(Some(Err(lost.into())));
+        }
+        let frame = ready!(this.body.as_mut().poll_frame(cx));
+        let is_last = match &frame {
+            Some(Ok(frame)) => frame.is_trailers() || this.body.is_end_stream(),
+            Some(Err(_)) | None => true,
+        };
+        if is_last {
+            *this.stay = None;
+        }
+        Poll::Ready(frame.map(|frame| frame.map_err(Into::into)))
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}

@@ -1,0 +1,132 @@
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, ready};
+
+use pin_project_lite::pin_project;
+use tower_service::Service;
+
+use super::error::LockError;
+use super::layer::{ReleaseAt, Settings, Stay};
+use super::lease::Lease;
+use super::nested::Held;
+use super::rejection::{Occupy, Rejection};
+use crate::reject::Reject;
+
+type BoxLease = Pin<Box<dyn Future<Output = Result<Lease, LockError>> + Send>>;
+
+pin_project! {
+    /// The answer of a service behind a lock. Dropping it drops the handler and gives the lock back.
+    #[must_use = "futures do nothing unless polled"]
+    pub struct ResponseFuture<S, Req, K, A>
+    where
+        S: Service<Req>,
+    {
+        #[pin]
+        state: State<S, Req, S::Future>,
+        shared: Arc<(Settings, Arc<K>, A)>,
+    }
+}
+
+pin_project! {
+    #[project = StateProj]
+    enum State<S, Req, F> {
+        // The lock is asked for, or waited for; the service that reported ready waits with the request.
+        Acquiring { lease: BoxLease, call: Option<(S, Req)> },
+        // The inner service is at work, with the lock unless the request needs none.
+        Calling { #[pin] future: F, stay: Option<Stay>, held: Option<Held> },
+        // The request is turned away without asking anybody.
+        Rejected { rejection: Option<Rejection> },
+        // The answer was given; nothing of the request or the inner service is left.
+        Complete,
+    }
+}
+
+impl<S: Service<Req>, Req, K, A> ResponseFuture<S, Req, K, A> {
+    pub(super) fn passed_through(future: S::Future, shared: Arc<(Settings, Arc<K>, A)>) -> Self {
+        Self { state: State::Calling { future, stay: None, held: None }, shared }
+    }
+
+    pub(super) fn rejected(rejection: Rejection, shared: Arc<(Settings, Arc<K>, A)>) -> Self {
+        Self { state: State::Rejected { rejection: Some(rejection) }, shared }
+    }
+
+    pub(super) fn acquiring(lease: BoxLease, ready: S, request: Req, shared: Arc<(Settings, Arc<K>, A)>) -> Self {
+        Self { state: State::Acquiring { lease, call: Some((ready, request)) }, shared }
+    }
+}
+
+impl<S, Req, K, A> Future for ResponseFuture<S, Req, K, A>
+where
+    S: Service<Req>,
+    A: Reject<Rejection, S::Response, S::Error>
+        + Occupy<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+{
+    type Output = Result<A::Response, A::Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let mut this = self.project();
+        let (settings, _, answer) = &**this.shared;
+        loop {
+            let (outcome, call) = match this.state.as_mut().project() {
+                StateProj::Acquiring { lease, call } => (ready!(lease.as_mut().poll(cx)), call.take()),
+                StateProj::Calling { future, stay, held } => {
+                    // After a standstill nothing of the handler may run before this was looked at.
+                    if let Some(Poll::Ready(lost)) = stay.as_mut().map(|stay| stay.poll_lost(cx)) {
+                        this.state.set(State::Complete);
+                        return Poll::Ready(answer.reject(Rejection::Lock(lost.into())));
+                    }
+                    let outcome = match held {
+                        Some(held) => ready!(held.scope(|| future.poll(cx))),
+                        None => ready!(future.poll(cx)),
+                    };
+                    let stay = stay.take().filter(|_| settings.release_at == ReleaseAt::BodyEnd);
+                    this.state.set(State::Complete);
+                    return Poll::Ready(match outcome {
+                        Ok(response) => {
+                            let mut response = answer.response(response);
+                            if let Some(stay) = stay {
+                                answer.occupy(stay, &mut response);
+                            }
+                            Ok(response)
+                        }
+                        Err(error) => Err(answer.error(error)),
+                    });
+                }
+                StateProj::Rejected { rejection } => {
+                    let rejection = rejection.take().expect("a rejection waits to be told");
+                    this.state.set(State::Complete);
+                    return Poll::Ready(answer.reject(rejection));
+                }
+                StateProj::Complete => panic!("ResponseFuture polled after completion"),
+            };
+            // Out of the state, so that a rejected request gives up its place in the inner service at once.
+            let (mut ready, mut request) = call.expect("the call waits while the lock is asked for");
+            match outcome {
+                Ok(lease) => {
+                    settings.answered();
+                    answer.attach(lease.view(), &mut request);
+                    let held = Held::with(&lease);
+                    let future = held.scope(|| ready.call(request));
+                    let stay = Stay::new(lease, settings.on_loss);
+                    this.state.set(State::Calling { future, stay: Some(stay), held: Some(held) });
+                }
+                Err(LockError::Store(error)) if settings.passes(&error) => {
+                    let future = ready.call(request);
+                    this.state.set(State::Calling { future, stay: None, held: None });
+                }
+                Err(error) => {
+                    this.state.set(State::Complete);
+                    return Poll::Ready(answer.reject(Rejection::Lock(error)));
+                }
+            }
+        }
+    }
+}
+
+impl<S: Service<Req>, Req, K, A> fmt::Debug for ResponseFuture<S, Req, K, A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResponseFuture").finish_non_exhaustive()
+    }
+}

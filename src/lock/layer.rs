@@ -1,0 +1,294 @@
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use tower_layer::Layer;
+
+use super::error::Lost;
+use super::lease::Lease;
+use super::locks::Locks;
+use super::service::Lock;
+use super::store::{LockStore, Scope};
+use crate::error::{ConfigError, StoreError};
+use crate::key::{Everyone, Key};
+use crate::reject::AsResponse;
+
+/// Lets one request at a time through, for each key. See the [module docs](crate::lock#in-front-of-a-service) for examples.
+///
+/// With HTTP a rejection is a response, and the lock is held until the *body* of the answer has ended. A service that does not
+/// speak HTTP needs [`.with_rejection(AsError)`](Self::with_rejection).
+///
+/// Type parameters: the [key](crate::ExtractKey), and what a rejection [becomes](crate::reject::Reject).
+#[must_use]
+pub struct LockLayer<K = Everyone, A = AsResponse> {
+    settings: Settings,
+    key: Arc<K>,
+    answer: A,
+}
+
+/// What has nothing to do with the type of requests and answers. Cheap to clone.
+#[derive(Clone)]
+pub(super) struct Settings {
+    pub(super) locks: Locks,
+    pub(super) on_missing_key: OnMissingKey,
+    pub(super) on_store_error: OnStoreError,
+    pub(super) on_loss: OnLoss,
+    pub(super) release_at: ReleaseAt,
+    pub(super) locks_safe: bool,
+    // Whether the log has been told that requests pass without a lock.
+    is_unprotected: Arc<AtomicBool>,
+}
+
+/// What happens to a request that has no key, or an empty one. Defaults to [`Reject`](Self::Reject).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnMissingKey {
+    /// It is turned away: 400 with HTTP, [`MissingKey`](super::MissingKey) without.
+    #[default]
+    Reject,
+    /// All such requests share one lock.
+    Shared,
+    /// It passes without a lock.
+    Pass,
+}
+
+/// What happens to a request when the store fails. Defaults to [`Deny`](Self::Deny).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnStoreError {
+    /// It is turned away: 503 with HTTP, the [`StoreError`] without.
+    #[default]
+    Deny,
+    /// It passes without a lock and without a lease in its extensions. The log has a line when that begins, and when it ends.
+    Allow,
+}
+
+/// What happens to a request whose lease is lost while it is served. Defaults to [`Cancel`](Self::Cancel).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnLoss {
+    /// Its handler is dropped where it stands, and the answer is 503 with HTTP. If the answer has begun, its body fails.
+    #[default]
+    Cancel,
+    /// Nothing. The handler finds out by the lease in the extensions of the request, if it wants to know.
+    Notify,
+}
+
+/// When the lock of a request is given back. Defaults to [`BodyEnd`](Self::BodyEnd).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ReleaseAt {
+    /// When the body of the answer has ended, has failed or is dropped. A client that reads slowly holds the lock meanwhile, up to
+    /// [`max_hold`](LockLayer::max_hold).
+    #[default]
+    BodyEnd,
+    /// When the handler has answered. What it streams then is no longer under the lock.
+    HandlerDone,
+}
+
+impl LockLayer {
+    /// Locks by what `store` keeps, which is a backend. Until a [key](Self::key) is named, all requests share one lock.
+    pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
+        let locks = Locks::new(store).namespace("requests").ttl(Duration::from_secs(15)).wait(Duration::ZERO);
+        Self::with_locks(locks.max_hold(Duration::from_secs(300)).max_waiters(64))
+    }
+
+    /// Locks as `locks` does, with its settings, and in one line with whoever else uses it.
+    pub fn with_locks(locks: Locks) -> Self {
+        let settings = Settings {
+            locks,
+            on_missing_key: OnMissingKey::default(),
+            on_store_error: OnStoreError::default(),
+            on_loss: OnLoss::default(),
+            release_at: ReleaseAt::default(),
+            locks_safe: false,
+            is_unprotected: Arc::default(),
+        };
+        Self { settings, key: Arc::new(Everyone), answer: AsResponse::default() }
+    }
+}
+
+impl<K, A> LockLayer<K, A> {
+    /// What a request locks: a closure, an extractor of the module `tollgate::http`, or a tuple of them; see
+    /// [`ExtractKey`](crate::ExtractKey). Defaults to [`Everyone`].
+    pub fn key<K2>(self, key: K2) -> LockLayer<K2, A> {
+        let Self { settings, key: _, answer } = self;
+        LockLayer { settings, key: Arc::new(key), answer }
+    }
+
+    /// What a rejection becomes. Defaults to [`AsResponse`]; [`AsError`](crate::reject::AsError) is for services that do not
+    /// speak HTTP.
+    pub fn with_rejection<A2>(self, answer: A2) -> LockLayer<K, A2> {
+        let Self { settings, key, answer: _ } = self;
+        LockLayer { settings, key, answer }
+    }
+
+    fn with(mut self, change: impl FnOnce(Locks) -> Locks) -> Self {
+        self.settings.locks = change(self.settings.locks);
+        self
+    }
+
+    /// What keeps the locks of these requests apart from others with the same keys. Defaults to `requests`.
+    pub fn namespace(self, namespace: impl Into<Key>) -> Self {
+        self.with(|locks| locks.namespace(namespace))
+    }
+
+    /// How long the lock outlives a process that has died: see [`Locks::ttl`]. Defaults to 15 s.
+    pub fn ttl(self, ttl: Duration) -> Self {
+        self.with(|locks| locks.ttl(ttl))
+    }
+
+    /// How long a request waits for its lock. Defaults to zero: it is turned away when somebody else holds it, 409 with HTTP.
+    ///
+    /// A request that waits holds the place in the inner service that was reserved for it.
+    pub fn wait(self, wait: Duration) -> Self {
+        self.with(|locks| locks.wait(wait))
+    }
+
+    /// How many requests may wait for one lock in this process. Defaults to 64. One more is turned away, 503 with HTTP.
+    pub fn max_waiters(self, waiters: usize) -> Self {
+        self.with(|locks| locks.max_waiters(waiters))
+    }
+
+    /// How long a request has its lock at the most; it is lost then. Defaults to 5 minutes.
+    pub fn max_hold(self, max_hold: Duration) -> Self {
+        self.with(|locks| locks.max_hold(max_hold))
+    }
+
+    /// How long one call of the store may take. Defaults to 100 ms.
+    pub fn deadline(self, deadline: Duration) -> Self {
+        self.with(|locks| locks.deadline(deadline))
+    }
+
+    /// Whether requests that change nothing (GET, HEAD, OPTIONS and TRACE with HTTP) need the lock as well. Defaults to false.
+    pub fn safe_methods(mut self, locks_safe: bool) -> Self {
+        self.settings.locks_safe = locks_safe;
+        self
+    }
+
+    /// What happens to a request that has no key. Defaults to [`OnMissingKey::Reject`].
+    pub fn on_missing_key(mut self, on_missing_key: OnMissingKey) -> Self {
+        self.settings.on_missing_key = on_missing_key;
+        self
+    }
+
+    /// What happens to a request when the store fails. Defaults to [`OnStoreError::Deny`].
+    pub fn on_store_error(mut self, on_store_error: OnStoreError) -> Self {
+        self.settings.on_store_error = on_store_error;
+        self
+    }
+
+    /// What happens to a request whose lease is lost while it is served. Defaults to [`OnLoss::Cancel`].
+    pub fn on_loss(mut self, on_loss: OnLoss) -> Self {
+        self.settings.on_loss = on_loss;
+        self
+    }
+
+    /// When the lock of a request is given back. Defaults to [`ReleaseAt::BodyEnd`].
+    pub fn release_at(mut self, release_at: ReleaseAt) -> Self {
+        self.settings.release_at = release_at;
+        self
+    }
+
+    /// Makes sure that the locks hold as far as they are meant to, so that the memory backend is not taken for a distributed one.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
+    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+        let has = self.settings.locks.scope();
+        if has < scope { Err(ConfigError::ScopeTooSmall { needed: scope, has }) } else { Ok(self) }
+    }
+
+    pub(super) fn into_parts(self) -> (Settings, Arc<K>, A) {
+        (self.settings, self.key, self.answer)
+    }
+}
+
+impl Settings {
+    /// Whether a request passes without a lock because of this, and if so the log is told.
+    pub(super) fn passes(&self, error: &StoreError) -> bool {
+        if self.on_store_error == OnStoreError::Deny {
+            return false;
+        }
+        if !self.is_unprotected.swap(true, Ordering::Relaxed) {
+            tracing::warn!(%error, "lock store fails: requests pass without a lock");
+        }
+        true
+    }
+
+    pub(super) fn answered(&self) {
+        if self.is_unprotected.load(Ordering::Relaxed) && self.is_unprotected.swap(false, Ordering::Relaxed) {
+            tracing::info!("lock store answers again: requests need their lock");
+        }
+    }
+}
+
+impl<S, K, A: Clone> Layer<S> for LockLayer<K, A> {
+    type Service = Lock<S, K, A>;
+
+    fn layer(&self, inner: S) -> Self::Service {
+        Lock::new(inner, self.clone())
+    }
+}
+
+// By hand: `derive` would ask for `K: Clone`.
+impl<K, A: Clone> Clone for LockLayer<K, A> {
+    fn clone(&self) -> Self {
+        Self { settings: self.settings.clone(), key: Arc::clone(&self.key), answer: self.answer.clone() }
+    }
+}
+
+impl<K, A> fmt::Debug for LockLayer<K, A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.settings.describe::<K>(f, "LockLayer")
+    }
+}
+
+impl Settings {
+    pub(super) fn describe<K>(&self, f: &mut fmt::Formatter<'_>, name: &str) -> fmt::Result {
+        f.debug_struct(name)
+            .field("locks", &self.locks)
+            .field("key", &std::any::type_name::<K>())
+            .field("on_missing_key", &self.on_missing_key)
+            .field("on_store_error", &self.on_store_error)
+            .field("on_loss", &self.on_loss)
+            .field("release_at", &self.release_at)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The time in which a request has its lock. Ends when it is dropped.
+pub struct Stay {
+    // Before the lease, which means nothing to it once it was given back.
+    loss: Option<Pin<Box<dyn Future<Output = Lost> + Send>>>,
+    lease: Lease,
+}
+
+impl Stay {
+    pub(super) fn new(lease: Lease, on_loss: OnLoss) -> Self {
+        let loss = (on_loss == OnLoss::Cancel).then(|| Box::pin(lease.loss()) as _);
+        Self { loss, lease }
+    }
+
+    /// The lease.
+    pub const fn lease(&self) -> &Lease {
+        &self.lease
+    }
+
+    /// Ready when the lease is lost, and the request is to be [cancelled](OnLoss::Cancel) for that. Not to be polled again then.
+    pub fn poll_lost(&mut self, cx: &mut Context<'_>) -> Poll<Lost> {
+        let Some(loss) = &mut self.loss else { return Poll::Pending };
+        loss.as_mut().poll(cx)
+    }
+}
+
+impl fmt::Debug for Stay {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Stay").field("lease", &self.lease).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,64 @@
+use std::error::Error;
+use std::fmt;
+
+use super::error::LockError;
+use super::layer::Stay;
+use super::lease::LeaseView;
+use crate::error::BoxError;
+
+/// Why a request was turned away by a [`LockLayer`](super::LockLayer), or cancelled.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Rejection {
+    /// There is no lease, or no longer one.
+    Lock(LockError),
+    /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Reject) such requests.
+    MissingKey(MissingKey),
+}
+
+impl From<Rejection> for BoxError {
+    /// The error inside: [`LockError`] or [`MissingKey`], to be found by downcasting.
+    fn from(rejection: Rejection) -> Self {
+        match rejection {
+            Rejection::Lock(error) => error.into(),
+            Rejection::MissingKey(error) => error.into(),
+        }
+    }
+}
+
+/// The rejection of a request that has no key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MissingKey;
+
+impl fmt::Display for MissingKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the request carries no key to lock")
+    }
+}
+
+impl Error for MissingKey {}
+
+/// What a lock has to do with requests and responses of one kind.
+///
+/// Implemented for the same types as [`Reject`](crate::reject::Reject), which has the other half of the answer.
+pub trait Occupy<Req, Res> {
+    /// Whether the request changes nothing, so that it needs no lock. Unless told otherwise every request may.
+    fn is_safe(&self, request: &Req) -> bool {
+        let _ = request;
+        false
+    }
+
+    /// Gives a request a look at its lease. Unless told otherwise there is no place for that.
+    fn attach(&self, lease: LeaseView, request: &mut Req) {
+        let _ = (lease, request);
+    }
+
+    /// Lets `response` keep the lock until it has come to its end. Unless told otherwise it has, when it is there.
+    fn occupy(&self, stay: Stay, response: &mut Res) {
+        let _ = response;
+        drop(stay);
+    }
+}
+
+impl<Req, Res> Occupy<Req, Res> for crate::reject::AsError {}

@@ -1,0 +1,102 @@
+use std::fmt;
+use std::future::IntoFuture;
+use std::mem;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use tower_service::Service;
+
+use super::future::ResponseFuture;
+use super::layer::{LockLayer, OnMissingKey, Settings};
+use super::rejection::{MissingKey, Occupy, Rejection};
+use crate::key::{Everyone, ExtractKey, Key};
+use crate::reject::{AsResponse, Reject};
+
+/// A service behind a lock. See the [module docs](crate::lock#in-front-of-a-service) for examples.
+///
+/// Ready when the inner service is: what a request locks is known only once it is there. The inner service that
+/// reported ready is held while the request waits; where that holds a permit (a concurrency limit below this layer), a rejected
+/// request gives it back unused.
+#[must_use]
+pub struct Lock<S, K = Everyone, A = AsResponse> {
+    inner: S,
+    shared: Arc<(Settings, Arc<K>, A)>,
+}
+
+impl<S, K, A> Lock<S, K, A> {
+    /// Puts `inner` behind the lock of `layer`, without a stack of layers.
+    pub fn new(inner: S, layer: LockLayer<K, A>) -> Self {
+        Self { inner, shared: Arc::new(layer.into_parts()) }
+    }
+
+    /// The service behind the lock.
+    pub const fn get_ref(&self) -> &S {
+        &self.inner
+    }
+
+    /// The service behind the lock, to change.
+    pub const fn get_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+
+    /// Takes the service out from behind the lock.
+    pub fn into_inner(self) -> S {
+        self.inner
+    }
+}
+
+impl<S, Req, K, A> Service<Req> for Lock<S, K, A>
+where
+    S: Service<Req> + Clone,
+    K: ExtractKey<Req>,
+    A: Reject<Rejection, S::Response, S::Error>
+        + Occupy<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+{
+    type Response = A::Response;
+    type Error = A::Error;
+    type Future = ResponseFuture<S, Req, K, A>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.inner.poll_ready(cx).map_err(|error| self.shared.2.error(error))
+    }
+
+    fn call(&mut self, request: Req) -> Self::Future {
+        let shared = Arc::clone(&self.shared);
+        let (settings, extract, answer) = &*shared;
+        if !settings.locks_safe && answer.is_safe(&request) {
+            return ResponseFuture::passed_through(self.inner.call(request), shared);
+        }
+        let key = match (extract.extract_key(&request).filter(|key| !key.is_empty()), settings.on_missing_key) {
+            (Some(key), _) => key,
+            (None, OnMissingKey::Shared) => Key::ANONYMOUS,
+            (None, OnMissingKey::Pass) => return ResponseFuture::passed_through(self.inner.call(request), shared),
+            (None, OnMissingKey::Reject) => {
+                drop(self.take_ready());
+                return ResponseFuture::rejected(Rejection::MissingKey(MissingKey), shared);
+            }
+        };
+        let lease = settings.locks.lock(key).into_future();
+        ResponseFuture::acquiring(lease, self.take_ready(), request, shared)
+    }
+}
+
+impl<S: Clone, K, A> Lock<S, K, A> {
+    /// The instance of the inner service that reported ready, with the place that it may have reserved. Leaves a clone for the next time.
+    fn take_ready(&mut self) -> S {
+        let fresh = self.inner.clone();
+        mem::replace(&mut self.inner, fresh)
+    }
+}
+
+// By hand: `derive` would ask for more than the inner service to be `Clone`.
+impl<S: Clone, K, A> Clone for Lock<S, K, A> {
+    fn clone(&self) -> Self {
+        Self { inner: self.inner.clone(), shared: Arc::clone(&self.shared) }
+    }
+}
+
+impl<S: fmt::Debug, K, A> fmt::Debug for Lock<S, K, A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.shared.0.describe::<K>(f, "Lock")
+    }
+}

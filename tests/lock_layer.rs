@@ -1,0 +1,460 @@
+//! A lock in front of services: who gets through, when, and when the next one does.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::convert::Infallible;
+use std::future::pending;
+use std::pin::Pin;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{Method, Request, Response, StatusCode};
+use http_body::{Body, Frame};
+use http_body_util::{BodyExt, Full};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
+use tokio::sync::mpsc;
+use tokio::time::{Instant, sleep, timeout};
+use tollgate::lock::{LeaseView, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Scope};
+use tollgate::reject::BusyStatus;
+use tollgate::testing::{Failure, FaultStore};
+use tollgate::{AsError, AsResponse, BoxError, ConfigError, LockError, LockLayer, Locks, MemoryBackend};
+use tower::{Layer, Service, ServiceExt, service_fn};
+
+fn by_path() -> LockLayer<fn(&Request<Full<Bytes>>) -> String> {
+    on(MemoryBackend::new())
+}
+
+fn on(store: impl tollgate::lock::LockStore + Send + Sync + 'static) -> LockLayer<fn(&Request<Full<Bytes>>) -> String> {
+    LockLayer::new(store).key(|request| request.uri().path().to_owned())
+}
+
+fn request(method: Method, path: &str) -> Request<Full<Bytes>> {
+    Request::builder().method(method).uri(path).body(Full::default()).unwrap()
+}
+
+fn post(path: &str) -> Request<Full<Bytes>> {
+    request(Method::POST, path)
+}
+
+/// A handler that takes a second, and says so.
+async fn slow(_: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
+    sleep(Duration::from_secs(1)).await;
+    Ok(Response::new("done".into()))
+}
+
+#[tokio::test(start_paused = true)]
+async fn one_request_at_a_time_and_the_others_are_told_when_to_come_back() {
+    let service = by_path().layer(service_fn(slow));
+    let first = tokio::spawn(service.clone().oneshot(post("/a")));
+    tokio::task::yield_now().await;
+    let response = service.clone().oneshot(post("/a")).await.unwrap();
+    assert_eq!(response.status(), StatusCode::CONFLICT);
+    assert_eq!(response.headers()["retry-after"], "5");
+    assert_eq!(response.headers()["content-type"], "application/problem+json");
+    let body = response.into_body().collect().await.unwrap().to_bytes();
+    let body: serde_json::Value = serde_json::from_slice(&body).unwrap();
+    assert_eq!(body["status"], 409);
+    assert_eq!(body["title"], "Conflict");
+    assert!(!body.to_string().contains("/a"), "the key is nobody's business: {body}");
+    // Another key, and requests that change nothing.
+    for other in [post("/b"), request(Method::GET, "/a"), request(Method::HEAD, "/a"), request(Method::OPTIONS, "/a")] {
+        assert_eq!(service.clone().oneshot(other).await.unwrap().status(), StatusCode::OK);
+    }
+    let body = first.await.unwrap().unwrap().into_body().collect().await.unwrap().to_bytes();
+    assert_eq!(body, "done");
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn busy_has_the_status_that_was_chosen() {
+    let presets = [
+        (BusyStatus::Conflict, StatusCode::CONFLICT),
+        (BusyStatus::Locked, StatusCode::LOCKED),
+        (BusyStatus::TooManyRequests, StatusCode::TOO_MANY_REQUESTS),
+    ];
+    for (preset, status) in presets {
+        let layer = by_path().with_rejection(AsResponse::new().busy(preset));
+        let service = layer.layer(service_fn(slow));
+        let _first = tokio::spawn(service.clone().oneshot(post("/a")));
+        tokio::task::yield_now().await;
+        assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), status);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_wait_in_bounds() {
+    let layer = by_path().wait(Duration::from_millis(2_500)).max_waiters(3);
+    let service = layer.layer(service_fn(slow));
+    let begun = Instant::now();
+    let mut requests = Vec::new();
+    for _ in 0..5 {
+        let request = service.clone().oneshot(post("/a"));
+        requests.push(tokio::spawn(async move {
+            let response = request.await.unwrap();
+            let status = response.status();
+            response.into_body().collect().await.unwrap();
+            (status, begun.elapsed().as_millis() / 500)
+        }));
+        tokio::task::yield_now().await;
+    }
+    let mut outcomes = Vec::new();
+    for request in requests {
+        outcomes.push(request.await.unwrap());
+    }
+    let expected = [
+        (StatusCode::OK, 2),
+        (StatusCode::OK, 4),
+        (StatusCode::OK, 6),
+        // It has waited for as long as it may.
+        (StatusCode::CONFLICT, 5),
+        // The line was full.
+        (StatusCode::SERVICE_UNAVAILABLE, 0),
+    ];
+    assert_eq!(outcomes, expected);
+}
+
+/// A body that a test sends frame by frame.
+struct Stream(mpsc::UnboundedReceiver<Result<&'static str, BoxError>>);
+
+impl Body for Stream {
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        let frame =
+            |frame: Result<&'static str, BoxError>| frame.map(|text| Frame::data(Bytes::from_static(text.as_bytes())));
+        self.0.poll_recv(cx).map(|next| next.map(frame))
+    }
+}
+
+type Sender = mpsc::UnboundedSender<Result<&'static str, BoxError>>;
+
+/// A service that answers at once, with bodies that are sent by what it leaves behind.
+fn streaming(
+    layer: &LockLayer<fn(&Request<Full<Bytes>>) -> String>,
+) -> (impl Fn() -> Option<Sender> + use<>, StreamService) {
+    let senders = Arc::new(Mutex::new(Vec::new()));
+    let kept = Arc::clone(&senders);
+    let service = service_fn(move |_: Request<Full<Bytes>>| {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        kept.lock().unwrap().push(sender);
+        async move { Ok::<_, Infallible>(Response::new(Stream(receiver))) }
+    });
+    (move || senders.lock().unwrap().pop(), layer.layer(service).boxed_clone())
+}
+
+type StreamService =
+    tower::util::BoxCloneService<Request<Full<Bytes>>, Response<tollgate::http::LockedBody<Stream>>, Infallible>;
+
+#[tokio::test(start_paused = true)]
+async fn the_lock_is_held_until_the_body_has_ended_however_it_does() {
+    for end in ["ends", "fails", "is dropped"] {
+        let (sender, service) = streaming(&by_path());
+        let mut body = service.clone().oneshot(post("/a")).await.unwrap().into_body();
+        let sender = sender().unwrap();
+        sender.send(Ok("some")).unwrap();
+        assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "some");
+        let status = service.clone().oneshot(post("/a")).await.unwrap().status();
+        assert_eq!(status, StatusCode::CONFLICT, "before it {end}");
+        match end {
+            "ends" => {
+                drop(sender);
+                assert!(body.frame().await.is_none());
+            }
+            "fails" => {
+                sender.send(Err("broken".into())).unwrap();
+                assert_eq!(body.frame().await.unwrap().unwrap_err().to_string(), "broken");
+            }
+            _ => drop(body),
+        }
+        let status = service.clone().oneshot(post("/a")).await.unwrap().status();
+        assert_eq!(status, StatusCode::OK, "after it {end}");
+    }
+    // Or no longer than the handler runs.
+    let (_, service) = streaming(&by_path().release_at(ReleaseAt::HandlerDone));
+    let _body = service.clone().oneshot(post("/a")).await.unwrap().into_body();
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+}
+
+/// Sets a flag when it is dropped.
+struct OnDrop(Arc<AtomicBool>);
+
+impl Drop for OnDrop {
+    fn drop(&mut self) {
+        self.0.store(true, Ordering::SeqCst);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handler_whose_lease_is_lost_is_cancelled() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let is_dropped = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&is_dropped);
+    let service = on(store).ttl(Duration::from_secs(3)).layer(service_fn(move |_| {
+        let guard = OnDrop(Arc::clone(&flag));
+        async move {
+            pending::<()>().await;
+            drop(guard);
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    let begun = Instant::now();
+    let response = tokio::spawn(service.oneshot(post("/a")));
+    sleep(Duration::from_secs(10)).await;
+    assert!(!response.is_finished(), "it is renewed");
+    faults.fail(Failure::Unavailable);
+    let response = response.await.unwrap().unwrap();
+    assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert!(!response.headers().contains_key("retry-after"), "it may have had effects");
+    assert!(is_dropped.load(Ordering::SeqCst));
+    assert!(begun.elapsed() < Duration::from_secs(13), "{:?}", begun.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_whose_lease_is_lost_fails_and_does_not_just_end() {
+    let (sender, service) = streaming(&by_path().max_hold(Duration::from_secs(2)));
+    let mut body = service.clone().oneshot(post("/a")).await.unwrap().into_body();
+    let sender = sender().unwrap();
+    sender.send(Ok("some")).unwrap();
+    body.frame().await.unwrap().unwrap();
+    let error = body.frame().await.unwrap().unwrap_err();
+    assert_eq!(error.downcast::<tollgate::lock::Lost>().unwrap().reason(), LossReason::MaxHold);
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+
+    // Unless nobody wants to be cancelled.
+    let (sender, service) = streaming(&by_path().max_hold(Duration::from_secs(2)).on_loss(OnLoss::Notify));
+    let mut body = service.oneshot(post("/a")).await.unwrap().into_body();
+    let sender = sender().unwrap();
+    sleep(Duration::from_secs(3)).await;
+    sender.send(Ok("more")).unwrap();
+    assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "more");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_request_sees_its_lease_and_keeps_nothing_by_that() {
+    let views = Arc::new(Mutex::new(Vec::new()));
+    let seen = Arc::clone(&views);
+    let service = by_path().layer(service_fn(move |request: Request<Full<Bytes>>| {
+        let view = request.extensions().get::<LeaseView>().unwrap().clone();
+        assert!(view.check().is_ok() && view.remaining() > Duration::from_secs(10));
+        seen.lock().unwrap().push(view);
+        async { Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())) }
+    }));
+    for _ in 0..2 {
+        assert_eq!(service.clone().oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+    }
+    let views = views.lock().unwrap().clone();
+    assert!(views[0].fence() < views[1].fence());
+    for view in views {
+        assert_eq!(view.check().unwrap_err().reason(), LossReason::GivenBack);
+        assert!(view.reenter().is_none() && view.remaining().is_zero());
+        assert_eq!(timeout(Duration::from_secs(60), view.lost()).await.unwrap().reason(), LossReason::GivenBack);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_asks_for_its_own_lock_is_told_so() {
+    let locks = Locks::new(MemoryBackend::new());
+    let inner = locks.clone();
+    let service = LockLayer::with_locks(locks).key(|_: &Request<Full<Bytes>>| "a").layer(service_fn(
+        move |request: Request<Full<Bytes>>| {
+            let (locks, view) = (inner.clone(), request.extensions().get::<LeaseView>().unwrap().clone());
+            async move {
+                assert!(matches!(locks.lock("a").await, Err(LockError::Nested(_))));
+                // How it is meant to be done.
+                let lease = view.reenter().unwrap();
+                assert_eq!(lease.fence(), view.fence());
+                drop(locks.lock("b").await.unwrap());
+                Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+            }
+        },
+    ));
+    assert_eq!(service.oneshot(post("/")).await.unwrap().status(), StatusCode::OK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_goes_away_takes_its_lock_along() {
+    let service = by_path().layer(service_fn(slow));
+    let request = timeout(Duration::from_millis(500), service.clone().oneshot(post("/a")));
+    assert!(request.await.is_err());
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
+    for (then, status) in [(OnStoreError::Deny, StatusCode::SERVICE_UNAVAILABLE), (OnStoreError::Allow, StatusCode::OK)]
+    {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let unprotected = Arc::new(AtomicUsize::new(0));
+        let seen = Arc::clone(&unprotected);
+        let service = on(store).on_store_error(then).layer(service_fn(move |request: Request<Full<Bytes>>| {
+            seen.fetch_add(usize::from(request.extensions().get::<LeaseView>().is_none()), Ordering::SeqCst);
+            async { Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())) }
+        }));
+        for fault in [Failure::Unavailable, Failure::Timeout, Failure::OutOfMemory] {
+            faults.fail(fault);
+            let response = service.clone().oneshot(post("/a")).await.unwrap();
+            assert_eq!(response.status(), status, "{fault:?}");
+            if then == OnStoreError::Deny {
+                assert_eq!(response.headers()["retry-after"], "1");
+            }
+        }
+        faults.heal();
+        faults.hang();
+        let begun = Instant::now();
+        assert_eq!(service.clone().oneshot(post("/a")).await.unwrap().status(), status);
+        assert_eq!(begun.elapsed(), Duration::from_millis(100));
+        faults.heal();
+        assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+        assert_eq!(unprotected.load(Ordering::SeqCst), if then == OnStoreError::Deny { 0 } else { 4 });
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_happens_without_a_key_is_said() {
+    let layer = LockLayer::new(MemoryBackend::new()).key(|_: &Request<Full<Bytes>>| None::<String>);
+    let cases = [
+        (OnMissingKey::Reject, [StatusCode::BAD_REQUEST, StatusCode::BAD_REQUEST]),
+        (OnMissingKey::Shared, [StatusCode::OK, StatusCode::CONFLICT]),
+        (OnMissingKey::Pass, [StatusCode::OK, StatusCode::OK]),
+    ];
+    for (then, expected) in cases {
+        let service = layer.clone().on_missing_key(then).layer(service_fn(slow));
+        let first = tokio::spawn(service.clone().oneshot(post("/a")));
+        tokio::task::yield_now().await;
+        let second = service.oneshot(post("/b")).await.unwrap().status();
+        assert_eq!([first.await.unwrap().unwrap().status(), second], expected, "{then:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_service_without_http_fails_with_an_error_to_downcast() {
+    let layer =
+        LockLayer::new(MemoryBackend::new()).key(|job: &u32| (*job > 0).then_some(*job)).with_rejection(AsError);
+    let service = layer.layer(service_fn(async |job: u32| {
+        sleep(Duration::from_secs(1)).await;
+        Ok::<_, BoxError>(job)
+    }));
+    let first = tokio::spawn(service.clone().oneshot(7));
+    tokio::task::yield_now().await;
+    let error = service.clone().oneshot(7).await.unwrap_err();
+    assert!(error.downcast::<LockError>().unwrap().is_busy());
+    assert!(service.clone().oneshot(0).await.unwrap_err().is::<MissingKey>());
+    assert_eq!(first.await.unwrap().unwrap(), 7);
+    assert_eq!(service.oneshot(7).await.unwrap(), 7);
+}
+
+#[tokio::test]
+async fn a_layer_may_demand_more_than_this_process() {
+    let error = by_path().require(Scope::Redis).unwrap_err();
+    assert_eq!(error, ConfigError::ScopeTooSmall { needed: Scope::Redis, has: Scope::Process });
+    assert!(by_path().require(Scope::Process).is_ok());
+}
+
+/// Counts how often it was asked to be ready, and is only called by who asked.
+#[derive(Debug)]
+struct Strict(bool);
+
+impl Clone for Strict {
+    fn clone(&self) -> Self {
+        Self(false)
+    }
+}
+
+impl Service<Request<Full<Bytes>>> for Strict {
+    type Response = Response<Full<Bytes>>;
+    type Error = Infallible;
+    type Future = std::future::Ready<Result<Self::Response, Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        self.0 = true;
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: Request<Full<Bytes>>) -> Self::Future {
+        assert!(std::mem::take(&mut self.0), "called without having been ready");
+        std::future::ready(Ok(Response::new(Full::default())))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_instance_that_was_ready_is_the_one_that_is_called() {
+    let mut service = by_path().layer(Strict(false));
+    for request in [post("/a"), request(Method::GET, "/a"), post("/a")] {
+        let response = service.ready().await.unwrap().call(request).await.unwrap();
+        assert_eq!(response.status(), StatusCode::OK);
+    }
+}
+
+/// A real server, and a client that hangs up in the middle of the answer.
+#[tokio::test]
+async fn a_connection_that_is_cut_gives_the_lock_back() {
+    let (frames, receiver) = mpsc::unbounded_channel::<Result<Bytes, BoxError>>();
+    let receiver = Arc::new(Mutex::new(Some(receiver)));
+    let handler = move || {
+        let receiver = receiver.lock().unwrap().take();
+        async move {
+            match receiver {
+                Some(mut receiver) => {
+                    axum::body::Body::from_stream(futures_util::stream::poll_fn(move |cx| receiver.poll_recv(cx)))
+                }
+                None => axum::body::Body::from("second"),
+            }
+        }
+    };
+    let lock =
+        LockLayer::new(MemoryBackend::new()).key(|request: &axum::extract::Request| request.uri().path().to_owned());
+    let app = axum::Router::new().route("/a", axum::routing::post(handler)).layer(lock);
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let addr = listener.local_addr().unwrap();
+    let server = tokio::spawn(async move { axum::serve(listener, app).await });
+    let head = "POST /a HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\ncontent-length: 0\r\n\r\n";
+    let mut first = TcpStream::connect(addr).await.unwrap();
+    first.write_all(head.as_bytes()).await.unwrap();
+    frames.send(Ok("some".into())).unwrap();
+    let mut buffer = [0; 1_024];
+    assert!(first.read(&mut buffer).await.unwrap() > 0);
+    let ask = async || {
+        let mut client = TcpStream::connect(addr).await.unwrap();
+        client.write_all(head.as_bytes()).await.unwrap();
+        let mut answer = String::new();
+        client.read_to_string(&mut answer).await.unwrap();
+        answer
+    };
+    assert!(ask().await.starts_with("HTTP/1.1 409 "));
+    drop(first);
+    let begun = std::time::Instant::now();
+    loop {
+        let answer = ask().await;
+        if answer.starts_with("HTTP/1.1 200 ") {
+            break;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(10), "{answer}");
+        sleep(Duration::from_millis(10)).await;
+    }
+    server.abort();
+}
+
+#[tokio::test(start_paused = true)]
+async fn grpc_has_codes_for_it() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let layer = on(store).with_rejection(tollgate::grpc::AsStatus::new()).max_hold(Duration::from_secs(2));
+    let service = layer.layer(service_fn(slow));
+    let first = tokio::spawn(service.clone().oneshot(post("/a")));
+    tokio::task::yield_now().await;
+    let response = service.clone().oneshot(post("/a")).await.unwrap();
+    assert_eq!(response.headers()["grpc-status"], "10");
+    assert!(response.headers().contains_key("grpc-retry-pushback-ms"));
+    drop(first.await.unwrap().unwrap());
+    faults.fail(Failure::Unavailable);
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().headers()["grpc-status"], "14");
+    faults.heal();
+    let service = layer.layer(service_fn(async |_| pending::<Result<Response<Full<Bytes>>, Infallible>>().await));
+    assert_eq!(service.oneshot(post("/b")).await.unwrap().headers()["grpc-status"], "10");
+}
