@@ -21,6 +21,10 @@ local fence, ends = struct.unpack('<I7I7', stored, 2)
 redis.call('SET', lease, struct.pack('<BI7I7I4', 1, fence, 0, 0), 'PX', keep_ms)
 -- A user who may not publish still gives the lease back; those who wait look now and then.
 local listeners = redis.pcall(publish, channel, '1')
+if publish == 'SPUBLISH' and type(listeners) ~= 'number' then
+  -- Redis 6.2 does not know it.
+  listeners = redis.pcall('PUBLISH', channel, '1')
+end
 if type(listeners) ~= 'number' then
   listeners = 0
 end

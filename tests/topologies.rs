@@ -5,13 +5,14 @@ mod support;
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
 use support::sentinel::SentinelDeployment;
-use support::server::RedisServer;
+use support::server::{RedisServer, version, wait_until};
 use tokio::task::{JoinSet, block_in_place};
-use tollgate::{Limiter, Policy, Quota, RedisBackend, RedisOptions};
+use tokio::time::sleep;
+use tollgate::{Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions};
 
 mod behind_sentinels {
     use super::*;
@@ -26,6 +27,18 @@ mod behind_sentinels {
             every_key_expires(deployment.primary());
         }
     );
+
+    mod locks {
+        use super::*;
+
+        tollgate::lock_contract!(
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            |claim| {
+                let deployment = DEPLOYMENT.get(SentinelDeployment::start);
+                claim(connect(&deployment.url()).await).await;
+            }
+        );
+    }
 }
 
 mod on_a_cluster {
@@ -41,6 +54,65 @@ mod on_a_cluster {
             cluster.primaries().into_iter().for_each(|index| every_key_expires(&cluster.nodes[index]));
         }
     );
+
+    mod locks {
+        use super::*;
+
+        tollgate::lock_contract!(
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            |claim| {
+                let cluster = CLUSTER.get(Cluster::start);
+                claim(connect(&cluster.url()).await).await;
+                cluster.primaries().into_iter().for_each(|index| every_key_expires(&cluster.nodes[index]));
+            }
+        );
+    }
+
+    /// As a user who may do no more than the docs say.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn who_waits_is_told_by_the_node_that_has_the_lock_wherever_it_moves() {
+        let cluster = Cluster::start();
+        for node in &cluster.nodes {
+            let rule = "on >password ~tollgate:2:* resetchannels &tollgate:2:* +eval +evalsha +get +set +pexpire +time +cluster|slots \
+                        +asking +publish +subscribe +unsubscribe";
+            node.query::<()>(&format!("ACL SETUSER tollgate {rule}"));
+            if version() >= (7, 0) {
+                node.query::<()>("ACL SETUSER tollgate +spublish +ssubscribe +sunsubscribe");
+            }
+        }
+        let url = cluster.url().replace("://", "://tollgate:password@");
+        let locks =
+            || async { Locks::new(RedisBackend::connect(&url).await.unwrap()).deadline(Duration::from_secs(1)) };
+        let (here, there) = (locks().await, locks().await);
+        let channel = "tollgate:2:{lock:default:a}:free";
+        let slot: u16 = cluster.nodes[0].query(&format!("CLUSTER KEYSLOT {channel}"));
+        let listens = |node: &RedisServer| {
+            let channels = if version() >= (7, 0) { "PUBSUB SHARDCHANNELS" } else { "PUBSUB CHANNELS" };
+            node.query::<Vec<String>>(channels).contains(&channel.to_owned())
+        };
+        for turn in 0..3 {
+            let lease = here.lock("a").await.unwrap();
+            let there = there.clone();
+            let waiting = tokio::spawn(async move {
+                let lease = there.lock("a").wait(Duration::from_secs(20)).await.unwrap();
+                let taken = Instant::now();
+                lease.release().await.unwrap();
+                taken
+            });
+            let owner = cluster.owner(slot);
+            let heard = || listens(&cluster.nodes[owner]) || (version() < (7, 0) && cluster.nodes.iter().any(listens));
+            block_in_place(|| wait_until("the node that has the lock is listened to", heard));
+            // Long enough after a look at the lock, and before the next one.
+            sleep(Duration::from_millis(300)).await;
+            let given_back = Instant::now();
+            lease.release().await.unwrap();
+            let took = waiting.await.unwrap() - given_back;
+            assert!(took < Duration::from_millis(400), "it took {took:?} to be told in turn {turn}");
+            // Another node has it the next time.
+            let next = cluster.primaries().into_iter().find(|primary| *primary != owner).unwrap();
+            block_in_place(|| cluster.migrate(slot, next));
+        }
+    }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn subjects_are_spread_over_all_primaries_and_each_has_its_quota() {

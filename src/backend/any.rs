@@ -111,6 +111,10 @@ impl LockStore for AnyBackend {
         delegate!(self, store => store.acquire(lock, claim).await)
     }
 
+    fn shard(&self, lock: &LockKey) -> u32 {
+        delegate!(self, store => store.shard(lock))
+    }
+
     async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
         delegate!(self, store => store.renew(renewals).await)
     }

@@ -13,6 +13,8 @@ type Call<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 pub(super) trait AnyStore: Send + Sync {
     fn acquire(self: Arc<Self>, lock: LockKey, claim: Claim, limit: Duration) -> Call<Result<Acquired, StoreError>>;
     fn renew(self: Arc<Self>, renewals: Vec<Renewal>) -> Call<Result<Vec<bool>, StoreError>>;
+
+    fn shard(&self, lock: &LockKey) -> u32;
     fn release(self: Arc<Self>, lock: LockKey, token: Token) -> Call<Result<Released, StoreError>>;
     fn watch(self: Arc<Self>, lock: LockKey) -> Call<Wakeups>;
     fn scope(&self) -> Scope;
@@ -21,6 +23,10 @@ pub(super) trait AnyStore: Send + Sync {
 impl<S: LockStore + Send + Sync + 'static> AnyStore for S {
     fn acquire(self: Arc<Self>, lock: LockKey, claim: Claim, limit: Duration) -> Call<Result<Acquired, StoreError>> {
         Box::pin(Deadline::new(async move { LockStore::acquire(&*self, &lock, &claim).await }, limit))
+    }
+
+    fn shard(&self, lock: &LockKey) -> u32 {
+        LockStore::shard(self, lock)
     }
 
     fn renew(self: Arc<Self>, renewals: Vec<Renewal>) -> Call<Result<Vec<bool>, StoreError>> {

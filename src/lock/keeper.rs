@@ -197,8 +197,10 @@ async fn keep_alive(home: Weak<Shared>, wake: Arc<Notify>) {
     let mut calls = JoinSet::new();
     loop {
         let Some(shared) = home.upgrade() else { return };
-        let (renew, next) = shared.due(Instant::now());
-        for holds in renew.chunks(BATCH) {
+        let (mut renew, next) = shared.due(Instant::now());
+        let shard = |hold: &Arc<Hold>| shared.store.shard(hold.lock());
+        renew.sort_by_cached_key(shard);
+        for holds in renew.chunk_by(|one, other| shard(one) == shard(other)).flat_map(|shard| shard.chunks(BATCH)) {
             calls.spawn(renew_batch(Weak::clone(&home), holds.to_vec()));
         }
         drop(shared);

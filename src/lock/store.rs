@@ -29,6 +29,13 @@ pub trait LockStore {
     /// that has ended does not come back.
     fn renew(&self, renewals: &[Renewal]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
+    /// What has the same number here is renewed together; the rest in calls of their own, so that what fails for some leases does
+    /// not fail for all. The same for all locks unless a store says otherwise.
+    fn shard(&self, lock: &LockKey) -> u32 {
+        let _ = lock;
+        0
+    }
+
     /// Gives a lease back if `token` holds it, and wakes those who [watch](Self::watch) for that.
     fn release(&self, lock: &LockKey, token: &Token) -> impl Future<Output = Result<Released, StoreError>> + Send;
 

@@ -276,6 +276,10 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
         self.faults.around(Verb::Acquire, self.inner.acquire(lock, claim)).await
     }
 
+    fn shard(&self, lock: &LockKey) -> u32 {
+        self.inner.shard(lock)
+    }
+
     async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
         self.faults.around(Verb::Renew, self.inner.renew(renewals)).await
     }

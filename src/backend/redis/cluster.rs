@@ -11,7 +11,6 @@ use std::sync::{Arc, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
 use crc16::{State, XMODEM};
-use redis::aio::PubSub;
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
@@ -65,7 +64,6 @@ struct Map {
 #[derive(Clone)]
 struct Node {
     address: Address,
-    connector: Connector,
     requests: Pool,
     apart: Pool,
 }
@@ -146,21 +144,6 @@ impl Cluster {
     }
 }
 
-impl Cluster {
-    /// A connection for subscriptions, to the first node that opens one.
-    pub(super) async fn subscriber(&self) -> Result<PubSub, RedisError> {
-        let mut failure = None;
-        for node in &self.shared.map().nodes {
-            match timeout(PATIENCE, node.connector.subscriber()).await {
-                Ok(Ok(subscriber)) => return Ok(subscriber),
-                Ok(Err(error)) => failure = Some(error),
-                Err(_) => {}
-            }
-        }
-        Err(failure.unwrap_or_else(super::pool::no_connection))
-    }
-}
-
 impl Drop for Cluster {
     fn drop(&mut self) {
         self.reader.abort();
@@ -206,9 +189,9 @@ impl Shared {
 
     fn open(&self, address: &Address) -> Result<Node, RedisError> {
         let connector = (self.connectors)(address)?;
-        let pool = |connections| Pool::lazy(connector.clone(), connections, self.connect_timeout);
-        let (requests, apart) = (pool(self.connections), pool(1));
-        Ok(Node { address: address.clone(), connector, requests, apart })
+        let requests = Pool::lazy(connector.clone(), self.connections, self.connect_timeout);
+        let apart = Pool::lazy(connector, 1, self.connect_timeout);
+        Ok(Node { address: address.clone(), requests, apart })
     }
 
     /// Asks one node after the other for the map until one has it, and takes it over. A different one is first at each turn:

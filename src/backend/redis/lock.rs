@@ -1,18 +1,18 @@
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use futures_util::future::try_join_all;
 use redis::Value;
 
+use super::cluster::slot;
 use super::error::unexpected_reply;
+use super::listener::Source;
 use super::scripts::MAX_RENEWALS;
-use super::servers::{Servers, Source};
+use super::servers::Servers;
 use super::subscriber::Subscriber;
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
-
-/// What publishes to the channel of a lock. A cluster would send `PUBLISH` to all of its nodes.
-const PUBLISH: &str = "PUBLISH";
 
 /// The connections that only locks need, opened when they do.
 pub(super) struct LockLinks {
@@ -50,23 +50,34 @@ impl LockStore for RedisBackend {
     }
 
     async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
-        let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let mut answers = Vec::with_capacity(renewals.len());
-        for renewals in renewals.chunks(MAX_RENEWALS) {
-            let leases: Vec<_> = renewals.iter().map(|renewal| keys.lock(&renewal.lock).lease).collect();
-            let leases: Vec<_> = leases.iter().map(String::as_str).collect();
-            let terms: Vec<_> = renewals.iter().map(|renewal| (&renewal.token, renewal.ttl)).collect();
-            let reply = scripts.lock_renew(&locks.own, &leases, &terms).await?;
-            let renewed = numbers(&reply).filter(|renewed| renewed.len() == renewals.len());
-            answers.extend(renewed.ok_or_else(|| unexpected_reply(&reply))?.iter().map(|renewed| *renewed == 1));
+        // One script for each shard, all of them at once. They come back in the order of the shards.
+        let mut order: Vec<_> = (0..renewals.len()).collect();
+        order.sort_by_cached_key(|&i| self.shard(&renewals[i].lock));
+        let sorted: Vec<_> = order.iter().map(|&i| &renewals[i]).collect();
+        let calls = sorted
+            .chunk_by(|one, other| self.shard(&one.lock) == self.shard(&other.lock))
+            .flat_map(|shard| shard.chunks(MAX_RENEWALS))
+            .map(|renewals| self.renew_shard(renewals));
+        let renewed = try_join_all(calls).await?.concat();
+        let mut answers = vec![false; renewals.len()];
+        for (i, renewed) in order.into_iter().zip(renewed) {
+            answers[i] = renewed;
         }
         Ok(answers)
+    }
+
+    /// A script reaches one slot of a cluster, and all of any other server.
+    fn shard(&self, lock: &LockKey) -> u32 {
+        let Inner { servers, keys, .. } = &*self.inner;
+        if servers.is_cluster() { slot(&keys.lock(lock).lease).into() } else { 0 }
     }
 
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let keys = keys.lock(lock);
-        let reply = scripts.lock_release(&locks.own, &keys, token, PUBLISH).await?;
+        // A cluster sends what is published by PUBLISH to all of its nodes.
+        let publish = if locks.own.is_cluster() { "SPUBLISH" } else { "PUBLISH" };
+        let reply = scripts.lock_release(&locks.own, &keys, token, publish).await?;
         match numbers(&reply).as_deref() {
             Some(&[was_held, listeners]) => {
                 // This backend may listen itself, still or again.
@@ -84,6 +95,19 @@ impl LockStore for RedisBackend {
 
     fn scope(&self) -> Scope {
         Scope::Redis
+    }
+}
+
+impl RedisBackend {
+    async fn renew_shard(&self, renewals: &[&Renewal]) -> Result<Vec<bool>, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let leases: Vec<_> = renewals.iter().map(|renewal| keys.lock(&renewal.lock).lease).collect();
+        let leases: Vec<_> = leases.iter().map(String::as_str).collect();
+        let terms: Vec<_> = renewals.iter().map(|renewal| (&renewal.token, renewal.ttl)).collect();
+        let reply = scripts.lock_renew(&locks.own, &leases, &terms).await?;
+        let renewed = numbers(&reply).filter(|renewed| renewed.len() == renewals.len());
+        let renewed = renewed.ok_or_else(|| unexpected_reply(&reply))?;
+        Ok(renewed.into_iter().map(|renewed| renewed == 1).collect())
     }
 }
 

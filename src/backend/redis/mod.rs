@@ -64,7 +64,8 @@
 //! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +set +pttl +pexpire +time +getrange +strlen +append
 //! ```
 //!
-//! For locks also `&tollgate:2:* +publish +subscribe +unsubscribe`. Without these who waits for a lock looks once a second.
+//! For locks also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without
+//! these who waits for a lock looks once a second.
 //!
 //! With Sentinels `+role` is needed as well, with a cluster `+cluster|slots +asking`. A user who may run `INFO` too is told at the
 //! start of a `maxmemory-policy` that can evict our keys: a key that is evicted is a count that starts again, and since all keys
@@ -81,6 +82,7 @@ mod counts;
 mod error;
 mod gather;
 mod keys;
+mod listener;
 mod lock;
 mod options;
 mod pool;

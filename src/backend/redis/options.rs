@@ -10,9 +10,10 @@ use super::RedisBackend;
 use super::cluster::{Address, Cluster, Connectors};
 use super::error::connect_error;
 use super::keys::Keys;
+use super::listener::{ClusterSource, Source};
 use super::pool::{Connector, Pool};
 use super::sentinel::Sentinels;
-use super::servers::{Lane, Links, Servers, Source};
+use super::servers::{Lane, Links, Servers};
 use super::url::Target;
 use crate::error::{ConfigError, ConnectError};
 
@@ -220,10 +221,18 @@ impl RedisOptions {
                 Connector::Sentinels(Sentinels::new(service.clone(), clients, config))
             }
             Target::Cluster { seeds, redis } => {
+                let infos = seeds.iter().map(|seed| info(seed.clone(), redis)).collect::<Result<Vec<_>, _>>();
+                let infos = infos.map_err(|error| unusable(&error))?;
                 // What is wrong with a certificate is wrong with it for all nodes.
-                for seed in seeds {
-                    info(seed.clone(), redis).and_then(|info| self.client(info)).map_err(|error| unusable(&error))?;
+                for info in &infos {
+                    self.client(info.clone()).map_err(|error| unusable(&error))?;
                 }
+                let source = ClusterSource {
+                    seeds: infos,
+                    connect_timeout,
+                    #[cfg(feature = "tls")]
+                    certificates: self.has_certificates().then(|| self.certificates.clone()),
+                };
                 let seeds: Vec<_> = seeds.iter().filter_map(address).collect();
                 let redis = redis.clone();
                 let connectors: Connectors = Box::new(move |(host, port)| {
@@ -235,8 +244,8 @@ impl RedisOptions {
                 let cluster = Arc::new(cluster.map_err(connect_error)?);
                 return Ok(Links {
                     requests: Servers::Cluster(Arc::clone(&cluster), Lane::Requests),
-                    apart: Servers::Cluster(Arc::clone(&cluster), Lane::Apart),
-                    source: Source::Cluster(cluster),
+                    apart: Servers::Cluster(cluster, Lane::Apart),
+                    source: Source::Cluster(Arc::new(source)),
                 });
             }
         };

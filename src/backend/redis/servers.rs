@@ -3,11 +3,11 @@
 use std::fmt;
 use std::sync::Arc;
 
-use redis::aio::PubSub;
 use redis::{Cmd, RedisError, Value};
 
 use super::cluster::{Cluster, slot};
-use super::pool::{Connector, Pool};
+use super::listener::Source;
+use super::pool::Pool;
 
 /// Connections to all servers there are, for one purpose.
 #[derive(Clone)]
@@ -23,13 +23,6 @@ pub(super) enum Lane {
     Requests,
     /// What must not queue behind that.
     Apart,
-}
-
-/// Where to listen.
-#[derive(Clone)]
-pub(super) enum Source {
-    One(Connector),
-    Cluster(Arc<Cluster>),
 }
 
 /// All ways to the servers.
@@ -64,21 +57,6 @@ impl Servers {
 
     pub(super) const fn is_cluster(&self) -> bool {
         matches!(self, Self::Cluster(..))
-    }
-}
-
-impl Source {
-    /// Whether there is a way to open a connection for subscriptions. A pool opens what it hands out and nothing else.
-    pub(super) const fn can_subscribe(&self) -> bool {
-        !matches!(self, Self::One(Connector::Pool { .. }))
-    }
-
-    /// A connection for subscriptions. The nodes of a cluster tell each other what is published, so any of them will do.
-    pub(super) async fn subscriber(&self) -> Result<PubSub, RedisError> {
-        match self {
-            Self::One(connector) => connector.subscriber().await,
-            Self::Cluster(cluster) => cluster.subscriber().await,
-        }
     }
 }
 

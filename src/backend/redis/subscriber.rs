@@ -4,14 +4,12 @@ use std::collections::{HashMap, HashSet, VecDeque};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use futures_util::StreamExt;
-use redis::aio::{PubSub, PubSubSink, PubSubStream};
-use redis::{RedisError, Value};
+use redis::RedisError;
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
-use super::servers::Source;
+use super::listener::{Listener as Ear, News, Source};
 use crate::lock::Wakeups;
 
 /// How long whoever subscribes waits for that to be confirmed, before going on to look now and then.
@@ -167,9 +165,22 @@ impl Shared {
         }
     }
 
-    fn message(&self, channel: &str) {
-        if let Some(channel) = self.state().channels.get(channel) {
-            channel.messages.send_replace(());
+    fn hear(&self, news: News<'_>) {
+        let mut state = self.state();
+        match news {
+            News::Over(name) => {
+                let Some((name, channel)) = state.channels.get_key_value(name) else { return };
+                let name = Arc::clone(name);
+                channel.is_confirmed.send_replace(false);
+                state.added.push(name);
+                self.work.notify_one();
+            }
+            News::Message(channel) => {
+                if let Some(channel) = state.channels.get(channel) {
+                    channel.messages.send_replace(());
+                }
+            }
+            News::MaybeMissed => state.channels.values().for_each(|channel| channel.messages.send_replace(())),
         }
     }
 
@@ -200,7 +211,13 @@ impl Shared {
 async fn run(shared: Arc<Shared>) {
     let mut pause = Duration::ZERO;
     loop {
-        let connection = timeout(CONNECT, shared.source.subscriber()).await;
+        let told = Arc::downgrade(&shared);
+        let tell = move |news: News<'_>| {
+            if let Some(shared) = told.upgrade() {
+                shared.hear(news);
+            }
+        };
+        let connection = timeout(CONNECT, Ear::open(&shared.source, tell)).await;
         match connection {
             Ok(Ok(connection)) => {
                 pause = Duration::ZERO;
@@ -222,59 +239,41 @@ async fn run(shared: Arc<Shared>) {
 }
 
 /// Listens until the connection breaks or nobody is interested any more.
-async fn listen(shared: &Shared, connection: PubSub) -> Result<(), RedisError> {
-    let (mut sink, mut stream) = connection.split();
+async fn listen(shared: &Shared, mut ear: Ear) -> Result<(), RedisError> {
     shared.start_again();
     let mut subscribed = HashSet::new();
     let mut ping_at = Instant::now() + PING;
     loop {
-        let next = adapt(shared, &mut sink, &mut subscribed).await?;
+        let next = adapt(shared, &mut ear, &mut subscribed).await?;
         if subscribed.is_empty() && shared.is_over() {
             return Ok(());
         }
         tokio::select! {
-            heard = hear(shared, &mut stream) => return heard,
+            error = ear.ended() => return Err(error),
             () = shared.work.notified() => {}
             () = sleep_until(next.map_or(ping_at, |next| next.min(ping_at))) => {}
         }
         if Instant::now() >= ping_at {
             ping_at = Instant::now() + PING;
-            match timeout(PONG, sink.ping::<Value>()).await {
-                Err(_) => return Err(silence()),
-                // Somebody who may not ask has an answer as well.
-                Ok(Err(error)) if error.is_unrecoverable_error() => return Err(error),
-                Ok(_) => {}
-            }
+            timeout(PONG, ear.ping()).await.map_err(|_| silence())??;
         }
     }
-}
-
-/// Passes messages on. Ends with the connection.
-async fn hear(shared: &Shared, stream: &mut PubSubStream) -> Result<(), RedisError> {
-    while let Some(message) = stream.next().await {
-        shared.message(message.get_channel_name());
-    }
-    Err(silence())
 }
 
 /// Subscribes to what is new and leaves what nobody wants, and says when to look again.
 async fn adapt(
     shared: &Shared,
-    sink: &mut PubSubSink,
+    ear: &mut Ear,
     subscribed: &mut HashSet<Arc<str>>,
 ) -> Result<Option<Instant>, RedisError> {
     let (unused, next) = shared.take_unused(Instant::now());
     let unused: Vec<_> = unused.into_iter().filter(|name| subscribed.remove(name)).collect();
     for names in unused.chunks(CHUNK) {
-        timeout(PONG, sink.unsubscribe(names.iter().map(|name| &**name).collect::<Vec<_>>()))
-            .await
-            .map_err(|_| silence())??;
+        timeout(PONG, ear.unsubscribe(names)).await.map_err(|_| silence())??;
     }
     let added = shared.take_added();
     for names in added.chunks(CHUNK) {
-        timeout(PONG, sink.subscribe(names.iter().map(|name| &**name).collect::<Vec<_>>()))
-            .await
-            .map_err(|_| silence())??;
+        timeout(PONG, ear.subscribe(names)).await.map_err(|_| silence())??;
         subscribed.extend(names.iter().cloned());
         shared.confirmed(names);
     }

@@ -1,0 +1,196 @@
+//! Connections for subscriptions: to one server, or to the nodes of a cluster.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use futures_util::future::try_join_all;
+use redis::aio::{PubSub, PubSubSink};
+use redis::cluster::ClusterClientBuilder;
+use redis::cluster_async::ClusterConnection;
+use redis::{ConnectionInfo, ErrorKind, ProtocolVersion, PushInfo, PushKind, RedisError, Value};
+use tokio::task::JoinHandle;
+
+use super::pool::Connector;
+
+/// Where to listen.
+#[derive(Clone)]
+pub(super) enum Source {
+    One(Connector),
+    Cluster(Arc<ClusterSource>),
+}
+
+/// What the client needs to know of a cluster.
+pub(super) struct ClusterSource {
+    pub(super) seeds: Vec<ConnectionInfo>,
+    pub(super) connect_timeout: Duration,
+    #[cfg(feature = "tls")]
+    pub(super) certificates: Option<redis::TlsCertificates>,
+}
+
+/// What somebody who listens is told.
+pub(super) enum News<'a> {
+    Message(&'a str),
+    /// Nothing more comes on a channel: its slot has moved, unless nobody listens to it any more.
+    Over(&'a str),
+    /// The connection was away for a while.
+    MaybeMissed,
+}
+
+/// A connection that listens to channels.
+pub(super) enum Listener {
+    One {
+        sink: PubSubSink,
+        messages: JoinHandle<()>,
+    },
+    /// The client keeps a connection to each node and finds the one for a channel. This is all that is left to it on a
+    /// cluster: to get a message late or twice does no harm.
+    Cluster {
+        connection: Box<ClusterConnection>,
+        // By sharded channels, which only the nodes of one slot hear of: Redis 7 and Valkey have them.
+        is_sharded: bool,
+    },
+}
+
+impl Source {
+    /// Whether there is a way to open a connection for subscriptions. A pool opens what it hands out and nothing else.
+    pub(super) const fn can_subscribe(&self) -> bool {
+        !matches!(self, Self::One(Connector::Pool { .. }))
+    }
+}
+
+impl Listener {
+    /// Tells everything that is heard until the value is dropped.
+    pub(super) async fn open(
+        source: &Source,
+        tell: impl Fn(News<'_>) + Send + Sync + 'static,
+    ) -> Result<Self, RedisError> {
+        match source {
+            Source::One(connector) => Ok(Self::to_one(connector.subscriber().await?, tell)),
+            Source::Cluster(source) => {
+                let connection = Box::new(source.connect(tell).await?);
+                Ok(Self::Cluster { connection, is_sharded: true })
+            }
+        }
+    }
+
+    fn to_one(connection: PubSub, tell: impl Fn(News<'_>) + Send + Sync + 'static) -> Self {
+        let (sink, mut stream) = connection.split();
+        let messages = tokio::spawn(async move {
+            while let Some(message) = stream.next().await {
+                tell(News::Message(message.get_channel_name()));
+            }
+        });
+        Self::One { sink, messages }
+    }
+
+    pub(super) async fn subscribe(&mut self, channels: &[Arc<str>]) -> Result<(), RedisError> {
+        match self {
+            Self::One { sink, .. } => sink.subscribe(names(channels)).await,
+            Self::Cluster { connection, is_sharded } => {
+                if *is_sharded {
+                    match each(channels, |channel| shard_subscribe(connection, channel)).await {
+                        // An older server.
+                        Err(error) if error.to_string().to_lowercase().contains("unknown command") => {
+                            *is_sharded = false;
+                        }
+                        answer => return answer,
+                    }
+                }
+                connection.subscribe(names(channels)).await
+            }
+        }
+    }
+
+    pub(super) async fn unsubscribe(&mut self, channels: &[Arc<str>]) -> Result<(), RedisError> {
+        match self {
+            Self::One { sink, .. } => sink.unsubscribe(names(channels)).await,
+            Self::Cluster { connection, is_sharded: true } => {
+                each(channels, |channel| {
+                    let mut connection = connection.clone();
+                    async move { connection.sunsubscribe(&*channel).await }
+                })
+                .await
+            }
+            Self::Cluster { connection, is_sharded: false } => connection.unsubscribe(names(channels)).await,
+        }
+    }
+
+    /// Whether the connection is alive. The client looks after those to a cluster.
+    pub(super) async fn ping(&mut self) -> Result<(), RedisError> {
+        match self {
+            Self::One { sink, .. } => match sink.ping::<Value>().await {
+                Err(error) if error.is_unrecoverable_error() => Err(error),
+                // Somebody who may not ask has an answer as well.
+                Ok(_) | Err(_) => Ok(()),
+            },
+            Self::Cluster { .. } => Ok(()),
+        }
+    }
+
+    /// Waits until nothing can be heard any more.
+    pub(super) async fn ended(&mut self) -> RedisError {
+        match self {
+            Self::One { messages, .. } => drop(messages.await),
+            Self::Cluster { .. } => std::future::pending().await,
+        }
+        (ErrorKind::Io, "the connection is closed").into()
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Self::One { messages, .. } = self {
+            messages.abort();
+        }
+    }
+}
+
+impl ClusterSource {
+    async fn connect(&self, tell: impl Fn(News<'_>) + Send + Sync + 'static) -> Result<ClusterConnection, RedisError> {
+        let builder = ClusterClientBuilder::new(self.seeds.iter().cloned())
+            .use_protocol(ProtocolVersion::RESP3)
+            .connection_timeout(self.connect_timeout)
+            .push_sender(move |push: PushInfo| {
+                match (push.kind, push.data.first()) {
+                    // A channel that is subscribed to anew may have missed something.
+                    (
+                        PushKind::Message | PushKind::SMessage | PushKind::Subscribe | PushKind::SSubscribe,
+                        Some(Value::BulkString(channel)),
+                    ) => tell(News::Message(&String::from_utf8_lossy(channel))),
+                    (PushKind::SUnsubscribe, Some(Value::BulkString(channel))) => {
+                        tell(News::Over(&String::from_utf8_lossy(channel)));
+                    }
+                    (PushKind::Disconnection, _) => tell(News::MaybeMissed),
+                    _ => {}
+                }
+                Ok::<_, ()>(())
+            });
+        #[cfg(feature = "tls")]
+        let builder = match &self.certificates {
+            Some(certificates) => builder.certs(certificates.clone()),
+            None => builder,
+        };
+        builder.build()?.get_async_connection().await
+    }
+}
+
+fn names(channels: &[Arc<str>]) -> Vec<&str> {
+    channels.iter().map(|channel| &**channel).collect()
+}
+
+/// Channels of several slots cannot share a command.
+async fn each<F>(channels: &[Arc<str>], command: impl Fn(Arc<str>) -> F) -> Result<(), RedisError>
+where
+    F: Future<Output = Result<(), RedisError>>,
+{
+    try_join_all(channels.iter().map(|channel| command(Arc::clone(channel)))).await.map(drop)
+}
+
+fn shard_subscribe(
+    connection: &ClusterConnection,
+    channel: Arc<str>,
+) -> impl Future<Output = Result<(), RedisError>> + use<> {
+    let mut connection = connection.clone();
+    async move { connection.ssubscribe(&*channel).await }
+}
