@@ -165,6 +165,11 @@ async fn a_user_behind_sentinels() {
     let url = deployment.url().replace("://", "://tollgate:password@");
     deployment.primary().query::<()>(&user("+role"));
     works(RedisBackend::connect(&url).await.unwrap()).await.unwrap();
+    let watcher = "+sentinel|master +sentinel|get-master-addr-by-name";
+    for sentinel in &deployment.sentinels {
+        sentinel.query::<()>(&format!("ACL SETUSER watcher on >watch {watcher}"));
+    }
+    works(options(&url).sentinel_user("watcher", "watch").connect().await.unwrap()).await.unwrap();
     deployment.primary().query::<()>("ACL SETUSER tollgate -role");
     let error = RedisBackend::connect(&url).await.unwrap_err();
     assert!(matches!(error, ConnectError::Permissions(_)), "{error:?}");

@@ -41,6 +41,26 @@ mod behind_sentinels {
     }
 }
 
+/// It happened that a primary which was replaced without being down went on to count for seconds, until a Sentinel made it a
+/// replica, and all of that was lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replaced_primary_is_left_although_it_answers() {
+    let deployment = SentinelDeployment::start();
+    let policy = Policy::new("follows", Quota::per_hour(1_000_000).fixed_window());
+    let limiter = Limiter::new(connect(&deployment.url()).await, policy).deadline(Duration::from_secs(10));
+    let old = deployment.primary().port();
+    limiter.check("before").await.unwrap();
+    deployment.fail_over();
+    let (announced, new) = block_in_place(|| deployment.wait_for_another_primary(old));
+    while announced.elapsed() < Duration::from_secs(1) {
+        limiter.check("meanwhile").await.unwrap();
+        sleep(Duration::from_millis(5)).await;
+    }
+    limiter.check("after").await.unwrap();
+    let keys: Vec<String> = deployment.servers[new].query("KEYS *:after}:*");
+    assert_eq!(keys.len(), 1);
+}
+
 mod on_a_cluster {
     use super::*;
 

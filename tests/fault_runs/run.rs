@@ -53,8 +53,8 @@ pub struct Row {
 
 impl Row {
     pub const HEAD: &str = "\
-| fault | deployment | calls | admitted | failed | late | slowest ms | recovery ms | lost | excess | connections | tasks | leaked | |
-| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- | ---: | --- |";
+| fault | deployment | calls | admitted | failed | late | slowest ms | waited ms | recovery ms | lost | excess | connections | tasks | leaked | |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- | --- | ---: | --- |";
 
     pub fn new(fault: &'static Fault) -> Self {
         Self {
@@ -114,7 +114,11 @@ impl fmt::Display for Row {
         let verdict = if self.complaints.is_empty() { "ok" } else { "FAILED" };
         write!(f, "| {} | {} | {calls} | {admitted} | {failed} | {late} ", fault.name, fault.on.name())?;
         let ((connections, still), (tasks, alive)) = (self.connections, self.tasks);
-        write!(f, "| {slowest} | {recovery} | {lost} | {excess} | {connections} to {still} | {tasks} to {alive} ")?;
+        let waited = self.longest_wait.as_millis();
+        write!(
+            f,
+            "| {slowest} | {waited} | {recovery} | {lost} | {excess} | {connections} to {still} | {tasks} to {alive} "
+        )?;
         write!(f, "| {leaked} | {verdict} |")
     }
 }

@@ -14,7 +14,7 @@ pub const SERVICE: &str = "orders";
 const SERVERS: usize = 3;
 const SENTINELS: usize = 3;
 
-/// Two of three Sentinels agree that a primary is down when it has not answered for half a second.
+/// Two of three Sentinels agree that a primary is down when it has not answered for a second, or two with Redis 6.2.
 #[derive(Debug)]
 pub struct SentinelDeployment {
     /// The first is the primary in the beginning.
@@ -114,12 +114,15 @@ fn ask(sentinel: &mut Connection) -> Option<u16> {
 /// The Sentinels are told of each other, since it takes them seconds to find out.
 fn start_sentinels(servers: &[RedisServer]) -> Vec<RedisServer> {
     let id = |number: usize| format!("{:040x}", number + 1);
+    // Redis 6.2 has fixed periods: a second between pings, two between what Sentinels tell each other.
+    let can_hurry = version() >= (7, 0);
+    let down_after = if can_hurry { 1_000 } else { 2_000 };
     for _ in 0..10 {
         let ports: Vec<u16> = (0..SENTINELS).map(|_| free_port()).collect();
         let sentinels = together(SENTINELS, |number| {
             let mut config = format!(
                 "port {}\nbind 127.0.0.1\nsentinel myid {}\nsentinel monitor {SERVICE} 127.0.0.1 {} 2\n\
-                 sentinel down-after-milliseconds {SERVICE} 500\nsentinel failover-timeout {SERVICE} 3000\n\
+                 sentinel down-after-milliseconds {SERVICE} {down_after}\nsentinel failover-timeout {SERVICE} 3000\n\
                  sentinel parallel-syncs {SERVICE} {SERVERS}\n",
                 ports[number],
                 id(number),
@@ -138,10 +141,11 @@ fn start_sentinels(servers: &[RedisServer]) -> Vec<RedisServer> {
         // Somebody else may have taken a port before its Sentinel did.
         if sentinels.iter().all(Option::is_some) {
             let sentinels: Vec<RedisServer> = sentinels.into_iter().flatten().collect();
-            // A server that was the primary is made a replica after four of these periods. Redis 6.2 has fixed ones, of 2 s.
-            if version() >= (7, 0) {
+            // A server that was the primary is made a replica after four of the periods in which Sentinels tell each other
+            // what they know. Several pings fit into the time after which a server is down, or one that is late would be.
+            if can_hurry {
                 for sentinel in &sentinels {
-                    sentinel.query::<()>("SENTINEL DEBUG PUBLISH-PERIOD 250 INFO-PERIOD 1000");
+                    sentinel.query::<()>("SENTINEL DEBUG PUBLISH-PERIOD 250 INFO-PERIOD 1000 PING-PERIOD 200");
                 }
             }
             return sentinels;

@@ -21,8 +21,9 @@
 //! in a program changes.
 //!
 //! * *Sentinel*: whenever a connection is opened, the Sentinels are asked for the primary, and that server whether it is one. One
-//!   Sentinel that answers is enough, and one that hangs costs a tenth of a second. A server that says READONLY is left. With TLS,
-//!   the primary is connected to by the address that the Sentinels tell, so its certificate must be for that.
+//!   Sentinel that answers is enough, and one that hangs costs a few tenths of a second. They are asked again every 0.4 s: a
+//!   server that has been replaced is left within a second, whether or not it still answers. With TLS, the primary is connected
+//!   to by the address that the Sentinels tell, so its certificate must be for that.
 //! * *Cluster*: a subject has all its keys in one slot, and goes to the node that serves it. MOVED, ASK and TRYAGAIN are followed at
 //!   once and are no errors. Each node has connections of its own: one that is down or hangs concerns its own slots, and the map is
 //!   read anew, from another node, until somebody else serves them. A decision about several subjects is one script where they
@@ -67,7 +68,8 @@
 //! For locks also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without
 //! these who waits for a lock looks once a second.
 //!
-//! With Sentinels `+role` is needed as well, with a cluster `+cluster|slots +asking`. A user who may run `INFO` too is told at the
+//! With Sentinels `+role` is needed as well (and there, for a [user](RedisOptions::sentinel_user) of their own, `+sentinel|master` and
+//! `+sentinel|get-master-addr-by-name`), with a cluster `+cluster|slots +asking`. A user who may run `INFO` too is told at the
 //! start of a `maxmemory-policy` that can evict our keys: a key that is evicted is a count that starts again, and since all keys
 //! have a time to live, only `noeviction` leaves them alone.
 //!

@@ -3,7 +3,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use bb8_redis::RedisConnectionManager;
-use redis::sentinel::{SentinelClient, SentinelClientBuilder, SentinelServerType};
 use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisConnectionInfo, RedisError};
 
 use super::RedisBackend;
@@ -12,7 +11,7 @@ use super::error::connect_error;
 use super::keys::Keys;
 use super::listener::{ClusterSource, Source};
 use super::pool::{Connector, Pool};
-use super::sentinel::Sentinels;
+use super::sentinel::{self, Sentinels};
 use super::servers::{Lane, Links, Servers};
 use super::url::Target;
 use crate::error::{ConfigError, ConnectError};
@@ -216,9 +215,14 @@ impl RedisOptions {
                 Connector::Client(Box::new((client, config)))
             }
             Target::Sentinel { sentinels, service, redis, sentinel } => {
-                let clients = sentinels.iter().map(|address| self.sentinel(address, service, redis, sentinel));
-                let clients = clients.collect::<Result<_, _>>().map_err(|error| unusable(&error))?;
-                Connector::Sentinels(Sentinels::new(service.clone(), clients, config))
+                let client =
+                    |address: &ConnectionAddr| info(address.clone(), sentinel).and_then(|info| self.client(info));
+                let clients = sentinels.iter().map(client).collect::<Result<_, _>>();
+                let clients = clients.map_err(|error| unusable(&error))?;
+                let (service, redis) = (service.clone(), redis.clone());
+                let open: sentinel::Opener =
+                    Box::new(move |(host, port)| self.client(info(self.address(host.clone(), *port), &redis)?));
+                Connector::Sentinels(Arc::new(Sentinels::new(&service, clients, open, config)))
             }
             Target::Cluster { seeds, redis } => {
                 let infos = seeds.iter().map(|seed| info(seed.clone(), redis)).collect::<Result<Vec<_>, _>>();
@@ -262,43 +266,6 @@ impl RedisOptions {
             }
         }
         Client::open(info)
-    }
-
-    fn sentinel(
-        &self,
-        address: &ConnectionAddr,
-        service: &str,
-        redis: &RedisConnectionInfo,
-        sentinel: &RedisConnectionInfo,
-    ) -> Result<SentinelClient, RedisError> {
-        let mut builder = SentinelClientBuilder::new([address.clone()], service, SentinelServerType::Master)?
-            .set_client_to_redis_db(redis.db())
-            .set_client_to_redis_protocol(redis.protocol());
-        if let Some(name) = redis.username() {
-            builder = builder.set_client_to_redis_username(name);
-        }
-        if let Some(password) = redis.password() {
-            builder = builder.set_client_to_redis_password(password);
-        }
-        if let Some(name) = sentinel.username() {
-            builder = builder.set_client_to_sentinel_username(name);
-        }
-        if let Some(password) = sentinel.password() {
-            builder = builder.set_client_to_sentinel_password(password);
-        }
-        #[cfg(feature = "tls")]
-        if let ConnectionAddr::TcpTls { .. } = address {
-            provide_cryptography();
-            builder = builder
-                .set_client_to_redis_tls_mode(redis::TlsMode::Secure)
-                .set_client_to_sentinel_tls_mode(redis::TlsMode::Secure);
-            if self.has_certificates() {
-                builder = builder
-                    .set_client_to_redis_certificates(self.certificates.clone())
-                    .set_client_to_sentinel_certificates(self.certificates.clone());
-            }
-        }
-        builder.build()
     }
 
     fn address(&self, host: String, port: u16) -> ConnectionAddr {

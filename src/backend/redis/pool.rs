@@ -13,7 +13,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::error;
-use super::sentinel::Sentinels;
+use super::sentinel::{Sentinels, Tenure};
 
 /// A connection on which commands are waiting and nothing at all has come back for this long is taken for dead. A server
 /// that is only slow answers sooner; a network that swallows everything does not. To be wrong costs one connection more:
@@ -52,7 +52,7 @@ struct Trouble {
 #[derive(Clone)]
 pub(super) enum Connector {
     Client(Box<(Client, AsyncConnectionConfig)>),
-    Sentinels(Sentinels),
+    Sentinels(Arc<Sentinels>),
     Pool { pool: bb8::Pool<RedisConnectionManager>, response_timeout: Duration },
 }
 
@@ -70,6 +70,8 @@ struct Health {
     broken: AtomicBool,
     // When the command was sent that has waited longest without anything coming back, in us since `opened`, plus one.
     silent_since: AtomicU64,
+    // With Sentinels: as long as the server is the one that they name.
+    tenure: Option<Tenure>,
 }
 
 impl Pool {
@@ -193,12 +195,12 @@ impl fmt::Debug for Pool {
 }
 
 impl Health {
-    fn new() -> Self {
-        Self { opened: Instant::now(), broken: AtomicBool::new(false), silent_since: AtomicU64::new(0) }
+    fn new(tenure: Option<Tenure>) -> Self {
+        Self { opened: Instant::now(), broken: AtomicBool::new(false), silent_since: AtomicU64::new(0), tenure }
     }
 
     fn is_broken(&self) -> bool {
-        self.broken.load(Ordering::Relaxed)
+        self.broken.load(Ordering::Relaxed) || self.tenure.as_ref().is_some_and(Tenure::is_over)
     }
 }
 
@@ -279,7 +281,7 @@ impl ManageConnection for Manager {
                 }
             }
         }
-        outcome.map(|connection| Handle { connection, health: Arc::new(Health::new()) })
+        outcome.map(|(connection, tenure)| Handle { connection, health: Arc::new(Health::new(tenure)) })
     }
 
     async fn is_valid(&self, handle: &mut Handle) -> Result<(), RedisError> {
@@ -310,9 +312,14 @@ impl Pause {
 }
 
 impl Connector {
-    async fn connect(&self) -> Result<MultiplexedConnection, RedisError> {
+    async fn connect(&self) -> Result<(MultiplexedConnection, Option<Tenure>), RedisError> {
+        let mut tenure = None;
         let mut connection = match self {
-            Self::Sentinels(sentinels) => sentinels.connect().await?,
+            Self::Sentinels(sentinels) => {
+                let (connection, of_the_primary) = sentinels.connect().await?;
+                tenure = Some(of_the_primary);
+                connection
+            }
             Self::Client(client) => {
                 let (client, config) = &**client;
                 client.get_multiplexed_async_connection_with_config(config).await?
@@ -326,7 +333,7 @@ impl Connector {
         };
         // A client without a password is let in and then refused every command.
         ping(&mut connection).await?;
-        Ok(connection)
+        Ok((connection, tenure))
     }
 
     /// A connection for subscriptions.

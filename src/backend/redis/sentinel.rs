@@ -1,66 +1,228 @@
 //! Connections to whichever server is the primary of a service at the moment.
+//!
+//! The client library can ask Sentinels as well. It goes by `SENTINEL MASTERS`, which names the old primary until a failover is
+//! over, a second or more after the new one has taken over; it asks one Sentinel after the other, and so waits for one that
+//! hangs; and it does not notice that a primary is replaced which is not down.
 
+use std::collections::HashMap;
 use std::fmt;
-use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use redis::aio::{MultiplexedConnection, PubSub};
-use redis::sentinel::SentinelClient;
-use redis::{AsyncConnectionConfig, Client, ErrorKind, RedisError};
+use redis::{AsyncConnectionConfig, Client, ErrorKind, RedisError, Value};
 use tokio::sync::Mutex;
-use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep_until};
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+
+use super::cluster::Address;
 
 /// How long a Sentinel is asked alone before the next one is asked beside it: one that hangs should not cost the whole time
 /// that there is to connect.
 const HEAD_START: Duration = Duration::from_millis(100);
+/// How often the Sentinels are asked whether there is another primary. A server that has been replaced without being down goes
+/// on to count for seconds, until a Sentinel makes it a replica, and all of that is lost.
+const WATCH: Duration = Duration::from_millis(400);
+/// How long a Sentinel may take to say it.
+const PATIENCE: Duration = Duration::from_millis(200);
 
-/// The Sentinels of a service, each with a client of its own: the client library asks one after the other, and would wait
-/// for the first that hangs.
-#[derive(Clone)]
+/// Makes clients for primaries.
+pub(super) type Opener = Box<dyn Fn(&Address) -> Result<Client, RedisError> + Send + Sync>;
+
+/// The Sentinels of a service.
 pub(super) struct Sentinels {
     service: Arc<str>,
-    clients: Vec<Arc<Mutex<SentinelClient>>>,
+    sentinels: Vec<Arc<Sentinel>>,
+    open: Opener,
     config: AsyncConnectionConfig,
+    tenures: Arc<AtomicU64>,
+    watcher: AbortHandle,
+}
+
+struct Sentinel {
+    client: Client,
+    // Opened when it is first needed.
+    connection: Mutex<Option<MultiplexedConnection>>,
+}
+
+/// What a Sentinel says: which server is the primary, and the number of the failover that made it one. The higher is the newer.
+#[derive(Clone, Debug)]
+struct Announcement {
+    epoch: u64,
+    primary: Address,
+}
+
+/// How long a connection ends at the primary.
+#[derive(Debug)]
+pub(super) struct Tenure {
+    number: u64,
+    now: Arc<AtomicU64>,
+}
+
+impl Tenure {
+    /// Whether the Sentinels have named another primary since the connection was opened.
+    pub(super) fn is_over(&self) -> bool {
+        self.now.load(Ordering::Relaxed) != self.number
+    }
+}
+
+impl Sentinel {
+    async fn ask(&self, service: &str) -> Result<Announcement, RedisError> {
+        // Whoever gives up half way leaves no connection behind on which an answer is still to come.
+        let mut kept = self.connection.lock().await;
+        let mut connection = match kept.take() {
+            Some(connection) => connection,
+            None => self.client.get_multiplexed_async_connection().await?,
+        };
+        // First, so that a failover in between makes a new primary look old, and not the other way round.
+        let known = redis::cmd("SENTINEL").arg("MASTER").arg(service).query_async(&mut connection).await;
+        let known: HashMap<String, String> = known.map_err(plain)?;
+        let epoch = known.get("config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or_default();
+        let mut address = redis::cmd("SENTINEL");
+        address.arg("GET-MASTER-ADDR-BY-NAME").arg(service);
+        let primary: Option<Address> = address.query_async(&mut connection).await?;
+        *kept = Some(connection);
+        Ok(Announcement { epoch, primary: primary.ok_or_else(unknown_service)? })
+    }
 }
 
 impl Sentinels {
-    pub(super) fn new(service: String, clients: Vec<SentinelClient>, config: AsyncConnectionConfig) -> Self {
-        let clients = clients.into_iter().map(|client| Arc::new(Mutex::new(client))).collect();
-        Self { service: service.into(), clients, config }
+    pub(super) fn new(service: &str, sentinels: Vec<Client>, open: Opener, config: AsyncConnectionConfig) -> Self {
+        let sentinel = |client| Arc::new(Sentinel { client, connection: Mutex::default() });
+        let sentinels: Vec<_> = sentinels.into_iter().map(sentinel).collect();
+        let (service, tenures) = (Arc::from(service), Arc::new(AtomicU64::new(0)));
+        let watched = sentinels.iter().map(Arc::downgrade).collect();
+        let watcher = tokio::spawn(watch(Arc::clone(&service), watched, Arc::clone(&tenures))).abort_handle();
+        Self { service, sentinels, open, config, tenures, watcher }
     }
 
-    /// Connects to the primary that the first Sentinel to answer names, if that server takes itself for a primary, too.
-    pub(super) async fn connect(&self) -> Result<MultiplexedConnection, RedisError> {
-        self.primary().await?.get_multiplexed_async_connection_with_config(&self.config).await
+    /// Connects to the primary.
+    pub(super) async fn connect(&self) -> Result<(MultiplexedConnection, Tenure), RedisError> {
+        // Before anything is asked: what is announced meanwhile may not be what is connected to.
+        let tenure = Tenure { number: self.tenures.load(Ordering::Relaxed), now: Arc::clone(&self.tenures) };
+        self.primary().await.map(|(_, connection)| (connection, tenure))
     }
 
     /// The same, for subscriptions.
     pub(super) async fn subscriber(&self) -> Result<PubSub, RedisError> {
-        self.primary().await?.get_async_pubsub().await
+        let (client, _) = self.primary().await?;
+        client.get_async_pubsub().await
     }
 
-    async fn primary(&self) -> Result<Client, RedisError> {
-        let mut left = self.clients.iter();
+    /// The primary that the first Sentinel to answer names, if that server takes itself for a primary, too, and no other Sentinel
+    /// knows of a newer one.
+    async fn primary(&self) -> Result<(Client, MultiplexedConnection), RedisError> {
+        let mut left = self.sentinels.iter();
         let mut asked = JoinSet::new();
         let mut worst = None;
         loop {
-            if let Some(client) = left.next() {
-                let client = Arc::clone(client);
-                asked.spawn(async move { client.lock().await.async_get_client().await });
+            if let Some(sentinel) = left.next() {
+                let (sentinel, service) = (Arc::clone(sentinel), Arc::clone(&self.service));
+                asked.spawn(async move { sentinel.ask(&service).await });
             }
             let patience = Instant::now() + HEAD_START;
-            tokio::select! {
-                answer = asked.join_next() => match answer {
-                    Some(Ok(Ok(primary))) => return Ok(primary),
-                    Some(Ok(Err(error))) => worst = Some(telling(worst, error)),
-                    // The task was dropped with the runtime.
-                    Some(Err(_)) => {}
-                    None => return Err(worst.unwrap_or_else(super::pool::no_connection)),
-                },
-                () = sleep_until(patience), if left.len() > 0 => {}
+            let answer = tokio::select! {
+                answer = asked.join_next() => answer,
+                () = sleep_until(patience), if left.len() > 0 => continue,
+            };
+            let attempt = match answer {
+                Some(Ok(Ok(announced))) => self.connect_to(&announced.primary).await,
+                Some(Ok(Err(error))) => Err(error),
+                // The task was dropped with the runtime.
+                Some(Err(_)) => continue,
+                None => return Err(worst.unwrap_or_else(super::pool::no_connection)),
+            };
+            match attempt {
+                Ok(primary) => return Ok(primary),
+                Err(error) => worst = Some(telling(worst, error)),
             }
         }
+    }
+
+    async fn connect_to(&self, primary: &Address) -> Result<(Client, MultiplexedConnection), RedisError> {
+        let client = (self.open)(primary)?;
+        let mut connection = client.get_multiplexed_async_connection_with_config(&self.config).await?;
+        let role: Vec<Value> = redis::cmd("ROLE").query_async(&mut connection).await?;
+        let role = role.into_iter().next().and_then(|role| redis::from_redis_value::<String>(role).ok());
+        if role.is_none_or(|role| role != "master") {
+            return Err(replaced());
+        }
+        let answers = ask_all(&self.service, self.sentinels.iter().cloned()).await;
+        let newest = newest(&answers);
+        let is_newest = newest.is_empty() || newest.iter().any(|answer| answer.primary == *primary);
+        if is_newest { Ok((client, connection)) } else { Err(replaced()) }
+    }
+}
+
+impl Drop for Sentinels {
+    fn drop(&mut self) {
+        self.watcher.abort();
+    }
+}
+
+/// What those say that answer in time.
+async fn ask_all(service: &Arc<str>, sentinels: impl Iterator<Item = Arc<Sentinel>>) -> Vec<Announcement> {
+    let mut asked = JoinSet::new();
+    for sentinel in sentinels {
+        let service = Arc::clone(service);
+        asked.spawn(async move { timeout(PATIENCE, sentinel.ask(&service)).await });
+    }
+    let mut answers = Vec::new();
+    while let Some(answer) = asked.join_next().await {
+        if let Ok(Ok(Ok(announced))) = answer {
+            answers.push(announced);
+        }
+    }
+    answers
+}
+
+/// The newest of them. They differ where Sentinels call one server by different names.
+fn newest(answers: &[Announcement]) -> Vec<&Announcement> {
+    let epoch = answers.iter().map(|answer| answer.epoch).max();
+    answers.iter().filter(|answer| Some(answer.epoch) == epoch).collect()
+}
+
+/// Ends the tenure of a primary once a newer one is announced.
+async fn watch(service: Arc<str>, sentinels: Vec<Weak<Sentinel>>, tenures: Arc<AtomicU64>) {
+    let mut known: Option<Announcement> = None;
+    loop {
+        let answers = ask_all(&service, sentinels.iter().filter_map(Weak::upgrade)).await;
+        let newest = newest(&answers);
+        if let Some(first) = newest.first() {
+            match &known {
+                // Sentinels that know only of older ones are out of touch.
+                Some(known) if first.epoch <= known.epoch => {}
+                Some(known) if newest.iter().any(|answer| answer.primary == known.primary) => {}
+                Some(_) => {
+                    let (host, port) = &first.primary;
+                    tracing::info!(%service, host, port, "the sentinels name another primary");
+                    tenures.fetch_add(1, Ordering::Relaxed);
+                    known = Some((*first).clone());
+                }
+                None => known = Some((*first).clone()),
+            }
+        }
+        sleep(WATCH).await;
+    }
+}
+
+fn replaced() -> RedisError {
+    (ErrorKind::MasterNameNotFoundBySentinel, "the primary that a Sentinel names has been replaced").into()
+}
+
+fn unknown_service() -> RedisError {
+    (ErrorKind::MasterNameNotFoundBySentinel, "name not found in sentinel").into()
+}
+
+/// What the answers mean that are not about credentials.
+fn plain(error: RedisError) -> RedisError {
+    match error.detail() {
+        Some(detail) if detail.contains("No such master") => unknown_service(),
+        Some(detail) if detail.contains("unknown command") => {
+            (ErrorKind::InvalidClientConfig, "the address does not point to a sentinel").into()
+        }
+        _ => error,
     }
 }
 
