@@ -5,6 +5,7 @@ mod support;
 
 use std::error::Error;
 use std::fs;
+use std::time::Duration;
 
 use support::cluster::Cluster;
 use support::proxy::{Door, Proxy};
@@ -21,8 +22,9 @@ async fn works(backend: RedisBackend) -> Result<(), BoxError> {
     Ok(())
 }
 
+/// With time for cryptography that is compiled for tests, on a busy machine.
 fn options(url: &str) -> RedisOptions {
-    RedisOptions::from_url(url).unwrap()
+    RedisOptions::from_url(url).unwrap().connect_timeout(Duration::from_secs(10))
 }
 
 /// All that an error says, from the top to the bottom.
