@@ -1,5 +1,6 @@
 use std::borrow::Cow;
 use std::fmt::{self, Write as _};
+use std::hash::{Hash, Hasher};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 
@@ -29,11 +30,10 @@ use sha2::{Digest, Sha256};
 /// assert_eq!(Key::new(vec![b'a'; 1 << 20]).as_str().len(), 33);
 /// assert_eq!(Key::from(("alice", 7)).as_str(), "alice,7");
 /// ```
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy)]
 pub struct Key {
-    len: u8,
-    // Zero beyond `len`, so that the derived comparisons are right.
-    text: [u8; Key::MAX_LEN],
+    // The text, zeros, and in the last byte how long the text is. One array, because keys are compared and copied for every request.
+    bytes: [u8; Key::MAX_LEN + 1],
 }
 
 /// What a store or this module gives a meaning to. `:` is harmless: the subject is the last part of a stored key.
@@ -56,7 +56,7 @@ impl Key {
     /// The key of requests that carry none.
     pub const ANONYMOUS: Key = Key::reserved(b"!anonymous");
 
-    const EMPTY: Key = Key { len: 0, text: [0; Key::MAX_LEN] };
+    const EMPTY: Key = Key { bytes: [0; Key::MAX_LEN + 1] };
 
     /// Makes a key of any bytes.
     pub fn new(bytes: impl AsRef<[u8]>) -> Self {
@@ -78,13 +78,42 @@ impl Key {
     }
 
     /// Whether the key was made of nothing.
+    #[inline]
     #[must_use]
     pub fn is_empty(&self) -> bool {
-        self.len == 0
+        self.len() == 0
     }
 
+    #[inline]
+    const fn len(&self) -> usize {
+        self.bytes[Self::MAX_LEN] as usize
+    }
+
+    /// Of at most [`MAX_LEN`](Self::MAX_LEN) bytes.
+    #[inline]
+    const fn set_len(&mut self, len: usize) {
+        self.bytes[Self::MAX_LEN] = len as u8;
+    }
+
+    #[inline]
+    fn words(&self) -> [u64; 6] {
+        let mut words = [0; 6];
+        for (word, bytes) in words.iter_mut().zip(self.bytes.as_chunks().0) {
+            *word = u64::from_le_bytes(*bytes);
+        }
+        words
+    }
+
+    /// The key with some of the zeros behind it, to be hashed: in steps of eight bytes, and two of them at least, so that the processor
+    /// need not guess where addresses end.
+    #[inline]
+    pub(crate) fn as_whole_words(&self) -> &[u8] {
+        &self.bytes[..self.len().next_multiple_of(8).clamp(16, Self::MAX_LEN + 1)]
+    }
+
+    #[inline]
     pub(crate) fn as_bytes(&self) -> &[u8] {
-        &self.text[..usize::from(self.len)]
+        &self.bytes[..self.len()]
     }
 
     /// Marks the key of a fallback, so that `203.0.113.7` sent as an API key and the peer of that address stay two subjects.
@@ -132,15 +161,15 @@ impl Key {
         }
         let digest = hasher.finalize();
         let mut key = Self::EMPTY;
-        key.text[0] = b'#';
+        key.bytes[0] = b'#';
         // 24 bytes are 32 digits of six bits.
-        for (three, four) in digest[..24].chunks_exact(3).zip(key.text[1..33].chunks_exact_mut(4)) {
+        for (three, four) in digest[..24].chunks_exact(3).zip(key.bytes[1..33].chunks_exact_mut(4)) {
             let bits = u32::from(three[0]) << 16 | u32::from(three[1]) << 8 | u32::from(three[2]);
             for (i, digit) in four.iter_mut().enumerate() {
                 *digit = BASE64URL[(bits >> (18 - 6 * i)) as usize & 63];
             }
         }
-        key.len = 33;
+        key.set_len(33);
         key
     }
 
@@ -163,26 +192,23 @@ impl Key {
     }
 
     /// As it prints, but without the machinery of formatting, since this is what most keys of most programs are.
+    #[inline]
     fn from_v4(address: Ipv4Addr) -> Self {
-        let mut key = Self::EMPTY;
-        let mut at = 0;
-        for (i, octet) in address.octets().into_iter().enumerate() {
-            if i > 0 {
-                key.text[at] = b'.';
-                at += 1;
-            }
-            for (divisor, needed) in [(100, octet >= 100), (10, octet >= 10), (1, true)] {
-                if needed {
-                    key.text[at] = b'0' + octet / divisor % 10;
-                    at += 1;
-                }
-            }
+        let (mut text, mut len) = (0_u128, 0);
+        for octet in address.octets() {
+            let (digits, count) = OCTETS[usize::from(octet)];
+            text |= u128::from(digits) << (8 * len);
+            len += count;
         }
-        // At most 15.
-        key.len = at as u8;
+        let mut key = Self::EMPTY;
+        // But for the last dot.
+        len -= 1;
+        key.bytes[..16].copy_from_slice(&(text & !(0xff << (8 * len))).to_le_bytes());
+        key.set_len(len as usize);
         key
     }
 
+    #[inline]
     fn from_ip(address: IpAddr) -> Self {
         match address {
             IpAddr::V4(v4) => Self::from_v4(v4),
@@ -194,11 +220,46 @@ impl Key {
         let mut key = Self::EMPTY;
         let mut i = 0;
         while i < text.len() {
-            key.text[i] = text[i];
+            key.bytes[i] = text[i];
             i += 1;
         }
-        key.len = text.len() as u8;
+        key.set_len(text.len());
         key
+    }
+}
+
+/// The numbers that an IPv4 address is made of, as text with a dot behind it whose first byte is the lowest, and how long that is.
+static OCTETS: [(u32, u32); 256] = {
+    let mut octets = [(0, 0); 256];
+    let mut octet = 0;
+    while octet < octets.len() {
+        let (mut digits, mut len, mut divisor) = (0, 0, 100);
+        while divisor > 0 {
+            if octet >= divisor || divisor == 1 {
+                digits |= (b'0' as u32 + (octet / divisor % 10) as u32) << (8 * len);
+                len += 1;
+            }
+            divisor /= 10;
+        }
+        octets[octet] = (digits | (b'.' as u32) << (8 * len), len + 1);
+        octet += 1;
+    }
+    octets
+};
+
+// By hand, and not as bytes: a comparison of memory has to wait until a key that was just made has got there.
+impl PartialEq for Key {
+    #[inline]
+    fn eq(&self, other: &Self) -> bool {
+        self.words().iter().zip(other.words()).fold(0, |different, (word, other)| different | (word ^ other)) == 0
+    }
+}
+
+impl Eq for Key {}
+
+impl Hash for Key {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.words().hash(state);
     }
 }
 
@@ -215,10 +276,10 @@ impl Default for Text {
 
 impl Text {
     fn push(&mut self, bytes: &[u8]) -> bool {
-        let start = usize::from(self.0.len);
-        let Some(room) = self.0.text.get_mut(start..start + bytes.len()) else { return false };
+        let (start, end) = (self.0.len(), self.0.len() + bytes.len());
+        let Some(room) = self.0.bytes[..Key::MAX_LEN].get_mut(start..end) else { return false };
         room.copy_from_slice(bytes);
-        self.0.len += bytes.len() as u8;
+        self.0.set_len(end);
         true
     }
 }
@@ -244,6 +305,7 @@ impl fmt::Display for Key {
 macro_rules! into_key {
     ($make:path: $($type:ty),*) => {$(
         impl From<$type> for Key {
+            #[inline]
             fn from(value: $type) -> Self {
                 $make(value)
             }

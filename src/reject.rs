@@ -295,6 +295,15 @@ pub(crate) struct Fields {
     pub(crate) secret: Option<Secret>,
 }
 
+impl Fields {
+    /// Whether a response is told anything, be it in its extensions.
+    #[cfg(feature = "http")]
+    #[inline]
+    pub(crate) const fn are_announced(&self) -> bool {
+        !self.no_extensions || self.versions.0 != 0
+    }
+}
+
 /// A set of versions, a bit for each.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Versions(u8);

@@ -122,6 +122,10 @@ impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsStatus {
         request.extensions_mut().insert(handle);
     }
 
+    fn announces(&self) -> bool {
+        self.fields.are_announced()
+    }
+
     fn announce(&self, standing: &Standing<'_>, response: &mut Response<B>) {
         if let (false, Some(decision)) = (self.fields.no_extensions, standing.decision) {
             response.extensions_mut().insert(decision.clone());

@@ -1,11 +1,16 @@
 use std::pin::Pin;
-use std::task::{Context, Poll, ready};
+#[cfg(feature = "grpc")]
+use std::task::ready;
+use std::task::{Context, Poll};
 
-use ::http::{HeaderMap, Response};
+#[cfg(feature = "grpc")]
+use ::http::HeaderMap;
+use ::http::Response;
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 
+#[cfg(feature = "grpc")]
 use super::charge::AtEnd;
 
 pin_project! {
@@ -22,26 +27,61 @@ pin_project! {
     #[project = KindProj]
     enum Kind<B> {
         // What the inner service answered.
-        Inner { #[pin] body: B, at_end: Option<AtEnd> },
-        // What the layer answered in its place; `None` once it was read.
-        Rejection { text: Option<Bytes> },
+        Inner { #[pin] body: B, pending: Pending },
+        // What the layer answered in its place; `None` once it was read. Boxed, so that the bodies of the others are no larger.
+        Rejection { text: Option<Box<Bytes>> },
+    }
+}
+
+/// The charge that waits for the end of a body, if there is one. Takes no room without the feature that knows such charges.
+#[derive(Debug, Default)]
+struct Pending {
+    #[cfg(feature = "grpc")]
+    at_end: Option<Box<AtEnd>>,
+}
+
+impl Pending {
+    #[inline]
+    fn of<B>(response: &mut Response<B>) -> Self {
+        #[cfg(not(feature = "grpc"))]
+        let _ = response;
+        Self {
+            #[cfg(feature = "grpc")]
+            at_end: response.extensions_mut().remove().map(Box::new),
+        }
+    }
+
+    /// Settles the charge if this frame is the last one.
+    #[cfg(feature = "grpc")]
+    fn settle<E>(&mut self, frame: Option<&Result<Frame<Bytes>, E>>) {
+        if self.at_end.is_some() {
+            let nothing = HeaderMap::new();
+            let end = match frame {
+                Some(Ok(frame)) => frame.trailers_ref(),
+                Some(Err(_)) | None => Some(&nothing),
+            };
+            if let (Some(end), Some(at_end)) = (end, end.and_then(|_| self.at_end.take())) {
+                at_end.settle(end);
+            }
+        }
     }
 }
 
 impl<B> ResponseBody<B> {
     pub(crate) fn inner(body: B) -> Self {
-        Self { kind: Kind::Inner { body, at_end: None } }
+        Self { kind: Kind::Inner { body, pending: Pending::default() } }
     }
 
     /// The response as it is passed on, with the charge that waits for its end.
+    #[inline]
     pub(crate) fn of(mut response: Response<B>) -> Response<Self> {
-        let at_end = response.extensions_mut().remove();
-        response.map(|body| Self { kind: Kind::Inner { body, at_end } })
+        let pending = Pending::of(&mut response);
+        response.map(|body| Self { kind: Kind::Inner { body, pending } })
     }
 
     pub(crate) fn rejection(text: impl Into<Bytes>) -> Self {
         let text = text.into();
-        Self { kind: Kind::Rejection { text: (!text.is_empty()).then_some(text) } }
+        Self { kind: Kind::Rejection { text: (!text.is_empty()).then(|| Box::new(text)) } }
     }
 }
 
@@ -58,21 +98,15 @@ impl<B: Body<Data = Bytes>> Body for ResponseBody<B> {
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
         match self.project().kind.project() {
-            KindProj::Inner { body, at_end } => {
+            #[cfg(not(feature = "grpc"))]
+            KindProj::Inner { body, .. } => body.poll_frame(cx),
+            #[cfg(feature = "grpc")]
+            KindProj::Inner { body, pending } => {
                 let frame = ready!(body.poll_frame(cx));
-                if at_end.is_some() {
-                    let nothing = HeaderMap::new();
-                    let end = match &frame {
-                        Some(Ok(frame)) => frame.trailers_ref(),
-                        Some(Err(_)) | None => Some(&nothing),
-                    };
-                    if let (Some(end), Some(at_end)) = (end, end.and_then(|_| at_end.take())) {
-                        at_end.settle(end);
-                    }
-                }
+                pending.settle(frame.as_ref());
                 Poll::Ready(frame)
             }
-            KindProj::Rejection { text } => Poll::Ready(text.take().map(|text| Ok(Frame::data(text)))),
+            KindProj::Rejection { text } => Poll::Ready(text.take().map(|text| Ok(Frame::data(*text)))),
         }
     }
 

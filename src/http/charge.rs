@@ -1,4 +1,6 @@
-use ::http::{HeaderMap, Response};
+#[cfg(feature = "grpc")]
+use ::http::HeaderMap;
+use ::http::Response;
 
 use crate::rate_limit::{ChargeOn, RateLimitHandle};
 
@@ -42,6 +44,7 @@ impl<B, E> ChargeOn<Response<B>, E> for ChargeStatus {
 }
 
 /// A charge that depends on the trailers of an answer. Travels in the extensions of the response to its body.
+#[cfg(feature = "grpc")]
 #[derive(Clone, Debug)]
 pub(crate) struct AtEnd {
     pub(crate) handle: RateLimitHandle,
@@ -49,6 +52,7 @@ pub(crate) struct AtEnd {
     pub(crate) charged: fn(&HeaderMap) -> bool,
 }
 
+#[cfg(feature = "grpc")]
 impl AtEnd {
     pub(crate) fn settle(self, trailers: &HeaderMap) {
         if !(self.charged)(trailers) {

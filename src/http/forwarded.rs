@@ -57,6 +57,7 @@ pub(super) fn single(value: &[u8]) -> Option<IpAddr> {
 }
 
 /// An IPv4 address that is written as IPv6 is that IPv4 address. Decided by the bits: `::1` is not `0.0.0.1`.
+#[inline]
 pub(super) fn canonical(ip: IpAddr) -> IpAddr {
     match ip {
         IpAddr::V6(v6) => v6.to_ipv4_mapped().map_or(ip, IpAddr::V4),

@@ -3,8 +3,8 @@
 //! They are written for every response, so what a policy says is written once and the rest put together by hand. The tests
 //! read all of it with a parser for structured fields (RFC 9651) and compare it with what that parser's crate would write.
 
-use std::cell::RefCell;
 use std::cmp::Reverse;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ::http::{HeaderMap, HeaderName, HeaderValue};
@@ -94,14 +94,14 @@ impl Announcement {
         let limits: Vec<LimitTexts> = policy.limit_names().zip(policy.limits()).map(texts).collect();
         let named = limits.iter().map(|limit| limit.policy.clone()).collect();
         let unnamed = policy.limits().iter().map(|limit| format!("{}{}", limit.capacity(), window(limit))).collect();
-        Self { named: list(named), unnamed: list(unnamed), limits }
+        Self { named: lasting(list(named)), unnamed: lasting(list(unnamed)), limits }
     }
 
     /// Both fields of draft 10.
     fn write(&self, known: Option<&Decision>, partition: Option<Partition>, headers: &mut HeaderMap) {
         let policy = match &partition {
             None => self.named.clone(),
-            Some(partition) => line(|line| {
+            Some(partition) => line(self.named.len() + self.limits.len() * partition.len(), |line| {
                 for limit in &self.limits {
                     line.begin_member();
                     line.push(limit.policy.as_bytes());
@@ -112,32 +112,31 @@ impl Announcement {
         headers.append(RATELIMIT_POLICY, policy);
 
         let Some(known) = known.filter(|decision| !decision.limits().is_empty()) else { return };
-        let standing = line(|line| {
-            for (texts, limit) in self.limits.iter().zip(known.limits()) {
+        let partition = partition.as_ref().map_or(&[][..], |partition| partition);
+        let members = || self.limits.iter().zip(known.limits());
+        let len = members().map(|(texts, limit)| {
+            let more = seconds_until_more(limit).map_or(0, |seconds| 3 + digits(seconds));
+            2 + texts.standing.len() + digits(limit.remaining().into()) + more + partition.len()
+        });
+        let standing = line(len.sum::<usize>().saturating_sub(2), |line| {
+            for (texts, limit) in members() {
                 line.begin_member();
                 line.push(texts.standing.as_bytes());
                 line.push_number(limit.remaining().into());
-                let more = until_more(limit);
-                if !more.is_zero() {
+                if let Some(seconds) = seconds_until_more(limit) {
                     line.push(b";t=");
-                    line.push_number(whole_seconds(more));
+                    line.push_number(seconds);
                 }
-                if let Some(partition) = &partition {
-                    line.push(partition);
-                }
+                line.push(partition);
             }
         });
         headers.append(RATELIMIT, standing);
     }
 }
 
-/// How long until more of a limit becomes available; zero where all of it is.
-///
-/// Not longer than the wait for the request's own cost, if that does not fit: `Retry-After`, which is the longest of these
-/// waits, must not be earlier than the `t` of a limit that caused it. With the stores of this crate it cannot be.
-fn until_more(limit: &LimitStatus) -> Duration {
-    let reset = limit.reset_after();
-    limit.retry_after().map_or(reset, |wait| wait.min(reset))
+/// How long until more of a limit becomes available, as it is told; `None` where all of it is.
+fn seconds_until_more(limit: &LimitStatus) -> Option<u64> {
+    limit.seconds_until_more().map(|seconds| seconds.min(MAX_INTEGER))
 }
 
 /// `;w=60`, or nothing: `w` is in whole seconds and must not be 0, so a window that is not cannot be told.
@@ -151,8 +150,17 @@ fn string(text: &str) -> String {
     format!("\"{}\"", text.replace('\\', r"\\").replace('"', r#"\""#))
 }
 
-fn list(members: Vec<String>) -> HeaderValue {
-    value(members.join(", ").as_bytes())
+fn list(members: Vec<String>) -> String {
+    members.join(", ")
+}
+
+/// A value that all processors can clone at once without waiting for each other, because nobody counts its clones. Its memory is
+/// never given back, so only so many values last: more than programs have policies that stay, but not one for each reload.
+fn lasting(text: String) -> HeaderValue {
+    static LEFT: AtomicUsize = AtomicUsize::new(256);
+    let value = value(text.as_bytes());
+    let is_left = LEFT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
+    if is_left && value.as_bytes() == text.as_bytes() { HeaderValue::from_static(text.leak()) } else { value }
 }
 
 /// The largest integer that structured fields have.
@@ -163,23 +171,22 @@ fn whole_seconds(wait: Duration) -> u64 {
 }
 
 /// A field value being put together.
-struct Line<'a>(&'a mut Vec<u8>);
+struct Line(Vec<u8>);
 
-thread_local! {
-    /// Where lines are put together, so that a value of the right size is all that is allocated.
-    static SCRATCH: RefCell<Vec<u8>> = const { RefCell::new(Vec::new()) };
+/// The value of so many bytes that `write` makes. If there are as many in the end, this is the only memory that is asked for.
+fn line(len: usize, write: impl FnOnce(&mut Line)) -> HeaderValue {
+    let mut line = Line(Vec::with_capacity(len));
+    write(&mut line);
+    // See `value`.
+    HeaderValue::try_from(line.0).unwrap_or(HeaderValue::from_static(""))
 }
 
-/// The value that `write` makes.
-fn line(write: impl FnOnce(&mut Line<'_>)) -> HeaderValue {
-    SCRATCH.with_borrow_mut(|scratch| {
-        scratch.clear();
-        write(&mut Line(scratch));
-        value(scratch)
-    })
+/// How many digits a number has.
+fn digits(number: u64) -> usize {
+    number.checked_ilog10().unwrap_or(0) as usize + 1
 }
 
-impl Line<'_> {
+impl Line {
     fn begin_member(&mut self) {
         if !self.0.is_empty() {
             self.push(b", ");
@@ -231,7 +238,7 @@ struct Triple {
 impl Tightest {
     fn of(decision: &Decision) -> Option<Self> {
         let reset = decision.reset_after();
-        // The tightest limit is one of the violated ones, if there are any. See `until_more`.
+        // The tightest limit is one of the violated ones, if there are any. See `LimitStatus::seconds_until_more`.
         let reset = match decision.outcome() {
             Outcome::Limited => decision.retry_after().map_or(reset, |wait| wait.min(reset)),
             _ => reset,
@@ -261,7 +268,7 @@ impl Tightest {
             members.find_map(|member| member.strip_prefix(key)?.parse().ok())
         };
         if self.is_tighter_than(reset, || Some((told("remaining=")?, told("reset=")))) {
-            let value = line(|line| {
+            let value = line(64, |line| {
                 line.push(b"limit=");
                 line.push_number(self.limit.into());
                 line.push(b", remaining=");

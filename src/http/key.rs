@@ -87,6 +87,7 @@ impl PeerIp {
 }
 
 impl<B> ExtractKey<Request<B>> for PeerIp {
+    #[inline]
     fn extract_key(&self, request: &Request<B>) -> Option<Key> {
         let peer = peer_of(request);
         if peer.is_none() {
@@ -107,6 +108,7 @@ pub(super) fn warn_of_no_peer(extractor: &str) {
 }
 
 /// The address of the other end of the connection.
+#[inline]
 pub(super) fn peer_of<B>(request: &Request<B>) -> Option<IpAddr> {
     let peer = request.extensions().get::<PeerAddr>().map(|peer| peer.0.ip());
     #[cfg(feature = "axum")]
@@ -127,6 +129,7 @@ fn axum_peer<B>(request: &Request<B>) -> Option<IpAddr> {
 pub(super) const IPV6_PREFIX: u8 = 64;
 
 /// The address that stands for all that one client has.
+#[inline]
 pub(super) fn network_of(ip: IpAddr, ipv6_prefix: u8) -> IpAddr {
     // Mapped addresses first: all of IPv4 is in one /64 of them.
     match canonical(ip) {

@@ -43,6 +43,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
         })
     }
 
+    #[inline]
     fn response(&self, response: Response<B>) -> Self::Response {
         ResponseBody::of(response)
     }
@@ -53,14 +54,22 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
 }
 
 impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsResponse {
+    #[inline]
     fn attaches(&self) -> bool {
         !self.fields.no_extensions
     }
 
+    #[inline]
     fn attach(&self, handle: RateLimitHandle, request: &mut Request<ReqBody>) {
         request.extensions_mut().insert(handle);
     }
 
+    #[inline]
+    fn announces(&self) -> bool {
+        self.fields.are_announced()
+    }
+
+    #[inline]
     fn announce(&self, standing: &Standing<'_>, response: &mut Response<B>) {
         if let (false, Some(decision)) = (self.fields.no_extensions, standing.decision) {
             response.extensions_mut().insert(decision.clone());

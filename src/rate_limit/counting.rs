@@ -96,6 +96,7 @@ impl Count {
     }
 
     /// Brings the count from the instant `last` up to `now`, which is not before it.
+    #[inline]
     pub(crate) fn advance(&mut self, terms: &Terms, last: u64, now: u64) {
         let span = terms.span;
         match self {
@@ -137,6 +138,7 @@ impl Count {
     }
 
     /// The units in use at `now`, which the count has been brought up to. Rounded up.
+    #[inline]
     pub(crate) fn used(&self, terms: &Terms, now: u64) -> u64 {
         match *self {
             Self::TokenBucket { debt, .. } => debt.div_ceil(terms.span),
@@ -149,10 +151,15 @@ impl Count {
     }
 
     /// How long until no more than `target` units are in use, if nobody comes in the meantime. Fewer than are in use now.
+    #[inline]
     fn wait(&self, terms: &Terms, now: u64, target: u64) -> u64 {
         let span = terms.span;
         match *self {
-            Self::TokenBucket { debt, .. } => debt.saturating_sub(target * span).div_ceil(terms.step),
+            Self::TokenBucket { debt, .. } => {
+                let excess = debt.saturating_sub(target * span);
+                // As it is with all rates of a whole number of us for a token, and divisions are slow.
+                if terms.step == 1 { excess } else { excess.div_ceil(terms.step) }
+            }
             Self::FixedWindow { start, .. } => start + span - now,
             Self::SlidingWindow { start, previous, current } => {
                 // The window that has to fade, how far it may reach into ours, and when that begins.
@@ -166,6 +173,7 @@ impl Count {
     }
 
     /// Whether there is room for `cost`.
+    #[inline]
     pub(crate) fn fits(&self, terms: &Terms, now: u64, cost: u32) -> bool {
         // Without a division, where it can be done without.
         if let Self::TokenBucket { debt, .. } = *self {
@@ -175,6 +183,7 @@ impl Count {
     }
 
     /// How the limit stands, and how long somebody has to wait who wants `cost`.
+    #[inline]
     pub(crate) fn status(&self, terms: &Terms, now: u64, cost: u32) -> LimitStatus {
         let (used, cost, capacity) = (self.used(terms, now), u64::from(cost), u64::from(terms.capacity));
         let retry = if cost > 0 && used + cost > capacity {
@@ -190,15 +199,17 @@ impl Count {
 
     /// Charges `units` at `now`, which the count has been brought up to, whether or not they fit, but nobody gets deeper into
     /// debt than by a whole quota.
+    #[inline]
     pub(crate) fn charge(&mut self, terms: &Terms, now: u64, units: u32) {
         let units = u64::from(units);
+        if let Self::TokenBucket { debt, .. } = self {
+            *debt = add(*debt, units.saturating_mul(terms.span), 2 * terms.full());
+            return;
+        }
         let room = (2 * u64::from(terms.capacity)).saturating_sub(self.used(terms, now));
-        match self {
-            Self::TokenBucket { debt, .. } => *debt = add(*debt, units.saturating_mul(terms.span), 2 * terms.full()),
+        if let Self::FixedWindow { used: current, .. } | Self::SlidingWindow { current, .. } = self {
             // What is left of the window before counts as well.
-            Self::FixedWindow { used: current, .. } | Self::SlidingWindow { current, .. } => {
-                *current += units.min(room);
-            }
+            *current += units.min(room);
         }
     }
 
@@ -278,6 +289,16 @@ pub(crate) fn carry_over<'a>(
             Some(count.carried_over(old, new, change))
         }
     })
+}
+
+/// The receipt of a charge at `at`, after which the only limit stands like this.
+#[inline]
+pub(crate) fn receipt_of_one(at: u64, terms: &Terms, limit: &LimitStatus) -> Receipt {
+    let mut receipt = Receipt::at_micros(at);
+    if terms.algorithm == Algorithm::TokenBucket {
+        receipt.note_missing(0, terms.capacity - limit.remaining().min(terms.capacity));
+    }
+    receipt
 }
 
 /// The receipt of a charge at `at`, after which the limits stand like this.

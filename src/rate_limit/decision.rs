@@ -1,9 +1,8 @@
 use std::cmp::Reverse;
 use std::error::Error;
 use std::fmt;
+use std::slice;
 use std::time::Duration;
-
-use smallvec::SmallVec;
 
 use super::policy::Policy;
 
@@ -16,7 +15,39 @@ pub struct Decision {
     outcome: Outcome,
     receipt: Option<Receipt>,
     blocked_us: u64,
-    limits: SmallVec<[LimitStatus; 1]>,
+    limits: Limits,
+}
+
+/// How the limits of a policy stand. Nearly always it is one, and a decision about one owns no memory.
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Limits {
+    One(LimitStatus),
+    /// Any other number.
+    Several(Box<[LimitStatus]>),
+}
+
+impl Limits {
+    #[inline]
+    const fn as_slice(&self) -> &[LimitStatus] {
+        match self {
+            Self::One(limit) => slice::from_ref(limit),
+            Self::Several(limits) => limits,
+        }
+    }
+
+    fn as_mut_slice(&mut self) -> &mut [LimitStatus] {
+        match self {
+            Self::One(limit) => slice::from_mut(limit),
+            Self::Several(limits) => limits,
+        }
+    }
+}
+
+impl FromIterator<LimitStatus> for Limits {
+    fn from_iter<I: IntoIterator<Item = LimitStatus>>(limits: I) -> Self {
+        let limits: Box<[LimitStatus]> = limits.into_iter().collect();
+        if let [only] = *limits { Self::One(only) } else { Self::Several(limits) }
+    }
 }
 
 /// Whether a request may pass.
@@ -68,6 +99,7 @@ impl Receipt {
         self.at_us
     }
 
+    #[inline]
     pub(crate) fn note_missing(&mut self, bucket: usize, tokens: u32) {
         if let Some(missing) = self.missing.get_mut(bucket) {
             *missing = tokens;
@@ -97,6 +129,20 @@ impl LimitStatus {
     const fn later(self, elapsed_us: u64) -> Self {
         let (retry_us, reset_us) = (self.retry_us.saturating_sub(elapsed_us), self.reset_us.saturating_sub(elapsed_us));
         Self { retry_us, reset_us, ..self }
+    }
+
+    /// How many whole seconds until there are more units, rounded up; `None` where there is nothing to wait for.
+    ///
+    /// Not longer than the wait for the request's own cost, if that does not fit: `Retry-After`, which is the longest of these
+    /// waits, must not be earlier than the time of a limit that caused it. With the stores of this crate it cannot be.
+    #[cfg(feature = "http")]
+    #[inline]
+    pub(crate) const fn seconds_until_more(&self) -> Option<u64> {
+        let is_shorter = self.retry_us > 0 && self.retry_us < self.reset_us;
+        match if is_shorter { self.retry_us } else { self.reset_us } {
+            0 => None,
+            wait_us => Some(wait_us.div_ceil(1_000_000)),
+        }
     }
 
     /// Whether this limit stands in the way of the request.
@@ -135,19 +181,17 @@ impl Decision {
     /// in its order.
     #[must_use]
     pub fn new(limits: impl IntoIterator<Item = LimitStatus>) -> Self {
-        Self::of(limits.into_iter().collect())
-    }
-
-    fn of(limits: SmallVec<[LimitStatus; 1]>) -> Self {
-        let violated = limits.iter().any(LimitStatus::is_violated);
+        let limits: Limits = limits.into_iter().collect();
+        let violated = limits.as_slice().iter().any(LimitStatus::is_violated);
         let outcome = if violated { Outcome::Limited } else { Outcome::Allowed };
         Self { outcome, receipt: None, blocked_us: 0, limits }
     }
 
     /// What follows from how the only limit stands.
+    #[inline]
     pub(crate) fn of_one(limit: LimitStatus, receipt: Option<Receipt>) -> Self {
         let outcome = if limit.is_violated() { Outcome::Limited } else { Outcome::Allowed };
-        Self { outcome, receipt, blocked_us: 0, limits: SmallVec::from_buf([limit]) }
+        Self { outcome, receipt, blocked_us: 0, limits: Limits::One(limit) }
     }
 
     /// The same, with a receipt of what was charged.
@@ -166,13 +210,13 @@ impl Decision {
     pub(crate) fn later(&self, elapsed: Duration) -> Self {
         // Of what has passed the whole microseconds, so that no wait is too short.
         let elapsed_us = u64::try_from(elapsed.as_micros()).unwrap_or(u64::MAX);
-        let limits = self.limits.iter().map(|limit| limit.later(elapsed_us)).collect();
+        let limits = self.limits().iter().map(|limit| limit.later(elapsed_us)).collect();
         Self { blocked_us: self.blocked_us.saturating_sub(elapsed_us), limits, ..*self }
     }
 
     /// The same with so many units more that are left.
     pub(crate) fn with_more(mut self, units: u32) -> Self {
-        for limit in &mut self.limits {
+        for limit in self.limits.as_mut_slice() {
             limit.remaining = limit.remaining.saturating_add(units).min(limit.capacity);
         }
         self
@@ -187,6 +231,7 @@ impl Decision {
     }
 
     /// Whether the request may pass.
+    #[inline]
     #[must_use]
     pub const fn is_allowed(&self) -> bool {
         matches!(self.outcome, Outcome::Allowed)
@@ -202,7 +247,7 @@ impl Decision {
     /// their capacities are known.
     #[must_use]
     pub fn limits(&self) -> &[LimitStatus] {
-        &self.limits
+        self.limits.as_slice()
     }
 
     /// What is needed to give back what was charged; `None` where nothing was.
@@ -212,8 +257,9 @@ impl Decision {
     }
 
     /// Whether less than a fifth of a limit is left.
+    #[inline]
     pub(crate) fn is_near_limit(&self) -> bool {
-        self.limits.iter().any(|limit| limit.remaining < limit.capacity / 5)
+        self.limits().iter().any(|limit| limit.remaining < limit.capacity / 5)
     }
 
     pub(crate) fn take_receipt(&mut self) -> Option<Receipt> {
@@ -222,7 +268,7 @@ impl Decision {
 
     /// The limit that has least left, and of those the one that takes longest to give more.
     fn tightest(&self) -> Option<&LimitStatus> {
-        match self.limits.as_slice() {
+        match self.limits() {
             [only] => Some(only),
             limits => limits.iter().min_by_key(|limit| (limit.remaining, Reverse(limit.reset_us), limit.capacity)),
         }
@@ -249,7 +295,7 @@ impl Decision {
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
         match self.outcome {
-            Outcome::Limited => self.limits.iter().filter_map(LimitStatus::retry_after).max(),
+            Outcome::Limited => self.limits().iter().filter_map(LimitStatus::retry_after).max(),
             Outcome::Blocked => Some(Duration::from_micros(self.blocked_us)),
             Outcome::Allowed | Outcome::Never => None,
         }

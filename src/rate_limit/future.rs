@@ -1,6 +1,5 @@
 use std::fmt;
 use std::future::Future;
-use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
@@ -26,10 +25,7 @@ pin_project! {
     {
         #[pin]
         state: State<S, Req, S::Future>,
-        // Whom the request counts for; with the handle once there is one.
-        subjects: Subjects,
-        handle: Option<RateLimitHandle>,
-        cost: u32,
+        whom: Whom,
         settings: Arc<Settings<B, K, C, A, R, X>>,
     }
 }
@@ -37,8 +33,9 @@ pin_project! {
 pin_project! {
     #[project = StateProj]
     enum State<S, Req, F> {
-        // The store is being asked; the service that reported ready waits with the request.
-        Judging { judgement: BoxJudgement, call: Option<(S, Req)> },
+        // The store is being asked; the service that reported ready waits with the request. Not here, where requests that wait
+        // for nothing would have to make room for it.
+        Judging { judgement: BoxJudgement, cost: u32, call: Option<Box<(S, Req)>> },
         // The request was admitted, or passed uncounted; the inner service is at work.
         Calling { #[pin] future: F },
         // The request is turned away without asking anybody.
@@ -48,37 +45,38 @@ pin_project! {
     }
 }
 
-impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, R, X> {
-    pub(super) fn passed_through(future: S::Future, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
-        Self { state: State::Calling { future }, subjects: Subjects::new(), handle: None, cost: 0, settings }
-    }
+/// Whom the request counts for, as long as somebody may want to know. Behind a pointer: futures are moved more often than
+/// one would think.
+pub(super) enum Whom {
+    Nobody,
+    Subjects(Box<Subjects>),
+    Handle(RateLimitHandle),
+}
 
-    pub(super) fn rejected(rejection: Rejection, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
-        Self::limited(Subjects::new(), rejection, settings)
-    }
-
-    pub(super) fn limited(subjects: Subjects, rejection: Rejection, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
-        Self { state: State::Rejected { rejection: Some(rejection) }, subjects, handle: None, cost: 0, settings }
+impl Whom {
+    fn subjects(&self) -> &[Subject] {
+        match self {
+            Self::Nobody => &[],
+            Self::Subjects(subjects) => subjects,
+            Self::Handle(handle) => handle.subjects(),
+        }
     }
 }
 
-impl<S, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, R, X>
-where
-    S: Service<Req>,
-    B: RateLimitStore + Clone + Send + Sync + 'static,
-    A: Reject<Rejection, S::Response, S::Error>
-        + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
-    R: ChargeOn<S::Response, S::Error>,
-{
-    pub(super) fn admitted(
-        mut subjects: Subjects,
-        cost: u32,
-        ready: &mut S,
-        mut request: Req,
+impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, R, X> {
+    /// The inner service is at work, on a request that counts for `whom`.
+    #[inline]
+    pub(super) fn calling(future: S::Future, whom: Whom, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
+        Self { state: State::Calling { future }, whom, settings }
+    }
+
+    pub(super) fn rejected(
+        subjects: Subjects,
+        rejection: Rejection,
         settings: Arc<Settings<B, K, C, A, R, X>>,
     ) -> Self {
-        let handle = give_handle::<S, _, _, _, _, _, _, _>(&settings, &mut subjects, cost, &mut request);
-        Self { state: State::Calling { future: ready.call(request) }, subjects, handle, cost, settings }
+        let whom = Whom::Subjects(Box::new(subjects));
+        Self { state: State::Rejected { rejection: Some(rejection) }, whom, settings }
     }
 
     pub(super) fn asking(
@@ -87,38 +85,39 @@ where
         ready: S,
         request: Req,
         settings: Arc<Settings<B, K, C, A, R, X>>,
-    ) -> Self {
+    ) -> Self
+    where
+        B: RateLimitStore + Clone + Send + Sync + 'static,
+    {
         let core = settings.core.clone();
         // Boxed: next to a trip over the network an allocation is nothing.
         let judgement = Box::pin(async move { core.judge(subjects, cost).await });
-        let state = State::Judging { judgement, call: Some((ready, request)) };
-        Self { state, subjects: Subjects::new(), handle: None, cost, settings }
+        let state = State::Judging { judgement, cost, call: Some(Box::new((ready, request))) };
+        Self { state, whom: Whom::Nobody, settings }
     }
 }
 
-/// The handle of an admitted request, if anybody wants one; takes `subjects` then.
-fn give_handle<S, Req, B, K, C, A, R, X>(
-    settings: &Settings<B, K, C, A, R, X>,
-    subjects: &mut Subjects,
-    cost: u32,
-    request: &mut Req,
-) -> Option<RateLimitHandle>
-where
-    S: Service<Req>,
-    B: RateLimitStore + Clone + Send + Sync + 'static,
-    A: Reject<Rejection, S::Response, S::Error>
-        + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
-    R: ChargeOn<S::Response, S::Error>,
-{
-    let attaches = settings.answer.attaches();
-    if !attaches && !R::ASKED {
-        return None;
+impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
+    /// Keeps whom an admitted request counts for, if anybody may want to know: with a handle, if there has to be one.
+    #[inline]
+    pub(super) fn keep<S, Req>(&self, subjects: impl FnOnce() -> Subjects, cost: u32, request: &mut Req) -> Whom
+    where
+        S: Service<Req>,
+        B: RateLimitStore + Clone + Send + Sync + 'static,
+        A: Reject<Rejection, S::Response, S::Error>
+            + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+        R: ChargeOn<S::Response, S::Error>,
+    {
+        let attaches = self.answer.attaches();
+        if !attaches && !R::ASKED {
+            return if self.answer.announces() { Whom::Subjects(Box::new(subjects())) } else { Whom::Nobody };
+        }
+        let handle = RateLimitHandle::new(subjects(), cost, self.settler());
+        if attaches {
+            self.answer.attach(handle.clone(), request);
+        }
+        Whom::Handle(handle)
     }
-    let handle = RateLimitHandle::new(mem::take(subjects), cost, settings.settler());
-    if attaches {
-        settings.answer.attach(handle.clone(), request);
-    }
-    Some(handle)
 }
 
 impl<S, Req, B, K, C, A, R, X> Future for ResponseFuture<S, Req, B, K, C, A, R, X>
@@ -134,58 +133,66 @@ where
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let mut this = self.project();
         let settings = &**this.settings;
-        let answer = loop {
-            let (ruling, call) = match this.state.as_mut().project() {
-                StateProj::Judging { judgement, call } => {
-                    let Judgement { subjects, ruling } = ready!(judgement.as_mut().poll(cx));
-                    *this.subjects = subjects;
-                    (ruling, call.take())
+        // Responses are large: this one is not taken apart more often than it takes to pass it on.
+        let mut answer = loop {
+            let (judgement, cost, call) = match this.state.as_mut().project() {
+                StateProj::Judging { judgement, cost, call } => {
+                    (ready!(judgement.as_mut().poll(cx)), *cost, call.take())
                 }
                 StateProj::Calling { future } => {
-                    let mut answer = ready!(future.poll(cx));
-                    if let (true, Some(handle)) = (R::ASKED, &*this.handle) {
-                        settings.charge.settle(handle, answer.as_mut().map_err(|error| &*error));
+                    let mut answer = future.poll(cx);
+                    match (&mut answer, &*this.whom) {
+                        (Poll::Pending, _) => return Poll::Pending,
+                        (Poll::Ready(answer), Whom::Handle(handle)) if R::ASKED => {
+                            settings.charge.settle(handle, answer.as_mut().map_err(|error| &*error));
+                        }
+                        (Poll::Ready(_), _) => {}
                     }
                     this.state.set(State::Complete);
-                    let answer = answer.map(|response| settings.answer.response(response));
-                    break answer.map_err(|error| settings.answer.error(error));
+                    break match answer {
+                        Poll::Ready(Ok(response)) => Poll::Ready(Ok(settings.answer.response(response))),
+                        Poll::Ready(Err(error)) => Poll::Ready(Err(settings.answer.error(error))),
+                        Poll::Pending => Poll::Pending,
+                    };
                 }
                 StateProj::Rejected { rejection } => {
                     let rejection = rejection.take().expect("a rejection waits to be told");
                     this.state.set(State::Complete);
-                    break settings.answer.reject(rejection);
+                    break Poll::Ready(settings.answer.reject(rejection));
                 }
                 StateProj::Complete => panic!("ResponseFuture polled after completion"),
             };
             // Out of the state, so that a rejected request gives up its place in the inner service at once.
-            let (mut ready, mut request) = call.expect("the call waits while the store is asked");
+            let (mut ready, mut request) = *call.expect("the call waits while the store is asked");
+            let Judgement { subjects, ruling } = judgement;
             match ruling {
                 Ok(()) => {
-                    *this.handle =
-                        give_handle::<S, _, _, _, _, _, _, _>(settings, this.subjects, *this.cost, &mut request);
+                    *this.whom = settings.keep::<S, _>(|| subjects, cost, &mut request);
                     let future = ready.call(request);
                     this.state.set(State::Calling { future });
                 }
                 Err(rejection) => {
+                    *this.whom = Whom::Subjects(Box::new(subjects));
                     this.state.set(State::Complete);
-                    break settings.answer.reject(rejection);
+                    break Poll::Ready(settings.answer.reject(rejection));
                 }
             }
         };
-        let answer = answer.map(|mut response| {
-            let subjects = this.handle.as_ref().map_or(&*this.subjects, RateLimitHandle::subjects);
-            for standing in subjects.iter().filter_map(Subject::standing) {
-                settings.answer.announce(&standing, &mut response);
+        if let Poll::Ready(Ok(response)) = &mut answer
+            && settings.answer.announces()
+        {
+            let (policy, subjects) = (&settings.core.policy, this.whom.subjects());
+            for standing in subjects.iter().filter_map(|subject| subject.standing(policy)) {
+                settings.answer.announce(&standing, response);
             }
-            if subjects.is_empty() && settings.core.policy.is_enforced_without_key() {
+            if subjects.is_empty() && policy.is_enforced_without_key() {
                 // Nobody was counted, but the client may know what there is.
-                settings.answer.announce(&Standing::new(&settings.core.policy), &mut response);
+                settings.answer.announce(&Standing::new(policy), response);
             }
-            response
-        });
+        }
         // Whoever still has a clone may go on to correct the charge.
-        *this.handle = None;
-        Poll::Ready(answer)
+        *this.whom = Whom::Nobody;
+        answer
     }
 }
 

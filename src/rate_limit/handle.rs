@@ -1,5 +1,6 @@
 use std::fmt;
 use std::future::Future;
+use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
@@ -10,6 +11,7 @@ use tokio::runtime::Handle;
 
 use super::decision::{Decision, Receipt};
 use super::judge::{Subject, Subjects};
+use super::policy::Policy;
 use super::store::RateLimitStore;
 use crate::deadline::Deadline;
 use crate::error::StoreError;
@@ -61,11 +63,13 @@ impl RateLimitHandle {
     /// How many corrections a layer keeps in the background at once.
     pub const MAX_PENDING: usize = 1_024;
 
+    #[inline]
     pub(super) fn new(subjects: Subjects, cost: u32, settler: Arc<dyn Settle>) -> Self {
         Self { ledger: Arc::new(Ledger { subjects, cost, change: AtomicI64::new(0), settler }) }
     }
 
     /// Whom the request was charged to.
+    #[inline]
     pub(super) fn subjects(&self) -> &Subjects {
         &self.ledger.subjects
     }
@@ -114,7 +118,7 @@ impl Drop for Ledger {
         // No more can be given back than was charged.
         let change = (*self.change.get_mut()).max(-i64::from(self.cost));
         if change != 0 {
-            for subject in self.subjects.drain(..) {
+            for subject in mem::take(&mut self.subjects) {
                 let Some(decision) = &subject.decision else { continue };
                 // Nothing was charged for a cost of 0, so there is no receipt, and none is needed to charge more.
                 let nothing = (self.cost == 0 && decision.is_allowed()).then_some(Receipt::at_micros(0));
@@ -133,6 +137,8 @@ pub(super) trait Settle: Send + Sync {
 
 /// Tells this store, and `local` of what was decided there.
 pub(super) struct Settler<B, L> {
+    /// Of the layer.
+    pub(super) policy: Policy,
     pub(super) store: B,
     pub(super) local: L,
     pub(super) deadline: Duration,
@@ -164,7 +170,7 @@ fn in_background<S, B, L>(
 ) where
     S: RateLimitStore + Send + Sync + 'static,
 {
-    let deadline = settler.deadline;
+    let (policy, deadline) = (policy.unwrap_or_else(|| settler.policy.clone()), settler.deadline);
     let current = Handle::try_current().ok();
     let is_inside = current.is_some();
     let (runtime, place) = (current.or_else(|| settler.runtime.clone()), Place::take(&settler.pending));

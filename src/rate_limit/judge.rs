@@ -1,5 +1,9 @@
 //! What a layer makes of a request: asks the store, does without one that fails, and says yes or no.
 
+use std::iter::Chain;
+use std::ops::{Deref, DerefMut};
+use std::{option, slice, vec};
+
 use smallvec::SmallVec;
 use tokio::time::Instant;
 use tracing::Instrument;
@@ -18,36 +22,90 @@ use crate::key::Key;
 /// Somebody whom a request counts for.
 #[derive(Clone, Debug)]
 pub(super) struct Subject {
-    pub(super) policy: Policy,
+    /// `None` for the policy of the layer: counting references to it would make the processors wait for each other.
+    pub(super) policy: Option<Policy>,
     pub(super) key: Key,
     /// Whether it is the key of the layer, and not one that was added to it.
     pub(super) main: bool,
     // What is found out in between.
     pub(super) decision: Option<Decision>,
-    enforced: bool,
+    pub(super) enforced: bool,
     /// Whether this process decided by itself because the store had failed.
     pub(super) local: bool,
 }
 
 impl Subject {
-    pub(super) fn new(policy: Policy, key: Key, main: bool) -> Self {
-        let enforced = policy.is_enforced_for(&key);
+    /// Somebody about whom nothing was decided yet. `policy` is `None` for the key of the layer.
+    pub(super) fn new(layer: &Policy, policy: Option<Policy>, key: Key) -> Self {
+        let enforced = policy.as_ref().unwrap_or(layer).is_enforced_for(&key);
+        let main = policy.is_none();
         Self { policy, key, main, decision: None, enforced, local: false }
     }
 
     /// Is counted by this policy instead.
     fn count_by(&mut self, policy: Policy) {
         self.enforced = policy.is_enforced_for(&self.key);
-        self.policy = policy;
+        self.policy = Some(policy);
+    }
+
+    /// What it is counted by, behind a layer with this policy.
+    pub(super) fn policy<'a>(&'a self, layer: &'a Policy) -> &'a Policy {
+        self.policy.as_ref().unwrap_or(layer)
     }
 
     /// What the client may know.
-    pub(super) fn standing(&self) -> Option<Standing<'_>> {
-        self.enforced.then(|| Standing::of(&self.policy, &self.key, self.decision.as_ref()))
+    pub(super) fn standing<'a>(&'a self, layer: &'a Policy) -> Option<Standing<'a>> {
+        self.enforced.then(|| Standing::of(self.policy(layer), &self.key, self.decision.as_ref()))
     }
 }
 
-pub(super) type Subjects = SmallVec<[Subject; 1]>;
+/// Whom a request counts for: nearly always one, who takes no memory of its own.
+#[derive(Debug)]
+pub(super) enum Subjects {
+    One(Subject),
+    Several(Vec<Subject>),
+}
+
+impl Default for Subjects {
+    /// Nobody.
+    fn default() -> Self {
+        Self::Several(Vec::new())
+    }
+}
+
+impl Deref for Subjects {
+    type Target = [Subject];
+
+    #[inline]
+    fn deref(&self) -> &[Subject] {
+        match self {
+            Self::One(subject) => slice::from_ref(subject),
+            Self::Several(subjects) => subjects,
+        }
+    }
+}
+
+impl DerefMut for Subjects {
+    fn deref_mut(&mut self) -> &mut [Subject] {
+        match self {
+            Self::One(subject) => slice::from_mut(subject),
+            Self::Several(subjects) => subjects,
+        }
+    }
+}
+
+impl IntoIterator for Subjects {
+    type Item = Subject;
+    type IntoIter = Chain<option::IntoIter<Subject>, vec::IntoIter<Subject>>;
+
+    fn into_iter(self) -> Self::IntoIter {
+        let (one, several) = match self {
+            Self::One(subject) => (Some(subject), Vec::new()),
+            Self::Several(subjects) => (None, subjects),
+        };
+        one.into_iter().chain(several)
+    }
+}
 
 /// A request that has been judged.
 pub(super) struct Judgement {
@@ -56,19 +114,17 @@ pub(super) struct Judgement {
 }
 
 impl<B: RateLimitStore + Sync> Core<B> {
-    /// The judgement, if it can be given without waiting for anything.
-    pub(super) fn judge_now(&self, subjects: &mut Subjects, cost: u32) -> Option<Result<(), Rejection>> {
-        let [subject] = subjects.as_mut_slice() else { return None };
-        if let (Some(resolver), true) = (&self.resolver, subject.main) {
-            subject.count_by(resolver.known(&subject.key)?);
-        }
-        let decision = match subject.policy.rule_out(cost) {
-            Some(decision) => decision,
-            // Says nothing about a store that fails: the answer may have come from something in front of it.
-            None => self.store.check_now(&subject.policy, &subject.key, cost)?,
-        };
-        subject.decision = Some(decision);
-        Some(self.rule(subjects, cost))
+    /// The decision about a subject, if it can be made without waiting for anything. Says nothing about a store that fails: the answer may have
+    /// come from something in front of it.
+    #[inline]
+    pub(super) fn decide_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
+        if policy.rules_out(cost) { policy.rule_out(cost) } else { self.store.check_now(policy, key, cost) }
+    }
+
+    /// What is said to a request because of this subject.
+    pub(super) fn rejection(&self, subject: &Subject, cost: u32) -> Option<Rejection> {
+        let (policy, decision) = (subject.policy(&self.policy).clone(), subject.decision.clone()?);
+        Some(Rejection::Limited(RateLimited::new(policy, cost, decision)))
     }
 
     /// The judgement, after all that has to be waited for.
@@ -99,26 +155,25 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// Asks the resolver and then the store; `reached` says whether it came to that.
-    async fn ask(&self, subjects: &mut Subjects, cost: u32, reached: &mut bool) -> Result<(), StoreError> {
+    async fn ask(&self, subjects: &mut [Subject], cost: u32, reached: &mut bool) -> Result<(), StoreError> {
         if let (Some(resolver), Some(main)) = (&self.resolver, subjects.iter_mut().find(|subject| subject.main)) {
             main.count_by(resolver.resolve(&main.key, self.deadline / 2).await.map_err(StoreError::other)?);
             // What is answered in front of the store says nothing about it, and is no probe.
-            if let [main] = subjects.as_mut_slice() {
-                let ruled_out = main.policy.rule_out(cost);
-                main.decision = ruled_out.or_else(|| self.store.check_now(&main.policy, &main.key, cost));
+            if let [main] = subjects {
+                main.decision = self.decide_now(main.policy(&self.policy), &main.key, cost);
                 if main.decision.is_some() {
                     return Ok(());
                 }
             }
         }
-        if is_hopeless(subjects, cost) {
+        if self.is_hopeless(subjects, cost) {
             // The store could only say how the others stand, which is not worth a probe.
             self.circuit.admit_no_probe()?;
         } else {
             self.circuit.admit()?;
         }
         *reached = true;
-        decide(&self.store, subjects, cost).await?;
+        self.decide(&self.store, subjects, cost).await?;
         // What can never be admitted is decided without the store, and says nothing about it.
         let was_asked =
             |subject: &Subject| subject.decision.as_ref().is_some_and(|decision| decision.outcome() != Outcome::Never);
@@ -129,12 +184,12 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// What happens when the store, or the resolver, has failed.
-    async fn do_without(&self, subjects: &mut Subjects, cost: u32, error: StoreError) -> Result<(), Rejection> {
+    async fn do_without(&self, subjects: &mut [Subject], cost: u32, error: StoreError) -> Result<(), Rejection> {
         let enforced = subjects.iter().any(|subject| subject.enforced);
-        let hopeless = is_hopeless(subjects, cost);
+        let hopeless = self.is_hopeless(subjects, cost);
         for subject in &mut *subjects {
             // Half of an answer is none, but for what needs no store.
-            subject.decision = if hopeless { subject.policy.rule_out(cost) } else { None };
+            subject.decision = if hopeless { subject.policy(&self.policy).rule_out(cost) } else { None };
         }
         if hopeless {
             return self.rule(subjects, cost);
@@ -142,16 +197,16 @@ impl<B: RateLimitStore + Sync> Core<B> {
         match self.on_store_error {
             OnStoreError::Local => {
                 for subject in &mut *subjects {
-                    subject.policy = subject.policy.share_of(self.replicas);
+                    subject.policy = Some(subject.policy(&self.policy).share_of(self.replicas));
                     subject.local = true;
                 }
-                if is_hopeless(subjects, cost) {
+                if self.is_hopeless(subjects, cost) {
                     // Too much for a share, but not for the quota.
                     self.policy.meters().decided(Verdict::FailedClosed);
                     return Err(Rejection::Store(error));
                 }
                 // Memory does not fail.
-                match decide(self.local.backend(), subjects, cost).await {
+                match self.decide(self.local.backend(), subjects, cost).await {
                     Ok(()) => self.rule(subjects, cost),
                     Err(error) => Err(Rejection::Store(error)),
                 }
@@ -168,92 +223,112 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// Yes or no, once all decisions are there.
-    fn rule(&self, subjects: &Subjects, cost: u32) -> Result<(), Rejection> {
+    fn rule(&self, subjects: &[Subject], cost: u32) -> Result<(), Rejection> {
         let mut worst: Option<&Subject> = None;
         for subject in subjects {
             let Some(decision) = &subject.decision else { continue };
-            let meters = subject.policy.meters();
-            if decision.is_allowed() {
-                meters.decided(if subject.local { Verdict::LocalAllowed } else { Verdict::Allowed });
-                if decision.is_near_limit() {
-                    meters.near_limit();
-                }
-                continue;
-            }
-            let verdict = match (subject.enforced, subject.local) {
-                (false, _) => Verdict::Shadow,
-                (true, true) => Verdict::LocalLimited,
-                (true, false) => Verdict::of(decision.outcome()),
-            };
-            meters.decided(verdict);
-            tracing::debug!(
-                policy = subject.policy.name(),
-                verdict = verdict.name(),
-                cost,
-                retry_after = ?decision.retry_after(),
-                "over a rate limit"
-            );
             // What never fits says more than what does not fit yet.
             let rank = |subject: &Subject| {
                 let decision = subject.decision.as_ref();
                 decision.map(|decision| (decision.outcome() == Outcome::Never, decision.retry_after()))
             };
-            if subject.enforced && worst.is_none_or(|worst| rank(worst) < rank(subject)) {
+            let admitted = note(subject.policy(&self.policy), decision, subject.enforced, subject.local, cost);
+            if !admitted && worst.is_none_or(|worst| rank(worst) < rank(subject)) {
                 worst = Some(subject);
             }
         }
-        match worst.and_then(|worst| Some((worst.policy.clone(), worst.decision.clone()?))) {
-            Some((policy, decision)) => Err(Rejection::Limited(RateLimited::new(policy, cost, decision))),
-            None => Ok(()),
+        worst.and_then(|worst| self.rejection(worst, cost)).map_or(Ok(()), Err)
+    }
+
+    /// Whether the request is turned away whatever the store says.
+    fn is_hopeless(&self, subjects: &[Subject], cost: u32) -> bool {
+        subjects.iter().any(|subject| subject.enforced && subject.policy(&self.policy).rules_out(cost))
+    }
+
+    /// Lets `store` decide about all subjects: about those together whose policies are enforced, and then about each of the others by
+    /// itself.
+    async fn decide<S: RateLimitStore + Sync>(
+        &self,
+        store: &S,
+        subjects: &mut [Subject],
+        cost: u32,
+    ) -> Result<(), StoreError> {
+        let layer = &self.policy;
+        for subject in &mut *subjects {
+            subject.decision = subject.policy(layer).rule_out(cost);
         }
+        let hopeless = self.is_hopeless(subjects, cost);
+        let mut together: SmallVec<[usize; 4]> = SmallVec::new();
+        for (index, subject) in subjects.iter_mut().enumerate() {
+            if subject.decision.is_some() {
+                continue;
+            }
+            let (policy, key) = (subject.policy(layer), &subject.key);
+            if subject.enforced && !hopeless {
+                together.push(index);
+            } else if subject.enforced {
+                // The request is turned away in any case.
+                subject.decision = Some(store.peek(policy, key, cost).await?);
+            }
+        }
+        if let [index] = together[..] {
+            let subject = &mut subjects[index];
+            subject.decision = Some(store.check(subject.policy(layer), &subject.key, cost).await?);
+        } else if !together.is_empty() {
+            let requests: Vec<Request> = together
+                .iter()
+                .map(|index| Request {
+                    policy: subjects[*index].policy(layer).clone(),
+                    key: subjects[*index].key,
+                    cost,
+                })
+                .collect();
+            for (index, decision) in together.iter().zip(store.check_all(&requests).await?) {
+                subjects[*index].decision = Some(decision);
+            }
+        }
+        for subject in subjects.iter_mut().filter(|subject| !subject.enforced && subject.decision.is_none()) {
+            subject.decision = Some(store.check(subject.policy(layer), &subject.key, cost).await?);
+        }
+        Ok(())
     }
 }
 
-/// Whether the request is turned away whatever the store says.
-fn is_hopeless(subjects: &Subjects, cost: u32) -> bool {
-    subjects.iter().any(|subject| subject.enforced && subject.policy.rule_out(cost).is_some())
+/// Counts a decision, and answers whether the request may pass as far as it is concerned.
+#[inline]
+pub(super) fn note(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u32) -> bool {
+    let meters = policy.meters();
+    if decision.is_allowed() {
+        meters.decided(if local { Verdict::LocalAllowed } else { Verdict::Allowed });
+        if decision.is_near_limit() {
+            meters.near_limit();
+        }
+        return true;
+    }
+    let verdict = match (enforced, local) {
+        (false, _) => Verdict::Shadow,
+        (true, true) => Verdict::LocalLimited,
+        (true, false) => Verdict::of(decision.outcome()),
+    };
+    meters.decided(verdict);
+    log(policy, decision, verdict, cost);
+    !enforced
+}
+
+/// Apart, so that requests that are admitted do not have to go around it.
+#[cold]
+fn log(policy: &Policy, decision: &Decision, verdict: Verdict, cost: u32) {
+    tracing::debug!(
+        policy = policy.name(),
+        verdict = verdict.name(),
+        cost,
+        retry_after = ?decision.retry_after(),
+        "over a rate limit"
+    );
 }
 
 /// Whether the decisions are there that a ruling depends on.
-fn is_ruled_on(subjects: &Subjects) -> bool {
+fn is_ruled_on(subjects: &[Subject]) -> bool {
     let mut enforced = subjects.iter().filter(|subject| subject.enforced).peekable();
     enforced.peek().is_some() && enforced.all(|subject| subject.decision.is_some())
-}
-
-/// Lets `store` decide about all subjects: about those together whose policies are enforced, and then about each of the others by
-/// itself.
-async fn decide<S: RateLimitStore + Sync>(store: &S, subjects: &mut Subjects, cost: u32) -> Result<(), StoreError> {
-    for subject in &mut *subjects {
-        subject.decision = subject.policy.rule_out(cost);
-    }
-    let hopeless = is_hopeless(subjects, cost);
-    let mut together: SmallVec<[usize; 4]> = SmallVec::new();
-    for (index, subject) in subjects.iter_mut().enumerate() {
-        if subject.decision.is_some() {
-            continue;
-        }
-        let (policy, key) = (&subject.policy, &subject.key);
-        if subject.enforced && !hopeless {
-            together.push(index);
-        } else if subject.enforced {
-            // The request is turned away in any case.
-            subject.decision = Some(store.peek(policy, key, cost).await?);
-        }
-    }
-    if let [index] = together[..] {
-        let Subject { policy, key, decision, .. } = &mut subjects[index];
-        *decision = Some(store.check(policy, key, cost).await?);
-    } else if !together.is_empty() {
-        let requests: Vec<Request> = together
-            .iter()
-            .map(|index| Request { policy: subjects[*index].policy.clone(), key: subjects[*index].key, cost })
-            .collect();
-        for (index, decision) in together.iter().zip(store.check_all(&requests).await?) {
-            subjects[*index].decision = Some(decision);
-        }
-    }
-    for subject in subjects.iter_mut().filter(|subject| !subject.enforced && subject.decision.is_none()) {
-        subject.decision = Some(store.check(&subject.policy, &subject.key, cost).await?);
-    }
-    Ok(())
 }

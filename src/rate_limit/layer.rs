@@ -368,6 +368,8 @@ impl<B> Core<B> {
 }
 
 /// What the clones of a service share.
+// Away from the count of references to it, which all processors write to with every request.
+#[repr(align(64))]
 pub(super) struct Settings<B, K, C, A, R, X> {
     pub(super) core: Core<B>,
     pub(super) key: Arc<K>,
@@ -383,6 +385,7 @@ impl<B: RateLimitStore + Clone + Send + Sync + 'static, K, C, A, R, X> Settings<
     pub(super) fn settler(&self) -> Arc<dyn Settle> {
         let make = || -> Arc<dyn Settle> {
             Arc::new(Settler {
+                policy: self.core.policy.clone(),
                 store: self.core.store.clone(),
                 local: self.core.local.backend().clone(),
                 deadline: self.core.deadline,

@@ -226,6 +226,7 @@ impl Policy {
     }
 
     /// Whether the policy is enforced for this key.
+    #[inline]
     #[must_use]
     pub fn is_enforced_for(&self, key: &Key) -> bool {
         match self.inner.spec.mode {
@@ -242,12 +243,17 @@ impl Policy {
 
     /// The answer to a cost that can never be admitted, however long the client waits; there is no need to ask a store.
     pub(crate) fn rule_out(&self, cost: u32) -> Option<Decision> {
-        let hopeless = |terms: &Terms| terms.capacity == 0 || cost > terms.capacity;
-        let terms = &self.inner.terms;
-        terms.iter().any(hopeless).then(|| Decision::never(terms.iter().map(|terms| terms.capacity)))
+        self.rules_out(cost).then(|| Decision::never(self.inner.terms.iter().map(|terms| terms.capacity)))
+    }
+
+    /// Whether there is such an answer.
+    #[inline]
+    pub(crate) fn rules_out(&self, cost: u32) -> bool {
+        self.inner.terms.iter().any(|terms| terms.capacity == 0 || cost > terms.capacity)
     }
 
     /// The limits as numbers to count with.
+    #[inline]
     pub(crate) fn terms(&self) -> &[Terms] {
         &self.inner.terms
     }
@@ -278,11 +284,13 @@ impl Policy {
     }
 
     /// What is counted about the policy for those who watch it.
+    #[inline]
     pub(crate) fn meters(&self) -> &Meters {
         self.inner.meters.get_or_init(|| Meters::new(self.name()))
     }
 
     /// Whether two policies count in the same place.
+    #[inline]
     pub(crate) fn shares_counts_with(&self, other: &Policy) -> bool {
         self.is_same_as(other)
             || (self.inner.spec.name == other.inner.spec.name && self.inner.shape == other.inner.shape)
@@ -295,6 +303,7 @@ impl Policy {
     }
 
     /// Whether two policies are clones of one.
+    #[inline]
     pub(crate) fn is_same_as(&self, other: &Policy) -> bool {
         Arc::ptr_eq(&self.inner, &other.inner)
     }

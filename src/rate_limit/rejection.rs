@@ -46,6 +46,12 @@ pub trait Announce<Req, Res> {
         let _ = (handle, request);
     }
 
+    /// Whether responses are told anything. Unless told otherwise they are; where they are not, nothing has to be kept for it while a
+    /// request is handled, and [`announce`](Self::announce) is not called.
+    fn announces(&self) -> bool {
+        true
+    }
+
     /// Adds to `response` what the client should know. Called once for each policy that was asked about the request.
     fn announce(&self, standing: &Standing<'_>, response: &mut Res);
 }
@@ -77,6 +83,10 @@ impl<'a> Standing<'a> {
 }
 
 impl<Req, Res> Announce<Req, Res> for crate::reject::AsError {
+    fn announces(&self) -> bool {
+        false
+    }
+
     /// Adds nothing: a plain service has no place for it.
     fn announce(&self, _: &Standing<'_>, _: &mut Res) {}
 }

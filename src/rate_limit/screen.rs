@@ -1,7 +1,5 @@
 use std::sync::Arc;
 
-use smallvec::SmallVec;
-
 use super::policy::Policy;
 use crate::key::{ExtractKey, Key};
 
@@ -29,7 +27,7 @@ pub enum Screening {
 /// Whom a request counts for, and by which policies.
 #[derive(Clone, Debug, Default)]
 pub struct Subjects {
-    pub(super) found: SmallVec<[(Policy, Option<Key>); 1]>,
+    pub(super) found: Vec<(Policy, Option<Key>)>,
 }
 
 impl Subjects {

@@ -7,7 +7,7 @@ use tower_service::Service;
 
 use super::MissingKey;
 use super::decision::Denied;
-use super::future::ResponseFuture;
+use super::future::{ResponseFuture, Whom};
 use super::judge::{self, Subject};
 use super::layer::{ChargeAlways, ChargeOn, OnMissingKey, RateLimitLayer, RequestCost, Settings, UnitCost};
 use super::meters::Verdict;
@@ -76,26 +76,87 @@ where
         self.inner.poll_ready(cx).map_err(|error| self.settings.answer.error(error))
     }
 
-    fn call(&mut self, request: Req) -> Self::Future {
-        let settings = Arc::clone(&self.settings);
-        let mut subjects = judge::Subjects::new();
-        if let Err(rejection) = settings.screen(&request, &mut subjects) {
-            drop(self.take_ready());
-            return ResponseFuture::rejected(rejection, settings);
-        }
-        if subjects.is_empty() {
-            return ResponseFuture::passed_through(self.inner.call(request), settings);
-        }
-        let cost = settings.cost.cost(&request);
-        // What need not be waited for is done here and now, as the inner service would.
-        match settings.core.judge_now(&mut subjects, cost) {
-            Some(Ok(())) => ResponseFuture::admitted(subjects, cost, &mut self.inner, request, settings),
-            Some(Err(rejection)) => {
-                drop(self.take_ready());
-                ResponseFuture::limited(subjects, rejection, settings)
+    fn call(&mut self, mut request: Req) -> Self::Future {
+        let settings = &*self.settings;
+        let mut others = Subjects::default();
+        match settings.screen.screen(&request, &mut others) {
+            Screening::Count => {}
+            Screening::Pass => return self.pass(request),
+            Screening::Deny => {
+                settings.core.policy.meters().decided(Verdict::Denied);
+                return self.reject(judge::Subjects::default(), Rejection::Denied(Denied));
             }
-            None => ResponseFuture::asking(subjects, cost, self.take_ready(), request, settings),
         }
+        let mut policy = None;
+        let mut key = settings.key.extract_key(&request);
+        if !others.found.is_empty() || key.as_ref().is_none_or(Key::is_empty) {
+            match settings.subjects(key, others) {
+                Ok(mut subjects) => match subjects.as_mut_slice() {
+                    [only] => (policy, key) = (only.policy.take(), Some(only.key)),
+                    [] => key = None,
+                    _ => return self.ask(judge::Subjects::Several(subjects), settings.cost.cost(&request), request),
+                },
+                Err(rejection) => return self.reject(judge::Subjects::default(), rejection),
+            }
+        }
+        let Some(key) = &key else { return self.pass(request) };
+        let (cost, core, main) = (settings.cost.cost(&request), &settings.core, policy.is_none());
+        let (mut resolved, is_known) = match &core.resolver {
+            Some(resolver) if main => resolver.known(key).map_or((None, false), |policy| (Some(policy), true)),
+            _ => (policy, true),
+        };
+        let policy = resolved.as_ref().unwrap_or(&core.policy);
+        let enforced = policy.is_enforced_for(key);
+        // What need not be waited for is done here and now, as the inner service would.
+        let mut decision = if is_known { core.decide_now(policy, key, cost) } else { None };
+        let admitted = decision.as_ref().map(|decision| judge::note(policy, decision, enforced, false, cost));
+        // Put together where it is to stay: to move all of this about takes as long as to find it out.
+        let mut subject =
+            || Subject { policy: resolved.take(), key: *key, main, decision: decision.take(), enforced, local: false };
+        if admitted == Some(true) {
+            let whom = settings.keep::<S, _>(|| judge::Subjects::One(subject()), cost, &mut request);
+            return ResponseFuture::calling(self.inner.call(request), whom, Arc::clone(&self.settings));
+        }
+        let subject = subject();
+        match admitted.and_then(|_| core.rejection(&subject, cost)) {
+            Some(rejection) => self.reject(judge::Subjects::One(subject), rejection),
+            None => self.ask(judge::Subjects::One(subject), cost, request),
+        }
+    }
+}
+
+impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
+    #[inline]
+    fn pass<Req>(&mut self, request: Req) -> ResponseFuture<S, Req, B, K, C, A, R, X>
+    where
+        S: Service<Req>,
+    {
+        ResponseFuture::calling(self.inner.call(request), Whom::Nobody, Arc::clone(&self.settings))
+    }
+
+    fn reject<Req>(
+        &mut self,
+        subjects: judge::Subjects,
+        rejection: Rejection,
+    ) -> ResponseFuture<S, Req, B, K, C, A, R, X>
+    where
+        S: Service<Req> + Clone,
+    {
+        drop(self.take_ready());
+        ResponseFuture::rejected(subjects, rejection, Arc::clone(&self.settings))
+    }
+
+    fn ask<Req>(
+        &mut self,
+        subjects: judge::Subjects,
+        cost: u32,
+        request: Req,
+    ) -> ResponseFuture<S, Req, B, K, C, A, R, X>
+    where
+        S: Service<Req> + Clone,
+        B: RateLimitStore + Clone + Send + Sync + 'static,
+    {
+        ResponseFuture::asking(subjects, cost, self.take_ready(), request, Arc::clone(&self.settings))
     }
 }
 
@@ -108,50 +169,38 @@ impl<S: Clone, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
 }
 
 impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
-    /// Finds out whom a request counts for: nobody if it passes uncounted.
-    fn screen<Req>(&self, request: &Req, subjects: &mut judge::Subjects) -> Result<(), Rejection>
-    where
-        K: ExtractKey<Req>,
-        X: Screen<Req>,
-    {
-        let mut others = Subjects::default();
-        match self.screen.screen(request, &mut others) {
-            Screening::Count => {}
-            Screening::Pass => return Ok(()),
-            Screening::Deny => {
-                self.core.policy.meters().decided(Verdict::Denied);
-                return Err(Rejection::Denied(Denied));
+    /// Whom a request counts for, where that is not its key alone: nobody if it passes uncounted.
+    fn subjects(&self, key: Option<Key>, others: Subjects) -> Result<Vec<Subject>, Rejection> {
+        let layer = &self.core.policy;
+        let mut subjects = Vec::new();
+        if let Some(key) = self.counted(layer, key)? {
+            subjects.push(Subject::new(layer, None, key));
+        }
+        for (policy, key) in others.found {
+            if let Some(key) = self.counted(&policy, key)? {
+                subjects.push(Subject::new(layer, Some(policy), key));
             }
         }
-        self.count(self.core.policy.clone(), self.key.extract_key(request), true, subjects)?;
-        for (policy, key) in others.found {
-            self.count(policy, key, false, subjects)?;
-        }
-        Ok(())
+        Ok(subjects)
     }
 
-    fn count(
-        &self,
-        policy: Policy,
-        key: Option<Key>,
-        main: bool,
-        subjects: &mut judge::Subjects,
-    ) -> Result<(), Rejection> {
-        let key = match (key.filter(|key| !key.is_empty()), self.core.on_missing_key) {
-            (Some(key), _) => key,
-            (None, OnMissingKey::Shared) => Key::ANONYMOUS,
-            (None, OnMissingKey::Pass) => return Ok(()),
-            (None, OnMissingKey::Reject) if !policy.is_enforced_without_key() => {
+    /// The key that a request is counted under, which may have none of its own.
+    fn counted(&self, policy: &Policy, key: Option<Key>) -> Result<Option<Key>, Rejection> {
+        if let Some(key) = key.filter(|key| !key.is_empty()) {
+            return Ok(Some(key));
+        }
+        match self.core.on_missing_key {
+            OnMissingKey::Shared => Ok(Some(Key::ANONYMOUS)),
+            OnMissingKey::Pass => Ok(None),
+            OnMissingKey::Reject if !policy.is_enforced_without_key() => {
                 policy.meters().decided(Verdict::Shadow);
-                return Ok(());
+                Ok(None)
             }
-            (None, OnMissingKey::Reject) => {
+            OnMissingKey::Reject => {
                 policy.meters().decided(Verdict::MissingKey);
-                return Err(Rejection::MissingKey(MissingKey));
+                Err(Rejection::MissingKey(MissingKey))
             }
-        };
-        subjects.push(Subject::new(policy, key, main));
-        Ok(())
+        }
     }
 }
 

@@ -2,7 +2,6 @@
 
 use std::cmp::Ordering;
 use std::collections::VecDeque;
-use std::slice;
 use std::time::Duration;
 
 use smallvec::SmallVec;
@@ -11,7 +10,7 @@ use super::MemoryBackend;
 use super::shard::Shard;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::rate_limit::counting::{Count, Terms, carry_over, receipt};
+use crate::rate_limit::counting::{Count, Terms, carry_over, receipt, receipt_of_one};
 use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy, QuotaChange, RateLimitStore, Receipt, Request};
 
 /// What was counted for one subject.
@@ -260,6 +259,22 @@ enum Verb {
 }
 
 impl MemoryBackend {
+    /// What nearly all calls ask for, without the detours of those that may do anything.
+    fn check_one(&self, policy: &Policy, key: &Key, cost: u32) -> Decision {
+        let (hash, home) = self.place(key);
+        let mut shard = self.lock(home);
+        let now = self.now_us();
+        if let Some(index) = shard.find(hash, policy, key)
+            && let Some(decision) = shard.counts_mut(index).check_only_limit(policy, cost, now)
+        {
+            return decision;
+        }
+        let decision = self.decide_in(&mut shard, hash, policy, key, cost, Verb::Check, now);
+        drop(shard);
+        self.make_room(home, now);
+        decision
+    }
+
     fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: impl FnOnce(u64) -> Verb) -> Decision {
         let (hash, home) = self.place(key);
         let mut shard = self.lock(home);
@@ -283,11 +298,6 @@ impl MemoryBackend {
         now: u64,
     ) -> Decision {
         let found = shard.find(hash, policy, key);
-        if let (Some(index), Verb::Check) = (found, verb)
-            && let Some(decision) = shard.counts_mut(index).check_only_limit(policy, cost, now)
-        {
-            return decision;
-        }
         if let Some(index) = found.filter(|index| shard.counts_mut(*index).expires_us() > now) {
             let counts = shard.counts_mut(index);
             let before = counts.weight();
@@ -331,6 +341,7 @@ impl MemoryBackend {
 
 impl Counts {
     /// What is asked nearly always: a check of a policy of one limit that is not a log. `None` for anything else.
+    #[inline]
     fn check_only_limit(&mut self, policy: &Policy, cost: u32, now: u64) -> Option<Decision> {
         let ([LimitCount::Plain(count)], [terms]) = (self.limits.as_mut_slice(), policy.terms()) else { return None };
         if self.blocked_until > now || !self.policy.is_same_as(policy) {
@@ -343,7 +354,7 @@ impl Counts {
         }
         count.charge(terms, now, cost);
         let status = count.status(terms, now, 0);
-        Some(Decision::of_one(status, Some(receipt(now, slice::from_ref(terms), [&status]))))
+        Some(Decision::of_one(status, Some(receipt_of_one(now, terms, &status))))
     }
 
     /// Does what is asked; answers how things stand, and whether they are not as they were.
@@ -392,11 +403,11 @@ impl Counts {
 // `async` although nothing waits: a call that is never polled must not charge.
 impl RateLimitStore for MemoryBackend {
     async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
-        Ok(self.decide(policy, key, cost, |_| Verb::Check))
+        Ok(self.check_one(policy, key, cost))
     }
 
     fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
-        Some(self.decide(policy, key, cost, |_| Verb::Check))
+        Some(self.check_one(policy, key, cost))
     }
 
     async fn check_all(&self, requests: &[Request]) -> Result<Vec<Decision>, StoreError> {

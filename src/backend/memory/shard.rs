@@ -46,10 +46,12 @@ impl Shard {
     }
 
     /// Where the counts of a subject are, if there are any. They may have run out.
+    #[inline]
     pub(super) fn find(&self, hash: u64, policy: &Policy, key: &Key) -> Option<usize> {
         self.slots.raw_entry_v1().from_hash_full(hash, Subject::is(policy, key)).map(|(index, _, _)| index)
     }
 
+    #[inline]
     pub(super) fn counts_mut(&mut self, index: usize) -> &mut Counts {
         &mut self.slots[index]
     }
