@@ -189,7 +189,7 @@ fn judge(
     // What it did not wait for is its own.
     let waited = |call: &Call| waits.between(call.begun, call.ended());
     let starved = |call: &Call| waited(call) > STARVED;
-    row.late = calls.iter().filter(|call| call.took > LIMIT && call.took - waited(call) > LIMIT).count();
+    row.late = calls.iter().filter(|call| call.took > LIMIT && call.took.saturating_sub(waited(call)) > LIMIT).count();
     row.longest_wait = waits.longest();
     row.slowest = calls.iter().map(|call| call.took).max().unwrap_or_default();
     let recovered = failed().map(Call::ended).max().unwrap_or(strike.back);
