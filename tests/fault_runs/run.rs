@@ -22,7 +22,7 @@ const RECOVERY: Duration = Duration::from_secs(1);
 const BEFORE: Duration = Duration::from_millis(500);
 /// The load after it, when all has to be well.
 const AFTER: Duration = Duration::from_millis(500);
-/// A call that has waited for a processor for so long may fail for that.
+/// A call that has waited for a processor for so long may fail for that: it is not evidence against anybody.
 const STARVED: Duration = Duration::from_millis(30);
 /// How long connections may take to be closed.
 const SETTLED: Duration = Duration::from_secs(3);
@@ -192,7 +192,7 @@ fn judge(
     row.late = calls.iter().filter(|call| call.took > LIMIT && call.took.saturating_sub(waited(call)) > LIMIT).count();
     row.longest_wait = waits.longest();
     row.slowest = calls.iter().map(|call| call.took).max().unwrap_or_default();
-    let recovered = failed().map(Call::ended).max().unwrap_or(strike.back);
+    let recovered = failed().filter(|call| !starved(call)).map(Call::ended).max().unwrap_or(strike.back);
     row.recovery = recovered.saturating_duration_since(strike.back);
 
     // Time.
@@ -201,7 +201,7 @@ fn judge(
     row.must(recovery <= RECOVERY, || format!("calls failed for {recovery:?} after the store was back"));
     let well = strike.back + RECOVERY;
     let judged = calls.iter().filter(|call| call.begun > well).count();
-    row.must(judged > 500, || format!("only {judged} calls to judge the recovery by"));
+    row.must(judged > 200, || format!("only {judged} calls to judge the recovery by"));
 
     // Failures.
     let early = failed().filter(|call| call.ended() < strike.begun && !starved(call)).count();
