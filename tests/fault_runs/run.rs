@@ -24,6 +24,8 @@ const BEFORE: Duration = Duration::from_millis(500);
 const AFTER: Duration = Duration::from_millis(500);
 /// A call that has waited for a processor for so long may fail for that: it is not evidence against anybody.
 const STARVED: Duration = Duration::from_millis(30);
+/// How long the circuit stays open because of calls that failed: their deadline, and the time until the next one is tried.
+const CIRCUIT: Duration = Duration::from_millis(100 + 100 + 50);
 /// How long connections may take to be closed.
 const SETTLED: Duration = Duration::from_secs(3);
 
@@ -188,7 +190,11 @@ fn judge(
     row.failed = failed().count();
     // What it did not wait for is its own.
     let waited = |call: &Call| waits.between(call.begun, call.ended());
-    let starved = |call: &Call| waited(call) > STARVED;
+    let starved = |call: &Call| {
+        // The circuit is open because of calls before this one.
+        let before = if call.outcome.seen == Seen::NotAsked { CIRCUIT } else { Duration::ZERO };
+        waits.between(call.begun.checked_sub(before).unwrap_or(call.begun), call.ended()) > STARVED
+    };
     row.late = calls.iter().filter(|call| call.took > LIMIT && call.took.saturating_sub(waited(call)) > LIMIT).count();
     row.longest_wait = waits.longest();
     row.slowest = calls.iter().map(|call| call.took).max().unwrap_or_default();
