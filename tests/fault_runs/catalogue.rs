@@ -4,6 +4,8 @@ use std::collections::HashMap;
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use self::Fails::{InFlight, Perhaps};
+use self::Loses::{Nothing, Unreplicated, Unsaved};
 use super::deployment::Topology::{Cluster, Durable, Network, Sentinel, Standalone};
 use super::deployment::{Deployment, Topology, stored_on};
 use super::load::Admitted;
@@ -17,6 +19,8 @@ pub struct Fault {
     pub on: Topology,
     /// Whether it is part of the short run.
     pub short: bool,
+    /// How soon everything has to work again.
+    pub recovery: Duration,
     pub fails: Fails,
     pub loses: Loses,
     pub strike: fn(&mut Deployment, &Admitted) -> Strike,
@@ -26,7 +30,8 @@ pub struct Fault {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fails {
     Nothing,
-    /// What waits for an answer when connections are cut, so many times. Beyond that only what the open circuit turns away.
+    /// What is under way when connections are cut, so many times: of each caller one call for each connection. Beyond that only
+    /// what the open circuit turns away.
     InFlight(u32),
     /// Some do: if none does the fault was none.
     Some,
@@ -48,7 +53,7 @@ pub enum Loses {
 #[derive(Debug)]
 pub struct Strike {
     pub begun: Instant,
-    /// From when on the store could serve again: all has to be well a second later.
+    /// From when on the store could serve again.
     pub back: Instant,
     /// The units that were admitted and are not stored any more, if they could be counted at that moment.
     pub lost: Option<u64>,
@@ -61,12 +66,19 @@ const fn fault(
     loses: Loses,
     strike: fn(&mut Deployment, &Admitted) -> Strike,
 ) -> Fault {
-    Fault { name, on, short: false, fails, loses, strike }
+    Fault { name, on, short: false, recovery: SECOND, fails, loses, strike }
 }
 
 impl Fault {
     const fn short(mut self) -> Self {
         self.short = true;
+        self
+    }
+
+    /// For networks that swallow what is sent: an attempt to connect that began just before they healed has to time out first,
+    /// which takes a second.
+    const fn after_a_timeout(mut self) -> Self {
+        self.recovery = Duration::from_secs(2);
         self
     }
 }
@@ -76,9 +88,6 @@ const SECOND: Duration = Duration::from_secs(1);
 const fn ms(milliseconds: u64) -> Duration {
     Duration::from_millis(milliseconds)
 }
-
-use Fails::{InFlight, Perhaps};
-use Loses::{Nothing, Unreplicated, Unsaved};
 
 /// All of them.
 pub const FAULTS: &[Fault] = &[
@@ -138,15 +147,18 @@ pub const FAULTS: &[Fault] = &[
     fault("requests swallowed for 2 s", Network, Fails::Some, Nothing, |d, _| {
         trouble(d.proxy(), 2 * SECOND, |proxy| proxy.to_server(Traffic::Swallow))
     })
+    .after_a_timeout()
     .short(),
     fault("answers swallowed for 2 s", Network, Fails::Some, Nothing, |d, _| {
         trouble(d.proxy(), 2 * SECOND, |proxy| proxy.to_client(Traffic::Swallow))
     })
+    .after_a_timeout()
     .short(),
     fault("both swallowed for 2 s", Network, Fails::Some, Nothing, |d, _| {
         let lost = Traffic::Swallow;
         trouble(d.proxy(), 2 * SECOND, |proxy| (proxy.to_server(lost), proxy.to_client(lost)))
-    }),
+    })
+    .after_a_timeout(),
     fault("connections reset (RST)", Network, InFlight(1), Nothing, |d, _| cut(1, || d.proxy().reset())).short(),
     fault("connections closed (FIN)", Network, InFlight(1), Nothing, |d, _| cut(1, || d.proxy().cut())),
     fault("answers cut off for 1 s (FIN one way)", Network, Fails::Some, Nothing, |d, _| {
@@ -161,6 +173,7 @@ pub const FAULTS: &[Fault] = &[
             proxy.reset();
         })
     })
+    .after_a_timeout()
     .short(),
     fault("refused for 1 s: reset, and nobody listens", Network, Fails::Some, Nothing, |d, _| {
         trouble(d.proxy(), SECOND, |proxy| {

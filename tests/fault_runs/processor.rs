@@ -68,6 +68,8 @@ impl ProcessorMeter {
                 let own = longest(&mut before, &folders(Path::new("/proc/self/task")));
                 let length = own + longest(&mut before, &servers);
                 let now = Instant::now();
+                // When the whole machine stands still nobody waits for a processor, but sleep is longer.
+                let length = length.max((now - asked).saturating_sub(2 * TICK));
                 if !length.is_zero() && tick > 0 {
                     let from = asked.checked_sub(length).unwrap_or(asked);
                     noted.lock().expect("nobody panics").push(Wait { from, to: now, length });

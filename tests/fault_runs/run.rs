@@ -10,20 +10,20 @@ use tokio::runtime::Runtime;
 use tollgate::OnStoreError;
 
 use super::catalogue::{Fails, Fault, Loses, Strike, missing};
-use super::deployment::Deployment;
+use super::deployment::{CONNECTIONS, Deployment};
 use super::load::{Answer, CALLERS, Call, Callers, QUOTA, Seen};
 use super::processor::{ProcessorMeter, Waits};
 
 /// How long a decision may take, and what a busy machine may add to it.
 const LIMIT: Duration = Duration::from_millis(100 + 50);
-/// How soon everything has to work again.
-const RECOVERY: Duration = Duration::from_secs(1);
 /// The load before a fault.
 const BEFORE: Duration = Duration::from_millis(500);
 /// The load after it, when all has to be well.
 const AFTER: Duration = Duration::from_millis(500);
-/// A call that has waited for a processor for so long may fail for that.
+/// A call that has waited for a processor for so long may fail for that: it is not evidence against anybody.
 const STARVED: Duration = Duration::from_millis(30);
+/// How long the circuit stays open because of calls that failed: their deadline, and the time until the next one is tried.
+const CIRCUIT: Duration = Duration::from_millis(100 + 100 + 50);
 /// How long connections may take to be closed.
 const SETTLED: Duration = Duration::from_secs(3);
 
@@ -141,7 +141,7 @@ pub fn run(fault: &'static Fault) -> Row {
     let load = runtime.block_on(async { callers.start() });
     sleep(BEFORE);
     let strike = (fault.strike)(&mut deployment, &callers.admitted);
-    let well = strike.back + RECOVERY;
+    let well = strike.back + fault.recovery;
     sleep((well + AFTER).saturating_duration_since(Instant::now()));
     calls.extend(runtime.block_on(load.stop()));
 
@@ -188,20 +188,24 @@ fn judge(
     row.failed = failed().count();
     // What it did not wait for is its own.
     let waited = |call: &Call| waits.between(call.begun, call.ended());
-    let starved = |call: &Call| waited(call) > STARVED;
-    row.late = calls.iter().filter(|call| call.took > LIMIT && call.took - waited(call) > LIMIT).count();
+    let starved = |call: &Call| {
+        // The circuit is open because of calls before this one.
+        let before = if call.outcome.seen == Seen::NotAsked { CIRCUIT } else { Duration::ZERO };
+        waits.between(call.begun.checked_sub(before).unwrap_or(call.begun), call.ended()) > STARVED
+    };
+    row.late = calls.iter().filter(|call| call.took > LIMIT && call.took.saturating_sub(waited(call)) > LIMIT).count();
     row.longest_wait = waits.longest();
     row.slowest = calls.iter().map(|call| call.took).max().unwrap_or_default();
-    let recovered = failed().map(Call::ended).max().unwrap_or(strike.back);
+    let recovered = failed().filter(|call| !starved(call)).map(Call::ended).max().unwrap_or(strike.back);
     row.recovery = recovered.saturating_duration_since(strike.back);
 
     // Time.
     let (late, slowest, recovery) = (row.late, row.slowest, row.recovery);
     row.must(late == 0, || format!("{late} decisions were late, the slowest by {:?}", slowest - LIMIT));
-    row.must(recovery <= RECOVERY, || format!("calls failed for {recovery:?} after the store was back"));
-    let well = strike.back + RECOVERY;
+    row.must(recovery <= fault.recovery, || format!("calls failed for {recovery:?} after the store was back"));
+    let well = strike.back + fault.recovery;
     let judged = calls.iter().filter(|call| call.begun > well).count();
-    row.must(judged > 500, || format!("only {judged} calls to judge the recovery by"));
+    row.must(judged > 200, || format!("only {judged} calls to judge the recovery by"));
 
     // Failures.
     let early = failed().filter(|call| call.ended() < strike.begun && !starved(call)).count();
@@ -217,9 +221,9 @@ fn judge(
         Fails::Perhaps => {}
         Fails::InFlight(cuts) => {
             let asked = failed().filter(|call| call.outcome.seen != Seen::NotAsked).count();
-            let most = (cuts * CALLERS) as usize;
+            let most = (cuts * CALLERS) as usize * CONNECTIONS;
             row.must(all > 0, || "nothing failed, so there was no fault".to_owned());
-            row.must(asked <= most, || format!("{asked} calls failed of {most} in flight, first {}", first()));
+            row.must(asked <= most, || format!("{asked} calls failed where {most} may, first {}", first()));
         }
     }
     let wrong: Vec<_> = calls.iter().filter(|call| !call.outcome.is_right()).collect();

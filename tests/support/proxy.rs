@@ -3,8 +3,8 @@
 use std::collections::VecDeque;
 use std::io;
 use std::net::{Ipv4Addr, SocketAddr};
-use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU16, AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -15,7 +15,7 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until};
 
-use super::server::free_port;
+use super::server::{free_port, wait_until};
 
 /// What becomes of the bytes that go in one direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -55,13 +55,15 @@ pub struct Proxy {
 
 #[derive(Debug)]
 struct State {
-    target: AtomicU64,
+    target: AtomicU16,
     connections: AtomicUsize,
     accepted: AtomicU64,
     door: watch::Sender<Door>,
     to_server: watch::Sender<Traffic>,
     to_client: watch::Sender<Traffic>,
     end: watch::Sender<Ended>,
+    // Each connection has a clone.
+    alive: Mutex<Arc<()>>,
 }
 
 /// How often connections were ended, and how the last time.
@@ -77,13 +79,14 @@ impl Proxy {
         let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build();
         let runtime = runtime.expect("a runtime can be made");
         let state = Arc::new(State {
-            target: AtomicU64::new(target.into()),
+            target: AtomicU16::new(target),
             connections: AtomicUsize::new(0),
             accepted: AtomicU64::new(0),
             door: watch::Sender::default(),
             to_server: watch::Sender::default(),
             to_client: watch::Sender::default(),
             end: watch::Sender::default(),
+            alive: Mutex::default(),
         });
         let (port, listener) = (0..10)
             .find_map(|_| {
@@ -106,7 +109,7 @@ impl Proxy {
 
     /// Leads those who connect from now on to another port, as an address that is moved does.
     pub fn lead_to(&self, target: u16) {
-        self.state.target.store(target.into(), Ordering::Relaxed);
+        self.state.target.store(target, Ordering::Relaxed);
     }
 
     /// What becomes of what clients send.
@@ -124,18 +127,20 @@ impl Proxy {
         self.state.door.send_replace(door);
     }
 
-    /// Ends all connections as a program does that has no more to say (FIN).
+    /// Ends all connections as a program does that has no more to say (FIN), and returns when they have ended.
     pub fn cut(&self) {
         self.end(false);
     }
 
-    /// Ends all connections as a machine does that has forgotten them (RST).
+    /// Ends all connections as a machine does that has forgotten them (RST), and returns when they have ended.
     pub fn reset(&self) {
         self.end(true);
     }
 
     fn end(&self, reset: bool) {
+        let alive = std::mem::take(&mut *self.state.alive.lock().expect("nobody panics"));
         self.state.end.send_modify(|ended| *ended = Ended { times: ended.times + 1, reset });
+        wait_until("the connections have ended", || Arc::strong_count(&alive) == 1);
     }
 
     /// Everything is as it was in the beginning, for connections that are still sound.
@@ -196,19 +201,20 @@ async fn serve(listener: TcpListener, port: u16, state: Arc<State>) {
             Some(_) = connections.join_next() => {}
             Ok((client, _)) = accepted => {
                 let state = Arc::clone(&state);
+                let (alive, end) = (Arc::clone(&*state.alive.lock().expect("nobody panics")), state.end.subscribe());
                 connections.spawn(async move {
                     state.accepted.fetch_add(1, Ordering::Relaxed);
                     state.connections.fetch_add(1, Ordering::Relaxed);
-                    connection(client, now, &state).await;
+                    connection(client, now, &state, end).await;
                     state.connections.fetch_sub(1, Ordering::Relaxed);
+                    drop(alive);
                 });
             }
         }
     }
 }
 
-async fn connection(mut client: TcpStream, door: Door, state: &State) {
-    let mut end = state.end.subscribe();
+async fn connection(mut client: TcpStream, door: Door, state: &State, mut end: watch::Receiver<Ended>) {
     let mut server = None;
     {
         let (client, server) = (&mut client, &mut server);
@@ -219,7 +225,7 @@ async fn connection(mut client: TcpStream, door: Door, state: &State) {
                 while client.read(&mut nothing).await.is_ok_and(|read| read > 0) {}
                 return;
             }
-            let target = state.target.load(Ordering::Relaxed) as u16;
+            let target = state.target.load(Ordering::Relaxed);
             let Ok(stream) = TcpStream::connect((Ipv4Addr::LOCALHOST, target)).await else { return };
             let server = server.insert(stream);
             let _ = (client.set_nodelay(true), server.set_nodelay(true));

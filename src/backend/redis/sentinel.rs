@@ -71,20 +71,29 @@ impl Sentinel {
     async fn ask(&self, service: &str) -> Result<Announcement, RedisError> {
         // Whoever gives up half way leaves no connection behind on which an answer is still to come.
         let mut kept = self.connection.lock().await;
-        let mut connection = match kept.take() {
-            Some(connection) => connection,
-            None => self.client.get_multiplexed_async_connection().await?,
-        };
-        // First, so that a failover in between makes a new primary look old, and not the other way round.
-        let known = redis::cmd("SENTINEL").arg("MASTER").arg(service).query_async(&mut connection).await;
-        let known: HashMap<String, String> = known.map_err(plain)?;
-        let epoch = known.get("config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or_default();
-        let mut address = redis::cmd("SENTINEL");
-        address.arg("GET-MASTER-ADDR-BY-NAME").arg(service);
-        let primary: Option<Address> = address.query_async(&mut connection).await?;
+        if let Some(mut connection) = kept.take()
+            && let Ok(announced) = announcement(&mut connection, service).await
+        {
+            *kept = Some(connection);
+            return Ok(announced);
+        }
+        // There was none, or the Sentinel has been restarted since.
+        let mut connection = self.client.get_multiplexed_async_connection().await?;
+        let announced = announcement(&mut connection, service).await?;
         *kept = Some(connection);
-        Ok(Announcement { epoch, primary: primary.ok_or_else(unknown_service)? })
+        Ok(announced)
     }
+}
+
+async fn announcement(connection: &mut MultiplexedConnection, service: &str) -> Result<Announcement, RedisError> {
+    // The number first: a failover in between makes a new primary look old then, and not the other way round.
+    let known = redis::cmd("SENTINEL").arg("MASTER").arg(service).query_async(connection).await;
+    let known: HashMap<String, String> = known.map_err(plain)?;
+    let epoch = known.get("config-epoch").and_then(|epoch| epoch.parse().ok()).unwrap_or_default();
+    let mut address = redis::cmd("SENTINEL");
+    address.arg("GET-MASTER-ADDR-BY-NAME").arg(service);
+    let primary: Option<Address> = address.query_async(connection).await?;
+    Ok(Announcement { epoch, primary: primary.ok_or_else(unknown_service)? })
 }
 
 impl Sentinels {
