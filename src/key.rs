@@ -259,7 +259,7 @@ impl Eq for Key {}
 
 impl Hash for Key {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        self.words().hash(state);
+        self.bytes.hash(state);
     }
 }
 

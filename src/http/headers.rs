@@ -4,7 +4,6 @@
 //! read all of it with a parser for structured fields (RFC 9651) and compare it with what that parser's crate would write.
 
 use std::cmp::Reverse;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use ::http::{HeaderMap, HeaderName, HeaderValue};
@@ -94,7 +93,7 @@ impl Announcement {
         let limits: Vec<LimitTexts> = policy.limit_names().zip(policy.limits()).map(texts).collect();
         let named = limits.iter().map(|limit| limit.policy.clone()).collect();
         let unnamed = policy.limits().iter().map(|limit| format!("{}{}", limit.capacity(), window(limit))).collect();
-        Self { named: lasting(list(named)), unnamed: lasting(list(unnamed)), limits }
+        Self { named: value(list(named).as_bytes()), unnamed: value(list(unnamed).as_bytes()), limits }
     }
 
     /// Both fields of draft 10.
@@ -152,15 +151,6 @@ fn string(text: &str) -> String {
 
 fn list(members: Vec<String>) -> String {
     members.join(", ")
-}
-
-/// A value that all processors can clone at once without waiting for each other, because nobody counts its clones. Its memory is
-/// never given back, so only so many values last: more than programs have policies that stay, but not one for each reload.
-fn lasting(text: String) -> HeaderValue {
-    static LEFT: AtomicUsize = AtomicUsize::new(256);
-    let value = value(text.as_bytes());
-    let is_left = LEFT.fetch_update(Ordering::Relaxed, Ordering::Relaxed, |left| left.checked_sub(1)).is_ok();
-    if is_left && value.as_bytes() == text.as_bytes() { HeaderValue::from_static(text.leak()) } else { value }
 }
 
 /// The largest integer that structured fields have.
