@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 use support::locks::{DropAt, History};
 use support::server::RedisServer;
 use tokio::sync::{Mutex, MutexGuard};
-use tokio::task::JoinSet;
+use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
 use tollgate::lock::{LeaseState, LossReason, Release};
 use tollgate::testing::{Failure, FaultStore, Verb};
@@ -51,9 +51,8 @@ macro_rules! drop_everywhere {
     ($future:expr, $then:expr) => {{
         let mut ended = false;
         for polls in 0..100 {
-            let output = DropAt::new(polls, $future).await;
-            ended = output.is_some();
-            let _ = output;
+            // What it has brought is dropped before `then`.
+            ended = DropAt::new(polls, $future).await.map(drop).is_some();
             $then;
             if ended {
                 break;
@@ -97,10 +96,10 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
         );
     }
     let lease = here.lock("b").ttl(Duration::from_millis(300)).max_hold(Duration::from_millis(20)).await.unwrap();
-    drop_everywhere!(lease.lost(), ());
+    drop_everywhere!(lease.lost(), yield_now().await);
     drop(lease);
     for locks in [here, there] {
-        drop_everywhere!(locks.shutdown(), ());
+        drop_everywhere!(locks.shutdown(), yield_now().await);
         timeout(LONG, locks.shutdown()).await.expect("nothing is left");
     }
     // Nobody listens any more, and no lease is left.
@@ -331,7 +330,7 @@ fn a_holder_knows_at_once_when_its_runtime_stood_still() {
         let mut is_untouched = true;
         let outcome = locks.run("b", async |_| {
             thread::sleep(Duration::from_millis(800));
-            tokio::task::yield_now().await;
+            yield_now().await;
             is_untouched = false;
         });
         assert!(outcome.await.unwrap_err().is_lost());
@@ -503,7 +502,7 @@ async fn who_never_gets_to_the_lock_holds_nobody_up() {
     let locks = Locks::new(MemoryBackend::new());
     let lease = locks.lock("a").await.unwrap();
     let waiters: Vec<_> = (0..100).map(|_| tokio::spawn(locks.lock("a").into_future())).collect();
-    tokio::task::yield_now().await;
+    yield_now().await;
     for waiter in waiters.iter().step_by(2) {
         waiter.abort();
     }
@@ -515,7 +514,7 @@ async fn who_never_gets_to_the_lock_holds_nobody_up() {
     }
     // A body that never ends goes with its caller.
     let body = tokio::spawn(locks.run("a", async |_| pending::<()>().await));
-    tokio::task::yield_now().await;
+    yield_now().await;
     body.abort();
     let _ = body.await;
     drop(locks.try_lock("a").await.unwrap());

@@ -2,6 +2,7 @@ use std::sync::OnceLock;
 use std::time::Duration;
 
 use redis::Value;
+use smallvec::SmallVec;
 
 use super::error::unexpected_reply;
 use super::pool::{Connector, Pool};
@@ -46,7 +47,7 @@ impl LockLinks {
 impl LockStore for RedisBackend {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let Inner { pool, keys, scripts, .. } = &*self.inner;
-        let reply = scripts.lock_acquire(pool, &keys.lock(lock).lease, claim).await?;
+        let reply = scripts.lock_acquire(pool, &keys.lease(lock), claim).await?;
         match numbers(&reply).as_deref() {
             Some(&[1, fence]) => Ok(Acquired::Granted { fence }),
             Some(&[0, remaining_ms]) => Ok(Acquired::Busy { remaining: Duration::from_millis(remaining_ms) }),
@@ -58,7 +59,7 @@ impl LockStore for RedisBackend {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let mut answers = Vec::with_capacity(renewals.len());
         for renewals in renewals.chunks(MAX_RENEWALS) {
-            let leases: Vec<_> = renewals.iter().map(|renewal| keys.lock(&renewal.lock).lease).collect();
+            let leases: Vec<_> = renewals.iter().map(|renewal| keys.lease(&renewal.lock)).collect();
             let leases: Vec<_> = leases.iter().map(String::as_str).collect();
             let terms: Vec<_> = renewals.iter().map(|renewal| (&renewal.token, renewal.ttl)).collect();
             let reply = scripts.lock_renew(locks.own(), &leases, &terms).await?;
@@ -70,12 +71,12 @@ impl LockStore for RedisBackend {
 
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let keys = keys.lock(lock);
-        let reply = scripts.lock_release(locks.own(), &keys, token, PUBLISH).await?;
+        let channel = keys.free(lock);
+        let reply = scripts.lock_release(locks.own(), [&keys.lease(lock), &channel], token, PUBLISH).await?;
         match numbers(&reply).as_deref() {
             Some(&[was_held, listeners]) => {
                 // This backend may listen itself, still or again.
-                let ours = locks.subscriber.get().is_some_and(|subscriber| subscriber.listens_to(&keys.channel));
+                let ours = locks.subscriber.get().is_some_and(|subscriber| subscriber.listens_to(&channel));
                 Ok(Released { was_held: was_held == 1, is_wanted: listeners > u64::from(ours) })
             }
             _ => Err(unexpected_reply(&reply)),
@@ -84,7 +85,7 @@ impl LockStore for RedisBackend {
 
     async fn watch(&self, lock: &LockKey) -> Wakeups {
         let Inner { keys, locks, .. } = &*self.inner;
-        locks.subscriber().subscribe(keys.lock(lock).channel).await
+        locks.subscriber().subscribe(keys.free(lock)).await
     }
 
     fn scope(&self) -> Scope {
@@ -92,7 +93,7 @@ impl LockStore for RedisBackend {
     }
 }
 
-fn numbers(reply: &Value) -> Option<Vec<u64>> {
+fn numbers(reply: &Value) -> Option<SmallVec<[u64; 2]>> {
     let Value::Array(values) = reply else { return None };
     let number = |value: &Value| match value {
         Value::Int(number) => u64::try_from(*number).ok(),

@@ -7,7 +7,6 @@ use smallvec::SmallVec;
 
 use super::counts::Packed;
 use super::error;
-use super::keys::LockKeys;
 use super::pool::Pool;
 use crate::error::StoreError;
 use crate::lock::{Claim, Token};
@@ -135,12 +134,12 @@ impl Scripts {
     pub(super) async fn lock_release(
         &self,
         pool: &Pool,
-        keys: &LockKeys,
+        keys: [&str; 2],
         token: &Token,
         publish: &str,
     ) -> Result<Value, StoreError> {
         let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, publish);
-        self.lock_release.call(pool, &[&keys.lease, &keys.channel], args).await
+        self.lock_release.call(pool, &keys, args).await
     }
 }
 
