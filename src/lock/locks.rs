@@ -164,6 +164,10 @@ impl Locks {
         self.lock(key).run(body)
     }
 
+    pub(super) const fn waits(&self) -> Duration {
+        self.terms.wait
+    }
+
     /// Among whom the locks exclude each other: [`Scope::Process`] on the memory backend.
     #[must_use]
     pub fn scope(&self) -> Scope {
@@ -195,6 +199,10 @@ pub struct LockRequest {
 }
 
 impl LockRequest {
+    pub(super) const fn lock(&self) -> &LockKey {
+        &self.lock
+    }
+
     /// How long the lock outlives a holder that has died: see [`Locks::ttl`].
     pub fn ttl(mut self, ttl: Duration) -> Self {
         self.terms.ttl = ttl;

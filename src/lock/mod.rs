@@ -69,6 +69,8 @@
 //! # }
 //! ```
 //!
+//! What would be one hot key can be [`Segmented`]: any of several locks will do.
+//!
 //! # In front of a service
 //!
 //! [`LockLayer`] lets one request at a time through for each key. As it comes, requests that find the lock held are turned away
@@ -155,6 +157,7 @@ mod error;
 mod hold;
 mod lease;
 mod locks;
+mod segmented;
 mod store;
 
 mod layer;
@@ -176,5 +179,6 @@ pub use self::layer::{LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, 
 pub use self::lease::{Lease, LeaseState, LeaseView, Release};
 pub use self::locks::{LockRequest, Locks};
 pub use self::rejection::{MissingKey, Occupy, Rejection};
+pub use self::segmented::{Segment, SegmentRequest, Segmented};
 pub use self::service::Lock;
 pub use self::store::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};

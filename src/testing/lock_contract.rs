@@ -16,7 +16,8 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::error::ConfigError;
 use crate::lock::{
-    Acquired, Claim, LeaseState, LockError, LockKey, LockStore, Locks, LossReason, Release, Released, Renewal, Token,
+    Acquired, Claim, LeaseState, LockError, LockKey, LockStore, Locks, LossReason, Release, Released, Renewal, Segment,
+    Segmented, Token,
 };
 
 /// A lease that no test sees the end of, however slow the machine.
@@ -440,4 +441,36 @@ pub async fn a_shutdown_waits_for_what_is_held<S: LockStore + Clone + Send + Syn
     timeout(LONG, over).await.expect("it ends").unwrap();
     // Of somebody else's shutdown nobody else hears.
     drop(contender.await.unwrap().unwrap());
+}
+
+/// Whoever asks for any segment gets one that is free, until none is; and waits for one then.
+pub async fn any_free_segment_will_do<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (locks(&store).wait(LONG), locks(&store).wait(LONG));
+    let (here, there) = (Segmented::new(&here, "sku:1", 10), Segmented::new(&there, "sku:1", 10));
+    let mut taken = Vec::new();
+    for turn in 0..10 {
+        let segmented = if turn % 2 == 0 { &here } else { &there };
+        taken.push(segmented.any().await.unwrap());
+    }
+    taken.sort_by_key(Segment::index);
+    let indices: Vec<_> = taken.iter().map(Segment::index).collect();
+    assert_eq!(indices, (0..10).collect::<Vec<_>>());
+    for segmented in [&here, &there] {
+        assert!(segmented.any().wait(Duration::ZERO).await.is_err_and(|error| error.is_busy()));
+        assert!(segmented.any().among(|_| false).wait(LONG).await.is_err_and(|error| error.is_busy()));
+    }
+    let waiter = tokio::spawn(there.any().into_future());
+    sleep(Duration::from_millis(200)).await;
+    let freed = Instant::now();
+    taken.remove(7).release().await.unwrap();
+    let segment = waiter.await.unwrap().unwrap();
+    assert_eq!(segment.index(), 7);
+    // One wait for each of the others at the most, before it is found.
+    assert!(freed.elapsed() < SLACK * 3, "{:?}", freed.elapsed());
+    drop(segment);
+    // Only those that are wanted.
+    drop(taken.remove(3));
+    let segment = here.any().among(|index| index == 3).await.unwrap();
+    assert_eq!((segment.index(), Segmented::new(&locks(&store), "none", 0).segments()), (3, 1));
+    assert!(here.one(13).wait(Duration::ZERO).await.is_err_and(|error| error.is_busy()));
 }

@@ -211,6 +211,7 @@ macro_rules! lock_contract {
                 a_body_runs_under_the_lock_and_no_longer
                 bad_times_are_refused_by_name
                 a_shutdown_waits_for_what_is_held
+                any_free_segment_will_do
             ] [] $($told)+
         }
     };
