@@ -110,7 +110,7 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
     }
     for key in command::<Vec<String>>(&server, &["KEYS", "*"]) {
         let length: u64 = command(&server, &["STRLEN", &key]);
-        assert_eq!(length, 19, "{key} has a holder");
+        assert_eq!(length, 8, "{key} has a holder");
     }
 }
 
@@ -411,17 +411,12 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
         &["SET", LEASE, "2345678901234567890"],
         &["SET", LEASE, "\u{1}234567890123456789012345678901234"],
     ];
-    for (i, words) in foreign.into_iter().enumerate() {
+    for words in foreign {
         let _: redis::Value = command(&server, words);
         let before: Vec<u8> = command(&server, &["DUMP", LEASE]);
         let answer = locks.try_lock("a").await;
-        if i < 4 {
-            assert!(
-                matches!(&answer, Err(LockError::Store(error)) if error.is_foreign_data()),
-                "{words:?}: {answer:?}"
-            );
-            assert_eq!(command::<Vec<u8>>(&server, &["DUMP", LEASE]), before);
-        }
+        assert!(matches!(&answer, Err(LockError::Store(error)) if error.is_foreign_data()), "{words:?}: {answer:?}");
+        assert_eq!(command::<Vec<u8>>(&server, &["DUMP", LEASE]), before);
         let _: u64 = command(&server, &["DEL", LEASE]);
     }
 }
@@ -440,6 +435,7 @@ async fn a_clock_that_is_set_back_makes_no_lease_longer_and_no_fence_smaller() {
     value.extend_from_slice(&(fence + hour).to_le_bytes()[..7]);
     value.extend_from_slice(&ends.to_le_bytes()[..7]);
     value.extend_from_slice(&500_u32.to_le_bytes());
+    value.extend_from_slice(&fence.to_le_bytes()[..7]);
     value.extend_from_slice(&[7; 16]);
     let _: () = redis::cmd("SET").arg(LEASE).arg(value).arg("PX").arg(600_000).query(&mut server.connection()).unwrap();
     let begun = Instant::now();

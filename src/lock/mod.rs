@@ -69,7 +69,7 @@
 //! # }
 //! ```
 //!
-//! What would be one hot key can be [`Segmented`]: any of several locks will do.
+//! [`Semaphore`] lets in several at a time. What would be one hot key can be [`Segmented`]: any of several locks will do.
 //!
 //! # In front of a service
 //!
@@ -158,6 +158,7 @@ mod hold;
 mod lease;
 mod locks;
 mod segmented;
+mod semaphore;
 mod store;
 
 mod layer;
@@ -180,5 +181,6 @@ pub use self::lease::{Lease, LeaseState, LeaseView, Release};
 pub use self::locks::{LockRequest, Locks};
 pub use self::rejection::{MissingKey, Occupy, Rejection};
 pub use self::segmented::{Segment, SegmentRequest, Segmented};
+pub use self::semaphore::Semaphore;
 pub use self::service::Lock;
 pub use self::store::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};

@@ -17,7 +17,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::error::ConfigError;
 use crate::lock::{
     Acquired, Claim, LeaseState, LockError, LockKey, LockStore, Locks, LossReason, Release, Released, Renewal, Segment,
-    Segmented, Token,
+    Segmented, Semaphore, Token,
 };
 
 /// A lease that no test sees the end of, however slow the machine.
@@ -32,7 +32,7 @@ fn lock(subject: &str) -> LockKey {
 }
 
 fn claim(ttl: Duration) -> Claim {
-    Claim { token: Token::random().unwrap(), ttl, fences: 1 }
+    Claim { token: Token::random().unwrap(), ttl, fences: 1, permits: 1 }
 }
 
 /// Generous, since these claims are not about how fast a store is.
@@ -163,7 +163,7 @@ pub async fn many_leases_are_renewed_at_once<S: LockStore>(store: S) {
     let renewals: Vec<_> =
         (0..300_u32).map(|i| Renewal { lock: LockKey::new("many", i), token: claim(LONG).token, ttl: LONG }).collect();
     for renewal in renewals.iter().step_by(3) {
-        take(&store, &renewal.lock, &Claim { token: renewal.token, ttl: SHORT, fences: 1 }).await;
+        take(&store, &renewal.lock, &Claim { token: renewal.token, ttl: SHORT, fences: 1, permits: 1 }).await;
     }
     let answers = store.renew(&renewals).await.unwrap();
     let expected: Vec<_> = (0..300).map(|i| i % 3 == 0).collect();
@@ -473,4 +473,81 @@ pub async fn any_free_segment_will_do<S: LockStore + Clone + Send + Sync + 'stat
     let segment = here.any().among(|index| index == 3).await.unwrap();
     assert_eq!((segment.index(), Segmented::new(&locks(&store), "none", 0).segments()), (3, 1));
     assert!(here.one(13).wait(Duration::ZERO).await.is_err_and(|error| error.is_busy()));
+}
+
+/// Of a semaphore as many may be in as it has permits, those of the dead count until they expire, and who waits gets in
+/// when one is given back.
+pub async fn a_semaphore_lets_in_so_many_at_a_time<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let semaphore = || Semaphore::new(store.clone(), 3).deadline(Duration::from_secs(10)).wait(LONG);
+    let (here, there) = (semaphore(), semaphore());
+    let claim = Claim { permits: 3, ..claim(SHORT * 2) };
+    let dead = Instant::now();
+    let mut last = take(&store, &LockKey::new("semaphores", "a"), &claim).await;
+    let mut permits = Vec::new();
+    for semaphore in [&here, &there] {
+        let permit = semaphore.acquire("a").await.unwrap();
+        assert!(permit.fence() > last);
+        last = permit.fence();
+        permits.push(permit);
+    }
+    for semaphore in [&here, &there] {
+        let error = semaphore.try_acquire("a").await.unwrap_err();
+        assert!(matches!(&error, LockError::Busy(busy) if busy.retry_after() <= SHORT * 2), "{error:?}");
+    }
+    permits.push(there.acquire("a").await.unwrap());
+    assert!(dead.elapsed() >= SHORT * 2, "{:?}", dead.elapsed());
+    // Of two that wait in line one gets in, and then the other.
+    let waiters = [(); 2].map(|()| tokio::spawn(here.acquire("a").into_future()));
+    sleep(Duration::from_millis(300)).await;
+    assert!(waiters.iter().all(|waiter| !waiter.is_finished()));
+    let freed = Instant::now();
+    for (i, waiter) in waiters.into_iter().enumerate() {
+        if i == 0 {
+            permits.remove(0).release().await.unwrap();
+        } else {
+            drop(permits.remove(0));
+        }
+        permits.push(waiter.await.unwrap().unwrap());
+    }
+    assert!(freed.elapsed() < SLACK * 2, "{:?}", freed.elapsed());
+    drop(permits);
+    for semaphore in [here, there] {
+        timeout(LONG, semaphore.shutdown()).await.expect("nothing is left");
+        assert!(matches!(semaphore.acquire("a").await, Err(LockError::Closed(_))));
+    }
+    for permits in [0, 1_001] {
+        let error = Semaphore::new(store.clone(), permits).acquire("a").await.unwrap_err();
+        assert!(matches!(error, LockError::Config(ConfigError::PermitsOutOfRange { .. })), "{error:?}");
+    }
+}
+
+/// Many who come and go are never more than there are permits, also with as many as there can be.
+pub async fn permits_are_counted_to_the_unit<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let clients = [(); 2].map(|()| Semaphore::new(store.clone(), 5).deadline(Duration::from_secs(10)).wait(LONG));
+    let (inside, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let mut tasks = JoinSet::new();
+    for task in 0..24 {
+        let (semaphore, inside, most) = (clients[task % 2].clone(), Arc::clone(&inside), Arc::clone(&most));
+        tasks.spawn(async move {
+            for _ in 0..10 {
+                let permit = semaphore.acquire("a").await.unwrap();
+                most.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                sleep(Duration::from_millis(2)).await;
+                inside.fetch_sub(1, Ordering::SeqCst);
+                drop(permit);
+            }
+        });
+    }
+    tasks.join_all().await;
+    assert_eq!(most.load(Ordering::SeqCst), 5);
+    let many = Semaphore::new(store.clone(), 1_000).deadline(Duration::from_secs(10));
+    let mut permits = Vec::new();
+    for _ in 0..1_000 {
+        permits.push(many.try_acquire("b").await.unwrap());
+    }
+    assert!(many.try_acquire("b").await.is_err_and(|error| error.is_busy()));
+    permits.pop().unwrap().release().await.unwrap();
+    drop(many.try_acquire("b").await.unwrap());
+    drop(permits);
+    timeout(LONG, many.shutdown()).await.expect("nothing is left");
 }

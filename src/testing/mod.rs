@@ -212,6 +212,8 @@ macro_rules! lock_contract {
                 bad_times_are_refused_by_name
                 a_shutdown_waits_for_what_is_held
                 any_free_segment_will_do
+                a_semaphore_lets_in_so_many_at_a_time
+                permits_are_counted_to_the_unit
             ] [] $($told)+
         }
     };

@@ -116,7 +116,8 @@ impl Scripts {
     }
 
     pub(super) async fn lock_acquire(&self, pool: &Pool, lease: &str, claim: &Claim) -> Result<Value, StoreError> {
-        let args = (claim.token.as_bytes().as_slice(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS);
+        let Claim { token, ttl, fences, permits } = claim;
+        let args = (token.as_bytes().as_slice(), millis(*ttl), fences, KEEP_FENCE_MS, permits);
         self.lock_acquire.call(pool, &[lease], args).await
     }
 
@@ -211,7 +212,7 @@ mod tests {
             (&scripts.check, 1, 10),
             (&scripts.check_plain, 1, 6),
             (&scripts.block, 1, 2),
-            (&scripts.lock_acquire, 1, 4),
+            (&scripts.lock_acquire, 1, 5),
             (&scripts.lock_renew, 1, 2),
             (&scripts.lock_release, 2, 3),
         ];
