@@ -69,7 +69,7 @@
 //! # }
 //! ```
 //!
-//! [`Semaphore`] lets in several at a time. What would be one hot key can be [`Segmented`]: any of several locks will do.
+//! [`Locks::lock_all`] takes several keys or none. [`Semaphore`] lets in several at a time. What would be one hot key can be [`Segmented`]: any of several locks will do.
 //!
 //! # In front of a service
 //!
@@ -157,6 +157,7 @@ mod error;
 mod hold;
 mod lease;
 mod locks;
+mod multi;
 mod segmented;
 mod semaphore;
 mod store;
@@ -179,6 +180,7 @@ pub use self::future::ResponseFuture;
 pub use self::layer::{LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Stay};
 pub use self::lease::{Lease, LeaseState, LeaseView, Release};
 pub use self::locks::{LockRequest, Locks};
+pub use self::multi::{Leases, MultiRequest};
 pub use self::rejection::{MissingKey, Occupy, Rejection};
 pub use self::segmented::{Segment, SegmentRequest, Segmented};
 pub use self::semaphore::Semaphore;

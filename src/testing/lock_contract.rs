@@ -551,3 +551,38 @@ pub async fn permits_are_counted_to_the_unit<S: LockStore + Clone + Send + Sync 
     drop(permits);
     timeout(LONG, many.shutdown()).await.expect("nothing is left");
 }
+
+/// Of several keys all are taken or none, whatever order and however often they are named, and nobody waits in a circle.
+pub async fn several_locks_are_taken_together_or_not_at_all<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (locks(&store).wait(LONG), locks(&store).wait(LONG));
+    let all = here.lock_all(["b", "a", "c", "a"]).await.unwrap();
+    let keys: Vec<_> = all.leases().iter().map(|lease| lease.lock().subject().as_str().to_owned()).collect();
+    assert_eq!(keys, ["a", "b", "c"]);
+    assert!(all.check().is_ok() && all.remaining() > Duration::ZERO);
+    // What comes before the one that is held is given back.
+    let error = there.lock_all(["0", "1", "b"]).wait(Duration::from_millis(200)).await.unwrap_err();
+    assert!(matches!(&error, LockError::Busy(busy) if busy.lock().subject().as_str() == "b"), "{error:?}");
+    let others = here.lock_all(["0", "1"]).wait(Duration::ZERO).await.unwrap();
+    assert_eq!(others.release().await.unwrap(), Release::Released);
+    assert_eq!(all.release().await.unwrap(), Release::Released);
+    assert!(there.lock_all(Vec::<String>::new()).await.unwrap().leases().is_empty());
+
+    let mut tasks = JoinSet::new();
+    for (turn, keys) in [["a", "b", "c"], ["c", "a", "b"], ["b", "c", "a"], ["c", "b", "a"]].into_iter().enumerate() {
+        let locks = if turn % 2 == 0 { here.clone() } else { there.clone() };
+        tasks.spawn(async move {
+            for _ in 0..10 {
+                let all = locks.lock_all(keys).await.unwrap();
+                yield_now().await;
+                drop(all);
+            }
+        });
+    }
+    timeout(LONG, tasks.join_all()).await.expect("nobody waits for ever");
+    let all = here.clone().max_hold(SHORT).lock_all(["a", "b"]).await.unwrap();
+    assert_eq!(timeout(LONG, all.lost()).await.unwrap().reason(), LossReason::MaxHold);
+    assert_eq!(all.release().await.unwrap(), Release::Lost);
+    for locks in [here, there] {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+}

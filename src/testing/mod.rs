@@ -214,6 +214,7 @@ macro_rules! lock_contract {
                 any_free_segment_will_do
                 a_semaphore_lets_in_so_many_at_a_time
                 permits_are_counted_to_the_unit
+                several_locks_are_taken_together_or_not_at_all
             ] [] $($told)+
         }
     };
