@@ -159,6 +159,10 @@ impl Attempts {
             // An earlier attempt may still be on its way.
             Ok(Acquired::Busy { .. }) if self.is_ambiguous => {}
             Ok(Acquired::Busy { .. }) => self.sent = None,
+            // The store has said no, if for another reason.
+            Err(error) if error.is_unauthorized() || error.is_out_of_memory() || error.is_foreign_data() => {
+                self.sent = self.sent.filter(|_| self.is_ambiguous);
+            }
             Err(_) => self.is_ambiguous = true,
         }
     }

@@ -196,7 +196,7 @@ impl Shared {
             let mut shard = gate.shard(hold.lock());
             let queue = shard.get_mut(hold.lock()).filter(|queue| queue.is_held_by(hold));
             let Some(queue) = queue else {
-                // It was lost, and whoever is in front now is somebody else.
+                // It was lost and whoever is in front now is somebody else, or it is a permit, which nobody is in front with.
                 drop(shard);
                 self.keeper.remove(hold);
                 return Some(Errand::after_loss(self, hold));

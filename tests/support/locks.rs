@@ -38,18 +38,18 @@ impl History {
         };
         // Whoever stood still as soon as it had the lock was never told that it has it.
         if let Some(until) = until {
-            self.0.lock().unwrap().push(Stay { fence: lease.fence(), from, until });
+            self.0.lock().expect("nobody panics").push(Stay { fence: lease.fence(), from, until });
         }
         is_whole
     }
 
     pub fn len(&self) -> usize {
-        self.0.lock().unwrap().len()
+        self.0.lock().expect("nobody panics").len()
     }
 
     /// Nobody was there with somebody else, and whoever came later had a larger fence.
     pub fn check(&self) {
-        let mut stays = self.0.lock().unwrap().clone();
+        let mut stays = self.0.lock().expect("nobody panics").clone();
         stays.sort_by_key(|stay| stay.fence);
         for pair in stays.windows(2) {
             let [one, next] = pair else { continue };
