@@ -177,7 +177,7 @@ fn ceiling(server: &RedisServer) -> f64 {
     let output = Command::new(&benchmark)
         .args(["-p", &server.port().to_string(), "-c", "50", "-P", "64", "-n", "200000", "-r", "64", "--csv"])
         .args(["EVALSHA", &hash, "1", "ceiling:2:{lock:bench:__rand_int__}:lease"])
-        .args(["0123456789abcdef", "30000", "16", "600000"])
+        .args(["0123456789abcdef", "30000", "16", "600000", "1"])
         .output()
         .unwrap_or_else(|error| {
             panic!("{} cannot be run ({error}): set TOLLGATE_REDIS_BENCHMARK", benchmark.display())

@@ -444,6 +444,29 @@ async fn a_clock_that_is_set_back_makes_no_lease_longer_and_no_fence_smaller() {
     assert!(lease.fence() > fence + hour);
 }
 
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lock_that_is_free_costs_two_commands() {
+    let server = RedisServer::start();
+    let locks = locks(&server).await;
+    // The first calls carry the text of the scripts.
+    locks.lock("a").await.unwrap().release().await.unwrap();
+    let _: () = command(&server, &["CONFIG", "RESETSTAT"]);
+    for _ in 0..100 {
+        locks.lock("a").await.unwrap().release().await.unwrap();
+    }
+    let info: String = command(&server, &["INFO", "commandstats"]);
+    let mut calls: Vec<_> =
+        info.lines().filter_map(|line| line.strip_prefix("cmdstat_")?.split_once(",usec")).collect();
+    // The statistics also count what scripts call and what this test sends; beyond that there is nothing.
+    let known = ["get", "set", "time", "publish", "config", "info", "hello", "client", "select"];
+    calls.retain(|(call, _)| !known.iter().any(|known| call.starts_with(known)));
+    let calls: Vec<_> = calls.into_iter().map(|(call, _)| call).collect();
+    assert_eq!(calls, ["evalsha:calls=200"]);
+    // Nobody has waited, so nobody listens.
+    let listeners: String = command(&server, &["CLIENT", "LIST", "TYPE", "pubsub"]);
+    assert_eq!(listeners.trim(), "");
+}
+
 /// Several clients under one lock while Redis is stopped, cut off and made to forget its scripts.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_two_ever_believe_to_have_the_same_lock() {
