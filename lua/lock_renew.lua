@@ -17,15 +17,24 @@ for i = 1, math.min(#leases, 128) do
   local token, ttl_ms = ARGV[terms], ARGV[terms + 1] + 0
   terms = terms + 2
   local stored = redis.call('GET', leases[i]) or ''
-  answers[i] = 0
-  if #stored == 35 and stored:byte(1) == 1 and stored:sub(20) == token then
-    local fence, ends = struct.unpack('<I7I7', stored, 2)
-    -- Whoever comes after the end may have been told already that the lease is free.
-    if ends > now then
-      stored = struct.pack('<BI7I7I4', 1, fence, now + ttl_ms * 1000, ttl_ms) .. token
-      redis.call('SET', leases[i], stored, 'PX', ttl_ms + keep_ms)
-      answers[i] = 1
+  local renewed, latest = nil, now
+  if stored:byte(1) == 1 and (#stored - 8) % 34 == 0 then
+    -- As many turns as there are holders.
+    for at = 9, #stored, 34 do
+      local ends, _, first, holder = struct.unpack('<I7I4I7c16', stored, at)
+      -- Whoever comes after the end may have been told already that the lease is free.
+      if holder == token and ends > now then
+        ends = now + ttl_ms * 1000
+        local mine = struct.pack('<I7I4I7c16', ends, ttl_ms, first, token)
+        renewed = stored:sub(1, at - 1) .. mine .. stored:sub(at + 34)
+      end
+      latest = math.max(latest, ends)
     end
+  end
+  answers[i] = 0
+  if renewed then
+    redis.call('SET', leases[i], renewed, 'PX', math.ceil((latest - now) / 1000) + keep_ms)
+    answers[i] = 1
   end
 end
 return answers

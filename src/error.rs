@@ -190,6 +190,13 @@ pub enum ConfigError {
         /// The longest there is.
         max: Duration,
     },
+    /// A semaphore with no permits lets nobody in, and one with too many is no bound.
+    PermitsOutOfRange {
+        /// The number that was asked for.
+        permits: u32,
+        /// The largest there is.
+        max: u32,
+    },
     /// Locks hold among fewer than they are meant to.
     ScopeTooSmall {
         /// Among whom they are meant to hold.
@@ -230,6 +237,9 @@ impl fmt::Display for ConfigError {
             Self::ZeroTimeout => f.write_str("a timeout of zero leaves no time for an answer"),
             Self::TtlOutOfRange { ttl, min, max } => {
                 write!(f, "a lease of {ttl:?} is not between {min:?} and {} hours", max.as_secs() / 3_600)
+            }
+            Self::PermitsOutOfRange { permits, max } => {
+                write!(f, "a semaphore of {permits} permits is not between 1 and {max}")
             }
             Self::ScopeTooSmall { needed, has } => {
                 write!(f, "the locks of this backend hold within {has}, and are meant to hold within {needed}")

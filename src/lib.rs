@@ -55,7 +55,7 @@
 //!
 //! # Features
 //!
-//! * `redis` (default): `RedisBackend`, with bb8 and redis.
+//! * `redis` (default): `RedisBackend`, with bb8, redis and futures-util.
 //! * `http` (default): the module `http`, with http, http-body, ipnet and the small crates that answers take.
 //! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`.
 //! * `grpc`: the module `grpc`, with prost.

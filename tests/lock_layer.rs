@@ -23,11 +23,14 @@ use tollgate::testing::{Failure, FaultStore};
 use tollgate::{AsError, AsResponse, BoxError, ConfigError, LockError, LockLayer, Locks, MemoryBackend};
 use tower::{Layer, Service, ServiceExt, service_fn};
 
-fn by_path() -> LockLayer<fn(&Request<Full<Bytes>>) -> String> {
+/// A layer that locks the path of a request.
+type ByPath = LockLayer<fn(&Request<Full<Bytes>>) -> String>;
+
+fn by_path() -> ByPath {
     on(MemoryBackend::new())
 }
 
-fn on(store: impl tollgate::lock::LockStore + Send + Sync + 'static) -> LockLayer<fn(&Request<Full<Bytes>>) -> String> {
+fn on(store: impl tollgate::lock::LockStore + Send + Sync + 'static) -> ByPath {
     LockLayer::new(store).key(|request| request.uri().path().to_owned())
 }
 
@@ -133,9 +136,7 @@ impl Body for Stream {
 type Sender = mpsc::UnboundedSender<Result<&'static str, BoxError>>;
 
 /// A service that answers at once, with bodies that are sent by what it leaves behind.
-fn streaming(
-    layer: &LockLayer<fn(&Request<Full<Bytes>>) -> String>,
-) -> (impl Fn() -> Option<Sender> + use<>, StreamService) {
+fn streaming(layer: &ByPath) -> (impl Fn() -> Option<Sender> + use<>, StreamService) {
     let senders = Arc::new(Mutex::new(Vec::new()));
     let kept = Arc::clone(&senders);
     let service = service_fn(move |_: Request<Full<Bytes>>| {

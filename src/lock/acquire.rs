@@ -33,7 +33,7 @@ pub(super) async fn acquire(home: Arc<Shared>, lock: LockKey, terms: Terms) -> R
     if home.is_closed() {
         return Err(Closed.into());
     }
-    if nested::holds(&home, &lock) {
+    if !home.is_semaphore && nested::holds(&home, &lock) {
         return Err(Nested::new(lock).into());
     }
     let begun = Instant::now();
@@ -64,6 +64,9 @@ fn check(terms: &Terms) -> Result<(), ConfigError> {
     if terms.ttl < min || terms.ttl > max {
         return Err(ConfigError::TtlOutOfRange { ttl: terms.ttl, min, max });
     }
+    if terms.permits == 0 || terms.permits > Claim::MAX_PERMITS {
+        return Err(ConfigError::PermitsOutOfRange { permits: terms.permits, max: Claim::MAX_PERMITS });
+    }
     if terms.deadline.is_zero() || terms.max_hold.is_some_and(|max_hold| max_hold.is_zero()) {
         return Err(ConfigError::ZeroTimeout);
     }
@@ -82,7 +85,8 @@ async fn contend(
         sleep(HEAD_START).await;
     }
     let token = Token::random()?;
-    let claim = Claim { token, ttl: terms.ttl, fences: FENCES };
+    let fences = if home.is_semaphore { 1 } else { FENCES };
+    let claim = Claim { token, ttl: terms.ttl, fences, permits: terms.permits };
     let mut attempts = Attempts { home: Arc::clone(&home), lock, claim, terms, sent: None, is_ambiguous: false };
     let mut pause = FIRST_PAUSE;
     let mut is_second = false;
@@ -155,6 +159,10 @@ impl Attempts {
             // An earlier attempt may still be on its way.
             Ok(Acquired::Busy { .. }) if self.is_ambiguous => {}
             Ok(Acquired::Busy { .. }) => self.sent = None,
+            // The store has said no, if for another reason.
+            Err(error) if error.is_unauthorized() || error.is_out_of_memory() || error.is_foreign_data() => {
+                self.sent = self.sent.filter(|_| self.is_ambiguous);
+            }
             Err(_) => self.is_ambiguous = true,
         }
     }

@@ -8,7 +8,7 @@ use super::error::LossReason;
 use super::gate::Turn;
 use super::hold::Hold;
 use super::keeper::jittered;
-use super::shared::Shared;
+use super::shared::{Running, Shared};
 use super::store::{Claim, LockKey, Released, Token};
 use crate::error::StoreError;
 
@@ -35,6 +35,8 @@ pub(super) struct Errand {
     // Whether this is the background.
     is_last: bool,
     undone: Option<Undone>,
+    // For whoever waits until nothing is under way.
+    _running: Running,
 }
 
 impl Errand {
@@ -58,6 +60,7 @@ impl Errand {
             is_done: hold.look(Instant::now()) == Err(LossReason::Taken) && !hold.is_ambiguous(),
             is_last: false,
             undone: None,
+            _running: Running::new(home),
         }
     }
 
@@ -81,6 +84,7 @@ impl Errand {
             is_done: false,
             is_last: false,
             undone,
+            _running: Running::new(home),
         })
     }
 
@@ -130,8 +134,13 @@ impl Errand {
 impl Drop for Errand {
     fn drop(&mut self) {
         if !self.is_done && !self.is_last {
-            let rest =
-                Self { home: Arc::clone(&self.home), turn: self.turn.take(), undone: self.undone.take(), ..*self };
+            let rest = Self {
+                home: Arc::clone(&self.home),
+                turn: self.turn.take(),
+                undone: self.undone.take(),
+                _running: Running::new(&self.home),
+                ..*self
+            };
             rest.in_background();
         }
     }

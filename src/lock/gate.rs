@@ -132,6 +132,12 @@ impl Shared {
     /// Comes to the gate: to ask the store where nobody is in front, or to stand in line.
     pub(super) fn enter(self: &Arc<Self>, lock: LockKey, terms: &Terms) -> Result<Entered, LockError> {
         let gate = &self.gate;
+        if self.is_semaphore && terms.wait.is_zero() {
+            // Whoever is in front may have to wait for a reason of their own.
+            let mut turn = Turn::new(self, lock);
+            turn.is_over = true;
+            return Ok(Entered::Turn(turn));
+        }
         let mut shard = gate.shard(&lock);
         let queue = match shard.entry(lock) {
             Entry::Vacant(place) => {
@@ -190,7 +196,7 @@ impl Shared {
             let mut shard = gate.shard(hold.lock());
             let queue = shard.get_mut(hold.lock()).filter(|queue| queue.is_held_by(hold));
             let Some(queue) = queue else {
-                // It was lost, and whoever is in front now is somebody else.
+                // It was lost and whoever is in front now is somebody else, or it is a permit, which nobody is in front with.
                 drop(shard);
                 self.keeper.remove(hold);
                 return Some(Errand::after_loss(self, hold));
@@ -238,6 +244,10 @@ impl Turn {
 
     /// The store has granted the lease: it stays in front until it is given back.
     pub(super) fn holds(mut self, hold: &Arc<Hold>) {
+        if self.home.is_semaphore {
+            // The next one may ask for another.
+            return;
+        }
         self.is_over = true;
         if let Some(queue) = self.home.gate.shard(&self.lock).get_mut(&self.lock) {
             queue.front = Front::Holds(Arc::clone(hold));

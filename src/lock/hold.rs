@@ -54,7 +54,7 @@ impl Hold {
         sent: Instant,
         fence: u64,
     ) -> Self {
-        let Claim { token, ttl, fences } = *claim;
+        let Claim { token, ttl, fences, .. } = *claim;
         let standing = Standing {
             since: sent,
             deadline: sent + usable(ttl),
@@ -214,7 +214,7 @@ mod tests {
 
     fn hold(ttl_ms: u64) -> Hold {
         let ttl = Duration::from_millis(ttl_ms);
-        let claim = Claim { token: Token::random().unwrap(), ttl, fences: FENCES };
+        let claim = Claim { token: Token::random().unwrap(), ttl, fences: FENCES, permits: 1 };
         Hold::new(LockKey::new("test", "a"), &claim, Duration::from_millis(100), false, Instant::now(), 100)
     }
 

@@ -60,6 +60,10 @@ impl Keeper {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    pub(super) fn is_empty(&self) -> bool {
+        self.state().holds.is_empty()
+    }
+
     pub(super) fn look_again(&self, hold: &Hold) {
         let (_, due) = hold.due();
         let mut state = self.state();
@@ -146,6 +150,7 @@ impl Shared {
         }
         hold.tell();
         self.abandon(hold);
+        self.ended();
     }
 
     /// Notes what came of a renewal that was sent at `sent`.

@@ -54,19 +54,26 @@ pub(super) struct Terms {
     pub(super) max_hold: Option<Duration>,
     pub(super) max_waiters: usize,
     pub(super) deadline: Duration,
+    pub(super) permits: u32,
 }
 
 impl Locks {
     /// Locks that `store` keeps, which is a backend: see [`backend`](crate::backend).
     pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
+        Self::with(Shared::new(Arc::new(store), false), "default", 1)
+    }
+
+    /// Locks of which `permits` may be held at the same time.
+    pub(super) fn with(shared: Shared, namespace: &str, permits: u32) -> Self {
         let terms = Terms {
             ttl: Duration::from_secs(30),
             wait: Duration::from_secs(10),
             max_hold: None,
             max_waiters: 1_000,
             deadline: Duration::from_millis(100),
+            permits,
         };
-        Self { shared: Arc::new(Shared::new(Arc::new(store))), namespace: Key::new("default"), terms }
+        Self { shared: Arc::new(shared), namespace: Key::new(namespace), terms }
     }
 
     /// What keeps these locks apart from others with the same keys. Defaults to `default`.
@@ -164,6 +171,10 @@ impl Locks {
         self.lock(key).run(body)
     }
 
+    pub(super) const fn waits(&self) -> Duration {
+        self.terms.wait
+    }
+
     /// Among whom the locks exclude each other: [`Scope::Process`] on the memory backend.
     #[must_use]
     pub fn scope(&self) -> Scope {
@@ -195,6 +206,10 @@ pub struct LockRequest {
 }
 
 impl LockRequest {
+    pub(super) const fn lock(&self) -> &LockKey {
+        &self.lock
+    }
+
     /// How long the lock outlives a holder that has died: see [`Locks::ttl`].
     pub fn ttl(mut self, ttl: Duration) -> Self {
         self.terms.ttl = ttl;

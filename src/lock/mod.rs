@@ -69,6 +69,8 @@
 //! # }
 //! ```
 //!
+//! [`Locks::lock_all`] takes several keys or none. [`Semaphore`] lets in several at a time. What would be one hot key can be [`Segmented`]: any of several locks will do.
+//!
 //! # In front of a service
 //!
 //! [`LockLayer`] lets one request at a time through for each key. As it comes, requests that find the lock held are turned away
@@ -155,6 +157,9 @@ mod error;
 mod hold;
 mod lease;
 mod locks;
+mod multi;
+mod segmented;
+mod semaphore;
 mod store;
 
 mod layer;
@@ -175,6 +180,9 @@ pub use self::future::ResponseFuture;
 pub use self::layer::{LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Stay};
 pub use self::lease::{Lease, LeaseState, LeaseView, Release};
 pub use self::locks::{LockRequest, Locks};
+pub use self::multi::{Leases, MultiRequest};
 pub use self::rejection::{MissingKey, Occupy, Rejection};
+pub use self::segmented::{Segment, SegmentRequest, Segmented};
+pub use self::semaphore::Semaphore;
 pub use self::service::Lock;
 pub use self::store::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};

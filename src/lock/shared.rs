@@ -15,9 +15,11 @@ pub(super) struct Shared {
     pub(super) store: Arc<dyn AnyStore>,
     pub(super) gate: Gate,
     pub(super) keeper: Keeper,
+    /// Whether several may hold what one of them would otherwise hold alone: nobody is in front then but for asking the store.
+    pub(super) is_semaphore: bool,
     is_closed: AtomicBool,
     closing: Notify,
-    // Tasks that finish what somebody left half done.
+    // What is being given back, and tasks that finish what somebody left half done.
     background: AtomicUsize,
     /// Acquisitions of which nothing is known, and which are being undone.
     pub(super) undone: AtomicUsize,
@@ -27,11 +29,12 @@ pub(super) struct Shared {
 }
 
 impl Shared {
-    pub(super) fn new(store: Arc<dyn AnyStore>) -> Self {
+    pub(super) fn new(store: Arc<dyn AnyStore>, is_semaphore: bool) -> Self {
         Self {
             store,
             gate: Gate::new(),
             keeper: Keeper::new(),
+            is_semaphore,
             is_closed: AtomicBool::new(false),
             closing: Notify::new(),
             background: AtomicUsize::new(0),
@@ -64,7 +67,7 @@ impl Shared {
         loop {
             let mut idle = pin!(self.idle.notified());
             idle.as_mut().enable();
-            if self.gate.is_empty() && self.background.load(Ordering::Acquire) == 0 {
+            if self.gate.is_empty() && self.keeper.is_empty() && self.background.load(Ordering::Acquire) == 0 {
                 return;
             }
             idle.await;
@@ -100,11 +103,11 @@ impl Shared {
     }
 }
 
-/// Counts a background task until it ends in whatever way.
-struct Running(Arc<Shared>);
+/// Counts something that is under way until it ends in whatever way.
+pub(super) struct Running(Arc<Shared>);
 
 impl Running {
-    fn new(home: &Arc<Shared>) -> Self {
+    pub(super) fn new(home: &Arc<Shared>) -> Self {
         home.background.fetch_add(1, Ordering::AcqRel);
         Self(Arc::clone(home))
     }

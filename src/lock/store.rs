@@ -1,6 +1,7 @@
 use std::any::Any;
 use std::fmt;
 use std::future::Future;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -20,7 +21,7 @@ use crate::key::Key;
 ///
 /// Dropping a returned future may or may not have done what was asked.
 pub trait LockStore {
-    /// Takes the lease for [`Claim::ttl`] from now on, if nobody else holds it.
+    /// Takes a lease for [`Claim::ttl`] from now on, if fewer than [`Claim::permits`] others hold one.
     ///
     /// Where the token holds it already, it lasts its whole time again and the answer is the one that was given before.
     fn acquire(&self, lock: &LockKey, claim: &Claim) -> impl Future<Output = Result<Acquired, StoreError>> + Send;
@@ -48,10 +49,18 @@ pub trait LockStore {
 }
 
 /// Which lock: a key within a namespace.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub struct LockKey {
     namespace: Key,
     subject: Key,
+}
+
+// By hand: a key is an array of its longest length, and most are short.
+impl Hash for LockKey {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.namespace.as_bytes().hash(state);
+        self.subject.as_bytes().hash(state);
+    }
 }
 
 impl LockKey {
@@ -123,8 +132,11 @@ pub struct Claim {
     pub token: Token,
     /// How long the lease is to last, from [`Claim::MIN_TTL`] to [`Claim::MAX_TTL`].
     pub ttl: Duration,
-    /// How many fencing tokens to set aside for the holder, at least 1. The same whenever this token asks.
+    /// How many fencing tokens to set aside for the holder, at least 1.
     pub fences: u32,
+    /// How many may hold a lease at the same time, this one included: 1 for a lock, up to [`Claim::MAX_PERMITS`] for a
+    /// semaphore.
+    pub permits: u32,
 }
 
 impl Claim {
@@ -132,6 +144,8 @@ impl Claim {
     pub const MIN_TTL: Duration = Duration::from_millis(10);
     /// The longest lease there is. What is to be held for longer is renewed, and free soon after its holder has died.
     pub const MAX_TTL: Duration = Duration::from_secs(86_400);
+    /// The most that may hold a lease at the same time.
+    pub const MAX_PERMITS: u32 = 1_000;
 }
 
 /// What came of an acquisition.
@@ -143,9 +157,9 @@ pub enum Acquired {
         /// The first of the fencing tokens that are the holder's. All of them are larger than any that was given out before.
         fence: u64,
     },
-    /// Somebody else holds it.
+    /// Others hold it.
     Busy {
-        /// For how long at the most, unless it is renewed.
+        /// Until the first of their leases ends, unless it is renewed.
         remaining: Duration,
     },
 }

@@ -16,7 +16,8 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::error::ConfigError;
 use crate::lock::{
-    Acquired, Claim, LeaseState, LockError, LockKey, LockStore, Locks, LossReason, Release, Released, Renewal, Token,
+    Acquired, Claim, LeaseState, LockError, LockKey, LockStore, Locks, LossReason, Release, Released, Renewal, Segment,
+    Segmented, Semaphore, Token,
 };
 
 /// A lease that no test sees the end of, however slow the machine.
@@ -31,7 +32,7 @@ fn lock(subject: &str) -> LockKey {
 }
 
 fn claim(ttl: Duration) -> Claim {
-    Claim { token: Token::random().unwrap(), ttl, fences: 1 }
+    Claim { token: Token::random().unwrap(), ttl, fences: 1, permits: 1 }
 }
 
 /// Generous, since these claims are not about how fast a store is.
@@ -162,7 +163,7 @@ pub async fn many_leases_are_renewed_at_once<S: LockStore>(store: S) {
     let renewals: Vec<_> =
         (0..300_u32).map(|i| Renewal { lock: LockKey::new("many", i), token: claim(LONG).token, ttl: LONG }).collect();
     for renewal in renewals.iter().step_by(3) {
-        take(&store, &renewal.lock, &Claim { token: renewal.token, ttl: SHORT, fences: 1 }).await;
+        take(&store, &renewal.lock, &Claim { token: renewal.token, ttl: SHORT, fences: 1, permits: 1 }).await;
     }
     let answers = store.renew(&renewals).await.unwrap();
     let expected: Vec<_> = (0..300).map(|i| i % 3 == 0).collect();
@@ -440,4 +441,148 @@ pub async fn a_shutdown_waits_for_what_is_held<S: LockStore + Clone + Send + Syn
     timeout(LONG, over).await.expect("it ends").unwrap();
     // Of somebody else's shutdown nobody else hears.
     drop(contender.await.unwrap().unwrap());
+}
+
+/// Whoever asks for any segment gets one that is free, until none is; and waits for one then.
+pub async fn any_free_segment_will_do<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (locks(&store).wait(LONG), locks(&store).wait(LONG));
+    let (here, there) = (Segmented::new(&here, "sku:1", 10), Segmented::new(&there, "sku:1", 10));
+    let mut taken = Vec::new();
+    for turn in 0..10 {
+        let segmented = if turn % 2 == 0 { &here } else { &there };
+        taken.push(segmented.any().await.unwrap());
+    }
+    taken.sort_by_key(Segment::index);
+    let indices: Vec<_> = taken.iter().map(Segment::index).collect();
+    assert_eq!(indices, (0..10).collect::<Vec<_>>());
+    for segmented in [&here, &there] {
+        assert!(segmented.any().wait(Duration::ZERO).await.is_err_and(|error| error.is_busy()));
+        assert!(segmented.any().among(|_| false).wait(LONG).await.is_err_and(|error| error.is_busy()));
+    }
+    let waiter = tokio::spawn(there.any().into_future());
+    sleep(Duration::from_millis(200)).await;
+    let freed = Instant::now();
+    taken.remove(7).release().await.unwrap();
+    let segment = waiter.await.unwrap().unwrap();
+    assert_eq!(segment.index(), 7);
+    // One wait for each of the others at the most, before it is found.
+    assert!(freed.elapsed() < SLACK * 3, "{:?}", freed.elapsed());
+    drop(segment);
+    // Only those that are wanted.
+    drop(taken.remove(3));
+    let segment = here.any().among(|index| index == 3).await.unwrap();
+    assert_eq!((segment.index(), Segmented::new(&locks(&store), "none", 0).segments()), (3, 1));
+    assert!(here.one(13).wait(Duration::ZERO).await.is_err_and(|error| error.is_busy()));
+}
+
+/// Of a semaphore as many may be in as it has permits, those of the dead count until they expire, and who waits gets in
+/// when one is given back.
+pub async fn a_semaphore_lets_in_so_many_at_a_time<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let semaphore = || Semaphore::new(store.clone(), 3).deadline(Duration::from_secs(10)).wait(LONG);
+    let (here, there) = (semaphore(), semaphore());
+    let claim = Claim { permits: 3, ..claim(SHORT * 2) };
+    let dead = Instant::now();
+    let mut last = take(&store, &LockKey::new("semaphores", "a"), &claim).await;
+    let mut permits = Vec::new();
+    for semaphore in [&here, &there] {
+        let permit = semaphore.acquire("a").await.unwrap();
+        assert!(permit.fence() > last);
+        last = permit.fence();
+        permits.push(permit);
+    }
+    for semaphore in [&here, &there] {
+        let error = semaphore.try_acquire("a").await.unwrap_err();
+        assert!(matches!(&error, LockError::Busy(busy) if busy.retry_after() <= SHORT * 2), "{error:?}");
+    }
+    permits.push(there.acquire("a").await.unwrap());
+    assert!(dead.elapsed() >= SHORT * 2, "{:?}", dead.elapsed());
+    // Of two that wait in line one gets in, and then the other.
+    let waiters = [(); 2].map(|()| tokio::spawn(here.acquire("a").into_future()));
+    sleep(Duration::from_millis(300)).await;
+    assert!(waiters.iter().all(|waiter| !waiter.is_finished()));
+    let freed = Instant::now();
+    for (i, waiter) in waiters.into_iter().enumerate() {
+        if i == 0 {
+            permits.remove(0).release().await.unwrap();
+        } else {
+            drop(permits.remove(0));
+        }
+        permits.push(waiter.await.unwrap().unwrap());
+    }
+    assert!(freed.elapsed() < SLACK * 2, "{:?}", freed.elapsed());
+    drop(permits);
+    for semaphore in [here, there] {
+        timeout(LONG, semaphore.shutdown()).await.expect("nothing is left");
+        assert!(matches!(semaphore.acquire("a").await, Err(LockError::Closed(_))));
+    }
+    for permits in [0, 1_001] {
+        let error = Semaphore::new(store.clone(), permits).acquire("a").await.unwrap_err();
+        assert!(matches!(error, LockError::Config(ConfigError::PermitsOutOfRange { .. })), "{error:?}");
+    }
+}
+
+/// Many who come and go are never more than there are permits, also with as many as there can be.
+pub async fn permits_are_counted_to_the_unit<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let clients = [(); 2].map(|()| Semaphore::new(store.clone(), 5).deadline(Duration::from_secs(10)).wait(LONG));
+    let (inside, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let mut tasks = JoinSet::new();
+    for task in 0..24 {
+        let (semaphore, inside, most) = (clients[task % 2].clone(), Arc::clone(&inside), Arc::clone(&most));
+        tasks.spawn(async move {
+            for _ in 0..10 {
+                let permit = semaphore.acquire("a").await.unwrap();
+                most.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+                sleep(Duration::from_millis(2)).await;
+                inside.fetch_sub(1, Ordering::SeqCst);
+                drop(permit);
+            }
+        });
+    }
+    tasks.join_all().await;
+    assert_eq!(most.load(Ordering::SeqCst), 5);
+    let many = Semaphore::new(store.clone(), 1_000).deadline(Duration::from_secs(10));
+    let mut permits = Vec::new();
+    for _ in 0..1_000 {
+        permits.push(many.try_acquire("b").await.unwrap());
+    }
+    assert!(many.try_acquire("b").await.is_err_and(|error| error.is_busy()));
+    permits.pop().unwrap().release().await.unwrap();
+    drop(many.try_acquire("b").await.unwrap());
+    drop(permits);
+    timeout(LONG, many.shutdown()).await.expect("nothing is left");
+}
+
+/// Of several keys all are taken or none, whatever order and however often they are named, and nobody waits in a circle.
+pub async fn several_locks_are_taken_together_or_not_at_all<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (locks(&store).wait(LONG), locks(&store).wait(LONG));
+    let all = here.lock_all(["b", "a", "c", "a"]).await.unwrap();
+    let keys: Vec<_> = all.leases().iter().map(|lease| lease.lock().subject().as_str().to_owned()).collect();
+    assert_eq!(keys, ["a", "b", "c"]);
+    assert!(all.check().is_ok() && all.remaining() > Duration::ZERO);
+    // What comes before the one that is held is given back.
+    let error = there.lock_all(["0", "1", "b"]).wait(Duration::from_millis(200)).await.unwrap_err();
+    assert!(matches!(&error, LockError::Busy(busy) if busy.lock().subject().as_str() == "b"), "{error:?}");
+    let others = here.lock_all(["0", "1"]).wait(Duration::ZERO).await.unwrap();
+    assert_eq!(others.release().await.unwrap(), Release::Released);
+    assert_eq!(all.release().await.unwrap(), Release::Released);
+    assert!(there.lock_all(Vec::<String>::new()).await.unwrap().leases().is_empty());
+
+    let mut tasks = JoinSet::new();
+    for (turn, keys) in [["a", "b", "c"], ["c", "a", "b"], ["b", "c", "a"], ["c", "b", "a"]].into_iter().enumerate() {
+        let locks = if turn % 2 == 0 { here.clone() } else { there.clone() };
+        tasks.spawn(async move {
+            for _ in 0..10 {
+                let all = locks.lock_all(keys).await.unwrap();
+                yield_now().await;
+                drop(all);
+            }
+        });
+    }
+    timeout(LONG, tasks.join_all()).await.expect("nobody waits for ever");
+    let all = here.clone().max_hold(SHORT).lock_all(["a", "b"]).await.unwrap();
+    assert_eq!(timeout(LONG, all.lost()).await.unwrap().reason(), LossReason::MaxHold);
+    assert_eq!(all.release().await.unwrap(), Release::Lost);
+    for locks in [here, there] {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
 }

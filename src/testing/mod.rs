@@ -211,6 +211,10 @@ macro_rules! lock_contract {
                 a_body_runs_under_the_lock_and_no_longer
                 bad_times_are_refused_by_name
                 a_shutdown_waits_for_what_is_held
+                any_free_segment_will_do
+                a_semaphore_lets_in_so_many_at_a_time
+                permits_are_counted_to_the_unit
+                several_locks_are_taken_together_or_not_at_all
             ] [] $($told)+
         }
     };

@@ -23,30 +23,33 @@ impl History {
     /// Stays under the lock for a while, or until the lease is lost; true if it was not.
     pub async fn stay(&self, lease: &Lease, time: Duration) -> bool {
         let from = Instant::now();
-        let mut until = from;
+        let mut until = None;
         let is_whole = loop {
             // Whoever is told that the lock is theirs after this instant may have relied on it then.
             let now = Instant::now();
             if lease.check().is_err() {
                 break false;
             }
-            until = now;
+            until = Some(now);
             if from.elapsed() >= time {
                 break true;
             }
             tokio::time::sleep(Duration::from_millis(1)).await;
         };
-        self.0.lock().unwrap().push(Stay { fence: lease.fence(), from, until });
+        // Whoever stood still as soon as it had the lock was never told that it has it.
+        if let Some(until) = until {
+            self.0.lock().expect("nobody panics").push(Stay { fence: lease.fence(), from, until });
+        }
         is_whole
     }
 
     pub fn len(&self) -> usize {
-        self.0.lock().unwrap().len()
+        self.0.lock().expect("nobody panics").len()
     }
 
     /// Nobody was there with somebody else, and whoever came later had a larger fence.
     pub fn check(&self) {
-        let mut stays = self.0.lock().unwrap().clone();
+        let mut stays = self.0.lock().expect("nobody panics").clone();
         stays.sort_by_key(|stay| stay.fence);
         for pair in stays.windows(2) {
             let [one, next] = pair else { continue };

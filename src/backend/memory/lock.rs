@@ -4,6 +4,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use indexmap::IndexMap;
+use smallvec::SmallVec;
 use tokio::sync::watch;
 use tokio::time::Instant;
 
@@ -34,7 +35,8 @@ struct Shard {
 
 #[derive(Default)]
 struct Record {
-    holder: Option<Holder>,
+    // One, but for semaphores.
+    holders: SmallVec<[Holder; 1]>,
     // For those who wait, if there are any.
     freed: Option<watch::Sender<()>>,
 }
@@ -67,13 +69,16 @@ impl LockTable {
     fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let mut shard = self.shard(lock);
         let now = Instant::now();
-        match shard.locks.get_mut(lock).and_then(|record| record.holder_at(now)) {
-            Some(holder) if holder.token == claim.token => {
+        if let Some(record) = shard.locks.get_mut(lock) {
+            record.holders.retain(|holder| now < holder.ends);
+            if let Some(holder) = record.holder(&claim.token) {
                 holder.ends = now + claim.ttl;
                 return Ok(Acquired::Granted { fence: holder.fence });
             }
-            Some(holder) => return Ok(Acquired::Busy { remaining: holder.ends - now }),
-            None => {}
+            let soonest = record.holders.iter().map(|holder| holder.ends).min();
+            if let Some(soonest) = soonest.filter(|_| record.holders.len() >= claim.permits as usize) {
+                return Ok(Acquired::Busy { remaining: soonest - now });
+            }
         }
         self.sweep(&mut shard, now);
         if !shard.locks.contains_key(lock) {
@@ -85,7 +90,7 @@ impl LockTable {
         let fences = u64::from(claim.fences);
         let fence = self.fence.fetch_add(fences, Ordering::Relaxed) + 1;
         let record = shard.locks.entry(*lock).or_default();
-        record.holder = Some(Holder { token: claim.token, ends: now + claim.ttl, fence });
+        record.holders.push(Holder { token: claim.token, ends: now + claim.ttl, fence });
         Ok(Acquired::Granted { fence })
     }
 
@@ -94,7 +99,7 @@ impl LockTable {
         for _ in 0..2 {
             shard.hand = if shard.hand + 1 < shard.locks.len() { shard.hand + 1 } else { 0 };
             let record = shard.locks.get_index_mut(shard.hand);
-            if record.is_some_and(|(_, record)| record.holder_at(now).is_none() && !record.is_wanted()) {
+            if record.is_some_and(|(_, record)| record.is_free(now) && !record.is_wanted()) {
                 shard.locks.swap_remove_index(shard.hand);
                 self.len.fetch_sub(1, Ordering::Relaxed);
             }
@@ -104,8 +109,8 @@ impl LockTable {
     fn renew(&self, renewal: &Renewal) -> bool {
         let mut shard = self.shard(&renewal.lock);
         let now = Instant::now();
-        let holder = shard.locks.get_mut(&renewal.lock).and_then(|record| record.holder_at(now));
-        let Some(holder) = holder.filter(|holder| holder.token == renewal.token) else { return false };
+        let holder = shard.locks.get_mut(&renewal.lock).and_then(|record| record.holder(&renewal.token));
+        let Some(holder) = holder.filter(|holder| now < holder.ends) else { return false };
         holder.ends = now + renewal.ttl;
         true
     }
@@ -113,12 +118,15 @@ impl LockTable {
     fn release(&self, lock: &LockKey, token: &Token) -> Released {
         let mut shard = self.shard(lock);
         let Some(record) = shard.locks.get_mut(lock) else { return Released::default() };
-        let Some(holder) = record.holder.take_if(|holder| holder.token == *token) else { return Released::default() };
+        let Some(place) = record.holders.iter().position(|holder| holder.token == *token) else {
+            return Released::default();
+        };
+        let holder = record.holders.remove(place);
         let is_wanted = record.is_wanted();
         if is_wanted && let Some(freed) = &record.freed {
             freed.send_replace(());
         }
-        if !is_wanted {
+        if !is_wanted && record.holders.is_empty() {
             shard.locks.swap_remove(lock);
             self.len.fetch_sub(1, Ordering::Relaxed);
         }
@@ -136,8 +144,12 @@ impl LockTable {
 }
 
 impl Record {
-    fn holder_at(&mut self, now: Instant) -> Option<&mut Holder> {
-        self.holder.as_mut().filter(|holder| now < holder.ends)
+    fn holder(&mut self, token: &Token) -> Option<&mut Holder> {
+        self.holders.iter_mut().find(|holder| holder.token == *token)
+    }
+
+    fn is_free(&self, now: Instant) -> bool {
+        self.holders.iter().all(|holder| holder.ends <= now)
     }
 
     fn is_wanted(&self) -> bool {
@@ -154,7 +166,7 @@ struct Watcher {
 impl Drop for Watcher {
     fn drop(&mut self) {
         let mut shard = self.table.shard(&self.lock);
-        if shard.locks.get(&self.lock).is_some_and(|record| record.holder.is_none() && !record.is_wanted()) {
+        if shard.locks.get(&self.lock).is_some_and(|record| record.holders.is_empty() && !record.is_wanted()) {
             shard.locks.swap_remove(&self.lock);
             self.table.len.fetch_sub(1, Ordering::Relaxed);
         }
@@ -198,7 +210,7 @@ mod tests {
     use super::*;
 
     fn claim(ttl_ms: u64) -> Claim {
-        Claim { token: Token::random().unwrap(), ttl: Duration::from_millis(ttl_ms), fences: 1 }
+        Claim { token: Token::random().unwrap(), ttl: Duration::from_millis(ttl_ms), fences: 1, permits: 1 }
     }
 
     #[tokio::test(start_paused = true)]

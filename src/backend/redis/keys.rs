@@ -49,20 +49,20 @@ impl Keys {
         keys
     }
 
-    /// `<prefix>:2:{lock:<namespace>:<subject>}:lease`, and the channel `...:free`.
-    pub(super) fn lock(&self, lock: &LockKey) -> LockKeys {
-        let part = |part: &str| {
-            let (namespace, subject) = (lock.namespace().as_str(), lock.subject().as_str());
-            [&self.root, "{lock:", namespace, ":", subject, "}:", part].concat()
-        };
-        LockKeys { lease: part("lease"), channel: part("free") }
+    /// `<prefix>:2:{lock:<namespace>:<subject>}:lease`.
+    pub(super) fn lease(&self, lock: &LockKey) -> String {
+        self.lock(lock, "lease")
     }
-}
 
-/// What one lock is called in Redis.
-pub(super) struct LockKeys {
-    pub(super) lease: String,
-    pub(super) channel: String,
+    /// `<prefix>:2:{lock:<namespace>:<subject>}:free`, the channel.
+    pub(super) fn free(&self, lock: &LockKey) -> String {
+        self.lock(lock, "free")
+    }
+
+    fn lock(&self, lock: &LockKey, part: &str) -> String {
+        let (namespace, subject) = (lock.namespace().as_str(), lock.subject().as_str());
+        [&self.root, "{lock:", namespace, ":", subject, "}:", part].concat()
+    }
 }
 
 #[cfg(test)]
@@ -112,11 +112,11 @@ mod tests {
 
     #[test]
     fn a_lock_is_one_slot_whatever_it_is_called() {
-        let keys = |namespace: &str, subject: &str| Keys::new("t").lock(&LockKey::new(namespace, subject));
-        assert_eq!(keys("orders", "order:42").lease, "t:2:{lock:orders:order:42}:lease");
-        assert_eq!(keys("orders", "order:42").channel, "t:2:{lock:orders:order:42}:free");
+        let lease = |namespace: &str, subject: &str| Keys::new("t").lease(&LockKey::new(namespace, subject));
+        assert_eq!(lease("orders", "order:42"), "t:2:{lock:orders:order:42}:lease");
+        assert_eq!(Keys::new("t").free(&LockKey::new("orders", "order:42")), "t:2:{lock:orders:order:42}:free");
         let long = "}{".repeat(10_000);
-        for key in [keys("{a}", "b").lease, keys("a", "}{b}").channel, keys(&long, &long).lease, keys("", "").lease] {
+        for key in [lease("{a}", "b"), lease("a", "}{b}"), lease(&long, &long), lease("", "")] {
             assert_eq!((key.matches('{').count(), key.matches('}').count()), (1, 1), "{key}");
             assert!(key.len() < 256);
         }

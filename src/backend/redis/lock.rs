@@ -3,6 +3,7 @@ use std::time::Duration;
 
 use futures_util::future::try_join_all;
 use redis::Value;
+use smallvec::SmallVec;
 
 use super::cluster::slot;
 use super::error::unexpected_reply;
@@ -41,7 +42,7 @@ impl LockLinks {
 impl LockStore for RedisBackend {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        let reply = scripts.lock_acquire(servers, &keys.lock(lock).lease, claim).await?;
+        let reply = scripts.lock_acquire(servers, &keys.lease(lock), claim).await?;
         match numbers(&reply).as_deref() {
             Some(&[1, fence]) => Ok(Acquired::Granted { fence }),
             Some(&[0, remaining_ms]) => Ok(Acquired::Busy { remaining: Duration::from_millis(remaining_ms) }),
@@ -69,19 +70,19 @@ impl LockStore for RedisBackend {
     /// A script reaches one slot of a cluster, and all of any other server.
     fn shard(&self, lock: &LockKey) -> u32 {
         let Inner { servers, keys, .. } = &*self.inner;
-        if servers.is_cluster() { slot(&keys.lock(lock).lease).into() } else { 0 }
+        if servers.is_cluster() { slot(&keys.lease(lock)).into() } else { 0 }
     }
 
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let keys = keys.lock(lock);
+        let channel = keys.free(lock);
         // A cluster sends what is published by PUBLISH to all of its nodes.
         let publish = if locks.own.is_cluster() { "SPUBLISH" } else { "PUBLISH" };
-        let reply = scripts.lock_release(&locks.own, &keys, token, publish).await?;
+        let reply = scripts.lock_release(&locks.own, [&keys.lease(lock), &channel], token, publish).await?;
         match numbers(&reply).as_deref() {
             Some(&[was_held, listeners]) => {
                 // This backend may listen itself, still or again.
-                let ours = locks.subscriber.get().is_some_and(|subscriber| subscriber.listens_to(&keys.channel));
+                let ours = locks.subscriber.get().is_some_and(|subscriber| subscriber.listens_to(&channel));
                 Ok(Released { was_held: was_held == 1, is_wanted: listeners > u64::from(ours) })
             }
             _ => Err(unexpected_reply(&reply)),
@@ -90,7 +91,7 @@ impl LockStore for RedisBackend {
 
     async fn watch(&self, lock: &LockKey) -> Wakeups {
         let Inner { keys, locks, .. } = &*self.inner;
-        locks.subscriber().subscribe(keys.lock(lock).channel).await
+        locks.subscriber().subscribe(keys.free(lock)).await
     }
 
     fn scope(&self) -> Scope {
@@ -101,7 +102,7 @@ impl LockStore for RedisBackend {
 impl RedisBackend {
     async fn renew_shard(&self, renewals: &[&Renewal]) -> Result<Vec<bool>, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let leases: Vec<_> = renewals.iter().map(|renewal| keys.lock(&renewal.lock).lease).collect();
+        let leases: Vec<_> = renewals.iter().map(|renewal| keys.lease(&renewal.lock)).collect();
         let leases: Vec<_> = leases.iter().map(String::as_str).collect();
         let terms: Vec<_> = renewals.iter().map(|renewal| (&renewal.token, renewal.ttl)).collect();
         let reply = scripts.lock_renew(&locks.own, &leases, &terms).await?;
@@ -111,7 +112,7 @@ impl RedisBackend {
     }
 }
 
-fn numbers(reply: &Value) -> Option<Vec<u64>> {
+fn numbers(reply: &Value) -> Option<SmallVec<[u64; 2]>> {
     let Value::Array(values) = reply else { return None };
     let number = |value: &Value| match value {
         Value::Int(number) => u64::try_from(*number).ok(),

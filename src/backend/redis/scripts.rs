@@ -7,7 +7,6 @@ use smallvec::SmallVec;
 
 use super::counts::Packed;
 use super::error;
-use super::keys::LockKeys;
 use super::servers::Servers;
 use crate::error::StoreError;
 use crate::lock::{Claim, Token};
@@ -156,7 +155,8 @@ impl Scripts {
         lease: &str,
         claim: &Claim,
     ) -> Result<Value, StoreError> {
-        let args = (claim.token.as_bytes().as_slice(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS);
+        let Claim { token, ttl, fences, permits } = claim;
+        let args = (token.as_bytes().as_slice(), millis(*ttl), fences, KEEP_FENCE_MS, permits);
         self.lock_acquire.call(servers, &[lease], args).await
     }
 
@@ -174,12 +174,12 @@ impl Scripts {
     pub(super) async fn lock_release(
         &self,
         servers: &Servers,
-        keys: &LockKeys,
+        keys: [&str; 2],
         token: &Token,
         publish: &str,
     ) -> Result<Value, StoreError> {
         let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, publish);
-        self.lock_release.call(servers, &[&keys.lease, &keys.channel], args).await
+        self.lock_release.call(servers, &keys, args).await
     }
 }
 
@@ -263,7 +263,7 @@ mod tests {
             (&scripts.check_many, 1, 1),
             (&scripts.block, 1, 2),
             (&scripts.probe, 1, 1),
-            (&scripts.lock_acquire, 1, 4),
+            (&scripts.lock_acquire, 1, 5),
             (&scripts.lock_renew, 1, 2),
             (&scripts.lock_release, 2, 3),
         ];

@@ -1,0 +1,152 @@
+use std::fmt;
+use std::future::{Future, IntoFuture, poll_fn};
+use std::pin::Pin;
+use std::task::Poll;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::error::{LockError, Lost};
+use super::hold::after;
+use super::lease::{Lease, Release};
+use super::locks::Locks;
+use crate::error::StoreError;
+use crate::key::Key;
+
+impl Locks {
+    /// Takes the locks of all keys, or none of them.
+    ///
+    /// They are taken one after the other in an order that is the same everywhere, so those who want some of the same keys never wait for each
+    /// other in a circle; when one cannot be had in time, those before it are given back. Others may see some of them held
+    /// meanwhile. A key that is named twice counts once.
+    ///
+    /// ```
+    /// use tollgate::{Locks, MemoryBackend};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+    /// let accounts = Locks::new(MemoryBackend::new()).namespace("accounts");
+    /// let both = accounts.lock_all(["alice", "bob"]).await?;
+    /// assert!(accounts.try_lock("bob").await.is_err());
+    /// both.check()?; // before the transfer
+    /// both.release().await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// See [`LockError`]. Nothing is held then.
+    pub fn lock_all<K: Into<Key>>(&self, keys: impl IntoIterator<Item = K>) -> MultiRequest {
+        let mut keys: Vec<Key> = keys.into_iter().map(Into::into).collect();
+        keys.sort_unstable_by(|a, b| a.as_str().cmp(b.as_str()));
+        keys.dedup();
+        MultiRequest { locks: self.clone(), keys, wait: self.waits() }
+    }
+}
+
+/// Several locks that are about to be taken: `.await` it.
+#[must_use = "nothing is asked for until this is awaited"]
+pub struct MultiRequest {
+    locks: Locks,
+    keys: Vec<Key>,
+    wait: Duration,
+}
+
+impl MultiRequest {
+    /// How long to wait for all of them together: see [`Locks::wait`].
+    pub fn wait(mut self, wait: Duration) -> Self {
+        self.wait = wait;
+        self
+    }
+
+    async fn take(self) -> Result<Leases, LockError> {
+        let give_up = after(Instant::now(), self.wait);
+        let mut leases = Leases { leases: Vec::with_capacity(self.keys.len()) };
+        for key in self.keys {
+            let wait = give_up.saturating_duration_since(Instant::now());
+            match self.locks.lock(key).wait(wait).await {
+                Ok(lease) => leases.leases.push(lease),
+                Err(error) => {
+                    // Whatever cannot be given back now is tried again in the background.
+                    let _ = leases.release().await;
+                    return Err(error);
+                }
+            }
+        }
+        // The first ones may have been lost while the last ones were waited for.
+        match leases.check() {
+            Ok(()) => Ok(leases),
+            Err(lost) => Err(lost.into()),
+        }
+    }
+}
+
+impl IntoFuture for MultiRequest {
+    type Output = Result<Leases, LockError>;
+    type IntoFuture = Pin<Box<dyn Future<Output = Self::Output> + Send>>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        Box::pin(self.take())
+    }
+}
+
+impl fmt::Debug for MultiRequest {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("MultiRequest").field("keys", &self.keys).finish_non_exhaustive()
+    }
+}
+
+/// Several locks that are held together: see [`Locks::lock_all`]. Dropping it gives all of them back.
+#[derive(Debug)]
+#[must_use = "the locks are given back when this is dropped"]
+pub struct Leases {
+    leases: Vec<Lease>,
+}
+
+impl Leases {
+    /// The leases, each with its own [fence](Lease::fence), ordered by key.
+    pub fn leases(&self) -> &[Lease] {
+        &self.leases
+    }
+
+    /// Whether all locks are still ours: see [`Lease::check`].
+    ///
+    /// # Errors
+    ///
+    /// Says which one was lost, and how.
+    pub fn check(&self) -> Result<(), Lost> {
+        self.leases.iter().try_for_each(Lease::check)
+    }
+
+    /// For how long all locks are ours, should no renewal succeed any more. Of no locks, for ever.
+    #[must_use]
+    pub fn remaining(&self) -> Duration {
+        self.leases.iter().map(Lease::remaining).min().unwrap_or(Duration::MAX)
+    }
+
+    /// Waits until one of them is lost.
+    pub async fn lost(&self) -> Lost {
+        let mut losses: Vec<_> = self.leases.iter().map(|lease| Box::pin(lease.lost())).collect();
+        poll_fn(|cx| {
+            let mut lost = losses.iter_mut().map(|loss| loss.as_mut().poll(cx));
+            lost.find(Poll::is_ready).unwrap_or(Poll::Pending)
+        })
+        .await
+    }
+
+    /// Gives all of them back.
+    ///
+    /// # Errors
+    ///
+    /// The first error of the store there was, if any. All are given back in any case, or tried again in the background.
+    pub async fn release(mut self) -> Result<Release, StoreError> {
+        let mut outcome = Ok(Release::Released);
+        while let Some(lease) = self.leases.pop() {
+            match (lease.release().await, &outcome) {
+                (Ok(Release::Released), _) | (_, Err(_)) => {}
+                (other, Ok(_)) => outcome = other,
+            }
+        }
+        outcome
+    }
+}

@@ -1,0 +1,168 @@
+use std::fmt;
+use std::future::{Future, IntoFuture};
+use std::pin::Pin;
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::error::{Busy, LockError};
+use super::hold::after;
+use super::lease::{Lease, Release};
+use super::locks::{LockRequest, Locks};
+use crate::error::StoreError;
+use crate::key::Key;
+
+/// A lock in several segments, for what would otherwise be one hot key: whoever comes takes any segment that is free.
+///
+/// One lock lets through one piece of work after the other: 50 a second if each takes 20 ms. A stock of 1,000 in 20 segments of 50
+/// lets through 20 at a time. Each segment is a lock of its own, and lies in a slot of its own on a cluster.
+///
+/// ```
+/// use tollgate::{Locks, MemoryBackend, lock::Segmented};
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+/// let stock = Segmented::new(&Locks::new(MemoryBackend::new()), "sku:1", 20);
+/// let mut left = [50; 20];
+///
+/// // Whatever segment is free, of those that are not sold out.
+/// let segment = stock.any().among(|index| left[usize::from(index)] > 0).await?;
+/// left[usize::from(segment.index())] -= 1;
+/// segment.release().await?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// If all there is to do is to count down, one atomic script needs no lock at all, and is faster.
+#[derive(Clone, Debug)]
+pub struct Segmented {
+    locks: Locks,
+    key: Key,
+    segments: u16,
+}
+
+impl Segmented {
+    /// `segments` locks in the place of the one of `key`. At least one: zero counts as one.
+    pub fn new(locks: &Locks, key: impl Into<Key>, segments: u16) -> Self {
+        Self { locks: locks.clone(), key: key.into(), segments: segments.max(1) }
+    }
+
+    /// How many segments there are.
+    #[must_use]
+    pub const fn segments(&self) -> u16 {
+        self.segments
+    }
+
+    /// Takes any segment that is free, and waits if none is, for as long as [`Locks::wait`] says.
+    pub fn any(&self) -> SegmentRequest<fn(u16) -> bool> {
+        SegmentRequest { segmented: self.clone(), wait: self.locks.waits(), among: |_| true }
+    }
+
+    /// Takes one certain segment, to move what is left in it to another one for instance. Numbers beyond the last begin again
+    /// with the first.
+    pub fn one(&self, index: u16) -> LockRequest {
+        self.locks.lock((self.key, index % self.segments))
+    }
+}
+
+/// A segment that is about to be taken: `.await` it.
+#[must_use = "nothing is asked for until this is awaited"]
+pub struct SegmentRequest<F> {
+    segmented: Segmented,
+    wait: Duration,
+    among: F,
+}
+
+/// How many segments are tried before one is waited for, and for how long before others are tried again.
+const TRIES: u16 = 4;
+const PATIENCE: Duration = Duration::from_millis(100);
+
+impl<F> SegmentRequest<F> {
+    /// How long to wait while no segment is free; with zero all of them are tried once.
+    pub fn wait(mut self, wait: Duration) -> Self {
+        self.wait = wait;
+        self
+    }
+
+    /// Takes only segments for which `among` is true. If that is none, the request is [`LockError::Busy`].
+    pub fn among<F2: Fn(u16) -> bool>(self, among: F2) -> SegmentRequest<F2> {
+        SegmentRequest { segmented: self.segmented, wait: self.wait, among }
+    }
+}
+
+impl<F: Fn(u16) -> bool> IntoFuture for SegmentRequest<F> {
+    type Output = Result<Segment, LockError>;
+    type IntoFuture = Pin<Box<dyn Future<Output = Self::Output> + Send>>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        let Self { segmented, wait, among } = self;
+        let candidates = (0..segmented.segments).filter(|index| among(*index)).collect();
+        Box::pin(take_any(segmented, wait, candidates))
+    }
+}
+
+async fn take_any(segmented: Segmented, wait: Duration, candidates: Vec<u16>) -> Result<Segment, LockError> {
+    let give_up = after(Instant::now(), wait);
+    let tries = if wait.is_zero() { candidates.len() } else { candidates.len().min(usize::from(TRIES)) };
+    let take = async |index: u16, wait| {
+        let lease = segmented.one(index).wait(wait).await?;
+        Ok::<_, LockError>(Segment { index, lease })
+    };
+    loop {
+        // Begins anywhere, so that those who come at the same time do not all try the same.
+        let start = getrandom::u32().unwrap_or_default() as usize;
+        let mut at = (0..).map(|step: usize| candidates.get((start.wrapping_add(step)) % candidates.len().max(1)));
+        let mut busy = None;
+        for index in at.by_ref().take(tries).flatten() {
+            match take(*index, Duration::ZERO).await {
+                Err(LockError::Busy(error)) => busy = Some(error),
+                answer => return answer,
+            }
+        }
+        let left = give_up.saturating_duration_since(Instant::now());
+        let (Some(index), false) = (at.next().flatten(), left.is_zero()) else {
+            let nothing = || Busy::new(*segmented.one(0).lock(), Duration::ZERO);
+            return Err(busy.unwrap_or_else(nothing).into());
+        };
+        match take(*index, left.min(PATIENCE)).await {
+            // Another one may have become free.
+            Err(LockError::Busy(_)) => {}
+            answer => return answer,
+        }
+    }
+}
+
+impl<F> fmt::Debug for SegmentRequest<F> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("SegmentRequest").field("segmented", &self.segmented).finish_non_exhaustive()
+    }
+}
+
+/// A segment that is held.
+#[derive(Debug)]
+#[must_use = "the segment is given back when this is dropped"]
+pub struct Segment {
+    index: u16,
+    lease: Lease,
+}
+
+impl Segment {
+    /// Its number, from 0.
+    #[must_use]
+    pub const fn index(&self) -> u16 {
+        self.index
+    }
+
+    /// Its lease, with a fence that rises with each grant of this segment.
+    pub const fn lease(&self) -> &Lease {
+        &self.lease
+    }
+
+    /// Gives the segment back: see [`Lease::release`].
+    ///
+    /// # Errors
+    ///
+    /// If the store does not answer.
+    pub fn release(self) -> impl Future<Output = Result<Release, StoreError>> + Send + use<> {
+        self.lease.release()
+    }
+}
