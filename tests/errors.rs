@@ -123,7 +123,7 @@ async fn options_that_cannot_work() {
 #[tokio::test]
 async fn every_answer_has_its_meaning() {
     type Is = fn(&StoreError) -> bool;
-    let answers: [(&str, Is); 20] = [
+    let answers: [(&str, Is); 21] = [
         ("-LOADING Redis is loading the dataset in memory", StoreError::is_unavailable),
         (
             "-MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
@@ -152,6 +152,7 @@ async fn every_answer_has_its_meaning() {
             "-ERR Error running script (call to f_0): @user_script:30: -READONLY You can't write against a read only",
             StoreError::is_unavailable,
         ),
+        ("-@user_script: 108: -OOM command not allowed when used memory > 'maxmemory'.", StoreError::is_out_of_memory),
         ("-ERR something nobody has heard of", is_other),
         (":1", is_other),
         ("+OK", is_other),

@@ -90,6 +90,8 @@ pub(super) fn code(error: &RedisError) -> Option<&str> {
     let code = error.code()?;
     let wrapped = match (code, error.detail()) {
         ("ERR", Some(detail)) => detail.split_once("@user_script").map(|(_, place)| place),
+        // One that the script has caught and returns begins with the place.
+        (place, Some(detail)) if place.starts_with("@user_script") => Some(detail),
         _ => None,
     };
     let inner = wrapped.and_then(|place| {
