@@ -28,6 +28,7 @@
 //! | --- | --- |
 //! | [`rate_limit`] | quotas, policies, decisions, [`Limiter`], [`RateLimitLayer`], and what goes around a store |
 //! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and what locks ask of a store |
+//! | [`idempotency`] | what operations that are done once ask of a store |
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`] |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
@@ -77,6 +78,7 @@ pub mod config;
 pub mod grpc;
 #[cfg(feature = "http")]
 pub mod http;
+pub mod idempotency;
 pub mod lock;
 pub mod rate_limit;
 pub mod reject;

@@ -2,6 +2,7 @@
 
 use smallvec::{SmallVec, smallvec};
 
+use crate::idempotency::Operation;
 use crate::key::Key;
 use crate::lock::LockKey;
 use crate::rate_limit::{Algorithm, Policy};
@@ -56,6 +57,12 @@ impl Keys {
             [&self.root, "{lock:", namespace, ":", subject, "}:", part].concat()
         };
         LockKeys { lease: part("lease"), channel: part("free") }
+    }
+
+    /// `<prefix>:2:{idempotency:<scope>:<key>}:record`.
+    pub(super) fn idempotency(&self, operation: &Operation) -> String {
+        let (scope, key) = (operation.scope().as_str(), operation.key().as_str());
+        [&self.root, "{idempotency:", scope, ":", key, "}:record"].concat()
     }
 }
 
@@ -117,6 +124,17 @@ mod tests {
         assert_eq!(keys("orders", "order:42").channel, "t:2:{lock:orders:order:42}:free");
         let long = "}{".repeat(10_000);
         for key in [keys("{a}", "b").lease, keys("a", "}{b}").channel, keys(&long, &long).lease, keys("", "").lease] {
+            assert_eq!((key.matches('{').count(), key.matches('}').count()), (1, 1), "{key}");
+            assert!(key.len() < 256);
+        }
+    }
+
+    #[test]
+    fn an_operation_is_one_slot_and_one_scope_whatever_it_is_called() {
+        let key = |scope: &str, key: &str| Keys::new("t").idempotency(&Operation::new(scope, key));
+        assert_eq!(key("alice", "8e03978e"), "t:2:{idempotency:alice:8e03978e}:record");
+        let long = "}{".repeat(10_000);
+        for key in [key("{a}", "b"), key("a", "}{b}"), key(&long, &long), key("", "")] {
             assert_eq!((key.matches('{').count(), key.matches('}').count()), (1, 1), "{key}");
             assert!(key.len() < 256);
         }
