@@ -96,7 +96,7 @@ impl OperationTable {
         let mut shard = self.shard(operation);
         let now = Instant::now();
         let mut attempt = 1;
-        if let Some(record) = shard.records.get_mut(operation).filter(|record| now < record.expires) {
+        if let Some(record) = shard.records.get_mut(operation).filter(|record| now <= record.expires) {
             let payload = record.payload;
             match &record.state {
                 State::Free if record.token == claim.token => {
@@ -160,7 +160,7 @@ impl OperationTable {
     /// Forgets a couple of records that have run out.
     fn sweep(&self, shard: &mut Shard, now: Instant) {
         for _ in 0..SWEEP {
-            let Some(entry) = shard.due.first_entry().filter(|entry| entry.key().0 <= now) else { return };
+            let Some(entry) = shard.due.first_entry().filter(|entry| entry.key().0 < now) else { return };
             let operation = entry.remove();
             // One that was made to last longer since is looked at again.
             if shard.live(&operation, now).is_some() {
@@ -238,8 +238,9 @@ impl OperationTable {
 }
 
 impl Shard {
+    /// The record of an operation, unless it has run out: it is there in its last instant still, as in Redis.
     fn live(&mut self, operation: &Operation, now: Instant) -> Option<&mut Record> {
-        self.records.get_mut(operation).filter(|record| now < record.expires)
+        self.records.get_mut(operation).filter(|record| now <= record.expires)
     }
 
     /// Says when the record of an operation runs out, in the place of what was said before.
