@@ -408,9 +408,9 @@ async fn a_store_that_fails_at_the_beginning_lets_nobody_through_unless_told_to(
     let open = handler.behind(layer(store.clone()).on_store_error(OnStoreError::Allow), echo);
     for turn in 0..2 {
         if turn == 0 {
-            faults.fail(Failure::Unavailable)
+            faults.fail(Failure::Unavailable);
         } else {
-            faults.hang()
+            faults.hang();
         }
         let response = ask(&app, pay("k")).await;
         assert_eq!(response.headers()["retry-after"], "1");
@@ -584,7 +584,7 @@ async fn a_client_that_breaks_off_sends_the_whole_of_it_the_next_time() {
     let (sender, body) = stream();
     let endless = tokio::spawn(async move {
         while sender.send(data("hundred")).is_ok() {
-            tokio::task::yield_now().await
+            tokio::task::yield_now().await;
         }
     });
     assert_eq!(problem(ask(&app, request("k", body)).await).await.0, 422);
