@@ -1,6 +1,7 @@
 //! Distributed traffic control for tower services.
 //!
-//! Tollgate puts limits in front of any [tower] service, with one `.layer()`, and locks keys for one at a time. The state lies in Redis, where any number of
+//! Tollgate puts limits in front of any [tower] service, with one `.layer()`, locks keys for one at a time, and serves the same request
+//! once. The state lies in Redis, where any number of
 //! processes share them and every decision is one atomic script, or in this process, where nothing has to be installed. The
 //! API is the same.
 //!
@@ -28,6 +29,7 @@
 //! | --- | --- |
 //! | [`rate_limit`] | quotas, policies, decisions, [`Limiter`], [`RateLimitLayer`], and what goes around a store |
 //! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and what locks ask of a store |
+//! | [`idempotency`] | the same request served once: `IdempotencyLayer`, and what it asks of a store |
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`] |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
@@ -50,8 +52,11 @@
 //! * A decision takes one round trip and no longer than its deadline; then the named policy applies, [`OnStoreError`].
 //! * A lock has one live lease, whose holder knows of a loss before the lock can be granted again. Not across a failover, or while
 //!   a process stands still: each grant has a larger fencing token than all before it, for the storage to refuse who is late.
+//! * The handler of an idempotency key runs to its end at most once while its record lives, and nobody gets the answer of another
+//!   scope. Not across a failover that forgets the record.
 //! * Nothing here blocks a thread, and no task outlives the backend that it serves, but for an attempt to connect that is
-//!   under way, which ends with its timeout, and for leases that are on their way back, which expire.
+//!   under way, which ends with its timeout, and for leases that are on their way back, which expire, and for
+//!   handlers whose client has gone, which an idempotency layer lets finish.
 //!
 //! # Features
 //!
@@ -77,6 +82,7 @@ pub mod config;
 pub mod grpc;
 #[cfg(feature = "http")]
 pub mod http;
+pub mod idempotency;
 pub mod lock;
 pub mod rate_limit;
 pub mod reject;
@@ -88,6 +94,8 @@ pub use self::backend::memory::MemoryBackend;
 pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
 pub use self::error::{BoxError, ConfigError, ConnectError, StoreError};
+#[cfg(feature = "http")]
+pub use self::http::IdempotencyLayer;
 pub use self::key::{Everyone, ExtractKey, IntoKey, Key, Or, first_of};
 pub use self::lock::{Lease, LockError, LockLayer, Locks};
 pub use self::rate_limit::{DenyCache, Leases, Limiter, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};

@@ -39,6 +39,19 @@ mod behind_sentinels {
             }
         );
     }
+
+    mod idempotency {
+        use super::*;
+
+        tollgate::idempotency_contract!(
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            |claim| {
+                let deployment = DEPLOYMENT.get(SentinelDeployment::start);
+                claim(connect(&deployment.url()).await).await;
+                every_key_expires(deployment.primary());
+            }
+        );
+    }
 }
 
 /// It happened that a primary which was replaced without being down went on to count for seconds, until a Sentinel made it a
@@ -79,6 +92,19 @@ mod on_a_cluster {
         use super::*;
 
         tollgate::lock_contract!(
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            |claim| {
+                let cluster = CLUSTER.get(Cluster::start);
+                claim(connect(&cluster.url()).await).await;
+                cluster.primaries().into_iter().for_each(|index| every_key_expires(&cluster.nodes[index]));
+            }
+        );
+    }
+
+    mod idempotency {
+        use super::*;
+
+        tollgate::idempotency_contract!(
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             |claim| {
                 let cluster = CLUSTER.get(Cluster::start);

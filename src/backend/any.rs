@@ -4,6 +4,7 @@ use super::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 use super::redis::{RedisBackend, RedisOptions};
 use crate::error::{ConfigError, ConnectError, StoreError};
+use crate::idempotency::{self, Begun, Completion, IdempotencyStore, Operation, Payload};
 use crate::key::Key;
 use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
@@ -38,7 +39,7 @@ pub async fn connect(url: impl AsRef<str>) -> Result<AnyBackend, ConnectError> {
     };
     match scheme {
         "memory" if matches!(rest, "" | "//") => {
-            tracing::info!("tollgate counts in memory: limits and locks hold within this process only");
+            tracing::info!("tollgate counts in memory: limits, locks and idempotency hold within this process only");
             Ok(AnyBackend::Memory(MemoryBackend::new()))
         }
         "memory" => Err(ConfigError::InvalidUrl { reason: "`memory:` takes nothing behind the colon".into() }.into()),
@@ -116,11 +117,11 @@ impl LockStore for AnyBackend {
     }
 
     async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
-        delegate!(self, store => store.renew(renewals).await)
+        delegate!(self, store => LockStore::renew(store, renewals).await)
     }
 
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
-        delegate!(self, store => store.release(lock, token).await)
+        delegate!(self, store => LockStore::release(store, lock, token).await)
     }
 
     async fn watch(&self, lock: &LockKey) -> Wakeups {
@@ -128,7 +129,39 @@ impl LockStore for AnyBackend {
     }
 
     fn scope(&self) -> Scope {
-        delegate!(self, store => store.scope())
+        delegate!(self, store => LockStore::scope(store))
+    }
+}
+
+impl IdempotencyStore for AnyBackend {
+    async fn begin(&self, operation: &Operation, claim: &idempotency::Claim) -> Result<Begun, StoreError> {
+        delegate!(self, store => store.begin(operation, claim).await)
+    }
+
+    async fn renew(
+        &self,
+        operation: &Operation,
+        claim: &idempotency::Claim,
+        payload: &Payload,
+    ) -> Result<bool, StoreError> {
+        delegate!(self, store => IdempotencyStore::renew(store, operation, claim, payload).await)
+    }
+
+    async fn complete(
+        &self,
+        operation: &Operation,
+        token: &Token,
+        completion: &Completion,
+    ) -> Result<bool, StoreError> {
+        delegate!(self, store => store.complete(operation, token, completion).await)
+    }
+
+    async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {
+        delegate!(self, store => IdempotencyStore::release(store, operation, token).await)
+    }
+
+    fn scope(&self) -> Scope {
+        delegate!(self, store => IdempotencyStore::scope(store))
     }
 }
 

@@ -63,6 +63,7 @@
 
 mod charge;
 mod details;
+mod idempotency;
 mod lock;
 mod status;
 

@@ -24,6 +24,7 @@ pub(super) enum Code {
     InvalidArgument = 3,
     PermissionDenied = 7,
     ResourceExhausted = 8,
+    FailedPrecondition = 9,
     Aborted = 10,
     Internal = 13,
     Unavailable = 14,

@@ -194,6 +194,7 @@ mod charge;
 mod client_ip;
 mod forwarded;
 mod headers;
+mod idempotency;
 mod key;
 mod lock;
 mod problem;
@@ -204,6 +205,9 @@ pub use self::body::ResponseBody;
 pub(crate) use self::charge::AtEnd;
 pub use self::charge::{ChargeStatus, failures, successes};
 pub use self::client_ip::{ClientIp, ForwardingHeader};
+pub use self::idempotency::{
+    FingerprintedBody, Idempotency, IdempotencyFuture, IdempotencyLayer, IdempotentBody, Unscoped,
+};
 pub use self::key::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
 pub use self::lock::LockedBody;
 pub use ::ipnet::IpNet;

@@ -19,11 +19,28 @@ pub(super) enum Kind {
     QuotaExceeded,
     TemporaryReducedCapacity,
     AbnormalUsageDetected,
+    MissingIdempotencyKey,
+    InvalidIdempotencyKey,
+    IdempotencyKeyReused,
+    InFlight,
+    OutcomeUnknown,
+    AnswerNotKept,
     /// Nothing more than the status says.
     Blank,
 }
 
+/// The types of problems that idempotency has. Nobody registers such, so they are names of ours.
+macro_rules! idempotency {
+    ($name:literal) => {
+        concat!("urn:tollgate:idempotency:", $name)
+    };
+}
+
 impl Kind {
+    const fn is_registered(self) -> bool {
+        matches!(self, Self::QuotaExceeded | Self::TemporaryReducedCapacity | Self::AbnormalUsageDetected)
+    }
+
     const fn uri(self) -> &'static str {
         match self {
             Self::QuotaExceeded => "https://iana.org/assignments/http-problem-types#quota-exceeded",
@@ -31,6 +48,12 @@ impl Kind {
                 "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity"
             }
             Self::AbnormalUsageDetected => "https://iana.org/assignments/http-problem-types#abnormal-usage-detected",
+            Self::MissingIdempotencyKey => idempotency!("key-missing"),
+            Self::InvalidIdempotencyKey => idempotency!("key-invalid"),
+            Self::IdempotencyKeyReused => idempotency!("key-reused"),
+            Self::InFlight => idempotency!("in-flight"),
+            Self::OutcomeUnknown => idempotency!("outcome-unknown"),
+            Self::AnswerNotKept => idempotency!("answer-not-kept"),
             Self::Blank => "about:blank",
         }
     }
@@ -42,6 +65,12 @@ impl Kind {
                 Some("Request cannot be satisfied due to temporary server capacity constraints")
             }
             Self::AbnormalUsageDetected => Some("Request not satisfied due to detection of abnormal request pattern"),
+            Self::MissingIdempotencyKey => Some("Idempotency key is missing"),
+            Self::InvalidIdempotencyKey => Some("Idempotency key is not valid"),
+            Self::IdempotencyKeyReused => Some("Idempotency key was used for another request"),
+            Self::InFlight => Some("Request is being served"),
+            Self::OutcomeUnknown => Some("Outcome of the request is unknown"),
+            Self::AnswerNotKept => Some("Answer of the request was not kept"),
             Self::Blank => None,
         }
     }
@@ -61,7 +90,7 @@ impl Problem<'_> {
         json.push_str(r#","detail":"#);
         push_string(&mut json, self.detail);
         // A member of the registered types; those who expect it get it, be it empty.
-        if self.kind != Kind::Blank {
+        if self.kind.is_registered() {
             json.push_str(r#","violated-policies":["#);
             for (i, name) in self.violated.iter().enumerate() {
                 if i > 0 {

@@ -5,6 +5,7 @@ use std::time::Duration;
 use tokio::time::sleep;
 
 use crate::error::StoreError;
+use crate::idempotency::{self, Begun, Completion, IdempotencyStore, Operation, Payload};
 use crate::key::Key;
 use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
@@ -77,7 +78,7 @@ pub enum Failure {
     Other,
 }
 
-/// What a store is asked: the methods of [`RateLimitStore`] and [`LockStore`].
+/// What a store is asked: the methods of [`RateLimitStore`], [`LockStore`] and [`IdempotencyStore`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Verb {
@@ -97,13 +98,17 @@ pub enum Verb {
     Acquire,
     /// `renew`, however many leases it is about.
     Renew,
-    /// `release`.
+    /// `release`, of a lock or of an operation.
     Release,
     /// `watch`. One that fails answers that there are no wake-ups.
     Watch,
+    /// `begin` of an operation.
+    Begin,
+    /// `complete`.
+    Complete,
 }
 
-const VERBS: usize = Verb::Watch as usize + 1;
+const VERBS: usize = Verb::Complete as usize + 1;
 
 impl Failure {
     fn error(self) -> StoreError {
@@ -268,6 +273,38 @@ impl<S: RateLimitStore + Sync> RateLimitStore for FaultStore<S> {
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
         self.faults.around(Verb::Reset, self.inner.reset(policy, key)).await
+    }
+}
+
+impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
+    async fn begin(&self, operation: &Operation, claim: &idempotency::Claim) -> Result<Begun, StoreError> {
+        self.faults.around(Verb::Begin, self.inner.begin(operation, claim)).await
+    }
+
+    async fn renew(
+        &self,
+        operation: &Operation,
+        claim: &idempotency::Claim,
+        payload: &Payload,
+    ) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Renew, self.inner.renew(operation, claim, payload)).await
+    }
+
+    async fn complete(
+        &self,
+        operation: &Operation,
+        token: &Token,
+        completion: &Completion,
+    ) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Complete, self.inner.complete(operation, token, completion)).await
+    }
+
+    async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Release, self.inner.release(operation, token)).await
+    }
+
+    fn scope(&self) -> Scope {
+        self.inner.scope()
     }
 }
 

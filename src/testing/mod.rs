@@ -79,8 +79,9 @@
 //! # A backend of your own
 //!
 //! [`rate_limit_contract!`](crate::rate_limit_contract) runs everything that a [`RateLimitStore`](crate::rate_limit::RateLimitStore)
-//! must do on it, each claim as a test of its own, and [`lock_contract!`](crate::lock_contract) what a
-//! [`LockStore`](crate::lock::LockStore) must do. The backends of this crate pass the same tests.
+//! must do on it, each claim as a test of its own, [`lock_contract!`](crate::lock_contract) what a
+//! [`LockStore`](crate::lock::LockStore) must do, and [`idempotency_contract!`](crate::idempotency_contract) what an
+//! [`IdempotencyStore`](crate::idempotency::IdempotencyStore) must do. The backends of this crate pass the same tests.
 //!
 //! ```no_run
 //! # use tollgate::MemoryBackend as MyBackend;
@@ -91,6 +92,7 @@
 pub mod contract;
 mod exhaust;
 mod fault;
+pub mod idempotency_contract;
 pub mod lock_contract;
 
 pub use self::exhaust::exhaust;
@@ -220,6 +222,38 @@ macro_rules! lock_contract {
     };
 }
 
+/// Makes a test of every claim in [`idempotency_contract`](crate::testing::idempotency_contract), to run on a backend. Takes what
+/// [`rate_limit_contract!`](crate::rate_limit_contract) takes.
+///
+/// ```no_run
+/// # use tollgate::MemoryBackend;
+/// tollgate::idempotency_contract!(#[tokio::test(start_paused = true)] async { MemoryBackend::new() });
+/// # fn main() {}
+/// ```
+#[macro_export]
+macro_rules! idempotency_contract {
+    ($($told:tt)+) => {
+        $crate::__contract! {
+            @read [idempotency_contract:
+                an_operation_is_granted_once
+                scopes_and_keys_are_apart
+                a_beginning_may_be_asked_again
+                an_answer_is_kept_as_it_was
+                an_answer_that_is_not_kept_leaves_a_mark
+                another_request_is_told_nothing_but_that
+                a_live_attempt_is_never_taken_over
+                a_completed_answer_is_never_taken_over
+                who_was_taken_over_changes_nothing
+                a_lease_comes_back_unless_somebody_took_over
+                what_is_given_back_is_begun_again
+                what_is_given_up_on_its_way_claims_nothing
+                an_answer_is_forgotten_when_its_time_is_over
+                one_of_many_racing_begins
+            ] [] $($told)+
+        }
+    };
+}
+
 /// What the contracts have in common: a test for each claim of a list.
 #[doc(hidden)]
 #[macro_export]
@@ -251,9 +285,12 @@ mod tests {
     #[test]
     fn no_claim_is_left_out() {
         let front = include_str!("mod.rs");
-        for (name, contract, least) in
-            [("contract", include_str!("contract.rs"), 30), ("lock_contract", include_str!("lock_contract.rs"), 20)]
-        {
+        let contracts = [
+            ("contract", include_str!("contract.rs"), 30),
+            ("lock_contract", include_str!("lock_contract.rs"), 20),
+            ("idempotency_contract", include_str!("idempotency_contract.rs"), 12),
+        ];
+        for (name, contract, least) in contracts {
             let claims: Vec<_> =
                 contract.lines().filter_map(|line| line.strip_prefix("pub async fn ")?.split('<').next()).collect();
             let listed = front

@@ -1,5 +1,6 @@
-//! Counts and leases in this process.
+//! Counts, leases and operations in this process.
 
+mod idempotency;
 mod lock;
 mod rate_limit;
 mod shard;
@@ -12,6 +13,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use self::idempotency::OperationTable;
 use self::lock::LockTable;
 use self::shard::Shard;
 use crate::key::Key;
@@ -31,7 +33,8 @@ use crate::rate_limit::Quota;
 /// a flood of new keys pushes out its own kind, and the clients that are being limited stay limited.
 ///
 /// Locks are kept apart from counts: as many of them can be held as keys are kept, and a held one is never forgotten. One more is an
-/// error that is [out of memory](crate::StoreError::is_out_of_memory).
+/// error that is [out of memory](crate::StoreError::is_out_of_memory). So are the records of idempotency, with 1 KiB of room for the answer
+/// of each on the average.
 ///
 /// # Time
 ///
@@ -67,6 +70,7 @@ struct Inner {
     // The sum of the weights of all counts. One budget for all shards, since one long log may outweigh a fair share of it.
     weight: AtomicUsize,
     locks: Arc<LockTable>,
+    operations: OperationTable,
 }
 
 /// A shard in cache lines of its own, so that processors that lock neighbours do not wait for each other.
@@ -106,6 +110,7 @@ impl MemoryBackend {
                 capacity: keys.max(1),
                 weight: AtomicUsize::new(0),
                 locks: Arc::new(LockTable::new(keys.max(1))),
+                operations: OperationTable::new(keys.max(1)),
             }),
         }
     }

@@ -17,6 +17,8 @@ use crate::key::Key;
 use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request};
 use crate::{MemoryBackend, StoreError};
 
+#[path = "idempotency_differential.rs"]
+mod idempotency;
 #[path = "lock_differential.rs"]
 mod lock;
 #[path = "../../../tests/support/server.rs"]
@@ -308,9 +310,24 @@ impl RedisBackend {
     fn on_virtual_clock(&self) -> Self {
         let prelude = include_str!("virtual_clock.lua");
         let mut scripts = Scripts::new();
-        let Scripts { check, check_plain, check_many, block, lock_acquire, lock_renew, lock_release, probe: _ } =
-            &mut scripts;
-        for script in [check, check_plain, check_many, block, lock_acquire, lock_renew, lock_release] {
+        let Scripts {
+            check,
+            check_plain,
+            check_many,
+            block,
+            lock_acquire,
+            lock_renew,
+            lock_release,
+            idempotency_begin,
+            idempotency_renew,
+            idempotency_complete,
+            idempotency_release,
+            probe: _,
+        } = &mut scripts;
+        let counting = [check, check_plain, check_many, block];
+        let locking = [lock_acquire, lock_renew, lock_release];
+        let once = [idempotency_begin, idempotency_renew, idempotency_complete, idempotency_release];
+        for script in counting.into_iter().chain(locking).chain(once) {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
         }
         let super::Inner { servers, keys, locks, .. } = &*self.inner;

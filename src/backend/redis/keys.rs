@@ -2,6 +2,7 @@
 
 use smallvec::{SmallVec, smallvec};
 
+use crate::idempotency::Operation;
 use crate::key::Key;
 use crate::lock::LockKey;
 use crate::rate_limit::{Algorithm, Policy};
@@ -52,6 +53,12 @@ impl Keys {
     /// `<prefix>:2:{lock:<namespace>:<subject>}:lease`.
     pub(super) fn lease(&self, lock: &LockKey) -> String {
         self.lock(lock, "lease")
+    }
+
+    /// `<prefix>:2:{idempotency:<scope>:<key>}:record`.
+    pub(super) fn idempotency(&self, operation: &Operation) -> String {
+        let (scope, key) = (operation.scope().as_str(), operation.key().as_str());
+        [&self.root, "{idempotency:", scope, ":", key, "}:record"].concat()
     }
 
     /// `<prefix>:2:{lock:<namespace>:<subject>}:free`, the channel.
@@ -117,6 +124,17 @@ mod tests {
         assert_eq!(Keys::new("t").free(&LockKey::new("orders", "order:42")), "t:2:{lock:orders:order:42}:free");
         let long = "}{".repeat(10_000);
         for key in [lease("{a}", "b"), lease("a", "}{b}"), lease(&long, &long), lease("", "")] {
+            assert_eq!((key.matches('{').count(), key.matches('}').count()), (1, 1), "{key}");
+            assert!(key.len() < 256);
+        }
+    }
+
+    #[test]
+    fn an_operation_is_one_slot_and_one_scope_whatever_it_is_called() {
+        let key = |scope: &str, key: &str| Keys::new("t").idempotency(&Operation::new(scope, key));
+        assert_eq!(key("alice", "8e03978e"), "t:2:{idempotency:alice:8e03978e}:record");
+        let long = "}{".repeat(10_000);
+        for key in [key("{a}", "b"), key("a", "}{b}"), key(&long, &long), key("", "")] {
             assert_eq!((key.matches('{').count(), key.matches('}').count()), (1, 1), "{key}");
             assert!(key.len() < 256);
         }

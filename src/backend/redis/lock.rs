@@ -34,6 +34,11 @@ impl LockLinks {
         Self::new(self.own.clone(), self.source.clone())
     }
 
+    /// Where nothing waits behind what requests have asked for.
+    pub(super) const fn apart(&self) -> &Servers {
+        &self.own
+    }
+
     fn subscriber(&self) -> &Subscriber {
         self.subscriber.get_or_init(|| Subscriber::new(self.source.clone()))
     }

@@ -1,4 +1,4 @@
-//! Counts and leases in Redis, shared by every process that uses it.
+//! Counts, leases and operations in Redis, shared by every process that uses it.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -46,14 +46,14 @@
 //! come meanwhile wait until one of a few calls is back, and then go together in one script, each charged or denied by
 //! itself: exact, and about twice as many a second. Not on a cluster, where hardly two subjects share a slot.
 //!
-//! Once there are locks, two more connections are opened: one for renewing and giving back, which do not queue behind requests, and
-//! one that listens for locks becoming free, if somebody waits for one. A backend that was opened [from a
+//! Once there are locks or operations, one more connection is opened, for renewing and giving back, which do not queue behind requests; and
+//! with locks one that listens for locks becoming free, if somebody waits for one. A backend that was opened [from a
 //! pool](RedisBackend::from_pool) has no means to listen: who waits there looks once a second.
 //!
 //! # Keys
 //!
-//! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>` and `<prefix>:2:{lock:<namespace>:<subject>}:lease`, with the
-//! channel `...:free` beside it. The braces make a subject one slot of a cluster. Each key has a
+//! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`, `<prefix>:2:{lock:<namespace>:<subject>}:lease` with the
+//! channel `...:free` beside it, and `<prefix>:2:{idempotency:<scope>:<key>}:record`. The braces make a subject one slot of a cluster. Each key has a
 //! time to live. Two releases of Tollgate may share one Redis as long as the number after the prefix is the same.
 //!
 //! # Servers
@@ -83,6 +83,7 @@ mod cluster;
 mod counts;
 mod error;
 mod gather;
+mod idempotency;
 mod keys;
 mod listener;
 mod lock;

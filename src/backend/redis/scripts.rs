@@ -9,6 +9,7 @@ use super::counts::Packed;
 use super::error;
 use super::servers::Servers;
 use crate::error::StoreError;
+use crate::idempotency::{self, Completion, Payload};
 use crate::lock::{Claim, Token};
 use crate::rate_limit::Receipt;
 
@@ -35,6 +36,10 @@ pub(super) struct Scripts {
     pub(super) lock_acquire: LuaScript,
     pub(super) lock_renew: LuaScript,
     pub(super) lock_release: LuaScript,
+    pub(super) idempotency_begin: LuaScript,
+    pub(super) idempotency_renew: LuaScript,
+    pub(super) idempotency_complete: LuaScript,
+    pub(super) idempotency_release: LuaScript,
     pub(super) probe: LuaScript,
 }
 
@@ -106,6 +111,10 @@ impl Scripts {
             lock_acquire: lua!("lock_acquire.lua"),
             lock_renew: lua!("lock_renew.lua"),
             lock_release: lua!("lock_release.lua"),
+            idempotency_begin: lua!("idempotency_begin.lua"),
+            idempotency_renew: lua!("idempotency_renew.lua"),
+            idempotency_complete: lua!("idempotency_complete.lua"),
+            idempotency_release: lua!("idempotency_release.lua"),
             probe: lua!("server_probe.lua"),
         }
     }
@@ -180,6 +189,54 @@ impl Scripts {
     ) -> Result<Value, StoreError> {
         let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, publish);
         self.lock_release.call(servers, &keys, args).await
+    }
+
+    pub(super) async fn idempotency_begin(
+        &self,
+        servers: &Servers,
+        record: &str,
+        claim: &idempotency::Claim,
+    ) -> Result<Value, StoreError> {
+        let idempotency::Claim { token, head, lease, retention, takes_over } = claim;
+        let times = (millis(*lease), millis(*retention));
+        let args = (token.as_bytes().as_slice(), head.0.as_slice(), times, u8::from(*takes_over));
+        self.idempotency_begin.call(servers, &[record], args).await
+    }
+
+    pub(super) async fn idempotency_renew(
+        &self,
+        servers: &Servers,
+        record: &str,
+        claim: &idempotency::Claim,
+        payload: &Payload,
+    ) -> Result<Value, StoreError> {
+        let (token, payload) = (claim.token.as_bytes().as_slice(), payload.to_bytes());
+        let args = (token, millis(claim.lease), millis(claim.retention), payload.as_slice());
+        self.idempotency_renew.call(servers, &[record], args).await
+    }
+
+    pub(super) async fn idempotency_complete(
+        &self,
+        servers: &Servers,
+        record: &str,
+        token: &Token,
+        completion: &Completion,
+    ) -> Result<Value, StoreError> {
+        let Completion { answer, is_kept, payload, retention } = completion;
+        let state = if *is_kept { 2 } else { 3 };
+        let payload = payload.to_bytes();
+        let args = (token.as_bytes().as_slice(), state, millis(*retention), payload.as_slice(), &**answer);
+        self.idempotency_complete.call(servers, &[record], args).await
+    }
+
+    pub(super) async fn idempotency_release(
+        &self,
+        servers: &Servers,
+        record: &str,
+        token: &Token,
+    ) -> Result<Value, StoreError> {
+        let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS);
+        self.idempotency_release.call(servers, &[record], args).await
     }
 }
 
@@ -266,6 +323,10 @@ mod tests {
             (&scripts.lock_acquire, 1, 5),
             (&scripts.lock_renew, 1, 2),
             (&scripts.lock_release, 2, 3),
+            (&scripts.idempotency_begin, 1, 5),
+            (&scripts.idempotency_renew, 1, 4),
+            (&scripts.idempotency_complete, 1, 5),
+            (&scripts.idempotency_release, 1, 2),
         ];
         for (script, keys, args) in calls {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());

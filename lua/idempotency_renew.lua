@@ -1,0 +1,23 @@
+-- idempotency_renew: let the lease of an attempt last its whole length from now on, if the operation is still the token's.
+--
+-- KEYS[1]  record    string, see idempotency_begin                prefix:2:{idempotency:<scope>:<key>}:record
+-- ARGV[1]  token     of the attempt
+-- ARGV[2]  lease_ms  integer, 10 to 86400000
+-- ARGV[3]  keep_ms   how long the record is kept after the lease
+-- ARGV[4]  payload   24 bytes, the fingerprint of the body as far as it is known
+--
+-- Value    record: see idempotency_begin
+-- Returns  1 renewed, also where the lease had ended and nobody has begun anew; 0 not this token's any more
+-- Errors   WRONGTYPE
+-- Repeat   harmless
+local record, token, lease_ms, keep_ms, payload = KEYS[1], ARGV[1], ARGV[2] + 0, ARGV[3] + 0, ARGV[4]
+
+local stored = redis.call('GET', record) or ''
+if #stored < 80 or stored:byte(1) ~= 1 or stored:byte(2) ~= 1 or stored:sub(41, 56) ~= token then
+  return 0
+end
+local time = redis.call('TIME')
+local ends = time[1] * 1000000 + time[2] + lease_ms * 1000
+stored = stored:sub(1, 13) .. struct.pack('<I7I4', ends, lease_ms) .. stored:sub(25, 56) .. payload
+redis.call('SET', record, stored, 'PX', lease_ms + keep_ms)
+return 1

@@ -1,0 +1,78 @@
+use std::time::Duration;
+
+use redis::Value;
+
+use super::error::unexpected_reply;
+use super::{Inner, RedisBackend};
+use crate::error::StoreError;
+use crate::idempotency::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
+use crate::lock::{Scope, Token};
+
+impl IdempotencyStore for RedisBackend {
+    async fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let reply = scripts.idempotency_begin(servers, &keys.idempotency(operation), claim).await?;
+        begun(&reply).ok_or_else(|| unexpected_reply(&reply))
+    }
+
+    async fn renew(&self, operation: &Operation, claim: &Claim, payload: &Payload) -> Result<bool, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        is_done(&scripts.idempotency_renew(locks.apart(), &keys.idempotency(operation), claim, payload).await?)
+    }
+
+    async fn complete(
+        &self,
+        operation: &Operation,
+        token: &Token,
+        completion: &Completion,
+    ) -> Result<bool, StoreError> {
+        // Answers are large, and a caller waits: not where renewals must not wait behind them.
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        is_done(&scripts.idempotency_complete(servers, &keys.idempotency(operation), token, completion).await?)
+    }
+
+    async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        is_done(&scripts.idempotency_release(locks.apart(), &keys.idempotency(operation), token).await?)
+    }
+
+    fn scope(&self) -> Scope {
+        Scope::Redis
+    }
+}
+
+/// The reply of `idempotency_begin.lua`.
+fn begun(reply: &Value) -> Option<Begun> {
+    let Value::Array(values) = reply else { return None };
+    let number = |value: &Value| match value {
+        Value::Int(number) => u64::try_from(*number).ok(),
+        _ => None,
+    };
+    let payload = |value: &Value| match value {
+        Value::BulkString(bytes) => Payload::from_bytes(bytes),
+        _ => None,
+    };
+    Some(match values.as_slice() {
+        [Value::Int(0)] => Begun::Mismatch,
+        [Value::Int(1), fence, attempt] => {
+            Begun::Granted { fence: number(fence)?, attempt: number(attempt)?.try_into().ok()? }
+        }
+        [Value::Int(2), remaining_ms, body] => {
+            Begun::InFlight { remaining: Duration::from_millis(number(remaining_ms)?), payload: payload(body)? }
+        }
+        [Value::Int(3), attempt, body] => {
+            Begun::Unknown { attempt: number(attempt)?.try_into().ok()?, payload: payload(body)? }
+        }
+        [Value::Int(state @ (4 | 5)), body, Value::BulkString(answer)] => {
+            Begun::Completed { payload: payload(body)?, answer: answer.as_slice().into(), is_kept: *state == 4 }
+        }
+        _ => return None,
+    })
+}
+
+fn is_done(reply: &Value) -> Result<bool, StoreError> {
+    match reply {
+        Value::Int(done @ (0 | 1)) => Ok(*done == 1),
+        _ => Err(unexpected_reply(reply)),
+    }
+}

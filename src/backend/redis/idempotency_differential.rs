@@ -1,0 +1,228 @@
+//! The same for operations: random attempts, each of which may stop anywhere and never be heard of again, on memory, on Redis and on
+//! a model of what should be.
+
+use super::*;
+use crate::idempotency::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
+use crate::lock::Token;
+
+const TOKENS: usize = 4;
+const KEEP_FREE: Duration = Duration::from_secs(600);
+
+#[derive(Clone, Debug)]
+struct AttemptStep {
+    // In milliseconds, before the step.
+    pause: u64,
+    operation: u32,
+    token: usize,
+    head: u8,
+    takes_over: bool,
+    lease_ms: u64,
+    verb: AttemptVerb,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum AttemptVerb {
+    Begin,
+    Renew,
+    Complete { is_kept: bool },
+    Release,
+}
+
+fn attempts() -> impl Strategy<Value = Vec<AttemptStep>> {
+    // Often right at the end of a lease, of a retention, or of what is remembered of an attempt that was given back.
+    let pause = prop_oneof![
+        6 => Just(0_u64),
+        4 => 0..60_u64,
+        3 => 9..12_u64,
+        2 => 999..1_012_u64,
+        1 => 1_999..2_002_u64,
+        1 => 599_999..600_002_u64,
+    ];
+    let verb = prop_oneof![
+        6 => Just(AttemptVerb::Begin),
+        2 => Just(AttemptVerb::Renew),
+        1 => any::<bool>().prop_map(|is_kept| AttemptVerb::Complete { is_kept }),
+        1 => Just(AttemptVerb::Release),
+    ];
+    let head = prop_oneof![9 => Just(1_u8), 1 => Just(2)];
+    let lease_ms = prop_oneof![Just(10_u64), Just(50)];
+    let step = (pause, 0..2_u32, 0..TOKENS, head, any::<bool>(), lease_ms, verb);
+    let step = step.prop_map(|(pause, operation, token, head, takes_over, lease_ms, verb)| AttemptStep {
+        pause,
+        operation,
+        token,
+        head,
+        takes_over,
+        lease_ms,
+        verb,
+    });
+    prop::collection::vec(step, 100..300)
+}
+
+/// What should be known of one operation.
+#[derive(Clone, Copy, Debug, Default)]
+struct Model {
+    state: Option<State>,
+    attempt: u32,
+    token: usize,
+    head: u8,
+    payload: u64,
+    // In milliseconds.
+    expires: u64,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum State {
+    Free,
+    InFlight { ends: u64 },
+    Completed { is_kept: bool },
+}
+
+const RETENTION_MS: u64 = 1_000;
+
+impl Model {
+    fn is_in_flight_by(&self, token: usize) -> bool {
+        matches!(self.state, Some(State::InFlight { .. })) && self.token == token
+    }
+
+    fn begin(&mut self, now: u64, step: &AttemptStep) -> String {
+        let AttemptStep { token, head, takes_over, lease_ms, .. } = *step;
+        match self.state {
+            Some(State::Free) if self.token == token => return "in flight for 1 ms, body 0".into(),
+            None | Some(State::Free) => {}
+            _ if self.head != head => return "mismatch".into(),
+            Some(State::Completed { is_kept }) => {
+                return format!("completed by {} (kept: {is_kept}), body {}", self.token, self.payload);
+            }
+            Some(State::InFlight { .. }) if self.token == token => {
+                self.state = Some(State::InFlight { ends: now + lease_ms });
+                self.expires = now + lease_ms + RETENTION_MS;
+                return format!("granted, attempt {}", self.attempt);
+            }
+            Some(State::InFlight { ends }) if ends > now => {
+                return format!("in flight for {} ms, body {}", ends - now, self.payload);
+            }
+            Some(State::InFlight { .. }) if !takes_over => {
+                return format!("unknown, attempt {}, body {}", self.attempt, self.payload);
+            }
+            Some(State::InFlight { .. }) => {}
+        }
+        let (attempt, expires) = (self.attempt + 1, now + lease_ms + RETENTION_MS);
+        *self =
+            Self { state: Some(State::InFlight { ends: now + lease_ms }), attempt, token, head, payload: 0, expires };
+        format!("granted, attempt {attempt}")
+    }
+}
+
+fn payload(len: u64) -> Payload {
+    Payload { len, is_whole: (len > 0).then_some(true), digest: Digest::default() }
+}
+
+fn told(begun: &Begun) -> String {
+    match begun {
+        Begun::Granted { attempt, .. } => format!("granted, attempt {attempt}"),
+        Begun::Mismatch => "mismatch".into(),
+        Begun::InFlight { remaining, payload } => {
+            format!("in flight for {} ms, body {}", remaining.as_micros().div_ceil(1_000), payload.len)
+        }
+        Begun::Unknown { attempt, payload } => format!("unknown, attempt {attempt}, body {}", payload.len),
+        Begun::Completed { payload, answer, is_kept } => {
+            format!("completed by {} (kept: {is_kept}), body {}", answer[0], payload.len)
+        }
+    }
+}
+
+fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(), TestCaseError> {
+    let tokens = [(); TOKENS].map(|()| Token::random().unwrap());
+    let mut models = [Model::default(); 2];
+    // The last fence of each operation that was given out, on either backend, and to whom.
+    let mut fences = [[0; 2]; 2];
+    let mut now = 0;
+    for (number, step) in trace.iter().enumerate() {
+        pair.pause(Duration::from_millis(step.pause));
+        now += step.pause;
+        let operation = Operation::new(format!("trace-{turn}"), step.operation);
+        let (at, token) = (step.operation as usize, tokens[step.token]);
+        let model = &mut models[at];
+        if model.state.is_some() && now > model.expires {
+            *model = Model::default();
+        }
+        let (lease, retention) = (Duration::from_millis(step.lease_ms), Duration::from_millis(RETENTION_MS));
+        let claim = Claim { token, head: Digest([step.head; 16]), lease, retention, takes_over: step.takes_over };
+        let body = payload(number as u64 + 1);
+        let (expected, memory, redis) = match step.verb {
+            AttemptVerb::Begin => {
+                let was_ours = model.is_in_flight_by(step.token);
+                let expected = model.begin(now, step);
+                let (memory, redis) = pair.both(|to| to.begin(&operation, &claim), |to| to.begin(&operation, &claim));
+                for (begun, last) in [&memory, &redis].into_iter().zip(&mut fences[at]) {
+                    if let Begun::Granted { fence, .. } = begun {
+                        prop_assert!(if was_ours { fence == last } else { fence > last }, "{} {:?}", last, begun);
+                        *last = *fence;
+                    }
+                }
+                (expected, told(&memory), told(&redis))
+            }
+            AttemptVerb::Renew => {
+                let expected = model.is_in_flight_by(step.token);
+                if expected {
+                    model.state = Some(State::InFlight { ends: now + step.lease_ms });
+                    model.expires = now + step.lease_ms + RETENTION_MS;
+                    model.payload = body.len;
+                }
+                let (memory, redis) = pair.both(
+                    |to| IdempotencyStore::renew(to, &operation, &claim, &body),
+                    |to| IdempotencyStore::renew(to, &operation, &claim, &body),
+                );
+                (expected.to_string(), memory.to_string(), redis.to_string())
+            }
+            AttemptVerb::Complete { is_kept } => {
+                let is_done = matches!(model.state, Some(State::Completed { .. })) && model.token == step.token;
+                let expected = is_done || model.is_in_flight_by(step.token);
+                if expected && !is_done {
+                    model.state = Some(State::Completed { is_kept });
+                    (model.expires, model.payload) = (now + RETENTION_MS, body.len);
+                }
+                let answer = [step.token as u8].into();
+                let done = Completion { answer, is_kept, payload: body, retention };
+                let (memory, redis) =
+                    pair.both(|to| to.complete(&operation, &token, &done), |to| to.complete(&operation, &token, &done));
+                (expected.to_string(), memory.to_string(), redis.to_string())
+            }
+            AttemptVerb::Release => {
+                let expected = match model.state {
+                    None | Some(State::Free) => true,
+                    Some(State::InFlight { .. }) => model.token == step.token,
+                    Some(State::Completed { .. }) => false,
+                };
+                if expected {
+                    model.state = Some(State::Free);
+                    (model.token, model.expires) = (step.token, now + KEEP_FREE.as_millis() as u64);
+                }
+                let (memory, redis) = pair.both(
+                    |to| IdempotencyStore::release(to, &operation, &token),
+                    |to| IdempotencyStore::release(to, &operation, &token),
+                );
+                (expected.to_string(), memory.to_string(), redis.to_string())
+            }
+        };
+        prop_assert_eq!(&memory, &expected, "memory at step {}: {:?}", number, step);
+        prop_assert_eq!(&redis, &expected, "redis at step {}: {:?}", number, step);
+    }
+    pair.check_expiries();
+    Ok(())
+}
+
+#[test]
+fn memory_and_redis_keep_operations_as_a_model_does() {
+    let server = RedisServer::start();
+    let (turns, steps) = (Cell::new(0), Cell::new(0));
+    let config = Config { cases: 50, failure_persistence: None, ..Config::default() };
+    let outcome = TestRunner::new(config).run(&attempts(), |trace| {
+        turns.set(turns.get() + 1);
+        steps.set(steps.get() + trace.len());
+        run_attempts(&trace, &mut Pair::new(&server), turns.get())
+    });
+    outcome.unwrap_or_else(|error| panic!("{error}"));
+    assert!(steps.get() >= STEPS / 2, "{} steps are too few to say anything", steps.get());
+}

@@ -1,0 +1,236 @@
+//! Answers as they are kept: one byte version 1, the status, the headers, the trailers and the body, each with its length.
+
+use ::http::header::{self, HeaderName};
+use ::http::{HeaderMap, HeaderValue, StatusCode};
+use bytes::{Buf, Bytes};
+
+/// The layout of an answer.
+const VERSION: u8 = 1;
+
+/// Of one hop, of one moment, or of one request: none of it is true of a replay.
+const NOT_KEPT: &[&str] = &[
+    "age",
+    "connection",
+    "content-length",
+    "date",
+    "keep-alive",
+    "proxy-authenticate",
+    "proxy-authorization",
+    "proxy-connection",
+    "server-timing",
+    "te",
+    "traceparent",
+    "tracestate",
+    "transfer-encoding",
+    "upgrade",
+    "x-request-id",
+];
+
+/// An answer on its way into the record.
+pub(super) struct Recorder {
+    head: Vec<u8>,
+    chunks: Vec<Bytes>,
+    trailers: Vec<u8>,
+    len: usize,
+    most: usize,
+    status: StatusCode,
+}
+
+impl Recorder {
+    pub(super) fn new(status: StatusCode, headers: &HeaderMap, keeps_cookies: bool, most: usize) -> Self {
+        let mut head = vec![VERSION];
+        head.extend(status.as_u16().to_le_bytes());
+        let is_kept = |name: &HeaderName| is_kept(name, headers) && (keeps_cookies || name != header::SET_COOKIE);
+        put(&mut head, headers, is_kept);
+        let len = head.len();
+        Self { head, chunks: Vec::new(), trailers: Vec::new(), len, most, status }
+    }
+
+    pub(super) const fn status(&self) -> StatusCode {
+        self.status
+    }
+
+    /// Whether all of it is there, as far as it came.
+    pub(super) const fn fits(&self) -> bool {
+        self.len <= self.most
+    }
+
+    pub(super) fn data(&mut self, data: &Bytes) {
+        self.len = self.len.saturating_add(data.len());
+        if self.fits() {
+            if !data.is_empty() {
+                self.chunks.push(data.clone());
+            }
+        } else {
+            self.chunks = Vec::new();
+        }
+    }
+
+    pub(super) fn trailers(&mut self, trailers: &HeaderMap) {
+        put(&mut self.trailers, trailers, |_| true);
+        self.len = self.len.saturating_add(self.trailers.len());
+    }
+
+    /// The answer, or only its status where that is all that fits or is whole.
+    pub(super) fn finish(mut self, is_whole: bool) -> (Vec<u8>, bool) {
+        let is_kept = is_whole && self.fits();
+        let mut answer = if is_kept { self.head } else { Recorder::new(self.status, &HeaderMap::new(), false, 0).head };
+        if is_kept {
+            if self.trailers.is_empty() {
+                put(&mut self.trailers, &HeaderMap::new(), |_| true);
+            }
+            answer.append(&mut self.trailers);
+            self.chunks.iter().for_each(|chunk| answer.extend_from_slice(chunk));
+        }
+        (answer, is_kept)
+    }
+}
+
+/// Whether a header says something of the answer, and not of the way that it took.
+fn is_kept(name: &HeaderName, headers: &HeaderMap) -> bool {
+    let is_of_connection = || {
+        let tokens = headers.get_all(header::CONNECTION).iter().filter_map(|value| value.to_str().ok());
+        tokens.flat_map(|value| value.split(',')).any(|token| token.trim().eq_ignore_ascii_case(name.as_str()))
+    };
+    let is_limit = || ["ratelimit", "x-ratelimit-"].iter().any(|prefix| name.as_str().starts_with(prefix));
+    !(NOT_KEPT.contains(&name.as_str()) || is_limit() || is_of_connection())
+}
+
+fn put(out: &mut Vec<u8>, headers: &HeaderMap, is_kept: impl Fn(&HeaderName) -> bool) {
+    let count_at = out.len();
+    out.extend([0; 2]);
+    let mut count = 0_u16;
+    for (name, value) in headers.iter().filter(|(name, _)| is_kept(name)) {
+        // Names are no longer than this, and hyper lets no value through that is longer than this.
+        let (Ok(name_len), Ok(value_len)) = (u16::try_from(name.as_str().len()), u32::try_from(value.len())) else {
+            continue;
+        };
+        out.extend(name_len.to_le_bytes());
+        out.extend(name.as_str().as_bytes());
+        out.extend(value_len.to_le_bytes());
+        out.extend(value.as_bytes());
+        count = count.saturating_add(1);
+    }
+    out[count_at..count_at + 2].copy_from_slice(&count.to_le_bytes());
+}
+
+/// An answer out of a record.
+pub(super) struct Recorded {
+    pub(super) status: StatusCode,
+    pub(super) headers: HeaderMap,
+    pub(super) body: Bytes,
+    pub(super) trailers: HeaderMap,
+}
+
+impl Recorded {
+    /// `None` if that is not what [`Recorder`] writes.
+    pub(super) fn read(mut bytes: Bytes) -> Option<Self> {
+        if bytes.try_get_u8().ok()? != VERSION {
+            return None;
+        }
+        let status = StatusCode::from_u16(bytes.try_get_u16_le().ok()?).ok()?;
+        let headers = get(&mut bytes)?;
+        // Of one that was not kept there is no more.
+        let trailers = if bytes.is_empty() { HeaderMap::new() } else { get(&mut bytes)? };
+        Some(Self { status, headers, body: bytes, trailers })
+    }
+}
+
+fn get(bytes: &mut Bytes) -> Option<HeaderMap> {
+    let count = bytes.try_get_u16_le().ok()?;
+    let mut headers = HeaderMap::new();
+    for _ in 0..count {
+        let name_len = usize::from(bytes.try_get_u16_le().ok()?);
+        let name = HeaderName::from_bytes(&take(bytes, name_len)?).ok()?;
+        let value_len = usize::try_from(bytes.try_get_u32_le().ok()?).ok()?;
+        let value = HeaderValue::from_maybe_shared(take(bytes, value_len)?).ok()?;
+        headers.try_append(name, value).ok()?;
+    }
+    Some(headers)
+}
+
+fn take(bytes: &mut Bytes, len: usize) -> Option<Bytes> {
+    (bytes.len() >= len).then(|| bytes.split_to(len))
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn headers(lines: &[(&'static str, &[u8])]) -> HeaderMap {
+        let mut headers = HeaderMap::new();
+        for (name, value) in lines {
+            headers.append(HeaderName::from_static(name), HeaderValue::from_bytes(value).unwrap());
+        }
+        headers
+    }
+
+    #[test]
+    fn an_answer_is_read_as_it_was_written() {
+        let sent = headers(&[("location", b"/a"), ("x-many", b"1"), ("x-many", b"\xff\xfe"), ("x-empty", b"")]);
+        let trailers = headers(&[("grpc-status", b"0")]);
+        let mut recorder = Recorder::new(StatusCode::CREATED, &sent, false, 1_000);
+        for chunk in ["one", "", "two"] {
+            recorder.data(&Bytes::from_static(chunk.as_bytes()));
+        }
+        recorder.trailers(&trailers);
+        let (bytes, is_kept) = recorder.finish(true);
+        assert!(is_kept);
+        let recorded = Recorded::read(bytes.into()).unwrap();
+        assert_eq!((recorded.status, &*recorded.body), (StatusCode::CREATED, b"onetwo".as_slice()));
+        assert_eq!((recorded.headers, recorded.trailers), (sent, trailers));
+    }
+
+    #[test]
+    fn what_is_not_true_of_a_replay_is_left_out() {
+        let sent = headers(&[
+            ("connection", b"close, X-Hop"),
+            ("x-hop", b"1"),
+            ("date", b"now"),
+            ("content-length", b"7"),
+            ("set-cookie", b"session=1"),
+            ("ratelimit", b"r=1"),
+            ("x-ratelimit-remaining", b"1"),
+            ("content-type", b"text/plain"),
+        ]);
+        let kept = |keeps_cookies| {
+            let (bytes, _) = Recorder::new(StatusCode::OK, &sent, keeps_cookies, 1_000).finish(true);
+            let recorded = Recorded::read(bytes.into()).unwrap();
+            let mut names: Vec<_> = recorded.headers.keys().map(|name| name.as_str().to_owned()).collect();
+            names.sort();
+            names
+        };
+        assert_eq!(kept(false), ["content-type"]);
+        assert_eq!(kept(true), ["content-type", "set-cookie"]);
+    }
+
+    #[test]
+    fn of_what_does_not_fit_the_status_is_kept() {
+        let sent = headers(&[("x-a", b"b")]);
+        for (most, is_whole) in [(100, true), (1_000, false)] {
+            let mut recorder = Recorder::new(StatusCode::OK, &sent, false, most);
+            recorder.data(&vec![b'x'; 101].into());
+            recorder.data(&"more".into());
+            assert_eq!(recorder.fits(), most > 101);
+            let (bytes, is_kept) = recorder.finish(is_whole);
+            assert!(!is_kept);
+            let recorded = Recorded::read(bytes.into()).unwrap();
+            assert!(recorded.status == StatusCode::OK && recorded.body.is_empty() && recorded.headers.is_empty());
+        }
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_an_answer_or_none(bytes in prop::collection::vec(any::<u8>(), 0..100), version: bool) {
+            let mut bytes = bytes;
+            if let (Some(first), true) = (bytes.first_mut(), version) {
+                *first = VERSION;
+            }
+            if let Some(recorded) = Recorded::read(bytes.into()) {
+                prop_assert!((100..1_000).contains(&recorded.status.as_u16()));
+            }
+        }
+    }
+}

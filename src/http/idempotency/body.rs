@@ -1,0 +1,181 @@
+use std::collections::VecDeque;
+use std::error::Error;
+use std::fmt;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use ::http::HeaderMap;
+use bytes::Bytes;
+use http_body::{Body, Frame, SizeHint};
+use pin_project_lite::pin_project;
+use tokio::sync::mpsc::Receiver;
+use tokio::task::AbortHandle;
+
+use crate::error::BoxError;
+use crate::http::body::ResponseBody;
+
+pin_project! {
+    /// The body of a response that came through an [`IdempotencyLayer`](crate::IdempotencyLayer): that of the handler while it is being
+    /// recorded, or one out of a record.
+    pub struct IdempotentBody<B> {
+        #[pin]
+        kind: Kind<B>,
+    }
+}
+
+pin_project! {
+    #[project = KindProj]
+    enum Kind<B> {
+        // A response that nothing is recorded of, or a rejection.
+        Other { #[pin] body: ResponseBody<B> },
+        // All there is.
+        Whole { chunks: VecDeque<Bytes>, trailers: Option<HeaderMap> },
+        // What has come so far, and what still comes from the one who records it.
+        Live { chunks: VecDeque<Bytes>, pieces: Receiver<Piece>, hint: SizeHint, ended: bool, _abort: Option<AbortOnDrop> },
+    }
+}
+
+/// A part of an answer on its way to the caller.
+pub(super) enum Piece {
+    Data(Bytes),
+    Trailers(HeaderMap),
+    Failed(BoxError),
+    End,
+}
+
+impl<B> IdempotentBody<B> {
+    pub(crate) const fn other(body: ResponseBody<B>) -> Self {
+        Self { kind: Kind::Other { body } }
+    }
+
+    pub(super) fn whole(chunks: VecDeque<Bytes>, trailers: HeaderMap) -> Self {
+        let trailers = (!trailers.is_empty()).then_some(trailers);
+        Self { kind: Kind::Whole { chunks, trailers } }
+    }
+
+    /// `hint` is of all of it.
+    pub(super) const fn live(chunks: VecDeque<Bytes>, pieces: Receiver<Piece>, hint: SizeHint) -> Self {
+        Self { kind: Kind::Live { chunks, pieces, hint, ended: false, _abort: None } }
+    }
+
+    /// Lets the one who records end with this body.
+    pub(super) fn aborts(&mut self, abort: AbortOnDrop) {
+        if let Kind::Live { _abort, .. } = &mut self.kind {
+            *_abort = Some(abort);
+        }
+    }
+}
+
+// Layers above that answer by themselves, for CORS or a timeout, make an empty body this way.
+impl<B: Default> Default for IdempotentBody<B> {
+    fn default() -> Self {
+        Self::other(ResponseBody::default())
+    }
+}
+
+impl<B> Body for IdempotentBody<B>
+where
+    B: Body<Data = Bytes>,
+    B::Error: Into<BoxError>,
+{
+    type Data = Bytes;
+    type Error = BoxError;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        Poll::Ready(match self.project().kind.project() {
+            KindProj::Other { body } => ready!(body.poll_frame(cx)).map(|frame| frame.map_err(Into::into)),
+            KindProj::Whole { chunks, trailers } => {
+                let next = chunks.pop_front().map(Frame::data);
+                next.or_else(|| trailers.take().map(Frame::trailers)).map(Ok)
+            }
+            KindProj::Live { ended: true, .. } => None,
+            KindProj::Live { chunks, pieces, hint, ended, .. } => {
+                let piece = match chunks.pop_front() {
+                    Some(chunk) => Piece::Data(chunk),
+                    None => ready!(pieces.poll_recv(cx)).unwrap_or_else(|| Piece::Failed(BrokenOff.into())),
+                };
+                match piece {
+                    Piece::Data(chunk) => {
+                        *hint = without(hint, chunk.len() as u64);
+                        Some(Ok(Frame::data(chunk)))
+                    }
+                    Piece::Trailers(trailers) => Some(Ok(Frame::trailers(trailers))),
+                    Piece::Failed(error) => {
+                        *ended = true;
+                        Some(Err(error))
+                    }
+                    Piece::End => {
+                        *ended = true;
+                        None
+                    }
+                }
+            }
+        })
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match &self.kind {
+            Kind::Other { body } => body.is_end_stream(),
+            Kind::Whole { chunks, trailers } => chunks.is_empty() && trailers.is_none(),
+            Kind::Live { ended, .. } => *ended,
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match &self.kind {
+            Kind::Other { body } => body.size_hint(),
+            Kind::Whole { chunks, trailers } => {
+                let len = chunks.iter().map(|chunk| chunk.len() as u64).sum();
+                let mut hint = SizeHint::with_exact(len);
+                if trailers.is_some() {
+                    // HTTP/1 sends none behind a body of known length.
+                    hint = SizeHint::new();
+                    hint.set_lower(len);
+                }
+                hint
+            }
+            Kind::Live { hint, .. } => *hint,
+        }
+    }
+}
+
+fn without(hint: &SizeHint, len: u64) -> SizeHint {
+    let mut rest = SizeHint::new();
+    rest.set_lower(hint.lower().saturating_sub(len));
+    if let Some(upper) = hint.upper() {
+        rest.set_upper(upper.saturating_sub(len));
+    }
+    rest
+}
+
+impl<B> fmt::Debug for IdempotentBody<B> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let kind = match &self.kind {
+            Kind::Other { .. } => "Other",
+            Kind::Whole { .. } => "Whole",
+            Kind::Live { .. } => "Live",
+        };
+        f.debug_struct("IdempotentBody").field("kind", &kind).finish_non_exhaustive()
+    }
+}
+
+/// The handler was cancelled or has panicked while its answer was being sent.
+#[derive(Debug)]
+struct BrokenOff;
+
+impl fmt::Display for BrokenOff {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the answer broke off before its end")
+    }
+}
+
+impl Error for BrokenOff {}
+
+/// Ends a task with its caller.
+pub(super) struct AbortOnDrop(pub(super) AbortHandle);
+
+impl Drop for AbortOnDrop {
+    fn drop(&mut self) {
+        self.0.abort();
+    }
+}

@@ -1,0 +1,258 @@
+use std::future::poll_fn;
+use std::pin::{Pin, pin};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Poll, ready};
+
+use ::http::{HeaderName, Request};
+use bytes::Bytes;
+use hmac::{Hmac, Mac};
+use http_body::{Body, Frame, SizeHint};
+use pin_project_lite::pin_project;
+use sha2::Sha256;
+
+use crate::idempotency::{Digest, Operation, Payload};
+
+/// What fingerprints are made with. The secret itself is not kept, and nothing of it printed.
+#[derive(Clone)]
+pub(super) struct Fingerprints {
+    mac: Hmac<Sha256>,
+}
+
+impl Fingerprints {
+    pub(super) fn new(secret: &[u8]) -> Self {
+        Self { mac: Hmac::new_from_slice(secret).expect("a key of any length will do") }
+    }
+
+    /// The fingerprint of what is known before the body is read, and what to make that of the body with. Nobody can tell from them
+    /// that two operations were sent the same.
+    pub(super) fn of<B>(
+        &self,
+        operation: &Operation,
+        request: &Request<B>,
+        headers: &[HeaderName],
+    ) -> (Digest, Hmac<Sha256>) {
+        let mut mac = self.mac.clone();
+        let mut field = |bytes: &[u8]| {
+            // With its length before it, so that no two requests run into each other.
+            mac.update(&(bytes.len() as u64).to_le_bytes());
+            mac.update(bytes);
+        };
+        field(operation.scope().as_str().as_bytes());
+        field(operation.key().as_str().as_bytes());
+        field(request.method().as_str().as_bytes());
+        let uri = request.uri();
+        field(uri.path_and_query().map_or("", |path| path.as_str()).as_bytes());
+        for name in headers {
+            let values = request.headers().get_all(name);
+            field(&values.iter().count().to_le_bytes());
+            values.iter().for_each(|value| field(value.as_bytes()));
+        }
+        (digest(mac.clone()), mac)
+    }
+}
+
+/// The first half of the code.
+fn digest(mac: Hmac<Sha256>) -> Digest {
+    let code: [u8; 32] = mac.finalize().into_bytes().into();
+    Digest(std::array::from_fn(|i| code[i]))
+}
+
+/// How far the handler has read the body.
+pub(super) struct Reading(Mutex<Progress>);
+
+struct Progress {
+    mac: Hmac<Sha256>,
+    len: u64,
+    is_whole: bool,
+    has_failed: bool,
+}
+
+impl Reading {
+    fn new(mac: Hmac<Sha256>, is_whole: bool) -> Self {
+        Self(Mutex::new(Progress { mac, len: 0, is_whole, has_failed: false }))
+    }
+
+    /// Nothing in here panics halfway, so what a poisoned lock guards is whole.
+    fn progress(&self) -> MutexGuard<'_, Progress> {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    pub(super) fn payload(&self) -> Payload {
+        let progress = self.progress();
+        let digest = digest(progress.mac.clone());
+        Payload { len: progress.len, is_whole: Some(progress.is_whole), digest }
+    }
+
+    /// Whether the body broke off before the handler had all of it.
+    pub(super) fn has_failed(&self) -> bool {
+        self.progress().has_failed
+    }
+}
+
+pin_project! {
+    /// The body of a request that came through an [`IdempotencyLayer`](crate::IdempotencyLayer): what the handler reads of it makes the
+    /// fingerprint.
+    pub struct FingerprintedBody<B> {
+        #[pin]
+        body: B,
+        reading: Option<Arc<Reading>>,
+    }
+}
+
+impl<B> FingerprintedBody<B> {
+    /// One that nobody wants to know anything of.
+    pub(super) const fn passed(body: B) -> Self {
+        Self { body, reading: None }
+    }
+}
+
+impl<B: Body> FingerprintedBody<B> {
+    pub(super) fn new(body: B, mac: Hmac<Sha256>) -> (Self, Arc<Reading>) {
+        let reading = Arc::new(Reading::new(mac, body.is_end_stream()));
+        (Self { body, reading: Some(Arc::clone(&reading)) }, reading)
+    }
+}
+
+impl<B: Body<Data = Bytes>> Body for FingerprintedBody<B> {
+    type Data = Bytes;
+    type Error = B::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
+        let mut this = self.project();
+        let frame = ready!(this.body.as_mut().poll_frame(cx));
+        if let Some(reading) = this.reading {
+            let mut progress = reading.progress();
+            match &frame {
+                Some(Ok(frame)) => {
+                    if let Some(data) = frame.data_ref() {
+                        progress.mac.update(data);
+                        progress.len += data.len() as u64;
+                    }
+                    progress.is_whole |= frame.is_trailers() || this.body.is_end_stream();
+                }
+                Some(Err(_)) => progress.has_failed = true,
+                None => progress.is_whole |= !progress.has_failed,
+            }
+        }
+        Poll::Ready(frame)
+    }
+
+    fn is_end_stream(&self) -> bool {
+        self.body.is_end_stream()
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        self.body.size_hint()
+    }
+}
+
+impl<B> std::fmt::Debug for FingerprintedBody<B> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("FingerprintedBody").finish_non_exhaustive()
+    }
+}
+
+/// Whether `body` is the one that has this fingerprint. Reads no more of it than that takes, and keeps nothing.
+pub(super) async fn is_same<B: Body<Data = Bytes>>(
+    body: B,
+    payload: &Payload,
+    mut mac: Hmac<Sha256>,
+) -> Result<bool, B::Error> {
+    let Some(is_whole) = payload.is_whole else { return Ok(true) };
+    let mut body = pin!(body);
+    let mut missing = payload.len;
+    while missing > 0 || (is_whole && !body.is_end_stream()) {
+        let Some(frame) = poll_fn(|cx| body.as_mut().poll_frame(cx)).await else { break };
+        let Ok(data) = frame?.into_data() else { continue };
+        let part = usize::try_from(missing).unwrap_or(usize::MAX).min(data.len());
+        if is_whole && part < data.len() {
+            return Ok(false);
+        }
+        mac.update(&data[..part]);
+        missing -= part as u64;
+    }
+    Ok(missing == 0 && digest(mac) == payload.digest)
+}
+
+#[cfg(test)]
+mod tests {
+    use http_body_util::{BodyExt, Full};
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn made(request: &Request<()>, headers: &[HeaderName]) -> (Digest, Hmac<Sha256>) {
+        Fingerprints::new(b"").of(&Operation::new("a", "k"), request, headers)
+    }
+
+    fn post(uri: &str) -> Request<()> {
+        Request::post(uri).body(()).unwrap()
+    }
+
+    #[test]
+    fn the_head_tells_requests_apart() {
+        let accept = [HeaderName::from_static("accept"), HeaderName::from_static("x-b")];
+        let (base, _) = made(&post("/a?b=c"), &accept);
+        assert_eq!(made(&post("/a?b=c"), &accept).0, base);
+        assert_eq!(made(&post("http://elsewhere/a?b=c"), &accept).0, base);
+        let with = |name: &str, value: &str| Request::post("/a?b=c").header(name, value).body(()).unwrap();
+        assert_eq!(made(&with("x-c", "d"), &accept).0, base, "not one of the chosen headers");
+        let others = [
+            post("/a?b=d"),
+            post("/a"),
+            Request::patch("/a?b=c").body(()).unwrap(),
+            with("accept", ""),
+            with("x-b", ""),
+            with("accept", "x"),
+        ];
+        let mut digests: Vec<_> = others.iter().map(|request| made(request, &accept).0.0).collect();
+        digests.push(base.0);
+        digests.push(Fingerprints::new(b"secret").of(&Operation::new("a", "k"), &post("/a?b=c"), &accept).0.0);
+        digests.push(Fingerprints::new(b"").of(&Operation::new("b", "k"), &post("/a?b=c"), &accept).0.0);
+        let count = digests.len();
+        digests.sort_unstable();
+        digests.dedup();
+        assert_eq!(digests.len(), count);
+    }
+
+    /// Reads frames of `sizes` bytes each, and says how far that was.
+    async fn read(bytes: &[u8], sizes: &[usize], mac: &Hmac<Sha256>) -> Payload {
+        let (mut rest, mut frames) = (bytes, Vec::new());
+        for size in sizes {
+            let (frame, others) = rest.split_at((*size).min(rest.len()));
+            frames.push(Ok::<_, std::convert::Infallible>(Frame::data(Bytes::copy_from_slice(frame))));
+            rest = others;
+        }
+        let stream = http_body_util::StreamBody::new(futures_util::stream::iter(frames));
+        let (body, reading) = FingerprintedBody::new(stream, mac.clone());
+        let mut body = pin!(body);
+        for _ in sizes {
+            body.frame().await.unwrap().unwrap();
+        }
+        if rest.is_empty() {
+            assert!(body.frame().await.is_none());
+        }
+        reading.payload()
+    }
+
+    proptest! {
+        #[test]
+        fn a_body_is_the_same_if_it_is_as_far_as_it_was_read(
+            bytes in prop::collection::vec(0..3_u8, 0..60),
+            other in prop::collection::vec(0..3_u8, 0..60),
+            sizes in prop::collection::vec(0..20_usize, 0..6),
+        ) {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            runtime.block_on(async {
+                let (_, mac) = made(&post("/"), &[]);
+                let payload = read(&bytes, &sizes, &mac).await;
+                let len = usize::try_from(payload.len).unwrap();
+                let expected = if payload.is_whole == Some(true) { other == bytes } else { other.starts_with(&bytes[..len]) };
+                let same = is_same(Full::new(Bytes::from(other)), &payload, mac.clone()).await.unwrap();
+                prop_assert_eq!(same, expected, "{:?}", payload);
+                prop_assert!(is_same(Full::new(Bytes::from(bytes)), &payload, mac).await.unwrap());
+                Ok(())
+            })?;
+        }
+    }
+}

@@ -1,0 +1,161 @@
+use std::borrow::Cow;
+
+use ::http::{HeaderMap, HeaderName};
+
+use crate::idempotency::InvalidKey;
+use crate::key::Key;
+
+/// The longest key, in characters.
+const MAX_LEN: usize = 255;
+
+/// The key that a request carries, if it does.
+pub(super) fn key_of(headers: &HeaderMap, name: &HeaderName) -> Result<Option<Key>, InvalidKey> {
+    let mut values = headers.get_all(name).iter();
+    let Some(value) = values.next() else { return Ok(None) };
+    if values.next().is_some() {
+        return Err(InvalidKey::Several);
+    }
+    parse(value.as_bytes()).map(|key| Some(Key::new(key)))
+}
+
+/// The characters of a key: those of a string as RFC 8941 has it, whose parameters mean nothing here, or a bare token, which
+/// is what most clients send. `"abc"` and `abc` are the same key.
+pub(super) fn parse(value: &[u8]) -> Result<Cow<'_, [u8]>, InvalidKey> {
+    let value = value.trim_ascii();
+    let key = match value {
+        [] => return Err(InvalidKey::Empty),
+        [b'"', quoted @ ..] => Cow::Owned(unquoted(quoted)?),
+        bare => {
+            // A comma is what several headers are joined by.
+            let is_token = |byte: &u8| byte.is_ascii_graphic() && !b"\",\\".contains(byte);
+            if !bare.iter().take(MAX_LEN + 1).all(is_token) {
+                return Err(InvalidKey::Malformed);
+            }
+            Cow::Borrowed(bare)
+        }
+    };
+    match key.len() {
+        0 => Err(InvalidKey::Empty),
+        1..=MAX_LEN => Ok(key),
+        _ => Err(InvalidKey::TooLong),
+    }
+}
+
+/// What stands between the quotes, the first of which was read already.
+fn unquoted(quoted: &[u8]) -> Result<Vec<u8>, InvalidKey> {
+    let mut key = Vec::with_capacity(quoted.len().min(MAX_LEN));
+    let mut bytes = quoted.iter();
+    while let Some(byte) = bytes.next() {
+        let byte = match byte {
+            b'"' => {
+                let rest = bytes.as_slice();
+                let is_end = rest.is_empty() || rest.starts_with(b";");
+                return if is_end { Ok(key) } else { Err(InvalidKey::Malformed) };
+            }
+            b'\\' => bytes.next().filter(|byte| b"\"\\".contains(byte)).ok_or(InvalidKey::Malformed)?,
+            b' '..=b'~' => byte,
+            _ => return Err(InvalidKey::Malformed),
+        };
+        if key.len() == MAX_LEN {
+            return Err(InvalidKey::TooLong);
+        }
+        key.push(*byte);
+    }
+    Err(InvalidKey::Malformed)
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    fn read(value: &[u8]) -> Result<String, InvalidKey> {
+        parse(value).map(|key| String::from_utf8(key.into_owned()).unwrap())
+    }
+
+    #[test]
+    fn a_string_and_a_bare_token_are_the_same_key() {
+        let uuid = "8e03978e-40d5-43e8-bc93-6894a57f9324";
+        for value in [uuid.to_owned(), format!("\"{uuid}\""), format!("  \"{uuid}\" "), format!("\"{uuid}\";v=1")] {
+            assert_eq!(read(value.as_bytes()).as_deref(), Ok(uuid), "{value}");
+        }
+        assert_eq!(read(br#""a\"b\\ c, d""#).as_deref(), Ok(r#"a"b\ c, d"#));
+        assert_eq!(read(b"KG5LxwFBepaKHyUD").as_deref(), Ok("KG5LxwFBepaKHyUD"));
+        assert_eq!(read(b"order:42/a=b;c").as_deref(), Ok("order:42/a=b;c"));
+    }
+
+    #[test]
+    fn what_is_no_key_is_refused_by_its_kind() {
+        let long = |len| "x".repeat(len);
+        for (value, expected) in [
+            (String::new(), InvalidKey::Empty),
+            ("  ".into(), InvalidKey::Empty),
+            (r#""""#.into(), InvalidKey::Empty),
+            (long(256), InvalidKey::TooLong),
+            (long(1 << 20), InvalidKey::TooLong),
+            (format!("\"{}\"", long(256)), InvalidKey::TooLong),
+            (format!("\"{}", long(1 << 20)), InvalidKey::TooLong),
+            (r#"""#.into(), InvalidKey::Malformed),
+            (r#""abc"#.into(), InvalidKey::Malformed),
+            (r#""abc" def"#.into(), InvalidKey::Malformed),
+            (r#""abc", "def""#.into(), InvalidKey::Malformed),
+            (r#""a\b""#.into(), InvalidKey::Malformed),
+            (r#""abc\"#.into(), InvalidKey::Malformed),
+            (r#"abc""#.into(), InvalidKey::Malformed),
+            ("a,b".into(), InvalidKey::Malformed),
+            ("a b".into(), InvalidKey::Malformed),
+            ("a\tb".into(), InvalidKey::Malformed),
+            ("\"a\tb\"".into(), InvalidKey::Malformed),
+            ("a\u{7f}".into(), InvalidKey::Malformed),
+            ("schlüssel".into(), InvalidKey::Malformed),
+            ("\"schlüssel\"".into(), InvalidKey::Malformed),
+        ] {
+            assert_eq!(read(value.as_bytes()), Err(expected), "{:.40}", value);
+        }
+        assert_eq!(read(long(255).as_bytes()), Ok(long(255)));
+        assert_eq!(read(format!("\"{}\"", long(255)).as_bytes()), Ok(long(255)));
+    }
+
+    #[test]
+    fn several_keys_are_none() {
+        let name = HeaderName::from_static("idempotency-key");
+        let mut headers = HeaderMap::new();
+        assert_eq!(key_of(&headers, &name), Ok(None));
+        headers.append(&name, "a".parse().unwrap());
+        assert_eq!(key_of(&headers, &name), Ok(Some(Key::from("a"))));
+        headers.append(&name, "a".parse().unwrap());
+        assert_eq!(key_of(&headers, &name), Err(InvalidKey::Several));
+    }
+
+    proptest! {
+        #[test]
+        fn any_bytes_are_a_bounded_key_or_none(value in prop::collection::vec(any::<u8>(), 0..600)) {
+            if let Ok(key) = parse(&value) {
+                prop_assert!((1..=MAX_LEN).contains(&key.len()));
+                prop_assert!(key.iter().all(|byte| (b' '..=b'~').contains(byte)));
+            }
+        }
+
+        #[test]
+        fn strings_are_read_as_a_library_for_structured_fields_reads_them(
+            text in "[\"\\\\]?[ -~\\t\"\\\\]{0,20}[;\"]?",
+            is_quoted: bool,
+        ) {
+            let value = if is_quoted {
+                format!("\"{}\"", text.replace('\\', r"\\").replace('"', "\\\""))
+            } else {
+                format!("\"{text}")
+            };
+            let item = sfv::Parser::new(&value).parse::<sfv::Item>();
+            match item.map(|item| item.bare_item) {
+                Ok(sfv::BareItem::String(string)) if !string.as_str().is_empty() => {
+                    prop_assert_eq!(read(value.as_bytes()), Ok(string.as_str().to_owned()));
+                }
+                Ok(_) => prop_assert_eq!(read(value.as_bytes()), Err(InvalidKey::Empty)),
+                // Parameters are not looked at.
+                Err(_) => prop_assert!(read(value.as_bytes()).is_err() || value.contains(';'), "{}", value),
+            }
+        }
+    }
+}

@@ -1,0 +1,299 @@
+use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use ::http::{HeaderName, Method};
+use tower_layer::Layer;
+
+use super::fingerprint::Fingerprints;
+use super::service::Idempotency;
+use crate::error::{ConfigError, StoreError};
+use crate::idempotency::{Claim, Home, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
+use crate::lock::Scope;
+use crate::reject::AsResponse;
+
+/// Serves the same request once, and answers it as often as it comes. See the [module docs](crate::idempotency) for examples.
+///
+/// It has to be told [who is calling](Self::scope), since two callers may choose the same key:
+///
+/// ```compile_fail
+/// use axum::{Router, routing::post};
+/// use tollgate::{IdempotencyLayer, MemoryBackend};
+///
+/// let app: Router = Router::new()
+///     .route("/payments", post(async || "paid"))
+///     .layer(IdempotencyLayer::new(MemoryBackend::new()));
+/// ```
+///
+/// Type parameters: the scope, which is a [key](crate::ExtractKey), and what a rejection [becomes](crate::reject::Reject).
+#[must_use]
+pub struct IdempotencyLayer<K = Unscoped, A = AsResponse> {
+    settings: Settings,
+    scope: Arc<K>,
+    answer: A,
+}
+
+/// The scope of a layer that was not told one: of no use until it is.
+#[derive(Clone, Copy, Debug)]
+#[non_exhaustive]
+pub struct Unscoped;
+
+/// What has nothing to do with the type of requests and answers. Cheap to clone.
+#[derive(Clone)]
+pub(super) struct Settings {
+    pub(super) home: Arc<Home>,
+    pub(super) fingerprints: Fingerprints,
+    pub(super) header: HeaderName,
+    pub(super) headers: Arc<[HeaderName]>,
+    pub(super) methods: Arc<[Method]>,
+    pub(super) lease: Duration,
+    pub(super) retention: Duration,
+    pub(super) wait: Duration,
+    pub(super) max_run: Duration,
+    pub(super) max_running: usize,
+    pub(super) max_answer: usize,
+    pub(super) body_timeout: Duration,
+    pub(super) keeps_cookies: bool,
+    pub(super) keep: Keep,
+    pub(super) on_missing_key: OnMissingKey,
+    pub(super) on_unknown: OnUnknown,
+    pub(super) on_store_error: OnStoreError,
+    pub(super) on_disconnect: OnDisconnect,
+    // Whether the log has been told that requests pass without a record.
+    is_unprotected: Arc<AtomicBool>,
+}
+
+impl IdempotencyLayer {
+    /// Keeps records in `store`, which is a backend. It needs a [scope](Self::scope) before it can be used.
+    pub fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Self {
+        let settings = Settings {
+            home: Arc::new(Home::new(store, Duration::from_millis(100))),
+            fingerprints: Fingerprints::new(b""),
+            header: HeaderName::from_static("idempotency-key"),
+            headers: Arc::new([]),
+            methods: Arc::new([Method::POST, Method::PATCH]),
+            lease: Duration::from_secs(15),
+            retention: Duration::from_secs(86_400),
+            wait: Duration::ZERO,
+            max_run: Duration::from_secs(300),
+            max_running: 10_000,
+            max_answer: 64 * 1_024,
+            body_timeout: Duration::from_secs(10),
+            keeps_cookies: false,
+            keep: Keep::default(),
+            on_missing_key: OnMissingKey::default(),
+            on_unknown: OnUnknown::default(),
+            on_store_error: OnStoreError::default(),
+            on_disconnect: OnDisconnect::default(),
+            is_unprotected: Arc::default(),
+        };
+        Self { settings, scope: Arc::new(Unscoped), answer: AsResponse::default() }
+    }
+}
+
+impl<K, A> IdempotencyLayer<K, A> {
+    /// Who is calling: a closure, an extractor of the module `tollgate::http`, or a tuple of them; see
+    /// [`ExtractKey`](crate::ExtractKey). The same key of another caller is another operation. A request without a scope is turned away,
+    /// 400 with HTTP.
+    ///
+    /// What distinguishes callers has to be something that they cannot choose, or that is checked before this layer: credentials, or a
+    /// user that was found by them. [`Everyone`](crate::Everyone) is for services with one caller.
+    ///
+    /// The method and the path are part of the fingerprint, so the same key on another route is a mismatch, and not another operation. A
+    /// router that strips a prefix from the path in front of this layer needs that prefix in the scope.
+    pub fn scope<K2>(self, scope: K2) -> IdempotencyLayer<K2, A> {
+        let Self { settings, scope: _, answer } = self;
+        IdempotencyLayer { settings, scope: Arc::new(scope), answer }
+    }
+
+    /// What a rejection becomes. Defaults to [`AsResponse`]; `AsStatus` of the module `tollgate::grpc` is for gRPC.
+    pub fn with_rejection<A2>(self, answer: A2) -> IdempotencyLayer<K, A2> {
+        let Self { settings, scope, answer: _ } = self;
+        IdempotencyLayer { settings, scope, answer }
+    }
+
+    fn with(mut self, change: impl FnOnce(&mut Settings)) -> Self {
+        change(&mut self.settings);
+        self
+    }
+
+    /// Which methods are served once. Defaults to POST and PATCH; all others pass.
+    pub fn methods(self, methods: impl IntoIterator<Item = Method>) -> Self {
+        self.with(|settings| settings.methods = methods.into_iter().collect())
+    }
+
+    /// The header that the key is in. Defaults to `Idempotency-Key`.
+    ///
+    /// # Panics
+    ///
+    /// If `name` is not a lower-case header name, as [`HeaderName::from_static`] does.
+    pub fn header(self, name: &'static str) -> Self {
+        self.with(|settings| settings.header = HeaderName::from_static(name))
+    }
+
+    /// Which headers make another request if they differ, beside the method, the path with its query, and the body. Defaults to none.
+    ///
+    /// # Panics
+    ///
+    /// If a name is not a lower-case header name, as [`HeaderName::from_static`] does.
+    pub fn fingerprint_headers(self, names: impl IntoIterator<Item = &'static str>) -> Self {
+        self.with(|settings| settings.headers = names.into_iter().map(HeaderName::from_static).collect())
+    }
+
+    /// What fingerprints are made with, the same in all replicas, so that nobody who reads the store can guess requests. Defaults to
+    /// no secret.
+    pub fn fingerprint_secret(self, secret: impl AsRef<[u8]>) -> Self {
+        self.with(|settings| settings.fingerprints = Fingerprints::new(secret.as_ref()))
+    }
+
+    /// How long an answer is kept. Defaults to a day; from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`], and what is beyond is cut.
+    pub fn retention(self, retention: Duration) -> Self {
+        self.with(|settings| settings.retention = retention.clamp(Claim::MIN_RETENTION, Claim::MAX_RETENTION))
+    }
+
+    /// How long a process may be silent before what it does is of unknown outcome. Defaults to 15 s, renewed after a third of that; from
+    /// [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`], and what is beyond is cut.
+    pub fn lease(self, lease: Duration) -> Self {
+        self.with(|settings| settings.lease = lease.clamp(Claim::MIN_LEASE, Claim::MAX_LEASE))
+    }
+
+    /// How long a request waits for the answer of the same request that is being served. Defaults to zero: it is turned away, 409 with HTTP.
+    ///
+    /// It asks the store after 20 ms, and then less and less often, down to twice a second. A request that waits holds the place in the
+    /// inner service that was reserved for it.
+    pub fn wait(self, wait: Duration) -> Self {
+        self.with(|settings| settings.wait = wait)
+    }
+
+    /// How long a handler may take, its body included. Defaults to 5 minutes. It is dropped then, and what came of it is unknown.
+    pub fn max_run(self, max_run: Duration) -> Self {
+        self.with(|settings| settings.max_run = max_run)
+    }
+
+    /// How many handlers may be at work, those included whose client has gone. Defaults to 10,000. One more is turned away, 503 with HTTP.
+    pub fn max_running(self, handlers: usize) -> Self {
+        self.with(|settings| settings.max_running = handlers)
+    }
+
+    /// How many bytes of an answer are kept at the most, headers and trailers included. Defaults to 64 KiB. Of a larger one the status is
+    /// kept; who asks for it again is turned away, 409 with HTTP, and the handler is not run again.
+    pub fn max_answer(self, bytes: usize) -> Self {
+        self.with(|settings| settings.max_answer = bytes)
+    }
+
+    /// How long the body of a request may take that is compared with the one before. Defaults to 10 s.
+    pub fn body_timeout(self, timeout: Duration) -> Self {
+        self.with(|settings| settings.body_timeout = timeout)
+    }
+
+    /// Whether `Set-Cookie` is kept with the answer. Defaults to false: a cookie is for the one who asked first.
+    pub fn keep_cookies(self, keeps: bool) -> Self {
+        self.with(|settings| settings.keeps_cookies = keeps)
+    }
+
+    /// Which answers are kept. Defaults to [`Keep::SafeRetry`].
+    pub fn keep(self, keep: Keep) -> Self {
+        self.with(|settings| settings.keep = keep)
+    }
+
+    /// How long one call of the store may take. Defaults to 100 ms.
+    pub fn deadline(self, deadline: Duration) -> Self {
+        self.with(|settings| settings.home = Arc::new(settings.home.with_limit(deadline)))
+    }
+
+    /// What happens to a request that has no key. Defaults to [`OnMissingKey::Reject`].
+    pub fn on_missing_key(self, on_missing_key: OnMissingKey) -> Self {
+        self.with(|settings| settings.on_missing_key = on_missing_key)
+    }
+
+    /// What happens to a request that was begun before, with unknown outcome. Defaults to [`OnUnknown::Reject`].
+    pub fn on_unknown(self, on_unknown: OnUnknown) -> Self {
+        self.with(|settings| settings.on_unknown = on_unknown)
+    }
+
+    /// What happens to a request when the store fails before it is served. Defaults to [`OnStoreError::Deny`].
+    pub fn on_store_error(self, on_store_error: OnStoreError) -> Self {
+        self.with(|settings| settings.on_store_error = on_store_error)
+    }
+
+    /// What happens to a handler whose client goes away. Defaults to [`OnDisconnect::Finish`].
+    pub fn on_disconnect(self, on_disconnect: OnDisconnect) -> Self {
+        self.with(|settings| settings.on_disconnect = on_disconnect)
+    }
+
+    /// Makes sure that requests are served once among as many as they are meant to, so that the memory backend is not taken for a
+    /// distributed one.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::ScopeTooSmall`] if that is fewer than `scope` says.
+    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+        let has = self.settings.home.scope();
+        if has < scope { Err(ConfigError::ScopeTooSmall { needed: scope, has }) } else { Ok(self) }
+    }
+
+    /// Waits until no handler is at work any more, and the store knows what came of them: for the end of a program, once it takes no more
+    /// requests. For all clones of this layer, from its last [`deadline`](Self::deadline) on.
+    pub async fn drained(&self) {
+        self.settings.home.drained().await;
+    }
+
+    pub(super) fn into_parts(self) -> (Settings, Arc<K>, A) {
+        (self.settings, self.scope, self.answer)
+    }
+}
+
+impl Settings {
+    /// Whether a request passes without a record because of this, and if so the log is told.
+    pub(super) fn passes(&self, error: &StoreError) -> bool {
+        if self.on_store_error == OnStoreError::Deny {
+            return false;
+        }
+        if !self.is_unprotected.swap(true, Ordering::Relaxed) {
+            tracing::warn!(%error, "idempotency store fails: requests are served without a record");
+        }
+        true
+    }
+
+    pub(super) fn answered(&self) {
+        if self.is_unprotected.load(Ordering::Relaxed) && self.is_unprotected.swap(false, Ordering::Relaxed) {
+            tracing::info!("idempotency store answers again: requests are served once");
+        }
+    }
+
+    pub(super) fn describe<K>(&self, f: &mut fmt::Formatter<'_>, name: &str) -> fmt::Result {
+        f.debug_struct(name)
+            .field("scope", &std::any::type_name::<K>())
+            .field("lease", &self.lease)
+            .field("retention", &self.retention)
+            .field("deadline", &self.home.limit())
+            .field("keep", &self.keep)
+            .field("on_missing_key", &self.on_missing_key)
+            .field("on_unknown", &self.on_unknown)
+            .field("on_store_error", &self.on_store_error)
+            .field("on_disconnect", &self.on_disconnect)
+            .finish_non_exhaustive()
+    }
+}
+
+impl<S, K, A: Clone> Layer<S> for IdempotencyLayer<K, A> {
+    type Service = Idempotency<S, K, A>;
+
+    fn layer(&self, inner: S) -> Self::Service {
+        Idempotency::new(inner, self.clone())
+    }
+}
+
+// By hand: `derive` would ask for `K: Clone`.
+impl<K, A: Clone> Clone for IdempotencyLayer<K, A> {
+    fn clone(&self) -> Self {
+        Self { settings: self.settings.clone(), scope: Arc::clone(&self.scope), answer: self.answer.clone() }
+    }
+}
+
+impl<K, A> fmt::Debug for IdempotencyLayer<K, A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.settings.describe::<K>(f, "IdempotencyLayer")
+    }
+}

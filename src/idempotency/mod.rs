@@ -1,0 +1,156 @@
+//! The same request twice is done once: for endpoints that charge a card, and clients that try again.
+//!
+//! A client names what it wants done by a key of its choice, and sends the key again when it tries again. `IdempotencyLayer` (feature
+//! `http`) keeps a record for each key in a backend: in this process ([`MemoryBackend`](crate::MemoryBackend)) or in Redis, where all processes see
+//! it. The first request is served; whoever comes later with the same key gets the same answer, byte by byte.
+//!
+//! # What it promises, and what not
+//!
+//! * With one Redis primary a key's handler runs to its end at most once while its record lives, whatever the number of processes and of
+//!   retries, and whether or not its client is still there: it runs in a task of its own.
+//! * Two callers never see each other's answers: a key is one within its scope, and a layer without a scope does not compile.
+//! * Another request under the same key (method, path, query, body, chosen headers) is refused, and learns nothing more.
+//! * When a process dies with a handler at work nobody knows what the handler has done. The record then says *outcome unknown*, and
+//!   [`OnUnknown`] says whether such requests are refused or served again. Effects outside of Redis are not exactly once by this: give
+//!   [`IdempotencyHandle::derive`] to those whom the handler asks, or refuse a smaller [`fence`](IdempotencyHandle::fence).
+//! * A failover to a replica forgets what was not replicated, and so does eviction: use `maxmemory-policy noeviction`. A record that is gone is
+//!   a request that is served anew.
+//!
+//! # Examples
+//!
+//! As it comes, with the header `Idempotency-Key` of draft-ietf-httpapi-idempotency-key-header-07:
+//!
+//! ```
+//! # #[cfg(feature = "http")] {
+//! use axum::{Router, body::Body, http::Request, routing::post};
+//! use tollgate::{IdempotencyLayer, MemoryBackend, http::header};
+//! use tower::ServiceExt;
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("authorization"));
+//! let app: Router = Router::new().route("/payments", post(async || "charged once")).layer(guard);
+//!
+//! let pay = || {
+//!     Request::post("/payments")
+//!         .header("authorization", "Bearer alice")
+//!         .header("idempotency-key", r#""8e03978e-40d5-43e8-bc93-6894a57f9324""#)
+//!         .body(Body::from(r#"{"amount":100}"#))
+//! };
+//! let first = app.clone().oneshot(pay()?).await?;
+//! assert!(first.headers().get("idempotent-replayed").is_none());
+//! let again = app.oneshot(pay()?).await?;
+//! assert_eq!(again.headers()["idempotent-replayed"], "true");
+//! # Ok(())
+//! # }
+//! # main().unwrap();
+//! # }
+//! ```
+//!
+//! With everything said:
+//!
+//! ```
+//! # #[cfg(feature = "http")] {
+//! use std::time::Duration;
+//! use http::Method;
+//! use tollgate::http::header;
+//! use tollgate::idempotency::{Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
+//! use tollgate::lock::Scope;
+//! use tollgate::{AsResponse, IdempotencyLayer, MemoryBackend};
+//!
+//! # fn main() -> Result<(), tollgate::ConfigError> {
+//! let guard = IdempotencyLayer::new(MemoryBackend::new())
+//!     .require(Scope::Process)? // Scope::Redis would refuse the memory backend
+//!     .scope(header("authorization"))
+//!     .methods([Method::POST, Method::PATCH, Method::PUT])
+//!     .header("x-request-key")
+//!     .fingerprint_headers(["content-type"])
+//!     .fingerprint_secret([7; 32]) // the same in all replicas
+//!     .lease(Duration::from_secs(30))
+//!     .retention(Duration::from_secs(3 * 86_400))
+//!     .wait(Duration::from_secs(2))
+//!     .max_run(Duration::from_secs(60))
+//!     .max_running(1_000)
+//!     .max_answer(16 * 1_024)
+//!     .body_timeout(Duration::from_secs(5))
+//!     .keep_cookies(false)
+//!     .keep(Keep::All)
+//!     .on_missing_key(OnMissingKey::Pass)
+//!     .on_unknown(OnUnknown::Retry)
+//!     .on_store_error(OnStoreError::Deny)
+//!     .on_disconnect(OnDisconnect::Finish)
+//!     .deadline(Duration::from_millis(200))
+//!     .with_rejection(AsResponse::new());
+//! # drop(guard);
+//! # Ok(())
+//! # }
+//! # main().unwrap();
+//! # }
+//! ```
+//!
+//! # What is answered
+//!
+//! | | with HTTP | problem | with gRPC |
+//! | --- | --- | --- | --- |
+//! | done before | the answer, `Idempotent-Replayed: true` | | the same |
+//! | no key | 400 | `key-missing` | `INVALID_ARGUMENT` |
+//! | several keys, an empty one, more than 255 characters, or neither a string nor a token | 400 | `key-invalid` | `INVALID_ARGUMENT` |
+//! | no scope, or a body that breaks off while it is compared | 400 | `about:blank` | `INVALID_ARGUMENT` |
+//! | the key was used for another request | 422 | `key-reused` | `FAILED_PRECONDITION` |
+//! | in flight, also after waiting | 409, `Retry-After` | `in-flight` | `ABORTED`, `RetryInfo` |
+//! | outcome unknown | 409 | `outcome-unknown` | `FAILED_PRECONDITION` |
+//! | done before, and the answer was too large or broke off | 409 | `answer-not-kept` | `FAILED_PRECONDITION` |
+//! | cancelled: it took too long, or its lease was lost | 503 | `about:blank` | `ABORTED` |
+//! | too many are being served | 503, `Retry-After` | `about:blank` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
+//! | the store fails | 503, `Retry-After` | `about:blank` | `UNAVAILABLE`, `RetryInfo` |
+//!
+//! The `type` of a problem document is `urn:tollgate:idempotency:` with the name behind it. A key is a string of RFC 8941, `"abc"`, or the bare
+//! `abc` that most clients send: both are the same key. GET and its like pass untouched, and so does a request without a key if the
+//! layer is told [so](OnMissingKey::Pass).
+//!
+//! # Bodies
+//!
+//! Nothing is collected before the handler runs. The body of a request is hashed as the handler reads it, and of a duplicate no more is
+//! read than that takes. A handler that answers before it has read everything has the fingerprint of what it has read. While the first
+//! request is still being served, only what is known before the body can tell another one apart, and what the last renewal said: such a duplicate is
+//! told to come back, and refused then.
+//!
+//! The answer goes to the caller while it is recorded. Its last part waits until the record has it, so whoever has seen the end finds it there; where
+//! the store fails then, the caller gets it all the same, the store is asked again in the background for the length of a lease, and
+//! after that the outcome is unknown. Of one that is larger than 64 KiB only the status is kept: its handler is not run again.
+//!
+//! Not kept are headers of one hop, one moment or one request: `Connection` and what it names, `Content-Length`, `Date`, `Age`, `Set-Cookie` (unless
+//! told otherwise), `RateLimit` and its kin, `Server-Timing`, `traceparent`, `X-Request-Id`.
+//!
+//! # Together with other layers
+//!
+//! Outside of a [`RateLimitLayer`](crate::RateLimitLayer) a replay is not charged against the quota, and a 429 is not kept; put a second limit
+//! outside for what the replays themselves cost. Outside of a [`LockLayer`](crate::LockLayer) a replay does not wait for the lock. Inside of compression,
+//! since the next client may not accept what this one does. Inside of what finds out who is calling. A `tracing` span goes along
+//! with a handler into its task; task-locals do not.
+//!
+//! # What is asked of the store
+//!
+//! Two round trips for the first request, one for a replay or a refusal; and one for each third of a lease that a handler takes.
+//!
+//! # Cancellation
+//!
+//! A request whose client goes away before it is served is given back in the background; afterwards the handler is done with it all the same
+//! ([`OnDisconnect`]), for no longer than `max_run`. `IdempotencyLayer::drained` waits for that at the end of a program. A
+//! handler that panics, and the panic of which reaches the caller as it would without this layer, is a failure like any other: see [`Keep`].
+
+mod handle;
+mod policy;
+mod rejection;
+mod store;
+
+#[cfg(feature = "http")]
+mod attempt;
+#[cfg(feature = "http")]
+mod erased;
+
+#[cfg(feature = "http")]
+pub(crate) use self::attempt::{Attempt, Begin, Home, Running};
+pub use self::handle::IdempotencyHandle;
+pub use self::policy::{Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
+pub use self::rejection::{InvalidKey, Rejection};
+pub use self::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};

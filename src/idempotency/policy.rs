@@ -1,0 +1,68 @@
+/// Which answers are kept, so that the same request gets them again. Defaults to [`SafeRetry`](Self::SafeRetry).
+///
+/// An answer that is not kept is as if nothing had happened: the next request with the key is served again.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Keep {
+    /// All but those that say "not now": 5xx, 408, 425 and 429, and with gRPC the statuses that correspond. Handlers that fail
+    /// or panic count as 5xx.
+    #[default]
+    SafeRetry,
+    /// All, once the handler has begun, as Stripe does it: also errors of the server. When a handler fails without an answer, or panics, the
+    /// outcome is unknown.
+    All,
+    /// Only 2xx, and with gRPC `OK`.
+    Success,
+}
+
+impl Keep {
+    /// Whether what has failed is given back.
+    #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "what serves requests comes with that feature"))]
+    pub(crate) fn gives_failures_back(self) -> bool {
+        self != Self::All
+    }
+}
+
+/// What happens to a request that has no key. Defaults to [`Reject`](Self::Reject).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnMissingKey {
+    /// It is turned away: 400 with HTTP.
+    #[default]
+    Reject,
+    /// It is served, as often as it comes.
+    Pass,
+}
+
+/// What happens to a request whose operation was begun by somebody who was not heard of in time. Defaults to [`Reject`](Self::Reject).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnUnknown {
+    /// It is turned away for as long as the record is kept: 409 with HTTP. Somebody has to look what became of it.
+    #[default]
+    Reject,
+    /// It is served again, as the next [attempt](super::IdempotencyHandle::attempt). A handler whose own lease is lost is cancelled then.
+    Retry,
+}
+
+/// What happens to a request when the store fails before it is served. Defaults to [`Deny`](Self::Deny).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnStoreError {
+    /// It is turned away: 503 with HTTP.
+    #[default]
+    Deny,
+    /// It is served without a record. The log has a line when that begins, and when it ends.
+    Allow,
+}
+
+/// What happens to a handler whose client goes away. Defaults to [`Finish`](Self::Finish).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnDisconnect {
+    /// It is done all the same, so that the client finds the answer when it comes back.
+    #[default]
+    Finish,
+    /// It is dropped where it stands, and what came of it is unknown when its lease has ended.
+    Cancel,
+}

@@ -1,0 +1,110 @@
+use std::error::Error;
+use std::fmt;
+use std::time::Duration;
+
+use crate::error::{BoxError, StoreError};
+
+/// Why a request was turned away by an idempotency layer, or cancelled.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum Rejection {
+    /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Reject) such requests.
+    MissingKey,
+    /// What the request has for a key is none.
+    InvalidKey(InvalidKey),
+    /// It does not say who is calling.
+    MissingScope,
+    /// Another request was sent with the same key.
+    Mismatch,
+    /// The same request is being served.
+    InFlight {
+        /// How long to wait before asking again.
+        retry_after: Duration,
+    },
+    /// The same request was begun, and what came of it is not known.
+    OutcomeUnknown {
+        /// How many attempts there were.
+        attempt: u32,
+    },
+    /// The same request was served, and its answer was not kept.
+    NotKept {
+        /// What is known of the answer, as the layer wrote it: the status.
+        status: u16,
+    },
+    /// The body of the request could not be read in time, so it is not known whether it is the same.
+    Unreadable,
+    /// The request was cancelled on the way: it has taken too long, or its lease was lost. It may have had effects.
+    Cancelled,
+    /// Too many requests are being served.
+    Full,
+    /// The store has failed.
+    Store(StoreError),
+}
+
+/// What is wrong with a key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum InvalidKey {
+    /// There is nothing in it.
+    Empty,
+    /// It has more than 255 characters.
+    TooLong,
+    /// It is neither a quoted string nor a token of visible ASCII characters.
+    Malformed,
+    /// There is more than one.
+    Several,
+}
+
+impl fmt::Display for InvalidKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Empty => "the idempotency key is empty",
+            Self::TooLong => "the idempotency key has more than 255 characters",
+            Self::Malformed => "the idempotency key is neither a quoted string nor a token",
+            Self::Several => "the request carries more than one idempotency key",
+        })
+    }
+}
+
+impl Error for InvalidKey {}
+
+impl fmt::Display for Rejection {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::MissingKey => f.write_str("the request carries no idempotency key"),
+            Self::InvalidKey(invalid) => fmt::Display::fmt(invalid, f),
+            Self::MissingScope => f.write_str("the request does not say who is calling"),
+            Self::Mismatch => f.write_str("the idempotency key was used for another request"),
+            Self::InFlight { .. } => f.write_str("the same request is being served"),
+            Self::OutcomeUnknown { .. } => {
+                f.write_str("the same request was begun before, and what came of it is not known")
+            }
+            Self::NotKept { .. } => f.write_str("the same request was served before, and its answer was not kept"),
+            Self::Unreadable => f.write_str("the body of the request could not be read"),
+            Self::Cancelled => f.write_str("the request was cancelled on the way and may have had effects"),
+            Self::Full => f.write_str("too many requests are being served"),
+            Self::Store(_) => f.write_str("the store of idempotency failed"),
+        }
+    }
+}
+
+impl Error for Rejection {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Store(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+impl From<StoreError> for Rejection {
+    fn from(error: StoreError) -> Self {
+        Self::Store(error)
+    }
+}
+
+const _: () = {
+    const fn fits<T: Into<BoxError>>() {}
+    fits::<Rejection>();
+    fits::<InvalidKey>();
+};

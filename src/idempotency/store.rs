@@ -1,0 +1,228 @@
+use std::fmt;
+use std::future::Future;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::lock::{Scope, Token};
+
+/// What idempotency needs of a backend: one record for each operation, every change of it one atomic step that only the token
+/// which has it may take.
+///
+/// ```text
+///            begin                  complete
+///   free ------------> in flight ------------> completed, with its answer or without
+///     ^                 |  ^   \
+///     |     release     |  |    the lease ends without a word: outcome unknown
+///     +-----------------+  |                      |
+///                          +----------------------+  renew, complete: by the token that has it still
+///                                                    begin: by another one that takes over
+/// ```
+///
+/// Each attempt has a [`Token`] of its own, and everything may be asked again with it. The backend keeps the time.
+/// Every backend passes the same contract tests, which `tollgate::testing` (feature `testing`) has for others.
+///
+/// # Cancellation
+///
+/// Dropping a returned future may or may not have done what was asked.
+pub trait IdempotencyStore {
+    /// Claims an operation that is free, or says how far it is.
+    ///
+    /// A head other than that of the request which has begun it is a [mismatch](Begun::Mismatch) before anything else is said. Where the
+    /// token has it in flight already, the lease lasts its whole time again and the answer is the one that was given before.
+    fn begin(&self, operation: &Operation, claim: &Claim) -> impl Future<Output = Result<Begun, StoreError>> + Send;
+
+    /// Lets the lease of an attempt last its whole time from now on. False if the operation is not the token's any more. A lease
+    /// that has ended comes back, as long as nobody has taken over.
+    fn renew(
+        &self,
+        operation: &Operation,
+        claim: &Claim,
+        payload: &Payload,
+    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// Keeps the answer of an attempt, also one whose lease has ended. False if the operation is not the token's any more: nothing
+    /// is changed then. The head stays the one that was there at the beginning.
+    fn complete(
+        &self,
+        operation: &Operation,
+        token: &Token,
+        completion: &Completion,
+    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// Gives an operation back, so that the next request begins it again. True if it was the token's or nobody's; either way the
+    /// token cannot claim it any more, wherever a [`begin`](Self::begin) may still be on its way.
+    fn release(&self, operation: &Operation, token: &Token) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// Among whom an operation is done once.
+    fn scope(&self) -> Scope;
+}
+
+/// Which operation: what the client calls it, within the scope that is the client's own.
+#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+pub struct Operation {
+    scope: Key,
+    key: Key,
+}
+
+impl Operation {
+    /// The operation that whoever has `scope` calls `key`.
+    pub fn new(scope: impl Into<Key>, key: impl Into<Key>) -> Self {
+        Self { scope: scope.into(), key: key.into() }
+    }
+
+    /// Who calls it so.
+    #[must_use]
+    pub const fn scope(&self) -> &Key {
+        &self.scope
+    }
+
+    /// What it is called.
+    #[must_use]
+    pub const fn key(&self) -> &Key {
+        &self.key
+    }
+}
+
+impl fmt::Debug for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "Operation({self})")
+    }
+}
+
+impl fmt::Display for Operation {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.scope, self.key)
+    }
+}
+
+/// What an attempt asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Claim {
+    /// Who asks.
+    pub token: Token,
+    /// What is known of the request before its body is read.
+    pub head: Digest,
+    /// How long the attempt is taken to be alive without a word, from [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`].
+    pub lease: Duration,
+    /// How long the record is kept after the lease, from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`].
+    pub retention: Duration,
+    /// Whether to begin anew what was begun and neither completed nor given back before its lease ended.
+    pub takes_over: bool,
+}
+
+impl Claim {
+    /// The shortest lease there is.
+    pub const MIN_LEASE: Duration = Duration::from_millis(10);
+    /// The longest lease there is.
+    pub const MAX_LEASE: Duration = Duration::from_secs(86_400);
+    /// The shortest time that a record is kept.
+    pub const MIN_RETENTION: Duration = Duration::from_secs(1);
+    /// The longest time that a record is kept.
+    pub const MAX_RETENTION: Duration = Duration::from_secs(365 * 86_400);
+}
+
+/// Half of a keyed SHA-256: enough to tell requests apart, and nothing that a request could be guessed from.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Digest(pub [u8; 16]);
+
+/// The fingerprint of a body, as far as the handler has read it.
+///
+/// What a handler has not read cannot have changed what it did. So a request is the same if its body begins the same, and ends
+/// there too where the handler has seen the end.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+pub struct Payload {
+    /// How many bytes were read.
+    pub len: u64,
+    /// Whether that was all of it; `None` if nothing was noted yet.
+    pub is_whole: Option<bool>,
+    /// The digest of these bytes.
+    pub digest: Digest,
+}
+
+impl Payload {
+    /// How many bytes a payload has in a store.
+    pub const BYTES: usize = 24;
+
+    /// As it lies in a store: see `lua/idempotency_begin.lua`.
+    #[must_use]
+    pub fn to_bytes(&self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        bytes[0] = match self.is_whole {
+            None => 0,
+            Some(false) => 1,
+            Some(true) => 2,
+        };
+        bytes[1..8].copy_from_slice(&self.len.to_le_bytes()[..7]);
+        bytes[8..].copy_from_slice(&self.digest.0);
+        bytes
+    }
+
+    /// What [`to_bytes`](Self::to_bytes) has written; `None` if it was not that.
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let bytes: &[u8; Self::BYTES] = bytes.try_into().ok()?;
+        let is_whole = match bytes[0] {
+            0 => None,
+            1 => Some(false),
+            2 => Some(true),
+            _ => return None,
+        };
+        let mut len = [0; 8];
+        len[..7].copy_from_slice(&bytes[1..8]);
+        let digest = Digest(bytes[8..].try_into().ok()?);
+        Some(Self { len: u64::from_le_bytes(len), is_whole, digest })
+    }
+}
+
+/// What an attempt leaves behind.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Completion {
+    /// The answer, or what there is to say about one that was too large; the store does not look into it.
+    pub answer: Arc<[u8]>,
+    /// Whether that is all of the answer.
+    pub is_kept: bool,
+    /// What the handler has read of the body.
+    pub payload: Payload,
+    /// How long it is kept, from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`].
+    pub retention: Duration,
+}
+
+/// What came of a claim.
+#[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum Begun {
+    /// The operation is the token's to do.
+    Granted {
+        /// Larger than that of every attempt before.
+        fence: u64,
+        /// 1 for the first attempt, as far as is remembered.
+        attempt: u32,
+    },
+    /// Another request has the same key.
+    Mismatch,
+    /// Somebody is doing it.
+    InFlight {
+        /// For how long at the most, unless the lease is renewed.
+        remaining: Duration,
+        /// What is known so far of the body that came with it.
+        payload: Payload,
+    },
+    /// It was begun, and whoever did so was not heard of in time.
+    Unknown {
+        /// How many attempts there were.
+        attempt: u32,
+        /// What is known of the body that came with it.
+        payload: Payload,
+    },
+    /// It is done.
+    Completed {
+        /// The body that came with it.
+        payload: Payload,
+        /// What was answered.
+        answer: Arc<[u8]>,
+        /// Whether that is all of the answer.
+        is_kept: bool,
+    },
+}

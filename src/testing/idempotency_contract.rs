@@ -1,0 +1,269 @@
+//! What every [`IdempotencyStore`] must do: one claim a function, written once, run on each backend by
+//! [`idempotency_contract!`](crate::idempotency_contract).
+//!
+//! A claim is told a store that nobody else uses, and panics if what it says is not so. The claims wait on tokio's clock, so
+//! they take no time where it is paused and up to some seconds where it is not.
+#![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+
+use crate::idempotency::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
+use crate::lock::Token;
+
+/// A lease that no test sees the end of, however slow the machine.
+const LONG: Duration = Duration::from_secs(60);
+/// A lease whose end can be waited for, with room for a machine that is slow to wake somebody.
+const SHORT: Duration = Duration::from_millis(1_500);
+
+fn operation(key: &str) -> Operation {
+    Operation::new("contract", key)
+}
+
+fn claim(lease: Duration) -> Claim {
+    let (token, head) = (Token::random().unwrap(), Digest([7; 16]));
+    Claim { token, head, lease, retention: LONG, takes_over: false }
+}
+
+fn payload(len: u64) -> Payload {
+    Payload { len, is_whole: Some(true), digest: Digest([9; 16]) }
+}
+
+fn completion(answer: &[u8]) -> Completion {
+    Completion { answer: answer.into(), is_kept: true, payload: payload(3), retention: LONG }
+}
+
+/// Begins what is free; answers the fence and the number of the attempt.
+async fn take<S: IdempotencyStore>(store: &S, operation: &Operation, claim: &Claim) -> (u64, u32) {
+    match store.begin(operation, claim).await.unwrap() {
+        Begun::Granted { fence, attempt } => (fence, attempt),
+        begun => panic!("{operation} should be free: {begun:?}"),
+    }
+}
+
+async fn ask<S: IdempotencyStore>(store: &S, operation: &Operation) -> Begun {
+    store.begin(operation, &claim(LONG)).await.unwrap()
+}
+
+fn is_in_flight(begun: &Begun) -> bool {
+    matches!(begun, Begun::InFlight { .. })
+}
+
+/// What nobody has begun is granted once; the others are told that it is in flight, and for how long at the most.
+pub async fn an_operation_is_granted_once<S: IdempotencyStore>(store: S) {
+    let (_, attempt) = take(&store, &operation("a"), &claim(LONG)).await;
+    assert_eq!(attempt, 1);
+    for _ in 0..3 {
+        match ask(&store, &operation("a")).await {
+            Begun::InFlight { remaining, payload } => {
+                assert!(remaining <= LONG && remaining > LONG / 2, "{remaining:?}");
+                assert_eq!(payload, Payload::default());
+            }
+            begun => panic!("{begun:?}"),
+        }
+    }
+}
+
+/// The same key of somebody else is another operation, and so is another key.
+pub async fn scopes_and_keys_are_apart<S: IdempotencyStore>(store: S) {
+    for (number, (scope, key)) in [("a", "b"), ("b", "a"), ("a:b", ""), ("", "a:b")].into_iter().enumerate() {
+        let (operation, claim) = (Operation::new(scope, key), claim(LONG));
+        take(&store, &operation, &claim).await;
+        assert!(store.complete(&operation, &claim.token, &completion(&[number as u8])).await.unwrap());
+    }
+    for (number, (scope, key)) in [("a", "b"), ("b", "a"), ("a:b", ""), ("", "a:b")].into_iter().enumerate() {
+        match ask(&store, &Operation::new(scope, key)).await {
+            Begun::Completed { answer, .. } => assert_eq!(*answer, [number as u8]),
+            begun => panic!("{begun:?}"),
+        }
+    }
+}
+
+/// Asking again with the token that has begun gives the same answer, and lets the lease last its whole time again.
+pub async fn a_beginning_may_be_asked_again<S: IdempotencyStore>(store: S) {
+    let (operation, claim) = (operation("a"), claim(SHORT));
+    let granted = take(&store, &operation, &claim).await;
+    for _ in 0..4 {
+        sleep(SHORT / 2).await;
+        assert_eq!(take(&store, &operation, &claim).await, granted);
+    }
+    assert!(is_in_flight(&ask(&store, &operation).await));
+}
+
+/// What was answered is answered to all that come later, byte by byte, with the fingerprint of the body that came with it.
+pub async fn an_answer_is_kept_as_it_was<S: IdempotencyStore>(store: S) {
+    let all_bytes: Vec<u8> = (0..=255).cycle().take(100_000).collect();
+    for (number, answer) in [b"".as_slice(), b"\0\r\n{}", &all_bytes].into_iter().enumerate() {
+        let (operation, claim) = (Operation::new("kept", number), claim(LONG));
+        take(&store, &operation, &claim).await;
+        for _ in 0..2 {
+            assert!(store.complete(&operation, &claim.token, &completion(answer)).await.unwrap());
+        }
+        let expected = Begun::Completed { payload: payload(3), answer: answer.into(), is_kept: true };
+        for _ in 0..2 {
+            assert_eq!(ask(&store, &operation).await, expected);
+        }
+        assert_eq!(store.begin(&operation, &claim).await.unwrap(), expected, "by the same token, too");
+    }
+}
+
+/// An answer that was too large leaves a mark, and the operation is not begun anew.
+pub async fn an_answer_that_is_not_kept_leaves_a_mark<S: IdempotencyStore>(store: S) {
+    let claim = claim(LONG);
+    take(&store, &operation("a"), &claim).await;
+    let mark = Completion { is_kept: false, ..completion(b"200") };
+    assert!(store.complete(&operation("a"), &claim.token, &mark).await.unwrap());
+    let again = Claim { takes_over: true, ..self::claim(LONG) };
+    let begun = store.begin(&operation("a"), &again).await.unwrap();
+    assert_eq!(begun, Begun::Completed { payload: payload(3), answer: (*b"200").into(), is_kept: false });
+}
+
+/// Another head is a mismatch in each state, also after the answer was kept: it is not forgotten by that.
+pub async fn another_request_is_told_nothing_but_that<S: IdempotencyStore>(store: S) {
+    let first = claim(SHORT);
+    let other = Claim { head: Digest([8; 16]), takes_over: true, ..claim(SHORT) };
+    let mismatch = async |state: &str| {
+        assert_eq!(store.begin(&operation("a"), &other).await.unwrap(), Begun::Mismatch, "{state}");
+    };
+    take(&store, &operation("a"), &first).await;
+    mismatch("in flight").await;
+    sleep(SHORT + SHORT / 3).await;
+    mismatch("outcome unknown").await;
+    assert!(store.renew(&operation("a"), &first, &payload(1)).await.unwrap());
+    mismatch("renewed").await;
+    assert!(store.complete(&operation("a"), &first.token, &completion(b"x")).await.unwrap());
+    mismatch("completed").await;
+    let begun = ask(&store, &operation("a")).await;
+    assert!(matches!(begun, Begun::Completed { .. }), "the first request is still the same: {begun:?}");
+}
+
+/// The story of a live attempt that was taken for an orphan: nobody else begins while the lease lasts, whatever they ask for.
+pub async fn a_live_attempt_is_never_taken_over<S: IdempotencyStore>(store: S) {
+    let first = claim(SHORT);
+    take(&store, &operation("a"), &first).await;
+    for _ in 0..6 {
+        sleep(SHORT / 2).await;
+        assert!(store.renew(&operation("a"), &first, &payload(1)).await.unwrap());
+        let thief = Claim { takes_over: true, ..claim(LONG) };
+        let begun = store.begin(&operation("a"), &thief).await.unwrap();
+        assert!(is_in_flight(&begun), "{begun:?}");
+    }
+}
+
+/// The story of an orphan that was completed while it was being taken over: who comes too late changes nothing.
+pub async fn a_completed_answer_is_never_taken_over<S: IdempotencyStore>(store: S) {
+    let first = claim(Claim::MIN_LEASE);
+    take(&store, &operation("a"), &first).await;
+    sleep(Claim::MIN_LEASE * 3).await;
+    let begun = ask(&store, &operation("a")).await;
+    assert!(matches!(begun, Begun::Unknown { attempt: 1, .. }), "{begun:?}");
+    // It was only slow.
+    assert!(store.complete(&operation("a"), &first.token, &completion(b"first")).await.unwrap());
+    let late = Claim { takes_over: true, ..claim(LONG) };
+    match store.begin(&operation("a"), &late).await.unwrap() {
+        Begun::Completed { answer, .. } => assert_eq!(*answer, *b"first"),
+        begun => panic!("{begun:?}"),
+    }
+    assert!(store.complete(&operation("a"), &first.token, &completion(b"other")).await.unwrap(), "as it is");
+    assert!(!store.complete(&operation("a"), &late.token, &completion(b"late")).await.unwrap());
+    assert!(!store.renew(&operation("a"), &first, &payload(1)).await.unwrap());
+    assert!(!store.release(&operation("a"), &first.token).await.unwrap());
+    match ask(&store, &operation("a")).await {
+        Begun::Completed { answer, .. } => assert_eq!(*answer, *b"first"),
+        begun => panic!("{begun:?}"),
+    }
+}
+
+/// An attempt whose lease has ended is of unknown outcome until somebody takes over; who had it can do nothing after that.
+pub async fn who_was_taken_over_changes_nothing<S: IdempotencyStore>(store: S) {
+    let first = claim(Claim::MIN_LEASE);
+    let (fence, _) = take(&store, &operation("a"), &first).await;
+    sleep(Claim::MIN_LEASE * 3).await;
+    for _ in 0..2 {
+        let begun = ask(&store, &operation("a")).await;
+        assert!(matches!(begun, Begun::Unknown { attempt: 1, .. }), "{begun:?}");
+    }
+    let second = Claim { takes_over: true, ..claim(LONG) };
+    let (next, attempt) = take(&store, &operation("a"), &second).await;
+    assert!(next > fence && attempt == 2, "{next} after {fence}, attempt {attempt}");
+    assert!(!store.renew(&operation("a"), &first, &payload(1)).await.unwrap());
+    assert!(!store.complete(&operation("a"), &first.token, &completion(b"late")).await.unwrap());
+    assert!(!store.release(&operation("a"), &first.token).await.unwrap());
+    assert!(is_in_flight(&store.begin(&operation("a"), &first).await.unwrap()));
+    assert!(store.complete(&operation("a"), &second.token, &completion(b"second")).await.unwrap());
+    match ask(&store, &operation("a")).await {
+        Begun::Completed { answer, .. } => assert_eq!(*answer, *b"second"),
+        begun => panic!("{begun:?}"),
+    }
+}
+
+/// A lease that has ended comes back with a renewal, and tells what is known of the body.
+pub async fn a_lease_comes_back_unless_somebody_took_over<S: IdempotencyStore>(store: S) {
+    let first = Claim { lease: Claim::MIN_LEASE, ..claim(LONG) };
+    take(&store, &operation("a"), &first).await;
+    sleep(Claim::MIN_LEASE * 3).await;
+    let long = Claim { lease: LONG, ..first };
+    assert!(store.renew(&operation("a"), &long, &payload(77)).await.unwrap());
+    match ask(&store, &operation("a")).await {
+        Begun::InFlight { payload: known, .. } => assert_eq!(known, payload(77)),
+        begun => panic!("{begun:?}"),
+    }
+}
+
+/// What was given back can be begun again, with a larger fence and by another token only.
+pub async fn what_is_given_back_is_begun_again<S: IdempotencyStore>(store: S) {
+    let (mut last, mut heads) = (0, 0..);
+    for attempt in 1..5 {
+        // What comes next need not be the same request.
+        let claim = Claim { head: Digest([heads.next().unwrap(); 16]), ..claim(LONG) };
+        let (fence, is) = take(&store, &operation("a"), &claim).await;
+        assert!(fence > last && is == attempt, "{fence} after {last}, attempt {is} is {attempt}");
+        last = fence;
+        for _ in 0..2 {
+            assert!(store.release(&operation("a"), &claim.token).await.unwrap());
+        }
+        assert!(!store.renew(&operation("a"), &claim, &payload(1)).await.unwrap());
+        assert!(!store.complete(&operation("a"), &claim.token, &completion(b"x")).await.unwrap());
+        assert!(is_in_flight(&store.begin(&operation("a"), &claim).await.unwrap()), "not by the same token");
+    }
+}
+
+/// A claim that was given up before it came comes to nothing: whoever gave it up need not know whether it has come.
+pub async fn what_is_given_up_on_its_way_claims_nothing<S: IdempotencyStore>(store: S) {
+    let lost = claim(LONG);
+    assert!(store.release(&operation("a"), &lost.token).await.unwrap());
+    assert!(is_in_flight(&store.begin(&operation("a"), &lost).await.unwrap()));
+    take(&store, &operation("a"), &claim(LONG)).await;
+    assert!(!store.release(&operation("a"), &lost.token).await.unwrap());
+    assert!(is_in_flight(&ask(&store, &operation("a")).await));
+}
+
+/// An answer is kept for as long as was said, and the operation is free again then.
+pub async fn an_answer_is_forgotten_when_its_time_is_over<S: IdempotencyStore>(store: S) {
+    let claim = claim(LONG);
+    take(&store, &operation("a"), &claim).await;
+    let brief = Completion { retention: Claim::MIN_RETENTION, ..completion(b"x") };
+    assert!(store.complete(&operation("a"), &claim.token, &brief).await.unwrap());
+    sleep(Claim::MIN_RETENTION + Duration::from_millis(100)).await;
+    take(&store, &operation("a"), &self::claim(LONG)).await;
+    assert!(!store.complete(&operation("a"), &claim.token, &brief).await.unwrap());
+}
+
+/// Of many who begin at the same time one does.
+pub async fn one_of_many_racing_begins<S: IdempotencyStore + Send + Sync + 'static>(store: S) {
+    let store = Arc::new(store);
+    for round in 0..10 {
+        let mut racing = JoinSet::new();
+        for _ in 0..20 {
+            let store = Arc::clone(&store);
+            racing.spawn(async move {
+                let begun = store.begin(&Operation::new("race", round), &claim(LONG)).await.unwrap();
+                matches!(begun, Begun::Granted { .. })
+            });
+        }
+        assert_eq!(racing.join_all().await.into_iter().filter(|granted| *granted).count(), 1);
+    }
+}

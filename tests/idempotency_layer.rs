@@ -1,0 +1,752 @@
+//! The layer for idempotency in front of services: who is served, who gets a replay, and what is left when something breaks.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::convert::Infallible;
+use std::future::pending;
+use std::io;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use bytes::Bytes;
+use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
+use http_body::{Body, Frame};
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt, Full};
+use tokio::sync::mpsc;
+use tokio::time::sleep;
+use tollgate::grpc::AsStatus;
+use tollgate::http::{FingerprintedBody, IdempotentBody, header};
+use tollgate::idempotency::{
+    IdempotencyHandle, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown,
+};
+use tollgate::lock::Scope;
+use tollgate::testing::{Failure, FaultStore, Verb};
+use tollgate::{ConfigError, Everyone, IdempotencyLayer, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
+use tower::util::BoxCloneService;
+use tower::{Layer, ServiceBuilder, ServiceExt, service_fn};
+
+type Answer = Response<BoxBody<Bytes, io::Error>>;
+type Reply = Response<IdempotentBody<BoxBody<Bytes, io::Error>>>;
+type App = BoxCloneService<Request<Stream>, Reply, Infallible>;
+
+/// A body that a test sends frame by frame.
+struct Stream(mpsc::UnboundedReceiver<Result<Frame<Bytes>, io::Error>>);
+
+impl Body for Stream {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        self.0.poll_recv(cx)
+    }
+}
+
+type Sender = mpsc::UnboundedSender<Result<Frame<Bytes>, io::Error>>;
+
+fn stream() -> (Sender, Stream) {
+    let (sender, receiver) = mpsc::unbounded_channel();
+    (sender, Stream(receiver))
+}
+
+fn data(text: &str) -> Result<Frame<Bytes>, io::Error> {
+    Ok(Frame::data(Bytes::copy_from_slice(text.as_bytes())))
+}
+
+fn of(chunks: &[&str]) -> Stream {
+    let (sender, body) = stream();
+    chunks.iter().for_each(|chunk| sender.send(data(chunk)).unwrap());
+    body
+}
+
+/// A handler that has something to say, and how often it was asked.
+#[derive(Clone)]
+struct Handler {
+    runs: Arc<AtomicUsize>,
+    ended: Arc<AtomicUsize>,
+}
+
+impl Handler {
+    fn new() -> Self {
+        Self { runs: Arc::default(), ended: Arc::default() }
+    }
+
+    fn runs(&self) -> usize {
+        self.runs.load(Ordering::SeqCst)
+    }
+
+    fn ended(&self) -> usize {
+        self.ended.load(Ordering::SeqCst)
+    }
+
+    /// Behind `layer`, answering what `answer` makes of the body and the number of the run.
+    fn behind<A, F>(&self, layer: IdempotencyLayer<tollgate::http::HeaderKey>, answer: A) -> App
+    where
+        A: Fn(Request<Bytes>, usize) -> F + Clone + Send + 'static,
+        F: Future<Output = Answer> + Send + 'static,
+    {
+        let this = self.clone();
+        let service = service_fn(move |request: Request<FingerprintedBody<Stream>>| {
+            let (this, answer) = (this.clone(), answer.clone());
+            async move {
+                let run = this.runs.fetch_add(1, Ordering::SeqCst) + 1;
+                let (parts, body) = request.into_parts();
+                let response = match body.collect().await {
+                    Ok(body) => answer(Request::from_parts(parts, body.to_bytes()), run).await,
+                    Err(_) => status(StatusCode::BAD_REQUEST),
+                };
+                this.ended.fetch_add(1, Ordering::SeqCst);
+                Ok::<_, Infallible>(response)
+            }
+        });
+        BoxCloneService::new(layer.layer(service))
+    }
+}
+
+fn full(text: impl Into<Bytes>) -> BoxBody<Bytes, io::Error> {
+    Full::new(text.into()).map_err(|never| match never {}).boxed()
+}
+
+fn status(status: StatusCode) -> Answer {
+    let mut response = Response::new(full(""));
+    *response.status_mut() = status;
+    response
+}
+
+/// Says the body back, and which run it is.
+async fn echo(request: Request<Bytes>, run: usize) -> Answer {
+    Response::new(full(format!("{run}: {}", String::from_utf8_lossy(request.body()))))
+}
+
+/// Says the same after a second.
+async fn slow(request: Request<Bytes>, run: usize) -> Answer {
+    sleep(Duration::from_secs(1)).await;
+    echo(request, run).await
+}
+
+fn layer(store: impl IdempotencyStore + Send + Sync + 'static) -> IdempotencyLayer<tollgate::http::HeaderKey> {
+    IdempotencyLayer::new(store).scope(header("authorization"))
+}
+
+fn request(key: &str, body: Stream) -> Request<Stream> {
+    let request = Request::post("/pay").header("authorization", "alice").header("idempotency-key", key);
+    request.body(body).unwrap()
+}
+
+fn pay(key: &str) -> Request<Stream> {
+    request(key, of(&["hundred"]))
+}
+
+fn ask(app: &App, request: Request<Stream>) -> impl Future<Output = Reply> + Send + use<> {
+    let answer = app.clone().oneshot(request);
+    async { answer.await.unwrap() }
+}
+
+async fn text(response: Reply) -> String {
+    String::from_utf8(response.into_body().collect().await.unwrap().to_bytes().to_vec()).unwrap()
+}
+
+/// Status, and which problem.
+async fn problem(response: Reply) -> (u16, String) {
+    let status = response.status().as_u16();
+    assert_eq!(response.headers()["content-type"], "application/problem+json");
+    let problem: serde_json::Value = serde_json::from_str(&text(response).await).unwrap();
+    assert_eq!(problem["status"], status);
+    (status, problem["type"].as_str().unwrap().trim_start_matches("urn:tollgate:idempotency:").to_owned())
+}
+
+fn is_replay(response: &Reply) -> bool {
+    response.headers().get("idempotent-replayed").is_some_and(|value| value == "true")
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_same_request_is_served_once_and_answered_as_often_as_it_comes() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()), echo);
+    let first = ask(&app, pay("k")).await;
+    assert!(!is_replay(&first));
+    assert_eq!(text(first).await, "1: hundred");
+    // However it is cut, and however the key is written.
+    for again in [pay("k"), request("\"k\"", of(&["hun", "", "dred"])), request(" k ", of(&["h", "undred"]))] {
+        let again = ask(&app, again).await;
+        assert!(is_replay(&again));
+        assert_eq!(text(again).await, "1: hundred");
+    }
+    assert_eq!(text(ask(&app, pay("other")).await).await, "2: hundred");
+    assert_eq!(handler.runs(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_replay_is_the_answer_byte_by_byte_with_headers_and_trailers() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()), |_, _| async {
+        let mut trailers = HeaderMap::new();
+        trailers.insert("x-sum", HeaderValue::from_bytes(b"\xff").unwrap());
+        let (sender, body) = stream();
+        tokio::spawn(async move {
+            for bytes in [b"\0\x01".as_slice(), b"\xff\xfe", b"{}"] {
+                sleep(Duration::from_millis(5)).await;
+                sender.send(Ok(Frame::data(Bytes::copy_from_slice(bytes)))).unwrap();
+            }
+            sender.send(Ok(Frame::trailers(trailers))).unwrap();
+        });
+        let mut response = Response::new(body.boxed());
+        *response.status_mut() = StatusCode::CREATED;
+        for (name, value) in [("x-many", "1"), ("x-many", "2"), ("set-cookie", "a=b"), ("date", "now")] {
+            response.headers_mut().append(name, value.parse().unwrap());
+        }
+        response
+    });
+    for is_again in [false, true] {
+        let response = ask(&app, pay("k")).await;
+        assert_eq!((is_replay(&response), response.status()), (is_again, StatusCode::CREATED));
+        assert_eq!(response.headers().get_all("x-many").iter().count(), 2);
+        assert_eq!(response.headers().contains_key("set-cookie"), !is_again);
+        assert_eq!(response.headers().contains_key("date"), !is_again);
+        let body = response.into_body().collect().await.unwrap();
+        assert_eq!(body.trailers().unwrap()["x-sum"].as_bytes(), b"\xff");
+        assert_eq!(body.to_bytes(), b"\0\x01\xff\xfe{}".as_slice());
+    }
+    assert_eq!(handler.runs(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_duplicate_in_flight_is_told_to_come_back_or_waits() {
+    let handler = Handler::new();
+    let backend = MemoryBackend::new();
+    let app = handler.behind(layer(backend.clone()), slow);
+    let waiting = handler.behind(layer(backend).wait(Duration::from_secs(3)), slow);
+    let first = tokio::spawn({
+        let app = app.clone();
+        async move { text(ask(&app, pay("k")).await).await }
+    });
+    sleep(Duration::from_millis(10)).await;
+    let busy = ask(&app, pay("k")).await;
+    assert_eq!(busy.headers()["retry-after"], "5");
+    assert_eq!(problem(busy).await, (409, "in-flight".into()));
+    let again = ask(&waiting, pay("k")).await;
+    assert!(is_replay(&again));
+    assert_eq!((text(again).await, first.await.unwrap()), ("1: hundred".into(), "1: hundred".into()));
+    assert_eq!(handler.runs(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn another_request_under_the_same_key_is_refused() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()).lease(Duration::from_millis(900)), slow);
+    let other_path = || Request::builder().uri("/refund").method("POST").header("authorization", "alice");
+    let other_path = || other_path().header("idempotency-key", "k").body(of(&["hundred"])).unwrap();
+    let first = tokio::spawn({
+        let app = app.clone();
+        async move { text(ask(&app, pay("k")).await).await }
+    });
+    sleep(Duration::from_millis(10)).await;
+    // What is known before the body is known at once; of the body, once a renewal has told.
+    assert_eq!(problem(ask(&app, other_path()).await).await, (422, "key-reused".into()));
+    sleep(Duration::from_millis(500)).await;
+    let more = || request("k", of(&["hundred", "!"]));
+    assert_eq!(problem(ask(&app, more()).await).await, (422, "key-reused".into()));
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()));
+    first.await.unwrap();
+    for other in [other_path(), more(), request("k", of(&["hundre"])), request("k", of(&["Hundred"]))] {
+        assert_eq!(problem(ask(&app, other).await).await, (422, "key-reused".into()));
+    }
+    assert!(is_replay(&ask(&app, pay("k")).await));
+    assert_eq!(handler.runs(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn nobody_gets_the_answer_of_somebody_else() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()), echo);
+    for (run, caller) in ["alice", "bob", "alice, bob"].into_iter().enumerate() {
+        let mut request = pay("k");
+        request.headers_mut().insert("authorization", caller.parse().unwrap());
+        let response = ask(&app, request).await;
+        assert!(!is_replay(&response));
+        assert_eq!(text(response).await, format!("{}: hundred", run + 1));
+    }
+    let mut request = pay("k");
+    request.headers_mut().remove("authorization");
+    assert_eq!(problem(ask(&app, request).await).await, (400, "about:blank".into()));
+    assert_eq!(handler.runs(), 3);
+}
+
+#[tokio::test(start_paused = true)]
+async fn bad_keys_are_refused_and_other_methods_pass() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()), echo);
+    let long = "x".repeat(256);
+    for bad in ["", "\"\"", "\"unterminated", "a,b", "\"a\", \"b\"", &long] {
+        assert_eq!(problem(ask(&app, pay(bad)).await).await, (400, "key-invalid".into()), "{bad}");
+    }
+    let mut several = pay("a");
+    several.headers_mut().append("idempotency-key", "a".parse().unwrap());
+    assert_eq!(problem(ask(&app, several).await).await, (400, "key-invalid".into()));
+    let mut missing = pay("a");
+    missing.headers_mut().remove("idempotency-key");
+    assert_eq!(problem(ask(&app, missing).await).await, (400, "key-missing".into()));
+    assert_eq!(handler.runs(), 0);
+
+    for _ in 0..2 {
+        let mut get = pay("a");
+        *get.method_mut() = Method::GET;
+        assert!(!is_replay(&ask(&app, get).await));
+    }
+    let app = handler.behind(layer(MemoryBackend::new()).on_missing_key(OnMissingKey::Pass), echo);
+    for _ in 0..2 {
+        let mut missing = pay("a");
+        missing.headers_mut().remove("idempotency-key");
+        assert!(!is_replay(&ask(&app, missing).await));
+    }
+    assert_eq!(handler.runs(), 4);
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_not_kept_is_served_again_as_the_next_attempt() {
+    use StatusCode as S;
+    let cases = [
+        (
+            Keep::SafeRetry,
+            vec![S::OK, S::FOUND, S::BAD_REQUEST, S::CONFLICT],
+            vec![S::INTERNAL_SERVER_ERROR, S::TOO_MANY_REQUESTS, S::REQUEST_TIMEOUT],
+        ),
+        (Keep::All, vec![S::OK, S::INTERNAL_SERVER_ERROR, S::TOO_MANY_REQUESTS], vec![]),
+        (Keep::Success, vec![S::OK, S::NO_CONTENT], vec![S::FOUND, S::BAD_REQUEST, S::BAD_GATEWAY]),
+    ];
+    for (keep, kept, not_kept) in cases {
+        let all = kept.iter().map(|status| (*status, true)).chain(not_kept.iter().map(|status| (*status, false)));
+        for (answered, is_kept) in all {
+            let handler = Handler::new();
+            let app = handler.behind(layer(MemoryBackend::new()).keep(keep), move |request, run| async move {
+                let handle = request.extensions().get::<IdempotencyHandle>().unwrap();
+                assert_eq!(handle.attempt() as usize, run);
+                status(answered)
+            });
+            for _ in 0..3 {
+                assert_eq!(ask(&app, pay("k")).await.status(), answered);
+            }
+            assert_eq!(handler.runs(), if is_kept { 1 } else { 3 }, "{keep:?} {answered}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_is_too_large_reaches_its_caller_and_is_not_made_again() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()).max_answer(1_000), |_, _| async {
+        let (sender, body) = stream();
+        tokio::spawn(async move {
+            for _ in 0..3_000 {
+                sender.send(data("xx")).unwrap();
+                tokio::task::yield_now().await;
+            }
+        });
+        Response::new(body.boxed())
+    });
+    assert_eq!(text(ask(&app, pay("k")).await).await, "xx".repeat(3_000));
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
+    assert_eq!(problem(ask(&app, request("k", of(&["other"]))).await).await, (422, "key-reused".into()));
+    assert_eq!(handler.runs(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_goes_away_finds_the_answer_when_it_comes_back() {
+    let handler = Handler::new();
+    let guard = layer(MemoryBackend::new());
+    let app = handler.behind(guard.clone(), slow);
+    for patience in [1, 500, 999] {
+        let asked = tokio::time::timeout(Duration::from_millis(patience), ask(&app, pay(&patience.to_string()))).await;
+        assert!(asked.is_err());
+    }
+    guard.drained().await;
+    assert_eq!((handler.runs(), handler.ended()), (3, 3));
+    for patience in [1, 500, 999] {
+        assert!(is_replay(&ask(&app, pay(&patience.to_string())).await));
+    }
+
+    // In the middle of the answer.
+    let (sender, body) = stream();
+    let body = Arc::new(std::sync::Mutex::new(Some(body)));
+    let app = handler.behind(layer(MemoryBackend::new()), move |_, _| {
+        let body = body.lock().unwrap().take().unwrap();
+        async { Response::new(body.boxed()) }
+    });
+    let mut response = ask(&app, pay("k")).await;
+    sender.send(data("one ")).unwrap();
+    response.body_mut().frame().await.unwrap().unwrap();
+    drop(response);
+    sender.send(data("two")).unwrap();
+    drop(sender);
+    sleep(Duration::from_millis(10)).await;
+    assert_eq!(text(ask(&app, pay("k")).await).await, "one two");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handler_ends_with_its_client_where_that_is_wanted() {
+    let handler = Handler::new();
+    let guard = layer(MemoryBackend::new()).on_disconnect(OnDisconnect::Cancel);
+    let app = handler.behind(guard.clone(), slow);
+    assert!(tokio::time::timeout(Duration::from_millis(500), ask(&app, pay("k"))).await.is_err());
+    guard.drained().await;
+    assert_eq!((handler.runs(), handler.ended()), (1, 0));
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()));
+    sleep(Duration::from_secs(16)).await;
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
+    // Whoever stays gets an answer as ever.
+    assert_eq!(text(ask(&app, pay("other")).await).await, "2: hundred");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_at_the_beginning_lets_nobody_through_unless_told_to() {
+    let handler = Handler::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let app = handler.behind(layer(store.clone()), echo);
+    let open = handler.behind(layer(store.clone()).on_store_error(OnStoreError::Allow), echo);
+    for turn in 0..2 {
+        if turn == 0 {
+            faults.fail(Failure::Unavailable);
+        } else {
+            faults.hang();
+        }
+        let response = ask(&app, pay("k")).await;
+        assert_eq!(response.headers()["retry-after"], "1");
+        assert_eq!(problem(response).await, (503, "about:blank".into()));
+        assert_eq!(handler.runs(), turn);
+        assert!(!is_replay(&ask(&open, pay("k")).await));
+        assert_eq!(handler.runs(), turn + 1);
+        faults.heal();
+    }
+    assert_eq!(text(ask(&app, pay("k")).await).await, "3: hundred");
+}
+
+/// It would be of unknown outcome for a day, though nothing has happened.
+#[tokio::test(start_paused = true)]
+async fn what_was_begun_without_anybody_hearing_of_it_is_given_back() {
+    let handler = Handler::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let guard = layer(store);
+    let app = handler.behind(guard.clone(), echo);
+    faults.lose_answers();
+    assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(problem(ask(&app, pay("k")).await).await.0, 503);
+    faults.heal();
+    guard.drained().await;
+    assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_at_the_end_costs_the_caller_nothing() {
+    let handler = Handler::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let guard = layer(store);
+    let failing = faults.clone();
+    let app = handler.behind(guard.clone(), move |request, run| {
+        failing.fail(Failure::Unavailable);
+        echo(request, run)
+    });
+    assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
+    // It is tried again in the background.
+    sleep(Duration::from_secs(1)).await;
+    faults.heal();
+    guard.drained().await;
+    assert!(is_replay(&ask(&app, pay("k")).await));
+
+    // And in the end nobody knows.
+    assert_eq!(text(ask(&app, pay("other")).await).await, "2: hundred");
+    guard.drained().await;
+    faults.heal();
+    sleep(Duration::from_secs(15)).await;
+    assert_eq!(problem(ask(&app, pay("other")).await).await, (409, "outcome-unknown".into()));
+    assert!(faults.calls(Verb::Complete) > 4);
+}
+
+#[tokio::test(start_paused = true)]
+async fn there_may_be_room_for_a_mark_and_not_for_the_answer() {
+    let handler = Handler::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let guard = layer(store);
+    let failing = faults.clone();
+    let app = handler.behind(guard.clone(), move |request, run| {
+        failing.fail_next(1, Failure::OutOfMemory);
+        echo(request, run)
+    });
+    assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
+    guard.drained().await;
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
+}
+
+/// The story of a handler that took longer than its lease, and was run a second time meanwhile.
+#[tokio::test(start_paused = true)]
+async fn a_handler_outlives_its_lease_by_being_renewed() {
+    for on_unknown in [OnUnknown::Reject, OnUnknown::Retry] {
+        let handler = Handler::new();
+        let guard = layer(MemoryBackend::new()).lease(Duration::from_millis(100)).on_unknown(on_unknown);
+        let app = handler.behind(guard, slow);
+        let first = tokio::spawn({
+            let app = app.clone();
+            async move { text(ask(&app, pay("k")).await).await }
+        });
+        for _ in 0..9 {
+            sleep(Duration::from_millis(100)).await;
+            assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()));
+        }
+        assert_eq!(first.await.unwrap(), "1: hundred");
+        assert!(is_replay(&ask(&app, pay("k")).await));
+        assert_eq!(handler.runs(), 1);
+    }
+}
+
+/// While the store is away a lease may end. Where nobody may take over the handler goes on, and its answer is kept; where somebody may it is
+/// dropped before that.
+#[tokio::test(start_paused = true)]
+async fn a_lost_lease_cancels_the_handler_only_where_somebody_else_may_begin() {
+    for (on_unknown, expected) in [(OnUnknown::Reject, 200), (OnUnknown::Retry, 503)] {
+        let handler = Handler::new();
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let guard = layer(store).lease(Duration::from_millis(300)).on_unknown(on_unknown);
+        let app = handler.behind(guard, slow);
+        let first = tokio::spawn({
+            let app = app.clone();
+            async move { ask(&app, pay("k")).await.status() }
+        });
+        sleep(Duration::from_millis(10)).await;
+        faults.hang();
+        sleep(Duration::from_millis(900)).await;
+        faults.heal();
+        assert_eq!(first.await.unwrap(), expected);
+        assert_eq!(handler.ended(), usize::from(expected == 200));
+        let again = ask(&app, pay("k")).await;
+        assert_eq!(is_replay(&again), expected == 200);
+        assert_eq!(text(again).await, if expected == 200 { "1: hundred" } else { "2: hundred" });
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_a_dead_process_has_begun_is_refused_or_served_again() {
+    let backend = MemoryBackend::new();
+    let handler = Handler::new();
+    let strict = handler.behind(layer(backend.clone()).max_run(Duration::from_millis(100)), |_, _| pending());
+    assert_eq!(problem(ask(&strict, pay("k")).await).await, (503, "about:blank".into()));
+    sleep(Duration::from_secs(15)).await;
+    assert_eq!(problem(ask(&strict, pay("k")).await).await, (409, "outcome-unknown".into()));
+    let other = request("k", of(&["other"]));
+    assert_eq!(ask(&strict, other).await.status(), 409, "nothing was told of the body");
+    let retry = handler.behind(layer(backend).on_unknown(OnUnknown::Retry), |request, _| async move {
+        Response::new(full(request.extensions().get::<IdempotencyHandle>().unwrap().attempt().to_string()))
+    });
+    assert_eq!(text(ask(&retry, pay("k")).await).await, "2");
+    assert_eq!(text(ask(&strict, pay("k")).await).await, "2");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_reaches_the_caller_and_is_a_failure_like_any_other() {
+    for (keep, expected) in [(Keep::SafeRetry, 200), (Keep::All, 409)] {
+        let handler = Handler::new();
+        let guard = layer(MemoryBackend::new()).keep(keep);
+        let app = handler.behind(guard.clone(), |request, run| async move {
+            assert!(run > 1, "the first time this panics");
+            echo(request, run).await
+        });
+        let panicked = tokio::spawn({
+            let app = app.clone();
+            async move { drop(ask(&app, pay("k")).await) }
+        });
+        assert!(panicked.await.unwrap_err().is_panic());
+        guard.drained().await;
+        sleep(Duration::from_secs(15)).await;
+        assert_eq!(ask(&app, pay("k")).await.status(), expected, "{keep:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_client_that_breaks_off_sends_the_whole_of_it_the_next_time() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()), echo);
+    let (sender, body) = stream();
+    sender.send(data("hun")).unwrap();
+    sender.send(Err(io::Error::other("the connection is gone"))).unwrap();
+    assert_eq!(ask(&app, request("k", body)).await.status(), StatusCode::BAD_REQUEST);
+    assert_eq!(text(ask(&app, pay("k")).await).await, "2: hundred");
+    // A duplicate that breaks off is no other request; one that never ends is not waited for.
+    let (sender, body) = stream();
+    sender.send(data("hun")).unwrap();
+    assert_eq!(problem(ask(&app, request("k", body)).await).await.0, 400);
+    sender.send(Err(io::Error::other("the connection is gone"))).unwrap_err();
+    // One that does not stop is read no further than the first.
+    let (sender, body) = stream();
+    let endless = tokio::spawn(async move {
+        while sender.send(data("hundred")).is_ok() {
+            tokio::task::yield_now().await;
+        }
+    });
+    assert_eq!(problem(ask(&app, request("k", body)).await).await.0, 422);
+    endless.await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_breaks_off_is_not_made_again() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()), |_, _| async {
+        let (sender, body) = stream();
+        tokio::spawn(async move {
+            sender.send(data("one")).unwrap();
+            sleep(Duration::from_millis(5)).await;
+            sender.send(Err(io::Error::other("out of paper"))).unwrap();
+        });
+        Response::new(body.boxed())
+    });
+    let broken = ask(&app, pay("k")).await.into_body().collect().await;
+    assert_eq!(broken.unwrap_err().to_string(), "out of paper");
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
+    assert_eq!(handler.runs(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_does_not_read_has_the_fingerprint_of_what_it_read() {
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&runs);
+    let service = layer(MemoryBackend::new()).layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        async { Ok::<_, Infallible>(status(StatusCode::UNAUTHORIZED)) }
+    }));
+    for body in [of(&["a"]), of(&["b"]), of(&[])] {
+        let response = service.clone().oneshot(request("k", body)).await.unwrap();
+        assert_eq!(response.status(), StatusCode::UNAUTHORIZED);
+    }
+    assert_eq!(runs.load(Ordering::SeqCst), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_service_that_fails_is_asked_again() {
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&runs);
+    let guard = layer(MemoryBackend::new());
+    let service = guard.layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {
+        let run = counted.fetch_add(1, Ordering::SeqCst);
+        async move { if run == 0 { Err("out of order") } else { Ok(status(StatusCode::OK)) } }
+    }));
+    assert_eq!(service.clone().oneshot(pay("k")).await.unwrap_err(), "out of order");
+    assert_eq!(service.clone().oneshot(pay("k")).await.unwrap().status(), StatusCode::OK);
+    assert!(service.oneshot(pay("k")).await.unwrap().headers().contains_key("idempotent-replayed"));
+}
+
+#[tokio::test(start_paused = true)]
+async fn so_many_are_served_at_a_time_and_no_more() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()).max_running(2), slow);
+    let ask_for = |key: &'static str| {
+        let app = app.clone();
+        tokio::spawn(async move { ask(&app, pay(key)).await.status() })
+    };
+    let served = [ask_for("a"), ask_for("b")];
+    sleep(Duration::from_millis(10)).await;
+    assert_eq!(ask_for("c").await.unwrap(), 503);
+    for served in served {
+        assert_eq!(served.await.unwrap(), 200);
+    }
+    assert_eq!(ask_for("c").await.unwrap(), 200);
+}
+
+/// A replay is charged by no limit inside, and what a limit refuses is not kept.
+#[tokio::test(start_paused = true)]
+async fn a_replay_is_not_charged_and_waits_for_no_lock() {
+    let backend = MemoryBackend::new();
+    let quota = Policy::new("pay", Quota::per_minute(2).fixed_window());
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&runs);
+    let service = ServiceBuilder::new()
+        .layer(IdempotencyLayer::new(backend.clone()).scope(Everyone))
+        .layer(RateLimitLayer::new(backend.clone(), quota))
+        .layer(LockLayer::new(backend))
+        .service(service_fn(move |request: Request<_>| {
+            drop::<Request<FingerprintedBody<Stream>>>(request);
+            let run = counted.fetch_add(1, Ordering::SeqCst) + 1;
+            async move { Ok::<_, Infallible>(Response::new(full(run.to_string()))) }
+        }));
+    let ask = async |key: &str| {
+        let response = service.clone().oneshot(pay(key)).await.unwrap();
+        let replayed = response.headers().contains_key("idempotent-replayed");
+        let limited = response.headers().contains_key("ratelimit");
+        assert_eq!(limited, !replayed);
+        (response.status().as_u16(), replayed, response.into_body().collect().await.unwrap().to_bytes())
+    };
+    for turn in 0..10 {
+        assert_eq!(ask("a").await, (200, turn > 0, "1".into()));
+    }
+    assert_eq!(ask("b").await, (200, false, "2".into()));
+    for _ in 0..2 {
+        let (status, replayed, _) = ask("c").await;
+        assert_eq!((status, replayed), (429, false));
+    }
+    tokio::time::advance(Duration::from_secs(60)).await;
+    assert_eq!(ask("c").await, (200, false, "3".into()));
+    assert_eq!(ask("a").await, (200, true, "1".into()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn with_grpc_an_answer_has_its_status_in_the_trailers() {
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&runs);
+    let guard = layer(MemoryBackend::new()).with_rejection(AsStatus::new());
+    // UNAVAILABLE the first time, NOT_FOUND from then on.
+    let service = guard.layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {
+        let code = if counted.fetch_add(1, Ordering::SeqCst) == 0 { "14" } else { "5" };
+        let (sender, body) = stream();
+        let mut trailers = HeaderMap::new();
+        trailers.insert("grpc-status", code.parse().unwrap());
+        sender.send(data("frame")).unwrap();
+        sender.send(Ok(Frame::trailers(trailers))).unwrap();
+        async { Ok::<_, Infallible>(Response::new(body)) }
+    }));
+    for (code, replayed) in [("14", false), ("5", false), ("5", true)] {
+        let response = service.clone().oneshot(pay("k")).await.unwrap();
+        assert_eq!(response.headers().contains_key("idempotent-replayed"), replayed);
+        let body = response.into_body().collect().await.unwrap();
+        assert_eq!(body.trailers().unwrap()["grpc-status"], code);
+        assert_eq!(body.to_bytes(), "frame");
+    }
+    for (request, code) in [(pay(""), "3"), (request("k", of(&["x"])), "0")] {
+        let response = service.clone().oneshot(request).await.unwrap();
+        let code_is = response.headers().get("grpc-status").map_or("0", |code| code.to_str().unwrap());
+        assert_eq!(code_is, code);
+    }
+}
+
+#[tokio::test]
+async fn a_backend_that_reaches_too_few_is_refused() {
+    let error = layer(MemoryBackend::new()).require(Scope::Redis).unwrap_err();
+    assert_eq!(error, ConfigError::ScopeTooSmall { needed: Scope::Redis, has: Scope::Process });
+    assert!(layer(MemoryBackend::new()).require(Scope::Process).is_ok());
+}
+
+/// Whenever a caller goes away, the handler runs at most once, nothing hangs, and whoever comes back is served or gets the answer.
+#[tokio::test(start_paused = true)]
+async fn a_request_may_be_dropped_anywhere() {
+    for polls in 0..12 {
+        let handler = Handler::new();
+        let store = FaultStore::new(MemoryBackend::new());
+        store.faults().delay(Duration::from_millis(1));
+        let guard = layer(store);
+        let app = handler.behind(guard.clone(), slow);
+        let mut asking = Box::pin(ask(&app, pay("k")));
+        for _ in 0..polls {
+            let polled = std::future::poll_fn(|cx| Poll::Ready(asking.as_mut().poll(cx).is_ready())).await;
+            if polled {
+                break;
+            }
+            sleep(Duration::from_micros(300)).await;
+        }
+        drop(asking);
+        guard.drained().await;
+        assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred", "dropped after {polls} polls");
+        assert_eq!(handler.runs(), 1, "dropped after {polls} polls");
+    }
+}
