@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::convert::Infallible;
-use std::future::pending;
+use std::future::{IntoFuture, pending};
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -15,6 +15,8 @@ use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body::{Body, Frame};
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full};
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::time::sleep;
 use tollgate::grpc::AsStatus;
@@ -749,4 +751,43 @@ async fn a_request_may_be_dropped_anywhere() {
         assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred", "dropped after {polls} polls");
         assert_eq!(handler.runs(), 1, "dropped after {polls} polls");
     }
+}
+
+#[tokio::test]
+async fn a_connection_that_is_cut_does_not_stop_the_handler() {
+    let (begun, mut has_begun) = mpsc::unbounded_channel();
+    let handler = move |body: String| {
+        begun.send(()).unwrap();
+        async move {
+            sleep(Duration::from_millis(100)).await;
+            format!("paid {body}")
+        }
+    };
+    let app = axum::Router::new().route("/pay", axum::routing::post(handler)).layer(layer(MemoryBackend::new()));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let server = tokio::spawn(axum::serve(listener, app).into_future());
+    let send = async || {
+        let mut connection = TcpStream::connect(address).await.unwrap();
+        let head = "POST /pay HTTP/1.1\r\nhost: a\r\nauthorization: alice\r\nidempotency-key: \"k\"\r\n";
+        let rest = "content-type: text/plain\r\ncontent-length: 7\r\nconnection: close\r\n\r\nhundred";
+        connection.write_all([head, rest].concat().as_bytes()).await.unwrap();
+        connection
+    };
+    let cut = send().await;
+    has_begun.recv().await.unwrap();
+    drop(cut);
+    let answer = loop {
+        let mut answer = String::new();
+        send().await.read_to_string(&mut answer).await.unwrap();
+        if answer.starts_with("HTTP/1.1 200") {
+            break answer;
+        }
+        assert!(answer.starts_with("HTTP/1.1 409"), "{answer}");
+        sleep(Duration::from_millis(10)).await;
+    };
+    assert!(answer.contains("\r\nidempotent-replayed: true\r\n"), "{answer}");
+    assert!(answer.contains("\r\ncontent-length: 12\r\n") && answer.ends_with("\r\n\r\npaid hundred"), "{answer}");
+    assert!(has_begun.try_recv().is_err(), "the handler ran twice");
+    server.abort();
 }

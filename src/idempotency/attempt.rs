@@ -12,13 +12,15 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use super::erased::AnyStore;
 use super::store::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
 use crate::error::StoreError;
-use crate::lock::Scope;
+use crate::lock::{Scope, Token};
 
 /// How many attempts may be settled in the background at a time. While a store is away all of them are; what is beyond that is left
 /// to the end of its lease.
 const MAX_BACKGROUND: usize = 4_096;
 /// How long to wait before the store is asked again in the background; twice that the next time, and so on.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// For how long the store is asked in the background at least.
+const SHORTEST: Duration = Duration::from_secs(1);
 
 /// What all attempts of one layer have in common.
 pub(crate) struct Home {
@@ -91,8 +93,8 @@ impl Home {
         }
     }
 
-    /// Asks the store for something until it has answered, for no longer than `time`.
-    fn persist<F>(self: &Arc<Self>, time: Duration, mut ask: impl FnMut() -> F + Send + 'static)
+    /// Asks the store for something until it has answered, for no longer than `lease`, or a second where that is shorter.
+    fn persist<F>(self: &Arc<Self>, lease: Duration, mut ask: impl FnMut() -> F + Send + 'static)
     where
         F: Future<Output = Result<bool, StoreError>> + Send,
     {
@@ -103,7 +105,7 @@ impl Home {
             return;
         };
         drop(runtime.spawn(async move {
-            let (until, mut pause) = (Instant::now() + time, FIRST_PAUSE);
+            let (until, mut pause) = (Instant::now() + lease.max(SHORTEST), FIRST_PAUSE);
             while let Err(error) = ask().await {
                 if Instant::now() + pause >= until {
                     tracing::warn!(%error, "an operation could not be settled in time: its outcome is unknown");
@@ -237,12 +239,10 @@ impl Attempt {
 
     /// Keeps the answer. Where that fails it is tried again in the background for as long as a lease lasts; the caller gets its answer
     /// in any case.
-    pub(crate) async fn complete(self, completion: Completion) {
+    pub(crate) async fn complete(self, mut completion: Completion) {
         let this = self.settled();
         let (store, operation, token, limit) = this.parts();
-        let first = Arc::clone(&store).complete(operation, token, completion.clone(), limit).await;
-        let mut completion = completion;
-        match first {
+        match Arc::clone(&store).complete(operation, token, completion.clone(), limit).await {
             Ok(true) => return,
             Ok(false) => {
                 tracing::warn!("an answer is not kept: its operation is somebody else's by now");
@@ -274,7 +274,7 @@ impl Attempt {
         self.home.persist(self.claim.lease, move || Arc::clone(&store).release(operation, token, limit));
     }
 
-    fn parts(&self) -> (Arc<dyn AnyStore>, Operation, crate::lock::Token, Duration) {
+    fn parts(&self) -> (Arc<dyn AnyStore>, Operation, Token, Duration) {
         (Arc::clone(&self.home.store), self.operation, self.claim.token, self.home.limit)
     }
 }

@@ -497,17 +497,21 @@ pub async fn a_semaphore_lets_in_so_many_at_a_time<S: LockStore + Clone + Send +
     permits.push(there.acquire("a").await.unwrap());
     assert!(dead.elapsed() >= SHORT * 2, "{:?}", dead.elapsed());
     // Of two that wait in line one gets in, and then the other.
-    let waiters = [(); 2].map(|()| tokio::spawn(here.acquire("a").into_future()));
+    let mut waiters = JoinSet::new();
+    for _ in 0..2 {
+        waiters.spawn(here.acquire("a").into_future());
+    }
     sleep(Duration::from_millis(300)).await;
-    assert!(waiters.iter().all(|waiter| !waiter.is_finished()));
+    assert!(waiters.try_join_next().is_none());
     let freed = Instant::now();
-    for (i, waiter) in waiters.into_iter().enumerate() {
-        if i == 0 {
+    for turn in 0..2 {
+        if turn == 0 {
             permits.remove(0).release().await.unwrap();
         } else {
             drop(permits.remove(0));
         }
-        permits.push(waiter.await.unwrap().unwrap());
+        // Whoever of them was first in line.
+        permits.push(waiters.join_next().await.unwrap().unwrap().unwrap());
     }
     assert!(freed.elapsed() < SLACK * 2, "{:?}", freed.elapsed());
     drop(permits);

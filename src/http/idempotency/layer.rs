@@ -39,7 +39,7 @@ pub struct IdempotencyLayer<K = Unscoped, A = AsResponse> {
 #[non_exhaustive]
 pub struct Unscoped;
 
-/// What has nothing to do with the type of requests and answers. Cheap to clone.
+/// What has nothing to do with the type of requests and answers.
 #[derive(Clone)]
 pub(super) struct Settings {
     pub(super) home: Arc<Home>,
@@ -161,9 +161,9 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// How long a request waits for the answer of the same request that is being served. Defaults to zero: it is turned away, 409 with HTTP.
     ///
     /// It asks the store after 20 ms, and then less and less often, down to twice a second. A request that waits holds the place in the
-    /// inner service that was reserved for it.
+    /// inner service that was reserved for it. At most a day.
     pub fn wait(self, wait: Duration) -> Self {
-        self.with(|settings| settings.wait = wait)
+        self.with(|settings| settings.wait = wait.min(Duration::from_secs(86_400)))
     }
 
     /// How long a handler may take, its body included. Defaults to 5 minutes. It is dropped then, and what came of it is unknown.

@@ -32,7 +32,7 @@ pub(super) async fn run<S, B, R>(
     request: Request<FingerprintedBody<B>>,
     attempt: Attempt,
     reading: Arc<Reading>,
-    settings: Settings,
+    settings: Arc<Settings>,
     tell: Tell<R, S::Error>,
     running: Running,
 ) where

@@ -45,13 +45,14 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 #[must_use]
 pub struct Idempotency<S, K, A = AsResponse> {
     inner: S,
-    shared: Arc<(Settings, Arc<K>, A)>,
+    shared: Arc<(Arc<Settings>, Arc<K>, A)>,
 }
 
 impl<S, K, A> Idempotency<S, K, A> {
     /// Puts `inner` behind `layer`, without a stack of layers.
     pub fn new(inner: S, layer: IdempotencyLayer<K, A>) -> Self {
-        Self { inner, shared: Arc::new(layer.into_parts()) }
+        let (settings, scope, answer) = layer.into_parts();
+        Self { inner, shared: Arc::new((Arc::new(settings), scope, answer)) }
     }
 
     /// The service behind the layer.
@@ -130,7 +131,7 @@ async fn guard<S, K, A, B, R>(
     ready: S,
     request: Request<B>,
     operation: Operation,
-    shared: Arc<(Settings, Arc<K>, A)>,
+    shared: Arc<(Arc<Settings>, Arc<K>, A)>,
 ) -> Result<Response<IdempotentBody<R>>, S::Error>
 where
     S: Service<Request<FingerprintedBody<B>>, Response = Response<R>> + Send + 'static,
@@ -163,7 +164,7 @@ where
             let mut request = Request::from_parts(parts, body);
             request.extensions_mut().insert(IdempotencyHandle::new(*attempt.operation(), number, fence));
             let (tell, told) = oneshot::channel();
-            let run = run(ready, request, attempt, reading, settings.clone(), tell, running);
+            let run = run(ready, request, attempt, reading, Arc::clone(settings), tell, running);
             let task = tokio::spawn(run.in_current_span());
             let cancels = settings.on_disconnect == OnDisconnect::Cancel;
             let abort = cancels.then(|| AbortOnDrop(task.abort_handle()));
@@ -290,7 +291,7 @@ pin_project! {
     #[project = StateProj]
     enum State<F, R, E, A, K> {
         // The request needs no record: the inner service is at work.
-        Passed { #[pin] future: F, shared: Arc<(Settings, Arc<K>, A)> },
+        Passed { #[pin] future: F, shared: Arc<(Arc<Settings>, Arc<K>, A)> },
         // The store is asked, or the handler is at work in a task of its own.
         Guarded { answer: Pin<Box<dyn Future<Output = Answer<R, E>> + Send>> },
         // The request is turned away without asking anybody; `None` once that was told.
@@ -299,7 +300,7 @@ pin_project! {
 }
 
 impl<F, R, E, A, K> ResponseFuture<F, R, E, A, K> {
-    fn passed_through(future: F, shared: Arc<(Settings, Arc<K>, A)>) -> Self {
+    fn passed_through(future: F, shared: Arc<(Arc<Settings>, Arc<K>, A)>) -> Self {
         Self { state: State::Passed { future, shared } }
     }
 }
