@@ -165,7 +165,8 @@ where
             request.extensions_mut().insert(IdempotencyHandle::new(*attempt.operation(), number, fence));
             let (tell, told) = oneshot::channel();
             let run = run(ready, request, attempt, reading, Arc::clone(settings), tell, running);
-            let task = tokio::spawn(run.in_current_span());
+            // Boxed, since it is large, and would be moved from hand to hand on its way into the task.
+            let task = tokio::spawn(Box::pin(run).in_current_span());
             let cancels = settings.on_disconnect == OnDisconnect::Cancel;
             let abort = cancels.then(|| AbortOnDrop(task.abort_handle()));
             return match told.await {
