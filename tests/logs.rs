@@ -220,7 +220,10 @@ async fn counting_in_memory_is_said_once_to_be_local() {
     let log = Log::default();
     let _logging = tracing::subscriber::set_default(log.clone());
     tollgate::connect("memory:").await.unwrap();
-    assert_eq!(log.lines(), ["INFO tollgate counts in memory: limits, locks and idempotency hold within this process only"]);
+    assert_eq!(
+        log.lines(),
+        ["INFO tollgate counts in memory: limits, locks and idempotency hold within this process only"]
+    );
 }
 
 fn proxied() -> ClientIp {
