@@ -22,7 +22,7 @@ use crate::rate_limit::Policy;
 
 /// How many decisions go by themselves at a time.
 const ALONE: usize = 8;
-/// How many decisions go together at the most. Redis is busy with as many for well below a millisecond.
+/// How many decisions go together at the most. More would save Redis little, and hold up others for longer.
 const TOGETHER: usize = 32;
 /// How many calls are on their way at a time, so that Redis has one to work on while another one travels.
 const CALLS: usize = 2;

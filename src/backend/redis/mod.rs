@@ -44,7 +44,7 @@
 //!
 //! A decision that is nearly alone is a call of its own and waits for nobody. When more than a handful are on their way, those that
 //! come meanwhile wait until one of a few calls is back, and then go together in one script, each charged or denied by
-//! itself: exact, and about twice as many a second. Not on a cluster, where hardly two subjects share a slot.
+//! itself: exact, and about half the work for Redis. Not on a cluster, where hardly two subjects share a slot.
 //!
 //! Once there are locks or operations, one more connection is opened, for renewing and giving back, which do not queue behind requests; and
 //! with locks one that listens for locks becoming free, if somebody waits for one. A backend that was opened [from a
