@@ -78,6 +78,7 @@ mod key;
 pub mod backend;
 #[cfg(feature = "config")]
 pub mod config;
+pub mod delay_queue;
 #[cfg(feature = "grpc")]
 pub mod grpc;
 #[cfg(feature = "http")]

@@ -90,6 +90,7 @@
 //! ```
 
 pub mod contract;
+pub mod delay_queue_contract;
 mod exhaust;
 mod fault;
 pub mod idempotency_contract;
@@ -249,6 +250,27 @@ macro_rules! idempotency_contract {
                 what_is_given_up_on_its_way_claims_nothing
                 an_answer_is_forgotten_when_its_time_is_over
                 one_of_many_racing_begins
+            ] [] $($told)+
+        }
+    };
+}
+
+/// Makes a test of every claim in [`delay_queue_contract`](crate::testing::delay_queue_contract), to run on a backend. Takes what
+/// [`rate_limit_contract!`](crate::rate_limit_contract) takes.
+///
+/// ```no_run
+/// # use tollgate::MemoryBackend;
+/// tollgate::delay_queue_contract!(#[tokio::test(start_paused = true)] async { MemoryBackend::new() });
+/// # fn main() {}
+/// ```
+#[macro_export]
+macro_rules! delay_queue_contract {
+    ($($told:tt)+) => {
+        $crate::__contract! {
+            @read [delay_queue_contract:
+                a_job_is_claimed_once_and_gone_when_it_is_done
+                a_job_is_not_claimed_before_it_is_due
+                a_job_comes_back_when_its_lease_has_ended
             ] [] $($told)+
         }
     };

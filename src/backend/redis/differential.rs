@@ -322,12 +322,17 @@ impl RedisBackend {
             idempotency_renew,
             idempotency_complete,
             idempotency_release,
+            delay_queue_push,
+            delay_queue_claim,
+            delay_queue_extend,
+            delay_queue_control,
             probe: _,
         } = &mut scripts;
         let counting = [check, check_plain, check_many, block];
         let locking = [lock_acquire, lock_renew, lock_release];
         let once = [idempotency_begin, idempotency_renew, idempotency_complete, idempotency_release];
-        for script in counting.into_iter().chain(locking).chain(once) {
+        let delaying = [delay_queue_push, delay_queue_claim, delay_queue_extend, delay_queue_control];
+        for script in counting.into_iter().chain(locking).chain(once).chain(delaying) {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
         }
         let super::Inner { servers, keys, locks, .. } = &*self.inner;

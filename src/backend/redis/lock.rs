@@ -39,7 +39,7 @@ impl LockLinks {
         &self.own
     }
 
-    fn subscriber(&self) -> &Subscriber {
+    pub(super) fn subscriber(&self) -> &Subscriber {
         self.subscriber.get_or_init(|| Subscriber::new(self.source.clone()))
     }
 }

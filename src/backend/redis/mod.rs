@@ -81,6 +81,8 @@
 
 mod cluster;
 mod counts;
+mod delay_queue;
+mod delay_record;
 mod error;
 mod gather;
 mod idempotency;
