@@ -17,6 +17,8 @@ use crate::key::Key;
 use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request};
 use crate::{MemoryBackend, StoreError};
 
+#[path = "delay_queue_differential.rs"]
+mod delay_queue;
 #[path = "idempotency_differential.rs"]
 mod idempotency;
 #[path = "lock_differential.rs"]
