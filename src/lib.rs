@@ -94,6 +94,7 @@ pub use self::backend::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
+pub use self::delay_queue::{DelayQueue, Job, JobId};
 pub use self::error::{BoxError, ConfigError, ConnectError, StoreError};
 #[cfg(feature = "http")]
 pub use self::http::IdempotencyLayer;
