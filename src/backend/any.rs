@@ -124,8 +124,8 @@ impl LockStore for AnyBackend {
         delegate!(self, store => LockStore::release(store, lock, token).await)
     }
 
-    async fn watch(&self, lock: &LockKey) -> Wakeups {
-        delegate!(self, store => store.watch(lock).await)
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+        delegate!(self, store => store.watch(lock, in_line).await)
     }
 
     fn scope(&self) -> Scope {

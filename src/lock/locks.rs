@@ -55,6 +55,8 @@ pub(super) struct Terms {
     pub(super) max_waiters: usize,
     pub(super) deadline: Duration,
     pub(super) permits: u32,
+    pub(super) is_fair: bool,
+    pub(super) is_shared: bool,
 }
 
 impl Locks {
@@ -72,6 +74,8 @@ impl Locks {
             max_waiters: 1_000,
             deadline: Duration::from_millis(100),
             permits,
+            is_fair: false,
+            is_shared: false,
         };
         Self { shared: Arc::new(shared), namespace: Key::new(namespace), terms }
     }
@@ -171,6 +175,12 @@ impl Locks {
         self.lock(key).run(body)
     }
 
+    /// The same locks, to be taken in the order in which they were asked for.
+    pub(super) fn in_order(mut self) -> Self {
+        self.terms.is_fair = true;
+        self
+    }
+
     pub(super) const fn waits(&self) -> Duration {
         self.terms.wait
     }
@@ -208,6 +218,11 @@ pub struct LockRequest {
 impl LockRequest {
     pub(super) const fn lock(&self) -> &LockKey {
         &self.lock
+    }
+
+    pub(super) fn shared(mut self) -> Self {
+        self.terms.is_shared = true;
+        self
     }
 
     /// How long the lock outlives a holder that has died: see [`Locks::ttl`].

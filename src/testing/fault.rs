@@ -325,8 +325,8 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
         self.faults.around(Verb::Release, self.inner.release(lock, token)).await
     }
 
-    async fn watch(&self, lock: &LockKey) -> Wakeups {
-        let watch = async { Ok(self.inner.watch(lock).await) };
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+        let watch = async { Ok(self.inner.watch(lock, in_line).await) };
         self.faults.around(Verb::Watch, watch).await.unwrap_or_else(|_| Wakeups::none())
     }
 

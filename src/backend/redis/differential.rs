@@ -316,6 +316,7 @@ impl RedisBackend {
             check_many,
             block,
             lock_acquire,
+            lock_line,
             lock_renew,
             lock_release,
             idempotency_begin,
@@ -325,7 +326,7 @@ impl RedisBackend {
             probe: _,
         } = &mut scripts;
         let counting = [check, check_plain, check_many, block];
-        let locking = [lock_acquire, lock_renew, lock_release];
+        let locking = [lock_acquire, lock_line, lock_renew, lock_release];
         let once = [idempotency_begin, idempotency_renew, idempotency_complete, idempotency_release];
         for script in counting.into_iter().chain(locking).chain(once) {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));

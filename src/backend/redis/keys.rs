@@ -66,6 +66,11 @@ impl Keys {
         self.lock(lock, "free")
     }
 
+    /// `<prefix>:2:{lock:<namespace>:<subject>}:line`, and `...:places` beside it.
+    pub(super) fn line(&self, lock: &LockKey) -> [String; 2] {
+        [self.lock(lock, "line"), self.lock(lock, "places")]
+    }
+
     fn lock(&self, lock: &LockKey, part: &str) -> String {
         let (namespace, subject) = (lock.namespace().as_str(), lock.subject().as_str());
         [&self.root, "{lock:", namespace, ":", subject, "}:", part].concat()

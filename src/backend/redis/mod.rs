@@ -53,7 +53,7 @@
 //! # Keys
 //!
 //! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`, `<prefix>:2:{lock:<namespace>:<subject>}:lease` with the
-//! channel `...:free` beside it, and `<prefix>:2:{idempotency:<scope>:<key>}:record`. The braces make a subject one slot of a cluster. Each key has a
+//! channel `...:free` and, for those who stand in line, `...:line` and `...:places` beside it, and `<prefix>:2:{idempotency:<scope>:<key>}:record`. The braces make a subject one slot of a cluster. Each key has a
 //! time to live. Two releases of Tollgate may share one Redis as long as the number after the prefix is the same.
 //!
 //! # Servers
@@ -64,6 +64,8 @@
 //! ```text
 //! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +set +pttl +pexpire +time +getrange +strlen +append
 //! ```
+//!
+//! For locks that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard` as well.
 //!
 //! For locks also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without
 //! these who waits for a lock looks once a second.
