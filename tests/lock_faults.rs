@@ -95,6 +95,18 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
             is_free().await
         );
     }
+    let fair = here.clone().fair();
+    drop_everywhere!(
+        async {
+            let lease = there.lock("a").await.unwrap();
+            tokio::spawn(async move {
+                sleep(Duration::from_millis(5)).await;
+                drop(lease);
+            });
+            drop(fair.lock("a").wait(LONG).await.unwrap());
+        },
+        is_free().await
+    );
     let rw = async || RwLocks::new(connect(&server).await).deadline(Duration::from_secs(2));
     let (readers, writers) = (rw().await, rw().await);
     let is_free = async || drop(timeout(LONG / 3, writers.write("a")).await.unwrap().unwrap());

@@ -120,6 +120,26 @@ impl Locks {
         self
     }
 
+    /// First come, first served among all processes, and not only within this one: see [waiting](super#waiting) for how, and for
+    /// what that costs. Defaults to whoever asks first when the lock is free.
+    ///
+    /// All who want the same locks have to do the same: who is not fair passes those who are.
+    ///
+    /// ```
+    /// use tollgate::{Locks, MemoryBackend};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
+    /// let tickets = Locks::new(MemoryBackend::new()).namespace("tickets").fair();
+    /// let lease = tickets.lock("front row").await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn fair(mut self) -> Self {
+        self.terms.is_fair = true;
+        self
+    }
+
     /// How long one call of the store may take. Defaults to 100 ms. Who waits tries again after that.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
@@ -173,12 +193,6 @@ impl Locks {
         T: Send,
     {
         self.lock(key).run(body)
-    }
-
-    /// The same locks, to be taken in the order in which they were asked for.
-    pub(super) fn in_order(mut self) -> Self {
-        self.terms.is_fair = true;
-        self
     }
 
     pub(super) const fn waits(&self) -> Duration {

@@ -140,10 +140,10 @@
 //!
 //! Those who wait in one process stand in one line and are served in order. Only the first of the line asks the store, and the
 //! lease goes from hand to hand inside the process, a new fence with each hand, for up to 16 grants or 100 ms at a time. Between
-//! processes whoever is first gets the lock; that is not fair, but those who were told of it at the same time get a start. Who waits is told by
+//! processes whoever is first gets the lock, unless told otherwise; that is not fair, but those who were told of it at the same time get a start. Who waits is told by
 //! a message when the lock is given back, and looks once a second in any case, since messages get lost.
 //!
-//! [`RwLocks`] are fair between processes: there the store keeps one line for all who wait, by its own clock. Each of them asks by
+//! [`Locks::fair`] and [`RwLocks`] are fair between processes: there the store keeps one line for all who wait, by its own clock. Each of them asks by
 //! itself and asks again once a second, which keeps its place; whoever has not asked for three seconds, being dead or
 //! stopped, has lost it, and holds the others up for no longer than that and one more second. Only who is next is told when the
 //! lock is given back. The price is a command or two more for each grant that was waited for, and no lease goes from hand to hand inside

@@ -32,7 +32,7 @@ use crate::key::Key;
 ///
 /// Whoever came first is served first, in all processes together: readers who come while a writer waits stand behind it, so writers do
 /// not starve, and neither do readers, since a writer who comes later stands behind them. See
-/// [waiting](super#waiting) for what that costs. A reader that asks for the same key again waits for the writer that waits for it;
+/// [fair locks](Locks::fair) for what that costs. A reader that asks for the same key again waits for the writer that waits for it;
 /// use [`Lease::reenter`](super::Lease::reenter) instead.
 ///
 /// Fences rise with each grant, of readers and of writers. What [`Locks`] says of waiting, of dropping and of shutting down holds
@@ -45,7 +45,7 @@ pub struct RwLocks {
 impl RwLocks {
     /// Locks that `store` keeps, which is a backend.
     pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
-        Self { locks: Locks::with(Shared::new(Arc::new(store), false), "rw_locks", 1).in_order() }
+        Self { locks: Locks::with(Shared::new(Arc::new(store), false), "rw_locks", 1).fair() }
     }
 
     fn with(self, change: impl FnOnce(Locks) -> Locks) -> Self {

@@ -609,6 +609,63 @@ async fn stands_in_line<S: LockStore>(store: &S, lock: &LockKey, claim: &Claim) 
     }
 }
 
+/// Who came first is served first, whatever client they ask by, and whether or not those in between give up.
+pub async fn fair_locks_are_had_in_the_order_in_which_they_were_asked_for<
+    S: LockStore + Clone + Send + Sync + 'static,
+>(
+    store: S,
+) {
+    let clients = [(); 3].map(|()| locks(&store).fair().wait(LONG));
+    let lease = clients[0].lock("a").await.unwrap();
+    let served = Arc::new(Mutex::new(Vec::new()));
+    let mut tasks = JoinSet::new();
+    let mut leaving = Vec::new();
+    for i in 0..18 {
+        let (locks, served) = (clients[i % 3].clone(), Arc::clone(&served));
+        if i % 6 == 2 {
+            leaving.push(tokio::spawn(locks.lock("a").into_future()));
+        } else {
+            tasks.spawn(async move {
+                let lease = locks.lock("a").await.unwrap();
+                served.lock().unwrap().push((i, lease.fence()));
+                if i % 2 == 0 { drop(lease) } else { drop(lease.release().await) }
+            });
+        }
+        // In the line before the next one comes.
+        sleep(Duration::from_millis(50)).await;
+    }
+    for locks in &clients {
+        assert!(locks.try_lock("a").await.is_err_and(|error| error.is_busy()));
+    }
+    leaving.iter().for_each(tokio::task::JoinHandle::abort);
+    let freed = Instant::now();
+    lease.release().await.unwrap();
+    timeout(LONG, tasks.join_all()).await.expect("nobody waits for ever");
+    assert!(freed.elapsed() < SLACK * 3, "{:?}", freed.elapsed());
+    let served = std::mem::take(&mut *served.lock().unwrap());
+    assert!(served.is_sorted(), "{served:?}");
+    assert!(served.is_sorted_by_key(|(_, fence)| *fence), "{served:?}");
+    assert_eq!(served.len(), 15);
+    for locks in clients {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+}
+
+/// Somebody who has died in the line holds up those behind until the place is lost, and somebody looks.
+pub async fn the_dead_lose_their_place<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let locks = locks(&store).fair().wait(LONG);
+    let lease = locks.lock("a").await.unwrap();
+    let begun = Instant::now();
+    assert!(stands_in_line(&store, lease.lock(), &in_line(false, LONG)).await);
+    let waiter = tokio::spawn(locks.lock("a").into_future());
+    sleep(Duration::from_millis(100)).await;
+    lease.release().await.unwrap();
+    drop(waiter.await.unwrap().unwrap());
+    let took = begun.elapsed();
+    assert!(took >= Claim::PLACE && took < Claim::PLACE + Duration::from_secs(1) + SLACK, "{took:?}");
+    timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+}
+
 /// Readers hold a lease together, up to as many as there are permits, and writers alone; each grant has a larger fence.
 pub async fn readers_share_and_writers_do_not<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let (here, there) = (rw_locks(&store), rw_locks(&store));
