@@ -71,6 +71,7 @@
 //! [tower]: https://docs.rs/tower
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod circuit;
 mod deadline;
 mod error;
 mod key;
