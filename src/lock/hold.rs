@@ -36,6 +36,8 @@ struct Standing {
     // Where `max_hold` of the present holder ends.
     ends: Option<Instant>,
     lost: Option<LossReason>,
+    // Whether the loss was told to those who watch.
+    is_noted: bool,
     // Renewals that failed since the last one that did not.
     failures: u32,
     fence: u64,
@@ -61,6 +63,7 @@ impl Hold {
             renew_at: sent + ttl / 3,
             ends: None,
             lost: None,
+            is_noted: false,
             failures: 0,
             fence,
             fences_left: fences,
@@ -109,6 +112,13 @@ impl Hold {
     /// Until when the lease is good, or why it is not any more. That it is lost is for good.
     pub(super) fn look(&self, now: Instant) -> Result<Instant, LossReason> {
         self.standing().look(now)
+    }
+
+    /// How the lease was lost, for whoever asks first.
+    pub(super) fn note_loss(&self, now: Instant) -> Option<LossReason> {
+        let mut standing = self.standing();
+        let reason = standing.look(now).err()?;
+        (!std::mem::replace(&mut standing.is_noted, true)).then_some(reason)
     }
 
     /// Whether the last renewal failed.

@@ -143,11 +143,17 @@ impl Shared {
         (renew, next)
     }
 
+    /// Tells those who watch if a lease was lost: its holder may be the first to see that, or the keeper.
+    pub(super) fn note_loss(&self, hold: &Hold) {
+        if let Some(reason) = hold.note_loss(Instant::now()) {
+            tracing::warn!(lock = %hold.lock(), ?reason, "lock lost");
+            self.meters(hold.lock()).lost(reason);
+        }
+    }
+
     /// Tells the holder, and lets others try.
     fn lose(self: &Arc<Self>, hold: &Arc<Hold>) {
-        if let Err(reason) = hold.look(Instant::now()) {
-            tracing::warn!(lock = %hold.lock(), ?reason, "lock lost");
-        }
+        self.note_loss(hold);
         hold.tell();
         self.abandon(hold);
         self.ended();
@@ -167,6 +173,7 @@ impl Shared {
                         jittered(pause)
                     };
                     hold.suspended(now, pause);
+                    self.meters(hold.lock()).renewal_failed();
                     tracing::debug!(lock = %hold.lock(), "a renewal failed: trying again while the lease lasts");
                 }
             }

@@ -10,6 +10,7 @@ use super::lease::Lease;
 use super::nested::Held;
 use super::shared::Shared;
 use super::store::{LockKey, LockStore, Scope};
+use crate::circuit::CircuitBreaker;
 use crate::key::Key;
 
 /// Locks by key, for one piece of work at a time.
@@ -53,6 +54,7 @@ pub(super) struct Terms {
     pub(super) wait: Duration,
     pub(super) max_hold: Option<Duration>,
     pub(super) max_waiters: usize,
+    pub(super) max_asking: usize,
     pub(super) deadline: Duration,
     pub(super) permits: u32,
 }
@@ -70,6 +72,7 @@ impl Locks {
             wait: Duration::from_secs(10),
             max_hold: None,
             max_waiters: 1_000,
+            max_asking: 100_000,
             deadline: Duration::from_millis(100),
             permits,
         };
@@ -113,6 +116,24 @@ impl Locks {
     #[must_use]
     pub fn max_waiters(mut self, waiters: usize) -> Self {
         self.terms.max_waiters = waiters;
+        self
+    }
+
+    /// How many may be waiting for locks in this process, of whatever keys and over all clones, those included who ask for theirs at the moment and are
+    /// ready to wait. Defaults to 100,000. One more is a [`LockError::QueueFull`].
+    #[must_use]
+    pub fn max_waiters_in_total(mut self, waiters: usize) -> Self {
+        self.terms.max_asking = waiters;
+        self
+    }
+
+    /// When to stop asking a store that fails for locks, and how soon to try again. Defaults to [`CircuitBreaker::new`]. Leases are renewed and given
+    /// back all the same.
+    ///
+    /// For all clones, and before the first lock is asked for: whatever was said first counts.
+    #[must_use]
+    pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
+        self.shared.set_circuit(breaker);
         self
     }
 
@@ -169,6 +190,10 @@ impl Locks {
         T: Send,
     {
         self.lock(key).run(body)
+    }
+
+    pub(super) const fn home(&self) -> &Arc<Shared> {
+        &self.shared
     }
 
     pub(super) const fn waits(&self) -> Duration {

@@ -132,8 +132,9 @@
 //! | the lease is lost while the body is sent | the body fails | the stream is reset |
 //! | no key | 400 | `INVALID_ARGUMENT` |
 //!
-//! A client that goes away takes the handler with it, and the lock is given back. Put a rate limit outside of this
-//! layer, and a timeout for the handler inside.
+//! A client that goes away takes the handler with it, and the lock is given back; [`LockLayer::detached`] lets it come to its end
+//! instead. A store that fails again and again is not asked but now and then, see [`CircuitBreaker`]. Put a rate limit outside of this
+//! layer, and a timeout for the handler inside. What the handler calls can refuse who comes too late: [`fencing`].
 //!
 //! # Waiting
 //!
@@ -147,6 +148,23 @@
 //! Taking and giving back a free lock are one command each. A lease is renewed after a third of its time; leases that are due
 //! at the same time share a command, on a connection of their own. A renewal that fails makes the lease
 //! [suspended](LeaseState::Suspended) and is tried again for as long as the lease lasts.
+//!
+//! # Metrics
+//!
+//! With the feature `metrics` locks count with the `metrics` facade. The recorder has to be installed before the first lock is asked for. The label
+//! `locks` is the namespace of the first lock that one [`Locks`] and its clones were asked for; a key is never a label.
+//!
+//! | name | labels | counts |
+//! | --- | --- | --- |
+//! | `tollgate_lock_requests_total` | `locks`, `outcome`: `granted`, `busy`, `queue_full`, `failed` by the store, `refused` for any other reason | what became of asking for a lock, unless nobody waited for that |
+//! | `tollgate_lock_wait_seconds` | `locks` | the time until a lock was granted, a histogram |
+//! | `tollgate_lock_hold_seconds` | `locks` | the time until it was given back, a histogram |
+//! | `tollgate_lock_handover_seconds` | `locks`, `way`: `hand`, `message` | the time from one holder to the next, a histogram: in this process, or since the message that another one gave the lock back |
+//! | `tollgate_lock_fallback_polls_total` | `locks` | how often somebody who waits looked without being told |
+//! | `tollgate_lock_failed_renewals_total` | `locks` | renewals that failed, and were tried again while the lease lasted |
+//! | `tollgate_lock_lost_total` | `locks`, `reason`: `expired`, `taken`, `max_hold` | leases that were lost |
+//! | `tollgate_lock_store_errors_total` | `locks` | calls for a lock that failed or were late |
+//! | `tollgate_lock_circuit_transitions_total` | `locks`, `state`: `open`, `closed` | circuits that opened and closed |
 //!
 //! # Cancellation
 //!
@@ -162,6 +180,7 @@ mod segmented;
 mod semaphore;
 mod store;
 
+pub mod fencing;
 mod layer;
 mod rejection;
 mod service;
@@ -172,17 +191,19 @@ mod errand;
 mod future;
 mod gate;
 mod keeper;
+mod meters;
 mod nested;
 mod shared;
 
 pub use self::error::{Busy, Closed, LockError, LossReason, Lost, Nested, QueueFull};
-pub use self::future::ResponseFuture;
-pub use self::layer::{LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Stay};
+pub use self::future::{DetachedFuture, ResponseFuture};
+pub use self::layer::{Attached, Detached, LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Stay};
 pub use self::lease::{Lease, LeaseState, LeaseView, Release};
 pub use self::locks::{LockRequest, Locks};
 pub use self::multi::{Leases, MultiRequest};
 pub use self::rejection::{MissingKey, Occupy, Rejection};
 pub use self::segmented::{Segment, SegmentRequest, Segmented};
 pub use self::semaphore::Semaphore;
-pub use self::service::Lock;
+pub use self::service::{Detach, Lock};
 pub use self::store::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+pub use crate::circuit::CircuitBreaker;
