@@ -204,6 +204,7 @@ impl Attempts {
         let fence = hold.hand_to(self.terms.max_hold, now).unwrap_or(fence);
         turn.holds(&hold);
         self.home.keep(&hold);
+        self.home.name(&hold);
         Some(Lease::new(&self.home, &hold, fence))
     }
 }

@@ -14,6 +14,10 @@ pub(super) const FENCES: u32 = 16;
 /// For how long a lease may go from hand to hand in this process while others may be waiting elsewhere.
 const TENURE: Duration = Duration::from_millis(100);
 
+/// How long the store remembers the name of a holder at the least, without being told again. It does so for as long as it
+/// remembers a fence, which is twice as long.
+const NAMED_FOR: Duration = Duration::from_secs(300);
+
 /// A lease as the store knows it: one token, one expiry. It may go from hand to hand within this process, one at a time, with
 /// a fence for each.
 pub(super) struct Hold {
@@ -44,6 +48,8 @@ struct Standing {
     fences_left: u32,
     // Whether nobody has had it yet.
     is_first: bool,
+    // When the store was told the name of the holder.
+    named: Option<Instant>,
 }
 
 impl Hold {
@@ -68,6 +74,7 @@ impl Hold {
             fence,
             fences_left: fences,
             is_first: true,
+            named: None,
         };
         Self { lock, token, ttl, limit, is_ambiguous, standing: Mutex::new(standing), changed: Notify::new() }
     }
@@ -153,6 +160,16 @@ impl Hold {
         let mut standing = self.standing();
         standing.failures = standing.failures.saturating_add(1);
         standing.renew_at = now + pause(standing.failures);
+    }
+
+    /// Whether the name of the holder is to be told to the store at `now`, the first time or once more.
+    pub(super) fn is_name_due(&self, now: Instant) -> bool {
+        let mut standing = self.standing();
+        let is_due = standing.named.is_none_or(|named| now - named >= NAMED_FOR);
+        if is_due {
+            standing.named = Some(now);
+        }
+        is_due
     }
 
     /// Notes that the store says no.

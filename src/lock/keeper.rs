@@ -104,6 +104,18 @@ impl Shared {
         }
     }
 
+    /// Tells the store what the holder is called, if it is called anything and the store may not know. Nobody waits for that.
+    pub(super) fn name(self: &Arc<Self>, hold: &Hold) {
+        let Some(name) = self.holder.get().filter(|_| hold.is_name_due(Instant::now())) else { return };
+        let call = Arc::clone(&self.store).name(*hold.lock(), *hold.token(), Arc::clone(name));
+        let limit = hold.limit();
+        self.spawn(async move {
+            if !matches!(timeout(limit, call).await, Ok(Ok(()))) {
+                tracing::debug!("the name of a holder could not be told");
+            }
+        });
+    }
+
     /// Takes out the leases that are to be renewed now, lets go of those that are lost, and says when to look again.
     fn due(self: &Arc<Self>, now: Instant) -> (Vec<Arc<Hold>>, Instant) {
         let mut renew = Vec::new();
@@ -164,7 +176,10 @@ impl Shared {
         let now = Instant::now();
         for (i, hold) in holds.iter().enumerate() {
             match answers.map(|answers| answers.get(i).copied()) {
-                Ok(Some(true)) => hold.renewed(sent, now),
+                Ok(Some(true)) => {
+                    hold.renewed(sent, now);
+                    self.name(hold);
+                }
                 Ok(Some(false)) => hold.taken(),
                 Ok(None) | Err(_) => {
                     let pause = |failures: u32| {

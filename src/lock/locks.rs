@@ -47,6 +47,9 @@ pub struct Locks {
     terms: Terms,
 }
 
+/// The longest name of a holder, in bytes.
+const MAX_NAME: usize = 128;
+
 /// How a lock is taken and held.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Terms {
@@ -134,6 +137,18 @@ impl Locks {
     #[must_use]
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         self.shared.set_circuit(breaker);
+        self
+    }
+
+    /// What the holders of these locks are called in what [`LockAdmin`](super::LockAdmin) tells: the service, the process, the machine. Defaults to no name. At most
+    /// 128 bytes; what is longer is cut off. Costs a command more, which nobody waits for, for each lease that the store grants.
+    ///
+    /// For all clones: whatever was said first counts.
+    #[must_use]
+    pub fn holder(self, name: impl AsRef<str>) -> Self {
+        let name = name.as_ref();
+        let end = (0..=MAX_NAME.min(name.len())).rfind(|end| name.is_char_boundary(*end)).unwrap_or_default();
+        let _ = self.shared.holder.set(name[..end].into());
         self
     }
 

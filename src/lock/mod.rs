@@ -149,6 +149,11 @@
 //! at the same time share a command, on a connection of their own. A renewal that fails makes the lease
 //! [suspended](LeaseState::Suspended) and is tried again for as long as the lease lasts.
 //!
+//! # Operations
+//!
+//! [`LockAdmin`] says who holds a lock and for how long, lists those that are held, and takes one away. [`Locks::holder`] gives holders a name for
+//! that.
+//!
 //! # Metrics
 //!
 //! With the feature `metrics` locks count with the `metrics` facade. The recorder has to be installed before the first lock is asked for. The label
@@ -171,6 +176,7 @@
 //! Any future may be dropped at any time, and any lease anywhere, also where there is no runtime. What was granted to nobody is
 //! given back in the background; who stands in line leaves it. Nothing is held beyond its time to live in any case.
 
+mod admin;
 mod error;
 mod hold;
 mod lease;
@@ -195,6 +201,7 @@ mod meters;
 mod nested;
 mod shared;
 
+pub use self::admin::{Cursor, LockAdmin, LockHolder, LockPage, LockRegistry, LockStatus, Seized};
 pub use self::error::{Busy, Closed, LockError, LossReason, Lost, Nested, QueueFull};
 pub use self::future::{DetachedFuture, ResponseFuture};
 pub use self::layer::{Attached, Detached, LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Stay};

@@ -26,6 +26,8 @@ pub(super) struct Shared {
     // Both are made when they are first needed: by then it is known how the circuit is to be, and what the locks are called.
     circuit: OnceLock<Circuit>,
     meters: OnceLock<Meters>,
+    /// What holders are called, if anything.
+    pub(super) holder: OnceLock<Arc<str>>,
     // How many have asked for a lock that they are ready to wait for, and have not got it yet.
     asking: AtomicUsize,
     is_closed: AtomicBool,
@@ -48,6 +50,7 @@ impl Shared {
             is_semaphore,
             circuit: OnceLock::new(),
             meters: OnceLock::new(),
+            holder: OnceLock::new(),
             asking: AtomicUsize::new(0),
             is_closed: AtomicBool::new(false),
             closing: Notify::new(),

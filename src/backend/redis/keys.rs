@@ -68,6 +68,31 @@ impl Keys {
         self.lock(lock, "free")
     }
 
+    /// `<prefix>:2:{lock:<namespace>:<subject>}:names`.
+    pub(super) fn names(&self, lock: &LockKey) -> String {
+        self.lock(lock, "names")
+    }
+
+    /// What `SCAN` finds the leases of a namespace by.
+    pub(super) fn leases(&self, namespace: &Key) -> String {
+        let start = [&self.root, "{lock:", &apart(namespace), ":"].concat();
+        let mut pattern = String::with_capacity(start.len() + 8);
+        for sign in start.chars() {
+            if matches!(sign, '*' | '?' | '[' | ']' | '\\' | '^') {
+                pattern.push('\\');
+            }
+            pattern.push(sign);
+        }
+        pattern + "*}:lease"
+    }
+
+    /// Which lock of a namespace a lease belongs to.
+    pub(super) fn lock_of(&self, namespace: &Key, lease: &str) -> Option<LockKey> {
+        let start = [&self.root, "{lock:", &apart(namespace), ":"].concat();
+        let subject = lease.strip_prefix(&start)?.strip_suffix("}:lease")?;
+        Some(LockKey::new(*namespace, Key::stored(subject)?))
+    }
+
     fn lock(&self, lock: &LockKey, part: &str) -> String {
         let (namespace, subject) = (apart(lock.namespace()), lock.subject().as_str());
         [&self.root, "{lock:", &namespace, ":", subject, "}:", part].concat()
