@@ -9,7 +9,7 @@ use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use tollgate::rate_limit::{CircuitBreaker, Decision, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{AsError, BoxError, Key, Locks, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError};
-use tower::{Layer, ServiceExt, service_fn};
+use tower::{Layer, Service, ServiceExt, service_fn};
 
 /// Every counter and the number of values of every histogram, by `name{label=value,...}`; zeros left out.
 fn seen(snapshotter: &Snapshotter) -> BTreeMap<String, u64> {
@@ -123,16 +123,22 @@ fn ask<B>(layer: RateLimitLayer<B>, clients: &[&'static str]) -> BTreeMap<String
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,
 {
+    let layer = layer
+        .key(|client: &&'static str| *client)
+        .deny(|client: &&'static str| *client == "mallory")
+        .with_rejection(AsError)
+        .charge_on(|answer: Result<&&'static str, &BoxError>| *answer.unwrap() != "free");
+    seen_of(layer.layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client))), clients)
+}
+
+fn seen_of<S>(service: S, clients: &[&'static str]) -> BTreeMap<String, u64>
+where
+    S: Service<&'static str, Error = BoxError> + Clone,
+{
     let recorder = DebuggingRecorder::new();
     let snapshotter = recorder.snapshotter();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
     metrics::with_local_recorder(&recorder, || {
-        let service = layer
-            .key(|client: &&'static str| *client)
-            .deny(|client: &&'static str| *client == "mallory")
-            .with_rejection(AsError)
-            .charge_on(|answer: Result<&&'static str, &BoxError>| *answer.unwrap() != "free")
-            .layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
         for client in clients {
             drop(runtime.block_on(service.clone().oneshot(*client)));
         }
@@ -153,6 +159,21 @@ fn decisions_are_counted_by_policy_and_outcome() {
         ("tollgate_settlements_total{policy=api,outcome=done}", 1),
     ];
     assert_eq!(seen, expect(&expected));
+}
+
+#[test]
+fn requests_of_which_nobody_wants_to_know_more_are_counted_alike() {
+    for limit in [Quota::per_hour(10).fixed_window(), Quota::per_hour(10).token_bucket()] {
+        let layer = RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", limit));
+        let layer = layer.key(|client: &&'static str| *client).with_rejection(AsError);
+        let service = layer.layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
+        let expected = [
+            ("tollgate_decisions_total{policy=api,outcome=allowed}", 10),
+            ("tollgate_decisions_total{policy=api,outcome=limited}", 3),
+            ("tollgate_near_limit_total{policy=api}", 2),
+        ];
+        assert_eq!(seen_of(service, &["alice"; 13]), expect(&expected), "{limit:?}");
+    }
 }
 
 #[test]

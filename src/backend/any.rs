@@ -8,7 +8,7 @@ use crate::idempotency::{self, Begun, Completion, IdempotencyStore, Operation, P
 use crate::key::Key;
 use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::lock::{Cursor, LockPage, LockRegistry, LockStatus, Seized};
-use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
+use crate::rate_limit::{Charged, Decision, Policy, RateLimitStore, Receipt, Request};
 
 /// Opens the backend that a URL names, and makes sure that it answers.
 ///
@@ -85,6 +85,10 @@ impl RateLimitStore for AnyBackend {
 
     fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
         delegate!(self, store => store.check_now(policy, key, cost))
+    }
+
+    fn charge_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
+        delegate!(self, store => store.charge_now(policy, key, cost))
     }
 
     async fn check_all(&self, requests: &[Request]) -> Result<Vec<Decision>, StoreError> {

@@ -14,7 +14,7 @@ use super::layer::{Core, OnStoreError};
 use super::meters::Verdict;
 use super::policy::Policy;
 use super::rejection::{Rejection, Standing};
-use super::store::{RateLimitStore, Request};
+use super::store::{Charged, RateLimitStore, Request};
 use crate::circuit::{Circuit, Watch};
 use crate::deadline::Deadline;
 use crate::error::StoreError;
@@ -144,6 +144,19 @@ impl<B: RateLimitStore + Sync> Core<B> {
     #[inline]
     pub(super) fn decide_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
         if policy.rules_out(cost) { policy.rule_out(cost) } else { self.store.check_now(policy, key, cost) }
+    }
+
+    /// Whether the request was charged here and now, and may pass, without a word about how things stand.
+    #[inline]
+    pub(super) fn charge_now(&self, policy: &Policy, key: &Key, cost: u32) -> bool {
+        if cost == 0 || policy.rules_out(cost) {
+            return false;
+        }
+        let charged = self.store.charge_now(policy, key, cost);
+        if let Some(Charged { is_near_limit }) = charged {
+            count_allowed(policy, Verdict::Allowed, is_near_limit);
+        }
+        charged.is_some()
     }
 
     /// What is said to a request because of this subject.
@@ -322,12 +335,9 @@ impl<B: RateLimitStore + Sync> Core<B> {
 /// Counts a decision, and answers whether the request may pass as far as it is concerned.
 #[inline]
 pub(super) fn note(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u32) -> bool {
-    let meters = policy.meters();
     if decision.is_allowed() {
-        meters.decided(if local { Verdict::LocalAllowed } else { Verdict::Allowed });
-        if decision.is_near_limit() {
-            meters.near_limit();
-        }
+        let verdict = if local { Verdict::LocalAllowed } else { Verdict::Allowed };
+        count_allowed(policy, verdict, decision.is_near_limit());
         return true;
     }
     let verdict = match (enforced, local) {
@@ -335,9 +345,17 @@ pub(super) fn note(policy: &Policy, decision: &Decision, enforced: bool, local: 
         (true, true) => Verdict::LocalLimited,
         (true, false) => Verdict::of(decision.outcome()),
     };
-    meters.decided(verdict);
+    policy.meters().decided(verdict);
     log(policy, decision, verdict, cost);
     !enforced
+}
+
+#[inline]
+fn count_allowed(policy: &Policy, verdict: Verdict, is_near_limit: bool) {
+    policy.meters().decided(verdict);
+    if is_near_limit {
+        policy.meters().near_limit();
+    }
 }
 
 /// Apart, so that requests that are admitted do not have to go around it.

@@ -147,7 +147,7 @@ pub use self::rejection::{Announce, Rejection, Standing};
 pub use self::resolver::PolicyResolver;
 pub use self::screen::{Allow, And, Deny, Screen, Screening, Subjects};
 pub use self::service::RateLimit;
-pub use self::store::{RateLimitStore, Request};
+pub use self::store::{Charged, RateLimitStore, Request};
 pub use crate::circuit::CircuitBreaker;
 
 #[cfg(feature = "http")]
