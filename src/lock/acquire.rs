@@ -1,6 +1,6 @@
 //! From the gate to the store, until the lease is there or there is a reason to give up.
 
-use std::future::Future;
+use std::future::{Future, ready};
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll};
@@ -15,9 +15,11 @@ use super::hold::{FENCES, Hold, after, usable};
 use super::keeper::jittered;
 use super::lease::Lease;
 use super::locks::Terms;
+use super::meters::{Outcome, Way};
 use super::nested;
 use super::shared::Shared;
 use super::store::{Acquired, Claim, Line, LockKey, Token};
+use crate::circuit::Circuit;
 use crate::error::{ConfigError, StoreError};
 
 /// How long somebody who waits goes without looking, told or not: a message may be lost.
@@ -29,14 +31,21 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
 pub(super) async fn acquire(home: Arc<Shared>, lock: LockKey, terms: Terms) -> Result<Lease, LockError> {
+    let begun = Instant::now();
+    let outcome = take(&home, lock, terms, begun).await;
+    home.meters(&lock).asked(Outcome::of(&outcome), begun.elapsed());
+    outcome
+}
+
+async fn take(home: &Arc<Shared>, lock: LockKey, terms: Terms, begun: Instant) -> Result<Lease, LockError> {
     check(&terms)?;
     if home.is_closed() {
         return Err(Closed.into());
     }
-    if !home.is_semaphore && nested::holds(&home, &lock) {
+    if !home.is_semaphore && nested::holds(home, &lock) {
         return Err(Nested::new(lock).into());
     }
-    let begun = Instant::now();
+    let _asking = if terms.wait.is_zero() { None } else { Some(home.ask(lock, terms.max_asking)?) };
     let give_up = after(begun, terms.wait);
     let entered = if terms.is_fair { home.join(lock, &terms)? } else { home.enter(lock, &terms)? };
     let turn = match entered {
@@ -51,13 +60,16 @@ pub(super) async fn acquire(home: Arc<Shared>, lock: LockKey, terms: Terms) -> R
                 () = sleep_until(until) => return Err(Busy::new(lock, home.gate.remaining(&lock)).into()),
             };
             match offer {
-                Some(Offer::Lease(lease)) => return Ok(lease),
+                Some(Offer::Lease(lease)) => {
+                    home.meters(&lock).handed_over(Way::Hand, lease.age());
+                    return Ok(lease);
+                }
                 Some(Offer::Turn(turn)) => turn,
                 None => return Err(Closed.into()),
             }
         }
     };
-    contend(home, lock, terms, give_up, turn).await
+    contend(Arc::clone(home), lock, terms, give_up, turn).await
 }
 
 fn check(terms: &Terms) -> Result<(), ConfigError> {
@@ -89,12 +101,17 @@ async fn contend(
     let mut attempts = Attempts::new(&home, lock, token, terms);
     let mut pause = FIRST_PAUSE;
     let mut is_second = false;
+    // When a message came that the lock was given back, and nothing else since.
+    let mut told = None;
     loop {
         let attempt = Attempt::new(attempts, turn);
         let (answer, same_attempts, same_turn) = attempt.await;
         (attempts, turn) = (same_attempts, same_turn);
         match answer {
             Ok(Acquired::Granted { fence }) => {
+                if let Some(told) = told {
+                    home.meters(&lock).handed_over(Way::Message, Instant::now() - told);
+                }
                 return attempts.granted(turn, fence).ok_or_else(|| StoreError::timeout().into());
             }
             Ok(Acquired::LineFull { .. }) => return Err(QueueFull::new(lock).into()),
@@ -115,9 +132,10 @@ async fn contend(
                     if !matches!(answer, Acquired::InLine { is_first: false, .. }) {
                         poll = remaining.saturating_add(Duration::from_millis(1)).min(poll);
                     }
+                    told = None;
                     tokio::select! {
-                        () = wakeups.next() => {}
-                        () = sleep_until(give_up.min(after(Instant::now(), poll))) => {}
+                        () = wakeups.next() => told = Some(Instant::now()),
+                        () = sleep_until(give_up.min(after(Instant::now(), poll))) => home.meters(&lock).polled(),
                         () = home.closed() => return Err(Closed.into()),
                     }
                 }
@@ -178,13 +196,23 @@ impl Attempts {
     }
 
     fn answered(&mut self, answer: &Result<Acquired, StoreError>) {
+        let circuit = self.home.circuit();
+        match answer {
+            Ok(_) => circuit.answered(&*self.home),
+            Err(error) => circuit.failed(&*self.home, error, true),
+        }
         match answer {
             Ok(Acquired::Granted { .. } | Acquired::InLine { .. }) => {}
             // An earlier attempt may still be on its way.
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) if self.is_ambiguous => {}
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) => self.sent = None,
-            // The store has said no, if for another reason.
-            Err(error) if error.is_unauthorized() || error.is_out_of_memory() || error.is_foreign_data() => {
+            // The store has said no, if for another reason, or was not asked.
+            Err(error)
+                if error.is_unauthorized()
+                    || error.is_out_of_memory()
+                    || error.is_foreign_data()
+                    || Circuit::is_cause_of(error) =>
+            {
                 self.sent = self.sent.filter(|_| self.is_ambiguous);
             }
             Err(_) => self.is_ambiguous = true,
@@ -201,6 +229,7 @@ impl Attempts {
         let turn = turn.holds(&hold);
         self.home.keep(&hold);
         drop(turn);
+        self.home.name(&hold);
         Some(Lease::new(&self.home, &hold, fence))
     }
 }
@@ -231,7 +260,10 @@ struct UnderWay {
 impl Attempt {
     fn new(mut attempts: Attempts, turn: Turn) -> Self {
         let limit = attempts.terms.deadline;
-        let call = Arc::clone(&attempts.home.store).acquire(attempts.lock, attempts.claim, limit);
+        let call = match attempts.home.circuit().admit() {
+            Ok(()) => Arc::clone(&attempts.home.store).acquire(attempts.lock, attempts.claim, limit),
+            Err(error) => Box::pin(ready(Err(error))),
+        };
         attempts.sent = Some(Instant::now());
         Self { under_way: Some(UnderWay { call, attempts, turn }) }
     }

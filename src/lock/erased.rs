@@ -17,6 +17,7 @@ pub(super) trait AnyStore: Send + Sync {
     fn shard(&self, lock: &LockKey) -> u32;
     fn release(self: Arc<Self>, lock: LockKey, token: Token) -> Call<Result<Released, StoreError>>;
     fn watch(self: Arc<Self>, lock: LockKey, in_line: Option<Token>) -> Call<Wakeups>;
+    fn name(self: Arc<Self>, lock: LockKey, token: Token, name: Arc<str>) -> Call<Result<(), StoreError>>;
     fn scope(&self) -> Scope;
 }
 
@@ -39,6 +40,10 @@ impl<S: LockStore + Send + Sync + 'static> AnyStore for S {
 
     fn watch(self: Arc<Self>, lock: LockKey, in_line: Option<Token>) -> Call<Wakeups> {
         Box::pin(async move { LockStore::watch(&*self, &lock, in_line.as_ref()).await })
+    }
+
+    fn name(self: Arc<Self>, lock: LockKey, token: Token, name: Arc<str>) -> Call<Result<(), StoreError>> {
+        Box::pin(async move { LockStore::name(&*self, &lock, &token, &name).await })
     }
 
     fn scope(&self) -> Scope {

@@ -20,16 +20,13 @@ use super::store::{LockKey, Wakeups};
 
 /// More than threads would be in here at once.
 const SHARDS: usize = 16;
-/// How many may wait in this process, for whatever locks.
-const MAX_WAITING: usize = 100_000;
 
 /// The locks that somebody in this process holds or asks for. A lock that nobody cares about is not in here.
 pub(super) struct Gate {
     hasher: RandomState,
     shards: [Mutex<Shard>; SHARDS],
-    // How many queues and crowds are in the shards, and how many wait in them.
+    // How many queues and crowds are in the shards.
     locks: AtomicUsize,
-    waiting: AtomicUsize,
     next_id: AtomicU64,
 }
 
@@ -103,7 +100,6 @@ impl Gate {
             hasher: RandomState::new(),
             shards: Default::default(),
             locks: AtomicUsize::new(0),
-            waiting: AtomicUsize::new(0),
             next_id: AtomicU64::new(0),
         }
     }
@@ -160,13 +156,12 @@ impl Shared {
         if terms.wait.is_zero() && !is_free_soon {
             return Err(Busy::new(lock, queue.remaining()).into());
         }
-        if queue.waiters.len() >= terms.max_waiters || gate.waiting.load(Ordering::Relaxed) >= MAX_WAITING {
+        if queue.waiters.len() >= terms.max_waiters {
             return Err(QueueFull::new(lock).into());
         }
         let (sender, offer) = oneshot::channel();
         let id = gate.next_id.fetch_add(1, Ordering::Relaxed);
         queue.waiters.push_back(Waiter { id, ttl: terms.ttl, max_hold: terms.max_hold, offer: sender });
-        gate.waiting.fetch_add(1, Ordering::Relaxed);
         Ok(Entered::Line { waiting: Waiting { home: Arc::clone(self), lock, id, offer }, is_free_soon })
     }
 
@@ -176,12 +171,10 @@ impl Shared {
         let mut shard = gate.shard(&lock);
         let crowd = shard.crowds.get(&lock).copied().unwrap_or_default();
         // Whoever asks first of all does not wait yet.
-        let is_full = crowd > terms.max_waiters || gate.waiting.load(Ordering::Relaxed) >= MAX_WAITING;
-        if is_full && !terms.wait.is_zero() {
+        if crowd > terms.max_waiters && !terms.wait.is_zero() {
             return Err(QueueFull::new(lock).into());
         }
         shard.crowds.insert(lock, crowd + 1);
-        gate.waiting.fetch_add(1, Ordering::Relaxed);
         if crowd == 0 {
             gate.locks.fetch_add(1, Ordering::AcqRel);
         }
@@ -194,7 +187,6 @@ impl Shared {
 
     fn leave_crowd(&self, lock: &LockKey) {
         let gate = &self.gate;
-        gate.waiting.fetch_sub(1, Ordering::Relaxed);
         let mut shard = gate.shard(lock);
         let Some(crowd) = shard.crowds.get_mut(lock) else { return };
         *crowd -= 1;
@@ -228,7 +220,6 @@ impl Shared {
                 return;
             };
             drop(shard);
-            gate.waiting.fetch_sub(1, Ordering::Relaxed);
             match waiter.offer.send(Offer::Turn(turn)) {
                 Err(Offer::Turn(back)) => turn = back,
                 Ok(()) | Err(Offer::Lease(_)) => return,
@@ -261,7 +252,6 @@ impl Shared {
                 return Some(Errand::release(self, hold, Turn::new(self, *hold.lock())));
             };
             drop(shard);
-            gate.waiting.fetch_sub(1, Ordering::Relaxed);
             if waiter.max_hold.is_some() {
                 self.keeper.look_again(hold);
             }
@@ -338,7 +328,6 @@ impl Drop for Waiting {
         let Some(queue) = shard.queues.get_mut(&self.lock) else { return };
         if let Some(place) = queue.waiters.iter().position(|waiter| waiter.id == self.id) {
             queue.waiters.remove(place);
-            gate.waiting.fetch_sub(1, Ordering::Relaxed);
         }
         // An offer that came in the last moment is dropped with the channel, which passes it on.
     }

@@ -10,6 +10,7 @@ use super::lease::Lease;
 use super::nested::Held;
 use super::shared::Shared;
 use super::store::{LockKey, LockStore, Scope};
+use crate::circuit::CircuitBreaker;
 use crate::key::Key;
 
 /// Locks by key, for one piece of work at a time.
@@ -46,6 +47,9 @@ pub struct Locks {
     terms: Terms,
 }
 
+/// The longest name of a holder, in bytes.
+const MAX_NAME: usize = 128;
+
 /// How a lock is taken and held.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Terms {
@@ -53,6 +57,7 @@ pub(super) struct Terms {
     pub(super) wait: Duration,
     pub(super) max_hold: Option<Duration>,
     pub(super) max_waiters: usize,
+    pub(super) max_asking: usize,
     pub(super) deadline: Duration,
     pub(super) permits: u32,
     pub(super) is_fair: bool,
@@ -72,6 +77,7 @@ impl Locks {
             wait: Duration::from_secs(10),
             max_hold: None,
             max_waiters: 1_000,
+            max_asking: 100_000,
             deadline: Duration::from_millis(100),
             permits,
             is_fair: false,
@@ -140,6 +146,36 @@ impl Locks {
         self
     }
 
+    /// How many may be waiting for locks in this process, of whatever keys and over all clones, those included who ask for theirs at the moment and are
+    /// ready to wait. Defaults to 100,000. One more is a [`LockError::QueueFull`].
+    #[must_use]
+    pub fn max_waiters_in_total(mut self, waiters: usize) -> Self {
+        self.terms.max_asking = waiters;
+        self
+    }
+
+    /// When to stop asking a store that fails for locks, and how soon to try again. Defaults to [`CircuitBreaker::new`]. Leases are renewed and given
+    /// back all the same.
+    ///
+    /// For all clones, and before the first lock is asked for: whatever was said first counts.
+    #[must_use]
+    pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
+        self.shared.set_circuit(breaker);
+        self
+    }
+
+    /// What the holders of these locks are called in what [`LockAdmin`](super::LockAdmin) tells: the service, the process, the machine. Defaults to no name. At most
+    /// 128 bytes; what is longer is cut off. Costs a command more, which nobody waits for, for each lease that the store grants.
+    ///
+    /// For all clones: whatever was said first counts.
+    #[must_use]
+    pub fn holder(self, name: impl AsRef<str>) -> Self {
+        let name = name.as_ref();
+        let end = (0..=MAX_NAME.min(name.len())).rfind(|end| name.is_char_boundary(*end)).unwrap_or_default();
+        let _ = self.shared.holder.set(name[..end].into());
+        self
+    }
+
     /// How long one call of the store may take. Defaults to 100 ms. Who waits tries again after that.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
@@ -193,6 +229,10 @@ impl Locks {
         T: Send,
     {
         self.lock(key).run(body)
+    }
+
+    pub(super) const fn home(&self) -> &Arc<Shared> {
+        &self.shared
     }
 
     pub(super) const fn waits(&self) -> Duration {

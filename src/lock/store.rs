@@ -47,6 +47,12 @@ pub trait LockStore {
     /// after each wake-up. A store that cannot tell answers [`Wakeups::none`].
     fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> impl Future<Output = Wakeups> + Send;
 
+    /// Notes what a holder is called, for those who look at the lock. Unless a store has a place for that this is nothing.
+    fn name(&self, lock: &LockKey, token: &Token, name: &str) -> impl Future<Output = Result<(), StoreError>> + Send {
+        let _ = (lock, token, name);
+        std::future::ready(Ok(()))
+    }
+
     /// Among whom the leases exclude each other.
     fn scope(&self) -> Scope;
 }

@@ -330,6 +330,10 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
         self.faults.around(Verb::Watch, watch).await.unwrap_or_else(|_| Wakeups::none())
     }
 
+    async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
+        self.inner.name(lock, token, name).await
+    }
+
     fn scope(&self) -> Scope {
         self.inner.scope()
     }

@@ -11,7 +11,9 @@ use tokio::time::Instant;
 
 use super::MemoryBackend;
 use crate::error::StoreError;
+use crate::key::Key;
 use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use crate::lock::{Cursor, LockHolder, LockPage, LockRegistry, LockStatus, Seized};
 
 /// More than threads would ask at once.
 const SHARDS: usize = 16;
@@ -73,8 +75,10 @@ struct Place {
 
 struct Holder {
     token: Token,
+    since: Instant,
     ends: Instant,
     fence: u64,
+    name: Option<Box<str>>,
 }
 
 impl LockTable {
@@ -119,7 +123,7 @@ impl LockTable {
         let fences = u64::from(claim.fences);
         let fence = self.fence.fetch_add(fences, Ordering::Relaxed) + 1;
         let record = shard.locks.entry(*lock).or_default();
-        record.holders.push(Holder { token: claim.token, ends: now + claim.ttl, fence });
+        record.holders.push(Holder { token: claim.token, since: now, ends: now + claim.ttl, fence, name: None });
         record.held_as = Kind::of(claim);
         if record.holders.len() < claim.permits as usize {
             // There may be room for the next in line as well.
@@ -171,6 +175,74 @@ impl LockTable {
             self.len.fetch_sub(1, Ordering::Relaxed);
         }
         Released { was_held, is_wanted }
+    }
+
+    fn name(&self, lock: &LockKey, token: &Token, name: &str) {
+        if let Some(holder) = self.shard(lock).locks.get_mut(lock).and_then(|record| record.holder(token)) {
+            holder.name = Some(name.into());
+        }
+    }
+
+    fn inspect(&self, lock: &LockKey) -> LockStatus {
+        let shard = self.shard(lock);
+        shard.locks.get(lock).map_or_else(
+            || LockStatus { lock: *lock, last_fence: 0, held_by: 0, holders: Vec::new() },
+            |record| self.status(lock, record, Instant::now()),
+        )
+    }
+
+    fn status(&self, lock: &LockKey, record: &Record, now: Instant) -> LockStatus {
+        let held = || record.holders.iter().filter(|holder| now < holder.ends);
+        let holders = held().take(LockStatus::MAX_HOLDERS).map(|holder| LockHolder {
+            fence: holder.fence,
+            remaining: holder.ends - now,
+            held_for: now - holder.since,
+            name: holder.name.as_deref().map(str::to_owned),
+        });
+        // One counter for all locks.
+        let last_fence = self.fence.load(Ordering::Relaxed);
+        LockStatus { lock: *lock, last_fence, held_by: held().count(), holders: holders.collect() }
+    }
+
+    fn seize(&self, lock: &LockKey) -> Seized {
+        let mut shard = self.shard(lock);
+        let now = Instant::now();
+        let mut holders = 0;
+        if let Some(record) = shard.locks.get_mut(lock) {
+            holders = record.holders.iter().filter(|holder| now < holder.ends).count();
+            record.holders.clear();
+            record.held_as = Kind::Plain;
+            if record.is_wanted(now) {
+                record.wake_all();
+            } else {
+                shard.locks.swap_remove(lock);
+                self.len.fetch_sub(1, Ordering::Relaxed);
+            }
+        }
+        Seized { holders, fence: self.fence.load(Ordering::Relaxed) }
+    }
+
+    /// From the last place to the first: what takes the place of something that is removed was seen already.
+    fn list(&self, namespace: &Key, from: Cursor, most: usize) -> LockPage {
+        let mut page = LockPage { locks: Vec::new(), next: None };
+        let part = from.part as usize;
+        let Some(shard) = self.shards.get(part) else { return page };
+        let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+        let now = Instant::now();
+        // Zero is the beginning of a part, and so its end.
+        let start = if from.position == 0 { shard.locks.len() } else { shard.locks.len().min(from.position as usize) };
+        let end = start.saturating_sub(most);
+        for (lock, record) in (end..start).rev().filter_map(|place| shard.locks.get_index(place)) {
+            if lock.namespace() == namespace && !record.is_free(now) {
+                page.locks.push(self.status(lock, record, now));
+            }
+        }
+        page.next = if end > 0 {
+            Some(Cursor { position: end as u64, ..from })
+        } else {
+            (part + 1 < SHARDS).then_some(Cursor { part: from.part + 1, position: 0 })
+        };
+        page
     }
 
     fn watch(self: &Arc<Self>, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
@@ -351,8 +423,27 @@ impl LockStore for MemoryBackend {
         self.inner.locks.watch(lock, in_line)
     }
 
+    async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
+        self.inner.locks.name(lock, token, name);
+        Ok(())
+    }
+
     fn scope(&self) -> Scope {
         Scope::Process
+    }
+}
+
+impl LockRegistry for MemoryBackend {
+    async fn inspect(&self, lock: &LockKey) -> Result<LockStatus, StoreError> {
+        Ok(self.inner.locks.inspect(lock))
+    }
+
+    async fn seize(&self, lock: &LockKey) -> Result<Seized, StoreError> {
+        Ok(self.inner.locks.seize(lock))
+    }
+
+    async fn list(&self, namespace: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
+        Ok(self.inner.locks.list(namespace, from, most))
     }
 }
 

@@ -109,6 +109,11 @@ impl LockStore for RedisBackend {
         locks.subscriber().subscribe(keys.free(lock), in_line.copied()).await
     }
 
+    async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        scripts.lock_name(&locks.own, [&keys.lease(lock), &keys.names(lock)], token, name).await.map(drop)
+    }
+
     fn scope(&self) -> Scope {
         Scope::Redis
     }

@@ -37,6 +37,9 @@ pub(super) struct Scripts {
     pub(super) lock_line: LuaScript,
     pub(super) lock_renew: LuaScript,
     pub(super) lock_release: LuaScript,
+    pub(super) lock_inspect: LuaScript,
+    pub(super) lock_name: LuaScript,
+    pub(super) lock_seize: LuaScript,
     pub(super) idempotency_begin: LuaScript,
     pub(super) idempotency_renew: LuaScript,
     pub(super) idempotency_complete: LuaScript,
@@ -113,6 +116,9 @@ impl Scripts {
             lock_line: lua!("lock_line.lua"),
             lock_renew: lua!("lock_renew.lua"),
             lock_release: lua!("lock_release.lua"),
+            lock_inspect: lua!("lock_inspect.lua"),
+            lock_name: lua!("lock_name.lua"),
+            lock_seize: lua!("lock_seize.lua"),
             idempotency_begin: lua!("idempotency_begin.lua"),
             idempotency_renew: lua!("idempotency_renew.lua"),
             idempotency_complete: lua!("idempotency_complete.lua"),
@@ -203,6 +209,34 @@ impl Scripts {
     ) -> Result<Value, StoreError> {
         let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, publish);
         self.lock_release.call(servers, &keys, args).await
+    }
+
+    pub(super) async fn lock_inspect(
+        &self,
+        servers: &Servers,
+        keys: [&str; 2],
+        most: usize,
+    ) -> Result<Value, StoreError> {
+        self.lock_inspect.call(servers, &keys, most).await
+    }
+
+    pub(super) async fn lock_name(
+        &self,
+        servers: &Servers,
+        keys: [&str; 2],
+        token: &Token,
+        name: &str,
+    ) -> Result<Value, StoreError> {
+        self.lock_name.call(servers, &keys, (token.as_bytes().as_slice(), name)).await
+    }
+
+    pub(super) async fn lock_seize(
+        &self,
+        servers: &Servers,
+        keys: [&str; 2],
+        publish: &str,
+    ) -> Result<Value, StoreError> {
+        self.lock_seize.call(servers, &keys, (KEEP_FENCE_MS, publish)).await
     }
 
     pub(super) async fn idempotency_begin(
@@ -342,6 +376,9 @@ mod tests {
             (&scripts.lock_line, 4, 9),
             (&scripts.lock_renew, 1, 2),
             (&scripts.lock_release, 4, 3),
+            (&scripts.lock_inspect, 2, 1),
+            (&scripts.lock_name, 2, 2),
+            (&scripts.lock_seize, 2, 2),
             (&scripts.idempotency_begin, 1, 5),
             (&scripts.idempotency_renew, 1, 4),
             (&scripts.idempotency_complete, 1, 5),
