@@ -7,6 +7,7 @@ use crate::error::{ConfigError, ConnectError, StoreError};
 use crate::idempotency::{self, Begun, Completion, IdempotencyStore, Operation, Payload};
 use crate::key::Key;
 use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use crate::lock::{Cursor, LockPage, LockRegistry, LockStatus, Seized};
 use crate::rate_limit::{Charged, Decision, Policy, RateLimitStore, Receipt, Request};
 
 /// Opens the backend that a URL names, and makes sure that it answers.
@@ -128,12 +129,30 @@ impl LockStore for AnyBackend {
         delegate!(self, store => LockStore::release(store, lock, token).await)
     }
 
-    async fn watch(&self, lock: &LockKey) -> Wakeups {
-        delegate!(self, store => store.watch(lock).await)
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+        delegate!(self, store => store.watch(lock, in_line).await)
+    }
+
+    async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
+        delegate!(self, store => store.name(lock, token, name).await)
     }
 
     fn scope(&self) -> Scope {
         delegate!(self, store => LockStore::scope(store))
+    }
+}
+
+impl LockRegistry for AnyBackend {
+    async fn inspect(&self, lock: &LockKey) -> Result<LockStatus, StoreError> {
+        delegate!(self, store => store.inspect(lock).await)
+    }
+
+    async fn seize(&self, lock: &LockKey) -> Result<Seized, StoreError> {
+        delegate!(self, store => store.seize(lock).await)
+    }
+
+    async fn list(&self, namespace: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
+        delegate!(self, store => store.list(namespace, from, most).await)
     }
 }
 

@@ -1,5 +1,6 @@
 //! What a layer makes of a request: asks the store, does without one that fails, and says yes or no.
 
+use std::error::Error;
 use std::iter::Chain;
 use std::ops::{Deref, DerefMut};
 use std::{option, slice, vec};
@@ -8,13 +9,13 @@ use smallvec::SmallVec;
 use tokio::time::Instant;
 use tracing::Instrument;
 
-use super::breaker::Circuit;
 use super::decision::{Decision, Outcome, RateLimited};
 use super::layer::{Core, OnStoreError};
 use super::meters::Verdict;
 use super::policy::Policy;
 use super::rejection::{Rejection, Standing};
 use super::store::{Charged, RateLimitStore, Request};
+use crate::circuit::{Circuit, Watch};
 use crate::deadline::Deadline;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -113,6 +114,30 @@ pub(super) struct Judgement {
     pub(super) ruling: Result<(), Rejection>,
 }
 
+impl<B> Watch for Core<B> {
+    fn failed(&self) {
+        self.policy.meters().store_failed();
+    }
+
+    fn opened(&self) {
+        self.policy.meters().circuit_opened();
+    }
+
+    fn closed(&self) {
+        self.policy.meters().circuit_closed();
+    }
+
+    fn outage_begins(&self, error: &StoreError) {
+        let cause = error.source().map(tracing::field::display);
+        let (policy, then) = (self.policy.name(), self.on_store_error);
+        tracing::warn!(policy, %error, cause, ?then, "rate limit store fails");
+    }
+
+    fn outage_ends(&self) {
+        tracing::info!(policy = self.policy.name(), "rate limit store answers again");
+    }
+}
+
 impl<B: RateLimitStore + Sync> Core<B> {
     /// The decision about a subject, if it can be made without waiting for anything. Says nothing about a store that fails: the answer may have
     /// come from something in front of it.
@@ -155,7 +180,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
         let ruling = match asked.instrument(span).await {
             Ok(()) => self.rule(&subjects, cost),
             Err(error) => {
-                self.circuit.failed(&self.policy, &error, reached, self.on_store_error);
+                self.circuit.failed(self, &error, reached);
                 if is_ruled_on(&subjects) {
                     // It failed for those alone that have no say.
                     self.rule(&subjects, cost)
@@ -191,7 +216,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
         let was_asked =
             |subject: &Subject| subject.decision.as_ref().is_some_and(|decision| decision.outcome() != Outcome::Never);
         if subjects.iter().any(was_asked) {
-            self.circuit.answered(&self.policy);
+            self.circuit.answered(self);
         }
         Ok(())
     }
