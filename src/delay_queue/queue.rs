@@ -425,16 +425,13 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Makes a job of what was claimed, and what cancels it. If its payload cannot be read, the error is what puts it among the dead.
-    pub(super) fn open(&self, claimed: ClaimedJob) -> Result<(Job<T>, Canceller), Finish>
+    pub(super) fn open(&self, claimed: ClaimedJob) -> Result<(Job<T>, Canceller), Ending>
     where
         C: Codec<T>,
     {
         match self.codec.decode(&claimed.job.payload) {
             Ok(payload) => Ok(Job::new(claimed, payload)),
-            Err(error) => {
-                let ending = Ending::Dead { reason: Reason::Undecodable, error: error.to_string().into() };
-                Err(Finish { ticket: claimed.ticket(), ending })
-            }
+            Err(error) => Err(Ending::Dead { reason: Reason::Undecodable, error: error.to_string().into() }),
         }
     }
 }

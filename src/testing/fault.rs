@@ -337,9 +337,13 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
         self.faults.around(Verb::Release, self.inner.release(lock, token)).await
     }
 
-    async fn watch(&self, lock: &LockKey) -> Wakeups {
-        let watch = async { Ok(self.inner.watch(lock).await) };
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+        let watch = async { Ok(self.inner.watch(lock, in_line).await) };
         self.faults.around(Verb::Watch, watch).await.unwrap_or_else(|_| Wakeups::none())
+    }
+
+    async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
+        self.inner.name(lock, token, name).await
     }
 
     fn scope(&self) -> Scope {

@@ -118,9 +118,10 @@ impl Record {
 
 impl QueueTable {
     pub(super) fn new(capacity: usize) -> Self {
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self {
             queues: Mutex::default(),
-            date: SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default(),
+            date: Duration::from_millis(since_1970.as_millis() as u64),
             instant: Instant::now(),
             len: AtomicUsize::new(0),
             bytes: AtomicUsize::new(0),
@@ -170,6 +171,14 @@ impl QueueTable {
             }
             Ok(admissions)
         })
+    }
+}
+
+#[cfg(test)]
+impl MemoryBackend {
+    /// From when the times of queues count.
+    pub(crate) fn started_at(&self) -> SystemTime {
+        UNIX_EPOCH + self.inner.queues.date
     }
 }
 
@@ -238,7 +247,7 @@ impl Queue {
             let Some((until, _)) = self.unique_ends.first().filter(|(until, _)| *until <= now.ms) else { return };
             let until = *until;
             let Some((_, text)) = self.unique_ends.pop_first() else { return };
-            if let Some(key) = Key::from_store(text.as_bytes())
+            if let Some(key) = Key::stored(&text)
                 && self.unique.get(&key).is_some_and(|holder| holder.until == Some(until))
             {
                 self.unique.remove(&key);

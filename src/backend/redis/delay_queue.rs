@@ -75,7 +75,7 @@ impl DelayQueueStore for RedisBackend {
     async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Wakeups {
         let Inner { keys, locks, .. } = &*self.inner;
         let wake = keys.delay_queue(queue).wake;
-        locks.subscriber().subscribe(format!("{wake}{worker}")).await
+        locks.subscriber().subscribe(format!("{wake}{worker}"), None).await
     }
 
     async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {

@@ -17,6 +17,8 @@ use crate::key::Key;
 use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request};
 use crate::{MemoryBackend, StoreError};
 
+#[path = "delay_queue_differential.rs"]
+mod delay_queue;
 #[path = "idempotency_differential.rs"]
 mod idempotency;
 #[path = "lock_differential.rs"]
@@ -316,8 +318,12 @@ impl RedisBackend {
             check_many,
             block,
             lock_acquire,
+            lock_line,
             lock_renew,
             lock_release,
+            lock_inspect,
+            lock_name,
+            lock_seize,
             idempotency_begin,
             idempotency_renew,
             idempotency_complete,
@@ -329,7 +335,7 @@ impl RedisBackend {
             probe: _,
         } = &mut scripts;
         let counting = [check, check_plain, check_many, block];
-        let locking = [lock_acquire, lock_renew, lock_release];
+        let locking = [lock_acquire, lock_line, lock_renew, lock_release, lock_inspect, lock_name, lock_seize];
         let once = [idempotency_begin, idempotency_renew, idempotency_complete, idempotency_release];
         let delaying = [delay_queue_push, delay_queue_claim, delay_queue_extend, delay_queue_control];
         for script in counting.into_iter().chain(locking).chain(once).chain(delaying) {
