@@ -60,7 +60,8 @@ async fn send(job: Job<String>, tally: Arc<Tally>) -> Result<(), BoxError> {
 
 async fn run() -> Result<(), BoxError> {
     let store = env::var("TOLLGATE_STORE").unwrap_or_else(|_| "memory:".into());
-    let queue = DelayQueue::<String>::new(tollgate::connect(&store).await?, "example:mail").deadline(Duration::from_secs(2));
+    let queue =
+        DelayQueue::<String>::new(tollgate::connect(&store).await?, "example:mail").deadline(Duration::from_secs(2));
 
     let tally = Arc::new(Tally::default());
     let (stop, stopped) = watch::channel(false);

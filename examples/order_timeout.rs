@@ -63,7 +63,8 @@ async fn main() -> ExitCode {
 
 async fn run() -> Result<(), BoxError> {
     let store = env::var("TOLLGATE_STORE").unwrap_or_else(|_| "memory:".into());
-    let queue = DelayQueue::<u32>::new(tollgate::connect(&store).await?, "example:unpaid").deadline(Duration::from_secs(2));
+    let queue =
+        DelayQueue::<u32>::new(tollgate::connect(&store).await?, "example:unpaid").deadline(Duration::from_secs(2));
     let orders = Orders::default();
 
     let database = orders.clone();

@@ -2,8 +2,8 @@
 //! loses its connections.
 //!
 //! ```sh
-//! cargo test --test delay_queue_processes            # 4,000 jobs, about ten seconds
-//! cargo test --test delay_queue_processes -- --long  # 100,000 jobs, about a minute
+//! cargo test --test delay_queue_processes            # 4,000 jobs, about ten seconds; part of `scripts/faults --short`
+//! cargo test --test delay_queue_processes -- --long  # 100,000 jobs, about a minute; part of `scripts/faults`
 //! ```
 //!
 //! The program starts itself again as the workers, so it has a `main` of its own and is no list of tests. A worker prints a line for each
@@ -103,8 +103,11 @@ impl DelayQueueStore for Reporter {
         let claimed = self.0.claim(queue, finished, claim).await?;
         for (finish, answer) in finished.iter().zip(&claimed.finished) {
             match (answer, &finish.ending) {
-                (Finished::Done, Ending::Done) => say(format_args!("done {} {}", finish.ticket.id, finish.ticket.token)),
-                (Finished::Lost, _) => say(format_args!("lost")),
+                (Finished::Done, Ending::Done) => {
+                    say(format_args!("done {} {}", finish.ticket.id, finish.ticket.token))
+                }
+                // Somebody else has it, or has done it.
+                (Finished::Lost | Finished::Gone, Ending::Done) => say(format_args!("refused")),
                 _ => {}
             }
         }
@@ -143,7 +146,13 @@ impl DelayQueueStore for Reporter {
         self.0.counts(queue).await
     }
 
-    async fn list(&self, queue: &QueueKey, state: State, skip: u64, limit: usize) -> Result<Vec<StoredJob>, StoreError> {
+    async fn list(
+        &self,
+        queue: &QueueKey,
+        state: State,
+        skip: u64,
+        limit: usize,
+    ) -> Result<Vec<StoredJob>, StoreError> {
         self.0.list(queue, state, skip, limit).await
     }
 
@@ -176,8 +185,7 @@ struct Worker {
 impl Worker {
     fn start(url: &str, lines: &mpsc::Sender<String>) -> Self {
         let mut command = Command::new(env::current_exe().unwrap());
-        let mut process =
-            command.env(WORKER, url).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let mut process = command.env(WORKER, url).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
         let (out, lines) = (BufReader::new(process.stdout.take().unwrap()), lines.clone());
         thread::spawn(move || {
             for line in out.lines().map_while(Result::ok) {
@@ -277,7 +285,7 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
     drop((sender, workers));
 
     let (mut runs, mut done) = (HashMap::<u64, u32>::new(), HashMap::<String, u32>::new());
-    let (mut early, mut late_answers) = (0_u64, 0_u64);
+    let (mut early, mut refused) = (0_u64, 0_u64);
     for line in lines {
         let mut words = line.split(' ');
         match (words.next(), words.next(), words.next()) {
@@ -286,7 +294,7 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
                 early += u64::from(us != "0");
             }
             (Some("done"), Some(id), Some(_)) => *done.entry(id.to_owned()).or_default() += 1,
-            (Some("lost"), ..) => late_answers += 1,
+            (Some("refused"), ..) => refused += 1,
             // Whoever is killed may not come to the end of a line.
             _ => {}
         }
@@ -297,7 +305,7 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
     let left = keys.iter().filter(|key| !key.ends_with(":state") && !key.ends_with(":idle")).count();
     let Faults { kills, stops, restarts, flushes, cuts } = faults;
     println!(
-        "jobs={jobs} runs={} finished={} refused={late_answers} lost={lost} twice={twice} early={early} \
+        "jobs={jobs} runs={} finished={} refused={refused} lost={lost} twice={twice} early={early} \
          dead={} keys_left={left} kills={kills} stops={stops} restarts={restarts} flushes={flushes} cuts={cuts} seconds={:.0}",
         runs.values().sum::<u32>(),
         done.len(),

@@ -129,6 +129,8 @@ mod outcome;
 mod push;
 mod queue;
 mod record;
+#[cfg(feature = "cron")]
+mod schedule;
 mod store;
 
 mod events;
@@ -151,6 +153,8 @@ pub use self::outcome::Outcome;
 pub use self::push::{Push, Pushed};
 pub use self::queue::DelayQueue;
 pub use self::record::{Due, Headers, NewJob, Note, Priority, Reason, StoredJob, Unique, UniqueFor};
+#[cfg(feature = "cron")]
+pub use self::schedule::{Recurring, Schedule};
 pub use self::store::{
     Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Extended,
     Finish, Finished, MAX_BATCH, MAX_NOTE, QueueKey, State, Ticket, WorkerId,

@@ -615,12 +615,12 @@ impl<T, S, C> Drop for Runner<T, S, C> {
 /// Reads the payload of a job.
 fn open<T, C: Codec<T>>(queue: &DelayQueue<T, C>, claimed: ClaimedJob) -> Result<Opened<T>, Settled> {
     let ticket = claimed.ticket();
-    let settled = match catch_unwind(AssertUnwindSafe(|| queue.open(claimed))) {
+    let ending = match catch_unwind(AssertUnwindSafe(|| queue.open(claimed))) {
         Ok(Ok((job, canceller))) => return Ok(Opened { ticket, job, canceller }),
-        Ok(Err(finish)) => finish.ending,
+        Ok(Err(ending)) => ending,
         Err(panic) => Ending::Dead { reason: Reason::Undecodable, error: panicked(&*panic) },
     };
-    Err(Settled::new(ticket, settled))
+    Err(Settled::new(ticket, ending))
 }
 
 /// What a panic has to say.
