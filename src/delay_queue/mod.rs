@@ -135,7 +135,7 @@ pub use self::codec::{Codec, Json};
 pub use self::error::QueueError;
 pub use self::id::JobId;
 pub use self::job::{Cancellation, Extensions, Job};
-pub use self::push::{Push, Pushed};
+pub use self::push::{PreparedPush, Push, Pushed};
 pub use self::queue::DelayQueue;
 pub use self::record::{Due, Headers, NewJob, Note, Priority, Reason, StoredJob, Unique, UniqueFor};
 pub use self::store::{
