@@ -313,6 +313,19 @@ impl Scripts {
         self.delay_queue_push.call(servers, &names, args).await
     }
 
+    /// The same as a command by itself, with the text of the script.
+    pub(super) fn delay_queue_push_command(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        priority: usize,
+        max_jobs: u64,
+        jobs: &[PackedJob<'_>],
+    ) -> Cmd {
+        let (names, args) = delay_queue_push(servers, keys, priority, max_jobs, jobs);
+        command("EVAL", &self.delay_queue_push.code, &names, &args)
+    }
+
     pub(super) async fn delay_queue_claim(
         &self,
         servers: &Servers,
