@@ -320,14 +320,16 @@ impl RedisBackend {
             lock_release,
             idempotency_begin,
             idempotency_renew,
+            idempotency_checkpoint,
             idempotency_complete,
             idempotency_release,
             probe: _,
         } = &mut scripts;
         let counting = [check, check_plain, check_many, block];
         let locking = [lock_acquire, lock_renew, lock_release];
-        let once = [idempotency_begin, idempotency_renew, idempotency_complete, idempotency_release];
-        for script in counting.into_iter().chain(locking).chain(once) {
+        let once = [idempotency_begin, idempotency_renew, idempotency_checkpoint];
+        let ends = [idempotency_complete, idempotency_release];
+        for script in counting.into_iter().chain(locking).chain(once).chain(ends) {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
         }
         let super::Inner { servers, keys, locks, .. } = &*self.inner;

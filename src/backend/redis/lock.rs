@@ -39,7 +39,7 @@ impl LockLinks {
         &self.own
     }
 
-    fn subscriber(&self) -> &Subscriber {
+    pub(super) fn subscriber(&self) -> &Subscriber {
         self.subscriber.get_or_init(|| Subscriber::new(self.source.clone()))
     }
 }
@@ -81,9 +81,7 @@ impl LockStore for RedisBackend {
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let channel = keys.free(lock);
-        // A cluster sends what is published by PUBLISH to all of its nodes.
-        let publish = if locks.own.is_cluster() { "SPUBLISH" } else { "PUBLISH" };
-        let reply = scripts.lock_release(&locks.own, [&keys.lease(lock), &channel], token, publish).await?;
+        let reply = scripts.lock_release(&locks.own, [&keys.lease(lock), &channel], token, locks.own.publish()).await?;
         match numbers(&reply).as_deref() {
             Some(&[was_held, listeners]) => {
                 // This backend may listen itself, still or again.

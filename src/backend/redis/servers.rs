@@ -58,6 +58,11 @@ impl Servers {
     pub(super) const fn is_cluster(&self) -> bool {
         matches!(self, Self::Cluster(..))
     }
+
+    /// What a script publishes by: a cluster sends what is published by PUBLISH to all of its nodes.
+    pub(super) const fn publish(&self) -> &'static str {
+        if self.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
+    }
 }
 
 impl fmt::Debug for Servers {

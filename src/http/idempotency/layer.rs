@@ -9,9 +9,11 @@ use tower_layer::Layer;
 use super::fingerprint::Fingerprints;
 use super::service::Idempotency;
 use crate::error::{ConfigError, StoreError};
-use crate::idempotency::{Claim, Home, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
+use crate::idempotency::{
+    Claim, Home, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown, Rejection, Verdict,
+};
 use crate::lock::Scope;
-use crate::reject::AsResponse;
+use crate::reject::{AsResponse, Reject};
 
 /// Serves the same request once, and answers it as often as it comes. See the [module docs](crate::idempotency) for examples.
 ///
@@ -50,6 +52,7 @@ pub(super) struct Settings {
     pub(super) lease: Duration,
     pub(super) retention: Duration,
     pub(super) wait: Duration,
+    pub(super) max_waiting: usize,
     pub(super) max_run: Duration,
     pub(super) max_running: usize,
     pub(super) max_answer: usize,
@@ -76,6 +79,7 @@ impl IdempotencyLayer {
             lease: Duration::from_secs(15),
             retention: Duration::from_secs(86_400),
             wait: Duration::ZERO,
+            max_waiting: 1_000,
             max_run: Duration::from_secs(300),
             max_running: 10_000,
             max_answer: 64 * 1_024,
@@ -160,13 +164,21 @@ impl<K, A> IdempotencyLayer<K, A> {
 
     /// How long a request waits for the answer of the same request that is being served. Defaults to zero: it is turned away, 409 with HTTP.
     ///
-    /// It asks the store after 20 ms, and then less and less often, down to twice a second. A request that waits holds the place in the
-    /// inner service that was reserved for it. At most a day.
+    /// It is told by the store when the other one is done, and looks once a second in any case. A request that waits holds the place in the
+    /// inner service that was reserved for it, and counts as one that is [running](Self::max_running). At most a day.
     pub fn wait(self, wait: Duration) -> Self {
         self.with(|settings| settings.wait = wait.min(Duration::from_secs(86_400)))
     }
 
+    /// How many requests may [wait](Self::wait) at a time. Defaults to 1,000. One more is turned away as if it were not to wait.
+    pub fn max_waiting(self, requests: usize) -> Self {
+        self.with(|settings| settings.max_waiting = requests)
+    }
+
     /// How long a handler may take, its body included. Defaults to 5 minutes. It is dropped then, and what came of it is unknown.
+    ///
+    /// Once an answer is too large to be kept, which the record says then, it may take as long as it does not stand still for that time: a
+    /// client that reads it slowly is no reason to cut it off.
     pub fn max_run(self, max_run: Duration) -> Self {
         self.with(|settings| settings.max_run = max_run)
     }
@@ -195,6 +207,12 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// Which answers are kept. Defaults to [`Keep::SafeRetry`].
     pub fn keep(self, keep: Keep) -> Self {
         self.with(|settings| settings.keep = keep)
+    }
+
+    /// What the layer is called in metrics. Defaults to `idempotency`. To be said first: what was counted and who is at work before that
+    /// stays with the name before.
+    pub fn name(self, name: impl AsRef<str>) -> Self {
+        self.with(|settings| settings.home = Arc::new(settings.home.with_name(name.as_ref())))
     }
 
     /// How long one call of the store may take. Defaults to 100 ms.
@@ -260,6 +278,16 @@ impl Settings {
         if self.is_unprotected.load(Ordering::Relaxed) && self.is_unprotected.swap(false, Ordering::Relaxed) {
             tracing::info!("idempotency store answers again: requests are served once");
         }
+    }
+
+    /// Turns a request away, and counts it.
+    pub(super) fn reject<A: Reject<Rejection, Res, E>, Res, E>(
+        &self,
+        answer: &A,
+        rejection: Rejection,
+    ) -> Result<A::Response, A::Error> {
+        self.home.meters().decided(Verdict::of(&rejection));
+        answer.reject(rejection)
     }
 
     pub(super) fn describe<K>(&self, f: &mut fmt::Formatter<'_>, name: &str) -> fmt::Result {
