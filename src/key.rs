@@ -77,6 +77,13 @@ impl Key {
         std::str::from_utf8(self.as_bytes()).expect("a key is ASCII by construction")
     }
 
+    /// The key that [`as_str`](Self::as_str) answered this for. `None` if it did for no key.
+    #[cfg_attr(not(feature = "redis"), allow(dead_code, reason = "that backend lists keys"))]
+    pub(crate) fn stored(text: &str) -> Option<Self> {
+        let mut key = Text::default();
+        (text.bytes().all(|byte| byte.is_ascii_graphic()) && key.push(text.as_bytes())).then_some(key.0)
+    }
+
     /// Whether the key was made of nothing.
     #[inline]
     #[must_use]

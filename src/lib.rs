@@ -56,7 +56,7 @@
 //!   scope. Not across a failover that forgets the record.
 //! * Nothing here blocks a thread, and no task outlives the backend that it serves, but for an attempt to connect that is
 //!   under way, which ends with its timeout, and for leases that are on their way back, which expire, and for
-//!   handlers whose client has gone, which an idempotency layer lets finish.
+//!   handlers whose client has gone, which an idempotency layer lets finish, and a lock layer if told so.
 //!
 //! # Features
 //!
@@ -64,14 +64,15 @@
 //! * `http` (default): the module `http`, with http, http-body, ipnet and the small crates that answers take.
 //! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`.
 //! * `grpc`: the module `grpc`, with prost.
-//! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics) and
-//!   [`idempotency`](idempotency#metrics).
+//! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics),
+//!   [`lock`](lock#metrics) and [`idempotency`](idempotency#metrics).
 //! * `testing`: the module `testing`, for `[dev-dependencies]`.
 //! * `config`: the module `config`, with serde, toml, serde_json, granit-parser (YAML), matchit and arc-swap.
 //!
 //! [tower]: https://docs.rs/tower
 #![cfg_attr(docsrs, feature(doc_cfg))]
 
+mod circuit;
 mod deadline;
 mod error;
 mod key;

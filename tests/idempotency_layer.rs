@@ -1044,3 +1044,23 @@ async fn a_body_that_is_shorter_than_it_says_is_no_other_request() {
     assert!(answer.contains("\r\nidempotent-replayed: true\r\n"), "{answer}");
     server.abort();
 }
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_hangs_does_not_cost_each_request_its_deadline() {
+    let handler = Handler::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let app = handler.behind(layer(store), echo);
+    faults.hang();
+    for _ in 0..5 {
+        assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+    }
+    let (begun, asked) = (Instant::now(), faults.calls(Verb::Begin));
+    for _ in 0..10 {
+        assert_eq!(problem(ask(&app, pay("k")).await).await, (503, "about:blank".into()));
+    }
+    assert_eq!((begun.elapsed(), faults.calls(Verb::Begin)), (Duration::ZERO, asked));
+    faults.heal();
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
+}

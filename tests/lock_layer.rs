@@ -17,7 +17,9 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::lock::{LeaseView, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Scope};
+use tollgate::lock::{
+    CircuitBreaker, LeaseView, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Scope,
+};
 use tollgate::reject::BusyStatus;
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{AsError, AsResponse, BoxError, ConfigError, LockError, LockLayer, Locks, MemoryBackend};
@@ -286,6 +288,141 @@ async fn a_client_that_goes_away_takes_its_lock_along() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_detached_handler_comes_to_its_end_with_its_lock() {
+    let finished = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&finished);
+    let service = by_path().detached().layer(service_fn(move |request| {
+        let count = Arc::clone(&count);
+        async move {
+            let response = slow(request).await;
+            count.fetch_add(1, Ordering::SeqCst);
+            response
+        }
+    }));
+    assert!(timeout(Duration::from_millis(500), service.clone().oneshot(post("/a"))).await.is_err());
+    sleep(Duration::from_millis(400)).await;
+    assert_eq!(service.clone().oneshot(post("/a")).await.unwrap().status(), StatusCode::CONFLICT);
+    sleep(Duration::from_millis(200)).await;
+    assert_eq!(finished.load(Ordering::SeqCst), 1);
+    let response = service.clone().oneshot(post("/a")).await.unwrap();
+    assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "done");
+    assert_eq!(finished.load(Ordering::SeqCst), 2);
+    // What needs no lock is cut off as ever, and so is who still waits for one.
+    for layer in [by_path(), by_path().wait(Duration::from_secs(9))] {
+        let finished = Arc::clone(&finished);
+        let service = layer.detached().layer(service_fn(move |request| {
+            let finished = Arc::clone(&finished);
+            async move {
+                let response = slow(request).await;
+                finished.fetch_add(1, Ordering::SeqCst);
+                response
+            }
+        }));
+        let _first = tokio::spawn(service.clone().oneshot(post("/a")));
+        tokio::task::yield_now().await;
+        for request in [request(Method::GET, "/a"), post("/a")] {
+            let _ = timeout(Duration::from_millis(500), service.clone().oneshot(request)).await;
+        }
+        sleep(Duration::from_secs(5)).await;
+    }
+    assert_eq!(finished.load(Ordering::SeqCst), 4);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_detached_handler_is_cancelled_by_a_loss_and_its_panic_is_its_callers() {
+    let is_dropped = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&is_dropped);
+    let locks = Locks::new(MemoryBackend::new()).max_hold(Duration::from_secs(2));
+    let layer =
+        LockLayer::with_locks(locks.clone()).key(|request: &Request<Full<Bytes>>| request.uri().path().to_owned());
+    let service = layer.detached().layer(service_fn(move |request: Request<Full<Bytes>>| {
+        let guard = OnDrop(Arc::clone(&flag));
+        async move {
+            assert_ne!(request.uri().path(), "/panic");
+            pending::<()>().await;
+            drop(guard);
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    let status = service.clone().oneshot(post("/a")).await.unwrap().status();
+    assert_eq!(status, StatusCode::SERVICE_UNAVAILABLE);
+    // It has a task of its own, and the lock until it is gone.
+    drop(locks.lock("/a").await.unwrap());
+    assert!(is_dropped.swap(false, Ordering::SeqCst));
+    assert!(timeout(Duration::from_secs(1), service.clone().oneshot(post("/b"))).await.is_err());
+    assert!(!is_dropped.load(Ordering::SeqCst));
+    // Also where nobody waits any more.
+    locks.shutdown().await;
+    assert!(is_dropped.load(Ordering::SeqCst));
+
+    let layer =
+        by_path().detached().layer(service_fn(async |_: Request<Full<Bytes>>| -> Result<Response<Full<Bytes>>, _> {
+            Err::<_, BoxError>(std::iter::empty::<BoxError>().next().expect("a handler that panics"))
+        }));
+    assert!(tokio::spawn(layer.clone().oneshot(post("/a"))).await.unwrap_err().is_panic());
+    assert!(tokio::spawn(layer.oneshot(post("/a"))).await.unwrap_err().is_panic(), "the lock is free again");
+}
+
+#[tokio::test(start_paused = true)]
+async fn those_who_wait_are_bounded_in_total() {
+    let layer = by_path().wait(Duration::from_secs(9)).max_waiters_in_total(2).release_at(ReleaseAt::HandlerDone);
+    let service = layer.layer(service_fn(slow));
+    let _holders = ["/a", "/b", "/c"].map(|path| tokio::spawn(service.clone().oneshot(post(path))));
+    sleep(Duration::from_millis(10)).await;
+    let mut waiters = Vec::new();
+    for (path, status) in [("/a", StatusCode::OK), ("/b", StatusCode::OK), ("/c", StatusCode::SERVICE_UNAVAILABLE)] {
+        waiters.push((tokio::spawn(service.clone().oneshot(post(path))), status));
+        tokio::task::yield_now().await;
+    }
+    for (waiter, status) in waiters {
+        assert_eq!(waiter.await.unwrap().unwrap().status(), status);
+    }
+    assert_eq!(service.oneshot(post("/c")).await.unwrap().status(), StatusCode::OK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_hangs_does_not_cost_each_request_its_deadline() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let layer = on(store).circuit_breaker(CircuitBreaker::new().failures(3).probe_interval(Duration::from_secs(1)));
+    let service = layer.layer(service_fn(slow));
+    let held = service.clone().oneshot(post("/held")).await.unwrap();
+    faults.hang();
+    let mut took = Vec::new();
+    for _ in 0..6 {
+        let begun = Instant::now();
+        let response = service.clone().oneshot(post("/a")).await.unwrap();
+        assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(response.headers()["retry-after"], "1");
+        took.push(begun.elapsed().as_millis());
+    }
+    assert_eq!(took, [100, 100, 100, 0, 0, 0]);
+    faults.heal();
+    assert_eq!(service.clone().oneshot(post("/a")).await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
+    // What is held is given back all the same.
+    drop(held);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(service.clone().oneshot(post("/held")).await.unwrap().status(), StatusCode::OK);
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+}
+
+#[test]
+fn a_fence_is_one_plain_number() {
+    use tollgate::http::{LOCK_FENCE, lock_fence};
+    let fence = |values: &[&str]| {
+        let mut request = Request::new(());
+        for value in values {
+            request.headers_mut().append(LOCK_FENCE, value.parse().unwrap());
+        }
+        lock_fence(&request)
+    };
+    assert_eq!(fence(&["1763663760123456"]), Some(1_763_663_760_123_456));
+    for values in [&[][..], &["", "7"], &["7", "7"], &["+7"], &["-7"], &["7 "], &["0x7"], &["99999999999999999999"]] {
+        assert_eq!(fence(values), None, "{values:?}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
     for (then, status) in [(OnStoreError::Deny, StatusCode::SERVICE_UNAVAILABLE), (OnStoreError::Allow, StatusCode::OK)]
     {
@@ -311,6 +448,8 @@ async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
         assert_eq!(service.clone().oneshot(post("/a")).await.unwrap().status(), status);
         assert_eq!(begun.elapsed(), Duration::from_millis(100));
         faults.heal();
+        // As soon as it is asked again.
+        sleep(Duration::from_millis(100)).await;
         assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
         assert_eq!(unprotected.load(Ordering::SeqCst), if then == OnStoreError::Deny { 0 } else { 4 });
     }

@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::collections::BTreeMap;
+use std::future::IntoFuture;
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -12,9 +13,10 @@ use tollgate::http::{FingerprintedBody, header};
 use tollgate::rate_limit::{CircuitBreaker, Decision, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
-    AsError, BoxError, IdempotencyLayer, Key, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
+    AsError, BoxError, IdempotencyLayer, Key, Locks, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer,
+    StoreError,
 };
-use tower::{Layer, ServiceExt, service_fn};
+use tower::{Layer, Service, ServiceExt, service_fn};
 
 /// Every counter and the number of values of every histogram, by `name{label=value,...}`; zeros left out.
 fn seen(snapshotter: &Snapshotter) -> BTreeMap<String, u64> {
@@ -33,6 +35,68 @@ fn seen(snapshotter: &Snapshotter) -> BTreeMap<String, u64> {
 
 fn expect(expected: &[(&str, u64)]) -> BTreeMap<String, u64> {
     expected.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
+}
+
+#[test]
+fn locks_are_counted_by_what_became_of_them() {
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let breaker = CircuitBreaker::new().failures(2);
+    let locks = Locks::new(store.clone()).namespace("orders").ttl(Duration::from_secs(1)).circuit_breaker(breaker);
+    let others = Locks::new(store).namespace("orders");
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let lease = locks.lock("a").await.unwrap();
+            assert!(locks.try_lock("a").await.is_err());
+            assert!(locks.lock("a").max_hold(Duration::ZERO).await.is_err());
+            // From hand to hand, and by a message to somebody else.
+            let (waiter, other) = (locks.lock("a").into_future(), others.lock("a").into_future());
+            let ((), lease, other) = tokio::join!(
+                async {
+                    tokio::time::sleep(Duration::from_millis(10)).await;
+                    drop(lease);
+                },
+                async { waiter.await.unwrap().release().await },
+                other,
+            );
+            lease.unwrap();
+            other.unwrap().release().await.unwrap();
+            // Lost, and renewals that fail before that.
+            let lease = locks.lock("b").await.unwrap();
+            faults.fail(Failure::Unavailable);
+            lease.lost().await;
+            for _ in 0..3 {
+                assert!(locks.try_lock("c").await.is_err());
+            }
+            faults.heal();
+            drop(lease);
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            drop(locks.try_lock("c").await.unwrap());
+            drop(locks.lock("d").max_hold(Duration::from_millis(5)).await.unwrap().lost().await);
+        });
+    });
+    let mut seen = seen(&snapshotter);
+    let renewals = seen.remove("tollgate_lock_failed_renewals_total{locks=orders}");
+    assert!(renewals.is_some_and(|renewals| renewals > 1), "{renewals:?}");
+    let expected = [
+        ("tollgate_lock_requests_total{locks=orders,outcome=granted}", 6),
+        ("tollgate_lock_requests_total{locks=orders,outcome=busy}", 1),
+        ("tollgate_lock_requests_total{locks=orders,outcome=refused}", 1),
+        ("tollgate_lock_requests_total{locks=orders,outcome=failed}", 3),
+        ("tollgate_lock_wait_seconds{locks=orders}", 6),
+        ("tollgate_lock_hold_seconds{locks=orders}", 6),
+        ("tollgate_lock_handover_seconds{locks=orders,way=hand}", 1),
+        ("tollgate_lock_handover_seconds{locks=orders,way=message}", 1),
+        ("tollgate_lock_lost_total{locks=orders,reason=expired}", 1),
+        ("tollgate_lock_lost_total{locks=orders,reason=max_hold}", 1),
+        ("tollgate_lock_store_errors_total{locks=orders}", 2),
+        ("tollgate_lock_circuit_transitions_total{locks=orders,state=open}", 1),
+        ("tollgate_lock_circuit_transitions_total{locks=orders,state=closed}", 1),
+    ];
+    assert_eq!(seen, expect(&expected));
 }
 
 /// A store that is down.
@@ -66,16 +130,22 @@ fn ask<B>(layer: RateLimitLayer<B>, clients: &[&'static str]) -> BTreeMap<String
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,
 {
+    let layer = layer
+        .key(|client: &&'static str| *client)
+        .deny(|client: &&'static str| *client == "mallory")
+        .with_rejection(AsError)
+        .charge_on(|answer: Result<&&'static str, &BoxError>| *answer.unwrap() != "free");
+    seen_of(layer.layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client))), clients)
+}
+
+fn seen_of<S>(service: S, clients: &[&'static str]) -> BTreeMap<String, u64>
+where
+    S: Service<&'static str, Error = BoxError> + Clone,
+{
     let recorder = DebuggingRecorder::new();
     let snapshotter = recorder.snapshotter();
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
     metrics::with_local_recorder(&recorder, || {
-        let service = layer
-            .key(|client: &&'static str| *client)
-            .deny(|client: &&'static str| *client == "mallory")
-            .with_rejection(AsError)
-            .charge_on(|answer: Result<&&'static str, &BoxError>| *answer.unwrap() != "free")
-            .layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
         for client in clients {
             drop(runtime.block_on(service.clone().oneshot(*client)));
         }
@@ -96,6 +166,21 @@ fn decisions_are_counted_by_policy_and_outcome() {
         ("tollgate_settlements_total{policy=api,outcome=done}", 1),
     ];
     assert_eq!(seen, expect(&expected));
+}
+
+#[test]
+fn requests_of_which_nobody_wants_to_know_more_are_counted_alike() {
+    for limit in [Quota::per_hour(10).fixed_window(), Quota::per_hour(10).token_bucket()] {
+        let layer = RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", limit));
+        let layer = layer.key(|client: &&'static str| *client).with_rejection(AsError);
+        let service = layer.layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
+        let expected = [
+            ("tollgate_decisions_total{policy=api,outcome=allowed}", 10),
+            ("tollgate_decisions_total{policy=api,outcome=limited}", 3),
+            ("tollgate_near_limit_total{policy=api}", 2),
+        ];
+        assert_eq!(seen_of(service, &["alice"; 13]), expect(&expected), "{limit:?}");
+    }
 }
 
 #[test]

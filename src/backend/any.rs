@@ -7,7 +7,8 @@ use crate::error::{ConfigError, ConnectError, StoreError};
 use crate::idempotency::{self, Begun, Checkpoint, Completion, IdempotencyStore, Operation, Payload};
 use crate::key::Key;
 use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
-use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
+use crate::lock::{Cursor, LockPage, LockRegistry, LockStatus, Seized};
+use crate::rate_limit::{Charged, Decision, Policy, RateLimitStore, Receipt, Request};
 
 /// Opens the backend that a URL names, and makes sure that it answers.
 ///
@@ -86,6 +87,10 @@ impl RateLimitStore for AnyBackend {
         delegate!(self, store => store.check_now(policy, key, cost))
     }
 
+    fn charge_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
+        delegate!(self, store => store.charge_now(policy, key, cost))
+    }
+
     async fn check_all(&self, requests: &[Request]) -> Result<Vec<Decision>, StoreError> {
         delegate!(self, store => store.check_all(requests).await)
     }
@@ -124,12 +129,30 @@ impl LockStore for AnyBackend {
         delegate!(self, store => LockStore::release(store, lock, token).await)
     }
 
-    async fn watch(&self, lock: &LockKey) -> Wakeups {
-        delegate!(self, store => LockStore::watch(store, lock).await)
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+        delegate!(self, store => LockStore::watch(store, lock, in_line).await)
+    }
+
+    async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
+        delegate!(self, store => store.name(lock, token, name).await)
     }
 
     fn scope(&self) -> Scope {
         delegate!(self, store => LockStore::scope(store))
+    }
+}
+
+impl LockRegistry for AnyBackend {
+    async fn inspect(&self, lock: &LockKey) -> Result<LockStatus, StoreError> {
+        delegate!(self, store => store.inspect(lock).await)
+    }
+
+    async fn seize(&self, lock: &LockKey) -> Result<Seized, StoreError> {
+        delegate!(self, store => store.seize(lock).await)
+    }
+
+    async fn list(&self, namespace: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
+        delegate!(self, store => store.list(namespace, from, most).await)
     }
 }
 

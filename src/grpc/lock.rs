@@ -7,11 +7,33 @@ use http_body::Body;
 use super::details::Any;
 use super::status::{AsStatus, Code, answer, detailed};
 use crate::http::{LockedBody, ResponseBody, STORE_RETRY, STORE_TEXT};
-use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay};
+use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay, fencing};
 use crate::reject::Reject;
 
 /// A client is not told to wait for longer than this, however long the lease may last.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
+
+impl<B, E> Reject<fencing::Rejection, Response<B>, E> for AsStatus {
+    type Response = Response<ResponseBody<B>>;
+    type Error = E;
+
+    fn reject(&self, rejection: fencing::Rejection) -> Result<Self::Response, E> {
+        Ok(match rejection {
+            fencing::Rejection::Stale(_) => answer(Code::Aborted, "the lock of this request is somebody else's by now"),
+            fencing::Rejection::Missing(_) => {
+                answer(Code::InvalidArgument, "the request does not say under which lock it was sent")
+            }
+        })
+    }
+
+    fn response(&self, response: Response<B>) -> Self::Response {
+        response.map(ResponseBody::inner)
+    }
+
+    fn error(&self, error: E) -> E {
+        error
+    }
+}
 
 impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
     type Response = Response<LockedBody<B>>;

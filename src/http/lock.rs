@@ -2,7 +2,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use ::http::{Method, Request, Response, StatusCode};
+use ::http::{HeaderName, Method, Request, Response, StatusCode};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
@@ -11,11 +11,47 @@ use super::body::ResponseBody;
 use super::problem::{Kind, Problem};
 use super::reject::{STORE_RETRY, STORE_TEXT};
 use crate::error::BoxError;
-use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay};
+use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay, fencing};
 use crate::reject::{AsResponse, BusyStatus, Reject};
 
 /// A client is not told to wait for longer than this, however long the lease may last: most are given back much sooner.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
+
+/// The header field in which a request says the [fence](crate::Lease::fence) of the lock that it is sent under.
+pub const LOCK_FENCE: HeaderName = HeaderName::from_static("lock-fence");
+
+/// The fence in the field [`LOCK_FENCE`], for a [`FenceLayer`](fencing::FenceLayer). `None` if there is not exactly one, or if it is no number.
+pub fn lock_fence<B>(request: &Request<B>) -> Option<u64> {
+    let mut fences = request.headers().get_all(LOCK_FENCE).iter();
+    let fence = fences.next()?.to_str().ok()?;
+    // `parse` would take a sign.
+    let is_number = fences.next().is_none() && fence.bytes().all(|byte| byte.is_ascii_digit());
+    is_number.then(|| fence.parse().ok())?
+}
+
+impl<B, E> Reject<fencing::Rejection, Response<B>, E> for AsResponse {
+    type Response = Response<ResponseBody<B>>;
+    type Error = E;
+
+    fn reject(&self, rejection: fencing::Rejection) -> Result<Self::Response, E> {
+        Ok(match rejection {
+            fencing::Rejection::Stale(_) => {
+                self.refusal(StatusCode::PRECONDITION_FAILED, "the lock of this request is somebody else's by now")
+            }
+            fencing::Rejection::Missing(_) => {
+                self.refusal(StatusCode::BAD_REQUEST, "the request does not say under which lock it was sent")
+            }
+        })
+    }
+
+    fn response(&self, response: Response<B>) -> Self::Response {
+        ResponseBody::of(response)
+    }
+
+    fn error(&self, error: E) -> E {
+        error
+    }
+}
 
 impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
     type Response = Response<LockedBody<B>>;

@@ -209,7 +209,7 @@ pub use self::idempotency::{
     FingerprintedBody, Idempotency, IdempotencyFuture, IdempotencyLayer, IdempotentBody, Unscoped,
 };
 pub use self::key::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
-pub use self::lock::LockedBody;
+pub use self::lock::{LOCK_FENCE, LockedBody, lock_fence};
 pub use ::ipnet::IpNet;
 
 #[cfg(feature = "grpc")]

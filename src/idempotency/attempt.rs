@@ -1,3 +1,4 @@
+use std::error::Error as _;
 use std::future::pending;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -13,6 +14,7 @@ use super::checkpoint::Checkpoint;
 use super::erased::AnyStore;
 use super::meters::{Ended, Meters};
 use super::store::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
+use crate::circuit::{Circuit, CircuitBreaker, Watch};
 use crate::error::StoreError;
 use crate::lock::{Scope, Wakeups};
 
@@ -27,9 +29,8 @@ const SHORTEST: Duration = Duration::from_secs(1);
 /// What all attempts of one layer have in common.
 pub(crate) struct Home {
     store: Arc<dyn AnyStore>,
-    // How long one call of the store may take.
-    limit: Duration,
-    name: Arc<str>,
+    terms: Terms,
+    circuit: Circuit,
     meters: OnceLock<Meters>,
     running: AtomicUsize,
     waiting: AtomicUsize,
@@ -37,44 +38,83 @@ pub(crate) struct Home {
     idle: Notify,
 }
 
+/// How the store is dealt with.
+#[derive(Clone)]
+pub(crate) struct Terms {
+    /// How long one call may take.
+    pub(crate) limit: Duration,
+    pub(crate) breaker: CircuitBreaker,
+    /// What the layer is called in metrics.
+    pub(crate) name: Arc<str>,
+}
+
+impl Default for Terms {
+    fn default() -> Self {
+        let (limit, breaker) = (Duration::from_millis(100), CircuitBreaker::new());
+        Self { limit, breaker, name: "idempotency".into() }
+    }
+}
+
+impl Watch for Home {
+    fn failed(&self) {
+        self.meters().store_failed();
+    }
+
+    fn opened(&self) {
+        self.meters().circuit(true);
+    }
+
+    fn closed(&self) {
+        self.meters().circuit(false);
+    }
+
+    fn outage_begins(&self, error: &StoreError) {
+        let cause = error.source().map(tracing::field::display);
+        tracing::warn!(layer = &*self.terms.name, %error, cause, "idempotency store fails");
+    }
+
+    fn outage_ends(&self) {
+        tracing::info!(layer = &*self.terms.name, "idempotency store answers again");
+    }
+}
+
 impl Home {
-    pub(crate) fn new(store: impl IdempotencyStore + Send + Sync + 'static, limit: Duration) -> Self {
-        Self::over(Arc::new(store), limit, "idempotency".into())
+    pub(crate) fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Self {
+        Self::over(Arc::new(store), Terms::default())
     }
 
-    fn over(store: Arc<dyn AnyStore>, limit: Duration, name: Arc<str>) -> Self {
+    fn over(store: Arc<dyn AnyStore>, terms: Terms) -> Self {
         let [running, waiting, background] = [const { AtomicUsize::new(0) }; 3];
-        Self { store, limit, name, meters: OnceLock::new(), running, waiting, background, idle: Notify::new() }
+        let (circuit, meters) = (Circuit::new(terms.breaker), OnceLock::new());
+        Self { store, terms, circuit, meters, running, waiting, background, idle: Notify::new() }
     }
 
-    /// The same store with another deadline.
-    pub(crate) fn with_limit(&self, limit: Duration) -> Self {
-        Self::over(Arc::clone(&self.store), limit, Arc::clone(&self.name))
+    /// The same store on other terms.
+    pub(crate) fn with(&self, change: impl FnOnce(&mut Terms)) -> Self {
+        let mut terms = self.terms.clone();
+        change(&mut terms);
+        Self::over(Arc::clone(&self.store), terms)
     }
 
-    /// The same store by another name.
-    pub(crate) fn with_name(&self, name: &str) -> Self {
-        Self::over(Arc::clone(&self.store), self.limit, name.into())
+    pub(crate) const fn terms(&self) -> &Terms {
+        &self.terms
     }
 
     pub(crate) fn meters(&self) -> &Meters {
-        self.meters.get_or_init(|| Meters::new(&self.name))
+        self.meters.get_or_init(|| Meters::new(&self.terms.name))
     }
 
-    /// Counts what the store fails at.
-    fn counted<T>(&self, answer: Result<T, StoreError>) -> Result<T, StoreError> {
-        if answer.is_err() {
-            self.meters().store_failed();
+    /// Notes whether the store has answered.
+    fn noted<T>(&self, answer: Result<T, StoreError>) -> Result<T, StoreError> {
+        match &answer {
+            Ok(_) => self.circuit.answered(self),
+            Err(error) => self.circuit.failed(self, error, true),
         }
         answer
     }
 
     pub(crate) fn scope(&self) -> Scope {
         self.store.scope()
-    }
-
-    pub(crate) const fn limit(&self) -> Duration {
-        self.limit
     }
 
     /// A place for one more attempt, unless there are `most` already.
@@ -131,7 +171,14 @@ impl Order {
         let Self { home, operation, claim, .. } = &**self;
         *self.sent() = Instant::now();
         let mut attempt = Attempt { order: Arc::clone(self), end: End::GiveBack, is_answering: AtomicBool::new(false) };
-        match home.counted(home.store.begin(operation, claim, home.limit).await)? {
+        let begun = match home.circuit.admit() {
+            Ok(()) => home.noted(home.store.begin(operation, claim, home.terms.limit).await),
+            Err(error) => {
+                attempt.end = End::Settled;
+                Err(error)
+            }
+        };
+        match begun? {
             Begun::Granted { fence, attempt: number, payload, checkpoint } => {
                 attempt.end = End::Leave;
                 Ok(Begin::Granted(Granted { attempt, fence, number, payload, checkpoint }))
@@ -151,15 +198,17 @@ impl Order {
     /// Puts down how far the attempt has come.
     pub(super) async fn checkpoint(&self, payload: &Payload, checkpoint: &Checkpoint) -> Result<bool, StoreError> {
         let Self { home, operation, claim, .. } = self;
-        home.counted(home.store.checkpoint(operation, claim, payload, checkpoint, home.limit).await)
+        home.noted(home.store.checkpoint(operation, claim, payload, checkpoint, home.terms.limit).await)
     }
 
     /// Says what has become of the operation. False if it is somebody else's.
     async fn settle(&self, end: &Settlement) -> Result<bool, StoreError> {
         let Self { home, operation, claim: Claim { token, .. }, .. } = self;
-        home.counted(match end {
-            Settlement::Complete(completion) => home.store.complete(operation, token, completion, home.limit).await,
-            Settlement::Release => home.store.release(operation, token, home.limit).await,
+        home.noted(match end {
+            Settlement::Complete(completion) => {
+                home.store.complete(operation, token, completion, home.terms.limit).await
+            }
+            Settlement::Release => home.store.release(operation, token, home.terms.limit).await,
         })
     }
 
@@ -325,7 +374,7 @@ impl Attempt {
         loop {
             sleep_until(due).await;
             let sent = Instant::now();
-            match home.counted(home.store.renew(operation, claim, &payload(), home.limit).await) {
+            match home.noted(home.store.renew(operation, claim, &payload(), home.terms.limit).await) {
                 Ok(true) => return Some(sent),
                 Ok(false) => {
                     tracing::warn!("the record of an operation is gone while it is being done");

@@ -93,6 +93,7 @@ mod imp {
         requests: [Counter; VERDICTS.len()],
         attempts: [Counter; ENDS.len()],
         store_errors: Counter,
+        circuit: [Counter; 2],
         wait_seconds: Histogram,
         handler_seconds: Histogram,
     }
@@ -102,10 +103,15 @@ mod imp {
             let name = SharedString::from(layer.to_owned());
             let layer = || Label::new("layer", name.clone());
             let outcome = |value: &'static str| vec![layer(), Label::from_static_parts("outcome", value)];
+            let circuit = |state| {
+                let labels = vec![layer(), Label::from_static_parts("state", state)];
+                counter!("tollgate_idempotency_circuit_transitions_total", labels)
+            };
             Self {
                 requests: VERDICTS.map(|(_, name)| counter!("tollgate_idempotency_requests_total", outcome(name))),
                 attempts: ENDS.map(|(_, name)| counter!("tollgate_idempotency_attempts_total", outcome(name))),
                 store_errors: counter!("tollgate_idempotency_store_errors_total", vec![layer()]),
+                circuit: [circuit("open"), circuit("closed")],
                 wait_seconds: histogram!("tollgate_idempotency_wait_seconds", vec![layer()]),
                 handler_seconds: histogram!("tollgate_idempotency_handler_seconds", vec![layer()]),
             }
@@ -121,6 +127,10 @@ mod imp {
 
         pub(crate) fn store_failed(&self) {
             self.store_errors.increment(1);
+        }
+
+        pub(crate) fn circuit(&self, is_open: bool) {
+            self.circuit[usize::from(!is_open)].increment(1);
         }
 
         pub(crate) fn waited(&self, time: Duration) {
@@ -164,6 +174,8 @@ mod imp {
         pub(crate) fn ended(&self, _: Ended) {}
 
         pub(crate) fn store_failed(&self) {}
+
+        pub(crate) fn circuit(&self, _: bool) {}
 
         pub(crate) fn waited(&self, _: Duration) {}
 

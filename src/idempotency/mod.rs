@@ -54,7 +54,7 @@
 //! use std::time::Duration;
 //! use http::Method;
 //! use tollgate::http::header;
-//! use tollgate::idempotency::{Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
+//! use tollgate::idempotency::{CircuitBreaker, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
 //! use tollgate::lock::Scope;
 //! use tollgate::{AsResponse, IdempotencyLayer, MemoryBackend};
 //!
@@ -82,6 +82,7 @@
 //!     .on_store_error(OnStoreError::Deny)
 //!     .on_disconnect(OnDisconnect::Finish)
 //!     .deadline(Duration::from_millis(200))
+//!     .circuit_breaker(CircuitBreaker::new().failures(10))
 //!     .with_rejection(AsResponse::new());
 //! # drop(guard);
 //! # Ok(())
@@ -149,12 +150,14 @@
 //! | `tollgate_idempotency_handler_seconds` | `layer` | from the claim to the end of the answer, a histogram |
 //! | `tollgate_idempotency_wait_seconds` | `layer` | how long requests waited for the same request, a histogram |
 //! | `tollgate_idempotency_store_errors_total` | `layer` | calls that failed or were late |
+//! | `tollgate_idempotency_circuit_transitions_total` | `layer`, `state`: `open`, `closed` | circuits that opened and closed |
 //!
 //! # What is asked of the store
 //!
 //! Two round trips for the first request, one for a replay or a refusal; one for each third of a lease that a handler takes, and for
 //! each checkpoint. Who [waits](crate::http::IdempotencyLayer::wait) asks once more when it listens, and when it was told; over one connection per process, and
-//! once a second in any case.
+//! once a second in any case. A store that fails again and again is not asked for each request: see
+//! [`circuit_breaker`](crate::http::IdempotencyLayer::circuit_breaker).
 //!
 //! # Cancellation
 //!
@@ -178,6 +181,8 @@ mod meters;
 
 #[cfg(feature = "http")]
 pub(crate) use self::attempt::{Attempt, Begin, Granted, Home, Order, Running};
+pub use crate::circuit::CircuitBreaker;
+
 pub use self::checkpoint::{Checkpoint, CheckpointError};
 #[cfg(feature = "http")]
 pub(crate) use self::handle::HasPayload;

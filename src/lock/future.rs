@@ -1,10 +1,12 @@
 use std::fmt;
 use std::future::Future;
+use std::panic::resume_unwind;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
+use tokio::task::JoinHandle;
 use tower_service::Service;
 
 use super::error::LockError;
@@ -128,5 +130,60 @@ where
 impl<S: Service<Req>, Req, K, A> fmt::Debug for ResponseFuture<S, Req, K, A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("ResponseFuture").finish_non_exhaustive()
+    }
+}
+
+pin_project! {
+    /// The answer of a service whose requests come to their end. Dropping it leaves the handler at work.
+    #[must_use = "futures do nothing unless polled"]
+    pub struct DetachedFuture<F, T> {
+        #[pin]
+        state: DetachedState<F, T>,
+    }
+}
+
+pin_project! {
+    #[project = DetachedProj]
+    enum DetachedState<F, T> {
+        // A request without a lock.
+        Attached { #[pin] future: F },
+        // In a task of its own. Without an outcome if its lease was lost.
+        Detached { task: JoinHandle<Option<T>> },
+    }
+}
+
+impl<F, T> DetachedFuture<F, T> {
+    pub(super) const fn attached(future: F) -> Self {
+        Self { state: DetachedState::Attached { future } }
+    }
+
+    pub(super) const fn detached(task: JoinHandle<Option<T>>) -> Self {
+        Self { state: DetachedState::Detached { task } }
+    }
+}
+
+impl<F: Future<Output = T>, T> Future for DetachedFuture<F, T> {
+    type Output = T;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<T> {
+        match self.project().state.project() {
+            DetachedProj::Attached { future } => future.poll(cx),
+            DetachedProj::Detached { task } => match ready!(Pin::new(task).poll(cx)) {
+                Ok(Some(outcome)) => Poll::Ready(outcome),
+                // Whoever polls this hears of the loss, too, and answers.
+                Ok(None) => Poll::Pending,
+                Err(error) => match error.try_into_panic() {
+                    Ok(panic) => resume_unwind(panic),
+                    // The runtime comes to its end, and so does whoever polls this.
+                    Err(_) => Poll::Pending,
+                },
+            },
+        }
+    }
+}
+
+impl<F, T> fmt::Debug for DetachedFuture<F, T> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DetachedFuture").finish_non_exhaustive()
     }
 }

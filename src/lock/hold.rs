@@ -14,6 +14,10 @@ pub(super) const FENCES: u32 = 16;
 /// For how long a lease may go from hand to hand in this process while others may be waiting elsewhere.
 const TENURE: Duration = Duration::from_millis(100);
 
+/// How long the store remembers the name of a holder at the least, without being told again. It does so for as long as it
+/// remembers a fence, which is twice as long.
+const NAMED_FOR: Duration = Duration::from_secs(300);
+
 /// A lease as the store knows it: one token, one expiry. It may go from hand to hand within this process, one at a time, with
 /// a fence for each.
 pub(super) struct Hold {
@@ -36,12 +40,16 @@ struct Standing {
     // Where `max_hold` of the present holder ends.
     ends: Option<Instant>,
     lost: Option<LossReason>,
+    // Whether the loss was told to those who watch.
+    is_noted: bool,
     // Renewals that failed since the last one that did not.
     failures: u32,
     fence: u64,
     fences_left: u32,
     // Whether nobody has had it yet.
     is_first: bool,
+    // When the store was told the name of the holder.
+    named: Option<Instant>,
 }
 
 impl Hold {
@@ -61,10 +69,12 @@ impl Hold {
             renew_at: sent + ttl / 3,
             ends: None,
             lost: None,
+            is_noted: false,
             failures: 0,
             fence,
             fences_left: fences,
             is_first: true,
+            named: None,
         };
         Self { lock, token, ttl, limit, is_ambiguous, standing: Mutex::new(standing), changed: Notify::new() }
     }
@@ -111,6 +121,13 @@ impl Hold {
         self.standing().look(now)
     }
 
+    /// How the lease was lost, for whoever asks first.
+    pub(super) fn note_loss(&self, now: Instant) -> Option<LossReason> {
+        let mut standing = self.standing();
+        let reason = standing.look(now).err()?;
+        (!std::mem::replace(&mut standing.is_noted, true)).then_some(reason)
+    }
+
     /// Whether the last renewal failed.
     pub(super) fn is_suspended(&self) -> bool {
         self.standing().failures > 0
@@ -143,6 +160,16 @@ impl Hold {
         let mut standing = self.standing();
         standing.failures = standing.failures.saturating_add(1);
         standing.renew_at = now + pause(standing.failures);
+    }
+
+    /// Whether the name of the holder is to be told to the store at `now`, the first time or once more.
+    pub(super) fn is_name_due(&self, now: Instant) -> bool {
+        let mut standing = self.standing();
+        let is_due = standing.named.is_none_or(|named| now - named >= NAMED_FOR);
+        if is_due {
+            standing.named = Some(now);
+        }
+        is_due
     }
 
     /// Notes that the store says no.
@@ -214,7 +241,7 @@ mod tests {
 
     fn hold(ttl_ms: u64) -> Hold {
         let ttl = Duration::from_millis(ttl_ms);
-        let claim = Claim { token: Token::random().unwrap(), ttl, fences: FENCES, permits: 1 };
+        let claim = Claim { fences: FENCES, ..Claim::new(Token::random().unwrap(), ttl) };
         Hold::new(LockKey::new("test", "a"), &claim, Duration::from_millis(100), false, Instant::now(), 100)
     }
 

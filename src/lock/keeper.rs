@@ -104,6 +104,18 @@ impl Shared {
         }
     }
 
+    /// Tells the store what the holder is called, if it is called anything and the store may not know. Nobody waits for that.
+    pub(super) fn name(self: &Arc<Self>, hold: &Hold) {
+        let Some(name) = self.holder.get().filter(|_| hold.is_name_due(Instant::now())) else { return };
+        let call = Arc::clone(&self.store).name(*hold.lock(), *hold.token(), Arc::clone(name));
+        let limit = hold.limit();
+        self.spawn(async move {
+            if !matches!(timeout(limit, call).await, Ok(Ok(()))) {
+                tracing::debug!("the name of a holder could not be told");
+            }
+        });
+    }
+
     /// Takes out the leases that are to be renewed now, lets go of those that are lost, and says when to look again.
     fn due(self: &Arc<Self>, now: Instant) -> (Vec<Arc<Hold>>, Instant) {
         let mut renew = Vec::new();
@@ -143,11 +155,17 @@ impl Shared {
         (renew, next)
     }
 
+    /// Tells those who watch if a lease was lost: its holder may be the first to see that, or the keeper.
+    pub(super) fn note_loss(&self, hold: &Hold) {
+        if let Some(reason) = hold.note_loss(Instant::now()) {
+            tracing::warn!(lock = %hold.lock(), ?reason, "lock lost");
+            self.meters(hold.lock()).lost(reason);
+        }
+    }
+
     /// Tells the holder, and lets others try.
     fn lose(self: &Arc<Self>, hold: &Arc<Hold>) {
-        if let Err(reason) = hold.look(Instant::now()) {
-            tracing::warn!(lock = %hold.lock(), ?reason, "lock lost");
-        }
+        self.note_loss(hold);
         hold.tell();
         self.abandon(hold);
         self.ended();
@@ -158,7 +176,10 @@ impl Shared {
         let now = Instant::now();
         for (i, hold) in holds.iter().enumerate() {
             match answers.map(|answers| answers.get(i).copied()) {
-                Ok(Some(true)) => hold.renewed(sent, now),
+                Ok(Some(true)) => {
+                    hold.renewed(sent, now);
+                    self.name(hold);
+                }
                 Ok(Some(false)) => hold.taken(),
                 Ok(None) | Err(_) => {
                     let pause = |failures: u32| {
@@ -167,6 +188,7 @@ impl Shared {
                         jittered(pause)
                     };
                     hold.suspended(now, pause);
+                    self.meters(hold.lock()).renewal_failed();
                     tracing::debug!(lock = %hold.lock(), "a renewal failed: trying again while the lease lasts");
                 }
             }

@@ -1,5 +1,6 @@
 use std::fmt;
 use std::future::Future;
+use std::marker::PhantomData;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -11,8 +12,9 @@ use tower_layer::Layer;
 use super::error::Lost;
 use super::lease::Lease;
 use super::locks::Locks;
-use super::service::Lock;
+use super::service::{Detach, Lock};
 use super::store::{LockStore, Scope};
+use crate::circuit::CircuitBreaker;
 use crate::error::{ConfigError, StoreError};
 use crate::key::{Everyone, Key};
 use crate::reject::AsResponse;
@@ -22,13 +24,23 @@ use crate::reject::AsResponse;
 /// With HTTP a rejection is a response, and the lock is held until the *body* of the answer has ended. A service that does not
 /// speak HTTP needs [`.with_rejection(AsError)`](Self::with_rejection).
 ///
-/// Type parameters: the [key](crate::ExtractKey), and what a rejection [becomes](crate::reject::Reject).
+/// Type parameters: the [key](crate::ExtractKey), what a rejection [becomes](crate::reject::Reject), and whether handlers are
+/// [detached](Self::detached) from their clients.
 #[must_use]
-pub struct LockLayer<K = Everyone, A = AsResponse> {
+pub struct LockLayer<K = Everyone, A = AsResponse, D = Attached> {
     settings: Settings,
     key: Arc<K>,
     answer: A,
+    handlers: PhantomData<D>,
 }
+
+/// Handlers end with their clients: see [`LockLayer::detached`].
+#[derive(Debug)]
+pub enum Attached {}
+
+/// Handlers go on when their clients have gone: see [`LockLayer::detached`].
+#[derive(Debug)]
+pub enum Detached {}
 
 /// What has nothing to do with the type of requests and answers. Cheap to clone.
 #[derive(Clone)]
@@ -94,7 +106,7 @@ impl LockLayer {
     /// Locks by what `store` keeps, which is a backend. Until a [key](Self::key) is named, all requests share one lock.
     pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
         let locks = Locks::new(store).namespace("requests").ttl(Duration::from_secs(15)).wait(Duration::ZERO);
-        Self::with_locks(locks.max_hold(Duration::from_secs(300)).max_waiters(64))
+        Self::with_locks(locks.max_hold(Duration::from_secs(300)).max_waiters(64).max_waiters_in_total(1_000))
     }
 
     /// Locks as `locks` does, with its settings, and in one line with whoever else uses it.
@@ -108,23 +120,35 @@ impl LockLayer {
             locks_safe: false,
             is_unprotected: Arc::default(),
         };
-        Self { settings, key: Arc::new(Everyone), answer: AsResponse::default() }
+        Self { settings, key: Arc::new(Everyone), answer: AsResponse::default(), handlers: PhantomData }
     }
 }
 
-impl<K, A> LockLayer<K, A> {
+impl<K, A, D> LockLayer<K, A, D> {
     /// What a request locks: a closure, an extractor of the module `tollgate::http`, or a tuple of them; see
     /// [`ExtractKey`](crate::ExtractKey). Defaults to [`Everyone`].
-    pub fn key<K2>(self, key: K2) -> LockLayer<K2, A> {
-        let Self { settings, key: _, answer } = self;
-        LockLayer { settings, key: Arc::new(key), answer }
+    pub fn key<K2>(self, key: K2) -> LockLayer<K2, A, D> {
+        let Self { settings, key: _, answer, handlers } = self;
+        LockLayer { settings, key: Arc::new(key), answer, handlers }
     }
 
     /// What a rejection becomes. Defaults to [`AsResponse`]; [`AsError`](crate::reject::AsError) is for services that do not
     /// speak HTTP.
-    pub fn with_rejection<A2>(self, answer: A2) -> LockLayer<K, A2> {
-        let Self { settings, key, answer: _ } = self;
-        LockLayer { settings, key, answer }
+    pub fn with_rejection<A2>(self, answer: A2) -> LockLayer<K, A2, D> {
+        let Self { settings, key, answer: _, handlers } = self;
+        LockLayer { settings, key, answer, handlers }
+    }
+
+    /// Lets a handler that has begun come to its end when its client goes away, with its lock, in a task of its own. Defaults to dropping it where it
+    /// stands and giving the lock back.
+    ///
+    /// For handlers that must not be cut off in the middle: of a payment, say. A request that still waits for its lock ends with its client all the
+    /// same, a lease that is [lost](OnLoss::Cancel) still cancels the handler, and [`max_hold`](Self::max_hold) bounds how long
+    /// one nobody waits for goes on. The answer to nobody is dropped, and what its body would have done does not happen. Requests that need no lock are
+    /// not detached. [`Locks::shutdown`] waits for those that are.
+    pub fn detached(self) -> LockLayer<K, A, Detached> {
+        let Self { settings, key, answer, handlers: _ } = self;
+        LockLayer { settings, key, answer, handlers: PhantomData }
     }
 
     fn with(mut self, change: impl FnOnce(Locks) -> Locks) -> Self {
@@ -154,6 +178,12 @@ impl<K, A> LockLayer<K, A> {
         self.with(|locks| locks.max_waiters(waiters))
     }
 
+    /// How many requests may be waiting for their locks in this process in total, those included that ask for theirs at the moment and are ready to
+    /// wait. Defaults to 1,000. One more is turned away, 503 with HTTP. Nothing counts that does not [wait](Self::wait).
+    pub fn max_waiters_in_total(self, waiters: usize) -> Self {
+        self.with(|locks| locks.max_waiters_in_total(waiters))
+    }
+
     /// How long a request has its lock at the most; it is lost then. Defaults to 5 minutes.
     pub fn max_hold(self, max_hold: Duration) -> Self {
         self.with(|locks| locks.max_hold(max_hold))
@@ -162,6 +192,12 @@ impl<K, A> LockLayer<K, A> {
     /// How long one call of the store may take. Defaults to 100 ms.
     pub fn deadline(self, deadline: Duration) -> Self {
         self.with(|locks| locks.deadline(deadline))
+    }
+
+    /// When the layer stops to ask a store that fails: see [`Locks::circuit_breaker`]. Defaults to [`CircuitBreaker::new`]. Meanwhile requests are
+    /// [turned away](Self::on_store_error) at once, and do not take the deadline each.
+    pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
+        self.with(|locks| locks.circuit_breaker(breaker))
     }
 
     /// Whether requests that change nothing (GET, HEAD, OPTIONS and TRACE with HTTP) need the lock as well. Defaults to false.
@@ -236,14 +272,25 @@ impl<S, K, A: Clone> Layer<S> for LockLayer<K, A> {
     }
 }
 
-// By hand: `derive` would ask for `K: Clone`.
-impl<K, A: Clone> Clone for LockLayer<K, A> {
-    fn clone(&self) -> Self {
-        Self { settings: self.settings.clone(), key: Arc::clone(&self.key), answer: self.answer.clone() }
+impl<S, K, A: Clone> Layer<S> for LockLayer<K, A, Detached> {
+    type Service = Lock<Detach<S>, K, A>;
+
+    fn layer(&self, inner: S) -> Self::Service {
+        let Self { settings, key, answer, handlers: _ } = self.clone();
+        let inner = Detach::new(inner, &settings);
+        Lock::new(inner, LockLayer { settings, key, answer, handlers: PhantomData })
     }
 }
 
-impl<K, A> fmt::Debug for LockLayer<K, A> {
+// By hand: `derive` would ask for `K: Clone`.
+impl<K, A: Clone, D> Clone for LockLayer<K, A, D> {
+    fn clone(&self) -> Self {
+        let (settings, key, answer) = (self.settings.clone(), Arc::clone(&self.key), self.answer.clone());
+        Self { settings, key, answer, handlers: PhantomData }
+    }
+}
+
+impl<K, A, D> fmt::Debug for LockLayer<K, A, D> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.settings.describe::<K>(f, "LockLayer")
     }

@@ -5,6 +5,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::errand::Errand;
 use super::error::{LossReason, Lost};
 use super::hold::Hold;
 use super::shared::Shared;
@@ -38,6 +39,7 @@ struct Grant {
     home: Arc<Shared>,
     hold: Arc<Hold>,
     fence: u64,
+    since: Instant,
     is_returned: bool,
 }
 
@@ -68,7 +70,7 @@ pub enum Release {
 impl Lease {
     pub(super) fn new(home: &Arc<Shared>, hold: &Arc<Hold>, fence: u64) -> Self {
         let (home, hold) = (Arc::clone(home), Arc::clone(hold));
-        Self { grant: Arc::new(Grant { home, hold, fence, is_returned: false }) }
+        Self { grant: Arc::new(Grant { home, hold, fence, since: Instant::now(), is_returned: false }) }
     }
 
     /// Which lock.
@@ -165,8 +167,7 @@ impl Lease {
             Some(mut grant) => {
                 let is_lost = grant.hold.look(Instant::now()).is_err();
                 let release = if is_lost { Release::Lost } else { Release::Released };
-                grant.is_returned = true;
-                match grant.home.give_back(&grant.hold) {
+                match grant.give_back() {
                     // From hand to hand, or nothing left of it.
                     None => Err(release),
                     Some(errand) => Ok((errand, release)),
@@ -190,6 +191,11 @@ impl Lease {
         async move { Lost::new(*hold.lock(), hold.lost().await) }
     }
 
+    /// For how long it has been somebody's.
+    pub(super) fn age(&self) -> Duration {
+        self.grant.since.elapsed()
+    }
+
     pub(super) fn home(&self) -> &Arc<Shared> {
         &self.grant.home
     }
@@ -202,10 +208,19 @@ impl Lease {
     }
 }
 
+impl Grant {
+    fn give_back(&mut self) -> Option<Errand> {
+        self.is_returned = true;
+        self.home.meters(self.hold.lock()).held(self.since.elapsed());
+        self.home.note_loss(&self.hold);
+        self.home.give_back(&self.hold)
+    }
+}
+
 impl Drop for Grant {
     fn drop(&mut self) {
         if !self.is_returned
-            && let Some(errand) = self.home.give_back(&self.hold)
+            && let Some(errand) = self.give_back()
         {
             errand.in_background();
         }

@@ -10,6 +10,7 @@ use super::lease::Lease;
 use super::nested::Held;
 use super::shared::Shared;
 use super::store::{LockKey, LockStore, Scope};
+use crate::circuit::CircuitBreaker;
 use crate::key::Key;
 
 /// Locks by key, for one piece of work at a time.
@@ -46,6 +47,9 @@ pub struct Locks {
     terms: Terms,
 }
 
+/// The longest name of a holder, in bytes.
+const MAX_NAME: usize = 128;
+
 /// How a lock is taken and held.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Terms {
@@ -53,8 +57,11 @@ pub(super) struct Terms {
     pub(super) wait: Duration,
     pub(super) max_hold: Option<Duration>,
     pub(super) max_waiters: usize,
+    pub(super) max_asking: usize,
     pub(super) deadline: Duration,
     pub(super) permits: u32,
+    pub(super) is_fair: bool,
+    pub(super) is_shared: bool,
 }
 
 impl Locks {
@@ -70,8 +77,11 @@ impl Locks {
             wait: Duration::from_secs(10),
             max_hold: None,
             max_waiters: 1_000,
+            max_asking: 100_000,
             deadline: Duration::from_millis(100),
             permits,
+            is_fair: false,
+            is_shared: false,
         };
         Self { shared: Arc::new(shared), namespace: Key::new(namespace), terms }
     }
@@ -113,6 +123,56 @@ impl Locks {
     #[must_use]
     pub fn max_waiters(mut self, waiters: usize) -> Self {
         self.terms.max_waiters = waiters;
+        self
+    }
+
+    /// First come, first served among all processes, and not only within this one: see [waiting](super#waiting) for how, and for
+    /// what that costs. Defaults to whoever asks first when the lock is free.
+    ///
+    /// All who want the same locks have to do the same: who is not fair passes those who are.
+    ///
+    /// ```
+    /// use tollgate::{Locks, MemoryBackend};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
+    /// let tickets = Locks::new(MemoryBackend::new()).namespace("tickets").fair();
+    /// let lease = tickets.lock("front row").await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn fair(mut self) -> Self {
+        self.terms.is_fair = true;
+        self
+    }
+
+    /// How many may be waiting for locks in this process, of whatever keys and over all clones, those included who ask for theirs at the moment and are
+    /// ready to wait. Defaults to 100,000. One more is a [`LockError::QueueFull`].
+    #[must_use]
+    pub fn max_waiters_in_total(mut self, waiters: usize) -> Self {
+        self.terms.max_asking = waiters;
+        self
+    }
+
+    /// When to stop asking a store that fails for locks, and how soon to try again. Defaults to [`CircuitBreaker::new`]. Leases are renewed and given
+    /// back all the same.
+    ///
+    /// For all clones, and before the first lock is asked for: whatever was said first counts.
+    #[must_use]
+    pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
+        self.shared.set_circuit(breaker);
+        self
+    }
+
+    /// What the holders of these locks are called in what [`LockAdmin`](super::LockAdmin) tells: the service, the process, the machine. Defaults to no name. At most
+    /// 128 bytes; what is longer is cut off. Costs a command more, which nobody waits for, for each lease that the store grants.
+    ///
+    /// For all clones: whatever was said first counts.
+    #[must_use]
+    pub fn holder(self, name: impl AsRef<str>) -> Self {
+        let name = name.as_ref();
+        let end = (0..=MAX_NAME.min(name.len())).rfind(|end| name.is_char_boundary(*end)).unwrap_or_default();
+        let _ = self.shared.holder.set(name[..end].into());
         self
     }
 
@@ -171,6 +231,10 @@ impl Locks {
         self.lock(key).run(body)
     }
 
+    pub(super) const fn home(&self) -> &Arc<Shared> {
+        &self.shared
+    }
+
     pub(super) const fn waits(&self) -> Duration {
         self.terms.wait
     }
@@ -208,6 +272,11 @@ pub struct LockRequest {
 impl LockRequest {
     pub(super) const fn lock(&self) -> &LockKey {
         &self.lock
+    }
+
+    pub(super) fn shared(mut self) -> Self {
+        self.terms.is_shared = true;
+        self
     }
 
     /// How long the lock outlives a holder that has died: see [`Locks::ttl`].

@@ -69,7 +69,8 @@
 //! # }
 //! ```
 //!
-//! [`Locks::lock_all`] takes several keys or none. [`Semaphore`] lets in several at a time. What would be one hot key can be [`Segmented`]: any of several locks will do.
+//! [`Locks::lock_all`] takes several keys or none. [`Semaphore`] lets in several at a time, [`RwLocks`] many readers or one writer.
+//! What would be one hot key can be [`Segmented`]: any of several locks will do.
 //!
 //! # In front of a service
 //!
@@ -132,15 +133,22 @@
 //! | the lease is lost while the body is sent | the body fails | the stream is reset |
 //! | no key | 400 | `INVALID_ARGUMENT` |
 //!
-//! A client that goes away takes the handler with it, and the lock is given back. Put a rate limit outside of this
-//! layer, and a timeout for the handler inside.
+//! A client that goes away takes the handler with it, and the lock is given back; [`LockLayer::detached`] lets it come to its end
+//! instead. A store that fails again and again is not asked but now and then, see [`CircuitBreaker`]. Put a rate limit outside of this
+//! layer, and a timeout for the handler inside. What the handler calls can refuse who comes too late: [`fencing`].
 //!
 //! # Waiting
 //!
 //! Those who wait in one process stand in one line and are served in order. Only the first of the line asks the store, and the
 //! lease goes from hand to hand inside the process, a new fence with each hand, for up to 16 grants or 100 ms at a time. Between
-//! processes whoever is first gets the lock; that is not fair, but those who were told of it at the same time get a start. Who waits is told by
+//! processes whoever is first gets the lock, unless told otherwise; that is not fair, but those who were told of it at the same time get a start. Who waits is told by
 //! a message when the lock is given back, and looks once a second in any case, since messages get lost.
+//!
+//! [`Locks::fair`] and [`RwLocks`] are fair between processes: there the store keeps one line for all who wait, by its own clock. Each of them asks by
+//! itself and asks again once a second, which keeps its place; whoever has not asked for three seconds, being dead or
+//! stopped, has lost it, and holds the others up for no longer than that and one more second. Only who is next is told when the
+//! lock is given back. The price is a command or two more for each grant that was waited for, and no lease goes from hand to hand inside
+//! a process. Up to 10,000 stand in one line.
 //!
 //! # What is asked of the store
 //!
@@ -148,20 +156,45 @@
 //! at the same time share a command, on a connection of their own. A renewal that fails makes the lease
 //! [suspended](LeaseState::Suspended) and is tried again for as long as the lease lasts.
 //!
+//! # Operations
+//!
+//! [`LockAdmin`] says who holds a lock and for how long, lists those that are held, and takes one away. [`Locks::holder`] gives holders a name for
+//! that.
+//!
+//! # Metrics
+//!
+//! With the feature `metrics` locks count with the `metrics` facade. The recorder has to be installed before the first lock is asked for. The label
+//! `locks` is the namespace of the first lock that one [`Locks`] and its clones were asked for; a key is never a label.
+//!
+//! | name | labels | counts |
+//! | --- | --- | --- |
+//! | `tollgate_lock_requests_total` | `locks`, `outcome`: `granted`, `busy`, `queue_full`, `failed` by the store, `refused` for any other reason | what became of asking for a lock, unless nobody waited for that |
+//! | `tollgate_lock_wait_seconds` | `locks` | the time until a lock was granted, a histogram |
+//! | `tollgate_lock_hold_seconds` | `locks` | the time until it was given back, a histogram |
+//! | `tollgate_lock_handover_seconds` | `locks`, `way`: `hand`, `message` | the time from one holder to the next, a histogram: in this process, or since the message that another one gave the lock back |
+//! | `tollgate_lock_fallback_polls_total` | `locks` | how often somebody who waits looked without being told |
+//! | `tollgate_lock_failed_renewals_total` | `locks` | renewals that failed, and were tried again while the lease lasted |
+//! | `tollgate_lock_lost_total` | `locks`, `reason`: `expired`, `taken`, `max_hold` | leases that were lost |
+//! | `tollgate_lock_store_errors_total` | `locks` | calls for a lock that failed or were late |
+//! | `tollgate_lock_circuit_transitions_total` | `locks`, `state`: `open`, `closed` | circuits that opened and closed |
+//!
 //! # Cancellation
 //!
 //! Any future may be dropped at any time, and any lease anywhere, also where there is no runtime. What was granted to nobody is
 //! given back in the background; who stands in line leaves it. Nothing is held beyond its time to live in any case.
 
+mod admin;
 mod error;
 mod hold;
 mod lease;
 mod locks;
 mod multi;
+mod rw;
 mod segmented;
 mod semaphore;
 mod store;
 
+pub mod fencing;
 mod layer;
 mod rejection;
 mod service;
@@ -172,17 +205,21 @@ mod errand;
 mod future;
 mod gate;
 mod keeper;
+mod meters;
 mod nested;
 mod shared;
 
+pub use self::admin::{Cursor, LockAdmin, LockHolder, LockPage, LockRegistry, LockStatus, Seized};
 pub use self::error::{Busy, Closed, LockError, LossReason, Lost, Nested, QueueFull};
-pub use self::future::ResponseFuture;
-pub use self::layer::{LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Stay};
+pub use self::future::{DetachedFuture, ResponseFuture};
+pub use self::layer::{Attached, Detached, LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Stay};
 pub use self::lease::{Lease, LeaseState, LeaseView, Release};
 pub use self::locks::{LockRequest, Locks};
 pub use self::multi::{Leases, MultiRequest};
 pub use self::rejection::{MissingKey, Occupy, Rejection};
+pub use self::rw::RwLocks;
 pub use self::segmented::{Segment, SegmentRequest, Segmented};
 pub use self::semaphore::Semaphore;
-pub use self::service::Lock;
-pub use self::store::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+pub use self::service::{Detach, Lock};
+pub use self::store::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+pub use crate::circuit::CircuitBreaker;

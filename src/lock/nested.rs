@@ -3,7 +3,7 @@
 use std::future::Future;
 use std::sync::Arc;
 
-use super::lease::Lease;
+use super::lease::{Lease, LeaseView};
 use super::shared::Shared;
 use super::store::LockKey;
 
@@ -18,7 +18,7 @@ pub(super) struct Held(Option<Arc<Inside>>);
 struct Inside {
     // Locks of different `Locks` are told apart by the address of what they share, which lives as long as the lease.
     home: usize,
-    lock: LockKey,
+    lease: LeaseView,
     outer: Held,
 }
 
@@ -26,8 +26,8 @@ impl Held {
     /// Those of the present task, and this one.
     pub(super) fn with(lease: &Lease) -> Self {
         let outer = HELD.try_with(Self::clone).unwrap_or_default();
-        let (home, lock) = (address(lease.home()), *lease.lock());
-        Self(Some(Arc::new(Inside { home, lock, outer })))
+        let (home, lease) = (address(lease.home()), lease.view());
+        Self(Some(Arc::new(Inside { home, lease, outer })))
     }
 
     /// Runs something that these locks are held for.
@@ -45,12 +45,20 @@ fn address(home: &Arc<Shared>) -> usize {
     Arc::as_ptr(home) as usize
 }
 
+/// What the present task is within, and a share in the innermost lease of it, if that is one of `home`.
+pub(super) fn innermost(home: &Arc<Shared>) -> Option<(Held, Lease)> {
+    let held = HELD.try_with(Held::clone).ok()?;
+    let inside = held.0.as_ref().filter(|inside| inside.home == address(home))?;
+    let lease = inside.lease.reenter()?;
+    Some((held, lease))
+}
+
 /// Whether the present task holds this lock, by a body or a handler that it is within.
 pub(super) fn holds(home: &Arc<Shared>, lock: &LockKey) -> bool {
     let is_held = |held: &Held| {
         let mut inside = held.0.as_deref();
-        while let Some(Inside { home: of, lock: held, outer }) = inside {
-            if *of == address(home) && held == lock {
+        while let Some(Inside { home: of, lease, outer }) = inside {
+            if *of == address(home) && lease.lock() == lock {
                 return true;
             }
             inside = outer.0.as_deref();

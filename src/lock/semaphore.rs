@@ -4,6 +4,7 @@ use std::time::Duration;
 use super::locks::{LockRequest, Locks};
 use super::shared::Shared;
 use super::store::LockStore;
+use crate::circuit::CircuitBreaker;
 use crate::key::Key;
 
 /// So many at a time: permits by key, each of which is a [`Lease`](super::Lease) that expires with a holder that has died.
@@ -72,6 +73,18 @@ impl Semaphore {
     #[must_use]
     pub fn max_waiters(self, waiters: usize) -> Self {
         self.with(|locks| locks.max_waiters(waiters))
+    }
+
+    /// How many may be waiting for permits in this process, of whatever keys: see [`Locks::max_waiters_in_total`]. Defaults to 100,000.
+    #[must_use]
+    pub fn max_waiters_in_total(self, waiters: usize) -> Self {
+        self.with(|locks| locks.max_waiters_in_total(waiters))
+    }
+
+    /// When to stop asking a store that fails: see [`Locks::circuit_breaker`]. Defaults to [`CircuitBreaker::new`].
+    #[must_use]
+    pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
+        self.with(|locks| locks.circuit_breaker(breaker))
     }
 
     /// How long one call of the store may take. Defaults to 100 ms.

@@ -6,9 +6,11 @@ use std::task::{Context, Poll};
 
 use tower_service::Service;
 
-use super::future::ResponseFuture;
-use super::layer::{LockLayer, OnMissingKey, Settings};
+use super::future::{DetachedFuture, ResponseFuture};
+use super::layer::{LockLayer, OnLoss, OnMissingKey, Settings};
+use super::nested;
 use super::rejection::{MissingKey, Occupy, Rejection};
+use super::shared::Shared;
 use crate::key::{Everyone, ExtractKey, Key};
 use crate::reject::{AsResponse, Reject};
 
@@ -98,5 +100,64 @@ impl<S: Clone, K, A> Clone for Lock<S, K, A> {
 impl<S: fmt::Debug, K, A> fmt::Debug for Lock<S, K, A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         self.shared.0.describe::<K>(f, "Lock")
+    }
+}
+
+/// A service whose requests come to their end with their lock, whether or not anybody waits for the answer: see
+/// [`LockLayer::detached`](super::LockLayer::detached).
+#[derive(Clone)]
+pub struct Detach<S> {
+    inner: S,
+    home: Arc<Shared>,
+    on_loss: OnLoss,
+}
+
+impl<S> Detach<S> {
+    pub(super) fn new(inner: S, settings: &Settings) -> Self {
+        Self { inner, home: Arc::clone(settings.locks.home()), on_loss: settings.on_loss }
+    }
+}
+
+impl<S, Req> Service<Req> for Detach<S>
+where
+    S: Service<Req>,
+    S::Future: Send + 'static,
+    S::Response: Send + 'static,
+    S::Error: Send + 'static,
+{
+    type Response = S::Response;
+    type Error = S::Error;
+    type Future = DetachedFuture<S::Future, Result<S::Response, S::Error>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), S::Error>> {
+        self.inner.poll_ready(cx)
+    }
+
+    fn call(&mut self, request: Req) -> Self::Future {
+        let future = self.inner.call(request);
+        let Some((held, lease)) = nested::innermost(&self.home) else {
+            return DetachedFuture::attached(future);
+        };
+        let on_loss = self.on_loss;
+        let task = tokio::spawn(async move {
+            let handler = held.within(future);
+            if on_loss != OnLoss::Cancel {
+                return Some(handler.await);
+            }
+            tokio::select! {
+                // After a standstill nothing of the handler may run before this was looked at.
+                biased;
+                _ = lease.lost() => None,
+                outcome = handler => Some(outcome),
+            }
+            // The lock is given back here, unless somebody still waits for the answer.
+        });
+        DetachedFuture::detached(task)
+    }
+}
+
+impl<S: fmt::Debug> fmt::Debug for Detach<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Detach").field("inner", &self.inner).field("on_loss", &self.on_loss).finish_non_exhaustive()
     }
 }

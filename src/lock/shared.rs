@@ -1,14 +1,20 @@
+use std::error::Error;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use super::erased::AnyStore;
+use super::error::QueueFull;
 use super::gate::Gate;
 use super::keeper::Keeper;
+use super::meters::Meters;
+use super::store::LockKey;
+use crate::circuit::{Circuit, CircuitBreaker, Watch};
+use crate::error::StoreError;
 
 /// What all clones of one [`Locks`](super::Locks) and all of its leases have in common.
 pub(super) struct Shared {
@@ -17,6 +23,13 @@ pub(super) struct Shared {
     pub(super) keeper: Keeper,
     /// Whether several may hold what one of them would otherwise hold alone: nobody is in front then but for asking the store.
     pub(super) is_semaphore: bool,
+    // Both are made when they are first needed: by then it is known how the circuit is to be, and what the locks are called.
+    circuit: OnceLock<Circuit>,
+    meters: OnceLock<Meters>,
+    /// What holders are called, if anything.
+    pub(super) holder: OnceLock<Arc<str>>,
+    // How many have asked for a lock that they are ready to wait for, and have not got it yet.
+    asking: AtomicUsize,
     is_closed: AtomicBool,
     closing: Notify,
     // What is being given back, and tasks that finish what somebody left half done.
@@ -35,6 +48,10 @@ impl Shared {
             gate: Gate::new(),
             keeper: Keeper::new(),
             is_semaphore,
+            circuit: OnceLock::new(),
+            meters: OnceLock::new(),
+            holder: OnceLock::new(),
+            asking: AtomicUsize::new(0),
             is_closed: AtomicBool::new(false),
             closing: Notify::new(),
             background: AtomicUsize::new(0),
@@ -42,6 +59,26 @@ impl Shared {
             idle: Notify::new(),
             runtime: Mutex::new(None),
         }
+    }
+
+    /// The circuit to the store is to be like this, if nothing was asked of it yet.
+    pub(super) fn set_circuit(&self, breaker: CircuitBreaker) {
+        let _ = self.circuit.set(Circuit::new(breaker));
+    }
+
+    pub(super) fn circuit(&self) -> &Circuit {
+        self.circuit.get_or_init(|| Circuit::new(CircuitBreaker::new()))
+    }
+
+    /// Named after the first lock that is asked for: were there some for each namespace, there might be any number of them.
+    pub(super) fn meters(&self, lock: &LockKey) -> &Meters {
+        self.meters.get_or_init(|| Meters::new(lock.namespace().as_str()))
+    }
+
+    /// Lets somebody ask for a lock who is ready to wait for it, unless `most` do already.
+    pub(super) fn ask(self: &Arc<Self>, lock: LockKey, most: usize) -> Result<Asking, QueueFull> {
+        let asking = Asking(Arc::clone(self));
+        if self.asking.fetch_add(1, Ordering::Relaxed) < most { Ok(asking) } else { Err(QueueFull::new(lock)) }
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -100,6 +137,38 @@ impl Shared {
             task.await;
             drop(running);
         }));
+    }
+}
+
+impl Watch for Shared {
+    fn failed(&self) {
+        self.meters.get().inspect(|meters| meters.store_failed());
+    }
+
+    fn opened(&self) {
+        self.meters.get().inspect(|meters| meters.circuit(true));
+    }
+
+    fn closed(&self) {
+        self.meters.get().inspect(|meters| meters.circuit(false));
+    }
+
+    fn outage_begins(&self, error: &StoreError) {
+        let cause = error.source().map(tracing::field::display);
+        tracing::warn!(%error, cause, "lock store fails");
+    }
+
+    fn outage_ends(&self) {
+        tracing::info!("lock store answers again");
+    }
+}
+
+/// Counts somebody who asks for a lock.
+pub(super) struct Asking(Arc<Shared>);
+
+impl Drop for Asking {
+    fn drop(&mut self) {
+        self.0.asking.fetch_sub(1, Ordering::Relaxed);
     }
 }
 

@@ -182,6 +182,16 @@ impl Count {
         self.used(terms, now) + u64::from(cost) <= u64::from(terms.capacity)
     }
 
+    /// Whether less than a fifth of the limit is left.
+    #[inline]
+    pub(crate) fn is_near_limit(&self, terms: &Terms, now: u64) -> bool {
+        let enough = u64::from(terms.capacity - terms.capacity / 5);
+        match *self {
+            Self::TokenBucket { debt, .. } => debt > enough * terms.span,
+            Self::FixedWindow { .. } | Self::SlidingWindow { .. } => self.used(terms, now) > enough,
+        }
+    }
+
     /// How the limit stands, and how long somebody has to wait who wants `cost`.
     #[inline]
     pub(crate) fn status(&self, terms: &Terms, now: u64, cost: u32) -> LimitStatus {

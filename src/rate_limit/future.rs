@@ -24,9 +24,19 @@ pin_project! {
         S: Service<Req>,
     {
         #[pin]
-        state: State<S, Req, S::Future>,
-        whom: Whom,
-        settings: Arc<Settings<B, K, C, A, R, X>>,
+        course: Course<S, Req, S::Future, A, Settings<B, K, C, A, R, X>>,
+    }
+}
+
+pin_project! {
+    #[project = CourseProj]
+    enum Course<S, Req, F, A, T> {
+        // The request was admitted and nobody wants to know more. Does without the settings: all processors write to the count
+        // of references to those.
+        Plain { #[pin] future: F, answer: A },
+        Watched { #[pin] state: State<S, Req, F>, whom: Whom, settings: Arc<T> },
+        // The answer was given.
+        Complete,
     }
 }
 
@@ -40,8 +50,6 @@ pin_project! {
         Calling { #[pin] future: F },
         // The request is turned away without asking anybody.
         Rejected { rejection: Option<Rejection> },
-        // The answer was given; nothing of the request or the inner service is left.
-        Complete,
     }
 }
 
@@ -64,10 +72,16 @@ impl Whom {
 }
 
 impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, R, X> {
+    /// The inner service is at work, on a request of which nobody wants to know more.
+    #[inline]
+    pub(super) fn plain(future: S::Future, answer: A) -> Self {
+        Self { course: Course::Plain { future, answer } }
+    }
+
     /// The inner service is at work, on a request that counts for `whom`.
     #[inline]
     pub(super) fn calling(future: S::Future, whom: Whom, settings: Arc<Settings<B, K, C, A, R, X>>) -> Self {
-        Self { state: State::Calling { future }, whom, settings }
+        Self { course: Course::Watched { state: State::Calling { future }, whom, settings } }
     }
 
     pub(super) fn rejected(
@@ -76,7 +90,8 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
         settings: Arc<Settings<B, K, C, A, R, X>>,
     ) -> Self {
         let whom = Whom::Subjects(Box::new(subjects));
-        Self { state: State::Rejected { rejection: Some(rejection) }, whom, settings }
+        let state = State::Rejected { rejection: Some(rejection) };
+        Self { course: Course::Watched { state, whom, settings } }
     }
 
     pub(super) fn asking(
@@ -93,11 +108,23 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
         // Boxed: next to a trip over the network an allocation is nothing.
         let judgement = Box::pin(async move { core.judge(subjects, cost).await });
         let state = State::Judging { judgement, cost, call: Some(Box::new((ready, request))) };
-        Self { state, whom: Whom::Nobody, settings }
+        Self { course: Course::Watched { state, whom: Whom::Nobody, settings } }
     }
 }
 
 impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
+    /// Whether nobody may want to know more about an admitted request than that it was admitted.
+    #[inline]
+    pub(super) fn wants_no_details<S, Req>(&self) -> bool
+    where
+        S: Service<Req>,
+        A: Reject<Rejection, S::Response, S::Error>
+            + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+        R: ChargeOn<S::Response, S::Error>,
+    {
+        !R::ASKED && !self.answer.attaches() && !self.answer.announces()
+    }
+
     /// Keeps whom an admitted request counts for, if anybody may want to know: with a handle, if there has to be one.
     #[inline]
     pub(super) fn keep<S, Req>(&self, subjects: impl FnOnce() -> Subjects, cost: u32, request: &mut Req) -> Whom
@@ -131,67 +158,93 @@ where
     type Output = Result<A::Response, A::Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let mut this = self.project();
-        let settings = &**this.settings;
+        let mut course = self.project().course;
+        let answer = match course.as_mut().project() {
+            CourseProj::Plain { future, answer } => match future.poll(cx) {
+                Poll::Ready(Ok(response)) => Poll::Ready(Ok(answer.response(response))),
+                Poll::Ready(Err(error)) => Poll::Ready(Err(answer.error(error))),
+                Poll::Pending => Poll::Pending,
+            },
+            CourseProj::Watched { state, whom, settings } => settings.poll(state, whom, cx),
+            CourseProj::Complete => panic!("ResponseFuture polled after completion"),
+        };
+        if answer.is_ready() {
+            // Nothing of the request or the inner service is left; whoever has a clone of the handle may go on to correct the charge.
+            course.set(Course::Complete);
+        }
+        answer
+    }
+}
+
+impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
+    /// Brings a request on its way by a step.
+    #[inline]
+    fn poll<S, Req>(
+        &self,
+        mut state: Pin<&mut State<S, Req, S::Future>>,
+        whom: &mut Whom,
+        cx: &mut Context<'_>,
+    ) -> Poll<Result<A::Response, A::Error>>
+    where
+        S: Service<Req>,
+        B: RateLimitStore + Clone + Send + Sync + 'static,
+        A: Reject<Rejection, S::Response, S::Error>
+            + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+        R: ChargeOn<S::Response, S::Error>,
+    {
         // Responses are large: this one is not taken apart more often than it takes to pass it on.
         let mut answer = loop {
-            let (judgement, cost, call) = match this.state.as_mut().project() {
+            let (judgement, cost, call) = match state.as_mut().project() {
                 StateProj::Judging { judgement, cost, call } => {
                     (ready!(judgement.as_mut().poll(cx)), *cost, call.take())
                 }
                 StateProj::Calling { future } => {
                     let mut answer = future.poll(cx);
-                    match (&mut answer, &*this.whom) {
+                    match (&mut answer, &*whom) {
                         (Poll::Pending, _) => return Poll::Pending,
                         (Poll::Ready(answer), Whom::Handle(handle)) if R::ASKED => {
-                            settings.charge.settle(handle, answer.as_mut().map_err(|error| &*error));
+                            self.charge.settle(handle, answer.as_mut().map_err(|error| &*error));
                         }
                         (Poll::Ready(_), _) => {}
                     }
-                    this.state.set(State::Complete);
                     break match answer {
-                        Poll::Ready(Ok(response)) => Poll::Ready(Ok(settings.answer.response(response))),
-                        Poll::Ready(Err(error)) => Poll::Ready(Err(settings.answer.error(error))),
+                        Poll::Ready(Ok(response)) => Poll::Ready(Ok(self.answer.response(response))),
+                        Poll::Ready(Err(error)) => Poll::Ready(Err(self.answer.error(error))),
                         Poll::Pending => Poll::Pending,
                     };
                 }
                 StateProj::Rejected { rejection } => {
                     let rejection = rejection.take().expect("a rejection waits to be told");
-                    this.state.set(State::Complete);
-                    break Poll::Ready(settings.answer.reject(rejection));
+                    break Poll::Ready(self.answer.reject(rejection));
                 }
-                StateProj::Complete => panic!("ResponseFuture polled after completion"),
             };
             // Out of the state, so that a rejected request gives up its place in the inner service at once.
             let (mut ready, mut request) = *call.expect("the call waits while the store is asked");
             let Judgement { subjects, ruling } = judgement;
             match ruling {
                 Ok(()) => {
-                    *this.whom = settings.keep::<S, _>(|| subjects, cost, &mut request);
+                    *whom = self.keep::<S, _>(|| subjects, cost, &mut request);
                     let future = ready.call(request);
-                    this.state.set(State::Calling { future });
+                    state.set(State::Calling { future });
                 }
                 Err(rejection) => {
-                    *this.whom = Whom::Subjects(Box::new(subjects));
-                    this.state.set(State::Complete);
-                    break Poll::Ready(settings.answer.reject(rejection));
+                    *whom = Whom::Subjects(Box::new(subjects));
+                    break Poll::Ready(self.answer.reject(rejection));
                 }
             }
         };
         if let Poll::Ready(Ok(response)) = &mut answer
-            && settings.answer.announces()
+            && self.answer.announces()
         {
-            let (policy, subjects) = (&settings.core.policy, this.whom.subjects());
+            let (policy, subjects) = (&self.core.policy, whom.subjects());
             for standing in subjects.iter().filter_map(|subject| subject.standing(policy)) {
-                settings.answer.announce(&standing, response);
+                self.answer.announce(&standing, response);
             }
             if subjects.is_empty() && policy.is_enforced_without_key() {
                 // Nobody was counted, but the client may know what there is.
-                settings.answer.announce(&Standing::new(policy), response);
+                self.answer.announce(&Standing::new(policy), response);
             }
         }
-        // Whoever still has a clone may go on to correct the charge.
-        *this.whom = Whom::Nobody;
         answer
     }
 }

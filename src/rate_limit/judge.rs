@@ -1,5 +1,6 @@
 //! What a layer makes of a request: asks the store, does without one that fails, and says yes or no.
 
+use std::error::Error;
 use std::iter::Chain;
 use std::ops::{Deref, DerefMut};
 use std::{option, slice, vec};
@@ -8,13 +9,13 @@ use smallvec::SmallVec;
 use tokio::time::Instant;
 use tracing::Instrument;
 
-use super::breaker::Circuit;
 use super::decision::{Decision, Outcome, RateLimited};
 use super::layer::{Core, OnStoreError};
 use super::meters::Verdict;
 use super::policy::Policy;
 use super::rejection::{Rejection, Standing};
-use super::store::{RateLimitStore, Request};
+use super::store::{Charged, RateLimitStore, Request};
+use crate::circuit::{Circuit, Watch};
 use crate::deadline::Deadline;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -113,12 +114,49 @@ pub(super) struct Judgement {
     pub(super) ruling: Result<(), Rejection>,
 }
 
+impl<B> Watch for Core<B> {
+    fn failed(&self) {
+        self.policy.meters().store_failed();
+    }
+
+    fn opened(&self) {
+        self.policy.meters().circuit_opened();
+    }
+
+    fn closed(&self) {
+        self.policy.meters().circuit_closed();
+    }
+
+    fn outage_begins(&self, error: &StoreError) {
+        let cause = error.source().map(tracing::field::display);
+        let (policy, then) = (self.policy.name(), self.on_store_error);
+        tracing::warn!(policy, %error, cause, ?then, "rate limit store fails");
+    }
+
+    fn outage_ends(&self) {
+        tracing::info!(policy = self.policy.name(), "rate limit store answers again");
+    }
+}
+
 impl<B: RateLimitStore + Sync> Core<B> {
     /// The decision about a subject, if it can be made without waiting for anything. Says nothing about a store that fails: the answer may have
     /// come from something in front of it.
     #[inline]
     pub(super) fn decide_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
         if policy.rules_out(cost) { policy.rule_out(cost) } else { self.store.check_now(policy, key, cost) }
+    }
+
+    /// Whether the request was charged here and now, and may pass, without a word about how things stand.
+    #[inline]
+    pub(super) fn charge_now(&self, policy: &Policy, key: &Key, cost: u32) -> bool {
+        if cost == 0 || policy.rules_out(cost) {
+            return false;
+        }
+        let charged = self.store.charge_now(policy, key, cost);
+        if let Some(Charged { is_near_limit }) = charged {
+            count_allowed(policy, Verdict::Allowed, is_near_limit);
+        }
+        charged.is_some()
     }
 
     /// What is said to a request because of this subject.
@@ -142,7 +180,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
         let ruling = match asked.instrument(span).await {
             Ok(()) => self.rule(&subjects, cost),
             Err(error) => {
-                self.circuit.failed(&self.policy, &error, reached, self.on_store_error);
+                self.circuit.failed(self, &error, reached);
                 if is_ruled_on(&subjects) {
                     // It failed for those alone that have no say.
                     self.rule(&subjects, cost)
@@ -178,7 +216,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
         let was_asked =
             |subject: &Subject| subject.decision.as_ref().is_some_and(|decision| decision.outcome() != Outcome::Never);
         if subjects.iter().any(was_asked) {
-            self.circuit.answered(&self.policy);
+            self.circuit.answered(self);
         }
         Ok(())
     }
@@ -297,12 +335,9 @@ impl<B: RateLimitStore + Sync> Core<B> {
 /// Counts a decision, and answers whether the request may pass as far as it is concerned.
 #[inline]
 pub(super) fn note(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u32) -> bool {
-    let meters = policy.meters();
     if decision.is_allowed() {
-        meters.decided(if local { Verdict::LocalAllowed } else { Verdict::Allowed });
-        if decision.is_near_limit() {
-            meters.near_limit();
-        }
+        let verdict = if local { Verdict::LocalAllowed } else { Verdict::Allowed };
+        count_allowed(policy, verdict, decision.is_near_limit());
         return true;
     }
     let verdict = match (enforced, local) {
@@ -310,9 +345,17 @@ pub(super) fn note(policy: &Policy, decision: &Decision, enforced: bool, local: 
         (true, true) => Verdict::LocalLimited,
         (true, false) => Verdict::of(decision.outcome()),
     };
-    meters.decided(verdict);
+    policy.meters().decided(verdict);
     log(policy, decision, verdict, cost);
     !enforced
+}
+
+#[inline]
+fn count_allowed(policy: &Policy, verdict: Verdict, is_near_limit: bool) {
+    policy.meters().decided(verdict);
+    if is_near_limit {
+        policy.meters().near_limit();
+    }
 }
 
 /// Apart, so that requests that are admitted do not have to go around it.

@@ -6,7 +6,6 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tower_layer::Layer;
 
-use super::breaker::{Circuit, CircuitBreaker};
 use super::handle::{RateLimitHandle, Settle, Settler};
 use super::limiter::DEFAULT_DEADLINE;
 use super::policy::Policy;
@@ -16,6 +15,7 @@ use super::service::RateLimit;
 use super::store::RateLimitStore;
 // The one backend that is always there, for when the other one is not.
 use crate::MemoryBackend;
+use crate::circuit::{Circuit, CircuitBreaker};
 use crate::key::Everyone;
 use crate::reject::AsResponse;
 

@@ -113,7 +113,6 @@
 //!
 //! [`StoreError`]: crate::StoreError
 
-mod breaker;
 pub(crate) mod counting;
 mod decision;
 mod deny_cache;
@@ -133,7 +132,6 @@ mod service;
 mod shards;
 mod store;
 
-pub use self::breaker::CircuitBreaker;
 pub use self::decision::{Decision, Denied, LimitStatus, MissingKey, Outcome, RateLimited, Receipt};
 pub use self::deny_cache::{DenyCache, DenyCacheStats};
 pub use self::future::ResponseFuture;
@@ -149,7 +147,8 @@ pub use self::rejection::{Announce, Rejection, Standing};
 pub use self::resolver::PolicyResolver;
 pub use self::screen::{Allow, And, Deny, Screen, Screening, Subjects};
 pub use self::service::RateLimit;
-pub use self::store::{RateLimitStore, Request};
+pub use self::store::{Charged, RateLimitStore, Request};
+pub use crate::circuit::CircuitBreaker;
 
 #[cfg(feature = "http")]
 pub(crate) use self::decision::ceil_seconds;

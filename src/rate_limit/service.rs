@@ -64,7 +64,8 @@ where
     K: ExtractKey<Req>,
     X: Screen<Req>,
     C: RequestCost<Req>,
-    A: Reject<Rejection, S::Response, S::Error>
+    A: Clone
+        + Reject<Rejection, S::Response, S::Error>
         + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
     R: ChargeOn<S::Response, S::Error>,
 {
@@ -107,7 +108,11 @@ where
         };
         let policy = resolved.as_ref().unwrap_or(&core.policy);
         let enforced = policy.is_enforced_for(key);
-        // What need not be waited for is done here and now, as the inner service would.
+        // What need not be waited for is done here and now, as the inner service would. Where nobody asks how things stand, a yes
+        // is all it takes.
+        if is_known && settings.wants_no_details::<S, Req>() && core.charge_now(policy, key, cost) {
+            return ResponseFuture::plain(self.inner.call(request), settings.answer.clone());
+        }
         let mut decision = if is_known { core.decide_now(policy, key, cost) } else { None };
         let admitted = decision.as_ref().map(|decision| judge::note(policy, decision, enforced, false, cost));
         // Put together where it is to stay: to move all of this about takes as long as to find it out.

@@ -30,6 +30,15 @@ pub trait RateLimitStore {
         None
     }
 
+    /// Charges `cost` units, which are not 0, if it is clear without waiting that all limits have room. `None`, with nothing charged, says
+    /// nothing about how things stand: ask [`check_now`](Self::check_now) then.
+    ///
+    /// For callers to whom a yes is enough, which costs less than a decision. A store need not have this.
+    fn charge_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
+        let _ = (policy, key, cost);
+        None
+    }
+
     /// Charges several subjects, each by its own policy, if all of them have room, and none otherwise. The decisions are in the order of
     /// `requests`; where one is a denial the others say what they would have been. A subject that is named twice is charged twice.
     ///
@@ -67,6 +76,13 @@ pub trait RateLimitStore {
 
     /// Forgets what was counted for this key, and lifts a block. A key that is not known is no error.
     fn reset(&self, policy: &Policy, key: &Key) -> impl Future<Output = Result<(), StoreError>> + Send;
+}
+
+/// A yes without the details: see [`RateLimitStore::charge_now`].
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Charged {
+    /// Whether less than a fifth of a limit is left.
+    pub is_near_limit: bool,
 }
 
 /// One subject of a decision about several: see [`RateLimitStore::check_all`].

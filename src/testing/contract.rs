@@ -409,6 +409,29 @@ pub async fn the_answer_names_every_violated_limit_and_the_longest_wait<B: RateL
     assert!(longest.unwrap() > LONG * 3, "{longest:?}");
 }
 
+/// `charge_now` charges what `check` would and knows who is near a limit; where it does not say yes, nothing was charged.
+pub async fn a_yes_without_details_charges_as_a_decision_does<B: RateLimitStore + Clone>(store: B) {
+    let (alice, cost) = (Key::from("alice"), 3);
+    for limit in limits(20) {
+        let policy = Policy::new("yes", limit);
+        let mut left = 20;
+        while left >= cost {
+            let charged = store.charge_now(&policy, &alice, cost);
+            let decision = match charged {
+                Some(_) => store.peek(&policy, &alice, 0).await.unwrap(),
+                None => store.check(&policy, &alice, cost).await.unwrap(),
+            };
+            left -= cost;
+            assert_eq!((decision.is_allowed(), decision.remaining()), (true, Some(left)), "{limit:?}");
+            assert!(charged.is_none_or(|charged| charged.is_near_limit == (left < 4)), "{charged:?} with {left} left");
+        }
+        assert_eq!(store.charge_now(&policy, &alice, cost), None, "{limit:?}");
+        assert_eq!(store.peek(&policy, &alice, 0).await.unwrap().remaining(), Some(left));
+        store.block(&policy, &alice, LONG).await.unwrap();
+        assert_eq!(store.charge_now(&policy, &alice, 1), None, "{limit:?}");
+    }
+}
+
 /// `check_all` charges every subject or none.
 pub async fn several_subjects_are_charged_together_or_not_at_all<B>(store: B)
 where

@@ -348,8 +348,12 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
         self.faults.around(Verb::Release, self.inner.release(lock, token)).await
     }
 
-    async fn watch(&self, lock: &LockKey) -> Wakeups {
-        self.faults.watch(self.inner.watch(lock)).await
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+        self.faults.watch(self.inner.watch(lock, in_line)).await
+    }
+
+    async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
+        self.inner.name(lock, token, name).await
     }
 
     fn scope(&self) -> Scope {

@@ -159,6 +159,7 @@ macro_rules! rate_limit_contract {
                 the_largest_numbers_fit_into_every_algorithm
                 several_limits_are_charged_together_or_not_at_all
                 the_answer_names_every_violated_limit_and_the_longest_wait
+                a_yes_without_details_charges_as_a_decision_does
                 several_subjects_are_charged_together_or_not_at_all
                 one_subject_twice_is_charged_twice
                 what_is_given_back_can_be_used_again
@@ -217,6 +218,15 @@ macro_rules! lock_contract {
                 a_semaphore_lets_in_so_many_at_a_time
                 permits_are_counted_to_the_unit
                 several_locks_are_taken_together_or_not_at_all
+                fair_locks_are_had_in_the_order_in_which_they_were_asked_for
+                the_dead_lose_their_place
+                readers_share_and_writers_do_not
+                readers_do_not_pass_a_writer_who_waits
+                a_dead_reader_expires_alone
+                a_place_in_line_is_kept_by_asking
+                only_who_is_next_is_told
+                readers_and_writers_never_meet
+                who_gives_up_leaves_the_line
             ] [] $($told)+
         }
     };

@@ -11,7 +11,9 @@ use super::shard::Shard;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::rate_limit::counting::{Count, Terms, carry_over, receipt, receipt_of_one};
-use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy, QuotaChange, RateLimitStore, Receipt, Request};
+use crate::rate_limit::{
+    Algorithm, Charged, Decision, LimitStatus, Policy, QuotaChange, RateLimitStore, Receipt, Request,
+};
 
 /// What was counted for one subject.
 #[derive(Clone)]
@@ -275,6 +277,15 @@ impl MemoryBackend {
         decision
     }
 
+    /// A yes to what nearly all calls ask for, if that is the answer and the subject is known.
+    fn charge_one(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
+        let (hash, home) = self.place(key);
+        let mut shard = self.lock(home);
+        let now = self.now_us();
+        let index = shard.find(hash, policy, key)?;
+        shard.counts_mut(index).charge_only_limit(policy, cost, now)
+    }
+
     fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: impl FnOnce(u64) -> Verb) -> Decision {
         let (hash, home) = self.place(key);
         let mut shard = self.lock(home);
@@ -343,18 +354,37 @@ impl Counts {
     /// What is asked nearly always: a check of a policy of one limit that is not a log. `None` for anything else.
     #[inline]
     fn check_only_limit(&mut self, policy: &Policy, cost: u32, now: u64) -> Option<Decision> {
-        let ([LimitCount::Plain(count)], [terms]) = (self.limits.as_mut_slice(), policy.terms()) else { return None };
-        if self.blocked_until > now || !self.policy.is_same_as(policy) {
-            return None;
-        }
-        count.advance(terms, self.last, now);
-        self.last = now;
+        let (count, terms) = self.only_limit(policy, now)?;
         if cost == 0 || !count.fits(terms, now, cost) {
             return Some(Decision::of_one(count.status(terms, now, cost), None));
         }
         count.charge(terms, now, cost);
         let status = count.status(terms, now, 0);
         Some(Decision::of_one(status, Some(receipt_of_one(now, terms, &status))))
+    }
+
+    /// The same for who only wants to hear a yes.
+    #[inline]
+    fn charge_only_limit(&mut self, policy: &Policy, cost: u32, now: u64) -> Option<Charged> {
+        let (count, terms) = self.only_limit(policy, now)?;
+        if !count.fits(terms, now, cost) {
+            return None;
+        }
+        count.charge(terms, now, cost);
+        Some(Charged { is_near_limit: count.is_near_limit(terms, now) })
+    }
+
+    /// The only limit of the policy that this was counted by all along, brought up to `now`, if it is not a log and nobody
+    /// is blocked.
+    #[inline]
+    fn only_limit<'a>(&'a mut self, policy: &'a Policy, now: u64) -> Option<(&'a mut Count, &'a Terms)> {
+        let ([LimitCount::Plain(count)], [terms]) = (self.limits.as_mut_slice(), policy.terms()) else { return None };
+        if self.blocked_until > now || !self.policy.is_same_as(policy) {
+            return None;
+        }
+        count.advance(terms, self.last, now);
+        self.last = now;
+        Some((count, terms))
     }
 
     /// Does what is asked; answers how things stand, and whether they are not as they were.
@@ -408,6 +438,10 @@ impl RateLimitStore for MemoryBackend {
 
     fn check_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Decision> {
         Some(self.check_one(policy, key, cost))
+    }
+
+    fn charge_now(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
+        self.charge_one(policy, key, cost)
     }
 
     async fn check_all(&self, requests: &[Request]) -> Result<Vec<Decision>, StoreError> {

@@ -144,6 +144,19 @@ impl Cluster {
     }
 }
 
+impl Cluster {
+    /// Sends a command to one node after the other: to that with this number, if there is one.
+    pub(super) async fn send_to(&self, lane: Lane, node: usize, command: &Cmd) -> Option<Result<Value, RedisError>> {
+        let node = self.shared.map().nodes.get(node).cloned()?;
+        let doubt = Doubt { stale: &self.shared.stale, settled: false };
+        let answer = node.pool(lane).send(command).await;
+        if answer.is_ok() {
+            doubt.settle();
+        }
+        Some(answer)
+    }
+}
+
 impl Drop for Cluster {
     fn drop(&mut self) {
         self.reader.abort();

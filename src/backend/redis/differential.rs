@@ -316,8 +316,12 @@ impl RedisBackend {
             check_many,
             block,
             lock_acquire,
+            lock_line,
             lock_renew,
             lock_release,
+            lock_inspect,
+            lock_name,
+            lock_seize,
             idempotency_begin,
             idempotency_renew,
             idempotency_checkpoint,
@@ -326,7 +330,7 @@ impl RedisBackend {
             probe: _,
         } = &mut scripts;
         let counting = [check, check_plain, check_many, block];
-        let locking = [lock_acquire, lock_renew, lock_release];
+        let locking = [lock_acquire, lock_line, lock_renew, lock_release, lock_inspect, lock_name, lock_seize];
         let once = [idempotency_begin, idempotency_renew, idempotency_checkpoint];
         let ends = [idempotency_complete, idempotency_release];
         for script in counting.into_iter().chain(locking).chain(once).chain(ends) {

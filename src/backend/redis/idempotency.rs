@@ -41,18 +41,18 @@ impl IdempotencyStore for RedisBackend {
         // Answers are large, and a caller waits: not where renewals must not wait behind them.
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = [&*keys.idempotency(operation), &keys.done(operation)];
-        is_done(&scripts.idempotency_complete(servers, keys, token, completion, servers.publish()).await?)
+        is_done(&scripts.idempotency_complete(servers, keys, token, completion, self.publish()).await?)
     }
 
     async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let (servers, keys) = (locks.apart(), [&*keys.idempotency(operation), &keys.done(operation)]);
-        is_done(&scripts.idempotency_release(servers, keys, token, servers.publish()).await?)
+        is_done(&scripts.idempotency_release(servers, keys, token, self.publish()).await?)
     }
 
     async fn watch(&self, operation: &Operation) -> Wakeups {
         let Inner { keys, locks, .. } = &*self.inner;
-        locks.subscriber().subscribe(keys.done(operation)).await
+        locks.subscriber().subscribe(keys.done(operation), None).await
     }
 
     fn scope(&self) -> Scope {

@@ -1,5 +1,7 @@
 //! Every shape of a stored key. The only place where keys are spelled.
 
+use std::borrow::Cow;
+
 use smallvec::{SmallVec, smallvec};
 
 use crate::idempotency::Operation;
@@ -66,8 +68,8 @@ impl Keys {
     }
 
     fn operation(&self, operation: &Operation, part: &str) -> String {
-        let (scope, key) = (operation.scope().as_str(), operation.key().as_str());
-        [&self.root, "{idempotency:", scope, ":", key, "}:", part].concat()
+        let (scope, key) = (apart(operation.scope()), operation.key().as_str());
+        [&self.root, "{idempotency:", &scope, ":", key, "}:", part].concat()
     }
 
     /// `<prefix>:2:{lock:<namespace>:<subject>}:free`, the channel.
@@ -75,10 +77,47 @@ impl Keys {
         self.lock(lock, "free")
     }
 
-    fn lock(&self, lock: &LockKey, part: &str) -> String {
-        let (namespace, subject) = (lock.namespace().as_str(), lock.subject().as_str());
-        [&self.root, "{lock:", namespace, ":", subject, "}:", part].concat()
+    /// `<prefix>:2:{lock:<namespace>:<subject>}:line`, and `...:places` beside it.
+    pub(super) fn line(&self, lock: &LockKey) -> [String; 2] {
+        [self.lock(lock, "line"), self.lock(lock, "places")]
     }
+
+    /// `<prefix>:2:{lock:<namespace>:<subject>}:names`.
+    pub(super) fn names(&self, lock: &LockKey) -> String {
+        self.lock(lock, "names")
+    }
+
+    /// What `SCAN` finds the leases of a namespace by.
+    pub(super) fn leases(&self, namespace: &Key) -> String {
+        let start = [&self.root, "{lock:", &apart(namespace), ":"].concat();
+        let mut pattern = String::with_capacity(start.len() + 8);
+        for sign in start.chars() {
+            if matches!(sign, '*' | '?' | '[' | ']' | '\\' | '^') {
+                pattern.push('\\');
+            }
+            pattern.push(sign);
+        }
+        pattern + "*}:lease"
+    }
+
+    /// Which lock of a namespace a lease belongs to.
+    pub(super) fn lock_of(&self, namespace: &Key, lease: &str) -> Option<LockKey> {
+        let start = [&self.root, "{lock:", &apart(namespace), ":"].concat();
+        let subject = lease.strip_prefix(&start)?.strip_suffix("}:lease")?;
+        Some(LockKey::new(*namespace, Key::stored(subject)?))
+    }
+
+    fn lock(&self, lock: &LockKey, part: &str) -> String {
+        let (namespace, subject) = (apart(lock.namespace()), lock.subject().as_str());
+        [&self.root, "{lock:", &namespace, ":", subject, "}:", part].concat()
+    }
+}
+
+/// What comes before another part of a key, which must not begin any earlier: `a:b` and `c` are not `a` and `b:c`.
+fn apart(part: &Key) -> Cow<'_, str> {
+    let part = part.as_str();
+    // A key never has an escape for a colon of its own.
+    if part.contains(':') { part.replace(':', "%3A").into() } else { part.into() }
 }
 
 #[cfg(test)]
@@ -124,6 +163,18 @@ mod tests {
     #[test]
     fn a_name_cannot_run_into_the_subject() {
         assert_ne!(key("t", "a:b", "c"), key("t", "a", "b:c"));
+    }
+
+    /// An operation of the scope `alice:b` was one of `alice`, whose key began with `b:`.
+    #[test]
+    fn no_namespace_and_no_scope_runs_into_what_comes_behind_it() {
+        let lease = |namespace: &str, subject: &str| Keys::new("t").lease(&LockKey::new(namespace, subject));
+        let record = |scope: &str, key: &str| Keys::new("t").idempotency(&Operation::new(scope, key));
+        for key in [&lease as &dyn Fn(&str, &str) -> String, &record] {
+            assert_ne!(key("a:b", "c"), key("a", "b:c"));
+            assert_ne!(key("a:", "c"), key("a", ":c"));
+            assert_ne!(key("a%3Ab", "c"), key("a:b", "c"));
+        }
     }
 
     #[test]

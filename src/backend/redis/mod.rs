@@ -53,7 +53,8 @@
 //! # Keys
 //!
 //! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`, `<prefix>:2:{lock:<namespace>:<subject>}:lease` with the
-//! channel `...:free` beside it, and `<prefix>:2:{idempotency:<scope>:<key>}:record` with the channel `...:done`. The braces make a subject one slot of a cluster. Each key has a
+//! channel `...:free`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and `<prefix>:2:{idempotency:<scope>:<key>}:record` with the channel `...:done`.
+//! The braces make a subject one slot of a cluster. Each key has a
 //! time to live. Two releases of Tollgate may share one Redis as long as the number after the prefix is the same.
 //!
 //! # Servers
@@ -65,8 +66,10 @@
 //! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +set +pttl +pexpire +time +getrange +strlen +append
 //! ```
 //!
+//! For locks that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard` as well.
+//!
 //! For those who wait for a lock or for the same request also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without
-//! these who waits looks once a second.
+//! these who waits looks once a second. Listing locks takes `+scan`.
 //!
 //! With Sentinels `+role` is needed as well (and there, for a [user](RedisOptions::sentinel_user) of their own, `+sentinel|master` and
 //! `+sentinel|get-master-addr-by-name`), with a cluster `+cluster|slots +asking`. A user who may run `INFO` too is told at the
@@ -87,6 +90,7 @@ mod idempotency;
 mod keys;
 mod listener;
 mod lock;
+mod lock_registry;
 mod options;
 mod pool;
 mod probe;

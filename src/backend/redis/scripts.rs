@@ -10,7 +10,7 @@ use super::error;
 use super::servers::Servers;
 use crate::error::StoreError;
 use crate::idempotency::{self, Checkpoint, Completion, Payload};
-use crate::lock::{Claim, Token};
+use crate::lock::{Claim, Line, Token};
 use crate::rate_limit::Receipt;
 
 /// A Lua script and its hash, which is what Redis knows it by.
@@ -34,8 +34,12 @@ pub(super) struct Scripts {
     pub(super) check_many: LuaScript,
     pub(super) block: LuaScript,
     pub(super) lock_acquire: LuaScript,
+    pub(super) lock_line: LuaScript,
     pub(super) lock_renew: LuaScript,
     pub(super) lock_release: LuaScript,
+    pub(super) lock_inspect: LuaScript,
+    pub(super) lock_name: LuaScript,
+    pub(super) lock_seize: LuaScript,
     pub(super) idempotency_begin: LuaScript,
     pub(super) idempotency_renew: LuaScript,
     pub(super) idempotency_checkpoint: LuaScript,
@@ -110,8 +114,12 @@ impl Scripts {
             check_many: lua!("rate_limit_check_many.lua"),
             block: lua!("rate_limit_block.lua"),
             lock_acquire: lua!("lock_acquire.lua"),
+            lock_line: lua!("lock_line.lua"),
             lock_renew: lua!("lock_renew.lua"),
             lock_release: lua!("lock_release.lua"),
+            lock_inspect: lua!("lock_inspect.lua"),
+            lock_name: lua!("lock_name.lua"),
+            lock_seize: lua!("lock_seize.lua"),
             idempotency_begin: lua!("idempotency_begin.lua"),
             idempotency_renew: lua!("idempotency_renew.lua"),
             idempotency_checkpoint: lua!("idempotency_checkpoint.lua"),
@@ -166,9 +174,21 @@ impl Scripts {
         lease: &str,
         claim: &Claim,
     ) -> Result<Value, StoreError> {
-        let Claim { token, ttl, fences, permits } = claim;
-        let args = (token.as_bytes().as_slice(), millis(*ttl), fences, KEEP_FENCE_MS, permits);
-        self.lock_acquire.call(servers, &[lease], args).await
+        self.lock_acquire.call(servers, &[lease], claim_args(claim)).await
+    }
+
+    /// For whoever stands in line, or respects it.
+    pub(super) async fn lock_line(
+        &self,
+        servers: &Servers,
+        keys: [&str; 4],
+        claim: &Claim,
+        publish: &str,
+    ) -> Result<Value, StoreError> {
+        let kind = if claim.is_shared { 3 } else { 2 };
+        let longest = if claim.line == Line::Join { Claim::MAX_LINE } else { 0 };
+        let args = (claim_args(claim), kind, millis(Claim::PLACE), longest, publish);
+        self.lock_line.call(servers, &keys, args).await
     }
 
     /// At most [`MAX_RENEWALS`] at once.
@@ -185,12 +205,40 @@ impl Scripts {
     pub(super) async fn lock_release(
         &self,
         servers: &Servers,
-        keys: [&str; 2],
+        keys: [&str; 4],
         token: &Token,
         publish: &str,
     ) -> Result<Value, StoreError> {
         let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, publish);
         self.lock_release.call(servers, &keys, args).await
+    }
+
+    pub(super) async fn lock_inspect(
+        &self,
+        servers: &Servers,
+        keys: [&str; 2],
+        most: usize,
+    ) -> Result<Value, StoreError> {
+        self.lock_inspect.call(servers, &keys, most).await
+    }
+
+    pub(super) async fn lock_name(
+        &self,
+        servers: &Servers,
+        keys: [&str; 2],
+        token: &Token,
+        name: &str,
+    ) -> Result<Value, StoreError> {
+        self.lock_name.call(servers, &keys, (token.as_bytes().as_slice(), name)).await
+    }
+
+    pub(super) async fn lock_seize(
+        &self,
+        servers: &Servers,
+        keys: [&str; 2],
+        publish: &str,
+    ) -> Result<Value, StoreError> {
+        self.lock_seize.call(servers, &keys, (KEEP_FENCE_MS, publish)).await
     }
 
     pub(super) async fn idempotency_begin(
@@ -257,6 +305,10 @@ impl Scripts {
         let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, publish);
         self.idempotency_release.call(servers, &keys, args).await
     }
+}
+
+fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
+    (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, claim.permits)
 }
 
 /// How many leases one call of `lock_renew` takes, as the script has it.
@@ -340,8 +392,12 @@ mod tests {
             (&scripts.block, 1, 2),
             (&scripts.probe, 1, 1),
             (&scripts.lock_acquire, 1, 5),
+            (&scripts.lock_line, 4, 9),
             (&scripts.lock_renew, 1, 2),
-            (&scripts.lock_release, 2, 3),
+            (&scripts.lock_release, 4, 3),
+            (&scripts.lock_inspect, 2, 1),
+            (&scripts.lock_name, 2, 2),
+            (&scripts.lock_seize, 2, 2),
             (&scripts.idempotency_begin, 1, 5),
             (&scripts.idempotency_renew, 1, 4),
             (&scripts.idempotency_checkpoint, 1, 5),

@@ -43,6 +43,15 @@ impl Servers {
         }
     }
 
+    /// Sends a command to the server with this number, of those who have keys. `None` if there are fewer.
+    pub(super) async fn send_to(&self, number: usize, command: &Cmd) -> Option<Result<Value, RedisError>> {
+        match self {
+            Self::One(pool) if number == 0 => Some(pool.send(command).await),
+            Self::One(_) => None,
+            Self::Cluster(cluster, lane) => cluster.send_to(*lane, number, command).await,
+        }
+    }
+
     /// Whether one script may touch all of these keys.
     pub(super) fn are_together<'a>(&self, keys: impl IntoIterator<Item = &'a str>) -> bool {
         match self {
@@ -57,11 +66,6 @@ impl Servers {
 
     pub(super) const fn is_cluster(&self) -> bool {
         matches!(self, Self::Cluster(..))
-    }
-
-    /// What a script publishes by: a cluster sends what is published by PUBLISH to all of its nodes.
-    pub(super) const fn publish(&self) -> &'static str {
-        if self.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
     }
 }
 

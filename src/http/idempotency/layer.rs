@@ -8,6 +8,7 @@ use tower_layer::Layer;
 
 use super::fingerprint::Fingerprints;
 use super::service::Idempotency;
+use crate::circuit::CircuitBreaker;
 use crate::error::{ConfigError, StoreError};
 use crate::idempotency::{
     Claim, Home, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown, Rejection, Verdict,
@@ -71,7 +72,7 @@ impl IdempotencyLayer {
     /// Keeps records in `store`, which is a backend. It needs a [scope](Self::scope) before it can be used.
     pub fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Self {
         let settings = Settings {
-            home: Arc::new(Home::new(store, Duration::from_millis(100))),
+            home: Arc::new(Home::new(store)),
             fingerprints: Fingerprints::new(b""),
             header: HeaderName::from_static("idempotency-key"),
             headers: Arc::new([]),
@@ -209,15 +210,20 @@ impl<K, A> IdempotencyLayer<K, A> {
         self.with(|settings| settings.keep = keep)
     }
 
-    /// What the layer is called in metrics. Defaults to `idempotency`. To be said first: what was counted and who is at work before that
-    /// stays with the name before.
+    /// What the layer is called in metrics and logs. Defaults to `idempotency`.
     pub fn name(self, name: impl AsRef<str>) -> Self {
-        self.with(|settings| settings.home = Arc::new(settings.home.with_name(name.as_ref())))
+        self.with(|settings| settings.home = Arc::new(settings.home.with(|terms| terms.name = name.as_ref().into())))
     }
 
     /// How long one call of the store may take. Defaults to 100 ms.
     pub fn deadline(self, deadline: Duration) -> Self {
-        self.with(|settings| settings.home = Arc::new(settings.home.with_limit(deadline)))
+        self.with(|settings| settings.home = Arc::new(settings.home.with(|terms| terms.limit = deadline)))
+    }
+
+    /// When the layer stops to ask a store that fails before it serves a request. Defaults to [`CircuitBreaker::new`]. Meanwhile requests
+    /// are [turned away](OnStoreError::Deny) or [pass](OnStoreError::Allow) at once; what is at work is still renewed and completed.
+    pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
+        self.with(|settings| settings.home = Arc::new(settings.home.with(|terms| terms.breaker = breaker)))
     }
 
     /// What happens to a request that has no key. Defaults to [`OnMissingKey::Reject`].
@@ -252,7 +258,8 @@ impl<K, A> IdempotencyLayer<K, A> {
     }
 
     /// Waits until no handler is at work any more, and the store knows what came of them: for the end of a program, once it takes no more
-    /// requests. For all clones of this layer, from its last [`deadline`](Self::deadline) on.
+    /// requests. For all clones of this layer that were made after its
+    /// [`name`](Self::name), [`deadline`](Self::deadline) and [`circuit_breaker`](Self::circuit_breaker) were said.
     pub async fn drained(&self) {
         self.settings.home.drained().await;
     }
@@ -295,7 +302,7 @@ impl Settings {
             .field("scope", &std::any::type_name::<K>())
             .field("lease", &self.lease)
             .field("retention", &self.retention)
-            .field("deadline", &self.home.limit())
+            .field("deadline", &self.home.terms().limit)
             .field("keep", &self.keep)
             .field("on_missing_key", &self.on_missing_key)
             .field("on_unknown", &self.on_unknown)

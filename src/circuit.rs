@@ -6,8 +6,6 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
-use super::layer::OnStoreError;
-use super::policy::Policy;
 use crate::error::StoreError;
 
 /// When a layer stops to ask a store that fails, and how soon it tries again.
@@ -17,7 +15,7 @@ use crate::error::StoreError;
 /// and does ask (the circuit is half open); the first answer closes it.
 ///
 /// A value of somebody else under one key is no failure of the store, and neither is a
-/// [resolver](super::PolicyResolver) that fails.
+/// [resolver](crate::rate_limit::PolicyResolver) that fails.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CircuitBreaker {
     failures: u32,
@@ -56,9 +54,21 @@ impl Default for CircuitBreaker {
     }
 }
 
+/// What is told of a store that fails, for counters and the log.
+pub(crate) trait Watch {
+    /// A call has failed.
+    fn failed(&self);
+    fn opened(&self);
+    fn closed(&self);
+    /// It has answered before.
+    fn outage_begins(&self, error: &StoreError);
+    /// It has answered for a while.
+    fn outage_ends(&self);
+}
+
 /// The circuit of one layer, and whether the log has been told that the store fails.
 #[derive(Debug)]
-pub(super) struct Circuit {
+pub(crate) struct Circuit {
     settings: CircuitBreaker,
     epoch: Instant,
     // Failures since the last answer.
@@ -74,7 +84,7 @@ pub(super) struct Circuit {
 const RECOVERED: Duration = Duration::from_secs(1);
 
 impl Circuit {
-    pub(super) fn new(settings: CircuitBreaker) -> Self {
+    pub(crate) fn new(settings: CircuitBreaker) -> Self {
         Self {
             settings,
             epoch: Instant::now(),
@@ -97,7 +107,7 @@ impl Circuit {
 
     /// Whether the store may be asked. While the circuit is open this is granted to one request per interval; if that one
     /// is dropped half way, the next interval has another.
-    pub(super) fn admit(&self) -> Result<(), StoreError> {
+    pub(crate) fn admit(&self) -> Result<(), StoreError> {
         if !self.is_open() {
             return Ok(());
         }
@@ -110,25 +120,25 @@ impl Circuit {
     }
 
     /// Whether the store may be asked something that is no reason to find out whether it answers again.
-    pub(super) fn admit_no_probe(&self) -> Result<(), StoreError> {
+    pub(crate) fn admit_no_probe(&self) -> Result<(), StoreError> {
         if self.is_open() { Err(StoreError::unavailable(CircuitOpen)) } else { Ok(()) }
     }
 
     /// Whether the store was not even asked.
-    pub(super) fn is_cause_of(error: &StoreError) -> bool {
+    pub(crate) fn is_cause_of(error: &StoreError) -> bool {
         error.source().is_some_and(<dyn Error>::is::<CircuitOpen>)
     }
 
     /// Notes a failure, but for those that only say that the circuit is open. If the store was not `reached`, that was one
     /// of the resolver: it says something about one key perhaps, and nothing about the store.
-    pub(super) fn failed(&self, policy: &Policy, error: &StoreError, reached: bool, then: OnStoreError) {
+    pub(crate) fn failed(&self, watch: &impl Watch, error: &StoreError, reached: bool) {
         if Self::is_cause_of(error) {
             return;
         }
-        policy.meters().store_failed();
+        watch.failed();
         if error.is_foreign_data() {
             // That is an answer.
-            self.close(policy);
+            self.close(watch);
         } else if reached {
             let before = self.failures.fetch_add(1, Ordering::Relaxed);
             // Far above any number of failures that opens it, and far below where it would wrap around.
@@ -138,32 +148,31 @@ impl Circuit {
             if before.wrapping_add(1) == self.settings.failures {
                 let next = self.next_probe_after(self.epoch.elapsed().as_micros() as u64);
                 self.next_probe.store(next, Ordering::Relaxed);
-                policy.meters().circuit_opened();
+                watch.opened();
             }
         }
         *self.last_failure() = Some(Instant::now());
         if !self.outage.swap(true, Ordering::Relaxed) {
-            let cause = error.source().map(tracing::field::display);
-            tracing::warn!(policy = policy.name(), %error, cause, ?then, "rate limit store fails");
+            watch.outage_begins(error);
         }
     }
 
     /// Notes an answer.
-    pub(super) fn answered(&self, policy: &Policy) {
-        self.close(policy);
+    pub(crate) fn answered(&self, watch: &impl Watch) {
+        self.close(watch);
         if self.outage.load(Ordering::Relaxed) {
             let quiet = self.last_failure().is_none_or(|failure| failure.elapsed() >= RECOVERED);
             if quiet && self.outage.swap(false, Ordering::Relaxed) {
-                tracing::info!(policy = policy.name(), "rate limit store answers again");
+                watch.outage_ends();
             }
         }
     }
 
-    fn close(&self, policy: &Policy) {
+    fn close(&self, watch: &impl Watch) {
         if self.failures.load(Ordering::Relaxed) > 0 {
             let before = self.failures.swap(0, Ordering::Relaxed);
             if before >= self.settings.failures {
-                policy.meters().circuit_closed();
+                watch.closed();
             }
         }
     }
@@ -188,13 +197,21 @@ impl Error for CircuitOpen {}
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::rate_limit::Quota;
+
+    struct Nobody;
+
+    impl Watch for Nobody {
+        fn failed(&self) {}
+        fn opened(&self) {}
+        fn closed(&self) {}
+        fn outage_begins(&self, _: &StoreError) {}
+        fn outage_ends(&self) {}
+    }
 
     #[tokio::test(start_paused = true)]
     async fn an_open_circuit_lets_one_probe_through_in_an_interval() {
-        let policy = Policy::new("api", Quota::per_second(1).fixed_window());
         let circuit = Circuit::new(CircuitBreaker::new().failures(3).probe_interval(Duration::from_millis(50)));
-        let fail = || circuit.failed(&policy, &StoreError::timeout(), true, OnStoreError::Allow);
+        let fail = || circuit.failed(&Nobody, &StoreError::timeout(), true);
         for _ in 0..3 {
             assert!(circuit.admit().is_ok());
             fail();
@@ -206,7 +223,7 @@ mod tests {
             assert!(circuit.admit().is_ok());
             assert!(circuit.admit().is_err());
         }
-        circuit.answered(&policy);
+        circuit.answered(&Nobody);
         for _ in 0..10 {
             assert!(circuit.admit().is_ok());
         }
@@ -216,48 +233,44 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn an_answer_in_between_keeps_it_closed() {
-        let policy = Policy::new("api", Quota::per_second(1).fixed_window());
         let circuit = Circuit::new(CircuitBreaker::new().failures(2));
         for _ in 0..10 {
-            circuit.failed(&policy, &StoreError::timeout(), true, OnStoreError::Allow);
-            circuit.answered(&policy);
+            circuit.failed(&Nobody, &StoreError::timeout(), true);
+            circuit.answered(&Nobody);
             assert!(circuit.admit().is_ok());
         }
         let never = Circuit::new(CircuitBreaker::off());
         for _ in 0..10_000 {
-            never.failed(&policy, &StoreError::timeout(), true, OnStoreError::Allow);
+            never.failed(&Nobody, &StoreError::timeout(), true);
             assert!(never.admit().is_ok());
         }
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_probe_that_meets_what_somebody_wrote_has_an_answer() {
-        let policy = Policy::new("api", Quota::per_second(1).fixed_window());
         let circuit = Circuit::new(CircuitBreaker::new().failures(1));
-        circuit.failed(&policy, &StoreError::timeout(), true, OnStoreError::Allow);
+        circuit.failed(&Nobody, &StoreError::timeout(), true);
         tokio::time::advance(Duration::from_millis(101)).await;
         assert!(circuit.admit().is_ok());
-        circuit.failed(&policy, &StoreError::foreign_data("WRONGTYPE"), true, OnStoreError::Allow);
+        circuit.failed(&Nobody, &StoreError::foreign_data("WRONGTYPE"), true);
         assert!(circuit.admit().is_ok() && circuit.admit().is_ok());
     }
 
     #[tokio::test(start_paused = true)]
     async fn a_probe_interval_of_any_length_will_do() {
-        let policy = Policy::new("api", Quota::per_second(1).fixed_window());
         tokio::time::advance(Duration::from_secs(1)).await;
         let circuit = Circuit::new(CircuitBreaker::new().failures(1).probe_interval(Duration::MAX));
         tokio::time::advance(Duration::from_secs(1)).await;
-        circuit.failed(&policy, &StoreError::timeout(), true, OnStoreError::Allow);
+        circuit.failed(&Nobody, &StoreError::timeout(), true);
         tokio::time::advance(Duration::from_secs(1_000_000_000)).await;
         assert!(circuit.admit().is_err());
     }
 
     #[tokio::test(start_paused = true)]
     async fn what_somebody_wrote_under_one_key_opens_nothing() {
-        let policy = Policy::new("api", Quota::per_second(1).fixed_window());
         let circuit = Circuit::new(CircuitBreaker::new());
         for _ in 0..100 {
-            circuit.failed(&policy, &StoreError::foreign_data("WRONGTYPE"), true, OnStoreError::Deny);
+            circuit.failed(&Nobody, &StoreError::foreign_data("WRONGTYPE"), true);
         }
         assert!(circuit.admit().is_ok());
     }

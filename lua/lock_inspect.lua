@@ -1,0 +1,51 @@
+-- lock_inspect: who holds a lease, and for how long still. Changes nothing.
+--
+-- KEYS[1]  lease  string, see lock_acquire  prefix:2:{lock:<namespace>:<subject>}:lease
+-- KEYS[2]  names  string, see lock_name     prefix:2:{lock:<namespace>:<subject>}:names
+-- ARGV[1]  most   how many holders to tell of, 1 to 1000
+--
+-- Value    lease: see lock_acquire; names: see lock_name
+-- Returns  {fence, holders, then for each of the first `most` holders: its first fence, remaining_ms, held_ms, name}: fence is the last that was given
+--          out, 0 if none is remembered; name is empty if there is none
+-- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
+-- Repeat   harmless
+local lease, names, most = KEYS[1], KEYS[2], ARGV[1] + 0
+
+local stored = redis.call('GET', lease)
+if not stored then
+  return {0, 0}
+end
+local held_as = stored:byte(1) or 0
+if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 3 then
+  return redis.error_reply('TOLLGATE the value does not hold leases of version 1')
+end
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+
+local called, at = {}, 2
+local list = redis.call('GET', names) or ''
+-- As many turns as there are names.
+while list:byte(1) == 1 and at + 16 <= #list do
+  local length = list:byte(at + 16)
+  called[list:sub(at, at + 15)] = list:sub(at + 17, at + 16 + length)
+  at = at + 17 + length
+end
+
+local answer, holders = {(struct.unpack('<I7', stored, 2)), 0}, 0
+-- As many turns as there are holders.
+for at = 9, #stored, 34 do
+  local ends, length_ms, first, token = struct.unpack('<I7I4I7c16', stored, at)
+  local left = math.min(ends - now, length_ms * 1000)
+  if left > 0 then
+    holders = holders + 1
+    if holders <= most then
+      answer[#answer + 1] = first
+      answer[#answer + 1] = math.ceil(left / 1000)
+      -- A fence says when it was given out, unless the clock was set back.
+      answer[#answer + 1] = math.max(0, math.floor((now - first) / 1000))
+      answer[#answer + 1] = called[token] or ''
+    end
+  end
+end
+answer[2] = holders
+return answer

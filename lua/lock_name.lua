@@ -1,0 +1,39 @@
+-- lock_name: note what a holder of a lease is called, for those who look at it.
+--
+-- KEYS[1]  lease  string, see lock_acquire                         prefix:2:{lock:<namespace>:<subject>}:lease
+-- KEYS[2]  names  string, expires together with the lease          prefix:2:{lock:<namespace>:<subject>}:names
+-- ARGV[1]  token  of the acquisition
+-- ARGV[2]  name   at most 128 bytes
+--
+-- Value    names: 1 byte version 1, then for each holder that has one the 16 bytes of its token, 1 byte the length of its name, and the name.
+--          lease: see lock_acquire
+-- Returns  {1} noted; {0} the token holds no lease
+-- Errors   WRONGTYPE
+-- Repeat   harmless: a name takes the place of the one before
+local lease, names, token, name = KEYS[1], KEYS[2], ARGV[1], ARGV[2]:sub(1, 128)
+
+local stored = redis.call('GET', lease) or ''
+local holds = {}
+if (#stored - 8) % 34 == 0 then
+  -- As many turns as there are holders.
+  for at = 9, #stored, 34 do
+    holds[stored:sub(at + 18, at + 33)] = true
+  end
+end
+if not holds[token] then
+  return {0}
+end
+local kept, at = {'\1'}, 2
+local list = redis.call('GET', names) or ''
+-- As many turns as there are names: no more than there were holders.
+while list:byte(1) == 1 and at + 16 <= #list do
+  local length = list:byte(at + 16)
+  local whose = list:sub(at, at + 15)
+  if whose ~= token and holds[whose] then
+    kept[#kept + 1] = list:sub(at, at + 16 + length)
+  end
+  at = at + 17 + length
+end
+kept[#kept + 1] = token .. string.char(#name) .. name
+redis.call('SET', names, table.concat(kept), 'PX', math.max(1, redis.call('PTTL', lease)))
+return {1}

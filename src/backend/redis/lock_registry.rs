@@ -1,0 +1,94 @@
+//! Who holds what, for those who run locks.
+
+use std::time::Duration;
+
+use futures_util::future::try_join_all;
+use redis::Value;
+
+use super::error::{store_error, unexpected_reply};
+use super::{Inner, RedisBackend};
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::lock::{Cursor, LockHolder, LockKey, LockPage, LockRegistry, LockStatus, Seized};
+
+impl LockRegistry for RedisBackend {
+    async fn inspect(&self, lock: &LockKey) -> Result<LockStatus, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let (lease, names) = (keys.lease(lock), keys.names(lock));
+        let reply = scripts.lock_inspect(locks.apart(), [&lease, &names], LockStatus::MAX_HOLDERS).await?;
+        status(lock, &reply).ok_or_else(|| unexpected_reply(&reply))
+    }
+
+    async fn seize(&self, lock: &LockKey) -> Result<Seized, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let publish = if locks.apart().is_cluster() { "SPUBLISH" } else { "PUBLISH" };
+        let (lease, channel) = (keys.lease(lock), keys.free(lock));
+        let reply = scripts.lock_seize(locks.apart(), [&lease, &channel], publish).await?;
+        let seized = match &reply {
+            Value::Array(values) => match values.as_slice() {
+                [holders, fence] => number(holders).zip(number(fence)),
+                _ => None,
+            },
+            _ => None,
+        };
+        let (holders, fence) = seized.ok_or_else(|| unexpected_reply(&reply))?;
+        Ok(Seized { holders: holders as usize, fence })
+    }
+
+    async fn list(&self, namespace: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
+        let Inner { keys, locks, .. } = &*self.inner;
+        let mut command = redis::cmd("SCAN");
+        command.arg(from.position).arg("MATCH").arg(keys.leases(namespace)).arg("COUNT").arg(most);
+        let Some(reply) = locks.apart().send_to(from.part as usize, &command).await else {
+            return Ok(LockPage { locks: Vec::new(), next: None });
+        };
+        let reply = reply.map_err(store_error)?;
+        let (position, leases) = scanned(&reply).ok_or_else(|| unexpected_reply(&reply))?;
+        // `COUNT` is a hint that is kept to within a bucket, so what is asked for at once is bounded by it.
+        let found = leases.iter().filter_map(|lease| keys.lock_of(namespace, lease));
+        let looks = try_join_all(found.map(|lock| async move { self.inspect(&lock).await })).await?;
+        let next = if position > 0 {
+            Some(Cursor { position, ..from })
+        } else {
+            // Whether there is another server is known when it is asked.
+            locks.apart().is_cluster().then_some(Cursor { part: from.part + 1, position: 0 })
+        };
+        Ok(LockPage { locks: looks.into_iter().filter(LockStatus::is_held).collect(), next })
+    }
+}
+
+fn status(lock: &LockKey, reply: &Value) -> Option<LockStatus> {
+    let Value::Array(values) = reply else { return None };
+    let [last_fence, held_by, holders @ ..] = values.as_slice() else { return None };
+    let holders = holders.chunks(4).map(|holder| {
+        let [fence, remaining_ms, held_ms, name] = holder else { return None };
+        let Value::BulkString(name) = name else { return None };
+        Some(LockHolder {
+            fence: number(fence)?,
+            remaining: Duration::from_millis(number(remaining_ms)?),
+            held_for: Duration::from_millis(number(held_ms)?),
+            name: (!name.is_empty()).then(|| String::from_utf8_lossy(name).into_owned()),
+        })
+    });
+    let (last_fence, held_by) = (number(last_fence)?, number(held_by)? as usize);
+    Some(LockStatus { lock: *lock, last_fence, held_by, holders: holders.collect::<Option<_>>()? })
+}
+
+/// Where to go on, and keys.
+fn scanned(reply: &Value) -> Option<(u64, Vec<String>)> {
+    let Value::Array(values) = reply else { return None };
+    let [Value::BulkString(position), Value::Array(keys)] = values.as_slice() else { return None };
+    let position = std::str::from_utf8(position).ok()?.parse().ok()?;
+    let keys = keys.iter().map(|key| match key {
+        Value::BulkString(key) => Some(String::from_utf8_lossy(key).into_owned()),
+        _ => None,
+    });
+    Some((position, keys.collect::<Option<_>>()?))
+}
+
+fn number(value: &Value) -> Option<u64> {
+    match value {
+        Value::Int(number) => u64::try_from(*number).ok(),
+        _ => None,
+    }
+}

@@ -1,0 +1,66 @@
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::task::{Context, Poll, ready};
+
+use pin_project_lite::pin_project;
+
+use super::rejection::Rejection;
+use crate::reject::Reject;
+
+pin_project! {
+    /// The answer of a service that refuses fences that are too small.
+    #[must_use = "futures do nothing unless polled"]
+    pub struct FenceFuture<F, A> {
+        #[pin]
+        state: State<F>,
+        answer: A,
+    }
+}
+
+pin_project! {
+    #[project = StateProj]
+    enum State<F> {
+        // The inner service is at work.
+        Calling { #[pin] future: F },
+        // The request is turned away.
+        Rejected { rejection: Option<Rejection> },
+    }
+}
+
+impl<F, A> FenceFuture<F, A> {
+    pub(super) const fn calling(future: F, answer: A) -> Self {
+        Self { state: State::Calling { future }, answer }
+    }
+
+    pub(super) const fn rejected(rejection: Rejection, answer: A) -> Self {
+        Self { state: State::Rejected { rejection: Some(rejection) }, answer }
+    }
+}
+
+impl<F, A, Res, E> Future for FenceFuture<F, A>
+where
+    F: Future<Output = Result<Res, E>>,
+    A: Reject<Rejection, Res, E>,
+{
+    type Output = Result<A::Response, A::Error>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let this = self.project();
+        Poll::Ready(match this.state.project() {
+            StateProj::Calling { future } => match ready!(future.poll(cx)) {
+                Ok(response) => Ok(this.answer.response(response)),
+                Err(error) => Err(this.answer.error(error)),
+            },
+            StateProj::Rejected { rejection } => {
+                this.answer.reject(rejection.take().expect("FenceFuture polled after completion"))
+            }
+        })
+    }
+}
+
+impl<F, A> fmt::Debug for FenceFuture<F, A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("FenceFuture").finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,77 @@
+use std::fmt;
+use std::sync::Arc;
+use std::task::{Context, Poll};
+
+use tower_service::Service;
+
+use super::fences::Fences;
+use super::future::FenceFuture;
+use super::rejection::{Rejection, StaleFence};
+use crate::key::ExtractKey;
+use crate::lock::MissingKey;
+use crate::reject::{AsResponse, Reject};
+
+/// A service that refuses fences that are too small. See the [module docs](super) for examples.
+///
+/// Ready when the inner service is.
+#[must_use]
+pub struct Fence<S, K, F, A = AsResponse> {
+    inner: S,
+    shared: Arc<(K, F)>,
+    fences: Arc<Fences>,
+    answer: A,
+}
+
+impl<S, K, F, A> Fence<S, K, F, A> {
+    pub(super) const fn new(inner: S, shared: Arc<(K, F)>, fences: Arc<Fences>, answer: A) -> Self {
+        Self { inner, shared, fences, answer }
+    }
+
+    fn judge<Req>(&self, request: &Req) -> Result<(), Rejection>
+    where
+        K: ExtractKey<Req>,
+        F: Fn(&Req) -> Option<u64>,
+    {
+        let (key, fence) = &*self.shared;
+        let key = key.extract_key(request).filter(|key| !key.is_empty());
+        let (Some(key), Some(fence)) = (key, fence(request)) else { return Err(Rejection::Missing(MissingKey)) };
+        self.fences.admit(key, fence).map_err(|largest| Rejection::Stale(StaleFence::new(fence, largest)))
+    }
+}
+
+impl<S, Req, K, F, A> Service<Req> for Fence<S, K, F, A>
+where
+    S: Service<Req>,
+    K: ExtractKey<Req>,
+    F: Fn(&Req) -> Option<u64>,
+    A: Reject<Rejection, S::Response, S::Error> + Clone,
+{
+    type Response = A::Response;
+    type Error = A::Error;
+    type Future = FenceFuture<S::Future, A>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Self::Error>> {
+        self.inner.poll_ready(cx).map_err(|error| self.answer.error(error))
+    }
+
+    fn call(&mut self, request: Req) -> Self::Future {
+        match self.judge(&request) {
+            Ok(()) => FenceFuture::calling(self.inner.call(request), self.answer.clone()),
+            Err(rejection) => FenceFuture::rejected(rejection, self.answer.clone()),
+        }
+    }
+}
+
+// By hand: `derive` would ask for `K: Clone`.
+impl<S: Clone, K, F, A: Clone> Clone for Fence<S, K, F, A> {
+    fn clone(&self) -> Self {
+        let (shared, fences) = (Arc::clone(&self.shared), Arc::clone(&self.fences));
+        Self { inner: self.inner.clone(), shared, fences, answer: self.answer.clone() }
+    }
+}
+
+impl<S: fmt::Debug, K, F, A> fmt::Debug for Fence<S, K, F, A> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Fence").field("inner", &self.inner).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,236 @@
+//! What those who run locks see of them and do to them, on memory, on one Redis and on a cluster.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+mod support;
+
+use std::collections::HashMap;
+use std::future::{Future, IntoFuture};
+use std::time::{Duration, Instant};
+
+use support::cluster::Cluster;
+use support::server::RedisServer;
+use tokio::time::{sleep, timeout};
+use tollgate::lock::{Cursor, LockAdmin, LockRegistry, LockStore, LossReason, Semaphore};
+use tollgate::{LockError, Locks, MemoryBackend, RedisBackend};
+
+/// Every wait that must end ends in this time.
+const LONG: Duration = Duration::from_secs(20);
+
+fn locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> Locks {
+    Locks::new(store.clone()).namespace("orders").deadline(Duration::from_secs(10))
+}
+
+fn admin<S: LockRegistry + Clone + Sync>(store: &S) -> LockAdmin<S> {
+    LockAdmin::new(store.clone()).namespace("orders").deadline(LONG)
+}
+
+/// Waits for what is done in the background.
+async fn until<F: Future<Output = bool>>(what: &str, mut is_so: impl FnMut() -> F) {
+    let so = async {
+        while !is_so().await {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(LONG, so).await.unwrap_or_else(|_| panic!("never {what}"));
+}
+
+/// Who holds a lock can be seen, by name if there is one, and who does not any more cannot.
+async fn a_holder_can_be_seen<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
+    let admin = &admin(&store);
+    let status = admin.inspect("a").await.unwrap();
+    assert!(!status.is_held() && status.holders.is_empty() && status.last_fence == 0, "{status:?}");
+
+    let long = "ä".repeat(100);
+    let locks = locks(&store).ttl(Duration::from_secs(20));
+    let (nameless, named, longer) =
+        (locks, self::locks(&store).holder("billing {7f9c}\n"), self::locks(&store).holder(&long));
+    let mut last = 0;
+    for (locks, name) in [(&nameless, None), (&named, Some("billing {7f9c}\n")), (&longer, Some(&long[..128]))] {
+        let lease = locks.lock("a").await.unwrap();
+        until("named", || async {
+            let status = admin.inspect("a").await.unwrap();
+            status.is_held() && status.holders[0].name.as_deref() == name
+        })
+        .await;
+        let status = admin.inspect("a").await.unwrap();
+        assert_eq!((status.held_by, status.holders.len()), (1, 1));
+        let holder = &status.holders[0];
+        assert_eq!(holder.fence, lease.fence());
+        assert!(holder.fence > last && status.last_fence >= holder.fence, "{status:?}");
+        assert!(holder.remaining > Duration::from_secs(10) && holder.remaining <= Duration::from_secs(30));
+        assert!(holder.held_for < LONG, "{holder:?}");
+        last = status.last_fence;
+        lease.release().await.unwrap();
+        assert!(!admin.inspect("a").await.unwrap().is_held());
+    }
+    // Another namespace is somebody else's.
+    let _lease = named.lock("a").await.unwrap();
+    let other = LockAdmin::new(store.clone()).namespace("others");
+    assert!(!other.inspect("a").await.unwrap().is_held());
+}
+
+/// Of a semaphore all holders are told of, up to a number, and each has the name that it has.
+async fn holders_of_permits_are_told_apart<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
+    let clients: Vec<_> = (0..3).map(|_| Semaphore::new(store.clone(), 200).deadline(LONG)).collect();
+    let admin = LockAdmin::new(store.clone()).namespace("semaphores").deadline(LONG);
+    let mut permits = Vec::new();
+    for turn in 0..150 {
+        permits.push(clients[turn % 3].acquire("a").await.unwrap());
+    }
+    let status = admin.inspect("a").await.unwrap();
+    assert_eq!((status.held_by, status.holders.len()), (150, 100));
+    drop(permits);
+    until("given back", || async { !admin.inspect("a").await.unwrap().is_held() }).await;
+}
+
+/// A lock that is taken away is free at once for those who wait, with a larger fence, and lost for its holder when it renews.
+async fn a_lock_can_be_taken_away<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (locks(&store).ttl(Duration::from_secs(3)), locks(&store).wait(LONG));
+    let admin = admin(&store);
+    let nobody = admin.force_unlock("a").await.unwrap();
+    assert_eq!(nobody.holders, 0);
+    let lease = here.lock("a").await.unwrap();
+    assert!(lease.fence() > nobody.fence);
+    let waiter = tokio::spawn(there.lock("a").into_future());
+    sleep(Duration::from_millis(300)).await;
+    let seized = admin.force_unlock("a").await.unwrap();
+    assert!(seized.holders == 1 && seized.fence >= lease.fence(), "{seized:?}");
+    let next = timeout(Duration::from_secs(2), waiter).await.expect("it is told").unwrap().unwrap();
+    assert!(next.fence() > seized.fence);
+    let lost = timeout(Duration::from_secs(3), lease.lost()).await.expect("it renews");
+    assert_eq!(lost.reason(), LossReason::Taken);
+    // What the one before does now concerns nobody.
+    drop(lease);
+    sleep(Duration::from_millis(100)).await;
+    assert!(next.check().is_ok());
+    assert!(matches!(here.try_lock("a").await, Err(LockError::Busy(_))));
+    next.release().await.unwrap();
+}
+
+/// A list has every lock that is held, page by page, and nothing else.
+async fn held_locks_are_listed<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
+    let (locks, admin) = (locks(&store), admin(&store));
+    let odd = ["", "a b", "x:y", "*", "[a]", "}{", "\\", "ä", &"long".repeat(100)];
+    let mut leases = Vec::new();
+    for key in odd {
+        leases.push(locks.lock(key).await.unwrap());
+    }
+    for i in 0..300_u32 {
+        leases.push(locks.lock(i).await.unwrap());
+    }
+    for key in ["free", "also free"] {
+        locks.lock(key).await.unwrap().release().await.unwrap();
+    }
+    let mut others = Vec::new();
+    for namespace in ["order", "orders:x", "orders*", "o?ders"] {
+        others.push(locks.clone().namespace(namespace).lock("a").await.unwrap());
+    }
+    for most in [1, 7, 1_000] {
+        let mut found = HashMap::new();
+        let (mut next, mut pages) = (Some(Cursor::default()), 0);
+        while let Some(from) = next {
+            let page = admin.list(from, most).await.unwrap();
+            for status in page.locks {
+                found.insert(status.lock, status.holders[0].fence);
+            }
+            next = page.next;
+            pages += 1;
+            assert!(pages < 3_000, "it comes to an end");
+        }
+        let expected: HashMap<_, _> = leases.iter().map(|lease| (*lease.lock(), lease.fence())).collect();
+        assert_eq!(found, expected, "{most} at a time");
+    }
+    let past = Cursor { part: 1_000, position: 0 };
+    assert_eq!(admin.list(past, 10).await.unwrap().next, None);
+    // One of a namespace that looks like a pattern is what it is called.
+    let admin = LockAdmin::new(store).namespace("o?ders");
+    let mut found = 0;
+    let mut next = Some(Cursor::default());
+    while let Some(from) = next {
+        let page = admin.list(from, 100).await.unwrap();
+        found += page.locks.len();
+        next = page.next;
+    }
+    assert_eq!(found, 1);
+}
+
+macro_rules! everywhere {
+    ($($claim:ident)+) => {
+        mod memory {
+            $(
+                #[tokio::test(start_paused = true)]
+                async fn $claim() {
+                    super::$claim(super::MemoryBackend::new()).await;
+                }
+            )+
+        }
+
+        mod redis_server {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $claim() {
+                    let server = super::RedisServer::start();
+                    super::$claim(super::RedisBackend::connect(server.url()).await.unwrap()).await;
+                    super::every_key_expires(&server);
+                }
+            )+
+        }
+
+        #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+        async fn all_of_it_on_a_cluster() {
+            let cluster = Cluster::start();
+            $(
+                $claim(RedisBackend::connect(cluster.url()).await.unwrap()).await;
+            )+
+        }
+    };
+}
+
+everywhere! {
+    a_holder_can_be_seen
+    holders_of_permits_are_told_apart
+    a_lock_can_be_taken_away
+    held_locks_are_listed
+}
+
+fn every_key_expires(server: &RedisServer) {
+    let mut connection = server.connection();
+    let keys: Vec<String> = redis::cmd("KEYS").arg("*").query(&mut connection).unwrap();
+    for key in keys {
+        let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).unwrap();
+        // -2 is a key that has expired since it was listed.
+        assert!(ttl >= 0 || ttl == -2, "{key} has no expiry: {ttl}");
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
+    let server = RedisServer::start();
+    let admin = LockAdmin::new(RedisBackend::connect(server.url()).await.unwrap());
+    for value in ["hello", "", "2345678901234567890"] {
+        let _: () = redis::cmd("SET")
+            .arg("tollgate:2:{lock:default:a}:lease")
+            .arg(value)
+            .query(&mut server.connection())
+            .unwrap();
+        assert!(admin.inspect("a").await.unwrap_err().is_foreign_data());
+        assert!(admin.force_unlock("a").await.unwrap_err().is_foreign_data());
+        assert!(admin.list(Cursor::default(), 10).await.unwrap_err().is_foreign_data());
+        let still: String = server.query("GET tollgate:2:{lock:default:a}:lease");
+        assert_eq!(still, value);
+    }
+}
+
+#[tokio::test]
+async fn a_store_that_does_not_answer_is_not_waited_for() {
+    let server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let admin = LockAdmin::new(backend).deadline(Duration::from_millis(200));
+    server.pause();
+    let begun = Instant::now();
+    assert!(admin.inspect("a").await.unwrap_err().is_timeout());
+    assert!(admin.force_unlock("a").await.unwrap_err().is_timeout());
+    assert!(admin.list(Cursor::default(), 10).await.unwrap_err().is_timeout());
+    assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
+    server.resume();
+}
