@@ -1,4 +1,5 @@
 use std::any::Any;
+use std::cell::RefCell;
 use std::fmt;
 use std::future::Future;
 use std::hash::{Hash, Hasher};
@@ -100,6 +101,13 @@ impl fmt::Display for LockKey {
     }
 }
 
+/// How many tokens are made at once: each time the system is asked costs as much as a few of them.
+const TOKENS: usize = 16;
+
+thread_local! {
+    static SUPPLY: RefCell<Vec<[u8; 16]>> = const { RefCell::new(Vec::new()) };
+}
+
 /// Who holds a lease: 16 random bytes, others for each acquisition.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Token([u8; 16]);
@@ -111,9 +119,15 @@ impl Token {
     ///
     /// If the system has no random numbers to give.
     pub fn random() -> Result<Self, StoreError> {
-        let mut bytes = [0; 16];
-        getrandom::fill(&mut bytes).map_err(StoreError::other)?;
-        Ok(Self(bytes))
+        SUPPLY.with_borrow_mut(|supply| {
+            if supply.is_empty() {
+                let mut bytes = [0; 16 * TOKENS];
+                getrandom::fill(&mut bytes).map_err(StoreError::other)?;
+                supply.extend_from_slice(bytes.as_chunks().0);
+            }
+            // It has just been filled if it was empty.
+            supply.pop().map(Self).ok_or_else(|| StoreError::other("there are no random numbers"))
+        })
     }
 
     /// The token as a store keeps it.

@@ -8,8 +8,11 @@
 //! * `cycles64_over_rslock`, `cycles1_over_rslock`: locks taken and given back a second, by 64 tasks and by one, each its own
 //! * `contended_over_rslock`: grants a second when 64 tasks want one lock
 //! * `wait_p99_over_rslock`: the 99th percentile of the wait for it, theirs to ours
+//! * `client_cpu_over_rslock`, `redis_cpu_over_rslock`: the processor time of a cycle, of 64 tasks with their own locks, in this process and in Redis: ours to
+//!   theirs, so below 1 is less work. These hardly depend on what else the machine does
 //! * `ours_grants_min_over_max`, `rslock_grants_min_over_max`: the grants of the task that got fewest to those of the one that got most
 
+use std::fs;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -57,6 +60,8 @@ impl Contender {
 
 struct Load {
     per_s: f64,
+    client_us: f64,
+    redis_us: f64,
     p50_us: f64,
     p99_us: f64,
     min_over_max: f64,
@@ -80,7 +85,7 @@ async fn compare() {
         for ((tasks, is_own), rounds) in loads.into_iter().zip(&mut rounds) {
             for turn in 0..2 {
                 let at = (round + turn) % 2;
-                let load = load(&contenders[at], names[at], tasks, is_own).await;
+                let load = load(&server, &contenders[at], names[at], tasks, is_own).await;
                 // The first round warms up.
                 if round > 0 {
                     rounds[at].push(load);
@@ -92,12 +97,15 @@ async fn compare() {
         for (name, rounds) in names.into_iter().zip(rounds) {
             let of = |figure: fn(&Load) -> f64| median(rounds.iter().map(figure).collect());
             println!(
-                "{name:<7} {tasks:>2} tasks, {}: {:.0}/s, waits p50 {:.0} us p99 {:.0} us, fewest to most grants {:.2}",
+                "{name:<7} {tasks:>2} tasks, {}: {:.0}/s, waits p50 {:.0} us p99 {:.0} us, fewest to most grants {:.2}, \
+                 processor time here {:.1} us, of Redis {:.1} us a cycle",
                 if is_own { "own locks" } else { "one lock" },
                 of(|load| load.per_s),
                 of(|load| load.p50_us),
                 of(|load| load.p99_us),
                 of(|load| load.min_over_max),
+                of(|load| load.client_us),
+                of(|load| load.redis_us),
             );
         }
     }
@@ -109,18 +117,21 @@ async fn compare() {
     let fairness = |at: usize| median(contended[at].iter().map(|load| load.min_over_max).collect());
     println!(
         "cycles64_over_rslock={:.2} cycles1_over_rslock={:.2} contended_over_rslock={:.1} wait_p99_over_rslock={:.1} \
-         ours_grants_min_over_max={:.2} rslock_grants_min_over_max={:.2}",
+         client_cpu_over_rslock={:.2} redis_cpu_over_rslock={:.2} ours_grants_min_over_max={:.2} rslock_grants_min_over_max={:.2}",
         ratio(own, |load| load.per_s),
         ratio(alone, |load| load.per_s),
         ratio(contended, |load| load.per_s),
         1.0 / ratio(contended, |load| load.p99_us),
+        ratio(own, |load| load.client_us),
+        ratio(own, |load| load.redis_us),
         fairness(0),
         fairness(1),
     );
 }
 
 /// Lets all tasks take a lock and give it back for a [`ROUND`], each its own or all the same.
-async fn load(contender: &Contender, name: &str, tasks: u32, is_own: bool) -> Load {
+async fn load(server: &RedisServer, contender: &Contender, name: &str, tasks: u32, is_own: bool) -> Load {
+    let (client_before, redis_before) = (own_cpu_us(), redis_cpu_us(server));
     let barrier = Arc::new(Barrier::new(tasks as usize));
     let mut running = JoinSet::new();
     let begun = Instant::now();
@@ -138,15 +149,32 @@ async fn load(contender: &Contender, name: &str, tasks: u32, is_own: bool) -> Lo
     }
     let waits = running.join_all().await;
     let elapsed = begun.elapsed().as_secs_f64();
+    let (client_us, redis_us) = (own_cpu_us() - client_before, redis_cpu_us(server) - redis_before);
     let (least, most) = (waits.iter().map(Vec::len).min(), waits.iter().map(Vec::len).max());
     let mut all: Vec<_> = waits.into_iter().flatten().map(|wait| wait.as_secs_f64() * 1e6).collect();
     all.sort_by(f64::total_cmp);
     Load {
         per_s: all.len() as f64 / elapsed,
+        client_us: client_us / all.len() as f64,
+        redis_us: redis_us / all.len() as f64,
         p50_us: all[all.len() / 2],
         p99_us: all[all.len() * 99 / 100],
         min_over_max: least.unwrap_or_default() as f64 / most.unwrap_or(1) as f64,
     }
+}
+
+/// The processor time of this process, in ticks of 10 ms.
+fn own_cpu_us() -> f64 {
+    let stat = fs::read_to_string("/proc/self/stat").expect("this is Linux");
+    let fields = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').collect::<Vec<_>>()).unwrap_or_default();
+    let ticks = |at: usize| fields[at].parse::<f64>().expect("a number of ticks");
+    (ticks(11) + ticks(12)) * 1e4
+}
+
+/// That of the server.
+fn redis_cpu_us(server: &RedisServer) -> f64 {
+    let seconds = |field| server.info(field).and_then(|seconds| seconds.parse::<f64>().ok()).unwrap_or_default();
+    (seconds("used_cpu_user") + seconds("used_cpu_sys")) * 1e6
 }
 
 fn median(mut values: Vec<f64>) -> f64 {
