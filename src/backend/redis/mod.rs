@@ -84,6 +84,8 @@
 
 mod cluster;
 mod counts;
+mod delay_queue;
+mod delay_record;
 mod error;
 mod gather;
 mod idempotency;
