@@ -1,19 +1,24 @@
--- lock_release: give a lease back if it still belongs to the token, and tell those who wait for one.
+-- lock_release: give a lease back if it still belongs to the token, or leave the line for it, and tell those who wait.
 --
 -- KEYS[1]  lease    string, see lock_acquire                   prefix:2:{lock:<namespace>:<subject>}:lease
 -- KEYS[2]  channel  where those who wait for it listen         prefix:2:{lock:<namespace>:<subject>}:free
+-- KEYS[3]  line     sorted set, see lock_line                  prefix:2:{lock:<namespace>:<subject>}:line
+-- KEYS[4]  places   sorted set, see lock_line                  prefix:2:{lock:<namespace>:<subject>}:places
 -- ARGV[1]  token    of the acquisition
 -- ARGV[2]  keep_ms  how long the last fence is remembered
 -- ARGV[3]  publish  PUBLISH, or SPUBLISH on a cluster
 --
--- Value    lease: see lock_acquire
--- Returns  {1, listeners} given back; {0, listeners} it had ended already; {0, 0} it is not this token's
+-- Value    lease: see lock_acquire; line, places: see lock_line. channel: the token of who is first in the line, or 1 where
+--          nobody stands in line
+-- Returns  {1, listeners} given back; {0, listeners} it had ended already, or was only waited for; {0, 0} it is not this token's
 -- Errors   WRONGTYPE
--- Repeat   harmless: a token that holds no lease changes nothing
-local lease, channel, token, keep_ms, publish = KEYS[1], KEYS[2], ARGV[1], ARGV[2] + 0, ARGV[3]
+-- Repeat   harmless: a token that holds no lease and stands in no line changes nothing
+local lease, channel, line, places = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
+local token, keep_ms, publish = ARGV[1], ARGV[2] + 0, ARGV[3]
 
 local stored = redis.call('GET', lease) or ''
-if stored:byte(1) ~= 1 or (#stored - 8) % 34 ~= 0 then
+local held_as = stored:byte(1) or 1
+if held_as < 1 or held_as > 3 or (#stored > 0 and (#stored - 8) % 34 ~= 0) then
   return {0, 0}
 end
 local time = redis.call('TIME')
@@ -28,15 +33,33 @@ for at = 9, #stored, 34 do
     latest = math.max(latest, ends)
   end
 end
-if not rest then
-  return {0, 0}
+local message = '1'
+if rest then
+  redis.call('SET', lease, rest, 'PX', math.ceil((latest - now) / 1000) + keep_ms)
 end
-redis.call('SET', lease, rest, 'PX', math.ceil((latest - now) / 1000) + keep_ms)
+if held_as > 1 or not rest then
+  -- A user who may not do this has never stood in a line.
+  local head = redis.pcall('ZRANGE', line, 0, 0)[1]
+  local was_first = head and head:sub(2) == token
+  -- Also of a lease that ended, if the token came to stand in line again.
+  if head and redis.call('ZREM', line, '2' .. token, '3' .. token) > 0 then
+    redis.call('ZREM', places, '2' .. token, '3' .. token)
+    head = redis.call('ZRANGE', line, 0, 0)[1]
+  end
+  if not rest and not was_first then
+    return {0, 0}
+  end
+  -- Whoever wants it in another way than it is held has to wait for all of them.
+  if not head or (latest > now and head:sub(1, 1) ~= tostring(held_as)) then
+    return {was_held, 0}
+  end
+  message = head:sub(2)
+end
 -- A user who may not publish still gives the lease back; those who wait look now and then.
-local listeners = redis.pcall(publish, channel, '1')
+local listeners = redis.pcall(publish, channel, message)
 if publish == 'SPUBLISH' and type(listeners) ~= 'number' then
   -- Redis 6.2 does not know it.
-  listeners = redis.pcall('PUBLISH', channel, '1')
+  listeners = redis.pcall('PUBLISH', channel, message)
 end
 if type(listeners) ~= 'number' then
   listeners = 0

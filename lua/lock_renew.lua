@@ -18,7 +18,8 @@ for i = 1, math.min(#leases, 128) do
   terms = terms + 2
   local stored = redis.call('GET', leases[i]) or ''
   local renewed, latest = nil, now
-  if stored:byte(1) == 1 and (#stored - 8) % 34 == 0 then
+  local held_as = stored:byte(1) or 0
+  if held_as >= 1 and held_as <= 3 and (#stored - 8) % 34 == 0 then
     -- As many turns as there are holders.
     for at = 9, #stored, 34 do
       local ends, _, first, holder = struct.unpack('<I7I4I7c16', stored, at)

@@ -64,8 +64,8 @@
 //! * `http` (default): the module `http`, with http, http-body, ipnet and the small crates that answers take.
 //! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`.
 //! * `grpc`: the module `grpc`, with prost.
-//! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics) and
-//!   [`lock`](lock#metrics).
+//! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics),
+//!   [`lock`](lock#metrics) and [`idempotency`](idempotency#metrics).
 //! * `testing`: the module `testing`, for `[dev-dependencies]`.
 //! * `config`: the module `config`, with serde, toml, serde_json, granit-parser (YAML), matchit and arc-swap.
 //!
@@ -80,6 +80,7 @@ mod key;
 pub mod backend;
 #[cfg(feature = "config")]
 pub mod config;
+pub mod delay_queue;
 #[cfg(feature = "grpc")]
 pub mod grpc;
 #[cfg(feature = "http")]
@@ -95,6 +96,7 @@ pub use self::backend::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
+pub use self::delay_queue::{DelayQueue, Job, JobId};
 pub use self::error::{BoxError, ConfigError, ConnectError, StoreError};
 #[cfg(feature = "http")]
 pub use self::http::IdempotencyLayer;

@@ -15,7 +15,7 @@ use support::server::RedisServer;
 use tokio::sync::{Mutex, MutexGuard};
 use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
-use tollgate::lock::{LeaseState, LossReason, Release};
+use tollgate::lock::{LeaseState, LossReason, Release, RwLocks};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{LockError, Locks, MemoryBackend, RedisBackend, RedisOptions};
 
@@ -94,6 +94,39 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
             },
             is_free().await
         );
+    }
+    let fair = here.clone().fair();
+    drop_everywhere!(
+        async {
+            let lease = there.lock("a").await.unwrap();
+            tokio::spawn(async move {
+                sleep(Duration::from_millis(5)).await;
+                drop(lease);
+            });
+            drop(fair.lock("a").wait(LONG).await.unwrap());
+        },
+        is_free().await
+    );
+    let rw = async || RwLocks::new(connect(&server).await).deadline(Duration::from_secs(2));
+    let (readers, writers) = (rw().await, rw().await);
+    let is_free = async || drop(timeout(LONG / 3, writers.write("a")).await.unwrap().unwrap());
+    drop_everywhere!(readers.read("a").into_future(), is_free().await);
+    drop_everywhere!(readers.try_write("a").into_future(), is_free().await);
+    for is_writer in [true, false] {
+        drop_everywhere!(
+            async {
+                let lease = if is_writer { readers.read("a") } else { writers.write("a") }.await.unwrap();
+                tokio::spawn(async move {
+                    sleep(Duration::from_millis(5)).await;
+                    drop(lease);
+                });
+                drop(if is_writer { readers.write("a") } else { readers.read("a") }.wait(LONG).await.unwrap());
+            },
+            is_free().await
+        );
+    }
+    for locks in [readers, writers] {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
     }
     let lease = here.lock("b").ttl(Duration::from_millis(300)).max_hold(Duration::from_millis(20)).await.unwrap();
     drop_everywhere!(lease.lost(), yield_now().await);

@@ -9,7 +9,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
 use super::errand::Errand;
-use super::error::{Busy, Closed, LockError, Nested};
+use super::error::{Busy, Closed, LockError, Nested, QueueFull};
 use super::gate::{Entered, Offer, Turn};
 use super::hold::{FENCES, Hold, after, usable};
 use super::keeper::jittered;
@@ -18,7 +18,7 @@ use super::locks::Terms;
 use super::meters::{Outcome, Way};
 use super::nested;
 use super::shared::Shared;
-use super::store::{Acquired, Claim, LockKey, Token};
+use super::store::{Acquired, Claim, Line, LockKey, Token};
 use crate::circuit::Circuit;
 use crate::error::{ConfigError, StoreError};
 
@@ -47,7 +47,8 @@ async fn take(home: &Arc<Shared>, lock: LockKey, terms: Terms, begun: Instant) -
     }
     let _asking = if terms.wait.is_zero() { None } else { Some(home.ask(lock, terms.max_asking)?) };
     let give_up = after(begun, terms.wait);
-    let turn = match home.enter(lock, &terms)? {
+    let entered = if terms.is_fair { home.join(lock, &terms)? } else { home.enter(lock, &terms)? };
+    let turn = match entered {
         Entered::Turn(turn) => turn,
         Entered::Line { mut waiting, is_free_soon } => {
             // What is being given back is waited for also by those who do not want to wait.
@@ -97,9 +98,7 @@ async fn contend(
         sleep(HEAD_START).await;
     }
     let token = Token::random()?;
-    let fences = if home.is_semaphore { 1 } else { FENCES };
-    let claim = Claim { token, ttl: terms.ttl, fences, permits: terms.permits };
-    let mut attempts = Attempts { home: Arc::clone(&home), lock, claim, terms, sent: None, is_ambiguous: false };
+    let mut attempts = Attempts::new(&home, lock, token, terms);
     let mut pause = FIRST_PAUSE;
     let mut is_second = false;
     // When a message came that the lock was given back, and nothing else since.
@@ -115,19 +114,24 @@ async fn contend(
                 }
                 return attempts.granted(turn, fence).ok_or_else(|| StoreError::timeout().into());
             }
-            Ok(Acquired::Busy { remaining }) => {
+            Ok(Acquired::LineFull { .. }) => return Err(QueueFull::new(lock).into()),
+            Ok(answer @ (Acquired::Busy { remaining } | Acquired::InLine { remaining, .. })) => {
                 if Instant::now() >= give_up {
                     return Err(Busy::new(lock, remaining).into());
                 }
                 if turn.wakeups.is_none() {
                     let until = give_up.min(after(Instant::now(), remaining.min(POLL)));
                     tokio::select! {
-                        wakeups = timeout_at(until, Arc::clone(&home.store).watch(lock)) => turn.wakeups = wakeups.ok(),
+                        wakeups = timeout_at(until, Arc::clone(&home.store).watch(lock, attempts.in_line())) => turn.wakeups = wakeups.ok(),
                         () = home.closed() => return Err(Closed.into()),
                     }
                     // What was given back before anybody listened is found by asking again.
                 } else if let Some(wakeups) = &mut turn.wakeups {
-                    let poll = remaining.saturating_add(Duration::from_millis(1)).min(jittered(POLL));
+                    let mut poll = jittered(POLL);
+                    // Those further back get nothing when the lease ends.
+                    if !matches!(answer, Acquired::InLine { is_first: false, .. }) {
+                        poll = remaining.saturating_add(Duration::from_millis(1)).min(poll);
+                    }
                     told = None;
                     tokio::select! {
                         () = wakeups.next() => told = Some(Instant::now()),
@@ -158,19 +162,39 @@ async fn contend(
     }
 }
 
-/// The attempts to take a lease by one token. If one of them may have come to pass, it is undone when this is dropped.
+/// The attempts to take a lease by one token. If one of them may have come to pass, it is undone when this is dropped; who stands in
+/// line leaves it then.
 struct Attempts {
     home: Arc<Shared>,
     lock: LockKey,
     claim: Claim,
     terms: Terms,
-    // When the last attempt was sent, if the token may hold the lease.
+    // When the last attempt was sent, if the token may hold the lease or stand in line for it.
     sent: Option<Instant>,
     // Whether the answer to one of them is not known.
     is_ambiguous: bool,
 }
 
 impl Attempts {
+    fn new(home: &Arc<Shared>, lock: LockKey, token: Token, terms: Terms) -> Self {
+        let line = match (terms.is_fair, terms.wait.is_zero()) {
+            (false, _) => Line::Ignore,
+            (true, true) => Line::Respect,
+            (true, false) => Line::Join,
+        };
+        // From hand to hand goes what nobody else is in line for.
+        let fences = if home.is_semaphore || terms.is_fair { 1 } else { FENCES };
+        let permits = if terms.is_shared { Claim::MAX_PERMITS } else { terms.permits };
+        let Terms { ttl, is_shared, .. } = terms;
+        let claim = Claim { token, ttl, fences, permits, is_shared, line };
+        Self { home: Arc::clone(home), lock, claim, terms, sent: None, is_ambiguous: false }
+    }
+
+    /// Who stands in line, if anybody does.
+    fn in_line(&self) -> Option<Token> {
+        (self.claim.line == Line::Join).then_some(self.claim.token)
+    }
+
     fn answered(&mut self, answer: &Result<Acquired, StoreError>) {
         let circuit = self.home.circuit();
         match answer {
@@ -178,10 +202,10 @@ impl Attempts {
             Err(error) => circuit.failed(&*self.home, error, true),
         }
         match answer {
-            Ok(Acquired::Granted { .. }) => {}
+            Ok(Acquired::Granted { .. } | Acquired::InLine { .. }) => {}
             // An earlier attempt may still be on its way.
-            Ok(Acquired::Busy { .. }) if self.is_ambiguous => {}
-            Ok(Acquired::Busy { .. }) => self.sent = None,
+            Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) if self.is_ambiguous => {}
+            Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) => self.sent = None,
             // The store has said no, if for another reason, or was not asked.
             Err(error)
                 if error.is_unauthorized()
@@ -202,8 +226,9 @@ impl Attempts {
         let hold = Hold::new(self.lock, &self.claim, self.terms.deadline, self.is_ambiguous, sent, fence);
         let hold = Arc::new(hold);
         let fence = hold.hand_to(self.terms.max_hold, now).unwrap_or(fence);
-        turn.holds(&hold);
+        let turn = turn.holds(&hold);
         self.home.keep(&hold);
+        drop(turn);
         self.home.name(&hold);
         Some(Lease::new(&self.home, &hold, fence))
     }
@@ -212,8 +237,9 @@ impl Attempts {
 impl Drop for Attempts {
     fn drop(&mut self) {
         if let Some(sent) = self.sent {
-            let until = after(sent, self.claim.ttl);
-            if let Some(errand) = Errand::undo(&self.home, self.lock, &self.claim, until, self.terms.deadline) {
+            let until = after(sent, self.claim.ttl.max(Claim::PLACE));
+            let (limit, is_ambiguous) = (self.terms.deadline, self.is_ambiguous);
+            if let Some(errand) = Errand::undo(&self.home, self.lock, &self.claim, until, limit, is_ambiguous) {
                 errand.in_background();
             }
         }

@@ -16,7 +16,7 @@ pub(super) trait AnyStore: Send + Sync {
 
     fn shard(&self, lock: &LockKey) -> u32;
     fn release(self: Arc<Self>, lock: LockKey, token: Token) -> Call<Result<Released, StoreError>>;
-    fn watch(self: Arc<Self>, lock: LockKey) -> Call<Wakeups>;
+    fn watch(self: Arc<Self>, lock: LockKey, in_line: Option<Token>) -> Call<Wakeups>;
     fn name(self: Arc<Self>, lock: LockKey, token: Token, name: Arc<str>) -> Call<Result<(), StoreError>>;
     fn scope(&self) -> Scope;
 }
@@ -38,8 +38,8 @@ impl<S: LockStore + Send + Sync + 'static> AnyStore for S {
         Box::pin(async move { LockStore::release(&*self, &lock, &token).await })
     }
 
-    fn watch(self: Arc<Self>, lock: LockKey) -> Call<Wakeups> {
-        Box::pin(async move { LockStore::watch(&*self, &lock).await })
+    fn watch(self: Arc<Self>, lock: LockKey, in_line: Option<Token>) -> Call<Wakeups> {
+        Box::pin(async move { LockStore::watch(&*self, &lock, in_line.as_ref()).await })
     }
 
     fn name(self: Arc<Self>, lock: LockKey, token: Token, name: Arc<str>) -> Call<Result<(), StoreError>> {

@@ -64,13 +64,15 @@ impl Errand {
         }
     }
 
-    /// Undoes an acquisition of which nothing is known, should it come to pass before `until`. `None` if there are too many.
+    /// Undoes an acquisition that nobody wants any more; one of which nothing is known, should it come to pass before `until`.
+    /// `None` if there are too many.
     pub(super) fn undo(
         home: &Arc<Shared>,
         lock: LockKey,
         claim: &Claim,
         until: Instant,
         limit: Duration,
+        is_ambiguous: bool,
     ) -> Option<Self> {
         let undone = Some(Undone::new(home)?);
         Some(Self {
@@ -80,7 +82,7 @@ impl Errand {
             limit,
             turn: None,
             until,
-            is_ambiguous: true,
+            is_ambiguous,
             is_done: false,
             is_last: false,
             undone,

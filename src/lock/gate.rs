@@ -24,10 +24,17 @@ const SHARDS: usize = 16;
 /// The locks that somebody in this process holds or asks for. A lock that nobody cares about is not in here.
 pub(super) struct Gate {
     hasher: RandomState,
-    shards: [Mutex<HashMap<LockKey, Queue>>; SHARDS],
-    // How many locks are in the shards.
+    shards: [Mutex<Shard>; SHARDS],
+    // How many queues and crowds are in the shards.
     locks: AtomicUsize,
     next_id: AtomicU64,
+}
+
+#[derive(Default)]
+struct Shard {
+    queues: HashMap<LockKey, Queue>,
+    // How many stand in the line that the store keeps for a lock. That knows who is first.
+    crowds: HashMap<LockKey, usize>,
 }
 
 struct Queue {
@@ -75,6 +82,8 @@ pub(super) struct Turn {
     /// Whether others, in other processes, were told at the same time that the lock is free.
     pub(super) is_shared: bool,
     is_over: bool,
+    // Whether this is one of those who ask by themselves, since the store has a line for them.
+    is_in_crowd: bool,
 }
 
 /// A place in the line. Whoever drops it leaves.
@@ -100,14 +109,14 @@ impl Gate {
     }
 
     /// Nothing panics halfway in here, so what a poisoned lock guards is whole.
-    fn shard(&self, lock: &LockKey) -> MutexGuard<'_, HashMap<LockKey, Queue>> {
+    fn shard(&self, lock: &LockKey) -> MutexGuard<'_, Shard> {
         let shard = self.hasher.hash_one(lock) as usize % SHARDS;
         self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How long whoever is in front may keep the lease, as far as is known here.
     pub(super) fn remaining(&self, lock: &LockKey) -> Duration {
-        self.shard(lock).get(lock).map_or(Duration::ZERO, Queue::remaining)
+        self.shard(lock).queues.get(lock).map_or(Duration::ZERO, Queue::remaining)
     }
 }
 
@@ -135,7 +144,7 @@ impl Shared {
             return Ok(Entered::Turn(turn));
         }
         let mut shard = gate.shard(&lock);
-        let queue = match shard.entry(lock) {
+        let queue = match shard.queues.entry(lock) {
             Entry::Vacant(place) => {
                 place.insert(Queue { front: Front::Asks, waiters: VecDeque::new() });
                 gate.locks.fetch_add(1, Ordering::AcqRel);
@@ -156,17 +165,53 @@ impl Shared {
         Ok(Entered::Line { waiting: Waiting { home: Arc::clone(self), lock, id, offer }, is_free_soon })
     }
 
+    /// Comes to ask the store beside all others, since the store has a line of its own for those who wait.
+    pub(super) fn join(self: &Arc<Self>, lock: LockKey, terms: &Terms) -> Result<Entered, LockError> {
+        let gate = &self.gate;
+        let mut shard = gate.shard(&lock);
+        let crowd = shard.crowds.get(&lock).copied().unwrap_or_default();
+        // Whoever asks first of all does not wait yet.
+        if crowd > terms.max_waiters && !terms.wait.is_zero() {
+            return Err(QueueFull::new(lock).into());
+        }
+        shard.crowds.insert(lock, crowd + 1);
+        if crowd == 0 {
+            gate.locks.fetch_add(1, Ordering::AcqRel);
+        }
+        drop(shard);
+        let mut turn = Turn::new(self, lock);
+        turn.is_over = true;
+        turn.is_in_crowd = true;
+        Ok(Entered::Turn(turn))
+    }
+
+    fn leave_crowd(&self, lock: &LockKey) {
+        let gate = &self.gate;
+        let mut shard = gate.shard(lock);
+        let Some(crowd) = shard.crowds.get_mut(lock) else { return };
+        *crowd -= 1;
+        if *crowd == 0 {
+            shard.crowds.remove(lock);
+            let is_last = gate.locks.fetch_sub(1, Ordering::AcqRel) == 1;
+            drop(shard);
+            if is_last {
+                self.ended();
+            }
+        }
+    }
+
     /// Lets the next in line ask the store, or closes the gate behind the last one.
     fn pass_on(self: &Arc<Self>, mut turn: Turn) {
         let gate = &self.gate;
         loop {
             let mut shard = gate.shard(&turn.lock);
-            let waiter = shard.get_mut(&turn.lock).and_then(|queue| {
+            let waiter = shard.queues.get_mut(&turn.lock).and_then(|queue| {
                 queue.front = Front::Asks;
                 queue.waiters.pop_front()
             });
             let Some(waiter) = waiter else {
-                let is_last = shard.remove(&turn.lock).is_some() && gate.locks.fetch_sub(1, Ordering::AcqRel) == 1;
+                let is_last =
+                    shard.queues.remove(&turn.lock).is_some() && gate.locks.fetch_sub(1, Ordering::AcqRel) == 1;
                 drop(shard);
                 turn.is_over = true;
                 if is_last {
@@ -188,7 +233,7 @@ impl Shared {
         let gate = &self.gate;
         loop {
             let mut shard = gate.shard(hold.lock());
-            let queue = shard.get_mut(hold.lock()).filter(|queue| queue.is_held_by(hold));
+            let queue = shard.queues.get_mut(hold.lock()).filter(|queue| queue.is_held_by(hold));
             let Some(queue) = queue else {
                 // It was lost and whoever is in front now is somebody else, or it is a permit, which nobody is in front with.
                 drop(shard);
@@ -220,7 +265,7 @@ impl Shared {
     /// Lets others ask the store for a lock whose lease was lost, also if whoever had it does not care.
     pub(super) fn abandon(self: &Arc<Self>, hold: &Arc<Hold>) {
         let mut shard = self.gate.shard(hold.lock());
-        let queue = shard.get_mut(hold.lock()).filter(|queue| queue.is_held_by(hold));
+        let queue = shard.queues.get_mut(hold.lock()).filter(|queue| queue.is_held_by(hold));
         if let Some(queue) = queue {
             queue.front = Front::Asks;
             drop(shard);
@@ -232,19 +277,21 @@ impl Shared {
 impl Turn {
     /// Only for whoever has just put themselves in front.
     fn new(home: &Arc<Shared>, lock: LockKey) -> Self {
-        Self { home: Arc::clone(home), lock, wakeups: None, is_shared: false, is_over: false }
+        Self { home: Arc::clone(home), lock, wakeups: None, is_shared: false, is_over: false, is_in_crowd: false }
     }
 
-    /// The store has granted the lease: it stays in front until it is given back.
-    pub(super) fn holds(mut self, hold: &Arc<Hold>) {
-        if self.home.is_semaphore {
-            // The next one may ask for another.
-            return;
+    /// The store has granted the lease: it stays in front until it is given back. What is answered is to be dropped once the
+    /// lease is being kept.
+    pub(super) fn holds(mut self, hold: &Arc<Hold>) -> Self {
+        if self.home.is_semaphore || self.is_in_crowd {
+            // The next one may ask for another, or asks already.
+            return self;
         }
         self.is_over = true;
-        if let Some(queue) = self.home.gate.shard(&self.lock).get_mut(&self.lock) {
+        if let Some(queue) = self.home.gate.shard(&self.lock).queues.get_mut(&self.lock) {
             queue.front = Front::Holds(Arc::clone(hold));
         }
+        self
     }
 }
 
@@ -257,8 +304,12 @@ impl Drop for Turn {
                 wakeups: self.wakeups.take(),
                 is_shared: self.is_shared,
                 is_over: false,
+                is_in_crowd: false,
             };
             self.home.pass_on(next);
+        }
+        if self.is_in_crowd {
+            self.home.leave_crowd(&self.lock);
         }
     }
 }
@@ -274,7 +325,7 @@ impl Drop for Waiting {
     fn drop(&mut self) {
         let gate = &self.home.gate;
         let mut shard = gate.shard(&self.lock);
-        let Some(queue) = shard.get_mut(&self.lock) else { return };
+        let Some(queue) = shard.queues.get_mut(&self.lock) else { return };
         if let Some(place) = queue.waiters.iter().position(|waiter| waiter.id == self.id) {
             queue.waiters.remove(place);
         }

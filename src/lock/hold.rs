@@ -241,7 +241,7 @@ mod tests {
 
     fn hold(ttl_ms: u64) -> Hold {
         let ttl = Duration::from_millis(ttl_ms);
-        let claim = Claim { token: Token::random().unwrap(), ttl, fences: FENCES, permits: 1 };
+        let claim = Claim { fences: FENCES, ..Claim::new(Token::random().unwrap(), ttl) };
         Hold::new(LockKey::new("test", "a"), &claim, Duration::from_millis(100), false, Instant::now(), 100)
     }
 

@@ -60,6 +60,8 @@ pub(super) struct Terms {
     pub(super) max_asking: usize,
     pub(super) deadline: Duration,
     pub(super) permits: u32,
+    pub(super) is_fair: bool,
+    pub(super) is_shared: bool,
 }
 
 impl Locks {
@@ -78,6 +80,8 @@ impl Locks {
             max_asking: 100_000,
             deadline: Duration::from_millis(100),
             permits,
+            is_fair: false,
+            is_shared: false,
         };
         Self { shared: Arc::new(shared), namespace: Key::new(namespace), terms }
     }
@@ -119,6 +123,26 @@ impl Locks {
     #[must_use]
     pub fn max_waiters(mut self, waiters: usize) -> Self {
         self.terms.max_waiters = waiters;
+        self
+    }
+
+    /// First come, first served among all processes, and not only within this one: see [waiting](super#waiting) for how, and for
+    /// what that costs. Defaults to whoever asks first when the lock is free.
+    ///
+    /// All who want the same locks have to do the same: who is not fair passes those who are.
+    ///
+    /// ```
+    /// use tollgate::{Locks, MemoryBackend};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
+    /// let tickets = Locks::new(MemoryBackend::new()).namespace("tickets").fair();
+    /// let lease = tickets.lock("front row").await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn fair(mut self) -> Self {
+        self.terms.is_fair = true;
         self
     }
 
@@ -248,6 +272,11 @@ pub struct LockRequest {
 impl LockRequest {
     pub(super) const fn lock(&self) -> &LockKey {
         &self.lock
+    }
+
+    pub(super) fn shared(mut self) -> Self {
+        self.terms.is_shared = true;
+        self
     }
 
     /// How long the lock outlives a holder that has died: see [`Locks::ttl`].

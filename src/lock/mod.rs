@@ -69,7 +69,8 @@
 //! # }
 //! ```
 //!
-//! [`Locks::lock_all`] takes several keys or none. [`Semaphore`] lets in several at a time. What would be one hot key can be [`Segmented`]: any of several locks will do.
+//! [`Locks::lock_all`] takes several keys or none. [`Semaphore`] lets in several at a time, [`RwLocks`] many readers or one writer.
+//! What would be one hot key can be [`Segmented`]: any of several locks will do.
 //!
 //! # In front of a service
 //!
@@ -140,8 +141,14 @@
 //!
 //! Those who wait in one process stand in one line and are served in order. Only the first of the line asks the store, and the
 //! lease goes from hand to hand inside the process, a new fence with each hand, for up to 16 grants or 100 ms at a time. Between
-//! processes whoever is first gets the lock; that is not fair, but those who were told of it at the same time get a start. Who waits is told by
+//! processes whoever is first gets the lock, unless told otherwise; that is not fair, but those who were told of it at the same time get a start. Who waits is told by
 //! a message when the lock is given back, and looks once a second in any case, since messages get lost.
+//!
+//! [`Locks::fair`] and [`RwLocks`] are fair between processes: there the store keeps one line for all who wait, by its own clock. Each of them asks by
+//! itself and asks again once a second, which keeps its place; whoever has not asked for three seconds, being dead or
+//! stopped, has lost it, and holds the others up for no longer than that and one more second. Only who is next is told when the
+//! lock is given back. The price is a command or two more for each grant that was waited for, and no lease goes from hand to hand inside
+//! a process. Up to 10,000 stand in one line.
 //!
 //! # What is asked of the store
 //!
@@ -182,6 +189,7 @@ mod hold;
 mod lease;
 mod locks;
 mod multi;
+mod rw;
 mod segmented;
 mod semaphore;
 mod store;
@@ -209,8 +217,9 @@ pub use self::lease::{Lease, LeaseState, LeaseView, Release};
 pub use self::locks::{LockRequest, Locks};
 pub use self::multi::{Leases, MultiRequest};
 pub use self::rejection::{MissingKey, Occupy, Rejection};
+pub use self::rw::RwLocks;
 pub use self::segmented::{Segment, SegmentRequest, Segmented};
 pub use self::semaphore::Semaphore;
 pub use self::service::{Detach, Lock};
-pub use self::store::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+pub use self::store::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
 pub use crate::circuit::CircuitBreaker;

@@ -22,7 +22,8 @@ use crate::key::Key;
 ///
 /// Dropping a returned future may or may not have done what was asked.
 pub trait LockStore {
-    /// Takes a lease for [`Claim::ttl`] from now on, if fewer than [`Claim::permits`] others hold one.
+    /// Takes a lease for [`Claim::ttl`] from now on, if fewer than [`Claim::permits`] others hold one in the same way, and if
+    /// nobody comes before this one: see [`Line`].
     ///
     /// Where the token holds it already, it lasts its whole time again and the answer is the one that was given before.
     fn acquire(&self, lock: &LockKey, claim: &Claim) -> impl Future<Output = Result<Acquired, StoreError>> + Send;
@@ -38,12 +39,14 @@ pub trait LockStore {
         0
     }
 
-    /// Gives a lease back if `token` holds it, and wakes those who [watch](Self::watch) for that.
+    /// Gives a lease back if `token` holds it, or takes the token out of the line, and wakes those who [watch](Self::watch)
+    /// for that: all of them, or who is first in the line.
     fn release(&self, lock: &LockKey, token: &Token) -> impl Future<Output = Result<Released, StoreError>> + Send;
 
-    /// Wake-ups for somebody who waits for the lease. The future is ready once no release can be missed any more: the caller
-    /// tries again then, and after each wake-up. A store that cannot tell answers [`Wakeups::none`].
-    fn watch(&self, lock: &LockKey) -> impl Future<Output = Wakeups> + Send;
+    /// Wake-ups for somebody who waits for the lease: whenever it is given back, or for the token of somebody who stands in
+    /// line, when it may be their turn. The future is ready once no release can be missed any more: the caller tries again then, and
+    /// after each wake-up. A store that cannot tell answers [`Wakeups::none`].
+    fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> impl Future<Output = Wakeups> + Send;
 
     /// Notes what a holder is called, for those who look at the lock. Unless a store has a place for that this is nothing.
     fn name(&self, lock: &LockKey, token: &Token, name: &str) -> impl Future<Output = Result<(), StoreError>> + Send {
@@ -101,13 +104,6 @@ impl fmt::Display for LockKey {
     }
 }
 
-/// How many tokens are made at once: each time the system is asked costs as much as a few of them.
-const TOKENS: usize = 16;
-
-thread_local! {
-    static SUPPLY: RefCell<Vec<[u8; 16]>> = const { RefCell::new(Vec::new()) };
-}
-
 /// Who holds a lease: 16 random bytes, others for each acquisition.
 #[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct Token([u8; 16]);
@@ -119,21 +115,43 @@ impl Token {
     ///
     /// If the system has no random numbers to give.
     pub fn random() -> Result<Self, StoreError> {
-        SUPPLY.with_borrow_mut(|supply| {
-            if supply.is_empty() {
-                let mut bytes = [0; 16 * TOKENS];
-                getrandom::fill(&mut bytes).map_err(StoreError::other)?;
-                supply.extend_from_slice(bytes.as_chunks().0);
-            }
-            // It has just been filled if it was empty.
-            supply.pop().map(Self).ok_or_else(|| StoreError::other("there are no random numbers"))
-        })
+        POOL.with_borrow_mut(Pool::take)
+    }
+
+    /// The token that a store has kept. `None` if that is not 16 bytes long.
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        bytes.try_into().map(Self).ok()
     }
 
     /// The token as a store keeps it.
     #[must_use]
     pub const fn as_bytes(&self) -> &[u8; 16] {
         &self.0
+    }
+}
+
+thread_local! {
+    static POOL: RefCell<Pool> = const { RefCell::new(Pool { tokens: [[0; 16]; Pool::SIZE], left: 0 }) };
+}
+
+/// Random numbers for some tokens: the system is not asked for each of them.
+struct Pool {
+    tokens: [[u8; 16]; Pool::SIZE],
+    left: usize,
+}
+
+impl Pool {
+    const SIZE: usize = 32;
+
+    fn take(&mut self) -> Result<Token, StoreError> {
+        if self.left == 0 {
+            getrandom::fill(self.tokens.as_flattened_mut()).map_err(StoreError::other)?;
+            self.left = Self::SIZE;
+        }
+        self.left -= 1;
+        // It is nowhere but with whoever asked from now on.
+        Ok(Token(std::mem::take(&mut self.tokens[self.left])))
     }
 }
 
@@ -157,9 +175,38 @@ pub struct Claim {
     /// How many may hold a lease at the same time, this one included: 1 for a lock, up to [`Claim::MAX_PERMITS`] for a
     /// semaphore.
     pub permits: u32,
+    /// Whether it is shared, as by readers: those who share never hold a lease together with others. They always respect
+    /// the line.
+    pub is_shared: bool,
+    /// Who comes first.
+    pub line: Line,
+}
+
+/// Who comes first of those who want the same lease.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Line {
+    /// Whoever asks when it is free.
+    #[default]
+    Ignore,
+    /// Those who stand in line. This one goes away again if somebody does.
+    Respect,
+    /// Those who have stood in line for longer. This one stands there as well, if the lease cannot be had now, until it is granted or
+    /// [given back](LockStore::release), or was not asked for again for [`Claim::PLACE`].
+    Join,
 }
 
 impl Claim {
+    /// A lease for one holder, whoever asks when it is free.
+    #[must_use]
+    pub const fn new(token: Token, ttl: Duration) -> Self {
+        Self { token, ttl, fences: 1, permits: 1, is_shared: false, line: Line::Ignore }
+    }
+
+    /// How long a place in the line is kept for somebody who does not ask again: who has died holds the others up for that long.
+    pub const PLACE: Duration = Duration::from_secs(3);
+    /// How many may stand in the line for one lease, in all processes together.
+    pub const MAX_LINE: u32 = 10_000;
     /// The shortest lease there is.
     pub const MIN_TTL: Duration = Duration::from_millis(10);
     /// The longest lease there is. What is to be held for longer is renewed, and free soon after its holder has died.
@@ -180,6 +227,18 @@ pub enum Acquired {
     /// Others hold it.
     Busy {
         /// Until the first of their leases ends, unless it is renewed.
+        remaining: Duration,
+    },
+    /// Others hold it, or come first: the token stands in line.
+    InLine {
+        /// Whether nobody stands in front of it.
+        is_first: bool,
+        /// Until the first of the leases that are held ends, unless it is renewed. Zero if none is.
+        remaining: Duration,
+    },
+    /// So many stand in line that there is no place.
+    LineFull {
+        /// Until the first of the leases that are held ends, unless it is renewed. Zero if none is.
         remaining: Duration,
     },
 }

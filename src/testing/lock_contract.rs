@@ -16,8 +16,8 @@ use tokio::time::{Instant, sleep, timeout};
 
 use crate::error::ConfigError;
 use crate::lock::{
-    Acquired, Claim, LeaseState, LockError, LockKey, LockStore, Locks, LossReason, Release, Released, Renewal, Segment,
-    Segmented, Semaphore, Token,
+    Acquired, Claim, LeaseState, Line, LockError, LockKey, LockStore, Locks, LossReason, Release, Released, Renewal,
+    RwLocks, Segment, Segmented, Semaphore, Token,
 };
 
 /// A lease that no test sees the end of, however slow the machine.
@@ -32,7 +32,7 @@ fn lock(subject: &str) -> LockKey {
 }
 
 fn claim(ttl: Duration) -> Claim {
-    Claim { token: Token::random().unwrap(), ttl, fences: 1, permits: 1 }
+    Claim::new(Token::random().unwrap(), ttl)
 }
 
 /// Generous, since these claims are not about how fast a store is.
@@ -117,6 +117,7 @@ pub async fn a_lease_ends_by_itself<S: LockStore>(store: S) {
                 assert!(remaining <= SHORT, "{remaining:?}");
                 sleep(remaining.max(Duration::from_millis(1))).await;
             }
+            answer => panic!("nobody stands in line: {answer:?}"),
         }
     }
     let took = begun.elapsed();
@@ -163,7 +164,7 @@ pub async fn many_leases_are_renewed_at_once<S: LockStore>(store: S) {
     let renewals: Vec<_> =
         (0..300_u32).map(|i| Renewal { lock: LockKey::new("many", i), token: claim(LONG).token, ttl: LONG }).collect();
     for renewal in renewals.iter().step_by(3) {
-        take(&store, &renewal.lock, &Claim { token: renewal.token, ttl: SHORT, fences: 1, permits: 1 }).await;
+        take(&store, &renewal.lock, &Claim::new(renewal.token, SHORT)).await;
     }
     let answers = store.renew(&renewals).await.unwrap();
     let expected: Vec<_> = (0..300).map(|i| i % 3 == 0).collect();
@@ -214,7 +215,7 @@ pub async fn one_of_many_racing_gets_the_lock<S: LockStore + Clone + Send + Sync
 pub async fn a_release_wakes_those_who_watch<S: LockStore>(store: S) {
     let holder = claim(LONG);
     take(&store, &lock("a"), &holder).await;
-    let (mut one, mut other) = (store.watch(&lock("a")).await, store.watch(&lock("a")).await);
+    let (mut one, mut other) = (store.watch(&lock("a"), None).await, store.watch(&lock("a"), None).await);
     store.release(&lock("a"), &holder.token).await.unwrap();
     for wakeups in [&mut one, &mut other] {
         timeout(SLACK, wakeups.next()).await.expect("a wake-up");
@@ -588,5 +589,319 @@ pub async fn several_locks_are_taken_together_or_not_at_all<S: LockStore + Clone
     assert_eq!(all.release().await.unwrap(), Release::Lost);
     for locks in [here, there] {
         timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+}
+
+fn rw_locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> RwLocks {
+    RwLocks::new(store.clone()).deadline(Duration::from_secs(10)).wait(LONG)
+}
+
+/// A claim of somebody who stands in line.
+fn in_line(is_shared: bool, ttl: Duration) -> Claim {
+    let permits = if is_shared { 100 } else { 1 };
+    Claim { is_shared, permits, line: Line::Join, ..claim(ttl) }
+}
+
+async fn stands_in_line<S: LockStore>(store: &S, lock: &LockKey, claim: &Claim) -> bool {
+    match store.acquire(lock, claim).await.unwrap() {
+        Acquired::InLine { is_first, .. } => is_first,
+        answer => panic!("somebody holds {lock}, or comes first: {answer:?}"),
+    }
+}
+
+/// Who came first is served first, whatever client they ask by, and whether or not those in between give up.
+pub async fn fair_locks_are_had_in_the_order_in_which_they_were_asked_for<
+    S: LockStore + Clone + Send + Sync + 'static,
+>(
+    store: S,
+) {
+    let clients = [(); 3].map(|()| locks(&store).fair().wait(LONG));
+    let lease = clients[0].lock("a").await.unwrap();
+    let served = Arc::new(Mutex::new(Vec::new()));
+    let mut tasks = JoinSet::new();
+    let mut leaving = Vec::new();
+    for i in 0..18 {
+        let (locks, served) = (clients[i % 3].clone(), Arc::clone(&served));
+        if i % 6 == 2 {
+            leaving.push(tokio::spawn(locks.lock("a").into_future()));
+        } else {
+            tasks.spawn(async move {
+                let lease = locks.lock("a").await.unwrap();
+                served.lock().unwrap().push((i, lease.fence()));
+                if i % 2 == 0 { drop(lease) } else { drop(lease.release().await) }
+            });
+        }
+        // In the line before the next one comes.
+        sleep(Duration::from_millis(50)).await;
+    }
+    for locks in &clients {
+        assert!(locks.try_lock("a").await.is_err_and(|error| error.is_busy()));
+    }
+    leaving.iter().for_each(tokio::task::JoinHandle::abort);
+    let freed = Instant::now();
+    lease.release().await.unwrap();
+    timeout(LONG, tasks.join_all()).await.expect("nobody waits for ever");
+    assert!(freed.elapsed() < SLACK * 3, "{:?}", freed.elapsed());
+    let served = std::mem::take(&mut *served.lock().unwrap());
+    assert!(served.is_sorted(), "{served:?}");
+    assert!(served.is_sorted_by_key(|(_, fence)| *fence), "{served:?}");
+    assert_eq!(served.len(), 15);
+    for locks in clients {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+}
+
+/// Somebody who has died in the line holds up those behind until the place is lost, and somebody looks.
+pub async fn the_dead_lose_their_place<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let locks = locks(&store).fair().wait(LONG);
+    let lease = locks.lock("a").await.unwrap();
+    let begun = Instant::now();
+    assert!(stands_in_line(&store, lease.lock(), &in_line(false, LONG)).await);
+    let waiter = tokio::spawn(locks.lock("a").into_future());
+    sleep(Duration::from_millis(100)).await;
+    lease.release().await.unwrap();
+    drop(waiter.await.unwrap().unwrap());
+    let took = begun.elapsed();
+    assert!(took >= Claim::PLACE && took < Claim::PLACE + Duration::from_secs(1) + SLACK, "{took:?}");
+    timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+}
+
+/// Readers hold a lease together, up to as many as there are permits, and writers alone; each grant has a larger fence.
+pub async fn readers_share_and_writers_do_not<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (rw_locks(&store), rw_locks(&store));
+    let (one, other) = (here.read("a").await.unwrap(), there.read("a").await.unwrap());
+    let third = there.try_read("a").await.unwrap();
+    assert!(one.fence() < other.fence() && other.fence() < third.fence());
+    for locks in [&here, &there] {
+        assert!(locks.try_write("a").await.is_err_and(|error| error.is_busy()));
+        locks.try_write("b").await.unwrap().release().await.unwrap();
+    }
+    for reader in [one, other] {
+        assert_eq!(reader.release().await.unwrap(), Release::Released);
+    }
+    assert!(here.try_write("a").await.is_err_and(|error| error.is_busy()));
+    let fence = third.fence();
+    assert_eq!(third.release().await.unwrap(), Release::Released);
+    let writer = here.try_write("a").await.unwrap();
+    assert!(writer.fence() > fence);
+    for locks in [&here, &there] {
+        assert!(locks.try_read("a").await.is_err_and(|error| error.is_busy()));
+        assert!(locks.try_write("a").await.is_err_and(|error| error.is_busy()));
+    }
+    // Whoever writes has it alone, whatever somebody asks for with whom nothing is shared.
+    let semaphore = Claim { permits: 10, ..claim(LONG) };
+    let answer = store.acquire(writer.lock(), &semaphore).await.unwrap();
+    assert!(matches!(answer, Acquired::Busy { .. }), "{answer:?}");
+    assert_eq!(writer.release().await.unwrap(), Release::Released);
+
+    let readers = [(); 4].map(|()| Claim { permits: 3, line: Line::Respect, ..in_line(true, LONG) });
+    for reader in &readers[..3] {
+        take(&store, &lock("c"), reader).await;
+    }
+    let answer = store.acquire(&lock("c"), &readers[3]).await.unwrap();
+    assert!(matches!(answer, Acquired::Busy { .. }), "{answer:?}");
+    for locks in [here, there] {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+}
+
+/// Readers who come while a writer waits stand behind it, and get in together once it is done; so do writers behind readers.
+pub async fn readers_do_not_pass_a_writer_who_waits<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let clients = [rw_locks(&store), rw_locks(&store)];
+    let reader = clients[0].read("a").await.unwrap();
+    let served = Arc::new(Mutex::new(Vec::new()));
+    let mut tasks = JoinSet::new();
+    for (i, is_writer) in [true, false, false, false, true, false].into_iter().enumerate() {
+        let (locks, served) = (clients[i % 2].clone(), Arc::clone(&served));
+        tasks.spawn(async move {
+            let request = if is_writer { locks.write("a") } else { locks.read("a") };
+            let lease = request.await.unwrap();
+            served.lock().unwrap().push((i, lease.fence()));
+            sleep(Duration::from_millis(50)).await;
+            drop(lease);
+        });
+        // In the line before the next one comes.
+        sleep(Duration::from_millis(100)).await;
+        assert!(clients[1].try_read("a").await.is_err_and(|error| error.is_busy()), "a writer waits");
+    }
+    let freed = Instant::now();
+    drop(reader);
+    timeout(LONG, tasks.join_all()).await.expect("nobody waits for ever");
+    assert!(freed.elapsed() < SLACK * 3, "{:?}", freed.elapsed());
+    let served = std::mem::take(&mut *served.lock().unwrap());
+    let mut order: Vec<_> = served.iter().map(|(i, _)| *i).collect();
+    // Those who read together are told one after the other, and may come out in any order.
+    order[1..4].sort_unstable();
+    assert_eq!(order, [0, 1, 2, 3, 4, 5]);
+    let fence_of = |i: usize| served.iter().find(|(j, _)| *j == i).unwrap().1;
+    assert!((1..6).all(|i| fence_of(i - 1) < fence_of(i)), "{served:?}");
+    for locks in clients {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+}
+
+/// A reader that has died holds a writer up until its own lease ends, however many others come and go meanwhile.
+pub async fn a_dead_reader_expires_alone<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let lock = LockKey::new("rw_locks", "a");
+    let (dead, alive) = (in_line(true, SHORT), in_line(true, LONG));
+    let begun = Instant::now();
+    take(&store, &lock, &dead).await;
+    while begun.elapsed() < SHORT * 3 / 2 {
+        let passing = in_line(true, LONG);
+        take(&store, &lock, &alive).await;
+        take(&store, &lock, &passing).await;
+        assert!(store.release(&lock, &passing.token).await.unwrap().was_held);
+        sleep(SHORT / 8).await;
+    }
+    assert!(!store.release(&lock, &dead.token).await.unwrap().was_held);
+    let renewals = [dead.token, alive.token].map(|token| Renewal { lock, token, ttl: LONG });
+    assert_eq!(store.renew(&renewals).await.unwrap(), [false, true]);
+    let writer = in_line(false, LONG);
+    assert!(stands_in_line(&store, &lock, &writer).await);
+    assert!(store.release(&lock, &alive.token).await.unwrap().was_held);
+    take(&store, &lock, &writer).await;
+}
+
+/// Whoever stands in line keeps the place by asking, loses it by not asking for too long, and leaves it by giving it back. Whoever does
+/// not wait passes nobody who does.
+pub async fn a_place_in_line_is_kept_by_asking<S: LockStore>(store: S) {
+    let holder = claim(LONG);
+    take(&store, &lock("a"), &holder).await;
+    let [first, dead, leaving, last] = [(); 4].map(|()| in_line(false, LONG));
+    assert!(stands_in_line(&store, &lock("a"), &first).await);
+    for behind in [&dead, &leaving, &last] {
+        assert!(!stands_in_line(&store, &lock("a"), behind).await);
+    }
+    assert!(store.release(&lock("a"), &holder.token).await.unwrap().was_held);
+    for line in [Line::Respect, Line::Join] {
+        let answer = store.acquire(&lock("a"), &Claim { line, ..claim(LONG) }).await.unwrap();
+        assert!(!matches!(answer, Acquired::Granted { .. }), "there is a line: {answer:?}");
+    }
+    for behind in [&dead, &leaving, &last] {
+        assert!(!stands_in_line(&store, &lock("a"), behind).await);
+    }
+    assert!(!store.release(&lock("a"), &leaving.token).await.unwrap().was_held);
+    let begun = Instant::now();
+    while begun.elapsed() < Claim::PLACE + Duration::from_millis(500) {
+        assert!(!stands_in_line(&store, &lock("a"), &last).await || begun.elapsed() > Claim::PLACE / 2);
+        let answer = store.acquire(&lock("a"), &first).await.unwrap();
+        if begun.elapsed() < Claim::PLACE / 2 {
+            // Whoever is first gets it; asking again changes nothing.
+            assert!(matches!(answer, Acquired::Granted { .. }), "{answer:?}");
+        }
+        sleep(Duration::from_millis(250)).await;
+    }
+    assert!(store.release(&lock("a"), &first.token).await.unwrap().was_held);
+    // The dead one, who was before it, does not stand there any more.
+    take(&store, &lock("a"), &last).await;
+    assert!(store.release(&lock("a"), &last.token).await.unwrap().was_held);
+    take(&store, &lock("a"), &Claim { line: Line::Respect, ..claim(LONG) }).await;
+}
+
+/// Whoever is next in line is told, and nobody else; whoever leaves makes the next one first.
+pub async fn only_who_is_next_is_told<S: LockStore>(store: S) {
+    let holder = in_line(false, LONG);
+    take(&store, &lock("a"), &holder).await;
+    let waiting = [(); 3].map(|()| in_line(false, LONG));
+    let mut wakeups = Vec::new();
+    for (i, claim) in waiting.iter().enumerate() {
+        assert_eq!(stands_in_line(&store, &lock("a"), claim).await, i == 0);
+        wakeups.push(store.watch(&lock("a"), Some(&claim.token)).await);
+    }
+    let quiet = Duration::from_millis(200);
+    for turn in 0..3 {
+        if turn == 1 {
+            // Gives up when it is its turn.
+            store.release(&lock("a"), &waiting[turn].token).await.unwrap();
+        } else {
+            let holder = if turn == 0 { holder.token } else { waiting[0].token };
+            assert!(store.release(&lock("a"), &holder).await.unwrap().was_held);
+        }
+        let next = if turn == 0 { 0 } else { 2 };
+        if turn < 2 {
+            timeout(SLACK, wakeups[next].next()).await.expect("a wake-up");
+        }
+        for (i, wakeups) in wakeups.iter_mut().enumerate() {
+            if turn < 2 || i < 2 {
+                assert!(timeout(quiet, wakeups.next()).await.is_err(), "{i} was told in turn {turn}");
+            }
+        }
+        if turn == 0 {
+            take(&store, &lock("a"), &waiting[0]).await;
+        }
+    }
+    take(&store, &lock("a"), &waiting[2]).await;
+}
+
+/// Readers and writers that come and go never meet, nobody starves, and each writer has a larger fence than all before it.
+pub async fn readers_and_writers_never_meet<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let clients = [rw_locks(&store), rw_locks(&store)];
+    // How many read, and 1,000 for each that writes.
+    let (inside, fence, together) =
+        (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicU64::new(0)), Arc::new(AtomicUsize::new(0)));
+    let mut tasks = JoinSet::new();
+    for task in 0..12 {
+        let locks = clients[task % 2].clone();
+        let (inside, fence, together) = (Arc::clone(&inside), Arc::clone(&fence), Arc::clone(&together));
+        tasks.spawn(async move {
+            for turn in 0..10 {
+                if (task + turn) % 3 == 0 {
+                    let lease = locks.write("a").await.unwrap();
+                    assert_eq!(inside.fetch_add(1_000, Ordering::SeqCst), 0, "a writer meets somebody");
+                    let before = fence.swap(lease.fence(), Ordering::SeqCst);
+                    assert!(lease.fence() > before, "{} after {before}", lease.fence());
+                    sleep(Duration::from_millis(1)).await;
+                    inside.fetch_sub(1_000, Ordering::SeqCst);
+                } else {
+                    let lease = locks.read("a").await.unwrap();
+                    let others = inside.fetch_add(1, Ordering::SeqCst);
+                    assert!(others < 1_000, "a reader meets a writer");
+                    together.fetch_max(others + 1, Ordering::SeqCst);
+                    sleep(Duration::from_millis(2)).await;
+                    inside.fetch_sub(1, Ordering::SeqCst);
+                    drop(lease);
+                }
+            }
+        });
+    }
+    timeout(LONG, tasks.join_all()).await.expect("nobody waits for ever");
+    assert!(together.load(Ordering::SeqCst) > 1, "readers read together");
+    for locks in clients {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+}
+
+/// Whoever gives up waiting for readers, or for a writer, leaves the line, and holds nobody up.
+pub async fn who_gives_up_leaves_the_line<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (rw_locks(&store), rw_locks(&store));
+    let reader = here.read("a").await.unwrap();
+    // By its time, and by being dropped.
+    let error = there.write("a").wait(Duration::from_millis(300)).await.unwrap_err();
+    assert!(error.is_busy(), "{error:?}");
+    let begun = Instant::now();
+    drop(there.read("a").await.unwrap());
+    let writer = tokio::spawn(there.write("a").into_future());
+    sleep(Duration::from_millis(300)).await;
+    let next = tokio::spawn(here.read("a").into_future());
+    sleep(Duration::from_millis(300)).await;
+    assert!(!next.is_finished());
+    writer.abort();
+    drop(next.await.unwrap().unwrap());
+    assert!(begun.elapsed() < Duration::from_millis(600) + SLACK, "{:?}", begun.elapsed());
+    // So many may wait in one process.
+    let few = RwLocks::new(store.clone()).max_waiters(1).wait(LONG).deadline(Duration::from_secs(10));
+    let waiters = [(); 2].map(|()| tokio::spawn(few.write("a").into_future()));
+    sleep(Duration::from_millis(200)).await;
+    assert!(matches!(few.write("a").await, Err(LockError::QueueFull(_))));
+    assert!(few.try_write("a").await.is_err_and(|error| error.is_busy()));
+    waiters.iter().for_each(tokio::task::JoinHandle::abort);
+    drop(reader);
+    drop(here.write("a").wait(SLACK).await.unwrap());
+    // A body that asks for what it waits for itself is told so.
+    let nested = here.read("a").run(async |_| here.write("a").await);
+    assert!(matches!(nested.await, Ok(Err(LockError::Nested(_)))));
+    for locks in [here, there, few] {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+        assert!(matches!(locks.read("a").await, Err(LockError::Closed(_))));
     }
 }

@@ -1,3 +1,4 @@
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
@@ -11,7 +12,7 @@ use tokio::time::Instant;
 use super::MemoryBackend;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::lock::{Cursor, LockHolder, LockPage, LockRegistry, LockStatus, Seized};
 
 /// More than threads would ask at once.
@@ -37,10 +38,39 @@ struct Shard {
 
 #[derive(Default)]
 struct Record {
-    // One, but for semaphores.
+    // One, but for semaphores and readers.
     holders: SmallVec<[Holder; 1]>,
+    held_as: Kind,
     // For those who wait, if there are any.
     freed: Option<watch::Sender<()>>,
+    line: Option<Box<Places>>,
+}
+
+/// In which way a lease is held. Those of different kinds never hold one together.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+enum Kind {
+    #[default]
+    Plain,
+    InLine,
+    Shared,
+}
+
+/// Those who stand in line for a lease.
+#[derive(Default)]
+struct Places {
+    by_arrival: BTreeMap<u64, Place>,
+    arrivals: HashMap<Token, u64>,
+    // When which place is lost.
+    ends: BTreeSet<(Instant, u64)>,
+    next: u64,
+    // For those of them who are told when it is their turn.
+    told: HashMap<Token, watch::Sender<()>>,
+}
+
+struct Place {
+    token: Token,
+    kind: Kind,
+    ends: Instant,
 }
 
 struct Holder {
@@ -79,9 +109,8 @@ impl LockTable {
                 holder.ends = now + claim.ttl;
                 return Ok(Acquired::Granted { fence: holder.fence });
             }
-            let soonest = record.holders.iter().map(|holder| holder.ends).min();
-            if let Some(soonest) = soonest.filter(|_| record.holders.len() >= claim.permits as usize) {
-                return Ok(Acquired::Busy { remaining: soonest - now });
+            if let Some(refusal) = record.refuse(claim, now) {
+                return Ok(refusal);
             }
         }
         self.sweep(&mut shard, now);
@@ -95,6 +124,11 @@ impl LockTable {
         let fence = self.fence.fetch_add(fences, Ordering::Relaxed) + 1;
         let record = shard.locks.entry(*lock).or_default();
         record.holders.push(Holder { token: claim.token, since: now, ends: now + claim.ttl, fence, name: None });
+        record.held_as = Kind::of(claim);
+        if record.holders.len() < claim.permits as usize {
+            // There may be room for the next in line as well.
+            record.wake_first(Some(record.held_as));
+        }
         Ok(Acquired::Granted { fence })
     }
 
@@ -103,7 +137,7 @@ impl LockTable {
         for _ in 0..2 {
             shard.hand = if shard.hand + 1 < shard.locks.len() { shard.hand + 1 } else { 0 };
             let record = shard.locks.get_index_mut(shard.hand);
-            if record.is_some_and(|(_, record)| record.is_free(now) && !record.is_wanted()) {
+            if record.is_some_and(|(_, record)| record.is_free(now) && !record.is_wanted(now)) {
                 shard.locks.swap_remove_index(shard.hand);
                 self.len.fetch_sub(1, Ordering::Relaxed);
             }
@@ -122,19 +156,25 @@ impl LockTable {
     fn release(&self, lock: &LockKey, token: &Token) -> Released {
         let mut shard = self.shard(lock);
         let Some(record) = shard.locks.get_mut(lock) else { return Released::default() };
-        let Some(place) = record.holders.iter().position(|holder| holder.token == *token) else {
+        let now = Instant::now();
+        let holder = record.holders.iter().position(|holder| holder.token == *token);
+        let holder = holder.map(|place| record.holders.remove(place));
+        // Whoever was not first in the line holds nobody up.
+        if holder.is_none() && !record.line.as_mut().is_some_and(|line| line.leave(token)) {
             return Released::default();
-        };
-        let holder = record.holders.remove(place);
-        let is_wanted = record.is_wanted();
-        if is_wanted && let Some(freed) = &record.freed {
-            freed.send_replace(());
         }
-        if !is_wanted && record.holders.is_empty() {
+        match record.held_as {
+            Kind::Plain if holder.is_some() => record.wake_all(),
+            _ if record.is_free(now) => record.wake_first(None),
+            held_as => record.wake_first(Some(held_as)),
+        }
+        let was_held = holder.is_some_and(|holder| now < holder.ends);
+        let is_wanted = record.is_watched();
+        if record.holders.is_empty() && !record.is_wanted(now) {
             shard.locks.swap_remove(lock);
             self.len.fetch_sub(1, Ordering::Relaxed);
         }
-        Released { was_held: Instant::now() < holder.ends, is_wanted }
+        Released { was_held, is_wanted }
     }
 
     fn name(&self, lock: &LockKey, token: &Token, name: &str) {
@@ -171,10 +211,9 @@ impl LockTable {
         if let Some(record) = shard.locks.get_mut(lock) {
             holders = record.holders.iter().filter(|holder| now < holder.ends).count();
             record.holders.clear();
-            if record.is_wanted() {
-                if let Some(freed) = &record.freed {
-                    freed.send_replace(());
-                }
+            record.held_as = Kind::Plain;
+            if record.is_wanted(now) {
+                record.wake_all();
             } else {
                 shard.locks.swap_remove(lock);
                 self.len.fetch_sub(1, Ordering::Relaxed);
@@ -206,13 +245,78 @@ impl LockTable {
         page
     }
 
-    fn watch(self: &Arc<Self>, lock: &LockKey) -> Wakeups {
+    fn watch(self: &Arc<Self>, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
         let mut shard = self.shard(lock);
         if !shard.locks.contains_key(lock) {
             self.len.fetch_add(1, Ordering::Relaxed);
         }
-        let freed = shard.locks.entry(*lock).or_default().freed.get_or_insert_with(|| watch::Sender::new(()));
-        Wakeups::new(freed.subscribe(), Arc::new(Watcher { table: Arc::clone(self), lock: *lock }))
+        let record = shard.locks.entry(*lock).or_default();
+        let sender = match in_line {
+            None => record.freed.get_or_insert_with(|| watch::Sender::new(())),
+            Some(token) => {
+                record.line.get_or_insert_default().told.entry(*token).or_insert_with(|| watch::Sender::new(()))
+            }
+        };
+        let watcher = Watcher { table: Arc::clone(self), lock: *lock, in_line: in_line.copied() };
+        Wakeups::new(sender.subscribe(), Arc::new(watcher))
+    }
+}
+
+impl Kind {
+    const fn of(claim: &Claim) -> Self {
+        match claim.line {
+            _ if claim.is_shared => Self::Shared,
+            Line::Ignore => Self::Plain,
+            Line::Respect | Line::Join => Self::InLine,
+        }
+    }
+}
+
+impl Places {
+    /// Forgets whoever has not asked again in time.
+    fn sweep(&mut self, now: Instant) {
+        while let Some((_, arrival)) = self.ends.first().copied().filter(|(ends, _)| *ends <= now) {
+            self.remove(arrival);
+        }
+    }
+
+    fn first(&self) -> Option<&Place> {
+        self.by_arrival.values().next()
+    }
+
+    /// Keeps a place for somebody, and says whether it is the first. `None` if there is no place.
+    fn stand(&mut self, token: Token, kind: Kind, now: Instant) -> Option<bool> {
+        let ends = now + Claim::PLACE;
+        let arrival = match self.arrivals.get(&token).copied() {
+            Some(arrival) => arrival,
+            None if self.by_arrival.len() >= Claim::MAX_LINE as usize => return None,
+            None => {
+                self.next += 1;
+                self.arrivals.insert(token, self.next);
+                self.next
+            }
+        };
+        if let Some(place) = self.by_arrival.insert(arrival, Place { token, kind, ends }) {
+            self.ends.remove(&(place.ends, arrival));
+        }
+        self.ends.insert((ends, arrival));
+        Some(self.first().is_some_and(|first| first.token == token))
+    }
+
+    /// Takes somebody out of the line; true if they were the first.
+    fn leave(&mut self, token: &Token) -> bool {
+        let is_first = self.first().is_some_and(|first| first.token == *token);
+        if let Some(arrival) = self.arrivals.get(token).copied() {
+            self.remove(arrival);
+        }
+        is_first
+    }
+
+    fn remove(&mut self, arrival: u64) {
+        if let Some(place) = self.by_arrival.remove(&arrival) {
+            self.arrivals.remove(&place.token);
+            self.ends.remove(&(place.ends, arrival));
+        }
     }
 }
 
@@ -225,8 +329,59 @@ impl Record {
         self.holders.iter().all(|holder| holder.ends <= now)
     }
 
-    fn is_wanted(&self) -> bool {
+    /// Whether somebody waits to be told.
+    fn is_watched(&self) -> bool {
         self.freed.as_ref().is_some_and(|freed| freed.receiver_count() > 0)
+            || self.line.as_ref().is_some_and(|line| !line.told.is_empty())
+    }
+
+    /// Whether somebody waits to be told, or stands in line.
+    fn is_wanted(&self, now: Instant) -> bool {
+        let is_alive = |line: &Places| line.ends.last().is_some_and(|(latest, _)| *latest > now);
+        self.is_watched() || self.line.as_deref().is_some_and(is_alive)
+    }
+
+    /// Why a lease is not granted to somebody who does not hold one, who may have got a place in the line by that. `None` if it is
+    /// theirs; then they have left the line.
+    fn refuse(&mut self, claim: &Claim, now: Instant) -> Option<Acquired> {
+        let kind = Kind::of(claim);
+        let is_room = self.holders.is_empty() || (self.held_as == kind && self.holders.len() < claim.permits as usize);
+        let remaining = self.holders.iter().map(|holder| holder.ends - now).min().unwrap_or_default();
+        if kind == Kind::Plain {
+            return (!is_room).then_some(Acquired::Busy { remaining });
+        }
+        let line = self.line.get_or_insert_default();
+        line.sweep(now);
+        if is_room && line.first().is_none_or(|first| first.token == claim.token) {
+            line.leave(&claim.token);
+            return None;
+        }
+        if claim.line != Line::Join {
+            return Some(Acquired::Busy { remaining });
+        }
+        Some(match line.stand(claim.token, kind, now) {
+            Some(is_first) => Acquired::InLine { is_first, remaining },
+            None => Acquired::LineFull { remaining },
+        })
+    }
+
+    /// Tells those who wait without a line, and everybody in it: whoever asks first gets it.
+    fn wake_all(&self) {
+        if let Some(freed) = &self.freed {
+            freed.send_replace(());
+        }
+        for told in self.line.iter().flat_map(|line| line.told.values()) {
+            told.send_replace(());
+        }
+    }
+
+    /// Tells the first of the line; where others hold the lease, only if it can be held with them.
+    fn wake_first(&self, held_as: Option<Kind>) {
+        let Some(line) = &self.line else { return };
+        let first = line.first().filter(|first| held_as.is_none_or(|kind| kind == first.kind));
+        if let Some(told) = first.and_then(|first| line.told.get(&first.token)) {
+            told.send_replace(());
+        }
     }
 }
 
@@ -234,12 +389,17 @@ impl Record {
 struct Watcher {
     table: Arc<LockTable>,
     lock: LockKey,
+    in_line: Option<Token>,
 }
 
 impl Drop for Watcher {
     fn drop(&mut self) {
         let mut shard = self.table.shard(&self.lock);
-        if shard.locks.get(&self.lock).is_some_and(|record| record.holders.is_empty() && !record.is_wanted()) {
+        let Some(record) = shard.locks.get_mut(&self.lock) else { return };
+        if let (Some(line), Some(token)) = (&mut record.line, &self.in_line) {
+            line.told.remove(token);
+        }
+        if record.holders.is_empty() && !record.is_wanted(Instant::now()) {
             shard.locks.swap_remove(&self.lock);
             self.table.len.fetch_sub(1, Ordering::Relaxed);
         }
@@ -259,8 +419,8 @@ impl LockStore for MemoryBackend {
         Ok(self.inner.locks.release(lock, token))
     }
 
-    async fn watch(&self, lock: &LockKey) -> Wakeups {
-        self.inner.locks.watch(lock)
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+        self.inner.locks.watch(lock, in_line)
     }
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
@@ -302,7 +462,7 @@ mod tests {
     use super::*;
 
     fn claim(ttl_ms: u64) -> Claim {
-        Claim { token: Token::random().unwrap(), ttl: Duration::from_millis(ttl_ms), fences: 1, permits: 1 }
+        Claim::new(Token::random().unwrap(), Duration::from_millis(ttl_ms))
     }
 
     #[tokio::test(start_paused = true)]
@@ -337,7 +497,7 @@ mod tests {
     async fn nothing_is_left_of_those_who_have_waited() {
         let table = Arc::new(LockTable::new(3));
         let lock = LockKey::new("test", "a");
-        let (one, other) = (table.watch(&lock), table.watch(&lock));
+        let (one, other) = (table.watch(&lock, None), table.watch(&lock, None));
         drop(one);
         assert_eq!(table.len.load(Ordering::Relaxed), 1);
         drop(other);

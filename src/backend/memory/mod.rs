@@ -1,5 +1,6 @@
 //! Counts, leases and operations in this process.
 
+mod delay_queue;
 mod idempotency;
 mod lock;
 mod rate_limit;
@@ -13,6 +14,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use self::delay_queue::QueueTable;
 use self::idempotency::OperationTable;
 use self::lock::LockTable;
 use self::shard::Shard;
@@ -70,7 +72,8 @@ struct Inner {
     // The sum of the weights of all counts. One budget for all shards, since one long log may outweigh a fair share of it.
     weight: AtomicUsize,
     locks: Arc<LockTable>,
-    operations: OperationTable,
+    operations: Arc<OperationTable>,
+    queues: QueueTable,
 }
 
 /// A shard in cache lines of its own, so that processors that lock neighbours do not wait for each other.
@@ -110,7 +113,8 @@ impl MemoryBackend {
                 capacity: keys.max(1),
                 weight: AtomicUsize::new(0),
                 locks: Arc::new(LockTable::new(keys.max(1))),
-                operations: OperationTable::new(keys.max(1)),
+                operations: Arc::new(OperationTable::new(keys.max(1))),
+                queues: QueueTable::new(keys.max(1)),
             }),
         }
     }

@@ -12,6 +12,7 @@ use redis::{ConnectionInfo, ErrorKind, ProtocolVersion, PushInfo, PushKind, Redi
 use tokio::task::JoinHandle;
 
 use super::pool::Connector;
+use crate::lock::Token;
 
 /// Where to listen.
 #[derive(Clone)]
@@ -30,7 +31,8 @@ pub(super) struct ClusterSource {
 
 /// What somebody who listens is told.
 pub(super) enum News<'a> {
-    Message(&'a str),
+    /// A channel, and whose turn it is; if that is nobody's in particular, it is for all who listen there.
+    Message(&'a str, Option<Token>),
     /// Nothing more comes on a channel: its slot has moved, unless nobody listens to it any more.
     Over(&'a str),
     /// The connection was away for a while.
@@ -78,7 +80,7 @@ impl Listener {
         let (sink, mut stream) = connection.split();
         let messages = tokio::spawn(async move {
             while let Some(message) = stream.next().await {
-                tell(News::Message(message.get_channel_name()));
+                tell(News::Message(message.get_channel_name(), Token::from_bytes(message.get_payload_bytes())));
             }
         });
         Self::One { sink, messages }
@@ -152,15 +154,21 @@ impl ClusterSource {
             .use_protocol(ProtocolVersion::RESP3)
             .connection_timeout(self.connect_timeout)
             .push_sender(move |push: PushInfo| {
-                match (push.kind, push.data.first()) {
-                    // A channel that is subscribed to anew may have missed something.
-                    (
-                        PushKind::Message | PushKind::SMessage | PushKind::Subscribe | PushKind::SSubscribe,
-                        Some(Value::BulkString(channel)),
-                    ) => tell(News::Message(&String::from_utf8_lossy(channel))),
-                    (PushKind::SUnsubscribe, Some(Value::BulkString(channel))) => {
-                        tell(News::Over(&String::from_utf8_lossy(channel)));
+                let channel = match push.data.first() {
+                    Some(Value::BulkString(channel)) => Some(String::from_utf8_lossy(channel)),
+                    _ => None,
+                };
+                match (push.kind, channel) {
+                    (PushKind::Message | PushKind::SMessage, Some(channel)) => {
+                        let whose = match push.data.get(1) {
+                            Some(Value::BulkString(message)) => Token::from_bytes(message),
+                            _ => None,
+                        };
+                        tell(News::Message(&channel, whose));
                     }
+                    // A channel that is subscribed to anew may have missed something.
+                    (PushKind::Subscribe | PushKind::SSubscribe, Some(channel)) => tell(News::Message(&channel, None)),
+                    (PushKind::SUnsubscribe, Some(channel)) => tell(News::Over(&channel)),
                     (PushKind::Disconnection, _) => tell(News::MaybeMissed),
                     _ => {}
                 }

@@ -13,7 +13,7 @@ use super::servers::Servers;
 use super::subscriber::Subscriber;
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
-use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
 
 /// The connections that only locks need, opened when they do.
 pub(super) struct LockLinks {
@@ -39,7 +39,7 @@ impl LockLinks {
         &self.own
     }
 
-    fn subscriber(&self) -> &Subscriber {
+    pub(super) fn subscriber(&self) -> &Subscriber {
         self.subscriber.get_or_init(|| Subscriber::new(self.source.clone()))
     }
 }
@@ -47,10 +47,20 @@ impl LockLinks {
 impl LockStore for RedisBackend {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        let reply = scripts.lock_acquire(servers, &keys.lease(lock), claim).await?;
-        match numbers(&reply).as_deref() {
-            Some(&[1, fence]) => Ok(Acquired::Granted { fence }),
-            Some(&[0, remaining_ms]) => Ok(Acquired::Busy { remaining: Duration::from_millis(remaining_ms) }),
+        let lease = keys.lease(lock);
+        let reply = if claim.line == Line::Ignore && !claim.is_shared {
+            scripts.lock_acquire(servers, &lease, claim).await?
+        } else {
+            let [line, places] = keys.line(lock);
+            scripts.lock_line(servers, [&lease, &line, &places, &keys.free(lock)], claim, self.publish()).await?
+        };
+        let numbers = numbers(&reply).ok_or_else(|| unexpected_reply(&reply))?;
+        let remaining = Duration::from_millis(numbers.get(1).copied().unwrap_or_default());
+        match *numbers {
+            [1, fence] => Ok(Acquired::Granted { fence }),
+            [0, _] => Ok(Acquired::Busy { remaining }),
+            [2, _, ahead] => Ok(Acquired::InLine { is_first: ahead == 0, remaining }),
+            [3, _] => Ok(Acquired::LineFull { remaining }),
             _ => Err(unexpected_reply(&reply)),
         }
     }
@@ -81,9 +91,9 @@ impl LockStore for RedisBackend {
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let channel = keys.free(lock);
-        // A cluster sends what is published by PUBLISH to all of its nodes.
-        let publish = if locks.own.is_cluster() { "SPUBLISH" } else { "PUBLISH" };
-        let reply = scripts.lock_release(&locks.own, [&keys.lease(lock), &channel], token, publish).await?;
+        let [line, places] = keys.line(lock);
+        let names = [&keys.lease(lock), &channel, &line, &places];
+        let reply = scripts.lock_release(&locks.own, names.map(String::as_str), token, self.publish()).await?;
         match numbers(&reply).as_deref() {
             Some(&[was_held, listeners]) => {
                 // This backend may listen itself, still or again.
@@ -94,9 +104,9 @@ impl LockStore for RedisBackend {
         }
     }
 
-    async fn watch(&self, lock: &LockKey) -> Wakeups {
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
         let Inner { keys, locks, .. } = &*self.inner;
-        locks.subscriber().subscribe(keys.free(lock)).await
+        locks.subscriber().subscribe(keys.free(lock), in_line.copied()).await
     }
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
@@ -110,6 +120,11 @@ impl LockStore for RedisBackend {
 }
 
 impl RedisBackend {
+    /// A cluster sends what is published by PUBLISH to all of its nodes.
+    pub(super) fn publish(&self) -> &'static str {
+        if self.inner.locks.own.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
+    }
+
     async fn renew_shard(&self, renewals: &[&Renewal]) -> Result<Vec<bool>, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let leases: Vec<_> = renewals.iter().map(|renewal| keys.lease(&renewal.lock)).collect();

@@ -1,7 +1,7 @@
 //! The same for locks: what is granted, to whom and for how long.
 
 use super::*;
-use crate::lock::{Acquired, Claim, LockKey, LockStore, Renewal, Token};
+use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Renewal, Token};
 
 #[derive(Clone, Debug)]
 struct LockStep {
@@ -53,7 +53,7 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
         let at = step.lock as usize;
         match step.verb {
             LockVerb::Acquire => {
-                let claim = Claim { token, ttl, fences: step.fences, permits };
+                let claim = Claim { fences: step.fences, permits, ..Claim::new(token, ttl) };
                 match pair.both(|to| to.acquire(&lock, &claim), |to| to.acquire(&lock, &claim)) {
                     (Acquired::Granted { fence: memory }, Acquired::Granted { fence: redis }) => {
                         let granted = [memory, redis];
@@ -99,6 +99,179 @@ fn memory_and_redis_lend_alike() {
         turns.set(turns.get() + 1);
         steps.set(steps.get() + trace.len());
         run_lock_trace(&trace, &mut Pair::new(&server), turns.get())
+    });
+    outcome.unwrap_or_else(|error| panic!("{error}"));
+    assert!(steps.get() >= STEPS / 2, "{} steps are too few to say anything", steps.get());
+}
+
+/// Who holds a lease and who stands in line for it, as the docs say and as slowly as it can be said.
+#[derive(Default)]
+struct Model {
+    // Tokens and ends, in microseconds.
+    holders: Vec<(usize, u64)>,
+    is_shared: bool,
+    line: Vec<(usize, u64)>,
+}
+
+#[derive(Debug, PartialEq)]
+enum Answer {
+    Granted,
+    Busy,
+    InLine { is_first: bool },
+}
+
+/// How many read at a time in these traces.
+const READERS: u32 = 2;
+const PLACE_US: u64 = Claim::PLACE.as_micros() as u64;
+
+/// The even ones write.
+const fn reads(token: usize) -> bool {
+    token % 2 == 1
+}
+
+impl Model {
+    fn acquire(&mut self, token: usize, ttl_us: u64, joins: bool, now: u64) -> Answer {
+        self.holders.retain(|(_, ends)| *ends > now);
+        self.line.retain(|(_, ends)| *ends > now);
+        let place = self.line.iter().position(|(waiting, _)| *waiting == token);
+        if let Some(holder) = self.holders.iter_mut().find(|(holder, _)| *holder == token) {
+            holder.1 = now + ttl_us;
+            return Answer::Granted;
+        }
+        let with_others = reads(token) && self.is_shared && self.holders.len() < READERS as usize;
+        if (self.holders.is_empty() || with_others) && (self.line.is_empty() || place == Some(0)) {
+            if place.is_some() {
+                self.line.remove(0);
+            }
+            self.holders.push((token, now + ttl_us));
+            self.is_shared = reads(token);
+            return Answer::Granted;
+        }
+        match place {
+            _ if !joins => return Answer::Busy,
+            Some(place) => self.line[place].1 = now + PLACE_US,
+            None => self.line.push((token, now + PLACE_US)),
+        }
+        Answer::InLine { is_first: self.line[0].0 == token }
+    }
+
+    fn renew(&mut self, token: usize, ttl_us: u64, now: u64) -> bool {
+        let holder = self.holders.iter_mut().find(|(holder, ends)| *holder == token && *ends > now);
+        holder.map(|holder| holder.1 = now + ttl_us).is_some()
+    }
+
+    fn release(&mut self, token: usize, now: u64) -> bool {
+        let was_held = self.holders.iter().any(|(holder, ends)| *holder == token && *ends > now);
+        if self.holders.iter().all(|(holder, _)| *holder != token) {
+            self.line.retain(|(waiting, _)| *waiting != token);
+        }
+        self.holders.retain(|(holder, _)| *holder != token);
+        was_held
+    }
+}
+
+#[derive(Clone, Debug)]
+struct LineStep {
+    pause: u64,
+    token: usize,
+    ttl_ms: u64,
+    verb: LineVerb,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum LineVerb {
+    Join,
+    Try,
+    Renew,
+    Release,
+}
+
+fn line_traces() -> impl Strategy<Value = Vec<LineStep>> {
+    // Often nothing, sometimes right at the end of a lease or of a place.
+    let pause = prop_oneof![
+        6 => Just(0_u64),
+        4 => 0..40_000_u64,
+        2 => 9_990..10_010_u64,
+        1 => PLACE_US - 10..PLACE_US + 10,
+    ];
+    let ttl_ms = prop_oneof![Just(10_u64), Just(50), Just(5_000)];
+    let verb = prop_oneof![
+        6 => Just(LineVerb::Join),
+        1 => Just(LineVerb::Try),
+        2 => Just(LineVerb::Renew),
+        3 => Just(LineVerb::Release),
+    ];
+    let step = (pause, 0..6_usize, ttl_ms, verb).prop_map(|(pause, token, ttl_ms, verb)| LineStep {
+        pause,
+        token,
+        ttl_ms,
+        verb,
+    });
+    prop::collection::vec(step, 100..300)
+}
+
+fn run_line_trace(trace: &[LineStep], pair: &mut Pair, turn: usize) -> Result<(), TestCaseError> {
+    let tokens = [(); 6].map(|()| Token::random().unwrap());
+    let lock = LockKey::new("line", turn.to_string());
+    let mut model = Model::default();
+    for (number, step) in trace.iter().enumerate() {
+        pair.pause(Duration::from_micros(step.pause));
+        let (token, ttl, now) = (tokens[step.token], Duration::from_millis(step.ttl_ms), pair.now_us);
+        let ttl_us = step.ttl_ms * 1_000;
+        match step.verb {
+            LineVerb::Join | LineVerb::Try => {
+                let joins = matches!(step.verb, LineVerb::Join);
+                let claim = Claim {
+                    permits: if reads(step.token) { READERS } else { 1 },
+                    is_shared: reads(step.token),
+                    line: if joins { Line::Join } else { Line::Respect },
+                    ..Claim::new(token, ttl)
+                };
+                let (memory, redis) = pair.both(|to| to.acquire(&lock, &claim), |to| to.acquire(&lock, &claim));
+                let expected = model.acquire(step.token, ttl_us, joins, now);
+                for (whose, answer) in [("memory", &memory), ("redis", &redis)] {
+                    let seen = match *answer {
+                        Acquired::Granted { .. } => Answer::Granted,
+                        Acquired::Busy { .. } => Answer::Busy,
+                        Acquired::InLine { is_first, .. } => Answer::InLine { is_first },
+                        Acquired::LineFull { .. } => panic!("six are not too many"),
+                    };
+                    prop_assert_eq!(&seen, &expected, "{} at step {}: {:?}", whose, number, step);
+                }
+                let remaining = |answer| match answer {
+                    Acquired::Busy { remaining } | Acquired::InLine { remaining, .. } => remaining,
+                    _ => Duration::ZERO,
+                };
+                let (memory, redis) = (remaining(memory), remaining(redis));
+                prop_assert_eq!(memory.as_micros().div_ceil(1_000), redis.as_millis(), "at step {}", number);
+            }
+            LineVerb::Renew => {
+                let renewals = [Renewal { lock, token, ttl }];
+                let (memory, redis) = pair.both(|to| to.renew(&renewals), |to| to.renew(&renewals));
+                let expected = vec![model.renew(step.token, ttl_us, now)];
+                prop_assert_eq!((&memory, &redis), (&expected, &expected), "at step {}: {:?}", number, step);
+            }
+            LineVerb::Release => {
+                let (memory, redis) = pair.both(|to| to.release(&lock, &token), |to| to.release(&lock, &token));
+                let expected = model.release(step.token, now);
+                let seen = (memory.was_held, redis.was_held);
+                prop_assert_eq!(seen, (expected, expected), "at step {}: {:?}", number, step);
+            }
+        }
+    }
+    pair.check_expiries();
+    Ok(())
+}
+
+#[test]
+fn memory_and_redis_keep_the_same_line() {
+    let server = RedisServer::start();
+    let (turns, steps) = (Cell::new(0), Cell::new(0));
+    let config = Config { cases: 50, failure_persistence: None, ..Config::default() };
+    let outcome = TestRunner::new(config).run(&line_traces(), |trace| {
+        turns.set(turns.get() + 1);
+        steps.set(steps.get() + trace.len());
+        run_line_trace(&trace, &mut Pair::new(&server), turns.get())
     });
     outcome.unwrap_or_else(|error| panic!("{error}"));
     assert!(steps.get() >= STEPS / 2, "{} steps are too few to say anything", steps.get());

@@ -6,11 +6,14 @@ use redis::{Cmd, RedisError, RedisWrite, Script, ToRedisArgs, Value};
 use smallvec::SmallVec;
 
 use super::counts::Packed;
+use super::delay_record::{PackedFinishes, PackedJob};
 use super::error;
+use super::keys::QueueKeys;
 use super::servers::Servers;
+use crate::delay_queue;
 use crate::error::StoreError;
-use crate::idempotency::{self, Completion, Payload};
-use crate::lock::{Claim, Token};
+use crate::idempotency::{self, Checkpoint, Completion, Payload};
+use crate::lock::{Claim, Line, Token};
 use crate::rate_limit::Receipt;
 
 /// A Lua script and its hash, which is what Redis knows it by.
@@ -34,6 +37,7 @@ pub(super) struct Scripts {
     pub(super) check_many: LuaScript,
     pub(super) block: LuaScript,
     pub(super) lock_acquire: LuaScript,
+    pub(super) lock_line: LuaScript,
     pub(super) lock_renew: LuaScript,
     pub(super) lock_release: LuaScript,
     pub(super) lock_inspect: LuaScript,
@@ -41,8 +45,13 @@ pub(super) struct Scripts {
     pub(super) lock_seize: LuaScript,
     pub(super) idempotency_begin: LuaScript,
     pub(super) idempotency_renew: LuaScript,
+    pub(super) idempotency_checkpoint: LuaScript,
     pub(super) idempotency_complete: LuaScript,
     pub(super) idempotency_release: LuaScript,
+    pub(super) delay_queue_push: LuaScript,
+    pub(super) delay_queue_claim: LuaScript,
+    pub(super) delay_queue_extend: LuaScript,
+    pub(super) delay_queue_control: LuaScript,
     pub(super) probe: LuaScript,
 }
 
@@ -112,6 +121,7 @@ impl Scripts {
             check_many: lua!("rate_limit_check_many.lua"),
             block: lua!("rate_limit_block.lua"),
             lock_acquire: lua!("lock_acquire.lua"),
+            lock_line: lua!("lock_line.lua"),
             lock_renew: lua!("lock_renew.lua"),
             lock_release: lua!("lock_release.lua"),
             lock_inspect: lua!("lock_inspect.lua"),
@@ -119,8 +129,13 @@ impl Scripts {
             lock_seize: lua!("lock_seize.lua"),
             idempotency_begin: lua!("idempotency_begin.lua"),
             idempotency_renew: lua!("idempotency_renew.lua"),
+            idempotency_checkpoint: lua!("idempotency_checkpoint.lua"),
             idempotency_complete: lua!("idempotency_complete.lua"),
             idempotency_release: lua!("idempotency_release.lua"),
+            delay_queue_push: lua!("delay_queue_push.lua"),
+            delay_queue_claim: lua!("delay_queue_claim.lua"),
+            delay_queue_extend: lua!("delay_queue_extend.lua"),
+            delay_queue_control: lua!("delay_queue_control.lua"),
             probe: lua!("server_probe.lua"),
         }
     }
@@ -170,9 +185,21 @@ impl Scripts {
         lease: &str,
         claim: &Claim,
     ) -> Result<Value, StoreError> {
-        let Claim { token, ttl, fences, permits } = claim;
-        let args = (token.as_bytes().as_slice(), millis(*ttl), fences, KEEP_FENCE_MS, permits);
-        self.lock_acquire.call(servers, &[lease], args).await
+        self.lock_acquire.call(servers, &[lease], claim_args(claim)).await
+    }
+
+    /// For whoever stands in line, or respects it.
+    pub(super) async fn lock_line(
+        &self,
+        servers: &Servers,
+        keys: [&str; 4],
+        claim: &Claim,
+        publish: &str,
+    ) -> Result<Value, StoreError> {
+        let kind = if claim.is_shared { 3 } else { 2 };
+        let longest = if claim.line == Line::Join { Claim::MAX_LINE } else { 0 };
+        let args = (claim_args(claim), kind, millis(Claim::PLACE), longest, publish);
+        self.lock_line.call(servers, &keys, args).await
     }
 
     /// At most [`MAX_RENEWALS`] at once.
@@ -189,7 +216,7 @@ impl Scripts {
     pub(super) async fn lock_release(
         &self,
         servers: &Servers,
-        keys: [&str; 2],
+        keys: [&str; 4],
         token: &Token,
         publish: &str,
     ) -> Result<Value, StoreError> {
@@ -249,30 +276,128 @@ impl Scripts {
         self.idempotency_renew.call(servers, &[record], args).await
     }
 
-    pub(super) async fn idempotency_complete(
+    pub(super) async fn idempotency_checkpoint(
         &self,
         servers: &Servers,
         record: &str,
+        claim: &idempotency::Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> Result<Value, StoreError> {
+        let (token, payload, checkpoint) =
+            (claim.token.as_bytes().as_slice(), payload.to_bytes(), checkpoint.to_bytes());
+        let times = (millis(claim.lease), millis(claim.retention));
+        let args = (token, times, payload.as_slice(), checkpoint.as_slice());
+        self.idempotency_checkpoint.call(servers, &[record], args).await
+    }
+
+    pub(super) async fn idempotency_complete(
+        &self,
+        servers: &Servers,
+        keys: [&str; 2],
         token: &Token,
         completion: &Completion,
+        publish: &str,
     ) -> Result<Value, StoreError> {
         let Completion { answer, is_kept, payload, retention } = completion;
         let state = if *is_kept { 2 } else { 3 };
         let payload = payload.to_bytes();
-        let args = (token.as_bytes().as_slice(), state, millis(*retention), payload.as_slice(), &**answer);
-        self.idempotency_complete.call(servers, &[record], args).await
+        let args = (token.as_bytes().as_slice(), state, millis(*retention), payload.as_slice(), &**answer, publish);
+        self.idempotency_complete.call(servers, &keys, args).await
     }
 
     pub(super) async fn idempotency_release(
         &self,
         servers: &Servers,
-        record: &str,
+        keys: [&str; 2],
         token: &Token,
+        publish: &str,
     ) -> Result<Value, StoreError> {
-        let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS);
-        self.idempotency_release.call(servers, &[record], args).await
+        let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, publish);
+        self.idempotency_release.call(servers, &keys, args).await
     }
 }
+
+fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
+    (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, claim.permits)
+}
+
+impl Scripts {
+    /// Jobs of one priority, at most 256: see the header of `delay_queue_push.lua`.
+    pub(super) async fn delay_queue_push(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        priority: usize,
+        max_jobs: u64,
+        jobs: &[PackedJob<'_>],
+    ) -> Result<Value, StoreError> {
+        let (names, args) = delay_queue_push(servers, keys, priority, max_jobs, jobs);
+        self.delay_queue_push.call(servers, &names, args).await
+    }
+
+    pub(super) async fn delay_queue_claim(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        claim: &delay_queue::Claim,
+        finished: &PackedFinishes,
+    ) -> Result<Value, StoreError> {
+        let delay_queue::Claim { worker, limit, lease, dead } = claim;
+        let terms = (limit, millis(*lease), dead.count, millis(dead.age));
+        let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, worker.to_string(), terms, finished);
+        self.delay_queue_claim.call(servers, &all_of(keys), args).await
+    }
+
+    pub(super) async fn delay_queue_extend(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        lease: Duration,
+        tickets: &[Vec<u8>],
+    ) -> Result<Value, StoreError> {
+        let names = [keys.leases.as_str(), &keys.jobs, &keys.cancels];
+        let tickets: Vec<_> = tickets.iter().map(Vec::as_slice).collect();
+        self.delay_queue_extend.call(servers, &names, (KEEP_JOBS_MS, millis(lease), tickets)).await
+    }
+
+    pub(super) async fn delay_queue_control(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        verb: &str,
+        args: impl ToRedisArgs,
+    ) -> Result<Value, StoreError> {
+        let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, verb, args);
+        self.delay_queue_control.call(servers, &all_of(keys), args).await
+    }
+}
+
+/// The keys and arguments of `delay_queue_push`.
+fn delay_queue_push<'a>(
+    servers: &Servers,
+    keys: &'a QueueKeys,
+    priority: usize,
+    max_jobs: u64,
+    jobs: &'a [PackedJob<'a>],
+) -> ([&'a str; 7], impl ToRedisArgs + use<'a>) {
+    let QueueKeys { jobs: records, due, dead, unique, unique_ends, state, idle, wake, .. } = keys;
+    let names = [records, &due[priority], dead, unique, unique_ends, state, idle].map(String::as_str);
+    (names, (KEEP_JOBS_MS, max_jobs, publish(servers), wake.as_str(), jobs))
+}
+
+fn all_of(keys: &QueueKeys) -> [&str; 10] {
+    let QueueKeys { jobs, due: [high, normal, low], leases, dead, unique, cancels, state, idle, .. } = keys;
+    [jobs, high, normal, low, leases, dead, unique, cancels, state, idle].map(String::as_str)
+}
+
+/// A cluster sends what is published by PUBLISH to all of its nodes.
+const fn publish(servers: &Servers) -> &'static str {
+    if servers.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
+}
+
+/// How long the keys of a queue outlive the last time at which something in them is due.
+pub(super) const KEEP_JOBS_MS: u64 = 180 * 86_400 * 1_000;
 
 /// How many leases one call of `lock_renew` takes, as the script has it.
 pub(super) const MAX_RENEWALS: usize = 128;
@@ -282,7 +407,7 @@ pub(super) const MAX_RENEWALS: usize = 128;
 const KEEP_FENCE_MS: u64 = 10 * 60 * 1_000;
 
 /// Rounded up: a lease is never shorter than was asked for.
-fn millis(ttl: Duration) -> u64 {
+pub(super) fn millis(ttl: Duration) -> u64 {
     ttl.as_micros().div_ceil(1_000) as u64
 }
 
@@ -355,15 +480,21 @@ mod tests {
             (&scripts.block, 1, 2),
             (&scripts.probe, 1, 1),
             (&scripts.lock_acquire, 1, 5),
+            (&scripts.lock_line, 4, 9),
             (&scripts.lock_renew, 1, 2),
-            (&scripts.lock_release, 2, 3),
+            (&scripts.lock_release, 4, 3),
             (&scripts.lock_inspect, 2, 1),
             (&scripts.lock_name, 2, 2),
             (&scripts.lock_seize, 2, 2),
             (&scripts.idempotency_begin, 1, 5),
             (&scripts.idempotency_renew, 1, 4),
-            (&scripts.idempotency_complete, 1, 5),
-            (&scripts.idempotency_release, 1, 2),
+            (&scripts.idempotency_checkpoint, 1, 5),
+            (&scripts.idempotency_complete, 2, 6),
+            (&scripts.idempotency_release, 2, 3),
+            (&scripts.delay_queue_push, 7, 5),
+            (&scripts.delay_queue_claim, 10, 11),
+            (&scripts.delay_queue_extend, 3, 3),
+            (&scripts.delay_queue_control, 10, 5),
         ];
         for (script, keys, args) in calls {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());

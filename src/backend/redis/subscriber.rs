@@ -10,7 +10,7 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::listener::{Listener as Ear, News, Source};
-use crate::lock::Wakeups;
+use crate::lock::{Token, Wakeups};
 
 /// How long whoever subscribes waits for that to be confirmed, before going on to look now and then.
 const CONFIRMATION: Duration = Duration::from_millis(200);
@@ -52,12 +52,15 @@ struct Channel {
     listeners: usize,
     is_confirmed: watch::Sender<bool>,
     messages: watch::Sender<()>,
+    // For those who stand in line, and are told when it is their turn.
+    turns: HashMap<Token, watch::Sender<()>>,
 }
 
 /// Somebody who listens. The channel is given up some time after the last one is dropped.
 struct Listener {
     shared: Arc<Shared>,
     channel: Arc<str>,
+    in_line: Option<Token>,
 }
 
 impl Subscriber {
@@ -66,13 +69,13 @@ impl Subscriber {
         Self { shared: Arc::new(Shared { source, state, work }) }
     }
 
-    /// Wake-ups for each message on a channel, and whenever messages may have been missed: after each reconnection. Ready when the
+    /// Wake-ups for each message on a channel, or each that is for a certain token, and whenever messages may have been missed: after each reconnection. Ready when the
     /// server has confirmed that it sends them, or when that takes too long; then there is a wake-up once it has.
-    pub(super) async fn subscribe(&self, channel: String) -> Wakeups {
+    pub(super) async fn subscribe(&self, channel: String, in_line: Option<Token>) -> Wakeups {
         if !self.shared.source.can_subscribe() {
             return Wakeups::none();
         }
-        let (listener, mut is_confirmed, mut messages) = self.listen(channel.into());
+        let (listener, mut is_confirmed, mut messages) = self.listen(channel.into(), in_line);
         if timeout(CONFIRMATION, is_confirmed.wait_for(|is_confirmed| *is_confirmed)).await.is_ok() {
             messages.mark_unchanged();
         }
@@ -84,23 +87,40 @@ impl Subscriber {
         self.shared.state().channels.get(channel).is_some_and(|channel| *channel.is_confirmed.borrow())
     }
 
-    fn listen(&self, name: Arc<str>) -> (Listener, watch::Receiver<bool>, watch::Receiver<()>) {
+    fn listen(&self, name: Arc<str>, in_line: Option<Token>) -> (Listener, watch::Receiver<bool>, watch::Receiver<()>) {
         let mut state = self.shared.state();
         if !state.channels.contains_key(&name) {
-            let channel =
-                Channel { listeners: 0, is_confirmed: watch::Sender::new(false), messages: watch::Sender::new(()) };
+            let channel = Channel {
+                listeners: 0,
+                is_confirmed: watch::Sender::new(false),
+                messages: watch::Sender::new(()),
+                turns: HashMap::new(),
+            };
             state.channels.insert(Arc::clone(&name), channel);
             state.added.push(Arc::clone(&name));
             self.shared.work.notify_one();
         }
         let channel = state.channels.get_mut(&name).expect("it was put there if it was not");
         channel.listeners += 1;
-        let receivers = (channel.is_confirmed.subscribe(), channel.messages.subscribe());
+        let messages = match in_line {
+            None => &channel.messages,
+            Some(token) => channel.turns.entry(token).or_insert_with(|| watch::Sender::new(())),
+        };
+        let receivers = (channel.is_confirmed.subscribe(), messages.subscribe());
         // The task ends when nobody listens, and with the runtime that it was started in.
         if state.task.as_ref().is_none_or(AbortHandle::is_finished) {
             state.task = Some(tokio::spawn(run(Arc::clone(&self.shared))).abort_handle());
         }
-        (Listener { shared: Arc::clone(&self.shared), channel: name }, receivers.0, receivers.1)
+        (Listener { shared: Arc::clone(&self.shared), channel: name, in_line }, receivers.0, receivers.1)
+    }
+}
+
+impl Channel {
+    fn tell_all(&self) {
+        self.messages.send_replace(());
+        for turn in self.turns.values() {
+            turn.send_replace(());
+        }
     }
 }
 
@@ -117,6 +137,9 @@ impl Drop for Listener {
         let mut state = self.shared.state();
         let Some(channel) = state.channels.get_mut(&self.channel) else { return };
         channel.listeners -= 1;
+        if let Some(token) = &self.in_line {
+            channel.turns.remove(token);
+        }
         if channel.listeners == 0 {
             let name = Arc::clone(&self.channel);
             state.unused.push_back((Instant::now(), name));
@@ -160,7 +183,7 @@ impl Shared {
         let state = self.state();
         for channel in channels.iter().filter_map(|name| state.channels.get(name)) {
             // What came before this was missed.
-            channel.messages.send_replace(());
+            channel.tell_all();
             channel.is_confirmed.send_replace(true);
         }
     }
@@ -175,12 +198,18 @@ impl Shared {
                 state.added.push(name);
                 self.work.notify_one();
             }
-            News::Message(channel) => {
-                if let Some(channel) = state.channels.get(channel) {
-                    channel.messages.send_replace(());
+            News::Message(channel, whose) => {
+                let Some(channel) = state.channels.get(channel) else { return };
+                match whose {
+                    None => channel.tell_all(),
+                    Some(token) => {
+                        if let Some(turn) = channel.turns.get(&token) {
+                            turn.send_replace(());
+                        }
+                    }
                 }
             }
-            News::MaybeMissed => state.channels.values().for_each(|channel| channel.messages.send_replace(())),
+            News::MaybeMissed => state.channels.values().for_each(Channel::tell_all),
         }
     }
 
@@ -222,11 +251,11 @@ async fn run(shared: Arc<Shared>) {
             Ok(Ok(connection)) => {
                 pause = Duration::ZERO;
                 if let Err(error) = listen(&shared, connection).await {
-                    tracing::debug!(%error, "the connection that listens for free locks is gone");
+                    tracing::debug!(%error, "the connection that listens for those who wait is gone");
                 }
             }
-            Ok(Err(error)) => tracing::debug!(%error, "cannot listen for free locks"),
-            Err(_) => tracing::debug!("cannot listen for free locks: no connection in time"),
+            Ok(Err(error)) => tracing::debug!(%error, "cannot listen for those who wait"),
+            Err(_) => tracing::debug!("cannot listen for those who wait: no connection in time"),
         }
         shared.start_again();
         drop(shared.take_unused(Instant::now()));

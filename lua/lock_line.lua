@@ -1,0 +1,116 @@
+-- lock_line: take a lease in the order in which those who want it came, or keep a place in the line for it.
+--
+-- KEYS[1]  lease     string, see lock_acquire                        prefix:2:{lock:<namespace>:<subject>}:lease
+-- KEYS[2]  line      sorted set, kind and token by arrival in us; expires `place_ms` after somebody in it has asked  ...:line
+-- KEYS[3]  places    sorted set, kind and token by when the place is lost in us; expires with the line               ...:places
+-- KEYS[4]  channel   where those who wait for it listen                                                              ...:free
+-- ARGV[1]  token     16 random bytes, others for each acquisition
+-- ARGV[2]  ttl_ms    integer, 10 to 86400000
+-- ARGV[3]  fences    how many fencing tokens to set aside, 1 to 65536
+-- ARGV[4]  keep_ms   how long the last fence is remembered after the leases
+-- ARGV[5]  permits   how many of one kind may hold a lease at the same time, 1 to 1000
+-- ARGV[6]  kind      2 alone, or with as many as there are permits; 3 shared by readers
+-- ARGV[7]  place_ms  how long a place is kept for somebody who does not ask again
+-- ARGV[8]  longest   how many may stand in the line; 0 if this one does not want to
+-- ARGV[9]  publish   PUBLISH, or SPUBLISH on a cluster
+--
+-- Value    lease: see lock_acquire; its first byte is the kind of those who hold it. line, places: the kind, 2 or 3, and the token
+-- Returns  {1, fence} granted: the fences from this one on are the holder's; {2, remaining_ms, ahead} in line, behind so many;
+--          {0, remaining_ms} held, or wanted, by others; {3, remaining_ms} so many stand in line that there is no place
+-- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
+-- Repeat   harmless: a holder's lease is made to last its whole length again, with the same fences; who stands in line stays there
+local lease, line, places, channel, token = KEYS[1], KEYS[2], KEYS[3], KEYS[4], ARGV[1]
+local ttl_ms, fences, keep_ms, permits, kind = ARGV[2] + 0, ARGV[3] + 0, ARGV[4] + 0, ARGV[5] + 0, ARGV[6]
+local place_ms, longest, publish = ARGV[7] + 0, ARGV[8] + 0, ARGV[9]
+
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+local fence, first, others, soonest, latest, repaired = 0, nil, {}, nil, now, false
+local held_as = 0
+local stored = redis.call('GET', lease)
+if stored then
+  held_as = stored:byte(1) or 0
+  if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 3 then
+    return redis.error_reply('TOLLGATE the value does not hold leases of version 1')
+  end
+  fence = struct.unpack('<I7', stored, 2)
+  -- As many turns as there are holders.
+  for at = 9, #stored, 34 do
+    local ends, length_ms, its_first, holder = struct.unpack('<I7I4I7c16', stored, at)
+    -- A lease that would last longer than it is long was written before the clock was set back.
+    if ends - now > length_ms * 1000 then
+      ends, repaired = now + length_ms * 1000, true
+    end
+    if ends > now and holder == token then
+      first = its_first
+    elseif ends > now then
+      others[#others + 1] = struct.pack('<I7I4I7c16', ends, length_ms, its_first, holder)
+      soonest, latest = math.min(soonest or ends, ends), math.max(latest, ends)
+    end
+  end
+end
+
+-- Whoever has not asked again in time is gone. What is beyond so many goes the next time.
+local gone = redis.call('ZRANGEBYSCORE', places, '-inf', now, 'LIMIT', 0, 128)
+if #gone > 0 then
+  redis.call('ZREM', line, unpack(gone))
+  redis.call('ZREM', places, unpack(gone))
+end
+local me = kind .. token
+local head = redis.call('ZRANGE', line, 0, 0)[1]
+if head and head ~= me and (redis.call('ZSCORE', places, head) or 0) - now > place_ms * 1000 then
+  -- It asked before the clock was set back.
+  redis.call('ZADD', places, now + place_ms * 1000, head)
+end
+
+local is_room = #others == 0 or (held_as == kind + 0 and #others < permits)
+local granted, mine = first or (is_room and (not head or head == me)), ''
+if granted then
+  if not first then
+    -- The clock alone would do, were it never set back; the last fence alone would do, were it never forgotten.
+    first = math.max(fence + 1, now)
+    fence = first + fences - 1
+  end
+  local ends = now + ttl_ms * 1000
+  latest = math.max(latest, ends)
+  mine = struct.pack('<I7I4I7c16', ends, ttl_ms, first, token)
+  held_as = kind + 0
+end
+if granted or repaired then
+  local value = struct.pack('<BI7', held_as, fence) .. table.concat(others) .. mine
+  redis.call('SET', lease, value, 'PX', math.ceil((latest - now) / 1000) + keep_ms)
+end
+if granted then
+  if head then
+    redis.call('ZREM', line, me)
+    redis.call('ZREM', places, me)
+    head = redis.call('ZRANGE', line, 0, 0)[1]
+    if head and head:sub(1, 1) == kind and #others + 1 < permits then
+      -- There is room for the next one as well. A user who may not publish has those who wait look now and then.
+      local heard = redis.pcall(publish, channel, head:sub(2))
+      if publish == 'SPUBLISH' and type(heard) ~= 'number' then
+        -- Redis 6.2 does not know it.
+        redis.pcall('PUBLISH', channel, head:sub(2))
+      end
+    end
+  end
+  return {1, first}
+end
+
+local remaining_ms = soonest and math.ceil((soonest - now) / 1000) or 0
+if longest == 0 then
+  return {0, remaining_ms}
+end
+local ahead = redis.call('ZRANK', line, me)
+if not ahead then
+  ahead = redis.call('ZCARD', line)
+  if ahead >= longest then
+    return {3, remaining_ms}
+  end
+  local last = redis.call('ZRANGE', line, -1, -1, 'WITHSCORES')[2]
+  redis.call('ZADD', line, math.max(now, (last or 0) + 1), me)
+end
+redis.call('ZADD', places, now + place_ms * 1000, me)
+redis.call('PEXPIRE', line, place_ms)
+redis.call('PEXPIRE', places, place_ms)
+return {2, remaining_ms, ahead}

@@ -1,0 +1,121 @@
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::locks::{LockRequest, Locks};
+use super::shared::Shared;
+use super::store::{LockStore, Scope};
+use crate::key::Key;
+
+/// Locks by key that many readers hold together, or one writer alone.
+///
+/// ```
+/// use tollgate::{MemoryBackend, lock::RwLocks};
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+/// let pages = RwLocks::new(MemoryBackend::new());
+///
+/// let (one, other) = (pages.read("home").await?, pages.read("home").await?);
+/// assert!(pages.try_write("home").await.is_err_and(|error| error.is_busy()));
+/// one.release().await?;
+/// other.release().await?;
+///
+/// let writer = pages.write("home").await?;
+/// assert!(pages.try_read("home").await.is_err_and(|error| error.is_busy()));
+/// let fence = writer.fence(); // for what is being written, to refuse a smaller one
+/// # assert!(fence > 0);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Each reader has a [`Lease`](super::Lease) of its own, which is renewed, lost and given back as that of a lock is: a reader that
+/// has died holds writers up until its own lease ends, whatever other readers do. Up to 1,000 read one key at a time.
+///
+/// Whoever came first is served first, in all processes together: readers who come while a writer waits stand behind it, so writers do
+/// not starve, and neither do readers, since a writer who comes later stands behind them. See
+/// [fair locks](Locks::fair) for what that costs. A reader that asks for the same key again waits for the writer that waits for it;
+/// use [`Lease::reenter`](super::Lease::reenter) instead.
+///
+/// Fences rise with each grant, of readers and of writers. What [`Locks`] says of waiting, of dropping and of shutting down holds
+/// here as well.
+#[derive(Clone, Debug)]
+pub struct RwLocks {
+    locks: Locks,
+}
+
+impl RwLocks {
+    /// Locks that `store` keeps, which is a backend.
+    pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
+        Self { locks: Locks::with(Shared::new(Arc::new(store), false), "rw_locks", 1).fair() }
+    }
+
+    fn with(self, change: impl FnOnce(Locks) -> Locks) -> Self {
+        Self { locks: change(self.locks) }
+    }
+
+    /// What keeps these locks apart from others with the same keys. Defaults to `rw_locks`.
+    #[must_use]
+    pub fn namespace(self, namespace: impl Into<Key>) -> Self {
+        self.with(|locks| locks.namespace(namespace))
+    }
+
+    /// How long a lease outlives a holder that has died: see [`Locks::ttl`]. Defaults to 30 s.
+    #[must_use]
+    pub fn ttl(self, ttl: Duration) -> Self {
+        self.with(|locks| locks.ttl(ttl))
+    }
+
+    /// How long to wait for a lease: see [`Locks::wait`]. Defaults to 10 s.
+    #[must_use]
+    pub fn wait(self, wait: Duration) -> Self {
+        self.with(|locks| locks.wait(wait))
+    }
+
+    /// How long a lease is renewed at the most: see [`Locks::max_hold`]. Defaults to no limit.
+    #[must_use]
+    pub fn max_hold(self, max_hold: Duration) -> Self {
+        self.with(|locks| locks.max_hold(max_hold))
+    }
+
+    /// How many may wait for one key in this process. Defaults to 1,000.
+    #[must_use]
+    pub fn max_waiters(self, waiters: usize) -> Self {
+        self.with(|locks| locks.max_waiters(waiters))
+    }
+
+    /// How long one call of the store may take. Defaults to 100 ms.
+    #[must_use]
+    pub fn deadline(self, deadline: Duration) -> Self {
+        self.with(|locks| locks.deadline(deadline))
+    }
+
+    /// Takes a lease of `key` together with other readers, and waits while a writer has it or came before.
+    pub fn read(&self, key: impl Into<Key>) -> LockRequest {
+        self.locks.lock(key).shared()
+    }
+
+    /// Takes a lease of `key` together with other readers, or says at once that a writer has it or waits for it.
+    pub fn try_read(&self, key: impl Into<Key>) -> LockRequest {
+        self.locks.try_lock(key).shared()
+    }
+
+    /// Takes the lease of `key` alone, and waits while others have it or came before.
+    pub fn write(&self, key: impl Into<Key>) -> LockRequest {
+        self.locks.lock(key)
+    }
+
+    /// Takes the lease of `key` alone, or says at once that others have it or wait for it.
+    pub fn try_write(&self, key: impl Into<Key>) -> LockRequest {
+        self.locks.try_lock(key)
+    }
+
+    /// Among whom the locks hold: see [`Locks::scope`].
+    #[must_use]
+    pub fn scope(&self) -> Scope {
+        self.locks.scope()
+    }
+
+    /// Grants nothing any more, and waits until every lease has been given back: see [`Locks::shutdown`].
+    pub async fn shutdown(&self) {
+        self.locks.shutdown().await;
+    }
+}

@@ -1,0 +1,232 @@
+//! Processes that want one fair lock on one Redis. Some of them are killed while they wait or hold it, some are stopped for a moment,
+//! and some of their waiters give up.
+//!
+//! The program starts itself again as the workers, so it has a `main` of its own and is no list of tests. A worker prints each
+//! of its grants: the fence, when the lock was first asked for, and when the answer came that there is a place in the line.
+//! Whoever was in the line before somebody else asked has to have the smaller fence.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+mod support;
+
+use std::collections::HashMap;
+use std::env;
+use std::io::{BufRead, BufReader, Write};
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex, mpsc};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use support::server::RedisServer;
+use support::windows::now_us;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+use tollgate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use tollgate::{Locks, RedisBackend, StoreError};
+
+const WORKERS: usize = 4;
+const TASKS: u64 = 6;
+const TTL: Duration = Duration::from_millis(500);
+const DURATION: Duration = Duration::from_secs(12);
+/// Whoever has not asked for that long may have lost the place, and is not looked at.
+const ALIVE: Duration = Duration::from_millis(2_500);
+/// Tells the program that it is a worker, and the URL of its server.
+const WORKER: &str = "TOLLGATE_TEST_FAIR_WORKER";
+
+fn main() {
+    if let Ok(url) = env::var(WORKER) {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        runtime.block_on(work(&url));
+        return;
+    }
+    println!("running 1 test");
+    no_live_waiter_is_overtaken();
+    println!("test no_live_waiter_is_overtaken ... ok");
+    println!("\ntest result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out");
+}
+
+/// When somebody asked, in microseconds of the clock that all processes share.
+#[derive(Clone, Copy, Default)]
+struct Wait {
+    asked: u64,
+    in_line: u64,
+    last: u64,
+    longest_silence: u64,
+}
+
+/// The backend, and who asked when.
+struct Observed {
+    inner: RedisBackend,
+    waits: Arc<Mutex<Waits>>,
+}
+
+#[derive(Default)]
+struct Waits {
+    by_token: HashMap<Token, Wait>,
+    by_fence: HashMap<u64, Wait>,
+}
+
+impl LockStore for Observed {
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        let now = now_us();
+        {
+            let mut waits = self.waits.lock().unwrap();
+            let wait = waits.by_token.entry(claim.token).or_insert(Wait { asked: now, last: now, ..Wait::default() });
+            wait.longest_silence = wait.longest_silence.max(now - wait.last);
+        }
+        let answer = self.inner.acquire(lock, claim).await;
+        let answered = now_us();
+        let mut waits = self.waits.lock().unwrap();
+        let wait = waits.by_token.get_mut(&claim.token).unwrap();
+        // The server may have seen it at any time since it was sent.
+        wait.longest_silence = wait.longest_silence.max(answered - wait.last);
+        wait.last = now;
+        match answer {
+            Ok(Acquired::InLine { .. }) if wait.in_line == 0 => wait.in_line = answered,
+            Ok(Acquired::Granted { fence }) => {
+                let wait = *wait;
+                waits.by_fence.insert(fence, wait);
+            }
+            _ => {}
+        }
+        answer
+    }
+
+    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
+        LockStore::renew(&self.inner, renewals).await
+    }
+
+    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
+        LockStore::release(&self.inner, lock, token).await
+    }
+
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+        self.inner.watch(lock, in_line).await
+    }
+
+    fn scope(&self) -> Scope {
+        LockStore::scope(&self.inner)
+    }
+}
+
+async fn work(url: &str) {
+    let waits = Arc::new(Mutex::new(Waits::default()));
+    let store = Observed { inner: RedisBackend::connect(url).await.unwrap(), waits: Arc::clone(&waits) };
+    let locks = Locks::new(store).fair().ttl(TTL).wait(Duration::from_secs(60)).deadline(Duration::from_secs(1));
+    let begun = Instant::now();
+    let mut tasks = JoinSet::new();
+    for task in 0..TASKS {
+        let (locks, waits) = (locks.clone(), Arc::clone(&waits));
+        tasks.spawn(async move {
+            let mut turn = u64::from(std::process::id()) + task;
+            while begun.elapsed() < DURATION {
+                turn += 1;
+                // Every third one has little patience, and is dropped where it stands.
+                let patience = Duration::from_millis(if turn.is_multiple_of(3) { turn % 40 } else { 60_000 });
+                let Ok(Ok(lease)) = timeout(patience, locks.lock("a").into_future()).await else { continue };
+                let wait = waits.lock().unwrap().by_fence.remove(&lease.fence()).unwrap();
+                let Wait { asked, in_line, longest_silence, .. } = wait;
+                let mut out = std::io::stdout();
+                writeln!(out, "{} {asked} {in_line} {longest_silence} {}", lease.fence(), now_us()).unwrap();
+                out.flush().unwrap();
+                sleep(Duration::from_millis(turn % 4)).await;
+                drop(lease);
+                sleep(Duration::from_millis(turn % 7)).await;
+            }
+        });
+    }
+    tasks.join_all().await;
+    locks.shutdown().await;
+}
+
+struct Worker {
+    process: Child,
+    is_killed: bool,
+}
+
+impl Worker {
+    fn start(server: &RedisServer, lines: mpsc::Sender<String>) -> Self {
+        let mut process =
+            Command::new(env::current_exe().unwrap()).env(WORKER, server.url()).stdout(Stdio::piped()).spawn().unwrap();
+        let out = BufReader::new(process.stdout.take().unwrap());
+        thread::spawn(move || {
+            for line in out.lines().map_while(Result::ok) {
+                if lines.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        Self { process, is_killed: false }
+    }
+
+    fn signal(&self, name: &str) {
+        let pid = self.process.id().to_string();
+        assert!(Command::new("kill").args([&format!("-{name}"), &pid]).status().unwrap().success());
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// A grant, as a worker prints it.
+struct Grant {
+    fence: u64,
+    asked: u64,
+    in_line: u64,
+    silence: u64,
+    at: u64,
+}
+
+fn no_live_waiter_is_overtaken() {
+    let server = RedisServer::start();
+    let (sender, lines) = mpsc::channel();
+    let mut workers: Vec<Worker> = (0..WORKERS).map(|_| Worker::start(&server, sender.clone())).collect();
+    drop(sender);
+    thread::sleep(Duration::from_millis(1_500));
+    for round in 0..4 {
+        // Short enough to keep the places.
+        let worker = &workers[round % 2];
+        worker.signal("STOP");
+        thread::sleep(TTL * 2);
+        worker.signal("CONT");
+        thread::sleep(Duration::from_millis(300));
+        if round == 1 || round == 2 {
+            let worker = &mut workers[WORKERS - round];
+            worker.process.kill().unwrap();
+            worker.is_killed = true;
+        }
+    }
+    for worker in &mut workers {
+        let status = worker.process.wait().unwrap();
+        assert!(worker.is_killed || status.success(), "a worker failed: {status}");
+    }
+    let read = |line: String| {
+        let numbers: Vec<u64> = line.split(' ').map_while(|number| number.parse().ok()).collect();
+        let [fence, asked, in_line, silence, at] = numbers[..] else { return None };
+        Some(Grant { fence, asked, in_line, silence, at })
+    };
+    let mut grants: Vec<Grant> = lines.iter().filter_map(read).collect();
+    grants.sort_unstable_by_key(|grant| grant.fence);
+    let mut waited = 0;
+    // The latest that anybody asked of those who were served so far.
+    let mut latest = (0, 0);
+    for grant in &grants {
+        if grant.in_line > 0 && grant.silence < ALIVE.as_micros() as u64 {
+            waited += 1;
+            let (asked, fence) = latest;
+            assert!(grant.in_line >= asked, "{fence} overtook {} by {} us", grant.fence, asked - grant.in_line);
+        }
+        latest = latest.max((grant.asked, grant.fence));
+    }
+    // Those who were killed hold the others up until their lease has ended, or their place is lost and somebody looks.
+    let longest = grants.windows(2).map(|pair| pair[1].at.saturating_sub(pair[0].at)).max().unwrap_or_default();
+    println!("{} grants, {waited} of them waited for; {longest} us without one at the most", grants.len());
+    assert!(grants.len() > 300 && waited > 100, "too few to say anything");
+    let bound = TTL + Claim::PLACE + Duration::from_secs(2);
+    assert!(longest < bound.as_micros() as u64, "nobody was served for {longest} us");
+    let left: u64 = server.query("EXISTS tollgate:2:{lock:default:a}:line");
+    assert_eq!(left, 0, "somebody still stands in line");
+}
