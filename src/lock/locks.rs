@@ -235,6 +235,14 @@ impl Locks {
         &self.shared
     }
 
+    pub(super) fn lock_key(&self, key: Key) -> LockKey {
+        LockKey::new(self.namespace, key)
+    }
+
+    pub(super) const fn parts(&self) -> (&Arc<Shared>, Terms) {
+        (&self.shared, self.terms)
+    }
+
     pub(super) const fn waits(&self) -> Duration {
         self.terms.wait
     }

@@ -27,11 +27,20 @@ pub trait LockStore {
     /// Where the token holds it already, it lasts its whole time again and the answer is the one that was given before.
     fn acquire(&self, lock: &LockKey, claim: &Claim) -> impl Future<Output = Result<Acquired, StoreError>> + Send;
 
+    /// Takes the leases of several locks, each as [`acquire`](Self::acquire) does, or none of them: either all of the answers are
+    /// [`Acquired::Granted`], or each says how long the lock is held by others, not at all if it is free. Asked of up to
+    /// [`Claim::MAX_TOGETHER`] locks with the same [`shard`](Self::shard), for one holder each, all with the same times, and without
+    /// a line.
+    fn acquire_all(
+        &self,
+        wanted: &[(LockKey, Claim)],
+    ) -> impl Future<Output = Result<Vec<Acquired>, StoreError>> + Send;
+
     /// Lets leases last their whole time from now on, each if its token still holds it. Answers so for each, in order. A lease
     /// that has ended does not come back.
     fn renew(&self, renewals: &[Renewal]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
-    /// What has the same number here is renewed together; the rest in calls of their own, so that what fails for some leases does
+    /// What has the same number here is taken and renewed together; the rest in calls of their own, so that what fails for some leases does
     /// not fail for all. The same for all locks unless a store says otherwise.
     fn shard(&self, lock: &LockKey) -> u32 {
         let _ = lock;
@@ -182,6 +191,8 @@ impl Claim {
 
     /// How long a place in the line is kept for somebody who does not ask again: who has died holds the others up for that long.
     pub const PLACE: Duration = Duration::from_secs(3);
+    /// How many leases are taken at once.
+    pub const MAX_TOGETHER: usize = 128;
     /// How many may stand in the line for one lease, in all processes together.
     pub const MAX_LINE: u32 = 10_000;
     /// The shortest lease there is.

@@ -5,6 +5,7 @@
 //! they take no time where it is paused and up to some seconds where it is not.
 #![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
 
+use std::collections::HashMap;
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -607,6 +608,78 @@ async fn stands_in_line<S: LockStore>(store: &S, lock: &LockKey, claim: &Claim) 
         Acquired::InLine { is_first, .. } => is_first,
         answer => panic!("somebody holds {lock}, or comes first: {answer:?}"),
     }
+}
+
+/// Locks that can be taken in one step.
+fn in_one_shard<S: LockStore>(store: &S, count: usize) -> Vec<LockKey> {
+    let mut shards: HashMap<u32, Vec<LockKey>> = HashMap::new();
+    for subject in 0..1_000_000_u32 {
+        let lock = LockKey::new("contract", subject);
+        let shard = shards.entry(store.shard(&lock)).or_default();
+        shard.push(lock);
+        if shard.len() == count {
+            return std::mem::take(shard);
+        }
+    }
+    panic!("no {count} locks have the same shard");
+}
+
+/// Several leases are taken in one step or none of them is, asking again changes nothing, and each fence is larger than all before it.
+pub async fn leases_are_taken_together_in_one_step<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let locks = in_one_shard(&store, 3);
+    let wanted = |ttl| locks.iter().map(|lock| (*lock, Claim { fences: 7, ..claim(ttl) })).collect::<Vec<_>>();
+    let fences = |answers: Vec<Acquired>| {
+        let fence = |answer| match answer {
+            Acquired::Granted { fence } => Some(fence),
+            _ => None,
+        };
+        answers.into_iter().map(fence).collect::<Option<Vec<_>>>()
+    };
+    assert!(store.acquire_all(&[]).await.unwrap().is_empty());
+    let mine = wanted(LONG);
+    let first = fences(store.acquire_all(&mine).await.unwrap()).unwrap();
+    assert_eq!(fences(store.acquire_all(&mine).await.unwrap()).unwrap(), first);
+    for lock in &locks {
+        busy(&store, lock).await;
+    }
+    // One that is held keeps all of them from being taken.
+    for free in 0..2 {
+        assert!(store.release(&mine[free].0, &mine[free].1.token).await.unwrap().was_held);
+        let answers = store.acquire_all(&wanted(LONG)).await.unwrap();
+        for (at, answer) in answers.into_iter().enumerate() {
+            let Acquired::Busy { remaining } = answer else { panic!("{at}: {answer:?}") };
+            assert_eq!(remaining.is_zero(), at <= free, "{at}: {remaining:?}");
+        }
+        let passing = claim(LONG);
+        take(&store, &locks[free], &passing).await;
+        assert!(store.release(&locks[free], &passing.token).await.unwrap().was_held);
+    }
+    assert!(store.release(&mine[2].0, &mine[2].1.token).await.unwrap().was_held);
+    let second = fences(store.acquire_all(&wanted(SHORT)).await.unwrap()).unwrap();
+    assert!(first.iter().zip(&second).all(|(first, second)| first + 6 < *second), "{first:?} {second:?}");
+    // They end by themselves, and can be renewed before.
+    sleep(SHORT).await;
+    let third = wanted(LONG);
+    let mut answer = store.acquire_all(&third).await.unwrap();
+    while fences(answer).is_none() {
+        sleep(Duration::from_millis(5)).await;
+        answer = store.acquire_all(&third).await.unwrap();
+    }
+    let renewals: Vec<_> =
+        third.iter().map(|(lock, claim)| Renewal { lock: *lock, token: claim.token, ttl: LONG }).collect();
+    assert_eq!(store.renew(&renewals).await.unwrap(), [true; 3]);
+    // Of many who want them in any order one gets them.
+    for (lock, claim) in &third {
+        assert!(store.release(lock, &claim.token).await.unwrap().was_held);
+    }
+    let mut callers = JoinSet::new();
+    for turn in 0..30 {
+        let (store, mut wanted) = (store.clone(), wanted(LONG));
+        wanted.rotate_left(turn % 3);
+        callers.spawn(async move { store.acquire_all(&wanted).await.unwrap() });
+    }
+    let answers = callers.join_all().await;
+    assert_eq!(answers.into_iter().filter_map(fences).count(), 1);
 }
 
 /// Who came first is served first, whatever client they ask by, and whether or not those in between give up.

@@ -316,6 +316,7 @@ impl RedisBackend {
             check_many,
             block,
             lock_acquire,
+            lock_acquire_all,
             lock_line,
             lock_renew,
             lock_release,
@@ -329,7 +330,8 @@ impl RedisBackend {
             probe: _,
         } = &mut scripts;
         let counting = [check, check_plain, check_many, block];
-        let locking = [lock_acquire, lock_line, lock_renew, lock_release, lock_inspect, lock_name, lock_seize];
+        let locking =
+            [lock_acquire, lock_acquire_all, lock_line, lock_renew, lock_release, lock_inspect, lock_name, lock_seize];
         let once = [idempotency_begin, idempotency_renew, idempotency_complete, idempotency_release];
         for script in counting.into_iter().chain(locking).chain(once) {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));

@@ -65,6 +65,20 @@ impl LockStore for RedisBackend {
         }
     }
 
+    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let leases: Vec<_> = wanted.iter().map(|(lock, _)| keys.lease(lock)).collect();
+        let leases: Vec<_> = leases.iter().map(String::as_str).collect();
+        let reply = scripts.lock_acquire_all(servers, &leases, wanted).await?;
+        let numbers = numbers(&reply).filter(|numbers| numbers.len() == wanted.len() + 1);
+        let numbers = numbers.ok_or_else(|| unexpected_reply(&reply))?;
+        let answer = |number: &u64| match numbers[0] {
+            0 => Acquired::Busy { remaining: Duration::from_millis(*number) },
+            _ => Acquired::Granted { fence: *number },
+        };
+        Ok(numbers[1..].iter().map(answer).collect())
+    }
+
     async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
         // One script for each shard, all of them at once. They come back in the order of the shards.
         let mut order: Vec<_> = (0..renewals.len()).collect();

@@ -10,7 +10,7 @@ use super::error;
 use super::servers::Servers;
 use crate::error::StoreError;
 use crate::idempotency::{self, Completion, Payload};
-use crate::lock::{Claim, Line, Token};
+use crate::lock::{Claim, Line, LockKey, Token};
 use crate::rate_limit::Receipt;
 
 /// A Lua script and its hash, which is what Redis knows it by.
@@ -34,6 +34,7 @@ pub(super) struct Scripts {
     pub(super) check_many: LuaScript,
     pub(super) block: LuaScript,
     pub(super) lock_acquire: LuaScript,
+    pub(super) lock_acquire_all: LuaScript,
     pub(super) lock_line: LuaScript,
     pub(super) lock_renew: LuaScript,
     pub(super) lock_release: LuaScript,
@@ -113,6 +114,7 @@ impl Scripts {
             check_many: lua!("rate_limit_check_many.lua"),
             block: lua!("rate_limit_block.lua"),
             lock_acquire: lua!("lock_acquire.lua"),
+            lock_acquire_all: lua!("lock_acquire_all.lua"),
             lock_line: lua!("lock_line.lua"),
             lock_renew: lua!("lock_renew.lua"),
             lock_release: lua!("lock_release.lua"),
@@ -173,6 +175,18 @@ impl Scripts {
         claim: &Claim,
     ) -> Result<Value, StoreError> {
         self.lock_acquire.call(servers, &[lease], claim_args(claim)).await
+    }
+
+    /// All with the times of the first of them.
+    pub(super) async fn lock_acquire_all(
+        &self,
+        servers: &Servers,
+        leases: &[&str],
+        wanted: &[(LockKey, Claim)],
+    ) -> Result<Value, StoreError> {
+        let (ttl, fences) = wanted.first().map_or((Claim::MIN_TTL, 1), |(_, claim)| (claim.ttl, claim.fences));
+        let tokens: Vec<_> = wanted.iter().map(|(_, claim)| claim.token.as_bytes().as_slice()).collect();
+        self.lock_acquire_all.call(servers, leases, (millis(ttl), fences, KEEP_FENCE_MS, tokens)).await
     }
 
     /// For whoever stands in line, or respects it.
@@ -373,6 +387,7 @@ mod tests {
             (&scripts.block, 1, 2),
             (&scripts.probe, 1, 1),
             (&scripts.lock_acquire, 1, 5),
+            (&scripts.lock_acquire_all, 1, 4),
             (&scripts.lock_line, 4, 9),
             (&scripts.lock_renew, 1, 2),
             (&scripts.lock_release, 4, 3),
