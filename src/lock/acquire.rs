@@ -11,16 +11,16 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
 use super::erased::Answers;
 use super::errand::Errand;
-use super::error::{Busy, Closed, LockError, Nested, QueueFull};
+use super::error::{Busy, Closed, LockError, Nested, NotReplicated, QueueFull};
 use super::gate::{Entered, Offer, Turn};
 use super::hold::{FENCES, Hold, after, usable};
 use super::keeper::jittered;
 use super::lease::Lease;
-use super::locks::Terms;
+use super::locks::{Replication, Terms};
 use super::meters::{Outcome, Way};
 use super::nested;
 use super::shared::Shared;
-use super::store::{Acquired, Claim, Line, LockKey, Token};
+use super::store::{Acquired, Claim, Line, LockKey, Replicas, Token};
 use crate::circuit::Circuit;
 use crate::error::{ConfigError, StoreError};
 
@@ -166,6 +166,18 @@ async fn contend(home: &Arc<Shared>, mut asked: Asked, terms: Terms, give_up: In
                 }
                 return granted(asked, &answers).ok_or_else(|| StoreError::timeout().into());
             }
+            Ok((_, Some((at, Acquired::NotReplicated { replicas })))) => {
+                let next = Instant::now() + jittered(pause);
+                if next >= give_up {
+                    let Attempts { lock, claim, .. } = &asked[at].0;
+                    return Err(NotReplicated::new(*lock, replicas, claim.replicas.count).into());
+                }
+                pause = (pause * 2).min(LONGEST_PAUSE);
+                tokio::select! {
+                    () = sleep_until(next) => {}
+                    () = home.closed() => return Err(Closed.into()),
+                }
+            }
             Ok((_, Some((at, answer)))) => {
                 let (attempts, turn) = &mut asked[at];
                 let (lock, remaining) = (attempts.lock, remaining(&answer));
@@ -242,7 +254,12 @@ impl Attempts {
         let fences = if home.is_semaphore || terms.is_fair { 1 } else { FENCES };
         let permits = if terms.is_shared { Claim::MAX_PERMITS } else { terms.permits };
         let Terms { ttl, is_shared, .. } = terms;
-        let claim = Claim { token: Token::random()?, ttl, fences, permits, is_shared, line };
+        let replicas = match terms.replication {
+            Replication::Primary => Replicas::default(),
+            // In time for the answer to come before the deadline.
+            Replication::Require(count) => Replicas { count, within: terms.deadline * 3 / 4 },
+        };
+        let claim = Claim { token: Token::random()?, ttl, fences, permits, is_shared, line, replicas };
         Ok(Self { home: Arc::clone(home), lock, claim, terms, sent: None, is_ambiguous: false })
     }
 
@@ -253,7 +270,7 @@ impl Attempts {
 
     fn answered(&mut self, answer: Result<Acquired, &StoreError>) {
         match answer {
-            Ok(Acquired::Granted { .. } | Acquired::InLine { .. }) => {}
+            Ok(Acquired::Granted { .. } | Acquired::InLine { .. } | Acquired::NotReplicated { .. }) => {}
             // An earlier attempt may still be on its way.
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) if self.is_ambiguous => {}
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) => self.sent = None,
@@ -308,7 +325,7 @@ const fn fence(answer: &Acquired) -> Option<u64> {
 /// How long whoever holds a lease may keep it.
 const fn remaining(answer: &Acquired) -> Duration {
     match answer {
-        Acquired::Granted { .. } => Duration::ZERO,
+        Acquired::Granted { .. } | Acquired::NotReplicated { .. } => Duration::ZERO,
         Acquired::Busy { remaining } | Acquired::InLine { remaining, .. } | Acquired::LineFull { remaining } => {
             *remaining
         }

@@ -166,6 +166,17 @@ pub struct Claim {
     pub is_shared: bool,
     /// Who comes first.
     pub line: Line,
+    /// Who else has to know of the lease for it to be granted.
+    pub replicas: Replicas,
+}
+
+/// How many replicas of a server have to have a lease before it counts, and how long they are waited for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Replicas {
+    /// How many. Defaults to none.
+    pub count: u32,
+    /// How long they are waited for.
+    pub within: Duration,
 }
 
 /// Who comes first of those who want the same lease.
@@ -186,7 +197,15 @@ impl Claim {
     /// A lease for one holder, whoever asks when it is free.
     #[must_use]
     pub const fn new(token: Token, ttl: Duration) -> Self {
-        Self { token, ttl, fences: 1, permits: 1, is_shared: false, line: Line::Ignore }
+        Self {
+            token,
+            ttl,
+            fences: 1,
+            permits: 1,
+            is_shared: false,
+            line: Line::Ignore,
+            replicas: Replicas { count: 0, within: Duration::ZERO },
+        }
     }
 
     /// How long a place in the line is kept for somebody who does not ask again: who has died holds the others up for that long.
@@ -224,6 +243,11 @@ pub enum Acquired {
         /// Until the first of the leases that are held ends, unless it is renewed. Zero if none is.
         remaining: Duration,
     },
+    /// The token holds the lease, and fewer replicas know of it than were asked for. It is to be given back, or asked for again.
+    NotReplicated {
+        /// How many do.
+        replicas: u32,
+    },
     /// So many stand in line that there is no place.
     LineFull {
         /// Until the first of the leases that are held ends, unless it is renewed. Zero if none is.
@@ -240,6 +264,17 @@ pub struct Renewal {
     pub token: Token,
     /// How long it is to last from now on.
     pub ttl: Duration,
+    /// Who else has to know of that: if fewer do, the call fails with an error that is
+    /// [unavailable](StoreError::is_unavailable), for all leases that it is about.
+    pub replicas: Replicas,
+}
+
+impl Renewal {
+    /// A renewal that no replica has to know of.
+    #[must_use]
+    pub const fn new(lock: LockKey, token: Token, ttl: Duration) -> Self {
+        Self { lock, token, ttl, replicas: Replicas { count: 0, within: Duration::ZERO } }
+    }
 }
 
 /// What came of giving a lease back.

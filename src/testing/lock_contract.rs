@@ -124,7 +124,7 @@ pub async fn a_lease_ends_by_itself<S: LockStore>(store: S) {
     let took = begun.elapsed();
     assert!(took >= SHORT && took < SHORT + SLACK, "{took:?}");
     // Whoever was there before has no say any more.
-    let renewal = Renewal { lock: lock("a"), token: dead.token, ttl: LONG };
+    let renewal = Renewal::new(lock("a"), dead.token, LONG);
     assert_eq!(store.renew(&[renewal]).await.unwrap(), [false]);
     assert!(!store.release(&lock("a"), &dead.token).await.unwrap().was_held);
     busy(&store, &lock("a")).await;
@@ -136,13 +136,13 @@ pub async fn a_renewal_lets_a_lease_last<S: LockStore>(store: S) {
     take(&store, &lock("a"), &claim).await;
     for _ in 0..4 {
         sleep(SHORT / 2).await;
-        let renewal = Renewal { lock: lock("a"), token: claim.token, ttl: SHORT };
+        let renewal = Renewal::new(lock("a"), claim.token, SHORT);
         assert_eq!(store.renew(&[renewal]).await.unwrap(), [true]);
         busy(&store, &lock("a")).await;
     }
     // It may become longer and shorter by that.
     for ttl in [LONG, SHORT] {
-        let renewal = Renewal { lock: lock("a"), token: claim.token, ttl };
+        let renewal = Renewal::new(lock("a"), claim.token, ttl);
         store.renew(&[renewal]).await.unwrap();
         let remaining = busy(&store, &lock("a")).await;
         assert!(remaining <= ttl && remaining + SLACK > ttl, "{remaining:?} of {ttl:?}");
@@ -154,7 +154,7 @@ pub async fn a_lease_that_has_ended_does_not_come_back<S: LockStore>(store: S) {
     let dead = claim(Claim::MIN_TTL);
     take(&store, &lock("a"), &dead).await;
     sleep(Claim::MIN_TTL * 2).await;
-    let renewal = Renewal { lock: lock("a"), token: dead.token, ttl: LONG };
+    let renewal = Renewal::new(lock("a"), dead.token, LONG);
     assert_eq!(store.renew(&[renewal, Renewal { lock: lock("never"), ..renewal }]).await.unwrap(), [false, false]);
     take(&store, &lock("a"), &claim(LONG)).await;
     take(&store, &lock("never"), &claim(LONG)).await;
@@ -163,7 +163,7 @@ pub async fn a_lease_that_has_ended_does_not_come_back<S: LockStore>(store: S) {
 /// Renewals are answered each for itself and in order, however many there are.
 pub async fn many_leases_are_renewed_at_once<S: LockStore>(store: S) {
     let renewals: Vec<_> =
-        (0..300_u32).map(|i| Renewal { lock: LockKey::new("many", i), token: claim(LONG).token, ttl: LONG }).collect();
+        (0..300_u32).map(|i| Renewal::new(LockKey::new("many", i), claim(LONG).token, LONG)).collect();
     for renewal in renewals.iter().step_by(3) {
         take(&store, &renewal.lock, &Claim::new(renewal.token, SHORT)).await;
     }
@@ -665,8 +665,7 @@ pub async fn leases_are_taken_together_in_one_step<S: LockStore + Clone + Send +
         sleep(Duration::from_millis(5)).await;
         answer = store.acquire_all(&third).await.unwrap();
     }
-    let renewals: Vec<_> =
-        third.iter().map(|(lock, claim)| Renewal { lock: *lock, token: claim.token, ttl: LONG }).collect();
+    let renewals: Vec<_> = third.iter().map(|(lock, claim)| Renewal::new(*lock, claim.token, LONG)).collect();
     assert_eq!(store.renew(&renewals).await.unwrap(), [true; 3]);
     // Of many who want them in any order one gets them.
     for (lock, claim) in &third {
@@ -827,7 +826,7 @@ pub async fn a_dead_reader_expires_alone<S: LockStore + Clone + Send + Sync + 's
         sleep(SHORT / 8).await;
     }
     assert!(!store.release(&lock, &dead.token).await.unwrap().was_held);
-    let renewals = [dead.token, alive.token].map(|token| Renewal { lock, token, ttl: LONG });
+    let renewals = [dead.token, alive.token].map(|token| Renewal::new(lock, token, LONG));
     assert_eq!(store.renew(&renewals).await.unwrap(), [false, true]);
     let writer = in_line(false, LONG);
     assert!(stands_in_line(&store, &lock, &writer).await);

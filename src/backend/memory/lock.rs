@@ -459,10 +459,16 @@ impl Drop for Watcher {
 
 impl LockStore for MemoryBackend {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        if claim.replicas.count > 0 {
+            return Ok(Acquired::NotReplicated { replicas: 0 });
+        }
         self.inner.locks.acquire(lock, claim)
     }
 
     async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        if wanted.iter().any(|(_, claim)| claim.replicas.count > 0) {
+            return Ok(vec![Acquired::NotReplicated { replicas: 0 }; wanted.len()]);
+        }
         self.inner.locks.acquire_all(wanted)
     }
 

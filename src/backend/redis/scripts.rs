@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 
 use super::counts::Packed;
 use super::error;
+use super::pool::Handle;
 use super::servers::Servers;
 use crate::error::StoreError;
 use crate::idempotency::{self, Completion, Payload};
@@ -173,8 +174,8 @@ impl Scripts {
         servers: &Servers,
         lease: &str,
         claim: &Claim,
-    ) -> Result<Value, StoreError> {
-        self.lock_acquire.call(servers, &[lease], claim_args(claim)).await
+    ) -> Result<(Value, Handle), StoreError> {
+        self.lock_acquire.exchange(servers, &[lease], claim_args(claim)).await
     }
 
     /// All with the times of the first of them.
@@ -183,10 +184,10 @@ impl Scripts {
         servers: &Servers,
         leases: &[&str],
         wanted: &[(LockKey, Claim)],
-    ) -> Result<Value, StoreError> {
+    ) -> Result<(Value, Handle), StoreError> {
         let (ttl, fences) = wanted.first().map_or((Claim::MIN_TTL, 1), |(_, claim)| (claim.ttl, claim.fences));
         let tokens: Vec<_> = wanted.iter().map(|(_, claim)| claim.token.as_bytes().as_slice()).collect();
-        self.lock_acquire_all.call(servers, leases, (millis(ttl), fences, KEEP_FENCE_MS, tokens)).await
+        self.lock_acquire_all.exchange(servers, leases, (millis(ttl), fences, KEEP_FENCE_MS, tokens)).await
     }
 
     /// For whoever stands in line, or respects it.
@@ -196,11 +197,11 @@ impl Scripts {
         keys: [&str; 4],
         claim: &Claim,
         publish: &str,
-    ) -> Result<Value, StoreError> {
+    ) -> Result<(Value, Handle), StoreError> {
         let kind = if claim.is_shared { 3 } else { 2 };
         let longest = if claim.line == Line::Join { Claim::MAX_LINE } else { 0 };
         let args = (claim_args(claim), kind, millis(Claim::PLACE), longest, publish);
-        self.lock_line.call(servers, &keys, args).await
+        self.lock_line.exchange(servers, &keys, args).await
     }
 
     /// At most [`MAX_RENEWALS`] at once.
@@ -209,9 +210,9 @@ impl Scripts {
         servers: &Servers,
         leases: &[&str],
         terms: &[(&Token, Duration)],
-    ) -> Result<Value, StoreError> {
+    ) -> Result<(Value, Handle), StoreError> {
         let terms: Vec<_> = terms.iter().map(|(token, ttl)| (token.as_bytes().as_slice(), millis(*ttl))).collect();
-        self.lock_renew.call(servers, leases, (KEEP_FENCE_MS, terms)).await
+        self.lock_renew.exchange(servers, leases, (KEEP_FENCE_MS, terms)).await
     }
 
     pub(super) async fn lock_release(
@@ -344,6 +345,23 @@ impl LuaScript {
             }
             reply => reply,
         }
+    }
+
+    /// The same, and says by which connection, for what is to be asked about it there.
+    async fn exchange(
+        &self,
+        servers: &Servers,
+        keys: &[&str],
+        args: impl ToRedisArgs,
+    ) -> Result<(Value, Handle), StoreError> {
+        let key = keys.first().copied().unwrap_or_default();
+        let reply = match servers.exchange(key, &command("EVALSHA", &self.hash, keys, &args)).await {
+            Err(error) if error::is_no_script(&error) => {
+                servers.exchange(key, &command("EVAL", &self.code, keys, &args)).await
+            }
+            reply => reply,
+        };
+        reply.map_err(error::store_error)
     }
 
     async fn call(&self, servers: &Servers, keys: &[&str], args: impl ToRedisArgs) -> Result<Value, StoreError> {
