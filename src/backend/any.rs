@@ -4,7 +4,7 @@ use super::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 use super::redis::{RedisBackend, RedisOptions};
 use crate::error::{ConfigError, ConnectError, StoreError};
-use crate::idempotency::{self, Begun, Completion, IdempotencyStore, Operation, Payload};
+use crate::idempotency::{self, Begun, Checkpoint, Completion, IdempotencyStore, Operation, Payload};
 use crate::key::Key;
 use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::lock::{Cursor, LockPage, LockRegistry, LockStatus, Seized};
@@ -134,7 +134,7 @@ impl LockStore for AnyBackend {
     }
 
     async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
-        delegate!(self, store => store.watch(lock, in_line).await)
+        delegate!(self, store => LockStore::watch(store, lock, in_line).await)
     }
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
@@ -174,6 +174,16 @@ impl IdempotencyStore for AnyBackend {
         delegate!(self, store => IdempotencyStore::renew(store, operation, claim, payload).await)
     }
 
+    async fn checkpoint(
+        &self,
+        operation: &Operation,
+        claim: &idempotency::Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> Result<bool, StoreError> {
+        delegate!(self, store => store.checkpoint(operation, claim, payload, checkpoint).await)
+    }
+
     async fn complete(
         &self,
         operation: &Operation,
@@ -185,6 +195,10 @@ impl IdempotencyStore for AnyBackend {
 
     async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {
         delegate!(self, store => IdempotencyStore::release(store, operation, token).await)
+    }
+
+    async fn watch(&self, operation: &Operation) -> Wakeups {
+        delegate!(self, store => IdempotencyStore::watch(store, operation).await)
     }
 
     fn scope(&self) -> Scope {

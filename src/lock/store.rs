@@ -1,4 +1,5 @@
 use std::any::Any;
+use std::cell::RefCell;
 use std::fmt;
 use std::future::Future;
 use std::hash::{Hash, Hasher};
@@ -123,9 +124,7 @@ impl Token {
     ///
     /// If the system has no random numbers to give.
     pub fn random() -> Result<Self, StoreError> {
-        let mut bytes = [0; 16];
-        getrandom::fill(&mut bytes).map_err(StoreError::other)?;
-        Ok(Self(bytes))
+        POOL.with_borrow_mut(Pool::take)
     }
 
     /// The token that a store has kept. `None` if that is not 16 bytes long.
@@ -138,6 +137,30 @@ impl Token {
     #[must_use]
     pub const fn as_bytes(&self) -> &[u8; 16] {
         &self.0
+    }
+}
+
+thread_local! {
+    static POOL: RefCell<Pool> = const { RefCell::new(Pool { tokens: [[0; 16]; Pool::SIZE], left: 0 }) };
+}
+
+/// Random numbers for some tokens: the system is not asked for each of them.
+struct Pool {
+    tokens: [[u8; 16]; Pool::SIZE],
+    left: usize,
+}
+
+impl Pool {
+    const SIZE: usize = 32;
+
+    fn take(&mut self) -> Result<Token, StoreError> {
+        if self.left == 0 {
+            getrandom::fill(self.tokens.as_flattened_mut()).map_err(StoreError::other)?;
+            self.left = Self::SIZE;
+        }
+        self.left -= 1;
+        // It is nowhere but with whoever asked from now on.
+        Ok(Token(std::mem::take(&mut self.tokens[self.left])))
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::time::sleep;
 
 use crate::error::StoreError;
-use crate::idempotency::{self, Begun, Completion, IdempotencyStore, Operation, Payload};
+use crate::idempotency::{self, Begun, Checkpoint, Completion, IdempotencyStore, Operation, Payload};
 use crate::key::Key;
 use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
@@ -106,9 +106,11 @@ pub enum Verb {
     Begin,
     /// `complete`.
     Complete,
+    /// `checkpoint`.
+    Checkpoint,
 }
 
-const VERBS: usize = Verb::Complete as usize + 1;
+const VERBS: usize = Verb::Checkpoint as usize + 1;
 
 impl Failure {
     fn error(self) -> StoreError {
@@ -212,6 +214,13 @@ impl Faults {
     }
 }
 
+impl Faults {
+    async fn watch(&self, watch: impl Future<Output = Wakeups>) -> Wakeups {
+        let watch = async { Ok(watch.await) };
+        self.around(Verb::Watch, watch).await.unwrap_or_else(|_| Wakeups::none())
+    }
+}
+
 impl State {
     fn is_faulty(&self) -> bool {
         self.hangs
@@ -290,6 +299,16 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
         self.faults.around(Verb::Renew, self.inner.renew(operation, claim, payload)).await
     }
 
+    async fn checkpoint(
+        &self,
+        operation: &Operation,
+        claim: &idempotency::Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Checkpoint, self.inner.checkpoint(operation, claim, payload, checkpoint)).await
+    }
+
     async fn complete(
         &self,
         operation: &Operation,
@@ -301,6 +320,10 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
 
     async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {
         self.faults.around(Verb::Release, self.inner.release(operation, token)).await
+    }
+
+    async fn watch(&self, operation: &Operation) -> Wakeups {
+        self.faults.watch(self.inner.watch(operation)).await
     }
 
     fn scope(&self) -> Scope {
@@ -330,8 +353,7 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
     }
 
     async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
-        let watch = async { Ok(self.inner.watch(lock, in_line).await) };
-        self.faults.around(Verb::Watch, watch).await.unwrap_or_else(|_| Wakeups::none())
+        self.faults.watch(self.inner.watch(lock, in_line)).await
     }
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {

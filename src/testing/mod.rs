@@ -258,6 +258,10 @@ macro_rules! idempotency_contract {
                 a_lease_comes_back_unless_somebody_took_over
                 what_is_given_back_is_begun_again
                 what_is_given_up_on_its_way_claims_nothing
+                a_checkpoint_is_found_by_the_next_attempt
+                a_checkpoint_that_comes_late_changes_nothing
+                a_checkpoint_keeps_the_request
+                who_watches_is_told
                 an_answer_is_forgotten_when_its_time_is_over
                 one_of_many_racing_begins
             ] [] $($told)+

@@ -70,7 +70,7 @@ struct Inner {
     // The sum of the weights of all counts. One budget for all shards, since one long log may outweigh a fair share of it.
     weight: AtomicUsize,
     locks: Arc<LockTable>,
-    operations: OperationTable,
+    operations: Arc<OperationTable>,
 }
 
 /// A shard in cache lines of its own, so that processors that lock neighbours do not wait for each other.
@@ -110,7 +110,7 @@ impl MemoryBackend {
                 capacity: keys.max(1),
                 weight: AtomicUsize::new(0),
                 locks: Arc::new(LockTable::new(keys.max(1))),
-                operations: OperationTable::new(keys.max(1)),
+                operations: Arc::new(OperationTable::new(keys.max(1))),
             }),
         }
     }

@@ -325,6 +325,7 @@ impl RedisBackend {
             lock_seize,
             idempotency_begin,
             idempotency_renew,
+            idempotency_checkpoint,
             idempotency_complete,
             idempotency_release,
             probe: _,
@@ -332,8 +333,9 @@ impl RedisBackend {
         let counting = [check, check_plain, check_many, block];
         let locking =
             [lock_acquire, lock_acquire_all, lock_line, lock_renew, lock_release, lock_inspect, lock_name, lock_seize];
-        let once = [idempotency_begin, idempotency_renew, idempotency_complete, idempotency_release];
-        for script in counting.into_iter().chain(locking).chain(once) {
+        let once = [idempotency_begin, idempotency_renew, idempotency_checkpoint];
+        let ends = [idempotency_complete, idempotency_release];
+        for script in counting.into_iter().chain(locking).chain(once).chain(ends) {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
         }
         let super::Inner { servers, keys, locks, .. } = &*self.inner;

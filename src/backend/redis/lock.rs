@@ -44,7 +44,7 @@ impl LockLinks {
         &self.own
     }
 
-    fn subscriber(&self) -> &Subscriber {
+    pub(super) fn subscriber(&self) -> &Subscriber {
         self.subscriber.get_or_init(|| Subscriber::new(self.source.clone()))
     }
 }
@@ -148,7 +148,7 @@ impl LockStore for RedisBackend {
 
 impl RedisBackend {
     /// A cluster sends what is published by PUBLISH to all of its nodes.
-    fn publish(&self) -> &'static str {
+    pub(super) fn publish(&self) -> &'static str {
         if self.inner.locks.own.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
     }
 

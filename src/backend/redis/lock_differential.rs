@@ -234,7 +234,7 @@ fn run_line_trace(trace: &[LineStep], pair: &mut Pair, turn: usize) -> Result<()
                         Acquired::Granted { .. } => Answer::Granted,
                         Acquired::Busy { .. } => Answer::Busy,
                         Acquired::InLine { is_first, .. } => Answer::InLine { is_first },
-                        Acquired::LineFull { .. } => panic!("six are not too many"),
+                        answer => panic!("six are not too many: {answer:?}"),
                     };
                     prop_assert_eq!(&seen, &expected, "{} at step {}: {:?}", whose, number, step);
                 }

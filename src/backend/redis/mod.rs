@@ -47,14 +47,15 @@
 //! itself: exact, and about half the work for Redis. Not on a cluster, where hardly two subjects share a slot.
 //!
 //! Once there are locks or operations, one more connection is opened, for renewing and giving back, which do not queue behind requests; and
-//! with locks one that listens for locks becoming free, if somebody waits for one. Waiting for replicas holds a connection up, so
-//! locks that ask for that have a few of their own. A backend that was opened [from a
+//! one that listens for locks becoming free and operations being done, if somebody waits for one. Waiting for replicas holds a connection
+//! up, so locks that ask for that have a few of their own. A backend that was opened [from a
 //! pool](RedisBackend::from_pool) has no means to listen: who waits there looks once a second.
 //!
 //! # Keys
 //!
 //! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`, `<prefix>:2:{lock:<namespace>:<subject>}:lease` with the
-//! channel `...:free`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and `<prefix>:2:{idempotency:<scope>:<key>}:record`. The braces make a subject one slot of a cluster. Each key has a
+//! channel `...:free`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and `<prefix>:2:{idempotency:<scope>:<key>}:record` with the channel `...:done`.
+//! The braces make a subject one slot of a cluster. Each key has a
 //! time to live. Two releases of Tollgate may share one Redis as long as the number after the prefix is the same.
 //!
 //! # Servers
@@ -68,8 +69,8 @@
 //!
 //! For locks that replicas have to know of `+wait`, and for those that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`, as well.
 //!
-//! For locks also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without
-//! these who waits for a lock looks once a second. Listing locks takes `+scan`.
+//! For those who wait for a lock or for the same request also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without
+//! these who waits looks once a second. Listing locks takes `+scan`.
 //!
 //! With Sentinels `+role` is needed as well (and there, for a [user](RedisOptions::sentinel_user) of their own, `+sentinel|master` and
 //! `+sentinel|get-master-addr-by-name`), with a cluster `+cluster|slots +asking`. A user who may run `INFO` too is told at the

@@ -10,7 +10,7 @@ use super::error;
 use super::pool::Handle;
 use super::servers::Servers;
 use crate::error::StoreError;
-use crate::idempotency::{self, Completion, Payload};
+use crate::idempotency::{self, Checkpoint, Completion, Payload};
 use crate::lock::{Claim, Line, LockKey, Token};
 use crate::rate_limit::Receipt;
 
@@ -44,6 +44,7 @@ pub(super) struct Scripts {
     pub(super) lock_seize: LuaScript,
     pub(super) idempotency_begin: LuaScript,
     pub(super) idempotency_renew: LuaScript,
+    pub(super) idempotency_checkpoint: LuaScript,
     pub(super) idempotency_complete: LuaScript,
     pub(super) idempotency_release: LuaScript,
     pub(super) probe: LuaScript,
@@ -124,6 +125,7 @@ impl Scripts {
             lock_seize: lua!("lock_seize.lua"),
             idempotency_begin: lua!("idempotency_begin.lua"),
             idempotency_renew: lua!("idempotency_renew.lua"),
+            idempotency_checkpoint: lua!("idempotency_checkpoint.lua"),
             idempotency_complete: lua!("idempotency_complete.lua"),
             idempotency_release: lua!("idempotency_release.lua"),
             probe: lua!("server_probe.lua"),
@@ -278,28 +280,45 @@ impl Scripts {
         self.idempotency_renew.call(servers, &[record], args).await
     }
 
-    pub(super) async fn idempotency_complete(
+    pub(super) async fn idempotency_checkpoint(
         &self,
         servers: &Servers,
         record: &str,
+        claim: &idempotency::Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> Result<Value, StoreError> {
+        let (token, payload, checkpoint) =
+            (claim.token.as_bytes().as_slice(), payload.to_bytes(), checkpoint.to_bytes());
+        let times = (millis(claim.lease), millis(claim.retention));
+        let args = (token, times, payload.as_slice(), checkpoint.as_slice());
+        self.idempotency_checkpoint.call(servers, &[record], args).await
+    }
+
+    pub(super) async fn idempotency_complete(
+        &self,
+        servers: &Servers,
+        keys: [&str; 2],
         token: &Token,
         completion: &Completion,
+        publish: &str,
     ) -> Result<Value, StoreError> {
         let Completion { answer, is_kept, payload, retention } = completion;
         let state = if *is_kept { 2 } else { 3 };
         let payload = payload.to_bytes();
-        let args = (token.as_bytes().as_slice(), state, millis(*retention), payload.as_slice(), &**answer);
-        self.idempotency_complete.call(servers, &[record], args).await
+        let args = (token.as_bytes().as_slice(), state, millis(*retention), payload.as_slice(), &**answer, publish);
+        self.idempotency_complete.call(servers, &keys, args).await
     }
 
     pub(super) async fn idempotency_release(
         &self,
         servers: &Servers,
-        record: &str,
+        keys: [&str; 2],
         token: &Token,
+        publish: &str,
     ) -> Result<Value, StoreError> {
-        let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS);
-        self.idempotency_release.call(servers, &[record], args).await
+        let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, publish);
+        self.idempotency_release.call(servers, &keys, args).await
     }
 }
 
@@ -414,8 +433,9 @@ mod tests {
             (&scripts.lock_seize, 2, 2),
             (&scripts.idempotency_begin, 1, 5),
             (&scripts.idempotency_renew, 1, 4),
-            (&scripts.idempotency_complete, 1, 5),
-            (&scripts.idempotency_release, 1, 2),
+            (&scripts.idempotency_checkpoint, 1, 5),
+            (&scripts.idempotency_complete, 2, 6),
+            (&scripts.idempotency_release, 2, 3),
         ];
         for (script, keys, args) in calls {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
