@@ -56,7 +56,7 @@ impl Key {
     /// The key of requests that carry none.
     pub const ANONYMOUS: Key = Key::reserved(b"!anonymous");
 
-    const EMPTY: Key = Key { bytes: [0; Key::MAX_LEN + 1] };
+    pub(crate) const EMPTY: Key = Key { bytes: [0; Key::MAX_LEN + 1] };
 
     /// Makes a key of any bytes.
     pub fn new(bytes: impl AsRef<[u8]>) -> Self {
@@ -123,6 +123,12 @@ impl Key {
         &self.bytes[..self.len()]
     }
 
+    /// The key that [`as_bytes`](Self::as_bytes) has given, from a store; `None` if that cannot be one.
+    pub(crate) fn from_store(bytes: &[u8]) -> Option<Self> {
+        let mut text = Text::default();
+        (bytes.is_ascii() && text.push(bytes)).then_some(text.0)
+    }
+
     /// Marks the key of a fallback, so that `203.0.113.7` sent as an API key and the peer of that address stay two subjects.
     fn of_fallback(self) -> Self {
         self.marked(b"~")
@@ -182,6 +188,12 @@ impl Key {
 
     fn from_text(text: impl AsRef<str>) -> Self {
         Self::from_bytes(text.as_ref().as_bytes())
+    }
+
+    /// A number below `parts`, which is at least 1: always the same for this key, in every process, and spread evenly over all keys.
+    pub(crate) fn spread(&self, parts: u16) -> u16 {
+        (u64::from_be_bytes(Sha256::digest(self.as_bytes())[8..16].try_into().unwrap_or_default()) % u64::from(parts))
+            as u16
     }
 
     /// A number from 0 to 99 that is always the same for this key, in every process, and spread evenly over all keys.

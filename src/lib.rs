@@ -80,6 +80,7 @@ mod key;
 pub mod backend;
 #[cfg(feature = "config")]
 pub mod config;
+pub mod delay_queue;
 #[cfg(feature = "grpc")]
 pub mod grpc;
 #[cfg(feature = "http")]
@@ -95,6 +96,7 @@ pub use self::backend::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
+pub use self::delay_queue::{DelayQueue, Job, JobId};
 pub use self::error::{BoxError, ConfigError, ConnectError, StoreError};
 #[cfg(feature = "http")]
 pub use self::http::IdempotencyLayer;

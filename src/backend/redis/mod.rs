@@ -47,7 +47,8 @@
 //! itself: exact, and about half the work for Redis. Not on a cluster, where hardly two subjects share a slot.
 //!
 //! Once there are locks or operations, one more connection is opened, for renewing and giving back, which do not queue behind requests; and
-//! one that listens for locks becoming free and operations being done, if somebody waits for one. A backend that was opened [from a
+//! one that listens for locks becoming free and operations being done, if somebody waits for one. Waiting for replicas holds a connection
+//! up, so locks that ask for that have a few of their own. A backend that was opened [from a
 //! pool](RedisBackend::from_pool) has no means to listen: who waits there looks once a second.
 //!
 //! # Keys
@@ -66,7 +67,7 @@
 //! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +set +pttl +pexpire +time +getrange +strlen +append
 //! ```
 //!
-//! For locks that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard` as well.
+//! For locks that replicas have to know of `+wait`, and for those that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`, as well.
 //!
 //! For those who wait for a lock or for the same request also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without
 //! these who waits looks once a second. Listing locks takes `+scan`.
@@ -84,6 +85,8 @@
 
 mod cluster;
 mod counts;
+mod delay_queue;
+mod delay_record;
 mod error;
 mod gather;
 mod idempotency;
@@ -163,10 +166,10 @@ impl RedisBackend {
 
     /// Takes over connections, after a look at the servers behind them.
     async fn new(links: Links, keys: Keys) -> Result<Self, ConnectError> {
-        let Links { requests, apart, source } = links;
+        let Links { requests, apart, careful, patience, source } = links;
         let scripts = Scripts::new();
         probe::probe(&requests, &keys, &scripts.probe).await?;
-        Ok(Self::with_scripts(Arc::new(requests), keys, LockLinks::new(apart, source), scripts))
+        Ok(Self::with_scripts(Arc::new(requests), keys, LockLinks::new(apart, careful, patience, source), scripts))
     }
 
     fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockLinks, scripts: Scripts) -> Self {

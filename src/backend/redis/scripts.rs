@@ -6,11 +6,15 @@ use redis::{Cmd, RedisError, RedisWrite, Script, ToRedisArgs, Value};
 use smallvec::SmallVec;
 
 use super::counts::Packed;
+use super::delay_record::{PackedFinishes, PackedJob};
 use super::error;
+use super::keys::QueueKeys;
+use super::pool::Handle;
 use super::servers::Servers;
+use crate::delay_queue;
 use crate::error::StoreError;
 use crate::idempotency::{self, Checkpoint, Completion, Payload};
-use crate::lock::{Claim, Line, Token};
+use crate::lock::{Claim, Line, LockKey, Token};
 use crate::rate_limit::Receipt;
 
 /// A Lua script and its hash, which is what Redis knows it by.
@@ -34,6 +38,7 @@ pub(super) struct Scripts {
     pub(super) check_many: LuaScript,
     pub(super) block: LuaScript,
     pub(super) lock_acquire: LuaScript,
+    pub(super) lock_acquire_all: LuaScript,
     pub(super) lock_line: LuaScript,
     pub(super) lock_renew: LuaScript,
     pub(super) lock_release: LuaScript,
@@ -45,6 +50,10 @@ pub(super) struct Scripts {
     pub(super) idempotency_checkpoint: LuaScript,
     pub(super) idempotency_complete: LuaScript,
     pub(super) idempotency_release: LuaScript,
+    pub(super) delay_queue_push: LuaScript,
+    pub(super) delay_queue_claim: LuaScript,
+    pub(super) delay_queue_extend: LuaScript,
+    pub(super) delay_queue_control: LuaScript,
     pub(super) probe: LuaScript,
 }
 
@@ -114,6 +123,7 @@ impl Scripts {
             check_many: lua!("rate_limit_check_many.lua"),
             block: lua!("rate_limit_block.lua"),
             lock_acquire: lua!("lock_acquire.lua"),
+            lock_acquire_all: lua!("lock_acquire_all.lua"),
             lock_line: lua!("lock_line.lua"),
             lock_renew: lua!("lock_renew.lua"),
             lock_release: lua!("lock_release.lua"),
@@ -125,6 +135,10 @@ impl Scripts {
             idempotency_checkpoint: lua!("idempotency_checkpoint.lua"),
             idempotency_complete: lua!("idempotency_complete.lua"),
             idempotency_release: lua!("idempotency_release.lua"),
+            delay_queue_push: lua!("delay_queue_push.lua"),
+            delay_queue_claim: lua!("delay_queue_claim.lua"),
+            delay_queue_extend: lua!("delay_queue_extend.lua"),
+            delay_queue_control: lua!("delay_queue_control.lua"),
             probe: lua!("server_probe.lua"),
         }
     }
@@ -173,8 +187,20 @@ impl Scripts {
         servers: &Servers,
         lease: &str,
         claim: &Claim,
-    ) -> Result<Value, StoreError> {
-        self.lock_acquire.call(servers, &[lease], claim_args(claim)).await
+    ) -> Result<(Value, Handle), StoreError> {
+        self.lock_acquire.exchange(servers, &[lease], claim_args(claim)).await
+    }
+
+    /// All with the times of the first of them.
+    pub(super) async fn lock_acquire_all(
+        &self,
+        servers: &Servers,
+        leases: &[&str],
+        wanted: &[(LockKey, Claim)],
+    ) -> Result<(Value, Handle), StoreError> {
+        let (ttl, fences) = wanted.first().map_or((Claim::MIN_TTL, 1), |(_, claim)| (claim.ttl, claim.fences));
+        let tokens: Vec<_> = wanted.iter().map(|(_, claim)| claim.token.as_bytes().as_slice()).collect();
+        self.lock_acquire_all.exchange(servers, leases, (millis(ttl), fences, KEEP_FENCE_MS, tokens)).await
     }
 
     /// For whoever stands in line, or respects it.
@@ -184,11 +210,11 @@ impl Scripts {
         keys: [&str; 4],
         claim: &Claim,
         publish: &str,
-    ) -> Result<Value, StoreError> {
+    ) -> Result<(Value, Handle), StoreError> {
         let kind = if claim.is_shared { 3 } else { 2 };
         let longest = if claim.line == Line::Join { Claim::MAX_LINE } else { 0 };
         let args = (claim_args(claim), kind, millis(Claim::PLACE), longest, publish);
-        self.lock_line.call(servers, &keys, args).await
+        self.lock_line.exchange(servers, &keys, args).await
     }
 
     /// At most [`MAX_RENEWALS`] at once.
@@ -197,9 +223,9 @@ impl Scripts {
         servers: &Servers,
         leases: &[&str],
         terms: &[(&Token, Duration)],
-    ) -> Result<Value, StoreError> {
+    ) -> Result<(Value, Handle), StoreError> {
         let terms: Vec<_> = terms.iter().map(|(token, ttl)| (token.as_bytes().as_slice(), millis(*ttl))).collect();
-        self.lock_renew.call(servers, leases, (KEEP_FENCE_MS, terms)).await
+        self.lock_renew.exchange(servers, leases, (KEEP_FENCE_MS, terms)).await
     }
 
     pub(super) async fn lock_release(
@@ -311,6 +337,83 @@ fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
     (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, claim.permits)
 }
 
+impl Scripts {
+    /// Jobs of one priority, at most 256: see the header of `delay_queue_push.lua`.
+    pub(super) async fn delay_queue_push(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        priority: usize,
+        max_jobs: u64,
+        jobs: &[PackedJob<'_>],
+    ) -> Result<Value, StoreError> {
+        let (names, args) = delay_queue_push(servers, keys, priority, max_jobs, jobs);
+        self.delay_queue_push.call(servers, &names, args).await
+    }
+
+    pub(super) async fn delay_queue_claim(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        claim: &delay_queue::Claim,
+        finished: &PackedFinishes,
+    ) -> Result<Value, StoreError> {
+        let delay_queue::Claim { worker, limit, lease, dead } = claim;
+        let terms = (limit, millis(*lease), dead.count, millis(dead.age));
+        let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, worker.to_string(), terms, finished);
+        self.delay_queue_claim.call(servers, &all_of(keys), args).await
+    }
+
+    pub(super) async fn delay_queue_extend(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        lease: Duration,
+        tickets: &[Vec<u8>],
+    ) -> Result<Value, StoreError> {
+        let names = [keys.leases.as_str(), &keys.jobs, &keys.cancels];
+        let tickets: Vec<_> = tickets.iter().map(Vec::as_slice).collect();
+        self.delay_queue_extend.call(servers, &names, (KEEP_JOBS_MS, millis(lease), tickets)).await
+    }
+
+    pub(super) async fn delay_queue_control(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        verb: &str,
+        args: impl ToRedisArgs,
+    ) -> Result<Value, StoreError> {
+        let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, verb, args);
+        self.delay_queue_control.call(servers, &all_of(keys), args).await
+    }
+}
+
+/// The keys and arguments of `delay_queue_push`.
+fn delay_queue_push<'a>(
+    servers: &Servers,
+    keys: &'a QueueKeys,
+    priority: usize,
+    max_jobs: u64,
+    jobs: &'a [PackedJob<'a>],
+) -> ([&'a str; 7], impl ToRedisArgs + use<'a>) {
+    let QueueKeys { jobs: records, due, dead, unique, unique_ends, state, idle, wake, .. } = keys;
+    let names = [records, &due[priority], dead, unique, unique_ends, state, idle].map(String::as_str);
+    (names, (KEEP_JOBS_MS, max_jobs, publish(servers), wake.as_str(), jobs))
+}
+
+fn all_of(keys: &QueueKeys) -> [&str; 10] {
+    let QueueKeys { jobs, due: [high, normal, low], leases, dead, unique, cancels, state, idle, .. } = keys;
+    [jobs, high, normal, low, leases, dead, unique, cancels, state, idle].map(String::as_str)
+}
+
+/// A cluster sends what is published by PUBLISH to all of its nodes.
+const fn publish(servers: &Servers) -> &'static str {
+    if servers.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
+}
+
+/// How long the keys of a queue outlive the last time at which something in them is due.
+pub(super) const KEEP_JOBS_MS: u64 = 180 * 86_400 * 1_000;
+
 /// How many leases one call of `lock_renew` takes, as the script has it.
 pub(super) const MAX_RENEWALS: usize = 128;
 
@@ -319,7 +422,7 @@ pub(super) const MAX_RENEWALS: usize = 128;
 const KEEP_FENCE_MS: u64 = 10 * 60 * 1_000;
 
 /// Rounded up: a lease is never shorter than was asked for.
-fn millis(ttl: Duration) -> u64 {
+pub(super) fn millis(ttl: Duration) -> u64 {
     ttl.as_micros().div_ceil(1_000) as u64
 }
 
@@ -349,6 +452,23 @@ impl LuaScript {
             }
             reply => reply,
         }
+    }
+
+    /// The same, and says by which connection, for what is to be asked about it there.
+    async fn exchange(
+        &self,
+        servers: &Servers,
+        keys: &[&str],
+        args: impl ToRedisArgs,
+    ) -> Result<(Value, Handle), StoreError> {
+        let key = keys.first().copied().unwrap_or_default();
+        let reply = match servers.exchange(key, &command("EVALSHA", &self.hash, keys, &args)).await {
+            Err(error) if error::is_no_script(&error) => {
+                servers.exchange(key, &command("EVAL", &self.code, keys, &args)).await
+            }
+            reply => reply,
+        };
+        reply.map_err(error::store_error)
     }
 
     async fn call(&self, servers: &Servers, keys: &[&str], args: impl ToRedisArgs) -> Result<Value, StoreError> {
@@ -392,6 +512,7 @@ mod tests {
             (&scripts.block, 1, 2),
             (&scripts.probe, 1, 1),
             (&scripts.lock_acquire, 1, 5),
+            (&scripts.lock_acquire_all, 1, 4),
             (&scripts.lock_line, 4, 9),
             (&scripts.lock_renew, 1, 2),
             (&scripts.lock_release, 4, 3),
@@ -403,6 +524,10 @@ mod tests {
             (&scripts.idempotency_checkpoint, 1, 5),
             (&scripts.idempotency_complete, 2, 6),
             (&scripts.idempotency_release, 2, 3),
+            (&scripts.delay_queue_push, 7, 5),
+            (&scripts.delay_queue_claim, 10, 11),
+            (&scripts.delay_queue_extend, 3, 3),
+            (&scripts.delay_queue_control, 10, 5),
         ];
         for (script, keys, args) in calls {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
