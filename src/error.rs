@@ -208,6 +208,11 @@ pub enum ConfigError {
     },
     /// A job that is called nothing cannot be told from others.
     EmptyJobId,
+    /// A schedule cannot be understood.
+    InvalidSchedule {
+        /// What is wrong with it.
+        reason: String,
+    },
     /// Locks hold among fewer than they are meant to.
     ScopeTooSmall {
         /// Among whom they are meant to hold.
@@ -256,6 +261,7 @@ impl fmt::Display for ConfigError {
                 write!(f, "a delay of {} days is longer than {} days", delay.as_secs() / 86_400, max.as_secs() / 86_400)
             }
             Self::EmptyJobId => f.write_str("the id of a job is empty"),
+            Self::InvalidSchedule { reason } => write!(f, "the schedule is not valid: {reason}"),
             Self::ScopeTooSmall { needed, has } => {
                 write!(f, "the locks of this backend hold within {has}, and are meant to hold within {needed}")
             }

@@ -333,10 +333,6 @@ impl Scripts {
     }
 }
 
-fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
-    (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, claim.permits)
-}
-
 impl Scripts {
     /// Jobs of one priority, at most 256: see the header of `delay_queue_push.lua`.
     pub(super) async fn delay_queue_push(
@@ -349,6 +345,19 @@ impl Scripts {
     ) -> Result<Value, StoreError> {
         let (names, args) = delay_queue_push(servers, keys, priority, max_jobs, jobs);
         self.delay_queue_push.call(servers, &names, args).await
+    }
+
+    /// The same as a command by itself, with the text of the script.
+    pub(super) fn delay_queue_push_command(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        priority: usize,
+        max_jobs: u64,
+        jobs: &[PackedJob<'_>],
+    ) -> Cmd {
+        let (names, args) = delay_queue_push(servers, keys, priority, max_jobs, jobs);
+        command("EVAL", &self.delay_queue_push.code, &names, &args)
     }
 
     pub(super) async fn delay_queue_claim(
@@ -413,6 +422,10 @@ const fn publish(servers: &Servers) -> &'static str {
 
 /// How long the keys of a queue outlive the last time at which something in them is due.
 pub(super) const KEEP_JOBS_MS: u64 = 180 * 86_400 * 1_000;
+
+fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
+    (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, claim.permits)
+}
 
 /// How many leases one call of `lock_renew` takes, as the script has it.
 pub(super) const MAX_RENEWALS: usize = 128;
