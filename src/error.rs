@@ -197,6 +197,16 @@ pub enum ConfigError {
         /// The largest there is.
         max: u32,
     },
+    /// Of so few stores more than half are no fewer than all.
+    TooFewStores {
+        /// How many there are.
+        stores: usize,
+        /// How many it takes at least.
+        min: usize,
+    },
+    /// Stores that agree by the majority can lend something to one at a time, and keep no line: a
+    /// [`Redlock`](crate::lock::Redlock) has no fair locks, no locks for readers and no semaphores.
+    NotByQuorum,
     /// Locks hold among fewer than they are meant to.
     ScopeTooSmall {
         /// Among whom they are meant to hold.
@@ -241,6 +251,8 @@ impl fmt::Display for ConfigError {
             Self::PermitsOutOfRange { permits, max } => {
                 write!(f, "a semaphore of {permits} permits is not between 1 and {max}")
             }
+            Self::TooFewStores { stores, min } => write!(f, "{stores} stores are too few: it takes {min}"),
+            Self::NotByQuorum => f.write_str("stores that agree by the majority keep no line and no permits"),
             Self::ScopeTooSmall { needed, has } => {
                 write!(f, "the locks of this backend hold within {has}, and are meant to hold within {needed}")
             }

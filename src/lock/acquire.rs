@@ -20,7 +20,7 @@ use super::locks::{Replication, Terms};
 use super::meters::{Outcome, Way};
 use super::nested;
 use super::shared::Shared;
-use super::store::{Acquired, Claim, Line, LockKey, Replicas, Token};
+use super::store::{Acquired, Claim, Line, LockKey, Replicas, Scope, Token};
 use crate::circuit::Circuit;
 use crate::error::{ConfigError, StoreError};
 
@@ -89,6 +89,9 @@ async fn take(home: &Arc<Shared>, lock: LockKey, terms: Terms, begun: Instant) -
 
 fn may_ask(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<(), LockError> {
     check(terms)?;
+    if home.store.scope() == Scope::Quorum && (terms.is_fair || terms.is_shared || terms.permits > 1) {
+        return Err(ConfigError::NotByQuorum.into());
+    }
     if home.is_closed() {
         return Err(Closed.into());
     }
