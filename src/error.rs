@@ -1,5 +1,6 @@
 use std::error::Error;
 use std::fmt;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::lock::Scope;
@@ -12,9 +13,10 @@ pub type BoxError = Box<dyn Error + Send + Sync>;
 /// This is never a "no": a request over its limit is a [`Decision`](crate::rate_limit::Decision), and the two cannot be
 /// confused. The type is opaque. The predicates are stable; the wording and the type behind
 /// [`source`](Error::source) are not.
+#[derive(Clone)]
 pub struct StoreError {
     kind: Kind,
-    source: Option<BoxError>,
+    source: Option<Arc<dyn Error + Send + Sync>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -60,7 +62,7 @@ impl StoreError {
     }
 
     fn with_source(kind: Kind, source: impl Into<BoxError>) -> Self {
-        Self { kind, source: Some(source.into()) }
+        Self { kind, source: Some(Arc::from(source.into())) }
     }
 
     /// Whether no answer came in time. What was asked may have happened all the same.
@@ -207,6 +209,20 @@ pub enum ConfigError {
     /// Stores that agree by the majority can lend something to one at a time, and keep no line: a
     /// [`Redlock`](crate::lock::Redlock) has no fair locks, no locks for readers and no semaphores.
     NotByQuorum,
+    /// A job would be due later than can be counted, or a unique key be held for longer.
+    DelayOutOfRange {
+        /// The delay that was asked for.
+        delay: Duration,
+        /// The longest there is.
+        max: Duration,
+    },
+    /// A job that is called nothing cannot be told from others.
+    EmptyJobId,
+    /// A schedule cannot be understood.
+    InvalidSchedule {
+        /// What is wrong with it.
+        reason: String,
+    },
     /// Locks hold among fewer than they are meant to.
     ScopeTooSmall {
         /// Among whom they are meant to hold.
@@ -253,6 +269,11 @@ impl fmt::Display for ConfigError {
             }
             Self::TooFewStores { stores, min } => write!(f, "{stores} stores are too few: it takes {min}"),
             Self::NotByQuorum => f.write_str("stores that agree by the majority keep no line and no permits"),
+            Self::DelayOutOfRange { delay, max } => {
+                write!(f, "a delay of {} days is longer than {} days", delay.as_secs() / 86_400, max.as_secs() / 86_400)
+            }
+            Self::EmptyJobId => f.write_str("the id of a job is empty"),
+            Self::InvalidSchedule { reason } => write!(f, "the schedule is not valid: {reason}"),
             Self::ScopeTooSmall { needed, has } => {
                 write!(f, "the locks of this backend hold within {has}, and are meant to hold within {needed}")
             }

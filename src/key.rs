@@ -56,7 +56,7 @@ impl Key {
     /// The key of requests that carry none.
     pub const ANONYMOUS: Key = Key::reserved(b"!anonymous");
 
-    const EMPTY: Key = Key { bytes: [0; Key::MAX_LEN + 1] };
+    pub(crate) const EMPTY: Key = Key { bytes: [0; Key::MAX_LEN + 1] };
 
     /// Makes a key of any bytes.
     pub fn new(bytes: impl AsRef<[u8]>) -> Self {
@@ -78,7 +78,6 @@ impl Key {
     }
 
     /// The key that [`as_str`](Self::as_str) answered this for. `None` if it did for no key.
-    #[cfg_attr(not(feature = "redis"), allow(dead_code, reason = "that backend lists keys"))]
     pub(crate) fn stored(text: &str) -> Option<Self> {
         let mut key = Text::default();
         (text.bytes().all(|byte| byte.is_ascii_graphic()) && key.push(text.as_bytes())).then_some(key.0)
@@ -182,6 +181,12 @@ impl Key {
 
     fn from_text(text: impl AsRef<str>) -> Self {
         Self::from_bytes(text.as_ref().as_bytes())
+    }
+
+    /// A number below `parts`, which is at least 1: always the same for this key, in every process, and spread evenly over all keys.
+    pub(crate) fn spread(&self, parts: u16) -> u16 {
+        (u64::from_be_bytes(Sha256::digest(self.as_bytes())[8..16].try_into().unwrap_or_default()) % u64::from(parts))
+            as u16
     }
 
     /// A number from 0 to 99 that is always the same for this key, in every process, and spread evenly over all keys.

@@ -52,6 +52,19 @@ mod behind_sentinels {
             }
         );
     }
+
+    mod delay_queue {
+        use super::*;
+
+        tollgate::delay_queue_contract!(
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            |claim| {
+                let deployment = DEPLOYMENT.get(SentinelDeployment::start);
+                claim(connect(&deployment.url()).await).await;
+                every_key_expires(deployment.primary());
+            }
+        );
+    }
 }
 
 /// It happened that a primary which was replaced without being down went on to count for seconds, until a Sentinel made it a
@@ -105,6 +118,19 @@ mod on_a_cluster {
         use super::*;
 
         tollgate::idempotency_contract!(
+            #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+            |claim| {
+                let cluster = CLUSTER.get(Cluster::start);
+                claim(connect(&cluster.url()).await).await;
+                cluster.primaries().into_iter().for_each(|index| every_key_expires(&cluster.nodes[index]));
+            }
+        );
+    }
+
+    mod delay_queue {
+        use super::*;
+
+        tollgate::delay_queue_contract!(
             #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
             |claim| {
                 let cluster = CLUSTER.get(Cluster::start);

@@ -3,6 +3,10 @@ use std::time::Duration;
 use super::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 use super::redis::{RedisBackend, RedisOptions};
+use crate::delay_queue::{
+    self, Admission, Cancelled, Changed, Claimed, Counts, DelayQueueStore, Due, Extended, Finish, JobId, NewJob,
+    QueueKey, State, StoredJob, Ticket, WorkerId,
+};
 use crate::error::{ConfigError, ConnectError, StoreError};
 use crate::idempotency::{self, Begun, Checkpoint, Completion, IdempotencyStore, Operation, Payload};
 use crate::key::Key;
@@ -156,7 +160,7 @@ impl LockRegistry for AnyBackend {
     }
 
     async fn list(&self, namespace: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
-        delegate!(self, store => store.list(namespace, from, most).await)
+        delegate!(self, store => LockRegistry::list(store, namespace, from, most).await)
     }
 }
 
@@ -203,6 +207,79 @@ impl IdempotencyStore for AnyBackend {
 
     fn scope(&self) -> Scope {
         delegate!(self, store => IdempotencyStore::scope(store))
+    }
+}
+
+impl DelayQueueStore for AnyBackend {
+    async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
+        delegate!(self, store => store.push(queue, jobs, max_jobs).await)
+    }
+
+    async fn claim(
+        &self,
+        queue: &QueueKey,
+        finished: &[Finish],
+        claim: &delay_queue::Claim,
+    ) -> Result<Claimed, StoreError> {
+        delegate!(self, store => store.claim(queue, finished, claim).await)
+    }
+
+    async fn extend(&self, queue: &QueueKey, tickets: &[Ticket], lease: Duration) -> Result<Vec<Extended>, StoreError> {
+        delegate!(self, store => store.extend(queue, tickets, lease).await)
+    }
+
+    async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Wakeups {
+        delegate!(self, store => DelayQueueStore::watch(store, queue, worker).await)
+    }
+
+    async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
+        delegate!(self, store => store.get(queue, id).await)
+    }
+
+    async fn cancel(&self, queue: &QueueKey, id: &JobId) -> Result<Cancelled, StoreError> {
+        delegate!(self, store => store.cancel(queue, id).await)
+    }
+
+    async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
+        delegate!(self, store => store.reschedule(queue, id, due).await)
+    }
+
+    async fn replace(&self, queue: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
+        delegate!(self, store => store.replace(queue, id, payload).await)
+    }
+
+    async fn counts(&self, queue: &QueueKey) -> Result<Counts, StoreError> {
+        delegate!(self, store => store.counts(queue).await)
+    }
+
+    async fn list(
+        &self,
+        queue: &QueueKey,
+        state: State,
+        skip: u64,
+        limit: usize,
+    ) -> Result<Vec<StoredJob>, StoreError> {
+        delegate!(self, store => DelayQueueStore::list(store, queue, state, skip, limit).await)
+    }
+
+    async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
+        delegate!(self, store => store.pause(queue, is_paused).await)
+    }
+
+    async fn drain(&self, queue: &QueueKey, limit: usize) -> Result<usize, StoreError> {
+        delegate!(self, store => store.drain(queue, limit).await)
+    }
+
+    async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        delegate!(self, store => store.replay(queue, ids).await)
+    }
+
+    async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        delegate!(self, store => store.forget(queue, ids).await)
+    }
+
+    fn scope(&self) -> Scope {
+        delegate!(self, store => DelayQueueStore::scope(store))
     }
 }
 

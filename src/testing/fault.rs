@@ -4,6 +4,10 @@ use std::time::Duration;
 
 use tokio::time::sleep;
 
+use crate::delay_queue::{
+    self, Admission, Cancelled, Changed, Claimed, Counts, DelayQueueStore, Due, Extended, Finish, JobId, NewJob,
+    QueueKey, State as JobState, StoredJob, Ticket, WorkerId,
+};
 use crate::error::StoreError;
 use crate::idempotency::{self, Begun, Checkpoint, Completion, IdempotencyStore, Operation, Payload};
 use crate::key::Key;
@@ -78,7 +82,7 @@ pub enum Failure {
     Other,
 }
 
-/// What a store is asked: the methods of [`RateLimitStore`], [`LockStore`] and [`IdempotencyStore`].
+/// What a store is asked: the methods of [`RateLimitStore`], [`LockStore`], [`IdempotencyStore`] and [`DelayQueueStore`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Verb {
@@ -100,7 +104,7 @@ pub enum Verb {
     Renew,
     /// `release`, of a lock or of an operation.
     Release,
-    /// `watch`. One that fails answers that there are no wake-ups.
+    /// `watch`, of a lock or of a queue. One that fails answers that there are no wake-ups.
     Watch,
     /// `begin` of an operation.
     Begin,
@@ -108,9 +112,17 @@ pub enum Verb {
     Complete,
     /// `checkpoint`.
     Checkpoint,
+    /// `push`, however many jobs it is about.
+    Push,
+    /// `claim`, which finishes jobs, too.
+    Claim,
+    /// `extend`, however many leases it is about.
+    Extend,
+    /// Whatever else a delay queue is asked.
+    Control,
 }
 
-const VERBS: usize = Verb::Checkpoint as usize + 1;
+const VERBS: usize = Verb::Control as usize + 1;
 
 impl Failure {
     fn error(self) -> StoreError {
@@ -358,6 +370,80 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
         self.inner.name(lock, token, name).await
+    }
+
+    fn scope(&self) -> Scope {
+        self.inner.scope()
+    }
+}
+
+impl<S: DelayQueueStore + Sync> DelayQueueStore for FaultStore<S> {
+    async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
+        self.faults.around(Verb::Push, self.inner.push(queue, jobs, max_jobs)).await
+    }
+
+    async fn claim(
+        &self,
+        queue: &QueueKey,
+        finished: &[Finish],
+        claim: &delay_queue::Claim,
+    ) -> Result<Claimed, StoreError> {
+        self.faults.around(Verb::Claim, self.inner.claim(queue, finished, claim)).await
+    }
+
+    async fn extend(&self, queue: &QueueKey, tickets: &[Ticket], lease: Duration) -> Result<Vec<Extended>, StoreError> {
+        self.faults.around(Verb::Extend, self.inner.extend(queue, tickets, lease)).await
+    }
+
+    async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Wakeups {
+        let watch = async { Ok(self.inner.watch(queue, worker).await) };
+        self.faults.around(Verb::Watch, watch).await.unwrap_or_else(|_| Wakeups::none())
+    }
+
+    async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
+        self.faults.around(Verb::Control, self.inner.get(queue, id)).await
+    }
+
+    async fn cancel(&self, queue: &QueueKey, id: &JobId) -> Result<Cancelled, StoreError> {
+        self.faults.around(Verb::Control, self.inner.cancel(queue, id)).await
+    }
+
+    async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
+        self.faults.around(Verb::Control, self.inner.reschedule(queue, id, due)).await
+    }
+
+    async fn replace(&self, queue: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
+        self.faults.around(Verb::Control, self.inner.replace(queue, id, payload)).await
+    }
+
+    async fn counts(&self, queue: &QueueKey) -> Result<Counts, StoreError> {
+        self.faults.around(Verb::Control, self.inner.counts(queue)).await
+    }
+
+    async fn list(
+        &self,
+        queue: &QueueKey,
+        state: JobState,
+        skip: u64,
+        limit: usize,
+    ) -> Result<Vec<StoredJob>, StoreError> {
+        self.faults.around(Verb::Control, self.inner.list(queue, state, skip, limit)).await
+    }
+
+    async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
+        self.faults.around(Verb::Control, self.inner.pause(queue, is_paused)).await
+    }
+
+    async fn drain(&self, queue: &QueueKey, limit: usize) -> Result<usize, StoreError> {
+        self.faults.around(Verb::Control, self.inner.drain(queue, limit)).await
+    }
+
+    async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        self.faults.around(Verb::Control, self.inner.replay(queue, ids)).await
+    }
+
+    async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        self.faults.around(Verb::Control, self.inner.forget(queue, ids)).await
     }
 
     fn scope(&self) -> Scope {

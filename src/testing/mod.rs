@@ -80,8 +80,9 @@
 //!
 //! [`rate_limit_contract!`](crate::rate_limit_contract) runs everything that a [`RateLimitStore`](crate::rate_limit::RateLimitStore)
 //! must do on it, each claim as a test of its own, [`lock_contract!`](crate::lock_contract) what a
-//! [`LockStore`](crate::lock::LockStore) must do, and [`idempotency_contract!`](crate::idempotency_contract) what an
-//! [`IdempotencyStore`](crate::idempotency::IdempotencyStore) must do. The backends of this crate pass the same tests.
+//! [`LockStore`](crate::lock::LockStore) must do, [`idempotency_contract!`](crate::idempotency_contract) what an
+//! [`IdempotencyStore`](crate::idempotency::IdempotencyStore) must do, and [`delay_queue_contract!`](crate::delay_queue_contract) what a
+//! [`DelayQueueStore`](crate::delay_queue::DelayQueueStore) must do. The backends of this crate pass the same tests.
 //!
 //! ```no_run
 //! # use tollgate::MemoryBackend as MyBackend;
@@ -90,6 +91,7 @@
 //! ```
 
 pub mod contract;
+pub mod delay_queue_contract;
 mod exhaust;
 mod fault;
 pub mod idempotency_contract;
@@ -269,6 +271,45 @@ macro_rules! idempotency_contract {
     };
 }
 
+/// Makes a test of every claim in [`delay_queue_contract`](crate::testing::delay_queue_contract), to run on a backend. Takes what
+/// [`rate_limit_contract!`](crate::rate_limit_contract) takes.
+///
+/// ```no_run
+/// # use tollgate::MemoryBackend;
+/// tollgate::delay_queue_contract!(#[tokio::test(start_paused = true)] async { MemoryBackend::new() });
+/// # fn main() {}
+/// ```
+#[macro_export]
+macro_rules! delay_queue_contract {
+    ($($told:tt)+) => {
+        $crate::__contract! {
+            @read [delay_queue_contract:
+                a_job_is_claimed_once_and_gone_when_it_is_done
+                a_job_is_not_claimed_before_it_is_due
+                a_job_comes_back_when_its_lease_has_ended
+                an_id_is_there_once
+                a_batch_is_answered_in_order
+                a_unique_key_keeps_others_out
+                jobs_come_by_priority_then_due_then_id
+                no_more_is_claimed_than_was_asked_for
+                attempts_are_counted_and_given_back
+                what_is_put_back_waits
+                a_crash_loop_ends
+                a_cancellation_has_one_outcome
+                changes_are_for_what_waits
+                a_queue_can_be_looked_at
+                a_paused_queue_lends_nothing
+                a_queue_is_drained
+                the_dead_are_kept_in_bounds_and_can_be_replayed
+                who_waits_is_woken_by_an_earlier_job
+                any_bytes_are_a_name_an_id_and_a_payload
+                the_longest_delays_are_kept
+                racing_workers_share_the_jobs
+            ] [] $($told)+
+        }
+    };
+}
+
 /// What the contracts have in common: a test for each claim of a list.
 #[doc(hidden)]
 #[macro_export]
@@ -304,6 +345,7 @@ mod tests {
             ("contract", include_str!("contract.rs"), 30),
             ("lock_contract", include_str!("lock_contract.rs"), 20),
             ("idempotency_contract", include_str!("idempotency_contract.rs"), 12),
+            ("delay_queue_contract", include_str!("delay_queue_contract.rs"), 15),
         ];
         for (name, contract, least) in contracts {
             let claims: Vec<_> =

@@ -1,5 +1,6 @@
-//! Counts, leases and operations in this process.
+//! Counts, leases, operations and jobs in this process.
 
+mod delay_queue;
 mod idempotency;
 mod lock;
 mod rate_limit;
@@ -13,6 +14,7 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use self::delay_queue::QueueTable;
 use self::idempotency::OperationTable;
 use self::lock::LockTable;
 use self::shard::Shard;
@@ -34,7 +36,7 @@ use crate::rate_limit::Quota;
 ///
 /// Locks are kept apart from counts: as many of them can be held as keys are kept, and a held one is never forgotten. One more is an
 /// error that is [out of memory](crate::StoreError::is_out_of_memory). So are the records of idempotency, with 1 KiB of room for the answer
-/// of each on the average.
+/// of each on the average; and the jobs of all queues, with 1 KiB for each.
 ///
 /// # Time
 ///
@@ -71,6 +73,7 @@ struct Inner {
     weight: AtomicUsize,
     locks: Arc<LockTable>,
     operations: Arc<OperationTable>,
+    queues: QueueTable,
 }
 
 /// A shard in cache lines of its own, so that processors that lock neighbours do not wait for each other.
@@ -111,6 +114,7 @@ impl MemoryBackend {
                 weight: AtomicUsize::new(0),
                 locks: Arc::new(LockTable::new(keys.max(1))),
                 operations: Arc::new(OperationTable::new(keys.max(1))),
+                queues: QueueTable::new(keys.max(1)),
             }),
         }
     }

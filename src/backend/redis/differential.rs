@@ -17,6 +17,8 @@ use crate::key::Key;
 use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request};
 use crate::{MemoryBackend, StoreError};
 
+#[path = "delay_queue_differential.rs"]
+mod delay_queue;
 #[path = "idempotency_differential.rs"]
 mod idempotency;
 #[path = "lock_differential.rs"]
@@ -328,6 +330,10 @@ impl RedisBackend {
             idempotency_checkpoint,
             idempotency_complete,
             idempotency_release,
+            delay_queue_push,
+            delay_queue_claim,
+            delay_queue_extend,
+            delay_queue_control,
             probe: _,
         } = &mut scripts;
         let counting = [check, check_plain, check_many, block];
@@ -335,7 +341,8 @@ impl RedisBackend {
             [lock_acquire, lock_acquire_all, lock_line, lock_renew, lock_release, lock_inspect, lock_name, lock_seize];
         let once = [idempotency_begin, idempotency_renew, idempotency_checkpoint];
         let ends = [idempotency_complete, idempotency_release];
-        for script in counting.into_iter().chain(locking).chain(once).chain(ends) {
+        let delaying = [delay_queue_push, delay_queue_claim, delay_queue_extend, delay_queue_control];
+        for script in counting.into_iter().chain(locking).chain(once).chain(ends).chain(delaying) {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
         }
         let super::Inner { servers, keys, locks, .. } = &*self.inner;

@@ -4,6 +4,7 @@ use std::borrow::Cow;
 
 use smallvec::{SmallVec, smallvec};
 
+use crate::delay_queue::QueueKey;
 use crate::idempotency::Operation;
 use crate::key::Key;
 use crate::lock::LockKey;
@@ -77,6 +78,28 @@ impl Keys {
         self.lock(lock, "free")
     }
 
+    /// `<prefix>:2:{delay_queue:<name>}:<part>`, and `...{delay_queue:<name>#<number>}:<part>` for each part of a queue behind the first.
+    pub(super) fn delay_queue(&self, queue: &QueueKey) -> QueueKeys {
+        let tag = match queue.part() {
+            0 => [&self.root, "{delay_queue:", queue.name().as_str(), "}:"].concat(),
+            // No name has this sign, but for the first of a digest.
+            part => [&self.root, "{delay_queue:", queue.name().as_str(), "#", &part.to_string(), "}:"].concat(),
+        };
+        let key = |part: &str| [&tag, part].concat();
+        QueueKeys {
+            jobs: key("jobs"),
+            due: [key("due:high"), key("due:normal"), key("due:low")],
+            leases: key("leases"),
+            dead: key("dead"),
+            unique: key("unique"),
+            unique_ends: key("unique_ends"),
+            cancels: key("cancels"),
+            state: key("state"),
+            idle: key("idle"),
+            wake: key("wake:"),
+        }
+    }
+
     /// `<prefix>:2:{lock:<namespace>:<subject>}:line`, and `...:places` beside it.
     pub(super) fn line(&self, lock: &LockKey) -> [String; 2] {
         [self.lock(lock, "line"), self.lock(lock, "places")]
@@ -118,6 +141,22 @@ fn apart(part: &Key) -> Cow<'_, str> {
     let part = part.as_str();
     // A key never has an escape for a colon of its own.
     if part.contains(':') { part.replace(':', "%3A").into() } else { part.into() }
+}
+
+/// Where a queue lies: see the heads of the scripts.
+pub(super) struct QueueKeys {
+    pub(super) jobs: String,
+    // By priority, the highest first.
+    pub(super) due: [String; 3],
+    pub(super) leases: String,
+    pub(super) dead: String,
+    pub(super) unique: String,
+    pub(super) unique_ends: String,
+    pub(super) cancels: String,
+    pub(super) state: String,
+    pub(super) idle: String,
+    // What the channels of workers begin with.
+    pub(super) wake: String,
 }
 
 #[cfg(test)]

@@ -1,4 +1,4 @@
-//! Counts, leases and operations in Redis, shared by every process that uses it.
+//! Counts, leases, operations and jobs in Redis, shared by every process that uses it.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -54,8 +54,8 @@
 //! # Keys
 //!
 //! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`, `<prefix>:2:{lock:<namespace>:<subject>}:lease` with the
-//! channel `...:free`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and `<prefix>:2:{idempotency:<scope>:<key>}:record` with the channel `...:done`.
-//! The braces make a subject one slot of a cluster. Each key has a
+//! channel `...:free`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and
+//! `<prefix>:2:{idempotency:<scope>:<key>}:record` with the channel `...:done`; a delay queue is `<prefix>:2:{delay_queue:<name>}:<part>`. The braces make a subject, and a queue, one slot of a cluster. Each key has a
 //! time to live. Two releases of Tollgate may share one Redis as long as the number after the prefix is the same.
 //!
 //! # Servers
@@ -72,6 +72,9 @@
 //! For those who wait for a lock or for the same request also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without
 //! these who waits looks once a second. Listing locks takes `+scan`.
 //!
+//! For delay queues also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe +exists +hget +hset +hdel +hmget +hlen +hexists +zadd +zrem +zcard +zcount +zscore +zmscore +zrange +zrangebyscore +zremrangebyrank +zremrangebyscore +zpopmin +sadd +srem +sismember +smismember`,
+//! on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without these on channels workers look every five seconds.
+//!
 //! With Sentinels `+role` is needed as well (and there, for a [user](RedisOptions::sentinel_user) of their own, `+sentinel|master` and
 //! `+sentinel|get-master-addr-by-name`), with a cluster `+cluster|slots +asking`. A user who may run `INFO` too is told at the
 //! start of a `maxmemory-policy` that can evict our keys: a key that is evicted is a count that starts again, and since all keys
@@ -85,6 +88,8 @@
 
 mod cluster;
 mod counts;
+mod delay_queue;
+mod delay_record;
 mod error;
 mod gather;
 mod idempotency;
@@ -95,6 +100,7 @@ mod lock_registry;
 mod options;
 mod pool;
 mod probe;
+mod pushes;
 mod rate_limit;
 mod scripts;
 mod sentinel;
@@ -106,13 +112,14 @@ mod url;
 mod differential;
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use bb8_redis::RedisConnectionManager;
 
 use self::gather::Gather;
 use self::keys::Keys;
 use self::lock::LockLinks;
+use self::pushes::Pushes;
 use self::scripts::Scripts;
 use self::servers::{Links, Servers};
 use crate::error::ConnectError;
@@ -137,6 +144,8 @@ struct Inner {
     // Not on a cluster, where hardly two subjects share a slot.
     gather: Option<Gather>,
     locks: LockLinks,
+    // From the first push on.
+    pushes: OnceLock<Pushes>,
 }
 
 impl RedisBackend {
@@ -173,7 +182,7 @@ impl RedisBackend {
     fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockLinks, scripts: Scripts) -> Self {
         let scripts = Arc::new(scripts);
         let gather = (!servers.is_cluster()).then(|| Gather::new(Arc::clone(&servers), Arc::clone(&scripts)));
-        Self { inner: Arc::new(Inner { servers, keys, scripts, gather, locks }) }
+        Self { inner: Arc::new(Inner { servers, keys, scripts, gather, locks, pushes: OnceLock::new() }) }
     }
 }
 

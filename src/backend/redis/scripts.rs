@@ -6,9 +6,12 @@ use redis::{Cmd, RedisError, RedisWrite, Script, ToRedisArgs, Value};
 use smallvec::SmallVec;
 
 use super::counts::Packed;
+use super::delay_record::{PackedFinishes, PackedJob};
 use super::error;
+use super::keys::QueueKeys;
 use super::pool::Handle;
 use super::servers::Servers;
+use crate::delay_queue;
 use crate::error::StoreError;
 use crate::idempotency::{self, Checkpoint, Completion, Payload};
 use crate::lock::{Claim, Line, LockKey, Token};
@@ -47,6 +50,10 @@ pub(super) struct Scripts {
     pub(super) idempotency_checkpoint: LuaScript,
     pub(super) idempotency_complete: LuaScript,
     pub(super) idempotency_release: LuaScript,
+    pub(super) delay_queue_push: LuaScript,
+    pub(super) delay_queue_claim: LuaScript,
+    pub(super) delay_queue_extend: LuaScript,
+    pub(super) delay_queue_control: LuaScript,
     pub(super) probe: LuaScript,
 }
 
@@ -128,6 +135,10 @@ impl Scripts {
             idempotency_checkpoint: lua!("idempotency_checkpoint.lua"),
             idempotency_complete: lua!("idempotency_complete.lua"),
             idempotency_release: lua!("idempotency_release.lua"),
+            delay_queue_push: lua!("delay_queue_push.lua"),
+            delay_queue_claim: lua!("delay_queue_claim.lua"),
+            delay_queue_extend: lua!("delay_queue_extend.lua"),
+            delay_queue_control: lua!("delay_queue_control.lua"),
             probe: lua!("server_probe.lua"),
         }
     }
@@ -322,6 +333,96 @@ impl Scripts {
     }
 }
 
+impl Scripts {
+    /// Jobs of one priority, at most 256: see the header of `delay_queue_push.lua`.
+    pub(super) async fn delay_queue_push(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        priority: usize,
+        max_jobs: u64,
+        jobs: &[PackedJob<'_>],
+    ) -> Result<Value, StoreError> {
+        let (names, args) = delay_queue_push(servers, keys, priority, max_jobs, jobs);
+        self.delay_queue_push.call(servers, &names, args).await
+    }
+
+    /// The same as a command by itself, with the text of the script.
+    pub(super) fn delay_queue_push_command(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        priority: usize,
+        max_jobs: u64,
+        jobs: &[PackedJob<'_>],
+    ) -> Cmd {
+        let (names, args) = delay_queue_push(servers, keys, priority, max_jobs, jobs);
+        command("EVAL", &self.delay_queue_push.code, &names, &args)
+    }
+
+    pub(super) async fn delay_queue_claim(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        claim: &delay_queue::Claim,
+        finished: &PackedFinishes,
+    ) -> Result<Value, StoreError> {
+        let delay_queue::Claim { worker, limit, lease, dead } = claim;
+        let terms = (limit, millis(*lease), dead.count, millis(dead.age));
+        let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, worker.to_string(), terms, finished);
+        self.delay_queue_claim.call(servers, &all_of(keys), args).await
+    }
+
+    pub(super) async fn delay_queue_extend(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        lease: Duration,
+        tickets: &[Vec<u8>],
+    ) -> Result<Value, StoreError> {
+        let names = [keys.leases.as_str(), &keys.jobs, &keys.cancels];
+        let tickets: Vec<_> = tickets.iter().map(Vec::as_slice).collect();
+        self.delay_queue_extend.call(servers, &names, (KEEP_JOBS_MS, millis(lease), tickets)).await
+    }
+
+    pub(super) async fn delay_queue_control(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        verb: &str,
+        args: impl ToRedisArgs,
+    ) -> Result<Value, StoreError> {
+        let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, verb, args);
+        self.delay_queue_control.call(servers, &all_of(keys), args).await
+    }
+}
+
+/// The keys and arguments of `delay_queue_push`.
+fn delay_queue_push<'a>(
+    servers: &Servers,
+    keys: &'a QueueKeys,
+    priority: usize,
+    max_jobs: u64,
+    jobs: &'a [PackedJob<'a>],
+) -> ([&'a str; 7], impl ToRedisArgs + use<'a>) {
+    let QueueKeys { jobs: records, due, dead, unique, unique_ends, state, idle, wake, .. } = keys;
+    let names = [records, &due[priority], dead, unique, unique_ends, state, idle].map(String::as_str);
+    (names, (KEEP_JOBS_MS, max_jobs, publish(servers), wake.as_str(), jobs))
+}
+
+fn all_of(keys: &QueueKeys) -> [&str; 10] {
+    let QueueKeys { jobs, due: [high, normal, low], leases, dead, unique, cancels, state, idle, .. } = keys;
+    [jobs, high, normal, low, leases, dead, unique, cancels, state, idle].map(String::as_str)
+}
+
+/// A cluster sends what is published by PUBLISH to all of its nodes.
+const fn publish(servers: &Servers) -> &'static str {
+    if servers.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
+}
+
+/// How long the keys of a queue outlive the last time at which something in them is due.
+pub(super) const KEEP_JOBS_MS: u64 = 180 * 86_400 * 1_000;
+
 fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
     (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, claim.permits)
 }
@@ -334,7 +435,7 @@ pub(super) const MAX_RENEWALS: usize = 128;
 const KEEP_FENCE_MS: u64 = 10 * 60 * 1_000;
 
 /// Rounded up: a lease is never shorter than was asked for.
-fn millis(ttl: Duration) -> u64 {
+pub(super) fn millis(ttl: Duration) -> u64 {
     ttl.as_micros().div_ceil(1_000) as u64
 }
 
@@ -436,6 +537,10 @@ mod tests {
             (&scripts.idempotency_checkpoint, 1, 5),
             (&scripts.idempotency_complete, 2, 6),
             (&scripts.idempotency_release, 2, 3),
+            (&scripts.delay_queue_push, 7, 5),
+            (&scripts.delay_queue_claim, 10, 11),
+            (&scripts.delay_queue_extend, 3, 3),
+            (&scripts.delay_queue_control, 10, 5),
         ];
         for (script, keys, args) in calls {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());

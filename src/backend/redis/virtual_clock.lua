@@ -26,7 +26,9 @@ function virtual.SET(key, value, px, ms, ...)
 end
 
 function virtual.PEXPIRE(key, ms)
-  set_due(key, ms)
+  if real.call('EXISTS', key) == 1 then
+    set_due(key, ms)
+  end
 end
 
 function virtual.PTTL(key)
@@ -41,7 +43,8 @@ local redis = {error_reply = real.error_reply}
 
 local function expire(key)
   local due = key and real.call('GET', key .. '#due')
-  if due and tick > tonumber(due) then
+  -- A set that was emptied is gone, and its expiry with it.
+  if due and (tick > tonumber(due) or real.call('EXISTS', key) == 0) then
     real.call('DEL', key, key .. '#due')
   end
 end

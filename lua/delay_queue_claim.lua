@@ -1,0 +1,319 @@
+-- delay_queue_claim: finish jobs that were claimed, then claim others that are due.
+--
+-- KEYS[1]  jobs      hash of records by id, see delay_queue_push                      prefix:2:{delay_queue:<name>}:jobs
+-- KEYS[2]  high      sorted set of ids by when they are due in ms, see delay_queue_push  prefix:2:{delay_queue:<name>}:due:high
+-- KEYS[3]  normal    likewise                                                         prefix:2:{delay_queue:<name>}:due:normal
+-- KEYS[4]  low       likewise                                                         prefix:2:{delay_queue:<name>}:due:low
+-- KEYS[5]  leases    sorted set of tickets by when they end in ms                     prefix:2:{delay_queue:<name>}:leases
+-- KEYS[6]  dead      sorted set of ids by when they died in ms                        prefix:2:{delay_queue:<name>}:dead
+-- KEYS[7]  unique    hash of holders by unique key, see delay_queue_push              prefix:2:{delay_queue:<name>}:unique
+-- KEYS[8]  cancels   set of ids that are running and to be cancelled                  prefix:2:{delay_queue:<name>}:cancels
+-- KEYS[9]  state     string, expires in 10 minutes unless the queue is paused          prefix:2:{delay_queue:<name>}:state
+-- KEYS[10]  idle     sorted set of workers that wait, by when they last said so in ms  prefix:2:{delay_queue:<name>}:idle
+-- ARGV[1]  keep_ms   how long keys outlive the last of what they hold, at most 2^40
+-- ARGV[2]  publish   PUBLISH, or SPUBLISH on a cluster
+-- ARGV[3]  wake      what the channels of workers begin with
+-- ARGV[4]  worker    32 hexadecimal digits, others for each worker
+-- ARGV[5]  limit     how many jobs to claim, 0 to 256; the worker does not wait for any if it gets as many
+-- ARGV[6]  lease_ms  how long the jobs are the worker's, 10 to 86400000
+-- ARGV[7]  dead_max  how many dead jobs are kept
+-- ARGV[8]  dead_ms   for how long
+-- ARGV[9]  done      how many jobs are done, at most 256 with the others
+-- ARGV[10]  others   how many jobs are finished otherwise
+-- ARGV[11]  first    the tickets of what is done; then ticket, kind, delay and error, four arguments for each of the others: kinds are
+--                    1 retry after `delay` ms, 2 snooze for `delay` ms, 3 release, 4 dead for the reason `delay`; then the number of
+--                    those done that are unique, and for each which one it is, from 1, and its key
+--
+-- Value    jobs: see delay_queue_push. leases: a ticket is 7 bytes token, big endian, and the id. state: 1 byte version 1, 1 byte 1 if
+--          the queue is paused, 7 bytes the last token, 6 bytes when the keeper looks again in ms, little endian; then the keeper, who
+--          is the worker that waits until the next job is due
+-- Returns  {finished, now_us, more, next_ms, token, claimed}: an answer a finished job (0 gone, 1 as was asked for, 2 dead, 3 lost); 1 if
+--          more is due; when to ask again; the token of what was claimed; id and record a job
+-- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
+-- Repeat   harmless for what is finished: it is gone, or lost. What was claimed the first time comes back when its leases have ended
+local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local unique, cancels, state, idle = KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local keep_ms, publish, wake, worker, limit = ARGV[1] + 0, ARGV[2], ARGV[3], ARGV[4], math.min(ARGV[5] + 0, 256)
+local lease_ms, dead_max, dead_ms = ARGV[6] + 0, ARGV[7] + 0, ARGV[8] + 0
+local done, others, first = ARGV[9] + 0, ARGV[10] + 0, 11
+
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+-- Neither early nor short: times count from the end of this millisecond.
+local later = time[2] % 1000 > 0 and now + 1 or now
+local due = {[0] = high, normal, low}
+-- How long a worker waits at the most.
+local patience = 5000
+
+local function keep(key, ms)
+  if redis.call('PTTL', key) < ms then
+    redis.call('PEXPIRE', key, ms + 86400000)
+  end
+end
+
+-- How many were told to look; a user who may not publish has workers that look now and then.
+local function tell(other)
+  local told = redis.pcall(publish, wake .. other, '1')
+  if publish == 'SPUBLISH' and type(told) ~= 'number' then
+    -- Redis 6.2 does not know it, and counts those of this node only.
+    told = type(redis.pcall('PUBLISH', wake .. other, '1')) == 'number' and 1
+  end
+  return type(told) == 'number' and told or 0
+end
+
+local stored = redis.call('GET', state) or '\1\0\0\0\0\0\0\0\0\0\0\0\0\0\0'
+if #stored < 15 or stored:byte(1) ~= 1 then
+  return redis.error_reply('TOLLGATE the value does not hold the state of a queue of version 1')
+end
+local is_paused, token, wakes_at = struct.unpack('<BI7I6', stored, 2)
+local keeper = stored:sub(16)
+
+-- What is to be written: records, due times by priority and dead ones, each as a command takes them; and what is to go.
+local records, waiting, died, gone = {}, {[0] = {}, {}, {}}, {}, {}
+local latest = now
+local has_unique, has_cancels = redis.call('EXISTS', unique) == 1, redis.call('EXISTS', cancels) == 1
+
+local function free(key, id)
+  local holder = redis.call('HGET', unique, key)
+  -- One that is held for a time stays.
+  if holder and holder:sub(7) == id and holder:sub(1, 6) == '\0\0\0\0\0\0' then
+    redis.call('HDEL', unique, key)
+  end
+end
+
+-- What becomes of a job whose attempt is over and that is not done; kind 5 is a lease that has ended. Answers whether it is dead.
+local function settle(id, record, kind, delay, failure)
+  local score, flags, max, attempts, reason, error_len, key_len, headers = struct.unpack('>I6BHHBHBI4', record, 8)
+  local key, rest = record:sub(27, 26 + key_len), record:sub(27 + key_len + error_len)
+  local message = record:sub(27 + key_len, 26 + key_len + error_len)
+  if has_cancels and redis.call('SISMEMBER', cancels, id) == 1 then
+    gone[#gone + 1] = id
+    if key_len > 0 then
+      free(key, id)
+    end
+    return false
+  end
+  if kind == 1 or kind > 3 then
+    attempts, message = math.min(attempts + 1, 65535), failure:sub(1, 1024)
+    reason = kind == 4 and delay or kind == 5 and 2 or 1
+  end
+  local is_dead = kind == 4 or (kind ~= 2 and kind ~= 3 and attempts >= max)
+  if kind == 5 or (kind < 3 and delay == 0) then
+    score = now
+  elseif kind < 3 then
+    score = later + delay
+  end
+  records[#records + 1] = id
+  records[#records + 1] = record:sub(1, 7)
+    .. struct.pack('>I6BHHBHBI4', score, flags, max, attempts, reason, #message, key_len, headers) .. key .. message .. rest
+  local list = is_dead and died or waiting[flags % 4]
+  list[#list + 1] = is_dead and now or score
+  list[#list + 1] = id
+  if is_dead and key_len > 0 then
+    free(key, id)
+  end
+  latest = math.max(latest, score)
+  return is_dead
+end
+
+local function write()
+  if #gone > 0 then
+    redis.call('HDEL', jobs, unpack(gone))
+  end
+  if has_cancels and #gone + #records > 0 then
+    local ended = {}
+    for i = 1, #gone do
+      ended[i] = gone[i]
+    end
+    for i = 1, #records, 2 do
+      ended[#ended + 1] = records[i]
+    end
+    redis.call('SREM', cancels, unpack(ended))
+  end
+  if #records > 0 then
+    redis.call('HSET', jobs, unpack(records))
+    keep(jobs, latest - now + keep_ms + 86400000)
+  end
+  for priority = 0, 2 do
+    if #waiting[priority] > 0 then
+      redis.call('ZADD', due[priority], unpack(waiting[priority]))
+      keep(due[priority], latest - now + keep_ms)
+    end
+  end
+  if #died > 0 then
+    redis.call('ZADD', dead, unpack(died))
+    keep(dead, keep_ms)
+  end
+  records, waiting, died, gone = {}, {[0] = {}, {}, {}}, {}, {}
+end
+
+-- Finish.
+local finished, tickets, ids = {}, {}, {}
+for i = 1, math.min(done + others, 256) do
+  local ticket = ARGV[i <= done and first + i - 1 or first + done + 4 * (i - done - 1)]
+  tickets[i], ids[i] = ticket, ticket:sub(8)
+end
+if #tickets > 0 then
+  local held, ends, seen, missing = {}, redis.call('ZMSCORE', leases, unpack(tickets)), {}, {}
+  local there = others > 0 and redis.call('HMGET', jobs, unpack(ids, done + 1)) or {}
+  for i = 1, #tickets do
+    if ends[i] and not seen[tickets[i]] then
+      seen[tickets[i]] = true
+      held[#held + 1] = tickets[i]
+      if i <= done then
+        finished[i] = 1
+        gone[#gone + 1] = ids[i]
+      else
+        local at = first + done + 4 * (i - done - 1)
+        local record = there[i - done]
+        if not record then
+          finished[i] = 0
+        elseif settle(ids[i], record, ARGV[at + 1] + 0, ARGV[at + 2] + 0, ARGV[at + 3]) then
+          finished[i] = 2
+        else
+          finished[i] = 1
+        end
+      end
+    else
+      missing[#missing + 1] = i
+    end
+  end
+  if #held > 0 then
+    redis.call('ZREM', leases, unpack(held))
+  end
+  write()
+  local at = first + done + 4 * others
+  for i = 1, math.min(ARGV[at] + 0, done) do
+    local place = ARGV[at + 2 * i - 1] + 0
+    if finished[place] == 1 then
+      free(ARGV[at + 2 * i], ids[place])
+    end
+  end
+  for i = 1, #missing do
+    finished[missing[i]] = redis.call('HEXISTS', jobs, ids[missing[i]]) == 1 and 3 or 0
+  end
+end
+
+-- Claim, after what nobody has extended has come back.
+local claimed, bytes, more = {}, 0, 0
+if limit > 0 then
+  local over = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 64)
+  if #over > 0 then
+    local expired = {}
+    for i = 1, #over do
+      expired[i] = over[i]:sub(8)
+    end
+    local there = redis.call('HMGET', jobs, unpack(expired))
+    for i = 1, #over do
+      if there[i] then
+        settle(expired[i], there[i], 5, 0, '')
+      end
+    end
+    redis.call('ZREM', leases, unpack(over))
+    write()
+  end
+  local rotten = redis.call('ZRANGEBYSCORE', dead, '-inf', now - dead_ms, 'LIMIT', 0, 64)
+  local excess = redis.call('ZCARD', dead) - #rotten - dead_max
+  if excess > 0 then
+    local oldest = redis.call('ZRANGE', dead, #rotten, #rotten + math.min(excess, 320) - 1)
+    for i = 1, #oldest do
+      rotten[#rotten + 1] = oldest[i]
+    end
+  end
+  if #rotten > 0 then
+    redis.call('ZREM', dead, unpack(rotten))
+    redis.call('HDEL', jobs, unpack(rotten))
+  end
+end
+local priority, ends = 0, string.format('%d', later + lease_ms)
+local token_bytes
+while is_paused == 0 and priority < 3 and #claimed < 2 * limit and bytes < 1048576 do
+  local room = math.min(limit - #claimed / 2, 64)
+  local found = redis.call('ZRANGEBYSCORE', due[priority], '-inf', now, 'LIMIT', 0, room)
+  if #found > 0 then
+    redis.call('ZREMRANGEBYRANK', due[priority], 0, #found - 1)
+    if not token_bytes then
+      token = math.max(token + 1, time[1] * 1000000 + time[2])
+      token_bytes = struct.pack('>I7', token)
+    end
+    local stored_jobs, added = redis.call('HMGET', jobs, unpack(found)), {}
+    for i = 1, #found do
+      local id, record = found[i], stored_jobs[i]
+      if record then
+        claimed[#claimed + 1], claimed[#claimed + 2] = id, record
+        added[#added + 1], added[#added + 2] = ends, token_bytes .. id
+        bytes = bytes + #record
+        if has_unique and math.floor(record:byte(14) / 4) % 4 == 2 then
+          free(record:sub(27, 26 + record:byte(22)), id)
+        end
+      end
+    end
+    if #added > 0 then
+      redis.call('ZADD', leases, unpack(added))
+    end
+  end
+  if #found < room then
+    priority = priority + 1
+  end
+end
+if #claimed > 0 then
+  keep(leases, lease_ms + keep_ms)
+  keep(jobs, lease_ms + keep_ms + 86400000)
+end
+
+-- When there is something to do next.
+local next = patience
+for i = 0, 3 do
+  local head = (i == 3 or is_paused == 0) and redis.call('ZRANGE', due[i] or leases, 0, 0, 'WITHSCORES')[2]
+  if head then
+    next = math.min(next, math.max(head - now, 0))
+    if head + 0 <= now then
+      more = 1
+      -- What is overdue must not run out with its keys.
+      keep(due[i] or leases, keep_ms / 2)
+      keep(jobs, keep_ms / 2 + 86400000)
+    end
+  end
+end
+
+-- One of those who wait keeps the time; the others need not look when the next job is due.
+local is_waiting, soonest = #claimed < 2 * limit and more == 0, now + next
+local has_idle = redis.call('EXISTS', idle) == 1
+if has_idle then
+  redis.call('ZREM', idle, worker)
+end
+if is_waiting and (keeper == '' or keeper == worker or wakes_at + 1000 < now) then
+  keeper, wakes_at = worker, soonest
+elseif is_waiting then
+  next, has_idle = patience, true
+  redis.call('ZADD', idle, now, worker)
+  redis.call('ZREMRANGEBYSCORE', idle, '-inf', now - 3 * patience)
+  redis.call('PEXPIRE', idle, 12 * patience)
+elseif keeper == worker then
+  keeper = ''
+end
+-- Whoever keeps the time is told if it would look too late, or somebody else who waits if nobody keeps it; who is told tells the next
+-- if that is not enough.
+local has_keeper = keeper ~= '' and wakes_at + 1000 >= now
+if soonest < now + patience and not (has_keeper and soonest >= wakes_at) then
+  local told = has_keeper and tell(keeper) or 0
+  for _ = 1, 4 do
+    local other = told == 0 and has_idle and redis.call('ZPOPMIN', idle)[1]
+    if not other then
+      break
+    end
+    keeper, told = other, tell(other)
+  end
+  if told > 0 then
+    wakes_at = now
+  end
+end
+local changed = struct.pack('<BBI7I6', 1, is_paused, token, wakes_at) .. keeper
+-- Ten minutes are what the clock may be set back by for tokens to rise all the same; a pause lasts as long as what it holds up.
+local lasts = is_paused == 0 and 600000 or math.max(redis.call('PTTL', state), keep_ms)
+if changed ~= stored then
+  redis.call('SET', state, changed, 'PX', lasts)
+elseif is_paused == 1 or is_waiting then
+  redis.call('PEXPIRE', state, lasts)
+end
+return {finished, time[1] * 1000000 + time[2], more, next, token, claimed}

@@ -1,0 +1,229 @@
+-- delay_queue_control: look at jobs and change what is not running.
+--
+-- KEYS[1]  jobs      hash of records, see delay_queue_push                            prefix:2:{delay_queue:<name>}:jobs
+-- KEYS[2]  high      sorted set of ids by when they are due in ms                     prefix:2:{delay_queue:<name>}:due:high
+-- KEYS[3]  normal    likewise                                                         prefix:2:{delay_queue:<name>}:due:normal
+-- KEYS[4]  low       likewise                                                         prefix:2:{delay_queue:<name>}:due:low
+-- KEYS[5]  leases    sorted set of tickets, see delay_queue_claim                     prefix:2:{delay_queue:<name>}:leases
+-- KEYS[6]  dead      sorted set of ids by when they died in ms                        prefix:2:{delay_queue:<name>}:dead
+-- KEYS[7]  unique    hash of holders by unique key, see delay_queue_push              prefix:2:{delay_queue:<name>}:unique
+-- KEYS[8]  cancels   set of ids that are running and to be cancelled                  prefix:2:{delay_queue:<name>}:cancels
+-- KEYS[9]  state     string, see delay_queue_claim                                    prefix:2:{delay_queue:<name>}:state
+-- KEYS[10]  idle     sorted set of workers, see delay_queue_claim                     prefix:2:{delay_queue:<name>}:idle
+-- ARGV[1]  keep_ms   how long keys outlive the last of what they hold, at most 2^40
+-- ARGV[2]  publish   PUBLISH, or SPUBLISH on a cluster
+-- ARGV[3]  wake      what the channels of workers begin with
+-- ARGV[4]  verb      get, cancel, reschedule, replace, counts, list, pause, drain, replay or forget
+-- ARGV[5]  first     get, cancel: id. reschedule: id, `when` as in delay_queue_push. replace: id, payload. list: 1 waiting, 2 running or 3
+--                    dead, how many to skip, how many. pause: 1 or 0. drain: how many. replay, forget: at most 256 ids
+--
+-- Value    see delay_queue_push and delay_queue_claim
+-- Returns  get: {} or {state, record}, where states are 1 waiting, 2 running, 3 dead. cancel, reschedule, replace: 0 there is none, 1 done
+--          (of a cancelled job that is running: 2, its worker will be told), 2 it is running, 3 it is dead. counts: {waiting, due, running,
+--          dead, oldest_ms (-1 if none is due), is_paused}. list: {id, record, ...}. pause: 1. drain: how many. replay, forget: 1 or 0 an id
+-- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
+-- Repeat   harmless: what was removed is not there; a delay counts from now on again
+local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
+local unique, cancels, state, idle = KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local keep_ms, publish, wake, verb, first = ARGV[1] + 0, ARGV[2], ARGV[3], ARGV[4], 5
+
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local later = time[2] % 1000 > 0 and now + 1 or now
+local due = {[0] = high, normal, low}
+
+local function keep(key, ms)
+  if redis.call('PTTL', key) < ms then
+    redis.call('PEXPIRE', key, ms + 86400000)
+  end
+end
+
+-- How many were told to look; a user who may not publish has workers that look now and then.
+local function tell(worker)
+  local told = redis.pcall(publish, wake .. worker, '1')
+  if publish == 'SPUBLISH' and type(told) ~= 'number' then
+    -- Redis 6.2 does not know it, and counts those of this node only.
+    told = type(redis.pcall('PUBLISH', wake .. worker, '1')) == 'number' and 1
+  end
+  return type(told) == 'number' and told or 0
+end
+
+local stored = redis.call('GET', state) or '\1\0\0\0\0\0\0\0\0\0\0\0\0\0\0'
+if #stored < 15 or stored:byte(1) ~= 1 then
+  return redis.error_reply('TOLLGATE the value does not hold the state of a queue of version 1')
+end
+local is_paused, token, wakes_at = struct.unpack('<BI7I6', stored, 2)
+local keeper = stored:sub(16)
+
+-- Whoever keeps the time is told if it would look too late, or somebody else who waits if nobody keeps it.
+local function wake_for(score)
+  local has_keeper = keeper ~= '' and wakes_at + 1000 >= now
+  if is_paused == 0 and not (has_keeper and score >= wakes_at) then
+    local told = has_keeper and tell(keeper) or 0
+    for _ = 1, 4 do
+      local next = told == 0 and redis.call('ZPOPMIN', idle)[1]
+      if not next then
+        break
+      end
+      keeper, told = next, tell(next)
+    end
+    if told > 0 then
+      wakes_at = now
+    end
+  end
+  -- A pause lasts as long as what it holds up.
+  local lasts = is_paused == 0 and 600000 or math.max(redis.call('PTTL', jobs), redis.call('PTTL', state), keep_ms)
+  redis.call('SET', state, struct.pack('<BBI7I6', 1, is_paused, token, wakes_at) .. keeper, 'PX', lasts)
+end
+
+local function free(record, id)
+  local key = record:sub(27, 26 + record:byte(22))
+  local holder = #key > 0 and redis.call('HGET', unique, key)
+  -- One that is held for a time stays.
+  if holder and holder:sub(7) == id and holder:sub(1, 6) == '\0\0\0\0\0\0' then
+    redis.call('HDEL', unique, key)
+  end
+end
+
+-- 0 there is none, 1 waiting, 2 running, 3 dead; with the record, and its place among those that wait.
+local function find(id)
+  local record = redis.call('HGET', jobs, id)
+  if not record then
+    return 0
+  end
+  local place = due[record:byte(14) % 4]
+  if redis.call('ZSCORE', place, id) then
+    return 1, record, place
+  end
+  return redis.call('ZSCORE', dead, id) and 3 or 2, record, place
+end
+
+if verb == 'get' then
+  local is, record = find(ARGV[first])
+  return is > 0 and {is, record} or {}
+end
+
+if verb == 'cancel' then
+  local id = ARGV[first]
+  local is, record, place = find(id)
+  if is == 1 then
+    redis.call('ZREM', place, id)
+    redis.call('HDEL', jobs, id)
+    free(record, id)
+  elseif is == 2 then
+    redis.call('SADD', cancels, id)
+    keep(cancels, keep_ms)
+  end
+  return is
+end
+
+if verb == 'reschedule' then
+  local id, when = ARGV[first], ARGV[first + 1] + 0
+  local is, record, place = find(id)
+  if is == 1 then
+    local score = now
+    if when > 0 then
+      score = later + when
+    elseif when < 0 then
+      score = math.max(now, -when)
+    end
+    redis.call('HSET', jobs, id, record:sub(1, 7) .. struct.pack('>I6', score) .. record:sub(14))
+    redis.call('ZADD', place, score, id)
+    keep(place, score - now + keep_ms)
+    keep(jobs, score - now + keep_ms + 86400000)
+    wake_for(score)
+  end
+  return is
+end
+
+if verb == 'replace' then
+  local id = ARGV[first]
+  local is, record = find(id)
+  if is == 1 then
+    local error_len, key_len, headers = struct.unpack('>HBI4', record, 20)
+    redis.call('HSET', jobs, id, record:sub(1, 26 + key_len + error_len + headers) .. ARGV[first + 1])
+  end
+  return is
+end
+
+if verb == 'counts' then
+  local waiting, ready, oldest = 0, 0, -1
+  for priority = 0, 2 do
+    waiting = waiting + redis.call('ZCARD', due[priority])
+    ready = ready + redis.call('ZCOUNT', due[priority], '-inf', now)
+    local head = redis.call('ZRANGE', due[priority], 0, 0, 'WITHSCORES')[2]
+    oldest = head and math.max(oldest, now - head) or oldest
+  end
+  return {waiting, ready, redis.call('ZCARD', leases), redis.call('ZCARD', dead), oldest, is_paused}
+end
+
+if verb == 'list' then
+  local places = ({due, {[0] = leases}, {[0] = dead}})[ARGV[first] + 0]
+  local skip, count, cut = ARGV[first + 1] + 0, math.min(ARGV[first + 2] + 0, 256), ARGV[first] == '2' and 8 or 1
+  local listed, bytes, at = {}, 0, 0
+  while places[at] and #listed < 2 * count and bytes < 1048576 do
+    local room = math.min(count - #listed / 2, 64)
+    local found = redis.call('ZRANGE', places[at], skip, skip + room - 1)
+    for i = 1, #found do
+      local id = found[i]:sub(cut)
+      local record = redis.call('HGET', jobs, id)
+      if record then
+        listed[#listed + 1], listed[#listed + 2] = id, record
+        bytes = bytes + #record
+      end
+    end
+    skip = skip + #found
+    if #found < room then
+      skip, at = math.max(skip - redis.call('ZCARD', places[at]), 0), at + 1
+    end
+  end
+  return listed
+end
+
+if verb == 'pause' then
+  is_paused = ARGV[first] + 0
+  wake_for(now)
+  return 1
+end
+
+if verb == 'drain' then
+  local count, removed = math.min(ARGV[first] + 0, 256), 0
+  local has_unique = redis.call('EXISTS', unique) == 1
+  for priority = 0, 2 do
+    local found = removed < count and redis.call('ZRANGE', due[priority], 0, count - removed - 1) or {}
+    if #found > 0 then
+      local records = has_unique and redis.call('HMGET', jobs, unpack(found)) or {}
+      for i = 1, #found do
+        if records[i] then
+          free(records[i], found[i])
+        end
+      end
+      redis.call('ZREMRANGEBYRANK', due[priority], 0, #found - 1)
+      redis.call('HDEL', jobs, unpack(found))
+      removed = removed + #found
+    end
+  end
+  return removed
+end
+
+local answers = {}
+for i = 1, math.min(#ARGV - first + 1, 256) do
+  local id = ARGV[first + i - 1]
+  answers[i] = redis.call('ZREM', dead, id)
+  local record = answers[i] == 1 and redis.call('HGET', jobs, id)
+  if record and verb == 'forget' then
+    redis.call('HDEL', jobs, id)
+  elseif record then
+    local flags, max, _, _, error_len, key_len, headers = struct.unpack('>BHHBHBI4', record, 14)
+    local head = struct.pack('>I6BHHBHBI4', now, flags, max, 0, 0, 0, key_len, headers)
+    local rest = record:sub(27, 26 + key_len) .. record:sub(27 + key_len + error_len)
+    redis.call('HSET', jobs, id, record:sub(1, 7) .. head .. rest)
+    redis.call('ZADD', due[flags % 4], now, id)
+    keep(due[flags % 4], keep_ms)
+    keep(jobs, keep_ms + 86400000)
+  end
+end
+if verb == 'replay' then
+  wake_for(now)
+end
+return answers

@@ -1,0 +1,49 @@
+-- delay_queue_extend: let leases last for a while from now on, each if its ticket still holds it.
+--
+-- KEYS[1]  leases    sorted set of tickets, see delay_queue_claim      prefix:2:{delay_queue:<name>}:leases
+-- KEYS[2]  jobs      hash of records, see delay_queue_push             prefix:2:{delay_queue:<name>}:jobs
+-- KEYS[3]  cancels   set of ids, see delay_queue_claim                 prefix:2:{delay_queue:<name>}:cancels
+-- ARGV[1]  keep_ms   how long keys outlive the last of what they hold
+-- ARGV[2]  lease_ms  from now on, 10 to 86400000
+-- ARGV[3]  first     the first of at most 256 tickets
+--
+-- Value    leases, jobs, cancels: see delay_queue_claim
+-- Returns  an answer a ticket: 0 somebody else has the job or will have it, or it is gone; 1 the lease lasts; 2 it does, and the job is to
+--          be cancelled
+-- Errors   WRONGTYPE
+-- Repeat   harmless
+local leases, jobs, cancels, keep_ms, lease_ms, first = KEYS[1], KEYS[2], KEYS[3], ARGV[1] + 0, ARGV[2] + 0, 3
+
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+local later = time[2] % 1000 > 0 and now + 1 or now
+local ends = string.format('%d', later + lease_ms)
+
+local function keep(key, ms)
+  if redis.call('PTTL', key) < ms then
+    redis.call('PEXPIRE', key, ms + 86400000)
+  end
+end
+
+local tickets, ids = {}, {}
+for i = 1, math.min(#ARGV - first + 1, 256) do
+  tickets[i] = ARGV[first + i - 1]
+  ids[i] = tickets[i]:sub(8)
+end
+local held = redis.call('ZMSCORE', leases, unpack(tickets))
+local is_cancelled = redis.call('EXISTS', cancels) == 1 and redis.call('SMISMEMBER', cancels, unpack(ids))
+local answers, extended = {}, {}
+for i = 1, #tickets do
+  answers[i] = 0
+  if held[i] then
+    answers[i] = is_cancelled and is_cancelled[i] == 1 and 2 or 1
+    extended[#extended + 1] = ends
+    extended[#extended + 1] = tickets[i]
+  end
+end
+if #extended > 0 then
+  redis.call('ZADD', leases, unpack(extended))
+  keep(leases, lease_ms + keep_ms)
+  keep(jobs, lease_ms + keep_ms + 86400000)
+end
+return answers

@@ -1,0 +1,151 @@
+-- delay_queue_push: keep jobs of one priority until they are due, each unless it is there already.
+--
+-- KEYS[1]  jobs      hash of records by id, expires `keep_ms` after the last job is due  prefix:2:{delay_queue:<name>}:jobs
+-- KEYS[2]  due       sorted set of ids by when they are due in ms, expires likewise      prefix:2:{delay_queue:<name>}:due:<priority>
+-- KEYS[3]  dead      sorted set of ids by when they died in ms                           prefix:2:{delay_queue:<name>}:dead
+-- KEYS[4]  unique    hash of holders by unique key, expires likewise                     prefix:2:{delay_queue:<name>}:unique
+-- KEYS[5]  ends      sorted set of unique keys that are held for a time, by its end      prefix:2:{delay_queue:<name>}:unique_ends
+-- KEYS[6]  state     string, see delay_queue_claim                                       prefix:2:{delay_queue:<name>}:state
+-- KEYS[7]  idle      sorted set of workers, see delay_queue_claim                        prefix:2:{delay_queue:<name>}:idle
+-- ARGV[1]  keep_ms   how long keys outlive the last of what they hold, at most 2^40
+-- ARGV[2]  max_jobs  how many jobs there may be
+-- ARGV[3]  publish   PUBLISH, or SPUBLISH on a cluster
+-- ARGV[4]  wake      what the channels of workers begin with
+-- ARGV[5]  first     id, when, unique and record, four arguments a job, at most 256 jobs: `when` is a delay in ms, or an instant in ms
+--                    since 1970 with its sign turned; `unique` is empty, or 6 bytes how long in ms (0 while the job is there), and
+--                    the key; `record` is what a record has behind its times
+--
+-- Value    jobs: 1 byte version 1, 6 bytes when it was pushed and 6 bytes when it is due in ms; then 1 byte priority (0 to 2) and 4 times
+--          how long it is unique (0 not, 1 while it is there, 2 while it waits, 3 for a time), 2 bytes how many attempts it has, 2 bytes
+--          how many are over, 1 byte why the last one has failed (0 it did not, 1 failed, 2 lease expired, 3 refused, 4 undecodable),
+--          2 bytes the length of its error, 1 byte that of its unique key, 4 bytes that of its headers, big endian; then the unique key,
+--          the error, the headers and the payload. unique: 6 bytes until when in ms, 0 while the job is there; then the id
+-- Returns  an answer a job: 1 it is new; 0 there is one with this id; -1 there are too many; or the id that holds its unique key
+-- Errors   WRONGTYPE
+-- Repeat   harmless: what is waiting or running is left alone. One that is done meanwhile is pushed again
+local jobs, due, dead, unique, ends = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
+local state, idle = KEYS[6], KEYS[7]
+local keep_ms, max_jobs, publish, wake, first = ARGV[1] + 0, ARGV[2] + 0, ARGV[3], ARGV[4], 5
+
+local time = redis.call('TIME')
+local now = time[1] * 1000 + math.floor(time[2] / 1000)
+-- Never early: a delay counts from the end of this millisecond.
+local later = time[2] % 1000 > 0 and now + 1 or now
+local count = math.min((#ARGV - first + 1) / 4, 256)
+
+local function keep(key, ms)
+  if redis.call('PTTL', key) < ms then
+    redis.call('PEXPIRE', key, ms + 86400000)
+  end
+end
+
+-- How many were told to look; a user who may not publish has workers that look now and then.
+local function tell(worker)
+  local told = redis.pcall(publish, wake .. worker, '1')
+  if publish == 'SPUBLISH' and type(told) ~= 'number' then
+    -- Redis 6.2 does not know it, and counts those of this node only.
+    told = type(redis.pcall('PUBLISH', wake .. worker, '1')) == 'number' and 1
+  end
+  return type(told) == 'number' and told or 0
+end
+
+local ids = {}
+for i = 1, count do
+  ids[i] = ARGV[first + 4 * (i - 1)]
+end
+local there = redis.call('HMGET', jobs, unpack(ids))
+local room = max_jobs - redis.call('HLEN', jobs)
+local answers, records, scores = {}, {}, {}
+local taken, soonest, latest = {}, nil, now
+for i = 1, count do
+  local at = first + 4 * (i - 1)
+  local id, when, key, record = ids[i], ARGV[at + 1] + 0, ARGV[at + 2], ARGV[at + 3]
+  local was_dead = there[i] and not taken[id] and redis.call('ZSCORE', dead, id)
+  local answer = 1
+  if taken[id] or (there[i] and not was_dead) then
+    answer = 0
+  elseif not was_dead and room < 1 then
+    answer = -1
+  elseif key ~= '' then
+    local holder = redis.call('HGET', unique, key:sub(7))
+    local ends_at = holder and struct.unpack('>I6', holder) or 0
+    if holder and (ends_at > now or (ends_at == 0 and (taken[holder:sub(7)] or redis.call('HEXISTS', jobs, holder:sub(7)) == 1))) then
+      answer = holder:sub(7)
+    else
+      local span = struct.unpack('>I6', key)
+      ends_at = span > 0 and later + span or 0
+      redis.call('HSET', unique, key:sub(7), struct.pack('>I6', ends_at) .. id)
+      if span > 0 then
+        redis.call('ZADD', ends, ends_at, key:sub(7))
+        keep(ends, span + keep_ms)
+        keep(unique, span + keep_ms)
+      end
+    end
+  end
+  if answer == 1 then
+    local score = now
+    if when > 0 then
+      score = later + when
+    elseif when < 0 then
+      score = math.max(now, -when)
+    end
+    taken[id] = true
+    if was_dead then
+      redis.call('ZREM', dead, id)
+    else
+      room = room - 1
+    end
+    records[#records + 1] = id
+    records[#records + 1] = struct.pack('>BI6I6', 1, now, score) .. record
+    scores[#scores + 1] = score
+    scores[#scores + 1] = id
+    soonest, latest = math.min(soonest or score, score), math.max(latest, score)
+    if key ~= '' then
+      keep(unique, score - now + keep_ms)
+    end
+  end
+  answers[i] = answer
+end
+if not soonest then
+  return answers
+end
+redis.call('HSET', jobs, unpack(records))
+redis.call('ZADD', due, unpack(scores))
+if redis.call('PTTL', due) < latest - now + keep_ms then
+  redis.call('PEXPIRE', due, latest - now + keep_ms + 86400000)
+  keep(jobs, latest - now + keep_ms + 86400000)
+end
+-- A few unique keys whose time is over go with each that comes.
+if redis.call('EXISTS', ends) == 1 then
+  local over = redis.call('ZRANGEBYSCORE', ends, '-inf', now, 'LIMIT', 0, 2 * count)
+  for i = 1, #over do
+    local holder = redis.call('HGET', unique, over[i])
+    local ends_at = holder and struct.unpack('>I6', holder) or 0
+    if ends_at > 0 and ends_at <= now then
+      redis.call('HDEL', unique, over[i])
+    end
+    redis.call('ZREM', ends, over[i])
+  end
+end
+
+-- Whoever keeps the time is told if it would look too late, or somebody else who waits if nobody keeps it.
+local stored = redis.call('GET', state)
+if stored then
+  local is_paused, token, wakes_at = struct.unpack('<BI7I6', stored, 2)
+  local keeper = stored:sub(16)
+  local has_keeper = keeper ~= '' and wakes_at + 1000 >= now
+  if is_paused == 0 and not (has_keeper and soonest >= wakes_at) then
+    local told = has_keeper and tell(keeper) or 0
+    for _ = 1, 4 do
+      local next = told == 0 and redis.call('ZPOPMIN', idle)[1]
+      if not next then
+        break
+      end
+      keeper, told = next, tell(next)
+    end
+    if told > 0 then
+      redis.call('SET', state, struct.pack('<BBI7I6', 1, is_paused, token, now) .. keeper, 'PX', 600000)
+    end
+  end
+end
+return answers

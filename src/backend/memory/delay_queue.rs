@@ -1,0 +1,643 @@
+use std::collections::{BTreeSet, HashMap};
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tokio::sync::watch;
+use tokio::time::Instant;
+
+use super::MemoryBackend;
+use crate::delay_queue::{
+    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Due, Ending,
+    Extended, Finish, Finished, JobId, MAX_BATCH, NewJob, Note, Priority, QueueKey, Reason, State, StoredJob, Ticket,
+    UniqueFor, WorkerId,
+};
+use crate::error::StoreError;
+use crate::key::Key;
+use crate::lock::{Scope, Wakeups};
+
+/// How many bytes there is room for with each job, on the average.
+const JOB_SHARE: usize = 1_024;
+/// As in Redis: how many leases that have ended come back in one call, and how many dead jobs go.
+const RECLAIMED: usize = 64;
+const FORGOTTEN: u64 = 320;
+/// How many bytes are claimed in one call, or a few jobs more.
+const CLAIMED_BYTES: usize = 1 << 20;
+
+/// The queues of this process. A queue is in here as long as it has jobs, is paused, or somebody waits for it.
+pub(super) struct QueueTable {
+    queues: Mutex<HashMap<QueueKey, Queue>>,
+    // The date at some instant, from which all others are counted.
+    date: Duration,
+    instant: Instant,
+    len: AtomicUsize,
+    bytes: AtomicUsize,
+    capacity: usize,
+}
+
+/// A time in ms since 1970, and an id: jobs of the same time are in the order of their ids.
+type Line = (u64, JobId);
+
+#[derive(Default)]
+struct Queue {
+    jobs: HashMap<JobId, Record>,
+    // By priority, the highest first.
+    due: [BTreeSet<Line>; 3],
+    // By when they end, then by token.
+    leases: BTreeSet<(u64, u64, JobId)>,
+    dead: BTreeSet<Line>,
+    unique: HashMap<Key, Holder>,
+    // Unique keys that are held for a time, by its end.
+    unique_ends: BTreeSet<(u64, Box<str>)>,
+    // Of all payloads and headers.
+    bytes: usize,
+    token: u64,
+    is_paused: bool,
+    wake: Option<watch::Sender<()>>,
+}
+
+/// Who has a unique key, and until when it is held whatever becomes of the job.
+struct Holder {
+    id: JobId,
+    until: Option<u64>,
+}
+
+struct Record {
+    // With the attempts that are over.
+    job: StoredJob,
+    place: Place,
+    due: u64,
+}
+
+#[derive(Clone, Copy)]
+enum Place {
+    Waiting,
+    Running { token: u64, ends: u64, is_cancelled: bool },
+    Dead { since: u64 },
+}
+
+/// The time of one call: the last whole millisecond, and the one from which delays and leases count.
+#[derive(Clone, Copy)]
+struct Now {
+    us: u64,
+    ms: u64,
+    later: u64,
+}
+
+impl Now {
+    /// When something is due, never early.
+    fn due(self, due: Due) -> u64 {
+        match due {
+            Due::In(delay) if delay.is_zero() => self.ms,
+            Due::In(delay) => self.later + millis(delay.min(Due::MAX_DELAY)),
+            Due::At(instant) => millis(instant.duration_since(UNIX_EPOCH).unwrap_or_default()).max(self.ms),
+        }
+    }
+}
+
+impl Record {
+    /// What there is to see of it.
+    fn view(&self) -> StoredJob {
+        let (state, running) = match self.place {
+            Place::Waiting => (State::Waiting, 0),
+            Place::Running { .. } => (State::Running, 1),
+            Place::Dead { .. } => (State::Dead, 0),
+        };
+        let attempt = self.job.attempt.saturating_add(running);
+        StoredJob { state, attempt, due_at: instant(self.due), ..self.job.clone() }
+    }
+
+    fn is_held_by(&self, ticket: &Ticket) -> bool {
+        matches!(self.place, Place::Running { token, .. } if token == ticket.token)
+    }
+
+    fn size(&self) -> usize {
+        self.job.payload.len() + self.job.headers.size()
+    }
+}
+
+impl QueueTable {
+    pub(super) fn new(capacity: usize) -> Self {
+        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        Self {
+            queues: Mutex::default(),
+            date: Duration::from_millis(since_1970.as_millis() as u64),
+            instant: Instant::now(),
+            len: AtomicUsize::new(0),
+            bytes: AtomicUsize::new(0),
+            capacity,
+        }
+    }
+
+    /// The queues are changed in steps that do not panic, so what a poisoned lock guards is still whole.
+    fn queues(&self) -> MutexGuard<'_, HashMap<QueueKey, Queue>> {
+        self.queues.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn now(&self) -> Now {
+        let us = (self.date + self.instant.elapsed()).as_micros() as u64;
+        Now { us, ms: us / 1_000, later: us.div_ceil(1_000) }
+    }
+
+    /// Does something with a queue, and forgets it if there is nothing left to know of it.
+    fn with<T>(&self, key: &QueueKey, verb: impl FnOnce(&mut Queue, Now) -> T) -> T {
+        let mut queues = self.queues();
+        // Whoever has the lock is no earlier than who had it before.
+        let now = self.now();
+        let queue = queues.entry(*key).or_default();
+        let (len, bytes) = (queue.jobs.len(), queue.bytes);
+        let answer = verb(queue, now);
+        self.len.fetch_add(queue.jobs.len().wrapping_sub(len), Ordering::Relaxed);
+        self.bytes.fetch_add(queue.bytes.wrapping_sub(bytes), Ordering::Relaxed);
+        if queue.is_over() {
+            queues.remove(key);
+        }
+        answer
+    }
+
+    fn push(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
+        self.with(key, |queue, now| {
+            let bytes = jobs.iter().map(NewJob::size).sum::<usize>();
+            if self.len.load(Ordering::Relaxed) + jobs.len() > self.capacity
+                || self.bytes.load(Ordering::Relaxed) + bytes > self.capacity.saturating_mul(JOB_SHARE)
+            {
+                return Err(StoreError::out_of_memory("more jobs are kept than the memory backend has room for"));
+            }
+            let mut admissions = vec![Admission::Full; jobs.len()];
+            for priority in Priority::ALL {
+                for (i, job) in jobs.iter().enumerate().filter(|(_, job)| job.priority == priority) {
+                    admissions[i] = queue.push(job, max_jobs, now);
+                }
+            }
+            Ok(admissions)
+        })
+    }
+}
+
+#[cfg(test)]
+impl MemoryBackend {
+    /// From when the times of queues count.
+    pub(crate) fn started_at(&self) -> SystemTime {
+        UNIX_EPOCH + self.inner.queues.date
+    }
+}
+
+impl Queue {
+    fn is_over(&self) -> bool {
+        let is_wanted = self.wake.as_ref().is_some_and(|wake| wake.receiver_count() > 0);
+        self.jobs.is_empty() && self.unique.is_empty() && !self.is_paused && !is_wanted
+    }
+
+    /// Wakes those who wait.
+    fn wake(&self) {
+        if let Some(wake) = &self.wake {
+            wake.send_replace(());
+        }
+    }
+
+    fn push(&mut self, job: &NewJob, max_jobs: u64, now: Now) -> Admission {
+        let was_dead = match self.jobs.get(&job.id).map(|record| record.place) {
+            Some(Place::Waiting | Place::Running { .. }) => return Admission::Exists(job.id),
+            Some(Place::Dead { .. }) => true,
+            None => false,
+        };
+        if !was_dead && self.jobs.len() as u64 >= max_jobs {
+            return Admission::Full;
+        }
+        if let Some(unique) = job.unique {
+            if let Some(holder) = self.unique.get(&unique.key)
+                && holder.until.is_none_or(|until| until > now.ms)
+            {
+                return Admission::Exists(holder.id);
+            }
+            let until = match unique.span {
+                UniqueFor::Time(time) => Some(now.later + millis(time).max(1)),
+                UniqueFor::WaitingOrRunning | UniqueFor::Waiting => None,
+            };
+            self.unique.insert(unique.key, Holder { id: job.id, until });
+            self.unique_ends.extend(until.map(|until| (until, unique.key.as_str().into())));
+        }
+        if was_dead {
+            self.remove(&job.id);
+        }
+        let due = now.due(job.due);
+        let stored = StoredJob {
+            id: job.id,
+            state: State::Waiting,
+            attempt: 0,
+            max_attempts: job.max_attempts,
+            priority: job.priority,
+            enqueued_at: instant(now.ms),
+            due_at: instant(due),
+            unique: job.unique,
+            note: None,
+            headers: job.headers.clone(),
+            payload: Arc::clone(&job.payload),
+        };
+        self.bytes += job.size();
+        self.jobs.insert(job.id, Record { job: stored, place: Place::Waiting, due });
+        self.wait(&job.id, due);
+        self.sweep(now);
+        Admission::New
+    }
+
+    /// Forgets a couple of unique keys whose time is over.
+    fn sweep(&mut self, now: Now) {
+        for _ in 0..2 {
+            let Some((until, _)) = self.unique_ends.first().filter(|(until, _)| *until <= now.ms) else { return };
+            let until = *until;
+            let Some((_, text)) = self.unique_ends.pop_first() else { return };
+            if let Some(key) = Key::stored(&text)
+                && self.unique.get(&key).is_some_and(|holder| holder.until == Some(until))
+            {
+                self.unique.remove(&key);
+            }
+        }
+    }
+
+    /// Lets a job wait until it is due.
+    fn wait(&mut self, id: &JobId, due: u64) {
+        let soonest = self.due.iter().filter_map(|due| due.first()).map(|(due, _)| *due).min();
+        if let Some(record) = self.jobs.get_mut(id) {
+            (record.place, record.due) = (Place::Waiting, due);
+            self.due[record.job.priority as usize].insert((due, *id));
+            if soonest.is_none_or(|soonest| due < soonest) {
+                self.wake();
+            }
+        }
+    }
+
+    /// Takes a job out of where it waits, runs or is dead. It is in none of these then.
+    fn lift(&mut self, id: &JobId) {
+        let Some(record) = self.jobs.get(id) else { return };
+        match record.place {
+            Place::Waiting => self.due[record.job.priority as usize].remove(&(record.due, *id)),
+            Place::Running { token, ends, .. } => self.leases.remove(&(ends, token, *id)),
+            Place::Dead { since } => self.dead.remove(&(since, *id)),
+        };
+    }
+
+    fn remove(&mut self, id: &JobId) {
+        self.lift(id);
+        if let Some(record) = self.jobs.remove(id) {
+            self.bytes -= record.size();
+        }
+    }
+
+    /// Lets others have the unique key of a job, but for one that is held for a time.
+    fn free(&mut self, id: &JobId) {
+        let unique = self.jobs.get(id).and_then(|record| record.job.unique);
+        if let Some(unique) = unique
+            && self.unique.get(&unique.key).is_some_and(|holder| holder.id == *id && holder.until.is_none())
+        {
+            self.unique.remove(&unique.key);
+        }
+    }
+
+    fn bury(&mut self, id: &JobId, now: Now) {
+        self.free(id);
+        if let Some(record) = self.jobs.get_mut(id) {
+            record.place = Place::Dead { since: now.ms };
+            self.dead.insert((now.ms, *id));
+        }
+    }
+
+    /// What becomes of a job at the end of an attempt, that of a lease that has ended included.
+    fn settle(&mut self, id: &JobId, ending: &Ending, is_expired: bool, now: Now) -> Finished {
+        self.lift(id);
+        let Some(record) = self.jobs.get_mut(id) else { return Finished::Gone };
+        let is_cancelled = matches!(record.place, Place::Running { is_cancelled: true, .. });
+        if is_cancelled || *ending == Ending::Done {
+            self.free(id);
+            self.remove(id);
+            return Finished::Done;
+        }
+        let failed = |reason: Reason, error: &str| Some(Note { reason, error: Note::cut(error).into() });
+        let is_dead = match ending {
+            Ending::Retry { error, .. } => {
+                let reason = if is_expired { Reason::LeaseExpired } else { Reason::Failed };
+                record.job.note = failed(reason, error);
+                record.job.attempt = record.job.attempt.saturating_add(1);
+                record.job.attempt >= record.job.max_attempts
+            }
+            Ending::Dead { reason, error } => {
+                record.job.note = failed(*reason, error);
+                record.job.attempt = record.job.attempt.saturating_add(1);
+                true
+            }
+            Ending::Snooze { .. } | Ending::Release | Ending::Done => false,
+        };
+        let due = match ending {
+            Ending::Retry { delay, .. } | Ending::Snooze { delay } => now.due(Due::In(*delay)),
+            Ending::Release | Ending::Dead { .. } | Ending::Done => record.due,
+        };
+        record.due = due;
+        if is_dead {
+            self.bury(id, now);
+            return Finished::Dead;
+        }
+        self.wait(id, due);
+        Finished::Done
+    }
+
+    fn claim(&mut self, finished: &[Finish], claim: &Claim, now: Now) -> Claimed {
+        // What is lost is told apart from what is gone when everything is finished.
+        let settled: Vec<_> = finished
+            .iter()
+            .map(|Finish { ticket, ending }| {
+                let is_held = self.jobs.get(&ticket.id).is_some_and(|record| record.is_held_by(ticket));
+                is_held.then(|| self.settle(&ticket.id, ending, false, now))
+            })
+            .collect();
+        let finished = settled.into_iter().zip(finished).map(|(settled, Finish { ticket, .. })| {
+            let missing = if self.jobs.contains_key(&ticket.id) { Finished::Lost } else { Finished::Gone };
+            settled.unwrap_or(missing)
+        });
+        let finished = finished.collect();
+        let limit = claim.limit.min(MAX_BATCH);
+        if limit > 0 {
+            self.reclaim(now);
+            self.trim(claim.dead, now);
+        }
+        let jobs = if self.is_paused { Vec::new() } else { self.take(limit, claim.lease, now) };
+        let due = self.due.iter().filter(|_| !self.is_paused).filter_map(|due| due.first()).map(|(due, _)| *due);
+        let next = due.chain(self.leases.first().map(|(ends, ..)| *ends)).min();
+        let next = next.map(|next| next.saturating_sub(now.ms));
+        Claimed {
+            finished,
+            jobs,
+            more: next == Some(0),
+            next: next.map_or(Claim::MAX_WAIT, Duration::from_millis).min(Claim::MAX_WAIT),
+            now: UNIX_EPOCH + Duration::from_micros(now.us),
+        }
+    }
+
+    /// Lets jobs whose lease has ended wait again.
+    fn reclaim(&mut self, now: Now) {
+        let over = self.leases.range(..(now.ms + 1, 0, JobId::LEAST)).take(RECLAIMED);
+        let over: Vec<_> = over.map(|(.., id)| *id).collect();
+        let ending = Ending::Retry { delay: Duration::ZERO, error: Arc::default() };
+        for id in over {
+            self.settle(&id, &ending, true, now);
+        }
+    }
+
+    /// Forgets dead jobs that are too old or too many.
+    fn trim(&mut self, limits: DeadLimits, now: Now) {
+        let oldest = now.ms.saturating_sub(millis(limits.age));
+        let rotten = self.dead.range(..(oldest + 1, JobId::LEAST)).take(RECLAIMED).count();
+        let excess = (self.dead.len() as u64 - rotten as u64).saturating_sub(limits.count).min(FORGOTTEN);
+        for _ in 0..rotten as u64 + excess {
+            if let Some(&(_, id)) = self.dead.first() {
+                self.remove(&id);
+            }
+        }
+    }
+
+    fn take(&mut self, limit: usize, lease: Duration, now: Now) -> Vec<ClaimedJob> {
+        let mut ids = Vec::new();
+        let mut bytes = 0;
+        for priority in 0..3 {
+            while ids.len() < limit && bytes < CLAIMED_BYTES {
+                let Some(&(due, id)) = self.due[priority].first().filter(|(due, _)| *due <= now.ms) else { break };
+                self.due[priority].remove(&(due, id));
+                bytes += self.jobs.get(&id).map_or(0, Record::size);
+                ids.push(id);
+            }
+        }
+        if !ids.is_empty() {
+            self.token = now.us.max(self.token + 1);
+        }
+        let (token, ends) = (self.token, now.later + millis(lease));
+        let mut jobs = Vec::with_capacity(ids.len());
+        for id in ids {
+            if let Some(record) = self.jobs.get_mut(&id) {
+                record.place = Place::Running { token, ends, is_cancelled: false };
+                jobs.push(ClaimedJob { token, job: record.view() });
+                let is_free = record.job.unique.is_some_and(|unique| unique.span == UniqueFor::Waiting);
+                self.leases.insert((ends, token, id));
+                if is_free {
+                    self.free(&id);
+                }
+            }
+        }
+        jobs
+    }
+
+    fn extend(&mut self, ticket: &Ticket, lease: Duration, now: Now) -> Extended {
+        let Some(record) = self.jobs.get_mut(&ticket.id).filter(|record| record.is_held_by(ticket)) else {
+            return Extended::Lost;
+        };
+        let Place::Running { token, ends, is_cancelled } = &mut record.place else { return Extended::Lost };
+        self.leases.remove(&(*ends, *token, ticket.id));
+        *ends = now.later + millis(lease);
+        self.leases.insert((*ends, *token, ticket.id));
+        if *is_cancelled { Extended::Cancelled } else { Extended::Held }
+    }
+
+    fn cancel(&mut self, id: &JobId) -> Cancelled {
+        match self.jobs.get_mut(id).map(|record| &mut record.place) {
+            None => Cancelled::Missing,
+            Some(Place::Dead { .. }) => Cancelled::Dead,
+            Some(Place::Running { is_cancelled, .. }) => {
+                *is_cancelled = true;
+                Cancelled::Told
+            }
+            Some(Place::Waiting) => {
+                self.free(id);
+                self.remove(id);
+                Cancelled::Removed
+            }
+        }
+    }
+
+    /// Changes a job that is waiting.
+    fn change(&mut self, id: &JobId, change: impl FnOnce(&mut Self)) -> Changed {
+        match self.jobs.get(id).map(|record| record.place) {
+            None => Changed::Missing,
+            Some(Place::Dead { .. }) => Changed::Dead,
+            Some(Place::Running { .. }) => Changed::Running,
+            Some(Place::Waiting) => {
+                change(self);
+                Changed::Done
+            }
+        }
+    }
+
+    fn counts(&self, now: Now) -> Counts {
+        let ready = |due: &BTreeSet<Line>| due.range(..(now.ms + 1, JobId::LEAST)).count() as u64;
+        let oldest = self.due.iter().filter_map(|due| due.first()).map(|(due, _)| *due).min();
+        Counts {
+            waiting: self.due.iter().map(|due| due.len() as u64).sum(),
+            due: self.due.iter().map(ready).sum(),
+            running: self.leases.len() as u64,
+            dead: self.dead.len() as u64,
+            oldest_due: oldest.and_then(|due| now.ms.checked_sub(due)).map(Duration::from_millis),
+            is_paused: self.is_paused,
+        }
+    }
+
+    fn list(&self, state: State, skip: u64, limit: usize) -> Vec<StoredJob> {
+        let ids: Box<dyn Iterator<Item = &JobId>> = match state {
+            State::Waiting => Box::new(self.due.iter().flatten().map(|(_, id)| id)),
+            State::Running => Box::new(self.leases.iter().map(|(.., id)| id)),
+            State::Dead => Box::new(self.dead.iter().map(|(_, id)| id)),
+        };
+        let ids = ids.skip(usize::try_from(skip).unwrap_or(usize::MAX)).take(limit.min(MAX_BATCH));
+        ids.filter_map(|id| self.jobs.get(id)).map(Record::view).collect()
+    }
+
+    fn drain(&mut self, limit: usize) -> usize {
+        let ids = self.due.iter().flatten().take(limit.min(MAX_BATCH)).map(|(_, id)| *id);
+        let ids: Vec<_> = ids.collect();
+        for id in &ids {
+            self.free(id);
+            self.remove(id);
+        }
+        ids.len()
+    }
+
+    fn is_dead(&self, id: &JobId) -> bool {
+        self.jobs.get(id).is_some_and(|record| matches!(record.place, Place::Dead { .. }))
+    }
+
+    fn replay(&mut self, id: &JobId, now: Now) -> bool {
+        if !self.is_dead(id) {
+            return false;
+        }
+        self.lift(id);
+        if let Some(record) = self.jobs.get_mut(id) {
+            (record.job.attempt, record.job.note) = (0, None);
+        }
+        self.wait(id, now.ms);
+        true
+    }
+
+    fn forget(&mut self, id: &JobId) -> bool {
+        let is_dead = self.is_dead(id);
+        if is_dead {
+            self.remove(id);
+        }
+        is_dead
+    }
+}
+
+impl DelayQueueStore for MemoryBackend {
+    async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
+        self.inner.queues.push(queue, jobs, max_jobs)
+    }
+
+    async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+        Ok(self.inner.queues.with(queue, |queue, now| queue.claim(finished, claim, now)))
+    }
+
+    async fn extend(&self, queue: &QueueKey, tickets: &[Ticket], lease: Duration) -> Result<Vec<Extended>, StoreError> {
+        Ok(self
+            .inner
+            .queues
+            .with(queue, |queue, now| tickets.iter().map(|ticket| queue.extend(ticket, lease, now)).collect()))
+    }
+
+    async fn watch(&self, queue: &QueueKey, _: WorkerId) -> Wakeups {
+        // All who wait are woken, which costs a process little: who comes first gets the job.
+        let mut queues = self.inner.queues.queues();
+        let wake = queues.entry(*queue).or_default().wake.get_or_insert_with(|| watch::Sender::new(()));
+        let watcher = Watcher { backend: self.clone(), queue: *queue };
+        Wakeups::new(wake.subscribe(), Arc::new(watcher))
+    }
+
+    async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
+        Ok(self.inner.queues.with(queue, |queue, _| queue.jobs.get(id).map(Record::view)))
+    }
+
+    async fn cancel(&self, queue: &QueueKey, id: &JobId) -> Result<Cancelled, StoreError> {
+        Ok(self.inner.queues.with(queue, |queue, _| queue.cancel(id)))
+    }
+
+    async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
+        Ok(self.inner.queues.with(queue, |queue, now| {
+            queue.change(id, |queue| {
+                queue.lift(id);
+                queue.wait(id, now.due(due));
+            })
+        }))
+    }
+
+    async fn replace(&self, queue: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
+        Ok(self.inner.queues.with(queue, |queue, _| {
+            queue.change(id, |queue| {
+                if let Some(record) = queue.jobs.get_mut(id) {
+                    queue.bytes = queue.bytes + payload.len() - record.job.payload.len();
+                    record.job.payload = payload.into();
+                }
+            })
+        }))
+    }
+
+    async fn counts(&self, queue: &QueueKey) -> Result<Counts, StoreError> {
+        Ok(self.inner.queues.with(queue, |queue, now| queue.counts(now)))
+    }
+
+    async fn list(
+        &self,
+        queue: &QueueKey,
+        state: State,
+        skip: u64,
+        limit: usize,
+    ) -> Result<Vec<StoredJob>, StoreError> {
+        Ok(self.inner.queues.with(queue, |queue, _| queue.list(state, skip, limit)))
+    }
+
+    async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
+        self.inner.queues.with(queue, |queue, _| {
+            queue.is_paused = is_paused;
+            queue.wake();
+        });
+        Ok(())
+    }
+
+    async fn drain(&self, queue: &QueueKey, limit: usize) -> Result<usize, StoreError> {
+        Ok(self.inner.queues.with(queue, |queue, _| queue.drain(limit)))
+    }
+
+    async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        Ok(self.inner.queues.with(queue, |queue, now| ids.iter().map(|id| queue.replay(id, now)).collect()))
+    }
+
+    async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        Ok(self.inner.queues.with(queue, |queue, _| ids.iter().map(|id| queue.forget(id)).collect()))
+    }
+
+    fn scope(&self) -> Scope {
+        Scope::Process
+    }
+}
+
+/// Cleans up behind somebody who has waited.
+struct Watcher {
+    backend: MemoryBackend,
+    queue: QueueKey,
+}
+
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        self.backend.inner.queues.with(&self.queue, |_, _| ());
+    }
+}
+
+impl MemoryBackend {
+    /// How many jobs are kept at the moment, in all queues.
+    #[must_use]
+    pub fn jobs(&self) -> usize {
+        self.inner.queues.len.load(Ordering::Relaxed)
+    }
+}
+
+/// Rounded up: never early.
+fn millis(time: Duration) -> u64 {
+    u64::try_from(time.as_micros().div_ceil(1_000)).unwrap_or(u64::MAX)
+}
+
+fn instant(ms: u64) -> SystemTime {
+    UNIX_EPOCH + Duration::from_millis(ms)
+}

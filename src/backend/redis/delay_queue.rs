@@ -1,0 +1,337 @@
+use std::time::{Duration, UNIX_EPOCH};
+
+use redis::Value;
+
+use super::delay_record::{PackedFinishes, PackedJob, stored_job, ticket, when};
+use super::error::unexpected_reply;
+use super::keys::QueueKeys;
+use super::pushes::Pushes;
+use super::scripts::Scripts;
+use super::servers::Servers;
+use super::{Inner, RedisBackend};
+use crate::delay_queue::{
+    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Due, Extended, Finish,
+    Finished, JobId, MAX_BATCH, NewJob, PreparedPush, Priority, QueueKey, State, StoredJob, Ticket, WorkerId,
+};
+use crate::error::StoreError;
+use crate::lock::{Scope, Wakeups};
+
+impl DelayQueueStore for RedisBackend {
+    async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
+        let pushes = self.inner.pushes.get_or_init(|| Pushes::new(&self.inner));
+        // Held until the answer is there.
+        let place = pushes.alone();
+        if let ([job], None) = (jobs, &place)
+            && let Some(admission) = pushes.together(queue, job, max_jobs).await
+        {
+            return Ok(vec![admission?]);
+        }
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let keys = keys.delay_queue(queue);
+        let mut admissions = vec![Admission::Full; jobs.len()];
+        // One script for each priority, mostly one in all.
+        for priority in Priority::ALL {
+            let places: Vec<_> = (0..jobs.len()).filter(|&i| jobs[i].priority == priority).collect();
+            for places in places.chunks(MAX_BATCH) {
+                let batch: Vec<_> = places.iter().map(|&i| &jobs[i]).collect();
+                let answers = push(servers, scripts, &keys, max_jobs, &batch).await?;
+                for (&i, answer) in places.iter().zip(answers) {
+                    admissions[i] = answer;
+                }
+            }
+        }
+        Ok(admissions)
+    }
+
+    async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let keys = keys.delay_queue(queue);
+        let mut answers = Vec::with_capacity(finished.len());
+        let chunks = finished.len().div_ceil(MAX_BATCH).max(1);
+        for i in 0..chunks {
+            let part = &finished[i * MAX_BATCH..finished.len().min((i + 1) * MAX_BATCH)];
+            let packed = PackedFinishes::new(part);
+            // Only the last one claims.
+            let claim = Claim { limit: if i + 1 == chunks { claim.limit.min(MAX_BATCH) } else { 0 }, ..*claim };
+            let reply = scripts.delay_queue_claim(servers, &keys, &claim, &packed).await?;
+            let mut claimed = claimed(&reply, &packed).ok_or_else(|| unexpected_reply(&reply))?;
+            answers.append(&mut claimed.finished);
+            if i + 1 == chunks {
+                return Ok(Claimed { finished: answers, ..claimed });
+            }
+        }
+        Err(StoreError::other("nothing was asked"))
+    }
+
+    async fn extend(&self, queue: &QueueKey, tickets: &[Ticket], lease: Duration) -> Result<Vec<Extended>, StoreError> {
+        // Not behind what requests have asked for.
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let keys = keys.delay_queue(queue);
+        let mut extended = Vec::with_capacity(tickets.len());
+        for tickets in tickets.chunks(MAX_BATCH) {
+            let packed: Vec<_> = tickets.iter().map(ticket).collect();
+            let reply = scripts.delay_queue_extend(locks.apart(), &keys, lease, &packed).await?;
+            for answer in array(&reply, tickets.len())? {
+                extended.push(match answer {
+                    Value::Int(0) => Extended::Lost,
+                    Value::Int(1) => Extended::Held,
+                    Value::Int(2) => Extended::Cancelled,
+                    _ => return Err(unexpected_reply(&reply)),
+                });
+            }
+        }
+        Ok(extended)
+    }
+
+    async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Wakeups {
+        let Inner { keys, locks, .. } = &*self.inner;
+        let wake = keys.delay_queue(queue).wake;
+        locks.subscriber().subscribe(format!("{wake}{worker}"), None).await
+    }
+
+    async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
+        let reply = self.control(queue, "get", id.as_bytes()).await?;
+        match &reply {
+            Value::Array(values) => match values.as_slice() {
+                [] => Ok(None),
+                [Value::Int(state @ 1..=3), Value::BulkString(record)] => {
+                    let state = [State::Waiting, State::Running, State::Dead][*state as usize - 1];
+                    stored_job(id.as_bytes(), record, state).map(Some).ok_or_else(foreign_job)
+                }
+                _ => Err(unexpected_reply(&reply)),
+            },
+            _ => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    async fn cancel(&self, queue: &QueueKey, id: &JobId) -> Result<Cancelled, StoreError> {
+        match self.control(queue, "cancel", id.as_bytes()).await? {
+            Value::Int(0) => Ok(Cancelled::Missing),
+            Value::Int(1) => Ok(Cancelled::Removed),
+            Value::Int(2) => Ok(Cancelled::Told),
+            Value::Int(3) => Ok(Cancelled::Dead),
+            reply => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
+        changed(&self.control(queue, "reschedule", (id.as_bytes(), when(due))).await?)
+    }
+
+    async fn replace(&self, queue: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
+        changed(&self.control(queue, "replace", (id.as_bytes(), payload)).await?)
+    }
+
+    async fn counts(&self, queue: &QueueKey) -> Result<Counts, StoreError> {
+        let reply = self.control(queue, "counts", "").await?;
+        let numbers: Option<Vec<i64>> = array(&reply, 6)?
+            .iter()
+            .map(|value| match value {
+                Value::Int(number) => Some(*number),
+                _ => None,
+            })
+            .collect();
+        let Some(&[waiting, due, running, dead, oldest, is_paused]) = numbers.as_deref() else {
+            return Err(unexpected_reply(&reply));
+        };
+        let count = |number: i64| u64::try_from(number).unwrap_or_default();
+        Ok(Counts {
+            waiting: count(waiting),
+            due: count(due),
+            running: count(running),
+            dead: count(dead),
+            oldest_due: u64::try_from(oldest).ok().map(Duration::from_millis),
+            is_paused: is_paused == 1,
+        })
+    }
+
+    async fn list(
+        &self,
+        queue: &QueueKey,
+        state: State,
+        skip: u64,
+        limit: usize,
+    ) -> Result<Vec<StoredJob>, StoreError> {
+        let place = match state {
+            State::Waiting => 1,
+            State::Running => 2,
+            State::Dead => 3,
+        };
+        let reply = self.control(queue, "list", (place, skip, limit.min(MAX_BATCH))).await?;
+        let Value::Array(values) = &reply else { return Err(unexpected_reply(&reply)) };
+        stored_jobs(values, state)
+    }
+
+    async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
+        self.control(queue, "pause", u8::from(is_paused)).await.map(drop)
+    }
+
+    async fn drain(&self, queue: &QueueKey, limit: usize) -> Result<usize, StoreError> {
+        match self.control(queue, "drain", limit.min(MAX_BATCH)).await? {
+            Value::Int(removed @ 0..) => Ok(removed as usize),
+            reply => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        self.each(queue, "replay", ids).await
+    }
+
+    async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        self.each(queue, "forget", ids).await
+    }
+
+    fn scope(&self) -> Scope {
+        Scope::Redis
+    }
+}
+
+impl RedisBackend {
+    async fn control(&self, queue: &QueueKey, verb: &str, args: impl redis::ToRedisArgs) -> Result<Value, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        scripts.delay_queue_control(servers, &keys.delay_queue(queue), verb, args).await
+    }
+
+    async fn each(&self, queue: &QueueKey, verb: &str, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        let mut changed = Vec::with_capacity(ids.len());
+        for ids in ids.chunks(MAX_BATCH) {
+            let names: Vec<_> = ids.iter().map(JobId::as_bytes).collect();
+            let reply = self.control(queue, verb, names).await?;
+            for answer in array(&reply, ids.len())? {
+                changed.push(*answer == Value::Int(1));
+            }
+        }
+        Ok(changed)
+    }
+}
+
+impl RedisBackend {
+    /// Adds a push to a pipeline of the caller's own, so that the job is pushed if and when the pipeline is, also within MULTI. The answer is
+    /// an array of one: 1 the job is new, 0 there is one with its id, -1 the queue is full, or the id that holds its unique key.
+    ///
+    /// ```no_run
+    /// use tollgate::backend::redis::bb8_redis::redis;
+    /// use tollgate::{DelayQueue, RedisBackend};
+    ///
+    /// # async fn example(mut connection: redis::aio::MultiplexedConnection) -> Result<(), tollgate::BoxError> {
+    /// let backend = RedisBackend::connect("redis://127.0.0.1/").await?;
+    /// let queue = DelayQueue::<u32>::new(backend.clone(), "orders");
+    ///
+    /// let job = queue.push(42).id("order:42").prepare()?;
+    /// let mut pipeline = redis::pipe();
+    /// pipeline.atomic().set("order:42", "unpaid").ignore();
+    /// backend.push_in(&mut pipeline, &job);
+    /// let _: redis::Value = pipeline.query_async(&mut connection).await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// On a cluster all keys of a pipeline have to be in the slot of the queue. The script goes along as text.
+    pub fn push_in(&self, pipeline: &mut redis::Pipeline, job: &PreparedPush) {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let PreparedPush { queue, job, max_jobs } = job;
+        let packed = [PackedJob::new(job)];
+        let command = scripts.delay_queue_push_command(
+            servers,
+            &keys.delay_queue(queue),
+            job.priority as usize,
+            *max_jobs,
+            &packed,
+        );
+        pipeline.add_command(command);
+    }
+}
+
+/// The values of a reply, as many as were asked for.
+fn array(reply: &Value, len: usize) -> Result<&[Value], StoreError> {
+    match reply {
+        Value::Array(values) if values.len() == len => Ok(values),
+        _ => Err(unexpected_reply(reply)),
+    }
+}
+
+/// Pushes jobs of one priority.
+pub(super) async fn push(
+    servers: &Servers,
+    scripts: &Scripts,
+    keys: &QueueKeys,
+    max_jobs: u64,
+    jobs: &[&NewJob],
+) -> Result<Vec<Admission>, StoreError> {
+    let Some(first) = jobs.first() else { return Ok(Vec::new()) };
+    let packed: Vec<_> = jobs.iter().map(|job| PackedJob::new(job)).collect();
+    let reply = scripts.delay_queue_push(servers, keys, first.priority as usize, max_jobs, &packed).await?;
+    let answers = array(&reply, jobs.len())?.iter();
+    let admissions = jobs.iter().zip(answers).map(|(job, answer)| admission(&job.id, answer));
+    admissions.collect::<Option<_>>().ok_or_else(|| unexpected_reply(&reply))
+}
+
+fn admission(id: &JobId, answer: &Value) -> Option<Admission> {
+    Some(match answer {
+        Value::Int(1) => Admission::New,
+        Value::Int(0) => Admission::Exists(*id),
+        Value::Int(-1) => Admission::Full,
+        Value::BulkString(holder) => Admission::Exists(JobId::from_store(holder)?),
+        _ => return None,
+    })
+}
+
+fn changed(reply: &Value) -> Result<Changed, StoreError> {
+    match reply {
+        Value::Int(0) => Ok(Changed::Missing),
+        Value::Int(1) => Ok(Changed::Done),
+        Value::Int(2) => Ok(Changed::Running),
+        Value::Int(3) => Ok(Changed::Dead),
+        _ => Err(unexpected_reply(reply)),
+    }
+}
+
+/// The reply of `delay_queue_claim.lua`.
+fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
+    let Value::Array(values) = reply else { return None };
+    let [
+        Value::Array(answers),
+        Value::Int(now_us),
+        Value::Int(more @ (0 | 1)),
+        Value::Int(next_ms),
+        Value::Int(token),
+        Value::Array(jobs),
+    ] = values.as_slice()
+    else {
+        return None;
+    };
+    let finished = finishes.places.iter().map(|&place| match answers.get(place)? {
+        Value::Int(0) => Some(Finished::Gone),
+        Value::Int(1) => Some(Finished::Done),
+        Value::Int(2) => Some(Finished::Dead),
+        Value::Int(3) => Some(Finished::Lost),
+        _ => None,
+    });
+    let token = u64::try_from(*token).ok()?;
+    // One that cannot be read must not keep the others from being done: it is dead when its attempts are over.
+    let jobs = jobs.chunks(2).filter_map(|pair| stored_pair(pair, State::Running));
+    let jobs = jobs.map(|job| ClaimedJob { token, job });
+    Some(Claimed {
+        finished: finished.collect::<Option<_>>()?,
+        jobs: jobs.collect(),
+        more: *more == 1,
+        next: Duration::from_millis(u64::try_from(*next_ms).ok()?),
+        now: UNIX_EPOCH + Duration::from_micros(u64::try_from(*now_us).ok()?),
+    })
+}
+
+/// Ids and records, one after the other.
+fn stored_jobs(values: &[Value], state: State) -> Result<Vec<StoredJob>, StoreError> {
+    values.chunks(2).map(|pair| stored_pair(pair, state)).collect::<Option<_>>().ok_or_else(foreign_job)
+}
+
+fn stored_pair(pair: &[Value], state: State) -> Option<StoredJob> {
+    match pair {
+        [Value::BulkString(id), Value::BulkString(record)] => stored_job(id, record, state),
+        _ => None,
+    }
+}
+
+fn foreign_job() -> StoreError {
+    StoreError::foreign_data("a record does not hold a job of version 1")
+}

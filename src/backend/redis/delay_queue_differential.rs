@@ -1,0 +1,619 @@
+//! The same for jobs: random pushes, claims, endings and changes, by workers that may stop anywhere, on memory, on Redis and on a model of
+//! what should be.
+
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use super::*;
+use crate::delay_queue::{
+    Admission, Cancelled, Changed, Claim, DeadLimits, DelayQueueStore, Due, Ending, Extended, Finish, Finished, JobId,
+    NewJob, Note, Priority, QueueKey, Reason, State, StoredJob, Ticket, Unique, UniqueFor, WorkerId,
+};
+
+#[derive(Clone, Debug)]
+struct JobStep {
+    // In microseconds, before the step.
+    pause: u64,
+    verb: JobVerb,
+}
+
+#[derive(Clone, Debug)]
+enum JobVerb {
+    Push(Vec<Pushing>),
+    // Tickets and endings by number, and how many to claim.
+    Claim { finish: Vec<(usize, End)>, limit: usize, lease_ms: u64 },
+    Extend { tickets: Vec<usize>, lease_ms: u64 },
+    Cancel(u32),
+    Reschedule(u32, When),
+    Replace(u32, u8),
+    Look { state: State, skip: u64, limit: usize },
+    Pause(bool),
+    Drain(usize),
+    Replay(Vec<u32>),
+    Forget(Vec<u32>),
+}
+
+#[derive(Clone, Debug)]
+struct Pushing {
+    id: u32,
+    when: When,
+    priority: Priority,
+    max_attempts: u16,
+    unique: Option<(u8, UniqueFor)>,
+    payload: u8,
+}
+
+#[derive(Clone, Copy, Debug)]
+enum When {
+    In(u64),
+    // In ms since the trace began, which may be over.
+    At(u64),
+}
+
+#[derive(Clone, Copy, Debug)]
+enum End {
+    Done,
+    Retry(u64),
+    Snooze(u64),
+    Release,
+    Dead(Reason),
+}
+
+const IDS: u32 = 8;
+/// In ms.
+const BRIEF: u64 = 20;
+const LONGER: u64 = 5_000;
+const MAX_JOBS: u64 = 6;
+const DEAD: DeadLimits = DeadLimits { count: 2, age: Duration::from_secs(1) };
+
+fn job_traces() -> impl Strategy<Value = Vec<JobStep>> {
+    // Often right when a delay or a lease is over.
+    let pause = prop_oneof![
+        8 => Just(0_u64),
+        4 => 0..3_000_u64,
+        3 => 19_000..21_001_u64,
+        1 => 4_999_000..5_001_001_u64,
+        1 => 999_000..1_001_001_u64,
+    ];
+    let delay = || prop_oneof![3 => Just(0_u64), 2 => Just(BRIEF), 1 => 1..4_u64, 1 => Just(LONGER)];
+    let when = move || prop_oneof![4 => delay().prop_map(When::In), 1 => (0..20_000_u64).prop_map(When::At)];
+    let priority = prop_oneof![3 => Just(Priority::Normal), 1 => Just(Priority::High), 1 => Just(Priority::Low)];
+    let span = prop_oneof![
+        Just(UniqueFor::WaitingOrRunning),
+        Just(UniqueFor::Waiting),
+        Just(UniqueFor::Time(Duration::from_millis(BRIEF))),
+    ];
+    let unique = prop_oneof![3 => Just(None), 2 => (0..2_u8, span).prop_map(Some)];
+    let pushing = (0..IDS, when(), priority, 1..4_u16, unique, any::<u8>()).prop_map(
+        |(id, when, priority, max_attempts, unique, payload)| Pushing {
+            id,
+            when,
+            priority,
+            max_attempts,
+            unique,
+            payload,
+        },
+    );
+    let reason = prop_oneof![Just(Reason::Refused), Just(Reason::Undecodable)];
+    let end = prop_oneof![
+        3 => Just(End::Done),
+        3 => delay().prop_map(End::Retry),
+        2 => delay().prop_map(End::Snooze),
+        1 => Just(End::Release),
+        1 => reason.prop_map(End::Dead),
+    ];
+    let finish = prop::collection::vec((0..6_usize, end), 0..4);
+    let lease_ms = || prop_oneof![3 => Just(BRIEF), 1 => Just(LONGER)];
+    let state = prop_oneof![Just(State::Waiting), Just(State::Running), Just(State::Dead)];
+    let ids = || prop::collection::vec(0..IDS, 1..4);
+    let verb = prop_oneof![
+        8 => prop::collection::vec(pushing, 1..4).prop_map(JobVerb::Push),
+        8 => (finish, 0..4_usize, lease_ms())
+            .prop_map(|(finish, limit, lease_ms)| JobVerb::Claim { finish, limit, lease_ms }),
+        3 => (prop::collection::vec(0..6_usize, 1..4), lease_ms())
+            .prop_map(|(tickets, lease_ms)| JobVerb::Extend { tickets, lease_ms }),
+        2 => (0..IDS).prop_map(JobVerb::Cancel),
+        2 => (0..IDS, when()).prop_map(|(id, when)| JobVerb::Reschedule(id, when)),
+        1 => (0..IDS, any::<u8>()).prop_map(|(id, payload)| JobVerb::Replace(id, payload)),
+        3 => (state, 0..3_u64, 0..5_usize).prop_map(|(state, skip, limit)| JobVerb::Look { state, skip, limit }),
+        1 => prop_oneof![1 => Just(true), 2 => Just(false)].prop_map(JobVerb::Pause),
+        1 => (1..3_usize).prop_map(JobVerb::Drain),
+        2 => ids().prop_map(JobVerb::Replay),
+        1 => ids().prop_map(JobVerb::Forget),
+    ];
+    let step = (pause, verb).prop_map(|(pause, verb)| JobStep { pause, verb });
+    prop::collection::vec(step, 100..250)
+}
+
+fn id(number: u32) -> JobId {
+    JobId::from(format!("job-{number}"))
+}
+
+/// A ticket by its number, counted from the last one back, as each backend has given it out.
+#[derive(Clone, Copy)]
+struct Tickets {
+    of: u32,
+    claim: usize,
+    memory: Ticket,
+    redis: Ticket,
+}
+
+/// What should be known of a job. Times are in ms since the trace began.
+#[derive(Clone, Debug)]
+struct ModelJob {
+    id: u32,
+    place: Place,
+    pushed: u64,
+    due: u64,
+    priority: Priority,
+    spent: u16,
+    max_attempts: u16,
+    unique: Option<(u8, UniqueFor)>,
+    reason: Option<Reason>,
+    payload: u8,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Place {
+    Waiting,
+    Running { claim: usize, ends: u64, is_cancelled: bool },
+    Dead { since: u64 },
+}
+
+#[derive(Default)]
+struct Model {
+    jobs: Vec<ModelJob>,
+    // By key: who has it, and until when.
+    unique: [Option<(u32, Option<u64>)>; 2],
+    is_paused: bool,
+    claims: usize,
+    now_us: u64,
+}
+
+impl Model {
+    fn now(&self) -> u64 {
+        self.now_us / 1_000
+    }
+
+    fn after(&self, delay: u64) -> u64 {
+        if delay == 0 { self.now() } else { self.now_us.div_ceil(1_000) + delay }
+    }
+
+    fn due(&self, when: When) -> u64 {
+        match when {
+            When::In(delay) => self.after(delay),
+            When::At(at) => at.max(self.now()),
+        }
+    }
+
+    fn find(&mut self, id: u32) -> Option<&mut ModelJob> {
+        self.jobs.iter_mut().find(|job| job.id == id)
+    }
+
+    fn remove(&mut self, id: u32) {
+        self.jobs.retain(|job| job.id != id);
+    }
+
+    fn free(&mut self, id: u32) {
+        for holder in &mut self.unique {
+            if *holder == Some((id, None)) {
+                *holder = None;
+            }
+        }
+    }
+
+    fn push(&mut self, pushing: &Pushing) -> Admission {
+        let now = self.now();
+        let was_dead = match self.find(pushing.id).map(|job| job.place) {
+            Some(Place::Dead { .. }) => true,
+            Some(_) => return Admission::Exists(id(pushing.id)),
+            None => false,
+        };
+        if !was_dead && self.jobs.len() as u64 >= MAX_JOBS {
+            return Admission::Full;
+        }
+        if let Some((key, span)) = pushing.unique {
+            match self.unique[usize::from(key)] {
+                Some((holder, until)) if until.is_none_or(|until| until > now) => return Admission::Exists(id(holder)),
+                _ => {}
+            }
+            let until = matches!(span, UniqueFor::Time(_)).then(|| self.after(BRIEF));
+            self.unique[usize::from(key)] = Some((pushing.id, until));
+        }
+        self.remove(pushing.id);
+        let due = self.due(pushing.when);
+        let &Pushing { id, priority, max_attempts, unique, payload, .. } = pushing;
+        let (place, reason) = (Place::Waiting, None);
+        self.jobs.push(ModelJob {
+            id,
+            place,
+            pushed: now,
+            due,
+            priority,
+            spent: 0,
+            max_attempts,
+            unique,
+            reason,
+            payload,
+        });
+        Admission::New
+    }
+
+    fn finish(&mut self, ticket: &Tickets, end: End, is_expired: bool) -> Option<Finished> {
+        let (now, after) = (self.now(), |model: &Self, delay| model.after(delay));
+        let holds = |place| matches!(place, Place::Running { claim, .. } if claim == ticket.claim);
+        let due = match end {
+            End::Retry(delay) | End::Snooze(delay) => Some(after(self, delay)),
+            _ => None,
+        };
+        let job = self.find(ticket.of).filter(|job| holds(job.place))?;
+        if matches!(end, End::Done) || matches!(job.place, Place::Running { is_cancelled: true, .. }) {
+            self.free(ticket.of);
+            self.remove(ticket.of);
+            return Some(Finished::Done);
+        }
+        job.place = Place::Waiting;
+        job.due = due.unwrap_or(job.due);
+        let is_dead = match end {
+            End::Retry(_) => {
+                job.spent += 1;
+                job.reason = Some(if is_expired { Reason::LeaseExpired } else { Reason::Failed });
+                job.spent >= job.max_attempts
+            }
+            End::Dead(reason) => {
+                job.spent += 1;
+                job.reason = Some(reason);
+                true
+            }
+            _ => false,
+        };
+        if is_dead {
+            job.place = Place::Dead { since: now };
+            self.free(ticket.of);
+            return Some(Finished::Dead);
+        }
+        Some(Finished::Done)
+    }
+
+    fn claim(&mut self, finish: &[(Tickets, End)], limit: usize, lease_ms: u64) -> String {
+        let finished: Vec<_> = finish.iter().map(|(ticket, end)| self.finish(ticket, *end, false)).collect();
+        let finished: Vec<_> = finished
+            .into_iter()
+            .zip(finish)
+            .map(|(done, (ticket, _))| {
+                done.unwrap_or(if self.find(ticket.of).is_some() { Finished::Lost } else { Finished::Gone })
+            })
+            .collect();
+        let now = self.now();
+        if limit > 0 {
+            let over = self.jobs.iter().filter_map(|job| match job.place {
+                Place::Running { claim, ends, .. } if ends <= now => Some((job.id, claim)),
+                _ => None,
+            });
+            let none = Ticket { id: id(0), token: 0, unique: None };
+            for (of, claim) in over.collect::<Vec<_>>() {
+                self.finish(&Tickets { of, claim, memory: none, redis: none }, End::Retry(0), true);
+            }
+            let dead = |job: &ModelJob| match job.place {
+                Place::Dead { since } => Some((since, id(job.id), job.id)),
+                _ => None,
+            };
+            let mut all_dead: Vec<_> = self.jobs.iter().filter_map(dead).collect();
+            all_dead.sort_unstable();
+            let kept = all_dead.iter().filter(|(since, ..)| *since + 1_000 > now).count().min(DEAD.count as usize);
+            for (.., id) in &all_dead[..all_dead.len() - kept] {
+                self.remove(*id);
+            }
+        }
+        let mut order: Vec<_> =
+            self.jobs.iter().filter(|job| job.place == Place::Waiting && job.due <= now && !self.is_paused).collect();
+        order.sort_by_key(|job| (job.priority as u8, job.due, id(job.id)));
+        let taken: Vec<_> = order.into_iter().take(limit).map(|job| job.id).collect();
+        if !taken.is_empty() {
+            self.claims += 1;
+        }
+        let (claim, ends) = (self.claims, self.after(lease_ms));
+        let mut seen = Vec::new();
+        for number in taken {
+            let job = self.find(number).unwrap();
+            job.place = Place::Running { claim, ends, is_cancelled: false };
+            seen.push(job.seen());
+            if matches!(job.unique, Some((_, UniqueFor::Waiting))) {
+                self.free(number);
+            }
+        }
+        let next = self.jobs.iter().filter_map(|job| match job.place {
+            Place::Waiting => (!self.is_paused).then_some(job.due),
+            Place::Running { ends, .. } => Some(ends),
+            Place::Dead { .. } => None,
+        });
+        let next = next.min().map_or(5_000, |next| next.saturating_sub(now).min(5_000));
+        format!("{finished:?} {seen:?} more {} next {next}", next == 0)
+    }
+
+    fn extend(&mut self, ticket: &Tickets, lease_ms: u64) -> Extended {
+        let until = self.after(lease_ms);
+        match self.find(ticket.of).map(|job| &mut job.place) {
+            Some(Place::Running { claim, ends, is_cancelled }) if *claim == ticket.claim => {
+                *ends = until;
+                if *is_cancelled { Extended::Cancelled } else { Extended::Held }
+            }
+            _ => Extended::Lost,
+        }
+    }
+
+    fn cancel(&mut self, number: u32) -> Cancelled {
+        match self.find(number).map(|job| &mut job.place) {
+            None => Cancelled::Missing,
+            Some(Place::Dead { .. }) => Cancelled::Dead,
+            Some(Place::Running { is_cancelled, .. }) => {
+                *is_cancelled = true;
+                Cancelled::Told
+            }
+            Some(Place::Waiting) => {
+                self.free(number);
+                self.remove(number);
+                Cancelled::Removed
+            }
+        }
+    }
+
+    fn change(&mut self, number: u32, change: impl FnOnce(&mut ModelJob)) -> Changed {
+        match self.find(number) {
+            None => Changed::Missing,
+            Some(ModelJob { place: Place::Dead { .. }, .. }) => Changed::Dead,
+            Some(ModelJob { place: Place::Running { .. }, .. }) => Changed::Running,
+            Some(job) => {
+                change(job);
+                Changed::Done
+            }
+        }
+    }
+
+    fn look(&self, state: State, skip: u64, limit: usize) -> String {
+        let mut order: Vec<_> = self.jobs.iter().filter(|job| job.state() == state).collect();
+        order.sort_by_key(|job| match job.place {
+            Place::Waiting => (job.priority as u64, job.due, id(job.id)),
+            Place::Running { claim, ends, .. } => (ends, claim as u64, id(job.id)),
+            Place::Dead { since } => (since, 0, id(job.id)),
+        });
+        let seen: Vec<_> = order.iter().skip(skip as usize).take(limit).map(|job| job.seen()).collect();
+        let count = |state| self.jobs.iter().filter(|job| job.state() == state).count();
+        let due = |job: &&ModelJob| job.place == Place::Waiting && job.due <= self.now();
+        let oldest = self.jobs.iter().filter(due).map(|job| self.now() - job.due).max();
+        let counts =
+            [count(State::Waiting), self.jobs.iter().filter(due).count(), count(State::Running), count(State::Dead)];
+        format!("{seen:?} {counts:?} {oldest:?} {}", self.is_paused)
+    }
+
+    fn drain(&mut self, limit: usize) -> usize {
+        let mut order: Vec<_> = self.jobs.iter().filter(|job| job.place == Place::Waiting).collect();
+        order.sort_by_key(|job| (job.priority as u8, job.due, id(job.id)));
+        let gone: Vec<_> = order.into_iter().take(limit).map(|job| job.id).collect();
+        for id in &gone {
+            self.free(*id);
+            self.remove(*id);
+        }
+        gone.len()
+    }
+
+    fn revive(&mut self, number: u32) -> bool {
+        let now = self.now();
+        let Some(job) = self.find(number).filter(|job| matches!(job.place, Place::Dead { .. })) else { return false };
+        (job.place, job.due, job.spent, job.reason) = (Place::Waiting, now, 0, None);
+        true
+    }
+}
+
+impl ModelJob {
+    fn state(&self) -> State {
+        match self.place {
+            Place::Waiting => State::Waiting,
+            Place::Running { .. } => State::Running,
+            Place::Dead { .. } => State::Dead,
+        }
+    }
+
+    fn seen(&self) -> String {
+        let attempt = self.spent + u16::from(self.state() == State::Running);
+        let unique = self.unique.map(|(key, span)| Unique { key: u32::from(key).into(), span });
+        format!(
+            "{} {:?} {attempt}/{} {:?} pushed {} due {} {unique:?} {:?} {}",
+            id(self.id),
+            self.state(),
+            self.max_attempts,
+            self.priority,
+            self.pushed,
+            self.due,
+            self.reason,
+            self.payload
+        )
+    }
+}
+
+fn seen(job: &StoredJob, start: SystemTime) -> String {
+    let ms = |instant: SystemTime| instant.duration_since(start).unwrap().as_millis();
+    let StoredJob { id, state, attempt, max_attempts, priority, enqueued_at, due_at, unique, note, payload, .. } = job;
+    let reason = note.as_ref().map(|Note { reason, .. }| *reason);
+    format!(
+        "{id} {state:?} {attempt}/{max_attempts} {priority:?} pushed {} due {} {unique:?} {reason:?} {}",
+        ms(*enqueued_at),
+        ms(*due_at),
+        payload[0]
+    )
+}
+
+fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), TestCaseError> {
+    let queue = QueueKey::new(format!("trace-{turn}"));
+    let worker = WorkerId::random().unwrap();
+    let starts = [pair.memory.started_at(), UNIX_EPOCH + Duration::from_micros(START_US)];
+    let mut model = Model::default();
+    let mut tickets: Vec<Tickets> = Vec::new();
+    let ms = Duration::from_millis;
+    for (number, step) in trace.iter().enumerate() {
+        pair.pause(Duration::from_micros(step.pause));
+        model.now_us += step.pause;
+        let pick = |i: &usize| tickets.len().checked_sub(i + 1).map(|i| tickets[i]);
+        let due = |when: When| match when {
+            When::In(delay) => [Due::In(ms(delay)); 2],
+            When::At(at) => starts.map(|start| Due::At(start + ms(at))),
+        };
+        let (expected, memory, redis) = match &step.verb {
+            JobVerb::Push(pushing) => {
+                let [memory, redis] = [0, 1].map(|backend: usize| {
+                    let jobs = pushing.iter().map(|pushing| NewJob {
+                        due: due(pushing.when)[backend],
+                        priority: pushing.priority,
+                        max_attempts: pushing.max_attempts,
+                        unique: pushing.unique.map(|(key, span)| Unique { key: u32::from(key).into(), span }),
+                        ..NewJob::new(id(pushing.id), [pushing.payload])
+                    });
+                    jobs.collect::<Vec<_>>()
+                });
+                let mut expected = vec![None; pushing.len()];
+                for priority in Priority::ALL {
+                    for (i, pushing) in pushing.iter().enumerate().filter(|(_, job)| job.priority == priority) {
+                        expected[i] = Some(model.push(pushing));
+                    }
+                }
+                let expected: Vec<_> = expected.into_iter().flatten().collect();
+                let (memory, redis) =
+                    pair.both(|to| to.push(&queue, &memory, MAX_JOBS), |to| to.push(&queue, &redis, MAX_JOBS));
+                (format!("{expected:?}"), format!("{memory:?}"), format!("{redis:?}"))
+            }
+            JobVerb::Claim { finish, limit, lease_ms } => {
+                let finish: Vec<_> = finish.iter().filter_map(|(i, end)| Some((pick(i)?, *end))).collect();
+                let ending = |end: &End| match *end {
+                    End::Done => Ending::Done,
+                    End::Retry(delay) => Ending::Retry { delay: ms(delay), error: "why".into() },
+                    End::Snooze(delay) => Ending::Snooze { delay: ms(delay) },
+                    End::Release => Ending::Release,
+                    End::Dead(reason) => Ending::Dead { reason, error: "why".into() },
+                };
+                // The same ticket twice is not what a worker does, and which ending comes first is not said.
+                let mut finish_once: Vec<(Tickets, End)> = Vec::new();
+                for (ticket, end) in finish {
+                    if finish_once.iter().all(|(other, _)| (other.of, other.claim) != (ticket.of, ticket.claim)) {
+                        finish_once.push((ticket, end));
+                    }
+                }
+                let finishes = |of: fn(&Tickets) -> Ticket| {
+                    let finishes =
+                        finish_once.iter().map(|(tickets, end)| Finish { ticket: of(tickets), ending: ending(end) });
+                    finishes.collect::<Vec<_>>()
+                };
+                let (in_memory, in_redis) = (finishes(|tickets| tickets.memory), finishes(|tickets| tickets.redis));
+                let claim = Claim { worker, limit: *limit, lease: ms(*lease_ms), dead: DEAD };
+                let (memory, redis) =
+                    pair.both(|to| to.claim(&queue, &in_memory, &claim), |to| to.claim(&queue, &in_redis, &claim));
+                let expected = model.claim(&finish_once, *limit, *lease_ms);
+                let told = [&memory, &redis].map(|claimed| {
+                    let start = if std::ptr::eq(claimed, &memory) { starts[0] } else { starts[1] };
+                    let jobs: Vec<_> = claimed.jobs.iter().map(|claimed| seen(&claimed.job, start)).collect();
+                    let next = claimed.next.as_micros().div_ceil(1_000);
+                    format!("{:?} {jobs:?} more {} next {next}", claimed.finished, claimed.more)
+                });
+                for (memory, redis) in memory.jobs.iter().zip(&redis.jobs) {
+                    let name = memory.job.id.as_str();
+                    let of = name.trim_start_matches("job-").parse().unwrap();
+                    let larger = |of_backend: fn(&Tickets) -> Ticket, token| {
+                        tickets.iter().filter(|tickets| tickets.of == of).all(|t| of_backend(t).token < token)
+                    };
+                    prop_assert!(larger(|tickets| tickets.memory, memory.token) && larger(|t| t.redis, redis.token));
+                    let (memory, redis) = (memory.ticket(), redis.ticket());
+                    tickets.push(Tickets { of, claim: model.claims, memory, redis });
+                }
+                let [memory, redis] = told;
+                (expected, memory, redis)
+            }
+            JobVerb::Extend { tickets, lease_ms } => {
+                let tickets: Vec<_> = tickets.iter().filter_map(pick).collect();
+                let expected: Vec<_> = tickets.iter().map(|ticket| model.extend(ticket, *lease_ms)).collect();
+                let of = |of: fn(&Tickets) -> Ticket| tickets.iter().map(of).collect::<Vec<_>>();
+                let (in_memory, in_redis) = (of(|tickets| tickets.memory), of(|tickets| tickets.redis));
+                let (memory, redis) = pair.both(
+                    |to| to.extend(&queue, &in_memory, ms(*lease_ms)),
+                    |to| to.extend(&queue, &in_redis, ms(*lease_ms)),
+                );
+                (format!("{expected:?}"), format!("{memory:?}"), format!("{redis:?}"))
+            }
+            &JobVerb::Cancel(of) => {
+                let job = id(of);
+                let (memory, redis) = pair.both(|to| to.cancel(&queue, &job), |to| to.cancel(&queue, &job));
+                (format!("{:?}", model.cancel(of)), format!("{memory:?}"), format!("{redis:?}"))
+            }
+            &JobVerb::Reschedule(of, when) => {
+                let (job, [in_memory, in_redis], new) = (id(of), due(when), model.due(when));
+                let (memory, redis) =
+                    pair.both(|to| to.reschedule(&queue, &job, in_memory), |to| to.reschedule(&queue, &job, in_redis));
+                let expected = model.change(of, |job| job.due = new);
+                (format!("{expected:?}"), format!("{memory:?}"), format!("{redis:?}"))
+            }
+            &JobVerb::Replace(of, payload) => {
+                let (job, bytes) = (id(of), [payload]);
+                let (memory, redis) =
+                    pair.both(|to| to.replace(&queue, &job, &bytes), |to| to.replace(&queue, &job, &bytes));
+                let expected = model.change(of, |job| job.payload = payload);
+                (format!("{expected:?}"), format!("{memory:?}"), format!("{redis:?}"))
+            }
+            &JobVerb::Look { state, skip, limit } => {
+                let list =
+                    pair.both(|to| to.list(&queue, state, skip, limit), |to| to.list(&queue, state, skip, limit));
+                let counts = pair.both(|to| to.counts(&queue), |to| to.counts(&queue));
+                let told = [(list.0, counts.0, starts[0]), (list.1, counts.1, starts[1])];
+                let [memory, redis] = told.map(|(jobs, counts, start)| {
+                    let jobs: Vec<_> = jobs.iter().map(|job| seen(job, start)).collect();
+                    let numbers = [counts.waiting, counts.due, counts.running, counts.dead];
+                    let oldest = counts.oldest_due.map(|age| age.as_millis());
+                    format!("{jobs:?} {numbers:?} {oldest:?} {}", counts.is_paused)
+                });
+                (model.look(state, skip, limit), memory, redis)
+            }
+            &JobVerb::Pause(is_paused) => {
+                pair.both(|to| to.pause(&queue, is_paused), |to| to.pause(&queue, is_paused));
+                model.is_paused = is_paused;
+                continue;
+            }
+            &JobVerb::Drain(limit) => {
+                let (memory, redis) = pair.both(|to| to.drain(&queue, limit), |to| to.drain(&queue, limit));
+                (model.drain(limit).to_string(), memory.to_string(), redis.to_string())
+            }
+            JobVerb::Replay(of) => {
+                let ids: Vec<_> = of.iter().map(|of| id(*of)).collect();
+                let (memory, redis) = pair.both(|to| to.replay(&queue, &ids), |to| to.replay(&queue, &ids));
+                let expected: Vec<_> = of.iter().map(|of| model.revive(*of)).collect();
+                (format!("{expected:?}"), format!("{memory:?}"), format!("{redis:?}"))
+            }
+            JobVerb::Forget(of) => {
+                let ids: Vec<_> = of.iter().map(|of| id(*of)).collect();
+                let (memory, redis) = pair.both(|to| to.forget(&queue, &ids), |to| to.forget(&queue, &ids));
+                let forget = |of: &u32| {
+                    let is_dead = model.find(*of).is_some_and(|job| job.state() == State::Dead);
+                    if is_dead {
+                        model.remove(*of);
+                    }
+                    is_dead
+                };
+                let expected: Vec<_> = of.iter().map(forget).collect();
+                (format!("{expected:?}"), format!("{memory:?}"), format!("{redis:?}"))
+            }
+        };
+        prop_assert_eq!(&memory, &expected, "memory at step {}: {:?}", number, step);
+        prop_assert_eq!(&redis, &expected, "redis at step {}: {:?}", number, step);
+    }
+    pair.check_expiries();
+    Ok(())
+}
+
+#[test]
+fn memory_and_redis_keep_jobs_as_a_model_does() {
+    let server = RedisServer::start();
+    let (turns, steps) = (Cell::new(0), Cell::new(0));
+    let config = Config { cases: 60, failure_persistence: None, ..Config::default() };
+    let outcome = TestRunner::new(config).run(&job_traces(), |trace| {
+        turns.set(turns.get() + 1);
+        steps.set(steps.get() + trace.len());
+        run_job_trace(&trace, &mut Pair::new(&server), turns.get())
+    });
+    outcome.unwrap_or_else(|error| panic!("{error}"));
+    assert!(steps.get() >= STEPS / 2, "{} steps are too few to say anything", steps.get());
+}

@@ -1,0 +1,312 @@
+//! How jobs lie in Redis: see the heads of `lua/delay_queue_push.lua` and `lua/delay_queue_claim.lua`.
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use redis::{RedisWrite, ToRedisArgs};
+
+use super::scripts::millis;
+use crate::delay_queue::{
+    Due, Ending, Finish, Headers, JobId, NewJob, Note, Priority, Reason, State, StoredJob, Ticket, Unique, UniqueFor,
+};
+use crate::key::Key;
+
+/// What a record has before the unique key.
+const HEAD: usize = 26;
+
+/// A job as `delay_queue_push` takes it.
+pub(super) struct PackedJob<'a> {
+    id: &'a JobId,
+    when: i64,
+    unique: Vec<u8>,
+    record: Vec<u8>,
+}
+
+impl<'a> PackedJob<'a> {
+    pub(super) fn new(job: &'a NewJob) -> Self {
+        let NewJob { id, due, priority, max_attempts, unique, headers, payload } = job;
+        let (kind, span) = match unique.map(|unique| unique.span) {
+            None => (0, 0),
+            Some(UniqueFor::WaitingOrRunning) => (1, 0),
+            Some(UniqueFor::Waiting) => (2, 0),
+            Some(UniqueFor::Time(time)) => (3, millis(time).max(1)),
+        };
+        let span = &span.to_be_bytes()[2..];
+        let mut packed = Vec::new();
+        if kind == 3 {
+            packed.extend_from_slice(span);
+        }
+        pack_headers(headers, &mut packed);
+        let key = unique.as_ref().map(|unique| unique.key.as_bytes()).unwrap_or_default();
+        let mut record = Vec::with_capacity(HEAD + key.len() + packed.len() + payload.len());
+        record.push(*priority as u8 | kind << 2);
+        record.extend_from_slice(&max_attempts.to_be_bytes());
+        // No attempt is over, and none has failed.
+        record.extend_from_slice(&[0; 5]);
+        record.push(key.len() as u8);
+        record.extend_from_slice(&(packed.len() as u32).to_be_bytes());
+        for part in [key, &packed, payload] {
+            record.extend_from_slice(part);
+        }
+        let unique = if kind > 0 { [span, key].concat() } else { Vec::new() };
+        Self { id, when: when(*due), unique, record }
+    }
+}
+
+impl ToRedisArgs for PackedJob<'_> {
+    fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
+        out.write_arg(self.id.as_bytes());
+        self.when.write_redis_args(out);
+        out.write_arg(&self.unique);
+        out.write_arg(&self.record);
+    }
+
+    fn num_of_args(&self) -> usize {
+        4
+    }
+}
+
+/// When a job is due as scripts take it: a delay in ms, or an instant in ms with its sign turned. Rounded up: never early.
+pub(super) fn when(due: Due) -> i64 {
+    match due {
+        Due::In(delay) => millis(delay.min(Due::MAX_DELAY)) as i64,
+        Due::At(instant) => {
+            let since = instant.duration_since(UNIX_EPOCH).unwrap_or_default();
+            // Some time in the year 12,000 is as far as anything can be from what is served.
+            -(millis(since.min(Duration::from_secs(1 << 38))) as i64).max(1)
+        }
+    }
+}
+
+fn pack_headers(headers: &Headers, out: &mut Vec<u8>) {
+    for text in headers.iter().flat_map(|(name, value)| [name, value]) {
+        out.extend_from_slice(&(text.len() as u32).to_be_bytes());
+        out.extend_from_slice(text.as_bytes());
+    }
+}
+
+/// The ticket as a member of the leases.
+pub(super) fn ticket(ticket: &Ticket) -> Vec<u8> {
+    [&ticket.token.to_be_bytes()[1..], ticket.id.as_bytes()].concat()
+}
+
+/// What `delay_queue_claim` is told of jobs that are finished, and where their answers are in what it says.
+pub(super) struct PackedFinishes {
+    done: Vec<Vec<u8>>,
+    others: Vec<Other>,
+    // Which of those that are done have a unique key, from 1.
+    unique: Vec<(usize, Key)>,
+    // Where the answer of each is, in the order in which they were given.
+    pub(super) places: Vec<usize>,
+}
+
+struct Other {
+    ticket: Vec<u8>,
+    kind: u8,
+    delay: u64,
+    error: Arc<str>,
+}
+
+impl PackedFinishes {
+    pub(super) fn new(finishes: &[Finish]) -> Self {
+        let all_done = finishes.iter().filter(|finish| finish.ending == Ending::Done).count();
+        let mut packed = Self { done: Vec::new(), others: Vec::new(), unique: Vec::new(), places: Vec::new() };
+        for Finish { ticket: mine, ending } in finishes {
+            let (kind, delay, error) = match ending {
+                Ending::Done => {
+                    packed.places.push(packed.done.len());
+                    packed.done.push(ticket(mine));
+                    if let Some(Unique { key, .. }) = mine.unique {
+                        packed.unique.push((packed.done.len(), key));
+                    }
+                    continue;
+                }
+                Ending::Retry { delay, error } => (1, millis(*delay), Arc::clone(error)),
+                Ending::Snooze { delay } => (2, millis(*delay), Arc::default()),
+                Ending::Release => (3, 0, Arc::default()),
+                Ending::Dead { reason, error } => (4, reason_code(*reason).into(), Arc::clone(error)),
+            };
+            let delay = delay.min(millis(Due::MAX_DELAY));
+            packed.places.push(all_done + packed.others.len());
+            packed.others.push(Other { ticket: ticket(mine), kind, delay, error });
+        }
+        packed
+    }
+}
+
+impl ToRedisArgs for PackedFinishes {
+    fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
+        self.done.len().write_redis_args(out);
+        self.others.len().write_redis_args(out);
+        for ticket in &self.done {
+            out.write_arg(ticket);
+        }
+        for Other { ticket, kind, delay, error } in &self.others {
+            out.write_arg(ticket);
+            kind.write_redis_args(out);
+            delay.write_redis_args(out);
+            out.write_arg(Note::cut(error).as_bytes());
+        }
+        self.unique.len().write_redis_args(out);
+        for (place, key) in &self.unique {
+            place.write_redis_args(out);
+            out.write_arg(key.as_bytes());
+        }
+    }
+
+    fn num_of_args(&self) -> usize {
+        3 + self.done.len() + 4 * self.others.len() + 2 * self.unique.len()
+    }
+}
+
+const fn reason_code(reason: Reason) -> u8 {
+    match reason {
+        Reason::Failed => 1,
+        Reason::LeaseExpired => 2,
+        Reason::Refused => 3,
+        Reason::Undecodable => 4,
+    }
+}
+
+/// What lies under an id; `None` if it is not a job.
+pub(super) fn stored_job(id: &[u8], record: &[u8], state: State) -> Option<StoredJob> {
+    let mut rest = Reader(record);
+    let [1] = rest.array()? else { return None };
+    let (enqueued, due) = (rest.number::<6>()?, rest.number::<6>()?);
+    let [flags] = rest.array()?;
+    let (max_attempts, spent) = (rest.number::<2>()? as u16, rest.number::<2>()? as u16);
+    let [reason] = rest.array()?;
+    let error_len = rest.number::<2>()? as usize;
+    let [key_len] = rest.array()?;
+    let headers_len = rest.number::<4>()? as usize;
+    let key = rest.bytes(key_len.into())?;
+    let error = String::from_utf8_lossy(rest.bytes(error_len)?);
+    let mut packed = Reader(rest.bytes(headers_len)?);
+    let span = match flags >> 2 {
+        0 => None,
+        1 => Some(UniqueFor::WaitingOrRunning),
+        2 => Some(UniqueFor::Waiting),
+        3 => Some(UniqueFor::Time(Duration::from_millis(packed.number::<6>()?))),
+        _ => return None,
+    };
+    let unique = match span {
+        Some(span) => Some(Unique { key: Key::stored(str::from_utf8(key).ok()?)?, span }),
+        None => None,
+    };
+    let mut headers = Headers::new();
+    while !packed.0.is_empty() {
+        let (name, value) = (packed.text()?, packed.text()?);
+        headers.insert(name, value);
+    }
+    let reason = match reason {
+        0 => None,
+        1 => Some(Reason::Failed),
+        2 => Some(Reason::LeaseExpired),
+        3 => Some(Reason::Refused),
+        4 => Some(Reason::Undecodable),
+        _ => return None,
+    };
+    Some(StoredJob {
+        id: JobId::from_store(id)?,
+        state,
+        attempt: spent.saturating_add(u16::from(state == State::Running)),
+        max_attempts,
+        priority: *Priority::ALL.get(usize::from(flags & 3))?,
+        enqueued_at: instant(enqueued),
+        due_at: instant(due),
+        unique,
+        note: reason.map(|reason| Note { reason, error: error.as_ref().into() }),
+        headers,
+        payload: rest.0.into(),
+    })
+}
+
+fn instant(ms: u64) -> SystemTime {
+    UNIX_EPOCH + Duration::from_millis(ms)
+}
+
+struct Reader<'a>(&'a [u8]);
+
+impl<'a> Reader<'a> {
+    fn bytes(&mut self, len: usize) -> Option<&'a [u8]> {
+        let (bytes, rest) = self.0.split_at_checked(len)?;
+        self.0 = rest;
+        Some(bytes)
+    }
+
+    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
+        self.bytes(N)?.try_into().ok()
+    }
+
+    fn number<const N: usize>(&mut self) -> Option<u64> {
+        Some(self.array::<N>()?.iter().fold(0, |number, byte| number << 8 | u64::from(*byte)))
+    }
+
+    fn text(&mut self) -> Option<&'a str> {
+        let len = self.number::<4>()?;
+        str::from_utf8(self.bytes(len as usize)?).ok()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// As the script completes it.
+    fn record(job: &NewJob) -> Vec<u8> {
+        let packed = PackedJob::new(job);
+        let times = [&[1], &7_u64.to_be_bytes()[2..], &9_u64.to_be_bytes()[2..]].concat();
+        [times, packed.record].concat()
+    }
+
+    #[test]
+    fn a_job_comes_back_as_it_was() {
+        for span in [UniqueFor::WaitingOrRunning, UniqueFor::Waiting, UniqueFor::Time(Duration::from_secs(7))] {
+            let mut job = NewJob::new(JobId::from("a"), *b"\0payload");
+            job.priority = Priority::Low;
+            job.max_attempts = 300;
+            job.unique = Some(Unique { key: "user".into(), span });
+            job.headers.insert("traceparent", "00-1-2-3");
+            job.headers.insert("", "");
+            let stored = stored_job(b"a", &record(&job), State::Running).unwrap();
+            assert_eq!(stored.enqueued_at, instant(7));
+            assert_eq!(stored.due_at, instant(9));
+            assert_eq!((stored.attempt, stored.max_attempts, stored.note), (1, 300, None));
+            assert_eq!((stored.id, stored.priority, stored.unique), (job.id, job.priority, job.unique));
+            assert_eq!((stored.headers, stored.payload), (job.headers, job.payload));
+        }
+    }
+
+    #[test]
+    fn what_is_cut_short_is_no_job() {
+        let mut job = NewJob::new(JobId::from("a"), *b"");
+        job.headers.insert("name", "value");
+        let whole = record(&job);
+        assert!(stored_job(b"a", &whole, State::Dead).is_some());
+        for len in 0..whole.len() {
+            assert!(stored_job(b"a", &whole[..len], State::Dead).is_none(), "{len} bytes");
+        }
+    }
+
+    #[test]
+    fn answers_are_found_again() {
+        let finish =
+            |name: &str, ending| Finish { ticket: Ticket { id: JobId::from(name), token: 1, unique: None }, ending };
+        let packed = PackedFinishes::new(&[
+            finish("a", Ending::Release),
+            finish("b", Ending::Done),
+            finish("c", Ending::Snooze { delay: Duration::ZERO }),
+            finish("d", Ending::Done),
+        ]);
+        assert_eq!(packed.places, [2, 0, 3, 1]);
+    }
+
+    #[test]
+    fn times_are_rounded_up_and_bounded() {
+        assert_eq!(when(Due::In(Duration::from_micros(1))), 1);
+        assert_eq!(when(Due::In(Duration::MAX)), millis(Due::MAX_DELAY) as i64);
+        assert_eq!(when(Due::At(UNIX_EPOCH)), -1);
+        assert_eq!(when(Due::At(UNIX_EPOCH - Duration::from_secs(1))), -1);
+        assert_eq!(when(Due::At(UNIX_EPOCH + Duration::from_micros(1_500))), -2);
+    }
+}

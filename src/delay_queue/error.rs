@@ -1,0 +1,77 @@
+use std::error::Error;
+use std::fmt;
+
+use crate::error::{BoxError, ConfigError, StoreError};
+
+/// Why a job was not pushed, or not found, changed or finished.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum QueueError {
+    /// The store failed. What was asked may still have happened; a push can be tried again with the same id.
+    Store(StoreError),
+    /// The queue has as many jobs as it may have. It is worth trying again later.
+    Full {
+        /// How many that is.
+        max: u64,
+    },
+    /// The payload and the headers are larger than a job of this queue may be.
+    TooLarge {
+        /// How many bytes they have.
+        bytes: usize,
+        /// How many they may have.
+        max: usize,
+    },
+    /// The payload cannot be encoded.
+    Encode(BoxError),
+    /// A setting cannot work; nothing was asked of the store.
+    Config(ConfigError),
+}
+
+impl QueueError {
+    /// Whether the queue has as many jobs as it may have.
+    #[must_use]
+    pub const fn is_full(&self) -> bool {
+        matches!(self, Self::Full { .. })
+    }
+
+    /// Whether the job is larger than it may be.
+    #[must_use]
+    pub const fn is_too_large(&self) -> bool {
+        matches!(self, Self::TooLarge { .. })
+    }
+}
+
+impl fmt::Display for QueueError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Store(error) => fmt::Display::fmt(error, f),
+            Self::Full { max } => write!(f, "the queue has {max} jobs, and no room for more"),
+            Self::TooLarge { bytes, max } => write!(f, "a job of {bytes} bytes is larger than {max}"),
+            Self::Encode(_) => f.write_str("the payload cannot be encoded"),
+            Self::Config(error) => fmt::Display::fmt(error, f),
+        }
+    }
+}
+
+impl Error for QueueError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Store(error) => error.source(),
+            Self::Config(error) => error.source(),
+            Self::Encode(error) => Some(&**error),
+            Self::Full { .. } | Self::TooLarge { .. } => None,
+        }
+    }
+}
+
+impl From<StoreError> for QueueError {
+    fn from(error: StoreError) -> Self {
+        Self::Store(error)
+    }
+}
+
+impl From<ConfigError> for QueueError {
+    fn from(error: ConfigError) -> Self {
+        Self::Config(error)
+    }
+}

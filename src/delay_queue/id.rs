@@ -1,0 +1,162 @@
+use std::cmp::Ordering;
+use std::fmt;
+use std::hash::{Hash, Hasher};
+use std::sync::{Mutex, PoisonError};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use crate::error::StoreError;
+use crate::key::Key;
+
+/// What a job is called: a name of the caller's choice, or a [ULID](https://github.com/ulid/spec), which says when it was made.
+///
+/// A name is escaped and bounded as every [`Key`] is. Jobs that are due in the same millisecond are taken in the order of their
+/// ids, so those that one process pushes one after the other without a name come in that order.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct JobId(Key);
+
+impl JobId {
+    /// The job that the caller calls `name`.
+    pub fn new(name: impl Into<Key>) -> Self {
+        Self(name.into())
+    }
+
+    /// An id that nobody else has, larger than all that this process has made before.
+    ///
+    /// # Errors
+    ///
+    /// If the system has no random numbers to give.
+    pub fn unique() -> Result<Self, StoreError> {
+        static LAST: Mutex<Ulid> = Mutex::new(Ulid(0));
+        let now_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
+        let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
+        *last = last.after(now_ms)?;
+        Ok(Self(last.to_key()))
+    }
+
+    /// No id is less.
+    pub(crate) const LEAST: Self = Self(Key::EMPTY);
+
+    /// The id as it appears in a store.
+    #[must_use]
+    pub fn as_str(&self) -> &str {
+        self.0.as_str()
+    }
+
+    /// The id as a key.
+    #[must_use]
+    pub const fn as_key(&self) -> &Key {
+        &self.0
+    }
+
+    pub(crate) fn as_bytes(&self) -> &[u8] {
+        self.0.as_bytes()
+    }
+
+    /// What [`as_bytes`](Self::as_bytes) has given, from a store; `None` if that cannot be an id.
+    #[cfg(feature = "redis")]
+    pub(crate) fn from_store(bytes: &[u8]) -> Option<Self> {
+        Key::stored(str::from_utf8(bytes).ok()?).map(Self)
+    }
+}
+
+/// 48 bits of time and 80 random bits. Within one millisecond the next is the last one and 1 more.
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+struct Ulid(u128);
+
+const RANDOM_BITS: u32 = 80;
+
+impl Ulid {
+    fn after(self, now_ms: u64) -> Result<Self, StoreError> {
+        let last_ms = (self.0 >> RANDOM_BITS) as u64;
+        if now_ms <= last_ms {
+            // A carry into the time is a millisecond that has not begun yet, which does no harm.
+            return Ok(Self(self.0.wrapping_add(1)));
+        }
+        let mut random = [0; 16];
+        getrandom::fill(&mut random[..10]).map_err(StoreError::other)?;
+        // The highest bit stays free, so that there is room to count.
+        let random = u128::from_le_bytes(random) >> 1;
+        Ok(Self(u128::from(now_ms) << RANDOM_BITS | random))
+    }
+
+    /// 26 digits of Crockford's base 32, which sort as the numbers do.
+    fn to_key(self) -> Key {
+        const DIGITS: &[u8; 32] = b"0123456789ABCDEFGHJKMNPQRSTVWXYZ";
+        let mut text = [0; 26];
+        for (i, digit) in text.iter_mut().rev().enumerate() {
+            *digit = DIGITS[(self.0 >> (5 * i)) as usize & 31];
+        }
+        Key::new(text)
+    }
+}
+
+impl Ord for JobId {
+    fn cmp(&self, other: &Self) -> Ordering {
+        self.as_bytes().cmp(other.as_bytes())
+    }
+}
+
+impl PartialOrd for JobId {
+    fn partial_cmp(&self, other: &Self) -> Option<Ordering> {
+        Some(self.cmp(other))
+    }
+}
+
+// By hand: a key is an array of its longest length, and most are short.
+impl Hash for JobId {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.as_bytes().hash(state);
+    }
+}
+
+impl<K: Into<Key>> From<K> for JobId {
+    fn from(name: K) -> Self {
+        Self::new(name)
+    }
+}
+
+impl From<&JobId> for JobId {
+    fn from(id: &JobId) -> Self {
+        *id
+    }
+}
+
+impl fmt::Debug for JobId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "JobId({self})")
+    }
+}
+
+impl fmt::Display for JobId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0, f)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn ids_are_ulids_that_rise() {
+        let ids: Vec<_> = (0..10_000).map(|_| JobId::unique().unwrap()).collect();
+        assert!(ids.is_sorted());
+        assert!(ids.windows(2).all(|pair| pair[0] != pair[1]));
+        assert!(ids.iter().all(|id| id.as_str().len() == 26));
+    }
+
+    #[test]
+    fn a_clock_that_is_set_back_does_not_repeat_ids() {
+        let late = Ulid(0).after(2_000).unwrap();
+        let early = late.after(1_000).unwrap();
+        assert!(early > late && early.to_key().as_str() > late.to_key().as_str());
+        assert_eq!(Ulid(1 << RANDOM_BITS).to_key().as_str(), "00000000010000000000000000");
+    }
+
+    #[test]
+    fn any_name_is_an_id() {
+        assert_eq!(JobId::from("welcome:42").as_str(), "welcome:42");
+        assert!(JobId::from("}{".repeat(1_000)).as_str().len() <= Key::MAX_LEN);
+        assert_ne!(JobId::from("{a}"), JobId::from("a"));
+    }
+}

@@ -1,0 +1,224 @@
+//! Jobs that run later, on time, and are never lost.
+//!
+//! A [`DelayQueue`] keeps jobs in a backend until they are due: in this process ([`MemoryBackend`](crate::MemoryBackend)) or in Redis, where any
+//! number of processes push and claim. There is nothing to run beside them: no scheduler, no leader, no reaper.
+//!
+//! # What it promises, and what not
+//!
+//! * At least once, on one Redis primary: a job that was pushed stays until it is done, cancelled or dead, whoever dies meanwhile. What
+//!   Redis itself loses is lost: see [durability](#durability).
+//! * Never early: a delay counts by the store's clock, to the millisecond. The clock of whoever pushes or claims does not matter.
+//! * A job is in one state, and every change of it is one atomic step. Only the holder of the last lease can finish it, and each claim
+//!   of a job has a larger fencing token than all before it.
+//! * A job that kills its worker each time is dead when its attempts are over, since an attempt counts as soon as it is claimed.
+//! * Not exactly once: a worker that dies or stands still leaves a job that is done again. Let the [fence](Job::fence) or the id refuse
+//!   what was done already.
+//! * Not in order, but for jobs of the same millisecond, which are taken by their ids.
+//!
+//! # Examples
+//!
+//! ```
+//! # #[cfg(feature = "json")] {
+//! use std::time::Duration;
+//! use serde::{Deserialize, Serialize};
+//! use tollgate::{DelayQueue, MemoryBackend};
+//!
+//! #[derive(Serialize, Deserialize)]
+//! struct SendEmail { to: String }
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! let queue = DelayQueue::<SendEmail>::new(MemoryBackend::new(), "mail");
+//!
+//! let welcome = queue.push(SendEmail { to: "alice".into() }).delay(Duration::from_secs(60)).id("welcome:42").await?;
+//! assert!(welcome.is_new());
+//!
+//! queue.reschedule("welcome:42", Duration::from_secs(5)).await?;
+//! queue.cancel("welcome:42").await?;
+//! # Ok(())
+//! # }
+//! # main().unwrap();
+//! # }
+//! ```
+//!
+//! With everything said:
+//!
+//! ```
+//! # #[cfg(feature = "json")] {
+//! use std::time::Duration;
+//! use tollgate::delay_queue::{Cancelled, Changed, Priority, QueueError, UniqueFor};
+//! use tollgate::{DelayQueue, MemoryBackend};
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! let queue = DelayQueue::<String>::new(MemoryBackend::new(), "orders")
+//!     .max_jobs(100_000)
+//!     .max_size(4_096)
+//!     .max_attempts(8)
+//!     .keep_dead(1_000, Duration::from_secs(7 * 86_400))
+//!     .deadline(Duration::from_millis(200));
+//!
+//! let push = queue
+//!     .push("order 42".to_owned())
+//!     .delay(Duration::from_secs(900)) // or .at(SystemTime)
+//!     .id("order:42")
+//!     .unique_for("customer:7", UniqueFor::WaitingOrRunning)
+//!     .priority(Priority::High)
+//!     .max_attempts(3)
+//!     .header("traceparent", "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01");
+//! match push.await {
+//!     Ok(pushed) => assert!(pushed.is_new()),
+//!     Err(QueueError::Full { .. }) => println!("come back later"),
+//!     Err(error) => return Err(error.into()),
+//! }
+//!
+//! assert_eq!(queue.replace("order:42", "order 42, two pieces".to_owned()).await?, Changed::Done);
+//! assert_eq!(queue.promote("order:42").await?, Changed::Done);
+//! assert_eq!(queue.counts().await?.due, 1);
+//! assert_eq!(queue.cancel("order:42").await?, Cancelled::Removed);
+//! # Ok(())
+//! # }
+//! # main().unwrap();
+//! # }
+//! ```
+//!
+//! [`push_all`](DelayQueue::push_all) pushes many at once.
+//!
+//! # A job and its states
+//!
+//! A job waits until it is due, runs under a lease that is extended, and is gone when it is done. A failure lets it wait again, for as long as
+//! the worker says; the last of its attempts leaves it among the dead, which are kept for somebody to [look at](DelayQueue::dead),
+//! [replay](DelayQueue::replay) or [forget](DelayQueue::forget). Giving a job back spends no attempt.
+//!
+//! | | waiting | running | dead | done, or never there |
+//! | --- | --- | --- | --- | --- |
+//! | push with its id | `Exists` | `Exists` | new again | new |
+//! | [`cancel`](DelayQueue::cancel) | removed | its worker is told; not tried again | `Dead` | `Missing` |
+//! | [`reschedule`](DelayQueue::reschedule), [`promote`](DelayQueue::promote), [`replace`](DelayQueue::replace) | done | `Running` | `Dead` | `Missing` |
+//!
+//! # Working
+//!
+//! A [`DelayQueueWorker`] gives jobs to any tower service, from as many processes as there are:
+//!
+//! ```
+//! # #[cfg(feature = "json")] {
+//! use std::time::Duration;
+//! use tollgate::delay_queue::{Backoff, DelayQueueWorker, Outcome};
+//! use tollgate::{AsError, BoxError, DelayQueue, Job, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
+//! use tower::{ServiceBuilder, service_fn};
+//!
+//! async fn send(job: Job<String>) -> Result<(), BoxError> {
+//!     match job.split_once('@') {
+//!         Some(_) => Ok(()),
+//!         None => Err(Outcome::dead("that is no address").into()),
+//!     }
+//! }
+//!
+//! # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), BoxError> {
+//! let backend = MemoryBackend::new();
+//! let queue = DelayQueue::<String>::new(backend.clone(), "mail");
+//! queue.push("alice@example.org".to_owned()).delay(Duration::from_secs(60)).await?;
+//!
+//! let mails = Policy::new("mails", Quota::per_second(100).token_bucket());
+//! let service = ServiceBuilder::new()
+//!     .layer(RateLimitLayer::new(backend.clone(), mails).with_rejection(AsError)) // over the limit is later, and no attempt
+//!     .layer(LockLayer::new(backend).key(|job: &Job<String>| job.as_str()).with_rejection(AsError)) // one at a time for each address
+//!     .concurrency_limit(64) // decides how many jobs are claimed
+//!     .timeout(Duration::from_secs(30)) // a failure, and tried again
+//!     .service(service_fn(send));
+//! let worker = DelayQueueWorker::new(queue.clone(), service)
+//!     .lease(Duration::from_secs(30))
+//!     .max_runtime(Duration::from_secs(600))
+//!     .backoff(Backoff::exponential(Duration::from_secs(1), Duration::from_secs(3_600)).full_jitter());
+//! worker.run_until(tokio::time::sleep(Duration::from_secs(61))).await?;
+//! assert_eq!(queue.counts().await?.waiting, 0);
+//! # Ok(())
+//! # }
+//! # main().unwrap();
+//! # }
+//! ```
+//!
+//! What repeats itself is pushed by `Recurring` (feature `cron`): a cron pattern in a time zone, by any number of processes, and there once.
+//!
+//! Whoever waits for jobs sleeps until the next one is due, by a timer of its own that is set by the store's clock. A job that comes earlier
+//! wakes one worker, by a message on a connection of its own. Messages get lost, so each worker looks every five seconds in any
+//! case, and that is all that an idle one does.
+//!
+//! # Metrics
+//!
+//! With the feature `metrics`, all with the label `queue`:
+//!
+//! | | |
+//! | --- | --- |
+//! | `tollgate_jobs_total` | attempts that are over, by `outcome`: `done`, `retried`, `snoozed`, `dead`, `cancelled`, `released`, `lease_lost` |
+//! | `tollgate_job_lateness_seconds` | a histogram: how long after it was due a job was claimed |
+//! | `tollgate_job_seconds` | a histogram: how long attempts ran |
+//! | `tollgate_jobs_running` | jobs that run in this process |
+//! | `tollgate_job_store_errors_total` | calls of workers that the store has failed |
+//!
+//! How many wait, and since when the oldest is due, is what [`DelayQueue::counts`] says.
+//!
+//! # Payloads
+//!
+//! JSON by serde with the feature `json`, or whatever a [`Codec`] says. The store does not look into them. One that cannot be read by the
+//! worker is dead at once, [undecodable](Reason::Undecodable), with its bytes kept.
+//!
+//! # Bounds
+//!
+//! A queue has at most [`max_jobs`](DelayQueue::max_jobs), a job at most [`max_size`](DelayQueue::max_size) bytes of payload and headers, and the
+//! dead are at most [so many for so long](DelayQueue::keep_dead). A delay is at most [`Due::MAX_DELAY`]. Every script is about
+//! [`MAX_BATCH`] jobs at the most, however many are due.
+//!
+//! # Durability
+//!
+//! Redis keeps what its own settings say: with `appendonly yes` and `appendfsync everysec` a crash of the server loses the last second, with
+//! `always` nothing; a failover loses what replication had not carried. Use `maxmemory-policy noeviction`. The keys of a queue last 180
+//! days beyond the last time at which something in them is due, and for as long as there are workers: a queue that nobody looks at
+//! for half a year is forgotten.
+//!
+//! # Large queues
+//!
+//! All of a queue lies in one slot of a cluster. One that is too much for a node is [split](DelayQueue::split) by the ids of its jobs.
+//!
+//! # Cancellation
+//!
+//! Dropping the future of a push may or may not have pushed. Push it again with the same id: it is there once.
+
+mod backoff;
+mod codec;
+mod error;
+mod id;
+mod job;
+mod outcome;
+mod push;
+mod queue;
+mod record;
+#[cfg(feature = "cron")]
+mod schedule;
+mod store;
+
+mod events;
+mod worker;
+
+mod erased;
+mod meters;
+mod runner;
+mod running;
+mod slots;
+mod trace;
+
+pub use self::backoff::Backoff;
+pub use self::codec::{Codec, Json};
+pub use self::error::QueueError;
+pub use self::events::{Event, Events};
+pub use self::id::JobId;
+pub use self::job::{Cancellation, Extensions, Job};
+pub use self::outcome::Outcome;
+pub use self::push::{PreparedPush, Push, Pushed};
+pub use self::queue::DelayQueue;
+pub use self::record::{Due, Headers, NewJob, Note, Priority, Reason, StoredJob, Unique, UniqueFor};
+#[cfg(feature = "cron")]
+pub use self::schedule::{Recurring, Schedule};
+pub use self::store::{
+    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Extended,
+    Finish, Finished, MAX_BATCH, MAX_NOTE, QueueKey, State, Ticket, WorkerId,
+};
+pub use self::worker::{DelayQueueWorker, WorkerError};

@@ -1,0 +1,215 @@
+use std::fmt;
+use std::future::{Future, IntoFuture};
+use std::pin::Pin;
+use std::time::Duration;
+
+use super::error::QueueError;
+use super::id::JobId;
+use super::queue::Terms;
+use super::record::{Due, Headers, NewJob, Priority, Unique, UniqueFor};
+use super::store::{Admission, QueueKey};
+use crate::error::ConfigError;
+use crate::key::Key;
+
+/// A job that is about to be pushed: `.await` it, or give it to [`DelayQueue::push_all`](super::DelayQueue::push_all).
+#[derive(Clone)]
+#[must_use = "nothing is pushed until this is awaited"]
+pub struct Push {
+    terms: Terms,
+    payload: Result<Vec<u8>, String>,
+    id: Option<JobId>,
+    due: Due,
+    priority: Priority,
+    max_attempts: u16,
+    unique: Option<Unique>,
+    headers: Headers,
+}
+
+impl Push {
+    pub(super) fn new(terms: Terms, payload: Result<Vec<u8>, String>) -> Self {
+        let max_attempts = terms.max_attempts;
+        Self {
+            terms,
+            payload,
+            id: None,
+            due: Due::NOW,
+            priority: Priority::default(),
+            max_attempts,
+            unique: None,
+            headers: Headers::new(),
+        }
+    }
+
+    /// How long the job waits, by the store's clock, up to [`Due::MAX_DELAY`]. Defaults to nothing.
+    pub fn delay(self, delay: Duration) -> Self {
+        self.due(delay)
+    }
+
+    /// When the job is due: after a `Duration`, or at a `SystemTime`, by the store's clock. Defaults to at once, which an instant that
+    /// is over means, too.
+    pub fn due(mut self, due: impl Into<Due>) -> Self {
+        self.due = due.into();
+        self
+    }
+
+    /// At what instant the job is due, by the store's clock: see [`due`](Self::due).
+    pub fn at(self, instant: std::time::SystemTime) -> Self {
+        self.due(instant)
+    }
+
+    /// What the job is called, so that pushing it again changes nothing while it is waiting or running. Defaults to an id that nobody
+    /// else has.
+    pub fn id(mut self, id: impl Into<JobId>) -> Self {
+        self.id = Some(id.into());
+        self
+    }
+
+    /// Which of the jobs that are due are taken first. Defaults to [`Priority::Normal`].
+    pub fn priority(mut self, priority: Priority) -> Self {
+        self.priority = priority;
+        self
+    }
+
+    /// How many times the job is tried, at least once. Defaults to what the queue [says](super::DelayQueue::max_attempts).
+    pub fn max_attempts(mut self, attempts: u16) -> Self {
+        self.max_attempts = attempts.max(1);
+        self
+    }
+
+    /// Does nothing while another job with the same key is waiting or running.
+    pub fn unique(self, key: impl Into<Key>) -> Self {
+        self.unique_for(key, UniqueFor::WaitingOrRunning)
+    }
+
+    /// Does nothing while another job with the same key keeps it, each for as long as it was pushed for.
+    pub fn unique_for(mut self, key: impl Into<Key>, span: UniqueFor) -> Self {
+        self.unique = Some(Unique { key: key.into(), span });
+        self
+    }
+
+    /// Sends a text along, under a name: see [`Headers`].
+    pub fn header(mut self, name: impl Into<Box<str>>, value: impl Into<Box<str>>) -> Self {
+        self.headers.insert(name, value);
+        self
+    }
+
+    /// The job as a store is given it, for a pipeline of one's own: see `RedisBackend::push_in`.
+    ///
+    /// # Errors
+    ///
+    /// As pushing it, but for those of the store.
+    pub fn prepare(self) -> Result<PreparedPush, QueueError> {
+        let terms = self.terms.clone();
+        let job = self.into_job()?;
+        Ok(PreparedPush { queue: terms.home(&job.id), job, max_jobs: terms.max_jobs })
+    }
+
+    /// What a store is given, if it can be.
+    pub(super) fn into_job(self) -> Result<NewJob, QueueError> {
+        let payload = self.payload.map_err(|error| QueueError::Encode(error.into()))?;
+        if let Due::In(delay) = self.due {
+            check_delay(delay)?;
+        }
+        if let Some(Unique { span: UniqueFor::Time(time), .. }) = self.unique {
+            check_delay(time)?;
+        }
+        let id = match self.id {
+            Some(id) if id.as_bytes().is_empty() => return Err(ConfigError::EmptyJobId.into()),
+            Some(id) => id,
+            None => JobId::unique()?,
+        };
+        let job = NewJob {
+            id,
+            due: self.due,
+            priority: self.priority,
+            max_attempts: self.max_attempts,
+            unique: self.unique,
+            headers: self.headers,
+            payload: payload.into(),
+        };
+        let (bytes, max) = (job.size(), self.terms.max_size);
+        if bytes > max { Err(QueueError::TooLarge { bytes, max }) } else { Ok(job) }
+    }
+}
+
+/// Refuses a delay that is longer than the longest one.
+pub(super) fn check_delay(delay: Duration) -> Result<(), ConfigError> {
+    let max = Due::MAX_DELAY;
+    if delay > max { Err(ConfigError::DelayOutOfRange { delay, max }) } else { Ok(()) }
+}
+
+impl IntoFuture for Push {
+    type Output = Result<Pushed, QueueError>;
+    type IntoFuture = Pin<Box<dyn Future<Output = Self::Output> + Send>>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        Box::pin(async move {
+            let terms = self.terms.clone();
+            let job = self.into_job()?;
+            let id = job.id;
+            let queue = terms.home(&id);
+            let call = terms.store.clone().push(queue, vec![job], terms.max_jobs, terms.deadline);
+            let admission = call.await?.first().copied();
+            Pushed::of(id, admission, &terms)
+        })
+    }
+}
+
+impl fmt::Debug for Push {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Push").field("id", &self.id).field("due", &self.due).finish_non_exhaustive()
+    }
+}
+
+/// A job that can be pushed as it is.
+#[derive(Clone, Debug)]
+pub struct PreparedPush {
+    /// Where it is to be.
+    pub queue: QueueKey,
+    /// What it is.
+    pub job: NewJob,
+    /// How many jobs there may be.
+    pub max_jobs: u64,
+}
+
+/// A job that is waiting: a [`JobId`], and whether this push has made it so.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Pushed {
+    id: JobId,
+    is_new: bool,
+}
+
+impl Pushed {
+    pub(super) fn of(id: JobId, admission: Option<Admission>, terms: &Terms) -> Result<Self, QueueError> {
+        match admission {
+            Some(Admission::New) => Ok(Self { id, is_new: true }),
+            Some(Admission::Exists(id)) => Ok(Self { id, is_new: false }),
+            Some(Admission::Full) => Err(QueueError::Full { max: terms.max_jobs }),
+            None => Err(crate::StoreError::other("the store has not answered for each job").into()),
+        }
+    }
+
+    /// What the job is called: the one that was pushed, or the one that was there.
+    #[must_use]
+    pub const fn id(&self) -> &JobId {
+        &self.id
+    }
+
+    /// Whether the job was not there before, under this id or this unique key.
+    #[must_use]
+    pub const fn is_new(&self) -> bool {
+        self.is_new
+    }
+}
+
+impl From<Pushed> for JobId {
+    fn from(pushed: Pushed) -> Self {
+        pushed.id
+    }
+}
+
+impl From<&Pushed> for JobId {
+    fn from(pushed: &Pushed) -> Self {
+        pushed.id
+    }
+}

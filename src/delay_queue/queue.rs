@@ -1,0 +1,451 @@
+use std::borrow::Borrow;
+use std::fmt;
+use std::marker::PhantomData;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::codec::{Codec, Json};
+use super::erased::AnyStore;
+use super::error::QueueError;
+use super::id::JobId;
+use super::job::{Canceller, Job};
+use super::push::{Push, Pushed, check_delay};
+use super::record::{Due, NewJob, Reason, StoredJob};
+use super::store::{
+    Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Extended, Finish,
+    MAX_BATCH, QueueKey, State, Ticket, WorkerId,
+};
+use crate::error::{BoxError, StoreError};
+use crate::key::Key;
+use crate::lock::{Scope, Wakeups};
+
+/// Jobs that run later.
+///
+/// Cheap to clone; clones are the same queue, and so are all queues with the same name on the same backend.
+pub struct DelayQueue<T, C = Json> {
+    terms: Terms,
+    dead: DeadLimits,
+    codec: Arc<C>,
+    payload: PhantomData<fn() -> T>,
+}
+
+/// Where a queue is, and what its jobs may be.
+#[derive(Clone)]
+pub(super) struct Terms {
+    pub(super) store: Arc<dyn AnyStore>,
+    name: Key,
+    parts: u16,
+    pub(super) max_jobs: u64,
+    pub(super) max_size: usize,
+    pub(super) max_attempts: u16,
+    pub(super) deadline: Duration,
+}
+
+impl Terms {
+    /// The part of the queue that a job lies in.
+    pub(super) fn home(&self, id: &JobId) -> QueueKey {
+        self.part(if self.parts > 1 { id.as_key().spread(self.parts) } else { 0 })
+    }
+
+    fn part(&self, part: u16) -> QueueKey {
+        QueueKey::new(self.name).with_part(part)
+    }
+}
+
+#[cfg(feature = "json")]
+impl<T> DelayQueue<T> {
+    /// The queue `name` that `store` keeps, which is a backend: see [`backend`](crate::backend). Payloads are kept as JSON.
+    pub fn new(store: impl DelayQueueStore + Send + Sync + 'static, name: impl Into<Key>) -> Self {
+        Self::with_codec(store, name, Json)
+    }
+}
+
+impl<T, C> DelayQueue<T, C> {
+    /// The same with payloads that are kept as `codec` says.
+    pub fn with_codec(store: impl DelayQueueStore + Send + Sync + 'static, name: impl Into<Key>, codec: C) -> Self {
+        let terms = Terms {
+            store: Arc::new(store),
+            name: name.into(),
+            parts: 1,
+            max_jobs: 1_000_000,
+            max_size: 64 * 1_024,
+            max_attempts: NewJob::DEFAULT_ATTEMPTS,
+            deadline: Duration::from_millis(100),
+        };
+        Self { terms, dead: DeadLimits::default(), codec: Arc::new(codec), payload: PhantomData }
+    }
+
+    /// What the queue is called.
+    #[must_use]
+    pub const fn name(&self) -> &Key {
+        &self.terms.name
+    }
+
+    /// Among whom the queue is one and the same.
+    #[must_use]
+    pub fn scope(&self) -> Scope {
+        self.terms.store.scope()
+    }
+
+    /// How many jobs the queue may have, in each of its parts where it is [split](Self::split): waiting, running and dead ones. One more is
+    /// [full](QueueError::Full). Defaults to 1,000,000.
+    #[must_use]
+    pub fn max_jobs(mut self, jobs: u64) -> Self {
+        self.terms.max_jobs = jobs;
+        self
+    }
+
+    /// How many bytes the payload of a job may have, encoded, together with its headers. More are [too large](QueueError::TooLarge). Defaults
+    /// to 64 KiB.
+    #[must_use]
+    pub fn max_size(mut self, bytes: usize) -> Self {
+        self.terms.max_size = bytes;
+        self
+    }
+
+    /// How many times a job is tried that is not told otherwise. Defaults to 20.
+    #[must_use]
+    pub fn max_attempts(mut self, attempts: u16) -> Self {
+        self.terms.max_attempts = attempts.max(1);
+        self
+    }
+
+    /// How many dead jobs are kept, and for how long. Defaults to 10,000 for 90 days. The oldest make room for others.
+    #[must_use]
+    pub fn keep_dead(mut self, count: u64, age: Duration) -> Self {
+        self.dead = DeadLimits { count, age: age.min(DeadLimits::MAX_AGE) };
+        self
+    }
+
+    /// How long one call of the store may take. Defaults to 100 ms.
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.terms.deadline = deadline;
+        self
+    }
+
+    /// Spreads the queue over so many parts by the ids of the jobs, for one that is too much for a single node of a cluster. Defaults to 1,
+    /// and at most 1,024. Has to be the same wherever this queue is used; what is in the queue already stays where it is.
+    #[must_use]
+    pub fn split(mut self, parts: u16) -> Self {
+        self.terms.parts = parts.clamp(1, 1_024);
+        self
+    }
+
+    /// Pushes a job.
+    pub fn push(&self, payload: impl Borrow<T>) -> Push
+    where
+        C: Codec<T>,
+    {
+        let payload = self.codec.encode(payload.borrow()).map_err(|error| error.to_string());
+        Push::new(self.terms.clone(), payload)
+    }
+
+    /// Pushes several jobs, [`MAX_BATCH`] of them in each call of the store. Answers for each, in order.
+    pub async fn push_all(&self, pushes: impl IntoIterator<Item = Push>) -> Vec<Result<Pushed, QueueError>> {
+        let mut results: Vec<Option<Result<Pushed, QueueError>>> = Vec::new();
+        let mut parts: Vec<Vec<(usize, NewJob)>> = vec![Vec::new(); self.terms.parts.into()];
+        for push in pushes {
+            match push.into_job() {
+                Ok(job) => {
+                    let part = usize::from(self.terms.home(&job.id).part());
+                    parts[part].push((results.len(), job));
+                    results.push(None);
+                }
+                Err(error) => results.push(Some(Err(error))),
+            }
+        }
+        for (part, jobs) in parts.iter().enumerate() {
+            let queue = self.terms.part(part as u16);
+            for chunk in jobs.chunks(MAX_BATCH) {
+                let batch = chunk.iter().map(|(_, job)| job.clone()).collect();
+                let Terms { store, max_jobs, deadline, .. } = &self.terms;
+                let answer = Arc::clone(store).push(queue, batch, *max_jobs, *deadline).await;
+                for (i, (place, job)) in chunk.iter().enumerate() {
+                    results[*place] = Some(match &answer {
+                        Ok(admissions) => Pushed::of(job.id, admissions.get(i).copied(), &self.terms),
+                        Err(error) => Err(error.clone().into()),
+                    });
+                }
+            }
+        }
+        results.into_iter().flatten().collect()
+    }
+
+    /// A job in whatever state it is; `None` if there is none of this id, or it is done.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`].
+    pub async fn get(&self, id: impl Into<JobId>) -> Result<Option<StoredJob>, QueueError> {
+        let (id, Terms { store, deadline, .. }) = (id.into(), &self.terms);
+        Ok(Arc::clone(store).get(self.terms.home(&id), id, *deadline).await?)
+    }
+
+    /// The payload of a job that was looked at.
+    ///
+    /// # Errors
+    ///
+    /// If the codec cannot read it.
+    pub fn decode(&self, job: &StoredJob) -> Result<T, BoxError>
+    where
+        C: Codec<T>,
+    {
+        self.codec.decode(&job.payload)
+    }
+
+    /// Removes a job that is waiting. Of one that is running the worker is told, and it will not be tried again.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`].
+    pub async fn cancel(&self, id: impl Into<JobId>) -> Result<Cancelled, QueueError> {
+        let (id, Terms { store, deadline, .. }) = (id.into(), &self.terms);
+        Ok(Arc::clone(store).cancel(self.terms.home(&id), id, *deadline).await?)
+    }
+
+    /// Changes when a job that is waiting is due: after a `Duration` from now, or at a `SystemTime`.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`], or [`QueueError::Config`] for a delay that is longer than [`Due::MAX_DELAY`].
+    pub async fn reschedule(&self, id: impl Into<JobId>, due: impl Into<Due>) -> Result<Changed, QueueError> {
+        let (id, due, Terms { store, deadline, .. }) = (id.into(), due.into(), &self.terms);
+        if let Due::In(delay) = due {
+            check_delay(delay)?;
+        }
+        Ok(Arc::clone(store).reschedule(self.terms.home(&id), id, due, *deadline).await?)
+    }
+
+    /// Makes a job that is waiting due at once.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`].
+    pub async fn promote(&self, id: impl Into<JobId>) -> Result<Changed, QueueError> {
+        self.reschedule(id, Duration::ZERO).await
+    }
+
+    /// Changes the payload of a job that is waiting. Its headers stay.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`], [`QueueError::Encode`] or [`QueueError::TooLarge`].
+    pub async fn replace(&self, id: impl Into<JobId>, payload: impl Borrow<T>) -> Result<Changed, QueueError>
+    where
+        C: Codec<T>,
+    {
+        let (id, Terms { store, deadline, max_size, .. }) = (id.into(), &self.terms);
+        let payload = self.codec.encode(payload.borrow()).map_err(QueueError::Encode)?;
+        if payload.len() > *max_size {
+            return Err(QueueError::TooLarge { bytes: payload.len(), max: *max_size });
+        }
+        Ok(Arc::clone(store).replace(self.terms.home(&id), id, payload, *deadline).await?)
+    }
+
+    /// How many jobs there are, in all parts of the queue.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`].
+    pub async fn counts(&self) -> Result<Counts, QueueError> {
+        let mut total = Counts::default();
+        for queue in self.parts() {
+            let counts = Arc::clone(&self.terms.store).counts(queue, self.terms.deadline).await?;
+            total.waiting += counts.waiting;
+            total.due += counts.due;
+            total.running += counts.running;
+            total.dead += counts.dead;
+            total.oldest_due = total.oldest_due.max(counts.oldest_due);
+            total.is_paused |= counts.is_paused;
+        }
+        Ok(total)
+    }
+
+    /// Some of the jobs that are in one state, without those that come first: those that are waiting by when they are due, those that
+    /// are running by when their lease ends, those that are dead by when they died. At most [`MAX_BATCH`] of each part of the queue.
+    ///
+    /// Others may come and go between two calls, so that a job can be seen twice or not at all.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`].
+    pub async fn list(&self, state: State, skip: u64, limit: usize) -> Result<Vec<StoredJob>, QueueError> {
+        let mut jobs = Vec::new();
+        for queue in self.parts() {
+            let Terms { store, deadline, .. } = &self.terms;
+            jobs.extend(Arc::clone(store).list(queue, state, skip, limit.min(MAX_BATCH), *deadline).await?);
+        }
+        Ok(jobs)
+    }
+
+    /// Lets nobody claim anything from now on, wherever they are. What is running goes on, and jobs can be pushed.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`].
+    pub async fn pause(&self) -> Result<(), QueueError> {
+        self.set_paused(true).await
+    }
+
+    /// Ends a [pause](Self::pause).
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`].
+    pub async fn resume(&self) -> Result<(), QueueError> {
+        self.set_paused(false).await
+    }
+
+    async fn set_paused(&self, is_paused: bool) -> Result<(), QueueError> {
+        for queue in self.parts() {
+            Arc::clone(&self.terms.store).pause(queue, is_paused, self.terms.deadline).await?;
+        }
+        Ok(())
+    }
+
+    /// Removes all jobs that are waiting, due or not. Answers how many those were. What is running goes on.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`]; some are removed then.
+    ///
+    /// # Cancellation
+    ///
+    /// Removes a batch at a time, so that dropping the future leaves the rest.
+    pub async fn drain(&self) -> Result<u64, QueueError> {
+        let mut removed = 0;
+        for queue in self.parts() {
+            loop {
+                let batch = Arc::clone(&self.terms.store).drain(queue, MAX_BATCH, self.terms.deadline).await?;
+                removed += batch as u64;
+                if batch == 0 {
+                    break;
+                }
+            }
+        }
+        Ok(removed)
+    }
+
+    /// Dead jobs, the oldest first: see [`list`](Self::list).
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`].
+    pub async fn dead(&self, skip: u64, limit: usize) -> Result<Vec<StoredJob>, QueueError> {
+        self.list(State::Dead, skip, limit).await
+    }
+
+    /// Lets dead jobs wait again, due at once and with all of their attempts: those that `filter` wants, the oldest first, and no more
+    /// than `limit`. Answers how many those were.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`]; some are waiting then.
+    pub async fn replay(&self, limit: usize, filter: impl FnMut(&StoredJob) -> bool) -> Result<usize, QueueError> {
+        self.each_dead(limit, filter, |store, queue, ids, deadline| store.replay(queue, ids, deadline)).await
+    }
+
+    /// Removes dead jobs: those that `filter` wants, the oldest first, and no more than `limit`. Answers how many those were.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`]; some are removed then.
+    pub async fn forget(&self, limit: usize, filter: impl FnMut(&StoredJob) -> bool) -> Result<usize, QueueError> {
+        self.each_dead(limit, filter, |store, queue, ids, deadline| store.forget(queue, ids, deadline)).await
+    }
+
+    async fn each_dead(
+        &self,
+        limit: usize,
+        mut filter: impl FnMut(&StoredJob) -> bool,
+        verb: impl Fn(Arc<dyn AnyStore>, QueueKey, Vec<JobId>, Duration) -> super::erased::Call<Vec<bool>>,
+    ) -> Result<usize, QueueError> {
+        let Terms { store, deadline, .. } = &self.terms;
+        let mut changed = 0;
+        for queue in self.parts() {
+            // Those that the filter does not want stay, and are not looked at again.
+            let mut skip = 0;
+            while changed < limit {
+                let page = Arc::clone(store).list(queue, State::Dead, skip, MAX_BATCH, *deadline).await?;
+                let ids: Vec<_> =
+                    page.iter().filter(|job| filter(job)).map(|job| job.id).take(limit - changed).collect();
+                skip += (page.len() - ids.len()) as u64;
+                if !ids.is_empty() {
+                    let answers = verb(Arc::clone(store), queue, ids, *deadline).await?;
+                    changed += answers.into_iter().filter(|is_changed| *is_changed).count();
+                }
+                if page.len() < MAX_BATCH {
+                    break;
+                }
+            }
+        }
+        Ok(changed)
+    }
+
+    /// The parts of the queue, each a queue of its own for the store.
+    pub(super) fn parts(&self) -> impl Iterator<Item = QueueKey> + use<T, C> {
+        let name = self.terms.name;
+        (0..self.terms.parts).map(move |part| QueueKey::new(name).with_part(part))
+    }
+}
+
+/// What a worker needs.
+impl<T, C> DelayQueue<T, C> {
+    /// How many dead jobs are kept.
+    pub(super) const fn dead_limits(&self) -> DeadLimits {
+        self.dead
+    }
+
+    /// See [`DelayQueueStore::claim`].
+    pub(super) async fn claim(
+        &self,
+        queue: QueueKey,
+        finished: Vec<Finish>,
+        claim: Claim,
+        limit: Duration,
+    ) -> Result<Claimed, StoreError> {
+        Arc::clone(&self.terms.store).claim(queue, finished, claim, limit).await
+    }
+
+    /// See [`DelayQueueStore::extend`].
+    pub(super) async fn extend(
+        &self,
+        queue: QueueKey,
+        tickets: Vec<Ticket>,
+        lease: Duration,
+        limit: Duration,
+    ) -> Result<Vec<Extended>, StoreError> {
+        Arc::clone(&self.terms.store).extend(queue, tickets, lease, limit).await
+    }
+
+    /// See [`DelayQueueStore::watch`].
+    pub(super) async fn watch(&self, queue: QueueKey, worker: WorkerId) -> Wakeups {
+        Arc::clone(&self.terms.store).watch(queue, worker).await
+    }
+
+    /// Makes a job of what was claimed, and what cancels it. If its payload cannot be read, the error is what puts it among the dead.
+    pub(super) fn open(&self, claimed: ClaimedJob) -> Result<(Job<T>, Canceller), Ending>
+    where
+        C: Codec<T>,
+    {
+        match self.codec.decode(&claimed.job.payload) {
+            Ok(payload) => Ok(Job::new(claimed, payload)),
+            Err(error) => Err(Ending::Dead { reason: Reason::Undecodable, error: error.to_string().into() }),
+        }
+    }
+}
+
+// By hand: a clone does not need a payload that can be cloned.
+impl<T, C> Clone for DelayQueue<T, C> {
+    fn clone(&self) -> Self {
+        let Self { terms, dead, codec, .. } = self;
+        Self { terms: terms.clone(), dead: *dead, codec: Arc::clone(codec), payload: PhantomData }
+    }
+}
+
+impl<T, C> fmt::Debug for DelayQueue<T, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DelayQueue").field("name", &self.terms.name).finish_non_exhaustive()
+    }
+}

@@ -1,0 +1,496 @@
+//! What every [`DelayQueueStore`] must do: one claim a function, written once, run on each backend by
+//! [`delay_queue_contract!`](crate::delay_queue_contract).
+//!
+//! A claim is told a store that nobody else uses, and panics if what it says is not so. The claims wait on tokio's clock, so
+//! they take no time where it is paused and up to some seconds where it is not.
+#![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
+
+use std::sync::Arc;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
+
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use crate::delay_queue::{
+    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Due, Ending,
+    Extended, Finish, Finished, JobId, MAX_BATCH, NewJob, Priority, QueueKey, Reason, State, Unique, UniqueFor,
+    WorkerId,
+};
+
+/// A lease that no test sees the end of, however slow the machine.
+const LONG: Duration = Duration::from_secs(60);
+/// How many jobs there may be.
+const MANY: u64 = 1_000_000;
+
+fn queue() -> QueueKey {
+    QueueKey::new("contract")
+}
+
+fn job(id: &str) -> NewJob {
+    NewJob::new(JobId::from(id), id.as_bytes())
+}
+
+fn later(id: &str, delay: Duration) -> NewJob {
+    NewJob { due: Due::In(delay), ..job(id) }
+}
+
+fn claim(limit: usize, lease: Duration) -> Claim {
+    Claim { worker: WorkerId::random().unwrap(), limit, lease, dead: DeadLimits::default() }
+}
+
+async fn push<S: DelayQueueStore>(store: &S, jobs: &[NewJob]) {
+    for admission in store.push(&queue(), jobs, MANY).await.unwrap() {
+        assert_eq!(admission, Admission::New);
+    }
+}
+
+async fn ask<S: DelayQueueStore>(store: &S, limit: usize) -> Claimed {
+    store.claim(&queue(), &[], &claim(limit, LONG)).await.unwrap()
+}
+
+/// Claims exactly these, in this order.
+async fn take<S: DelayQueueStore>(store: &S, ids: &[&str]) -> Vec<ClaimedJob> {
+    let jobs = ask(store, 100).await.jobs;
+    assert_eq!(names(&jobs), ids);
+    jobs
+}
+
+fn names(jobs: &[ClaimedJob]) -> Vec<&str> {
+    jobs.iter().map(|claimed| claimed.job.id.as_str()).collect()
+}
+
+async fn finish<S: DelayQueueStore>(store: &S, job: &ClaimedJob, ending: Ending) -> Finished {
+    let finish = Finish { ticket: job.ticket(), ending };
+    store.claim(&queue(), &[finish], &claim(0, LONG)).await.unwrap().finished[0]
+}
+
+fn retry(delay: Duration) -> Ending {
+    Ending::Retry { delay, error: "it did not work".into() }
+}
+
+fn with_key(id: &str, span: UniqueFor) -> NewJob {
+    NewJob { unique: Some(Unique { key: "user".into(), span }), ..job(id) }
+}
+
+async fn add<S: DelayQueueStore>(store: &S, job: NewJob) -> Admission {
+    store.push(&queue(), &[job], MANY).await.unwrap()[0]
+}
+
+async fn counts<S: DelayQueueStore>(store: &S) -> [u64; 4] {
+    let Counts { waiting, due, running, dead, .. } = store.counts(&queue()).await.unwrap();
+    [waiting, due, running, dead]
+}
+
+async fn list<S: DelayQueueStore>(store: &S, state: State) -> Vec<String> {
+    let jobs = store.list(&queue(), state, 0, 100).await.unwrap();
+    jobs.iter().map(|job| job.id.as_str().to_owned()).collect()
+}
+
+async fn state<S: DelayQueueStore>(store: &S, id: &str) -> Option<State> {
+    store.get(&queue(), &JobId::from(id)).await.unwrap().map(|job| job.state)
+}
+
+/// What is pushed is claimed once, as it was, and is gone when it is done.
+pub async fn a_job_is_claimed_once_and_gone_when_it_is_done<S: DelayQueueStore>(store: S) {
+    let mut new = job("a");
+    new.headers.insert("traceparent", "00-1-2-3");
+    push(&store, &[new.clone()]).await;
+    assert_eq!(state(&store, "a").await, Some(State::Waiting));
+    let jobs = take(&store, &["a"]).await;
+    assert_eq!((&jobs[0].job.payload, &jobs[0].job.headers), (&new.payload, &new.headers));
+    assert_eq!((jobs[0].job.attempt, jobs[0].job.max_attempts), (1, NewJob::DEFAULT_ATTEMPTS));
+    assert_eq!(state(&store, "a").await, Some(State::Running));
+    take(&store, &[]).await;
+    assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+    assert_eq!(state(&store, "a").await, None);
+    assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Gone);
+}
+
+/// A job is claimed when its delay is over, and not before; who waits is told how long.
+pub async fn a_job_is_not_claimed_before_it_is_due<S: DelayQueueStore>(store: S) {
+    let delay = Duration::from_millis(500);
+    push(&store, &[later("a", delay)]).await;
+    let early = ask(&store, 1).await;
+    assert!(early.jobs.is_empty() && !early.more && early.next <= delay + Duration::from_millis(1), "{early:?}");
+    sleep(early.next).await;
+    let jobs = loop {
+        let claimed = ask(&store, 1).await;
+        for claimed in &claimed.jobs {
+            assert!(claimed.job.due_at >= claimed.job.enqueued_at + delay, "{claimed:?}");
+        }
+        if !claimed.jobs.is_empty() {
+            assert!(claimed.now >= claimed.jobs[0].job.due_at);
+            break claimed.jobs;
+        }
+        sleep(Duration::from_millis(5)).await;
+    };
+    assert_eq!(names(&jobs), ["a"]);
+}
+
+/// A lease that is extended lasts; one that is not ends, and the job is claimed anew with a larger token.
+pub async fn a_job_comes_back_when_its_lease_has_ended<S: DelayQueueStore>(store: S) {
+    push(&store, &[job("a"), job("b")]).await;
+    let brief = Duration::from_millis(300);
+    let first = store.claim(&queue(), &[], &claim(2, brief)).await.unwrap().jobs;
+    let extended = store.extend(&queue(), &[first[0].ticket()], LONG).await.unwrap();
+    assert_eq!(extended, [Extended::Held]);
+    sleep(brief * 2).await;
+    let second = take(&store, &["b"]).await;
+    assert!(second[0].token > first[1].token);
+    assert_eq!(second[0].job.attempt, 2);
+    assert_eq!(finish(&store, &first[1], Ending::Done).await, Finished::Lost);
+    let extended = store.extend(&queue(), &[first[1].ticket(), first[0].ticket()], LONG).await.unwrap();
+    assert_eq!(extended, [Extended::Lost, Extended::Held]);
+    assert_eq!(finish(&store, &second[0], Ending::Done).await, Finished::Done);
+    assert_eq!(finish(&store, &first[0], Ending::Done).await, Finished::Done);
+}
+
+/// What is pushed again under its id is left alone while it waits or runs, and is new when it is done or dead.
+pub async fn an_id_is_there_once<S: DelayQueueStore>(store: S) {
+    let exists = Admission::Exists(JobId::from("a"));
+    let other = NewJob { payload: [7].into(), ..later("a", LONG) };
+    push(&store, &[job("a")]).await;
+    assert_eq!(add(&store, other.clone()).await, exists);
+    let jobs = take(&store, &["a"]).await;
+    assert_eq!(*jobs[0].job.payload, *b"a");
+    assert_eq!(add(&store, other.clone()).await, exists);
+    assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+    push(&store, &[job("a")]).await;
+    let jobs = take(&store, &["a"]).await;
+    let refused = Ending::Dead { reason: Reason::Refused, error: "no".into() };
+    assert_eq!(finish(&store, &jobs[0], refused).await, Finished::Dead);
+    push(&store, &[other]).await;
+    assert_eq!(counts(&store).await, [1, 0, 0, 0]);
+    assert_eq!(state(&store, "a").await, Some(State::Waiting));
+}
+
+/// A batch is answered job by job, in order, also where one id is in it twice and where there is no room for all.
+pub async fn a_batch_is_answered_in_order<S: DelayQueueStore>(store: S) {
+    push(&store, &[job("b")]).await;
+    let batch = ["a", "b", "c", "a", "d"].map(job);
+    let answers = store.push(&queue(), &batch, 3).await.unwrap();
+    let exists = |id: &str| Admission::Exists(JobId::from(id));
+    assert_eq!(answers, [Admission::New, exists("b"), Admission::New, exists("a"), Admission::Full]);
+    assert_eq!(store.push(&queue(), &batch[4..], 3).await.unwrap(), [Admission::Full]);
+    assert_eq!(store.push(&queue(), &[], 3).await.unwrap(), []);
+    // What runs takes room as well.
+    let jobs = ask(&store, 4).await.jobs;
+    assert_eq!(jobs.len(), 3);
+    assert_eq!(store.push(&queue(), &batch[4..], 3).await.unwrap(), [Admission::Full]);
+    finish(&store, &jobs[0], Ending::Done).await;
+    assert_eq!(store.push(&queue(), &batch[4..], 3).await.unwrap(), [Admission::New]);
+}
+
+/// A unique key keeps other jobs out until its job is done, claimed, or for a time.
+pub async fn a_unique_key_keeps_others_out<S: DelayQueueStore>(store: S) {
+    let exists = |id: &str| Admission::Exists(JobId::from(id));
+    let while_there = UniqueFor::WaitingOrRunning;
+    assert_eq!(add(&store, with_key("a", while_there)).await, Admission::New);
+    assert_eq!(add(&store, with_key("b", while_there)).await, exists("a"));
+    let jobs = take(&store, &["a"]).await;
+    assert_eq!(add(&store, with_key("b", while_there)).await, exists("a"));
+    assert_eq!(finish(&store, &jobs[0], Ending::Snooze { delay: Duration::ZERO }).await, Finished::Done);
+    assert_eq!(add(&store, with_key("b", while_there)).await, exists("a"));
+    let jobs = take(&store, &["a"]).await;
+    assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+    assert_eq!(add(&store, with_key("b", while_there)).await, Admission::New);
+    assert_eq!(store.cancel(&queue(), &JobId::from("b")).await.unwrap(), Cancelled::Removed);
+
+    assert_eq!(add(&store, with_key("c", UniqueFor::Waiting)).await, Admission::New);
+    assert_eq!(add(&store, with_key("d", UniqueFor::Waiting)).await, exists("c"));
+    take(&store, &["c"]).await;
+    assert_eq!(add(&store, with_key("d", UniqueFor::Waiting)).await, Admission::New);
+    assert_eq!(store.drain(&queue(), 10).await.unwrap(), 1);
+
+    let time = Duration::from_millis(500);
+    assert_eq!(add(&store, with_key("e", UniqueFor::Time(time))).await, Admission::New);
+    let jobs = take(&store, &["e"]).await;
+    assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+    assert_eq!(add(&store, with_key("f", while_there)).await, exists("e"));
+    sleep(time * 2).await;
+    assert_eq!(add(&store, with_key("f", while_there)).await, Admission::New);
+}
+
+/// Higher priorities go first, then what was due first, then smaller ids.
+pub async fn jobs_come_by_priority_then_due_then_id<S: DelayQueueStore>(store: S) {
+    let of = |id: &str, priority| NewJob { priority, ..job(id) };
+    let ago = |id: &str, secs| NewJob { due: Due::At(UNIX_EPOCH + Duration::from_secs(secs)), ..job(id) };
+    // An instant that is over is now.
+    push(&store, &[ago("e", 2), ago("d", 1)]).await;
+    push(&store, &[of("low", Priority::Low), of("b", Priority::High), of("a", Priority::High)]).await;
+    sleep(Duration::from_millis(2)).await;
+    push(&store, &[job("c")]).await;
+    take(&store, &["a", "b", "d", "e", "c", "low"]).await;
+}
+
+/// A limit is a limit, and the answer says whether there is more.
+pub async fn no_more_is_claimed_than_was_asked_for<S: DelayQueueStore>(store: S) {
+    let jobs: Vec<_> = (0..MAX_BATCH + 10).map(|i| job(&format!("{i:04}"))).collect();
+    push(&store, &jobs).await;
+    let some = ask(&store, 3).await;
+    assert_eq!((names(&some.jobs), some.more), (vec!["0000", "0001", "0002"], true));
+    assert!(ask(&store, 0).await.jobs.is_empty());
+    let many = ask(&store, usize::MAX).await;
+    assert_eq!((many.jobs.len(), many.more), (MAX_BATCH, true));
+    let finishes = many.jobs.iter().map(|job| Finish { ticket: job.ticket(), ending: Ending::Done });
+    let finishes: Vec<_> = finishes.collect();
+    let rest = store.claim(&queue(), &finishes, &claim(MAX_BATCH, LONG)).await.unwrap();
+    assert!(rest.finished.iter().all(|finished| *finished == Finished::Done));
+    assert_eq!((rest.finished.len(), rest.jobs.len(), rest.more), (MAX_BATCH, 7, false));
+    assert_eq!(counts(&store).await, [0, 0, 10, 0]);
+}
+
+/// Failures spend attempts, and a job whose attempts are over is dead, with the reason. Snoozing and releasing spend none.
+pub async fn attempts_are_counted_and_given_back<S: DelayQueueStore>(store: S) {
+    push(&store, &[NewJob { max_attempts: 2, ..job("a") }]).await;
+    for ending in [Ending::Snooze { delay: Duration::ZERO }, Ending::Release, retry(Duration::ZERO)] {
+        let jobs = take(&store, &["a"]).await;
+        assert_eq!((jobs[0].job.attempt, &jobs[0].job.note), (1, &None));
+        assert_eq!(finish(&store, &jobs[0], ending).await, Finished::Done);
+    }
+    for ending in [Ending::Release, retry(Duration::ZERO)] {
+        let jobs = take(&store, &["a"]).await;
+        assert_eq!(jobs[0].job.attempt, 2);
+        let note = jobs[0].job.note.clone().unwrap();
+        assert_eq!((note.reason, &*note.error), (Reason::Failed, "it did not work"));
+        let finished = finish(&store, &jobs[0], ending.clone()).await;
+        assert_eq!(finished, if ending == Ending::Release { Finished::Done } else { Finished::Dead });
+    }
+    take(&store, &[]).await;
+    let dead = store.get(&queue(), &JobId::from("a")).await.unwrap().unwrap();
+    assert_eq!((dead.state, dead.attempt, dead.note.unwrap().reason), (State::Dead, 2, Reason::Failed));
+}
+
+/// A retry and a snooze wait for as long as was said; a release does not lose its place.
+pub async fn what_is_put_back_waits<S: DelayQueueStore>(store: S) {
+    push(&store, &["a", "b", "c", "d"].map(job)).await;
+    let jobs = take(&store, &["a", "b", "c", "d"]).await;
+    let delay = Duration::from_millis(500);
+    let endings = [Ending::Snooze { delay }, retry(delay), Ending::Release, retry(Duration::ZERO)];
+    for (job, ending) in jobs.iter().zip(endings) {
+        assert_eq!(finish(&store, job, ending).await, Finished::Done);
+    }
+    take(&store, &["c", "d"]).await;
+    sleep(delay + Duration::from_millis(2)).await;
+    take(&store, &["a", "b"]).await;
+}
+
+/// A job that never comes to an end, whose worker dies each time, is dead when its attempts are over.
+pub async fn a_crash_loop_ends<S: DelayQueueStore>(store: S) {
+    push(&store, &[NewJob { max_attempts: 3, ..job("a") }]).await;
+    for attempt in 1..=3 {
+        let jobs = store.claim(&queue(), &[], &claim(1, Claim::MIN_LEASE)).await.unwrap().jobs;
+        assert_eq!(jobs[0].job.attempt, attempt);
+        sleep(Claim::MIN_LEASE * 3).await;
+    }
+    take(&store, &[]).await;
+    let dead = store.get(&queue(), &JobId::from("a")).await.unwrap().unwrap();
+    assert_eq!((dead.state, dead.attempt, dead.note.unwrap().reason), (State::Dead, 3, Reason::LeaseExpired));
+}
+
+/// A cancellation removes what waits, and tells the worker of what runs, which is not tried again.
+pub async fn a_cancellation_has_one_outcome<S: DelayQueueStore>(store: S) {
+    let [a, b, c] = ["a", "b", "c"].map(JobId::from);
+    assert_eq!(store.cancel(&queue(), &a).await.unwrap(), Cancelled::Missing);
+    push(&store, &[job("a"), job("b"), NewJob { max_attempts: 1, ..job("c") }]).await;
+    assert_eq!(store.cancel(&queue(), &a).await.unwrap(), Cancelled::Removed);
+    let jobs = take(&store, &["b", "c"]).await;
+    assert_eq!(store.cancel(&queue(), &b).await.unwrap(), Cancelled::Told);
+    let tickets: Vec<_> = jobs.iter().map(ClaimedJob::ticket).collect();
+    let extended = store.extend(&queue(), &tickets, LONG).await.unwrap();
+    assert_eq!(extended, [Extended::Cancelled, Extended::Held]);
+    assert_eq!(finish(&store, &jobs[0], retry(Duration::ZERO)).await, Finished::Done);
+    assert_eq!(finish(&store, &jobs[1], retry(Duration::ZERO)).await, Finished::Dead);
+    assert_eq!(store.cancel(&queue(), &b).await.unwrap(), Cancelled::Missing);
+    assert_eq!(store.cancel(&queue(), &c).await.unwrap(), Cancelled::Dead);
+    assert_eq!(counts(&store).await, [0, 0, 0, 1]);
+    // Nothing is left of it for the next job of the same id.
+    push(&store, &[job("b")]).await;
+    let jobs = take(&store, &["b"]).await;
+    assert_eq!(store.extend(&queue(), &[jobs[0].ticket()], LONG).await.unwrap(), [Extended::Held]);
+}
+
+/// Only a job that waits can be moved and changed; the others are left as they are, and the answer says so.
+pub async fn changes_are_for_what_waits<S: DelayQueueStore>(store: S) {
+    let id = JobId::from("a");
+    let (far, queue) = (Due::In(LONG * 60), queue());
+    assert_eq!(store.reschedule(&queue, &id, far).await.unwrap(), Changed::Missing);
+    assert_eq!(store.replace(&queue, &id, b"x").await.unwrap(), Changed::Missing);
+    let mut new = NewJob { max_attempts: 1, ..job("a") };
+    new.headers.insert("kept", "as it was");
+    push(&store, &[new.clone()]).await;
+    assert_eq!(store.reschedule(&queue, &id, far).await.unwrap(), Changed::Done);
+    take(&store, &[]).await;
+    assert_eq!(store.replace(&queue, &id, b"another payload").await.unwrap(), Changed::Done);
+    assert_eq!(store.reschedule(&queue, &id, Due::NOW).await.unwrap(), Changed::Done);
+    let jobs = take(&store, &["a"]).await;
+    assert_eq!((&*jobs[0].job.payload, &jobs[0].job.headers), (&b"another payload"[..], &new.headers));
+    assert_eq!(store.reschedule(&queue, &id, far).await.unwrap(), Changed::Running);
+    assert_eq!(store.replace(&queue, &id, b"x").await.unwrap(), Changed::Running);
+    assert_eq!(finish(&store, &jobs[0], retry(Duration::ZERO)).await, Finished::Dead);
+    assert_eq!(store.reschedule(&queue, &id, far).await.unwrap(), Changed::Dead);
+    assert_eq!(store.replace(&queue, &id, b"x").await.unwrap(), Changed::Dead);
+}
+
+/// Counts and lists tell what there is, each state in its order.
+pub async fn a_queue_can_be_looked_at<S: DelayQueueStore>(store: S) {
+    assert_eq!(store.counts(&queue()).await.unwrap(), Counts::default());
+    push(&store, &[job("a"), job("b"), NewJob { max_attempts: 1, ..job("c") }]).await;
+    sleep(Duration::from_millis(50)).await;
+    let oldest = store.counts(&queue()).await.unwrap().oldest_due.unwrap();
+    assert!(oldest >= Duration::from_millis(50), "{oldest:?}");
+    let jobs = take(&store, &["a", "b", "c"]).await;
+    finish(&store, &jobs[2], retry(Duration::ZERO)).await;
+    push(&store, &[later("e", LONG), later("d", LONG / 2), job("f")]).await;
+    assert_eq!(counts(&store).await, [3, 1, 2, 1]);
+    assert_eq!(list(&store, State::Waiting).await, ["f", "d", "e"]);
+    assert_eq!(list(&store, State::Running).await, ["a", "b"]);
+    assert_eq!(list(&store, State::Dead).await, ["c"]);
+    let some = store.list(&queue(), State::Waiting, 1, 1).await.unwrap();
+    assert_eq!((some[0].id.as_str(), some[0].state, some.len()), ("d", State::Waiting, 1));
+}
+
+/// Nothing is claimed while a queue is paused, and what runs goes on.
+pub async fn a_paused_queue_lends_nothing<S: DelayQueueStore>(store: S) {
+    push(&store, &[job("a")]).await;
+    let jobs = take(&store, &["a"]).await;
+    store.pause(&queue(), true).await.unwrap();
+    push(&store, &[job("b")]).await;
+    take(&store, &[]).await;
+    assert!(store.counts(&queue()).await.unwrap().is_paused);
+    assert_eq!(store.extend(&queue(), &[jobs[0].ticket()], LONG).await.unwrap(), [Extended::Held]);
+    assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+    store.pause(&queue(), false).await.unwrap();
+    take(&store, &["b"]).await;
+}
+
+/// A drained queue has nothing that waits, and keeps what runs and what is dead.
+pub async fn a_queue_is_drained<S: DelayQueueStore>(store: S) {
+    push(&store, &[job("a")]).await;
+    take(&store, &["a"]).await;
+    let jobs: Vec<_> = (0..300).map(|i| later(&i.to_string(), LONG)).collect();
+    push(&store, &jobs).await;
+    let mut removed = Vec::new();
+    while removed.last() != Some(&0) {
+        removed.push(store.drain(&queue(), usize::MAX).await.unwrap());
+    }
+    assert_eq!(removed, [MAX_BATCH, 300 - MAX_BATCH, 0]);
+    assert_eq!(counts(&store).await, [0, 0, 1, 0]);
+}
+
+/// The dead are few, and can be tried again with all of their attempts, or forgotten.
+pub async fn the_dead_are_kept_in_bounds_and_can_be_replayed<S: DelayQueueStore>(store: S) {
+    for id in ["a", "b", "c", "d"] {
+        push(&store, &[NewJob { max_attempts: 1, ..job(id) }]).await;
+        let jobs = take(&store, &[id]).await;
+        assert_eq!(finish(&store, &jobs[0], retry(Duration::ZERO)).await, Finished::Dead);
+        sleep(Duration::from_millis(2)).await;
+    }
+    let few = Claim { dead: DeadLimits { count: 3, age: LONG }, ..claim(1, LONG) };
+    store.claim(&queue(), &[], &few).await.unwrap();
+    assert_eq!(list(&store, State::Dead).await, ["b", "c", "d"]);
+    let ids = ["a", "b", "c"].map(JobId::from);
+    assert_eq!(store.replay(&queue(), &ids[..2]).await.unwrap(), [false, true]);
+    assert_eq!(store.forget(&queue(), &ids[1..]).await.unwrap(), [false, true]);
+    let jobs = take(&store, &["b"]).await;
+    assert_eq!((jobs[0].job.attempt, &jobs[0].job.note), (1, &None));
+    let short = Claim { dead: DeadLimits { count: 3, age: Duration::from_millis(1) }, ..claim(1, LONG) };
+    sleep(Duration::from_millis(5)).await;
+    store.claim(&queue(), &[], &short).await.unwrap();
+    assert_eq!(counts(&store).await, [0, 0, 1, 0]);
+}
+
+/// Who waits for jobs is woken by one that is earlier than it was told.
+pub async fn who_waits_is_woken_by_an_earlier_job<S: DelayQueueStore>(store: S) {
+    let worker = claim(1, LONG);
+    let mut wakeups = store.watch(&queue(), worker.worker).await;
+    push(&store, &[later("z", LONG)]).await;
+    for (id, delay) in [("b", 1), ("a", 0)] {
+        // Nothing to do until then.
+        let claimed = store.claim(&queue(), &[], &worker).await.unwrap();
+        assert!(claimed.jobs.is_empty());
+        while timeout(Duration::from_millis(50), wakeups.next()).await.is_ok() {}
+        push(&store, &[later(id, Duration::from_secs(delay))]).await;
+        timeout(Duration::from_secs(4), wakeups.next()).await.expect("an earlier job wakes who waits");
+    }
+    let jobs = store.claim(&queue(), &[], &worker).await.unwrap().jobs;
+    assert_eq!(names(&jobs), ["a"]);
+    // Also where it comes back from somebody who has had it.
+    let waiting = store.claim(&queue(), &[], &Claim { limit: 100, ..worker }).await.unwrap();
+    assert!(waiting.jobs.is_empty());
+    while timeout(Duration::from_millis(50), wakeups.next()).await.is_ok() {}
+    assert_eq!(finish(&store, &jobs[0], Ending::Release).await, Finished::Done);
+    timeout(Duration::from_secs(4), wakeups.next()).await.expect("what is released wakes who waits");
+}
+
+/// Names and ids of any length and spelling are kept apart, and payloads of any bytes come back.
+pub async fn any_bytes_are_a_name_an_id_and_a_payload<S: DelayQueueStore>(store: S) {
+    let long = "}{".repeat(10_000);
+    let names = ["", "{", "a:b", "a", "b:a", "#1", "ä\r\n\0", &long];
+    let payloads: [&[u8]; 3] = [b"", b"\0\xff\r\n$-1", &[7; 60_000]];
+    for (i, name) in names.iter().enumerate() {
+        for (j, id) in names.iter().enumerate() {
+            let job = NewJob::new(JobId::from(*id), payloads[(i + j) % 3]);
+            let admitted = store.push(&QueueKey::new(*name), &[job], MANY).await.unwrap();
+            assert_eq!(admitted, [Admission::New]);
+        }
+    }
+    for (i, name) in names.iter().enumerate() {
+        let queue = QueueKey::new(*name);
+        let mut seen = 0;
+        // Large payloads come in several goes.
+        while seen < names.len() {
+            let jobs = store.claim(&queue, &[], &claim(100, LONG)).await.unwrap().jobs;
+            assert!(!jobs.is_empty());
+            for claimed in jobs {
+                let j = names.iter().position(|id| JobId::from(*id) == claimed.job.id).unwrap();
+                assert_eq!(*claimed.job.payload, *payloads[(i + j) % 3]);
+                seen += 1;
+            }
+        }
+        assert!(store.claim(&queue.with_part(1), &[], &claim(100, LONG)).await.unwrap().jobs.is_empty());
+    }
+}
+
+/// The longest delays are kept, and so is an instant far away.
+pub async fn the_longest_delays_are_kept<S: DelayQueueStore>(store: S) {
+    let far = UNIX_EPOCH + Duration::from_secs(200 * 365 * 86_400);
+    push(&store, &[later("a", Due::MAX_DELAY), later("b", Duration::MAX), NewJob { due: Due::At(far), ..job("c") }])
+        .await;
+    take(&store, &[]).await;
+    let get = async |id: &str| store.get(&queue(), &JobId::from(id)).await.unwrap().unwrap();
+    assert!(get("a").await.due_at >= SystemTime::now() + Due::MAX_DELAY - LONG);
+    assert!(get("b").await.due_at >= SystemTime::now() + Due::MAX_DELAY - LONG);
+    assert_eq!(get("c").await.due_at, far);
+}
+
+/// Of many who claim at the same time each gets jobs of its own, and nothing is left over.
+pub async fn racing_workers_share_the_jobs<S: DelayQueueStore + Send + Sync + 'static>(store: S) {
+    const JOBS: usize = 1_000;
+    let store = Arc::new(store);
+    let jobs: Vec<_> = (0..JOBS).map(|i| job(&format!("{i:04}"))).collect();
+    push(&*store, &jobs).await;
+    let mut racing = JoinSet::new();
+    for worker in 0..8 {
+        let store = Arc::clone(&store);
+        racing.spawn(async move {
+            let claim = claim(worker + 1, LONG);
+            let (mut done, mut finishes) = (Vec::new(), Vec::new());
+            loop {
+                let claimed = store.claim(&queue(), &finishes, &claim).await.unwrap();
+                assert!(claimed.finished.iter().all(|finished| *finished == Finished::Done));
+                if claimed.jobs.is_empty() {
+                    return done;
+                }
+                let finish = |job: &ClaimedJob| Finish { ticket: job.ticket(), ending: Ending::Done };
+                finishes = claimed.jobs.iter().map(finish).collect();
+                done.extend(claimed.jobs.iter().map(|claimed| claimed.job.id));
+            }
+        });
+    }
+    let mut done: Vec<_> = racing.join_all().await.into_iter().flatten().collect();
+    done.sort_unstable();
+    assert!(done.windows(2).all(|pair| pair[0] != pair[1]));
+    assert_eq!(done.len(), JOBS);
+    assert_eq!(counts(&*store).await, [0; 4]);
+}
