@@ -3,8 +3,9 @@
 
 mod support;
 
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::collections::HashSet;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use support::locks::History;
@@ -12,10 +13,11 @@ use support::server::{DURABLE, RedisServer};
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::lock::{
-    Acquired, Claim, LeaseState, LockKey, LockStore, LossReason, Redlock, Release, RwLocks, Scope, Semaphore, Token,
+    Acquired, Claim, LeaseState, LockKey, LockStore, LossReason, Redlock, Release, Released, Renewal, RwLocks, Scope,
+    Semaphore, Token, Wakeups,
 };
 use tollgate::testing::{Failure, FaultStore};
-use tollgate::{ConfigError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend};
+use tollgate::{ConfigError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, StoreError};
 
 const LONG: Duration = Duration::from_secs(30);
 
@@ -198,6 +200,61 @@ async fn who_is_refused_leaves_nothing_behind_where_it_was_granted() {
     assert!(matches!(answer, Acquired::Busy { remaining } if remaining > Duration::ZERO), "{answer:?}");
     backends[3].release(&lock, &more.token).await.unwrap();
     assert!(matches!(stores.acquire(&lock, &claim(1_000)).await.unwrap(), Acquired::Granted { .. }));
+}
+
+/// A store, and which tokens were given back to it.
+#[derive(Clone, Default)]
+struct Recorder {
+    inner: MemoryBackend,
+    given_back: Arc<Mutex<HashSet<Token>>>,
+    attempts: Arc<AtomicUsize>,
+}
+
+impl LockStore for Recorder {
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        assert!(!self.given_back.lock().unwrap().contains(&claim.token), "it may be given back once more, and late");
+        self.attempts.fetch_add(1, Ordering::Relaxed);
+        self.inner.acquire(lock, claim).await
+    }
+
+    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        self.inner.acquire_all(wanted).await
+    }
+
+    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
+        LockStore::renew(&self.inner, renewals).await
+    }
+
+    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
+        self.given_back.lock().unwrap().insert(*token);
+        LockStore::release(&self.inner, lock, token).await
+    }
+
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+        self.inner.watch(lock, in_line).await
+    }
+
+    /// As far as anybody knows.
+    fn scope(&self) -> Scope {
+        Scope::Redis
+    }
+}
+
+/// A server that was stopped carried out a release after the token had been granted the lock by the next attempt: the holder believed in
+/// a lease that two of three no longer had.
+#[tokio::test(start_paused = true)]
+async fn a_token_that_was_given_back_is_not_asked_with_again() {
+    let stores = [(); 3].map(|()| Recorder::default());
+    let locks = Locks::new(Redlock::new(stores.clone()).unwrap());
+    let other = Claim::new(Token::random().unwrap(), Duration::from_millis(500));
+    let lock = LockKey::new("default", "a");
+    for store in &stores[..2] {
+        store.inner.acquire(&lock, &other).await.unwrap();
+    }
+    let lease = locks.lock("a").wait(LONG).await.unwrap();
+    assert!(stores.iter().all(|store| store.attempts.load(Ordering::Relaxed) > 1));
+    assert_eq!(lease.release().await.unwrap(), Release::Released);
+    locks.shutdown().await;
 }
 
 #[tokio::test(start_paused = true)]

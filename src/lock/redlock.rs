@@ -52,6 +52,9 @@ use crate::error::{ConfigError, StoreError};
 /// * A lease stays with the stores that granted it. One that was granted by two of three, since the third was down or still
 ///   held by somebody else, is lost when either of them goes down.
 ///
+/// As a store it is asked with another token each time that it has not granted what was asked for: those who have granted it
+/// give it back, and may do so late.
+///
 /// For what a lock protects from being done twice, rather than wrongly, one primary is simpler and does as well.
 pub struct Redlock<S> {
     stores: Arc<[S]>,
@@ -85,7 +88,8 @@ impl<S> Redlock<S> {
         self.stores.len() / 2 + 1
     }
 
-    /// Asks all stores at the same time, one whose connection has just broken once more, until all have answered, or some time after what they have answered is enough.
+    /// Asks all stores at the same time, one whose connection has just broken once more, until all have answered, or some time after
+    /// what they have answered is enough.
     async fn ask<'a, T>(
         &'a self,
         call: impl Fn(&'a S) -> Call<'a, T>,
