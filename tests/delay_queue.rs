@@ -137,7 +137,7 @@ mod queue {
             let dead = |ticket| Finish { ticket, ending: Ending::Dead { reason: Reason::Refused, error: "no".into() } };
             finishes = claimed.jobs.iter().map(|job| dead(job.ticket())).collect();
         }
-        let is_even = |job: &tollgate::delay_queue::StoredJob| queue.decode(job).unwrap() % 2 == 0;
+        let is_even = |job: &tollgate::delay_queue::StoredJob| queue.decode(job).unwrap().is_multiple_of(2);
         assert_eq!(queue.replay(250, is_even).await.unwrap(), 250);
         assert_eq!(queue.replay(usize::MAX, is_even).await.unwrap(), JOBS / 2 - 250);
         assert_eq!(queue.replay(usize::MAX, is_even).await.unwrap(), 0);
