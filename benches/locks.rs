@@ -12,10 +12,15 @@
 //! * `handover_rtts`: the median time from giving a lock back to its being granted to somebody who waits over other
 //!   connections, as in another process, to the median of a PING
 
+//!
+//! `cargo bench --bench locks -- renewals` does something else, for a minute and a half: it holds 10,000 leases of 30 s, and ends with
+//! `renewals_core=` and `renewals_redis_core=`, the processor time that this process and Redis take for it, in parts of one processor.
+
 #[path = "../tests/support/mod.rs"]
 mod support;
 
 use std::env;
+use std::fs;
 use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
@@ -30,10 +35,16 @@ const TASKS: u32 = 64;
 const ROUNDS: usize = 5;
 const ROUND: Duration = Duration::from_millis(1_500);
 const HANDOVERS: usize = 500;
+const HELD: u32 = 10_000;
+const HELD_FOR: Duration = Duration::from_secs(60);
 
 fn main() {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime starts");
     let server = RedisServer::start();
+    if env::args().any(|word| word == "renewals") {
+        runtime.block_on(renewals(&server));
+        return;
+    }
     let here = runtime.block_on(locks(&server));
     let there = runtime.block_on(locks(&server));
 
@@ -164,6 +175,36 @@ async fn handover(server: &RedisServer, here: Locks, there: Locks) -> f64 {
     let (handover, rtt) = (median(times), median(pings));
     println!("hand-over {:.0} us, round trip {:.0} us", handover * 1e6, rtt * 1e6);
     handover / rtt
+}
+
+/// Holds many leases, and measures what that costs.
+async fn renewals(server: &RedisServer) {
+    let locks = locks(server).await;
+    let mut leases = Vec::new();
+    for key in 0..HELD {
+        leases.push(locks.lock(key).await.expect("the lock is granted"));
+    }
+    // All of them have been renewed once by then.
+    tokio::time::sleep(Duration::from_secs(20)).await;
+    let redis = || {
+        let seconds = |field| server.info(field).and_then(|seconds| seconds.parse::<f64>().ok()).unwrap_or_default();
+        seconds("used_cpu_user") + seconds("used_cpu_sys")
+    };
+    let (begun, own_before, redis_before, calls_before) = (Instant::now(), own_cpu(), redis(), calls(server));
+    tokio::time::sleep(HELD_FOR).await;
+    let (own, redis, elapsed) = (own_cpu() - own_before, redis() - redis_before, begun.elapsed().as_secs_f64());
+    let calls = calls(server) - calls_before;
+    assert!(leases.iter().all(|lease| lease.check().is_ok()), "a lease was lost");
+    println!("{HELD} leases, {calls} calls in {elapsed:.0} s");
+    println!("renewals_core={:.4} renewals_redis_core={:.4}", own / elapsed, redis / elapsed);
+}
+
+/// The processor time of this process in seconds, in ticks of 10 ms.
+fn own_cpu() -> f64 {
+    let stat = fs::read_to_string("/proc/self/stat").expect("this is Linux");
+    let fields = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').collect::<Vec<_>>()).unwrap_or_default();
+    let ticks = |at: usize| fields[at].parse::<f64>().expect("a number of ticks");
+    (ticks(11) + ticks(12)) / 100.0
 }
 
 /// What `redis-benchmark` gets out of the server with the script that takes a lock.

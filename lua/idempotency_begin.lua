@@ -10,10 +10,11 @@
 -- Value    record: 1 byte version 1, 1 byte state (0 free, 1 in flight, 2 completed, 3 completed without its answer), 4 bytes the
 --          number of the attempt, 7 bytes its fence, 7 bytes the end of the lease in us, 4 bytes its length in ms (of what is
 --          completed: when it was, and 0), little endian; then 16 bytes head, 16 bytes token, 24 bytes payload (the fingerprint
---          of the body: 1 byte 0 none, 1 part of it, 2 all of it; 7 bytes how much; 16 bytes digest), then the answer
--- Returns  {0} another request used this key; {1, fence, attempt} the token's to do; {2, remaining_ms, payload} in flight;
---          {3, attempt, payload} outcome unknown: the lease ended before it was completed; {4, payload, answer} completed;
---          {5, payload, answer} completed, and the answer was not kept
+--          of the body: 1 byte 0 none, 1 part of it, 2 all of it; 7 bytes how much; 16 bytes digest), then the answer, or
+--          before that the last checkpoint, if there is one: see idempotency_checkpoint
+-- Returns  {0} another request used this key; {1, fence, attempt, payload, checkpoint} the token's to do, and what is known of
+--          the attempts before; {2, remaining_ms, payload} in flight; {3, attempt, payload} outcome unknown: the lease ended
+--          before it was completed; {4, payload, answer} completed; {5, payload, answer} completed, and the answer was not kept
 -- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
 -- Repeat   harmless: with the token in flight the lease lasts its whole length again, and the answer is the same; a token that
 --          was given back claims nothing any more
@@ -23,28 +24,31 @@ local lease_ms, keep_ms, takes_over = ARGV[3] + 0, ARGV[4] + 0, ARGV[5] == '1'
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local state, attempt, fence, ends, length_ms = 0, 0, 0, 0, 0
-local holder, payload = '', string.rep('\0', 24)
+local holder, payload, rest = '', string.rep('\0', 24), ''
 local stored = redis.call('GET', record)
 if stored then
   if #stored < 80 or stored:byte(1) ~= 1 or stored:byte(2) > 3 then
     return redis.error_reply('TOLLGATE the value does not hold an operation of version 1')
   end
   state, attempt, fence, ends, length_ms = struct.unpack('<BI4I7I7I4', stored, 2)
-  holder = stored:sub(41, 56)
+  holder, rest = stored:sub(41, 56), stored:sub(81)
 end
 if state == 0 and holder == token then
   return {2, 1, payload}
 end
 local is_ours = state == 1 and holder == token
-if state > 0 then
+-- What was given back without a checkpoint has left nothing that another request could be told apart from.
+if state > 0 or #rest > 0 then
   -- Before anything else is said: whoever sends something else learns nothing about this.
   if stored:sub(25, 40) ~= head then
     return {0}
   end
   payload = stored:sub(57, 80)
-  if state > 1 then
-    return {state + 2, payload, stored:sub(81)}
-  end
+end
+if state > 1 then
+  return {state + 2, payload, rest}
+end
+if state == 1 then
   -- A lease that would last longer than it is long was written before the clock was set back.
   if ends - now > length_ms * 1000 then
     ends = now + length_ms * 1000
@@ -62,9 +66,8 @@ if not is_ours then
   -- The clock alone would do, were it never set back; the last fence alone would do, were it never forgotten.
   fence = math.max(fence, now - 1) + 1
   attempt = math.min(attempt + 1, 4294967295)
-  payload = string.rep('\0', 24)
 end
 ends = now + lease_ms * 1000
-stored = struct.pack('<BBI4I7I7I4', 1, 1, attempt, fence, ends, lease_ms) .. head .. token .. payload
+stored = struct.pack('<BBI4I7I7I4', 1, 1, attempt, fence, ends, lease_ms) .. head .. token .. payload .. rest
 redis.call('SET', record, stored, 'PX', lease_ms + keep_ms)
-return {1, fence, attempt}
+return {1, fence, attempt, payload, rest}

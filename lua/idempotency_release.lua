@@ -1,16 +1,20 @@
 -- idempotency_release: give an operation back that was begun and is not to be kept, if it is still the token's.
 --
 -- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<scope>:<key>}:record
+-- KEYS[2]  channel  where those who wait for it listen              prefix:2:{idempotency:<scope>:<key>}:done
 -- ARGV[1]  token    of the attempt
 -- ARGV[2]  keep_ms  how long the last fence and the number of attempts are remembered
+-- ARGV[3]  publish  PUBLISH, or SPUBLISH on a cluster
 --
--- Value    record: see idempotency_begin; one that is free has no head
+-- Value    record: see idempotency_begin; one that is free has no head, unless it has a checkpoint: it stays that of the same request
+--          then, and for no less time than it had
 -- Returns  1 given back, or never begun: this token can claim it no more; 0 it is somebody else's, or completed
 -- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
 -- Repeat   harmless
-local record, token, keep_ms = KEYS[1], ARGV[1], ARGV[2] + 0
+local record, channel, token, keep_ms, publish = KEYS[1], KEYS[2], ARGV[1], ARGV[2] + 0, ARGV[3]
 
-local attempt, fence = 0, 0
+local none = string.rep('\0', 24)
+local attempt, fence, head, payload, checkpoint = 0, 0, none:sub(1, 16), none, ''
 local stored = redis.call('GET', record)
 if stored then
   if #stored < 80 or stored:byte(1) ~= 1 then
@@ -20,9 +24,18 @@ if stored then
     return 0
   end
   attempt, fence = struct.unpack('<I4I7', stored, 3)
+  if #stored > 80 then
+    head, payload, checkpoint = stored:sub(25, 40), stored:sub(57, 80), stored:sub(81)
+    keep_ms = math.max(keep_ms, redis.call('PTTL', record))
+  end
 end
 -- The claim itself may still be on its way, and comes to nothing then.
-local none = string.rep('\0', 24)
-stored = struct.pack('<BBI4I7I7I4', 1, 0, attempt, fence, 0, 0) .. none:sub(1, 16) .. token .. none
+stored = struct.pack('<BBI4I7I7I4', 1, 0, attempt, fence, 0, 0) .. head .. token .. payload .. checkpoint
 redis.call('SET', record, stored, 'PX', keep_ms)
+-- A user who may not publish is served all the same; those who wait look now and then.
+local listeners = redis.pcall(publish, channel, '1')
+if publish == 'SPUBLISH' and type(listeners) ~= 'number' then
+  -- Redis 6.2 does not know it.
+  redis.pcall('PUBLISH', channel, '1')
+end
 return 1

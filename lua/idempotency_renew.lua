@@ -18,6 +18,6 @@ if #stored < 80 or stored:byte(1) ~= 1 or stored:byte(2) ~= 1 or stored:sub(41, 
 end
 local time = redis.call('TIME')
 local ends = time[1] * 1000000 + time[2] + lease_ms * 1000
-stored = stored:sub(1, 13) .. struct.pack('<I7I4', ends, lease_ms) .. stored:sub(25, 56) .. payload
+stored = stored:sub(1, 13) .. struct.pack('<I7I4', ends, lease_ms) .. stored:sub(25, 56) .. payload .. stored:sub(81)
 redis.call('SET', record, stored, 'PX', lease_ms + keep_ms)
 return 1

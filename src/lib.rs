@@ -68,8 +68,8 @@
 //! * `json` (default): payloads of jobs as JSON, with serde and serde_json.
 //! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`.
 //! * `grpc`: the module `grpc`, with prost.
-//! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics) and
-//!   [`lock`](lock#metrics).
+//! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics),
+//!   [`lock`](lock#metrics) and [`idempotency`](idempotency#metrics).
 //! * `testing`: the module `testing`, for `[dev-dependencies]`.
 //! * `config`: the module `config`, with serde, toml, serde_json, granit-parser (YAML), matchit and arc-swap.
 //!

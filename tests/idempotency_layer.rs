@@ -18,11 +18,12 @@ use http_body_util::{BodyExt, Full};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
-use tokio::time::sleep;
+use tokio::time::{Instant, sleep};
 use tollgate::grpc::AsStatus;
 use tollgate::http::{FingerprintedBody, IdempotentBody, header};
 use tollgate::idempotency::{
-    IdempotencyHandle, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown,
+    Checkpoint, CheckpointError, IdempotencyHandle, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError,
+    OnUnknown,
 };
 use tollgate::lock::Scope;
 use tollgate::testing::{Failure, FaultStore, Verb};
@@ -43,6 +44,18 @@ impl Body for Stream {
 
     fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
         self.0.poll_recv(cx)
+    }
+}
+
+/// A body without an end.
+struct Endless;
+
+impl Body for Endless {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        Poll::Ready(Some(data(&"x".repeat(50))))
     }
 }
 
@@ -790,4 +803,265 @@ async fn a_connection_that_is_cut_does_not_stop_the_handler() {
     assert!(answer.contains("\r\ncontent-length: 12\r\n") && answer.ends_with("\r\n\r\npaid hundred"), "{answer}");
     assert!(has_begun.try_recv().is_err(), "the handler ran twice");
     server.abort();
+}
+
+#[tokio::test(start_paused = true)]
+async fn whoever_waits_is_told_and_does_not_ask_again_and_again() {
+    let handler = Handler::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let guard = layer(store).wait(Duration::from_secs(5)).max_waiting(2);
+    let app = handler.behind(guard, |request, run| async move {
+        sleep(Duration::from_millis(900)).await;
+        echo(request, run).await
+    });
+    let ask_once = |app: &App| {
+        let app = app.clone();
+        tokio::spawn(async move { text(ask(&app, pay("k")).await).await })
+    };
+    let begun = Instant::now();
+    let first = ask_once(&app);
+    sleep(Duration::from_millis(10)).await;
+    let waiting = [ask_once(&app), ask_once(&app)];
+    sleep(Duration::from_millis(10)).await;
+    // There is room for two who wait.
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()));
+    for waiting in waiting {
+        assert_eq!(waiting.await.unwrap(), "1: hundred");
+    }
+    assert_eq!(begun.elapsed(), Duration::from_millis(900));
+    assert_eq!(first.await.unwrap(), "1: hundred");
+    // Each of those who wait asks at first, once it listens, and when it was told.
+    assert_eq!((faults.calls(Verb::Begin), faults.calls(Verb::Watch)), (2 + 2 * 3, 2));
+}
+
+/// A handler that fails wakes those who wait, and one of them is the next attempt.
+#[tokio::test(start_paused = true)]
+async fn whoever_waits_for_a_failure_is_served_next() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()).wait(Duration::from_secs(5)), |request, run| async move {
+        sleep(Duration::from_millis(100)).await;
+        if run == 1 { status(StatusCode::BAD_GATEWAY) } else { echo(request, run).await }
+    });
+    let ask_once = || {
+        let app = app.clone();
+        tokio::spawn(async move {
+            let response = ask(&app, pay("k")).await;
+            (response.status().as_u16(), is_replay(&response), text(response).await)
+        })
+    };
+    let first = ask_once();
+    sleep(Duration::from_millis(10)).await;
+    let others = [ask_once(), ask_once(), ask_once()];
+    assert_eq!(first.await.unwrap(), (502, false, String::new()));
+    let mut replays = 0;
+    for other in others {
+        let (status, is_replay, said) = other.await.unwrap();
+        assert_eq!((status, &*said), (200, "2: hundred"));
+        replays += usize::from(is_replay);
+    }
+    assert_eq!((replays, handler.runs()), (2, 2));
+}
+
+/// The story of an attempt that had charged the card, and was made again from the beginning.
+#[tokio::test(start_paused = true)]
+async fn the_next_attempt_knows_how_far_the_one_before_has_come() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()), |request, run| async move {
+        let operation = request.extensions().get::<IdempotencyHandle>().unwrap();
+        let last = operation.last_checkpoint().map(|last| (last.step().to_owned(), last.data().to_owned()));
+        if run == 1 {
+            assert_eq!(last, None);
+            for step in ["reserved", "charged"] {
+                operation.checkpoint(step, format!("{step} {}", operation.attempt())).await.unwrap();
+            }
+            let too_large = operation.checkpoint("x", vec![0; Checkpoint::MAX_DATA + 1]).await;
+            assert!(matches!(too_large, Err(CheckpointError::TooLarge)));
+            return status(StatusCode::INTERNAL_SERVER_ERROR);
+        }
+        assert_eq!(last, Some(("charged".into(), b"charged 1".to_vec())));
+        assert_eq!((operation.attempt(), run), (2, 2));
+        Response::new(full("sent"))
+    });
+    assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::INTERNAL_SERVER_ERROR);
+    // Something has come of it, so another request is not that one; of a body that differs in the end nobody sees the end.
+    let mut elsewhere = pay("k");
+    *elsewhere.uri_mut() = "/refund".parse().unwrap();
+    assert_eq!(problem(ask(&app, elsewhere).await).await, (422, "key-reused".into()));
+    assert_eq!(text(ask(&app, pay("k")).await).await, "sent");
+    assert!(is_replay(&ask(&app, pay("k")).await));
+    assert_eq!(handler.ended(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_checkpoint_of_an_attempt_that_is_over_is_refused() {
+    let handler = Handler::new();
+    let (send, mut handles) = mpsc::unbounded_channel();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let app = handler.behind(layer(store), move |request, run| {
+        send.send(request.extensions().get::<IdempotencyHandle>().unwrap().clone()).unwrap();
+        echo(request, run)
+    });
+    assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
+    let operation = handles.recv().await.unwrap();
+    assert!(matches!(operation.checkpoint("late", "").await, Err(CheckpointError::Lost)));
+    faults.hang();
+    let error = operation.checkpoint("late", "").await.unwrap_err();
+    assert!(matches!(&error, CheckpointError::Store(error) if error.is_timeout()), "{error:?}");
+    faults.heal();
+    assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
+}
+
+/// The story of an attempt that was made again with another body, since that of the first was forgotten with it.
+#[tokio::test(start_paused = true)]
+async fn whoever_takes_over_has_to_send_the_same() {
+    let handler = Handler::new();
+    let backend = MemoryBackend::new();
+    let guard = layer(backend).lease(Duration::from_millis(300)).on_unknown(OnUnknown::Retry);
+    // A renewal tells what the body was.
+    let dying = handler.behind(guard.clone().max_run(Duration::from_millis(200)), |_, _| pending());
+    let alive = handler.behind(guard, echo);
+    assert_eq!(ask(&dying, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+    for other in [of(&["hun", "dreD"]), of(&["hundr"]), of(&["hundred", "!"]), of(&[])] {
+        sleep(Duration::from_millis(500)).await;
+        assert_eq!(problem(ask(&alive, request("k", other)).await).await, (422, "key-reused".into()));
+    }
+    assert_eq!(handler.ended(), 0, "nobody has seen the whole of another body");
+    sleep(Duration::from_millis(500)).await;
+    assert_eq!(text(ask(&alive, request("k", of(&["h", "undred"]))).await).await, "6: hundred");
+}
+
+/// A client that reads a large answer slowly is no reason to cut it off, and those who ask again need not wait for it.
+#[tokio::test(start_paused = true)]
+async fn a_large_answer_is_read_as_slowly_as_its_reader_likes() {
+    let handler = Handler::new();
+    let guard = layer(MemoryBackend::new()).max_answer(100).max_run(Duration::from_secs(60));
+    let app = handler.behind(guard.clone(), |_, _| async {
+        let (sender, body) = stream();
+        tokio::spawn(async move {
+            for _ in 0..1_000 {
+                let _ = sender.send(data(&"x".repeat(50)));
+                tokio::task::yield_now().await;
+            }
+        });
+        Response::new(body.boxed())
+    });
+    let mut slow = ask(&app, pay("k")).await.into_body();
+    let mut read = 0;
+    while let Some(frame) = slow.frame().await {
+        read += frame.unwrap().into_data().unwrap().len();
+        sleep(Duration::from_secs(1)).await;
+        if read == 200 {
+            assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
+        }
+    }
+    assert_eq!(read, 50_000);
+    guard.drained().await;
+    assert_eq!(handler.runs(), 1);
+
+    // One that stops to read altogether is let go, and its handler with it.
+    let app = handler.behind(guard.clone(), |_, _| async { Response::new(Endless.boxed()) });
+    let mut stuck = ask(&app, pay("other")).await.into_body();
+    stuck.frame().await.unwrap().unwrap();
+    guard.drained().await;
+    drop(stuck);
+    assert_eq!(problem(ask(&app, pay("other")).await).await, (409, "answer-not-kept".into()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_that_never_ends_is_waited_for_in_bounds() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()).max_run(Duration::from_secs(30)), echo);
+    let (sender, body) = stream();
+    sender.send(data("hun")).unwrap();
+    let begun = Instant::now();
+    assert_eq!(problem(ask(&app, request("k", body)).await).await, (503, "about:blank".into()));
+    assert_eq!(begun.elapsed(), Duration::from_secs(30));
+    sender.send(data("dred")).unwrap_err();
+    assert_eq!((handler.runs(), handler.ended()), (1, 0));
+    // Nor is a duplicate.
+    assert_eq!(text(ask(&app, pay("other")).await).await, "2: hundred");
+    let (sender, body) = stream();
+    let begun = Instant::now();
+    assert_eq!(problem(ask(&app, request("other", body)).await).await, (400, "about:blank".into()));
+    assert_eq!(begun.elapsed(), Duration::from_secs(10));
+    sender.send(data("hundred")).unwrap_err();
+}
+
+/// The handler is polled by its caller for as long as there is one, and by a task of its own from then on, wherever it is dropped.
+#[tokio::test(start_paused = true)]
+async fn a_handler_goes_on_where_its_caller_has_left_it() {
+    let handler = Handler::new();
+    let guard = layer(MemoryBackend::new());
+    let app = handler.behind(guard.clone(), slow);
+    let mut asking = Box::pin(ask(&app, pay("k")));
+    let pending = std::future::poll_fn(|cx| Poll::Ready(asking.as_mut().poll(cx).is_pending())).await;
+    assert!(pending);
+    // On a thread that knows of no runtime.
+    std::thread::spawn(move || drop(asking)).join().unwrap();
+    guard.drained().await;
+    assert_eq!((handler.runs(), handler.ended()), (1, 1));
+    assert!(is_replay(&ask(&app, pay("k")).await));
+}
+
+/// What the length says and what comes are two things: a client that breaks off is served when it sends all of it.
+#[tokio::test]
+async fn a_body_that_is_shorter_than_it_says_is_no_other_request() {
+    let app = axum::Router::new()
+        .route("/pay", axum::routing::post(|body: String| async move { format!("paid {body}") }))
+        .layer(layer(MemoryBackend::new()));
+    let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+    let address = listener.local_addr().unwrap();
+    let server = tokio::spawn(axum::serve(listener, app).into_future());
+    let send = async |length: &str, body: &str| {
+        let mut connection = TcpStream::connect(address).await.unwrap();
+        let head = "POST /pay HTTP/1.1\r\nhost: a\r\nauthorization: alice\r\nidempotency-key: \"k\"\r\n";
+        let rest = format!("content-type: text/plain\r\n{length}\r\nconnection: close\r\n\r\n{body}");
+        connection.write_all([head, &rest].concat().as_bytes()).await.unwrap();
+        connection.shutdown().await.unwrap();
+        let mut answer = String::new();
+        // A server that gives up on a request may reset the connection.
+        let _ = connection.read_to_string(&mut answer).await;
+        answer
+    };
+    for (length, body) in [("content-length: 700", "hundred"), ("transfer-encoding: chunked", "7\r\nhundred\r\n")] {
+        let answer = send(length, body).await;
+        assert!(answer.is_empty() || answer.starts_with("HTTP/1.1 400"), "{answer}");
+    }
+    let answer = loop {
+        let answer = send("transfer-encoding: chunked", "7\r\nhundred\r\n0\r\n\r\n").await;
+        // The one that broke off is given back in a moment.
+        if !answer.starts_with("HTTP/1.1 409") {
+            break answer;
+        }
+        sleep(Duration::from_millis(10)).await;
+    };
+    assert!(answer.starts_with("HTTP/1.1 200") && answer.ends_with("\r\n\r\npaid hundred"), "{answer}");
+    assert!(!answer.contains("idempotent-replayed"), "{answer}");
+    // More than it says is the next request on the connection, and not a part of this one.
+    let answer = send("content-length: 7", "hundredth").await;
+    assert!(answer.contains("\r\nidempotent-replayed: true\r\n"), "{answer}");
+    server.abort();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_hangs_does_not_cost_each_request_its_deadline() {
+    let handler = Handler::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let app = handler.behind(layer(store), echo);
+    faults.hang();
+    for _ in 0..5 {
+        assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+    }
+    let (begun, asked) = (Instant::now(), faults.calls(Verb::Begin));
+    for asking in [(); 10].map(|()| tokio::spawn(ask(&app, pay("k")))) {
+        assert_eq!(problem(asking.await.unwrap()).await, (503, "about:blank".into()));
+    }
+    // One of them finds out whether the store answers again.
+    assert!(faults.calls(Verb::Begin) - asked <= 1 && begun.elapsed() <= Duration::from_millis(100));
+    faults.heal();
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
 }

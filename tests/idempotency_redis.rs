@@ -92,6 +92,45 @@ async fn a_first_request_costs_two_commands_and_a_replay_one() {
     assert_eq!([first - before, replay - first, calls() - replay], [2, 1, 1]);
 }
 
+/// Another process is told by the store, and does not ask again and again.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_waits_in_another_process_is_told() {
+    let server = RedisServer::start();
+    let runs = Runs::default();
+    let [one, other] = [(); 2].map(|()| async {
+        // Renewals are left out of account.
+        let guard = guard(&server).await.lease(Duration::from_secs(60)).deadline(Duration::from_secs(5));
+        guard.wait(Duration::from_secs(20)).layer(service_fn(
+            async |request: Request<FingerprintedBody<Full<Bytes>>>| {
+                drop(request);
+                sleep(Duration::from_millis(1_300)).await;
+                Ok::<_, Infallible>(Response::new(Full::<Bytes>::from("done")))
+            },
+        ))
+    });
+    let (one, other) = (one.await, other.await);
+    // The scripts are known to the server after this.
+    replica(guard(&server).await, &runs).oneshot(pay("alice", "first", "hundred")).await.unwrap();
+    let calls = || {
+        let stats = server.text("INFO commandstats");
+        let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
+        stats.lines().filter(|line| line.starts_with("cmdstat_eval")).filter_map(calls).sum::<u64>()
+    };
+    let before = calls();
+    let first = tokio::spawn(async move {
+        one.oneshot(pay("alice", "k", "hundred")).await.unwrap();
+        Instant::now()
+    });
+    sleep(Duration::from_millis(100)).await;
+    let second = other.oneshot(pay("alice", "k", "hundred")).await.unwrap();
+    assert!(second.headers().contains_key("idempotent-replayed"));
+    // Somebody who looks once a second would have come some 700 ms later.
+    let late = first.await.unwrap().elapsed();
+    assert!(late < Duration::from_millis(500), "{late:?}");
+    // Begun, completed; and asked at first, once it listened, after a second, and when it was told.
+    assert!(calls() - before <= 6, "{} calls", calls() - before);
+}
+
 /// Four replicas, of which one dies with its handlers at work, a server that loses its connections and is killed, and clients
 /// that try again, hang up, and change their minds.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -5,10 +5,17 @@ use std::collections::BTreeMap;
 use std::future::IntoFuture;
 use std::time::Duration;
 
+use bytes::Bytes;
+use http::{Request, Response, StatusCode};
+use http_body_util::{BodyExt, Full};
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
+use tollgate::http::{FingerprintedBody, header};
 use tollgate::rate_limit::{CircuitBreaker, Decision, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore};
-use tollgate::{AsError, BoxError, Key, Locks, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError};
+use tollgate::{
+    AsError, BoxError, IdempotencyLayer, Key, Locks, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer,
+    StoreError,
+};
 use tower::{Layer, Service, ServiceExt, service_fn};
 
 /// Every counter and the number of values of every histogram, by `name{label=value,...}`; zeros left out.
@@ -185,6 +192,63 @@ fn a_shadow_is_seen_apart() {
         ("tollgate_decisions_total{policy=trial,outcome=shadow_limited}", 2),
     ];
     assert_eq!(seen, expect(&expected));
+}
+
+#[test]
+fn operations_are_counted_by_layer_and_outcome() {
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    metrics::with_local_recorder(&recorder, || {
+        let guard = IdempotencyLayer::new(store).name("pay").scope(header("x-user")).max_answer(500);
+        let service = guard.wait(Duration::from_secs(1)).layer(service_fn(pay));
+        let ask = async |key: &str, body: &'static str| {
+            let request = Request::post("/").header("x-user", "alice").header("idempotency-key", key);
+            let response = service.clone().oneshot(request.body(Full::<Bytes>::from(body)).unwrap()).await;
+            response.unwrap().into_body().collect().await.unwrap().to_bytes()
+        };
+        runtime.block_on(async {
+            for (key, body) in [("a", "x"), ("a", "x"), ("a", "y"), ("\"", "x"), ("b", "large"), ("b", "large")] {
+                ask(key, body).await;
+            }
+            for _ in 0..2 {
+                ask("c", "fails").await;
+            }
+            // One waits for the other.
+            tokio::join!(ask("d", "slow"), ask("d", "slow"));
+            faults.fail(Failure::Unavailable);
+            ask("e", "x").await;
+        });
+    });
+    let expected = [
+        ("tollgate_idempotency_requests_total{layer=pay,outcome=executed}", 5),
+        ("tollgate_idempotency_requests_total{layer=pay,outcome=replayed}", 2),
+        ("tollgate_idempotency_requests_total{layer=pay,outcome=mismatch}", 1),
+        ("tollgate_idempotency_requests_total{layer=pay,outcome=invalid_key}", 1),
+        ("tollgate_idempotency_requests_total{layer=pay,outcome=not_kept}", 1),
+        ("tollgate_idempotency_requests_total{layer=pay,outcome=failed_closed}", 1),
+        ("tollgate_idempotency_attempts_total{layer=pay,outcome=kept}", 2),
+        ("tollgate_idempotency_attempts_total{layer=pay,outcome=tombstone}", 1),
+        ("tollgate_idempotency_attempts_total{layer=pay,outcome=given_back}", 2),
+        ("tollgate_idempotency_handler_seconds{layer=pay}", 5),
+        ("tollgate_idempotency_wait_seconds{layer=pay}", 1),
+        ("tollgate_idempotency_store_errors_total{layer=pay}", 1),
+    ];
+    assert_eq!(seen(&snapshotter), expect(&expected));
+}
+
+async fn pay(request: Request<FingerprintedBody<Full<Bytes>>>) -> Result<Response<Full<Bytes>>, BoxError> {
+    let body = request.into_body().collect().await?.to_bytes();
+    let mut response = Response::new(body.clone().into());
+    match &*body {
+        b"slow" => tokio::time::sleep(Duration::from_millis(100)).await,
+        b"large" => *response.body_mut() = vec![b'x'; 1_000].into(),
+        b"fails" => *response.status_mut() = StatusCode::BAD_GATEWAY,
+        _ => {}
+    }
+    Ok(response)
 }
 
 #[test]

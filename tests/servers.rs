@@ -25,12 +25,14 @@ use tollgate::grpc::AsStatus;
 use tollgate::http::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
 use tollgate::rate_limit::{Decision, RateLimitStore, Receipt};
 use tollgate::reject::HeaderVersion;
-use tollgate::{Key, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError};
+use tollgate::{
+    BoxError, IdempotencyLayer, Key, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
+};
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::transport::{Channel, Endpoint, server::TcpIncoming};
-use tonic::{Code, Status, server::NamedService};
+use tonic::{Code, Status, server::NamedService, service::Routes};
 use tonic_types::StatusExt;
-use tower::{Service, ServiceBuilder, service_fn};
+use tower::{Layer, Service, ServiceBuilder, service_fn};
 
 // HTTP/1, by peer address.
 
@@ -285,6 +287,39 @@ async fn tonic_clients_get_the_fields_that_were_asked_for_and_jitter() {
     .await;
 }
 
+#[tokio::test]
+async fn tonic_runs_a_call_with_a_key_once() {
+    within_seconds(async {
+        let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("x-tenant"));
+        let (server, calls) = serve_echo(guard.with_rejection(AsStatus::new()));
+        let mut client = GrpcClient::connect(server.addr).await;
+        let acme = [("x-tenant", "acme"), ("idempotency-key", "k")];
+        for is_replay in [false, true, true] {
+            let answer = client.call(&acme, "hundred").await.unwrap();
+            assert_eq!(answer.metadata().contains_key("idempotent-replayed"), is_replay);
+            assert_eq!(answer.into_inner(), "hundred");
+        }
+        assert_eq!(client.call(&acme, "thousand").await.unwrap_err().code(), Code::FailedPrecondition);
+        assert_eq!(client.call(&acme[..1], "hundred").await.unwrap_err().code(), Code::InvalidArgument);
+        assert_eq!(calls.load(Ordering::Relaxed), 1);
+        let globex = [("x-tenant", "globex"), ("idempotency-key", "k")];
+        let answer = client.call(&globex, "thousand").await.unwrap();
+        assert!(!answer.metadata().contains_key("idempotent-replayed"), "the key of another tenant");
+        assert_eq!(calls.load(Ordering::Relaxed), 2);
+
+        // A status that says "not now" is not kept, and any other is.
+        for (said, code, runs) in [("busy", Code::Unavailable, 3), ("gone", Code::NotFound, 1)] {
+            let before = calls.load(Ordering::Relaxed);
+            for _ in 0..3 {
+                let status = client.call(&[acme[0], ("idempotency-key", said)], said).await.unwrap_err();
+                assert_eq!((status.code(), status.message()), (code, said));
+            }
+            assert_eq!(calls.load(Ordering::Relaxed) - before, runs, "{said}");
+        }
+    })
+    .await;
+}
+
 // What is asserted of every HTTP server.
 
 async fn assert_limited_across_connections(server: SocketAddr) {
@@ -389,11 +424,24 @@ async fn serve_tonic_answering<B>(layer: RateLimitLayer<B, HeaderKey>, answer: A
 where
     B: RateLimitStore + Clone + Send + Sync + 'static,
 {
+    serve_echo(layer.with_rejection(answer))
+}
+
+/// Behind a layer.
+fn serve_echo<L, B>(layer: L) -> (Server, Arc<AtomicUsize>)
+where
+    L: Layer<Routes> + Clone + Send + 'static,
+    L::Service: Service<Request<tonic::body::Body>, Response = Response<B>> + Clone + Send + 'static,
+    <L::Service as Service<Request<tonic::body::Body>>>::Future: Send,
+    <L::Service as Service<Request<tonic::body::Body>>>::Error: Into<BoxError> + Send,
+    B: http_body::Body<Data = Bytes> + Send + 'static,
+    B::Error: Into<BoxError>,
+{
     let echo = Echo::default();
     let calls = Arc::clone(&echo.calls);
     let incoming = TcpIncoming::bind(ANY_PORT).unwrap();
     let addr = incoming.local_addr().unwrap();
-    let server = tonic::transport::Server::builder().layer(layer.with_rejection(answer)).add_service(echo);
+    let server = tonic::transport::Server::builder().layer(layer).add_service(echo);
     let task = tokio::spawn(async move { server.serve_with_incoming(incoming).await.unwrap() });
     (Server { addr, task }, calls)
 }
@@ -438,7 +486,7 @@ impl RateLimitStore for Broken {
     }
 }
 
-/// A gRPC service without generated code: one method, which answers what it is told.
+/// A gRPC service without generated code: one method, which answers what it is told, or is `busy` or `gone`.
 #[derive(Clone, Default)]
 struct Echo {
     calls: Arc<AtomicUsize>,
@@ -460,8 +508,10 @@ impl Service<Request<tonic::body::Body>> for Echo {
     fn call(&mut self, request: Request<tonic::body::Body>) -> Self::Future {
         self.calls.fetch_add(1, Ordering::Relaxed);
         Box::pin(async {
-            let say = service_fn(async |said: tonic::Request<String>| {
-                Ok::<_, Status>(tonic::Response::new(said.into_inner()))
+            let say = service_fn(async |said: tonic::Request<String>| match said.into_inner() {
+                said if said == "busy" => Err(Status::unavailable(said)),
+                said if said == "gone" => Err(Status::not_found(said)),
+                said => Ok(tonic::Response::new(said)),
             });
             Ok(tonic::server::Grpc::new(PlainText).unary(say, request).await)
         })
@@ -556,13 +606,22 @@ impl GrpcClient {
     }
 
     async fn say(&mut self, tenant: Option<&'static str>, text: &str) -> Result<String, Status> {
+        let tenant: Vec<_> = tenant.map(|tenant| ("x-tenant", tenant)).into_iter().collect();
+        self.call(&tenant, text).await.map(tonic::Response::into_inner)
+    }
+
+    async fn call(
+        &mut self,
+        metadata: &[(&'static str, &'static str)],
+        text: &str,
+    ) -> Result<tonic::Response<String>, Status> {
         let mut request = tonic::Request::new(text.to_owned());
-        if let Some(tenant) = tenant {
-            request.metadata_mut().insert("x-tenant", tenant.parse().unwrap());
+        for (name, value) in metadata {
+            request.metadata_mut().insert(*name, value.parse().unwrap());
         }
         let path = PathAndQuery::from_static("/tollgate.test.Echo/Say");
         self.grpc.ready().await.map_err(|error| Status::unknown(error.to_string()))?;
-        self.grpc.unary(request, path, PlainText).await.map(tonic::Response::into_inner)
+        self.grpc.unary(request, path, PlainText).await
     }
 }
 

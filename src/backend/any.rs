@@ -8,7 +8,7 @@ use crate::delay_queue::{
     QueueKey, State, StoredJob, Ticket, WorkerId,
 };
 use crate::error::{ConfigError, ConnectError, StoreError};
-use crate::idempotency::{self, Begun, Completion, IdempotencyStore, Operation, Payload};
+use crate::idempotency::{self, Begun, Checkpoint, Completion, IdempotencyStore, Operation, Payload};
 use crate::key::Key;
 use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::lock::{Cursor, LockPage, LockRegistry, LockStatus, Seized};
@@ -121,6 +121,10 @@ impl LockStore for AnyBackend {
         delegate!(self, store => store.acquire(lock, claim).await)
     }
 
+    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        delegate!(self, store => store.acquire_all(wanted).await)
+    }
+
     fn shard(&self, lock: &LockKey) -> u32 {
         delegate!(self, store => store.shard(lock))
     }
@@ -174,6 +178,16 @@ impl IdempotencyStore for AnyBackend {
         delegate!(self, store => IdempotencyStore::renew(store, operation, claim, payload).await)
     }
 
+    async fn checkpoint(
+        &self,
+        operation: &Operation,
+        claim: &idempotency::Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> Result<bool, StoreError> {
+        delegate!(self, store => store.checkpoint(operation, claim, payload, checkpoint).await)
+    }
+
     async fn complete(
         &self,
         operation: &Operation,
@@ -185,6 +199,10 @@ impl IdempotencyStore for AnyBackend {
 
     async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {
         delegate!(self, store => IdempotencyStore::release(store, operation, token).await)
+    }
+
+    async fn watch(&self, operation: &Operation) -> Wakeups {
+        delegate!(self, store => IdempotencyStore::watch(store, operation).await)
     }
 
     fn scope(&self) -> Scope {

@@ -1,7 +1,8 @@
-use std::future::{Future, pending};
+use std::error::Error as _;
+use std::future::pending;
 use std::pin::pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
 
@@ -9,10 +10,13 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
+use super::checkpoint::Checkpoint;
 use super::erased::AnyStore;
+use super::meters::{Ended, Meters};
 use super::store::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
+use crate::circuit::{Circuit, CircuitBreaker, Watch};
 use crate::error::StoreError;
-use crate::lock::{Scope, Token};
+use crate::lock::{Scope, Wakeups};
 
 /// How many attempts may be settled in the background at a time. While a store is away all of them are; what is beyond that is left
 /// to the end of its lease.
@@ -25,39 +29,102 @@ const SHORTEST: Duration = Duration::from_secs(1);
 /// What all attempts of one layer have in common.
 pub(crate) struct Home {
     store: Arc<dyn AnyStore>,
-    // How long one call of the store may take.
-    limit: Duration,
+    terms: Terms,
+    circuit: Circuit,
+    meters: OnceLock<Meters>,
     running: AtomicUsize,
+    waiting: AtomicUsize,
     background: AtomicUsize,
     idle: Notify,
 }
 
+/// How the store is dealt with.
+#[derive(Clone)]
+pub(crate) struct Terms {
+    /// How long one call may take.
+    pub(crate) limit: Duration,
+    pub(crate) breaker: CircuitBreaker,
+    /// What the layer is called in metrics.
+    pub(crate) name: Arc<str>,
+}
+
+impl Default for Terms {
+    fn default() -> Self {
+        let (limit, breaker) = (Duration::from_millis(100), CircuitBreaker::new());
+        Self { limit, breaker, name: "idempotency".into() }
+    }
+}
+
+impl Watch for Home {
+    fn failed(&self) {
+        self.meters().store_failed();
+    }
+
+    fn opened(&self) {
+        self.meters().circuit(true);
+    }
+
+    fn closed(&self) {
+        self.meters().circuit(false);
+    }
+
+    fn outage_begins(&self, error: &StoreError) {
+        let cause = error.source().map(tracing::field::display);
+        tracing::warn!(layer = &*self.terms.name, %error, cause, "idempotency store fails");
+    }
+
+    fn outage_ends(&self) {
+        tracing::info!(layer = &*self.terms.name, "idempotency store answers again");
+    }
+}
+
 impl Home {
-    pub(crate) fn new(store: impl IdempotencyStore + Send + Sync + 'static, limit: Duration) -> Self {
-        Self::over(Arc::new(store), limit)
+    pub(crate) fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Self {
+        Self::over(Arc::new(store), Terms::default())
     }
 
-    fn over(store: Arc<dyn AnyStore>, limit: Duration) -> Self {
-        let (running, background) = (AtomicUsize::new(0), AtomicUsize::new(0));
-        Self { store, limit, running, background, idle: Notify::new() }
+    fn over(store: Arc<dyn AnyStore>, terms: Terms) -> Self {
+        let [running, waiting, background] = [const { AtomicUsize::new(0) }; 3];
+        let (circuit, meters) = (Circuit::new(terms.breaker), OnceLock::new());
+        Self { store, terms, circuit, meters, running, waiting, background, idle: Notify::new() }
     }
 
-    /// The same store with another deadline.
-    pub(crate) fn with_limit(&self, limit: Duration) -> Self {
-        Self::over(Arc::clone(&self.store), limit)
+    /// The same store on other terms.
+    pub(crate) fn with(&self, change: impl FnOnce(&mut Terms)) -> Self {
+        let mut terms = self.terms.clone();
+        change(&mut terms);
+        Self::over(Arc::clone(&self.store), terms)
+    }
+
+    pub(crate) const fn terms(&self) -> &Terms {
+        &self.terms
+    }
+
+    pub(crate) fn meters(&self) -> &Meters {
+        self.meters.get_or_init(|| Meters::new(&self.terms.name))
+    }
+
+    /// Notes whether the store has answered.
+    fn noted<T>(&self, answer: Result<T, StoreError>) -> Result<T, StoreError> {
+        match &answer {
+            Ok(_) => self.circuit.answered(self),
+            Err(error) => self.circuit.failed(self, error, true),
+        }
+        answer
     }
 
     pub(crate) fn scope(&self) -> Scope {
         self.store.scope()
     }
 
-    pub(crate) const fn limit(&self) -> Duration {
-        self.limit
-    }
-
     /// A place for one more attempt, unless there are `most` already.
     pub(crate) fn admit(self: &Arc<Self>, most: usize) -> Option<Running> {
         Running::new(self, |home| &home.running, most)
+    }
+
+    /// A place to wait for somebody else, unless `most` do so already.
+    pub(crate) fn stand_by(self: &Arc<Self>, most: usize) -> Option<Running> {
+        Running::new(self, |home| &home.waiting, most)
     }
 
     /// Waits until nothing is being done, in the background neither.
@@ -71,20 +138,50 @@ impl Home {
             idle.await;
         }
     }
+}
 
-    /// Begins an operation, or says how far it is.
+/// One request for an operation, from the first word to the store to the last.
+pub(crate) struct Order {
+    home: Arc<Home>,
+    operation: Operation,
+    claim: Claim,
+    // Before the claim was, or the last renewal.
+    sent: Mutex<Instant>,
+}
+
+impl Order {
+    pub(crate) fn new(home: &Arc<Home>, operation: Operation, claim: Claim) -> Arc<Self> {
+        Arc::new(Self { home: Arc::clone(home), operation, claim, sent: Mutex::new(Instant::now()) })
+    }
+
+    pub(super) const fn operation(&self) -> &Operation {
+        &self.operation
+    }
+
+    fn sent(&self) -> MutexGuard<'_, Instant> {
+        self.sent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Begins the operation, or says how far it is.
     ///
     /// # Cancellation
     ///
     /// What was begun without anybody hearing of it is given back in the background.
-    pub(crate) async fn begin(self: &Arc<Self>, operation: Operation, claim: Claim) -> Result<Begin, StoreError> {
-        let (home, sent) = (Arc::clone(self), Instant::now());
-        let is_answering = AtomicBool::new(false);
-        let mut attempt = Attempt { home, operation, claim, sent, end: End::GiveBack, is_answering };
-        match Arc::clone(&self.store).begin(operation, claim, self.limit).await? {
-            Begun::Granted { fence, attempt: number } => {
+    pub(crate) async fn begin(self: &Arc<Self>) -> Result<Begin, StoreError> {
+        let Self { home, operation, claim, .. } = &**self;
+        *self.sent() = Instant::now();
+        let mut attempt = Attempt { order: Arc::clone(self), end: End::GiveBack, is_answering: AtomicBool::new(false) };
+        let begun = match home.circuit.admit() {
+            Ok(()) => home.noted(home.store.begin(operation, claim, home.terms.limit).await),
+            Err(error) => {
+                attempt.end = End::Settled;
+                Err(error)
+            }
+        };
+        match begun? {
+            Begun::Granted { fence, attempt: number, payload, checkpoint } => {
                 attempt.end = End::Leave;
-                Ok(Begin::Granted { attempt, fence, number })
+                Ok(Begin::Granted(Granted { attempt, fence, number, payload, checkpoint }))
             }
             begun => {
                 attempt.end = End::Settled;
@@ -93,29 +190,71 @@ impl Home {
         }
     }
 
-    /// Asks the store for something until it has answered, for no longer than `lease`, or a second where that is shorter.
-    fn persist<F>(self: &Arc<Self>, lease: Duration, mut ask: impl FnMut() -> F + Send + 'static)
-    where
-        F: Future<Output = Result<bool, StoreError>> + Send,
-    {
+    /// Wake-ups for somebody who waits for the operation.
+    pub(crate) async fn watch(&self) -> Wakeups {
+        self.home.store.watch(&self.operation).await
+    }
+
+    /// Puts down how far the attempt has come.
+    pub(super) async fn checkpoint(&self, payload: &Payload, checkpoint: &Checkpoint) -> Result<bool, StoreError> {
+        let Self { home, operation, claim, .. } = self;
+        home.noted(home.store.checkpoint(operation, claim, payload, checkpoint, home.terms.limit).await)
+    }
+
+    /// Says what has become of the operation. False if it is somebody else's.
+    async fn settle(&self, end: &Settlement) -> Result<bool, StoreError> {
+        let Self { home, operation, claim: Claim { token, .. }, .. } = self;
+        home.noted(match end {
+            Settlement::Complete(completion) => {
+                home.store.complete(operation, token, completion, home.terms.limit).await
+            }
+            Settlement::Release => home.store.release(operation, token, home.terms.limit).await,
+        })
+    }
+
+    /// Goes on to say it in the background, for no longer than a lease, or a second where that is shorter.
+    fn settle_in_background(self: &Arc<Self>, end: Settlement) {
         let (Ok(runtime), Some(running)) =
-            (Handle::try_current(), Running::new(self, |home| &home.background, MAX_BACKGROUND))
+            (Handle::try_current(), Running::new(&self.home, |home| &home.background, MAX_BACKGROUND))
         else {
             tracing::debug!("an operation is left to the end of its lease");
-            return;
+            return self.home.meters().ended(Ended::Unknown);
         };
+        let order = Arc::clone(self);
         drop(runtime.spawn(async move {
-            let (until, mut pause) = (Instant::now() + lease.max(SHORTEST), FIRST_PAUSE);
-            while let Err(error) = ask().await {
-                if Instant::now() + pause >= until {
-                    tracing::warn!(%error, "an operation could not be settled in time: its outcome is unknown");
-                    break;
+            let (until, mut pause) = (Instant::now() + order.claim.lease.max(SHORTEST), FIRST_PAUSE);
+            let ended = loop {
+                match order.settle(&end).await {
+                    Ok(is_ours) => break end.ended(is_ours),
+                    Err(error) if Instant::now() + pause >= until => {
+                        tracing::warn!(%error, "an operation could not be settled in time: its outcome is unknown");
+                        break Ended::Unknown;
+                    }
+                    Err(_) => sleep(pause).await,
                 }
-                sleep(pause).await;
                 pause *= 2;
-            }
+            };
+            order.home.meters().ended(ended);
             drop(running);
         }));
+    }
+}
+
+/// What the store is told of an attempt that is over.
+enum Settlement {
+    Complete(Completion),
+    Release,
+}
+
+impl Settlement {
+    /// What has become of an attempt of which this was said.
+    const fn ended(&self, is_ours: bool) -> Ended {
+        match self {
+            _ if !is_ours => Ended::Unknown,
+            Self::Complete(Completion { is_kept: true, .. }) => Ended::Kept,
+            Self::Complete(_) => Ended::Tombstone,
+            Self::Release => Ended::GivenBack,
+        }
     }
 }
 
@@ -145,17 +284,22 @@ impl Drop for Running {
 
 /// What came of a claim.
 pub(crate) enum Begin {
-    Granted { attempt: Attempt, fence: u64, number: u32 },
+    Granted(Granted),
     Not(Begun),
+}
+
+/// An attempt, and what is known of those before.
+pub(crate) struct Granted {
+    pub(crate) attempt: Attempt,
+    pub(crate) fence: u64,
+    pub(crate) number: u32,
+    pub(crate) payload: Payload,
+    pub(crate) checkpoint: Option<Checkpoint>,
 }
 
 /// An operation that is this process's to do.
 pub(crate) struct Attempt {
-    home: Arc<Home>,
-    operation: Operation,
-    claim: Claim,
-    // Before the claim was.
-    sent: Instant,
+    order: Arc<Order>,
     end: End,
     is_answering: AtomicBool,
 }
@@ -174,13 +318,13 @@ enum End {
 }
 
 impl Attempt {
-    pub(crate) const fn operation(&self) -> &Operation {
-        &self.operation
+    pub(super) fn order(&self) -> Arc<Order> {
+        Arc::clone(&self.order)
     }
 
-    fn settled(mut self) -> Self {
-        self.end = End::Settled;
-        self
+    /// When it was asked for, or renewed.
+    pub(crate) fn sent(&self) -> Instant {
+        *self.order.sent()
     }
 
     /// Lets the attempt be given back if it is dropped by a panic, which is a failure like any other then.
@@ -194,22 +338,29 @@ impl Attempt {
         self.is_answering.store(true, Ordering::Relaxed);
     }
 
+    /// Whether somebody else may have begun, by the clock.
+    pub(crate) fn is_lost(&self) -> bool {
+        let Claim { takes_over, lease, .. } = self.order.claim;
+        takes_over && Instant::now() >= self.sent() + usable(lease)
+    }
+
     /// Renews the lease for as long as this is polled. Ready when somebody else may have begun, so that all has to stop.
     ///
     /// `payload` says what is known of the body by then.
     pub(crate) async fn keep(&self, payload: impl Fn() -> Payload) {
-        let mut sent = self.sent;
+        let Claim { takes_over, lease, .. } = self.order.claim;
         loop {
+            let sent = self.sent();
             let renewed = self.renewed(sent, &payload);
-            let renewed = if self.claim.takes_over {
+            let renewed = if takes_over {
                 // By the clock alone, since no answer may come.
-                timeout_at(sent + usable(self.claim.lease), renewed).await.unwrap_or_default()
+                timeout_at(sent + usable(lease), renewed).await.unwrap_or_default()
             } else {
                 renewed.await
             };
             match renewed {
-                Some(at) => sent = at,
-                None if self.claim.takes_over => return,
+                Some(at) => *self.order.sent() = at,
+                None if takes_over => return,
                 // Nobody takes over what this has begun; but the record is lost, and with it what it protects from.
                 None => pending().await,
             }
@@ -218,12 +369,12 @@ impl Attempt {
 
     /// When the command was sent that has renewed the lease; `None` if the operation is not ours any more.
     async fn renewed(&self, sent: Instant, payload: impl Fn() -> Payload) -> Option<Instant> {
-        let Self { home, operation, claim, .. } = self;
+        let Order { home, operation, claim, .. } = &*self.order;
         let mut due = sent + claim.lease / 3;
         loop {
             sleep_until(due).await;
             let sent = Instant::now();
-            match Arc::clone(&home.store).renew(*operation, *claim, payload(), home.limit).await {
+            match home.noted(home.store.renew(operation, claim, &payload(), home.terms.limit).await) {
                 Ok(true) => return Some(sent),
                 Ok(false) => {
                     tracing::warn!("the record of an operation is gone while it is being done");
@@ -239,43 +390,34 @@ impl Attempt {
 
     /// Keeps the answer. Where that fails it is tried again in the background for as long as a lease lasts; the caller gets its answer
     /// in any case.
-    pub(crate) async fn complete(self, mut completion: Completion) {
-        let this = self.settled();
-        let (store, operation, token, limit) = this.parts();
-        match Arc::clone(&store).complete(operation, token, completion.clone(), limit).await {
-            Ok(true) => return,
-            Ok(false) => {
-                tracing::warn!("an answer is not kept: its operation is somebody else's by now");
-                return;
-            }
-            Err(error) if error.is_out_of_memory() && completion.is_kept => {
-                tracing::warn!(%error, "there is no room to keep an answer");
-                completion.is_kept = false;
-            }
-            Err(error) => tracing::debug!(%error, "an answer could not be kept: trying again"),
-        }
-        this.home.persist(this.claim.lease, move || {
-            Arc::clone(&store).complete(operation, token, completion.clone(), limit)
-        });
+    pub(crate) async fn complete(self, completion: Completion) {
+        self.settle(Settlement::Complete(completion)).await;
     }
 
     /// Gives the operation back, so that the next request begins it again. Tried again in the background where that fails.
     pub(crate) async fn release(self) {
-        let this = self.settled();
-        let (store, operation, token, limit) = this.parts();
-        if let Err(error) = store.release(operation, token, limit).await {
-            tracing::debug!(%error, "an operation could not be given back: trying again");
-            this.give_back();
+        self.settle(Settlement::Release).await;
+    }
+
+    async fn settle(mut self, mut end: Settlement) {
+        self.end = End::Settled;
+        let order = &self.order;
+        match order.settle(&end).await {
+            Ok(is_ours) => {
+                if !is_ours {
+                    tracing::warn!("an answer is not kept: its operation is somebody else's by now");
+                }
+                return order.home.meters().ended(end.ended(is_ours));
+            }
+            Err(error) => match &mut end {
+                Settlement::Complete(completion) if error.is_out_of_memory() && completion.is_kept => {
+                    tracing::warn!(%error, "there is no room to keep an answer");
+                    completion.is_kept = false;
+                }
+                _ => tracing::debug!(%error, "an operation could not be settled: trying again"),
+            },
         }
-    }
-
-    fn give_back(&self) {
-        let (store, operation, token, limit) = self.parts();
-        self.home.persist(self.claim.lease, move || Arc::clone(&store).release(operation, token, limit));
-    }
-
-    fn parts(&self) -> (Arc<dyn AnyStore>, Operation, Token, Duration) {
-        (Arc::clone(&self.home.store), self.operation, self.claim.token, self.home.limit)
+        order.settle_in_background(end);
     }
 }
 
@@ -286,8 +428,11 @@ impl Drop for Attempt {
             End::GiveBackPanic => thread::panicking() && !*self.is_answering.get_mut(),
             End::Leave | End::Settled => false,
         };
+        if !gives_back && self.end != End::Settled {
+            self.order.home.meters().ended(Ended::Unknown);
+        }
         if gives_back {
-            self.give_back();
+            self.order.settle_in_background(Settlement::Release);
         }
     }
 }

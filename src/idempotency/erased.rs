@@ -1,41 +1,87 @@
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::time::Duration;
 
+use super::checkpoint::Checkpoint;
 use super::store::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
 use crate::deadline::Deadline;
 use crate::error::StoreError;
-use crate::lock::{Scope, Token};
+use crate::lock::{Scope, Token, Wakeups};
 
-type Call<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
+type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
 
-/// A store of any type. Its calls own what they need, and end with their deadline.
+/// A store of any type. Its calls end with their deadline.
 pub(super) trait AnyStore: Send + Sync {
-    fn begin(self: Arc<Self>, operation: Operation, claim: Claim, limit: Duration) -> Call<Begun>;
-    fn renew(self: Arc<Self>, operation: Operation, claim: Claim, payload: Payload, limit: Duration) -> Call<bool>;
-    fn complete(self: Arc<Self>, operation: Operation, token: Token, done: Completion, limit: Duration) -> Call<bool>;
-    fn release(self: Arc<Self>, operation: Operation, token: Token, limit: Duration) -> Call<bool>;
+    fn begin<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, Begun>;
+    fn renew<'a>(
+        &'a self,
+        operation: &'a Operation,
+        claim: &'a Claim,
+        payload: &'a Payload,
+        limit: Duration,
+    ) -> Call<'a, bool>;
+    fn checkpoint<'a>(
+        &'a self,
+        operation: &'a Operation,
+        claim: &'a Claim,
+        payload: &'a Payload,
+        checkpoint: &'a Checkpoint,
+        limit: Duration,
+    ) -> Call<'a, bool>;
+    fn complete<'a>(
+        &'a self,
+        operation: &'a Operation,
+        token: &'a Token,
+        completion: &'a Completion,
+        limit: Duration,
+    ) -> Call<'a, bool>;
+    fn release<'a>(&'a self, operation: &'a Operation, token: &'a Token, limit: Duration) -> Call<'a, bool>;
+    fn watch<'a>(&'a self, operation: &'a Operation) -> Pin<Box<dyn Future<Output = Wakeups> + Send + 'a>>;
     fn scope(&self) -> Scope;
 }
 
-impl<S: IdempotencyStore + Send + Sync + 'static> AnyStore for S {
-    fn begin(self: Arc<Self>, operation: Operation, claim: Claim, limit: Duration) -> Call<Begun> {
-        Box::pin(Deadline::new(async move { IdempotencyStore::begin(&*self, &operation, &claim).await }, limit))
+impl<S: IdempotencyStore + Send + Sync> AnyStore for S {
+    fn begin<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, Begun> {
+        Box::pin(Deadline::new(IdempotencyStore::begin(self, operation, claim), limit))
     }
 
-    fn renew(self: Arc<Self>, operation: Operation, claim: Claim, payload: Payload, limit: Duration) -> Call<bool> {
-        let call = async move { IdempotencyStore::renew(&*self, &operation, &claim, &payload).await };
-        Box::pin(Deadline::new(call, limit))
+    fn renew<'a>(
+        &'a self,
+        operation: &'a Operation,
+        claim: &'a Claim,
+        payload: &'a Payload,
+        limit: Duration,
+    ) -> Call<'a, bool> {
+        Box::pin(Deadline::new(IdempotencyStore::renew(self, operation, claim, payload), limit))
     }
 
-    fn complete(self: Arc<Self>, operation: Operation, token: Token, done: Completion, limit: Duration) -> Call<bool> {
-        let call = async move { IdempotencyStore::complete(&*self, &operation, &token, &done).await };
-        Box::pin(Deadline::new(call, limit))
+    fn checkpoint<'a>(
+        &'a self,
+        operation: &'a Operation,
+        claim: &'a Claim,
+        payload: &'a Payload,
+        checkpoint: &'a Checkpoint,
+        limit: Duration,
+    ) -> Call<'a, bool> {
+        Box::pin(Deadline::new(IdempotencyStore::checkpoint(self, operation, claim, payload, checkpoint), limit))
     }
 
-    fn release(self: Arc<Self>, operation: Operation, token: Token, limit: Duration) -> Call<bool> {
-        Box::pin(Deadline::new(async move { IdempotencyStore::release(&*self, &operation, &token).await }, limit))
+    fn complete<'a>(
+        &'a self,
+        operation: &'a Operation,
+        token: &'a Token,
+        completion: &'a Completion,
+        limit: Duration,
+    ) -> Call<'a, bool> {
+        Box::pin(Deadline::new(IdempotencyStore::complete(self, operation, token, completion), limit))
+    }
+
+    fn release<'a>(&'a self, operation: &'a Operation, token: &'a Token, limit: Duration) -> Call<'a, bool> {
+        Box::pin(Deadline::new(IdempotencyStore::release(self, operation, token), limit))
+    }
+
+    fn watch<'a>(&'a self, operation: &'a Operation) -> Pin<Box<dyn Future<Output = Wakeups> + Send + 'a>> {
+        Box::pin(IdempotencyStore::watch(self, operation))
     }
 
     fn scope(&self) -> Scope {

@@ -1,12 +1,15 @@
 use std::fmt;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::store::Operation;
+use super::attempt::{Attempt, Order};
+use super::checkpoint::{Checkpoint, CheckpointError};
+use super::store::{Operation, Payload};
 use crate::key::Key;
 
 /// What a handler can know of the operation that it does. In the extensions of the request.
 ///
 /// ```
-/// # #[cfg(feature = "http")] {
 /// use axum::{Extension, Router, routing::post};
 /// use tollgate::{IdempotencyLayer, MemoryBackend, http::header, idempotency::IdempotencyHandle};
 ///
@@ -17,49 +20,119 @@ use crate::key::Key;
 ///
 /// let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("authorization"));
 /// let app: Router = Router::new().route("/payments", post(pay)).layer(guard);
-/// # }
 /// ```
 #[derive(Clone)]
 pub struct IdempotencyHandle {
-    operation: Operation,
+    inner: Arc<Inner>,
+}
+
+struct Inner {
+    order: Arc<Order>,
+    body: Arc<dyn HasPayload>,
     attempt: u32,
     fence: u64,
+    last: Option<Checkpoint>,
+    // Of the last checkpoint.
+    number: AtomicU32,
+}
+
+/// Something that knows how far the body of a request was read.
+pub(crate) trait HasPayload: Send + Sync {
+    fn payload(&self) -> Payload;
 }
 
 impl IdempotencyHandle {
-    #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "requests come with that feature"))]
-    pub(crate) const fn new(operation: Operation, attempt: u32, fence: u64) -> Self {
-        Self { operation, attempt, fence }
+    pub(crate) fn new(
+        of: &Attempt,
+        attempt: u32,
+        fence: u64,
+        last: Option<Checkpoint>,
+        body: Arc<dyn HasPayload>,
+    ) -> Self {
+        let number = AtomicU32::new(last.as_ref().map_or(0, Checkpoint::number));
+        Self { inner: Arc::new(Inner { order: of.order(), body, attempt, fence, last, number }) }
     }
 
     /// Which attempt this is: 1, unless one before was given back or came to nobody knows what. Remembered for ten minutes after
     /// an attempt that was given back.
     #[must_use]
-    pub const fn attempt(&self) -> u32 {
-        self.attempt
+    pub fn attempt(&self) -> u32 {
+        self.inner.attempt
     }
 
     /// Larger than that of every attempt before: for what the handler changes, to refuse a smaller one.
     #[must_use]
-    pub const fn fence(&self) -> u64 {
-        self.fence
+    pub fn fence(&self) -> u64 {
+        self.inner.fence
     }
 
     /// A key for something that the handler asks of others, by what it is for: 32 characters, the same in each attempt of this
     /// operation and in no other operation.
     #[must_use]
     pub fn derive(&self, purpose: &str) -> String {
-        let (scope, key) = (self.operation.scope().as_str(), self.operation.key().as_str());
-        // Neither of the first two holds a space.
-        let digest = Key::digest([scope, " ", key, " ", purpose].concat());
-        digest.as_str().trim_start_matches('#').to_owned()
+        derived(self.inner.order.operation(), purpose)
     }
+
+    /// What the attempts before this one have put down last; `None` if they have put down nothing.
+    #[must_use]
+    pub fn last_checkpoint(&self) -> Option<&Checkpoint> {
+        self.inner.last.as_ref()
+    }
+
+    /// Puts down in the record that a step is done, with what the next attempt needs to know of it, in the place of what was put
+    /// down before. The next attempt finds it as its [`last_checkpoint`](Self::last_checkpoint): when this one was given back, for
+    /// the retention; and when the process dies and [`OnUnknown::Retry`](super::OnUnknown::Retry) lets the request be served again.
+    ///
+    /// One round trip; `step` is at most [`Checkpoint::MAX_STEP`] bytes, `data` [`Checkpoint::MAX_DATA`]. From then on
+    /// another request under the same key is refused, also when this attempt is given back. Between something that is done
+    /// elsewhere and its checkpoint the process may still die: [`derive`](Self::derive) is for that.
+    ///
+    /// ```
+    /// # use tollgate::{BoxError, idempotency::IdempotencyHandle};
+    /// # async fn charge(_: &str) -> Result<String, BoxError> { Ok(String::new()) }
+    /// # async fn mail(_: &str) -> Result<(), BoxError> { Ok(()) }
+    /// async fn pay(operation: IdempotencyHandle) -> Result<String, BoxError> {
+    ///     let receipt = match operation.last_checkpoint() {
+    ///         Some(last) if last.step() == "charged" => String::from_utf8_lossy(last.data()).into_owned(),
+    ///         _ => {
+    ///             let receipt = charge(&operation.derive("charge")).await?;
+    ///             operation.checkpoint("charged", &receipt).await?;
+    ///             receipt
+    ///         }
+    ///     };
+    ///     mail(&receipt).await?;
+    ///     Ok(receipt)
+    /// }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`CheckpointError`]: the handler should go no further then.
+    ///
+    /// # Cancellation
+    ///
+    /// A checkpoint that is dropped on its way may have been put down.
+    pub async fn checkpoint(&self, step: &str, data: impl AsRef<[u8]>) -> Result<(), CheckpointError> {
+        let Inner { order, body, number, .. } = &*self.inner;
+        let number = number.fetch_add(1, Ordering::Relaxed).saturating_add(1);
+        let checkpoint = Checkpoint::new(number, step, data.as_ref()).ok_or(CheckpointError::TooLarge)?;
+        drop(data);
+        let is_ours = order.checkpoint(&body.payload(), &checkpoint).await?;
+        if is_ours { Ok(()) } else { Err(CheckpointError::Lost) }
+    }
+}
+
+fn derived(operation: &Operation, purpose: &str) -> String {
+    let (scope, key) = (operation.scope().as_str(), operation.key().as_str());
+    // Neither of the first two holds a space.
+    let digest = Key::digest([scope, " ", key, " ", purpose].concat());
+    digest.as_str().trim_start_matches('#').to_owned()
 }
 
 impl fmt::Debug for IdempotencyHandle {
     // What a client calls an operation is its own business.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self { attempt, fence, .. } = self;
+        let Inner { attempt, fence, .. } = &*self.inner;
         f.debug_struct("IdempotencyHandle").field("attempt", attempt).field("fence", fence).finish_non_exhaustive()
     }
 }
@@ -70,16 +143,14 @@ mod tests {
 
     #[test]
     fn a_derived_key_is_that_of_one_operation_and_purpose() {
-        let derive = |scope: &str, key: &str, attempt, purpose: &str| {
-            IdempotencyHandle::new(Operation::new(scope, key), attempt, 7).derive(purpose)
-        };
-        let charge = derive("alice", "k", 1, "charge");
-        assert_eq!(charge, derive("alice", "k", 2, "charge"));
+        let derive = |scope: &str, key: &str, purpose: &str| derived(&Operation::new(scope, key), purpose);
+        let charge = derive("alice", "k", "charge");
+        assert_eq!(charge, derive("alice", "k", "charge"));
         assert_eq!(charge.len(), 32);
         let others =
             [("bob", "k", "charge"), ("alice", "l", "charge"), ("alice", "k", "mail"), ("alice", "k c", "harge")];
         for (scope, key, purpose) in others {
-            assert_ne!(charge, derive(scope, key, 1, purpose));
+            assert_ne!(charge, derive(scope, key, purpose));
         }
     }
 }

@@ -7,12 +7,13 @@
 //! # What it promises, and what not
 //!
 //! * With one Redis primary a key's handler runs to its end at most once while its record lives, whatever the number of processes and of
-//!   retries, and whether or not its client is still there: it runs in a task of its own.
+//!   retries, and whether or not its client is still there: it goes on in a task of its own when the client has gone.
 //! * Two callers never see each other's answers: a key is one within its scope, and a layer without a scope does not compile.
 //! * Another request under the same key (method, path, query, body, chosen headers) is refused, and learns nothing more.
 //! * When a process dies with a handler at work nobody knows what the handler has done. The record then says *outcome unknown*, and
-//!   [`OnUnknown`] says whether such requests are refused or served again. Effects outside of Redis are not exactly once by this: give
-//!   [`IdempotencyHandle::derive`] to those whom the handler asks, or refuse a smaller [`fence`](IdempotencyHandle::fence).
+//!   [`OnUnknown`] says whether such requests are refused or served again, which may double what was done before. Effects outside
+//!   of Redis are not exactly once by this: give [`IdempotencyHandle::derive`] to those whom the handler asks, refuse a smaller
+//!   [`fence`](IdempotencyHandle::fence), or put down what is done with [`IdempotencyHandle::checkpoint`] for the next attempt.
 //! * A failover to a replica forgets what was not replicated, and so does eviction: use `maxmemory-policy noeviction`. A record that is gone is
 //!   a request that is served anew.
 //!
@@ -53,12 +54,13 @@
 //! use std::time::Duration;
 //! use http::Method;
 //! use tollgate::http::header;
-//! use tollgate::idempotency::{Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
+//! use tollgate::idempotency::{CircuitBreaker, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
 //! use tollgate::lock::Scope;
 //! use tollgate::{AsResponse, IdempotencyLayer, MemoryBackend};
 //!
 //! # fn main() -> Result<(), tollgate::ConfigError> {
 //! let guard = IdempotencyLayer::new(MemoryBackend::new())
+//!     .name("payments") // in metrics
 //!     .require(Scope::Process)? // Scope::Redis would refuse the memory backend
 //!     .scope(header("authorization"))
 //!     .methods([Method::POST, Method::PATCH, Method::PUT])
@@ -68,6 +70,7 @@
 //!     .lease(Duration::from_secs(30))
 //!     .retention(Duration::from_secs(3 * 86_400))
 //!     .wait(Duration::from_secs(2))
+//!     .max_waiting(100)
 //!     .max_run(Duration::from_secs(60))
 //!     .max_running(1_000)
 //!     .max_answer(16 * 1_024)
@@ -79,6 +82,7 @@
 //!     .on_store_error(OnStoreError::Deny)
 //!     .on_disconnect(OnDisconnect::Finish)
 //!     .deadline(Duration::from_millis(200))
+//!     .circuit_breaker(CircuitBreaker::new().failures(10))
 //!     .with_rejection(AsResponse::new());
 //! # drop(guard);
 //! # Ok(())
@@ -116,7 +120,11 @@
 //!
 //! The answer goes to the caller while it is recorded. Its last part waits until the record has it, so whoever has seen the end finds it there; where
 //! the store fails then, the caller gets it all the same, the store is asked again in the background for the length of a lease, and
-//! after that the outcome is unknown. Of one that is larger than 64 KiB only the status is kept: its handler is not run again.
+//! after that the outcome is unknown. Of one that is larger than 64 KiB only the status is kept, as soon as that is known (with gRPC at
+//! its end, since the status comes last): its handler is not run again, and its reader may take the time that it likes.
+//!
+//! Whoever is served as the next attempt has to send what is known of the body that the attempt before was sent. A handler never
+//! sees the end of another one: it is dropped there, and the answer is 422.
 //!
 //! Not kept are headers of one hop, one moment or one request: `Connection` and what it names, `Content-Length`, `Date`, `Age`, `Set-Cookie` (unless
 //! told otherwise), `RateLimit` and its kin, `Server-Timing`, `traceparent`, `X-Request-Id`.
@@ -125,12 +133,31 @@
 //!
 //! Outside of a [`RateLimitLayer`](crate::RateLimitLayer) a replay is not charged against the quota, and a 429 is not kept; put a second limit
 //! outside for what the replays themselves cost. Outside of a [`LockLayer`](crate::LockLayer) a replay does not wait for the lock. Inside of compression,
-//! since the next client may not accept what this one does. Inside of what finds out who is calling. A `tracing` span goes along
-//! with a handler into its task; task-locals do not.
+//! since the next client may not accept what this one does. Inside of what finds out who is calling.
+//!
+//! A handler is polled by whoever polls the answer, as without this layer, until that is dropped. The `tracing` span goes along with it
+//! into the task that goes on then; task-locals do not, so a handler should not need any.
+//!
+//! # Metrics
+//!
+//! With the feature `metrics` the layer counts with the `metrics` facade. The recorder has to be installed before the layer is first
+//! used. Labels are the [name](crate::http::IdempotencyLayer::name) of the layer and those below, never a key or a scope.
+//!
+//! | name | labels | counts |
+//! | --- | --- | --- |
+//! | `tollgate_idempotency_requests_total` | `layer`, `outcome`: `executed`, `replayed`, `in_flight`, `mismatch`, `outcome_unknown`, `not_kept`, `missing_key`, `invalid_key`, `missing_scope`, `unreadable`, `full`, `failed_open`, `failed_closed`; and `cancelled`, of those that were executed | requests with a key, or turned away for the lack of one |
+//! | `tollgate_idempotency_attempts_total` | `layer`, `outcome`: `kept`, `tombstone` (only the status is), `given_back`, `unknown` | attempts that ended |
+//! | `tollgate_idempotency_handler_seconds` | `layer` | from the claim to the end of the answer, a histogram |
+//! | `tollgate_idempotency_wait_seconds` | `layer` | how long requests waited for the same request, a histogram |
+//! | `tollgate_idempotency_store_errors_total` | `layer` | calls that failed or were late |
+//! | `tollgate_idempotency_circuit_transitions_total` | `layer`, `state`: `open`, `closed` | circuits that opened and closed |
 //!
 //! # What is asked of the store
 //!
-//! Two round trips for the first request, one for a replay or a refusal; and one for each third of a lease that a handler takes.
+//! Two round trips for the first request, one for a replay or a refusal; one for each third of a lease that a handler takes, and for
+//! each checkpoint. Who [waits](crate::http::IdempotencyLayer::wait) asks once more when it listens, and when it was told; over one connection per process, and
+//! once a second in any case. A store that fails again and again is not asked for each request: see
+//! [`circuit_breaker`](crate::http::IdempotencyLayer::circuit_breaker).
 //!
 //! # Cancellation
 //!
@@ -138,7 +165,7 @@
 //! ([`OnDisconnect`]), for no longer than `max_run`. `IdempotencyLayer::drained` waits for that at the end of a program. A
 //! handler that panics, and the panic of which reaches the caller as it would without this layer, is a failure like any other: see [`Keep`].
 
-mod handle;
+mod checkpoint;
 mod policy;
 mod rejection;
 mod store;
@@ -147,10 +174,22 @@ mod store;
 mod attempt;
 #[cfg(feature = "http")]
 mod erased;
+#[cfg(feature = "http")]
+mod handle;
+#[cfg(feature = "http")]
+mod meters;
 
 #[cfg(feature = "http")]
-pub(crate) use self::attempt::{Attempt, Begin, Home, Running};
+pub(crate) use self::attempt::{Attempt, Begin, Granted, Home, Order, Running};
+pub use crate::circuit::CircuitBreaker;
+
+pub use self::checkpoint::{Checkpoint, CheckpointError};
+#[cfg(feature = "http")]
+pub(crate) use self::handle::HasPayload;
+#[cfg(feature = "http")]
 pub use self::handle::IdempotencyHandle;
+#[cfg(feature = "http")]
+pub(crate) use self::meters::Verdict;
 pub use self::policy::{Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
 pub use self::rejection::{InvalidKey, Rejection};
 pub use self::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};

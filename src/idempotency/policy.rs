@@ -42,6 +42,9 @@ pub enum OnUnknown {
     #[default]
     Reject,
     /// It is served again, as the next [attempt](super::IdempotencyHandle::attempt). A handler whose own lease is lost is cancelled then.
+    ///
+    /// What the attempt before has done may be done twice by this. A handler that does things elsewhere should find out by its
+    /// [checkpoints](super::IdempotencyHandle::checkpoint), or pass on [keys of its own](super::IdempotencyHandle::derive).
     Retry,
 }
 

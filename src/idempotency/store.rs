@@ -1,11 +1,13 @@
 use std::fmt;
 use std::future::Future;
+use std::hash::{Hash, Hasher};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::checkpoint::Checkpoint;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{Scope, Token};
+use crate::lock::{Scope, Token, Wakeups};
 
 /// What idempotency needs of a backend: one record for each operation, every change of it one atomic step that only the token
 /// which has it may take.
@@ -42,6 +44,19 @@ pub trait IdempotencyStore {
         payload: &Payload,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
+    /// Puts down how far an attempt has come, and lets its lease last its whole time from now on. False if the operation is not the
+    /// token's any more. One with a smaller [number](Checkpoint::number) than that which is there changes nothing.
+    ///
+    /// It stays until the operation is completed: also when the attempt is given back, which is then still the operation of
+    /// the same request, and for as long as it would have been remembered without that.
+    fn checkpoint(
+        &self,
+        operation: &Operation,
+        claim: &Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
     /// Keeps the answer of an attempt, also one whose lease has ended. False if the operation is not the token's any more: nothing
     /// is changed then. The head stays the one that was there at the beginning.
     fn complete(
@@ -55,15 +70,27 @@ pub trait IdempotencyStore {
     /// token cannot claim it any more, wherever a [`begin`](Self::begin) may still be on its way.
     fn release(&self, operation: &Operation, token: &Token) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
+    /// Wake-ups for somebody who waits for an operation to be completed or given back. The future is ready once neither can be missed
+    /// any more: the caller asks again then, and after each wake-up. A store that cannot tell answers [`Wakeups::none`].
+    fn watch(&self, operation: &Operation) -> impl Future<Output = Wakeups> + Send;
+
     /// Among whom an operation is done once.
     fn scope(&self) -> Scope;
 }
 
 /// Which operation: what the client calls it, within the scope that is the client's own.
-#[derive(Clone, Copy, PartialEq, Eq, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub struct Operation {
     scope: Key,
     key: Key,
+}
+
+// By hand: a key is an array of its longest length, and most are short.
+impl Hash for Operation {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        self.scope.as_whole_words().hash(state);
+        self.key.as_whole_words().hash(state);
+    }
 }
 
 impl Operation {
@@ -199,6 +226,10 @@ pub enum Begun {
         fence: u64,
         /// 1 for the first attempt, as far as is remembered.
         attempt: u32,
+        /// What is known of the body that came with the attempt before: that of this one has to be the same.
+        payload: Payload,
+        /// How far the attempts before have come.
+        checkpoint: Option<Checkpoint>,
     },
     /// Another request has the same key.
     Mismatch,

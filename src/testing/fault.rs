@@ -9,7 +9,7 @@ use crate::delay_queue::{
     QueueKey, State as JobState, StoredJob, Ticket, WorkerId,
 };
 use crate::error::StoreError;
-use crate::idempotency::{self, Begun, Completion, IdempotencyStore, Operation, Payload};
+use crate::idempotency::{self, Begun, Checkpoint, Completion, IdempotencyStore, Operation, Payload};
 use crate::key::Key;
 use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
@@ -98,7 +98,7 @@ pub enum Verb {
     Block,
     /// `reset`.
     Reset,
-    /// `acquire` of a lock.
+    /// `acquire` of a lock, or `acquire_all` of several.
     Acquire,
     /// `renew`, however many leases it is about.
     Renew,
@@ -110,6 +110,8 @@ pub enum Verb {
     Begin,
     /// `complete`.
     Complete,
+    /// `checkpoint`.
+    Checkpoint,
     /// `push`, however many jobs it is about.
     Push,
     /// `claim`, which finishes jobs, too.
@@ -224,6 +226,13 @@ impl Faults {
     }
 }
 
+impl Faults {
+    async fn watch(&self, watch: impl Future<Output = Wakeups>) -> Wakeups {
+        let watch = async { Ok(watch.await) };
+        self.around(Verb::Watch, watch).await.unwrap_or_else(|_| Wakeups::none())
+    }
+}
+
 impl State {
     fn is_faulty(&self) -> bool {
         self.hangs
@@ -302,6 +311,16 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
         self.faults.around(Verb::Renew, self.inner.renew(operation, claim, payload)).await
     }
 
+    async fn checkpoint(
+        &self,
+        operation: &Operation,
+        claim: &idempotency::Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Checkpoint, self.inner.checkpoint(operation, claim, payload, checkpoint)).await
+    }
+
     async fn complete(
         &self,
         operation: &Operation,
@@ -315,6 +334,10 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
         self.faults.around(Verb::Release, self.inner.release(operation, token)).await
     }
 
+    async fn watch(&self, operation: &Operation) -> Wakeups {
+        self.faults.watch(self.inner.watch(operation)).await
+    }
+
     fn scope(&self) -> Scope {
         self.inner.scope()
     }
@@ -323,6 +346,10 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
 impl<S: LockStore + Sync> LockStore for FaultStore<S> {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         self.faults.around(Verb::Acquire, self.inner.acquire(lock, claim)).await
+    }
+
+    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        self.faults.around(Verb::Acquire, self.inner.acquire_all(wanted)).await
     }
 
     fn shard(&self, lock: &LockKey) -> u32 {
@@ -338,8 +365,7 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
     }
 
     async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
-        let watch = async { Ok(self.inner.watch(lock, in_line).await) };
-        self.faults.around(Verb::Watch, watch).await.unwrap_or_else(|_| Wakeups::none())
+        self.faults.watch(self.inner.watch(lock, in_line)).await
     }
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {

@@ -9,9 +9,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::JoinSet;
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 
-use crate::idempotency::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
+use crate::idempotency::{Begun, Checkpoint, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
 use crate::lock::Token;
 
 /// A lease that no test sees the end of, however slow the machine.
@@ -39,7 +39,7 @@ fn completion(answer: &[u8]) -> Completion {
 /// Begins what is free; answers the fence and the number of the attempt.
 async fn take<S: IdempotencyStore>(store: &S, operation: &Operation, claim: &Claim) -> (u64, u32) {
     match store.begin(operation, claim).await.unwrap() {
-        Begun::Granted { fence, attempt } => (fence, attempt),
+        Begun::Granted { fence, attempt, .. } => (fence, attempt),
         begun => panic!("{operation} should be free: {begun:?}"),
     }
 }
@@ -239,6 +239,90 @@ pub async fn what_is_given_up_on_its_way_claims_nothing<S: IdempotencyStore>(sto
     take(&store, &operation("a"), &claim(LONG)).await;
     assert!(!store.release(&operation("a"), &lost.token).await.unwrap());
     assert!(is_in_flight(&ask(&store, &operation("a")).await));
+}
+
+/// What an attempt has put down last is what the next one finds, whether the one before was taken over or given back; and so is
+/// what is known of the body.
+pub async fn a_checkpoint_is_found_by_the_next_attempt<S: IdempotencyStore>(store: S) {
+    let note = |number| Checkpoint::new(number, "charged", &[0, number as u8, 255]).unwrap();
+    let granted = async |claim: &Claim| match store.begin(&operation("a"), claim).await.unwrap() {
+        Begun::Granted { attempt, payload, checkpoint, .. } => (attempt, payload, checkpoint),
+        begun => panic!("{begun:?}"),
+    };
+    let first = Claim { lease: Claim::MIN_LEASE, ..claim(LONG) };
+    assert_eq!(granted(&first).await, (1, Payload::default(), None));
+    for number in 1..3 {
+        assert!(store.checkpoint(&operation("a"), &first, &payload(5), &note(number)).await.unwrap());
+    }
+    sleep(Claim::MIN_LEASE * 3).await;
+    assert!(matches!(ask(&store, &operation("a")).await, Begun::Unknown { attempt: 1, .. }));
+    let second = Claim { takes_over: true, ..claim(LONG) };
+    for _ in 0..2 {
+        assert_eq!(granted(&second).await, (2, payload(5), Some(note(2))));
+    }
+    assert!(!store.checkpoint(&operation("a"), &first, &payload(5), &note(9)).await.unwrap(), "it was taken over");
+    assert!(store.renew(&operation("a"), &second, &payload(5)).await.unwrap());
+    assert!(store.release(&operation("a"), &second.token).await.unwrap());
+    assert!(!store.checkpoint(&operation("a"), &second, &payload(5), &note(9)).await.unwrap(), "it was given back");
+    let third = claim(LONG);
+    assert_eq!(granted(&third).await, (3, payload(5), Some(note(2))));
+    assert!(store.complete(&operation("a"), &third.token, &completion(b"x")).await.unwrap());
+    assert!(!store.checkpoint(&operation("a"), &third, &payload(5), &note(9)).await.unwrap(), "it was completed");
+    let expected = Begun::Completed { payload: payload(3), answer: (*b"x").into(), is_kept: true };
+    assert_eq!(ask(&store, &operation("a")).await, expected);
+}
+
+/// A checkpoint that comes late does not take the place of a later one, and lets a lease last as a renewal does.
+pub async fn a_checkpoint_that_comes_late_changes_nothing<S: IdempotencyStore>(store: S) {
+    let note = |number, data: &[u8]| Checkpoint::new(number, "", data).unwrap();
+    let first = claim(SHORT);
+    take(&store, &operation("a"), &first).await;
+    for (number, data) in [(2, &[7; Checkpoint::MAX_DATA][..]), (1, b"early"), (2, b"again")] {
+        sleep(SHORT / 2).await;
+        assert!(store.checkpoint(&operation("a"), &first, &payload(1), &note(number, data)).await.unwrap());
+    }
+    assert!(is_in_flight(&ask(&store, &operation("a")).await));
+    assert!(store.release(&operation("a"), &first.token).await.unwrap());
+    match ask(&store, &operation("a")).await {
+        Begun::Granted { checkpoint, .. } => assert_eq!(checkpoint, Some(note(2, b"again"))),
+        begun => panic!("{begun:?}"),
+    }
+}
+
+/// What has left a checkpoint has happened: the key is still that of the same request when the attempt was given back.
+pub async fn a_checkpoint_keeps_the_request<S: IdempotencyStore>(store: S) {
+    let first = claim(LONG);
+    take(&store, &operation("a"), &first).await;
+    let note = Checkpoint::new(1, "charged", b"").unwrap();
+    assert!(store.checkpoint(&operation("a"), &first, &payload(1), &note).await.unwrap());
+    for _ in 0..2 {
+        assert!(store.release(&operation("a"), &first.token).await.unwrap());
+    }
+    let other = Claim { head: Digest([8; 16]), ..claim(LONG) };
+    assert_eq!(store.begin(&operation("a"), &other).await.unwrap(), Begun::Mismatch);
+    assert!(is_in_flight(&store.begin(&operation("a"), &first).await.unwrap()), "not by the same token");
+    take(&store, &operation("a"), &claim(LONG)).await;
+}
+
+/// Whoever watches is told when the operation is completed, and when it is given back; also after a renewal, which is no news.
+pub async fn who_watches_is_told<S: IdempotencyStore>(store: S) {
+    for number in 0..2_u32 {
+        let (operation, claim) = (Operation::new("watched", number), claim(LONG));
+        take(&store, &operation, &claim).await;
+        let mut wakeups = [store.watch(&operation).await, store.watch(&operation).await];
+        assert!(store.renew(&operation, &claim, &payload(1)).await.unwrap());
+        let early = timeout(Duration::from_millis(300), wakeups[0].next()).await;
+        assert!(early.is_err(), "nothing has happened");
+        if number == 0 {
+            assert!(store.complete(&operation, &claim.token, &completion(b"x")).await.unwrap());
+        } else {
+            assert!(store.release(&operation, &claim.token).await.unwrap());
+        }
+        for wakeups in &mut wakeups {
+            timeout(Duration::from_secs(10), wakeups.next()).await.expect("whoever watches is told");
+        }
+        assert!(!is_in_flight(&ask(&store, &operation).await));
+    }
 }
 
 /// An answer is kept for as long as was said, and the operation is free again then.

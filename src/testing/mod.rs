@@ -220,6 +220,7 @@ macro_rules! lock_contract {
                 a_semaphore_lets_in_so_many_at_a_time
                 permits_are_counted_to_the_unit
                 several_locks_are_taken_together_or_not_at_all
+                leases_are_taken_together_in_one_step
                 fair_locks_are_had_in_the_order_in_which_they_were_asked_for
                 the_dead_lose_their_place
                 readers_share_and_writers_do_not
@@ -259,6 +260,10 @@ macro_rules! idempotency_contract {
                 a_lease_comes_back_unless_somebody_took_over
                 what_is_given_back_is_begun_again
                 what_is_given_up_on_its_way_claims_nothing
+                a_checkpoint_is_found_by_the_next_attempt
+                a_checkpoint_that_comes_late_changes_nothing
+                a_checkpoint_keeps_the_request
+                who_watches_is_told
                 an_answer_is_forgotten_when_its_time_is_over
                 one_of_many_racing_begins
             ] [] $($told)+

@@ -83,9 +83,9 @@ impl Fault {
     }
 }
 
-const SECOND: Duration = Duration::from_secs(1);
+pub const SECOND: Duration = Duration::from_secs(1);
 
-const fn ms(milliseconds: u64) -> Duration {
+pub const fn ms(milliseconds: u64) -> Duration {
     Duration::from_millis(milliseconds)
 }
 
@@ -315,13 +315,13 @@ pub const FAULTS: &[Fault] = &[
 ];
 
 /// Something that is over when it returns.
-fn during(trouble: impl FnOnce()) -> Strike {
+pub fn during(trouble: impl FnOnce()) -> Strike {
     let begun = Instant::now();
     trouble();
     Strike { begun, back: Instant::now(), lost: None }
 }
 
-fn stopped(server: &RedisServer, time: Duration) -> Strike {
+pub fn stopped(server: &RedisServer, time: Duration) -> Strike {
     during(|| {
         server.pause();
         sleep(time);
@@ -337,7 +337,7 @@ fn restarted(server: &mut RedisServer) -> Strike {
     })
 }
 
-fn cut<T>(times: u32, mut cut: impl FnMut() -> T) -> Strike {
+pub fn cut<T>(times: u32, mut cut: impl FnMut() -> T) -> Strike {
     during(|| {
         cut();
         for _ in 1..times {
@@ -347,7 +347,7 @@ fn cut<T>(times: u32, mut cut: impl FnMut() -> T) -> Strike {
     })
 }
 
-fn flushed(servers: &[&RedisServer]) -> Strike {
+pub fn flushed(servers: &[&RedisServer]) -> Strike {
     during(|| {
         for _ in 0..100 {
             servers.iter().for_each(|server| server.flush_scripts());
@@ -356,7 +356,7 @@ fn flushed(servers: &[&RedisServer]) -> Strike {
     })
 }
 
-fn trouble<T>(proxy: &Proxy, time: Duration, begin: impl FnOnce(&Proxy) -> T) -> Strike {
+pub fn trouble<T>(proxy: &Proxy, time: Duration, begin: impl FnOnce(&Proxy) -> T) -> Strike {
     during(|| {
         begin(proxy);
         sleep(time);

@@ -1,16 +1,18 @@
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use indexmap::IndexMap;
+use indexmap::map::raw_entry_v1::{RawEntryApiV1, RawEntryMut};
+use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::MemoryBackend;
 use crate::error::StoreError;
-use crate::idempotency::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
-use crate::lock::{Scope, Token};
+use crate::idempotency::{Begun, Checkpoint, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
+use crate::lock::{Scope, Token, Wakeups};
 
 /// More than threads would ask at once.
 const SHARDS: usize = 16;
@@ -27,20 +29,31 @@ pub(super) struct OperationTable {
     shards: [Mutex<Shard>; SHARDS],
     fence: AtomicU64,
     len: AtomicUsize,
-    answer_bytes: AtomicUsize,
+    // Of answers and checkpoints.
+    bytes: AtomicUsize,
     capacity: usize,
 }
 
 #[derive(Default)]
 struct Shard {
-    records: IndexMap<Operation, Record>,
+    // Without a hasher: the keyed hash is taken once, to find the shard, and used here as it is.
+    records: IndexMap<Operation, Record, ()>,
     // When to look whether a record has run out: no later than it does, one line for each record.
-    due: BTreeMap<Line, Operation>,
+    due: BTreeMap<Line, Place>,
     next: u64,
+    // For those who wait.
+    watched: HashMap<Operation, watch::Sender<()>>,
 }
 
 /// A time, and a number that no other line has.
 type Line = (Instant, u64);
+
+/// An operation and its hash.
+#[derive(Clone, Copy)]
+struct Place {
+    hash: u64,
+    operation: Operation,
+}
 
 struct Record {
     state: State,
@@ -49,6 +62,7 @@ struct Record {
     payload: Payload,
     fence: u64,
     attempt: u32,
+    checkpoint: Option<Arc<Checkpoint>>,
     expires: Instant,
     line: Line,
 }
@@ -64,11 +78,22 @@ impl Record {
         matches!(self.state, State::InFlight { .. }) && self.token == *token
     }
 
-    fn answer_bytes(&self) -> usize {
-        match &self.state {
+    fn bytes(&self) -> usize {
+        let answer = match &self.state {
             State::Completed { answer, .. } => answer.len(),
             State::Free | State::InFlight { .. } => 0,
-        }
+        };
+        answer + self.checkpoint.as_deref().map_or(0, Checkpoint::len)
+    }
+
+    fn renew(&mut self, claim: &Claim, now: Instant) {
+        self.state = State::InFlight { ends: now + claim.lease };
+        self.expires = now + claim.lease + claim.retention;
+    }
+
+    fn granted(&self) -> Begun {
+        let Self { fence, attempt, payload, .. } = *self;
+        Begun::Granted { fence, attempt, payload, checkpoint: self.checkpoint.as_deref().cloned() }
     }
 }
 
@@ -81,50 +106,54 @@ impl OperationTable {
             shards: Default::default(),
             fence: AtomicU64::new(started.as_micros() as u64),
             len: AtomicUsize::new(0),
-            answer_bytes: AtomicUsize::new(0),
+            bytes: AtomicUsize::new(0),
             capacity,
         }
     }
 
     /// A shard is changed in steps that do not panic, so what a poisoned lock guards is still whole.
-    fn shard(&self, operation: &Operation) -> MutexGuard<'_, Shard> {
-        let shard = self.hasher.hash_one(operation) as usize % SHARDS;
-        self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner)
+    fn shard(&self, operation: &Operation) -> (MutexGuard<'_, Shard>, Place) {
+        let hash = self.hasher.hash_one(operation);
+        // The lower half of it chooses the place within the shard.
+        let shard = (hash >> 32) as usize % SHARDS;
+        let place = Place { hash, operation: *operation };
+        (self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner), place)
     }
 
     fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
-        let mut shard = self.shard(operation);
+        let (mut shard, place) = self.shard(operation);
         let now = Instant::now();
-        let mut attempt = 1;
-        if let Some(record) = shard.records.get_mut(operation).filter(|record| now <= record.expires) {
-            let payload = record.payload;
+        let (mut attempt, mut payload, mut checkpoint) = (1, Payload::default(), None);
+        if let Some(record) = shard.live(&place, now) {
             match &record.state {
                 State::Free if record.token == claim.token => {
                     return Ok(Begun::InFlight { remaining: Duration::from_millis(1), payload });
                 }
-                State::Free => {}
+                // Nothing has come of it.
+                State::Free if record.checkpoint.is_none() => {}
                 _ if record.head != claim.head => return Ok(Begun::Mismatch),
+                State::Free => {}
                 State::Completed { answer, is_kept } => {
-                    return Ok(Begun::Completed { payload, answer: Arc::clone(answer), is_kept: *is_kept });
+                    let (payload, answer) = (record.payload, Arc::clone(answer));
+                    return Ok(Begun::Completed { payload, answer, is_kept: *is_kept });
                 }
                 State::InFlight { .. } if record.token == claim.token => {
-                    record.state = State::InFlight { ends: now + claim.lease };
-                    record.expires = now + claim.lease + claim.retention;
-                    return Ok(Begun::Granted { fence: record.fence, attempt: record.attempt });
+                    record.renew(claim, now);
+                    return Ok(record.granted());
                 }
                 State::InFlight { ends } if now < *ends => {
-                    return Ok(Begun::InFlight { remaining: *ends - now, payload });
+                    return Ok(Begun::InFlight { remaining: *ends - now, payload: record.payload });
                 }
                 State::InFlight { .. } if !claim.takes_over => {
-                    return Ok(Begun::Unknown { attempt: record.attempt, payload });
+                    return Ok(Begun::Unknown { attempt: record.attempt, payload: record.payload });
                 }
                 State::InFlight { .. } => {}
             }
             attempt = record.attempt.saturating_add(1);
+            (payload, checkpoint) = (record.payload, record.checkpoint.clone());
         }
         self.sweep(&mut shard, now);
-        let is_new = !shard.records.contains_key(operation);
-        if is_new && self.len.load(Ordering::Relaxed) >= self.capacity {
+        if self.len.load(Ordering::Relaxed) >= self.capacity && shard.record(&place).is_none() {
             return Err(StoreError::out_of_memory("more operations are kept than the memory backend has room for"));
         }
         let fence = self.fence.fetch_add(1, Ordering::Relaxed) + 1;
@@ -132,62 +161,101 @@ impl OperationTable {
             state: State::InFlight { ends: now + claim.lease },
             head: claim.head,
             token: claim.token,
-            payload: Payload::default(),
+            payload,
             fence,
             attempt,
+            checkpoint,
             expires: now + claim.lease + claim.retention,
-            line: (now, 0),
+            // It is looked at again then if it is not completed, which is rare.
+            line: (now + claim.retention, 0),
         };
-        self.put(&mut shard, operation, record);
-        Ok(Begun::Granted { fence, attempt })
+        let granted = record.granted();
+        self.put(&mut shard, place, record);
+        Ok(granted)
     }
 
     /// Writes a record in the place of the one that may be there.
-    fn put(&self, shard: &mut Shard, operation: &Operation, record: Record) {
-        self.answer_bytes.fetch_add(record.answer_bytes(), Ordering::Relaxed);
-        match shard.records.insert(*operation, record) {
-            Some(before) => {
-                self.answer_bytes.fetch_sub(before.answer_bytes(), Ordering::Relaxed);
+    fn put(&self, shard: &mut Shard, place: Place, mut record: Record) {
+        self.bytes.fetch_add(record.bytes(), Ordering::Relaxed);
+        record.line = shard.add_line(record.line.0, place);
+        match shard.records.raw_entry_mut_v1().from_hash(place.hash, |operation| *operation == place.operation) {
+            RawEntryMut::Occupied(mut entry) => {
+                let before = entry.insert(record);
+                self.bytes.fetch_sub(before.bytes(), Ordering::Relaxed);
                 shard.due.remove(&before.line);
             }
-            None => {
+            RawEntryMut::Vacant(entry) => {
+                entry.insert_hashed_nocheck(place.hash, place.operation, record);
                 self.len.fetch_add(1, Ordering::Relaxed);
             }
         }
-        shard.note(operation);
     }
 
     /// Forgets a couple of records that have run out.
     fn sweep(&self, shard: &mut Shard, now: Instant) {
         for _ in 0..SWEEP {
             let Some(entry) = shard.due.first_entry().filter(|entry| entry.key().0 < now) else { return };
-            let operation = entry.remove();
+            let place = entry.remove();
             // One that was made to last longer since is looked at again.
-            if shard.live(&operation, now).is_some() {
-                shard.note(&operation);
-            } else if let Some(record) = shard.records.swap_remove(&operation) {
-                self.answer_bytes.fetch_sub(record.answer_bytes(), Ordering::Relaxed);
+            if let Some(expires) = shard.live(&place, now).map(|record| record.expires) {
+                let line = shard.add_line(expires, place);
+                shard.record(&place).expect("it was there a moment ago").line = line;
+            } else if let Some(record) = shard.remove(&place) {
+                self.bytes.fetch_sub(record.bytes(), Ordering::Relaxed);
                 self.len.fetch_sub(1, Ordering::Relaxed);
             }
         }
     }
 
     fn renew(&self, operation: &Operation, claim: &Claim, payload: &Payload) -> bool {
-        let mut shard = self.shard(operation);
+        let (mut shard, place) = self.shard(operation);
         let now = Instant::now();
-        let Some(record) = shard.live(operation, now).filter(|record| record.is_in_flight_by(&claim.token)) else {
+        let Some(record) = shard.live(&place, now).filter(|record| record.is_in_flight_by(&claim.token)) else {
             return false;
         };
-        record.state = State::InFlight { ends: now + claim.lease };
-        record.expires = now + claim.lease + claim.retention;
+        record.renew(claim, now);
         record.payload = *payload;
         true
     }
 
-    fn complete(&self, operation: &Operation, token: &Token, completion: &Completion) -> Result<bool, StoreError> {
-        let mut shard = self.shard(operation);
+    fn checkpoint(
+        &self,
+        operation: &Operation,
+        claim: &Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> Result<bool, StoreError> {
+        let (mut shard, place) = self.shard(operation);
         let now = Instant::now();
-        let Some(record) = shard.live(operation, now).filter(|record| record.token == *token) else {
+        let Some(record) = shard.live(&place, now).filter(|record| record.is_in_flight_by(&claim.token)) else {
+            return Ok(false);
+        };
+        if record.checkpoint.as_ref().is_some_and(|last| last.number() > checkpoint.number()) {
+            return Ok(true);
+        }
+        self.make_room(checkpoint.len())?;
+        record.renew(claim, now);
+        record.payload = *payload;
+        if let Some(last) = record.checkpoint.replace(Arc::new(checkpoint.clone())) {
+            self.bytes.fetch_sub(last.len(), Ordering::Relaxed);
+        }
+        Ok(true)
+    }
+
+    /// Sets so many bytes aside.
+    fn make_room(&self, bytes: usize) -> Result<(), StoreError> {
+        let room = self.capacity.saturating_mul(ANSWER_SHARE);
+        if self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes > room {
+            self.bytes.fetch_sub(bytes, Ordering::Relaxed);
+            return Err(StoreError::out_of_memory("more answers are kept than the memory backend has room for"));
+        }
+        Ok(())
+    }
+
+    fn complete(&self, operation: &Operation, token: &Token, completion: &Completion) -> Result<bool, StoreError> {
+        let (mut shard, place) = self.shard(operation);
+        let now = Instant::now();
+        let Some(record) = shard.live(&place, now).filter(|record| record.token == *token) else {
             return Ok(false);
         };
         match record.state {
@@ -196,61 +264,116 @@ impl OperationTable {
             State::InFlight { .. } => {}
         }
         let Completion { answer, is_kept, payload, retention } = completion;
-        let room = self.capacity.saturating_mul(ANSWER_SHARE);
-        if self.answer_bytes.fetch_add(answer.len(), Ordering::Relaxed) + answer.len() > room {
-            self.answer_bytes.fetch_sub(answer.len(), Ordering::Relaxed);
-            return Err(StoreError::out_of_memory("more answers are kept than the memory backend has room for"));
+        self.make_room(answer.len())?;
+        if let Some(last) = record.checkpoint.take() {
+            self.bytes.fetch_sub(last.len(), Ordering::Relaxed);
         }
         record.state = State::Completed { answer: Arc::clone(answer), is_kept: *is_kept };
         record.payload = *payload;
         record.expires = now + *retention;
-        shard.note(operation);
+        if record.line.0 > record.expires {
+            let (before, expires) = (record.line, record.expires);
+            shard.due.remove(&before);
+            let line = shard.add_line(expires, place);
+            shard.record(&place).expect("it was there a moment ago").line = line;
+        }
+        shard.tell(operation);
         Ok(true)
     }
 
     fn release(&self, operation: &Operation, token: &Token) -> bool {
-        let mut shard = self.shard(operation);
+        let (mut shard, place) = self.shard(operation);
         let now = Instant::now();
-        let (mut fence, mut attempt) = (0, 0);
-        if let Some(record) = shard.live(operation, now) {
-            match record.state {
-                State::Completed { .. } => return false,
-                State::InFlight { .. } if record.token != *token => return false,
-                State::InFlight { .. } | State::Free => (fence, attempt) = (record.fence, record.attempt),
-            }
-        }
-        let free = Record {
+        let mut free = Record {
             state: State::Free,
             head: Digest::default(),
             token: *token,
             payload: Payload::default(),
-            fence,
-            attempt,
+            fence: 0,
+            attempt: 0,
+            checkpoint: None,
             expires: now + KEEP_FREE,
-            line: (now, 0),
+            line: (now + KEEP_FREE, 0),
         };
-        // Nothing is to be remembered of a claim that has never come, if that costs room which there is not.
-        if shard.records.contains_key(operation) || self.len.load(Ordering::Relaxed) < self.capacity {
-            self.put(&mut shard, operation, free);
+        if let Some(record) = shard.live(&place, now) {
+            match record.state {
+                State::Completed { .. } => return false,
+                State::InFlight { .. } if record.token != *token => return false,
+                State::InFlight { .. } | State::Free => {}
+            }
+            (free.fence, free.attempt) = (record.fence, record.attempt);
+            // Something has come of it: it stays what it was.
+            if record.checkpoint.is_some() {
+                (free.head, free.payload) = (record.head, record.payload);
+                free.checkpoint = record.checkpoint.clone();
+                free.expires = free.expires.max(record.expires);
+            }
         }
+        // Nothing is to be remembered of a claim that has never come, if that costs room which there is not.
+        if self.len.load(Ordering::Relaxed) < self.capacity || shard.record(&place).is_some() {
+            self.put(&mut shard, place, free);
+        }
+        shard.tell(operation);
         true
+    }
+
+    fn watch(self: &Arc<Self>, operation: &Operation) -> Wakeups {
+        let (mut shard, _) = self.shard(operation);
+        let told = shard.watched.entry(*operation).or_insert_with(|| watch::Sender::new(())).subscribe();
+        Wakeups::new(told, Arc::new(Watcher { table: Arc::clone(self), operation: *operation }))
     }
 }
 
 impl Shard {
-    /// The record of an operation, unless it has run out: it is there in its last instant still, as in Redis.
-    fn live(&mut self, operation: &Operation, now: Instant) -> Option<&mut Record> {
-        self.records.get_mut(operation).filter(|record| now <= record.expires)
+    fn record(&mut self, place: &Place) -> Option<&mut Record> {
+        match self.records.raw_entry_mut_v1().from_hash(place.hash, |operation| *operation == place.operation) {
+            RawEntryMut::Occupied(entry) => Some(entry.into_mut()),
+            RawEntryMut::Vacant(_) => None,
+        }
     }
 
-    /// Says when the record of an operation runs out, in the place of what was said before.
-    fn note(&mut self, operation: &Operation) {
-        let Some(record) = self.records.get_mut(operation) else { return };
-        self.due.remove(&record.line);
-        // Line 0 is nobody's: that of a record which has none yet.
+    /// The record of an operation, unless it has run out: it is there in its last instant still, as in Redis.
+    fn live(&mut self, place: &Place, now: Instant) -> Option<&mut Record> {
+        self.record(place).filter(|record| now <= record.expires)
+    }
+
+    fn remove(&mut self, place: &Place) -> Option<Record> {
+        match self.records.raw_entry_mut_v1().from_hash(place.hash, |operation| *operation == place.operation) {
+            RawEntryMut::Occupied(entry) => Some(entry.swap_remove()),
+            RawEntryMut::Vacant(_) => None,
+        }
+    }
+
+    /// Says when to look at a record.
+    fn add_line(&mut self, at: Instant, place: Place) -> Line {
         self.next += 1;
-        record.line = (record.expires, self.next);
-        self.due.insert(record.line, *operation);
+        let line = (at, self.next);
+        self.due.insert(line, place);
+        line
+    }
+
+    /// Tells those who wait that an operation is done, or free.
+    fn tell(&self, operation: &Operation) {
+        if !self.watched.is_empty()
+            && let Some(told) = self.watched.get(operation)
+        {
+            told.send_replace(());
+        }
+    }
+}
+
+/// Cleans up behind somebody who has waited.
+struct Watcher {
+    table: Arc<OperationTable>,
+    operation: Operation,
+}
+
+impl Drop for Watcher {
+    fn drop(&mut self) {
+        let (mut shard, _) = self.table.shard(&self.operation);
+        if shard.watched.get(&self.operation).is_some_and(|told| told.receiver_count() == 0) {
+            shard.watched.remove(&self.operation);
+        }
     }
 }
 
@@ -261,6 +384,16 @@ impl IdempotencyStore for MemoryBackend {
 
     async fn renew(&self, operation: &Operation, claim: &Claim, payload: &Payload) -> Result<bool, StoreError> {
         Ok(self.inner.operations.renew(operation, claim, payload))
+    }
+
+    async fn checkpoint(
+        &self,
+        operation: &Operation,
+        claim: &Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> Result<bool, StoreError> {
+        self.inner.operations.checkpoint(operation, claim, payload, checkpoint)
     }
 
     async fn complete(
@@ -274,6 +407,10 @@ impl IdempotencyStore for MemoryBackend {
 
     async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {
         Ok(self.inner.operations.release(operation, token))
+    }
+
+    async fn watch(&self, operation: &Operation) -> Wakeups {
+        self.inner.operations.watch(operation)
     }
 
     fn scope(&self) -> Scope {
@@ -315,10 +452,10 @@ mod tests {
             let shard = shard.lock().unwrap();
             assert_eq!(shard.due.len(), shard.records.len());
             len += shard.records.len();
-            bytes += shard.records.values().map(Record::answer_bytes).sum::<usize>();
+            bytes += shard.records.values().map(Record::bytes).sum::<usize>();
         }
         assert_eq!(table.len.load(Ordering::Relaxed), len);
-        assert_eq!(table.answer_bytes.load(Ordering::Relaxed), bytes);
+        assert_eq!(table.bytes.load(Ordering::Relaxed), bytes);
     }
 
     #[tokio::test(start_paused = true)]

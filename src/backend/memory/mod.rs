@@ -72,7 +72,7 @@ struct Inner {
     // The sum of the weights of all counts. One budget for all shards, since one long log may outweigh a fair share of it.
     weight: AtomicUsize,
     locks: Arc<LockTable>,
-    operations: OperationTable,
+    operations: Arc<OperationTable>,
     queues: QueueTable,
 }
 
@@ -113,7 +113,7 @@ impl MemoryBackend {
                 capacity: keys.max(1),
                 weight: AtomicUsize::new(0),
                 locks: Arc::new(LockTable::new(keys.max(1))),
-                operations: OperationTable::new(keys.max(1)),
+                operations: Arc::new(OperationTable::new(keys.max(1))),
                 queues: QueueTable::new(keys.max(1)),
             }),
         }

@@ -318,6 +318,7 @@ impl RedisBackend {
             check_many,
             block,
             lock_acquire,
+            lock_acquire_all,
             lock_line,
             lock_renew,
             lock_release,
@@ -326,6 +327,7 @@ impl RedisBackend {
             lock_seize,
             idempotency_begin,
             idempotency_renew,
+            idempotency_checkpoint,
             idempotency_complete,
             idempotency_release,
             delay_queue_push,
@@ -335,10 +337,12 @@ impl RedisBackend {
             probe: _,
         } = &mut scripts;
         let counting = [check, check_plain, check_many, block];
-        let locking = [lock_acquire, lock_line, lock_renew, lock_release, lock_inspect, lock_name, lock_seize];
-        let once = [idempotency_begin, idempotency_renew, idempotency_complete, idempotency_release];
+        let locking =
+            [lock_acquire, lock_acquire_all, lock_line, lock_renew, lock_release, lock_inspect, lock_name, lock_seize];
+        let once = [idempotency_begin, idempotency_renew, idempotency_checkpoint];
+        let ends = [idempotency_complete, idempotency_release];
         let delaying = [delay_queue_push, delay_queue_claim, delay_queue_extend, delay_queue_control];
-        for script in counting.into_iter().chain(locking).chain(once).chain(delaying) {
+        for script in counting.into_iter().chain(locking).chain(once).chain(ends).chain(delaying) {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
         }
         let super::Inner { servers, keys, locks, .. } = &*self.inner;

@@ -5,8 +5,8 @@ use redis::Value;
 use super::error::unexpected_reply;
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
-use crate::idempotency::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
-use crate::lock::{Scope, Token};
+use crate::idempotency::{Begun, Checkpoint, Claim, Completion, IdempotencyStore, Operation, Payload};
+use crate::lock::{Scope, Token, Wakeups};
 
 impl IdempotencyStore for RedisBackend {
     async fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
@@ -20,6 +20,18 @@ impl IdempotencyStore for RedisBackend {
         is_done(&scripts.idempotency_renew(locks.apart(), &keys.idempotency(operation), claim, payload).await?)
     }
 
+    async fn checkpoint(
+        &self,
+        operation: &Operation,
+        claim: &Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> Result<bool, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let record = keys.idempotency(operation);
+        is_done(&scripts.idempotency_checkpoint(servers, &record, claim, payload, checkpoint).await?)
+    }
+
     async fn complete(
         &self,
         operation: &Operation,
@@ -28,12 +40,19 @@ impl IdempotencyStore for RedisBackend {
     ) -> Result<bool, StoreError> {
         // Answers are large, and a caller waits: not where renewals must not wait behind them.
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        is_done(&scripts.idempotency_complete(servers, &keys.idempotency(operation), token, completion).await?)
+        let keys = [&*keys.idempotency(operation), &keys.done(operation)];
+        is_done(&scripts.idempotency_complete(servers, keys, token, completion, self.publish()).await?)
     }
 
     async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        is_done(&scripts.idempotency_release(locks.apart(), &keys.idempotency(operation), token).await?)
+        let (servers, keys) = (locks.apart(), [&*keys.idempotency(operation), &keys.done(operation)]);
+        is_done(&scripts.idempotency_release(servers, keys, token, self.publish()).await?)
+    }
+
+    async fn watch(&self, operation: &Operation) -> Wakeups {
+        let Inner { keys, locks, .. } = &*self.inner;
+        locks.subscriber().subscribe(keys.done(operation), None).await
     }
 
     fn scope(&self) -> Scope {
@@ -54,9 +73,12 @@ fn begun(reply: &Value) -> Option<Begun> {
     };
     Some(match values.as_slice() {
         [Value::Int(0)] => Begun::Mismatch,
-        [Value::Int(1), fence, attempt] => {
-            Begun::Granted { fence: number(fence)?, attempt: number(attempt)?.try_into().ok()? }
-        }
+        [Value::Int(1), fence, attempt, body, Value::BulkString(rest)] => Begun::Granted {
+            fence: number(fence)?,
+            attempt: number(attempt)?.try_into().ok()?,
+            payload: payload(body)?,
+            checkpoint: if rest.is_empty() { None } else { Some(Checkpoint::from_bytes(rest)?) },
+        },
         [Value::Int(2), remaining_ms, body] => {
             Begun::InFlight { remaining: Duration::from_millis(number(remaining_ms)?), payload: payload(body)? }
         }

@@ -2,7 +2,7 @@
 //! a model of what should be.
 
 use super::*;
-use crate::idempotency::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
+use crate::idempotency::{Begun, Checkpoint, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
 use crate::lock::Token;
 
 const TOKENS: usize = 4;
@@ -24,6 +24,7 @@ struct AttemptStep {
 enum AttemptVerb {
     Begin,
     Renew,
+    Checkpoint { number: u32 },
     Complete { is_kept: bool },
     Release,
 }
@@ -41,6 +42,7 @@ fn attempts() -> impl Strategy<Value = Vec<AttemptStep>> {
     let verb = prop_oneof![
         6 => Just(AttemptVerb::Begin),
         2 => Just(AttemptVerb::Renew),
+        1 => (1..4_u32).prop_map(|number| AttemptVerb::Checkpoint { number }),
         1 => any::<bool>().prop_map(|is_kept| AttemptVerb::Complete { is_kept }),
         1 => Just(AttemptVerb::Release),
     ];
@@ -67,6 +69,7 @@ struct Model {
     token: usize,
     head: u8,
     payload: u64,
+    checkpoint: Option<u32>,
     // In milliseconds.
     expires: u64,
 }
@@ -89,7 +92,8 @@ impl Model {
         let AttemptStep { token, head, takes_over, lease_ms, .. } = *step;
         match self.state {
             Some(State::Free) if self.token == token => return "in flight for 1 ms, body 0".into(),
-            None | Some(State::Free) => {}
+            None => {}
+            Some(State::Free) if self.checkpoint.is_none() => {}
             _ if self.head != head => return "mismatch".into(),
             Some(State::Completed { is_kept }) => {
                 return format!("completed by {} (kept: {is_kept}), body {}", self.token, self.payload);
@@ -97,8 +101,9 @@ impl Model {
             Some(State::InFlight { .. }) if self.token == token => {
                 self.state = Some(State::InFlight { ends: now + lease_ms });
                 self.expires = now + lease_ms + RETENTION_MS;
-                return format!("granted, attempt {}", self.attempt);
+                return self.granted();
             }
+            Some(State::Free) => {}
             Some(State::InFlight { ends }) if ends > now => {
                 return format!("in flight for {} ms, body {}", ends - now, self.payload);
             }
@@ -108,9 +113,14 @@ impl Model {
             Some(State::InFlight { .. }) => {}
         }
         let (attempt, expires) = (self.attempt + 1, now + lease_ms + RETENTION_MS);
-        *self =
-            Self { state: Some(State::InFlight { ends: now + lease_ms }), attempt, token, head, payload: 0, expires };
-        format!("granted, attempt {attempt}")
+        // What was known of the body stays known.
+        let state = Some(State::InFlight { ends: now + lease_ms });
+        *self = Self { state, attempt, token, head, expires, ..*self };
+        self.granted()
+    }
+
+    fn granted(&self) -> String {
+        format!("granted, attempt {}, body {}, checkpoint {:?}", self.attempt, self.payload, self.checkpoint)
     }
 }
 
@@ -120,7 +130,10 @@ fn payload(len: u64) -> Payload {
 
 fn told(begun: &Begun) -> String {
     match begun {
-        Begun::Granted { attempt, .. } => format!("granted, attempt {attempt}"),
+        Begun::Granted { attempt, payload, checkpoint, .. } => {
+            let checkpoint = checkpoint.as_ref().map(Checkpoint::number);
+            format!("granted, attempt {attempt}, body {}, checkpoint {checkpoint:?}", payload.len)
+        }
         Begun::Mismatch => "mismatch".into(),
         Begun::InFlight { remaining, payload } => {
             format!("in flight for {} ms, body {}", remaining.as_micros().div_ceil(1_000), payload.len)
@@ -176,12 +189,27 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                 );
                 (expected.to_string(), memory.to_string(), redis.to_string())
             }
+            AttemptVerb::Checkpoint { number } => {
+                let expected = model.is_in_flight_by(step.token);
+                if expected && model.checkpoint.is_none_or(|last| last <= number) {
+                    model.state = Some(State::InFlight { ends: now + step.lease_ms });
+                    model.expires = now + step.lease_ms + RETENTION_MS;
+                    (model.payload, model.checkpoint) = (body.len, Some(number));
+                }
+                let note = Checkpoint::new(number, "step", b"data").unwrap();
+                let (memory, redis) = pair.both(
+                    |to| to.checkpoint(&operation, &claim, &body, &note),
+                    |to| to.checkpoint(&operation, &claim, &body, &note),
+                );
+                (expected.to_string(), memory.to_string(), redis.to_string())
+            }
             AttemptVerb::Complete { is_kept } => {
                 let is_done = matches!(model.state, Some(State::Completed { .. })) && model.token == step.token;
                 let expected = is_done || model.is_in_flight_by(step.token);
                 if expected && !is_done {
                     model.state = Some(State::Completed { is_kept });
                     (model.expires, model.payload) = (now + RETENTION_MS, body.len);
+                    model.checkpoint = None;
                 }
                 let answer = [step.token as u8].into();
                 let done = Completion { answer, is_kept, payload: body, retention };
@@ -197,7 +225,12 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                 };
                 if expected {
                     model.state = Some(State::Free);
-                    (model.token, model.expires) = (step.token, now + KEEP_FREE.as_millis() as u64);
+                    let kept = now + KEEP_FREE.as_millis() as u64;
+                    model.token = step.token;
+                    model.expires = if model.checkpoint.is_some() { model.expires.max(kept) } else { kept };
+                    if model.checkpoint.is_none() {
+                        model.payload = 0;
+                    }
                 }
                 let (memory, redis) = pair.both(
                     |to| IdempotencyStore::release(to, &operation, &token),

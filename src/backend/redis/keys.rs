@@ -60,8 +60,17 @@ impl Keys {
 
     /// `<prefix>:2:{idempotency:<scope>:<key>}:record`.
     pub(super) fn idempotency(&self, operation: &Operation) -> String {
+        self.operation(operation, "record")
+    }
+
+    /// `<prefix>:2:{idempotency:<scope>:<key>}:done`, the channel.
+    pub(super) fn done(&self, operation: &Operation) -> String {
+        self.operation(operation, "done")
+    }
+
+    fn operation(&self, operation: &Operation, part: &str) -> String {
         let (scope, key) = (apart(operation.scope()), operation.key().as_str());
-        [&self.root, "{idempotency:", &scope, ":", key, "}:record"].concat()
+        [&self.root, "{idempotency:", &scope, ":", key, "}:", part].concat()
     }
 
     /// `<prefix>:2:{lock:<namespace>:<subject>}:free`, the channel.
@@ -223,6 +232,7 @@ mod tests {
     fn an_operation_is_one_slot_and_one_scope_whatever_it_is_called() {
         let key = |scope: &str, key: &str| Keys::new("t").idempotency(&Operation::new(scope, key));
         assert_eq!(key("alice", "8e03978e"), "t:2:{idempotency:alice:8e03978e}:record");
+        assert_eq!(Keys::new("t").done(&Operation::new("alice", "8e")), "t:2:{idempotency:alice:8e}:done");
         let long = "}{".repeat(10_000);
         for key in [key("{a}", "b"), key("a", "}{b}"), key(&long, &long), key("", "")] {
             assert_eq!((key.matches('{').count(), key.matches('}').count()), (1, 1), "{key}");

@@ -47,14 +47,15 @@
 //! itself: exact, and about half the work for Redis. Not on a cluster, where hardly two subjects share a slot.
 //!
 //! Once there are locks or operations, one more connection is opened, for renewing and giving back, which do not queue behind requests; and
-//! with locks one that listens for locks becoming free, if somebody waits for one. A backend that was opened [from a
+//! one that listens for locks becoming free and operations being done, if somebody waits for one. Waiting for replicas holds a connection
+//! up, so locks that ask for that have a few of their own. A backend that was opened [from a
 //! pool](RedisBackend::from_pool) has no means to listen: who waits there looks once a second.
 //!
 //! # Keys
 //!
 //! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`, `<prefix>:2:{lock:<namespace>:<subject>}:lease` with the
-//! channel `...:free`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and `<prefix>:2:{idempotency:<scope>:<key>}:record`; a delay
-//! queue is `<prefix>:2:{delay_queue:<name>}:<part>`. The braces make a subject, and a queue, one slot of a cluster. Each key has a
+//! channel `...:free`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and
+//! `<prefix>:2:{idempotency:<scope>:<key>}:record` with the channel `...:done`; a delay queue is `<prefix>:2:{delay_queue:<name>}:<part>`. The braces make a subject, and a queue, one slot of a cluster. Each key has a
 //! time to live. Two releases of Tollgate may share one Redis as long as the number after the prefix is the same.
 //!
 //! # Servers
@@ -66,10 +67,10 @@
 //! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +set +pttl +pexpire +time +getrange +strlen +append
 //! ```
 //!
-//! For locks that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard` as well.
+//! For locks that replicas have to know of `+wait`, and for those that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`, as well.
 //!
-//! For locks also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without
-//! these who waits for a lock looks once a second. Listing locks takes `+scan`.
+//! For those who wait for a lock or for the same request also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without
+//! these who waits looks once a second. Listing locks takes `+scan`.
 //!
 //! For delay queues also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe +exists +hget +hset +hdel +hmget +hlen +hexists +zadd +zrem +zcard +zcount +zscore +zmscore +zrange +zrangebyscore +zremrangebyrank +zremrangebyscore +zpopmin +sadd +srem +sismember +smismember`,
 //! on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without these on channels workers look every five seconds.
@@ -172,10 +173,10 @@ impl RedisBackend {
 
     /// Takes over connections, after a look at the servers behind them.
     async fn new(links: Links, keys: Keys) -> Result<Self, ConnectError> {
-        let Links { requests, apart, source } = links;
+        let Links { requests, apart, careful, patience, source } = links;
         let scripts = Scripts::new();
         probe::probe(&requests, &keys, &scripts.probe).await?;
-        Ok(Self::with_scripts(Arc::new(requests), keys, LockLinks::new(apart, source), scripts))
+        Ok(Self::with_scripts(Arc::new(requests), keys, LockLinks::new(apart, careful, patience, source), scripts))
     }
 
     fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockLinks, scripts: Scripts) -> Self {

@@ -9,11 +9,12 @@ use super::counts::Packed;
 use super::delay_record::{PackedFinishes, PackedJob};
 use super::error;
 use super::keys::QueueKeys;
+use super::pool::Handle;
 use super::servers::Servers;
 use crate::delay_queue;
 use crate::error::StoreError;
-use crate::idempotency::{self, Completion, Payload};
-use crate::lock::{Claim, Line, Token};
+use crate::idempotency::{self, Checkpoint, Completion, Payload};
+use crate::lock::{Claim, Line, LockKey, Token};
 use crate::rate_limit::Receipt;
 
 /// A Lua script and its hash, which is what Redis knows it by.
@@ -37,6 +38,7 @@ pub(super) struct Scripts {
     pub(super) check_many: LuaScript,
     pub(super) block: LuaScript,
     pub(super) lock_acquire: LuaScript,
+    pub(super) lock_acquire_all: LuaScript,
     pub(super) lock_line: LuaScript,
     pub(super) lock_renew: LuaScript,
     pub(super) lock_release: LuaScript,
@@ -45,6 +47,7 @@ pub(super) struct Scripts {
     pub(super) lock_seize: LuaScript,
     pub(super) idempotency_begin: LuaScript,
     pub(super) idempotency_renew: LuaScript,
+    pub(super) idempotency_checkpoint: LuaScript,
     pub(super) idempotency_complete: LuaScript,
     pub(super) idempotency_release: LuaScript,
     pub(super) delay_queue_push: LuaScript,
@@ -120,6 +123,7 @@ impl Scripts {
             check_many: lua!("rate_limit_check_many.lua"),
             block: lua!("rate_limit_block.lua"),
             lock_acquire: lua!("lock_acquire.lua"),
+            lock_acquire_all: lua!("lock_acquire_all.lua"),
             lock_line: lua!("lock_line.lua"),
             lock_renew: lua!("lock_renew.lua"),
             lock_release: lua!("lock_release.lua"),
@@ -128,6 +132,7 @@ impl Scripts {
             lock_seize: lua!("lock_seize.lua"),
             idempotency_begin: lua!("idempotency_begin.lua"),
             idempotency_renew: lua!("idempotency_renew.lua"),
+            idempotency_checkpoint: lua!("idempotency_checkpoint.lua"),
             idempotency_complete: lua!("idempotency_complete.lua"),
             idempotency_release: lua!("idempotency_release.lua"),
             delay_queue_push: lua!("delay_queue_push.lua"),
@@ -182,8 +187,20 @@ impl Scripts {
         servers: &Servers,
         lease: &str,
         claim: &Claim,
-    ) -> Result<Value, StoreError> {
-        self.lock_acquire.call(servers, &[lease], claim_args(claim)).await
+    ) -> Result<(Value, Handle), StoreError> {
+        self.lock_acquire.exchange(servers, &[lease], claim_args(claim)).await
+    }
+
+    /// All with the times of the first of them.
+    pub(super) async fn lock_acquire_all(
+        &self,
+        servers: &Servers,
+        leases: &[&str],
+        wanted: &[(LockKey, Claim)],
+    ) -> Result<(Value, Handle), StoreError> {
+        let (ttl, fences) = wanted.first().map_or((Claim::MIN_TTL, 1), |(_, claim)| (claim.ttl, claim.fences));
+        let tokens: Vec<_> = wanted.iter().map(|(_, claim)| claim.token.as_bytes().as_slice()).collect();
+        self.lock_acquire_all.exchange(servers, leases, (millis(ttl), fences, KEEP_FENCE_MS, tokens)).await
     }
 
     /// For whoever stands in line, or respects it.
@@ -193,11 +210,11 @@ impl Scripts {
         keys: [&str; 4],
         claim: &Claim,
         publish: &str,
-    ) -> Result<Value, StoreError> {
+    ) -> Result<(Value, Handle), StoreError> {
         let kind = if claim.is_shared { 3 } else { 2 };
         let longest = if claim.line == Line::Join { Claim::MAX_LINE } else { 0 };
         let args = (claim_args(claim), kind, millis(Claim::PLACE), longest, publish);
-        self.lock_line.call(servers, &keys, args).await
+        self.lock_line.exchange(servers, &keys, args).await
     }
 
     /// At most [`MAX_RENEWALS`] at once.
@@ -206,9 +223,9 @@ impl Scripts {
         servers: &Servers,
         leases: &[&str],
         terms: &[(&Token, Duration)],
-    ) -> Result<Value, StoreError> {
+    ) -> Result<(Value, Handle), StoreError> {
         let terms: Vec<_> = terms.iter().map(|(token, ttl)| (token.as_bytes().as_slice(), millis(*ttl))).collect();
-        self.lock_renew.call(servers, leases, (KEEP_FENCE_MS, terms)).await
+        self.lock_renew.exchange(servers, leases, (KEEP_FENCE_MS, terms)).await
     }
 
     pub(super) async fn lock_release(
@@ -274,28 +291,45 @@ impl Scripts {
         self.idempotency_renew.call(servers, &[record], args).await
     }
 
-    pub(super) async fn idempotency_complete(
+    pub(super) async fn idempotency_checkpoint(
         &self,
         servers: &Servers,
         record: &str,
+        claim: &idempotency::Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> Result<Value, StoreError> {
+        let (token, payload, checkpoint) =
+            (claim.token.as_bytes().as_slice(), payload.to_bytes(), checkpoint.to_bytes());
+        let times = (millis(claim.lease), millis(claim.retention));
+        let args = (token, times, payload.as_slice(), checkpoint.as_slice());
+        self.idempotency_checkpoint.call(servers, &[record], args).await
+    }
+
+    pub(super) async fn idempotency_complete(
+        &self,
+        servers: &Servers,
+        keys: [&str; 2],
         token: &Token,
         completion: &Completion,
+        publish: &str,
     ) -> Result<Value, StoreError> {
         let Completion { answer, is_kept, payload, retention } = completion;
         let state = if *is_kept { 2 } else { 3 };
         let payload = payload.to_bytes();
-        let args = (token.as_bytes().as_slice(), state, millis(*retention), payload.as_slice(), &**answer);
-        self.idempotency_complete.call(servers, &[record], args).await
+        let args = (token.as_bytes().as_slice(), state, millis(*retention), payload.as_slice(), &**answer, publish);
+        self.idempotency_complete.call(servers, &keys, args).await
     }
 
     pub(super) async fn idempotency_release(
         &self,
         servers: &Servers,
-        record: &str,
+        keys: [&str; 2],
         token: &Token,
+        publish: &str,
     ) -> Result<Value, StoreError> {
-        let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS);
-        self.idempotency_release.call(servers, &[record], args).await
+        let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, publish);
+        self.idempotency_release.call(servers, &keys, args).await
     }
 }
 
@@ -433,6 +467,23 @@ impl LuaScript {
         }
     }
 
+    /// The same, and says by which connection, for what is to be asked about it there.
+    async fn exchange(
+        &self,
+        servers: &Servers,
+        keys: &[&str],
+        args: impl ToRedisArgs,
+    ) -> Result<(Value, Handle), StoreError> {
+        let key = keys.first().copied().unwrap_or_default();
+        let reply = match servers.exchange(key, &command("EVALSHA", &self.hash, keys, &args)).await {
+            Err(error) if error::is_no_script(&error) => {
+                servers.exchange(key, &command("EVAL", &self.code, keys, &args)).await
+            }
+            reply => reply,
+        };
+        reply.map_err(error::store_error)
+    }
+
     async fn call(&self, servers: &Servers, keys: &[&str], args: impl ToRedisArgs) -> Result<Value, StoreError> {
         self.run(servers, keys, &args).await.map_err(error::store_error)
     }
@@ -474,6 +525,7 @@ mod tests {
             (&scripts.block, 1, 2),
             (&scripts.probe, 1, 1),
             (&scripts.lock_acquire, 1, 5),
+            (&scripts.lock_acquire_all, 1, 4),
             (&scripts.lock_line, 4, 9),
             (&scripts.lock_renew, 1, 2),
             (&scripts.lock_release, 4, 3),
@@ -482,8 +534,9 @@ mod tests {
             (&scripts.lock_seize, 2, 2),
             (&scripts.idempotency_begin, 1, 5),
             (&scripts.idempotency_renew, 1, 4),
-            (&scripts.idempotency_complete, 1, 5),
-            (&scripts.idempotency_release, 1, 2),
+            (&scripts.idempotency_checkpoint, 1, 5),
+            (&scripts.idempotency_complete, 2, 6),
+            (&scripts.idempotency_release, 2, 3),
             (&scripts.delay_queue_push, 7, 5),
             (&scripts.delay_queue_claim, 10, 11),
             (&scripts.delay_queue_extend, 3, 3),

@@ -251,11 +251,11 @@ async fn run(shared: Arc<Shared>) {
             Ok(Ok(connection)) => {
                 pause = Duration::ZERO;
                 if let Err(error) = listen(&shared, connection).await {
-                    tracing::debug!(%error, "the connection that listens for free locks is gone");
+                    tracing::debug!(%error, "the connection that listens for those who wait is gone");
                 }
             }
-            Ok(Err(error)) => tracing::debug!(%error, "cannot listen for free locks"),
-            Err(_) => tracing::debug!("cannot listen for free locks: no connection in time"),
+            Ok(Err(error)) => tracing::debug!(%error, "cannot listen for those who wait"),
+            Err(_) => tracing::debug!("cannot listen for those who wait: no connection in time"),
         }
         shared.start_again();
         drop(shared.take_unused(Instant::now()));

@@ -1,11 +1,15 @@
 //! Answers as they are kept: one byte version 1, the status, the headers, the trailers and the body, each with its length.
 
+use std::sync::Arc;
+
 use ::http::header::{self, HeaderName};
 use ::http::{HeaderMap, HeaderValue, StatusCode};
 use bytes::{Buf, Bytes};
 
 /// The layout of an answer.
 const VERSION: u8 = 1;
+/// A list of headers with nothing in it.
+const NO_HEADERS: [u8; 2] = [0; 2];
 
 /// Of one hop, of one moment, or of one request: none of it is true of a replay.
 const NOT_KEPT: &[&str] = &[
@@ -26,10 +30,9 @@ const NOT_KEPT: &[&str] = &[
     "x-request-id",
 ];
 
-/// An answer on its way into the record.
+/// An answer on its way into the record: all but its body.
 pub(super) struct Recorder {
     head: Vec<u8>,
-    chunks: Vec<Bytes>,
     trailers: Vec<u8>,
     len: usize,
     most: usize,
@@ -38,51 +41,50 @@ pub(super) struct Recorder {
 
 impl Recorder {
     pub(super) fn new(status: StatusCode, headers: &HeaderMap, keeps_cookies: bool, most: usize) -> Self {
-        let mut head = vec![VERSION];
+        // Room for a couple of headers.
+        let mut head = Vec::with_capacity(128);
+        head.push(VERSION);
         head.extend(status.as_u16().to_le_bytes());
         let is_kept = |name: &HeaderName| is_kept(name, headers) && (keeps_cookies || name != header::SET_COOKIE);
         put(&mut head, headers, is_kept);
         let len = head.len();
-        Self { head, chunks: Vec::new(), trailers: Vec::new(), len, most, status }
+        Self { head, trailers: Vec::new(), len, most, status }
     }
 
-    pub(super) const fn status(&self) -> StatusCode {
-        self.status
-    }
-
-    /// Whether all of it is there, as far as it came.
+    /// Whether there is room for all of it, as far as it came.
     pub(super) const fn fits(&self) -> bool {
         self.len <= self.most
     }
 
     pub(super) fn data(&mut self, data: &Bytes) {
         self.len = self.len.saturating_add(data.len());
-        if self.fits() {
-            if !data.is_empty() {
-                self.chunks.push(data.clone());
-            }
-        } else {
-            self.chunks = Vec::new();
-        }
     }
 
     pub(super) fn trailers(&mut self, trailers: &HeaderMap) {
+        // The last are those that count, should there be more than one set of them.
+        self.len -= self.trailers.len();
+        self.trailers.clear();
         put(&mut self.trailers, trailers, |_| true);
         self.len = self.len.saturating_add(self.trailers.len());
     }
 
-    /// The answer, or only its status where that is all that fits or is whole.
-    pub(super) fn finish(mut self, is_whole: bool) -> (Vec<u8>, bool) {
+    /// The answer with its body, or only its status where that is all that fits or is whole.
+    pub(super) fn finish<'a>(&self, body: impl Iterator<Item = &'a Bytes>, is_whole: bool) -> (Arc<[u8]>, bool) {
         let is_kept = is_whole && self.fits();
-        let mut answer = if is_kept { self.head } else { Recorder::new(self.status, &HeaderMap::new(), false, 0).head };
-        if is_kept {
-            if self.trailers.is_empty() {
-                put(&mut self.trailers, &HeaderMap::new(), |_| true);
-            }
-            answer.append(&mut self.trailers);
-            self.chunks.iter().for_each(|chunk| answer.extend_from_slice(chunk));
+        if !is_kept {
+            return (Recorder::new(self.status, &HeaderMap::new(), false, 0).head.into(), false);
         }
-        (answer, is_kept)
+        let trailers = if self.trailers.is_empty() { NO_HEADERS.as_slice() } else { &self.trailers };
+        let len = self.len - self.trailers.len() + trailers.len();
+        // In one piece of memory from the beginning.
+        let mut answer: Arc<[u8]> = std::iter::repeat_n(0, len).collect();
+        let mut rest = Arc::get_mut(&mut answer).expect("nobody else has it yet");
+        for part in [&*self.head, trailers].into_iter().chain(body.map(|chunk| &**chunk)) {
+            let (to, after) = rest.split_at_mut(part.len());
+            to.copy_from_slice(part);
+            rest = after;
+        }
+        (answer, true)
     }
 }
 
@@ -172,13 +174,12 @@ mod tests {
         let sent = headers(&[("location", b"/a"), ("x-many", b"1"), ("x-many", b"\xff\xfe"), ("x-empty", b"")]);
         let trailers = headers(&[("grpc-status", b"0")]);
         let mut recorder = Recorder::new(StatusCode::CREATED, &sent, false, 1_000);
-        for chunk in ["one", "", "two"] {
-            recorder.data(&Bytes::from_static(chunk.as_bytes()));
-        }
+        let body = ["one", "", "two"].map(|chunk| Bytes::from_static(chunk.as_bytes()));
+        body.iter().for_each(|chunk| recorder.data(chunk));
         recorder.trailers(&trailers);
-        let (bytes, is_kept) = recorder.finish(true);
+        let (bytes, is_kept) = recorder.finish(body.iter(), true);
         assert!(is_kept);
-        let recorded = Recorded::read(bytes.into()).unwrap();
+        let recorded = Recorded::read(Bytes::from_owner(bytes)).unwrap();
         assert_eq!((recorded.status, &*recorded.body), (StatusCode::CREATED, b"onetwo".as_slice()));
         assert_eq!((recorded.headers, recorded.trailers), (sent, trailers));
     }
@@ -196,8 +197,9 @@ mod tests {
             ("content-type", b"text/plain"),
         ]);
         let kept = |keeps_cookies| {
-            let (bytes, _) = Recorder::new(StatusCode::OK, &sent, keeps_cookies, 1_000).finish(true);
-            let recorded = Recorded::read(bytes.into()).unwrap();
+            let recorder = Recorder::new(StatusCode::OK, &sent, keeps_cookies, 1_000);
+            let (bytes, _) = recorder.finish(std::iter::empty(), true);
+            let recorded = Recorded::read(Bytes::from_owner(bytes)).unwrap();
             let mut names: Vec<_> = recorded.headers.keys().map(|name| name.as_str().to_owned()).collect();
             names.sort();
             names
@@ -211,12 +213,12 @@ mod tests {
         let sent = headers(&[("x-a", b"b")]);
         for (most, is_whole) in [(100, true), (1_000, false)] {
             let mut recorder = Recorder::new(StatusCode::OK, &sent, false, most);
-            recorder.data(&vec![b'x'; 101].into());
-            recorder.data(&"more".into());
+            let body = [vec![b'x'; 101].into(), Bytes::from_static(b"more")];
+            body.iter().for_each(|chunk| recorder.data(chunk));
             assert_eq!(recorder.fits(), most > 101);
-            let (bytes, is_kept) = recorder.finish(is_whole);
+            let (bytes, is_kept) = recorder.finish(body.iter(), is_whole);
             assert!(!is_kept);
-            let recorded = Recorded::read(bytes.into()).unwrap();
+            let recorded = Recorded::read(Bytes::from_owner(bytes)).unwrap();
             assert!(recorded.status == StatusCode::OK && recorded.body.is_empty() && recorded.headers.is_empty());
         }
     }

@@ -29,9 +29,41 @@ pin_project! {
         // A response that nothing is recorded of, or a rejection.
         Other { #[pin] body: ResponseBody<B> },
         // All there is.
-        Whole { chunks: VecDeque<Bytes>, trailers: Option<HeaderMap> },
+        Whole { chunks: Chunks, trailers: Option<HeaderMap> },
         // What has come so far, and what still comes from the one who records it.
-        Live { chunks: VecDeque<Bytes>, pieces: Receiver<Piece>, hint: SizeHint, ended: bool, _abort: Option<AbortOnDrop> },
+        Live { chunks: Chunks, pieces: Receiver<Piece>, hint: SizeHint, ended: bool, _abort: Option<AbortOnDrop> },
+    }
+}
+
+/// Parts of a body: one more often than not, which takes no memory of its own.
+#[derive(Default)]
+pub(super) struct Chunks {
+    first: Option<Bytes>,
+    rest: VecDeque<Bytes>,
+}
+
+impl Chunks {
+    pub(super) fn push(&mut self, chunk: Bytes) {
+        if chunk.is_empty() {
+            return;
+        }
+        if self.is_empty() {
+            self.first = Some(chunk);
+        } else {
+            self.rest.push_back(chunk);
+        }
+    }
+
+    fn pop(&mut self) -> Option<Bytes> {
+        self.first.take().or_else(|| self.rest.pop_front())
+    }
+
+    pub(super) fn iter(&self) -> impl Iterator<Item = &Bytes> {
+        self.first.iter().chain(&self.rest)
+    }
+
+    fn is_empty(&self) -> bool {
+        self.first.is_none() && self.rest.is_empty()
     }
 }
 
@@ -48,13 +80,13 @@ impl<B> IdempotentBody<B> {
         Self { kind: Kind::Other { body } }
     }
 
-    pub(super) fn whole(chunks: VecDeque<Bytes>, trailers: HeaderMap) -> Self {
+    pub(super) fn whole(chunks: Chunks, trailers: HeaderMap) -> Self {
         let trailers = (!trailers.is_empty()).then_some(trailers);
         Self { kind: Kind::Whole { chunks, trailers } }
     }
 
     /// `hint` is of all of it.
-    pub(super) const fn live(chunks: VecDeque<Bytes>, pieces: Receiver<Piece>, hint: SizeHint) -> Self {
+    pub(super) const fn live(chunks: Chunks, pieces: Receiver<Piece>, hint: SizeHint) -> Self {
         Self { kind: Kind::Live { chunks, pieces, hint, ended: false, _abort: None } }
     }
 
@@ -85,12 +117,12 @@ where
         Poll::Ready(match self.project().kind.project() {
             KindProj::Other { body } => ready!(body.poll_frame(cx)).map(|frame| frame.map_err(Into::into)),
             KindProj::Whole { chunks, trailers } => {
-                let next = chunks.pop_front().map(Frame::data);
+                let next = chunks.pop().map(Frame::data);
                 next.or_else(|| trailers.take().map(Frame::trailers)).map(Ok)
             }
             KindProj::Live { ended: true, .. } => None,
             KindProj::Live { chunks, pieces, hint, ended, .. } => {
-                let piece = match chunks.pop_front() {
+                let piece = match chunks.pop() {
                     Some(chunk) => Piece::Data(chunk),
                     None => ready!(pieces.poll_recv(cx)).unwrap_or_else(|| Piece::Failed(BrokenOff.into())),
                 };

@@ -9,8 +9,9 @@ use hmac::{Hmac, Mac};
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
 use sha2::Sha256;
+use tokio::sync::Notify;
 
-use crate::idempotency::{Digest, Operation, Payload};
+use crate::idempotency::{Digest, HasPayload, Operation, Payload};
 
 /// What fingerprints are made with. The secret itself is not kept, and nothing of it printed.
 #[derive(Clone)]
@@ -30,7 +31,7 @@ impl Fingerprints {
         operation: &Operation,
         request: &Request<B>,
         headers: &[HeaderName],
-    ) -> (Digest, Hmac<Sha256>) {
+    ) -> (Digest, Arc<Reading>) {
         let mut mac = self.mac.clone();
         let mut field = |bytes: &[u8]| {
             // With its length before it, so that no two requests run into each other.
@@ -47,7 +48,7 @@ impl Fingerprints {
             field(&values.iter().count().to_le_bytes());
             values.iter().for_each(|value| field(value.as_bytes()));
         }
-        (digest(mac.clone()), mac)
+        (digest(mac.clone()), Arc::new(Reading::new(mac)))
     }
 }
 
@@ -57,35 +58,101 @@ fn digest(mac: Hmac<Sha256>) -> Digest {
     Digest(std::array::from_fn(|i| code[i]))
 }
 
-/// How far the handler has read the body.
-pub(super) struct Reading(Mutex<Progress>);
+/// How far the handler has read the body, and whether that is the one which an attempt before was sent.
+pub(super) struct Reading {
+    progress: Mutex<Progress>,
+    differs: Notify,
+}
 
 struct Progress {
+    // What is known of the attempt before.
+    before: Payload,
     mac: Hmac<Sha256>,
     len: u64,
     is_whole: bool,
     has_failed: bool,
+    differs: bool,
 }
 
 impl Reading {
-    fn new(mac: Hmac<Sha256>, is_whole: bool) -> Self {
-        Self(Mutex::new(Progress { mac, len: 0, is_whole, has_failed: false }))
+    fn new(mac: Hmac<Sha256>) -> Self {
+        let before = Payload::default();
+        let progress = Progress { before, mac, len: 0, is_whole: false, has_failed: false, differs: false };
+        Self { progress: Mutex::new(progress), differs: Notify::new() }
+    }
+
+    fn begin(&self, before: Payload, is_whole: bool) {
+        let mut progress = self.progress();
+        progress.before = before;
+        progress.is_whole = is_whole;
+        progress.differs = is_whole && before.len > 0;
+    }
+
+    /// What to make the digest of a body with, none of which was read.
+    fn mac(&self) -> Hmac<Sha256> {
+        self.progress().mac.clone()
     }
 
     /// Nothing in here panics halfway, so what a poisoned lock guards is whole.
     fn progress(&self) -> MutexGuard<'_, Progress> {
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
-    pub(super) fn payload(&self) -> Payload {
-        let progress = self.progress();
-        let digest = digest(progress.mac.clone());
-        Payload { len: progress.len, is_whole: Some(progress.is_whole), digest }
+        self.progress.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Whether the body broke off before the handler had all of it.
     pub(super) fn has_failed(&self) -> bool {
         self.progress().has_failed
+    }
+
+    /// Whether it is another body than that of the attempt before.
+    pub(super) fn differs(&self) -> bool {
+        self.progress().differs
+    }
+
+    /// Ready when the body is found to be another one.
+    pub(super) async fn until_it_differs(&self) {
+        while !self.differs() {
+            self.differs.notified().await;
+        }
+    }
+
+    /// Notes what was read. False if the handler must not see it, since it was sent something else the last time.
+    fn note<E>(&self, frame: Option<&Result<Frame<Bytes>, E>>, is_end: bool) -> bool {
+        let mut progress = self.progress();
+        let Payload { len, is_whole, digest: expected } = progress.before;
+        match frame {
+            Some(Ok(frame)) => {
+                if let Some(data) = frame.data_ref() {
+                    let missing = len.saturating_sub(progress.len);
+                    let (old, new) = data.split_at(usize::try_from(missing).unwrap_or(usize::MAX).min(data.len()));
+                    progress.mac.update(old);
+                    if !old.is_empty() && old.len() as u64 == missing {
+                        progress.differs |= digest(progress.mac.clone()) != expected;
+                    }
+                    progress.differs |= is_whole == Some(true) && !new.is_empty();
+                    progress.mac.update(new);
+                    progress.len += data.len() as u64;
+                }
+                progress.is_whole |= frame.is_trailers() || is_end;
+            }
+            Some(Err(_)) => progress.has_failed = true,
+            None => progress.is_whole |= !progress.has_failed,
+        }
+        progress.differs |= progress.is_whole && progress.len < len;
+        if progress.differs {
+            self.differs.notify_one();
+        }
+        !progress.differs
+    }
+}
+
+impl HasPayload for Reading {
+    fn payload(&self) -> Payload {
+        let progress = self.progress();
+        if progress.len < progress.before.len {
+            return progress.before;
+        }
+        let digest = digest(progress.mac.clone());
+        Payload { len: progress.len, is_whole: Some(progress.is_whole), digest }
     }
 }
 
@@ -107,9 +174,10 @@ impl<B> FingerprintedBody<B> {
 }
 
 impl<B: Body> FingerprintedBody<B> {
-    pub(super) fn new(body: B, mac: Hmac<Sha256>) -> (Self, Arc<Reading>) {
-        let reading = Arc::new(Reading::new(mac, body.is_end_stream()));
-        (Self { body, reading: Some(Arc::clone(&reading)) }, reading)
+    /// `before` is what is known of the body that an attempt before was sent.
+    pub(super) fn new(body: B, before: Payload, reading: Arc<Reading>) -> Self {
+        reading.begin(before, body.is_end_stream());
+        Self { body, reading: Some(reading) }
     }
 }
 
@@ -120,19 +188,11 @@ impl<B: Body<Data = Bytes>> Body for FingerprintedBody<B> {
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
         let mut this = self.project();
         let frame = ready!(this.body.as_mut().poll_frame(cx));
-        if let Some(reading) = this.reading {
-            let mut progress = reading.progress();
-            match &frame {
-                Some(Ok(frame)) => {
-                    if let Some(data) = frame.data_ref() {
-                        progress.mac.update(data);
-                        progress.len += data.len() as u64;
-                    }
-                    progress.is_whole |= frame.is_trailers() || this.body.is_end_stream();
-                }
-                Some(Err(_)) => progress.has_failed = true,
-                None => progress.is_whole |= !progress.has_failed,
-            }
+        if let Some(reading) = this.reading
+            && !reading.note(frame.as_ref(), this.body.is_end_stream())
+        {
+            // Whoever does the work is told, and drops the handler.
+            return Poll::Pending;
         }
         Poll::Ready(frame)
     }
@@ -156,9 +216,10 @@ impl<B> std::fmt::Debug for FingerprintedBody<B> {
 pub(super) async fn is_same<B: Body<Data = Bytes>>(
     body: B,
     payload: &Payload,
-    mut mac: Hmac<Sha256>,
+    reading: &Reading,
 ) -> Result<bool, B::Error> {
     let Some(is_whole) = payload.is_whole else { return Ok(true) };
+    let mut mac = reading.mac();
     let mut body = pin!(body);
     let mut missing = payload.len;
     while missing > 0 || (is_whole && !body.is_end_stream()) {
@@ -181,7 +242,7 @@ mod tests {
 
     use super::*;
 
-    fn made(request: &Request<()>, headers: &[HeaderName]) -> (Digest, Hmac<Sha256>) {
+    fn made(request: &Request<()>, headers: &[HeaderName]) -> (Digest, Arc<Reading>) {
         Fingerprints::new(b"").of(&Operation::new("a", "k"), request, headers)
     }
 
@@ -216,7 +277,7 @@ mod tests {
     }
 
     /// Reads frames of `sizes` bytes each, and says how far that was.
-    async fn read(bytes: &[u8], sizes: &[usize], mac: &Hmac<Sha256>) -> Payload {
+    async fn read(bytes: &[u8], sizes: &[usize], before: Payload) -> Payload {
         let (mut rest, mut frames) = (bytes, Vec::new());
         for size in sizes {
             let (frame, others) = rest.split_at((*size).min(rest.len()));
@@ -224,8 +285,8 @@ mod tests {
             rest = others;
         }
         let stream = http_body_util::StreamBody::new(futures_util::stream::iter(frames));
-        let (body, reading) = FingerprintedBody::new(stream, mac.clone());
-        let mut body = pin!(body);
+        let (_, reading) = made(&post("/"), &[]);
+        let mut body = pin!(FingerprintedBody::new(stream, before, Arc::clone(&reading)));
         for _ in sizes {
             body.frame().await.unwrap().unwrap();
         }
@@ -244,13 +305,39 @@ mod tests {
         ) {
             let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
             runtime.block_on(async {
-                let (_, mac) = made(&post("/"), &[]);
-                let payload = read(&bytes, &sizes, &mac).await;
+                let (_, reading) = made(&post("/"), &[]);
+                let payload = read(&bytes, &sizes, Payload::default()).await;
                 let len = usize::try_from(payload.len).unwrap();
                 let expected = if payload.is_whole == Some(true) { other == bytes } else { other.starts_with(&bytes[..len]) };
-                let same = is_same(Full::new(Bytes::from(other)), &payload, mac.clone()).await.unwrap();
+                let same = is_same(Full::new(Bytes::from(other)), &payload, &reading).await.unwrap();
                 prop_assert_eq!(same, expected, "{:?}", payload);
-                prop_assert!(is_same(Full::new(Bytes::from(bytes)), &payload, mac).await.unwrap());
+                prop_assert!(is_same(Full::new(Bytes::from(bytes)), &payload, &reading).await.unwrap());
+                Ok(())
+            })?;
+        }
+
+        #[test]
+        fn the_next_attempt_reads_no_other_body_to_its_end(
+            bytes in prop::collection::vec(0..2_u8, 0..20),
+            other in prop::collection::vec(0..2_u8, 0..20),
+            sizes in prop::collection::vec(0..9_usize, 0..6),
+            chunk in 1..9_usize,
+        ) {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            runtime.block_on(async {
+                let before = read(&bytes, &sizes, Payload::default()).await;
+                let (_, reading) = made(&post("/"), &[]);
+                let same = is_same(Full::new(Bytes::from(other.clone())), &before, &reading).await.unwrap();
+                let frames: Vec<_> = other.chunks(chunk).map(Bytes::copy_from_slice).map(Frame::data).collect();
+                let frames = frames.into_iter().map(Ok::<_, std::convert::Infallible>);
+                let stream = http_body_util::StreamBody::new(futures_util::stream::iter(frames));
+                let body = FingerprintedBody::new(stream, before, Arc::clone(&reading));
+                let seen = futures_util::FutureExt::now_or_never(body.collect()).map(|body| body.unwrap().to_bytes());
+                prop_assert_eq!(seen.is_some(), same, "{:?}", before);
+                prop_assert_eq!(reading.differs(), !same);
+                if let Some(seen) = seen {
+                    prop_assert_eq!(seen, other);
+                }
                 Ok(())
             })?;
         }

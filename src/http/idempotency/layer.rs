@@ -8,10 +8,13 @@ use tower_layer::Layer;
 
 use super::fingerprint::Fingerprints;
 use super::service::Idempotency;
+use crate::circuit::CircuitBreaker;
 use crate::error::{ConfigError, StoreError};
-use crate::idempotency::{Claim, Home, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
+use crate::idempotency::{
+    Claim, Home, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown, Rejection, Verdict,
+};
 use crate::lock::Scope;
-use crate::reject::AsResponse;
+use crate::reject::{AsResponse, Reject};
 
 /// Serves the same request once, and answers it as often as it comes. See the [module docs](crate::idempotency) for examples.
 ///
@@ -50,6 +53,7 @@ pub(super) struct Settings {
     pub(super) lease: Duration,
     pub(super) retention: Duration,
     pub(super) wait: Duration,
+    pub(super) max_waiting: usize,
     pub(super) max_run: Duration,
     pub(super) max_running: usize,
     pub(super) max_answer: usize,
@@ -68,7 +72,7 @@ impl IdempotencyLayer {
     /// Keeps records in `store`, which is a backend. It needs a [scope](Self::scope) before it can be used.
     pub fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Self {
         let settings = Settings {
-            home: Arc::new(Home::new(store, Duration::from_millis(100))),
+            home: Arc::new(Home::new(store)),
             fingerprints: Fingerprints::new(b""),
             header: HeaderName::from_static("idempotency-key"),
             headers: Arc::new([]),
@@ -76,6 +80,7 @@ impl IdempotencyLayer {
             lease: Duration::from_secs(15),
             retention: Duration::from_secs(86_400),
             wait: Duration::ZERO,
+            max_waiting: 1_000,
             max_run: Duration::from_secs(300),
             max_running: 10_000,
             max_answer: 64 * 1_024,
@@ -160,13 +165,21 @@ impl<K, A> IdempotencyLayer<K, A> {
 
     /// How long a request waits for the answer of the same request that is being served. Defaults to zero: it is turned away, 409 with HTTP.
     ///
-    /// It asks the store after 20 ms, and then less and less often, down to twice a second. A request that waits holds the place in the
-    /// inner service that was reserved for it. At most a day.
+    /// It is told by the store when the other one is done, and looks once a second in any case. A request that waits holds the place in the
+    /// inner service that was reserved for it, and counts as one that is [running](Self::max_running). At most a day.
     pub fn wait(self, wait: Duration) -> Self {
         self.with(|settings| settings.wait = wait.min(Duration::from_secs(86_400)))
     }
 
+    /// How many requests may [wait](Self::wait) at a time. Defaults to 1,000. One more is turned away as if it were not to wait.
+    pub fn max_waiting(self, requests: usize) -> Self {
+        self.with(|settings| settings.max_waiting = requests)
+    }
+
     /// How long a handler may take, its body included. Defaults to 5 minutes. It is dropped then, and what came of it is unknown.
+    ///
+    /// Once an answer is too large to be kept, which the record says then, it may take as long as it does not stand still for that time: a
+    /// client that reads it slowly is no reason to cut it off.
     pub fn max_run(self, max_run: Duration) -> Self {
         self.with(|settings| settings.max_run = max_run)
     }
@@ -197,9 +210,20 @@ impl<K, A> IdempotencyLayer<K, A> {
         self.with(|settings| settings.keep = keep)
     }
 
+    /// What the layer is called in metrics and logs. Defaults to `idempotency`.
+    pub fn name(self, name: impl AsRef<str>) -> Self {
+        self.with(|settings| settings.home = Arc::new(settings.home.with(|terms| terms.name = name.as_ref().into())))
+    }
+
     /// How long one call of the store may take. Defaults to 100 ms.
     pub fn deadline(self, deadline: Duration) -> Self {
-        self.with(|settings| settings.home = Arc::new(settings.home.with_limit(deadline)))
+        self.with(|settings| settings.home = Arc::new(settings.home.with(|terms| terms.limit = deadline)))
+    }
+
+    /// When the layer stops to ask a store that fails before it serves a request. Defaults to [`CircuitBreaker::new`]. Meanwhile requests
+    /// are [turned away](OnStoreError::Deny) or [pass](OnStoreError::Allow) at once; what is at work is still renewed and completed.
+    pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
+        self.with(|settings| settings.home = Arc::new(settings.home.with(|terms| terms.breaker = breaker)))
     }
 
     /// What happens to a request that has no key. Defaults to [`OnMissingKey::Reject`].
@@ -234,7 +258,8 @@ impl<K, A> IdempotencyLayer<K, A> {
     }
 
     /// Waits until no handler is at work any more, and the store knows what came of them: for the end of a program, once it takes no more
-    /// requests. For all clones of this layer, from its last [`deadline`](Self::deadline) on.
+    /// requests. For all clones of this layer that were made after its
+    /// [`name`](Self::name), [`deadline`](Self::deadline) and [`circuit_breaker`](Self::circuit_breaker) were said.
     pub async fn drained(&self) {
         self.settings.home.drained().await;
     }
@@ -262,12 +287,22 @@ impl Settings {
         }
     }
 
+    /// Turns a request away, and counts it.
+    pub(super) fn reject<A: Reject<Rejection, Res, E>, Res, E>(
+        &self,
+        answer: &A,
+        rejection: Rejection,
+    ) -> Result<A::Response, A::Error> {
+        self.home.meters().decided(Verdict::of(&rejection));
+        answer.reject(rejection)
+    }
+
     pub(super) fn describe<K>(&self, f: &mut fmt::Formatter<'_>, name: &str) -> fmt::Result {
         f.debug_struct(name)
             .field("scope", &std::any::type_name::<K>())
             .field("lease", &self.lease)
             .field("retention", &self.retention)
-            .field("deadline", &self.home.limit())
+            .field("deadline", &self.home.terms().limit)
             .field("keep", &self.keep)
             .field("on_missing_key", &self.on_missing_key)
             .field("on_unknown", &self.on_unknown)

@@ -3,6 +3,8 @@
 mod answer;
 mod body;
 mod fingerprint;
+mod future;
+mod guard;
 mod key;
 mod layer;
 mod reject;
@@ -11,5 +13,6 @@ mod service;
 
 pub use self::body::IdempotentBody;
 pub use self::fingerprint::FingerprintedBody;
+pub use self::future::ResponseFuture as IdempotencyFuture;
 pub use self::layer::{IdempotencyLayer, Unscoped};
-pub use self::service::{Idempotency, ResponseFuture as IdempotencyFuture};
+pub use self::service::Idempotency;

@@ -1,240 +1,327 @@
-use std::collections::VecDeque;
-use std::future::poll_fn;
-use std::pin::pin;
+//! How an operation is done, from its handler to its record.
+
+use std::future::{Future, poll_fn};
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::Poll;
+use std::time::Duration;
 
-use ::http::{HeaderMap, HeaderName, Request, Response, StatusCode};
+use ::http::header::CONTENT_TYPE;
+use ::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use bytes::Bytes;
-use http_body::{Body, Frame};
+use http_body::{Body, Frame, SizeHint};
 use tokio::sync::mpsc::{self, Sender};
-use tokio::sync::oneshot;
-use tokio::time::timeout;
-use tower_service::Service;
+use tokio::time::{Instant, timeout, timeout_at};
+use tracing::Instrument as _;
 
 use super::answer::Recorder;
-use super::body::{IdempotentBody, Piece};
-use super::fingerprint::{FingerprintedBody, Reading};
+use super::body::{AbortOnDrop, Chunks, IdempotentBody, Piece};
+use super::fingerprint::Reading;
+use super::future::Answer;
 use super::layer::Settings;
 use crate::error::BoxError;
-use crate::idempotency::{Attempt, Completion, Keep, Running};
+use crate::idempotency::{Attempt, Completion, HasPayload as _, Keep, OnDisconnect, Rejection, Running};
 
 /// How many pieces of an answer may lie between the handler and its caller while all of them are recorded anyway.
 const PIECES: usize = 1_024;
 /// How many pieces that are there already are taken together before the caller gets the first of them.
 const AT_ONCE: usize = 64;
+/// As good as never.
+const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
 
-type Tell<R, E> = oneshot::Sender<Result<Response<IdempotentBody<R>>, E>>;
-
-/// Does an operation from its beginning to its end, whether or not anybody waits for the answer.
-pub(super) async fn run<S, B, R>(
-    service: S,
-    request: Request<FingerprintedBody<B>>,
+/// An operation that is being done, and what is known of it.
+pub(super) struct Course {
     attempt: Attempt,
     reading: Arc<Reading>,
     settings: Arc<Settings>,
-    tell: Tell<R, S::Error>,
     running: Running,
-) where
-    S: Service<Request<FingerprintedBody<B>>, Response = Response<R>>,
-    R: Body<Data = Bytes>,
-    R::Error: Into<BoxError>,
-{
-    let gives_back = settings.keep.gives_failures_back();
-    let attempt = if gives_back { attempt.gives_back_panics() } else { attempt };
-    let served = timeout(settings.max_run, async {
-        tokio::select! {
-            // After a standstill nothing of the handler may run before this was looked at.
-            biased;
-            () = attempt.keep(|| reading.payload()) => None,
-            served = serve(service, request, &attempt, &settings, tell) => Some(served),
+    begun: Instant,
+    // When it has taken too long.
+    until: Instant,
+}
+
+impl Course {
+    pub(super) fn new(attempt: Attempt, reading: Arc<Reading>, settings: Arc<Settings>, running: Running) -> Self {
+        let attempt = if settings.keep.gives_failures_back() { attempt.gives_back_panics() } else { attempt };
+        let begun = attempt.sent();
+        let until = begun + settings.max_run.min(FOREVER);
+        Self { attempt, reading, settings, running, begun, until }
+    }
+
+    /// Whether somebody else may have begun. After a standstill nothing of a handler may run before this was looked at.
+    pub(super) fn is_lost(&self) -> bool {
+        self.attempt.is_lost()
+    }
+
+    /// Does `work` under the lease: `None` if that takes too long, or if somebody else may have begun.
+    pub(super) async fn under_lease<F: Future>(&self, mut work: Pin<&mut F>) -> Option<F::Output> {
+        if self.is_lost() {
+            return None;
         }
-    });
-    // What is dropped by one of the two is left to the end of its lease.
-    let Ok(Some(served)) = served.await else {
-        tracing::warn!("a handler was cancelled: its outcome is unknown when its lease has ended");
-        return;
-    };
-    let Served { outcome, last } = served;
-    match outcome {
-        Outcome::Failed if gives_back => attempt.release().await,
-        // Left to the end of its lease.
-        Outcome::Failed => drop(attempt),
-        Outcome::Answered { recorder, keeps, is_whole } => {
-            // A client that has broken off is to send the whole of it, and not to hear again that it did not.
-            if keeps && (!reading.has_failed() || recorder.status().is_success()) {
-                let (answer, is_kept) = recorder.finish(is_whole);
-                let (payload, retention) = (reading.payload(), settings.retention);
-                attempt.complete(Completion { answer: answer.into(), is_kept, payload, retention }).await;
-            } else {
-                attempt.release().await;
+        // What is done at once needs neither timers nor renewals.
+        if let Poll::Ready(output) = poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
+            return Some(output);
+        }
+        // Boxed, so that those who do not get here carry nothing of it along.
+        let limits = Box::pin(timeout_at(self.until, async {
+            tokio::select! {
+                () = self.attempt.keep(|| self.reading.payload()) => {}
+                () = self.reading.until_it_differs() => {}
             }
+        }));
+        tokio::select! {
+            biased;
+            _ = limits => None,
+            output = work => Some(output),
         }
     }
-    drop(running);
-    // Only now, so that whoever has seen the end of the answer finds it in the record.
-    last.deliver().await;
+
+    /// Lets the record say what has become of the operation.
+    async fn settle(self, outcome: Outcome) -> Running {
+        let Self { attempt, reading, settings, running, begun, .. } = self;
+        settings.home.meters().handled(begun);
+        match outcome {
+            Outcome::Failed if settings.keep.gives_failures_back() => attempt.release().await,
+            // Left to the end of its lease.
+            Outcome::Failed => drop(attempt),
+            // A client that has broken off is to send the whole of it, and not to hear again that it did not.
+            Outcome::Answered { status, keeps, answer, is_kept }
+                if keeps && (!reading.has_failed() || status.is_success()) =>
+            {
+                let (payload, retention) = (reading.payload(), settings.retention);
+                attempt.complete(Completion { answer, is_kept, payload, retention }).await;
+            }
+            Outcome::Answered { .. } => attempt.release().await,
+        }
+        running
+    }
 }
 
-/// What a handler has come to, and what its caller has not been told yet.
-struct Served<R, E> {
-    outcome: Outcome,
-    last: Last<R, E>,
-}
-
+/// What a handler has come to.
 enum Outcome {
     /// There is no answer.
     Failed,
-    /// There is one, and it is to be kept or not. It may have broken off.
-    Answered { recorder: Recorder, keeps: bool, is_whole: bool },
+    /// There is one, and it is to be kept or not: all of it, or that there was one.
+    Answered { status: StatusCode, keeps: bool, answer: Arc<[u8]>, is_kept: bool },
 }
 
-enum Last<R, E> {
-    /// All of it.
-    Answer { tell: Tell<R, E>, answer: Result<Response<IdempotentBody<R>>, E> },
-    /// The end of an answer that has begun.
-    Pieces { pieces: Sender<Piece>, rest: [Option<Piece>; 3] },
-}
-
-impl<R, E> Last<R, E> {
-    /// Whoever is told may be gone.
-    async fn deliver(self) {
-        match self {
-            Self::Answer { tell, answer } => drop(tell.send(answer)),
-            Self::Pieces { pieces, rest } => {
-                for piece in rest.into_iter().flatten() {
-                    let _ = pieces.send(piece).await;
-                }
-            }
-        }
-    }
-}
-
-/// Lets the handler answer, and records that. Its caller gets everything meanwhile but the end.
-async fn serve<S, B, R>(
-    mut service: S,
-    request: Request<FingerprintedBody<B>>,
-    attempt: &Attempt,
-    settings: &Settings,
-    tell: Tell<R, S::Error>,
-) -> Served<R, S::Error>
+/// Keeps what a handler has come to, if it has not taken too long. The answer is there once the record has it, or in parts, the last of
+/// which comes then.
+pub(super) async fn keep<R, E>(
+    course: Course,
+    served: Option<Result<Response<R>, E>>,
+) -> Result<Answer<R, E>, Rejection>
 where
-    S: Service<Request<FingerprintedBody<B>>, Response = Response<R>>,
+    R: Body<Data = Bytes> + Send + 'static,
+    R::Error: Into<BoxError>,
+{
+    let (parts, body) = match served {
+        Some(Ok(response)) => response.into_parts(),
+        Some(Err(error)) => {
+            drop(course.settle(Outcome::Failed).await);
+            return Ok(Err(error));
+        }
+        // What the attempt before has done is as unknown as it was.
+        None if course.reading.differs() => return Err(Rejection::Mismatch),
+        None => {
+            cancelled();
+            return Err(Rejection::Cancelled);
+        }
+    };
+    let settings = &course.settings;
+    let recorder = Recorder::new(parts.status, &parts.headers, settings.keeps_cookies, settings.max_answer);
+    let mut stream = Stream::new(body, recorder, Judge::new(settings.keep, parts.status, &parts.headers));
+    let mut hint = stream.body.size_hint();
+
+    // What is there already, which is all of it more often than not.
+    let mut chunks = Chunks::default();
+    if stream.take_what_is_there(&mut chunks).await {
+        let outcome = stream.outcome(chunks.iter(), true);
+        let response = Response::from_parts(parts, IdempotentBody::whole(chunks, stream.trailers));
+        drop(course.settle(outcome).await);
+        return Ok(Ok(response));
+    }
+
+    // The rest comes bit by bit, and is recorded whether or not anybody reads it.
+    course.attempt.answering();
+    if !stream.trailers.is_empty() {
+        hint = SizeHint::new();
+    }
+    let cancels = settings.on_disconnect == OnDisconnect::Cancel;
+    let (pieces, receiver) = mpsc::channel(PIECES);
+    stream.chunks = chunks.iter().cloned().collect();
+    let task = tokio::spawn(stream.finish(course, pieces).in_current_span());
+    let mut body = IdempotentBody::live(chunks, receiver, hint);
+    if cancels {
+        body.aborts(AbortOnDrop(task.abort_handle()));
+    }
+    Ok(Ok(Response::from_parts(parts, body)))
+}
+
+/// What is dropped then is left to the end of its lease.
+fn cancelled() {
+    tracing::warn!("a handler was cancelled: its outcome is unknown when its lease has ended");
+}
+
+/// Why nothing more is recorded.
+enum Stop {
+    End,
+    Broken(BoxError),
+    /// It is known by now that the answer is not kept.
+    TooLarge,
+}
+
+/// An answer while it comes.
+struct Stream<R> {
+    body: Pin<Box<R>>,
+    // What has come and was not looked at.
+    next: Option<Option<Result<Frame<Bytes>, BoxError>>>,
+    // What has come and was not sent: a caller who counts would take the last part for the end.
+    held: Option<Bytes>,
+    // What is to be kept.
+    chunks: Vec<Bytes>,
+    trailers: HeaderMap,
+    recorder: Recorder,
+    judge: Judge,
+}
+
+impl<R> Stream<R>
+where
     R: Body<Data = Bytes>,
     R::Error: Into<BoxError>,
 {
-    let (parts, body) = match service.call(request).await {
-        Ok(response) => response.into_parts(),
-        Err(error) => {
-            return Served { outcome: Outcome::Failed, last: Last::Answer { tell, answer: Err(error) } };
-        }
-    };
-    let status = parts.status;
-    let is_grpc = GrpcStatus::of(&parts.headers);
-    let keeps = |trailers: &HeaderMap| keeps(settings.keep, status, is_grpc.or(GrpcStatus::of(trailers)));
-    let mut recorder = Recorder::new(status, &parts.headers, settings.keeps_cookies, settings.max_answer);
-    let mut body = pin!(body);
-    let mut hint = body.size_hint();
-    let (mut chunks, mut trailers) = (VecDeque::new(), HeaderMap::new());
-
-    // What is there already, which is all of it more often than not.
-    let mut next: Option<Option<Result<Frame<Bytes>, BoxError>>> = None;
-    for _ in 0..AT_ONCE {
-        if body.is_end_stream() {
-            next = Some(None);
-            break;
-        }
-        match poll_fn(|cx| Poll::Ready(body.as_mut().poll_frame(cx))).await {
-            Poll::Ready(Some(Ok(frame))) => {
-                if let Some(data) = record(frame, &mut recorder, &mut trailers) {
-                    chunks.push_back(data);
-                }
-                if !recorder.fits() {
-                    break;
-                }
-            }
-            Poll::Ready(frame) => {
-                next = Some(frame.map(|frame| frame.map_err(Into::into)));
-                break;
-            }
-            Poll::Pending => break,
-        }
-    }
-    if let Some(None) = next {
-        let keeps = keeps(&trailers);
-        let answer = Ok(Response::from_parts(parts, IdempotentBody::whole(chunks, trailers)));
-        let outcome = Outcome::Answered { recorder, keeps, is_whole: true };
-        return Served { outcome, last: Last::Answer { tell, answer } };
+    fn new(body: R, recorder: Recorder, judge: Judge) -> Self {
+        let (chunks, trailers) = (Vec::new(), HeaderMap::new());
+        Self { body: Box::pin(body), next: None, held: None, chunks, trailers, recorder, judge }
     }
 
-    // The rest comes bit by bit.
-    attempt.answering();
-    let (pieces, receiver) = mpsc::channel(PIECES);
-    if !trailers.is_empty() {
-        hint = http_body::SizeHint::new();
+    /// Takes what need not be waited for. True if that is all.
+    async fn take_what_is_there(&mut self, chunks: &mut Chunks) -> bool {
+        for _ in 0..AT_ONCE {
+            if self.body.is_end_stream() {
+                return true;
+            }
+            match poll_fn(|cx| Poll::Ready(self.body.as_mut().poll_frame(cx))).await {
+                Poll::Ready(Some(Ok(frame))) => {
+                    if let Some(data) = self.note(frame) {
+                        chunks.push(data);
+                    }
+                    if !self.recorder.fits() {
+                        return false;
+                    }
+                }
+                Poll::Ready(None) => return true,
+                Poll::Ready(Some(Err(error))) => {
+                    self.next = Some(Some(Err(error.into())));
+                    return false;
+                }
+                Poll::Pending => return false,
+            }
+        }
+        false
     }
-    // Whoever asked may be gone, and then the answer is recorded all the same.
-    let _ = tell.send(Ok(Response::from_parts(parts, IdempotentBody::live(chunks, receiver, hint))));
-    let mut held = None;
-    loop {
-        let frame = match next.take() {
+
+    /// Records the rest of an answer while its caller gets it, all but the end, which comes when the record has it.
+    async fn finish(mut self, course: Course, pieces: Sender<Piece>) {
+        let Some(stop) = course.under_lease(pin!(self.pass_on(&pieces))).await else { return cancelled() };
+        let max_run = course.settings.max_run.min(FOREVER);
+        let outcome = self.outcome(self.chunks.iter(), matches!(stop, Stop::End));
+        let running = course.settle(outcome).await;
+        let last = match stop {
+            Stop::End => Piece::End,
+            Stop::Broken(error) => Piece::Failed(error),
+            // Nobody can tell any more how long it takes, so it may take as long as there is progress.
+            Stop::TooLarge => loop {
+                match timeout(max_run, self.step(&pieces)).await {
+                    Ok(None | Some(Stop::TooLarge)) => {}
+                    Ok(Some(Stop::End)) => break Piece::End,
+                    Ok(Some(Stop::Broken(error))) => break Piece::Failed(error),
+                    Err(_) => return,
+                }
+            },
+        };
+        let is_end = matches!(last, Piece::End);
+        let trailers = (is_end && !self.trailers.is_empty()).then_some(Piece::Trailers(self.trailers));
+        for piece in [self.held.map(Piece::Data), trailers, Some(last)].into_iter().flatten() {
+            // Whoever asked may be gone.
+            let _ = pieces.send(piece).await;
+        }
+        drop(running);
+    }
+
+    async fn pass_on(&mut self, pieces: &Sender<Piece>) -> Stop {
+        loop {
+            if let Some(stop) = self.step(pieces).await {
+                return stop;
+            }
+            if !self.recorder.fits() && self.judge.is_sure() {
+                return Stop::TooLarge;
+            }
+        }
+    }
+
+    /// Passes the next part on.
+    async fn step(&mut self, pieces: &Sender<Piece>) -> Option<Stop> {
+        let frame = match self.next.take() {
             Some(frame) => frame,
-            None if body.is_end_stream() => None,
-            None => poll_fn(|cx| body.as_mut().poll_frame(cx)).await.map(|frame| frame.map_err(Into::into)),
+            None if self.body.is_end_stream() => None,
+            None => poll_fn(|cx| self.body.as_mut().poll_frame(cx)).await.map(|frame| frame.map_err(Into::into)),
         };
         match frame {
             Some(Ok(frame)) => {
-                if let Some(data) = record(frame, &mut recorder, &mut trailers) {
-                    if let Some(before) = held.replace(Piece::Data(data)) {
-                        send(&pieces, before, &recorder).await;
+                if let Some(data) = self.note(frame) {
+                    if self.recorder.fits() {
+                        self.chunks.push(data.clone());
+                    } else {
+                        self.chunks = Vec::new();
                     }
-                    // One that may be the last is kept back: a caller who counts takes it for the end.
-                    let may_be_last = body.is_end_stream() || body.size_hint().exact() == Some(0);
-                    if let Some(piece) = held.take_if(|_| !may_be_last) {
-                        send(&pieces, piece, &recorder).await;
+                    if let Some(before) = self.held.replace(data) {
+                        send(pieces, before, self.recorder.fits()).await;
+                    }
+                    let may_be_last = self.body.is_end_stream() || self.body.size_hint().exact() == Some(0);
+                    if let Some(data) = self.held.take_if(|_| !may_be_last) {
+                        send(pieces, data, self.recorder.fits()).await;
                     }
                 }
+                None
             }
-            Some(Err(error)) => {
-                let outcome = Outcome::Answered { recorder, keeps: keeps(&trailers), is_whole: false };
-                let rest = [held, Some(Piece::Failed(error)), None];
-                return Served { outcome, last: Last::Pieces { pieces, rest } };
+            Some(Err(error)) => Some(Stop::Broken(error)),
+            None => Some(Stop::End),
+        }
+    }
+
+    /// Notes a frame; answers what is in it for the caller, but for trailers, which come at the end.
+    fn note(&mut self, frame: Frame<Bytes>) -> Option<Bytes> {
+        match frame.into_data() {
+            Ok(data) => {
+                self.recorder.data(&data);
+                (!data.is_empty()).then_some(data)
             }
-            None => {
-                let outcome = Outcome::Answered { recorder, keeps: keeps(&trailers), is_whole: true };
-                let trailers = (!trailers.is_empty()).then_some(Piece::Trailers(trailers));
-                return Served { outcome, last: Last::Pieces { pieces, rest: [held, trailers, Some(Piece::End)] } };
+            Err(frame) => {
+                if let Ok(last) = frame.into_trailers() {
+                    self.recorder.trailers(&last);
+                    self.trailers = last;
+                }
+                None
             }
         }
     }
-}
 
-/// Notes a frame; answers what is in it for the caller, but for trailers, which come at the end.
-fn record(frame: Frame<Bytes>, recorder: &mut Recorder, trailers: &mut HeaderMap) -> Option<Bytes> {
-    match frame.into_data() {
-        Ok(data) => {
-            recorder.data(&data);
-            (!data.is_empty()).then_some(data)
-        }
-        Err(frame) => {
-            if let Ok(last) = frame.into_trailers() {
-                recorder.trailers(&last);
-                *trailers = last;
-            }
-            None
-        }
+    fn outcome<'a>(&self, chunks: impl Iterator<Item = &'a Bytes>, is_whole: bool) -> Outcome {
+        let (answer, is_kept) = self.recorder.finish(chunks, is_whole);
+        Outcome::Answered { status: self.judge.status, keeps: self.judge.keeps(&self.trailers), answer, is_kept }
     }
 }
 
-/// Sends a piece to the caller, if there still is one.
-async fn send(pieces: &Sender<Piece>, piece: Piece, recorder: &Recorder) {
-    if recorder.fits() {
+/// Sends a part to the caller, if there still is one.
+async fn send(pieces: &Sender<Piece>, data: Bytes, is_recorded: bool) {
+    if is_recorded {
         // All that waits there is recorded, which bounds it.
-        let _ = pieces.send(piece).await;
+        let _ = pieces.send(Piece::Data(data)).await;
     } else if let Ok(mut places) = pieces.reserve_many(PIECES).await {
         // One at a time: a caller who reads slowly is waited for.
         if let Some(place) = places.next() {
-            place.send(piece);
+            place.send(Piece::Data(data));
         }
     }
 }
@@ -261,13 +348,34 @@ impl GrpcStatus {
     }
 }
 
-fn keeps(keep: Keep, status: StatusCode, grpc: Option<GrpcStatus>) -> bool {
-    match keep {
-        Keep::All => true,
-        Keep::Success => status.is_success() && matches!(grpc, None | Some(GrpcStatus::Ok)),
-        Keep::SafeRetry => {
-            let not_now = [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_EARLY, StatusCode::TOO_MANY_REQUESTS];
-            !status.is_server_error() && !not_now.contains(&status) && grpc != Some(GrpcStatus::Transient)
+/// Whether an answer is to be kept.
+struct Judge {
+    keep: Keep,
+    status: StatusCode,
+    grpc: Option<GrpcStatus>,
+    is_grpc: bool,
+}
+
+impl Judge {
+    fn new(keep: Keep, status: StatusCode, headers: &HeaderMap) -> Self {
+        let content_type = headers.get(CONTENT_TYPE).map_or(b"".as_slice(), HeaderValue::as_bytes);
+        Self { keep, status, grpc: GrpcStatus::of(headers), is_grpc: content_type.starts_with(b"application/grpc") }
+    }
+
+    /// Whether the trailers change nothing any more, and it is kept.
+    fn is_sure(&self) -> bool {
+        (self.grpc.is_some() || !self.is_grpc || self.keep == Keep::All) && self.keeps(&HeaderMap::new())
+    }
+
+    fn keeps(&self, trailers: &HeaderMap) -> bool {
+        let grpc = self.grpc.or_else(|| GrpcStatus::of(trailers));
+        match self.keep {
+            Keep::All => true,
+            Keep::Success => self.status.is_success() && matches!(grpc, None | Some(GrpcStatus::Ok)),
+            Keep::SafeRetry => {
+                let not_now = [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_EARLY, StatusCode::TOO_MANY_REQUESTS];
+                !self.status.is_server_error() && !not_now.contains(&self.status) && grpc != Some(GrpcStatus::Transient)
+            }
         }
     }
 }

@@ -1,0 +1,183 @@
+//! Locks of ours and of `rslock`, on one Redis and in one process: of its own for each task, and one that all of them want.
+//!
+//! `cargo run --release --bin locks` starts its own `redis-server` (or what `TOLLGATE_REDIS_SERVER` names), takes about a minute after the
+//! build and ends with one line. Both are used as their docs recommend: `Locks::lock` and `release`, `LockManager::acquire` and
+//! `release`, both with leases of 30 s on one server. All figures are medians of interleaved rounds; ratios are of ours to theirs in the same round, so
+//! above 1 is faster.
+//!
+//! * `cycles64_over_rslock`, `cycles1_over_rslock`: locks taken and given back a second, by 64 tasks and by one, each its own
+//! * `contended_over_rslock`: grants a second when 64 tasks want one lock
+//! * `wait_p99_over_rslock`: the 99th percentile of the wait for it, theirs to ours
+//! * `client_cpu_over_rslock`, `redis_cpu_over_rslock`: the processor time of a cycle, of 64 tasks with their own locks, in this process and in Redis: ours to
+//!   theirs, so below 1 is less work. These hardly depend on what else the machine does
+//! * `ours_grants_min_over_max`, `rslock_grants_min_over_max`: the grants of the task that got fewest to those of the one that got most
+
+use std::fs;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use rslock::LockManager;
+use server::RedisServer;
+use tokio::sync::Barrier;
+use tokio::task::JoinSet;
+use tollgate::{Locks, RedisBackend};
+
+#[allow(dead_code, unreachable_pub)]
+#[path = "../../../../tests/support/server.rs"]
+mod server;
+
+const TASKS: u32 = 64;
+const ROUNDS: usize = 7;
+const ROUND: Duration = Duration::from_secs(1);
+const TTL: Duration = Duration::from_secs(30);
+
+/// Somebody who takes a lock and gives it back; answers how long it took to get it.
+#[derive(Clone)]
+enum Contender {
+    Ours(Locks),
+    Rslock(LockManager),
+}
+
+impl Contender {
+    async fn cycle(&self, key: &str) -> Duration {
+        let begun = Instant::now();
+        match self {
+            Self::Ours(locks) => {
+                let lease = locks.lock(key).await.expect("the lock is granted");
+                let waited = begun.elapsed();
+                lease.release().await.expect("the lock is given back");
+                waited
+            }
+            Self::Rslock(manager) => {
+                let guard = manager.acquire(key, TTL).await.expect("the lock is granted");
+                let waited = begun.elapsed();
+                guard.release().await;
+                waited
+            }
+        }
+    }
+}
+
+struct Load {
+    per_s: f64,
+    client_us: f64,
+    redis_us: f64,
+    p50_us: f64,
+    p99_us: f64,
+    min_over_max: f64,
+}
+
+fn main() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    runtime.expect("a runtime starts").block_on(compare());
+}
+
+async fn compare() {
+    let server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.expect("Redis lets us in");
+    let locks = Locks::new(backend).ttl(TTL).deadline(Duration::from_secs(10)).wait(Duration::from_secs(60));
+    let contenders = [Contender::Ours(locks), Contender::Rslock(LockManager::new(vec![server.url()]))];
+    let names = ["ours", "rslock"];
+    // Own locks of 64 tasks, of one, and one lock for 64.
+    let loads = [(TASKS, true), (1, true), (TASKS, false)];
+    let mut rounds: [[Vec<Load>; 2]; 3] = Default::default();
+    for round in 0..=ROUNDS {
+        for ((tasks, is_own), rounds) in loads.into_iter().zip(&mut rounds) {
+            for turn in 0..2 {
+                let at = (round + turn) % 2;
+                let load = load(&server, &contenders[at], names[at], tasks, is_own).await;
+                // The first round warms up.
+                if round > 0 {
+                    rounds[at].push(load);
+                }
+            }
+        }
+    }
+    for ((tasks, is_own), rounds) in loads.into_iter().zip(&rounds) {
+        for (name, rounds) in names.into_iter().zip(rounds) {
+            let of = |figure: fn(&Load) -> f64| median(rounds.iter().map(figure).collect());
+            println!(
+                "{name:<7} {tasks:>2} tasks, {}: {:.0}/s, waits p50 {:.0} us p99 {:.0} us, fewest to most grants {:.2}, \
+                 processor time here {:.1} us, of Redis {:.1} us a cycle",
+                if is_own { "own locks" } else { "one lock" },
+                of(|load| load.per_s),
+                of(|load| load.p50_us),
+                of(|load| load.p99_us),
+                of(|load| load.min_over_max),
+                of(|load| load.client_us),
+                of(|load| load.redis_us),
+            );
+        }
+    }
+    let ratio = |rounds: &[Vec<Load>; 2], figure: fn(&Load) -> f64| {
+        let [ours, theirs] = rounds;
+        median(ours.iter().zip(theirs).map(|(ours, theirs)| figure(ours) / figure(theirs)).collect())
+    };
+    let [own, alone, contended] = &rounds;
+    let fairness = |at: usize| median(contended[at].iter().map(|load| load.min_over_max).collect());
+    println!(
+        "cycles64_over_rslock={:.2} cycles1_over_rslock={:.2} contended_over_rslock={:.1} wait_p99_over_rslock={:.1} \
+         client_cpu_over_rslock={:.2} redis_cpu_over_rslock={:.2} ours_grants_min_over_max={:.2} rslock_grants_min_over_max={:.2}",
+        ratio(own, |load| load.per_s),
+        ratio(alone, |load| load.per_s),
+        ratio(contended, |load| load.per_s),
+        1.0 / ratio(contended, |load| load.p99_us),
+        ratio(own, |load| load.client_us),
+        ratio(own, |load| load.redis_us),
+        fairness(0),
+        fairness(1),
+    );
+}
+
+/// Lets all tasks take a lock and give it back for a [`ROUND`], each its own or all the same.
+async fn load(server: &RedisServer, contender: &Contender, name: &str, tasks: u32, is_own: bool) -> Load {
+    let (client_before, redis_before) = (own_cpu_us(), redis_cpu_us(server));
+    let barrier = Arc::new(Barrier::new(tasks as usize));
+    let mut running = JoinSet::new();
+    let begun = Instant::now();
+    for task in 0..tasks {
+        let (contender, barrier) = (contender.clone(), Arc::clone(&barrier));
+        let key = if is_own { format!("{name}-{task}") } else { name.to_owned() };
+        running.spawn(async move {
+            barrier.wait().await;
+            let mut waits = Vec::new();
+            while begun.elapsed() < ROUND {
+                waits.push(contender.cycle(&key).await);
+            }
+            waits
+        });
+    }
+    let waits = running.join_all().await;
+    let elapsed = begun.elapsed().as_secs_f64();
+    let (client_us, redis_us) = (own_cpu_us() - client_before, redis_cpu_us(server) - redis_before);
+    let (least, most) = (waits.iter().map(Vec::len).min(), waits.iter().map(Vec::len).max());
+    let mut all: Vec<_> = waits.into_iter().flatten().map(|wait| wait.as_secs_f64() * 1e6).collect();
+    all.sort_by(f64::total_cmp);
+    Load {
+        per_s: all.len() as f64 / elapsed,
+        client_us: client_us / all.len() as f64,
+        redis_us: redis_us / all.len() as f64,
+        p50_us: all[all.len() / 2],
+        p99_us: all[all.len() * 99 / 100],
+        min_over_max: least.unwrap_or_default() as f64 / most.unwrap_or(1) as f64,
+    }
+}
+
+/// The processor time of this process, in ticks of 10 ms.
+fn own_cpu_us() -> f64 {
+    let stat = fs::read_to_string("/proc/self/stat").expect("this is Linux");
+    let fields = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').collect::<Vec<_>>()).unwrap_or_default();
+    let ticks = |at: usize| fields[at].parse::<f64>().expect("a number of ticks");
+    (ticks(11) + ticks(12)) * 1e4
+}
+
+/// That of the server.
+fn redis_cpu_us(server: &RedisServer) -> f64 {
+    let seconds = |field| server.info(field).and_then(|seconds| seconds.parse::<f64>().ok()).unwrap_or_default();
+    (seconds("used_cpu_user") + seconds("used_cpu_sys")) * 1e6
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}

@@ -1,0 +1,143 @@
+use std::fmt;
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, OnceLock};
+use std::task::{Context, Poll, ready};
+
+use ::http::Response;
+use pin_project_lite::pin_project;
+use tokio::runtime::Handle;
+use tracing::{Instrument as _, Span};
+
+use super::body::IdempotentBody;
+use super::service::Shared;
+use crate::idempotency::Rejection;
+use crate::reject::Reject;
+
+pub(super) type Answer<R, E> = Result<Response<IdempotentBody<R>>, E>;
+
+pin_project! {
+    /// The answer of a service that serves the same request once. Dropping it lets a handler that has begun
+    /// [finish](crate::idempotency::OnDisconnect) in the background.
+    #[must_use = "futures do nothing unless polled"]
+    pub struct ResponseFuture<F, R, E, A, K> {
+        #[pin]
+        state: State<F, R, E, A, K>,
+    }
+}
+
+pin_project! {
+    #[project = StateProj]
+    enum State<F, R, E, A, K> {
+        // The request needs no record: the inner service is at work.
+        Passed { #[pin] future: F, shared: Arc<Shared<K, A>> },
+        // The store is asked, or the handler is at work.
+        Guarded { guarded: Guarded<R, E> },
+        // The request is turned away without asking anybody; `None` once that was told.
+        Rejected { answer: Option<Answer<R, E>> },
+    }
+}
+
+impl<F, R, E, A, K> ResponseFuture<F, R, E, A, K> {
+    pub(super) fn passed_through(future: F, shared: Arc<Shared<K, A>>) -> Self {
+        Self { state: State::Passed { future, shared } }
+    }
+
+    pub(super) fn guarded(guarded: Guarded<R, E>) -> Self {
+        Self { state: State::Guarded { guarded } }
+    }
+
+    pub(super) fn rejected(answer: Answer<R, E>) -> Self {
+        Self { state: State::Rejected { answer: Some(answer) } }
+    }
+}
+
+impl<F, R, E, A, K> Future for ResponseFuture<F, R, E, A, K>
+where
+    F: Future<Output = Result<Response<R>, E>>,
+    A: Reject<Rejection, Response<R>, E, Response = Response<IdempotentBody<R>>, Error = E>,
+{
+    type Output = Answer<R, E>;
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        match self.project().state.project() {
+            StateProj::Passed { future, shared } => {
+                let response = ready!(future.poll(cx));
+                let answer = &shared.answer;
+                Poll::Ready(response.map(|response| answer.response(response)).map_err(|error| answer.error(error)))
+            }
+            StateProj::Guarded { guarded } => guarded.poll(cx),
+            StateProj::Rejected { answer } => {
+                Poll::Ready(answer.take().expect("ResponseFuture polled after completion"))
+            }
+        }
+    }
+}
+
+impl<F, R, E, A, K> fmt::Debug for ResponseFuture<F, R, E, A, K> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResponseFuture").finish_non_exhaustive()
+    }
+}
+
+/// A guarded request. Its caller does the work by polling; once its handler has begun it goes on in a task of its own when the
+/// caller goes away. So a caller who stays pays for no task.
+pub(super) struct Guarded<R, E> {
+    // `None` once it has answered, or has panicked.
+    answer: Option<Work<Answer<R, E>>>,
+    backstage: Arc<Backstage>,
+}
+
+type Work<T> = Pin<Box<dyn Detach<Output = T>>>;
+
+/// Where a handler goes on when nobody waits for it any more: nowhere until it has begun.
+#[derive(Default)]
+pub(super) struct Backstage(OnceLock<(Handle, Span)>);
+
+impl Backstage {
+    /// The handler begins, and is to be finished whatever becomes of its caller.
+    pub(super) fn open(&self) {
+        if let Ok(runtime) = Handle::try_current() {
+            let _ = self.0.set((runtime, Span::current()));
+        }
+    }
+}
+
+/// A future that can go on in a task of its own.
+trait Detach: Future + Send {
+    fn detach(self: Pin<Box<Self>>, runtime: &Handle, span: Span);
+}
+
+impl<F: Future + Send + 'static> Detach for F {
+    fn detach(self: Pin<Box<Self>>, runtime: &Handle, span: Span) {
+        drop(runtime.spawn(async move { drop(self.await) }.instrument(span)));
+    }
+}
+
+impl<R, E> Guarded<R, E> {
+    /// `answer` is large, so it is boxed where it is made.
+    pub(super) fn new<F>(answer: Pin<Box<F>>, backstage: Arc<Backstage>) -> Self
+    where
+        F: Future<Output = Answer<R, E>> + Send + 'static,
+    {
+        Self { answer: Some(answer), backstage }
+    }
+
+    fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Answer<R, E>> {
+        // Not put back by a panic.
+        let mut answer = self.answer.take().expect("ResponseFuture polled after completion");
+        let polled = answer.as_mut().poll(cx);
+        if polled.is_pending() {
+            self.answer = Some(answer);
+        }
+        polled
+    }
+}
+
+impl<R, E> Drop for Guarded<R, E> {
+    fn drop(&mut self) {
+        if let (Some(answer), Some((runtime, span))) = (self.answer.take(), self.backstage.0.get()) {
+            answer.detach(runtime, span.clone());
+        }
+    }
+}

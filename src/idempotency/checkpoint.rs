@@ -1,0 +1,153 @@
+use std::error::Error;
+use std::fmt;
+
+use crate::error::{BoxError, StoreError};
+
+/// How far an attempt has come: see `IdempotencyHandle::checkpoint`.
+#[derive(Clone, PartialEq, Eq)]
+pub struct Checkpoint {
+    number: u32,
+    step: Box<str>,
+    data: Box<[u8]>,
+}
+
+impl Checkpoint {
+    /// The longest name of a step, in bytes.
+    pub const MAX_STEP: usize = 64;
+    /// The most data that goes with a step, in bytes.
+    pub const MAX_DATA: usize = 4_096;
+    // The number, and the length of the step.
+    const HEAD: usize = 5;
+
+    /// `None` if the step or its data is too long.
+    #[must_use]
+    pub fn new(number: u32, step: &str, data: &[u8]) -> Option<Self> {
+        let fits = step.len() <= Self::MAX_STEP && data.len() <= Self::MAX_DATA;
+        fits.then(|| Self { number, step: step.into(), data: data.into() })
+    }
+
+    /// Which one of its operation's, counted from 1.
+    #[must_use]
+    pub const fn number(&self) -> u32 {
+        self.number
+    }
+
+    /// What was done, as the handler calls it.
+    #[must_use]
+    pub fn step(&self) -> &str {
+        &self.step
+    }
+
+    /// What the handler has noted with it.
+    #[must_use]
+    pub fn data(&self) -> &[u8] {
+        &self.data
+    }
+
+    /// How many bytes it has in a store.
+    pub(crate) fn len(&self) -> usize {
+        Self::HEAD + self.step.len() + self.data.len()
+    }
+
+    /// As it lies in a store: see `lua/idempotency_checkpoint.lua`.
+    #[must_use]
+    pub fn to_bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(self.len());
+        bytes.extend(self.number.to_le_bytes());
+        bytes.push(self.step.len() as u8);
+        bytes.extend_from_slice(self.step.as_bytes());
+        bytes.extend_from_slice(&self.data);
+        bytes
+    }
+
+    /// What [`to_bytes`](Self::to_bytes) has written; `None` if it was not that.
+    #[must_use]
+    pub fn from_bytes(bytes: &[u8]) -> Option<Self> {
+        let (head, rest) = bytes.split_first_chunk::<{ Self::HEAD }>()?;
+        let [number @ .., step] = *head;
+        let (step, data) = rest.split_at_checked(step.into())?;
+        Self::new(u32::from_le_bytes(number), std::str::from_utf8(step).ok()?, data)
+    }
+}
+
+// What a handler notes is its own business.
+impl fmt::Debug for Checkpoint {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { number, step, .. } = self;
+        f.debug_struct("Checkpoint").field("number", number).field("step", step).finish_non_exhaustive()
+    }
+}
+
+/// Why a checkpoint was not put down. A handler should go no further then: what it does next would not be known to the next attempt.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum CheckpointError {
+    /// The name is longer than [`Checkpoint::MAX_STEP`], or the data than [`Checkpoint::MAX_DATA`].
+    TooLarge,
+    /// The operation is not this attempt's any more: it is completed, given back, or somebody else's.
+    Lost,
+    /// The store has failed. The checkpoint may be there or not.
+    Store(StoreError),
+}
+
+impl fmt::Display for CheckpointError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::TooLarge => "the checkpoint is too large",
+            Self::Lost => "the operation is not this attempt's any more",
+            Self::Store(_) => "the store of idempotency failed",
+        })
+    }
+}
+
+impl Error for CheckpointError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Store(error) => Some(error),
+            Self::TooLarge | Self::Lost => None,
+        }
+    }
+}
+
+impl From<StoreError> for CheckpointError {
+    fn from(error: StoreError) -> Self {
+        Self::Store(error)
+    }
+}
+
+const _: () = {
+    const fn fits<T: Into<BoxError>>() {}
+    fits::<CheckpointError>();
+};
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    #[test]
+    fn what_is_too_long_is_no_checkpoint() {
+        let step = "x".repeat(Checkpoint::MAX_STEP);
+        assert!(Checkpoint::new(1, &step, &[0; Checkpoint::MAX_DATA]).is_some());
+        assert!(Checkpoint::new(1, &(step + "x"), b"").is_none());
+        assert!(Checkpoint::new(1, "", &[0; Checkpoint::MAX_DATA + 1]).is_none());
+    }
+
+    proptest! {
+        #[test]
+        fn a_checkpoint_is_read_as_it_was_written(number: u32, step in ".{0,20}", data: Vec<u8>) {
+            let written = Checkpoint::new(number, step.get(..).filter(|step| step.len() <= 64).unwrap_or("x"), &data);
+            let written = written.unwrap();
+            prop_assert_eq!(written.to_bytes().len(), written.len());
+            prop_assert_eq!(Checkpoint::from_bytes(&written.to_bytes()), Some(written));
+        }
+
+        #[test]
+        fn any_bytes_are_a_checkpoint_or_none(bytes in prop::collection::vec(any::<u8>(), 0..100)) {
+            if let Some(read) = Checkpoint::from_bytes(&bytes) {
+                prop_assert_eq!(read.to_bytes(), bytes);
+            }
+        }
+    }
+}

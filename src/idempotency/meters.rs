@@ -1,0 +1,184 @@
+//! Counters and histograms of the `metrics` facade; nothing without the feature `metrics`.
+//!
+//! Their labels are the name of the layer and the outcome, never a key.
+
+use super::rejection::Rejection;
+
+/// What became of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Verdict {
+    /// Its handler began.
+    Executed,
+    Replayed,
+    /// The store failed: served without a record.
+    FailedOpen,
+    FailedClosed,
+    MissingKey,
+    InvalidKey,
+    MissingScope,
+    Mismatch,
+    InFlight,
+    OutcomeUnknown,
+    NotKept,
+    Unreadable,
+    Cancelled,
+    Full,
+}
+
+/// What became of an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Ended {
+    Kept,
+    /// Only that there was an answer.
+    Tombstone,
+    GivenBack,
+    /// Nobody knows, as far as this process does.
+    Unknown,
+}
+
+impl Verdict {
+    pub(crate) const fn of(rejection: &Rejection) -> Self {
+        match rejection {
+            Rejection::MissingKey => Self::MissingKey,
+            Rejection::InvalidKey(_) => Self::InvalidKey,
+            Rejection::MissingScope => Self::MissingScope,
+            Rejection::Mismatch => Self::Mismatch,
+            Rejection::InFlight { .. } => Self::InFlight,
+            Rejection::OutcomeUnknown { .. } => Self::OutcomeUnknown,
+            Rejection::NotKept { .. } => Self::NotKept,
+            Rejection::Unreadable => Self::Unreadable,
+            Rejection::Cancelled => Self::Cancelled,
+            Rejection::Full => Self::Full,
+            Rejection::Store(_) => Self::FailedClosed,
+        }
+    }
+}
+
+pub(crate) use self::imp::Meters;
+
+#[cfg(feature = "metrics")]
+mod imp {
+    use std::time::Duration;
+
+    use metrics::{Counter, Histogram, Label, SharedString, counter, histogram};
+    use tokio::time::Instant;
+
+    use super::{Ended, Verdict};
+
+    const VERDICTS: [(Verdict, &str); 14] = [
+        (Verdict::Executed, "executed"),
+        (Verdict::Replayed, "replayed"),
+        (Verdict::FailedOpen, "failed_open"),
+        (Verdict::FailedClosed, "failed_closed"),
+        (Verdict::MissingKey, "missing_key"),
+        (Verdict::InvalidKey, "invalid_key"),
+        (Verdict::MissingScope, "missing_scope"),
+        (Verdict::Mismatch, "mismatch"),
+        (Verdict::InFlight, "in_flight"),
+        (Verdict::OutcomeUnknown, "outcome_unknown"),
+        (Verdict::NotKept, "not_kept"),
+        (Verdict::Unreadable, "unreadable"),
+        (Verdict::Cancelled, "cancelled"),
+        (Verdict::Full, "full"),
+    ];
+    const ENDS: [(Ended, &str); 4] = [
+        (Ended::Kept, "kept"),
+        (Ended::Tombstone, "tombstone"),
+        (Ended::GivenBack, "given_back"),
+        (Ended::Unknown, "unknown"),
+    ];
+
+    /// The handles of one layer, registered with the recorder that is installed when the layer is first used.
+    pub(crate) struct Meters {
+        requests: [Counter; VERDICTS.len()],
+        attempts: [Counter; ENDS.len()],
+        store_errors: Counter,
+        circuit: [Counter; 2],
+        wait_seconds: Histogram,
+        handler_seconds: Histogram,
+    }
+
+    impl Meters {
+        pub(crate) fn new(layer: &str) -> Self {
+            let name = SharedString::from(layer.to_owned());
+            let layer = || Label::new("layer", name.clone());
+            let outcome = |value: &'static str| vec![layer(), Label::from_static_parts("outcome", value)];
+            let circuit = |state| {
+                let labels = vec![layer(), Label::from_static_parts("state", state)];
+                counter!("tollgate_idempotency_circuit_transitions_total", labels)
+            };
+            Self {
+                requests: VERDICTS.map(|(_, name)| counter!("tollgate_idempotency_requests_total", outcome(name))),
+                attempts: ENDS.map(|(_, name)| counter!("tollgate_idempotency_attempts_total", outcome(name))),
+                store_errors: counter!("tollgate_idempotency_store_errors_total", vec![layer()]),
+                circuit: [circuit("open"), circuit("closed")],
+                wait_seconds: histogram!("tollgate_idempotency_wait_seconds", vec![layer()]),
+                handler_seconds: histogram!("tollgate_idempotency_handler_seconds", vec![layer()]),
+            }
+        }
+
+        pub(crate) fn decided(&self, verdict: Verdict) {
+            self.requests[verdict as usize].increment(1);
+        }
+
+        pub(crate) fn ended(&self, ended: Ended) {
+            self.attempts[ended as usize].increment(1);
+        }
+
+        pub(crate) fn store_failed(&self) {
+            self.store_errors.increment(1);
+        }
+
+        pub(crate) fn circuit(&self, is_open: bool) {
+            self.circuit[usize::from(!is_open)].increment(1);
+        }
+
+        pub(crate) fn waited(&self, time: Duration) {
+            self.wait_seconds.record(time.as_secs_f64());
+        }
+
+        pub(crate) fn handled(&self, begun: Instant) {
+            self.handler_seconds.record(begun.elapsed().as_secs_f64());
+        }
+    }
+
+    #[cfg(test)]
+    mod tests {
+        use super::*;
+
+        #[test]
+        fn names_are_those_of_their_values() {
+            assert!(VERDICTS.iter().enumerate().all(|(at, (verdict, _))| *verdict as usize == at));
+            assert!(ENDS.iter().enumerate().all(|(at, (ended, _))| *ended as usize == at));
+        }
+    }
+}
+
+#[cfg(not(feature = "metrics"))]
+mod imp {
+    use std::time::Duration;
+
+    use tokio::time::Instant;
+
+    use super::{Ended, Verdict};
+
+    pub(crate) struct Meters;
+
+    impl Meters {
+        pub(crate) const fn new(_: &str) -> Self {
+            Self
+        }
+
+        pub(crate) fn decided(&self, _: Verdict) {}
+
+        pub(crate) fn ended(&self, _: Ended) {}
+
+        pub(crate) fn store_failed(&self) {}
+
+        pub(crate) fn circuit(&self, _: bool) {}
+
+        pub(crate) fn waited(&self, _: Duration) {}
+
+        pub(crate) fn handled(&self, _: Instant) {}
+    }
+}

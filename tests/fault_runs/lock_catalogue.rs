@@ -1,0 +1,203 @@
+//! What goes wrong for those who hold locks, and for those who wait for them.
+
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use super::catalogue::{SECOND, Strike, cut, during, flushed, ms, stopped, trouble};
+use super::deployment::Topology::{Cluster, Durable, Network, Sentinel, Standalone};
+use super::deployment::{Deployment, Topology};
+use super::lock_worker::{KEYS, TTL, Worker};
+use super::support::cluster::Cluster as Nodes;
+use super::support::proxy::{Door, Traffic};
+use super::support::server::wait_until;
+
+/// Something that goes wrong under locks.
+#[derive(Debug)]
+pub struct LockFault {
+    pub name: &'static str,
+    pub on: Topology,
+    /// Whether it is part of the short run.
+    pub short: bool,
+    /// Whether the store may forget who holds what: then two may hold one lock, for as long as a lease lasts, and the fence has to tell them apart.
+    pub forgets: bool,
+    pub strike: fn(&mut Deployment, &mut [Worker]) -> Strike,
+}
+
+const fn fault(name: &'static str, on: Topology, strike: fn(&mut Deployment, &mut [Worker]) -> Strike) -> LockFault {
+    LockFault { name, on, short: false, forgets: false, strike }
+}
+
+impl LockFault {
+    const fn short(mut self) -> Self {
+        self.short = true;
+        self
+    }
+
+    const fn forgets(mut self) -> Self {
+        self.forgets = true;
+        self
+    }
+}
+
+/// All of them.
+pub const LOCK_FAULTS: &[LockFault] = &[
+    fault("none", Standalone, |_, _| during(|| sleep(SECOND))),
+    fault("holders stopped for 0.5 to 3 leases (SIGSTOP)", Standalone, |_, workers| {
+        during(|| {
+            for (turn, halves) in [1, 2, 3, 4, 6].into_iter().enumerate() {
+                let worker = &workers[turn % workers.len()];
+                worker.signal("STOP");
+                sleep(TTL / 2 * halves);
+                worker.signal("CONT");
+                sleep(ms(50));
+            }
+        })
+    })
+    .short(),
+    fault("holders killed (SIGKILL)", Standalone, |_, workers| {
+        during(|| {
+            for worker in workers.iter_mut().take(2) {
+                worker.kill();
+                sleep(ms(100));
+            }
+        })
+    })
+    .short(),
+    fault("runtimes blocked for 2 leases", Standalone, |_, workers| {
+        during(|| {
+            for worker in workers.iter_mut() {
+                worker.block();
+                sleep(TTL);
+            }
+            sleep(TTL * 2);
+        })
+    }),
+    fault("stopped for 300 ms (SIGSTOP)", Standalone, |d, _| stopped(d.server(), ms(300))),
+    fault("stopped for 3 leases (SIGSTOP)", Standalone, |d, _| stopped(d.server(), TTL * 3)),
+    fault("clients paused for 1 s (CLIENT PAUSE)", Standalone, |d, _| {
+        during(|| {
+            d.server().pause_clients(SECOND);
+            sleep(SECOND);
+        })
+    }),
+    fault("killed, restarted empty at once (SIGKILL)", Standalone, |d, _| {
+        during(|| {
+            d.server().kill();
+            d.server().restart();
+        })
+    })
+    .forgets()
+    .short(),
+    fault("killed, restarted with its leases (SIGKILL)", Durable, |d, _| {
+        during(|| {
+            d.server().kill();
+            d.server().restart();
+        })
+    }),
+    fault("clients killed 10 times (CLIENT KILL)", Standalone, |d, _| cut(10, || d.server().kill_clients())),
+    fault("the listening connections killed 10 times (CLIENT KILL)", Standalone, |d, _| {
+        cut(10, || d.server().query::<u64>("CLIENT KILL TYPE pubsub"))
+    }),
+    fault("scripts flushed 100 times (SCRIPT FLUSH)", Standalone, |d, _| flushed(&[d.server()])),
+    fault("out of memory for 1 s (maxmemory)", Standalone, |d, _| {
+        during(|| {
+            d.server().limit_memory(1);
+            sleep(SECOND);
+            d.server().limit_memory(0);
+        })
+    }),
+    fault("20 ms late each way", Network, |d, _| {
+        let late = Traffic::Delay(ms(20));
+        trouble(d.proxy(), SECOND, |proxy| (proxy.to_server(late), proxy.to_client(late)))
+    }),
+    fault("requests held up for 1 s", Network, |d, _| {
+        trouble(d.proxy(), SECOND, |proxy| proxy.to_server(Traffic::Hold))
+    }),
+    fault("answers swallowed for 2 s", Network, |d, _| {
+        trouble(d.proxy(), 2 * SECOND, |proxy| proxy.to_client(Traffic::Swallow))
+    }),
+    fault("half open for 2 s: reset, then accepted and never answered", Network, |d, _| {
+        trouble(d.proxy(), 2 * SECOND, |proxy| {
+            proxy.door(Door::Silent);
+            proxy.reset();
+        })
+    }),
+    fault("refused for 1 s: reset, and nobody listens", Network, |d, _| {
+        trouble(d.proxy(), SECOND, |proxy| {
+            proxy.door(Door::Closed);
+            proxy.reset();
+        })
+    }),
+    fault("primary killed (SIGKILL)", Sentinel, |d, _| {
+        let sentinel = d.sentinel();
+        let old = sentinel.primary_index();
+        let begun = Instant::now();
+        sentinel.servers[old].kill();
+        let (back, _) = sentinel.wait_for_another_primary(sentinel.servers[old].port());
+        Strike { begun, back, lost: None }
+    })
+    .forgets(),
+    fault("failover for no reason (SENTINEL FAILOVER)", Sentinel, |d, _| {
+        let sentinel = d.sentinel();
+        let old = sentinel.primary().port();
+        let begun = Instant::now();
+        sentinel.fail_over();
+        let (back, _) = sentinel.wait_for_another_primary(old);
+        Strike { begun, back, lost: None }
+    })
+    .forgets()
+    .short(),
+    fault("primary stopped until there is another (SIGSTOP)", Sentinel, |d, _| {
+        let sentinel = d.sentinel();
+        let old = sentinel.primary_index();
+        let begun = Instant::now();
+        sentinel.servers[old].pause();
+        let (back, _) = sentinel.wait_for_another_primary(sentinel.servers[old].port());
+        sleep(ms(300));
+        sentinel.servers[old].resume();
+        Strike { begun, back, lost: None }
+    })
+    .forgets(),
+    fault("primaries killed (SIGKILL)", Cluster, |d, _| {
+        let cluster = d.cluster();
+        // The one that has the first lock.
+        let slot = slot(cluster, "a");
+        let old = cluster.owner(slot);
+        let begun = Instant::now();
+        cluster.nodes[old].kill();
+        let (back, _) = cluster.wait_for_another_owner(slot, old);
+        Strike { begun, back, lost: None }
+    })
+    .forgets(),
+    fault("failover for no reason (CLUSTER FAILOVER)", Cluster, |d, _| {
+        let cluster = d.cluster();
+        let slot = slot(cluster, "a");
+        let old = cluster.owner(slot);
+        let begun = Instant::now();
+        cluster.fail_over(old);
+        let (back, _) = cluster.wait_for_another_owner(slot, old);
+        Strike { begun, back, lost: None }
+    }),
+    fault("the slots of the locks moved (CLUSTER SETSLOT, MIGRATE)", Cluster, |d, _| {
+        during(|| {
+            let cluster = d.cluster();
+            let begun = Instant::now();
+            while begun.elapsed() < 2 * SECOND {
+                for slot in KEYS.map(|key| slot(cluster, key)) {
+                    let to = (cluster.owner(slot) + 1) % 3;
+                    cluster.migrate(slot, to);
+                    wait_until("the move is known", || cluster.owner(slot) == to);
+                }
+            }
+        })
+    }),
+];
+
+/// The slot of a lock.
+fn slot(cluster: &Nodes, key: &str) -> u16 {
+    cluster.nodes[0].query(&format!("CLUSTER KEYSLOT {{lock:default:{key}}}"))
+}
+
+/// How soon everybody has to get locks again: the lease of whoever had one has to end, those who wait for no message look once a second, and an attempt to
+/// connect that began just before a network healed has to time out first.
+pub const RECOVERY: Duration = Duration::from_millis(500 + 1_000 + 1_000 + 500);

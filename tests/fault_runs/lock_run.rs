@@ -1,0 +1,241 @@
+//! One fault under locks, and what is to be said about it.
+
+use std::fmt;
+use std::sync::mpsc;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use super::deployment::Deployment;
+use super::lock_catalogue::{LockFault, RECOVERY};
+use super::lock_worker::{KEYS, Line, Stay, TTL, Worker};
+use super::support::server::{RedisServer, query};
+use super::support::windows::now_us;
+
+const WORKERS: usize = 4;
+/// The load before a fault, and after everybody is well again.
+const BEFORE: Duration = Duration::from_millis(500);
+const AFTER: Duration = Duration::from_millis(500);
+/// How long workers may take to give back everything, and servers to forget them.
+const SETTLED: Duration = Duration::from_secs(5);
+
+/// What a run of a fault came to.
+#[derive(Debug)]
+pub struct LockRow {
+    fault: &'static LockFault,
+    stays: usize,
+    lost: usize,
+    refused: u64,
+    /// Stays under a lock that somebody else had by what the store had forgotten, and fences that came out of order by that.
+    explained: usize,
+    pub unexplained: usize,
+    pub recovery: Duration,
+    pub left: u64,
+    complaints: Vec<String>,
+}
+
+impl LockRow {
+    pub const HEAD: &str = "\
+| fault | deployment | stays | leases lost | refused by their fence | overlaps explained | unexplained | recovery ms | left over | |
+| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |";
+
+    const fn new(fault: &'static LockFault) -> Self {
+        Self {
+            fault,
+            stays: 0,
+            lost: 0,
+            refused: 0,
+            explained: 0,
+            unexplained: 0,
+            recovery: Duration::ZERO,
+            left: 0,
+            complaints: Vec::new(),
+        }
+    }
+
+    pub fn failed(fault: &'static LockFault, complaint: String) -> Self {
+        let mut row = Self::new(fault);
+        row.complain(complaint);
+        row
+    }
+
+    pub fn complain(&mut self, complaint: String) {
+        self.complaints.push(complaint);
+    }
+
+    pub fn complaints(&self) -> &[String] {
+        &self.complaints
+    }
+
+    fn must(&mut self, is_so: bool, complaint: impl FnOnce() -> String) {
+        if !is_so {
+            self.complaints.push(complaint());
+        }
+    }
+}
+
+impl fmt::Display for LockRow {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { fault, stays, lost, refused, explained, unexplained, left, .. } = self;
+        let (name, on, recovery) = (fault.name, fault.on.name(), self.recovery.as_millis());
+        let verdict = if self.complaints.is_empty() { "ok" } else { "FAILED" };
+        write!(
+            f,
+            "| {name} | {on} | {stays} | {lost} | {refused} | {explained} | {unexplained} | {recovery} | {left} "
+        )?;
+        write!(f, "| {verdict} |")
+    }
+}
+
+/// Runs a fault once, on a deployment of its own.
+pub fn run(fault: &'static LockFault) -> LockRow {
+    let mut deployment = Deployment::start(fault.on);
+    // What the locks protect lies where nothing goes wrong.
+    let witness = RedisServer::start();
+    let (sender, lines) = mpsc::channel();
+    let (url, witness_url) = (deployment.url(), witness.url());
+    let worker = |_| Worker::start(&url, &witness_url, sender.clone());
+    let mut workers: Vec<Worker> = (0..WORKERS).map(worker).collect();
+    drop(sender);
+
+    let mut stays = Vec::new();
+    // Until all of them are at work.
+    let begun = Instant::now();
+    let is_at_work = |stays: &[Stay]| {
+        (0..KEYS.len()).all(|key| stays.iter().filter(|stay| stay.key == key && stay.until > 0).count() >= WORKERS * 5)
+    };
+    while !is_at_work(&stays) && begun.elapsed() < SETTLED {
+        stays.extend(lines.recv_timeout(SETTLED).ok().map(stay));
+    }
+    sleep(BEFORE);
+    let (zero, zero_us) = (Instant::now(), now_us());
+    let strike = (fault.strike)(&mut deployment, &mut workers);
+    let us = |instant: Instant| zero_us + instant.saturating_duration_since(zero).as_micros() as u64;
+    let back = us(strike.back);
+    let is_well = |stays: &[Stay]| {
+        (0..KEYS.len()).all(|key| stays.iter().any(|stay| stay.key == key && stay.from >= back && stay.until > 0))
+    };
+    while !is_well(&stays) && strike.back.elapsed() < RECOVERY + AFTER {
+        stays.extend(lines.recv_timeout(Duration::from_millis(50)).ok().map(stay));
+    }
+    let well = now_us();
+    sleep(AFTER);
+
+    let mut row = LockRow::new(fault);
+    workers.iter_mut().for_each(Worker::stop);
+    let bad = workers.iter_mut().map(|worker| worker.has_ended_well(SETTLED)).filter(|is_good| !is_good).count();
+    row.must(bad == 0, || format!("{bad} workers have not given back everything and ended"));
+    let mut tasks_left = 0;
+    let mut ends = 0;
+    for line in lines.try_iter() {
+        match line {
+            Line::Stay(_) => stays.push(stay(line)),
+            Line::End { tasks } => {
+                tasks_left += tasks;
+                ends += 1;
+            }
+        }
+    }
+    let killed = workers.iter().filter(|worker| worker.is_killed).count();
+    row.must(ends + killed == WORKERS, || {
+        format!("{ends} workers of {} have said that they are done", WORKERS - killed)
+    });
+    row.must(tasks_left == 0, || format!("{tasks_left} tasks outlive the backend"));
+
+    judge(&mut row, &stays, us(strike.begun), back, well);
+    changes(&mut row, &witness);
+    let left = leftovers(&deployment);
+    row.must(left.is_empty(), || format!("left over: {}", left.join(", ")));
+    row.left = tasks_left + left.len() as u64;
+    row
+}
+
+fn stay(line: Line) -> Stay {
+    match line {
+        Line::Stay(stay) => stay,
+        Line::End { .. } => panic!("a worker has ended before it was told to"),
+    }
+}
+
+/// What the stays say, with the instants of the fault by the clock of the workers.
+fn judge(row: &mut LockRow, stays: &[Stay], begun: u64, back: u64, well: u64) {
+    row.stays = stays.len();
+    row.lost = stays.iter().filter(|stay| stay.is_lost).count();
+    let forgotten = begun..=back + RECOVERY.as_micros() as u64;
+    for (key, name) in KEYS.iter().enumerate() {
+        let mut stays: Vec<&Stay> = stays.iter().filter(|stay| stay.key == key && stay.until > 0).collect();
+        stays.sort_unstable_by_key(|stay| stay.fence);
+        let (mut last_from, mut last_until) = (0, 0);
+        for (place, stay) in stays.iter().enumerate() {
+            let is_twice = place > 0 && stays[place - 1].fence == stay.fence;
+            row.must(!is_twice, || format!("the fence {} of {name} was given out twice", stay.fence));
+            // Who has a larger fence came later, and when nobody was there any more who believed to hold the lock.
+            if stay.from <= last_from || stay.from < last_until {
+                // Who was granted a lock by a server that knew nothing of it, while that could be, or was handed one that another server had granted to
+                // somebody else.
+                let is_explained = row.fault.forgets && forgotten.contains(&stay.from);
+                *if is_explained { &mut row.explained } else { &mut row.unexplained } += 1;
+                row.must(is_explained, || {
+                    let (order, overlap) = (last_from.saturating_sub(stay.from), last_until.saturating_sub(stay.from));
+                    format!(
+                        "{stay:?} came {order} us before a smaller fence, {overlap} us before somebody else was gone"
+                    )
+                });
+            }
+            last_from = last_from.max(stay.from);
+            last_until = last_until.max(stay.until);
+        }
+        let next = stays.iter().map(|stay| stay.from).filter(|from| *from >= back).min();
+        let recovery = next.map_or(Duration::MAX, |next| Duration::from_micros(next - back));
+        row.must(recovery <= RECOVERY, || format!("nobody had {name} for {recovery:?} after all was well again"));
+        row.recovery = row.recovery.max(recovery);
+        row.must(stays.iter().any(|stay| stay.until > well), || format!("nobody had {name} in the end"));
+        let before = stays.iter().filter(|stay| stay.from < begun).count();
+        row.must(before >= WORKERS * 5, || format!("only {before} stays under {name} before the fault"));
+    }
+}
+
+/// Nothing that was changed under a lock was lost, whoever came too late.
+fn changes(row: &mut LockRow, witness: &RedisServer) {
+    let mut connection = witness.connection();
+    for key in KEYS {
+        let [value, writes, refused] = ["value", "writes", "refused"].map(|field| {
+            let number: Option<u64> = query(&mut connection, &format!("HGET {key} {field}")).expect("it is a number");
+            number.unwrap_or_default()
+        });
+        row.must(value == writes && writes > 0, || format!("of {writes} changes under {key} {value} are there"));
+        row.refused += refused;
+    }
+}
+
+/// Holders, those who listen and connections that are still there when nobody is any more.
+fn leftovers(deployment: &Deployment) -> Vec<String> {
+    let begun = Instant::now();
+    loop {
+        let mut left = Vec::new();
+        for server in deployment.primaries() {
+            let mut connection = server.connection();
+            let keys: Vec<String> = query(&mut connection, "KEYS *").expect("keys are listed");
+            for key in keys {
+                let value: Option<Vec<u8>> = redis::cmd("GET").arg(&key).query(&mut connection).expect("it is a value");
+                let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).expect("a key has a time to live");
+                if value.is_some_and(|value| value.len() > 8) {
+                    left.push(format!("a holder of {key}"));
+                }
+                if ttl == -1 {
+                    left.push(format!("{key} for ever"));
+                }
+            }
+            let channels: Vec<String> = query(&mut connection, "PUBSUB CHANNELS *lock*").expect("channels are listed");
+            left.extend(channels.into_iter().map(|channel| format!("somebody who listens to {channel}")));
+        }
+        let clients = deployment.clients();
+        if clients > 0 {
+            left.push(format!("{clients} connections"));
+        }
+        // The leases of those who were killed end by themselves; what is stored of them goes with the next holder.
+        if left.is_empty() || begun.elapsed() > SETTLED + TTL {
+            return left;
+        }
+        sleep(Duration::from_millis(50));
+    }
+}

@@ -1,0 +1,264 @@
+//! A process that takes locks, and changes under them what refuses a smaller fence than it has seen. It may be stopped, killed, or
+//! block its own runtime.
+//!
+//! Prints a line for each of its stays under a lock, and a last one when it has given back everything. The times are those of one clock for all
+//! processes.
+
+use std::env;
+use std::io::{self, BufRead, BufReader, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
+use std::thread::{self, JoinHandle};
+use std::time::{Duration, Instant};
+
+use redis::Script;
+use redis::aio::MultiplexedConnection;
+use tokio::task::JoinSet;
+use tokio::time::sleep;
+use tollgate::{Lease, Locks};
+
+use super::support::locks::DropAt;
+use super::support::windows::now_us;
+
+/// How long a lease lasts. It is renewed after a third of that.
+pub const TTL: Duration = Duration::from_millis(500);
+pub const KEYS: [&str; 2] = ["a", "b"];
+/// In each process, half of them for each key.
+const TASKS: u64 = 4;
+/// Tells the program that it is a worker: the URL of the deployment, and that of the server that is changed under the locks.
+const WORKER: &str = "TOLLGATE_FAULTS_LOCK_WORKER";
+
+/// What is under the lock: reads and writes of whoever has a smaller fence than it has seen are refused.
+const GUARDED: &str = r"
+local seen = tonumber(redis.call('HGET', KEYS[1], 'fence') or 0)
+if tonumber(ARGV[1]) < seen then
+  redis.call('HINCRBY', KEYS[1], 'refused', 1)
+  return -1
+end
+redis.call('HSET', KEYS[1], 'fence', ARGV[1])
+if ARGV[2] ~= '' then
+  redis.call('HSET', KEYS[1], 'value', ARGV[2])
+  redis.call('HINCRBY', KEYS[1], 'writes', 1)
+end
+return tonumber(redis.call('HGET', KEYS[1], 'value') or 0)";
+
+/// One stay under a lock, in microseconds: from when the lease was there until it was last known to be ours.
+#[derive(Clone, Copy, Debug)]
+pub struct Stay {
+    pub key: usize,
+    pub fence: u64,
+    pub from: u64,
+    pub until: u64,
+    /// Whether the lease was lost before it could be given back.
+    pub is_lost: bool,
+}
+
+/// What a worker has to say.
+#[derive(Clone, Copy, Debug)]
+pub enum Line {
+    Stay(Stay),
+    /// Everything was given back, and so many tasks were left.
+    End {
+        tasks: u64,
+    },
+}
+
+impl Line {
+    fn read(line: &str) -> Option<Self> {
+        let numbers: Vec<u64> = line.split(' ').map_while(|number| number.parse().ok()).collect();
+        match numbers[..] {
+            [key, fence, from, until, is_lost] => {
+                Some(Self::Stay(Stay { key: key as usize, fence, from, until, is_lost: is_lost == 1 }))
+            }
+            [tasks] => Some(Self::End { tasks }),
+            _ => None,
+        }
+    }
+}
+
+/// Does the work if this process is a worker.
+pub fn work_if_asked() -> bool {
+    let Ok(urls) = env::var(WORKER) else { return false };
+    let (url, witness) = urls.split_once(' ').expect("two URLs");
+    // One thread, so that it can be blocked as a whole.
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime can be made");
+    runtime.block_on(work(url, witness));
+    let begun = Instant::now();
+    while runtime.metrics().num_alive_tasks() > 0 && begun.elapsed() < Duration::from_secs(3) {
+        runtime.block_on(async { sleep(Duration::from_millis(10)).await });
+    }
+    println!("{}", runtime.metrics().num_alive_tasks());
+    true
+}
+
+/// What the harness has said.
+#[derive(Debug, Default)]
+struct Orders {
+    stop: AtomicBool,
+    block: AtomicBool,
+}
+
+async fn work(url: &str, witness: &str) {
+    let orders = Arc::new(Orders::default());
+    let heard = Arc::clone(&orders);
+    thread::spawn(move || {
+        for line in io::stdin().lines().map_while(Result::ok) {
+            let order = if line == "block" { &heard.block } else { &heard.stop };
+            order.store(true, Ordering::Relaxed);
+        }
+        heard.stop.store(true, Ordering::Relaxed);
+    });
+    let backend = tollgate::connect(url).await.expect("the deployment lets us in");
+    let locks = Locks::new(backend).ttl(TTL).wait(Duration::from_secs(60));
+    let client = redis::Client::open(witness).expect("the URL is well-formed");
+    let guarded = client.get_multiplexed_async_connection().await.expect("the witness lets us in");
+    let mut tasks = JoinSet::new();
+    for task in 0..TASKS {
+        tasks.spawn(stay(locks.clone(), guarded.clone(), Arc::clone(&orders), task));
+    }
+    while !orders.stop.load(Ordering::Relaxed) {
+        sleep(Duration::from_millis(10)).await;
+    }
+    locks.shutdown().await;
+    while tasks.join_next().await.is_some() {}
+}
+
+async fn stay(locks: Locks, mut guarded: MultiplexedConnection, orders: Arc<Orders>, task: u64) {
+    let key = task as usize % KEYS.len();
+    let script = Script::new(GUARDED);
+    let mut turn = u64::from(std::process::id()) + task;
+    while !orders.stop.load(Ordering::Relaxed) {
+        turn += 1;
+        let Ok(lease) = locks.lock(KEYS[key]).await else {
+            // It was shut down, or waited in vain.
+            sleep(Duration::from_millis(5)).await;
+            continue;
+        };
+        let from = now_us();
+        let mut until = 0;
+        let mut check = |lease: &Lease| {
+            // Whoever is told that the lock is theirs after this instant may have relied on it then.
+            let now = now_us();
+            let is_held = lease.check().is_ok();
+            if is_held {
+                until = now;
+            }
+            is_held
+        };
+        if check(&lease) {
+            let read: i64 =
+                script.key(KEYS[key]).arg(lease.fence()).arg("").invoke_async(&mut guarded).await.unwrap_or(-1);
+            // Some stay for longer than a lease lasts, and live on renewals.
+            let stays = if turn % 64 == 0 { TTL * 3 / 2 } else { Duration::from_millis(turn % 5) };
+            let ends = Instant::now() + stays;
+            while check(&lease) && Instant::now() < ends {
+                sleep(Duration::from_millis(1)).await;
+            }
+            let is_blocked = orders.block.swap(false, Ordering::Relaxed);
+            if is_blocked {
+                // The whole runtime: no timer fires and nothing is renewed.
+                thread::sleep(TTL * 2);
+            }
+            // And one that does not look again before it writes: all that is left is the fence.
+            if (check(&lease) || is_blocked) && read >= 0 {
+                let mut write = script.key(KEYS[key]);
+                write.arg(lease.fence()).arg(read + 1);
+                // What counts is what the witness has.
+                let _ = write.invoke_async::<i64>(&mut guarded).await;
+            }
+            check(&lease);
+        }
+        let is_lost = lease.check().is_err();
+        // Whoever was stopped as soon as it had the lock was never told that it has it.
+        if until > 0 || is_lost {
+            let mut out = io::stdout().lock();
+            let line = format!("{key} {} {from} {until} {}", lease.fence(), u8::from(is_lost));
+            writeln!(out, "{line}").and_then(|()| out.flush()).expect("somebody listens");
+        }
+        match turn % 3 {
+            0 => drop(lease),
+            1 => drop(lease.release().await),
+            // Dropped on the way.
+            _ => drop(DropAt::new(1, lease.release()).await),
+        }
+        // Others have a chance as well.
+        sleep(Duration::from_millis(1)).await;
+    }
+}
+
+/// A worker, from outside.
+#[derive(Debug)]
+pub struct Worker {
+    process: Child,
+    orders: Option<ChildStdin>,
+    reader: Option<JoinHandle<()>>,
+    pub is_killed: bool,
+}
+
+impl Worker {
+    pub fn start(url: &str, witness: &str, lines: mpsc::Sender<Line>) -> Self {
+        let mut process = Command::new(env::current_exe().expect("this program has a path"))
+            .env(WORKER, format!("{url} {witness}"))
+            .stdin(Stdio::piped())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("this program starts again");
+        let out = BufReader::new(process.stdout.take().expect("it was asked for"));
+        let reader = thread::spawn(move || {
+            for line in out.lines().map_while(Result::ok).filter_map(|line| Line::read(&line)) {
+                if lines.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        let orders = process.stdin.take();
+        Self { process, orders, reader: Some(reader), is_killed: false }
+    }
+
+    pub fn signal(&self, name: &str) {
+        let pid = self.process.id().to_string();
+        let status = Command::new("kill").args([&format!("-{name}"), &pid]).status().expect("there is a kill command");
+        assert!(status.success(), "the worker takes signal {name}");
+    }
+
+    pub fn kill(&mut self) {
+        self.is_killed = true;
+        self.process.kill().expect("the worker can be killed");
+    }
+
+    /// Lets its whole runtime stand still for two leases, under the next lock that it has.
+    pub fn block(&mut self) {
+        let orders = self.orders.as_mut().expect("it was not told to stop");
+        writeln!(orders, "block").expect("the worker listens");
+    }
+
+    /// Tells it to give back everything and end.
+    pub fn stop(&mut self) {
+        self.orders = None;
+    }
+
+    /// Waits for the end; says whether it came in time and was a good one.
+    pub fn has_ended_well(&mut self, patience: Duration) -> bool {
+        let begun = Instant::now();
+        let status = loop {
+            match self.process.try_wait().expect("the worker can be waited for") {
+                Some(status) => break status,
+                None if begun.elapsed() > patience => return false,
+                None => thread::sleep(Duration::from_millis(10)),
+            }
+        };
+        if let Some(reader) = self.reader.take() {
+            let _ = reader.join();
+        }
+        self.is_killed || status.success()
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // A run that failed must not leave processes behind.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
