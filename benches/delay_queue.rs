@@ -6,12 +6,17 @@
 //! * `push_ceiling_ratio`: these to what `redis-benchmark -P 64 -c 50` gets out of the same server and a script of two commands, INCR and
 //!   PEXPIRE; the median of interleaved rounds
 //! * `bulk_per_s`: jobs a second by `push_all`, from 8 tasks
-//! * `process_per_s`: jobs a second that are claimed and, with the next claim, done, 100 at a time by 4 tasks, where 1,000 to 20,000 jobs wait
-//! * `process_per_s_1e6`: the same where a million wait
+//! * `claim_per_s`: jobs a second that are claimed and, with the next claim, done, 100 at a time by 4 tasks, where 1,000 to 20,000 jobs wait
+//! * `claim_per_s_1e6`: the same where a million wait
+//! * `process_per_s`, `process_per_s_1e6`: the same by a `DelayQueueWorker` of 100 jobs at a time
+//! * `late_p50_ms`, `late_p99_ms`, `early`: how late 1,000 jobs come to a service, and how many of them early
+//! * `idle_commands_per_s`: commands that each of 1,000 workers sends while there is nothing to do
 //! * `bytes_per_job`: the memory of Redis for each of a million that wait, with a payload of 24 bytes
 
 #[path = "../tests/support/mod.rs"]
 mod support;
+#[path = "parts/worker.rs"]
+mod worker;
 
 use std::env;
 use std::path::Path;
@@ -23,7 +28,7 @@ use std::time::{Duration, Instant};
 use support::server::{RedisServer, binary};
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
-use tollgate::delay_queue::{Claim, DeadLimits, DelayQueueStore, Ending, Finish, Finished, QueueKey, WorkerId};
+use tollgate::delay_queue::{Claim, DeadLimits, DelayQueueStore, Ending, Finish, Finished, Pushed, QueueKey, WorkerId};
 use tollgate::{DelayQueue, RedisBackend};
 
 const PUSHERS: usize = 256;
@@ -50,10 +55,19 @@ fn main() {
         }
         server.query::<()>("FLUSHALL");
     }
-    let mut few = Vec::new();
+    let (late_p50_ms, late_p99_ms, early) = runtime.block_on(worker::lateness(queue(&backend)));
+    println!("late by {late_p50_ms:.2} ms in the median, 99th percentile {late_p99_ms:.2} ms, {early} early");
+    server.query::<()>("FLUSHALL");
+    let idle_commands_per_s = runtime.block_on(worker::idle_commands(&server, &backend));
+    println!("{idle_commands_per_s:.3} commands a second for an idle worker");
+    server.query::<()>("FLUSHALL");
+    let (mut few, mut few_worked) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
         runtime.block_on(fill(&backend, 20_000));
         few.push(process(&runtime, &backend, 19_000));
+        server.query::<()>("FLUSHALL");
+        runtime.block_on(fill(&backend, 60_000));
+        few_worked.push(runtime.block_on(worker::process(queue(&backend), 59_000)));
         server.query::<()>("FLUSHALL");
     }
     let before = memory(&server);
@@ -61,14 +75,21 @@ fn main() {
     runtime.block_on(fill(&backend, MILLION));
     let bulk_per_s = MILLION as f64 / begun.elapsed().as_secs_f64();
     let bytes_per_job = (memory(&server) - before) / MILLION as f64;
-    let many = (0..ROUNDS).map(|_| process(&runtime, &backend, 40_000)).collect();
+    let (mut many, mut many_worked) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        many.push(process(&runtime, &backend, 40_000));
+        many_worked.push(runtime.block_on(worker::process(queue(&backend), 59_000)));
+    }
     println!(
-        "push_per_s={:.0} push_ceiling_ratio={:.2} bulk_per_s={bulk_per_s:.0} process_per_s={:.0} process_per_s_1e6={:.0} \
-         bytes_per_job={bytes_per_job:.0}",
+        "push_per_s={:.0} push_ceiling_ratio={:.2} bulk_per_s={bulk_per_s:.0} claim_per_s={:.0} claim_per_s_1e6={:.0} \
+         process_per_s={:.0} process_per_s_1e6={:.0} bytes_per_job={bytes_per_job:.0} late_p50_ms={late_p50_ms:.2} \
+         late_p99_ms={late_p99_ms:.2} early={early} idle_commands_per_s={idle_commands_per_s:.3}",
         median(pushes),
         median(ratios),
         median(few),
-        median(many)
+        median(many),
+        median(few_worked),
+        median(many_worked)
     );
 }
 
@@ -120,7 +141,7 @@ async fn fill(backend: &RedisBackend, jobs: usize) {
             while left > 0 {
                 let count = left.min(1_024);
                 let batch = queue.push_all((0..count).map(|i| queue.push(payload(task + i)))).await;
-                assert!(batch.iter().all(|pushed| pushed.as_ref().is_ok_and(|pushed| pushed.is_new())));
+                assert!(batch.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
                 left -= count;
             }
         });

@@ -8,7 +8,7 @@
 -- KEYS[6]  dead      sorted set of ids by when they died in ms                        prefix:2:{delay_queue:<name>}:dead
 -- KEYS[7]  unique    hash of holders by unique key, see delay_queue_push              prefix:2:{delay_queue:<name>}:unique
 -- KEYS[8]  cancels   set of ids that are running and to be cancelled                  prefix:2:{delay_queue:<name>}:cancels
--- KEYS[9]  state     string                                                           prefix:2:{delay_queue:<name>}:state
+-- KEYS[9]  state     string, expires in 10 minutes unless the queue is paused          prefix:2:{delay_queue:<name>}:state
 -- KEYS[10]  idle     sorted set of workers that wait, by when they last said so in ms  prefix:2:{delay_queue:<name>}:idle
 -- ARGV[1]  keep_ms   how long keys outlive the last of what they hold, at most 2^40
 -- ARGV[2]  publish   PUBLISH, or SPUBLISH on a cluster
@@ -309,9 +309,11 @@ if soonest < now + patience and not (has_keeper and soonest >= wakes_at) then
   end
 end
 local changed = struct.pack('<BBI7I6', 1, is_paused, token, wakes_at) .. keeper
+-- Ten minutes are what the clock may be set back by for tokens to rise all the same; a pause lasts as long as what it holds up.
+local lasts = is_paused == 0 and 600000 or math.max(redis.call('PTTL', state), keep_ms)
 if changed ~= stored then
-  redis.call('SET', state, changed, 'PX', keep_ms + 86400000)
-else
-  keep(state, keep_ms / 2)
+  redis.call('SET', state, changed, 'PX', lasts)
+elseif is_paused == 1 or is_waiting then
+  redis.call('PEXPIRE', state, lasts)
 end
 return {finished, time[1] * 1000000 + time[2], more, next, token, claimed}

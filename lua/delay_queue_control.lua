@@ -71,7 +71,9 @@ local function wake_for(score)
       wakes_at = now
     end
   end
-  redis.call('SET', state, struct.pack('<BBI7I6', 1, is_paused, token, wakes_at) .. keeper, 'PX', keep_ms + 86400000)
+  -- A pause lasts as long as what it holds up.
+  local lasts = is_paused == 0 and 600000 or math.max(redis.call('PTTL', jobs), redis.call('PTTL', state), keep_ms)
+  redis.call('SET', state, struct.pack('<BBI7I6', 1, is_paused, token, wakes_at) .. keeper, 'PX', lasts)
 end
 
 local function free(record, id)
@@ -180,9 +182,7 @@ end
 
 if verb == 'pause' then
   is_paused = ARGV[first] + 0
-  local longest = math.max(redis.call('PTTL', jobs), keep_ms) + 86400000
   wake_for(now)
-  redis.call('PEXPIRE', state, longest)
   return 1
 end
 

@@ -144,7 +144,7 @@ if stored then
       keeper, told = next, tell(next)
     end
     if told > 0 then
-      redis.call('SET', state, struct.pack('<BBI7I6', 1, is_paused, token, now) .. keeper, 'PX', keep_ms + 86400000)
+      redis.call('SET', state, struct.pack('<BBI7I6', 1, is_paused, token, now) .. keeper, 'PX', 600000)
     end
   end
 end

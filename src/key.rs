@@ -78,7 +78,6 @@ impl Key {
     }
 
     /// The key that [`as_str`](Self::as_str) answered this for. `None` if it did for no key.
-    #[cfg_attr(not(feature = "redis"), allow(dead_code, reason = "that backend lists keys"))]
     pub(crate) fn stored(text: &str) -> Option<Self> {
         let mut key = Text::default();
         (text.bytes().all(|byte| byte.is_ascii_graphic()) && key.push(text.as_bytes())).then_some(key.0)
@@ -121,12 +120,6 @@ impl Key {
     #[inline]
     pub(crate) fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.len()]
-    }
-
-    /// The key that [`as_bytes`](Self::as_bytes) has given, from a store; `None` if that cannot be one.
-    pub(crate) fn from_store(bytes: &[u8]) -> Option<Self> {
-        let mut text = Text::default();
-        (bytes.is_ascii() && text.push(bytes)).then_some(text.0)
     }
 
     /// Marks the key of a fallback, so that `203.0.113.7` sent as an API key and the peer of that address stay two subjects.

@@ -1,7 +1,7 @@
 //! Distributed traffic control for tower services.
 //!
-//! Tollgate puts limits in front of any [tower] service, with one `.layer()`, locks keys for one at a time, and serves the same request
-//! once. The state lies in Redis, where any number of
+//! Tollgate puts limits in front of any [tower] service, with one `.layer()`, locks keys for one at a time, serves the same request
+//! once, and keeps jobs until they are due. The state lies in Redis, where any number of
 //! processes share them and every decision is one atomic script, or in this process, where nothing has to be installed. The
 //! API is the same.
 //!
@@ -30,6 +30,7 @@
 //! | [`rate_limit`] | quotas, policies, decisions, [`Limiter`], [`RateLimitLayer`], and what goes around a store |
 //! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and what locks ask of a store |
 //! | [`idempotency`] | the same request served once: `IdempotencyLayer`, and what it asks of a store |
+//! | [`delay_queue`] | jobs that run later: [`DelayQueue`], [`DelayQueueWorker`], [`Job`], and what queues ask of a store |
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`] |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
@@ -54,6 +55,8 @@
 //!   a process stands still: each grant has a larger fencing token than all before it, for the storage to refuse who is late.
 //! * The handler of an idempotency key runs to its end at most once while its record lives, and nobody gets the answer of another
 //!   scope. Not across a failover that forgets the record.
+//! * A job of a delay queue is never early, is done at least once unless it is cancelled or dead, and is in one state; only the holder
+//!   of its last lease can finish it. Not exactly once, and not across a failover that forgets it.
 //! * Nothing here blocks a thread, and no task outlives the backend that it serves, but for an attempt to connect that is
 //!   under way, which ends with its timeout, and for leases that are on their way back, which expire, and for
 //!   handlers whose client has gone, which an idempotency layer lets finish, and a lock layer if told so.
@@ -62,6 +65,7 @@
 //!
 //! * `redis` (default): `RedisBackend`, with bb8, redis and futures-util.
 //! * `http` (default): the module `http`, with http, http-body, ipnet and the small crates that answers take.
+//! * `json` (default): payloads of jobs as JSON, with serde and serde_json.
 //! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`.
 //! * `grpc`: the module `grpc`, with prost.
 //! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics),
@@ -96,7 +100,7 @@ pub use self::backend::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
-pub use self::delay_queue::{DelayQueue, Job, JobId};
+pub use self::delay_queue::{DelayQueue, DelayQueueWorker, Job, JobId};
 pub use self::error::{BoxError, ConfigError, ConnectError, StoreError};
 #[cfg(feature = "http")]
 pub use self::http::IdempotencyLayer;

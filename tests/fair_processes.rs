@@ -91,6 +91,10 @@ impl LockStore for Observed {
         answer
     }
 
+    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        self.inner.acquire_all(wanted).await
+    }
+
     async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
         LockStore::renew(&self.inner, renewals).await
     }

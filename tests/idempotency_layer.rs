@@ -1056,10 +1056,11 @@ async fn a_store_that_hangs_does_not_cost_each_request_its_deadline() {
         assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
     }
     let (begun, asked) = (Instant::now(), faults.calls(Verb::Begin));
-    for _ in 0..10 {
-        assert_eq!(problem(ask(&app, pay("k")).await).await, (503, "about:blank".into()));
+    for asking in [(); 10].map(|()| tokio::spawn(ask(&app, pay("k")))) {
+        assert_eq!(problem(asking.await.unwrap()).await, (503, "about:blank".into()));
     }
-    assert_eq!((begun.elapsed(), faults.calls(Verb::Begin)), (Duration::ZERO, asked));
+    // One of them finds out whether the store answers again.
+    assert!(faults.calls(Verb::Begin) - asked <= 1 && begun.elapsed() <= Duration::from_millis(100));
     faults.heal();
     sleep(Duration::from_secs(1)).await;
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");

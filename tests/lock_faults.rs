@@ -107,6 +107,20 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
         },
         is_free().await
     );
+    drop_everywhere!(here.lock_all(["c", "a", "b"]).into_future(), {
+        drop(timeout(LONG / 3, there.lock_all(["a", "b", "c"]).into_future()).await.unwrap().unwrap());
+    });
+    drop_everywhere!(
+        async {
+            let lease = there.lock("b").await.unwrap();
+            tokio::spawn(async move {
+                sleep(Duration::from_millis(5)).await;
+                drop(lease);
+            });
+            drop(here.lock_all(["a", "b"]).wait(LONG).await.unwrap());
+        },
+        is_free().await
+    );
     let rw = async || RwLocks::new(connect(&server).await).deadline(Duration::from_secs(2));
     let (readers, writers) = (rw().await, rw().await);
     let is_free = async || drop(timeout(LONG / 3, writers.write("a")).await.unwrap().unwrap());

@@ -121,6 +121,10 @@ impl LockStore for AnyBackend {
         delegate!(self, store => store.acquire(lock, claim).await)
     }
 
+    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        delegate!(self, store => store.acquire_all(wanted).await)
+    }
+
     fn shard(&self, lock: &LockKey) -> u32 {
         delegate!(self, store => store.shard(lock))
     }

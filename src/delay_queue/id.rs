@@ -55,7 +55,7 @@ impl JobId {
     /// What [`as_bytes`](Self::as_bytes) has given, from a store; `None` if that cannot be an id.
     #[cfg(feature = "redis")]
     pub(crate) fn from_store(bytes: &[u8]) -> Option<Self> {
-        Key::from_store(bytes).map(Self)
+        Key::stored(str::from_utf8(bytes).ok()?).map(Self)
     }
 }
 

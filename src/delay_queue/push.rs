@@ -7,7 +7,7 @@ use super::error::QueueError;
 use super::id::JobId;
 use super::queue::Terms;
 use super::record::{Due, Headers, NewJob, Priority, Unique, UniqueFor};
-use super::store::Admission;
+use super::store::{Admission, QueueKey};
 use crate::error::ConfigError;
 use crate::key::Key;
 
@@ -93,6 +93,17 @@ impl Push {
         self
     }
 
+    /// The job as a store is given it, for a pipeline of one's own: see `RedisBackend::push_in`.
+    ///
+    /// # Errors
+    ///
+    /// As pushing it, but for those of the store.
+    pub fn prepare(self) -> Result<PreparedPush, QueueError> {
+        let terms = self.terms.clone();
+        let job = self.into_job()?;
+        Ok(PreparedPush { queue: terms.home(&job.id), job, max_jobs: terms.max_jobs })
+    }
+
     /// What a store is given, if it can be.
     pub(super) fn into_job(self) -> Result<NewJob, QueueError> {
         let payload = self.payload.map_err(|error| QueueError::Encode(error.into()))?;
@@ -148,6 +159,17 @@ impl fmt::Debug for Push {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Push").field("id", &self.id).field("due", &self.due).finish_non_exhaustive()
     }
+}
+
+/// A job that can be pushed as it is.
+#[derive(Clone, Debug)]
+pub struct PreparedPush {
+    /// Where it is to be.
+    pub queue: QueueKey,
+    /// What it is.
+    pub job: NewJob,
+    /// How many jobs there may be.
+    pub max_jobs: u64,
 }
 
 /// A job that is waiting: a [`JobId`], and whether this push has made it so.

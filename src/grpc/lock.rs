@@ -56,7 +56,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
             Rejection::Lock(LockError::Lost(_)) => {
                 answer(Code::Aborted, "the request was cancelled on the way and may have had effects")
             }
-            Rejection::Lock(LockError::Store(_) | LockError::Closed(_)) => {
+            Rejection::Lock(LockError::Store(_) | LockError::NotReplicated(_) | LockError::Closed(_)) => {
                 later(Code::Unavailable, STORE_TEXT, STORE_RETRY)
             }
             // Mistakes of the program.

@@ -77,7 +77,9 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
                 let detail = "the request was cancelled on the way and may have had effects";
                 self.refusal(StatusCode::SERVICE_UNAVAILABLE, detail)
             }
-            Rejection::Lock(LockError::Store(_) | LockError::Closed(_)) => self.later(STORE_TEXT),
+            Rejection::Lock(LockError::Store(_) | LockError::NotReplicated(_) | LockError::Closed(_)) => {
+                self.later(STORE_TEXT)
+            }
             // Mistakes of the program.
             Rejection::Lock(error) => {
                 tracing::error!(%error, "a request cannot be locked");

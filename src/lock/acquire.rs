@@ -6,19 +6,21 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use smallvec::{SmallVec, smallvec};
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
+use super::erased::Answers;
 use super::errand::Errand;
-use super::error::{Busy, Closed, LockError, Nested, QueueFull};
+use super::error::{Busy, Closed, LockError, Nested, NotReplicated, QueueFull};
 use super::gate::{Entered, Offer, Turn};
 use super::hold::{FENCES, Hold, after, usable};
 use super::keeper::jittered;
 use super::lease::Lease;
-use super::locks::Terms;
+use super::locks::{Replication, Terms};
 use super::meters::{Outcome, Way};
 use super::nested;
 use super::shared::Shared;
-use super::store::{Acquired, Claim, Line, LockKey, Token};
+use super::store::{Acquired, Claim, Line, LockKey, Replicas, Scope, Token};
 use crate::circuit::Circuit;
 use crate::error::{ConfigError, StoreError};
 
@@ -37,39 +39,91 @@ pub(super) async fn acquire(home: Arc<Shared>, lock: LockKey, terms: Terms) -> R
     outcome
 }
 
+/// Takes the leases of several locks of one shard at once, or none of them. Nobody else in this process asks for one of them
+/// meanwhile. The order in which they are named has to be the same everywhere.
+pub(super) async fn acquire_all(
+    home: &Arc<Shared>,
+    locks: &[LockKey],
+    terms: Terms,
+) -> Result<impl Iterator<Item = Lease> + use<>, LockError> {
+    let begun = Instant::now();
+    let outcome = take_all(home, locks, terms, begun).await;
+    if let Some(lock) = locks.first() {
+        home.meters(lock).asked(Outcome::of(&outcome), begun.elapsed());
+    }
+    outcome.map(Leases::into_iter)
+}
+
+async fn take_all(home: &Arc<Shared>, locks: &[LockKey], terms: Terms, begun: Instant) -> Result<Leases, LockError> {
+    let mut asked = Asked::new();
+    let first = locks.first().filter(|_| !terms.wait.is_zero());
+    let _asking = first.map(|lock| home.ask(*lock, terms.max_asking)).transpose()?;
+    for lock in locks {
+        may_ask(home, lock, &terms)?;
+        loop {
+            // Not from hand to hand: that would be one of them without the others.
+            match come(home, *lock, &terms, begun, false).await? {
+                Offer::Turn(turn) => break asked.push((Attempts::new(home, *lock, terms)?, turn)),
+                Offer::Lease(lease) => drop(lease),
+            }
+        }
+    }
+    contend(home, asked, terms, after(begun, terms.wait)).await
+}
+
 async fn take(home: &Arc<Shared>, lock: LockKey, terms: Terms, begun: Instant) -> Result<Lease, LockError> {
-    check(&terms)?;
+    may_ask(home, &lock, &terms)?;
+    let _asking = if terms.wait.is_zero() { None } else { Some(home.ask(lock, terms.max_asking)?) };
+    match come(home, lock, &terms, begun, true).await? {
+        Offer::Lease(lease) => {
+            home.meters(&lock).handed_over(Way::Hand, lease.age());
+            Ok(lease)
+        }
+        Offer::Turn(turn) => {
+            let asked = smallvec![(Attempts::new(home, lock, terms)?, turn)];
+            let mut leases = contend(home, asked, terms, after(begun, terms.wait)).await?;
+            leases.pop().ok_or_else(|| StoreError::timeout().into())
+        }
+    }
+}
+
+fn may_ask(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<(), LockError> {
+    check(terms)?;
+    if home.store.scope() == Scope::Quorum && (terms.is_fair || terms.is_shared || terms.permits > 1) {
+        return Err(ConfigError::NotByQuorum.into());
+    }
     if home.is_closed() {
         return Err(Closed.into());
     }
-    if !home.is_semaphore && nested::holds(home, &lock) {
-        return Err(Nested::new(lock).into());
+    if !home.is_semaphore && nested::holds(home, lock) {
+        return Err(Nested::new(*lock).into());
     }
-    let _asking = if terms.wait.is_zero() { None } else { Some(home.ask(lock, terms.max_asking)?) };
+    Ok(())
+}
+
+/// Waits until it is our turn to ask the store for a lock, or somebody in this process hands over the lease, if that would do.
+async fn come(
+    home: &Arc<Shared>,
+    lock: LockKey,
+    terms: &Terms,
+    begun: Instant,
+    by_hand: bool,
+) -> Result<Offer, LockError> {
     let give_up = after(begun, terms.wait);
-    let entered = if terms.is_fair { home.join(lock, &terms)? } else { home.enter(lock, &terms)? };
-    let turn = match entered {
-        Entered::Turn(turn) => turn,
+    let entered = if terms.is_fair { home.join(lock, terms)? } else { home.enter(lock, terms, by_hand)? };
+    match entered {
+        Entered::Turn(turn) => Ok(Offer::Turn(turn)),
         Entered::Line { mut waiting, is_free_soon } => {
             // What is being given back is waited for also by those who do not want to wait.
             let until = if is_free_soon { give_up.max(begun + terms.deadline) } else { give_up };
-            let offer = tokio::select! {
+            tokio::select! {
                 biased;
-                offer = waiting.offer() => offer,
-                () = home.closed() => return Err(Closed.into()),
-                () = sleep_until(until) => return Err(Busy::new(lock, home.gate.remaining(&lock)).into()),
-            };
-            match offer {
-                Some(Offer::Lease(lease)) => {
-                    home.meters(&lock).handed_over(Way::Hand, lease.age());
-                    return Ok(lease);
-                }
-                Some(Offer::Turn(turn)) => turn,
-                None => return Err(Closed.into()),
+                offer = waiting.offer() => offer.ok_or_else(|| Closed.into()),
+                () = home.closed() => Err(Closed.into()),
+                () = sleep_until(until) => Err(Busy::new(lock, home.gate.remaining(&lock)).into()),
             }
         }
-    };
-    contend(Arc::clone(home), lock, terms, give_up, turn).await
+    }
 }
 
 fn check(terms: &Terms) -> Result<(), ConfigError> {
@@ -86,36 +140,59 @@ fn check(terms: &Terms) -> Result<(), ConfigError> {
     Ok(())
 }
 
-/// Asks the store for the lease until it grants it, on behalf of all who wait in this process.
-async fn contend(
-    home: Arc<Shared>,
-    lock: LockKey,
-    terms: Terms,
-    give_up: Instant,
-    mut turn: Turn,
-) -> Result<Lease, LockError> {
-    if std::mem::take(&mut turn.is_shared) {
+/// What is asked for, all at once: nearly always one lock.
+type Asked = SmallVec<[(Attempts, Turn); 1]>;
+type Leases = SmallVec<[Lease; 1]>;
+
+/// Asks the store for the leases until it grants all of them, on behalf of all who wait in this process.
+async fn contend(home: &Arc<Shared>, mut asked: Asked, terms: Terms, give_up: Instant) -> Result<Leases, LockError> {
+    if asked.iter_mut().fold(false, |is_shared, (_, turn)| std::mem::take(&mut turn.is_shared) || is_shared) {
         sleep(HEAD_START).await;
     }
-    let token = Token::random()?;
-    let mut attempts = Attempts::new(&home, lock, token, terms);
     let mut pause = FIRST_PAUSE;
     let mut is_second = false;
     // When a message came that the lock was given back, and nothing else since.
     let mut told = None;
+    let mut is_again = false;
     loop {
-        let attempt = Attempt::new(attempts, turn);
-        let (answer, same_attempts, same_turn) = attempt.await;
-        (attempts, turn) = (same_attempts, same_turn);
+        // A majority that says no gives back what the others have granted, and one of them may do so late: by then the token has to mean
+        // nothing any more.
+        if std::mem::replace(&mut is_again, true) && home.store.scope() == Scope::Quorum {
+            asked.iter_mut().try_for_each(|(attempts, _)| attempts.begin_again())?;
+        }
+        let answers;
+        (answers, asked) = Attempt::new(home, asked, terms.deadline).await;
+        let answer = answers.map(|answers| {
+            // What takes longest, if anything does.
+            let obstacles = answers.iter().enumerate().filter(|(_, answer)| fence(answer).is_none());
+            let obstacle = obstacles.max_by_key(|(_, answer)| remaining(answer)).map(|(at, answer)| (at, *answer));
+            (answers, obstacle)
+        });
         match answer {
-            Ok(Acquired::Granted { fence }) => {
-                if let Some(told) = told {
-                    home.meters(&lock).handed_over(Way::Message, Instant::now() - told);
+            Ok((answers, None)) => {
+                if let (Some(told), Some((attempts, _))) = (told, asked.first()) {
+                    home.meters(&attempts.lock).handed_over(Way::Message, Instant::now() - told);
                 }
-                return attempts.granted(turn, fence).ok_or_else(|| StoreError::timeout().into());
+                return granted(asked, &answers).ok_or_else(|| StoreError::timeout().into());
             }
-            Ok(Acquired::LineFull { .. }) => return Err(QueueFull::new(lock).into()),
-            Ok(answer @ (Acquired::Busy { remaining } | Acquired::InLine { remaining, .. })) => {
+            Ok((_, Some((at, Acquired::NotReplicated { replicas })))) => {
+                let next = Instant::now() + jittered(pause);
+                if next >= give_up {
+                    let Attempts { lock, claim, .. } = &asked[at].0;
+                    return Err(NotReplicated::new(*lock, replicas, claim.replicas.count).into());
+                }
+                pause = (pause * 2).min(LONGEST_PAUSE);
+                tokio::select! {
+                    () = sleep_until(next) => {}
+                    () = home.closed() => return Err(Closed.into()),
+                }
+            }
+            Ok((_, Some((at, answer)))) => {
+                let (attempts, turn) = &mut asked[at];
+                let (lock, remaining) = (attempts.lock, remaining(&answer));
+                if matches!(answer, Acquired::LineFull { .. }) {
+                    return Err(QueueFull::new(lock).into());
+                }
                 if Instant::now() >= give_up {
                     return Err(Busy::new(lock, remaining).into());
                 }
@@ -176,7 +253,7 @@ struct Attempts {
 }
 
 impl Attempts {
-    fn new(home: &Arc<Shared>, lock: LockKey, token: Token, terms: Terms) -> Self {
+    fn new(home: &Arc<Shared>, lock: LockKey, terms: Terms) -> Result<Self, StoreError> {
         let line = match (terms.is_fair, terms.wait.is_zero()) {
             (false, _) => Line::Ignore,
             (true, true) => Line::Respect,
@@ -186,8 +263,13 @@ impl Attempts {
         let fences = if home.is_semaphore || terms.is_fair { 1 } else { FENCES };
         let permits = if terms.is_shared { Claim::MAX_PERMITS } else { terms.permits };
         let Terms { ttl, is_shared, .. } = terms;
-        let claim = Claim { token, ttl, fences, permits, is_shared, line };
-        Self { home: Arc::clone(home), lock, claim, terms, sent: None, is_ambiguous: false }
+        let replicas = match terms.replication {
+            Replication::Primary => Replicas::default(),
+            // In time for the answer to come before the deadline.
+            Replication::Require(count) => Replicas { count, within: terms.deadline * 3 / 4 },
+        };
+        let claim = Claim { token: Token::random()?, ttl, fences, permits, is_shared, line, replicas };
+        Ok(Self { home: Arc::clone(home), lock, claim, terms, sent: None, is_ambiguous: false })
     }
 
     /// Who stands in line, if anybody does.
@@ -195,14 +277,9 @@ impl Attempts {
         (self.claim.line == Line::Join).then_some(self.claim.token)
     }
 
-    fn answered(&mut self, answer: &Result<Acquired, StoreError>) {
-        let circuit = self.home.circuit();
+    fn answered(&mut self, answer: Result<Acquired, &StoreError>) {
         match answer {
-            Ok(_) => circuit.answered(&*self.home),
-            Err(error) => circuit.failed(&*self.home, error, true),
-        }
-        match answer {
-            Ok(Acquired::Granted { .. } | Acquired::InLine { .. }) => {}
+            Ok(Acquired::Granted { .. } | Acquired::InLine { .. } | Acquired::NotReplicated { .. }) => {}
             // An earlier attempt may still be on its way.
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) if self.is_ambiguous => {}
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) => self.sent = None,
@@ -236,7 +313,21 @@ impl Attempts {
 
 impl Drop for Attempts {
     fn drop(&mut self) {
-        if let Some(sent) = self.sent {
+        self.undo();
+    }
+}
+
+impl Attempts {
+    /// Goes on as somebody else who has not asked for anything yet.
+    fn begin_again(&mut self) -> Result<(), StoreError> {
+        self.undo();
+        self.claim.token = Token::random()?;
+        self.is_ambiguous = false;
+        Ok(())
+    }
+
+    fn undo(&mut self) {
+        if let Some(sent) = self.sent.take() {
             let until = after(sent, self.claim.ttl.max(Claim::PLACE));
             let (limit, is_ambiguous) = (self.terms.deadline, self.is_ambiguous);
             if let Some(errand) = Errand::undo(&self.home, self.lock, &self.claim, until, limit, is_ambiguous) {
@@ -246,50 +337,99 @@ impl Drop for Attempts {
     }
 }
 
+/// What there is to have of a lease, and when, if it is granted at all.
+const fn fence(answer: &Acquired) -> Option<u64> {
+    match answer {
+        Acquired::Granted { fence } => Some(*fence),
+        _ => None,
+    }
+}
+
+/// How long whoever holds a lease may keep it.
+const fn remaining(answer: &Acquired) -> Duration {
+    match answer {
+        Acquired::Granted { .. } | Acquired::NotReplicated { .. } => Duration::ZERO,
+        Acquired::Busy { remaining } | Acquired::InLine { remaining, .. } | Acquired::LineFull { remaining } => {
+            *remaining
+        }
+    }
+}
+
+/// Makes leases of what was granted; of none if one of them is over already.
+fn granted(asked: Asked, answers: &[Acquired]) -> Option<Leases> {
+    let asked = asked.into_iter().zip(answers);
+    asked.map(|((attempts, turn), answer)| attempts.granted(turn, fence(answer)?)).collect()
+}
+
 /// One call of the store. If it is dropped half way, it is carried on in the background, and what it brings is given back.
 struct Attempt {
     under_way: Option<UnderWay>,
 }
 
 struct UnderWay {
-    call: Pin<Box<dyn Future<Output = Result<Acquired, StoreError>> + Send>>,
-    attempts: Attempts,
-    turn: Turn,
+    home: Arc<Shared>,
+    call: Pin<Box<dyn Future<Output = Result<Answers, StoreError>> + Send>>,
+    asked: Asked,
 }
 
 impl Attempt {
-    fn new(mut attempts: Attempts, turn: Turn) -> Self {
-        let limit = attempts.terms.deadline;
-        let call = match attempts.home.circuit().admit() {
-            Ok(()) => Arc::clone(&attempts.home.store).acquire(attempts.lock, attempts.claim, limit),
+    fn new(home: &Arc<Shared>, mut asked: Asked, limit: Duration) -> Self {
+        let wanted = asked.iter().map(|(attempts, _)| (attempts.lock, attempts.claim)).collect();
+        let call = match home.circuit().admit() {
+            Ok(()) => Arc::clone(&home.store).acquire(wanted, limit),
             Err(error) => Box::pin(ready(Err(error))),
         };
-        attempts.sent = Some(Instant::now());
-        Self { under_way: Some(UnderWay { call, attempts, turn }) }
+        let sent = Instant::now();
+        for (attempts, _) in &mut asked {
+            attempts.sent = Some(sent);
+        }
+        Self { under_way: Some(UnderWay { home: Arc::clone(home), call, asked }) }
+    }
+}
+
+impl UnderWay {
+    fn answered(&mut self, answers: Result<Answers, StoreError>) -> Result<Answers, StoreError> {
+        let circuit = self.home.circuit();
+        // An answer for each, or it is none.
+        let answers = answers.and_then(|answers| {
+            let is_whole = answers.len() == self.asked.len();
+            if is_whole {
+                Ok(answers)
+            } else {
+                Err(StoreError::other("a store has answered half of what it was asked"))
+            }
+        });
+        match &answers {
+            Ok(_) => circuit.answered(&*self.home),
+            Err(error) => circuit.failed(&*self.home, error, true),
+        }
+        for (at, (attempts, _)) in self.asked.iter_mut().enumerate() {
+            attempts.answered(answers.as_ref().map(|answers| answers[at]));
+        }
+        answers
     }
 }
 
 impl Future for Attempt {
-    type Output = (Result<Acquired, StoreError>, Attempts, Turn);
+    type Output = (Result<Answers, StoreError>, Asked);
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let under_way = self.under_way.as_mut().expect("Attempt polled after completion");
-        let Poll::Ready(answer) = under_way.call.as_mut().poll(cx) else { return Poll::Pending };
-        let UnderWay { mut attempts, turn, .. } = self.under_way.take().expect("it was there a moment ago");
-        attempts.answered(&answer);
-        Poll::Ready((answer, attempts, turn))
+        let Poll::Ready(answers) = under_way.call.as_mut().poll(cx) else { return Poll::Pending };
+        let answers = under_way.answered(answers);
+        let UnderWay { asked, .. } = self.under_way.take().expect("it was there a moment ago");
+        Poll::Ready((answers, asked))
     }
 }
 
 impl Drop for Attempt {
     fn drop(&mut self) {
-        let Some(UnderWay { call, mut attempts, turn }) = self.under_way.take() else { return };
-        let home = Arc::clone(&attempts.home);
+        let Some(mut under_way) = self.under_way.take() else { return };
+        let home = Arc::clone(&under_way.home);
         home.spawn(async move {
-            let answer = call.await;
-            attempts.answered(&answer);
-            if let Ok(Acquired::Granted { fence }) = answer {
-                drop(attempts.granted(turn, fence));
+            let answers = under_way.call.as_mut().await;
+            if let Ok(answers) = under_way.answered(answers) {
+                drop(granted(under_way.asked, &answers));
             }
         });
     }

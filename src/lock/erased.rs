@@ -3,15 +3,22 @@ use std::pin::Pin;
 use std::sync::Arc;
 use std::time::Duration;
 
+use smallvec::{SmallVec, smallvec};
+
 use super::store::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::deadline::Deadline;
 use crate::error::StoreError;
+
+/// Nearly always one.
+pub(super) type Wanted = SmallVec<[(LockKey, Claim); 1]>;
+pub(super) type Answers = SmallVec<[Acquired; 1]>;
 
 type Call<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// A store of any type. Its calls own what they need, so one that is under way can be carried on when its caller is gone.
 pub(super) trait AnyStore: Send + Sync {
-    fn acquire(self: Arc<Self>, lock: LockKey, claim: Claim, limit: Duration) -> Call<Result<Acquired, StoreError>>;
+    /// Takes all or none: there is an answer for each.
+    fn acquire(self: Arc<Self>, wanted: Wanted, limit: Duration) -> Call<Result<Answers, StoreError>>;
     fn renew(self: Arc<Self>, renewals: Vec<Renewal>) -> Call<Result<Vec<bool>, StoreError>>;
 
     fn shard(&self, lock: &LockKey) -> u32;
@@ -22,8 +29,14 @@ pub(super) trait AnyStore: Send + Sync {
 }
 
 impl<S: LockStore + Send + Sync + 'static> AnyStore for S {
-    fn acquire(self: Arc<Self>, lock: LockKey, claim: Claim, limit: Duration) -> Call<Result<Acquired, StoreError>> {
-        Box::pin(Deadline::new(async move { LockStore::acquire(&*self, &lock, &claim).await }, limit))
+    fn acquire(self: Arc<Self>, wanted: Wanted, limit: Duration) -> Call<Result<Answers, StoreError>> {
+        let call = async move {
+            match &*wanted {
+                [(lock, claim)] => Ok(smallvec![LockStore::acquire(&*self, lock, claim).await?]),
+                wanted => Ok(LockStore::acquire_all(&*self, wanted).await?.into()),
+            }
+        };
+        Box::pin(Deadline::new(call, limit))
     }
 
     fn shard(&self, lock: &LockKey) -> u32 {

@@ -14,6 +14,8 @@ pub enum LockError {
     Busy(Busy),
     /// So many wait for it already that one more is not let in.
     QueueFull(QueueFull),
+    /// Fewer replicas have the lease than [`Locks::replication`](super::Locks::replication) asks for. It is given back in the background.
+    NotReplicated(NotReplicated),
     /// The caller holds this lock itself, a few calls further up.
     Nested(Nested),
     /// The lease was lost while its body ran, which was cancelled.
@@ -43,6 +45,7 @@ impl LockError {
         match self {
             Self::Busy(error) => error,
             Self::QueueFull(error) => error,
+            Self::NotReplicated(error) => error,
             Self::Nested(error) => error,
             Self::Lost(error) => error,
             Self::Closed(error) => error,
@@ -77,6 +80,7 @@ macro_rules! cases {
 cases!(
     Busy(Busy),
     QueueFull(QueueFull),
+    NotReplicated(NotReplicated),
     Nested(Nested),
     Lost(Lost),
     Closed(Closed),
@@ -142,6 +146,47 @@ impl fmt::Display for QueueFull {
 }
 
 impl Error for QueueFull {}
+
+/// Fewer replicas have the lease than it takes, so a failover could forget it.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct NotReplicated {
+    lock: LockKey,
+    replicas: u32,
+    required: u32,
+}
+
+impl NotReplicated {
+    pub(super) const fn new(lock: LockKey, replicas: u32, required: u32) -> Self {
+        Self { lock, replicas, required }
+    }
+
+    /// Which lock.
+    #[must_use]
+    pub const fn lock(&self) -> &LockKey {
+        &self.lock
+    }
+
+    /// How many replicas had it in time.
+    #[must_use]
+    pub const fn replicas(&self) -> u32 {
+        self.replicas
+    }
+
+    /// How many it takes.
+    #[must_use]
+    pub const fn required(&self) -> u32 {
+        self.required
+    }
+}
+
+impl fmt::Display for NotReplicated {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { lock, replicas, required } = self;
+        write!(f, "the lock `{lock}` is known to {replicas} replicas, and {required} have to know of it")
+    }
+}
+
+impl Error for NotReplicated {}
 
 /// The caller holds this lock already and would wait for itself. [`Lease::reenter`](super::Lease::reenter) is how to go in
 /// again.

@@ -54,7 +54,8 @@ enum Front {
 
 struct Waiter {
     id: u64,
-    ttl: Duration,
+    // Of a lease that would do from hand to hand, if any would.
+    ttl: Option<Duration>,
     max_hold: Option<Duration>,
     offer: oneshot::Sender<Offer>,
 }
@@ -135,7 +136,7 @@ impl Queue {
 
 impl Shared {
     /// Comes to the gate: to ask the store where nobody is in front, or to stand in line.
-    pub(super) fn enter(self: &Arc<Self>, lock: LockKey, terms: &Terms) -> Result<Entered, LockError> {
+    pub(super) fn enter(self: &Arc<Self>, lock: LockKey, terms: &Terms, by_hand: bool) -> Result<Entered, LockError> {
         let gate = &self.gate;
         if self.is_semaphore && terms.wait.is_zero() {
             // Whoever is in front may have to wait for a reason of their own.
@@ -161,7 +162,12 @@ impl Shared {
         }
         let (sender, offer) = oneshot::channel();
         let id = gate.next_id.fetch_add(1, Ordering::Relaxed);
-        queue.waiters.push_back(Waiter { id, ttl: terms.ttl, max_hold: terms.max_hold, offer: sender });
+        queue.waiters.push_back(Waiter {
+            id,
+            ttl: by_hand.then_some(terms.ttl),
+            max_hold: terms.max_hold,
+            offer: sender,
+        });
         Ok(Entered::Line { waiting: Waiting { home: Arc::clone(self), lock, id, offer }, is_free_soon })
     }
 
@@ -241,7 +247,7 @@ impl Shared {
                 return Some(Errand::after_loss(self, hold));
             };
             let next = match queue.waiters.front() {
-                Some(waiter) if waiter.ttl == hold.ttl() => hold.hand_to(waiter.max_hold, Instant::now()),
+                Some(waiter) if waiter.ttl == Some(hold.ttl()) => hold.hand_to(waiter.max_hold, Instant::now()),
                 Some(_) | None => None,
             };
             let waiter = next.and_then(|fence| Some((fence, queue.waiters.pop_front()?)));

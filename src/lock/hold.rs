@@ -7,7 +7,7 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
 use super::error::LossReason;
-use super::store::{Claim, LockKey, Token};
+use super::store::{Claim, LockKey, Renewal, Replicas, Token};
 
 /// How many fencing tokens are set aside with each lease, one for each of those who have it one after the other.
 pub(super) const FENCES: u32 = 16;
@@ -26,6 +26,7 @@ pub(super) struct Hold {
     ttl: Duration,
     // How long one call of the store about it may take.
     limit: Duration,
+    replicas: Replicas,
     // Whether an acquisition of this token may still come to pass somewhere on the way.
     is_ambiguous: bool,
     standing: Mutex<Standing>,
@@ -62,7 +63,7 @@ impl Hold {
         sent: Instant,
         fence: u64,
     ) -> Self {
-        let Claim { token, ttl, fences, .. } = *claim;
+        let Claim { token, ttl, fences, replicas, .. } = *claim;
         let standing = Standing {
             since: sent,
             deadline: sent + usable(ttl),
@@ -76,7 +77,7 @@ impl Hold {
             is_first: true,
             named: None,
         };
-        Self { lock, token, ttl, limit, is_ambiguous, standing: Mutex::new(standing), changed: Notify::new() }
+        Self { lock, token, ttl, limit, replicas, is_ambiguous, standing: Mutex::new(standing), changed: Notify::new() }
     }
 
     pub(super) const fn lock(&self) -> &LockKey {
@@ -89,6 +90,14 @@ impl Hold {
 
     pub(super) const fn ttl(&self) -> Duration {
         self.ttl
+    }
+
+    pub(super) const fn replicas(&self) -> Replicas {
+        self.replicas
+    }
+
+    pub(super) fn renewal(&self) -> Renewal {
+        Renewal { replicas: self.replicas, ..Renewal::new(self.lock, self.token, self.ttl) }
     }
 
     pub(super) const fn limit(&self) -> Duration {

@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::hold::{Hold, after};
 use super::shared::Shared;
-use super::store::{Renewal, Token};
+use super::store::Token;
 use crate::error::StoreError;
 
 /// How many leases are renewed by one call of the store.
@@ -225,7 +225,8 @@ async fn keep_alive(home: Weak<Shared>, wake: Arc<Notify>) {
     loop {
         let Some(shared) = home.upgrade() else { return };
         let (mut renew, next) = shared.due(Instant::now());
-        let shard = |hold: &Arc<Hold>| shared.store.shard(hold.lock());
+        // Those that want fewer replicas do not wait for those that want more.
+        let shard = |hold: &Arc<Hold>| (shared.store.shard(hold.lock()), hold.replicas().count);
         renew.sort_by_cached_key(shard);
         for holds in renew.chunk_by(|one, other| shard(one) == shard(other)).flat_map(|shard| shard.chunks(BATCH)) {
             calls.spawn(renew_batch(Weak::clone(&home), holds.to_vec()));
@@ -241,7 +242,7 @@ async fn keep_alive(home: Weak<Shared>, wake: Arc<Notify>) {
 
 async fn renew_batch(home: Weak<Shared>, holds: Vec<Arc<Hold>>) {
     let Some(shared) = home.upgrade() else { return };
-    let renewals = holds.iter().map(|hold| Renewal { lock: *hold.lock(), token: *hold.token(), ttl: hold.ttl() });
+    let renewals = holds.iter().map(|hold| hold.renewal());
     let call = Arc::clone(&shared.store).renew(renewals.collect());
     drop(shared);
     let sent = Instant::now();

@@ -62,6 +62,18 @@ pub(super) struct Terms {
     pub(super) permits: u32,
     pub(super) is_fair: bool,
     pub(super) is_shared: bool,
+    pub(super) replication: Replication,
+}
+
+/// Who has to know of a lease before it is relied on. Defaults to [`Primary`](Self::Primary).
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum Replication {
+    /// The server that it is asked of. A failover forgets what its replicas do not know yet.
+    #[default]
+    Primary,
+    /// So many replicas of that server as well: see [`Locks::replication`].
+    Require(u32),
 }
 
 impl Locks {
@@ -82,6 +94,7 @@ impl Locks {
             permits,
             is_fair: false,
             is_shared: false,
+            replication: Replication::Primary,
         };
         Self { shared: Arc::new(shared), namespace: Key::new(namespace), terms }
     }
@@ -183,6 +196,26 @@ impl Locks {
         self
     }
 
+    /// Who has to know of a lease before it is relied on, when it is granted and whenever it is renewed. Defaults to
+    /// [`Replication::Primary`].
+    ///
+    /// With `Require(n)` a lease counts once `n` replicas have it (`WAIT`), for which they have three quarters of the
+    /// [deadline](Self::deadline), or of the response timeout of the connections if that is shorter. With fewer, it is tried again for as long as the caller is ready to wait, and is a
+    /// [`LockError::NotReplicated`] then; what was granted is given back. A renewal that they do not have in time makes the lease
+    /// [suspended](super::LeaseState::Suspended), and it is lost at its old deadline unless a later one gets through: a
+    /// replica that takes over never lets go of a lease before its holder does.
+    ///
+    /// This makes the gap of a failover smaller and does not close it: WAIT is no consensus, and a replica that does not have the
+    /// lease may be the one that takes over. Require as many as Sentinel or the cluster could choose from, less those that may be down, and set
+    /// `min-replicas-to-write`, so that a primary which is cut off refuses. What has to be right in any case takes the [fence](Lease::fence).
+    ///
+    /// A store without replicas has none of them, so nothing is granted there.
+    #[must_use]
+    pub fn replication(mut self, replication: Replication) -> Self {
+        self.terms.replication = replication;
+        self
+    }
+
     /// Takes the lock of `key`, and waits for it if somebody else holds it.
     ///
     /// ```
@@ -233,6 +266,14 @@ impl Locks {
 
     pub(super) const fn home(&self) -> &Arc<Shared> {
         &self.shared
+    }
+
+    pub(super) fn lock_key(&self, key: Key) -> LockKey {
+        LockKey::new(self.namespace, key)
+    }
+
+    pub(super) const fn parts(&self) -> (&Arc<Shared>, Terms) {
+        (&self.shared, self.terms)
     }
 
     pub(super) const fn waits(&self) -> Duration {

@@ -29,7 +29,7 @@ impl Outcome {
             Ok(_) => Self::Granted,
             Err(LockError::Busy(_)) => Self::Busy,
             Err(LockError::QueueFull(_)) => Self::QueueFull,
-            Err(LockError::Store(_)) => Self::Failed,
+            Err(LockError::Store(_) | LockError::NotReplicated(_)) => Self::Failed,
             Err(_) => Self::Refused,
         }
     }

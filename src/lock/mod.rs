@@ -16,10 +16,11 @@
 //! * A process that stands still (a blocked thread, a stopped container, a sleeping laptop) cannot know anything. This is what
 //!   [`Lease::fence`] is for: each grant has a larger number than all before it, and whatever the lock protects refuses a smaller
 //!   number than it has seen. Use it where two at a time would be worse than a failure.
-//! * A failover to a replica forgets what was not replicated, and so may grant a lock that is held. The fences stay in order as long as
+//! * A failover to a replica forgets what was not replicated, and so may grant a lock that is held; [`Locks::replication`] makes that less likely. The fences stay in order as long as
 //!   the clock of the new primary is not more than ten minutes behind.
 //!
-//! If what you need is consensus, use etcd or ZooKeeper, and fence all the same.
+//! [`Redlock`] goes on while some of several independent servers are down, with promises of its own. If what you need is consensus, use
+//! etcd or ZooKeeper, and fence all the same.
 //!
 //! # Examples
 //!
@@ -189,6 +190,7 @@ mod hold;
 mod lease;
 mod locks;
 mod multi;
+mod redlock;
 mod rw;
 mod segmented;
 mod semaphore;
@@ -210,16 +212,17 @@ mod nested;
 mod shared;
 
 pub use self::admin::{Cursor, LockAdmin, LockHolder, LockPage, LockRegistry, LockStatus, Seized};
-pub use self::error::{Busy, Closed, LockError, LossReason, Lost, Nested, QueueFull};
+pub use self::error::{Busy, Closed, LockError, LossReason, Lost, Nested, NotReplicated, QueueFull};
 pub use self::future::{DetachedFuture, ResponseFuture};
 pub use self::layer::{Attached, Detached, LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Stay};
 pub use self::lease::{Lease, LeaseState, LeaseView, Release};
-pub use self::locks::{LockRequest, Locks};
+pub use self::locks::{LockRequest, Locks, Replication};
 pub use self::multi::{Leases, MultiRequest};
+pub use self::redlock::Redlock;
 pub use self::rejection::{MissingKey, Occupy, Rejection};
 pub use self::rw::RwLocks;
 pub use self::segmented::{Segment, SegmentRequest, Segmented};
 pub use self::semaphore::Semaphore;
 pub use self::service::{Detach, Lock};
-pub use self::store::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+pub use self::store::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Replicas, Scope, Token, Wakeups};
 pub use crate::circuit::CircuitBreaker;

@@ -6,19 +6,25 @@ use std::time::Duration;
 
 use tokio::time::Instant;
 
+use super::acquire::acquire_all;
 use super::error::{LockError, Lost};
 use super::hold::after;
 use super::lease::{Lease, Release};
 use super::locks::Locks;
+use super::store::Claim;
 use crate::error::StoreError;
 use crate::key::Key;
 
 impl Locks {
     /// Takes the locks of all keys, or none of them.
     ///
-    /// They are taken one after the other in an order that is the same everywhere, so those who want some of the same keys never wait for each
-    /// other in a circle; when one cannot be had in time, those before it are given back. Others may see some of them held
-    /// meanwhile. A key that is named twice counts once.
+    /// Up to 128 keys on one server are taken in one step, in which nobody sees some of them held and others not. On a cluster that is so for
+    /// keys of one slot; slots, [fair](Self::fair) locks and keys beyond that number are taken one after the other in an order that is the
+    /// same everywhere, so those who want some of the same keys never wait for each other in a circle; when one cannot be had in
+    /// time, those before it are given back.
+    ///
+    /// Whoever waits for one of the keys keeps others in this process from asking for any of them. A key that is named twice
+    /// counts once.
     ///
     /// ```
     /// use tollgate::{Locks, MemoryBackend};
@@ -61,11 +67,17 @@ impl MultiRequest {
 
     async fn take(self) -> Result<Leases, LockError> {
         let give_up = after(Instant::now(), self.wait);
-        let mut leases = Leases { leases: Vec::with_capacity(self.keys.len()) };
-        for key in self.keys {
-            let wait = give_up.saturating_duration_since(Instant::now());
-            match self.locks.lock(key).wait(wait).await {
-                Ok(lease) => leases.leases.push(lease),
+        let (home, mut terms) = self.locks.parts();
+        let mut locks: Vec<_> = self.keys.into_iter().map(|key| self.locks.lock_key(key)).collect();
+        locks.sort_by_cached_key(|lock| home.store.shard(lock));
+        let mut leases = Leases { leases: Vec::with_capacity(locks.len()) };
+        // In a line of the store each is waited for by itself.
+        let most = if terms.is_fair { 1 } else { Claim::MAX_TOGETHER };
+        let shards = locks.chunk_by(|one, other| home.store.shard(one) == home.store.shard(other));
+        for locks in shards.flat_map(|shard| shard.chunks(most)) {
+            terms.wait = give_up.saturating_duration_since(Instant::now());
+            match acquire_all(home, locks, terms).await {
+                Ok(taken) => leases.leases.extend(taken),
                 Err(error) => {
                     // Whatever cannot be given back now is tried again in the background.
                     let _ = leases.release().await;
@@ -73,6 +85,7 @@ impl MultiRequest {
                 }
             }
         }
+        leases.leases.sort_by(|one, other| one.lock().subject().as_str().cmp(other.lock().subject().as_str()));
         // The first ones may have been lost while the last ones were waited for.
         match leases.check() {
             Ok(()) => Ok(leases),

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::locks::{LockRequest, Locks};
+use super::locks::{LockRequest, Locks, Replication};
 use super::shared::Shared;
 use super::store::{LockStore, Scope};
 use crate::key::Key;
@@ -80,6 +80,12 @@ impl RwLocks {
     #[must_use]
     pub fn max_waiters(self, waiters: usize) -> Self {
         self.with(|locks| locks.max_waiters(waiters))
+    }
+
+    /// Who has to know of a lease before it is relied on: see [`Locks::replication`].
+    #[must_use]
+    pub fn replication(self, replication: Replication) -> Self {
+        self.with(|locks| locks.replication(replication))
     }
 
     /// How long one call of the store may take. Defaults to 100 ms.

@@ -1,7 +1,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::locks::{LockRequest, Locks};
+use super::locks::{LockRequest, Locks, Replication};
 use super::shared::Shared;
 use super::store::LockStore;
 use crate::circuit::CircuitBreaker;
@@ -85,6 +85,12 @@ impl Semaphore {
     #[must_use]
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         self.with(|locks| locks.circuit_breaker(breaker))
+    }
+
+    /// Who has to know of a lease before it is relied on: see [`Locks::replication`].
+    #[must_use]
+    pub fn replication(self, replication: Replication) -> Self {
+        self.with(|locks| locks.replication(replication))
     }
 
     /// How long one call of the store may take. Defaults to 100 ms.

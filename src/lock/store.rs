@@ -1,12 +1,15 @@
 use std::any::Any;
 use std::cell::RefCell;
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
+use smallvec::{SmallVec, smallvec};
 use tokio::sync::watch;
+use tokio::time::sleep;
 
 use crate::error::StoreError;
 use crate::key::Key;
@@ -28,11 +31,20 @@ pub trait LockStore {
     /// Where the token holds it already, it lasts its whole time again and the answer is the one that was given before.
     fn acquire(&self, lock: &LockKey, claim: &Claim) -> impl Future<Output = Result<Acquired, StoreError>> + Send;
 
+    /// Takes the leases of several locks, each as [`acquire`](Self::acquire) does, or none of them: either all of the answers are
+    /// [`Acquired::Granted`], or each says how long the lock is held by others, not at all if it is free. Asked of up to
+    /// [`Claim::MAX_TOGETHER`] locks with the same [`shard`](Self::shard), for one holder each, all with the same times, and without
+    /// a line.
+    fn acquire_all(
+        &self,
+        wanted: &[(LockKey, Claim)],
+    ) -> impl Future<Output = Result<Vec<Acquired>, StoreError>> + Send;
+
     /// Lets leases last their whole time from now on, each if its token still holds it. Answers so for each, in order. A lease
     /// that has ended does not come back.
     fn renew(&self, renewals: &[Renewal]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
-    /// What has the same number here is renewed together; the rest in calls of their own, so that what fails for some leases does
+    /// What has the same number here is taken and renewed together; the rest in calls of their own, so that what fails for some leases does
     /// not fail for all. The same for all locks unless a store says otherwise.
     fn shard(&self, lock: &LockKey) -> u32 {
         let _ = lock;
@@ -180,6 +192,17 @@ pub struct Claim {
     pub is_shared: bool,
     /// Who comes first.
     pub line: Line,
+    /// Who else has to know of the lease for it to be granted.
+    pub replicas: Replicas,
+}
+
+/// How many replicas of a server have to have a lease before it counts, and how long they are waited for.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Replicas {
+    /// How many. Defaults to none.
+    pub count: u32,
+    /// How long they are waited for.
+    pub within: Duration,
 }
 
 /// Who comes first of those who want the same lease.
@@ -200,11 +223,21 @@ impl Claim {
     /// A lease for one holder, whoever asks when it is free.
     #[must_use]
     pub const fn new(token: Token, ttl: Duration) -> Self {
-        Self { token, ttl, fences: 1, permits: 1, is_shared: false, line: Line::Ignore }
+        Self {
+            token,
+            ttl,
+            fences: 1,
+            permits: 1,
+            is_shared: false,
+            line: Line::Ignore,
+            replicas: Replicas { count: 0, within: Duration::ZERO },
+        }
     }
 
     /// How long a place in the line is kept for somebody who does not ask again: who has died holds the others up for that long.
     pub const PLACE: Duration = Duration::from_secs(3);
+    /// How many leases are taken at once.
+    pub const MAX_TOGETHER: usize = 128;
     /// How many may stand in the line for one lease, in all processes together.
     pub const MAX_LINE: u32 = 10_000;
     /// The shortest lease there is.
@@ -236,6 +269,11 @@ pub enum Acquired {
         /// Until the first of the leases that are held ends, unless it is renewed. Zero if none is.
         remaining: Duration,
     },
+    /// The token holds the lease, and fewer replicas know of it than were asked for. It is to be given back, or asked for again.
+    NotReplicated {
+        /// How many do.
+        replicas: u32,
+    },
     /// So many stand in line that there is no place.
     LineFull {
         /// Until the first of the leases that are held ends, unless it is renewed. Zero if none is.
@@ -252,6 +290,17 @@ pub struct Renewal {
     pub token: Token,
     /// How long it is to last from now on.
     pub ttl: Duration,
+    /// Who else has to know of that: if fewer do, the call fails with an error that is
+    /// [unavailable](StoreError::is_unavailable), for all leases that it is about.
+    pub replicas: Replicas,
+}
+
+impl Renewal {
+    /// A renewal that no replica has to know of.
+    #[must_use]
+    pub const fn new(lock: LockKey, token: Token, ttl: Duration) -> Self {
+        Self { lock, token, ttl, replicas: Replicas { count: 0, within: Duration::ZERO } }
+    }
 }
 
 /// What came of giving a lease back.
@@ -271,6 +320,8 @@ pub enum Scope {
     Process,
     /// All processes that use the same Redis primary.
     Redis,
+    /// All processes that use the same independent stores, of which more than half agree: see [`Redlock`](super::Redlock).
+    Quorum,
 }
 
 impl fmt::Display for Scope {
@@ -278,44 +329,82 @@ impl fmt::Display for Scope {
         f.write_str(match self {
             Self::Process => "one process",
             Self::Redis => "all processes on one Redis",
+            Self::Quorum => "all processes on the same stores",
         })
     }
 }
 
 /// Tells somebody who waits when to look again: see [`LockStore::watch`].
 pub struct Wakeups {
-    changes: Option<watch::Receiver<()>>,
-    // What ends the subscription when it is dropped. After the receiver, so that it is not counted any more.
-    _keep: Option<Arc<dyn Any + Send + Sync>>,
+    changes: SmallVec<[watch::Receiver<()>; 1]>,
+    // What ends the subscriptions when it is dropped. After the receivers, so that they are not counted any more.
+    keep: SmallVec<[Arc<dyn Any + Send + Sync>; 1]>,
 }
+
+/// How long somebody who is told by one of several waits for what the others have to say, at the most.
+const LONGEST_LULL_US: u32 = 4_000;
 
 impl Wakeups {
     /// A wake-up for each time that something is sent. `keep` is dropped with the last of them.
     #[must_use]
     pub fn new(changes: watch::Receiver<()>, keep: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { changes: Some(changes), _keep: Some(keep) }
+        Self { changes: smallvec![changes], keep: smallvec![keep] }
     }
 
     /// No wake-ups: whoever waits has to look now and then.
     #[must_use]
     pub const fn none() -> Self {
-        Self { changes: None, _keep: None }
+        Self { changes: SmallVec::new_const(), keep: SmallVec::new_const() }
+    }
+
+    /// All wake-ups of several: those that come shortly after each other are one, and somebody else's come at another moment.
+    #[must_use]
+    pub fn any(several: impl IntoIterator<Item = Self>) -> Self {
+        let mut all = Self::none();
+        for Self { changes, keep } in several {
+            all.changes.extend(changes);
+            all.keep.extend(keep);
+        }
+        all
     }
 
     /// Waits until there is a reason to look again that came up since the last time.
     pub async fn next(&mut self) {
-        if let Some(changes) = &mut self.changes {
-            if changes.changed().await.is_ok() {
-                return;
-            }
-            self.changes = None;
+        loop {
+            let gone = match &mut *self.changes {
+                [] => std::future::pending().await,
+                [one] => match one.changed().await {
+                    Ok(()) => return,
+                    Err(_) => 0,
+                },
+                several => {
+                    let mut changes: Vec<_> = several.iter_mut().map(|changes| Box::pin(changes.changed())).collect();
+                    let (at, is_told) = poll_fn(|cx| {
+                        let polls = changes.iter_mut().map(|changed| changed.as_mut().poll(cx));
+                        let told = polls.enumerate().find_map(|(at, poll)| match poll {
+                            Poll::Ready(outcome) => Some((at, outcome.is_ok())),
+                            Poll::Pending => None,
+                        });
+                        told.map_or(Poll::Pending, Poll::Ready)
+                    })
+                    .await;
+                    if is_told {
+                        break;
+                    }
+                    at
+                }
+            };
+            // It has nothing to say any more.
+            self.changes.remove(gone);
         }
-        std::future::pending::<()>().await;
+        let share = getrandom::u32().unwrap_or_default();
+        sleep(Duration::from_micros(u64::from(share % LONGEST_LULL_US))).await;
+        self.changes.iter_mut().for_each(watch::Receiver::mark_unchanged);
     }
 }
 
 impl fmt::Debug for Wakeups {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Wakeups").field("is_told", &self.changes.is_some()).finish()
+        f.debug_struct("Wakeups").field("is_told", &!self.changes.is_empty()).finish()
     }
 }

@@ -98,7 +98,7 @@ pub enum Verb {
     Block,
     /// `reset`.
     Reset,
-    /// `acquire` of a lock.
+    /// `acquire` of a lock, or `acquire_all` of several.
     Acquire,
     /// `renew`, however many leases it is about.
     Renew,
@@ -346,6 +346,10 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
 impl<S: LockStore + Sync> LockStore for FaultStore<S> {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         self.faults.around(Verb::Acquire, self.inner.acquire(lock, claim)).await
+    }
+
+    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        self.faults.around(Verb::Acquire, self.inner.acquire_all(wanted)).await
     }
 
     fn shard(&self, lock: &LockKey) -> u32 {

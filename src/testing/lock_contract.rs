@@ -5,6 +5,7 @@
 //! they take no time where it is paused and up to some seconds where it is not.
 #![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
 
+use std::collections::HashMap;
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -123,7 +124,7 @@ pub async fn a_lease_ends_by_itself<S: LockStore>(store: S) {
     let took = begun.elapsed();
     assert!(took >= SHORT && took < SHORT + SLACK, "{took:?}");
     // Whoever was there before has no say any more.
-    let renewal = Renewal { lock: lock("a"), token: dead.token, ttl: LONG };
+    let renewal = Renewal::new(lock("a"), dead.token, LONG);
     assert_eq!(store.renew(&[renewal]).await.unwrap(), [false]);
     assert!(!store.release(&lock("a"), &dead.token).await.unwrap().was_held);
     busy(&store, &lock("a")).await;
@@ -135,13 +136,13 @@ pub async fn a_renewal_lets_a_lease_last<S: LockStore>(store: S) {
     take(&store, &lock("a"), &claim).await;
     for _ in 0..4 {
         sleep(SHORT / 2).await;
-        let renewal = Renewal { lock: lock("a"), token: claim.token, ttl: SHORT };
+        let renewal = Renewal::new(lock("a"), claim.token, SHORT);
         assert_eq!(store.renew(&[renewal]).await.unwrap(), [true]);
         busy(&store, &lock("a")).await;
     }
     // It may become longer and shorter by that.
     for ttl in [LONG, SHORT] {
-        let renewal = Renewal { lock: lock("a"), token: claim.token, ttl };
+        let renewal = Renewal::new(lock("a"), claim.token, ttl);
         store.renew(&[renewal]).await.unwrap();
         let remaining = busy(&store, &lock("a")).await;
         assert!(remaining <= ttl && remaining + SLACK > ttl, "{remaining:?} of {ttl:?}");
@@ -153,7 +154,7 @@ pub async fn a_lease_that_has_ended_does_not_come_back<S: LockStore>(store: S) {
     let dead = claim(Claim::MIN_TTL);
     take(&store, &lock("a"), &dead).await;
     sleep(Claim::MIN_TTL * 2).await;
-    let renewal = Renewal { lock: lock("a"), token: dead.token, ttl: LONG };
+    let renewal = Renewal::new(lock("a"), dead.token, LONG);
     assert_eq!(store.renew(&[renewal, Renewal { lock: lock("never"), ..renewal }]).await.unwrap(), [false, false]);
     take(&store, &lock("a"), &claim(LONG)).await;
     take(&store, &lock("never"), &claim(LONG)).await;
@@ -162,7 +163,7 @@ pub async fn a_lease_that_has_ended_does_not_come_back<S: LockStore>(store: S) {
 /// Renewals are answered each for itself and in order, however many there are.
 pub async fn many_leases_are_renewed_at_once<S: LockStore>(store: S) {
     let renewals: Vec<_> =
-        (0..300_u32).map(|i| Renewal { lock: LockKey::new("many", i), token: claim(LONG).token, ttl: LONG }).collect();
+        (0..300_u32).map(|i| Renewal::new(LockKey::new("many", i), claim(LONG).token, LONG)).collect();
     for renewal in renewals.iter().step_by(3) {
         take(&store, &renewal.lock, &Claim::new(renewal.token, SHORT)).await;
     }
@@ -609,6 +610,77 @@ async fn stands_in_line<S: LockStore>(store: &S, lock: &LockKey, claim: &Claim) 
     }
 }
 
+/// Locks that can be taken in one step.
+fn in_one_shard<S: LockStore>(store: &S, count: usize) -> Vec<LockKey> {
+    let mut shards: HashMap<u32, Vec<LockKey>> = HashMap::new();
+    for subject in 0..1_000_000_u32 {
+        let lock = LockKey::new("contract", subject);
+        let shard = shards.entry(store.shard(&lock)).or_default();
+        shard.push(lock);
+        if shard.len() == count {
+            return std::mem::take(shard);
+        }
+    }
+    panic!("no {count} locks have the same shard");
+}
+
+/// Several leases are taken in one step or none of them is, asking again changes nothing, and each fence is larger than all before it.
+pub async fn leases_are_taken_together_in_one_step<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let locks = in_one_shard(&store, 3);
+    let wanted = |ttl| locks.iter().map(|lock| (*lock, Claim { fences: 7, ..claim(ttl) })).collect::<Vec<_>>();
+    let fences = |answers: Vec<Acquired>| {
+        let fence = |answer| match answer {
+            Acquired::Granted { fence } => Some(fence),
+            _ => None,
+        };
+        answers.into_iter().map(fence).collect::<Option<Vec<_>>>()
+    };
+    assert!(store.acquire_all(&[]).await.unwrap().is_empty());
+    let mine = wanted(LONG);
+    let first = fences(store.acquire_all(&mine).await.unwrap()).unwrap();
+    assert_eq!(fences(store.acquire_all(&mine).await.unwrap()).unwrap(), first);
+    for lock in &locks {
+        busy(&store, lock).await;
+    }
+    // One that is held keeps all of them from being taken.
+    for free in 0..2 {
+        assert!(store.release(&mine[free].0, &mine[free].1.token).await.unwrap().was_held);
+        let answers = store.acquire_all(&wanted(LONG)).await.unwrap();
+        for (at, answer) in answers.into_iter().enumerate() {
+            let Acquired::Busy { remaining } = answer else { panic!("{at}: {answer:?}") };
+            assert_eq!(remaining.is_zero(), at <= free, "{at}: {remaining:?}");
+        }
+        let passing = claim(LONG);
+        take(&store, &locks[free], &passing).await;
+        assert!(store.release(&locks[free], &passing.token).await.unwrap().was_held);
+    }
+    assert!(store.release(&mine[2].0, &mine[2].1.token).await.unwrap().was_held);
+    let second = fences(store.acquire_all(&wanted(SHORT)).await.unwrap()).unwrap();
+    assert!(first.iter().zip(&second).all(|(first, second)| first + 6 < *second), "{first:?} {second:?}");
+    // They end by themselves, and can be renewed before.
+    sleep(SHORT).await;
+    let third = wanted(LONG);
+    let mut answer = store.acquire_all(&third).await.unwrap();
+    while fences(answer).is_none() {
+        sleep(Duration::from_millis(5)).await;
+        answer = store.acquire_all(&third).await.unwrap();
+    }
+    let renewals: Vec<_> = third.iter().map(|(lock, claim)| Renewal::new(*lock, claim.token, LONG)).collect();
+    assert_eq!(store.renew(&renewals).await.unwrap(), [true; 3]);
+    // Of many who want them in any order one gets them.
+    for (lock, claim) in &third {
+        assert!(store.release(lock, &claim.token).await.unwrap().was_held);
+    }
+    let mut callers = JoinSet::new();
+    for turn in 0..30 {
+        let (store, mut wanted) = (store.clone(), wanted(LONG));
+        wanted.rotate_left(turn % 3);
+        callers.spawn(async move { store.acquire_all(&wanted).await.unwrap() });
+    }
+    let answers = callers.join_all().await;
+    assert_eq!(answers.into_iter().filter_map(fences).count(), 1);
+}
+
 /// Who came first is served first, whatever client they ask by, and whether or not those in between give up.
 pub async fn fair_locks_are_had_in_the_order_in_which_they_were_asked_for<
     S: LockStore + Clone + Send + Sync + 'static,
@@ -754,7 +826,7 @@ pub async fn a_dead_reader_expires_alone<S: LockStore + Clone + Send + Sync + 's
         sleep(SHORT / 8).await;
     }
     assert!(!store.release(&lock, &dead.token).await.unwrap().was_held);
-    let renewals = [dead.token, alive.token].map(|token| Renewal { lock, token, ttl: LONG });
+    let renewals = [dead.token, alive.token].map(|token| Renewal::new(lock, token, LONG));
     assert_eq!(store.renew(&renewals).await.unwrap(), [false, true]);
     let writer = in_line(false, LONG);
     assert!(stands_in_line(&store, &lock, &writer).await);

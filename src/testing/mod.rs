@@ -220,6 +220,7 @@ macro_rules! lock_contract {
                 a_semaphore_lets_in_so_many_at_a_time
                 permits_are_counted_to_the_unit
                 several_locks_are_taken_together_or_not_at_all
+                leases_are_taken_together_in_one_step
                 fair_locks_are_had_in_the_order_in_which_they_were_asked_for
                 the_dead_lose_their_place
                 readers_share_and_writers_do_not

@@ -104,7 +104,7 @@ impl RedisServer {
 
     /// Whether `replicas` replicas have all that was written until now. One whose link is up may still be waiting for the first
     /// of it.
-    pub(super) fn is_followed_by(&self, replicas: usize) -> bool {
+    pub fn is_followed_by(&self, replicas: usize) -> bool {
         let offset = |line: &str| line.split(',').find_map(|word| word.strip_prefix("offset=")?.parse::<u64>().ok());
         // A replica that has never said what it has is at 0.
         let written = self.info("master_repl_offset").and_then(|offset| offset.parse().ok()).unwrap_or(u64::MAX).max(1);

@@ -247,7 +247,7 @@ impl Queue {
             let Some((until, _)) = self.unique_ends.first().filter(|(until, _)| *until <= now.ms) else { return };
             let until = *until;
             let Some((_, text)) = self.unique_ends.pop_first() else { return };
-            if let Some(key) = Key::from_store(text.as_bytes())
+            if let Some(key) = Key::stored(&text)
                 && self.unique.get(&key).is_some_and(|holder| holder.until == Some(until))
             {
                 self.unique.remove(&key);

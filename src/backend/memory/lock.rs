@@ -2,7 +2,7 @@ use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{SystemTime, UNIX_EPOCH};
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use indexmap::IndexMap;
 use smallvec::SmallVec;
@@ -94,15 +94,66 @@ impl LockTable {
         }
     }
 
-    /// A shard is changed in steps that do not panic, so what a poisoned lock guards is still whole.
     fn shard(&self, lock: &LockKey) -> MutexGuard<'_, Shard> {
-        let shard = self.hasher.hash_one(lock) as usize % SHARDS;
-        self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner)
+        self.locked(self.part(lock))
+    }
+
+    fn part(&self, lock: &LockKey) -> usize {
+        self.hasher.hash_one(lock) as usize % SHARDS
+    }
+
+    /// A shard is changed in steps that do not panic, so what a poisoned lock guards is still whole.
+    fn locked(&self, part: usize) -> MutexGuard<'_, Shard> {
+        self.shards[part].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let mut shard = self.shard(lock);
+        self.acquire_in(&mut shard, lock, claim, Instant::now())
+    }
+
+    fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        // Always in the same order, so that two who do this never wait for each other.
+        let mut parts: Vec<_> = wanted.iter().map(|(lock, _)| self.part(lock)).collect();
+        parts.sort_unstable();
+        parts.dedup();
+        let mut shards: Vec<_> = parts.iter().map(|part| self.locked(*part)).collect();
         let now = Instant::now();
+        let shard_of = |lock: &LockKey| parts.binary_search(&self.part(lock)).unwrap_or_default();
+        let held: Vec<_> = wanted
+            .iter()
+            .map(|(lock, claim)| {
+                let record = shards[shard_of(lock)].locks.get(lock);
+                let holders = record.iter().flat_map(|record| &record.holders);
+                holders
+                    .filter(|holder| holder.token != claim.token && now < holder.ends)
+                    .map(|holder| holder.ends)
+                    .min()
+            })
+            .collect();
+        if held.iter().any(Option::is_some) {
+            let busy =
+                |ends: Option<Instant>| Acquired::Busy { remaining: ends.map_or(Duration::ZERO, |ends| ends - now) };
+            return Ok(held.into_iter().map(busy).collect());
+        }
+        let taken = wanted.iter().map(|(lock, claim)| self.acquire_in(&mut shards[shard_of(lock)], lock, claim, now));
+        let taken = taken.collect::<Result<_, _>>();
+        if taken.is_err() {
+            drop(shards);
+            for (lock, claim) in wanted {
+                self.release(lock, &claim.token);
+            }
+        }
+        taken
+    }
+
+    fn acquire_in(
+        &self,
+        shard: &mut Shard,
+        lock: &LockKey,
+        claim: &Claim,
+        now: Instant,
+    ) -> Result<Acquired, StoreError> {
         if let Some(record) = shard.locks.get_mut(lock) {
             record.holders.retain(|holder| now < holder.ends);
             if let Some(holder) = record.holder(&claim.token) {
@@ -113,7 +164,7 @@ impl LockTable {
                 return Ok(refusal);
             }
         }
-        self.sweep(&mut shard, now);
+        self.sweep(shard, now);
         if !shard.locks.contains_key(lock) {
             if self.len.load(Ordering::Relaxed) >= self.capacity {
                 return Err(StoreError::out_of_memory("more locks are held than the memory backend has room for"));
@@ -408,7 +459,17 @@ impl Drop for Watcher {
 
 impl LockStore for MemoryBackend {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        if claim.replicas.count > 0 {
+            return Ok(Acquired::NotReplicated { replicas: 0 });
+        }
         self.inner.locks.acquire(lock, claim)
+    }
+
+    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        if wanted.iter().any(|(_, claim)| claim.replicas.count > 0) {
+            return Ok(vec![Acquired::NotReplicated { replicas: 0 }; wanted.len()]);
+        }
+        self.inner.locks.acquire_all(wanted)
     }
 
     async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {

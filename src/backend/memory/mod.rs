@@ -1,4 +1,4 @@
-//! Counts, leases and operations in this process.
+//! Counts, leases, operations and jobs in this process.
 
 mod delay_queue;
 mod idempotency;
@@ -36,7 +36,7 @@ use crate::rate_limit::Quota;
 ///
 /// Locks are kept apart from counts: as many of them can be held as keys are kept, and a held one is never forgotten. One more is an
 /// error that is [out of memory](crate::StoreError::is_out_of_memory). So are the records of idempotency, with 1 KiB of room for the answer
-/// of each on the average.
+/// of each on the average; and the jobs of all queues, with 1 KiB for each.
 ///
 /// # Time
 ///

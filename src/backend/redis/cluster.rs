@@ -16,7 +16,7 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout};
 
-use super::pool::{Connector, Pool};
+use super::pool::{Connector, Handle, Pool};
 use super::servers::Lane;
 
 const SLOTS: usize = 16_384;
@@ -66,6 +66,7 @@ struct Node {
     address: Address,
     requests: Pool,
     apart: Pool,
+    careful: Pool,
 }
 
 impl Node {
@@ -73,6 +74,7 @@ impl Node {
         match lane {
             Lane::Requests => &self.requests,
             Lane::Apart => &self.apart,
+            Lane::Careful => &self.careful,
         }
     }
 }
@@ -98,7 +100,7 @@ impl Cluster {
     /// Sends a command to the node that serves the slot of a key, and waits for its answer.
     ///
     /// It is sent again only when a node says that it has not run it.
-    pub(super) async fn send(&self, lane: Lane, key: &str, command: &Cmd) -> Result<Value, RedisError> {
+    pub(super) async fn send(&self, lane: Lane, key: &str, command: &Cmd) -> Result<(Value, Handle), RedisError> {
         let shared = &*self.shared;
         let mut node = shared.owner(slot(key)).ok_or_else(|| {
             shared.stale.notify_one();
@@ -110,7 +112,7 @@ impl Cluster {
         loop {
             let doubt = Doubt { stale: &shared.stale, settled: false };
             let pool = node.pool(lane);
-            let answer = if asking { pool.send_asking(command).await } else { pool.send(command).await };
+            let answer = pool.exchange(command, asking).await;
             let error = match answer {
                 Err(error) if concerns_the_map(&error) => error,
                 answer => {
@@ -203,8 +205,9 @@ impl Shared {
     fn open(&self, address: &Address) -> Result<Node, RedisError> {
         let connector = (self.connectors)(address)?;
         let requests = Pool::lazy(connector.clone(), self.connections, self.connect_timeout);
-        let apart = Pool::lazy(connector, 1, self.connect_timeout);
-        Ok(Node { address: address.clone(), requests, apart })
+        let apart = Pool::lazy(connector.clone(), 1, self.connect_timeout);
+        let careful = Pool::lazy(connector, self.connections, self.connect_timeout);
+        Ok(Node { address: address.clone(), requests, apart, careful })
     }
 
     /// Asks one node after the other for the map until one has it, and takes it over. A different one is first at each turn:

@@ -4,16 +4,28 @@ use redis::Value;
 
 use super::delay_record::{PackedFinishes, PackedJob, stored_job, ticket, when};
 use super::error::unexpected_reply;
+use super::keys::QueueKeys;
+use super::pushes::Pushes;
+use super::scripts::Scripts;
+use super::servers::Servers;
 use super::{Inner, RedisBackend};
 use crate::delay_queue::{
     Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Due, Extended, Finish,
-    Finished, JobId, MAX_BATCH, NewJob, Priority, QueueKey, State, StoredJob, Ticket, WorkerId,
+    Finished, JobId, MAX_BATCH, NewJob, PreparedPush, Priority, QueueKey, State, StoredJob, Ticket, WorkerId,
 };
 use crate::error::StoreError;
 use crate::lock::{Scope, Wakeups};
 
 impl DelayQueueStore for RedisBackend {
     async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
+        let pushes = self.inner.pushes.get_or_init(|| Pushes::new(&self.inner));
+        // Held until the answer is there.
+        let place = pushes.alone();
+        if let ([job], None) = (jobs, &place)
+            && let Some(admission) = pushes.together(queue, job, max_jobs).await
+        {
+            return Ok(vec![admission?]);
+        }
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.delay_queue(queue);
         let mut admissions = vec![Admission::Full; jobs.len()];
@@ -21,11 +33,10 @@ impl DelayQueueStore for RedisBackend {
         for priority in Priority::ALL {
             let places: Vec<_> = (0..jobs.len()).filter(|&i| jobs[i].priority == priority).collect();
             for places in places.chunks(MAX_BATCH) {
-                let packed: Vec<_> = places.iter().map(|&i| PackedJob::new(&jobs[i])).collect();
-                let reply = scripts.delay_queue_push(servers, &keys, priority as usize, max_jobs, &packed).await?;
-                let answers = array(&reply, places.len())?;
+                let batch: Vec<_> = places.iter().map(|&i| &jobs[i]).collect();
+                let answers = push(servers, scripts, &keys, max_jobs, &batch).await?;
                 for (&i, answer) in places.iter().zip(answers) {
-                    admissions[i] = admission(&jobs[i].id, answer).ok_or_else(|| unexpected_reply(&reply))?;
+                    admissions[i] = answer;
                 }
             }
         }
@@ -194,12 +205,65 @@ impl RedisBackend {
     }
 }
 
+impl RedisBackend {
+    /// Adds a push to a pipeline of the caller's own, so that the job is pushed if and when the pipeline is, also within MULTI. The answer is
+    /// an array of one: 1 the job is new, 0 there is one with its id, -1 the queue is full, or the id that holds its unique key.
+    ///
+    /// ```no_run
+    /// use tollgate::backend::redis::bb8_redis::redis;
+    /// use tollgate::{DelayQueue, RedisBackend};
+    ///
+    /// # async fn example(mut connection: redis::aio::MultiplexedConnection) -> Result<(), tollgate::BoxError> {
+    /// let backend = RedisBackend::connect("redis://127.0.0.1/").await?;
+    /// let queue = DelayQueue::<u32>::new(backend.clone(), "orders");
+    ///
+    /// let job = queue.push(42).id("order:42").prepare()?;
+    /// let mut pipeline = redis::pipe();
+    /// pipeline.atomic().set("order:42", "unpaid").ignore();
+    /// backend.push_in(&mut pipeline, &job);
+    /// let _: redis::Value = pipeline.query_async(&mut connection).await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// On a cluster all keys of a pipeline have to be in the slot of the queue. The script goes along as text.
+    pub fn push_in(&self, pipeline: &mut redis::Pipeline, job: &PreparedPush) {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let PreparedPush { queue, job, max_jobs } = job;
+        let packed = [PackedJob::new(job)];
+        let command = scripts.delay_queue_push_command(
+            servers,
+            &keys.delay_queue(queue),
+            job.priority as usize,
+            *max_jobs,
+            &packed,
+        );
+        pipeline.add_command(command);
+    }
+}
+
 /// The values of a reply, as many as were asked for.
 fn array(reply: &Value, len: usize) -> Result<&[Value], StoreError> {
     match reply {
         Value::Array(values) if values.len() == len => Ok(values),
         _ => Err(unexpected_reply(reply)),
     }
+}
+
+/// Pushes jobs of one priority.
+pub(super) async fn push(
+    servers: &Servers,
+    scripts: &Scripts,
+    keys: &QueueKeys,
+    max_jobs: u64,
+    jobs: &[&NewJob],
+) -> Result<Vec<Admission>, StoreError> {
+    let Some(first) = jobs.first() else { return Ok(Vec::new()) };
+    let packed: Vec<_> = jobs.iter().map(|job| PackedJob::new(job)).collect();
+    let reply = scripts.delay_queue_push(servers, keys, first.priority as usize, max_jobs, &packed).await?;
+    let answers = array(&reply, jobs.len())?.iter();
+    let admissions = jobs.iter().zip(answers).map(|(job, answer)| admission(&job.id, answer));
+    admissions.collect::<Option<_>>().ok_or_else(|| unexpected_reply(&reply))
 }
 
 fn admission(id: &JobId, answer: &Value) -> Option<Admission> {

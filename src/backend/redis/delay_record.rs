@@ -190,7 +190,7 @@ pub(super) fn stored_job(id: &[u8], record: &[u8], state: State) -> Option<Store
         _ => return None,
     };
     let unique = match span {
-        Some(span) => Some(Unique { key: Key::from_store(key)?, span }),
+        Some(span) => Some(Unique { key: Key::stored(str::from_utf8(key).ok()?)?, span }),
         None => None,
     };
     let mut headers = Headers::new();

@@ -318,6 +318,7 @@ impl RedisBackend {
             check_many,
             block,
             lock_acquire,
+            lock_acquire_all,
             lock_line,
             lock_renew,
             lock_release,
@@ -336,7 +337,8 @@ impl RedisBackend {
             probe: _,
         } = &mut scripts;
         let counting = [check, check_plain, check_many, block];
-        let locking = [lock_acquire, lock_line, lock_renew, lock_release, lock_inspect, lock_name, lock_seize];
+        let locking =
+            [lock_acquire, lock_acquire_all, lock_line, lock_renew, lock_release, lock_inspect, lock_name, lock_seize];
         let once = [idempotency_begin, idempotency_renew, idempotency_checkpoint];
         let ends = [idempotency_complete, idempotency_release];
         let delaying = [delay_queue_push, delay_queue_claim, delay_queue_extend, delay_queue_control];

@@ -29,7 +29,7 @@ const CALLS: usize = 2;
 /// A call that is away for longer than this does not hold up the next one: its connection may be dead.
 const LATE: Duration = Duration::from_millis(20);
 /// How many decisions may wait; more than that go by themselves.
-const WAITING: usize = 4_096;
+pub(super) const WAITING: usize = 4_096;
 /// How many calls may be away altogether, late ones included.
 const AWAY: usize = 64;
 
@@ -48,8 +48,16 @@ struct Waiting {
     reply: oneshot::Sender<Result<Value, RedisError>>,
 }
 
-/// The place of a decision that goes by itself.
+/// The place of a call that goes by itself.
 pub(super) struct Alone<'a>(&'a AtomicUsize);
+
+impl<'a> Alone<'a> {
+    /// A place, unless so many are taken that whoever comes next had better wait for others.
+    pub(super) fn find(taken: &'a AtomicUsize) -> Option<Self> {
+        let place = Alone(taken);
+        (taken.fetch_add(1, Ordering::Relaxed) < ALONE).then_some(place)
+    }
+}
 
 impl Drop for Alone<'_> {
     fn drop(&mut self) {
@@ -61,14 +69,17 @@ impl Gather {
     /// Sends what has met, until it is dropped.
     pub(super) fn new(servers: Arc<Servers>, scripts: Arc<Scripts>) -> Self {
         let (waiting, arrivals) = mpsc::channel(WAITING);
-        let sender = tokio::spawn(send_together(arrivals, servers, scripts)).abort_handle();
+        let send = move |batch| {
+            let (servers, scripts) = (Arc::clone(&servers), Arc::clone(&scripts));
+            async move { send(&servers, &scripts, batch).await }
+        };
+        let sender = tokio::spawn(send_together(arrivals, TOGETHER, send)).abort_handle();
         Self { alone: AtomicUsize::new(0), waiting, sender }
     }
 
     /// A place for a decision that may go by itself, unless others are on their way already.
     pub(super) fn alone(&self) -> Option<Alone<'_>> {
-        let place = Alone(&self.alone);
-        (self.alone.fetch_add(1, Ordering::Relaxed) < ALONE).then_some(place)
+        Alone::find(&self.alone)
     }
 
     /// What `rate_limit_check_plain` would say, or `None` if the decision has to go by itself after all.
@@ -89,7 +100,11 @@ impl Drop for Gather {
     }
 }
 
-async fn send_together(mut arrivals: mpsc::Receiver<Waiting>, servers: Arc<Servers>, scripts: Arc<Scripts>) {
+/// Sends what has met, at most `most` at a time, until nobody can ask any more.
+pub(super) async fn send_together<W, F>(mut arrivals: mpsc::Receiver<W>, most: usize, send: impl Fn(Vec<W>) -> F)
+where
+    F: Future<Output = ()> + Send + 'static,
+{
     let mut calls = JoinSet::new();
     // When those were sent that are not known to be back or late.
     let mut young = VecDeque::<Instant>::new();
@@ -103,19 +118,18 @@ async fn send_together(mut arrivals: mpsc::Receiver<Waiting>, servers: Arc<Serve
                 }
             }
         }
-        let mut batch = Vec::with_capacity(TOGETHER);
+        let mut batch = Vec::with_capacity(most);
         tokio::select! {
             Some(_) = calls.join_next() => {
                 young.pop_front();
                 continue;
             }
-            number = arrivals.recv_many(&mut batch, TOGETHER) => if number == 0 {
+            number = arrivals.recv_many(&mut batch, most) => if number == 0 {
                 return;
             }
         }
         young.push_back(Instant::now());
-        let (servers, scripts) = (Arc::clone(&servers), Arc::clone(&scripts));
-        calls.spawn(async move { send(&servers, &scripts, batch).await });
+        calls.spawn(send(batch));
     }
 }
 

@@ -6,32 +6,37 @@ use redis::Value;
 use smallvec::SmallVec;
 
 use super::cluster::slot;
-use super::error::unexpected_reply;
+use super::error::{store_error, unexpected_reply};
 use super::listener::Source;
+use super::pool::Handle;
 use super::scripts::MAX_RENEWALS;
 use super::servers::Servers;
 use super::subscriber::Subscriber;
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
-use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Replicas, Scope, Token, Wakeups};
 
 /// The connections that only locks need, opened when they do.
 pub(super) struct LockLinks {
     // Renewals and releases do not wait behind what requests have asked for.
     own: Servers,
+    // Nothing waits behind what waits for replicas.
+    careful: Servers,
+    // How long one answer is waited for, that of a server which waits for replicas included.
+    patience: Duration,
     source: Source,
     subscriber: OnceLock<Subscriber>,
 }
 
 impl LockLinks {
-    pub(super) const fn new(own: Servers, source: Source) -> Self {
-        Self { own, source, subscriber: OnceLock::new() }
+    pub(super) const fn new(own: Servers, careful: Servers, patience: Duration, source: Source) -> Self {
+        Self { own, careful, patience, source, subscriber: OnceLock::new() }
     }
 
     /// The same connections, listening by themselves.
     #[cfg(test)]
     pub(super) fn again(&self) -> Self {
-        Self::new(self.own.clone(), self.source.clone())
+        Self::new(self.own.clone(), self.careful.clone(), self.patience, self.source.clone())
     }
 
     /// Where nothing waits behind what requests have asked for.
@@ -46,9 +51,9 @@ impl LockLinks {
 
 impl LockStore for RedisBackend {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
-        let Inner { servers, keys, scripts, .. } = &*self.inner;
-        let lease = keys.lease(lock);
-        let reply = if claim.line == Line::Ignore && !claim.is_shared {
+        let Inner { keys, scripts, .. } = &*self.inner;
+        let (lease, servers) = (keys.lease(lock), self.servers_for(claim.replicas));
+        let (reply, mut link) = if claim.line == Line::Ignore && !claim.is_shared {
             scripts.lock_acquire(servers, &lease, claim).await?
         } else {
             let [line, places] = keys.line(lock);
@@ -57,12 +62,34 @@ impl LockStore for RedisBackend {
         let numbers = numbers(&reply).ok_or_else(|| unexpected_reply(&reply))?;
         let remaining = Duration::from_millis(numbers.get(1).copied().unwrap_or_default());
         match *numbers {
-            [1, fence] => Ok(Acquired::Granted { fence }),
+            [1, fence] => match self.missing(&mut link, claim.replicas).await? {
+                None => Ok(Acquired::Granted { fence }),
+                Some(replicas) => Ok(Acquired::NotReplicated { replicas }),
+            },
             [0, _] => Ok(Acquired::Busy { remaining }),
             [2, _, ahead] => Ok(Acquired::InLine { is_first: ahead == 0, remaining }),
             [3, _] => Ok(Acquired::LineFull { remaining }),
             _ => Err(unexpected_reply(&reply)),
         }
+    }
+
+    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        let Inner { keys, scripts, .. } = &*self.inner;
+        let replicas = wanted.first().map(|(_, claim)| claim.replicas).unwrap_or_default();
+        let leases: Vec<_> = wanted.iter().map(|(lock, _)| keys.lease(lock)).collect();
+        let leases: Vec<_> = leases.iter().map(String::as_str).collect();
+        let (reply, mut link) = scripts.lock_acquire_all(self.servers_for(replicas), &leases, wanted).await?;
+        let numbers = numbers(&reply).filter(|numbers| numbers.len() == wanted.len() + 1);
+        let numbers = numbers.ok_or_else(|| unexpected_reply(&reply))?;
+        let is_granted = numbers[0] == 1;
+        if is_granted && let Some(replicas) = self.missing(&mut link, replicas).await? {
+            return Ok(vec![Acquired::NotReplicated { replicas }; wanted.len()]);
+        }
+        let answer = |number: &u64| match is_granted {
+            false => Acquired::Busy { remaining: Duration::from_millis(*number) },
+            true => Acquired::Granted { fence: *number },
+        };
+        Ok(numbers[1..].iter().map(answer).collect())
     }
 
     async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
@@ -130,10 +157,45 @@ impl RedisBackend {
         let leases: Vec<_> = renewals.iter().map(|renewal| keys.lease(&renewal.lock)).collect();
         let leases: Vec<_> = leases.iter().map(String::as_str).collect();
         let terms: Vec<_> = renewals.iter().map(|renewal| (&renewal.token, renewal.ttl)).collect();
-        let reply = scripts.lock_renew(&locks.own, &leases, &terms).await?;
+        let replicas = renewals.iter().map(|renewal| renewal.replicas).max_by_key(|replicas| replicas.count);
+        let replicas = replicas.unwrap_or_default();
+        let servers = if replicas.count > 0 { &locks.careful } else { &locks.own };
+        let (reply, mut link) = scripts.lock_renew(servers, &leases, &terms).await?;
         let renewed = numbers(&reply).filter(|renewed| renewed.len() == renewals.len());
         let renewed = renewed.ok_or_else(|| unexpected_reply(&reply))?;
+        if renewed.contains(&1) && self.missing(&mut link, replicas).await?.is_some() {
+            return Err(StoreError::unavailable("too few replicas know that leases were renewed"));
+        }
         Ok(renewed.into_iter().map(|renewed| renewed == 1).collect())
+    }
+
+    fn servers_for(&self, replicas: Replicas) -> &Servers {
+        if replicas.count > 0 { &self.inner.locks.careful } else { &self.inner.servers }
+    }
+
+    /// Waits until so many replicas have what was written over a connection. If that takes too long, the answer is how many do.
+    async fn missing(&self, link: &mut Handle, replicas: Replicas) -> Result<Option<u32>, StoreError> {
+        let Replicas { count, within } = replicas;
+        // The server has to answer before nobody listens any more.
+        let within = within.min(self.inner.locks.patience * 3 / 4);
+        if count == 0 {
+            return Ok(None);
+        }
+        let mut wait = redis::cmd("WAIT");
+        // Zero would be for ever.
+        wait.arg(count).arg(within.as_millis().max(1) as u64);
+        match link.send(&wait, false).await {
+            Ok(Value::Int(reached)) => {
+                let reached = u32::try_from(reached).unwrap_or_default();
+                Ok((reached < count).then_some(reached))
+            }
+            Ok(reply) => Err(unexpected_reply(&reply)),
+            Err(error) => match store_error(error) {
+                error if error.is_timeout() || error.is_unavailable() => Err(error),
+                // Whatever it says, the lease has been granted.
+                error => Err(StoreError::other(error)),
+            },
+        }
     }
 }
 

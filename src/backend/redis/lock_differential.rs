@@ -75,8 +75,8 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
                 }
             }
             LockVerb::Renew => {
-                let others = Renewal { lock: LockKey::new("nobody", 0), token, ttl };
-                let renewals = [Renewal { lock, token, ttl }, others];
+                let others = Renewal::new(LockKey::new("nobody", 0), token, ttl);
+                let renewals = [Renewal::new(lock, token, ttl), others];
                 let (memory, redis) = pair.both(|to| to.renew(&renewals), |to| to.renew(&renewals));
                 prop_assert_eq!(memory, redis, "at step {}: {:?}", number, step);
             }
@@ -234,7 +234,7 @@ fn run_line_trace(trace: &[LineStep], pair: &mut Pair, turn: usize) -> Result<()
                         Acquired::Granted { .. } => Answer::Granted,
                         Acquired::Busy { .. } => Answer::Busy,
                         Acquired::InLine { is_first, .. } => Answer::InLine { is_first },
-                        Acquired::LineFull { .. } => panic!("six are not too many"),
+                        answer => panic!("six are not too many: {answer:?}"),
                     };
                     prop_assert_eq!(&seen, &expected, "{} at step {}: {:?}", whose, number, step);
                 }
@@ -246,7 +246,7 @@ fn run_line_trace(trace: &[LineStep], pair: &mut Pair, turn: usize) -> Result<()
                 prop_assert_eq!(memory.as_micros().div_ceil(1_000), redis.as_millis(), "at step {}", number);
             }
             LineVerb::Renew => {
-                let renewals = [Renewal { lock, token, ttl }];
+                let renewals = [Renewal::new(lock, token, ttl)];
                 let (memory, redis) = pair.both(|to| to.renew(&renewals), |to| to.renew(&renewals));
                 let expected = vec![model.renew(step.token, ttl_us, now)];
                 prop_assert_eq!((&memory, &redis), (&expected, &expected), "at step {}: {:?}", number, step);

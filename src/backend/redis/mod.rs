@@ -1,4 +1,4 @@
-//! Counts, leases and operations in Redis, shared by every process that uses it.
+//! Counts, leases, operations and jobs in Redis, shared by every process that uses it.
 //!
 //! ```no_run
 //! use std::time::Duration;
@@ -47,14 +47,15 @@
 //! itself: exact, and about half the work for Redis. Not on a cluster, where hardly two subjects share a slot.
 //!
 //! Once there are locks or operations, one more connection is opened, for renewing and giving back, which do not queue behind requests; and
-//! one that listens for locks becoming free and operations being done, if somebody waits for one. A backend that was opened [from a
+//! one that listens for locks becoming free and operations being done, if somebody waits for one. Waiting for replicas holds a connection
+//! up, so locks that ask for that have a few of their own. A backend that was opened [from a
 //! pool](RedisBackend::from_pool) has no means to listen: who waits there looks once a second.
 //!
 //! # Keys
 //!
 //! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`, `<prefix>:2:{lock:<namespace>:<subject>}:lease` with the
-//! channel `...:free`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and `<prefix>:2:{idempotency:<scope>:<key>}:record` with the channel `...:done`.
-//! The braces make a subject one slot of a cluster. Each key has a
+//! channel `...:free`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and
+//! `<prefix>:2:{idempotency:<scope>:<key>}:record` with the channel `...:done`; a delay queue is `<prefix>:2:{delay_queue:<name>}:<part>`. The braces make a subject, and a queue, one slot of a cluster. Each key has a
 //! time to live. Two releases of Tollgate may share one Redis as long as the number after the prefix is the same.
 //!
 //! # Servers
@@ -66,10 +67,13 @@
 //! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +set +pttl +pexpire +time +getrange +strlen +append
 //! ```
 //!
-//! For locks that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard` as well.
+//! For locks that replicas have to know of `+wait`, and for those that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`, as well.
 //!
 //! For those who wait for a lock or for the same request also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without
 //! these who waits looks once a second. Listing locks takes `+scan`.
+//!
+//! For delay queues also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe +exists +hget +hset +hdel +hmget +hlen +hexists +zadd +zrem +zcard +zcount +zscore +zmscore +zrange +zrangebyscore +zremrangebyrank +zremrangebyscore +zpopmin +sadd +srem +sismember +smismember`,
+//! on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without these on channels workers look every five seconds.
 //!
 //! With Sentinels `+role` is needed as well (and there, for a [user](RedisOptions::sentinel_user) of their own, `+sentinel|master` and
 //! `+sentinel|get-master-addr-by-name`), with a cluster `+cluster|slots +asking`. A user who may run `INFO` too is told at the
@@ -96,6 +100,7 @@ mod lock_registry;
 mod options;
 mod pool;
 mod probe;
+mod pushes;
 mod rate_limit;
 mod scripts;
 mod sentinel;
@@ -107,13 +112,14 @@ mod url;
 mod differential;
 
 use std::fmt;
-use std::sync::Arc;
+use std::sync::{Arc, OnceLock};
 
 use bb8_redis::RedisConnectionManager;
 
 use self::gather::Gather;
 use self::keys::Keys;
 use self::lock::LockLinks;
+use self::pushes::Pushes;
 use self::scripts::Scripts;
 use self::servers::{Links, Servers};
 use crate::error::ConnectError;
@@ -138,6 +144,8 @@ struct Inner {
     // Not on a cluster, where hardly two subjects share a slot.
     gather: Option<Gather>,
     locks: LockLinks,
+    // From the first push on.
+    pushes: OnceLock<Pushes>,
 }
 
 impl RedisBackend {
@@ -165,16 +173,16 @@ impl RedisBackend {
 
     /// Takes over connections, after a look at the servers behind them.
     async fn new(links: Links, keys: Keys) -> Result<Self, ConnectError> {
-        let Links { requests, apart, source } = links;
+        let Links { requests, apart, careful, patience, source } = links;
         let scripts = Scripts::new();
         probe::probe(&requests, &keys, &scripts.probe).await?;
-        Ok(Self::with_scripts(Arc::new(requests), keys, LockLinks::new(apart, source), scripts))
+        Ok(Self::with_scripts(Arc::new(requests), keys, LockLinks::new(apart, careful, patience, source), scripts))
     }
 
     fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockLinks, scripts: Scripts) -> Self {
         let scripts = Arc::new(scripts);
         let gather = (!servers.is_cluster()).then(|| Gather::new(Arc::clone(&servers), Arc::clone(&scripts)));
-        Self { inner: Arc::new(Inner { servers, keys, scripts, gather, locks }) }
+        Self { inner: Arc::new(Inner { servers, keys, scripts, gather, locks, pushes: OnceLock::new() }) }
     }
 }
 

@@ -197,7 +197,7 @@ impl RedisOptions {
 
     async fn links(self) -> Result<Links, ConnectError> {
         let Self { origin, connections, connect_timeout, response_timeout, .. } = &self;
-        let (connections, connect_timeout) = (*connections, *connect_timeout);
+        let (connections, connect_timeout, patience) = (*connections, *connect_timeout, *response_timeout);
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(None)
             .set_response_timeout(Some(*response_timeout))
@@ -206,7 +206,7 @@ impl RedisOptions {
             Origin::Target(target) => &**target,
             Origin::Pool(pool) => {
                 let connector = Connector::Pool { pool: pool.clone(), response_timeout: *response_timeout };
-                return to_one(connector, connections, connect_timeout).await;
+                return to_one(connector, connections, connect_timeout, patience).await;
             }
         };
         let connector = match target {
@@ -248,12 +248,14 @@ impl RedisOptions {
                 let cluster = Arc::new(cluster.map_err(connect_error)?);
                 return Ok(Links {
                     requests: Servers::Cluster(Arc::clone(&cluster), Lane::Requests),
-                    apart: Servers::Cluster(cluster, Lane::Apart),
+                    apart: Servers::Cluster(Arc::clone(&cluster), Lane::Apart),
+                    careful: Servers::Cluster(cluster, Lane::Careful),
+                    patience,
                     source: Source::Cluster(Arc::new(source)),
                 });
             }
         };
-        to_one(connector, connections, connect_timeout).await
+        to_one(connector, connections, connect_timeout, patience).await
     }
 
     /// A client for one server, which has not contacted it yet.
@@ -308,10 +310,17 @@ impl RedisOptions {
     }
 }
 
-async fn to_one(connector: Connector, connections: u32, connect_timeout: Duration) -> Result<Links, ConnectError> {
+async fn to_one(
+    connector: Connector,
+    connections: u32,
+    connect_timeout: Duration,
+    patience: Duration,
+) -> Result<Links, ConnectError> {
     let requests = Pool::open(connector.clone(), connections, connect_timeout).await.map_err(connect_error)?;
     let apart = Pool::lazy(connector.clone(), 1, connect_timeout);
-    Ok(Links { requests: Servers::One(requests), apart: Servers::One(apart), source: Source::One(connector) })
+    let careful = Servers::One(Pool::lazy(connector.clone(), connections, connect_timeout));
+    let (requests, apart) = (Servers::One(requests), Servers::One(apart));
+    Ok(Links { requests, apart, careful, patience, source: Source::One(connector) })
 }
 
 fn with_user(redis: RedisConnectionInfo, name: &str, password: &str) -> RedisConnectionInfo {

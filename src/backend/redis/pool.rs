@@ -98,41 +98,15 @@ impl Pool {
     ///
     /// A failure after the command was sent leaves open whether it ran, so nothing is sent twice.
     pub(super) async fn send(&self, command: &Cmd) -> Result<Value, RedisError> {
-        self.exchange(command, false).await
+        self.exchange(command, false).await.map(|(answer, _)| answer)
     }
 
-    /// Sends one command to a node that is about to take over the slot of its key.
-    pub(super) async fn send_asking(&self, command: &Cmd) -> Result<Value, RedisError> {
-        self.exchange(command, true).await
-    }
-
-    async fn exchange(&self, command: &Cmd, asking: bool) -> Result<Value, RedisError> {
+    /// The same, also to a node that is about to take over the slot of the key, with ASKING. Says by which connection, for what is to be
+    /// asked about the command there.
+    pub(super) async fn exchange(&self, command: &Cmd, asking: bool) -> Result<(Value, Handle), RedisError> {
         let mut handle = self.borrow().await?;
-        let mut watch = SilenceWatch { health: &handle.health, sent: Instant::now(), given_up: true };
-        let connection = &mut handle.connection;
-        let answer = if asking {
-            // In one write, so that nobody's command comes between.
-            let mut pipeline = Pipeline::with_capacity(2);
-            pipeline.cmd("ASKING").add_command(command.clone());
-            let answers = connection.send_packed_commands(&pipeline, 1, 1).await;
-            answers.map(|mut answers| answers.pop().unwrap_or(Value::Nil))
-        } else {
-            connection.send_packed_command(command).await
-        };
-        match &answer {
-            Err(error) if error.is_timeout() => {}
-            Err(error) if error.is_unrecoverable_error() => {
-                handle.health.broken.store(true, Ordering::Relaxed);
-                watch.given_up = false;
-            }
-            Ok(_) | Err(_) => watch.answered(),
-        }
-        // A server error arrives as a value of its own kind.
-        let answer = answer.and_then(Value::extract_error);
-        if answer.as_ref().is_err_and(error::is_from_replica) && handle.health.opened.elapsed() >= DEMOTION {
-            handle.health.broken.store(true, Ordering::Relaxed);
-        }
-        answer
+        let answer = handle.send(command, asking).await?;
+        Ok((answer, handle))
     }
 
     /// A clone of the handle of a connection that is not known to be dead. The original is back in the pool on return.
@@ -191,6 +165,37 @@ pub(super) fn no_connection() -> RedisError {
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&self.pool.state(), f)
+    }
+}
+
+impl Handle {
+    /// Sends one command and waits for its answer.
+    pub(super) async fn send(&mut self, command: &Cmd, asking: bool) -> Result<Value, RedisError> {
+        let mut watch = SilenceWatch { health: &self.health, sent: Instant::now(), given_up: true };
+        let connection = &mut self.connection;
+        let answer = if asking {
+            // In one write, so that nobody's command comes between.
+            let mut pipeline = Pipeline::with_capacity(2);
+            pipeline.cmd("ASKING").add_command(command.clone());
+            let answers = connection.send_packed_commands(&pipeline, 1, 1).await;
+            answers.map(|mut answers| answers.pop().unwrap_or(Value::Nil))
+        } else {
+            connection.send_packed_command(command).await
+        };
+        match &answer {
+            Err(error) if error.is_timeout() => {}
+            Err(error) if error.is_unrecoverable_error() => {
+                self.health.broken.store(true, Ordering::Relaxed);
+                watch.given_up = false;
+            }
+            Ok(_) | Err(_) => watch.answered(),
+        }
+        // A server error arrives as a value of its own kind.
+        let answer = answer.and_then(Value::extract_error);
+        if answer.as_ref().is_err_and(error::is_from_replica) && self.health.opened.elapsed() >= DEMOTION {
+            self.health.broken.store(true, Ordering::Relaxed);
+        }
+        answer
     }
 }
 

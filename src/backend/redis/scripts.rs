@@ -9,11 +9,12 @@ use super::counts::Packed;
 use super::delay_record::{PackedFinishes, PackedJob};
 use super::error;
 use super::keys::QueueKeys;
+use super::pool::Handle;
 use super::servers::Servers;
 use crate::delay_queue;
 use crate::error::StoreError;
 use crate::idempotency::{self, Checkpoint, Completion, Payload};
-use crate::lock::{Claim, Line, Token};
+use crate::lock::{Claim, Line, LockKey, Token};
 use crate::rate_limit::Receipt;
 
 /// A Lua script and its hash, which is what Redis knows it by.
@@ -37,6 +38,7 @@ pub(super) struct Scripts {
     pub(super) check_many: LuaScript,
     pub(super) block: LuaScript,
     pub(super) lock_acquire: LuaScript,
+    pub(super) lock_acquire_all: LuaScript,
     pub(super) lock_line: LuaScript,
     pub(super) lock_renew: LuaScript,
     pub(super) lock_release: LuaScript,
@@ -121,6 +123,7 @@ impl Scripts {
             check_many: lua!("rate_limit_check_many.lua"),
             block: lua!("rate_limit_block.lua"),
             lock_acquire: lua!("lock_acquire.lua"),
+            lock_acquire_all: lua!("lock_acquire_all.lua"),
             lock_line: lua!("lock_line.lua"),
             lock_renew: lua!("lock_renew.lua"),
             lock_release: lua!("lock_release.lua"),
@@ -184,8 +187,20 @@ impl Scripts {
         servers: &Servers,
         lease: &str,
         claim: &Claim,
-    ) -> Result<Value, StoreError> {
-        self.lock_acquire.call(servers, &[lease], claim_args(claim)).await
+    ) -> Result<(Value, Handle), StoreError> {
+        self.lock_acquire.exchange(servers, &[lease], claim_args(claim)).await
+    }
+
+    /// All with the times of the first of them.
+    pub(super) async fn lock_acquire_all(
+        &self,
+        servers: &Servers,
+        leases: &[&str],
+        wanted: &[(LockKey, Claim)],
+    ) -> Result<(Value, Handle), StoreError> {
+        let (ttl, fences) = wanted.first().map_or((Claim::MIN_TTL, 1), |(_, claim)| (claim.ttl, claim.fences));
+        let tokens: Vec<_> = wanted.iter().map(|(_, claim)| claim.token.as_bytes().as_slice()).collect();
+        self.lock_acquire_all.exchange(servers, leases, (millis(ttl), fences, KEEP_FENCE_MS, tokens)).await
     }
 
     /// For whoever stands in line, or respects it.
@@ -195,11 +210,11 @@ impl Scripts {
         keys: [&str; 4],
         claim: &Claim,
         publish: &str,
-    ) -> Result<Value, StoreError> {
+    ) -> Result<(Value, Handle), StoreError> {
         let kind = if claim.is_shared { 3 } else { 2 };
         let longest = if claim.line == Line::Join { Claim::MAX_LINE } else { 0 };
         let args = (claim_args(claim), kind, millis(Claim::PLACE), longest, publish);
-        self.lock_line.call(servers, &keys, args).await
+        self.lock_line.exchange(servers, &keys, args).await
     }
 
     /// At most [`MAX_RENEWALS`] at once.
@@ -208,9 +223,9 @@ impl Scripts {
         servers: &Servers,
         leases: &[&str],
         terms: &[(&Token, Duration)],
-    ) -> Result<Value, StoreError> {
+    ) -> Result<(Value, Handle), StoreError> {
         let terms: Vec<_> = terms.iter().map(|(token, ttl)| (token.as_bytes().as_slice(), millis(*ttl))).collect();
-        self.lock_renew.call(servers, leases, (KEEP_FENCE_MS, terms)).await
+        self.lock_renew.exchange(servers, leases, (KEEP_FENCE_MS, terms)).await
     }
 
     pub(super) async fn lock_release(
@@ -318,10 +333,6 @@ impl Scripts {
     }
 }
 
-fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
-    (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, claim.permits)
-}
-
 impl Scripts {
     /// Jobs of one priority, at most 256: see the header of `delay_queue_push.lua`.
     pub(super) async fn delay_queue_push(
@@ -334,6 +345,19 @@ impl Scripts {
     ) -> Result<Value, StoreError> {
         let (names, args) = delay_queue_push(servers, keys, priority, max_jobs, jobs);
         self.delay_queue_push.call(servers, &names, args).await
+    }
+
+    /// The same as a command by itself, with the text of the script.
+    pub(super) fn delay_queue_push_command(
+        &self,
+        servers: &Servers,
+        keys: &QueueKeys,
+        priority: usize,
+        max_jobs: u64,
+        jobs: &[PackedJob<'_>],
+    ) -> Cmd {
+        let (names, args) = delay_queue_push(servers, keys, priority, max_jobs, jobs);
+        command("EVAL", &self.delay_queue_push.code, &names, &args)
     }
 
     pub(super) async fn delay_queue_claim(
@@ -399,6 +423,10 @@ const fn publish(servers: &Servers) -> &'static str {
 /// How long the keys of a queue outlive the last time at which something in them is due.
 pub(super) const KEEP_JOBS_MS: u64 = 180 * 86_400 * 1_000;
 
+fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
+    (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, claim.permits)
+}
+
 /// How many leases one call of `lock_renew` takes, as the script has it.
 pub(super) const MAX_RENEWALS: usize = 128;
 
@@ -437,6 +465,23 @@ impl LuaScript {
             }
             reply => reply,
         }
+    }
+
+    /// The same, and says by which connection, for what is to be asked about it there.
+    async fn exchange(
+        &self,
+        servers: &Servers,
+        keys: &[&str],
+        args: impl ToRedisArgs,
+    ) -> Result<(Value, Handle), StoreError> {
+        let key = keys.first().copied().unwrap_or_default();
+        let reply = match servers.exchange(key, &command("EVALSHA", &self.hash, keys, &args)).await {
+            Err(error) if error::is_no_script(&error) => {
+                servers.exchange(key, &command("EVAL", &self.code, keys, &args)).await
+            }
+            reply => reply,
+        };
+        reply.map_err(error::store_error)
     }
 
     async fn call(&self, servers: &Servers, keys: &[&str], args: impl ToRedisArgs) -> Result<Value, StoreError> {
@@ -480,6 +525,7 @@ mod tests {
             (&scripts.block, 1, 2),
             (&scripts.probe, 1, 1),
             (&scripts.lock_acquire, 1, 5),
+            (&scripts.lock_acquire_all, 1, 4),
             (&scripts.lock_line, 4, 9),
             (&scripts.lock_renew, 1, 2),
             (&scripts.lock_release, 4, 3),

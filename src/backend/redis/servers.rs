@@ -2,12 +2,13 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::time::Duration;
 
 use redis::{Cmd, RedisError, Value};
 
 use super::cluster::{Cluster, slot};
 use super::listener::Source;
-use super::pool::Pool;
+use super::pool::{Handle, Pool};
 
 /// Connections to all servers there are, for one purpose.
 #[derive(Clone)]
@@ -23,12 +24,17 @@ pub(super) enum Lane {
     Requests,
     /// What must not queue behind that.
     Apart,
+    /// What holds its connection up until replicas have it.
+    Careful,
 }
 
 /// All ways to the servers.
 pub(super) struct Links {
     pub(super) requests: Servers,
     pub(super) apart: Servers,
+    pub(super) careful: Servers,
+    /// How long one answer is waited for.
+    pub(super) patience: Duration,
     pub(super) source: Source,
 }
 
@@ -39,6 +45,14 @@ impl Servers {
     pub(super) async fn send(&self, key: &str, command: &Cmd) -> Result<Value, RedisError> {
         match self {
             Self::One(pool) => pool.send(command).await,
+            Self::Cluster(cluster, lane) => cluster.send(*lane, key, command).await.map(|(answer, _)| answer),
+        }
+    }
+
+    /// The same, and says by which connection, for what is to be asked about it there.
+    pub(super) async fn exchange(&self, key: &str, command: &Cmd) -> Result<(Value, Handle), RedisError> {
+        match self {
+            Self::One(pool) => pool.exchange(command, false).await,
             Self::Cluster(cluster, lane) => cluster.send(*lane, key, command).await,
         }
     }

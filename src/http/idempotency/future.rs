@@ -84,9 +84,11 @@ impl<F, R, E, A, K> fmt::Debug for ResponseFuture<F, R, E, A, K> {
 /// caller goes away. So a caller who stays pays for no task.
 pub(super) struct Guarded<R, E> {
     // `None` once it has answered, or has panicked.
-    answer: Option<Pin<Box<dyn Detach<Output = Answer<R, E>>>>>,
+    answer: Option<Work<Answer<R, E>>>,
     backstage: Arc<Backstage>,
 }
+
+type Work<T> = Pin<Box<dyn Detach<Output = T>>>;
 
 /// Where a handler goes on when nobody waits for it any more: nowhere until it has begun.
 #[derive(Default)]
@@ -113,8 +115,12 @@ impl<F: Future + Send + 'static> Detach for F {
 }
 
 impl<R, E> Guarded<R, E> {
-    pub(super) fn new(answer: impl Future<Output = Answer<R, E>> + Send + 'static, backstage: Arc<Backstage>) -> Self {
-        Self { answer: Some(Box::pin(answer)), backstage }
+    /// `answer` is large, so it is boxed where it is made.
+    pub(super) fn new<F>(answer: Pin<Box<F>>, backstage: Arc<Backstage>) -> Self
+    where
+        F: Future<Output = Answer<R, E>> + Send + 'static,
+    {
+        Self { answer: Some(answer), backstage }
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Answer<R, E>> {

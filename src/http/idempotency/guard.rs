@@ -1,7 +1,7 @@
 //! What is done with a request that has a key.
 
 use std::future::Future;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -16,7 +16,7 @@ use super::body::{Chunks, IdempotentBody};
 use super::fingerprint::{FingerprintedBody, Reading, is_same};
 use super::future::{Answer, Backstage};
 use super::layer::Settings;
-use super::run::{Course, Ran, run};
+use super::run::{Course, keep};
 use super::service::Shared;
 use crate::error::{BoxError, StoreError};
 use crate::idempotency::{
@@ -79,11 +79,11 @@ where
             if settings.on_disconnect == OnDisconnect::Finish {
                 backstage.open();
             }
-            return match run(ready, request, Course::new(attempt, reading, Arc::clone(settings), running)).await {
-                Ran::Answered(Ok(response)) => Ok(response),
-                Ran::Answered(Err(error)) => Err(answer.error(error)),
-                Ran::Cancelled => reject(Rejection::Cancelled),
-                Ran::Mismatch => reject(Rejection::Mismatch),
+            let course = Course::new(attempt, reading, Arc::clone(settings), running);
+            let served = if course.is_lost() { None } else { course.under_lease(pin!(ready.call(request))).await };
+            return match keep(course, served).await {
+                Ok(answered) => answered.map_err(|error| answer.error(error)),
+                Err(rejection) => reject(rejection),
             };
         }
         Ok(Begin::Not(begun)) => {

@@ -21,8 +21,7 @@ pub(super) fn key_of(headers: &HeaderMap, name: &HeaderName) -> Result<Option<Ke
 /// The characters of a key: those of a string as RFC 8941 has it, whose parameters mean nothing here, or a bare token, which
 /// is what most clients send. `"abc"` and `abc` are the same key.
 pub(super) fn parse(value: &[u8]) -> Result<Cow<'_, [u8]>, InvalidKey> {
-    let value = value.trim_ascii();
-    let key = match value {
+    let key = match without_spaces(value) {
         [] => return Err(InvalidKey::Empty),
         [b'"', quoted @ ..] => Cow::Owned(unquoted(quoted)?),
         bare => {
@@ -39,6 +38,14 @@ pub(super) fn parse(value: &[u8]) -> Result<Cow<'_, [u8]>, InvalidKey> {
         1..=MAX_LEN => Ok(key),
         _ => Err(InvalidKey::TooLong),
     }
+}
+
+/// What is left of a value that the server has not trimmed. Only of spaces, as RFC 8941 has it.
+fn without_spaces(mut value: &[u8]) -> &[u8] {
+    while let [b' ', rest @ ..] | [rest @ .., b' '] = value {
+        value = rest;
+    }
+    value
 }
 
 /// What stands between the quotes, the first of which was read already.
@@ -106,6 +113,7 @@ mod tests {
             ("a,b".into(), InvalidKey::Malformed),
             ("a b".into(), InvalidKey::Malformed),
             ("a\tb".into(), InvalidKey::Malformed),
+            ("\"a\"\t".into(), InvalidKey::Malformed),
             ("\"a\tb\"".into(), InvalidKey::Malformed),
             ("a\u{7f}".into(), InvalidKey::Malformed),
             ("schlüssel".into(), InvalidKey::Malformed),

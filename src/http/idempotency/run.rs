@@ -7,21 +7,20 @@ use std::task::Poll;
 use std::time::Duration;
 
 use ::http::header::CONTENT_TYPE;
-use ::http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
+use ::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use tokio::sync::mpsc::{self, Sender};
 use tokio::time::{Instant, timeout, timeout_at};
-use tower_service::Service;
 use tracing::Instrument as _;
 
 use super::answer::Recorder;
 use super::body::{AbortOnDrop, Chunks, IdempotentBody, Piece};
-use super::fingerprint::{FingerprintedBody, Reading};
+use super::fingerprint::Reading;
 use super::future::Answer;
 use super::layer::Settings;
 use crate::error::BoxError;
-use crate::idempotency::{Attempt, Completion, HasPayload as _, Keep, OnDisconnect, Running};
+use crate::idempotency::{Attempt, Completion, HasPayload as _, Keep, OnDisconnect, Rejection, Running};
 
 /// How many pieces of an answer may lie between the handler and its caller while all of them are recorded anyway.
 const PIECES: usize = 1_024;
@@ -49,10 +48,14 @@ impl Course {
         Self { attempt, reading, settings, running, begun, until }
     }
 
+    /// Whether somebody else may have begun. After a standstill nothing of a handler may run before this was looked at.
+    pub(super) fn is_lost(&self) -> bool {
+        self.attempt.is_lost()
+    }
+
     /// Does `work` under the lease: `None` if that takes too long, or if somebody else may have begun.
-    async fn under_lease<F: Future>(&self, mut work: Pin<&mut F>) -> Option<F::Output> {
-        // After a standstill nothing of the handler may run before this was looked at.
-        if self.attempt.is_lost() {
+    pub(super) async fn under_lease<F: Future>(&self, mut work: Pin<&mut F>) -> Option<F::Output> {
+        if self.is_lost() {
             return None;
         }
         // What is done at once needs neither timers nor renewals.
@@ -102,38 +105,27 @@ enum Outcome {
     Answered { status: StatusCode, keeps: bool, answer: Arc<[u8]>, is_kept: bool },
 }
 
-/// What a request has come to.
-pub(super) enum Ran<R, E> {
-    Answered(Answer<R, E>),
-    /// It has taken too long, or its lease was lost.
-    Cancelled,
-    /// It was sent another body than the attempt before.
-    Mismatch,
-}
-
-/// Does an operation. The answer is there once the record has it, or in parts, the last of which comes then.
-pub(super) async fn run<S, B, R>(
-    mut service: S,
-    request: Request<FingerprintedBody<B>>,
+/// Keeps what a handler has come to, if it has not taken too long. The answer is there once the record has it, or in parts, the last of
+/// which comes then.
+pub(super) async fn keep<R, E>(
     course: Course,
-) -> Ran<R, S::Error>
+    served: Option<Result<Response<R>, E>>,
+) -> Result<Answer<R, E>, Rejection>
 where
-    S: Service<Request<FingerprintedBody<B>>, Response = Response<R>>,
     R: Body<Data = Bytes> + Send + 'static,
     R::Error: Into<BoxError>,
 {
-    let served = course.under_lease(pin!(service.call(request))).await;
     let (parts, body) = match served {
         Some(Ok(response)) => response.into_parts(),
         Some(Err(error)) => {
             drop(course.settle(Outcome::Failed).await);
-            return Ran::Answered(Err(error));
+            return Ok(Err(error));
         }
         // What the attempt before has done is as unknown as it was.
-        None if course.reading.differs() => return Ran::Mismatch,
+        None if course.reading.differs() => return Err(Rejection::Mismatch),
         None => {
             cancelled();
-            return Ran::Cancelled;
+            return Err(Rejection::Cancelled);
         }
     };
     let settings = &course.settings;
@@ -147,7 +139,7 @@ where
         let outcome = stream.outcome(chunks.iter(), true);
         let response = Response::from_parts(parts, IdempotentBody::whole(chunks, stream.trailers));
         drop(course.settle(outcome).await);
-        return Ran::Answered(Ok(response));
+        return Ok(Ok(response));
     }
 
     // The rest comes bit by bit, and is recorded whether or not anybody reads it.
@@ -163,7 +155,7 @@ where
     if cancels {
         body.aborts(AbortOnDrop(task.abort_handle()));
     }
-    Ran::Answered(Ok(Response::from_parts(parts, body)))
+    Ok(Ok(Response::from_parts(parts, body)))
 }
 
 /// What is dropped then is left to the end of its lease.

@@ -92,7 +92,8 @@ where
                 Some(scope) => {
                     let backstage = Arc::<Backstage>::default();
                     let operation = Operation::new(scope, key);
-                    let answer = guard(self.take_ready(), request, operation, shared, Arc::clone(&backstage));
+                    let ready = self.take_ready();
+                    let answer = Box::pin(guard(ready, request, operation, shared, Arc::clone(&backstage)));
                     return ResponseFuture::guarded(Guarded::new(answer, backstage));
                 }
                 None => Rejection::MissingScope,

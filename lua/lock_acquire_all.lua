@@ -1,0 +1,56 @@
+-- lock_acquire_all: take several leases at once, or none of them and say for how long the holders may keep theirs.
+--
+-- KEYS[1]  leases   strings, see lock_acquire; one key a lease, at most 128  prefix:2:{lock:<namespace>:<subject>}:lease
+-- ARGV[1]  ttl_ms   integer, 10 to 86400000
+-- ARGV[2]  fences   how many fencing tokens to set aside for each, 1 to 65536
+-- ARGV[3]  keep_ms  how long the last fence is remembered after the leases
+-- ARGV[4]  tokens   16 random bytes a lease, others for each acquisition
+--
+-- Value    leases: see lock_acquire
+-- Returns  {1, then the first fence of each} all are granted; {0, then remaining_ms of each, 0 for those that nobody holds} none is
+-- Errors   TOLLGATE if a value was not written by these scripts; WRONGTYPE
+-- Repeat   harmless: with the tokens of the holders the leases are made to last their whole length again, with the same fences
+local leases, ttl_ms, fences, keep_ms, tokens = KEYS, ARGV[1] + 0, ARGV[2] + 0, ARGV[3] + 0, 3
+
+local time = redis.call('TIME')
+local now = time[1] * 1000000 + time[2]
+local first, last, held, is_free = {}, {}, {0}, true
+for i = 1, math.min(#leases, 128) do
+  local token, stored = ARGV[tokens + i], redis.call('GET', leases[i])
+  last[i], held[i + 1] = 0, 0
+  if stored then
+    local held_as = stored:byte(1) or 0
+    if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 3 then
+      return redis.error_reply('TOLLGATE the value does not hold leases of version 1')
+    end
+    last[i] = struct.unpack('<I7', stored, 2)
+    -- As many turns as there are holders.
+    for at = 9, #stored, 34 do
+      local ends, length_ms, its_first, holder = struct.unpack('<I7I4I7c16', stored, at)
+      -- A lease that would last longer than it is long was written before the clock was set back.
+      local left = math.min(ends - now, length_ms * 1000)
+      if left > 0 and holder == token then
+        first[i] = its_first
+      elseif left > 0 then
+        is_free = false
+        local remaining_ms = math.ceil(left / 1000)
+        held[i + 1] = held[i + 1] == 0 and remaining_ms or math.min(held[i + 1], remaining_ms)
+      end
+    end
+  end
+end
+if not is_free then
+  return held
+end
+local granted = {1}
+for i = 1, math.min(#leases, 128) do
+  if not first[i] then
+    -- The clock alone would do, were it never set back; the last fence alone would do, were it never forgotten.
+    first[i] = math.max(last[i] + 1, now)
+    last[i] = first[i] + fences - 1
+  end
+  local mine = struct.pack('<BI7I7I4I7c16', 1, last[i], now + ttl_ms * 1000, ttl_ms, first[i], ARGV[tokens + i])
+  redis.call('SET', leases[i], mine, 'PX', ttl_ms + keep_ms)
+  granted[i + 1] = first[i]
+end
+return granted

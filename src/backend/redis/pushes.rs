@@ -1,0 +1,96 @@
+//! Jobs that are pushed at the same time, in one call.
+//!
+//! As with decisions: a push that is nearly alone goes by itself, and those beyond that wait until one of a few calls is back.
+
+use std::sync::Arc;
+use std::sync::atomic::AtomicUsize;
+
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::AbortHandle;
+
+use super::Inner;
+use super::delay_queue::push;
+use super::gather::{Alone, WAITING, send_together};
+use super::keys::Keys;
+use super::scripts::Scripts;
+use super::servers::Servers;
+use crate::delay_queue::{Admission, MAX_BATCH, NewJob, QueueKey};
+use crate::error::StoreError;
+
+/// Where pushes meet.
+pub(super) struct Pushes {
+    alone: AtomicUsize,
+    waiting: mpsc::Sender<Waiting>,
+    sender: AbortHandle,
+}
+
+/// A job that has not been pushed yet.
+struct Waiting {
+    queue: QueueKey,
+    job: NewJob,
+    max_jobs: u64,
+    reply: oneshot::Sender<Result<Admission, StoreError>>,
+}
+
+impl Pushes {
+    /// Sends what has met, until it is dropped.
+    pub(super) fn new(inner: &Inner) -> Self {
+        let (waiting, arrivals) = mpsc::channel(WAITING);
+        let Inner { servers, keys, scripts, .. } = inner;
+        let (servers, keys, scripts) = (Arc::clone(servers), keys.clone(), Arc::clone(scripts));
+        let send = move |batch| send(Arc::clone(&servers), keys.clone(), Arc::clone(&scripts), batch);
+        let sender = tokio::spawn(send_together(arrivals, MAX_BATCH, send)).abort_handle();
+        Self { alone: AtomicUsize::new(0), waiting, sender }
+    }
+
+    /// A place for a push that may go by itself, unless others are on their way already.
+    pub(super) fn alone(&self) -> Option<Alone<'_>> {
+        Alone::find(&self.alone)
+    }
+
+    /// Pushes a job together with others, or `None` if it has to go by itself after all.
+    pub(super) async fn together(
+        &self,
+        queue: &QueueKey,
+        job: &NewJob,
+        max_jobs: u64,
+    ) -> Option<Result<Admission, StoreError>> {
+        let (reply, answer) = oneshot::channel();
+        // Too many wait, or the runtime that sends them is gone.
+        self.waiting.try_send(Waiting { queue: *queue, job: job.clone(), max_jobs, reply }).ok()?;
+        let lost = || StoreError::unavailable("the runtime that pushes jobs has ended");
+        Some(answer.await.unwrap_or_else(|_| Err(lost())))
+    }
+}
+
+impl Drop for Pushes {
+    fn drop(&mut self) {
+        self.sender.abort();
+    }
+}
+
+/// Pushes several jobs at once, and tells each who waits for it.
+async fn send(servers: Arc<Servers>, keys: Keys, scripts: Arc<Scripts>, mut batch: Vec<Waiting>) {
+    // Who has given up need not be pushed.
+    batch.retain(|waiting| !waiting.reply.is_closed());
+    while let Some(last) = batch.last() {
+        let (group, rest): (Vec<_>, Vec<_>) = {
+            let (queue, priority, max_jobs) = (last.queue, last.job.priority, last.max_jobs);
+            batch.into_iter().partition(|waiting| {
+                (waiting.queue, waiting.job.priority, waiting.max_jobs) == (queue, priority, max_jobs)
+            })
+        };
+        batch = rest;
+        let jobs: Vec<_> = group.iter().map(|waiting| &waiting.job).collect();
+        let first = &group[0];
+        let answer = push(&servers, &scripts, &keys.delay_queue(&first.queue), first.max_jobs, &jobs).await;
+        for (i, waiting) in group.into_iter().enumerate() {
+            let admission = match &answer {
+                Ok(admissions) => Ok(admissions[i]),
+                Err(error) => Err(error.clone()),
+            };
+            // Who has given up meanwhile is not interested.
+            let _ = waiting.reply.send(admission);
+        }
+    }
+}

@@ -1,0 +1,221 @@
+//! Delay queues on a real server: what is asked of it, who is woken, and what is left behind.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+mod support;
+
+use std::collections::HashSet;
+use std::time::Duration;
+
+use support::server::RedisServer;
+use tokio::task::{JoinSet, block_in_place};
+use tokio::time::timeout;
+use tollgate::delay_queue::{
+    Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Finish, Finished, Pushed, QueueError, QueueKey,
+    State, WorkerId,
+};
+use tollgate::{DelayQueue, RedisBackend, RedisOptions};
+
+const MINUTE: Duration = Duration::from_secs(60);
+
+async fn connect(server: &RedisServer) -> RedisBackend {
+    RedisBackend::connect(server.url()).await.unwrap()
+}
+
+fn queue(backend: &RedisBackend) -> DelayQueue<String> {
+    DelayQueue::new(backend.clone(), "test").deadline(Duration::from_secs(10))
+}
+
+fn key() -> QueueKey {
+    QueueKey::new("test")
+}
+
+fn claim(limit: usize) -> Claim {
+    Claim { worker: WorkerId::random().unwrap(), limit, lease: MINUTE, dead: DeadLimits::default() }
+}
+
+/// How many scripts the server was asked to run, and how long they took in all.
+fn scripts(server: &RedisServer) -> (u64, Duration) {
+    let stats = server.text("INFO commandstats");
+    let number = |line: &str, field: &str| -> Option<u64> {
+        line.split_once(&format!("{field}="))?.1.split(',').next()?.parse().ok()
+    };
+    let of_scripts = stats.lines().filter(|line| line.starts_with("cmdstat_eval"));
+    let (calls, usec): (Vec<_>, Vec<_>) =
+        of_scripts.filter_map(|line| Some((number(line, "calls")?, number(line, "usec")?))).unzip();
+    (calls.iter().sum(), Duration::from_micros(usec.iter().sum()))
+}
+
+/// All that is due at once is delivered once, in scripts that keep the server for an instant each.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_backlog_that_is_due_at_once_is_delivered_in_short_scripts() {
+    const JOBS: usize = 50_000;
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    // Over already: due when they are pushed, and none before others.
+    let due = std::time::UNIX_EPOCH;
+    let pushed = queue.push_all((0..JOBS).map(|i| queue.push(i.to_string()).at(due))).await;
+    assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
+    let (mut seen, mut finishes) = (HashSet::new(), Vec::new());
+    let claim = claim(256);
+    loop {
+        let claimed = backend.claim(&key(), &finishes, &claim).await.unwrap();
+        assert!(claimed.finished.iter().all(|finished| *finished == Finished::Done));
+        if claimed.jobs.is_empty() {
+            break;
+        }
+        finishes.clear();
+        for job in claimed.jobs {
+            finishes.push(Finish { ticket: job.ticket(), ending: Ending::Done });
+            assert!(seen.insert(job.job.id), "twice");
+        }
+    }
+    assert_eq!(seen.len(), JOBS);
+    let (calls, time) = scripts(&server);
+    // On the average, since a busy machine may take any of them from its processor.
+    assert!(time / u32::try_from(calls).unwrap() < Duration::from_millis(5), "{calls} scripts took {time:?}");
+    let left: Vec<String> = server.query("KEYS *");
+    assert_eq!(left, ["tollgate:2:{delay_queue:test}:state"]);
+}
+
+/// Pushes that meet share calls, and each has its own answer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn pushes_that_meet_share_calls() {
+    const JOBS: usize = 2_000;
+    let server = RedisServer::start();
+    let queue = queue(&connect(&server).await).max_jobs(JOBS as u64);
+    queue.push("first".to_owned()).id("0").await.unwrap();
+    let before = scripts(&server).0;
+    let mut pushes = JoinSet::new();
+    for i in 0..JOBS + 10 {
+        let queue = queue.clone();
+        // The first of them is there, and so many more than there is room for come last or first.
+        pushes.spawn(async move { queue.push(i.to_string()).id(i.to_string()).await });
+    }
+    let answers = pushes.join_all().await;
+    let new = answers.iter().filter(|answer| answer.as_ref().is_ok_and(Pushed::is_new)).count();
+    let full = answers.iter().filter(|answer| answer.as_ref().is_err_and(QueueError::is_full)).count();
+    assert_eq!((new, full, answers.len() - new - full), (JOBS - 1, 10, 1));
+    let calls = scripts(&server).0 - before;
+    assert!(calls < JOBS as u64 / 4, "{calls} calls");
+    assert_eq!(queue.counts().await.unwrap().waiting, JOBS as u64);
+}
+
+/// A push within the caller's own transaction happens with it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_push_rides_in_a_pipeline_of_the_caller() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    let push = || queue.push("order 42".to_owned()).id("order:42").prepare().unwrap();
+    let mut pipeline = redis::pipe();
+    pipeline.atomic().set("order:42", "unpaid").ignore();
+    backend.push_in(&mut pipeline, &push());
+    backend.push_in(&mut pipeline, &push());
+    assert_eq!(queue.counts().await.unwrap().waiting, 0);
+    let answers: Vec<Vec<i64>> = block_in_place(|| pipeline.query(&mut server.connection()).unwrap());
+    assert_eq!(answers, [[1], [0]]);
+    let job = queue.get("order:42").await.unwrap().unwrap();
+    assert_eq!((job.state, queue.decode(&job).unwrap().as_str()), (State::Waiting, "order 42"));
+}
+
+/// Of a hundred workers that wait, one is woken by a push; and the next one where that has no time for more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn one_push_wakes_one_worker() {
+    const WORKERS: usize = 100;
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    let mut waiting = Vec::new();
+    for _ in 0..WORKERS {
+        let claim = claim(1);
+        let wakeups = backend.watch(&key(), claim.worker).await;
+        let claimed = backend.claim(&key(), &[], &claim).await.unwrap();
+        assert_eq!((claimed.jobs.len(), claimed.next), (0, Claim::MAX_WAIT));
+        waiting.push((claim, wakeups));
+    }
+    let woken = async |waiting: &mut Vec<(Claim, tollgate::lock::Wakeups)>, patience| {
+        let mut woken = Vec::new();
+        for (i, (_, wakeups)) in waiting.iter_mut().enumerate() {
+            if timeout(patience, wakeups.next()).await.is_ok() {
+                woken.push(i);
+            }
+        }
+        woken
+    };
+    // What the subscriptions themselves have said.
+    woken(&mut waiting, Duration::from_millis(1)).await;
+    queue.push("a".to_owned()).await.unwrap();
+    let first = woken(&mut waiting, Duration::from_millis(5)).await;
+    assert_eq!(first.len(), 1, "{first:?}");
+    // Nobody else before the first one has come.
+    let many = queue.push_all((0..10).map(|i| queue.push(i.to_string()))).await;
+    assert!(many.iter().all(Result::is_ok));
+    assert_eq!(woken(&mut waiting, Duration::from_millis(5)).await.len(), 0);
+    let claimed = backend.claim(&key(), &[], &waiting[first[0]].0).await.unwrap();
+    assert!(claimed.jobs.len() == 1 && claimed.more);
+    let second = woken(&mut waiting, Duration::from_millis(5)).await;
+    assert!(second.len() == 1 && second != first, "{second:?}");
+}
+
+/// A worker that has died is not waited for when there is something to do.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_the_keeper_is_gone_another_worker_is_woken() {
+    let server = RedisServer::start();
+    let (doomed, backend) = (connect(&server).await, connect(&server).await);
+    let keeper = claim(1);
+    let wakeups = doomed.watch(&key(), keeper.worker).await;
+    doomed.claim(&key(), &[], &keeper).await.unwrap();
+    let other = claim(1);
+    let mut others = backend.watch(&key(), other.worker).await;
+    backend.claim(&key(), &[], &other).await.unwrap();
+    drop((wakeups, doomed));
+    let channels = || server.query::<Vec<String>>("PUBSUB CHANNELS").len();
+    block_in_place(|| support::server::wait_until("the keeper is gone", || channels() == 1));
+    while timeout(Duration::from_millis(20), others.next()).await.is_ok() {}
+    queue(&backend).push("a".to_owned()).await.unwrap();
+    timeout(Duration::from_secs(4), others.next()).await.expect("somebody is woken");
+}
+
+/// What the docs list is enough for everything that a queue does.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_user_may_do_no_more_than_the_docs_say() {
+    let server = RedisServer::start();
+    let docs = include_str!("../src/backend/redis/mod.rs");
+    let line = |start: &str| {
+        let rule =
+            docs.lines().find_map(|line| line.split_once(start)).unwrap_or_else(|| panic!("{start} is in the docs")).1;
+        rule.split('`').next().unwrap().trim().to_owned()
+    };
+    server.query::<()>(&format!("ACL SETUSER tollgate {}", line("ACL SETUSER tollgate ")));
+    server.query::<()>(&format!("ACL SETUSER tollgate {}", line("For delay queues also `")));
+    let url = server.url().replace("://", "://tollgate:password@");
+    let backend = RedisOptions::from_url(url).unwrap().connect().await.unwrap();
+    let queue = queue(&backend);
+    let worker = claim(10);
+    let mut wakeups = backend.watch(&key(), worker.worker).await;
+    backend.claim(&key(), &[], &worker).await.unwrap();
+    while timeout(Duration::from_millis(20), wakeups.next()).await.is_ok() {}
+    for id in ["a", "b", "c"] {
+        queue.push(id.to_owned()).id(id).unique(id).max_attempts(1).await.unwrap();
+    }
+    timeout(Duration::from_secs(4), wakeups.next()).await.expect("it may publish and subscribe");
+    assert_eq!(queue.reschedule("a", MINUTE).await.unwrap(), Changed::Done);
+    assert_eq!(queue.promote("a").await.unwrap(), Changed::Done);
+    let jobs = backend.claim(&key(), &[], &worker).await.unwrap().jobs;
+    queue.cancel("a").await.unwrap();
+    backend.extend(&key(), &[jobs[0].ticket()], MINUTE).await.unwrap();
+    let finish = |job: &ClaimedJob| Finish {
+        ticket: job.ticket(),
+        ending: Ending::Retry { delay: Duration::ZERO, error: "no".into() },
+    };
+    let finishes: Vec<_> = jobs.iter().map(finish).collect();
+    let few = Claim { dead: DeadLimits { count: 1, age: MINUTE }, ..worker };
+    backend.claim(&key(), &finishes, &few).await.unwrap();
+    queue.pause().await.unwrap();
+    queue.resume().await.unwrap();
+    assert_eq!(queue.dead(0, 10).await.unwrap().len(), 1);
+    assert_eq!(queue.replay(10, |_| true).await.unwrap(), 1);
+    assert_eq!(queue.drain().await.unwrap(), 1);
+    assert_eq!(queue.counts().await.unwrap().waiting, 0);
+}

@@ -1,0 +1,160 @@
+//! Locks that replicas have to know of: on servers with replicas that are there, stopped, gone, or take over.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+mod support;
+
+use std::time::{Duration, Instant};
+
+use support::cluster::Cluster;
+use support::server::{RedisServer, wait_until};
+use tokio::task::block_in_place;
+use tokio::time::{sleep, timeout};
+use tollgate::lock::{LeaseState, LossReason, Release, Replication, RwLocks};
+use tollgate::{LockError, Locks, MemoryBackend, RedisBackend};
+
+const LONG: Duration = Duration::from_secs(20);
+
+async fn locks(server: &RedisServer, replicas: u32) -> Locks {
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    Locks::new(backend)
+        .replication(Replication::Require(replicas))
+        .deadline(Duration::from_secs(1))
+        .wait(Duration::ZERO)
+}
+
+fn replica_of(primary: &RedisServer) -> RedisServer {
+    let port = primary.port().to_string();
+    RedisServer::start_with(&["--replicaof", "127.0.0.1", &port, "--repl-diskless-sync-delay", "0"])
+}
+
+fn with_replicas(count: usize) -> (RedisServer, Vec<RedisServer>) {
+    let primary = RedisServer::start_with(&["--repl-diskless-sync-delay", "0"]);
+    let replicas: Vec<_> = (0..count).map(|_| replica_of(&primary)).collect();
+    primary.query::<()>("SET started 1");
+    wait_until("the replicas have all there is", || primary.is_followed_by(count));
+    (primary, replicas)
+}
+
+/// How many replicas had it, and how many it takes.
+fn shortage<T: std::fmt::Debug>(answer: Result<T, LockError>) -> (u32, u32) {
+    match answer {
+        Err(LockError::NotReplicated(error)) => (error.replicas(), error.required()),
+        answer => panic!("{answer:?}"),
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lease_counts_once_so_many_replicas_have_it() {
+    let (primary, replicas) = with_replicas(2);
+    let (two, three) = (locks(&primary, 2).await, locks(&primary, 3).await);
+    for turn in 0..50 {
+        let lease = two.lock(turn).await.unwrap();
+        let key = format!("STRLEN tollgate:2:{{lock:default:{turn}}}:lease");
+        for replica in &replicas {
+            assert_eq!(replica.query::<u64>(&key), 8 + 34, "it was granted before the replicas had it");
+        }
+        assert_eq!(lease.release().await.unwrap(), Release::Released);
+    }
+    let both = two.lock_all(["a", "b"]).await.unwrap();
+    assert_eq!(both.release().await.unwrap(), Release::Released);
+    assert_eq!(shortage(three.lock("a").await), (2, 3));
+    assert_eq!(shortage(three.lock_all(["d", "e"]).await), (2, 3));
+    // What was granted is given back, and is waited for like anything else.
+    let both = two.lock_all(["a", "d", "e"]).wait(LONG).await.unwrap();
+    // A lock that is held is busy, however many know of it.
+    assert!(three.lock("a").await.is_err_and(|error| error.is_busy()));
+    drop(both);
+    for locks in [two, three] {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+    let fair = locks(&primary, 3).await.fair();
+    assert_eq!(shortage(fair.lock("c").wait(Duration::from_millis(300)).await), (2, 3));
+    let backend = RedisBackend::connect(primary.url()).await.unwrap();
+    let pages = RwLocks::new(backend).replication(Replication::Require(2)).deadline(Duration::from_secs(1));
+    drop((pages.read("a").await.unwrap(), pages.read("a").await.unwrap()));
+    timeout(LONG, pages.shutdown()).await.expect("nothing is left");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_stands_still_lets_nothing_be_granted_until_it_goes_on() {
+    let (primary, replicas) = with_replicas(1);
+    let locks = locks(&primary, 1).await.deadline(Duration::from_millis(400));
+    replicas[0].pause();
+    let begun = Instant::now();
+    assert_eq!(shortage(locks.lock("a").await), (0, 1));
+    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    // Whoever waits tries again, and others of this process stand in line behind.
+    let waiter = tokio::spawn(locks.lock("a").wait(LONG).into_future());
+    sleep(Duration::from_millis(600)).await;
+    assert!(!waiter.is_finished());
+    // Those who do not ask for replicas do not wait for them.
+    let plain = Locks::new(RedisBackend::connect(primary.url()).await.unwrap()).wait(Duration::ZERO);
+    drop(plain.lock("b").await.unwrap());
+    replicas[0].resume();
+    drop(timeout(LONG, waiter).await.unwrap().unwrap().unwrap());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_renewal_that_replicas_do_not_have_does_not_make_a_lease_longer() {
+    let (primary, replicas) = with_replicas(1);
+    let ttl = Duration::from_secs(3);
+    let locks = locks(&primary, 1).await.ttl(ttl).deadline(Duration::from_millis(300));
+    let lease = locks.lock("a").await.unwrap();
+    replicas[0].pause();
+    sleep(ttl / 2).await;
+    assert_eq!(lease.state(), LeaseState::Suspended);
+    replicas[0].resume();
+    let begun = Instant::now();
+    while lease.state() != LeaseState::Held {
+        assert!(begun.elapsed() < ttl, "it does not recover");
+        sleep(Duration::from_millis(10)).await;
+    }
+    replicas[0].pause();
+    let stopped = Instant::now();
+    assert_eq!(timeout(LONG, lease.lost()).await.unwrap().reason(), LossReason::Expired);
+    assert!(stopped.elapsed() < ttl, "a renewal counted that the replica did not have");
+    replicas[0].resume();
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_replica_that_takes_over_knows_of_the_lease() {
+    let (mut primary, replicas) = with_replicas(1);
+    let lease = locks(&primary, 1).await.ttl(LONG).lock("a").await.unwrap();
+    primary.kill();
+    replicas[0].query::<()>("REPLICAOF NO ONE");
+    let other = Locks::new(RedisBackend::connect(replicas[0].url()).await.unwrap()).wait(Duration::ZERO);
+    assert!(other.lock("a").await.is_err_and(|error| error.is_busy()));
+    assert!(lease.check().is_ok());
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_replicas_of_a_cluster_are_those_of_the_node_that_has_the_lock() {
+    let cluster = block_in_place(Cluster::start);
+    let backend = RedisBackend::connect(cluster.url()).await.unwrap();
+    let locks = Locks::new(backend).deadline(Duration::from_secs(2)).wait(Duration::ZERO);
+    let most = block_in_place(|| {
+        let followers =
+            |index: &usize| cluster.nodes[*index].info("connected_slaves").and_then(|count| count.parse().ok());
+        cluster.primaries().iter().map(|index| followers(index).unwrap_or(0_u32)).max().unwrap_or_default()
+    });
+    for turn in 0..20 {
+        let reached = |locks: Locks| async move { locks.lock(turn).await };
+        if most > 0 {
+            reached(locks.clone().replication(Replication::Require(1))).await.unwrap().release().await.unwrap();
+        }
+        let beyond = reached(locks.clone().replication(Replication::Require(most + 1))).await;
+        assert_eq!(shortage(beyond), (most, most + 1));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_without_replicas_grants_nothing_that_asks_for_some() {
+    let backend = MemoryBackend::new();
+    let locks = Locks::new(backend.clone()).replication(Replication::Require(1)).wait(Duration::from_secs(1));
+    assert_eq!(shortage(locks.lock("a").await), (0, 1));
+    assert_eq!(shortage(locks.lock_all(["a", "b"]).await), (0, 1));
+    timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    assert_eq!(backend.locks(), 0);
+    drop(locks);
+    drop(Locks::new(backend).replication(Replication::Primary).lock("a").await.unwrap());
+}
