@@ -16,7 +16,7 @@ const CONCURRENCY: usize = 100;
 const IDLE_WORKERS: usize = 1_000;
 
 /// Jobs a second that a worker has run and the store has noted as done, `CONCURRENCY` at a time, until there were so many.
-pub async fn process(queue: DelayQueue<String>, jobs: usize) -> f64 {
+pub(crate) async fn process(queue: DelayQueue<String>, jobs: usize) -> f64 {
     let before = queue.counts().await.expect("the server answers").waiting as usize;
     let (done, enough) = (Arc::new(AtomicUsize::new(0)), Arc::new(Notify::new()));
     let (counted, tell) = (Arc::clone(&done), Arc::clone(&enough));
@@ -29,7 +29,9 @@ pub async fn process(queue: DelayQueue<String>, jobs: usize) -> f64 {
     });
     let begun = Instant::now();
     let worker = DelayQueueWorker::new(queue.clone(), service).concurrency(CONCURRENCY);
-    worker.run_until(enough.notified()).await.expect("the worker works");
+    // In a task of its own, as in a program: what `block_on` runs is apart from all other tasks.
+    let running = tokio::spawn(async move { worker.run_until(enough.notified()).await });
+    running.await.expect("the worker does not panic").expect("the worker works");
     let took = begun.elapsed();
     // What the last of them came to is noted before the worker ends, so this is with the acknowledgement of all.
     let counts = queue.counts().await.expect("the server answers");
@@ -39,7 +41,7 @@ pub async fn process(queue: DelayQueue<String>, jobs: usize) -> f64 {
 }
 
 /// How late 1,000 jobs are that are due at any time within ten seconds: the median and the 99th percentile in ms, and how many are early.
-pub async fn lateness(queue: DelayQueue<String>) -> (f64, f64, usize) {
+pub(crate) async fn lateness(queue: DelayQueue<String>) -> (f64, f64, usize) {
     const JOBS: u64 = 1_000;
     let late = Arc::new(Mutex::new(Vec::new()));
     let (noted, enough) = (Arc::clone(&late), Arc::new(Notify::new()));
@@ -61,7 +63,9 @@ pub async fn lateness(queue: DelayQueue<String>) -> (f64, f64, usize) {
         let delay = Duration::from_millis(2_000 + job * 7_919 % 10_000);
         queue.push("late".to_owned()).delay(delay).await.expect("the job is kept");
     }
-    DelayQueueWorker::new(queue, service).run_until(enough.notified()).await.expect("the worker works");
+    let worker = DelayQueueWorker::new(queue, service);
+    let running = tokio::spawn(async move { worker.run_until(enough.notified()).await });
+    running.await.expect("the worker does not panic").expect("the worker works");
     let mut late = late.lock().expect("nobody panics").clone();
     late.sort_by(f64::total_cmp);
     let early = late.iter().filter(|late| **late < 0.0).count();
@@ -69,7 +73,7 @@ pub async fn lateness(queue: DelayQueue<String>) -> (f64, f64, usize) {
 }
 
 /// How many commands a second each of 1,000 workers sends that have nothing to do, in one process.
-pub async fn idle_commands(server: &RedisServer, backend: &RedisBackend) -> f64 {
+pub(crate) async fn idle_commands(server: &RedisServer, backend: &RedisBackend) -> f64 {
     let queue = DelayQueue::<String>::new(backend.clone(), "idle").deadline(Duration::from_secs(10));
     let mut workers = JoinSet::new();
     let mut stops = Vec::new();

@@ -10,7 +10,7 @@ use std::task::Poll;
 use std::time::{Duration, SystemTime};
 
 use tokio::sync::mpsc;
-use tokio::task::{Id, JoinError, JoinSet};
+use tokio::task::{Id, JoinError, JoinSet, yield_now};
 use tokio::time::{Instant, sleep_until};
 use tower_service::Service;
 use tracing::Instrument;
@@ -378,7 +378,11 @@ where
             match happened {
                 Happened::ShutDown => self.shut_down(now),
                 Happened::Ended(ended) => self.ended(ended, now),
-                Happened::Answered(Ok(answer)) => self.answered(answer, now),
+                Happened::Answered(Ok(answer)) => {
+                    self.answered(answer, now);
+                    // Those that have nothing to wait for are done in a moment, and noted together.
+                    yield_now().await;
+                }
                 // Calls are not aborted, so the store has panicked.
                 Happened::Answered(Err(error)) => match error.try_into_panic() {
                     Ok(panic) => resume_unwind(panic),
@@ -414,9 +418,10 @@ where
     /// Asks the store to note what jobs have come to, and for others.
     fn ask(&mut self, now: Instant) {
         let is_working = self.stage == Stage::Working;
-        let count = self.parts.len();
-        for i in 0..count {
-            let index = (self.turn + i) % count;
+        let (count, first) = (self.parts.len(), self.turn);
+        // Where more is waiting, half of the jobs run while calls are about the other half.
+        let share = self.settings.concurrency.div_ceil(LANES);
+        for index in (0..count * LANES).map(|i| (first + i) % count) {
             let free = if is_working { self.room().min(self.slots.ready().saturating_sub(self.reserved)) } else { 0 };
             let part = &self.parts[index];
             if part.paused_until > now || part.calls >= LANES {
@@ -426,16 +431,17 @@ where
                 continue;
             }
             // A second call at the same time has to be worth it.
-            if part.calls > 0 && !(part.more && part.settled.len() * 4 >= self.settings.concurrency) {
+            if part.calls > 0 && !(part.more && part.settled.len() * 2 >= share) {
                 continue;
             }
             let due = self.parts.iter().filter(|part| part.look_at <= now).count().max(1);
             let left: usize = self.parts.iter().map(|part| part.settled.len()).sum();
             let part = &mut self.parts[index];
-            let batch = part.settled.len().min(MAX_BATCH);
+            let most = if part.more && is_working { share.min(MAX_BATCH) } else { MAX_BATCH };
+            let batch = part.settled.len().min(most);
             let settled: Vec<_> = part.settled.drain(..batch).collect();
             // What is not noted yet counts as if it ran, so that it cannot become more and more.
-            let limit = free.saturating_sub(left - batch).min(free.div_ceil(due)).min(MAX_BATCH);
+            let limit = free.saturating_sub(left - batch).min(free.div_ceil(due)).min(most);
             if settled.is_empty() && limit == 0 {
                 continue;
             }

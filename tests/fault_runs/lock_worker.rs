@@ -150,16 +150,18 @@ async fn stay(locks: Locks, mut guarded: MultiplexedConnection, orders: Arc<Orde
             let read: i64 =
                 script.key(KEYS[key]).arg(lease.fence()).arg("").invoke_async(&mut guarded).await.unwrap_or(-1);
             // Some stay for longer than a lease lasts, and live on renewals.
-            let stays = if turn % 64 == 0 { TTL * 3 / 2 } else { Duration::from_millis(turn % 5) };
+            let stays = if turn.is_multiple_of(64) { TTL * 3 / 2 } else { Duration::from_millis(turn % 5) };
             let ends = Instant::now() + stays;
             while check(&lease) && Instant::now() < ends {
                 sleep(Duration::from_millis(1)).await;
             }
-            if orders.block.swap(false, Ordering::Relaxed) {
+            let is_blocked = orders.block.swap(false, Ordering::Relaxed);
+            if is_blocked {
                 // The whole runtime: no timer fires and nothing is renewed.
                 thread::sleep(TTL * 2);
             }
-            if check(&lease) && read >= 0 {
+            // And one that does not look again before it writes: all that is left is the fence.
+            if (check(&lease) || is_blocked) && read >= 0 {
                 let mut write = script.key(KEYS[key]);
                 write.arg(lease.fence()).arg(read + 1);
                 // What counts is what the witness has.
