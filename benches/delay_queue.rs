@@ -28,7 +28,7 @@ use std::time::{Duration, Instant};
 use support::server::{RedisServer, binary};
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
-use tollgate::delay_queue::{Claim, DeadLimits, DelayQueueStore, Ending, Finish, Finished, QueueKey, WorkerId};
+use tollgate::delay_queue::{Claim, DeadLimits, DelayQueueStore, Ending, Finish, Finished, Pushed, QueueKey, WorkerId};
 use tollgate::{DelayQueue, RedisBackend};
 
 const PUSHERS: usize = 256;
@@ -141,7 +141,7 @@ async fn fill(backend: &RedisBackend, jobs: usize) {
             while left > 0 {
                 let count = left.min(1_024);
                 let batch = queue.push_all((0..count).map(|i| queue.push(payload(task + i)))).await;
-                assert!(batch.iter().all(|pushed| pushed.as_ref().is_ok_and(|pushed| pushed.is_new())));
+                assert!(batch.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
                 left -= count;
             }
         });

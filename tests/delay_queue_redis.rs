@@ -10,8 +10,8 @@ use support::server::RedisServer;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::timeout;
 use tollgate::delay_queue::{
-    Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Finish, Finished, QueueError, QueueKey, State,
-    WorkerId,
+    Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Finish, Finished, Pushed, QueueError, QueueKey,
+    State, WorkerId,
 };
 use tollgate::{DelayQueue, RedisBackend, RedisOptions};
 
@@ -55,7 +55,7 @@ async fn a_backlog_that_is_due_at_once_is_delivered_in_short_scripts() {
     // Over already: due when they are pushed, and none before others.
     let due = std::time::UNIX_EPOCH;
     let pushed = queue.push_all((0..JOBS).map(|i| queue.push(i.to_string()).at(due))).await;
-    assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(|pushed| pushed.is_new())));
+    assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
     let (mut seen, mut finishes) = (HashSet::new(), Vec::new());
     let claim = claim(256);
     loop {
@@ -93,7 +93,7 @@ async fn pushes_that_meet_share_calls() {
         pushes.spawn(async move { queue.push(i.to_string()).id(i.to_string()).await });
     }
     let answers = pushes.join_all().await;
-    let new = answers.iter().filter(|answer| answer.as_ref().is_ok_and(|pushed| pushed.is_new())).count();
+    let new = answers.iter().filter(|answer| answer.as_ref().is_ok_and(Pushed::is_new)).count();
     let full = answers.iter().filter(|answer| answer.as_ref().is_err_and(QueueError::is_full)).count();
     assert_eq!((new, full, answers.len() - new - full), (JOBS - 1, 10, 1));
     let calls = scripts(&server).0 - before;

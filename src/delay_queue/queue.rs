@@ -449,3 +449,28 @@ impl<T, C> fmt::Debug for DelayQueue<T, C> {
         f.debug_struct("DelayQueue").field("name", &self.terms.name).finish_non_exhaustive()
     }
 }
+
+#[cfg(all(test, feature = "json"))]
+mod tests {
+    use super::*;
+    use crate::MemoryBackend;
+
+    #[tokio::test(start_paused = true)]
+    async fn a_payload_that_cannot_be_read_goes_to_the_dead() {
+        let backend = MemoryBackend::new();
+        let texts = DelayQueue::<String>::new(backend.clone(), "test");
+        let numbers = DelayQueue::<u32>::new(backend, "test");
+        texts.push("not a number".to_owned()).id("a").await.unwrap();
+        let worker = WorkerId::random().unwrap();
+        let claim = Claim { worker, limit: 1, lease: Duration::from_secs(60), dead: numbers.dead_limits() };
+        let queue = numbers.parts().next().unwrap();
+        let second = Duration::from_secs(1);
+        let claimed = numbers.claim(queue, Vec::new(), claim, second).await.unwrap().jobs.remove(0);
+        let ticket = claimed.ticket();
+        let ending = numbers.open(claimed).unwrap_err();
+        assert!(matches!(ending, Ending::Dead { reason: Reason::Undecodable, .. }), "{ending:?}");
+        numbers.claim(queue, vec![Finish { ticket, ending }], claim, second).await.unwrap();
+        let dead = texts.get("a").await.unwrap().unwrap();
+        assert_eq!((dead.state, texts.decode(&dead).unwrap().as_str()), (State::Dead, "not a number"));
+    }
+}

@@ -41,7 +41,7 @@ pub trait DelayQueueStore {
     ) -> impl Future<Output = Result<Vec<Admission>, StoreError>> + Send;
 
     /// Finishes jobs that were claimed, and then claims others that are due, in one step. With a [limit](Claim::limit) of 0, finishes
-    /// only.
+    /// only: what a worker does that is full or about to end.
     ///
     /// Jobs whose lease has ended are waiting again before others are claimed, or dead if they have no attempt left. An attempt counts
     /// as soon as it is claimed. Finishing may be asked again with the same tickets; what was claimed by a call whose answer was lost
@@ -220,7 +220,8 @@ impl fmt::Display for WorkerId {
 pub struct Claim {
     /// Who asks.
     pub worker: WorkerId,
-    /// How many jobs at the most, up to [`MAX_BATCH`]. There may be fewer although [more](Claimed::more) are due, where they are large.
+    /// How many jobs at the most, up to [`MAX_BATCH`]: as many as the worker has time for. One that gets as many is taken to wait for no
+    /// more until it claims again, and is not [woken](DelayQueueStore::watch); all others are. There may be fewer although [more](Claimed::more) are due, where they are large.
     pub limit: usize,
     /// How long the jobs are the worker's without a word, from [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`].
     pub lease: Duration,
