@@ -104,7 +104,7 @@ impl DelayQueueStore for Reporter {
         for (finish, answer) in finished.iter().zip(&claimed.finished) {
             match (answer, &finish.ending) {
                 (Finished::Done, Ending::Done) => {
-                    say(format_args!("done {} {}", finish.ticket.id, finish.ticket.token))
+                    say(format_args!("done {} {}", finish.ticket.id, finish.ticket.token));
                 }
                 // Somebody else has it, or has done it.
                 (Finished::Lost | Finished::Gone, Ending::Done) => say(format_args!("refused")),

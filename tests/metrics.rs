@@ -9,12 +9,13 @@ use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
+use tollgate::delay_queue::Outcome;
 use tollgate::http::{FingerprintedBody, header};
 use tollgate::rate_limit::{CircuitBreaker, Decision, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
-    AsError, BoxError, IdempotencyLayer, Key, Locks, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer,
-    StoreError,
+    AsError, BoxError, DelayQueue, DelayQueueWorker, IdempotencyLayer, Job, Key, Locks, MemoryBackend, OnStoreError,
+    Policy, Quota, RateLimitLayer, StoreError,
 };
 use tower::{Layer, Service, ServiceExt, service_fn};
 
@@ -26,7 +27,8 @@ fn seen(snapshotter: &Snapshotter) -> BTreeMap<String, u64> {
         let value = match value {
             DebugValue::Counter(count) => count,
             DebugValue::Histogram(values) => values.len() as u64,
-            DebugValue::Gauge(_) => panic!("there are no gauges"),
+            // What goes up and down is at nothing in the end.
+            DebugValue::Gauge(value) => value.0 as u64,
         };
         (format!("{}{{{}}}", key.key().name(), labels.join(",")), value)
     });
@@ -277,4 +279,39 @@ fn a_store_that_fails_is_seen_with_what_was_done_without_it() {
         let expected: Vec<_> = failures.iter().copied().chain(decisions).collect();
         assert_eq!(ask(layer(then), &["alice"; 8]), expect(&expected), "{then:?}");
     }
+}
+
+#[test]
+fn jobs_are_counted_by_what_became_of_them() {
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let queue = DelayQueue::<u32>::new(MemoryBackend::new(), "mail");
+            for payload in 0..4 {
+                queue.push(payload).await.unwrap();
+            }
+            let service = service_fn(async |job: Job<u32>| match (*job, job.attempt()) {
+                (1, 1) => Err(Outcome::retry_after(Duration::from_secs(1))),
+                (2, _) => Err(Outcome::dead("no")),
+                (3, _) => {
+                    tokio::time::sleep(Duration::from_secs(100)).await;
+                    Ok(())
+                }
+                _ => Ok(()),
+            });
+            let worker = DelayQueueWorker::new(queue, service).grace(Duration::ZERO).abort_after(Duration::ZERO);
+            worker.run_until(tokio::time::sleep(Duration::from_secs(10))).await.unwrap();
+        });
+    });
+    let expected = [
+        ("tollgate_job_lateness_seconds{queue=mail}", 5),
+        ("tollgate_job_seconds{queue=mail}", 5),
+        ("tollgate_jobs_total{queue=mail,outcome=dead}", 1),
+        ("tollgate_jobs_total{queue=mail,outcome=done}", 2),
+        ("tollgate_jobs_total{queue=mail,outcome=released}", 1),
+        ("tollgate_jobs_total{queue=mail,outcome=retried}", 1),
+    ];
+    assert_eq!(seen(&snapshotter), expect(&expected));
 }

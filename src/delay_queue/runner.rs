@@ -462,9 +462,10 @@ where
                     let received = Instant::now();
                     let (mut jobs, mut unreadable) = (Vec::with_capacity(claimed.jobs.len()), Vec::new());
                     for claimed in claimed.jobs {
+                        let ticket = claimed.ticket();
                         match open(&queue, claimed) {
                             Ok(opened) => jobs.push(opened),
-                            Err(settled) => unreadable.push(settled),
+                            Err(ending) => unreadable.push(Settled::new(ticket, ending)),
                         }
                     }
                     let (finished, more, next, now) = (claimed.finished, claimed.more, claimed.next, claimed.now);
@@ -618,15 +619,14 @@ impl<T, S, C> Drop for Runner<T, S, C> {
     }
 }
 
-/// Reads the payload of a job.
-fn open<T, C: Codec<T>>(queue: &DelayQueue<T, C>, claimed: ClaimedJob) -> Result<Opened<T>, Settled> {
+/// Reads the payload of a job. If it cannot be read, the error is what becomes of the job.
+fn open<T, C: Codec<T>>(queue: &DelayQueue<T, C>, claimed: ClaimedJob) -> Result<Opened<T>, Ending> {
     let ticket = claimed.ticket();
-    let ending = match catch_unwind(AssertUnwindSafe(|| queue.open(claimed))) {
-        Ok(Ok((job, canceller))) => return Ok(Opened { ticket, job, canceller }),
-        Ok(Err(ending)) => ending,
-        Err(panic) => Ending::Dead { reason: Reason::Undecodable, error: panicked(&*panic) },
-    };
-    Err(Settled::new(ticket, ending))
+    match catch_unwind(AssertUnwindSafe(|| queue.open(claimed))) {
+        Ok(Ok((job, canceller))) => Ok(Opened { ticket, job, canceller }),
+        Ok(Err(ending)) => Err(ending),
+        Err(panic) => Err(Ending::Dead { reason: Reason::Undecodable, error: panicked(&*panic) }),
+    }
 }
 
 /// What a panic has to say.

@@ -11,16 +11,22 @@ use crate::error::BoxError;
 /// Each job is given to an instance that has said to be ready for it, before the job is claimed.
 pub(super) struct Slots<S> {
     // Where instances come from; `None` if there is one and no other.
-    source: Option<(S, fn(&S) -> S)>,
+    source: Option<Source<S>>,
     ready: Vec<S>,
     // The one that is being waited for. Another one must not be asked before it: it may have a place in a line.
     waiting: Option<S>,
     unasked: Vec<S>,
 }
 
+struct Source<S> {
+    service: S,
+    // So that nobody else has to know that it can be cloned.
+    clone: fn(&S) -> S,
+}
+
 impl<S> Slots<S> {
     pub(super) const fn many(service: S, clone: fn(&S) -> S) -> Self {
-        Self { source: Some((service, clone)), ready: Vec::new(), waiting: None, unasked: Vec::new() }
+        Self { source: Some(Source { service, clone }), ready: Vec::new(), waiting: None, unasked: Vec::new() }
     }
 
     pub(super) fn single(service: S) -> Self {
@@ -39,7 +45,7 @@ impl<S> Slots<S> {
     {
         while self.ready.len() < wanted {
             let instance = self.waiting.take().or_else(|| self.unasked.pop());
-            let instance = instance.or_else(|| self.source.as_ref().map(|(service, clone)| clone(service)));
+            let instance = instance.or_else(|| self.source.as_ref().map(|source| (source.clone)(&source.service)));
             // The only one there is has been asked already.
             let Some(mut instance) = instance else { break };
             match catch_unwind(AssertUnwindSafe(|| instance.poll_ready(cx))) {
