@@ -6,14 +6,19 @@
 //! * `push_ceiling_ratio`: these to what `redis-benchmark -P 64 -c 50` gets out of the same server and a script of two commands, INCR and
 //!   PEXPIRE; the median of interleaved rounds
 //! * `bulk_per_s`: jobs a second by `push_all`, from 8 tasks
-//! * `process_per_s`: jobs a second that are claimed and, with the next claim, done, 100 at a time by 4 tasks, where 1,000 to 20,000 jobs wait
-//! * `process_per_s_1e6`: the same where a million wait that are all due in the same millisecond
-//! * `redis_us_per_job`: how long Redis was at the scripts for each of that million, done and claimed, by its own count
+//! * `claim_per_s`: jobs a second that are claimed and, with the next claim, done, 100 at a time by 4 tasks, where 1,000 to 20,000 jobs wait
+//! * `claim_per_s_1e6`: the same where a million wait that are all due in the same millisecond
+//! * `process_per_s`, `process_per_s_1e6`: the same by a `DelayQueueWorker` of 100 jobs at a time
+//! * `late_p50_ms`, `late_p99_ms`, `early`: how late 1,000 jobs come to a service, and how many of them early
+//! * `idle_commands_per_s`: commands that each of 1,000 workers sends while there is nothing to do
+//! * `redis_us_per_job`: how long Redis was at the scripts for each of the jobs of that million that are claimed so, by its own count
 //! * `scripts_above_5ms`: how many scripts took longer than that meanwhile, as SLOWLOG has it
 //! * `bytes_per_job`: the memory of Redis for each of a million that wait, with a payload of 24 bytes
 
 #[path = "../tests/support/mod.rs"]
 mod support;
+#[path = "parts/worker.rs"]
+mod worker;
 
 use std::env;
 use std::path::Path;
@@ -52,10 +57,19 @@ fn main() {
         }
         server.query::<()>("FLUSHALL");
     }
-    let mut few = Vec::new();
+    let (late_p50_ms, late_p99_ms, early) = runtime.block_on(worker::lateness(queue(&backend)));
+    println!("late by {late_p50_ms:.2} ms in the median, 99th percentile {late_p99_ms:.2} ms, {early} early");
+    server.query::<()>("FLUSHALL");
+    let idle_commands_per_s = runtime.block_on(worker::idle_commands(&server, &backend));
+    println!("{idle_commands_per_s:.3} commands a second for an idle worker");
+    server.query::<()>("FLUSHALL");
+    let (mut few, mut few_worked) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
         runtime.block_on(fill(&backend, 20_000, SystemTime::UNIX_EPOCH));
         few.push(process(&runtime, &backend, 19_000).1);
+        server.query::<()>("FLUSHALL");
+        runtime.block_on(fill(&backend, 60_000, SystemTime::UNIX_EPOCH));
+        few_worked.push(runtime.block_on(worker::process(queue(&backend), 59_000)));
         server.query::<()>("FLUSHALL");
     }
     let before = memory(&server);
@@ -66,26 +80,37 @@ fn main() {
     let bytes_per_job = (memory(&server) - before) / MILLION as f64;
     std::thread::sleep(due.duration_since(SystemTime::now()).unwrap_or_default());
     server.query::<()>("CONFIG SET slowlog-log-slower-than 5000");
-    server.query::<()>("CONFIG RESETSTAT");
     server.query::<()>("SLOWLOG RESET");
-    let mut many = Vec::new();
-    let mut left = MILLION;
+    let (mut many, mut many_worked) = (Vec::new(), Vec::new());
+    for _ in 0..ROUNDS {
+        many_worked.push(runtime.block_on(worker::process(queue(&backend), 59_000)));
+    }
+    // All that are left, and none twice.
+    let counts = runtime.block_on(queue(&backend).counts()).expect("the server answers");
+    assert_eq!(counts.running, 0, "a worker that ends leaves nothing running");
+    let all_left = counts.waiting as usize;
+    let mut left = all_left;
+    server.query::<()>("CONFIG RESETSTAT");
     while left > 0 {
         let (done, per_s) = process(&runtime, &backend, left.min(40_000));
         many.push(per_s);
-        // All of them, and none twice.
         left = left.checked_sub(done).expect("no job is done twice");
     }
-    let redis_us_per_job = script_us(&server) / MILLION as f64;
+    let redis_us_per_job = script_us(&server) / all_left as f64;
     let scripts_above_5ms: u64 = server.query("SLOWLOG LEN");
+    // While there were as many as can be.
     let many = many.into_iter().take(ROUNDS).collect();
     println!(
-        "push_per_s={:.0} push_ceiling_ratio={:.2} bulk_per_s={bulk_per_s:.0} process_per_s={:.0} process_per_s_1e6={:.0} \
-         redis_us_per_job={redis_us_per_job:.2} scripts_above_5ms={scripts_above_5ms} bytes_per_job={bytes_per_job:.0}",
+        "push_per_s={:.0} push_ceiling_ratio={:.2} bulk_per_s={bulk_per_s:.0} claim_per_s={:.0} claim_per_s_1e6={:.0} \
+         process_per_s={:.0} process_per_s_1e6={:.0} redis_us_per_job={redis_us_per_job:.2} \
+         scripts_above_5ms={scripts_above_5ms} bytes_per_job={bytes_per_job:.0} late_p50_ms={late_p50_ms:.2} \
+         late_p99_ms={late_p99_ms:.2} early={early} idle_commands_per_s={idle_commands_per_s:.3}",
         median(pushes),
         median(ratios),
         median(few),
-        median(many)
+        median(many),
+        median(few_worked),
+        median(many_worked)
     );
 }
 

@@ -199,6 +199,16 @@ pub enum ConfigError {
         /// The largest there is.
         max: u32,
     },
+    /// Of so few stores more than half are no fewer than all.
+    TooFewStores {
+        /// How many there are.
+        stores: usize,
+        /// How many it takes at least.
+        min: usize,
+    },
+    /// Stores that agree by the majority can lend something to one at a time, and keep no line: a
+    /// [`Redlock`](crate::lock::Redlock) has no fair locks, no locks for readers and no semaphores.
+    NotByQuorum,
     /// A job would be due later than can be counted, or a unique key be held for longer.
     DelayOutOfRange {
         /// The delay that was asked for.
@@ -208,6 +218,11 @@ pub enum ConfigError {
     },
     /// A job that is called nothing cannot be told from others.
     EmptyJobId,
+    /// A schedule cannot be understood.
+    InvalidSchedule {
+        /// What is wrong with it.
+        reason: String,
+    },
     /// Locks hold among fewer than they are meant to.
     ScopeTooSmall {
         /// Among whom they are meant to hold.
@@ -252,10 +267,13 @@ impl fmt::Display for ConfigError {
             Self::PermitsOutOfRange { permits, max } => {
                 write!(f, "a semaphore of {permits} permits is not between 1 and {max}")
             }
+            Self::TooFewStores { stores, min } => write!(f, "{stores} stores are too few: it takes {min}"),
+            Self::NotByQuorum => f.write_str("stores that agree by the majority keep no line and no permits"),
             Self::DelayOutOfRange { delay, max } => {
                 write!(f, "a delay of {} days is longer than {} days", delay.as_secs() / 86_400, max.as_secs() / 86_400)
             }
             Self::EmptyJobId => f.write_str("the id of a job is empty"),
+            Self::InvalidSchedule { reason } => write!(f, "the schedule is not valid: {reason}"),
             Self::ScopeTooSmall { needed, has } => {
                 write!(f, "the locks of this backend hold within {has}, and are meant to hold within {needed}")
             }

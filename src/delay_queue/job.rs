@@ -195,7 +195,6 @@ impl Cancellation {
 pub(super) struct Canceller(watch::Sender<bool>);
 
 impl Canceller {
-    #[allow(dead_code, reason = "for whoever runs jobs")]
     pub(super) fn cancel(&self) {
         self.0.send_replace(true);
     }

@@ -94,6 +94,68 @@
 //! | [`cancel`](DelayQueue::cancel) | removed | its worker is told; not tried again | `Dead` | `Missing` |
 //! | [`reschedule`](DelayQueue::reschedule), [`promote`](DelayQueue::promote), [`replace`](DelayQueue::replace) | done | `Running` | `Dead` | `Missing` |
 //!
+//! # Working
+//!
+//! A [`DelayQueueWorker`] gives jobs to any tower service, from as many processes as there are:
+//!
+//! ```
+//! # #[cfg(feature = "json")] {
+//! use std::time::Duration;
+//! use tollgate::delay_queue::{Backoff, DelayQueueWorker, Outcome};
+//! use tollgate::{AsError, BoxError, DelayQueue, Job, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
+//! use tower::{ServiceBuilder, service_fn};
+//!
+//! async fn send(job: Job<String>) -> Result<(), BoxError> {
+//!     match job.split_once('@') {
+//!         Some(_) => Ok(()),
+//!         None => Err(Outcome::dead("that is no address").into()),
+//!     }
+//! }
+//!
+//! # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), BoxError> {
+//! let backend = MemoryBackend::new();
+//! let queue = DelayQueue::<String>::new(backend.clone(), "mail");
+//! queue.push("alice@example.org".to_owned()).delay(Duration::from_secs(60)).await?;
+//!
+//! let mails = Policy::new("mails", Quota::per_second(100).token_bucket());
+//! let service = ServiceBuilder::new()
+//!     .layer(RateLimitLayer::new(backend.clone(), mails).with_rejection(AsError)) // over the limit is later, and no attempt
+//!     .layer(LockLayer::new(backend).key(|job: &Job<String>| job.as_str()).with_rejection(AsError)) // one at a time for each address
+//!     .concurrency_limit(64) // decides how many jobs are claimed
+//!     .timeout(Duration::from_secs(30)) // a failure, and tried again
+//!     .service(service_fn(send));
+//! let worker = DelayQueueWorker::new(queue.clone(), service)
+//!     .lease(Duration::from_secs(30))
+//!     .max_runtime(Duration::from_secs(600))
+//!     .backoff(Backoff::exponential(Duration::from_secs(1), Duration::from_secs(3_600)).full_jitter());
+//! worker.run_until(tokio::time::sleep(Duration::from_secs(61))).await?;
+//! assert_eq!(queue.counts().await?.waiting, 0);
+//! # Ok(())
+//! # }
+//! # main().unwrap();
+//! # }
+//! ```
+//!
+//! What repeats itself is pushed by `Recurring` (feature `cron`): a cron pattern in a time zone, by any number of processes, and there once.
+//!
+//! Whoever waits for jobs sleeps until the next one is due, by a timer of its own that is set by the store's clock. A job that comes earlier
+//! wakes one worker, by a message on a connection of its own. Messages get lost, so each worker looks every five seconds in any
+//! case, and that is all that an idle one does.
+//!
+//! # Metrics
+//!
+//! With the feature `metrics`, all with the label `queue`:
+//!
+//! | | |
+//! | --- | --- |
+//! | `tollgate_jobs_total` | attempts that are over, by `outcome`: `done`, `retried`, `snoozed`, `dead`, `cancelled`, `released`, `lease_lost` |
+//! | `tollgate_job_lateness_seconds` | a histogram: how long after it was due a job was claimed |
+//! | `tollgate_job_seconds` | a histogram: how long attempts ran |
+//! | `tollgate_jobs_running` | jobs that run in this process |
+//! | `tollgate_job_store_errors_total` | calls of workers that the store has failed |
+//!
+//! How many wait, and since when the oldest is due, is what [`DelayQueue::counts`] says.
+//!
 //! # Payloads
 //!
 //! JSON by serde with the feature `json`, or whatever a [`Codec`] says. The store does not look into them. One that cannot be read by the
@@ -120,25 +182,43 @@
 //!
 //! Dropping the future of a push may or may not have pushed. Push it again with the same id: it is there once.
 
+mod backoff;
 mod codec;
 mod error;
 mod id;
 mod job;
+mod outcome;
 mod push;
 mod queue;
 mod record;
+#[cfg(feature = "cron")]
+mod schedule;
 mod store;
 
-mod erased;
+mod events;
+mod worker;
 
+mod erased;
+mod meters;
+mod runner;
+mod running;
+mod slots;
+mod trace;
+
+pub use self::backoff::Backoff;
 pub use self::codec::{Codec, Json};
 pub use self::error::QueueError;
+pub use self::events::{Event, Events};
 pub use self::id::JobId;
 pub use self::job::{Cancellation, Extensions, Job};
+pub use self::outcome::Outcome;
 pub use self::push::{PreparedPush, Push, Pushed};
 pub use self::queue::DelayQueue;
 pub use self::record::{Due, Headers, NewJob, Note, Priority, Reason, StoredJob, Unique, UniqueFor};
+#[cfg(feature = "cron")]
+pub use self::schedule::{Recurring, Schedule};
 pub use self::store::{
     Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Extended,
     Finish, Finished, MAX_BATCH, MAX_NOTE, QueueKey, State, Ticket, WorkerId,
 };
+pub use self::worker::{DelayQueueWorker, WorkerError};

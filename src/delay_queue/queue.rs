@@ -391,7 +391,6 @@ impl<T, C> DelayQueue<T, C> {
 }
 
 /// What a worker needs.
-#[allow(dead_code, reason = "for whoever runs jobs")]
 impl<T, C> DelayQueue<T, C> {
     /// How many dead jobs are kept.
     pub(super) const fn dead_limits(&self) -> DeadLimits {

@@ -20,7 +20,7 @@ use super::locks::{Replication, Terms};
 use super::meters::{Outcome, Way};
 use super::nested;
 use super::shared::Shared;
-use super::store::{Acquired, Claim, Line, LockKey, Replicas, Token};
+use super::store::{Acquired, Claim, Line, LockKey, Replicas, Scope, Token};
 use crate::circuit::Circuit;
 use crate::error::{ConfigError, StoreError};
 
@@ -89,6 +89,9 @@ async fn take(home: &Arc<Shared>, lock: LockKey, terms: Terms, begun: Instant) -
 
 fn may_ask(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<(), LockError> {
     check(terms)?;
+    if home.store.scope() == Scope::Quorum && (terms.is_fair || terms.is_shared || terms.permits > 1) {
+        return Err(ConfigError::NotByQuorum.into());
+    }
     if home.is_closed() {
         return Err(Closed.into());
     }
@@ -150,7 +153,13 @@ async fn contend(home: &Arc<Shared>, mut asked: Asked, terms: Terms, give_up: In
     let mut is_second = false;
     // When a message came that the lock was given back, and nothing else since.
     let mut told = None;
+    let mut is_again = false;
     loop {
+        // A majority that says no gives back what the others have granted, and one of them may do so late: by then the token has to mean
+        // nothing any more.
+        if std::mem::replace(&mut is_again, true) && home.store.scope() == Scope::Quorum {
+            asked.iter_mut().try_for_each(|(attempts, _)| attempts.begin_again())?;
+        }
         let answers;
         (answers, asked) = Attempt::new(home, asked, terms.deadline).await;
         let answer = answers.map(|answers| {
@@ -304,7 +313,21 @@ impl Attempts {
 
 impl Drop for Attempts {
     fn drop(&mut self) {
-        if let Some(sent) = self.sent {
+        self.undo();
+    }
+}
+
+impl Attempts {
+    /// Goes on as somebody else who has not asked for anything yet.
+    fn begin_again(&mut self) -> Result<(), StoreError> {
+        self.undo();
+        self.claim.token = Token::random()?;
+        self.is_ambiguous = false;
+        Ok(())
+    }
+
+    fn undo(&mut self) {
+        if let Some(sent) = self.sent.take() {
             let until = after(sent, self.claim.ttl.max(Claim::PLACE));
             let (limit, is_ambiguous) = (self.terms.deadline, self.is_ambiguous);
             if let Some(errand) = Errand::undo(&self.home, self.lock, &self.claim, until, limit, is_ambiguous) {

@@ -19,7 +19,8 @@
 //! * A failover to a replica forgets what was not replicated, and so may grant a lock that is held; [`Locks::replication`] makes that less likely. The fences stay in order as long as
 //!   the clock of the new primary is not more than ten minutes behind.
 //!
-//! If what you need is consensus, use etcd or ZooKeeper, and fence all the same.
+//! [`Redlock`] goes on while some of several independent servers are down, with promises of its own. If what you need is consensus, use
+//! etcd or ZooKeeper, and fence all the same.
 //!
 //! # Examples
 //!
@@ -189,6 +190,7 @@ mod hold;
 mod lease;
 mod locks;
 mod multi;
+mod redlock;
 mod rw;
 mod segmented;
 mod semaphore;
@@ -216,6 +218,7 @@ pub use self::layer::{Attached, Detached, LockLayer, OnLoss, OnMissingKey, OnSto
 pub use self::lease::{Lease, LeaseState, LeaseView, Release};
 pub use self::locks::{LockRequest, Locks, Replication};
 pub use self::multi::{Leases, MultiRequest};
+pub use self::redlock::Redlock;
 pub use self::rejection::{MissingKey, Occupy, Rejection};
 pub use self::rw::RwLocks;
 pub use self::segmented::{Segment, SegmentRequest, Segmented};

@@ -1,12 +1,15 @@
 use std::any::Any;
 use std::cell::RefCell;
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, poll_fn};
 use std::hash::{Hash, Hasher};
 use std::sync::Arc;
+use std::task::Poll;
 use std::time::Duration;
 
+use smallvec::{SmallVec, smallvec};
 use tokio::sync::watch;
+use tokio::time::sleep;
 
 use crate::error::StoreError;
 use crate::key::Key;
@@ -317,6 +320,8 @@ pub enum Scope {
     Process,
     /// All processes that use the same Redis primary.
     Redis,
+    /// All processes that use the same independent stores, of which more than half agree: see [`Redlock`](super::Redlock).
+    Quorum,
 }
 
 impl fmt::Display for Scope {
@@ -324,44 +329,82 @@ impl fmt::Display for Scope {
         f.write_str(match self {
             Self::Process => "one process",
             Self::Redis => "all processes on one Redis",
+            Self::Quorum => "all processes on the same stores",
         })
     }
 }
 
 /// Tells somebody who waits when to look again: see [`LockStore::watch`].
 pub struct Wakeups {
-    changes: Option<watch::Receiver<()>>,
-    // What ends the subscription when it is dropped. After the receiver, so that it is not counted any more.
-    _keep: Option<Arc<dyn Any + Send + Sync>>,
+    changes: SmallVec<[watch::Receiver<()>; 1]>,
+    // What ends the subscriptions when it is dropped. After the receivers, so that they are not counted any more.
+    keep: SmallVec<[Arc<dyn Any + Send + Sync>; 1]>,
 }
+
+/// How long somebody who is told by one of several waits for what the others have to say, at the most.
+const LONGEST_LULL_US: u32 = 4_000;
 
 impl Wakeups {
     /// A wake-up for each time that something is sent. `keep` is dropped with the last of them.
     #[must_use]
     pub fn new(changes: watch::Receiver<()>, keep: Arc<dyn Any + Send + Sync>) -> Self {
-        Self { changes: Some(changes), _keep: Some(keep) }
+        Self { changes: smallvec![changes], keep: smallvec![keep] }
     }
 
     /// No wake-ups: whoever waits has to look now and then.
     #[must_use]
     pub const fn none() -> Self {
-        Self { changes: None, _keep: None }
+        Self { changes: SmallVec::new_const(), keep: SmallVec::new_const() }
+    }
+
+    /// All wake-ups of several: those that come shortly after each other are one, and somebody else's come at another moment.
+    #[must_use]
+    pub fn any(several: impl IntoIterator<Item = Self>) -> Self {
+        let mut all = Self::none();
+        for Self { changes, keep } in several {
+            all.changes.extend(changes);
+            all.keep.extend(keep);
+        }
+        all
     }
 
     /// Waits until there is a reason to look again that came up since the last time.
     pub async fn next(&mut self) {
-        if let Some(changes) = &mut self.changes {
-            if changes.changed().await.is_ok() {
-                return;
-            }
-            self.changes = None;
+        loop {
+            let gone = match &mut *self.changes {
+                [] => std::future::pending().await,
+                [one] => match one.changed().await {
+                    Ok(()) => return,
+                    Err(_) => 0,
+                },
+                several => {
+                    let mut changes: Vec<_> = several.iter_mut().map(|changes| Box::pin(changes.changed())).collect();
+                    let (at, is_told) = poll_fn(|cx| {
+                        let polls = changes.iter_mut().map(|changed| changed.as_mut().poll(cx));
+                        let told = polls.enumerate().find_map(|(at, poll)| match poll {
+                            Poll::Ready(outcome) => Some((at, outcome.is_ok())),
+                            Poll::Pending => None,
+                        });
+                        told.map_or(Poll::Pending, Poll::Ready)
+                    })
+                    .await;
+                    if is_told {
+                        break;
+                    }
+                    at
+                }
+            };
+            // It has nothing to say any more.
+            self.changes.remove(gone);
         }
-        std::future::pending::<()>().await;
+        let share = getrandom::u32().unwrap_or_default();
+        sleep(Duration::from_micros(u64::from(share % LONGEST_LULL_US))).await;
+        self.changes.iter_mut().for_each(watch::Receiver::mark_unchanged);
     }
 }
 
 impl fmt::Debug for Wakeups {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Wakeups").field("is_told", &self.changes.is_some()).finish()
+        f.debug_struct("Wakeups").field("is_told", &!self.changes.is_empty()).finish()
     }
 }

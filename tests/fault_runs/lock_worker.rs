@@ -155,11 +155,13 @@ async fn stay(locks: Locks, mut guarded: MultiplexedConnection, orders: Arc<Orde
             while check(&lease) && Instant::now() < ends {
                 sleep(Duration::from_millis(1)).await;
             }
-            if orders.block.swap(false, Ordering::Relaxed) {
+            let is_blocked = orders.block.swap(false, Ordering::Relaxed);
+            if is_blocked {
                 // The whole runtime: no timer fires and nothing is renewed.
                 thread::sleep(TTL * 2);
             }
-            if check(&lease) && read >= 0 {
+            // And one that does not look again before it writes: all that is left is the fence.
+            if (check(&lease) || is_blocked) && read >= 0 {
                 let mut write = script.key(KEYS[key]);
                 write.arg(lease.fence()).arg(read + 1);
                 // What counts is what the witness has.

@@ -1,10 +1,13 @@
 //! Every fault on every deployment, under a steady load of rate-limit decisions: what fails, for how long, what is admitted in
-//! excess, and what is left behind. And faults for processes that hold locks: whether two ever believe to hold one.
+//! excess, and what is left behind. Faults for processes that hold locks: whether two ever believe to hold one. And
+//! the same requests again and again, to servers that are killed and stopped, on a Redis that is too: what is done twice, and what
+//! is answered to whom.
 //!
 //! ```sh
-//! scripts/faults            # all faults, twice each, those of locks once; at most ten minutes
+//! scripts/faults            # all faults, twice each, the others once; about a quarter of an hour
 //! scripts/faults --short    # the most telling ones, once each; two minutes
 //! scripts/faults flushed    # those whose name contains the word
+//! scripts/faults operations # the same requests again and again
 //! scripts/faults locks      # those of locks; `limits` for those of rate limits; both with `--short`
 //! ```
 //!
@@ -20,6 +23,7 @@ mod load;
 mod lock_catalogue;
 mod lock_run;
 mod lock_worker;
+mod operations;
 mod processor;
 mod run;
 #[path = "../support/mod.rs"]
@@ -40,6 +44,10 @@ use run::{Row, run};
 static PANICS: AtomicU64 = AtomicU64::new(0);
 
 fn main() -> ExitCode {
+    if let Ok(told) = env::var(operations::WORKER) {
+        operations::serve(&told);
+        return ExitCode::SUCCESS;
+    }
     if lock_worker::work_if_asked() {
         return ExitCode::SUCCESS;
     }
@@ -92,8 +100,16 @@ fn main() -> ExitCode {
         lock_rows.push(row);
     }
 
+    let operations = is_wanted("operations", "operations", true).then(|| {
+        let report = operations::run(if short { &operations::SHORT } else { &operations::FULL });
+        println!("\n{}\n{report}", operations::HEAD);
+        report.complaints().iter().for_each(|complaint| eprintln!("  operations: {complaint}"));
+        report
+    });
+
     let failed = rows.iter().filter(|row| !row.complaints().is_empty()).count()
-        + lock_rows.iter().filter(|row| !row.complaints().is_empty()).count();
+        + lock_rows.iter().filter(|row| !row.complaints().is_empty()).count()
+        + operations.iter().filter(|report| !report.complaints().is_empty()).count();
     let worst = rows.iter().map(|row| row.recovery.as_millis()).max().unwrap_or_default();
     let over: u64 = rows.iter().map(|row| row.over_admitted).sum();
     let leaked: u64 = rows.iter().map(|row| row.leaked).chain(lock_rows.iter().map(|row| row.left)).sum();
@@ -102,7 +118,7 @@ fn main() -> ExitCode {
     let wait = rows.iter().map(|row| row.longest_wait).max().unwrap_or_default();
     let took = begun.elapsed().as_secs_f64();
     println!("\n{took:.0} s, {rounds} round(s), the longest wait for a processor {} ms", wait.as_millis());
-    let faults = rows.len() + lock_rows.len();
+    let faults = rows.len() + lock_rows.len() + usize::from(operations.is_some());
     println!(
         "faults={faults} failed={failed} worst_recovery_ms={worst} over_admitted={over} leaked={leaked} overlaps={overlaps} \
          worst_lock_recovery_ms={lock_recovery}"

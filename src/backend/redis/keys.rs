@@ -78,11 +78,6 @@ impl Keys {
         self.lock(lock, "free")
     }
 
-    /// `<prefix>:2:{lock:<namespace>:<subject>}:line`, and `...:places` beside it.
-    pub(super) fn line(&self, lock: &LockKey) -> [String; 2] {
-        [self.lock(lock, "line"), self.lock(lock, "places")]
-    }
-
     /// `<prefix>:2:{delay_queue:<name>}:<part>`, and `...{delay_queue:<name>#<number>}:<part>` for each part of a queue behind the first.
     pub(super) fn delay_queue(&self, queue: &QueueKey) -> QueueKeys {
         let tag = match queue.part() {
@@ -103,6 +98,11 @@ impl Keys {
             idle: key("idle"),
             wake: key("wake:"),
         }
+    }
+
+    /// `<prefix>:2:{lock:<namespace>:<subject>}:line`, and `...:places` beside it.
+    pub(super) fn line(&self, lock: &LockKey) -> [String; 2] {
+        [self.lock(lock, "line"), self.lock(lock, "places")]
     }
 
     /// `<prefix>:2:{lock:<namespace>:<subject>}:names`.

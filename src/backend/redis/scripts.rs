@@ -333,10 +333,6 @@ impl Scripts {
     }
 }
 
-fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
-    (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, claim.permits)
-}
-
 impl Scripts {
     /// Jobs of one priority, at most 256: see the header of `delay_queue_push.lua`.
     pub(super) async fn delay_queue_push(
@@ -426,6 +422,10 @@ const fn publish(servers: &Servers) -> &'static str {
 
 /// How long the keys of a queue outlive the last time at which something in them is due.
 pub(super) const KEEP_JOBS_MS: u64 = 180 * 86_400 * 1_000;
+
+fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
+    (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, claim.permits)
+}
 
 /// How many leases one call of `lock_renew` takes, as the script has it.
 pub(super) const MAX_RENEWALS: usize = 128;

@@ -105,7 +105,8 @@ enum Outcome {
     Answered { status: StatusCode, keeps: bool, answer: Arc<[u8]>, is_kept: bool },
 }
 
-/// Keeps what a handler has come to, if it has not taken too long. The answer is there once the record has it, or in parts, the last of which comes then.
+/// Keeps what a handler has come to, if it has not taken too long. The answer is there once the record has it, or in parts, the last of
+/// which comes then.
 pub(super) async fn keep<R, E>(
     course: Course,
     served: Option<Result<Response<R>, E>>,

@@ -1,0 +1,104 @@
+//! What a `DelayQueueWorker` makes of jobs: how many a second, how late, and what it costs when there are none.
+
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant, SystemTime};
+
+use tokio::sync::{Notify, oneshot};
+use tokio::task::JoinSet;
+use tollgate::delay_queue::{DelayQueueWorker, Job};
+use tollgate::{BoxError, DelayQueue, RedisBackend};
+use tower::service_fn;
+
+use super::support::server::RedisServer;
+
+const CONCURRENCY: usize = 100;
+const IDLE_WORKERS: usize = 1_000;
+
+/// Jobs a second that a worker has run and the store has noted as done, `CONCURRENCY` at a time, until there were so many.
+pub async fn process(queue: DelayQueue<String>, jobs: usize) -> f64 {
+    let before = queue.counts().await.expect("the server answers").waiting as usize;
+    let (done, enough) = (Arc::new(AtomicUsize::new(0)), Arc::new(Notify::new()));
+    let (counted, tell) = (Arc::clone(&done), Arc::clone(&enough));
+    let service = service_fn(move |job: Job<String>| {
+        assert!(job.starts_with("payload"));
+        if counted.fetch_add(1, Ordering::Relaxed) + 1 == jobs {
+            tell.notify_one();
+        }
+        std::future::ready(Ok::<_, BoxError>(()))
+    });
+    let begun = Instant::now();
+    let worker = DelayQueueWorker::new(queue.clone(), service).concurrency(CONCURRENCY);
+    worker.run_until(enough.notified()).await.expect("the worker works");
+    let took = begun.elapsed();
+    // What the last of them came to is noted before the worker ends, so this is with the acknowledgement of all.
+    let counts = queue.counts().await.expect("the server answers");
+    assert_eq!(counts.running, 0);
+    assert_eq!(before - counts.waiting as usize, done.load(Ordering::Relaxed));
+    done.load(Ordering::Relaxed) as f64 / took.as_secs_f64()
+}
+
+/// How late 1,000 jobs are that are due at any time within ten seconds: the median and the 99th percentile in ms, and how many are early.
+pub async fn lateness(queue: DelayQueue<String>) -> (f64, f64, usize) {
+    const JOBS: u64 = 1_000;
+    let late = Arc::new(Mutex::new(Vec::new()));
+    let (noted, enough) = (Arc::clone(&late), Arc::new(Notify::new()));
+    let tell = Arc::clone(&enough);
+    let service = service_fn(move |job: Job<String>| {
+        let late = match SystemTime::now().duration_since(job.due_at()) {
+            Ok(late) => late.as_secs_f64() * 1e3,
+            Err(early) => -early.duration().as_secs_f64() * 1e3,
+        };
+        let mut noted = noted.lock().expect("nobody panics");
+        noted.push(late);
+        if noted.len() == JOBS as usize {
+            tell.notify_one();
+        }
+        std::future::ready(Ok::<_, BoxError>(()))
+    });
+    for job in 0..JOBS {
+        // Spread without a pattern: 7,919 is prime.
+        let delay = Duration::from_millis(2_000 + job * 7_919 % 10_000);
+        queue.push("late".to_owned()).delay(delay).await.expect("the job is kept");
+    }
+    DelayQueueWorker::new(queue, service).run_until(enough.notified()).await.expect("the worker works");
+    let mut late = late.lock().expect("nobody panics").clone();
+    late.sort_by(f64::total_cmp);
+    let early = late.iter().filter(|late| **late < 0.0).count();
+    (late[late.len() / 2], late[late.len() * 99 / 100], early)
+}
+
+/// How many commands a second each of 1,000 workers sends that have nothing to do, in one process.
+pub async fn idle_commands(server: &RedisServer, backend: &RedisBackend) -> f64 {
+    let queue = DelayQueue::<String>::new(backend.clone(), "idle").deadline(Duration::from_secs(10));
+    let mut workers = JoinSet::new();
+    let mut stops = Vec::new();
+    for _ in 0..IDLE_WORKERS {
+        let (stop, stopped) = oneshot::channel::<()>();
+        stops.push(stop);
+        let service = service_fn(|_: Job<String>| std::future::ready(Ok::<_, BoxError>(())));
+        workers.spawn(DelayQueueWorker::new(queue.clone(), service).run_until(async {
+            let _ = stopped.await;
+        }));
+    }
+    // Until all of them listen.
+    tokio::time::sleep(Duration::from_secs(3)).await;
+    let (before, begun) = (commands(server), Instant::now());
+    tokio::time::sleep(Duration::from_secs(6)).await;
+    let per_second = (commands(server) - before) as f64 / begun.elapsed().as_secs_f64();
+    drop(stops);
+    while let Some(worker) = workers.join_next().await {
+        worker.expect("no worker panics").expect("the worker works");
+    }
+    per_second / IDLE_WORKERS as f64
+}
+
+/// The commands that clients have sent, but for those of this harness.
+fn commands(server: &RedisServer) -> u64 {
+    let stats = server.text("INFO commandstats");
+    let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
+    let is_ours = |line: &&str| {
+        line.starts_with("cmdstat_eval") || line.starts_with("cmdstat_subscribe") || line.starts_with("cmdstat_ping")
+    };
+    stats.lines().filter(is_ours).filter_map(calls).sum()
+}

@@ -1,0 +1,115 @@
+//! Mails that are sent later: a producer, and two workers that share a queue.
+//!
+//! ```text
+//! cargo run --release --example delay_queue     the queue is kept in memory
+//! TOLLGATE_STORE=redis://127.0.0.1/             in Redis: start it twice, and both work on one queue
+//! ```
+//!
+//! You will see that no mail goes out early, one that fails is tried again, one with a bad address ends among the dead, and one that was
+//! cancelled is not sent. It ends by itself; Ctrl-C ends it earlier, when what runs is done.
+
+use std::env;
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::{Duration, SystemTime};
+
+use tokio::sync::watch;
+use tollgate::BoxError;
+use tollgate::delay_queue::{Backoff, DelayQueue, DelayQueueWorker, Job, Outcome};
+use tower::{ServiceBuilder, service_fn};
+
+const MAILS: u32 = 40;
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    match run().await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
+            eprintln!("The queue cannot be used: {error}{cause}.");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+/// What came of all mails.
+#[derive(Default)]
+struct Tally {
+    sent: AtomicU32,
+    early: AtomicU32,
+    retried: AtomicU32,
+}
+
+async fn send(job: Job<String>, tally: Arc<Tally>) -> Result<(), BoxError> {
+    if SystemTime::now() + Duration::from_millis(1) < job.due_at() {
+        tally.early.fetch_add(1, Ordering::Relaxed);
+    }
+    if !job.contains('@') {
+        return Err(Outcome::dead("that is no address").into());
+    }
+    // Every tenth mail meets a server that is busy, the first time.
+    if job.ends_with("0@example.org") && job.attempt() == 1 {
+        tally.retried.fetch_add(1, Ordering::Relaxed);
+        return Err("the mail server is busy".into());
+    }
+    tokio::time::sleep(Duration::from_millis(5)).await;
+    tally.sent.fetch_add(1, Ordering::Relaxed);
+    Ok(())
+}
+
+async fn run() -> Result<(), BoxError> {
+    let store = env::var("TOLLGATE_STORE").unwrap_or_else(|_| "memory:".into());
+    let queue =
+        DelayQueue::<String>::new(tollgate::connect(&store).await?, "example:mail").deadline(Duration::from_secs(2));
+
+    let tally = Arc::new(Tally::default());
+    let (stop, stopped) = watch::channel(false);
+    let workers: Vec<_> = (0..2)
+        .map(|_| {
+            let (tally, mut stopped) = (Arc::clone(&tally), stopped.clone());
+            let service = ServiceBuilder::new()
+                .concurrency_limit(8)
+                .timeout(Duration::from_secs(10))
+                .service(service_fn(move |job| send(job, Arc::clone(&tally))));
+            let worker = DelayQueueWorker::new(queue.clone(), service)
+                .lease(Duration::from_secs(5))
+                .backoff(Backoff::fixed(Duration::from_millis(200)));
+            tokio::spawn(worker.run_until(async move {
+                // It ends as well if nobody can tell it any more.
+                let _ = stopped.wait_for(|stopped| *stopped).await;
+            }))
+        })
+        .collect();
+
+    for mail in 0..MAILS {
+        let delay = Duration::from_millis(u64::from(mail) * 20);
+        queue.push(format!("{mail}@example.org")).delay(delay).await?;
+    }
+    queue.push("nobody".to_owned()).id("bad").await?;
+    queue.push("unwanted@example.org".to_owned()).id("unwanted").delay(Duration::from_secs(60)).await?;
+    println!("cancelled: {:?}", queue.cancel("unwanted").await?);
+
+    let all_sent = async {
+        while tally.sent.load(Ordering::Relaxed) < MAILS {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::select! {
+        () = all_sent => {}
+        _ = tokio::signal::ctrl_c() => println!("stopping"),
+    }
+    stop.send_replace(true);
+    for worker in workers {
+        worker.await??;
+    }
+
+    let [sent, early, retried] = [&tally.sent, &tally.early, &tally.retried].map(|count| count.load(Ordering::Relaxed));
+    println!("sent: {sent}, tried again: {retried}, early: {early}");
+    let dead = queue.dead(0, 10).await?;
+    for job in &dead {
+        println!("dead: {}, {}", job.id, job.note.as_ref().map_or("", |note| &note.error));
+    }
+    queue.forget(dead.len(), |_| true).await?;
+    Ok(())
+}

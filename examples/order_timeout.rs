@@ -1,0 +1,119 @@
+//! Orders that are not paid in time are cancelled; paying one cancels that.
+//!
+//! ```text
+//! cargo run --release --example order_timeout     the queue is kept in memory
+//! TOLLGATE_STORE=redis://127.0.0.1/               in Redis
+//! ```
+//!
+//! You will see that each order is either paid or cancelled, and none both, also those that are paid in the last moment.
+
+use std::collections::HashMap;
+use std::env;
+use std::process::ExitCode;
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::Duration;
+
+use tokio::time::sleep;
+use tollgate::BoxError;
+use tollgate::delay_queue::{DelayQueue, DelayQueueWorker, Job};
+use tower::service_fn;
+
+const ORDERS: u32 = 60;
+const TIME_TO_PAY: Duration = Duration::from_millis(300);
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Order {
+    Open,
+    Paid,
+    Cancelled,
+}
+
+/// Stands for a database, which changes an order only if it is still open.
+#[derive(Clone, Default)]
+struct Orders(Arc<Mutex<HashMap<u32, Order>>>);
+
+impl Orders {
+    fn insert(&self, id: u32) {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).insert(id, Order::Open);
+    }
+
+    /// `UPDATE orders SET state = $1 WHERE id = $2 AND state = 'open'`
+    fn close(&self, id: u32, state: Order) -> bool {
+        let mut orders = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        let order = orders.get_mut(&id).filter(|order| **order == Order::Open);
+        order.map(|order| *order = state).is_some()
+    }
+
+    fn count(&self, state: Order) -> usize {
+        self.0.lock().unwrap_or_else(PoisonError::into_inner).values().filter(|order| **order == state).count()
+    }
+}
+
+#[tokio::main]
+async fn main() -> ExitCode {
+    match run().await {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
+            eprintln!("The queue cannot be used: {error}{cause}.");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+async fn run() -> Result<(), BoxError> {
+    let store = env::var("TOLLGATE_STORE").unwrap_or_else(|_| "memory:".into());
+    let queue =
+        DelayQueue::<u32>::new(tollgate::connect(&store).await?, "example:unpaid").deadline(Duration::from_secs(2));
+    let orders = Orders::default();
+
+    let database = orders.clone();
+    let cancel = service_fn(move |job: Job<u32>| {
+        // At least once, so that the second time changes nothing.
+        database.close(*job, Order::Cancelled);
+        std::future::ready(Ok::<_, BoxError>(()))
+    });
+    let worker = DelayQueueWorker::new(queue.clone(), cancel);
+
+    let shop = async {
+        for order in 0..ORDERS {
+            orders.insert(order);
+            queue.push(order).id(format!("order:{order}")).delay(TIME_TO_PAY).await?;
+            sleep(Duration::from_millis(5)).await;
+        }
+        Ok::<_, BoxError>(())
+    };
+    let customers = async {
+        // Every second order is paid, some of them when it is almost, or just, too late.
+        for order in (0..ORDERS).step_by(2) {
+            sleep(Duration::from_millis(10 + u64::from(order) / 10)).await;
+            if orders.close(order, Order::Paid) {
+                queue.cancel(format!("order:{order}")).await?;
+            }
+        }
+        Ok::<_, BoxError>(())
+    };
+    let all = async {
+        tokio::try_join!(shop, customers)?;
+        sleep(TIME_TO_PAY * 2).await;
+        Ok::<_, BoxError>(())
+    };
+    let (end, ended) = tokio::sync::oneshot::channel();
+    let (worked, done) = tokio::join!(
+        worker.run_until(async {
+            let _ = ended.await;
+        }),
+        async {
+            let done = all.await;
+            let _ = end.send(());
+            done
+        }
+    );
+    worked?;
+    done?;
+
+    let [open, paid, cancelled] = [Order::Open, Order::Paid, Order::Cancelled].map(|state| orders.count(state));
+    println!("orders: {ORDERS}, paid: {paid}, cancelled: {cancelled}, open: {open}");
+    println!("jobs left: {}", queue.counts().await?.waiting);
+    Ok(())
+}

@@ -1,0 +1,118 @@
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::broadcast::error::RecvError;
+use tokio::sync::broadcast::{Receiver, Sender};
+
+use super::id::JobId;
+use super::record::Reason;
+use crate::error::StoreError;
+
+/// How many events wait for whoever listens, before the oldest are missed.
+const WAITING: usize = 1_024;
+
+/// What a worker tells. What becomes of a job is told when the store has noted it.
+#[derive(Clone, Debug)]
+#[non_exhaustive]
+pub enum Event {
+    /// An attempt begins.
+    Started {
+        /// Which job.
+        id: JobId,
+        /// Which attempt this is, from 1.
+        attempt: u16,
+        /// How long after it was due it was claimed.
+        late: Duration,
+    },
+    /// The job is done.
+    Done {
+        /// Which job.
+        id: JobId,
+    },
+    /// The attempt has failed, and there will be another one.
+    Retried {
+        /// Which job.
+        id: JobId,
+        /// After how long.
+        delay: Duration,
+        /// Why it has failed.
+        error: Arc<str>,
+    },
+    /// The job waits, and the attempt does not count.
+    Snoozed {
+        /// Which job.
+        id: JobId,
+        /// For how long.
+        delay: Duration,
+    },
+    /// The job will not be tried again.
+    Dead {
+        /// Which job.
+        id: JobId,
+        /// What kind of end this is.
+        reason: Reason,
+        /// Why.
+        error: Arc<str>,
+    },
+    /// The service has said that the job is not to be done any more, or somebody has cancelled it.
+    Cancelled {
+        /// Which job.
+        id: JobId,
+    },
+    /// The job waits as before, since the worker ends.
+    Released {
+        /// Which job.
+        id: JobId,
+    },
+    /// Somebody else has the job, or will have it, since its lease could not be extended in time.
+    LeaseLost {
+        /// Which job.
+        id: JobId,
+    },
+    /// The store begins to fail. It is asked again until it works.
+    StoreFailed {
+        /// How.
+        error: StoreError,
+    },
+    /// The store works again.
+    StoreWorks,
+    /// So many events were not picked up in time.
+    Missed(u64),
+}
+
+/// What a worker [tells](super::DelayQueueWorker::events). The oldest are missed when 1,024 wait.
+#[derive(Debug)]
+pub struct Events(Receiver<Event>);
+
+impl Events {
+    /// Waits for the next event; `None` when the worker has ended.
+    pub async fn next(&mut self) -> Option<Event> {
+        match self.0.recv().await {
+            Ok(event) => Some(event),
+            Err(RecvError::Lagged(missed)) => Some(Event::Missed(missed)),
+            Err(RecvError::Closed) => None,
+        }
+    }
+}
+
+/// Where a worker tells what happens.
+#[derive(Debug)]
+pub(super) struct Teller(Sender<Event>);
+
+impl Teller {
+    pub(super) fn new() -> Self {
+        Self(Sender::new(WAITING))
+    }
+
+    pub(super) fn listen(&self) -> Events {
+        Events(self.0.subscribe())
+    }
+
+    /// Tells it to those who listen, if anybody does.
+    pub(super) fn tell(&self, event: impl FnOnce() -> Event) {
+        if self.0.receiver_count() > 0 {
+            // Whoever listened may have left meanwhile.
+            let _ = self.0.send(event());
+        }
+    }
+}

@@ -1,0 +1,104 @@
+//! Counters and histograms of the `metrics` facade; nothing without the feature `metrics`.
+//!
+//! Their label is the queue, never a job.
+
+/// What came of an attempt.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Result {
+    Done,
+    Retried,
+    Snoozed,
+    Dead,
+    Cancelled,
+    Released,
+    LeaseLost,
+}
+
+#[cfg(feature = "metrics")]
+impl Result {
+    const ALL: [(Self, &'static str); 7] = [
+        (Self::Done, "done"),
+        (Self::Retried, "retried"),
+        (Self::Snoozed, "snoozed"),
+        (Self::Dead, "dead"),
+        (Self::Cancelled, "cancelled"),
+        (Self::Released, "released"),
+        (Self::LeaseLost, "lease_lost"),
+    ];
+}
+
+pub(super) use self::imp::Meters;
+
+#[cfg(feature = "metrics")]
+mod imp {
+    use std::time::Duration;
+
+    use metrics::{Counter, Gauge, Histogram, Label, SharedString, counter, gauge, histogram};
+
+    use super::Result;
+
+    /// The handles of one queue, registered with the recorder that is installed when the worker starts.
+    pub(in crate::delay_queue) struct Meters {
+        results: [Counter; Result::ALL.len()],
+        late: Histogram,
+        took: Histogram,
+        running: Gauge,
+        store_errors: Counter,
+    }
+
+    impl Meters {
+        pub(in crate::delay_queue) fn new(queue: &str) -> Self {
+            let name = SharedString::from(queue.to_owned());
+            let queue = || Label::new("queue", name.clone());
+            let result = |value| vec![queue(), Label::from_static_parts("outcome", value)];
+            Self {
+                results: Result::ALL.map(|(_, name)| counter!("tollgate_jobs_total", result(name))),
+                late: histogram!("tollgate_job_lateness_seconds", vec![queue()]),
+                took: histogram!("tollgate_job_seconds", vec![queue()]),
+                running: gauge!("tollgate_jobs_running", vec![queue()]),
+                store_errors: counter!("tollgate_job_store_errors_total", vec![queue()]),
+            }
+        }
+
+        pub(in crate::delay_queue) fn started(&self, late: Duration) {
+            self.late.record(late.as_secs_f64());
+            self.running.increment(1.0);
+        }
+
+        pub(in crate::delay_queue) fn ended(&self, took: Duration) {
+            self.took.record(took.as_secs_f64());
+            self.running.decrement(1.0);
+        }
+
+        pub(in crate::delay_queue) fn finished(&self, result: Result) {
+            self.results[result as usize].increment(1);
+        }
+
+        pub(in crate::delay_queue) fn store_failed(&self) {
+            self.store_errors.increment(1);
+        }
+    }
+}
+
+#[cfg(not(feature = "metrics"))]
+mod imp {
+    use std::time::Duration;
+
+    use super::Result;
+
+    pub(in crate::delay_queue) struct Meters;
+
+    impl Meters {
+        pub(in crate::delay_queue) const fn new(_: &str) -> Self {
+            Self
+        }
+
+        pub(in crate::delay_queue) fn started(&self, _: Duration) {}
+
+        pub(in crate::delay_queue) fn ended(&self, _: Duration) {}
+
+        pub(in crate::delay_queue) fn finished(&self, _: Result) {}
+
+        pub(in crate::delay_queue) fn store_failed(&self) {}
+    }
+}

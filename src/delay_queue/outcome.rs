@@ -1,0 +1,229 @@
+use std::error::Error;
+use std::fmt;
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::backoff::{Backoff, share};
+use super::record::{Due, Reason};
+use super::store::{Ending, MAX_NOTE};
+use crate::error::BoxError;
+use crate::lock::{Busy, LockError};
+use crate::rate_limit::RateLimited;
+
+/// Says what becomes of a job, in the place of an error that says no more than that it has failed.
+///
+/// A service answers with it as its error, or with an error that has it as its [source](Error::source), however deep. What is neither
+/// is tried again after the [backoff](super::DelayQueueWorker::backoff) of the worker, but for what the layers of this crate
+/// say: see [`DelayQueueWorker`](super::DelayQueueWorker#what-becomes-of-a-job).
+///
+/// ```
+/// use std::time::Duration;
+/// use tollgate::BoxError;
+/// use tollgate::delay_queue::{Job, Outcome};
+///
+/// async fn send(job: Job<String>) -> Result<(), BoxError> {
+///     match job.as_str() {
+///         "" => Err(Outcome::dead("there is nobody to send it to").into()),
+///         "later" => Err(Outcome::snooze(Duration::from_secs(60)).into()),
+///         _ => Ok(()),
+///     }
+/// }
+/// ```
+#[derive(Debug)]
+pub struct Outcome {
+    kind: Kind,
+    source: Option<BoxError>,
+}
+
+#[derive(Clone, Debug, PartialEq, Eq)]
+enum Kind {
+    Retry(Duration),
+    Snooze(Duration),
+    Dead(Box<str>),
+    Cancel,
+}
+
+impl Outcome {
+    const fn new(kind: Kind) -> Self {
+        Self { kind, source: None }
+    }
+
+    /// The attempt has failed, and the next one is to be made after `delay`; the job is dead if this was the last one.
+    #[must_use]
+    pub const fn retry_after(delay: Duration) -> Self {
+        Self::new(Kind::Retry(delay))
+    }
+
+    /// The job waits for `delay`, and the attempt does not count.
+    #[must_use]
+    pub const fn snooze(delay: Duration) -> Self {
+        Self::new(Kind::Snooze(delay))
+    }
+
+    /// The job will not be tried again, for this reason.
+    #[must_use]
+    pub fn dead(why: impl Into<Box<str>>) -> Self {
+        Self::new(Kind::Dead(why.into()))
+    }
+
+    /// The job is not to be done any more, and forgotten.
+    #[must_use]
+    pub const fn cancel() -> Self {
+        Self::new(Kind::Cancel)
+    }
+
+    /// What has led to it, which is noted with the job. Defaults to nothing.
+    #[must_use]
+    pub fn because(mut self, error: impl Into<BoxError>) -> Self {
+        self.source = Some(error.into());
+        self
+    }
+}
+
+impl fmt::Display for Outcome {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.kind {
+            Kind::Retry(delay) => write!(f, "to be tried again after {delay:?}"),
+            Kind::Snooze(delay) => write!(f, "put off for {delay:?}"),
+            Kind::Dead(why) => f.write_str(why),
+            Kind::Cancel => f.write_str("not to be done any more"),
+        }
+    }
+}
+
+impl Error for Outcome {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.source.as_ref().map(|source| &**source as _)
+    }
+}
+
+/// What a failure means for a job.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    Ends(Ending),
+    /// Over a limit that has room for the next one after this time.
+    Limited(Duration),
+    /// Forgotten.
+    Cancelled,
+}
+
+/// How long a job waits at the most for a lock that somebody else has. It may be given back at any time.
+const LONGEST_FOR_LOCK: Duration = Duration::from_secs(1);
+/// No less, so that it is not claimed in a circle.
+const SHORTEST_SNOOZE: Duration = Duration::from_millis(10);
+
+impl Verdict {
+    /// What follows from the failure of an attempt.
+    pub(super) fn of(error: &BoxError, attempt: u16, backoff: &Backoff) -> Self {
+        let mut next: Option<&(dyn Error + 'static)> = Some(&**error);
+        while let Some(cause) = next {
+            if let Some(verdict) = Self::of_one(cause, error) {
+                return verdict;
+            }
+            next = cause.source();
+        }
+        Self::Ends(Ending::Retry { delay: backoff.delay(attempt), error: note(error) })
+    }
+
+    fn of_one(cause: &(dyn Error + 'static), whole: &BoxError) -> Option<Self> {
+        if let Some(outcome) = cause.downcast_ref::<Outcome>() {
+            return Some(match &outcome.kind {
+                Kind::Retry(delay) => Self::Ends(Ending::Retry { delay: bounded(*delay), error: note(whole) }),
+                Kind::Snooze(delay) => Self::Ends(Ending::Snooze { delay: bounded(*delay) }),
+                Kind::Dead(_) => Self::Ends(Ending::Dead { reason: Reason::Refused, error: note(whole) }),
+                Kind::Cancel => Self::Cancelled,
+            });
+        }
+        if let Some(limited) = cause.downcast_ref::<RateLimited>() {
+            return Some(match limited.retry_after() {
+                Some(wait) => Self::Limited(bounded(wait).max(SHORTEST_SNOOZE)),
+                // It asks for more than there ever is.
+                None => Self::Ends(Ending::Dead { reason: Reason::Refused, error: note(whole) }),
+            });
+        }
+        let busy = match cause.downcast_ref::<LockError>() {
+            Some(LockError::Busy(busy)) => Some(busy.retry_after()),
+            Some(LockError::QueueFull(_)) => Some(LONGEST_FOR_LOCK),
+            Some(_) => None,
+            None => cause.downcast_ref::<Busy>().map(Busy::retry_after),
+        };
+        busy.map(|wait| {
+            let wait = wait.clamp(SHORTEST_SNOOZE, LONGEST_FOR_LOCK);
+            Self::Ends(Ending::Snooze { delay: (wait / 2 + share(wait / 2)).max(SHORTEST_SNOOZE) })
+        })
+    }
+}
+
+fn bounded(delay: Duration) -> Duration {
+    delay.min(Due::MAX_DELAY)
+}
+
+/// What there is to say about an error and its sources, up to as much as is kept.
+pub(super) fn note(error: &BoxError) -> Arc<str> {
+    let mut text = error.to_string();
+    let mut next = error.source();
+    while let Some(cause) = next.filter(|_| text.len() < MAX_NOTE) {
+        text.push_str(": ");
+        text.push_str(&cause.to_string());
+        next = cause.source();
+    }
+    let end = (0..=MAX_NOTE.min(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or_default();
+    text.truncate(end);
+    text.into()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[derive(Debug)]
+    struct Wrapped(BoxError);
+
+    impl fmt::Display for Wrapped {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("the mail was not sent")
+        }
+    }
+
+    impl Error for Wrapped {
+        fn source(&self) -> Option<&(dyn Error + 'static)> {
+            Some(&*self.0)
+        }
+    }
+
+    fn verdict(error: impl Into<BoxError>) -> Verdict {
+        Verdict::of(&error.into(), 1, &Backoff::fixed(Duration::ZERO))
+    }
+
+    #[test]
+    fn an_outcome_is_found_however_deep_it_lies() {
+        let delay = Duration::from_secs(7);
+        let deep = || Wrapped(Box::new(Wrapped(Outcome::snooze(delay).into())));
+        assert_eq!(verdict(Outcome::snooze(delay)), Verdict::Ends(Ending::Snooze { delay }));
+        assert_eq!(verdict(deep()), Verdict::Ends(Ending::Snooze { delay }));
+        assert_eq!(verdict(Wrapped(Outcome::cancel().into())), Verdict::Cancelled);
+    }
+
+    #[test]
+    fn any_other_failure_is_tried_again_and_noted_with_its_causes() {
+        let error = "the mail was not sent: nobody listens".into();
+        assert_eq!(
+            verdict(Wrapped("nobody listens".into())),
+            Verdict::Ends(Ending::Retry { delay: Duration::ZERO, error })
+        );
+        let Verdict::Ends(Ending::Dead { reason: Reason::Refused, error }) =
+            verdict(Outcome::dead("no such customer").because("404"))
+        else {
+            panic!("it is dead");
+        };
+        assert_eq!(&*error, "no such customer: 404");
+    }
+
+    #[test]
+    fn what_is_noted_ends_between_two_letters() {
+        let text = note(&"\u{e4}".repeat(MAX_NOTE).into());
+        assert_eq!(text.len(), MAX_NOTE);
+        let text = note(&format!("x{}", "\u{e4}".repeat(MAX_NOTE)).into());
+        assert_eq!(text.len(), MAX_NOTE - 1);
+    }
+}

@@ -1,0 +1,640 @@
+//! The loop of a worker: claims, gives jobs to the service, looks after their leases, and notes what they have come to.
+
+use std::any::Any;
+use std::collections::{HashMap, VecDeque};
+use std::future::{Future, poll_fn};
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::{Duration, SystemTime};
+
+use tokio::sync::mpsc;
+use tokio::task::{Id, JoinError, JoinSet};
+use tokio::time::{Instant, sleep_until};
+use tower_service::Service;
+use tracing::Instrument;
+
+use super::backoff::share;
+use super::codec::Codec;
+use super::events::Event;
+use super::job::{Canceller, Job};
+use super::meters::{self, Meters};
+use super::outcome::Verdict;
+use super::queue::DelayQueue;
+use super::record::Reason;
+use super::running::{Running, Settled, Spread, Stop};
+use super::slots::Slots;
+use super::store::{Claim, ClaimedJob, Ending, Extended, Finished, MAX_BATCH, QueueKey, Ticket, WorkerId};
+use super::worker::{Settings, WorkerError};
+use crate::error::{BoxError, StoreError};
+
+/// How many calls that finish and claim are under way at the same time, of each part of a queue: one is answered while jobs of the other run.
+const LANES: usize = 2;
+/// The pause after a call that failed, doubled with each further one up to the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(50);
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// How long a call may take: less than a part of the lease, so that there is time for another one.
+const LONGEST_CALL: Duration = Duration::from_secs(5);
+/// How long the store is asked to note what jobs have come to when everything else is over.
+const LAST_WORDS: Duration = Duration::from_secs(5);
+
+pub(super) struct Runner<T, S, C> {
+    queue: DelayQueue<T, C>,
+    slots: Slots<S>,
+    settings: Settings<T>,
+    worker: WorkerId,
+    meters: Meters,
+    parts: Vec<Part>,
+    // Which part is asked first.
+    turn: usize,
+    // What the service is at. Ends with this value.
+    tasks: JoinSet<Result<(), BoxError>>,
+    running: HashMap<Id, Running>,
+    calls: JoinSet<Answer<T>>,
+    // For how many jobs calls under way have asked.
+    reserved: usize,
+    // When something that runs is to be looked after.
+    check_at: Option<Instant>,
+    spread: Spread,
+    stage: Stage,
+    is_failing: bool,
+}
+
+/// One part of a queue.
+struct Part {
+    key: QueueKey,
+    settled: VecDeque<Settled>,
+    // When there may be something to claim.
+    look_at: Instant,
+    // Whether more was due the last time.
+    more: bool,
+    calls: usize,
+    failures: u32,
+    paused_until: Instant,
+}
+
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Stage {
+    Working,
+    /// Waits until this instant for what runs.
+    Draining(Instant),
+    /// What still runs was told to give up.
+    Releasing,
+    /// Nothing runs any more.
+    LastWords(Instant),
+}
+
+/// What came of a call.
+enum Answer<T> {
+    Claimed { part: usize, limit: usize, sent: Instant, settled: Vec<Settled>, result: Result<Claims<T>, StoreError> },
+    Extended { ids: Vec<Id>, sent: Instant, result: Result<Vec<Extended>, StoreError> },
+}
+
+struct Claims<T> {
+    finished: Vec<Finished>,
+    jobs: Vec<Opened<T>>,
+    // Those whose payload cannot be read.
+    unreadable: Vec<Settled>,
+    more: bool,
+    next: Duration,
+    received: Instant,
+    now: SystemTime,
+}
+
+struct Opened<T> {
+    ticket: Ticket,
+    job: Job<T>,
+    canceller: Canceller,
+}
+
+/// What the loop has waited for.
+enum Happened<T> {
+    ShutDown,
+    Ended(Result<(Id, Result<(), BoxError>), JoinError>),
+    Answered(Result<Answer<T>, JoinError>),
+    Ready(Result<(), BoxError>),
+    Woken(usize),
+    Time,
+}
+
+impl<T, S, C> Runner<T, S, C> {
+    pub(super) fn new(queue: DelayQueue<T, C>, slots: Slots<S>, settings: Settings<T>) -> Result<Self, StoreError> {
+        let now = Instant::now();
+        let part = |key| Part {
+            key,
+            settled: VecDeque::new(),
+            look_at: now,
+            more: false,
+            calls: 0,
+            failures: 0,
+            paused_until: now,
+        };
+        Ok(Self {
+            worker: WorkerId::random()?,
+            meters: Meters::new(queue.name().as_str()),
+            parts: queue.parts().map(part).collect(),
+            turn: 0,
+            tasks: JoinSet::new(),
+            running: HashMap::new(),
+            calls: JoinSet::new(),
+            reserved: 0,
+            check_at: None,
+            spread: Spread::new(now),
+            stage: Stage::Working,
+            is_failing: false,
+            queue,
+            slots,
+            settings,
+        })
+    }
+
+    /// How many more jobs may be claimed, as far as we are concerned.
+    fn room(&self) -> usize {
+        self.settings.concurrency.saturating_sub(self.running.len() + self.reserved)
+    }
+
+    /// For how many jobs instances of the service are to be ready.
+    fn wanted(&self, now: Instant) -> usize {
+        let is_due = |part: &Part| part.look_at <= now || part.more || !part.settled.is_empty();
+        if self.stage == Stage::Working && self.parts.iter().any(is_due) { self.reserved + self.room() } else { 0 }
+    }
+
+    /// When to go on if nothing happens.
+    fn next_time(&self, now: Instant) -> Option<Instant> {
+        let is_working = self.stage == Stage::Working;
+        let parts = self.parts.iter().filter_map(|part| {
+            if part.paused_until > now && (is_working || !part.settled.is_empty()) {
+                Some(part.paused_until)
+            } else {
+                // What is due already waits for something else than time.
+                (is_working && part.look_at > now).then_some(part.look_at)
+            }
+        });
+        let stage = match self.stage {
+            Stage::Draining(until) | Stage::LastWords(until) => Some(until),
+            Stage::Working | Stage::Releasing => None,
+        };
+        parts.chain(self.check_at).chain(stage).min()
+    }
+
+    fn is_over(&self, now: Instant) -> bool {
+        let Stage::LastWords(until) = self.stage else { return false };
+        let unsaid: usize = self.parts.iter().map(|part| part.settled.len()).sum();
+        if now >= until && unsaid > 0 {
+            tracing::warn!(queue = %self.queue.name(), jobs = unsaid, "what jobs have come to could not be noted");
+        }
+        now >= until || (unsaid == 0 && self.calls.is_empty())
+    }
+
+    /// Goes from one stage of the end to the next.
+    fn advance(&mut self, now: Instant) {
+        if let Stage::Draining(until) = self.stage
+            && now >= until
+        {
+            self.stage = Stage::Releasing;
+            for running in self.running.values_mut() {
+                running.stop(Stop::ShutDown, now, self.settings.abort_after);
+            }
+            self.check_at = Some(now);
+        }
+        if matches!(self.stage, Stage::Draining(_) | Stage::Releasing) && self.running.is_empty() && self.reserved == 0
+        {
+            self.stage = Stage::LastWords(now + LAST_WORDS);
+        }
+    }
+
+    fn shut_down(&mut self, now: Instant) {
+        if self.stage == Stage::Working {
+            let until = now.checked_add(self.settings.grace).unwrap_or_else(|| now + Claim::MAX_LEASE);
+            self.stage = Stage::Draining(until);
+            self.slots.rest();
+        }
+    }
+
+    fn settle(&mut self, part: usize, settled: Settled) {
+        self.parts[part].settled.push_back(settled);
+    }
+
+    /// Notes what a job has come to.
+    fn ended(&mut self, ended: Result<(Id, Result<(), BoxError>), JoinError>, now: Instant) {
+        let id = ended.as_ref().map_or_else(JoinError::id, |(id, _)| *id);
+        let Some(running) = self.running.remove(&id) else { return };
+        self.meters.ended(now.saturating_duration_since(running.started));
+        let (ticket, attempt) = (running.ticket, running.attempt);
+        let delay = || self.settings.backoff.delay(attempt);
+        let settled = match (ended.map(|(_, answer)| answer), running.stop) {
+            (_, Some(Stop::Cancelled)) => Settled::cancelled(ticket),
+            (Ok(Ok(())), _) => Settled::new(ticket, Ending::Done),
+            (Ok(Err(_)), Some(Stop::ShutDown)) => Settled::new(ticket, Ending::Release),
+            (Ok(Err(error)), _) => self.judge(ticket, attempt, &error, now),
+            (Err(error), stop) => match (error.try_into_panic(), stop) {
+                (Ok(panic), _) => Settled::retry(ticket, delay(), panicked(&*panic)),
+                (Err(_), Some(Stop::ShutDown) | None) => Settled::new(ticket, Ending::Release),
+                (Err(_), Some(Stop::Overrun)) => Settled::retry(ticket, delay(), "it ran for longer than it may"),
+                (Err(_), Some(_)) => Settled::retry(ticket, delay(), "its lease was lost"),
+            },
+        };
+        self.settle(running.part, settled);
+    }
+
+    fn judge(&mut self, ticket: Ticket, attempt: u16, error: &BoxError, now: Instant) -> Settled {
+        match Verdict::of(error, attempt, &self.settings.backoff) {
+            Verdict::Ends(ending) => Settled::new(ticket, ending),
+            Verdict::Limited(wait) => Settled::new(ticket, Ending::Snooze { delay: self.spread.delay(wait, now) }),
+            Verdict::Cancelled => Settled::cancelled(ticket),
+        }
+    }
+
+    /// Tells what the store has noted.
+    fn noted(&self, settled: Settled, finished: Finished) {
+        let Settled { finish, result, is_repeated } = settled;
+        let id = finish.ticket.id;
+        let result = match finished {
+            Finished::Dead => meters::Result::Dead,
+            Finished::Done => result,
+            // An earlier call has come through, as far as can be known.
+            Finished::Gone if is_repeated => result,
+            Finished::Gone | Finished::Lost => meters::Result::LeaseLost,
+        };
+        self.meters.finished(result);
+        if result == meters::Result::LeaseLost {
+            tracing::warn!(queue = %self.queue.name(), job = %id, "a job ended after its lease was lost");
+        }
+        self.settings.teller.tell(|| match (result, finish.ending) {
+            (meters::Result::LeaseLost, _) => Event::LeaseLost { id },
+            (meters::Result::Cancelled, _) => Event::Cancelled { id },
+            (_, Ending::Dead { reason, error }) => Event::Dead { id, reason, error },
+            (meters::Result::Dead, Ending::Retry { error, .. }) => Event::Dead { id, reason: Reason::Failed, error },
+            (_, Ending::Retry { delay, error }) => Event::Retried { id, delay, error },
+            (_, Ending::Snooze { delay }) => Event::Snoozed { id, delay },
+            (_, Ending::Release) => Event::Released { id },
+            (_, Ending::Done) => Event::Done { id },
+        });
+    }
+
+    fn store_failed(&mut self, error: &StoreError) {
+        self.meters.store_failed();
+        if !self.is_failing {
+            self.is_failing = true;
+            let cause = std::error::Error::source(error).map(ToString::to_string);
+            tracing::warn!(queue = %self.queue.name(), %error, cause, "the store fails: the worker asks again until it works");
+            self.settings.teller.tell(|| Event::StoreFailed { error: error.clone() });
+        }
+    }
+
+    fn store_works(&mut self) {
+        if self.is_failing {
+            self.is_failing = false;
+            tracing::info!(queue = %self.queue.name(), "the store works again");
+            self.settings.teller.tell(|| Event::StoreWorks);
+        }
+    }
+
+    fn call_limit(&self) -> Duration {
+        (self.settings.lease / 3).min(LONGEST_CALL).max(Duration::from_millis(100))
+    }
+
+    /// Notes what came of extending leases.
+    fn extended(&mut self, ids: &[Id], sent: Instant, result: Result<Vec<Extended>, StoreError>, now: Instant) {
+        let answers = match result {
+            Ok(answers) => {
+                self.store_works();
+                answers
+            }
+            Err(error) => {
+                // It is tried again in a while anyway.
+                self.store_failed(&error);
+                return;
+            }
+        };
+        let Settings { lease, abort_after, .. } = self.settings;
+        for (id, answer) in ids.iter().zip(answers) {
+            let Some(running) = self.running.get_mut(id) else { continue };
+            match answer {
+                Extended::Held | Extended::Cancelled => {
+                    running.lease_ends = sent + lease;
+                    running.extend_at = running.extend_at.map(|_| sent + lease / 3);
+                    if answer == Extended::Cancelled {
+                        running.stop(Stop::Cancelled, now, abort_after);
+                    }
+                }
+                Extended::Lost => {
+                    running.extend_at = None;
+                    running.stop(Stop::LeaseLost, now, abort_after);
+                }
+            }
+            self.check_at = self.check_at.into_iter().chain(running.next_check()).min();
+        }
+    }
+}
+
+impl<T, S, C> Runner<T, S, C>
+where
+    S: Service<Job<T>, Error: Into<BoxError>, Future: Send + 'static>,
+    C: Codec<T> + Send + Sync + 'static,
+    T: Send + 'static,
+{
+    pub(super) async fn run(mut self, shutdown: impl Future<Output = ()>) -> Result<(), WorkerError> {
+        let mut shutdown = pin!(shutdown);
+        let (_watchers, mut wakeups) = self.watch();
+        let mut failure = None;
+        loop {
+            let now = Instant::now();
+            while let Some(ended) = self.tasks.try_join_next_with_id() {
+                self.ended(ended, now);
+            }
+            if self.check_at.is_some_and(|at| at <= now) {
+                self.check(now);
+            }
+            self.advance(now);
+            let wanted = self.wanted(now);
+            let filled = poll_fn(|cx| Poll::Ready(self.slots.fill(wanted, cx))).await;
+            let is_waiting = filled.is_pending();
+            if let Poll::Ready(Err(error)) = filled
+                && failure.is_none()
+            {
+                failure = Some(error);
+                self.shut_down(now);
+            }
+            self.ask(now);
+            if self.is_over(now) {
+                return failure.map_or(Ok(()), |error| Err(WorkerError::Service(error)));
+            }
+            if self.reserved == 0 && wanted == 0 {
+                self.slots.rest();
+            }
+            let (until, is_working) = (self.next_time(now), self.stage == Stage::Working);
+            let (another, slots) = (wanted.min(self.slots.ready() + 1), &mut self.slots);
+            let happened = tokio::select! {
+                () = &mut shutdown, if is_working => Happened::ShutDown,
+                Some(ended) = self.tasks.join_next_with_id() => Happened::Ended(ended),
+                Some(answer) = self.calls.join_next() => Happened::Answered(answer),
+                ready = poll_fn(|cx| slots.fill(another, cx)), if is_waiting => Happened::Ready(ready),
+                Some(part) = wakeups.recv(), if is_working => Happened::Woken(part),
+                () = sleep_until(until.unwrap_or(now)), if until.is_some() => Happened::Time,
+            };
+            let now = Instant::now();
+            match happened {
+                Happened::ShutDown => self.shut_down(now),
+                Happened::Ended(ended) => self.ended(ended, now),
+                Happened::Answered(Ok(answer)) => self.answered(answer, now),
+                // Calls are not aborted, so the store has panicked.
+                Happened::Answered(Err(error)) => match error.try_into_panic() {
+                    Ok(panic) => resume_unwind(panic),
+                    Err(_) => return Ok(()),
+                },
+                Happened::Ready(Err(error)) if failure.is_none() => {
+                    failure = Some(error);
+                    self.shut_down(now);
+                }
+                Happened::Ready(_) | Happened::Time => {}
+                Happened::Woken(part) => self.parts[part].look_at = now,
+            }
+        }
+    }
+
+    /// Listens for jobs that come earlier than what is known of.
+    fn watch(&self) -> (JoinSet<()>, mpsc::Receiver<usize>) {
+        let (sender, wakeups) = mpsc::channel(self.parts.len().max(1));
+        let mut watchers = JoinSet::new();
+        for (index, part) in self.parts.iter().enumerate() {
+            let (queue, key, worker, sender) = (self.queue.clone(), part.key, self.worker, sender.clone());
+            watchers.spawn(async move {
+                let mut wakeups = queue.watch(key, worker).await;
+                // What came before it listened may have told nobody.
+                while sender.send(index).await.is_ok() {
+                    wakeups.next().await;
+                }
+            });
+        }
+        (watchers, wakeups)
+    }
+
+    /// Asks the store to note what jobs have come to, and for others.
+    fn ask(&mut self, now: Instant) {
+        let is_working = self.stage == Stage::Working;
+        let count = self.parts.len();
+        for i in 0..count {
+            let index = (self.turn + i) % count;
+            let free = if is_working { self.room().min(self.slots.ready().saturating_sub(self.reserved)) } else { 0 };
+            let part = &self.parts[index];
+            if part.paused_until > now || part.calls >= LANES {
+                continue;
+            }
+            if part.settled.is_empty() && (free == 0 || part.look_at > now) {
+                continue;
+            }
+            // A second call at the same time has to be worth it.
+            if part.calls > 0 && !(part.more && part.settled.len() * 4 >= self.settings.concurrency) {
+                continue;
+            }
+            let due = self.parts.iter().filter(|part| part.look_at <= now).count().max(1);
+            let left: usize = self.parts.iter().map(|part| part.settled.len()).sum();
+            let part = &mut self.parts[index];
+            let batch = part.settled.len().min(MAX_BATCH);
+            let settled: Vec<_> = part.settled.drain(..batch).collect();
+            // What is not noted yet counts as if it ran, so that it cannot become more and more.
+            let limit = free.saturating_sub(left - batch).min(free.div_ceil(due)).min(MAX_BATCH);
+            if settled.is_empty() && limit == 0 {
+                continue;
+            }
+            part.calls += 1;
+            if limit > 0 {
+                part.look_at = now + Claim::MAX_WAIT;
+                self.turn = index + 1;
+            }
+            self.reserved += limit;
+            let claim =
+                Claim { worker: self.worker, limit, lease: self.settings.lease, dead: self.queue.dead_limits() };
+            let (key, queue, time) = (part.key, self.queue.clone(), self.call_limit());
+            self.calls.spawn(async move {
+                let finished = settled.iter().map(|settled| settled.finish.clone()).collect();
+                let sent = Instant::now();
+                let result = queue.claim(key, finished, claim, time).await;
+                let result = result.map(|claimed| {
+                    let received = Instant::now();
+                    let (mut jobs, mut unreadable) = (Vec::with_capacity(claimed.jobs.len()), Vec::new());
+                    for claimed in claimed.jobs {
+                        match open(&queue, claimed) {
+                            Ok(opened) => jobs.push(opened),
+                            Err(settled) => unreadable.push(settled),
+                        }
+                    }
+                    let (finished, more, next, now) = (claimed.finished, claimed.more, claimed.next, claimed.now);
+                    Claims { finished, jobs, unreadable, more, next, received, now }
+                });
+                Answer::Claimed { part: index, limit, sent, settled, result }
+            });
+        }
+    }
+
+    fn answered(&mut self, answer: Answer<T>, now: Instant) {
+        match answer {
+            Answer::Extended { ids, sent, result } => self.extended(&ids, sent, result, now),
+            Answer::Claimed { part, limit, sent, settled, result } => {
+                self.reserved -= limit;
+                self.parts[part].calls -= 1;
+                match result {
+                    Ok(claims) => self.claimed(part, limit, sent, settled, claims, now),
+                    Err(error) => {
+                        self.store_failed(&error);
+                        let part = &mut self.parts[part];
+                        for settled in settled.into_iter().rev() {
+                            part.settled.push_front(Settled { is_repeated: true, ..settled });
+                        }
+                        let pause = (FIRST_PAUSE * (1 << part.failures.min(8))).min(LONGEST_PAUSE);
+                        part.failures += 1;
+                        (part.paused_until, part.look_at) = (now + pause / 2 + share(pause / 2), now);
+                    }
+                }
+            }
+        }
+    }
+
+    fn claimed(
+        &mut self,
+        index: usize,
+        limit: usize,
+        sent: Instant,
+        settled: Vec<Settled>,
+        claims: Claims<T>,
+        now: Instant,
+    ) {
+        self.store_works();
+        for (settled, finished) in settled.into_iter().zip(claims.finished) {
+            self.noted(settled, finished);
+        }
+        let part = &mut self.parts[index];
+        part.failures = 0;
+        if limit == 0 {
+            // Whoever does not wait is not told of what comes.
+            part.look_at = now;
+        } else {
+            part.more = claims.more || claims.jobs.len() + claims.unreadable.len() >= limit;
+            let look_at = if part.more { now } else { claims.received + wait(claims.next, claims.now) };
+            part.look_at = part.look_at.min(look_at);
+        }
+        part.settled.extend(claims.unreadable);
+        for opened in claims.jobs {
+            self.start(index, opened, sent, claims.now, now);
+        }
+    }
+
+    /// Gives a job to the service.
+    fn start(&mut self, part: usize, opened: Opened<T>, sent: Instant, claimed_at: SystemTime, now: Instant) {
+        let Opened { ticket, job, canceller } = opened;
+        let instance = if self.stage == Stage::Working { self.slots.take() } else { None };
+        let Some(mut instance) = instance else {
+            self.settle(part, Settled::new(ticket, Ending::Release));
+            return;
+        };
+        let attempt = job.attempt();
+        let late = claimed_at.duration_since(job.due_at()).unwrap_or_default();
+        let span = self.settings.span(self.queue.name().as_str(), &job);
+        let call = catch_unwind(AssertUnwindSafe(|| span.in_scope(|| instance.call(job))));
+        let future = match call {
+            Ok(future) => future,
+            Err(panic) => {
+                self.slots.put_damaged(instance);
+                let delay = self.settings.backoff.delay(attempt);
+                self.settle(part, Settled::retry(ticket, delay, panicked(&*panic)));
+                return;
+            }
+        };
+        self.slots.put(instance);
+        let task = async move { future.await.map(drop).map_err(Into::into) };
+        let abort = self.tasks.spawn(task.instrument(span));
+        self.meters.started(late);
+        self.settings.teller.tell(|| Event::Started { id: ticket.id, attempt, late });
+        let running = Running {
+            part,
+            ticket,
+            attempt,
+            started: now,
+            canceller,
+            lease_ends: sent + self.settings.lease,
+            extend_at: Some(sent + self.settings.lease / 3),
+            overrun_at: self.settings.max_runtime.and_then(|time| now.checked_add(time)),
+            stop: None,
+            abort_at: None,
+            abort,
+        };
+        self.check_at = self.check_at.into_iter().chain(running.next_check()).min();
+        self.running.insert(running.abort.id(), running);
+    }
+
+    /// Looks after what runs: leases to be extended or lost, and jobs that take too long.
+    fn check(&mut self, now: Instant) {
+        let Settings { lease, abort_after, .. } = self.settings;
+        let mut extend: Vec<Vec<(Id, Ticket)>> = vec![Vec::new(); self.parts.len()];
+        self.check_at = None;
+        for (id, running) in &mut self.running {
+            if running.abort_at.is_some_and(|at| at <= now) {
+                running.abort.abort();
+                running.abort_at = None;
+            }
+            if running.overrun_at.is_some_and(|at| at <= now) {
+                running.stop(Stop::Overrun, now, abort_after);
+            }
+            if running.extend_at.is_some() && running.lease_ends <= now {
+                running.extend_at = None;
+                running.stop(Stop::LeaseLost, now, abort_after);
+            }
+            // Those that are due soon go along.
+            if running.extend_at.is_some_and(|at| at <= now + lease / 12) {
+                // Until the answer is there, and again if it is not there by then.
+                running.extend_at = Some(now + lease / 6);
+                extend[running.part].push((*id, running.ticket));
+            }
+            self.check_at = self.check_at.into_iter().chain(running.next_check()).min();
+        }
+        for (part, due) in extend.into_iter().enumerate() {
+            for batch in due.chunks(MAX_BATCH) {
+                let (ids, tickets): (Vec<_>, Vec<_>) = batch.iter().copied().unzip();
+                let (queue, key, time) = (self.queue.clone(), self.parts[part].key, self.call_limit());
+                self.calls.spawn(async move {
+                    let sent = Instant::now();
+                    let result = queue.extend(key, tickets, lease, time).await;
+                    Answer::Extended { ids, sent, result }
+                });
+            }
+        }
+    }
+}
+
+impl<T, S, C> Drop for Runner<T, S, C> {
+    fn drop(&mut self) {
+        let now = Instant::now();
+        for running in self.running.values() {
+            self.meters.ended(now.saturating_duration_since(running.started));
+        }
+    }
+}
+
+/// Reads the payload of a job.
+fn open<T, C: Codec<T>>(queue: &DelayQueue<T, C>, claimed: ClaimedJob) -> Result<Opened<T>, Settled> {
+    let ticket = claimed.ticket();
+    let ending = match catch_unwind(AssertUnwindSafe(|| queue.open(claimed))) {
+        Ok(Ok((job, canceller))) => return Ok(Opened { ticket, job, canceller }),
+        Ok(Err(ending)) => ending,
+        Err(panic) => Ending::Dead { reason: Reason::Undecodable, error: panicked(&*panic) },
+    };
+    Err(Settled::new(ticket, ending))
+}
+
+/// What a panic has to say.
+fn panicked(panic: &(dyn Any + Send)) -> Arc<str> {
+    let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
+    text.map_or_else(|| "it panicked".into(), |text| format!("it panicked: {text}").into())
+}
+
+/// How long to wait from the answer on: `next` counts whole milliseconds of the store's clock, which may have begun a while before.
+fn wait(next: Duration, now: SystemTime) -> Duration {
+    if next >= Claim::MAX_WAIT {
+        // Nothing is known of. Many workers need not look at the same time.
+        return next - share(next / 5);
+    }
+    let begun = now.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default().subsec_nanos() % 1_000_000;
+    next.saturating_sub(Duration::from_nanos(begun.into()))
+}

@@ -1,0 +1,115 @@
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::task::AbortHandle;
+use tokio::time::Instant;
+
+use super::backoff::share;
+use super::job::Canceller;
+use super::meters;
+use super::store::{Ending, Finish, Ticket};
+
+/// A job that is given to the service.
+pub(super) struct Running {
+    pub(super) part: usize,
+    pub(super) ticket: Ticket,
+    pub(super) attempt: u16,
+    pub(super) started: Instant,
+    pub(super) canceller: Canceller,
+    pub(super) abort: AbortHandle,
+    // By our clock, counted from before the store was asked.
+    pub(super) lease_ends: Instant,
+    // `None` when there is nothing left to extend.
+    pub(super) extend_at: Option<Instant>,
+    pub(super) overrun_at: Option<Instant>,
+    pub(super) stop: Option<Stop>,
+    pub(super) abort_at: Option<Instant>,
+}
+
+/// Why a job is to be given up.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Stop {
+    /// Somebody has cancelled it.
+    Cancelled,
+    LeaseLost,
+    /// It runs for longer than it may.
+    Overrun,
+    /// The worker has no more time.
+    ShutDown,
+}
+
+impl Running {
+    /// Tells the service to give the job up, and drops it after `patience`. The first reason counts.
+    pub(super) fn stop(&mut self, why: Stop, now: Instant, patience: Duration) {
+        if self.stop.is_none() {
+            self.stop = Some(why);
+            self.abort_at = now.checked_add(patience);
+            self.overrun_at = None;
+            self.canceller.cancel();
+        }
+    }
+
+    /// When there is something to look after.
+    pub(super) fn next_check(&self) -> Option<Instant> {
+        let lease_ends = self.extend_at.map(|_| self.lease_ends);
+        [self.extend_at, lease_ends, self.overrun_at, self.abort_at].into_iter().flatten().min()
+    }
+}
+
+/// What has become of a job, and is to be noted by the store.
+#[derive(Clone, Debug)]
+pub(super) struct Settled {
+    pub(super) finish: Finish,
+    pub(super) result: meters::Result,
+    // Whether a call that was to note it may have come through although it failed.
+    pub(super) is_repeated: bool,
+}
+
+impl Settled {
+    pub(super) fn new(ticket: Ticket, ending: Ending) -> Self {
+        let result = match &ending {
+            Ending::Done => meters::Result::Done,
+            Ending::Retry { .. } => meters::Result::Retried,
+            Ending::Snooze { .. } => meters::Result::Snoozed,
+            Ending::Release => meters::Result::Released,
+            Ending::Dead { .. } => meters::Result::Dead,
+        };
+        Self { finish: Finish { ticket, ending }, result, is_repeated: false }
+    }
+
+    /// Forgotten, and not done.
+    pub(super) fn cancelled(ticket: Ticket) -> Self {
+        Self { result: meters::Result::Cancelled, ..Self::new(ticket, Ending::Done) }
+    }
+
+    pub(super) fn retry(ticket: Ticket, delay: Duration, error: impl Into<Arc<str>>) -> Self {
+        Self::new(ticket, Ending::Retry { delay, error: error.into() })
+    }
+}
+
+/// Spreads jobs that are over a limit: the more of them there are, the later each comes again, so that they do not all come for the
+/// one that there is room for.
+#[derive(Debug)]
+pub(super) struct Spread {
+    since: Instant,
+    count: u32,
+}
+
+/// How much later than there is room one comes at the most.
+const WIDEST: Duration = Duration::from_secs(10);
+
+impl Spread {
+    pub(super) fn new(now: Instant) -> Self {
+        Self { since: now, count: 0 }
+    }
+
+    /// How long a job waits if there is room for the next one after `wait`.
+    pub(super) fn delay(&mut self, wait: Duration, now: Instant) -> Duration {
+        if now.saturating_duration_since(self.since) > wait.max(Duration::from_secs(1)) {
+            *self = Self::new(now);
+        }
+        let delay = wait + share(wait.saturating_mul(self.count).min(WIDEST));
+        self.count = self.count.saturating_add(1);
+        delay
+    }
+}

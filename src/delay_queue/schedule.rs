@@ -1,0 +1,239 @@
+use std::error::Error;
+use std::fmt;
+use std::future::{Future, pending};
+use std::pin::pin;
+use std::str::FromStr;
+use std::time::{Duration, SystemTime};
+
+use croner::Cron;
+use jiff::tz::TimeZone;
+use jiff::{Timestamp, Zoned};
+use tokio::time::{Instant, sleep};
+
+use super::backoff::share;
+use super::codec::{Codec, Json};
+use super::error::QueueError;
+use super::queue::DelayQueue;
+use super::record::UniqueFor;
+use crate::error::ConfigError;
+
+/// How far behind the clock of a scheduler may be without a job being pushed a second time.
+const BEHIND: Duration = Duration::from_secs(3_600);
+/// The pause after a push that failed, doubled with each further one up to the longest.
+const FIRST_PAUSE: Duration = Duration::from_millis(100);
+const LONGEST_PAUSE: Duration = Duration::from_secs(5);
+/// How long the scheduler sleeps at the most, so that a machine that was asleep catches up.
+const LONGEST_SLEEP: Duration = Duration::from_secs(60);
+
+/// When something is to happen again and again: a cron pattern in a time zone.
+///
+/// ```
+/// use tollgate::delay_queue::Schedule;
+///
+/// # fn main() -> Result<(), tollgate::ConfigError> {
+/// // At half past two at night, which is twice or never when clocks are changed: once all the same.
+/// let nightly = Schedule::cron("nightly", "30 2 * * *")?.time_zone("Europe/Berlin")?;
+/// let every_ten_seconds = Schedule::cron("tick", "*/10 * * * * *")?; // six fields begin with seconds
+/// assert!(Schedule::cron("wrong", "61 * * * *").is_err());
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Clone, Debug)]
+pub struct Schedule {
+    name: String,
+    pattern: Cron,
+    zone: TimeZone,
+}
+
+impl Schedule {
+    /// The times of `pattern`: minute, hour, day of the month, month and day of the week, with seconds before them if there are six fields.
+    /// In UTC unless told [otherwise](Self::time_zone). `name` tells the schedule from others of its queue.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::InvalidSchedule`].
+    pub fn cron(name: impl Into<String>, pattern: &str) -> Result<Self, ConfigError> {
+        let pattern = Cron::from_str(pattern).map_err(|error| invalid(&error))?;
+        Ok(Self { name: name.into(), pattern, zone: TimeZone::UTC })
+    }
+
+    /// The zone of its times, by its name in the [IANA database](https://www.iana.org/time-zones). Defaults to UTC.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::InvalidSchedule`] if there is no such zone.
+    pub fn time_zone(self, name: &str) -> Result<Self, ConfigError> {
+        let zone = TimeZone::get(name).map_err(|error| invalid(&error))?;
+        Ok(Self { zone, ..self })
+    }
+
+    /// The first of its times that is later than `instant`; `None` if there is none.
+    #[must_use]
+    pub fn next_after(&self, instant: SystemTime) -> Option<SystemTime> {
+        let from = Zoned::new(Timestamp::try_from(instant).ok()?, self.zone.clone());
+        let next = self.pattern.find_next_occurrence(&from, false).ok()?;
+        // Where clocks are set back a time could be found that has been.
+        Some(SystemTime::from(next.timestamp())).filter(|next| *next > instant)
+    }
+}
+
+fn invalid(error: &dyn Error) -> ConfigError {
+    ConfigError::InvalidSchedule { reason: error.to_string() }
+}
+
+/// Pushes a job for each time of a [`Schedule`].
+///
+/// Any number of processes may do so at the same time: the id of a job is the name of the schedule and its time, so that it is there once. There
+/// is no leader. The job of the next time is pushed as soon as the one before is due, so that it comes although all who push are
+/// gone by then; times at which nobody was there before either are not made up for. The clocks of those who push may be up to an
+/// hour behind, and ahead as they like: when a job is due is told by the store's.
+///
+/// ```
+/// use std::time::Duration;
+/// use tollgate::delay_queue::{DelayQueue, Recurring, Schedule};
+/// use tollgate::MemoryBackend;
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), tollgate::BoxError> {
+/// let queue = DelayQueue::<String>::new(MemoryBackend::new(), "reports");
+/// let hourly = Schedule::cron("hourly", "0 * * * *")?;
+/// let shutdown = tokio::time::sleep(Duration::from_secs(2 * 3_600));
+/// Recurring::new(queue.clone(), hourly, |_| "all of it".to_owned()).run_until(shutdown).await;
+/// assert_eq!(queue.counts().await?.waiting, 3); // two are due, and one is still to come
+/// # Ok(())
+/// # }
+/// ```
+#[must_use = "nothing is pushed until it runs"]
+pub struct Recurring<T, F, C = Json> {
+    queue: DelayQueue<T, C>,
+    schedule: Schedule,
+    payload: F,
+}
+
+impl<T, F, C> Recurring<T, F, C>
+where
+    F: FnMut(SystemTime) -> T,
+    C: Codec<T>,
+{
+    /// Pushes to `queue` what `payload` makes of each of the times.
+    pub fn new(queue: DelayQueue<T, C>, schedule: Schedule, payload: F) -> Self {
+        Self { queue, schedule, payload }
+    }
+
+    /// Pushes for as long as the schedule has times. While the store fails it is asked again; what cannot be pushed for another reason is
+    /// left out, and logged.
+    ///
+    /// # Cancellation
+    ///
+    /// May be dropped at any time. What was pushed stays.
+    pub async fn run(self) {
+        self.run_until(pending()).await;
+    }
+
+    /// The same until `shutdown` is ready.
+    pub async fn run_until(mut self, shutdown: impl Future<Output = ()>) {
+        let mut shutdown = pin!(shutdown);
+        tokio::select! {
+            () = &mut shutdown => {}
+            () = self.push_all() => {}
+        }
+    }
+
+    async fn push_all(&mut self) {
+        let clock = Clock { date: SystemTime::now(), instant: Instant::now() };
+        let mut last = clock.now();
+        while let Some(time) = self.schedule.next_after(last) {
+            self.push(time, &clock).await;
+            while let Ok(rest) = time.duration_since(clock.now()) {
+                // The end of a sleep may be a moment too early for a clock that counts more finely.
+                sleep(rest.clamp(Duration::from_millis(1), LONGEST_SLEEP)).await;
+            }
+            last = time.max(clock.now());
+        }
+    }
+
+    async fn push(&mut self, time: SystemTime, clock: &Clock) {
+        let name = &self.schedule.name;
+        let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        let id = format!("{name}@{}", since.as_secs());
+        let payload = (self.payload)(time);
+        let mut pause = FIRST_PAUSE;
+        loop {
+            // Whoever has the time behind us finds the key when the job is done and forgotten.
+            let span = time.duration_since(clock.now()).unwrap_or_default() + BEHIND;
+            let push = self.queue.push(&payload).id(&*id).at(time).unique_for(&*id, UniqueFor::Time(span));
+            match push.await {
+                Ok(_) => return,
+                Err(error @ (QueueError::Store(_) | QueueError::Full { .. })) => {
+                    tracing::warn!(queue = %self.queue.name(), schedule = name, %error, "a recurring job could not be pushed yet");
+                }
+                Err(error) => {
+                    tracing::error!(queue = %self.queue.name(), schedule = name, %error, "a recurring job cannot be pushed");
+                    return;
+                }
+            }
+            sleep(pause / 2 + share(pause / 2)).await;
+            pause = (pause * 2).min(LONGEST_PAUSE);
+        }
+    }
+}
+
+impl<T, F, C> fmt::Debug for Recurring<T, F, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Recurring")
+            .field("queue", &self.queue)
+            .field("schedule", &self.schedule)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The date, which goes on by tokio's clock, and is not set back.
+struct Clock {
+    date: SystemTime,
+    instant: Instant,
+}
+
+impl Clock {
+    fn now(&self) -> SystemTime {
+        // A machine that was asleep has a later date than its timers know of.
+        SystemTime::now().max(self.date + self.instant.elapsed())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn times(schedule: &Schedule, from: &str, count: usize) -> Vec<String> {
+        let from = SystemTime::from(from.parse::<Timestamp>().unwrap());
+        let times = std::iter::successors(schedule.next_after(from), |time| schedule.next_after(*time));
+        times.take(count).map(|time| Timestamp::try_from(time).unwrap().to_string()).collect()
+    }
+
+    #[test]
+    fn times_are_those_of_the_zone() {
+        let schedule = Schedule::cron("a", "0 9 * * MON-FRI").unwrap().time_zone("America/New_York").unwrap();
+        let expected = ["2026-07-03T13:00:00Z", "2026-07-06T13:00:00Z"];
+        assert_eq!(times(&schedule, "2026-07-02T13:00:00Z", 2), expected);
+        assert_eq!(times(&schedule, "2026-01-02T13:59:59Z", 1), ["2026-01-02T14:00:00Z"]);
+    }
+
+    #[test]
+    fn a_time_that_is_twice_or_never_comes_once() {
+        let schedule = Schedule::cron("a", "30 2 * * *").unwrap().time_zone("Europe/Berlin").unwrap();
+        // On 25 October clocks are set back from three to two, on 29 March forward from two to three.
+        let autumn = times(&schedule, "2026-10-24T12:00:00Z", 2);
+        assert!(autumn[0].starts_with("2026-10-25T0") && autumn[1] == "2026-10-26T01:30:00Z", "{autumn:?}");
+        let spring = times(&schedule, "2026-03-28T12:00:00Z", 2);
+        assert!(spring[0].starts_with("2026-03-29T01:") && spring[1] == "2026-03-30T00:30:00Z", "{spring:?}");
+    }
+
+    #[test]
+    fn mistakes_are_told() {
+        assert!(matches!(Schedule::cron("a", "61 * * * *"), Err(ConfigError::InvalidSchedule { .. })));
+        assert!(matches!(Schedule::cron("a", ""), Err(ConfigError::InvalidSchedule { .. })));
+        let error = Schedule::cron("a", "* * * * *").unwrap().time_zone("Europe/Atlantis").unwrap_err();
+        assert!(error.to_string().contains("Atlantis"), "{error}");
+        // There is no such day.
+        assert_eq!(Schedule::cron("a", "0 0 30 2 *").unwrap().next_after(SystemTime::now()), None);
+    }
+}

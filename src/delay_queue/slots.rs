@@ -1,0 +1,82 @@
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::task::{Context, Poll};
+
+use tower_service::Service;
+
+use super::job::Job;
+use crate::error::BoxError;
+
+/// Instances of a service, as many as jobs are about to be given to one.
+///
+/// Each job is given to an instance that has said to be ready for it, before the job is claimed.
+pub(super) struct Slots<S> {
+    // Where instances come from; `None` if there is one and no other.
+    source: Option<(S, fn(&S) -> S)>,
+    ready: Vec<S>,
+    // The one that is being waited for. Another one must not be asked before it: it may have a place in a line.
+    waiting: Option<S>,
+    unasked: Vec<S>,
+}
+
+impl<S> Slots<S> {
+    pub(super) const fn many(service: S, clone: fn(&S) -> S) -> Self {
+        Self { source: Some((service, clone)), ready: Vec::new(), waiting: None, unasked: Vec::new() }
+    }
+
+    pub(super) fn single(service: S) -> Self {
+        Self { source: None, ready: Vec::new(), waiting: None, unasked: vec![service] }
+    }
+
+    /// How many instances are ready.
+    pub(super) const fn ready(&self) -> usize {
+        self.ready.len()
+    }
+
+    /// Asks instances whether they are ready until so many are, or one is to be waited for.
+    pub(super) fn fill<T>(&mut self, wanted: usize, cx: &mut Context<'_>) -> Poll<Result<(), BoxError>>
+    where
+        S: Service<Job<T>, Error: Into<BoxError>>,
+    {
+        while self.ready.len() < wanted {
+            let instance = self.waiting.take().or_else(|| self.unasked.pop());
+            let instance = instance.or_else(|| self.source.as_ref().map(|(service, clone)| clone(service)));
+            // The only one there is has been asked already.
+            let Some(mut instance) = instance else { break };
+            match catch_unwind(AssertUnwindSafe(|| instance.poll_ready(cx))) {
+                Ok(Poll::Ready(Ok(()))) => self.ready.push(instance),
+                Ok(Poll::Ready(Err(error))) => return Poll::Ready(Err(error.into())),
+                Ok(Poll::Pending) => {
+                    self.waiting = Some(instance);
+                    return Poll::Pending;
+                }
+                Err(_) => return Poll::Ready(Err("the service panicked when it was asked whether it is ready".into())),
+            }
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    /// An instance that is ready.
+    pub(super) fn take(&mut self) -> Option<S> {
+        self.ready.pop()
+    }
+
+    /// Takes back an instance that was given a job.
+    pub(super) fn put(&mut self, instance: S) {
+        self.unasked.push(instance);
+    }
+
+    /// Takes back an instance that has panicked, where there is no other one.
+    pub(super) fn put_damaged(&mut self, instance: S) {
+        if self.source.is_none() {
+            self.unasked.push(instance);
+        }
+    }
+
+    /// Lets go of what instances that are ready keep others from, such as permits.
+    pub(super) fn rest(&mut self) {
+        if self.source.is_some() {
+            self.ready.clear();
+            self.waiting = None;
+        }
+    }
+}

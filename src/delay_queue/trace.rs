@@ -1,0 +1,64 @@
+use tracing::Span;
+use tracing::field::Empty;
+
+use super::job::Job;
+
+/// The name of the header that carries where a job comes from, as the W3C's
+/// [trace context](https://www.w3.org/TR/trace-context/) writes it.
+pub(super) const TRACEPARENT: &str = "traceparent";
+
+/// A span around an attempt. It begins a trace of its own: whoever pushed the job has not waited for it.
+pub(super) fn span<T>(queue: &str, job: &Job<T>) -> Span {
+    let span = tracing::info_span!(
+        "job",
+        queue,
+        id = %job.id(),
+        attempt = job.attempt(),
+        link.trace_id = Empty,
+        link.span_id = Empty,
+    );
+    if !span.is_disabled()
+        && let Some((trace, parent)) = job.headers().get(TRACEPARENT).and_then(ids)
+    {
+        span.record("link.trace_id", trace).record("link.span_id", parent);
+    }
+    span
+}
+
+/// The ids of the trace and of the span; `None` if they cannot be what they should be.
+fn ids(traceparent: &str) -> Option<(&str, &str)> {
+    let mut fields = traceparent.split('-');
+    let (version, trace, parent, flags) = (fields.next()?, fields.next()?, fields.next()?, fields.next()?);
+    let is_hex = |text: &str, len: usize| {
+        text.len() == len && text.bytes().all(|byte| byte.is_ascii_digit() || (b'a'..=b'f').contains(&byte))
+    };
+    let is_one = |id: &str| id.bytes().any(|byte| byte != b'0');
+    let is_known = is_hex(version, 2) && version != "ff" && (version != "00" || fields.next().is_none());
+    let is_whole = is_known && is_hex(trace, 32) && is_hex(parent, 16) && is_hex(flags, 2);
+    (is_whole && is_one(trace) && is_one(parent)).then_some((trace, parent))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_traceparent_is_read_as_the_w3c_writes_it() {
+        let (trace, parent) = ("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7");
+        assert_eq!(ids(&format!("00-{trace}-{parent}-01")), Some((trace, parent)));
+        // A later version may say more.
+        assert_eq!(ids(&format!("01-{trace}-{parent}-01-what")), Some((trace, parent)));
+        for wrong in [
+            String::new(),
+            format!("00-{trace}-{parent}"),
+            format!("00-{trace}-{parent}-01-what"),
+            format!("ff-{trace}-{parent}-01"),
+            format!("00-{}-{parent}-01", trace.to_uppercase()),
+            format!("00-{}-{parent}-01", "0".repeat(32)),
+            format!("00-{trace}-{}-01", "0".repeat(16)),
+            format!("00-{trace}\n-{parent}-01"),
+        ] {
+            assert_eq!(ids(&wrong), None, "{wrong}");
+        }
+    }
+}

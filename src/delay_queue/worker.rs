@@ -1,0 +1,260 @@
+use std::error::Error;
+use std::fmt;
+use std::future::{Future, pending};
+use std::sync::Arc;
+use std::time::Duration;
+
+use tower_service::Service;
+use tracing::Span;
+
+use super::backoff::Backoff;
+use super::codec::{Codec, Json};
+use super::events::{Events, Teller};
+use super::job::Job;
+use super::queue::DelayQueue;
+use super::runner::Runner;
+use super::slots::Slots;
+use super::store::Claim;
+use super::trace;
+use crate::error::{BoxError, ConfigError, StoreError};
+
+/// Gives the jobs of a [`DelayQueue`] to a tower service when they are due.
+///
+/// ```
+/// use std::time::Duration;
+/// use tollgate::delay_queue::{DelayQueue, DelayQueueWorker, Job};
+/// use tollgate::{BoxError, MemoryBackend};
+/// use tower::{ServiceBuilder, service_fn};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), BoxError> {
+/// let queue = DelayQueue::<String>::new(MemoryBackend::new(), "mail");
+/// queue.push("alice@example.org".to_owned()).delay(Duration::from_secs(60)).await?;
+///
+/// let service = ServiceBuilder::new()
+///     .concurrency_limit(16) // decides how many jobs are claimed
+///     .timeout(Duration::from_secs(30))
+///     .service(service_fn(async |job: Job<String>| {
+///         println!("attempt {} for {}", job.attempt(), *job);
+///         Ok::<_, BoxError>(())
+///     }));
+/// let shutdown = tokio::time::sleep(Duration::from_secs(61)); // Ctrl-C, for instance
+/// DelayQueueWorker::new(queue, service).run_until(shutdown).await?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # What becomes of a job
+///
+/// | the service answers | the job |
+/// | --- | --- |
+/// | `Ok` | is done, and forgotten |
+/// | an error | waits for its next attempt, after the [backoff](Self::backoff); dead after the last one |
+/// | [`Outcome`](super::Outcome), as the error or one of its sources | what it says |
+/// | [`RateLimited`](crate::rate_limit::RateLimited), of a `RateLimitLayer` | waits until there is room, and the attempt does not count; dead if there never is |
+/// | [`Busy`](crate::lock::Busy), of a `LockLayer` | waits for up to a second, and the attempt does not count |
+/// | by panicking | as with an error |
+///
+/// That is noted by the store outside of the service: a layer that tries again in the process (`tower::retry`) is within one attempt.
+///
+/// # How many
+///
+/// As many jobs are claimed as instances of the service are [ready](Service::poll_ready), up to [`concurrency`](Self::concurrency). Each job
+/// runs in a task of its own. While nothing is due no instance is kept ready, so that a worker does not keep permits from others.
+///
+/// # Leases
+///
+/// A job is the worker's for the time of a [lease](Self::lease), which is extended after a third of it for as long as the job runs. A worker that dies or
+/// stands still leaves its jobs to others then, and what it answers later changes nothing. A service is [told](Job::cancellation) when its
+/// job is to be given up, and dropped when it does not end [soon](Self::abort_after): the lease is lost, somebody has cancelled the job, or it
+/// runs for [too long](Self::max_runtime).
+///
+/// # When the store fails
+///
+/// The worker asks again, first after 50 ms and then up to once a second, until it works; what jobs have come to is kept and noted then.
+///
+/// # Cancellation
+///
+/// Dropping the future of [`run`](Self::run) drops what the service is at, at once. Those jobs come back when their leases have ended,
+/// and the attempt counts. [`run_until`](Self::run_until) ends without that.
+#[must_use = "a worker does nothing until it runs"]
+pub struct DelayQueueWorker<T, S, C = Json> {
+    queue: DelayQueue<T, C>,
+    slots: Slots<S>,
+    settings: Settings<T>,
+}
+
+pub(super) struct Settings<T> {
+    pub(super) concurrency: usize,
+    pub(super) lease: Duration,
+    pub(super) max_runtime: Option<Duration>,
+    pub(super) abort_after: Duration,
+    pub(super) grace: Duration,
+    pub(super) backoff: Backoff,
+    pub(super) span: Option<Arc<MakeSpan<T>>>,
+    pub(super) teller: Teller,
+}
+
+type MakeSpan<T> = dyn Fn(&Job<T>) -> Span + Send + Sync;
+
+impl<T> Settings<T> {
+    /// The span of an attempt.
+    pub(super) fn span(&self, queue: &str, job: &Job<T>) -> Span {
+        self.span.as_ref().map_or_else(|| trace::span(queue, job), |make| make(job))
+    }
+}
+
+impl<T, S: Clone, C> DelayQueueWorker<T, S, C> {
+    /// Gives the jobs of `queue` to clones of `service`.
+    pub fn new(queue: DelayQueue<T, C>, service: S) -> Self {
+        Self::with_slots(queue, Slots::many(service, S::clone))
+    }
+}
+
+impl<T, S, C> DelayQueueWorker<T, S, C> {
+    /// The same for a service that cannot be cloned: jobs are claimed one by one, each when the service is ready for another one. Several of
+    /// them run at a time, if the service is ready while it is at one.
+    pub fn one_by_one(queue: DelayQueue<T, C>, service: S) -> Self {
+        Self::with_slots(queue, Slots::single(service))
+    }
+
+    fn with_slots(queue: DelayQueue<T, C>, slots: Slots<S>) -> Self {
+        let settings = Settings {
+            concurrency: 64,
+            lease: Duration::from_secs(30),
+            max_runtime: Some(Duration::from_secs(3_600)),
+            abort_after: Duration::from_secs(5),
+            grace: Duration::from_secs(20),
+            backoff: Backoff::default(),
+            span: None,
+            teller: Teller::new(),
+        };
+        Self { queue, slots, settings }
+    }
+
+    /// How many jobs run at a time at the most; fewer if the service is ready for fewer. Defaults to 64; 0 counts as 1.
+    pub fn concurrency(mut self, jobs: usize) -> Self {
+        self.settings.concurrency = jobs.max(1);
+        self
+    }
+
+    /// How long a job stays the worker's when nothing is heard of it, which is how long others wait when it dies: from 10 ms to a day.
+    /// Defaults to 30 s.
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.settings.lease = lease;
+        self
+    }
+
+    /// For how long one attempt may run. After that the job is told to [give up](Job::cancellation), and the attempt has failed unless the
+    /// service answers that it is done. Defaults to an hour; `None` lets a job that hangs run for as long as the worker does.
+    pub fn max_runtime(mut self, time: impl Into<Option<Duration>>) -> Self {
+        self.settings.max_runtime = time.into();
+        self
+    }
+
+    /// How long a service that is told to give up its job may take before its future is dropped. Defaults to 5 s.
+    pub fn abort_after(mut self, patience: Duration) -> Self {
+        self.settings.abort_after = patience;
+        self
+    }
+
+    /// How long [`run_until`](Self::run_until) waits for jobs that run before they are told to give up. Defaults to 20 s.
+    pub fn grace(mut self, grace: Duration) -> Self {
+        self.settings.grace = grace;
+        self
+    }
+
+    /// How long a job that has failed waits. Defaults to [`Backoff::default`].
+    pub fn backoff(mut self, backoff: Backoff) -> Self {
+        self.settings.backoff = backoff;
+        self
+    }
+
+    /// The span in which a job runs. Defaults to one called `job` with the fields `queue`, `id` and `attempt`, and `link.trace_id` and
+    /// `link.span_id` of a [`traceparent`](https://www.w3.org/TR/trace-context/) header. For OpenTelemetry, whose links cannot be made
+    /// of fields, make a span here and add a link to the context in [`Job::headers`].
+    pub fn span(mut self, make: impl Fn(&Job<T>) -> Span + Send + Sync + 'static) -> Self {
+        self.settings.span = Some(Arc::new(make));
+        self
+    }
+
+    /// What happens from now on, for whoever picks it up.
+    #[must_use]
+    pub fn events(&self) -> Events {
+        self.settings.teller.listen()
+    }
+}
+
+impl<T, S, C> DelayQueueWorker<T, S, C>
+where
+    S: Service<Job<T>, Error: Into<BoxError>, Future: Send + 'static>,
+    C: Codec<T> + Send + Sync + 'static,
+    T: Send + 'static,
+{
+    /// Works until the service says that it will never be ready again.
+    ///
+    /// # Errors
+    ///
+    /// [`WorkerError`].
+    pub async fn run(self) -> Result<(), WorkerError> {
+        self.run_until(pending()).await
+    }
+
+    /// Works until `shutdown` is ready. Nothing is claimed after that; jobs that run have the time of [`grace`](Self::grace) to come to
+    /// their end. The others are told to give up, and wait as before: the attempt does not count.
+    ///
+    /// Ends when the store has noted all of that, or five seconds later when it fails.
+    ///
+    /// # Errors
+    ///
+    /// [`WorkerError`].
+    pub async fn run_until(self, shutdown: impl Future<Output = ()>) -> Result<(), WorkerError> {
+        let lease = self.settings.lease;
+        if !(Claim::MIN_LEASE..=Claim::MAX_LEASE).contains(&lease) {
+            let (ttl, min, max) = (lease, Claim::MIN_LEASE, Claim::MAX_LEASE);
+            return Err(WorkerError::Config(ConfigError::TtlOutOfRange { ttl, min, max }));
+        }
+        Runner::new(self.queue, self.slots, self.settings).map_err(WorkerError::Store)?.run(shutdown).await
+    }
+}
+
+impl<T, S, C> fmt::Debug for DelayQueueWorker<T, S, C> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DelayQueueWorker")
+            .field("queue", &self.queue)
+            .field("concurrency", &self.settings.concurrency)
+            .field("lease", &self.settings.lease)
+            .finish_non_exhaustive()
+    }
+}
+
+/// A worker cannot go on.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum WorkerError {
+    /// The service will never be ready again. What ran has been given the time that a shutdown gives.
+    Service(BoxError),
+    /// A setting cannot work; nothing was asked of the store.
+    Config(ConfigError),
+    /// The system has no random numbers for the name of the worker.
+    Store(StoreError),
+}
+
+impl fmt::Display for WorkerError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Service(_) => f.write_str("the service will never be ready again"),
+            Self::Config(error) => fmt::Display::fmt(error, f),
+            Self::Store(error) => fmt::Display::fmt(error, f),
+        }
+    }
+}
+
+impl Error for WorkerError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Service(error) => Some(&**error),
+            Self::Config(error) => error.source(),
+            Self::Store(error) => error.source(),
+        }
+    }
+}

@@ -1,0 +1,331 @@
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use tokio::time::{Instant, Sleep, sleep};
+
+use super::store::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use crate::error::{ConfigError, StoreError};
+
+/// Locks that more than half of several independent stores have to agree on, so that they go on while the others are down.
+///
+/// ```no_run
+/// use tollgate::{LockLayer, Locks, RedisBackend, lock::Redlock};
+///
+/// # #[tokio::main] async fn main() -> Result<(), tollgate::BoxError> {
+/// let stores = Redlock::new([
+///     RedisBackend::connect("redis://10.0.0.1").await?,
+///     RedisBackend::connect("redis://10.0.0.2").await?,
+///     RedisBackend::connect("redis://10.0.0.3").await?,
+/// ])?;
+/// let locks = Locks::new(stores.clone());
+/// let layer = LockLayer::new(stores);
+/// # drop((locks, layer));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// This is the algorithm that Redis calls Redlock. All stores are asked at the same time, and a lease is granted if more than half
+/// of them grant it with time left: what is left is counted from before the first was asked, less 1 % and 2 ms for clocks of different speed,
+/// as of any lease. Otherwise it is given back everywhere. A renewal counts if more than half of the stores have it. One that
+/// does not answer is not waited for: once the others have decided, it has as long again as that took, or 10 ms.
+///
+/// # What holds, and what does not
+///
+/// * With fewer than half of the stores down, locks are granted, renewed and given back.
+/// * There is one live lease for a key as long as the stores remember what they have granted, and their clocks run at about the same
+///   speed. The stores have to be independent: primaries without replicas that could take over. One that comes back without its data
+///   forgets its grants, so it has to write each of them to disk (`appendfsync always`) or stay away for as long as the longest lease.
+///   A clock that is set forward ends leases early.
+/// * A [fence](super::Lease::fence) is the largest number that was given out by those of the stores that agreed, each of which goes by its
+///   own clock. It is larger than that of the grant before unless the clocks differ by more than the time between the
+///   two grants. **This is not what one primary promises**: where it has to be right in any case, use one primary, or
+///   something with a consensus.
+/// * Who waits is told by any of the stores, and whoever asks at the same time as others may have to ask once more: the
+///   stores may have granted it to one each. There is no line, so [fair locks](super::Locks::fair),
+///   [`RwLocks`](super::RwLocks) and [`Semaphore`](super::Semaphore) are refused by name ([`ConfigError::NotByQuorum`]).
+/// * What cannot be given back to a store that does not answer stays there until it expires, and so does what a store that stood still
+///   grants late; the others do without it.
+/// * A lease stays with the stores that granted it. One that was granted by two of three, since the third was down or still
+///   held by somebody else, is lost when either of them goes down.
+///
+/// As a store it is asked with another token each time that it has not granted what was asked for: those who have granted it
+/// give it back, and may do so late.
+///
+/// For what a lock protects from being done twice, rather than wrongly, one primary is simpler and does as well.
+pub struct Redlock<S> {
+    stores: Arc<[S]>,
+}
+
+/// How long those that have not answered get at least, once the others have decided.
+const GRACE: Duration = Duration::from_millis(10);
+/// How soon somebody asks again when nobody has got it, at the latest.
+const SOON_US: u32 = 15_000;
+
+type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + 'a>>;
+/// What each store has answered. `None` is no answer in time.
+type Answers<T> = Vec<Option<Result<T, StoreError>>>;
+
+impl<S> Redlock<S> {
+    /// A lock store over independent ones: three, or any larger number. An odd one: a fourth makes locks no safer than three.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::TooFewStores`] for fewer than three: of two both would have to be up.
+    pub fn new(stores: impl IntoIterator<Item = S>) -> Result<Self, ConfigError> {
+        let stores: Arc<[S]> = stores.into_iter().collect();
+        if stores.len() < 3 {
+            return Err(ConfigError::TooFewStores { stores: stores.len(), min: 3 });
+        }
+        Ok(Self { stores })
+    }
+
+    /// More than half of them.
+    fn quorum(&self) -> usize {
+        self.stores.len() / 2 + 1
+    }
+
+    /// Asks all stores at the same time, one whose connection has just broken once more, until all have answered, or some time after
+    /// what they have answered is enough.
+    async fn ask<'a, T>(
+        &'a self,
+        call: impl Fn(&'a S) -> Call<'a, T>,
+        is_enough: impl Fn(&Answers<T>) -> bool,
+    ) -> Answers<T> {
+        let begun = Instant::now();
+        // All that is asked may be asked again with the same token.
+        let ask = async |store| match call(store).await {
+            Err(error) if error.is_unavailable() => call(store).await,
+            answer => answer,
+        };
+        let mut calls: Vec<_> = self.stores.iter().map(|store| Some(Box::pin(ask(store)))).collect();
+        let mut answers: Answers<T> = calls.iter().map(|_| None).collect();
+        let mut rest: Option<Pin<Box<Sleep>>> = None;
+        poll_fn(|cx| {
+            for (call, answer) in calls.iter_mut().zip(&mut answers) {
+                if let Some(Poll::Ready(ready)) = call.as_mut().map(|call| call.as_mut().poll(cx)) {
+                    (*call, *answer) = (None, Some(ready));
+                }
+            }
+            if calls.iter().all(Option::is_none) {
+                return Poll::Ready(());
+            }
+            if rest.is_none() && is_enough(&answers) {
+                rest = Some(Box::pin(sleep(begun.elapsed().max(GRACE))));
+            }
+            rest.as_mut().map_or(Poll::Pending, |rest| rest.as_mut().poll(cx))
+        })
+        .await;
+        answers
+    }
+}
+
+impl<S: LockStore + Send + Sync> Redlock<S> {
+    /// Takes leases everywhere, where `call` is what takes all of them or none in one store.
+    async fn take<'a>(
+        &'a self,
+        wanted: &[(LockKey, Claim)],
+        call: impl Fn(&'a S) -> Call<'a, Vec<Acquired>>,
+    ) -> Result<Vec<Acquired>, StoreError> {
+        let plain = |claim: &Claim| claim.permits == 1 && !claim.is_shared && claim.line == Line::Ignore;
+        if !wanted.iter().all(|(_, claim)| plain(claim)) {
+            return Err(StoreError::other(ConfigError::NotByQuorum));
+        }
+        let (all, quorum) = (self.stores.len(), self.quorum());
+        let answers = self
+            .ask(call, |answers| {
+                let failed = answers.iter().flatten().filter(|answer| answer.is_err()).count();
+                // What fails says nothing about who holds it: all of the others are waited for.
+                answers.iter().flatten().count() - failed >= quorum || failed > all - quorum
+            })
+            .await;
+        let granted: Vec<_> = answers.iter().flatten().filter(|answer| is_granted(answer)).flatten().collect();
+        if granted.len() >= quorum {
+            let fence =
+                |i: usize| granted.iter().filter_map(|answers| fence(answers.get(i)?)).max().unwrap_or_default();
+            return Ok((0..wanted.len()).map(|i| Acquired::Granted { fence: fence(i) }).collect());
+        }
+        let granted = granted.len();
+        self.undo(wanted, &answers).await;
+        self.refuse(wanted.len(), answers, granted)
+    }
+
+    /// Gives back what was granted in vain, and what may come to be granted.
+    async fn undo(&self, wanted: &[(LockKey, Claim)], answers: &Answers<Vec<Acquired>>) {
+        for (lock, claim) in wanted {
+            let token = claim.token;
+            let is_over = |given_back: &Answers<Released>| {
+                let mut both = given_back.iter().zip(answers);
+                both.all(|(given_back, answer)| given_back.is_some() || !answer.as_ref().is_some_and(is_granted))
+            };
+            drop(self.ask(move |store| Box::pin(async move { store.release(lock, &token).await }), is_over).await);
+        }
+    }
+
+    /// Why too few stores have granted it.
+    fn refuse(
+        &self,
+        count: usize,
+        answers: Answers<Vec<Acquired>>,
+        granted: usize,
+    ) -> Result<Vec<Acquired>, StoreError> {
+        let quorum = self.quorum();
+        let (mut held, mut failure, mut unreplicated) = (Vec::new(), None, None);
+        for answer in answers.into_iter().flatten().filter(|answer| !is_granted(answer)) {
+            match answer {
+                Err(error) => failure = failure.or(Some(error)),
+                Ok(answers) => match answers.first() {
+                    Some(Acquired::NotReplicated { replicas }) => unreplicated = unreplicated.max(Some(*replicas)),
+                    _ => held.push(answers),
+                },
+            }
+        }
+        if let Some(replicas) = unreplicated.filter(|_| held.len() <= self.stores.len() - quorum) {
+            return Ok(vec![Acquired::NotReplicated { replicas }; count]);
+        }
+        if held.len() + granted < quorum {
+            return Err(failure.unwrap_or_else(StoreError::timeout));
+        }
+        let busy = |i: usize| {
+            if held.len() < quorum {
+                // Nobody has it: each store has granted it to somebody else, and all have to ask again, not all at once.
+                let share = getrandom::u32().unwrap_or_default();
+                return Duration::from_micros(u64::from(share % SOON_US));
+            }
+            let mut remaining: Vec<_> = held.iter().filter_map(|answers| remaining(answers.get(i)?)).collect();
+            remaining.sort_unstable();
+            // When so many have let go of it that the rest does not matter.
+            remaining.get(held.len() - quorum).copied().unwrap_or_default()
+        };
+        Ok((0..count).map(|i| Acquired::Busy { remaining: busy(i) }).collect())
+    }
+}
+
+fn is_granted(answer: &Result<Vec<Acquired>, StoreError>) -> bool {
+    answer.as_ref().is_ok_and(|answers| answers.iter().all(|answer| fence(answer).is_some()))
+}
+
+const fn fence(answer: &Acquired) -> Option<u64> {
+    match answer {
+        Acquired::Granted { fence } => Some(*fence),
+        _ => None,
+    }
+}
+
+const fn remaining(answer: &Acquired) -> Option<Duration> {
+    match answer {
+        Acquired::Busy { remaining } => Some(*remaining),
+        _ => None,
+    }
+}
+
+impl<S: LockStore + Send + Sync> LockStore for Redlock<S> {
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        let (lock, claim) = (*lock, *claim);
+        let answers = self
+            .take(&[(lock, claim)], |store| Box::pin(async move { Ok(vec![store.acquire(&lock, &claim).await?]) }))
+            .await?;
+        answers.first().copied().ok_or_else(StoreError::timeout)
+    }
+
+    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        let all: Arc<[_]> = wanted.into();
+        let call = |store| -> Call<'_, _> {
+            let all = Arc::clone(&all);
+            Box::pin(async move { S::acquire_all(store, &all).await })
+        };
+        self.take(wanted, call).await
+    }
+
+    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
+        let (all, quorum) = (self.stores.len(), self.quorum());
+        let count = |answers: &Answers<Vec<bool>>, i: usize, renewed: bool| {
+            answers.iter().flatten().flatten().filter(|answers| answers.get(i) == Some(&renewed)).count()
+        };
+        let requested: Arc<[_]> = renewals.into();
+        let call = |store| -> Call<'_, _> {
+            let requested = Arc::clone(&requested);
+            Box::pin(async move { S::renew(store, &requested).await })
+        };
+        let answers = self
+            .ask(call, |answers| {
+                (0..renewals.len())
+                    .all(|i| count(answers, i, true) >= quorum || count(answers, i, false) > all - quorum)
+            })
+            .await;
+        if answers.iter().flatten().flatten().count() < quorum {
+            return Err(first_error(answers));
+        }
+        Ok((0..renewals.len()).map(|i| count(&answers, i, true) >= quorum).collect())
+    }
+
+    /// What no store takes apart.
+    fn shard(&self, lock: &LockKey) -> u32 {
+        self.stores.iter().map(|store| store.shard(lock)).max().unwrap_or_default()
+    }
+
+    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
+        let (lock, token, quorum) = (*lock, *token, self.quorum());
+        let count = |answers: &Answers<Released>| answers.iter().flatten().flatten().count();
+        let answers = self
+            .ask(
+                |store| Box::pin(async move { store.release(&lock, &token).await }),
+                |answers| count(answers) >= quorum,
+            )
+            .await;
+        if count(&answers) < quorum {
+            return Err(first_error(answers));
+        }
+        let released = || answers.iter().flatten().flatten();
+        let was_held = released().filter(|released| released.was_held).count() >= quorum;
+        Ok(Released { was_held, is_wanted: released().any(|released| released.is_wanted) })
+    }
+
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+        let (lock, in_line, quorum) = (*lock, in_line.copied(), self.quorum());
+        let answers = self
+            .ask(
+                |store| Box::pin(async move { Ok(store.watch(&lock, in_line.as_ref()).await) }),
+                |answers| answers.iter().flatten().count() >= quorum,
+            )
+            .await;
+        Wakeups::any(answers.into_iter().flatten().flatten())
+    }
+
+    async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
+        let (lock, token, quorum) = (*lock, *token, self.quorum());
+        let name: Arc<str> = name.into();
+        let call = |store| -> Call<'_, _> {
+            let name = Arc::clone(&name);
+            Box::pin(async move { S::name(store, &lock, &token, &name).await })
+        };
+        let answers = self.ask(call, |answers| answers.iter().flatten().flatten().count() >= quorum).await;
+        if answers.iter().flatten().flatten().count() < quorum { Err(first_error(answers)) } else { Ok(()) }
+    }
+
+    /// Of stores that hold within a process: no more than that.
+    fn scope(&self) -> Scope {
+        let is_shared = self.stores.iter().all(|store| store.scope() > Scope::Process);
+        if is_shared { Scope::Quorum } else { Scope::Process }
+    }
+}
+
+fn first_error<T>(answers: Answers<T>) -> StoreError {
+    answers.into_iter().flatten().find_map(Result::err).unwrap_or_else(StoreError::timeout)
+}
+
+// By hand: what is inside need not be cloned for it.
+impl<S> Clone for Redlock<S> {
+    fn clone(&self) -> Self {
+        Self { stores: Arc::clone(&self.stores) }
+    }
+}
+
+impl<S: fmt::Debug> fmt::Debug for Redlock<S> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Redlock").field("stores", &self.stores).finish()
+    }
+}

@@ -1,0 +1,330 @@
+//! Workers of one queue that are killed, and stopped for longer than their leases, on a Redis that is restarted, forgets its scripts and
+//! loses its connections.
+//!
+//! ```sh
+//! cargo test --test delay_queue_processes            # 4,000 jobs, about ten seconds; part of `scripts/faults --short`
+//! cargo test --test delay_queue_processes -- --long  # 100,000 jobs, about a minute; part of `scripts/faults`
+//! ```
+//!
+//! The program starts itself again as the workers, so it has a `main` of its own and is no list of tests. A worker prints a line for each
+//! job that it has run, and for each that the store says it has finished. No job is lost, no job is early, no job is finished twice, and
+//! nothing is left in Redis.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+mod support;
+
+use std::collections::HashMap;
+use std::env;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::mpsc;
+use std::thread;
+use std::time::{Duration, Instant, SystemTime};
+
+use support::server::{DURABLE, RedisServer};
+use tollgate::delay_queue::{
+    Admission, Backoff, Cancelled, Changed, Claim, Claimed, Counts, DelayQueue, DelayQueueStore, DelayQueueWorker, Due,
+    Ending, Extended, Finish, Finished, Job, JobId, NewJob, QueueKey, State, StoredJob, Ticket, WorkerId,
+};
+use tollgate::lock::{Scope, Wakeups};
+use tollgate::{BoxError, RedisBackend, StoreError};
+use tower::service_fn;
+
+const WORKERS: usize = 4;
+const LEASE: Duration = Duration::from_millis(600);
+/// Tells the program that it is a worker, and the URL of its server.
+const WORKER: &str = "TOLLGATE_TEST_QUEUE_WORKER";
+
+fn main() {
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
+    if let Ok(url) = env::var(WORKER) {
+        runtime.block_on(work(&url));
+        return;
+    }
+    let is_long = env::args().any(|arg| arg == "--long");
+    let (jobs, time) = if is_long { (100_000, Duration::from_secs(45)) } else { (4_000, Duration::from_secs(6)) };
+    println!("running 1 test");
+    no_job_is_lost_or_finished_twice(&runtime, jobs, time);
+    println!("test no_job_is_lost_or_finished_twice ... ok");
+    println!("\ntest result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out");
+}
+
+async fn connect(url: &str) -> RedisBackend {
+    loop {
+        // The server may be about to come back.
+        if let Ok(backend) = RedisBackend::connect(url).await {
+            return backend;
+        }
+        tokio::time::sleep(Duration::from_millis(20)).await;
+    }
+}
+
+fn queue(store: impl DelayQueueStore + Send + Sync + 'static) -> DelayQueue<u64> {
+    DelayQueue::new(store, "chaos").deadline(Duration::from_secs(5)).max_attempts(u16::MAX)
+}
+
+fn say(line: std::fmt::Arguments<'_>) {
+    let mut out = std::io::stdout().lock();
+    // Whoever started this may be gone.
+    let _ = writeln!(out, "{line}");
+}
+
+async fn work(url: &str) {
+    let queue = queue(Reporter(connect(url).await));
+    let service = service_fn(|job: Job<u64>| async move {
+        let early = job.due_at().duration_since(SystemTime::now()).unwrap_or_default();
+        tokio::time::sleep(Duration::from_millis(*job % 20)).await;
+        say(format_args!("run {} {}", *job, early.as_micros()));
+        Ok::<_, BoxError>(())
+    });
+    let worker = DelayQueueWorker::new(queue, service)
+        .lease(LEASE)
+        .concurrency(50)
+        .backoff(Backoff::fixed(Duration::from_millis(10)));
+    let (end, ended) = tokio::sync::oneshot::channel();
+    thread::spawn(move || {
+        // It ends when the one who started it says so or is gone.
+        let _ = std::io::stdin().read(&mut [0]);
+        let _ = end.send(());
+    });
+    worker
+        .run_until(async {
+            let _ = ended.await;
+        })
+        .await
+        .unwrap();
+}
+
+/// Tells which jobs the store has finished.
+struct Reporter(RedisBackend);
+
+impl DelayQueueStore for Reporter {
+    async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+        let claimed = self.0.claim(queue, finished, claim).await?;
+        for (finish, answer) in finished.iter().zip(&claimed.finished) {
+            match (answer, &finish.ending) {
+                (Finished::Done, Ending::Done) => {
+                    say(format_args!("done {} {}", finish.ticket.id, finish.ticket.token))
+                }
+                // Somebody else has it, or has done it.
+                (Finished::Lost | Finished::Gone, Ending::Done) => say(format_args!("refused")),
+                _ => {}
+            }
+        }
+        Ok(claimed)
+    }
+
+    async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
+        self.0.push(queue, jobs, max_jobs).await
+    }
+
+    async fn extend(&self, queue: &QueueKey, tickets: &[Ticket], lease: Duration) -> Result<Vec<Extended>, StoreError> {
+        self.0.extend(queue, tickets, lease).await
+    }
+
+    async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Wakeups {
+        DelayQueueStore::watch(&self.0, queue, worker).await
+    }
+
+    async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
+        self.0.get(queue, id).await
+    }
+
+    async fn cancel(&self, queue: &QueueKey, id: &JobId) -> Result<Cancelled, StoreError> {
+        self.0.cancel(queue, id).await
+    }
+
+    async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
+        self.0.reschedule(queue, id, due).await
+    }
+
+    async fn replace(&self, queue: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
+        self.0.replace(queue, id, payload).await
+    }
+
+    async fn counts(&self, queue: &QueueKey) -> Result<Counts, StoreError> {
+        self.0.counts(queue).await
+    }
+
+    async fn list(
+        &self,
+        queue: &QueueKey,
+        state: State,
+        skip: u64,
+        limit: usize,
+    ) -> Result<Vec<StoredJob>, StoreError> {
+        self.0.list(queue, state, skip, limit).await
+    }
+
+    async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
+        self.0.pause(queue, is_paused).await
+    }
+
+    async fn drain(&self, queue: &QueueKey, limit: usize) -> Result<usize, StoreError> {
+        self.0.drain(queue, limit).await
+    }
+
+    async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        self.0.replay(queue, ids).await
+    }
+
+    async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        self.0.forget(queue, ids).await
+    }
+
+    fn scope(&self) -> Scope {
+        DelayQueueStore::scope(&self.0)
+    }
+}
+
+struct Worker {
+    process: Child,
+    stdin: Option<ChildStdin>,
+}
+
+impl Worker {
+    fn start(url: &str, lines: &mpsc::Sender<String>) -> Self {
+        let mut command = Command::new(env::current_exe().unwrap());
+        let mut process = command.env(WORKER, url).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
+        let (out, lines) = (BufReader::new(process.stdout.take().unwrap()), lines.clone());
+        thread::spawn(move || {
+            for line in out.lines().map_while(Result::ok) {
+                if lines.send(line).is_err() {
+                    return;
+                }
+            }
+        });
+        let stdin = process.stdin.take();
+        Self { process, stdin }
+    }
+
+    fn signal(&self, name: &str) {
+        let pid = self.process.id().to_string();
+        assert!(Command::new("kill").args([&format!("-{name}"), &pid]).status().unwrap().success());
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        // A failed test must not leave processes behind.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+#[derive(Debug, Default)]
+struct Faults {
+    kills: u32,
+    stops: u32,
+    restarts: u32,
+    flushes: u32,
+    cuts: u32,
+}
+
+fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64, time: Duration) {
+    let mut server = RedisServer::start_with(DURABLE);
+    let url = server.url();
+    let backend = runtime.block_on(connect(&url));
+    let queue = queue(backend);
+    runtime.block_on(fill(&queue, jobs, time));
+    let begun = Instant::now();
+
+    let (sender, lines) = mpsc::channel();
+    let mut workers: Vec<Worker> = (0..WORKERS).map(|_| Worker::start(&url, &sender)).collect();
+    let mut faults = Faults::default();
+    // Not random, so that each kind of fault has its turn in the short run, too.
+    for turn in 0.. {
+        if begun.elapsed() >= time {
+            break;
+        }
+        thread::sleep(Duration::from_millis(150));
+        match turn % 8 {
+            0 | 4 => {
+                workers[turn % WORKERS] = Worker::start(&url, &sender);
+                faults.kills += 1;
+            }
+            1 | 5 => {
+                let worker = &workers[(turn / 4) % WORKERS];
+                worker.signal("STOP");
+                thread::sleep(LEASE * 2);
+                worker.signal("CONT");
+                faults.stops += 1;
+            }
+            2 => {
+                server.flush_scripts();
+                faults.flushes += 1;
+            }
+            3 => {
+                server.kill();
+                thread::sleep(Duration::from_millis(100));
+                server.restart();
+                faults.restarts += 1;
+            }
+            _ => {
+                server.kill_clients();
+                faults.cuts += 1;
+            }
+        }
+    }
+    let patience = Instant::now() + Duration::from_secs(60);
+    let mut counts = Counts::default();
+    while Instant::now() < patience {
+        if let Ok(now) = runtime.block_on(queue.counts()) {
+            counts = now;
+            if counts.waiting + counts.running == 0 {
+                break;
+            }
+        }
+        thread::sleep(Duration::from_millis(50));
+    }
+    for worker in &mut workers {
+        drop(worker.stdin.take());
+        assert!(worker.process.wait().unwrap().success(), "a worker failed");
+    }
+    let took = begun.elapsed();
+    drop((sender, workers));
+
+    let (mut runs, mut done) = (HashMap::<u64, u32>::new(), HashMap::<String, u32>::new());
+    let (mut early, mut refused) = (0_u64, 0_u64);
+    for line in lines {
+        let mut words = line.split(' ');
+        match (words.next(), words.next(), words.next()) {
+            (Some("run"), Some(job), Some(us)) => {
+                *runs.entry(job.parse().unwrap()).or_default() += 1;
+                early += u64::from(us != "0");
+            }
+            (Some("done"), Some(id), Some(_)) => *done.entry(id.to_owned()).or_default() += 1,
+            (Some("refused"), ..) => refused += 1,
+            // Whoever is killed may not come to the end of a line.
+            _ => {}
+        }
+    }
+    let lost = (0..jobs).filter(|job| !runs.contains_key(job)).count();
+    let twice = done.values().filter(|count| **count > 1).count();
+    let keys: Vec<String> = server.query("KEYS *");
+    let left = keys.iter().filter(|key| !key.ends_with(":state") && !key.ends_with(":idle")).count();
+    let Faults { kills, stops, restarts, flushes, cuts } = faults;
+    println!(
+        "jobs={jobs} runs={} finished={} refused={refused} lost={lost} twice={twice} early={early} \
+         dead={} keys_left={left} kills={kills} stops={stops} restarts={restarts} flushes={flushes} cuts={cuts} seconds={:.0}",
+        runs.values().sum::<u32>(),
+        done.len(),
+        counts.dead,
+        took.as_secs_f64()
+    );
+    assert_eq!(counts.waiting + counts.running + counts.dead, 0, "{counts:?}");
+    assert_eq!((lost, twice, early, left), (0, 0, 0, 0), "{keys:?}");
+    assert!(done.len() as u64 > jobs * 9 / 10, "answers that were lost are few");
+    assert!(kills > 0 && stops > 0 && restarts > 0 && flushes > 0 && cuts > 0, "too short to say anything");
+}
+
+/// Jobs that are due all through the time of the test.
+async fn fill(queue: &DelayQueue<u64>, jobs: u64, time: Duration) {
+    let all: Vec<_> = (0..jobs).collect();
+    for batch in all.chunks(2_000) {
+        let pushes = batch.iter().map(|&job| queue.push(job).delay(time * 4 / 5 * (job % 1_000) as u32 / 1_000));
+        for pushed in queue.push_all(pushes).await {
+            assert!(pushed.unwrap().is_new());
+        }
+    }
+}

@@ -1,0 +1,857 @@
+//! What a worker does with jobs: when, how many at a time, and what becomes of them.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+mod support;
+
+use std::convert::Infallible;
+use std::future::{Ready, pending, ready};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex};
+use std::task::{Context, Poll};
+use std::time::Duration;
+
+use support::server::RedisServer;
+use tokio::sync::oneshot;
+use tokio::task::JoinHandle;
+use tokio::time::{Instant, sleep, timeout};
+use tollgate::delay_queue::{
+    Backoff, Cancelled, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Event, Events, Job, Outcome, Reason,
+    Recurring, Schedule, State, WorkerError,
+};
+use tollgate::testing::{Failure, FaultStore};
+use tollgate::{AsError, BoxError, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend};
+use tower::{Service, ServiceBuilder, service_fn};
+
+const fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+const fn secs(secs: u64) -> Duration {
+    Duration::from_secs(secs)
+}
+
+fn queue(store: impl DelayQueueStore + Send + Sync + 'static) -> DelayQueue<u32> {
+    DelayQueue::new(store, "work").deadline(secs(5))
+}
+
+/// What ran, and when it did.
+#[derive(Clone)]
+struct Record {
+    begun: Instant,
+    runs: Arc<Mutex<Vec<(u32, u16, Duration)>>>,
+}
+
+impl Record {
+    fn new() -> Self {
+        Self { begun: Instant::now(), runs: Arc::default() }
+    }
+
+    fn note(&self, job: &Job<u32>) {
+        self.runs.lock().unwrap().push((**job, job.attempt(), self.begun.elapsed()));
+    }
+
+    fn payloads(&self) -> Vec<u32> {
+        let mut payloads: Vec<_> = self.runs.lock().unwrap().iter().map(|(payload, ..)| *payload).collect();
+        payloads.sort_unstable();
+        payloads
+    }
+
+    fn attempts(&self) -> Vec<u16> {
+        self.runs.lock().unwrap().iter().map(|(_, attempt, _)| *attempt).collect()
+    }
+
+    fn times(&self) -> Vec<Duration> {
+        self.runs.lock().unwrap().iter().map(|(.., time)| *time).collect()
+    }
+}
+
+/// A worker in the background, which ends when it is told to.
+struct Background {
+    stop: oneshot::Sender<()>,
+    task: JoinHandle<Result<(), WorkerError>>,
+}
+
+impl Background {
+    fn start<S, C>(worker: DelayQueueWorker<u32, S, C>) -> Self
+    where
+        S: Service<Job<u32>, Error: Into<BoxError>, Future: Send + 'static> + Send + 'static,
+        C: Codec<u32> + Send + Sync + 'static,
+    {
+        let (stop, stopped) = oneshot::channel();
+        let task = tokio::spawn(worker.run_until(async {
+            let _ = stopped.await;
+        }));
+        Self { stop, task }
+    }
+
+    async fn stop(self) {
+        let _ = self.stop.send(());
+        self.task.await.unwrap().unwrap();
+    }
+}
+
+async fn is_empty(queue: &DelayQueue<u32>) -> bool {
+    let counts = queue.counts().await.unwrap();
+    counts.waiting + counts.running + counts.dead == 0
+}
+
+#[track_caller]
+fn assert_close(time: Duration, expected: Duration) {
+    assert!(time >= expected && time < expected + ms(5), "{time:?} instead of {expected:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn jobs_run_when_they_are_due_and_never_early() {
+    let queue = queue(MemoryBackend::new());
+    let record = Record::new();
+    let noted = record.clone();
+    let worker = Background::start(DelayQueueWorker::new(
+        queue.clone(),
+        service_fn(move |job| {
+            ready({
+                noted.note(&job);
+                Ok::<_, Infallible>(())
+            })
+        }),
+    ));
+    for delay in [60, 3, 0, 7_200] {
+        queue.push(delay).delay(secs(delay.into())).await.unwrap();
+    }
+    sleep(secs(7_201)).await;
+    let runs = record.runs.lock().unwrap().clone();
+    assert_eq!(runs.iter().map(|(payload, ..)| *payload).collect::<Vec<_>>(), [0, 3, 60, 7_200]);
+    for (delay, _, time) in runs {
+        assert_close(time, secs(delay.into()));
+    }
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_day_of_retries_takes_no_time_on_a_paused_clock() {
+    let begun = std::time::Instant::now();
+    let queue = queue(MemoryBackend::new()).max_attempts(25);
+    let record = Record::new();
+    let noted = record.clone();
+    let service = service_fn(move |job| {
+        noted.note(&job);
+        ready(Err::<(), _>("not today"))
+    });
+    let worker = DelayQueueWorker::new(queue.clone(), service).backoff(Backoff::fixed(secs(3_600)));
+    let worker = Background::start(worker);
+    let id = *queue.push(1).await.unwrap().id();
+    sleep(secs(86_401)).await;
+    assert_eq!(record.attempts(), (1..=25).collect::<Vec<_>>());
+    for (hour, time) in (0..).zip(record.times()) {
+        // A timer is up to a millisecond late each time.
+        let (least, most) = (secs(hour * 3_600), secs(hour * 3_600) + ms(2 * hour + 2));
+        assert!(time >= least && time <= most, "{time:?} instead of {least:?}");
+    }
+    let dead = queue.get(id).await.unwrap().unwrap();
+    assert_eq!((dead.state, dead.attempt), (State::Dead, 25));
+    let note = dead.note.unwrap();
+    assert_eq!((note.reason, &*note.error), (Reason::Failed, "not today"));
+    worker.stop().await;
+    assert!(begun.elapsed() < secs(60), "{:?}", begun.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_outcome_says_what_becomes_of_a_job() {
+    let queue = queue(MemoryBackend::new());
+    let record = Record::new();
+    let noted = record.clone();
+    let service = service_fn(move |job: Job<u32>| {
+        noted.note(&job);
+        let is_first = noted.attempts().len() == 1;
+        ready(match *job {
+            _ if !is_first => Ok(()),
+            1 => Err(Outcome::snooze(secs(10))),
+            2 => Err(Outcome::retry_after(secs(20)).because("busy")),
+            3 => Err(Outcome::dead("no such customer")),
+            _ => Err(Outcome::cancel()),
+        })
+    });
+    for (payload, attempts, times) in
+        [(1, vec![1, 1], vec![0, 10]), (2, vec![1, 2], vec![0, 20]), (3, vec![1], vec![0]), (4, vec![1], vec![0])]
+    {
+        let worker = Background::start(DelayQueueWorker::new(queue.clone(), service.clone()));
+        let begun = record.begun.elapsed();
+        queue.push(payload).await.unwrap();
+        sleep(secs(100)).await;
+        assert_eq!(record.attempts(), attempts, "{payload}");
+        for (time, expected) in record.times().into_iter().zip(times) {
+            assert_close(time - begun, secs(expected));
+        }
+        record.runs.lock().unwrap().clear();
+        worker.stop().await;
+    }
+    let dead = queue.dead(0, 10).await.unwrap();
+    assert_eq!(dead.len(), 1);
+    let note = dead[0].note.as_ref().unwrap();
+    assert_eq!((note.reason, &*note.error), (Reason::Refused, "no such customer"));
+    assert_eq!(queue.counts().await.unwrap().waiting, 0);
+}
+
+/// Panics where it is told to.
+#[derive(Clone, Copy)]
+struct Picky;
+
+impl Codec<u32> for Picky {
+    fn encode(&self, payload: &u32) -> Result<Vec<u8>, BoxError> {
+        Ok(payload.to_le_bytes().to_vec())
+    }
+
+    fn decode(&self, bytes: &[u8]) -> Result<u32, BoxError> {
+        let payload = u32::from_le_bytes(bytes.try_into()?);
+        assert_ne!(payload, 3, "cannot read three");
+        if payload == 4 { Err("four is not a number".into()) } else { Ok(payload) }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_panics_or_cannot_be_read_is_dead_and_takes_nobody_along() {
+    let queue = DelayQueue::with_codec(MemoryBackend::new(), "work", Picky).max_attempts(2);
+    let worker = DelayQueueWorker::new(
+        queue.clone(),
+        service_fn(|job: Job<u32>| {
+            assert_ne!(*job, 1, "one at once");
+            async move {
+                assert_ne!(*job, 2, "two later");
+                Ok::<_, Infallible>(())
+            }
+        }),
+    );
+    let worker = Background::start(worker);
+    for payload in 0..10 {
+        queue.push(payload).id(payload.to_string()).await.unwrap();
+    }
+    sleep(secs(60)).await;
+    let mut dead: Vec<_> =
+        queue.dead(0, 10).await.unwrap().into_iter().map(|job| (job.id, job.attempt, job.note.unwrap())).collect();
+    dead.sort_by_key(|(id, ..)| *id);
+    let seen: Vec<_> = dead.iter().map(|(id, attempt, note)| (id.as_str(), *attempt, note.reason)).collect();
+    let expected = [
+        ("1", 2, Reason::Failed),
+        ("2", 2, Reason::Failed),
+        ("3", 1, Reason::Undecodable),
+        ("4", 1, Reason::Undecodable),
+    ];
+    assert_eq!(seen, expected);
+    for (note, part) in
+        dead.iter().map(|(.., note)| note).zip(["one at once", "two later", "cannot read three", "not a number"])
+    {
+        assert!(note.error.contains(part), "{}", note.error);
+    }
+    assert_eq!(queue.counts().await.unwrap().waiting, 0);
+    worker.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn over_the_limit_is_later_and_no_attempt() {
+    let queue = queue(MemoryBackend::new());
+    let record = Record::new();
+    let noted = record.clone();
+    let policy = Policy::new("per second", Quota::per_second(5).fixed_window());
+    let service = ServiceBuilder::new()
+        .layer(RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(AsError))
+        .service(service_fn(move |job| {
+            noted.note(&job);
+            ready(Ok::<_, BoxError>(()))
+        }));
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), service));
+    for payload in 0..20 {
+        queue.push(payload).max_attempts(1).await.unwrap();
+    }
+    sleep(secs(120)).await;
+    assert_eq!(record.payloads(), (0..20).collect::<Vec<_>>());
+    assert!(record.attempts().iter().all(|attempt| *attempt == 1));
+    let times = record.times();
+    assert!(times[19] > secs(2), "20 jobs at 5 a second take longer than {:?}", times[19]);
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn under_a_lock_one_job_of_a_key_runs_at_a_time() {
+    let queue = queue(MemoryBackend::new());
+    let at_work = Arc::new([const { AtomicUsize::new(0) }; 3]);
+    let (seen, done) = (Arc::clone(&at_work), Arc::new(AtomicUsize::new(0)));
+    let counted = Arc::clone(&done);
+    let service = ServiceBuilder::new()
+        .layer(
+            LockLayer::new(MemoryBackend::new()).key(|job: &Job<u32>| (**job % 3).to_string()).with_rejection(AsError),
+        )
+        .service(service_fn(move |job: Job<u32>| {
+            let (seen, counted) = (Arc::clone(&seen), Arc::clone(&counted));
+            async move {
+                let place = &seen[*job as usize % 3];
+                assert_eq!(place.fetch_add(1, Ordering::SeqCst), 0, "two at a time");
+                sleep(ms(100)).await;
+                place.fetch_sub(1, Ordering::SeqCst);
+                counted.fetch_add(1, Ordering::SeqCst);
+                Ok::<_, BoxError>(())
+            }
+        }));
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), service));
+    for payload in 0..12 {
+        queue.push(payload).max_attempts(1).await.unwrap();
+    }
+    sleep(secs(60)).await;
+    assert_eq!(done.load(Ordering::SeqCst), 12);
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_timeout_is_a_failure_and_tried_again() {
+    let queue = queue(MemoryBackend::new());
+    let record = Record::new();
+    let noted = record.clone();
+    let service = ServiceBuilder::new().timeout(secs(1)).service(service_fn(move |job: Job<u32>| {
+        noted.note(&job);
+        async move {
+            if job.attempt() == 1 {
+                pending::<()>().await;
+            }
+            Ok::<_, BoxError>(())
+        }
+    }));
+    let worker = DelayQueueWorker::new(queue.clone(), service).backoff(Backoff::fixed(secs(5)));
+    let worker = Background::start(worker);
+    queue.push(1).await.unwrap();
+    sleep(secs(10)).await;
+    assert_eq!(record.attempts(), [1, 2]);
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_more_is_claimed_than_the_service_is_ready_for() {
+    let queue = queue(MemoryBackend::new());
+    let service = ServiceBuilder::new().concurrency_limit(3).service(service_fn(async |_: Job<u32>| {
+        sleep(secs(1)).await;
+        Ok::<_, Infallible>(())
+    }));
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), service.clone()));
+    for payload in 0..9 {
+        queue.push(payload).await.unwrap();
+    }
+    for round in 0..3 {
+        sleep(ms(500)).await;
+        let counts = queue.counts().await.unwrap();
+        assert_eq!((counts.running, counts.waiting), (3, 6 - 3 * round));
+        sleep(ms(501)).await;
+    }
+    assert!(is_empty(&queue).await);
+    // A worker that has nothing to do keeps no permit.
+    let mut other = service;
+    timeout(ms(1), std::future::poll_fn(|cx| other.poll_ready(cx))).await.unwrap().unwrap();
+    worker.stop().await;
+}
+
+/// Cannot be cloned, and is at one job at a time.
+struct Single {
+    is_busy: Arc<AtomicBool>,
+    record: Record,
+}
+
+impl Service<Job<u32>> for Single {
+    type Response = ();
+    type Error = Infallible;
+    type Future = std::pin::Pin<Box<dyn Future<Output = Result<(), Infallible>> + Send>>;
+
+    fn poll_ready(&mut self, cx: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        if self.is_busy.load(Ordering::SeqCst) {
+            let waker = cx.waker().clone();
+            tokio::spawn(async move {
+                sleep(ms(10)).await;
+                waker.wake();
+            });
+            return Poll::Pending;
+        }
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, job: Job<u32>) -> Self::Future {
+        assert!(!self.is_busy.swap(true, Ordering::SeqCst), "it was not ready");
+        self.record.note(&job);
+        let is_busy = Arc::clone(&self.is_busy);
+        Box::pin(async move {
+            sleep(secs(1)).await;
+            is_busy.store(false, Ordering::SeqCst);
+            Ok(())
+        })
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_service_that_cannot_be_cloned_gets_one_job_after_the_other() {
+    let queue = queue(MemoryBackend::new());
+    let record = Record::new();
+    let service = Single { is_busy: Arc::default(), record: record.clone() };
+    for payload in 0..4 {
+        queue.push(payload).await.unwrap();
+    }
+    let worker = Background::start(DelayQueueWorker::one_by_one(queue.clone(), service));
+    sleep(ms(500)).await;
+    assert_eq!(queue.counts().await.unwrap().running, 1);
+    sleep(secs(5)).await;
+    assert_eq!(record.payloads(), [0, 1, 2, 3]);
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+}
+
+#[derive(Clone)]
+struct Unready(Option<&'static str>);
+
+impl Service<Job<u32>> for Unready {
+    type Response = ();
+    type Error = BoxError;
+    type Future = Ready<Result<(), BoxError>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), BoxError>> {
+        self.0.map_or(Poll::Pending, |error| Poll::Ready(Err(error.into())))
+    }
+
+    fn call(&mut self, _: Job<u32>) -> Self::Future {
+        unreachable!("it was never ready")
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_service_that_is_never_ready_leaves_jobs_to_others() {
+    let queue = queue(MemoryBackend::new());
+    queue.push(1).await.unwrap();
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), Unready(None)));
+    sleep(secs(60)).await;
+    assert_eq!(queue.counts().await.unwrap().waiting, 1);
+    worker.stop().await;
+    let error = DelayQueueWorker::new(queue.clone(), Unready(Some("gone"))).run().await.unwrap_err();
+    assert!(matches!(&error, WorkerError::Service(error) if error.to_string() == "gone"), "{error:?}");
+    assert_eq!(queue.counts().await.unwrap().waiting, 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_is_extended_for_as_long_as_the_job_runs() {
+    let queue = queue(MemoryBackend::new());
+    let record = Record::new();
+    let noted = record.clone();
+    let service = service_fn(move |job| {
+        noted.note(&job);
+        async move {
+            sleep(secs(100)).await;
+            Ok::<_, Infallible>(())
+        }
+    });
+    let worker = |service| Background::start(DelayQueueWorker::new(queue.clone(), service).lease(secs(3)));
+    let workers = [worker(service.clone()), worker(service)];
+    queue.push(1).await.unwrap();
+    sleep(secs(101)).await;
+    assert_eq!(record.attempts(), [1]);
+    assert!(is_empty(&queue).await);
+    for worker in workers {
+        worker.stop().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_running_job_is_told_that_it_is_cancelled_and_dropped_if_it_does_not_listen() {
+    let queue = queue(MemoryBackend::new());
+    let told = Arc::new(Mutex::new(Vec::new()));
+    let noted = Arc::clone(&told);
+    let service = service_fn(move |job: Job<u32>| {
+        let noted = Arc::clone(&noted);
+        async move {
+            job.cancellation().cancelled().await;
+            noted.lock().unwrap().push(*job);
+            if *job == 2 {
+                pending::<()>().await;
+            }
+            Err::<(), _>("given up")
+        }
+    });
+    let worker = DelayQueueWorker::new(queue.clone(), service).lease(secs(3)).abort_after(secs(2));
+    let mut events = worker.events();
+    let worker = Background::start(worker);
+    for payload in [1, 2] {
+        queue.push(payload).id(payload.to_string()).await.unwrap();
+    }
+    sleep(ms(100)).await;
+    for id in ["1", "2"] {
+        assert_eq!(queue.cancel(id).await.unwrap(), Cancelled::Told);
+    }
+    sleep(ms(1_100)).await;
+    let mut seen = told.lock().unwrap().clone();
+    seen.sort_unstable();
+    assert_eq!(seen, [1, 2]);
+    assert_eq!(queue.counts().await.unwrap().running, 1, "one of them listens");
+    sleep(ms(2_100)).await;
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+    let mut cancelled = 0;
+    while let Some(event) = events.next().await {
+        cancelled += usize::from(matches!(event, Event::Cancelled { .. }));
+    }
+    assert_eq!(cancelled, 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_job_that_hangs_has_failed_when_its_time_is_over() {
+    let queue = queue(MemoryBackend::new());
+    let record = Record::new();
+    let noted = record.clone();
+    let service = service_fn(move |job: Job<u32>| {
+        noted.note(&job);
+        async move {
+            if job.attempt() == 1 {
+                pending::<()>().await;
+            }
+            Ok::<_, Infallible>(())
+        }
+    });
+    let worker = DelayQueueWorker::new(queue.clone(), service)
+        .max_runtime(secs(60))
+        .abort_after(secs(5))
+        .backoff(Backoff::fixed(secs(10)));
+    let worker = Background::start(worker);
+    queue.push(1).await.unwrap();
+    sleep(secs(80)).await;
+    assert_eq!(record.attempts(), [1, 2]);
+    assert_close(record.times()[1], secs(75));
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_is_cut_off_gives_up_its_job_and_cannot_finish_it() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    let (cut_off, other) = (queue(store), queue(backend));
+    let was_told = Arc::new(AtomicBool::new(false));
+    let told = Arc::clone(&was_told);
+    let service = service_fn(move |job: Job<u32>| {
+        let told = Arc::clone(&told);
+        async move {
+            job.cancellation().cancelled().await;
+            told.store(true, Ordering::SeqCst);
+            // It does not care, and says that it is done.
+            sleep(secs(3)).await;
+            Ok::<_, Infallible>(())
+        }
+    });
+    let worker = DelayQueueWorker::new(cut_off, service).lease(secs(6));
+    let mut events = worker.events();
+    let worker = Background::start(worker);
+    let id = *other.push(1).await.unwrap().id();
+    sleep(ms(100)).await;
+    faults.fail(Failure::Unavailable);
+    sleep(ms(5_800)).await;
+    assert!(!was_told.load(Ordering::SeqCst), "the lease lasts");
+    sleep(ms(200)).await;
+    assert!(was_told.load(Ordering::SeqCst), "the lease is over");
+    let record = Record::new();
+    let noted = record.clone();
+    let second = service_fn(move |job| {
+        noted.note(&job);
+        async move {
+            sleep(secs(10)).await;
+            Ok::<_, Infallible>(())
+        }
+    });
+    let second = Background::start(DelayQueueWorker::new(other.clone(), second));
+    sleep(ms(1)).await;
+    assert_eq!(record.attempts(), [2]);
+    faults.heal();
+    sleep(secs(5)).await;
+    assert_eq!(other.get(id).await.unwrap().unwrap().state, State::Running, "the second one is at it");
+    sleep(secs(6)).await;
+    assert!(is_empty(&other).await);
+    worker.stop().await;
+    second.stop().await;
+    let mut lost = 0;
+    while let Some(event) = events.next().await {
+        lost += usize::from(matches!(event, Event::LeaseLost { .. }));
+    }
+    assert_eq!(lost, 1);
+}
+
+/// Jobs that take as many seconds as their payload says; counts those that came to their end.
+fn sleeper(done: &Arc<AtomicUsize>) -> impl Service<Job<u32>, Error = Infallible, Future: Send> + Clone + Send + use<> {
+    let done = Arc::clone(done);
+    service_fn(move |job: Job<u32>| {
+        let done = Arc::clone(&done);
+        async move {
+            sleep(secs((*job).into())).await;
+            done.fetch_add(1, Ordering::SeqCst);
+            Ok::<_, Infallible>(())
+        }
+    })
+}
+
+#[tokio::test(start_paused = true)]
+async fn at_the_end_jobs_run_out_and_the_rest_is_given_back_with_its_attempt() {
+    let queue = queue(MemoryBackend::new());
+    let done = Arc::new(AtomicUsize::new(0));
+    let worker =
+        DelayQueueWorker::new(queue.clone(), sleeper(&done)).concurrency(2).grace(secs(10)).abort_after(secs(1));
+    let worker = Background::start(worker);
+    for (id, seconds) in [("short", 5), ("long", 100), ("waiting", 1)] {
+        queue.push(seconds).id(id).await.unwrap();
+        sleep(ms(10)).await;
+    }
+    sleep(secs(1)).await;
+    let begun = Instant::now();
+    worker.stop().await;
+    assert!(begun.elapsed() >= secs(11) && begun.elapsed() < secs(12), "{:?}", begun.elapsed());
+    assert_eq!(done.load(Ordering::SeqCst), 1);
+    for id in ["long", "waiting"] {
+        let job = queue.get(id).await.unwrap().unwrap();
+        assert_eq!((job.state, job.attempt), (State::Waiting, 0), "{id}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_is_dropped_leaves_its_jobs_to_the_end_of_their_leases() {
+    let queue = queue(MemoryBackend::new());
+    let done = Arc::new(AtomicUsize::new(0));
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), sleeper(&done)).lease(secs(30)));
+    let id = *queue.push(5).await.unwrap().id();
+    sleep(secs(1)).await;
+    worker.task.abort();
+    sleep(secs(10)).await;
+    assert_eq!(done.load(Ordering::SeqCst), 0, "what ran is dropped");
+    assert_eq!(queue.get(id).await.unwrap().unwrap().state, State::Running);
+    let record = Record::new();
+    let noted = record.clone();
+    let worker = Background::start(DelayQueueWorker::new(
+        queue.clone(),
+        service_fn(move |job| {
+            noted.note(&job);
+            ready(Ok::<_, Infallible>(()))
+        }),
+    ));
+    sleep(secs(30)).await;
+    assert_eq!(record.attempts(), [2]);
+    assert_close(record.times()[0], secs(19));
+    worker.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_is_asked_until_it_works_and_nothing_is_forgotten() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    let (faulty, queue) = (queue(store), queue(backend));
+    let done = Arc::new(AtomicUsize::new(0));
+    let worker = DelayQueueWorker::new(faulty, sleeper(&done));
+    let mut events = worker.events();
+    let worker = Background::start(worker);
+    queue.push(1).await.unwrap();
+    sleep(ms(500)).await;
+    let before = faults.total_calls();
+    faults.fail(Failure::Unavailable);
+    sleep(secs(10)).await;
+    let asked = faults.total_calls() - before;
+    assert!((8..40).contains(&asked), "asked {asked} times in ten seconds");
+    assert_eq!(done.load(Ordering::SeqCst), 1);
+    assert_eq!(queue.counts().await.unwrap().running, 1, "nobody could be told");
+    queue.push(0).await.unwrap();
+    faults.heal();
+    sleep(secs(1) + ms(10)).await;
+    assert_eq!(done.load(Ordering::SeqCst), 2, "the one that ran is not run again");
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+    let mut seen = Vec::new();
+    while let Some(event) = events.next().await {
+        seen.push(match event {
+            Event::Started { .. } => "started",
+            Event::Done { .. } => "done",
+            Event::StoreFailed { .. } => "failed",
+            Event::StoreWorks => "works",
+            _ => "something else",
+        });
+    }
+    assert_eq!(seen[..3], ["started", "failed", "works"]);
+    assert_eq!(seen[3..].iter().filter(|event| **event == "done").count(), 2);
+}
+
+/// Those who do not listen cost nothing, and those who do not keep up are told.
+#[tokio::test(start_paused = true)]
+async fn events_that_nobody_picks_up_are_missed_and_counted() {
+    let queue = queue(MemoryBackend::new());
+    let worker = DelayQueueWorker::new(queue.clone(), sleeper(&Arc::default()));
+    let mut events: Events = worker.events();
+    let worker = Background::start(worker);
+    for _ in 0..1_000 {
+        queue.push(0).await.unwrap();
+    }
+    sleep(secs(1)).await;
+    worker.stop().await;
+    let Some(Event::Missed(missed)) = events.next().await else { panic!("2,000 events do not fit") };
+    let mut picked = 0;
+    while events.next().await.is_some() {
+        picked += 1;
+    }
+    assert_eq!(missed + picked, 2_000);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_queue_in_parts_is_worked_on_as_one() {
+    let queue = queue(MemoryBackend::new()).split(7);
+    let done = Arc::new(AtomicUsize::new(0));
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), sleeper(&done)).concurrency(10));
+    let pushed = queue.push_all((0..500).map(|_| queue.push(0).delay(secs(3)))).await;
+    assert!(pushed.iter().all(Result::is_ok));
+    sleep(secs(4)).await;
+    assert_eq!(done.load(Ordering::SeqCst), 500);
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_cannot_be_is_refused() {
+    let worker = DelayQueueWorker::new(queue(MemoryBackend::new()), sleeper(&Arc::default())).lease(ms(1));
+    assert!(matches!(worker.run().await, Err(WorkerError::Config(_))));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn on_redis_a_job_that_comes_earlier_than_any_other_wakes_a_worker() {
+    let server = RedisServer::start();
+    let queue = queue(RedisBackend::connect(server.url()).await.unwrap());
+    let record = Record::new();
+    let noted = record.clone();
+    let worker = Background::start(DelayQueueWorker::new(
+        queue.clone(),
+        service_fn(move |job| {
+            noted.note(&job);
+            ready(Ok::<_, Infallible>(()))
+        }),
+    ));
+    queue.push(0).delay(secs(3_600)).await.unwrap();
+    sleep(ms(500)).await;
+    for (i, delay) in (1..).zip([0, 300, 0, 100]) {
+        let pushed = record.begun.elapsed();
+        queue.push(i).delay(ms(delay)).await.unwrap();
+        let came = timeout(secs(2), async {
+            while record.runs.lock().unwrap().len() < i as usize {
+                sleep(ms(1)).await;
+            }
+        });
+        came.await.unwrap();
+        let took = record.times()[i as usize - 1] - pushed;
+        assert!(took >= ms(delay) && took < ms(delay + 250), "{took:?} instead of {delay} ms");
+        sleep(ms(50)).await;
+    }
+    worker.stop().await;
+    assert_eq!(queue.counts().await.unwrap().waiting, 1);
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn idle_workers_cost_redis_little_and_one_job_does_not_wake_them_all() {
+    const WORKERS: usize = 200;
+    let server = RedisServer::start();
+    let queue = queue(RedisBackend::connect(server.url()).await.unwrap());
+    let done = Arc::new(AtomicUsize::new(0));
+    let workers: Vec<_> =
+        (0..WORKERS).map(|_| Background::start(DelayQueueWorker::new(queue.clone(), sleeper(&done)))).collect();
+    sleep(secs(2)).await;
+    let calls = || {
+        let stats = server.text("INFO commandstats");
+        let line = stats.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:calls="));
+        line.and_then(|line| line.split(',').next()?.parse::<u64>().ok()).unwrap()
+    };
+    let (before, begun) = (calls(), Instant::now());
+    sleep(secs(6)).await;
+    let per_second = (calls() - before) as f64 / begun.elapsed().as_secs_f64();
+    assert!(per_second < WORKERS as f64 / 2.0, "{per_second} commands a second");
+    let (before, begun) = (calls(), Instant::now());
+    for _ in 0..10 {
+        queue.push(0).await.unwrap();
+        sleep(ms(50)).await;
+    }
+    let for_jobs = calls() - before;
+    let idle = per_second * begun.elapsed().as_secs_f64();
+    assert_eq!(done.load(Ordering::SeqCst), 10);
+    assert!((for_jobs as f64) < 80.0 + 2.0 * idle, "{for_jobs} commands for ten jobs, {idle} of which are for nothing");
+    for worker in workers {
+        worker.stop().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_survives_whatever_becomes_of_redis() {
+    let mut server = RedisServer::start_with(support::server::DURABLE);
+    let queue = queue(RedisBackend::connect(server.url()).await.unwrap());
+    let record = Record::new();
+    let noted = record.clone();
+    let service = service_fn(move |job: Job<u32>| {
+        noted.note(&job);
+        ready(Ok::<_, Infallible>(()))
+    });
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), service).lease(secs(1)));
+    let mut pushed = 0;
+    for round in 0..4 {
+        for _ in 0..50 {
+            queue.push(pushed).delay(ms(u64::from(pushed) % 50)).await.unwrap();
+            pushed += 1;
+        }
+        match round {
+            0 => server.flush_scripts(),
+            1 => drop(server.kill_clients()),
+            2 => {
+                server.kill();
+                sleep(ms(300)).await;
+                server.restart();
+            }
+            _ => {}
+        }
+        timeout(secs(10), async {
+            while !is_empty_on_redis(&queue).await {
+                sleep(ms(10)).await;
+            }
+        })
+        .await
+        .unwrap();
+    }
+    worker.stop().await;
+    let mut seen = record.payloads();
+    seen.dedup();
+    assert_eq!(seen, (0..pushed).collect::<Vec<_>>());
+}
+
+/// The first calls after a restart may fail.
+async fn is_empty_on_redis(queue: &DelayQueue<u32>) -> bool {
+    queue.counts().await.is_ok_and(|counts| counts.waiting + counts.running == 0)
+}
+
+#[tokio::test(start_paused = true)]
+async fn however_many_push_a_recurring_job_it_is_there_once_at_each_time() {
+    let queue = queue(MemoryBackend::new());
+    let record = Record::new();
+    let noted = record.clone();
+    let worker = Background::start(DelayQueueWorker::new(
+        queue.clone(),
+        service_fn(move |job| {
+            noted.note(&job);
+            ready(Ok::<_, Infallible>(()))
+        }),
+    ));
+    let schedule = Schedule::cron("hourly", "0 * * * *").unwrap();
+    let mut schedulers = tokio::task::JoinSet::new();
+    for late in 0..5 {
+        let (queue, schedule) = (queue.clone(), schedule.clone());
+        schedulers.spawn(async move {
+            // The date of the system does not go on with the clock of the test, so whoever comes later is behind by as much, and comes
+            // with a time whose job is done and forgotten.
+            sleep(secs(late * 800)).await;
+            Recurring::new(queue, schedule, |_| 7).run().await;
+        });
+    }
+    sleep(secs(24 * 3_600)).await;
+    assert_eq!(record.payloads(), [7; 24]);
+    assert!(record.times().windows(2).all(|times| times[1] - times[0] > secs(3_599)));
+    assert_eq!(queue.counts().await.unwrap().waiting, 1);
+    drop(schedulers);
+    worker.stop().await;
+}

@@ -1,0 +1,131 @@
+//! Clients that try again, hang up, and change their minds.
+
+use std::net::SocketAddr;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, Instant};
+
+use tokio::io::{AsyncReadExt, AsyncWriteExt};
+use tokio::net::TcpStream;
+use tokio::task::JoinSet;
+use tokio::time::{sleep, timeout};
+
+use super::server::path;
+
+const CLIENTS: u64 = 32;
+/// For how long a client waits that does not hang up on purpose.
+const PATIENCE: Duration = Duration::from_millis(2_500);
+
+/// One request, and what was answered; status 0 if nothing was.
+pub struct Sent {
+    pub operation: String,
+    pub body: &'static str,
+    pub status: u16,
+    /// The last word of the type of a problem.
+    pub problem: String,
+    pub is_replay: bool,
+    pub text: String,
+}
+
+#[derive(Clone)]
+pub struct Clients {
+    servers: Arc<Mutex<Vec<SocketAddr>>>,
+    next: Arc<AtomicU64>,
+    operations: u64,
+}
+
+impl Clients {
+    pub fn new(servers: Vec<SocketAddr>, operations: u64) -> Self {
+        Self { servers: Arc::new(Mutex::new(servers)), next: Arc::default(), operations }
+    }
+
+    /// A server is somewhere else from now on.
+    pub fn moved(&self, number: usize, to: SocketAddr) {
+        self.servers.lock().expect("nobody panics")[number] = to;
+    }
+
+    /// Asks until all operations had their turn, or until the time is over.
+    pub async fn ask(self, until: Instant) -> Vec<Sent> {
+        let mut clients = JoinSet::new();
+        for number in 0..CLIENTS {
+            let this = self.clone();
+            clients.spawn(async move {
+                let (mut dice, mut sent) = (Dice(number), Vec::new());
+                while Instant::now() < until {
+                    let turn = this.next.fetch_add(1, Ordering::Relaxed);
+                    if turn >= this.operations {
+                        break;
+                    }
+                    this.operation(turn, &mut dice, &mut sent).await;
+                }
+                sent
+            });
+        }
+        clients.join_all().await.into_iter().flatten().collect()
+    }
+
+    /// A couple of requests for one operation, some at the same time; and one for an earlier one.
+    async fn operation(&self, turn: u64, dice: &mut Dice, sent: &mut Vec<Sent>) {
+        let mut asked = JoinSet::new();
+        for _ in 0..2 + dice.below(4) {
+            let turn = if dice.below(4) == 0 { dice.below(turn + 1) } else { turn };
+            let body = if dice.below(10) == 0 { "thousand" } else { "hundred" };
+            let patience = if dice.below(5) == 0 { Duration::from_millis(dice.below(30)) } else { PATIENCE };
+            let server = {
+                let servers = self.servers.lock().expect("nobody panics");
+                servers[dice.below(servers.len() as u64) as usize]
+            };
+            // One key, several callers.
+            let operation = format!("caller-{}/key-{}", turn % 3, turn / 3);
+            asked.spawn(async move {
+                let answer = timeout(patience, send(server, &operation, body)).await.ok().and_then(Result::ok);
+                let (status, problem, is_replay, text) = answer.unwrap_or_default();
+                Sent { operation, body, status, problem, is_replay, text }
+            });
+            if dice.below(2) == 0 {
+                sent.extend(asked.join_next().await.map(|answer| answer.expect("no request panics")));
+                sleep(Duration::from_millis(dice.below(20))).await;
+            }
+        }
+        sent.extend(asked.join_all().await);
+    }
+}
+
+type Answer = (u16, String, bool, String);
+
+/// On a connection of its own, which is cut if this is dropped.
+async fn send(server: SocketAddr, operation: &str, body: &str) -> std::io::Result<Answer> {
+    let (caller, key) = operation.split_once('/').expect("an operation is a caller and a key");
+    let mut connection = TcpStream::connect(server).await?;
+    let (path, length) = (path(operation), body.len());
+    let request = format!(
+        "POST {path} HTTP/1.1\r\nhost: a\r\nauthorization: {caller}\r\nidempotency-key: \"{key}\"\r\n\
+         content-type: text/plain\r\ncontent-length: {length}\r\nconnection: close\r\n\r\n{body}"
+    );
+    connection.write_all(request.as_bytes()).await?;
+    let mut answer = String::new();
+    connection.read_to_string(&mut answer).await?;
+    let broken = || std::io::Error::from(std::io::ErrorKind::UnexpectedEof);
+    let (head, text) = answer.split_once("\r\n\r\n").ok_or_else(broken)?;
+    let status = head.split(' ').nth(1).and_then(|status| status.parse().ok()).ok_or_else(broken)?;
+    let length = head.lines().find_map(|line| line.strip_prefix("content-length: ")?.parse::<usize>().ok());
+    if length != Some(text.len()) {
+        return Err(broken());
+    }
+    let problem = text.split_once("\"urn:tollgate:idempotency:").and_then(|(_, rest)| rest.split('"').next());
+    let is_replay = head.contains("\r\nidempotent-replayed: true");
+    Ok((status, problem.unwrap_or_default().to_owned(), is_replay, text.to_owned()))
+}
+
+/// Numbers that nobody would guess (SplitMix64).
+struct Dice(u64);
+
+impl Dice {
+    fn below(&mut self, end: u64) -> u64 {
+        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
+        let mut mixed = self.0;
+        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+        (mixed ^ (mixed >> 31)) % end
+    }
+}

@@ -1,0 +1,228 @@
+//! The same requests again and again, to four servers that are killed and stopped in their tracks, on a Redis that is too: what was done
+//! twice, what was answered to whom, and what is left behind.
+
+mod clients;
+mod server;
+
+use std::collections::{HashMap, HashSet};
+use std::fmt;
+use std::fs;
+use std::thread::sleep;
+use std::time::{Duration, Instant};
+
+use tokio::runtime::Builder;
+
+use super::support::server::{DURABLE, RedisServer, wait_until};
+use clients::{Clients, Sent};
+use server::Server;
+pub use server::{LEASE, WORKER, serve};
+
+const SERVERS: usize = 4;
+
+/// How much of it.
+pub struct Scale {
+    pub operations: u64,
+    /// No longer than that, whatever is left to do.
+    pub time: Duration,
+    /// Of records: longer than all of it, so that nothing is done again because it was forgotten.
+    pub retention: Duration,
+    /// Between faults.
+    pub pause: Duration,
+}
+
+pub const FULL: Scale = Scale {
+    operations: 10_000,
+    time: Duration::from_secs(110),
+    retention: Duration::from_secs(115),
+    pause: Duration::from_millis(900),
+};
+pub const SHORT: Scale = Scale {
+    operations: 1_000,
+    time: Duration::from_secs(4),
+    retention: Duration::from_secs(6),
+    pause: Duration::from_millis(250),
+};
+
+/// What came of it.
+#[derive(Debug, Default)]
+pub struct Report {
+    operations: usize,
+    requests: usize,
+    executions: usize,
+    again: usize,
+    replays: usize,
+    in_flight: usize,
+    mismatches: usize,
+    unknown: usize,
+    unavailable: usize,
+    hung_up: usize,
+    killed: usize,
+    stopped: usize,
+    restarts: usize,
+    complaints: Vec<String>,
+}
+
+impl Report {
+    pub fn complaints(&self) -> &[String] {
+        &self.complaints
+    }
+
+    fn must(&mut self, is_so: bool, complaint: impl FnOnce() -> String) {
+        if !is_so && self.complaints.len() < 20 {
+            self.complaints.push(complaint());
+        }
+    }
+}
+
+impl fmt::Display for Report {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { operations, requests, executions, again, replays, in_flight, mismatches, .. } = self;
+        let Self { unknown, unavailable, hung_up, killed, stopped, restarts, .. } = self;
+        let verdict = if self.complaints.is_empty() { "ok" } else { "FAILED" };
+        write!(
+            f,
+            "| {operations} | {requests} | {executions} | {again} | {replays} | {in_flight} | {mismatches} | {unknown} | {unavailable} \
+             | {hung_up} | {killed} | {stopped} | {restarts} | {verdict} |"
+        )
+    }
+}
+
+pub const HEAD: &str = "\
+| operations | requests | executions | again | replays | in flight | mismatches | unknown | unavailable | hung up | killed | stopped | Redis restarts | |
+| ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |";
+
+/// Does all of it.
+pub fn run(scale: &Scale) -> Report {
+    let mut redis = RedisServer::start_with(DURABLE);
+    let folder = tempfile::tempdir().expect("a temporary folder can be made");
+    let journal = folder.path().join("journal");
+    let start = |number: usize| Server::start(&redis.url(), &journal, scale.retention, number);
+    let mut servers: Vec<Server> = (0..SERVERS).map(start).collect();
+    let addresses = servers.iter().map(Server::address).collect();
+    let url = redis.url();
+
+    let runtime = Builder::new_multi_thread().worker_threads(2).enable_all().build().expect("a runtime can be made");
+    let clients = Clients::new(addresses, scale.operations);
+    let until = Instant::now() + scale.time;
+    let all = runtime.spawn(clients.clone().ask(until));
+
+    let mut report = Report::default();
+    for turn in 0_usize.. {
+        sleep(scale.pause);
+        if all.is_finished() || Instant::now() >= until {
+            break;
+        }
+        let number = turn % SERVERS;
+        match turn % 3 {
+            0 => {
+                servers[number] = Server::start(&url, &journal, scale.retention, SERVERS + turn);
+                clients.moved(number, servers[number].address());
+                report.killed += 1;
+            }
+            1 => {
+                // Longer than its lease, so that what it does is of unknown outcome meanwhile.
+                servers[number].pause();
+                sleep(LEASE + Duration::from_millis(300));
+                servers[number].resume();
+                report.stopped += 1;
+            }
+            _ => {
+                redis.kill();
+                sleep(Duration::from_millis(100));
+                redis.restart();
+                report.restarts += 1;
+            }
+        }
+    }
+    let sent = runtime.block_on(all).expect("no client panics");
+    let ended = Instant::now();
+    // What clients have left behind is done, and kept.
+    sleep(LEASE);
+    judge(&mut report, &sent, &fs::read_to_string(&journal).expect("there is a journal"));
+    expiries(&mut report, &redis, scale, ended);
+    drop(servers);
+    report
+}
+
+fn judge(report: &mut Report, sent: &[Sent], journal: &str) {
+    let (mut begun, mut said) = (HashMap::<&str, Vec<u64>>::new(), HashMap::<&str, HashSet<&str>>::new());
+    for line in journal.lines() {
+        // `begin operation fence`, or `end operation answer`.
+        let mut words = line.splitn(3, ' ');
+        let (Some(verb), Some(operation), Some(rest)) = (words.next(), words.next(), words.next()) else { continue };
+        if verb == "begin" {
+            begun.entry(operation).or_default().push(rest.parse().expect("a fence is a number"));
+        } else {
+            said.entry(operation).or_default().insert(rest);
+        }
+    }
+    report.operations = sent.iter().map(|sent| &sent.operation).collect::<HashSet<_>>().len();
+    report.requests = sent.len();
+    report.executions = begun.values().map(Vec::len).sum();
+    for (operation, fences) in &begun {
+        let times = fences.len();
+        report.again += times - 1;
+        report.must(times == 1 || server::is_repeatable(operation), || format!("{operation} was begun {times} times"));
+        let distinct: HashSet<_> = fences.iter().collect();
+        report.must(distinct.len() == times, || format!("{operation} was begun with one fence twice: {fences:?}"));
+    }
+    let mut replayed = HashMap::<&str, &str>::new();
+    for Sent { operation, body, status, problem, is_replay, text } in sent {
+        match (status, &**problem) {
+            (0, _) => report.hung_up += 1,
+            (200, _) => {
+                let is_known = said.get(&**operation).is_some_and(|said| said.contains(&**text));
+                report.must(is_known, || format!("{operation} was answered what nobody has said: {text:.80}"));
+                let is_own = text.starts_with(&format!("{operation} {body} "));
+                report.must(is_own, || format!("{operation} {body} was answered {text:.80}"));
+                if *is_replay {
+                    report.replays += 1;
+                    let first = *replayed.entry(operation).or_insert(text);
+                    report.must(first == text, || format!("{operation} was answered {first:.80}, then {text:.80}"));
+                }
+            }
+            (409, "in-flight") => report.in_flight += 1,
+            (409, "outcome-unknown") => report.unknown += 1,
+            (422, "key-reused") => report.mismatches += 1,
+            (503, _) => report.unavailable += 1,
+            _ => report.must(false, || format!("{operation} was answered {status} {problem}")),
+        }
+    }
+    // Where nobody takes over there is one answer.
+    for Sent { operation, text, .. } in sent.iter().filter(|sent| sent.status == 200) {
+        let is_one = server::is_repeatable(operation) || replayed.get(&**operation).is_none_or(|first| first == text);
+        report.must(is_one, || format!("{operation} was answered {text:.80}, and others something else"));
+    }
+    let seen = [report.replays, report.in_flight, report.mismatches, report.unknown, report.hung_up];
+    report.must(seen.iter().all(|seen| *seen > 0), || format!("too little has happened to say anything: {seen:?}"));
+}
+
+/// All that is kept has an expiry, and nothing outlives it but the last fences of what was given back.
+fn expiries(report: &mut Report, redis: &RedisServer, scale: &Scale, ended: Instant) {
+    const KEEP_FREE: Duration = Duration::from_secs(600);
+    let mut connection = redis.connection();
+    let records = |connection: &mut redis::Connection| -> Vec<(String, Vec<u8>)> {
+        let keys: Vec<String> = redis::cmd("KEYS").arg("*").query(connection).expect("keys are listed");
+        let mut pipe = redis::pipe();
+        for key in &keys {
+            pipe.get(key);
+        }
+        let values: Vec<Option<Vec<u8>>> = pipe.query(connection).expect("values are read");
+        keys.into_iter().zip(values).filter_map(|(key, value)| Some((key, value?))).collect()
+    };
+    let longest = scale.retention.max(KEEP_FREE) + LEASE;
+    for (key, _) in records(&mut connection) {
+        let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).expect("an expiry is read");
+        let is_bounded = ttl == -2 || (0..=longest.as_millis() as i64).contains(&ttl);
+        report.must(is_bounded, || format!("{key} is kept for {ttl} ms"));
+    }
+    sleep((ended + scale.retention + 2 * LEASE).saturating_duration_since(Instant::now()));
+    // In flight, or completed: the second byte says so.
+    let mut orphans = 0;
+    let is_orphan = |(_, value): &(String, Vec<u8>)| value.get(1) != Some(&0);
+    wait_until("records expire", || {
+        orphans = records(&mut connection).iter().filter(|record| is_orphan(record)).count();
+        orphans == 0 || ended.elapsed() > scale.retention + 4 * LEASE
+    });
+    report.must(orphans == 0, || format!("{orphans} records outlive their retention"));
+}

@@ -1,0 +1,155 @@
+//! A server in a process of its own, which is this program once more.
+
+use std::env;
+use std::fs::{File, OpenOptions};
+use std::io::{BufRead, BufReader, Write};
+use std::net::{Ipv4Addr, SocketAddr};
+use std::path::Path;
+use std::process::{Child, Command, Stdio};
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use axum::extract::State;
+use axum::http::HeaderMap;
+use axum::routing::post;
+use axum::{Extension, Router};
+use tokio::net::TcpListener;
+use tokio::time::sleep;
+use tollgate::http::header;
+use tollgate::idempotency::{IdempotencyHandle, OnUnknown};
+use tollgate::{IdempotencyLayer, RedisBackend};
+
+/// Of operations.
+pub const LEASE: Duration = Duration::from_secs(1);
+
+/// Tells the program that it is a server: `<url of Redis> <retention in ms> <number>`.
+pub const WORKER: &str = "TOLLGATE_FAULTS_SERVER";
+const JOURNAL: &str = "TOLLGATE_FAULTS_JOURNAL";
+
+/// Whether an operation is done again when nobody knows what became of it.
+pub fn is_repeatable(operation: &str) -> bool {
+    operation.ends_with('0')
+}
+
+/// The path at which an operation is asked for.
+pub fn path(operation: &str) -> &'static str {
+    if is_repeatable(operation) { "/again" } else { "/once" }
+}
+
+/// The process. Killed when dropped.
+pub struct Server {
+    process: Child,
+    address: SocketAddr,
+}
+
+impl Server {
+    pub fn start(redis: &str, journal: &Path, retention: Duration, number: usize) -> Self {
+        let mut process = Command::new(env::current_exe().expect("the program knows itself"))
+            .env(WORKER, format!("{redis} {} {number}", retention.as_millis()))
+            .env(JOURNAL, journal)
+            .stdin(Stdio::null())
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("a server starts");
+        let mut line = String::new();
+        let output = process.stdout.take().expect("it is piped");
+        BufReader::new(output).read_line(&mut line).expect("a server prints its port");
+        let port = line.trim().parse().expect("a port is a number");
+        Self { process, address: (Ipv4Addr::LOCALHOST, port).into() }
+    }
+
+    pub fn address(&self) -> SocketAddr {
+        self.address
+    }
+
+    pub fn pause(&self) {
+        self.signal("STOP");
+    }
+
+    pub fn resume(&self) {
+        self.signal("CONT");
+    }
+
+    fn signal(&self, name: &str) {
+        let pid = self.process.id().to_string();
+        let status = Command::new("kill").args([&format!("-{name}"), &pid]).status().expect("there is a kill command");
+        assert!(status.success(), "the server takes signal {name}");
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // There is nobody to tell either way.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// What a handler has.
+#[derive(Clone)]
+struct Shop {
+    // Written to in whole lines, by all servers.
+    journal: Arc<Mutex<File>>,
+    number: u64,
+}
+
+impl Shop {
+    fn note(&self, line: &str) {
+        let mut journal = self.journal.lock().expect("nobody panics");
+        journal.write_all(format!("{line}\n").as_bytes()).expect("the journal takes a line");
+    }
+}
+
+async fn pay(
+    State(shop): State<Shop>,
+    Extension(handle): Extension<IdempotencyHandle>,
+    headers: HeaderMap,
+    body: String,
+) -> String {
+    let name = |name: &str| headers[name].to_str().expect("it is text").to_owned();
+    let operation = format!("{}/{}", name("authorization"), name("idempotency-key").trim_matches('"'));
+    shop.note(&format!("begin {operation} {}", handle.fence()));
+    // Now and then until after the next fault.
+    let fence = handle.fence();
+    sleep(Duration::from_millis(if fence.is_multiple_of(50) { 600 } else { fence % 40 })).await;
+    let size = if fence.is_multiple_of(20) { 20_000 } else { fence as usize % 500 };
+    let answer = format!("{operation} {body} {fence} {} {}", shop.number, "x".repeat(size));
+    shop.note(&format!("end {operation} {answer}"));
+    answer
+}
+
+/// Serves until it is killed.
+pub fn serve(told: &str) {
+    let words: Vec<&str> = told.split(' ').collect();
+    let [url, retention, number] = words[..] else { panic!("a server is told three things: {told}") };
+    let retention = Duration::from_millis(retention.parse().expect("a retention is a number"));
+    let journal = env::var(JOURNAL).expect("a server is told where to write");
+    let journal = OpenOptions::new().create(true).append(true).open(journal).expect("a journal can be opened");
+    let shop = Shop { journal: Arc::new(Mutex::new(journal)), number: number.parse().expect("a number is one") };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
+    runtime.expect("a runtime can be made").block_on(async {
+        // Redis may be away at the moment.
+        let backend = loop {
+            match RedisBackend::connect(url).await {
+                Ok(backend) => break backend,
+                Err(_) => sleep(Duration::from_millis(50)).await,
+            }
+        };
+        let guard = |on_unknown| {
+            IdempotencyLayer::new(backend.clone())
+                .scope(header("authorization"))
+                .lease(LEASE)
+                .retention(retention)
+                .wait(Duration::from_millis(50))
+                .deadline(Duration::from_millis(500))
+                .on_unknown(on_unknown)
+        };
+        let app = Router::new()
+            .merge(Router::new().route("/once", post(pay)).layer(guard(OnUnknown::Reject)))
+            .merge(Router::new().route("/again", post(pay)).layer(guard(OnUnknown::Retry)))
+            .with_state(shop);
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).await.expect("there is a free port");
+        println!("{}", listener.local_addr().expect("it has an address").port());
+        axum::serve(listener, app).await.expect("it serves until it is killed");
+    });
+}
