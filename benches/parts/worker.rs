@@ -16,7 +16,7 @@ const CONCURRENCY: usize = 100;
 const IDLE_WORKERS: usize = 1_000;
 
 /// Jobs a second that a worker has run and the store has noted as done, `CONCURRENCY` at a time, until there were so many.
-pub async fn process(queue: DelayQueue<String>, jobs: usize) -> f64 {
+pub(crate) async fn process(queue: DelayQueue<String>, jobs: usize) -> f64 {
     let before = queue.counts().await.expect("the server answers").waiting as usize;
     let (done, enough) = (Arc::new(AtomicUsize::new(0)), Arc::new(Notify::new()));
     let (counted, tell) = (Arc::clone(&done), Arc::clone(&enough));
@@ -39,7 +39,7 @@ pub async fn process(queue: DelayQueue<String>, jobs: usize) -> f64 {
 }
 
 /// How late 1,000 jobs are that are due at any time within ten seconds: the median and the 99th percentile in ms, and how many are early.
-pub async fn lateness(queue: DelayQueue<String>) -> (f64, f64, usize) {
+pub(crate) async fn lateness(queue: DelayQueue<String>) -> (f64, f64, usize) {
     const JOBS: u64 = 1_000;
     let late = Arc::new(Mutex::new(Vec::new()));
     let (noted, enough) = (Arc::clone(&late), Arc::new(Notify::new()));
@@ -69,7 +69,7 @@ pub async fn lateness(queue: DelayQueue<String>) -> (f64, f64, usize) {
 }
 
 /// How many commands a second each of 1,000 workers sends that have nothing to do, in one process.
-pub async fn idle_commands(server: &RedisServer, backend: &RedisBackend) -> f64 {
+pub(crate) async fn idle_commands(server: &RedisServer, backend: &RedisBackend) -> f64 {
     let queue = DelayQueue::<String>::new(backend.clone(), "idle").deadline(Duration::from_secs(10));
     let mut workers = JoinSet::new();
     let mut stops = Vec::new();
