@@ -18,7 +18,9 @@ use tollgate::{DelayQueue, RedisBackend, RedisOptions};
 const MINUTE: Duration = Duration::from_secs(60);
 
 async fn connect(server: &RedisServer) -> RedisBackend {
-    RedisBackend::connect(server.url()).await.unwrap()
+    // What a busy machine takes is no failure here.
+    let options = RedisOptions::from_url(server.url()).unwrap().response_timeout(Duration::from_secs(10));
+    options.connect().await.unwrap()
 }
 
 fn queue(backend: &RedisBackend) -> DelayQueue<String> {
@@ -95,7 +97,9 @@ async fn pushes_that_meet_share_calls() {
     let answers = pushes.join_all().await;
     let new = answers.iter().filter(|answer| answer.as_ref().is_ok_and(Pushed::is_new)).count();
     let full = answers.iter().filter(|answer| answer.as_ref().is_err_and(QueueError::is_full)).count();
-    assert_eq!((new, full, answers.len() - new - full), (JOBS - 1, 10, 1));
+    let there = answers.iter().filter(|answer| answer.as_ref().is_ok_and(|pushed| !pushed.is_new())).count();
+    let failed = answers.iter().find(|answer| answer.as_ref().is_err_and(|error| !error.is_full()));
+    assert_eq!((new, full, there), (JOBS - 1, 10, 1), "{failed:?}");
     let calls = scripts(&server).0 - before;
     assert!(calls < JOBS as u64 / 4, "{calls} calls");
     assert_eq!(queue.counts().await.unwrap().waiting, JOBS as u64);
