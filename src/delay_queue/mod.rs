@@ -120,7 +120,7 @@
 //! let mails = Policy::new("mails", Quota::per_second(100).token_bucket());
 //! let service = ServiceBuilder::new()
 //!     .layer(RateLimitLayer::new(backend.clone(), mails).with_rejection(AsError)) // over the limit is later, and no attempt
-//!     .layer(LockLayer::new(backend).key(|job: &Job<String>| job.as_str()).with_rejection(AsError)) // one at a time for each address
+//!     .layer(LockLayer::new(backend).key(|job: &Job<String>| job.to_string()).with_rejection(AsError)) // one at a time for each address
 //!     .concurrency_limit(64) // decides how many jobs are claimed
 //!     .timeout(Duration::from_secs(30)) // a failure, and tried again
 //!     .service(service_fn(send));
