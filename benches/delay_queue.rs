@@ -7,10 +7,12 @@
 //!   PEXPIRE; the median of interleaved rounds
 //! * `bulk_per_s`: jobs a second by `push_all`, from 8 tasks
 //! * `claim_per_s`: jobs a second that are claimed and, with the next claim, done, 100 at a time by 4 tasks, where 1,000 to 20,000 jobs wait
-//! * `claim_per_s_1e6`: the same where a million wait
+//! * `claim_per_s_1e6`: the same where a million wait that are all due in the same millisecond
 //! * `process_per_s`, `process_per_s_1e6`: the same by a `DelayQueueWorker` of 100 jobs at a time
 //! * `late_p50_ms`, `late_p99_ms`, `early`: how late 1,000 jobs come to a service, and how many of them early
 //! * `idle_commands_per_s`: commands that each of 1,000 workers sends while there is nothing to do
+//! * `redis_us_per_job`: how long Redis was at the scripts for each of the jobs of that million that are claimed so, by its own count
+//! * `scripts_above_5ms`: how many scripts took longer than that meanwhile, as SLOWLOG has it
 //! * `bytes_per_job`: the memory of Redis for each of a million that wait, with a payload of 24 bytes
 
 #[path = "../tests/support/mod.rs"]
@@ -23,7 +25,7 @@ use std::path::Path;
 use std::process::Command;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use support::server::{RedisServer, binary};
 use tokio::runtime::Runtime;
@@ -63,26 +65,45 @@ fn main() {
     server.query::<()>("FLUSHALL");
     let (mut few, mut few_worked) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
-        runtime.block_on(fill(&backend, 20_000));
-        few.push(process(&runtime, &backend, 19_000));
+        runtime.block_on(fill(&backend, 20_000, SystemTime::UNIX_EPOCH));
+        few.push(process(&runtime, &backend, 19_000).1);
         server.query::<()>("FLUSHALL");
-        runtime.block_on(fill(&backend, 60_000));
+        runtime.block_on(fill(&backend, 60_000, SystemTime::UNIX_EPOCH));
         few_worked.push(runtime.block_on(worker::process(queue(&backend), 59_000)));
         server.query::<()>("FLUSHALL");
     }
     let before = memory(&server);
     let begun = Instant::now();
-    runtime.block_on(fill(&backend, MILLION));
+    let due = SystemTime::now() + Duration::from_secs(25);
+    runtime.block_on(fill(&backend, MILLION, due));
     let bulk_per_s = MILLION as f64 / begun.elapsed().as_secs_f64();
     let bytes_per_job = (memory(&server) - before) / MILLION as f64;
+    std::thread::sleep(due.duration_since(SystemTime::now()).unwrap_or_default());
+    server.query::<()>("CONFIG SET slowlog-log-slower-than 5000");
+    server.query::<()>("SLOWLOG RESET");
     let (mut many, mut many_worked) = (Vec::new(), Vec::new());
     for _ in 0..ROUNDS {
-        many.push(process(&runtime, &backend, 40_000));
         many_worked.push(runtime.block_on(worker::process(queue(&backend), 59_000)));
     }
+    // All that are left, and none twice.
+    let counts = runtime.block_on(queue(&backend).counts()).expect("the server answers");
+    assert_eq!(counts.running, 0, "a worker that ends leaves nothing running");
+    let all_left = counts.waiting as usize;
+    let mut left = all_left;
+    server.query::<()>("CONFIG RESETSTAT");
+    while left > 0 {
+        let (done, per_s) = process(&runtime, &backend, left.min(40_000));
+        many.push(per_s);
+        left = left.checked_sub(done).expect("no job is done twice");
+    }
+    let redis_us_per_job = script_us(&server) / all_left as f64;
+    let scripts_above_5ms: u64 = server.query("SLOWLOG LEN");
+    // While there were as many as can be.
+    let many = many.into_iter().take(ROUNDS).collect();
     println!(
         "push_per_s={:.0} push_ceiling_ratio={:.2} bulk_per_s={bulk_per_s:.0} claim_per_s={:.0} claim_per_s_1e6={:.0} \
-         process_per_s={:.0} process_per_s_1e6={:.0} bytes_per_job={bytes_per_job:.0} late_p50_ms={late_p50_ms:.2} \
+         process_per_s={:.0} process_per_s_1e6={:.0} redis_us_per_job={redis_us_per_job:.2} \
+         scripts_above_5ms={scripts_above_5ms} bytes_per_job={bytes_per_job:.0} late_p50_ms={late_p50_ms:.2} \
          late_p99_ms={late_p99_ms:.2} early={early} idle_commands_per_s={idle_commands_per_s:.3}",
         median(pushes),
         median(ratios),
@@ -131,7 +152,7 @@ async fn push(backend: &RedisBackend) -> f64 {
     pushed as f64 / begun.elapsed().as_secs_f64()
 }
 
-async fn fill(backend: &RedisBackend, jobs: usize) {
+async fn fill(backend: &RedisBackend, jobs: usize, due: SystemTime) {
     const TASKS: usize = 8;
     let mut tasks = JoinSet::new();
     for task in 0..TASKS {
@@ -140,7 +161,7 @@ async fn fill(backend: &RedisBackend, jobs: usize) {
             let mut left = jobs / TASKS;
             while left > 0 {
                 let count = left.min(1_024);
-                let batch = queue.push_all((0..count).map(|i| queue.push(payload(task + i)))).await;
+                let batch = queue.push_all((0..count).map(|i| queue.push(payload(task + i)).at(due))).await;
                 assert!(batch.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
                 left -= count;
             }
@@ -149,8 +170,8 @@ async fn fill(backend: &RedisBackend, jobs: usize) {
     tasks.join_all().await;
 }
 
-/// Jobs a second that are claimed and done, until there were so many.
-fn process(runtime: &Runtime, backend: &RedisBackend, jobs: usize) -> f64 {
+/// Claims jobs and does them until there were so many; answers how many, and how many a second.
+fn process(runtime: &Runtime, backend: &RedisBackend, jobs: usize) -> (usize, f64) {
     let (done, key) = (Arc::new(AtomicUsize::new(0)), QueueKey::new("bench"));
     let begun = Instant::now();
     runtime.block_on(async {
@@ -177,7 +198,16 @@ fn process(runtime: &Runtime, backend: &RedisBackend, jobs: usize) -> f64 {
         }
         tasks.join_all().await;
     });
-    done.load(Ordering::Relaxed) as f64 / begun.elapsed().as_secs_f64()
+    let done = done.load(Ordering::Relaxed);
+    (done, done as f64 / begun.elapsed().as_secs_f64())
+}
+
+/// For how long the server has run scripts.
+fn script_us(server: &RedisServer) -> f64 {
+    let stats = server.text("INFO commandstats");
+    let usec =
+        |line: &str| line.strip_prefix("cmdstat_evalsha:")?.split_once("usec=")?.1.split(',').next()?.parse().ok();
+    stats.lines().find_map(usec).expect("scripts were run")
 }
 
 /// What `redis-benchmark` gets out of the server with a script of two commands.

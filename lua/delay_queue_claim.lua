@@ -83,6 +83,11 @@ end
 
 -- What becomes of a job whose attempt is over and that is not done; kind 5 is a lease that has ended. Answers whether it is dead.
 local function settle(id, record, kind, delay, failure)
+  if #record < 26 or record:byte(1) ~= 1 then
+    -- Not a job that anybody could do: it must not keep others from being done.
+    died[#died + 1], died[#died + 2] = now, id
+    return true
+  end
   local score, flags, max, attempts, reason, error_len, key_len, headers = struct.unpack('>I6BHHBHBI4', record, 8)
   local key, rest = record:sub(27, 26 + key_len), record:sub(27 + key_len + error_len)
   local message = record:sub(27 + key_len, 26 + key_len + error_len)
@@ -243,7 +248,7 @@ while is_paused == 0 and priority < 3 and #claimed < 2 * limit and bytes < 10485
         claimed[#claimed + 1], claimed[#claimed + 2] = id, record
         added[#added + 1], added[#added + 2] = ends, token_bytes .. id
         bytes = bytes + #record
-        if has_unique and math.floor(record:byte(14) / 4) % 4 == 2 then
+        if has_unique and #record > 25 and math.floor(record:byte(14) / 4) % 4 == 2 then
           free(record:sub(27, 26 + record:byte(22)), id)
         end
       end

@@ -69,8 +69,10 @@ for i = 1, count do
   elseif key ~= '' then
     local holder = redis.call('HGET', unique, key:sub(7))
     local ends_at = holder and struct.unpack('>I6', holder) or 0
-    if holder and (ends_at > now or (ends_at == 0 and (taken[holder:sub(7)] or redis.call('HEXISTS', jobs, holder:sub(7)) == 1))) then
-      answer = holder:sub(7)
+    local its = holder and holder:sub(7)
+    -- One whose job is gone without a word keeps nobody out.
+    if ends_at > now or (holder and ends_at == 0 and (taken[its] or redis.call('HEXISTS', jobs, its) == 1)) then
+      answer = its
     else
       local span = struct.unpack('>I6', key)
       ends_at = span > 0 and later + span or 0
@@ -130,7 +132,7 @@ end
 
 -- Whoever keeps the time is told if it would look too late, or somebody else who waits if nobody keeps it.
 local stored = redis.call('GET', state)
-if stored then
+if stored and #stored > 15 and stored:byte(1) == 1 then
   local is_paused, token, wakes_at = struct.unpack('<BI7I6', stored, 2)
   local keeper = stored:sub(16)
   local has_keeper = keeper ~= '' and wakes_at + 1000 >= now

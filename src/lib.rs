@@ -1,9 +1,8 @@
 //! Distributed traffic control for tower services.
 //!
 //! Tollgate puts limits in front of any [tower] service, with one `.layer()`, locks keys for one at a time, serves the same request
-//! once, and keeps jobs until they are due. The state lies in Redis, where any number of
-//! processes share them and every decision is one atomic script, or in this process, where nothing has to be installed. The
-//! API is the same.
+//! once, and keeps jobs until they are due. The state lies in Redis, where any number of processes share it and every decision is one
+//! atomic script, or in this process, where nothing has to be installed. The API is the same.
 //!
 //! ```
 //! # #[cfg(feature = "http")] {

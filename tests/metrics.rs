@@ -77,7 +77,7 @@ fn locks_are_counted_by_what_became_of_them() {
             drop(lease);
             tokio::time::sleep(Duration::from_secs(1)).await;
             drop(locks.try_lock("c").await.unwrap());
-            drop(locks.lock("d").max_hold(Duration::from_millis(5)).await.unwrap().lost().await);
+            locks.lock("d").max_hold(Duration::from_millis(5)).await.unwrap().lost().await;
         });
     });
     let mut seen = seen(&snapshotter);

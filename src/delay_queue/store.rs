@@ -221,7 +221,8 @@ pub struct Claim {
     /// Who asks.
     pub worker: WorkerId,
     /// How many jobs at the most, up to [`MAX_BATCH`]: as many as the worker has time for. One that gets as many is taken to wait for no
-    /// more until it claims again, and is not [woken](DelayQueueStore::watch); all others are. There may be fewer although [more](Claimed::more) are due, where they are large.
+    /// more until it claims again, and is not [woken](DelayQueueStore::watch); all others are. There may be fewer although
+    /// [more](Claimed::more) are due, where they are large.
     pub limit: usize,
     /// How long the jobs are the worker's without a word, from [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`].
     pub lease: Duration,

@@ -105,8 +105,14 @@ pub struct LockPage {
 /// assert_eq!(status.holders[0].fence, lease.fence());
 /// assert_eq!(status.holders[0].name.as_deref(), Some("billing-7f9c"));
 ///
-/// let page = admin.list(Default::default(), 100).await?;
-/// assert_eq!(page.locks.len(), 1);
+/// // Page by page: there may be one without locks, and more behind it.
+/// let (mut held, mut next) = (Vec::new(), Some(Default::default()));
+/// while let Some(from) = next {
+///     let page = admin.list(from, 100).await?;
+///     held.extend(page.locks);
+///     next = page.next;
+/// }
+/// assert_eq!(held.len(), 1);
 ///
 /// let seized = admin.force_unlock("42").await?;
 /// assert!(seized.fence >= lease.fence());

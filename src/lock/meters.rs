@@ -15,7 +15,8 @@ pub(super) enum Outcome {
 }
 
 impl Outcome {
-    pub(super) const ALL: [(Self, &'static str); 5] = [
+    #[cfg(feature = "metrics")]
+    const ALL: [(Self, &'static str); 5] = [
         (Self::Granted, "granted"),
         (Self::Busy, "busy"),
         (Self::QueueFull, "queue_full"),
@@ -34,6 +35,7 @@ impl Outcome {
     }
 }
 
+#[cfg(feature = "metrics")]
 const REASONS: [(LossReason, &str); 3] =
     [(LossReason::Expired, "expired"), (LossReason::Taken, "taken"), (LossReason::MaxHold, "max_hold")];
 

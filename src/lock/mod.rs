@@ -129,7 +129,7 @@
 //! | --- | --- | --- |
 //! | held by somebody else, also after waiting | 409 (or 423, 429), `Retry-After` | `ABORTED`, `RetryInfo` |
 //! | too many wait | 503, `Retry-After` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
-//! | the store fails | 503, `Retry-After` | `UNAVAILABLE`, `RetryInfo` |
+//! | the store fails, or too few replicas know of the lease | 503, `Retry-After` | `UNAVAILABLE`, `RetryInfo` |
 //! | the lease is lost while the handler runs, which is cancelled | 503 | `ABORTED` |
 //! | the lease is lost while the body is sent | the body fails | the stream is reset |
 //! | no key | 400 | `INVALID_ARGUMENT` |
@@ -145,8 +145,8 @@
 //! processes whoever is first gets the lock, unless told otherwise; that is not fair, but those who were told of it at the same time get a start. Who waits is told by
 //! a message when the lock is given back, and looks once a second in any case, since messages get lost.
 //!
-//! [`Locks::fair`] and [`RwLocks`] are fair between processes: there the store keeps one line for all who wait, by its own clock. Each of them asks by
-//! itself and asks again once a second, which keeps its place; whoever has not asked for three seconds, being dead or
+//! [`Locks::fair`] and [`RwLocks`] are fair between processes: there the store keeps one line for all who wait, by its own clock. Each
+//! of them asks by itself and asks again once a second, which keeps its place; whoever has not asked for three seconds, being dead or
 //! stopped, has lost it, and holds the others up for no longer than that and one more second. Only who is next is told when the
 //! lock is given back. The price is a command or two more for each grant that was waited for, and no lease goes from hand to hand inside
 //! a process. Up to 10,000 stand in one line.

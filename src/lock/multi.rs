@@ -23,6 +23,9 @@ impl Locks {
     /// same everywhere, so those who want some of the same keys never wait for each other in a circle; when one cannot be had in
     /// time, those before it are given back.
     ///
+    /// Nothing is held while it waits for keys that are taken in one step, so other processes that take single ones of them all the time
+    /// can keep it waiting until its time is over; with [fair](Self::fair) locks they cannot.
+    ///
     /// Whoever waits for one of the keys keeps others in this process from asking for any of them. A key that is named twice
     /// counts once.
     ///

@@ -150,7 +150,7 @@ async fn stay(locks: Locks, mut guarded: MultiplexedConnection, orders: Arc<Orde
             let read: i64 =
                 script.key(KEYS[key]).arg(lease.fence()).arg("").invoke_async(&mut guarded).await.unwrap_or(-1);
             // Some stay for longer than a lease lasts, and live on renewals.
-            let stays = if turn % 64 == 0 { TTL * 3 / 2 } else { Duration::from_millis(turn % 5) };
+            let stays = if turn.is_multiple_of(64) { TTL * 3 / 2 } else { Duration::from_millis(turn % 5) };
             let ends = Instant::now() + stays;
             while check(&lease) && Instant::now() < ends {
                 sleep(Duration::from_millis(1)).await;
