@@ -1,5 +1,5 @@
 use std::error::Error as _;
-use std::future::pending;
+use std::future::{Future, pending};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -390,19 +390,28 @@ impl Attempt {
 
     /// Keeps the answer. Where that fails it is tried again in the background for as long as a lease lasts; the caller gets its answer
     /// in any case.
-    pub(crate) async fn complete(self, completion: Completion) {
-        self.settle(Settlement::Complete(completion)).await;
+    pub(crate) fn complete(self, completion: Completion) -> impl Future<Output = ()> + Send {
+        self.settle(Settlement::Complete(completion))
     }
 
     /// Gives the operation back, so that the next request begins it again. Tried again in the background where that fails.
-    pub(crate) async fn release(self) {
-        self.settle(Settlement::Release).await;
+    pub(crate) fn release(self) -> impl Future<Output = ()> + Send {
+        self.settle(Settlement::Release)
     }
 
-    async fn settle(mut self, mut end: Settlement) {
-        self.end = End::Settled;
+    #[expect(clippy::manual_async_fn, reason = "an `async fn` holds what it is given twice")]
+    fn settle(mut self, end: Settlement) -> impl Future<Output = ()> + Send {
+        async move {
+            self.end = End::Settled;
+            let settled = self.order.settle(&end).await;
+            self.settled(settled, end);
+        }
+    }
+
+    /// Whether the store has noted it; in the background from now on, where it has not.
+    fn settled(&self, settled: Result<bool, StoreError>, mut end: Settlement) {
         let order = &self.order;
-        match order.settle(&end).await {
+        match settled {
             Ok(is_ours) => {
                 if !is_ours {
                     tracing::warn!("an answer is not kept: its operation is somebody else's by now");

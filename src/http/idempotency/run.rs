@@ -3,10 +3,11 @@
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
-use std::task::Poll;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use ::http::header::CONTENT_TYPE;
+use ::http::response::Parts;
 use ::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
@@ -77,85 +78,119 @@ impl Course {
     }
 
     /// Lets the record say what has become of the operation.
-    async fn settle(self, outcome: Outcome) -> Running {
+    pub(super) fn settle(self, outcome: Outcome) -> impl Future<Output = Running> + Send + use<> {
         let Self { attempt, reading, settings, running, begun, .. } = self;
         settings.home.meters().handled(begun);
-        match outcome {
-            Outcome::Failed if settings.keep.gives_failures_back() => attempt.release().await,
-            // Left to the end of its lease.
-            Outcome::Failed => drop(attempt),
+        let end = match outcome {
+            Outcome::Failed if settings.keep.gives_failures_back() => End::Release,
+            Outcome::Failed => End::Leave,
             // A client that has broken off is to send the whole of it, and not to hear again that it did not.
             Outcome::Answered { status, keeps, answer, is_kept }
                 if keeps && (!reading.has_failed() || status.is_success()) =>
             {
                 let (payload, retention) = (reading.payload(), settings.retention);
-                attempt.complete(Completion { answer, is_kept, payload, retention }).await;
+                End::Complete(Completion { answer, is_kept, payload, retention })
             }
-            Outcome::Answered { .. } => attempt.release().await,
+            Outcome::Answered { .. } => End::Release,
+        };
+        async move {
+            match end {
+                End::Complete(completion) => attempt.complete(completion).await,
+                End::Release => attempt.release().await,
+                End::Leave => drop(attempt),
+            }
+            running
         }
-        running
     }
 }
 
+/// What the record is told.
+enum End {
+    Complete(Completion),
+    Release,
+    /// Nothing: it is left to the end of its lease.
+    Leave,
+}
+
 /// What a handler has come to.
-enum Outcome {
+pub(super) enum Outcome {
     /// There is no answer.
     Failed,
     /// There is one, and it is to be kept or not: all of it, or that there was one.
     Answered { status: StatusCode, keeps: bool, answer: Arc<[u8]>, is_kept: bool },
 }
 
-/// Keeps what a handler has come to, if it has not taken too long. The answer is there once the record has it, or in parts, the last of
-/// which comes then.
-pub(super) async fn keep<R, E>(
-    course: Course,
-    served: Option<Result<Response<R>, E>>,
-) -> Result<Answer<R, E>, Rejection>
+/// What has come of a handler so far.
+#[expect(clippy::large_enum_variant, reason = "the large one is what nearly all are, and in no future")]
+pub(super) enum Come<R, E> {
+    /// All of it: the answer is given once the record has it.
+    Whole(Outcome, Answer<R, E>),
+    /// An answer of which more is to come. Boxed, so that those that are whole need no room for it.
+    Part(Box<Start<R>>),
+    /// The handler was cancelled.
+    Nothing(Rejection),
+}
+
+/// The beginning of an answer.
+pub(super) struct Start<R> {
+    parts: Parts,
+    chunks: Chunks,
+    stream: Stream<R>,
+    hint: SizeHint,
+}
+
+impl<R, E> Come<R, E>
+where
+    R: Body<Data = Bytes>,
+    R::Error: Into<BoxError>,
+{
+    /// Looks at what is there already, which is all of it more often than not. `served` is `None` if it has taken too long.
+    pub(super) fn of(course: &Course, served: Option<Result<Response<R>, E>>) -> Self {
+        let settings = &course.settings;
+        let (parts, body) = match served {
+            Some(Ok(response)) => response.into_parts(),
+            Some(Err(error)) => return Self::Whole(Outcome::Failed, Err(error)),
+            // What the attempt before has done is as unknown as it was.
+            None if course.reading.differs() => return Self::Nothing(Rejection::Mismatch),
+            None => {
+                cancelled();
+                return Self::Nothing(Rejection::Cancelled);
+            }
+        };
+        let recorder = Recorder::new(parts.status, &parts.headers, settings.keeps_cookies, settings.max_answer);
+        let mut stream = Stream::new(body, recorder, Judge::new(settings.keep, parts.status, &parts.headers));
+        let (hint, mut chunks) = (stream.body.size_hint(), Chunks::default());
+        if stream.take_what_is_there(&mut chunks) {
+            let outcome = stream.outcome(chunks.iter(), true);
+            Self::Whole(outcome, Ok(Response::from_parts(parts, IdempotentBody::whole(chunks, stream.trailers))))
+        } else {
+            Self::Part(Box::new(Start { parts, chunks, stream, hint }))
+        }
+    }
+}
+
+impl<R> Start<R>
 where
     R: Body<Data = Bytes> + Send + 'static,
     R::Error: Into<BoxError>,
 {
-    let (parts, body) = match served {
-        Some(Ok(response)) => response.into_parts(),
-        Some(Err(error)) => {
-            drop(course.settle(Outcome::Failed).await);
-            return Ok(Err(error));
+    /// The rest comes bit by bit, and is recorded whether or not anybody reads it.
+    pub(super) fn go_on(self, course: Course) -> Response<IdempotentBody<R>> {
+        let Self { parts, chunks, mut stream, mut hint } = self;
+        course.attempt.answering();
+        if !stream.trailers.is_empty() {
+            hint = SizeHint::new();
         }
-        // What the attempt before has done is as unknown as it was.
-        None if course.reading.differs() => return Err(Rejection::Mismatch),
-        None => {
-            cancelled();
-            return Err(Rejection::Cancelled);
+        let cancels = course.settings.on_disconnect == OnDisconnect::Cancel;
+        let (pieces, receiver) = mpsc::channel(PIECES);
+        stream.chunks = chunks.iter().cloned().collect();
+        let task = tokio::spawn(stream.finish(course, pieces).in_current_span());
+        let mut body = IdempotentBody::live(chunks, receiver, hint);
+        if cancels {
+            body.aborts(AbortOnDrop(task.abort_handle()));
         }
-    };
-    let settings = &course.settings;
-    let recorder = Recorder::new(parts.status, &parts.headers, settings.keeps_cookies, settings.max_answer);
-    let mut stream = Stream::new(body, recorder, Judge::new(settings.keep, parts.status, &parts.headers));
-    let mut hint = stream.body.size_hint();
-
-    // What is there already, which is all of it more often than not.
-    let mut chunks = Chunks::default();
-    if stream.take_what_is_there(&mut chunks).await {
-        let outcome = stream.outcome(chunks.iter(), true);
-        let response = Response::from_parts(parts, IdempotentBody::whole(chunks, stream.trailers));
-        drop(course.settle(outcome).await);
-        return Ok(Ok(response));
+        Response::from_parts(parts, body)
     }
-
-    // The rest comes bit by bit, and is recorded whether or not anybody reads it.
-    course.attempt.answering();
-    if !stream.trailers.is_empty() {
-        hint = SizeHint::new();
-    }
-    let cancels = settings.on_disconnect == OnDisconnect::Cancel;
-    let (pieces, receiver) = mpsc::channel(PIECES);
-    stream.chunks = chunks.iter().cloned().collect();
-    let task = tokio::spawn(stream.finish(course, pieces).in_current_span());
-    let mut body = IdempotentBody::live(chunks, receiver, hint);
-    if cancels {
-        body.aborts(AbortOnDrop(task.abort_handle()));
-    }
-    Ok(Ok(Response::from_parts(parts, body)))
 }
 
 /// What is dropped then is left to the end of its lease.
@@ -196,12 +231,14 @@ where
     }
 
     /// Takes what need not be waited for. True if that is all.
-    async fn take_what_is_there(&mut self, chunks: &mut Chunks) -> bool {
+    fn take_what_is_there(&mut self, chunks: &mut Chunks) -> bool {
+        // Whoever waits for the rest polls again.
+        let cx = &mut Context::from_waker(Waker::noop());
         for _ in 0..AT_ONCE {
             if self.body.is_end_stream() {
                 return true;
             }
-            match poll_fn(|cx| Poll::Ready(self.body.as_mut().poll_frame(cx))).await {
+            match self.body.as_mut().poll_frame(cx) {
                 Poll::Ready(Some(Ok(frame))) => {
                     if let Some(data) = self.note(frame) {
                         chunks.push(data);

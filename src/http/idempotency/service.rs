@@ -89,13 +89,16 @@ where
         }
         let rejection = match key_of(request.headers(), &settings.header) {
             Ok(Some(key)) => match scope.extract_key(&request).filter(|scope| !scope.is_empty()) {
-                Some(scope) => {
-                    let backstage = Arc::<Backstage>::default();
-                    let operation = Operation::new(scope, key);
-                    let ready = self.take_ready();
-                    let answer = Box::pin(guard(ready, request, operation, shared, Arc::clone(&backstage)));
-                    return ResponseFuture::guarded(Guarded::new(answer, backstage));
-                }
+                Some(scope) => match settings.home.admit(settings.max_running) {
+                    Some(running) => {
+                        let backstage = Arc::<Backstage>::default();
+                        let operation = Operation::new(scope, key);
+                        let ready = self.take_ready();
+                        let answer = guard(ready, request, operation, running, shared, Arc::clone(&backstage));
+                        return ResponseFuture::guarded(Guarded::new(Box::pin(answer), backstage));
+                    }
+                    None => Rejection::Full,
+                },
                 None => Rejection::MissingScope,
             },
             Ok(None) if settings.on_missing_key == OnMissingKey::Pass => {
