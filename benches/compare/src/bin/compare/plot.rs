@@ -68,7 +68,7 @@ fn lines(area: &Area<'_>, table: &Table, what: &str, value: impl Fn(usize, usize
         .margin(10)
         .x_label_area_size(36)
         .y_label_area_size(70)
-        .build_cartesian_2d((first..last).log_scale(), (least * 0.7..most * 1.4).log_scale())?;
+        .build_cartesian_2d((first..last).log_scale(), (least * 0.3..most * 1.4).log_scale())?;
     chart
         .configure_mesh()
         .light_line_style(WHITE)

@@ -60,9 +60,10 @@ impl Table {
             for ((who, _), median) in self.lines.iter().zip(medians) {
                 let figures = median.figures;
                 println!(
-                    "RESULT table={} who={who} at={point} per_s={:.0} p50_us={} p99_us={} ceiling_ratio={}",
+                    "RESULT table={} who={who} at={point} per_s={} p50_us={} p99_us={} ceiling_ratio={}",
                     self.name,
-                    figures.per_s,
+                    // How many come is no figure of theirs who wait for a clock.
+                    if self.rank == Rank::Late { "-".to_owned() } else { format!("{:.0}", figures.per_s) },
                     micros(figures.p50_us),
                     micros(figures.p99_us),
                     median.ceiling_ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.2}")),
