@@ -140,7 +140,7 @@
 //!
 //! Whoever waits for jobs sleeps until the next one is due, by a timer of its own that is set by the store's clock. A job that comes earlier
 //! wakes one worker, by a message on a connection of its own. Messages get lost, so each worker looks every five seconds in any
-//! case, and that is all that an idle one does.
+//! case, and that is all that an idle one does. Within a process nothing gets lost, and an idle worker does nothing.
 //!
 //! # Metrics
 //!

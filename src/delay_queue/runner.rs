@@ -65,13 +65,19 @@ pub(super) struct Runner<T, S, C> {
 struct Part {
     key: QueueKey,
     settled: VecDeque<Settled>,
-    // When there may be something to claim.
-    look_at: Instant,
+    // When there may be something to claim; `None` if nobody knows, and a wake-up will tell.
+    look_at: Option<Instant>,
     // Whether more was due the last time.
     more: bool,
     calls: usize,
     failures: u32,
     paused_until: Instant,
+}
+
+impl Part {
+    fn is_due(&self, now: Instant) -> bool {
+        self.look_at.is_some_and(|at| at <= now)
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -97,7 +103,7 @@ struct Claims<T> {
     // Those whose payload cannot be read.
     unreadable: Vec<Settled>,
     more: bool,
-    next: Duration,
+    next: Option<Duration>,
     received: Instant,
     now: SystemTime,
 }
@@ -124,7 +130,7 @@ impl<T, S, C> Runner<T, S, C> {
         let part = |key| Part {
             key,
             settled: VecDeque::new(),
-            look_at: now,
+            look_at: Some(now),
             more: false,
             calls: 0,
             failures: 0,
@@ -156,7 +162,7 @@ impl<T, S, C> Runner<T, S, C> {
 
     /// For how many jobs instances of the service are to be ready.
     fn wanted(&self, now: Instant) -> usize {
-        let is_due = |part: &Part| part.look_at <= now || part.more || !part.settled.is_empty();
+        let is_due = |part: &Part| part.is_due(now) || part.more || !part.settled.is_empty();
         if self.stage == Stage::Working && self.parts.iter().any(is_due) { self.reserved + self.room() } else { 0 }
     }
 
@@ -168,7 +174,7 @@ impl<T, S, C> Runner<T, S, C> {
                 Some(part.paused_until)
             } else {
                 // What is due already waits for something else than time.
-                (is_working && part.look_at > now).then_some(part.look_at)
+                part.look_at.filter(|at| is_working && *at > now)
             }
         });
         let stage = match self.stage {
@@ -393,7 +399,7 @@ where
                     self.shut_down(now);
                 }
                 Happened::Ready(_) | Happened::Time => {}
-                Happened::Woken(part) => self.parts[part].look_at = now,
+                Happened::Woken(part) => self.parts[part].look_at = Some(now),
             }
         }
     }
@@ -427,14 +433,14 @@ where
             if part.paused_until > now || part.calls >= LANES {
                 continue;
             }
-            if part.settled.is_empty() && (free == 0 || part.look_at > now) {
+            if part.settled.is_empty() && (free == 0 || !part.is_due(now)) {
                 continue;
             }
             // A second call at the same time has to be worth it.
             if part.calls > 0 && !(part.more && part.settled.len() * 2 >= share) {
                 continue;
             }
-            let due = self.parts.iter().filter(|part| part.look_at <= now).count().max(1);
+            let due = self.parts.iter().filter(|part| part.is_due(now)).count().max(1);
             let left: usize = self.parts.iter().map(|part| part.settled.len()).sum();
             let part = &mut self.parts[index];
             let most = if part.more && is_working { share.min(MAX_BATCH) } else { MAX_BATCH };
@@ -447,7 +453,8 @@ where
             }
             part.calls += 1;
             if limit > 0 {
-                part.look_at = now + Claim::MAX_WAIT;
+                // Until the answer says when; it says so within a time, or the call has failed.
+                part.look_at = None;
                 self.turn = index + 1;
             }
             self.reserved += limit;
@@ -492,7 +499,7 @@ where
                         }
                         let pause = (FIRST_PAUSE * (1 << part.failures.min(8))).min(LONGEST_PAUSE);
                         part.failures += 1;
-                        (part.paused_until, part.look_at) = (now + pause / 2 + share(pause / 2), now);
+                        (part.paused_until, part.look_at) = (now + pause / 2 + share(pause / 2), Some(now));
                     }
                 }
             }
@@ -516,11 +523,12 @@ where
         part.failures = 0;
         if limit == 0 {
             // Whoever does not wait is not told of what comes.
-            part.look_at = now;
+            part.look_at = Some(now);
         } else {
             part.more = claims.more || claims.jobs.len() + claims.unreadable.len() >= limit;
-            let look_at = if part.more { now } else { claims.received + wait(claims.next, claims.now) };
-            part.look_at = part.look_at.min(look_at);
+            let next = claims.next.and_then(|next| claims.received.checked_add(wait(next, claims.now)));
+            let look_at = if part.more { Some(now) } else { next };
+            part.look_at = part.look_at.into_iter().chain(look_at).min();
         }
         part.settled.extend(claims.unreadable);
         for opened in claims.jobs {
@@ -637,7 +645,7 @@ fn panicked(panic: &(dyn Any + Send)) -> Arc<str> {
 
 /// How long to wait from the answer on: `next` counts whole milliseconds of the store's clock, which may have begun a while before.
 fn wait(next: Duration, now: SystemTime) -> Duration {
-    if next >= Claim::MAX_WAIT {
+    if next == Claim::MAX_WAIT {
         // Nothing is known of. Many workers need not look at the same time.
         return next - share(next / 5);
     }

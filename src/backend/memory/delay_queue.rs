@@ -367,7 +367,8 @@ impl Queue {
             finished,
             jobs,
             more: next == Some(0),
-            next: next.map_or(Claim::MAX_WAIT, Duration::from_millis).min(Claim::MAX_WAIT),
+            // No wake-up is lost within a process.
+            next: next.map(Duration::from_millis),
             now: UNIX_EPOCH + Duration::from_micros(now.us),
         }
     }
@@ -430,9 +431,15 @@ impl Queue {
         };
         let Place::Running { token, ends, is_cancelled } = &mut record.place else { return Extended::Lost };
         self.leases.remove(&(*ends, *token, ticket.id));
+        let is_shorter = now.later + millis(lease) < *ends;
         *ends = now.later + millis(lease);
         self.leases.insert((*ends, *token, ticket.id));
-        if *is_cancelled { Extended::Cancelled } else { Extended::Held }
+        let extended = if *is_cancelled { Extended::Cancelled } else { Extended::Held };
+        if is_shorter {
+            // Who waits has been told of a later end.
+            self.wake();
+        }
+        extended
     }
 
     fn cancel(&mut self, id: &JobId) -> Cancelled {

@@ -315,7 +315,7 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
         finished: finished.collect::<Option<_>>()?,
         jobs: jobs.collect(),
         more: *more == 1,
-        next: Duration::from_millis(u64::try_from(*next_ms).ok()?),
+        next: Some(Duration::from_millis(u64::try_from(*next_ms).ok()?)),
         now: UNIX_EPOCH + Duration::from_micros(u64::try_from(*now_us).ok()?),
     })
 }

@@ -509,7 +509,8 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                 let told = [&memory, &redis].map(|claimed| {
                     let start = if std::ptr::eq(claimed, &memory) { starts[0] } else { starts[1] };
                     let jobs: Vec<_> = claimed.jobs.iter().map(|claimed| seen(&claimed.job, start)).collect();
-                    let next = claimed.next.as_micros().div_ceil(1_000);
+                    // Memory says nothing where there is nothing to wait for, and Redis looks now and then.
+                    let next = claimed.next.map_or(5_000, |next| next.as_micros().div_ceil(1_000).min(5_000));
                     format!("{:?} {jobs:?} more {} next {next}", claimed.finished, claimed.more)
                 });
                 for (memory, redis) in memory.jobs.iter().zip(&redis.jobs) {
