@@ -27,9 +27,9 @@
 -- Value    jobs: see delay_queue_push. leases: a ticket is 7 bytes token, big endian, and the id. state: 1 byte version 1, 1 byte 1 if
 --          the queue is paused, 7 bytes the last token, 6 bytes when the keeper looks again in ms, little endian; then the keeper, who
 --          is the worker that waits until the next job is due
--- Returns  {finished, now_us, more, next_ms, token, ids, records, ...}: a digit a finished job (0 gone, 1 as was asked for, 2 dead, 3
---          lost); 1 if more is due; when to ask again; the token of what was claimed; and that in pairs of arrays, with nothing in the
---          place of a record that is missing
+-- Returns  {finished, now_us, more, next_ms, oldest_ms, token, ids, records, ...}: a digit a finished job (0 gone, 1 as was asked for, 2
+--          dead, 3 lost); 1 if more is due; when to ask again; for how long the oldest that waits is due, -1 if none is; the token of
+--          what was claimed; and that in pairs of arrays, with nothing in the place of a record that is missing
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
 -- Repeat   harmless for what is finished: it is gone, or lost. What was claimed the first time comes back when its leases have ended
 local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
@@ -204,7 +204,7 @@ if #tickets > 0 then
 end
 
 -- Claim, after what nobody has extended has come back.
-local reply, claimed, bytes, more = {finished, time[1] * 1000000 + time[2], 0, 0, 0}, 0, 0, 0
+local reply, claimed, bytes = {finished, time[1] * 1000000 + time[2], 0, 0, 0, 0}, 0, 0
 if limit > 0 then
   local over = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 64)
   if #over > 0 then
@@ -271,13 +271,15 @@ if claimed > 0 then
 end
 
 -- When there is something to do next.
-local next = patience
+local next, more, oldest = patience, 0, -1
 for i = 0, 3 do
-  local head = (i == 3 or is_paused == 0) and redis.call('ZRANGE', due[i] or leases, 0, 0, 'WITHSCORES')[2]
+  local head = redis.call('ZRANGE', due[i] or leases, 0, 0, 'WITHSCORES')[2]
   if head then
-    next = math.min(next, math.max(head - now, 0))
+    local is_open = i == 3 or is_paused == 0
+    next = is_open and math.min(next, math.max(head - now, 0)) or next
     if head + 0 <= now then
-      more = 1
+      more = is_open and 1 or more
+      oldest = due[i] and math.max(oldest, now - head) or oldest
       -- What is overdue must not run out with its keys.
       keep(due[i] or leases, keep_ms / 2)
       keep(jobs, keep_ms / 2 + 86400000)
@@ -325,5 +327,5 @@ if changed ~= stored then
 elseif is_paused == 1 or is_waiting then
   redis.call('PEXPIRE', state, lasts)
 end
-reply[3], reply[4], reply[5] = more, next, token
+reply[3], reply[4], reply[5], reply[6] = more, next, oldest, token
 return reply

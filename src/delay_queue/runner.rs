@@ -25,7 +25,7 @@ use super::queue::DelayQueue;
 use super::record::Reason;
 use super::running::{Running, Settled, Spread, Stop};
 use super::slots::Slots;
-use super::store::{Claim, ClaimedJob, Ending, Extended, Finished, MAX_BATCH, QueueKey, Ticket, WorkerId};
+use super::store::{Claim, Claimed, ClaimedJob, Ending, Extended, Finished, MAX_BATCH, QueueKey, Ticket, WorkerId};
 use super::worker::{Settings, WorkerError};
 use crate::error::{BoxError, StoreError};
 
@@ -67,8 +67,11 @@ struct Part {
     settled: VecDeque<Settled>,
     // When there may be something to claim; `None` if nobody knows, and a wake-up will tell.
     look_at: Option<Instant>,
-    // Whether more was due the last time.
+    // Whether more was due the last time, and since when.
     more: bool,
+    oldest_due: Option<Duration>,
+    // When the store was last asked anything.
+    asked_at: Instant,
     calls: usize,
     failures: u32,
     paused_until: Instant,
@@ -77,6 +80,11 @@ struct Part {
 impl Part {
     fn is_due(&self, now: Instant) -> bool {
         self.look_at.is_some_and(|at| at <= now)
+    }
+
+    /// When to ask since when the oldest is due, if something is that cannot be claimed: there is no time for it, or the queue is paused.
+    fn overlooked_at(&self, now: Instant) -> Option<Instant> {
+        (self.is_due(now) || self.oldest_due.is_some()).then(|| self.asked_at + Claim::MAX_WAIT)
     }
 }
 
@@ -104,6 +112,7 @@ struct Claims<T> {
     unreadable: Vec<Settled>,
     more: bool,
     next: Option<Duration>,
+    oldest_due: Option<Duration>,
     received: Instant,
     now: SystemTime,
 }
@@ -132,6 +141,8 @@ impl<T, S, C> Runner<T, S, C> {
             settled: VecDeque::new(),
             look_at: Some(now),
             more: false,
+            oldest_due: None,
+            asked_at: now,
             calls: 0,
             failures: 0,
             paused_until: now,
@@ -173,8 +184,9 @@ impl<T, S, C> Runner<T, S, C> {
             if part.paused_until > now && (is_working || !part.settled.is_empty()) {
                 Some(part.paused_until)
             } else {
-                // What is due already waits for something else than time.
-                part.look_at.filter(|at| is_working && *at > now)
+                // What is due already waits for something else than time, but for a word on how long it has.
+                let times = [part.look_at, part.overlooked_at(now)].into_iter().flatten();
+                times.filter(|at| is_working && *at > now).min()
             }
         });
         let stage = match self.stage {
@@ -433,7 +445,8 @@ where
             if part.paused_until > now || part.calls >= LANES {
                 continue;
             }
-            if part.settled.is_empty() && (free == 0 || !part.is_due(now)) {
+            let is_overlooked = is_working && part.overlooked_at(now).is_some_and(|at| at <= now);
+            if part.settled.is_empty() && !is_overlooked && (free == 0 || !part.is_due(now)) {
                 continue;
             }
             // A second call at the same time has to be worth it.
@@ -448,10 +461,11 @@ where
             let settled: Vec<_> = part.settled.drain(..batch).collect();
             // What is not noted yet counts as if it ran, so that it cannot become more and more.
             let limit = free.saturating_sub(left - batch).min(free.div_ceil(due)).min(most);
-            if settled.is_empty() && limit == 0 {
+            if settled.is_empty() && limit == 0 && !is_overlooked {
                 continue;
             }
             part.calls += 1;
+            part.asked_at = now;
             if limit > 0 {
                 // Until the answer says when; it says so within a time, or the call has failed.
                 part.look_at = None;
@@ -467,16 +481,16 @@ where
                 let result = queue.claim(key, finished, claim, time).await;
                 let result = result.map(|claimed| {
                     let received = Instant::now();
-                    let (mut jobs, mut unreadable) = (Vec::with_capacity(claimed.jobs.len()), Vec::new());
-                    for claimed in claimed.jobs {
-                        let ticket = claimed.ticket();
-                        match open(&queue, claimed) {
+                    let Claimed { finished, jobs: claimed, more, next, oldest_due, now } = claimed;
+                    let (mut jobs, mut unreadable) = (Vec::with_capacity(claimed.len()), Vec::new());
+                    for job in claimed {
+                        let ticket = job.ticket();
+                        match open(&queue, job) {
                             Ok(opened) => jobs.push(opened),
                             Err(ending) => unreadable.push(Settled::new(ticket, ending)),
                         }
                     }
-                    let (finished, more, next, now) = (claimed.finished, claimed.more, claimed.next, claimed.now);
-                    Claims { finished, jobs, unreadable, more, next, received, now }
+                    Claims { finished, jobs, unreadable, more, next, oldest_due, received, now }
                 });
                 Answer::Claimed { part: index, limit, sent, settled, result }
             });
@@ -519,6 +533,8 @@ where
         for (settled, finished) in settled.into_iter().zip(claims.finished) {
             self.noted(settled, finished);
         }
+        self.parts[index].oldest_due = claims.oldest_due;
+        self.meters.oldest_due(self.parts.iter().filter_map(|part| part.oldest_due).max().unwrap_or_default());
         let part = &mut self.parts[index];
         part.failures = 0;
         if limit == 0 {
@@ -624,6 +640,8 @@ impl<T, S, C> Drop for Runner<T, S, C> {
         for running in self.running.values() {
             self.meters.ended(now.saturating_duration_since(running.started));
         }
+        // Nobody knows any more.
+        self.meters.oldest_due(Duration::ZERO);
     }
 }
 

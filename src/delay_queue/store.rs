@@ -353,6 +353,8 @@ pub struct Claimed {
     ///
     /// Never more than [`Claim::MAX_WAIT`] where a wake-up can be lost. `None` lets the worker sleep until it is woken.
     pub next: Option<Duration>,
+    /// For how long the oldest job that is still due has been so, as in [`Counts::oldest_due`].
+    pub oldest_due: Option<Duration>,
     /// The store's clock.
     pub now: SystemTime,
 }

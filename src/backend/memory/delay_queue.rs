@@ -369,6 +369,7 @@ impl Queue {
             more: next == Some(0),
             // No wake-up is lost within a process.
             next: next.map(Duration::from_millis),
+            oldest_due: self.oldest_due(now),
             now: UNIX_EPOCH + Duration::from_micros(now.us),
         }
     }
@@ -473,15 +474,19 @@ impl Queue {
 
     fn counts(&self, now: Now) -> Counts {
         let ready = |due: &BTreeSet<Line>| due.range(..(now.ms + 1, JobId::LEAST)).count() as u64;
-        let oldest = self.due.iter().filter_map(|due| due.first()).map(|(due, _)| *due).min();
         Counts {
             waiting: self.due.iter().map(|due| due.len() as u64).sum(),
             due: self.due.iter().map(ready).sum(),
             running: self.leases.len() as u64,
             dead: self.dead.len() as u64,
-            oldest_due: oldest.and_then(|due| now.ms.checked_sub(due)).map(Duration::from_millis),
+            oldest_due: self.oldest_due(now),
             is_paused: self.is_paused,
         }
+    }
+
+    fn oldest_due(&self, now: Now) -> Option<Duration> {
+        let oldest = self.due.iter().filter_map(|due| due.first()).map(|(due, _)| *due).min();
+        oldest.and_then(|due| now.ms.checked_sub(due)).map(Duration::from_millis)
     }
 
     fn list(&self, state: State, skip: u64, limit: usize) -> Vec<StoredJob> {

@@ -294,6 +294,7 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
         Value::Int(now_us),
         Value::Int(more @ (0 | 1)),
         Value::Int(next_ms),
+        Value::Int(oldest_ms),
         Value::Int(token),
         claims @ ..,
     ] = values.as_slice()
@@ -321,6 +322,7 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
         jobs,
         more: *more == 1,
         next: Some(Duration::from_millis(u64::try_from(*next_ms).ok()?)),
+        oldest_due: u64::try_from(*oldest_ms).ok().map(Duration::from_millis),
         now: UNIX_EPOCH + Duration::from_micros(u64::try_from(*now_us).ok()?),
     })
 }
