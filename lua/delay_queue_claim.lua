@@ -236,6 +236,8 @@ if limit > 0 then
 end
 local priority, ends = 0, string.format('%d', later + lease_ms)
 local token_bytes
+-- Not a ticket, whose token is more than 0.
+local filler = string.rep('\0', 72)
 while is_paused == 0 and priority < 3 and claimed < limit and bytes < 1048576 do
   local room = math.min(limit - claimed, 64)
   local found = redis.call('ZRANGEBYSCORE', due[priority], '-inf', now, 'LIMIT', 0, room)
@@ -246,6 +248,11 @@ while is_paused == 0 and priority < 3 and claimed < limit and bytes < 1048576 do
       token_bytes = struct.pack('>I7', token)
     end
     local stored_jobs, added, last = redis.call('HMGET', jobs, unpack(found)), {}, 0
+    if #found > 16 then
+      -- Redis keeps a hundred short members in a list, and to look through that for each of them takes longer than all the rest. One that
+      -- is too long for a list makes it a tree, which it stays without that one.
+      redis.call('ZADD', leases, now, filler)
+    end
     for i = 1, #found do
       local id, record = found[i], stored_jobs[i]
       if record then
@@ -259,6 +266,9 @@ while is_paused == 0 and priority < 3 and claimed < limit and bytes < 1048576 do
     reply[#reply + 1], reply[#reply + 2], claimed = found, stored_jobs, claimed + last / 2
     if last > 0 then
       redis.call('ZADD', leases, unpack(added))
+    end
+    if #found > 16 then
+      redis.call('ZREM', leases, filler)
     end
   end
   if #found < room then
