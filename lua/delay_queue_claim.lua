@@ -74,7 +74,10 @@ local keeper = stored:sub(16)
 -- What is to be written: records, due times by priority and dead ones, each as a command takes them; and what is to go.
 local records, waiting, died, gone = {}, {[0] = {}, {}, {}}, {}, {}
 local latest = now
-local has_unique, has_cancels = redis.call('EXISTS', unique) == 1, redis.call('EXISTS', cancels) == 1
+-- Most of the time there is none of these, which one command tells.
+local has_rare = redis.call('EXISTS', high, low, dead, unique, cancels, idle) > 0
+local has_unique = has_rare and redis.call('EXISTS', unique) == 1
+local has_cancels = has_rare and redis.call('EXISTS', cancels) == 1
 
 local function free(key, id)
   local holder = redis.call('HGET', unique, key)
@@ -138,6 +141,7 @@ local function write()
     end
     redis.call('SREM', cancels, unpack(ended))
   end
+  has_rare = has_rare or #records + #died > 0
   if #records > 0 then
     redis.call('HSET', jobs, unpack(records))
     keep(jobs, latest - now + keep_ms + 86400000)
@@ -221,8 +225,8 @@ if limit > 0 then
     redis.call('ZREM', leases, unpack(over))
     write()
   end
-  local rotten = redis.call('ZRANGEBYSCORE', dead, '-inf', now - dead_ms, 'LIMIT', 0, 64)
-  local excess = redis.call('ZCARD', dead) - #rotten - dead_max
+  local rotten = has_rare and redis.call('ZRANGEBYSCORE', dead, '-inf', now - dead_ms, 'LIMIT', 0, 64) or {}
+  local excess = has_rare and redis.call('ZCARD', dead) - #rotten - dead_max or 0
   if excess > 0 then
     local oldest = redis.call('ZRANGE', dead, #rotten, #rotten + math.min(excess, 320) - 1)
     for i = 1, #oldest do
@@ -234,11 +238,11 @@ if limit > 0 then
     redis.call('HDEL', jobs, unpack(rotten))
   end
 end
-local priority, ends = 0, string.format('%d', later + lease_ms)
+local priority, lowest, ends = has_rare and 0 or 1, has_rare and 2 or 1, string.format('%d', later + lease_ms)
 local token_bytes
 -- Not a ticket, whose token is more than 0.
 local filler = string.rep('\0', 72)
-while is_paused == 0 and priority < 3 and claimed < limit and bytes < 1048576 do
+while is_paused == 0 and priority <= lowest and claimed < limit and bytes < 1048576 do
   local room = math.min(limit - claimed, 64)
   local found = redis.call('ZRANGEBYSCORE', due[priority], '-inf', now, 'LIMIT', 0, room)
   if #found > 0 then
@@ -283,7 +287,7 @@ end
 -- When there is something to do next.
 local next, more, oldest = patience, 0, -1
 for i = 0, 3 do
-  local head = redis.call('ZRANGE', due[i] or leases, 0, 0, 'WITHSCORES')[2]
+  local head = (has_rare or i % 2 == 1) and redis.call('ZRANGE', due[i] or leases, 0, 0, 'WITHSCORES')[2]
   if head then
     local is_open = i == 3 or is_paused == 0
     next = is_open and math.min(next, math.max(head - now, 0)) or next
@@ -292,14 +296,16 @@ for i = 0, 3 do
       oldest = due[i] and math.max(oldest, now - head) or oldest
       -- What is overdue must not run out with its keys.
       keep(due[i] or leases, keep_ms / 2)
-      keep(jobs, keep_ms / 2 + 86400000)
+      if claimed == 0 then
+        keep(jobs, keep_ms / 2 + 86400000)
+      end
     end
   end
 end
 
 -- One of those who wait keeps the time; the others need not look when the next job is due.
 local is_waiting, soonest = claimed < limit and more == 0, now + next
-local has_idle = redis.call('EXISTS', idle) == 1
+local has_idle = has_rare and redis.call('EXISTS', idle) == 1
 if has_idle then
   redis.call('ZREM', idle, worker)
 end
