@@ -17,14 +17,14 @@ mod support;
 use std::collections::HashMap;
 use std::env;
 use std::future::ready;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::io::{Read, Write};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use support::server::{DURABLE, RedisServer};
+use support::worker::Worker;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tollgate::delay_queue::{
@@ -37,17 +37,15 @@ use tower::service_fn;
 
 const WORKERS: usize = 4;
 const LEASE: Duration = Duration::from_millis(600);
-/// Tells the program that it is a worker, and the URL of its server.
+/// Tells the program that it is a worker, and the URL of its server; behind that, how many it is that have nothing to do.
 const WORKER: &str = "TOLLGATE_TEST_QUEUE_WORKER";
-/// Tells it to be so many workers of the kind that has nothing to do.
-const IDLE: &str = "TOLLGATE_TEST_QUEUE_IDLE";
 
 fn main() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    if let Ok(url) = env::var(WORKER) {
-        match env::var(IDLE) {
-            Ok(workers) => runtime.block_on(idle(&url, workers.parse().unwrap())),
-            Err(_) => runtime.block_on(work(&url)),
+    if let Ok(told) = env::var(WORKER) {
+        match told.split_once(' ') {
+            Some((url, workers)) => runtime.block_on(idle(url, workers.parse().unwrap())),
+            None => runtime.block_on(work(&told)),
         }
         return;
     }
@@ -95,7 +93,7 @@ async fn work(url: &str) {
         .lease(LEASE)
         .concurrency(50)
         .backoff(Backoff::fixed(Duration::from_millis(10)));
-    worker.run_until(end(ended())).await.unwrap();
+    worker.run_until(told_to_stop(ended())).await.unwrap();
 }
 
 /// Many workers that tell what they run.
@@ -108,7 +106,7 @@ async fn idle(url: &str, workers: usize) {
             say(format_args!("run {} 0", *job));
             Ok::<_, BoxError>(())
         });
-        ends.spawn(DelayQueueWorker::new(queue.clone(), service).run_until(end(ended.clone())));
+        ends.spawn(DelayQueueWorker::new(queue.clone(), service).run_until(told_to_stop(ended.clone())));
     }
     for end in ends.join_all().await {
         end.unwrap();
@@ -125,7 +123,7 @@ fn ended() -> watch::Receiver<()> {
     ended
 }
 
-async fn end(mut ended: watch::Receiver<()>) {
+async fn told_to_stop(mut ended: watch::Receiver<()>) {
     while ended.changed().await.is_ok() {}
 }
 
@@ -211,49 +209,16 @@ impl DelayQueueStore for Reporter {
     }
 }
 
-struct Worker {
-    process: Child,
-    stdin: Option<ChildStdin>,
+/// A process that works, or so many idle workers of one.
+fn start(url: &str, idle: Option<usize>, lines: &mpsc::Sender<String>) -> Worker {
+    let told = idle.map_or_else(|| url.to_owned(), |workers| format!("{url} {workers}"));
+    Worker::start(WORKER, &told, lines.clone(), Some)
 }
 
-impl Worker {
-    fn start(url: &str, lines: &mpsc::Sender<String>) -> Self {
-        Self::start_with(url, lines, &[])
-    }
-
-    fn start_with(url: &str, lines: &mpsc::Sender<String>, more: &[(&str, usize)]) -> Self {
-        let mut command = Command::new(env::current_exe().unwrap());
-        command.envs(more.iter().map(|(name, value)| (name, value.to_string())));
-        let mut process = command.env(WORKER, url).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let (out, lines) = (BufReader::new(process.stdout.take().unwrap()), lines.clone());
-        thread::spawn(move || {
-            for line in out.lines().map_while(Result::ok) {
-                if lines.send(line).is_err() {
-                    return;
-                }
-            }
-        });
-        let stdin = process.stdin.take();
-        Self { process, stdin }
-    }
-
-    /// Lets it come to its end.
-    fn end(&mut self) {
-        drop(self.stdin.take());
-        assert!(self.process.wait().unwrap().success(), "a worker failed");
-    }
-
-    fn signal(&self, name: &str) {
-        let pid = self.process.id().to_string();
-        assert!(Command::new("kill").args([&format!("-{name}"), &pid]).status().unwrap().success());
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        // A failed test must not leave processes behind.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+fn end_all(mut workers: Vec<Worker>) {
+    workers.iter_mut().for_each(Worker::stop);
+    for worker in &mut workers {
+        assert!(worker.has_ended_well(Duration::from_secs(60)), "a worker failed");
     }
 }
 
@@ -276,8 +241,7 @@ fn idle_workers_cost_next_to_nothing_and_a_push_wakes_one_of_them(runtime: &toki
     let server = RedisServer::start();
     let queue = queue(runtime.block_on(connect(&server.url())));
     let (sender, lines) = mpsc::channel();
-    let start = |_| Worker::start_with(&server.url(), &sender, &[(IDLE, EACH)]);
-    let mut workers: Vec<_> = (0..WORKERS).map(start).collect();
+    let workers = (0..WORKERS).map(|_| start(&server.url(), Some(EACH), &sender)).collect();
     let all = (WORKERS * EACH) as u64;
     let listening = || server.query::<Vec<String>>("PUBSUB CHANNELS").len() as u64;
     support::server::wait_until("all workers listen", || listening() == all);
@@ -300,9 +264,7 @@ fn idle_workers_cost_next_to_nothing_and_a_push_wakes_one_of_them(runtime: &toki
     let of_nothing = idle_per_s * begun.elapsed().as_secs_f64();
     let for_jobs = (calls(&server, "evalsha") - before) as f64 - of_nothing;
     let told = calls(&server, "publish") - told;
-    for worker in &mut workers {
-        worker.end();
-    }
+    end_all(workers);
     drop(sender);
     println!(
         "workers={all} idle_commands_per_s_each={:.3} commands_per_push={:.1} woken_per_push={:.1} slowest_ms={}",
@@ -386,7 +348,7 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
     let begun = Instant::now();
 
     let (sender, lines) = mpsc::channel();
-    let mut workers: Vec<Worker> = (0..WORKERS).map(|_| Worker::start(&url, &sender)).collect();
+    let mut workers: Vec<Worker> = (0..WORKERS).map(|_| start(&url, None, &sender)).collect();
     let mut faults = Faults::default();
     // Not random, so that each kind of fault has its turn in the short run, too.
     for turn in 0.. {
@@ -396,14 +358,14 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
         thread::sleep(Duration::from_millis(150));
         match turn % 8 {
             0 | 4 => {
-                workers[turn % WORKERS] = Worker::start(&url, &sender);
+                workers[turn % WORKERS] = start(&url, None, &sender);
                 faults.kills += 1;
             }
             1 | 5 => {
                 let worker = &workers[(turn / 4) % WORKERS];
-                worker.signal("STOP");
+                worker.pause();
                 thread::sleep(LEASE * 2);
-                worker.signal("CONT");
+                worker.resume();
                 faults.stops += 1;
             }
             2 => {
@@ -433,11 +395,9 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
         }
         thread::sleep(Duration::from_millis(50));
     }
-    for worker in &mut workers {
-        worker.end();
-    }
+    end_all(workers);
     let took = begun.elapsed();
-    drop((sender, workers));
+    drop(sender);
 
     let (mut runs, mut done) = (HashMap::<u64, u32>::new(), HashMap::<String, u32>::new());
     let (mut early, mut refused) = (0_u64, 0_u64);
