@@ -36,7 +36,8 @@ local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
 local unique, cancels, state, idle = KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local keep_ms, publish, wake, worker, limit = ARGV[1] + 0, ARGV[2], ARGV[3], ARGV[4], math.min(ARGV[5] + 0, 256)
 local lease_ms, dead_max, dead_ms = ARGV[6] + 0, ARGV[7] + 0, ARGV[8] + 0
-local done, others, first = math.min(ARGV[9] + 0, 256), math.min(ARGV[10] + 0, 256), 11
+local done, first = math.min(ARGV[9] + 0, 256), 11
+local others = math.min(ARGV[10] + 0, 256 - done)
 -- Looked up once, for what is called for each job.
 local cut, unpack = string.sub, unpack
 
