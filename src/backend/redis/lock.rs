@@ -12,7 +12,7 @@ use super::lock_calls::LockCalls;
 use super::pool::Handle;
 use super::scripts::MAX_RENEWALS;
 use super::servers::Servers;
-use super::subscriber::Subscriber;
+use super::subscriber::{Interest, Subscriber};
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Replicas, Scope, Token, Wakeups};
@@ -153,12 +153,34 @@ impl LockStore for RedisBackend {
 
     async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
         let Inner { keys, locks, .. } = &*self.inner;
-        locks.subscriber().subscribe(keys.free(lock), in_line.copied()).await
+        let interest = in_line.copied().map_or(Interest::Changes, Interest::Turn);
+        locks.subscriber().subscribe(keys.free(lock), interest).await
     }
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         scripts.lock_name(&locks.own, [&keys.lease(lock), &keys.names(lock)], token, name).await.map(drop)
+    }
+
+    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
+        let Inner { keys, locks, .. } = &*self.inner;
+        let (lease, channel) = (keys.lease(lock), keys.asked(lock));
+        let ask = |verb| {
+            let mut command = redis::cmd(verb);
+            command.arg(&channel).arg("1");
+            command
+        };
+        let mut answer = locks.own.send(&lease, &ask(self.publish())).await;
+        if locks.own.is_cluster() && answer.as_ref().is_err_and(|error| !error.is_io_error()) {
+            // Redis 6.2 does not know it.
+            answer = locks.own.send(&lease, &ask("PUBLISH")).await;
+        }
+        answer.map(drop).map_err(store_error)
+    }
+
+    async fn watch_asks(&self, lock: &LockKey) -> Wakeups {
+        let Inner { keys, locks, .. } = &*self.inner;
+        locks.subscriber().subscribe(keys.asked(lock), Interest::Messages).await
     }
 
     fn scope(&self) -> Scope {
