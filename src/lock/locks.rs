@@ -164,8 +164,8 @@ impl Locks {
     /// Asks whoever holds a lock to give it back, for as long as somebody waits for it. Defaults to waiting for it in silence.
     ///
     /// The holder is told by [`Lease::asked`], if it listens, and does as it likes: nothing is taken away. For work that is worth less than what
-    /// comes after it, as an upload whose client has long since connected again. Of those who wait in one process the first one asks, and
-    /// it asks again once a second, since a message may be lost. Costs a command each time, which nobody waits for.
+    /// comes after it, as an upload whose client has long since connected again. Of those who wait in one process the first one asks ([each](Self::fair) where
+    /// locks are fair), and asks again once a second, since a message may be lost. Costs a command each time, which nobody waits for.
     ///
     /// ```
     /// use std::time::Duration;
