@@ -145,6 +145,14 @@ impl LockStore for AnyBackend {
         delegate!(self, store => store.name(lock, token, name).await)
     }
 
+    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
+        delegate!(self, store => store.ask_holders(lock).await)
+    }
+
+    async fn watch_asks(&self, lock: &LockKey) -> Wakeups {
+        delegate!(self, store => store.watch_asks(lock).await)
+    }
+
     fn scope(&self) -> Scope {
         delegate!(self, store => LockStore::scope(store))
     }
