@@ -34,8 +34,8 @@ impl Fingerprints {
     ) -> (Digest, Arc<Reading>) {
         let mut mac = self.mac.clone();
         let mut field = |bytes: &[u8]| {
-            // With its length before it, so that no two requests run into each other.
-            mac.update(&(bytes.len() as u64).to_le_bytes());
+            // With its length before it, so that no two requests run into each other. No field has as many bytes as four can count.
+            mac.update(&(bytes.len() as u32).to_le_bytes());
             mac.update(bytes);
         };
         field(operation.scope().as_str().as_bytes());
@@ -45,7 +45,7 @@ impl Fingerprints {
         field(uri.path_and_query().map_or("", |path| path.as_str()).as_bytes());
         for name in headers {
             let values = request.headers().get_all(name);
-            field(&values.iter().count().to_le_bytes());
+            field(&(values.iter().count() as u64).to_le_bytes());
             values.iter().for_each(|value| field(value.as_bytes()));
         }
         (digest(mac.clone()), Arc::new(Reading::new(mac)))
