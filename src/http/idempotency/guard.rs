@@ -4,6 +4,7 @@ use std::future::Future;
 use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -17,7 +18,7 @@ use tower_service::Service;
 use super::answer::Recorded;
 use super::body::{Chunks, IdempotentBody};
 use super::fingerprint::{FingerprintedBody, Reading, is_same};
-use super::future::{Answer, Backstage, Guarded};
+use super::future::{Answer, GoesOn, Guarded};
 use super::layer::Settings;
 use super::run::{Come, Course};
 use super::service::Shared;
@@ -63,19 +64,19 @@ where
     R::Error: Into<BoxError>,
 {
     let settings = &shared.settings;
-    let backstage = Arc::<Backstage>::default();
     let (order, reading) = order(settings, operation, &request);
     let arrived = Arrived { request, reading, running };
     // A handler that ends with its caller must not begin before somebody waits for it.
     let is_eager = settings.on_disconnect == OnDisconnect::Finish;
     match order.as_ref().ok().filter(|_| is_eager).and_then(Order::begin_now) {
         Some(Ok(Begin::Granted(granted))) => {
-            let begun = take_up(settings, granted, arrived, &backstage, inner);
-            Guarded::new(Box::pin(Serve::new(begun, shared)), backstage)
+            let begun = take_up(settings, granted, arrived, inner);
+            Guarded::new(Box::pin(Serve::new(begun, shared)), GoesOn::Yes)
         }
         begun => {
-            let asking = ask(take_ready(inner), order, begun, arrived, shared, Arc::clone(&backstage));
-            Guarded::new(Box::pin(asking), backstage)
+            let goes_on = Arc::<AtomicBool>::default();
+            let asking = ask(take_ready(inner), order, begun, arrived, shared, Arc::clone(&goes_on));
+            Guarded::new(Box::pin(asking), GoesOn::When(goes_on))
         }
     }
 }
@@ -94,7 +95,7 @@ fn ask<S, K, A, B, R>(
     begun: Option<Result<Begin, StoreError>>,
     arrived: Arrived<B>,
     shared: Arc<Shared<K, A>>,
-    backstage: Arc<Backstage>,
+    goes_on: Arc<AtomicBool>,
 ) -> impl Future<Output = Answer<R, S::Error>> + Send
 where
     S: Service<Request<FingerprintedBody<B>>, Response = Response<R>> + Send + 'static,
@@ -118,7 +119,8 @@ where
         // What comes now is boxed, so that there need be no room for it while the store is asked.
         match begun {
             Ok(Begin::Granted(granted)) => {
-                let begun = take_up(settings, granted, arrived, &backstage, &mut ready);
+                let begun = take_up(settings, granted, arrived, &mut ready);
+                goes_on.store(settings.on_disconnect == OnDisconnect::Finish, Ordering::Release);
                 Box::pin(Serve::new(begun, Arc::clone(&shared))).await
             }
             Ok(Begin::Not(begun)) => {
@@ -175,12 +177,12 @@ where
             panic!("ResponseFuture polled after completion")
         };
         let Shared { settings, answer, .. } = &*shared;
-        let (outcome, answered) = match Come::of(&course, served) {
+        let (outcome, answered) = match Come::of(&course, settings, served) {
             Come::Whole(outcome, answered) => (outcome, answered.map_err(|error| answer.error(error))),
-            Come::Part(start) => return Poll::Ready(Ok(start.go_on(course))),
+            Come::Part(start) => return Poll::Ready(Ok(start.go_on(course, Arc::clone(settings)))),
             Come::Nothing(rejection) => return Poll::Ready(settings.reject(answer, rejection)),
         };
-        let (running, settling) = course.settle(outcome);
+        let (running, settling) = course.settle(outcome, settings);
         let Some(settling) = settling else { return Poll::Ready(answered) };
         let settled = Box::pin(async move {
             settling.await;
@@ -217,10 +219,9 @@ struct Arrived<B> {
 
 /// What is known of the operation from now on, and its handler at work, which is `None` if somebody else may have begun meanwhile.
 fn take_up<S, B>(
-    settings: &Arc<Settings>,
+    settings: &Settings,
     granted: Granted,
     arrived: Arrived<B>,
-    backstage: &Backstage,
     ready: &mut S,
 ) -> (Course, Option<S::Future>)
 where
@@ -234,10 +235,7 @@ where
     let handle = IdempotencyHandle::new(&attempt, number, fence, checkpoint, Arc::clone(&reading) as _);
     request.extensions_mut().insert(handle);
     settings.home.meters().decided(Verdict::Executed);
-    if settings.on_disconnect == OnDisconnect::Finish {
-        backstage.open();
-    }
-    let course = Course::new(attempt, reading, Arc::clone(settings), running);
+    let course = Course::new(attempt, reading, settings, running);
     let handler = (!course.is_lost()).then(|| ready.call(request));
     (course, handler)
 }

@@ -34,7 +34,6 @@ const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
 pub(super) struct Course {
     attempt: Attempt,
     reading: Arc<Reading>,
-    settings: Arc<Settings>,
     running: Running,
     begun: Instant,
     // When it has taken too long.
@@ -44,11 +43,11 @@ pub(super) struct Course {
 }
 
 impl Course {
-    pub(super) fn new(attempt: Attempt, reading: Arc<Reading>, settings: Arc<Settings>, running: Running) -> Self {
+    pub(super) fn new(attempt: Attempt, reading: Arc<Reading>, settings: &Settings, running: Running) -> Self {
         let attempt = if settings.keep.gives_failures_back() { attempt.gives_back_panics() } else { attempt };
         let begun = attempt.sent();
         let until = begun + settings.max_run.min(FOREVER);
-        Self { attempt, reading, settings, running, begun, until, limits: None }
+        Self { attempt, reading, running, begun, until, limits: None }
     }
 
     /// Whether somebody else may have begun. After a standstill nothing of a handler may run before this was looked at.
@@ -90,8 +89,12 @@ impl Course {
     }
 
     /// Lets the record say what has become of the operation; there is nothing to wait for if it says so already.
-    pub(super) fn settle(self, outcome: Outcome) -> (Running, Option<impl Future<Output = ()> + Send + use<>>) {
-        let Self { attempt, reading, settings, running, begun, .. } = self;
+    pub(super) fn settle(
+        self,
+        outcome: Outcome,
+        settings: &Settings,
+    ) -> (Running, Option<impl Future<Output = ()> + Send + use<>>) {
+        let Self { attempt, reading, running, begun, .. } = self;
         settings.home.meters().handled(begun);
         let end = match outcome {
             Outcome::Failed if settings.keep.gives_failures_back() => Settlement::Release,
@@ -143,8 +146,7 @@ where
     R::Error: Into<BoxError>,
 {
     /// Looks at what is there already, which is all of it more often than not. `served` is `None` if it has taken too long.
-    pub(super) fn of(course: &Course, served: Option<Result<Response<R>, E>>) -> Self {
-        let settings = &course.settings;
+    pub(super) fn of(course: &Course, settings: &Settings, served: Option<Result<Response<R>, E>>) -> Self {
         let (parts, body) = match served {
             Some(Ok(response)) => response.into_parts(),
             Some(Err(error)) => return Self::Whole(Outcome::Failed, Err(error)),
@@ -173,16 +175,16 @@ where
     R::Error: Into<BoxError>,
 {
     /// The rest comes bit by bit, and is recorded whether or not anybody reads it.
-    pub(super) fn go_on(self, course: Course) -> Response<IdempotentBody<R>> {
+    pub(super) fn go_on(self, course: Course, settings: Arc<Settings>) -> Response<IdempotentBody<R>> {
         let Self { parts, chunks, mut stream, mut hint } = self;
         course.attempt.answering();
         if !stream.trailers.is_empty() {
             hint = SizeHint::new();
         }
-        let cancels = course.settings.on_disconnect == OnDisconnect::Cancel;
+        let cancels = settings.on_disconnect == OnDisconnect::Cancel;
         let (pieces, receiver) = mpsc::channel(PIECES);
         stream.chunks = chunks.iter().cloned().collect();
-        let task = tokio::spawn(stream.finish(course, pieces).in_current_span());
+        let task = tokio::spawn(stream.finish(course, settings, pieces).in_current_span());
         let mut body = IdempotentBody::live(chunks, receiver, hint);
         if cancels {
             body.aborts(AbortOnDrop(task.abort_handle()));
@@ -257,15 +259,15 @@ where
     }
 
     /// Records the rest of an answer while its caller gets it, all but the end, which comes when the record has it.
-    async fn finish(mut self, mut course: Course, pieces: Sender<Piece>) {
+    async fn finish(mut self, mut course: Course, settings: Arc<Settings>, pieces: Sender<Piece>) {
         let stop = {
             let mut passing = pin!(self.pass_on(&pieces));
             poll_fn(|cx| course.poll_under_lease(passing.as_mut(), cx)).await
         };
         let Some(stop) = stop else { return cancelled() };
-        let max_run = course.settings.max_run.min(FOREVER);
+        let max_run = settings.max_run.min(FOREVER);
         let outcome = self.outcome(self.chunks.iter(), matches!(stop, Stop::End));
-        let (running, settling) = course.settle(outcome);
+        let (running, settling) = course.settle(outcome, &settings);
         if let Some(settling) = settling {
             settling.await;
         }
