@@ -78,14 +78,14 @@ async fn a_lease_counts_once_so_many_replicas_have_it() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replica_that_stands_still_lets_nothing_be_granted_until_it_goes_on() {
     let (primary, replicas) = with_replicas(1);
-    let locks = locks(&primary, 1).await.deadline(Duration::from_millis(400));
+    let locks = locks(&primary, 1).await;
     replicas[0].pause();
     let begun = Instant::now();
     assert_eq!(shortage(locks.lock("a").await), (0, 1));
-    assert!(begun.elapsed() < Duration::from_secs(1), "{:?}", begun.elapsed());
+    assert!(begun.elapsed() < Duration::from_secs(2), "{:?}", begun.elapsed());
     // Whoever waits tries again, and others of this process stand in line behind.
     let waiter = tokio::spawn(locks.lock("a").wait(LONG).into_future());
-    sleep(Duration::from_millis(600)).await;
+    sleep(Duration::from_millis(1_200)).await;
     assert!(!waiter.is_finished());
     // Those who do not ask for replicas do not wait for them.
     let plain = Locks::new(RedisBackend::connect(primary.url()).await.unwrap()).wait(Duration::ZERO);

@@ -265,8 +265,8 @@ impl Attempts {
         let Terms { ttl, is_shared, .. } = terms;
         let replicas = match terms.replication {
             Replication::Primary => Replicas::default(),
-            // In time for the answer to come before the deadline.
-            Replication::Require(count) => Replicas { count, within: terms.deadline * 3 / 4 },
+            // In time for the answer to come before the deadline: Redis looks after time that is up ten times a second.
+            Replication::Require(count) => Replicas { count, within: terms.deadline / 2 },
         };
         let claim = Claim { token: Token::random()?, ttl, fences, permits, is_shared, line, replicas };
         Ok(Self { home: Arc::clone(home), lock, claim, terms, sent: None, is_ambiguous: false })

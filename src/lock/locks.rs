@@ -199,8 +199,9 @@ impl Locks {
     /// Who has to know of a lease before it is relied on, when it is granted and whenever it is renewed. Defaults to
     /// [`Replication::Primary`].
     ///
-    /// With `Require(n)` a lease counts once `n` replicas have it (`WAIT`), for which they have three quarters of the
-    /// [deadline](Self::deadline), or of the response timeout of the connections if that is shorter. With fewer, it is tried again for as long as the caller is ready to wait, and is a
+    /// With `Require(n)` a lease counts once `n` replicas have it (`WAIT`), for which they have half of the
+    /// [deadline](Self::deadline), or of the response timeout of the connections if that is shorter: Redis says up to a tenth
+    /// of a second later that it is over. With fewer, it is tried again for as long as the caller is ready to wait, and is a
     /// [`LockError::NotReplicated`] then; what was granted is given back. A renewal that they do not have in time makes the lease
     /// [suspended](super::LeaseState::Suspended), and it is lost at its old deadline unless a later one gets through: a
     /// replica that takes over never lets go of a lease before its holder does.

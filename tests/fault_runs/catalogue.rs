@@ -81,13 +81,6 @@ impl Fault {
         self.recovery = Duration::from_secs(2);
         self
     }
-
-    /// For a primary that is deposed while it serves: in some runs the callers were without one for a second and a half, and it is not
-    /// understood yet what they waited for.
-    const fn after_a_deposition(mut self) -> Self {
-        self.recovery = Duration::from_secs(2);
-        self
-    }
 }
 
 pub const SECOND: Duration = Duration::from_secs(1);
@@ -224,7 +217,6 @@ pub const FAULTS: &[Fault] = &[
         let (back, _) = sentinel.wait_for_another_primary(old);
         Strike { begun, back, lost: None }
     })
-    .after_a_deposition()
     .short(),
     fault("primary stopped until there is another (SIGSTOP)", Sentinel, Fails::Some, Unreplicated, |d, _| {
         let sentinel = d.sentinel();

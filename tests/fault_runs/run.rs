@@ -196,13 +196,17 @@ fn judge(
     row.late = calls.iter().filter(|call| call.took > LIMIT && call.took.saturating_sub(waited(call)) > LIMIT).count();
     row.longest_wait = waits.longest();
     row.slowest = calls.iter().map(|call| call.took).max().unwrap_or_default();
-    let recovered = failed().filter(|call| !starved(call)).map(Call::ended).max().unwrap_or(strike.back);
-    row.recovery = recovered.saturating_duration_since(strike.back);
+    let last = failed().filter(|call| !starved(call)).max_by_key(|call| call.ended());
+    row.recovery = last.map_or(Duration::ZERO, |call| call.ended().saturating_duration_since(strike.back));
 
     // Time.
     let (late, slowest, recovery) = (row.late, row.slowest, row.recovery);
     row.must(late == 0, || format!("{late} decisions were late, the slowest by {:?}", slowest - LIMIT));
-    row.must(recovery <= fault.recovery, || format!("calls failed for {recovery:?} after the store was back"));
+    row.must(recovery <= fault.recovery, || {
+        let asked = failed().filter(|call| call.outcome.seen != Seen::NotAsked).max_by_key(|call| call.ended());
+        let why = asked.map(|call| call.outcome.failure()).unwrap_or_default();
+        format!("calls failed for {recovery:?} after the store was back, the last that was asked with {why}")
+    });
     let well = strike.back + fault.recovery;
     let judged = calls.iter().filter(|call| call.begun > well).count();
     row.must(judged > 200, || format!("only {judged} calls to judge the recovery by"));

@@ -141,11 +141,13 @@ fn start_sentinels(servers: &[RedisServer]) -> Vec<RedisServer> {
         // Somebody else may have taken a port before its Sentinel did.
         if sentinels.iter().all(Option::is_some) {
             let sentinels: Vec<RedisServer> = sentinels.into_iter().flatten().collect();
-            // A server that was the primary is made a replica after four of the periods in which Sentinels tell each other
-            // what they know. Several pings fit into the time after which a server is down, or one that is late would be.
+            // A server that says it is a primary, and is none to a Sentinel, is made a replica after four of the periods in which
+            // Sentinels tell each other what they know. That has to be longer than the second in which the Sentinel that
+            // leads a failover asks for roles, or the new primary is undone by one that has not been told yet.
+            // Several pings fit into the time after which a server is down, or one that is late would be.
             if can_hurry {
                 for sentinel in &sentinels {
-                    sentinel.query::<()>("SENTINEL DEBUG PUBLISH-PERIOD 250 INFO-PERIOD 1000 PING-PERIOD 200");
+                    sentinel.query::<()>("SENTINEL DEBUG PUBLISH-PERIOD 500 INFO-PERIOD 1000 PING-PERIOD 200");
                 }
             }
             return sentinels;

@@ -177,7 +177,7 @@ impl RedisBackend {
     async fn missing(&self, link: &mut Handle, replicas: Replicas) -> Result<Option<u32>, StoreError> {
         let Replicas { count, within } = replicas;
         // The server has to answer before nobody listens any more.
-        let within = within.min(self.inner.locks.patience * 3 / 4);
+        let within = within.min(self.inner.locks.patience / 2);
         if count == 0 {
             return Ok(None);
         }
