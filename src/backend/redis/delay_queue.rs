@@ -8,6 +8,7 @@ use super::keys::QueueKeys;
 use super::pushes::Pushes;
 use super::scripts::Scripts;
 use super::servers::Servers;
+use super::subscriber::Interest;
 use super::{Inner, RedisBackend};
 use crate::delay_queue::{
     Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Due, Extended, Finish,
@@ -86,7 +87,7 @@ impl DelayQueueStore for RedisBackend {
     async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Wakeups {
         let Inner { keys, locks, .. } = &*self.inner;
         let wake = keys.delay_queue(queue).wake;
-        locks.subscriber().subscribe(format!("{wake}{worker}"), None).await
+        locks.subscriber().subscribe(format!("{wake}{worker}"), Interest::Changes).await
     }
 
     async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
