@@ -177,6 +177,10 @@ impl IdempotencyStore for AnyBackend {
         delegate!(self, store => store.begin(operation, claim).await)
     }
 
+    fn begin_now(&self, operation: &Operation, claim: &idempotency::Claim) -> Option<Result<Begun, StoreError>> {
+        delegate!(self, store => store.begin_now(operation, claim))
+    }
+
     async fn renew(
         &self,
         operation: &Operation,
@@ -203,6 +207,15 @@ impl IdempotencyStore for AnyBackend {
         completion: &Completion,
     ) -> Result<bool, StoreError> {
         delegate!(self, store => store.complete(operation, token, completion).await)
+    }
+
+    fn complete_now(
+        &self,
+        operation: &Operation,
+        token: &Token,
+        completion: &Completion,
+    ) -> Option<Result<bool, StoreError>> {
+        delegate!(self, store => store.complete_now(operation, token, completion))
     }
 
     async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {

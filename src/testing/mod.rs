@@ -252,6 +252,7 @@ macro_rules! idempotency_contract {
                 an_operation_is_granted_once
                 scopes_and_keys_are_apart
                 a_beginning_may_be_asked_again
+                what_is_said_at_once_is_so
                 an_answer_is_kept_as_it_was
                 an_answer_that_is_not_kept_leaves_a_mark
                 another_request_is_told_nothing_but_that
