@@ -162,7 +162,8 @@ async fn fill(backend: &RedisBackend, jobs: usize, due: SystemTime) {
             while left > 0 {
                 let count = left.min(1_024);
                 let batch = queue.push_all((0..count).map(|i| queue.push(payload(task + i)).at(due))).await;
-                assert!(batch.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
+                let other = batch.iter().find(|pushed| !pushed.as_ref().is_ok_and(Pushed::is_new));
+                assert!(other.is_none(), "{other:?}");
                 left -= count;
             }
         });

@@ -3,8 +3,8 @@
 //! `cargo bench --bench locks` starts its own server and ends with one line:
 //!
 //! * `cycles_per_s`: times a second that 64 tasks take a lock of their own and give it back; the median of interleaved rounds
-//! * `cycle_ceiling_ratio`: the commands of these cycles, two each, to what `redis-benchmark -P 64 -c 50` gets out of the same
-//!   server and the script that takes a lock
+//! * `cycle_ceiling_ratio`: what these cycles ask for, twice each and in calls that they share, to what `redis-benchmark -P 64 -c 50`
+//!   gets out of the same server and the script that takes a lock
 //! * `contended_per_s`: grants a second when 64 tasks want one lock, all in one process
 //! * `wait_p99_over_p50`: the 99th percentile of how long they wait for it to the median
 //! * `grants_min_over_max`: the grants of the task that got fewest to those of the one that got most

@@ -27,15 +27,19 @@
 -- Value    jobs: see delay_queue_push. leases: a ticket is 7 bytes token, big endian, and the id. state: 1 byte version 1, 1 byte 1 if
 --          the queue is paused, 7 bytes the last token, 6 bytes when the keeper looks again in ms, little endian; then the keeper, who
 --          is the worker that waits until the next job is due
--- Returns  {finished, now_us, more, next_ms, token, claimed}: an answer a finished job (0 gone, 1 as was asked for, 2 dead, 3 lost); 1 if
---          more is due; when to ask again; the token of what was claimed; id and record a job
+-- Returns  {finished, now_us, more, next_ms, oldest_ms, token, ids, records, ...}: a digit a finished job (0 gone, 1 as was asked for, 2
+--          dead, 3 lost); 1 if more is due; when to ask again; for how long the oldest that waits is due, -1 if none is; the token of
+--          what was claimed; and that in pairs of arrays, with nothing in the place of a record that is missing
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
 -- Repeat   harmless for what is finished: it is gone, or lost. What was claimed the first time comes back when its leases have ended
 local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local unique, cancels, state, idle = KEYS[7], KEYS[8], KEYS[9], KEYS[10]
 local keep_ms, publish, wake, worker, limit = ARGV[1] + 0, ARGV[2], ARGV[3], ARGV[4], math.min(ARGV[5] + 0, 256)
 local lease_ms, dead_max, dead_ms = ARGV[6] + 0, ARGV[7] + 0, ARGV[8] + 0
-local done, others, first = ARGV[9] + 0, ARGV[10] + 0, 11
+local done, first = math.min(ARGV[9] + 0, 256), 11
+local others = math.min(ARGV[10] + 0, 256 - done)
+-- Looked up once, for what is called for each job.
+local cut, unpack = string.sub, unpack
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
@@ -71,7 +75,10 @@ local keeper = stored:sub(16)
 -- What is to be written: records, due times by priority and dead ones, each as a command takes them; and what is to go.
 local records, waiting, died, gone = {}, {[0] = {}, {}, {}}, {}, {}
 local latest = now
-local has_unique, has_cancels = redis.call('EXISTS', unique) == 1, redis.call('EXISTS', cancels) == 1
+-- Most of the time there is none of these, which one command tells.
+local has_rare = redis.call('EXISTS', high, low, dead, unique, cancels, idle) > 0
+local has_unique = has_rare and redis.call('EXISTS', unique) == 1
+local has_cancels = has_rare and redis.call('EXISTS', cancels) == 1
 
 local function free(key, id)
   local holder = redis.call('HGET', unique, key)
@@ -135,6 +142,7 @@ local function write()
     end
     redis.call('SREM', cancels, unpack(ended))
   end
+  has_rare = has_rare or #records + #died > 0
   if #records > 0 then
     redis.call('HSET', jobs, unpack(records))
     keep(jobs, latest - now + keep_ms + 86400000)
@@ -153,54 +161,55 @@ local function write()
 end
 
 -- Finish.
-local finished, tickets, ids = {}, {}, {}
-for i = 1, math.min(done + others, 256) do
-  local ticket = ARGV[i <= done and first + i - 1 or first + done + 4 * (i - done - 1)]
-  tickets[i], ids[i] = ticket, ticket:sub(8)
+local finished, tickets, ids = '', {unpack(ARGV, first, first + done - 1)}, {}
+for i = 1, others do
+  tickets[done + i] = ARGV[first + done + 4 * (i - 1)]
+end
+for i = 1, done + others do
+  ids[i] = cut(tickets[i], 8)
 end
 if #tickets > 0 then
-  local held, ends, seen, missing = {}, redis.call('ZMSCORE', leases, unpack(tickets)), {}, {}
-  local there = others > 0 and redis.call('HMGET', jobs, unpack(ids, done + 1)) or {}
-  for i = 1, #tickets do
-    if ends[i] and not seen[tickets[i]] then
-      seen[tickets[i]] = true
-      held[#held + 1] = tickets[i]
-      if i <= done then
-        finished[i] = 1
-        gone[#gone + 1] = ids[i]
-      else
-        local at = first + done + 4 * (i - done - 1)
-        local record = there[i - done]
-        if not record then
-          finished[i] = 0
-        elseif settle(ids[i], record, ARGV[at + 1] + 0, ARGV[at + 2] + 0, ARGV[at + 3]) then
-          finished[i] = 2
+  local ends = redis.call('ZMSCORE', leases, unpack(tickets))
+  local there = others > 0 and redis.call('HMGET', jobs, unpack(ids, done + 1))
+  local removed = redis.call('ZREM', leases, unpack(tickets))
+  if others == 0 and removed == done then
+    -- All of them are done, each was held, and none was told twice.
+    gone, finished = ids, string.rep('1', done)
+    write()
+  else
+    local answers, seen = {}, {}
+    for i = 1, done + others do
+      if ends[i] and not seen[tickets[i]] then
+        seen[tickets[i]], answers[i] = true, '1'
+        if i <= done then
+          gone[#gone + 1] = ids[i]
+        elseif not there[i - done] then
+          answers[i] = '0'
         else
-          finished[i] = 1
+          local at = first + done + 4 * (i - done - 1)
+          if settle(ids[i], there[i - done], ARGV[at + 1] + 0, ARGV[at + 2] + 0, ARGV[at + 3]) then
+            answers[i] = '2'
+          end
         end
       end
-    else
-      missing[#missing + 1] = i
     end
+    write()
+    for i = 1, done + others do
+      answers[i] = answers[i] or (redis.call('HEXISTS', jobs, ids[i]) == 1 and '3' or '0')
+    end
+    finished = table.concat(answers)
   end
-  if #held > 0 then
-    redis.call('ZREM', leases, unpack(held))
-  end
-  write()
   local at = first + done + 4 * others
   for i = 1, math.min(ARGV[at] + 0, done) do
     local place = ARGV[at + 2 * i - 1] + 0
-    if finished[place] == 1 then
+    if finished:sub(place, place) == '1' then
       free(ARGV[at + 2 * i], ids[place])
     end
-  end
-  for i = 1, #missing do
-    finished[missing[i]] = redis.call('HEXISTS', jobs, ids[missing[i]]) == 1 and 3 or 0
   end
 end
 
 -- Claim, after what nobody has extended has come back.
-local claimed, bytes, more = {}, 0, 0
+local reply, claimed, bytes = {finished, time[1] * 1000000 + time[2], 0, 0, 0, 0}, 0, 0
 if limit > 0 then
   local over = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 64)
   if #over > 0 then
@@ -217,8 +226,8 @@ if limit > 0 then
     redis.call('ZREM', leases, unpack(over))
     write()
   end
-  local rotten = redis.call('ZRANGEBYSCORE', dead, '-inf', now - dead_ms, 'LIMIT', 0, 64)
-  local excess = redis.call('ZCARD', dead) - #rotten - dead_max
+  local rotten = has_rare and redis.call('ZRANGEBYSCORE', dead, '-inf', now - dead_ms, 'LIMIT', 0, 64) or {}
+  local excess = has_rare and redis.call('ZCARD', dead) - #rotten - dead_max or 0
   if excess > 0 then
     local oldest = redis.call('ZRANGE', dead, #rotten, #rotten + math.min(excess, 320) - 1)
     for i = 1, #oldest do
@@ -230,10 +239,12 @@ if limit > 0 then
     redis.call('HDEL', jobs, unpack(rotten))
   end
 end
-local priority, ends = 0, string.format('%d', later + lease_ms)
+local priority, lowest, ends = has_rare and 0 or 1, has_rare and 2 or 1, string.format('%d', later + lease_ms)
 local token_bytes
-while is_paused == 0 and priority < 3 and #claimed < 2 * limit and bytes < 1048576 do
-  local room = math.min(limit - #claimed / 2, 64)
+-- Not a ticket, whose token is more than 0.
+local filler = string.rep('\0', 72)
+while is_paused == 0 and priority <= lowest and claimed < limit and bytes < 1048576 do
+  local room = math.min(limit - claimed, 64)
   local found = redis.call('ZRANGEBYSCORE', due[priority], '-inf', now, 'LIMIT', 0, room)
   if #found > 0 then
     redis.call('ZREMRANGEBYRANK', due[priority], 0, #found - 1)
@@ -241,49 +252,61 @@ while is_paused == 0 and priority < 3 and #claimed < 2 * limit and bytes < 10485
       token = math.max(token + 1, time[1] * 1000000 + time[2])
       token_bytes = struct.pack('>I7', token)
     end
-    local stored_jobs, added = redis.call('HMGET', jobs, unpack(found)), {}
+    local stored_jobs, added, last = redis.call('HMGET', jobs, unpack(found)), {}, 0
+    if #found > 16 then
+      -- Redis keeps a hundred short members in a list, and to look through that for each of them takes longer than all the rest. One that
+      -- is too long for a list makes it a tree, which it stays without that one.
+      redis.call('ZADD', leases, now, filler)
+    end
     for i = 1, #found do
       local id, record = found[i], stored_jobs[i]
       if record then
-        claimed[#claimed + 1], claimed[#claimed + 2] = id, record
-        added[#added + 1], added[#added + 2] = ends, token_bytes .. id
-        bytes = bytes + #record
+        added[last + 1], added[last + 2] = ends, token_bytes .. id
+        last, bytes = last + 2, bytes + #record
         if has_unique and #record > 25 and math.floor(record:byte(14) / 4) % 4 == 2 then
           free(record:sub(27, 26 + record:byte(22)), id)
         end
       end
     end
-    if #added > 0 then
+    reply[#reply + 1], reply[#reply + 2], claimed = found, stored_jobs, claimed + last / 2
+    if last > 0 then
       redis.call('ZADD', leases, unpack(added))
+    end
+    if #found > 16 then
+      redis.call('ZREM', leases, filler)
     end
   end
   if #found < room then
     priority = priority + 1
   end
 end
-if #claimed > 0 then
+if claimed > 0 then
   keep(leases, lease_ms + keep_ms)
   keep(jobs, lease_ms + keep_ms + 86400000)
 end
 
 -- When there is something to do next.
-local next = patience
+local next, more, oldest = patience, 0, -1
 for i = 0, 3 do
-  local head = (i == 3 or is_paused == 0) and redis.call('ZRANGE', due[i] or leases, 0, 0, 'WITHSCORES')[2]
+  local head = (has_rare or i % 2 == 1) and redis.call('ZRANGE', due[i] or leases, 0, 0, 'WITHSCORES')[2]
   if head then
-    next = math.min(next, math.max(head - now, 0))
+    local is_open = i == 3 or is_paused == 0
+    next = is_open and math.min(next, math.max(head - now, 0)) or next
     if head + 0 <= now then
-      more = 1
+      more = is_open and 1 or more
+      oldest = due[i] and math.max(oldest, now - head) or oldest
       -- What is overdue must not run out with its keys.
       keep(due[i] or leases, keep_ms / 2)
-      keep(jobs, keep_ms / 2 + 86400000)
+      if claimed == 0 then
+        keep(jobs, keep_ms / 2 + 86400000)
+      end
     end
   end
 end
 
 -- One of those who wait keeps the time; the others need not look when the next job is due.
-local is_waiting, soonest = #claimed < 2 * limit and more == 0, now + next
-local has_idle = redis.call('EXISTS', idle) == 1
+local is_waiting, soonest = claimed < limit and more == 0, now + next
+local has_idle = has_rare and redis.call('EXISTS', idle) == 1
 if has_idle then
   redis.call('ZREM', idle, worker)
 end
@@ -321,4 +344,5 @@ if changed ~= stored then
 elseif is_paused == 1 or is_waiting then
   redis.call('PEXPIRE', state, lasts)
 end
-return {finished, time[1] * 1000000 + time[2], more, next, token, claimed}
+reply[3], reply[4], reply[5], reply[6] = more, next, oldest, token
+return reply

@@ -297,7 +297,8 @@ fn files_that_are_made_to_be_slow_are_refused_in_time() {
     assert!(Rules::from_toml(&methods).unwrap_err().message().contains("more than 32 different methods"));
     let paths: String = (0..18_000).map(|i| format!("[[rules]]\npath=\"/{{a}}/{i}\"\nunlimited=true\n")).collect();
     assert_eq!(Rules::from_toml(&paths).unwrap().len(), 18_000);
-    assert!(start.elapsed() < Duration::from_secs(30), "{:?}", start.elapsed());
+    // Seconds, on a machine with nothing else to do. Any of them would take far longer than this if its cost grew with the square.
+    assert!(start.elapsed() < Duration::from_secs(150), "{:?}", start.elapsed());
 }
 
 proptest! {

@@ -1,9 +1,10 @@
-//! Workers of one queue that are killed, and stopped for longer than their leases, on a Redis that is restarted, forgets its scripts and
-//! loses its connections.
+//! Workers of one queue in several processes: what a thousand of them cost that have nothing to do, how very many jobs come that are due
+//! at once, and what becomes of jobs whose workers are killed, and stopped for longer than their leases, on a Redis that is restarted,
+//! forgets its scripts and loses its connections.
 //!
 //! ```sh
-//! cargo test --test delay_queue_processes            # 4,000 jobs, about ten seconds; part of `scripts/faults --short`
-//! cargo test --test delay_queue_processes -- --long  # 100,000 jobs, about a minute; part of `scripts/faults`
+//! cargo test --test delay_queue_processes            # 4,000 jobs, 100,000 at once, under a minute; part of `scripts/faults --short`
+//! cargo test --test delay_queue_processes -- --long  # 100,000 jobs, a million at once, some minutes; part of `scripts/faults`
 //! ```
 //!
 //! The program starts itself again as the workers, so it has a `main` of its own and is no list of tests. A worker prints a line for each
@@ -15,16 +16,20 @@ mod support;
 
 use std::collections::HashMap;
 use std::env;
-use std::io::{BufRead, BufReader, Read, Write};
-use std::process::{Child, ChildStdin, Command, Stdio};
-use std::sync::mpsc;
+use std::future::ready;
+use std::io::{Read, Write};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
 use support::server::{DURABLE, RedisServer};
+use support::worker::Worker;
+use tokio::sync::{Notify, watch};
+use tokio::task::JoinSet;
 use tollgate::delay_queue::{
     Admission, Backoff, Cancelled, Changed, Claim, Claimed, Counts, DelayQueue, DelayQueueStore, DelayQueueWorker, Due,
-    Ending, Extended, Finish, Finished, Job, JobId, NewJob, QueueKey, State, StoredJob, Ticket, WorkerId,
+    Ending, Extended, Finish, Finished, Job, JobId, NewJob, Pushed, QueueKey, State, StoredJob, Ticket, WorkerId,
 };
 use tollgate::lock::{Scope, Wakeups};
 use tollgate::{BoxError, RedisBackend, StoreError};
@@ -32,21 +37,28 @@ use tower::service_fn;
 
 const WORKERS: usize = 4;
 const LEASE: Duration = Duration::from_millis(600);
-/// Tells the program that it is a worker, and the URL of its server.
+/// Tells the program that it is a worker, and the URL of its server; behind that, how many it is that have nothing to do.
 const WORKER: &str = "TOLLGATE_TEST_QUEUE_WORKER";
 
 fn main() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
-    if let Ok(url) = env::var(WORKER) {
-        runtime.block_on(work(&url));
+    if let Ok(told) = env::var(WORKER) {
+        match told.split_once(' ') {
+            Some((url, workers)) => runtime.block_on(idle(url, workers.parse().unwrap())),
+            None => runtime.block_on(work(&told)),
+        }
         return;
     }
     let is_long = env::args().any(|arg| arg == "--long");
     let (jobs, time) = if is_long { (100_000, Duration::from_secs(45)) } else { (4_000, Duration::from_secs(6)) };
-    println!("running 1 test");
+    println!("running 3 tests");
+    idle_workers_cost_next_to_nothing_and_a_push_wakes_one_of_them(&runtime);
+    println!("test idle_workers_cost_next_to_nothing_and_a_push_wakes_one_of_them ... ok");
+    jobs_that_are_due_at_once_come_without_a_long_script(&runtime, if is_long { 1_000_000 } else { 100_000 });
+    println!("test jobs_that_are_due_at_once_come_without_a_long_script ... ok");
     no_job_is_lost_or_finished_twice(&runtime, jobs, time);
     println!("test no_job_is_lost_or_finished_twice ... ok");
-    println!("\ntest result: ok. 1 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out");
+    println!("\ntest result: ok. 3 passed; 0 failed; 0 ignored; 0 measured; 0 filtered out");
 }
 
 async fn connect(url: &str) -> RedisBackend {
@@ -81,18 +93,38 @@ async fn work(url: &str) {
         .lease(LEASE)
         .concurrency(50)
         .backoff(Backoff::fixed(Duration::from_millis(10)));
-    let (end, ended) = tokio::sync::oneshot::channel();
+    worker.run_until(told_to_stop(ended())).await.unwrap();
+}
+
+/// Many workers that tell what they run.
+async fn idle(url: &str, workers: usize) {
+    let queue = queue(connect(url).await);
+    let mut ends = JoinSet::new();
+    let ended = ended();
+    for _ in 0..workers {
+        let service = service_fn(|job: Job<u64>| async move {
+            say(format_args!("run {} 0", *job));
+            Ok::<_, BoxError>(())
+        });
+        ends.spawn(DelayQueueWorker::new(queue.clone(), service).run_until(told_to_stop(ended.clone())));
+    }
+    for end in ends.join_all().await {
+        end.unwrap();
+    }
+}
+
+/// Tells when the one who started this says so or is gone.
+fn ended() -> watch::Receiver<()> {
+    let (end, ended) = watch::channel(());
     thread::spawn(move || {
-        // It ends when the one who started it says so or is gone.
         let _ = std::io::stdin().read(&mut [0]);
-        let _ = end.send(());
+        drop(end);
     });
-    worker
-        .run_until(async {
-            let _ = ended.await;
-        })
-        .await
-        .unwrap();
+    ended
+}
+
+async fn told_to_stop(mut ended: watch::Receiver<()>) {
+    while ended.changed().await.is_ok() {}
 }
 
 /// Tells which jobs the store has finished.
@@ -177,39 +209,125 @@ impl DelayQueueStore for Reporter {
     }
 }
 
-struct Worker {
-    process: Child,
-    stdin: Option<ChildStdin>,
+/// A process that works, or so many idle workers of one.
+fn start(url: &str, idle: Option<usize>, lines: &mpsc::Sender<String>) -> Worker {
+    let told = idle.map_or_else(|| url.to_owned(), |workers| format!("{url} {workers}"));
+    Worker::start(WORKER, &told, lines.clone(), Some)
 }
 
-impl Worker {
-    fn start(url: &str, lines: &mpsc::Sender<String>) -> Self {
-        let mut command = Command::new(env::current_exe().unwrap());
-        let mut process = command.env(WORKER, url).stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().unwrap();
-        let (out, lines) = (BufReader::new(process.stdout.take().unwrap()), lines.clone());
-        thread::spawn(move || {
-            for line in out.lines().map_while(Result::ok) {
-                if lines.send(line).is_err() {
-                    return;
-                }
+fn end_all(mut workers: Vec<Worker>) {
+    workers.iter_mut().for_each(Worker::stop);
+    for worker in &mut workers {
+        assert!(worker.has_ended_well(Duration::from_secs(60)), "a worker failed");
+    }
+}
+
+/// How often a command was called, by clients and by scripts.
+fn calls(server: &RedisServer, command: &str) -> u64 {
+    let stats = server.text("INFO commandstats");
+    let of = |line: &str| line.strip_prefix(&format!("cmdstat_{command}:calls="))?.split(',').next()?.parse().ok();
+    stats.lines().find_map(of).unwrap_or_default()
+}
+
+/// For how long the server has kept a processor busy.
+fn cpu_ms(server: &RedisServer) -> f64 {
+    let seconds = |field| server.info(field).and_then(|seconds| seconds.parse::<f64>().ok()).unwrap();
+    (seconds("used_cpu_user") + seconds("used_cpu_sys")) * 1e3
+}
+
+fn idle_workers_cost_next_to_nothing_and_a_push_wakes_one_of_them(runtime: &tokio::runtime::Runtime) {
+    const EACH: usize = 250;
+    const PUSHES: u64 = 20;
+    let server = RedisServer::start();
+    let queue = queue(runtime.block_on(connect(&server.url())));
+    let (sender, lines) = mpsc::channel();
+    let workers = (0..WORKERS).map(|_| start(&server.url(), Some(EACH), &sender)).collect();
+    let all = (WORKERS * EACH) as u64;
+    let listening = || server.query::<Vec<String>>("PUBSUB CHANNELS").len() as u64;
+    support::server::wait_until("all workers listen", || listening() == all);
+    // Each looks once more when it listens.
+    thread::sleep(Duration::from_secs(2));
+
+    let (before, begun) = (calls(&server, "evalsha"), Instant::now());
+    thread::sleep(Duration::from_secs(10));
+    let idle_per_s = (calls(&server, "evalsha") - before) as f64 / begun.elapsed().as_secs_f64();
+
+    let (before, told, begun) = (calls(&server, "evalsha"), calls(&server, "publish"), Instant::now());
+    let mut slowest = Duration::ZERO;
+    for job in 0..PUSHES {
+        let pushed = Instant::now();
+        assert!(runtime.block_on(async { queue.push(job).await }).unwrap().is_new());
+        let line = lines.recv_timeout(Duration::from_secs(10)).expect("somebody is woken");
+        assert_eq!(line, format!("run {job} 0"));
+        slowest = slowest.max(pushed.elapsed());
+    }
+    let of_nothing = idle_per_s * begun.elapsed().as_secs_f64();
+    let for_jobs = (calls(&server, "evalsha") - before) as f64 - of_nothing;
+    let told = calls(&server, "publish") - told;
+    end_all(workers);
+    drop(sender);
+    println!(
+        "workers={all} idle_commands_per_s_each={:.3} commands_per_push={:.1} woken_per_push={:.1} slowest_ms={}",
+        idle_per_s / all as f64,
+        for_jobs / PUSHES as f64,
+        told as f64 / PUSHES as f64,
+        slowest.as_millis()
+    );
+    assert_eq!(lines.iter().count(), 0, "a job ran twice");
+    assert!(idle_per_s < all as f64 / 2.0, "{idle_per_s} commands a second");
+    // The push, the claim of the one that is woken, what it notes and claims then, and the same of one that keeps the time after it.
+    assert!(for_jobs <= (6 * PUSHES) as f64, "{for_jobs} commands for {PUSHES} jobs");
+    assert!(told <= 3 * PUSHES, "{told} workers were woken for {PUSHES} jobs");
+}
+
+fn jobs_that_are_due_at_once_come_without_a_long_script(runtime: &tokio::runtime::Runtime, jobs: u64) {
+    let server = RedisServer::start();
+    let queue = queue(runtime.block_on(connect(&server.url())));
+    let due = SystemTime::now() + Duration::from_millis(jobs / 10);
+    let all: Vec<_> = (0..jobs).collect();
+    for batch in all.chunks(2_000) {
+        let pushed = runtime.block_on(queue.push_all(batch.iter().map(|&job| queue.push(job).at(due))));
+        assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)), "{pushed:?}");
+    }
+    let waiting = runtime.block_on(queue.counts()).unwrap();
+    assert_eq!((waiting.waiting, waiting.due), (jobs, 0), "pushing takes longer than the jobs wait");
+    server.query::<()>("CONFIG SET slowlog-log-slower-than 5000");
+    server.query::<()>("SLOWLOG RESET");
+    server.query::<()>("CONFIG SET slowlog-max-len 100000");
+    server.query::<()>("CONFIG RESETSTAT");
+    let before = cpu_ms(&server);
+    let seen: Arc<[AtomicU32]> = (0..jobs).map(|_| AtomicU32::new(0)).collect();
+    let (left, early) = (Arc::new(AtomicU64::new(jobs)), Arc::new(AtomicU64::new(0)));
+    let over = Arc::new(Notify::new());
+    let service = {
+        let (seen, left, early, over) = (Arc::clone(&seen), Arc::clone(&left), Arc::clone(&early), Arc::clone(&over));
+        service_fn(move |job: Job<u64>| {
+            early.fetch_add(u64::from(SystemTime::now() < job.due_at()), Ordering::Relaxed);
+            seen[*job as usize].fetch_add(1, Ordering::Relaxed);
+            if left.fetch_sub(1, Ordering::Relaxed) == 1 {
+                over.notify_one();
             }
-        });
-        let stdin = process.stdin.take();
-        Self { process, stdin }
-    }
-
-    fn signal(&self, name: &str) {
-        let pid = self.process.id().to_string();
-        assert!(Command::new("kill").args([&format!("-{name}"), &pid]).status().unwrap().success());
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        // A failed test must not leave processes behind.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
+            ready(Ok::<_, BoxError>(()))
+        })
+    };
+    let worker = DelayQueueWorker::new(queue.clone(), service).concurrency(512);
+    let worker = runtime.spawn(async move { worker.run_until(over.notified()).await });
+    runtime.block_on(worker).unwrap().unwrap();
+    let took = SystemTime::now().duration_since(due).unwrap();
+    let (scripts, slow) = (calls(&server, "evalsha"), server.query::<u64>("SLOWLOG LEN"));
+    let cpu_ms = (cpu_ms(&server) - before) / scripts as f64;
+    println!(
+        "jobs_at_once={jobs} per_s={:.0} early={} scripts={scripts} scripts_above_5ms={slow} cpu_ms_per_script={cpu_ms:.2}",
+        jobs as f64 / took.as_secs_f64(),
+        early.load(Ordering::Relaxed)
+    );
+    assert!(seen.iter().all(|runs| runs.load(Ordering::Relaxed) == 1), "each job runs once");
+    assert_eq!(early.load(Ordering::Relaxed), 0);
+    let counts = runtime.block_on(queue.counts()).unwrap();
+    assert_eq!(counts.waiting + counts.running + counts.dead, 0, "{counts:?}");
+    // By the clock what the system gives to others counts as well, so on a machine that is busy some are above. By the processor none is.
+    assert!(cpu_ms < 3.0, "{cpu_ms} ms of the server for each script");
+    assert!(slow <= scripts / 3, "{slow} of {scripts} scripts took longer than 5 ms");
 }
 
 #[derive(Debug, Default)]
@@ -230,7 +348,7 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
     let begun = Instant::now();
 
     let (sender, lines) = mpsc::channel();
-    let mut workers: Vec<Worker> = (0..WORKERS).map(|_| Worker::start(&url, &sender)).collect();
+    let mut workers: Vec<Worker> = (0..WORKERS).map(|_| start(&url, None, &sender)).collect();
     let mut faults = Faults::default();
     // Not random, so that each kind of fault has its turn in the short run, too.
     for turn in 0.. {
@@ -240,14 +358,14 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
         thread::sleep(Duration::from_millis(150));
         match turn % 8 {
             0 | 4 => {
-                workers[turn % WORKERS] = Worker::start(&url, &sender);
+                workers[turn % WORKERS] = start(&url, None, &sender);
                 faults.kills += 1;
             }
             1 | 5 => {
                 let worker = &workers[(turn / 4) % WORKERS];
-                worker.signal("STOP");
+                worker.pause();
                 thread::sleep(LEASE * 2);
-                worker.signal("CONT");
+                worker.resume();
                 faults.stops += 1;
             }
             2 => {
@@ -277,12 +395,9 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
         }
         thread::sleep(Duration::from_millis(50));
     }
-    for worker in &mut workers {
-        drop(worker.stdin.take());
-        assert!(worker.process.wait().unwrap().success(), "a worker failed");
-    }
+    end_all(workers);
     let took = begun.elapsed();
-    drop((sender, workers));
+    drop(sender);
 
     let (mut runs, mut done) = (HashMap::<u64, u32>::new(), HashMap::<String, u32>::new());
     let (mut early, mut refused) = (0_u64, 0_u64);

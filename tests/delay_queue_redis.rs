@@ -153,7 +153,7 @@ async fn one_push_wakes_one_worker() {
         let claim = claim(1);
         let wakeups = backend.watch(&key(), claim.worker).await;
         let claimed = backend.claim(&key(), &[], &claim).await.unwrap();
-        assert_eq!((claimed.jobs.len(), claimed.next), (0, Claim::MAX_WAIT));
+        assert_eq!((claimed.jobs.len(), claimed.next), (0, Some(Claim::MAX_WAIT)));
         waiting.push((claim, wakeups));
     }
     let woken = async |waiting: &mut Vec<(Claim, tollgate::lock::Wakeups)>| {

@@ -10,14 +10,14 @@ mod support;
 
 use std::collections::HashMap;
 use std::env;
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, Command, Stdio};
+use std::io::Write;
 use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use support::server::RedisServer;
 use support::windows::now_us;
+use support::worker::Worker;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tollgate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
@@ -29,6 +29,8 @@ const TTL: Duration = Duration::from_millis(500);
 const DURATION: Duration = Duration::from_secs(12);
 /// Whoever has not asked for that long may have lost the place, and is not looked at.
 const ALIVE: Duration = Duration::from_millis(2_500);
+/// How long workers may take to end after that.
+const SETTLED: Duration = Duration::from_secs(60);
 /// Tells the program that it is a worker, and the URL of its server.
 const WORKER: &str = "TOLLGATE_TEST_FAIR_WORKER";
 
@@ -142,39 +144,6 @@ async fn work(url: &str) {
     locks.shutdown().await;
 }
 
-struct Worker {
-    process: Child,
-    is_killed: bool,
-}
-
-impl Worker {
-    fn start(server: &RedisServer, lines: mpsc::Sender<String>) -> Self {
-        let mut process =
-            Command::new(env::current_exe().unwrap()).env(WORKER, server.url()).stdout(Stdio::piped()).spawn().unwrap();
-        let out = BufReader::new(process.stdout.take().unwrap());
-        thread::spawn(move || {
-            for line in out.lines().map_while(Result::ok) {
-                if lines.send(line).is_err() {
-                    return;
-                }
-            }
-        });
-        Self { process, is_killed: false }
-    }
-
-    fn signal(&self, name: &str) {
-        let pid = self.process.id().to_string();
-        assert!(Command::new("kill").args([&format!("-{name}"), &pid]).status().unwrap().success());
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
-}
-
 /// A grant, as a worker prints it.
 struct Grant {
     fence: u64,
@@ -187,25 +156,23 @@ struct Grant {
 fn no_live_waiter_is_overtaken() {
     let server = RedisServer::start();
     let (sender, lines) = mpsc::channel();
-    let mut workers: Vec<Worker> = (0..WORKERS).map(|_| Worker::start(&server, sender.clone())).collect();
+    let mut workers: Vec<Worker> =
+        (0..WORKERS).map(|_| Worker::start(WORKER, &server.url(), sender.clone(), Some)).collect();
     drop(sender);
     thread::sleep(Duration::from_millis(1_500));
     for round in 0..4 {
         // Short enough to keep the places.
         let worker = &workers[round % 2];
-        worker.signal("STOP");
+        worker.pause();
         thread::sleep(TTL * 2);
-        worker.signal("CONT");
+        worker.resume();
         thread::sleep(Duration::from_millis(300));
         if round == 1 || round == 2 {
-            let worker = &mut workers[WORKERS - round];
-            worker.process.kill().unwrap();
-            worker.is_killed = true;
+            workers[WORKERS - round].kill();
         }
     }
     for worker in &mut workers {
-        let status = worker.process.wait().unwrap();
-        assert!(worker.is_killed || status.success(), "a worker failed: {status}");
+        assert!(worker.has_ended_well(SETTLED), "a worker failed, or has not ended");
     }
     let read = |line: String| {
         let numbers: Vec<u64> = line.split(' ').map_while(|number| number.parse().ok()).collect();

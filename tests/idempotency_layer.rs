@@ -29,7 +29,7 @@ use tollgate::lock::Scope;
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{ConfigError, Everyone, IdempotencyLayer, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
 use tower::util::BoxCloneService;
-use tower::{Layer, ServiceBuilder, ServiceExt, service_fn};
+use tower::{Layer, Service as _, ServiceBuilder, ServiceExt, service_fn};
 
 type Answer = Response<BoxBody<Bytes, io::Error>>;
 type Reply = Response<IdempotentBody<BoxBody<Bytes, io::Error>>>;
@@ -412,6 +412,21 @@ async fn a_handler_ends_with_its_client_where_that_is_wanted() {
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
     // Whoever stays gets an answer as ever.
     assert_eq!(text(ask(&app, pay("other")).await).await, "2: hundred");
+}
+
+/// Memory answers before anybody waits for it, and a handler that has begun is not forgotten.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_nobody_waits_for_is_served_to_its_end_or_not_at_all() {
+    for (on_disconnect, served) in [(OnDisconnect::Finish, 1), (OnDisconnect::Cancel, 0)] {
+        let handler = Handler::new();
+        let guard = layer(MemoryBackend::new()).on_disconnect(on_disconnect);
+        let mut app = handler.behind(guard.clone(), slow);
+        let Ok(ready) = app.ready().await;
+        drop(ready.call(pay("k")));
+        guard.drained().await;
+        assert_eq!((handler.runs(), handler.ended()), (served, served));
+        assert_eq!(is_replay(&ask(&app, pay("k")).await), served == 1);
+    }
 }
 
 #[tokio::test(start_paused = true)]

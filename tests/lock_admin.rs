@@ -107,6 +107,30 @@ async fn a_lock_can_be_taken_away<S: LockRegistry + Clone + Send + Sync + 'stati
     next.release().await.unwrap();
 }
 
+/// Who stands in line gets what was taken away at once: nobody in particular is told, so all of them are.
+async fn who_is_first_in_line_gets_what_is_taken_away<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (locks(&store).fair(), locks(&store).fair().wait(LONG));
+    let admin = admin(&store);
+    let lease = here.lock("a").await.unwrap();
+    let mut waiters = Vec::new();
+    for _ in 0..2 {
+        waiters.push(tokio::spawn(there.lock("a").into_future()));
+        // Until it stands in line and listens.
+        sleep(Duration::from_millis(300)).await;
+    }
+    let second = waiters.pop().unwrap();
+    let taken = tokio::time::Instant::now();
+    admin.force_unlock("a").await.unwrap();
+    let next = timeout(LONG, waiters.pop().unwrap()).await.unwrap().unwrap().unwrap();
+    // Who is not told looks after half a second at the earliest.
+    assert!(taken.elapsed() < Duration::from_millis(150), "{:?}", taken.elapsed());
+    assert!(next.fence() > lease.fence());
+    assert!(!second.is_finished(), "it comes after the first");
+    next.release().await.unwrap();
+    drop(timeout(LONG, second).await.unwrap().unwrap().unwrap());
+    drop(lease);
+}
+
 /// A list has every lock that is held, page by page, and nothing else.
 async fn held_locks_are_listed<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
     let (locks, admin) = (locks(&store), admin(&store));
@@ -190,6 +214,7 @@ everywhere! {
     a_holder_can_be_seen
     holders_of_permits_are_told_apart
     a_lock_can_be_taken_away
+    who_is_first_in_line_gets_what_is_taken_away
     held_locks_are_listed
 }
 

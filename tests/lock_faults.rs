@@ -17,7 +17,7 @@ use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
 use tollgate::lock::{LeaseState, LossReason, Release, RwLocks};
 use tollgate::testing::{Failure, FaultStore, Verb};
-use tollgate::{LockError, Locks, MemoryBackend, RedisBackend, RedisOptions};
+use tollgate::{Lease, LockError, Locks, MemoryBackend, RedisBackend, RedisOptions};
 
 const LONG: Duration = Duration::from_secs(30);
 /// What a busy machine may add to a time before it counts as missed.
@@ -585,4 +585,130 @@ async fn who_never_gets_to_the_lock_holds_nobody_up() {
     let _ = body.await;
     drop(locks.try_lock("a").await.unwrap());
     locks.shutdown().await;
+}
+
+/// Asks for all of these locks at the same time.
+async fn ask_for_all(locks: &[Locks], keys: usize) -> Vec<Result<Lease, LockError>> {
+    let mut asking = JoinSet::new();
+    for key in 0..keys {
+        let request = locks[key % locks.len()].try_lock(key.to_string());
+        asking.spawn(async move { (key, request.await) });
+    }
+    let mut answers = asking.join_all().await;
+    answers.sort_by_key(|(key, _)| *key);
+    answers.into_iter().map(|(_, answer)| answer).collect()
+}
+
+/// Those who ask at the same time share calls, and nothing else: what is wrong with the lock of one is not wrong with all.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_refused_to_one_is_granted_to_the_others() {
+    let server = RedisServer::start();
+    let lease_of = |key: usize| format!("tollgate:2:{{lock:default:{key}}}:lease");
+    // Another type, another layout, and a lease from before the clock was set back by a century.
+    let _: () = command(&server, &["RPUSH", &lease_of(7), "x"]);
+    let _: () = command(&server, &["SET", &lease_of(8), "hello"]);
+    let foreign = [7, 8].map(|key| command::<Vec<u8>>(&server, &["DUMP", &lease_of(key)]));
+    let mut ancient = vec![1];
+    for number in [5_000_000_000_000_000_u64, 5_000_000_000_000_000] {
+        ancient.extend(&number.to_le_bytes()[..7]);
+    }
+    ancient.extend(10_u32.to_le_bytes());
+    ancient.extend(&5_000_000_000_000_000_u64.to_le_bytes()[..7]);
+    ancient.extend([7; 16]);
+    let mut set = redis::cmd("SET");
+    let _: () = set.arg(lease_of(9)).arg(ancient).query(&mut server.connection()).unwrap();
+
+    let (locks, others) = (locks(&server).await, self::locks(&server).await);
+    let answers = ask_for_all(std::slice::from_ref(&locks), 100).await;
+    for (key, answer) in answers.iter().enumerate() {
+        match (key, answer) {
+            (7 | 8, Err(LockError::Store(error))) if error.is_foreign_data() => {}
+            (9, Err(LockError::Busy(busy))) if busy.retry_after() <= Duration::from_secs(1) => {}
+            (0..7 | 10.., Ok(_)) => {}
+            answer => panic!("{answer:?}"),
+        }
+    }
+    assert_eq!(foreign, [7, 8].map(|key| command::<Vec<u8>>(&server, &["DUMP", &lease_of(key)])));
+    drop(answers);
+    timeout(LONG, locks.shutdown()).await.unwrap();
+    let lease = others.lock("9").await.unwrap();
+    assert!(lease.fence() > 5_000_000_000_000_000, "the last fence counts, whatever the clock says");
+}
+
+/// Futures are dropped anywhere also where many ask at the same time, and share calls.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_gives_up_among_many_leaves_nothing_behind() {
+    let server = RedisServer::start();
+    let (here, there) = (locks(&server).await, locks(&server).await);
+    for polls in 0..6 {
+        let mut asking = JoinSet::new();
+        for key in 0..100_u32 {
+            // Some are in the same calls and stay.
+            let polls = if key % 3 == 0 { 100 } else { polls };
+            let request = DropAt::new(polls, here.lock(key).into_future());
+            asking.spawn(async move { drop(request.await) });
+        }
+        asking.join_all().await;
+        let all_are_free = async {
+            for key in 0..100_u32 {
+                drop(there.lock(key).wait(LONG).await.unwrap());
+            }
+        };
+        // What is held by nobody would be free after its time, which is as long as this.
+        timeout(LONG / 2, all_are_free).await.expect("everything was given back");
+    }
+}
+
+/// A user may be allowed some locks and not others, or nothing that a call of several needs.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_user_may_not_do_together_is_done_one_by_one() {
+    let server = RedisServer::start();
+    let some = ["ACL", "SETUSER", "some", "on", ">secret", "~tollgate:2:{lock:orders:*", "~tollgate:2:{probe}"];
+    let _: () = command(&server, &[&some[..], &["&*", "+@all"]].concat());
+    let few = ["ACL", "SETUSER", "few", "on", ">secret", "~tollgate:2:*", "resetchannels", "+eval", "+evalsha"];
+    let _: () = command(&server, &[&few[..], &["+get", "+set", "+time"]].concat());
+    for user in ["some", "few"] {
+        let url = format!("redis://{user}:secret@127.0.0.1:{}/", server.port());
+        let locks = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2));
+        let both = [locks.clone().namespace("orders"), locks.clone().namespace("payments")];
+        let mut leases = Vec::new();
+        for (key, answer) in ask_for_all(&both, 60).await.into_iter().enumerate() {
+            match answer {
+                Ok(lease) => leases.push(lease),
+                Err(LockError::Store(error)) if error.is_unauthorized() && user == "some" && key % 2 == 1 => {}
+                Err(error) => panic!("{user}, {key}: {error}"),
+            }
+        }
+        assert_eq!(leases.len(), if user == "some" { 30 } else { 60 });
+        let mut giving = JoinSet::new();
+        for lease in leases {
+            giving.spawn(async move { assert_eq!(lease.release().await.unwrap(), Release::Released) });
+        }
+        giving.join_all().await;
+    }
+}
+
+/// What is asked for at the same time costs Redis few calls.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn those_who_ask_at_the_same_time_share_calls() {
+    let server = RedisServer::start();
+    let locks = locks(&server).await;
+    let calls = || -> u64 {
+        let info: String = command(&server, &["INFO", "commandstats"]);
+        let calls = info.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:calls="));
+        calls.and_then(|calls| calls.split(',').next()?.parse().ok()).unwrap_or_default()
+    };
+    let before = calls();
+    let mut tasks = JoinSet::new();
+    for key in 0..64_u32 {
+        let locks = locks.clone();
+        tasks.spawn(async move {
+            for _ in 0..20 {
+                assert_eq!(locks.lock(key).await.unwrap().release().await.unwrap(), Release::Released);
+            }
+        });
+    }
+    tasks.join_all().await;
+    let calls = calls() - before;
+    assert!(calls < 64 * 20, "{calls} calls for {} cycles", 64 * 20);
 }

@@ -598,3 +598,24 @@ async fn grpc_has_codes_for_it() {
     let service = layer.layer(service_fn(async |_| pending::<Result<Response<Full<Bytes>>, Infallible>>().await));
     assert_eq!(service.oneshot(post("/b")).await.unwrap().headers()["grpc-status"], "10");
 }
+
+/// A handler may come to its end sooner for a request that waits, and is told of it if that is wanted.
+#[tokio::test(start_paused = true)]
+async fn a_handler_is_asked_by_the_request_that_waits() {
+    async fn patient(request: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
+        let lease = request.extensions().get::<LeaseView>().unwrap().clone();
+        let is_asked = timeout(Duration::from_secs(5), lease.asked()).await.is_ok();
+        Ok(Response::new(if is_asked { "asked" } else { "in peace" }.into()))
+    }
+    for asks in [false, true] {
+        let layer = by_path().wait(Duration::from_secs(60));
+        let layer = if asks { layer.ask_holder() } else { layer };
+        let service = layer.layer(service_fn(patient));
+        let requests = [(); 2].map(|()| tokio::spawn(service.clone().oneshot(post("/a"))));
+        let mut ends = Vec::new();
+        for request in requests {
+            ends.push(request.await.unwrap().unwrap().into_body().collect().await.unwrap().to_bytes());
+        }
+        assert_eq!(ends, [if asks { "asked" } else { "in peace" }, "in peace"]);
+    }
+}

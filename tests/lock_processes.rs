@@ -11,37 +11,26 @@
 mod support;
 
 use std::env;
-use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, Command, Stdio};
+use std::io::Write;
 use std::sync::mpsc;
 use std::thread;
 use std::time::{Duration, Instant};
 
 use redis::{Connection, Script};
+use support::locks::GUARDED;
 use support::server::RedisServer;
 use support::windows::now_us;
+use support::worker::Worker;
 use tokio::time::sleep;
 use tollgate::{Lease, Locks, RedisBackend};
 
 const WORKERS: usize = 4;
 const TTL: Duration = Duration::from_millis(500);
 const DURATION: Duration = Duration::from_secs(10);
+/// How long workers may take to end after that.
+const SETTLED: Duration = Duration::from_secs(60);
 /// Tells the program that it is a worker, and the URL of its server.
 const WORKER: &str = "TOLLGATE_TEST_LOCK_WORKER";
-
-/// What is under the lock: reads and writes of whoever has a smaller fence than it has seen are refused.
-const GUARDED: &str = r"
-local seen = tonumber(redis.call('HGET', KEYS[1], 'fence') or 0)
-if tonumber(ARGV[1]) < seen then
-  redis.call('HINCRBY', KEYS[1], 'refused', 1)
-  return -1
-end
-redis.call('HSET', KEYS[1], 'fence', ARGV[1])
-if ARGV[2] ~= '' then
-  redis.call('HSET', KEYS[1], 'value', ARGV[2])
-  redis.call('HINCRBY', KEYS[1], 'writes', 1)
-end
-return tonumber(redis.call('HGET', KEYS[1], 'value') or 0)";
 
 fn main() {
     if let Ok(url) = env::var(WORKER) {
@@ -102,64 +91,29 @@ async fn work(url: &str) {
     locks.shutdown().await;
 }
 
-struct Worker {
-    process: Child,
-    is_killed: bool,
-}
-
-impl Worker {
-    fn start(server: &RedisServer, lines: mpsc::Sender<String>) -> Self {
-        let mut process =
-            Command::new(env::current_exe().unwrap()).env(WORKER, server.url()).stdout(Stdio::piped()).spawn().unwrap();
-        let out = BufReader::new(process.stdout.take().unwrap());
-        thread::spawn(move || {
-            for line in out.lines().map_while(Result::ok) {
-                if lines.send(line).is_err() {
-                    return;
-                }
-            }
-        });
-        Self { process, is_killed: false }
-    }
-
-    fn signal(&self, name: &str) {
-        let pid = self.process.id().to_string();
-        assert!(Command::new("kill").args([&format!("-{name}"), &pid]).status().unwrap().success());
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        // A failed test must not leave processes behind.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
-}
-
 fn no_two_processes_ever_believe_to_have_the_same_lock() {
     let server = RedisServer::start();
     let (sender, lines) = mpsc::channel();
-    let mut workers: Vec<Worker> = (0..WORKERS).map(|_| Worker::start(&server, sender.clone())).collect();
+    let mut workers: Vec<Worker> =
+        (0..WORKERS).map(|_| Worker::start(WORKER, &server.url(), sender.clone(), Some)).collect();
     let begun = Instant::now();
     let mut stops = 0;
     thread::sleep(Duration::from_millis(500));
     // Half a lease to three of them.
     while begun.elapsed() < DURATION - TTL * 4 {
         let worker = &workers[stops % WORKERS];
-        worker.signal("STOP");
+        worker.pause();
         thread::sleep(TTL / 2 * (stops as u32 % 6 + 1));
-        worker.signal("CONT");
+        worker.resume();
         thread::sleep(Duration::from_millis(50));
         stops += 1;
         if stops == 4 {
-            workers[0].process.kill().unwrap();
-            workers[0].is_killed = true;
+            workers[0].kill();
             workers.swap(0, 1);
         }
     }
     for worker in &mut workers {
-        let status = worker.process.wait().unwrap();
-        assert!(worker.is_killed || status.success(), "a worker failed: {status}");
+        assert!(worker.has_ended_well(SETTLED), "a worker failed, or has not ended");
     }
     drop(sender);
     let mut stays: Vec<[u64; 3]> = lines

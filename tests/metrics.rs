@@ -292,6 +292,7 @@ fn jobs_are_counted_by_what_became_of_them() {
             for payload in 0..4 {
                 queue.push(payload).await.unwrap();
             }
+            queue.pause().await.unwrap();
             let service = service_fn(async |job: Job<u32>| match (*job, job.attempt()) {
                 (1, 1) => Err(Outcome::retry_after(Duration::from_secs(1))),
                 (2, _) => Err(Outcome::dead("no")),
@@ -301,8 +302,18 @@ fn jobs_are_counted_by_what_became_of_them() {
                 }
                 _ => Ok(()),
             });
-            let worker = DelayQueueWorker::new(queue, service).grace(Duration::ZERO).abort_after(Duration::ZERO);
-            worker.run_until(tokio::time::sleep(Duration::from_secs(10))).await.unwrap();
+            let worker =
+                DelayQueueWorker::new(queue.clone(), service).grace(Duration::ZERO).abort_after(Duration::ZERO);
+            let watched = async {
+                tokio::time::sleep(Duration::from_secs(7)).await;
+                let oldest_due = seen(&snapshotter).remove("tollgate_jobs_oldest_due_seconds{queue=mail}");
+                queue.resume().await.unwrap();
+                oldest_due
+            };
+            let shutdown = tokio::time::sleep(Duration::from_secs(17));
+            let (ended, oldest_due) = tokio::join!(worker.run_until(shutdown), watched);
+            ended.unwrap();
+            assert_eq!(oldest_due, Some(5), "it was asked two seconds ago");
         });
     });
     let expected = [

@@ -3,6 +3,8 @@
 
 mod support;
 
+use std::collections::BTreeSet;
+use std::future::ready;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
@@ -10,9 +12,12 @@ use std::time::{Duration, Instant};
 use support::cluster::Cluster;
 use support::sentinel::SentinelDeployment;
 use support::server::{RedisServer, version, wait_until};
-use tokio::task::{JoinSet, block_in_place};
+use tokio::sync::oneshot;
+use tokio::task::{JoinHandle, JoinSet, block_in_place};
 use tokio::time::sleep;
-use tollgate::{Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions};
+use tollgate::delay_queue::{DelayQueue, DelayQueueWorker, Job, WorkerError};
+use tollgate::{BoxError, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions};
+use tower::service_fn;
 
 mod behind_sentinels {
     use super::*;
@@ -85,6 +90,21 @@ async fn a_replaced_primary_is_left_although_it_answers() {
     limiter.check("after").await.unwrap();
     let keys: Vec<String> = deployment.servers[new].query("KEYS *:after}:*");
     assert_eq!(keys.len(), 1);
+}
+
+/// What was pushed before and what comes later is done, and the worker knows nothing of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_of_a_queue_goes_on_with_the_primary_that_takes_over() {
+    let mut deployment = SentinelDeployment::start();
+    let mut work = Work::start(connect(&deployment.url()).await);
+    work.push().await;
+    // What replicas do not have yet is lost with a primary.
+    block_in_place(|| deployment.wait_until_whole());
+    let old = block_in_place(|| deployment.kill_primary());
+    let port = deployment.servers[old].port();
+    block_in_place(|| deployment.wait_for_another_primary(port));
+    work.push().await;
+    work.end().await;
 }
 
 mod on_a_cluster {
@@ -187,6 +207,28 @@ mod on_a_cluster {
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_worker_of_a_queue_goes_on_wherever_its_slot_is() {
+        let mut cluster = Cluster::start();
+        let mut work = Work::start(connect(&cluster.url()).await);
+        let slot: u16 = cluster.nodes[0].query("CLUSTER KEYSLOT {delay_queue:work}");
+        work.push().await;
+        let first = cluster.owner(slot);
+        block_in_place(|| cluster.migrate(slot, (first + 1) % 3));
+        work.push().await;
+        block_in_place(|| cluster.fail_over((first + 1) % 3));
+        let (_, second) = block_in_place(|| cluster.wait_for_another_owner(slot, (first + 1) % 3));
+        work.push().await;
+        // What replicas do not have yet is lost with a primary.
+        block_in_place(|| {
+            cluster.wait_until_whole();
+            cluster.nodes[second].kill();
+            cluster.wait_for_another_owner(slot, second);
+        });
+        work.push().await;
+        work.end().await;
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn subjects_are_spread_over_all_primaries_and_each_has_its_quota() {
         const SUBJECTS: u32 = 600;
         const QUOTA: u32 = 3;
@@ -233,6 +275,67 @@ async fn connect(url: &str) -> RedisBackend {
     let prefix = format!("t{}", NUMBER.fetch_add(1, Ordering::Relaxed));
     let backend = RedisOptions::from_url(url).unwrap().prefix(prefix).connect().await;
     backend.expect("the deployment lets us in")
+}
+
+/// A queue and a worker of it, which is to outlive whatever becomes of the servers.
+struct Work {
+    queue: DelayQueue<u32>,
+    pushed: u32,
+    done: Arc<Mutex<BTreeSet<u32>>>,
+    stop: oneshot::Sender<()>,
+    worker: JoinHandle<Result<(), WorkerError>>,
+}
+
+impl Work {
+    const BATCH: u32 = 100;
+
+    fn start(backend: RedisBackend) -> Self {
+        let queue = DelayQueue::new(backend, "work").deadline(Duration::from_secs(1));
+        let done = Arc::new(Mutex::new(BTreeSet::new()));
+        let noted = Arc::clone(&done);
+        let service = service_fn(move |job: Job<u32>| {
+            noted.lock().unwrap().insert(*job);
+            ready(Ok::<_, BoxError>(()))
+        });
+        let worker = DelayQueueWorker::new(queue.clone(), service).lease(Duration::from_secs(1)).concurrency(10);
+        let (stop, stopped) = oneshot::channel();
+        let worker = tokio::spawn(worker.run_until(async {
+            let _ = stopped.await;
+        }));
+        Self { queue, pushed: 0, done, stop, worker }
+    }
+
+    /// Pushes jobs that are due within the next three seconds, each until it is kept.
+    async fn push(&mut self) {
+        for job in self.pushed..self.pushed + Self::BATCH {
+            let push =
+                || self.queue.push(job).id(job.to_string()).delay(Duration::from_millis(u64::from(job) * 37 % 3_000));
+            let begun = Instant::now();
+            while let Err(error) = push().await {
+                assert!(begun.elapsed() < Duration::from_secs(20), "{error}");
+                sleep(Duration::from_millis(20)).await;
+            }
+        }
+        self.pushed += Self::BATCH;
+    }
+
+    /// Waits until all jobs are done, and lets the worker end.
+    async fn end(self) {
+        let begun = Instant::now();
+        let is_over = async || {
+            let counts = self.queue.counts().await;
+            counts.is_ok_and(|counts| counts.waiting + counts.running + counts.dead == 0)
+        };
+        while !is_over().await {
+            assert!(begun.elapsed() < Duration::from_secs(20), "{:?}", self.queue.counts().await);
+            sleep(Duration::from_millis(20)).await;
+        }
+        assert!(!self.worker.is_finished(), "the worker has ended");
+        self.stop.send(()).unwrap();
+        self.worker.await.unwrap().unwrap();
+        let done = self.done.lock().unwrap();
+        assert!(done.iter().copied().eq(0..self.pushed), "{done:?}");
+    }
 }
 
 fn every_key_expires(server: &RedisServer) {

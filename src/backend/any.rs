@@ -145,6 +145,14 @@ impl LockStore for AnyBackend {
         delegate!(self, store => store.name(lock, token, name).await)
     }
 
+    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
+        delegate!(self, store => store.ask_holders(lock).await)
+    }
+
+    async fn watch_asks(&self, lock: &LockKey) -> Wakeups {
+        delegate!(self, store => store.watch_asks(lock).await)
+    }
+
     fn scope(&self) -> Scope {
         delegate!(self, store => LockStore::scope(store))
     }
@@ -167,6 +175,10 @@ impl LockRegistry for AnyBackend {
 impl IdempotencyStore for AnyBackend {
     async fn begin(&self, operation: &Operation, claim: &idempotency::Claim) -> Result<Begun, StoreError> {
         delegate!(self, store => store.begin(operation, claim).await)
+    }
+
+    fn begin_now(&self, operation: &Operation, claim: &idempotency::Claim) -> Option<Result<Begun, StoreError>> {
+        delegate!(self, store => store.begin_now(operation, claim))
     }
 
     async fn renew(
@@ -195,6 +207,15 @@ impl IdempotencyStore for AnyBackend {
         completion: &Completion,
     ) -> Result<bool, StoreError> {
         delegate!(self, store => store.complete(operation, token, completion).await)
+    }
+
+    fn complete_now(
+        &self,
+        operation: &Operation,
+        token: &Token,
+        completion: &Completion,
+    ) -> Option<Result<bool, StoreError>> {
+        delegate!(self, store => store.complete_now(operation, token, completion))
     }
 
     async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {

@@ -1,6 +1,11 @@
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
+use futures_core::Stream;
 use tokio::sync::broadcast::error::RecvError;
 use tokio::sync::broadcast::{Receiver, Sender};
 
@@ -80,19 +85,73 @@ pub enum Event {
     Missed(u64),
 }
 
-/// What a worker [tells](super::DelayQueueWorker::events). The oldest are missed when 1,024 wait.
-#[derive(Debug)]
-pub struct Events(Receiver<Event>);
+/// What a worker [tells](super::DelayQueueWorker::events), one by one or as a [`Stream`]. The oldest are missed when 1,024 wait.
+///
+/// ```
+/// use tollgate::delay_queue::{DelayQueueWorker, Event};
+/// use tollgate::{BoxError, DelayQueue, MemoryBackend};
+///
+/// # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), BoxError> {
+/// let queue = DelayQueue::<u32>::new(MemoryBackend::new(), "numbers");
+/// queue.push(7).id("seven").await?;
+/// let worker = DelayQueueWorker::new(queue, tower::service_fn(async |_| Ok::<_, BoxError>(())));
+/// let mut events = worker.events();
+/// tokio::spawn(worker.run_until(tokio::time::sleep(std::time::Duration::from_secs(1))));
+///
+/// let mut done = 0;
+/// while let Some(event) = events.next().await {
+///     if let Event::Done { id } = event {
+///         assert_eq!(id.as_str(), "seven");
+///         done += 1;
+///     }
+/// }
+/// assert_eq!(done, 1);
+/// # Ok(())
+/// # }
+/// ```
+pub struct Events(Receiving);
+
+/// Waits for an event, and gives the receiver back with it.
+type Receiving = Pin<Box<dyn Future<Output = (Option<Event>, Receiver<Event>)> + Send + Sync>>;
 
 impl Events {
-    /// Waits for the next event; `None` when the worker has ended.
-    pub async fn next(&mut self) -> Option<Event> {
-        match self.0.recv().await {
-            Ok(event) => Some(event),
-            Err(RecvError::Lagged(missed)) => Some(Event::Missed(missed)),
-            Err(RecvError::Closed) => None,
-        }
+    fn new(receiver: Receiver<Event>) -> Self {
+        Self(Box::pin(receive(receiver)))
     }
+
+    /// Waits for the next event; `None` when the worker has ended.
+    ///
+    /// # Cancellation
+    ///
+    /// Dropping the future loses no event.
+    pub async fn next(&mut self) -> Option<Event> {
+        poll_fn(|cx| Pin::new(&mut *self).poll_next(cx)).await
+    }
+}
+
+impl Stream for Events {
+    type Item = Event;
+
+    fn poll_next(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Event>> {
+        let (event, receiver) = ready!(self.0.as_mut().poll(cx));
+        *self = Self::new(receiver);
+        Poll::Ready(event)
+    }
+}
+
+impl fmt::Debug for Events {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Events").finish_non_exhaustive()
+    }
+}
+
+async fn receive(mut receiver: Receiver<Event>) -> (Option<Event>, Receiver<Event>) {
+    let event = match receiver.recv().await {
+        Ok(event) => Some(event),
+        Err(RecvError::Lagged(missed)) => Some(Event::Missed(missed)),
+        Err(RecvError::Closed) => None,
+    };
+    (event, receiver)
 }
 
 /// Where a worker tells what happens.
@@ -105,7 +164,7 @@ impl Teller {
     }
 
     pub(super) fn listen(&self) -> Events {
-        Events(self.0.subscribe())
+        Events::new(self.0.subscribe())
     }
 
     /// Tells it to those who listen, if anybody does.

@@ -43,6 +43,7 @@ mod imp {
         late: Histogram,
         took: Histogram,
         running: Gauge,
+        oldest_due: Gauge,
         store_errors: Counter,
     }
 
@@ -56,6 +57,7 @@ mod imp {
                 late: histogram!("tollgate_job_lateness_seconds", vec![queue()]),
                 took: histogram!("tollgate_job_seconds", vec![queue()]),
                 running: gauge!("tollgate_jobs_running", vec![queue()]),
+                oldest_due: gauge!("tollgate_jobs_oldest_due_seconds", vec![queue()]),
                 store_errors: counter!("tollgate_job_store_errors_total", vec![queue()]),
             }
         }
@@ -68,6 +70,10 @@ mod imp {
         pub(in crate::delay_queue) fn ended(&self, took: Duration) {
             self.took.record(took.as_secs_f64());
             self.running.decrement(1.0);
+        }
+
+        pub(in crate::delay_queue) fn oldest_due(&self, since: Duration) {
+            self.oldest_due.set(since.as_secs_f64());
         }
 
         pub(in crate::delay_queue) fn finished(&self, result: Result) {
@@ -96,6 +102,8 @@ mod imp {
         pub(in crate::delay_queue) fn started(&self, _: Duration) {}
 
         pub(in crate::delay_queue) fn ended(&self, _: Duration) {}
+
+        pub(in crate::delay_queue) fn oldest_due(&self, _: Duration) {}
 
         pub(in crate::delay_queue) fn finished(&self, _: Result) {}
 

@@ -140,7 +140,7 @@
 //!
 //! Whoever waits for jobs sleeps until the next one is due, by a timer of its own that is set by the store's clock. A job that comes earlier
 //! wakes one worker, by a message on a connection of its own. Messages get lost, so each worker looks every five seconds in any
-//! case, and that is all that an idle one does.
+//! case, and that is all that an idle one does. Within a process nothing gets lost, and an idle worker does nothing.
 //!
 //! # Metrics
 //!
@@ -152,9 +152,10 @@
 //! | `tollgate_job_lateness_seconds` | a histogram: how long after it was due a job was claimed |
 //! | `tollgate_job_seconds` | a histogram: how long attempts ran |
 //! | `tollgate_jobs_running` | jobs that run in this process |
+//! | `tollgate_jobs_oldest_due_seconds` | for how long the oldest job that nobody has claimed is due: as the store has said within five seconds, unless it fails |
 //! | `tollgate_job_store_errors_total` | calls of workers that the store has failed |
 //!
-//! How many wait, and since when the oldest is due, is what [`DelayQueue::counts`] says.
+//! How many wait is what [`DelayQueue::counts`] says.
 //!
 //! # Payloads
 //!

@@ -25,7 +25,7 @@ use super::queue::DelayQueue;
 use super::record::Reason;
 use super::running::{Running, Settled, Spread, Stop};
 use super::slots::Slots;
-use super::store::{Claim, ClaimedJob, Ending, Extended, Finished, MAX_BATCH, QueueKey, Ticket, WorkerId};
+use super::store::{Claim, Claimed, ClaimedJob, Ending, Extended, Finished, MAX_BATCH, QueueKey, Ticket, WorkerId};
 use super::worker::{Settings, WorkerError};
 use crate::error::{BoxError, StoreError};
 
@@ -65,13 +65,27 @@ pub(super) struct Runner<T, S, C> {
 struct Part {
     key: QueueKey,
     settled: VecDeque<Settled>,
-    // When there may be something to claim.
-    look_at: Instant,
-    // Whether more was due the last time.
+    // When there may be something to claim; `None` if nobody knows, and a wake-up will tell.
+    look_at: Option<Instant>,
+    // Whether more was due the last time, and since when.
     more: bool,
+    oldest_due: Option<Duration>,
+    // When the store was last asked anything.
+    asked_at: Instant,
     calls: usize,
     failures: u32,
     paused_until: Instant,
+}
+
+impl Part {
+    fn is_due(&self, now: Instant) -> bool {
+        self.look_at.is_some_and(|at| at <= now)
+    }
+
+    /// When to ask since when the oldest is due, if something is that cannot be claimed: there is no time for it, or the queue is paused.
+    fn overlooked_at(&self, now: Instant) -> Option<Instant> {
+        (self.is_due(now) || self.oldest_due.is_some()).then(|| self.asked_at + Claim::MAX_WAIT)
+    }
 }
 
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -97,7 +111,8 @@ struct Claims<T> {
     // Those whose payload cannot be read.
     unreadable: Vec<Settled>,
     more: bool,
-    next: Duration,
+    next: Option<Duration>,
+    oldest_due: Option<Duration>,
     received: Instant,
     now: SystemTime,
 }
@@ -124,8 +139,10 @@ impl<T, S, C> Runner<T, S, C> {
         let part = |key| Part {
             key,
             settled: VecDeque::new(),
-            look_at: now,
+            look_at: Some(now),
             more: false,
+            oldest_due: None,
+            asked_at: now,
             calls: 0,
             failures: 0,
             paused_until: now,
@@ -156,7 +173,7 @@ impl<T, S, C> Runner<T, S, C> {
 
     /// For how many jobs instances of the service are to be ready.
     fn wanted(&self, now: Instant) -> usize {
-        let is_due = |part: &Part| part.look_at <= now || part.more || !part.settled.is_empty();
+        let is_due = |part: &Part| part.is_due(now) || part.more || !part.settled.is_empty();
         if self.stage == Stage::Working && self.parts.iter().any(is_due) { self.reserved + self.room() } else { 0 }
     }
 
@@ -167,8 +184,9 @@ impl<T, S, C> Runner<T, S, C> {
             if part.paused_until > now && (is_working || !part.settled.is_empty()) {
                 Some(part.paused_until)
             } else {
-                // What is due already waits for something else than time.
-                (is_working && part.look_at > now).then_some(part.look_at)
+                // What is due already waits for something else than time, but for a word on how long it has.
+                let times = [part.look_at, part.overlooked_at(now)].into_iter().flatten();
+                times.filter(|at| is_working && *at > now).min()
             }
         });
         let stage = match self.stage {
@@ -393,7 +411,7 @@ where
                     self.shut_down(now);
                 }
                 Happened::Ready(_) | Happened::Time => {}
-                Happened::Woken(part) => self.parts[part].look_at = now,
+                Happened::Woken(part) => self.parts[part].look_at = Some(now),
             }
         }
     }
@@ -427,14 +445,15 @@ where
             if part.paused_until > now || part.calls >= LANES {
                 continue;
             }
-            if part.settled.is_empty() && (free == 0 || part.look_at > now) {
+            let is_overlooked = is_working && part.overlooked_at(now).is_some_and(|at| at <= now);
+            if part.settled.is_empty() && !is_overlooked && (free == 0 || !part.is_due(now)) {
                 continue;
             }
             // A second call at the same time has to be worth it.
             if part.calls > 0 && !(part.more && part.settled.len() * 2 >= share) {
                 continue;
             }
-            let due = self.parts.iter().filter(|part| part.look_at <= now).count().max(1);
+            let due = self.parts.iter().filter(|part| part.is_due(now)).count().max(1);
             let left: usize = self.parts.iter().map(|part| part.settled.len()).sum();
             let part = &mut self.parts[index];
             let most = if part.more && is_working { share.min(MAX_BATCH) } else { MAX_BATCH };
@@ -442,12 +461,14 @@ where
             let settled: Vec<_> = part.settled.drain(..batch).collect();
             // What is not noted yet counts as if it ran, so that it cannot become more and more.
             let limit = free.saturating_sub(left - batch).min(free.div_ceil(due)).min(most);
-            if settled.is_empty() && limit == 0 {
+            if settled.is_empty() && limit == 0 && !is_overlooked {
                 continue;
             }
             part.calls += 1;
+            part.asked_at = now;
             if limit > 0 {
-                part.look_at = now + Claim::MAX_WAIT;
+                // Until the answer says when; it says so within a time, or the call has failed.
+                part.look_at = None;
                 self.turn = index + 1;
             }
             self.reserved += limit;
@@ -460,16 +481,16 @@ where
                 let result = queue.claim(key, finished, claim, time).await;
                 let result = result.map(|claimed| {
                     let received = Instant::now();
-                    let (mut jobs, mut unreadable) = (Vec::with_capacity(claimed.jobs.len()), Vec::new());
-                    for claimed in claimed.jobs {
-                        let ticket = claimed.ticket();
-                        match open(&queue, claimed) {
+                    let Claimed { finished, jobs: claimed, more, next, oldest_due, now } = claimed;
+                    let (mut jobs, mut unreadable) = (Vec::with_capacity(claimed.len()), Vec::new());
+                    for job in claimed {
+                        let ticket = job.ticket();
+                        match open(&queue, job) {
                             Ok(opened) => jobs.push(opened),
                             Err(ending) => unreadable.push(Settled::new(ticket, ending)),
                         }
                     }
-                    let (finished, more, next, now) = (claimed.finished, claimed.more, claimed.next, claimed.now);
-                    Claims { finished, jobs, unreadable, more, next, received, now }
+                    Claims { finished, jobs, unreadable, more, next, oldest_due, received, now }
                 });
                 Answer::Claimed { part: index, limit, sent, settled, result }
             });
@@ -492,7 +513,7 @@ where
                         }
                         let pause = (FIRST_PAUSE * (1 << part.failures.min(8))).min(LONGEST_PAUSE);
                         part.failures += 1;
-                        (part.paused_until, part.look_at) = (now + pause / 2 + share(pause / 2), now);
+                        (part.paused_until, part.look_at) = (now + pause / 2 + share(pause / 2), Some(now));
                     }
                 }
             }
@@ -512,15 +533,18 @@ where
         for (settled, finished) in settled.into_iter().zip(claims.finished) {
             self.noted(settled, finished);
         }
+        self.parts[index].oldest_due = claims.oldest_due;
+        self.meters.oldest_due(self.parts.iter().filter_map(|part| part.oldest_due).max().unwrap_or_default());
         let part = &mut self.parts[index];
         part.failures = 0;
         if limit == 0 {
             // Whoever does not wait is not told of what comes.
-            part.look_at = now;
+            part.look_at = Some(now);
         } else {
             part.more = claims.more || claims.jobs.len() + claims.unreadable.len() >= limit;
-            let look_at = if part.more { now } else { claims.received + wait(claims.next, claims.now) };
-            part.look_at = part.look_at.min(look_at);
+            let next = claims.next.and_then(|next| claims.received.checked_add(wait(next, claims.now)));
+            let look_at = if part.more { Some(now) } else { next };
+            part.look_at = part.look_at.into_iter().chain(look_at).min();
         }
         part.settled.extend(claims.unreadable);
         for opened in claims.jobs {
@@ -616,6 +640,8 @@ impl<T, S, C> Drop for Runner<T, S, C> {
         for running in self.running.values() {
             self.meters.ended(now.saturating_duration_since(running.started));
         }
+        // Nobody knows any more.
+        self.meters.oldest_due(Duration::ZERO);
     }
 }
 
@@ -637,7 +663,7 @@ fn panicked(panic: &(dyn Any + Send)) -> Arc<str> {
 
 /// How long to wait from the answer on: `next` counts whole milliseconds of the store's clock, which may have begun a while before.
 fn wait(next: Duration, now: SystemTime) -> Duration {
-    if next >= Claim::MAX_WAIT {
+    if next == Claim::MAX_WAIT {
         // Nothing is known of. Many workers need not look at the same time.
         return next - share(next / 5);
     }

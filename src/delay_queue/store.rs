@@ -63,8 +63,8 @@ pub trait DelayQueueStore {
     ) -> impl Future<Output = Result<Vec<Extended>, StoreError>> + Send;
 
     /// Wake-ups for a worker that waits for jobs, for when there are some earlier than it was told. The future is ready
-    /// once none can be missed any more: the worker claims again then, and after each wake-up. They are hints: a worker looks now and
-    /// then in any case. A store that cannot tell answers [`Wakeups::none`].
+    /// once none can be missed any more: the worker claims again then, and after each wake-up. Where one can be lost on its way
+    /// [`Claimed::next`] has the worker look now and then in any case. A store that cannot tell answers [`Wakeups::none`].
     fn watch(&self, queue: &QueueKey, worker: WorkerId) -> impl Future<Output = Wakeups> + Send;
 
     /// A job in whatever state it is; `None` if there is none of this id.
@@ -235,7 +235,7 @@ impl Claim {
     pub const MIN_LEASE: Duration = Duration::from_millis(10);
     /// The longest lease there is. What takes longer is extended.
     pub const MAX_LEASE: Duration = Duration::from_secs(86_400);
-    /// The longest that a worker which waits is told to wait.
+    /// The longest that a store whose wake-ups can be lost lets a worker wait.
     pub const MAX_WAIT: Duration = Duration::from_secs(5);
 }
 
@@ -349,8 +349,12 @@ pub struct Claimed {
     /// Whether more is due.
     pub more: bool,
     /// After how long to claim again at the latest, unless [woken](DelayQueueStore::watch) before: when the next job is due, as far as this
-    /// worker has to see to that, and never more than [`Claim::MAX_WAIT`]. Looking before does no harm.
-    pub next: Duration,
+    /// worker has to see to that. Looking before does no harm.
+    ///
+    /// Never more than [`Claim::MAX_WAIT`] where a wake-up can be lost. `None` lets the worker sleep until it is woken.
+    pub next: Option<Duration>,
+    /// For how long the oldest job that is still due has been so, as in [`Counts::oldest_due`].
+    pub oldest_due: Option<Duration>,
     /// The store's clock.
     pub now: SystemTime,
 }

@@ -170,7 +170,7 @@ impl Order {
     pub(crate) async fn begin(self: &Arc<Self>) -> Result<Begin, StoreError> {
         let Self { home, operation, claim, .. } = &**self;
         *self.sent() = Instant::now();
-        let mut attempt = Attempt { order: Arc::clone(self), end: End::GiveBack, is_answering: AtomicBool::new(false) };
+        let mut attempt = self.attempt(End::GiveBack);
         let begun = match home.circuit.admit() {
             Ok(()) => home.noted(home.store.begin(operation, claim, home.terms.limit).await),
             Err(error) => {
@@ -178,16 +178,22 @@ impl Order {
                 Err(error)
             }
         };
-        match begun? {
-            Begun::Granted { fence, attempt: number, payload, checkpoint } => {
-                attempt.end = End::Leave;
-                Ok(Begin::Granted(Granted { attempt, fence, number, payload, checkpoint }))
-            }
-            begun => {
-                attempt.end = End::Settled;
-                Ok(Begin::Not(begun))
-            }
-        }
+        Ok(attempt.begun(begun?))
+    }
+
+    /// The same where nothing has to be waited for. `None`, with nothing done, says nothing.
+    ///
+    /// To be called at once, since the lease is taken to last from when the order was made.
+    pub(crate) fn begin_now(self: &Arc<Self>) -> Option<Result<Begin, StoreError>> {
+        let Self { home, operation, claim, .. } = &**self;
+        // Nothing is a probe that may not even ask the store.
+        home.circuit.admit_no_probe().ok()?;
+        let begun = home.noted(home.store.begin_now(operation, claim)?);
+        Some(begun.map(|begun| self.attempt(End::Settled).begun(begun)))
+    }
+
+    fn attempt(self: &Arc<Self>, end: End) -> Attempt {
+        Attempt { order: Arc::clone(self), end, is_answering: AtomicBool::new(false) }
     }
 
     /// Wake-ups for somebody who waits for the operation.
@@ -201,6 +207,48 @@ impl Order {
         home.noted(home.store.checkpoint(operation, claim, payload, checkpoint, home.terms.limit).await)
     }
 
+    /// See [`Attempt::keep`].
+    async fn keep(&self, payload: impl Fn() -> Payload) {
+        let Claim { takes_over, lease, .. } = self.claim;
+        loop {
+            let sent = *self.sent();
+            let renewed = self.renewed(sent, &payload);
+            let renewed = if takes_over {
+                // By the clock alone, since no answer may come.
+                timeout_at(sent + usable(lease), renewed).await.unwrap_or_default()
+            } else {
+                renewed.await
+            };
+            match renewed {
+                Some(at) => *self.sent() = at,
+                None if takes_over => return,
+                // Nobody takes over what this has begun; but the record is lost, and with it what it protects from.
+                None => pending().await,
+            }
+        }
+    }
+
+    /// When the command was sent that has renewed the lease; `None` if the operation is not ours any more.
+    async fn renewed(&self, sent: Instant, payload: impl Fn() -> Payload) -> Option<Instant> {
+        let Self { home, operation, claim, .. } = self;
+        let mut due = sent + claim.lease / 3;
+        loop {
+            sleep_until(due).await;
+            let sent = Instant::now();
+            match home.noted(home.store.renew(operation, claim, &payload(), home.terms.limit).await) {
+                Ok(true) => return Some(sent),
+                Ok(false) => {
+                    tracing::warn!("the record of an operation is gone while it is being done");
+                    return None;
+                }
+                Err(error) => {
+                    tracing::debug!(%error, "a renewal failed: trying again");
+                    due = Instant::now() + claim.lease / 10;
+                }
+            }
+        }
+    }
+
     /// Says what has become of the operation. False if it is somebody else's.
     async fn settle(&self, end: &Settlement) -> Result<bool, StoreError> {
         let Self { home, operation, claim: Claim { token, .. }, .. } = self;
@@ -210,6 +258,13 @@ impl Order {
             }
             Settlement::Release => home.store.release(operation, token, home.terms.limit).await,
         })
+    }
+
+    /// The same where nothing has to be waited for.
+    fn settle_now(&self, end: &Settlement) -> Option<Result<bool, StoreError>> {
+        let Self { home, operation, claim: Claim { token, .. }, .. } = self;
+        let Settlement::Complete(completion) = end else { return None };
+        home.store.complete_now(operation, token, completion).map(|settled| home.noted(settled))
     }
 
     /// Goes on to say it in the background, for no longer than a lease, or a second where that is shorter.
@@ -241,8 +296,10 @@ impl Order {
 }
 
 /// What the store is told of an attempt that is over.
-enum Settlement {
+pub(crate) enum Settlement {
+    /// The answer is kept.
     Complete(Completion),
+    /// The operation is given back, so that the next request begins it again.
     Release,
 }
 
@@ -318,6 +375,20 @@ enum End {
 }
 
 impl Attempt {
+    /// What has come of its claim, by what the store has answered.
+    fn begun(mut self, begun: Begun) -> Begin {
+        match begun {
+            Begun::Granted { fence, attempt: number, payload, checkpoint } => {
+                self.end = End::Leave;
+                Begin::Granted(Granted { attempt: self, fence, number, payload, checkpoint })
+            }
+            begun => {
+                self.end = End::Settled;
+                Begin::Not(begun)
+            }
+        }
+    }
+
     pub(super) fn order(&self) -> Arc<Order> {
         Arc::clone(&self.order)
     }
@@ -347,65 +418,27 @@ impl Attempt {
     /// Renews the lease for as long as this is polled. Ready when somebody else may have begun, so that all has to stop.
     ///
     /// `payload` says what is known of the body by then.
-    pub(crate) async fn keep(&self, payload: impl Fn() -> Payload) {
-        let Claim { takes_over, lease, .. } = self.order.claim;
-        loop {
-            let sent = self.sent();
-            let renewed = self.renewed(sent, &payload);
-            let renewed = if takes_over {
-                // By the clock alone, since no answer may come.
-                timeout_at(sent + usable(lease), renewed).await.unwrap_or_default()
-            } else {
-                renewed.await
-            };
-            match renewed {
-                Some(at) => *self.order.sent() = at,
-                None if takes_over => return,
-                // Nobody takes over what this has begun; but the record is lost, and with it what it protects from.
-                None => pending().await,
-            }
+    pub(crate) fn keep<P>(&self, payload: P) -> impl Future<Output = ()> + Send + use<P>
+    where
+        P: Fn() -> Payload + Send + Sync,
+    {
+        let order = self.order();
+        async move { order.keep(payload).await }
+    }
+
+    /// Says what has become of the operation; `None` if there is nothing to wait for. Where that fails it is tried again in the background
+    /// for as long as a lease lasts; the caller gets its answer in any case.
+    pub(crate) fn settle(mut self, end: Settlement) -> Option<impl Future<Output = ()> + Send> {
+        if let Some(settled) = self.order.settle_now(&end) {
+            self.end = End::Settled;
+            self.settled(settled, end);
+            return None;
         }
-    }
-
-    /// When the command was sent that has renewed the lease; `None` if the operation is not ours any more.
-    async fn renewed(&self, sent: Instant, payload: impl Fn() -> Payload) -> Option<Instant> {
-        let Order { home, operation, claim, .. } = &*self.order;
-        let mut due = sent + claim.lease / 3;
-        loop {
-            sleep_until(due).await;
-            let sent = Instant::now();
-            match home.noted(home.store.renew(operation, claim, &payload(), home.terms.limit).await) {
-                Ok(true) => return Some(sent),
-                Ok(false) => {
-                    tracing::warn!("the record of an operation is gone while it is being done");
-                    return None;
-                }
-                Err(error) => {
-                    tracing::debug!(%error, "a renewal failed: trying again");
-                    due = Instant::now() + claim.lease / 10;
-                }
-            }
-        }
-    }
-
-    /// Keeps the answer. Where that fails it is tried again in the background for as long as a lease lasts; the caller gets its answer
-    /// in any case.
-    pub(crate) fn complete(self, completion: Completion) -> impl Future<Output = ()> + Send {
-        self.settle(Settlement::Complete(completion))
-    }
-
-    /// Gives the operation back, so that the next request begins it again. Tried again in the background where that fails.
-    pub(crate) fn release(self) -> impl Future<Output = ()> + Send {
-        self.settle(Settlement::Release)
-    }
-
-    #[expect(clippy::manual_async_fn, reason = "an `async fn` holds what it is given twice")]
-    fn settle(mut self, end: Settlement) -> impl Future<Output = ()> + Send {
-        async move {
+        Some(async move {
             self.end = End::Settled;
             let settled = self.order.settle(&end).await;
             self.settled(settled, end);
-        }
+        })
     }
 
     /// Whether the store has noted it; in the background from now on, where it has not.

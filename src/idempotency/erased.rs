@@ -13,6 +13,7 @@ type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + '
 /// A store of any type. Its calls end with their deadline.
 pub(super) trait AnyStore: Send + Sync {
     fn begin<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, Begun>;
+    fn begin_now(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>>;
     fn renew<'a>(
         &'a self,
         operation: &'a Operation,
@@ -35,6 +36,12 @@ pub(super) trait AnyStore: Send + Sync {
         completion: &'a Completion,
         limit: Duration,
     ) -> Call<'a, bool>;
+    fn complete_now(
+        &self,
+        operation: &Operation,
+        token: &Token,
+        completion: &Completion,
+    ) -> Option<Result<bool, StoreError>>;
     fn release<'a>(&'a self, operation: &'a Operation, token: &'a Token, limit: Duration) -> Call<'a, bool>;
     fn watch<'a>(&'a self, operation: &'a Operation) -> Pin<Box<dyn Future<Output = Wakeups> + Send + 'a>>;
     fn scope(&self) -> Scope;
@@ -43,6 +50,10 @@ pub(super) trait AnyStore: Send + Sync {
 impl<S: IdempotencyStore + Send + Sync> AnyStore for S {
     fn begin<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, Begun> {
         Box::pin(Deadline::new(IdempotencyStore::begin(self, operation, claim), limit))
+    }
+
+    fn begin_now(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>> {
+        IdempotencyStore::begin_now(self, operation, claim)
     }
 
     fn renew<'a>(
@@ -74,6 +85,15 @@ impl<S: IdempotencyStore + Send + Sync> AnyStore for S {
         limit: Duration,
     ) -> Call<'a, bool> {
         Box::pin(Deadline::new(IdempotencyStore::complete(self, operation, token, completion), limit))
+    }
+
+    fn complete_now(
+        &self,
+        operation: &Operation,
+        token: &Token,
+        completion: &Completion,
+    ) -> Option<Result<bool, StoreError>> {
+        IdempotencyStore::complete_now(self, operation, token, completion)
     }
 
     fn release<'a>(&'a self, operation: &'a Operation, token: &'a Token, limit: Duration) -> Call<'a, bool> {

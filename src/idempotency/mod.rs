@@ -180,7 +180,7 @@ mod handle;
 mod meters;
 
 #[cfg(feature = "http")]
-pub(crate) use self::attempt::{Attempt, Begin, Granted, Home, Order, Running};
+pub(crate) use self::attempt::{Attempt, Begin, Granted, Home, Order, Running, Settlement};
 pub use crate::circuit::CircuitBreaker;
 
 pub use self::checkpoint::{Checkpoint, CheckpointError};

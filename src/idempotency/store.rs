@@ -35,6 +35,13 @@ pub trait IdempotencyStore {
     /// token has it in flight already, the lease lasts its whole time again and the answer is the one that was given before.
     fn begin(&self, operation: &Operation, claim: &Claim) -> impl Future<Output = Result<Begun, StoreError>> + Send;
 
+    /// What [`begin`](Self::begin) answers, if that need not be waited for. `None`, with nothing done, says nothing: ask
+    /// [`begin`](Self::begin) then. A store need not have this.
+    fn begin_now(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>> {
+        let _ = (operation, claim);
+        None
+    }
+
     /// Lets the lease of an attempt last its whole time from now on. False if the operation is not the token's any more. A lease
     /// that has ended comes back, as long as nobody has taken over.
     fn renew(
@@ -65,6 +72,18 @@ pub trait IdempotencyStore {
         token: &Token,
         completion: &Completion,
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// What [`complete`](Self::complete) answers, if that need not be waited for. `None`, with nothing done, says nothing: ask
+    /// [`complete`](Self::complete) then. A store need not have this.
+    fn complete_now(
+        &self,
+        operation: &Operation,
+        token: &Token,
+        completion: &Completion,
+    ) -> Option<Result<bool, StoreError>> {
+        let _ = (operation, token, completion);
+        None
+    }
 
     /// Gives an operation back, so that the next request begins it again. True if it was the token's or nobody's; either way the
     /// token cannot claim it any more, wherever a [`begin`](Self::begin) may still be on its way.

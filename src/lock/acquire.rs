@@ -154,6 +154,7 @@ async fn contend(home: &Arc<Shared>, mut asked: Asked, terms: Terms, give_up: In
     // When a message came that the lock was given back, and nothing else since.
     let mut told = None;
     let mut is_again = false;
+    let mut ask_at = Instant::now();
     loop {
         // A majority that says no gives back what the others have granted, and one of them may do so late: by then the token has to mean
         // nothing any more.
@@ -195,6 +196,10 @@ async fn contend(home: &Arc<Shared>, mut asked: Asked, terms: Terms, give_up: In
                 }
                 if Instant::now() >= give_up {
                     return Err(Busy::new(lock, remaining).into());
+                }
+                if terms.asks && Instant::now() >= ask_at {
+                    ask_at = Instant::now() + POLL / 2;
+                    home.ask_holders(lock, terms.deadline);
                 }
                 if turn.wakeups.is_none() {
                     let until = give_up.min(after(Instant::now(), remaining.min(POLL)));

@@ -25,6 +25,8 @@ pub(super) trait AnyStore: Send + Sync {
     fn release(self: Arc<Self>, lock: LockKey, token: Token) -> Call<Result<Released, StoreError>>;
     fn watch(self: Arc<Self>, lock: LockKey, in_line: Option<Token>) -> Call<Wakeups>;
     fn name(self: Arc<Self>, lock: LockKey, token: Token, name: Arc<str>) -> Call<Result<(), StoreError>>;
+    fn ask_holders(self: Arc<Self>, lock: LockKey) -> Call<Result<(), StoreError>>;
+    fn watch_asks(self: Arc<Self>, lock: LockKey) -> Call<Wakeups>;
     fn scope(&self) -> Scope;
 }
 
@@ -57,6 +59,14 @@ impl<S: LockStore + Send + Sync + 'static> AnyStore for S {
 
     fn name(self: Arc<Self>, lock: LockKey, token: Token, name: Arc<str>) -> Call<Result<(), StoreError>> {
         Box::pin(async move { LockStore::name(&*self, &lock, &token, &name).await })
+    }
+
+    fn ask_holders(self: Arc<Self>, lock: LockKey) -> Call<Result<(), StoreError>> {
+        Box::pin(async move { LockStore::ask_holders(&*self, &lock).await })
+    }
+
+    fn watch_asks(self: Arc<Self>, lock: LockKey) -> Call<Wakeups> {
+        Box::pin(async move { LockStore::watch_asks(&*self, &lock).await })
     }
 
     fn scope(&self) -> Scope {

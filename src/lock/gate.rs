@@ -57,6 +57,8 @@ struct Waiter {
     // Of a lease that would do from hand to hand, if any would.
     ttl: Option<Duration>,
     max_hold: Option<Duration>,
+    // Whether whoever holds the lease is asked for it when this one is first.
+    asks: bool,
     offer: oneshot::Sender<Offer>,
 }
 
@@ -129,6 +131,15 @@ impl Queue {
         }
     }
 
+    /// Asks for the lease on behalf of whoever is first.
+    fn ask(&self) {
+        if let Front::Holds(hold) = &self.front
+            && self.waiters.front().is_some_and(|waiter| waiter.asks)
+        {
+            hold.ask();
+        }
+    }
+
     fn is_held_by(&self, hold: &Arc<Hold>) -> bool {
         matches!(&self.front, Front::Holds(holder) if Arc::ptr_eq(holder, hold))
     }
@@ -166,8 +177,10 @@ impl Shared {
             id,
             ttl: by_hand.then_some(terms.ttl),
             max_hold: terms.max_hold,
+            asks: terms.asks,
             offer: sender,
         });
+        queue.ask();
         Ok(Entered::Line { waiting: Waiting { home: Arc::clone(self), lock, id, offer }, is_free_soon })
     }
 
@@ -257,6 +270,7 @@ impl Shared {
                 self.keeper.remove(hold);
                 return Some(Errand::release(self, hold, Turn::new(self, *hold.lock())));
             };
+            queue.ask();
             drop(shard);
             if waiter.max_hold.is_some() {
                 self.keeper.look_again(hold);
@@ -296,6 +310,7 @@ impl Turn {
         self.is_over = true;
         if let Some(queue) = self.home.gate.shard(&self.lock).queues.get_mut(&self.lock) {
             queue.front = Front::Holds(Arc::clone(hold));
+            queue.ask();
         }
         self
     }

@@ -1,11 +1,12 @@
 use std::fmt;
 use std::pin::pin;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep_until};
 
+use super::erased::AnyStore;
 use super::error::LossReason;
 use super::store::{Claim, LockKey, Renewal, Replicas, Token};
 
@@ -51,6 +52,8 @@ struct Standing {
     is_first: bool,
     // When the store was told the name of the holder.
     named: Option<Instant>,
+    // Whether the present holder was asked to give it back.
+    is_asked: bool,
 }
 
 impl Hold {
@@ -76,6 +79,7 @@ impl Hold {
             fences_left: fences,
             is_first: true,
             named: None,
+            is_asked: false,
         };
         Self { lock, token, ttl, limit, replicas, is_ambiguous, standing: Mutex::new(standing), changed: Notify::new() }
     }
@@ -119,6 +123,7 @@ impl Hold {
             return None;
         }
         standing.ends = max_hold.map(|max_hold| after(now, max_hold));
+        standing.is_asked = false;
         let fence = standing.fence;
         standing.fence += 1;
         standing.fences_left -= 1;
@@ -179,6 +184,32 @@ impl Hold {
             standing.named = Some(now);
         }
         is_due
+    }
+
+    /// Asks the present holder to give it back.
+    pub(super) fn ask(&self) {
+        self.standing().is_asked = true;
+        self.changed.notify_waiters();
+    }
+
+    /// Waits until the present holder is asked: from this process, or by way of the store.
+    pub(super) async fn asked(&self, store: Arc<dyn AnyStore>) {
+        let by_others = async {
+            let mut wakeups = store.watch_asks(self.lock).await;
+            wakeups.next().await;
+        };
+        let mut by_others = pin!(by_others);
+        loop {
+            let mut changed = pin!(self.changed.notified());
+            changed.as_mut().enable();
+            if self.standing().is_asked {
+                return;
+            }
+            tokio::select! {
+                () = changed => {}
+                () = &mut by_others => return self.ask(),
+            }
+        }
     }
 
     /// Notes that the store says no.

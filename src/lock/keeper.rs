@@ -10,7 +10,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 
 use super::hold::{Hold, after};
 use super::shared::Shared;
-use super::store::Token;
+use super::store::{LockKey, Token};
 use crate::error::StoreError;
 
 /// How many leases are renewed by one call of the store.
@@ -112,6 +112,16 @@ impl Shared {
         self.spawn(async move {
             if !matches!(timeout(limit, call).await, Ok(Ok(()))) {
                 tracing::debug!("the name of a holder could not be told");
+            }
+        });
+    }
+
+    /// Asks those who hold a lock for it. Nobody waits for that.
+    pub(super) fn ask_holders(self: &Arc<Self>, lock: LockKey, limit: Duration) {
+        let call = Arc::clone(&self.store).ask_holders(lock);
+        self.spawn(async move {
+            if !matches!(timeout(limit, call).await, Ok(Ok(()))) {
+                tracing::debug!("the holder of a lock could not be asked for it");
             }
         });
     }

@@ -173,6 +173,12 @@ impl<K, A, D> LockLayer<K, A, D> {
         self.with(|locks| locks.wait(wait))
     }
 
+    /// Asks whoever holds the lock to give it back, while a request [waits](Self::wait) for it. Defaults to waiting in silence. The handler that has it is told
+    /// by [`LeaseView::asked`](super::LeaseView::asked), and goes on or comes to its end, as it likes: see [`Locks::ask_holder`].
+    pub fn ask_holder(self) -> Self {
+        self.with(Locks::ask_holder)
+    }
+
     /// How many requests may wait for one lock in this process. Defaults to 64. One more is turned away, 503 with HTTP.
     pub fn max_waiters(self, waiters: usize) -> Self {
         self.with(|locks| locks.max_waiters(waiters))

@@ -1,5 +1,5 @@
 use std::fmt;
-use std::future::Future;
+use std::future::{Future, pending};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
@@ -122,6 +122,16 @@ impl Lease {
     pub fn lost(&self) -> impl Future<Output = Lost> + Send + use<'_> {
         let hold = &self.grant.hold;
         async move { Lost::new(*hold.lock(), hold.lost().await) }
+    }
+
+    /// Waits until somebody who waits for the lock [asks](super::Locks::ask_holder) for it, or has asked before. For `select!`, beside the work: to come to an end
+    /// sooner than one would otherwise, or not to care.
+    ///
+    /// # Cancellation
+    ///
+    /// May be dropped and called again. Who asks in another process is heard only while somebody waits here, and asks again once a second.
+    pub fn asked(&self) -> impl Future<Output = ()> + Send + use<'_> {
+        self.grant.hold.asked(Arc::clone(&self.grant.home.store))
     }
 
     /// Another handle of this lease, with the same fence, for a part of the work that takes the lock itself. The lock is given
@@ -270,6 +280,14 @@ impl LeaseView {
     pub async fn lost(&self) -> Lost {
         let reason = self.hold.lost().await;
         self.check().err().unwrap_or_else(|| Lost::new(*self.lock(), reason))
+    }
+
+    /// Waits until somebody asks for the lock: see [`Lease::asked`]. For ever if it was given back before.
+    pub async fn asked(&self) {
+        match self.grant.upgrade().map(|grant| Arc::clone(&grant.home.store)) {
+            Some(store) => self.hold.asked(store).await,
+            None => pending().await,
+        }
     }
 
     /// A handle that keeps the lock, if it was not given back yet: see [`Lease::reenter`].

@@ -62,6 +62,7 @@ pub(super) struct Terms {
     pub(super) permits: u32,
     pub(super) is_fair: bool,
     pub(super) is_shared: bool,
+    pub(super) asks: bool,
     pub(super) replication: Replication,
 }
 
@@ -94,6 +95,7 @@ impl Locks {
             permits,
             is_fair: false,
             is_shared: false,
+            asks: false,
             replication: Replication::Primary,
         };
         Self { shared: Arc::new(shared), namespace: Key::new(namespace), terms }
@@ -156,6 +158,37 @@ impl Locks {
     #[must_use]
     pub fn fair(mut self) -> Self {
         self.terms.is_fair = true;
+        self
+    }
+
+    /// Asks whoever holds a lock to give it back, for as long as somebody waits for it. Defaults to waiting for it in silence.
+    ///
+    /// The holder is told by [`Lease::asked`], if it listens, and does as it likes: nothing is taken away. For work that is worth less than what
+    /// comes after it, as an upload whose client has long since connected again. Of those who wait in one process the first one asks ([each](Self::fair) where
+    /// locks are fair), and asks again once a second, since a message may be lost. Costs a command each time, which nobody waits for.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tollgate::{Locks, MemoryBackend};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
+    /// let backend = MemoryBackend::new();
+    /// let uploads = Locks::new(backend.clone()).ask_holder();
+    ///
+    /// let lease = uploads.lock("film.mkv").await?;
+    /// let holder = tokio::spawn(async move {
+    ///     lease.asked().await; // beside the work, in a `select!`
+    ///     lease.release().await
+    /// });
+    /// # tokio::task::yield_now().await;
+    /// let next = uploads.lock("film.mkv").wait(Duration::from_secs(5)).await?;
+    /// # drop((holder, next));
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn ask_holder(mut self) -> Self {
+        self.terms.asks = true;
         self
     }
 

@@ -151,9 +151,12 @@
 //! lock is given back. The price is a command or two more for each grant that was waited for, and no lease goes from hand to hand inside
 //! a process. Up to 10,000 stand in one line.
 //!
+//! [`Locks::ask_holder`] has those who wait ask the holder to give the lock back, which is told by [`Lease::asked`] and decides by itself.
+//!
 //! # What is asked of the store
 //!
-//! Taking and giving back a free lock are one command each. A lease is renewed after a third of its time; leases that are due
+//! Taking and giving back a free lock are one command each. On one Redis server those that are taken at the same time share a command, and so do those that are given
+//! back. A lease is renewed after a third of its time; leases that are due
 //! at the same time share a command, on a connection of their own. A renewal that fails makes the lease
 //! [suspended](LeaseState::Suspended) and is tried again for as long as the lease lasts.
 //!

@@ -306,6 +306,20 @@ impl<S: LockStore + Send + Sync> LockStore for Redlock<S> {
         if answers.iter().flatten().flatten().count() < quorum { Err(first_error(answers)) } else { Ok(()) }
     }
 
+    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
+        let (lock, quorum) = (*lock, self.quorum());
+        let call = |store| -> Call<'_, _> { Box::pin(async move { S::ask_holders(store, &lock).await }) };
+        let answers = self.ask(call, |answers| answers.iter().flatten().flatten().count() >= quorum).await;
+        if answers.iter().flatten().flatten().count() < quorum { Err(first_error(answers)) } else { Ok(()) }
+    }
+
+    async fn watch_asks(&self, lock: &LockKey) -> Wakeups {
+        let (lock, quorum) = (*lock, self.quorum());
+        let call = |store| -> Call<'_, _> { Box::pin(async move { Ok(S::watch_asks(store, &lock).await) }) };
+        let answers = self.ask(call, |answers| answers.iter().flatten().count() >= quorum).await;
+        Wakeups::any(answers.into_iter().flatten().flatten())
+    }
+
     /// Of stores that hold within a process: no more than that.
     fn scope(&self) -> Scope {
         let is_shared = self.stores.iter().all(|store| store.scope() > Scope::Process);

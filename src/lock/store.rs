@@ -66,6 +66,19 @@ pub trait LockStore {
         std::future::ready(Ok(()))
     }
 
+    /// Asks those who hold the lease to give it back, as far as they [listen](Self::watch_asks) to that. None of them has to. Unless a store has a
+    /// way to reach them this is nothing.
+    fn ask_holders(&self, lock: &LockKey) -> impl Future<Output = Result<(), StoreError>> + Send {
+        let _ = lock;
+        std::future::ready(Ok(()))
+    }
+
+    /// Wake-ups for a holder, whenever the lease is [asked for](Self::ask_holders). Ready once none can be missed any more.
+    fn watch_asks(&self, lock: &LockKey) -> impl Future<Output = Wakeups> + Send {
+        let _ = lock;
+        std::future::ready(Wakeups::none())
+    }
+
     /// Among whom the leases exclude each other.
     fn scope(&self) -> Scope;
 }

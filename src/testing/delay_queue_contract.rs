@@ -111,8 +111,9 @@ pub async fn a_job_is_not_claimed_before_it_is_due<S: DelayQueueStore>(store: S)
     let delay = Duration::from_millis(500);
     push(&store, &[later("a", delay)]).await;
     let early = ask(&store, 1).await;
-    assert!(early.jobs.is_empty() && !early.more && early.next <= delay + Duration::from_millis(1), "{early:?}");
-    sleep(early.next).await;
+    let next = early.next.expect("a job is waiting");
+    assert!(early.jobs.is_empty() && !early.more && next <= delay + Duration::from_millis(1), "{early:?}");
+    sleep(next).await;
     let jobs = loop {
         let claimed = ask(&store, 1).await;
         for claimed in &claimed.jobs {
@@ -229,7 +230,10 @@ pub async fn no_more_is_claimed_than_was_asked_for<S: DelayQueueStore>(store: S)
     push(&store, &jobs).await;
     let some = ask(&store, 3).await;
     assert_eq!((names(&some.jobs), some.more), (vec!["0000", "0001", "0002"], true));
-    assert!(ask(&store, 0).await.jobs.is_empty());
+    sleep(Duration::from_millis(20)).await;
+    let none = ask(&store, 0).await;
+    assert!(none.jobs.is_empty() && none.more, "{none:?}");
+    assert!(none.oldest_due.is_some_and(|since| since >= Duration::from_millis(19)), "{none:?}");
     let many = ask(&store, usize::MAX).await;
     assert_eq!((many.jobs.len(), many.more), (MAX_BATCH, true));
     let finishes = many.jobs.iter().map(|job| Finish { ticket: job.ticket(), ending: Ending::Done });
@@ -237,6 +241,7 @@ pub async fn no_more_is_claimed_than_was_asked_for<S: DelayQueueStore>(store: S)
     let rest = store.claim(&queue(), &finishes, &claim(MAX_BATCH, LONG)).await.unwrap();
     assert!(rest.finished.iter().all(|finished| *finished == Finished::Done));
     assert_eq!((rest.finished.len(), rest.jobs.len(), rest.more), (MAX_BATCH, 7, false));
+    assert_eq!(rest.oldest_due, None);
     assert_eq!(counts(&store).await, [0, 0, 10, 0]);
 }
 

@@ -372,6 +372,14 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
         self.inner.name(lock, token, name).await
     }
 
+    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
+        self.inner.ask_holders(lock).await
+    }
+
+    async fn watch_asks(&self, lock: &LockKey) -> Wakeups {
+        self.faults.watch(self.inner.watch_asks(lock)).await
+    }
+
     fn scope(&self) -> Scope {
         self.inner.scope()
     }

@@ -93,6 +93,27 @@ pub async fn a_beginning_may_be_asked_again<S: IdempotencyStore>(store: S) {
     assert!(is_in_flight(&ask(&store, &operation).await));
 }
 
+/// What is said without waiting is what would be said with it; a store that has to wait does nothing.
+pub async fn what_is_said_at_once_is_so<S: IdempotencyStore>(store: S) {
+    let (operation, claim) = (operation("a"), claim(LONG));
+    let at_once = store.begin_now(&operation, &claim).transpose().unwrap();
+    let begun = store.begin(&operation, &claim).await.unwrap();
+    assert!(matches!(begun, Begun::Granted { attempt: 1, .. }), "{begun:?}");
+    assert_eq!(at_once.unwrap_or_else(|| begun.clone()), begun);
+    match store.complete_now(&operation, &claim.token, &completion(b"first")).transpose().unwrap() {
+        Some(is_ours) => assert!(is_ours),
+        None => {
+            assert!(is_in_flight(&ask(&store, &operation).await));
+            assert!(store.complete(&operation, &claim.token, &completion(b"first")).await.unwrap());
+        }
+    }
+    let expected = Begun::Completed { payload: payload(3), answer: b"first".as_slice().into(), is_kept: true };
+    assert_eq!(ask(&store, &operation).await, expected);
+    if let Some(again) = store.begin_now(&operation, &claim) {
+        assert_eq!(again.unwrap(), expected);
+    }
+}
+
 /// What was answered is answered to all that come later, byte by byte, with the fingerprint of the body that came with it.
 pub async fn an_answer_is_kept_as_it_was<S: IdempotencyStore>(store: S) {
     let all_bytes: Vec<u8> = (0..=255).cycle().take(100_000).collect();

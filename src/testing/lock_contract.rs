@@ -49,6 +49,13 @@ async fn take<S: LockStore>(store: &S, lock: &LockKey, claim: &Claim) -> u64 {
     }
 }
 
+fn fence(answer: &Acquired) -> Option<u64> {
+    match answer {
+        Acquired::Granted { fence } => Some(*fence),
+        _ => None,
+    }
+}
+
 /// How long somebody else may keep the lock.
 async fn busy<S: LockStore>(store: &S, lock: &LockKey) -> Duration {
     match store.acquire(lock, &claim(LONG)).await.unwrap() {
@@ -209,6 +216,47 @@ pub async fn one_of_many_racing_gets_the_lock<S: LockStore + Clone + Send + Sync
         }
         let granted = |answer: &Acquired| matches!(answer, Acquired::Granted { .. });
         assert_eq!(callers.join_all().await.iter().filter(|answer| granted(answer)).count(), 1);
+    }
+}
+
+/// However many locks are asked for at the same time, and given back, each is for itself.
+pub async fn many_who_ask_at_the_same_time_are_answered_one_by_one<S>(store: S)
+where
+    S: LockStore + Clone + Send + Sync + 'static,
+{
+    // Two want each of the locks, and not all for the same time.
+    let claims: Vec<_> = (0..300_u32)
+        .map(|i| (LockKey::new("crowd", i / 2), Claim { fences: 1 + i % 3, ..claim(LONG - SHORT * (i % 2)) }))
+        .collect();
+    let all = async |claims: &[(LockKey, Claim)]| {
+        let mut asking = JoinSet::new();
+        for (i, (lock, claim)) in claims.iter().copied().enumerate() {
+            let store = store.clone();
+            asking.spawn(async move { (i, store.acquire(&lock, &claim).await.unwrap()) });
+        }
+        let mut answers = asking.join_all().await;
+        answers.sort_by_key(|(i, _)| *i);
+        answers.into_iter().map(|(_, answer)| fence(&answer)).collect::<Vec<_>>()
+    };
+    let fences = all(&claims).await;
+    for pair in fences.chunks(2) {
+        assert_eq!(pair.iter().flatten().count(), 1, "one of two: {pair:?}");
+    }
+    assert_eq!(all(&claims).await, fences, "the same when asked again");
+
+    let mut giving = JoinSet::new();
+    for ((lock, claim), fence) in claims.iter().copied().zip(fences.clone()) {
+        let store = store.clone();
+        giving.spawn(async move {
+            let released = store.release(&lock, &claim.token).await.unwrap();
+            assert_eq!(released.was_held, fence.is_some(), "{lock}");
+        });
+    }
+    giving.join_all().await;
+    let refused = claims.iter().zip(&fences).filter(|(_, fence)| fence.is_none()).map(|(claim, _)| *claim);
+    let granted = all(&refused.collect::<Vec<_>>()).await;
+    for (pair, fence) in fences.chunks(2).zip(granted) {
+        assert!(fence > pair[0].max(pair[1]), "{fence:?} after {pair:?}");
     }
 }
 

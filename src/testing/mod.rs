@@ -203,6 +203,7 @@ macro_rules! lock_contract {
                 only_the_holder_gives_a_lease_back
                 any_bytes_are_a_lock
                 one_of_many_racing_gets_the_lock
+                many_who_ask_at_the_same_time_are_answered_one_by_one
                 a_release_wakes_those_who_watch
                 one_at_a_time_with_rising_fences
                 who_waits_gets_the_lock_when_it_is_given_back
@@ -251,6 +252,7 @@ macro_rules! idempotency_contract {
                 an_operation_is_granted_once
                 scopes_and_keys_are_apart
                 a_beginning_may_be_asked_again
+                what_is_said_at_once_is_so
                 an_answer_is_kept_as_it_was
                 an_answer_that_is_not_kept_leaves_a_mark
                 another_request_is_told_nothing_but_that

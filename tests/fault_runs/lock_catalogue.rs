@@ -6,10 +6,11 @@ use std::time::{Duration, Instant};
 use super::catalogue::{SECOND, Strike, cut, during, flushed, ms, stopped, trouble};
 use super::deployment::Topology::{Cluster, Durable, Network, Sentinel, Standalone};
 use super::deployment::{Deployment, Topology};
-use super::lock_worker::{KEYS, TTL, Worker};
+use super::lock_worker::{KEYS, TTL};
 use super::support::cluster::Cluster as Nodes;
 use super::support::proxy::{Door, Traffic};
 use super::support::server::wait_until;
+use super::support::worker::Worker;
 
 /// Something that goes wrong under locks.
 #[derive(Debug)]
@@ -46,9 +47,9 @@ pub const LOCK_FAULTS: &[LockFault] = &[
         during(|| {
             for (turn, halves) in [1, 2, 3, 4, 6].into_iter().enumerate() {
                 let worker = &workers[turn % workers.len()];
-                worker.signal("STOP");
+                worker.pause();
                 sleep(TTL / 2 * halves);
-                worker.signal("CONT");
+                worker.resume();
                 sleep(ms(50));
             }
         })
@@ -66,7 +67,7 @@ pub const LOCK_FAULTS: &[LockFault] = &[
     fault("runtimes blocked for 2 leases", Standalone, |_, workers| {
         during(|| {
             for worker in workers.iter_mut() {
-                worker.block();
+                worker.order("block");
                 sleep(TTL);
             }
             sleep(TTL * 2);

@@ -7,9 +7,10 @@ use std::time::{Duration, Instant};
 
 use super::deployment::Deployment;
 use super::lock_catalogue::{LockFault, RECOVERY};
-use super::lock_worker::{KEYS, Line, Stay, TTL, Worker};
+use super::lock_worker::{self, KEYS, Line, Stay, TTL};
 use super::support::server::{RedisServer, query};
 use super::support::windows::now_us;
+use super::support::worker::Worker;
 
 const WORKERS: usize = 4;
 /// The load before a fault, and after everybody is well again.
@@ -93,7 +94,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     let witness = RedisServer::start();
     let (sender, lines) = mpsc::channel();
     let (url, witness_url) = (deployment.url(), witness.url());
-    let worker = |_| Worker::start(&url, &witness_url, sender.clone());
+    let worker = |_| lock_worker::start(&url, &witness_url, sender.clone());
     let mut workers: Vec<Worker> = (0..WORKERS).map(worker).collect();
     drop(sender);
 
@@ -135,7 +136,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
             }
         }
     }
-    let killed = workers.iter().filter(|worker| worker.is_killed).count();
+    let killed = workers.iter().filter(|worker| worker.is_killed()).count();
     row.must(ends + killed == WORKERS, || {
         format!("{ends} workers of {} have said that they are done", WORKERS - killed)
     });

@@ -5,11 +5,10 @@
 //! processes.
 
 use std::env;
-use std::io::{self, BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, mpsc};
-use std::thread::{self, JoinHandle};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use redis::Script;
@@ -18,8 +17,9 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tollgate::{Lease, Locks};
 
-use super::support::locks::DropAt;
+use super::support::locks::{DropAt, GUARDED};
 use super::support::windows::now_us;
+use super::support::worker::Worker;
 
 /// How long a lease lasts. It is renewed after a third of that.
 pub const TTL: Duration = Duration::from_millis(500);
@@ -28,20 +28,6 @@ pub const KEYS: [&str; 2] = ["a", "b"];
 const TASKS: u64 = 4;
 /// Tells the program that it is a worker: the URL of the deployment, and that of the server that is changed under the locks.
 const WORKER: &str = "TOLLGATE_FAULTS_LOCK_WORKER";
-
-/// What is under the lock: reads and writes of whoever has a smaller fence than it has seen are refused.
-const GUARDED: &str = r"
-local seen = tonumber(redis.call('HGET', KEYS[1], 'fence') or 0)
-if tonumber(ARGV[1]) < seen then
-  redis.call('HINCRBY', KEYS[1], 'refused', 1)
-  return -1
-end
-redis.call('HSET', KEYS[1], 'fence', ARGV[1])
-if ARGV[2] ~= '' then
-  redis.call('HSET', KEYS[1], 'value', ARGV[2])
-  redis.call('HINCRBY', KEYS[1], 'writes', 1)
-end
-return tonumber(redis.call('HGET', KEYS[1], 'value') or 0)";
 
 /// One stay under a lock, in microseconds: from when the lease was there until it was last known to be ours.
 #[derive(Clone, Copy, Debug)]
@@ -187,78 +173,8 @@ async fn stay(locks: Locks, mut guarded: MultiplexedConnection, orders: Arc<Orde
     }
 }
 
-/// A worker, from outside.
-#[derive(Debug)]
-pub struct Worker {
-    process: Child,
-    orders: Option<ChildStdin>,
-    reader: Option<JoinHandle<()>>,
-    pub is_killed: bool,
-}
-
-impl Worker {
-    pub fn start(url: &str, witness: &str, lines: mpsc::Sender<Line>) -> Self {
-        let mut process = Command::new(env::current_exe().expect("this program has a path"))
-            .env(WORKER, format!("{url} {witness}"))
-            .stdin(Stdio::piped())
-            .stdout(Stdio::piped())
-            .spawn()
-            .expect("this program starts again");
-        let out = BufReader::new(process.stdout.take().expect("it was asked for"));
-        let reader = thread::spawn(move || {
-            for line in out.lines().map_while(Result::ok).filter_map(|line| Line::read(&line)) {
-                if lines.send(line).is_err() {
-                    return;
-                }
-            }
-        });
-        let orders = process.stdin.take();
-        Self { process, orders, reader: Some(reader), is_killed: false }
-    }
-
-    pub fn signal(&self, name: &str) {
-        let pid = self.process.id().to_string();
-        let status = Command::new("kill").args([&format!("-{name}"), &pid]).status().expect("there is a kill command");
-        assert!(status.success(), "the worker takes signal {name}");
-    }
-
-    pub fn kill(&mut self) {
-        self.is_killed = true;
-        self.process.kill().expect("the worker can be killed");
-    }
-
-    /// Lets its whole runtime stand still for two leases, under the next lock that it has.
-    pub fn block(&mut self) {
-        let orders = self.orders.as_mut().expect("it was not told to stop");
-        writeln!(orders, "block").expect("the worker listens");
-    }
-
-    /// Tells it to give back everything and end.
-    pub fn stop(&mut self) {
-        self.orders = None;
-    }
-
-    /// Waits for the end; says whether it came in time and was a good one.
-    pub fn has_ended_well(&mut self, patience: Duration) -> bool {
-        let begun = Instant::now();
-        let status = loop {
-            match self.process.try_wait().expect("the worker can be waited for") {
-                Some(status) => break status,
-                None if begun.elapsed() > patience => return false,
-                None => thread::sleep(Duration::from_millis(10)),
-            }
-        };
-        if let Some(reader) = self.reader.take() {
-            let _ = reader.join();
-        }
-        self.is_killed || status.success()
-    }
-}
-
-impl Drop for Worker {
-    fn drop(&mut self) {
-        // A run that failed must not leave processes behind.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
-    }
+/// Starts a worker. It is told to `block` to let its whole runtime stand still for two leases, under the next lock that it has, and to
+/// stop to give back everything and end.
+pub fn start(url: &str, witness: &str, lines: mpsc::Sender<Line>) -> Worker {
+    Worker::start(WORKER, &format!("{url} {witness}"), lines, |line| Line::read(&line))
 }

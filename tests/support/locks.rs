@@ -7,6 +7,20 @@ use std::time::{Duration, Instant};
 
 use tollgate::Lease;
 
+/// What is under a lock, in Redis: reads and writes of whoever has a smaller fence than it has seen are refused.
+pub const GUARDED: &str = r"
+local seen = tonumber(redis.call('HGET', KEYS[1], 'fence') or 0)
+if tonumber(ARGV[1]) < seen then
+  redis.call('HINCRBY', KEYS[1], 'refused', 1)
+  return -1
+end
+redis.call('HSET', KEYS[1], 'fence', ARGV[1])
+if ARGV[2] ~= '' then
+  redis.call('HSET', KEYS[1], 'value', ARGV[2])
+  redis.call('HINCRBY', KEYS[1], 'writes', 1)
+end
+return tonumber(redis.call('HGET', KEYS[1], 'value') or 0)";
+
 /// One stay under a lock: from when the lease was there until it was known to be given back or lost.
 #[derive(Clone, Copy, Debug)]
 pub struct Stay {

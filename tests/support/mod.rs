@@ -9,3 +9,4 @@ pub mod sentinel;
 pub mod server;
 pub mod tls;
 pub mod windows;
+pub mod worker;

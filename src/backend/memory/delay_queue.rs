@@ -367,7 +367,9 @@ impl Queue {
             finished,
             jobs,
             more: next == Some(0),
-            next: next.map_or(Claim::MAX_WAIT, Duration::from_millis).min(Claim::MAX_WAIT),
+            // No wake-up is lost within a process.
+            next: next.map(Duration::from_millis),
+            oldest_due: self.oldest_due(now),
             now: UNIX_EPOCH + Duration::from_micros(now.us),
         }
     }
@@ -430,9 +432,15 @@ impl Queue {
         };
         let Place::Running { token, ends, is_cancelled } = &mut record.place else { return Extended::Lost };
         self.leases.remove(&(*ends, *token, ticket.id));
+        let is_shorter = now.later + millis(lease) < *ends;
         *ends = now.later + millis(lease);
         self.leases.insert((*ends, *token, ticket.id));
-        if *is_cancelled { Extended::Cancelled } else { Extended::Held }
+        let extended = if *is_cancelled { Extended::Cancelled } else { Extended::Held };
+        if is_shorter {
+            // Who waits has been told of a later end.
+            self.wake();
+        }
+        extended
     }
 
     fn cancel(&mut self, id: &JobId) -> Cancelled {
@@ -466,15 +474,19 @@ impl Queue {
 
     fn counts(&self, now: Now) -> Counts {
         let ready = |due: &BTreeSet<Line>| due.range(..(now.ms + 1, JobId::LEAST)).count() as u64;
-        let oldest = self.due.iter().filter_map(|due| due.first()).map(|(due, _)| *due).min();
         Counts {
             waiting: self.due.iter().map(|due| due.len() as u64).sum(),
             due: self.due.iter().map(ready).sum(),
             running: self.leases.len() as u64,
             dead: self.dead.len() as u64,
-            oldest_due: oldest.and_then(|due| now.ms.checked_sub(due)).map(Duration::from_millis),
+            oldest_due: self.oldest_due(now),
             is_paused: self.is_paused,
         }
+    }
+
+    fn oldest_due(&self, now: Now) -> Option<Duration> {
+        let oldest = self.due.iter().filter_map(|due| due.first()).map(|(due, _)| *due).min();
+        oldest.and_then(|due| now.ms.checked_sub(due)).map(Duration::from_millis)
     }
 
     fn list(&self, state: State, skip: u64, limit: usize) -> Vec<StoredJob> {

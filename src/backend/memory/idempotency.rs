@@ -37,22 +37,29 @@ pub(super) struct OperationTable {
 #[derive(Default)]
 struct Shard {
     // Without a hasher: the keyed hash is taken once, to find the shard, and used here as it is.
-    records: IndexMap<Operation, Record, ()>,
-    // When to look whether a record has run out: no later than it does, one line for each record.
-    due: BTreeMap<Line, Place>,
+    records: IndexMap<Name, Record, ()>,
+    // When to look whether a record has run out: no later than it does, one line for each record, with the hash of its operation.
+    due: BTreeMap<Line, u64>,
     next: u64,
     // For those who wait.
     watched: HashMap<Operation, watch::Sender<()>>,
 }
 
-/// A time, and a number that no other line has.
+/// What a record is found by.
+struct Name {
+    operation: Operation,
+    // No other record has it. Lines have this alone, since operations are large.
+    number: u64,
+}
+
+/// When to look at a record, and its number.
 type Line = (Instant, u64);
 
 /// An operation and its hash.
 #[derive(Clone, Copy)]
-struct Place {
+struct Place<'a> {
     hash: u64,
-    operation: Operation,
+    operation: &'a Operation,
 }
 
 struct Record {
@@ -64,7 +71,8 @@ struct Record {
     attempt: u32,
     checkpoint: Option<Arc<Checkpoint>>,
     expires: Instant,
-    line: Line,
+    // When it is looked at.
+    due: Instant,
 }
 
 enum State {
@@ -73,7 +81,18 @@ enum State {
     Completed { answer: Arc<[u8]>, is_kept: bool },
 }
 
+impl Name {
+    fn is(operation: &Operation) -> impl Fn(&Self) -> bool {
+        move |name| name.operation == *operation
+    }
+}
+
 impl Record {
+    /// It is there in its last instant still, as in Redis.
+    fn is_live(&self, now: Instant) -> bool {
+        now <= self.expires
+    }
+
     fn is_in_flight_by(&self, token: &Token) -> bool {
         matches!(self.state, State::InFlight { .. }) && self.token == *token
     }
@@ -112,11 +131,11 @@ impl OperationTable {
     }
 
     /// A shard is changed in steps that do not panic, so what a poisoned lock guards is still whole.
-    fn shard(&self, operation: &Operation) -> (MutexGuard<'_, Shard>, Place) {
+    fn shard<'a>(&self, operation: &'a Operation) -> (MutexGuard<'_, Shard>, Place<'a>) {
         let hash = self.hasher.hash_one(operation);
         // The lower half of it chooses the place within the shard.
         let shard = (hash >> 32) as usize % SHARDS;
-        let place = Place { hash, operation: *operation };
+        let place = Place { hash, operation };
         (self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner), place)
     }
 
@@ -167,7 +186,7 @@ impl OperationTable {
             checkpoint,
             expires: now + claim.lease + claim.retention,
             // It is looked at again then if it is not completed, which is rare.
-            line: (now + claim.retention, 0),
+            due: now + claim.retention,
         };
         let granted = record.granted();
         self.put(&mut shard, place, record);
@@ -175,32 +194,42 @@ impl OperationTable {
     }
 
     /// Writes a record in the place of the one that may be there.
-    fn put(&self, shard: &mut Shard, place: Place, mut record: Record) {
+    fn put(&self, shard: &mut Shard, place: Place<'_>, record: Record) {
         self.bytes.fetch_add(record.bytes(), Ordering::Relaxed);
-        record.line = shard.add_line(record.line.0, place);
-        match shard.records.raw_entry_mut_v1().from_hash(place.hash, |operation| *operation == place.operation) {
+        let due = record.due;
+        let number = match shard.records.raw_entry_mut_v1().from_hash(place.hash, Name::is(place.operation)) {
             RawEntryMut::Occupied(mut entry) => {
                 let before = entry.insert(record);
                 self.bytes.fetch_sub(before.bytes(), Ordering::Relaxed);
-                shard.due.remove(&before.line);
+                let number = entry.key().number;
+                shard.due.remove(&(before.due, number));
+                number
             }
             RawEntryMut::Vacant(entry) => {
-                entry.insert_hashed_nocheck(place.hash, place.operation, record);
+                shard.next += 1;
+                let name = Name { operation: *place.operation, number: shard.next };
+                entry.insert_hashed_nocheck(place.hash, name, record);
                 self.len.fetch_add(1, Ordering::Relaxed);
+                shard.next
             }
-        }
+        };
+        shard.due.insert((due, number), place.hash);
     }
 
     /// Forgets a couple of records that have run out.
     fn sweep(&self, shard: &mut Shard, now: Instant) {
         for _ in 0..SWEEP {
             let Some(entry) = shard.due.first_entry().filter(|entry| entry.key().0 < now) else { return };
-            let place = entry.remove();
-            // One that was made to last longer since is looked at again.
-            if let Some(expires) = shard.live(&place, now).map(|record| record.expires) {
-                let line = shard.add_line(expires, place);
-                shard.record(&place).expect("it was there a moment ago").line = line;
-            } else if let Some(record) = shard.remove(&place) {
+            let ((_, number), hash) = entry.remove_entry();
+            let named = shard.records.raw_entry_mut_v1().from_hash(hash, |name| name.number == number);
+            let RawEntryMut::Occupied(mut entry) = named else { continue };
+            let record = entry.get_mut();
+            if record.is_live(now) {
+                // It was made to last longer since, and is looked at again.
+                record.due = record.expires;
+                shard.due.insert((record.due, number), hash);
+            } else {
+                let record = entry.swap_remove();
                 self.bytes.fetch_sub(record.bytes(), Ordering::Relaxed);
                 self.len.fetch_sub(1, Ordering::Relaxed);
             }
@@ -271,11 +300,10 @@ impl OperationTable {
         record.state = State::Completed { answer: Arc::clone(answer), is_kept: *is_kept };
         record.payload = *payload;
         record.expires = now + *retention;
-        if record.line.0 > record.expires {
-            let (before, expires) = (record.line, record.expires);
-            shard.due.remove(&before);
-            let line = shard.add_line(expires, place);
-            shard.record(&place).expect("it was there a moment ago").line = line;
+        if record.due > record.expires {
+            let (before, due) = (record.due, record.expires);
+            record.due = due;
+            shard.move_line(&place, before, due);
         }
         shard.tell(operation);
         Ok(true)
@@ -293,7 +321,7 @@ impl OperationTable {
             attempt: 0,
             checkpoint: None,
             expires: now + KEEP_FREE,
-            line: (now + KEEP_FREE, 0),
+            due: now + KEEP_FREE,
         };
         if let Some(record) = shard.live(&place, now) {
             match record.state {
@@ -325,31 +353,25 @@ impl OperationTable {
 }
 
 impl Shard {
-    fn record(&mut self, place: &Place) -> Option<&mut Record> {
-        match self.records.raw_entry_mut_v1().from_hash(place.hash, |operation| *operation == place.operation) {
+    fn record(&mut self, place: &Place<'_>) -> Option<&mut Record> {
+        match self.records.raw_entry_mut_v1().from_hash(place.hash, Name::is(place.operation)) {
             RawEntryMut::Occupied(entry) => Some(entry.into_mut()),
             RawEntryMut::Vacant(_) => None,
         }
     }
 
-    /// The record of an operation, unless it has run out: it is there in its last instant still, as in Redis.
-    fn live(&mut self, place: &Place, now: Instant) -> Option<&mut Record> {
-        self.record(place).filter(|record| now <= record.expires)
+    /// The record of an operation, unless it has run out.
+    fn live(&mut self, place: &Place<'_>, now: Instant) -> Option<&mut Record> {
+        self.record(place).filter(|record| record.is_live(now))
     }
 
-    fn remove(&mut self, place: &Place) -> Option<Record> {
-        match self.records.raw_entry_mut_v1().from_hash(place.hash, |operation| *operation == place.operation) {
-            RawEntryMut::Occupied(entry) => Some(entry.swap_remove()),
-            RawEntryMut::Vacant(_) => None,
+    /// Looks at a record at another time.
+    fn move_line(&mut self, place: &Place<'_>, before: Instant, due: Instant) {
+        let named = self.records.raw_entry_v1().from_hash(place.hash, Name::is(place.operation));
+        if let Some((Name { number, .. }, _)) = named {
+            self.due.remove(&(before, *number));
+            self.due.insert((due, *number), place.hash);
         }
-    }
-
-    /// Says when to look at a record.
-    fn add_line(&mut self, at: Instant, place: Place) -> Line {
-        self.next += 1;
-        let line = (at, self.next);
-        self.due.insert(line, place);
-        line
     }
 
     /// Tells those who wait that an operation is done, or free.
@@ -382,6 +404,10 @@ impl IdempotencyStore for MemoryBackend {
         self.inner.operations.begin(operation, claim)
     }
 
+    fn begin_now(&self, operation: &Operation, claim: &Claim) -> Option<Result<Begun, StoreError>> {
+        Some(self.inner.operations.begin(operation, claim))
+    }
+
     async fn renew(&self, operation: &Operation, claim: &Claim, payload: &Payload) -> Result<bool, StoreError> {
         Ok(self.inner.operations.renew(operation, claim, payload))
     }
@@ -403,6 +429,15 @@ impl IdempotencyStore for MemoryBackend {
         completion: &Completion,
     ) -> Result<bool, StoreError> {
         self.inner.operations.complete(operation, token, completion)
+    }
+
+    fn complete_now(
+        &self,
+        operation: &Operation,
+        token: &Token,
+        completion: &Completion,
+    ) -> Option<Result<bool, StoreError>> {
+        Some(self.inner.operations.complete(operation, token, completion))
     }
 
     async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {

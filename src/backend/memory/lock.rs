@@ -296,6 +296,10 @@ impl LockTable {
         page
     }
 
+    fn wake(&self, lock: &LockKey) {
+        self.shard(lock).locks.get(lock).inspect(|record| record.wake_all());
+    }
+
     fn watch(self: &Arc<Self>, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
         let mut shard = self.shard(lock);
         if !shard.locks.contains_key(lock) {
@@ -487,6 +491,15 @@ impl LockStore for MemoryBackend {
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
         self.inner.locks.name(lock, token, name);
         Ok(())
+    }
+
+    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
+        self.inner.asks.wake(lock);
+        Ok(())
+    }
+
+    async fn watch_asks(&self, lock: &LockKey) -> Wakeups {
+        self.inner.asks.watch(lock, None)
     }
 
     fn scope(&self) -> Scope {

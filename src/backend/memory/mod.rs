@@ -72,6 +72,8 @@ struct Inner {
     // The sum of the weights of all counts. One budget for all shards, since one long log may outweigh a fair share of it.
     weight: AtomicUsize,
     locks: Arc<LockTable>,
+    // Nothing is held here: for holders who listen to those who ask for their locks.
+    asks: Arc<LockTable>,
     operations: Arc<OperationTable>,
     queues: QueueTable,
 }
@@ -113,6 +115,7 @@ impl MemoryBackend {
                 capacity: keys.max(1),
                 weight: AtomicUsize::new(0),
                 locks: Arc::new(LockTable::new(keys.max(1))),
+                asks: Arc::new(LockTable::new(keys.max(1))),
                 operations: Arc::new(OperationTable::new(keys.max(1))),
                 queues: QueueTable::new(keys.max(1)),
             }),

@@ -8,6 +8,7 @@ use super::keys::QueueKeys;
 use super::pushes::Pushes;
 use super::scripts::Scripts;
 use super::servers::Servers;
+use super::subscriber::Interest;
 use super::{Inner, RedisBackend};
 use crate::delay_queue::{
     Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Due, Extended, Finish,
@@ -86,7 +87,7 @@ impl DelayQueueStore for RedisBackend {
     async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Wakeups {
         let Inner { keys, locks, .. } = &*self.inner;
         let wake = keys.delay_queue(queue).wake;
-        locks.subscriber().subscribe(format!("{wake}{worker}"), None).await
+        locks.subscriber().subscribe(format!("{wake}{worker}"), Interest::Changes).await
     }
 
     async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
@@ -290,44 +291,52 @@ fn changed(reply: &Value) -> Result<Changed, StoreError> {
 fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
     let Value::Array(values) = reply else { return None };
     let [
-        Value::Array(answers),
+        Value::BulkString(answers),
         Value::Int(now_us),
         Value::Int(more @ (0 | 1)),
         Value::Int(next_ms),
+        Value::Int(oldest_ms),
         Value::Int(token),
-        Value::Array(jobs),
+        claims @ ..,
     ] = values.as_slice()
     else {
         return None;
     };
     let finished = finishes.places.iter().map(|&place| match answers.get(place)? {
-        Value::Int(0) => Some(Finished::Gone),
-        Value::Int(1) => Some(Finished::Done),
-        Value::Int(2) => Some(Finished::Dead),
-        Value::Int(3) => Some(Finished::Lost),
+        b'0' => Some(Finished::Gone),
+        b'1' => Some(Finished::Done),
+        b'2' => Some(Finished::Dead),
+        b'3' => Some(Finished::Lost),
         _ => None,
     });
     let token = u64::try_from(*token).ok()?;
-    // One that cannot be read must not keep the others from being done: it is dead when its attempts are over.
-    let jobs = jobs.chunks(2).filter_map(|pair| stored_pair(pair, State::Running));
-    let jobs = jobs.map(|job| ClaimedJob { token, job });
+    let mut jobs = Vec::new();
+    for pair in claims.chunks(2) {
+        let [Value::Array(ids), Value::Array(records)] = pair else { return None };
+        jobs.reserve(ids.len());
+        // One that cannot be read must not keep the others from being done: it is dead when its attempts are over.
+        let stored = ids.iter().zip(records).filter_map(|(id, record)| stored(id, record, State::Running));
+        jobs.extend(stored.map(|job| ClaimedJob { token, job }));
+    }
     Some(Claimed {
         finished: finished.collect::<Option<_>>()?,
-        jobs: jobs.collect(),
+        jobs,
         more: *more == 1,
-        next: Duration::from_millis(u64::try_from(*next_ms).ok()?),
+        next: Some(Duration::from_millis(u64::try_from(*next_ms).ok()?)),
+        oldest_due: u64::try_from(*oldest_ms).ok().map(Duration::from_millis),
         now: UNIX_EPOCH + Duration::from_micros(u64::try_from(*now_us).ok()?),
     })
 }
 
 /// Ids and records, one after the other.
 fn stored_jobs(values: &[Value], state: State) -> Result<Vec<StoredJob>, StoreError> {
-    values.chunks(2).map(|pair| stored_pair(pair, state)).collect::<Option<_>>().ok_or_else(foreign_job)
+    let pairs = values.chunks(2).map(|pair| stored(pair.first()?, pair.get(1)?, state));
+    pairs.collect::<Option<_>>().ok_or_else(foreign_job)
 }
 
-fn stored_pair(pair: &[Value], state: State) -> Option<StoredJob> {
-    match pair {
-        [Value::BulkString(id), Value::BulkString(record)] => stored_job(id, record, state),
+fn stored(id: &Value, record: &Value, state: State) -> Option<StoredJob> {
+    match (id, record) {
+        (Value::BulkString(id), Value::BulkString(record)) => stored_job(id, record, state),
         _ => None,
     }
 }

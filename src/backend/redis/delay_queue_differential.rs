@@ -5,8 +5,8 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::*;
 use crate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, DeadLimits, DelayQueueStore, Due, Ending, Extended, Finish, Finished, JobId,
-    NewJob, Note, Priority, QueueKey, Reason, State, StoredJob, Ticket, Unique, UniqueFor, WorkerId,
+    Admission, Cancelled, Changed, Claim, Claimed, DeadLimits, DelayQueueStore, Due, Ending, Extended, Finish,
+    Finished, JobId, NewJob, Note, Priority, QueueKey, Reason, State, StoredJob, Ticket, Unique, UniqueFor, WorkerId,
 };
 
 #[derive(Clone, Debug)]
@@ -327,7 +327,9 @@ impl Model {
             Place::Dead { .. } => None,
         });
         let next = next.min().map_or(5_000, |next| next.saturating_sub(now).min(5_000));
-        format!("{finished:?} {seen:?} more {} next {next}", next == 0)
+        let waiting = self.jobs.iter().filter(|job| job.place == Place::Waiting);
+        let oldest = waiting.map(|job| job.due).min().and_then(|due| now.checked_sub(due)).map(Duration::from_millis);
+        format!("{finished:?} {seen:?} more {} next {next} oldest {oldest:?}", next == 0)
     }
 
     fn extend(&mut self, ticket: &Tickets, lease_ms: u64) -> Extended {
@@ -509,8 +511,10 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                 let told = [&memory, &redis].map(|claimed| {
                     let start = if std::ptr::eq(claimed, &memory) { starts[0] } else { starts[1] };
                     let jobs: Vec<_> = claimed.jobs.iter().map(|claimed| seen(&claimed.job, start)).collect();
-                    let next = claimed.next.as_micros().div_ceil(1_000);
-                    format!("{:?} {jobs:?} more {} next {next}", claimed.finished, claimed.more)
+                    // Memory says nothing where there is nothing to wait for, and Redis looks now and then.
+                    let next = claimed.next.map_or(5_000, |next| next.as_micros().div_ceil(1_000).min(5_000));
+                    let Claimed { finished, more, oldest_due, .. } = claimed;
+                    format!("{finished:?} {jobs:?} more {more} next {next} oldest {oldest_due:?}")
                 });
                 for (memory, redis) in memory.jobs.iter().zip(&redis.jobs) {
                     let name = memory.job.id.as_str();

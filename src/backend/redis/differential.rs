@@ -12,7 +12,7 @@ use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use tokio::runtime::{Builder, Runtime};
 
 use super::scripts::{LuaScript, Scripts};
-use super::{RedisBackend, gather, rate_limit};
+use super::{RedisBackend, gather, lock_calls, rate_limit};
 use crate::key::Key;
 use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request};
 use crate::{MemoryBackend, StoreError};
@@ -319,9 +319,11 @@ impl RedisBackend {
             block,
             lock_acquire,
             lock_acquire_all,
+            lock_acquire_many,
             lock_line,
             lock_renew,
             lock_release,
+            lock_release_many,
             lock_inspect,
             lock_name,
             lock_seize,
@@ -339,10 +341,11 @@ impl RedisBackend {
         let counting = [check, check_plain, check_many, block];
         let locking =
             [lock_acquire, lock_acquire_all, lock_line, lock_renew, lock_release, lock_inspect, lock_name, lock_seize];
+        let meeting = [lock_acquire_many, lock_release_many];
         let once = [idempotency_begin, idempotency_renew, idempotency_checkpoint];
         let ends = [idempotency_complete, idempotency_release];
         let delaying = [delay_queue_push, delay_queue_claim, delay_queue_extend, delay_queue_control];
-        for script in counting.into_iter().chain(locking).chain(once).chain(ends).chain(delaying) {
+        for script in counting.into_iter().chain(locking).chain(meeting).chain(once).chain(ends).chain(delaying) {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
         }
         let super::Inner { servers, keys, locks, .. } = &*self.inner;

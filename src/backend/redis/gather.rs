@@ -1,44 +1,25 @@
 //! Decisions that are asked for at the same time, in one call.
 //!
-//! A decision that is nearly alone goes by itself and waits for nobody. Those beyond that wait until one of a few calls is
-//! back, and then go together: a call costs Redis as much as two decisions, so that many more are made in the same time.
+//! A call costs Redis as much as two decisions, so that many more are made in the same time.
 
-use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 
 use redis::{RedisError, Value};
-use tokio::sync::{mpsc, oneshot};
-use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::{Instant, sleep_until};
+use tokio::sync::oneshot;
 
 use super::counts::{encode, time_to_live_ms};
 use super::error::{store_error, unexpected_reply};
+use super::meeting::{Away, Limits, Meeting};
 use super::scripts::{Group, Scripts};
 use super::servers::Servers;
 use crate::error::StoreError;
 use crate::rate_limit::Policy;
 
-/// How many decisions go by themselves at a time.
-const ALONE: usize = 8;
-/// How many decisions go together at the most. More would save Redis little, and hold up others for longer.
-const TOGETHER: usize = 32;
-/// How many calls are on their way at a time, so that Redis has one to work on while another one travels.
-const CALLS: usize = 2;
-/// A call that is away for longer than this does not hold up the next one: its connection may be dead.
-const LATE: Duration = Duration::from_millis(20);
-/// How many decisions may wait; more than that go by themselves.
-pub(super) const WAITING: usize = 4_096;
-/// How many calls may be away altogether, late ones included.
-const AWAY: usize = 64;
+/// More together would save Redis little, and hold up others for longer.
+const LIMITS: Limits = Limits { alone: 8, calls: 2, together: 32 };
 
 /// Where decisions meet.
-pub(super) struct Gather {
-    alone: AtomicUsize,
-    waiting: mpsc::Sender<Waiting>,
-    sender: AbortHandle,
-}
+pub(super) struct Gather(Meeting<Waiting>);
 
 /// A decision that has not been asked for yet.
 struct Waiting {
@@ -48,88 +29,27 @@ struct Waiting {
     reply: oneshot::Sender<Result<Value, RedisError>>,
 }
 
-/// The place of a call that goes by itself.
-pub(super) struct Alone<'a>(&'a AtomicUsize);
-
-impl<'a> Alone<'a> {
-    /// A place, unless so many are taken that whoever comes next had better wait for others.
-    pub(super) fn find(taken: &'a AtomicUsize) -> Option<Self> {
-        let place = Alone(taken);
-        (taken.fetch_add(1, Ordering::Relaxed) < ALONE).then_some(place)
-    }
-}
-
-impl Drop for Alone<'_> {
-    fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
-    }
-}
-
 impl Gather {
     /// Sends what has met, until it is dropped.
     pub(super) fn new(servers: Arc<Servers>, scripts: Arc<Scripts>) -> Self {
-        let (waiting, arrivals) = mpsc::channel(WAITING);
         let send = move |batch| {
             let (servers, scripts) = (Arc::clone(&servers), Arc::clone(&scripts));
             async move { send(&servers, &scripts, batch).await }
         };
-        let sender = tokio::spawn(send_together(arrivals, TOGETHER, send)).abort_handle();
-        Self { alone: AtomicUsize::new(0), waiting, sender }
+        Self(Meeting::new(LIMITS, send))
     }
 
     /// A place for a decision that may go by itself, unless others are on their way already.
-    pub(super) fn alone(&self) -> Option<Alone<'_>> {
-        Alone::find(&self.alone)
+    pub(super) fn alone(&self) -> Option<Away> {
+        self.0.alone()
     }
 
     /// What `rate_limit_check_plain` would say, or `None` if the decision has to go by itself after all.
     pub(super) async fn check(&self, policy: &Policy, key: &str, cost: u32) -> Option<Result<Value, StoreError>> {
-        let (reply, answer) = oneshot::channel();
-        let waiting = Waiting { policy: policy.clone(), key: key.to_owned(), cost, reply };
-        // Too many wait, or the runtime that sends them is gone.
-        self.waiting.try_send(waiting).ok()?;
+        let waiting = |reply| Waiting { policy: policy.clone(), key: key.to_owned(), cost, reply };
         let lost = || RedisError::from((redis::ErrorKind::Client, "the runtime that asks for decisions has ended"));
-        let answer = answer.await.unwrap_or_else(|_| Err(lost()));
+        let answer = self.0.join(waiting).await?.unwrap_or_else(|_| Err(lost()));
         Some(answer.and_then(Value::extract_error).map_err(store_error))
-    }
-}
-
-impl Drop for Gather {
-    fn drop(&mut self) {
-        self.sender.abort();
-    }
-}
-
-/// Sends what has met, at most `most` at a time, until nobody can ask any more.
-pub(super) async fn send_together<W, F>(mut arrivals: mpsc::Receiver<W>, most: usize, send: impl Fn(Vec<W>) -> F)
-where
-    F: Future<Output = ()> + Send + 'static,
-{
-    let mut calls = JoinSet::new();
-    // When those were sent that are not known to be back or late.
-    let mut young = VecDeque::<Instant>::new();
-    loop {
-        while young.len() >= CALLS || calls.len() >= AWAY {
-            let oldest = young.front().copied();
-            tokio::select! {
-                _ = calls.join_next() => drop(young.pop_front()),
-                () = sleep_until(oldest.unwrap_or_else(Instant::now) + LATE), if oldest.is_some() => {
-                    young.pop_front();
-                }
-            }
-        }
-        let mut batch = Vec::with_capacity(most);
-        tokio::select! {
-            Some(_) = calls.join_next() => {
-                young.pop_front();
-                continue;
-            }
-            number = arrivals.recv_many(&mut batch, most) => if number == 0 {
-                return;
-            }
-        }
-        young.push_back(Instant::now());
-        calls.spawn(send(batch));
     }
 }
 

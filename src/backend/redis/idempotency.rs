@@ -3,6 +3,7 @@ use std::time::Duration;
 use redis::Value;
 
 use super::error::unexpected_reply;
+use super::subscriber::Interest;
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::idempotency::{Begun, Checkpoint, Claim, Completion, IdempotencyStore, Operation, Payload};
@@ -52,7 +53,7 @@ impl IdempotencyStore for RedisBackend {
 
     async fn watch(&self, operation: &Operation) -> Wakeups {
         let Inner { keys, locks, .. } = &*self.inner;
-        locks.subscriber().subscribe(keys.done(operation), None).await
+        locks.subscriber().subscribe(keys.done(operation), Interest::Changes).await
     }
 
     fn scope(&self) -> Scope {

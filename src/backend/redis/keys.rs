@@ -78,6 +78,11 @@ impl Keys {
         self.lock(lock, "free")
     }
 
+    /// `<prefix>:2:{lock:<namespace>:<subject>}:asked`, the channel.
+    pub(super) fn asked(&self, lock: &LockKey) -> String {
+        self.lock(lock, "asked")
+    }
+
     /// `<prefix>:2:{delay_queue:<name>}:<part>`, and `...{delay_queue:<name>#<number>}:<part>` for each part of a queue behind the first.
     pub(super) fn delay_queue(&self, queue: &QueueKey) -> QueueKeys {
         let tag = match queue.part() {

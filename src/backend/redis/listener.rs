@@ -3,13 +3,12 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::StreamExt;
 use futures_util::future::try_join_all;
-use redis::aio::{PubSub, PubSubSink};
+use redis::aio::{AsyncPushSender, MultiplexedConnection};
 use redis::cluster::ClusterClientBuilder;
 use redis::cluster_async::ClusterConnection;
 use redis::{ConnectionInfo, ErrorKind, ProtocolVersion, PushInfo, PushKind, RedisError, Value};
-use tokio::task::JoinHandle;
+use tokio::sync::Notify;
 
 use super::pool::Connector;
 use crate::lock::Token;
@@ -33,17 +32,19 @@ pub(super) struct ClusterSource {
 pub(super) enum News<'a> {
     /// A channel, and whose turn it is; if that is nobody's in particular, it is for all who listen there.
     Message(&'a str, Option<Token>),
+    /// From now on messages come on a channel.
+    New(&'a str),
     /// Nothing more comes on a channel: its slot has moved, unless nobody listens to it any more.
     Over(&'a str),
-    /// The connection was away for a while.
+    /// The connection is gone, or was away for a while.
     MaybeMissed,
 }
 
-/// A connection that listens to channels.
+/// A connection that listens to channels. What is heard is told by whoever reads it: nobody has to wake up for that in between.
 pub(super) enum Listener {
     One {
-        sink: PubSubSink,
-        messages: JoinHandle<()>,
+        connection: MultiplexedConnection,
+        closed: Arc<Notify>,
     },
     /// The client keeps a connection to each node and finds the one for a channel. This is all that is left to it on a
     /// cluster: to get a message late or twice does no harm.
@@ -68,27 +69,26 @@ impl Listener {
         tell: impl Fn(News<'_>) + Send + Sync + 'static,
     ) -> Result<Self, RedisError> {
         match source {
-            Source::One(connector) => Ok(Self::to_one(connector.subscriber().await?, tell)),
+            Source::One(connector) => {
+                let closed = Arc::new(Notify::new());
+                let told = Arc::clone(&closed);
+                let tell = move |news: News<'_>| match news {
+                    News::MaybeMissed => told.notify_one(),
+                    news => tell(news),
+                };
+                let connection = connector.subscriber(heard(tell)).await?;
+                Ok(Self::One { connection, closed })
+            }
             Source::Cluster(source) => {
-                let connection = Box::new(source.connect(tell).await?);
+                let connection = Box::new(source.connect(heard(tell)).await?);
                 Ok(Self::Cluster { connection, is_sharded: true })
             }
         }
     }
 
-    fn to_one(connection: PubSub, tell: impl Fn(News<'_>) + Send + Sync + 'static) -> Self {
-        let (sink, mut stream) = connection.split();
-        let messages = tokio::spawn(async move {
-            while let Some(message) = stream.next().await {
-                tell(News::Message(message.get_channel_name(), Token::from_bytes(message.get_payload_bytes())));
-            }
-        });
-        Self::One { sink, messages }
-    }
-
     pub(super) async fn subscribe(&mut self, channels: &[Arc<str>]) -> Result<(), RedisError> {
         match self {
-            Self::One { sink, .. } => sink.subscribe(names(channels)).await,
+            Self::One { connection, .. } => connection.subscribe(names(channels)).await,
             Self::Cluster { connection, is_sharded } => {
                 if *is_sharded {
                     match each(channels, |channel| shard_subscribe(connection, channel)).await {
@@ -106,7 +106,7 @@ impl Listener {
 
     pub(super) async fn unsubscribe(&mut self, channels: &[Arc<str>]) -> Result<(), RedisError> {
         match self {
-            Self::One { sink, .. } => sink.unsubscribe(names(channels)).await,
+            Self::One { connection, .. } => connection.unsubscribe(names(channels)).await,
             Self::Cluster { connection, is_sharded: true } => {
                 each(channels, |channel| {
                     let mut connection = connection.clone();
@@ -121,7 +121,7 @@ impl Listener {
     /// Whether the connection is alive. The client looks after those to a cluster.
     pub(super) async fn ping(&mut self) -> Result<(), RedisError> {
         match self {
-            Self::One { sink, .. } => match sink.ping::<Value>().await {
+            Self::One { connection, .. } => match redis::cmd("PING").query_async::<Value>(connection).await {
                 Err(error) if error.is_unrecoverable_error() => Err(error),
                 // Somebody who may not ask has an answer as well.
                 Ok(_) | Err(_) => Ok(()),
@@ -133,53 +133,50 @@ impl Listener {
     /// Waits until nothing can be heard any more.
     pub(super) async fn ended(&mut self) -> RedisError {
         match self {
-            Self::One { messages, .. } => drop(messages.await),
+            Self::One { closed, .. } => closed.notified().await,
             Self::Cluster { .. } => std::future::pending().await,
         }
         (ErrorKind::Io, "the connection is closed").into()
     }
 }
 
-impl Drop for Listener {
-    fn drop(&mut self) {
-        if let Self::One { messages, .. } = self {
-            messages.abort();
-        }
-    }
-}
-
 impl ClusterSource {
-    async fn connect(&self, tell: impl Fn(News<'_>) + Send + Sync + 'static) -> Result<ClusterConnection, RedisError> {
+    async fn connect(&self, heard: impl AsyncPushSender) -> Result<ClusterConnection, RedisError> {
         let builder = ClusterClientBuilder::new(self.seeds.iter().cloned())
             .use_protocol(ProtocolVersion::RESP3)
             .connection_timeout(self.connect_timeout)
-            .push_sender(move |push: PushInfo| {
-                let channel = match push.data.first() {
-                    Some(Value::BulkString(channel)) => Some(String::from_utf8_lossy(channel)),
-                    _ => None,
-                };
-                match (push.kind, channel) {
-                    (PushKind::Message | PushKind::SMessage, Some(channel)) => {
-                        let whose = match push.data.get(1) {
-                            Some(Value::BulkString(message)) => Token::from_bytes(message),
-                            _ => None,
-                        };
-                        tell(News::Message(&channel, whose));
-                    }
-                    // A channel that is subscribed to anew may have missed something.
-                    (PushKind::Subscribe | PushKind::SSubscribe, Some(channel)) => tell(News::Message(&channel, None)),
-                    (PushKind::SUnsubscribe, Some(channel)) => tell(News::Over(&channel)),
-                    (PushKind::Disconnection, _) => tell(News::MaybeMissed),
-                    _ => {}
-                }
-                Ok::<_, ()>(())
-            });
+            .push_sender(heard);
         #[cfg(feature = "tls")]
         let builder = match &self.certificates {
             Some(certificates) => builder.certs(certificates.clone()),
             None => builder,
         };
         builder.build()?.get_async_connection().await
+    }
+}
+
+/// Tells what the server says by itself.
+fn heard(tell: impl Fn(News<'_>) + Send + Sync + 'static) -> impl AsyncPushSender {
+    move |push: PushInfo| {
+        let channel = match push.data.first() {
+            Some(Value::BulkString(channel)) => Some(String::from_utf8_lossy(channel)),
+            _ => None,
+        };
+        match (push.kind, channel) {
+            (PushKind::Message | PushKind::SMessage, Some(channel)) => {
+                let whose = match push.data.get(1) {
+                    Some(Value::BulkString(message)) => Token::from_bytes(message),
+                    _ => None,
+                };
+                tell(News::Message(&channel, whose));
+            }
+            // A channel that is subscribed to anew may have missed something.
+            (PushKind::Subscribe | PushKind::SSubscribe, Some(channel)) => tell(News::New(&channel)),
+            (PushKind::SUnsubscribe, Some(channel)) => tell(News::Over(&channel)),
+            (PushKind::Disconnection, _) => tell(News::MaybeMissed),
+            _ => {}
+        }
+        Ok::<_, ()>(())
     }
 }
 

@@ -1,4 +1,4 @@
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use futures_util::future::try_join_all;
@@ -8,10 +8,11 @@ use smallvec::SmallVec;
 use super::cluster::slot;
 use super::error::{store_error, unexpected_reply};
 use super::listener::Source;
+use super::lock_calls::LockCalls;
 use super::pool::Handle;
 use super::scripts::MAX_RENEWALS;
 use super::servers::Servers;
-use super::subscriber::Subscriber;
+use super::subscriber::{Interest, Subscriber};
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Replicas, Scope, Token, Wakeups};
@@ -53,7 +54,17 @@ impl LockStore for RedisBackend {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let Inner { keys, scripts, .. } = &*self.inner;
         let (lease, servers) = (keys.lease(lock), self.servers_for(claim.replicas));
-        let (reply, mut link) = if claim.line == Line::Ignore && !claim.is_shared {
+        let is_plain = claim.line == Line::Ignore && !claim.is_shared;
+        let calls = self.calls().filter(|_| is_plain && claim.permits == 1 && claim.replicas.count == 0);
+        let _place = match calls.map(|calls| (calls.acquires_alone(), calls)) {
+            Some((None, calls)) => match calls.acquire(&lease, claim).await? {
+                Some(answer) => return Ok(answer),
+                None => None,
+            },
+            Some((place, _)) => place,
+            None => None,
+        };
+        let (reply, mut link) = if is_plain {
             scripts.lock_acquire(servers, &lease, claim).await?
         } else {
             let [line, places] = keys.line(lock);
@@ -117,28 +128,59 @@ impl LockStore for RedisBackend {
 
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let channel = keys.free(lock);
+        let (lease, channel) = (keys.lease(lock), keys.free(lock));
+        let released = |was_held, listeners| {
+            // This backend may listen itself, still or again.
+            let ours = locks.subscriber.get().is_some_and(|subscriber| subscriber.listens_to(&channel));
+            Released { was_held, is_wanted: listeners > u64::from(ours) }
+        };
+        let _place = match self.calls().map(|calls| (calls.releases_alone(), calls)) {
+            Some((None, calls)) => match calls.release(&lease, &channel, token).await? {
+                Some(listeners) => return Ok(released(true, listeners)),
+                None => None,
+            },
+            Some((place, _)) => place,
+            None => None,
+        };
         let [line, places] = keys.line(lock);
-        let names = [&keys.lease(lock), &channel, &line, &places];
-        let reply = scripts.lock_release(&locks.own, names.map(String::as_str), token, self.publish()).await?;
+        let names = [&lease, &channel, &line, &places].map(String::as_str);
+        let reply = scripts.lock_release(&locks.own, names, token, self.publish()).await?;
         match numbers(&reply).as_deref() {
-            Some(&[was_held, listeners]) => {
-                // This backend may listen itself, still or again.
-                let ours = locks.subscriber.get().is_some_and(|subscriber| subscriber.listens_to(&channel));
-                Ok(Released { was_held: was_held == 1, is_wanted: listeners > u64::from(ours) })
-            }
+            Some(&[was_held, listeners]) => Ok(released(was_held == 1, listeners)),
             _ => Err(unexpected_reply(&reply)),
         }
     }
 
     async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
         let Inner { keys, locks, .. } = &*self.inner;
-        locks.subscriber().subscribe(keys.free(lock), in_line.copied()).await
+        let interest = in_line.copied().map_or(Interest::Changes, Interest::Turn);
+        locks.subscriber().subscribe(keys.free(lock), interest).await
     }
 
     async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         scripts.lock_name(&locks.own, [&keys.lease(lock), &keys.names(lock)], token, name).await.map(drop)
+    }
+
+    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
+        let Inner { keys, locks, .. } = &*self.inner;
+        let (lease, channel) = (keys.lease(lock), keys.asked(lock));
+        let ask = |verb| {
+            let mut command = redis::cmd(verb);
+            command.arg(&channel).arg("1");
+            command
+        };
+        let mut answer = locks.own.send(&lease, &ask(self.publish())).await;
+        if locks.own.is_cluster() && answer.as_ref().is_err_and(|error| !error.is_io_error()) {
+            // Redis 6.2 does not know it.
+            answer = locks.own.send(&lease, &ask("PUBLISH")).await;
+        }
+        answer.map(drop).map_err(store_error)
+    }
+
+    async fn watch_asks(&self, lock: &LockKey) -> Wakeups {
+        let Inner { keys, locks, .. } = &*self.inner;
+        locks.subscriber().subscribe(keys.asked(lock), Interest::Messages).await
     }
 
     fn scope(&self) -> Scope {
@@ -150,6 +192,13 @@ impl RedisBackend {
     /// A cluster sends what is published by PUBLISH to all of its nodes.
     pub(super) fn publish(&self) -> &'static str {
         if self.inner.locks.own.is_cluster() { "SPUBLISH" } else { "PUBLISH" }
+    }
+
+    /// Where those meet who ask at the same time.
+    fn calls(&self) -> Option<&LockCalls> {
+        let Inner { servers, scripts, locks, lock_calls, .. } = &*self.inner;
+        let start = || LockCalls::new(Arc::clone(servers), locks.own.clone(), Arc::clone(scripts));
+        (!servers.is_cluster()).then(|| lock_calls.get_or_init(start))
     }
 
     async fn renew_shard(&self, renewals: &[&Renewal]) -> Result<Vec<bool>, StoreError> {

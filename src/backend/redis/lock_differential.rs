@@ -1,7 +1,9 @@
 //! The same for locks: what is granted, to whom and for how long.
 
 use super::*;
-use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Renewal, Token};
+use crate::backend::redis::Inner;
+use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Token};
+use std::sync::Arc;
 
 #[derive(Clone, Debug)]
 struct LockStep {
@@ -10,29 +12,36 @@ struct LockStep {
     lock: u32,
     token: usize,
     ttl_ms: u64,
-    fences: u32,
     verb: LockVerb,
 }
 
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 enum LockVerb {
     Acquire,
+    // Locks and tokens, at the same time.
+    AcquireMany { asked: Vec<(u32, usize)> },
     Renew,
     Release,
+    ReleaseMany { held: Vec<(u32, usize)> },
 }
 
 fn lock_traces() -> impl Strategy<Value = Vec<LockStep>> {
     // Often right at the end of a lease.
     let pause = prop_oneof![3 => Just(0_u64), 3 => 0..60_000_u64, 2 => 9_990..10_010_u64, 1 => Just(10_000_u64)];
     let ttl_ms = prop_oneof![Just(10_u64), Just(50), Just(86_400_000)];
-    let verb = prop_oneof![3 => Just(LockVerb::Acquire), 2 => Just(LockVerb::Renew), 1 => Just(LockVerb::Release)];
+    let several = || prop::collection::vec((0..2_u32, 0..3_usize), 1..6);
+    let verb = prop_oneof![
+        3 => Just(LockVerb::Acquire),
+        3 => several().prop_map(|asked| LockVerb::AcquireMany { asked }),
+        2 => Just(LockVerb::Renew),
+        1 => Just(LockVerb::Release),
+        2 => several().prop_map(|held| LockVerb::ReleaseMany { held }),
+    ];
     let step = (pause, 0..2_u32, 0..3_usize, ttl_ms, verb).prop_map(|(pause, lock, token, ttl_ms, verb)| LockStep {
         pause,
         lock,
         token,
         ttl_ms,
-        // The same whenever this token asks.
-        fences: token as u32 * 7 + 1,
         verb,
     });
     prop::collection::vec(step, 100..300)
@@ -46,31 +55,61 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
     let mut grants: [[Option<[u64; 2]>; 3]; 2] = Default::default();
     // A lock, or a semaphore.
     let permits = 1 + turn as u32 % 3;
+    // The same whenever a token asks.
+    let fences_each = 1 + turn as u32 % 4 * 5;
+    let lock_at = |at: u32| LockKey::new(format!("trace-{turn}"), at);
     for (number, step) in trace.iter().enumerate() {
         pair.pause(Duration::from_micros(step.pause));
-        let lock = LockKey::new(format!("trace-{turn}"), step.lock);
-        let (token, ttl) = (tokens[step.token], Duration::from_millis(step.ttl_ms));
-        let at = step.lock as usize;
-        match step.verb {
-            LockVerb::Acquire => {
-                let claim = Claim { fences: step.fences, permits, ..Claim::new(token, ttl) };
-                match pair.both(|to| to.acquire(&lock, &claim), |to| to.acquire(&lock, &claim)) {
-                    (Acquired::Granted { fence: memory }, Acquired::Granted { fence: redis }) => {
-                        let granted = [memory, redis];
-                        if grants[at][step.token] != Some(granted) {
-                            for (fence, last) in granted.iter().zip(&mut fences[at]) {
-                                prop_assert!(*fence > *last, "{} after {} at step {}: {:?}", fence, last, number, step);
-                                *last = fence + u64::from(step.fences) - 1;
+        let (lock, token, ttl) = (lock_at(step.lock), tokens[step.token], Duration::from_millis(step.ttl_ms));
+        match &step.verb {
+            LockVerb::Acquire | LockVerb::AcquireMany { .. } => {
+                let is_alone = matches!(step.verb, LockVerb::Acquire);
+                let asked = match &step.verb {
+                    LockVerb::AcquireMany { asked } => asked.as_slice(),
+                    _ => &[(step.lock, step.token)],
+                };
+                let permits = if is_alone { permits } else { 1 };
+                let wanted = asked.iter().map(|&(at, token)| {
+                    (lock_at(at), Claim { fences: fences_each, permits, ..Claim::new(tokens[token], ttl) })
+                });
+                let wanted: Vec<_> = wanted.collect();
+                let one_by_one = async |memory: &MemoryBackend| {
+                    let mut answers = Vec::new();
+                    for (lock, claim) in &wanted {
+                        answers.push(memory.acquire(lock, claim).await?);
+                    }
+                    Ok(answers)
+                };
+                let (memory, redis) = pair.both(one_by_one, async |redis: &RedisBackend| match &*wanted {
+                    [(lock, claim)] if is_alone => Ok(vec![redis.acquire(lock, claim).await?]),
+                    wanted => redis.acquire_together(wanted).await,
+                });
+                for ((&(at, token), memory), redis) in asked.iter().zip(memory).zip(redis) {
+                    let at = at as usize;
+                    match (memory, redis) {
+                        (Acquired::Granted { fence: memory }, Acquired::Granted { fence: redis }) => {
+                            let granted = [memory, redis];
+                            if grants[at][token] != Some(granted) {
+                                for (fence, last) in granted.iter().zip(&mut fences[at]) {
+                                    prop_assert!(*fence > *last, "{fence} after {last} at step {number}: {step:?}");
+                                    *last = fence + u64::from(fences_each) - 1;
+                                }
                             }
+                            grants[at][token] = Some(granted);
                         }
-                        grants[at][step.token] = Some(granted);
-                    }
-                    (Acquired::Busy { remaining: memory }, Acquired::Busy { remaining: redis }) => {
-                        // Redis answers in milliseconds, rounded up.
-                        prop_assert_eq!(memory.as_micros().div_ceil(1_000), redis.as_millis(), "at step {}", number);
-                    }
-                    (memory, redis) => {
-                        prop_assert!(false, "memory {:?}, redis {:?}, at step {}: {:?}", memory, redis, number, step);
+                        (Acquired::Busy { remaining: memory }, Acquired::Busy { remaining: redis }) => {
+                            // Redis answers in milliseconds, rounded up.
+                            prop_assert_eq!(
+                                memory.as_micros().div_ceil(1_000),
+                                redis.as_millis(),
+                                "at step {}: {:?}",
+                                number,
+                                step
+                            );
+                        }
+                        (memory, redis) => {
+                            prop_assert!(false, "memory {memory:?}, redis {redis:?}, at step {number}: {step:?}");
+                        }
                     }
                 }
             }
@@ -84,10 +123,54 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
                 let (memory, redis) = pair.both(|to| to.release(&lock, &token), |to| to.release(&lock, &token));
                 prop_assert_eq!(memory, redis, "at step {}: {:?}", number, step);
             }
+            LockVerb::ReleaseMany { held } => {
+                let held: Vec<_> = held.iter().map(|&(at, token)| (lock_at(at), tokens[token])).collect();
+                let one_by_one = async |memory: &MemoryBackend| {
+                    let mut answers = Vec::new();
+                    for (lock, token) in &held {
+                        answers.push(memory.release(lock, token).await?);
+                    }
+                    Ok(answers)
+                };
+                let (memory, redis) = pair.both(one_by_one, |redis| redis.release_together(&held));
+                prop_assert_eq!(memory, redis, "at step {}: {:?}", number, step);
+            }
         }
     }
     pair.check_expiries();
     Ok(())
+}
+
+impl RedisBackend {
+    /// As if all of this had been asked for while another call was away.
+    async fn acquire_together(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let asked = wanted.iter().map(|(lock, claim)| (keys.lease(lock), *claim));
+        let met = lock_calls::acquire_together(Arc::clone(servers), Arc::clone(scripts), asked).await?;
+        let mut answers = Vec::new();
+        for ((lock, claim), answer) in wanted.iter().zip(met) {
+            answers.push(match answer {
+                Some(answer) => answer,
+                None => self.acquire(lock, claim).await?,
+            });
+        }
+        Ok(answers)
+    }
+
+    /// As if all of this had been given back while another call was away.
+    async fn release_together(&self, held: &[(LockKey, Token)]) -> Result<Vec<Released>, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let given = held.iter().map(|(lock, token)| (keys.lease(lock), keys.free(lock), *token));
+        let met = lock_calls::release_together(locks.apart().clone(), Arc::clone(scripts), given).await?;
+        let mut answers = Vec::new();
+        for ((lock, token), listeners) in held.iter().zip(met) {
+            answers.push(match listeners {
+                Some(listeners) => Released { was_held: true, is_wanted: listeners > 0 },
+                None => self.release(lock, token).await?,
+            });
+        }
+        Ok(answers)
+    }
 }
 
 #[test]

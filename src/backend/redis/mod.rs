@@ -44,7 +44,8 @@
 //!
 //! A decision that is nearly alone is a call of its own and waits for nobody. When more than a handful are on their way, those that
 //! come meanwhile wait until one of a few calls is back, and then go together in one script, each charged or denied by
-//! itself: exact, and about half the work for Redis. Not on a cluster, where hardly two subjects share a slot.
+//! itself: exact, and about half the work for Redis. Not on a cluster, where hardly two subjects share a slot. So do locks that are taken
+//! at the same time, and those that are given back: each is granted or refused by itself, and a cycle costs Redis a quarter.
 //!
 //! Once there are locks or operations, one more connection is opened, for renewing and giving back, which do not queue behind requests; and
 //! one that listens for locks becoming free and operations being done, if somebody waits for one. Waiting for replicas holds a connection
@@ -54,7 +55,7 @@
 //! # Keys
 //!
 //! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`, `<prefix>:2:{lock:<namespace>:<subject>}:lease` with the
-//! channel `...:free`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and
+//! channels `...:free` and `...:asked`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and
 //! `<prefix>:2:{idempotency:<scope>:<key>}:record` with the channel `...:done`; a delay queue is `<prefix>:2:{delay_queue:<name>}:<part>`. The braces make a subject, and a queue, one slot of a cluster. Each key has a
 //! time to live. Two releases of Tollgate may share one Redis as long as the number after the prefix is the same.
 //!
@@ -64,7 +65,7 @@
 //! with the prefix in the place of `tollgate`:
 //!
 //! ```text
-//! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +set +pttl +pexpire +time +getrange +strlen +append
+//! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +mget +set +pttl +pexpire +time +getrange +strlen +append
 //! ```
 //!
 //! For locks that replicas have to know of `+wait`, and for those that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`, as well.
@@ -96,7 +97,9 @@ mod idempotency;
 mod keys;
 mod listener;
 mod lock;
+mod lock_calls;
 mod lock_registry;
+mod meeting;
 mod options;
 mod pool;
 mod probe;
@@ -119,6 +122,7 @@ use bb8_redis::RedisConnectionManager;
 use self::gather::Gather;
 use self::keys::Keys;
 use self::lock::LockLinks;
+use self::lock_calls::LockCalls;
 use self::pushes::Pushes;
 use self::scripts::Scripts;
 use self::servers::{Links, Servers};
@@ -144,6 +148,8 @@ struct Inner {
     // Not on a cluster, where hardly two subjects share a slot.
     gather: Option<Gather>,
     locks: LockLinks,
+    // From the first lock on, and not on a cluster either.
+    lock_calls: OnceLock<LockCalls>,
     // From the first push on.
     pushes: OnceLock<Pushes>,
 }
@@ -182,7 +188,8 @@ impl RedisBackend {
     fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockLinks, scripts: Scripts) -> Self {
         let scripts = Arc::new(scripts);
         let gather = (!servers.is_cluster()).then(|| Gather::new(Arc::clone(&servers), Arc::clone(&scripts)));
-        Self { inner: Arc::new(Inner { servers, keys, scripts, gather, locks, pushes: OnceLock::new() }) }
+        let (lock_calls, pushes) = (OnceLock::new(), OnceLock::new());
+        Self { inner: Arc::new(Inner { servers, keys, scripts, gather, locks, lock_calls, pushes }) }
     }
 }
 

@@ -7,8 +7,8 @@ use std::time::Duration;
 
 use bb8::{ManageConnection, RunError};
 use bb8_redis::RedisConnectionManager;
-use redis::aio::{MultiplexedConnection, PubSub};
-use redis::{AsyncConnectionConfig, Client, Cmd, ErrorKind, Pipeline, RedisError, Value};
+use redis::aio::{AsyncPushSender, MultiplexedConnection};
+use redis::{AsyncConnectionConfig, Client, Cmd, ErrorKind, Pipeline, ProtocolVersion, RedisError, Value};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
@@ -341,16 +341,26 @@ impl Connector {
         Ok((connection, tenure))
     }
 
-    /// A connection for subscriptions.
-    pub(super) async fn subscriber(&self) -> Result<PubSub, RedisError> {
+    /// A connection for subscriptions, by which `heard` is told what the server says by itself.
+    pub(super) async fn subscriber(&self, heard: impl AsyncPushSender) -> Result<MultiplexedConnection, RedisError> {
         match self {
-            Self::Client(client) => client.0.get_async_pubsub().await,
-            Self::Sentinels(sentinels) => sentinels.subscriber().await,
+            Self::Client(client) => listen(&client.0, heard).await,
+            Self::Sentinels(sentinels) => sentinels.subscriber(heard).await,
             Self::Pool { .. } => {
                 Err((ErrorKind::InvalidClientConfig, "a pool has no connections for subscriptions").into())
             }
         }
     }
+}
+
+/// Connects to a server in order to listen to it.
+pub(super) async fn listen(client: &Client, heard: impl AsyncPushSender) -> Result<MultiplexedConnection, RedisError> {
+    // With another protocol messages would go through one more task to whoever they are for.
+    let info = client.get_connection_info().clone();
+    let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
+    let client = Client::open(info.set_redis_settings(settings))?;
+    let config = AsyncConnectionConfig::new().set_push_sender(heard).set_response_timeout(None);
+    client.get_multiplexed_async_connection_with_config(&config).await
 }
 
 /// Names the server for the log: no user, no password.

@@ -3,26 +3,22 @@
 //! As with decisions: a push that is nearly alone goes by itself, and those beyond that wait until one of a few calls is back.
 
 use std::sync::Arc;
-use std::sync::atomic::AtomicUsize;
 
-use tokio::sync::{mpsc, oneshot};
-use tokio::task::AbortHandle;
+use tokio::sync::oneshot;
 
 use super::Inner;
 use super::delay_queue::push;
-use super::gather::{Alone, WAITING, send_together};
 use super::keys::Keys;
+use super::meeting::{Away, Limits, Meeting};
 use super::scripts::Scripts;
 use super::servers::Servers;
 use crate::delay_queue::{Admission, MAX_BATCH, NewJob, QueueKey};
 use crate::error::StoreError;
 
+const LIMITS: Limits = Limits { alone: 8, calls: 2, together: MAX_BATCH };
+
 /// Where pushes meet.
-pub(super) struct Pushes {
-    alone: AtomicUsize,
-    waiting: mpsc::Sender<Waiting>,
-    sender: AbortHandle,
-}
+pub(super) struct Pushes(Meeting<Waiting>);
 
 /// A job that has not been pushed yet.
 struct Waiting {
@@ -35,17 +31,15 @@ struct Waiting {
 impl Pushes {
     /// Sends what has met, until it is dropped.
     pub(super) fn new(inner: &Inner) -> Self {
-        let (waiting, arrivals) = mpsc::channel(WAITING);
         let Inner { servers, keys, scripts, .. } = inner;
         let (servers, keys, scripts) = (Arc::clone(servers), keys.clone(), Arc::clone(scripts));
         let send = move |batch| send(Arc::clone(&servers), keys.clone(), Arc::clone(&scripts), batch);
-        let sender = tokio::spawn(send_together(arrivals, MAX_BATCH, send)).abort_handle();
-        Self { alone: AtomicUsize::new(0), waiting, sender }
+        Self(Meeting::new(LIMITS, send))
     }
 
     /// A place for a push that may go by itself, unless others are on their way already.
-    pub(super) fn alone(&self) -> Option<Alone<'_>> {
-        Alone::find(&self.alone)
+    pub(super) fn alone(&self) -> Option<Away> {
+        self.0.alone()
     }
 
     /// Pushes a job together with others, or `None` if it has to go by itself after all.
@@ -55,17 +49,9 @@ impl Pushes {
         job: &NewJob,
         max_jobs: u64,
     ) -> Option<Result<Admission, StoreError>> {
-        let (reply, answer) = oneshot::channel();
-        // Too many wait, or the runtime that sends them is gone.
-        self.waiting.try_send(Waiting { queue: *queue, job: job.clone(), max_jobs, reply }).ok()?;
+        let waiting = |reply| Waiting { queue: *queue, job: job.clone(), max_jobs, reply };
         let lost = || StoreError::unavailable("the runtime that pushes jobs has ended");
-        Some(answer.await.unwrap_or_else(|_| Err(lost())))
-    }
-}
-
-impl Drop for Pushes {
-    fn drop(&mut self) {
-        self.sender.abort();
+        Some(self.0.join(waiting).await?.unwrap_or_else(|_| Err(lost())))
     }
 }
 

@@ -39,9 +39,11 @@ pub(super) struct Scripts {
     pub(super) block: LuaScript,
     pub(super) lock_acquire: LuaScript,
     pub(super) lock_acquire_all: LuaScript,
+    pub(super) lock_acquire_many: LuaScript,
     pub(super) lock_line: LuaScript,
     pub(super) lock_renew: LuaScript,
     pub(super) lock_release: LuaScript,
+    pub(super) lock_release_many: LuaScript,
     pub(super) lock_inspect: LuaScript,
     pub(super) lock_name: LuaScript,
     pub(super) lock_seize: LuaScript,
@@ -124,9 +126,11 @@ impl Scripts {
             block: lua!("rate_limit_block.lua"),
             lock_acquire: lua!("lock_acquire.lua"),
             lock_acquire_all: lua!("lock_acquire_all.lua"),
+            lock_acquire_many: lua!("lock_acquire_many.lua"),
             lock_line: lua!("lock_line.lua"),
             lock_renew: lua!("lock_renew.lua"),
             lock_release: lua!("lock_release.lua"),
+            lock_release_many: lua!("lock_release_many.lua"),
             lock_inspect: lua!("lock_inspect.lua"),
             lock_name: lua!("lock_name.lua"),
             lock_seize: lua!("lock_seize.lua"),
@@ -203,6 +207,19 @@ impl Scripts {
         self.lock_acquire_all.exchange(servers, leases, (millis(ttl), fences, KEEP_FENCE_MS, tokens)).await
     }
 
+    /// Each for one holder, at most [`MAX_LOCKS`] at once.
+    pub(super) async fn lock_acquire_many(
+        &self,
+        servers: &Servers,
+        leases: &[&str],
+        ttl: Duration,
+        fences: u32,
+        tokens: &[&Token],
+    ) -> Result<Value, RedisError> {
+        let tokens: SmallVec<[_; 32]> = tokens.iter().map(|token| token.as_bytes().as_slice()).collect();
+        self.lock_acquire_many.run(servers, leases, &(millis(ttl), fences, KEEP_FENCE_MS, &*tokens)).await
+    }
+
     /// For whoever stands in line, or respects it.
     pub(super) async fn lock_line(
         &self,
@@ -237,6 +254,17 @@ impl Scripts {
     ) -> Result<Value, StoreError> {
         let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, publish);
         self.lock_release.call(servers, &keys, args).await
+    }
+
+    /// At most [`MAX_LOCKS`] at once. The keys are the leases, then the channels.
+    pub(super) async fn lock_release_many(
+        &self,
+        servers: &Servers,
+        keys: &[&str],
+        tokens: &[&Token],
+    ) -> Result<Value, RedisError> {
+        let tokens: SmallVec<[_; 32]> = tokens.iter().map(|token| token.as_bytes().as_slice()).collect();
+        self.lock_release_many.run(servers, keys, &(KEEP_FENCE_MS, &*tokens)).await
     }
 
     pub(super) async fn lock_inspect(
@@ -427,6 +455,9 @@ fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
     (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, claim.permits)
 }
 
+/// How many locks one call of `lock_acquire_many` or `lock_release_many` takes, as the scripts have it.
+pub(super) const MAX_LOCKS: usize = 64;
+
 /// How many leases one call of `lock_renew` takes, as the script has it.
 pub(super) const MAX_RENEWALS: usize = 128;
 
@@ -526,9 +557,11 @@ mod tests {
             (&scripts.probe, 1, 1),
             (&scripts.lock_acquire, 1, 5),
             (&scripts.lock_acquire_all, 1, 4),
+            (&scripts.lock_acquire_many, 1, 4),
             (&scripts.lock_line, 4, 9),
             (&scripts.lock_renew, 1, 2),
             (&scripts.lock_release, 4, 3),
+            (&scripts.lock_release_many, 1, 2),
             (&scripts.lock_inspect, 2, 1),
             (&scripts.lock_name, 2, 2),
             (&scripts.lock_seize, 2, 2),

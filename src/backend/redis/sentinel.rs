@@ -10,13 +10,14 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
-use redis::aio::{MultiplexedConnection, PubSub};
+use redis::aio::{AsyncPushSender, MultiplexedConnection};
 use redis::{AsyncConnectionConfig, Client, ErrorKind, RedisError, Value};
 use tokio::sync::Mutex;
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::cluster::Address;
+use super::pool::listen;
 
 /// How long a Sentinel is asked alone before the next one is asked beside it: one that hangs should not cost the whole time
 /// that there is to connect.
@@ -114,9 +115,9 @@ impl Sentinels {
     }
 
     /// The same, for subscriptions.
-    pub(super) async fn subscriber(&self) -> Result<PubSub, RedisError> {
+    pub(super) async fn subscriber(&self, heard: impl AsyncPushSender) -> Result<MultiplexedConnection, RedisError> {
         let (client, _) = self.primary().await?;
-        client.get_async_pubsub().await
+        listen(&client, heard).await
     }
 
     /// The primary that the first Sentinel to answer names, if that server takes itself for a primary, too, and no other Sentinel

@@ -52,15 +52,28 @@ struct Channel {
     listeners: usize,
     is_confirmed: watch::Sender<bool>,
     messages: watch::Sender<()>,
+    // Of these, those that were sent. Not that some may have been missed.
+    sent: watch::Sender<()>,
     // For those who stand in line, and are told when it is their turn.
     turns: HashMap<Token, watch::Sender<()>>,
+}
+
+/// What wakes somebody who listens.
+#[derive(Clone, Copy)]
+pub(super) enum Interest {
+    /// Each message, and that some may have been missed.
+    Changes,
+    /// The same of messages for a certain token, and of those for all.
+    Turn(Token),
+    /// Each message that is for all, and nothing else.
+    Messages,
 }
 
 /// Somebody who listens. The channel is given up some time after the last one is dropped.
 struct Listener {
     shared: Arc<Shared>,
     channel: Arc<str>,
-    in_line: Option<Token>,
+    interest: Interest,
 }
 
 impl Subscriber {
@@ -69,13 +82,13 @@ impl Subscriber {
         Self { shared: Arc::new(Shared { source, state, work }) }
     }
 
-    /// Wake-ups for each message on a channel, or each that is for a certain token, and whenever messages may have been missed: after each reconnection. Ready when the
-    /// server has confirmed that it sends them, or when that takes too long; then there is a wake-up once it has.
-    pub(super) async fn subscribe(&self, channel: String, in_line: Option<Token>) -> Wakeups {
+    /// Wake-ups for messages on a channel. They may be missed whenever the connection is made again. Ready when the
+    /// server has confirmed that it sends them, or when that takes too long; then they may have been missed until it has.
+    pub(super) async fn subscribe(&self, channel: String, interest: Interest) -> Wakeups {
         if !self.shared.source.can_subscribe() {
             return Wakeups::none();
         }
-        let (listener, mut is_confirmed, mut messages) = self.listen(channel.into(), in_line);
+        let (listener, mut is_confirmed, mut messages) = self.listen(channel.into(), interest);
         if timeout(CONFIRMATION, is_confirmed.wait_for(|is_confirmed| *is_confirmed)).await.is_ok() {
             messages.mark_unchanged();
         }
@@ -87,13 +100,14 @@ impl Subscriber {
         self.shared.state().channels.get(channel).is_some_and(|channel| *channel.is_confirmed.borrow())
     }
 
-    fn listen(&self, name: Arc<str>, in_line: Option<Token>) -> (Listener, watch::Receiver<bool>, watch::Receiver<()>) {
+    fn listen(&self, name: Arc<str>, interest: Interest) -> (Listener, watch::Receiver<bool>, watch::Receiver<()>) {
         let mut state = self.shared.state();
         if !state.channels.contains_key(&name) {
             let channel = Channel {
                 listeners: 0,
                 is_confirmed: watch::Sender::new(false),
                 messages: watch::Sender::new(()),
+                sent: watch::Sender::new(()),
                 turns: HashMap::new(),
             };
             state.channels.insert(Arc::clone(&name), channel);
@@ -102,16 +116,17 @@ impl Subscriber {
         }
         let channel = state.channels.get_mut(&name).expect("it was put there if it was not");
         channel.listeners += 1;
-        let messages = match in_line {
-            None => &channel.messages,
-            Some(token) => channel.turns.entry(token).or_insert_with(|| watch::Sender::new(())),
+        let messages = match interest {
+            Interest::Changes => &channel.messages,
+            Interest::Messages => &channel.sent,
+            Interest::Turn(token) => channel.turns.entry(token).or_insert_with(|| watch::Sender::new(())),
         };
         let receivers = (channel.is_confirmed.subscribe(), messages.subscribe());
         // The task ends when nobody listens, and with the runtime that it was started in.
         if state.task.as_ref().is_none_or(AbortHandle::is_finished) {
             state.task = Some(tokio::spawn(run(Arc::clone(&self.shared))).abort_handle());
         }
-        (Listener { shared: Arc::clone(&self.shared), channel: name, in_line }, receivers.0, receivers.1)
+        (Listener { shared: Arc::clone(&self.shared), channel: name, interest }, receivers.0, receivers.1)
     }
 }
 
@@ -137,7 +152,7 @@ impl Drop for Listener {
         let mut state = self.shared.state();
         let Some(channel) = state.channels.get_mut(&self.channel) else { return };
         channel.listeners -= 1;
-        if let Some(token) = &self.in_line {
+        if let Interest::Turn(token) = &self.interest {
             channel.turns.remove(token);
         }
         if channel.listeners == 0 {
@@ -201,7 +216,10 @@ impl Shared {
             News::Message(channel, whose) => {
                 let Some(channel) = state.channels.get(channel) else { return };
                 match whose {
-                    None => channel.tell_all(),
+                    None => {
+                        channel.tell_all();
+                        channel.sent.send_replace(());
+                    }
                     Some(token) => {
                         if let Some(turn) = channel.turns.get(&token) {
                             turn.send_replace(());
@@ -209,6 +227,7 @@ impl Shared {
                     }
                 }
             }
+            News::New(channel) => drop(state.channels.get(channel).map(Channel::tell_all)),
             News::MaybeMissed => state.channels.values().for_each(Channel::tell_all),
         }
     }

@@ -17,6 +17,9 @@ function virtual.TIME()
 end
 
 function virtual.SET(key, value, px, ms, ...)
+  if px == 'KEEPTTL' and real.call('EXISTS', key .. '#due') == 1 then
+    return real.call('SET', key, value)
+  end
   assert(px == 'PX', 'a key is set without an expiry')
   local done = real.call('SET', key, value, ...)
   if done then

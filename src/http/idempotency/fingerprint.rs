@@ -5,23 +5,26 @@ use std::task::{Context, Poll, ready};
 
 use ::http::{HeaderName, Request};
 use bytes::Bytes;
-use hmac::{Hmac, Mac};
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
-use sha2::Sha256;
+use sha2::{Digest as _, Sha256};
 use tokio::sync::Notify;
 
 use crate::idempotency::{Digest, HasPayload, Operation, Payload};
+use crate::key::Key;
 
 /// What fingerprints are made with. The secret itself is not kept, and nothing of it printed.
 #[derive(Clone)]
 pub(super) struct Fingerprints {
-    mac: Hmac<Sha256>,
+    keyed: Sha256,
 }
 
 impl Fingerprints {
     pub(super) fn new(secret: &[u8]) -> Self {
-        Self { mac: Hmac::new_from_slice(secret).expect("a key of any length will do") }
+        // Fills a block, so that it is hashed here once and for all.
+        let mut key = [0; 64];
+        key[..32].copy_from_slice(&Sha256::digest(secret));
+        Self { keyed: Sha256::new_with_prefix(key) }
     }
 
     /// The fingerprint of what is known before the body is read, and what to make that of the body with. Nobody can tell from them
@@ -32,30 +35,35 @@ impl Fingerprints {
         request: &Request<B>,
         headers: &[HeaderName],
     ) -> (Digest, Arc<Reading>) {
-        let mut mac = self.mac.clone();
-        let mut field = |bytes: &[u8]| {
-            // With its length before it, so that no two requests run into each other.
-            mac.update(&(bytes.len() as u64).to_le_bytes());
-            mac.update(bytes);
-        };
-        field(operation.scope().as_str().as_bytes());
-        field(operation.key().as_str().as_bytes());
-        field(request.method().as_str().as_bytes());
-        let uri = request.uri();
-        field(uri.path_and_query().map_or("", |path| path.as_str()).as_bytes());
+        let mut hash = self.keyed.clone();
+        let path = request.uri().path_and_query().map_or("", |path| path.as_str());
+        let [scope, key] = [operation.scope(), operation.key()].map(Key::as_bytes);
+        let fields = [scope, key, request.method().as_str().as_bytes(), path.as_bytes()];
+        // With their lengths before them, so that no two requests run into each other.
+        hash.update(fields.map(len).as_flattened());
+        fields.iter().for_each(|field| hash.update(field));
         for name in headers {
             let values = request.headers().get_all(name);
-            field(&values.iter().count().to_le_bytes());
-            values.iter().for_each(|value| field(value.as_bytes()));
+            hash.update((values.iter().count() as u32).to_le_bytes());
+            for value in values {
+                hash.update(len(value.as_bytes()));
+                hash.update(value);
+            }
         }
-        (digest(mac.clone()), Arc::new(Reading::new(mac)))
+        (digest(hash.clone()), Arc::new(Reading::new(hash)))
     }
 }
 
-/// The first half of the code.
-fn digest(mac: Hmac<Sha256>) -> Digest {
-    let code: [u8; 32] = mac.finalize().into_bytes().into();
-    Digest(std::array::from_fn(|i| code[i]))
+/// How long a field is. None has as many bytes as four can count.
+fn len(field: &[u8]) -> [u8; 4] {
+    (field.len() as u32).to_le_bytes()
+}
+
+/// The first half of the hash. Who knows that but not the key cannot tell the hash of anything else: to go on from where it ends takes the
+/// other half as well.
+fn digest(hash: Sha256) -> Digest {
+    let hash: [u8; 32] = hash.finalize().into();
+    Digest(std::array::from_fn(|i| hash[i]))
 }
 
 /// How far the handler has read the body, and whether that is the one which an attempt before was sent.
@@ -67,7 +75,7 @@ pub(super) struct Reading {
 struct Progress {
     // What is known of the attempt before.
     before: Payload,
-    mac: Hmac<Sha256>,
+    hash: Sha256,
     len: u64,
     is_whole: bool,
     has_failed: bool,
@@ -75,9 +83,9 @@ struct Progress {
 }
 
 impl Reading {
-    fn new(mac: Hmac<Sha256>) -> Self {
+    fn new(hash: Sha256) -> Self {
         let before = Payload::default();
-        let progress = Progress { before, mac, len: 0, is_whole: false, has_failed: false, differs: false };
+        let progress = Progress { before, hash, len: 0, is_whole: false, has_failed: false, differs: false };
         Self { progress: Mutex::new(progress), differs: Notify::new() }
     }
 
@@ -89,8 +97,8 @@ impl Reading {
     }
 
     /// What to make the digest of a body with, none of which was read.
-    fn mac(&self) -> Hmac<Sha256> {
-        self.progress().mac.clone()
+    fn hash(&self) -> Sha256 {
+        self.progress().hash.clone()
     }
 
     /// Nothing in here panics halfway, so what a poisoned lock guards is whole.
@@ -124,12 +132,12 @@ impl Reading {
                 if let Some(data) = frame.data_ref() {
                     let missing = len.saturating_sub(progress.len);
                     let (old, new) = data.split_at(usize::try_from(missing).unwrap_or(usize::MAX).min(data.len()));
-                    progress.mac.update(old);
+                    progress.hash.update(old);
                     if !old.is_empty() && old.len() as u64 == missing {
-                        progress.differs |= digest(progress.mac.clone()) != expected;
+                        progress.differs |= digest(progress.hash.clone()) != expected;
                     }
                     progress.differs |= is_whole == Some(true) && !new.is_empty();
-                    progress.mac.update(new);
+                    progress.hash.update(new);
                     progress.len += data.len() as u64;
                 }
                 progress.is_whole |= frame.is_trailers() || is_end;
@@ -151,7 +159,7 @@ impl HasPayload for Reading {
         if progress.len < progress.before.len {
             return progress.before;
         }
-        let digest = digest(progress.mac.clone());
+        let digest = digest(progress.hash.clone());
         Payload { len: progress.len, is_whole: Some(progress.is_whole), digest }
     }
 }
@@ -219,7 +227,7 @@ pub(super) async fn is_same<B: Body<Data = Bytes>>(
     reading: &Reading,
 ) -> Result<bool, B::Error> {
     let Some(is_whole) = payload.is_whole else { return Ok(true) };
-    let mut mac = reading.mac();
+    let mut hash = reading.hash();
     let mut body = pin!(body);
     let mut missing = payload.len;
     while missing > 0 || (is_whole && !body.is_end_stream()) {
@@ -229,10 +237,10 @@ pub(super) async fn is_same<B: Body<Data = Bytes>>(
         if is_whole && part < data.len() {
             return Ok(false);
         }
-        mac.update(&data[..part]);
+        hash.update(&data[..part]);
         missing -= part as u64;
     }
-    Ok(missing == 0 && digest(mac) == payload.digest)
+    Ok(missing == 0 && digest(hash) == payload.digest)
 }
 
 #[cfg(test)]

@@ -1,7 +1,8 @@
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
-use std::sync::{Arc, OnceLock};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 
 use ::http::Response;
@@ -85,22 +86,24 @@ impl<F, R, E, A, K> fmt::Debug for ResponseFuture<F, R, E, A, K> {
 pub(super) struct Guarded<R, E> {
     // `None` once it has answered, or has panicked.
     answer: Option<Work<Answer<R, E>>>,
-    backstage: Arc<Backstage>,
+    goes_on: GoesOn,
+    // Where it goes on, once it has not come to its end at once.
+    backstage: Option<Backstage>,
 }
 
 type Work<T> = Pin<Box<dyn Detach<Output = T>>>;
 
-/// Where a handler goes on when nobody waits for it any more: nowhere until it has begun.
-#[derive(Default)]
-pub(super) struct Backstage(OnceLock<(Handle, Span)>);
+/// Whether the handler has begun, and is finished whatever becomes of its caller.
+pub(super) enum GoesOn {
+    Yes,
+    /// Once this says so.
+    When(Arc<AtomicBool>),
+}
 
-impl Backstage {
-    /// The handler begins, and is to be finished whatever becomes of its caller.
-    pub(super) fn open(&self) {
-        if let Ok(runtime) = Handle::try_current() {
-            let _ = self.0.set((runtime, Span::current()));
-        }
-    }
+type Backstage = (Handle, Span);
+
+fn backstage() -> Option<Backstage> {
+    Some((Handle::try_current().ok()?, Span::current()))
 }
 
 /// A future that can go on in a task of its own.
@@ -116,11 +119,18 @@ impl<F: Future + Send + 'static> Detach for F {
 
 impl<R, E> Guarded<R, E> {
     /// `answer` is large, so it is boxed where it is made.
-    pub(super) fn new<F>(answer: Pin<Box<F>>, backstage: Arc<Backstage>) -> Self
+    pub(super) fn new<F>(answer: Pin<Box<F>>, goes_on: GoesOn) -> Self
     where
         F: Future<Output = Answer<R, E>> + Send + 'static,
     {
-        Self { answer: Some(answer), backstage }
+        Self { answer: Some(answer), goes_on, backstage: None }
+    }
+
+    fn goes_on(&self) -> bool {
+        match &self.goes_on {
+            GoesOn::Yes => true,
+            GoesOn::When(says_so) => says_so.load(Ordering::Acquire),
+        }
     }
 
     fn poll(&mut self, cx: &mut Context<'_>) -> Poll<Answer<R, E>> {
@@ -128,6 +138,9 @@ impl<R, E> Guarded<R, E> {
         let mut answer = self.answer.take().expect("ResponseFuture polled after completion");
         let polled = answer.as_mut().poll(cx);
         if polled.is_pending() {
+            if self.backstage.is_none() && self.goes_on() {
+                self.backstage = backstage();
+            }
             self.answer = Some(answer);
         }
         polled
@@ -136,8 +149,11 @@ impl<R, E> Guarded<R, E> {
 
 impl<R, E> Drop for Guarded<R, E> {
     fn drop(&mut self) {
-        if let (Some(answer), Some((runtime, span))) = (self.answer.take(), self.backstage.0.get()) {
-            answer.detach(runtime, span.clone());
+        if let Some(answer) = self.answer.take()
+            && self.goes_on()
+            && let Some((runtime, span)) = self.backstage.take().or_else(backstage)
+        {
+            answer.detach(&runtime, span);
         }
     }
 }

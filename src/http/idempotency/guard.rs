@@ -1,20 +1,24 @@
 //! What is done with a request that has a key.
 
 use std::future::Future;
-use std::pin::pin;
+use std::mem;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
 use ::http::{HeaderName, HeaderValue, Request, Response};
 use bytes::Bytes;
 use http_body::Body;
+use pin_project_lite::pin_project;
 use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tower_service::Service;
 
 use super::answer::Recorded;
 use super::body::{Chunks, IdempotentBody};
 use super::fingerprint::{FingerprintedBody, Reading, is_same};
-use super::future::{Answer, Backstage};
+use super::future::{Answer, GoesOn, Guarded};
 use super::layer::Settings;
 use super::run::{Come, Course};
 use super::service::Shared;
@@ -37,16 +41,62 @@ const SHORTEST_PAUSE: Duration = Duration::from_millis(50);
 
 /// Finds out how far the operation is, and does what follows from that.
 ///
-/// The future of a request that is served is moved and kept in memory for each of them, so nothing stays in it that is not needed while
-/// something is awaited: what need not be is done in functions around it, and what is rare is boxed.
+/// `inner` is the service that has reported ready. Where the store answers at once its handler begins here and now; otherwise it is kept,
+/// and a clone of it left for the next time.
 pub(super) fn guard<S, K, A, B, R>(
-    mut ready: S,
+    inner: &mut S,
     request: Request<B>,
     operation: Operation,
     running: Running,
     shared: Arc<Shared<K, A>>,
-    backstage: Arc<Backstage>,
-) -> impl Future<Output = Answer<R, S::Error>> + Send + use<S, K, A, B, R>
+) -> Guarded<R, S::Error>
+where
+    S: Service<Request<FingerprintedBody<B>>, Response = Response<R>> + Clone + Send + 'static,
+    S::Future: Send + 'static,
+    S::Error: Send + 'static,
+    K: Send + Sync + 'static,
+    A: Reject<Rejection, Response<R>, S::Error, Response = Response<IdempotentBody<R>>, Error = S::Error>
+        + Send
+        + Sync
+        + 'static,
+    B: Body<Data = Bytes> + Send + 'static,
+    R: Body<Data = Bytes> + Send + 'static,
+    R::Error: Into<BoxError>,
+{
+    let settings = &shared.settings;
+    let (order, reading) = order(settings, operation, &request);
+    let arrived = Arrived { request, reading, running };
+    // A handler that ends with its caller must not begin before somebody waits for it.
+    let is_eager = settings.on_disconnect == OnDisconnect::Finish;
+    match order.as_ref().ok().filter(|_| is_eager).and_then(Order::begin_now) {
+        Some(Ok(Begin::Granted(granted))) => {
+            let begun = take_up(settings, granted, arrived, inner);
+            Guarded::new(Box::pin(Serve::new(begun, shared)), GoesOn::Yes)
+        }
+        begun => {
+            let goes_on = Arc::<AtomicBool>::default();
+            let asking = ask(take_ready(inner), order, begun, arrived, shared, Arc::clone(&goes_on));
+            Guarded::new(Box::pin(asking), GoesOn::When(goes_on))
+        }
+    }
+}
+
+/// The instance of the inner service that reported ready, with the place that it may have reserved. Leaves a clone for the next time.
+pub(super) fn take_ready<S: Clone>(inner: &mut S) -> S {
+    let fresh = inner.clone();
+    mem::replace(inner, fresh)
+}
+
+/// Waits for what the store says, and does what follows from that. `begun` is what it has said already.
+#[expect(clippy::manual_async_fn, reason = "an `async fn` holds what it is given twice")]
+fn ask<S, K, A, B, R>(
+    mut ready: S,
+    order: Result<Arc<Order>, StoreError>,
+    begun: Option<Result<Begin, StoreError>>,
+    arrived: Arrived<B>,
+    shared: Arc<Shared<K, A>>,
+    goes_on: Arc<AtomicBool>,
+) -> impl Future<Output = Answer<R, S::Error>> + Send
 where
     S: Service<Request<FingerprintedBody<B>>, Response = Response<R>> + Send + 'static,
     S::Future: Send + 'static,
@@ -60,36 +110,87 @@ where
     R: Body<Data = Bytes> + Send + 'static,
     R::Error: Into<BoxError>,
 {
-    let (order, reading) = order(&shared.settings, operation, &request);
     async move {
-        let Shared { settings, answer, .. } = &*shared;
+        let settings = &shared.settings;
         let begun = match order {
-            Ok(order) => begin(settings, &order).await,
+            Ok(order) => begin(settings, &order, begun).await,
             Err(error) => Err(error),
         };
-        let arrived = Arrived { request, reading, running };
-        // Not the other half of what is taken up, which would have to make room for it until the end.
-        let mut declined = None;
-        let Some((course, handler)) = take_up(settings, begun, arrived, &backstage, &mut ready, &mut declined) else {
-            let Some((begun, arrived)) = declined.map(|declined| *declined) else {
-                unreachable!("it is one or the other")
-            };
-            return Box::pin(decline(ready, begun, arrived, settings, answer)).await;
-        };
-        let served = {
-            let mut handler = pin!(handler);
-            match handler.as_mut().as_pin_mut() {
-                Some(handler) => course.under_lease(handler).await,
-                None => None,
+        // What comes now is boxed, so that there need be no room for it while the store is asked.
+        match begun {
+            Ok(Begin::Granted(granted)) => {
+                let begun = take_up(settings, granted, arrived, &mut ready);
+                goes_on.store(settings.on_disconnect == OnDisconnect::Finish, Ordering::Release);
+                Box::pin(Serve::new(begun, Arc::clone(&shared))).await
             }
+            Ok(Begin::Not(begun)) => {
+                settings.answered();
+                Box::pin(decline(ready, Ok(begun), arrived, settings, &shared.answer)).await
+            }
+            Err(error) => Box::pin(decline(ready, Err(error), arrived, settings, &shared.answer)).await,
+        }
+    }
+}
+
+pin_project! {
+    /// Brings the handler to its end, and gives the answer once the record has it.
+    ///
+    /// By hand, since an `async` block that is given a future holds it twice, and this one is put on the heap for each request.
+    #[project = ServeProj]
+    #[project_replace = ServeDone]
+    enum Serve<F, R, E, K, A> {
+        // The handler is at work; there is none if somebody else may have begun before.
+        Handling { #[pin] handler: Option<F>, course: Course, shared: Arc<Shared<K, A>> },
+        // The record is told what has come of it.
+        Settling { settled: Pin<Box<dyn Future<Output = Answer<R, E>> + Send>> },
+        Done,
+    }
+}
+
+impl<F, R, E, K, A> Serve<F, R, E, K, A> {
+    fn new((course, handler): (Course, Option<F>), shared: Arc<Shared<K, A>>) -> Self {
+        Self::Handling { handler, course, shared }
+    }
+}
+
+impl<F, R, E, K, A> Future for Serve<F, R, E, K, A>
+where
+    F: Future<Output = Result<Response<R>, E>>,
+    A: Reject<Rejection, Response<R>, E, Response = Response<IdempotentBody<R>>, Error = E>,
+    R: Body<Data = Bytes> + Send + 'static,
+    R::Error: Into<BoxError>,
+    E: Send + 'static,
+{
+    type Output = Answer<R, E>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let served = match self.as_mut().project() {
+            ServeProj::Handling { handler, course, .. } => match handler.as_pin_mut() {
+                Some(handler) => ready!(course.poll_under_lease(handler, cx)),
+                None => None,
+            },
+            ServeProj::Settling { settled } => return settled.as_mut().poll(cx),
+            ServeProj::Done => None,
         };
-        let (settling, answered) = match Come::of(&course, served) {
-            Come::Whole(outcome, answered) => (course.settle(outcome), answered),
-            Come::Part(start) => return Ok(start.go_on(course)),
-            Come::Nothing(rejection) => return settings.reject(answer, rejection),
+        // The handler goes before anything else is done.
+        let ServeDone::Handling { course, shared, .. } = self.as_mut().project_replace(Self::Done) else {
+            panic!("ResponseFuture polled after completion")
         };
-        drop(settling.await);
-        answered.map_err(|error| answer.error(error))
+        let Shared { settings, answer, .. } = &*shared;
+        let (outcome, answered) = match Come::of(&course, settings, served) {
+            Come::Whole(outcome, answered) => (outcome, answered.map_err(|error| answer.error(error))),
+            Come::Part(start) => return Poll::Ready(Ok(start.go_on(course, Arc::clone(settings)))),
+            Come::Nothing(rejection) => return Poll::Ready(settings.reject(answer, rejection)),
+        };
+        let (running, settling) = course.settle(outcome, settings);
+        let Some(settling) = settling else { return Poll::Ready(answered) };
+        let settled = Box::pin(async move {
+            settling.await;
+            drop(running);
+            answered
+        });
+        self.set(Self::Settling { settled });
+        self.poll(cx)
     }
 }
 
@@ -116,48 +217,27 @@ struct Arrived<B> {
     running: Running,
 }
 
-/// What is in the way of a request.
-type Declined<B> = Box<(Result<Begun, StoreError>, Arrived<B>)>;
-
 /// What is known of the operation from now on, and its handler at work, which is `None` if somebody else may have begun meanwhile.
-/// Nothing, but what is `declined`, if the operation is not to be begun.
 fn take_up<S, B>(
-    settings: &Arc<Settings>,
-    begun: Result<Begin, StoreError>,
+    settings: &Settings,
+    granted: Granted,
     arrived: Arrived<B>,
-    backstage: &Backstage,
     ready: &mut S,
-    declined: &mut Option<Declined<B>>,
-) -> Option<(Course, Option<S::Future>)>
+) -> (Course, Option<S::Future>)
 where
     S: Service<Request<FingerprintedBody<B>>>,
     B: Body,
 {
-    if begun.is_ok() {
-        settings.answered();
-    }
-    let Granted { attempt, fence, number, payload, checkpoint } = match begun {
-        Ok(Begin::Granted(granted)) => granted,
-        Ok(Begin::Not(begun)) => {
-            *declined = Some(Box::new((Ok(begun), arrived)));
-            return None;
-        }
-        Err(error) => {
-            *declined = Some(Box::new((Err(error), arrived)));
-            return None;
-        }
-    };
+    settings.answered();
+    let Granted { attempt, fence, number, payload, checkpoint } = granted;
     let Arrived { request, reading, running } = arrived;
     let mut request = request.map(|body| FingerprintedBody::new(body, payload, Arc::clone(&reading)));
     let handle = IdempotencyHandle::new(&attempt, number, fence, checkpoint, Arc::clone(&reading) as _);
     request.extensions_mut().insert(handle);
     settings.home.meters().decided(Verdict::Executed);
-    if settings.on_disconnect == OnDisconnect::Finish {
-        backstage.open();
-    }
-    let course = Course::new(attempt, reading, Arc::clone(settings), running);
+    let course = Course::new(attempt, reading, settings, running);
     let handler = (!course.is_lost()).then(|| ready.call(request));
-    Some((course, handler))
+    (course, handler)
 }
 
 /// Answers a request that has nothing to be begun: out of the record, or without one if the store fails and that may be.
@@ -224,9 +304,16 @@ where
     Ok(recorded)
 }
 
-/// Begins the operation, or waits for whoever does it.
-async fn begin(settings: &Settings, order: &Arc<Order>) -> Result<Begin, StoreError> {
-    let begun = order.begin().await?;
+/// Begins the operation, or waits for whoever does it. `begun` is what the store has said already.
+async fn begin(
+    settings: &Settings,
+    order: &Arc<Order>,
+    begun: Option<Result<Begin, StoreError>>,
+) -> Result<Begin, StoreError> {
+    let begun = match begun {
+        Some(begun) => begun?,
+        None => order.begin().await?,
+    };
     if settings.wait.is_zero() || !matches!(begun, Begin::Not(Begun::InFlight { .. })) {
         return Ok(begun);
     }

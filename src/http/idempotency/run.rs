@@ -12,7 +12,7 @@ use ::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use tokio::sync::mpsc::{self, Sender};
-use tokio::time::{Instant, timeout, timeout_at};
+use tokio::time::{Instant, sleep_until, timeout};
 use tracing::Instrument as _;
 
 use super::answer::Recorder;
@@ -21,7 +21,7 @@ use super::fingerprint::Reading;
 use super::future::Answer;
 use super::layer::Settings;
 use crate::error::BoxError;
-use crate::idempotency::{Attempt, Completion, HasPayload as _, Keep, OnDisconnect, Rejection, Running};
+use crate::idempotency::{Attempt, Completion, HasPayload as _, Keep, OnDisconnect, Rejection, Running, Settlement};
 
 /// How many pieces of an answer may lie between the handler and its caller while all of them are recorded anyway.
 const PIECES: usize = 1_024;
@@ -34,19 +34,20 @@ const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
 pub(super) struct Course {
     attempt: Attempt,
     reading: Arc<Reading>,
-    settings: Arc<Settings>,
     running: Running,
     begun: Instant,
     // When it has taken too long.
     until: Instant,
+    // Ready when the work has to stop. What is done at once needs neither timers nor renewals.
+    limits: Option<Pin<Box<dyn Future<Output = ()> + Send>>>,
 }
 
 impl Course {
-    pub(super) fn new(attempt: Attempt, reading: Arc<Reading>, settings: Arc<Settings>, running: Running) -> Self {
+    pub(super) fn new(attempt: Attempt, reading: Arc<Reading>, settings: &Settings, running: Running) -> Self {
         let attempt = if settings.keep.gives_failures_back() { attempt.gives_back_panics() } else { attempt };
         let begun = attempt.sent();
         let until = begun + settings.max_run.min(FOREVER);
-        Self { attempt, reading, settings, running, begun, until }
+        Self { attempt, reading, running, begun, until, limits: None }
     }
 
     /// Whether somebody else may have begun. After a standstill nothing of a handler may run before this was looked at.
@@ -54,62 +55,62 @@ impl Course {
         self.attempt.is_lost()
     }
 
-    /// Does `work` under the lease: `None` if that takes too long, or if somebody else may have begun.
-    pub(super) async fn under_lease<F: Future>(&self, mut work: Pin<&mut F>) -> Option<F::Output> {
-        if self.is_lost() {
-            return None;
+    /// Does a step of `work` under the lease: `None` if it has taken too long, or if somebody else may have begun.
+    pub(super) fn poll_under_lease<F: Future>(
+        &mut self,
+        work: Pin<&mut F>,
+        cx: &mut Context<'_>,
+    ) -> Poll<Option<F::Output>> {
+        if self.is_lost() || self.limits.as_mut().is_some_and(|limits| limits.as_mut().poll(cx).is_ready()) {
+            return Poll::Ready(None);
         }
-        // What is done at once needs neither timers nor renewals.
-        if let Poll::Ready(output) = poll_fn(|cx| Poll::Ready(work.as_mut().poll(cx))).await {
-            return Some(output);
+        if let Poll::Ready(output) = work.poll(cx) {
+            return Poll::Ready(Some(output));
         }
-        // Boxed, so that those who do not get here carry nothing of it along.
-        let limits = Box::pin(timeout_at(self.until, async {
-            tokio::select! {
-                () = self.attempt.keep(|| self.reading.payload()) => {}
-                () = self.reading.until_it_differs() => {}
-            }
-        }));
-        tokio::select! {
-            biased;
-            _ = limits => None,
-            output = work => Some(output),
+        if self.limits.is_none() && self.limits.insert(self.limits()).as_mut().poll(cx).is_ready() {
+            return Poll::Ready(None);
         }
+        Poll::Pending
     }
 
-    /// Lets the record say what has become of the operation.
-    pub(super) fn settle(self, outcome: Outcome) -> impl Future<Output = Running> + Send + use<> {
-        let Self { attempt, reading, settings, running, begun, .. } = self;
+    fn limits(&self) -> Pin<Box<dyn Future<Output = ()> + Send>> {
+        let (reading, until) = (Arc::clone(&self.reading), self.until);
+        let kept = self.attempt.keep({
+            let reading = Arc::clone(&reading);
+            move || reading.payload()
+        });
+        Box::pin(async move {
+            tokio::select! {
+                () = kept => {}
+                () = reading.until_it_differs() => {}
+                () = sleep_until(until) => {}
+            }
+        })
+    }
+
+    /// Lets the record say what has become of the operation; there is nothing to wait for if it says so already.
+    pub(super) fn settle(
+        self,
+        outcome: Outcome,
+        settings: &Settings,
+    ) -> (Running, Option<impl Future<Output = ()> + Send + use<>>) {
+        let Self { attempt, reading, running, begun, .. } = self;
         settings.home.meters().handled(begun);
         let end = match outcome {
-            Outcome::Failed if settings.keep.gives_failures_back() => End::Release,
-            Outcome::Failed => End::Leave,
+            Outcome::Failed if settings.keep.gives_failures_back() => Settlement::Release,
+            // Nobody knows what was done: it is left to the end of its lease.
+            Outcome::Failed => return (running, None),
             // A client that has broken off is to send the whole of it, and not to hear again that it did not.
             Outcome::Answered { status, keeps, answer, is_kept }
                 if keeps && (!reading.has_failed() || status.is_success()) =>
             {
                 let (payload, retention) = (reading.payload(), settings.retention);
-                End::Complete(Completion { answer, is_kept, payload, retention })
+                Settlement::Complete(Completion { answer, is_kept, payload, retention })
             }
-            Outcome::Answered { .. } => End::Release,
+            Outcome::Answered { .. } => Settlement::Release,
         };
-        async move {
-            match end {
-                End::Complete(completion) => attempt.complete(completion).await,
-                End::Release => attempt.release().await,
-                End::Leave => drop(attempt),
-            }
-            running
-        }
+        (running, attempt.settle(end))
     }
-}
-
-/// What the record is told.
-enum End {
-    Complete(Completion),
-    Release,
-    /// Nothing: it is left to the end of its lease.
-    Leave,
 }
 
 /// What a handler has come to.
@@ -145,8 +146,7 @@ where
     R::Error: Into<BoxError>,
 {
     /// Looks at what is there already, which is all of it more often than not. `served` is `None` if it has taken too long.
-    pub(super) fn of(course: &Course, served: Option<Result<Response<R>, E>>) -> Self {
-        let settings = &course.settings;
+    pub(super) fn of(course: &Course, settings: &Settings, served: Option<Result<Response<R>, E>>) -> Self {
         let (parts, body) = match served {
             Some(Ok(response)) => response.into_parts(),
             Some(Err(error)) => return Self::Whole(Outcome::Failed, Err(error)),
@@ -175,16 +175,16 @@ where
     R::Error: Into<BoxError>,
 {
     /// The rest comes bit by bit, and is recorded whether or not anybody reads it.
-    pub(super) fn go_on(self, course: Course) -> Response<IdempotentBody<R>> {
+    pub(super) fn go_on(self, course: Course, settings: Arc<Settings>) -> Response<IdempotentBody<R>> {
         let Self { parts, chunks, mut stream, mut hint } = self;
         course.attempt.answering();
         if !stream.trailers.is_empty() {
             hint = SizeHint::new();
         }
-        let cancels = course.settings.on_disconnect == OnDisconnect::Cancel;
+        let cancels = settings.on_disconnect == OnDisconnect::Cancel;
         let (pieces, receiver) = mpsc::channel(PIECES);
         stream.chunks = chunks.iter().cloned().collect();
-        let task = tokio::spawn(stream.finish(course, pieces).in_current_span());
+        let task = tokio::spawn(stream.finish(course, settings, pieces).in_current_span());
         let mut body = IdempotentBody::live(chunks, receiver, hint);
         if cancels {
             body.aborts(AbortOnDrop(task.abort_handle()));
@@ -259,11 +259,18 @@ where
     }
 
     /// Records the rest of an answer while its caller gets it, all but the end, which comes when the record has it.
-    async fn finish(mut self, course: Course, pieces: Sender<Piece>) {
-        let Some(stop) = course.under_lease(pin!(self.pass_on(&pieces))).await else { return cancelled() };
-        let max_run = course.settings.max_run.min(FOREVER);
+    async fn finish(mut self, mut course: Course, settings: Arc<Settings>, pieces: Sender<Piece>) {
+        let stop = {
+            let mut passing = pin!(self.pass_on(&pieces));
+            poll_fn(|cx| course.poll_under_lease(passing.as_mut(), cx)).await
+        };
+        let Some(stop) = stop else { return cancelled() };
+        let max_run = settings.max_run.min(FOREVER);
         let outcome = self.outcome(self.chunks.iter(), matches!(stop, Stop::End));
-        let running = course.settle(outcome).await;
+        let (running, settling) = course.settle(outcome, &settings);
+        if let Some(settling) = settling {
+            settling.await;
+        }
         let last = match stop {
             Stop::End => Piece::End,
             Stop::Broken(error) => Piece::Failed(error),

@@ -1,5 +1,4 @@
 use std::fmt;
-use std::mem;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
@@ -10,8 +9,8 @@ use tower_service::Service;
 
 use super::body::IdempotentBody;
 use super::fingerprint::FingerprintedBody;
-use super::future::{Backstage, Guarded, ResponseFuture};
-use super::guard::guard;
+use super::future::ResponseFuture;
+use super::guard::{guard, take_ready};
 use super::key::key_of;
 use super::layer::{IdempotencyLayer, Settings};
 use crate::error::BoxError;
@@ -91,11 +90,8 @@ where
             Ok(Some(key)) => match scope.extract_key(&request).filter(|scope| !scope.is_empty()) {
                 Some(scope) => match settings.home.admit(settings.max_running) {
                     Some(running) => {
-                        let backstage = Arc::<Backstage>::default();
                         let operation = Operation::new(scope, key);
-                        let ready = self.take_ready();
-                        let answer = guard(ready, request, operation, running, shared, Arc::clone(&backstage));
-                        return ResponseFuture::guarded(Guarded::new(Box::pin(answer), backstage));
+                        return ResponseFuture::guarded(guard(&mut self.inner, request, operation, running, shared));
                     }
                     None => Rejection::Full,
                 },
@@ -107,16 +103,8 @@ where
             Ok(None) => Rejection::MissingKey,
             Err(invalid) => Rejection::InvalidKey(invalid),
         };
-        drop(self.take_ready());
+        drop(take_ready(&mut self.inner));
         ResponseFuture::rejected(settings.reject(answer, rejection))
-    }
-}
-
-impl<S: Clone, K, A> Idempotency<S, K, A> {
-    /// The instance of the inner service that reported ready, with the place that it may have reserved. Leaves a clone for the next time.
-    fn take_ready(&mut self) -> S {
-        let fresh = self.inner.clone();
-        mem::replace(&mut self.inner, fresh)
     }
 }
 

@@ -1,0 +1,194 @@
+//! Locks that are asked for at the same time, and those that are given back, in one call.
+//!
+//! As with decisions: who is nearly alone goes by itself, and those beyond that wait until one of a few calls is back. Each of them
+//! has an answer of its own. Where a call of several has none to give, whoever is in it asks alone, with the same token: that is
+//! harmless, and what is refused to one is not refused to all.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use redis::{RedisError, Value};
+use tokio::sync::oneshot;
+
+use super::error::{store_error, unexpected_reply};
+use super::meeting::{Away, Limits, Meeting};
+use super::scripts::{MAX_LOCKS, Scripts};
+use super::servers::Servers;
+use crate::error::StoreError;
+use crate::lock::{Acquired, Claim, Token};
+
+/// A call costs Redis as much as three locks, and as much again to read and to answer, so it is better for more to meet.
+const LIMITS: Limits = Limits { alone: 1, calls: 1, together: MAX_LOCKS };
+
+/// Where those meet who want locks, and where those who give them back. The latter have connections of their own.
+pub(super) struct LockCalls {
+    acquisitions: Meeting<Acquisition>,
+    releases: Meeting<Release>,
+}
+
+/// Somebody who has not asked for a lock yet.
+struct Acquisition {
+    lease: String,
+    claim: Claim,
+    reply: oneshot::Sender<Answer>,
+}
+
+/// Somebody who has not given a lock back yet.
+struct Release {
+    lease: String,
+    channel: String,
+    token: Token,
+    reply: oneshot::Sender<Answer>,
+}
+
+/// The number that a script answers about one of them. `None` if it has to be asked for alone.
+type Answer = Result<Option<i64>, StoreError>;
+
+impl LockCalls {
+    /// Sends what has met, until it is dropped.
+    pub(super) fn new(servers: Arc<Servers>, own: Servers, scripts: Arc<Scripts>) -> Self {
+        let to_acquire = Arc::clone(&scripts);
+        let acquire = move |batch| acquire(Arc::clone(&servers), Arc::clone(&to_acquire), batch);
+        let release = move |batch| release(own.clone(), Arc::clone(&scripts), batch);
+        Self { acquisitions: Meeting::new(LIMITS, acquire), releases: Meeting::new(LIMITS, release) }
+    }
+
+    /// A place for somebody who may ask alone, unless others are on their way already.
+    pub(super) fn acquires_alone(&self) -> Option<Away> {
+        self.acquisitions.alone()
+    }
+
+    /// The same for somebody who gives a lock back.
+    pub(super) fn releases_alone(&self) -> Option<Away> {
+        self.releases.alone()
+    }
+
+    /// What becomes of somebody who asks together with others, or `None` if that has to be alone after all.
+    pub(super) async fn acquire(&self, lease: &str, claim: &Claim) -> Result<Option<Acquired>, StoreError> {
+        let waiting = |reply| Acquisition { lease: lease.to_owned(), claim: *claim, reply };
+        let answer = self.acquisitions.join(waiting).await.and_then(Result::ok).unwrap_or(Ok(None))?;
+        Ok(answer.map(acquired))
+    }
+
+    /// How many were listening when a lease was given back together with others, or `None` if that has to be alone after all.
+    pub(super) async fn release(&self, lease: &str, channel: &str, token: &Token) -> Result<Option<u64>, StoreError> {
+        let waiting = |reply| Release { lease: lease.to_owned(), channel: channel.to_owned(), token: *token, reply };
+        let answer = self.releases.join(waiting).await.and_then(Result::ok).unwrap_or(Ok(None))?;
+        Ok(answer.map(listeners))
+    }
+}
+
+const fn acquired(number: i64) -> Acquired {
+    match number {
+        1.. => Acquired::Granted { fence: number.unsigned_abs() },
+        held => Acquired::Busy { remaining: Duration::from_millis(held.unsigned_abs()) },
+    }
+}
+
+const fn listeners(number: i64) -> u64 {
+    number.unsigned_abs().saturating_sub(1)
+}
+
+/// Asks for several locks at once, and tells each who waits for it.
+async fn acquire(servers: Arc<Servers>, scripts: Arc<Scripts>, mut batch: Vec<Acquisition>) {
+    // Who has given up need not get a lock.
+    batch.retain(|waiting| !waiting.reply.is_closed());
+    // Nearly always all of them are alike.
+    batch.sort_by_key(|waiting| (waiting.claim.ttl, waiting.claim.fences));
+    let mut calls = Vec::new();
+    let mut rest = batch.into_iter().peekable();
+    while let Some(first) = rest.next() {
+        let (ttl, fences) = (first.claim.ttl, first.claim.fences);
+        let mut group = vec![first];
+        while let Some(next) = rest.next_if(|next| (next.claim.ttl, next.claim.fences) == (ttl, fences)) {
+            group.push(next);
+        }
+        let (servers, scripts) = (&servers, &scripts);
+        calls.push(async move {
+            let leases: Vec<_> = group.iter().map(|waiting| &*waiting.lease).collect();
+            let tokens: Vec<_> = group.iter().map(|waiting| &waiting.claim.token).collect();
+            let reply = scripts.lock_acquire_many(servers, &leases, ttl, fences, &tokens).await;
+            tell(reply, group.into_iter().map(|waiting| waiting.reply));
+        });
+    }
+    join_all(calls).await;
+}
+
+/// Gives several leases back at once, and tells each who waits for that.
+async fn release(own: Servers, scripts: Arc<Scripts>, mut batch: Vec<Release>) {
+    // Who has given up comes again.
+    batch.retain(|waiting| !waiting.reply.is_closed());
+    if batch.is_empty() {
+        return;
+    }
+    let leases = batch.iter().map(|waiting| &*waiting.lease);
+    let keys: Vec<_> = leases.chain(batch.iter().map(|waiting| &*waiting.channel)).collect();
+    let tokens: Vec<_> = batch.iter().map(|waiting| &waiting.token).collect();
+    let reply = scripts.lock_release_many(&own, &keys, &tokens).await;
+    tell(reply, batch.into_iter().map(|waiting| waiting.reply));
+}
+
+/// Tells those who have met what the script says about each of them.
+fn tell(reply: Result<Value, RedisError>, waiting: impl ExactSizeIterator<Item = oneshot::Sender<Answer>>) {
+    let numbers = match reply.map_err(store_error) {
+        Ok(Value::Array(numbers)) if numbers.len() == waiting.len() => numbers,
+        Ok(reply) => {
+            tracing::debug!(error = %unexpected_reply(&reply), "redis answers about several locks in a way that cannot be read");
+            Vec::new()
+        }
+        Err(error) if error.is_timeout() || error.is_unavailable() => {
+            waiting.for_each(|waiting| drop(waiting.send(Err(error.clone()))));
+            return;
+        }
+        Err(error) => {
+            tracing::debug!(%error, "redis refuses a call about several locks");
+            Vec::new()
+        }
+    };
+    let mut numbers = numbers.into_iter();
+    for waiting in waiting {
+        let number = match numbers.next() {
+            Some(Value::Int(number)) if number != 0 => Some(number),
+            _ => None,
+        };
+        // Who has given up meanwhile is not interested.
+        let _ = waiting.send(Ok(number));
+    }
+}
+
+/// What the script says to those who meet when they ask.
+#[cfg(test)]
+pub(super) async fn acquire_together(
+    servers: Arc<Servers>,
+    scripts: Arc<Scripts>,
+    wanted: impl Iterator<Item = (String, Claim)>,
+) -> Result<Vec<Option<Acquired>>, StoreError> {
+    let meeting = wanted.map(|(lease, claim)| {
+        let (reply, answer) = oneshot::channel();
+        (Acquisition { lease, claim, reply }, answer)
+    });
+    let (batch, answers): (Vec<_>, Vec<_>) = meeting.unzip();
+    acquire(servers, scripts, batch).await;
+    let numbers: Vec<_> =
+        join_all(answers).await.into_iter().map(|answer| answer.unwrap()).collect::<Result<_, _>>()?;
+    Ok(numbers.into_iter().map(|number| number.map(acquired)).collect())
+}
+
+/// What the script says to those who meet when they give back.
+#[cfg(test)]
+pub(super) async fn release_together(
+    own: Servers,
+    scripts: Arc<Scripts>,
+    held: impl Iterator<Item = (String, String, Token)>,
+) -> Result<Vec<Option<u64>>, StoreError> {
+    let meeting = held.map(|(lease, channel, token)| {
+        let (reply, answer) = oneshot::channel();
+        (Release { lease, channel, token, reply }, answer)
+    });
+    let (batch, answers): (Vec<_>, Vec<_>) = meeting.unzip();
+    release(own, scripts, batch).await;
+    let numbers: Vec<_> =
+        join_all(answers).await.into_iter().map(|answer| answer.unwrap()).collect::<Result<_, _>>()?;
+    Ok(numbers.into_iter().map(|number| number.map(listeners)).collect())
+}

@@ -1,0 +1,134 @@
+//! Where calls of one kind meet, to go together.
+//!
+//! A call that is nearly alone goes by itself and waits for nobody. Those beyond that wait until one of a few is back, and then
+//! go as one: a call costs Redis more than what is asked in it.
+
+use std::collections::VecDeque;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
+
+use tokio::sync::oneshot::error::RecvError;
+use tokio::sync::{mpsc, oneshot};
+use tokio::task::{AbortHandle, JoinSet};
+use tokio::time::{Instant, sleep_until};
+
+/// A call that is away for longer than this does not hold up the next one: its connection may be dead.
+const LATE: Duration = Duration::from_millis(20);
+/// How many may wait; more than that go by themselves.
+const WAITING: usize = 4_096;
+/// How many calls may be away altogether, late ones included.
+const AWAY: usize = 64;
+
+/// Takes in what may go together.
+pub(super) struct Meeting<W> {
+    limits: Limits,
+    away: Arc<AtomicUsize>,
+    waiting: mpsc::Sender<W>,
+    sender: AbortHandle,
+}
+
+/// How calls go together.
+#[derive(Clone, Copy)]
+pub(super) struct Limits {
+    /// While so many calls are on their way, nobody goes alone.
+    pub(super) alone: usize,
+    /// How many calls of several are on their way at a time. With two, Redis has one to work on while the other one travels; with
+    /// one, more go together.
+    pub(super) calls: usize,
+    /// How many go together at the most.
+    pub(super) together: usize,
+}
+
+/// The place of a call that is on its way.
+pub(super) struct Away(Arc<AtomicUsize>);
+
+impl<W: Send + 'static> Meeting<W> {
+    /// Sends what has met until it is dropped.
+    pub(super) fn new<F>(limits: Limits, send: impl Fn(Vec<W>) -> F + Send + 'static) -> Self
+    where
+        F: Future<Output = ()> + Send + 'static,
+    {
+        let (waiting, arrivals) = mpsc::channel(WAITING);
+        let away = Arc::default();
+        let counted = Arc::clone(&away);
+        let send = move |batch| {
+            let (place, call) = (Away::new(&counted).0, send(batch));
+            async move {
+                call.await;
+                drop(place);
+            }
+        };
+        let sender = tokio::spawn(send_together(arrivals, limits, send)).abort_handle();
+        Self { limits, away, waiting, sender }
+    }
+
+    /// A place for a call that may go by itself, unless so many are on their way that it had better wait for others.
+    pub(super) fn alone(&self) -> Option<Away> {
+        let (place, before) = Away::new(&self.away);
+        (before < self.limits.alone).then_some(place)
+    }
+
+    /// What is answered to one of those that go together. `None` if it has to go by itself after all; an error if the runtime that
+    /// sends them has ended.
+    pub(super) async fn join<T>(&self, wait: impl FnOnce(oneshot::Sender<T>) -> W) -> Option<Result<T, RecvError>> {
+        let (reply, answer) = oneshot::channel();
+        // Too many wait, or the runtime is gone.
+        self.waiting.try_send(wait(reply)).ok()?;
+        Some(answer.await)
+    }
+}
+
+impl<W> Drop for Meeting<W> {
+    fn drop(&mut self) {
+        self.sender.abort();
+    }
+}
+
+impl Away {
+    /// And how many others there are.
+    fn new(away: &Arc<AtomicUsize>) -> (Self, usize) {
+        let place = Self(Arc::clone(away));
+        let before = away.fetch_add(1, Ordering::Relaxed);
+        (place, before)
+    }
+}
+
+impl Drop for Away {
+    fn drop(&mut self) {
+        self.0.fetch_sub(1, Ordering::Relaxed);
+    }
+}
+
+/// Sends what has met until nobody can ask any more.
+async fn send_together<W, F>(mut arrivals: mpsc::Receiver<W>, limits: Limits, send: impl Fn(Vec<W>) -> F)
+where
+    F: Future<Output = ()> + Send + 'static,
+{
+    let mut calls = JoinSet::new();
+    // When those were sent that are not known to be back or late.
+    let mut young = VecDeque::<Instant>::new();
+    loop {
+        while young.len() >= limits.calls || calls.len() >= AWAY {
+            let oldest = young.front().copied();
+            tokio::select! {
+                _ = calls.join_next() => drop(young.pop_front()),
+                () = sleep_until(oldest.unwrap_or_else(Instant::now) + LATE), if oldest.is_some() => {
+                    young.pop_front();
+                }
+            }
+        }
+        let mut batch = Vec::with_capacity(limits.together);
+        tokio::select! {
+            Some(_) = calls.join_next() => {
+                young.pop_front();
+                continue;
+            }
+            number = arrivals.recv_many(&mut batch, limits.together) => if number == 0 {
+                return;
+            }
+        }
+        young.push_back(Instant::now());
+        calls.spawn(send(batch));
+    }
+}

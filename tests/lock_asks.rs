@@ -1,0 +1,134 @@
+//! Whoever waits for a lock may ask for it, and its holder is told: in one process, over memory, one Redis, a cluster and Redlock.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+mod support;
+
+use std::future::IntoFuture;
+use std::time::Duration;
+
+use support::cluster::Cluster;
+use support::server::{RedisServer, wait_until};
+use tokio::task::block_in_place;
+use tokio::time::timeout;
+use tollgate::lock::{LockStore, Redlock};
+use tollgate::{Locks, MemoryBackend, RedisBackend};
+
+/// Every wait that must end ends in this time.
+const LONG: Duration = Duration::from_secs(20);
+/// In which nothing is to happen that must not.
+const A_WHILE: Duration = Duration::from_millis(1_500);
+
+fn locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> Locks {
+    Locks::new(store.clone()).deadline(LONG).wait(LONG)
+}
+
+/// The holder is told whether those who ask are in its process or in another one, and whether it listens before they ask or after.
+async fn a_holder_is_asked<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (locks(&store).ask_holder(), locks(&store).ask_holder());
+    for (turn, others) in [&here, &there, &here, &there].into_iter().enumerate() {
+        let lease = here.lock("a").await.unwrap();
+        let listens_first = turn < 2;
+        if listens_first {
+            assert!(timeout(A_WHILE / 10, lease.asked()).await.is_err(), "nobody has asked");
+        }
+        let waiter = tokio::spawn(others.lock("a").into_future());
+        if !listens_first {
+            tokio::time::sleep(A_WHILE / 10).await;
+        }
+        timeout(LONG, lease.asked()).await.expect("it is asked");
+        timeout(LONG, lease.view().asked()).await.expect("and remembers that");
+        assert!(!waiter.is_finished() && lease.check().is_ok(), "nothing is taken away");
+        let fence = lease.fence();
+        lease.release().await.unwrap();
+        let next = timeout(LONG, waiter).await.unwrap().unwrap().unwrap();
+        assert!(next.fence() > fence);
+        assert!(timeout(A_WHILE / 10, next.asked()).await.is_err(), "it was not this one that was asked");
+        next.release().await.unwrap();
+    }
+}
+
+/// Those who have not been told to ask wait in silence.
+async fn who_does_not_ask_waits_in_silence<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (locks(&store), locks(&store));
+    let lease = here.lock("a").await.unwrap();
+    let waiters = [&here, &there].map(|locks| {
+        let request = locks.lock("a");
+        tokio::spawn(async move { drop(request.await.unwrap()) })
+    });
+    assert!(timeout(A_WHILE, lease.asked()).await.is_err());
+    lease.release().await.unwrap();
+    for waiter in waiters {
+        timeout(LONG, waiter).await.unwrap().unwrap();
+    }
+}
+
+/// The first of those who wait in a process asks, also after the lock went from hand to hand.
+#[tokio::test(start_paused = true)]
+async fn each_holder_is_asked_for_itself() {
+    let backend = MemoryBackend::new();
+    let silent = Locks::new(backend).wait(LONG);
+    let asking = silent.clone().ask_holder();
+    let first = silent.lock("a").await.unwrap();
+    let second = tokio::spawn(silent.lock("a").into_future());
+    tokio::task::yield_now().await;
+    let third = tokio::spawn(asking.lock("a").into_future());
+    assert!(timeout(A_WHILE, first.asked()).await.is_err(), "who is first does not ask");
+    first.release().await.unwrap();
+    let second = second.await.unwrap().unwrap();
+    timeout(A_WHILE, second.asked()).await.expect("who is first asks");
+    second.release().await.unwrap();
+    let third = third.await.unwrap().unwrap();
+    assert!(timeout(A_WHILE, third.asked()).await.is_err(), "nobody is left");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_holder_is_asked_on_memory() {
+    a_holder_is_asked(MemoryBackend::new()).await;
+    who_does_not_ask_waits_in_silence(MemoryBackend::new()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_holder_is_asked_on_redis() {
+    let server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    a_holder_is_asked(backend.clone()).await;
+    who_does_not_ask_waits_in_silence(backend).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_holder_is_asked_on_a_cluster() {
+    let cluster = Cluster::start();
+    a_holder_is_asked(RedisBackend::connect(cluster.url()).await.unwrap()).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_holder_is_asked_by_redlock() {
+    let servers = [(); 3].map(|()| RedisServer::start());
+    let mut stores = Vec::new();
+    for server in &servers {
+        stores.push(RedisBackend::connect(server.url()).await.unwrap());
+    }
+    a_holder_is_asked(Redlock::new(stores).unwrap()).await;
+}
+
+/// A connection that is made again may have missed something: whoever waits looks again then, but no holder was asked.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lost_connection_asks_nobody() {
+    let server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let (here, there) = (locks(&backend), locks(&backend).ask_holder());
+    let lease = here.lock("a").await.unwrap();
+    let mut asked = Box::pin(lease.asked());
+    assert!(timeout(A_WHILE / 5, &mut asked).await.is_err());
+    let listening = || server.query::<Vec<String>>("PUBSUB CHANNELS *:asked").len();
+    for _ in 0..2 {
+        assert_eq!(server.query::<u64>("CLIENT KILL TYPE pubsub"), 1);
+        block_in_place(|| wait_until("it listens again", || listening() == 1));
+        assert!(timeout(A_WHILE / 5, &mut asked).await.is_err(), "nobody has asked");
+    }
+    let waiter = tokio::spawn(there.lock("a").into_future());
+    timeout(LONG, &mut asked).await.expect("it still hears who asks");
+    drop(asked);
+    lease.release().await.unwrap();
+    drop(timeout(LONG, waiter).await.unwrap().unwrap().unwrap());
+}
