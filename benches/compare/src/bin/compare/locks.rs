@@ -84,7 +84,7 @@ pub async fn tables(run: &mut Run) {
                 "locks",
                 "Locks, uncontended",
                 "Taken and given back, one key for each task, a lease of 30 s. The ceiling is half of what `redis-benchmark -P 64 -c 50` gets out of the \
-                 script that takes a lock: a cycle calls one to take and one to give back.",
+                 script that takes a lock: a lone cycle calls one to take and one to give back, and those at the same time share calls.",
             )
         } else {
             (
