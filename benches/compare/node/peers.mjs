@@ -1,0 +1,134 @@
+// Peers from npm, for the `compare` program: each line of stdin asks for a load, and each line of stdout says what came of it. Every peer is
+// set up as its own documentation recommends.
+import { performance } from 'node:perf_hooks';
+import { createInterface } from 'node:readline';
+import { Queue, Worker } from 'bullmq';
+import { Redis } from 'ioredis';
+import { RateLimiterRedis } from 'rate-limiter-flexible';
+import Redlock from 'redlock';
+
+const connection = { host: '127.0.0.1', port: Number(process.argv[2]) };
+const client = new Redis({ ...connection, enableAutoPipelining: true });
+const limiters = new Map();
+// Tries as often as it takes; everything else is left at its default.
+const redlock = new Redlock([client], { retryCount: -1 });
+const queue = new Queue('node', { connection });
+queue.on('error', (error) => { throw error; });
+
+// A limiter of so many points an hour. Once a key is over, it is remembered here for `block` seconds, and Redis is not asked.
+function limiter(quota, block) {
+  const name = `node${quota}-${block}`;
+  if (!limiters.has(name)) {
+    const blocking = block ? { inMemoryBlockOnConsumed: quota, inMemoryBlockDuration: block } : {};
+    limiters.set(name, new RateLimiterRedis({ storeClient: client, keyPrefix: name, points: quota, duration: 3600, ...blocking }));
+  }
+  return limiters.get(name);
+}
+
+async function admits(limiter, key) {
+  try {
+    await limiter.consume(key);
+    return true;
+  } catch (rejected) {
+    if (rejected instanceof Error) throw rejected;
+    return false;
+  }
+}
+
+// Keeps so many calls going for a while.
+async function load({ inFlight, ms }, call) {
+  const took = [];
+  const begun = performance.now();
+  await Promise.all(Array.from({ length: inFlight }, async (_, task) => {
+    for (let turn = 0; performance.now() - begun < ms; turn++) {
+      const called = performance.now();
+      await call(task, turn);
+      took.push(performance.now() - called);
+    }
+  }));
+  return figures(performance.now() - begun, took);
+}
+
+function figures(elapsed, took) {
+  const sorted = Float64Array.from(took).sort();
+  const us = (share) => sorted[Math.min(Math.floor(sorted.length * share), sorted.length - 1)] * 1e3;
+  return { per_s: (sorted.length / elapsed) * 1e3, p50_us: us(0.5), p99_us: us(0.99) };
+}
+
+function scatter(task, turn, keys) {
+  return (Math.imul(task * 1_000_003 + turn, 0x9e3779b1) >>> 0) % keys;
+}
+
+// Runs a worker of 100 jobs at a time until all have run, and fails if one runs twice.
+async function work(jobs, each) {
+  const seen = new Set();
+  let finish;
+  const finished = new Promise((resolve) => { finish = resolve; });
+  const worker = new Worker('node', async (job) => {
+    if (seen.has(job.data.number)) throw new Error(`job ${job.data.number} runs twice`);
+    seen.add(job.data.number);
+    each(job);
+    if (seen.size === jobs) finish();
+  }, { connection, concurrency: 100 });
+  worker.on('error', (error) => { throw error; });
+  await finished;
+  await worker.close();
+}
+
+let held = 0;
+const loads = {
+  trial: async ({ quota, keys, tasks }) => {
+    let admitted = 0;
+    await Promise.all(Array.from({ length: tasks }, async () => {
+      for (let turn = 0; turn < (quota * 2 / tasks) * keys; turn++) {
+        if (await admits(limiter(quota, 0), turn % keys)) admitted++;
+      }
+    }));
+    return { admitted };
+  },
+  decide: (asked) => load(asked, async (task, turn) => {
+    if (!(await admits(limiter(1e9, 0), scatter(task, turn, asked.keys)))) throw new Error('the quota is out of reach');
+  }),
+  denied: async (asked) => {
+    const blocked = limiter(5, 3600);
+    for (let turn = 0; turn < 10; turn++) await admits(blocked, 'hot');
+    return load(asked, async () => {
+      if (await admits(blocked, 'hot')) throw new Error('the quota is used up');
+    });
+  },
+  lock: (asked) => load(asked, async (task) => {
+    const lock = await redlock.lock(asked.own ? `redlock:${task}` : 'redlock:one', 30_000);
+    if (!asked.own && held++ !== 0) throw new Error('two hold the lock');
+    held = 0;
+    await lock.unlock();
+  }),
+  push: (asked) => load(asked, (task) => queue.add('job', { payload: `payload-${task}` }, { delay: 60_000 })),
+  bulk: (asked) => load(asked, (task) => queue.addBulk(
+    Array.from({ length: asked.batch }, () => ({ name: 'job', data: { payload: `payload-${task}` }, opts: { delay: 60_000 } })),
+  )),
+  process: async ({ jobs }) => {
+    for (let from = 0; from < jobs; from += 1_000) {
+      const batch = Array.from({ length: Math.min(1_000, jobs - from) }, (_, at) => ({ name: 'job', data: { number: from + at } }));
+      await queue.addBulk(batch);
+    }
+    let first;
+    let last;
+    await work(jobs, () => { last = performance.now(); first ??= last; });
+    return { per_s: ((jobs - 1) / (last - first)) * 1e3, p50_us: 0, p99_us: 0 };
+  },
+  late: async ({ jobs, span }) => {
+    const late = [];
+    for (let number = 0; number < jobs; number++) {
+      const due = Date.now() + 1_000 + (number * 7_919) % span;
+      await queue.add('job', { number, due }, { delay: due - Date.now() });
+    }
+    await work(jobs, (job) => late.push(Math.max(Date.now() - job.data.due, 0)));
+    return figures(1, late);
+  },
+};
+
+for await (const line of createInterface({ input: process.stdin })) {
+  const asked = JSON.parse(line);
+  console.log(JSON.stringify(await loads[asked.do](asked)));
+}
+process.exit(0);

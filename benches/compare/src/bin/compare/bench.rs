@@ -1,0 +1,143 @@
+//! Contenders, and how they take turns.
+
+use std::any::Any;
+use std::panic::AssertUnwindSafe;
+use std::pin::Pin;
+use std::time::{Duration, Instant};
+
+use futures_util::FutureExt;
+use tokio::task::JoinSet;
+
+/// What came of one load, or of the median one.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Figures {
+    pub calls: u64,
+    pub per_s: f64,
+    pub p50_us: f64,
+    pub p99_us: f64,
+}
+
+pub type Loaded<'a> = Pin<Box<dyn Future<Output = Figures> + Send + 'a>>;
+
+/// Somebody who is measured.
+pub struct Contender<'a> {
+    pub who: &'static str,
+    /// Why it does not compete: a wrong answer, another promise, or because it is what others are measured by.
+    pub apart: Option<String>,
+    load: Box<dyn Fn(u32) -> Loaded<'a> + 'a>,
+}
+
+impl<'a> Contender<'a> {
+    pub fn new(who: &'static str, load: impl Fn(u32) -> Loaded<'a> + 'a) -> Self {
+        Self { who, apart: None, load: Box::new(load) }
+    }
+
+    pub fn apart(mut self, why: Option<String>) -> Self {
+        self.apart = why;
+        self
+    }
+}
+
+/// The medians of one contender at one point.
+#[derive(Clone, Copy, Debug)]
+pub struct Median {
+    pub figures: Figures,
+    /// The share of the ceiling of the same round.
+    pub ceiling_ratio: Option<f64>,
+}
+
+/// Lets all contenders take turns at every point, so often, and answers the medians by point and contender. Each round begins with
+/// another one and with the ceiling, if there is one; one round more comes first, to warm up. Who fails competes no longer.
+pub async fn take_turns(
+    contenders: &mut [Contender<'_>],
+    points: &[u32],
+    rounds: usize,
+    ceiling: impl Fn() -> Option<f64>,
+) -> Vec<Vec<Median>> {
+    let mut all = vec![vec![Vec::new(); contenders.len()]; points.len()];
+    for round in 0..=rounds {
+        let ceiling = ceiling();
+        for (&point, taken) in points.iter().zip(&mut all) {
+            for turn in 0..contenders.len() {
+                let at = (round + turn) % contenders.len();
+                let loaded = AssertUnwindSafe((contenders[at].load)(point)).catch_unwind().await;
+                let figures = loaded.unwrap_or_else(|panic| {
+                    println!("FAILED who={} at={point}: {}", contenders[at].who, said(&*panic));
+                    contenders[at].apart = Some(format!("failed at {point}, {}", said(&*panic)));
+                    Figures::default()
+                });
+                if round > 0 {
+                    taken[at].push((figures, ceiling.map(|ceiling| figures.per_s / ceiling)));
+                }
+            }
+        }
+    }
+    let median_of = |taken: &Vec<(Figures, Option<f64>)>| Median {
+        figures: Figures {
+            calls: taken.iter().map(|(figures, _)| figures.calls).sum(),
+            per_s: median(taken.iter().map(|(figures, _)| figures.per_s)),
+            p50_us: median(taken.iter().map(|(figures, _)| figures.p50_us)),
+            p99_us: median(taken.iter().map(|(figures, _)| figures.p99_us)),
+        },
+        ceiling_ratio: taken.iter().map(|(_, ratio)| *ratio).collect::<Option<Vec<_>>>().map(median),
+    };
+    all.iter().map(|point| point.iter().map(median_of).collect()).collect()
+}
+
+/// What somebody said who gave up.
+fn said(panic: &(dyn Any + Send)) -> &str {
+    panic
+        .downcast_ref::<String>()
+        .map(String::as_str)
+        .or(panic.downcast_ref::<&str>().copied())
+        .unwrap_or("without a word")
+}
+
+/// Keeps so many calls going for a while. A call is told which task it belongs to and how many came before it there; what it takes
+/// is measured from its beginning to its end.
+pub async fn load<F>(in_flight: u32, time: Duration, call: impl Fn(u32, u64) -> F + Clone + Send + 'static) -> Figures
+where
+    F: Future<Output = ()> + Send,
+{
+    let mut tasks = JoinSet::new();
+    let begun = Instant::now();
+    for task in 0..in_flight {
+        let call = call.clone();
+        tasks.spawn(async move {
+            let mut took = Vec::new();
+            while begun.elapsed() < time {
+                let called = Instant::now();
+                call(task, took.len() as u64).await;
+                took.push(called.elapsed());
+            }
+            took
+        });
+    }
+    let took = tasks.join_all().await;
+    figures(begun.elapsed(), took.into_iter().flatten())
+}
+
+/// The figures of calls that took so long each, and all of them together so long.
+pub fn figures(elapsed: Duration, took: impl Iterator<Item = Duration>) -> Figures {
+    let mut took: Vec<Duration> = took.collect();
+    if took.is_empty() {
+        return Figures::default();
+    }
+    let mut us = |share: usize| {
+        let rank = (took.len() * share / 100).min(took.len() - 1);
+        took.select_nth_unstable(rank).1.as_secs_f64() * 1e6
+    };
+    let (p50_us, p99_us) = (us(50), us(99));
+    Figures { calls: took.len() as u64, per_s: took.len() as f64 / elapsed.as_secs_f64(), p50_us, p99_us }
+}
+
+pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
+    let mut values: Vec<f64> = values.into_iter().collect();
+    values.sort_by(f64::total_cmp);
+    values.get(values.len() / 2).copied().unwrap_or_default()
+}
+
+/// Spreads the calls of all tasks over the numbers as a random choice would.
+pub fn scatter(task: u32, turn: u64) -> u64 {
+    ((u64::from(task) << 40) + turn).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32
+}

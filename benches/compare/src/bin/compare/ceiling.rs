@@ -1,0 +1,161 @@
+//! What the server can do with a script at all: the very call that Tollgate makes, sent by `redis-benchmark`.
+
+use std::env;
+use std::fmt::Write as _;
+use std::fs;
+use std::io::{BufRead, BufReader, Write};
+use std::net::TcpStream;
+use std::path::Path;
+use std::process::Command;
+use std::time::Duration;
+
+use crate::server::{RedisServer, binary};
+
+/// A call of a script.
+pub struct Ceiling {
+    port: u16,
+    /// The words behind EVALSHA.
+    words: Vec<String>,
+    /// From how many numbers a call has one.
+    numbers: u32,
+    /// How many such calls make one of what is measured.
+    calls: f64,
+}
+
+impl Ceiling {
+    /// Listens to what the server is told while `act` runs, and keeps the call of `script`, a file of `lua/`. Where its keys or
+    /// arguments have `varied`, every call of the benchmark will have one of 10,000 numbers.
+    pub async fn record(server: &RedisServer, script: &str, varied: &str, act: impl Future<Output = ()>) -> Self {
+        let source = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../lua").join(script));
+        let source = source.unwrap_or_else(|error| panic!("lua/{script} cannot be read: {error}"));
+        let hash = load_script(server, &source);
+        let monitor = monitor(server);
+        act.await;
+        let words = sent(monitor, server, &hash);
+        let keys: usize = String::from_utf8_lossy(&words[0]).parse().expect("the number of keys");
+        // redis-benchmark cannot send an argument that is not text, so the script is told such ones in a line of its own.
+        let mut told = String::new();
+        for (at, word) in words.iter().skip(1 + keys).enumerate() {
+            if word.iter().any(|byte| !byte.is_ascii_graphic()) {
+                let bytes: String = word.iter().map(|byte| format!("\\{byte:03}")).collect();
+                let _ = writeln!(told, "ARGV[{}] = '{bytes}'", at + 1);
+            }
+        }
+        let mut all = vec![load_script(server, &format!("{told}{source}"))];
+        for word in &words {
+            let word = String::from_utf8_lossy(word);
+            let word = if word.chars().any(|sign| !sign.is_ascii_graphic()) { "told".into() } else { word };
+            all.push(word.replace(varied, "__rand_int__"));
+        }
+        Self { port: server.port(), words: all, numbers: 10_000, calls: 1.0 }
+    }
+
+    /// Calls have so many different numbers instead.
+    pub fn numbers(mut self, numbers: u32) -> Self {
+        self.numbers = numbers;
+        self
+    }
+
+    /// What is measured makes so many such calls.
+    pub fn calls(mut self, calls: u32) -> Self {
+        self.calls = f64::from(calls);
+        self
+    }
+
+    /// How many a second.
+    pub fn per_s(&self) -> f64 {
+        let binary = binary();
+        let name = if binary.contains("valkey") { "valkey-benchmark" } else { "redis-benchmark" };
+        let benchmark =
+            env::var("TOLLGATE_REDIS_BENCHMARK").map_or(Path::new(&binary).with_file_name(name), Into::into);
+        let output = Command::new(&benchmark)
+            .args([
+                "-p",
+                &self.port.to_string(),
+                "-c",
+                "50",
+                "-P",
+                "64",
+                "-n",
+                "100000",
+                "-r",
+                &self.numbers.to_string(),
+                "--csv",
+            ])
+            .arg("EVALSHA")
+            .args(&self.words)
+            .output()
+            .unwrap_or_else(|error| {
+                panic!("{} cannot be run ({error}): set TOLLGATE_REDIS_BENCHMARK", benchmark.display())
+            });
+        let text = String::from_utf8_lossy(&output.stdout);
+        // The last line begins with the command and the requests per second, each in quotes.
+        let rate = text.lines().last().and_then(|line| line.split("\",\"").nth(1)).and_then(|rate| rate.parse().ok());
+        let rate: f64 = rate.unwrap_or_else(|| panic!("redis-benchmark prints a rate: {text}"));
+        rate / self.calls
+    }
+}
+
+fn load_script(server: &RedisServer, source: &str) -> String {
+    let hash = redis::cmd("SCRIPT").arg("LOAD").arg(source).query(&mut server.connection());
+    hash.expect("the script loads")
+}
+
+/// Lines of what the server is told from now on.
+fn monitor(server: &RedisServer) -> BufReader<TcpStream> {
+    let stream = TcpStream::connect(("127.0.0.1", server.port())).expect("the server accepts connections");
+    stream.set_read_timeout(Some(Duration::from_secs(10))).expect("a time limit can be set");
+    let mut reader = BufReader::new(stream);
+    reader.get_mut().write_all(b"MONITOR\r\n").expect("the server reads");
+    let mut line = String::new();
+    reader.read_line(&mut line).expect("the server answers");
+    reader
+}
+
+/// What was behind the hash in the first call of the script.
+fn sent(mut monitor: BufReader<TcpStream>, server: &RedisServer, hash: &str) -> Vec<Vec<u8>> {
+    let end = "no more of the script";
+    let _: String = redis::cmd("ECHO").arg(end).query(&mut server.connection()).expect("the server answers");
+    loop {
+        let mut line = String::new();
+        monitor.read_line(&mut line).expect("the server tells what it is told");
+        assert!(!line.contains(end), "the script was not called");
+        let words = words(&line);
+        if let Some(at) = words.iter().position(|word| word == hash.as_bytes()) {
+            return words[at + 1..].to_vec();
+        }
+    }
+}
+
+/// The words in quotes of a line of MONITOR.
+fn words(line: &str) -> Vec<Vec<u8>> {
+    let mut bytes = line.bytes();
+    let (mut words, mut word) = (Vec::new(), None::<Vec<u8>>);
+    while let Some(byte) = bytes.next() {
+        let Some(open) = &mut word else {
+            if byte == b'"' {
+                word = Some(Vec::new());
+            }
+            continue;
+        };
+        match byte {
+            b'"' => words.extend(word.take()),
+            b'\\' => open.push(match bytes.next() {
+                Some(b'n') => b'\n',
+                Some(b'r') => b'\r',
+                Some(b't') => b'\t',
+                Some(b'a') => 7,
+                Some(b'b') => 8,
+                Some(b'x') => {
+                    let mut digit =
+                        || (bytes.next().unwrap_or_default() as char).to_digit(16).unwrap_or_default() as u8;
+                    let high = digit();
+                    high * 16 + digit()
+                }
+                other => other.unwrap_or_default(),
+            }),
+            byte => open.push(byte),
+        }
+    }
+    words
+}

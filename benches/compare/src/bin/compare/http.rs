@@ -1,0 +1,163 @@
+//! A server that says hello, with a layer and without, under `wrk`: each in a process of its own.
+
+use std::env;
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::{SocketAddr, TcpStream};
+use std::process::{Child, Command, Stdio};
+use std::time::Duration;
+
+use axum::Router;
+use axum::routing::get;
+use tokio::net::TcpListener;
+use tollgate::http::peer_ip;
+use tollgate::{Policy, Quota, RateLimitLayer, RedisBackend};
+use tower_governor::GovernorLayer;
+
+use crate::Run;
+use crate::bench::{Contender, Figures, take_turns};
+use crate::layers::{self, GENEROUS};
+use crate::report::{Rank, Table};
+use crate::server::RedisServer;
+
+const CONNECTIONS: u32 = 64;
+
+/// Serves until it is killed, and says on which port.
+pub async fn serve(layer: &str, url: &str) {
+    let app = Router::new().route("/", get(async || "hello\n"));
+    let app = match layer {
+        "bare" => app,
+        "tollgate-memory" => app.layer(layers::ours(GENEROUS)),
+        "tollgate-redis" => {
+            let backend = RedisBackend::connect(url).await.expect("Redis lets us in");
+            let policy = Policy::new("http", Quota::per_day(GENEROUS).token_bucket());
+            app.layer(RateLimitLayer::new(backend, policy).key(peer_ip()).deadline(Duration::from_secs(10)))
+        }
+        "tower_governor" => app.layer(GovernorLayer::new(layers::governor(GENEROUS))),
+        other => panic!("{other} is no layer"),
+    };
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("there is a port");
+    println!("{}", listener.local_addr().expect("it has an address").port());
+    let app = app.into_make_service_with_connect_info::<SocketAddr>();
+    axum::serve(listener, app).await.expect("it serves");
+}
+
+/// Ends with the value.
+struct Server {
+    process: Child,
+    port: u16,
+}
+
+impl Server {
+    fn start(layer: &str, redis: &RedisServer) -> Self {
+        let program = env::current_exe().expect("this program is a file");
+        let mut process = Command::new(program)
+            .args(["serve", layer, &redis.url()])
+            .stdout(Stdio::piped())
+            .spawn()
+            .expect("this program runs");
+        let mut port = String::new();
+        let stdout = process.stdout.take().expect("it is piped");
+        BufReader::new(stdout).read_line(&mut port).expect("the server says its port");
+        Self { process, port: port.trim().parse().expect("a port") }
+    }
+
+    /// The head of an answer.
+    fn answer(&self) -> String {
+        let mut stream = TcpStream::connect(("127.0.0.1", self.port)).expect("the server listens");
+        stream.write_all(b"GET / HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n").expect("the server reads");
+        let mut answer = String::new();
+        stream.read_to_string(&mut answer).expect("the server answers");
+        answer
+    }
+
+    fn load(&self, connections: u32, time: Duration) -> Figures {
+        let output = Command::new("wrk")
+            .args(["--latency", "-t1", &format!("-c{connections}"), &format!("-d{}s", time.as_secs().max(1))])
+            .arg(format!("http://127.0.0.1:{}/", self.port))
+            .output()
+            .expect("wrk runs");
+        let text = String::from_utf8_lossy(&output.stdout);
+        assert!(!text.contains("Non-2xx") && !text.contains("Socket errors"), "every request is served: {text}");
+        let value =
+            |name: &str| text.lines().find_map(|line| line.trim().strip_prefix(name)).unwrap_or_default().trim();
+        Figures {
+            per_s: value("Requests/sec:").parse().unwrap_or_default(),
+            p50_us: micros(value("50%")),
+            p99_us: micros(value("99%")),
+            ..Figures::default()
+        }
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // It may have ended already; there is nobody to tell either way.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+    }
+}
+
+/// The microseconds of `345.00us`, `1.20ms` or `1.05s`.
+fn micros(text: &str) -> f64 {
+    let (digits, unit) = text.split_at(text.find(|sign: char| sign.is_ascii_alphabetic()).unwrap_or(text.len()));
+    let unit = match unit {
+        "us" => 1.0,
+        "ms" => 1e3,
+        _ => 1e6,
+    };
+    digits.parse::<f64>().unwrap_or_default() * unit
+}
+
+pub async fn table(run: &mut Run) {
+    if Command::new("wrk").arg("--version").output().is_err() {
+        println!("SKIPPED http: there is no wrk");
+        return;
+    }
+    let redis = RedisServer::start();
+    let lines = [
+        ("tollgate-memory", Some("\r\nratelimit:"), None),
+        ("tower_governor", None, None),
+        ("tollgate-redis", Some("\r\nratelimit:"), Some("asks Redis about every request")),
+        ("bare", None, Some("no layer")),
+    ];
+    let servers = lines.map(|(layer, _, _)| Server::start(layer, &redis));
+    for (server, (layer, field, _)) in servers.iter().zip(lines) {
+        let answer = server.answer().to_lowercase();
+        assert!(
+            answer.starts_with("http/1.1 200") && field.is_none_or(|field| answer.contains(field)),
+            "{layer}: {answer}"
+        );
+    }
+    // wrk counts in seconds.
+    let time = run.time.max(Duration::from_secs(1)) * if run.is_quick { 1 } else { 2 };
+    let mut contenders: Vec<_> = servers
+        .iter()
+        .zip(lines)
+        .map(|(server, (layer, _, apart))| {
+            let load = move |connections| {
+                let figures: crate::bench::Loaded<'_> = Box::pin(async move { server.load(connections, time) });
+                figures
+            };
+            Contender::new(layer, load).apart(apart.map(str::to_owned))
+        })
+        .collect();
+    let points = [CONNECTIONS];
+    let medians = take_turns(&mut contenders, &points, run.rounds, || None).await;
+    let [bare, memory] = ["bare", "tollgate-memory"].map(|who| {
+        let at = contenders.iter().position(|contender| contender.who == who).unwrap_or_default();
+        medians[0][at].figures.per_s
+    });
+    println!("HTTP memory_over_bare={:.3}", memory / bare);
+    run.report.add(Table {
+        name: "http",
+        title: "A server under load",
+        text: "An axum server that says hello, in a process of its own, to 64 connections of `wrk -t1`, which all come from one address. Tollgate's answers carry \
+               header fields; those of `tower_governor` do not.",
+        unit: "connections",
+        points: points.to_vec(),
+        headline: CONNECTIONS,
+        rank: Rank::Rate,
+        lines: contenders.into_iter().map(|contender| (contender.who, contender.apart)).collect(),
+        medians,
+    });
+}

@@ -1,0 +1,135 @@
+//! Decisions in the memory of one process, without any store: 10,000 clients by name, a token bucket each.
+
+use std::future::ready;
+use std::num::NonZeroU32;
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::{Context, Poll, Waker};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use governor::{DefaultKeyedRateLimiter, RateLimiter};
+use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota};
+
+use crate::Run;
+use crate::bench::{Contender, Figures, figures, scatter, take_turns};
+use crate::report::{Rank, Table};
+
+const KEYS: u64 = 10_000;
+/// Calls that are timed together: reading the clock takes about as long as one of them.
+const BATCH: u32 = 1_000;
+const GENEROUS: u32 = 1_000_000_000;
+
+/// Answers whether the client of a number is admitted.
+trait Decide: Send + Sync {
+    /// How many of a batch are admitted, from a number on.
+    fn admitted(&self, thread: u32, batch: u64) -> u32;
+}
+
+struct Ours(Limiter<MemoryBackend>, Vec<Key>);
+
+impl Decide for Ours {
+    fn admitted(&self, thread: u32, batch: u64) -> u32 {
+        let admits = |key: Key| now(self.0.check(key)).expect("memory does not fail").is_allowed();
+        (0..BATCH).map(|turn| u32::from(admits(self.1[at(thread, batch, turn, self.1.len())]))).sum()
+    }
+}
+
+struct Governor(DefaultKeyedRateLimiter<String>, Vec<String>);
+
+impl Decide for Governor {
+    fn admitted(&self, thread: u32, batch: u64) -> u32 {
+        (0..BATCH).map(|turn| u32::from(self.0.check_key(&self.1[at(thread, batch, turn, self.1.len())]).is_ok())).sum()
+    }
+}
+
+fn at(thread: u32, batch: u64, turn: u32, keys: usize) -> usize {
+    scatter(thread, batch * u64::from(BATCH) + u64::from(turn)) as usize % keys
+}
+
+/// The answer of a call that does not wait: memory never does.
+pub fn now<T>(call: impl Future<Output = T>) -> T {
+    match pin!(call).poll(&mut Context::from_waker(Waker::noop())) {
+        Poll::Ready(answer) => answer,
+        Poll::Pending => panic!("memory answers at once"),
+    }
+}
+
+/// Both give a bucket of `burst` back within a day, so none of it comes back in a trial of `burst` below a thousand.
+fn deciders(keys: u64, burst: u32) -> [(&'static str, Arc<dyn Decide>); 2] {
+    let names = || (0..keys).map(|key| format!("client-{key}"));
+    let bucket = Quota::per_day(burst).token_bucket();
+    let limiter = Limiter::new(MemoryBackend::new(), Policy::new("memory", bucket));
+    let quota = governor::Quota::with_period(Duration::from_secs(86_400) / burst).expect("a day is not nothing");
+    let quota = quota.allow_burst(NonZeroU32::new(burst).expect("not nothing"));
+    [
+        ("tollgate", Arc::new(Ours(limiter, names().map(Key::from).collect()))),
+        ("governor", Arc::new(Governor(RateLimiter::keyed(quota), names().collect()))),
+    ]
+}
+
+fn decide(decider: &Arc<dyn Decide>, threads: u32, time: Duration) -> Figures {
+    let begun = Instant::now();
+    let running: Vec<_> = (0..threads)
+        .map(|number| {
+            let decider = Arc::clone(decider);
+            thread::spawn(move || {
+                let mut took = Vec::new();
+                while begun.elapsed() < time {
+                    let called = Instant::now();
+                    assert_eq!(decider.admitted(number, took.len() as u64), BATCH, "the quota is out of reach");
+                    took.push(called.elapsed());
+                }
+                took
+            })
+        })
+        .collect();
+    let took: Vec<_> = running.into_iter().flat_map(|thread| thread.join().expect("no call fails")).collect();
+    let batches = figures(begun.elapsed(), took.into_iter());
+    let (calls, share) = (f64::from(BATCH), 1.0 / f64::from(BATCH));
+    Figures { per_s: batches.per_s * calls, p50_us: batches.p50_us * share, p99_us: batches.p99_us * share, ..batches }
+}
+
+/// How many more than the quota are admitted when two threads want all of it, each.
+fn over_admitted(decider: &Arc<dyn Decide>, burst: u32) -> i64 {
+    let threads: Vec<_> = (0..2)
+        .map(|_| {
+            let decider = Arc::clone(decider);
+            thread::spawn(move || (0..u64::from(burst)).map(|batch| i64::from(decider.admitted(0, batch))).sum::<i64>())
+        })
+        .collect();
+    let admitted: i64 = threads.into_iter().map(|thread| thread.join().expect("no call fails")).sum();
+    // So many calls reach each of ten keys often enough to use all of its quota.
+    admitted - i64::from(burst) * 10
+}
+
+pub async fn table(run: &mut Run) {
+    const BURST: u32 = 100;
+    let verdicts = deciders(10, BURST).map(|(who, decider)| {
+        let over = over_admitted(&decider, BURST);
+        println!("TRIAL table=memory who={who} over_admitted={over}");
+        (over != 0).then(|| format!("not exact: {over:+} admissions of {}", BURST * 10))
+    });
+    let time = run.time / 2;
+    let mut contenders: Vec<_> = deciders(KEYS, GENEROUS)
+        .into_iter()
+        .zip(verdicts)
+        .map(|((who, decider), verdict)| {
+            Contender::new(who, move |threads| Box::pin(ready(decide(&decider, threads, time)))).apart(verdict)
+        })
+        .collect();
+    let points = [1, 2];
+    let medians = take_turns(&mut contenders, &points, run.rounds, || None).await;
+    run.report.add(Table {
+        name: "memory",
+        title: "Decisions in memory",
+        text: "A token bucket for each of 10,000 clients by name, every decision admitted, by threads. Tollgate's decisions carry what the headers \
+               of a response say; those of `governor` say yes or no. The time of a call is that of a thousand, divided.",
+        unit: "threads",
+        points: points.to_vec(),
+        headline: 1,
+        rank: Rank::Rate,
+        lines: contenders.into_iter().map(|contender| (contender.who, contender.apart)).collect(),
+        medians,
+    });
+}

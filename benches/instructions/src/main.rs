@@ -1,0 +1,123 @@
+//! Does one thing so many times, for callgrind to count the instructions: `tollgate-instructions CASE COUNT`.
+//!
+//! `scripts/check-instructions` runs each case with a small count and a large one, and what the difference costs is what one costs: neither the
+//! start of the program nor the first call are in it. All of it happens on one thread and for one key, so that neither the
+//! order of threads nor the seed of a hash changes what is counted. The cases of Redis count what this process does: encoding a call,
+//! sending it, and decoding its answer.
+
+use std::convert::Infallible;
+use std::env;
+use std::hint::black_box;
+use std::net::{IpAddr, Ipv4Addr};
+use std::time::Duration;
+
+use http::{Request, Response};
+use server::RedisServer;
+use tollgate::{DelayQueue, Key, Limiter, Locks, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend};
+use tower::{Layer, Service, service_fn};
+
+#[allow(dead_code, unreachable_pub)]
+#[path = "../../../tests/support/server.rs"]
+mod server;
+
+/// Longer than anything takes under callgrind.
+const PATIENCE: Duration = Duration::from_secs(60);
+const QUOTA: u32 = 1_000_000_000;
+
+fn main() {
+    let mut words = env::args().skip(1);
+    let case = words.next().unwrap_or_default();
+    let count: u32 = words.next().and_then(|count| count.parse().ok()).expect("CASE COUNT");
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime starts");
+    runtime.block_on(async {
+        match case.as_str() {
+            "memory-fixed-window" => check(memory(Quota::per_day(QUOTA).fixed_window()), count).await,
+            "memory-token-bucket" => check(memory(Quota::per_day(QUOTA).token_bucket()), count).await,
+            "memory-three-limits" => check(Limiter::new(MemoryBackend::new(), three_limits()), count).await,
+            "memory-layer" => layer(count).await,
+            "redis-check" => {
+                let (_server, backend) = redis().await;
+                check(Limiter::new(backend, policy()).deadline(PATIENCE), count).await;
+            }
+            "redis-three-limits" => {
+                let (_server, backend) = redis().await;
+                check(Limiter::new(backend, three_limits()).deadline(PATIENCE), count).await;
+            }
+            "redis-lock" => lock(count).await,
+            "redis-push" => push(count).await,
+            "encode-push" => encode_push(count).await,
+            other => panic!("{other} is no case"),
+        }
+    });
+}
+
+fn policy() -> Policy {
+    Policy::new("instructions", Quota::per_day(QUOTA).fixed_window())
+}
+
+fn three_limits() -> Policy {
+    Policy::new("instructions", Quota::per_day(QUOTA).token_bucket())
+        .limit(Quota::per_hour(QUOTA).fixed_window())
+        .limit(Quota::per_day(QUOTA).sliding_window())
+}
+
+fn memory(limit: tollgate::rate_limit::Limit) -> Limiter<MemoryBackend> {
+    Limiter::new(MemoryBackend::new(), Policy::new("instructions", limit))
+}
+
+async fn redis() -> (RedisServer, RedisBackend) {
+    let server = RedisServer::start();
+    let options = tollgate::RedisOptions::from_url(server.url()).expect("the URL is well-formed");
+    let options = options.connections(1).connect_timeout(PATIENCE).response_timeout(PATIENCE);
+    let backend = options.connect().await.expect("Redis lets us in");
+    (server, backend)
+}
+
+async fn check<B: tollgate::rate_limit::RateLimitStore>(limiter: Limiter<B>, count: u32) {
+    let key = Key::from("client-1");
+    for _ in 0..count {
+        assert!(limiter.check(black_box(key)).await.expect("the backend decides").is_allowed());
+    }
+}
+
+async fn layer(count: u32) {
+    let peer = |_: &Request<()>| IpAddr::from(Ipv4Addr::LOCALHOST).to_string();
+    let layer =
+        RateLimitLayer::new(MemoryBackend::new(), policy()).key(peer).with_rejection(tollgate::AsResponse::new());
+    let mut service = layer.layer(service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(()))));
+    for _ in 0..count {
+        let Ok(response) = service.call(black_box(Request::new(()))).await;
+        assert!(response.status().is_success());
+    }
+}
+
+async fn lock(count: u32) {
+    let (_server, backend) = redis().await;
+    let locks = Locks::new(backend).deadline(PATIENCE);
+    for _ in 0..count {
+        let lease = locks.lock("order:1").await.expect("the lock is granted");
+        lease.release().await.expect("the lock is given back");
+    }
+}
+
+async fn push(count: u32) {
+    let (_server, backend) = redis().await;
+    let queue = DelayQueue::<String>::new(backend, "instructions").deadline(PATIENCE);
+    let payload = "payload".to_owned();
+    for _ in 0..count {
+        assert!(queue.push(black_box(&payload)).delay(PATIENCE).await.expect("the job is kept").is_new());
+    }
+}
+
+/// Nothing is sent.
+async fn encode_push(count: u32) {
+    let (_server, backend) = redis().await;
+    let queue = DelayQueue::<String>::new(backend.clone(), "instructions");
+    let payload = "payload".to_owned();
+    for _ in 0..count {
+        let job = queue.push(black_box(&payload)).delay(PATIENCE).id("job").prepare().expect("it can be encoded");
+        let mut pipeline = redis::pipe();
+        backend.push_in(&mut pipeline, &job);
+        black_box(pipeline.get_packed_pipeline());
+    }
+}
