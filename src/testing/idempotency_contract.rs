@@ -331,9 +331,16 @@ pub async fn who_watches_is_told<S: IdempotencyStore>(store: S) {
         let (operation, claim) = (Operation::new("watched", number), claim(LONG));
         take(&store, &operation, &claim).await;
         let mut wakeups = [store.watch(&operation).await, store.watch(&operation).await];
-        assert!(store.renew(&operation, &claim, &payload(1)).await.unwrap());
-        let early = timeout(Duration::from_millis(300), wakeups[0].next()).await;
-        assert!(early.is_err(), "nothing has happened");
+        // One that comes because something may have been missed may come now, but not each time.
+        let mut renewals = 0;
+        loop {
+            assert!(store.renew(&operation, &claim, &payload(1)).await.unwrap());
+            if timeout(Duration::from_millis(300), wakeups[0].next()).await.is_err() {
+                break;
+            }
+            renewals += 1;
+            assert!(renewals < 5, "nothing has happened");
+        }
         if number == 0 {
             assert!(store.complete(&operation, &claim.token, &completion(b"x")).await.unwrap());
         } else {
