@@ -16,7 +16,7 @@ use server::RedisServer;
 use tollgate::{DelayQueue, Key, Limiter, Locks, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend};
 use tower::{Layer, Service, service_fn};
 
-#[allow(dead_code, unreachable_pub)]
+#[allow(dead_code, unreachable_pub, reason = "the tests use the rest of it")]
 #[path = "../../../tests/support/server.rs"]
 mod server;
 

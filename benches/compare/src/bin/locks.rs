@@ -22,7 +22,7 @@ use tokio::sync::Barrier;
 use tokio::task::JoinSet;
 use tollgate::{Locks, RedisBackend};
 
-#[allow(dead_code, unreachable_pub)]
+#[allow(dead_code, unreachable_pub, reason = "the tests use the rest of it")]
 #[path = "../../../../tests/support/server.rs"]
 mod server;
 

@@ -27,7 +27,7 @@ mod node;
 mod plot;
 mod queues;
 mod report;
-#[allow(dead_code, unreachable_pub)]
+#[allow(dead_code, unreachable_pub, reason = "the tests use the rest of it")]
 #[path = "../../../../../tests/support/server.rs"]
 mod server;
 
