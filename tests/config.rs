@@ -298,7 +298,7 @@ fn files_that_are_made_to_be_slow_are_refused_in_time() {
     let paths: String = (0..18_000).map(|i| format!("[[rules]]\npath=\"/{{a}}/{i}\"\nunlimited=true\n")).collect();
     assert_eq!(Rules::from_toml(&paths).unwrap().len(), 18_000);
     // Seconds, on a machine with nothing else to do. Any of them would take far longer than this if its cost grew with the square.
-    assert!(start.elapsed() < Duration::from_secs(150), "{:?}", start.elapsed());
+    assert!(start.elapsed() < Duration::from_secs(60), "{:?}", start.elapsed());
 }
 
 proptest! {
