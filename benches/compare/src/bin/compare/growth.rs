@@ -110,7 +110,9 @@ pub async fn tables(run: &mut Run) {
         run,
         "growth-keys",
         "More keys",
-        "Decisions on Redis, 256 in flight, spread over so many keys.",
+        "Decisions on Redis, 256 in flight, spread over so many keys. A call writes a key once, however many of its decisions are about that key, so few \
+         keys cost Redis less. From thousands of keys on nearly every decision is about one of its own, and the curve is flat: finding a key takes \
+         Redis no longer among a million.",
         "keys",
         &[1, 100, 10_000, 1_000_000],
         keys,
@@ -127,7 +129,8 @@ pub async fn tables(run: &mut Run) {
         run,
         "growth-limits",
         "More limits in a policy",
-        "Decisions on Redis, 256 in flight over 10,000 keys, by policies of so many fixed windows.",
+        "Decisions on Redis, 256 in flight over 10,000 keys, by policies of so many fixed windows. All windows of a key are one value: what is written grows, \
+         and so does the arithmetic, but reading, writing and the call itself are there once.",
         "limits",
         &[1, 2, 4, 8],
         limits,
@@ -143,7 +146,8 @@ pub async fn tables(run: &mut Run) {
         run,
         "growth-pool",
         "More connections",
-        "Decisions on Redis, 256 in flight over 10,000 keys, through so many connections.",
+        "Decisions on Redis, 256 in flight over 10,000 keys, through so many connections. Redis does one thing at a time, and calls are shared by all \
+         decisions of a process, so one connection carries all there is.",
         "connections",
         &[1, 2, 4, 8, 16],
         pool,
@@ -151,7 +155,8 @@ pub async fn tables(run: &mut Run) {
     .await;
 
     let several = Contender::new("tollgate", |count| Box::pin(processes(url.clone(), count, time)));
-    let text = "Decisions on Redis of so many processes together, each with 256 in flight over the same 10,000 keys.";
+    let text = "Decisions on Redis of so many processes together, each with 256 in flight over the same 10,000 keys. One process keeps Redis, or this machine, busy by \
+                itself: more of them wait for each other, and add nothing.";
     table(run, "growth-processes", "More processes", text, "processes", &[1, 2, 3, 4], several).await;
     server.query::<()>("FLUSHALL");
 
@@ -164,7 +169,8 @@ pub async fn tables(run: &mut Run) {
             figures
         })
     });
-    let text = "Jobs that a worker does a second, a hundred at a time, while so many wait: up to 20,000 of them due now, the others in an hour. With the start of the worker and its end.";
+    let text = "Jobs that a worker does a second, a hundred at a time, while so many wait: up to 20,000 of them due now, the others in an hour. With the start of the worker and its end, which is most of it for a hundred jobs; beyond a \
+                thousand the curve is flat, since a claim takes jobs from the front, whatever is behind.";
     table(run, "growth-backlog", "More jobs that wait", text, "jobs", backlogs, waiting).await;
 }
 
