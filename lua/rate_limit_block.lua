@@ -2,7 +2,7 @@
 --
 -- KEYS[1]  counts    string, see rate_limit_check        prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
 -- ARGV[1]  block_us  integer, 0 to 3.2 * 10^14; 0 lifts the block
--- ARGV[2]  ttl_ms    how long counts say something after they were written, at the most
+-- ARGV[2]  ttl_ms    a quarter longer than counts say something after they were written, at the most
 --
 -- Value    counts: while the key is blocked, 1 byte version 2 and 7 bytes end of the block, little endian, then the counts as
 --          rate_limit_check writes them, or nothing

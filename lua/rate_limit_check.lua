@@ -12,7 +12,7 @@
 -- ARGV[1]  verb    'check' to charge | 'peek' to charge nothing | 'settle' to correct what was charged, one subject only
 -- ARGV[2]  cost    integer, 0 to the smallest capacity; 0 charges nothing. To settle: the units to add, or, below 0, to give back
 -- ARGV[3]  change  what becomes of counts with other numbers: 'keep' | 'reset' | 'proportional'
--- ARGV[4]  ttl_ms  how long the counts say something after they were written, at the most
+-- ARGV[4]  ttl_ms  a quarter longer than the counts say something after they were written, at the most
 -- ARGV[5]  terms   how the terms in `limits` are read, for struct.unpack
 -- ARGV[6]  layout  how the last update and the counts are read and written, for struct.pack
 -- ARGV[7]  limits  version and terms of the limits, which is also how the packed value begins, see Value

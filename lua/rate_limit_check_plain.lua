@@ -2,14 +2,15 @@
 -- limits, none of which is a sliding log, if all of them have room. What is out of the ordinary is left to that script.
 --
 -- KEYS[1]  key      string, see rate_limit_check    prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
--- ARGV[1]  ttl_ms   how long the counts say something after they were written, at the most
+-- ARGV[1]  ttl_ms   a quarter longer than the counts say something after they were written, at the most
 -- ARGV[2]  cost     integer, 1 to the smallest capacity
 -- ARGV[3]  format   how the terms in `limits` are read, for struct.unpack
 -- ARGV[4]  layout   how the last update and the counts are read and written, for struct.pack
 -- ARGV[5]  size     the length of the packed value
 -- ARGV[6]  limits   version and terms of the limits, which is also how the packed value begins
 --
--- Value    counts: see rate_limit_check
+-- Value    counts: see rate_limit_check. Their time to live is written once in a fifth of it, counted from 1970, since that takes longer
+--          than all the rest; until the next time they live for four fifths of it at least, which is what they need
 -- Returns  the counts as they are stored now, if the request was admitted; 1 byte 0, 7 bytes clock and the counts, if it was denied;
 --          an empty string if the key is blocked, was counted with other numbers, or holds something else, or the
 --          clock was set back: nothing was done then, and rate_limit_check is to be asked
@@ -36,6 +37,7 @@ local elapsed = now - counts[1]
 if elapsed < 0 then
   return ''
 end
+local last = counts[1]
 counts[1] = now
 
 local at, fits = 2, true
@@ -85,5 +87,9 @@ if not fits then
   return pack('<BI7', 0, now) .. (stored or '')
 end
 value = limits .. pack(layout, unpack_table(counts))
-call('SET', key, value, 'PX', ttl_ms)
+if last < now - now % (ttl_ms * 200) then
+  call('SET', key, value, 'PX', ttl_ms)
+else
+  call('SETRANGE', key, 0, value)
+end
 return value

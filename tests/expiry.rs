@@ -1,5 +1,5 @@
-//! Whatever is asked of Redis, in whatever order: every key expires, none lives longer than it says something, and a denial
-//! and a question leave all values as they are.
+//! Whatever is asked of Redis, in whatever order: every key expires, none before what was written says nothing any more, none lives much
+//! longer than that, and a denial and a question leave all values as they are.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 mod support;
@@ -13,6 +13,7 @@ use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use redis::Connection;
 use support::server::RedisServer;
 use tokio::runtime::{Builder, Runtime};
+use tokio::task::JoinSet;
 use tollgate::rate_limit::{Algorithm, Decision, Limit, QuotaChange, RateLimitStore, Receipt, Request};
 use tollgate::{Key, Policy, Quota, RedisBackend};
 
@@ -41,6 +42,8 @@ enum Verb {
     Check(u32),
     CheckNothing,
     CheckAll(u32),
+    // So many requests of one unit at a time, which share calls.
+    CheckTogether(usize),
     Peek(u32),
     // Of the charge so many before.
     GiveBack(usize, u32),
@@ -75,6 +78,7 @@ fn traces() -> impl Strategy<Value = Trace> {
         20 => (0..60_u32).prop_map(Verb::Check),
         2 => Just(Verb::CheckNothing),
         6 => (0..60_u32).prop_map(Verb::CheckAll),
+        3 => (10..20_usize).prop_map(Verb::CheckTogether),
         6 => (0..101_u32).prop_map(Verb::Peek),
         6 => (0..6_usize, 0..101_u32).prop_map(|(charge, units)| Verb::GiveBack(charge, units)),
         3 => (0..250_u32).prop_map(Verb::ChargeAnyway),
@@ -117,6 +121,8 @@ fn look(connection: &mut Connection) -> BTreeMap<String, (i64, Vec<u8>)> {
 struct Counted {
     steps: usize,
     in_vain: usize,
+    // Keys whose time to live was compared with what they need.
+    charged: usize,
 }
 
 struct Bench {
@@ -137,9 +143,10 @@ impl Bench {
                 limits[1..].iter().fold(policy, |policy, limit| policy.limit(*limit))
             })
             .collect();
-        // As the docs have it: twice the longest window, or time to fill a bucket.
+        // As the docs have it: twice the longest window, or time to fill a bucket, and a quarter more.
         let all = trace.plans.iter().flatten();
         let longest = all.map(|limit| limit.period().max(limit.quota().window())).max().unwrap() * 2 + GRACE;
+        let longest = longest * 5 / 4 + GRACE;
         let mut charges: Vec<(usize, Key, Receipt, u32)> = Vec::new();
         // Plans whose limits differ in more than their numbers are counted, and blocked, apart.
         let shape = |plan: usize| -> Vec<(Algorithm, Duration)> {
@@ -174,6 +181,16 @@ impl Bench {
                     let requests = [key, other].map(|key| Request { policy: policy.clone(), key, cost: units(share) });
                     let decisions = runtime.block_on(backend.check_all(&requests)).unwrap();
                     decisions.iter().all(Decision::is_allowed)
+                }
+                Verb::CheckTogether(requests) => {
+                    let mut checks = JoinSet::new();
+                    for request in 0..requests {
+                        let (backend, policy) = (backend.clone(), policy.clone());
+                        let key = Key::from(format!("subject-{}", request % 3));
+                        let check = async move { backend.check(&policy, &key, 1).await.unwrap().is_allowed() };
+                        checks.spawn_on(check, runtime.handle());
+                    }
+                    runtime.block_on(checks.join_all()).contains(&true)
                 }
                 Verb::Peek(share) => {
                     runtime.block_on(backend.peek(policy, &key, units(share))).unwrap();
@@ -225,6 +242,33 @@ impl Bench {
                 let ttl = Duration::from_millis(u64::try_from(*ttl).unwrap());
                 prop_assert!(ttl <= most, "{} lives {:?} > {:?} after step {}: {:?}", name, ttl, most, number, step);
             }
+            // What was charged lasts for as long as it counts.
+            if matches!(step.verb, Verb::Check(_) | Verb::CheckTogether(_)) {
+                let counts = policy.limits().iter().map(|limit| match limit.algorithm() {
+                    Algorithm::TokenBucket => limit.period(),
+                    Algorithm::FixedWindow => limit.quota().window(),
+                    Algorithm::SlidingWindow => 2 * limit.quota().window(),
+                    // In a key of its own.
+                    _ => Duration::ZERO,
+                });
+                let least = counts.max().unwrap().saturating_sub(looked.elapsed());
+                let written = after.iter().filter(|(name, (_, value))| {
+                    name.ends_with(":counts") && before.get(*name).is_none_or(|(_, before)| before != value)
+                });
+                for (name, (ttl, _)) in written {
+                    self.counted.charged += 1;
+                    let ttl = Duration::from_millis(u64::try_from(*ttl).unwrap());
+                    prop_assert!(
+                        ttl >= least,
+                        "{} lives {:?} < {:?} after step {}: {:?}",
+                        name,
+                        ttl,
+                        least,
+                        number,
+                        step
+                    );
+                }
+            }
             if !changes {
                 for (name, (_, value)) in &after {
                     let was = before.get(name).map(|(_, value)| value);
@@ -256,5 +300,8 @@ fn every_key_expires_in_time_and_denials_write_nothing() {
     let outcome = TestRunner::new(config).run(&traces(), |trace| bench.borrow_mut().run(&trace));
     outcome.unwrap_or_else(|error| panic!("{error}"));
     let counted = &bench.borrow().counted;
-    assert!(counted.steps >= 1_000 && counted.in_vain >= 300, "{counted:?} is too little to say anything");
+    assert!(
+        counted.steps >= 1_000 && counted.in_vain >= 300 && counted.charged >= 300,
+        "{counted:?} is too little to say anything"
+    );
 }

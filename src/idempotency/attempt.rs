@@ -1,7 +1,7 @@
 use std::error::Error as _;
 use std::future::{Future, pending};
 use std::pin::pin;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::thread;
 use std::time::Duration;
@@ -12,6 +12,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
 use super::checkpoint::Checkpoint;
 use super::erased::AnyStore;
+use super::handle::HasPayload;
 use super::meters::{Ended, Meters};
 use super::store::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
 use crate::circuit::{Circuit, CircuitBreaker, Watch};
@@ -140,26 +141,49 @@ impl Home {
     }
 }
 
-/// One request for an operation, from the first word to the store to the last.
-pub(crate) struct Order {
+/// One request for an operation, from the first word to the store to the last: all that is known of it, in one place, since there is
+/// one for each request.
+pub(crate) struct Order<P: ?Sized> {
     home: Arc<Home>,
     operation: Operation,
     claim: Claim,
     // Before the claim was, or the last renewal.
     sent: Mutex<Instant>,
+    // The number of the last one that was put down.
+    checkpoint: AtomicU32,
+    body: P,
 }
 
-impl Order {
-    pub(crate) fn new(home: &Arc<Home>, operation: Operation, claim: Claim) -> Arc<Self> {
-        Arc::new(Self { home: Arc::clone(home), operation, claim, sent: Mutex::new(Instant::now()) })
-    }
-
+impl<P: ?Sized> Order<P> {
     pub(super) const fn operation(&self) -> &Operation {
         &self.operation
     }
 
+    /// How far the body was read.
+    pub(crate) const fn body(&self) -> &P {
+        &self.body
+    }
+
     fn sent(&self) -> MutexGuard<'_, Instant> {
         self.sent.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The number of one more checkpoint.
+    pub(super) fn next_checkpoint(&self) -> u32 {
+        self.checkpoint.fetch_add(1, Ordering::Relaxed).saturating_add(1)
+    }
+
+    /// Puts down how far the attempt has come.
+    pub(super) async fn checkpoint(&self, payload: &Payload, checkpoint: &Checkpoint) -> Result<bool, StoreError> {
+        let Self { home, operation, claim, .. } = self;
+        home.noted(home.store.checkpoint(operation, claim, payload, checkpoint, home.terms.limit).await)
+    }
+}
+
+impl<P: HasPayload + 'static> Order<P> {
+    pub(crate) fn new(home: &Arc<Home>, operation: Operation, claim: Claim, body: P) -> Arc<Self> {
+        let (sent, checkpoint) = (Mutex::new(Instant::now()), AtomicU32::new(0));
+        Arc::new(Self { home: Arc::clone(home), operation, claim, sent, checkpoint, body })
     }
 
     /// Begins the operation, or says how far it is.
@@ -167,7 +191,7 @@ impl Order {
     /// # Cancellation
     ///
     /// What was begun without anybody hearing of it is given back in the background.
-    pub(crate) async fn begin(self: &Arc<Self>) -> Result<Begin, StoreError> {
+    pub(crate) async fn begin(self: &Arc<Self>) -> Result<Begin<P>, StoreError> {
         let Self { home, operation, claim, .. } = &**self;
         *self.sent() = Instant::now();
         let mut attempt = self.attempt(End::GiveBack);
@@ -184,7 +208,7 @@ impl Order {
     /// The same where nothing has to be waited for. `None`, with nothing done, says nothing.
     ///
     /// To be called at once, since the lease is taken to last from when the order was made.
-    pub(crate) fn begin_now(self: &Arc<Self>) -> Option<Result<Begin, StoreError>> {
+    pub(crate) fn begin_now(self: &Arc<Self>) -> Option<Result<Begin<P>, StoreError>> {
         let Self { home, operation, claim, .. } = &**self;
         // Nothing is a probe that may not even ask the store.
         home.circuit.admit_no_probe().ok()?;
@@ -192,7 +216,7 @@ impl Order {
         Some(begun.map(|begun| self.attempt(End::Settled).begun(begun)))
     }
 
-    fn attempt(self: &Arc<Self>, end: End) -> Attempt {
+    fn attempt(self: &Arc<Self>, end: End) -> Attempt<P> {
         Attempt { order: Arc::clone(self), end, is_answering: AtomicBool::new(false) }
     }
 
@@ -201,18 +225,12 @@ impl Order {
         self.home.store.watch(&self.operation).await
     }
 
-    /// Puts down how far the attempt has come.
-    pub(super) async fn checkpoint(&self, payload: &Payload, checkpoint: &Checkpoint) -> Result<bool, StoreError> {
-        let Self { home, operation, claim, .. } = self;
-        home.noted(home.store.checkpoint(operation, claim, payload, checkpoint, home.terms.limit).await)
-    }
-
     /// See [`Attempt::keep`].
-    async fn keep(&self, payload: impl Fn() -> Payload) {
+    async fn keep(&self) {
         let Claim { takes_over, lease, .. } = self.claim;
         loop {
             let sent = *self.sent();
-            let renewed = self.renewed(sent, &payload);
+            let renewed = self.renewed(sent);
             let renewed = if takes_over {
                 // By the clock alone, since no answer may come.
                 timeout_at(sent + usable(lease), renewed).await.unwrap_or_default()
@@ -229,13 +247,13 @@ impl Order {
     }
 
     /// When the command was sent that has renewed the lease; `None` if the operation is not ours any more.
-    async fn renewed(&self, sent: Instant, payload: impl Fn() -> Payload) -> Option<Instant> {
-        let Self { home, operation, claim, .. } = self;
+    async fn renewed(&self, sent: Instant) -> Option<Instant> {
+        let Self { home, operation, claim, body, .. } = self;
         let mut due = sent + claim.lease / 3;
         loop {
             sleep_until(due).await;
             let sent = Instant::now();
-            match home.noted(home.store.renew(operation, claim, &payload(), home.terms.limit).await) {
+            match home.noted(home.store.renew(operation, claim, &body.payload(), home.terms.limit).await) {
                 Ok(true) => return Some(sent),
                 Ok(false) => {
                     tracing::warn!("the record of an operation is gone while it is being done");
@@ -340,14 +358,14 @@ impl Drop for Running {
 }
 
 /// What came of a claim.
-pub(crate) enum Begin {
-    Granted(Granted),
+pub(crate) enum Begin<P: HasPayload + 'static> {
+    Granted(Granted<P>),
     Not(Begun),
 }
 
 /// An attempt, and what is known of those before.
-pub(crate) struct Granted {
-    pub(crate) attempt: Attempt,
+pub(crate) struct Granted<P: HasPayload + 'static> {
+    pub(crate) attempt: Attempt<P>,
     pub(crate) fence: u64,
     pub(crate) number: u32,
     pub(crate) payload: Payload,
@@ -355,8 +373,8 @@ pub(crate) struct Granted {
 }
 
 /// An operation that is this process's to do.
-pub(crate) struct Attempt {
-    order: Arc<Order>,
+pub(crate) struct Attempt<P: HasPayload + 'static> {
+    order: Arc<Order<P>>,
     end: End,
     is_answering: AtomicBool,
 }
@@ -374,12 +392,15 @@ enum End {
     Settled,
 }
 
-impl Attempt {
+impl<P: HasPayload + 'static> Attempt<P> {
     /// What has come of its claim, by what the store has answered.
-    fn begun(mut self, begun: Begun) -> Begin {
+    fn begun(mut self, begun: Begun) -> Begin<P> {
         match begun {
             Begun::Granted { fence, attempt: number, payload, checkpoint } => {
                 self.end = End::Leave;
+                if let Some(last) = &checkpoint {
+                    self.order.checkpoint.store(last.number(), Ordering::Relaxed);
+                }
                 Begin::Granted(Granted { attempt: self, fence, number, payload, checkpoint })
             }
             begun => {
@@ -389,8 +410,8 @@ impl Attempt {
         }
     }
 
-    pub(super) fn order(&self) -> Arc<Order> {
-        Arc::clone(&self.order)
+    pub(crate) const fn order(&self) -> &Arc<Order<P>> {
+        &self.order
     }
 
     /// When it was asked for, or renewed.
@@ -416,19 +437,14 @@ impl Attempt {
     }
 
     /// Renews the lease for as long as this is polled. Ready when somebody else may have begun, so that all has to stop.
-    ///
-    /// `payload` says what is known of the body by then.
-    pub(crate) fn keep<P>(&self, payload: P) -> impl Future<Output = ()> + Send + use<P>
-    where
-        P: Fn() -> Payload + Send + Sync,
-    {
-        let order = self.order();
-        async move { order.keep(payload).await }
+    pub(crate) fn keep(&self) -> impl Future<Output = ()> + Send + use<P> {
+        let order = Arc::clone(&self.order);
+        async move { order.keep().await }
     }
 
     /// Says what has become of the operation; `None` if there is nothing to wait for. Where that fails it is tried again in the background
     /// for as long as a lease lasts; the caller gets its answer in any case.
-    pub(crate) fn settle(mut self, end: Settlement) -> Option<impl Future<Output = ()> + Send> {
+    pub(crate) fn settle(mut self, end: Settlement) -> Option<impl Future<Output = ()> + Send + use<P>> {
         if let Some(settled) = self.order.settle_now(&end) {
             self.end = End::Settled;
             self.settled(settled, end);
@@ -463,7 +479,7 @@ impl Attempt {
     }
 }
 
-impl Drop for Attempt {
+impl<P: HasPayload + 'static> Drop for Attempt<P> {
     fn drop(&mut self) {
         let gives_back = match self.end {
             End::GiveBack => true,

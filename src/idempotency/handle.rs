@@ -1,8 +1,7 @@
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU32, Ordering};
 
-use super::attempt::{Attempt, Order};
+use super::attempt::Order;
 use super::checkpoint::{Checkpoint, CheckpointError};
 use super::store::{Operation, Payload};
 use crate::key::Key;
@@ -23,17 +22,10 @@ use crate::key::Key;
 /// ```
 #[derive(Clone)]
 pub struct IdempotencyHandle {
-    inner: Arc<Inner>,
-}
-
-struct Inner {
-    order: Arc<Order>,
-    body: Arc<dyn HasPayload>,
+    order: Arc<Order<dyn HasPayload>>,
     attempt: u32,
     fence: u64,
-    last: Option<Checkpoint>,
-    // Of the last checkpoint.
-    number: AtomicU32,
+    last: Option<Arc<Checkpoint>>,
 }
 
 /// Something that knows how far the body of a request was read.
@@ -42,41 +34,34 @@ pub(crate) trait HasPayload: Send + Sync {
 }
 
 impl IdempotencyHandle {
-    pub(crate) fn new(
-        of: &Attempt,
-        attempt: u32,
-        fence: u64,
-        last: Option<Checkpoint>,
-        body: Arc<dyn HasPayload>,
-    ) -> Self {
-        let number = AtomicU32::new(last.as_ref().map_or(0, Checkpoint::number));
-        Self { inner: Arc::new(Inner { order: of.order(), body, attempt, fence, last, number }) }
+    pub(crate) fn new(order: Arc<Order<dyn HasPayload>>, attempt: u32, fence: u64, last: Option<Checkpoint>) -> Self {
+        Self { order, attempt, fence, last: last.map(Arc::new) }
     }
 
     /// Which attempt this is: 1, unless one before was given back or came to nobody knows what. Remembered for ten minutes after
     /// an attempt that was given back.
     #[must_use]
     pub fn attempt(&self) -> u32 {
-        self.inner.attempt
+        self.attempt
     }
 
     /// Larger than that of every attempt before: for what the handler changes, to refuse a smaller one.
     #[must_use]
     pub fn fence(&self) -> u64 {
-        self.inner.fence
+        self.fence
     }
 
     /// A key for something that the handler asks of others, by what it is for: 32 characters, the same in each attempt of this
     /// operation and in no other operation.
     #[must_use]
     pub fn derive(&self, purpose: &str) -> String {
-        derived(self.inner.order.operation(), purpose)
+        derived(self.order.operation(), purpose)
     }
 
     /// What the attempts before this one have put down last; `None` if they have put down nothing.
     #[must_use]
     pub fn last_checkpoint(&self) -> Option<&Checkpoint> {
-        self.inner.last.as_ref()
+        self.last.as_deref()
     }
 
     /// Puts down in the record that a step is done, with what the next attempt needs to know of it, in the place of what was put
@@ -113,11 +98,11 @@ impl IdempotencyHandle {
     ///
     /// A checkpoint that is dropped on its way may have been put down.
     pub async fn checkpoint(&self, step: &str, data: impl AsRef<[u8]>) -> Result<(), CheckpointError> {
-        let Inner { order, body, number, .. } = &*self.inner;
-        let number = number.fetch_add(1, Ordering::Relaxed).saturating_add(1);
-        let checkpoint = Checkpoint::new(number, step, data.as_ref()).ok_or(CheckpointError::TooLarge)?;
+        let order = &self.order;
+        let checkpoint =
+            Checkpoint::new(order.next_checkpoint(), step, data.as_ref()).ok_or(CheckpointError::TooLarge)?;
         drop(data);
-        let is_ours = order.checkpoint(&body.payload(), &checkpoint).await?;
+        let is_ours = order.checkpoint(&order.body().payload(), &checkpoint).await?;
         if is_ours { Ok(()) } else { Err(CheckpointError::Lost) }
     }
 }
@@ -132,7 +117,7 @@ fn derived(operation: &Operation, purpose: &str) -> String {
 impl fmt::Debug for IdempotencyHandle {
     // What a client calls an operation is its own business.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Inner { attempt, fence, .. } = &*self.inner;
+        let Self { attempt, fence, .. } = self;
         f.debug_struct("IdempotencyHandle").field("attempt", attempt).field("fence", fence).finish_non_exhaustive()
     }
 }

@@ -1,5 +1,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, RandomState};
+use std::mem;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -37,7 +38,8 @@ pub(super) struct OperationTable {
 #[derive(Default)]
 struct Shard {
     // Without a hasher: the keyed hash is taken once, to find the shard, and used here as it is.
-    records: IndexMap<Name, Record, ()>,
+    // Boxed, so that a table that grows moves no records.
+    records: IndexMap<Box<Entry>, (), ()>,
     // When to look whether a record has run out: no later than it does, one line for each record, with the hash of its operation.
     due: BTreeMap<Line, u64>,
     next: u64,
@@ -45,11 +47,12 @@ struct Shard {
     watched: HashMap<Operation, watch::Sender<()>>,
 }
 
-/// What a record is found by.
-struct Name {
+/// A record, and what it is found by.
+struct Entry {
     operation: Operation,
     // No other record has it. Lines have this alone, since operations are large.
     number: u64,
+    record: Record,
 }
 
 /// When to look at a record, and its number.
@@ -81,9 +84,9 @@ enum State {
     Completed { answer: Arc<[u8]>, is_kept: bool },
 }
 
-impl Name {
-    fn is(operation: &Operation) -> impl Fn(&Self) -> bool {
-        move |name| name.operation == *operation
+impl Entry {
+    fn is(operation: &Operation) -> impl Fn(&Box<Self>) -> bool {
+        move |entry| entry.operation == *operation
     }
 }
 
@@ -197,18 +200,18 @@ impl OperationTable {
     fn put(&self, shard: &mut Shard, place: Place<'_>, record: Record) {
         self.bytes.fetch_add(record.bytes(), Ordering::Relaxed);
         let due = record.due;
-        let number = match shard.records.raw_entry_mut_v1().from_hash(place.hash, Name::is(place.operation)) {
+        let number = match shard.records.raw_entry_mut_v1().from_hash(place.hash, Entry::is(place.operation)) {
             RawEntryMut::Occupied(mut entry) => {
-                let before = entry.insert(record);
+                let Entry { number, record: kept, .. } = &mut **entry.key_mut();
+                let before = mem::replace(kept, record);
                 self.bytes.fetch_sub(before.bytes(), Ordering::Relaxed);
-                let number = entry.key().number;
-                shard.due.remove(&(before.due, number));
-                number
+                shard.due.remove(&(before.due, *number));
+                *number
             }
             RawEntryMut::Vacant(entry) => {
                 shard.next += 1;
-                let name = Name { operation: *place.operation, number: shard.next };
-                entry.insert_hashed_nocheck(place.hash, name, record);
+                let name = Box::new(Entry { operation: *place.operation, number: shard.next, record });
+                entry.insert_hashed_nocheck(place.hash, name, ());
                 self.len.fetch_add(1, Ordering::Relaxed);
                 shard.next
             }
@@ -221,16 +224,16 @@ impl OperationTable {
         for _ in 0..SWEEP {
             let Some(entry) = shard.due.first_entry().filter(|entry| entry.key().0 < now) else { return };
             let ((_, number), hash) = entry.remove_entry();
-            let named = shard.records.raw_entry_mut_v1().from_hash(hash, |name| name.number == number);
+            let named = shard.records.raw_entry_mut_v1().from_hash(hash, |entry| entry.number == number);
             let RawEntryMut::Occupied(mut entry) = named else { continue };
-            let record = entry.get_mut();
+            let record = &mut entry.key_mut().record;
             if record.is_live(now) {
                 // It was made to last longer since, and is looked at again.
                 record.due = record.expires;
                 shard.due.insert((record.due, number), hash);
             } else {
-                let record = entry.swap_remove();
                 self.bytes.fetch_sub(record.bytes(), Ordering::Relaxed);
+                entry.swap_remove();
                 self.len.fetch_sub(1, Ordering::Relaxed);
             }
         }
@@ -354,8 +357,12 @@ impl OperationTable {
 
 impl Shard {
     fn record(&mut self, place: &Place<'_>) -> Option<&mut Record> {
-        match self.records.raw_entry_mut_v1().from_hash(place.hash, Name::is(place.operation)) {
-            RawEntryMut::Occupied(entry) => Some(entry.into_mut()),
+        self.entry(place).map(|entry| &mut entry.record)
+    }
+
+    fn entry(&mut self, place: &Place<'_>) -> Option<&mut Entry> {
+        match self.records.raw_entry_mut_v1().from_hash(place.hash, Entry::is(place.operation)) {
+            RawEntryMut::Occupied(entry) => Some(entry.into_key()),
             RawEntryMut::Vacant(_) => None,
         }
     }
@@ -367,10 +374,9 @@ impl Shard {
 
     /// Looks at a record at another time.
     fn move_line(&mut self, place: &Place<'_>, before: Instant, due: Instant) {
-        let named = self.records.raw_entry_v1().from_hash(place.hash, Name::is(place.operation));
-        if let Some((Name { number, .. }, _)) = named {
-            self.due.remove(&(before, *number));
-            self.due.insert((due, *number), place.hash);
+        if let Some(number) = self.entry(place).map(|entry| entry.number) {
+            self.due.remove(&(before, number));
+            self.due.insert((due, number), place.hash);
         }
     }
 
@@ -487,7 +493,7 @@ mod tests {
             let shard = shard.lock().unwrap();
             assert_eq!(shard.due.len(), shard.records.len());
             len += shard.records.len();
-            bytes += shard.records.values().map(Record::bytes).sum::<usize>();
+            bytes += shard.records.keys().map(|entry| entry.record.bytes()).sum::<usize>();
         }
         assert_eq!(table.len.load(Ordering::Relaxed), len);
         assert_eq!(table.bytes.load(Ordering::Relaxed), bytes);

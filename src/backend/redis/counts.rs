@@ -68,7 +68,7 @@ pub(super) fn is_admitted(reply: &[u8]) -> bool {
     matches!(reply.first(), Some(&(VERSION | ADMITTED_BYTE)))
 }
 
-/// How long counts say something after they were written, debts included.
+/// How long counts say something after they were written, debts included, and a quarter of that: the scripts do not write it each time.
 pub(super) fn time_to_live_ms(policy: &Policy) -> u64 {
     let longest = policy.terms().iter().map(|terms| match terms.algorithm {
         Algorithm::TokenBucket => (2 * terms.full()).div_ceil(terms.step.max(1)),
@@ -76,7 +76,8 @@ pub(super) fn time_to_live_ms(policy: &Policy) -> u64 {
         Algorithm::FixedWindow | Algorithm::SlidingLog => terms.span,
     });
     // Expiry is counted in whole milliseconds of another reading of the clock.
-    longest.max().unwrap_or(0).div_ceil(1_000) + 10
+    let longest = longest.max().unwrap_or(0).div_ceil(1_000) + 10;
+    longest + longest.div_ceil(4)
 }
 
 /// What a script says of one subject: the counts as they are stored now, if it was charged and has no logs, and otherwise

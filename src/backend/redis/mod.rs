@@ -65,7 +65,7 @@
 //! with the prefix in the place of `tollgate`:
 //!
 //! ```text
-//! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +mget +set +pttl +pexpire +time +getrange +strlen +append
+//! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +mget +set +pttl +pexpire +time +getrange +setrange +strlen +append
 //! ```
 //!
 //! For locks that replicas have to know of `+wait`, and for those that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`, as well.

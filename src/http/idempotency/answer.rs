@@ -5,6 +5,7 @@ use std::sync::Arc;
 use ::http::header::{self, HeaderName};
 use ::http::{HeaderMap, HeaderValue, StatusCode};
 use bytes::{Buf, Bytes};
+use smallvec::{Array, SmallVec};
 
 /// The layout of an answer.
 const VERSION: u8 = 1;
@@ -32,8 +33,9 @@ const NOT_KEPT: &[&str] = &[
 
 /// An answer on its way into the record: all but its body.
 pub(super) struct Recorder {
-    head: Vec<u8>,
-    trailers: Vec<u8>,
+    // A couple of headers take no memory of their own.
+    head: SmallVec<[u8; 96]>,
+    trailers: SmallVec<[u8; 16]>,
     len: usize,
     most: usize,
     status: StatusCode,
@@ -41,14 +43,13 @@ pub(super) struct Recorder {
 
 impl Recorder {
     pub(super) fn new(status: StatusCode, headers: &HeaderMap, keeps_cookies: bool, most: usize) -> Self {
-        // Room for a couple of headers.
-        let mut head = Vec::with_capacity(128);
+        let mut head = SmallVec::new();
         head.push(VERSION);
-        head.extend(status.as_u16().to_le_bytes());
+        head.extend_from_slice(&status.as_u16().to_le_bytes());
         let is_kept = |name: &HeaderName| is_kept(name, headers) && (keeps_cookies || name != header::SET_COOKIE);
         put(&mut head, headers, is_kept);
         let len = head.len();
-        Self { head, trailers: Vec::new(), len, most, status }
+        Self { head, trailers: SmallVec::new(), len, most, status }
     }
 
     /// Whether there is room for all of it, as far as it came.
@@ -72,7 +73,7 @@ impl Recorder {
     pub(super) fn finish<'a>(&self, body: impl Iterator<Item = &'a Bytes>, is_whole: bool) -> (Arc<[u8]>, bool) {
         let is_kept = is_whole && self.fits();
         if !is_kept {
-            return (Recorder::new(self.status, &HeaderMap::new(), false, 0).head.into(), false);
+            return (Arc::from(&*Recorder::new(self.status, &HeaderMap::new(), false, 0).head), false);
         }
         let trailers = if self.trailers.is_empty() { NO_HEADERS.as_slice() } else { &self.trailers };
         let len = self.len - self.trailers.len() + trailers.len();
@@ -98,19 +99,19 @@ fn is_kept(name: &HeaderName, headers: &HeaderMap) -> bool {
     !(NOT_KEPT.contains(&name.as_str()) || is_limit() || is_of_connection())
 }
 
-fn put(out: &mut Vec<u8>, headers: &HeaderMap, is_kept: impl Fn(&HeaderName) -> bool) {
+fn put<A: Array<Item = u8>>(out: &mut SmallVec<A>, headers: &HeaderMap, is_kept: impl Fn(&HeaderName) -> bool) {
     let count_at = out.len();
-    out.extend([0; 2]);
+    out.extend_from_slice(&[0; 2]);
     let mut count = 0_u16;
     for (name, value) in headers.iter().filter(|(name, _)| is_kept(name)) {
         // Names are no longer than this, and hyper lets no value through that is longer than this.
         let (Ok(name_len), Ok(value_len)) = (u16::try_from(name.as_str().len()), u32::try_from(value.len())) else {
             continue;
         };
-        out.extend(name_len.to_le_bytes());
-        out.extend(name.as_str().as_bytes());
-        out.extend(value_len.to_le_bytes());
-        out.extend(value.as_bytes());
+        out.extend_from_slice(&name_len.to_le_bytes());
+        out.extend_from_slice(name.as_str().as_bytes());
+        out.extend_from_slice(&value_len.to_le_bytes());
+        out.extend_from_slice(value.as_bytes());
         count = count.saturating_add(1);
     }
     out[count_at..count_at + 2].copy_from_slice(&count.to_le_bytes());

@@ -10,7 +10,7 @@ use pin_project_lite::pin_project;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Notify;
 
-use crate::idempotency::{Digest, HasPayload, Operation, Payload};
+use crate::idempotency::{Digest, HasPayload, Operation, Order, Payload};
 use crate::key::Key;
 
 /// What fingerprints are made with. The secret itself is not kept, and nothing of it printed.
@@ -34,7 +34,7 @@ impl Fingerprints {
         operation: &Operation,
         request: &Request<B>,
         headers: &[HeaderName],
-    ) -> (Digest, Arc<Reading>) {
+    ) -> (Digest, Reading) {
         let mut hash = self.keyed.clone();
         let path = request.uri().path_and_query().map_or("", |path| path.as_str());
         let [scope, key] = [operation.scope(), operation.key()].map(Key::as_bytes);
@@ -50,7 +50,7 @@ impl Fingerprints {
                 hash.update(value);
             }
         }
-        (digest(hash.clone()), Arc::new(Reading::new(hash)))
+        (digest(hash.clone()), Reading::new(hash))
     }
 }
 
@@ -170,22 +170,22 @@ pin_project! {
     pub struct FingerprintedBody<B> {
         #[pin]
         body: B,
-        reading: Option<Arc<Reading>>,
+        order: Option<Arc<Order<Reading>>>,
     }
 }
 
 impl<B> FingerprintedBody<B> {
     /// One that nobody wants to know anything of.
     pub(super) const fn passed(body: B) -> Self {
-        Self { body, reading: None }
+        Self { body, order: None }
     }
 }
 
 impl<B: Body> FingerprintedBody<B> {
     /// `before` is what is known of the body that an attempt before was sent.
-    pub(super) fn new(body: B, before: Payload, reading: Arc<Reading>) -> Self {
-        reading.begin(before, body.is_end_stream());
-        Self { body, reading: Some(reading) }
+    pub(super) fn new(body: B, before: Payload, order: Arc<Order<Reading>>) -> Self {
+        order.body().begin(before, body.is_end_stream());
+        Self { body, order: Some(order) }
     }
 }
 
@@ -196,8 +196,8 @@ impl<B: Body<Data = Bytes>> Body for FingerprintedBody<B> {
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
         let mut this = self.project();
         let frame = ready!(this.body.as_mut().poll_frame(cx));
-        if let Some(reading) = this.reading
-            && !reading.note(frame.as_ref(), this.body.is_end_stream())
+        if let Some(order) = this.order
+            && !order.body().note(frame.as_ref(), this.body.is_end_stream())
         {
             // Whoever does the work is told, and drops the handler.
             return Poll::Pending;
@@ -249,9 +249,19 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
+    use crate::MemoryBackend;
+    use crate::idempotency::{Claim, Home};
+    use crate::lock::Token;
 
-    fn made(request: &Request<()>, headers: &[HeaderName]) -> (Digest, Arc<Reading>) {
+    fn made(request: &Request<()>, headers: &[HeaderName]) -> (Digest, Reading) {
         Fingerprints::new(b"").of(&Operation::new("a", "k"), request, headers)
+    }
+
+    fn order() -> Arc<Order<Reading>> {
+        let (operation, (head, reading)) = (Operation::new("a", "k"), made(&post("/"), &[]));
+        let (lease, retention) = (Claim::MIN_LEASE, Claim::MIN_RETENTION);
+        let claim = Claim { token: Token::random().unwrap(), head, lease, retention, takes_over: false };
+        Order::new(&Arc::new(Home::new(MemoryBackend::new())), operation, claim, reading)
     }
 
     fn post(uri: &str) -> Request<()> {
@@ -293,15 +303,15 @@ mod tests {
             rest = others;
         }
         let stream = http_body_util::StreamBody::new(futures_util::stream::iter(frames));
-        let (_, reading) = made(&post("/"), &[]);
-        let mut body = pin!(FingerprintedBody::new(stream, before, Arc::clone(&reading)));
+        let order = order();
+        let mut body = pin!(FingerprintedBody::new(stream, before, Arc::clone(&order)));
         for _ in sizes {
             body.frame().await.unwrap().unwrap();
         }
         if rest.is_empty() {
             assert!(body.frame().await.is_none());
         }
-        reading.payload()
+        order.body().payload()
     }
 
     proptest! {
@@ -334,15 +344,15 @@ mod tests {
             let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
             runtime.block_on(async {
                 let before = read(&bytes, &sizes, Payload::default()).await;
-                let (_, reading) = made(&post("/"), &[]);
-                let same = is_same(Full::new(Bytes::from(other.clone())), &before, &reading).await.unwrap();
+                let order = order();
+                let same = is_same(Full::new(Bytes::from(other.clone())), &before, order.body()).await.unwrap();
                 let frames: Vec<_> = other.chunks(chunk).map(Bytes::copy_from_slice).map(Frame::data).collect();
                 let frames = frames.into_iter().map(Ok::<_, std::convert::Infallible>);
                 let stream = http_body_util::StreamBody::new(futures_util::stream::iter(frames));
-                let body = FingerprintedBody::new(stream, before, Arc::clone(&reading));
+                let body = FingerprintedBody::new(stream, before, Arc::clone(&order));
                 let seen = futures_util::FutureExt::now_or_never(body.collect()).map(|body| body.unwrap().to_bytes());
                 prop_assert_eq!(seen.is_some(), same, "{:?}", before);
-                prop_assert_eq!(reading.differs(), !same);
+                prop_assert_eq!(order.body().differs(), !same);
                 if let Some(seen) = seen {
                     prop_assert_eq!(seen, other);
                 }

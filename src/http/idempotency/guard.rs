@@ -64,8 +64,8 @@ where
     R::Error: Into<BoxError>,
 {
     let settings = &shared.settings;
-    let (order, reading) = order(settings, operation, &request);
-    let arrived = Arrived { request, reading, running };
+    let order = order(settings, operation, &request);
+    let arrived = Arrived { request, running };
     // A handler that ends with its caller must not begin before somebody waits for it.
     let is_eager = settings.on_disconnect == OnDisconnect::Finish;
     match order.as_ref().ok().filter(|_| is_eager).and_then(Order::begin_now) {
@@ -91,8 +91,8 @@ pub(super) fn take_ready<S: Clone>(inner: &mut S) -> S {
 #[expect(clippy::manual_async_fn, reason = "an `async fn` holds what it is given twice")]
 fn ask<S, K, A, B, R>(
     mut ready: S,
-    order: Result<Arc<Order>, StoreError>,
-    begun: Option<Result<Begin, StoreError>>,
+    order: Result<Arc<Order<Reading>>, StoreError>,
+    begun: Option<Result<Begin<Reading>, StoreError>>,
     arrived: Arrived<B>,
     shared: Arc<Shared<K, A>>,
     goes_on: Arc<AtomicBool>,
@@ -113,19 +113,19 @@ where
     async move {
         let settings = &shared.settings;
         let begun = match order {
-            Ok(order) => begin(settings, &order, begun).await,
+            Ok(order) => begin(settings, &order, begun).await.map(|begun| (begun, order)),
             Err(error) => Err(error),
         };
         // What comes now is boxed, so that there need be no room for it while the store is asked.
         match begun {
-            Ok(Begin::Granted(granted)) => {
+            Ok((Begin::Granted(granted), _)) => {
                 let begun = take_up(settings, granted, arrived, &mut ready);
                 goes_on.store(settings.on_disconnect == OnDisconnect::Finish, Ordering::Release);
                 Box::pin(Serve::new(begun, Arc::clone(&shared))).await
             }
-            Ok(Begin::Not(begun)) => {
+            Ok((Begin::Not(begun), order)) => {
                 settings.answered();
-                Box::pin(decline(ready, Ok(begun), arrived, settings, &shared.answer)).await
+                Box::pin(decline(ready, Ok((begun, order)), arrived, settings, &shared.answer)).await
             }
             Err(error) => Box::pin(decline(ready, Err(error), arrived, settings, &shared.answer)).await,
         }
@@ -199,28 +199,24 @@ fn order<B>(
     settings: &Settings,
     operation: Operation,
     request: &Request<B>,
-) -> (Result<Arc<Order>, StoreError>, Arc<Reading>) {
+) -> Result<Arc<Order<Reading>>, StoreError> {
     let (head, reading) = settings.fingerprints.of(&operation, request, &settings.headers);
     let (lease, retention) = (settings.lease, settings.retention);
-    let takes_over = settings.on_unknown == OnUnknown::Retry;
-    let order = Token::random().map(|token| {
-        let claim = Claim { token, head, lease, retention, takes_over };
-        Order::new(&settings.home, operation, claim)
-    });
-    (order, reading)
+    let claim =
+        Claim { token: Token::random()?, head, lease, retention, takes_over: settings.on_unknown == OnUnknown::Retry };
+    Ok(Order::new(&settings.home, operation, claim, reading))
 }
 
-/// A request, what is known of its body, and its place among those that are handled.
+/// A request, and its place among those that are handled.
 struct Arrived<B> {
     request: Request<B>,
-    reading: Arc<Reading>,
     running: Running,
 }
 
 /// What is known of the operation from now on, and its handler at work, which is `None` if somebody else may have begun meanwhile.
 fn take_up<S, B>(
     settings: &Settings,
-    granted: Granted,
+    granted: Granted<Reading>,
     arrived: Arrived<B>,
     ready: &mut S,
 ) -> (Course, Option<S::Future>)
@@ -230,12 +226,12 @@ where
 {
     settings.answered();
     let Granted { attempt, fence, number, payload, checkpoint } = granted;
-    let Arrived { request, reading, running } = arrived;
-    let mut request = request.map(|body| FingerprintedBody::new(body, payload, Arc::clone(&reading)));
-    let handle = IdempotencyHandle::new(&attempt, number, fence, checkpoint, Arc::clone(&reading) as _);
+    let Arrived { request, running } = arrived;
+    let mut request = request.map(|body| FingerprintedBody::new(body, payload, Arc::clone(attempt.order())));
+    let handle = IdempotencyHandle::new(Arc::clone(attempt.order()) as _, number, fence, checkpoint);
     request.extensions_mut().insert(handle);
     settings.home.meters().decided(Verdict::Executed);
-    let course = Course::new(attempt, reading, settings, running);
+    let course = Course::new(attempt, settings, running);
     let handler = (!course.is_lost()).then(|| ready.call(request));
     (course, handler)
 }
@@ -243,7 +239,7 @@ where
 /// Answers a request that has nothing to be begun: out of the record, or without one if the store fails and that may be.
 async fn decline<S, A, B, R>(
     mut ready: S,
-    begun: Result<Begun, StoreError>,
+    begun: Result<(Begun, Arc<Order<Reading>>), StoreError>,
     arrived: Arrived<B>,
     settings: &Settings,
     answer: &A,
@@ -253,12 +249,12 @@ where
     A: Reject<Rejection, Response<R>, S::Error, Response = Response<IdempotentBody<R>>, Error = S::Error>,
     B: Body<Data = Bytes>,
 {
-    let Arrived { request, reading, running: _running } = arrived;
+    let Arrived { request, running: _running } = arrived;
     match begun {
-        Ok(begun) => {
+        Ok((begun, order)) => {
             // Whoever asks for it needs no place in the inner service.
             drop(ready);
-            let recorded = recorded(settings, begun, request, &reading).await;
+            let recorded = recorded(settings, begun, request, order.body()).await;
             recorded.map(replay).or_else(|rejection| settings.reject(answer, rejection))
         }
         Err(error) if settings.passes(&error) => {
@@ -307,9 +303,9 @@ where
 /// Begins the operation, or waits for whoever does it. `begun` is what the store has said already.
 async fn begin(
     settings: &Settings,
-    order: &Arc<Order>,
-    begun: Option<Result<Begin, StoreError>>,
-) -> Result<Begin, StoreError> {
+    order: &Arc<Order<Reading>>,
+    begun: Option<Result<Begin<Reading>, StoreError>>,
+) -> Result<Begin<Reading>, StoreError> {
     let begun = match begun {
         Some(begun) => begun?,
         None => order.begin().await?,
@@ -325,7 +321,7 @@ async fn begin(
 }
 
 /// Begins the operation once somebody else is done with it.
-async fn wait(order: &Arc<Order>, until: Instant) -> Result<Begin, StoreError> {
+async fn wait(order: &Arc<Order<Reading>>, until: Instant) -> Result<Begin<Reading>, StoreError> {
     // What comes to pass before anybody listens is found by asking again.
     let watch = timeout_at(until.min(Instant::now() + POLL), order.watch());
     let mut wakeups = watch.await.unwrap_or_else(|_| Wakeups::none());

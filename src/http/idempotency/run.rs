@@ -32,8 +32,7 @@ const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
 
 /// An operation that is being done, and what is known of it.
 pub(super) struct Course {
-    attempt: Attempt,
-    reading: Arc<Reading>,
+    attempt: Attempt<Reading>,
     running: Running,
     begun: Instant,
     // When it has taken too long.
@@ -43,11 +42,11 @@ pub(super) struct Course {
 }
 
 impl Course {
-    pub(super) fn new(attempt: Attempt, reading: Arc<Reading>, settings: &Settings, running: Running) -> Self {
+    pub(super) fn new(attempt: Attempt<Reading>, settings: &Settings, running: Running) -> Self {
         let attempt = if settings.keep.gives_failures_back() { attempt.gives_back_panics() } else { attempt };
         let begun = attempt.sent();
         let until = begun + settings.max_run.min(FOREVER);
-        Self { attempt, reading, running, begun, until, limits: None }
+        Self { attempt, running, begun, until, limits: None }
     }
 
     /// Whether somebody else may have begun. After a standstill nothing of a handler may run before this was looked at.
@@ -74,15 +73,11 @@ impl Course {
     }
 
     fn limits(&self) -> Pin<Box<dyn Future<Output = ()> + Send>> {
-        let (reading, until) = (Arc::clone(&self.reading), self.until);
-        let kept = self.attempt.keep({
-            let reading = Arc::clone(&reading);
-            move || reading.payload()
-        });
+        let (order, kept, until) = (Arc::clone(self.attempt.order()), self.attempt.keep(), self.until);
         Box::pin(async move {
             tokio::select! {
                 () = kept => {}
-                () = reading.until_it_differs() => {}
+                () = order.body().until_it_differs() => {}
                 () = sleep_until(until) => {}
             }
         })
@@ -94,7 +89,8 @@ impl Course {
         outcome: Outcome,
         settings: &Settings,
     ) -> (Running, Option<impl Future<Output = ()> + Send + use<>>) {
-        let Self { attempt, reading, running, begun, .. } = self;
+        let Self { attempt, running, begun, .. } = self;
+        let reading = attempt.order().body();
         settings.home.meters().handled(begun);
         let end = match outcome {
             Outcome::Failed if settings.keep.gives_failures_back() => Settlement::Release,
@@ -151,7 +147,7 @@ where
             Some(Ok(response)) => response.into_parts(),
             Some(Err(error)) => return Self::Whole(Outcome::Failed, Err(error)),
             // What the attempt before has done is as unknown as it was.
-            None if course.reading.differs() => return Self::Nothing(Rejection::Mismatch),
+            None if course.attempt.order().body().differs() => return Self::Nothing(Rejection::Mismatch),
             None => {
                 cancelled();
                 return Self::Nothing(Rejection::Cancelled);
