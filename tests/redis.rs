@@ -464,7 +464,7 @@ async fn decisions_that_meet_share_a_call() {
         assert_eq!(admitted, 300);
         let after = calls(&mut server.connection());
         let evalsha = after["evalsha"] - before.get("evalsha").unwrap_or(&0);
-        assert!(evalsha < 1_000, "{evalsha} calls for 3,000 decisions");
+        assert!(evalsha < 300, "{evalsha} calls for 3,000 decisions");
     }
     every_key_expires(&mut server.connection());
 }
@@ -505,12 +505,12 @@ async fn memory_that_runs_out_admits_nobody() {
 #[tokio::test]
 async fn who_gives_up_while_waiting_is_not_charged() {
     let server = RedisServer::start();
-    let [policy, _] = policies(1_000);
+    let [policy, _] = policies(3_000);
     let limiter = limiter(&connect(&server).await, policy);
     limiter.check("alice").await.unwrap();
     server.pause();
     let mut tasks = JoinSet::new();
-    for _ in 0..500 {
+    for _ in 0..2_000 {
         let limiter = limiter.clone();
         tasks.spawn(async move { limiter.check("alice").await });
     }
@@ -518,7 +518,7 @@ async fn who_gives_up_while_waiting_is_not_charged() {
     tasks.shutdown().await;
     server.resume();
     // Those that were on their way: by themselves, and in a few calls.
-    let used = 1_000 - limiter.peek("alice").await.unwrap().limits()[0].remaining();
-    assert!(used <= 1 + 8 + 8 * 32, "{used} were charged");
+    let used = 3_000 - limiter.peek("alice").await.unwrap().limits()[0].remaining();
+    assert!(used <= 1 + 4 + 8 * 64, "{used} were charged");
     assert!(limiter.check("alice").await.unwrap().is_allowed());
 }

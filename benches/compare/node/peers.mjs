@@ -52,7 +52,7 @@ async function load({ inFlight, ms }, call) {
 function figures(elapsed, took) {
   const sorted = Float64Array.from(took).sort();
   const us = (share) => sorted[Math.min(Math.floor(sorted.length * share), sorted.length - 1)] * 1e3;
-  return { per_s: (sorted.length / elapsed) * 1e3, p50_us: us(0.5), p99_us: us(0.99) };
+  return { calls: sorted.length, per_s: (sorted.length / elapsed) * 1e3, p50_us: us(0.5), p99_us: us(0.99) };
 }
 
 function scatter(task, turn, keys) {

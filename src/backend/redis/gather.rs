@@ -15,8 +15,8 @@ use super::servers::Servers;
 use crate::error::StoreError;
 use crate::rate_limit::Policy;
 
-/// More together would save Redis little, and hold up others for longer.
-const LIMITS: Limits = Limits { alone: 8, calls: 2, together: 32 };
+/// More together would save Redis little, and hold up others for longer; the script takes no more than that.
+const LIMITS: Limits = Limits { alone: 4, calls: 2, together: 64 };
 
 /// Where decisions meet.
 pub(super) struct Gather(Meeting<Waiting>);

@@ -1,7 +1,7 @@
 //! Where calls of one kind meet, to go together.
 //!
 //! A call that is nearly alone goes by itself and waits for nobody. Those beyond that wait until one of a few is back, and then
-//! go as one: a call costs Redis more than what is asked in it.
+//! go as one: a call costs Redis more than what is asked in it. While there are such, nobody goes alone.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -40,8 +40,11 @@ pub(super) struct Limits {
     pub(super) together: usize,
 }
 
-/// The place of a call that is on its way.
-pub(super) struct Away(Arc<AtomicUsize>);
+/// The place of a call that is on its way; one of several takes all places of those that go alone.
+pub(super) struct Away {
+    away: Arc<AtomicUsize>,
+    places: usize,
+}
 
 impl<W: Send + 'static> Meeting<W> {
     /// Sends what has met until it is dropped.
@@ -53,7 +56,7 @@ impl<W: Send + 'static> Meeting<W> {
         let away = Arc::default();
         let counted = Arc::clone(&away);
         let send = move |batch| {
-            let (place, call) = (Away::new(&counted).0, send(batch));
+            let (place, call) = (Away::new(&counted, limits.alone).0, send(batch));
             async move {
                 call.await;
                 drop(place);
@@ -65,7 +68,7 @@ impl<W: Send + 'static> Meeting<W> {
 
     /// A place for a call that may go by itself, unless so many are on their way that it had better wait for others.
     pub(super) fn alone(&self) -> Option<Away> {
-        let (place, before) = Away::new(&self.away);
+        let (place, before) = Away::new(&self.away, 1);
         (before < self.limits.alone).then_some(place)
     }
 
@@ -86,17 +89,16 @@ impl<W> Drop for Meeting<W> {
 }
 
 impl Away {
-    /// And how many others there are.
-    fn new(away: &Arc<AtomicUsize>) -> (Self, usize) {
-        let place = Self(Arc::clone(away));
-        let before = away.fetch_add(1, Ordering::Relaxed);
-        (place, before)
+    /// And how many places were taken before.
+    fn new(away: &Arc<AtomicUsize>, places: usize) -> (Self, usize) {
+        let before = away.fetch_add(places, Ordering::Relaxed);
+        (Self { away: Arc::clone(away), places }, before)
     }
 }
 
 impl Drop for Away {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        self.away.fetch_sub(self.places, Ordering::Relaxed);
     }
 }
 

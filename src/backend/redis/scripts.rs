@@ -95,7 +95,7 @@ impl ToRedisArgs for Subject<'_> {
 pub(super) struct Group<'a> {
     pub(super) packed: &'a Packed,
     pub(super) ttl_ms: u64,
-    pub(super) costs: SmallVec<[u32; 32]>,
+    pub(super) costs: SmallVec<[u32; 64]>,
 }
 
 impl ToRedisArgs for Group<'_> {

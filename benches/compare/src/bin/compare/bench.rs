@@ -1,6 +1,7 @@
 //! Contenders, and how they take turns.
 
 use std::any::Any;
+use std::fs;
 use std::panic::AssertUnwindSafe;
 use std::pin::Pin;
 use std::time::{Duration, Instant};
@@ -15,6 +16,8 @@ pub struct Figures {
     pub per_s: f64,
     pub p50_us: f64,
     pub p99_us: f64,
+    /// How many processors were busy on the average.
+    pub busy: Processors,
 }
 
 pub type Loaded<'a> = Pin<Box<dyn Future<Output = Figures> + Send + 'a>>;
@@ -35,6 +38,42 @@ impl<'a> Contender<'a> {
     pub fn apart(mut self, why: Option<String>) -> Self {
         self.apart = why;
         self
+    }
+}
+
+/// Processors, or seconds of them: of the servers of Redis, and of whoever asks them, in this process or in others that it has started.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Processors {
+    pub clients: f64,
+    pub servers: f64,
+}
+
+impl Processors {
+    /// The seconds that were used until now, in steps of a hundredth. Nothing where there is no `/proc`.
+    fn used() -> Self {
+        let mut used = Self::default();
+        let own = std::process::id().to_string();
+        for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
+            let Ok(stat) = fs::read_to_string(entry.path().join("stat")) else { continue };
+            let Some((name, rest)) = stat.rsplit_once(") ") else { continue };
+            let fields: Vec<&str> = rest.split(' ').collect();
+            let seconds =
+                |at: usize| fields.get(at).and_then(|ticks| ticks.parse::<f64>().ok()).unwrap_or_default() / 100.0;
+            let is_own = entry.file_name() == *own;
+            if is_own {
+                // With those that it has started and that have ended.
+                used.clients += (11..15).map(seconds).sum::<f64>();
+            } else if fields.get(1) == Some(&&*own) {
+                let seconds = seconds(11) + seconds(12);
+                if name.ends_with("-server") { used.servers += seconds } else { used.clients += seconds }
+            }
+        }
+        used
+    }
+
+    fn since(self, before: Self, time: Duration) -> Self {
+        let time = time.as_secs_f64();
+        Self { clients: (self.clients - before.clients) / time, servers: (self.servers - before.servers) / time }
     }
 }
 
@@ -60,12 +99,15 @@ pub async fn take_turns(
         for (&point, taken) in points.iter().zip(&mut all) {
             for turn in 0..contenders.len() {
                 let at = (round + turn) % contenders.len();
+                let (begun, before) = (Instant::now(), Processors::used());
                 let loaded = AssertUnwindSafe((contenders[at].load)(point)).catch_unwind().await;
-                let figures = loaded.unwrap_or_else(|panic| {
+                let busy = Processors::used().since(before, begun.elapsed());
+                let mut figures = loaded.unwrap_or_else(|panic| {
                     println!("FAILED who={} at={point}: {}", contenders[at].who, said(&*panic));
                     contenders[at].apart = Some(format!("failed at {point}, {}", said(&*panic)));
                     Figures::default()
                 });
+                figures.busy = busy;
                 if round > 0 {
                     taken[at].push((figures, ceiling.map(|ceiling| figures.per_s / ceiling)));
                 }
@@ -78,6 +120,10 @@ pub async fn take_turns(
             per_s: median(taken.iter().map(|(figures, _)| figures.per_s)),
             p50_us: median(taken.iter().map(|(figures, _)| figures.p50_us)),
             p99_us: median(taken.iter().map(|(figures, _)| figures.p99_us)),
+            busy: Processors {
+                clients: median(taken.iter().map(|(figures, _)| figures.busy.clients)),
+                servers: median(taken.iter().map(|(figures, _)| figures.busy.servers)),
+            },
         },
         ceiling_ratio: taken.iter().map(|(_, ratio)| *ratio).collect::<Option<Vec<_>>>().map(median),
     };
@@ -128,7 +174,13 @@ pub fn figures(elapsed: Duration, took: impl Iterator<Item = Duration>) -> Figur
         took.select_nth_unstable(rank).1.as_secs_f64() * 1e6
     };
     let (p50_us, p99_us) = (us(50), us(99));
-    Figures { calls: took.len() as u64, per_s: took.len() as f64 / elapsed.as_secs_f64(), p50_us, p99_us }
+    Figures {
+        calls: took.len() as u64,
+        per_s: took.len() as f64 / elapsed.as_secs_f64(),
+        p50_us,
+        p99_us,
+        ..Figures::default()
+    }
 }
 
 pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {

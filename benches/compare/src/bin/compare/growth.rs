@@ -27,7 +27,7 @@ pub async fn client(url: &str, millis: &str) {
     BufReader::new(tokio::io::stdin()).read_line(&mut line).await.expect("the parent says when");
     let time = Duration::from_millis(millis.parse().expect("a number of milliseconds"));
     let figures = decide(decider, IN_FLIGHT, KEYS, time).await;
-    println!("{} {} {}", figures.per_s, figures.p50_us, figures.p99_us);
+    println!("{} {} {} {}", figures.per_s, figures.p50_us, figures.p99_us, figures.calls);
 }
 
 /// The decisions of so many processes together, and the slowest of their times.
@@ -56,6 +56,7 @@ async fn processes(url: String, count: u32, time: Duration) -> Figures {
         all.per_s += numbers[0];
         all.p50_us = all.p50_us.max(numbers[1]);
         all.p99_us = all.p99_us.max(numbers[2]);
+        all.calls += numbers[3] as u64;
         client.wait().await.expect("the client ends");
     }
     all

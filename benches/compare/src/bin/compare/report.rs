@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use crate::bench::Median;
+use crate::bench::{Figures, Median, Processors};
 use crate::plot;
 
 /// By what a table says who is first.
@@ -60,13 +60,16 @@ impl Table {
             for ((who, _), median) in self.lines.iter().zip(medians) {
                 let figures = median.figures;
                 println!(
-                    "RESULT table={} who={who} at={point} per_s={} p50_us={} p99_us={} ceiling_ratio={}",
+                    "RESULT table={} who={who} at={point} per_s={} p50_us={} p99_us={} ceiling_ratio={} client_us={} redis_us={} cores={:.2}",
                     self.name,
                     // How many come is no figure of theirs who wait for a clock.
                     if self.rank == Rank::Late { "-".to_owned() } else { format!("{:.0}", figures.per_s) },
                     micros(figures.p50_us),
                     micros(figures.p99_us),
                     median.ceiling_ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.2}")),
+                    cost(figures, figures.busy.clients),
+                    cost(figures, figures.busy.servers),
+                    figures.busy.clients + figures.busy.servers,
                 );
             }
         }
@@ -94,7 +97,29 @@ impl Table {
                 let _ = writeln!(out, "\\* {who}: {why}  ");
             }
         }
+        self.write_costs(out);
         let _ = writeln!(out, "\n![{}](benchmarks/{}.svg)\n", self.title, self.name);
+    }
+
+    /// What a call takes of the processors, where Redis has a part in it.
+    fn write_costs(&self, out: &mut String) {
+        let is_told = |median: &Median| median.figures.calls > 0 && median.figures.busy.servers > 0.0;
+        if self.rank == Rank::Late || !self.medians.iter().flatten().any(is_told) {
+            return;
+        }
+        let columns: String = self.points.iter().map(|point| format!(" {} |", grouped(f64::from(*point)))).collect();
+        let _ = writeln!(out, "\n| processor time of a call, client + Redis, and cores in use |{columns}");
+        let _ = writeln!(out, "| --- |{}", " ---: |".repeat(self.points.len()));
+        for (line, (who, _)) in self.lines.iter().enumerate() {
+            let _ = write!(out, "| {who} |");
+            for medians in &self.medians {
+                let figures = medians[line].figures;
+                let Processors { clients, servers } = figures.busy;
+                let [client, redis] = [clients, servers].map(|busy| cost(figures, busy));
+                let _ = write!(out, " {client} + {redis} us, {:.2} |", clients + servers);
+            }
+            out.push('\n');
+        }
     }
 
     fn cell(&self, median: &Median) -> String {
@@ -219,6 +244,15 @@ fn machine(server: &str) -> Vec<(String, String)> {
     });
     all.push(("peers on Node".to_owned(), versions.join(", ")));
     all
+}
+
+/// The microseconds of processors that a call takes, so many of which are busy.
+fn cost(figures: Figures, busy: f64) -> String {
+    if figures.calls == 0 || figures.per_s <= 0.0 {
+        "-".to_owned()
+    } else {
+        format!("{:.1}", busy / figures.per_s * 1e6)
+    }
 }
 
 fn micros(us: f64) -> String {
