@@ -197,6 +197,32 @@ async fn keys_that_ran_out_make_way_for_new_ones() {
     assert!(backend.len() < 11_000, "{} keys, of which 10,000 are alive", backend.len());
 }
 
+/// With a large quota for a long time a count runs out within a moment. It was dropped for the next newcomer then and put down anew with
+/// the next request, so that most requests were those of newcomers.
+#[tokio::test(start_paused = true)]
+async fn keys_that_have_only_just_run_out_stay() {
+    let backend = MemoryBackend::new();
+    let limiter = Limiter::new(backend.clone(), Policy::new("large", Quota::per_day(1_000_000_000).token_bucket()));
+    for client in 0..10_000_u32 {
+        limiter.check(client).await.unwrap();
+        advance(Duration::from_micros(90)).await;
+    }
+    assert_eq!(backend.len(), 10_000);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_mere_yes_to_a_newcomer_is_charged_as_a_decision_is() {
+    let policy = Policy::new("yes", Quota::per_hour(10).token_bucket());
+    for cost in 1..=10 {
+        let (backend, key) = (MemoryBackend::new(), Key::from("alice"));
+        let charged = backend.charge_now(&policy, &key, cost).unwrap();
+        assert_eq!(charged.is_near_limit, cost > 8, "{cost} of 10");
+        assert_eq!(backend.peek(&policy, &key, 1).await.unwrap().remaining(), Some(10 - cost));
+        assert_eq!(backend.charge_now(&policy, &key, 11 - cost), None);
+        assert_eq!(backend.peek(&policy, &key, 1).await.unwrap().remaining(), Some(10 - cost));
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_check_that_is_never_polled_charges_nothing() {
     let backend = MemoryBackend::new();

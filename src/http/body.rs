@@ -1,7 +1,5 @@
 use std::pin::Pin;
-#[cfg(feature = "grpc")]
-use std::task::ready;
-use std::task::{Context, Poll};
+use std::task::{Context, Poll, ready};
 
 #[cfg(feature = "grpc")]
 use ::http::HeaderMap;
@@ -26,34 +24,39 @@ pin_project! {
     #[derive(Debug)]
     #[project = KindProj]
     enum Kind<B> {
-        // What the inner service answered.
-        Inner { #[pin] body: B, pending: Pending },
-        // What the layer answered in its place; `None` once it was read. Boxed, so that the bodies of the others are no larger.
-        Rejection { text: Option<Box<Bytes>> },
+        // What the inner service answered, and nothing waits for its end.
+        Inner { #[pin] body: B },
+        // Anything else, behind a pointer: with most bodies a response is as large as that of the inner service then, and responses are
+        // moved about a lot.
+        Other { other: Pin<Box<Other<B>>> },
     }
 }
 
-/// The charge that waits for the end of a body, if there is one. Takes no room without the feature that knows such charges.
-#[derive(Debug, Default)]
-struct Pending {
+pin_project! {
+    #[derive(Debug)]
+    #[project = OtherProj]
+    #[cfg_attr(not(feature = "grpc"), allow(dead_code, reason = "charges that wait for an end come with that feature"))]
+    enum Other<B> {
+        // What the inner service answered, with a charge that waits for the end of it.
+        Charged { #[pin] body: B, charge: Charge },
+        // What the layer answered in its place; `None` once it was read.
+        Rejection { text: Option<Bytes> },
+    }
+}
+
+/// The charge that waits for the end of a body, until it was settled.
+#[derive(Debug)]
+struct Charge {
     #[cfg(feature = "grpc")]
-    at_end: Option<Box<AtEnd>>,
+    at_end: Option<AtEnd>,
 }
 
-impl Pending {
-    #[inline]
-    fn of<B>(response: &mut Response<B>) -> Self {
-        #[cfg(not(feature = "grpc"))]
-        let _ = response;
-        Self {
-            #[cfg(feature = "grpc")]
-            at_end: response.extensions_mut().remove().map(Box::new),
-        }
-    }
-
+impl Charge {
     /// Settles the charge if this frame is the last one.
-    #[cfg(feature = "grpc")]
     fn settle<E>(&mut self, frame: Option<&Result<Frame<Bytes>, E>>) {
+        #[cfg(not(feature = "grpc"))]
+        let _ = frame;
+        #[cfg(feature = "grpc")]
         if self.at_end.is_some() {
             let nothing = HeaderMap::new();
             let end = match frame {
@@ -68,20 +71,35 @@ impl Pending {
 }
 
 impl<B> ResponseBody<B> {
+    #[inline]
     pub(crate) fn inner(body: B) -> Self {
-        Self { kind: Kind::Inner { body, pending: Pending::default() } }
+        Self { kind: Kind::Inner { body } }
     }
 
     /// The response as it is passed on, with the charge that waits for its end.
     #[inline]
-    pub(crate) fn of(mut response: Response<B>) -> Response<Self> {
-        let pending = Pending::of(&mut response);
-        response.map(|body| Self { kind: Kind::Inner { body, pending } })
+    pub(crate) fn of(response: Response<B>) -> Response<Self> {
+        #[cfg(feature = "grpc")]
+        if response.extensions().get::<AtEnd>().is_some() {
+            return Self::charged(response);
+        }
+        response.map(Self::inner)
+    }
+
+    #[cfg(feature = "grpc")]
+    #[cold]
+    fn charged(mut response: Response<B>) -> Response<Self> {
+        let charge = Charge { at_end: response.extensions_mut().remove() };
+        response.map(|body| Self::other(Other::Charged { body, charge }))
     }
 
     pub(crate) fn rejection(text: impl Into<Bytes>) -> Self {
         let text = text.into();
-        Self { kind: Kind::Rejection { text: (!text.is_empty()).then(|| Box::new(text)) } }
+        Self::other(Other::Rejection { text: (!text.is_empty()).then_some(text) })
+    }
+
+    fn other(other: Other<B>) -> Self {
+        Self { kind: Kind::Other { other: Box::pin(other) } }
     }
 }
 
@@ -98,29 +116,46 @@ impl<B: Body<Data = Bytes>> Body for ResponseBody<B> {
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
         match self.project().kind.project() {
-            #[cfg(not(feature = "grpc"))]
-            KindProj::Inner { body, .. } => body.poll_frame(cx),
-            #[cfg(feature = "grpc")]
-            KindProj::Inner { body, pending } => {
-                let frame = ready!(body.poll_frame(cx));
-                pending.settle(frame.as_ref());
-                Poll::Ready(frame)
-            }
-            KindProj::Rejection { text } => Poll::Ready(text.take().map(|text| Ok(Frame::data(*text)))),
+            KindProj::Inner { body } => body.poll_frame(cx),
+            KindProj::Other { other } => match other.as_mut().project() {
+                OtherProj::Charged { body, charge } => {
+                    let frame = ready!(body.poll_frame(cx));
+                    charge.settle(frame.as_ref());
+                    Poll::Ready(frame)
+                }
+                OtherProj::Rejection { text } => Poll::Ready(text.take().map(|text| Ok(Frame::data(text)))),
+            },
         }
     }
 
     fn is_end_stream(&self) -> bool {
         match &self.kind {
-            Kind::Inner { body, .. } => body.is_end_stream(),
-            Kind::Rejection { text } => text.is_none(),
+            Kind::Inner { body } => body.is_end_stream(),
+            Kind::Other { other } => match &**other {
+                Other::Charged { body, .. } => body.is_end_stream(),
+                Other::Rejection { text } => text.is_none(),
+            },
         }
     }
 
     fn size_hint(&self) -> SizeHint {
         match &self.kind {
-            Kind::Inner { body, .. } => body.size_hint(),
-            Kind::Rejection { text } => SizeHint::with_exact(text.as_ref().map_or(0, |text| text.len() as u64)),
+            Kind::Inner { body } => body.size_hint(),
+            Kind::Other { other } => match &**other {
+                Other::Charged { body, .. } => body.size_hint(),
+                Other::Rejection { text } => SizeHint::with_exact(text.as_ref().map_or(0, |text| text.len() as u64)),
+            },
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_boxed_body_is_no_larger_behind_a_layer() {
+        type Boxed = Pin<Box<dyn Body<Data = Bytes, Error = std::convert::Infallible> + Send>>;
+        assert_eq!(size_of::<ResponseBody<Boxed>>(), size_of::<Boxed>());
     }
 }

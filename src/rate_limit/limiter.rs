@@ -88,7 +88,8 @@ impl<B: RateLimitStore> Limiter<B> {
         if let Some(decision) = self.store.check_now(&self.policy, &key, cost) {
             return Ok(decision);
         }
-        Deadline::new(self.store.check(&self.policy, &key, cost), self.deadline).await
+        // Boxed, so that there is no room for it in the future of a check that waits for nothing.
+        Box::pin(Deadline::new(self.store.check(&self.policy, &key, cost), self.deadline)).await
     }
 
     /// Says how `key` stands and whether one unit would fit, without charging.

@@ -242,6 +242,7 @@ impl Policy {
     }
 
     /// The answer to a cost that can never be admitted, however long the client waits; there is no need to ask a store.
+    #[inline]
     pub(crate) fn rule_out(&self, cost: u32) -> Option<Decision> {
         self.rules_out(cost).then(|| Decision::never(self.inner.terms.iter().map(|terms| terms.capacity)))
     }

@@ -30,7 +30,7 @@ use crate::rate_limit::Quota;
 ///
 /// Bounded: at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys unless told otherwise, all of one small size. A key
 /// counts as one more for every two limits beyond the first, and for every eight requests that a sliding log has room for, 16 bytes each: a
-/// log of 10,000 requests takes the room of 1,251 keys. Keys whose count has run out are dropped as new ones come. When there is still no room, a
+/// log of 10,000 requests takes the room of 1,251 keys. Keys whose count ran out a second ago are dropped as new ones come. When there is still no room, a
 /// few keys are looked at and the least valuable one is forgotten: the one that has used the smallest share of its quota. So
 /// a flood of new keys pushes out its own kind, and the clients that are being limited stay limited.
 ///

@@ -16,7 +16,9 @@ use crate::rate_limit::{
 };
 
 /// What was counted for one subject.
+// A cache line, and with who the subject is another one: a decision has to wait for no more of the memory than these.
 #[derive(Clone)]
+#[repr(align(64))]
 pub(super) struct Counts {
     // The one that it was counted by, whose limits may not be those of the next request.
     policy: Policy,
@@ -277,13 +279,18 @@ impl MemoryBackend {
         decision
     }
 
-    /// A yes to what nearly all calls ask for, if that is the answer and the subject is known.
+    /// A yes to what nearly all calls ask for, if that is the answer.
     fn charge_one(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
         let (hash, home) = self.place(key);
         let mut shard = self.lock(home);
         let now = self.now_us();
-        let index = shard.find(hash, policy, key)?;
-        shard.counts_mut(index).charge_only_limit(policy, cost, now)
+        if let Some(index) = shard.find(hash, policy, key) {
+            return shard.counts_mut(index).charge_only_limit(policy, cost, now);
+        }
+        let decision = self.decide_in(&mut shard, hash, policy, key, cost, Verb::Check, now);
+        drop(shard);
+        self.make_room(home, now);
+        decision.is_allowed().then(|| Charged { is_near_limit: decision.is_near_limit() })
     }
 
     fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: impl FnOnce(u64) -> Verb) -> Decision {

@@ -8,6 +8,9 @@ use crate::rate_limit::Policy;
 /// How many keys are looked at to find one that can go. The least valuable of eight is among the lowest third nearly
 /// always, which is as good as the least of all for this purpose, and takes the same time however many keys there are.
 const SAMPLE: usize = 8;
+/// How long a count that has run out is kept where there is room. Who has so large a quota that it is whole again before the next
+/// request would be dropped and put down anew each time, which takes several times as long as to find the count.
+const GRACE_US: u64 = 1_000_000;
 
 /// A part of the keys, under one lock.
 ///
@@ -56,8 +59,8 @@ impl Shard {
         &mut self.slots[index]
     }
 
-    /// Puts down the count of a subject and drops a couple of stale ones as a matter of course. Answers where it is, and the
-    /// weight of what was removed.
+    /// Puts down the count of a subject and drops a couple of those as a matter of course that have been stale for a while. Answers
+    /// where it is, and the weight of what was removed.
     pub(super) fn put(&mut self, hash: u64, policy: &Policy, key: &Key, counts: Counts, now_us: u64) -> (usize, usize) {
         let entry = self.slots.raw_entry_mut_v1().from_hash(hash, Subject::is(policy, key));
         let mut index = entry.index();
@@ -70,7 +73,7 @@ impl Shard {
         }
         for _ in 0..2 {
             self.hand = if self.hand + 1 < self.slots.len() { self.hand + 1 } else { 0 };
-            if self.hand != index && self.slots[self.hand].expires_us() <= now_us {
+            if self.hand != index && self.slots[self.hand].expires_us() + GRACE_US <= now_us {
                 removed += self.evict(self.hand);
                 // The last one has taken the place of the one that went.
                 index = if index == self.slots.len() { self.hand } else { index };
@@ -110,5 +113,17 @@ impl Shard {
     /// Removes the count at `victim`; the last one takes its place. Answers its weight.
     fn evict(&mut self, victim: usize) -> usize {
         self.slots.swap_remove_index(victim).map_or(0, |(_, count)| count.weight())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    #[cfg(target_pointer_width = "64")]
+    fn who_is_counted_and_what_was_counted_take_a_cache_line_each() {
+        assert_eq!(size_of::<(u64, Subject)>(), 64);
+        assert_eq!(size_of::<(u64, Subject, Counts)>(), 128);
     }
 }
