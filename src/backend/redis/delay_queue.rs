@@ -2,7 +2,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use redis::Value;
 
-use super::delay_record::{PackedFinishes, PackedJob, stored_job, ticket, when};
+use super::delay_record::{PackedFinishes, PackedJobs, stored_job, ticket, when};
 use super::error::unexpected_reply;
 use super::keys::QueueKeys;
 use super::pushes::Pushes;
@@ -208,7 +208,8 @@ impl RedisBackend {
 
 impl RedisBackend {
     /// Adds a push to a pipeline of the caller's own, so that the job is pushed if and when the pipeline is, also within MULTI. The answer is
-    /// an array of one: 1 the job is new, 0 there is one with its id, -1 the queue is full, or the id that holds its unique key.
+    /// an array that begins with a text: `1` the job is new, `0` there is one with its id, `2` the queue is full, `3` another job holds
+    /// its unique key, whose id comes next.
     ///
     /// ```no_run
     /// use tollgate::backend::redis::bb8_redis::redis;
@@ -231,13 +232,13 @@ impl RedisBackend {
     pub fn push_in(&self, pipeline: &mut redis::Pipeline, job: &PreparedPush) {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let PreparedPush { queue, job, max_jobs } = job;
-        let packed = [PackedJob::new(job)];
+        let jobs = [job];
         let command = scripts.delay_queue_push_command(
             servers,
             &keys.delay_queue(queue),
             job.priority as usize,
             *max_jobs,
-            &packed,
+            &PackedJobs(&jobs),
         );
         pipeline.add_command(command);
     }
@@ -260,21 +261,26 @@ pub(super) async fn push(
     jobs: &[&NewJob],
 ) -> Result<Vec<Admission>, StoreError> {
     let Some(first) = jobs.first() else { return Ok(Vec::new()) };
-    let packed: Vec<_> = jobs.iter().map(|job| PackedJob::new(job)).collect();
-    let reply = scripts.delay_queue_push(servers, keys, first.priority as usize, max_jobs, &packed).await?;
-    let answers = array(&reply, jobs.len())?.iter();
-    let admissions = jobs.iter().zip(answers).map(|(job, answer)| admission(&job.id, answer));
-    admissions.collect::<Option<_>>().ok_or_else(|| unexpected_reply(&reply))
+    let reply = scripts.delay_queue_push(servers, keys, first.priority as usize, max_jobs, &PackedJobs(jobs)).await?;
+    admissions(jobs, &reply).ok_or_else(|| unexpected_reply(&reply))
 }
 
-fn admission(id: &JobId, answer: &Value) -> Option<Admission> {
-    Some(match answer {
-        Value::Int(1) => Admission::New,
-        Value::Int(0) => Admission::Exists(*id),
-        Value::Int(-1) => Admission::Full,
-        Value::BulkString(holder) => Admission::Exists(JobId::from_store(holder)?),
-        _ => return None,
-    })
+/// The reply of `delay_queue_push.lua`.
+fn admissions(jobs: &[&NewJob], reply: &Value) -> Option<Vec<Admission>> {
+    let Value::Array(values) = reply else { return None };
+    let [Value::BulkString(answers), holders @ ..] = values.as_slice() else { return None };
+    let mut holders = holders.iter();
+    let admission = |(job, answer): (&&NewJob, &u8)| match answer {
+        b'0' => Some(Admission::Exists(job.id)),
+        b'1' => Some(Admission::New),
+        b'2' => Some(Admission::Full),
+        b'3' => match holders.next()? {
+            Value::BulkString(holder) => Some(Admission::Exists(JobId::from_store(holder)?)),
+            _ => None,
+        },
+        _ => None,
+    };
+    if answers.len() == jobs.len() { jobs.iter().zip(answers).map(admission).collect() } else { None }
 }
 
 fn changed(reply: &Value) -> Result<Changed, StoreError> {
