@@ -11,7 +11,7 @@ use super::servers::Servers;
 use super::subscriber::Interest;
 use super::{Inner, RedisBackend};
 use crate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Due, Extended, Finish,
+    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Due, Ending, Extended, Finish,
     Finished, JobId, MAX_BATCH, NewJob, PreparedPush, Priority, QueueKey, State, StoredJob, Ticket, WorkerId,
 };
 use crate::error::StoreError;
@@ -47,21 +47,20 @@ impl DelayQueueStore for RedisBackend {
     async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.delay_queue(queue);
-        let mut answers = Vec::with_capacity(finished.len());
-        let chunks = finished.len().div_ceil(MAX_BATCH).max(1);
-        for i in 0..chunks {
-            let part = &finished[i * MAX_BATCH..finished.len().min((i + 1) * MAX_BATCH)];
+        let (mut answers, mut rest) = (Vec::with_capacity(finished.len()), finished);
+        loop {
+            let (part, others) = rest.split_at(at_once(rest));
+            rest = others;
             let packed = PackedFinishes::new(part);
             // Only the last one claims.
-            let claim = Claim { limit: if i + 1 == chunks { claim.limit.min(MAX_BATCH) } else { 0 }, ..*claim };
+            let claim = Claim { limit: if rest.is_empty() { claim.limit.min(MAX_BATCH) } else { 0 }, ..*claim };
             let reply = scripts.delay_queue_claim(servers, &keys, &claim, &packed).await?;
             let mut claimed = claimed(&reply, &packed).ok_or_else(|| unexpected_reply(&reply))?;
             answers.append(&mut claimed.finished);
-            if i + 1 == chunks {
+            if rest.is_empty() {
                 return Ok(Claimed { finished: answers, ..claimed });
             }
         }
-        Err(StoreError::other("nothing was asked"))
     }
 
     async fn extend(&self, queue: &QueueKey, tickets: &[Ticket], lease: Duration) -> Result<Vec<Extended>, StoreError> {
@@ -242,6 +241,17 @@ impl RedisBackend {
         );
         pipeline.add_command(command);
     }
+}
+
+/// How many of these one script finishes. What is not done takes the server several times as long as what is, and no script is to keep it
+/// for long.
+fn at_once(finished: &[Finish]) -> usize {
+    let mut others = 0;
+    let is_short = |finish: &&Finish| {
+        others += usize::from(finish.ending != Ending::Done);
+        others <= MAX_BATCH / 4
+    };
+    finished.iter().take(MAX_BATCH).take_while(is_short).count()
 }
 
 /// The values of a reply, as many as were asked for.
