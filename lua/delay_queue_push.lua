@@ -11,27 +11,31 @@
 -- ARGV[2]  max_jobs  how many jobs there may be
 -- ARGV[3]  publish   PUBLISH, or SPUBLISH on a cluster
 -- ARGV[4]  wake      what the channels of workers begin with
--- ARGV[5]  first     id, when, unique and record, four arguments a job, at most 256 jobs: `when` is a delay in ms, or an instant in ms
---                    since 1970 with its sign turned; `unique` is empty, or 6 bytes how long in ms (0 while the job is there), and
---                    the key; `record` is what a record has behind its times
+-- ARGV[5]  count     how many jobs, at most 256
+-- ARGV[6]  first     id and record of each job, where `record` is what a record has behind its times; then, for each run of jobs that are
+--                    due alike, how many those are and `when`: a delay in ms, or an instant in ms since 1970 with its sign turned; then, for
+--                    each job that is unique, which one it is, from 1, and 6 bytes how long in ms (0 while the job is there) and the key
 --
 -- Value    jobs: 1 byte version 1, 6 bytes when it was pushed and 6 bytes when it is due in ms; then 1 byte priority (0 to 2) and 4 times
 --          how long it is unique (0 not, 1 while it is there, 2 while it waits, 3 for a time), 2 bytes how many attempts it has, 2 bytes
 --          how many are over, 1 byte why the last one has failed (0 it did not, 1 failed, 2 lease expired, 3 refused, 4 undecodable),
 --          2 bytes the length of its error, 1 byte that of its unique key, 4 bytes that of its headers, big endian; then the unique key,
 --          the error, the headers and the payload. unique: 6 bytes until when in ms, 0 while the job is there; then the id
--- Returns  an answer a job: 1 it is new; 0 there is one with this id; -1 there are too many; or the id that holds its unique key
+-- Returns  {answers, holders ...}: a digit a job (0 there is one with this id, 1 it is new, 2 there are too many, 3 another one holds its
+--          unique key), and for each 3 the id that holds it
 -- Errors   WRONGTYPE
 -- Repeat   harmless: what is waiting or running is left alone. One that is done meanwhile is pushed again
 local jobs, due, dead, unique, ends = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local state, idle = KEYS[6], KEYS[7]
-local keep_ms, max_jobs, publish, wake, first = ARGV[1] + 0, ARGV[2] + 0, ARGV[3], ARGV[4], 5
+local keep_ms, max_jobs, publish, wake = ARGV[1] + 0, ARGV[2] + 0, ARGV[3], ARGV[4]
+local count, first = math.min(ARGV[5] + 0, 256), 6
+-- Looked up once, for what is called for each job.
+local unpack = unpack
 
 local time = redis.call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 -- Never early: a delay counts from the end of this millisecond.
 local later = time[2] % 1000 > 0 and now + 1 or now
-local count = math.min((#ARGV - first + 1) / 4, 256)
 
 local function keep(key, ms)
   if redis.call('PTTL', key) < ms then
@@ -49,67 +53,87 @@ local function tell(worker)
   return type(told) == 'number' and told or 0
 end
 
-local ids = {}
+-- Records and due times as commands take them. What jobs have in common is made once.
+local ids, records, scores, taken = {}, {}, {}, {}
+local soonest, latest, has_twins = nil, now, false
+local at, last, left, head, score = first + 2 * count, 0, 0, '', '0'
 for i = 1, count do
-  ids[i] = ARGV[first + 4 * (i - 1)]
+  if left == 0 then
+    local when, due_ms = ARGV[at + 1] + 0, now
+    left, at = ARGV[at] + 0, at + 2
+    if when > 0 then
+      due_ms = later + when
+    elseif when < 0 then
+      due_ms = math.max(now, -when)
+    end
+    soonest, latest = math.min(soonest or due_ms, due_ms), math.max(latest, due_ms)
+    head, score = struct.pack('>BI6I6', 1, now, due_ms), string.format('%d', due_ms)
+  end
+  local id = ARGV[first + last]
+  has_twins = has_twins or taken[id]
+  ids[i], taken[id] = id, true
+  records[last + 1], records[last + 2] = id, head .. ARGV[first + last + 1]
+  scores[last + 1], scores[last + 2] = score, id
+  last, left = last + 2, left - 1
 end
+
 local there = redis.call('HMGET', jobs, unpack(ids))
 local room = max_jobs - redis.call('HLEN', jobs)
-local answers, records, scores = {}, {}, {}
-local taken, soonest, latest = {}, nil, now
+local reply = {string.rep('1', count)}
+local is_plain = count <= room and at > #ARGV and not has_twins
 for i = 1, count do
-  local at = first + 4 * (i - 1)
-  local id, when, key, record = ids[i], ARGV[at + 1] + 0, ARGV[at + 2], ARGV[at + 3]
-  local was_dead = there[i] and not taken[id] and redis.call('ZSCORE', dead, id)
-  local answer = 1
-  if taken[id] or (there[i] and not was_dead) then
-    answer = 0
-  elseif not was_dead and room < 1 then
-    answer = -1
-  elseif key ~= '' then
-    local holder = redis.call('HGET', unique, key:sub(7))
-    local ends_at = holder and struct.unpack('>I6', holder) or 0
-    local its = holder and holder:sub(7)
-    -- One whose job is gone without a word keeps nobody out.
-    if ends_at > now or (holder and ends_at == 0 and (taken[its] or redis.call('HEXISTS', jobs, its) == 1)) then
-      answer = its
-    else
-      local span = struct.unpack('>I6', key)
-      ends_at = span > 0 and later + span or 0
-      redis.call('HSET', unique, key:sub(7), struct.pack('>I6', ends_at) .. id)
-      if span > 0 then
-        redis.call('ZADD', ends, ends_at, key:sub(7))
-        keep(ends, span + keep_ms)
-        keep(unique, span + keep_ms)
+  is_plain = is_plain and not there[i]
+end
+if not is_plain then
+  local answers, kept, kept_scores, keys = {}, {}, {}, {}
+  for i = at, math.min(#ARGV, at + 2 * count) - 1, 2 do
+    keys[ARGV[i] + 0] = ARGV[i + 1]
+  end
+  soonest, latest, taken = nil, now, {}
+  for i = 1, count do
+    local id, key, due_ms = ids[i], keys[i], scores[2 * i - 1] + 0
+    local was_dead = there[i] and not taken[id] and redis.call('ZSCORE', dead, id)
+    local answer = '1'
+    if taken[id] or (there[i] and not was_dead) then
+      answer = '0'
+    elseif not was_dead and room < 1 then
+      answer = '2'
+    elseif key then
+      local holder = redis.call('HGET', unique, key:sub(7))
+      local ends_at = holder and struct.unpack('>I6', holder) or 0
+      local its = holder and holder:sub(7)
+      -- One whose job is gone without a word keeps nobody out.
+      if ends_at > now or (holder and ends_at == 0 and (taken[its] or redis.call('HEXISTS', jobs, its) == 1)) then
+        answer, reply[#reply + 1] = '3', its
+      else
+        local span = struct.unpack('>I6', key)
+        ends_at = span > 0 and later + span or 0
+        redis.call('HSET', unique, key:sub(7), struct.pack('>I6', ends_at) .. id)
+        if span > 0 then
+          redis.call('ZADD', ends, ends_at, key:sub(7))
+          keep(ends, span + keep_ms)
+          keep(unique, span + keep_ms)
+        end
+        keep(unique, due_ms - now + keep_ms)
       end
     end
+    if answer == '1' then
+      taken[id] = true
+      if was_dead then
+        redis.call('ZREM', dead, id)
+      else
+        room = room - 1
+      end
+      kept[#kept + 1], kept[#kept + 2] = id, records[2 * i]
+      kept_scores[#kept_scores + 1], kept_scores[#kept_scores + 2] = scores[2 * i - 1], id
+      soonest, latest = math.min(soonest or due_ms, due_ms), math.max(latest, due_ms)
+    end
+    answers[i] = answer
   end
-  if answer == 1 then
-    local score = now
-    if when > 0 then
-      score = later + when
-    elseif when < 0 then
-      score = math.max(now, -when)
-    end
-    taken[id] = true
-    if was_dead then
-      redis.call('ZREM', dead, id)
-    else
-      room = room - 1
-    end
-    records[#records + 1] = id
-    records[#records + 1] = struct.pack('>BI6I6', 1, now, score) .. record
-    scores[#scores + 1] = score
-    scores[#scores + 1] = id
-    soonest, latest = math.min(soonest or score, score), math.max(latest, score)
-    if key ~= '' then
-      keep(unique, score - now + keep_ms)
-    end
-  end
-  answers[i] = answer
+  reply[1], records, scores = table.concat(answers), kept, kept_scores
 end
 if not soonest then
-  return answers
+  return reply
 end
 redis.call('HSET', jobs, unpack(records))
 redis.call('ZADD', due, unpack(scores))
@@ -150,4 +174,4 @@ if stored and #stored > 15 and stored:byte(1) == 1 then
     end
   end
 end
-return answers
+return reply

@@ -4,14 +4,15 @@
 mod support;
 
 use std::collections::HashSet;
+use std::sync::Arc;
 use std::time::Duration;
 
 use support::server::RedisServer;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
-    Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Finish, Finished, Pushed, QueueError, QueueKey,
-    State, WorkerId,
+    Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Finish, Finished, MAX_BATCH, MAX_NOTE, Pushed,
+    QueueError, QueueKey, State, WorkerId,
 };
 use tollgate::{DelayQueue, RedisBackend, RedisOptions};
 
@@ -121,6 +122,61 @@ async fn a_record_that_cannot_be_read_holds_up_nobody() {
     let claimed = backend.claim(&key(), &[], &claim(10)).await.unwrap();
     assert_eq!(claimed.jobs.iter().map(|job| job.job.id.as_str()).collect::<Vec<_>>(), ["a"]);
     assert_eq!(queue.counts().await.unwrap().dead, 1);
+}
+
+/// What fails takes the server longer than what is done, so there is less of it in each script.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn many_failures_are_noted_in_several_scripts() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    let pushed = queue.push_all((0..MAX_BATCH).map(|i| queue.push(i.to_string()))).await;
+    assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
+    let claim = claim(MAX_BATCH);
+    let jobs = backend.claim(&key(), &[], &claim).await.unwrap().jobs;
+    assert_eq!(jobs.len(), MAX_BATCH);
+    let error: Arc<str> = "e".repeat(MAX_NOTE).into();
+    let mut finishes: Vec<_> = jobs
+        .iter()
+        .map(|job| {
+            let ending = Ending::Retry { delay: MINUTE, error: Arc::clone(&error) };
+            Finish { ticket: job.ticket(), ending }
+        })
+        .collect();
+    // The first and the last are done.
+    finishes[0].ending = Ending::Done;
+    finishes[MAX_BATCH - 1].ending = Ending::Done;
+    let (before, _) = scripts(&server);
+    let answer = backend.claim(&key(), &finishes, &claim).await.unwrap();
+    assert_eq!(answer.finished, [Finished::Done; MAX_BATCH]);
+    assert_eq!(scripts(&server).0 - before, 4);
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.running), (MAX_BATCH as u64 - 2, 0));
+}
+
+/// Finishing is what frees memory, so it is not refused for the want of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn jobs_are_finished_while_there_is_no_memory_left() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    for id in ["a", "b"] {
+        queue.push(id.to_owned()).id(id).await.unwrap();
+    }
+    let claim = claim(10);
+    let jobs = backend.claim(&key(), &[], &claim).await.unwrap().jobs;
+    server.limit_memory(1);
+    let refused = queue.push("c".to_owned()).await.unwrap_err();
+    assert!(matches!(&refused, QueueError::Store(error) if error.is_out_of_memory()), "{refused:?}");
+    let endings = [Ending::Done, Ending::Snooze { delay: MINUTE }];
+    let finishes: Vec<_> =
+        jobs.iter().zip(endings).map(|(job, ending)| Finish { ticket: job.ticket(), ending }).collect();
+    for finish in finishes {
+        let answer = backend.claim(&key(), &[finish], &Claim { limit: 0, ..claim }).await.unwrap();
+        assert_eq!(answer.finished, [Finished::Done]);
+    }
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.running), (1, 0));
 }
 
 /// A push within the caller's own transaction happens with it.

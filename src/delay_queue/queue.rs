@@ -155,15 +155,17 @@ impl<T, C> DelayQueue<T, C> {
                 Err(error) => results.push(Some(Err(error))),
             }
         }
-        for (part, jobs) in parts.iter().enumerate() {
+        for (part, jobs) in parts.into_iter().enumerate() {
             let queue = self.terms.part(part as u16);
-            for chunk in jobs.chunks(MAX_BATCH) {
-                let batch = chunk.iter().map(|(_, job)| job.clone()).collect();
+            let mut jobs = jobs.into_iter();
+            while jobs.len() > 0 {
+                let batch = jobs.by_ref().take(MAX_BATCH);
+                let (places, batch): (Vec<_>, Vec<_>) = batch.map(|(place, job)| ((place, job.id), job)).unzip();
                 let Terms { store, max_jobs, deadline, .. } = &self.terms;
                 let answer = Arc::clone(store).push(queue, batch, *max_jobs, *deadline).await;
-                for (i, (place, job)) in chunk.iter().enumerate() {
-                    results[*place] = Some(match &answer {
-                        Ok(admissions) => Pushed::of(job.id, admissions.get(i).copied(), &self.terms),
+                for (i, (place, id)) in places.into_iter().enumerate() {
+                    results[place] = Some(match &answer {
+                        Ok(admissions) => Pushed::of(id, admissions.get(i).copied(), &self.terms),
                         Err(error) => Err(error.clone().into()),
                     });
                 }

@@ -167,10 +167,20 @@ pub async fn an_id_is_there_once<S: DelayQueueStore>(store: S) {
 
 /// A batch is answered job by job, in order, also where one id is in it twice and where there is no room for all.
 pub async fn a_batch_is_answered_in_order<S: DelayQueueStore>(store: S) {
+    let exists = |id: &str| Admission::Exists(JobId::from(id));
+    let twins = [job("a"), later("a", Duration::from_secs(60))];
+    assert_eq!(store.push(&queue(), &twins, 3).await.unwrap(), [Admission::New, exists("a")]);
+    let keys = [job("b"), with_key("c", UniqueFor::WaitingOrRunning), with_key("d", UniqueFor::Waiting)];
+    assert_eq!(store.push(&queue(), &keys, MANY).await.unwrap(), [Admission::New, Admission::New, exists("c")]);
+    // The first of the twins is the one that was kept.
+    let jobs = take(&store, &["a", "b", "c"]).await;
+    for job in &jobs {
+        assert_eq!(finish(&store, job, Ending::Done).await, Finished::Done);
+    }
+
     push(&store, &[job("b")]).await;
     let batch = ["a", "b", "c", "a", "d"].map(job);
     let answers = store.push(&queue(), &batch, 3).await.unwrap();
-    let exists = |id: &str| Admission::Exists(JobId::from(id));
     assert_eq!(answers, [Admission::New, exists("b"), Admission::New, exists("a"), Admission::Full]);
     assert_eq!(store.push(&queue(), &batch[4..], 3).await.unwrap(), [Admission::Full]);
     assert_eq!(store.push(&queue(), &[], 3).await.unwrap(), []);

@@ -2,7 +2,7 @@ use std::time::{Duration, UNIX_EPOCH};
 
 use redis::Value;
 
-use super::delay_record::{PackedFinishes, PackedJob, stored_job, ticket, when};
+use super::delay_record::{PackedFinishes, PackedJobs, stored_job, ticket, when};
 use super::error::unexpected_reply;
 use super::keys::QueueKeys;
 use super::pushes::Pushes;
@@ -11,7 +11,7 @@ use super::servers::Servers;
 use super::subscriber::Interest;
 use super::{Inner, RedisBackend};
 use crate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Due, Extended, Finish,
+    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Due, Ending, Extended, Finish,
     Finished, JobId, MAX_BATCH, NewJob, PreparedPush, Priority, QueueKey, State, StoredJob, Ticket, WorkerId,
 };
 use crate::error::StoreError;
@@ -47,21 +47,20 @@ impl DelayQueueStore for RedisBackend {
     async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.delay_queue(queue);
-        let mut answers = Vec::with_capacity(finished.len());
-        let chunks = finished.len().div_ceil(MAX_BATCH).max(1);
-        for i in 0..chunks {
-            let part = &finished[i * MAX_BATCH..finished.len().min((i + 1) * MAX_BATCH)];
+        let (mut answers, mut rest) = (Vec::with_capacity(finished.len()), finished);
+        loop {
+            let (part, others) = rest.split_at(at_once(rest));
+            rest = others;
             let packed = PackedFinishes::new(part);
             // Only the last one claims.
-            let claim = Claim { limit: if i + 1 == chunks { claim.limit.min(MAX_BATCH) } else { 0 }, ..*claim };
+            let claim = Claim { limit: if rest.is_empty() { claim.limit.min(MAX_BATCH) } else { 0 }, ..*claim };
             let reply = scripts.delay_queue_claim(servers, &keys, &claim, &packed).await?;
             let mut claimed = claimed(&reply, &packed).ok_or_else(|| unexpected_reply(&reply))?;
             answers.append(&mut claimed.finished);
-            if i + 1 == chunks {
+            if rest.is_empty() {
                 return Ok(Claimed { finished: answers, ..claimed });
             }
         }
-        Err(StoreError::other("nothing was asked"))
     }
 
     async fn extend(&self, queue: &QueueKey, tickets: &[Ticket], lease: Duration) -> Result<Vec<Extended>, StoreError> {
@@ -208,7 +207,8 @@ impl RedisBackend {
 
 impl RedisBackend {
     /// Adds a push to a pipeline of the caller's own, so that the job is pushed if and when the pipeline is, also within MULTI. The answer is
-    /// an array of one: 1 the job is new, 0 there is one with its id, -1 the queue is full, or the id that holds its unique key.
+    /// an array that begins with a text: `1` the job is new, `0` there is one with its id, `2` the queue is full, `3` another job holds
+    /// its unique key, whose id comes next.
     ///
     /// ```no_run
     /// use tollgate::backend::redis::bb8_redis::redis;
@@ -231,16 +231,27 @@ impl RedisBackend {
     pub fn push_in(&self, pipeline: &mut redis::Pipeline, job: &PreparedPush) {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let PreparedPush { queue, job, max_jobs } = job;
-        let packed = [PackedJob::new(job)];
+        let jobs = [job];
         let command = scripts.delay_queue_push_command(
             servers,
             &keys.delay_queue(queue),
             job.priority as usize,
             *max_jobs,
-            &packed,
+            &PackedJobs(&jobs),
         );
         pipeline.add_command(command);
     }
+}
+
+/// How many of these one script finishes. What is not done takes the server several times as long as what is, and no script is to keep it
+/// for long.
+fn at_once(finished: &[Finish]) -> usize {
+    let mut others = 0;
+    let is_short = |finish: &&Finish| {
+        others += usize::from(finish.ending != Ending::Done);
+        others <= MAX_BATCH / 4
+    };
+    finished.iter().take(MAX_BATCH).take_while(is_short).count()
 }
 
 /// The values of a reply, as many as were asked for.
@@ -260,21 +271,26 @@ pub(super) async fn push(
     jobs: &[&NewJob],
 ) -> Result<Vec<Admission>, StoreError> {
     let Some(first) = jobs.first() else { return Ok(Vec::new()) };
-    let packed: Vec<_> = jobs.iter().map(|job| PackedJob::new(job)).collect();
-    let reply = scripts.delay_queue_push(servers, keys, first.priority as usize, max_jobs, &packed).await?;
-    let answers = array(&reply, jobs.len())?.iter();
-    let admissions = jobs.iter().zip(answers).map(|(job, answer)| admission(&job.id, answer));
-    admissions.collect::<Option<_>>().ok_or_else(|| unexpected_reply(&reply))
+    let reply = scripts.delay_queue_push(servers, keys, first.priority as usize, max_jobs, &PackedJobs(jobs)).await?;
+    admissions(jobs, &reply).ok_or_else(|| unexpected_reply(&reply))
 }
 
-fn admission(id: &JobId, answer: &Value) -> Option<Admission> {
-    Some(match answer {
-        Value::Int(1) => Admission::New,
-        Value::Int(0) => Admission::Exists(*id),
-        Value::Int(-1) => Admission::Full,
-        Value::BulkString(holder) => Admission::Exists(JobId::from_store(holder)?),
-        _ => return None,
-    })
+/// The reply of `delay_queue_push.lua`.
+fn admissions(jobs: &[&NewJob], reply: &Value) -> Option<Vec<Admission>> {
+    let Value::Array(values) = reply else { return None };
+    let [Value::BulkString(answers), holders @ ..] = values.as_slice() else { return None };
+    let mut holders = holders.iter();
+    let admission = |(job, answer): (&&NewJob, &u8)| match answer {
+        b'0' => Some(Admission::Exists(job.id)),
+        b'1' => Some(Admission::New),
+        b'2' => Some(Admission::Full),
+        b'3' => match holders.next()? {
+            Value::BulkString(holder) => Some(Admission::Exists(JobId::from_store(holder)?)),
+            _ => None,
+        },
+        _ => None,
+    };
+    if answers.len() == jobs.len() { jobs.iter().zip(answers).map(admission).collect() } else { None }
 }
 
 fn changed(reply: &Value) -> Result<Changed, StoreError> {

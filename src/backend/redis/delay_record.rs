@@ -14,56 +14,81 @@ use crate::key::Key;
 /// What a record has before the unique key.
 const HEAD: usize = 26;
 
-/// A job as `delay_queue_push` takes it.
-pub(super) struct PackedJob<'a> {
-    id: &'a JobId,
-    when: i64,
-    unique: Vec<u8>,
-    record: Vec<u8>,
-}
+/// Jobs of one priority as `delay_queue_push` takes them.
+pub(super) struct PackedJobs<'a>(pub(super) &'a [&'a NewJob]);
 
-impl<'a> PackedJob<'a> {
-    pub(super) fn new(job: &'a NewJob) -> Self {
-        let NewJob { id, due, priority, max_attempts, unique, headers, payload } = job;
-        let (kind, span) = match unique.map(|unique| unique.span) {
-            None => (0, 0),
-            Some(UniqueFor::WaitingOrRunning) => (1, 0),
-            Some(UniqueFor::Waiting) => (2, 0),
-            Some(UniqueFor::Time(time)) => (3, millis(time).max(1)),
-        };
-        let span = &span.to_be_bytes()[2..];
-        let mut packed = Vec::new();
-        if kind == 3 {
-            packed.extend_from_slice(span);
-        }
-        pack_headers(headers, &mut packed);
-        let key = unique.as_ref().map(|unique| unique.key.as_bytes()).unwrap_or_default();
-        let mut record = Vec::with_capacity(HEAD + key.len() + packed.len() + payload.len());
-        record.push(*priority as u8 | kind << 2);
-        record.extend_from_slice(&max_attempts.to_be_bytes());
-        // No attempt is over, and none has failed.
-        record.extend_from_slice(&[0; 5]);
-        record.push(key.len() as u8);
-        record.extend_from_slice(&(packed.len() as u32).to_be_bytes());
-        for part in [key, &packed, payload] {
-            record.extend_from_slice(part);
-        }
-        let unique = if kind > 0 { [span, key].concat() } else { Vec::new() };
-        Self { id, when: when(*due), unique, record }
+impl PackedJobs<'_> {
+    /// How many jobs after each other are due alike, and when.
+    fn runs(&self) -> impl Iterator<Item = (usize, i64)> {
+        self.0.chunk_by(|one, next| one.due == next.due).map(|run| (run.len(), when(run[0].due)))
+    }
+
+    /// Which of them are unique, from 1.
+    fn unique(&self) -> impl Iterator<Item = (usize, &Unique)> {
+        self.0.iter().enumerate().filter_map(|(i, job)| Some((i + 1, job.unique.as_ref()?)))
     }
 }
 
-impl ToRedisArgs for PackedJob<'_> {
+impl ToRedisArgs for PackedJobs<'_> {
     fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
-        out.write_arg(self.id.as_bytes());
-        self.when.write_redis_args(out);
-        out.write_arg(&self.unique);
-        out.write_arg(&self.record);
+        self.0.len().write_redis_args(out);
+        let mut packed = Vec::new();
+        for job in self.0 {
+            out.write_arg(job.id.as_bytes());
+            packed.clear();
+            pack_record(job, &mut packed);
+            out.write_arg(&packed);
+        }
+        for (len, when) in self.runs() {
+            len.write_redis_args(out);
+            when.write_redis_args(out);
+        }
+        for (place, unique) in self.unique() {
+            place.write_redis_args(out);
+            packed.clear();
+            packed.extend_from_slice(&pack_span(unique.span).1);
+            packed.extend_from_slice(unique.key.as_bytes());
+            out.write_arg(&packed);
+        }
     }
 
     fn num_of_args(&self) -> usize {
-        4
+        1 + 2 * (self.0.len() + self.runs().count() + self.unique().count())
     }
+}
+
+/// What a record has behind its times.
+fn pack_record(job: &NewJob, out: &mut Vec<u8>) {
+    let NewJob { priority, max_attempts, unique, headers, payload, .. } = job;
+    let (kind, span) = unique.map_or((0, [0; 6]), |unique| pack_span(unique.span));
+    let span = if kind == 3 { &span[..] } else { &[] };
+    let key = unique.as_ref().map(|unique| unique.key.as_bytes()).unwrap_or_default();
+    let headers_len = span.len() + headers.iter().map(|(name, value)| 8 + name.len() + value.len()).sum::<usize>();
+    out.reserve(HEAD + key.len() + headers_len + payload.len());
+    out.push(*priority as u8 | kind << 2);
+    out.extend_from_slice(&max_attempts.to_be_bytes());
+    // No attempt is over, and none has failed.
+    out.extend_from_slice(&[0; 5]);
+    out.push(key.len() as u8);
+    out.extend_from_slice(&(headers_len as u32).to_be_bytes());
+    out.extend_from_slice(key);
+    out.extend_from_slice(span);
+    for text in headers.iter().flat_map(|(name, value)| [name, value]) {
+        out.extend_from_slice(&(text.len() as u32).to_be_bytes());
+        out.extend_from_slice(text.as_bytes());
+    }
+    out.extend_from_slice(payload);
+}
+
+/// How long a job is unique, as a number, and for how many ms where that is a time.
+fn pack_span(span: UniqueFor) -> (u8, [u8; 6]) {
+    let (kind, ms) = match span {
+        UniqueFor::WaitingOrRunning => (1, 0),
+        UniqueFor::Waiting => (2, 0),
+        UniqueFor::Time(time) => (3, millis(time).max(1)),
+    };
+    let [_, _, bytes @ ..] = ms.to_be_bytes();
+    (kind, bytes)
 }
 
 /// When a job is due as scripts take it: a delay in ms, or an instant in ms with its sign turned. Rounded up: never early.
@@ -75,13 +100,6 @@ pub(super) fn when(due: Due) -> i64 {
             // Some time in the year 12,000 is as far as anything can be from what is served.
             -(millis(since.min(Duration::from_secs(1 << 38))) as i64).max(1)
         }
-    }
-}
-
-fn pack_headers(headers: &Headers, out: &mut Vec<u8>) {
-    for text in headers.iter().flat_map(|(name, value)| [name, value]) {
-        out.extend_from_slice(&(text.len() as u32).to_be_bytes());
-        out.extend_from_slice(text.as_bytes());
     }
 }
 
@@ -254,9 +272,9 @@ mod tests {
 
     /// As the script completes it.
     fn record(job: &NewJob) -> Vec<u8> {
-        let packed = PackedJob::new(job);
-        let times = [&[1], &7_u64.to_be_bytes()[2..], &9_u64.to_be_bytes()[2..]].concat();
-        [times, packed.record].concat()
+        let mut record = [&[1], &7_u64.to_be_bytes()[2..], &9_u64.to_be_bytes()[2..]].concat();
+        pack_record(job, &mut record);
+        record
     }
 
     #[test]
@@ -286,6 +304,22 @@ mod tests {
         for len in 0..whole.len() {
             assert!(stored_job(b"a", &whole[..len], State::Dead).is_none(), "{len} bytes");
         }
+    }
+
+    #[test]
+    fn jobs_that_are_due_alike_share_when_that_is() {
+        let mut jobs = [1, 1, 2, 1].map(|delay| {
+            let due = Due::In(Duration::from_millis(delay));
+            NewJob { due, ..NewJob::new(JobId::from("a"), *b"") }
+        });
+        jobs[3].unique = Some(Unique { key: "user".into(), span: UniqueFor::Waiting });
+        let jobs: Vec<_> = jobs.iter().collect();
+        let packed = PackedJobs(&jobs);
+        let args = packed.to_redis_args();
+        assert_eq!(args.len(), packed.num_of_args());
+        assert_eq!(args[0], b"4");
+        let texts: Vec<_> = args[9..].iter().map(|arg| str::from_utf8(arg).unwrap()).collect();
+        assert_eq!(texts, ["2", "1", "1", "2", "1", "1", "4", "\0\0\0\0\0\0user"]);
     }
 
     #[test]

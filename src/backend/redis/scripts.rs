@@ -6,7 +6,7 @@ use redis::{Cmd, RedisError, RedisWrite, Script, ToRedisArgs, Value};
 use smallvec::SmallVec;
 
 use super::counts::Packed;
-use super::delay_record::{PackedFinishes, PackedJob};
+use super::delay_record::{PackedFinishes, PackedJobs};
 use super::error;
 use super::keys::QueueKeys;
 use super::pool::Handle;
@@ -369,7 +369,7 @@ impl Scripts {
         keys: &QueueKeys,
         priority: usize,
         max_jobs: u64,
-        jobs: &[PackedJob<'_>],
+        jobs: &PackedJobs<'_>,
     ) -> Result<Value, StoreError> {
         let (names, args) = delay_queue_push(servers, keys, priority, max_jobs, jobs);
         self.delay_queue_push.call(servers, &names, args).await
@@ -382,7 +382,7 @@ impl Scripts {
         keys: &QueueKeys,
         priority: usize,
         max_jobs: u64,
-        jobs: &[PackedJob<'_>],
+        jobs: &PackedJobs<'_>,
     ) -> Cmd {
         let (names, args) = delay_queue_push(servers, keys, priority, max_jobs, jobs);
         command("EVAL", &self.delay_queue_push.code, &names, &args)
@@ -431,7 +431,7 @@ fn delay_queue_push<'a>(
     keys: &'a QueueKeys,
     priority: usize,
     max_jobs: u64,
-    jobs: &'a [PackedJob<'a>],
+    jobs: &'a PackedJobs<'a>,
 ) -> ([&'a str; 7], impl ToRedisArgs + use<'a>) {
     let QueueKeys { jobs: records, due, dead, unique, unique_ends, state, idle, wake, .. } = keys;
     let names = [records, &due[priority], dead, unique, unique_ends, state, idle].map(String::as_str);
@@ -570,7 +570,7 @@ mod tests {
             (&scripts.idempotency_checkpoint, 1, 5),
             (&scripts.idempotency_complete, 2, 6),
             (&scripts.idempotency_release, 2, 3),
-            (&scripts.delay_queue_push, 7, 5),
+            (&scripts.delay_queue_push, 7, 6),
             (&scripts.delay_queue_claim, 10, 11),
             (&scripts.delay_queue_extend, 3, 3),
             (&scripts.delay_queue_control, 10, 5),
