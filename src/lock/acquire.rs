@@ -12,15 +12,16 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use super::erased::Answers;
 use super::errand::Errand;
 use super::error::{Busy, Closed, LockError, Nested, NotReplicated, QueueFull};
-use super::gate::{Entered, Offer, Turn};
+use super::gate::{Entered, Offer, Turn, Waiting};
 use super::hold::{FENCES, Hold, after, usable};
 use super::keeper::jittered;
 use super::lease::Lease;
+use super::lock_key::LockKey;
 use super::locks::{Replication, Terms};
 use super::meters::{Outcome, Way};
 use super::nested;
 use super::shared::Shared;
-use super::store::{Acquired, Claim, Line, LockKey, Replicas, Scope, Token};
+use super::store::{Acquired, Claim, Line, Replicas, Scope, Token};
 use crate::circuit::Circuit;
 use crate::error::{ConfigError, StoreError};
 
@@ -109,20 +110,30 @@ async fn come(
     begun: Instant,
     by_hand: bool,
 ) -> Result<Offer, LockError> {
-    let give_up = after(begun, terms.wait);
     let entered = if terms.is_fair { home.join(lock, terms)? } else { home.enter(lock, terms, by_hand)? };
     match entered {
         Entered::Turn(turn) => Ok(Offer::Turn(turn)),
-        Entered::Line { mut waiting, is_free_soon } => {
+        Entered::Line { waiting, is_free_soon } => {
+            let give_up = after(begun, terms.wait);
             // What is being given back is waited for also by those who do not want to wait.
             let until = if is_free_soon { give_up.max(begun + terms.deadline) } else { give_up };
-            tokio::select! {
-                biased;
-                offer = waiting.offer() => offer.ok_or_else(|| Closed.into()),
-                () = home.closed() => Err(Closed.into()),
-                () = sleep_until(until) => Err(Busy::new(lock, home.gate.remaining(&lock)).into()),
-            }
+            // Apart, so that who need not wait has no room for it to carry along.
+            Box::pin(stand_in_line(home, lock, waiting, until)).await
         }
+    }
+}
+
+async fn stand_in_line(
+    home: &Arc<Shared>,
+    lock: LockKey,
+    mut waiting: Waiting,
+    until: Instant,
+) -> Result<Offer, LockError> {
+    tokio::select! {
+        biased;
+        offer = waiting.offer() => offer.ok_or_else(|| Closed.into()),
+        () = home.closed() => Err(Closed.into()),
+        () = sleep_until(until) => Err(Busy::new(lock, home.gate.remaining(&lock)).into()),
     }
 }
 
@@ -147,22 +158,32 @@ type Leases = SmallVec<[Lease; 1]>;
 /// Asks the store for the leases until it grants all of them, on behalf of all who wait in this process.
 async fn contend(home: &Arc<Shared>, mut asked: Asked, terms: Terms, give_up: Instant) -> Result<Leases, LockError> {
     if asked.iter_mut().fold(false, |is_shared, (_, turn)| std::mem::take(&mut turn.is_shared) || is_shared) {
-        sleep(HEAD_START).await;
+        Box::pin(sleep(HEAD_START)).await;
     }
+    let (answers, asked) = Attempt::new(home, asked, terms.deadline).await;
+    match answers {
+        Ok(answers) if answers.iter().all(|answer| fence(answer).is_some()) => {
+            granted(asked, &answers).ok_or_else(|| StoreError::timeout().into())
+        }
+        // Apart, so that who gets them at once has no room for it to carry along.
+        answers => Box::pin(insist(home, answers, asked, terms, give_up)).await,
+    }
+}
+
+/// Goes on asking after the first answers.
+async fn insist(
+    home: &Arc<Shared>,
+    mut answers: Result<Answers, StoreError>,
+    mut asked: Asked,
+    terms: Terms,
+    give_up: Instant,
+) -> Result<Leases, LockError> {
     let mut pause = FIRST_PAUSE;
     let mut is_second = false;
     // When a message came that the lock was given back, and nothing else since.
     let mut told = None;
-    let mut is_again = false;
     let mut ask_at = Instant::now();
     loop {
-        // A majority that says no gives back what the others have granted, and one of them may do so late: by then the token has to mean
-        // nothing any more.
-        if std::mem::replace(&mut is_again, true) && home.store.scope() == Scope::Quorum {
-            asked.iter_mut().try_for_each(|(attempts, _)| attempts.begin_again())?;
-        }
-        let answers;
-        (answers, asked) = Attempt::new(home, asked, terms.deadline).await;
         let answer = answers.map(|answers| {
             // What takes longest, if anything does.
             let obstacles = answers.iter().enumerate().filter(|(_, answer)| fence(answer).is_none());
@@ -241,6 +262,12 @@ async fn contend(home: &Arc<Shared>, mut asked: Asked, terms: Terms, give_up: In
                 }
             }
         }
+        // A majority that says no gives back what the others have granted, and one of them may do so late: by then the token has to mean
+        // nothing any more.
+        if home.store.scope() == Scope::Quorum {
+            asked.iter_mut().try_for_each(|(attempts, _)| attempts.begin_again())?;
+        }
+        (answers, asked) = Attempt::new(home, asked, terms.deadline).await;
     }
 }
 

@@ -2,7 +2,8 @@ use std::fmt;
 use std::future::Future;
 use std::time::Duration;
 
-use super::store::{LockKey, LockStore};
+use super::lock_key::LockKey;
+use super::store::LockStore;
 use crate::deadline::Deadline;
 use crate::error::StoreError;
 use crate::key::Key;

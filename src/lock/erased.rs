@@ -5,7 +5,8 @@ use std::time::Duration;
 
 use smallvec::{SmallVec, smallvec};
 
-use super::store::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use super::lock_key::LockKey;
+use super::store::{Acquired, Claim, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::deadline::Deadline;
 use crate::error::StoreError;
 

@@ -8,8 +8,9 @@ use super::error::LossReason;
 use super::gate::Turn;
 use super::hold::Hold;
 use super::keeper::jittered;
+use super::lock_key::LockKey;
 use super::shared::{Running, Shared};
-use super::store::{Claim, LockKey, Released, Token};
+use super::store::{Claim, Released, Token};
 use crate::error::StoreError;
 
 /// The pause before giving back again what may not have been given back, doubled each time up to the longest.

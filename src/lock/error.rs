@@ -2,7 +2,7 @@ use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
-use super::store::LockKey;
+use super::lock_key::LockKey;
 use crate::error::{ConfigError, StoreError};
 
 /// Why there is no lease, or no longer one. Each case is a type of its own, so "held by somebody else" and "the store is down"

@@ -1,8 +1,7 @@
 //! Who is in front of a lock within this process. One at a time deals with the store, the others stand in line.
 
-use std::collections::hash_map::{Entry, RandomState};
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
-use std::hash::BuildHasher;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
@@ -14,16 +13,16 @@ use super::errand::Errand;
 use super::error::{Busy, LockError, QueueFull};
 use super::hold::Hold;
 use super::lease::Lease;
+use super::lock_key::{KnownHash, LockKey};
 use super::locks::Terms;
 use super::shared::Shared;
-use super::store::{LockKey, Wakeups};
+use super::store::Wakeups;
 
 /// More than threads would be in here at once.
 const SHARDS: usize = 16;
 
 /// The locks that somebody in this process holds or asks for. A lock that nobody cares about is not in here.
 pub(super) struct Gate {
-    hasher: RandomState,
     shards: [Mutex<Shard>; SHARDS],
     // How many queues and crowds are in the shards.
     locks: AtomicUsize,
@@ -32,9 +31,9 @@ pub(super) struct Gate {
 
 #[derive(Default)]
 struct Shard {
-    queues: HashMap<LockKey, Queue>,
+    queues: HashMap<LockKey, Queue, KnownHash>,
     // How many stand in the line that the store keeps for a lock. That knows who is first.
-    crowds: HashMap<LockKey, usize>,
+    crowds: HashMap<LockKey, usize, KnownHash>,
 }
 
 struct Queue {
@@ -99,12 +98,7 @@ pub(super) struct Waiting {
 
 impl Gate {
     pub(super) fn new() -> Self {
-        Self {
-            hasher: RandomState::new(),
-            shards: Default::default(),
-            locks: AtomicUsize::new(0),
-            next_id: AtomicU64::new(0),
-        }
+        Self { shards: Default::default(), locks: AtomicUsize::new(0), next_id: AtomicU64::new(0) }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -113,8 +107,7 @@ impl Gate {
 
     /// Nothing panics halfway in here, so what a poisoned lock guards is whole.
     fn shard(&self, lock: &LockKey) -> MutexGuard<'_, Shard> {
-        let shard = self.hasher.hash_one(lock) as usize % SHARDS;
-        self.shards[shard].lock().unwrap_or_else(PoisonError::into_inner)
+        self.shards[lock.shard(SHARDS)].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// How long whoever is in front may keep the lease, as far as is known here.

@@ -8,7 +8,8 @@ use tokio::time::{Instant, sleep_until};
 
 use super::erased::AnyStore;
 use super::error::LossReason;
-use super::store::{Claim, LockKey, Renewal, Replicas, Token};
+use super::lock_key::LockKey;
+use super::store::{Claim, Renewal, Replicas, Token};
 
 /// How many fencing tokens are set aside with each lease, one for each of those who have it one after the other.
 pub(super) const FENCES: u32 = 16;

@@ -9,8 +9,9 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::hold::{Hold, after};
+use super::lock_key::{KnownHash, LockKey};
 use super::shared::Shared;
-use super::store::{LockKey, Token};
+use super::store::Token;
 use crate::error::StoreError;
 
 /// How many leases are renewed by one call of the store.
@@ -30,7 +31,7 @@ pub(super) struct Keeper {
 #[derive(Default)]
 struct State {
     // When a lease is due is `None` while it is being renewed.
-    holds: HashMap<Token, (Arc<Hold>, Option<Instant>)>,
+    holds: HashMap<Token, (Arc<Hold>, Option<Instant>), KnownHash>,
     due: BTreeSet<(Instant, Token)>,
     // Until when the task sleeps. Whatever is due later wakes nobody.
     sleeps_until: Option<Instant>,
@@ -90,8 +91,8 @@ impl Shared {
     pub(super) fn keep(self: &Arc<Self>, hold: &Arc<Hold>) {
         let (_, due) = hold.due();
         let mut state = self.keeper.state();
-        state.holds.insert(*hold.token(), (Arc::clone(hold), None));
-        state.schedule(hold.token(), Some(due));
+        state.holds.insert(*hold.token(), (Arc::clone(hold), Some(due)));
+        state.due.insert((due, *hold.token()));
         // The task ends with the runtime that it was started in, which need not be the last one.
         if state.task.as_ref().is_none_or(AbortHandle::is_finished) {
             state.sleeps_until = None;

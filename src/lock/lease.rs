@@ -8,8 +8,8 @@ use tokio::time::Instant;
 use super::errand::Errand;
 use super::error::{LossReason, Lost};
 use super::hold::Hold;
+use super::lock_key::LockKey;
 use super::shared::Shared;
-use super::store::LockKey;
 use crate::error::StoreError;
 
 /// A lock that is held: until it is given back, dropped or lost.

@@ -7,9 +7,10 @@ use std::time::Duration;
 use super::acquire;
 use super::error::LockError;
 use super::lease::Lease;
+use super::lock_key::LockKey;
 use super::nested::Held;
 use super::shared::Shared;
-use super::store::{LockKey, LockStore, Scope};
+use super::store::{LockStore, Scope};
 use crate::circuit::CircuitBreaker;
 use crate::key::Key;
 

@@ -4,8 +4,8 @@ use std::future::Future;
 use std::sync::Arc;
 
 use super::lease::{Lease, LeaseView};
+use super::lock_key::LockKey;
 use super::shared::Shared;
-use super::store::LockKey;
 
 tokio::task_local! {
     static HELD: Held;

@@ -7,7 +7,8 @@ use std::time::Duration;
 
 use tokio::time::{Instant, Sleep, sleep};
 
-use super::store::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use super::lock_key::LockKey;
+use super::store::{Acquired, Claim, Line, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::error::{ConfigError, StoreError};
 
 /// Locks that more than half of several independent stores have to agree on, so that they go on while the others are down.

@@ -11,8 +11,8 @@ use super::erased::AnyStore;
 use super::error::QueueFull;
 use super::gate::Gate;
 use super::keeper::Keeper;
+use super::lock_key::LockKey;
 use super::meters::Meters;
-use super::store::LockKey;
 use crate::circuit::{Circuit, CircuitBreaker, Watch};
 use crate::error::StoreError;
 

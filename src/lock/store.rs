@@ -11,8 +11,8 @@ use smallvec::{SmallVec, smallvec};
 use tokio::sync::watch;
 use tokio::time::sleep;
 
+use super::lock_key::LockKey;
 use crate::error::StoreError;
-use crate::key::Key;
 
 /// What locks need of a backend: leases that are taken, renewed and given back, each in one atomic step.
 ///
@@ -83,54 +83,8 @@ pub trait LockStore {
     fn scope(&self) -> Scope;
 }
 
-/// Which lock: a key within a namespace.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub struct LockKey {
-    namespace: Key,
-    subject: Key,
-}
-
-// By hand: a key is an array of its longest length, and most are short.
-impl Hash for LockKey {
-    fn hash<H: Hasher>(&self, state: &mut H) {
-        self.namespace.as_bytes().hash(state);
-        self.subject.as_bytes().hash(state);
-    }
-}
-
-impl LockKey {
-    /// The lock of `subject` among those of `namespace`.
-    pub fn new(namespace: impl Into<Key>, subject: impl Into<Key>) -> Self {
-        Self { namespace: namespace.into(), subject: subject.into() }
-    }
-
-    /// What keeps the locks of one purpose apart from those of others.
-    #[must_use]
-    pub const fn namespace(&self) -> &Key {
-        &self.namespace
-    }
-
-    /// What is locked.
-    #[must_use]
-    pub const fn subject(&self) -> &Key {
-        &self.subject
-    }
-}
-
-impl fmt::Debug for LockKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "LockKey({self})")
-    }
-}
-
-impl fmt::Display for LockKey {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.namespace, self.subject)
-    }
-}
-
 /// Who holds a lease: 16 random bytes, others for each acquisition.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash)]
+#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
 pub struct Token([u8; 16]);
 
 impl Token {
@@ -177,6 +131,14 @@ impl Pool {
         self.left -= 1;
         // It is nowhere but with whoever asked from now on.
         Ok(Token(std::mem::take(&mut self.tokens[self.left])))
+    }
+}
+
+impl Hash for Token {
+    // Random as it is.
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        let [first, _] = self.0.as_chunks().0 else { return };
+        state.write_u64(u64::from_le_bytes(*first));
     }
 }
 

@@ -1,5 +1,4 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
@@ -13,7 +12,7 @@ use super::MemoryBackend;
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
-use crate::lock::{Cursor, LockHolder, LockPage, LockRegistry, LockStatus, Seized};
+use crate::lock::{Cursor, KnownHash, LockHolder, LockPage, LockRegistry, LockStatus, Seized};
 
 /// More than threads would ask at once.
 const SHARDS: usize = 16;
@@ -21,7 +20,6 @@ const SHARDS: usize = 16;
 /// The leases of this process. What nobody holds and nobody waits for is not in here, but for leases that have run out and were not
 /// met yet.
 pub(super) struct LockTable {
-    hasher: RandomState,
     shards: [Mutex<Shard>; SHARDS],
     // The fence that was given out last, for whatever lock.
     fence: AtomicU64,
@@ -31,7 +29,7 @@ pub(super) struct LockTable {
 
 #[derive(Default)]
 struct Shard {
-    locks: IndexMap<LockKey, Record>,
+    locks: IndexMap<LockKey, Record, KnownHash>,
     // Where to look next for leases that have run out.
     hand: usize,
 }
@@ -86,7 +84,6 @@ impl LockTable {
         // A program that was started later gives out larger fences.
         let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self {
-            hasher: RandomState::new(),
             shards: Default::default(),
             fence: AtomicU64::new(started.as_micros() as u64),
             len: AtomicUsize::new(0),
@@ -99,7 +96,7 @@ impl LockTable {
     }
 
     fn part(&self, lock: &LockKey) -> usize {
-        self.hasher.hash_one(lock) as usize % SHARDS
+        lock.shard(SHARDS)
     }
 
     /// A shard is changed in steps that do not panic, so what a poisoned lock guards is still whole.

@@ -3,6 +3,7 @@
 //! A call costs Redis as much as two decisions, so that many more are made in the same time.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use redis::{RedisError, Value};
 use tokio::sync::oneshot;
@@ -16,7 +17,7 @@ use crate::error::StoreError;
 use crate::rate_limit::Policy;
 
 /// More together would save Redis little, and hold up others for longer; the script takes no more than that.
-const LIMITS: Limits = Limits { alone: 4, calls: 2, together: 64 };
+const LIMITS: Limits = Limits { alone: 4, calls: 2, together: 64, busy: Duration::ZERO };
 
 /// Where decisions meet.
 pub(super) struct Gather(Meeting<Waiting>);

@@ -52,36 +52,18 @@ impl LockLinks {
 
 impl LockStore for RedisBackend {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
-        let Inner { keys, scripts, .. } = &*self.inner;
-        let (lease, servers) = (keys.lease(lock), self.servers_for(claim.replicas));
         let is_plain = claim.line == Line::Ignore && !claim.is_shared;
         let calls = self.calls().filter(|_| is_plain && claim.permits == 1 && claim.replicas.count == 0);
         let _place = match calls.map(|calls| (calls.acquires_alone(), calls)) {
-            Some((None, calls)) => match calls.acquire(&lease, claim).await? {
+            Some((None, calls)) => match calls.acquire(self.inner.keys.lease(lock), claim).await? {
                 Some(answer) => return Ok(answer),
                 None => None,
             },
             Some((place, _)) => place,
             None => None,
         };
-        let (reply, mut link) = if is_plain {
-            scripts.lock_acquire(servers, &lease, claim).await?
-        } else {
-            let [line, places] = keys.line(lock);
-            scripts.lock_line(servers, [&lease, &line, &places, &keys.free(lock)], claim, self.publish()).await?
-        };
-        let numbers = numbers(&reply).ok_or_else(|| unexpected_reply(&reply))?;
-        let remaining = Duration::from_millis(numbers.get(1).copied().unwrap_or_default());
-        match *numbers {
-            [1, fence] => match self.missing(&mut link, claim.replicas).await? {
-                None => Ok(Acquired::Granted { fence }),
-                Some(replicas) => Ok(Acquired::NotReplicated { replicas }),
-            },
-            [0, _] => Ok(Acquired::Busy { remaining }),
-            [2, _, ahead] => Ok(Acquired::InLine { is_first: ahead == 0, remaining }),
-            [3, _] => Ok(Acquired::LineFull { remaining }),
-            _ => Err(unexpected_reply(&reply)),
-        }
+        // Apart, so that who goes together with others has no room for it to carry along.
+        Box::pin(self.acquire_alone(lock, claim)).await
     }
 
     async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
@@ -127,28 +109,22 @@ impl LockStore for RedisBackend {
     }
 
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
-        let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let (lease, channel) = (keys.lease(lock), keys.free(lock));
-        let released = |was_held, listeners| {
+        let Inner { keys, locks, .. } = &*self.inner;
+        let released = |(was_held, listeners)| {
             // This backend may listen itself, still or again.
-            let ours = locks.subscriber.get().is_some_and(|subscriber| subscriber.listens_to(&channel));
+            let listens = |subscriber: &Subscriber| subscriber.listens_to(&keys.free(lock));
+            let ours = listeners > 0 && locks.subscriber.get().is_some_and(listens);
             Released { was_held, is_wanted: listeners > u64::from(ours) }
         };
         let _place = match self.calls().map(|calls| (calls.releases_alone(), calls)) {
-            Some((None, calls)) => match calls.release(&lease, &channel, token).await? {
-                Some(listeners) => return Ok(released(true, listeners)),
+            Some((None, calls)) => match calls.release(keys.lease(lock), keys.free(lock), token).await? {
+                Some(listeners) => return Ok(released((true, listeners))),
                 None => None,
             },
             Some((place, _)) => place,
             None => None,
         };
-        let [line, places] = keys.line(lock);
-        let names = [&lease, &channel, &line, &places].map(String::as_str);
-        let reply = scripts.lock_release(&locks.own, names, token, self.publish()).await?;
-        match numbers(&reply).as_deref() {
-            Some(&[was_held, listeners]) => Ok(released(was_held == 1, listeners)),
-            _ => Err(unexpected_reply(&reply)),
-        }
+        Box::pin(self.release_alone(lock, token)).await.map(released)
     }
 
     async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
@@ -199,6 +175,42 @@ impl RedisBackend {
         let Inner { servers, scripts, locks, lock_calls, .. } = &*self.inner;
         let start = || LockCalls::new(Arc::clone(servers), locks.own.clone(), Arc::clone(scripts));
         (!servers.is_cluster()).then(|| lock_calls.get_or_init(start))
+    }
+
+    /// In a call of its own.
+    async fn acquire_alone(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        let Inner { keys, scripts, .. } = &*self.inner;
+        let (lease, servers) = (keys.lease(lock), self.servers_for(claim.replicas));
+        let (reply, mut link) = if claim.line == Line::Ignore && !claim.is_shared {
+            scripts.lock_acquire(servers, &lease, claim).await?
+        } else {
+            let [line, places] = keys.line(lock);
+            scripts.lock_line(servers, [&lease, &line, &places, &keys.free(lock)], claim, self.publish()).await?
+        };
+        let numbers = numbers(&reply).ok_or_else(|| unexpected_reply(&reply))?;
+        let remaining = Duration::from_millis(numbers.get(1).copied().unwrap_or_default());
+        match *numbers {
+            [1, fence] => match self.missing(&mut link, claim.replicas).await? {
+                None => Ok(Acquired::Granted { fence }),
+                Some(replicas) => Ok(Acquired::NotReplicated { replicas }),
+            },
+            [0, _] => Ok(Acquired::Busy { remaining }),
+            [2, _, ahead] => Ok(Acquired::InLine { is_first: ahead == 0, remaining }),
+            [3, _] => Ok(Acquired::LineFull { remaining }),
+            _ => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    /// In a call of its own. Answers whether it was held, and how many were listening.
+    async fn release_alone(&self, lock: &LockKey, token: &Token) -> Result<(bool, u64), StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let (lease, channel, [line, places]) = (keys.lease(lock), keys.free(lock), keys.line(lock));
+        let names = [&lease, &channel, &line, &places].map(String::as_str);
+        let reply = scripts.lock_release(&locks.own, names, token, self.publish()).await?;
+        match numbers(&reply).as_deref() {
+            Some(&[was_held, listeners]) => Ok((was_held == 1, listeners)),
+            _ => Err(unexpected_reply(&reply)),
+        }
     }
 
     async fn renew_shard(&self, renewals: &[&Renewal]) -> Result<Vec<bool>, StoreError> {

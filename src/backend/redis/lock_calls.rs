@@ -19,7 +19,7 @@ use crate::error::StoreError;
 use crate::lock::{Acquired, Claim, Token};
 
 /// A call costs Redis as much as three locks, and as much again to read and to answer, so it is better for more to meet.
-const LIMITS: Limits = Limits { alone: 1, calls: 1, together: MAX_LOCKS };
+const LIMITS: Limits = Limits { alone: 1, busy: Duration::from_millis(2), calls: 1, together: MAX_LOCKS };
 
 /// Where those meet who want locks, and where those who give them back. The latter have connections of their own.
 pub(super) struct LockCalls {
@@ -65,15 +65,20 @@ impl LockCalls {
     }
 
     /// What becomes of somebody who asks together with others, or `None` if that has to be alone after all.
-    pub(super) async fn acquire(&self, lease: &str, claim: &Claim) -> Result<Option<Acquired>, StoreError> {
-        let waiting = |reply| Acquisition { lease: lease.to_owned(), claim: *claim, reply };
+    pub(super) async fn acquire(&self, lease: String, claim: &Claim) -> Result<Option<Acquired>, StoreError> {
+        let waiting = |reply| Acquisition { lease, claim: *claim, reply };
         let answer = self.acquisitions.join(waiting).await.and_then(Result::ok).unwrap_or(Ok(None))?;
         Ok(answer.map(acquired))
     }
 
     /// How many were listening when a lease was given back together with others, or `None` if that has to be alone after all.
-    pub(super) async fn release(&self, lease: &str, channel: &str, token: &Token) -> Result<Option<u64>, StoreError> {
-        let waiting = |reply| Release { lease: lease.to_owned(), channel: channel.to_owned(), token: *token, reply };
+    pub(super) async fn release(
+        &self,
+        lease: String,
+        channel: String,
+        token: &Token,
+    ) -> Result<Option<u64>, StoreError> {
+        let waiting = |reply| Release { lease, channel, token: *token, reply };
         let answer = self.releases.join(waiting).await.and_then(Result::ok).unwrap_or(Ok(None))?;
         Ok(answer.map(listeners))
     }

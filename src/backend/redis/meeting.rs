@@ -5,7 +5,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tokio::sync::oneshot::error::RecvError;
@@ -24,6 +24,7 @@ const AWAY: usize = 64;
 pub(super) struct Meeting<W> {
     limits: Limits,
     away: Arc<AtomicUsize>,
+    crowd: Arc<Crowd>,
     waiting: mpsc::Sender<W>,
     sender: AbortHandle,
 }
@@ -33,11 +34,20 @@ pub(super) struct Meeting<W> {
 pub(super) struct Limits {
     /// While so many calls are on their way, nobody goes alone.
     pub(super) alone: usize,
+    /// For how long nobody goes alone after several have gone together: whoever is first to come when they are back is not the last, and
+    /// would pay for a call of their own.
+    pub(super) busy: Duration,
     /// How many calls of several are on their way at a time. With two, Redis has one to work on while the other one travels; with
     /// one, more go together.
     pub(super) calls: usize,
     /// How many go together at the most.
     pub(super) together: usize,
+}
+
+/// When several went together for the last time, in us since `epoch`; zero if they never did.
+struct Crowd {
+    epoch: Instant,
+    last: AtomicU64,
 }
 
 /// The place of a call that is on its way; one of several takes all places of those that go alone.
@@ -62,14 +72,15 @@ impl<W: Send + 'static> Meeting<W> {
                 drop(place);
             }
         };
-        let sender = tokio::spawn(send_together(arrivals, limits, send)).abort_handle();
-        Self { limits, away, waiting, sender }
+        let crowd = Arc::new(Crowd { epoch: Instant::now(), last: AtomicU64::new(0) });
+        let sender = tokio::spawn(send_together(arrivals, limits, Arc::clone(&crowd), send)).abort_handle();
+        Self { limits, away, crowd, waiting, sender }
     }
 
     /// A place for a call that may go by itself, unless so many are on their way that it had better wait for others.
     pub(super) fn alone(&self) -> Option<Away> {
         let (place, before) = Away::new(&self.away, 1);
-        (before < self.limits.alone).then_some(place)
+        (before < self.limits.alone && !self.crowd.is_within(self.limits.busy)).then_some(place)
     }
 
     /// What is answered to one of those that go together. `None` if it has to go by itself after all; an error if the runtime that
@@ -88,6 +99,17 @@ impl<W> Drop for Meeting<W> {
     }
 }
 
+impl Crowd {
+    fn went(&self) {
+        self.last.store(self.epoch.elapsed().as_micros() as u64 + 1, Ordering::Relaxed);
+    }
+
+    fn is_within(&self, time: Duration) -> bool {
+        let last = self.last.load(Ordering::Relaxed);
+        last > 0 && !time.is_zero() && self.epoch.elapsed() < Duration::from_micros(last).saturating_add(time)
+    }
+}
+
 impl Away {
     /// And how many places were taken before.
     fn new(away: &Arc<AtomicUsize>, places: usize) -> (Self, usize) {
@@ -103,8 +125,12 @@ impl Drop for Away {
 }
 
 /// Sends what has met until nobody can ask any more.
-async fn send_together<W, F>(mut arrivals: mpsc::Receiver<W>, limits: Limits, send: impl Fn(Vec<W>) -> F)
-where
+async fn send_together<W, F>(
+    mut arrivals: mpsc::Receiver<W>,
+    limits: Limits,
+    crowd: Arc<Crowd>,
+    send: impl Fn(Vec<W>) -> F,
+) where
     F: Future<Output = ()> + Send + 'static,
 {
     let mut calls = JoinSet::new();
@@ -129,6 +155,9 @@ where
             number = arrivals.recv_many(&mut batch, limits.together) => if number == 0 {
                 return;
             }
+        }
+        if batch.len() > 1 {
+            crowd.went();
         }
         young.push_back(Instant::now());
         calls.spawn(send(batch));

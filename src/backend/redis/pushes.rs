@@ -3,6 +3,7 @@
 //! As with decisions: a push that is nearly alone goes by itself, and those beyond that wait until one of a few calls is back.
 
 use std::sync::Arc;
+use std::time::Duration;
 
 use tokio::sync::oneshot;
 
@@ -15,7 +16,7 @@ use super::servers::Servers;
 use crate::delay_queue::{Admission, MAX_BATCH, NewJob, QueueKey};
 use crate::error::StoreError;
 
-const LIMITS: Limits = Limits { alone: 8, calls: 2, together: MAX_BATCH };
+const LIMITS: Limits = Limits { alone: 8, busy: Duration::ZERO, calls: 2, together: MAX_BATCH };
 
 /// Where pushes meet.
 pub(super) struct Pushes(Meeting<Waiting>);

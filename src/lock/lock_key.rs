@@ -1,0 +1,113 @@
+use std::fmt;
+use std::hash::{BuildHasher, BuildHasherDefault, Hash, Hasher, RandomState};
+use std::sync::LazyLock;
+
+use crate::key::Key;
+
+/// Which lock: a key within a namespace.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub struct LockKey {
+    // What tells most of them apart comes first. Taken once: a lock is looked up in several places each time that it is taken.
+    hash: u64,
+    subject: Key,
+    namespace: Key,
+}
+
+/// Of this process, so that nobody outside knows which keys have the same hash.
+static SEED: LazyLock<RandomState> = LazyLock::new(RandomState::new);
+
+impl LockKey {
+    /// The lock of `subject` among those of `namespace`.
+    pub fn new(namespace: impl Into<Key>, subject: impl Into<Key>) -> Self {
+        let (namespace, subject) = (namespace.into(), subject.into());
+        let hash = SEED.hash_one((namespace.as_whole_words(), subject.as_whole_words()));
+        Self { hash, subject, namespace }
+    }
+
+    /// What keeps the locks of one purpose apart from those of others.
+    #[must_use]
+    pub const fn namespace(&self) -> &Key {
+        &self.namespace
+    }
+
+    /// What is locked.
+    #[must_use]
+    pub const fn subject(&self) -> &Key {
+        &self.subject
+    }
+
+    /// Which of so many shards the lock belongs to. The other half of the hash is for the map in there.
+    pub(crate) const fn shard(&self, shards: usize) -> usize {
+        (self.hash >> 32) as usize % shards
+    }
+}
+
+impl Hash for LockKey {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        state.write_u64(self.hash);
+    }
+}
+
+impl fmt::Debug for LockKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "LockKey({self})")
+    }
+}
+
+impl fmt::Display for LockKey {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{}:{}", self.namespace, self.subject)
+    }
+}
+
+/// For maps by what has its hash with it: [`LockKey`] and [`Token`](super::Token).
+pub(crate) type KnownHash = BuildHasherDefault<Known>;
+
+/// Takes the hash as it is.
+#[derive(Default)]
+pub(crate) struct Known(u64);
+
+impl Hasher for Known {
+    fn write_u64(&mut self, hash: u64) {
+        self.0 = hash;
+    }
+
+    fn write(&mut self, _: &[u8]) {
+        unreachable!("only what has a hash of its own is looked up by it");
+    }
+
+    fn finish(&self) -> u64 {
+        self.0
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_same_lock_has_the_same_hash_and_others_have_others() {
+        let hash = |lock: &LockKey| KnownHash::default().hash_one(lock);
+        let lock = LockKey::new("orders", "42");
+        assert_eq!(hash(&lock), hash(&LockKey::new("orders", "42")));
+        for other in [LockKey::new("orders", "43"), LockKey::new("order", "42"), LockKey::new("42", "orders")] {
+            assert_ne!(lock, other);
+            assert_ne!(hash(&lock), hash(&other));
+        }
+    }
+
+    #[test]
+    fn locks_of_one_shard_differ_in_what_the_map_looks_at() {
+        let mut hashes = [(); 4].map(|()| Vec::new());
+        for number in 0..400 {
+            let lock = LockKey::new("orders", number);
+            hashes[lock.shard(4)].push(KnownHash::default().hash_one(lock) as u32 % 64);
+        }
+        for hashes in &mut hashes {
+            assert!(hashes.len() > 40, "the shards are used alike");
+            hashes.sort_unstable();
+            hashes.dedup();
+            assert!(hashes.len() > 20, "the places of a map are used alike");
+        }
+    }
+}
