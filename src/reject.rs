@@ -162,6 +162,27 @@ where
     }
 }
 
+/// In the extensions of a response: the request was turned away, and nothing was done for it.
+///
+/// [`AsResponse`] and `AsStatus` put it there, so that an [`IdempotencyLayer`](crate::http::IdempotencyLayer) outside of the layer that has turned
+/// the request away keeps no such answer, whatever it is told to [keep](crate::idempotency::Keep): the next request with the key is served. A
+/// [`Reject`] of your own, a layer or a handler that refuses can do the same.
+///
+/// ```
+/// use axum::Extension;
+/// use axum::response::IntoResponse;
+/// use http::StatusCode;
+/// use tollgate::reject::NothingDone;
+///
+/// async fn pay() -> impl IntoResponse {
+///     (Extension(NothingDone), StatusCode::CONFLICT, "the shop is closed")
+/// }
+/// # let _: axum::Router = axum::Router::new().route("/", axum::routing::post(pay));
+/// ```
+#[cfg(feature = "http")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct NothingDone;
+
 /// A rejection becomes an HTTP response, so the service fails only where the inner service does.
 ///
 /// Implemented with the feature `http`; see the module `tollgate::http` for the responses. Cheap to clone.

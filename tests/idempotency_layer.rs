@@ -721,6 +721,44 @@ async fn a_replay_is_not_charged_and_waits_for_no_lock() {
     assert_eq!(ask("a").await, (200, true, "1".into()));
 }
 
+/// Whatever is kept: nothing was done for the request.
+#[tokio::test(start_paused = true)]
+async fn what_a_layer_inside_turns_away_is_not_kept_and_a_replay_needs_no_lock() {
+    for keep in [Keep::SafeRetry, Keep::All] {
+        let backend = MemoryBackend::new();
+        let quota = Policy::new("pay", Quota::per_minute(3).fixed_window());
+        let inside = ServiceBuilder::new()
+            .layer(IdempotencyLayer::new(backend.clone()).scope(Everyone).keep(keep))
+            .layer(RateLimitLayer::new(backend.clone(), quota))
+            .layer(LockLayer::new(backend.clone()))
+            .service(service_fn(async |_: Request<FingerprintedBody<Stream>>| {
+                Ok::<_, Infallible>(Response::new(full("done")))
+            }));
+        let ask = async |key: &str| {
+            let response = inside.clone().oneshot(pay(key)).await.unwrap();
+            (response.status().as_u16(), response.headers().contains_key("idempotent-replayed"))
+        };
+        assert_eq!(ask("a").await, (200, false));
+
+        // Somebody else has the lock.
+        let elsewhere = LockLayer::new(backend).layer(service_fn(async |_: Request<()>| {
+            std::future::pending::<Result<Response<Full<Bytes>>, Infallible>>().await
+        }));
+        let held = tokio::spawn(elsewhere.oneshot(Request::post("/").body(()).unwrap()));
+        tokio::task::yield_now().await;
+        assert_eq!(ask("b").await, (409, false), "{keep:?}");
+        assert_eq!(ask("a").await, (200, true), "{keep:?}");
+        held.abort();
+        assert!(held.await.unwrap_err().is_cancelled());
+        assert_eq!(ask("b").await, (200, false), "{keep:?}");
+
+        assert_eq!(ask("c").await, (429, false), "{keep:?}");
+        tokio::time::advance(Duration::from_secs(60)).await;
+        assert_eq!(ask("c").await, (200, false), "{keep:?}");
+        assert_eq!(ask("c").await, (200, true), "{keep:?}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn with_grpc_an_answer_has_its_status_in_the_trailers() {
     let runs = Arc::new(AtomicUsize::new(0));

@@ -8,7 +8,7 @@ use super::details::Any;
 use super::status::{AsStatus, Code, answer, detailed};
 use crate::http::{LockedBody, ResponseBody, STORE_RETRY, STORE_TEXT};
 use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay, fencing};
-use crate::reject::Reject;
+use crate::reject::{NothingDone, Reject};
 
 /// A client is not told to wait for longer than this, however long the lease may last.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
@@ -54,7 +54,10 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
                 later(Code::ResourceExhausted, "too many requests wait for this", STORE_RETRY)
             }
             Rejection::Lock(LockError::Lost(_)) => {
-                answer(Code::Aborted, "the request was cancelled on the way and may have had effects")
+                let text = "the request was cancelled on the way and may have had effects";
+                let mut response = answer(Code::Aborted, text);
+                response.extensions_mut().remove::<NothingDone>();
+                response
             }
             Rejection::Lock(LockError::Store(_) | LockError::NotReplicated(_) | LockError::Closed(_)) => {
                 later(Code::Unavailable, STORE_TEXT, STORE_RETRY)

@@ -10,7 +10,7 @@ use prost::Message as _;
 use super::details::{Any, Status, Violation};
 use crate::http::{ResponseBody, STORE_RETRY, STORE_TEXT, wait, write_fields};
 use crate::rate_limit::{Announce, Limit, RateLimitHandle, RateLimited, Rejection, Standing, ceil_seconds};
-use crate::reject::{Fields, HeaderVersion, Reject, Secret};
+use crate::reject::{Fields, HeaderVersion, NothingDone, Reject, Secret};
 
 /// A rejection becomes a gRPC status. See the [module docs](crate::grpc). Cheap to clone.
 #[derive(Clone, Debug, Default)]
@@ -172,6 +172,7 @@ pub(super) fn detailed<B>(
 
 pub(super) fn answer<B>(code: Code, message: &str) -> Response<ResponseBody<B>> {
     let mut response = Response::new(ResponseBody::rejection(""));
+    response.extensions_mut().insert(NothingDone);
     let headers = response.headers_mut();
     headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
     headers.insert(GRPC_STATUS, HeaderValue::from(code as u16));

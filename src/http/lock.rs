@@ -12,7 +12,7 @@ use super::problem::{Kind, Problem};
 use super::reject::{STORE_RETRY, STORE_TEXT};
 use crate::error::BoxError;
 use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay, fencing};
-use crate::reject::{AsResponse, BusyStatus, Reject};
+use crate::reject::{AsResponse, BusyStatus, NothingDone, Reject};
 
 /// A client is not told to wait for longer than this, however long the lease may last: most are given back much sooner.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
@@ -75,7 +75,9 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
             Rejection::Lock(LockError::Lost(_)) => {
                 // It may have had effects, so nobody is invited to try again.
                 let detail = "the request was cancelled on the way and may have had effects";
-                self.refusal(StatusCode::SERVICE_UNAVAILABLE, detail)
+                let mut response = self.refusal(StatusCode::SERVICE_UNAVAILABLE, detail);
+                response.extensions_mut().remove::<NothingDone>();
+                response
             }
             Rejection::Lock(LockError::Store(_) | LockError::NotReplicated(_) | LockError::Closed(_)) => {
                 self.later(STORE_TEXT)

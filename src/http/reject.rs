@@ -9,7 +9,7 @@ use super::problem::{Kind, Problem};
 use crate::rate_limit::{
     Announce, LimitStatus, Outcome, RateLimitHandle, RateLimited, Rejection, Standing, ceil_seconds,
 };
-use crate::reject::{AsResponse, Reject, RejectionBody};
+use crate::reject::{AsResponse, NothingDone, Reject, RejectionBody};
 
 /// What a client is told to wait when it is not known when the store will answer again.
 pub(crate) const STORE_RETRY: Duration = Duration::from_secs(1);
@@ -108,6 +108,7 @@ impl AsResponse {
         };
         let mut response = Response::new(ResponseBody::rejection(body));
         *response.status_mut() = problem.status;
+        response.extensions_mut().insert(NothingDone);
         let headers = response.headers_mut();
         headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
         if let Some(seconds) = retry_after {

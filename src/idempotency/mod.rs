@@ -131,8 +131,9 @@
 //!
 //! # Together with other layers
 //!
-//! Outside of a [`RateLimitLayer`](crate::RateLimitLayer) a replay is not charged against the quota, and a 429 is not kept; put a second limit
-//! outside for what the replays themselves cost. Outside of a [`LockLayer`](crate::LockLayer) a replay does not wait for the lock. Inside of compression,
+//! Outside of a [`RateLimitLayer`](crate::RateLimitLayer) a replay is not charged against the quota; put a second limit outside for what the
+//! replays themselves cost. Outside of a [`LockLayer`](crate::LockLayer) a replay does not wait for the lock. What either of them turns away is not kept,
+//! whatever its status. Inside of compression,
 //! since the next client may not accept what this one does. Inside of what finds out who is calling.
 //!
 //! A handler is polled by whoever polls the answer, as without this layer, until that is dropped. The `tracing` span goes along with it

@@ -1,6 +1,7 @@
 /// Which answers are kept, so that the same request gets them again. Defaults to [`SafeRetry`](Self::SafeRetry).
 ///
-/// An answer that is not kept is as if nothing had happened: the next request with the key is served again.
+/// An answer that is not kept is as if nothing had happened: the next request with the key is served again. None of them keeps what a layer of
+/// this crate on the inside has turned away, nor an answer with `tollgate::reject::NothingDone` in its extensions.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Keep {

@@ -41,6 +41,14 @@ pub enum Rejection {
     Store(StoreError),
 }
 
+#[cfg(feature = "http")]
+impl Rejection {
+    /// Whether something may have been done for the request, or for the same one before.
+    pub(crate) const fn may_have_effects(&self) -> bool {
+        matches!(self, Self::OutcomeUnknown { .. } | Self::NotKept { .. } | Self::Cancelled)
+    }
+}
+
 /// What is wrong with a key.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]

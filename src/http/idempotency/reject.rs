@@ -5,7 +5,7 @@ use crate::http::body::ResponseBody;
 use crate::http::problem::{Kind, Problem};
 use crate::http::reject::{STORE_RETRY, STORE_TEXT};
 use crate::idempotency::Rejection;
-use crate::reject::{AsResponse, Reject};
+use crate::reject::{AsResponse, NothingDone, Reject};
 
 impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
     type Response = Response<IdempotentBody<B>>;
@@ -30,7 +30,10 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
             _ => rejection.to_string(),
         };
         let wait = wait.map(|wait| self.told(wait));
-        let response = self.answer(wait, Problem { kind, status, detail: &detail, violated: Vec::new() });
+        let mut response = self.answer(wait, Problem { kind, status, detail: &detail, violated: Vec::new() });
+        if rejection.may_have_effects() {
+            response.extensions_mut().remove::<NothingDone>();
+        }
         Ok(response.map(IdempotentBody::other))
     }
 

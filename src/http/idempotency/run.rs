@@ -22,6 +22,7 @@ use super::future::Answer;
 use super::layer::Settings;
 use crate::error::BoxError;
 use crate::idempotency::{Attempt, Completion, HasPayload as _, Keep, OnDisconnect, Rejection, Running, Settlement};
+use crate::reject::NothingDone;
 
 /// How many pieces of an answer may lie between the handler and its caller while all of them are recorded anyway.
 const PIECES: usize = 1_024;
@@ -154,7 +155,7 @@ where
             }
         };
         let recorder = Recorder::new(parts.status, &parts.headers, settings.keeps_cookies, settings.max_answer);
-        let mut stream = Stream::new(body, recorder, Judge::new(settings.keep, parts.status, &parts.headers));
+        let mut stream = Stream::new(body, recorder, Judge::new(settings.keep, &parts));
         let (hint, mut chunks) = (stream.body.size_hint(), Chunks::default());
         if stream.take_what_is_there(&mut chunks) {
             let outcome = stream.outcome(chunks.iter(), true);
@@ -391,15 +392,19 @@ impl GrpcStatus {
 /// Whether an answer is to be kept.
 struct Judge {
     keep: Keep,
+    is_refusal: bool,
     status: StatusCode,
     grpc: Option<GrpcStatus>,
     is_grpc: bool,
 }
 
 impl Judge {
-    fn new(keep: Keep, status: StatusCode, headers: &HeaderMap) -> Self {
+    fn new(keep: Keep, parts: &Parts) -> Self {
+        let Parts { status, headers, extensions, .. } = parts;
         let content_type = headers.get(CONTENT_TYPE).map_or(b"".as_slice(), HeaderValue::as_bytes);
-        Self { keep, status, grpc: GrpcStatus::of(headers), is_grpc: content_type.starts_with(b"application/grpc") }
+        let is_grpc = content_type.starts_with(b"application/grpc");
+        let is_refusal = extensions.get::<NothingDone>().is_some();
+        Self { keep, is_refusal, status: *status, grpc: GrpcStatus::of(headers), is_grpc }
     }
 
     /// Whether the trailers change nothing any more, and it is kept.
@@ -410,6 +415,7 @@ impl Judge {
     fn keeps(&self, trailers: &HeaderMap) -> bool {
         let grpc = self.grpc.or_else(|| GrpcStatus::of(trailers));
         match self.keep {
+            _ if self.is_refusal => false,
             Keep::All => true,
             Keep::Success => self.status.is_success() && matches!(grpc, None | Some(GrpcStatus::Ok)),
             Keep::SafeRetry => {
