@@ -3,13 +3,14 @@
 -- KEYS[1]  counts    string, see rate_limit_check        prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
 -- ARGV[1]  block_us  integer, 0 to 3.2 * 10^14; 0 lifts the block
 -- ARGV[2]  ttl_ms    a quarter longer than counts say something after they were written, at the most
+-- ARGV[3]  limits    how counts begin that were written by these limits, see rate_limit_check
 --
 -- Value    counts: while the key is blocked, 1 byte version 2 and 7 bytes end of the block, little endian, then the counts as
 --          rate_limit_check writes them, or nothing
 -- Returns  1 blocked | 0 not blocked
 -- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
 -- Repeat   harmless: the block ends later by as much as lies between
-local counts, block_us, ttl_ms = KEYS[1], ARGV[1] + 0, ARGV[2] + 0
+local counts, block_us, ttl_ms, limits = KEYS[1], ARGV[1] + 0, ARGV[2] + 0, ARGV[3]
 
 local stored = redis.call('GET', counts) or ''
 if stored:byte(1) == 2 and #stored >= 8 then
@@ -20,9 +21,12 @@ if stored ~= '' and stored:byte(1) ~= 1 then
 end
 local left_ms = 0
 if stored ~= '' then
-  -- A block may have let the key live on for longer than its counts need, and a key that lost its expiry gets one.
+  -- A block may have let the key live on for longer than its counts need, and a key that lost its expiry gets one. What others
+  -- need who count by other limits is not known here.
   left_ms = redis.call('PTTL', counts)
-  left_ms = left_ms < 0 and ttl_ms or math.min(left_ms, ttl_ms)
+  if left_ms < 0 or left_ms > ttl_ms and stored:find(limits, 1, true) == 1 then
+    left_ms = ttl_ms
+  end
 end
 if block_us > 0 then
   local time = redis.call('TIME')

@@ -199,6 +199,27 @@ async fn a_block_that_is_lifted_does_not_keep_the_key() {
     }
 }
 
+/// Two configurations of one policy share a key, as while a new one is rolled out, and what one of them needs is far longer.
+#[tokio::test]
+async fn a_block_of_others_leaves_the_key_for_as_long_as_its_counts_need() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let mut connection = server.connection();
+    let bucket = |quota: Quota| limiter(&backend, Policy::new("shared", quota.token_bucket()));
+    let (long, short) = (bucket(Quota::per_day(10)), bucket(Quota::per_minute(100)));
+    let key = &stored(&long, &mut connection, "counts").await;
+    long.check_cost("alice", 9).await.unwrap();
+    for block in [Duration::ZERO, Duration::from_secs(1), Duration::ZERO] {
+        short.block("alice", block).await.unwrap();
+        let ttl: u64 = redis::cmd("PTTL").arg(key).query(&mut connection).unwrap();
+        assert!(ttl > 2 * 86_400_000, "{ttl} after a block of {block:?}");
+    }
+    assert!(long.check("alice").await.unwrap().is_allowed());
+    let ttl: u64 = redis::cmd("PTTL").arg(key).query(&mut connection).unwrap();
+    assert!(ttl > 2 * 86_400_000, "{ttl}");
+    assert!(!long.check("alice").await.unwrap().is_allowed());
+}
+
 #[tokio::test]
 async fn counts_from_the_future_deny_for_no_longer_than_they_would_have() {
     let server = RedisServer::start();

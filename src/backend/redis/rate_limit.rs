@@ -123,7 +123,8 @@ impl RateLimitStore for RedisBackend {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         let block_us = time.min(Quota::MAX_WINDOW).as_micros() as u64;
-        scripts.rate_limit_block(servers, &keys[0], block_us, counts::time_to_live_ms(policy)).await
+        let limits = &policy.packed(encode).limits;
+        scripts.rate_limit_block(servers, &keys[0], block_us, counts::time_to_live_ms(policy), limits).await
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {

@@ -182,8 +182,9 @@ impl Scripts {
         counts: &str,
         block_us: u64,
         ttl_ms: u64,
+        limits: &[u8],
     ) -> Result<(), StoreError> {
-        self.block.call(servers, &[counts], (block_us, ttl_ms)).await.map(drop)
+        self.block.call(servers, &[counts], (block_us, ttl_ms, limits)).await.map(drop)
     }
 
     pub(super) async fn lock_acquire(
@@ -553,7 +554,7 @@ mod tests {
             (&scripts.check, 1, 10),
             (&scripts.check_plain, 1, 6),
             (&scripts.check_many, 1, 1),
-            (&scripts.block, 1, 2),
+            (&scripts.block, 1, 3),
             (&scripts.probe, 1, 1),
             (&scripts.lock_acquire, 1, 5),
             (&scripts.lock_acquire_all, 1, 4),
