@@ -25,7 +25,7 @@ local WITHIN, WHOLE, NEW = 1, 2, 3
 local places, values, ways, lives = {}, call('MGET', unpack_table(keys)), {}, {}
 local replies = {}
 
--- Whether a limit has room, and its two or three counts with the cost in them.
+-- Whether the only limit has room, and its two or three counts with the cost in them.
 local function charge(kind, span, step, capacity, cost, elapsed, a, b, c)
   if kind == TOKEN_BUCKET then
     local debt = b - elapsed * step
@@ -98,16 +98,44 @@ while groups[at_group] do
         local at = 2
         -- Behind the terms is where reading ended.
         for i = 1, #terms - 1, 4 do
-          local has_room
-          has_room, a, b, c = charge(
-            terms[i], terms[i + 1], terms[i + 2], terms[i + 3], cost, elapsed, counts[at], counts[at + 1], counts[at + 2]
-          )
-          fits = fits and has_room
-          counts[at], counts[at + 1] = a, b
-          at = at + 2
-          if terms[i] == SLIDING_WINDOW then
-            counts[at] = c
-            at = at + 1
+          local kind, span, capacity = terms[i], terms[i + 1], terms[i + 3]
+          if kind == TOKEN_BUCKET then
+            local debt = counts[at + 1] - elapsed * terms[i + 2]
+            if debt <= 0 then
+              counts[at], debt = now, 0
+            end
+            debt = debt + cost * span
+            fits = fits and debt <= capacity * span
+            counts[at + 1] = debt
+            at = at + 2
+          elseif kind == FIXED_WINDOW then
+            local used = counts[at + 1]
+            if used == 0 or now - counts[at] >= span then
+              counts[at], used = now, 0
+            end
+            used = used + cost
+            fits = fits and used <= capacity
+            counts[at + 1] = used
+            at = at + 2
+          else
+            local start, previous, used = counts[at], counts[at + 1], counts[at + 2]
+            local passed = now - start
+            if passed >= span then
+              start, previous, used = start + span, passed < 2 * span and used or 0, 0
+              passed = passed - span
+            end
+            if previous + used == 0 then
+              start, passed = now, 0
+            end
+            used = used + cost
+            if previous > 0 then
+              local step = terms[i + 2]
+              fits = fits and used + ceil(previous * ceil((span - passed) / step) / ceil(span / step)) <= capacity
+            else
+              fits = fits and used <= capacity
+            end
+            counts[at], counts[at + 1], counts[at + 2] = start, previous, used
+            at = at + 3
           end
         end
       else
