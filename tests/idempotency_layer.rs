@@ -228,6 +228,60 @@ async fn a_replay_is_the_answer_byte_by_byte_with_headers_and_trailers() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn cookies_are_kept_where_that_is_wanted() {
+    for keeps in [false, true] {
+        let app = Handler::new().behind(layer(MemoryBackend::new()).keep_cookies(keeps), |_, _| async {
+            let mut answer = status(StatusCode::OK);
+            answer.headers_mut().insert("set-cookie", HeaderValue::from_static("a=b"));
+            answer
+        });
+        for is_again in [false, true] {
+            let response = ask(&app, pay("k")).await;
+            assert_eq!(is_replay(&response), is_again);
+            assert_eq!(response.headers().contains_key("set-cookie"), keeps || !is_again);
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn post_and_patch_are_served_once_unless_others_are_chosen() {
+    let all = [Method::GET, Method::POST, Method::PUT, Method::PATCH, Method::DELETE];
+    let plain = || layer(MemoryBackend::new());
+    let chosen = [Method::PUT, Method::DELETE];
+    for (layer, once) in [(plain(), [Method::POST, Method::PATCH]), (plain().methods(chosen.clone()), chosen)] {
+        let handler = Handler::new();
+        let app = handler.behind(layer, echo);
+        for method in &all {
+            let before = handler.runs();
+            for _ in 0..2 {
+                let mut request = pay(method.as_str());
+                *request.method_mut() = method.clone();
+                assert_eq!(ask(&app, request).await.status(), StatusCode::OK);
+            }
+            assert_eq!(handler.runs() - before, if once.contains(method) { 1 } else { 2 }, "{method}");
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_behind_a_client_that_has_left_gives_the_operation_back() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()), |_, run| async move {
+        sleep(Duration::from_millis(10)).await;
+        assert!(run > 1, "the first one fails");
+        status(StatusCode::OK)
+    });
+    let leaves = tokio::time::timeout(Duration::from_millis(5), ask(&app, pay("k"))).await;
+    assert!(leaves.is_err());
+    assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::CONFLICT);
+    sleep(Duration::from_millis(20)).await;
+    let response = ask(&app, pay("k")).await;
+    assert_eq!((response.status(), is_replay(&response)), (StatusCode::OK, false));
+    assert!(is_replay(&ask(&app, pay("k")).await));
+    assert_eq!(handler.runs(), 2);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_duplicate_in_flight_is_told_to_come_back_or_waits() {
     let handler = Handler::new();
     let backend = MemoryBackend::new();

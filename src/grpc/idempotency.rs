@@ -42,3 +42,41 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
         error
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use std::convert::Infallible;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::error::StoreError;
+    use crate::idempotency::InvalidKey;
+
+    #[test]
+    fn each_rejection_has_its_status_and_who_may_come_back_is_told_when() {
+        let cases = [
+            (Rejection::MissingKey, "3", None, true),
+            (Rejection::InvalidKey(InvalidKey::Empty), "3", None, true),
+            (Rejection::MissingScope, "3", None, true),
+            (Rejection::Unreadable, "3", None, true),
+            (Rejection::Mismatch, "9", None, true),
+            (Rejection::OutcomeUnknown { attempt: 1 }, "9", None, false),
+            (Rejection::NotKept { status: 200 }, "9", None, false),
+            (Rejection::InFlight { retry_after: Duration::from_secs(2) }, "10", Some("2000"), true),
+            (Rejection::Cancelled, "10", None, false),
+            (Rejection::Full, "8", Some("1000"), true),
+            (Rejection::Store(StoreError::timeout()), "14", Some("1000"), true),
+        ];
+        for (rejection, code, pushback, nothing_done) in cases {
+            let name = format!("{rejection:?}");
+            let rejected: Result<Response<IdempotentBody<()>>, Infallible> =
+                Reject::<_, Response<()>, _>::reject(&AsStatus::new(), rejection);
+            let Ok(response) = rejected;
+            let header = |name: &str| response.headers().get(name).map(|value| value.to_str().unwrap());
+            assert_eq!(header("grpc-status"), Some(code), "{name}");
+            assert_eq!(header("grpc-retry-pushback-ms"), pushback, "{name}");
+            assert_eq!(header("grpc-status-details-bin").is_some(), pushback.is_some(), "{name}");
+            assert_eq!(response.extensions().get::<NothingDone>().is_some(), nothing_done, "{name}");
+        }
+    }
+}
