@@ -175,7 +175,7 @@ where
 /// use tollgate::reject::NothingDone;
 ///
 /// async fn pay() -> impl IntoResponse {
-///     (Extension(NothingDone), StatusCode::CONFLICT, "the shop is closed")
+///     (StatusCode::CONFLICT, Extension(NothingDone), "the shop is closed")
 /// }
 /// # let _: axum::Router = axum::Router::new().route("/", axum::routing::post(pay));
 /// ```
