@@ -1,35 +1,34 @@
 -- delay_queue_push: keep jobs of one priority until they are due, each unless it is there already.
 --
--- KEYS[1]  jobs      hash of records by id, expires `keep_ms` after the last job is due  prefix:2:{delay_queue:<name>}:jobs
--- KEYS[2]  due       sorted set of ids by when they are due in ms, expires likewise      prefix:2:{delay_queue:<name>}:due:<priority>
--- KEYS[3]  dead      sorted set of ids by when they died in ms                           prefix:2:{delay_queue:<name>}:dead
--- KEYS[4]  unique    hash of holders by unique key, expires likewise                     prefix:2:{delay_queue:<name>}:unique
--- KEYS[5]  ends      sorted set of unique keys that are held for a time, by its end      prefix:2:{delay_queue:<name>}:unique_ends
--- KEYS[6]  state     string, see delay_queue_claim                                       prefix:2:{delay_queue:<name>}:state
--- KEYS[7]  idle      sorted set of workers, see delay_queue_claim                        prefix:2:{delay_queue:<name>}:idle
--- ARGV[1]  keep_ms   how long keys outlive the last of what they hold, at most 2^40
+-- KEYS[1]  jobs  hash of records by id, expires `keep_ms` after the last job is due  prefix:2:{delay_queue:<name>}:jobs
+-- KEYS[2]  due  sorted set of ids by when they are due in ms, expires likewise  prefix:2:{delay_queue:<name>}:due:<priority>
+-- KEYS[3]  dead  sorted set of ids by when they died in ms  prefix:2:{delay_queue:<name>}:dead
+-- KEYS[4]  unique  hash of holders by unique key, expires likewise  prefix:2:{delay_queue:<name>}:unique
+-- KEYS[5]  ends  sorted set of unique keys that are held for a time, by its end  prefix:2:{delay_queue:<name>}:unique_ends
+-- KEYS[6]  state  string, see delay_queue_claim  prefix:2:{delay_queue:<name>}:state
+-- KEYS[7]  idle  sorted set of workers, see delay_queue_claim  prefix:2:{delay_queue:<name>}:idle
+-- ARGV[1]  keep_ms  how long keys outlive the last of what they hold, at most 2^40
 -- ARGV[2]  max_jobs  how many jobs there may be
--- ARGV[3]  publish   PUBLISH, or SPUBLISH on a cluster
--- ARGV[4]  wake      what the channels of workers begin with
--- ARGV[5]  count     how many jobs, at most 256
+-- ARGV[3]  publish  PUBLISH, or SPUBLISH on a cluster
+-- ARGV[4]  wake  what the channels of workers begin with
+-- ARGV[5]  count  how many jobs, at most 256
 -- ARGV[6]  first     id and record of each job, where `record` is what a record has behind its times; then, for each run of jobs that are
---                    due alike, how many those are and `when`: a delay in ms, or an instant in ms since 1970 with its sign turned; then, for
---                    each job that is unique, which one it is, from 1, and 6 bytes how long in ms (0 while the job is there) and the key
+--   due alike, how many those are and `when`: a delay in ms, or an instant in ms since 1970 with its sign turned; then, for
+--   each unique job, which one it is, from 1, and 6 bytes how long in ms (0 while the job is there) and key
 --
 -- Value    jobs: 1 byte version 1, 6 bytes when it was pushed and 6 bytes when it is due in ms; then 1 byte priority (0 to 2) and 4 times
---          how long it is unique (0 not, 1 while it is there, 2 while it waits, 3 for a time), 2 bytes how many attempts it has, 2 bytes
---          how many are over, 1 byte why the last one has failed (0 it did not, 1 failed, 2 lease expired, 3 refused, 4 undecodable),
---          2 bytes the length of its error, 1 byte that of its unique key, 4 bytes that of its headers, big endian; then the unique key,
---          the error, the headers and the payload. unique: 6 bytes until when in ms, 0 while the job is there; then the id
+--   how long it is unique (0 not, 1 while it is there, 2 while it waits, 3 for a time), 2 bytes how many attempts it has, 2 bytes
+--   how many are over, 1 byte why the last one has failed (0 it did not, 1 failed, 2 lease expired, 3 refused, 4 undecodable),
+--   2 bytes the length of its error, 1 byte that of its unique key, 4 bytes that of its headers, big endian; then the unique key,
+--   the error, the headers and the payload. unique: 6 bytes until when in ms, 0 while the job is there; then the id
 -- Returns  {answers, holders ...}: a digit a job (0 there is one with this id, 1 it is new, 2 there are too many, 3 another one holds its
---          unique key), and for each 3 the id that holds it
+--   unique key), and for each 3 the id that holds it
 -- Errors   WRONGTYPE
 -- Repeat   harmless: what is waiting or running is left alone. One that is done meanwhile is pushed again
 local jobs, due, dead, unique, ends = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local state, idle = KEYS[6], KEYS[7]
 local keep_ms, max_jobs, publish, wake = ARGV[1] + 0, ARGV[2] + 0, ARGV[3], ARGV[4]
 local count, first = math.min(ARGV[5] + 0, 256), 6
--- Looked up once, for what is called for each job.
 local unpack = unpack
 
 local time = redis.call('TIME')
@@ -53,7 +52,6 @@ local function tell(worker)
   return type(told) == 'number' and told or 0
 end
 
--- Records and due times as commands take them. What jobs have in common is made once.
 local ids, records, scores, taken = {}, {}, {}, {}
 local soonest, latest, has_twins = nil, now, false
 local at, last, left, head, score = first + 2 * count, 0, 0, '', '0'
