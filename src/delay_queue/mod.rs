@@ -211,6 +211,8 @@ pub use self::codec::{Codec, Json};
 pub use self::error::QueueError;
 pub use self::events::{Event, Events};
 pub use self::id::JobId;
+#[cfg(all(test, feature = "redis"))]
+pub(crate) use self::id::UniqueIds;
 pub use self::job::{Cancellation, Extensions, Job};
 pub use self::outcome::Outcome;
 pub use self::push::{PreparedPush, Push, Pushed};

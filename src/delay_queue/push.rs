@@ -8,7 +8,7 @@ use super::id::JobId;
 use super::queue::Terms;
 use super::record::{Due, Headers, NewJob, Priority, Unique, UniqueFor};
 use super::store::{Admission, QueueKey};
-use crate::error::ConfigError;
+use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
 
 /// A job that is about to be pushed: `.await` it, or give it to [`DelayQueue::push_all`](super::DelayQueue::push_all).
@@ -100,12 +100,12 @@ impl Push {
     /// As pushing it, but for those of the store.
     pub fn prepare(self) -> Result<PreparedPush, QueueError> {
         let terms = self.terms.clone();
-        let job = self.into_job()?;
+        let job = self.into_job(JobId::unique)?;
         Ok(PreparedPush { queue: terms.home(&job.id), job, max_jobs: terms.max_jobs })
     }
 
-    /// What a store is given, if it can be.
-    pub(super) fn into_job(self) -> Result<NewJob, QueueError> {
+    /// What a store is given, if it can be. `unique` is what a job is called that nobody has named.
+    pub(super) fn into_job(self, unique: impl FnOnce() -> Result<JobId, StoreError>) -> Result<NewJob, QueueError> {
         let payload = self.payload.map_err(|error| QueueError::Encode(error.into()))?;
         if let Due::In(delay) = self.due {
             check_delay(delay)?;
@@ -116,7 +116,7 @@ impl Push {
         let id = match self.id {
             Some(id) if id.as_bytes().is_empty() => return Err(ConfigError::EmptyJobId.into()),
             Some(id) => id,
-            None => JobId::unique()?,
+            None => unique()?,
         };
         let job = NewJob {
             id,
@@ -145,7 +145,7 @@ impl IntoFuture for Push {
     fn into_future(self) -> Self::IntoFuture {
         Box::pin(async move {
             let terms = self.terms.clone();
-            let job = self.into_job()?;
+            let job = self.into_job(JobId::unique)?;
             let id = job.id;
             let queue = terms.home(&id);
             let call = terms.store.clone().push(queue, vec![job], terms.max_jobs, terms.deadline);
@@ -185,7 +185,7 @@ impl Pushed {
             Some(Admission::New) => Ok(Self { id, is_new: true }),
             Some(Admission::Exists(id)) => Ok(Self { id, is_new: false }),
             Some(Admission::Full) => Err(QueueError::Full { max: terms.max_jobs }),
-            None => Err(crate::StoreError::other("the store has not answered for each job").into()),
+            None => Err(StoreError::other("the store has not answered for each job").into()),
         }
     }
 
