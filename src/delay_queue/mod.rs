@@ -157,6 +157,15 @@
 //!
 //! How many wait is what [`DelayQueue::counts`] says.
 //!
+//! # Traces
+//!
+//! Each attempt runs in a [span](DelayQueueWorker::span), which begins a trace of its own: whoever pushed the job has not waited for it.
+//! A header `traceparent`, as the W3C's [trace context](https://www.w3.org/TR/trace-context/) writes it, says where the job comes
+//! from, in the fields `link.trace_id` and `link.span_id`.
+//!
+//! With the feature `otel` and a layer of `tracing-opentelemetry` 0.34, that is a span link of OpenTelemetry, too, and `Push::traced` writes the
+//! header for the current span. Nothing of that is exported by this crate: no SDK comes along.
+//!
 //! # Payloads
 //!
 //! JSON by serde with the feature `json`, or whatever a [`Codec`] says. The store does not look into them. One that cannot be read by the

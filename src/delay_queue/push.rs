@@ -93,6 +93,15 @@ impl Push {
         self
     }
 
+    /// Sends along where the current span is in its trace, as the [headers](Self::header) `traceparent` and `tracestate` of the
+    /// [W3C](https://www.w3.org/TR/trace-context/), so that the span of each attempt links to it: see
+    /// [traces](crate::delay_queue#traces). Nothing where no layer of `tracing-opentelemetry` knows the span.
+    #[cfg(feature = "otel")]
+    pub fn traced(mut self) -> Self {
+        super::trace::insert_current(&mut self.headers);
+        self
+    }
+
     /// The job as a store is given it, for a pipeline of one's own: see `RedisBackend::push_in`.
     ///
     /// # Errors
