@@ -245,6 +245,12 @@ if limit > 0 then
     redis.call('HDEL', jobs, unpack(rotten))
   end
 end
+-- The last signs of the ids of a run, by the first of them.
+local signs = {
+  ['0'] = {'0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'A', 'B', 'C', 'D', 'E', 'F'},
+  G = {'G', 'H', 'J', 'K', 'M', 'N', 'P', 'Q', 'R', 'S', 'T', 'V', 'W', 'X', 'Y', 'Z'},
+}
+
 -- The first jobs of one priority that are due, taken from where they wait.
 local function take(priority, room)
   local whole = {}
@@ -261,24 +267,21 @@ local function take(priority, room)
   local singles = redis.call('ZRANGEBYSCORE', normal, '-inf', now, 'WITHSCORES', 'LIMIT', 0, room)
   local found, count, left, single, run = {}, 0, {}, 1, 1
   while count < room and (singles[single] or whole[run]) do
-    local id, first_id = singles[single], whole[run]
-    local ahead = id and first_id and singles[single + 1] - whole[run + 1]
-    if not first_id or (id and (ahead < 0 or (ahead == 0 and id < first_id))) then
+    local id, first_id, comes, score = singles[single], whole[run], singles[single + 1], whole[run + 1]
+    if not score or (comes and (comes == score and id < first_id or comes - score < 0)) then
       count, single = count + 1, single + 2
       found[count] = id
     else
-      local stem = cut(first_id, 1, -2)
-      local signs = cut(first_id, -1) == '0' and '0123456789ABCDEF' or 'GHJKMNPQRSTVWXYZ'
-      for i = 1, 16 do
-        if count < room then
-          count = count + 1
-          found[count] = stem .. cut(signs, i, i)
-        else
-          -- What there is no room for waits by itself.
-          left[#left + 1], left[#left + 2] = whole[run + 1], stem .. cut(signs, i, i)
-        end
+      local stem, its = cut(first_id, 1, -2), signs[cut(first_id, -1)]
+      local fits = math.min(room - count, 16)
+      for i = 1, fits do
+        found[count + i] = stem .. its[i]
       end
-      run = run + 2
+      -- What there is no room for waits by itself.
+      for i = fits + 1, 16 do
+        left[#left + 1], left[#left + 2] = score, stem .. its[i]
+      end
+      count, run = count + fits, run + 2
     end
   end
   if single > 1 then
