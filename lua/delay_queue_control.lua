@@ -105,7 +105,9 @@ local function break_up(run)
   end
   redis.call('ZREM', runs, run)
   redis.call('ZADD', normal, unpack(members))
-  keep(normal, math.max(score - now, 0) + keep_ms)
+  local lasts = math.max(score - now, 0) + keep_ms
+  keep(normal, lasts)
+  keep(jobs, lasts + 86400000)
 end
 
 -- 0 there is none, 1 waiting, 2 running, 3 dead; with the record, its place among those that wait, and the run that it waits in.
@@ -281,9 +283,9 @@ if verb == 'drain' then
   local count, removed = math.min(ARGV[first] + 0, 256), 0
   local has_unique = redis.call('EXISTS', unique) == 1
   for priority = 0, 2 do
-    local broken = priority == 1 and removed < count and redis.call('ZRANGE', runs, 0, math.ceil((count - removed) / 16) - 1) or {}
-    for i = 1, #broken do
-      break_up(broken[i])
+    local begun = priority == 1 and removed < count and math.ceil((count - removed) / 16) or 0
+    for _, run in ipairs(begun > 0 and redis.call('ZRANGE', runs, 0, begun - 1) or {}) do
+      break_up(run)
     end
     local found = removed < count and redis.call('ZRANGE', due[priority], 0, count - removed - 1) or {}
     if #found > 0 then

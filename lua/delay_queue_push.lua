@@ -52,7 +52,7 @@ end
 
 local ids, records, dues, taken, singles, whole = {}, {}, {}, {}, {}, {}
 local soonest, latest, has_twins, is_run = nil, now, false, false
-local at, last, left, head, score = first + 2 * count, 0, 0, '', '0'
+local at, last, left, alone, head, score = first + 2 * count, 0, 0, 0, '', '0'
 for i = 1, count do
   if left == 0 then
     local when, due_ms = ARGV[at + 1] + 0, now
@@ -71,7 +71,7 @@ for i = 1, count do
   ids[i], dues[i], taken[id] = id, score, true
   records[last + 1], records[last + 2] = id, head .. ARGV[first + last + 1]
   if not is_run then
-    singles[#singles + 1], singles[#singles + 2] = score, id
+    singles[alone + 1], singles[alone + 2], alone = score, id, alone + 2
   elseif left % 16 == 0 then
     whole[#whole + 1], whole[#whole + 2] = score, id
   end
