@@ -37,20 +37,20 @@ for at_group = 1, #groups, 3 do
 
   -- One function for each limit, from the last to the first: brings the numbers of its limit up to now, charges them, and hands
   -- those of the limits behind it on. This takes half the time of a loop over a table, and nothing is made for each subject.
-  local cost, last, elapsed, fits = 1, 0, 0, true
+  local cost, last, fits = 1, 0, true
   local charge
   for at = #limits - TERMS + 1, HEADER + 1, -TERMS do
     local kind, span, step, capacity = unpack('<BI7I5I4', limits, at)
     local rest = charge
     if kind == TOKEN_BUCKET then
-      local full = capacity * span
+      capacity = capacity * span
       charge = function(since, debt, ...)
-        debt = debt - elapsed * step
+        debt = debt - (now - last) * step
         if debt <= 0 then
           since, debt = now, 0
         end
         debt = debt + cost * span
-        if debt > full then
+        if debt > capacity then
           fits = false
         end
         if rest then
@@ -97,7 +97,7 @@ for at_group = 1, #groups, 3 do
   -- What a value read by `format` is with the cost in it, if it was counted by these limits; whether that fits is in `fits`.
   local function charged(frame, updated, ...)
     if frame == limits and updated <= now then
-      last, elapsed, fits = updated, now - updated, true
+      last, fits = updated, true
       return pack(layout, now, charge(...))
     end
   end
