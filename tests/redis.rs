@@ -238,7 +238,7 @@ async fn counts_from_the_future_deny_for_no_longer_than_they_would_have() {
         let terms = 4 + 3 * 17;
         // Behind the terms: the last update, full since and the debt of the bucket, then start and use of two windows.
         let moved = [0, 1, 3, 5].map(|number| terms + 8 * number).into_iter().fold(value, |mut value, at| {
-            let instant = f64::from_le_bytes(value[at..at + 8].try_into().unwrap()) + back as f64 * 1e6;
+            let instant = f64::from_le_bytes(value[at..at + 8].try_into().unwrap()) + f64::from(back) * 1e6;
             value[at..at + 8].copy_from_slice(&instant.to_le_bytes());
             value
         });
