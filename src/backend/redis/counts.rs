@@ -16,7 +16,7 @@ const HEADER: usize = 4;
 const TERMS: usize = 17;
 const INSTANT: usize = 7;
 /// Doubles have all integers up to this one.
-const EXACT: f64 = (1_u64 << 53) as f64;
+const EXACT: i64 = 1 << 53;
 /// A number of a count, and the time of the last update.
 const NUMBER: usize = 8;
 
@@ -200,8 +200,9 @@ impl Reader<'_> {
         let (number, rest) = self.0.split_first_chunk::<NUMBER>()?;
         self.0 = rest;
         let number = f64::from_le_bytes(*number);
-        let is_exact = number.fract() == 0.0 && (0.0..=EXACT).contains(&number);
-        is_exact.then_some(number as u64)
+        // What is none becomes another one here, or too large.
+        let integer = number as i64;
+        (integer as f64 == number && (0..=EXACT).contains(&integer)).then_some(integer as u64)
     }
 
     fn terms(&mut self) -> Option<Terms> {
