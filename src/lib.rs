@@ -65,7 +65,7 @@
 //! * `redis` (default): `RedisBackend`, with bb8, redis and futures-util.
 //! * `http` (default): the module `http`, with http, http-body, ipnet and the small crates that answers take.
 //! * `json` (default): payloads of jobs as JSON, with serde and serde_json.
-//! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`.
+//! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`, and idempotency the path that a nested router was asked for.
 //! * `grpc`: the module `grpc`, with prost.
 //! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics),
 //!   [`lock`](lock#metrics) and [`idempotency`](idempotency#metrics).

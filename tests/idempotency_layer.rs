@@ -154,6 +154,13 @@ fn pay(key: &str) -> Request<Stream> {
     request(key, of(&["hundred"]))
 }
 
+/// The same under the key `k` somewhere else.
+fn at(uri: &str) -> Request<Stream> {
+    let mut request = pay("k");
+    *request.uri_mut() = uri.parse().unwrap();
+    request
+}
+
 fn ask(app: &App, request: Request<Stream>) -> impl Future<Output = Reply> + Send + use<> {
     let answer = app.clone().oneshot(request);
     async { answer.await.unwrap() }
@@ -305,24 +312,80 @@ async fn a_duplicate_in_flight_is_told_to_come_back_or_waits() {
 async fn another_request_under_the_same_key_is_refused() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()).lease(Duration::from_millis(900)), slow);
-    let other_path = || Request::builder().uri("/refund").method("POST").header("authorization", "alice");
-    let other_path = || other_path().header("idempotency-key", "k").body(of(&["hundred"])).unwrap();
+    let other_query = || at("/pay?twice");
     let first = tokio::spawn({
         let app = app.clone();
         async move { text(ask(&app, pay("k")).await).await }
     });
     sleep(Duration::from_millis(10)).await;
     // What is known before the body is known at once; of the body, once a renewal has told.
-    assert_eq!(problem(ask(&app, other_path()).await).await, (422, "key-reused".into()));
+    assert_eq!(problem(ask(&app, other_query()).await).await, (422, "key-reused".into()));
     sleep(Duration::from_millis(500)).await;
     let more = || request("k", of(&["hundred", "!"]));
     assert_eq!(problem(ask(&app, more()).await).await, (422, "key-reused".into()));
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()));
     first.await.unwrap();
-    for other in [other_path(), more(), request("k", of(&["hundre"])), request("k", of(&["Hundred"]))] {
+    for other in [other_query(), more(), request("k", of(&["hundre"])), request("k", of(&["Hundred"]))] {
         assert_eq!(problem(ask(&app, other).await).await, (422, "key-reused".into()));
     }
     assert!(is_replay(&ask(&app, pay("k")).await));
+    assert_eq!(handler.runs(), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_same_key_on_another_route_is_another_operation() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()), echo);
+    let patch = || {
+        let mut patch = pay("k");
+        *patch.method_mut() = Method::PATCH;
+        patch
+    };
+    for is_again in [false, true] {
+        for (run, request) in [pay("k"), at("/refund"), at("/pay/"), patch()].into_iter().enumerate() {
+            let response = ask(&app, request).await;
+            assert_eq!(is_replay(&response), is_again);
+            assert_eq!(text(response).await, format!("{}: hundred", run + 1));
+        }
+    }
+
+    // Behind a router that takes a prefix away.
+    let runs = Arc::new(AtomicUsize::new(0));
+    let next = move || {
+        let runs = Arc::clone(&runs);
+        async move { (runs.fetch_add(1, Ordering::SeqCst) + 1).to_string() }
+    };
+    let inner = axum::Router::new().route("/pay", axum::routing::post(next)).layer(layer(MemoryBackend::new()));
+    let app = axum::Router::new().nest("/shop", inner.clone()).nest("/club", inner);
+    for (path, run) in [("/shop/pay", "1"), ("/club/pay", "2"), ("/shop/pay", "1"), ("/club/pay", "2")] {
+        let body = app.clone().oneshot(at(path).map(axum::body::Body::new)).await.unwrap().into_body();
+        assert_eq!(body.collect().await.unwrap().to_bytes(), run, "{path}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn chosen_headers_are_part_of_what_is_asked_and_replicas_share_a_secret() {
+    let backend = MemoryBackend::new();
+    let handler = Handler::new();
+    let guard = |secret: [u8; 2]| {
+        let guard = layer(backend.clone()).fingerprint_headers(["x-currency"]).fingerprint_secret(secret);
+        handler.behind(guard, echo)
+    };
+    let in_currency = |currency: &'static str| {
+        let mut request = pay("k");
+        request.headers_mut().insert("x-currency", HeaderValue::from_static(currency));
+        request.headers_mut().insert("x-attempt", HeaderValue::from_static(currency));
+        request
+    };
+    assert_eq!(text(ask(&guard([1, 2]), in_currency("eur")).await).await, "1: hundred");
+    let mut again = in_currency("eur");
+    again.headers_mut().insert("x-attempt", HeaderValue::from_static("2"));
+    assert!(is_replay(&ask(&guard([1, 2]), again).await));
+    for (app, request) in
+        [(guard([1, 2]), in_currency("usd")), (guard([1, 2]), pay("k")), (guard([2, 1]), in_currency("eur"))]
+    {
+        assert_eq!(problem(ask(&app, request).await).await, (422, "key-reused".into()));
+    }
     assert_eq!(handler.runs(), 1);
 }
 
@@ -348,7 +411,7 @@ async fn bad_keys_are_refused_and_other_methods_pass() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()), echo);
     let long = "x".repeat(256);
-    for bad in ["", "\"\"", "\"unterminated", "a,b", "\"a\", \"b\"", &long] {
+    for bad in ["", "\"\"", "\"unterminated", "\"a\";!!!", "a,b", "\"a\", \"b\"", &long] {
         assert_eq!(problem(ask(&app, pay(bad)).await).await, (400, "key-invalid".into()), "{bad}");
     }
     let mut several = pay("a");
@@ -419,6 +482,55 @@ async fn an_answer_that_is_too_large_reaches_its_caller_and_is_not_made_again() 
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
     assert_eq!(problem(ask(&app, request("k", of(&["other"]))).await).await, (422, "key-reused".into()));
     assert_eq!(handler.runs(), 1);
+}
+
+/// With the head of it, and with trailers.
+#[tokio::test(start_paused = true)]
+async fn an_answer_is_kept_up_to_64_kib() {
+    let small = ask(&Handler::new().behind(layer(MemoryBackend::new()), echo), pay("k")).await;
+    assert_eq!(small.status(), StatusCode::OK);
+    for (size, is_kept) in [(64 * 1_024 - 100, true), (64 * 1_024 + 1, false)] {
+        let handler = Handler::new();
+        let app = handler
+            .behind(layer(MemoryBackend::new()), move |_, _| async move { Response::new(full(vec![b'x'; size])) });
+        assert_eq!(text(ask(&app, pay("k")).await).await.len(), size);
+        let again = ask(&app, pay("k")).await;
+        assert_eq!((again.status() == StatusCode::OK, is_replay(&again)), (is_kept, is_kept));
+        assert_eq!(handler.runs(), 1);
+    }
+}
+
+/// No handler sees the end of one that is too large, whether or not its length was said before.
+#[tokio::test(start_paused = true)]
+async fn a_body_that_is_too_large_is_refused() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()).max_body(10), echo);
+    assert_eq!(text(ask(&app, request("whole", of(&["01234", "56789"]))).await).await, "1: 0123456789");
+    let (sender, body) = stream();
+    let endless = tokio::spawn(async move {
+        while sender.send(data("x")).is_ok() {
+            tokio::task::yield_now().await;
+        }
+    });
+    assert_eq!(problem(ask(&app, request("k", body)).await).await, (413, "about:blank".into()));
+    endless.await.unwrap();
+    assert_eq!((handler.runs(), handler.ended()), (2, 1));
+    // Its handler had begun.
+    sleep(Duration::from_secs(15)).await;
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
+
+    let said = layer(MemoryBackend::new()).max_body(10).layer(service_fn(
+        async |request: Request<FingerprintedBody<Full<Bytes>>>| {
+            let body = request.into_body().collect().await?.to_bytes();
+            Ok::<_, Infallible>(Response::new(Full::new(body)))
+        },
+    ));
+    for (size, expected) in [(11, StatusCode::PAYLOAD_TOO_LARGE), (10, StatusCode::OK)] {
+        let request = pay("said").map(|_| Full::new(Bytes::from(vec![b'x'; size])));
+        let response = said.clone().oneshot(request).await.unwrap();
+        // Of the one that was refused at once there is no record.
+        assert_eq!((response.status(), response.headers().contains_key("idempotent-replayed")), (expected, false));
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -648,6 +760,44 @@ async fn a_panic_reaches_the_caller_and_is_a_failure_like_any_other() {
         sleep(Duration::from_secs(15)).await;
         assert_eq!(ask(&app, pay("k")).await.status(), expected, "{keep:?}");
     }
+}
+
+/// The caller has seen a part of the answer by then, so the handler is not run again.
+#[tokio::test(start_paused = true)]
+async fn a_panic_in_the_middle_of_an_answer_leaves_its_outcome_unknown() {
+    struct Panics(Stream);
+
+    impl Body for Panics {
+        type Data = Bytes;
+        type Error = io::Error;
+
+        fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+            let frame = Pin::new(&mut self.0).poll_frame(cx);
+            assert!(!matches!(frame, Poll::Ready(None)), "the end is where this panics");
+            frame
+        }
+    }
+
+    let handler = Handler::new();
+    let guard = layer(MemoryBackend::new());
+    let app = handler.behind(guard.clone(), |_, _| async {
+        let (sender, body) = stream();
+        tokio::spawn(async move {
+            sleep(Duration::from_millis(5)).await;
+            sender.send(data("one ")).unwrap();
+            sender.send(data("two")).unwrap();
+        });
+        Response::new(BodyExt::boxed(Panics(body)))
+    });
+    let mut body = ask(&app, pay("k")).await.into_body();
+    assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "one ");
+    let rest = body.collect().await;
+    assert_eq!(rest.unwrap_err().to_string(), "the answer broke off before its end");
+    guard.drained().await;
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()));
+    sleep(Duration::from_secs(15)).await;
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
+    assert_eq!(handler.runs(), 1);
 }
 
 #[tokio::test(start_paused = true)]
@@ -992,9 +1142,7 @@ async fn the_next_attempt_knows_how_far_the_one_before_has_come() {
     });
     assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::INTERNAL_SERVER_ERROR);
     // Something has come of it, so another request is not that one; of a body that differs in the end nobody sees the end.
-    let mut elsewhere = pay("k");
-    *elsewhere.uri_mut() = "/refund".parse().unwrap();
-    assert_eq!(problem(ask(&app, elsewhere).await).await, (422, "key-reused".into()));
+    assert_eq!(problem(ask(&app, at("/pay?twice")).await).await, (422, "key-reused".into()));
     assert_eq!(text(ask(&app, pay("k")).await).await, "sent");
     assert!(is_replay(&ask(&app, pay("k")).await));
     assert_eq!(handler.ended(), 2);

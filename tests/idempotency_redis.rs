@@ -5,12 +5,13 @@ mod support;
 
 use std::collections::HashMap;
 use std::convert::Infallible;
+use std::future::ready;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{Request, Response};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use http_body_util::{BodyExt, Full};
 use support::server::{DURABLE, RedisServer};
 use tokio::task::{JoinSet, block_in_place};
@@ -90,6 +91,22 @@ async fn a_first_request_costs_two_commands_and_a_replay_one() {
     let replay = calls();
     assert_eq!(app.clone().oneshot(pay("alice", "k", "thousand")).await.unwrap().0, 422);
     assert_eq!([first - before, replay - first, calls() - replay], [2, 1, 1]);
+}
+
+#[tokio::test]
+async fn a_replay_has_the_trailers_of_the_answer() {
+    let server = RedisServer::start();
+    let service = guard(&server).await.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
+        let trailers = HeaderMap::from_iter([(HeaderName::from_static("x-sum"), HeaderValue::from_static("7"))]);
+        Ok::<_, Infallible>(Response::new(Full::<Bytes>::from("done").with_trailers(ready(Some(Ok(trailers))))))
+    }));
+    for is_again in [false, true] {
+        let response = service.clone().oneshot(pay("alice", "k", "hundred")).await.unwrap();
+        assert_eq!(response.headers().contains_key("idempotent-replayed"), is_again);
+        let body = response.into_body().collect().await.unwrap();
+        assert_eq!(body.trailers().unwrap()["x-sum"], "7");
+        assert_eq!(body.to_bytes(), "done");
+    }
 }
 
 /// Another process is told by the store, and does not ask again and again.

@@ -9,11 +9,19 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
+use bytes::Bytes;
+use http::{Request, Response, StatusCode};
+use http_body_util::Full;
 use support::server::RedisServer;
 use tokio::time::advance;
-use tollgate::http::{ClientIp, ForwardingHeader, PeerAddr, peer_ip};
+use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, peer_ip};
+use tollgate::idempotency::OnStoreError;
 use tollgate::rate_limit::{Decision, LimitStatus, RateLimitStore, Receipt};
-use tollgate::{AsError, BoxError, ExtractKey, Key, Policy, Quota, RateLimitLayer, StoreError};
+use tollgate::testing::{Failure, FaultStore};
+use tollgate::{
+    AsError, BoxError, Everyone, ExtractKey, IdempotencyLayer, Key, MemoryBackend, Policy, Quota, RateLimitLayer,
+    StoreError,
+};
 use tower::{Layer, ServiceExt, service_fn};
 use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
@@ -131,6 +139,38 @@ async fn an_outage_is_one_line_at_its_beginning_and_one_at_its_end() {
         ask(1).await;
     }
     assert_eq!(log.lines(), ["INFO rate limit store answers again"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_that_pass_without_a_record_are_one_line_at_the_beginning_and_one_at_the_end() {
+    let log = Log::default();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let guard = IdempotencyLayer::new(store).scope(Everyone).on_store_error(OnStoreError::Allow);
+    let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
+        Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
+    }));
+    let ask = |number: usize| {
+        let request = Request::post("/").header("idempotency-key", number).body(Full::default()).unwrap();
+        let service = service.clone();
+        async move { assert_eq!(service.oneshot(request).await.unwrap().status(), StatusCode::OK) }
+    };
+    ask(0).await;
+    log.lines();
+    faults.fail(Failure::Unavailable);
+    for number in 1..20 {
+        ask(number).await;
+    }
+    let begins = "WARN idempotency store fails: requests are served without a record";
+    assert_eq!(log.lines(), ["WARN idempotency store fails", begins]);
+    faults.heal();
+    for number in 20..23 {
+        advance(Duration::from_secs(5)).await;
+        ask(number).await;
+    }
+    let ends = "INFO idempotency store answers again: requests are served once";
+    assert_eq!(log.lines(), ["INFO idempotency store answers again", ends]);
 }
 
 #[tokio::test]

@@ -11,6 +11,7 @@ use http_body_util::{BodyExt, Full};
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use tollgate::delay_queue::Outcome;
 use tollgate::http::{FingerprintedBody, header};
+use tollgate::idempotency::OnStoreError as OnFailure;
 use tollgate::rate_limit::{CircuitBreaker, Decision, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
@@ -204,7 +205,8 @@ fn operations_are_counted_by_layer_and_outcome() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     metrics::with_local_recorder(&recorder, || {
-        let guard = IdempotencyLayer::new(store).name("pay").scope(header("x-user")).max_answer(500);
+        let guard = IdempotencyLayer::new(store).name("pay").scope(header("x-user")).max_answer(500).max_body(100);
+        let open = guard.clone().name("open").on_store_error(OnFailure::Allow).layer(service_fn(pay));
         let service = guard.wait(Duration::from_secs(1)).layer(service_fn(pay));
         let ask = async |key: &str, body: &'static str| {
             let request = Request::post("/").header("x-user", "alice").header("idempotency-key", key);
@@ -222,9 +224,16 @@ fn operations_are_counted_by_layer_and_outcome() {
             tokio::join!(ask("d", "slow"), ask("d", "slow"));
             faults.fail(Failure::Unavailable);
             ask("e", "x").await;
+            let request = Request::post("/").header("x-user", "alice").header("idempotency-key", "f");
+            open.oneshot(request.body(Full::from("x")).unwrap()).await.unwrap();
+            let request = Request::post("/").header("x-user", "alice").header("idempotency-key", "g");
+            service.clone().oneshot(request.body(Full::from("x".repeat(101))).unwrap()).await.unwrap();
         });
     });
     let expected = [
+        ("tollgate_idempotency_requests_total{layer=open,outcome=failed_open}", 1),
+        ("tollgate_idempotency_store_errors_total{layer=open}", 1),
+        ("tollgate_idempotency_requests_total{layer=pay,outcome=too_large}", 1),
         ("tollgate_idempotency_requests_total{layer=pay,outcome=executed}", 5),
         ("tollgate_idempotency_requests_total{layer=pay,outcome=replayed}", 2),
         ("tollgate_idempotency_requests_total{layer=pay,outcome=mismatch}", 1),

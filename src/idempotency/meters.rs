@@ -21,6 +21,7 @@ pub(crate) enum Verdict {
     OutcomeUnknown,
     NotKept,
     Unreadable,
+    TooLarge,
     Cancelled,
     Full,
 }
@@ -47,6 +48,7 @@ impl Verdict {
             Rejection::OutcomeUnknown { .. } => Self::OutcomeUnknown,
             Rejection::NotKept { .. } => Self::NotKept,
             Rejection::Unreadable => Self::Unreadable,
+            Rejection::TooLarge => Self::TooLarge,
             Rejection::Cancelled => Self::Cancelled,
             Rejection::Full => Self::Full,
             Rejection::Store(_) => Self::FailedClosed,
@@ -65,7 +67,7 @@ mod imp {
 
     use super::{Ended, Verdict};
 
-    const VERDICTS: [(Verdict, &str); 14] = [
+    const VERDICTS: [(Verdict, &str); 15] = [
         (Verdict::Executed, "executed"),
         (Verdict::Replayed, "replayed"),
         (Verdict::FailedOpen, "failed_open"),
@@ -78,6 +80,7 @@ mod imp {
         (Verdict::OutcomeUnknown, "outcome_unknown"),
         (Verdict::NotKept, "not_kept"),
         (Verdict::Unreadable, "unreadable"),
+        (Verdict::TooLarge, "too_large"),
         (Verdict::Cancelled, "cancelled"),
         (Verdict::Full, "full"),
     ];

@@ -8,8 +8,9 @@
 //!
 //! * With one Redis primary a key's handler runs to its end at most once while its record lives, whatever the number of processes and of
 //!   retries, and whether or not its client is still there: it goes on in a task of its own when the client has gone.
-//! * Two callers never see each other's answers: a key is one within its scope, and a layer without a scope does not compile.
-//! * Another request under the same key (method, path, query, body, chosen headers) is refused, and learns nothing more.
+//! * Two callers never see each other's answers: a key is one within its scope, and a layer without a scope does not compile. Nor do two
+//!   routes: the method and the path are part of the scope.
+//! * Another request under the same key (query, body, chosen headers) is refused, and learns nothing more.
 //! * When a process dies with a handler at work nobody knows what the handler has done. The record then says *outcome unknown*, and
 //!   [`OnUnknown`] says whether such requests are refused or served again, which may double what was done before. Effects outside
 //!   of Redis are not exactly once by this: give [`IdempotencyHandle::derive`] to those whom the handler asks, refuse a smaller
@@ -74,6 +75,7 @@
 //!     .max_run(Duration::from_secs(60))
 //!     .max_running(1_000)
 //!     .max_answer(16 * 1_024)
+//!     .max_body(1_024 * 1_024)
 //!     .body_timeout(Duration::from_secs(5))
 //!     .keep_cookies(false)
 //!     .keep(Keep::All)
@@ -99,6 +101,7 @@
 //! | no key | 400 | `key-missing` | `INVALID_ARGUMENT` |
 //! | several keys, an empty one, more than 255 characters, or neither a string nor a token | 400 | `key-invalid` | `INVALID_ARGUMENT` |
 //! | no scope, or a body that breaks off while it is compared | 400 | `about:blank` | `INVALID_ARGUMENT` |
+//! | the body is larger than [`max_body`](crate::http::IdempotencyLayer::max_body) | 413 | `about:blank` | `RESOURCE_EXHAUSTED` |
 //! | the key was used for another request | 422 | `key-reused` | `FAILED_PRECONDITION` |
 //! | in flight, also after waiting | 409, `Retry-After` | `in-flight` | `ABORTED`, `RetryInfo` |
 //! | outcome unknown | 409 | `outcome-unknown` | `FAILED_PRECONDITION` |
@@ -107,7 +110,7 @@
 //! | too many are being served | 503, `Retry-After` | `about:blank` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
 //! | the store fails | 503, `Retry-After` | `about:blank` | `UNAVAILABLE`, `RetryInfo` |
 //!
-//! The `type` of a problem document is `urn:tollgate:idempotency:` with the name behind it. A key is a string of RFC 8941, `"abc"`, or the bare
+//! The `type` of a problem document is `urn:tollgate:idempotency:` with the name behind it. A key is a string of RFC 9651, `"abc"`, or the bare
 //! `abc` that most clients send: both are the same key. GET and its like pass untouched, and so does a request without a key if the
 //! layer is told [so](OnMissingKey::Pass).
 //!
@@ -146,7 +149,7 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_idempotency_requests_total` | `layer`, `outcome`: `executed`, `replayed`, `in_flight`, `mismatch`, `outcome_unknown`, `not_kept`, `missing_key`, `invalid_key`, `missing_scope`, `unreadable`, `full`, `failed_open`, `failed_closed`; and `cancelled`, of those that were executed | requests with a key, or turned away for the lack of one |
+//! | `tollgate_idempotency_requests_total` | `layer`, `outcome`: `executed`, `replayed`, `in_flight`, `mismatch`, `outcome_unknown`, `not_kept`, `missing_key`, `invalid_key`, `missing_scope`, `unreadable`, `too_large`, `full`, `failed_open`, `failed_closed`; and `cancelled`, of those that were executed | requests with a key, or turned away for the lack of one |
 //! | `tollgate_idempotency_attempts_total` | `layer`, `outcome`: `kept`, `tombstone` (only the status is), `given_back`, `unknown` | attempts that ended |
 //! | `tollgate_idempotency_handler_seconds` | `layer` | from the claim to the end of the answer, a histogram |
 //! | `tollgate_idempotency_wait_seconds` | `layer` | how long requests waited for the same request, a histogram |

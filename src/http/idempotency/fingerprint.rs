@@ -3,7 +3,7 @@ use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
 
-use ::http::{HeaderName, Request};
+use ::http::{HeaderName, Request, Uri};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
@@ -37,7 +37,7 @@ impl Fingerprints {
         headers: &[HeaderName],
     ) -> (Digest, Reading) {
         let mut hash = self.keyed.clone();
-        let path = request.uri().path_and_query().map_or("", |path| path.as_str());
+        let path = original_uri(request).path_and_query().map_or("", |path| path.as_str());
         let [scope, key] = [operation.scope(), operation.key()].map(Key::as_bytes);
         let fields = [scope, key, request.method().as_str().as_bytes(), path.as_bytes()];
         // With their lengths before them, so that no two requests run into each other.
@@ -55,6 +55,15 @@ impl Fingerprints {
     }
 }
 
+/// What was asked for, also where a router has taken a prefix away.
+pub(super) fn original_uri<B>(request: &Request<B>) -> &Uri {
+    #[cfg(feature = "axum")]
+    if let Some(original) = request.extensions().get::<axum::extract::OriginalUri>() {
+        return &original.0;
+    }
+    request.uri()
+}
+
 /// How long a field is. None has as many bytes as four can count.
 fn len(field: &[u8]) -> [u8; 4] {
     (field.len() as u32).to_le_bytes()
@@ -67,34 +76,44 @@ fn digest(hash: Sha256) -> Digest {
     Digest(std::array::from_fn(|i| hash[i]))
 }
 
-/// How far the handler has read the body, and whether that is the one which an attempt before was sent.
+/// How far the handler has read the body, and whether it may go on.
 pub(super) struct Reading {
     progress: Mutex<Progress>,
-    differs: Notify,
+    is_unfit: Notify,
+}
+
+/// Why a handler must not see the end of a body.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Unfit {
+    /// The attempt before was sent another one.
+    Differs,
+    TooLarge,
 }
 
 struct Progress {
     // What is known of the attempt before.
     before: Payload,
+    max_len: u64,
     hash: Sha256,
     len: u64,
     is_whole: bool,
     has_failed: bool,
-    differs: bool,
+    unfit: Option<Unfit>,
 }
 
 impl Reading {
     fn new(hash: Sha256) -> Self {
-        let before = Payload::default();
-        let progress = Progress { before, hash, len: 0, is_whole: false, has_failed: false, differs: false };
-        Self { progress: Mutex::new(progress), differs: Notify::new() }
+        let (before, max_len) = (Payload::default(), u64::MAX);
+        let progress = Progress { before, max_len, hash, len: 0, is_whole: false, has_failed: false, unfit: None };
+        Self { progress: Mutex::new(progress), is_unfit: Notify::new() }
     }
 
-    fn begin(&self, before: Payload, is_whole: bool) {
+    fn begin(&self, before: Payload, max_len: u64, is_whole: bool) {
         let mut progress = self.progress();
         progress.before = before;
+        progress.max_len = max_len;
         progress.is_whole = is_whole;
-        progress.differs = is_whole && before.len > 0;
+        progress.unfit = (is_whole && before.len > 0).then_some(Unfit::Differs);
     }
 
     /// What to make the digest of a body with, none of which was read.
@@ -112,22 +131,23 @@ impl Reading {
         self.progress().has_failed
     }
 
-    /// Whether it is another body than that of the attempt before.
-    pub(super) fn differs(&self) -> bool {
-        self.progress().differs
+    /// What the body was found to be, if the handler must not see the end of it.
+    pub(super) fn unfit(&self) -> Option<Unfit> {
+        self.progress().unfit
     }
 
-    /// Ready when the body is found to be another one.
-    pub(super) async fn until_it_differs(&self) {
-        while !self.differs() {
-            self.differs.notified().await;
+    /// Ready when the handler must not see the end of the body.
+    pub(super) async fn until_it_is_unfit(&self) {
+        while self.unfit().is_none() {
+            self.is_unfit.notified().await;
         }
     }
 
-    /// Notes what was read. False if the handler must not see it, since it was sent something else the last time.
+    /// Notes what was read. False if the handler must not see it.
     fn note<E>(&self, frame: Option<&Result<Frame<Bytes>, E>>, is_end: bool) -> bool {
         let mut progress = self.progress();
         let Payload { len, is_whole, digest: expected } = progress.before;
+        let mut differs = false;
         match frame {
             Some(Ok(frame)) => {
                 if let Some(data) = frame.data_ref() {
@@ -135,9 +155,9 @@ impl Reading {
                     let (old, new) = data.split_at(usize::try_from(missing).unwrap_or(usize::MAX).min(data.len()));
                     progress.hash.update(old);
                     if !old.is_empty() && old.len() as u64 == missing {
-                        progress.differs |= digest(progress.hash.clone()) != expected;
+                        differs |= digest(progress.hash.clone()) != expected;
                     }
-                    progress.differs |= is_whole == Some(true) && !new.is_empty();
+                    differs |= is_whole == Some(true) && !new.is_empty();
                     progress.hash.update(new);
                     progress.len += data.len() as u64;
                 }
@@ -146,11 +166,16 @@ impl Reading {
             Some(Err(_)) => progress.has_failed = true,
             None => progress.is_whole |= !progress.has_failed,
         }
-        progress.differs |= progress.is_whole && progress.len < len;
-        if progress.differs {
-            self.differs.notify_one();
+        differs |= progress.is_whole && progress.len < len;
+        if differs {
+            progress.unfit = Some(Unfit::Differs);
+        } else if progress.len > progress.max_len {
+            progress.unfit = Some(Unfit::TooLarge);
         }
-        !progress.differs
+        if progress.unfit.is_some() {
+            self.is_unfit.notify_one();
+        }
+        progress.unfit.is_none()
     }
 }
 
@@ -184,8 +209,8 @@ impl<B> FingerprintedBody<B> {
 
 impl<B: Body> FingerprintedBody<B> {
     /// `before` is what is known of the body that an attempt before was sent.
-    pub(super) fn new(body: B, before: Payload, order: Arc<Order<Reading>>) -> Self {
-        order.body().begin(before, body.is_end_stream());
+    pub(super) fn new(body: B, before: Payload, max_len: u64, order: Arc<Order<Reading>>) -> Self {
+        order.body().begin(before, max_len, body.is_end_stream());
         Self { body, order: Some(order) }
     }
 }
@@ -307,7 +332,7 @@ mod tests {
         }
         let stream = http_body_util::StreamBody::new(futures_util::stream::iter(frames));
         let order = order();
-        let mut body = pin!(FingerprintedBody::new(stream, before, Arc::clone(&order)));
+        let mut body = pin!(FingerprintedBody::new(stream, before, u64::MAX, Arc::clone(&order)));
         for _ in sizes {
             body.frame().await.unwrap().unwrap();
         }
@@ -352,10 +377,10 @@ mod tests {
                 let frames: Vec<_> = other.chunks(chunk).map(Bytes::copy_from_slice).map(Frame::data).collect();
                 let frames = frames.into_iter().map(Ok::<_, std::convert::Infallible>);
                 let stream = http_body_util::StreamBody::new(futures_util::stream::iter(frames));
-                let body = FingerprintedBody::new(stream, before, Arc::clone(&order));
+                let body = FingerprintedBody::new(stream, before, u64::MAX, Arc::clone(&order));
                 let seen = futures_util::FutureExt::now_or_never(body.collect()).map(|body| body.unwrap().to_bytes());
                 prop_assert_eq!(seen.is_some(), same, "{:?}", before);
-                prop_assert_eq!(order.body().differs(), !same);
+                prop_assert_eq!(order.body().unfit(), (!same).then_some(Unfit::Differs));
                 if let Some(seen) = seen {
                     prop_assert_eq!(seen, other);
                 }

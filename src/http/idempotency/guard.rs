@@ -227,7 +227,8 @@ where
     settings.answered();
     let Granted { attempt, fence, number, payload, checkpoint } = granted;
     let Arrived { request, running } = arrived;
-    let mut request = request.map(|body| FingerprintedBody::new(body, payload, Arc::clone(attempt.order())));
+    let mut request =
+        request.map(|body| FingerprintedBody::new(body, payload, settings.max_body, Arc::clone(attempt.order())));
     let handle = IdempotencyHandle::new(Arc::clone(attempt.order()) as _, number, fence, checkpoint);
     request.extensions_mut().insert(handle);
     settings.home.meters().decided(Verdict::Executed);

@@ -1,12 +1,16 @@
 use std::borrow::Cow;
 
 use ::http::{HeaderMap, HeaderName};
+use sfv::BareItemFromInput;
+use sfv::visitor::{Ignored, ParameterVisitor, parameter_visitor_with};
 
 use crate::idempotency::InvalidKey;
 use crate::key::Key;
 
 /// The longest key, in characters.
 const MAX_LEN: usize = 255;
+/// The longest value that a key is looked for in: each character escaped, the quotes, and parameters.
+const MAX_VALUE_LEN: usize = 2 * MAX_LEN + 2 + 512;
 
 /// The key that a request carries, if it does.
 pub(super) fn key_of(headers: &HeaderMap, name: &HeaderName) -> Result<Option<Key>, InvalidKey> {
@@ -18,19 +22,21 @@ pub(super) fn key_of(headers: &HeaderMap, name: &HeaderName) -> Result<Option<Ke
     parse(value.as_bytes()).map(|key| Some(Key::new(key)))
 }
 
-/// The characters of a key: those of a string as RFC 8941 has it, whose parameters mean nothing here, or a bare token, which
+/// The characters of a key: those of a string as RFC 9651 has it, whose parameters mean nothing here, or a bare token, which
 /// is what most clients send. `"abc"` and `abc` are the same key.
 pub(super) fn parse(value: &[u8]) -> Result<Cow<'_, [u8]>, InvalidKey> {
-    let key = match without_spaces(value) {
-        [] => return Err(InvalidKey::Empty),
-        [b'"', quoted @ ..] => Cow::Owned(unquoted(quoted)?),
-        bare => {
+    let value = without_spaces(value);
+    let key = match value.first() {
+        None => return Err(InvalidKey::Empty),
+        Some(_) if value.len() > MAX_VALUE_LEN => return Err(InvalidKey::TooLong),
+        Some(b'"') => string(value)?,
+        Some(_) => {
             // A comma is what several headers are joined by.
             let is_token = |byte: &u8| byte.is_ascii_graphic() && !b"\",\\".contains(byte);
-            if !bare.iter().take(MAX_LEN + 1).all(is_token) {
+            if !value.iter().take(MAX_LEN + 1).all(is_token) {
                 return Err(InvalidKey::Malformed);
             }
-            Cow::Borrowed(bare)
+            Cow::Borrowed(value)
         }
     };
     match key.len() {
@@ -40,7 +46,7 @@ pub(super) fn parse(value: &[u8]) -> Result<Cow<'_, [u8]>, InvalidKey> {
     }
 }
 
-/// What is left of a value that the server has not trimmed. Only of spaces, as RFC 8941 has it.
+/// What is left of a value that the server has not trimmed. Only of spaces, as RFC 9651 has it.
 fn without_spaces(mut value: &[u8]) -> &[u8] {
     while let [b' ', rest @ ..] | [rest @ .., b' '] = value {
         value = rest;
@@ -48,27 +54,17 @@ fn without_spaces(mut value: &[u8]) -> &[u8] {
     value
 }
 
-/// What stands between the quotes, the first of which was read already.
-fn unquoted(quoted: &[u8]) -> Result<Vec<u8>, InvalidKey> {
-    let mut key = Vec::with_capacity(quoted.len().min(MAX_LEN));
-    let mut bytes = quoted.iter();
-    while let Some(byte) = bytes.next() {
-        let byte = match byte {
-            b'"' => {
-                let rest = bytes.as_slice();
-                let is_end = rest.is_empty() || rest.starts_with(b";");
-                return if is_end { Ok(key) } else { Err(InvalidKey::Malformed) };
-            }
-            b'\\' => bytes.next().filter(|byte| b"\"\\".contains(byte)).ok_or(InvalidKey::Malformed)?,
-            b' '..=b'~' => byte,
+/// What stands between the quotes.
+fn string(value: &[u8]) -> Result<Cow<'_, [u8]>, InvalidKey> {
+    fn text(item: BareItemFromInput<'_>) -> Result<impl ParameterVisitor<'_, Out = Cow<'_, [u8]>>, InvalidKey> {
+        let text = match item {
+            BareItemFromInput::String(Cow::Borrowed(text)) => Cow::Borrowed(text.as_str().as_bytes()),
+            BareItemFromInput::String(Cow::Owned(text)) => Cow::Owned(String::from(text).into_bytes()),
             _ => return Err(InvalidKey::Malformed),
         };
-        if key.len() == MAX_LEN {
-            return Err(InvalidKey::TooLong);
-        }
-        key.push(*byte);
+        Ok(parameter_visitor_with(Ignored, move |()| Ok(text)))
     }
-    Err(InvalidKey::Malformed)
+    sfv::Parser::new(value).parse_item_with_visitor(text).map_err(|_| InvalidKey::Malformed)
 }
 
 #[cfg(test)]
@@ -85,7 +81,7 @@ mod tests {
     #[test]
     fn a_string_and_a_bare_token_are_the_same_key() {
         let uuid = "8e03978e-40d5-43e8-bc93-6894a57f9324";
-        for value in [uuid.to_owned(), format!("\"{uuid}\""), format!("  \"{uuid}\" "), format!("\"{uuid}\";v=1")] {
+        for value in [uuid.to_owned(), format!("\"{uuid}\""), format!("  \"{uuid}\" "), format!("\"{uuid}\";v=1; b")] {
             assert_eq!(read(value.as_bytes()).as_deref(), Ok(uuid), "{value}");
         }
         assert_eq!(read(br#""a\"b\\ c, d""#).as_deref(), Ok(r#"a"b\ c, d"#));
@@ -110,6 +106,9 @@ mod tests {
             (r#""abc", "def""#.into(), InvalidKey::Malformed),
             (r#""a\b""#.into(), InvalidKey::Malformed),
             (r#""abc\"#.into(), InvalidKey::Malformed),
+            (r#""abc";!!!"#.into(), InvalidKey::Malformed),
+            (r#""abc";a="b"#.into(), InvalidKey::Malformed),
+            (format!("\"abc\";a={}", long(1 << 20)), InvalidKey::TooLong),
             (r#"abc""#.into(), InvalidKey::Malformed),
             ("a,b".into(), InvalidKey::Malformed),
             ("a b".into(), InvalidKey::Malformed),
@@ -190,8 +189,7 @@ mod tests {
                     prop_assert_eq!(read(value.as_bytes()), Ok(string.as_str().to_owned()));
                 }
                 Ok(_) => prop_assert_eq!(read(value.as_bytes()), Err(InvalidKey::Empty)),
-                // Parameters are not looked at.
-                Err(_) => prop_assert!(read(value.as_bytes()).is_err() || value.contains(';'), "{}", value),
+                Err(_) => prop_assert!(read(value.as_bytes()).is_err(), "{}", value),
             }
         }
     }

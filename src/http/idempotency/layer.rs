@@ -57,6 +57,7 @@ pub(super) struct Settings {
     pub(super) max_run: Duration,
     pub(super) max_running: usize,
     pub(super) max_answer: usize,
+    pub(super) max_body: u64,
     pub(super) body_timeout: Duration,
     pub(super) keeps_cookies: bool,
     pub(super) keep: Keep,
@@ -84,6 +85,7 @@ impl IdempotencyLayer {
             max_run: Duration::from_secs(300),
             max_running: 10_000,
             max_answer: 64 * 1_024,
+            max_body: 64 * 1_024 * 1_024,
             body_timeout: Duration::from_secs(10),
             keeps_cookies: false,
             keep: Keep::default(),
@@ -105,8 +107,8 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// What distinguishes callers has to be something that they cannot choose, or that is checked before this layer: credentials, or a
     /// user that was found by them. [`Everyone`](crate::Everyone) is for services with one caller.
     ///
-    /// The method and the path are part of the fingerprint, so the same key on another route is a mismatch, and not another operation. A
-    /// router that strips a prefix from the path in front of this layer needs that prefix in the scope.
+    /// The route is part of it without being said: the method, and the path without its query. A path of which a router in front of this layer
+    /// has taken a prefix away is known as a whole with axum (feature `axum`); elsewhere the prefix has to be said.
     pub fn scope<K2>(self, scope: K2) -> IdempotencyLayer<K2, A> {
         let Self { settings, scope: _, answer } = self;
         IdempotencyLayer { settings, scope: Arc::new(scope), answer }
@@ -193,6 +195,14 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// kept; who asks for it again is turned away, 409 with HTTP, and the handler is not run again.
     pub fn max_answer(self, bytes: usize) -> Self {
         self.with(|settings| settings.max_answer = bytes)
+    }
+
+    /// How many bytes the body of a request may have. Defaults to 64 MiB. A request that says it has more is turned away, 413 with HTTP; the
+    /// handler of one that turns out to have more is dropped there, its caller is answered the same, and what came of it is unknown.
+    ///
+    /// Nothing of a body is collected, so this is for those that never end; what a handler collects has a limit of its own.
+    pub fn max_body(self, bytes: u64) -> Self {
+        self.with(|settings| settings.max_body = bytes)
     }
 
     /// How long the body of a request may take that is compared with the one before. Defaults to 10 s.

@@ -17,7 +17,7 @@ use tracing::Instrument as _;
 
 use super::answer::Recorder;
 use super::body::{AbortOnDrop, Chunks, IdempotentBody, Piece};
-use super::fingerprint::Reading;
+use super::fingerprint::{Reading, Unfit};
 use super::future::Answer;
 use super::layer::Settings;
 use crate::error::BoxError;
@@ -78,7 +78,7 @@ impl Course {
         Box::pin(async move {
             tokio::select! {
                 () = kept => {}
-                () = order.body().until_it_differs() => {}
+                () = order.body().until_it_is_unfit() => {}
                 () = sleep_until(until) => {}
             }
         })
@@ -147,11 +147,16 @@ where
         let (parts, body) = match served {
             Some(Ok(response)) => response.into_parts(),
             Some(Err(error)) => return Self::Whole(Outcome::Failed, Err(error)),
-            // What the attempt before has done is as unknown as it was.
-            None if course.attempt.order().body().differs() => return Self::Nothing(Rejection::Mismatch),
             None => {
-                cancelled();
-                return Self::Nothing(Rejection::Cancelled);
+                return Self::Nothing(match course.attempt.order().body().unfit() {
+                    // What the attempt before has done is as unknown as it was.
+                    Some(Unfit::Differs) => Rejection::Mismatch,
+                    Some(Unfit::TooLarge) => Rejection::TooLarge,
+                    None => {
+                        cancelled();
+                        Rejection::Cancelled
+                    }
+                });
             }
         };
         let recorder = Recorder::new(parts.status, &parts.headers, settings.keeps_cookies, settings.max_answer);

@@ -8,14 +8,14 @@ use http_body::Body;
 use tower_service::Service;
 
 use super::body::IdempotentBody;
-use super::fingerprint::FingerprintedBody;
+use super::fingerprint::{FingerprintedBody, original_uri};
 use super::future::ResponseFuture;
 use super::guard::{guard, take_ready};
 use super::key::key_of;
 use super::layer::{IdempotencyLayer, Settings};
 use crate::error::BoxError;
 use crate::idempotency::{OnMissingKey, Operation, Rejection};
-use crate::key::ExtractKey;
+use crate::key::{ExtractKey, Key};
 use crate::reject::{AsResponse, Reject};
 
 /// A service that serves the same request once. See the [module docs](crate::idempotency) for examples.
@@ -87,10 +87,11 @@ where
             return ResponseFuture::passed_through(self.inner.call(request.map(FingerprintedBody::passed)), shared);
         }
         let rejection = match key_of(request.headers(), &settings.header) {
+            Ok(Some(_)) if request.body().size_hint().lower() > settings.max_body => Rejection::TooLarge,
             Ok(Some(key)) => match scope.extract_key(&request).filter(|scope| !scope.is_empty()) {
                 Some(scope) => match settings.home.admit(settings.max_running) {
                     Some(running) => {
-                        let operation = Operation::new(scope, key);
+                        let operation = Operation::new(of_route(scope, &request), key);
                         return ResponseFuture::guarded(guard(&mut self.inner, request, operation, running, shared));
                     }
                     None => Rejection::Full,
@@ -106,6 +107,11 @@ where
         drop(take_ready(&mut self.inner));
         ResponseFuture::rejected(settings.reject(answer, rejection))
     }
+}
+
+/// The same key on another route is another operation.
+fn of_route<B>(scope: Key, request: &Request<B>) -> Key {
+    Key::from((scope, request.method().as_str(), original_uri(request).path()))
 }
 
 // By hand: `derive` would ask for more than the inner service to be `Clone`.

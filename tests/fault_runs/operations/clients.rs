@@ -64,11 +64,17 @@ impl Clients {
         clients.join_all().await.into_iter().flatten().collect()
     }
 
-    /// A couple of requests for one operation, some at the same time; and one for an earlier one.
+    /// A couple of requests for one operation, some at the same time; and now and then one for an earlier one, of those that were asked
+    /// for before the last fault more often than not.
     async fn operation(&self, turn: u64, dice: &mut Dice, sent: &mut Vec<Sent>) {
         let mut asked = JoinSet::new();
-        for _ in 0..2 + dice.below(4) {
-            let turn = if dice.below(4) == 0 { dice.below(turn + 1) } else { turn };
+        for request in 0..2 + dice.below(4) {
+            let turn = match dice.below(8) {
+                _ if request == 0 => turn,
+                0 => dice.below(turn + 1),
+                1 | 2 => turn - dice.below(turn.min(300) + 1),
+                _ => turn,
+            };
             let body = if dice.below(10) == 0 { "thousand" } else { "hundred" };
             let patience = if dice.below(5) == 0 { Duration::from_millis(dice.below(30)) } else { PATIENCE };
             let server = {

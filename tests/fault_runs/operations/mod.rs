@@ -28,19 +28,23 @@ pub struct Scale {
     pub retention: Duration,
     /// Between faults.
     pub pause: Duration,
+    /// How many operations have their turn at the least.
+    pub at_least: usize,
 }
 
 pub const FULL: Scale = Scale {
     operations: 10_000,
-    time: Duration::from_secs(110),
-    retention: Duration::from_secs(115),
-    pause: Duration::from_millis(900),
+    time: Duration::from_secs(170),
+    retention: Duration::from_secs(175),
+    pause: Duration::from_millis(400),
+    at_least: 10_000,
 };
 pub const SHORT: Scale = Scale {
     operations: 1_000,
     time: Duration::from_secs(4),
     retention: Duration::from_secs(6),
     pause: Duration::from_millis(250),
+    at_least: 100,
 };
 
 /// What came of it.
@@ -139,6 +143,10 @@ pub fn run(scale: &Scale) -> Report {
     // What clients have left behind is done, and kept.
     sleep(LEASE);
     judge(&mut report, &sent, &fs::read_to_string(&journal).expect("there is a journal"));
+    let operations = report.operations;
+    report.must(operations >= scale.at_least, || format!("no more than {operations} operations had their turn"));
+    let is_all = scale.at_least as u64 == scale.operations;
+    report.must(!is_all || report.again > 0, || "nothing was done again".to_owned());
     expiries(&mut report, &redis, scale, ended);
     drop(servers);
     report
