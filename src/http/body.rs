@@ -78,18 +78,19 @@ impl<B> ResponseBody<B> {
 
     /// The response as it is passed on, with the charge that waits for its end.
     #[inline]
-    #[cfg_attr(
-        not(feature = "grpc"),
-        allow(unused_mut, reason = "charges that wait for an end come with that feature")
-    )]
-    pub(crate) fn of(mut response: Response<B>) -> Response<Self> {
+    pub(crate) fn of(response: Response<B>) -> Response<Self> {
         #[cfg(feature = "grpc")]
-        if !response.extensions().is_empty()
-            && let Some(at_end) = response.extensions_mut().remove()
-        {
-            return response.map(|body| Self::other(Other::Charged { body, charge: Charge { at_end: Some(at_end) } }));
+        if response.extensions().get::<AtEnd>().is_some() {
+            return Self::charged(response);
         }
         response.map(Self::inner)
+    }
+
+    #[cfg(feature = "grpc")]
+    #[cold]
+    fn charged(mut response: Response<B>) -> Response<Self> {
+        let charge = Charge { at_end: response.extensions_mut().remove() };
+        response.map(|body| Self::other(Other::Charged { body, charge }))
     }
 
     pub(crate) fn rejection(text: impl Into<Bytes>) -> Self {
