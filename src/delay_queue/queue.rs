@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::codec::{Codec, Json};
 use super::erased::AnyStore;
 use super::error::QueueError;
-use super::id::JobId;
+use super::id::{JobId, UniqueIds};
 use super::job::{Canceller, Job};
 use super::push::{Push, Pushed, check_delay};
 use super::record::{Due, NewJob, Reason, StoredJob};
@@ -142,11 +142,15 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Pushes several jobs, [`MAX_BATCH`] of them in each call of the store. Answers for each, in order.
+    ///
+    /// Jobs of [normal](super::Priority::Normal) priority that have no [name](Push::id) and are due alike take Redis about half the memory of others
+    /// while they wait, and two thirds of the work, unless the queue is [split](Self::split).
     pub async fn push_all(&self, pushes: impl IntoIterator<Item = Push>) -> Vec<Result<Pushed, QueueError>> {
         let mut results: Vec<Option<Result<Pushed, QueueError>>> = Vec::new();
+        let mut ids = UniqueIds::default();
         let mut parts: Vec<Vec<(usize, NewJob)>> = vec![Vec::new(); self.terms.parts.into()];
         for push in pushes {
-            match push.into_job() {
+            match push.into_job(|| ids.next()) {
                 Ok(job) => {
                     let part = usize::from(self.terms.home(&job.id).part());
                     parts[part].push((results.len(), job));
@@ -265,7 +269,9 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Some of the jobs that are in one state, without those that come first: those that are waiting by when they are due, those that
-    /// are running by when their lease ends, those that are dead by when they died. At most [`MAX_BATCH`] of each part of the queue.
+    /// are running by when their lease ends, those that are dead by when they died. Of each priority by itself, the highest first. At most
+    /// `limit` of each part of the queue, no more than [`MAX_BATCH`], and fewer where they are large: no more follow where there is none.
+    /// What cannot be read is left out.
     ///
     /// Others may come and go between two calls, so that a job can be seen twice or not at all.
     ///
@@ -377,7 +383,8 @@ impl<T, C> DelayQueue<T, C> {
                     let answers = verb(Arc::clone(store), queue, ids, *deadline).await?;
                     changed += answers.into_iter().filter(|is_changed| *is_changed).count();
                 }
-                if page.len() < MAX_BATCH {
+                // A short page is one of large jobs.
+                if page.is_empty() {
                     break;
                 }
             }

@@ -51,7 +51,7 @@ use crate::error::{BoxError, ConfigError, StoreError};
 /// | an error | waits for its next attempt, after the [backoff](Self::backoff); dead after the last one |
 /// | [`Outcome`](super::Outcome), as the error or one of its sources | what it says |
 /// | [`RateLimited`](crate::rate_limit::RateLimited), of a `RateLimitLayer` | waits until there is room, and the attempt does not count; dead if there never is |
-/// | [`Busy`](crate::lock::Busy), of a `LockLayer` | waits for up to a second, and the attempt does not count |
+/// | [`Busy`](crate::lock::Busy), of a `LockLayer` | waits for up to a second, and the attempt does not count: one job of a key at a time, in no order |
 /// | by panicking | as with an error |
 ///
 /// That is noted by the store outside of the service: a layer that tries again in the process (`tower::retry`) is within one attempt.
@@ -99,7 +99,10 @@ type MakeSpan<T> = dyn Fn(&Job<T>) -> Span + Send + Sync;
 impl<T> Settings<T> {
     /// The span of an attempt.
     pub(super) fn span(&self, queue: &str, job: &Job<T>) -> Span {
-        self.span.as_ref().map_or_else(|| trace::span(queue, job), |make| make(job))
+        let span = self.span.as_ref().map_or_else(|| trace::span(queue, job), |make| make(job));
+        #[cfg(feature = "otel")]
+        trace::link(&span, job.headers());
+        span
     }
 }
 
@@ -170,8 +173,8 @@ impl<T, S, C> DelayQueueWorker<T, S, C> {
     }
 
     /// The span in which a job runs. Defaults to one called `job` with the fields `queue`, `id` and `attempt`, and `link.trace_id` and
-    /// `link.span_id` of a [`traceparent`](https://www.w3.org/TR/trace-context/) header. For OpenTelemetry, whose links cannot be made
-    /// of fields, make a span here and add a link to the context in [`Job::headers`].
+    /// `link.span_id` of a [`traceparent`](https://www.w3.org/TR/trace-context/) header. With the feature `otel` either has a link to
+    /// who pushed the job: see [traces](crate::delay_queue#traces).
     pub fn span(mut self, make: impl Fn(&Job<T>) -> Span + Send + Sync + 'static) -> Self {
         self.settings.span = Some(Arc::new(make));
         self
