@@ -301,7 +301,9 @@ local priority, lowest, ends = has_rare and 0 or 1, has_rare and 2 or 1, string.
 local token_bytes
 -- Not a ticket, whose token is more than 0.
 local filler = string.rep('\0', 72)
-while is_paused == 0 and priority <= lowest and claimed < limit and bytes < 1048576 do
+-- Ids without a record are no jobs, and taken away as well: there may be any number of them.
+local looked = 0
+while is_paused == 0 and priority <= lowest and claimed < limit and bytes < 1048576 and looked < 512 do
   local room = math.min(limit - claimed, 64)
   local found = take(priority, room)
   if #found > 0 then
@@ -326,6 +328,7 @@ while is_paused == 0 and priority <= lowest and claimed < limit and bytes < 1048
       end
     end
     reply[#reply + 1], reply[#reply + 2], claimed = found, stored_jobs, claimed + last / 2
+    looked = looked + #found
     if last > 0 then
       redis.call('ZADD', leases, unpack(added))
     end

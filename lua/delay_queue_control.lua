@@ -77,8 +77,13 @@ local function wake_for(score)
   redis.call('SET', state, struct.pack('<BBI7I6', 1, is_paused, token, wakes_at) .. keeper, 'PX', lasts)
 end
 
+-- What was not written by these scripts is left alone.
+local function is_job(record)
+  return #record > 25 and record:byte(1) == 1
+end
+
 local function free(record, id)
-  local key = record:sub(27, 26 + record:byte(22))
+  local key = is_job(record) and record:sub(27, 26 + record:byte(22)) or ''
   local holder = #key > 0 and redis.call('HGET', unique, key)
   -- One that is held for a time stays.
   if holder and holder:sub(7) == id and holder:sub(1, 6) == '\0\0\0\0\0\0' then
@@ -116,8 +121,8 @@ local function find(id)
   if not record then
     return 0
   end
-  local place = due[record:byte(14) % 4]
-  if redis.call('ZSCORE', place, id) then
+  local place = is_job(record) and due[record:byte(14) % 4]
+  if place and redis.call('ZSCORE', place, id) then
     return 1, record, place
   end
   local sign = place == normal and signs:find(id:sub(-1), 1, true)
@@ -251,20 +256,27 @@ end
 if verb == 'list' then
   local places = ({due, {[0] = leases}, {[0] = dead}})[ARGV[first] + 0]
   local skip, count, cut = ARGV[first + 1] + 0, math.min(ARGV[first + 2] + 0, 256), ARGV[first] == '2' and 8 or 1
-  local listed, bytes, at = {}, 0, 0
-  while places[at] and #listed < 2 * count and bytes < 1048576 do
+  local listed, bytes, at, looked = {}, 0, 0, 0
+  while places[at] and #listed < 2 * count and bytes < 1048576 and looked < 1024 do
     local room = math.min(count - #listed / 2, 64)
     local has_runs = places[at] == normal and redis.call('EXISTS', runs) == 1
     local found = has_runs and waiting_from(skip, room) or redis.call('ZRANGE', places[at], skip, skip + room - 1)
+    local stale, removed = {}, 0
     for i = 1, #found do
       local id = found[i]:sub(cut)
       local record = redis.call('HGET', jobs, id)
-      if record then
+      if record and is_job(record) then
         listed[#listed + 1], listed[#listed + 2] = id, record
         bytes = bytes + #record
+      elseif not record and cut == 1 then
+        stale[#stale + 1] = id
       end
     end
-    skip = skip + #found
+    if #stale > 0 then
+      -- An id whose record is gone is no job, and would be in the way of the others.
+      removed = redis.call('ZREM', places[at], unpack(stale))
+    end
+    skip, looked = skip + #found - removed, looked + #found
     if #found < room then
       local all = redis.call('ZCARD', places[at]) + (has_runs and 16 * redis.call('ZCARD', runs) or 0)
       skip, at = math.max(skip - all, 0), at + 1
@@ -306,8 +318,12 @@ end
 local answers = {}
 for i = 1, math.min(#ARGV - first + 1, 256) do
   local id = ARGV[first + i - 1]
-  answers[i] = redis.call('ZREM', dead, id)
-  local record = answers[i] == 1 and redis.call('HGET', jobs, id)
+  local record = redis.call('HGET', jobs, id)
+  local may_be = verb == 'forget' or (record and is_job(record))
+  answers[i] = may_be and redis.call('ZREM', dead, id) or 0
+  if answers[i] == 0 then
+    record = false
+  end
   if record and verb == 'forget' then
     redis.call('HDEL', jobs, id)
   elseif record then

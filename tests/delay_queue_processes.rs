@@ -87,6 +87,7 @@ async fn work(url: &str) {
         let early = job.due_at().duration_since(SystemTime::now()).unwrap_or_default();
         tokio::time::sleep(Duration::from_millis(*job % 20)).await;
         say(format_args!("run {} {}", *job, early.as_micros()));
+        say(format_args!("fence {} {}", job.id(), job.fence()));
         Ok::<_, BoxError>(())
     });
     let worker = DelayQueueWorker::new(queue, service)
@@ -358,11 +359,12 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
         thread::sleep(Duration::from_millis(150));
         match turn % 8 {
             0 | 4 => {
-                workers[turn % WORKERS] = start(&url, None, &sender);
+                workers[(turn / 4) % WORKERS] = start(&url, None, &sender);
                 faults.kills += 1;
             }
             1 | 5 => {
-                let worker = &workers[(turn / 4) % WORKERS];
+                // Not the one that has just begun.
+                let worker = &workers[(turn / 4 + 1) % WORKERS];
                 worker.pause();
                 thread::sleep(LEASE * 2);
                 worker.resume();
@@ -399,7 +401,8 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
     let took = begun.elapsed();
     drop(sender);
 
-    let (mut runs, mut done) = (HashMap::<u64, u32>::new(), HashMap::<String, u32>::new());
+    let (mut runs, mut done) = (HashMap::<u64, u32>::new(), HashMap::<String, Vec<u64>>::new());
+    let mut fences = HashMap::<String, u64>::new();
     let (mut early, mut refused) = (0_u64, 0_u64);
     for line in lines {
         let mut words = line.split(' ');
@@ -408,19 +411,27 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
                 *runs.entry(job.parse().unwrap()).or_default() += 1;
                 early += u64::from(us != "0");
             }
-            (Some("done"), Some(id), Some(_)) => *done.entry(id.to_owned()).or_default() += 1,
+            (Some("fence"), Some(id), Some(fence)) => {
+                let largest = fences.entry(id.to_owned()).or_default();
+                *largest = (*largest).max(fence.parse().unwrap());
+            }
+            (Some("done"), Some(id), Some(fence)) => {
+                done.entry(id.to_owned()).or_default().push(fence.parse().unwrap())
+            }
             (Some("refused"), ..) => refused += 1,
             // Whoever is killed may not come to the end of a line.
             _ => {}
         }
     }
     let lost = (0..jobs).filter(|job| !runs.contains_key(job)).count();
-    let twice = done.values().filter(|count| **count > 1).count();
+    let twice = done.values().filter(|by| by.len() > 1).count();
+    // By an attempt after which there was another.
+    let stale = done.iter().filter(|(id, by)| by.iter().any(|fence| fences.get(*id) > Some(fence))).count();
     let keys: Vec<String> = server.query("KEYS *");
     let left = keys.iter().filter(|key| !key.ends_with(":state") && !key.ends_with(":idle")).count();
     let Faults { kills, stops, restarts, flushes, cuts } = faults;
     println!(
-        "jobs={jobs} runs={} finished={} refused={refused} lost={lost} twice={twice} early={early} \
+        "jobs={jobs} runs={} finished={} refused={refused} lost={lost} twice={twice} stale={stale} early={early} \
          dead={} keys_left={left} kills={kills} stops={stops} restarts={restarts} flushes={flushes} cuts={cuts} seconds={:.0}",
         runs.values().sum::<u32>(),
         done.len(),
@@ -428,7 +439,7 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
         took.as_secs_f64()
     );
     assert_eq!(counts.waiting + counts.running + counts.dead, 0, "{counts:?}");
-    assert_eq!((lost, twice, early, left), (0, 0, 0, 0), "{keys:?}");
+    assert_eq!((lost, twice, stale, early, left), (0, 0, 0, 0, 0), "{keys:?}");
     assert!(done.len() as u64 > jobs * 9 / 10, "answers that were lost are few");
     assert!(kills > 0 && stops > 0 && restarts > 0 && flushes > 0 && cuts > 0, "too short to say anything");
 }

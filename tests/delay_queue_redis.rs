@@ -11,8 +11,8 @@ use support::server::RedisServer;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
-    Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Finish, Finished, MAX_BATCH, MAX_NOTE,
-    Pushed, QueueError, QueueKey, State, WorkerId,
+    Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Finish, Finished, JobId, MAX_BATCH,
+    MAX_NOTE, Pushed, QueueError, QueueKey, Reason, State, WorkerId,
 };
 use tollgate::{DelayQueue, RedisBackend, RedisOptions};
 
@@ -162,6 +162,79 @@ async fn a_record_that_cannot_be_read_holds_up_nobody() {
     let claimed = backend.claim(&key(), &[], &claim(10)).await.unwrap();
     assert_eq!(claimed.jobs.iter().map(|job| job.job.id.as_str()).collect::<Vec<_>>(), ["a"]);
     assert_eq!(queue.counts().await.unwrap().dead, 1);
+
+    // Nor is it in the way of those who look at the dead.
+    let ending = Ending::Dead { reason: Reason::Refused, error: "no".into() };
+    let refused = Finish { ticket: claimed.jobs[0].ticket(), ending };
+    assert_eq!(backend.claim(&key(), &[refused], &claim(0)).await.unwrap().finished, [Finished::Dead]);
+    assert_eq!(queue.counts().await.unwrap().dead, 2);
+    assert_eq!(queue.dead(0, 10).await.unwrap().len(), 1);
+    assert!(queue.get("broken").await.is_err());
+    let broken = JobId::new("broken");
+    assert_eq!(backend.replay(&key(), &[broken]).await.unwrap(), [false]);
+    assert_eq!(queue.replay(10, |_| true).await.unwrap(), 1);
+    assert_eq!(backend.forget(&key(), &[broken]).await.unwrap(), [true]);
+    assert_eq!(queue.drain().await.unwrap(), 1);
+    assert_eq!(server.query::<Vec<String>>("HKEYS tollgate:2:{delay_queue:test}:jobs"), [""; 0]);
+}
+
+/// Pages of large jobs are shorter than others, and not the last for that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn however_large_the_dead_are_all_of_them_are_replayed() {
+    const JOBS: usize = 200;
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend).max_jobs(1_000);
+    let payload = "x".repeat(20_000);
+    let pushed = queue.push_all((0..JOBS).map(|_| queue.push(payload.clone()))).await;
+    assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
+    let claim = claim(MAX_BATCH);
+    let mut finishes = Vec::new();
+    for _ in 0..JOBS {
+        let claimed = backend.claim(&key(), &finishes, &claim).await.unwrap();
+        let dead = || Ending::Dead { reason: Reason::Refused, error: "no".into() };
+        finishes = claimed.jobs.iter().map(|job| Finish { ticket: job.ticket(), ending: dead() }).collect();
+        if finishes.is_empty() {
+            break;
+        }
+    }
+    assert_eq!(queue.counts().await.unwrap().dead, JOBS as u64);
+    assert!(queue.dead(0, JOBS).await.unwrap().len() < JOBS, "a page has bounds");
+    assert_eq!(queue.replay(50, |_| true).await.unwrap(), 50);
+    assert_eq!(queue.forget(usize::MAX, |_| true).await.unwrap(), JOBS - 50);
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.dead), (50, 0));
+}
+
+/// Records may be evicted, or deleted by somebody. What is left of them takes a bounded time to look at.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn ids_whose_records_are_gone_are_taken_away_little_by_little() {
+    const JOBS: u64 = 5_000;
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    for _ in 0..JOBS / 1_000 {
+        queue.push_all((0..1_000).map(|i| queue.push(i.to_string()))).await;
+    }
+    server.query::<()>("DEL tollgate:2:{delay_queue:test}:jobs");
+    let claimed = backend.claim(&key(), &[], &claim(MAX_BATCH)).await.unwrap();
+    assert_eq!((claimed.jobs.len(), claimed.more), (0, true));
+    let left = queue.counts().await.unwrap().waiting;
+    assert!((JOBS - 1_000..JOBS).contains(&left), "{left}");
+    assert!(queue.list(State::Waiting, 0, 10).await.unwrap().is_empty());
+    let looked_at = left - queue.counts().await.unwrap().waiting;
+    assert!((1..=2_000).contains(&looked_at), "{looked_at}");
+    queue.push("whole".to_owned()).await.unwrap();
+    let mut calls = 0;
+    let found = loop {
+        calls += 1;
+        let claimed = backend.claim(&key(), &[], &claim(MAX_BATCH)).await.unwrap();
+        if !claimed.more {
+            break claimed.jobs.len();
+        }
+    };
+    assert!((5..50).contains(&calls), "{calls}");
+    assert_eq!(found, 1);
 }
 
 /// What fails takes the server longer than what is done, so there is less of it in each script.

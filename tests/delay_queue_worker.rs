@@ -617,6 +617,36 @@ async fn at_the_end_jobs_run_out_and_the_rest_is_given_back_with_its_attempt() {
     }
 }
 
+/// What a job that was told to stop answers is what becomes of it.
+#[tokio::test(start_paused = true)]
+async fn a_job_that_is_told_to_stop_is_done_only_if_it_says_so() {
+    for (is_done, left) in [(true, 0), (false, 2)] {
+        let queue = queue(MemoryBackend::new());
+        let service = service_fn(move |job: Job<u32>| async move {
+            job.cancellation().cancelled().await;
+            if is_done { Ok(()) } else { Err("there was no time") }
+        });
+        let worker = DelayQueueWorker::new(queue.clone(), service)
+            .grace(secs(10))
+            .max_runtime(secs(60))
+            .backoff(Backoff::fixed(secs(3_600)));
+        let worker = Background::start(worker);
+        queue.push(1).id("overrun").await.unwrap();
+        sleep(secs(61)).await;
+        queue.push(2).id("at the end").await.unwrap();
+        sleep(secs(1)).await;
+        worker.stop().await;
+        let counts = queue.counts().await.unwrap();
+        assert_eq!((counts.waiting, counts.running, counts.dead), (left, 0, 0));
+        if !is_done {
+            // One has failed, and the other had no chance to.
+            for (id, attempts) in [("overrun", 1), ("at the end", 0)] {
+                assert_eq!(queue.get(id).await.unwrap().unwrap().attempt, attempts, "{id}");
+            }
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_worker_that_is_dropped_leaves_its_jobs_to_the_end_of_their_leases() {
     let queue = queue(MemoryBackend::new());

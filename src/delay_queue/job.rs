@@ -167,8 +167,11 @@ impl<T: fmt::Debug> fmt::Debug for Job<T> {
     }
 }
 
-/// Tells a service that its job is to be given up: somebody has cancelled it, its lease is lost, or the worker has no more time. What the
-/// service answers then changes nothing any more.
+/// Tells a service that its job is to be given up: somebody has cancelled it, its lease is lost, it has run for too long, or the worker ends and
+/// has no more time.
+///
+/// A service that gives up answers with an error: the job is given back where the worker ends, and tried again otherwise. `Ok` still
+/// says that it is done. What it answers changes nothing where the job was cancelled, or is somebody else's by now.
 #[derive(Clone, Debug)]
 pub struct Cancellation {
     is_cancelled: watch::Receiver<bool>,

@@ -269,7 +269,9 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Some of the jobs that are in one state, without those that come first: those that are waiting by when they are due, those that
-    /// are running by when their lease ends, those that are dead by when they died. At most [`MAX_BATCH`] of each part of the queue.
+    /// are running by when their lease ends, those that are dead by when they died. Of each priority by itself, the highest first. At most
+    /// `limit` of each part of the queue, no more than [`MAX_BATCH`], and fewer where they are large: no more follow where there is none.
+    /// What cannot be read is left out.
     ///
     /// Others may come and go between two calls, so that a job can be seen twice or not at all.
     ///
@@ -381,7 +383,8 @@ impl<T, C> DelayQueue<T, C> {
                     let answers = verb(Arc::clone(store), queue, ids, *deadline).await?;
                     changed += answers.into_iter().filter(|is_changed| *is_changed).count();
                 }
-                if page.len() < MAX_BATCH {
+                // A short page is one of large jobs.
+                if page.is_empty() {
                     break;
                 }
             }

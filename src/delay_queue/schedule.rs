@@ -86,7 +86,7 @@ fn invalid(error: &dyn Error) -> ConfigError {
 /// Any number of processes may do so at the same time: the id of a job is the name of the schedule and its time, so that it is there once. There
 /// is no leader. The job of the next time is pushed as soon as the one before is due, so that it comes although all who push are
 /// gone by then; times at which nobody was there before either are not made up for. The clocks of those who push may be up to an
-/// hour behind, and ahead as they like: when a job is due is told by the store's.
+/// hour apart: when a job is due is told by the store's.
 ///
 /// ```
 /// use std::time::Duration;

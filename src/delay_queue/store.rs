@@ -93,7 +93,8 @@ pub trait DelayQueueStore {
     fn counts(&self, queue: &QueueKey) -> impl Future<Output = Result<Counts, StoreError>> + Send;
 
     /// Some of the jobs that are in one state, at most [`MAX_BATCH`], without those that come first: those that are waiting by when they
-    /// are due, those that are running by when their lease ends, those that are dead by when they died.
+    /// are due, each priority by itself, those that are running by when their lease ends, those that are dead by when they died. May be fewer
+    /// than there are; none says that no more follow.
     fn list(
         &self,
         queue: &QueueKey,

@@ -51,7 +51,7 @@ use crate::error::{BoxError, ConfigError, StoreError};
 /// | an error | waits for its next attempt, after the [backoff](Self::backoff); dead after the last one |
 /// | [`Outcome`](super::Outcome), as the error or one of its sources | what it says |
 /// | [`RateLimited`](crate::rate_limit::RateLimited), of a `RateLimitLayer` | waits until there is room, and the attempt does not count; dead if there never is |
-/// | [`Busy`](crate::lock::Busy), of a `LockLayer` | waits for up to a second, and the attempt does not count |
+/// | [`Busy`](crate::lock::Busy), of a `LockLayer` | waits for up to a second, and the attempt does not count: one job of a key at a time, in no order |
 /// | by panicking | as with an error |
 ///
 /// That is noted by the store outside of the service: a layer that tries again in the process (`tower::retry`) is within one attempt.

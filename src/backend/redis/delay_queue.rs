@@ -159,7 +159,7 @@ impl DelayQueueStore for RedisBackend {
         };
         let reply = self.control(queue, "list", (place, skip, limit.min(MAX_BATCH))).await?;
         let Value::Array(values) = &reply else { return Err(unexpected_reply(&reply)) };
-        stored_jobs(values, state)
+        Ok(stored_jobs(values, state))
     }
 
     async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
@@ -344,10 +344,9 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
     })
 }
 
-/// Ids and records, one after the other.
-fn stored_jobs(values: &[Value], state: State) -> Result<Vec<StoredJob>, StoreError> {
-    let pairs = values.chunks(2).map(|pair| stored(pair.first()?, pair.get(1)?, state));
-    pairs.collect::<Option<_>>().ok_or_else(foreign_job)
+/// Ids and records, one after the other. One that cannot be read must not keep the others from being seen.
+fn stored_jobs(values: &[Value], state: State) -> Vec<StoredJob> {
+    values.chunks(2).filter_map(|pair| stored(pair.first()?, pair.get(1)?, state)).collect()
 }
 
 fn stored(id: &Value, record: &Value, state: State) -> Option<StoredJob> {

@@ -4,17 +4,21 @@ use std::env;
 use std::fmt::Write as _;
 use std::fs;
 use std::process::Command;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::task::JoinSet;
-use tollgate::{Locks, RedisBackend};
 
 use crate::Run;
 use crate::decisions::{Decider, GENEROUS, KEYS, decide, deciders};
-use crate::queues::Queue;
+use crate::locks::{Locker, cycles};
+use crate::queues::{BATCH, Queue, Tally, bulk, push};
 use crate::server::RedisServer;
 
 const IN_FLIGHT: u32 = 256;
+/// How many jobs a worker does: more than 8,000 at once are too many for `apalis-redis`.
+const DONE: usize = 5_000;
+const RULE: &str = "| --- | ---: | ---: | ---: | ---: | ---: | ---: |";
 
 /// What has been used until now.
 struct Meter {
@@ -70,42 +74,99 @@ async fn bytes_per_key(server: &RedisServer, decider: &Decider) -> f64 {
     (memory(server) - before) / KEYS as f64
 }
 
+/// The columns of what was measured, as a line for machines and one for people.
+struct Row {
+    client_us: f64,
+    redis_us: f64,
+    commands: f64,
+    received: f64,
+    sent: f64,
+}
+
+impl Row {
+    const HEAD: &str = "client | Redis | commands | bytes to Redis | bytes from Redis";
+
+    /// What each of so many takes of all that `load` does.
+    async fn of(server: &RedisServer, load: impl Future<Output = u64>) -> Self {
+        let before = Meter::read(server);
+        let count = load.await as f64;
+        let after = Meter::read(server);
+        let per = |of: fn(&Meter) -> f64| (of(&after) - of(&before)) / count;
+        Self {
+            client_us: per(|meter| meter.client_us),
+            redis_us: per(|meter| meter.redis_us),
+            commands: per(|meter| meter.commands),
+            received: per(|meter| meter.received),
+            sent: per(|meter| meter.sent),
+        }
+    }
+
+    /// `bytes` is what one takes of the memory of Redis, where that was measured.
+    fn write(&self, table: &str, who: &str, bytes: Option<f64>, text: &mut String) {
+        let Self { client_us, redis_us, commands, received, sent } = self;
+        let bytes = bytes.map_or("-".to_owned(), |bytes| format!("{bytes:.0}"));
+        println!(
+            "COST table={table} who={who} client_us={client_us:.2} redis_us={redis_us:.2} commands={commands:.2} bytes_to_redis={received:.0} \
+             bytes_from_redis={sent:.0} bytes_in_redis={bytes}"
+        );
+        let _ = writeln!(
+            text,
+            "| {who} | {client_us:.2} us | {redis_us:.2} us | {commands:.2} | {received:.0} | {sent:.0} | {bytes} |"
+        );
+    }
+}
+
 pub async fn lists(run: &mut Run) {
     let server = RedisServer::start();
     let url = server.url();
-    let mut text = String::from(
+    let time = if run.is_quick { Duration::from_secs(1) } else { Duration::from_secs(3) };
+    let mut text = format!(
         "## What it costs\n\nA decision on Redis, 256 in flight over 10,000 keys: processor time of the client and of Redis, commands that Redis runs (those of scripts \
-         included), bytes on the wire, and the memory of Redis for a key.\n\n\
-         | | client | Redis | commands | bytes to Redis | bytes from Redis | bytes per key |\n| --- | ---: | ---: | ---: | ---: | ---: | ---: |\n",
+         included), bytes on the wire, and the memory of Redis for a key.\n\n| | {} | bytes per key |\n{RULE}\n",
+        Row::HEAD
     );
     for (who, decider) in deciders(&url, GENEROUS).await {
         server.query::<()>("FLUSHALL");
         let bytes_per_key = bytes_per_key(&server, &decider).await;
-        let time = if run.is_quick { Duration::from_secs(1) } else { Duration::from_secs(3) };
-        let before = Meter::read(&server);
-        let figures = decide(decider, IN_FLIGHT, KEYS, time).await;
-        let after = Meter::read(&server);
-        let per = |of: fn(&Meter) -> f64| (of(&after) - of(&before)) / figures.calls as f64;
-        let [client, redis] = [per(|meter| meter.client_us), per(|meter| meter.redis_us)];
-        let [commands, received, sent] =
-            [per(|meter| meter.commands), per(|meter| meter.received), per(|meter| meter.sent)];
-        println!(
-            "COST table=decisions who={who} client_us={client:.2} redis_us={redis:.2} commands={commands:.2} bytes_to_redis={received:.0} \
-             bytes_from_redis={sent:.0} bytes_per_key={bytes_per_key:.0}"
-        );
-        let _ = writeln!(
-            text,
-            "| {who} | {client:.2} us | {redis:.2} us | {commands:.2} | {received:.0} | {sent:.0} | {bytes_per_key:.0} |"
-        );
+        let row = Row::of(&server, async { decide(decider, IN_FLIGHT, KEYS, time).await.calls }).await;
+        row.write("decisions", who, Some(bytes_per_key), &mut text);
     }
 
-    server.query::<()>("FLUSHALL");
-    let (lock, job) = (bytes_per_lock(&server).await, bytes_per_job(&server).await);
-    println!("COST table=sizes who=tollgate bytes_per_lock={lock:.0} bytes_per_job={job:.0}");
     let _ = writeln!(
         text,
-        "\nA lock that is held takes {lock:.0} bytes of Redis, and a job that waits, with a payload of about four, {job:.0}."
+        "\nA lock, taken and given back, by 64 tasks with one each, and the memory of Redis for one that is held:\n\n| | {} | bytes per lock |\n{RULE}",
+        Row::HEAD
     );
+    for (who, locker) in Locker::both(&url).await {
+        server.query::<()>("FLUSHALL");
+        let bytes = bytes_per_lock(&server, &locker).await;
+        let row = Row::of(&server, async { cycles(who, locker, true, 64, time).await.calls }).await;
+        row.write("locks", who, Some(bytes), &mut text);
+    }
+
+    let _ = writeln!(
+        text,
+        "\nA job: pushed alone by 256 tasks, pushed in bulk by 8, and done by a worker, a hundred at a time; and the memory of Redis for one that waits, with a \
+         payload of a few bytes:\n\n| | {} | bytes per job |\n{RULE}",
+        Row::HEAD
+    );
+    for (who, queue) in Queue::both(&url).await {
+        server.query::<()>("FLUSHALL");
+        let bytes = bytes_per_job(&server, queue.clone()).await;
+        let pushed = Row::of(&server, async { push(queue.clone(), 256, time).await.calls }).await;
+        pushed.write("jobs", &format!("{who}, pushed"), Some(bytes), &mut text);
+        let in_bulk = Row::of(&server, async { bulk(queue.clone(), 8, time).await.calls * BATCH as u64 }).await;
+        in_bulk.write("jobs", &format!("{who}, in bulk"), None, &mut text);
+        server.query::<()>("FLUSHALL");
+        let tally = Tally::new(DONE);
+        queue.clone().push_all(0..DONE, Duration::ZERO).await;
+        let done = Row::of(&server, async {
+            queue.work(Arc::clone(&tally)).await;
+            DONE as u64
+        });
+        done.await.write("jobs", &format!("{who}, done"), None, &mut text);
+        tally.assert_once();
+    }
 
     let _ = writeln!(
         text,
@@ -120,30 +181,27 @@ pub async fn lists(run: &mut Run) {
     run.report.add_text(&text);
 }
 
-async fn bytes_per_lock(server: &RedisServer) -> f64 {
+async fn bytes_per_lock(server: &RedisServer, locker: &Locker) -> f64 {
     const LOCKS: usize = 1_000;
-    let backend = RedisBackend::connect(server.url()).await.expect("Redis lets us in");
-    let locks = Locks::new(backend).deadline(Duration::from_secs(10));
     // What the first one brings with it is no part of a lock.
-    let mut held = vec![locks.lock("first").await.expect("the lock is granted")];
+    let mut held = vec![locker.hold("first").await];
     let before = memory(server);
     for number in 0..LOCKS {
-        held.push(locks.lock(format!("lock-{number}")).await.expect("the lock is granted"));
+        held.push(locker.hold(&format!("lock-{number}")).await);
     }
     let bytes = (memory(server) - before) / LOCKS as f64;
-    for lease in held {
-        lease.release().await.expect("the lock is given back");
+    for lock in held {
+        lock.give_back().await;
     }
     bytes
 }
 
-async fn bytes_per_job(server: &RedisServer) -> f64 {
+async fn bytes_per_job(server: &RedisServer, mut queue: Queue) -> f64 {
     const JOBS: usize = 100_000;
-    let mut queue = Queue::tollgate(&server.url(), "sizes").await;
     queue.push_all(0..1, Duration::from_secs(3_600)).await;
     let before = memory(server);
-    for from in (1..JOBS).step_by(1_000) {
-        queue.push_all(from..from + 1_000, Duration::from_secs(3_600)).await;
+    for from in (1..JOBS).step_by(BATCH) {
+        queue.push_all(from..from + BATCH, Duration::from_secs(3_600)).await;
     }
     (memory(server) - before) / JOBS as f64
 }

@@ -4,12 +4,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
-use rslock::LockManager;
+use rslock::{LockGuard, LockManager};
 use serde_json::json;
+use tollgate::lock::Lease;
 use tollgate::{Locks, RedisBackend};
 
 use crate::Run;
-use crate::bench::{Contender, load, take_turns};
+use crate::bench::{Contender, Figures, load, take_turns};
 use crate::ceiling::Ceiling;
 use crate::node::Node;
 use crate::report::{Rank, Table};
@@ -18,43 +19,72 @@ use crate::server::RedisServer;
 const TTL: Duration = Duration::from_secs(30);
 
 #[derive(Clone)]
-enum Locker {
+pub enum Locker {
     Tollgate(Locks),
     Rslock(LockManager),
 }
 
 impl Locker {
-    /// Takes the lock, is alone with it, and gives it back.
-    async fn cycle(&self, key: &str, inside: &AtomicU32) {
-        let is_alone = || inside.fetch_add(1, Ordering::SeqCst) == 0 && inside.fetch_sub(1, Ordering::SeqCst) == 1;
+    pub async fn both(url: &str) -> [(&'static str, Self); 2] {
+        let backend = RedisBackend::connect(url).await.expect("Redis lets us in");
+        let locks = Locks::new(backend).ttl(TTL).deadline(Duration::from_secs(10)).wait(Duration::from_secs(60));
+        [("tollgate", Self::Tollgate(locks)), ("rslock", Self::Rslock(LockManager::new(vec![url.to_owned()])))]
+    }
+
+    /// Takes the lock, and keeps it.
+    pub async fn hold(&self, key: &str) -> Held {
         match self {
-            Self::Tollgate(locks) => {
-                let lease = locks.lock(key).await.expect("the lock is granted");
-                assert!(is_alone(), "two hold the lock");
-                lease.release().await.expect("the lock is given back");
-            }
-            Self::Rslock(manager) => {
-                let guard = manager.acquire(key, TTL).await.expect("the lock is granted");
-                assert!(is_alone(), "two hold the lock");
-                guard.release().await;
-            }
+            Self::Tollgate(locks) => Held::Tollgate(locks.lock(key).await.expect("the lock is granted")),
+            Self::Rslock(manager) => Held::Rslock(manager.acquire(key, TTL).await.expect("the lock is granted")),
         }
     }
+
+    /// Takes the lock, is alone with it, and gives it back.
+    pub async fn cycle(&self, key: &str, inside: &AtomicU32) {
+        let is_alone = || inside.fetch_add(1, Ordering::SeqCst) == 0 && inside.fetch_sub(1, Ordering::SeqCst) == 1;
+        let held = self.hold(key).await;
+        assert!(is_alone(), "two hold the lock");
+        held.give_back().await;
+    }
+}
+
+/// A lock that is held.
+pub enum Held {
+    Tollgate(Lease),
+    Rslock(LockGuard),
+}
+
+impl Held {
+    pub async fn give_back(self) {
+        match self {
+            Self::Tollgate(lease) => drop(lease.release().await.expect("the lock is given back")),
+            Self::Rslock(guard) => guard.release().await,
+        }
+    }
+}
+
+/// So many tasks for a while, each on a lock of its own or all on one.
+pub async fn cycles(who: &'static str, locker: Locker, is_own: bool, tasks: u32, time: Duration) -> Figures {
+    let one = Arc::new(AtomicU32::new(0));
+    load(tasks, time, move |task, _| {
+        let (locker, inside) = (locker.clone(), if is_own { Arc::default() } else { Arc::clone(&one) });
+        let key = if is_own { format!("{who}-{task}") } else { who.to_owned() };
+        async move { locker.cycle(&key, &inside).await }
+    })
+    .await
 }
 
 pub async fn tables(run: &mut Run) {
     let server = RedisServer::start();
     let node = Node::start(&server);
-    let backend = RedisBackend::connect(server.url()).await.expect("Redis lets us in");
-    let locks = Locks::new(backend).ttl(TTL).deadline(Duration::from_secs(10)).wait(Duration::from_secs(60));
+    let lockers = Locker::both(&server.url()).await;
+    let Locker::Tollgate(locks) = &lockers[0].1 else { unreachable!("it is the first") };
     let cycle = async |locks: &Locks| {
         let lease = locks.lock("7777777").await.expect("the lock is granted");
         lease.release().await.expect("the lock is given back");
     };
-    cycle(&locks).await;
-    let ceiling = Ceiling::record(&server, "lock_acquire.lua", "7777777", cycle(&locks)).await.calls(2);
-    let lockers =
-        [("tollgate", Locker::Tollgate(locks)), ("rslock", Locker::Rslock(LockManager::new(vec![server.url()])))];
+    cycle(locks).await;
+    let ceiling = Ceiling::record(&server, "lock_acquire.lua", "7777777", cycle(locks)).await.calls(2);
 
     for (is_own, points) in [(true, &[1, 16, 64, 256][..]), (false, &[64])] {
         let time = run.time;
@@ -62,15 +92,7 @@ pub async fn tables(run: &mut Run) {
             .iter()
             .map(|(who, locker)| {
                 let (who, locker) = (*who, locker.clone());
-                Contender::new(who, move |tasks| {
-                    let locker = locker.clone();
-                    let one = Arc::new(AtomicU32::new(0));
-                    Box::pin(load(tasks, time, move |task, _| {
-                        let (locker, inside) = (locker.clone(), if is_own { Arc::default() } else { Arc::clone(&one) });
-                        let key = if is_own { format!("{who}-{task}") } else { who.to_owned() };
-                        async move { locker.cycle(&key, &inside).await }
-                    }))
-                })
+                Contender::new(who, move |tasks| Box::pin(cycles(who, locker.clone(), is_own, tasks, time)))
             })
             .collect();
         if let Some(node) = &node {

@@ -20,7 +20,7 @@ use crate::report::{Rank, Table};
 use crate::server::RedisServer;
 
 const CONCURRENCY: usize = 100;
-const BATCH: usize = 1_000;
+pub const BATCH: usize = 1_000;
 const MINUTE: Duration = Duration::from_secs(60);
 
 #[derive(Clone)]
@@ -35,6 +35,10 @@ impl Queue {
         Self::Tollgate(
             DelayQueue::new(backend, name.to_owned()).deadline(Duration::from_secs(10)).max_jobs(100_000_000),
         )
+    }
+
+    pub async fn both(url: &str) -> [(&'static str, Self); 2] {
+        [("tollgate", Self::tollgate(url, "jobs").await), ("apalis-redis", Self::apalis(url, "apalis").await)]
     }
 
     async fn apalis(url: &str, name: &str) -> Self {
@@ -158,7 +162,7 @@ impl Tally {
     }
 }
 
-async fn push(queue: Queue, tasks: u32, time: Duration) -> Figures {
+pub async fn push(queue: Queue, tasks: u32, time: Duration) -> Figures {
     load(tasks, time, move |task, _| {
         let mut queue = queue.clone();
         async move { queue.push(format!("payload-{task}")).await }
@@ -166,7 +170,8 @@ async fn push(queue: Queue, tasks: u32, time: Duration) -> Figures {
     .await
 }
 
-async fn bulk(queue: Queue, tasks: u32, time: Duration) -> Figures {
+/// A call is a batch, and the rate one of jobs.
+pub async fn bulk(queue: Queue, tasks: u32, time: Duration) -> Figures {
     let batches = load(tasks, time, move |_, _| {
         let mut queue = queue.clone();
         async move { queue.push_all(0..BATCH, MINUTE).await }
@@ -211,9 +216,8 @@ pub async fn tables(run: &mut Run) {
     let server = RedisServer::start();
     let node = Node::start(&server);
     let (url, time) = (server.url(), run.time);
-    let tollgate = Queue::tollgate(&url, "jobs").await;
-    let queues = [("tollgate", tollgate.clone()), ("apalis-redis", Queue::apalis(&url, "apalis").await)];
-    let Queue::Tollgate(queue) = &tollgate else { unreachable!("it was made as one") };
+    let queues = Queue::both(&url).await;
+    let Queue::Tollgate(queue) = &queues[0].1 else { unreachable!("it is the first") };
     let one = async |id: &str| {
         queue.push("payload-7".to_owned()).delay(MINUTE).id(id).await.expect("the job is kept");
     };
