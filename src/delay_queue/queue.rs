@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::codec::{Codec, Json};
 use super::erased::AnyStore;
 use super::error::QueueError;
-use super::id::JobId;
+use super::id::{JobId, UniqueIds};
 use super::job::{Canceller, Job};
 use super::push::{Push, Pushed, check_delay};
 use super::record::{Due, NewJob, Reason, StoredJob, Unique};
@@ -51,9 +51,14 @@ impl Terms {
         QueueKey::new(self.name).with_part(part)
     }
 
-    /// An id that nobody else has. Of a unique job it is one that lies in the part of its key, so that all jobs of the key meet.
-    pub(super) fn fresh_id(&self, unique: Option<&Unique>) -> Result<JobId, StoreError> {
-        let mut id = JobId::unique()?;
+    /// What `make` says, an id that nobody else has. Of a unique job it is one that lies in the part of its key, so that all jobs of the key
+    /// meet.
+    pub(super) fn fresh_id(
+        &self,
+        unique: Option<&Unique>,
+        make: impl FnOnce() -> Result<JobId, StoreError>,
+    ) -> Result<JobId, StoreError> {
+        let mut id = make()?;
         if let Some(Unique { key, .. }) = unique.filter(|_| self.parts > 1) {
             // One of as many as there are parts will do; it takes many times as many to have none of them once in the life of a universe.
             for _ in 0..100 * u32::from(self.parts) {
@@ -161,11 +166,15 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Pushes several jobs, [`MAX_BATCH`] of them in each call of the store. Answers for each, in order.
+    ///
+    /// Jobs of [normal](super::Priority::Normal) priority that have no [name](Push::id) and are due alike take Redis about half the memory of others
+    /// while they wait, and two thirds of the work, unless the queue is [split](Self::split).
     pub async fn push_all(&self, pushes: impl IntoIterator<Item = Push>) -> Vec<Result<Pushed, QueueError>> {
         let mut results: Vec<Option<Result<Pushed, QueueError>>> = Vec::new();
+        let mut ids = UniqueIds::default();
         let mut parts: Vec<Vec<(usize, NewJob)>> = vec![Vec::new(); self.terms.parts.into()];
         for push in pushes {
-            match push.into_job() {
+            match push.into_job(|| ids.next()) {
                 Ok(job) => {
                     let part = usize::from(self.terms.home(&job.id).part());
                     parts[part].push((results.len(), job));
