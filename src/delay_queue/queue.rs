@@ -60,7 +60,7 @@ impl Terms {
     ) -> Result<JobId, StoreError> {
         let mut id = make()?;
         if let Some(Unique { key, .. }) = unique.filter(|_| self.parts > 1) {
-            // One of as many as there are parts will do; it takes many times as many to have none of them once in the life of a universe.
+            // About one of as many ids as there are parts lies there. The bound is for a mistake, and not for bad luck.
             for _ in 0..100 * u32::from(self.parts) {
                 if id.as_key().spread(self.parts) == key.spread(self.parts) {
                     break;
