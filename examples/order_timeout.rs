@@ -5,17 +5,19 @@
 //! TOLLGATE_STORE=redis://127.0.0.1/               in Redis
 //! ```
 //!
-//! You will see that each order is either paid or cancelled, and none both, also those that are paid in the last moment.
+//! You will see that each order is either paid or cancelled, and none both, also those that are paid in the last moment; and that paying takes
+//! the job away, so that only the others come to the worker.
 
 use std::collections::HashMap;
 use std::env;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use tokio::time::sleep;
 use tollgate::BoxError;
-use tollgate::delay_queue::{DelayQueue, DelayQueueWorker, Job};
+use tollgate::delay_queue::{Cancelled, DelayQueue, DelayQueueWorker, Job};
 use tower::service_fn;
 
 const ORDERS: u32 = 60;
@@ -67,8 +69,11 @@ async fn run() -> Result<(), BoxError> {
         DelayQueue::<u32>::new(tollgate::connect(&store).await?, "example:unpaid").deadline(Duration::from_secs(2));
     let orders = Orders::default();
 
-    let database = orders.clone();
+    let (taken_away, came) = (AtomicU32::new(0), Arc::new(AtomicU32::new(0)));
+
+    let (database, counted) = (orders.clone(), Arc::clone(&came));
     let cancel = service_fn(move |job: Job<u32>| {
+        counted.fetch_add(1, Ordering::Relaxed);
         // At least once, so that the second time changes nothing.
         database.close(*job, Order::Cancelled);
         std::future::ready(Ok::<_, BoxError>(()))
@@ -88,7 +93,9 @@ async fn run() -> Result<(), BoxError> {
         for order in (0..ORDERS).step_by(2) {
             sleep(Duration::from_millis(10 + u64::from(order) / 10)).await;
             if orders.close(order, Order::Paid) {
-                queue.cancel(format!("order:{order}")).await?;
+                let cancelled = queue.cancel(format!("order:{order}")).await?;
+                // In the last moment it may be running, or not be there yet.
+                taken_away.fetch_add(u32::from(cancelled == Cancelled::Removed), Ordering::Relaxed);
             }
         }
         Ok::<_, BoxError>(())
@@ -114,6 +121,8 @@ async fn run() -> Result<(), BoxError> {
 
     let [open, paid, cancelled] = [Order::Open, Order::Paid, Order::Cancelled].map(|state| orders.count(state));
     println!("orders: {ORDERS}, paid: {paid}, cancelled: {cancelled}, open: {open}");
+    let [taken_away, came] = [&taken_away, &*came].map(|count| count.load(Ordering::Relaxed));
+    println!("jobs taken away by paying: {taken_away}, jobs that came to the worker: {came}");
     println!("jobs left: {}", queue.counts().await?.waiting);
     Ok(())
 }

@@ -33,9 +33,10 @@
 --          delay_queue_push. leases: a ticket is 7 bytes token, big endian, and the id. state: 1 byte version 1, 1 byte 1 if the queue is
 --          paused, 7 bytes the last token, 6 bytes when the keeper looks again in ms, little endian; then the keeper, who is the worker
 --          that waits until the next job is due
--- Returns  {finished, now_us, more, next_ms, oldest_ms, token, ids, records, ...}: a digit a finished job (0 gone, 1 as was asked for, 2
---          dead, 3 lost); 1 if more is due; when to ask again; for how long the oldest that waits is due, -1 if none is; the token of
---          what was claimed; and that in pairs of arrays, with nothing in the place of a record that is missing
+-- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}: a digit a finished job (0 gone, 1
+--          as was asked for, 2 dead, 3 lost, 4 gone since it was cancelled); 1 if more is due; when to ask again; for how long the oldest
+--          that waits is due, -1 if none is; the token of what was claimed; how many leases had ended, and of how many jobs it was the
+--          last attempt; and what was claimed in pairs of arrays, with nothing in the place of a record that is missing
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
 -- Repeat   harmless for what is finished: it is gone, or lost. What was claimed the first time comes back when its leases have ended
 local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
@@ -94,22 +95,22 @@ local function free(key, id)
   end
 end
 
--- What becomes of a job whose attempt is over and that is not done; kind 5 is a lease that has ended. Answers whether it is dead.
+-- What becomes of a job whose attempt is over and that is not done; kind 5 is a lease that has ended. Answers as is told of a finished job.
 local function settle(id, record, kind, delay, failure)
   if #record < 26 or record:byte(1) ~= 1 then
     -- Not a job that anybody could do: it must not keep others from being done.
     died[#died + 1], died[#died + 2] = now, id
-    return true
+    return '2'
   end
   local score, flags, max, attempts, reason, error_len, key_len, headers = struct.unpack('>I6BHHBHBI4', record, 8)
   local key, rest = record:sub(27, 26 + key_len), record:sub(27 + key_len + error_len)
   local message = record:sub(27 + key_len, 26 + key_len + error_len)
   if has_cancels and redis.call('SISMEMBER', cancels, id) == 1 then
     gone[#gone + 1] = id
-    if key_len > 0 then
+    if flags > 3 then
       free(key, id)
     end
-    return false
+    return '4'
   end
   if kind == 1 or kind > 3 then
     attempts, message = math.min(attempts + 1, 65535), failure:sub(1, 1024)
@@ -127,11 +128,11 @@ local function settle(id, record, kind, delay, failure)
   local list = is_dead and died or waiting[flags % 4]
   list[#list + 1] = is_dead and now or score
   list[#list + 1] = id
-  if is_dead and key_len > 0 then
+  if is_dead and flags > 3 then
     free(key, id)
   end
   latest = math.max(latest, score)
-  return is_dead
+  return is_dead and '2' or '1'
 end
 
 local function write()
@@ -152,6 +153,9 @@ local function write()
   if #records > 0 then
     redis.call('HSET', jobs, unpack(records))
     keep(jobs, latest - now + keep_ms + 86400000)
+    if has_unique then
+      keep(unique, latest - now + keep_ms)
+    end
   end
   for priority = 0, 2 do
     if #waiting[priority] > 0 then
@@ -193,9 +197,7 @@ if #tickets > 0 then
           answers[i] = '0'
         else
           local at = first + done + 4 * (i - done - 1)
-          if settle(ids[i], there[i - done], ARGV[at + 1] + 0, ARGV[at + 2] + 0, ARGV[at + 3]) then
-            answers[i] = '2'
-          end
+          answers[i] = settle(ids[i], there[i - done], ARGV[at + 1] + 0, ARGV[at + 2] + 0, ARGV[at + 3])
         end
       end
     end
@@ -215,7 +217,7 @@ if #tickets > 0 then
 end
 
 -- Claim, after what nobody has extended has come back.
-local reply, claimed, bytes = {finished, time[1] * 1000000 + time[2], 0, 0, 0, 0}, 0, 0
+local reply, claimed, bytes = {finished, time[1] * 1000000 + time[2], 0, 0, 0, 0, 0, 0}, 0, 0
 if limit > 0 then
   local over = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 64)
   if #over > 0 then
@@ -226,7 +228,8 @@ if limit > 0 then
     local there = redis.call('HMGET', jobs, unpack(expired))
     for i = 1, #over do
       if there[i] then
-        settle(expired[i], there[i], 5, 0, '')
+        reply[7] = reply[7] + 1
+        reply[8] = reply[8] + (settle(expired[i], there[i], 5, 0, '') == '2' and 1 or 0)
       end
     end
     redis.call('ZREM', leases, unpack(over))
@@ -343,6 +346,9 @@ end
 if claimed > 0 then
   keep(leases, lease_ms + keep_ms)
   keep(jobs, lease_ms + keep_ms + 86400000)
+  if has_unique then
+    keep(unique, lease_ms + keep_ms)
+  end
 end
 
 -- When there is something to do next.
@@ -360,6 +366,9 @@ for i = has_rare and 0 or 2, 4 do
       keep(places[i], keep_ms / 2)
       if claimed == 0 then
         keep(jobs, keep_ms / 2 + 86400000)
+      end
+      if has_unique then
+        keep(unique, keep_ms / 2)
       end
     end
   end

@@ -21,7 +21,8 @@
 -- Value    see delay_queue_claim and delay_queue_push
 -- Returns  get: {} or {state, record}, where states are 1 waiting, 2 running, 3 dead. cancel, reschedule, replace: 0 there is none, 1 done
 --          (of a cancelled job that is running: 2, its worker will be told), 2 it is running, 3 it is dead. counts: {waiting, due, running,
---          dead, oldest_ms (-1 if none is due), is_paused}. list: {id, record, ...}. pause: 1. drain: how many. replay, forget: 1 or 0 an id
+--          dead, oldest_ms (-1 if none is due), is_paused}. list: {id, record, ...}. pause: 1. drain: how many. replay, forget: 1 or 0 an id; one
+--          whose unique key another job holds is not replayed
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
 -- Repeat   harmless: what was removed is not there; a delay counts from now on again
 local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
@@ -83,12 +84,29 @@ local function is_job(record)
 end
 
 local function free(record, id)
-  local key = is_job(record) and record:sub(27, 26 + record:byte(22)) or ''
-  local holder = #key > 0 and redis.call('HGET', unique, key)
+  local key = is_job(record) and record:byte(14) > 3 and record:sub(27, 26 + record:byte(22))
+  local holder = key and redis.call('HGET', unique, key)
   -- One that is held for a time stays.
   if holder and holder:sub(7) == id and holder:sub(1, 6) == '\0\0\0\0\0\0' then
     redis.call('HDEL', unique, key)
   end
+end
+
+-- Has a job that is unique while it is there keep others out again, unless another one does so. Answers whether it may be there.
+local function hold(record, id)
+  if math.floor(record:byte(14) / 4) % 4 ~= 1 then
+    return true
+  end
+  local key = record:sub(27, 26 + record:byte(22))
+  local holder = redis.call('HGET', unique, key)
+  local ends_at, its = holder and struct.unpack('>I6', holder) or 0, holder and holder:sub(7)
+  -- One whose job is gone without a word keeps nobody out.
+  if ends_at > now or (holder and ends_at == 0 and its ~= id and redis.call('HEXISTS', jobs, its) == 1) then
+    return false
+  end
+  redis.call('HSET', unique, key, '\0\0\0\0\0\0' .. id)
+  keep(unique, keep_ms)
+  return true
 end
 
 local signs = '0123456789ABCDEFGHJKMNPQRSTVWXYZ'
@@ -172,6 +190,7 @@ if verb == 'reschedule' then
     redis.call('ZADD', place, score, id)
     keep(place, score - now + keep_ms)
     keep(jobs, score - now + keep_ms + 86400000)
+    keep(unique, score - now + keep_ms)
     wake_for(score)
   end
   return is
@@ -319,7 +338,7 @@ local answers = {}
 for i = 1, math.min(#ARGV - first + 1, 256) do
   local id = ARGV[first + i - 1]
   local record = redis.call('HGET', jobs, id)
-  local may_be = verb == 'forget' or (record and is_job(record))
+  local may_be = verb == 'forget' or (record and is_job(record) and redis.call('ZSCORE', dead, id) and hold(record, id))
   answers[i] = may_be and redis.call('ZREM', dead, id) or 0
   if answers[i] == 0 then
     record = false

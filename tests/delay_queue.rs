@@ -40,9 +40,9 @@ mod queue {
 
     use tollgate::delay_queue::{
         Cancelled, Changed, Claim, Codec, DeadLimits, DelayQueueStore, Due, Ending, Finish, QueueError, QueueKey,
-        Reason, State, WorkerId,
+        Reason, State, UniqueFor, WorkerId,
     };
-    use tollgate::{BoxError, ConfigError, DelayQueue, JobId, MemoryBackend};
+    use tollgate::{BoxError, ConfigError, DelayQueue, DelayQueueWorker, JobId, MemoryBackend};
 
     fn queue() -> DelayQueue<String> {
         DelayQueue::new(MemoryBackend::new(), "test")
@@ -116,6 +116,73 @@ mod queue {
         let counts = queue.counts().await.unwrap();
         assert!(counts.waiting == JOBS as u64 - 1 && counts.is_paused, "{counts:?}");
         assert_eq!(queue.drain().await.unwrap(), JOBS as u64 - 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn unique_jobs_meet_in_a_split_queue() {
+        let queue = DelayQueue::<u8>::new(MemoryBackend::new(), "test").split(64);
+        for user in 0..20 {
+            let first = queue.push(1).unique(user).await.unwrap();
+            let second = queue.push(2).unique(user).await.unwrap();
+            assert!(first.is_new() && !second.is_new() && first.id() == second.id(), "{first:?} {second:?}");
+            assert!(queue.get(first).await.unwrap().is_some());
+        }
+        assert_eq!(queue.counts().await.unwrap().waiting, 20);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_payload_is_replaced_within_the_bounds_of_a_push() {
+        let queue = DelayQueue::<String>::new(MemoryBackend::new(), "test").max_size(100);
+        // Two signs are the quotes.
+        queue.push("a".repeat(48)).header("name", "x".repeat(46)).id("a").await.unwrap();
+        let error = queue.replace("a", "b".repeat(49)).await.unwrap_err();
+        assert_eq!(error.to_string(), "a job of 101 bytes is larger than 100");
+        assert_eq!(queue.replace("a", "c".repeat(48)).await.unwrap(), Changed::Done);
+
+        // All that a backend keeps is bounded, too.
+        let queue = DelayQueue::<String>::new(MemoryBackend::with_capacity(1), "test");
+        queue.push("a".repeat(1_000)).id("a").await.unwrap();
+        let error = queue.replace("a", "b".repeat(2_000)).await.unwrap_err();
+        assert!(matches!(&error, QueueError::Store(error) if error.is_out_of_memory()), "{error:?}");
+        let job = queue.get("a").await.unwrap().unwrap();
+        assert_eq!(queue.decode(&job).unwrap(), "a".repeat(1_000));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn unique_keys_that_are_held_for_a_time_are_bounded_in_memory() {
+        let backend = MemoryBackend::with_capacity(10);
+        let queue = DelayQueue::<u32>::new(backend.clone(), "test");
+        let minute = Duration::from_secs(60);
+        let push = async |user: u32| queue.push(user).unique_for(user, UniqueFor::Time(minute)).await;
+        for user in 0..10 {
+            let pushed = push(user).await.unwrap();
+            assert_eq!(queue.cancel(pushed).await.unwrap(), Cancelled::Removed);
+        }
+        let error = push(10).await.unwrap_err();
+        assert!(matches!(&error, QueueError::Store(error) if error.is_out_of_memory()), "{error:?}");
+        assert_eq!(backend.jobs(), 0);
+        tokio::time::advance(2 * minute).await;
+        let claim = Claim { worker: WorkerId::random().unwrap(), limit: 1, lease: minute, dead: DeadLimits::default() };
+        backend.claim(&QueueKey::new("test"), &[], &claim).await.unwrap();
+        assert!(push(10).await.unwrap().is_new());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn dead_jobs_whose_key_is_taken_are_passed_over() {
+        let backend = MemoryBackend::new();
+        let queue = DelayQueue::<usize>::new(backend.clone(), "test").max_attempts(1);
+        for i in 0..3 {
+            queue.push(i).unique("user").await.unwrap();
+            let service = tower::service_fn(async |_| Err::<(), _>("no"));
+            DelayQueueWorker::new(queue.clone(), service)
+                .run_until(tokio::time::sleep(Duration::from_secs(1)))
+                .await
+                .unwrap();
+        }
+        assert_eq!(queue.replay(10, |_| true).await.unwrap(), 1);
+        assert_eq!(queue.replay(10, |_| true).await.unwrap(), 0);
+        let counts = queue.counts().await.unwrap();
+        assert_eq!((counts.waiting, counts.dead), (1, 2));
     }
 
     #[tokio::test(start_paused = true)]

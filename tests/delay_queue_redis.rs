@@ -353,6 +353,29 @@ async fn one_push_wakes_one_worker() {
     assert!(second.len() == 1 && second != first, "{second:?}");
 }
 
+/// A job that is put off keeps others out for as long as it waits, which may be longer than anybody thought when it was pushed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_unique_key_lasts_as_long_as_its_job() {
+    const YEAR: Duration = Duration::from_secs(366 * 86_400);
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    let days = |key: &str| server.query::<u64>(&format!("TTL tollgate:2:{{delay_queue:test}}:{key}")) / 86_400;
+    queue.push("a".to_owned()).id("a").unique("a").await.unwrap();
+    assert!(days("unique") < 200);
+    queue.reschedule("a", YEAR).await.unwrap();
+    assert!(days("unique") >= 366, "{} days", days("unique"));
+    queue.promote("a").await.unwrap();
+    let (retry, snooze) = (Ending::Retry { delay: 2 * YEAR, error: "".into() }, Ending::Snooze { delay: 4 * YEAR });
+    for (ending, least) in [(retry, 2 * 366), (snooze, 4 * 366)] {
+        let claimed = backend.claim(&key(), &[], &claim(1)).await.unwrap();
+        let finish = Finish { ticket: claimed.jobs[0].ticket(), ending };
+        backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
+        assert!(days("unique") >= least, "{} days", days("unique"));
+        queue.promote("a").await.unwrap();
+    }
+}
+
 /// A worker that has died is not waited for when there is something to do.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn where_the_keeper_is_gone_another_worker_is_woken() {

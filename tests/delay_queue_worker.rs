@@ -437,6 +437,294 @@ async fn a_service_that_is_never_ready_leaves_jobs_to_others() {
     assert_eq!(queue.counts().await.unwrap().waiting, 1);
 }
 
+/// Is ready while its gate is open, and notes each job.
+#[derive(Clone)]
+struct Gate {
+    is_open: Arc<AtomicBool>,
+    record: Record,
+}
+
+impl Service<Job<u32>> for Gate {
+    type Response = ();
+    type Error = Infallible;
+    type Future = Ready<Result<(), Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        if self.is_open.load(Ordering::SeqCst) { Poll::Ready(Ok(())) } else { Poll::Pending }
+    }
+
+    fn call(&mut self, job: Job<u32>) -> Self::Future {
+        self.record.note(&job);
+        ready(Ok(()))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_job_is_done_when_it_is_due_though_a_worker_has_no_time_for_it() {
+    let queue = queue(MemoryBackend::new());
+    let (first, second) = (Record::new(), Record::new());
+    let gate = Gate { is_open: Arc::new(AtomicBool::new(true)), record: first.clone() };
+    let busy = Background::start(DelayQueueWorker::new(queue.clone(), gate.clone()));
+    sleep(ms(100)).await;
+    let other = Background::start(DelayQueueWorker::new(queue.clone(), second.service()));
+    gate.is_open.store(false, Ordering::SeqCst);
+    queue.push(1).delay(secs(1)).await.unwrap();
+    sleep(secs(10)).await;
+    assert!(first.times().is_empty());
+    assert_close(second.times()[0], ms(1_100));
+    for worker in [busy, other] {
+        worker.stop().await;
+    }
+}
+
+/// Waits until somebody keeps the time of each of these parts, and so many workers wait beside.
+async fn until_workers_wait(server: &RedisServer, parts: &[&str], beside: usize) {
+    let are_waiting = || {
+        parts.iter().all(|part| {
+            let key = |key: &str| format!("tollgate:2:{{delay_queue:work{part}}}:{key}");
+            server.query::<usize>(&format!("STRLEN {}", key("state"))) > 15
+                && server.query::<usize>(&format!("ZCARD {}", key("idle"))) == beside
+        })
+    };
+    timeout(secs(10), async {
+        while !tokio::task::block_in_place(are_waiting) {
+            sleep(ms(5)).await;
+        }
+    })
+    .await
+    .expect("the workers wait");
+}
+
+/// On Redis one of those who wait keeps the time, and the others sleep: whoever keeps it must not keep it to itself.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn on_redis_a_worker_that_is_not_ready_leaves_the_time_to_another() {
+    let server = RedisServer::start();
+    let queue = queue(RedisBackend::connect(server.url()).await.unwrap());
+    let (first, second) = (Record::new(), Record::new());
+    let gate = Gate { is_open: Arc::new(AtomicBool::new(true)), record: first.clone() };
+    let keeper = Background::start(DelayQueueWorker::new(queue.clone(), gate.clone()));
+    until_workers_wait(&server, &[""], 0).await;
+    let other = Background::start(DelayQueueWorker::new(queue.clone(), second.service()));
+    until_workers_wait(&server, &[""], 1).await;
+    gate.is_open.store(false, Ordering::SeqCst);
+    // One that wakes the keeper, and one that it has to see to.
+    for (i, delay) in [(0, ms(0)), (1, ms(700))] {
+        let pushed = second.begun.elapsed();
+        queue.push(i).delay(delay).await.unwrap();
+        timeout(secs(10), async {
+            while second.times().len() <= i as usize {
+                sleep(ms(1)).await;
+            }
+        })
+        .await
+        .unwrap();
+        let took = second.times()[i as usize] - pushed;
+        assert!(took >= delay && took < delay + secs(1), "{took:?} instead of {delay:?}");
+    }
+    assert!(first.times().is_empty());
+    for worker in [keeper, other] {
+        worker.stop().await;
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn on_redis_a_worker_that_ends_leaves_the_time_to_another() {
+    let server = RedisServer::start();
+    let queue = queue(RedisBackend::connect(server.url()).await.unwrap());
+    let record = Record::new();
+    let keeper = Background::start(DelayQueueWorker::new(queue.clone(), record.service()));
+    until_workers_wait(&server, &[""], 0).await;
+    let other = Background::start(DelayQueueWorker::new(queue.clone(), record.service()));
+    until_workers_wait(&server, &[""], 1).await;
+    let pushed = record.begun.elapsed();
+    queue.push(1).delay(secs(1)).await.unwrap();
+    keeper.stop().await;
+    timeout(secs(10), async {
+        while record.times().is_empty() {
+            sleep(ms(1)).await;
+        }
+    })
+    .await
+    .unwrap();
+    let took = record.times()[0] - pushed;
+    assert!(took >= secs(1) && took < secs(2), "{took:?}");
+    other.stop().await;
+}
+
+/// A worker of a split queue has one room for all of its parts.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn on_redis_a_worker_that_is_busy_with_one_part_leaves_the_time_of_the_others() {
+    let server = RedisServer::start();
+    let queue = queue(RedisBackend::connect(server.url()).await.unwrap()).split(2);
+    let part = |id: &String| queue.push(0).id(id.clone()).prepare().unwrap().queue.part();
+    let ids = [0, 1].map(|wanted| (0..).map(|i: u32| i.to_string()).find(|id| part(id) == wanted).unwrap());
+    let (record, release) = (Record::new(), Arc::new(tokio::sync::Notify::new()));
+    let service = || {
+        let (record, release) = (record.clone(), Arc::clone(&release));
+        service_fn(move |job: Job<u32>| {
+            record.note(&job);
+            let release = Arc::clone(&release);
+            async move {
+                if *job == 0 {
+                    release.notified().await;
+                }
+                Ok::<_, Infallible>(())
+            }
+        })
+    };
+    let keeper = Background::start(DelayQueueWorker::new(queue.clone(), service()).concurrency(1));
+    until_workers_wait(&server, &["", "#1"], 0).await;
+    let other = Background::start(DelayQueueWorker::new(queue.clone(), service()).concurrency(1));
+    until_workers_wait(&server, &["", "#1"], 1).await;
+    let pushed = record.begun.elapsed();
+    for (payload, id) in (0..).zip(&ids) {
+        queue.push(payload).id(id.clone()).delay(ms(700) * payload).await.unwrap();
+    }
+    timeout(secs(10), async {
+        while record.times().len() < 2 {
+            sleep(ms(1)).await;
+        }
+    })
+    .await
+    .unwrap();
+    let took = record.times()[1] - pushed;
+    assert!(took >= ms(700) && took < ms(1_700), "{took:?}");
+    release.notify_waiters();
+    for worker in [keeper, other] {
+        worker.stop().await;
+    }
+}
+
+/// Panics when it is asked whether it is ready, or at the first job, as it is told.
+struct Fragile {
+    panics_when_asked: bool,
+    calls: Arc<AtomicUsize>,
+}
+
+impl Service<Job<u32>> for Fragile {
+    type Response = ();
+    type Error = Infallible;
+    type Future = Ready<Result<(), Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        assert!(!self.panics_when_asked, "not even asked");
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: Job<u32>) -> Self::Future {
+        assert!(self.calls.fetch_add(1, Ordering::SeqCst) > 0, "the first one");
+        ready(Ok(()))
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_panic_when_it_is_asked_ends_the_worker_and_one_at_a_job_does_not() {
+    let queue = queue(MemoryBackend::new());
+    let calls = Arc::new(AtomicUsize::new(0));
+    let service = |panics_when_asked| Fragile { panics_when_asked, calls: Arc::clone(&calls) };
+    queue.push(1).id("a").await.unwrap();
+    let error = DelayQueueWorker::one_by_one(queue.clone(), service(true)).run().await.unwrap_err();
+    assert!(matches!(&error, WorkerError::Service(error) if error.to_string().contains("panicked")), "{error:?}");
+    assert_eq!(queue.get("a").await.unwrap().unwrap().attempt, 0);
+    let worker = DelayQueueWorker::one_by_one(queue.clone(), service(false)).backoff(Backoff::fixed(secs(1)));
+    let worker = Background::start(worker);
+    sleep(secs(3)).await;
+    assert_eq!(calls.load(Ordering::SeqCst), 2, "the only instance there is goes on");
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+}
+
+/// What a worker has told, by name.
+async fn told(mut events: Events) -> Vec<&'static str> {
+    let mut told = Vec::new();
+    while let Some(event) = events.next().await {
+        told.push(match event {
+            Event::Started { .. } => "started",
+            Event::Done { .. } => "done",
+            Event::Retried { .. } => "retried",
+            Event::Snoozed { .. } => "snoozed",
+            Event::Cancelled { .. } => "cancelled",
+            Event::LeaseLost { .. } => "lease lost",
+            Event::LeasesExpired { jobs: 1, dead: 0 } => "expired",
+            Event::LeasesExpired { jobs: 1, dead: 1 } => "expired and dead",
+            Event::StoreFailed { .. } => "failed",
+            Event::StoreWorks => "works",
+            _ => "something else",
+        });
+    }
+    told
+}
+
+/// The store has put the job back, and its answer was lost: told again, it says that the job is not the worker's.
+#[tokio::test(start_paused = true)]
+async fn what_is_put_back_by_a_call_whose_answer_is_lost_is_told_as_it_was() {
+    for (outcome, expected) in [(Outcome::retry_after(secs(60)), "retried"), (Outcome::snooze(secs(60)), "snoozed")] {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let queue = queue(store);
+        let outcome = Mutex::new(Some(outcome));
+        let service = service_fn(move |_: Job<u32>| {
+            let outcome = outcome.lock().unwrap().take().unwrap();
+            async move {
+                sleep(secs(1)).await;
+                Err::<(), _>(outcome)
+            }
+        });
+        let worker = DelayQueueWorker::one_by_one(queue.clone(), service);
+        let events = worker.events();
+        let worker = Background::start(worker);
+        queue.push(1).id("a").await.unwrap();
+        sleep(ms(900)).await;
+        faults.lose_answers();
+        sleep(secs(1)).await;
+        faults.heal();
+        assert_eq!(queue.get("a").await.unwrap().unwrap().state, State::Waiting);
+        // Until the worker has no more patience with that call.
+        sleep(secs(10)).await;
+        worker.stop().await;
+        assert_eq!(told(events).await, ["started", "failed", "works", expected]);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_failure_of_a_job_that_was_cancelled_is_told_as_a_cancellation() {
+    let queue = queue(MemoryBackend::new());
+    let service = service_fn(async |_: Job<u32>| {
+        sleep(secs(1)).await;
+        Err::<(), _>("not today")
+    });
+    let worker = DelayQueueWorker::new(queue.clone(), service);
+    let events = worker.events();
+    let worker = Background::start(worker);
+    queue.push(1).id("a").await.unwrap();
+    // Before the lease is extended, so that the worker does not know.
+    sleep(ms(500)).await;
+    assert_eq!(queue.cancel("a").await.unwrap(), Cancelled::Told);
+    sleep(secs(10)).await;
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+    assert_eq!(told(events).await, ["started", "cancelled"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn attempts_that_end_with_their_worker_are_told_by_the_next_one() {
+    let queue = queue(MemoryBackend::new()).max_attempts(2);
+    queue.push(1).id("a").await.unwrap();
+    let doomed = || {
+        let service = service_fn(|_: Job<u32>| pending::<Result<(), Infallible>>());
+        DelayQueueWorker::new(queue.clone(), service).lease(secs(1))
+    };
+    let (first, second, third) = (doomed(), doomed(), doomed());
+    let (of_second, of_third) = (second.events(), third.events());
+    // Each is dropped in the middle of it.
+    assert!(timeout(ms(500), first.run()).await.is_err());
+    assert!(timeout(ms(1_500), second.run()).await.is_err());
+    assert!(timeout(ms(1_500), third.run()).await.is_err());
+    assert_eq!(told(of_second).await, ["expired", "started"]);
+    assert_eq!(told(of_third).await, ["expired and dead"]);
+    assert_eq!(queue.get("a").await.unwrap().unwrap().state, State::Dead);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_lease_is_extended_for_as_long_as_the_job_runs() {
     let queue = queue(MemoryBackend::new());

@@ -19,8 +19,8 @@ use tollgate::idempotency::OnStoreError;
 use tollgate::rate_limit::{Decision, LimitStatus, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
-    AsError, BoxError, Everyone, ExtractKey, IdempotencyLayer, Key, MemoryBackend, Policy, Quota, RateLimitLayer,
-    StoreError,
+    AsError, BoxError, DelayQueue, DelayQueueWorker, Everyone, ExtractKey, IdempotencyLayer, Job, Key, MemoryBackend,
+    Policy, Quota, RateLimitLayer, StoreError,
 };
 use tower::{Layer, ServiceExt, service_fn};
 use tracing::field::{Field, Visit};
@@ -332,4 +332,59 @@ async fn a_server_that_may_evict_our_keys_is_one_line() {
         let _backend = tollgate::connect(server.url()).await.unwrap();
         assert_eq!(log.lines(), Vec::<String>::new());
     }
+}
+
+/// Collects the spans called `job`, with their fields.
+#[derive(Clone, Default)]
+struct Spans(Arc<Mutex<Vec<String>>>);
+
+struct Fields(String);
+
+impl Visit for Fields {
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.0 += &format!(" {}={value:?}", field.name());
+    }
+}
+
+impl Subscriber for Spans {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        metadata.is_span() && metadata.name() == "job"
+    }
+
+    fn new_span(&self, span: &Attributes<'_>) -> Id {
+        let mut fields = Fields(span.metadata().name().to_owned());
+        span.record(&mut fields);
+        let mut spans = self.0.lock().unwrap();
+        spans.push(fields.0);
+        Id::from_u64(spans.len() as u64)
+    }
+
+    fn record(&self, span: &Id, values: &Record<'_>) {
+        let mut fields = Fields(String::new());
+        values.record(&mut fields);
+        self.0.lock().unwrap()[span.into_u64() as usize - 1] += &fields.0;
+    }
+
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+
+    fn event(&self, _: &Event<'_>) {}
+
+    fn enter(&self, _: &Id) {}
+
+    fn exit(&self, _: &Id) {}
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_attempt_of_a_job_is_a_span_that_says_which_one_it_is() {
+    let spans = Spans::default();
+    let _guard = tracing::subscriber::set_default(spans.clone());
+    let queue = DelayQueue::<u32>::new(MemoryBackend::new(), "mail");
+    let parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
+    queue.push(1).id("welcome:42").header("traceparent", parent).await.unwrap();
+    let service = service_fn(async |job: Job<u32>| if job.attempt() == 1 { Err("not today") } else { Ok(()) });
+    let worker = DelayQueueWorker::new(queue, service);
+    worker.run_until(tokio::time::sleep(Duration::from_secs(60))).await.unwrap();
+    let links = "link.trace_id=\"4bf92f3577b34da6a3ce929d0e0e4736\" link.span_id=\"00f067aa0ba902b7\"";
+    let expected = [1, 2].map(|attempt| format!("job queue=\"mail\" id=welcome:42 attempt={attempt} {links}"));
+    assert_eq!(*spans.0.lock().unwrap(), expected);
 }

@@ -335,3 +335,68 @@ fn jobs_are_counted_by_what_became_of_them() {
     ];
     assert_eq!(seen(&snapshotter), expect(&expected));
 }
+
+#[test]
+fn jobs_that_come_to_no_end_of_their_own_are_counted_too() {
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let secs = Duration::from_secs;
+    let mut halfway = BTreeMap::new();
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let backend = MemoryBackend::new();
+            let store = FaultStore::new(backend.clone());
+            let faults = store.faults();
+            let queue = DelayQueue::<u32>::new(backend, "mail");
+            let service = service_fn(async |job: Job<u32>| match (*job, job.attempt()) {
+                (0, _) if job.due_at() == job.enqueued_at() => Err(Outcome::snooze(Duration::from_secs(1))),
+                (1, _) => Err(Outcome::cancel()),
+                (2..5, 1) => std::future::pending().await,
+                _ => Ok(()),
+            });
+            let worker = |queue| DelayQueueWorker::new(queue, service).lease(secs(3)).abort_after(Duration::ZERO);
+            // Dies with one job that has attempts left, and one that has none.
+            queue.push(2).await.unwrap();
+            queue.push(3).max_attempts(1).await.unwrap();
+            assert!(tokio::time::timeout(secs(1), worker(queue.clone()).run()).await.is_err());
+            for payload in [0, 1] {
+                queue.push(payload).await.unwrap();
+            }
+            let shutdown = tokio::time::sleep(secs(60));
+            let watched = async {
+                tokio::time::sleep(secs(10)).await;
+                // Is cut off in the middle of one, which somebody else does then.
+                queue.push(4).await.unwrap();
+                tokio::time::sleep(secs(1)).await;
+                halfway = seen(&snapshotter);
+                faults.fail(Failure::Unavailable);
+                tokio::time::sleep(secs(4)).await;
+                let others = DelayQueueWorker::new(queue.clone(), service_fn(async |_| Ok::<_, BoxError>(())));
+                others.run_until(tokio::time::sleep(secs(1))).await.unwrap();
+                faults.heal();
+            };
+            let failing = DelayQueue::<u32>::new(store, "mail");
+            tokio::join!(worker(failing).run_until(shutdown), watched).0.unwrap();
+        });
+    });
+    assert_eq!(halfway.remove("tollgate_jobs_running{queue=mail}"), Some(1));
+    // What was seen counts from nothing again.
+    let mut seen = seen(&snapshotter);
+    for (name, count) in halfway {
+        *seen.entry(name).or_default() += count;
+    }
+    let errors = seen.remove("tollgate_job_store_errors_total{queue=mail}");
+    assert!(errors.is_some_and(|errors| errors > 1), "{errors:?}");
+    let expected = [
+        ("tollgate_job_lateness_seconds{queue=mail}", 8),
+        ("tollgate_job_seconds{queue=mail}", 8),
+        ("tollgate_job_leases_expired_total{queue=mail,outcome=dead}", 1),
+        ("tollgate_job_leases_expired_total{queue=mail,outcome=returned}", 2),
+        ("tollgate_jobs_total{queue=mail,outcome=cancelled}", 1),
+        ("tollgate_jobs_total{queue=mail,outcome=done}", 3),
+        ("tollgate_jobs_total{queue=mail,outcome=lease_lost}", 1),
+        ("tollgate_jobs_total{queue=mail,outcome=snoozed}", 1),
+    ];
+    assert_eq!(seen, expect(&expected));
+}

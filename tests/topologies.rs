@@ -229,6 +229,30 @@ mod on_a_cluster {
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_queue_in_parts_is_worked_on_as_one_wherever_they_are() {
+        let cluster = CLUSTER.get(Cluster::start);
+        let backend = connect(&cluster.url()).await;
+        let mut work = Work::on(DelayQueue::new(backend, "split").split(8));
+        work.push().await;
+        let owners: BTreeSet<_> = (0..8)
+            .map(|part| if part == 0 { String::new() } else { format!("#{part}") })
+            .map(|part| cluster.owner(cluster.nodes[0].query(&format!("CLUSTER KEYSLOT {{delay_queue:split{part}}}"))))
+            .collect();
+        assert!(owners.len() > 1, "all parts are on {owners:?}");
+        // One job after the other wakes the worker by a message of the node that it lies on.
+        for job in work.pushed..work.pushed + 20 {
+            let begun = Instant::now();
+            work.queue.push(job).id(job.to_string()).await.unwrap();
+            while !work.done.lock().unwrap().contains(&job) {
+                assert!(begun.elapsed() < Duration::from_secs(3), "nobody has looked at {job}");
+                sleep(Duration::from_millis(1)).await;
+            }
+        }
+        work.pushed += 20;
+        work.end().await;
+    }
+
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn subjects_are_spread_over_all_primaries_and_each_has_its_quota() {
         const SUBJECTS: u32 = 600;
         const QUOTA: u32 = 3;
@@ -290,7 +314,11 @@ impl Work {
     const BATCH: u32 = 100;
 
     fn start(backend: RedisBackend) -> Self {
-        let queue = DelayQueue::new(backend, "work").deadline(Duration::from_secs(1));
+        Self::on(DelayQueue::new(backend, "work"))
+    }
+
+    fn on(queue: DelayQueue<u32>) -> Self {
+        let queue = queue.deadline(Duration::from_secs(1));
         let done = Arc::new(Mutex::new(BTreeSet::new()));
         let noted = Arc::clone(&done);
         let service = service_fn(move |job: Job<u32>| {

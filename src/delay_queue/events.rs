@@ -74,6 +74,14 @@ pub enum Event {
         /// Which job.
         id: JobId,
     },
+    /// So many leases had ended without a word when this worker claimed: those who held them have died, stood still or were cut off. The
+    /// jobs wait again, or are gone if somebody has cancelled them, but for those whose last attempt it was.
+    LeasesExpired {
+        /// How many.
+        jobs: usize,
+        /// How many of these are dead.
+        dead: usize,
+    },
     /// The store begins to fail. It is asked again until it works.
     StoreFailed {
         /// How.

@@ -36,6 +36,7 @@ mod imp {
     use metrics::{Counter, Gauge, Histogram, Label, SharedString, counter, gauge, histogram};
 
     use super::Result;
+    use crate::delay_queue::store::Expired;
 
     /// The handles of one queue, registered with the recorder that is installed when the worker starts.
     pub(in crate::delay_queue) struct Meters {
@@ -45,6 +46,8 @@ mod imp {
         running: Gauge,
         oldest_due: Gauge,
         store_errors: Counter,
+        returned: Counter,
+        expired_dead: Counter,
     }
 
     impl Meters {
@@ -52,6 +55,7 @@ mod imp {
             let name = SharedString::from(queue.to_owned());
             let queue = || Label::new("queue", name.clone());
             let result = |value| vec![queue(), Label::from_static_parts("outcome", value)];
+            let expired = |value| counter!("tollgate_job_leases_expired_total", result(value));
             Self {
                 results: Result::ALL.map(|(_, name)| counter!("tollgate_jobs_total", result(name))),
                 late: histogram!("tollgate_job_lateness_seconds", vec![queue()]),
@@ -59,6 +63,8 @@ mod imp {
                 running: gauge!("tollgate_jobs_running", vec![queue()]),
                 oldest_due: gauge!("tollgate_jobs_oldest_due_seconds", vec![queue()]),
                 store_errors: counter!("tollgate_job_store_errors_total", vec![queue()]),
+                returned: expired("returned"),
+                expired_dead: expired("dead"),
             }
         }
 
@@ -83,6 +89,11 @@ mod imp {
         pub(in crate::delay_queue) fn store_failed(&self) {
             self.store_errors.increment(1);
         }
+
+        pub(in crate::delay_queue) fn expired(&self, Expired { jobs, dead }: Expired) {
+            self.returned.increment(jobs.saturating_sub(dead) as u64);
+            self.expired_dead.increment(dead as u64);
+        }
     }
 }
 
@@ -91,6 +102,7 @@ mod imp {
     use std::time::Duration;
 
     use super::Result;
+    use crate::delay_queue::store::Expired;
 
     pub(in crate::delay_queue) struct Meters;
 
@@ -108,5 +120,7 @@ mod imp {
         pub(in crate::delay_queue) fn finished(&self, _: Result) {}
 
         pub(in crate::delay_queue) fn store_failed(&self) {}
+
+        pub(in crate::delay_queue) fn expired(&self, _: Expired) {}
     }
 }

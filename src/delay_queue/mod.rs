@@ -140,7 +140,8 @@
 //!
 //! Whoever waits for jobs sleeps until the next one is due, by a timer of its own that is set by the store's clock. A job that comes earlier
 //! wakes one worker, by a message on a connection of its own. Messages get lost, so each worker looks every five seconds in any
-//! case, and that is all that an idle one does. Within a process nothing gets lost, and an idle worker does nothing.
+//! case, in each part of a [split](DelayQueue::split) queue, and that is all that an idle one does. A worker that has no time for what is due
+//! lets another one know. Within a process nothing gets lost, and an idle worker does nothing.
 //!
 //! # Metrics
 //!
@@ -149,6 +150,7 @@
 //! | | |
 //! | --- | --- |
 //! | `tollgate_jobs_total` | attempts that are over, by `outcome`: `done`, `retried`, `snoozed`, `dead`, `cancelled`, `released`, `lease_lost` |
+//! | `tollgate_job_leases_expired_total` | attempts that ended without a word of their worker, as whoever claims next has found: by `outcome`, `returned` (the job waits again, or is gone if it was cancelled) or `dead`. A worker that comes back counts its own one as `lease_lost`, too |
 //! | `tollgate_job_lateness_seconds` | a histogram: how long after it was due a job was claimed |
 //! | `tollgate_job_seconds` | a histogram: how long attempts ran |
 //! | `tollgate_jobs_running` | jobs that run in this process |
@@ -230,7 +232,7 @@ pub use self::record::{Due, Headers, NewJob, Note, Priority, Reason, StoredJob, 
 #[cfg(feature = "cron")]
 pub use self::schedule::{Recurring, Schedule};
 pub use self::store::{
-    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Extended,
-    Finish, Finished, MAX_BATCH, MAX_NOTE, QueueKey, State, Ticket, WorkerId,
+    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Expired,
+    Extended, Finish, Finished, MAX_BATCH, MAX_NOTE, QueueKey, State, Ticket, WorkerId,
 };
 pub use self::worker::{DelayQueueWorker, WorkerError};

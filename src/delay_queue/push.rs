@@ -76,12 +76,14 @@ impl Push {
         self
     }
 
-    /// Does nothing while another job with the same key is waiting or running.
+    /// Does nothing while another job with the same key is waiting or running; in a [split](super::DelayQueue::split) queue, one in the same
+    /// part, which jobs without an [id](Self::id) of their own always are.
     pub fn unique(self, key: impl Into<Key>) -> Self {
         self.unique_for(key, UniqueFor::WaitingOrRunning)
     }
 
-    /// Does nothing while another job with the same key keeps it, each for as long as it was pushed for.
+    /// Does nothing while another job with the same key keeps it, each for as long as it was pushed for; in a split queue as
+    /// [`unique`](Self::unique).
     pub fn unique_for(mut self, key: impl Into<Key>, span: UniqueFor) -> Self {
         self.unique = Some(Unique { key: key.into(), span });
         self
@@ -125,7 +127,7 @@ impl Push {
         let id = match self.id {
             Some(id) if id.as_bytes().is_empty() => return Err(ConfigError::EmptyJobId.into()),
             Some(id) => id,
-            None => unique()?,
+            None => self.terms.fresh_id(self.unique.as_ref(), unique)?,
         };
         let job = NewJob {
             id,

@@ -10,7 +10,7 @@ use super::error::QueueError;
 use super::id::{JobId, UniqueIds};
 use super::job::{Canceller, Job};
 use super::push::{Push, Pushed, check_delay};
-use super::record::{Due, NewJob, Reason, StoredJob};
+use super::record::{Due, NewJob, Reason, StoredJob, Unique};
 use super::store::{
     Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Extended, Finish,
     MAX_BATCH, QueueKey, State, Ticket, WorkerId,
@@ -49,6 +49,26 @@ impl Terms {
 
     fn part(&self, part: u16) -> QueueKey {
         QueueKey::new(self.name).with_part(part)
+    }
+
+    /// What `make` says, an id that nobody else has. Of a unique job it is one that lies in the part of its key, so that all jobs of the key
+    /// meet.
+    pub(super) fn fresh_id(
+        &self,
+        unique: Option<&Unique>,
+        make: impl FnOnce() -> Result<JobId, StoreError>,
+    ) -> Result<JobId, StoreError> {
+        let mut id = make()?;
+        if let Some(Unique { key, .. }) = unique.filter(|_| self.parts > 1) {
+            // About one of as many ids as there are parts lies there. The bound is for a mistake, and not for bad luck.
+            for _ in 0..100 * u32::from(self.parts) {
+                if id.as_key().spread(self.parts) == key.spread(self.parts) {
+                    break;
+                }
+                id = JobId::unique()?;
+            }
+        }
+        Ok(id)
     }
 }
 
@@ -117,7 +137,8 @@ impl<T, C> DelayQueue<T, C> {
         self
     }
 
-    /// How long one call of the store may take. Defaults to 100 ms.
+    /// How long one call of the store may take. Defaults to 100 ms. A [worker](super::DelayQueueWorker) gives its own calls more: a third of
+    /// its lease, from 100 ms to 5 s.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.terms.deadline = deadline;
@@ -126,6 +147,9 @@ impl<T, C> DelayQueue<T, C> {
 
     /// Spreads the queue over so many parts by the ids of the jobs, for one that is too much for a single node of a cluster. Defaults to 1,
     /// and at most 1,024. Has to be the same wherever this queue is used; what is in the queue already stays where it is.
+    ///
+    /// A [unique key](super::Push::unique) is one of the part that its job lies in. Jobs without an id of their own lie where their key says, so
+    /// that they meet; those with one lie where that says, and jobs of one key that lie apart do not keep each other out.
     #[must_use]
     pub fn split(mut self, parts: u16) -> Self {
         self.terms.parts = parts.clamp(1, 1_024);
@@ -232,7 +256,7 @@ impl<T, C> DelayQueue<T, C> {
         self.reschedule(id, Duration::ZERO).await
     }
 
-    /// Changes the payload of a job that is waiting. Its headers stay.
+    /// Changes the payload of a job that is waiting. Its headers stay, and count for [how large](Self::max_size) it may be.
     ///
     /// # Errors
     ///
@@ -243,10 +267,13 @@ impl<T, C> DelayQueue<T, C> {
     {
         let (id, Terms { store, deadline, max_size, .. }) = (id.into(), &self.terms);
         let payload = self.codec.encode(payload.borrow()).map_err(QueueError::Encode)?;
-        if payload.len() > *max_size {
-            return Err(QueueError::TooLarge { bytes: payload.len(), max: *max_size });
+        let (queue, max) = (self.terms.home(&id), *max_size);
+        let stored = Arc::clone(store).get(queue, id, *deadline).await?;
+        let bytes = payload.len() + stored.map_or(0, |job| job.headers.size());
+        if bytes > max {
+            return Err(QueueError::TooLarge { bytes, max });
         }
-        Ok(Arc::clone(store).replace(self.terms.home(&id), id, payload, *deadline).await?)
+        Ok(Arc::clone(store).replace(queue, id, payload, *deadline).await?)
     }
 
     /// How many jobs there are, in all parts of the queue.
@@ -345,7 +372,8 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Lets dead jobs wait again, due at once and with all of their attempts: those that `filter` wants, the oldest first, and no more
-    /// than `limit`. Answers how many those were.
+    /// than `limit`. Answers how many those were. One that is unique while it is [there](super::UniqueFor::WaitingOrRunning) takes its key
+    /// again, and stays dead if another job has that.
     ///
     /// # Errors
     ///
@@ -372,17 +400,19 @@ impl<T, C> DelayQueue<T, C> {
         let Terms { store, deadline, .. } = &self.terms;
         let mut changed = 0;
         for queue in self.parts() {
-            // Those that the filter does not want stay, and are not looked at again.
+            // Those that the filter does not want stay, as those do that cannot be changed, and are not looked at again.
             let mut skip = 0;
             while changed < limit {
                 let page = Arc::clone(store).list(queue, State::Dead, skip, MAX_BATCH, *deadline).await?;
                 let ids: Vec<_> =
                     page.iter().filter(|job| filter(job)).map(|job| job.id).take(limit - changed).collect();
-                skip += (page.len() - ids.len()) as u64;
+                let mut left = page.len();
                 if !ids.is_empty() {
                     let answers = verb(Arc::clone(store), queue, ids, *deadline).await?;
-                    changed += answers.into_iter().filter(|is_changed| *is_changed).count();
+                    let gone = answers.into_iter().filter(|is_changed| *is_changed).count();
+                    (changed, left) = (changed + gone, left - gone);
                 }
+                skip += left as u64;
                 // A short page is one of large jobs.
                 if page.is_empty() {
                     break;

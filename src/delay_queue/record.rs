@@ -55,7 +55,7 @@ impl Priority {
 /// What keeps a job from being pushed a second time, under whatever id.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Unique {
-    /// What is unique. Of one queue, or of one part of it where it is split.
+    /// What is unique. Of one queue, or of one part of it where it is [split](super::DelayQueue::split).
     pub key: Key,
     /// For how long.
     pub span: UniqueFor,
@@ -65,11 +65,12 @@ pub struct Unique {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum UniqueFor {
-    /// Until it is done, cancelled or dead.
+    /// Until it is done, cancelled or dead; and again when it is [replayed](super::DelayQueue::replay).
     WaitingOrRunning,
-    /// Until it is claimed for the first time.
+    /// Until it is claimed for the first time. Not again after that, whether it is snoozed, tried again or replayed.
     Waiting,
-    /// For so long after it was pushed, whatever becomes of it.
+    /// For so long after it was pushed, whatever becomes of it. A key whose time is over keeps nobody out. It takes room until jobs are
+    /// pushed later, of which each takes two such keys away, and in memory until jobs are claimed.
     Time(Duration),
 }
 

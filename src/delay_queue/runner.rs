@@ -25,7 +25,9 @@ use super::queue::DelayQueue;
 use super::record::Reason;
 use super::running::{Running, Settled, Spread, Stop};
 use super::slots::Slots;
-use super::store::{Claim, Claimed, ClaimedJob, Ending, Extended, Finished, MAX_BATCH, QueueKey, Ticket, WorkerId};
+use super::store::{
+    Claim, Claimed, ClaimedJob, Ending, Expired, Extended, Finished, MAX_BATCH, QueueKey, Ticket, WorkerId,
+};
 use super::worker::{Settings, WorkerError};
 use crate::error::{BoxError, StoreError};
 
@@ -72,6 +74,8 @@ struct Part {
     oldest_due: Option<Duration>,
     // When the store was last asked anything.
     asked_at: Instant,
+    // Whether the store may count on this worker to look when something is due, so that others sleep.
+    is_relied_on: bool,
     calls: usize,
     failures: u32,
     paused_until: Instant,
@@ -113,6 +117,7 @@ struct Claims<T> {
     more: bool,
     next: Option<Duration>,
     oldest_due: Option<Duration>,
+    expired: Expired,
     received: Instant,
     now: SystemTime,
 }
@@ -143,6 +148,7 @@ impl<T, S, C> Runner<T, S, C> {
             more: false,
             oldest_due: None,
             asked_at: now,
+            is_relied_on: false,
             calls: 0,
             failures: 0,
             paused_until: now,
@@ -230,8 +236,8 @@ impl<T, S, C> Runner<T, S, C> {
         }
     }
 
-    fn settle(&mut self, part: usize, settled: Settled) {
-        self.parts[part].settled.push_back(settled);
+    fn settle(&mut self, part: usize, lease_ends: Instant, settled: Settled) {
+        self.parts[part].settled.push_back(Settled { lease_ends: Some(lease_ends), ..settled });
     }
 
     /// Notes what a job has come to.
@@ -253,7 +259,7 @@ impl<T, S, C> Runner<T, S, C> {
                 (Err(_), Some(_)) => Settled::retry(ticket, delay(), "its lease was lost"),
             },
         };
-        self.settle(running.part, settled);
+        self.settle(running.part, running.lease_ends, settled);
     }
 
     fn judge(&mut self, ticket: Ticket, attempt: u16, error: &BoxError, now: Instant) -> Settled {
@@ -266,13 +272,16 @@ impl<T, S, C> Runner<T, S, C> {
 
     /// Tells what the store has noted.
     fn noted(&self, settled: Settled, finished: Finished) {
-        let Settled { finish, result, is_repeated } = settled;
+        let Settled { finish, result, is_repeated, .. } = settled;
         let id = finish.ticket.id;
+        let stays = !matches!(finish.ending, Ending::Done);
         let result = match finished {
             Finished::Dead => meters::Result::Dead,
+            Finished::Cancelled => meters::Result::Cancelled,
             Finished::Done => result,
-            // An earlier call has come through, as far as can be known.
+            // An earlier call has come through, as far as can be known. What waits again after it is nobody's, or somebody else's.
             Finished::Gone if is_repeated => result,
+            Finished::Lost if is_repeated && stays => result,
             Finished::Gone | Finished::Lost => meters::Result::LeaseLost,
         };
         self.meters.finished(result);
@@ -289,6 +298,16 @@ impl<T, S, C> Runner<T, S, C> {
             (_, Ending::Release) => Event::Released { id },
             (_, Ending::Done) => Event::Done { id },
         });
+    }
+
+    /// Tells of attempts that nobody else will tell of.
+    fn taken_back(&self, expired: Expired) {
+        let Expired { jobs, dead } = expired;
+        if jobs > 0 {
+            self.meters.expired(expired);
+            tracing::warn!(queue = %self.queue.name(), jobs, dead, "leases have ended without a word of their workers");
+            self.settings.teller.tell(|| Event::LeasesExpired { jobs, dead });
+        }
     }
 
     fn store_failed(&mut self, error: &StoreError) {
@@ -446,11 +465,14 @@ where
                 continue;
             }
             let is_overlooked = is_working && part.overlooked_at(now).is_some_and(|at| at <= now);
-            if part.settled.is_empty() && !is_overlooked && (free == 0 || !part.is_due(now)) {
+            // What is due must not wait for a worker that has no time for it, or ends: others are told to look instead.
+            let hands_over = part.is_relied_on && free == 0 && (!is_working || part.is_due(now));
+            let must_ask = is_overlooked || hands_over;
+            if part.settled.is_empty() && !must_ask && (free == 0 || !part.is_due(now)) {
                 continue;
             }
             // A second call at the same time has to be worth it.
-            if part.calls > 0 && !(part.more && part.settled.len() * 2 >= share) {
+            if part.calls > 0 && !hands_over && !(part.more && part.settled.len() * 2 >= share) {
                 continue;
             }
             let due = self.parts.iter().filter(|part| part.is_due(now)).count().max(1);
@@ -461,7 +483,7 @@ where
             let settled: Vec<_> = part.settled.drain(..batch).collect();
             // What is not noted yet counts as if it ran, so that it cannot become more and more.
             let limit = free.saturating_sub(left - batch).min(free.div_ceil(due)).min(most);
-            if settled.is_empty() && limit == 0 && !is_overlooked {
+            if settled.is_empty() && limit == 0 && !must_ask {
                 continue;
             }
             part.calls += 1;
@@ -470,6 +492,8 @@ where
                 // Until the answer says when; it says so within a time, or the call has failed.
                 part.look_at = None;
                 self.turn = index + 1;
+            } else {
+                part.is_relied_on = false;
             }
             self.reserved += limit;
             let claim =
@@ -481,7 +505,7 @@ where
                 let result = queue.claim(key, finished, claim, time).await;
                 let result = result.map(|claimed| {
                     let received = Instant::now();
-                    let Claimed { finished, jobs: claimed, more, next, oldest_due, now } = claimed;
+                    let Claimed { finished, jobs: claimed, more, next, oldest_due, expired, now } = claimed;
                     let (mut jobs, mut unreadable) = (Vec::with_capacity(claimed.len()), Vec::new());
                     for job in claimed {
                         let ticket = job.ticket();
@@ -490,7 +514,7 @@ where
                             Err(ending) => unreadable.push(Settled::new(ticket, ending)),
                         }
                     }
-                    Claims { finished, jobs, unreadable, more, next, oldest_due, received, now }
+                    Claims { finished, jobs, unreadable, more, next, oldest_due, expired, received, now }
                 });
                 Answer::Claimed { part: index, limit, sent, settled, result }
             });
@@ -509,11 +533,16 @@ where
                         self.store_failed(&error);
                         let part = &mut self.parts[part];
                         for settled in settled.into_iter().rev() {
-                            part.settled.push_front(Settled { is_repeated: true, ..settled });
+                            // What is said when somebody else has the job already changes nothing.
+                            let may_count = settled.lease_ends.is_none_or(|ends| sent < ends);
+                            let is_repeated = settled.is_repeated || may_count;
+                            part.settled.push_front(Settled { is_repeated, ..settled });
                         }
                         let pause = (FIRST_PAUSE * (1 << part.failures.min(8))).min(LONGEST_PAUSE);
                         part.failures += 1;
                         (part.paused_until, part.look_at) = (now + pause / 2 + share(pause / 2), Some(now));
+                        // It may have come through.
+                        part.is_relied_on |= limit > 0;
                     }
                 }
             }
@@ -535,6 +564,7 @@ where
         }
         self.parts[index].oldest_due = claims.oldest_due;
         self.meters.oldest_due(self.parts.iter().filter_map(|part| part.oldest_due).max().unwrap_or_default());
+        self.taken_back(claims.expired);
         let part = &mut self.parts[index];
         part.failures = 0;
         if limit == 0 {
@@ -542,11 +572,16 @@ where
             part.look_at = Some(now);
         } else {
             part.more = claims.more || claims.jobs.len() + claims.unreadable.len() >= limit;
+            // Of two calls at a time either may have been the last one.
+            part.is_relied_on = !part.more || (part.is_relied_on && part.calls > 0);
             let next = claims.next.and_then(|next| claims.received.checked_add(wait(next, claims.now)));
             let look_at = if part.more { Some(now) } else { next };
             part.look_at = part.look_at.into_iter().chain(look_at).min();
         }
-        part.settled.extend(claims.unreadable);
+        let lease_ends = sent + self.settings.lease;
+        for settled in claims.unreadable {
+            self.settle(index, lease_ends, settled);
+        }
         for opened in claims.jobs {
             self.start(index, opened, sent, claims.now, now);
         }
@@ -557,7 +592,7 @@ where
         let Opened { ticket, job, canceller } = opened;
         let instance = if self.stage == Stage::Working { self.slots.take() } else { None };
         let Some(mut instance) = instance else {
-            self.settle(part, Settled::new(ticket, Ending::Release));
+            self.settle(part, sent + self.settings.lease, Settled::new(ticket, Ending::Release));
             return;
         };
         let attempt = job.attempt();
@@ -569,7 +604,8 @@ where
             Err(panic) => {
                 self.slots.put_damaged(instance);
                 let delay = self.settings.backoff.delay(attempt);
-                self.settle(part, Settled::retry(ticket, delay, panicked(&*panic)));
+                let settled = Settled::retry(ticket, delay, panicked(&*panic));
+                self.settle(part, sent + self.settings.lease, settled);
                 return;
             }
         };

@@ -61,6 +61,8 @@ impl Running {
 pub(super) struct Settled {
     pub(super) finish: Finish,
     pub(super) result: meters::Result,
+    // When the job is somebody else's, by our clock.
+    pub(super) lease_ends: Option<Instant>,
     // Whether a call that was to note it may have come through although it failed.
     pub(super) is_repeated: bool,
 }
@@ -74,7 +76,7 @@ impl Settled {
             Ending::Release => meters::Result::Released,
             Ending::Dead { .. } => meters::Result::Dead,
         };
-        Self { finish: Finish { ticket, ending }, result, is_repeated: false }
+        Self { finish: Finish { ticket, ending }, result, lease_ends: None, is_repeated: false }
     }
 
     /// Forgotten, and not done.

@@ -4,6 +4,8 @@ use std::sync::Arc;
 use std::time::{Duration, SystemTime};
 
 use super::id::JobId;
+#[cfg(doc)]
+use super::record::UniqueFor;
 use super::record::{Due, NewJob, Reason, StoredJob, Unique};
 use crate::error::StoreError;
 use crate::key::Key;
@@ -109,7 +111,9 @@ pub trait DelayQueueStore {
     /// Removes jobs that are waiting, at most [`MAX_BATCH`] of them. Answers how many; 0 says that none is left.
     fn drain(&self, queue: &QueueKey, limit: usize) -> impl Future<Output = Result<usize, StoreError>> + Send;
 
-    /// Lets dead jobs wait again, due at once and with all of their attempts. Answers for each whether it was dead.
+    /// Lets dead jobs wait again, due at once and with all of their attempts. One that is unique while it is
+    /// [there](UniqueFor::WaitingOrRunning) takes its key again, and stays dead if another job has that. Answers for each whether it waits
+    /// again.
     fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
     /// Removes dead jobs. Answers for each whether it was dead.
@@ -322,6 +326,8 @@ pub enum Finished {
     Done,
     /// It has no attempt left, or none was to be made: it is among the dead now.
     Dead,
+    /// It was not done, and is gone: somebody has [cancelled](DelayQueueStore::cancel) it meanwhile.
+    Cancelled,
     /// There is no such job any more: an earlier call with this ticket has come through, or somebody else has done it.
     Gone,
     /// Somebody else has the job, or will have it: the lease had ended. Nothing was changed.
@@ -356,8 +362,19 @@ pub struct Claimed {
     pub next: Option<Duration>,
     /// For how long the oldest job that is still due has been so, as in [`Counts::oldest_due`].
     pub oldest_due: Option<Duration>,
+    /// What became of jobs whose lease had ended.
+    pub expired: Expired,
     /// The store's clock.
     pub now: SystemTime,
+}
+
+/// How many leases had ended without a word when others were claimed: their workers have died, stood still or were cut off.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Expired {
+    /// How many. Their jobs wait again; those that were to be cancelled are gone.
+    pub jobs: usize,
+    /// How many of these are dead instead, since it was their last attempt.
+    pub dead: usize,
 }
 
 /// A job, and the right to finish it.

@@ -52,14 +52,14 @@ use crate::error::{BoxError, ConfigError, StoreError};
 /// | [`Outcome`](super::Outcome), as the error or one of its sources | what it says |
 /// | [`RateLimited`](crate::rate_limit::RateLimited), of a `RateLimitLayer` | waits until there is room, and the attempt does not count; dead if there never is |
 /// | [`Busy`](crate::lock::Busy), of a `LockLayer` | waits for up to a second, and the attempt does not count: one job of a key at a time, in no order |
-/// | by panicking | as with an error |
+/// | by panicking | as with an error; where the service [cannot be cloned](Self::one_by_one) it goes on with the same one |
 ///
 /// That is noted by the store outside of the service: a layer that tries again in the process (`tower::retry`) is within one attempt.
 ///
 /// # How many
 ///
 /// As many jobs are claimed as instances of the service are [ready](Service::poll_ready), up to [`concurrency`](Self::concurrency). Each job
-/// runs in a task of its own. While nothing is due no instance is kept ready, so that a worker does not keep permits from others.
+/// runs in a task of its own. A service that fails or panics when it is asked whether it is ready [ends](WorkerError::Service) the worker. While nothing is due no instance is kept ready, so that a worker does not keep permits from others.
 ///
 /// # Leases
 ///
@@ -234,7 +234,8 @@ impl<T, S, C> fmt::Debug for DelayQueueWorker<T, S, C> {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum WorkerError {
-    /// The service will never be ready again. What ran has been given the time that a shutdown gives.
+    /// The service will never be ready again: it has failed when it was asked, or panicked. What ran has been given the time that a
+    /// shutdown gives.
     Service(BoxError),
     /// A setting cannot work; nothing was asked of the store.
     Config(ConfigError),

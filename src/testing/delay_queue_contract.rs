@@ -13,8 +13,8 @@ use tokio::time::{sleep, timeout};
 
 use crate::delay_queue::{
     Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Due, Ending,
-    Extended, Finish, Finished, JobId, MAX_BATCH, NewJob, Priority, QueueKey, Reason, State, Unique, UniqueFor,
-    WorkerId,
+    Expired, Extended, Finish, Finished, JobId, MAX_BATCH, NewJob, Priority, QueueKey, Reason, State, Unique,
+    UniqueFor, WorkerId,
 };
 
 /// A lease that no test sees the end of, however slow the machine.
@@ -222,6 +222,38 @@ pub async fn a_unique_key_keeps_others_out<S: DelayQueueStore>(store: S) {
     assert_eq!(add(&store, with_key("f", while_there)).await, Admission::New);
 }
 
+/// A dead job keeps nobody out, whatever its key is. One that is replayed takes its key again, or stays dead if another one has it.
+pub async fn a_replayed_job_keeps_others_out_again<S: DelayQueueStore>(store: S) {
+    let refused = || Ending::Dead { reason: Reason::Refused, error: "no".into() };
+    let replay = async |id: &str| store.replay(&queue(), &[JobId::from(id)]).await.unwrap()[0];
+    for key in ["user", ""] {
+        let unique = |id: &str, span| NewJob { unique: Some(Unique { key: key.into(), span }), ..job(id) };
+        for id in ["a", "b"] {
+            assert_eq!(add(&store, unique(id, UniqueFor::WaitingOrRunning)).await, Admission::New);
+            let jobs = take(&store, &[id]).await;
+            assert_eq!(finish(&store, &jobs[0], refused()).await, Finished::Dead);
+        }
+        // Of two that are replayed at once one gets the key.
+        assert_eq!(store.replay(&queue(), &["a", "b"].map(JobId::from)).await.unwrap(), [true, false]);
+        assert_eq!(state(&store, "b").await, Some(State::Dead));
+        let exists = Admission::Exists(JobId::from("a"));
+        assert_eq!(add(&store, unique("c", UniqueFor::WaitingOrRunning)).await, exists);
+        let jobs = take(&store, &["a"]).await;
+        assert!(!replay("b").await);
+        assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+        assert!(replay("b").await);
+        assert_eq!(store.cancel(&queue(), &JobId::from("b")).await.unwrap(), Cancelled::Removed);
+        // One that was unique until it was claimed does not need its key any more.
+        assert_eq!(add(&store, unique("d", UniqueFor::Waiting)).await, Admission::New);
+        let jobs = take(&store, &["d"]).await;
+        assert_eq!(finish(&store, &jobs[0], refused()).await, Finished::Dead);
+        assert!(replay("d").await);
+        assert_eq!(add(&store, unique("e", UniqueFor::WaitingOrRunning)).await, Admission::New);
+        assert_eq!(store.drain(&queue(), 10).await.unwrap(), 2);
+        assert_eq!(counts(&store).await, [0, 0, 0, 0]);
+    }
+}
+
 /// Higher priorities go first, then what was due first, then smaller ids.
 pub async fn jobs_come_by_priority_then_due_then_id<S: DelayQueueStore>(store: S) {
     let of = |id: &str, priority| NewJob { priority, ..job(id) };
@@ -294,11 +326,14 @@ pub async fn what_is_put_back_waits<S: DelayQueueStore>(store: S) {
 pub async fn a_crash_loop_ends<S: DelayQueueStore>(store: S) {
     push(&store, &[NewJob { max_attempts: 3, ..job("a") }]).await;
     for attempt in 1..=3 {
-        let jobs = store.claim(&queue(), &[], &claim(1, Claim::MIN_LEASE)).await.unwrap().jobs;
+        let Claimed { jobs, expired, .. } = store.claim(&queue(), &[], &claim(1, Claim::MIN_LEASE)).await.unwrap();
         assert_eq!(jobs[0].job.attempt, attempt);
+        assert_eq!(expired, Expired { jobs: usize::from(attempt > 1), dead: 0 });
         sleep(Claim::MIN_LEASE * 3).await;
     }
-    take(&store, &[]).await;
+    let last = ask(&store, 100).await;
+    assert!(last.jobs.is_empty() && last.expired == Expired { jobs: 1, dead: 1 }, "{last:?}");
+    assert_eq!(ask(&store, 100).await.expired, Expired::default());
     let dead = store.get(&queue(), &JobId::from("a")).await.unwrap().unwrap();
     assert_eq!((dead.state, dead.attempt, dead.note.unwrap().reason), (State::Dead, 3, Reason::LeaseExpired));
 }
@@ -314,7 +349,7 @@ pub async fn a_cancellation_has_one_outcome<S: DelayQueueStore>(store: S) {
     let tickets: Vec<_> = jobs.iter().map(ClaimedJob::ticket).collect();
     let extended = store.extend(&queue(), &tickets, LONG).await.unwrap();
     assert_eq!(extended, [Extended::Cancelled, Extended::Held]);
-    assert_eq!(finish(&store, &jobs[0], retry(Duration::ZERO)).await, Finished::Done);
+    assert_eq!(finish(&store, &jobs[0], retry(Duration::ZERO)).await, Finished::Cancelled);
     assert_eq!(finish(&store, &jobs[1], retry(Duration::ZERO)).await, Finished::Dead);
     assert_eq!(store.cancel(&queue(), &b).await.unwrap(), Cancelled::Missing);
     assert_eq!(store.cancel(&queue(), &c).await.unwrap(), Cancelled::Dead);

@@ -292,6 +292,7 @@ macro_rules! delay_queue_contract {
                 an_id_is_there_once
                 a_batch_is_answered_in_order
                 a_unique_key_keeps_others_out
+                a_replayed_job_keeps_others_out_again
                 jobs_come_by_priority_then_due_then_id
                 no_more_is_claimed_than_was_asked_for
                 attempts_are_counted_and_given_back

@@ -9,8 +9,8 @@ use tokio::time::Instant;
 use super::MemoryBackend;
 use crate::delay_queue::{
     Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Due, Ending,
-    Extended, Finish, Finished, JobId, MAX_BATCH, NewJob, Note, Priority, QueueKey, Reason, State, StoredJob, Ticket,
-    UniqueFor, WorkerId,
+    Expired, Extended, Finish, Finished, JobId, MAX_BATCH, NewJob, Note, Priority, QueueKey, Reason, State, StoredJob,
+    Ticket, Unique, UniqueFor, WorkerId,
 };
 use crate::error::StoreError;
 use crate::key::Key;
@@ -31,6 +31,8 @@ pub(super) struct QueueTable {
     date: Duration,
     instant: Instant,
     len: AtomicUsize,
+    // Unique keys that are held for a time.
+    held: AtomicUsize,
     bytes: AtomicUsize,
     capacity: usize,
 }
@@ -124,6 +126,7 @@ impl QueueTable {
             date: Duration::from_millis(since_1970.as_millis() as u64),
             instant: Instant::now(),
             len: AtomicUsize::new(0),
+            held: AtomicUsize::new(0),
             bytes: AtomicUsize::new(0),
             capacity,
         }
@@ -145,9 +148,10 @@ impl QueueTable {
         // Whoever has the lock is no earlier than who had it before.
         let now = self.now();
         let queue = queues.entry(*key).or_default();
-        let (len, bytes) = (queue.jobs.len(), queue.bytes);
+        let (len, held, bytes) = (queue.jobs.len(), queue.unique_ends.len(), queue.bytes);
         let answer = verb(queue, now);
         self.len.fetch_add(queue.jobs.len().wrapping_sub(len), Ordering::Relaxed);
+        self.held.fetch_add(queue.unique_ends.len().wrapping_sub(held), Ordering::Relaxed);
         self.bytes.fetch_add(queue.bytes.wrapping_sub(bytes), Ordering::Relaxed);
         if queue.is_over() {
             queues.remove(key);
@@ -158,10 +162,11 @@ impl QueueTable {
     fn push(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
         self.with(key, |queue, now| {
             let bytes = jobs.iter().map(NewJob::size).sum::<usize>();
-            if self.len.load(Ordering::Relaxed) + jobs.len() > self.capacity
-                || self.bytes.load(Ordering::Relaxed) + bytes > self.capacity.saturating_mul(JOB_SHARE)
-            {
-                return Err(StoreError::out_of_memory("more jobs are kept than the memory backend has room for"));
+            // A few unique keys whose time is over go with each that comes.
+            let swept = queue.sweep(2 * jobs.len(), now);
+            let kept = self.len.load(Ordering::Relaxed) + self.held.load(Ordering::Relaxed) - swept;
+            if kept + jobs.len() > self.capacity || !self.has_room(bytes) {
+                return Err(no_room());
             }
             let mut admissions = vec![Admission::Full; jobs.len()];
             for priority in Priority::ALL {
@@ -172,6 +177,32 @@ impl QueueTable {
             Ok(admissions)
         })
     }
+
+    fn replace(&self, key: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
+        self.with(key, |queue, _| {
+            let mut is_kept = true;
+            let changed = queue.change(id, |queue| {
+                if let Some(record) = queue.jobs.get_mut(id) {
+                    let len = record.job.payload.len();
+                    is_kept = self.has_room(payload.len().saturating_sub(len));
+                    if is_kept {
+                        queue.bytes = queue.bytes + payload.len() - len;
+                        record.job.payload = payload.into();
+                    }
+                }
+            });
+            if is_kept { Ok(changed) } else { Err(no_room()) }
+        })
+    }
+
+    /// Whether there may be so many bytes more.
+    fn has_room(&self, bytes: usize) -> bool {
+        self.bytes.load(Ordering::Relaxed) + bytes <= self.capacity.saturating_mul(JOB_SHARE)
+    }
+}
+
+fn no_room() -> StoreError {
+    StoreError::out_of_memory("more jobs are kept than the memory backend has room for")
 }
 
 #[cfg(test)]
@@ -237,22 +268,22 @@ impl Queue {
         self.bytes += job.size();
         self.jobs.insert(job.id, Record { job: stored, place: Place::Waiting, due });
         self.wait(&job.id, due);
-        self.sweep(now);
         Admission::New
     }
 
-    /// Forgets a couple of unique keys whose time is over.
-    fn sweep(&mut self, now: Now) {
-        for _ in 0..2 {
-            let Some((until, _)) = self.unique_ends.first().filter(|(until, _)| *until <= now.ms) else { return };
-            let until = *until;
-            let Some((_, text)) = self.unique_ends.pop_first() else { return };
+    /// Forgets some unique keys whose time is over. Answers how many those were.
+    fn sweep(&mut self, most: usize, now: Now) -> usize {
+        for swept in 0..most {
+            let is_over = self.unique_ends.first().is_some_and(|(until, _)| *until <= now.ms);
+            let first = if is_over { self.unique_ends.pop_first() } else { None };
+            let Some((until, text)) = first else { return swept };
             if let Some(key) = Key::stored(&text)
                 && self.unique.get(&key).is_some_and(|holder| holder.until == Some(until))
             {
                 self.unique.remove(&key);
             }
         }
+        most
     }
 
     /// Lets a job wait until it is due.
@@ -294,6 +325,21 @@ impl Queue {
         }
     }
 
+    /// Has a job that is unique while it is there keep others out again, unless another one does so. Answers whether it may be there.
+    fn hold(&mut self, id: &JobId, now: Now) -> bool {
+        let unique = self.jobs.get(id).and_then(|record| record.job.unique);
+        let Some(Unique { key, span: UniqueFor::WaitingOrRunning }) = unique else { return true };
+        let is_held = |holder: &Holder| match holder.until {
+            Some(until) => until > now.ms,
+            None => holder.id != *id,
+        };
+        if self.unique.get(&key).is_some_and(is_held) {
+            return false;
+        }
+        self.unique.insert(key, Holder { id: *id, until: None });
+        true
+    }
+
     fn bury(&mut self, id: &JobId, now: Now) {
         self.free(id);
         if let Some(record) = self.jobs.get_mut(id) {
@@ -310,7 +356,7 @@ impl Queue {
         if is_cancelled || *ending == Ending::Done {
             self.free(id);
             self.remove(id);
-            return Finished::Done;
+            return if *ending == Ending::Done { Finished::Done } else { Finished::Cancelled };
         }
         let failed = |reason: Reason, error: &str| Some(Note { reason, error: Note::cut(error).into() });
         let is_dead = match ending {
@@ -355,9 +401,11 @@ impl Queue {
         });
         let finished = finished.collect();
         let limit = claim.limit.min(MAX_BATCH);
+        let mut expired = Expired::default();
         if limit > 0 {
-            self.reclaim(now);
+            expired = self.reclaim(now);
             self.trim(claim.dead, now);
+            self.sweep(RECLAIMED, now);
         }
         let jobs = if self.is_paused { Vec::new() } else { self.take(limit, claim.lease, now) };
         let due = self.due.iter().filter(|_| !self.is_paused).filter_map(|due| due.first()).map(|(due, _)| *due);
@@ -370,18 +418,21 @@ impl Queue {
             // No wake-up is lost within a process.
             next: next.map(Duration::from_millis),
             oldest_due: self.oldest_due(now),
+            expired,
             now: UNIX_EPOCH + Duration::from_micros(now.us),
         }
     }
 
     /// Lets jobs whose lease has ended wait again.
-    fn reclaim(&mut self, now: Now) {
+    fn reclaim(&mut self, now: Now) -> Expired {
         let over = self.leases.range(..(now.ms + 1, 0, JobId::LEAST)).take(RECLAIMED);
         let over: Vec<_> = over.map(|(.., id)| *id).collect();
         let ending = Ending::Retry { delay: Duration::ZERO, error: Arc::default() };
+        let mut expired = Expired { jobs: over.len(), dead: 0 };
         for id in over {
-            self.settle(&id, &ending, true, now);
+            expired.dead += usize::from(self.settle(&id, &ending, true, now) == Finished::Dead);
         }
+        expired
     }
 
     /// Forgets dead jobs that are too old or too many.
@@ -514,7 +565,7 @@ impl Queue {
     }
 
     fn replay(&mut self, id: &JobId, now: Now) -> bool {
-        if !self.is_dead(id) {
+        if !self.is_dead(id) || !self.hold(id, now) {
             return false;
         }
         self.lift(id);
@@ -576,14 +627,7 @@ impl DelayQueueStore for MemoryBackend {
     }
 
     async fn replace(&self, queue: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
-        Ok(self.inner.queues.with(queue, |queue, _| {
-            queue.change(id, |queue| {
-                if let Some(record) = queue.jobs.get_mut(id) {
-                    queue.bytes = queue.bytes + payload.len() - record.job.payload.len();
-                    record.job.payload = payload.into();
-                }
-            })
-        }))
+        self.inner.queues.replace(queue, id, payload)
     }
 
     async fn counts(&self, queue: &QueueKey) -> Result<Counts, StoreError> {

@@ -11,8 +11,8 @@ use super::servers::Servers;
 use super::subscriber::Interest;
 use super::{Inner, RedisBackend};
 use crate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Due, Ending, Extended, Finish,
-    Finished, JobId, MAX_BATCH, NewJob, PreparedPush, Priority, QueueKey, State, StoredJob, Ticket, WorkerId,
+    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Due, Ending, Expired, Extended,
+    Finish, Finished, JobId, MAX_BATCH, NewJob, PreparedPush, Priority, QueueKey, State, StoredJob, Ticket, WorkerId,
 };
 use crate::error::StoreError;
 use crate::lock::{Scope, Wakeups};
@@ -313,6 +313,8 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
         Value::Int(next_ms),
         Value::Int(oldest_ms),
         Value::Int(token),
+        Value::Int(expired),
+        Value::Int(expired_dead),
         claims @ ..,
     ] = values.as_slice()
     else {
@@ -323,8 +325,10 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
         b'1' => Some(Finished::Done),
         b'2' => Some(Finished::Dead),
         b'3' => Some(Finished::Lost),
+        b'4' => Some(Finished::Cancelled),
         _ => None,
     });
+    let expired = Expired { jobs: usize::try_from(*expired).ok()?, dead: usize::try_from(*expired_dead).ok()? };
     let token = u64::try_from(*token).ok()?;
     let mut jobs = Vec::new();
     for pair in claims.chunks(2) {
@@ -340,6 +344,7 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
         more: *more == 1,
         next: Some(Duration::from_millis(u64::try_from(*next_ms).ok()?)),
         oldest_due: u64::try_from(*oldest_ms).ok().map(Duration::from_millis),
+        expired,
         now: UNIX_EPOCH + Duration::from_micros(u64::try_from(*now_us).ok()?),
     })
 }

@@ -5,7 +5,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::*;
 use crate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, Claimed, DeadLimits, DelayQueueStore, Due, Ending, Extended, Finish,
+    Admission, Cancelled, Changed, Claim, Claimed, DeadLimits, DelayQueueStore, Due, Ending, Expired, Extended, Finish,
     Finished, JobId, NewJob, Note, Priority, QueueKey, Reason, State, StoredJob, Ticket, Unique, UniqueFor, WorkerId,
 };
 
@@ -264,7 +264,7 @@ impl Model {
         if matches!(end, End::Done) || matches!(job.place, Place::Running { is_cancelled: true, .. }) {
             self.free(ticket.of);
             self.remove(ticket.of);
-            return Some(Finished::Done);
+            return Some(if matches!(end, End::Done) { Finished::Done } else { Finished::Cancelled });
         }
         job.place = Place::Waiting;
         job.due = due.unwrap_or(job.due);
@@ -299,6 +299,7 @@ impl Model {
             })
             .collect();
         let now = self.now();
+        let mut expired = Expired::default();
         if limit > 0 {
             let over = self.jobs.iter().filter_map(|job| match job.place {
                 Place::Running { claim, ends, .. } if ends <= now => Some((job.id, claim)),
@@ -306,7 +307,9 @@ impl Model {
             });
             let none = Ticket { id: id(0), token: 0, unique: None };
             for (of, claim) in over.collect::<Vec<_>>() {
-                self.finish(&Tickets { of, claim, memory: none, redis: none }, End::Retry(0), true);
+                let finished = self.finish(&Tickets { of, claim, memory: none, redis: none }, End::Retry(0), true);
+                expired.jobs += 1;
+                expired.dead += usize::from(finished == Some(Finished::Dead));
             }
             let dead = |job: &ModelJob| match job.place {
                 Place::Dead { since } => Some((since, id(job.id), job.id)),
@@ -344,7 +347,7 @@ impl Model {
         let next = next.min().map_or(5_000, |next| next.saturating_sub(now).min(5_000));
         let waiting = self.jobs.iter().filter(|job| job.place == Place::Waiting);
         let oldest = waiting.map(|job| job.due).min().and_then(|due| now.checked_sub(due)).map(Duration::from_millis);
-        format!("{finished:?} {seen:?} more {} next {next} oldest {oldest:?}", next == 0)
+        format!("{finished:?} {seen:?} more {} next {next} oldest {oldest:?} {expired:?}", next == 0)
     }
 
     fn extend(&mut self, ticket: &Tickets, lease_ms: u64) -> Extended {
@@ -416,6 +419,15 @@ impl Model {
     fn revive(&mut self, number: u32) -> bool {
         let now = self.now();
         let Some(job) = self.find(number).filter(|job| matches!(job.place, Place::Dead { .. })) else { return false };
+        if let Some((key, UniqueFor::WaitingOrRunning)) = job.unique {
+            let holder = &mut self.unique[usize::from(key)];
+            match *holder {
+                Some((holder, None)) if holder != number => return false,
+                Some((_, Some(until))) if until > now => return false,
+                _ => *holder = Some((number, None)),
+            }
+        }
+        let Some(job) = self.find(number) else { return false };
         (job.place, job.due, job.spent, job.reason) = (Place::Waiting, now, 0, None);
         true
     }
@@ -528,8 +540,8 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                     let jobs: Vec<_> = claimed.jobs.iter().map(|claimed| seen(&claimed.job, start)).collect();
                     // Memory says nothing where there is nothing to wait for, and Redis looks now and then.
                     let next = claimed.next.map_or(5_000, |next| next.as_micros().div_ceil(1_000).min(5_000));
-                    let Claimed { finished, more, oldest_due, .. } = claimed;
-                    format!("{finished:?} {jobs:?} more {more} next {next} oldest {oldest_due:?}")
+                    let Claimed { finished, more, oldest_due, expired, .. } = claimed;
+                    format!("{finished:?} {jobs:?} more {more} next {next} oldest {oldest_due:?} {expired:?}")
                 });
                 for (memory, redis) in memory.jobs.iter().zip(&redis.jobs) {
                     let of = (0..IDS).find(|number| id(*number) == memory.job.id).unwrap();

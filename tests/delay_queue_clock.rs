@@ -1,0 +1,150 @@
+//! A worker beside a store whose clock says something else than its own: only the store's counts.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::future::ready;
+use std::sync::{Arc, Mutex};
+use std::time::{Duration, SystemTime};
+
+use tokio::time::{Instant, sleep};
+use tollgate::delay_queue::{
+    Admission, Backoff, Cancelled, Changed, Claim, Claimed, Counts, DelayQueue, DelayQueueStore, DelayQueueWorker, Due,
+    Event, Extended, Finish, JobId, NewJob, QueueKey, State, StoredJob, Ticket, WorkerId,
+};
+use tollgate::lock::{Scope, Wakeups};
+use tollgate::{Job, MemoryBackend, StoreError};
+use tower::service_fn;
+
+const HOUR: Duration = Duration::from_secs(3_600);
+
+/// Jobs in memory, by a clock that is an hour off.
+#[derive(Clone)]
+struct Elsewhere {
+    inner: MemoryBackend,
+    is_ahead: bool,
+}
+
+impl Elsewhere {
+    /// What its clock says when that of the backend says this.
+    fn seen(&self, instant: SystemTime) -> SystemTime {
+        if self.is_ahead { instant + HOUR } else { instant - HOUR }
+    }
+
+    fn due(&self, due: Due) -> Due {
+        match due {
+            Due::At(instant) => Due::At(if self.is_ahead { instant - HOUR } else { instant + HOUR }),
+            due => due,
+        }
+    }
+
+    fn job(&self, job: StoredJob) -> StoredJob {
+        let (enqueued_at, due_at) = (self.seen(job.enqueued_at), self.seen(job.due_at));
+        StoredJob { enqueued_at, due_at, ..job }
+    }
+}
+
+impl DelayQueueStore for Elsewhere {
+    async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
+        let jobs: Vec<_> = jobs.iter().map(|job| NewJob { due: self.due(job.due), ..job.clone() }).collect();
+        self.inner.push(queue, &jobs, max_jobs).await
+    }
+
+    async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+        let mut claimed = self.inner.claim(queue, finished, claim).await?;
+        claimed.now = self.seen(claimed.now);
+        for claimed in &mut claimed.jobs {
+            claimed.job = self.job(claimed.job.clone());
+        }
+        Ok(claimed)
+    }
+
+    async fn extend(&self, queue: &QueueKey, tickets: &[Ticket], lease: Duration) -> Result<Vec<Extended>, StoreError> {
+        self.inner.extend(queue, tickets, lease).await
+    }
+
+    async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Wakeups {
+        DelayQueueStore::watch(&self.inner, queue, worker).await
+    }
+
+    async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
+        Ok(self.inner.get(queue, id).await?.map(|job| self.job(job)))
+    }
+
+    async fn cancel(&self, queue: &QueueKey, id: &JobId) -> Result<Cancelled, StoreError> {
+        self.inner.cancel(queue, id).await
+    }
+
+    async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
+        self.inner.reschedule(queue, id, self.due(due)).await
+    }
+
+    async fn replace(&self, queue: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
+        self.inner.replace(queue, id, payload).await
+    }
+
+    async fn counts(&self, queue: &QueueKey) -> Result<Counts, StoreError> {
+        self.inner.counts(queue).await
+    }
+
+    async fn list(
+        &self,
+        queue: &QueueKey,
+        state: State,
+        skip: u64,
+        limit: usize,
+    ) -> Result<Vec<StoredJob>, StoreError> {
+        let jobs = self.inner.list(queue, state, skip, limit).await?;
+        Ok(jobs.into_iter().map(|job| self.job(job)).collect())
+    }
+
+    async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
+        self.inner.pause(queue, is_paused).await
+    }
+
+    async fn drain(&self, queue: &QueueKey, limit: usize) -> Result<usize, StoreError> {
+        self.inner.drain(queue, limit).await
+    }
+
+    async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        self.inner.replay(queue, ids).await
+    }
+
+    async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+        self.inner.forget(queue, ids).await
+    }
+
+    fn scope(&self) -> Scope {
+        DelayQueueStore::scope(&self.inner)
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_clock_that_is_an_hour_off_changes_nothing() {
+    for is_ahead in [false, true] {
+        let store = Elsewhere { inner: MemoryBackend::new(), is_ahead };
+        let queue = DelayQueue::<u32>::new(store.clone(), "work");
+        let (begun, runs) = (Instant::now(), Arc::new(Mutex::new(Vec::new())));
+        let noted = Arc::clone(&runs);
+        let service = service_fn(move |job: Job<u32>| {
+            noted.lock().unwrap().push((*job, job.attempt(), begun.elapsed().as_secs()));
+            ready(if job.attempt() == 1 { Err("not today") } else { Ok(()) })
+        });
+        let worker = DelayQueueWorker::new(queue.clone(), service).backoff(Backoff::fixed(Duration::from_secs(100)));
+        let mut events = worker.events();
+        let shutdown = sleep(2 * HOUR);
+        let pushes = async {
+            queue.push(1).delay(Duration::from_secs(10)).await.unwrap();
+            queue.push(2).id("a").await.unwrap();
+            let enqueued_at = queue.get("a").await.unwrap().unwrap().enqueued_at;
+            queue.push(3).at(enqueued_at + Duration::from_secs(20)).await.unwrap();
+        };
+        tokio::join!(worker.run_until(shutdown), pushes).0.unwrap();
+        let runs = runs.lock().unwrap().clone();
+        let expected = [(2, 1, 0), (1, 1, 10), (3, 1, 20), (2, 2, 100), (1, 2, 110), (3, 2, 120)];
+        assert_eq!(runs, expected, "ahead: {is_ahead}");
+        while let Some(event) = events.next().await {
+            if let Event::Started { late, .. } = event {
+                assert!(late < Duration::from_millis(5), "{late:?}");
+            }
+        }
+    }
+}
