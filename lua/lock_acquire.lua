@@ -9,7 +9,7 @@
 --
 -- Value    lease: 1 byte how it is held, 1 by whoever came at the right moment, 2 or 3 by those who stood in line (see lock_line), and
 --          7 bytes the last fence that was given out, then for each holder 7 bytes the end of the lease in us, 4 bytes its
---          length in ms, 7 bytes its first fence, little endian, and the 16 bytes of its token
+--          length in ms, 7 bytes its first fence, little endian, and the 16 bytes of its token. One that ends at 0 was given back
 -- Returns  {1, fence} granted: the fences from this one on are the holder's; {0, remaining_ms} held by others
 -- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
 -- Repeat   harmless: with the token of a holder its lease is made to last its whole length again, with the same fences

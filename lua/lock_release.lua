@@ -27,7 +27,8 @@ local rest, was_held, latest = nil, 0, now
 -- As many turns as there are holders.
 for at = 9, #stored, 34 do
   local ends, _, _, holder = struct.unpack('<I7I4I7c16', stored, at)
-  if holder == token then
+  -- What lock_release_many gave back ends at 0.
+  if holder == token and ends > 0 then
     rest, was_held = stored:sub(1, at - 1) .. stored:sub(at + 34), ends > now and 1 or 0
   else
     latest = math.max(latest, ends)

@@ -3,43 +3,44 @@
 --
 -- KEYS[1]  keys     the leases, at most 64, strings, see lock_acquire   prefix:2:{lock:<namespace>:<subject>}:lease
 --                   then the channels in the same order                 prefix:2:{lock:<namespace>:<subject>}:free
--- ARGV[1]  keep_ms  how long the last fence is remembered after a lease
--- ARGV[2]  tokens   of the acquisitions
+-- ARGV[1]  tokens   of the acquisitions, 16 bytes each, one after the other
 --
--- Value    leases: see lock_acquire; channels: 1
--- Returns  for each lease 1 + listeners if it is given back, or 0 if nothing was done, and lock_release is to be asked: it is not
---          held by this token alone, somebody may stand in line, it cannot be written
+-- Value    leases: see lock_acquire. What is given back here ends at 0, and goes on to live as long as it did; channels: 1
+-- Returns  {1, then for some of the leases: which one, from 1, and answer}: those that are not named here are given back, and nobody
+--          listens; answer is 1 + listeners if it is given back, or 0 if nothing was done, and lock_release is to be asked: it is not
+--          held by this token alone, somebody may stand in line, the clock was set back, it cannot be written
 -- Errors   none of its own
 -- Repeat   harmless: a token that holds no lease changes nothing
-local keys, keep_ms, tokens = KEYS, ARGV[1] + 0, 1
-local pcall, unpack_value = redis.pcall, struct.unpack
+local keys, tokens = KEYS, ARGV[1]
+local pcall, unpack_value, sub = redis.pcall, struct.unpack, string.sub
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
-local count, life = math.min(#keys / 2, 64), string.format('%d', keep_ms)
+local count = math.min(#keys / 2, 64)
 local stored = redis.call('MGET', unpack(keys, 1, count))
-local written, answers = {}, {}
+-- Who listens, by twos. To publish costs as much as to ask about two channels. A user who may not ask publishes to all of them.
+local heard = pcall('PUBSUB', 'NUMSUB', unpack(keys, count + 1, 2 * count))
+local written, answers = {}, {1}
 for i = 1, count do
   local lease, value = keys[i], stored[i]
-  answers[i] = 0
-  -- By one who came at the right moment.
-  if value and #value == 42 and value:byte(1) == 1 and value:sub(27) == ARGV[tokens + i] and not written[lease] then
-    local left = unpack_value('<I7', value, 9) - now
-    if left > 0 then
-      local done
-      if left <= keep_ms * 1000 then
-        -- It is there for as long as the fence is remembered, and not for long beyond that.
-        done = pcall('SET', lease, value:sub(1, 8), 'KEEPTTL')
-      else
-        done = pcall('SET', lease, value:sub(1, 8), 'PX', life)
-      end
-      if not done.err then
-        written[lease] = true
-        -- A user who may not publish still gives the lease back; those who wait look now and then.
-        local listeners = pcall('PUBLISH', keys[count + i], '1')
-        answers[i] = type(listeners) == 'number' and 1 + listeners or 1
+  local answer = 0
+  if value and #value == 42 and sub(value, 27) == sub(tokens, 16 * i - 15, 16 * i) and not written[lease] then
+    local held_as, _, ends, length_ms, first = unpack_value('<BI7I7I4I7', value)
+    -- By one who came at the right moment. With fences that are ahead of the clock nothing is known of its time to live: see lock_acquire_many.
+    if held_as == 1 and ends > now and ends - length_ms * 1000 >= first then
+      if type(pcall('SETRANGE', lease, '8', '\0\0\0\0\0\0\0')) == 'number' then
+        written[lease], answer = true, 1
+        if heard[2 * i] ~= 0 then
+          -- A user who may not publish still gives the lease back; those who wait look now and then.
+          local listeners = pcall('PUBLISH', keys[count + i], '1')
+          answer = type(listeners) == 'number' and 1 + listeners or 1
+        end
       end
     end
+  end
+  if answer ~= 1 then
+    answers[#answers + 1] = i
+    answers[#answers + 1] = answer
   end
 end
 return answers

@@ -15,7 +15,7 @@ use support::server::RedisServer;
 use tokio::sync::{Mutex, MutexGuard};
 use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
-use tollgate::lock::{LeaseState, LossReason, Release, RwLocks};
+use tollgate::lock::{LeaseState, LockKey, LockRegistry, LockStore, LossReason, Release, Renewal, RwLocks, Token};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{Lease, LockError, Locks, MemoryBackend, RedisBackend, RedisOptions};
 
@@ -156,8 +156,9 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
         sleep(Duration::from_millis(50)).await;
     }
     for key in command::<Vec<String>>(&server, &["KEYS", "*"]) {
-        let length: u64 = command(&server, &["STRLEN", &key]);
-        assert_eq!(length, 8, "{key} has a holder");
+        let value: Vec<u8> = command(&server, &["GET", &key]);
+        // What was given back together with others ends at 0.
+        assert!(value.len() == 8 || (value.len() == 42 && value[8..15] == [0; 7]), "{key} has a holder");
     }
 }
 
@@ -685,6 +686,104 @@ async fn what_a_user_may_not_do_together_is_done_one_by_one() {
             giving.spawn(async move { assert_eq!(lease.release().await.unwrap(), Release::Released) });
         }
         giving.join_all().await;
+    }
+}
+
+/// Who waits is told of a lock that is given back together with others, whether or not that user may ask who listens.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_waits_is_told_of_what_is_given_back_together() {
+    let server = RedisServer::start();
+    let there = locks(&server).await;
+    let rights = "+eval +evalsha +get +mget +set +setrange +time +publish +subscribe +unsubscribe";
+    for (user, more) in [("knows", "+pubsub|numsub"), ("guesses", "-pubsub")] {
+        let rule = format!("ACL SETUSER {user} on >secret ~tollgate:2:* resetchannels &tollgate:2:* {rights} {more}");
+        let _: () = command(&server, &rule.split(' ').collect::<Vec<_>>());
+        let url = format!("redis://{user}:secret@127.0.0.1:{}/", server.port());
+        let here = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2));
+        let listeners =
+            || command::<(String, u64)>(&server, &["PUBSUB", "NUMSUB", "tollgate:2:{lock:default:5}:free"]).1;
+        // Some go by themselves, and the one that is waited for may be among these.
+        for _ in 0..5 {
+            let leases = ask_for_all(std::slice::from_ref(&here), 60).await;
+            let waiter = there.clone();
+            let waiting = tokio::spawn(async move {
+                let lease = waiter.lock("5").wait(LONG).await.unwrap();
+                (Instant::now(), lease)
+            });
+            while listeners() == 0 {
+                sleep(Duration::from_millis(1)).await;
+            }
+            // Long enough after a look at the lock, and before the next one.
+            sleep(Duration::from_millis(300)).await;
+            let _: () = command(&server, &["CONFIG", "RESETSTAT"]);
+            let given_back = Instant::now();
+            let mut giving = JoinSet::new();
+            for lease in leases {
+                giving.spawn(async move { assert_eq!(lease.unwrap().release().await.unwrap(), Release::Released) });
+            }
+            giving.join_all().await;
+            let (taken, lease) = waiting.await.unwrap();
+            assert!(taken - given_back < Duration::from_millis(300), "{user}: {:?}", taken - given_back);
+            lease.release().await.unwrap();
+            // Who goes by itself publishes in any case, and so does whoever has waited.
+            let info: String = command(&server, &["INFO", "commandstats"]);
+            let calls = |name: &str| -> u64 {
+                let line = info.lines().find_map(|line| line.strip_prefix(&format!("cmdstat_{name}:calls=")));
+                line.and_then(|calls| calls.split(',').next()?.parse().ok()).unwrap_or_default()
+            };
+            let (given, published) = (calls("setrange"), calls("publish"));
+            assert!(given > 0, "{user}: nobody goes together");
+            if user == "knows" {
+                assert!(published <= 62 - given, "{user}: {published} messages, and {given} go together");
+            } else {
+                assert!(published >= 60, "{user}: {published} messages");
+            }
+        }
+    }
+}
+
+/// What is given back together is free to everybody, and to give it back once more changes nothing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_is_given_back_together_is_free_for_all() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(2));
+    for turn in 0..3 {
+        let leases = ask_for_all(std::slice::from_ref(&locks), 60).await;
+        let mut giving = JoinSet::new();
+        for lease in leases {
+            giving.spawn(async move { lease.unwrap().release().await.unwrap() });
+        }
+        giving.join_all().await;
+        let values = (0..60).map(|key| format!("tollgate:2:{{lock:default:{key}}}:lease"));
+        let of = |value: &[u8], at: usize| value[at..at + 7].iter().rfold(0, |n, byte| n << 8 | u64::from(*byte));
+        let together = values.filter(|lease| {
+            let value: Vec<u8> = command(&server, &["GET", lease]);
+            value.len() == 42 && of(&value, 8) == 0
+        });
+        let together: Vec<_> = together.collect();
+        let lease = together.last().expect("some go together");
+        let value: Vec<u8> = command(&server, &["GET", lease]);
+        let token = Token::from_bytes(&value[26..]).unwrap();
+        let subject = lease.trim_start_matches("tollgate:2:{lock:default:").trim_end_matches("}:lease");
+        let lock = LockKey::new("default", subject);
+        // Its holder has nothing any more.
+        assert_eq!(backend.renew(&[Renewal::new(lock, token, LONG)]).await.unwrap(), [false]);
+        assert!(!backend.release(&lock, &token).await.unwrap().was_held);
+        backend.name(&lock, &token, "nobody").await.unwrap();
+        let status = backend.inspect(&lock).await.unwrap();
+        assert!(!status.is_held() && status.last_fence >= of(&value, 1), "{status:?}");
+        assert_eq!(command::<Vec<u8>>(&server, &["GET", lease]), value);
+        let names: bool = command(&server, &["EXISTS", &lease.replace(":lease", ":names")]);
+        assert!(!names, "a name of somebody who holds nothing");
+        // Each script that grants knows that it is free.
+        let fence = match turn {
+            0 => locks.try_lock(subject).await.unwrap().fence(),
+            1 => locks.clone().fair().lock(subject).await.unwrap().fence(),
+            _ => locks.lock_all([subject]).await.unwrap().leases()[0].fence(),
+        };
+        assert!(fence > of(&value, 1));
+        timeout(LONG, async { drop(locks.lock(subject).wait(LONG).await.unwrap()) }).await.unwrap();
     }
 }
 

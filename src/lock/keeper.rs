@@ -69,7 +69,7 @@ impl Keeper {
         let (_, due) = hold.due();
         let mut state = self.state();
         state.schedule(hold.token(), Some(due));
-        self.wake_for(&state, due);
+        self.wake_for(&mut state, due);
     }
 
     pub(super) fn remove(&self, hold: &Hold) {
@@ -79,8 +79,9 @@ impl Keeper {
         }
     }
 
-    fn wake_for(&self, state: &State, due: Instant) {
+    fn wake_for(&self, state: &mut State, due: Instant) {
         if state.sleeps_until.is_some_and(|until| due < until) {
+            state.sleeps_until = Some(due);
             self.wake.notify_one();
         }
     }
@@ -101,7 +102,7 @@ impl Shared {
             drop(state);
             self.remember_runtime();
         } else {
-            self.keeper.wake_for(&state, due);
+            self.keeper.wake_for(&mut state, due);
         }
     }
 
@@ -157,7 +158,11 @@ impl Shared {
                 Ok(_) => state.schedule(&token, Some(next)),
             }
         }
-        let next = state.due.first().map_or_else(|| after(now, Duration::MAX), |(due, _)| *due);
+        // An alarm stays where it was set, also if what it was for has been given back. Otherwise whoever takes one lock after the
+        // other would wake the task for each of them.
+        let alarm = state.sleeps_until.filter(|until| *until > now);
+        let next = state.due.first().map(|(due, _)| *due).into_iter().chain(alarm).min();
+        let next = next.unwrap_or_else(|| after(now, Duration::MAX));
         state.sleeps_until = Some(next);
         drop(state);
         for hold in lost {
@@ -216,7 +221,7 @@ impl Shared {
             } else {
                 let (_, due) = hold.due();
                 state.schedule(hold.token(), Some(due));
-                self.keeper.wake_for(&state, due);
+                self.keeper.wake_for(&mut state, due);
             }
         }
     }

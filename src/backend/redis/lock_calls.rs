@@ -137,29 +137,36 @@ async fn release(own: Servers, scripts: Arc<Scripts>, mut batch: Vec<Release>) {
 /// Tells those who have met what the script says about each of them.
 fn tell(reply: Result<Value, RedisError>, waiting: impl ExactSizeIterator<Item = oneshot::Sender<Answer>>) {
     let numbers = match reply.map_err(store_error) {
-        Ok(Value::Array(numbers)) if numbers.len() == waiting.len() => numbers,
-        Ok(reply) => {
+        Ok(reply) => answers(&reply, waiting.len()).unwrap_or_else(|| {
             tracing::debug!(error = %unexpected_reply(&reply), "redis answers about several locks in a way that cannot be read");
-            Vec::new()
-        }
+            vec![0; waiting.len()]
+        }),
         Err(error) if error.is_timeout() || error.is_unavailable() => {
             waiting.for_each(|waiting| drop(waiting.send(Err(error.clone()))));
             return;
         }
         Err(error) => {
             tracing::debug!(%error, "redis refuses a call about several locks");
-            Vec::new()
+            vec![0; waiting.len()]
         }
     };
-    let mut numbers = numbers.into_iter();
-    for waiting in waiting {
-        let number = match numbers.next() {
-            Some(Value::Int(number)) if number != 0 => Some(number),
-            _ => None,
-        };
+    for (waiting, number) in waiting.zip(numbers) {
         // Who has given up meanwhile is not interested.
-        let _ = waiting.send(Ok(number));
+        let _ = waiting.send(Ok((number != 0).then_some(number)));
     }
+}
+
+/// What a script answers to each of so many: one number for most, and another for those that it names.
+fn answers(reply: &Value, count: usize) -> Option<Vec<i64>> {
+    let Value::Array(values) = reply else { return None };
+    let [Value::Int(most), others @ ..] = values.as_slice() else { return None };
+    let mut answers = vec![*most; count];
+    for other in others.chunks(2) {
+        let [Value::Int(which), Value::Int(answer)] = other else { return None };
+        let at = usize::try_from(*which).ok()?.checked_sub(1)?;
+        *answers.get_mut(at)? = *answer;
+    }
+    Some(answers)
 }
 
 /// What the script says to those who meet when they ask.
