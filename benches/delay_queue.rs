@@ -13,7 +13,7 @@
 //! * `idle_commands_per_s`: commands that each of 1,000 workers sends while there is nothing to do
 //! * `redis_us_per_job`: how long Redis was at the scripts for each of the jobs of that million that are claimed so, by its own count
 //! * `scripts_above_5ms`: how many scripts took longer than that meanwhile, as SLOWLOG has it
-//! * `bytes_per_job`: the memory of Redis for each of a million that wait, with a payload of 24 bytes
+//! * `bytes_per_job`: the memory of Redis for each of a million that wait and were pushed in bulk, with a payload of 24 bytes
 
 #[path = "../tests/support/mod.rs"]
 mod support;

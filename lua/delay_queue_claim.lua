@@ -1,15 +1,16 @@
 -- delay_queue_claim: finish jobs that were claimed, then claim others that are due.
 --
--- KEYS[1]  jobs      hash of records by id, see delay_queue_push                      prefix:2:{delay_queue:<name>}:jobs
+-- KEYS[1]  jobs      hash of records by id                                            prefix:2:{delay_queue:<name>}:jobs
 -- KEYS[2]  high      sorted set of ids by when they are due in ms, see delay_queue_push  prefix:2:{delay_queue:<name>}:due:high
 -- KEYS[3]  normal    likewise                                                         prefix:2:{delay_queue:<name>}:due:normal
 -- KEYS[4]  low       likewise                                                         prefix:2:{delay_queue:<name>}:due:low
 -- KEYS[5]  leases    sorted set of tickets by when they end in ms                     prefix:2:{delay_queue:<name>}:leases
 -- KEYS[6]  dead      sorted set of ids by when they died in ms                        prefix:2:{delay_queue:<name>}:dead
--- KEYS[7]  unique    hash of holders by unique key, see delay_queue_push              prefix:2:{delay_queue:<name>}:unique
+-- KEYS[7]  unique    hash of holders by unique key                                   prefix:2:{delay_queue:<name>}:unique
 -- KEYS[8]  cancels   set of ids that are running and to be cancelled                  prefix:2:{delay_queue:<name>}:cancels
 -- KEYS[9]  state     string, expires in 10 minutes unless the queue is paused          prefix:2:{delay_queue:<name>}:state
 -- KEYS[10]  idle     sorted set of workers that wait, by when they last said so in ms  prefix:2:{delay_queue:<name>}:idle
+-- KEYS[11]  runs     sorted set of runs by when they are due in ms, see delay_queue_push  prefix:2:{delay_queue:<name>}:runs
 -- ARGV[1]  keep_ms   how long keys outlive the last of what they hold, at most 2^40
 -- ARGV[2]  publish   PUBLISH, or SPUBLISH on a cluster
 -- ARGV[3]  wake      what the channels of workers begin with
@@ -24,16 +25,21 @@
 --                    1 retry after `delay` ms, 2 snooze for `delay` ms, 3 release, 4 dead for the reason `delay`; then the number of
 --                    those done that are unique, and for each which one it is, from 1, and its key
 --
--- Value    jobs: see delay_queue_push. leases: a ticket is 7 bytes token, big endian, and the id. state: 1 byte version 1, 1 byte 1 if
---          the queue is paused, 7 bytes the last token, 6 bytes when the keeper looks again in ms, little endian; then the keeper, who
---          is the worker that waits until the next job is due
+-- Value    jobs: 1 byte version 1, 6 bytes when it was pushed and 6 bytes when it is due in ms; then 1 byte priority (0 to 2) and 4 times
+--          how long it is unique (0 not, 1 while it is there, 2 while it waits, 3 for a time), 2 bytes how many attempts it has, 2 bytes
+--          how many are over, 1 byte why the last one has failed (0 it did not, 1 failed, 2 lease expired, 3 refused, 4 undecodable),
+--          2 bytes the length of its error, 1 byte that of its unique key, 4 bytes that of its headers, big endian; then the unique key,
+--          the error, the headers and the payload. unique: 6 bytes until when in ms, 0 while the job is there; then the id. runs: see
+--          delay_queue_push. leases: a ticket is 7 bytes token, big endian, and the id. state: 1 byte version 1, 1 byte 1 if the queue is
+--          paused, 7 bytes the last token, 6 bytes when the keeper looks again in ms, little endian; then the keeper, who is the worker
+--          that waits until the next job is due
 -- Returns  {finished, now_us, more, next_ms, oldest_ms, token, ids, records, ...}: a digit a finished job (0 gone, 1 as was asked for, 2
 --          dead, 3 lost); 1 if more is due; when to ask again; for how long the oldest that waits is due, -1 if none is; the token of
 --          what was claimed; and that in pairs of arrays, with nothing in the place of a record that is missing
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
 -- Repeat   harmless for what is finished: it is gone, or lost. What was claimed the first time comes back when its leases have ended
 local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local unique, cancels, state, idle = KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local unique, cancels, state, idle, runs = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local keep_ms, publish, wake, worker, limit = ARGV[1] + 0, ARGV[2], ARGV[3], ARGV[4], math.min(ARGV[5] + 0, 256)
 local lease_ms, dead_max, dead_ms = ARGV[6] + 0, ARGV[7] + 0, ARGV[8] + 0
 local done, first = math.min(ARGV[9] + 0, 256), 11
@@ -239,6 +245,58 @@ if limit > 0 then
     redis.call('HDEL', jobs, unpack(rotten))
   end
 end
+-- The last signs of the ids of a run, by the first of them.
+local signs = {
+  ['0'] = {'0', '1', '2', '3', '4', '5', '6', '7', '8', '9', 'A', 'B', 'C', 'D', 'E', 'F'},
+  G = {'G', 'H', 'J', 'K', 'M', 'N', 'P', 'Q', 'R', 'S', 'T', 'V', 'W', 'X', 'Y', 'Z'},
+}
+
+-- The first jobs of one priority that are due, taken from where they wait.
+local function take(priority, room)
+  local whole = {}
+  if priority == 1 then
+    whole = redis.call('ZRANGEBYSCORE', runs, '-inf', now, 'WITHSCORES', 'LIMIT', 0, math.ceil(room / 16))
+  end
+  if #whole == 0 then
+    local found = redis.call('ZRANGEBYSCORE', due[priority], '-inf', now, 'LIMIT', 0, room)
+    if #found > 0 then
+      redis.call('ZREMRANGEBYRANK', due[priority], 0, #found - 1)
+    end
+    return found
+  end
+  local singles = redis.call('ZRANGEBYSCORE', normal, '-inf', now, 'WITHSCORES', 'LIMIT', 0, room)
+  local found, count, left, single, run = {}, 0, {}, 1, 1
+  while count < room and (singles[single] or whole[run]) do
+    local id, first_id, comes, score = singles[single], whole[run], singles[single + 1], whole[run + 1]
+    if not score or (comes and (comes == score and id < first_id or comes - score < 0)) then
+      count, single = count + 1, single + 2
+      found[count] = id
+    else
+      local stem, its = cut(first_id, 1, -2), signs[cut(first_id, -1)]
+      local fits = math.min(room - count, 16)
+      for i = 1, fits do
+        found[count + i] = stem .. its[i]
+      end
+      -- What there is no room for waits by itself.
+      for i = fits + 1, 16 do
+        left[#left + 1], left[#left + 2] = score, stem .. its[i]
+      end
+      count, run = count + fits, run + 2
+    end
+  end
+  if single > 1 then
+    redis.call('ZREMRANGEBYRANK', normal, 0, (single - 1) / 2 - 1)
+  end
+  if run > 1 then
+    redis.call('ZREMRANGEBYRANK', runs, 0, (run - 1) / 2 - 1)
+  end
+  if #left > 0 then
+    redis.call('ZADD', normal, unpack(left))
+    keep(normal, keep_ms)
+  end
+  return found
+end
+
 local priority, lowest, ends = has_rare and 0 or 1, has_rare and 2 or 1, string.format('%d', later + lease_ms)
 local token_bytes
 -- Not a ticket, whose token is more than 0.
@@ -247,9 +305,8 @@ local filler = string.rep('\0', 72)
 local looked = 0
 while is_paused == 0 and priority <= lowest and claimed < limit and bytes < 1048576 and looked < 512 do
   local room = math.min(limit - claimed, 64)
-  local found = redis.call('ZRANGEBYSCORE', due[priority], '-inf', now, 'LIMIT', 0, room)
+  local found = take(priority, room)
   if #found > 0 then
-    redis.call('ZREMRANGEBYRANK', due[priority], 0, #found - 1)
     if not token_bytes then
       token = math.max(token + 1, time[1] * 1000000 + time[2])
       token_bytes = struct.pack('>I7', token)
@@ -290,16 +347,17 @@ end
 
 -- When there is something to do next.
 local next, more, oldest = patience, 0, -1
-for i = 0, 3 do
-  local head = (has_rare or i % 2 == 1) and redis.call('ZRANGE', due[i] or leases, 0, 0, 'WITHSCORES')[2]
+local places = {[0] = high, low, normal, runs, leases}
+for i = has_rare and 0 or 2, 4 do
+  local head = redis.call('ZRANGE', places[i], 0, 0, 'WITHSCORES')[2]
   if head then
-    local is_open = i == 3 or is_paused == 0
+    local is_open = i == 4 or is_paused == 0
     next = is_open and math.min(next, math.max(head - now, 0)) or next
     if head + 0 <= now then
       more = is_open and 1 or more
-      oldest = due[i] and math.max(oldest, now - head) or oldest
+      oldest = i < 4 and math.max(oldest, now - head) or oldest
       -- What is overdue must not run out with its keys.
-      keep(due[i] or leases, keep_ms / 2)
+      keep(places[i], keep_ms / 2)
       if claimed == 0 then
         keep(jobs, keep_ms / 2 + 86400000)
       end

@@ -10,6 +10,7 @@
 -- KEYS[8]  cancels   set of ids that are running and to be cancelled                  prefix:2:{delay_queue:<name>}:cancels
 -- KEYS[9]  state     string, see delay_queue_claim                                    prefix:2:{delay_queue:<name>}:state
 -- KEYS[10]  idle     sorted set of workers, see delay_queue_claim                     prefix:2:{delay_queue:<name>}:idle
+-- KEYS[11]  runs     sorted set of runs by when they are due in ms, see delay_queue_push  prefix:2:{delay_queue:<name>}:runs
 -- ARGV[1]  keep_ms   how long keys outlive the last of what they hold, at most 2^40
 -- ARGV[2]  publish   PUBLISH, or SPUBLISH on a cluster
 -- ARGV[3]  wake      what the channels of workers begin with
@@ -17,14 +18,14 @@
 -- ARGV[5]  first     get, cancel: id. reschedule: id, `when` as in delay_queue_push. replace: id, payload. list: 1 waiting, 2 running or 3
 --                    dead, how many to skip, how many. pause: 1 or 0. drain: how many. replay, forget: at most 256 ids
 --
--- Value    see delay_queue_push and delay_queue_claim
+-- Value    see delay_queue_claim and delay_queue_push
 -- Returns  get: {} or {state, record}, where states are 1 waiting, 2 running, 3 dead. cancel, reschedule, replace: 0 there is none, 1 done
 --          (of a cancelled job that is running: 2, its worker will be told), 2 it is running, 3 it is dead. counts: {waiting, due, running,
 --          dead, oldest_ms (-1 if none is due), is_paused}. list: {id, record, ...}. pause: 1. drain: how many. replay, forget: 1 or 0 an id
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
 -- Repeat   harmless: what was removed is not there; a delay counts from now on again
 local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local unique, cancels, state, idle = KEYS[7], KEYS[8], KEYS[9], KEYS[10]
+local unique, cancels, state, idle, runs = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local keep_ms, publish, wake, verb, first = ARGV[1] + 0, ARGV[2], ARGV[3], ARGV[4], 5
 
 local time = redis.call('TIME')
@@ -90,7 +91,31 @@ local function free(record, id)
   end
 end
 
--- 0 there is none, 1 waiting, 2 running, 3 dead; with the record, and its place among those that wait.
+local signs = '0123456789ABCDEFGHJKMNPQRSTVWXYZ'
+
+-- The ids of the jobs of a run.
+local function jobs_of(run)
+  local stem, from, found = run:sub(1, -2), signs:find(run:sub(-1), 1, true), {}
+  for i = from, from + 15 do
+    found[#found + 1] = stem .. signs:sub(i, i)
+  end
+  return found
+end
+
+-- Lets the jobs of a run wait each by itself.
+local function break_up(run)
+  local score, members, found = redis.call('ZSCORE', runs, run), {}, jobs_of(run)
+  for i = 1, #found do
+    members[2 * i - 1], members[2 * i] = score, found[i]
+  end
+  redis.call('ZREM', runs, run)
+  redis.call('ZADD', normal, unpack(members))
+  local lasts = math.max(score - now, 0) + keep_ms
+  keep(normal, lasts)
+  keep(jobs, lasts + 86400000)
+end
+
+-- 0 there is none, 1 waiting, 2 running, 3 dead; with the record, its place among those that wait, and the run that it waits in.
 local function find(id)
   local record = redis.call('HGET', jobs, id)
   if not record then
@@ -99,6 +124,11 @@ local function find(id)
   local place = is_job(record) and due[record:byte(14) % 4]
   if place and redis.call('ZSCORE', place, id) then
     return 1, record, place
+  end
+  local sign = place == normal and signs:find(id:sub(-1), 1, true)
+  local run = sign and id:sub(1, -2) .. (sign > 16 and 'G' or '0')
+  if run and redis.call('ZSCORE', runs, run) then
+    return 1, record, place, run
   end
   return redis.call('ZSCORE', dead, id) and 3 or 2, record, place
 end
@@ -110,7 +140,10 @@ end
 
 if verb == 'cancel' then
   local id = ARGV[first]
-  local is, record, place = find(id)
+  local is, record, place, run = find(id)
+  if run then
+    break_up(run)
+  end
   if is == 1 then
     redis.call('ZREM', place, id)
     redis.call('HDEL', jobs, id)
@@ -124,7 +157,10 @@ end
 
 if verb == 'reschedule' then
   local id, when = ARGV[first], ARGV[first + 1] + 0
-  local is, record, place = find(id)
+  local is, record, place, run = find(id)
+  if run then
+    break_up(run)
+  end
   if is == 1 then
     local score = now
     if when > 0 then
@@ -152,14 +188,69 @@ if verb == 'replace' then
 end
 
 if verb == 'counts' then
-  local waiting, ready, oldest = 0, 0, -1
-  for priority = 0, 2 do
-    waiting = waiting + redis.call('ZCARD', due[priority])
-    ready = ready + redis.call('ZCOUNT', due[priority], '-inf', now)
-    local head = redis.call('ZRANGE', due[priority], 0, 0, 'WITHSCORES')[2]
+  local waiting, ready, oldest, places = 0, 0, -1, {high, normal, low, runs}
+  for i = 1, 4 do
+    local each = i == 4 and 16 or 1
+    waiting = waiting + each * redis.call('ZCARD', places[i])
+    ready = ready + each * redis.call('ZCOUNT', places[i], '-inf', now)
+    local head = redis.call('ZRANGE', places[i], 0, 0, 'WITHSCORES')[2]
     oldest = head and math.max(oldest, now - head) or oldest
   end
   return {waiting, ready, redis.call('ZCARD', leases), redis.call('ZCARD', dead), oldest, is_paused}
+end
+
+-- How many jobs of normal priority are ahead of a run that has `number` others ahead of it.
+local function ahead(number)
+  local run = redis.call('ZRANGE', runs, number, number, 'WITHSCORES')
+  local from = redis.call('ZCOUNT', normal, '-inf', '(' .. run[2])
+  local to = from + redis.call('ZCOUNT', normal, run[2], run[2])
+  while from < to do
+    local middle = math.floor((from + to) / 2)
+    if redis.call('ZRANGE', normal, middle, middle)[1] < run[1] then
+      from = middle + 1
+    else
+      to = middle
+    end
+  end
+  return 16 * number + from
+end
+
+-- The jobs of normal priority that wait, from one of them on; at most 64.
+local function waiting_from(skip, room)
+  -- How many runs have begun by then.
+  local from, to = 0, redis.call('ZCARD', runs)
+  while from < to do
+    local middle = math.floor((from + to) / 2)
+    if ahead(middle) <= skip then
+      from = middle + 1
+    else
+      to = middle
+    end
+  end
+  local number, found = from, {}
+  local singles = skip - 16 * number
+  if number > 0 then
+    local begun = ahead(number - 1)
+    if skip < begun + 16 then
+      local its = jobs_of(redis.call('ZRANGE', runs, number - 1, number - 1)[1])
+      found = {unpack(its, skip - begun + 1, math.min(skip - begun + room, 16))}
+      singles = begun - 16 * (number - 1)
+    end
+  end
+  while #found < room do
+    local run = redis.call('ZRANGE', runs, number, number)[1]
+    local gap = run and ahead(number) - 16 * number - singles or room
+    local between = gap > 0 and redis.call('ZRANGE', normal, singles, singles + math.min(gap, room - #found) - 1) or {}
+    local its = run and #between == gap and jobs_of(run) or {}
+    if #between + #its == 0 then
+      break
+    end
+    singles, number = singles + #between, number + 1
+    for i = 1, #between + #its do
+      found[#found + 1] = #found < room and (between[i] or its[i - #between]) or nil
+    end
+  end
+  return found
 end
 
 if verb == 'list' then
@@ -168,7 +259,9 @@ if verb == 'list' then
   local listed, bytes, at, looked = {}, 0, 0, 0
   while places[at] and #listed < 2 * count and bytes < 1048576 and looked < 1024 do
     local room = math.min(count - #listed / 2, 64)
-    local found, stale = redis.call('ZRANGE', places[at], skip, skip + room - 1), {}
+    local has_runs = places[at] == normal and redis.call('EXISTS', runs) == 1
+    local found = has_runs and waiting_from(skip, room) or redis.call('ZRANGE', places[at], skip, skip + room - 1)
+    local stale, removed = {}, 0
     for i = 1, #found do
       local id = found[i]:sub(cut)
       local record = redis.call('HGET', jobs, id)
@@ -181,11 +274,12 @@ if verb == 'list' then
     end
     if #stale > 0 then
       -- An id whose record is gone is no job, and would be in the way of the others.
-      redis.call('ZREM', places[at], unpack(stale))
+      removed = redis.call('ZREM', places[at], unpack(stale))
     end
-    skip, looked = skip + #found - #stale, looked + #found
+    skip, looked = skip + #found - removed, looked + #found
     if #found < room then
-      skip, at = math.max(skip - redis.call('ZCARD', places[at]), 0), at + 1
+      local all = redis.call('ZCARD', places[at]) + (has_runs and 16 * redis.call('ZCARD', runs) or 0)
+      skip, at = math.max(skip - all, 0), at + 1
     end
   end
   return listed
@@ -201,6 +295,10 @@ if verb == 'drain' then
   local count, removed = math.min(ARGV[first] + 0, 256), 0
   local has_unique = redis.call('EXISTS', unique) == 1
   for priority = 0, 2 do
+    local begun = priority == 1 and removed < count and math.ceil((count - removed) / 16) or 0
+    for _, run in ipairs(begun > 0 and redis.call('ZRANGE', runs, 0, begun - 1) or {}) do
+      break_up(run)
+    end
     local found = removed < count and redis.call('ZRANGE', due[priority], 0, count - removed - 1) or {}
     if #found > 0 then
       local records = has_unique and redis.call('HMGET', jobs, unpack(found)) or {}

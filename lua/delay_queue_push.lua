@@ -1,44 +1,42 @@
 -- delay_queue_push: keep jobs of one priority until they are due, each unless it is there already.
 --
--- KEYS[1]  jobs  hash of records by id, expires `keep_ms` after the last job is due  prefix:2:{delay_queue:<name>}:jobs
+-- KEYS[1]  jobs  hash of records by id, see delay_queue_claim, expires `keep_ms` after the last job is due  prefix:2:{delay_queue:<name>}:jobs
 -- KEYS[2]  due  sorted set of ids by when they are due in ms, expires likewise  prefix:2:{delay_queue:<name>}:due:<priority>
 -- KEYS[3]  dead  sorted set of ids by when they died in ms  prefix:2:{delay_queue:<name>}:dead
 -- KEYS[4]  unique  hash of holders by unique key, expires likewise  prefix:2:{delay_queue:<name>}:unique
 -- KEYS[5]  ends  sorted set of unique keys that are held for a time, by its end  prefix:2:{delay_queue:<name>}:unique_ends
 -- KEYS[6]  state  string, see delay_queue_claim  prefix:2:{delay_queue:<name>}:state
 -- KEYS[7]  idle  sorted set of workers, see delay_queue_claim  prefix:2:{delay_queue:<name>}:idle
+-- KEYS[8]  runs  sorted set of runs, likewise  prefix:2:{delay_queue:<name>}:runs
 -- ARGV[1]  keep_ms  how long keys outlive the last of what they hold, at most 2^40
 -- ARGV[2]  max_jobs  how many jobs there may be
 -- ARGV[3]  publish  PUBLISH, or SPUBLISH on a cluster
 -- ARGV[4]  wake  what the channels of workers begin with
 -- ARGV[5]  count  how many jobs, at most 256
--- ARGV[6]  first     id and record of each job, where `record` is what a record has behind its times; then, for each run of jobs that are
---   due alike, how many those are and `when`: a delay in ms, or an instant in ms since 1970 with its sign turned; then, for
---   each unique job, which one it is, from 1, and 6 bytes how long in ms (0 while the job is there) and key
+-- ARGV[6]  first  id and record of each job, where `record` is what a record has behind its times; then, for jobs after each other that
+--   are due alike, how many those are, with its sign turned if they are runs, and `when`: a delay in ms, or an instant in ms since 1970
+--   with its sign turned; then, for each unique job, which one it is, from 1, and 6 bytes how long in ms (0 while it is there) and key
 --
--- Value    jobs: 1 byte version 1, 6 bytes when it was pushed and 6 bytes when it is due in ms; then 1 byte priority (0 to 2) and 4 times
---   how long it is unique (0 not, 1 while it is there, 2 while it waits, 3 for a time), 2 bytes how many attempts it has, 2 bytes
---   how many are over, 1 byte why the last one has failed (0 it did not, 1 failed, 2 lease expired, 3 refused, 4 undecodable),
---   2 bytes the length of its error, 1 byte that of its unique key, 4 bytes that of its headers, big endian; then the unique key,
---   the error, the headers and the payload. unique: 6 bytes until when in ms, 0 while the job is there; then the id
+-- Value    runs: the first id of 16 jobs of normal priority that wait and are due alike, and whose ids differ in the last sign alone, which
+--   counts from 0 to F or from G to Z without I, L, O and U. `due` does not have them. All else: see delay_queue_claim
 -- Returns  {answers, holders ...}: a digit a job (0 there is one with this id, 1 it is new, 2 there are too many, 3 another one holds its
 --   unique key), and for each 3 the id that holds it
 -- Errors   WRONGTYPE
 -- Repeat   harmless: what is waiting or running is left alone. One that is done meanwhile is pushed again
 local jobs, due, dead, unique, ends = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
-local state, idle = KEYS[6], KEYS[7]
+local state, idle, runs = KEYS[6], KEYS[7], KEYS[8]
 local keep_ms, max_jobs, publish, wake = ARGV[1] + 0, ARGV[2] + 0, ARGV[3], ARGV[4]
 local count, first = math.min(ARGV[5] + 0, 256), 6
-local unpack = unpack
+local call, unpack = redis.call, unpack
 
-local time = redis.call('TIME')
+local time = call('TIME')
 local now = time[1] * 1000 + math.floor(time[2] / 1000)
 -- Never early: a delay counts from the end of this millisecond.
 local later = time[2] % 1000 > 0 and now + 1 or now
 
 local function keep(key, ms)
-  if redis.call('PTTL', key) < ms then
-    redis.call('PEXPIRE', key, ms + 86400000)
+  if call('PTTL', key) < ms then
+    call('PEXPIRE', key, ms + 86400000)
   end
 end
 
@@ -52,13 +50,14 @@ local function tell(worker)
   return type(told) == 'number' and told or 0
 end
 
-local ids, records, scores, taken = {}, {}, {}, {}
-local soonest, latest, has_twins = nil, now, false
-local at, last, left, head, score = first + 2 * count, 0, 0, '', '0'
+local ids, records, dues, taken, singles, whole = {}, {}, {}, {}, {}, {}
+local soonest, latest, has_twins, is_run = nil, now, false, false
+local at, last, left, alone, head, score = first + 2 * count, 0, 0, 0, '', '0'
 for i = 1, count do
   if left == 0 then
     local when, due_ms = ARGV[at + 1] + 0, now
     left, at = ARGV[at] + 0, at + 2
+    is_run, left = left < 0, math.abs(left)
     if when > 0 then
       due_ms = later + when
     elseif when < 0 then
@@ -69,46 +68,50 @@ for i = 1, count do
   end
   local id = ARGV[first + last]
   has_twins = has_twins or taken[id]
-  ids[i], taken[id] = id, true
+  ids[i], dues[i], taken[id] = id, score, true
   records[last + 1], records[last + 2] = id, head .. ARGV[first + last + 1]
-  scores[last + 1], scores[last + 2] = score, id
+  if not is_run then
+    singles[alone + 1], singles[alone + 2], alone = score, id, alone + 2
+  elseif left % 16 == 0 then
+    whole[#whole + 1], whole[#whole + 2] = score, id
+  end
   last, left = last + 2, left - 1
 end
 
-local there = redis.call('HMGET', jobs, unpack(ids))
-local room = max_jobs - redis.call('HLEN', jobs)
+local there = call('HMGET', jobs, unpack(ids))
+local room = max_jobs - call('HLEN', jobs)
 local reply = {string.rep('1', count)}
 local is_plain = count <= room and at > #ARGV and not has_twins
 for i = 1, count do
   is_plain = is_plain and not there[i]
 end
 if not is_plain then
-  local answers, kept, kept_scores, keys = {}, {}, {}, {}
+  local answers, kept, keys = {}, {}, {}
   for i = at, math.min(#ARGV, at + 2 * count) - 1, 2 do
     keys[ARGV[i] + 0] = ARGV[i + 1]
   end
-  soonest, latest, taken = nil, now, {}
+  soonest, latest, taken, whole, singles = nil, now, {}, {}, {}
   for i = 1, count do
-    local id, key, due_ms = ids[i], keys[i], scores[2 * i - 1] + 0
-    local was_dead = there[i] and not taken[id] and redis.call('ZSCORE', dead, id)
+    local id, key, due_ms = ids[i], keys[i], dues[i] + 0
+    local was_dead = there[i] and not taken[id] and call('ZSCORE', dead, id)
     local answer = '1'
     if taken[id] or (there[i] and not was_dead) then
       answer = '0'
     elseif not was_dead and room < 1 then
       answer = '2'
     elseif key then
-      local holder = redis.call('HGET', unique, key:sub(7))
+      local holder = call('HGET', unique, key:sub(7))
       local ends_at = holder and struct.unpack('>I6', holder) or 0
       local its = holder and holder:sub(7)
       -- One whose job is gone without a word keeps nobody out.
-      if ends_at > now or (holder and ends_at == 0 and (taken[its] or redis.call('HEXISTS', jobs, its) == 1)) then
+      if ends_at > now or (holder and ends_at == 0 and (taken[its] or call('HEXISTS', jobs, its) == 1)) then
         answer, reply[#reply + 1] = '3', its
       else
         local span = struct.unpack('>I6', key)
         ends_at = span > 0 and later + span or 0
-        redis.call('HSET', unique, key:sub(7), struct.pack('>I6', ends_at) .. id)
+        call('HSET', unique, key:sub(7), struct.pack('>I6', ends_at) .. id)
         if span > 0 then
-          redis.call('ZADD', ends, ends_at, key:sub(7))
+          call('ZADD', ends, ends_at, key:sub(7))
           keep(ends, span + keep_ms)
           keep(unique, span + keep_ms)
         end
@@ -118,42 +121,47 @@ if not is_plain then
     if answer == '1' then
       taken[id] = true
       if was_dead then
-        redis.call('ZREM', dead, id)
+        call('ZREM', dead, id)
       else
         room = room - 1
       end
       kept[#kept + 1], kept[#kept + 2] = id, records[2 * i]
-      kept_scores[#kept_scores + 1], kept_scores[#kept_scores + 2] = scores[2 * i - 1], id
+      singles[#singles + 1], singles[#singles + 2] = dues[i], id
       soonest, latest = math.min(soonest or due_ms, due_ms), math.max(latest, due_ms)
     end
     answers[i] = answer
   end
-  reply[1], records, scores = table.concat(answers), kept, kept_scores
+  reply[1], records = table.concat(answers), kept
 end
 if not soonest then
   return reply
 end
-redis.call('HSET', jobs, unpack(records))
-redis.call('ZADD', due, unpack(scores))
-if redis.call('PTTL', due) < latest - now + keep_ms then
-  redis.call('PEXPIRE', due, latest - now + keep_ms + 86400000)
-  keep(jobs, latest - now + keep_ms + 86400000)
+call('HSET', jobs, unpack(records))
+local lasts = latest - now + keep_ms
+for key, members in pairs({[due] = singles, [runs] = whole}) do
+  if #members > 0 then
+    call('ZADD', key, unpack(members))
+    if call('PTTL', key) < lasts then
+      call('PEXPIRE', key, lasts + 86400000)
+      keep(jobs, lasts + 86400000)
+    end
+  end
 end
 -- A few unique keys whose time is over go with each that comes.
-if redis.call('EXISTS', ends) == 1 then
-  local over = redis.call('ZRANGEBYSCORE', ends, '-inf', now, 'LIMIT', 0, 2 * count)
+if call('EXISTS', ends) == 1 then
+  local over = call('ZRANGEBYSCORE', ends, '-inf', now, 'LIMIT', 0, 2 * count)
   for i = 1, #over do
-    local holder = redis.call('HGET', unique, over[i])
+    local holder = call('HGET', unique, over[i])
     local ends_at = holder and struct.unpack('>I6', holder) or 0
     if ends_at > 0 and ends_at <= now then
-      redis.call('HDEL', unique, over[i])
+      call('HDEL', unique, over[i])
     end
-    redis.call('ZREM', ends, over[i])
+    call('ZREM', ends, over[i])
   end
 end
 
 -- Whoever keeps the time is told if it would look too late, or somebody else who waits if nobody keeps it.
-local stored = redis.call('GET', state)
+local stored = call('GET', state)
 if stored and #stored > 15 and stored:byte(1) == 1 then
   local is_paused, token, wakes_at = struct.unpack('<BI7I6', stored, 2)
   local keeper = stored:sub(16)
@@ -161,14 +169,14 @@ if stored and #stored > 15 and stored:byte(1) == 1 then
   if is_paused == 0 and not (has_keeper and soonest >= wakes_at) then
     local told = has_keeper and tell(keeper) or 0
     for _ = 1, 4 do
-      local next = told == 0 and redis.call('ZPOPMIN', idle)[1]
+      local next = told == 0 and call('ZPOPMIN', idle)[1]
       if not next then
         break
       end
       keeper, told = next, tell(next)
     end
     if told > 0 then
-      redis.call('SET', state, struct.pack('<BBI7I6', 1, is_paused, token, now) .. keeper, 'PX', 600000)
+      call('SET', state, struct.pack('<BBI7I6', 1, is_paused, token, now) .. keeper, 'PX', 600000)
     end
   end
 end

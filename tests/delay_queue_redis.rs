@@ -11,8 +11,8 @@ use support::server::RedisServer;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
-    Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Finish, Finished, JobId, MAX_BATCH, MAX_NOTE,
-    Pushed, QueueError, QueueKey, Reason, State, WorkerId,
+    Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Finish, Finished, JobId, MAX_BATCH,
+    MAX_NOTE, Pushed, QueueError, QueueKey, Reason, State, WorkerId,
 };
 use tollgate::{DelayQueue, RedisBackend, RedisOptions};
 
@@ -79,6 +79,46 @@ async fn a_backlog_that_is_due_at_once_is_delivered_in_short_scripts() {
     assert!(time / u32::try_from(calls).unwrap() < Duration::from_millis(5), "{calls} scripts took {time:?}");
     let left: Vec<String> = server.query("KEYS *");
     assert_eq!(left, ["tollgate:2:{delay_queue:test}:state"]);
+}
+
+/// What nobody has named waits in runs, out of which the first are taken in order, and one can be found, changed and cancelled.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn jobs_that_are_pushed_in_bulk_wait_in_runs() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    let members = || {
+        ["runs", "due:normal"]
+            .map(|part| server.query::<usize>(&format!("ZCARD tollgate:2:{{delay_queue:test}}:{part}")))
+    };
+    let due = std::time::SystemTime::now();
+    let pushed = queue.push_all((0..300).map(|i| queue.push(i.to_string()).at(due))).await;
+    let ids: Vec<_> = pushed.iter().map(|pushed| *pushed.as_ref().unwrap().id()).collect();
+    assert!(ids.is_sorted());
+    assert_eq!(members(), [18, 12]);
+    let again = queue.push("again".to_owned()).id(ids[40]).await.unwrap();
+    assert!(!again.is_new());
+    assert_eq!(queue.get(ids[40]).await.unwrap().unwrap().state, State::Waiting);
+    assert_eq!(queue.replace(ids[40], "new".to_owned()).await.unwrap(), Changed::Done);
+    assert_eq!(members(), [18, 12], "to look at one or at its payload moves nothing");
+    assert_eq!(queue.reschedule(ids[41], MINUTE).await.unwrap(), Changed::Done);
+    assert_eq!(members(), [17, 28]);
+    assert_eq!(queue.cancel(ids[0]).await.unwrap(), Cancelled::Removed);
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.due), (299, 298));
+    let mut left = ids.clone();
+    left.retain(|id| *id != ids[0] && *id != ids[41]);
+    let listed = queue.list(State::Waiting, 20, 100).await.unwrap();
+    assert_eq!(listed.iter().map(|job| job.id).collect::<Vec<_>>(), left[20..120]);
+    let mut claimed = Vec::new();
+    for limit in [50, 256, 256] {
+        let jobs = backend.claim(&key(), &[], &claim(limit)).await.unwrap().jobs;
+        assert_eq!(jobs.len(), limit.min(left.len() - claimed.len()));
+        claimed.extend(jobs);
+    }
+    assert_eq!(claimed.iter().map(|job| job.job.id).collect::<Vec<_>>(), left);
+    assert_eq!(&*claimed[39].job.payload, b"\"new\"");
+    assert_eq!(members(), [0, 1]);
 }
 
 /// Pushes that meet share calls, and each has its own answer.

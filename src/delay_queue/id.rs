@@ -4,6 +4,7 @@ use std::hash::{Hash, Hasher};
 use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
+use super::store::MAX_BATCH;
 use crate::error::StoreError;
 use crate::key::Key;
 
@@ -26,11 +27,7 @@ impl JobId {
     ///
     /// If the system has no random numbers to give.
     pub fn unique() -> Result<Self, StoreError> {
-        static LAST: Mutex<Ulid> = Mutex::new(Ulid(0));
-        let now_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
-        let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
-        *last = last.after(now_ms)?;
-        Ok(Self(last.to_key()))
+        Ok(Self(Ulid::reserve(1)?.to_key()))
     }
 
     /// No id is less.
@@ -52,6 +49,14 @@ impl JobId {
         self.0.as_bytes()
     }
 
+    /// What a ULID has before its last digit, and that one; `None` for what cannot be a ULID.
+    #[cfg(feature = "redis")]
+    pub(crate) fn digit(&self) -> Option<(&[u8], usize)> {
+        let (last, stem) = self.as_bytes().split_last()?;
+        let digit = Ulid::DIGITS.iter().position(|digit| digit == last)?;
+        (stem.len() == Ulid::LEN - 1).then_some((stem, digit))
+    }
+
     /// What [`as_bytes`](Self::as_bytes) has given, from a store; `None` if that cannot be an id.
     #[cfg(feature = "redis")]
     pub(crate) fn from_store(bytes: &[u8]) -> Option<Self> {
@@ -59,18 +64,61 @@ impl JobId {
     }
 }
 
+/// Ids as [`JobId::unique`] makes them, so many of which follow each other: a store may keep these with less.
+#[derive(Default)]
+pub(crate) struct UniqueIds {
+    next: Ulid,
+    left: usize,
+}
+
+impl UniqueIds {
+    /// # Errors
+    ///
+    /// If the system has no random numbers to give.
+    pub(crate) fn next(&mut self) -> Result<JobId, StoreError> {
+        if self.left == 0 {
+            (self.next, self.left) = (Ulid::reserve(MAX_BATCH)?, MAX_BATCH);
+        }
+        let id = JobId(self.next.to_key());
+        (self.next, self.left) = (self.next.next(), self.left - 1);
+        Ok(id)
+    }
+}
+
 /// 48 bits of time and 80 random bits. Within one millisecond the next is the last one and 1 more.
-#[derive(Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, PartialOrd, Ord)]
 struct Ulid(u128);
 
 const RANDOM_BITS: u32 = 80;
 
 impl Ulid {
+    /// Crockford's base 32.
+    const DIGITS: &[u8; 32] = b"0123456789ABCDEFGHJKMNPQRSTVWXYZ";
+    /// How many digits it has.
+    const LEN: usize = 26;
+
+    /// The first of so many that follow each other. Where those are several, the last digit of the first is 0.
+    fn reserve(count: usize) -> Result<Self, StoreError> {
+        static LAST: Mutex<Ulid> = Mutex::new(Ulid(0));
+        let now_ms = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_millis() as u64;
+        let mut last = LAST.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut first = last.after(now_ms)?;
+        if count > 1 {
+            first = Self(first.0.wrapping_add(31) & !31);
+        }
+        *last = Self(first.0.wrapping_add(count as u128 - 1));
+        Ok(first)
+    }
+
+    const fn next(self) -> Self {
+        // A carry into the time is a millisecond that has not begun yet, which does no harm.
+        Self(self.0.wrapping_add(1))
+    }
+
     fn after(self, now_ms: u64) -> Result<Self, StoreError> {
         let last_ms = (self.0 >> RANDOM_BITS) as u64;
         if now_ms <= last_ms {
-            // A carry into the time is a millisecond that has not begun yet, which does no harm.
-            return Ok(Self(self.0.wrapping_add(1)));
+            return Ok(self.next());
         }
         let mut random = [0; 16];
         getrandom::fill(&mut random[..10]).map_err(StoreError::other)?;
@@ -79,12 +127,11 @@ impl Ulid {
         Ok(Self(u128::from(now_ms) << RANDOM_BITS | random))
     }
 
-    /// 26 digits of Crockford's base 32, which sort as the numbers do.
+    /// Digits that sort as the numbers do.
     fn to_key(self) -> Key {
-        const DIGITS: &[u8; 32] = b"0123456789ABCDEFGHJKMNPQRSTVWXYZ";
-        let mut text = [0; 26];
+        let mut text = [0; Self::LEN];
         for (i, digit) in text.iter_mut().rev().enumerate() {
-            *digit = DIGITS[(self.0 >> (5 * i)) as usize & 31];
+            *digit = Self::DIGITS[(self.0 >> (5 * i)) as usize & 31];
         }
         Key::new(text)
     }
@@ -143,6 +190,19 @@ mod tests {
         assert!(ids.is_sorted());
         assert!(ids.windows(2).all(|pair| pair[0] != pair[1]));
         assert!(ids.iter().all(|id| id.as_str().len() == 26));
+    }
+
+    #[test]
+    fn ids_for_several_jobs_follow_each_other() {
+        let before = JobId::unique().unwrap();
+        let mut ids = UniqueIds::default();
+        let several: Vec<_> = (0..2 * MAX_BATCH).map(|_| ids.next().unwrap()).collect();
+        assert!(before < several[0] && several.is_sorted() && several[several.len() - 1] < JobId::unique().unwrap());
+        for ids in several.chunks(Ulid::DIGITS.len()) {
+            let stem = &ids[0].as_str()[..Ulid::LEN - 1];
+            let digits: String = ids.iter().map(|id| id.as_str().strip_prefix(stem).unwrap()).collect();
+            assert_eq!(digits.as_bytes(), Ulid::DIGITS);
+        }
     }
 
     #[test]

@@ -157,6 +157,15 @@
 //!
 //! How many wait is what [`DelayQueue::counts`] says.
 //!
+//! # Traces
+//!
+//! Each attempt runs in a [span](DelayQueueWorker::span), which begins a trace of its own: whoever pushed the job has not waited for it.
+//! A header `traceparent`, as the W3C's [trace context](https://www.w3.org/TR/trace-context/) writes it, says where the job comes
+//! from, in the fields `link.trace_id` and `link.span_id`.
+//!
+//! With the feature `otel` and a layer of `tracing-opentelemetry` 0.34, that is a span link of OpenTelemetry, too, and `Push::traced` writes the
+//! header for the current span. Nothing of that is exported by this crate: no SDK comes along.
+//!
 //! # Payloads
 //!
 //! JSON by serde with the feature `json`, or whatever a [`Codec`] says. The store does not look into them. One that cannot be read by the
@@ -211,6 +220,8 @@ pub use self::codec::{Codec, Json};
 pub use self::error::QueueError;
 pub use self::events::{Event, Events};
 pub use self::id::JobId;
+#[cfg(all(test, feature = "redis"))]
+pub(crate) use self::id::UniqueIds;
 pub use self::job::{Cancellation, Extensions, Job};
 pub use self::outcome::Outcome;
 pub use self::push::{PreparedPush, Push, Pushed};

@@ -8,7 +8,7 @@ use super::id::JobId;
 use super::queue::Terms;
 use super::record::{Due, Headers, NewJob, Priority, Unique, UniqueFor};
 use super::store::{Admission, QueueKey};
-use crate::error::ConfigError;
+use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
 
 /// A job that is about to be pushed: `.await` it, or give it to [`DelayQueue::push_all`](super::DelayQueue::push_all).
@@ -93,6 +93,15 @@ impl Push {
         self
     }
 
+    /// Sends along where the current span is in its trace, as the [headers](Self::header) `traceparent` and `tracestate` of the
+    /// [W3C](https://www.w3.org/TR/trace-context/), so that the span of each attempt links to it: see
+    /// [traces](crate::delay_queue#traces). Nothing where no layer of `tracing-opentelemetry` knows the span.
+    #[cfg(feature = "otel")]
+    pub fn traced(mut self) -> Self {
+        super::trace::insert_current(&mut self.headers);
+        self
+    }
+
     /// The job as a store is given it, for a pipeline of one's own: see `RedisBackend::push_in`.
     ///
     /// # Errors
@@ -100,12 +109,12 @@ impl Push {
     /// As pushing it, but for those of the store.
     pub fn prepare(self) -> Result<PreparedPush, QueueError> {
         let terms = self.terms.clone();
-        let job = self.into_job()?;
+        let job = self.into_job(JobId::unique)?;
         Ok(PreparedPush { queue: terms.home(&job.id), job, max_jobs: terms.max_jobs })
     }
 
-    /// What a store is given, if it can be.
-    pub(super) fn into_job(self) -> Result<NewJob, QueueError> {
+    /// What a store is given, if it can be. `unique` is what a job is called that nobody has named.
+    pub(super) fn into_job(self, unique: impl FnOnce() -> Result<JobId, StoreError>) -> Result<NewJob, QueueError> {
         let payload = self.payload.map_err(|error| QueueError::Encode(error.into()))?;
         if let Due::In(delay) = self.due {
             check_delay(delay)?;
@@ -116,7 +125,7 @@ impl Push {
         let id = match self.id {
             Some(id) if id.as_bytes().is_empty() => return Err(ConfigError::EmptyJobId.into()),
             Some(id) => id,
-            None => JobId::unique()?,
+            None => unique()?,
         };
         let job = NewJob {
             id,
@@ -145,7 +154,7 @@ impl IntoFuture for Push {
     fn into_future(self) -> Self::IntoFuture {
         Box::pin(async move {
             let terms = self.terms.clone();
-            let job = self.into_job()?;
+            let job = self.into_job(JobId::unique)?;
             let id = job.id;
             let queue = terms.home(&id);
             let call = terms.store.clone().push(queue, vec![job], terms.max_jobs, terms.deadline);
@@ -185,7 +194,7 @@ impl Pushed {
             Some(Admission::New) => Ok(Self { id, is_new: true }),
             Some(Admission::Exists(id)) => Ok(Self { id, is_new: false }),
             Some(Admission::Full) => Err(QueueError::Full { max: terms.max_jobs }),
-            None => Err(crate::StoreError::other("the store has not answered for each job").into()),
+            None => Err(StoreError::other("the store has not answered for each job").into()),
         }
     }
 

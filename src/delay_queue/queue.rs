@@ -7,7 +7,7 @@ use std::time::Duration;
 use super::codec::{Codec, Json};
 use super::erased::AnyStore;
 use super::error::QueueError;
-use super::id::JobId;
+use super::id::{JobId, UniqueIds};
 use super::job::{Canceller, Job};
 use super::push::{Push, Pushed, check_delay};
 use super::record::{Due, NewJob, Reason, StoredJob};
@@ -142,11 +142,15 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Pushes several jobs, [`MAX_BATCH`] of them in each call of the store. Answers for each, in order.
+    ///
+    /// Jobs of [normal](super::Priority::Normal) priority that have no [name](Push::id) and are due alike take Redis about half the memory of others
+    /// while they wait, and two thirds of the work, unless the queue is [split](Self::split).
     pub async fn push_all(&self, pushes: impl IntoIterator<Item = Push>) -> Vec<Result<Pushed, QueueError>> {
         let mut results: Vec<Option<Result<Pushed, QueueError>>> = Vec::new();
+        let mut ids = UniqueIds::default();
         let mut parts: Vec<Vec<(usize, NewJob)>> = vec![Vec::new(); self.terms.parts.into()];
         for push in pushes {
-            match push.into_job() {
+            match push.into_job(|| ids.next()) {
                 Ok(job) => {
                     let part = usize::from(self.terms.home(&job.id).part());
                     parts[part].push((results.len(), job));

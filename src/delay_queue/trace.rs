@@ -1,11 +1,20 @@
+#[cfg(feature = "otel")]
+use opentelemetry::trace::{SpanContext, SpanId, TraceContextExt, TraceFlags, TraceId};
 use tracing::Span;
 use tracing::field::Empty;
+#[cfg(feature = "otel")]
+use tracing_opentelemetry::OpenTelemetrySpanExt;
 
 use super::job::Job;
+#[cfg(feature = "otel")]
+use super::record::Headers;
 
 /// The name of the header that carries where a job comes from, as the W3C's
 /// [trace context](https://www.w3.org/TR/trace-context/) writes it.
 pub(super) const TRACEPARENT: &str = "traceparent";
+/// What goes with it, of whoever traces.
+#[cfg(feature = "otel")]
+const TRACESTATE: &str = "tracestate";
 
 /// A span around an attempt. It begins a trace of its own: whoever pushed the job has not waited for it.
 pub(super) fn span<T>(queue: &str, job: &Job<T>) -> Span {
@@ -18,15 +27,47 @@ pub(super) fn span<T>(queue: &str, job: &Job<T>) -> Span {
         link.span_id = Empty,
     );
     if !span.is_disabled()
-        && let Some((trace, parent)) = job.headers().get(TRACEPARENT).and_then(ids)
+        && let Some((trace, parent, _)) = job.headers().get(TRACEPARENT).and_then(ids)
     {
         span.record("link.trace_id", trace).record("link.span_id", parent);
     }
     span
 }
 
-/// The ids of the trace and of the span; `None` if they cannot be what they should be.
-fn ids(traceparent: &str) -> Option<(&str, &str)> {
+/// Links the span of an attempt to the one in which the job was pushed, for who exports spans with OpenTelemetry.
+#[cfg(feature = "otel")]
+pub(super) fn link(span: &Span, headers: &Headers) {
+    let context = || {
+        let (trace, parent, flags) = ids(headers.get(TRACEPARENT)?)?;
+        let state = headers.get(TRACESTATE).and_then(|state| state.parse().ok()).unwrap_or_default();
+        let flags = TraceFlags::new(u8::from_str_radix(flags, 16).ok()?);
+        Some(SpanContext::new(TraceId::from_hex(trace).ok()?, SpanId::from_hex(parent).ok()?, flags, true, state))
+    };
+    if !span.is_disabled()
+        && let Some(context) = context()
+    {
+        span.add_link(context);
+    }
+}
+
+/// Says in `headers` where the current span is in its trace, if OpenTelemetry knows it.
+#[cfg(feature = "otel")]
+pub(super) fn insert_current(headers: &mut Headers) {
+    let context = Span::current().context();
+    let span = context.span();
+    let context = span.span_context();
+    if context.is_valid() {
+        let (trace, parent, flags) = (context.trace_id(), context.span_id(), context.trace_flags());
+        headers.insert(TRACEPARENT, format!("00-{trace}-{parent}-{flags:02x}"));
+        let state = context.trace_state().header();
+        if !state.is_empty() {
+            headers.insert(TRACESTATE, state);
+        }
+    }
+}
+
+/// The ids of the trace and of the span, and the flags; `None` if they cannot be what they should be.
+fn ids(traceparent: &str) -> Option<(&str, &str, &str)> {
     let mut fields = traceparent.split('-');
     let (version, trace, parent, flags) = (fields.next()?, fields.next()?, fields.next()?, fields.next()?);
     let is_hex = |text: &str, len: usize| {
@@ -35,7 +76,7 @@ fn ids(traceparent: &str) -> Option<(&str, &str)> {
     let is_one = |id: &str| id.bytes().any(|byte| byte != b'0');
     let is_known = is_hex(version, 2) && version != "ff" && (version != "00" || fields.next().is_none());
     let is_whole = is_known && is_hex(trace, 32) && is_hex(parent, 16) && is_hex(flags, 2);
-    (is_whole && is_one(trace) && is_one(parent)).then_some((trace, parent))
+    (is_whole && is_one(trace) && is_one(parent)).then_some((trace, parent, flags))
 }
 
 #[cfg(test)]
@@ -45,9 +86,9 @@ mod tests {
     #[test]
     fn a_traceparent_is_read_as_the_w3c_writes_it() {
         let (trace, parent) = ("4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7");
-        assert_eq!(ids(&format!("00-{trace}-{parent}-01")), Some((trace, parent)));
+        assert_eq!(ids(&format!("00-{trace}-{parent}-01")), Some((trace, parent, "01")));
         // A later version may say more.
-        assert_eq!(ids(&format!("01-{trace}-{parent}-01-what")), Some((trace, parent)));
+        assert_eq!(ids(&format!("01-{trace}-{parent}-01-what")), Some((trace, parent, "01")));
         for wrong in [
             String::new(),
             format!("00-{trace}-{parent}"),

@@ -99,7 +99,10 @@ type MakeSpan<T> = dyn Fn(&Job<T>) -> Span + Send + Sync;
 impl<T> Settings<T> {
     /// The span of an attempt.
     pub(super) fn span(&self, queue: &str, job: &Job<T>) -> Span {
-        self.span.as_ref().map_or_else(|| trace::span(queue, job), |make| make(job))
+        let span = self.span.as_ref().map_or_else(|| trace::span(queue, job), |make| make(job));
+        #[cfg(feature = "otel")]
+        trace::link(&span, job.headers());
+        span
     }
 }
 
@@ -170,8 +173,8 @@ impl<T, S, C> DelayQueueWorker<T, S, C> {
     }
 
     /// The span in which a job runs. Defaults to one called `job` with the fields `queue`, `id` and `attempt`, and `link.trace_id` and
-    /// `link.span_id` of a [`traceparent`](https://www.w3.org/TR/trace-context/) header. For OpenTelemetry, whose links cannot be made
-    /// of fields, make a span here and add a link to the context in [`Job::headers`].
+    /// `link.span_id` of a [`traceparent`](https://www.w3.org/TR/trace-context/) header. With the feature `otel` either has a link to
+    /// who pushed the job: see [traces](crate::delay_queue#traces).
     pub fn span(mut self, make: impl Fn(&Job<T>) -> Span + Send + Sync + 'static) -> Self {
         self.settings.span = Some(Arc::new(make));
         self

@@ -58,11 +58,15 @@ enum End {
     Dead(Reason),
 }
 
-const IDS: u32 = 8;
+/// Jobs with a name, and behind them those of two runs.
+const NAMED: u32 = 8;
+const RUN: u32 = 16;
+const IDS: u32 = NAMED + 2 * RUN;
 /// In ms.
 const BRIEF: u64 = 20;
 const LONGER: u64 = 5_000;
-const MAX_JOBS: u64 = 6;
+/// By turns: fewer jobs than there are names, or room for all but a few.
+const MAX_JOBS: [u64; 2] = [6, 38];
 const DEAD: DeadLimits = DeadLimits { count: 2, age: Duration::from_secs(1) };
 
 fn job_traces() -> impl Strategy<Value = Vec<JobStep>> {
@@ -83,7 +87,13 @@ fn job_traces() -> impl Strategy<Value = Vec<JobStep>> {
         Just(UniqueFor::Time(Duration::from_millis(BRIEF))),
     ];
     let unique = prop_oneof![3 => Just(None), 2 => (0..2_u8, span).prop_map(Some)];
-    let pushing = (0..IDS, when(), priority, 1..4_u16, unique, any::<u8>()).prop_map(
+    let any_id = || prop_oneof![3 => 0..NAMED, 1 => NAMED..IDS];
+    let run = (0..2_u32, when(), any::<u8>()).prop_map(|(run, when, payload)| {
+        let pushing = |id| Pushing { id, when, priority: Priority::Normal, max_attempts: 2, unique: None, payload };
+        let first = NAMED + run * RUN;
+        JobVerb::Push((first..first + RUN).map(pushing).collect())
+    });
+    let pushing = (any_id(), when(), priority, 1..4_u16, unique, any::<u8>()).prop_map(
         |(id, when, priority, max_attempts, unique, payload)| Pushing {
             id,
             when,
@@ -104,19 +114,20 @@ fn job_traces() -> impl Strategy<Value = Vec<JobStep>> {
     let finish = prop::collection::vec((0..6_usize, end), 0..4);
     let lease_ms = || prop_oneof![3 => Just(BRIEF), 1 => Just(LONGER)];
     let state = prop_oneof![Just(State::Waiting), Just(State::Running), Just(State::Dead)];
-    let ids = || prop::collection::vec(0..IDS, 1..4);
+    let ids = || prop::collection::vec(any_id(), 1..4);
     let verb = prop_oneof![
         8 => prop::collection::vec(pushing, 1..4).prop_map(JobVerb::Push),
-        8 => (finish, 0..4_usize, lease_ms())
+        4 => run,
+        8 => (finish, prop_oneof![4 => 0..4_usize, 1 => 4..40_usize], lease_ms())
             .prop_map(|(finish, limit, lease_ms)| JobVerb::Claim { finish, limit, lease_ms }),
         3 => (prop::collection::vec(0..6_usize, 1..4), lease_ms())
             .prop_map(|(tickets, lease_ms)| JobVerb::Extend { tickets, lease_ms }),
-        2 => (0..IDS).prop_map(JobVerb::Cancel),
-        2 => (0..IDS, when()).prop_map(|(id, when)| JobVerb::Reschedule(id, when)),
-        1 => (0..IDS, any::<u8>()).prop_map(|(id, payload)| JobVerb::Replace(id, payload)),
-        3 => (state, 0..3_u64, 0..5_usize).prop_map(|(state, skip, limit)| JobVerb::Look { state, skip, limit }),
+        2 => any_id().prop_map(JobVerb::Cancel),
+        2 => (any_id(), when()).prop_map(|(id, when)| JobVerb::Reschedule(id, when)),
+        1 => (any_id(), any::<u8>()).prop_map(|(id, payload)| JobVerb::Replace(id, payload)),
+        3 => (state, prop_oneof![0..3_u64, 3..40_u64], prop_oneof![0..5_usize, 5..40_usize]).prop_map(|(state, skip, limit)| JobVerb::Look { state, skip, limit }),
         1 => prop_oneof![1 => Just(true), 2 => Just(false)].prop_map(JobVerb::Pause),
-        1 => (1..3_usize).prop_map(JobVerb::Drain),
+        1 => prop_oneof![1..3_usize, 3..40_usize].prop_map(JobVerb::Drain),
         2 => ids().prop_map(JobVerb::Replay),
         1 => ids().prop_map(JobVerb::Forget),
     ];
@@ -125,7 +136,11 @@ fn job_traces() -> impl Strategy<Value = Vec<JobStep>> {
 }
 
 fn id(number: u32) -> JobId {
-    JobId::from(format!("job-{number}"))
+    let digit = |place| char::from(b"0123456789ABCDEFGHJKMNPQRSTVWXYZ"[place as usize]);
+    JobId::from(match number.checked_sub(NAMED) {
+        Some(place) => format!("{:025}{}", 0, digit(place)),
+        None => format!("job-{number}"),
+    })
 }
 
 /// A ticket by its number, counted from the last one back, as each backend has given it out.
@@ -201,14 +216,14 @@ impl Model {
         }
     }
 
-    fn push(&mut self, pushing: &Pushing) -> Admission {
+    fn push(&mut self, pushing: &Pushing, max_jobs: u64) -> Admission {
         let now = self.now();
         let was_dead = match self.find(pushing.id).map(|job| job.place) {
             Some(Place::Dead { .. }) => true,
             Some(_) => return Admission::Exists(id(pushing.id)),
             None => false,
         };
-        if !was_dead && self.jobs.len() as u64 >= MAX_JOBS {
+        if !was_dead && self.jobs.len() as u64 >= max_jobs {
             return Admission::Full;
         }
         if let Some((key, span)) = pushing.unique {
@@ -446,7 +461,7 @@ fn seen(job: &StoredJob, start: SystemTime) -> String {
 
 fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), TestCaseError> {
     let queue = QueueKey::new(format!("trace-{turn}"));
-    let worker = WorkerId::random().unwrap();
+    let (worker, max_jobs) = (WorkerId::random().unwrap(), MAX_JOBS[turn % 2]);
     let starts = [pair.memory.started_at(), UNIX_EPOCH + Duration::from_micros(START_US)];
     let mut model = Model::default();
     let mut tickets: Vec<Tickets> = Vec::new();
@@ -474,12 +489,12 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                 let mut expected = vec![None; pushing.len()];
                 for priority in Priority::ALL {
                     for (i, pushing) in pushing.iter().enumerate().filter(|(_, job)| job.priority == priority) {
-                        expected[i] = Some(model.push(pushing));
+                        expected[i] = Some(model.push(pushing, max_jobs));
                     }
                 }
                 let expected: Vec<_> = expected.into_iter().flatten().collect();
                 let (memory, redis) =
-                    pair.both(|to| to.push(&queue, &memory, MAX_JOBS), |to| to.push(&queue, &redis, MAX_JOBS));
+                    pair.both(|to| to.push(&queue, &memory, max_jobs), |to| to.push(&queue, &redis, max_jobs));
                 (format!("{expected:?}"), format!("{memory:?}"), format!("{redis:?}"))
             }
             JobVerb::Claim { finish, limit, lease_ms } => {
@@ -517,8 +532,7 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                     format!("{finished:?} {jobs:?} more {more} next {next} oldest {oldest_due:?}")
                 });
                 for (memory, redis) in memory.jobs.iter().zip(&redis.jobs) {
-                    let name = memory.job.id.as_str();
-                    let of = name.trim_start_matches("job-").parse().unwrap();
+                    let of = (0..IDS).find(|number| id(*number) == memory.job.id).unwrap();
                     let larger = |of_backend: fn(&Tickets) -> Ticket, token| {
                         tickets.iter().filter(|tickets| tickets.of == of).all(|t| of_backend(t).token < token)
                     };

@@ -14,13 +14,24 @@ use crate::key::Key;
 /// What a record has before the unique key.
 const HEAD: usize = 26;
 
+/// How many jobs a run has: see `lua/delay_queue_push.lua`.
+const RUN: usize = 16;
+
 /// Jobs of one priority as `delay_queue_push` takes them.
 pub(super) struct PackedJobs<'a>(pub(super) &'a [&'a NewJob]);
 
 impl PackedJobs<'_> {
-    /// How many jobs after each other are due alike, and when.
-    fn runs(&self) -> impl Iterator<Item = (usize, i64)> {
-        self.0.chunk_by(|one, next| one.due == next.due).map(|run| (run.len(), when(run[0].due)))
+    /// How many jobs after each other are due alike, with its sign turned where they are runs, and when.
+    fn alike(&self) -> impl Iterator<Item = (i64, i64)> {
+        let mut rest = self.0;
+        std::iter::from_fn(move || {
+            let due = rest.first()?.due;
+            let in_runs = rest.chunks_exact(RUN).take_while(|jobs| jobs[0].due == due && is_run(jobs)).count() * RUN;
+            let is_single = |&i: &usize| rest[i].due == due && !rest.get(i..i + RUN).is_some_and(is_run);
+            let len = if in_runs > 0 { in_runs } else { 1 + (1..rest.len()).take_while(is_single).count() };
+            rest = &rest[len..];
+            Some((if in_runs > 0 { -(len as i64) } else { len as i64 }, when(due)))
+        })
     }
 
     /// Which of them are unique, from 1.
@@ -39,7 +50,7 @@ impl ToRedisArgs for PackedJobs<'_> {
             pack_record(job, &mut packed);
             out.write_arg(&packed);
         }
-        for (len, when) in self.runs() {
+        for (len, when) in self.alike() {
             len.write_redis_args(out);
             when.write_redis_args(out);
         }
@@ -53,8 +64,18 @@ impl ToRedisArgs for PackedJobs<'_> {
     }
 
     fn num_of_args(&self) -> usize {
-        1 + 2 * (self.0.len() + self.runs().count() + self.unique().count())
+        1 + 2 * (self.0.len() + self.alike().count() + self.unique().count())
     }
+}
+
+/// Whether jobs can wait as a run.
+fn is_run(jobs: &[&NewJob]) -> bool {
+    let Some((stem, begin)) = jobs[0].id.digit().filter(|(_, digit)| digit % RUN == 0) else { return false };
+    let (due, priority) = (jobs[0].due, Priority::Normal);
+    let follows = |(i, job): (usize, &&NewJob)| {
+        job.id.digit() == Some((stem, begin + i)) && (job.due, job.priority) == (due, priority)
+    };
+    jobs.iter().enumerate().all(follows)
 }
 
 /// What a record has behind its times.
@@ -269,6 +290,7 @@ impl<'a> Reader<'a> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::delay_queue::UniqueIds;
 
     /// As the script completes it.
     fn record(job: &NewJob) -> Vec<u8> {
@@ -320,6 +342,26 @@ mod tests {
         assert_eq!(args[0], b"4");
         let texts: Vec<_> = args[9..].iter().map(|arg| str::from_utf8(arg).unwrap()).collect();
         assert_eq!(texts, ["2", "1", "1", "2", "1", "1", "4", "\0\0\0\0\0\0user"]);
+    }
+
+    #[test]
+    fn jobs_whose_ids_follow_each_other_are_runs() {
+        let mut ids = UniqueIds::default();
+        let mut jobs: Vec<_> = (0..64).map(|_| NewJob::new(ids.next().unwrap(), *b"")).collect();
+        let alike = |jobs: &[NewJob]| {
+            let jobs: Vec<_> = jobs.iter().collect();
+            PackedJobs(&jobs).alike().map(|(len, _)| len).collect::<Vec<_>>()
+        };
+        assert_eq!(alike(&jobs), [-64]);
+        assert_eq!(alike(&jobs[15..]), [1, -48]);
+        assert_eq!(alike(&jobs[..40]), [-32, 8]);
+        jobs[20].due = Due::In(Duration::from_millis(1));
+        assert_eq!(alike(&jobs), [-16, 4, 1, 11, -32]);
+        jobs[40].priority = Priority::Low;
+        assert_eq!(alike(&jobs), [-16, 4, 1, 27, -16]);
+        jobs.swap(0, 1);
+        assert_eq!(alike(&jobs), [20, 1, 27, -16]);
+        assert!(alike(&jobs[..0]).is_empty());
     }
 
     #[test]

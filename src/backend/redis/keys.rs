@@ -101,6 +101,7 @@ impl Keys {
             cancels: key("cancels"),
             state: key("state"),
             idle: key("idle"),
+            runs: key("runs"),
             wake: key("wake:"),
         }
     }
@@ -160,6 +161,8 @@ pub(super) struct QueueKeys {
     pub(super) cancels: String,
     pub(super) state: String,
     pub(super) idle: String,
+    // Of normal priority, which most jobs have.
+    pub(super) runs: String,
     // What the channels of workers begin with.
     pub(super) wake: String,
 }

@@ -433,15 +433,15 @@ fn delay_queue_push<'a>(
     priority: usize,
     max_jobs: u64,
     jobs: &'a PackedJobs<'a>,
-) -> ([&'a str; 7], impl ToRedisArgs + use<'a>) {
-    let QueueKeys { jobs: records, due, dead, unique, unique_ends, state, idle, wake, .. } = keys;
-    let names = [records, &due[priority], dead, unique, unique_ends, state, idle].map(String::as_str);
+) -> ([&'a str; 8], impl ToRedisArgs + use<'a>) {
+    let QueueKeys { jobs: records, due, dead, unique, unique_ends, state, idle, runs, wake, .. } = keys;
+    let names = [records, &due[priority], dead, unique, unique_ends, state, idle, runs].map(String::as_str);
     (names, (KEEP_JOBS_MS, max_jobs, publish(servers), wake.as_str(), jobs))
 }
 
-fn all_of(keys: &QueueKeys) -> [&str; 10] {
-    let QueueKeys { jobs, due: [high, normal, low], leases, dead, unique, cancels, state, idle, .. } = keys;
-    [jobs, high, normal, low, leases, dead, unique, cancels, state, idle].map(String::as_str)
+fn all_of(keys: &QueueKeys) -> [&str; 11] {
+    let QueueKeys { jobs, due: [high, normal, low], leases, dead, unique, cancels, state, idle, runs, .. } = keys;
+    [jobs, high, normal, low, leases, dead, unique, cancels, state, idle, runs].map(String::as_str)
 }
 
 /// A cluster sends what is published by PUBLISH to all of its nodes.
@@ -571,10 +571,10 @@ mod tests {
             (&scripts.idempotency_checkpoint, 1, 5),
             (&scripts.idempotency_complete, 2, 6),
             (&scripts.idempotency_release, 2, 3),
-            (&scripts.delay_queue_push, 7, 6),
-            (&scripts.delay_queue_claim, 10, 11),
+            (&scripts.delay_queue_push, 8, 6),
+            (&scripts.delay_queue_claim, 11, 11),
             (&scripts.delay_queue_extend, 3, 3),
-            (&scripts.delay_queue_control, 10, 5),
+            (&scripts.delay_queue_control, 11, 5),
         ];
         for (script, keys, args) in calls {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());
