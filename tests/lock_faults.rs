@@ -24,7 +24,7 @@ use tollgate::lock::{
     Acquired, Claim, Cursor, LeaseState, LockAdmin, LockKey, LockStore, LossReason, Redlock, Release, Released,
     Renewal, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
 };
-use tollgate::testing::{Failure, FaultStore, Verb};
+use tollgate::testing::{Failure, FaultStore, Faults, Verb};
 use tollgate::{
     AsError, BoxError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError,
 };
@@ -408,20 +408,16 @@ async fn what_is_granted_too_late_is_asked_for_again_by_those_who_wait_and_given
     assert_eq!(backend.locks(), 0);
 }
 
-#[tokio::test(start_paused = true)]
-async fn a_holder_is_told_by_its_clock_whatever_the_store_does() {
-    let store = FaultStore::new(MemoryBackend::new());
-    let faults = store.faults();
-    let locks = Locks::new(store).ttl(Duration::from_secs(9)).deadline(Duration::from_secs(60));
+/// Loses a lease, and then another one that a body runs under, since the store does not answer any more.
+async fn lose(locks: &Locks, faults: &Faults) {
     // Less than the nine seconds by a hundredth and two milliseconds, and no later than a timer is.
-    let in_time = |took: Duration| took >= Duration::from_millis(8_908) && took < Duration::from_millis(8_912);
-
+    let in_time = Duration::from_millis(8_908)..Duration::from_millis(8_912);
+    let locks = locks.clone().ttl(Duration::from_secs(9)).deadline(Duration::from_secs(60));
     let begun = tokio::time::Instant::now();
     let lease = locks.lock("a").await.unwrap();
     faults.hang();
     assert_eq!(lease.lost().await.reason(), LossReason::Expired);
-    assert!(in_time(begun.elapsed()), "{:?}", begun.elapsed());
-    assert!(faults.calls(Verb::Renew) > 0, "a renewal was under way");
+    assert!(in_time.contains(&begun.elapsed()), "{:?}", begun.elapsed());
 
     faults.heal();
     let begun = tokio::time::Instant::now();
@@ -430,7 +426,30 @@ async fn a_holder_is_told_by_its_clock_whatever_the_store_does() {
         pending::<()>().await;
     });
     assert!(outcome.await.unwrap_err().is_lost());
-    assert!(in_time(begun.elapsed()), "{:?}", begun.elapsed());
+    assert!(in_time.contains(&begun.elapsed()), "{:?}", begun.elapsed());
+    faults.heal();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_holder_is_told_in_time_while_a_renewal_hangs() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    lose(&Locks::new(store), &faults).await;
+    assert_eq!(faults.calls(Verb::Renew), 2, "one of each lease was under way");
+}
+
+/// What renews leases, and lets go of those that are lost, is in a runtime that stands still.
+#[test]
+fn a_holder_is_told_in_time_by_the_clock_alone() {
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let (still, here) = (runtime(), runtime());
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    let first = still.block_on(locks.lock("first").into_future()).unwrap();
+    here.block_on(lose(&locks, &faults));
+    assert_eq!(faults.calls(Verb::Renew), 0);
+    here.block_on(async { drop(first) });
 }
 
 /// The answer to a renewal was waited for no longer than the first lease of the call had left, by which all of them were suspended.

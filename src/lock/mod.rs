@@ -166,6 +166,8 @@
 //! back. A lease is renewed after a third of its time; leases that are due
 //! at the same time share a command, on a connection of their own. A renewal that fails makes the lease
 //! [suspended](LeaseState::Suspended) and is tried again for as long as the lease lasts.
+//! One task does that for all leases of one [`Locks`] and its clones, in the runtime where the first was taken, which has to be at work for that, and in
+//! one where another was taken when that runtime ends.
 //!
 //! # Operations
 //!
