@@ -16,6 +16,7 @@ use http::{Request, Response};
 use http_body_util::{BodyExt, Full};
 use support::locks::{DropAt, History};
 use support::server::RedisServer;
+use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Mutex, MutexGuard};
 use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
@@ -441,7 +442,7 @@ async fn a_holder_is_told_in_time_while_a_renewal_hangs() {
 /// What renews leases, and lets go of those that are lost, is in a runtime that stands still.
 #[test]
 fn a_holder_is_told_in_time_by_the_clock_alone() {
-    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let runtime = || Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
     let (still, here) = (runtime(), runtime());
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -554,7 +555,7 @@ async fn a_release_that_fails_is_said_and_tried_again() {
 #[test]
 fn a_lease_may_be_dropped_without_a_runtime() {
     let server = RedisServer::start();
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let (locks, other) = runtime.block_on(async { (locks(&server).await, locks(&server).await) });
     let lease = runtime.block_on(locks.lock("a").into_future()).unwrap();
     thread::spawn(move || drop(lease)).join().unwrap();
@@ -567,7 +568,7 @@ fn a_lease_may_be_dropped_without_a_runtime() {
     drop(runtime);
     drop(lease);
     drop((locks, other));
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let locks = self::locks(&server).await;
         let lease = locks.lock("b").ttl(Duration::from_millis(500)).await.unwrap();
@@ -581,7 +582,7 @@ fn a_lease_may_be_dropped_without_a_runtime() {
 fn locks_that_outlive_a_runtime_renew_in_the_next() {
     let locks = Locks::new(MemoryBackend::new()).ttl(Duration::from_millis(300));
     for _ in 0..2 {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let lease = locks.lock("a").await.unwrap();
             sleep(Duration::from_millis(900)).await;
@@ -595,25 +596,25 @@ fn locks_that_outlive_a_runtime_renew_in_the_next() {
 fn a_lease_outlives_the_runtime_of_another_one() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let locks = Locks::new(store).ttl(Duration::from_secs(1));
-    let runtimes =
-        [(); 3].map(|()| tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap());
-    let take = |at: usize| runtimes[at].block_on(locks.lock(at as u64).into_future()).unwrap();
-    let leases = [take(0), take(1), take(2)];
-    let [first, second, last] = runtimes;
+    let locks = Locks::new(store).ttl(Duration::from_secs(2));
+    let parallel = || Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let first = Builder::new_current_thread().enable_all().build().unwrap();
+    let (second, last) = (parallel(), parallel());
+    let take = |runtime: &Runtime, key| runtime.block_on(locks.lock(key).into_future()).unwrap();
+    let leases = [take(&first, "a"), take(&second, "b"), take(&last, "c")];
     // With a renewal of all of them under way, of which nobody will hear.
     faults.hang();
-    last.block_on(async {
+    first.block_on(async {
         while faults.calls(Verb::Renew) == 0 {
             sleep(Duration::from_millis(1)).await;
         }
     });
     drop(first);
     faults.heal();
-    last.block_on(async { sleep(Duration::from_millis(1_500)).await });
+    last.block_on(async { sleep(Duration::from_millis(2_500)).await });
     assert!(leases.iter().all(|lease| lease.check().is_ok()), "{leases:?}");
     drop(second);
-    last.block_on(async { sleep(Duration::from_millis(1_500)).await });
+    last.block_on(async { sleep(Duration::from_millis(2_500)).await });
     assert!(leases.iter().all(|lease| lease.check().is_ok()), "{leases:?}");
     last.block_on(async {
         drop(leases);
@@ -686,7 +687,7 @@ async fn a_holder_knows_before_its_key_can_expire_when_redis_does_not_answer() {
 #[test]
 fn a_holder_knows_at_once_when_its_runtime_stood_still() {
     let server = RedisServer::start();
-    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = || Builder::new_current_thread().enable_all().build().unwrap();
     let here = runtime();
     here.block_on(async {
         let locks = locks(&server).await.ttl(Duration::from_millis(400));
