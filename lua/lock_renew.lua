@@ -6,6 +6,7 @@
 --
 -- Value    leases: see lock_acquire
 -- Returns  a number a lease: 1 renewed, 0 not held by this token any more, whatever is in its place
+-- Errors   whatever else keeps GET from reading, a right that is missing for instance; leases before it have been renewed
 -- Repeat   harmless: a lease that is gone never comes back by this
 local leases, keep_ms, terms = KEYS, ARGV[1] + 0, 2
 

@@ -35,8 +35,7 @@ struct State {
     due: BTreeSet<(Instant, Token)>,
     // Until when the task sleeps. Whatever is due later wakes nobody.
     sleeps_until: Option<Instant>,
-    // Whether there is a task.
-    is_watched: bool,
+    has_task: bool,
     // Whether the task is gone and somebody looks for a runtime for another one.
     is_moving: bool,
 }
@@ -106,26 +105,26 @@ impl Shared {
         let kept = Kept { hold: Arc::clone(hold), due: Some(due), runtime: Some(runtime.clone()) };
         state.holds.insert(*hold.token(), kept);
         state.due.insert((due, *hold.token()));
-        if state.is_watched {
+        if state.has_task {
             self.keeper.wake_for(&state, due);
         } else {
-            self.watch(state, runtime);
+            self.start_task(state, runtime);
         }
     }
 
     /// Starts the task, outside of the lock: where the runtime is gone it ends at once.
-    fn watch(self: &Arc<Self>, mut state: MutexGuard<'_, State>, runtime: Handle) {
-        state.is_watched = true;
+    fn start_task(self: &Arc<Self>, mut state: MutexGuard<'_, State>, runtime: Handle) {
+        state.has_task = true;
         state.sleeps_until = None;
         drop(state);
-        drop(runtime.spawn(keep_alive(Watch(Arc::downgrade(self)), Arc::clone(&self.keeper.wake))));
+        drop(runtime.spawn(keep_alive(Task(Arc::downgrade(self)), Arc::clone(&self.keeper.wake))));
         self.remember(runtime);
     }
 
     /// Starts another task where one has ended with the runtime that it was started in, and leases of other runtimes are left.
-    fn watch_elsewhere(self: &Arc<Self>) {
+    fn start_elsewhere(self: &Arc<Self>) {
         let mut state = self.keeper.state();
-        state.is_watched = false;
+        state.has_task = false;
         // One that could not be started either, perhaps.
         if std::mem::replace(&mut state.is_moving, true) {
             return;
@@ -136,18 +135,18 @@ impl Shared {
             state.holds.iter().filter(|(_, kept)| kept.due.is_none()).map(|(token, _)| *token).collect();
         unheard.iter().for_each(|token| state.schedule(token, Some(now)));
         // Each runtime is tried as often as it has leases at the most.
-        while !state.is_watched {
+        while !state.has_task {
             let there = state.holds.iter().filter(|(_, kept)| kept.runtime.is_some());
             let there: Vec<_> = there.map(|(token, _)| *token).collect();
             if there.is_empty() {
                 break;
             }
             for token in there {
-                if state.is_watched {
+                if state.has_task {
                     break;
                 }
                 if let Some(runtime) = state.holds.get_mut(&token).and_then(|kept| kept.runtime.take()) {
-                    self.watch(state, runtime);
+                    self.start_task(state, runtime);
                     state = self.keeper.state();
                 }
             }
@@ -279,24 +278,25 @@ impl Drop for Keeper {
     }
 }
 
-/// What the task knows of those whose leases it keeps. Whenever it is dropped, the task is gone.
-struct Watch(Weak<Shared>);
+/// What the task knows of those whose leases it keeps. When this is dropped, the task is gone.
+struct Task(Weak<Shared>);
 
-impl Drop for Watch {
+impl Drop for Task {
     fn drop(&mut self) {
         if let Some(home) = self.0.upgrade() {
-            home.watch_elsewhere();
+            home.start_elsewhere();
         }
     }
 }
 
-async fn keep_alive(watch: Watch, wake: Arc<Notify>) {
+async fn keep_alive(task: Task, wake: Arc<Notify>) {
     // Calls under way. They end with this task.
     let mut calls = JoinSet::new();
     loop {
-        let Some(shared) = watch.0.upgrade() else { return };
+        let Some(shared) = task.0.upgrade() else { return };
         let (mut renew, next) = shared.due(Instant::now());
-        // Those that want fewer replicas do not wait for those that want more, and no answer is waited for twice as long as for another.
+        // Those that want fewer replicas do not wait for those that want more, and those that are about to end take no time from those
+        // that are not: within one call none may wait for twice as long as another.
         let now = Instant::now();
         let shard = |hold: &Arc<Hold>| {
             let patience = hold.patience(now).as_millis().max(1).ilog2();
@@ -304,7 +304,7 @@ async fn keep_alive(watch: Watch, wake: Arc<Notify>) {
         };
         renew.sort_by_cached_key(shard);
         for holds in renew.chunk_by(|one, other| shard(one) == shard(other)).flat_map(|shard| shard.chunks(BATCH)) {
-            calls.spawn(renew_batch(Weak::clone(&watch.0), holds.to_vec()));
+            calls.spawn(renew_batch(Weak::clone(&task.0), holds.to_vec()));
         }
         drop(shared);
         tokio::select! {

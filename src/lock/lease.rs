@@ -294,7 +294,7 @@ impl LeaseView {
         }
         // Whoever has it from hand to hand by now was asked, and not this one.
         if self.grant.strong_count() == 0 {
-            pending().await
+            pending::<()>().await;
         }
     }
 

@@ -121,7 +121,7 @@ async fn take_any(segmented: Segmented, wait: Duration, candidates: Vec<u16>) ->
             }
         }
         let left = give_up.saturating_duration_since(Instant::now());
-        if left.is_zero() || behind.is_empty() {
+        if left.is_zero() || candidates().next().is_none() {
             return Err(refused);
         }
         for index in candidates() {
