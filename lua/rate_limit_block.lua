@@ -16,8 +16,8 @@ local stored = redis.call('GET', counts) or ''
 if stored:byte(1) == 2 and #stored >= 8 then
   stored = stored:sub(9)
 end
-if stored ~= '' and stored:byte(1) ~= 1 then
-  return redis.error_reply('TOLLGATE the value does not hold counts of version 1')
+if stored ~= '' and stored:byte(1) ~= 3 and stored:byte(1) ~= 1 then
+  return redis.error_reply('TOLLGATE the value does not hold counts of version 1 or 3')
 end
 local left_ms = 0
 if stored ~= '' then

@@ -21,21 +21,24 @@
 -- ARGV[9]  missing  to settle only: the tokens that were missing after that charge in the first token bucket of the limits
 -- ARGV[10] missing  and in the second; 0 where that is not known
 --
--- Value    counts  version 1, little endian: 1 byte version, 1 byte limits, 2 bytes length of it all;
+-- Value    counts  version 3, little endian: 1 byte version, 1 byte limits, 2 bytes length of it all;
 --                  for each limit 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding log),
 --                  7 bytes span, 5 bytes step, 4 bytes capacity (see `Terms` in counting.rs);
---                  7 bytes time of the last update; for each limit but logs:
---                  token bucket    7 bytes full since, 7 bytes debt
---                  fixed window    7 bytes start, 5 bytes used
---                  sliding window  7 bytes start, 5 bytes used in the window before it, 5 bytes used in it
+--                  then integers below 2^53 as doubles, which are read and written in less time: time of the last update; for
+--                  each limit but logs:
+--                  token bucket    full since, debt
+--                  fixed window    start, used
+--                  sliding window  start, used in the window before it, used in it
 --                  While the key is blocked, version 2 and 7 bytes end of the block are before all that, which may be missing.
+--                  Version 1 has integers of 7 bytes for times and debts, and of 5 bytes for what was used. It is read, and
+--                  not written any more.
 --          log     version 1, little endian: 1 byte version, 5 bytes sum before the first entry; for each entry 7 bytes
 --                  time, 5 bytes sum, modulo 2^40. After a charge fewer than 64 entries have run out, or fewer than a quarter as
 --                  many as have not.
--- Returns  for one subject a string, for several an array of them. Where one subject without logs was charged: the counts as they
---          are stored now, whose last update is the clock. Otherwise 1 byte status (0 denied, 2 blocked, 3 admitted), 7
---          bytes clock, for each log 5 bytes used, 7 bytes us until the cost fits, 7 bytes us until more is left, and then the
---          counts as they are stored now. Nothing is written unless all subjects are admitted.
+-- Returns  for one subject a string, for several an array of them. Where one subject without logs was charged: the last update,
+--          which is the clock, and the counts as they are stored now. Otherwise 1 byte status (0 denied, 2 blocked, 3
+--          admitted), 7 bytes clock, for each log 5 bytes used, 7 bytes us until the cost fits, 7 bytes us until more is left,
+--          and then the value as it is stored now. Nothing is written unless all subjects are admitted.
 -- Errors   TOLLGATE if a value was not written by this script; WRONGTYPE
 -- Repeat   charges or gives back again: not to be resent after a lost reply
 local unpack_table = unpack
@@ -204,8 +207,21 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   if not known then
     -- Nothing but zeros says that nothing has been used.
     value = limits .. string.rep('\0', size - #limits)
-  elseif #value ~= size or byte(value, 1) ~= 1 then
-    return redis.error_reply('TOLLGATE the value does not hold counts of version 1')
+  elseif byte(value, 1) == 1 then
+    -- As version 3 has it. Policies that share a key have the same algorithms.
+    local FORMATS = {'I7I7', 'I7I5', 'I7I5I5', ''}
+    local numbers = '<I7'
+    for i = 1, byte(limits, 2) do
+      numbers = numbers .. FORMATS[byte(limits, HEADER + 17 * i - 16)]
+    end
+    if #value == #limits + struct.size(numbers) then
+      local terms = sub(value, HEADER + 1, #limits)
+      value = sub(limits, 1, HEADER) .. terms .. pack(layout, unpack(numbers, value, #limits + 1))
+      stored = (block or '') .. value
+    end
+  end
+  if #value ~= size or byte(value, 1) ~= 3 then
+    return redis.error_reply('TOLLGATE the value does not hold counts of version 1 or 3')
   end
 
   -- Algorithm, span, step and capacity of each limit. The last update and the counts, which are brought up to now and charged,
@@ -222,7 +238,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
     for i = 1, last_term, 4 do
       local kind, span, old, new = before[i], before[i + 1], before[i + 3], terms[i + 3]
       if kind ~= terms[i] or span == 0 then
-        return redis.error_reply('TOLLGATE the value does not hold counts of version 1')
+        return redis.error_reply('TOLLGATE the value does not hold counts of version 1 or 3')
       end
       local same = span == terms[i + 1] and before[i + 2] == terms[i + 2] and old == new
       local function convert(used)
@@ -340,9 +356,9 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   admitted = admitted and status == 1
   if #KEYS == 1 and status == 1 and cost > 0 and verb == 'check' then
     -- What happens nearly always, without a table.
-    local packed = limits .. pack(layout, unpack_table(counts))
-    call('SET', key, packed, 'PX', ttl_ms)
-    return packed
+    local charged = pack(layout, unpack_table(counts))
+    call('SET', key, limits .. charged, 'PX', ttl_ms)
+    return charged
   end
   local packed = limits .. pack(layout, unpack_table(counts))
   if block_ends then

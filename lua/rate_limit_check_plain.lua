@@ -2,26 +2,26 @@
 -- limits, none of which is a sliding log, if all of them have room. What is out of the ordinary is left to that script.
 --
 -- KEYS[1]  key      string, see rate_limit_check    prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
--- ARGV[1]  ttl_ms   a quarter longer than the counts say something after they were written, at the most
--- ARGV[2]  cost     integer, 1 to the smallest capacity
--- ARGV[3]  format   how the terms in `limits` are read, for struct.unpack
--- ARGV[4]  layout   how the last update and the counts are read and written, for struct.pack
--- ARGV[5]  size     the length of the packed value
--- ARGV[6]  limits   version and terms of the limits, which is also how the packed value begins
+-- ARGV[1]  request  little endian: 4 bytes cost, 1 to the smallest capacity; 6 bytes ttl_ms, a quarter longer than the counts say
+--                   something after they were written, at the most; then version and terms of the limits, which is also how the
+--                   packed value begins. All in one, since an argument more takes longer than to read all of this
 --
 -- Value    counts: see rate_limit_check. Their time to live is written once in a fifth of it, counted from 1970, since that takes longer
 --          than all the rest; until the next time they live for four fifths of it at least, which is what they need
--- Returns  the counts as they are stored now, if the request was admitted; 1 byte 0, 7 bytes clock and the counts, if it was denied;
---          an empty string if the key is blocked, was counted with other numbers, or holds something else, or the
---          clock was set back: nothing was done then, and rate_limit_check is to be asked
+-- Returns  the last update, which is the clock, and the counts as they are stored now, if the request was admitted; 1 byte 0, 7 bytes
+--          clock and the packed value, if it was denied; an empty string if the key is blocked, was counted with other numbers, or
+--          holds something else, or the clock was set back: nothing was done then, and rate_limit_check is to be asked
 -- Errors   WRONGTYPE
 -- Repeat   charges again: not to be resent after a lost reply
-local unpack_table = unpack
 local call, pack, unpack = redis.call, struct.pack, struct.unpack
-local key, ttl_ms, cost, format, layout, limits = KEYS[1], ARGV[1], ARGV[2] + 0, ARGV[3], ARGV[4], ARGV[6]
-local size = ARGV[5] + 0
+local key, request = KEYS[1], ARGV[1]
 local TOKEN_BUCKET, FIXED_WINDOW = 1, 2
+-- Where `limits` begins in the request, and how long it is with one limit, which is what most policies have.
+local LIMITS, ONE_LIMIT = 11, 21
 
+-- Of the first limit; `terms` is where those of the next one begin.
+local cost, ttl_ms, size, kind, span, step, capacity, terms = unpack('<I4I6xxI2BI7I5I4', request)
+local limits = request:sub(LIMITS)
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 local stored = call('GET', key)
@@ -29,67 +29,73 @@ local value = stored
 if not stored then
   -- Nothing but zeros says that nothing has been used.
   value = limits .. string.rep('\0', size - #limits)
-elseif #stored ~= size or stored:find(limits, 1, true) ~= 1 then
+elseif #stored ~= size then
   return ''
 end
-local terms, counts = {unpack(format, limits, 5)}, {unpack(layout, value, #limits + 1)}
-local elapsed = now - counts[1]
-if elapsed < 0 then
+local frame, last, a, b, c
+if #limits == ONE_LIMIT then
+  frame, last, a, b, c = unpack(kind > FIXED_WINDOW and '<c21dddd' or '<c21ddd', value)
+else
+  frame = value:sub(1, #limits)
+  last, a, b, c = unpack(kind > FIXED_WINDOW and '<dddd' or '<ddd', value, #limits + 1)
+end
+if frame ~= limits or last > now then
   return ''
 end
-local last = counts[1]
-counts[1] = now
 
-local at, fits = 2, true
--- Algorithm, span, step and capacity of each limit; behind them is where reading ended.
-for i = 1, #terms - 1, 4 do
-  local kind, span, capacity = terms[i], terms[i + 1], terms[i + 3]
+-- `a`, `b` and `c` are the two or three numbers of a limit, and `at` is where those of the next one begin.
+local fits, charged, at = true, nil, #limits + 9
+while true do
+  local is_sliding = kind > FIXED_WINDOW
   if kind == TOKEN_BUCKET then
-    local debt = counts[at + 1] - elapsed * terms[i + 2]
+    local debt = b - (now - last) * step
     if debt <= 0 then
-      counts[at], debt = now, 0
+      a, debt = now, 0
     end
-    debt = debt + cost * span
-    fits = fits and debt <= capacity * span
-    counts[at + 1] = debt
-    at = at + 2
-  elseif kind == FIXED_WINDOW then
-    local used = counts[at + 1]
-    if used == 0 or now - counts[at] >= span then
-      counts[at], used = now, 0
+    b = debt + cost * span
+    fits = fits and b <= capacity * span
+  elseif not is_sliding then
+    if b == 0 or now - a >= span then
+      a, b = now, 0
     end
-    used = used + cost
-    fits = fits and used <= capacity
-    counts[at + 1] = used
-    at = at + 2
+    b = b + cost
+    fits = fits and b <= capacity
   else
-    local start, previous, used = counts[at], counts[at + 1], counts[at + 2]
-    local passed = now - start
+    local passed = now - a
     if passed >= span then
-      start, previous, used = start + span, passed < 2 * span and used or 0, 0
+      a, b, c = a + span, passed < 2 * span and c or 0, 0
       passed = passed - span
     end
-    if previous + used == 0 then
-      start, passed = now, 0
+    if b + c == 0 then
+      a, passed = now, 0
     end
-    used = used + cost
-    if previous > 0 then
-      local ceil, step = math.ceil, terms[i + 2]
-      fits = fits and used + ceil(previous * ceil((span - passed) / step) / ceil(span / step)) <= capacity
-    else
-      fits = fits and used <= capacity
+    c = c + cost
+    local used = c
+    if b > 0 then
+      local ceil = math.ceil
+      used = used + ceil(b * ceil((span - passed) / step) / ceil(span / step))
     end
-    counts[at], counts[at + 1], counts[at + 2] = start, previous, used
-    at = at + 3
+    fits = fits and used <= capacity
   end
+  if charged then
+    charged = charged .. (is_sliding and pack('<ddd', a, b, c) or pack('<dd', a, b))
+  else
+    charged = is_sliding and pack('<dddd', now, a, b, c) or pack('<ddd', now, a, b)
+  end
+  if terms > #request then
+    break
+  end
+  at = at + (is_sliding and 24 or 16)
+  kind, span, step, capacity, terms = unpack('<BI7I5I4', request, terms)
+  a, b, c = unpack(kind > FIXED_WINDOW and '<ddd' or '<dd', value, at)
 end
 if not fits then
   return pack('<BI7', 0, now) .. (stored or '')
 end
-value = limits .. pack(layout, unpack_table(counts))
-if last < now - now % (ttl_ms * 200) then
-  call('SET', key, value, 'PX', ttl_ms)
+if not stored or last < now - now % (ttl_ms * 200) then
+  call('SET', key, limits .. charged, 'PX', ttl_ms)
 else
-  call('SETRANGE', key, 0, value)
+  -- To make text of a number takes as long as most of the above.
+  call('SETRANGE', key, #limits == ONE_LIMIT and '21' or #limits, charged)
 end
-return value
+return charged

@@ -30,7 +30,10 @@ use sha2::{Digest, Sha256};
 /// assert_eq!(Key::new(vec![b'a'; 1 << 20]).as_str().len(), 33);
 /// assert_eq!(Key::from(("alice", 7)).as_str(), "alice,7");
 /// ```
+// Where words lie: keys are written, compared and copied as such, and a word that was written in pieces cannot be read until
+// all of them have got to memory.
 #[derive(Clone, Copy)]
+#[repr(align(8))]
 pub struct Key {
     // The text, zeros, and in the last byte how long the text is. One array, because keys are compared and copied for every request.
     bytes: [u8; Key::MAX_LEN + 1],
@@ -206,17 +209,21 @@ impl Key {
     /// As it prints, but without the machinery of formatting, since this is what most keys of most programs are.
     #[inline]
     fn from_v4(address: Ipv4Addr) -> Self {
-        let (mut text, mut len) = (0_u128, 0);
-        for octet in address.octets() {
-            let (digits, count) = OCTETS[usize::from(octet)];
-            text |= u128::from(digits) << (8 * len);
-            len += count;
-        }
-        let mut key = Self::EMPTY;
+        let [first, second, third, fourth] = address.octets().map(|octet| {
+            let (digits, len) = OCTETS[usize::from(octet)];
+            (u64::from(digits), len)
+        });
+        // Two of them are a word at the most.
+        let join = |(low, len): (u64, u32), (high, more): (u64, u32)| (low | high << (8 * len), len + more);
+        let ((low, len), (high, more)) = (join(first, second), join(third, fourth));
         // But for the last dot.
-        len -= 1;
-        key.bytes[..16].copy_from_slice(&(text & !(0xff << (8 * len))).to_le_bytes());
-        key.set_len(len as usize);
+        let more = more - 1;
+        let high = high & !(0xff << (8 * more));
+        let text = u128::from(low) | u128::from(high) << (8 * len);
+        let mut key = Self::EMPTY;
+        let words = key.bytes.as_chunks_mut().0;
+        (words[0], words[1]) = ((text as u64).to_le_bytes(), ((text >> 64) as u64).to_le_bytes());
+        words[5] = (u64::from(len + more) << 56).to_le_bytes();
         key
     }
 

@@ -633,6 +633,12 @@ async fn what_was_begun_without_anybody_hearing_of_it_is_given_back() {
     faults.heal();
     guard.drained().await;
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
+    // Once more after a moment, since the claim may come later than that.
+    let before = faults.calls(Verb::Release);
+    faults.fail_next(1, Failure::Unavailable);
+    assert_eq!(ask(&app, pay("other")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+    guard.drained().await;
+    assert_eq!(faults.calls(Verb::Release) - before, 2);
 }
 
 #[tokio::test(start_paused = true)]
@@ -676,6 +682,27 @@ async fn there_may_be_room_for_a_mark_and_not_for_the_answer() {
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
     guard.drained().await;
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
+}
+
+#[tokio::test(start_paused = true)]
+async fn where_memory_is_full_of_answers_a_mark_is_kept() {
+    let handler = Handler::new();
+    let guard = layer(MemoryBackend::with_capacity(10)).max_answer(1 << 20);
+    let app =
+        handler.behind(guard.clone(), |_, run| async move { Response::new(full(vec![b'x'; 3_000 - 500 * (run % 2)])) });
+    let mut kept = 0;
+    for key in 0..8 {
+        assert_eq!(ask(&app, pay(&key.to_string())).await.status(), StatusCode::OK);
+        guard.drained().await;
+        let again = ask(&app, pay(&key.to_string())).await;
+        if is_replay(&again) {
+            kept += 1;
+        } else {
+            assert_eq!(problem(again).await, (409, "answer-not-kept".into()));
+        }
+    }
+    assert_eq!(handler.runs(), 8);
+    assert!((1..8).contains(&kept), "{kept} answers have found room");
 }
 
 /// The story of a handler that took longer than its lease, and was run a second time meanwhile.
@@ -1187,6 +1214,28 @@ async fn whoever_takes_over_has_to_send_the_same() {
     assert_eq!(text(ask(&alive, request("k", of(&["h", "undred"]))).await).await, "6: hundred");
 }
 
+/// A handler that reads nothing sees nothing of another body either.
+#[tokio::test(start_paused = true)]
+async fn whoever_takes_over_with_nothing_to_read_is_not_served() {
+    let backend = MemoryBackend::new();
+    let handler = Handler::new();
+    let guard = layer(backend).lease(Duration::from_millis(300)).on_unknown(OnUnknown::Retry);
+    let dying = handler.behind(guard.clone().max_run(Duration::from_millis(200)), |_, _| pending());
+    assert_eq!(ask(&dying, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+    sleep(Duration::from_millis(500)).await;
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&runs);
+    let alive = guard.layer(service_fn(move |_: Request<FingerprintedBody<Full<Bytes>>>| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        async { Ok::<_, Infallible>(Response::new(Full::<Bytes>::from("done"))) }
+    }));
+    let with = |body: &'static str| alive.clone().oneshot(pay("k").map(|_| Full::from(body)));
+    assert_eq!(with("").await.unwrap().status(), StatusCode::UNPROCESSABLE_ENTITY);
+    assert_eq!(runs.load(Ordering::SeqCst), 0);
+    sleep(Duration::from_millis(500)).await;
+    assert_eq!(with("hundred").await.unwrap().status(), StatusCode::OK);
+}
+
 /// A client that reads a large answer slowly is no reason to cut it off, and those who ask again need not wait for it.
 #[tokio::test(start_paused = true)]
 async fn a_large_answer_is_read_as_slowly_as_its_reader_likes() {
@@ -1222,6 +1271,43 @@ async fn a_large_answer_is_read_as_slowly_as_its_reader_likes() {
     guard.drained().await;
     drop(stuck);
     assert_eq!(problem(ask(&app, pay("other")).await).await, (409, "answer-not-kept".into()));
+}
+
+/// Whether or not what it says may be kept. A clock that stands still while there is work would never come to the end.
+#[tokio::test]
+async fn an_answer_without_end_ends_when_its_reader_has_gone() {
+    for status in [StatusCode::OK, StatusCode::BAD_GATEWAY] {
+        let handler = Handler::new();
+        let guard = layer(MemoryBackend::new()).max_answer(100).max_run(Duration::from_millis(300));
+        let app = handler.behind(guard.clone(), move |_, _| async move {
+            let mut response = Response::new(Endless.boxed());
+            *response.status_mut() = status;
+            response
+        });
+        let mut body = ask(&app, pay("k")).await.into_body();
+        for _ in 0..10 {
+            body.frame().await.unwrap().unwrap();
+        }
+        drop(body);
+        assert!(tokio::time::timeout(Duration::from_secs(20), guard.drained()).await.is_ok(), "{status}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn that_an_answer_is_too_large_is_known_as_soon_as_it_is() {
+    let handler = Handler::new();
+    let (sender, body) = stream();
+    sender.send(data(&"x".repeat(200))).unwrap();
+    let body = Arc::new(std::sync::Mutex::new(Some(body)));
+    let app = handler.behind(layer(MemoryBackend::new()).max_answer(100), move |_, _| {
+        let body = body.lock().unwrap().take().unwrap();
+        async { Response::new(body.boxed()) }
+    });
+    let first = ask(&app, pay("k")).await;
+    sleep(Duration::from_millis(1)).await;
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
+    drop(sender);
+    assert_eq!(text(first).await.len(), 200);
 }
 
 #[tokio::test(start_paused = true)]

@@ -75,6 +75,20 @@ async fn a_clone_of_a_ready_service_has_to_become_ready_itself() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_layer_that_is_changed_leaves_its_clones_and_services_as_they_were() {
+    let strict = layer(MemoryBackend::new(), per_hour(10)).key(|_: &&str| "");
+    let service = strict.layer(service_fn(echo));
+    let lenient = strict.clone().on_missing_key(OnMissingKey::Pass);
+    let costly = strict.clone().key(|_: &&str| "key").cost(|_: &&str| 11);
+
+    assert_eq!(lenient.layer(service_fn(echo)).oneshot("request").await.unwrap(), "request");
+    assert!(costly.layer(service_fn(echo)).oneshot("request").await.unwrap_err().is::<RateLimited>());
+    for service in [service, strict.layer(service_fn(echo))] {
+        assert!(service.oneshot("request").await.unwrap_err().is::<MissingKey>());
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_slow_decision_does_not_hold_up_the_next_request() {
     let gate = Arc::new(Notify::new());
     let mut service = layer(Store::gated(&gate), per_hour(10)).layer(Strict::default());

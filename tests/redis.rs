@@ -237,11 +237,9 @@ async fn counts_from_the_future_deny_for_no_longer_than_they_would_have() {
         let value: Vec<u8> = redis::cmd("GET").arg(key).query(&mut connection).unwrap();
         let terms = 4 + 3 * 17;
         // Behind the terms: the last update, full since and the debt of the bucket, then start and use of two windows.
-        let moved = [0, 7, 21, 33].map(|at| terms + at).into_iter().fold(value, |mut value, at| {
-            let mut instant = [0; 8];
-            instant[..7].copy_from_slice(&value[at..at + 7]);
-            let instant = u64::from_le_bytes(instant) + back * 1_000_000;
-            value[at..at + 7].copy_from_slice(&instant.to_le_bytes()[..7]);
+        let moved = [0, 1, 3, 5].map(|number| terms + 8 * number).into_iter().fold(value, |mut value, at| {
+            let instant = f64::from_le_bytes(value[at..at + 8].try_into().unwrap()) + f64::from(back) * 1e6;
+            value[at..at + 8].copy_from_slice(&instant.to_le_bytes());
             value
         });
         let _: () = redis::cmd("SET").arg(key).arg(moved).arg("PX").arg(120_000).query(&mut connection).unwrap();
@@ -254,6 +252,50 @@ async fn counts_from_the_future_deny_for_no_longer_than_they_would_have() {
         let decision = limiter.check("alice").await.unwrap();
         assert!(decision.retry_after().unwrap() <= Duration::from_secs(120), "set back by {back} s: {decision:?}");
         limiter.reset("alice").await.unwrap();
+    }
+}
+
+/// What version 1 of the counts had in the place of doubles: integers of 7 bytes, and of 5 for what was used.
+#[tokio::test]
+async fn counts_of_version_1_are_carried_over() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let mut connection = server.connection();
+    let policy = |units: u32| {
+        let quota = Quota::per_hour(units);
+        Policy::new("before", quota.token_bucket()).limit(quota.fixed_window()).limit(quota.sliding_window())
+    };
+    let (one, other) = (limiter(&backend, policy(10)), limiter(&backend, policy(100)));
+    let key = &stored(&one, &mut connection, "counts").await;
+    let used =
+        |decision: Decision| decision.limits().iter().map(|limit| limit.capacity() - limit.remaining()).collect();
+    for is_blocked in [false, true] {
+        assert!(one.check_cost("alice", 4).await.unwrap().is_allowed());
+        let value: Vec<u8> = redis::cmd("GET").arg(key).query(&mut connection).unwrap();
+        let (terms, counts) = value.split_at(4 + 3 * 17);
+        let mut before = if is_blocked { vec![2, 0, 0, 0, 0, 0, 0, 0] } else { Vec::new() };
+        before.extend([1, 3, 105, 0]);
+        before.extend(&terms[4..]);
+        for (number, bytes) in counts.chunks(8).zip([7, 7, 7, 7, 5, 7, 5, 5]) {
+            let number = f64::from_le_bytes(number.try_into().unwrap()) as u64;
+            before.extend(&number.to_le_bytes()[..bytes]);
+        }
+        let mut write =
+            || redis::cmd("SET").arg(key).arg(&before).arg("PX").arg(3_600_000).exec(&mut connection).unwrap();
+        for limiter in [&one, &other] {
+            write();
+            let peeked: Vec<u32> = used(limiter.peek("alice").await.unwrap());
+            assert_eq!(peeked, [4; 3]);
+            let charged: Vec<u32> = used(limiter.check("alice").await.unwrap());
+            assert_eq!(charged, [5; 3]);
+            write();
+            assert!(!limiter.check_cost("alice", limiter.policy().limits()[0].capacity()).await.unwrap().is_allowed());
+            limiter.block("alice", Duration::from_secs(60)).await.unwrap();
+            assert!(!limiter.check("alice").await.unwrap().is_allowed());
+            limiter.block("alice", Duration::ZERO).await.unwrap();
+            assert!(limiter.check("alice").await.unwrap().is_allowed());
+        }
+        one.reset("alice").await.unwrap();
     }
 }
 
@@ -287,7 +329,7 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     for (policy, part) in policies(5).into_iter().zip(["counts", "log:60000000"]) {
         let limiter = limiter(&backend, policy);
         let key = &*stored(&limiter, &mut connection, part).await;
-        let foreign: [&[&str]; 8] = [
+        let foreign: [&[&str]; 10] = [
             &["RPUSH", key, "x"],
             &["HSET", key, "field", "x"],
             &["SET", key, "hello"],
@@ -297,6 +339,8 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
             // Begins as counts do, and is too short for as many limits as it says, and for what they count.
             &["SET", key, "\u{1}\u{10}\u{4}\0"],
             &["SET", key, "\u{1}\u{1}\u{1c}\0\u{2}23456781234512341234567"],
+            &["SET", key, "\u{3}\u{10}\u{4}\0"],
+            &["SET", key, "\u{3}\u{1}\u{1c}\0\u{2}23456781234512341234567"],
         ];
         for set in foreign {
             let mut command = redis::cmd(set[0]);
@@ -487,6 +531,23 @@ async fn decisions_that_meet_share_a_call() {
         let evalsha = after["evalsha"] - before.get("evalsha").unwrap_or(&0);
         assert!(evalsha < 300, "{evalsha} calls for 3,000 decisions");
     }
+    every_key_expires(&mut server.connection());
+}
+
+/// Two configurations of one policy in one process, whose decisions meet about one key.
+#[tokio::test]
+async fn decisions_by_other_numbers_meet_as_well() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let [few, many] = [100, 200].map(|limit| limiter(&backend, policies(limit)[0].clone()));
+    let mut tasks = JoinSet::new();
+    for turn in 0..1_000 {
+        let limiter = if turn % 2 == 0 { few.clone() } else { many.clone() };
+        tasks.spawn(async move { limiter.check("alice").await });
+    }
+    let decisions = tasks.join_all().await;
+    let admitted = decisions.into_iter().filter(|decision| decision.as_ref().unwrap().is_allowed()).count();
+    assert_eq!(admitted, 200);
     every_key_expires(&mut server.connection());
 }
 

@@ -25,7 +25,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
             }
             Rejection::InFlight { retry_after } => later(Code::Aborted, &text, retry_after),
             Rejection::Cancelled => answer(Code::Aborted, &text),
-            Rejection::TooLarge => answer(Code::ResourceExhausted, &text),
+            Rejection::TooLarge { .. } => answer(Code::ResourceExhausted, &text),
             Rejection::Full => later(Code::ResourceExhausted, &text, STORE_RETRY),
             Rejection::Store(_) => later(Code::Unavailable, STORE_TEXT, STORE_RETRY),
         };
@@ -60,7 +60,8 @@ mod tests {
             (Rejection::InvalidKey(InvalidKey::Empty), "3", None, true),
             (Rejection::MissingScope, "3", None, true),
             (Rejection::Unreadable, "3", None, true),
-            (Rejection::TooLarge, "8", None, false),
+            (Rejection::TooLarge { has_begun: false }, "8", None, true),
+            (Rejection::TooLarge { has_begun: true }, "8", None, false),
             (Rejection::Mismatch, "9", None, true),
             (Rejection::OutcomeUnknown { attempt: 1 }, "9", None, false),
             (Rejection::NotKept { status: 200 }, "9", None, false),

@@ -22,6 +22,8 @@ use crate::lock::{Scope, Wakeups};
 /// How many attempts may be settled in the background at a time. While a store is away all of them are; what is beyond that is left
 /// to the end of its lease.
 const MAX_BACKGROUND: usize = 4_096;
+/// How much later than its release a claim may come to the store that nobody has waited for.
+const LATE: Duration = Duration::from_secs(1);
 /// How long to wait before the store is asked again in the background; twice that the next time, and so on.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// For how long the store is asked in the background at least.
@@ -271,7 +273,7 @@ impl<P: HasPayload + 'static> Order<P> {
     async fn settle(&self, end: &Settlement) -> Result<bool, StoreError> {
         let Self { home, operation, claim: Claim { token, .. }, .. } = self;
         home.noted(match end {
-            Settlement::Complete(completion) => {
+            Settlement::Complete { completion, .. } => {
                 home.store.complete(operation, token, completion, home.terms.limit).await
             }
             Settlement::Release => home.store.release(operation, token, home.terms.limit).await,
@@ -281,12 +283,12 @@ impl<P: HasPayload + 'static> Order<P> {
     /// The same where nothing has to be waited for.
     fn settle_now(&self, end: &Settlement) -> Option<Result<bool, StoreError>> {
         let Self { home, operation, claim: Claim { token, .. }, .. } = self;
-        let Settlement::Complete(completion) = end else { return None };
+        let Settlement::Complete { completion, .. } = end else { return None };
         home.store.complete_now(operation, token, completion).map(|settled| home.noted(settled))
     }
 
     /// Goes on to say it in the background, for no longer than a lease, or a second where that is shorter.
-    fn settle_in_background(self: &Arc<Self>, end: Settlement) {
+    fn settle_in_background(self: &Arc<Self>, end: Settlement, again: Again) {
         let (Ok(runtime), Some(running)) =
             (Handle::try_current(), Running::new(&self.home, |home| &home.background, MAX_BACKGROUND))
         else {
@@ -308,6 +310,12 @@ impl<P: HasPayload + 'static> Order<P> {
                 pause *= 2;
             };
             order.home.meters().ended(ended);
+            if again == Again::Yes {
+                sleep(LATE).await;
+                if let Err(error) = order.settle(&end).await {
+                    tracing::debug!(%error, "an operation could not be given back once more");
+                }
+            }
             drop(running);
         }));
     }
@@ -315,8 +323,8 @@ impl<P: HasPayload + 'static> Order<P> {
 
 /// What the store is told of an attempt that is over.
 pub(crate) enum Settlement {
-    /// The answer is kept.
-    Complete(Completion),
+    /// The answer is kept, or where there is no room for it the mark that there was one.
+    Complete { completion: Completion, mark: [u8; 5] },
     /// The operation is given back, so that the next request begins it again.
     Release,
 }
@@ -326,8 +334,8 @@ impl Settlement {
     const fn ended(&self, is_ours: bool) -> Ended {
         match self {
             _ if !is_ours => Ended::Unknown,
-            Self::Complete(Completion { is_kept: true, .. }) => Ended::Kept,
-            Self::Complete(_) => Ended::Tombstone,
+            Self::Complete { completion: Completion { is_kept: true, .. }, .. } => Ended::Kept,
+            Self::Complete { .. } => Ended::Tombstone,
             Self::Release => Ended::GivenBack,
         }
     }
@@ -377,6 +385,14 @@ pub(crate) struct Attempt<P: HasPayload + 'static> {
     order: Arc<Order<P>>,
     end: End,
     is_answering: AtomicBool,
+}
+
+/// Whether an operation that was given back is given back once more a moment later: the store may hear of the claim after that, and
+/// remembers the token of the last one alone that was given back.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Again {
+    Yes,
+    No,
 }
 
 /// What becomes of an attempt that is dropped.
@@ -468,14 +484,15 @@ impl<P: HasPayload + 'static> Attempt<P> {
                 return order.home.meters().ended(end.ended(is_ours));
             }
             Err(error) => match &mut end {
-                Settlement::Complete(completion) if error.is_out_of_memory() && completion.is_kept => {
+                Settlement::Complete { completion, mark } if error.is_out_of_memory() && completion.is_kept => {
                     tracing::warn!(%error, "there is no room to keep an answer");
                     completion.is_kept = false;
+                    completion.answer = Arc::from(mark.as_slice());
                 }
                 _ => tracing::debug!(%error, "an operation could not be settled: trying again"),
             },
         }
-        order.settle_in_background(end);
+        order.settle_in_background(end, Again::No);
     }
 }
 
@@ -490,7 +507,8 @@ impl<P: HasPayload + 'static> Drop for Attempt<P> {
             self.order.home.meters().ended(Ended::Unknown);
         }
         if gives_back {
-            self.order.settle_in_background(Settlement::Release);
+            let again = if self.end == End::GiveBack { Again::Yes } else { Again::No };
+            self.order.settle_in_background(Settlement::Release, again);
         }
     }
 }

@@ -48,7 +48,7 @@ impl Verdict {
             Rejection::OutcomeUnknown { .. } => Self::OutcomeUnknown,
             Rejection::NotKept { .. } => Self::NotKept,
             Rejection::Unreadable => Self::Unreadable,
-            Rejection::TooLarge => Self::TooLarge,
+            Rejection::TooLarge { .. } => Self::TooLarge,
             Rejection::Cancelled => Self::Cancelled,
             Rejection::Full => Self::Full,
             Rejection::Store(_) => Self::FailedClosed,

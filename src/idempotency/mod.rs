@@ -121,7 +121,8 @@
 //! request is still being served, only what is known before the body can tell another one apart, and what the last renewal said: such a duplicate is
 //! told to come back, and refused then.
 //!
-//! The answer goes to the caller while it is recorded. Its last part waits until the record has it, so whoever has seen the end finds it there; where
+//! The answer goes to the caller while it is recorded. Its last part waits until the record has it, so whoever has seen the end finds it there, unless the handler itself says how long the
+//! answer is, which a reader may believe before; where
 //! the store fails then, the caller gets it all the same, the store is asked again in the background for the length of a lease, and
 //! after that the outcome is unknown. Of one that is larger than 64 KiB only the status is kept, as soon as that is known (with gRPC at
 //! its end, since the status comes last): its handler is not run again, and its reader may take the time that it likes.
@@ -149,7 +150,7 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_idempotency_requests_total` | `layer`, `outcome`: `executed`, `replayed`, `in_flight`, `mismatch`, `outcome_unknown`, `not_kept`, `missing_key`, `invalid_key`, `missing_scope`, `unreadable`, `too_large`, `full`, `failed_open`, `failed_closed`; and `cancelled`, of those that were executed | requests with a key, or turned away for the lack of one |
+//! | `tollgate_idempotency_requests_total` | `layer`, `outcome`: `executed`, `replayed`, `in_flight`, `mismatch`, `outcome_unknown`, `not_kept`, `missing_key`, `invalid_key`, `missing_scope`, `unreadable`, `too_large`, `full`, `failed_open`, `failed_closed`; and of those that were executed `cancelled`, or `mismatch` and `too_large` where the body turned out so | requests with a key, or turned away for the lack of one |
 //! | `tollgate_idempotency_attempts_total` | `layer`, `outcome`: `kept`, `tombstone` (only the status is), `given_back`, `unknown` | attempts that ended |
 //! | `tollgate_idempotency_handler_seconds` | `layer` | from the claim to the end of the answer, a histogram |
 //! | `tollgate_idempotency_wait_seconds` | `layer` | how long requests waited for the same request, a histogram |
@@ -160,7 +161,7 @@
 //!
 //! Two round trips for the first request, one for a replay or a refusal; one for each third of a lease that a handler takes, and for
 //! each checkpoint. Who [waits](crate::http::IdempotencyLayer::wait) asks once more when it listens, and when it was told; over one connection per process, and
-//! once a second in any case. A store that fails again and again is not asked for each request: see
+//! once a second in any case, and when the lease would end. A store that fails again and again is not asked for each request: see
 //! [`circuit_breaker`](crate::http::IdempotencyLayer::circuit_breaker).
 //!
 //! # Cancellation

@@ -33,8 +33,11 @@ pub enum Rejection {
     },
     /// The body of the request could not be read in time, so it is not known whether it is the same.
     Unreadable,
-    /// The body of the request is larger than may be. If that was found out while a handler was reading it, that may have had effects.
-    TooLarge,
+    /// The body of the request is larger than may be.
+    TooLarge {
+        /// Whether that was found out while a handler was reading it, which may have had effects.
+        has_begun: bool,
+    },
     /// The request was cancelled on the way: it has taken too long, or its lease was lost. It may have had effects.
     Cancelled,
     /// Too many requests are being served.
@@ -47,7 +50,10 @@ pub enum Rejection {
 impl Rejection {
     /// Whether something may have been done for the request, or for the same one before.
     pub(crate) const fn may_have_effects(&self) -> bool {
-        matches!(self, Self::OutcomeUnknown { .. } | Self::NotKept { .. } | Self::TooLarge | Self::Cancelled)
+        matches!(
+            self,
+            Self::OutcomeUnknown { .. } | Self::NotKept { .. } | Self::TooLarge { has_begun: true } | Self::Cancelled
+        )
     }
 }
 
@@ -91,7 +97,7 @@ impl fmt::Display for Rejection {
             }
             Self::NotKept { .. } => f.write_str("the same request was served before, and its answer was not kept"),
             Self::Unreadable => f.write_str("the body of the request could not be read"),
-            Self::TooLarge => f.write_str("the body of the request is too large"),
+            Self::TooLarge { .. } => f.write_str("the body of the request is too large"),
             Self::Cancelled => f.write_str("the request was cancelled on the way and may have had effects"),
             Self::Full => f.write_str("too many requests are being served"),
             Self::Store(_) => f.write_str("the store of idempotency failed"),

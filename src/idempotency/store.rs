@@ -86,7 +86,7 @@ pub trait IdempotencyStore {
     }
 
     /// Gives an operation back, so that the next request begins it again. True if it was the token's or nobody's; either way the
-    /// token cannot claim it any more, wherever a [`begin`](Self::begin) may still be on its way.
+    /// token cannot claim it any more, wherever a [`begin`](Self::begin) may still be on its way, until another one is given back.
     fn release(&self, operation: &Operation, token: &Token) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// Wake-ups for somebody who waits for an operation to be completed or given back. The future is ready once neither can be missed

@@ -74,6 +74,12 @@ impl RateLimitHandle {
         &self.ledger.subjects
     }
 
+    /// That of the layer.
+    #[inline]
+    pub(super) fn policy(&self) -> &Policy {
+        self.ledger.settler.policy()
+    }
+
     /// The units that the request was charged when it was admitted.
     #[must_use]
     pub fn cost(&self) -> u32 {
@@ -132,6 +138,9 @@ impl Drop for Ledger {
 
 /// Tells a store of a correction, without anybody waiting for it.
 pub(super) trait Settle: Send + Sync {
+    /// The policy of the layer.
+    fn policy(&self) -> &Policy;
+
     fn settle(&self, subject: Subject, receipt: Receipt, change: i64);
 }
 
@@ -152,6 +161,10 @@ where
     B: RateLimitStore + Clone + Send + Sync + 'static,
     L: RateLimitStore + Clone + Send + Sync + 'static,
 {
+    fn policy(&self) -> &Policy {
+        &self.policy
+    }
+
     fn settle(&self, subject: Subject, receipt: Receipt, change: i64) {
         if subject.local {
             in_background(self.local.clone(), subject, receipt, change, self);

@@ -211,7 +211,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
             self.circuit.admit()?;
         }
         *reached = true;
-        self.decide(&self.store, subjects, cost).await?;
+        self.decide(&*self.store, subjects, cost).await?;
         // What can never be admitted is decided without the store, and says nothing about it.
         let was_asked =
             |subject: &Subject| subject.decision.as_ref().is_some_and(|decision| decision.outcome() != Outcome::Never);

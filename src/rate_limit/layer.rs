@@ -31,19 +31,14 @@ use crate::reject::AsResponse;
 /// [becomes](crate::reject::Reject), which answers are [charged](ChargeOn), and [lists](super::Screen).
 #[must_use]
 pub struct RateLimitLayer<B, K = Everyone, C = UnitCost, A = AsResponse, R = ChargeAlways, X = ()> {
-    // Free of bounds on what only has to be shared.
-    core: Core<B>,
-    key: Arc<K>,
-    cost: Arc<C>,
-    answer: A,
-    charge: Arc<R>,
-    screen: Arc<X>,
+    // Shared with the services from the start: a router that is called as it was built makes one for each request.
+    settings: Arc<Settings<B, K, C, A, R, X>>,
 }
 
 /// What has nothing to do with the type of requests and answers. Cheap to clone.
-#[derive(Clone)]
 pub(super) struct Core<B> {
-    pub(super) store: B,
+    // Behind a pointer, so that whatever it is can be shared.
+    pub(super) store: Arc<B>,
     pub(super) policy: Policy,
     pub(super) deadline: Duration,
     pub(super) resolver: Option<PolicyResolver>,
@@ -174,7 +169,7 @@ impl<B> RateLimitLayer<B> {
     /// Enforces `policy` on what `backend` counts. Until a [key](Self::key) is named, all requests share one quota.
     pub fn new(backend: B, policy: Policy) -> Self {
         let core = Core {
-            store: backend,
+            store: Arc::new(backend),
             policy,
             deadline: DEFAULT_DEADLINE,
             resolver: None,
@@ -185,14 +180,8 @@ impl<B> RateLimitLayer<B> {
             local: Local::default(),
             pending: Arc::default(),
         };
-        Self {
-            core,
-            key: Arc::new(Everyone),
-            cost: Arc::new(UnitCost),
-            answer: AsResponse::default(),
-            charge: Arc::new(ChargeAlways),
-            screen: Arc::new(()),
-        }
+        let (key, cost, answer) = (Arc::new(Everyone), Arc::new(UnitCost), Arc::new(AsResponse::default()));
+        Self::of(core, key, cost, answer, Arc::new(ChargeAlways), Arc::new(()))
     }
 }
 
@@ -200,13 +189,13 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// Whom a request counts for: a closure, an extractor of the module `tollgate::http`, or a tuple of them; see
     /// [`ExtractKey`](crate::ExtractKey). Defaults to [`Everyone`].
     pub fn key<K2>(self, key: K2) -> RateLimitLayer<B, K2, C, A, R, X> {
-        let Self { core, key: _, cost, answer, charge, screen } = self;
-        RateLimitLayer { core, key: Arc::new(key), cost, answer, charge, screen }
+        let Settings { core, key: _, cost, answer, charge, screen, .. } = self.into_settings();
+        RateLimitLayer::of(core, Arc::new(key), cost, answer, charge, screen)
     }
 
     fn with_screen<X2>(self, make: impl FnOnce(Arc<X>) -> X2) -> RateLimitLayer<B, K, C, A, R, X2> {
-        let Self { core, key, cost, answer, charge, screen } = self;
-        RateLimitLayer { core, key, cost, answer, charge, screen: Arc::new(make(screen)) }
+        let Settings { core, key, cost, answer, charge, screen, .. } = self.into_settings();
+        RateLimitLayer::of(core, key, cost, answer, charge, Arc::new(make(screen)))
     }
 
     /// Counts each request by another policy and key as well: by user *and* by address *and* for everybody together.
@@ -249,70 +238,65 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
 
     /// How many units a request costs. Defaults to [`UnitCost`].
     pub fn cost<C2>(self, cost: C2) -> RateLimitLayer<B, K, C2, A, R, X> {
-        let Self { core, key, cost: _, answer, charge, screen } = self;
-        RateLimitLayer { core, key, cost: Arc::new(cost), answer, charge, screen }
+        let Settings { core, key, cost: _, answer, charge, screen, .. } = self.into_settings();
+        RateLimitLayer::of(core, key, Arc::new(cost), answer, charge, screen)
     }
 
     /// What a rejection becomes. Defaults to [`AsResponse`]; [`AsError`](crate::reject::AsError) is for services that do
     /// not speak HTTP.
     pub fn with_rejection<A2>(self, answer: A2) -> RateLimitLayer<B, K, C, A2, R, X> {
-        let Self { core, key, cost, answer: _, charge, screen } = self;
-        RateLimitLayer { core, key, cost, answer, charge, screen }
+        let Settings { core, key, cost, answer: _, charge, screen, .. } = self.into_settings();
+        RateLimitLayer::of(core, key, cost, Arc::new(answer), charge, screen)
     }
 
     /// Which answers are charged. Defaults to [`ChargeAlways`].
     pub fn charge_on<R2>(self, charge: R2) -> RateLimitLayer<B, K, C, A, R2, X> {
-        let Self { core, key, cost, answer, charge: _, screen } = self;
-        RateLimitLayer { core, key, cost, answer, charge: Arc::new(charge), screen }
+        let Settings { core, key, cost, answer, charge: _, screen, .. } = self.into_settings();
+        RateLimitLayer::of(core, key, cost, answer, Arc::new(charge), screen)
     }
 
     /// Finds out at run time by which policy a key is counted. Defaults to the policy of the layer for all.
     ///
     /// Applies to the [key](Self::key) of the layer, not to those that were [added](Self::and).
-    pub fn resolver(mut self, resolver: PolicyResolver) -> Self {
-        self.core.resolver = Some(resolver);
-        self
+    pub fn resolver(self, resolver: PolicyResolver) -> Self {
+        self.change(|core| core.resolver = Some(resolver))
     }
 
     /// What happens to a request without a key. Defaults to [`OnMissingKey::Reject`].
-    pub fn on_missing_key(mut self, policy: OnMissingKey) -> Self {
-        self.core.on_missing_key = policy;
-        self
+    pub fn on_missing_key(self, policy: OnMissingKey) -> Self {
+        self.change(|core| core.on_missing_key = policy)
     }
 
     /// What happens when the store fails or is late. Defaults to [`OnStoreError::Local`].
-    pub fn on_store_error(mut self, policy: OnStoreError) -> Self {
-        self.core.on_store_error = policy;
-        self
+    pub fn on_store_error(self, policy: OnStoreError) -> Self {
+        self.change(|core| core.on_store_error = policy)
     }
 
     /// How many processes share the quota: the part of it that each enforces with [`OnStoreError::Local`] is rounded up. Defaults to 1, and 0
     /// counts as that.
-    pub fn replicas(mut self, replicas: u32) -> Self {
-        self.core.replicas = replicas.max(1);
-        self
+    pub fn replicas(self, replicas: u32) -> Self {
+        self.change(|core| core.replicas = replicas.max(1))
     }
 
     /// When the layer stops to ask a store that fails. Defaults to [`CircuitBreaker::new`].
-    pub fn circuit_breaker(mut self, breaker: CircuitBreaker) -> Self {
-        self.core.circuit = Arc::new(Circuit::new(breaker));
-        self
+    pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
+        self.change(|core| core.circuit = Arc::new(Circuit::new(breaker)))
     }
 
     /// How long a decision may take in total; after that it counts as a store error. Defaults to 100 ms.
-    pub fn deadline(mut self, deadline: Duration) -> Self {
-        self.core.deadline = deadline;
-        self
+    pub fn deadline(self, deadline: Duration) -> Self {
+        self.change(|core| core.deadline = deadline)
     }
 }
 
 #[cfg(feature = "config")]
 impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// Does without the store when others do, and counts together with them then.
-    pub(crate) fn fallback(mut self, fallback: &Fallback) -> Self {
-        self.core.circuit = Arc::clone(&fallback.circuit);
-        self.core.local = fallback.local.clone();
-        self
+    pub(crate) fn fallback(self, fallback: &Fallback) -> Self {
+        self.change(|core| {
+            core.circuit = Arc::clone(&fallback.circuit);
+            core.local = fallback.local.clone();
+        })
     }
 
     /// Puts a screen in the place of the lists and further policies.
@@ -321,7 +305,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     }
 }
 
-impl<S, B: Clone, K, C, A: Clone, R, X> Layer<S> for RateLimitLayer<B, K, C, A, R, X> {
+impl<S, B, K, C, A, R, X> Layer<S> for RateLimitLayer<B, K, C, A, R, X> {
     type Service = RateLimit<S, B, K, C, A, R, X>;
 
     fn layer(&self, inner: S) -> Self::Service {
@@ -330,29 +314,37 @@ impl<S, B: Clone, K, C, A: Clone, R, X> Layer<S> for RateLimitLayer<B, K, C, A, 
 }
 
 impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
-    pub(super) fn into_settings(self) -> Settings<B, K, C, A, R, X> {
-        let Self { core, key, cost, answer, charge, screen } = self;
-        Settings { core, key, cost, answer, charge, screen, settler: OnceLock::new() }
+    fn of(core: Core<B>, key: Arc<K>, cost: Arc<C>, answer: Arc<A>, charge: Arc<R>, screen: Arc<X>) -> Self {
+        let settings = Settings { core, key, cost, answer, charge, screen, settler: OnceLock::new() };
+        Self { settings: Arc::new(settings) }
+    }
+
+    /// The settings to make others of: a copy, if there are services or clones that go on with these.
+    fn into_settings(self) -> Settings<B, K, C, A, R, X> {
+        Arc::unwrap_or_clone(self.settings)
+    }
+
+    fn change(self, change: impl FnOnce(&mut Core<B>)) -> Self {
+        let Settings { mut core, key, cost, answer, charge, screen, .. } = self.into_settings();
+        change(&mut core);
+        Self::of(core, key, cost, answer, charge, screen)
+    }
+
+    pub(super) fn into_shared(self) -> Arc<Settings<B, K, C, A, R, X>> {
+        self.settings
     }
 }
 
 // By hand: `derive` would ask for `K: Clone` and so on, which closures need not be.
-impl<B: Clone, K, C, A: Clone, R, X> Clone for RateLimitLayer<B, K, C, A, R, X> {
+impl<B, K, C, A, R, X> Clone for RateLimitLayer<B, K, C, A, R, X> {
     fn clone(&self) -> Self {
-        Self {
-            core: self.core.clone(),
-            key: Arc::clone(&self.key),
-            cost: Arc::clone(&self.cost),
-            answer: self.answer.clone(),
-            charge: Arc::clone(&self.charge),
-            screen: Arc::clone(&self.screen),
-        }
+        Self { settings: Arc::clone(&self.settings) }
     }
 }
 
 impl<B, K, C, A, R, X> fmt::Debug for RateLimitLayer<B, K, C, A, R, X> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        self.core.describe::<K>(f, "RateLimitLayer")
+        self.settings.core.describe::<K>(f, "RateLimitLayer")
     }
 }
 
@@ -367,17 +359,51 @@ impl<B> Core<B> {
     }
 }
 
-/// What the clones of a service share.
+// By hand: `derive` would ask for `B: Clone`.
+impl<B> Clone for Core<B> {
+    fn clone(&self) -> Self {
+        Self {
+            store: Arc::clone(&self.store),
+            policy: self.policy.clone(),
+            deadline: self.deadline,
+            resolver: self.resolver.clone(),
+            on_missing_key: self.on_missing_key,
+            on_store_error: self.on_store_error,
+            replicas: self.replicas,
+            circuit: Arc::clone(&self.circuit),
+            local: self.local.clone(),
+            pending: Arc::clone(&self.pending),
+        }
+    }
+}
+
+/// What the clones of a layer share, and the services that it makes.
 // Away from the count of references to it, which all processors write to with every request.
 #[repr(align(64))]
 pub(super) struct Settings<B, K, C, A, R, X> {
     pub(super) core: Core<B>,
     pub(super) key: Arc<K>,
     pub(super) cost: Arc<C>,
-    pub(super) answer: A,
+    pub(super) answer: Arc<A>,
     pub(super) charge: Arc<R>,
     pub(super) screen: Arc<X>,
+    // Made by the first request that needs it, out of what is above.
     settler: OnceLock<Arc<dyn Settle>>,
+}
+
+// By hand: `derive` would ask for `K: Clone` and so on.
+impl<B, K, C, A, R, X> Clone for Settings<B, K, C, A, R, X> {
+    fn clone(&self) -> Self {
+        Self {
+            core: self.core.clone(),
+            key: Arc::clone(&self.key),
+            cost: Arc::clone(&self.cost),
+            answer: Arc::clone(&self.answer),
+            charge: Arc::clone(&self.charge),
+            screen: Arc::clone(&self.screen),
+            settler: OnceLock::new(),
+        }
+    }
 }
 
 impl<B: RateLimitStore + Clone + Send + Sync + 'static, K, C, A, R, X> Settings<B, K, C, A, R, X> {
@@ -386,7 +412,7 @@ impl<B: RateLimitStore + Clone + Send + Sync + 'static, K, C, A, R, X> Settings<
         let make = || -> Arc<dyn Settle> {
             Arc::new(Settler {
                 policy: self.core.policy.clone(),
-                store: self.core.store.clone(),
+                store: B::clone(&self.core.store),
                 local: self.core.local.backend().clone(),
                 deadline: self.core.deadline,
                 runtime: Handle::try_current().ok(),

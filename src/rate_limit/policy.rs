@@ -60,14 +60,19 @@ struct Spec {
     mode: Mode,
 }
 
-/// Terms in a form that can be sent to a store, their format, and the format of the counts; and the size of all of it.
+/// Terms in a form that can be sent to a store, and how that reads them.
 #[cfg(feature = "redis")]
 #[derive(Debug)]
 pub(crate) struct Packed {
     pub(crate) limits: Vec<u8>,
+    /// The format of the terms in `limits`.
     pub(crate) terms: String,
+    /// The format of the counts, with the time of the last update, and of those with `limits` as one text before them.
     pub(crate) layout: String,
-    pub(crate) size: usize,
+    pub(crate) format: String,
+    /// How many bytes the counts take, with the time of the last update.
+    pub(crate) counts: usize,
+    pub(crate) ttl_ms: u64,
 }
 
 /// What happens to what was counted when a limit of a policy is changed: in a new release, by a reload, or because a client has changed plans.

@@ -32,7 +32,7 @@ pub struct RateLimit<S, B, K = Everyone, C = UnitCost, A = AsResponse, R = Charg
 impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
     /// Puts `inner` behind the limit of `layer`, without a stack of layers.
     pub fn new(inner: S, layer: RateLimitLayer<B, K, C, A, R, X>) -> Self {
-        Self { inner, settings: Arc::new(layer.into_settings()) }
+        Self { inner, settings: layer.into_shared() }
     }
 
     /// Puts another service behind the same limit, at the price of counting one reference.
@@ -111,7 +111,7 @@ where
         // What need not be waited for is done here and now, as the inner service would. Where nobody asks how things stand, a yes
         // is all it takes.
         if is_known && settings.wants_no_details::<S, Req>() && core.charge_now(policy, key, cost) {
-            return ResponseFuture::plain(self.inner.call(request), settings.answer.clone());
+            return ResponseFuture::plain(self.inner.call(request), A::clone(&settings.answer));
         }
         let mut decision = if is_known { core.decide_now(policy, key, cost) } else { None };
         let admitted = decision.as_ref().map(|decision| judge::note(policy, decision, enforced, false, cost));
@@ -120,7 +120,13 @@ where
             || Subject { policy: resolved.take(), key: *key, main, decision: decision.take(), enforced, local: false };
         if admitted == Some(true) {
             let whom = settings.keep::<S, _>(|| judge::Subjects::One(subject()), cost, &mut request);
-            return ResponseFuture::calling(self.inner.call(request), whom, Arc::clone(&self.settings));
+            let future = self.inner.call(request);
+            return match whom {
+                Whom::Handle(handle) if !R::ASKED => {
+                    ResponseFuture::attached(future, A::clone(&settings.answer), handle)
+                }
+                whom => ResponseFuture::calling(future, whom, Arc::clone(&self.settings)),
+            };
         }
         let subject = subject();
         match admitted.and_then(|_| core.rejection(&subject, cost)) {

@@ -35,6 +35,7 @@ fn main() {
             "memory-token-bucket" => check(memory(Quota::per_day(QUOTA).token_bucket()), count).await,
             "memory-three-limits" => check(Limiter::new(MemoryBackend::new(), three_limits()), count).await,
             "memory-layer" => layer(count).await,
+            "memory-layer-anew" => layer_anew(count).await,
             "redis-check" => {
                 let (_server, backend) = redis().await;
                 check(Limiter::new(backend, policy()).deadline(PATIENCE), count).await;
@@ -80,13 +81,28 @@ async fn check<B: tollgate::rate_limit::RateLimitStore>(limiter: Limiter<B>, cou
     }
 }
 
-async fn layer(count: u32) {
+fn layer_by_peer() -> RateLimitLayer<MemoryBackend, impl Fn(&Request<()>) -> String> {
     let peer = |_: &Request<()>| IpAddr::from(Ipv4Addr::LOCALHOST).to_string();
-    let layer =
-        RateLimitLayer::new(MemoryBackend::new(), policy()).key(peer).with_rejection(tollgate::AsResponse::new());
-    let mut service = layer.layer(service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(()))));
+    RateLimitLayer::new(MemoryBackend::new(), policy()).key(peer).with_rejection(tollgate::AsResponse::new())
+}
+
+async fn hello(_: Request<()>) -> Result<Response<()>, Infallible> {
+    Ok(Response::new(()))
+}
+
+async fn layer(count: u32) {
+    let mut service = layer_by_peer().layer(service_fn(hello));
     for _ in 0..count {
         let Ok(response) = service.call(black_box(Request::new(()))).await;
+        assert!(response.status().is_success());
+    }
+}
+
+/// A service for each request, out of a clone of the layer.
+async fn layer_anew(count: u32) {
+    let layer = layer_by_peer();
+    for _ in 0..count {
+        let Ok(response) = layer.clone().layer(service_fn(hello)).call(black_box(Request::new(()))).await;
         assert!(response.status().is_success());
     }
 }

@@ -265,14 +265,16 @@ enum Verb {
 impl MemoryBackend {
     /// What nearly all calls ask for, without the detours of those that may do anything.
     fn check_one(&self, policy: &Policy, key: &Key, cost: u32) -> Decision {
+        // Before the lock, since the processor can do what comes next while it reads the clock.
+        let now = self.now_us();
         let (hash, home) = self.place(key);
         let mut shard = self.lock(home);
-        let now = self.now_us();
         if let Some(index) = shard.find(hash, policy, key)
             && let Some(decision) = shard.counts_mut(index).check_only_limit(policy, cost, now)
         {
             return decision;
         }
+        let now = self.now_us();
         let decision = self.decide_in(&mut shard, hash, policy, key, cost, Verb::Check, now);
         drop(shard);
         self.make_room(home, now);
@@ -281,12 +283,13 @@ impl MemoryBackend {
 
     /// A yes to what nearly all calls ask for, if that is the answer.
     fn charge_one(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
+        let now = self.now_us();
         let (hash, home) = self.place(key);
         let mut shard = self.lock(home);
-        let now = self.now_us();
         if let Some(index) = shard.find(hash, policy, key) {
             return shard.counts_mut(index).charge_only_limit(policy, cost, now);
         }
+        let now = self.now_us();
         let decision = self.decide_in(&mut shard, hash, policy, key, cost, Verb::Check, now);
         drop(shard);
         self.make_room(home, now);
@@ -361,7 +364,7 @@ impl Counts {
     /// What is asked nearly always: a check of a policy of one limit that is not a log. `None` for anything else.
     #[inline]
     fn check_only_limit(&mut self, policy: &Policy, cost: u32, now: u64) -> Option<Decision> {
-        let (count, terms) = self.only_limit(policy, now)?;
+        let (count, terms, now) = self.only_limit(policy, now)?;
         if cost == 0 || !count.fits(terms, now, cost) {
             return Some(Decision::of_one(count.status(terms, now, cost), None));
         }
@@ -373,7 +376,7 @@ impl Counts {
     /// The same for who only wants to hear a yes.
     #[inline]
     fn charge_only_limit(&mut self, policy: &Policy, cost: u32, now: u64) -> Option<Charged> {
-        let (count, terms) = self.only_limit(policy, now)?;
+        let (count, terms, now) = self.only_limit(policy, now)?;
         if !count.fits(terms, now, cost) {
             return None;
         }
@@ -381,17 +384,18 @@ impl Counts {
         Some(Charged { is_near_limit: count.is_near_limit(terms, now) })
     }
 
-    /// The only limit of the policy that this was counted by all along, brought up to `now`, if it is not a log and nobody
-    /// is blocked.
+    /// The only limit of the policy that this was counted by all along, if it is not a log and nobody is blocked. Brought up to `now`, or to
+    /// the last update: who was faster to the lock may have read the clock later. Answers to when.
     #[inline]
-    fn only_limit<'a>(&'a mut self, policy: &'a Policy, now: u64) -> Option<(&'a mut Count, &'a Terms)> {
+    fn only_limit<'a>(&'a mut self, policy: &'a Policy, now: u64) -> Option<(&'a mut Count, &'a Terms, u64)> {
         let ([LimitCount::Plain(count)], [terms]) = (self.limits.as_mut_slice(), policy.terms()) else { return None };
+        let now = now.max(self.last);
         if self.blocked_until > now || !self.policy.is_same_as(policy) {
             return None;
         }
         count.advance(terms, self.last, now);
         self.last = now;
-        Some((count, terms))
+        Some((count, terms, now))
     }
 
     /// Does what is asked; answers how things stand, and whether they are not as they were.
@@ -513,5 +517,30 @@ impl RateLimitStore for MemoryBackend {
         let removed = self.lock(home).remove(hash, policy, key);
         self.shrank(removed);
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rate_limit::Quota;
+
+    #[test]
+    fn who_read_the_clock_before_the_last_update_is_counted_with_it() {
+        let bucket = Quota::per_hour(3_600).burst(3).unwrap().token_bucket();
+        for limit in [bucket, Quota::per_second(3).fixed_window(), Quota::per_second(3).sliding_window()] {
+            let policy = Policy::new("api", limit);
+            let (late, early) = (5_000_000, 4_000_000);
+            let mut counts = Counts::new(&policy, late);
+            assert_eq!(counts.charge_only_limit(&policy, 1, late), Some(Charged { is_near_limit: false }));
+            let second = counts.check_only_limit(&policy, 1, early).unwrap();
+            assert_eq!(
+                (second.remaining(), second.receipt().map(|receipt| receipt.as_micros())),
+                (Some(1), Some(late))
+            );
+            assert!(counts.charge_only_limit(&policy, 1, early).is_some());
+            let wait = counts.check_only_limit(&policy, 1, early).unwrap().retry_after();
+            assert_eq!(wait, counts.check_only_limit(&policy, 1, late).unwrap().retry_after());
+        }
     }
 }

@@ -6,16 +6,19 @@ pub(super) use crate::rate_limit::Packed;
 use crate::rate_limit::counting::{Count, Terms, carry_over, receipt};
 use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy};
 
-const VERSION: u8 = 1;
+const VERSION: u8 = 3;
 /// While a key is blocked; the end of the block follows, and then the counts.
 const BLOCKED: u8 = 2;
-/// What a reply says, where it does not begin with the version.
+/// What a reply says, where it is more than the counts.
 const BLOCKED_STATUS: u64 = 2;
-const ADMITTED: u64 = ADMITTED_BYTE as u64;
-const ADMITTED_BYTE: u8 = 3;
+const ADMITTED: u8 = 3;
 const HEADER: usize = 4;
 const TERMS: usize = 17;
 const INSTANT: usize = 7;
+/// Doubles have all integers up to this one.
+const EXACT: i64 = 1 << 53;
+/// A number of a count, and the time of the last update.
+const NUMBER: usize = 8;
 
 const fn code(algorithm: Algorithm) -> u8 {
     match algorithm {
@@ -26,51 +29,48 @@ const fn code(algorithm: Algorithm) -> u8 {
     }
 }
 
-/// The numbers of a count, as `struct` of Lua writes them.
-const fn format(algorithm: Algorithm) -> &'static str {
+/// How many numbers a count has.
+const fn numbers(algorithm: Algorithm) -> usize {
     match algorithm {
-        Algorithm::TokenBucket => "I7I7",
-        Algorithm::FixedWindow => "I7I5",
-        Algorithm::SlidingWindow => "I7I5I5",
-        Algorithm::SlidingLog => "",
+        Algorithm::TokenBucket | Algorithm::FixedWindow => 2,
+        Algorithm::SlidingWindow => 3,
+        Algorithm::SlidingLog => 0,
     }
-}
-
-/// How many bytes a count takes.
-fn size(algorithm: Algorithm) -> usize {
-    format(algorithm).bytes().filter(u8::is_ascii_digit).map(|digit| usize::from(digit - b'0')).sum()
 }
 
 /// How packed counts begin.
 pub(super) fn encode(terms: &[Terms]) -> Packed {
-    let counts: usize = terms.iter().map(|terms| size(terms.algorithm)).sum();
-    let length = HEADER + terms.len() * TERMS + INSTANT + counts;
-    let mut limits = Vec::with_capacity(length);
+    // The last update is in front of them.
+    let numbers = 1 + terms.iter().map(|terms| numbers(terms.algorithm)).sum::<usize>();
+    let (header, counts) = (HEADER + terms.len() * TERMS, numbers * NUMBER);
+    let mut limits = Vec::with_capacity(header);
     limits.extend([VERSION, terms.len() as u8]);
-    limits.extend((length as u16).to_le_bytes());
+    limits.extend(((header + counts) as u16).to_le_bytes());
     for terms in terms {
         limits.push(code(terms.algorithm));
         limits.extend(&terms.span.to_le_bytes()[..7]);
         limits.extend(&terms.step.to_le_bytes()[..5]);
         limits.extend(terms.capacity.to_le_bytes());
     }
-    let counts: String = terms.iter().map(|terms| format(terms.algorithm)).collect();
+    let layout = format!("<{}", "d".repeat(numbers));
     Packed {
         limits,
         terms: ["<", &"BI7I5I4".repeat(terms.len())].concat(),
-        layout: ["<I7", &counts].concat(),
-        size: length,
+        format: format!("c{header}{layout}"),
+        layout,
+        counts,
+        ttl_ms: time_to_live_ms(terms),
     }
 }
 
-/// Whether a reply says that the subject is admitted.
+/// Whether one of several replies says that its subject is admitted.
 pub(super) fn is_admitted(reply: &[u8]) -> bool {
-    matches!(reply.first(), Some(&(VERSION | ADMITTED_BYTE)))
+    reply.first() == Some(&ADMITTED)
 }
 
 /// How long counts say something after they were written, debts included, and a quarter of that: the scripts do not write it each time.
-pub(super) fn time_to_live_ms(policy: &Policy) -> u64 {
-    let longest = policy.terms().iter().map(|terms| match terms.algorithm {
+fn time_to_live_ms(terms: &[Terms]) -> u64 {
+    let longest = terms.iter().map(|terms| match terms.algorithm {
         Algorithm::TokenBucket => (2 * terms.full()).div_ceil(terms.step.max(1)),
         Algorithm::SlidingWindow => 2 * terms.span,
         Algorithm::FixedWindow | Algorithm::SlidingLog => terms.span,
@@ -80,22 +80,22 @@ pub(super) fn time_to_live_ms(policy: &Policy) -> u64 {
     longest + longest.div_ceil(4)
 }
 
-/// What a script says of one subject: the counts as they are stored now, if it was charged and has no logs, and otherwise
+/// What a script says of one subject: the clock and the counts as they are stored now, if it was charged and has no logs, and otherwise
 ///
 /// ```text
-/// status, clock, (used, us until the cost fits, us until more is left) for each log, the counts as they are stored now
+/// status, clock, (used, us until the cost fits, us until more is left) for each log, the value as it is stored now
 /// ```
+///
+/// The first is told by its length, which the second never has without logs.
 ///
 /// `None` if it cannot be understood.
 pub(super) fn decision(reply: &[u8], policy: &Policy, cost: u32, charges: bool) -> Option<Decision> {
     let mut reader = Reader(reply);
-    let (status, now) = if reply.first() == Some(&VERSION) {
-        // Nothing comes between the terms and the last update.
-        (ADMITTED, Reader(reply.strip_prefix(&*policy.packed(encode).limits)?).integer(INSTANT)?)
-    } else {
-        (reader.integer(1)?, reader.integer(INSTANT)?)
-    };
-    let charged = charges && cost > 0 && status == ADMITTED;
+    let has_logs = policy.terms().iter().any(|terms| terms.algorithm == Algorithm::SlidingLog);
+    let is_short = !has_logs && reply.len() == policy.packed(encode).counts;
+    let (status, now) =
+        if is_short { (ADMITTED.into(), reader.number()?) } else { (reader.integer(1)?, reader.integer(INSTANT)?) };
+    let charged = charges && cost > 0 && status == u64::from(ADMITTED);
     // What was charged is in the counts.
     let asked = if charged { 0 } else { cost };
 
@@ -114,7 +114,8 @@ pub(super) fn decision(reply: &[u8], policy: &Policy, cost: u32, charges: bool) 
         reader.integer(1)?;
         blocked_for = reader.integer(INSTANT)?.saturating_sub(now);
     }
-    let mut counts = Counts::read(reader.0, policy, now)?;
+    let mut counts =
+        if is_short { Counts::Packed { reader, last: now, back: 0 } } else { Counts::read(reader.0, policy, now)? };
     let statuses = policy.terms().iter().map(|terms| match counts.next(terms, now) {
         Some(count) => count.status(terms, now, asked),
         None => log_statuses.next().unwrap_or(LimitStatus::new(terms.capacity, 0, Duration::ZERO, Duration::ZERO)),
@@ -147,7 +148,7 @@ impl<'a> Counts<'a> {
         }
         if let Some(rest) = value.strip_prefix(&*policy.packed(encode).limits) {
             let mut reader = Reader(rest);
-            let last = reader.integer(INSTANT)?;
+            let last = reader.number()?;
             return Some(Self::Packed { reader, last: last.min(now), back: last.saturating_sub(now) });
         }
         let mut reader = Reader(value);
@@ -159,7 +160,7 @@ impl<'a> Counts<'a> {
             return None;
         }
         let terms = (0..limits).map(|_| reader.terms()).collect::<Option<Vec<Terms>>>()?;
-        let last = reader.integer(INSTANT)?;
+        let last = reader.number()?;
         let mut old = Self::Packed { reader, last: last.min(now), back: last.saturating_sub(now) };
         let counts: Vec<Option<Count>> = terms.iter().map(|terms| old.next(terms, now)).collect();
         let carried =
@@ -194,6 +195,16 @@ impl Reader<'_> {
         Some(integer.iter().rev().fold(0, |value, byte| value << 8 | u64::from(*byte)))
     }
 
+    /// An integer that Lua counts exactly, as it has it.
+    fn number(&mut self) -> Option<u64> {
+        let (number, rest) = self.0.split_first_chunk::<NUMBER>()?;
+        self.0 = rest;
+        let number = f64::from_le_bytes(*number);
+        // What is none becomes another one here, or too large.
+        let integer = number as i64;
+        (integer as f64 == number && (0..=EXACT).contains(&integer)).then_some(integer as u64)
+    }
+
     fn terms(&mut self) -> Option<Terms> {
         let code_read = self.integer(1)?;
         let algorithms =
@@ -205,10 +216,10 @@ impl Reader<'_> {
 
     fn count(&mut self, algorithm: Algorithm) -> Option<Count> {
         Some(match algorithm {
-            Algorithm::TokenBucket => Count::TokenBucket { since: self.integer(7)?, debt: self.integer(7)? },
-            Algorithm::FixedWindow => Count::FixedWindow { start: self.integer(7)?, used: self.integer(5)? },
+            Algorithm::TokenBucket => Count::TokenBucket { since: self.number()?, debt: self.number()? },
+            Algorithm::FixedWindow => Count::FixedWindow { start: self.number()?, used: self.number()? },
             Algorithm::SlidingWindow => {
-                Count::SlidingWindow { start: self.integer(7)?, previous: self.integer(5)?, current: self.integer(5)? }
+                Count::SlidingWindow { start: self.number()?, previous: self.number()?, current: self.number()? }
             }
             Algorithm::SlidingLog => return None,
         })

@@ -1,6 +1,6 @@
 //! Decisions that are asked for at the same time, in one call.
 //!
-//! A call costs Redis as much as two decisions, so that many more are made in the same time.
+//! A call costs Redis as much as three decisions in it, so that many more are made in the same time.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -8,7 +8,7 @@ use std::time::Duration;
 use redis::{RedisError, Value};
 use tokio::sync::oneshot;
 
-use super::counts::{encode, time_to_live_ms};
+use super::counts::encode;
 use super::error::{store_error, unexpected_reply};
 use super::meeting::{Away, Limits, Meeting};
 use super::scripts::{Group, Scripts};
@@ -58,7 +58,9 @@ impl Gather {
 async fn send(servers: &Servers, scripts: &Scripts, mut batch: Vec<Waiting>) {
     // Who has given up need not be charged.
     batch.retain(|waiting| !waiting.reply.is_closed());
-    batch.sort_by_key(|waiting| std::ptr::from_ref(waiting.policy.packed(encode)));
+    // Those of one policy are a group, and those of one subject are beside each other in it.
+    let place = |waiting: &Waiting| std::ptr::from_ref(waiting.policy.packed(encode));
+    batch.sort_by(|one, other| place(one).cmp(&place(other)).then_with(|| one.key.cmp(&other.key)));
     let keys: Vec<_> = batch.iter().map(|waiting| &*waiting.key).collect();
     if keys.is_empty() {
         return;
@@ -66,9 +68,8 @@ async fn send(servers: &Servers, scripts: &Scripts, mut batch: Vec<Waiting>) {
     let groups: Vec<_> = batch
         .chunk_by(|one, other| std::ptr::eq(one.policy.packed(encode), other.policy.packed(encode)))
         .map(|group| {
-            let policy = &group[0].policy;
             let costs = group.iter().map(|waiting| waiting.cost).collect();
-            Group { packed: policy.packed(encode), ttl_ms: time_to_live_ms(policy), costs }
+            Group { packed: group[0].policy.packed(encode), costs }
         })
         .collect();
     let replies = match scripts.check_many.run(servers, &keys, &groups).await {

@@ -12,25 +12,19 @@ impl RedisBackend {
     async fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
-        let subject = subject(policy, &keys, cost.into());
         if let (Verb::Check, 1.., [counts]) = (verb, cost, &*keys) {
-            match self.check_plain(policy, counts, cost, &subject).await? {
+            match self.check_plain(policy, counts, cost).await? {
                 redis::Value::BulkString(reply) if reply.is_empty() => {}
                 reply => return read(&reply, policy, cost, verb),
             }
         }
+        let subject = subject(policy, &keys, cost.into());
         let reply = scripts.rate_limit_check(servers, verb, &[subject]).await?;
         read(&reply, policy, cost, verb)
     }
 
     /// By itself, or together with others that are asked for at the same time.
-    async fn check_plain(
-        &self,
-        policy: &Policy,
-        counts: &str,
-        cost: u32,
-        subject: &Subject<'_>,
-    ) -> Result<redis::Value, StoreError> {
+    async fn check_plain(&self, policy: &Policy, counts: &str, cost: u32) -> Result<redis::Value, StoreError> {
         let Inner { servers, scripts, gather, .. } = &*self.inner;
         let place = match gather {
             Some(gather) => match gather.alone() {
@@ -42,7 +36,7 @@ impl RedisBackend {
             },
             None => None,
         };
-        let reply = scripts.rate_limit_check_plain(servers, subject).await;
+        let reply = scripts.rate_limit_check_plain(servers, counts, cost, policy.packed(encode)).await;
         drop(place);
         reply
     }
@@ -54,7 +48,7 @@ fn subject<'a>(policy: &'a Policy, keys: &'a [String], cost: i64) -> Subject<'a>
         QuotaChange::Reset => "reset",
         QuotaChange::Proportional => "proportional",
     };
-    Subject { keys, cost, packed: policy.packed(encode), change, ttl_ms: counts::time_to_live_ms(policy) }
+    Subject { keys, cost, packed: policy.packed(encode), change }
 }
 
 pub(super) fn read(reply: &redis::Value, policy: &Policy, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
@@ -123,8 +117,7 @@ impl RateLimitStore for RedisBackend {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys = keys.rate_limit(policy, key);
         let block_us = time.min(Quota::MAX_WINDOW).as_micros() as u64;
-        let limits = &policy.packed(encode).limits;
-        scripts.rate_limit_block(servers, &keys[0], block_us, counts::time_to_live_ms(policy), limits).await
+        scripts.rate_limit_block(servers, &keys[0], block_us, policy.packed(encode)).await
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {

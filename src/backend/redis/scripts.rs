@@ -72,7 +72,6 @@ pub(super) struct Subject<'a> {
     pub(super) keys: &'a [String],
     pub(super) cost: i64,
     pub(super) change: &'static str,
-    pub(super) ttl_ms: u64,
     pub(super) packed: &'a Packed,
 }
 
@@ -80,10 +79,11 @@ impl ToRedisArgs for Subject<'_> {
     fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
         self.cost.write_redis_args(out);
         out.write_arg(self.change.as_bytes());
-        self.ttl_ms.write_redis_args(out);
-        out.write_arg(self.packed.terms.as_bytes());
-        out.write_arg(self.packed.layout.as_bytes());
-        out.write_arg(&self.packed.limits);
+        let Packed { limits, terms, layout, ttl_ms, .. } = self.packed;
+        ttl_ms.write_redis_args(out);
+        out.write_arg(terms.as_bytes());
+        out.write_arg(layout.as_bytes());
+        out.write_arg(limits);
     }
 
     fn num_of_args(&self) -> usize {
@@ -94,26 +94,25 @@ impl ToRedisArgs for Subject<'_> {
 /// Subjects that are counted by one policy: see the header of `rate_limit_check_many.lua`.
 pub(super) struct Group<'a> {
     pub(super) packed: &'a Packed,
-    pub(super) ttl_ms: u64,
     pub(super) costs: SmallVec<[u32; 64]>,
 }
 
 impl ToRedisArgs for Group<'_> {
     fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
-        let Packed { terms, layout, size, limits } = self.packed;
-        self.ttl_ms.write_redis_args(out);
-        out.write_arg(terms.as_bytes());
-        out.write_arg(layout.as_bytes());
-        size.write_redis_args(out);
-        out.write_arg(limits);
-        self.costs.len().write_redis_args(out);
-        for cost in &self.costs {
-            cost.write_redis_args(out);
+        let Packed { limits, format, ttl_ms, .. } = self.packed;
+        let mut head = SmallVec::<[u8; 8 + 4 * 64]>::new();
+        head.extend_from_slice(&ttl_ms.to_le_bytes()[..6]);
+        head.extend_from_slice(&(self.costs.len() as u16).to_le_bytes());
+        if self.costs.iter().any(|cost| *cost != 1) {
+            head.extend(self.costs.iter().flat_map(|cost| cost.to_le_bytes()));
         }
+        out.write_arg(&head);
+        out.write_arg(limits);
+        out.write_arg(format.as_bytes());
     }
 
     fn num_of_args(&self) -> usize {
-        6 + self.costs.len()
+        3
     }
 }
 
@@ -169,11 +168,16 @@ impl Scripts {
     pub(super) async fn rate_limit_check_plain(
         &self,
         servers: &Servers,
-        subject: &Subject<'_>,
+        key: &str,
+        cost: u32,
+        packed: &Packed,
     ) -> Result<Value, StoreError> {
-        let Packed { terms, layout, size, limits } = subject.packed;
-        let args = (subject.ttl_ms, subject.cost, terms, layout, size, &**limits);
-        self.check_plain.call(servers, &[&subject.keys[0]], args).await
+        let Packed { limits, ttl_ms, .. } = packed;
+        let mut request = SmallVec::<[u8; 64]>::new();
+        request.extend_from_slice(&cost.to_le_bytes());
+        request.extend_from_slice(&ttl_ms.to_le_bytes()[..6]);
+        request.extend_from_slice(limits);
+        self.check_plain.call(servers, &[key], &*request).await
     }
 
     pub(super) async fn rate_limit_block(
@@ -181,10 +185,9 @@ impl Scripts {
         servers: &Servers,
         counts: &str,
         block_us: u64,
-        ttl_ms: u64,
-        limits: &[u8],
+        packed: &Packed,
     ) -> Result<(), StoreError> {
-        self.block.call(servers, &[counts], (block_us, ttl_ms, limits)).await.map(drop)
+        self.block.call(servers, &[counts], (block_us, packed.ttl_ms, &*packed.limits)).await.map(drop)
     }
 
     pub(super) async fn lock_acquire(
@@ -552,7 +555,7 @@ mod tests {
         // How many keys and arguments the typed calls above give for one subject or lease.
         let calls = [
             (&scripts.check, 1, 10),
-            (&scripts.check_plain, 1, 6),
+            (&scripts.check_plain, 1, 1),
             (&scripts.check_many, 1, 1),
             (&scripts.block, 1, 3),
             (&scripts.probe, 1, 1),
@@ -594,11 +597,18 @@ mod tests {
 
     #[test]
     fn a_call_is_one_command_with_all_arguments() {
-        let packed = Packed { limits: b"terms".to_vec(), terms: "<B".into(), layout: "<I2".into(), size: 9 };
-        let subject = Subject { keys: &[], cost: 5, change: "keep", ttl_ms: 60_000, packed: &packed };
+        let packed = Packed {
+            limits: b"terms".to_vec(),
+            terms: "<B".into(),
+            layout: "<d".into(),
+            format: "c5<d".into(),
+            counts: 8,
+            ttl_ms: 60_000,
+        };
+        let subject = Subject { keys: &[], cost: 5, change: "keep", packed: &packed };
         let command = command("EVALSHA", "abc", &["key"], &("check", &[subject]));
         let packed = String::from_utf8(command.get_packed_command()).unwrap();
         let words: Vec<_> = packed.split("\r\n").filter(|word| !word.starts_with(['*', '$'])).collect();
-        assert_eq!(words, ["EVALSHA", "abc", "1", "key", "check", "5", "keep", "60000", "<B", "<I2", "terms", ""]);
+        assert_eq!(words, ["EVALSHA", "abc", "1", "key", "check", "5", "keep", "60000", "<B", "<d", "terms", ""]);
     }
 }

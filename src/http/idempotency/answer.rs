@@ -73,7 +73,7 @@ impl Recorder {
     pub(super) fn finish<'a>(&self, body: impl Iterator<Item = &'a Bytes>, is_whole: bool) -> (Arc<[u8]>, bool) {
         let is_kept = is_whole && self.fits();
         if !is_kept {
-            return (Arc::from(&*Recorder::new(self.status, &HeaderMap::new(), false, 0).head), false);
+            return (Arc::from(mark(self.status).as_slice()), false);
         }
         let trailers = if self.trailers.is_empty() { NO_HEADERS.as_slice() } else { &self.trailers };
         let len = self.len - self.trailers.len() + trailers.len();
@@ -87,6 +87,13 @@ impl Recorder {
         }
         (answer, true)
     }
+}
+
+/// What is kept in the place of an answer: its status, and no headers.
+pub(super) fn mark(status: StatusCode) -> [u8; 5] {
+    let [low, high] = status.as_u16().to_le_bytes();
+    let [none, nothing] = NO_HEADERS;
+    [VERSION, low, high, none, nothing]
 }
 
 /// Whether a header says something of the answer, and not of the way that it took.

@@ -182,8 +182,12 @@ impl Reading {
 impl HasPayload for Reading {
     fn payload(&self) -> Payload {
         let progress = self.progress();
-        if progress.len < progress.before.len {
-            return progress.before;
+        let before = &progress.before;
+        // What was found to be another body says nothing of this one.
+        let knows_less = progress.len < before.len
+            || (progress.len == before.len && before.is_whole == Some(true) && !progress.is_whole);
+        if knows_less || progress.unfit == Some(Unfit::Differs) {
+            return *before;
         }
         let digest = digest(progress.hash.clone());
         Payload { len: progress.len, is_whole: Some(progress.is_whole), digest }

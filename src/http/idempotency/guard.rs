@@ -229,11 +229,14 @@ where
     let Arrived { request, running } = arrived;
     let mut request =
         request.map(|body| FingerprintedBody::new(body, payload, settings.max_body, Arc::clone(attempt.order())));
-    let handle = IdempotencyHandle::new(Arc::clone(attempt.order()) as _, number, fence, checkpoint);
+    let order = Arc::clone(attempt.order());
+    let handle = IdempotencyHandle::new(Arc::clone(&order) as _, number, fence, checkpoint);
     request.extensions_mut().insert(handle);
     settings.home.meters().decided(Verdict::Executed);
     let course = Course::new(attempt, settings, running);
-    let handler = (!course.is_lost()).then(|| ready.call(request));
+    // Of a body that has come already it is known whether it is that of the attempt before.
+    let may_begin = !course.is_lost() && order.body().unfit().is_none();
+    let handler = may_begin.then(|| ready.call(request));
     (course, handler)
 }
 

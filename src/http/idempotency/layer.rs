@@ -167,7 +167,7 @@ impl<K, A> IdempotencyLayer<K, A> {
 
     /// How long a request waits for the answer of the same request that is being served. Defaults to zero: it is turned away, 409 with HTTP.
     ///
-    /// It is told by the store when the other one is done, and looks once a second in any case. A request that waits holds the place in the
+    /// It is told by the store when the other one is done, and looks once a second in any case, and when the other one's lease would end. A request that waits holds the place in the
     /// inner service that was reserved for it, and counts as one that is [running](Self::max_running). At most a day.
     pub fn wait(self, wait: Duration) -> Self {
         self.with(|settings| settings.wait = wait.min(Duration::from_secs(86_400)))
@@ -200,7 +200,8 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// How many bytes the body of a request may have. Defaults to 64 MiB. A request that says it has more is turned away, 413 with HTTP; the
     /// handler of one that turns out to have more is dropped there, its caller is answered the same, and what came of it is unknown.
     ///
-    /// Nothing of a body is collected, so this is for those that never end; what a handler collects has a limit of its own.
+    /// Nothing of a body is collected, so this is for those that never end; what a handler collects has a limit of its own. A task that a
+    /// handler has started to read the body waits for more of it until somebody aborts the task.
     pub fn max_body(self, bytes: u64) -> Self {
         self.with(|settings| settings.max_body = bytes)
     }

@@ -16,7 +16,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
             Rejection::MissingKey => (Kind::MissingIdempotencyKey, StatusCode::BAD_REQUEST, None),
             Rejection::InvalidKey(_) => (Kind::InvalidIdempotencyKey, StatusCode::BAD_REQUEST, None),
             Rejection::MissingScope | Rejection::Unreadable => (Kind::Blank, StatusCode::BAD_REQUEST, None),
-            Rejection::TooLarge => (Kind::Blank, StatusCode::PAYLOAD_TOO_LARGE, None),
+            Rejection::TooLarge { .. } => (Kind::Blank, StatusCode::PAYLOAD_TOO_LARGE, None),
             Rejection::Mismatch => (Kind::IdempotencyKeyReused, StatusCode::UNPROCESSABLE_ENTITY, None),
             Rejection::InFlight { retry_after } => (Kind::InFlight, StatusCode::CONFLICT, Some(*retry_after)),
             Rejection::OutcomeUnknown { .. } => (Kind::OutcomeUnknown, StatusCode::CONFLICT, None),

@@ -12,10 +12,11 @@ use ::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use tokio::sync::mpsc::{self, Sender};
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::task::consume_budget;
+use tokio::time::{Instant, sleep_until, timeout_at};
 use tracing::Instrument as _;
 
-use super::answer::Recorder;
+use super::answer::{Recorder, mark};
 use super::body::{AbortOnDrop, Chunks, IdempotentBody, Piece};
 use super::fingerprint::{Reading, Unfit};
 use super::future::Answer;
@@ -65,7 +66,8 @@ impl Course {
             return Poll::Ready(None);
         }
         if let Poll::Ready(output) = work.poll(cx) {
-            return Poll::Ready(Some(output));
+            // What it makes of a body that it must not see the end of is no answer.
+            return Poll::Ready(self.attempt.order().body().unfit().is_none().then_some(output));
         }
         if self.limits.is_none() && self.limits.insert(self.limits()).as_mut().poll(cx).is_ready() {
             return Poll::Ready(None);
@@ -102,7 +104,8 @@ impl Course {
                 if keeps && (!reading.has_failed() || status.is_success()) =>
             {
                 let (payload, retention) = (reading.payload(), settings.retention);
-                Settlement::Complete(Completion { answer, is_kept, payload, retention })
+                let completion = Completion { answer, is_kept, payload, retention };
+                Settlement::Complete { completion, mark: mark(status) }
             }
             Outcome::Answered { .. } => Settlement::Release,
         };
@@ -151,7 +154,7 @@ where
                 return Self::Nothing(match course.attempt.order().body().unfit() {
                     // What the attempt before has done is as unknown as it was.
                     Some(Unfit::Differs) => Rejection::Mismatch,
-                    Some(Unfit::TooLarge) => Rejection::TooLarge,
+                    Some(Unfit::TooLarge) => Rejection::TooLarge { has_begun: true },
                     None => {
                         cancelled();
                         Rejection::Cancelled
@@ -273,12 +276,19 @@ where
         if let Some(settling) = settling {
             settling.await;
         }
+        let mut alone_until = None;
         let last = match stop {
             Stop::End => Piece::End,
             Stop::Broken(error) => Piece::Failed(error),
             // Nobody can tell any more how long it takes, so it may take as long as there is progress.
+            // Without a reader nothing but the handler takes time.
             Stop::TooLarge => loop {
-                match timeout(max_run, self.step(&pieces)).await {
+                let now = Instant::now();
+                if pieces.is_closed() && *alone_until.get_or_insert(now + max_run) <= now {
+                    return;
+                }
+                let until = alone_until.unwrap_or(now + max_run);
+                match timeout_at(until, self.step(&pieces)).await {
                     Ok(None | Some(Stop::TooLarge)) => {}
                     Ok(Some(Stop::End)) => break Piece::End,
                     Ok(Some(Stop::Broken(error))) => break Piece::Failed(error),
@@ -297,17 +307,19 @@ where
 
     async fn pass_on(&mut self, pieces: &Sender<Piece>) -> Stop {
         loop {
-            if let Some(stop) = self.step(pieces).await {
-                return stop;
-            }
             if !self.recorder.fits() && self.judge.is_sure() {
                 return Stop::TooLarge;
+            }
+            if let Some(stop) = self.step(pieces).await {
+                return stop;
             }
         }
     }
 
     /// Passes the next part on.
     async fn step(&mut self, pieces: &Sender<Piece>) -> Option<Stop> {
+        // An answer that is always there, with nobody to read it, lets others have their turn, and the clock is looked at.
+        consume_budget().await;
         let frame = match self.next.take() {
             Some(frame) => frame,
             None if self.body.is_end_stream() => None,

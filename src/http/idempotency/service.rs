@@ -87,7 +87,9 @@ where
             return ResponseFuture::passed_through(self.inner.call(request.map(FingerprintedBody::passed)), shared);
         }
         let rejection = match key_of(request.headers(), &settings.header) {
-            Ok(Some(_)) if request.body().size_hint().lower() > settings.max_body => Rejection::TooLarge,
+            Ok(Some(_)) if request.body().size_hint().lower() > settings.max_body => {
+                Rejection::TooLarge { has_begun: false }
+            }
             Ok(Some(key)) => match scope.extract_key(&request).filter(|scope| !scope.is_empty()) {
                 Some(scope) => match settings.home.admit(settings.max_running) {
                     Some(running) => {

@@ -64,10 +64,10 @@ impl Clients {
         clients.join_all().await.into_iter().flatten().collect()
     }
 
-    /// A couple of requests for one operation, some at the same time; and now and then one for an earlier one, of those that were asked
-    /// for before the last fault more often than not.
+    /// A couple of requests for one operation, some at the same time, until one was answered; and now and then one for an earlier one, of
+    /// those that were asked for before the last fault more often than not.
     async fn operation(&self, turn: u64, dice: &mut Dice, sent: &mut Vec<Sent>) {
-        let mut asked = JoinSet::new();
+        let (mut asked, before) = (JoinSet::new(), sent.len());
         for request in 0..2 + dice.below(4) {
             let turn = match dice.below(8) {
                 _ if request == 0 => turn,
@@ -75,26 +75,39 @@ impl Clients {
                 1 | 2 => turn - dice.below(turn.min(300) + 1),
                 _ => turn,
             };
-            let body = if dice.below(10) == 0 { "thousand" } else { "hundred" };
-            let patience = if dice.below(5) == 0 { Duration::from_millis(dice.below(30)) } else { PATIENCE };
-            let server = {
-                let servers = self.servers.lock().expect("nobody panics");
-                servers[dice.below(servers.len() as u64) as usize]
-            };
-            // One key, several callers.
-            let operation = format!("caller-{}/key-{}", turn % 3, turn / 3);
-            asked.spawn(async move {
-                let answer = timeout(patience, send(server, &operation, body)).await.ok().and_then(Result::ok);
-                let (status, problem, is_replay, text) = answer.unwrap_or_default();
-                Sent { operation, body, status, problem, is_replay, text }
-            });
+            asked.spawn(self.request(turn, dice));
             if dice.below(2) == 0 {
                 sent.extend(asked.join_next().await.map(|answer| answer.expect("no request panics")));
                 sleep(Duration::from_millis(dice.below(20))).await;
             }
         }
         sent.extend(asked.join_all().await);
+        for _ in 0..20 {
+            let its = named(turn);
+            if sent[before..].iter().any(|sent| sent.operation == its && !matches!(sent.status, 0 | 503)) {
+                break;
+            }
+            sleep(Duration::from_millis(200)).await;
+            sent.push(self.request(turn, dice).await);
+        }
     }
+
+    fn request(&self, turn: u64, dice: &mut Dice) -> impl Future<Output = Sent> + Send + use<> {
+        let body = if dice.below(10) == 0 { "thousand" } else { "hundred" };
+        let patience = if dice.below(5) == 0 { Duration::from_millis(dice.below(30)) } else { PATIENCE };
+        let servers = self.servers.lock().expect("nobody panics");
+        let (server, operation) = (servers[dice.below(servers.len() as u64) as usize], named(turn));
+        async move {
+            let answer = timeout(patience, send(server, &operation, body)).await.ok().and_then(Result::ok);
+            let (status, problem, is_replay, text) = answer.unwrap_or_default();
+            Sent { operation, body, status, problem, is_replay, text }
+        }
+    }
+}
+
+/// One key, several callers.
+fn named(turn: u64) -> String {
+    format!("caller-{}/key-{}", turn % 3, turn / 3)
 }
 
 type Answer = (u16, String, bool, String);

@@ -28,7 +28,7 @@ pub struct Scale {
     pub retention: Duration,
     /// Between faults.
     pub pause: Duration,
-    /// How many operations have their turn at the least.
+    /// How many operations are begun at the least.
     pub at_least: usize,
 }
 
@@ -37,7 +37,7 @@ pub const FULL: Scale = Scale {
     time: Duration::from_secs(170),
     retention: Duration::from_secs(175),
     pause: Duration::from_millis(400),
-    at_least: 10_000,
+    at_least: 9_500,
 };
 pub const SHORT: Scale = Scale {
     operations: 1_000,
@@ -143,9 +143,9 @@ pub fn run(scale: &Scale) -> Report {
     // What clients have left behind is done, and kept.
     sleep(LEASE);
     judge(&mut report, &sent, &fs::read_to_string(&journal).expect("there is a journal"));
-    let operations = report.operations;
-    report.must(operations >= scale.at_least, || format!("no more than {operations} operations had their turn"));
-    let is_all = scale.at_least as u64 == scale.operations;
+    let operations = report.executions - report.again;
+    report.must(operations >= scale.at_least, || format!("no more than {operations} operations were begun"));
+    let is_all = scale.operations >= 10_000;
     report.must(!is_all || report.again > 0, || "nothing was done again".to_owned());
     expiries(&mut report, &redis, scale, ended);
     drop(servers);
