@@ -5,7 +5,7 @@
 //! TOLLGATE_STORE=redis://127.0.0.1/          in Redis
 //! ```
 //!
-//! You will see that 1,000 pieces are sold, and not 1,001, and how many would have been sold at a time by one lock.
+//! You will see that 1,000 pieces are sold, and not 1,001, and how many sales were under way at a time, where one lock would let one through.
 
 use std::env;
 use std::process::ExitCode;

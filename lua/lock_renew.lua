@@ -5,8 +5,8 @@
 -- ARGV[2]  terms    token and ttl_ms, two arguments a lease
 --
 -- Value    leases: see lock_acquire
--- Returns  a number a lease: 1 renewed, 0 not held by this token any more
--- Errors   WRONGTYPE; leases before it have been renewed
+-- Returns  a number a lease: 1 renewed, 0 not held by this token any more, whatever is in its place
+-- Errors   whatever else keeps GET from reading, a right that is missing for instance; leases before it have been renewed
 -- Repeat   harmless: a lease that is gone never comes back by this
 local leases, keep_ms, terms = KEYS, ARGV[1] + 0, 2
 
@@ -16,7 +16,14 @@ local answers = {}
 for i = 1, math.min(#leases, 128) do
   local token, ttl_ms = ARGV[terms], ARGV[terms + 1] + 0
   terms = terms + 2
-  local stored = redis.call('GET', leases[i]) or ''
+  -- What others wrote in the place of one lease is nothing to the others.
+  local stored = redis.pcall('GET', leases[i]) or ''
+  if type(stored) == 'table' then
+    if not stored.err:find('WRONGTYPE', 1, true) then
+      return stored
+    end
+    stored = ''
+  end
   local renewed, latest = nil, now
   local held_as = stored:byte(1) or 0
   if held_as >= 1 and held_as <= 3 and (#stored - 8) % 34 == 0 then

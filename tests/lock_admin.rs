@@ -240,10 +240,22 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
             .unwrap();
         assert!(admin.inspect("a").await.unwrap_err().is_foreign_data());
         assert!(admin.force_unlock("a").await.unwrap_err().is_foreign_data());
-        assert!(admin.list(Cursor::default(), 10).await.unwrap_err().is_foreign_data());
         let still: String = server.query("GET tollgate:2:{lock:default:a}:lease");
         assert_eq!(still, value);
     }
+    // It hid all other locks of its page, and those of all pages behind.
+    let _: () = server.query("DEL tollgate:2:{lock:default:a}:lease");
+    let _: () = server.query("RPUSH tollgate:2:{lock:default:b}:lease x");
+    let _: () = server.query("SET tollgate:2:{lock:default:c}:lease hello");
+    let lease = Locks::new(RedisBackend::connect(server.url()).await.unwrap()).lock("d").await.unwrap();
+    let mut from = Some(Cursor::default());
+    let mut listed = Vec::new();
+    while let Some(cursor) = from {
+        let page = admin.list(cursor, 10).await.unwrap();
+        listed.extend(page.locks.into_iter().map(|status| status.lock));
+        from = page.next;
+    }
+    assert_eq!(listed, [*lease.lock()]);
 }
 
 #[tokio::test]

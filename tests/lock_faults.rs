@@ -4,20 +4,32 @@
 
 mod support;
 
+use std::convert::Infallible;
 use std::future::pending;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
+use bytes::Bytes;
+use http::{Request, Response};
+use http_body_util::{BodyExt, Full};
 use support::locks::{DropAt, History};
 use support::server::RedisServer;
+use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Mutex, MutexGuard};
 use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
-use tollgate::lock::{LeaseState, LockKey, LockRegistry, LockStore, LossReason, Release, Renewal, RwLocks, Token};
-use tollgate::testing::{Failure, FaultStore, Verb};
-use tollgate::{Lease, LockError, Locks, MemoryBackend, RedisBackend, RedisOptions};
+use tollgate::lock::fencing::FenceLayer;
+use tollgate::lock::{
+    Acquired, Claim, Cursor, LeaseState, LockAdmin, LockKey, LockRegistry, LockStore, LossReason, Redlock, Release,
+    Released, Renewal, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
+};
+use tollgate::testing::{Failure, FaultStore, Faults, Verb};
+use tollgate::{
+    AsError, BoxError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError,
+};
+use tower::{Layer, ServiceExt, service_fn};
 
 const LONG: Duration = Duration::from_secs(30);
 /// What a busy machine may add to a time before it counts as missed.
@@ -162,6 +174,120 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
     }
 }
 
+/// The same for what is made of locks: layers, their relatives, and what looks at them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_that_is_made_of_locks_leaves_anything_behind_wherever_it_is_dropped() {
+    let server = RedisServer::start();
+    let (here, there) = (locks(&server).await, locks(&server).await.wait(LONG / 3));
+    let is_free = async || drop(there.lock("a").await.unwrap());
+    let held_for_a_moment = async || {
+        let lease = there.lock("a").await.unwrap();
+        tokio::spawn(async move {
+            sleep(Duration::from_millis(5)).await;
+            drop(lease);
+        });
+    };
+
+    let layer = LockLayer::with_locks(here.clone().wait(LONG)).key(|_: &Request<()>| "a");
+    let handler = service_fn(async |_: Request<()>| {
+        sleep(Duration::from_millis(1)).await;
+        Ok::<_, Infallible>(Response::new(Full::<Bytes>::from("done")))
+    });
+    let post = || Request::post("/").body(()).unwrap();
+    let (attached, detached) = (layer.clone().layer(handler), layer.detached().layer(handler));
+    drop_everywhere!(
+        async { attached.clone().oneshot(post()).await.unwrap().collect().await.unwrap() },
+        is_free().await
+    );
+    drop_everywhere!(
+        async { detached.clone().oneshot(post()).await.unwrap().collect().await.unwrap() },
+        is_free().await
+    );
+    drop_everywhere!(
+        async {
+            held_for_a_moment().await;
+            attached.clone().oneshot(post()).await.unwrap()
+        },
+        is_free().await
+    );
+
+    let segments = Segmented::new(&here, "a", 2);
+    let is_free = async || drop(there.lock_all([("a", 0_u16), ("a", 1)]).await.unwrap());
+    drop_everywhere!(segments.any().into_future(), is_free().await);
+    drop_everywhere!(
+        async {
+            let both = there.lock_all([("a", 0_u16), ("a", 1)]).await.unwrap();
+            tokio::spawn(async move {
+                sleep(Duration::from_millis(5)).await;
+                drop(both);
+            });
+            drop(segments.any().wait(LONG).await.unwrap());
+        },
+        is_free().await
+    );
+
+    let semaphore = async || Semaphore::new(connect(&server).await, 2).deadline(Duration::from_secs(2)).wait(LONG / 3);
+    let (exports, others) = (semaphore().await, semaphore().await);
+    let is_free = async || drop((others.acquire("a").await.unwrap(), others.acquire("a").await.unwrap()));
+    drop_everywhere!(exports.acquire("a").into_future(), is_free().await);
+    drop_everywhere!(
+        async {
+            let permits = (others.acquire("a").await.unwrap(), others.acquire("a").await.unwrap());
+            tokio::spawn(async move {
+                sleep(Duration::from_millis(5)).await;
+                drop(permits);
+            });
+            drop(exports.acquire("a").await.unwrap());
+        },
+        is_free().await
+    );
+    for semaphore in [exports, others] {
+        timeout(LONG, semaphore.shutdown()).await.expect("nothing is left");
+    }
+
+    let lease = here.lock("b").ttl(Duration::from_millis(300)).max_hold(Duration::from_millis(20)).await.unwrap();
+    let view = lease.view();
+    drop_everywhere!(view.lost(), yield_now().await);
+    drop((lease, view));
+    let admin = LockAdmin::new(connect(&server).await).deadline(LONG);
+    let is_free = async || drop(there.lock("a").await.unwrap());
+    drop_everywhere!(admin.inspect("a"), is_free().await);
+    drop_everywhere!(admin.list(Cursor::default(), 10), is_free().await);
+    drop_everywhere!(admin.force_unlock("a"), is_free().await);
+    let fenced = FenceLayer::new(|_: &u64| "a", |fence: &u64| Some(*fence)).with_rejection(AsError);
+    let fenced = fenced.layer(service_fn(async |fence: u64| {
+        yield_now().await;
+        Ok::<_, BoxError>(fence)
+    }));
+    drop_everywhere!(fenced.clone().oneshot(7), assert_eq!(fenced.clone().oneshot(7).await.unwrap(), 7));
+
+    let servers = [(); 3].map(|()| RedisServer::start());
+    let quorum = async || {
+        let mut backends = Vec::new();
+        for server in &servers {
+            backends.push(connect(server).await);
+        }
+        Locks::new(Redlock::new(backends).unwrap()).deadline(Duration::from_secs(2)).wait(LONG / 3)
+    };
+    let (redlock, elsewhere) = (quorum().await, quorum().await);
+    let is_free = async || drop(elsewhere.lock("a").await.unwrap());
+    drop_everywhere!(redlock.lock("a").into_future(), is_free().await);
+    drop_everywhere!(
+        async {
+            let lease = elsewhere.lock("a").await.unwrap();
+            tokio::spawn(async move {
+                sleep(Duration::from_millis(5)).await;
+                drop(lease);
+            });
+            drop(redlock.lock("a").await.unwrap());
+        },
+        is_free().await
+    );
+    for locks in [here, there, redlock, elsewhere] {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_is_granted_to_nobody_is_given_back() {
     let backend = MemoryBackend::new();
@@ -250,6 +376,160 @@ async fn renewals_that_fail_suspend_a_lease_and_the_next_one_heals_it() {
     assert_eq!(lease.release().await.unwrap(), Release::Lost);
 }
 
+/// The deadline counts from before the command was sent: the answer may have been on its way for long.
+#[tokio::test(start_paused = true)]
+async fn what_the_answer_takes_is_no_time_of_the_lease() {
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().delay(Duration::from_millis(300));
+    let locks = Locks::new(store).ttl(Duration::from_secs(1)).deadline(Duration::from_secs(1));
+    let left = locks.lock("a").await.unwrap().remaining();
+    assert!(left <= Duration::from_millis(700) && left > Duration::from_millis(600), "{left:?}");
+}
+
+/// Whoever was ready to wait was told of a timeout at once.
+#[tokio::test(start_paused = true)]
+async fn what_is_granted_too_late_is_asked_for_again_by_those_who_wait_and_given_back_by_others() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    let locks = Locks::new(store).ttl(Duration::from_secs(1)).deadline(Duration::from_secs(2));
+    faults.delay(Duration::from_millis(1_200));
+    let error = locks.try_lock("a").await.unwrap_err();
+    assert!(matches!(&error, LockError::Store(error) if error.is_timeout()), "{error:?}");
+    faults.heal();
+    sleep(Duration::from_millis(50)).await;
+    assert_eq!(backend.locks(), 0, "long before it would have expired");
+
+    faults.delay(Duration::from_millis(1_200));
+    let waiter = tokio::spawn(locks.lock("a").wait(Duration::from_secs(5)).into_future());
+    sleep(Duration::from_millis(100)).await;
+    faults.heal();
+    let lease = waiter.await.unwrap().unwrap();
+    assert!(lease.remaining() > Duration::from_millis(900), "{lease:?}");
+    assert_eq!(lease.release().await.unwrap(), Release::Released);
+    assert_eq!(backend.locks(), 0);
+}
+
+/// Loses a lease, and then another one that a body runs under, since the store does not answer any more.
+async fn lose(locks: &Locks, faults: &Faults) {
+    // Less than the nine seconds by a hundredth and two milliseconds, and no later than a timer is.
+    let in_time = Duration::from_millis(8_908)..Duration::from_millis(8_912);
+    let locks = locks.clone().ttl(Duration::from_secs(9)).deadline(Duration::from_secs(60));
+    let begun = tokio::time::Instant::now();
+    let lease = locks.lock("a").await.unwrap();
+    faults.hang();
+    assert_eq!(lease.lost().await.reason(), LossReason::Expired);
+    assert!(in_time.contains(&begun.elapsed()), "{:?}", begun.elapsed());
+
+    faults.heal();
+    let begun = tokio::time::Instant::now();
+    let outcome = locks.run("b", async |_| {
+        faults.hang();
+        pending::<()>().await;
+    });
+    assert!(outcome.await.unwrap_err().is_lost());
+    assert!(in_time.contains(&begun.elapsed()), "{:?}", begun.elapsed());
+    faults.heal();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_holder_is_told_in_time_while_a_renewal_hangs() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    lose(&Locks::new(store), &faults).await;
+    assert_eq!(faults.calls(Verb::Renew), 2, "one of each lease was under way");
+}
+
+/// What renews leases, and lets go of those that are lost, is in a runtime that stands still.
+#[test]
+fn a_holder_is_told_in_time_by_the_clock_alone() {
+    let runtime = || Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let (still, here) = (runtime(), runtime());
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    let first = still.block_on(locks.lock("first").into_future()).unwrap();
+    here.block_on(lose(&locks, &faults));
+    assert_eq!(faults.calls(Verb::Renew), 0);
+    here.block_on(async { drop(first) });
+}
+
+/// The answer to a renewal was waited for no longer than the first lease of the call had left, by which all of them were suspended.
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_is_about_to_end_takes_no_time_from_the_others() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).ttl(Duration::from_secs(3));
+    let lease = locks.lock("a").await.unwrap();
+    let short = locks.lock("b").max_hold(Duration::from_millis(1_030)).await.unwrap();
+    faults.delay(Duration::from_millis(60));
+    sleep(Duration::from_millis(1_045)).await;
+    assert_eq!((lease.state(), short.state()), (LeaseState::Held, LeaseState::Lost));
+    sleep(Duration::from_millis(100)).await;
+    assert!(lease.remaining() > Duration::from_secs(2), "it was renewed");
+}
+
+/// Who looked at a lease that went from hand to hand was told of its end when somebody else lost it.
+#[tokio::test(start_paused = true)]
+async fn a_view_is_told_when_its_lease_goes_to_somebody_else() {
+    let locks = Locks::new(MemoryBackend::new());
+    let lease = locks.lock("a").await.unwrap();
+    let (view, fence) = (lease.view(), lease.fence());
+    let guarded = tokio::spawn(async move { view.lost().await });
+    let next = tokio::spawn(locks.lock("a").into_future());
+    sleep(Duration::from_millis(10)).await;
+    drop(lease);
+    let next = next.await.unwrap().unwrap();
+    assert_eq!(next.fence(), fence + 1, "from hand to hand");
+    let lost = timeout(Duration::from_millis(1), guarded).await.unwrap().unwrap();
+    assert_eq!(lost.reason(), LossReason::GivenBack);
+    assert!(next.check().is_ok());
+}
+
+/// A store in which a lock is given back by another process just before anybody listens.
+struct Hasty {
+    inner: MemoryBackend,
+    held: Mutex<Option<Lease>>,
+}
+
+impl LockStore for Hasty {
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        LockStore::acquire(&self.inner, lock, claim).await
+    }
+
+    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        self.inner.acquire_all(wanted).await
+    }
+
+    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
+        LockStore::renew(&self.inner, renewals).await
+    }
+
+    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
+        LockStore::release(&self.inner, lock, token).await
+    }
+
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+        if let Some(lease) = self.held.lock().await.take() {
+            lease.release().await.unwrap();
+        }
+        LockStore::watch(&self.inner, lock, in_line).await
+    }
+
+    fn scope(&self) -> Scope {
+        Scope::Process
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_given_back_before_anybody_listens_is_found_at_once() {
+    let inner = MemoryBackend::new();
+    let held = Mutex::new(Some(Locks::new(inner.clone()).lock("a").await.unwrap()));
+    let begun = tokio::time::Instant::now();
+    drop(Locks::new(Hasty { inner, held }).lock("a").await.unwrap());
+    assert!(begun.elapsed() < Duration::from_millis(100), "{:?}", begun.elapsed());
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_release_that_fails_is_said_and_tried_again() {
     let backend = MemoryBackend::new();
@@ -276,7 +556,7 @@ async fn a_release_that_fails_is_said_and_tried_again() {
 #[test]
 fn a_lease_may_be_dropped_without_a_runtime() {
     let server = RedisServer::start();
-    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
     let (locks, other) = runtime.block_on(async { (locks(&server).await, locks(&server).await) });
     let lease = runtime.block_on(locks.lock("a").into_future()).unwrap();
     thread::spawn(move || drop(lease)).join().unwrap();
@@ -289,7 +569,7 @@ fn a_lease_may_be_dropped_without_a_runtime() {
     drop(runtime);
     drop(lease);
     drop((locks, other));
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = Builder::new_current_thread().enable_all().build().unwrap();
     runtime.block_on(async {
         let locks = self::locks(&server).await;
         let lease = locks.lock("b").ttl(Duration::from_millis(500)).await.unwrap();
@@ -303,13 +583,59 @@ fn a_lease_may_be_dropped_without_a_runtime() {
 fn locks_that_outlive_a_runtime_renew_in_the_next() {
     let locks = Locks::new(MemoryBackend::new()).ttl(Duration::from_millis(300));
     for _ in 0..2 {
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+        let runtime = Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(async {
             let lease = locks.lock("a").await.unwrap();
             sleep(Duration::from_millis(900)).await;
             assert_eq!(lease.release().await.unwrap(), Release::Released);
         });
     }
+}
+
+/// What renewed all leases was a task of the runtime of the first one, and ended with that.
+#[test]
+fn a_lease_outlives_the_runtime_of_another_one() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).ttl(Duration::from_secs(2));
+    let parallel = || Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let first = Builder::new_current_thread().enable_all().build().unwrap();
+    let (second, last) = (parallel(), parallel());
+    let take = |runtime: &Runtime, key| runtime.block_on(locks.lock(key).into_future()).unwrap();
+    let leases = [take(&first, "a"), take(&second, "b"), take(&last, "c")];
+    // With a renewal of all of them under way, of which nobody will hear.
+    faults.hang();
+    first.block_on(async {
+        while faults.calls(Verb::Renew) == 0 {
+            sleep(Duration::from_millis(1)).await;
+        }
+    });
+    drop(first);
+    faults.heal();
+    last.block_on(async { sleep(Duration::from_millis(2_500)).await });
+    assert!(leases.iter().all(|lease| lease.check().is_ok()), "{leases:?}");
+    drop(second);
+    last.block_on(async { sleep(Duration::from_millis(2_500)).await });
+    assert!(leases.iter().all(|lease| lease.check().is_ok()), "{leases:?}");
+    last.block_on(async {
+        drop(leases);
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    });
+}
+
+/// All leases that were renewed by the same call were lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_others_wrote_in_the_place_of_a_lease_takes_no_other_one() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let locks = locks(&server).await.ttl(Duration::from_secs(1));
+    let (lost, kept) = (locks.lock("a").await.unwrap(), locks.lock("b").await.unwrap());
+    let _: u64 = command(&server, &["DEL", LEASE]);
+    let _: u64 = command(&server, &["RPUSH", LEASE, "x"]);
+    assert_eq!(timeout(LONG, lost.lost()).await.unwrap().reason(), LossReason::Taken);
+    sleep(Duration::from_millis(1_500)).await;
+    assert!(kept.check().is_ok());
+    assert_eq!(command::<Vec<String>>(&server, &["LRANGE", LEASE, "0", "-1"]), ["x"]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -362,7 +688,7 @@ async fn a_holder_knows_before_its_key_can_expire_when_redis_does_not_answer() {
 #[test]
 fn a_holder_knows_at_once_when_its_runtime_stood_still() {
     let server = RedisServer::start();
-    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let runtime = || Builder::new_current_thread().enable_all().build().unwrap();
     let here = runtime();
     here.block_on(async {
         let locks = locks(&server).await.ttl(Duration::from_millis(400));

@@ -17,8 +17,11 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
 use tokio::time::{Instant, sleep, timeout};
+use tollgate::http::{header, lock_fence};
+use tollgate::lock::fencing::FenceLayer;
 use tollgate::lock::{
-    CircuitBreaker, LeaseView, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Scope,
+    CircuitBreaker, LeaseView, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Replication,
+    Scope,
 };
 use tollgate::reject::BusyStatus;
 use tollgate::testing::{Failure, FaultStore};
@@ -215,6 +218,27 @@ async fn a_handler_whose_lease_is_lost_is_cancelled() {
     assert!(!response.headers().contains_key("retry-after"), "it may have had effects");
     assert!(is_dropped.load(Ordering::SeqCst));
     assert!(begun.elapsed() < Duration::from_secs(13), "{:?}", begun.elapsed());
+}
+
+/// Unless it is only to be told, and goes on as it likes.
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_is_told_of_a_loss_lives_on() {
+    async fn stubborn(request: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
+        let lease = request.extensions().get::<LeaseView>().unwrap().clone();
+        let lost = lease.lost().await;
+        sleep(Duration::from_secs(60)).await;
+        assert!(lease.check().is_err());
+        Ok(Response::new(format!("{:?}", lost.reason()).into()))
+    }
+    let layer = by_path().max_hold(Duration::from_secs(2)).on_loss(OnLoss::Notify);
+    let (attached, detached) =
+        (layer.clone().layer(service_fn(stubborn)), layer.detached().layer(service_fn(stubborn)));
+    let begun = Instant::now();
+    let (attached, detached) = tokio::join!(attached.oneshot(post("/a")), detached.oneshot(post("/b")));
+    assert_eq!(begun.elapsed().as_secs(), 62);
+    for body in [attached.unwrap().into_body().collect().await, detached.unwrap().into_body().collect().await] {
+        assert_eq!(body.unwrap().to_bytes(), "MaxHold");
+    }
 }
 
 #[tokio::test(start_paused = true)]
@@ -422,6 +446,56 @@ fn a_fence_is_one_plain_number() {
     }
 }
 
+fn fenced(order: &str, fence: &str) -> Request<Full<Bytes>> {
+    let request = Request::post("/").header("order", order).header("lock-fence", fence);
+    request.body(Full::default()).unwrap()
+}
+
+#[tokio::test]
+async fn who_comes_with_too_small_a_fence_is_turned_away() {
+    let handler =
+        service_fn(async |_: Request<Full<Bytes>>| Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())));
+    let layer = FenceLayer::new(header("order"), lock_fence);
+    let service = layer.clone().layer(handler);
+    for (request, status) in [
+        (fenced("a", "7"), 200),
+        (fenced("a", "9"), 200),
+        (fenced("a", "9"), 200),
+        (fenced("a", "8"), 412),
+        (fenced("b", "8"), 200),
+        (fenced("a", "nine"), 400),
+        (post("/"), 400),
+    ] {
+        let told = format!("{:?}", request.headers());
+        assert_eq!(service.clone().oneshot(request).await.unwrap().status(), status, "{told}");
+    }
+    // All that the layer makes has one memory.
+    let service = layer.with_rejection(tollgate::grpc::AsStatus::new()).layer(handler);
+    for (request, code) in [(fenced("a", "8"), "10"), (fenced("a", ""), "3"), (post("/"), "3")] {
+        let response = service.clone().oneshot(request).await.unwrap();
+        assert_eq!(response.headers()["grpc-status"], code);
+    }
+    assert!(!service.oneshot(fenced("a", "9")).await.unwrap().headers().contains_key("grpc-status"));
+}
+
+/// A fence that no store grants kept all that came later out, and with more keys than are remembered those of all keys.
+#[tokio::test]
+async fn a_fence_that_no_store_grants_is_none() {
+    let handler =
+        service_fn(async |_: Request<Full<Bytes>>| Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())));
+    let service = FenceLayer::new(header("order"), lock_fence).capacity(2).layer(handler);
+    for order in ["a", "b", "c", "d"] {
+        for fence in [u64::MAX, 1 << 53] {
+            let request = fenced(order, &fence.to_string());
+            assert_eq!(service.clone().oneshot(request).await.unwrap().status(), StatusCode::BAD_REQUEST);
+        }
+    }
+    let largest = fenced("a", &((1_u64 << 53) - 1).to_string());
+    for request in [fenced("a", "7"), fenced("e", "7"), largest] {
+        assert_eq!(service.clone().oneshot(request).await.unwrap().status(), StatusCode::OK);
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
     for (then, status) in [(OnStoreError::Deny, StatusCode::SERVICE_UNAVAILABLE), (OnStoreError::Allow, StatusCode::OK)]
@@ -597,6 +671,38 @@ async fn grpc_has_codes_for_it() {
     faults.heal();
     let service = layer.layer(service_fn(async |_| pending::<Result<Response<Full<Bytes>>, Infallible>>().await));
     assert_eq!(service.oneshot(post("/b")).await.unwrap().headers()["grpc-status"], "10");
+}
+
+#[tokio::test(start_paused = true)]
+async fn grpc_and_http_have_codes_for_what_is_not_busy() {
+    let grpc = |layer: ByPath| layer.with_rejection(tollgate::grpc::AsStatus::new()).layer(service_fn(slow));
+    let service = grpc(by_path().wait(Duration::from_secs(9)).max_waiters(0));
+    let first = tokio::spawn(service.clone().oneshot(post("/a")));
+    tokio::task::yield_now().await;
+    let response = service.oneshot(post("/a")).await.unwrap();
+    assert_eq!(response.headers()["grpc-status"], "8");
+    assert!(response.headers().contains_key("grpc-retry-pushback-ms"));
+    drop(first.await.unwrap().unwrap());
+
+    let nobody = LockLayer::new(MemoryBackend::new()).key(|_: &Request<Full<Bytes>>| None::<String>);
+    let service = nobody.with_rejection(tollgate::grpc::AsStatus::new()).layer(service_fn(slow));
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().headers()["grpc-status"], "3");
+
+    let careful = Locks::new(MemoryBackend::new()).replication(Replication::Require(1)).wait(Duration::ZERO);
+    let closed = Locks::new(MemoryBackend::new());
+    closed.shutdown().await;
+    for locks in [careful, closed] {
+        let layer = || {
+            LockLayer::with_locks(locks.clone()).key(|request: &Request<Full<Bytes>>| request.uri().path().to_owned())
+        };
+        let response = layer().layer(service_fn(slow)).oneshot(post("/a")).await.unwrap();
+        assert_eq!(response.status(), StatusCode::SERVICE_UNAVAILABLE);
+        assert_eq!(response.headers()["retry-after"], "1");
+        let service = layer().with_rejection(tollgate::grpc::AsStatus::new()).layer(service_fn(slow));
+        let response = service.oneshot(post("/a")).await.unwrap();
+        assert_eq!(response.headers()["grpc-status"], "14");
+        assert!(response.headers().contains_key("grpc-retry-pushback-ms"));
+    }
 }
 
 /// A handler may come to its end sooner for a request that waits, and is told of it if that is wanted.

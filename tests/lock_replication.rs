@@ -3,6 +3,7 @@
 
 mod support;
 
+use std::future::IntoFuture;
 use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
@@ -157,4 +158,19 @@ async fn a_store_without_replicas_grants_nothing_that_asks_for_some() {
     assert_eq!(backend.locks(), 0);
     drop(locks);
     drop(Locks::new(backend).replication(Replication::Primary).lock("a").await.unwrap());
+}
+
+/// Whoever asked for replicas got a lease from hand to hand that no replica had to know of, then or later.
+#[tokio::test(start_paused = true)]
+async fn a_lease_goes_from_hand_to_hand_only_to_those_who_ask_for_as_many_replicas() {
+    let locks = Locks::new(MemoryBackend::new()).wait(Duration::from_secs(1));
+    let careful = locks.clone().replication(Replication::Require(2));
+    let lease = locks.lock("a").await.unwrap();
+    let (first, second) = (careful.lock("a").into_future(), locks.lock("a").into_future());
+    let (first, second, ()) = tokio::join!(first, second, async {
+        sleep(Duration::from_millis(10)).await;
+        drop(lease);
+    });
+    assert_eq!(shortage(first), (0, 2));
+    drop(second.unwrap());
 }

@@ -12,6 +12,7 @@ use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use tollgate::delay_queue::Outcome;
 use tollgate::http::{FingerprintedBody, header};
 use tollgate::idempotency::OnStoreError as OnFailure;
+use tollgate::lock::LockAdmin;
 use tollgate::rate_limit::{CircuitBreaker, Decision, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
@@ -49,7 +50,8 @@ fn locks_are_counted_by_what_became_of_them() {
     let faults = store.faults();
     let breaker = CircuitBreaker::new().failures(2);
     let locks = Locks::new(store.clone()).namespace("orders").ttl(Duration::from_secs(1)).circuit_breaker(breaker);
-    let others = Locks::new(store).namespace("orders");
+    let others = Locks::new(store.clone()).namespace("orders");
+    let admin = LockAdmin::new(store.get_ref().clone()).namespace("orders");
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
             let lease = locks.lock("a").await.unwrap();
@@ -79,22 +81,36 @@ fn locks_are_counted_by_what_became_of_them() {
             tokio::time::sleep(Duration::from_secs(1)).await;
             drop(locks.try_lock("c").await.unwrap());
             locks.lock("d").max_hold(Duration::from_millis(5)).await.unwrap().lost().await;
+            let lease = locks.lock("e").await.unwrap();
+            admin.force_unlock("e").await.unwrap();
+            lease.lost().await;
+            // Nobody may wait, and who waits is not told.
+            let lease = others.lock("f").await.unwrap();
+            let waiter = locks.lock("f").wait(Duration::from_secs(5)).into_future();
+            let full = locks.clone().max_waiters(0).lock("f").into_future();
+            let (waiter, full) = tokio::join!(waiter, full);
+            assert!(full.is_err() && waiter.is_err());
+            drop(lease);
         });
     });
     let mut seen = seen(&snapshotter);
     let renewals = seen.remove("tollgate_lock_failed_renewals_total{locks=orders}");
     assert!(renewals.is_some_and(|renewals| renewals > 1), "{renewals:?}");
+    let polls = seen.remove("tollgate_lock_fallback_polls_total{locks=orders}");
+    assert!(polls.is_some_and(|polls| polls >= 5), "{polls:?}");
     let expected = [
-        ("tollgate_lock_requests_total{locks=orders,outcome=granted}", 6),
-        ("tollgate_lock_requests_total{locks=orders,outcome=busy}", 1),
+        ("tollgate_lock_requests_total{locks=orders,outcome=granted}", 8),
+        ("tollgate_lock_requests_total{locks=orders,outcome=busy}", 2),
+        ("tollgate_lock_requests_total{locks=orders,outcome=queue_full}", 1),
         ("tollgate_lock_requests_total{locks=orders,outcome=refused}", 1),
         ("tollgate_lock_requests_total{locks=orders,outcome=failed}", 3),
-        ("tollgate_lock_wait_seconds{locks=orders}", 6),
-        ("tollgate_lock_hold_seconds{locks=orders}", 6),
+        ("tollgate_lock_wait_seconds{locks=orders}", 8),
+        ("tollgate_lock_hold_seconds{locks=orders}", 8),
         ("tollgate_lock_handover_seconds{locks=orders,way=hand}", 1),
         ("tollgate_lock_handover_seconds{locks=orders,way=message}", 1),
         ("tollgate_lock_lost_total{locks=orders,reason=expired}", 1),
         ("tollgate_lock_lost_total{locks=orders,reason=max_hold}", 1),
+        ("tollgate_lock_lost_total{locks=orders,reason=taken}", 1),
         ("tollgate_lock_store_errors_total{locks=orders}", 2),
         ("tollgate_lock_circuit_transitions_total{locks=orders,state=open}", 1),
         ("tollgate_lock_circuit_transitions_total{locks=orders,state=closed}", 1),

@@ -328,10 +328,16 @@ impl Attempts {
         }
     }
 
+    /// When the last attempt was sent, if there is time left at `now` in a lease that it was granted.
+    fn good_since(&self, now: Instant) -> Option<Instant> {
+        self.sent.filter(|sent| now < *sent + usable(self.claim.ttl))
+    }
+
     /// Makes a lease of what was granted, unless it took so long that there is no time left in it.
     fn granted(mut self, turn: Turn, fence: u64) -> Option<Lease> {
         let now = Instant::now();
-        let sent = self.sent.take_if(|sent| now < *sent + usable(self.claim.ttl))?;
+        let sent = self.good_since(now)?;
+        self.sent = None;
         let hold = Hold::new(self.lock, &self.claim, self.terms.deadline, self.is_ambiguous, sent, fence);
         let hold = Arc::new(hold);
         let fence = hold.hand_to(self.terms.max_hold, now).unwrap_or(fence);
@@ -440,6 +446,14 @@ impl UnderWay {
         }
         answers
     }
+
+    /// What was granted so late that there is no time left in it is to be asked for again.
+    fn in_time(&self, answers: Answers) -> Result<Answers, StoreError> {
+        let now = Instant::now();
+        let is_granted = answers.iter().all(|answer| fence(answer).is_some());
+        let is_late = self.asked.iter().any(|(attempts, _)| attempts.good_since(now).is_none());
+        if is_granted && is_late { Err(StoreError::timeout()) } else { Ok(answers) }
+    }
 }
 
 impl Future for Attempt {
@@ -448,7 +462,7 @@ impl Future for Attempt {
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         let under_way = self.under_way.as_mut().expect("Attempt polled after completion");
         let Poll::Ready(answers) = under_way.call.as_mut().poll(cx) else { return Poll::Pending };
-        let answers = under_way.answered(answers);
+        let answers = under_way.answered(answers).and_then(|answers| under_way.in_time(answers));
         let UnderWay { asked, .. } = self.under_way.take().expect("it was there a moment ago");
         Poll::Ready((answers, asked))
     }

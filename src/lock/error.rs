@@ -24,7 +24,8 @@ pub enum LockError {
     Closed(Closed),
     /// A setting cannot work; nothing was asked of the store.
     Config(ConfigError),
-    /// The store failed. If it granted the lease all the same, that is given back in the background.
+    /// The store failed. If it granted the lease all the same, that is given back in the background, or expires by itself while that is under
+    /// way for 1,024 others already.
     Store(StoreError),
 }
 
@@ -190,6 +191,10 @@ impl Error for NotReplicated {}
 
 /// The caller holds this lock already and would wait for itself. [`Lease::reenter`](super::Lease::reenter) is how to go in
 /// again.
+///
+/// Seen within the body of a [`run`](super::Locks::run) and within a handler behind a [`LockLayer`](super::LockLayer), in the same task, and if the lock is asked for by
+/// the same [`Locks`](super::Locks) or a clone. Made a second time on the same backend they know nothing of each other: the second waits for
+/// the first as long as it is told to. Make them once and clone them.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Nested {
     lock: LockKey,

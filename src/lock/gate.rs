@@ -53,8 +53,8 @@ enum Front {
 
 struct Waiter {
     id: u64,
-    // Of a lease that would do from hand to hand, if any would.
-    ttl: Option<Duration>,
+    // The length of a lease that would do from hand to hand, if any would, and how many replicas have to know of it.
+    fits: Option<(Duration, u32)>,
     max_hold: Option<Duration>,
     // Whether whoever holds the lease is asked for it when this one is first.
     asks: bool,
@@ -168,7 +168,7 @@ impl Shared {
         let id = gate.next_id.fetch_add(1, Ordering::Relaxed);
         queue.waiters.push_back(Waiter {
             id,
-            ttl: by_hand.then_some(terms.ttl),
+            fits: by_hand.then_some((terms.ttl, terms.replication.count())),
             max_hold: terms.max_hold,
             asks: terms.asks,
             offer: sender,
@@ -253,7 +253,9 @@ impl Shared {
                 return Some(Errand::after_loss(self, hold));
             };
             let next = match queue.waiters.front() {
-                Some(waiter) if waiter.ttl == Some(hold.ttl()) => hold.hand_to(waiter.max_hold, Instant::now()),
+                Some(waiter) if waiter.fits == Some((hold.ttl(), hold.replicas().count)) => {
+                    hold.hand_to(waiter.max_hold, Instant::now())
+                }
                 Some(_) | None => None,
             };
             let waiter = next.and_then(|fence| Some((fence, queue.waiters.pop_front()?)));

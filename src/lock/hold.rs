@@ -109,6 +109,11 @@ impl Hold {
         self.limit
     }
 
+    /// How long the answer to a renewal that is sent at `now` may take.
+    pub(super) fn patience(&self, now: Instant) -> Duration {
+        self.look(now).map_or(Duration::ZERO, |until| until - now).min(self.limit)
+    }
+
     pub(super) const fn is_ambiguous(&self) -> bool {
         self.is_ambiguous
     }
@@ -219,17 +224,22 @@ impl Hold {
         self.changed.notify_waiters();
     }
 
-    /// Wakes those who wait for the loss that [`look`](Self::look) has found.
+    /// Wakes those who wait for its end: [`look`](Self::look) has found that it is lost, or its holder is done with it.
     pub(super) fn tell(&self) {
         self.changed.notify_waiters();
     }
 
     /// Waits until the lease is lost. By the clock: nobody has to answer anything for that.
     pub(super) async fn lost(&self) -> LossReason {
+        self.over(|| self.look(Instant::now())).await
+    }
+
+    /// Waits until `look` fails, which it is asked whenever something has changed, and at the instant that it named last.
+    pub(super) async fn over<E>(&self, look: impl Fn() -> Result<Instant, E>) -> E {
         loop {
             let mut changed = pin!(self.changed.notified());
             changed.as_mut().enable();
-            let until = match self.look(Instant::now()) {
+            let until = match look() {
                 Ok(until) => until,
                 Err(reason) => return reason,
             };

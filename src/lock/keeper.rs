@@ -4,8 +4,9 @@ use std::collections::{BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
+use tokio::runtime::Handle;
 use tokio::sync::Notify;
-use tokio::task::{AbortHandle, JoinSet};
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::hold::{Hold, after};
@@ -30,22 +31,31 @@ pub(super) struct Keeper {
 
 #[derive(Default)]
 struct State {
-    // When a lease is due is `None` while it is being renewed.
-    holds: HashMap<Token, (Arc<Hold>, Option<Instant>), KnownHash>,
+    holds: HashMap<Token, Kept, KnownHash>,
     due: BTreeSet<(Instant, Token)>,
     // Until when the task sleeps. Whatever is due later wakes nobody.
     sleeps_until: Option<Instant>,
-    task: Option<AbortHandle>,
+    has_task: bool,
+    // Whether the task is gone and somebody looks for a runtime for another one.
+    is_moving: bool,
+}
+
+struct Kept {
+    hold: Arc<Hold>,
+    // `None` while it is being renewed.
+    due: Option<Instant>,
+    // Where it was granted, unless the task has been started there or could not be.
+    runtime: Option<Handle>,
 }
 
 impl State {
     fn schedule(&mut self, token: &Token, due: Option<Instant>) {
-        let Some((_, was_due)) = self.holds.get_mut(token) else { return };
-        if let Some(was_due) = was_due.take() {
+        let Some(kept) = self.holds.get_mut(token) else { return };
+        if let Some(was_due) = kept.due.take() {
             self.due.remove(&(was_due, *token));
         }
         if let Some(due) = due {
-            *was_due = Some(due);
+            kept.due = Some(due);
             self.due.insert((due, *token));
         }
     }
@@ -74,7 +84,7 @@ impl Keeper {
 
     pub(super) fn remove(&self, hold: &Hold) {
         let mut state = self.state();
-        if let Some((_, Some(due))) = state.holds.remove(hold.token()) {
+        if let Some(due) = state.holds.remove(hold.token()).and_then(|kept| kept.due) {
             state.due.remove(&(due, *hold.token()));
         }
     }
@@ -91,19 +101,58 @@ impl Shared {
     /// Keeps a lease alive from now on, until it is removed or lost.
     pub(super) fn keep(self: &Arc<Self>, hold: &Arc<Hold>) {
         let (_, due) = hold.due();
+        let runtime = Handle::current();
         let mut state = self.keeper.state();
-        state.holds.insert(*hold.token(), (Arc::clone(hold), Some(due)));
+        let kept = Kept { hold: Arc::clone(hold), due: Some(due), runtime: Some(runtime.clone()) };
+        state.holds.insert(*hold.token(), kept);
         state.due.insert((due, *hold.token()));
-        // The task ends with the runtime that it was started in, which need not be the last one.
-        if state.task.as_ref().is_none_or(AbortHandle::is_finished) {
-            state.sleeps_until = None;
-            let task = tokio::spawn(keep_alive(Arc::downgrade(self), Arc::clone(&self.keeper.wake)));
-            state.task = Some(task.abort_handle());
-            drop(state);
-            self.remember_runtime();
-        } else {
+        if state.has_task {
             self.keeper.wake_for(&mut state, due);
+        } else {
+            self.start_task(state, runtime);
         }
+    }
+
+    /// Starts the task, outside of the lock: where the runtime is gone it ends at once.
+    fn start_task(self: &Arc<Self>, mut state: MutexGuard<'_, State>, runtime: Handle) {
+        state.has_task = true;
+        state.sleeps_until = None;
+        drop(state);
+        drop(runtime.spawn(keep_alive(Task(Arc::downgrade(self)), Arc::clone(&self.keeper.wake))));
+        self.remember(runtime);
+    }
+
+    /// Starts another task where one has ended with the runtime that it was started in, and leases of other runtimes are left.
+    fn start_elsewhere(self: &Arc<Self>) {
+        let mut state = self.keeper.state();
+        state.has_task = false;
+        // One that could not be started either, perhaps.
+        if std::mem::replace(&mut state.is_moving, true) {
+            return;
+        }
+        // Nobody will hear what came of the renewals that were under way.
+        let now = Instant::now();
+        let unheard: Vec<_> =
+            state.holds.iter().filter(|(_, kept)| kept.due.is_none()).map(|(token, _)| *token).collect();
+        unheard.iter().for_each(|token| state.schedule(token, Some(now)));
+        // Each runtime is tried as often as it has leases at the most.
+        while !state.has_task {
+            let there = state.holds.iter().filter(|(_, kept)| kept.runtime.is_some());
+            let there: Vec<_> = there.map(|(token, _)| *token).collect();
+            if there.is_empty() {
+                break;
+            }
+            for token in there {
+                if state.has_task {
+                    break;
+                }
+                if let Some(runtime) = state.holds.get_mut(&token).and_then(|kept| kept.runtime.take()) {
+                    self.start_task(state, runtime);
+                    state = self.keeper.state();
+                }
+            }
+        }
+        state.is_moving = false;
     }
 
     /// Tells the store what the holder is called, if it is called anything and the store may not know. Nobody waits for that.
@@ -137,11 +186,11 @@ impl Shared {
             if due > now + TOGETHER || (due > now && renew.is_empty() && lost.is_empty()) {
                 break;
             }
-            let Some((hold, _)) = state.holds.get(&token) else {
+            let Some(kept) = state.holds.get(&token) else {
                 state.due.pop_first();
                 continue;
             };
-            let hold = Arc::clone(hold);
+            let hold = Arc::clone(&kept.hold);
             let (renew_at, next) = hold.due();
             match hold.look(now) {
                 Err(_) => {
@@ -229,23 +278,38 @@ impl Shared {
 
 impl Drop for Keeper {
     fn drop(&mut self) {
-        if let Some(task) = self.state().task.take() {
-            task.abort();
+        // The task sees that nobody is left.
+        self.wake.notify_one();
+    }
+}
+
+/// What the task knows of those whose leases it keeps. When this is dropped, the task is gone.
+struct Task(Weak<Shared>);
+
+impl Drop for Task {
+    fn drop(&mut self) {
+        if let Some(home) = self.0.upgrade() {
+            home.start_elsewhere();
         }
     }
 }
 
-async fn keep_alive(home: Weak<Shared>, wake: Arc<Notify>) {
+async fn keep_alive(task: Task, wake: Arc<Notify>) {
     // Calls under way. They end with this task.
     let mut calls = JoinSet::new();
     loop {
-        let Some(shared) = home.upgrade() else { return };
+        let Some(shared) = task.0.upgrade() else { return };
         let (mut renew, next) = shared.due(Instant::now());
-        // Those that want fewer replicas do not wait for those that want more.
-        let shard = |hold: &Arc<Hold>| (shared.store.shard(hold.lock()), hold.replicas().count);
+        // Those that want fewer replicas do not wait for those that want more, and those that are about to end take no time from those
+        // that are not: within one call none may wait for twice as long as another.
+        let now = Instant::now();
+        let shard = |hold: &Arc<Hold>| {
+            let patience = hold.patience(now).as_millis().max(1).ilog2();
+            (shared.store.shard(hold.lock()), hold.replicas().count, patience)
+        };
         renew.sort_by_cached_key(shard);
         for holds in renew.chunk_by(|one, other| shard(one) == shard(other)).flat_map(|shard| shard.chunks(BATCH)) {
-            calls.spawn(renew_batch(Weak::clone(&home), holds.to_vec()));
+            calls.spawn(renew_batch(Weak::clone(&task.0), holds.to_vec()));
         }
         drop(shared);
         tokio::select! {
@@ -263,9 +327,7 @@ async fn renew_batch(home: Weak<Shared>, holds: Vec<Arc<Hold>>) {
     drop(shared);
     let sent = Instant::now();
     // What is lost is lost at its old deadline, so nothing is waited for beyond the first of them.
-    let first = holds.iter().filter_map(|hold| hold.look(sent).ok()).min();
-    let limit = holds.iter().map(|hold| hold.limit()).max().unwrap_or_default();
-    let limit = first.map_or(Duration::ZERO, |first| first - sent).min(limit);
+    let limit = holds.iter().map(|hold| hold.patience(sent)).min().unwrap_or_default();
     let answers = timeout(limit, call).await.unwrap_or_else(|_| Err(StoreError::timeout()));
     if let Some(shared) = home.upgrade() {
         shared.renewed(&holds, sent, answers.as_deref());

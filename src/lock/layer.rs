@@ -24,6 +24,9 @@ use crate::reject::AsResponse;
 /// With HTTP a rejection is a response, and the lock is held until the *body* of the answer has ended. A service that does not
 /// speak HTTP needs [`.with_rejection(AsError)`](Self::with_rejection).
 ///
+/// A handler that asks for the lock of its own request is told [`Nested`](super::Nested) by the [`Locks`] that the layer was made
+/// [with](Self::with_locks), and by no other: others on the same backend wait, for as long as they are ready to.
+///
 /// Type parameters: the [key](crate::ExtractKey), what a rejection [becomes](crate::reject::Reject), and whether handlers are
 /// [detached](Self::detached) from their clients.
 #[must_use]
@@ -86,7 +89,9 @@ pub enum OnLoss {
     /// Its handler is dropped where it stands, and the answer is 503 with HTTP. If the answer has begun, its body fails.
     #[default]
     Cancel,
-    /// Nothing. The handler finds out by the lease in the extensions of the request, if it wants to know.
+    /// Nothing is cancelled. The [`LeaseView`](super::LeaseView) in the extensions of the request says so: [`lost`](super::LeaseView::lost) ends and
+    /// [`check`](super::LeaseView::check) fails. A handler that does not look ignores the loss, and its answer is sent as if nothing had happened; the
+    /// log and the metrics tell of it in any case.
     Notify,
 }
 
@@ -179,7 +184,7 @@ impl<K, A, D> LockLayer<K, A, D> {
         self.with(Locks::ask_holder)
     }
 
-    /// How many requests may wait for one lock in this process. Defaults to 64. One more is turned away, 503 with HTTP.
+    /// How many requests may wait for one lock in this process, behind the one that has it or asks the store for it. Defaults to 64. One more is turned away, 503 with HTTP.
     pub fn max_waiters(self, waiters: usize) -> Self {
         self.with(|locks| locks.max_waiters(waiters))
     }

@@ -19,11 +19,12 @@ use crate::error::StoreError;
 ///
 /// # Loss
 ///
-/// A lease can end while it is held: nobody answers the renewals, somebody deletes the key, the process stands still. Every
-/// handle knows of that before the store can grant the lock to somebody else, and without asking anybody, because
-/// the deadline is counted from before the command was sent that set the lease's expiry. What nothing in the process can help
-/// against is the process itself being stopped between a [`check`](Self::check) and what it does next: give the
-/// [`fence`](Self::fence) to what is being changed and let that refuse a smaller one than it has seen.
+/// A lease can end while it is held. If nobody answers the renewals, every handle knows of that before the store can grant the lock to
+/// somebody else, and without asking anybody, because the deadline is counted from before the command was sent that set the
+/// lease's expiry. If it is taken away in the store (the key is deleted or evicted, [force-unlocked](super::LockAdmin::force_unlock), or the
+/// clock of the server is set forward), somebody else can have it before that is known here, with the next renewal. And nothing
+/// in the process can help against the process itself being stopped between a [`check`](Self::check) and what it does next. So
+/// give the [`fence`](Self::fence) to what is being changed and let that refuse a smaller one than it has seen.
 ///
 /// # Cancellation
 ///
@@ -102,6 +103,9 @@ impl Lease {
 
     /// Whether the lock is still ours. Cheap: asks the clock and nobody else. A good thing to do before a step that cannot be
     /// taken back.
+    ///
+    /// The clock is that of [`tokio::time::Instant`], which on Linux and some other systems stands still while the machine is suspended. After
+    /// that this may be `Ok` for a lease that has ended, until a renewal is answered.
     ///
     /// # Errors
     ///
@@ -223,6 +227,8 @@ impl Grant {
         self.is_returned = true;
         self.home.meters(self.hold.lock()).held(self.since.elapsed());
         self.home.note_loss(&self.hold);
+        // Nobody is to have it before those who look at this grant can know that it is over.
+        self.hold.tell();
         self.home.give_back(&self.hold)
     }
 }
@@ -276,17 +282,19 @@ impl LeaseView {
         self.until().map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()))
     }
 
-    /// Waits until the lease is lost. If it is given back before, it may take as long as a lease lasts until that is noticed here.
+    /// Waits until the lease is lost, or given back.
     pub async fn lost(&self) -> Lost {
-        let reason = self.hold.lost().await;
-        self.check().err().unwrap_or_else(|| Lost::new(*self.lock(), reason))
+        self.hold.over(|| self.until()).await
     }
 
     /// Waits until somebody asks for the lock: see [`Lease::asked`]. For ever if it was given back before.
     pub async fn asked(&self) {
-        match self.grant.upgrade().map(|grant| Arc::clone(&grant.home.store)) {
-            Some(store) => self.hold.asked(store).await,
-            None => pending().await,
+        if let Some(store) = self.grant.upgrade().map(|grant| Arc::clone(&grant.home.store)) {
+            self.hold.asked(store).await;
+        }
+        // Whoever has it from hand to hand by now was asked, and not this one.
+        if self.grant.strong_count() == 0 {
+            pending::<()>().await;
         }
     }
 

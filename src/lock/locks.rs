@@ -78,6 +78,15 @@ pub enum Replication {
     Require(u32),
 }
 
+impl Replication {
+    pub(super) const fn count(self) -> u32 {
+        match self {
+            Self::Primary => 0,
+            Self::Require(count) => count,
+        }
+    }
+}
+
 impl Locks {
     /// Locks that `store` keeps, which is a backend: see [`backend`](crate::backend).
     pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
@@ -135,7 +144,8 @@ impl Locks {
         self
     }
 
-    /// How many may stand in line for one lock in this process. Defaults to 1,000. One more is a [`LockError::QueueFull`].
+    /// How many may stand in line for one lock in this process, behind the one that has it or asks the store for it. Defaults to 1,000. One more
+    /// is a [`LockError::QueueFull`]. With zero one may still wait, if it is another process that has the lock.
     #[must_use]
     pub fn max_waiters(mut self, waiters: usize) -> Self {
         self.terms.max_waiters = waiters;
@@ -238,7 +248,8 @@ impl Locks {
     /// of a second later that it is over. With fewer, it is tried again for as long as the caller is ready to wait, and is a
     /// [`LockError::NotReplicated`] then; what was granted is given back. A renewal that they do not have in time makes the lease
     /// [suspended](super::LeaseState::Suspended), and it is lost at its old deadline unless a later one gets through: a
-    /// replica that takes over never lets go of a lease before its holder does.
+    /// replica that takes over does not let go of a lease before its holder does, unless its clock is ahead of that of the primary: by as much
+    /// the lease ends sooner there.
     ///
     /// This makes the gap of a failover smaller and does not close it: WAIT is no consensus, and a replica that does not have the
     /// lease may be the one that takes over. Require as many as Sentinel or the cluster could choose from, less those that may be down, and set
@@ -265,7 +276,8 @@ impl Locks {
     ///
     /// # Errors
     ///
-    /// See [`LockError`]. Nothing is held then, or what is held all the same is given back in the background.
+    /// See [`LockError`]. Nothing is held then, or what is held all the same is given back in the background; while that is under way for 1,024
+    /// others already, it expires by itself.
     pub fn lock(&self, key: impl Into<Key>) -> LockRequest {
         let lock = LockKey::new(self.namespace, key);
         LockRequest { shared: Arc::clone(&self.shared), lock, terms: self.terms }
@@ -378,7 +390,8 @@ impl LockRequest {
     ///
     /// Nobody else runs under this lock at the same time, unless this process stands still, which the
     /// [fence](Lease::fence) is for. What `body` has spawned goes on by itself: [`Lease::lost`] and [`Lease::reenter`] are for that.
-    /// A lock that `body` asks for though it has it is [`LockError::Nested`].
+    /// A lock that `body` asks for though it has it is [`LockError::Nested`], if it asks these [`Locks`] or a clone: others on the same backend
+    /// are others who wait, even in here, for as long as they are ready to. It cannot be seen either from a task that `body` has spawned.
     ///
     /// ```
     /// use tollgate::{Locks, MemoryBackend};

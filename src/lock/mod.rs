@@ -10,10 +10,14 @@
 //! time after its holder was last heard of ([`ttl`](Locks::ttl)), and a holder that is alive renews it. What follows from that:
 //!
 //! * On one Redis primary there is at most one live lease for a key.
-//! * The holder knows of a loss *before* the lock can be granted to somebody else. The deadline is counted from before the
+//! * The holder of a lease that runs out knows so *before* the lock can be granted to somebody else. The deadline is counted from before the
 //!   command was sent that set the expiry, with a margin for clocks of different speed (1 % and 2 ms), and is kept by the clock:
 //!   no answer has to come for that. [`Locks::run`] drops its body then.
-//! * A process that stands still (a blocked thread, a stopped container, a sleeping laptop) cannot know anything. This is what
+//! * A lease that is taken away in the store is known to be lost with the next renewal, after a third of its time, and may be
+//!   somebody else's before: where its key is deleted or evicted, by [`LockAdmin::force_unlock`], or if the clock of the server is set forward.
+//! * A process that stands still (a blocked thread, a stopped container) cannot know anything until it goes on. Nor can one on a machine that
+//!   was suspended (a laptop, a virtual machine), and not even then where the clock of the process has not gone on meanwhile, as
+//!   on Linux: [`Lease::check`] may take the lease for ours until a renewal is answered. This is what
 //!   [`Lease::fence`] is for: each grant has a larger number than all before it, and whatever the lock protects refuses a smaller
 //!   number than it has seen. Use it where two at a time would be worse than a failure.
 //! * A failover to a replica forgets what was not replicated, and so may grant a lock that is held; [`Locks::replication`] makes that less likely. The fences stay in order as long as
@@ -134,6 +138,9 @@
 //! | the lease is lost while the body is sent | the body fails | the stream is reset |
 //! | no key | 400 | `INVALID_ARGUMENT` |
 //!
+//! The wait is that of the layer: the `grpc-timeout` of a request is not looked at. A layer outside that ends a request in time ends its
+//! waiting, too.
+//!
 //! A client that goes away takes the handler with it, and the lock is given back; [`LockLayer::detached`] lets it come to its end
 //! instead. A store that fails again and again is not asked but now and then, see [`CircuitBreaker`]. Put a rate limit outside of this
 //! layer, and a timeout for the handler inside. What the handler calls can refuse who comes too late: [`fencing`].
@@ -159,6 +166,8 @@
 //! back. A lease is renewed after a third of its time; leases that are due
 //! at the same time share a command, on a connection of their own. A renewal that fails makes the lease
 //! [suspended](LeaseState::Suspended) and is tried again for as long as the lease lasts.
+//! One task does that for all leases of one [`Locks`] and its clones, in the runtime where the first was taken, which has to be at work for that, and in
+//! one where another was taken when that runtime ends.
 //!
 //! # Operations
 //!

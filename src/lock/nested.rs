@@ -16,7 +16,8 @@ tokio::task_local! {
 pub(super) struct Held(Option<Arc<Inside>>);
 
 struct Inside {
-    // Locks of different `Locks` are told apart by the address of what they share, which lives as long as the lease.
+    // Locks of different `Locks` are told apart by the address of what they share, which lives as long as the lease. That two of them keep theirs
+    // in the same place is not seen: a store says nothing of where it keeps them.
     home: usize,
     lease: LeaseView,
     outer: Held,

@@ -4,6 +4,7 @@ use std::time::Duration;
 use super::locks::{LockRequest, Locks, Replication};
 use super::shared::Shared;
 use super::store::{LockStore, Scope};
+use crate::circuit::CircuitBreaker;
 use crate::key::Key;
 
 /// Locks by key that many readers hold together, or one writer alone.
@@ -76,10 +77,28 @@ impl RwLocks {
         self.with(|locks| locks.max_hold(max_hold))
     }
 
-    /// How many may wait for one key in this process. Defaults to 1,000.
+    /// How many may wait for one key in this process: see [`Locks::max_waiters`]. Defaults to 1,000.
     #[must_use]
     pub fn max_waiters(self, waiters: usize) -> Self {
         self.with(|locks| locks.max_waiters(waiters))
+    }
+
+    /// How many may be waiting for leases in this process, of whatever keys: see [`Locks::max_waiters_in_total`]. Defaults to 100,000.
+    #[must_use]
+    pub fn max_waiters_in_total(self, waiters: usize) -> Self {
+        self.with(|locks| locks.max_waiters_in_total(waiters))
+    }
+
+    /// When to stop asking a store that fails: see [`Locks::circuit_breaker`]. Defaults to [`CircuitBreaker::new`].
+    #[must_use]
+    pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
+        self.with(|locks| locks.circuit_breaker(breaker))
+    }
+
+    /// What the holders of these locks are called in what [`LockAdmin`](super::LockAdmin) tells: see [`Locks::holder`]. Defaults to no name.
+    #[must_use]
+    pub fn holder(self, name: impl AsRef<str>) -> Self {
+        self.with(|locks| locks.holder(name))
     }
 
     /// Who has to know of a lease before it is relied on: see [`Locks::replication`].

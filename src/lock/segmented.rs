@@ -53,6 +53,9 @@ impl Segmented {
     }
 
     /// Takes any segment that is free, and waits if none is, for as long as [`Locks::wait`] says.
+    ///
+    /// One after the other is tried, beginning anywhere: a command for each that is not known to be held in this process. If none is free
+    /// one of them is waited for, and after 100 ms all are tried again.
     pub fn any(&self) -> SegmentRequest<fn(u16) -> bool> {
         SegmentRequest { segmented: self.clone(), wait: self.locks.waits(), among: |_| true }
     }
@@ -72,8 +75,7 @@ pub struct SegmentRequest<F> {
     among: F,
 }
 
-/// How many segments are tried before one is waited for, and for how long before others are tried again.
-const TRIES: u16 = 4;
+/// For how long one segment is waited for before all are tried again.
 const PATIENCE: Duration = Duration::from_millis(100);
 
 impl<F> SegmentRequest<F> {
@@ -102,33 +104,47 @@ impl<F: Fn(u16) -> bool> IntoFuture for SegmentRequest<F> {
 
 async fn take_any(segmented: Segmented, wait: Duration, candidates: Vec<u16>) -> Result<Segment, LockError> {
     let give_up = after(Instant::now(), wait);
-    let tries = if wait.is_zero() { candidates.len() } else { candidates.len().min(usize::from(TRIES)) };
     let take = async |index: u16, wait| {
         let lease = segmented.one(index).wait(wait).await?;
         Ok::<_, LockError>(Segment { index, lease })
     };
     loop {
         // Begins anywhere, so that those who come at the same time do not all try the same.
-        let start = getrandom::u32().unwrap_or_default() as usize;
-        let mut at = (0..).map(|step: usize| candidates.get((start.wrapping_add(step)) % candidates.len().max(1)));
-        let mut busy = None;
-        for index in at.by_ref().take(tries).flatten() {
+        let start = getrandom::u32().unwrap_or_default() as usize % candidates.len().max(1);
+        let (before, behind) = candidates.split_at(start);
+        let candidates = || behind.iter().chain(before);
+        let mut refused = LockError::Busy(Busy::new(*segmented.one(0).lock(), Duration::ZERO));
+        for index in candidates() {
             match take(*index, Duration::ZERO).await {
-                Err(LockError::Busy(error)) => busy = Some(error),
+                Err(error) if is_taken(&error) => refused = error,
                 answer => return answer,
             }
         }
         let left = give_up.saturating_duration_since(Instant::now());
-        let (Some(index), false) = (at.next().flatten(), left.is_zero()) else {
-            let nothing = || Busy::new(*segmented.one(0).lock(), Duration::ZERO);
-            return Err(busy.unwrap_or_else(nothing).into());
-        };
-        match take(*index, left.min(PATIENCE)).await {
-            // Another one may have become free.
-            Err(LockError::Busy(_)) => {}
-            answer => return answer,
+        if left.is_zero() || candidates().next().is_none() {
+            return Err(refused);
+        }
+        for index in candidates() {
+            match take(*index, left.min(PATIENCE)).await {
+                Err(error @ (LockError::QueueFull(_) | LockError::Nested(_))) => refused = error,
+                // Another one may have become free.
+                Err(LockError::Busy(error)) => {
+                    refused = error.into();
+                    break;
+                }
+                answer => return answer,
+            }
+        }
+        // None of them is to be waited for.
+        if !refused.is_busy() {
+            return Err(refused);
         }
     }
+}
+
+/// Whether that is no reason not to take another segment.
+const fn is_taken(error: &LockError) -> bool {
+    matches!(error, LockError::Busy(_) | LockError::QueueFull(_) | LockError::Nested(_))
 }
 
 impl<F> fmt::Debug for SegmentRequest<F> {
@@ -164,5 +180,64 @@ impl Segment {
     /// If the store does not answer.
     pub fn release(self) -> impl Future<Output = Result<Release, StoreError>> + Send + use<> {
         self.lease.release()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MemoryBackend;
+
+    const LONG: Duration = Duration::from_secs(60);
+
+    /// Four were tried, and then one of them was waited for.
+    #[tokio::test(start_paused = true)]
+    async fn one_that_is_free_is_found_at_once_among_many_that_are_not() {
+        let backend = MemoryBackend::new();
+        let (here, there) = (Locks::new(backend.clone()), Locks::new(backend));
+        let (ours, theirs) = (Segmented::new(&here, "sku:1", 50), Segmented::new(&there, "sku:1", 50));
+        let mut held = Vec::new();
+        for index in (0..50).filter(|index| *index != 17) {
+            held.push(theirs.one(index).await.unwrap());
+        }
+        let begun = Instant::now();
+        for _ in 0..20 {
+            let segment = ours.any().wait(LONG).await.unwrap();
+            assert_eq!((segment.index(), begun.elapsed()), (17, Duration::ZERO));
+            segment.release().await.unwrap();
+        }
+        // Whichever is given back, it is found soon.
+        let _rest = ours.one(17).await.unwrap();
+        let (segment, ()) = tokio::join!(ours.any().wait(LONG).into_future(), async {
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            drop(held.swap_remove(30));
+        });
+        drop(segment.unwrap());
+        assert!(begun.elapsed() <= Duration::from_secs(1) + PATIENCE, "{:?}", begun.elapsed());
+        assert!(ours.any().among(|_| false).wait(LONG).await.is_err_and(|error| error.is_busy()));
+    }
+
+    /// What one segment refuses, another may grant.
+    #[tokio::test(start_paused = true)]
+    async fn one_that_the_caller_has_or_that_too_many_wait_for_is_passed_over() {
+        let locks = Locks::new(MemoryBackend::new()).wait(LONG).max_waiters(1);
+        let segments = Segmented::new(&locks, "sku:1", 2);
+        for _ in 0..20 {
+            let inner = segments.one(0).run(async |_| segments.any().await.unwrap().index()).await;
+            assert_eq!(inner.unwrap(), 1);
+            let only = segments.one(0).run(async |_| segments.any().among(|index| index == 0).await).await;
+            assert!(matches!(only.unwrap(), Err(LockError::Nested(_))));
+
+            let (first, second) = (segments.one(0).await.unwrap(), segments.one(1).await.unwrap());
+            let waiter = tokio::spawn(segments.one(0).into_future());
+            tokio::task::yield_now().await;
+            let (segment, ()) = tokio::join!(segments.any().into_future(), async {
+                tokio::time::sleep(Duration::from_millis(50)).await;
+                drop(second);
+            });
+            assert_eq!(segment.unwrap().index(), 1);
+            drop(first);
+            drop(waiter.await.unwrap().unwrap());
+        }
     }
 }

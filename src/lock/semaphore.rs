@@ -3,7 +3,7 @@ use std::time::Duration;
 
 use super::locks::{LockRequest, Locks, Replication};
 use super::shared::Shared;
-use super::store::LockStore;
+use super::store::{LockStore, Scope};
 use crate::circuit::CircuitBreaker;
 use crate::key::Key;
 
@@ -69,7 +69,7 @@ impl Semaphore {
         self.with(|locks| locks.max_hold(max_hold))
     }
 
-    /// How many may stand in line for one key in this process. Defaults to 1,000.
+    /// How many may stand in line for one key in this process: see [`Locks::max_waiters`]. Defaults to 1,000.
     #[must_use]
     pub fn max_waiters(self, waiters: usize) -> Self {
         self.with(|locks| locks.max_waiters(waiters))
@@ -85,6 +85,12 @@ impl Semaphore {
     #[must_use]
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         self.with(|locks| locks.circuit_breaker(breaker))
+    }
+
+    /// What the holders of these permits are called in what [`LockAdmin`](super::LockAdmin) tells: see [`Locks::holder`]. Defaults to no name.
+    #[must_use]
+    pub fn holder(self, name: impl AsRef<str>) -> Self {
+        self.with(|locks| locks.holder(name))
     }
 
     /// Who has to know of a lease before it is relied on: see [`Locks::replication`].
@@ -107,6 +113,12 @@ impl Semaphore {
     /// Takes a permit of `key`, or says at once that there is none.
     pub fn try_acquire(&self, key: impl Into<Key>) -> LockRequest {
         self.locks.try_lock(key)
+    }
+
+    /// Among whom the permits are counted: see [`Locks::scope`].
+    #[must_use]
+    pub fn scope(&self) -> Scope {
+        self.locks.scope()
     }
 
     /// Grants nothing any more, and waits until every permit has been given back: see [`Locks::shutdown`].

@@ -116,14 +116,12 @@ impl Shared {
         self.idle.notify_waiters();
     }
 
-    /// Remembers the runtime that this is called in.
-    pub(super) fn remember_runtime(&self) {
-        if let Ok(handle) = Handle::try_current() {
-            *self.runtime.lock().unwrap_or_else(PoisonError::into_inner) = Some(handle);
-        }
+    /// Remembers a runtime.
+    pub(super) fn remember(&self, runtime: Handle) {
+        *self.runtime.lock().unwrap_or_else(PoisonError::into_inner) = Some(runtime);
     }
 
-    /// Runs `task` in the background: in the runtime of the caller, or in the one where the last lease was granted. Where that is
+    /// Runs `task` in the background: in the runtime of the caller, or in the one where leases are renewed. Where that is
     /// gone nothing is left to do it, and the lease expires.
     pub(super) fn spawn(self: &Arc<Self>, task: impl Future<Output = ()> + Send + 'static) {
         let runtime = Handle::try_current().ok();

@@ -46,14 +46,21 @@ impl LockRegistry for RedisBackend {
         let (position, leases) = scanned(&reply).ok_or_else(|| unexpected_reply(&reply))?;
         // `COUNT` is a hint that is kept to within a bucket, so what is asked for at once is bounded by it.
         let found = leases.iter().filter_map(|lease| keys.lock_of(namespace, lease));
-        let looks = try_join_all(found.map(|lock| async move { self.inspect(&lock).await })).await?;
+        let looks = try_join_all(found.map(|lock| async move {
+            match self.inspect(&lock).await {
+                // What others wrote is no lock, and hides none of those behind it.
+                Err(error) if error.is_foreign_data() => Ok(None),
+                status => status.map(Some),
+            }
+        }));
+        let looks = looks.await?.into_iter().flatten();
         let next = if position > 0 {
             Some(Cursor { position, ..from })
         } else {
             // Whether there is another server is known when it is asked.
             locks.apart().is_cluster().then_some(Cursor { part: from.part + 1, position: 0 })
         };
-        Ok(LockPage { locks: looks.into_iter().filter(LockStatus::is_held).collect(), next })
+        Ok(LockPage { locks: looks.filter(LockStatus::is_held).collect(), next })
     }
 }
 

@@ -21,7 +21,7 @@ pub struct FenceLayer<K, F, A = AsResponse> {
 
 impl<K, F> FenceLayer<K, F> {
     /// `key` says what a request changes, as for [`LockLayer::key`](crate::LockLayer::key), and `fence` is a closure that finds the fence of it:
-    /// with HTTP `tollgate::http::lock_fence`. Whoever has none of either is turned away: 400 with HTTP.
+    /// with HTTP `tollgate::http::lock_fence`. Whoever has none of either, or a fence of 2^53 or more, is turned away: 400 with HTTP.
     pub fn new(key: K, fence: F) -> Self {
         Self { shared: Arc::new((key, fence)), fences: Arc::new(Fences::new(100_000)), answer: AsResponse::default() }
     }

@@ -10,6 +10,11 @@
 //! * Each process remembers for itself, and forgets when it ends. Send all requests of one key to one process, or use a database.
 //! * It judges requests when they come. A request that was let through may still be at work when one with a larger fence is: hold what
 //!   takes long under a lock of the process, or let the handler compare again.
+//! * It believes what it is told. Who sends a fence of the far future keeps all holders of that key out until the process ends, and with
+//!   more keys than are remembered those of other keys, too: take fences only from callers that are trusted, and drop the field
+//!   from requests of others.
+//!
+//! A fence of 2^53 or more is none: no store grants it.
 //!
 //! What is remembered is bounded. What is forgotten for that is not let through unseen: whoever has a key that is not remembered
 //! needs a fence that is not smaller than the largest that was forgotten. Fences follow the clock of the store, so this turns away only leases that

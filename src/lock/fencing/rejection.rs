@@ -10,7 +10,7 @@ use crate::lock::MissingKey;
 pub enum Rejection {
     /// Somebody came with a larger fence before.
     Stale(StaleFence),
-    /// The request has no fence, or no key.
+    /// The request has no fence that a store could have granted, or no key.
     Missing(MissingKey),
 }
 

@@ -11,6 +11,9 @@ use crate::key::ExtractKey;
 use crate::lock::MissingKey;
 use crate::reject::{AsResponse, Reject};
 
+/// Fences are microseconds of a clock, and stay below this.
+const NO_FENCE: u64 = 1 << 53;
+
 /// A service that refuses fences that are too small. See the [module docs](super) for examples.
 ///
 /// Ready when the inner service is.
@@ -34,7 +37,9 @@ impl<S, K, F, A> Fence<S, K, F, A> {
     {
         let (key, fence) = &*self.shared;
         let key = key.extract_key(request).filter(|key| !key.is_empty());
-        let (Some(key), Some(fence)) = (key, fence(request)) else { return Err(Rejection::Missing(MissingKey)) };
+        // No store grants such a one, and it would keep all who come later out.
+        let fence = fence(request).filter(|fence| *fence < NO_FENCE);
+        let (Some(key), Some(fence)) = (key, fence) else { return Err(Rejection::Missing(MissingKey)) };
         self.fences.admit(key, fence).map_err(|largest| Rejection::Stale(StaleFence::new(fence, largest)))
     }
 }
