@@ -628,12 +628,12 @@ fn a_lease_outlives_the_runtime_of_another_one() {
 async fn what_others_wrote_in_the_place_of_a_lease_takes_no_other_one() {
     let _alone = alone().await;
     let server = RedisServer::start();
-    let locks = locks(&server).await.ttl(Duration::from_secs(1));
+    let locks = locks(&server).await.ttl(Duration::from_secs(3));
     let (lost, kept) = (locks.lock("a").await.unwrap(), locks.lock("b").await.unwrap());
     let _: u64 = command(&server, &["DEL", LEASE]);
     let _: u64 = command(&server, &["RPUSH", LEASE, "x"]);
     assert_eq!(timeout(LONG, lost.lost()).await.unwrap().reason(), LossReason::Taken);
-    sleep(Duration::from_millis(1_500)).await;
+    sleep(Duration::from_millis(3_500)).await;
     assert!(kept.check().is_ok());
     assert_eq!(command::<Vec<String>>(&server, &["LRANGE", LEASE, "0", "-1"]), ["x"]);
 }
