@@ -753,6 +753,27 @@ async fn a_lost_lease_cancels_the_handler_only_where_somebody_else_may_begin() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn attempts_have_rising_fences_and_ask_others_under_the_same_key() {
+    let handler = Handler::new();
+    let (send, mut told) = mpsc::unbounded_channel();
+    let app = handler.behind(layer(MemoryBackend::new()), move |request, run| {
+        let handle = request.extensions().get::<IdempotencyHandle>().unwrap();
+        send.send((handle.attempt(), handle.fence(), handle.derive("charge"))).unwrap();
+        // The first attempt fails.
+        async move { status(if run == 1 { StatusCode::BAD_GATEWAY } else { StatusCode::OK }) }
+    });
+    for request in [pay("k"), pay("k"), pay("k"), at("/refund")] {
+        ask(&app, request).await;
+    }
+    let [first, second, elsewhere] = [(); 3].map(|()| told.try_recv().unwrap());
+    assert!(told.try_recv().is_err(), "a replay is no attempt");
+    assert_eq!((first.0, second.0, elsewhere.0), (1, 2, 1));
+    assert!(second.1 > first.1, "{second:?} after {first:?}");
+    assert_eq!(second.2, first.2);
+    assert_ne!(elsewhere.2, first.2);
+}
+
+#[tokio::test(start_paused = true)]
 async fn what_a_dead_process_has_begun_is_refused_or_served_again() {
     let backend = MemoryBackend::new();
     let handler = Handler::new();

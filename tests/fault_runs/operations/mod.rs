@@ -211,6 +211,9 @@ fn expiries(report: &mut Report, redis: &RedisServer, scale: &Scale, ended: Inst
     let mut connection = redis.connection();
     let records = |connection: &mut redis::Connection| -> Vec<(String, Vec<u8>)> {
         let keys: Vec<String> = redis::cmd("KEYS").arg("*").query(connection).expect("keys are listed");
+        if keys.is_empty() {
+            return Vec::new();
+        }
         let mut pipe = redis::pipe();
         for key in &keys {
             pipe.get(key);
