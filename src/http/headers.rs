@@ -141,7 +141,7 @@ fn seconds_until_more(limit: &LimitStatus) -> Option<u64> {
 /// `;w=60`, or nothing: `w` is in whole seconds and must not be 0, so a window that is not cannot be told.
 fn window(limit: &Limit) -> String {
     let period = limit.period();
-    if period.subsec_nanos() == 0 { format!(";w={}", period.as_secs()) } else { String::new() }
+    if period.subsec_nanos() == 0 && !period.is_zero() { format!(";w={}", period.as_secs()) } else { String::new() }
 }
 
 /// Text as a String of structured fields. Names are printable ASCII.

@@ -17,7 +17,10 @@ use crate::deadline::Deadline;
 use crate::error::StoreError;
 
 /// What a request was charged, to be corrected while it is handled: in the extensions of every HTTP request that was
-/// admitted.
+/// counted and admitted.
+///
+/// One that passes uncounted has none: by a list of those who are let in, or without a key where such requests pass. Where there may be
+/// such, ask for an `Option` of it. Of several layers the innermost leaves its own.
 ///
 /// ```
 /// # #[cfg(feature = "http")] {

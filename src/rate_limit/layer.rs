@@ -95,7 +95,8 @@ pub enum OnMissingKey {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnStoreError {
-    /// This process enforces the policy by itself, with counts of its own in memory that begin at zero. With several
+    /// This process enforces the policy by itself, with counts of its own in memory that begin at zero: those of this layer and its
+    /// clones, which know of no key that was [blocked](crate::Limiter::block). With several
     /// replicas say how many there are ([`RateLimitLayer::replicas`]); each then enforces its share. A request that costs
     /// more than the share, though not more than the quota, is turned away as with [`Deny`](Self::Deny).
     #[default]

@@ -43,7 +43,8 @@ pub trait RateLimitStore {
     /// `requests`; where one is a denial the others say what they would have been. A subject that is named twice is charged twice.
     ///
     /// Unless a store can do this atomically, as this implementation cannot, it charges one after the other and gives back what was charged when one of
-    /// them is denied: others may be denied meanwhile what is given back a moment later, and what could not be given back stays charged.
+    /// them is denied: others may be denied meanwhile what is given back a moment later, and what could not be given back stays charged,
+    /// as does what was charged when the call is dropped on its way, at a deadline for instance.
     /// Nobody is admitted beyond a limit either way.
     fn check_all(&self, requests: &[Request]) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send
     where

@@ -138,8 +138,8 @@ pub fn stored_on(server: &RedisServer) -> HashMap<String, u64> {
     let values: Vec<Option<Vec<u8>>> = pipe.query(&mut connection).expect("values are read");
     let stored = keys.iter().zip(values).filter_map(|(key, value)| {
         let subject = key.split_once(&format!("{{rate_limit:{NAME}:"))?.1.split_once('}')?.0;
-        // A fixed window ends with the units that were used, 5 bytes.
-        let used = value?.last_chunk::<5>().map(|&[a, b, c, d, e]| u64::from_le_bytes([a, b, c, d, e, 0, 0, 0]));
+        // A fixed window ends with the units that were used.
+        let used = value?.last_chunk().map(|&used| f64::from_le_bytes(used) as u64);
         Some((subject.to_owned(), used.expect("a count is longer")))
     });
     stored.collect()
