@@ -219,7 +219,11 @@ fn leftovers(deployment: &Deployment) -> Vec<String> {
             for key in keys {
                 let value: Option<Vec<u8>> = redis::cmd("GET").arg(&key).query(&mut connection).expect("it is a value");
                 let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).expect("a key has a time to live");
-                if value.is_some_and(|value| value.len() > 8) {
+                // Leases are behind 8 bytes, 34 bytes each; one that was given back may end at 0.
+                let is_held = |value: Vec<u8>| {
+                    value.get(8..).unwrap_or_default().chunks(34).any(|lease| !lease.starts_with(&[0; 7]))
+                };
+                if value.is_some_and(is_held) {
                     left.push(format!("a holder of {key}"));
                 }
                 if ttl == -1 {
