@@ -25,6 +25,12 @@
 --                    1 retry after `delay` ms, 2 snooze for `delay` ms, 3 release, 4 dead for the reason `delay`; then the number of
 --                    those done that are unique, and for each which one it is, from 1, and its key
 --
+-- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}: a digit a finished job (0 gone, 1
+--          as was asked for, 2 dead, 3 lost, 4 gone since it was cancelled); 1 if more is due; when to ask again; for how long the oldest
+--          that waits is due, -1 if none is; the token of what was claimed; how many leases had ended, and of how many jobs it was the
+--          last attempt; and what was claimed in pairs of arrays, with nothing in the place of a record that is missing
+-- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
+-- Repeat   harmless for what is finished: it is gone, or lost. What was claimed the first time comes back when its leases have ended
 -- Value    jobs: 1 byte version 1, 6 bytes when it was pushed and 6 bytes when it is due in ms; then 1 byte priority (0 to 2) and 4 times
 --          how long it is unique (0 not, 1 while it is there, 2 while it waits, 3 for a time), 2 bytes how many attempts it has, 2 bytes
 --          how many are over, 1 byte why the last one has failed (0 it did not, 1 failed, 2 lease expired, 3 refused, 4 undecodable),
@@ -33,12 +39,6 @@
 --          delay_queue_push. leases: a ticket is 7 bytes token, big endian, and the id. state: 1 byte version 1, 1 byte 1 if the queue is
 --          paused, 7 bytes the last token, 6 bytes when the keeper looks again in ms, little endian; then the keeper, who is the worker
 --          that waits until the next job is due
--- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}: a digit a finished job (0 gone, 1
---          as was asked for, 2 dead, 3 lost, 4 gone since it was cancelled); 1 if more is due; when to ask again; for how long the oldest
---          that waits is due, -1 if none is; the token of what was claimed; how many leases had ended, and of how many jobs it was the
---          last attempt; and what was claimed in pairs of arrays, with nothing in the place of a record that is missing
--- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
--- Repeat   harmless for what is finished: it is gone, or lost. What was claimed the first time comes back when its leases have ended
 local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local unique, cancels, state, idle, runs = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
 local keep_ms, publish, wake, worker, limit = ARGV[1] + 0, ARGV[2], ARGV[3], ARGV[4], math.min(ARGV[5] + 0, 256)

@@ -21,6 +21,12 @@
 -- ARGV[9]  missing  to settle only: the tokens that were missing after that charge in the first token bucket of the limits
 -- ARGV[10] missing  and in the second; 0 where that is not known
 --
+-- Returns  for one subject a string, for several an array of them. Where one subject without logs was charged: the last update,
+--          which is the clock, and the counts as they are stored now. Otherwise 1 byte status (0 denied, 2 blocked, 3
+--          admitted), 7 bytes clock, for each log 5 bytes used, 7 bytes us until the cost fits, 7 bytes us until more is left,
+--          and then the value as it is stored now. Nothing is written unless all subjects are admitted.
+-- Errors   TOLLGATE if a value was not written by this script; WRONGTYPE
+-- Repeat   charges or gives back again: not to be resent after a lost reply
 -- Value    counts  version 3, little endian: 1 byte version, 1 byte limits, 2 bytes length of it all;
 --                  for each limit 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding log),
 --                  7 bytes span, 5 bytes step, 4 bytes capacity (see `Terms` in counting.rs);
@@ -35,12 +41,6 @@
 --          log     version 1, little endian: 1 byte version, 5 bytes sum before the first entry; for each entry 7 bytes
 --                  time, 5 bytes sum, modulo 2^40. After a charge fewer than 64 entries have run out, or fewer than a quarter as
 --                  many as have not.
--- Returns  for one subject a string, for several an array of them. Where one subject without logs was charged: the last update,
---          which is the clock, and the counts as they are stored now. Otherwise 1 byte status (0 denied, 2 blocked, 3
---          admitted), 7 bytes clock, for each log 5 bytes used, 7 bytes us until the cost fits, 7 bytes us until more is left,
---          and then the value as it is stored now. Nothing is written unless all subjects are admitted.
--- Errors   TOLLGATE if a value was not written by this script; WRONGTYPE
--- Repeat   charges or gives back again: not to be resent after a lost reply
 local unpack_table = unpack
 local call, pack, unpack, byte, sub = redis.call, struct.pack, struct.unpack, string.byte, string.sub
 local ceil, floor, max, min = math.ceil, math.floor, math.max, math.min

@@ -10,7 +10,6 @@ use tower_service::Service;
 use super::handle::RateLimitHandle;
 use super::judge::{Judgement, Subject, Subjects};
 use super::layer::{ChargeOn, Settings};
-use super::policy::Policy;
 use super::rejection::{Announce, Rejection, Standing};
 use super::store::RateLimitStore;
 use crate::reject::Reject;
@@ -35,8 +34,6 @@ pin_project! {
         // The request was admitted and nobody wants to know more. Does without the settings: all processors write to the count
         // of references to those.
         Plain { #[pin] future: F, answer: A },
-        // The request was admitted with a handle, and all that is left to do is to tell the client. Does without them as well.
-        Attached { #[pin] future: F, answer: A, handle: RateLimitHandle },
         Watched { #[pin] state: State<S, Req, F>, whom: Whom, settings: Arc<T> },
         // The answer was given.
         Complete,
@@ -79,12 +76,6 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
     #[inline]
     pub(super) fn plain(future: S::Future, answer: A) -> Self {
         Self { course: Course::Plain { future, answer } }
-    }
-
-    /// The inner service is at work, on a request that has a handle and is charged whatever the answer.
-    #[inline]
-    pub(super) fn attached(future: S::Future, answer: A, handle: RateLimitHandle) -> Self {
-        Self { course: Course::Attached { future, answer, handle } }
     }
 
     /// The inner service is at work, on a request that counts for `whom`.
@@ -173,16 +164,6 @@ where
                 Ok(response) => Ok(answer.response(response)),
                 Err(error) => Err(answer.error(error)),
             },
-            CourseProj::Attached { future, answer, handle } => match ready!(future.poll(cx)) {
-                Ok(response) => {
-                    let mut response = answer.response(response);
-                    if answer.announces() {
-                        announce::<A, Req, _>(answer, handle.policy(), handle.subjects(), &mut response);
-                    }
-                    Ok(response)
-                }
-                Err(error) => Err(answer.error(error)),
-            },
             CourseProj::Watched { state, whom, settings } => ready!(settings.poll(state, whom, cx)),
             CourseProj::Complete => panic!("ResponseFuture polled after completion"),
         };
@@ -253,21 +234,15 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
             && self.answer.announces()
         {
             let (policy, subjects) = (&self.core.policy, whom.subjects());
-            announce::<A, Req, _>(&self.answer, policy, subjects, response);
+            for standing in subjects.iter().filter_map(|subject| subject.standing(policy)) {
+                self.answer.announce(&standing, response);
+            }
             if subjects.is_empty() && policy.is_enforced_without_key() {
                 // Nobody was counted, but the client may know what there is.
                 self.answer.announce(&Standing::new(policy), response);
             }
         }
         answer
-    }
-}
-
-/// Tells the client how it stands with each of `subjects`, behind a layer with `policy`.
-#[inline]
-fn announce<A: Announce<Req, Res>, Req, Res>(answer: &A, policy: &Policy, subjects: &[Subject], response: &mut Res) {
-    for standing in subjects.iter().filter_map(|subject| subject.standing(policy)) {
-        answer.announce(&standing, response);
     }
 }
 

@@ -77,12 +77,6 @@ impl RateLimitHandle {
         &self.ledger.subjects
     }
 
-    /// That of the layer.
-    #[inline]
-    pub(super) fn policy(&self) -> &Policy {
-        self.ledger.settler.policy()
-    }
-
     /// The units that the request was charged when it was admitted.
     #[must_use]
     pub fn cost(&self) -> u32 {
@@ -141,9 +135,6 @@ impl Drop for Ledger {
 
 /// Tells a store of a correction, without anybody waiting for it.
 pub(super) trait Settle: Send + Sync {
-    /// The policy of the layer.
-    fn policy(&self) -> &Policy;
-
     fn settle(&self, subject: Subject, receipt: Receipt, change: i64);
 }
 
@@ -164,10 +155,6 @@ where
     B: RateLimitStore + Clone + Send + Sync + 'static,
     L: RateLimitStore + Clone + Send + Sync + 'static,
 {
-    fn policy(&self) -> &Policy {
-        &self.policy
-    }
-
     fn settle(&self, subject: Subject, receipt: Receipt, change: i64) {
         if subject.local {
             in_background(self.local.clone(), subject, receipt, change, self);

@@ -120,13 +120,7 @@ where
             || Subject { policy: resolved.take(), key: *key, main, decision: decision.take(), enforced, local: false };
         if admitted == Some(true) {
             let whom = settings.keep::<S, _>(|| judge::Subjects::One(subject()), cost, &mut request);
-            let future = self.inner.call(request);
-            return match whom {
-                Whom::Handle(handle) if !R::ASKED => {
-                    ResponseFuture::attached(future, A::clone(&settings.answer), handle)
-                }
-                whom => ResponseFuture::calling(future, whom, Arc::clone(&self.settings)),
-            };
+            return ResponseFuture::calling(self.inner.call(request), whom, Arc::clone(&self.settings));
         }
         let subject = subject();
         match admitted.and_then(|_| core.rejection(&subject, cost)) {
