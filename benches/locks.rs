@@ -10,8 +10,7 @@
 //! * `grants_min_over_max`: the grants of the task that got fewest to those of the one that got most
 //! * `commands_per_grant`: the script calls that this took
 //! * `handover_rtts`: the median time from giving a lock back to its being granted to somebody who waits over other
-//!   connections, as in another process, to the median of a PING
-
+//!   connections, as in another process, to the median of a PING, both on connections that were as long at rest
 //!
 //! `cargo bench --bench locks -- renewals` does something else, for a minute and a half: it holds 10,000 leases of 30 s, and ends with
 //! `renewals_core=` and `renewals_redis_core=`, the processor time that this process and Redis take for it, in parts of one processor.
@@ -35,6 +34,7 @@ const TASKS: u32 = 64;
 const ROUNDS: usize = 5;
 const ROUND: Duration = Duration::from_millis(1_500);
 const HANDOVERS: usize = 500;
+const REST: Duration = Duration::from_millis(5);
 const HELD: u32 = 10_000;
 const HELD_FOR: Duration = Duration::from_secs(60);
 
@@ -151,27 +151,24 @@ async fn handover(server: &RedisServer, here: Locks, there: Locks) -> f64 {
             lease.release().await.expect("the lock is given back");
         }
     });
-    let mut times = Vec::new();
+    let client = redis::Client::open(server.url()).expect("the URL is well-formed");
+    let mut connection = client.get_multiplexed_async_connection().await.expect("Redis lets us in");
+    let (mut times, mut pings) = (Vec::new(), Vec::new());
     for _ in 0..HANDOVERS {
         let lease = here.lock("handover").await.expect("the lock is granted");
         go.send(()).await.expect("somebody listens");
         // Until it is there and listens.
-        tokio::time::sleep(Duration::from_millis(5)).await;
+        tokio::time::sleep(REST).await;
         let freed = Instant::now();
         lease.release().await.expect("the lock is given back");
         times.push((grants.recv().await.expect("it is granted") - freed).as_secs_f64());
-    }
-    drop(go);
-    waiter.await.expect("nothing fails");
-    let client = redis::Client::open(server.url()).expect("the URL is well-formed");
-    let mut connection = client.get_multiplexed_async_connection().await.expect("Redis lets us in");
-    let mut pings = Vec::new();
-    for _ in 0..HANDOVERS {
+        tokio::time::sleep(REST).await;
         let begun = Instant::now();
         let _: String = redis::cmd("PING").query_async(&mut connection).await.expect("the server answers");
         pings.push(begun.elapsed().as_secs_f64());
-        tokio::time::sleep(Duration::from_millis(1)).await;
     }
+    drop(go);
+    waiter.await.expect("nothing fails");
     let (handover, rtt) = (median(times), median(pings));
     println!("hand-over {:.0} us, round trip {:.0} us", handover * 1e6, rtt * 1e6);
     handover / rtt
