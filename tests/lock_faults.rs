@@ -16,19 +16,18 @@ use http::{Request, Response};
 use http_body_util::{BodyExt, Full};
 use support::locks::{DropAt, History};
 use support::server::RedisServer;
+use support::stores::delegate_lock;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Mutex, MutexGuard};
 use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
 use tollgate::lock::fencing::FenceLayer;
 use tollgate::lock::{
-    Acquired, Claim, Cursor, LeaseState, LockAdmin, LockKey, LockRegistry, LockStore, LossReason, Redlock, Release,
-    Released, Renewal, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
+    Cursor, LeaseState, LockAdmin, LockKey, LockRegistry, LockStore, LossReason, Redlock, Release, Renewal, RwLocks,
+    Scope, Segmented, Semaphore, Token, Wakeups,
 };
 use tollgate::testing::{Failure, FaultStore, Faults, Verb};
-use tollgate::{
-    AsError, BoxError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError,
-};
+use tollgate::{AsError, BoxError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions};
 use tower::{Layer, ServiceExt, service_fn};
 
 const LONG: Duration = Duration::from_secs(30);
@@ -493,21 +492,7 @@ struct Hasty {
 }
 
 impl LockStore for Hasty {
-    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
-        LockStore::acquire(&self.inner, lock, claim).await
-    }
-
-    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
-        self.inner.acquire_all(wanted).await
-    }
-
-    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
-        LockStore::renew(&self.inner, renewals).await
-    }
-
-    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
-        LockStore::release(&self.inner, lock, token).await
-    }
+    delegate_lock!(inner: acquire, acquire_all, renew, release);
 
     async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
         if let Some(lease) = self.held.lock().await.take() {
