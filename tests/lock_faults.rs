@@ -349,6 +349,26 @@ async fn a_store_that_fails_is_told_from_a_lock_that_is_held() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn leases_are_renewed_once_a_third_and_many_in_one_call() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).ttl(Duration::from_secs(9));
+    let mut leases = Vec::new();
+    for key in 0..300 {
+        leases.push(locks.lock(key).await.unwrap());
+    }
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(faults.calls(Verb::Renew), 0, "it is not time yet");
+    // What is due at about the same time goes together, 128 in a call.
+    for third in 1..=20 {
+        sleep(Duration::from_secs(3)).await;
+        let calls = faults.calls(Verb::Renew);
+        assert!((third * 3 - 3..=third * 4).contains(&calls), "{calls} calls in {third} thirds");
+    }
+    assert!(leases.iter().all(|lease| lease.state() == LeaseState::Held));
+}
+
+#[tokio::test(start_paused = true)]
 async fn renewals_that_fail_suspend_a_lease_and_the_next_one_heals_it() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
