@@ -214,6 +214,56 @@ fn a_shadow_is_seen_apart() {
 }
 
 #[test]
+fn a_policy_is_not_seen_to_admit_what_another_one_turns_away() {
+    let per_hour = |name, limit| Policy::new(name, Quota::per_hour(limit).fixed_window());
+    // Twice over the limit of the user, whose third request the shadow counts as well.
+    let several = |store: &FaultStore<MemoryBackend>, user| {
+        RateLimitLayer::new(store.clone(), per_hour("user", user))
+            .key(|client: &&'static str| *client)
+            .and(per_hour("total", 10), tollgate::Everyone)
+            .and(per_hour("trial", 1).shadow(), tollgate::Everyone)
+            .with_rejection(AsError)
+            .layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)))
+    };
+    let service = several(&FaultStore::new(MemoryBackend::new()), 1);
+    let seen = seen_of(service, &["alice"; 3]);
+    let decisions = |seen: &BTreeMap<String, u64>| -> BTreeMap<String, u64> {
+        let decisions = seen.iter().filter(|(name, _)| name.starts_with("tollgate_decisions_total"));
+        decisions.map(|(name, count)| (name.clone(), *count)).collect()
+    };
+    let expected = [
+        ("tollgate_decisions_total{policy=user,outcome=allowed}", 1),
+        ("tollgate_decisions_total{policy=user,outcome=limited}", 2),
+        ("tollgate_decisions_total{policy=total,outcome=allowed}", 1),
+        ("tollgate_decisions_total{policy=total,outcome=turned_away}", 2),
+        ("tollgate_decisions_total{policy=trial,outcome=allowed}", 1),
+        ("tollgate_decisions_total{policy=trial,outcome=shadow_limited}", 2),
+    ];
+    assert_eq!(decisions(&seen), expect(&expected));
+
+    // And so it is where no store is asked, be it that it fails or that the request can never be admitted.
+    let down = FaultStore::new(MemoryBackend::new());
+    down.faults().fail(Failure::Unavailable);
+    let service = several(&down, 1);
+    let expected = [
+        ("tollgate_decisions_total{policy=user,outcome=local_allowed}", 1),
+        ("tollgate_decisions_total{policy=user,outcome=local_limited}", 2),
+        ("tollgate_decisions_total{policy=total,outcome=local_allowed}", 1),
+        ("tollgate_decisions_total{policy=total,outcome=turned_away}", 2),
+        ("tollgate_decisions_total{policy=trial,outcome=local_allowed}", 1),
+        ("tollgate_decisions_total{policy=trial,outcome=shadow_limited}", 2),
+    ];
+    assert_eq!(decisions(&seen_of(service, &["alice"; 3])), expect(&expected));
+    let service = several(&FaultStore::new(MemoryBackend::new()), 0);
+    let expected = [
+        ("tollgate_decisions_total{policy=user,outcome=never}", 1),
+        ("tollgate_decisions_total{policy=total,outcome=turned_away}", 1),
+        ("tollgate_decisions_total{policy=trial,outcome=allowed}", 1),
+    ];
+    assert_eq!(decisions(&seen_of(service, &["alice"])), expect(&expected));
+}
+
+#[test]
 fn operations_are_counted_by_layer_and_outcome() {
     let recorder = DebuggingRecorder::new();
     let snapshotter = recorder.snapshotter();

@@ -15,6 +15,8 @@ pub(crate) enum Verdict {
     Shadow,
     MissingKey,
     Denied,
+    /// There was room, but another policy turned the request away, and nothing was charged.
+    TurnedAway,
     /// The store failed: let through, turned away.
     FailedOpen,
     FailedClosed,
@@ -24,7 +26,7 @@ pub(crate) enum Verdict {
 }
 
 impl Verdict {
-    pub(crate) const ALL: [(Self, &'static str); 11] = [
+    pub(crate) const ALL: [(Self, &'static str); 12] = [
         (Self::Allowed, "allowed"),
         (Self::Limited, "limited"),
         (Self::Never, "never"),
@@ -32,6 +34,7 @@ impl Verdict {
         (Self::Shadow, "shadow_limited"),
         (Self::MissingKey, "missing_key"),
         (Self::Denied, "denied"),
+        (Self::TurnedAway, "turned_away"),
         (Self::FailedOpen, "failed_open"),
         (Self::FailedClosed, "failed_closed"),
         (Self::LocalAllowed, "local_allowed"),

@@ -80,7 +80,7 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_decisions_total` | `policy`, `outcome`: `allowed`, `limited`, `never`, `blocked`, `shadow_limited`, `missing_key`, `denied`, `failed_open`, `failed_closed`, `local_allowed`, `local_limited` | decisions, one for each subject of a request: of those that another subject has turned away what they would have been |
+//! | `tollgate_decisions_total` | `policy`, `outcome`: `allowed`, `limited`, `never`, `blocked`, `shadow_limited`, `missing_key`, `denied`, `turned_away`, `failed_open`, `failed_closed`, `local_allowed`, `local_limited` | decisions, one for each subject of a request; `turned_away` is a policy that had room for a request which another one has turned away, and was not charged |
 //! | `tollgate_near_limit_total` | `policy` | admitted requests that left less than a fifth of a limit |
 //! | `tollgate_store_seconds` | `policy` | the time of each call that has to be waited for, a histogram |
 //! | `tollgate_store_errors_total` | `policy` | calls that failed or were late |
