@@ -155,4 +155,4 @@ pub(crate) use self::decision::ceil_seconds;
 #[cfg(feature = "config")]
 pub(crate) use self::layer::Fallback;
 #[cfg(feature = "redis")]
-pub(crate) use self::store::one_after_the_other;
+pub(crate) use self::store::{Charge, give_back, one_after_the_other};
