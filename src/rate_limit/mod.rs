@@ -66,7 +66,8 @@
 //! A decision that fails or takes longer than the [deadline](RateLimitLayer::deadline) is a [`StoreError`], never a "no".
 //! [`OnStoreError`] says what happens then; unless told otherwise this process enforces the policy by itself until the store
 //! answers again. After some failures in a row the store is not asked but by a probe now and then, see [`CircuitBreaker`].
-//! All of this is per layer, so a login can be closed while the rest falls back.
+//! All of this is per layer, so a login can be closed while the rest falls back. (The rules of a file share one breaker: it is about the
+//! store, not about what is done without it.)
 //!
 //! # Trying a limit
 //!
@@ -86,6 +87,8 @@
 //! | `tollgate_store_errors_total` | `policy` | calls that failed or were late |
 //! | `tollgate_circuit_transitions_total` | `policy`, `state`: `open`, `closed` | circuits that opened and closed |
 //! | `tollgate_settlements_total` | `policy`, `outcome`: `done`, `lost` | corrections of charges |
+//! | `tollgate_leased_units_total` | `policy`, `outcome`: `drawn`, `given_back`, `expired` | units of [`Leases`]: drawn ahead, given back unused, and lost to everybody, as soon as that is noticed by the next request of the key |
+//! | `tollgate_deny_cache_total` | `policy`, `outcome`: `hit`, `miss` | what a [`DenyCache`] has answered itself, and what it has asked its store |
 //!
 //! `tracing` has a span `rate_limit` at debug level around each such call, an event at debug level for each request over a
 //! limit, and one warning when a store begins to fail.
