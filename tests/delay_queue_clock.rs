@@ -1,16 +1,18 @@
 //! A worker beside a store whose clock says something else than its own: only the store's counts.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
+mod support;
+
 use std::future::ready;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, SystemTime};
 
+use support::stores::delegate_queue;
 use tokio::time::{Instant, sleep};
 use tollgate::delay_queue::{
-    Admission, Backoff, Cancelled, Changed, Claim, Claimed, Counts, DelayQueue, DelayQueueStore, DelayQueueWorker, Due,
-    Event, Extended, Finish, JobId, NewJob, QueueKey, State, StoredJob, Ticket, WorkerId,
+    Admission, Backoff, Changed, Claim, Claimed, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event, Finish,
+    JobId, NewJob, QueueKey, State, StoredJob,
 };
-use tollgate::lock::{Scope, Wakeups};
 use tollgate::{Job, MemoryBackend, StoreError};
 use tower::service_fn;
 
@@ -43,6 +45,8 @@ impl Elsewhere {
 }
 
 impl DelayQueueStore for Elsewhere {
+    delegate_queue!(inner: extend, watch, cancel, replace, counts, pause, drain, replay, forget, scope);
+
     async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
         let jobs: Vec<_> = jobs.iter().map(|job| NewJob { due: self.due(job.due), ..job.clone() }).collect();
         self.inner.push(queue, &jobs, max_jobs).await
@@ -57,32 +61,12 @@ impl DelayQueueStore for Elsewhere {
         Ok(claimed)
     }
 
-    async fn extend(&self, queue: &QueueKey, tickets: &[Ticket], lease: Duration) -> Result<Vec<Extended>, StoreError> {
-        self.inner.extend(queue, tickets, lease).await
-    }
-
-    async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Wakeups {
-        DelayQueueStore::watch(&self.inner, queue, worker).await
-    }
-
     async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
         Ok(self.inner.get(queue, id).await?.map(|job| self.job(job)))
     }
 
-    async fn cancel(&self, queue: &QueueKey, id: &JobId) -> Result<Cancelled, StoreError> {
-        self.inner.cancel(queue, id).await
-    }
-
     async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
         self.inner.reschedule(queue, id, self.due(due)).await
-    }
-
-    async fn replace(&self, queue: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
-        self.inner.replace(queue, id, payload).await
-    }
-
-    async fn counts(&self, queue: &QueueKey) -> Result<Counts, StoreError> {
-        self.inner.counts(queue).await
     }
 
     async fn list(
@@ -94,26 +78,6 @@ impl DelayQueueStore for Elsewhere {
     ) -> Result<Vec<StoredJob>, StoreError> {
         let jobs = self.inner.list(queue, state, skip, limit).await?;
         Ok(jobs.into_iter().map(|job| self.job(job)).collect())
-    }
-
-    async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
-        self.inner.pause(queue, is_paused).await
-    }
-
-    async fn drain(&self, queue: &QueueKey, limit: usize) -> Result<usize, StoreError> {
-        self.inner.drain(queue, limit).await
-    }
-
-    async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
-        self.inner.replay(queue, ids).await
-    }
-
-    async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
-        self.inner.forget(queue, ids).await
-    }
-
-    fn scope(&self) -> Scope {
-        DelayQueueStore::scope(&self.inner)
     }
 }
 

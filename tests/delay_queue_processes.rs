@@ -19,19 +19,20 @@ use std::env;
 use std::future::ready;
 use std::io::{Read, Write};
 use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant, SystemTime};
 
+use redis::aio::MultiplexedConnection;
 use support::server::{DURABLE, RedisServer};
+use support::stores::delegate_queue;
 use support::worker::Worker;
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tollgate::delay_queue::{
-    Admission, Backoff, Cancelled, Changed, Claim, Claimed, Counts, DelayQueue, DelayQueueStore, DelayQueueWorker, Due,
-    Ending, Extended, Finish, Finished, Job, JobId, NewJob, Pushed, QueueKey, State, StoredJob, Ticket, WorkerId,
+    Backoff, Claim, Claimed, Counts, DelayQueue, DelayQueueStore, DelayQueueWorker, Ending, Finish, Finished, Job,
+    Pushed, QueueKey,
 };
-use tollgate::lock::{Scope, Wakeups};
 use tollgate::{BoxError, RedisBackend, StoreError};
 use tower::service_fn;
 
@@ -132,6 +133,8 @@ async fn told_to_stop(mut ended: watch::Receiver<()>) {
 struct Reporter(RedisBackend);
 
 impl DelayQueueStore for Reporter {
+    delegate_queue!(0: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, replay, forget, scope);
+
     async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
         let claimed = self.0.claim(queue, finished, claim).await?;
         for (finish, answer) in finished.iter().zip(&claimed.finished) {
@@ -146,68 +149,34 @@ impl DelayQueueStore for Reporter {
         }
         Ok(claimed)
     }
+}
 
-    async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
-        self.0.push(queue, jobs, max_jobs).await
-    }
+/// Knows how long each claim kept a processor of the server busy.
+struct Timed {
+    inner: RedisBackend,
+    // For one claim at a time, so that what the server does in between is for that one.
+    info: tokio::sync::Mutex<MultiplexedConnection>,
+    claims_ms: Arc<Mutex<Vec<f64>>>,
+}
 
-    async fn extend(&self, queue: &QueueKey, tickets: &[Ticket], lease: Duration) -> Result<Vec<Extended>, StoreError> {
-        self.0.extend(queue, tickets, lease).await
-    }
+impl DelayQueueStore for Timed {
+    delegate_queue!(inner: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, replay, forget, scope);
 
-    async fn watch(&self, queue: &QueueKey, worker: WorkerId) -> Wakeups {
-        DelayQueueStore::watch(&self.0, queue, worker).await
+    async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+        let mut info = self.info.lock().await;
+        let before = cpu_ms(&mut info).await;
+        let claimed = self.inner.claim(queue, finished, claim).await;
+        let took = cpu_ms(&mut info).await - before;
+        self.claims_ms.lock().unwrap().push(took);
+        claimed
     }
+}
 
-    async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
-        self.0.get(queue, id).await
-    }
-
-    async fn cancel(&self, queue: &QueueKey, id: &JobId) -> Result<Cancelled, StoreError> {
-        self.0.cancel(queue, id).await
-    }
-
-    async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
-        self.0.reschedule(queue, id, due).await
-    }
-
-    async fn replace(&self, queue: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
-        self.0.replace(queue, id, payload).await
-    }
-
-    async fn counts(&self, queue: &QueueKey) -> Result<Counts, StoreError> {
-        self.0.counts(queue).await
-    }
-
-    async fn list(
-        &self,
-        queue: &QueueKey,
-        state: State,
-        skip: u64,
-        limit: usize,
-    ) -> Result<Vec<StoredJob>, StoreError> {
-        self.0.list(queue, state, skip, limit).await
-    }
-
-    async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
-        self.0.pause(queue, is_paused).await
-    }
-
-    async fn drain(&self, queue: &QueueKey, limit: usize) -> Result<usize, StoreError> {
-        self.0.drain(queue, limit).await
-    }
-
-    async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
-        self.0.replay(queue, ids).await
-    }
-
-    async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
-        self.0.forget(queue, ids).await
-    }
-
-    fn scope(&self) -> Scope {
-        DelayQueueStore::scope(&self.0)
-    }
+/// For how long the thread of the server that runs scripts has kept a processor busy.
+async fn cpu_ms(info: &mut MultiplexedConnection) -> f64 {
+    let text: String = redis::cmd("INFO").arg("cpu").query_async(info).await.unwrap();
+    let seconds = |line: &str| line.strip_prefix("used_cpu_")?.split_once("_main_thread:")?.1.parse::<f64>().ok();
+    text.lines().filter_map(seconds).sum::<f64>() * 1e3
 }
 
 /// A process that works, or so many idle workers of one.
@@ -228,12 +197,6 @@ fn calls(server: &RedisServer, command: &str) -> u64 {
     let stats = server.text("INFO commandstats");
     let of = |line: &str| line.strip_prefix(&format!("cmdstat_{command}:calls="))?.split(',').next()?.parse().ok();
     stats.lines().find_map(of).unwrap_or_default()
-}
-
-/// For how long the server has kept a processor busy.
-fn cpu_ms(server: &RedisServer) -> f64 {
-    let seconds = |field| server.info(field).and_then(|seconds| seconds.parse::<f64>().ok()).unwrap();
-    (seconds("used_cpu_user") + seconds("used_cpu_sys")) * 1e3
 }
 
 fn idle_workers_cost_next_to_nothing_and_a_push_wakes_one_of_them(runtime: &tokio::runtime::Runtime) {
@@ -283,7 +246,11 @@ fn idle_workers_cost_next_to_nothing_and_a_push_wakes_one_of_them(runtime: &toki
 
 fn jobs_that_are_due_at_once_come_without_a_long_script(runtime: &tokio::runtime::Runtime, jobs: u64) {
     let server = RedisServer::start();
-    let queue = queue(runtime.block_on(connect(&server.url())));
+    let client = redis::Client::open(server.url()).unwrap();
+    let info = runtime.block_on(client.get_multiplexed_async_connection()).unwrap();
+    let claims_ms = Arc::<Mutex<Vec<f64>>>::default();
+    let inner = runtime.block_on(connect(&server.url()));
+    let queue = queue(Timed { inner, info: info.into(), claims_ms: Arc::clone(&claims_ms) });
     let due = SystemTime::now() + Duration::from_millis(jobs / 10);
     let all: Vec<_> = (0..jobs).collect();
     for batch in all.chunks(2_000) {
@@ -296,7 +263,6 @@ fn jobs_that_are_due_at_once_come_without_a_long_script(runtime: &tokio::runtime
     server.query::<()>("SLOWLOG RESET");
     server.query::<()>("CONFIG SET slowlog-max-len 100000");
     server.query::<()>("CONFIG RESETSTAT");
-    let before = cpu_ms(&server);
     let seen: Arc<[AtomicU32]> = (0..jobs).map(|_| AtomicU32::new(0)).collect();
     let (left, early) = (Arc::new(AtomicU64::new(jobs)), Arc::new(AtomicU64::new(0)));
     let over = Arc::new(Notify::new());
@@ -315,20 +281,22 @@ fn jobs_that_are_due_at_once_come_without_a_long_script(runtime: &tokio::runtime
     let worker = runtime.spawn(async move { worker.run_until(over.notified()).await });
     runtime.block_on(worker).unwrap().unwrap();
     let took = SystemTime::now().duration_since(due).unwrap();
-    let (scripts, slow) = (calls(&server, "evalsha"), server.query::<u64>("SLOWLOG LEN"));
-    let cpu_ms = (cpu_ms(&server) - before) / scripts as f64;
+    let slow = server.query::<u64>("SLOWLOG LEN");
+    let claims_ms = claims_ms.lock().unwrap();
+    let longest_ms = claims_ms.iter().copied().fold(0.0, f64::max);
     println!(
-        "jobs_at_once={jobs} per_s={:.0} early={} scripts={scripts} scripts_above_5ms={slow} cpu_ms_per_script={cpu_ms:.2}",
+        "jobs_at_once={jobs} per_s={:.0} early={} scripts={} mean_ms={:.2} longest_ms={longest_ms:.2} above_5ms_by_the_clock={slow}",
         jobs as f64 / took.as_secs_f64(),
-        early.load(Ordering::Relaxed)
+        early.load(Ordering::Relaxed),
+        claims_ms.len(),
+        claims_ms.iter().sum::<f64>() / claims_ms.len() as f64,
     );
     assert!(seen.iter().all(|runs| runs.load(Ordering::Relaxed) == 1), "each job runs once");
     assert_eq!(early.load(Ordering::Relaxed), 0);
     let counts = runtime.block_on(queue.counts()).unwrap();
     assert_eq!(counts.waiting + counts.running + counts.dead, 0, "{counts:?}");
-    // By the clock what the system gives to others counts as well, so on a machine that is busy some are above. By the processor none is.
-    assert!(cpu_ms < 3.0, "{cpu_ms} ms of the server for each script");
-    assert!(slow <= scripts / 3, "{slow} of {scripts} scripts took longer than 5 ms");
+    // By the clock what the system gives to others counts as well, so on a machine that is busy some are above.
+    assert!(longest_ms > 0.0 && longest_ms < 5.0, "a script took {longest_ms} ms of a processor");
 }
 
 #[derive(Debug, Default)]

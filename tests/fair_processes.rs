@@ -16,6 +16,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use support::server::RedisServer;
+use support::stores::delegate_lock;
 use support::windows::now_us;
 use support::worker::Worker;
 use tokio::task::JoinSet;
@@ -68,6 +69,8 @@ struct Waits {
 }
 
 impl LockStore for Observed {
+    delegate_lock!(inner: acquire_all, renew, release, watch, scope);
+
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let now = now_us();
         {
@@ -91,26 +94,6 @@ impl LockStore for Observed {
             _ => {}
         }
         answer
-    }
-
-    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
-        self.inner.acquire_all(wanted).await
-    }
-
-    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
-        LockStore::renew(&self.inner, renewals).await
-    }
-
-    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
-        LockStore::release(&self.inner, lock, token).await
-    }
-
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
-        self.inner.watch(lock, in_line).await
-    }
-
-    fn scope(&self) -> Scope {
-        LockStore::scope(&self.inner)
     }
 }
 

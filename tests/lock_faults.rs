@@ -16,19 +16,18 @@ use http::{Request, Response};
 use http_body_util::{BodyExt, Full};
 use support::locks::{DropAt, History};
 use support::server::RedisServer;
+use support::stores::delegate_lock;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Mutex, MutexGuard};
 use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
 use tollgate::lock::fencing::FenceLayer;
 use tollgate::lock::{
-    Acquired, Claim, Cursor, LeaseState, LockAdmin, LockKey, LockRegistry, LockStore, LossReason, Redlock, Release,
-    Released, Renewal, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
+    Cursor, LeaseState, LockAdmin, LockKey, LockRegistry, LockStore, LossReason, Redlock, Release, Renewal, RwLocks,
+    Scope, Segmented, Semaphore, Token, Wakeups,
 };
 use tollgate::testing::{Failure, FaultStore, Faults, Verb};
-use tollgate::{
-    AsError, BoxError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError,
-};
+use tollgate::{AsError, BoxError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions};
 use tower::{Layer, ServiceExt, service_fn};
 
 const LONG: Duration = Duration::from_secs(30);
@@ -350,6 +349,26 @@ async fn a_store_that_fails_is_told_from_a_lock_that_is_held() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn leases_are_renewed_once_a_third_and_many_in_one_call() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).ttl(Duration::from_secs(9));
+    let mut leases = Vec::new();
+    for key in 0..300 {
+        leases.push(locks.lock(key).await.unwrap());
+    }
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(faults.calls(Verb::Renew), 0, "it is not time yet");
+    // What is due at about the same time goes together, 128 in a call.
+    for third in 1..=20 {
+        sleep(Duration::from_secs(3)).await;
+        let calls = faults.calls(Verb::Renew);
+        assert!((third * 3 - 3..=third * 4).contains(&calls), "{calls} calls in {third} thirds");
+    }
+    assert!(leases.iter().all(|lease| lease.state() == LeaseState::Held));
+}
+
+#[tokio::test(start_paused = true)]
 async fn renewals_that_fail_suspend_a_lease_and_the_next_one_heals_it() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -493,21 +512,7 @@ struct Hasty {
 }
 
 impl LockStore for Hasty {
-    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
-        LockStore::acquire(&self.inner, lock, claim).await
-    }
-
-    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
-        self.inner.acquire_all(wanted).await
-    }
-
-    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
-        LockStore::renew(&self.inner, renewals).await
-    }
-
-    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
-        LockStore::release(&self.inner, lock, token).await
-    }
+    delegate_lock!(inner: acquire, acquire_all, renew, release);
 
     async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
         if let Some(lease) = self.held.lock().await.take() {

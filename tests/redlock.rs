@@ -10,11 +10,12 @@ use std::time::{Duration, Instant};
 
 use support::locks::History;
 use support::server::{DURABLE, RedisServer};
+use support::stores::delegate_lock;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::lock::{
-    Acquired, Claim, LeaseState, LockKey, LockStore, LossReason, Redlock, Release, Released, Renewal, RwLocks, Scope,
-    Semaphore, Token, Wakeups,
+    Acquired, Claim, LeaseState, LockKey, LockStore, LossReason, Redlock, Release, Released, RwLocks, Scope, Semaphore,
+    Token,
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{ConfigError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, StoreError};
@@ -211,27 +212,17 @@ struct Recorder {
 }
 
 impl LockStore for Recorder {
+    delegate_lock!(inner: acquire_all, renew, watch);
+
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         assert!(!self.given_back.lock().unwrap().contains(&claim.token), "it may be given back once more, and late");
         self.attempts.fetch_add(1, Ordering::Relaxed);
         self.inner.acquire(lock, claim).await
     }
 
-    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
-        self.inner.acquire_all(wanted).await
-    }
-
-    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
-        LockStore::renew(&self.inner, renewals).await
-    }
-
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
         self.given_back.lock().unwrap().insert(*token);
         LockStore::release(&self.inner, lock, token).await
-    }
-
-    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
-        self.inner.watch(lock, in_line).await
     }
 
     /// As far as anybody knows.

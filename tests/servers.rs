@@ -26,7 +26,8 @@ use tollgate::http::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
 use tollgate::rate_limit::{Decision, RateLimitStore, Receipt};
 use tollgate::reject::HeaderVersion;
 use tollgate::{
-    BoxError, IdempotencyLayer, Key, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
+    BoxError, IdempotencyLayer, Key, LockLayer, Locks, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer,
+    StoreError,
 };
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
 use tonic::transport::{Channel, Endpoint, server::TcpIncoming};
@@ -316,6 +317,30 @@ async fn tonic_runs_a_call_with_a_key_once() {
             }
             assert_eq!(calls.load(Ordering::Relaxed) - before, runs, "{said}");
         }
+    })
+    .await;
+}
+
+#[tokio::test]
+async fn tonic_ends_the_wait_for_a_lock_with_the_time_of_the_call() {
+    within_seconds(async {
+        let locks = Locks::new(MemoryBackend::new());
+        let held = locks.lock(Key::digest("acme")).await.unwrap();
+        let layer = LockLayer::with_locks(locks).key(header("x-tenant")).wait(Duration::from_secs(600)).max_waiters(1);
+        let (server, calls) = serve_echo(layer.with_rejection(AsStatus::new()));
+        let mut client = GrpcClient::connect(server.addr).await;
+        let mut ended = 0;
+        while ended < 3 {
+            let status = client.call(&[("x-tenant", "acme"), ("grpc-timeout", "100m")], "hundred").await.unwrap_err();
+            match status.code() {
+                Code::Cancelled | Code::DeadlineExceeded => ended += 1,
+                // The one before is still there: the server hears of its end a little later than the client.
+                Code::ResourceExhausted => {}
+                code => panic!("{code:?}"),
+            }
+        }
+        assert_eq!(calls.load(Ordering::Relaxed), 0);
+        held.release().await.unwrap();
     })
     .await;
 }

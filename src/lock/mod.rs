@@ -138,8 +138,8 @@
 //! | the lease is lost while the body is sent | the body fails | the stream is reset |
 //! | no key | 400 | `INVALID_ARGUMENT` |
 //!
-//! The wait is that of the layer: the `grpc-timeout` of a request is not looked at. A layer outside that ends a request in time ends its
-//! waiting, too.
+//! Whatever ends a request from outside ends its waiting, too: a layer with a time limit, a client that goes away, and the
+//! `grpc-timeout` of a call, which servers such as tonic's look at outside of all layers. It is not looked at here.
 //!
 //! A client that goes away takes the handler with it, and the lock is given back; [`LockLayer::detached`] lets it come to its end
 //! instead. A store that fails again and again is not asked but now and then, see [`CircuitBreaker`]. Put a rate limit outside of this

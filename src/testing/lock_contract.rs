@@ -87,8 +87,8 @@ pub async fn an_acquisition_may_be_asked_again<S: LockStore>(store: S) {
         let claim = Claim { fences, ..claim(SHORT) };
         let lock = LockKey::new("again", fences);
         let fence = take(&store, &lock, &claim).await;
-        for _ in 0..4 {
-            sleep(SHORT / 2).await;
+        for _ in 0..8 {
+            sleep(SHORT / 4).await;
             assert_eq!(take(&store, &lock, &claim).await, fence);
         }
         assert!(busy(&store, &lock).await > SHORT / 4);

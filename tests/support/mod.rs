@@ -1,5 +1,5 @@
 //! What several tests and benches need. Each uses a part of it.
-#![allow(dead_code, unreachable_pub)]
+#![allow(dead_code, unreachable_pub, unused_macros)]
 
 pub mod cluster;
 pub mod load;
@@ -7,6 +7,7 @@ pub mod locks;
 pub mod proxy;
 pub mod sentinel;
 pub mod server;
+pub mod stores;
 pub mod tls;
 pub mod windows;
 pub mod worker;

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use tokio::sync::oneshot::error::RecvError;
 use tokio::sync::{mpsc, oneshot};
-use tokio::task::{AbortHandle, JoinSet};
+use tokio::task::{AbortHandle, JoinSet, yield_now};
 use tokio::time::{Instant, sleep_until};
 
 /// A call that is away for longer than this does not hold up the next one: its connection may be dead.
@@ -145,6 +145,10 @@ async fn send_together<W, F>(
                     young.pop_front();
                 }
             }
+        }
+        if crowd.is_within(limits.busy) {
+            // Those who were answered a moment ago may want something again.
+            yield_now().await;
         }
         let mut batch = Vec::with_capacity(limits.together);
         tokio::select! {

@@ -1,0 +1,119 @@
+//! Stores that do most of what another one does: the methods that ask it and say what it says.
+
+/// Methods of a `DelayQueueStore` in an `impl`: `delegate_queue!(inner: get, cancel)` asks `self.inner`.
+macro_rules! delegate_queue {
+    ($inner:tt: $($method:ident),+) => {
+        $(delegate_queue!(@$method $inner);)+
+    };
+    (@$method:ident $inner:tt ($($name:ident: $kind:ty),*) -> $answer:ty) => {
+        async fn $method(&self, queue: &tollgate::delay_queue::QueueKey, $($name: $kind),*) -> $answer {
+            tollgate::delay_queue::DelayQueueStore::$method(&self.$inner, queue, $($name),*).await
+        }
+    };
+    (@push $inner:tt) => {
+        delegate_queue!(@push $inner (jobs: &[tollgate::delay_queue::NewJob], max_jobs: u64)
+            -> Result<Vec<tollgate::delay_queue::Admission>, tollgate::StoreError>);
+    };
+    (@extend $inner:tt) => {
+        delegate_queue!(@extend $inner (tickets: &[tollgate::delay_queue::Ticket], lease: std::time::Duration)
+            -> Result<Vec<tollgate::delay_queue::Extended>, tollgate::StoreError>);
+    };
+    (@watch $inner:tt) => {
+        delegate_queue!(@watch $inner (worker: tollgate::delay_queue::WorkerId) -> tollgate::lock::Wakeups);
+    };
+    (@get $inner:tt) => {
+        delegate_queue!(@get $inner (id: &tollgate::delay_queue::JobId)
+            -> Result<Option<tollgate::delay_queue::StoredJob>, tollgate::StoreError>);
+    };
+    (@cancel $inner:tt) => {
+        delegate_queue!(@cancel $inner (id: &tollgate::delay_queue::JobId)
+            -> Result<tollgate::delay_queue::Cancelled, tollgate::StoreError>);
+    };
+    (@reschedule $inner:tt) => {
+        delegate_queue!(@reschedule $inner (id: &tollgate::delay_queue::JobId, due: tollgate::delay_queue::Due)
+            -> Result<tollgate::delay_queue::Changed, tollgate::StoreError>);
+    };
+    (@replace $inner:tt) => {
+        delegate_queue!(@replace $inner (id: &tollgate::delay_queue::JobId, payload: &[u8])
+            -> Result<tollgate::delay_queue::Changed, tollgate::StoreError>);
+    };
+    (@counts $inner:tt) => {
+        delegate_queue!(@counts $inner () -> Result<tollgate::delay_queue::Counts, tollgate::StoreError>);
+    };
+    (@list $inner:tt) => {
+        delegate_queue!(@list $inner (state: tollgate::delay_queue::State, skip: u64, limit: usize)
+            -> Result<Vec<tollgate::delay_queue::StoredJob>, tollgate::StoreError>);
+    };
+    (@pause $inner:tt) => {
+        delegate_queue!(@pause $inner (is_paused: bool) -> Result<(), tollgate::StoreError>);
+    };
+    (@drain $inner:tt) => {
+        delegate_queue!(@drain $inner (limit: usize) -> Result<usize, tollgate::StoreError>);
+    };
+    (@replay $inner:tt) => {
+        delegate_queue!(@replay $inner (ids: &[tollgate::delay_queue::JobId]) -> Result<Vec<bool>, tollgate::StoreError>);
+    };
+    (@forget $inner:tt) => {
+        delegate_queue!(@forget $inner (ids: &[tollgate::delay_queue::JobId]) -> Result<Vec<bool>, tollgate::StoreError>);
+    };
+    (@scope $inner:tt) => {
+        fn scope(&self) -> tollgate::lock::Scope {
+            tollgate::delay_queue::DelayQueueStore::scope(&self.$inner)
+        }
+    };
+}
+
+/// Methods of a `LockStore` in an `impl`: `delegate_lock!(inner: renew, release)` asks `self.inner`.
+macro_rules! delegate_lock {
+    ($inner:tt: $($method:ident),+) => {
+        $(delegate_lock!(@$method $inner);)+
+    };
+    (@acquire $inner:tt) => {
+        async fn acquire(
+            &self,
+            lock: &tollgate::lock::LockKey,
+            claim: &tollgate::lock::Claim,
+        ) -> Result<tollgate::lock::Acquired, tollgate::StoreError> {
+            tollgate::lock::LockStore::acquire(&self.$inner, lock, claim).await
+        }
+    };
+    (@acquire_all $inner:tt) => {
+        async fn acquire_all(
+            &self,
+            wanted: &[(tollgate::lock::LockKey, tollgate::lock::Claim)],
+        ) -> Result<Vec<tollgate::lock::Acquired>, tollgate::StoreError> {
+            tollgate::lock::LockStore::acquire_all(&self.$inner, wanted).await
+        }
+    };
+    (@renew $inner:tt) => {
+        async fn renew(&self, renewals: &[tollgate::lock::Renewal]) -> Result<Vec<bool>, tollgate::StoreError> {
+            tollgate::lock::LockStore::renew(&self.$inner, renewals).await
+        }
+    };
+    (@release $inner:tt) => {
+        async fn release(
+            &self,
+            lock: &tollgate::lock::LockKey,
+            token: &tollgate::lock::Token,
+        ) -> Result<tollgate::lock::Released, tollgate::StoreError> {
+            tollgate::lock::LockStore::release(&self.$inner, lock, token).await
+        }
+    };
+    (@watch $inner:tt) => {
+        async fn watch(
+            &self,
+            lock: &tollgate::lock::LockKey,
+            in_line: Option<&tollgate::lock::Token>,
+        ) -> tollgate::lock::Wakeups {
+            tollgate::lock::LockStore::watch(&self.$inner, lock, in_line).await
+        }
+    };
+    (@scope $inner:tt) => {
+        fn scope(&self) -> tollgate::lock::Scope {
+            tollgate::lock::LockStore::scope(&self.$inner)
+        }
+    };
+}
+
+#[allow(unused_imports, reason = "each test uses a part of it")]
+pub(crate) use {delegate_lock, delegate_queue};
