@@ -7,8 +7,8 @@ use crate::rate_limit::{ChargeOn, RateLimitHandle};
 ///
 /// The status is read where gRPC puts it, in the trailers behind the last message, or in the headers of an answer that has nothing
 /// else. A call that breaks off or is given up before its trailers is one without a status, so it fails: a client that goes away is
-/// charged here and is not by [`successes`]. One that goes away before there is an answer stays charged by both. Works with the answers [`AsStatus`](super::AsStatus) and
-/// [`AsResponse`](crate::AsResponse), whose bodies look out for trailers.
+/// charged here and is not by [`successes`]. One that goes away before there is an answer stays charged by both. Works with the
+/// answers [`AsStatus`](super::AsStatus) and [`AsResponse`](crate::AsResponse), whose bodies look out for trailers.
 ///
 /// ```
 /// use tollgate::grpc::{AsStatus, failures};

@@ -381,8 +381,8 @@ impl RateLimited {
         self.denial.policy.name()
     }
 
-    /// The names of the limits that stand in the way, of all policies that said no: see [`Policy::limit_names`]. A block is none, and where
-    /// no wait helps these are the limits that can never be met.
+    /// The names of the limits that stand in the way, of all policies that said no: see [`Policy::limit_names`]. A block is none, and of a
+    /// policy that no wait helps with these are the limits that can never be met.
     pub fn violated(&self) -> impl Iterator<Item = &str> {
         self.denials().flat_map(|denial| denial.violated(self.cost)).map(|(name, _)| name)
     }
@@ -487,6 +487,34 @@ mod tests {
         let cases = [(0, 1), (1, 1), (999_999, 1), (1_000_000, 1), (1_000_001, 2), (59_000_001, 60)];
         for (micros, seconds) in cases {
             assert_eq!(ceil_seconds(Duration::from_micros(micros)), seconds, "{micros} us");
+        }
+    }
+
+    #[test]
+    fn of_several_rejections_none_is_lost_and_the_longest_comes_first() {
+        let limited = |name: &str| {
+            let policy = Policy::new(name, Quota::per_hour(5).fixed_window());
+            let wait = Duration::from_secs(name.len() as u64);
+            RateLimited::new(policy, 1, Decision::new([LimitStatus::new(5, 0, wait, wait)]))
+        };
+        let names = ["a", "bb", "ccc", "dddd"];
+        for turn in 0..24 {
+            // Each order of four, by the digits of the number in factorial base.
+            let (mut left, mut number) = (names.to_vec(), turn);
+            let order: Vec<&str> = (1..=4)
+                .rev()
+                .map(|len| {
+                    let next = left.remove(number % len);
+                    number /= len;
+                    next
+                })
+                .collect();
+            let rejection = order.iter().copied().map(limited).reduce(RateLimited::and).unwrap();
+            assert_eq!((rejection.policy(), rejection.retry_after_secs()), ("dddd", Some(4)), "{order:?}");
+            let mut named: Vec<&str> = rejection.decisions().map(|(policy, _)| policy).collect();
+            assert_eq!(named, rejection.violated().collect::<Vec<_>>());
+            named.sort_unstable();
+            assert_eq!(named, names, "{order:?}");
         }
     }
 
