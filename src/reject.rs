@@ -226,8 +226,9 @@ impl AsResponse {
         self
     }
 
-    /// Whether requests carry a [`RateLimitHandle`](crate::rate_limit::RateLimitHandle) in their extensions, and responses the
-    /// [`Decision`](crate::rate_limit::Decision). Defaults to true; without it a request costs some allocations less.
+    /// Whether requests carry a [`RateLimitHandle`](crate::rate_limit::RateLimitHandle) in their extensions, which knows the
+    /// [`Decision`](crate::rate_limit::Decision), and responses the decision itself: of several policies and layers the one that restricts most.
+    /// Defaults to true; without it a request costs some allocations less.
     #[must_use]
     pub const fn extensions(mut self, extensions: bool) -> Self {
         self.fields.no_extensions = !extensions;

@@ -534,6 +534,59 @@ async fn what_is_not_used_is_given_back() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_is_admitted_less_is_what_idle_processes_hold_and_no_more_than_their_shares() {
+    const QUOTA: u64 = 10_000;
+    let (backend, policy) = (MemoryBackend::new(), fixed(QUOTA as u32));
+    let mut admitted = 0;
+    let mut idle = Vec::new();
+    for _ in 0..4 {
+        // Each draws as much as it ever would, and then has no use for it.
+        let store = Leases::new(backend.clone());
+        let limiter = hot(&store, &policy).await;
+        admitted += u64::from(Leases::<()>::EARN);
+        let mut most = 0;
+        loop {
+            let left = u64::from(limiter.peek("alice").await.unwrap().remaining().unwrap());
+            assert!(limiter.check("alice").await.unwrap().is_allowed());
+            admitted += 1;
+            let held = store.stats().held;
+            if held > most {
+                assert!(held <= left / 8, "{held} of {left}");
+            }
+            // The lease grew no more, so it was the share.
+            if held > most && held * 10 > left {
+                break;
+            }
+            most = held;
+        }
+        idle.push(store);
+    }
+    // What they do not hold can be used to the last unit, be it by one who asks for each or by one with leases of its own.
+    let (one_by_one, leased) = (limiter(&backend, &policy), Leases::new(backend.clone()));
+    let greedy = hot(&leased, &policy).await;
+    admitted += u64::from(Leases::<()>::EARN);
+    loop {
+        let by_lease = greedy.check("alice").await.unwrap().is_allowed();
+        let by_itself = one_by_one.check("alice").await.unwrap().is_allowed();
+        admitted += u64::from(by_lease) + u64::from(by_itself);
+        if !by_lease && !by_itself {
+            break;
+        }
+    }
+    let held: u64 = idle.iter().map(|store| store.stats().held).sum();
+    assert_eq!(admitted + held, QUOTA);
+    assert!(held > QUOTA / 4, "there was something to lose: {held}");
+    assert!(held as f64 <= QUOTA as f64 * (1.0 - (7.0_f64 / 8.0).powi(4)), "{held}");
+    // And is told as what it is once the window is over.
+    advance(MINUTE).await;
+    for store in idle {
+        let stats = store.stats();
+        assert_eq!((stats.held, stats.drawn), (0, stats.handed_out + stats.given_back + stats.expired));
+        assert!(stats.expired > 0);
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_unit_that_was_not_needed_can_be_given_back_as_without_leases() {
     let store = Leases::new(MemoryBackend::new());
     let limiter = hot(&store, &fixed(100)).await;

@@ -12,7 +12,9 @@ use http_body::{Body, Frame};
 use http_body_util::{BodyExt, Empty};
 use tollgate::grpc::{self, AsStatus};
 use tollgate::rate_limit::{Decision, Outcome, RateLimitHandle, RateLimitStore, Receipt};
-use tollgate::{AsError, BoxError, Key, MemoryBackend, Policy, Quota, RateLimitLayer, StoreError};
+use tollgate::{
+    AsError, AsResponse, BoxError, Everyone, Key, MemoryBackend, Policy, Quota, RateLimitLayer, StoreError,
+};
 use tower::{Layer, Service, ServiceExt, service_fn};
 
 fn tokens() -> Policy {
@@ -69,6 +71,89 @@ async fn a_handler_reserves_and_settles() {
     assert_eq!(left(&store).await, 75);
     let decision = response.extensions().get::<Decision>().unwrap();
     assert_eq!((decision.outcome(), decision.remaining()), (Outcome::Allowed, Some(60)));
+}
+
+fn per_hour(name: &str, limit: u32) -> Policy {
+    Policy::new(name, Quota::per_hour(limit).fixed_window())
+}
+
+/// Tells in a header what a handler reads in the extensions: what is left, of how much.
+async fn tell(request: Request<()>) -> Result<Response<Empty<Bytes>>, Infallible> {
+    let mut response = Response::new(Empty::new());
+    if let Some(limit) = request.extensions().get::<RateLimitHandle>() {
+        let decision = limit.decision().unwrap();
+        let told = format!("{} of {}", decision.remaining().unwrap(), decision.limit());
+        response.headers_mut().insert("x-told", told.parse().unwrap());
+    }
+    Ok(response)
+}
+
+/// What the handler has read, and what layers further out read in the response.
+async fn read<S, B>(service: S) -> (Option<String>, Option<(Option<u32>, u32)>)
+where
+    S: Service<Request<()>, Response = Response<B>, Error = Infallible>,
+{
+    let response = service.oneshot(request()).await.unwrap();
+    let told = response.headers().get("x-told").map(|told| told.to_str().unwrap().to_owned());
+    (told, response.extensions().get::<Decision>().map(|decision| (decision.remaining(), decision.limit())))
+}
+
+#[tokio::test]
+async fn of_several_policies_the_extensions_have_the_decision_that_restricts_most() {
+    let sizes = [(5, 9, 7), (9, 5, 7), (7, 9, 5)];
+    for (layer, first, second) in sizes {
+        // A shadow, which restricts nobody, is not the one.
+        let layer = RateLimitLayer::new(MemoryBackend::new(), per_hour("layer", layer))
+            .and(per_hour("first", first), Everyone)
+            .and(per_hour("second", second), Everyone)
+            .and(per_hour("trial", 1).shadow(), Everyone);
+        let (handler, response) = read(layer.layer(service_fn(tell))).await;
+        assert_eq!((handler.as_deref(), response), (Some("4 of 5"), Some((Some(4), 5))));
+    }
+    let layer = RateLimitLayer::new(MemoryBackend::new(), per_hour("layer", 9));
+    let layer = layer.and(per_hour("full", 1), Everyone).and(per_hour("closed", 0), Everyone);
+    let (handler, response) = read(layer.layer(service_fn(tell))).await;
+    assert_eq!((handler, response), (None, Some((None, 0))), "what can never be admitted restricts most");
+}
+
+#[tokio::test]
+async fn of_several_layers_the_innermost_is_told_to_the_handler_and_the_strictest_to_those_outside() {
+    for (outer, inner) in [(9, 5), (5, 9)] {
+        let store = MemoryBackend::new();
+        let layers = [("outer", outer), ("inner", inner)];
+        let [outer, inner] = layers.map(|(name, limit)| RateLimitLayer::new(store.clone(), per_hour(name, limit)));
+        let layered = |answers: bool| {
+            // With HTTP and with gRPC alike.
+            let inner = inner.clone().layer(service_fn(tell));
+            if answers {
+                outer.clone().layer(inner).boxed_clone()
+            } else {
+                outer.clone().with_rejection(AsStatus::new()).layer(inner).boxed_clone()
+            }
+        };
+        for (answers, left) in [(true, 1), (false, 2)] {
+            let (handler, response) = read(layered(answers)).await;
+            let of_inner = layers[1].1;
+            assert_eq!(handler, Some(format!("{} of {of_inner}", of_inner - left)));
+            assert_eq!(response, Some((Some(5 - left), 5)));
+        }
+    }
+}
+
+#[tokio::test]
+async fn without_extensions_neither_requests_nor_responses_are_told() {
+    let layer = RateLimitLayer::new(MemoryBackend::new(), tokens());
+    for (extensions, is_told) in [(true, true), (false, false)] {
+        let layer = layer.clone().with_rejection(AsResponse::new().extensions(extensions));
+        let service = layer.clone().layer(service_fn(tell));
+        let response = service.clone().oneshot(request()).await.unwrap();
+        assert!(response.headers().contains_key("ratelimit"), "fields are told all the same");
+        let (handler, response) = read(service).await;
+        assert_eq!((handler.is_some(), response.is_some()), (is_told, is_told));
+        // Nor is a request that is turned away.
+        let (_, response) = read(layer.cost(|_: &Request<()>| 100).layer(service_fn(tell))).await;
+        assert_eq!(response.is_some(), is_told);
+    }
 }
 
 /// Counts what it hands out, and settles when it ends or is dropped.
@@ -163,6 +248,7 @@ async fn the_outcome_of_a_call_is_in_its_trailers() {
         *response.headers_mut() = headers;
         Ok::<_, Infallible>(response)
     };
+    // ("/none" ends without a status.)
     for (path, ok) in [("/ok", true), ("/failed", false), ("/OK", true), ("/FAILED", false), ("/none", false)] {
         for (preset, charged) in [(grpc::failures(), !ok), (grpc::successes(), ok)] {
             let store = MemoryBackend::new();
@@ -181,20 +267,55 @@ async fn the_outcome_of_a_call_is_in_its_trailers() {
 }
 
 #[tokio::test]
-async fn a_call_that_is_given_up_before_its_trailers_stays_charged() {
-    let store = MemoryBackend::new();
+async fn a_call_that_is_given_up_before_its_trailers_is_no_success() {
     let handler = async |_: Request<()>| {
         let message = Some(Bytes::from_static(b"message"));
         Ok::<_, Infallible>(Response::new(Call { message, trailers: Some(grpc_status("0")) }))
     };
-    let service = RateLimitLayer::new(store.clone(), tokens())
-        .with_rejection(AsStatus::new())
-        .charge_on(grpc::failures())
-        .layer(service_fn(handler));
-    let mut body = service.oneshot(request()).await.unwrap().into_body();
-    body.frame().await.unwrap().unwrap();
-    drop(body);
-    assert_eq!(left(&store).await, 99);
+    for (preset, charged) in [(grpc::failures(), true), (grpc::successes(), false)] {
+        for frames in 0..=1 {
+            let store = MemoryBackend::new();
+            let service = RateLimitLayer::new(store.clone(), tokens())
+                .with_rejection(AsStatus::new())
+                .charge_on(preset)
+                .layer(service_fn(handler));
+            let mut body = service.oneshot(request()).await.unwrap().into_body();
+            for _ in 0..frames {
+                body.frame().await.unwrap().unwrap();
+            }
+            assert_eq!(left(&store).await, 99, "it is not known yet");
+            drop(body);
+            assert_eq!(left(&store).await, if charged { 99 } else { 100 }, "{preset:?} after {frames} frames");
+        }
+    }
+}
+
+/// A message and then an error.
+struct Broken(Option<Bytes>);
+
+impl Body for Broken {
+    type Data = Bytes;
+    type Error = &'static str;
+
+    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, &'static str>>> {
+        Poll::Ready(Some(self.0.take().map(Frame::data).ok_or("broken")))
+    }
+}
+
+#[tokio::test]
+async fn a_call_that_breaks_before_its_trailers_is_no_success() {
+    for (preset, charged) in [(grpc::failures(), true), (grpc::successes(), false)] {
+        let store = MemoryBackend::new();
+        let handler =
+            async |_: Request<()>| Ok::<_, Infallible>(Response::new(Broken(Some(Bytes::from_static(b"message")))));
+        let service = RateLimitLayer::new(store.clone(), tokens())
+            .with_rejection(AsStatus::new())
+            .charge_on(preset)
+            .layer(service_fn(handler));
+        let body = service.oneshot(request()).await.unwrap().into_body();
+        assert_eq!(body.collect().await.unwrap_err(), "broken");
+        assert_eq!(left(&store).await, if charged { 99 } else { 100 }, "{preset:?}");
+    }
 }
 
 /// A store whose corrections take long.

@@ -16,7 +16,8 @@ use proptest::prelude::*;
 use tollgate::config::{Rules, RulesError, RulesHandle, RulesLayer};
 use tollgate::grpc::AsStatus;
 use tollgate::http::PeerAddr;
-use tollgate::rate_limit::{Decision, Mode, QuotaChange, RateLimitStore, Receipt};
+use tollgate::rate_limit::{CircuitBreaker, Decision, Mode, QuotaChange, RateLimitStore, Receipt};
+use tollgate::testing::{FaultStore, Verb};
 use tollgate::{Key, MemoryBackend, Policy, Quota, StoreError};
 use tower::{Layer, Service, ServiceExt, service_fn};
 
@@ -414,6 +415,89 @@ async fn each_rule_has_a_say_in_what_happens_when_the_store_fails() {
     layer.handle().reload(rules);
     assert_eq!(status(&service, "/local").await, 200);
     assert_eq!(status(&service, "/local").await, 429, "and a reload forgets nothing of it");
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_rule_has_its_deadline_and_all_of_them_one_circuit() {
+    let rules = Rules::from_toml(
+        r#"
+        policies.a.limits = [{ quota = 5, per = "1m", algorithm = "fixed_window" }]
+        rules = [
+            { path = "/quick", policy = "a", key = "everyone", on_store_error = "deny", deadline = "20ms" },
+            { path = "/usual", policy = "a", key = "everyone", on_store_error = "deny" },
+            { path = "/open", policy = "a", key = "everyone", on_store_error = "allow" },
+        ]
+        "#,
+    );
+    let store = FaultStore::new(MemoryBackend::new());
+    let breaker = CircuitBreaker::new().failures(2).probe_interval(Duration::from_secs(5));
+    let service = RulesLayer::new(store.clone(), rules.unwrap()).circuit_breaker(breaker).layer(hello());
+    let ask = async |path: &str| {
+        let start = tokio::time::Instant::now();
+        (status(&service, path).await, start.elapsed().as_millis())
+    };
+    store.faults().hang();
+    assert_eq!(ask("/quick").await, (503, 20));
+    assert_eq!(ask("/usual").await, (503, 100));
+    // Both have failed, so nobody waits any more, whatever is done about it.
+    let asked = store.faults().calls(Verb::Check);
+    for (path, answer) in [("/quick", 503), ("/usual", 503), ("/open", 200)] {
+        assert_eq!(ask(path).await, (answer, 0), "{path}");
+    }
+    assert_eq!(store.faults().calls(Verb::Check), asked);
+    // The probe of one rule is that of all.
+    store.faults().heal();
+    store.faults().delay(Duration::from_millis(1));
+    tokio::time::advance(Duration::from_secs(5)).await;
+    for (path, answer) in [("/quick", 200), ("/usual", 200), ("/open", 200)] {
+        assert_eq!(ask(path).await, (answer, 1), "{path}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_key_client_ip_is_the_client_behind_the_proxies_that_are_named() {
+    let file = |client_ip: &str| {
+        let text = format!(
+            r#"
+            policies.a.limits = [{{ quota = 1, per = "1m", algorithm = "fixed_window" }}]
+            rules = [{{ path = "/", policy = "a", key = "client_ip" }}]
+            {client_ip}
+            "#
+        );
+        RulesLayer::new(MemoryBackend::new(), Rules::from_toml(&text).unwrap()).layer(hello())
+    };
+    let xff = file(r#"client_ip = { trusted = ["10.0.0.0/8"], ipv6_prefix = 48 }"#);
+    let forwarded = file(r#"client_ip = { trusted = ["10.0.0.0/8"], header = "forwarded" }"#);
+    let single = file(r#"client_ip = { trusted = ["10.0.0.0/8"], header = "x-real-ip" }"#);
+    let nobody = file("");
+    let cases = [
+        // Clients of a proxy count apart, and what they claim is not believed.
+        (&xff, "10.0.0.1:1", "x-forwarded-for", "203.0.113.7", 200),
+        (&xff, "10.0.0.2:1", "x-forwarded-for", "198.51.100.7, 203.0.113.7", 429),
+        (&xff, "10.0.0.1:1", "x-forwarded-for", "203.0.113.8", 200),
+        // Who is no proxy is the client.
+        (&xff, "192.0.2.1:1", "x-forwarded-for", "203.0.113.9", 200),
+        (&xff, "192.0.2.1:2", "x-forwarded-for", "203.0.113.10", 429),
+        // By network.
+        (&xff, "10.0.0.1:1", "x-forwarded-for", "2001:db8:0:1::1", 200),
+        (&xff, "10.0.0.1:1", "x-forwarded-for", "2001:db8:0:2::1", 429),
+        (&xff, "10.0.0.1:1", "x-forwarded-for", "2001:db8:1:2::1", 200),
+        // The header that is named, and no other.
+        (&forwarded, "10.0.0.1:1", "forwarded", "for=203.0.113.7", 200),
+        (&forwarded, "10.0.0.1:1", "forwarded", "for=203.0.113.7;proto=https", 429),
+        (&forwarded, "10.0.0.1:1", "forwarded", "for=203.0.113.8", 200),
+        (&single, "10.0.0.1:1", "x-real-ip", "203.0.113.7", 200),
+        (&single, "10.0.0.1:1", "x-real-ip", "203.0.113.8", 200),
+        (&single, "10.0.0.1:1", "x-real-ip", "203.0.113.8", 429),
+        // And nobody who is not named.
+        (&nobody, "10.0.0.1:1", "x-forwarded-for", "203.0.113.7", 200),
+        (&nobody, "10.0.0.1:1", "x-forwarded-for", "203.0.113.8", 429),
+    ];
+    for (service, peer, header, value, status) in cases {
+        let request = Request::get("/").extension(PeerAddr(peer.parse().unwrap())).header(header, value);
+        let response = service.clone().oneshot(request.body(()).unwrap()).await.unwrap();
+        assert_eq!(response.status().as_u16(), status, "{peer} {header}: {value}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -24,7 +24,8 @@ use tollgate::http::{PeerAddr, header, peer_ip};
 use tollgate::rate_limit::{BurstQuota, Decision, Limit, LimitStatus, RateLimitStore, Receipt, Standing};
 use tollgate::reject::{HeaderVersion, RejectionBody};
 use tollgate::{
-    AsResponse, Key, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer, StoreError, first_of,
+    AsResponse, Everyone, Key, Limiter, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer,
+    StoreError, first_of,
 };
 use tonic_types::StatusExt;
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
@@ -164,6 +165,46 @@ async fn a_problem_names_the_limits_that_stand_in_the_way() {
     assert_eq!(ask(&service, request()).await.problem()["violated-policies"], json!(["api-1s", hourly]));
     tokio::time::advance(Duration::from_secs(1)).await;
     assert_eq!(ask(&service, request()).await.problem()["violated-policies"], json!([hourly]));
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_several_policies_a_problem_names_the_limits_of_all_that_say_no() {
+    let per = |name, quota: Quota| Policy::new(name, quota.fixed_window());
+    let backend = MemoryBackend::new();
+    let user = per("user", Quota::per_minute(2)).limit(Quota::per_hour(2).fixed_window());
+    let layer = RateLimitLayer::new(backend.clone(), user)
+        .and(per("total", Quota::per_day(3)), Everyone)
+        .and(per("free", Quota::per_day(9)), Everyone)
+        .and(per("trial", Quota::per_day(1)).shadow(), Everyone)
+        .cost(|request: &Request<()>| request.uri().path().len() as u32);
+    let service = layer.clone().layer(hello());
+    let ask = async |path: &str| ask(&service, Request::get(path).body(()).unwrap()).await;
+    let wait_of = |answer: &Answer| answer.retry_after();
+
+    assert_eq!(ask("/2").await.status, StatusCode::OK);
+    // Not of the shadow, nor of those that have room.
+    let answer = ask("/2").await;
+    assert_eq!(answer.problem()["violated-policies"], json!(["total", "user-1m", "user-1h"]));
+    assert_eq!(answer.problem()["detail"], "rate limit `total` exceeded, try again in 86400 s");
+    assert_eq!(wait_of(&answer), Some(86_400));
+    // A block counts as long as it lasts, also where a limit of another policy lasts longer.
+    let total = Limiter::new(backend, per("total", Quota::per_day(3)));
+    for (block, wait, policy, kind) in
+        [(1_800, 3_600, "user", "quota-exceeded"), (7_200, 7_200, "total", "abnormal-usage-detected")]
+    {
+        total.block(Key::EVERYONE, Duration::from_secs(block)).await.unwrap();
+        let answer = ask("/").await;
+        assert_eq!(answer.problem()["violated-policies"], json!(["user-1m", "user-1h"]));
+        assert!(answer.problem()["type"].as_str().unwrap().ends_with(kind), "{}", answer.body);
+        assert!(answer.problem()["detail"].as_str().unwrap().contains(policy), "{}", answer.body);
+        assert_eq!(wait_of(&answer), Some(wait));
+    }
+    // And together with a limit of its own that lasts longer.
+    assert_eq!(wait_of(&ask("/2").await), Some(86_400));
+    // What can never be admitted is not waited for, whatever else is said.
+    let answer = ask("/3456").await;
+    assert_eq!(answer.problem()["violated-policies"], json!(["user-1m", "user-1h", "total"]));
+    assert_eq!(wait_of(&answer), None);
 }
 
 #[tokio::test(start_paused = true)]
@@ -1006,6 +1047,21 @@ async fn a_grpc_client_over_the_limit_is_told_how_long_to_wait() {
     assert!(!details.contains('='), "gRPC wants base64 without padding");
     assert_eq!(answer.policies(), [Member::of(name, &[("q", 1), ("w", 60)])]);
     assert_eq!(answer.standing(), [Member::of(name, &[("r", 0), ("t", 60)])]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn of_several_policies_a_quota_failure_has_the_limits_of_all_that_say_no() {
+    // A limit may have the name of another policy's.
+    let total = Policy::new("total", Quota::per_hour(1).sliding_window()).named("api");
+    let layer = layer(Quota::per_minute(1).fixed_window()).and(total, Everyone).with_rejection(AsStatus::new());
+    let service = layer.layer(hello());
+    assert_eq!(ask(&service, request()).await.status, StatusCode::OK);
+    let answer = ask(&service, request()).await;
+    let status = tonic::Status::from_header_map(&answer.headers).unwrap();
+    let expected = [("total", "api: 1 in 3600 s"), ("api", "api: 1 in 60 s")];
+    assert_eq!(violations(&status), expected.map(|(subject, limit)| (subject.to_owned(), limit.to_owned())));
+    let wait = status.get_details_retry_info().unwrap().retry_delay.unwrap();
+    assert!(wait > Duration::from_secs(3_600), "{wait:?}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -334,9 +334,18 @@ async fn a_server_that_may_evict_our_keys_is_one_line() {
     }
 }
 
-/// Collects the spans called `job`, with their fields.
-#[derive(Clone, Default)]
-struct Spans(Arc<Mutex<Vec<String>>>);
+/// Collects the spans of one name, with their fields.
+#[derive(Clone)]
+struct Spans {
+    name: &'static str,
+    seen: Arc<Mutex<Vec<String>>>,
+}
+
+impl Spans {
+    fn called(name: &'static str) -> Self {
+        Self { name, seen: Arc::default() }
+    }
+}
 
 struct Fields(String);
 
@@ -348,13 +357,13 @@ impl Visit for Fields {
 
 impl Subscriber for Spans {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        metadata.is_span() && metadata.name() == "job"
+        metadata.is_span() && metadata.name() == self.name
     }
 
     fn new_span(&self, span: &Attributes<'_>) -> Id {
         let mut fields = Fields(span.metadata().name().to_owned());
         span.record(&mut fields);
-        let mut spans = self.0.lock().unwrap();
+        let mut spans = self.seen.lock().unwrap();
         spans.push(fields.0);
         Id::from_u64(spans.len() as u64)
     }
@@ -362,7 +371,7 @@ impl Subscriber for Spans {
     fn record(&self, span: &Id, values: &Record<'_>) {
         let mut fields = Fields(String::new());
         values.record(&mut fields);
-        self.0.lock().unwrap()[span.into_u64() as usize - 1] += &fields.0;
+        self.seen.lock().unwrap()[span.into_u64() as usize - 1] += &fields.0;
     }
 
     fn record_follows_from(&self, _: &Id, _: &Id) {}
@@ -376,7 +385,7 @@ impl Subscriber for Spans {
 
 #[tokio::test(start_paused = true)]
 async fn each_attempt_of_a_job_is_a_span_that_says_which_one_it_is() {
-    let spans = Spans::default();
+    let spans = Spans::called("job");
     let _guard = tracing::subscriber::set_default(spans.clone());
     let queue = DelayQueue::<u32>::new(MemoryBackend::new(), "mail");
     let parent = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
@@ -386,5 +395,28 @@ async fn each_attempt_of_a_job_is_a_span_that_says_which_one_it_is() {
     worker.run_until(tokio::time::sleep(Duration::from_secs(60))).await.unwrap();
     let links = "link.trace_id=\"4bf92f3577b34da6a3ce929d0e0e4736\" link.span_id=\"00f067aa0ba902b7\"";
     let expected = [1, 2].map(|attempt| format!("job queue=\"mail\" id=welcome:42 attempt={attempt} {links}"));
-    assert_eq!(*spans.0.lock().unwrap(), expected);
+    assert_eq!(*spans.seen.lock().unwrap(), expected);
+}
+
+#[tokio::test(start_paused = true)]
+async fn each_call_of_a_rate_limit_store_is_a_span_that_tells_no_key() {
+    let spans = Spans::called("rate_limit");
+    let _guard = tracing::subscriber::set_default(spans.clone());
+    let store = FaultStore::new(MemoryBackend::new());
+    let per_hour = |name| Policy::new(name, Quota::per_hour(1).fixed_window());
+    let one =
+        RateLimitLayer::new(store.clone(), per_hour("api")).key(|user: &&'static str| *user).with_rejection(AsError);
+    let several = one.clone().and(per_hour("total"), |user: &&'static str| *user);
+    let answer = service_fn(async |user: &'static str| Ok::<_, BoxError>(user));
+    // What need not be waited for has none.
+    one.layer(answer).oneshot("alice").await.unwrap();
+    assert!(spans.seen.lock().unwrap().is_empty());
+    // A yes, a no, and a failure.
+    store.faults().delay(Duration::from_millis(1));
+    several.layer(answer).oneshot("bob").await.unwrap();
+    one.layer(answer).oneshot("bob").await.unwrap_err();
+    store.faults().fail(Failure::Unavailable);
+    one.layer(answer).oneshot("carol").await.unwrap();
+    let expected = [2, 1, 1].map(|subjects| format!("rate_limit policy=\"api\" subjects={subjects}"));
+    assert_eq!(*spans.seen.lock().unwrap(), expected);
 }

@@ -13,11 +13,11 @@ use tollgate::delay_queue::Outcome;
 use tollgate::http::{FingerprintedBody, header};
 use tollgate::idempotency::OnStoreError as OnFailure;
 use tollgate::lock::LockAdmin;
-use tollgate::rate_limit::{CircuitBreaker, Decision, RateLimitStore, Receipt};
+use tollgate::rate_limit::{CircuitBreaker, Decision, DenyCache, Leases, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
-    AsError, BoxError, DelayQueue, DelayQueueWorker, IdempotencyLayer, Job, Key, Locks, MemoryBackend, OnStoreError,
-    Policy, Quota, RateLimitLayer, StoreError,
+    AsError, BoxError, DelayQueue, DelayQueueWorker, IdempotencyLayer, Job, Key, Limiter, Locks, MemoryBackend,
+    OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
 };
 use tower::{Layer, Service, ServiceExt, service_fn};
 
@@ -209,6 +209,119 @@ fn a_shadow_is_seen_apart() {
     let expected = [
         ("tollgate_decisions_total{policy=trial,outcome=allowed}", 1),
         ("tollgate_decisions_total{policy=trial,outcome=shadow_limited}", 2),
+    ];
+    assert_eq!(seen, expect(&expected));
+}
+
+#[test]
+fn a_policy_is_not_seen_to_admit_what_another_one_turns_away() {
+    let per_hour = |name, limit| Policy::new(name, Quota::per_hour(limit).fixed_window());
+    // Twice over the limit of the user, whose third request the shadow counts as well.
+    let several = |store: &FaultStore<MemoryBackend>, user| {
+        RateLimitLayer::new(store.clone(), per_hour("user", user))
+            .key(|client: &&'static str| *client)
+            .and(per_hour("total", 10), tollgate::Everyone)
+            .and(per_hour("trial", 1).shadow(), tollgate::Everyone)
+            .with_rejection(AsError)
+            .layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)))
+    };
+    let service = several(&FaultStore::new(MemoryBackend::new()), 1);
+    let seen = seen_of(service, &["alice"; 3]);
+    let decisions = |seen: &BTreeMap<String, u64>| -> BTreeMap<String, u64> {
+        let decisions = seen.iter().filter(|(name, _)| name.starts_with("tollgate_decisions_total"));
+        decisions.map(|(name, count)| (name.clone(), *count)).collect()
+    };
+    let expected = [
+        ("tollgate_decisions_total{policy=user,outcome=allowed}", 1),
+        ("tollgate_decisions_total{policy=user,outcome=limited}", 2),
+        ("tollgate_decisions_total{policy=total,outcome=allowed}", 1),
+        ("tollgate_decisions_total{policy=total,outcome=turned_away}", 2),
+        ("tollgate_decisions_total{policy=trial,outcome=allowed}", 1),
+        ("tollgate_decisions_total{policy=trial,outcome=shadow_limited}", 2),
+    ];
+    assert_eq!(decisions(&seen), expect(&expected));
+
+    // And so it is where no store is asked, be it that it fails or that the request can never be admitted.
+    let down = FaultStore::new(MemoryBackend::new());
+    down.faults().fail(Failure::Unavailable);
+    let service = several(&down, 1);
+    let expected = [
+        ("tollgate_decisions_total{policy=user,outcome=local_allowed}", 1),
+        ("tollgate_decisions_total{policy=user,outcome=local_limited}", 2),
+        ("tollgate_decisions_total{policy=total,outcome=local_allowed}", 1),
+        ("tollgate_decisions_total{policy=total,outcome=turned_away}", 2),
+        ("tollgate_decisions_total{policy=trial,outcome=local_allowed}", 1),
+        ("tollgate_decisions_total{policy=trial,outcome=shadow_limited}", 2),
+    ];
+    assert_eq!(decisions(&seen_of(service, &["alice"; 3])), expect(&expected));
+    let service = several(&FaultStore::new(MemoryBackend::new()), 0);
+    let expected = [
+        ("tollgate_decisions_total{policy=user,outcome=never}", 1),
+        ("tollgate_decisions_total{policy=total,outcome=turned_away}", 1),
+        ("tollgate_decisions_total{policy=trial,outcome=allowed}", 1),
+    ];
+    assert_eq!(decisions(&seen_of(service, &["alice"])), expect(&expected));
+}
+
+#[test]
+fn accelerators_are_seen_as_their_stats_tell() {
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let leases = Leases::new(store).max_age(Duration::from_millis(500));
+    let cache = DenyCache::new(leases.clone());
+    let limiter = Limiter::new(cache.clone(), Policy::new("hot", Quota::per_minute(1_000).fixed_window()));
+    let until_some_are_held = async || {
+        for _ in 0..300 {
+            limiter.check("all").await.unwrap();
+        }
+        while leases.stats().held < 20 {
+            limiter.check("all").await.unwrap();
+        }
+    };
+    let minute = Duration::from_secs(60);
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            // Given back, lost with the window, lost because the store failed, and then because nobody waited for it.
+            until_some_are_held().await;
+            tokio::time::advance(Duration::from_millis(600)).await;
+            limiter.check("all").await.unwrap();
+            assert!(leases.stats().given_back > 0);
+            for lost in 0..3 {
+                tokio::time::advance(minute).await;
+                until_some_are_held().await;
+                let (held, expired) = (leases.stats().held, leases.stats().expired);
+                match lost {
+                    0 => tokio::time::advance(minute).await,
+                    1 => {
+                        tokio::time::advance(Duration::from_millis(600)).await;
+                        faults.fail_next(1, Failure::Unavailable);
+                    }
+                    _ => {
+                        tokio::time::advance(Duration::from_millis(600)).await;
+                        faults.hang();
+                    }
+                }
+                let _ = limiter.check("all").await;
+                faults.heal();
+                assert_eq!(leases.stats().expired, expired + held, "{lost}");
+            }
+            leases.reset(&Policy::new("hot", Quota::per_minute(1_000).fixed_window()), &"all".into()).await.unwrap();
+            for _ in 0..1_100 {
+                limiter.check("all").await.unwrap();
+            }
+        });
+    });
+    let (seen, units, answers) = (seen(&snapshotter), leases.stats(), cache.stats());
+    assert!(answers.hits > 0);
+    let expected = [
+        ("tollgate_leased_units_total{policy=hot,outcome=drawn}", units.drawn),
+        ("tollgate_leased_units_total{policy=hot,outcome=given_back}", units.given_back),
+        ("tollgate_leased_units_total{policy=hot,outcome=expired}", units.expired),
+        ("tollgate_deny_cache_total{policy=hot,outcome=hit}", answers.hits),
+        ("tollgate_deny_cache_total{policy=hot,outcome=miss}", answers.misses),
     ];
     assert_eq!(seen, expect(&expected));
 }

@@ -565,6 +565,31 @@ async fn clients_have_the_quota_of_their_plan() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn who_has_just_changed_plans_need_not_wait_for_the_old_answer_to_end() {
+    let (asked, quota) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(1)));
+    let resolver = PolicyResolver::new({
+        let (asked, quota) = (Arc::clone(&asked), Arc::clone(&quota));
+        move |_| {
+            asked.fetch_add(1, Relaxed);
+            ready(Ok::<_, BoxError>(per_hour(quota.load(Relaxed) as u32)))
+        }
+    });
+    let service = layer(MemoryBackend::new(), per_hour(0))
+        .key(|customer: &&'static str| *customer)
+        .resolver(resolver.clone())
+        .layer(service_fn(echo));
+    let passes = async |customer| service.clone().oneshot(customer).await.is_ok();
+    assert!(passes("alice").await && passes("bob").await);
+    quota.store(2, Relaxed);
+    assert!(!passes("alice").await, "the old answer is used");
+    resolver.forget(&"alice".into());
+    assert!(passes("alice").await && !passes("alice").await, "what was used before counts");
+    assert!(!passes("bob").await, "of the others nothing is forgotten");
+    assert_eq!(asked.load(Relaxed), 3);
+    resolver.forget(&"nobody".into());
+}
+
+#[tokio::test(start_paused = true)]
 async fn plans_are_for_the_key_of_the_layer_alone() {
     let asked = Arc::new(AtomicUsize::new(0));
     let total = Policy::new("total", Quota::per_hour(2).fixed_window());
@@ -583,7 +608,7 @@ async fn plans_are_for_the_key_of_the_layer_alone() {
     assert_eq!(error.downcast::<RateLimited>().unwrap().policy(), "total");
     assert_eq!(asked.load(Relaxed), 0);
     let handle = later.0.lock().unwrap().pop().unwrap();
-    assert_eq!(handle.decision(), None, "nothing was decided by the policy of the layer");
+    assert_eq!(handle.decision().map(Decision::limit), Some(2), "the policy of the layer has decided nothing");
 }
 
 #[tokio::test(start_paused = true)]
@@ -874,6 +899,35 @@ async fn without_a_store_each_process_counts_by_itself_unless_told_otherwise() {
                 assert!(error.is::<RateLimited>(), "an honest no, and not a failure: {error:?}");
             }
         }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn without_a_store_a_request_still_counts_for_all_its_subjects_or_for_none() {
+    let total = Policy::new("total", Quota::per_hour(6).fixed_window());
+    for (replicas, per_user, in_total) in [(1, 4, 6), (2, 2, 3)] {
+        let service = layer(&Store::failing(|| StoreError::unavailable("connection refused")), per_hour(4))
+            .key(|user: &&'static str| *user)
+            .and(total.clone(), tollgate::Everyone)
+            .replicas(replicas)
+            .layer(service_fn(echo));
+        let who = async |user| {
+            let error = service.clone().oneshot(user).await.err()?.downcast::<RateLimited>().unwrap();
+            Some(error.decisions().map(|(policy, _)| policy.to_owned()).collect::<Vec<_>>())
+        };
+        for _ in 0..per_user {
+            assert_eq!(who("alice").await, None);
+        }
+        // Not charged to the total.
+        for _ in 0..3 {
+            assert_eq!(who("alice").await, Some(vec!["test".to_owned()]), "{replicas}");
+        }
+        for _ in per_user..in_total {
+            assert_eq!(who("bob").await, None, "{replicas}");
+        }
+        // And the other way round: who comes last has all of their own quota, and can use none of it.
+        assert_eq!(who("bob").await, Some(vec!["total".to_owned()]));
+        assert_eq!(who("alice").await.map(|policies| policies.len()), Some(2));
     }
 }
 

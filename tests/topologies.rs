@@ -14,8 +14,9 @@ use support::sentinel::SentinelDeployment;
 use support::server::{RedisServer, version, wait_until};
 use tokio::sync::oneshot;
 use tokio::task::{JoinHandle, JoinSet, block_in_place};
-use tokio::time::sleep;
+use tokio::time::{sleep, timeout};
 use tollgate::delay_queue::{DelayQueue, DelayQueueWorker, Job, WorkerError};
+use tollgate::rate_limit::{Decision, RateLimitStore, Request};
 use tollgate::{BoxError, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions};
 use tower::service_fn;
 
@@ -277,6 +278,39 @@ mod on_a_cluster {
         for (before, after) in before.into_iter().zip(keys()) {
             assert!(after >= before + u64::from(SUBJECTS) / 5, "{before} keys, then {after}");
         }
+    }
+
+    /// A decision about subjects on two nodes was given up at its deadline while one of these did not answer, and the other had charged.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn what_one_node_has_charged_is_given_back_when_another_one_is_not_waited_for() {
+        let cluster = Cluster::start();
+        let backend = connect(&cluster.url()).await;
+        let policy = Policy::new("nodes", Quota::per_hour(5).fixed_window());
+        let owner = |subject: &str| {
+            let slot = cluster.nodes[0].query(&format!("CLUSTER KEYSLOT {{rate_limit:nodes:{subject}}}"));
+            cluster.owner(slot)
+        };
+        let other = (0..).map(|n| format!("bob{n}")).find(|other| owner(other) != owner("alice")).unwrap();
+        let requests = ["alice", &other].map(|key| Request { policy: policy.clone(), key: key.into(), cost: 2 });
+        let left = async || backend.peek(&policy, &"alice".into(), 1).await.unwrap().remaining();
+        // Whatever has to be loaded or connected is there.
+        assert!(backend.check_all(&requests).await.unwrap().iter().all(Decision::is_allowed));
+        assert_eq!(left().await, Some(3));
+
+        cluster.nodes[owner(&other)].pause_clients(Duration::from_secs(2));
+        assert!(
+            timeout(Duration::from_millis(250), backend.check_all(&requests)).await.is_err(),
+            "one does not answer"
+        );
+        let given_back = async {
+            while left().await != Some(3) {
+                sleep(Duration::from_millis(5)).await;
+            }
+        };
+        timeout(Duration::from_secs(5), given_back).await.expect("what was charged is given back");
+        // And it is when the failure is the node's, and waited for.
+        assert!(backend.check_all(&requests).await.is_err(), "it is paused still");
+        assert_eq!(left().await, Some(3));
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

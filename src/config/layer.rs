@@ -72,7 +72,7 @@ impl<B: Clone, A> RulesLayer<B, A> {
 }
 
 impl<B: Clone, A: Clone> RulesLayer<B, A> {
-    /// When the layer stops to ask a store that fails. Defaults to [`CircuitBreaker::new`].
+    /// When the layer stops to ask a store that fails, for all rules together. Defaults to [`CircuitBreaker::new`].
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         let Shared { backend, handle, answer, .. } = &*self.shared;
         Self::of(backend.clone(), handle.clone(), Fallback::new(breaker), answer.clone())

@@ -125,6 +125,14 @@
 //! The path is that which the layer sees: without the prefix where it stands in a nested axum router, and as it was sent, with
 //! escapes.
 //!
+//! # When the store fails
+//!
+//! What happens then is the choice of each rule (`on_store_error`, `replicas`, `deadline`): a login can be closed while the rest falls back.
+//! Whether the store is [asked at all](RulesLayer::circuit_breaker) is found out for all rules together, since it is one store: where requests
+//! of one rule have failed often enough, those of the others do not wait for it either. A decision that takes longer than the deadline of its rule is
+//! such a failure, so a rule whose deadline is shorter than the store is quick takes the store from all others. Rules count together, too, while
+//! they count in this process.
+//!
 //! # What is refused
 //!
 //! Everything that is not known or makes no sense, with its place, before any of it is enforced: see [`RulesError`]. Files are

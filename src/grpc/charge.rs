@@ -6,8 +6,9 @@ use crate::rate_limit::{ChargeOn, RateLimitHandle};
 /// Charges only calls that fail: with another status than `OK`, or none.
 ///
 /// The status is read where gRPC puts it, in the trailers behind the last message, or in the headers of an answer that has nothing
-/// else. A call that is given up before its end stays charged. Works with the answers [`AsStatus`](super::AsStatus) and
-/// [`AsResponse`](crate::AsResponse), whose bodies look out for trailers.
+/// else. A call that breaks off or is given up before its trailers is one without a status, so it fails: a client that goes away is
+/// charged here and is not by [`successes`]. One that goes away before there is an answer stays charged by both. Works with the
+/// answers [`AsStatus`](super::AsStatus) and [`AsResponse`](crate::AsResponse), whose bodies look out for trailers.
 ///
 /// ```
 /// use tollgate::grpc::{AsStatus, failures};
@@ -26,6 +27,9 @@ pub const fn failures() -> ChargeStatus {
 }
 
 /// Charges only calls that end with the status `OK`: see [`failures`].
+///
+/// A client that leaves a stream just before its end has had it for nothing. Where that is worth something charge every call, or let the
+/// handler say what a stream was worth, with a [`RateLimitHandle`].
 #[must_use]
 pub const fn successes() -> ChargeStatus {
     ChargeStatus { failures: false }

@@ -8,7 +8,7 @@ use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use prost::Message as _;
 
 use super::details::{Any, Status, Violation};
-use crate::http::{ResponseBody, STORE_RETRY, STORE_TEXT, wait, write_fields};
+use crate::http::{ResponseBody, STORE_RETRY, STORE_TEXT, leave, write_fields};
 use crate::rate_limit::{Announce, Limit, RateLimitHandle, RateLimited, Rejection, Standing, ceil_seconds};
 use crate::reject::{Fields, HeaderVersion, NothingDone, Reject, Secret};
 
@@ -87,7 +87,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
     fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
         Ok(match rejection {
             Rejection::Limited(limited) => {
-                let wait = wait(&limited).map(|wait| self.told(wait));
+                let wait = limited.retry_after().map(|wait| self.told(wait));
                 let mut details: Vec<Any> = wait.map(Any::retry_info).into_iter().collect();
                 let violations: Vec<Violation> = violations(&limited).collect();
                 if !violations.is_empty() {
@@ -129,20 +129,19 @@ impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsStatus {
 
     fn announce(&self, standing: &Standing<'_>, response: &mut Response<B>) {
         if let (false, Some(decision)) = (self.fields.no_extensions, standing.decision) {
-            response.extensions_mut().insert(decision.clone());
+            leave(decision, response.extensions_mut());
         }
         write_fields(&self.fields, standing, response.headers_mut());
     }
 }
 
-/// The limits that stand in the way. Their names are all different.
+/// The limits that stand in the way.
 fn violations(limited: &RateLimited) -> impl Iterator<Item = Violation> {
-    let policy = limited.full_policy();
-    let limits = policy.limit_names().zip(policy.limits());
-    let violated: Vec<&str> = limited.violated().collect();
-    limits.filter(move |(name, _)| violated.contains(name)).map(|(name, limit)| {
-        let description = format!("{name}: {} in {}", limit.capacity(), period(limit));
-        Violation { subject: limited.policy().to_owned(), description }
+    limited.denials().flat_map(|denial| {
+        denial.violated(limited.cost()).map(|(name, limit)| {
+            let description = format!("{name}: {} in {}", limit.capacity(), period(limit));
+            Violation { subject: denial.policy.name().to_owned(), description }
+        })
     })
 }
 

@@ -70,6 +70,16 @@ impl Charge {
     }
 }
 
+/// A body that is not read to its end has no trailers, as one that breaks off.
+#[cfg(feature = "grpc")]
+impl Drop for Charge {
+    fn drop(&mut self) {
+        if let Some(at_end) = self.at_end.take() {
+            at_end.settle(&HeaderMap::new());
+        }
+    }
+}
+
 impl<B> ResponseBody<B> {
     #[inline]
     pub(crate) fn inner(body: B) -> Self {

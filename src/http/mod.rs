@@ -31,7 +31,9 @@
 //! | no decision, but passed | that of the inner service | | `RateLimit-Policy` |
 //!
 //! The body of a rejection is a problem document (RFC 9457) of `type`, `title`, `status`, `detail` and, with the registered
-//! types, `violated-policies`: the names of the limits that stand in the way, if any. What the store's error says is in no answer.
+//! types, `violated-policies`: the names of the limits that stand in the way, if any. Where a request
+//! [counts for several](crate::RateLimitLayer::and) these are the limits of all that said no, and `Retry-After` is the longest of their waits; `type`
+//! and `detail` speak of the one that lasts longest. What the store's error says is in no answer.
 //!
 //! ```json
 //! {
@@ -215,4 +217,4 @@ pub use ::ipnet::IpNet;
 #[cfg(feature = "grpc")]
 pub(crate) use self::headers::write_fields;
 #[cfg(feature = "grpc")]
-pub(crate) use self::reject::{STORE_RETRY, STORE_TEXT, wait};
+pub(crate) use self::reject::{STORE_RETRY, STORE_TEXT, leave};

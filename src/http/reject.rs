@@ -1,14 +1,12 @@
 use std::time::Duration;
 
 use ::http::header::{CONTENT_TYPE, RETRY_AFTER};
-use ::http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
+use ::http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode};
 
 use super::body::ResponseBody;
 use super::headers::write_fields;
 use super::problem::{Kind, Problem};
-use crate::rate_limit::{
-    Announce, LimitStatus, Outcome, RateLimitHandle, RateLimited, Rejection, Standing, ceil_seconds,
-};
+use crate::rate_limit::{Announce, Decision, Outcome, RateLimitHandle, Rejection, Standing, ceil_seconds};
 use crate::reject::{AsResponse, NothingDone, Reject, RejectionBody};
 
 /// What a client is told to wait when it is not known when the store will answer again.
@@ -28,7 +26,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
                     Outcome::Blocked => Kind::AbnormalUsageDetected,
                     _ => Kind::QuotaExceeded,
                 };
-                let retry_after = wait(&limited).map(|wait| self.told(wait));
+                let retry_after = limited.retry_after().map(|wait| self.told(wait));
                 let detail = &*limited.text(retry_after);
                 let violated = limited.violated().collect();
                 self.answer(retry_after, Problem { kind, status: StatusCode::TOO_MANY_REQUESTS, detail, violated })
@@ -72,18 +70,19 @@ impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsResponse {
     #[inline]
     fn announce(&self, standing: &Standing<'_>, response: &mut Response<B>) {
         if let (false, Some(decision)) = (self.fields.no_extensions, standing.decision) {
-            response.extensions_mut().insert(decision.clone());
+            leave(decision, response.extensions_mut());
         }
         self.write_headers(standing, response.headers_mut());
     }
 }
 
-/// How long a client that was turned away has to wait; `None` where no wait helps.
-///
-/// Who is blocked may be over a limit as well, and then is not helped by the end of the block alone.
-pub(crate) fn wait(limited: &RateLimited) -> Option<Duration> {
-    let limits = limited.decision().limits();
-    Some(limits.iter().filter_map(LimitStatus::retry_after).fold(limited.retry_after()?, Duration::max))
+/// Leaves a decision for layers further out, unless another one that restricts more is there already.
+pub(crate) fn leave(decision: &Decision, extensions: &mut Extensions) {
+    if let Some(before) = extensions.insert(decision.clone())
+        && before.strictness() > decision.strictness()
+    {
+        extensions.insert(before);
+    }
 }
 
 impl AsResponse {

@@ -1,10 +1,12 @@
 use std::cmp::Reverse;
 use std::error::Error;
 use std::fmt;
+use std::iter;
 use std::slice;
 use std::time::Duration;
 
 use super::policy::Policy;
+use super::quota::Limit;
 
 /// What a store found out about one request: a normal outcome, never a failure.
 ///
@@ -306,36 +308,83 @@ impl Decision {
     pub fn reset_after(&self) -> Duration {
         self.tightest().map_or(Duration::ZERO, LimitStatus::reset_after)
     }
+
+    /// How long until the request would pass; `None` where it does, or never will. Who is blocked may be over a limit as well, and then is
+    /// not helped by the end of the block alone.
+    fn wait(&self) -> Option<Duration> {
+        Some(self.limits().iter().filter_map(LimitStatus::retry_after).fold(self.retry_after()?, Duration::max))
+    }
+
+    /// Orders decisions by how much they restrict: a yes by what is left, a no by how long it lasts.
+    pub(crate) fn strictness(&self) -> impl Ord + use<> {
+        (self.outcome == Outcome::Never, self.wait(), Reverse(self.remaining()), self.reset_after())
+    }
 }
 
 /// The rejection of a request that is over its limit.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct RateLimited {
-    policy: Policy,
     cost: u32,
-    decision: Decision,
+    denial: Denial,
+}
+
+/// What one policy has said.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Denial {
+    pub(crate) policy: Policy,
+    pub(crate) decision: Decision,
+    // What another one has said of the same request. Nearly always there is none.
+    next: Option<Box<Self>>,
+}
+
+impl Denial {
+    /// Which of the limits stand in the way of this cost.
+    pub(crate) fn violated(&self, cost: u32) -> impl Iterator<Item = (&str, &Limit)> {
+        let never = self.decision.outcome() == Outcome::Never;
+        let stands_in_the_way = move |limit: &LimitStatus| {
+            limit.is_violated() || never && (limit.capacity() == 0 || cost > limit.capacity())
+        };
+        let limits = self.policy.limit_names().zip(self.policy.limits());
+        let statuses = limits.zip(self.decision.limits());
+        statuses.filter(move |(_, status)| stands_in_the_way(status)).map(|(limit, _)| limit)
+    }
 }
 
 impl RateLimited {
     pub(crate) const fn new(policy: Policy, cost: u32, decision: Decision) -> Self {
-        Self { policy, cost, decision }
+        Self { cost, denial: Denial { policy, decision, next: None } }
     }
 
-    /// The name of the policy that said no.
+    /// The rejection of a request that is over both limits: the one that lasts longer comes first.
+    pub(crate) fn and(self, other: Self) -> Self {
+        let (Self { cost, denial: first }, Self { denial: second, .. }) = (self, other);
+        let is_first_longer = first.decision.strictness() >= second.decision.strictness();
+        let (mut longer, mut shorter) = if is_first_longer { (first, second) } else { (second, first) };
+        let mut end = &mut shorter.next;
+        while let Some(denial) = end {
+            end = &mut denial.next;
+        }
+        *end = longer.next.take();
+        longer.next = Some(Box::new(shorter));
+        Self { cost, denial: longer }
+    }
+
+    /// All that have said no, the one that takes longest to say yes first.
+    pub(crate) fn denials(&self) -> impl Iterator<Item = &Denial> {
+        iter::successors(Some(&self.denial), |denial| denial.next.as_deref())
+    }
+
+    /// The name of the policy that said no. Where a request [counts for several](super::RateLimitLayer::and) and more than one has said no,
+    /// this is the one that takes longest to say yes.
     #[must_use]
     pub fn policy(&self) -> &str {
-        self.policy.name()
+        self.denial.policy.name()
     }
 
-    /// The names of the limits that stand in the way: see [`Policy::limit_names`]. Empty for a key that is blocked, and all that can
-    /// never be met where no wait helps.
+    /// The names of the limits that stand in the way, of all policies that said no: see [`Policy::limit_names`]. A block is none, and of a
+    /// policy that no wait helps with these are the limits that can never be met.
     pub fn violated(&self) -> impl Iterator<Item = &str> {
-        let never = self.decision.outcome() == Outcome::Never;
-        let limits = self.policy.limit_names().zip(self.decision.limits());
-        let stands_in_the_way = move |limit: &LimitStatus| {
-            limit.is_violated() || never && (limit.capacity() == 0 || self.cost > limit.capacity())
-        };
-        limits.filter(move |(_, limit)| stands_in_the_way(limit)).map(|(name, _)| name)
+        self.denials().flat_map(|denial| denial.violated(self.cost)).map(|(name, _)| name)
     }
 
     /// The units that the request asked for.
@@ -344,15 +393,11 @@ impl RateLimited {
         self.cost
     }
 
-    #[cfg(feature = "grpc")]
-    pub(crate) const fn full_policy(&self) -> &Policy {
-        &self.policy
-    }
-
-    /// How long to wait before trying again; `None` where no wait helps.
+    /// How long to wait before trying again, until all that stands in the way is over: limits of all policies, and a block; `None` where no
+    /// wait helps.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
-        self.decision.retry_after()
+        self.denial.decision.wait()
     }
 
     /// The same in whole seconds, as `Retry-After` wants it: rounded up, and at least 1.
@@ -361,10 +406,15 @@ impl RateLimited {
         self.retry_after().map(ceil_seconds)
     }
 
-    /// The decision behind the rejection.
+    /// The decision behind the rejection: that of the [policy](Self::policy).
     #[must_use]
     pub fn decision(&self) -> &Decision {
-        &self.decision
+        &self.denial.decision
+    }
+
+    /// The names of all policies that said no, with their decisions; the [policy](Self::policy) is the first.
+    pub fn decisions(&self) -> impl Iterator<Item = (&str, &Decision)> {
+        self.denials().map(|denial| (denial.policy.name(), &denial.decision))
     }
 }
 
@@ -373,7 +423,7 @@ impl RateLimited {
     pub(crate) fn text(&self, wait_seconds: Option<u64>) -> String {
         let policy = self.policy();
         match wait_seconds {
-            Some(seconds) if self.decision.outcome() == Outcome::Blocked => {
+            Some(seconds) if self.decision().outcome() == Outcome::Blocked => {
                 format!("blocked by rate limit `{policy}`, try again in {seconds} s")
             }
             Some(seconds) => format!("rate limit `{policy}` exceeded, try again in {seconds} s"),
@@ -437,6 +487,34 @@ mod tests {
         let cases = [(0, 1), (1, 1), (999_999, 1), (1_000_000, 1), (1_000_001, 2), (59_000_001, 60)];
         for (micros, seconds) in cases {
             assert_eq!(ceil_seconds(Duration::from_micros(micros)), seconds, "{micros} us");
+        }
+    }
+
+    #[test]
+    fn of_several_rejections_none_is_lost_and_the_longest_comes_first() {
+        let limited = |name: &str| {
+            let policy = Policy::new(name, Quota::per_hour(5).fixed_window());
+            let wait = Duration::from_secs(name.len() as u64);
+            RateLimited::new(policy, 1, Decision::new([LimitStatus::new(5, 0, wait, wait)]))
+        };
+        let names = ["a", "bb", "ccc", "dddd"];
+        for turn in 0..24 {
+            // Each order of four, by the digits of the number in factorial base.
+            let (mut left, mut number) = (names.to_vec(), turn);
+            let order: Vec<&str> = (1..=4)
+                .rev()
+                .map(|len| {
+                    let next = left.remove(number % len);
+                    number /= len;
+                    next
+                })
+                .collect();
+            let rejection = order.iter().copied().map(limited).reduce(RateLimited::and).unwrap();
+            assert_eq!((rejection.policy(), rejection.retry_after_secs()), ("dddd", Some(4)), "{order:?}");
+            let mut named: Vec<&str> = rejection.decisions().map(|(policy, _)| policy).collect();
+            assert_eq!(named, rejection.violated().collect::<Vec<_>>());
+            named.sort_unstable();
+            assert_eq!(named, names, "{order:?}");
         }
     }
 

@@ -146,6 +146,7 @@ impl<S> DenyCache<S> {
         if let Some(denial) = known {
             let decision = denial.decision.later(now - denial.told);
             part.books.hits += 1;
+            policy.meters().deny_cache_asked(true);
             return Ok(decision);
         }
         Err(Question { place, asked: now, changes: part.books.changes })
@@ -156,6 +157,7 @@ impl<S> DenyCache<S> {
         let Question { place, asked, changes } = question;
         let mut part = self.denials.lock(place);
         part.books.misses += 1;
+        policy.meters().deny_cache_asked(false);
         let cost = match decision.outcome() {
             Outcome::Limited => cost,
             // Whatever it costs.

@@ -16,11 +16,12 @@ use super::store::RateLimitStore;
 use crate::deadline::Deadline;
 use crate::error::StoreError;
 
-/// What a request was charged, to be corrected while it is handled: in the extensions of every HTTP request that was
-/// counted and admitted.
+/// What a request was charged, to be corrected while it is handled, and the [decision](Self::decision) that admitted it: in the extensions
+/// of every HTTP request that was counted and admitted.
 ///
 /// One that passes uncounted has none: by a list of those who are let in, or without a key where such requests pass. Where there may be
-/// such, ask for an `Option` of it. Of several layers the innermost leaves its own.
+/// such, ask for an `Option` of it. Of several layers the innermost leaves its own. (In the extensions of the *response* there is the
+/// [`Decision`] itself, and that of the layer which restricts most.)
 ///
 /// ```
 /// # #[cfg(feature = "http")] {
@@ -83,10 +84,21 @@ impl RateLimitHandle {
         self.ledger.cost
     }
 
-    /// The decision that admitted the request, by the policy of the layer; `None` where none could be made.
+    /// The decision that admitted the request; `None` where none could be made.
+    ///
+    /// Where a request [counts for several](super::RateLimitLayer::and) it is the one that restricts most, which has least left. That of a
+    /// policy that is not [enforced](super::Policy::mode) is told where there is no other.
     #[must_use]
     pub fn decision(&self) -> Option<&Decision> {
-        self.ledger.subjects.iter().find(|subject| subject.main)?.decision.as_ref()
+        match &self.ledger.subjects {
+            Subjects::One(subject) => subject.decision.as_ref(),
+            Subjects::Several(subjects) => {
+                let decided =
+                    subjects.iter().filter_map(|subject| Some((subject.enforced, subject.decision.as_ref()?)));
+                let strictest = decided.max_by_key(|(enforced, decision)| (*enforced, decision.strictness()));
+                strictest.map(|(_, decision)| decision)
+            }
+        }
     }
 
     /// Charges `units` more, also where the request was admitted for nothing.

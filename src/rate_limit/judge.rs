@@ -160,9 +160,9 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// What is said to a request because of this subject.
-    pub(super) fn rejection(&self, subject: &Subject, cost: u32) -> Option<Rejection> {
+    pub(super) fn limited(&self, subject: &Subject, cost: u32) -> Option<RateLimited> {
         let (policy, decision) = (subject.policy(&self.policy).clone(), subject.decision.clone()?);
-        Some(Rejection::Limited(RateLimited::new(policy, cost, decision)))
+        Some(RateLimited::new(policy, cost, decision))
     }
 
     /// The judgement, after all that has to be waited for.
@@ -262,20 +262,21 @@ impl<B: RateLimitStore + Sync> Core<B> {
 
     /// Yes or no, once all decisions are there.
     fn rule(&self, subjects: &[Subject], cost: u32) -> Result<(), Rejection> {
-        let mut worst: Option<&Subject> = None;
+        let denies = |subject: &&Subject| {
+            subject.enforced && subject.decision.as_ref().is_some_and(|decision| !decision.is_allowed())
+        };
+        let is_turned_away = subjects.iter().any(|subject| denies(&subject));
         for subject in subjects {
-            let Some(decision) = &subject.decision else { continue };
-            // What never fits says more than what does not fit yet.
-            let rank = |subject: &Subject| {
-                let decision = subject.decision.as_ref();
-                decision.map(|decision| (decision.outcome() == Outcome::Never, decision.retry_after()))
-            };
-            let admitted = note(subject.policy(&self.policy), decision, subject.enforced, subject.local, cost);
-            if !admitted && worst.is_none_or(|worst| rank(worst) < rank(subject)) {
-                worst = Some(subject);
+            let (policy, Some(decision)) = (subject.policy(&self.policy), &subject.decision) else { continue };
+            if is_turned_away && subject.enforced && decision.is_allowed() {
+                // It had room, but was not charged.
+                policy.meters().decided(Verdict::TurnedAway);
+            } else {
+                note(policy, decision, subject.enforced, subject.local, cost);
             }
         }
-        worst.and_then(|worst| self.rejection(worst, cost)).map_or(Ok(()), Err)
+        let limited = subjects.iter().filter(denies).filter_map(|subject| self.limited(subject, cost));
+        limited.reduce(RateLimited::and).map_or(Ok(()), |limited| Err(Rejection::Limited(limited)))
     }
 
     /// Whether the request is turned away whatever the store says.

@@ -201,7 +201,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
 
     /// Counts each request by another policy and key as well: by user *and* by address *and* for everybody together.
     ///
-    /// A request passes if all of them have room, and is charged to all of them or to none. On a single Redis and in memory
+    /// A request passes if all of them have room, and is charged to all of them or to none. Where several have none, the rejection names
+    /// the limits of each, and the longest wait. On a single Redis and in memory
     /// this is one atomic decision; see [`RateLimitStore::check_all`] for stores that cannot do it.
     /// Takes a policy with a name of its own. Policies that are not [enforced](Policy::mode) have no say in it, and are counted by themselves.
     ///

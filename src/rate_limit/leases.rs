@@ -5,6 +5,7 @@ use tokio::sync::Notify;
 use tokio::time::Instant;
 
 use super::decision::{Decision, LimitStatus, Outcome, Receipt};
+use super::meters::Leased;
 use super::policy::Policy;
 use super::quota::{Algorithm, Limit};
 use super::shards::{Ends, Place, Shards};
@@ -46,8 +47,9 @@ use crate::key::Key;
 ///
 /// It may admit less than the quota: what one process holds cannot be used by others, and is lost if it is not used in time.
 /// A lease is at most an [eighth](Self::share) of what was left, so leases shrink as the quota is used up, and near its end
-/// there are none: the last units are charged one request at a time, and a denial is always the store's own. How much was
-/// lost is in the [`stats`](Self::stats).
+/// there are none: the last units are charged one request at a time, and a denial is always the store's own. So what an idle process
+/// holds is no more than an eighth of what was left when it drew, and what the request before it costs; `n` of them hold `1 - (7/8)^n` of the
+/// quota together. How much was lost is in the [`stats`](Self::stats) and in the [metrics](crate::rate_limit#metrics).
 ///
 /// What others change is noticed when the lease ends, after the [maximum age](Self::max_age) at the latest: a block, a reset
 /// (what is left of the lease was charged before it and is handed out after it). One that goes through these leases or a
@@ -236,7 +238,7 @@ impl<S> Leases<S> {
         }
         if part.get_mut(place, policy, key).is_none_or(|slot| slot.policy != *policy) {
             let slot = Slot::new(policy, now);
-            part.put(place, policy, key, slot, now, |books, slot| books.lose(slot.lease));
+            part.put(place, policy, key, slot, now, |books, slot| books.lose(&slot.policy, slot.lease));
             return Step::Ask;
         }
         let (slot, books) = part.get_with_books(place, policy, key);
@@ -269,7 +271,7 @@ impl<S> Leases<S> {
                 }
                 None => {
                     slot.size = lease.size / 2;
-                    books.lose(Some(lease));
+                    books.lose(policy, Some(lease));
                 }
             }
         }
@@ -311,11 +313,13 @@ impl<S> Leases<S> {
         let (slot, books) = part.get_with_books(draw.place, draw.policy, draw.key);
         books.stats.draws += 1;
         books.stats.drawn += u64::from(units);
+        draw.policy.meters().leased(Leased::Drawn, units);
         books.stats.handed_out += u64::from(cost);
         let rest = units - cost;
         let Some(slot) = slot.filter(|slot| Arc::ptr_eq(&slot.flight, &draw.flight)) else {
             // It was reset or blocked meanwhile, or had to make room.
             books.stats.expired += u64::from(rest);
+            draw.policy.meters().leased(Leased::Expired, rest);
             return (decision, 0);
         };
         slot.room_is(asked, &decision);
@@ -333,7 +337,7 @@ impl<S> Leases<S> {
         // And what is left of the one before, which was not enough for the request.
         match slot.lease.take() {
             Some(old) if old.is_of_the_windows_of(&lease) => lease.left = lease.left.saturating_add(old.left),
-            old => books.lose(old),
+            old => books.lose(draw.policy, old),
         }
         let decision = lease.decision.clone().with_more(lease.left);
         slot.lease = Some(lease);
@@ -351,7 +355,7 @@ impl<S> Leases<S> {
         let mut part = self.slots.lock(place);
         part.books.changing.push(place.hash);
         if let Some(slot) = part.remove(place, policy, key) {
-            part.books.lose(slot.lease);
+            part.books.lose(policy, slot.lease);
         }
         Change { slots: &self.slots, place }
     }
@@ -368,8 +372,11 @@ impl Lease {
 }
 
 impl Books {
-    fn lose(&mut self, lease: Option<Lease>) {
-        self.stats.expired += lease.map_or(0, |lease| u64::from(lease.left));
+    fn lose(&mut self, policy: &Policy, lease: Option<Lease>) {
+        if let Some(lease) = lease {
+            self.stats.expired += u64::from(lease.left);
+            policy.meters().leased(Leased::Expired, lease.left);
+        }
     }
 }
 
@@ -428,6 +435,18 @@ impl Drop for Draw<'_> {
     }
 }
 
+/// Units that are being given back, and are lost where nobody waits for that. A counter cannot take back what it has said.
+struct Lost<'a> {
+    policy: &'a Policy,
+    units: u32,
+}
+
+impl Drop for Lost<'_> {
+    fn drop(&mut self) {
+        self.policy.meters().leased(Leased::Expired, self.units);
+    }
+}
+
 struct Change<'a> {
     slots: &'a Shards<Slot, Books>,
     place: Place,
@@ -465,15 +484,19 @@ impl<S: RateLimitStore + Sync> Leases<S> {
         let (decision, rest) = self.install(&draw, units, cost, asked, decision);
         let (policy, key, place) = (draw.policy, draw.key, draw.place);
         drop(draw);
-        if let Some(receipt) = receipt.filter(|_| rest > 0) {
-            self.give_back(place, policy, key, receipt, rest).await;
+        match receipt {
+            Some(receipt) if rest > 0 => self.give_back(place, policy, key, receipt, rest).await,
+            _ => policy.meters().leased(Leased::Expired, rest),
         }
         Ok(Some(decision))
     }
 
     /// Gives back what was put down as lost. Stays lost if that does not work.
     async fn give_back(&self, place: Place, policy: &Policy, key: &Key, receipt: Receipt, units: u32) {
+        let mut lost = Lost { policy, units };
         if self.store.settle(policy, key, receipt, -i64::from(units)).await.is_ok() {
+            lost.units = 0;
+            policy.meters().leased(Leased::GivenBack, units);
             let stats = &mut self.slots.lock(place).books.stats;
             stats.expired -= u64::from(units);
             stats.given_back += u64::from(units);

@@ -15,6 +15,8 @@ pub(crate) enum Verdict {
     Shadow,
     MissingKey,
     Denied,
+    /// There was room, but another policy turned the request away, and nothing was charged.
+    TurnedAway,
     /// The store failed: let through, turned away.
     FailedOpen,
     FailedClosed,
@@ -24,7 +26,7 @@ pub(crate) enum Verdict {
 }
 
 impl Verdict {
-    pub(crate) const ALL: [(Self, &'static str); 11] = [
+    pub(crate) const ALL: [(Self, &'static str); 12] = [
         (Self::Allowed, "allowed"),
         (Self::Limited, "limited"),
         (Self::Never, "never"),
@@ -32,6 +34,7 @@ impl Verdict {
         (Self::Shadow, "shadow_limited"),
         (Self::MissingKey, "missing_key"),
         (Self::Denied, "denied"),
+        (Self::TurnedAway, "turned_away"),
         (Self::FailedOpen, "failed_open"),
         (Self::FailedClosed, "failed_closed"),
         (Self::LocalAllowed, "local_allowed"),
@@ -52,6 +55,14 @@ impl Verdict {
     }
 }
 
+/// What became of units that [leases](super::Leases) have drawn ahead. What is neither given back nor expired was handed out, or is held.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Leased {
+    Drawn,
+    GivenBack,
+    Expired,
+}
+
 pub(crate) use self::imp::Meters;
 
 #[cfg(feature = "metrics")]
@@ -61,7 +72,7 @@ mod imp {
 
     use metrics::{Counter, Histogram, Label, SharedString, counter, histogram};
 
-    use super::Verdict;
+    use super::{Leased, Verdict};
 
     /// The handles of one policy, registered with the recorder that is installed when the policy is first used.
     pub(crate) struct Meters {
@@ -72,6 +83,8 @@ mod imp {
         circuit_opened: Counter,
         circuit_closed: Counter,
         settlements: [Counter; 2],
+        leased_units: [Counter; 3],
+        cached_denials: [Counter; 2],
     }
 
     impl Meters {
@@ -81,6 +94,8 @@ mod imp {
             let labels = |key: &'static str, value: &'static str| vec![policy(), Label::from_static_parts(key, value)];
             let circuit = |state| counter!("tollgate_circuit_transitions_total", labels("state", state));
             let settled = |outcome| counter!("tollgate_settlements_total", labels("outcome", outcome));
+            let leased = |outcome| counter!("tollgate_leased_units_total", labels("outcome", outcome));
+            let cached = |outcome| counter!("tollgate_deny_cache_total", labels("outcome", outcome));
             Self {
                 decisions: Verdict::ALL
                     .map(|(_, outcome)| counter!("tollgate_decisions_total", labels("outcome", outcome))),
@@ -90,6 +105,8 @@ mod imp {
                 circuit_opened: circuit("open"),
                 circuit_closed: circuit("closed"),
                 settlements: [settled("done"), settled("lost")],
+                leased_units: [leased("drawn"), leased("given_back"), leased("expired")],
+                cached_denials: [cached("hit"), cached("miss")],
             }
         }
 
@@ -120,6 +137,14 @@ mod imp {
         pub(crate) fn settled(&self, done: bool) {
             self.settlements[usize::from(!done)].increment(1);
         }
+
+        pub(crate) fn leased(&self, what: Leased, units: u32) {
+            self.leased_units[what as usize].increment(units.into());
+        }
+
+        pub(crate) fn deny_cache_asked(&self, hit: bool) {
+            self.cached_denials[usize::from(!hit)].increment(1);
+        }
     }
 
     impl fmt::Debug for Meters {
@@ -133,7 +158,7 @@ mod imp {
 mod imp {
     use std::time::Duration;
 
-    use super::Verdict;
+    use super::{Leased, Verdict};
 
     #[derive(Debug)]
     pub(crate) struct Meters;
@@ -156,5 +181,9 @@ mod imp {
         pub(crate) fn circuit_closed(&self) {}
 
         pub(crate) fn settled(&self, _: bool) {}
+
+        pub(crate) fn leased(&self, _: Leased, _: u32) {}
+
+        pub(crate) fn deny_cache_asked(&self, _: bool) {}
     }
 }

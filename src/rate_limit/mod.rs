@@ -66,7 +66,8 @@
 //! A decision that fails or takes longer than the [deadline](RateLimitLayer::deadline) is a [`StoreError`], never a "no".
 //! [`OnStoreError`] says what happens then; unless told otherwise this process enforces the policy by itself until the store
 //! answers again. After some failures in a row the store is not asked but by a probe now and then, see [`CircuitBreaker`].
-//! All of this is per layer, so a login can be closed while the rest falls back.
+//! All of this is per layer, so a login can be closed while the rest falls back. (The rules of a file share one breaker: it is about the
+//! store, not about what is done without it.)
 //!
 //! # Trying a limit
 //!
@@ -80,12 +81,14 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_decisions_total` | `policy`, `outcome`: `allowed`, `limited`, `never`, `blocked`, `shadow_limited`, `missing_key`, `denied`, `failed_open`, `failed_closed`, `local_allowed`, `local_limited` | decisions, one for each subject of a request: of those that another subject has turned away what they would have been |
+//! | `tollgate_decisions_total` | `policy`, `outcome`: `allowed`, `limited`, `never`, `blocked`, `shadow_limited`, `missing_key`, `denied`, `turned_away`, `failed_open`, `failed_closed`, `local_allowed`, `local_limited` | decisions, one for each subject of a request; `turned_away` is a policy that had room for a request which another one has turned away, and was not charged |
 //! | `tollgate_near_limit_total` | `policy` | admitted requests that left less than a fifth of a limit |
 //! | `tollgate_store_seconds` | `policy` | the time of each call that has to be waited for, a histogram |
 //! | `tollgate_store_errors_total` | `policy` | calls that failed or were late |
 //! | `tollgate_circuit_transitions_total` | `policy`, `state`: `open`, `closed` | circuits that opened and closed |
 //! | `tollgate_settlements_total` | `policy`, `outcome`: `done`, `lost` | corrections of charges |
+//! | `tollgate_leased_units_total` | `policy`, `outcome`: `drawn`, `given_back`, `expired` | units of [`Leases`]: drawn ahead, given back unused, and lost to everybody, as soon as that is noticed by the next request of the key |
+//! | `tollgate_deny_cache_total` | `policy`, `outcome`: `hit`, `miss` | what a [`DenyCache`] has answered itself, and what it has asked its store |
 //!
 //! `tracing` has a span `rate_limit` at debug level around each such call, an event at debug level for each request over a
 //! limit, and one warning when a store begins to fail.
@@ -155,4 +158,4 @@ pub(crate) use self::decision::ceil_seconds;
 #[cfg(feature = "config")]
 pub(crate) use self::layer::Fallback;
 #[cfg(feature = "redis")]
-pub(crate) use self::store::one_after_the_other;
+pub(crate) use self::store::{Charge, give_back, one_after_the_other};

@@ -123,8 +123,8 @@ where
             return ResponseFuture::calling(self.inner.call(request), whom, Arc::clone(&self.settings));
         }
         let subject = subject();
-        match admitted.and_then(|_| core.rejection(&subject, cost)) {
-            Some(rejection) => self.reject(judge::Subjects::One(subject), rejection),
+        match admitted.and_then(|_| core.limited(&subject, cost)) {
+            Some(limited) => self.reject(judge::Subjects::One(subject), Rejection::Limited(limited)),
             None => self.ask(judge::Subjects::One(subject), cost, request),
         }
     }

@@ -1,4 +1,5 @@
 use std::future::Future;
+use std::mem;
 use std::time::Duration;
 
 use super::decision::{Decision, Receipt};
@@ -43,14 +44,15 @@ pub trait RateLimitStore {
     /// `requests`; where one is a denial the others say what they would have been. A subject that is named twice is charged twice.
     ///
     /// Unless a store can do this atomically, as this implementation cannot, it charges one after the other and gives back what was charged when one of
-    /// them is denied: others may be denied meanwhile what is given back a moment later, and what could not be given back stays charged,
-    /// as does what was charged when the call is dropped on its way, at a deadline for instance.
+    /// them is denied or fails: others may be denied meanwhile what is given back a moment later, and what could not be given back stays
+    /// charged. Where the call is dropped on its way, at a deadline for instance, this implementation gives nothing back. Redis, on a cluster, gives
+    /// back in the background then; what stays charged is no more than the call that was under way, of which nothing is known.
     /// Nobody is admitted beyond a limit either way.
     fn check_all(&self, requests: &[Request]) -> impl Future<Output = Result<Vec<Decision>, StoreError>> + Send
     where
         Self: Sync,
     {
-        one_after_the_other(self, requests)
+        one_after_the_other(self, requests, |charges| give_back(self, charges))
     }
 
     /// Says whether [`check`](Self::check) would admit this cost, and how things stand, without charging. At the most it
@@ -97,29 +99,195 @@ pub struct Request {
     pub cost: u32,
 }
 
-/// Charges several subjects by one call for each, and gives back where one of them is denied.
-pub(crate) async fn one_after_the_other<S>(store: &S, requests: &[Request]) -> Result<Vec<Decision>, StoreError>
+/// Something that was charged on the way to a decision about several.
+#[derive(Clone, Debug)]
+pub(crate) struct Charge {
+    request: Request,
+    receipt: Receipt,
+}
+
+/// Charges several subjects by one call for each. Where one of them is denied or fails, `give_back` is waited for with what was charged before;
+/// and where nobody waits for the decision any more it is called, and what it answers is dropped at once.
+pub(crate) async fn one_after_the_other<S, G, F>(
+    store: &S,
+    requests: &[Request],
+    give_back: G,
+) -> Result<Vec<Decision>, StoreError>
 where
     S: RateLimitStore + ?Sized + Sync,
+    G: FnMut(Vec<Charge>) -> F,
+    F: Future<Output = Result<(), StoreError>>,
 {
+    let mut open = Open { charges: Vec::with_capacity(requests.len()), give_back };
     let mut decisions: Vec<Decision> = Vec::with_capacity(requests.len());
-    for Request { policy, key, cost } in requests {
-        let denied = decisions.iter().any(|decision| !decision.is_allowed());
+    let mut denied = false;
+    for request in requests {
+        let Request { policy, key, cost } = request;
         let decision =
             if denied { store.peek(policy, key, *cost).await } else { store.check(policy, key, *cost).await };
-        let failed = decision.is_err();
-        if !denied && !matches!(&decision, Ok(decision) if decision.is_allowed()) {
-            for (Request { policy, key, cost }, charged) in requests.iter().zip(&mut decisions) {
-                if let Some(receipt) = charged.take_receipt() {
-                    let given_back = store.settle(policy, key, receipt, -i64::from(*cost)).await;
-                    // Where it failed before, the first failure says what is wrong.
-                    if !failed {
-                        given_back?;
-                    }
+        match &decision {
+            Ok(decision) if decision.is_allowed() && !denied => {
+                open.charges.extend(decision.receipt().map(|receipt| Charge { request: request.clone(), receipt }));
+            }
+            _ if !denied => {
+                denied = true;
+                let given_back = open.give_back().await;
+                // Where it failed before, the first failure says what is wrong.
+                if decision.is_ok() {
+                    given_back?;
+                }
+                for decision in &mut decisions {
+                    decision.take_receipt();
                 }
             }
+            _ => {}
         }
         decisions.push(decision?);
     }
+    open.charges.clear();
     Ok(decisions)
+}
+
+/// What was charged, until it is known that it stays so.
+struct Open<G: FnMut(Vec<Charge>) -> F, F> {
+    charges: Vec<Charge>,
+    give_back: G,
+}
+
+impl<G: FnMut(Vec<Charge>) -> F, F> Open<G, F> {
+    fn give_back(&mut self) -> F {
+        (self.give_back)(mem::take(&mut self.charges))
+    }
+}
+
+impl<G: FnMut(Vec<Charge>) -> F, F> Drop for Open<G, F> {
+    fn drop(&mut self) {
+        if !self.charges.is_empty() {
+            drop(self.give_back());
+        }
+    }
+}
+
+/// Gives all of it back, as far as that works, and answers with the first failure.
+pub(crate) async fn give_back<S>(store: &S, charges: Vec<Charge>) -> Result<(), StoreError>
+where
+    S: RateLimitStore + ?Sized + Sync,
+{
+    let mut result = Ok(());
+    for Charge { request: Request { policy, key, cost }, receipt } in charges {
+        let given_back = store.settle(&policy, &key, receipt, -i64::from(cost)).await;
+        result = result.and(given_back);
+    }
+    result
+}
+
+#[cfg(test)]
+mod tests {
+    use std::future::{pending, ready};
+    use std::task::{Context, Poll, Waker};
+
+    use super::*;
+    use crate::MemoryBackend;
+    use crate::rate_limit::Quota;
+
+    /// Decides about several one after the other, and fails or hangs where the policy is called so.
+    struct Plain {
+        memory: MemoryBackend,
+        settles: bool,
+    }
+
+    impl RateLimitStore for Plain {
+        async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+            match policy.name() {
+                "hangs" => pending().await,
+                "fails" => Err(StoreError::unavailable("it fails")),
+                _ => self.memory.check(policy, key, cost).await,
+            }
+        }
+
+        async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
+            self.memory.peek(policy, key, cost).await
+        }
+
+        async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
+            // Of the first one it fails, the others are to be told all the same.
+            if !self.settles && policy.name() == "a" {
+                return Err(StoreError::timeout());
+            }
+            self.memory.settle(policy, key, receipt, change).await
+        }
+
+        async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
+            self.memory.block(policy, key, time).await
+        }
+
+        async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
+            self.memory.reset(policy, key).await
+        }
+    }
+
+    impl Plain {
+        fn new(settles: bool) -> Self {
+            Self { memory: MemoryBackend::new(), settles }
+        }
+
+        /// How much is left of the policies `a` and `b`, which have 5.
+        async fn left(&self) -> [Option<u32>; 2] {
+            let [a, b, ..] = requests("c").map(|request| request.policy);
+            let left = async |policy| self.memory.peek(policy, &Key::EVERYONE, 1).await.unwrap().remaining();
+            [left(&a).await, left(&b).await]
+        }
+    }
+
+    fn requests(last: &str) -> [Request; 3] {
+        ["a", "b", last].map(|name| {
+            let limit = if name == "full" { 0 } else { 5 };
+            let policy = Policy::new(name, Quota::per_hour(limit).fixed_window());
+            Request { policy, key: Key::EVERYONE, cost: 1 }
+        })
+    }
+
+    #[tokio::test]
+    async fn what_was_charged_before_a_failure_or_a_denial_is_given_back() {
+        let store = Plain::new(true);
+        let error = store.check_all(&requests("fails")).await.unwrap_err();
+        assert!(error.is_unavailable());
+        assert_eq!(store.left().await, [Some(5), Some(5)]);
+        let decisions = store.check_all(&requests("full")).await.unwrap();
+        assert_eq!(decisions.iter().map(Decision::is_allowed).collect::<Vec<_>>(), [true, true, false]);
+        assert!(decisions.iter().all(|decision| decision.receipt().is_none()), "nothing was charged in the end");
+        assert_eq!(store.left().await, [Some(5), Some(5)]);
+        assert!(store.check_all(&requests("c")).await.unwrap().iter().all(Decision::is_allowed));
+        assert_eq!(store.left().await, [Some(4), Some(4)]);
+    }
+
+    #[tokio::test]
+    async fn a_refund_that_fails_keeps_no_other_one_back() {
+        for (last, is_timeout) in [("full", true), ("fails", false)] {
+            let store = Plain::new(false);
+            let error = store.check_all(&requests(last)).await.unwrap_err();
+            assert_eq!(
+                (error.is_timeout(), error.is_unavailable()),
+                (is_timeout, !is_timeout),
+                "the first failure is told"
+            );
+            assert_eq!(store.left().await, [Some(4), Some(5)]);
+        }
+    }
+
+    #[tokio::test]
+    async fn what_was_charged_before_the_call_is_dropped_is_handed_over() {
+        for (last, handed_over) in [("hangs", 2), ("c", 0), ("fails", 2)] {
+            let (store, mut calls) = (Plain::new(true), Vec::new());
+            let requests = requests(last);
+            let mut call = Box::pin(one_after_the_other(&store, &requests, |charges| {
+                calls.push(charges.len());
+                ready(Ok(()))
+            }));
+            let polled = call.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+            assert_eq!(matches!(polled, Poll::Pending), last == "hangs");
+            drop(call);
+            assert_eq!(calls.iter().sum::<usize>(), handed_over, "{last}");
+        }
+    }
 }

@@ -118,6 +118,7 @@ use std::fmt;
 use std::sync::{Arc, OnceLock};
 
 use bb8_redis::RedisConnectionManager;
+use tokio::sync::Semaphore;
 
 use self::gather::Gather;
 use self::keys::Keys;
@@ -148,6 +149,8 @@ struct Inner {
     // Not on a cluster, where hardly two subjects share a slot.
     gather: Option<Gather>,
     locks: LockLinks,
+    // One for each decision about several whose charges are being given back.
+    refunds: Arc<Semaphore>,
     // From the first lock on, and not on a cluster either.
     lock_calls: OnceLock<LockCalls>,
     // From the first push on.
@@ -189,7 +192,8 @@ impl RedisBackend {
         let scripts = Arc::new(scripts);
         let gather = (!servers.is_cluster()).then(|| Gather::new(Arc::clone(&servers), Arc::clone(&scripts)));
         let (lock_calls, pushes) = (OnceLock::new(), OnceLock::new());
-        Self { inner: Arc::new(Inner { servers, keys, scripts, gather, locks, lock_calls, pushes }) }
+        let refunds = Arc::new(Semaphore::new(rate_limit::MAX_REFUNDS));
+        Self { inner: Arc::new(Inner { servers, keys, scripts, gather, refunds, locks, lock_calls, pushes }) }
     }
 }
 

@@ -1,4 +1,8 @@
+use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
+
+use tokio::runtime::Handle;
 
 use super::counts::{self, encode};
 use super::error::{store_error, unexpected_reply};
@@ -6,7 +10,13 @@ use super::scripts::{Subject, Verb};
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::rate_limit::{Decision, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request, one_after_the_other};
+use crate::rate_limit::{
+    Charge, Decision, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request, give_back, one_after_the_other,
+};
+
+/// How many decisions about several have their charges given back at the same time without anybody who waits for it. What is beyond
+/// that stays charged if it is not waited for.
+pub(super) const MAX_REFUNDS: usize = 1_024;
 
 impl RedisBackend {
     async fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
@@ -39,6 +49,25 @@ impl RedisBackend {
         let reply = scripts.rate_limit_check_plain(servers, counts, cost, policy.packed(encode)).await;
         drop(place);
         reply
+    }
+
+    /// Gives back what was charged, to the end even if nobody waits for it. Each of the calls ends by its own timeout.
+    fn give_back(&self, charges: Vec<Charge>) -> impl Future<Output = Result<(), StoreError>> + Send + use<> {
+        let (backend, place) = (self.clone(), Arc::clone(&self.inner.refunds).try_acquire_owned());
+        let refund = async move { give_back(&backend, charges).await };
+        let task = match (Handle::try_current(), place) {
+            (Ok(runtime), Ok(place)) => Ok(runtime.spawn(async move {
+                let _place = place;
+                refund.await
+            })),
+            _ => Err(refund),
+        };
+        async move {
+            match task {
+                Ok(task) => task.await.unwrap_or_else(|error| Err(StoreError::other(error))),
+                Err(refund) => refund.await,
+            }
+        }
     }
 }
 
@@ -75,7 +104,7 @@ impl RateLimitStore for RedisBackend {
                 .any(|other| request.key == other.key && request.policy.name() == other.policy.name())
         };
         if requests.iter().enumerate().any(is_repeated) {
-            return one_after_the_other(self, requests).await;
+            return one_after_the_other(self, requests, |charges| self.give_back(charges)).await;
         }
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys: Vec<_> = requests.iter().map(|request| keys.rate_limit(&request.policy, &request.key)).collect();
@@ -85,7 +114,7 @@ impl RateLimitStore for RedisBackend {
             .map(|(request, keys)| subject(&request.policy, keys, request.cost.into()))
             .collect();
         if !servers.are_together(subjects.iter().flat_map(|subject| subject.keys.first()).map(String::as_str)) {
-            return one_after_the_other(self, requests).await;
+            return one_after_the_other(self, requests, |charges| self.give_back(charges)).await;
         }
         let reply = scripts.rate_limit_check(servers, Verb::Check, &subjects).await?;
         let replies = match &reply {

@@ -29,7 +29,8 @@ pub fn ours(burst: u32) -> RateLimitLayer<MemoryBackend, PeerIp> {
     RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", Quota::per_day(burst).token_bucket())).key(peer_ip())
 }
 
-fn lean(burst: u32) -> RateLimitLayer<MemoryBackend, PeerIp> {
+/// The same, without a word about it in the response.
+pub fn lean(burst: u32) -> RateLimitLayer<MemoryBackend, PeerIp> {
     ours(burst).with_rejection(AsResponse::new().headers([]).extensions(false))
 }
 
@@ -41,7 +42,7 @@ pub fn governor(burst: u32) -> Governor<::governor::middleware::NoOpMiddleware> 
     builder.finish().expect("a quota")
 }
 
-fn governor_headers(burst: u32) -> Governor<::governor::middleware::StateInformationMiddleware> {
+pub fn governor_headers(burst: u32) -> Governor<::governor::middleware::StateInformationMiddleware> {
     let mut builder = GovernorConfigBuilder::default();
     builder.period(DAY / burst).burst_size(burst);
     builder.use_headers().finish().expect("a quota")
