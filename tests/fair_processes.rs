@@ -21,7 +21,7 @@ use support::windows::now_us;
 use support::worker::Worker;
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
-use tollgate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use tollgate::lock::{Acquired, Claim, LockKey, LockStore, Token};
 use tollgate::{Locks, RedisBackend, StoreError};
 
 const WORKERS: usize = 4;

@@ -8,7 +8,7 @@ use smallvec::SmallVec;
 use super::cluster::slot;
 use super::error::{store_error, unexpected_reply};
 use super::listener::Source;
-use super::lock_calls::LockCalls;
+use super::lock_calls::{LockCalls, acquired};
 use super::pool::Handle;
 use super::scripts::MAX_RENEWALS;
 use super::servers::Servers;
@@ -181,23 +181,23 @@ impl RedisBackend {
     async fn acquire_alone(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let Inner { keys, scripts, .. } = &*self.inner;
         let (lease, servers) = (keys.lease(lock), self.servers_for(claim.replicas));
-        let (reply, mut link) = if claim.line == Line::Ignore && !claim.is_shared {
-            scripts.lock_acquire(servers, &lease, claim).await?
+        let (acquired, mut link) = if claim.line == Line::Ignore && !claim.is_shared {
+            let (reply, link) = scripts.lock_acquire(servers, &lease, claim).await?;
+            let Value::Int(number) = reply else { return Err(unexpected_reply(&reply)) };
+            (acquired(number), link)
         } else {
             let [line, places] = keys.line(lock);
-            scripts.lock_line(servers, [&lease, &line, &places, &keys.free(lock)], claim, self.publish()).await?
+            let channel = keys.free(lock);
+            let (reply, link) =
+                scripts.lock_line(servers, [&lease, &line, &places, &channel], claim, self.publish()).await?;
+            (in_line(&reply).ok_or_else(|| unexpected_reply(&reply))?, link)
         };
-        let numbers = numbers(&reply).ok_or_else(|| unexpected_reply(&reply))?;
-        let remaining = Duration::from_millis(numbers.get(1).copied().unwrap_or_default());
-        match *numbers {
-            [1, fence] => match self.missing(&mut link, claim.replicas).await? {
-                None => Ok(Acquired::Granted { fence }),
+        match acquired {
+            Acquired::Granted { .. } => match self.missing(&mut link, claim.replicas).await? {
+                None => Ok(acquired),
                 Some(replicas) => Ok(Acquired::NotReplicated { replicas }),
             },
-            [0, _] => Ok(Acquired::Busy { remaining }),
-            [2, _, ahead] => Ok(Acquired::InLine { is_first: ahead == 0, remaining }),
-            [3, _] => Ok(Acquired::LineFull { remaining }),
-            _ => Err(unexpected_reply(&reply)),
+            answer => Ok(answer),
         }
     }
 
@@ -207,9 +207,10 @@ impl RedisBackend {
         let (lease, channel, [line, places]) = (keys.lease(lock), keys.free(lock), keys.line(lock));
         let names = [&lease, &channel, &line, &places].map(String::as_str);
         let reply = scripts.lock_release(&locks.own, names, token, self.publish()).await?;
-        match numbers(&reply).as_deref() {
-            Some(&[was_held, listeners]) => Ok((was_held == 1, listeners)),
-            _ => Err(unexpected_reply(&reply)),
+        match reply {
+            Value::Int(given) if given > 0 => Ok((true, given.unsigned_abs() - 1)),
+            Value::Int(ended) => Ok((false, ended.unsigned_abs())),
+            reply => Err(unexpected_reply(&reply)),
         }
     }
 
@@ -257,6 +258,19 @@ impl RedisBackend {
                 error => Err(StoreError::other(error)),
             },
         }
+    }
+}
+
+/// What `lock_line` answers.
+fn in_line(reply: &Value) -> Option<Acquired> {
+    let numbers = numbers(reply)?;
+    let remaining = Duration::from_millis(numbers.get(1).copied().unwrap_or_default());
+    match *numbers {
+        [1, fence] => Some(Acquired::Granted { fence }),
+        [0, _] => Some(Acquired::Busy { remaining }),
+        [2, _, ahead] => Some(Acquired::InLine { is_first: ahead == 0, remaining }),
+        [3, _] => Some(Acquired::LineFull { remaining }),
+        _ => None,
     }
 }
 

@@ -84,7 +84,8 @@ impl LockCalls {
     }
 }
 
-const fn acquired(number: i64) -> Acquired {
+/// What the number stands for that a script answers to one who wants a lock.
+pub(super) const fn acquired(number: i64) -> Acquired {
     match number {
         1.. => Acquired::Granted { fence: number.unsigned_abs() },
         held => Acquired::Busy { remaining: Duration::from_millis(held.unsigned_abs()) },

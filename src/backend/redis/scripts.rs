@@ -196,7 +196,7 @@ impl Scripts {
         lease: &str,
         claim: &Claim,
     ) -> Result<(Value, Handle), StoreError> {
-        self.lock_acquire.exchange(servers, &[lease], claim_args(claim)).await
+        self.lock_acquire.exchange(servers, &[lease], packed_claim(claim).as_slice()).await
     }
 
     /// All with the times of the first of them.
@@ -255,6 +255,7 @@ impl Scripts {
         token: &Token,
         publish: &str,
     ) -> Result<Value, StoreError> {
+        let publish = (publish != "PUBLISH").then_some(publish);
         let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, publish);
         self.lock_release.call(servers, &keys, args).await
     }
@@ -462,6 +463,18 @@ fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
     (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, claim.permits)
 }
 
+/// The claim as `lock_acquire` has it.
+fn packed_claim(claim: &Claim) -> [u8; 32] {
+    let mut packed = [0; 32];
+    let (token, numbers) = packed.split_at_mut(16);
+    token.copy_from_slice(claim.token.as_bytes());
+    let terms = [millis(claim.ttl), claim.fences.into(), KEEP_FENCE_MS, claim.permits.into()];
+    for (number, term) in numbers.as_chunks_mut().0.iter_mut().zip(terms) {
+        *number = u32::try_from(term).unwrap_or(u32::MAX).to_le_bytes();
+    }
+    packed
+}
+
 /// How many locks one call of `lock_acquire_many` or `lock_release_many` takes, as the scripts have it.
 pub(super) const MAX_LOCKS: usize = 64;
 
@@ -566,7 +579,7 @@ mod tests {
             (&scripts.check_many, 1, 1),
             (&scripts.block, 1, 3),
             (&scripts.probe, 1, 1),
-            (&scripts.lock_acquire, 1, 5),
+            (&scripts.lock_acquire, 1, 1),
             (&scripts.lock_acquire_all, 1, 4),
             (&scripts.lock_acquire_many, 1, 4),
             (&scripts.lock_line, 4, 9),
