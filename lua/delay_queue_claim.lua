@@ -97,7 +97,7 @@ end
 
 -- What becomes of a job whose attempt is over and that is not done; kind 5 is a lease that has ended. Answers as is told of a finished job.
 local function settle(id, record, kind, delay, failure)
-  if #record < 26 or record:byte(1) ~= 1 then
+  if #record < 26 or record:byte(1) ~= 1 or record:byte(14) % 4 > 2 then
     -- Not a job that anybody could do: it must not keep others from being done.
     died[#died + 1], died[#died + 2] = now, id
     return '2'

@@ -80,7 +80,7 @@ end
 
 -- What was not written by these scripts is left alone.
 local function is_job(record)
-  return #record > 25 and record:byte(1) == 1
+  return #record > 25 and record:byte(1) == 1 and record:byte(14) % 4 < 3
 end
 
 local function free(record, id)

@@ -42,6 +42,8 @@ for i = 1, #tickets do
   end
 end
 if #extended > 0 then
+  -- Where memory is full, something has to be written first that needs none.
+  redis.call('PEXPIRE', leases, math.max(redis.call('PTTL', leases), lease_ms + keep_ms))
   redis.call('ZADD', leases, unpack(extended))
   keep(leases, lease_ms + keep_ms)
   keep(jobs, lease_ms + keep_ms + 86400000)

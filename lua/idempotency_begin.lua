@@ -17,7 +17,7 @@
 --          before it was completed; {4, payload, answer} completed; {5, payload, answer} completed, and the answer was not kept
 -- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
 -- Repeat   harmless: with the token in flight the lease lasts its whole length again, and the answer is the same; a token that
---          was given back claims nothing any more
+--          was given back claims nothing any more, until another one is given back unclaimed
 local record, token, head = KEYS[1], ARGV[1], ARGV[2]
 local lease_ms, keep_ms, takes_over = ARGV[3] + 0, ARGV[4] + 0, ARGV[5] == '1'
 

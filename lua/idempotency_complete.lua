@@ -27,6 +27,8 @@ local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local attempt, fence = struct.unpack('<I4I7', stored, 3)
 stored = struct.pack('<BBI4I7I7I4', 1, state, attempt, fence, now, 0) .. stored:sub(25, 56) .. payload .. answer
+-- Where memory is full, something has to be written first that needs none.
+redis.pcall('PEXPIRE', record, keep_ms)
 redis.call('SET', record, stored, 'PX', keep_ms)
 -- A user who may not publish is served all the same; those who wait look now and then.
 local listeners = redis.pcall(publish, channel, '1')

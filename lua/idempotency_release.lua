@@ -8,7 +8,7 @@
 --
 -- Value    record: see idempotency_begin; one that is free has no head, unless it has a checkpoint: it stays that of the same request
 --          then, and for no less time than it had
--- Returns  1 given back, or never begun: this token can claim it no more; 0 it is somebody else's, or completed
+-- Returns  1 given back, or never begun: this token can claim it no more, until another one is given back unclaimed; 0 it is somebody else's, or completed
 -- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
 -- Repeat   harmless
 local record, channel, token, keep_ms, publish = KEYS[1], KEYS[2], ARGV[1], ARGV[2] + 0, ARGV[3]
@@ -31,6 +31,8 @@ if stored then
 end
 -- The claim itself may still be on its way, and comes to nothing then.
 stored = struct.pack('<BBI4I7I7I4', 1, 0, attempt, fence, 0, 0) .. head .. token .. payload .. checkpoint
+-- Where memory is full, something has to be written first that needs none.
+redis.pcall('PEXPIRE', record, keep_ms)
 redis.call('SET', record, stored, 'PX', keep_ms)
 -- A user who may not publish is served all the same; those who wait look now and then.
 local listeners = redis.pcall(publish, channel, '1')

@@ -19,5 +19,7 @@ end
 local time = redis.call('TIME')
 local ends = time[1] * 1000000 + time[2] + lease_ms * 1000
 stored = stored:sub(1, 13) .. struct.pack('<I7I4', ends, lease_ms) .. stored:sub(25, 56) .. payload .. stored:sub(81)
+-- Where memory is full, something has to be written first that needs none.
+redis.pcall('PEXPIRE', record, lease_ms + keep_ms)
 redis.call('SET', record, stored, 'PX', lease_ms + keep_ms)
 return 1

@@ -58,8 +58,9 @@ if #gone > 0 then
 end
 local me = kind .. token
 local head = redis.call('ZRANGE', line, 0, 0)[1]
-if head and head ~= me and (redis.call('ZSCORE', places, head) or 0) - now > place_ms * 1000 then
-  -- It asked before the clock was set back.
+local place = head and head ~= me and (redis.call('ZSCORE', places, head) or math.huge)
+if place and place - now > place_ms * 1000 then
+  -- It asked before the clock was set back, or its place was evicted.
   redis.call('ZADD', places, now + place_ms * 1000, head)
 end
 

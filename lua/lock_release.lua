@@ -46,7 +46,10 @@ else
     end
   end
   if rest then
-    redis.call('SET', lease, rest, 'PX', math.ceil((latest - now) / 1000) + keep_ms)
+    local lives_ms = math.ceil((latest - now) / 1000) + keep_ms
+    -- Where memory is full, something has to be written first that needs none.
+    redis.pcall('PEXPIRE', lease, lives_ms)
+    redis.call('SET', lease, rest, 'PX', lives_ms)
   end
   if held_as > 1 or not rest then
     -- A user who may not do this has never stood in a line.

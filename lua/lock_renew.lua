@@ -41,7 +41,10 @@ for i = 1, math.min(#leases, 128) do
   end
   answers[i] = 0
   if renewed then
-    redis.call('SET', leases[i], renewed, 'PX', math.ceil((latest - now) / 1000) + keep_ms)
+    local lives_ms = math.ceil((latest - now) / 1000) + keep_ms
+    -- Where memory is full, something has to be written first that needs none.
+    redis.pcall('PEXPIRE', leases[i], lives_ms)
+    redis.call('SET', leases[i], renewed, 'PX', lives_ms)
     answers[i] = 1
   end
 end

@@ -24,8 +24,13 @@ if stored ~= '' then
   -- A block may have let the key live on for longer than its counts need, and a key that lost its expiry gets one. What others
   -- need who count by other limits is not known here.
   left_ms = redis.call('PTTL', counts)
-  if left_ms < 0 or left_ms > ttl_ms and stored:find(limits, 1, true) == 1 then
+  if left_ms < 0 then
     left_ms = ttl_ms
+  elseif left_ms > ttl_ms and stored:find(limits, 1, true) == 1 then
+    -- Where the clock was set back they live from the last update on, which is what rate_limit_check_plain goes by.
+    local time = redis.call('TIME')
+    local ahead_us = struct.unpack('<d', stored, #limits + 1) - time[1] * 1000000 - time[2]
+    left_ms = math.min(left_ms, ttl_ms + math.max(0, math.ceil(ahead_us / 1000)))
   end
 end
 if block_us > 0 then

@@ -11,8 +11,8 @@ use support::server::RedisServer;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
-    Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Finish, Finished, JobId, MAX_BATCH,
-    MAX_NOTE, Pushed, QueueError, QueueKey, Reason, State, WorkerId,
+    Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Extended, Finish, Finished, JobId,
+    MAX_BATCH, MAX_NOTE, Pushed, QueueError, QueueKey, Reason, State, WorkerId,
 };
 use tollgate::{DelayQueue, RedisBackend, RedisOptions};
 
@@ -178,6 +178,35 @@ async fn a_record_that_cannot_be_read_holds_up_nobody() {
     assert_eq!(server.query::<Vec<String>>("HKEYS tollgate:2:{delay_queue:test}:jobs"), [""; 0]);
 }
 
+/// A record of ours with a priority that there is not made every claim fail, and with it what others had finished.
+#[tokio::test]
+async fn a_priority_that_nobody_knows_holds_up_nobody() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    for id in ["bad", "good", "late"] {
+        queue.push(id.to_owned()).id(id).await.unwrap();
+    }
+    let claimed = backend.claim(&key(), &[], &Claim { lease: Claim::MIN_LEASE, ..claim(2) }).await.unwrap();
+    let tickets: Vec<_> = claimed.jobs.iter().map(ClaimedJob::ticket).collect();
+    assert_eq!(tickets.iter().map(|ticket| ticket.id.as_str()).collect::<Vec<_>>(), ["bad", "good"]);
+    let mut connection = server.connection();
+    let jobs = "tollgate:2:{delay_queue:test}:jobs";
+    let mut record: Vec<u8> = redis::cmd("HGET").arg(jobs).arg("bad").query(&mut connection).unwrap();
+    record[13] |= 3;
+    let _: u64 = redis::cmd("HSET").arg(jobs).arg("bad").arg(record).query(&mut connection).unwrap();
+    // Given back beside one that is done, and after its lease has ended.
+    let finishes = [Ending::Release, Ending::Done].into_iter().zip(&tickets);
+    let finishes: Vec<_> = finishes.map(|(ending, &ticket)| Finish { ticket, ending }).collect();
+    let claimed = backend.claim(&key(), &finishes, &claim(10)).await.unwrap();
+    assert_eq!(claimed.finished, [Finished::Dead, Finished::Done]);
+    assert_eq!(claimed.jobs.iter().map(|job| job.job.id.as_str()).collect::<Vec<_>>(), ["late"]);
+    // Nor is it replayed.
+    assert_eq!(backend.replay(&key(), &[JobId::new("bad")]).await.unwrap(), [false]);
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.running, counts.dead), (0, 1, 1));
+}
+
 /// Pages of large jobs are shorter than others, and not the last for that.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn however_large_the_dead_are_all_of_them_are_replayed() {
@@ -290,6 +319,20 @@ async fn jobs_are_finished_while_there_is_no_memory_left() {
     }
     let counts = queue.counts().await.unwrap();
     assert_eq!((counts.waiting, counts.running), (1, 0));
+}
+
+#[tokio::test]
+async fn jobs_are_kept_while_there_is_no_memory_left() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    queue(&backend).push("a".to_owned()).await.unwrap();
+    let jobs = backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs;
+    server.limit_memory(1);
+    assert_eq!(backend.extend(&key(), &[jobs[0].ticket()], MINUTE * 2).await.unwrap(), [Extended::Held]);
+    let ends: u64 =
+        server.query::<Vec<(Vec<u8>, u64)>>("ZRANGE tollgate:2:{delay_queue:test}:leases 0 -1 WITHSCORES")[0].1;
+    let (seconds, _): (u64, u64) = server.query("TIME");
+    assert!(ends > seconds * 1_000 + 90_000);
 }
 
 /// A push within the caller's own transaction happens with it.

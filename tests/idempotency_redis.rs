@@ -11,7 +11,7 @@ use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
-use http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
+use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use support::server::{DURABLE, RedisServer};
 use tokio::task::{JoinSet, block_in_place};
@@ -106,6 +106,38 @@ async fn a_replay_has_the_trailers_of_the_answer() {
         let body = response.into_body().collect().await.unwrap();
         assert_eq!(body.trailers().unwrap()["x-sum"], "7");
         assert_eq!(body.to_bytes(), "done");
+    }
+}
+
+/// What was done is recorded, and what was not is given back, also where there is no memory left.
+#[tokio::test]
+async fn a_server_that_is_full_forgets_no_operation_that_has_begun() {
+    let server = Arc::new(RedisServer::start());
+    let runs = Arc::new(AtomicU64::new(0));
+    let (full, count) = (Arc::clone(&server), Arc::clone(&runs));
+    let service = guard(&server).await.lease(Duration::from_millis(900)).layer(service_fn(
+        move |request: Request<FingerprintedBody<Full<Bytes>>>| {
+            let (server, runs) = (Arc::clone(&full), Arc::clone(&count));
+            async move {
+                runs.fetch_add(1, Ordering::Relaxed);
+                server.limit_memory(1);
+                // Longer than the lease.
+                sleep(Duration::from_secs(2)).await;
+                let fails = request.headers()["idempotency-key"] == "fails";
+                let status = if fails { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
+                Ok::<_, Infallible>(Response::builder().status(status).body(Full::<Bytes>::from("done")).unwrap())
+            }
+        },
+    ));
+    for (key, status, times) in [("works", StatusCode::OK, 1), ("fails", StatusCode::SERVICE_UNAVAILABLE, 2)] {
+        runs.store(0, Ordering::Relaxed);
+        for _ in 0..2 {
+            let response = service.clone().oneshot(pay("alice", key, "hundred")).await.unwrap();
+            assert_eq!(response.status(), status);
+            response.into_body().collect().await.unwrap();
+            server.limit_memory(0);
+        }
+        assert_eq!(runs.load(Ordering::Relaxed), times, "{key}");
     }
 }
 

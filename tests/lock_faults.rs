@@ -23,8 +23,8 @@ use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
 use tollgate::lock::fencing::FenceLayer;
 use tollgate::lock::{
-    Cursor, LeaseState, LockAdmin, LockKey, LockRegistry, LockStore, LossReason, Redlock, Release, Renewal, RwLocks,
-    Scope, Segmented, Semaphore, Token, Wakeups,
+    Acquired, Claim, Cursor, LeaseState, Line, LockAdmin, LockKey, LockRegistry, LockStore, LossReason, Redlock,
+    Release, Renewal, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
 };
 use tollgate::testing::{Failure, FaultStore, Faults, Verb};
 use tollgate::{AsError, BoxError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions};
@@ -798,6 +798,49 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
         assert_eq!(command::<Vec<u8>>(&server, &["DUMP", LEASE]), before);
         let _: u64 = command(&server, &["DEL", LEASE]);
     }
+}
+
+/// What makes room in the end is not refused for the want of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn leases_are_kept_and_given_back_while_there_is_no_memory_left() {
+    let server = RedisServer::start();
+    let locks = locks(&server).await.ttl(Duration::from_millis(900));
+    let mut leases = Vec::new();
+    for key in ["a", "b", "c"] {
+        leases.push(locks.lock(key).await.unwrap());
+    }
+    leases.push(locks.clone().fair().lock("d").await.unwrap());
+    server.limit_memory(1);
+    let refused = locks.try_lock("e").await;
+    assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_out_of_memory()), "{refused:?}");
+    sleep(Duration::from_secs(2)).await;
+    // All at once, so that some go together.
+    let mut giving: JoinSet<_> = leases.into_iter().map(Lease::release).collect();
+    while let Some(released) = giving.join_next().await {
+        assert_eq!(released.unwrap().unwrap(), Release::Released);
+    }
+    server.limit_memory(0);
+    for key in ["a", "b", "c", "d"] {
+        drop(locks.try_lock(key).await.unwrap());
+    }
+}
+
+/// Whoever was first in a line and had died held it up for ever once their place was evicted.
+#[tokio::test]
+async fn a_place_that_is_evicted_is_given_once_more_and_then_up() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let lock = LockKey::new("default", "a");
+    let claim = |ttl| Claim { line: Line::Join, ..Claim::new(Token::random().unwrap(), ttl) };
+    assert!(matches!(backend.acquire(&lock, &claim(Claim::MIN_TTL)).await.unwrap(), Acquired::Granted { .. }));
+    assert!(matches!(backend.acquire(&lock, &claim(LONG)).await.unwrap(), Acquired::InLine { is_first: true, .. }));
+    let _: u64 = command(&server, &["UNLINK", "tollgate:2:{lock:default:a}:places"]);
+    let (mine, begun) = (claim(LONG), Instant::now());
+    while !matches!(backend.acquire(&lock, &mine).await.unwrap(), Acquired::Granted { .. }) {
+        assert!(begun.elapsed() < Claim::PLACE + SLACK * 4, "the one before is gone");
+        sleep(Duration::from_millis(50)).await;
+    }
+    assert!(begun.elapsed() > Claim::PLACE - SLACK, "and had a place until then");
 }
 
 /// A lease that was written before the server's clock was set back lasted for as long as that was.

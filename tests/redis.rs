@@ -199,6 +199,26 @@ async fn a_block_that_is_lifted_does_not_keep_the_key() {
     }
 }
 
+/// Counts that are ahead of the clock live for as long after it as they are ahead, which is what those who charge them go by.
+#[tokio::test]
+async fn a_block_that_is_lifted_after_the_clock_was_set_back_forgets_no_counts() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let mut connection = server.connection();
+    let limiter = limiter(&backend, Policy::new("lifted", Quota::per_minute(10).fixed_window()));
+    let key = &stored(&limiter, &mut connection, "counts").await;
+    limiter.check_cost("alice", 9).await.unwrap();
+    let mut value: Vec<u8> = redis::cmd("GET").arg(key).query(&mut connection).unwrap();
+    // Behind the terms: the last update.
+    let last = 4 + 17;
+    let ahead = f64::from_le_bytes(value[last..last + 8].try_into().unwrap()) + 3_600e6;
+    value[last..last + 8].copy_from_slice(&ahead.to_le_bytes());
+    let _: () = redis::cmd("SET").arg(key).arg(value).arg("PX").arg(4_000_000).query(&mut connection).unwrap();
+    limiter.block("alice", Duration::ZERO).await.unwrap();
+    let ttl: u64 = redis::cmd("PTTL").arg(key).query(&mut connection).unwrap();
+    assert!((3_650_000..=3_690_000).contains(&ttl), "{ttl}");
+}
+
 /// Two configurations of one policy share a key, as while a new one is rolled out, and what one of them needs is far longer.
 #[tokio::test]
 async fn a_block_of_others_leaves_the_key_for_as_long_as_its_counts_need() {
