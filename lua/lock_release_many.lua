@@ -8,11 +8,12 @@
 -- Value    leases: see lock_acquire. What is given back here ends at 0, and goes on to live as long as it did; channels: 1
 -- Returns  {1, then for some of the leases: which one, from 1, and answer}: those that are not named here are given back, and nobody
 --          listens; answer is 1 + listeners if it is given back, or 0 if nothing was done, and lock_release is to be asked: it is not
---          held by this token alone, somebody may stand in line, the clock was set back, it cannot be written
+--          held by this token alone, or for long, somebody may stand in line, the clock was set back, it cannot be written
 -- Errors   none of its own
 -- Repeat   harmless: a token that holds no lease changes nothing
 local keys, tokens = KEYS, ARGV[1]
 local pcall, unpack_value, sub = redis.pcall, struct.unpack, string.sub
+local TEN_MINUTES = 600 * 1000000
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
@@ -27,7 +28,8 @@ for i = 1, count do
   if value and #value == 42 and sub(value, 27) == sub(tokens, 16 * i - 15, 16 * i) and not written[lease] then
     local held_as, _, ends, length_ms, first = unpack_value('<BI7I7I4I7', value)
     -- By one who came at the right moment. With fences that are ahead of the clock nothing is known of its time to live: see lock_acquire_many.
-    if held_as == 1 and ends > now and ends - length_ms * 1000 >= first then
+    -- And one that would have gone on for long is not to leave its key behind for as long.
+    if held_as == 1 and ends > now and ends - now <= TEN_MINUTES and ends - length_ms * 1000 >= first then
       if type(pcall('SETRANGE', lease, '8', '\0\0\0\0\0\0\0')) == 'number' then
         written[lease], answer = true, 1
         if heard[2 * i] ~= 0 then

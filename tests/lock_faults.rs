@@ -1063,6 +1063,24 @@ async fn what_a_user_may_not_do_together_is_done_one_by_one() {
     }
 }
 
+/// What is given back goes on to live as long as it did, but where that is long.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn leases_of_a_day_leave_nothing_behind_for_a_day() {
+    let server = RedisServer::start();
+    let locks = locks(&server).await.ttl(Duration::from_secs(86_400));
+    let leases = ask_for_all(std::slice::from_ref(&locks), 60).await;
+    let mut giving: JoinSet<_> = leases.into_iter().map(|lease| lease.unwrap().release()).collect();
+    while let Some(released) = giving.join_next().await {
+        assert_eq!(released.unwrap().unwrap(), Release::Released);
+    }
+    let keys: Vec<String> = command(&server, &["KEYS", "*:lease"]);
+    assert_eq!(keys.len(), 60);
+    for key in keys {
+        let ttl: u64 = command(&server, &["PTTL", &key]);
+        assert!(ttl <= 25 * 60 * 1_000, "{key} lives for {ttl} ms");
+    }
+}
+
 /// Who waits is told of a lock that is given back together with others, whether or not that user may ask who listens.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_waits_is_told_of_what_is_given_back_together() {
