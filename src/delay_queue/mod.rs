@@ -13,6 +13,7 @@
 //! * A job that kills its worker each time is dead when its attempts are over, since an attempt counts as soon as it is claimed.
 //! * Not exactly once: a worker that dies or stands still leaves a job that is done again. Let the [fence](Job::fence) or the id refuse
 //!   what was done already.
+//! * Not in time where the store's clock is set back: what is due, and what a worker that died had, comes later by as much.
 //! * Not in order, but for jobs of the same millisecond, which are taken by their ids.
 //!
 //! # Examples

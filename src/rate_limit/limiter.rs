@@ -124,7 +124,7 @@ impl<B: RateLimitStore> Limiter<B> {
     }
 
     /// Denies everything to `key` for the time given, as a penalty for instance; a time of zero lifts the block. What was
-    /// counted stays, and goes on to run out.
+    /// counted stays, and goes on to run out. The store keeps the time: where its clock is set back, the block lasts longer by as much.
     pub async fn block(&self, key: impl Into<Key>, time: Duration) -> Result<(), StoreError> {
         let key = key.into();
         Deadline::new(self.store.block(&self.policy, &key, time), self.deadline).await
