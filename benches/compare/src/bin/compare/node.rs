@@ -23,7 +23,7 @@ impl Node {
     pub fn start(server: &RedisServer) -> Option<Self> {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("node");
         if !folder.join("node_modules").exists() {
-            println!("SKIPPED peers on Node: `npm ci` was not run in benches/compare/node");
+            println!("SKIPPED peers on Node: there is no node_modules in benches/compare/node");
             return None;
         }
         let spawned = Command::new("node")
