@@ -34,7 +34,7 @@ pub(super) struct Meeting<W> {
 pub(super) struct Limits {
     /// While so many calls are on their way, nobody goes alone.
     pub(super) alone: usize,
-    /// For how long nobody goes alone after several have gone together: whoever is first to come when they are back is not the last, and
+    /// For how long nobody goes alone after several were answered together: whoever is first to ask again is not the last, and
     /// would pay for a call of their own.
     pub(super) busy: Duration,
     /// How many calls of several are on their way at a time. With two, Redis has one to work on while the other one travels; with
@@ -44,7 +44,7 @@ pub(super) struct Limits {
     pub(super) together: usize,
 }
 
-/// When several went together for the last time, in us since `epoch`; zero if they never did.
+/// When several were answered together for the last time, in us since `epoch`; zero if they never were.
 struct Crowd {
     epoch: Instant,
     last: AtomicU64,
@@ -65,14 +65,19 @@ impl<W: Send + 'static> Meeting<W> {
         let (waiting, arrivals) = mpsc::channel(WAITING);
         let away = Arc::default();
         let counted = Arc::clone(&away);
-        let send = move |batch| {
+        let crowd = Arc::new(Crowd { epoch: Instant::now(), last: AtomicU64::new(0) });
+        let answered = Arc::clone(&crowd);
+        let send = move |batch: Vec<W>| {
+            let several = (batch.len() > 1).then(|| Arc::clone(&answered));
             let (place, call) = (Away::new(&counted, limits.alone).0, send(batch));
             async move {
                 call.await;
+                if let Some(crowd) = several {
+                    crowd.is_back();
+                }
                 drop(place);
             }
         };
-        let crowd = Arc::new(Crowd { epoch: Instant::now(), last: AtomicU64::new(0) });
         let sender = tokio::spawn(send_together(arrivals, limits, Arc::clone(&crowd), send)).abort_handle();
         Self { limits, away, crowd, waiting, sender }
     }
@@ -100,13 +105,13 @@ impl<W> Drop for Meeting<W> {
 }
 
 impl Crowd {
-    fn went(&self) {
+    fn is_back(&self) {
         self.last.store(self.epoch.elapsed().as_micros() as u64 + 1, Ordering::Relaxed);
     }
 
     fn is_within(&self, time: Duration) -> bool {
         let last = self.last.load(Ordering::Relaxed);
-        last > 0 && !time.is_zero() && self.epoch.elapsed() < Duration::from_micros(last).saturating_add(time)
+        last > 0 && self.epoch.elapsed() < Duration::from_micros(last).saturating_add(time)
     }
 }
 
@@ -147,7 +152,7 @@ async fn send_together<W, F>(
             }
         }
         if crowd.is_within(limits.busy) {
-            // Those who were answered a moment ago may want something again.
+            // Those who were answered a moment ago may want something again: nothing goes before they have had their turn.
             yield_now().await;
         }
         let mut batch = Vec::with_capacity(limits.together);
@@ -159,9 +164,6 @@ async fn send_together<W, F>(
             number = arrivals.recv_many(&mut batch, limits.together) => if number == 0 {
                 return;
             }
-        }
-        if batch.len() > 1 {
-            crowd.went();
         }
         young.push_back(Instant::now());
         calls.spawn(send(batch));
