@@ -70,6 +70,7 @@
 //! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics),
 //!   [`lock`](lock#metrics) and [`idempotency`](idempotency#metrics).
 //! * `otel`: links of OpenTelemetry from the span of a job to who pushed it: see [`delay_queue`](delay_queue#traces).
+//! * `tsc`: decisions of memory read the counter of the processor, with quanta: see [`MemoryBackend`](MemoryBackend#time).
 //! * `testing`: the module `testing`, for `[dev-dependencies]`.
 //! * `config`: the module `config`, with serde, toml, serde_json, granit-parser (YAML), matchit and arc-swap.
 //!

@@ -266,15 +266,16 @@ impl MemoryBackend {
     /// What nearly all calls ask for, without the detours of those that may do anything.
     fn check_one(&self, policy: &Policy, key: &Key, cost: u32) -> Decision {
         // Before the lock, since the processor can do what comes next while it reads the clock.
-        let now = self.now_us();
+        let read = self.inner.clock.read();
         let (hash, home) = self.place(key);
         let mut shard = self.lock(home);
+        let now = shard.us(&self.inner.clock, read);
         if let Some(index) = shard.find(hash, policy, key)
             && let Some(decision) = shard.counts_mut(index).check_only_limit(policy, cost, now)
         {
             return decision;
         }
-        let now = self.now_us();
+        let now = self.now_us(&mut shard);
         let decision = self.decide_in(&mut shard, hash, policy, key, cost, Verb::Check, now);
         drop(shard);
         self.make_room(home, now);
@@ -283,13 +284,14 @@ impl MemoryBackend {
 
     /// A yes to what nearly all calls ask for, if that is the answer.
     fn charge_one(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
-        let now = self.now_us();
+        let read = self.inner.clock.read();
         let (hash, home) = self.place(key);
         let mut shard = self.lock(home);
+        let now = shard.us(&self.inner.clock, read);
         if let Some(index) = shard.find(hash, policy, key) {
             return shard.counts_mut(index).charge_only_limit(policy, cost, now);
         }
-        let now = self.now_us();
+        let now = self.now_us(&mut shard);
         let decision = self.decide_in(&mut shard, hash, policy, key, cost, Verb::Check, now);
         drop(shard);
         self.make_room(home, now);
@@ -299,7 +301,7 @@ impl MemoryBackend {
     fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: impl FnOnce(u64) -> Verb) -> Decision {
         let (hash, home) = self.place(key);
         let mut shard = self.lock(home);
-        let now = self.now_us();
+        let now = self.now_us(&mut shard);
         let decision = self.decide_in(&mut shard, hash, policy, key, cost, verb(now), now);
         drop(shard);
         self.make_room(home, now);
@@ -462,7 +464,9 @@ impl RateLimitStore for MemoryBackend {
         homes.sort_unstable();
         homes.dedup();
         let mut shards: Vec<_> = homes.iter().map(|home| self.lock(*home)).collect();
-        let now = self.now_us();
+        // No earlier than for anybody before in any of them, and no later than for anybody after.
+        let now = shards.iter_mut().map(|shard| self.now_us(shard)).max().unwrap_or(0);
+        shards.iter_mut().for_each(|shard| shard.is_past(now));
         let mut act = |index: usize, verb: Verb| {
             let (hash, home) = places[index];
             let Request { policy, key, cost } = &requests[index];

@@ -1,6 +1,7 @@
 use indexmap::IndexMap;
 use indexmap::map::raw_entry_v1::{RawEntryApiV1, RawEntryMut};
 
+use super::clock::{Anchor, Clock, Reading};
 use super::rate_limit::Counts;
 use crate::key::Key;
 use crate::rate_limit::Policy;
@@ -24,6 +25,7 @@ pub(super) struct Shard {
     slots: IndexMap<Subject, Counts, ()>,
     // Where to look next for keys that can go.
     hand: usize,
+    anchor: Anchor,
 }
 
 /// Who is counted, and by which policy.
@@ -41,6 +43,17 @@ impl Subject {
 impl Shard {
     pub(super) fn len(&self) -> usize {
         self.slots.len()
+    }
+
+    /// What time it was when the clock was read.
+    #[inline]
+    pub(super) fn us(&mut self, clock: &Clock, reading: Reading) -> u64 {
+        self.anchor.us(clock, reading)
+    }
+
+    /// What time it was in another shard for what happens in both.
+    pub(super) fn is_past(&mut self, us: u64) {
+        self.anchor.is_past(us);
     }
 
     #[cfg(test)]
