@@ -60,8 +60,14 @@ local me = kind .. token
 local head = redis.call('ZRANGE', line, 0, 0)[1]
 local place = head and head ~= me and (redis.call('ZSCORE', places, head) or math.huge)
 if place and place - now > place_ms * 1000 then
-  -- It asked before the clock was set back, or its place was evicted.
-  redis.call('ZADD', places, now + place_ms * 1000, head)
+  -- It asked before the clock was set back, or its place was evicted. So may those behind it have, and the dead among them are not to be
+  -- waited for one after the other: who has no place gets one, and one that is too far ahead is cut.
+  local given = {}
+  for _, waiting in ipairs(redis.call('ZRANGE', line, 0, 127)) do
+    given[#given + 1] = now + place_ms * 1000
+    given[#given + 1] = waiting
+  end
+  redis.call('ZADD', places, 'LT', unpack(given))
 end
 
 local is_room = #others == 0 or (held_as == kind + 0 and #others < permits)

@@ -73,22 +73,25 @@ impl LockStore for Observed {
 
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let now = now_us();
-        {
+        let in_line = {
             let mut waits = self.waits.lock().unwrap();
             let wait = waits.by_token.entry(claim.token).or_insert(Wait { asked: now, last: now, ..Wait::default() });
-            wait.longest_silence = wait.longest_silence.max(now - wait.last);
-        }
+            wait.longest_silence = wait.longest_silence.max(now.saturating_sub(wait.last));
+            // Until the answer says that there still is a place, none is known of. Whoever hears of a grant when the lease has ended, or
+            // never, has had a turn, and stands at the end when asking again.
+            std::mem::take(&mut wait.in_line)
+        };
         let answer = self.inner.acquire(lock, claim).await;
         let answered = now_us();
         let mut waits = self.waits.lock().unwrap();
         let wait = waits.by_token.get_mut(&claim.token).unwrap();
         // The server may have seen it at any time since it was sent.
-        wait.longest_silence = wait.longest_silence.max(answered - wait.last);
+        wait.longest_silence = wait.longest_silence.max(answered.saturating_sub(wait.last));
         wait.last = now;
         match answer {
-            Ok(Acquired::InLine { .. }) if wait.in_line == 0 => wait.in_line = answered,
+            Ok(Acquired::InLine { .. }) => wait.in_line = if in_line == 0 { answered } else { in_line },
             Ok(Acquired::Granted { fence }) => {
-                let wait = *wait;
+                let wait = Wait { in_line, ..*wait };
                 waits.by_fence.insert(fence, wait);
             }
             _ => {}
