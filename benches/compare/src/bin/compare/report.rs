@@ -236,6 +236,10 @@ fn machine(server: &str) -> Vec<(String, String)> {
         let version = entry.and_then(|entry| entry.split("version = \"").nth(1)?.split('"').next());
         format!("{peer} {}", version.unwrap_or("?"))
     });
+    let features = include_str!("../../../Cargo.toml").lines().find_map(|line| line.strip_prefix("tollgate = "));
+    let features = features.and_then(|line| line.split_once("features = [")?.1.split_once(']'));
+    let features = features.map_or("?".to_owned(), |(features, _)| features.replace('"', ""));
+    all.push(("features of Tollgate".to_owned(), format!("the default ones, {features}")));
     all.push(("peers".to_owned(), versions.join(", ")));
     let node = include_str!("../../../node/package.json");
     let versions = ["bullmq", "ioredis", "rate-limiter-flexible", "redlock"].map(|peer| {
