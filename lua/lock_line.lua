@@ -60,14 +60,15 @@ local me = kind .. token
 local head = redis.call('ZRANGE', line, 0, 0)[1]
 local place = head and head ~= me and (redis.call('ZSCORE', places, head) or math.huge)
 if place and place - now > place_ms * 1000 then
-  -- It asked before the clock was set back, or its place was evicted. So may those behind it have, and the dead among them are not to be
-  -- waited for one after the other: who has no place gets one, and one that is too far ahead is cut.
+  -- It asked before the clock was set back, or its place was evicted. The same may be so for those behind it, and the dead among them are not
+  -- to be waited for one after the other: of the first 128, who has no place gets one, and one that is too far ahead is cut.
   local given = {}
   for _, waiting in ipairs(redis.call('ZRANGE', line, 0, 127)) do
     given[#given + 1] = now + place_ms * 1000
     given[#given + 1] = waiting
   end
   redis.call('ZADD', places, 'LT', unpack(given))
+  redis.call('PEXPIRE', places, place_ms)
 end
 
 local is_room = #others == 0 or (held_as == kind + 0 and #others < permits)

@@ -832,12 +832,18 @@ async fn places_that_are_evicted_are_given_once_more_and_then_up_together() {
     let backend = connect(&server).await;
     let lock = LockKey::new("default", "a");
     let claim = |ttl| Claim { line: Line::Join, ..Claim::new(Token::random().unwrap(), ttl) };
-    assert!(matches!(backend.acquire(&lock, &claim(Claim::MIN_TTL)).await.unwrap(), Acquired::Granted { .. }));
+    let short = claim(Duration::from_millis(500));
+    assert!(matches!(backend.acquire(&lock, &short).await.unwrap(), Acquired::Granted { .. }));
     for place in 0..3 {
         let answer = backend.acquire(&lock, &claim(LONG)).await.unwrap();
         assert!(matches!(answer, Acquired::InLine { is_first, .. } if is_first == (place == 0)), "{answer:?}");
     }
     let _: u64 = command(&server, &["UNLINK", "tollgate:2:{lock:default:a}:places"]);
+    // Who does not want to stand in the line leaves nothing there without a time to live.
+    let passing = Claim { line: Line::Respect, ..claim(LONG) };
+    assert!(matches!(backend.acquire(&lock, &passing).await.unwrap(), Acquired::Busy { .. }));
+    let lives: i64 = command(&server, &["PTTL", "tollgate:2:{lock:default:a}:places"]);
+    assert!(lives > 0, "{lives}");
     let (mine, begun) = (claim(LONG), Instant::now());
     while !matches!(backend.acquire(&lock, &mine).await.unwrap(), Acquired::Granted { .. }) {
         assert!(begun.elapsed() < Claim::PLACE + SLACK * 4, "those before are gone");

@@ -154,8 +154,8 @@
 //!
 //! [`Locks::fair`] and [`RwLocks`] are fair between processes: there the store keeps one line for all who wait, by its own clock. Each
 //! of them asks by itself and asks again once a second, which keeps its place; whoever has not asked for three seconds, being dead or
-//! stopped, has lost it, and holds the others up for no longer than that and one more second. Who hears of a grant only when that lease
-//! has ended has had a turn, and stands at the end again. Only who is next is told when the
+//! stopped, has lost it, and holds the others up for no longer than that and one more second. Whoever hears of a grant only after that
+//! lease has ended has had a turn, and stands at the end again. Only who is next is told when the
 //! lock is given back. The price is a command or two more for each grant that was waited for, and no lease goes from hand to hand inside
 //! a process. Up to 10,000 stand in one line.
 //!

@@ -56,7 +56,7 @@ pub(super) struct Local(Arc<OnceLock<MemoryBackend>>);
 
 impl Local {
     pub(super) fn backend(&self) -> &MemoryBackend {
-        self.0.get_or_init(MemoryBackend::new)
+        self.0.get_or_init(MemoryBackend::at_once)
     }
 }
 

@@ -1,7 +1,7 @@
 //! Where calls of one kind meet, to go together.
 //!
 //! A call that is nearly alone goes by itself and waits for nobody. Those beyond that wait until one of a few is back, and then
-//! go as one: a call costs Redis more than what is asked in it. While there are such, nobody goes alone.
+//! go as one: a call costs Redis more than what is asked in it. While there are such, and for a moment after, nobody goes alone.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -152,7 +152,7 @@ async fn send_together<W, F>(
             }
         }
         if crowd.is_within(limits.busy) {
-            // Those who were answered a moment ago may want something again: nothing goes before they have had their turn.
+            // Those who were answered a moment ago may want something again: most of them come in time for the next call.
             yield_now().await;
         }
         let mut batch = Vec::with_capacity(limits.together);
