@@ -18,7 +18,7 @@ use tokio::time::{Instant, sleep, timeout};
 use crate::error::ConfigError;
 use crate::lock::{
     Acquired, Claim, LeaseState, Line, LockError, LockKey, LockStore, Locks, LossReason, Release, Released, Renewal,
-    RwLocks, Segment, Segmented, Semaphore, Token,
+    RwLocks, Scope, Segment, Segmented, Semaphore, Token,
 };
 
 /// A lease that no test sees the end of, however slow the machine.
@@ -81,7 +81,8 @@ pub async fn subjects_and_namespaces_are_apart<S: LockStore>(store: S) {
     }
 }
 
-/// Asking again with the token of the holder gives the same answer, and lets the lease last its whole time again.
+/// Asking again with the token of the holder gives the same answer, and lets the lease last its whole time again. Of several stores one that
+/// was not heard in time before may have given out the largest fence.
 pub async fn an_acquisition_may_be_asked_again<S: LockStore>(store: S) {
     for fences in [1, 16] {
         let claim = Claim { fences, ..claim(SHORT) };
@@ -89,7 +90,8 @@ pub async fn an_acquisition_may_be_asked_again<S: LockStore>(store: S) {
         let fence = take(&store, &lock, &claim).await;
         for _ in 0..8 {
             sleep(SHORT / 4).await;
-            assert_eq!(take(&store, &lock, &claim).await, fence);
+            let again = take(&store, &lock, &claim).await;
+            assert!(again == fence || again > fence && store.scope() == Scope::Quorum, "{again} after {fence}");
         }
         assert!(busy(&store, &lock).await > SHORT / 4);
     }
