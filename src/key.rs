@@ -120,6 +120,23 @@ impl Key {
         &self.bytes[..self.len().next_multiple_of(8).clamp(16, Self::MAX_LEN + 1)]
     }
 
+    /// How long a key is at the most that [`as_short`](Self::as_short) answers.
+    pub(crate) const SHORT_LEN: usize = 23;
+
+    /// The text and the zeros behind it, if it is short.
+    #[inline]
+    pub(crate) fn as_short(&self) -> Option<&[u8; Self::SHORT_LEN]> {
+        self.bytes.first_chunk().filter(|_| self.len() <= Self::SHORT_LEN)
+    }
+
+    /// The key that [`as_short`](Self::as_short) answered this for: there is no zero in a text.
+    pub(crate) fn of_short(short: &[u8; Self::SHORT_LEN]) -> Self {
+        let mut key = Self::EMPTY;
+        key.bytes[..Self::SHORT_LEN].copy_from_slice(short);
+        key.set_len(short.iter().position(|byte| *byte == 0).unwrap_or(Self::SHORT_LEN));
+        key
+    }
+
     #[inline]
     pub(crate) fn as_bytes(&self) -> &[u8] {
         &self.bytes[..self.len()]

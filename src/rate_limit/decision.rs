@@ -53,7 +53,9 @@ impl FromIterator<LimitStatus> for Limits {
 }
 
 /// Whether a request may pass.
+// A word: decisions are moved about a lot, and the bytes behind a smaller one were moved in pieces that the processor has to wait for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+#[repr(u64)]
 #[non_exhaustive]
 pub enum Outcome {
     /// It may, and was charged.

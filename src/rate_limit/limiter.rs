@@ -92,6 +92,26 @@ impl<B: RateLimitStore> Limiter<B> {
         Box::pin(Deadline::new(self.store.check(&self.policy, &key, cost), self.deadline)).await
     }
 
+    /// Charges one unit to `key` if it fits, and answers whether it did: [`check`](Self::check) for those who do not want to know how things
+    /// stand, which the memory backend then need not work out.
+    ///
+    /// ```
+    /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::StoreError> {
+    /// let mails = Limiter::new(MemoryBackend::new(), Policy::new("mails", Quota::per_hour(1).fixed_window()));
+    /// assert!(mails.allow("alice").await?);
+    /// assert!(!mails.allow("alice").await?);
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub async fn allow(&self, key: impl Into<Key>) -> Result<bool, StoreError> {
+        let key = key.into();
+        if !self.policy.rules_out(1) && self.store.charge_now(&self.policy, &key, 1).is_some() {
+            return Ok(true);
+        }
+        Ok(self.check(key).await?.is_allowed())
+    }
+
     /// Says how `key` stands and whether one unit would fit, without charging.
     pub async fn peek(&self, key: impl Into<Key>) -> Result<Decision, StoreError> {
         if let Some(decision) = self.policy.rule_out(1) {

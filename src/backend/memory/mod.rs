@@ -6,6 +6,7 @@ mod idempotency;
 mod lock;
 mod rate_limit;
 mod shard;
+mod slot;
 
 use std::fmt;
 use std::hash::{BuildHasher, Hasher, RandomState};
@@ -157,11 +158,16 @@ impl MemoryBackend {
     /// hash: they are few, and clients have no say in how many.
     #[inline]
     fn place(&self, key: &Key) -> (u64, usize) {
+        let hash = self.hash(key);
+        // The map inside the shard uses the low bits, and the highest ones.
+        (hash, (hash >> 48) as usize & (self.inner.shards.len() - 1))
+    }
+
+    #[inline]
+    fn hash(&self, key: &Key) -> u64 {
         let mut hasher = self.inner.hasher.build_hasher();
         hasher.write(key.as_whole_words());
-        let hash = hasher.finish();
-        // The map inside the shard uses the low bits.
-        (hash, (hash >> 48) as usize & (self.inner.shards.len() - 1))
+        hasher.finish()
     }
 
     /// Read the clock only after this: whoever holds the lock has to be no earlier than who held it before. A reading from before it has to be held
@@ -172,16 +178,13 @@ impl MemoryBackend {
     }
 
     /// Accounts for a count that weighs `added` more than before, and forgets a few others in its shard if there is no room.
-    fn grew(&self, shard: &mut Shard, index: usize, added: usize, now_us: u64) {
+    fn grew(&self, shard: &mut Shard, place: usize, added: usize, now_us: u64) {
         self.inner.weight.fetch_add(added, Ordering::Relaxed);
-        let mut keep = Some(index);
         for _ in 0..OWN_SHARE {
             if self.overweight() == 0 || shard.len() < 2 {
                 return;
             }
-            let (removed, moved) = shard.forget_one(keep, now_us);
-            self.shrank(removed);
-            keep = moved;
+            self.shrank(shard.forget_one(Some(place), now_us));
         }
     }
 
@@ -208,8 +211,7 @@ impl MemoryBackend {
                     if self.overweight() == 0 || shard.len() <= usize::from(at == home) {
                         break;
                     }
-                    let (removed, _) = shard.forget_one(None, now_us);
-                    self.shrank(removed);
+                    self.shrank(shard.forget_one(None, now_us));
                     forgotten += 1;
                 }
             }

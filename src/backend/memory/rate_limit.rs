@@ -10,15 +10,13 @@ use super::MemoryBackend;
 use super::shard::Shard;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::rate_limit::counting::{Count, Terms, carry_over, receipt, receipt_of_one};
+use crate::rate_limit::counting::{Count, Terms, carry_over, receipt};
 use crate::rate_limit::{
     Algorithm, Charged, Decision, LimitStatus, Policy, QuotaChange, RateLimitStore, Receipt, Request,
 };
 
 /// What was counted for one subject.
-// A cache line, and with who the subject is another one: a decision has to wait for no more of the memory than these.
 #[derive(Clone)]
-#[repr(align(64))]
 pub(super) struct Counts {
     // The one that it was counted by, whose limits may not be those of the next request.
     policy: Policy,
@@ -43,9 +41,27 @@ pub(super) struct SlidingLog {
 }
 
 impl Counts {
-    fn new(policy: &Policy, now: u64) -> Self {
+    pub(super) fn new(policy: &Policy, now: u64) -> Self {
         let limits = policy.terms().iter().map(|terms| LimitCount::new(terms.algorithm, now)).collect();
         Self { policy: policy.clone(), last: now, blocked_until: 0, limits }
+    }
+
+    /// What a policy of a single limit has counted.
+    pub(super) fn of_one(policy: &Policy, last: u64, count: Count) -> Self {
+        let limits = SmallVec::from_buf([LimitCount::Plain(count)]);
+        Self { policy: policy.clone(), last, blocked_until: 0, limits }
+    }
+
+    /// The last update and the count of the only limit, if there is no more to know from now on.
+    pub(super) fn as_one(&self, now: u64) -> Option<(u64, Count)> {
+        match self.limits.as_slice() {
+            [LimitCount::Plain(count)] if self.blocked_until <= now => Some((self.last, *count)),
+            _ => None,
+        }
+    }
+
+    pub(super) const fn policy(&self) -> &Policy {
+        &self.policy
     }
 
     /// From when on all this says nothing any more.
@@ -66,7 +82,7 @@ impl Counts {
                 LimitCount::Plain(count) => count.used(terms, self.last),
                 LimitCount::Log(log) => log.used,
             };
-            (used << 16) / u64::from(terms.capacity).max(1)
+            share_of(used, terms)
         };
         let fullest = self.limits.iter().zip(self.policy.terms()).map(share).max().unwrap_or(0);
         fullest + 1 + (u64::from(self.blocked_until > self.last) << 20)
@@ -167,6 +183,11 @@ impl Counts {
             }
         }
     }
+}
+
+/// The used share of a limit, in 1/65,536.
+pub(super) fn share_of(used: u64, terms: &Terms) -> u64 {
+    (used << 16) / u64::from(terms.capacity).max(1)
 }
 
 impl LimitCount {
@@ -270,8 +291,8 @@ impl MemoryBackend {
         let (hash, home) = self.place(key);
         let mut shard = self.lock(home);
         let now = shard.us(&self.inner.clock, read);
-        if let Some(index) = shard.find(hash, policy, key)
-            && let Some(decision) = shard.counts_mut(index).check_only_limit(policy, cost, now)
+        if let Some(slot) = shard.find(hash, policy, key)
+            && let Some(decision) = slot.check_only_limit(policy, cost, now)
         {
             return decision;
         }
@@ -288,8 +309,8 @@ impl MemoryBackend {
         let (hash, home) = self.place(key);
         let mut shard = self.lock(home);
         let now = shard.us(&self.inner.clock, read);
-        if let Some(index) = shard.find(hash, policy, key) {
-            return shard.counts_mut(index).charge_only_limit(policy, cost, now);
+        if let Some(slot) = shard.find(hash, policy, key) {
+            return slot.charge_only_limit(policy, cost, now);
         }
         let now = self.now_us(&mut shard);
         let decision = self.decide_in(&mut shard, hash, policy, key, cost, Verb::Check, now);
@@ -320,13 +341,14 @@ impl MemoryBackend {
         verb: Verb,
         now: u64,
     ) -> Decision {
-        let found = shard.find(hash, policy, key);
-        if let Some(index) = found.filter(|index| shard.counts_mut(*index).expires_us() > now) {
-            let counts = shard.counts_mut(index);
-            let before = counts.weight();
-            let decision = if counts.are_under(policy) {
-                counts.act(policy, cost, verb, now).0
-            } else {
+        if let Some(place) = shard.place(hash, policy, key)
+            && let Some(slot) = shard.at(place).filter(|slot| slot.expires_us() > now)
+        {
+            let before = slot.weight();
+            let decision = slot.change(now, |counts| {
+                if counts.are_under(policy) {
+                    return counts.act(policy, cost, verb, now).0;
+                }
                 // A question alone does not carry counts over to other limits.
                 let mut carried_over = counts.clone();
                 let (decision, changed) = carried_over.act(policy, cost, verb, now);
@@ -334,12 +356,12 @@ impl MemoryBackend {
                     *counts = carried_over;
                 }
                 decision
-            };
-            let after = counts.weight();
+            });
+            let after = slot.weight();
             match after.cmp(&before) {
                 Ordering::Equal => {}
                 Ordering::Less => self.shrank(before - after),
-                Ordering::Greater => self.grew(shard, index, after - before, now),
+                Ordering::Greater => self.grew(shard, place, after - before, now),
             }
             decision
         } else {
@@ -353,9 +375,9 @@ impl MemoryBackend {
             };
             if changed && !takes_away && counts.expires_us() > now {
                 let added = counts.weight();
-                let (index, removed) = shard.put(hash, policy, key, counts, now);
+                let (place, removed) = shard.put(key, counts, |key| self.hash(key), now);
                 self.shrank(removed);
-                self.grew(shard, index, added, now);
+                self.grew(shard, place, added, now);
             }
             decision
         }
@@ -363,43 +385,6 @@ impl MemoryBackend {
 }
 
 impl Counts {
-    /// What is asked nearly always: a check of a policy of one limit that is not a log. `None` for anything else.
-    #[inline]
-    fn check_only_limit(&mut self, policy: &Policy, cost: u32, now: u64) -> Option<Decision> {
-        let (count, terms, now) = self.only_limit(policy, now)?;
-        if cost == 0 || !count.fits(terms, now, cost) {
-            return Some(Decision::of_one(count.status(terms, now, cost), None));
-        }
-        count.charge(terms, now, cost);
-        let status = count.status(terms, now, 0);
-        Some(Decision::of_one(status, Some(receipt_of_one(now, terms, &status))))
-    }
-
-    /// The same for who only wants to hear a yes.
-    #[inline]
-    fn charge_only_limit(&mut self, policy: &Policy, cost: u32, now: u64) -> Option<Charged> {
-        let (count, terms, now) = self.only_limit(policy, now)?;
-        if !count.fits(terms, now, cost) {
-            return None;
-        }
-        count.charge(terms, now, cost);
-        Some(Charged { is_near_limit: count.is_near_limit(terms, now) })
-    }
-
-    /// The only limit of the policy that this was counted by all along, if it is not a log and nobody is blocked. Brought up to `now`, or to
-    /// the last update: who was faster to the lock may have read the clock later. Answers to when.
-    #[inline]
-    fn only_limit<'a>(&'a mut self, policy: &'a Policy, now: u64) -> Option<(&'a mut Count, &'a Terms, u64)> {
-        let ([LimitCount::Plain(count)], [terms]) = (self.limits.as_mut_slice(), policy.terms()) else { return None };
-        let now = now.max(self.last);
-        if self.blocked_until > now || !self.policy.is_same_as(policy) {
-            return None;
-        }
-        count.advance(terms, self.last, now);
-        self.last = now;
-        Some((count, terms, now))
-    }
-
     /// Does what is asked; answers how things stand, and whether they are not as they were.
     fn act(&mut self, policy: &Policy, cost: u32, verb: Verb, now: u64) -> (Decision, bool) {
         if let Verb::BlockUntil(until) = verb {
@@ -521,30 +506,5 @@ impl RateLimitStore for MemoryBackend {
         let removed = self.lock(home).remove(hash, policy, key);
         self.shrank(removed);
         Ok(())
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use crate::rate_limit::Quota;
-
-    #[test]
-    fn who_read_the_clock_before_the_last_update_is_counted_with_it() {
-        let bucket = Quota::per_hour(3_600).burst(3).unwrap().token_bucket();
-        for limit in [bucket, Quota::per_second(3).fixed_window(), Quota::per_second(3).sliding_window()] {
-            let policy = Policy::new("api", limit);
-            let (late, early) = (5_000_000, 4_000_000);
-            let mut counts = Counts::new(&policy, late);
-            assert_eq!(counts.charge_only_limit(&policy, 1, late), Some(Charged { is_near_limit: false }));
-            let second = counts.check_only_limit(&policy, 1, early).unwrap();
-            assert_eq!(
-                (second.remaining(), second.receipt().map(|receipt| receipt.as_micros())),
-                (Some(1), Some(late))
-            );
-            assert!(counts.charge_only_limit(&policy, 1, early).is_some());
-            let wait = counts.check_only_limit(&policy, 1, early).unwrap().retry_after();
-            assert_eq!(wait, counts.check_only_limit(&policy, 1, late).unwrap().retry_after());
-        }
     }
 }

@@ -1,0 +1,253 @@
+//! What a shard keeps: a subject and what was counted for it, in one cache line.
+
+use super::rate_limit::{Counts, share_of};
+use crate::key::Key;
+use crate::rate_limit::counting::{Count, Terms, receipt_of_one};
+use crate::rate_limit::{Charged, Decision, Policy};
+
+/// A subject and what was counted for it.
+// A decision has to wait for no more of the memory than this, nearly always.
+#[repr(align(64))]
+pub(super) struct Slot {
+    // By which a single limit was counted, and otherwise one that shares its counts.
+    policy: Policy,
+    name: Name,
+    held: Held,
+}
+
+/// A key, in less room where it is short, as addresses and most names are.
+enum Name {
+    Short([u8; Key::SHORT_LEN]),
+    Long(Box<Key>),
+}
+
+enum Held {
+    One(One),
+    /// Several limits, a log, or somebody who is blocked.
+    Other(Box<Counts>),
+}
+
+/// What a single limit has counted, and when it was updated last.
+#[derive(Clone, Copy)]
+enum One {
+    TokenBucket {
+        last: u64,
+        since: u64,
+        debt: u64,
+    },
+    FixedWindow {
+        last: u64,
+        start: u64,
+        used: u64,
+    },
+    // Nothing is worked out with the last update but that time does not go back behind it, for which the start will do.
+    SlidingWindow {
+        start: u64,
+        previous: u64,
+        current: u64,
+    },
+}
+
+impl Name {
+    fn of(key: &Key) -> Self {
+        key.as_short().map_or_else(|| Self::Long(Box::new(*key)), |short| Self::Short(*short))
+    }
+
+    #[inline]
+    fn is(&self, key: &Key) -> bool {
+        match self {
+            Self::Short(name) => key.as_short() == Some(name),
+            Self::Long(name) => **name == *key,
+        }
+    }
+}
+
+impl One {
+    #[inline]
+    const fn new(last: u64, count: Count) -> Self {
+        match count {
+            Count::TokenBucket { since, debt } => Self::TokenBucket { last, since, debt },
+            Count::FixedWindow { start, used } => Self::FixedWindow { last, start, used },
+            Count::SlidingWindow { start, previous, current } => Self::SlidingWindow { start, previous, current },
+        }
+    }
+
+    /// The last update and the count.
+    #[inline]
+    const fn get(self) -> (u64, Count) {
+        match self {
+            Self::TokenBucket { last, since, debt } => (last, Count::TokenBucket { since, debt }),
+            Self::FixedWindow { last, start, used } => (last, Count::FixedWindow { start, used }),
+            Self::SlidingWindow { start, previous, current } => {
+                (start, Count::SlidingWindow { start, previous, current })
+            }
+        }
+    }
+}
+
+impl Held {
+    fn new(counts: Counts, now_us: u64) -> Self {
+        match counts.as_one(now_us) {
+            Some((last, count)) => Self::One(One::new(last, count)),
+            None => Self::Other(Box::new(counts)),
+        }
+    }
+}
+
+impl Slot {
+    pub(super) fn new(key: &Key, counts: Counts, now_us: u64) -> Self {
+        Self { policy: counts.policy().clone(), name: Name::of(key), held: Held::new(counts, now_us) }
+    }
+
+    #[inline]
+    pub(super) fn is(&self, policy: &Policy, key: &Key) -> bool {
+        self.name.is(key) && self.policy.shares_counts_with(policy)
+    }
+
+    pub(super) fn key(&self) -> Key {
+        match &self.name {
+            Name::Short(name) => Key::of_short(name),
+            Name::Long(name) => **name,
+        }
+    }
+
+    /// From when on the counts say nothing any more.
+    pub(super) fn expires_us(&self) -> u64 {
+        match &self.held {
+            Held::One(one) => {
+                let (last, count) = one.get();
+                self.policy.terms().first().map_or(0, |terms| count.expires(terms, last))
+            }
+            Held::Other(counts) => counts.expires_us(),
+        }
+    }
+
+    /// What would be lost by forgetting it: see [`Counts::value`].
+    pub(super) fn value(&self) -> u64 {
+        match &self.held {
+            Held::One(one) => {
+                let (last, count) = one.get();
+                self.policy.terms().first().map_or(0, |terms| 1 + share_of(count.used(terms, last), terms))
+            }
+            Held::Other(counts) => counts.value(),
+        }
+    }
+
+    /// How much room it takes, in units of a single small count.
+    pub(super) fn weight(&self) -> usize {
+        match &self.held {
+            Held::One(_) => 1,
+            Held::Other(counts) => counts.weight(),
+        }
+    }
+
+    /// Does something to the counts.
+    pub(super) fn change<T>(&mut self, now_us: u64, change: impl FnOnce(&mut Counts) -> T) -> T {
+        match &mut self.held {
+            Held::One(one) => {
+                let (last, count) = one.get();
+                let mut counts = Counts::of_one(&self.policy, last, count);
+                let answer = change(&mut counts);
+                self.policy = counts.policy().clone();
+                self.held = Held::new(counts, now_us);
+                answer
+            }
+            Held::Other(counts) => {
+                let answer = change(counts);
+                if let Some((last, count)) = counts.as_one(now_us) {
+                    self.policy = counts.policy().clone();
+                    self.held = Held::One(One::new(last, count));
+                }
+                answer
+            }
+        }
+    }
+
+    /// What is asked nearly always: a check of a policy of one limit that is not a log. `None` for anything else.
+    #[inline]
+    pub(super) fn check_only_limit(&mut self, policy: &Policy, cost: u32, now_us: u64) -> Option<Decision> {
+        let (one, mut count, terms, now_us) = self.only_limit(policy, now_us)?;
+        let is_charged = cost > 0 && count.fits(terms, now_us, cost);
+        if is_charged {
+            count.charge(terms, now_us, cost);
+        }
+        *one = One::new(now_us, count);
+        // Who was charged asks for nothing any more.
+        let status = count.status(terms, now_us, if is_charged { 0 } else { cost });
+        Some(Decision::of_one(status, is_charged.then(|| receipt_of_one(now_us, terms, &status))))
+    }
+
+    /// The same for who only wants to hear a yes.
+    #[inline]
+    pub(super) fn charge_only_limit(&mut self, policy: &Policy, cost: u32, now_us: u64) -> Option<Charged> {
+        let (one, mut count, terms, now_us) = self.only_limit(policy, now_us)?;
+        if !count.fits(terms, now_us, cost) {
+            return None;
+        }
+        count.charge(terms, now_us, cost);
+        *one = One::new(now_us, count);
+        Some(Charged { is_near_limit: count.is_near_limit(terms, now_us) })
+    }
+
+    /// The only limit of the policy that this was counted by all along, if it is not a log and nobody is blocked. Brought up to `now_us`, or to
+    /// the last update: who was faster to the lock may have read the clock later. Answers to when.
+    #[inline]
+    fn only_limit<'a>(
+        &'a mut self,
+        policy: &'a Policy,
+        now_us: u64,
+    ) -> Option<(&'a mut One, Count, &'a Terms, u64)> {
+        let (Held::One(one), [terms]) = (&mut self.held, policy.terms()) else { return None };
+        if !self.policy.is_same_as(policy) {
+            return None;
+        }
+        let (last, mut count) = one.get();
+        let now_us = now_us.max(last);
+        count.advance(terms, last, now_us);
+        Some((one, count, terms, now_us))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rate_limit::Quota;
+
+    #[test]
+    #[cfg(target_pointer_width = "64")]
+    fn a_subject_and_its_count_take_a_cache_line() {
+        assert_eq!(size_of::<Slot>(), 64);
+    }
+
+    #[test]
+    fn who_read_the_clock_before_the_last_update_is_counted_with_it() {
+        let bucket = Quota::per_hour(3_600).burst(3).unwrap().token_bucket();
+        for limit in [bucket, Quota::per_second(3).fixed_window(), Quota::per_second(3).sliding_window()] {
+            let policy = Policy::new("api", limit);
+            let (late, early) = (5_000_000, 4_000_000);
+            let mut slot = Slot::new(&Key::from("a"), Counts::new(&policy, late), late);
+            assert_eq!(slot.charge_only_limit(&policy, 1, late), Some(Charged { is_near_limit: false }));
+            let second = slot.check_only_limit(&policy, 1, early).unwrap();
+            assert_eq!(
+                (second.remaining(), second.receipt().map(|receipt| receipt.as_micros())),
+                (Some(1), Some(late))
+            );
+            assert!(slot.charge_only_limit(&policy, 1, early).is_some());
+            let wait = slot.check_only_limit(&policy, 1, early).unwrap().retry_after();
+            assert_eq!(wait, slot.check_only_limit(&policy, 1, late).unwrap().retry_after());
+        }
+    }
+
+    #[test]
+    fn keys_of_any_length_are_told_apart_and_read_as_they_were() {
+        let policy = Policy::new("api", Quota::per_second(3).fixed_window());
+        let keys: Vec<_> = (0..=Key::MAX_LEN).map(|len| Key::from("k".repeat(len))).collect();
+        for key in &keys {
+            let slot = Slot::new(key, Counts::new(&policy, 1), 1);
+            assert_eq!(slot.key(), *key);
+            for other in &keys {
+                assert_eq!(slot.is(&policy, other), key == other, "{key} {other}");
+            }
+        }
+    }
+}
