@@ -190,7 +190,8 @@ pub struct NothingDone;
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "settings of what is written with that feature"))]
 pub struct AsResponse {
     pub(crate) fields: Fields,
-    pub(crate) retry_jitter: Duration,
+    // In seconds.
+    pub(crate) retry_jitter: u32,
     pub(crate) body: RejectionBody,
     pub(crate) busy: BusyStatus,
 }
@@ -241,7 +242,8 @@ impl AsResponse {
     /// What is told is never less than the true wait. Less than a second changes nothing.
     #[must_use]
     pub const fn retry_jitter(mut self, most: Duration) -> Self {
-        self.retry_jitter = most;
+        let seconds = most.as_secs();
+        self.retry_jitter = if seconds > u32::MAX as u64 { u32::MAX } else { seconds as u32 };
         self
     }
 

@@ -93,7 +93,7 @@ impl AsResponse {
 
     /// A wait as it is told: rounded up and with jitter, so never shorter than it is.
     pub(super) fn told(&self, wait: Duration) -> u64 {
-        ceil_seconds(wait).saturating_add(fastrand::u64(..=self.retry_jitter.as_secs()))
+        ceil_seconds(wait).saturating_add(fastrand::u32(..=self.retry_jitter).into())
     }
 
     pub(super) fn refusal<B>(&self, status: StatusCode, detail: &str) -> Response<ResponseBody<B>> {
