@@ -93,7 +93,7 @@ impl<B: RateLimitStore> Limiter<B> {
     }
 
     /// Charges one unit to `key` if it fits, and answers whether it did: [`check`](Self::check) for those who do not want to know how things
-    /// stand, which the memory backend then need not work out.
+    /// stand. The memory backend need not work that out then for whoever is admitted by a policy of one limit that is no sliding log.
     ///
     /// ```
     /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};

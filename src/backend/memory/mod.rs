@@ -29,8 +29,8 @@ use crate::rate_limit::Quota;
 ///
 /// # Memory
 ///
-/// Bounded: at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys unless told otherwise, all of one small size. A key
-/// counts as one more for every two limits beyond the first, and for every eight requests that a sliding log has room for, 16 bytes each: a
+/// Bounded: at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys unless told otherwise, which take some 100 bytes each. A key
+/// counts as one more for every two limits of its policy, and for every eight requests that a sliding log has room for, 16 bytes each: a
 /// log of 10,000 requests takes the room of 1,251 keys. Keys whose count ran out a second ago are dropped as new ones come. When there is still no room, a
 /// few keys are looked at and the least valuable one is forgotten: the one that has used the smallest share of its quota. So
 /// a flood of new keys pushes out its own kind, and the clients that are being limited stay limited.
@@ -207,6 +207,7 @@ impl MemoryBackend {
             for step in 1..=shards.len() {
                 let at = (home + step) % shards.len();
                 let mut shard = lock(&shards[at]);
+                shard.shrink(|key| self.hash(key));
                 for _ in 0..share {
                     if self.overweight() == 0 || shard.len() <= usize::from(at == home) {
                         break;

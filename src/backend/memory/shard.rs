@@ -1,5 +1,6 @@
 use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
+use smallvec::SmallVec;
 
 use super::clock::{Anchor, Clock, Reading};
 use super::rate_limit::Counts;
@@ -10,19 +11,22 @@ use crate::rate_limit::Policy;
 /// How many keys are looked at to find one that can go. The least valuable of eight is among the lowest third nearly
 /// always, which is as good as the least of all for this purpose, and takes the same time however many keys there are.
 const SAMPLE: usize = 8;
-/// In how many places at the most. A table is between half and nearly full, unless it was fuller once.
+/// In how many places at the most: an eighth of them are taken, or the table [gets smaller](Shard::shrink).
 const PLACES: usize = 64;
-/// In how many places keys are looked for that have been stale for a while, each time that a new one comes: one of them has a key at the least,
-/// so there are never many more stale ones than others.
-const SWEPT: usize = 4;
+/// How many keys are looked at each time that a new one comes, to drop those that have been stale for a while, and in how many places at
+/// the most. More than one, so there are never many more stale ones than others.
+const SWEPT: usize = 2;
+const SWEPT_PLACES: usize = 16;
+/// A table of no more places than this stays as it is.
+const SMALL: usize = 64;
 /// How long a count that has run out is kept where there is room. Who has so large a quota that it is whole again before the next
 /// request would be dropped and put down anew each time, which takes several times as long as to find the count.
 const GRACE_US: u64 = 1_000_000;
 
 /// A part of the keys, under one lock.
 ///
-/// Keys lie in the order of their hashes, so the next few in the table are as good as any that are drawn by lot: this is what lets a full
-/// backend find a key to forget, and any shard drop stale keys, without a list of ages or a background task.
+/// Keys lie in the order of their hashes, so a few of them are as good as any that are drawn by lot: this is what lets a full backend find
+/// a key to forget, and any shard drop stale keys, without a list of ages or a background task.
 ///
 /// What a count weighs is for whoever owns the shard to add up.
 #[derive(Default)]
@@ -71,18 +75,12 @@ impl Shard {
 
     /// Puts down the counts of a subject and drops a couple of those as a matter of course that have been stale for a while. Answers
     /// where it is, and the weight of what was removed.
-    pub(super) fn put(
-        &mut self,
-        key: &Key,
-        counts: Counts,
-        hash: impl Fn(&Key) -> u64,
-        now_us: u64,
-    ) -> (usize, usize) {
+    pub(super) fn put(&mut self, key: &Key, counts: Counts, hash: impl Fn(&Key) -> u64, now_us: u64) -> (usize, usize) {
         let mut removed = 0;
         let policy = counts.policy().clone();
         let slot = Slot::new(key, counts, now_us);
-        let entry = self.slots.entry(hash(key), |slot| slot.is(&policy, key), |slot| hash(&slot.key()));
-        let place = match entry {
+        self.shrink(&hash);
+        let place = match self.slots.entry(hash(key), |slot| slot.is(&policy, key), |slot| hash(&slot.key())) {
             Entry::Occupied(mut stale) => {
                 removed += stale.get().weight();
                 *stale.get_mut() = slot;
@@ -90,14 +88,21 @@ impl Shard {
             }
             Entry::Vacant(free) => free.insert(slot).bucket_index(),
         };
-        for _ in 0..SWEPT {
-            let hand = self.next_place();
+        for swept in self.some::<SWEPT>(SWEPT_PLACES, Some(place)) {
             let is_stale = |slot: &Slot| slot.expires_us() + GRACE_US <= now_us;
-            if hand != place && self.slots.get_bucket(hand).is_some_and(is_stale) {
-                removed += self.evict(hand);
+            if self.slots.get_bucket(swept).is_some_and(is_stale) {
+                removed += self.evict(swept);
             }
         }
         (place, removed)
+    }
+
+    /// Makes a table smaller that less than an eighth of is taken. Everything gets another place then.
+    pub(super) fn shrink(&mut self, hash: impl Fn(&Key) -> u64) {
+        let (len, places) = (self.slots.len(), self.slots.num_buckets());
+        if places > SMALL && len < places / 8 {
+            self.slots.shrink_to(2 * len, |slot| hash(&slot.key()));
+        }
     }
 
     /// Forgets a subject; answers the weight of its count.
@@ -108,33 +113,119 @@ impl Shard {
     /// Forgets another count than the one at `keep`: of a few a stale one, or else the one that has used least of its quota
     /// and will be forgotten soonest. Answers its weight, which is 0 if there is no other.
     pub(super) fn forget_one(&mut self, keep: Option<usize>, now_us: u64) -> usize {
-        let mut victim = None;
-        let mut seen = 0;
-        for _ in 0..PLACES.min(self.slots.num_buckets()) {
-            let place = self.next_place();
-            let Some(slot) = self.slots.get_bucket(place).filter(|_| Some(place) != keep) else { continue };
-            let rank = match slot.expires_us() {
-                expires_us if expires_us > now_us => (slot.value(), expires_us),
-                _ => (0, 0),
-            };
-            victim = victim.min(Some((rank, place))).or(Some((rank, place)));
-            seen += 1;
-            if seen == SAMPLE {
-                break;
-            }
+        let mut sample = self.some::<SAMPLE>(PLACES, keep);
+        if sample.len() < SAMPLE {
+            // The table is small, or was fuller a moment ago.
+            let others = self.slots.iter_buckets().filter(|place| Some(*place) != keep);
+            sample.extend(others.take(SAMPLE - sample.len()));
         }
-        // Nearly nothing is left of what was a large table: any one will do.
-        let any = || self.slots.iter_buckets().find(|place| Some(*place) != keep);
-        victim.map(|(_, place)| place).or_else(any).map_or(0, |place| self.evict(place))
+        let rank = |place: &usize| match self.slots.get_bucket(*place) {
+            Some(slot) if slot.expires_us() > now_us => (slot.value(now_us), slot.expires_us()),
+            _ => (0, 0),
+        };
+        let victim = sample.into_iter().min_by_key(rank);
+        victim.map_or(0, |place| self.evict(place))
     }
 
-    fn next_place(&mut self) -> usize {
-        self.hand = if self.hand + 1 < self.slots.num_buckets() { self.hand + 1 } else { 0 };
-        self.hand
+    /// The next few places that are taken, but for the one at `keep`: as many as that if there are so many among the next `places`.
+    ///
+    /// Not next to each other: the same key lies there once for each policy.
+    fn some<const COUNT: usize>(&mut self, places: usize, keep: Option<usize>) -> SmallVec<[usize; COUNT]> {
+        // Odd, and their number is a power of two, so that it gets everywhere.
+        let all = self.slots.num_buckets();
+        let stride = (all / PLACES) | 1;
+        let mut some = SmallVec::new();
+        for _ in 0..places.min(all) {
+            self.hand = (self.hand + stride) % all;
+            if Some(self.hand) != keep && self.slots.get_bucket(self.hand).is_some() {
+                some.push(self.hand);
+                if some.len() == COUNT {
+                    break;
+                }
+            }
+        }
+        some
     }
 
     /// Forgets what is in a place. Answers its weight.
     fn evict(&mut self, place: usize) -> usize {
         self.slots.get_bucket_entry(place).map_or(0, |entry| entry.remove().0.weight())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::hash::{BuildHasher, RandomState};
+
+    use super::*;
+    use crate::rate_limit::Quota;
+
+    const HOUR_US: u64 = 3_600_000_000;
+
+    fn hasher() -> impl Fn(&Key) -> u64 {
+        let secret = RandomState::new();
+        move |key| secret.hash_one(key)
+    }
+
+    /// A shard of keys by number that have each used so many of ten.
+    fn shard(policy: &Policy, hash: impl Fn(&Key) -> u64, used: impl Iterator<Item = u32>) -> Shard {
+        let mut shard = Shard::default();
+        for (key, used) in (0_u32..).zip(used) {
+            let key = Key::from(key);
+            shard.put(&key, Counts::new(policy, 1), &hash, 1);
+            for _ in 0..used {
+                let slot = shard.find(hash(&key), policy, &key).unwrap();
+                assert!(slot.check_only_limit(policy, 1, 1).unwrap().is_allowed());
+            }
+        }
+        shard
+    }
+
+    #[test]
+    fn who_has_used_most_is_not_forgotten_as_long_as_there_are_others_however_few_are_left_of_a_large_table() {
+        let (policy, hash) = (Policy::new("api", Quota::per_hour(10).fixed_window()), hasher());
+        let mut shard = shard(&policy, &hash, (0..4_000).map(|key| if key < 40 { 10 } else { 1 }));
+        let places = shard.slots.num_buckets();
+        let is_limited = |shard: &mut Shard, key: u32| {
+            let key = Key::from(key);
+            let slot = shard.find(hash(&key), &policy, &key);
+            slot.is_some_and(|slot| !slot.check_only_limit(&policy, 1, 2).unwrap().is_allowed())
+        };
+        // The least of eight is hardly ever one of a hundredth, and of all eight never.
+        for _ in 0..3_000 {
+            assert_eq!(shard.forget_one(None, 2), 1);
+        }
+        assert_eq!((0..40).filter(|key| is_limited(&mut shard, *key)).count(), 40);
+        while shard.len() > 42 {
+            shard.shrink(&hash);
+            shard.forget_one(None, 2);
+        }
+        assert!(shard.slots.num_buckets() < places / 16);
+        let left = (0..40).filter(|key| is_limited(&mut shard, *key)).count();
+        assert!(left > 30, "{left} of 40");
+
+        let (place, _) = shard.put(&Key::from("new"), Counts::new(&policy, 2), &hash, 2);
+        while shard.len() > 1 {
+            assert_eq!(shard.forget_one(Some(place), 2), 1);
+        }
+        assert!(shard.at(place).is_some());
+        assert_eq!(shard.forget_one(Some(place), 2), 0);
+    }
+
+    #[test]
+    fn stale_keys_go_as_others_come_also_from_what_was_a_large_table() {
+        let (policy, hash) = (Policy::new("api", Quota::per_hour(10).fixed_window()), hasher());
+        let mut shard = shard(&policy, &hash, (0..4_000).map(|_| 1));
+        let later = 1 + HOUR_US + GRACE_US;
+        for key in 4_000_u32..8_000 {
+            shard.put(&Key::from(key), Counts::new(&policy, later), &hash, later);
+        }
+        // Each has looked at two others.
+        assert!(shard.len() < 5_500, "{}", shard.len());
+        let much_later = later + 2 * HOUR_US;
+        for key in 0_u32..4_000 {
+            shard.put(&Key::from(key % 100), Counts::new(&policy, much_later), &hash, much_later);
+        }
+        assert!(shard.len() < 300, "{}", shard.len());
     }
 }

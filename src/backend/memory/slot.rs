@@ -15,7 +15,7 @@ pub(super) struct Slot {
     held: Held,
 }
 
-/// A key, in less room where it is short, as addresses and most names are.
+/// A key, in less room where it is short, as IPv4 addresses, networks of IPv6 and many names are.
 enum Name {
     Short([u8; Key::SHORT_LEN]),
     Long(Box<Key>),
@@ -30,22 +30,10 @@ enum Held {
 /// What a single limit has counted, and when it was updated last.
 #[derive(Clone, Copy)]
 enum One {
-    TokenBucket {
-        last: u64,
-        since: u64,
-        debt: u64,
-    },
-    FixedWindow {
-        last: u64,
-        start: u64,
-        used: u64,
-    },
-    // Nothing is worked out with the last update but that time does not go back behind it, for which the start will do.
-    SlidingWindow {
-        start: u64,
-        previous: u64,
-        current: u64,
-    },
+    TokenBucket { last: u64, since: u64, debt: u64 },
+    FixedWindow { last: u64, start: u64, used: u64 },
+    // Windows are worked out from their start. That a clock which was read before the last update is a little behind it does no harm.
+    SlidingWindow { start: u64, previous: u64, current: u64 },
 }
 
 impl Name {
@@ -123,13 +111,16 @@ impl Slot {
     }
 
     /// What would be lost by forgetting it: see [`Counts::value`].
-    pub(super) fn value(&self) -> u64 {
-        match &self.held {
-            Held::One(one) => {
-                let (last, count) = one.get();
-                self.policy.terms().first().map_or(0, |terms| 1 + share_of(count.used(terms, last), terms))
+    pub(super) fn value(&self, now_us: u64) -> u64 {
+        match (&self.held, self.policy.terms()) {
+            (Held::One(one), [terms]) => {
+                let (last, mut count) = one.get();
+                let now_us = now_us.max(last);
+                count.advance(terms, last, now_us);
+                1 + share_of(count.used(terms, now_us), terms)
             }
-            Held::Other(counts) => counts.value(),
+            (Held::One(_), _) => 0,
+            (Held::Other(counts), _) => counts.value(),
         }
     }
 
@@ -192,11 +183,7 @@ impl Slot {
     /// The only limit of the policy that this was counted by all along, if it is not a log and nobody is blocked. Brought up to `now_us`, or to
     /// the last update: who was faster to the lock may have read the clock later. Answers to when.
     #[inline]
-    fn only_limit<'a>(
-        &'a mut self,
-        policy: &'a Policy,
-        now_us: u64,
-    ) -> Option<(&'a mut One, Count, &'a Terms, u64)> {
+    fn only_limit<'a>(&'a mut self, policy: &'a Policy, now_us: u64) -> Option<(&'a mut One, Count, &'a Terms, u64)> {
         let (Held::One(one), [terms]) = (&mut self.held, policy.terms()) else { return None };
         if !self.policy.is_same_as(policy) {
             return None;
