@@ -119,9 +119,9 @@ impl Shard {
             let others = self.slots.iter_buckets().filter(|place| Some(*place) != keep);
             sample.extend(others.take(SAMPLE - sample.len()));
         }
-        let rank = |place: &usize| match self.slots.get_bucket(*place) {
-            Some(slot) if slot.expires_us() > now_us => (slot.value(now_us), slot.expires_us()),
-            _ => (0, 0),
+        let rank = |place: &usize| {
+            let slot = self.slots.get_bucket(*place)?;
+            Some(slot.expires_us()).filter(|ends| *ends > now_us).map(|ends| (slot.value(now_us), ends))
         };
         let victim = sample.into_iter().min_by_key(rank);
         victim.map_or(0, |place| self.evict(place))
@@ -136,7 +136,7 @@ impl Shard {
         let stride = (all / PLACES) | 1;
         let mut some = SmallVec::new();
         for _ in 0..places.min(all) {
-            self.hand = (self.hand + stride) % all;
+            self.hand = (self.hand + stride) & (all - 1);
             if Some(self.hand) != keep && self.slots.get_bucket(self.hand).is_some() {
                 some.push(self.hand);
                 if some.len() == COUNT {
