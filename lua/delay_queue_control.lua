@@ -218,6 +218,17 @@ if verb == 'counts' then
   return {waiting, ready, redis.call('ZCARD', leases), redis.call('ZCARD', dead), oldest, is_paused}
 end
 
+-- Whether an id is before another one of the same score, as in a sorted set: by bytes. Lua would go by the language that the server is set to.
+local function is_before(one, other)
+  for i = 1, math.min(#one, #other) do
+    local byte, its = string.byte(one, i), string.byte(other, i)
+    if byte ~= its then
+      return byte < its
+    end
+  end
+  return #one < #other
+end
+
 -- How many jobs of normal priority are ahead of a run that has `number` others ahead of it.
 local function ahead(number)
   local run = redis.call('ZRANGE', runs, number, number, 'WITHSCORES')
@@ -225,7 +236,7 @@ local function ahead(number)
   local to = from + redis.call('ZCOUNT', normal, run[2], run[2])
   while from < to do
     local middle = math.floor((from + to) / 2)
-    if redis.call('ZRANGE', normal, middle, middle)[1] < run[1] then
+    if is_before(redis.call('ZRANGE', normal, middle, middle)[1], run[1]) then
       from = middle + 1
     else
       to = middle

@@ -20,7 +20,7 @@ use crate::lock::{Acquired, Claim, Token};
 
 /// A call costs Redis as much as three locks, and as much again to read and to answer, so it is better for more to meet. Half of what
 /// the scripts take: while they are at work on one half, the other half can be answered and ask again.
-const LIMITS: Limits = Limits { alone: 1, busy: Duration::from_millis(2), calls: 2, together: MAX_LOCKS / 2 };
+const LIMITS: Limits = Limits { alone: 1, busy: Duration::from_millis(2), together: MAX_LOCKS / 2 };
 
 /// Where those meet who want locks, and where those who give them back. The latter have connections of their own.
 pub(super) struct LockCalls {

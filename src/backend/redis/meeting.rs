@@ -15,6 +15,8 @@ use tokio::time::{Instant, sleep_until};
 
 /// A call that is away for longer than this does not hold up the next one: its connection may be dead.
 const LATE: Duration = Duration::from_millis(20);
+/// How many calls of several are on their way at a time: Redis has one to work on while the other one travels.
+const CALLS: usize = 2;
 /// How many may wait; more than that go by themselves.
 const WAITING: usize = 4_096;
 /// How many calls may be away altogether, late ones included.
@@ -37,9 +39,6 @@ pub(super) struct Limits {
     /// For how long nobody goes alone after several were answered together: whoever is first to ask again is not the last, and
     /// would pay for a call of their own.
     pub(super) busy: Duration,
-    /// How many calls of several are on their way at a time. With two, Redis has one to work on while the other one travels; with
-    /// one, more go together.
-    pub(super) calls: usize,
     /// How many go together at the most.
     pub(super) together: usize,
 }
@@ -142,7 +141,7 @@ async fn send_together<W, F>(
     // When those were sent that are not known to be back or late.
     let mut young = VecDeque::<Instant>::new();
     loop {
-        while young.len() >= limits.calls || calls.len() >= AWAY {
+        while young.len() >= CALLS || calls.len() >= AWAY {
             let oldest = young.front().copied();
             tokio::select! {
                 _ = calls.join_next() => drop(young.pop_front()),
