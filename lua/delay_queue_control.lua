@@ -218,7 +218,7 @@ if verb == 'counts' then
   return {waiting, ready, redis.call('ZCARD', leases), redis.call('ZCARD', dead), oldest, is_paused}
 end
 
--- Whether an id is before another one of the same score, as in a sorted set: by bytes. Lua would go by the language that the server is set to.
+-- Whether an id is before another one of the same score, as in a sorted set: by bytes. Lua would go by the collation locale of the server.
 local function is_before(one, other)
   for i = 1, math.min(#one, #other) do
     local byte, its = string.byte(one, i), string.byte(other, i)

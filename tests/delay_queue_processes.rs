@@ -248,8 +248,11 @@ fn idle_workers_cost_next_to_nothing_and_a_push_wakes_one_of_them(runtime: &toki
 /// tell. So a script is long that is so each time that the jobs come: what is in the scripts comes again, what the host does hardly.
 fn jobs_that_are_due_at_once_come_without_a_long_script(runtime: &tokio::runtime::Runtime, jobs: u64) {
     const TIMES: usize = 4;
-    let is_short = (0..TIMES).any(|_| longest_script_ms(runtime, jobs) < 5.0);
-    assert!(is_short, "a script took 5 ms of a processor or more, each of {TIMES} times");
+    let mut longest_ms = Vec::new();
+    while longest_ms.last().is_none_or(|ms| *ms >= 5.0) {
+        assert!(longest_ms.len() < TIMES, "a script took so many ms of a processor, each time: {longest_ms:?}");
+        longest_ms.push(longest_script_ms(runtime, jobs));
+    }
 }
 
 /// Has so many jobs come at once, each of them once and none early, and gives for how long the longest script kept a processor.

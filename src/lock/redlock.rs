@@ -54,8 +54,8 @@ use crate::error::{ConfigError, StoreError};
 ///   held by somebody else, is lost when either of them goes down.
 ///
 /// As a store it is asked with another token each time that it has not granted what was asked for: those who have granted it
-/// give it back, and may do so late. Asked again with a token that it has granted a lease to, it may answer a larger fence, if a store is
-/// heard in time now that was not before.
+/// give it back, and may do so late. Asked again with a token that it has granted a lease to, it may answer another fence, where other
+/// stores are heard in time than before.
 ///
 /// For what a lock protects from being done twice, rather than wrongly, one primary is simpler and does as well.
 pub struct Redlock<S> {

@@ -28,7 +28,8 @@ pub trait LockStore {
     /// Takes a lease for [`Claim::ttl`] from now on, if fewer than [`Claim::permits`] others hold one in the same way, and if
     /// nobody comes before this one: see [`Line`].
     ///
-    /// Where the token holds it already, it lasts its whole time again and the answer is the one that was given before.
+    /// Where the token holds it already, it lasts its whole time again and the answer is the one that was given before, but for the
+    /// fence of a quorum.
     fn acquire(&self, lock: &LockKey, claim: &Claim) -> impl Future<Output = Result<Acquired, StoreError>> + Send;
 
     /// Takes the leases of several locks, each as [`acquire`](Self::acquire) does, or none of them: either all of the answers are

@@ -150,6 +150,12 @@ impl Count {
         }
     }
 
+    /// The units in use at `now` of a count that has been brought up to `last`.
+    pub(crate) fn used_at(mut self, terms: &Terms, last: u64, now: u64) -> u64 {
+        self.advance(terms, last, now);
+        self.used(terms, now)
+    }
+
     /// How long until no more than `target` units are in use, if nobody comes in the meantime. Fewer than are in use now.
     #[inline]
     fn wait(&self, terms: &Terms, now: u64, target: u64) -> u64 {

@@ -38,7 +38,7 @@ pub(super) const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
 ///
 /// # Cancellation
 ///
-/// Dropping the future of [`check`](Limiter::check) may or may not have charged.
+/// Dropping the future of [`check`](Limiter::check) or [`try_acquire`](Limiter::try_acquire) may or may not have charged.
 #[derive(Clone, Debug)]
 pub struct Limiter<B> {
     store: B,
@@ -93,18 +93,19 @@ impl<B: RateLimitStore> Limiter<B> {
     }
 
     /// Charges one unit to `key` if it fits, and answers whether it did: [`check`](Self::check) for those who do not want to know how things
-    /// stand. The memory backend need not work that out then for whoever is admitted by a policy of one limit that is no sliding log.
+    /// stand. The memory backend need not work that out then for a key that it knows and admits, by a policy of one limit that is no sliding
+    /// log; a no costs it more than `check`. Redis answers both alike.
     ///
     /// ```
     /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};
     /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::StoreError> {
     /// let mails = Limiter::new(MemoryBackend::new(), Policy::new("mails", Quota::per_hour(1).fixed_window()));
-    /// assert!(mails.allow("alice").await?);
-    /// assert!(!mails.allow("alice").await?);
+    /// assert!(mails.try_acquire("alice").await?);
+    /// assert!(!mails.try_acquire("alice").await?);
     /// # Ok(())
     /// # }
     /// ```
-    pub async fn allow(&self, key: impl Into<Key>) -> Result<bool, StoreError> {
+    pub async fn try_acquire(&self, key: impl Into<Key>) -> Result<bool, StoreError> {
         let key = key.into();
         if !self.policy.rules_out(1) && self.store.charge_now(&self.policy, &key, 1).is_some() {
             return Ok(true);

@@ -432,21 +432,21 @@ pub async fn a_yes_without_details_charges_as_a_decision_does<B: RateLimitStore 
     }
 }
 
-/// `Limiter::allow` charges what `check` would, answers what it would say, and charges nothing where that is no.
-pub async fn allow_says_what_a_decision_would<B: RateLimitStore + Clone>(store: B) {
+/// `Limiter::try_acquire` charges what `check` would, answers what it would say, and charges nothing where that is no.
+pub async fn try_acquire_says_what_a_decision_would<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(3) {
-        let limiter = limiter(&store, "allow", limit);
+        let limiter = limiter(&store, "acquire", limit);
         for left in (0..3).rev() {
-            assert!(limiter.allow("alice").await.unwrap(), "{limit:?}");
+            assert!(limiter.try_acquire("alice").await.unwrap(), "{limit:?}");
             assert_eq!(limiter.peek("alice").await.unwrap().remaining(), Some(left), "{limit:?}");
         }
-        assert!(!limiter.allow("alice").await.unwrap(), "{limit:?}");
+        assert!(!limiter.try_acquire("alice").await.unwrap(), "{limit:?}");
         assert_eq!(limiter.peek("alice").await.unwrap().remaining(), Some(0), "{limit:?}");
         limiter.block("bob", LONG).await.unwrap();
-        assert!(!limiter.allow("bob").await.unwrap(), "{limit:?}");
+        assert!(!limiter.try_acquire("bob").await.unwrap(), "{limit:?}");
     }
     let nothing = limiter(&store, "nothing", Quota::new(0, LONG).unwrap().fixed_window());
-    assert!(!nothing.allow("alice").await.unwrap());
+    assert!(!nothing.try_acquire("alice").await.unwrap());
 }
 
 /// `check_all` charges every subject or none.

@@ -81,8 +81,8 @@ pub async fn subjects_and_namespaces_are_apart<S: LockStore>(store: S) {
     }
 }
 
-/// Asking again with the token of the holder gives the same answer, and lets the lease last its whole time again. Of several stores one that
-/// was not heard in time before may have given out the largest fence.
+/// Asking again with the token of the holder gives the same answer, and lets the lease last its whole time again. Of several stores others may
+/// have been heard in time than before, and have given out another fence.
 pub async fn an_acquisition_may_be_asked_again<S: LockStore>(store: S) {
     for fences in [1, 16] {
         let claim = Claim { fences, ..claim(SHORT) };
@@ -91,7 +91,7 @@ pub async fn an_acquisition_may_be_asked_again<S: LockStore>(store: S) {
         for _ in 0..8 {
             sleep(SHORT / 4).await;
             let again = take(&store, &lock, &claim).await;
-            assert!(again == fence || again > fence && store.scope() == Scope::Quorum, "{again} after {fence}");
+            assert!(again == fence || store.scope() == Scope::Quorum, "{again} after {fence}");
         }
         assert!(busy(&store, &lock).await > SHORT / 4);
     }

@@ -157,7 +157,7 @@ impl MemoryBackend {
     /// The hash of a subject and the number of the shard that holds it. The same subject of several policies has the same
     /// hash: they are few, and clients have no say in how many.
     #[inline]
-    fn place(&self, key: &Key) -> (u64, usize) {
+    fn locate(&self, key: &Key) -> (u64, usize) {
         let hash = self.hash(key);
         // The map inside the shard uses the low bits, and the highest ones.
         (hash, (hash >> 48) as usize & (self.inner.shards.len() - 1))

@@ -76,16 +76,17 @@ impl Counts {
 
     /// The used share of the fullest limit, in 1/65,536: what would be lost by forgetting it. At least one, and more for who
     /// is blocked.
-    pub(super) fn value(&self) -> u64 {
+    pub(super) fn value(&self, now: u64) -> u64 {
+        let now = now.max(self.last);
         let share = |(limit, terms): (&LimitCount, &Terms)| {
             let used = match limit {
-                LimitCount::Plain(count) => count.used(terms, self.last),
+                LimitCount::Plain(count) => count.used_at(terms, self.last, now),
                 LimitCount::Log(log) => log.used,
             };
             share_of(used, terms)
         };
         let fullest = self.limits.iter().zip(self.policy.terms()).map(share).max().unwrap_or(0);
-        fullest + 1 + (u64::from(self.blocked_until > self.last) << 20)
+        fullest + 1 + (u64::from(self.blocked_until > now) << 20)
     }
 
     /// How much room it takes, in units of a single small count.
@@ -288,7 +289,7 @@ impl MemoryBackend {
     fn check_one(&self, policy: &Policy, key: &Key, cost: u32) -> Decision {
         // Before the lock, since the processor can do what comes next while it reads the clock.
         let read = self.inner.clock.read();
-        let (hash, home) = self.place(key);
+        let (hash, home) = self.locate(key);
         let mut shard = self.lock(home);
         let now = shard.us(&self.inner.clock, read);
         if let Some(slot) = shard.find(hash, policy, key)
@@ -306,7 +307,7 @@ impl MemoryBackend {
     /// A yes to what nearly all calls ask for, if that is the answer.
     fn charge_one(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
         let read = self.inner.clock.read();
-        let (hash, home) = self.place(key);
+        let (hash, home) = self.locate(key);
         let mut shard = self.lock(home);
         let now = shard.us(&self.inner.clock, read);
         if let Some(slot) = shard.find(hash, policy, key) {
@@ -320,7 +321,7 @@ impl MemoryBackend {
     }
 
     fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: impl FnOnce(u64) -> Verb) -> Decision {
-        let (hash, home) = self.place(key);
+        let (hash, home) = self.locate(key);
         let mut shard = self.lock(home);
         let now = self.now_us(&mut shard);
         let decision = self.decide_in(&mut shard, hash, policy, key, cost, verb(now), now);
@@ -375,7 +376,7 @@ impl MemoryBackend {
             };
             if changed && !takes_away && counts.expires_us() > now {
                 let added = counts.weight();
-                let (place, removed) = shard.put(key, counts, |key| self.hash(key), now);
+                let (place, removed) = shard.put(policy, key, counts, |key| self.hash(key), now);
                 self.shrank(removed);
                 self.grew(shard, place, added, now);
             }
@@ -443,7 +444,7 @@ impl RateLimitStore for MemoryBackend {
     }
 
     async fn check_all(&self, requests: &[Request]) -> Result<Vec<Decision>, StoreError> {
-        let places: Vec<_> = requests.iter().map(|request| self.place(&request.key)).collect();
+        let places: Vec<_> = requests.iter().map(|request| self.locate(&request.key)).collect();
         // In one order, whoever locks several.
         let mut homes: Vec<usize> = places.iter().map(|(_, home)| *home).collect();
         homes.sort_unstable();
@@ -502,7 +503,7 @@ impl RateLimitStore for MemoryBackend {
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
-        let (hash, home) = self.place(key);
+        let (hash, home) = self.locate(key);
         let removed = self.lock(home).remove(hash, policy, key);
         self.shrank(removed);
         Ok(())

@@ -11,14 +11,13 @@ use crate::rate_limit::Policy;
 /// How many keys are looked at to find one that can go. The least valuable of eight is among the lowest third nearly
 /// always, which is as good as the least of all for this purpose, and takes the same time however many keys there are.
 const SAMPLE: usize = 8;
-/// In how many places at the most: an eighth of them are taken, or the table [gets smaller](Shard::shrink).
+/// How many places are looked at to find them. An eighth of all places are taken at the least, or the table [gets smaller](Shard::shrink);
+/// one of no more than this stays as it is.
 const PLACES: usize = 64;
 /// How many keys are looked at each time that a new one comes, to drop those that have been stale for a while, and in how many places at
 /// the most. More than one, so there are never many more stale ones than others.
 const SWEPT: usize = 2;
 const SWEPT_PLACES: usize = 16;
-/// A table of no more places than this stays as it is.
-const SMALL: usize = 64;
 /// How long a count that has run out is kept where there is room. Who has so large a quota that it is whole again before the next
 /// request would be dropped and put down anew each time, which takes several times as long as to find the count.
 const GRACE_US: u64 = 1_000_000;
@@ -75,12 +74,18 @@ impl Shard {
 
     /// Puts down the counts of a subject and drops a couple of those as a matter of course that have been stale for a while. Answers
     /// where it is, and the weight of what was removed.
-    pub(super) fn put(&mut self, key: &Key, counts: Counts, hash: impl Fn(&Key) -> u64, now_us: u64) -> (usize, usize) {
+    pub(super) fn put(
+        &mut self,
+        policy: &Policy,
+        key: &Key,
+        counts: Counts,
+        hash: impl Fn(&Key) -> u64,
+        now_us: u64,
+    ) -> (usize, usize) {
         let mut removed = 0;
-        let policy = counts.policy().clone();
-        let slot = Slot::new(key, counts, now_us);
+        let slot = Slot::new(policy, key, counts, now_us);
         self.shrink(&hash);
-        let place = match self.slots.entry(hash(key), |slot| slot.is(&policy, key), |slot| hash(&slot.key())) {
+        let place = match self.slots.entry(hash(key), |slot| slot.is(policy, key), |slot| hash(&slot.key())) {
             Entry::Occupied(mut stale) => {
                 removed += stale.get().weight();
                 *stale.get_mut() = slot;
@@ -100,7 +105,7 @@ impl Shard {
     /// Makes a table smaller that less than an eighth of is taken. Everything gets another place then.
     pub(super) fn shrink(&mut self, hash: impl Fn(&Key) -> u64) {
         let (len, places) = (self.slots.len(), self.slots.num_buckets());
-        if places > SMALL && len < places / 8 {
+        if places > PLACES && len < places / 8 {
             self.slots.shrink_to(2 * len, |slot| hash(&slot.key()));
         }
     }
@@ -115,7 +120,7 @@ impl Shard {
     pub(super) fn forget_one(&mut self, keep: Option<usize>, now_us: u64) -> usize {
         let mut sample = self.some::<SAMPLE>(PLACES, keep);
         if sample.len() < SAMPLE {
-            // The table is small, or was fuller a moment ago.
+            // The table is small, or was fuller a moment ago, or it is chance.
             let others = self.slots.iter_buckets().filter(|place| Some(*place) != keep);
             sample.extend(others.take(SAMPLE - sample.len()));
         }
@@ -129,7 +134,7 @@ impl Shard {
 
     /// The next few places that are taken, but for the one at `keep`: as many as that if there are so many among the next `places`.
     ///
-    /// Not next to each other: the same key lies there once for each policy.
+    /// In a larger table not next to each other, where the same key lies once for each policy.
     fn some<const COUNT: usize>(&mut self, places: usize, keep: Option<usize>) -> SmallVec<[usize; COUNT]> {
         // Odd, and their number is a power of two, so that it gets everywhere.
         let all = self.slots.num_buckets();
@@ -172,7 +177,7 @@ mod tests {
         let mut shard = Shard::default();
         for (key, used) in (0_u32..).zip(used) {
             let key = Key::from(key);
-            shard.put(&key, Counts::new(policy, 1), &hash, 1);
+            shard.put(policy, &key, Counts::new(policy, 1), &hash, 1);
             for _ in 0..used {
                 let slot = shard.find(hash(&key), policy, &key).unwrap();
                 assert!(slot.check_only_limit(policy, 1, 1).unwrap().is_allowed());
@@ -191,7 +196,7 @@ mod tests {
             let slot = shard.find(hash(&key), &policy, &key);
             slot.is_some_and(|slot| !slot.check_only_limit(&policy, 1, 2).unwrap().is_allowed())
         };
-        // The least of eight is hardly ever one of a hundredth, and of all eight never.
+        // That all eight of a sample are among those forty happens once in a thousand million times.
         for _ in 0..3_000 {
             assert_eq!(shard.forget_one(None, 2), 1);
         }
@@ -204,7 +209,7 @@ mod tests {
         let left = (0..40).filter(|key| is_limited(&mut shard, *key)).count();
         assert!(left > 30, "{left} of 40");
 
-        let (place, _) = shard.put(&Key::from("new"), Counts::new(&policy, 2), &hash, 2);
+        let (place, _) = shard.put(&policy, &Key::from("new"), Counts::new(&policy, 2), &hash, 2);
         while shard.len() > 1 {
             assert_eq!(shard.forget_one(Some(place), 2), 1);
         }
@@ -218,13 +223,13 @@ mod tests {
         let mut shard = shard(&policy, &hash, (0..4_000).map(|_| 1));
         let later = 1 + HOUR_US + GRACE_US;
         for key in 4_000_u32..8_000 {
-            shard.put(&Key::from(key), Counts::new(&policy, later), &hash, later);
+            shard.put(&policy, &Key::from(key), Counts::new(&policy, later), &hash, later);
         }
         // Each has looked at two others.
         assert!(shard.len() < 5_500, "{}", shard.len());
         let much_later = later + 2 * HOUR_US;
         for key in 0_u32..4_000 {
-            shard.put(&Key::from(key % 100), Counts::new(&policy, much_later), &hash, much_later);
+            shard.put(&policy, &Key::from(key % 100), Counts::new(&policy, much_later), &hash, much_later);
         }
         assert!(shard.len() < 300, "{}", shard.len());
     }

@@ -9,7 +9,7 @@ use crate::rate_limit::{Charged, Decision, Policy};
 // A decision has to wait for no more of the memory than this, nearly always.
 #[repr(align(64))]
 pub(super) struct Slot {
-    // By which a single limit was counted, and otherwise one that shares its counts.
+    // By which was counted.
     policy: Policy,
     name: Name,
     held: Held,
@@ -83,8 +83,9 @@ impl Held {
 }
 
 impl Slot {
-    pub(super) fn new(key: &Key, counts: Counts, now_us: u64) -> Self {
-        Self { policy: counts.policy().clone(), name: Name::of(key), held: Held::new(counts, now_us) }
+    /// `policy` is the one that was counted by.
+    pub(super) fn new(policy: &Policy, key: &Key, counts: Counts, now_us: u64) -> Self {
+        Self { policy: policy.clone(), name: Name::of(key), held: Held::new(counts, now_us) }
     }
 
     #[inline]
@@ -114,13 +115,11 @@ impl Slot {
     pub(super) fn value(&self, now_us: u64) -> u64 {
         match (&self.held, self.policy.terms()) {
             (Held::One(one), [terms]) => {
-                let (last, mut count) = one.get();
-                let now_us = now_us.max(last);
-                count.advance(terms, last, now_us);
-                1 + share_of(count.used(terms, now_us), terms)
+                let (last, count) = one.get();
+                1 + share_of(count.used_at(terms, last, now_us.max(last)), terms)
             }
             (Held::One(_), _) => 0,
-            (Held::Other(counts), _) => counts.value(),
+            (Held::Other(counts), _) => counts.value(now_us),
         }
     }
 
@@ -145,8 +144,10 @@ impl Slot {
             }
             Held::Other(counts) => {
                 let answer = change(counts);
-                if let Some((last, count)) = counts.as_one(now_us) {
+                if !self.policy.is_same_as(counts.policy()) {
                     self.policy = counts.policy().clone();
+                }
+                if let Some((last, count)) = counts.as_one(now_us) {
                     self.held = Held::One(One::new(last, count));
                 }
                 answer
@@ -212,7 +213,7 @@ mod tests {
         for limit in [bucket, Quota::per_second(3).fixed_window(), Quota::per_second(3).sliding_window()] {
             let policy = Policy::new("api", limit);
             let (late, early) = (5_000_000, 4_000_000);
-            let mut slot = Slot::new(&Key::from("a"), Counts::new(&policy, late), late);
+            let mut slot = Slot::new(&policy, &Key::from("a"), Counts::new(&policy, late), late);
             assert_eq!(slot.charge_only_limit(&policy, 1, late), Some(Charged { is_near_limit: false }));
             let second = slot.check_only_limit(&policy, 1, early).unwrap();
             assert_eq!(
@@ -230,7 +231,7 @@ mod tests {
         let policy = Policy::new("api", Quota::per_second(3).fixed_window());
         let keys: Vec<_> = (0..=Key::MAX_LEN).map(|len| Key::from("k".repeat(len))).collect();
         for key in &keys {
-            let slot = Slot::new(key, Counts::new(&policy, 1), 1);
+            let slot = Slot::new(&policy, key, Counts::new(&policy, 1), 1);
             assert_eq!(slot.key(), *key);
             for other in &keys {
                 assert_eq!(slot.is(&policy, other), key == other, "{key} {other}");

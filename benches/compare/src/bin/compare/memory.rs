@@ -34,7 +34,7 @@ impl Decide for Ours {
         now(async {
             let mut admitted = 0;
             for turn in 0..BATCH {
-                let allowed = self.0.allow(self.1[at(thread, batch, turn, self.1.len())]).await;
+                let allowed = self.0.try_acquire(self.1[at(thread, batch, turn, self.1.len())]).await;
                 admitted += u32::from(allowed.expect("memory does not fail"));
             }
             admitted
