@@ -33,6 +33,7 @@ fn main() {
         match case.as_str() {
             "memory-fixed-window" => check(memory(Quota::per_day(QUOTA).fixed_window()), count).await,
             "memory-token-bucket" => check(memory(Quota::per_day(QUOTA).token_bucket()), count).await,
+            "memory-yes" => try_acquire(memory(Quota::per_day(QUOTA).token_bucket()), count).await,
             "memory-three-limits" => check(Limiter::new(MemoryBackend::new(), three_limits()), count).await,
             "memory-layer" => layer(count).await,
             "memory-layer-anew" => layer_anew(count).await,
@@ -78,6 +79,13 @@ async fn check<B: tollgate::rate_limit::RateLimitStore>(limiter: Limiter<B>, cou
     let key = Key::from("client-1");
     for _ in 0..count {
         assert!(limiter.check(black_box(key)).await.expect("the backend decides").is_allowed());
+    }
+}
+
+async fn try_acquire(limiter: Limiter<MemoryBackend>, count: u32) {
+    let key = Key::from("client-1");
+    for _ in 0..count {
+        assert!(limiter.try_acquire(black_box(key)).await.expect("memory decides"));
     }
 }
 
