@@ -175,7 +175,17 @@ impl Cluster {
     /// Moves a slot with all its keys to another primary, as `redis-cli --cluster reshard` does: clients are answered ASK for
     /// the keys that have gone already, and MOVED in the end.
     pub fn migrate(&self, slot: u16, to: usize) {
-        let from = self.owner(slot);
+        // To itself: what others say may be from before it was moved the last time.
+        let has = |&index: &usize| {
+            self.nodes[index].is_answering()
+                && self.views(&self.nodes[index]).iter().any(|view| view.index == index && view.has(slot))
+        };
+        let mut owner = None;
+        wait_until(&format!("a primary says that it has slot {slot}"), || {
+            owner = (0..self.nodes.len()).find(has);
+            owner.is_some()
+        });
+        let from = owner.expect("it was waited for");
         assert_ne!(from, to, "slot {slot} is there already");
         let mut source = self.nodes[from].connection();
         let mut target = self.nodes[to].connection();

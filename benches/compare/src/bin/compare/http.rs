@@ -20,8 +20,15 @@ use crate::report::{Rank, Table};
 use crate::server::RedisServer;
 
 const CONNECTIONS: u32 = 64;
-const LAYERS: [&str; 6] =
-    ["tollgate", "tower_governor", "tollgate-headers", "tower_governor-headers", "tollgate-redis", "bare"];
+const LAYERS: [&str; 7] = [
+    "tollgate",
+    "tower_governor",
+    "tollgate-headers",
+    "tollgate-default",
+    "tower_governor-headers",
+    "tollgate-redis",
+    "bare",
+];
 
 /// Serves until it is killed, and says on which port.
 pub async fn serve(layer: &str, url: &str) {
@@ -29,7 +36,8 @@ pub async fn serve(layer: &str, url: &str) {
     let app = match layer {
         "bare" => app,
         "tollgate" => app.layer(layers::lean(GENEROUS)),
-        "tollgate-headers" => app.layer(layers::ours(GENEROUS)),
+        "tollgate-headers" => app.layer(layers::fields(GENEROUS)),
+        "tollgate-default" => app.layer(layers::ours(GENEROUS)),
         "tollgate-redis" => {
             let backend = RedisBackend::connect(url).await.expect("Redis lets us in");
             let policy = Policy::new("http", Quota::per_day(GENEROUS).token_bucket());
@@ -122,7 +130,7 @@ pub async fn table(run: &mut Run) {
     for (server, layer) in servers.iter().zip(LAYERS) {
         let answer = server.answer().to_lowercase();
         let has_fields = answer.contains("ratelimit");
-        let is_told = layer.ends_with("-headers") || layer == "tollgate-redis";
+        let is_told = layer.ends_with("-headers") || ["tollgate-default", "tollgate-redis"].contains(&layer);
         assert!(answer.starts_with("http/1.1 200") && has_fields == is_told, "{layer}: {answer}");
     }
     // wrk counts in seconds.
@@ -141,9 +149,10 @@ pub async fn table(run: &mut Run) {
     let rate = |layer| medians[0][place(layer)].figures.per_s;
     let bare = rate("bare");
     println!(
-        "HTTP memory_over_bare={:.3} headers_over_bare={:.3}",
+        "HTTP memory_over_bare={:.3} headers_over_bare={:.3} default_over_bare={:.3}",
         rate("tollgate") / bare,
-        rate("tollgate-headers") / bare
+        rate("tollgate-headers") / bare,
+        rate("tollgate-default") / bare
     );
     let tables = [
         (
@@ -151,15 +160,16 @@ pub async fn table(run: &mut Run) {
             "A server under load",
             "An axum server that says hello, in a process of its own, to 64 connections of `wrk -t1`, which all come from one address, with layers \
              that say yes or no.",
-            [("tollgate", None), ("tower_governor", None), ("bare", Some("no layer"))],
+            vec![("tollgate", None), ("tower_governor", None), ("bare", Some("no layer"))],
         ),
         (
             "http-headers",
             "A server under load that tells how the limits stand",
-            "The same with header fields in every response, which are more for the server to write and for `wrk` to read: for Tollgate the layer as it comes, \
-             for `tower_governor` with `use_headers()`.",
-            [
+            "The same with header fields in every response, which are more for the server to write and for `wrk` to read. `tollgate-default` is the layer \
+             as it comes, which also puts a handle into the request and the decision into the response; for `tower_governor` it is `use_headers()`.",
+            vec![
                 ("tollgate-headers", None),
+                ("tollgate-default", None),
                 ("tower_governor-headers", None),
                 ("tollgate-redis", Some("asks Redis about every request")),
             ],

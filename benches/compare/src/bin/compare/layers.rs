@@ -29,6 +29,11 @@ pub fn ours(burst: u32) -> RateLimitLayer<MemoryBackend, PeerIp> {
     RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", Quota::per_day(burst).token_bucket())).key(peer_ip())
 }
 
+/// The same with header fields alone: nothing in the extensions of requests and responses.
+pub fn fields(burst: u32) -> RateLimitLayer<MemoryBackend, PeerIp> {
+    ours(burst).with_rejection(AsResponse::new().extensions(false))
+}
+
 /// The same, without a word about it in the response.
 pub fn lean(burst: u32) -> RateLimitLayer<MemoryBackend, PeerIp> {
     ours(burst).with_rejection(AsResponse::new().headers([]).extensions(false))
@@ -132,10 +137,11 @@ pub async fn tables(run: &mut Run) {
         (
             "layer-headers",
             "A layer that tells how the limits stand",
-            "The same with header fields in every response: for Tollgate the layer as it comes, which also puts a handle into the request and the \
-             decision into the response, for `tower_governor` with `use_headers()`.",
+            "The same with header fields in every response and nothing in the extensions, as `tower_governor` has it with `use_headers()`. \
+             `tollgate-default` is the layer as it comes, which also puts a handle into the request and the decision into the response.",
             vec![
-                contender!("layer-headers", "tollgate", ours),
+                contender!("layer-headers", "tollgate", fields),
+                contender!("layer-headers", "tollgate-default", ours),
                 contender!("layer-headers", "tower_governor", |burst| GovernorLayer::new(governor_headers(burst))),
                 bare_line(),
             ],
