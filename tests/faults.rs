@@ -19,8 +19,8 @@ use tollgate::{
 use tower::{Layer, ServiceExt, service_fn};
 
 const DEADLINE: Duration = Duration::from_millis(100);
-/// What a busy machine may add to a deadline before it counts as missed; less than another deadline.
-const SLACK: Duration = Duration::from_millis(90);
+/// What a busy machine may add to a deadline before it counts as missed.
+const SLACK: Duration = Duration::from_millis(50);
 /// How soon everything has to work again.
 const RECOVERY: Duration = Duration::from_secs(1);
 

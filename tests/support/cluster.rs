@@ -175,13 +175,12 @@ impl Cluster {
     /// Moves a slot with all its keys to another primary, as `redis-cli --cluster reshard` does: clients are answered ASK for
     /// the keys that have gone already, and MOVED in the end.
     pub fn migrate(&self, slot: u16, to: usize) {
-        // To itself: what others say may be from before it was moved the last time.
-        let has = |&index: &usize| {
-            self.nodes[index].is_answering()
-                && self.views(&self.nodes[index]).iter().any(|view| view.index == index && view.has(slot))
-        };
+        // What others say may be from before it was moved the last time.
         let mut owner = None;
         wait_until(&format!("a primary says that it has slot {slot}"), || {
+            let has = |&index: &usize| {
+                self.nodes[index].is_answering() && self.view_of_itself(index).is_some_and(|view| view.has(slot))
+            };
             owner = (0..self.nodes.len()).find(has);
             owner.is_some()
         });
@@ -213,8 +212,7 @@ impl Cluster {
     /// The slots of a primary in which there are keys.
     pub fn slots_with_keys(&self, primary: usize) -> Vec<u16> {
         let node = &self.nodes[primary];
-        let views = self.views(node);
-        let slots = views.into_iter().find(|view| view.index == primary).map(|view| view.slots).unwrap_or_default();
+        let slots = self.view_of_itself(primary).map(|view| view.slots).unwrap_or_default();
         let slots: Vec<u16> = slots.into_iter().flat_map(|(first, last)| first..=last).collect();
         let mut pipe = redis::pipe();
         for slot in &slots {
@@ -222,6 +220,11 @@ impl Cluster {
         }
         let counts: Vec<u64> = pipe.query(&mut node.connection()).expect("keys are counted");
         slots.into_iter().zip(counts).filter(|(_, count)| *count > 0).map(|(slot, _)| slot).collect()
+    }
+
+    /// What a node says of itself.
+    fn view_of_itself(&self, index: usize) -> Option<View> {
+        self.views(&self.nodes[index]).into_iter().find(|view| view.index == index)
     }
 
     fn living(&self) -> impl Iterator<Item = &RedisServer> {

@@ -376,7 +376,7 @@ impl MemoryBackend {
             };
             if changed && !takes_away && counts.expires_us() > now {
                 let added = counts.weight();
-                let (place, removed) = shard.put(policy, key, counts, |key| self.hash(key), now);
+                let (place, removed) = shard.put(hash, policy, key, counts, |key| self.hash(key), now);
                 self.shrank(removed);
                 self.grew(shard, place, added, now);
             }

@@ -73,19 +73,20 @@ impl Shard {
     }
 
     /// Puts down the counts of a subject and drops a couple of those as a matter of course that have been stale for a while. Answers
-    /// where it is, and the weight of what was removed.
+    /// where it is, and the weight of what was removed. `rehash` gives the hashes of others.
     pub(super) fn put(
         &mut self,
+        hash: u64,
         policy: &Policy,
         key: &Key,
         counts: Counts,
-        hash: impl Fn(&Key) -> u64,
+        rehash: impl Fn(&Key) -> u64,
         now_us: u64,
     ) -> (usize, usize) {
         let mut removed = 0;
         let slot = Slot::new(policy, key, counts, now_us);
-        self.shrink(&hash);
-        let place = match self.slots.entry(hash(key), |slot| slot.is(policy, key), |slot| hash(&slot.key())) {
+        self.shrink(&rehash);
+        let place = match self.slots.entry(hash, |slot| slot.is(policy, key), |slot| rehash(&slot.key())) {
             Entry::Occupied(mut stale) => {
                 removed += stale.get().weight();
                 *stale.get_mut() = slot;
@@ -103,10 +104,10 @@ impl Shard {
     }
 
     /// Makes a table smaller that less than an eighth of is taken. Everything gets another place then.
-    pub(super) fn shrink(&mut self, hash: impl Fn(&Key) -> u64) {
+    pub(super) fn shrink(&mut self, rehash: impl Fn(&Key) -> u64) {
         let (len, places) = (self.slots.len(), self.slots.num_buckets());
         if places > PLACES && len < places / 8 {
-            self.slots.shrink_to(2 * len, |slot| hash(&slot.key()));
+            self.slots.shrink_to(2 * len, |slot| rehash(&slot.key()));
         }
     }
 
@@ -177,7 +178,7 @@ mod tests {
         let mut shard = Shard::default();
         for (key, used) in (0_u32..).zip(used) {
             let key = Key::from(key);
-            shard.put(policy, &key, Counts::new(policy, 1), &hash, 1);
+            shard.put(hash(&key), policy, &key, Counts::new(policy, 1), &hash, 1);
             for _ in 0..used {
                 let slot = shard.find(hash(&key), policy, &key).unwrap();
                 assert!(slot.check_only_limit(policy, 1, 1).unwrap().is_allowed());
@@ -209,7 +210,8 @@ mod tests {
         let left = (0..40).filter(|key| is_limited(&mut shard, *key)).count();
         assert!(left > 30, "{left} of 40");
 
-        let (place, _) = shard.put(&policy, &Key::from("new"), Counts::new(&policy, 2), &hash, 2);
+        let new = Key::from("new");
+        let (place, _) = shard.put(hash(&new), &policy, &new, Counts::new(&policy, 2), &hash, 2);
         while shard.len() > 1 {
             assert_eq!(shard.forget_one(Some(place), 2), 1);
         }
@@ -223,13 +225,15 @@ mod tests {
         let mut shard = shard(&policy, &hash, (0..4_000).map(|_| 1));
         let later = 1 + HOUR_US + GRACE_US;
         for key in 4_000_u32..8_000 {
-            shard.put(&policy, &Key::from(key), Counts::new(&policy, later), &hash, later);
+            let key = Key::from(key);
+            shard.put(hash(&key), &policy, &key, Counts::new(&policy, later), &hash, later);
         }
         // Each has looked at two others.
         assert!(shard.len() < 5_500, "{}", shard.len());
         let much_later = later + 2 * HOUR_US;
         for key in 0_u32..4_000 {
-            shard.put(&policy, &Key::from(key % 100), Counts::new(&policy, much_later), &hash, much_later);
+            let key = Key::from(key % 100);
+            shard.put(hash(&key), &policy, &key, Counts::new(&policy, much_later), &hash, much_later);
         }
         assert!(shard.len() < 300, "{}", shard.len());
     }

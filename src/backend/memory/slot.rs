@@ -113,13 +113,13 @@ impl Slot {
 
     /// What would be lost by forgetting it: see [`Counts::value`].
     pub(super) fn value(&self, now_us: u64) -> u64 {
-        match (&self.held, self.policy.terms()) {
-            (Held::One(one), [terms]) => {
+        match &self.held {
+            Held::One(one) => {
                 let (last, count) = one.get();
-                1 + share_of(count.used_at(terms, last, now_us.max(last)), terms)
+                let share = |terms| share_of(count.used_at(terms, last, now_us.max(last)), terms);
+                1 + self.policy.terms().first().map_or(0, share)
             }
-            (Held::One(_), _) => 0,
-            (Held::Other(counts), _) => counts.value(now_us),
+            Held::Other(counts) => counts.value(now_us),
         }
     }
 

@@ -26,32 +26,14 @@ trait Decide: Send + Sync {
     fn admitted(&self, thread: u32, batch: u64) -> u32;
 }
 
-/// Yes or no.
-struct Ours(Limiter<MemoryBackend>, Vec<Key>);
+struct Ours<F>(Vec<Key>, F);
 
-impl Decide for Ours {
+impl<F: AsyncFn(Key) -> bool + Send + Sync> Decide for Ours<F> {
     fn admitted(&self, thread: u32, batch: u64) -> u32 {
         now(async {
             let mut admitted = 0;
             for turn in 0..BATCH {
-                let allowed = self.0.try_acquire(self.1[at(thread, batch, turn, self.1.len())]).await;
-                admitted += u32::from(allowed.expect("memory does not fail"));
-            }
-            admitted
-        })
-    }
-}
-
-/// With all that the headers of a response say.
-struct Told(Limiter<MemoryBackend>, Vec<Key>);
-
-impl Decide for Told {
-    fn admitted(&self, thread: u32, batch: u64) -> u32 {
-        now(async {
-            let mut admitted = 0;
-            for turn in 0..BATCH {
-                let decision = self.0.check(self.1[at(thread, batch, turn, self.1.len())]).await;
-                admitted += u32::from(decision.expect("memory does not fail").is_allowed());
+                admitted += u32::from(self.1(self.0[at(thread, batch, turn, self.0.len())]).await);
             }
             admitted
         })
@@ -78,16 +60,20 @@ pub fn now<T>(call: impl Future<Output = T>) -> T {
     }
 }
 
-/// Both give a bucket of `burst` back within a day, so none of it comes back in a trial of `burst` below a thousand.
+/// All give a bucket of `burst` back within a day, so none of it comes back in a trial of `burst` below a thousand.
 fn deciders(keys: u64, burst: u32) -> [(&'static str, Arc<dyn Decide>); 3] {
     let names = || (0..keys).map(|key| format!("client-{key}"));
     let bucket = Quota::per_day(burst).token_bucket();
     let limiter = || Limiter::new(MemoryBackend::new(), Policy::new("memory", bucket));
+    let keys = || names().map(Key::from).collect();
+    let (yes_or_no, told) = (limiter(), limiter());
+    let yes_or_no = async move |key| yes_or_no.try_acquire(key).await.expect("memory does not fail");
+    let told = async move |key| told.check(key).await.expect("memory does not fail").is_allowed();
     let quota = governor::Quota::with_period(Duration::from_secs(86_400) / burst).expect("a day is not nothing");
     let quota = quota.allow_burst(NonZeroU32::new(burst).expect("not nothing"));
     [
-        ("tollgate", Arc::new(Ours(limiter(), names().map(Key::from).collect()))),
-        ("tollgate-decisions", Arc::new(Told(limiter(), names().map(Key::from).collect()))),
+        ("tollgate", Arc::new(Ours(keys(), yes_or_no))),
+        ("tollgate-decisions", Arc::new(Ours(keys(), told))),
         ("governor", Arc::new(Governor(RateLimiter::keyed(quota), names().collect()))),
     ]
 }
