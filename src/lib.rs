@@ -81,6 +81,7 @@ mod circuit;
 mod deadline;
 mod error;
 mod key;
+mod per_thread;
 
 pub mod backend;
 #[cfg(feature = "config")]

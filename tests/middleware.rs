@@ -997,6 +997,23 @@ async fn a_store_that_hangs_costs_few_requests_their_deadline() {
     }
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn threads_that_clone_the_clones_of_others_know_what_those_know() {
+    let store = Store::failing(|| StoreError::unavailable("connection refused"));
+    let service = layer(&store, per_hour(20)).layer(service_fn(echo));
+    // Each thread serves with the clone that the one before it made, and makes one for the next.
+    let (mut service, mut passed) = (service, 0);
+    for _ in 0..30 {
+        let runtime = tokio::runtime::Handle::current();
+        let serve = move || (runtime.block_on(service.clone().oneshot("request")).is_ok(), service.clone());
+        let is_ok;
+        (is_ok, service) = std::thread::spawn(serve).join().unwrap();
+        passed += usize::from(is_ok);
+    }
+    assert_eq!(passed, 20, "they count together");
+    assert!((1..=10).contains(&store.asked()), "and leave the store alone together: {}", store.asked());
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_is_too_much_for_a_share_is_not_denied_for_good() {
     let store = Store::failing(StoreError::timeout);

@@ -3,7 +3,7 @@ use std::task::{Context, Poll, ready};
 
 #[cfg(feature = "grpc")]
 use ::http::HeaderMap;
-use ::http::Response;
+use ::http::{Extensions, Response};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
@@ -52,6 +52,17 @@ struct Charge {
 }
 
 impl Charge {
+    #[inline]
+    #[cfg(feature = "grpc")]
+    fn taken_from(extensions: &mut Extensions) -> Option<Self> {
+        extensions.remove().map(|at_end| Self { at_end: Some(at_end) })
+    }
+
+    #[cfg(not(feature = "grpc"))]
+    const fn taken_from(_: &mut Extensions) -> Option<Self> {
+        None
+    }
+
     /// Settles the charge if this frame is the last one.
     fn settle<E>(&mut self, frame: Option<&Result<Frame<Bytes>, E>>) {
         #[cfg(not(feature = "grpc"))]
@@ -88,19 +99,13 @@ impl<B> ResponseBody<B> {
 
     /// The response as it is passed on, with the charge that waits for its end.
     #[inline]
-    pub(crate) fn of(response: Response<B>) -> Response<Self> {
-        #[cfg(feature = "grpc")]
-        if response.extensions().get::<AtEnd>().is_some() {
-            return Self::charged(response);
-        }
-        response.map(Self::inner)
-    }
-
-    #[cfg(feature = "grpc")]
-    #[cold]
-    fn charged(mut response: Response<B>) -> Response<Self> {
-        let charge = Charge { at_end: response.extensions_mut().remove() };
-        response.map(|body| Self::other(Other::Charged { body, charge }))
+    pub(crate) fn of(mut response: Response<B>) -> Response<Self> {
+        let charge = Charge::taken_from(response.extensions_mut());
+        // In one place, so that the response is moved once.
+        response.map(|body| match charge {
+            None => Self::inner(body),
+            Some(charge) => Self::other(Other::Charged { body, charge }),
+        })
     }
 
     pub(crate) fn rejection(text: impl Into<Bytes>) -> Self {

@@ -173,7 +173,7 @@ impl ClientIp {
     /// The address of the client with all its bits, for logs and lists, or `None` where the other end of the connection is
     /// not known.
     pub fn client_ip<B>(&self, request: &Request<B>) -> Option<IpAddr> {
-        let Some(peer) = key::peer_of(request).map(canonical) else {
+        let Some(peer) = key::peer_of(request).map(|peer| canonical(peer.ip())) else {
             if self.told.no_peer.first() {
                 key::warn_of_no_peer("ClientIp");
             }

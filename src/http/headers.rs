@@ -11,6 +11,7 @@ use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
 
 use crate::key::Key;
+use crate::per_thread::PerThread;
 use crate::rate_limit::{Decision, Limit, LimitStatus, Outcome, Policy, Standing, ceil_seconds};
 use crate::reject::{Fields, HeaderVersion, Secret};
 
@@ -43,7 +44,7 @@ pub(crate) fn write_fields(fields: &Fields, standing: &Standing<'_>, headers: &m
         let partition = fields.secret.as_ref().zip(standing.key).map(|(secret, key)| partition(secret, key));
         announcement.write(known, partition, headers);
     } else if draft_7 || draft_6 {
-        headers.append(RATELIMIT_POLICY, announcement.unnamed.clone());
+        headers.append(RATELIMIT_POLICY, announcement.unnamed.value());
     }
     let (epoch, delta) = (versions.contains(LegacyEpoch), versions.contains(LegacyDelta));
     if !(draft_7 || draft_6 || epoch || delta) {
@@ -67,10 +68,26 @@ pub(crate) fn write_fields(fields: &Fields, standing: &Standing<'_>, headers: &m
 /// What is said of a policy in every response.
 struct Announcement {
     /// All limits, for draft 10.
-    named: HeaderValue,
+    named: Text,
     /// All limits, for older drafts.
-    unnamed: HeaderValue,
+    unnamed: Text,
     limits: Vec<LimitTexts>,
+}
+
+/// The value of a field in many responses.
+struct Text {
+    text: String,
+    copies: PerThread<HeaderValue>,
+}
+
+impl Text {
+    fn list(members: Vec<String>) -> Self {
+        Self { text: members.join(", "), copies: PerThread::default() }
+    }
+
+    fn value(&self) -> HeaderValue {
+        self.copies.get(|| value(self.text.as_bytes())).clone()
+    }
 }
 
 /// What is said of one limit, up to where it differs from response to response.
@@ -93,14 +110,14 @@ impl Announcement {
         let limits: Vec<LimitTexts> = policy.limit_names().zip(policy.limits()).map(texts).collect();
         let named = limits.iter().map(|limit| limit.policy.clone()).collect();
         let unnamed = policy.limits().iter().map(|limit| format!("{}{}", limit.capacity(), window(limit))).collect();
-        Self { named: value(list(named).as_bytes()), unnamed: value(list(unnamed).as_bytes()), limits }
+        Self { named: Text::list(named), unnamed: Text::list(unnamed), limits }
     }
 
     /// Both fields of draft 10.
     fn write(&self, known: Option<&Decision>, partition: Option<Partition>, headers: &mut HeaderMap) {
         let policy = match &partition {
-            None => self.named.clone(),
-            Some(partition) => line(self.named.len() + self.limits.len() * partition.len(), |line| {
+            None => self.named.value(),
+            Some(partition) => line(self.named.text.len() + self.limits.len() * partition.len(), |line| {
                 for limit in &self.limits {
                     line.begin_member();
                     line.push(limit.policy.as_bytes());
@@ -147,10 +164,6 @@ fn window(limit: &Limit) -> String {
 /// Text as a String of structured fields. Names are printable ASCII.
 fn string(text: &str) -> String {
     format!("\"{}\"", text.replace('\\', r"\\").replace('"', r#"\""#))
-}
-
-fn list(members: Vec<String>) -> String {
-    members.join(", ")
 }
 
 /// The largest integer that structured fields have.

@@ -89,11 +89,14 @@ impl PeerIp {
 impl<B> ExtractKey<Request<B>> for PeerIp {
     #[inline]
     fn extract_key(&self, request: &Request<B>) -> Option<Key> {
-        let peer = peer_of(request);
-        if peer.is_none() {
-            NOBODY_TOLD.call_once(|| warn_of_no_peer("peer_ip()"));
+        match peer_of(request) {
+            Some(SocketAddr::V4(peer)) => Some(Key::from(*peer.ip())),
+            Some(SocketAddr::V6(peer)) => Some(Key::from(network_of((*peer.ip()).into(), IPV6_PREFIX))),
+            None => {
+                NOBODY_TOLD.call_once(|| warn_of_no_peer("peer_ip()"));
+                None
+            }
         }
-        peer.map(|ip| Key::from(network_of(ip, IPV6_PREFIX)))
     }
 }
 
@@ -107,22 +110,24 @@ pub(super) fn warn_of_no_peer(extractor: &str) {
     );
 }
 
-/// The address of the other end of the connection.
+/// The address of the other end of the connection. Where it lies: to take it out in pieces and put it together elsewhere takes as
+/// long as to find it.
 #[inline]
-pub(super) fn peer_of<B>(request: &Request<B>) -> Option<IpAddr> {
-    let peer = request.extensions().get::<PeerAddr>().map(|peer| peer.0.ip());
+pub(super) fn peer_of<B>(request: &Request<B>) -> Option<&SocketAddr> {
+    let extensions = request.extensions();
+    let peer = extensions.get().map(|PeerAddr(peer)| peer);
     #[cfg(feature = "axum")]
-    let peer = peer.or_else(|| axum_peer(request));
+    let peer = peer.or_else(|| axum_peer(extensions));
     peer
 }
 
+#[inline]
 #[cfg(feature = "axum")]
-fn axum_peer<B>(request: &Request<B>) -> Option<IpAddr> {
+fn axum_peer(extensions: &::http::Extensions) -> Option<&SocketAddr> {
     use axum::extract::ConnectInfo;
     use axum::extract::connect_info::MockConnectInfo;
-    let extensions = request.extensions();
-    let info = extensions.get::<ConnectInfo<SocketAddr>>().map(|info| info.0);
-    info.or_else(|| extensions.get::<MockConnectInfo<SocketAddr>>().map(|mock| mock.0)).map(|peer| peer.ip())
+    let mock = || extensions.get().map(|MockConnectInfo::<SocketAddr>(peer)| peer);
+    extensions.get().map(|ConnectInfo::<SocketAddr>(peer)| peer).or_else(mock)
 }
 
 /// How many bits of an IPv6 address a network has that one client has to itself, unless we are told.

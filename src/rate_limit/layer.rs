@@ -17,6 +17,7 @@ use super::store::RateLimitStore;
 use crate::MemoryBackend;
 use crate::circuit::{Circuit, CircuitBreaker};
 use crate::key::Everyone;
+use crate::per_thread::{PerThread, place};
 use crate::reject::AsResponse;
 
 /// Enforces a [`Policy`] in front of any tower service. See the [module docs](crate::rate_limit) for examples.
@@ -317,7 +318,9 @@ impl<S, B, K, C, A, R, X> Layer<S> for RateLimitLayer<B, K, C, A, R, X> {
 
 impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     fn of(core: Core<B>, key: Arc<K>, cost: Arc<C>, answer: Arc<A>, charge: Arc<R>, screen: Arc<X>) -> Self {
-        let settings = Settings { core, key, cost, answer, charge, screen, settler: OnceLock::new() };
+        let (settler, copies) = (OnceLock::new(), PerThread::default());
+        let settings =
+            Settings { core, key, cost, answer, charge, screen, settler, copies, place: None, generation: 0 };
         Self { settings: Arc::new(settings) }
     }
 
@@ -380,7 +383,7 @@ impl<B> Clone for Core<B> {
 }
 
 /// What the clones of a layer share, and the services that it makes.
-// Away from the count of references to it, which all processors write to with every request.
+// Away from the count of references to it, which is written to with every request.
 #[repr(align(64))]
 pub(super) struct Settings<B, K, C, A, R, X> {
     pub(super) core: Core<B>,
@@ -391,6 +394,10 @@ pub(super) struct Settings<B, K, C, A, R, X> {
     pub(super) screen: Arc<X>,
     // Made by the first request that needs it, out of what is above.
     settler: OnceLock<Arc<dyn Settle>>,
+    // The same settings with counts of references of their own, and whose copy of a copy these are.
+    copies: PerThread<Arc<Self>>,
+    place: Option<usize>,
+    generation: u8,
 }
 
 // By hand: `derive` would ask for `K: Clone` and so on.
@@ -404,7 +411,25 @@ impl<B, K, C, A, R, X> Clone for Settings<B, K, C, A, R, X> {
             charge: Arc::clone(&self.charge),
             screen: Arc::clone(&self.screen),
             settler: OnceLock::new(),
+            copies: PerThread::default(),
+            place: None,
+            generation: 0,
         }
+    }
+}
+
+impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
+    /// The one thread makes services for connections, and the others serve them.
+    const GENERATIONS: u8 = 2;
+
+    /// The settings that this thread counts its references to: processors that count in the same place wait for each other.
+    #[inline]
+    pub(super) fn here(self: &Arc<Self>) -> &Arc<Self> {
+        let (place, generation) = (Some(place()), self.generation + 1);
+        if self.place == place || self.generation == Self::GENERATIONS {
+            return self;
+        }
+        self.copies.get(|| Arc::new(Self { place, generation, ..Self::clone(self) }))
     }
 }
 

@@ -35,10 +35,10 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
         Self { inner, settings: layer.into_shared() }
     }
 
-    /// Puts another service behind the same limit, at the price of counting one reference.
+    /// Puts another service behind the same limit, at the price of a clone.
     #[cfg(feature = "config")]
     pub(crate) fn around<S2>(&self, inner: S2) -> RateLimit<S2, B, K, C, A, R, X> {
-        RateLimit { inner, settings: Arc::clone(&self.settings) }
+        RateLimit { inner, settings: Arc::clone(self.settings.here()) }
     }
 
     /// The service behind the limit.
@@ -119,8 +119,9 @@ where
         let mut subject =
             || Subject { policy: resolved.take(), key: *key, main, decision: decision.take(), enforced, local: false };
         if admitted == Some(true) {
+            let settings = Arc::clone(self.settings.here());
             let whom = settings.keep::<S, _>(|| judge::Subjects::One(subject()), cost, &mut request);
-            return ResponseFuture::calling(self.inner.call(request), whom, Arc::clone(&self.settings));
+            return ResponseFuture::calling(self.inner.call(request), whom, settings);
         }
         let subject = subject();
         match admitted.and_then(|_| core.limited(&subject, cost)) {
@@ -136,7 +137,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
     where
         S: Service<Req>,
     {
-        ResponseFuture::calling(self.inner.call(request), Whom::Nobody, Arc::clone(&self.settings))
+        ResponseFuture::calling(self.inner.call(request), Whom::Nobody, Arc::clone(self.settings.here()))
     }
 
     fn reject<Req>(
@@ -148,7 +149,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
         S: Service<Req> + Clone,
     {
         drop(self.take_ready());
-        ResponseFuture::rejected(subjects, rejection, Arc::clone(&self.settings))
+        ResponseFuture::rejected(subjects, rejection, Arc::clone(self.settings.here()))
     }
 
     fn ask<Req>(
@@ -161,7 +162,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
         S: Service<Req> + Clone,
         B: RateLimitStore + Clone + Send + Sync + 'static,
     {
-        ResponseFuture::asking(subjects, cost, self.take_ready(), request, Arc::clone(&self.settings))
+        ResponseFuture::asking(subjects, cost, self.take_ready(), request, Arc::clone(self.settings.here()))
     }
 }
 
@@ -212,7 +213,7 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
 // By hand: `derive` would ask for more than the inner service to be `Clone`.
 impl<S: Clone, B, K, C, A, R, X> Clone for RateLimit<S, B, K, C, A, R, X> {
     fn clone(&self) -> Self {
-        Self { inner: self.inner.clone(), settings: Arc::clone(&self.settings) }
+        Self { inner: self.inner.clone(), settings: Arc::clone(self.settings.here()) }
     }
 }
 
