@@ -3,53 +3,63 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread::available_parallelism;
 
-/// With more processors than this, some share a copy.
-const MAX_COPIES: usize = 64;
+/// On larger machines some threads share a copy.
+const MAX_LANES: usize = 64;
+/// Threads take lanes in turn, also those that ask only once: with a few to spare two that work at the same time seldom have the same one.
+const LANES_OF_A_PROCESSOR: usize = 4;
 
-/// A copy for each thread that runs at the same time, made when it first asks.
+/// A copy for each lane of threads, made when one of them first asks.
 ///
 /// For what is cloned with every request and counts references: processors that count in the same place wait for each other.
-#[derive(Debug)]
 pub(crate) struct PerThread<T> {
-    copies: OnceLock<Box<[OnceLock<T>]>>,
+    // Of most things there is no other: they are made for a request, or on a thread that serves with them.
+    first: OnceLock<(usize, T)>,
+    others: OnceLock<Box<[OnceLock<T>]>>,
 }
 
 // By hand: `derive` would ask for `T: Default`.
 impl<T> Default for PerThread<T> {
     fn default() -> Self {
-        Self { copies: OnceLock::new() }
+        Self { first: OnceLock::new(), others: OnceLock::new() }
     }
 }
 
 impl<T> PerThread<T> {
-    /// The copy of this thread.
+    /// The copy of the lane of this thread.
     #[inline]
-    pub(crate) fn get(&self, make: impl FnOnce() -> T) -> &T {
-        let copies = self.copies.get_or_init(|| (0..places()).map(|_| OnceLock::new()).collect());
-        copies[place()].get_or_init(make)
+    pub(crate) fn get(&self, make: impl Fn() -> T) -> &T {
+        let lane = lane();
+        let (owner, first) = self.first.get_or_init(|| (lane, make()));
+        if *owner == lane {
+            return first;
+        }
+        let others = self.others.get_or_init(|| (0..lanes()).map(|_| OnceLock::new()).collect());
+        others[lane].get_or_init(make)
     }
 }
 
-/// Which copies this thread has: less than [`places`], and another number than that of the threads that asked just before or after it.
+/// The lane of this thread, less than [`lanes`].
 #[inline]
-pub(crate) fn place() -> usize {
+pub(crate) fn lane() -> usize {
     static NEXT: AtomicUsize = AtomicUsize::new(0);
     thread_local! {
-        static PLACE: Cell<Option<usize>> = const { Cell::new(None) };
+        static LANE: Cell<Option<usize>> = const { Cell::new(None) };
     }
-    PLACE.with(|place| {
-        place.get().unwrap_or_else(|| {
-            let next = NEXT.fetch_add(1, Ordering::Relaxed) % places();
-            place.set(Some(next));
+    LANE.with(|lane| {
+        lane.get().unwrap_or_else(|| {
+            let next = NEXT.fetch_add(1, Ordering::Relaxed) % lanes();
+            lane.set(Some(next));
             next
         })
     })
 }
 
-/// How many copies there are at the most.
-fn places() -> usize {
-    static PLACES: OnceLock<usize> = OnceLock::new();
-    *PLACES.get_or_init(|| available_parallelism().map_or(1, usize::from).min(MAX_COPIES))
+fn lanes() -> usize {
+    static LANES: OnceLock<usize> = OnceLock::new();
+    *LANES.get_or_init(|| {
+        let processors = available_parallelism().map_or(1, usize::from);
+        processors.saturating_mul(LANES_OF_A_PROCESSOR).min(MAX_LANES)
+    })
 }
 
 #[cfg(test)]
@@ -60,11 +70,11 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_thread_keeps_its_copy_and_there_are_as_many_as_processors() {
+    fn a_thread_keeps_its_copy_and_there_are_as_many_as_lanes() {
         let (copies, made) = (PerThread::default(), AtomicUsize::new(0));
         let mine = || *copies.get(|| made.fetch_add(1, Ordering::Relaxed));
         let seen: HashSet<_> = thread::scope(|scope| {
-            let threads: Vec<_> = (0..3 * MAX_COPIES)
+            let threads: Vec<_> = (0..3 * MAX_LANES)
                 .map(|_| {
                     scope.spawn(|| {
                         let copy = mine();
@@ -75,7 +85,7 @@ mod tests {
                 .collect();
             threads.into_iter().map(|thread| thread.join().unwrap()).collect()
         });
-        // So many threads in a row have all places among them.
-        assert_eq!((seen.len(), made.into_inner()), (places(), places()));
+        // So many threads in a row are in all lanes.
+        assert_eq!((seen.len(), made.into_inner()), (lanes(), lanes()));
     }
 }

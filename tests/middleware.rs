@@ -1000,18 +1000,20 @@ async fn a_store_that_hangs_costs_few_requests_their_deadline() {
 #[tokio::test(flavor = "multi_thread")]
 async fn threads_that_clone_the_clones_of_others_know_what_those_know() {
     let store = Store::failing(|| StoreError::unavailable("connection refused"));
-    let service = layer(&store, per_hour(20)).layer(service_fn(echo));
-    // Each thread serves with the clone that the one before it made, and makes one for the next.
-    let (mut service, mut passed) = (service, 0);
-    for _ in 0..30 {
+    // Closed to all by the first failure, and for longer than the test takes.
+    let circuit = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(3_600));
+    let first = layer(&store, per_hour(40)).circuit_breaker(circuit).layer(service_fn(echo));
+    // Of the threads that take turns one serves with a clone of the clone that the one before it has made, the other with a clone of the first.
+    let (mut last, mut passed) = (first.clone(), 0);
+    for turn in 0..60 {
+        let service = if turn % 2 == 0 { last.clone() } else { first.clone() };
         let runtime = tokio::runtime::Handle::current();
         let serve = move || (runtime.block_on(service.clone().oneshot("request")).is_ok(), service.clone());
         let is_ok;
-        (is_ok, service) = std::thread::spawn(serve).join().unwrap();
+        (is_ok, last) = std::thread::spawn(serve).join().unwrap();
         passed += usize::from(is_ok);
     }
-    assert_eq!(passed, 20, "they count together");
-    assert!((1..=10).contains(&store.asked()), "and leave the store alone together: {}", store.asked());
+    assert_eq!((passed, store.asked()), (40, 1), "they count together, and leave the store alone together");
 }
 
 #[tokio::test(start_paused = true)]

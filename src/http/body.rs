@@ -35,7 +35,6 @@ pin_project! {
 pin_project! {
     #[derive(Debug)]
     #[project = OtherProj]
-    #[cfg_attr(not(feature = "grpc"), allow(dead_code, reason = "charges that wait for an end come with that feature"))]
     enum Other<B> {
         // What the inner service answered, with a charge that waits for the end of it.
         Charged { #[pin] body: B, charge: Charge },

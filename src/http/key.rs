@@ -110,8 +110,8 @@ pub(super) fn warn_of_no_peer(extractor: &str) {
     );
 }
 
-/// The address of the other end of the connection. Where it lies: to take it out in pieces and put it together elsewhere takes as
-/// long as to find it.
+/// The address of the other end of the connection. By reference: it would be put together again elsewhere, which takes as long as
+/// to find it.
 #[inline]
 pub(super) fn peer_of<B>(request: &Request<B>) -> Option<&SocketAddr> {
     let extensions = request.extensions();

@@ -31,8 +31,7 @@ pin_project! {
 pin_project! {
     #[project = CourseProj]
     enum Course<S, Req, F, A, T> {
-        // The request was admitted and nobody wants to know more. Does without the settings: all processors write to the count
-        // of references to those.
+        // The request was admitted and nobody wants to know more. Does without the settings, so that no reference to them is counted.
         Plain { #[pin] future: F, answer: A },
         Watched { #[pin] state: State<S, Req, F>, whom: Whom, settings: Arc<T> },
         // The answer was given.

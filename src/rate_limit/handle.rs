@@ -2,8 +2,8 @@ use std::fmt;
 use std::future::Future;
 use std::mem;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Waker};
 use std::time::Duration;
 
@@ -157,8 +157,8 @@ pub(super) struct Settler<B, L> {
     pub(super) store: B,
     pub(super) local: L,
     pub(super) deadline: Duration,
-    /// The runtime of the first request, for handles that are dropped on a thread without one.
-    pub(super) runtime: Option<Handle>,
+    /// For handles that are dropped on a thread without one.
+    pub(super) runtime: Arc<OnceLock<Handle>>,
     pub(super) pending: Arc<AtomicUsize>,
 }
 
@@ -188,7 +188,7 @@ fn in_background<S, B, L>(
     let (policy, deadline) = (policy.unwrap_or_else(|| settler.policy.clone()), settler.deadline);
     let current = Handle::try_current().ok();
     let is_inside = current.is_some();
-    let (runtime, place) = (current.or_else(|| settler.runtime.clone()), Place::take(&settler.pending));
+    let (runtime, place) = (current.or_else(|| settler.runtime.get().cloned()), Place::take(&settler.pending));
     let (Some(runtime), Some(place)) = (runtime, place) else {
         policy.meters().settled(false);
         tracing::debug!(policy = policy.name(), change, "a correction of a charge is lost");

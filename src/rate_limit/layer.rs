@@ -17,7 +17,7 @@ use super::store::RateLimitStore;
 use crate::MemoryBackend;
 use crate::circuit::{Circuit, CircuitBreaker};
 use crate::key::Everyone;
-use crate::per_thread::{PerThread, place};
+use crate::per_thread::{PerThread, lane};
 use crate::reject::AsResponse;
 
 /// Enforces a [`Policy`] in front of any tower service. See the [module docs](crate::rate_limit) for examples.
@@ -49,6 +49,8 @@ pub(super) struct Core<B> {
     pub(super) circuit: Arc<Circuit>,
     pub(super) local: Local,
     pub(super) pending: Arc<AtomicUsize>,
+    /// Of the first request that found one, for what comes to its end on a thread without.
+    pub(super) runtime: Arc<OnceLock<Handle>>,
 }
 
 /// The backend that decides while the store fails. Made when it is first needed.
@@ -181,6 +183,7 @@ impl<B> RateLimitLayer<B> {
             circuit: Arc::new(Circuit::new(CircuitBreaker::new())),
             local: Local::default(),
             pending: Arc::default(),
+            runtime: Arc::default(),
         };
         let (key, cost, answer) = (Arc::new(Everyone), Arc::new(UnitCost), Arc::new(AsResponse::default()));
         Self::of(core, key, cost, answer, Arc::new(ChargeAlways), Arc::new(()))
@@ -319,8 +322,7 @@ impl<S, B, K, C, A, R, X> Layer<S> for RateLimitLayer<B, K, C, A, R, X> {
 impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     fn of(core: Core<B>, key: Arc<K>, cost: Arc<C>, answer: Arc<A>, charge: Arc<R>, screen: Arc<X>) -> Self {
         let (settler, copies) = (OnceLock::new(), PerThread::default());
-        let settings =
-            Settings { core, key, cost, answer, charge, screen, settler, copies, place: None, generation: 0 };
+        let settings = Settings { core, key, cost, answer, charge, screen, settler, copies, lane: None, depth: 0 };
         Self { settings: Arc::new(settings) }
     }
 
@@ -378,11 +380,12 @@ impl<B> Clone for Core<B> {
             circuit: Arc::clone(&self.circuit),
             local: self.local.clone(),
             pending: Arc::clone(&self.pending),
+            runtime: Arc::clone(&self.runtime),
         }
     }
 }
 
-/// What the clones of a layer share, and the services that it makes.
+/// What the clones of a layer share, and the services that it makes. A copy is the same settings: all that changes is behind pointers.
 // Away from the count of references to it, which is written to with every request.
 #[repr(align(64))]
 pub(super) struct Settings<B, K, C, A, R, X> {
@@ -392,12 +395,13 @@ pub(super) struct Settings<B, K, C, A, R, X> {
     pub(super) answer: Arc<A>,
     pub(super) charge: Arc<R>,
     pub(super) screen: Arc<X>,
-    // Made by the first request that needs it, out of what is above.
+    // Made by the first request that needs it here, out of what is above.
     settler: OnceLock<Arc<dyn Settle>>,
-    // The same settings with counts of references of their own, and whose copy of a copy these are.
+    // The same once more, each with a count of references of its own for the threads of a lane; and if these are such: of which, and of
+    // how many copies in a row they are the last.
     copies: PerThread<Arc<Self>>,
-    place: Option<usize>,
-    generation: u8,
+    lane: Option<usize>,
+    depth: u8,
 }
 
 // By hand: `derive` would ask for `K: Clone` and so on.
@@ -412,24 +416,25 @@ impl<B, K, C, A, R, X> Clone for Settings<B, K, C, A, R, X> {
             screen: Arc::clone(&self.screen),
             settler: OnceLock::new(),
             copies: PerThread::default(),
-            place: None,
-            generation: 0,
+            lane: None,
+            depth: 0,
         }
     }
 }
 
 impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
-    /// The one thread makes services for connections, and the others serve them.
-    const GENERATIONS: u8 = 2;
+    /// A thread that accepts connections clones a service for each, and the threads that serve these clone it once more. Every copy
+    /// of copies is as many as there are threads: whoever clones beyond that shares a count.
+    const MAX_DEPTH: u8 = 2;
 
     /// The settings that this thread counts its references to: processors that count in the same place wait for each other.
     #[inline]
     pub(super) fn here(self: &Arc<Self>) -> &Arc<Self> {
-        let (place, generation) = (Some(place()), self.generation + 1);
-        if self.place == place || self.generation == Self::GENERATIONS {
+        let (lane, depth) = (Some(lane()), self.depth + 1);
+        if self.lane == lane || self.depth == Self::MAX_DEPTH {
             return self;
         }
-        self.copies.get(|| Arc::new(Self { place, generation, ..Self::clone(self) }))
+        self.copies.get(|| Arc::new(Self { lane, depth, ..Self::clone(self) }))
     }
 }
 
@@ -437,12 +442,16 @@ impl<B: RateLimitStore + Clone + Send + Sync + 'static, K, C, A, R, X> Settings<
     /// Who tells the store of corrections.
     pub(super) fn settler(&self) -> Arc<dyn Settle> {
         let make = || -> Arc<dyn Settle> {
+            if let Ok(runtime) = Handle::try_current() {
+                // Some request may have found one before.
+                let _ = self.core.runtime.set(runtime);
+            }
             Arc::new(Settler {
                 policy: self.core.policy.clone(),
                 store: B::clone(&self.core.store),
                 local: self.core.local.backend().clone(),
                 deadline: self.core.deadline,
-                runtime: Handle::try_current().ok(),
+                runtime: Arc::clone(&self.core.runtime),
                 pending: Arc::clone(&self.core.pending),
             })
         };
