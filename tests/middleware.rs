@@ -1000,7 +1000,7 @@ async fn a_store_that_hangs_costs_few_requests_their_deadline() {
 #[tokio::test(flavor = "multi_thread")]
 async fn threads_that_clone_the_clones_of_others_know_what_those_know() {
     let store = Store::failing(|| StoreError::unavailable("connection refused"));
-    // Closed to all by the first failure, and for longer than the test takes.
+    // Opens at the first failure, and stays open for longer than the test takes.
     let circuit = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(3_600));
     let first = layer(&store, per_hour(40)).circuit_breaker(circuit).layer(service_fn(echo));
     // Of the threads that take turns one serves with a clone of the clone that the one before it has made, the other with a clone of the first.

@@ -423,8 +423,8 @@ impl<B, K, C, A, R, X> Clone for Settings<B, K, C, A, R, X> {
 }
 
 impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
-    /// A thread that accepts connections clones a service for each, and the threads that serve these clone it once more. Every copy
-    /// of copies is as many as there are threads: whoever clones beyond that shares a count.
+    /// A thread that accepts connections clones a service for each, and the threads that serve these clone it once more. One step more
+    /// would multiply the copies by the number of threads again, so whoever clones beyond that shares a count.
     const MAX_DEPTH: u8 = 2;
 
     /// The settings that this thread counts its references to: processors that count in the same place wait for each other.
