@@ -54,7 +54,7 @@ async fn charge(
 async fn run() -> Result<(), BoxError> {
     let store = env::var("TOLLGATE_STORE").unwrap_or_else(|_| "memory:".into());
     let guard = IdempotencyLayer::new(tollgate::connect(&store).await?)
-        .scope(header("authorization"))
+        .scope(header("x-api-key"))
         .wait(Duration::from_secs(5)) // for the answer to the same request; as it comes it would be 409
         .deadline(Duration::from_secs(1));
     let charges = Arc::new(AtomicU32::new(0));
@@ -93,7 +93,7 @@ fn sum(receipts: &[Receipt]) -> u32 {
 }
 
 fn payment(key: &str, amount: &'static str) -> Result<Request<Body>, BoxError> {
-    let request = Request::post("/payments").header("authorization", "Bearer alice").header("idempotency-key", key);
+    let request = Request::post("/payments").header("x-api-key", "of alice").header("idempotency-key", key);
     Ok(request.body(Body::from(amount))?)
 }
 

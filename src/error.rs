@@ -275,7 +275,7 @@ impl fmt::Display for ConfigError {
             Self::EmptyJobId => f.write_str("the id of a job is empty"),
             Self::InvalidSchedule { reason } => write!(f, "the schedule is not valid: {reason}"),
             Self::ScopeTooSmall { needed, has } => {
-                write!(f, "the locks of this backend hold within {has}, and are meant to hold within {needed}")
+                write!(f, "what this backend keeps holds within {has}, and is meant to hold within {needed}")
             }
         }
     }

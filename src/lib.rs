@@ -49,26 +49,30 @@
 //!   across a failover, where what replication had not carried is forgotten.
 //! * A denial charges nothing. A decision whose answer is lost on the way may have charged; it is not asked for again.
 //! * Every key in Redis has a time to live, and every subject, whatever bytes a client sends, becomes a short [`Key`].
-//! * A decision takes one round trip and no longer than its deadline; then the named policy applies, [`OnStoreError`].
+//! * A decision takes one round trip, two for a key that is blocked or was counted by other limits before, and no longer than its deadline; then the
+//!   named policy applies, [`OnStoreError`]. One for several subjects is one call as well, but not on a cluster, where it is one for each, and
+//!   what a denied one has charged is given back.
 //! * A lock has one live lease, whose holder knows of a loss before the lock can be granted again. Not across a failover, or while
-//!   a process stands still: each grant has a larger fencing token than all before it, for the storage to refuse who is late.
+//!   a process stands still: each grant has a larger [fencing token](Lease::fence) than all before it, for the storage to refuse who is late.
 //! * The handler of an idempotency key runs to its end at most once while its record lives, and nobody gets the answer of another
 //!   scope. Not across a failover that forgets the record.
 //! * A job of a delay queue is never early, is done at least once unless it is cancelled or dead, and is in one state; only the holder
 //!   of its last lease can finish it. Not exactly once, and not across a failover that forgets it.
-//! * Nothing here blocks a thread, and no task outlives the backend that it serves, but for an attempt to connect that is
+//! * Nothing that is awaited blocks a thread, and no task outlives the backend that it serves, but for an attempt to connect that is
 //!   under way, which ends with its timeout, and for leases that are on their way back, which expire, and for
 //!   handlers whose client has gone, which an idempotency layer lets finish, and a lock layer if told so.
 //!
 //! # Features
 //!
-//! * `redis` (default): `RedisBackend`, with bb8, redis and futures-util.
+//! * `redis` (default): `RedisBackend`, with bb8, redis, crc16 and futures-util.
+//! * `tls`: encrypted connections to Redis, with rustls.
 //! * `http` (default): the module `http`, with http, http-body, ipnet and the small crates that answers take.
 //! * `json` (default): payloads of jobs as JSON, with serde and serde_json.
 //! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`, and idempotency the path that a nested router was asked for.
 //! * `grpc`: the module `grpc`, with prost.
 //! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics),
-//!   [`lock`](lock#metrics) and [`idempotency`](idempotency#metrics).
+//!   [`lock`](lock#metrics), [`idempotency`](idempotency#metrics) and [`delay_queue`](delay_queue#metrics).
+//! * `cron`: jobs that come back by cron patterns, in time zones, with croner and jiff: see `delay_queue::Recurring`.
 //! * `otel`: links of OpenTelemetry from the span of a job to who pushed it: see [`delay_queue`](delay_queue#traces).
 //! * `tsc`: decisions of memory read the counter of the processor, with quanta: see [`MemoryBackend`](MemoryBackend#time).
 //! * `testing`: the module `testing`, for `[dev-dependencies]`.

@@ -108,7 +108,8 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// How many jobs the queue may have, in each of its parts where it is [split](Self::split): waiting, running and dead ones. One more is
-    /// [full](QueueError::Full). Defaults to 1,000,000.
+    /// [full](QueueError::Full). Defaults to 1,000,000. A [`MemoryBackend`](crate::MemoryBackend) has room for no more than its capacity, 100,000 unless
+    /// told otherwise, in all queues together, and beyond that answers [`QueueError::Store`].
     #[must_use]
     pub fn max_jobs(mut self, jobs: u64) -> Self {
         self.terms.max_jobs = jobs;
@@ -339,7 +340,8 @@ impl<T, C> DelayQueue<T, C> {
         Ok(())
     }
 
-    /// Removes all jobs that are waiting, due or not. Answers how many those were. What is running goes on.
+    /// Removes all jobs that are waiting, due or not: they are lost. Answers how many those were. What is running goes on. To let workers come to
+    /// an end, see [`DelayQueueWorker::run_until`](super::DelayQueueWorker::run_until).
     ///
     /// # Errors
     ///

@@ -69,8 +69,8 @@ pub enum UniqueFor {
     WaitingOrRunning,
     /// Until it is claimed for the first time. Not again after that, whether it is snoozed, tried again or replayed.
     Waiting,
-    /// For so long after it was pushed, whatever becomes of it. A key whose time is over keeps nobody out. It takes room until jobs are
-    /// pushed later, of which each takes two such keys away, and in memory until jobs are claimed.
+    /// For so long after it was pushed, whatever becomes of it. A key whose time is over keeps nobody out, but takes room until it is removed:
+    /// each later push removes up to two of them, and so does each claim in memory.
     Time(Duration),
 }
 
@@ -123,7 +123,7 @@ impl NewJob {
 pub struct StoredJob {
     /// What it is called.
     pub id: JobId,
-    /// What it does.
+    /// Which state it is in.
     pub state: State,
     /// How many attempts were made, the one that is running included.
     pub attempt: u16,

@@ -422,7 +422,7 @@ pub enum Changed {
     Missing,
 }
 
-/// What a job does.
+/// Which state a job is in.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum State {

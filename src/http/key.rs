@@ -19,11 +19,16 @@ use crate::key::{ExtractKey, Key, Or, first_of};
 ///
 /// # Panics
 ///
-/// If `name` is not a lower-case header name, as [`HeaderName::from_static`] does: the name is part of the program, not of
-/// a request.
+/// If `name` cannot be that of a header: it is part of the program, not of a request. A name that comes from elsewhere is for
+/// [`HeaderName::try_from`] to judge, which this takes as well.
 #[must_use]
-pub fn header(name: &'static str) -> HeaderKey {
-    HeaderKey { name: HeaderName::from_static(name) }
+pub fn header(name: impl TryInto<HeaderName>) -> HeaderKey {
+    HeaderKey { name: header_name(name) }
+}
+
+/// The name of a header that the program names, in any case.
+pub(super) fn header_name(name: impl TryInto<HeaderName>) -> HeaderName {
+    name.try_into().unwrap_or_else(|_| panic!("the name of a header has letters, digits and `-`, and is not empty"))
 }
 
 /// See [`header`].

@@ -19,7 +19,7 @@ use crate::key::Key;
 ///     format!("charged once, as {}", operation.derive("charge"))
 /// }
 ///
-/// let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("authorization"));
+/// let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("x-api-key"));
 /// let app: Router = Router::new().route("/payments", post(pay)).layer(guard);
 /// ```
 #[derive(Clone)]

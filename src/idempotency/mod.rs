@@ -29,12 +29,12 @@
 //! use tower::ServiceExt;
 //!
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
-//! let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("authorization"));
+//! let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("x-api-key")); // the same for all tries
 //! let app: Router = Router::new().route("/payments", post(async || "charged once")).layer(guard);
 //!
 //! let pay = || {
 //!     Request::post("/payments")
-//!         .header("authorization", "Bearer alice")
+//!         .header("x-api-key", "of alice")
 //!         .header("idempotency-key", r#""8e03978e-40d5-43e8-bc93-6894a57f9324""#)
 //!         .body(Body::from(r#"{"amount":100}"#))
 //! };
@@ -63,7 +63,7 @@
 //! let guard = IdempotencyLayer::new(MemoryBackend::new())
 //!     .name("payments") // in metrics
 //!     .require(Scope::Process)? // Scope::Redis would refuse the memory backend
-//!     .scope(header("authorization"))
+//!     .scope(header("x-api-key"))
 //!     .methods([Method::POST, Method::PATCH, Method::PUT])
 //!     .header("x-request-key")
 //!     .fingerprint_headers(["content-type"])
@@ -121,14 +121,14 @@
 //! request is still being served, only what is known before the body can tell another one apart, and what the last renewal said: such a duplicate is
 //! told to come back, and refused then.
 //!
-//! The answer goes to the caller while it is recorded. Its last part waits until the record has it, so whoever has seen the end finds it there, unless the handler itself says how long the
-//! answer is, which a reader may believe before; where
-//! the store fails then, the caller gets it all the same, the store is asked again in the background for the length of a lease, and
+//! The answer goes to the caller while it is recorded. Its last part is held back until the record is stored, so a client that has seen the end
+//! finds it there. (If the handler sets `Content-Length`, a client may believe that it has seen the end before.) If the record cannot be stored, the
+//! client gets the answer all the same, storing is tried again in the background for the length of a lease, and
 //! after that the outcome is unknown. Of one that is larger than 64 KiB only the status is kept, as soon as that is known (with gRPC at
 //! its end, since the status comes last): its handler is not run again, and its reader may take the time that it likes.
 //!
-//! Whoever is served as the next attempt has to send what is known of the body that the attempt before was sent. A handler never
-//! sees the end of another one: it is dropped there, and the answer is 422.
+//! The next attempt has to send the same body, as far as that of the one before is known. If it is another one, the handler is dropped before it
+//! sees its end, and the answer is 422.
 //!
 //! Not kept are headers of one hop, one moment or one request: `Connection` and what it names, `Content-Length`, `Date`, `Age`, `Set-Cookie` (unless
 //! told otherwise), `RateLimit` and its kin, `Server-Timing`, `traceparent`, `X-Request-Id`.
@@ -137,8 +137,8 @@
 //!
 //! Outside of a [`RateLimitLayer`](crate::RateLimitLayer) a replay is not charged against the quota; put a second limit outside for what the
 //! replays themselves cost. Outside of a [`LockLayer`](crate::LockLayer) a replay does not wait for the lock. What either of them turns away is not kept,
-//! whatever its status. Inside of compression,
-//! since the next client may not accept what this one does. Inside of what finds out who is calling.
+//! whatever its status. Put it
+//! inside of compression, since the next client may not accept what this one does, and inside of what finds out who is calling.
 //!
 //! A handler is polled by whoever polls the answer, as without this layer, until that is dropped. The `tracing` span goes along with it
 //! into the task that goes on then; task-locals do not, so a handler should not need any.
@@ -160,13 +160,13 @@
 //! # What is asked of the store
 //!
 //! Two round trips for the first request, one for a replay or a refusal; one for each third of a lease that a handler takes, and for
-//! each checkpoint. Who [waits](crate::http::IdempotencyLayer::wait) asks once more when it listens, and when it was told; over one connection per process, and
-//! once a second in any case, and when the lease would end. A store that fails again and again is not asked for each request: see
+//! each checkpoint. A request that [waits](crate::http::IdempotencyLayer::wait) asks once when it has begun to listen, again after each message, once a second in
+//! any case, and when the lease would end; all of a process listen over one connection. A store that fails again and again is not asked for each request: see
 //! [`circuit_breaker`](crate::http::IdempotencyLayer::circuit_breaker).
 //!
 //! # Cancellation
 //!
-//! A request whose client goes away before it is served is given back in the background; afterwards the handler is done with it all the same
+//! A request whose client goes away before it is served is given back in the background; after that the handler runs to its end all the same
 //! ([`OnDisconnect`]), for no longer than `max_run`. `IdempotencyLayer::drained` waits for that at the end of a program. A
 //! handler that panics, and the panic of which reaches the caller as it would without this layer, is a failure like any other: see [`Keep`].
 

@@ -211,7 +211,8 @@ impl<K, A, D> LockLayer<K, A, D> {
         self.with(|locks| locks.circuit_breaker(breaker))
     }
 
-    /// Whether requests that change nothing (GET, HEAD, OPTIONS and TRACE with HTTP) need the lock as well. Defaults to false.
+    /// Whether requests that change nothing (GET, HEAD, OPTIONS and TRACE with HTTP) need the lock as well. Defaults to false: they pass without, and find
+    /// no [`LeaseView`] in their extensions.
     pub fn safe_methods(mut self, locks_safe: bool) -> Self {
         self.settings.locks_safe = locks_safe;
         self

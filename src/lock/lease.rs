@@ -83,8 +83,12 @@ impl Lease {
     /// The number of this grant: larger than that of every grant of this lock before it.
     ///
     /// Send it along with each change to what the lock protects, and let the receiver refuse a number that is smaller than the
-    /// largest it has seen: `UPDATE .. SET fence = $1 .. WHERE fence <= $1`. That holds whatever happens to clocks,
-    /// processes and replication.
+    /// largest it has seen: `UPDATE .. SET fence = $1 .. WHERE fence <= $1`. Where no row was changed the holder is too late, and has to stop.
+    /// A fence is below 2^53, so it fits a signed column of 64 bits and a number of JSON.
+    ///
+    /// On one primary that remembers the last grant this holds whatever happens to processes, and if its clock is set back by up to ten minutes.
+    /// After a failover that lost the last grant the order is that of the clocks: the new primary's must not be behind by more than the time
+    /// since that grant. [`Redlock`](super::Redlock) has promises of its own.
     #[must_use]
     pub fn fence(&self) -> u64 {
         self.grant.fence

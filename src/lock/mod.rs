@@ -21,7 +21,7 @@
 //!   [`Lease::fence`] is for: each grant has a larger number than all before it, and whatever the lock protects refuses a smaller
 //!   number than it has seen. Use it where two at a time would be worse than a failure.
 //! * A failover to a replica forgets what was not replicated, and so may grant a lock that is held; [`Locks::replication`] makes that less likely. The fences stay in order as long as
-//!   the clock of the new primary is not more than ten minutes behind.
+//!   the clock of the new primary is not behind by more than the time since the grant that was forgotten; where none was, by more than ten minutes.
 //!
 //! [`Redlock`] goes on while some of several independent servers are down, with promises of its own. If what you need is consensus, use
 //! etcd or ZooKeeper, and fence all the same.
@@ -154,12 +154,12 @@
 //!
 //! [`Locks::fair`] and [`RwLocks`] are fair between processes: there the store keeps one line for all who wait, by its own clock. Each
 //! of them asks by itself and asks again once a second, which keeps its place; whoever has not asked for three seconds, being dead or
-//! stopped, has lost it, and holds the others up for no longer than that and one more second. Whoever hears of a grant only after that
-//! lease has ended has had a turn, and stands at the end again. Only who is next is told when the
+//! stopped, has lost it, and holds the others up for no longer than that and one more second. Whoever learns of a grant only after that
+//! lease has ended has lost the turn, and goes to the end of the line. Only who is next is told when the
 //! lock is given back. The price is a command or two more for each grant that was waited for, and no lease goes from hand to hand inside
 //! a process. Up to 10,000 stand in one line.
 //!
-//! [`Locks::ask_holder`] has those who wait ask the holder to give the lock back, which is told by [`Lease::asked`] and decides by itself.
+//! [`Locks::ask_holder`] has those who wait ask the holder to give the lock back: [`Lease::asked`] tells the holder, who decides.
 //!
 //! # What is asked of the store
 //!
@@ -167,8 +167,8 @@
 //! back. A lease is renewed after a third of its time; leases that are due
 //! at the same time share a command, on a connection of their own. A renewal that fails makes the lease
 //! [suspended](LeaseState::Suspended) and is tried again for as long as the lease lasts.
-//! One task does that for all leases of one [`Locks`] and its clones, in the runtime where the first was taken, which has to be at work for that, and in
-//! one where another was taken when that runtime ends.
+//! One task renews all leases of a [`Locks`] and its clones. It runs in the runtime where the first lease was taken, which has to be at work for that; when that
+//! runtime ends, it moves to another one in which a lease was taken.
 //!
 //! # Operations
 //!

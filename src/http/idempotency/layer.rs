@@ -10,6 +10,7 @@ use super::fingerprint::Fingerprints;
 use super::service::Idempotency;
 use crate::circuit::CircuitBreaker;
 use crate::error::{ConfigError, StoreError};
+use crate::http::key::header_name;
 use crate::idempotency::{
     Claim, Home, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown, Rejection, Verdict,
 };
@@ -105,7 +106,9 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// 400 with HTTP.
     ///
     /// What distinguishes callers has to be something that they cannot choose, or that is checked before this layer: credentials, or a
-    /// user that was found by them. [`Everyone`](crate::Everyone) is for services with one caller.
+    /// user that was found by them. It has to be the same when the client tries again, too: an access token that is refreshed in between is
+    /// not, and the handler would run a second time. Take the user or the account that it stands for then, which whatever checks it
+    /// can leave in the extensions. [`Everyone`](crate::Everyone) is for services with one caller.
     ///
     /// The route is part of it without being said: the method, and the path without its query. A path of which a router in front of this layer
     /// has taken a prefix away is known as a whole with axum (feature `axum`); elsewhere the prefix has to be said.
@@ -134,18 +137,18 @@ impl<K, A> IdempotencyLayer<K, A> {
     ///
     /// # Panics
     ///
-    /// If `name` is not a lower-case header name, as [`HeaderName::from_static`] does.
-    pub fn header(self, name: &'static str) -> Self {
-        self.with(|settings| settings.header = HeaderName::from_static(name))
+    /// If `name` cannot be that of a header.
+    pub fn header(self, name: impl TryInto<HeaderName>) -> Self {
+        self.with(|settings| settings.header = header_name(name))
     }
 
     /// Which headers make another request if they differ, beside the method, the path with its query, and the body. Defaults to none.
     ///
     /// # Panics
     ///
-    /// If a name is not a lower-case header name, as [`HeaderName::from_static`] does.
-    pub fn fingerprint_headers(self, names: impl IntoIterator<Item = &'static str>) -> Self {
-        self.with(|settings| settings.headers = names.into_iter().map(HeaderName::from_static).collect())
+    /// If one of them cannot be that of a header.
+    pub fn fingerprint_headers(self, names: impl IntoIterator<Item: TryInto<HeaderName>>) -> Self {
+        self.with(|settings| settings.headers = names.into_iter().map(header_name).collect())
     }
 
     /// What fingerprints are made with, the same in all replicas, so that nobody who reads the store can guess requests. Defaults to
