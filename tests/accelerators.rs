@@ -625,16 +625,52 @@ async fn one_draws_and_whoever_waits_is_not_stuck_when_that_one_leaves() {
         .collect();
     sleep(Duration::from_millis(100)).await;
     assert_eq!(slow.checks(), asked + 1, "one draws for all of them");
-    for turn in 1..=3 {
-        // Whoever draws goes away, and another one takes over.
-        callers.remove(0).abort();
-        sleep(Duration::from_millis(100)).await;
-        assert_eq!(slow.checks(), asked + 1 + turn);
-    }
+    let before = store.stats();
+    // Whoever draws goes away: nobody draws as much again, since it may have been charged. The others ask for what they need.
+    callers.remove(0).abort();
+    sleep(Duration::from_millis(100)).await;
+    assert_eq!(slow.checks(), asked + 1 + 19);
+    let lost = store.stats().expired - before.expired;
+    assert!(lost > 1 && store.stats().drawn - before.drawn == lost, "{lost}");
     for caller in callers {
         assert!(timeout(Duration::from_secs(10), caller).await.expect("nobody is stuck").unwrap().is_allowed());
     }
-    assert_eq!(slow.checks(), asked + 4);
+    assert_eq!(slow.checks(), asked + 20);
+    assert_eq!(slow.inner.charges.lock().unwrap().iter().rev().take(19).map(|(.., cost)| cost).sum::<u32>(), 19);
+}
+
+/// A store stands still for longer than the callers of a hot key have time, again and again.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_stands_still_costs_one_lease() {
+    let (_, slow) = slow();
+    let store = Leases::new(slow.clone());
+    let limiter = hot(&store, &fixed(500_000)).await;
+    for _ in 0..5_000 {
+        limiter.check("alice").await.unwrap();
+    }
+    let before = store.stats();
+    assert!(before.drawn > 1_000, "{before:?}");
+    slow.takes(0, 200_000);
+    let charges = slow.inner.charges.lock().unwrap().len();
+    let mut callers = JoinSet::new();
+    for _ in 0..2_000 {
+        let limiter = limiter.clone().deadline(Duration::from_millis(100));
+        callers.spawn(async move { limiter.check("alice").await.is_ok() });
+        sleep(Duration::from_micros(100)).await;
+    }
+    callers.join_all().await;
+    let after = store.stats();
+    let charged = slow.inner.charges.lock().unwrap()[charges..].iter().map(|(.., cost)| cost).sum::<u32>();
+    assert_eq!(after.draws, before.draws + 1);
+    let lost = (after.drawn - before.drawn) as u32;
+    assert!(charged <= 2_000 + lost, "{charged} units for 2,000 requests, {before:?} {after:?}");
+    assert_eq!(after.drawn, after.handed_out + after.given_back + after.expired + after.held);
+    // And then all is as it was.
+    slow.takes(0, 0);
+    for _ in 0..5_000 {
+        assert!(limiter.check("alice").await.unwrap().is_allowed());
+    }
+    assert!(store.stats().handed_out - after.handed_out > 4_000, "{:?}", store.stats());
 }
 
 /// Nothing can be handed out of a lease that is over when it arrives. Then all ask for themselves, and at the same time.

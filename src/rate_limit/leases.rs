@@ -74,7 +74,8 @@ use crate::key::Key;
 ///
 /// # Cancellation
 ///
-/// A draw whose future is dropped may have been charged and is lost then. Whoever waited for it draws anew.
+/// A draw whose future is dropped, or which fails, may have been charged. It counts as lost, and the key has to earn its lease anew: whoever waited
+/// for it asks for just what it needs, so no more than one lease is lost while a store stands still.
 #[derive(Clone, Debug)]
 pub struct Leases<S> {
     store: S,
@@ -89,7 +90,7 @@ pub struct Leases<S> {
 pub struct LeaseStats {
     /// How often units were drawn ahead.
     pub draws: u64,
-    /// The units that were charged to the store by that.
+    /// The units that were charged to the store by that, or may have been where no answer came.
     pub drawn: u64,
     /// The units of these that requests were admitted with.
     pub handed_out: u64,
@@ -421,14 +422,28 @@ struct Draw<'a> {
     policy: &'a Policy,
     key: &'a Key,
     flight: Arc<Notify>,
+    // How many units are asked for, as long as there is no answer: they may have been charged.
+    asked_for: u32,
 }
 
 impl Drop for Draw<'_> {
     fn drop(&mut self) {
         let mut part = self.slots.lock(self.place);
-        let slot = part.get_mut(self.place, self.policy, self.key);
+        let (slot, books) = part.get_with_books(self.place, self.policy, self.key);
         if let Some(slot) = slot.filter(|slot| Arc::ptr_eq(&slot.flight, &self.flight)) {
             slot.drawing = false;
+            if self.asked_for > 0 {
+                // Others would lose as much again while the store stands still.
+                (slot.size, slot.direct) = (0, 0);
+                slot.room = slot.room.saturating_sub(self.asked_for);
+            }
+        }
+        if self.asked_for > 0 {
+            books.stats.draws += 1;
+            books.stats.drawn += u64::from(self.asked_for);
+            books.stats.expired += u64::from(self.asked_for);
+            self.policy.meters().leased(Leased::Drawn, self.asked_for);
+            self.policy.meters().leased(Leased::Expired, self.asked_for);
         }
         drop(part);
         self.flight.notify_waiters();
@@ -470,9 +485,10 @@ impl<S: RateLimitStore + Sync> Leases<S> {
     }
 
     /// Draws units for several requests, the first of which costs `cost`. `None` if there are not so many.
-    async fn draw(&self, draw: Draw<'_>, units: u32, cost: u32) -> Result<Option<Decision>, StoreError> {
-        let asked = Instant::now();
+    async fn draw(&self, mut draw: Draw<'_>, cost: u32) -> Result<Option<Decision>, StoreError> {
+        let (asked, units) = (Instant::now(), draw.asked_for);
         let decision = self.store.check(draw.policy, draw.key, units).await?;
+        draw.asked_for = 0;
         match decision.outcome() {
             Outcome::Allowed => {}
             outcome => {
@@ -520,8 +536,8 @@ impl<S: RateLimitStore + Sync> RateLimitStore for Leases<S> {
                 Step::Answer(decision) => return Ok(decision),
                 Step::Ask => return self.ask(place, policy, key, cost).await,
                 Step::Draw(units, flight) => {
-                    let draw = Draw { slots: &self.slots, place, policy, key, flight };
-                    if let Some(decision) = self.draw(draw, units, cost).await? {
+                    let draw = Draw { slots: &self.slots, place, policy, key, flight, asked_for: units };
+                    if let Some(decision) = self.draw(draw, cost).await? {
                         return Ok(decision);
                     }
                     // It does not get better by drawing less and less.
