@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::convert::Infallible;
-use std::future::pending;
+use std::future::{Ready, pending, ready};
 use std::pin::Pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -142,14 +142,23 @@ type Sender = mpsc::UnboundedSender<Result<&'static str, BoxError>>;
 
 /// A service that answers at once, with bodies that are sent by what it leaves behind.
 fn streaming(layer: &ByPath) -> (impl Fn() -> Option<Sender> + use<>, StreamService) {
+    let (senders, service) = streams();
+    (senders, layer.layer(service_fn(service)).boxed_clone())
+}
+
+/// A handler that answers with a stream, and the senders of what it has answered.
+fn streams() -> (
+    impl Fn() -> Option<Sender>,
+    impl Fn(Request<Full<Bytes>>) -> Ready<Result<Response<Stream>, Infallible>> + Clone + Send + 'static,
+) {
     let senders = Arc::new(Mutex::new(Vec::new()));
     let kept = Arc::clone(&senders);
-    let service = service_fn(move |_: Request<Full<Bytes>>| {
+    let service = move |_: Request<Full<Bytes>>| {
         let (sender, receiver) = mpsc::unbounded_channel();
         kept.lock().unwrap().push(sender);
-        async move { Ok::<_, Infallible>(Response::new(Stream(receiver))) }
-    });
-    (move || senders.lock().unwrap().pop(), layer.layer(service).boxed_clone())
+        ready(Ok(Response::new(Stream(receiver))))
+    };
+    (move || senders.lock().unwrap().pop(), service)
 }
 
 type StreamService =
@@ -671,6 +680,17 @@ async fn grpc_has_codes_for_it() {
     faults.heal();
     let service = layer.layer(service_fn(async |_| pending::<Result<Response<Full<Bytes>>, Infallible>>().await));
     assert_eq!(service.oneshot(post("/b")).await.unwrap().headers()["grpc-status"], "10");
+
+    // Also for a loss when the answer has begun.
+    let (sender, service) = streams();
+    let mut body = layer.layer(service_fn(service)).oneshot(post("/c")).await.unwrap().into_body();
+    let sender = sender().unwrap();
+    sender.send(Ok("some")).unwrap();
+    assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "some");
+    let trailers = body.frame().await.unwrap().unwrap().into_trailers().unwrap();
+    assert_eq!(trailers["grpc-status"], "10");
+    assert!(trailers.contains_key("grpc-message") && !trailers.contains_key("content-type"));
+    assert!(body.is_end_stream() && body.frame().await.is_none());
 }
 
 #[tokio::test(start_paused = true)]

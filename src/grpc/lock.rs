@@ -1,17 +1,18 @@
 use std::time::Duration;
 
-use ::http::{Request, Response};
+use ::http::{HeaderMap, Request, Response};
 use bytes::Bytes;
 use http_body::Body;
 
 use super::details::Any;
-use super::status::{AsStatus, Code, answer, detailed};
+use super::status::{AsStatus, Code, answer, detailed, trailers};
 use crate::http::{LockedBody, ResponseBody, STORE_RETRY, STORE_TEXT};
 use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay, fencing};
 use crate::reject::{NothingDone, Reject};
 
 /// A client is not told to wait for longer than this, however long the lease may last.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
+const LOST_TEXT: &str = "the request was cancelled on the way and may have had effects";
 
 impl<B, E> Reject<fencing::Rejection, Response<B>, E> for AsStatus {
     type Response = Response<ResponseBody<B>>;
@@ -54,8 +55,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
                 later(Code::ResourceExhausted, "too many requests wait for this", STORE_RETRY)
             }
             Rejection::Lock(LockError::Lost(_)) => {
-                let text = "the request was cancelled on the way and may have had effects";
-                let mut response = answer(Code::Aborted, text);
+                let mut response = answer(Code::Aborted, LOST_TEXT);
                 response.extensions_mut().remove::<NothingDone>();
                 response
             }
@@ -89,6 +89,11 @@ where
     }
 
     fn occupy(&self, stay: Stay, response: &mut Response<LockedBody<B>>) {
-        response.body_mut().occupy(stay);
+        response.body_mut().occupy(stay, Some(lost));
     }
+}
+
+/// How a call ends whose lease is lost when its answer has begun.
+fn lost() -> HeaderMap {
+    trailers(Code::Aborted, LOST_TEXT)
 }

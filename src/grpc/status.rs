@@ -1,7 +1,7 @@
 use std::time::Duration;
 
 use ::http::header::CONTENT_TYPE;
-use ::http::{HeaderName, HeaderValue, Request, Response};
+use ::http::{HeaderMap, HeaderName, HeaderValue, Request, Response};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD_NO_PAD as BASE64;
 use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
@@ -172,12 +172,18 @@ pub(super) fn detailed<B>(
 pub(super) fn answer<B>(code: Code, message: &str) -> Response<ResponseBody<B>> {
     let mut response = Response::new(ResponseBody::rejection(""));
     response.extensions_mut().insert(NothingDone);
-    let headers = response.headers_mut();
-    headers.insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
-    headers.insert(GRPC_STATUS, HeaderValue::from(code as u16));
+    *response.headers_mut() = trailers(code, message);
+    response.headers_mut().insert(CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+    response
+}
+
+/// A status as it ends a call whose answer has begun.
+pub(super) fn trailers(code: Code, message: &str) -> HeaderMap {
+    let mut trailers = HeaderMap::new();
+    trailers.insert(GRPC_STATUS, HeaderValue::from(code as u16));
     // Percent-encoded text is ASCII, so this always is a value.
     if let Ok(message) = HeaderValue::try_from(utf8_percent_encode(message, ESCAPED).to_string()) {
-        headers.insert(GRPC_MESSAGE, message);
+        trailers.insert(GRPC_MESSAGE, message);
     }
-    response
+    trailers
 }

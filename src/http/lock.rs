@@ -2,7 +2,7 @@ use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
-use ::http::{HeaderName, Method, Request, Response, StatusCode};
+use ::http::{HeaderMap, HeaderName, Method, Request, Response, StatusCode};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use pin_project_lite::pin_project;
@@ -122,31 +122,35 @@ where
     }
 
     fn occupy(&self, stay: Stay, response: &mut Response<LockedBody<B>>) {
-        response.body_mut().occupy(stay);
+        response.body_mut().occupy(stay, None);
     }
 }
 
 pin_project! {
     /// The body of a response that came through a [`LockLayer`](crate::lock::LockLayer). It keeps the lock until it has ended, has failed or is
-    /// dropped, and fails if the lease is lost before that.
+    /// dropped. If the lease is lost before that, it fails with [`Lost`](crate::lock::Lost), or ends with the status of gRPC.
     #[derive(Debug)]
     pub struct LockedBody<B> {
         #[pin]
         body: ResponseBody<B>,
         stay: Option<Stay>,
+        // What it ends with if the lease is lost; an error if that is nothing.
+        on_loss: Option<fn() -> HeaderMap>,
+        is_over: bool,
     }
 }
 
 impl<B> LockedBody<B> {
     pub(crate) const fn new(body: ResponseBody<B>) -> Self {
-        Self { body, stay: None }
+        Self { body, stay: None, on_loss: None, is_over: false }
     }
 }
 
 impl<B: Body<Data = Bytes>> LockedBody<B> {
-    pub(crate) fn occupy(&mut self, stay: Stay) {
+    /// With the trailers for a lease that is lost, where a body has to end with any.
+    pub(crate) fn occupy(&mut self, stay: Stay, on_loss: Option<fn() -> HeaderMap>) {
         if !self.body.is_end_stream() {
-            self.stay = Some(stay);
+            (self.stay, self.on_loss) = (Some(stay), on_loss);
         }
     }
 }
@@ -168,9 +172,15 @@ where
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
         let mut this = self.project();
+        if *this.is_over {
+            return Poll::Ready(None);
+        }
         if let Some(Poll::Ready(lost)) = this.stay.as_mut().map(|stay| stay.poll_lost(cx)) {
-            *this.stay = None;
-            return Poll::Ready(Some(Err(lost.into())));
+            (*this.stay, *this.is_over) = (None, true);
+            return Poll::Ready(Some(match this.on_loss {
+                None => Err(lost.into()),
+                Some(trailers) => Ok(Frame::trailers(trailers())),
+            }));
         }
         let frame = ready!(this.body.as_mut().poll_frame(cx));
         let is_last = match &frame {
@@ -184,10 +194,10 @@ where
     }
 
     fn is_end_stream(&self) -> bool {
-        self.body.is_end_stream()
+        self.is_over || self.body.is_end_stream()
     }
 
     fn size_hint(&self) -> SizeHint {
-        self.body.size_hint()
+        if self.is_over { SizeHint::with_exact(0) } else { self.body.size_hint() }
     }
 }

@@ -68,7 +68,8 @@ pub struct LockHolder {
 pub struct Seized {
     /// How many have held it.
     pub holders: usize,
-    /// All fences that are given out for this lock from now on are larger than this one. What it protects may refuse those up to here at once.
+    /// All fences that the store gives out for this lock from now on are larger than this one. What it protects may refuse those up to here at once. A process
+    /// whose lease went from hand to hand may still have handed it on a moment ago or do so now, with a smaller fence than this, until it hears of the loss.
     pub fence: u64,
 }
 
@@ -137,7 +138,8 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
     }
 
     /// Whose locks: see [`Locks::namespace`](crate::Locks::namespace). Defaults to `default`. Those of layers are in `requests`, the permits of semaphores in
-    /// `semaphores`, unless they were told otherwise.
+    /// `semaphores`, those of [`RwLocks`](crate::lock::RwLocks) in `rw_locks`, unless they were told otherwise. A segment of
+    /// [`Segmented`](crate::lock::Segmented) has the key `(key, index)`. [`Redlock`](crate::lock::Redlock) is looked at one server after the other.
     #[must_use]
     pub fn namespace(mut self, namespace: impl Into<Key>) -> Self {
         self.namespace = namespace.into();

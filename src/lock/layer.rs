@@ -86,7 +86,8 @@ pub enum OnStoreError {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnLoss {
-    /// Its handler is dropped where it stands, and the answer is 503 with HTTP. If the answer has begun, its body fails.
+    /// Its handler is dropped where it stands, and the answer is 503 with HTTP. If the answer has begun, its body fails, or ends with
+    /// a status in the trailers with gRPC.
     #[default]
     Cancel,
     /// Nothing is cancelled. The [`LeaseView`](super::LeaseView) in the extensions of the request says so: [`lost`](super::LeaseView::lost) ends and

@@ -135,7 +135,7 @@
 //! | too many wait | 503, `Retry-After` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
 //! | the store fails, or too few replicas know of the lease | 503, `Retry-After` | `UNAVAILABLE`, `RetryInfo` |
 //! | the lease is lost while the handler runs, which is cancelled | 503 | `ABORTED` |
-//! | the lease is lost while the body is sent | the body fails | the stream is reset |
+//! | the lease is lost while the body is sent | the body fails | `ABORTED` in the trailers |
 //! | no key | 400 | `INVALID_ARGUMENT` |
 //!
 //! Whatever ends a request from outside ends its waiting, too: a layer with a time limit, a client that goes away, and the

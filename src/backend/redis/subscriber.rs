@@ -269,8 +269,10 @@ async fn run(shared: Arc<Shared>) {
         match connection {
             Ok(Ok(connection)) => {
                 pause = Duration::ZERO;
-                if let Err(error) = listen(&shared, connection).await {
-                    tracing::debug!(%error, "the connection that listens for those who wait is gone");
+                match listen(&shared, connection).await {
+                    // Whoever listens from now on has a task of their own already.
+                    Ok(()) => return,
+                    Err(error) => tracing::debug!(%error, "the connection that listens for those who wait is gone"),
                 }
             }
             Ok(Err(error)) => tracing::debug!(%error, "cannot listen for those who wait"),
