@@ -142,8 +142,12 @@ impl Key {
         &self.bytes[..self.len()]
     }
 
-    /// Marks the key of a fallback, so that `203.0.113.7` sent as an API key and the peer of that address stay two subjects.
-    fn of_fallback(self) -> Self {
+    /// The key that a request is counted by where this one was found by a [fallback](first_of): marked, so that `203.0.113.7` sent as an API
+    /// key and the peer of that address stay two subjects.
+    ///
+    /// For those who [block](crate::Limiter::block) or reset a key that a layer counts.
+    #[must_use]
+    pub fn as_fallback(self) -> Self {
         self.marked(b"~")
     }
 
@@ -500,7 +504,7 @@ impl<Req, A: ExtractKey<Req>, B: ExtractKey<Req>> ExtractKey<Req> for Or<A, B> {
     fn extract_key(&self, request: &Req) -> Option<Key> {
         present(self.first.extract_key(request))
             .map(Key::of_first)
-            .or_else(|| present(self.fallback.extract_key(request)).map(Key::of_fallback))
+            .or_else(|| present(self.fallback.extract_key(request)).map(Key::as_fallback))
     }
 }
 

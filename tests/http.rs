@@ -21,7 +21,9 @@ use prost::Message as _;
 use serde_json::{Value, json};
 use tollgate::grpc::AsStatus;
 use tollgate::http::{PeerAddr, header, peer_ip};
-use tollgate::rate_limit::{BurstQuota, Decision, Limit, LimitStatus, RateLimitStore, Receipt, Standing};
+use tollgate::rate_limit::{
+    BurstQuota, Decision, Limit, LimitStatus, RateLimitHandle, RateLimitStore, Receipt, Standing,
+};
 use tollgate::reject::{HeaderVersion, RejectionBody};
 use tollgate::{
     AsResponse, Everyone, Key, Limiter, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer,
@@ -797,6 +799,36 @@ fn a_partition_key_depends_on_key_and_secret_and_shows_neither() {
 #[should_panic(expected = "at least 16 bytes")]
 fn a_secret_that_is_none_is_refused() {
     let _ = AsResponse::new().partition_secret("");
+}
+
+/// A block under another name than the layer's own was a block of nobody, and no error.
+#[tokio::test]
+async fn whom_a_layer_counts_can_be_named_to_a_limiter() {
+    let (backend, policy) = (MemoryBackend::new(), Policy::new("test", Quota::per_hour(10).fixed_window()));
+    let limiter = Limiter::new(backend.clone(), policy.clone());
+    let service = RateLimitLayer::new(backend, policy).key(header("x-api-key").or(peer_ip())).layer(service_fn(
+        async |request: Request<()>| {
+            let handle = request.extensions().get::<RateLimitHandle>().unwrap();
+            Ok::<_, Infallible>(Response::new(handle.key().unwrap().to_string()))
+        },
+    ));
+    let call = async |request: Request<()>| {
+        let response = service.clone().oneshot(request).await.unwrap();
+        (response.status(), response.into_body().collect().await.unwrap().to_bytes())
+    };
+    let with_key = || Request::get("/").header("x-api-key", "secret").body(()).unwrap();
+    let with_peer = || Request::get("/").extension(PeerAddr("[2001:db8::1]:80".parse().unwrap())).body(()).unwrap();
+    for (request, key) in [
+        (&with_key as &dyn Fn() -> Request<()>, Key::digest("secret")),
+        (&with_peer, Key::from("2001:db8::").as_fallback()),
+    ] {
+        let (status, told) = call(request()).await;
+        assert_eq!((status, &told[..]), (StatusCode::OK, key.as_str().as_bytes()));
+        limiter.block(key, Duration::from_secs(60)).await.unwrap();
+        assert_eq!(call(request()).await.0, StatusCode::TOO_MANY_REQUESTS);
+        limiter.reset(key).await.unwrap();
+        assert_eq!(call(request()).await.0, StatusCode::OK);
+    }
 }
 
 proptest! {

@@ -13,7 +13,7 @@ use super::watch::RulesWatch;
 ///
 /// All layers that were made of a handle, or of a clone of it, follow it. A request is judged by the rules that hold when it arrives, and by no
 /// others; the next one sees the new rules. What has been counted stays counted for policies that keep their
-/// name; what becomes of it when their limits change, `on_quota_change` says.
+/// name and the algorithms and windows of their limits; what becomes of it when the numbers change, `on_quota_change` says.
 ///
 /// ```
 /// use tollgate::MemoryBackend;

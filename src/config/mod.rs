@@ -87,7 +87,7 @@
 //!
 //! | field | says |
 //! | --- | --- |
-//! | `policies.<name>` | a [`Policy`](crate::Policy); policies of the same name share their counts, also across reloads and processes |
+//! | `policies.<name>` | a [`Policy`](crate::Policy); policies of the same name, with limits of the same algorithms and windows in the same order, share their counts, also across reloads and processes |
 //! | `policies.<name>.limits` | a list of limits |
 //! | `policies.<name>.mode` | `enforce`, `shadow` or `{ percent = 0..=100 }`: see [`Mode`](crate::rate_limit::Mode) |
 //! | `policies.<name>.on_quota_change` | `keep`, `reset` or `proportional`: see [`QuotaChange`](crate::rate_limit::QuotaChange) |
@@ -141,8 +141,9 @@
 //! # Changing the rules
 //!
 //! A change takes effect for all requests that arrive after it, as a whole, and drops none. Where there is something wrong with
-//! the new rules the old ones stay. Counts are kept; what is forgotten with the old rules is nothing but which
-//! warnings about [addresses](crate::http::ClientIp#what-is-logged) were given.
+//! the new rules the old ones stay. Counts and blocks are kept for policies whose limits have the same algorithms and windows, in the same order; a
+//! policy that has other limits than before, or more of them, starts afresh: see [`QuotaChange`](crate::rate_limit::QuotaChange). Which
+//! warnings about [addresses](crate::http::ClientIp#what-is-logged) were given is forgotten.
 
 mod error;
 mod format;

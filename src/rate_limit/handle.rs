@@ -15,6 +15,7 @@ use super::policy::Policy;
 use super::store::RateLimitStore;
 use crate::deadline::Deadline;
 use crate::error::StoreError;
+use crate::key::Key;
 
 /// What a request was charged, to be corrected while it is handled, and the [decision](Self::decision) that admitted it: in the extensions
 /// of every HTTP request that was counted and admitted.
@@ -76,6 +77,13 @@ impl RateLimitHandle {
     #[inline]
     pub(super) fn subjects(&self) -> &Subjects {
         &self.ledger.subjects
+    }
+
+    /// The key of the layer that the request was counted by; `None` if it counted for [others](super::RateLimitLayer::and) alone. With a
+    /// [`Limiter`](super::Limiter) for the same policy and store a handler can block it, or look how it stands elsewhere.
+    #[must_use]
+    pub fn key(&self) -> Option<&Key> {
+        self.ledger.subjects.iter().find(|subject| subject.main).map(|subject| &subject.key)
     }
 
     /// The units that the request was charged when it was admitted.

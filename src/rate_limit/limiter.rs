@@ -146,6 +146,24 @@ impl<B: RateLimitStore> Limiter<B> {
 
     /// Denies everything to `key` for the time given, as a penalty for instance; a time of zero lifts the block. What was
     /// counted stays, and goes on to run out. The store keeps the time: where its clock is set back, the block lasts longer by as much.
+    ///
+    /// A key that means another client than the one of a layer is not refused, so take the same: what the layer's own
+    /// [`extract_key`](crate::ExtractKey::extract_key) makes of a request, or [`RateLimitHandle::key`](super::RateLimitHandle::key) inside of a
+    /// handler. By hand: `tollgate::http::header` takes the [digest](Key::digest) of the value, addresses of IPv6 stand for their /64, and what
+    /// was found by a fallback is [marked](Key::as_fallback).
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota};
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::StoreError> {
+    /// // The layer has .key(header("x-api-key").or(peer_ip())).
+    /// # let (backend, policy) = (MemoryBackend::new(), Policy::new("api", Quota::per_minute(100).fixed_window()));
+    /// let limiter = Limiter::new(backend, policy);
+    /// limiter.block(Key::digest("the-api-key"), Duration::from_secs(3_600)).await?;
+    /// limiter.block(Key::from("203.0.113.7").as_fallback(), Duration::from_secs(3_600)).await?;
+    /// # Ok(())
+    /// # }
+    /// ```
     pub async fn block(&self, key: impl Into<Key>, time: Duration) -> Result<(), StoreError> {
         let key = key.into();
         Deadline::new(self.store.block(&self.policy, &key, time), self.deadline).await

@@ -79,8 +79,8 @@ pub(crate) struct Packed {
 /// Defaults to [`Keep`](Self::Keep).
 ///
 /// This is about the numbers: quotas, bursts, and the rates of token buckets. Policies of one name whose limits differ in their algorithms,
-/// in the windows of these, or in how many they are, count apart: such a change starts afresh, and while two releases
-/// share a store each of them enforces its own limits.
+/// in the windows of these, in their order, or in how many they are, count apart: such a change starts afresh, for blocks as well, and while
+/// two releases share a store each of them enforces its own limits.
 ///
 /// Counts are converted by the first request that is charged under the new numbers. While two releases with different
 /// numbers share a store, counts are converted to and fro, which is harmless with `Keep`, not quite with `Proportional`
