@@ -5,14 +5,15 @@ mod support;
 
 use std::error::Error;
 use std::fs;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
 use support::proxy::{Door, Proxy};
 use support::sentinel::{SERVICE, SentinelDeployment};
 use support::server::RedisServer;
 use support::tls::{Certificates, TlsServer};
-use tollgate::{BoxError, ConfigError, ConnectError, Limiter, Policy, Quota, RedisBackend, RedisOptions};
+use tokio::time::sleep;
+use tollgate::{BoxError, ConfigError, ConnectError, Limiter, Policy, Quota, RedisBackend, RedisOptions, StoreError};
 
 async fn works(backend: RedisBackend) -> Result<(), BoxError> {
     let limiter = Limiter::new(backend, Policy::new("connecting", Quota::per_hour(1).fixed_window()));
@@ -240,4 +241,56 @@ async fn another_topology_than_the_url_says() {
     assert!(matches!(&error, ConnectError::Unsupported { reason } if reason.contains("redis://")), "{error:?}");
     let error = RedisBackend::connect(server.url().replace("redis:", "redis+sentinel:") + "orders").await.unwrap_err();
     assert!(matches!(&error, ConnectError::Unsupported { reason } if reason.contains("not a Sentinel")), "{error:?}");
+}
+
+/// Everything is stopped when the program starts, and goes on later.
+async fn starts_in_an_outage<'a>(url: &str, servers: impl IntoIterator<Item = &'a RedisServer> + Clone) {
+    let options = || RedisOptions::from_url(url).unwrap().connect_timeout(Duration::from_millis(200));
+    servers.clone().into_iter().for_each(RedisServer::pause);
+    let error = options().connect().await.unwrap_err();
+    assert!(matches!(error, ConnectError::Store(_)), "{url}: {}", story(&error));
+    let backend = options().tolerate_outage(true).connect().await.unwrap();
+    let limiter = Limiter::new(backend.clone(), Policy::new("early", Quota::per_hour(1).fixed_window()));
+    assert!(limiter.check("alice").await.is_err(), "{url}");
+    servers.into_iter().for_each(RedisServer::resume);
+    let begun = Instant::now();
+    while let Err(error) = limiter.check("alice").await {
+        assert!(begun.elapsed() < Duration::from_secs(30), "{url}: {}", story(&error));
+        sleep(Duration::from_millis(20)).await;
+    }
+    works(backend).await.unwrap();
+}
+
+#[tokio::test]
+async fn a_program_that_says_so_starts_while_redis_is_down() {
+    let server = RedisServer::start();
+    starts_in_an_outage(&server.url(), [&server]).await;
+    let deployment = SentinelDeployment::start();
+    starts_in_an_outage(&deployment.url(), deployment.servers.iter().chain(&deployment.sentinels)).await;
+    let cluster = Cluster::start();
+    starts_in_an_outage(&cluster.url(), &cluster.nodes).await;
+}
+
+#[tokio::test]
+async fn what_is_wrong_for_good_is_wrong_at_the_start() {
+    let mut server = RedisServer::start();
+    let options = || options(&server.url()).tolerate_outage(true);
+    works(options().connect().await.unwrap()).await.unwrap();
+    let error = options().user("nobody", "nothing").connect().await.unwrap_err();
+    assert!(matches!(error, ConnectError::Credentials(_)), "{}", story(&error));
+    let error = options().connections(0).connect().await.unwrap_err();
+    assert!(matches!(error, ConnectError::Config(ConfigError::EmptyPool)), "{}", story(&error));
+    // Who is not let in by a server that comes later hears of it then.
+    let late = options().user("nobody", "nothing");
+    server.kill();
+    let backend = late.connect().await.unwrap();
+    server.restart();
+    let begun = Instant::now();
+    loop {
+        let error = works(backend.clone()).await.unwrap_err().downcast::<StoreError>().unwrap();
+        if error.is_unauthorized() {
+            return;
+        }
+        assert!(begun.elapsed() < Duration::from_secs(30), "{}", story(&error));
+    }
 }

@@ -17,7 +17,7 @@ use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout};
 
 use super::pool::{Connector, Handle, Pool};
-use super::servers::Lane;
+use super::servers::{Lane, Start};
 
 const SLOTS: usize = 16_384;
 /// How often a command follows a node's word that another one serves its slot. One move gives one MOVED or one ASK.
@@ -80,18 +80,21 @@ impl Node {
 }
 
 impl Cluster {
-    /// Reads the map from the first of the seeds that has it.
+    /// Reads the map from the first of the seeds that has it, or as soon as somebody asks for a key.
     pub(super) async fn open(
         seeds: Vec<Address>,
         connectors: Connectors,
         connections: u32,
         connect_timeout: Duration,
+        start: Start,
     ) -> Result<Self, RedisError> {
         let nothing = Map { owners: vec![u16::MAX; SLOTS].into(), nodes: Vec::new(), replicas: Vec::new() };
         let stale = Arc::new(Notify::new());
         let map = RwLock::new(Arc::new(nothing));
         let shared = Shared { connectors, connections, connect_timeout, seeds, map, stale: Arc::clone(&stale) };
-        shared.read_map(0).await?;
+        if start == Start::Connected {
+            shared.read_map(0).await?;
+        }
         let shared = Arc::new(shared);
         let reader = tokio::spawn(read_when_stale(Arc::downgrade(&shared), stale)).abort_handle();
         Ok(Self { shared, reader })

@@ -182,10 +182,19 @@ impl RedisBackend {
 
     /// Takes over connections, after a look at the servers behind them.
     async fn new(links: Links, keys: Keys) -> Result<Self, ConnectError> {
-        let Links { requests, apart, careful, patience, source } = links;
         let scripts = Scripts::new();
-        probe::probe(&requests, &keys, &scripts.probe).await?;
-        Ok(Self::with_scripts(Arc::new(requests), keys, LockLinks::new(apart, careful, patience, source), scripts))
+        probe::probe(&links.requests, &keys, &scripts.probe).await?;
+        Ok(Self::with_links(links, keys, scripts))
+    }
+
+    /// The same without a look.
+    fn unseen(links: Links, keys: Keys) -> Self {
+        Self::with_links(links, keys, Scripts::new())
+    }
+
+    fn with_links(links: Links, keys: Keys, scripts: Scripts) -> Self {
+        let Links { requests, apart, careful, patience, source } = links;
+        Self::with_scripts(Arc::new(requests), keys, LockLinks::new(apart, careful, patience, source), scripts)
     }
 
     fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockLinks, scripts: Scripts) -> Self {

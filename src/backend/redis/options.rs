@@ -1,3 +1,4 @@
+use std::error::Error as _;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -12,9 +13,9 @@ use super::keys::Keys;
 use super::listener::{ClusterSource, Source};
 use super::pool::{Connector, Pool};
 use super::sentinel::{self, Sentinels};
-use super::servers::{Lane, Links, Servers};
+use super::servers::{Lane, Links, Servers, Start};
 use super::url::Target;
-use crate::error::{ConfigError, ConnectError};
+use crate::error::{ConfigError, ConnectError, StoreError};
 
 /// How to reach Redis, and what to call things there.
 ///
@@ -53,6 +54,7 @@ pub struct RedisOptions {
     connections: u32,
     connect_timeout: Duration,
     response_timeout: Duration,
+    tolerates_outage: bool,
     #[cfg(feature = "tls")]
     certificates: redis::TlsCertificates,
 }
@@ -101,6 +103,7 @@ impl RedisOptions {
             connections: DEFAULT_CONNECTIONS,
             connect_timeout: Duration::from_secs(1),
             response_timeout: Duration::from_millis(500),
+            tolerates_outage: false,
             #[cfg(feature = "tls")]
             certificates: redis::TlsCertificates { client_tls: None, root_cert: None },
         }
@@ -173,6 +176,18 @@ impl RedisOptions {
         self
     }
 
+    /// Whether [`connect`](Self::connect) has a backend to give also while Redis is down, so that a program can be started then. Defaults to false.
+    ///
+    /// Until Redis answers, each call fails as it does in an outage, with what is said for that ([`OnStoreError`](crate::OnStoreError)): by
+    /// default each process enforces its limits by itself, and locks and idempotency refuse. Connections are opened as soon as they can be, and nothing
+    /// has to be done for that. What `connect` says of a server that will not do is said by the first calls then, and nothing about eviction.
+    ///
+    /// Only what is [worth trying again](ConnectError::Store) is tolerated, with a warning in the log: wrong credentials stay an error.
+    pub fn tolerate_outage(mut self, tolerates_outage: bool) -> Self {
+        self.tolerates_outage = tolerates_outage;
+        self
+    }
+
     /// Connects, and makes sure that Redis lets us in, is recent enough and runs scripts for us.
     ///
     /// Where the user may run `INFO`, a `maxmemory-policy` that can evict our keys is a warning in the log.
@@ -181,7 +196,8 @@ impl RedisOptions {
     ///
     /// [`ConnectError::Config`] for settings that cannot work: [`ConfigError::EmptyPool`], [`ConfigError::ZeroTimeout`],
     /// [`ConfigError::InvalidCertificate`]. The other kinds of [`ConnectError`] if no connection could be opened within the
-    /// connect timeout, if the server or we are not who we should be, or if the server is not one that will do.
+    /// connect timeout, if the server or we are not who we should be, or if the server is not one that will do. A service that has to start while
+    /// Redis is down is one for [`tolerate_outage`](Self::tolerate_outage).
     pub async fn connect(self) -> Result<RedisBackend, ConnectError> {
         if self.connections == 0 {
             return Err(ConfigError::EmptyPool.into());
@@ -192,10 +208,20 @@ impl RedisOptions {
         #[cfg(feature = "tls")]
         self.check_certificates()?;
         let keys = Keys::new(&self.prefix);
-        RedisBackend::new(self.links().await?, keys).await
+        if !self.tolerates_outage {
+            return RedisBackend::new(self.links(Start::Connected).await?, keys).await;
+        }
+        let started = async { RedisBackend::new(self.clone().links(Start::Connected).await?, keys.clone()).await };
+        match started.await {
+            Err(ConnectError::Store(error)) => {
+                warn_of(&error);
+                Ok(RedisBackend::unseen(self.links(Start::Disconnected).await?, keys))
+            }
+            started => started,
+        }
     }
 
-    async fn links(self) -> Result<Links, ConnectError> {
+    async fn links(self, start: Start) -> Result<Links, ConnectError> {
         let Self { origin, connections, connect_timeout, response_timeout, .. } = &self;
         let (connections, connect_timeout, patience) = (*connections, *connect_timeout, *response_timeout);
         let config = AsyncConnectionConfig::new()
@@ -206,7 +232,7 @@ impl RedisOptions {
             Origin::Target(target) => &**target,
             Origin::Pool(pool) => {
                 let connector = Connector::Pool { pool: pool.clone(), response_timeout: *response_timeout };
-                return to_one(connector, connections, connect_timeout, patience).await;
+                return to_one(connector, connections, connect_timeout, patience, start).await;
             }
         };
         let connector = match target {
@@ -244,7 +270,7 @@ impl RedisOptions {
                     let client = self.client(info(address, &redis)?)?;
                     Ok(Connector::Client(Box::new((client, config.clone()))))
                 });
-                let cluster = Cluster::open(seeds, connectors, connections, connect_timeout).await;
+                let cluster = Cluster::open(seeds, connectors, connections, connect_timeout, start).await;
                 let cluster = Arc::new(cluster.map_err(connect_error)?);
                 return Ok(Links {
                     requests: Servers::Cluster(Arc::clone(&cluster), Lane::Requests),
@@ -255,7 +281,7 @@ impl RedisOptions {
                 });
             }
         };
-        to_one(connector, connections, connect_timeout, patience).await
+        to_one(connector, connections, connect_timeout, patience, start).await
     }
 
     /// A client for one server, which has not contacted it yet.
@@ -310,13 +336,22 @@ impl RedisOptions {
     }
 }
 
+fn warn_of(error: &StoreError) {
+    let cause = error.source().map(tracing::field::display);
+    tracing::warn!(%error, cause, "redis cannot be reached at the start");
+}
+
 async fn to_one(
     connector: Connector,
     connections: u32,
     connect_timeout: Duration,
     patience: Duration,
+    start: Start,
 ) -> Result<Links, ConnectError> {
-    let requests = Pool::open(connector.clone(), connections, connect_timeout).await.map_err(connect_error)?;
+    let requests = match start {
+        Start::Connected => Pool::open(connector.clone(), connections, connect_timeout).await.map_err(connect_error)?,
+        Start::Disconnected => Pool::eager(connector.clone(), connections, connect_timeout),
+    };
     let apart = Pool::lazy(connector.clone(), 1, connect_timeout);
     let careful = Servers::One(Pool::lazy(connector.clone(), connections, connect_timeout));
     let (requests, apart) = (Servers::One(requests), Servers::One(apart));
@@ -367,6 +402,7 @@ impl fmt::Debug for RedisOptions {
             .field("connections", &self.connections)
             .field("connect_timeout", &self.connect_timeout)
             .field("response_timeout", &self.response_timeout)
+            .field("tolerates_outage", &self.tolerates_outage)
             .finish_non_exhaustive()
     }
 }

@@ -87,6 +87,13 @@ impl Pool {
         Ok(Self { pool, connections, trouble })
     }
 
+    /// The same, but does not wait for them.
+    pub(super) fn eager(connector: Connector, connections: u32, connect_timeout: Duration) -> Self {
+        let (manager, trouble) = Manager::new(connector, connect_timeout);
+        let pool = builder(connections, connect_timeout).min_idle(connections).build_unchecked(manager);
+        Self { pool, connections, trouble }
+    }
+
     /// The same without a connection until one is needed.
     pub(super) fn lazy(connector: Connector, connections: u32, connect_timeout: Duration) -> Self {
         let (manager, trouble) = Manager::new(connector, connect_timeout);

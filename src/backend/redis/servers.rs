@@ -28,6 +28,13 @@ pub(super) enum Lane {
     Careful,
 }
 
+/// Whether there has to be a connection to begin with.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(super) enum Start {
+    Connected,
+    Disconnected,
+}
+
 /// All ways to the servers.
 pub(super) struct Links {
     pub(super) requests: Servers,
