@@ -142,25 +142,22 @@ type Sender = mpsc::UnboundedSender<Result<&'static str, BoxError>>;
 
 /// A service that answers at once, with bodies that are sent by what it leaves behind.
 fn streaming(layer: &ByPath) -> (impl Fn() -> Option<Sender> + use<>, StreamService) {
-    let (senders, service) = streams();
-    (senders, layer.layer(service_fn(service)).boxed_clone())
-}
-
-/// A handler that answers with a stream, and the senders of what it has answered.
-fn streams() -> (
-    impl Fn() -> Option<Sender>,
-    impl Fn(Request<Full<Bytes>>) -> Ready<Result<Response<Stream>, Infallible>> + Clone + Send + 'static,
-) {
-    let senders = Arc::new(Mutex::new(Vec::new()));
-    let kept = Arc::clone(&senders);
-    let service = move |_: Request<Full<Bytes>>| {
-        let (sender, receiver) = mpsc::unbounded_channel();
-        kept.lock().unwrap().push(sender);
-        ready(Ok(Response::new(Stream(receiver))))
-    };
+    let senders = Arc::default();
+    let service = layer.layer(service_fn(streams(&senders))).boxed_clone();
     (move || senders.lock().unwrap().pop(), service)
 }
 
+/// A handler that answers with streams, whose senders are kept.
+fn streams(kept: &Arc<Mutex<Vec<Sender>>>) -> impl Fn(Request<Full<Bytes>>) -> Ready<Streamed> + Clone + Send + use<> {
+    let kept = Arc::clone(kept);
+    move |_| {
+        let (sender, receiver) = mpsc::unbounded_channel();
+        kept.lock().unwrap().push(sender);
+        ready(Ok(Response::new(Stream(receiver))))
+    }
+}
+
+type Streamed = Result<Response<Stream>, Infallible>;
 type StreamService =
     tower::util::BoxCloneService<Request<Full<Bytes>>, Response<tollgate::http::LockedBody<Stream>>, Infallible>;
 
@@ -682,9 +679,10 @@ async fn grpc_has_codes_for_it() {
     assert_eq!(service.oneshot(post("/b")).await.unwrap().headers()["grpc-status"], "10");
 
     // Also for a loss when the answer has begun.
-    let (sender, service) = streams();
-    let mut body = layer.layer(service_fn(service)).oneshot(post("/c")).await.unwrap().into_body();
-    let sender = sender().unwrap();
+    let senders = Arc::default();
+    let service = layer.layer(service_fn(streams(&senders)));
+    let mut body = service.oneshot(post("/c")).await.unwrap().into_body();
+    let sender = senders.lock().unwrap().pop().unwrap();
     sender.send(Ok("some")).unwrap();
     assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "some");
     let trailers = body.frame().await.unwrap().unwrap().into_trailers().unwrap();
