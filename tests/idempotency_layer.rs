@@ -23,9 +23,10 @@ use tollgate::grpc::AsStatus;
 use tollgate::http::{FingerprintedBody, IdempotentBody, header};
 use tollgate::idempotency::{
     Checkpoint, CheckpointError, IdempotencyHandle, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError,
-    OnUnknown,
+    OnUnknown, Rejection,
 };
 use tollgate::lock::Scope;
+use tollgate::reject::{AsResponse, Reject};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{ConfigError, Everyone, IdempotencyLayer, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
 use tower::util::BoxCloneService;
@@ -1426,4 +1427,38 @@ async fn a_store_that_hangs_does_not_cost_each_request_its_deadline() {
     faults.heal();
     sleep(Duration::from_secs(1)).await;
     assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rejection_may_have_a_body_of_ones_own() {
+    #[derive(Clone)]
+    struct Short;
+
+    impl<B, E> Reject<Rejection, Response<B>, E> for Short {
+        type Response = Response<IdempotentBody<B>>;
+        type Error = E;
+
+        fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
+            let text = Bytes::from(format!("no: {rejection}"));
+            AsResponse::new().reject(rejection).map(|answer: Self::Response| answer.map(|_| text.into()))
+        }
+
+        fn response(&self, response: Response<B>) -> Self::Response {
+            Reject::<Rejection, _, E>::response(&AsResponse::new(), response)
+        }
+
+        fn error(&self, error: E) -> E {
+            error
+        }
+    }
+
+    let service = layer(MemoryBackend::new()).with_rejection(Short).layer(service_fn(
+        async |_: Request<FingerprintedBody<Stream>>| Ok::<_, Infallible>(Response::new(Full::from("paid"))),
+    ));
+    let answer = service.clone().oneshot(pay("k")).await.unwrap();
+    assert_eq!(answer.into_body().collect().await.unwrap().to_bytes(), "paid");
+    let answer = service.oneshot(pay("")).await.unwrap();
+    assert_eq!(answer.status(), StatusCode::BAD_REQUEST);
+    let text = answer.into_body().collect().await.unwrap().to_bytes();
+    assert!(text.starts_with(b"no: "), "{text:?}");
 }

@@ -117,6 +117,13 @@ impl<B> ResponseBody<B> {
     }
 }
 
+/// The body of a rejection of one's own.
+impl<B> From<Bytes> for ResponseBody<B> {
+    fn from(text: Bytes) -> Self {
+        Self::rejection(text)
+    }
+}
+
 // Layers above that answer by themselves, for CORS or a timeout, make an empty body this way.
 impl<B: Default> Default for ResponseBody<B> {
     fn default() -> Self {

@@ -155,6 +155,13 @@ impl<B: Body<Data = Bytes>> LockedBody<B> {
     }
 }
 
+/// The body of a rejection of one's own.
+impl<B> From<Bytes> for LockedBody<B> {
+    fn from(text: Bytes) -> Self {
+        Self::new(text.into())
+    }
+}
+
 // Layers above that answer by themselves, for CORS or a timeout, make an empty body this way.
 impl<B: Default> Default for LockedBody<B> {
     fn default() -> Self {

@@ -98,6 +98,13 @@ impl<B> IdempotentBody<B> {
     }
 }
 
+/// The body of a rejection of one's own.
+impl<B> From<Bytes> for IdempotentBody<B> {
+    fn from(text: Bytes) -> Self {
+        Self::other(text.into())
+    }
+}
+
 // Layers above that answer by themselves, for CORS or a timeout, make an empty body this way.
 impl<B: Default> Default for IdempotentBody<B> {
     fn default() -> Self {

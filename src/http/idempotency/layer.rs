@@ -117,7 +117,9 @@ impl<K, A> IdempotencyLayer<K, A> {
         IdempotencyLayer { settings, scope: Arc::new(scope), answer }
     }
 
-    /// What a rejection becomes. Defaults to [`AsResponse`]; `AsStatus` of the module `tollgate::grpc` is for gRPC.
+    /// What a rejection becomes. Defaults to [`AsResponse`]; `AsStatus` of the module `tollgate::grpc` is for gRPC. An answer of one's own is a
+    /// type that implements [`Reject`] with responses that have an [`IdempotentBody`](crate::http::IdempotentBody), which is made of
+    /// `Bytes`; what it has nothing to say about it may pass on to `AsResponse`.
     pub fn with_rejection<A2>(self, answer: A2) -> IdempotencyLayer<K, A2> {
         let Self { settings, scope, answer: _ } = self;
         IdempotencyLayer { settings, scope, answer }
