@@ -8,8 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use tokio::time::advance;
-use tollgate::rate_limit::Receipt;
-use tollgate::rate_limit::{QuotaChange, RateLimitStore, Request};
+use tollgate::rate_limit::{Outcome, QuotaChange, RateLimitStore, Receipt, Request};
 use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota};
 
 tollgate::rate_limit_contract!(
@@ -108,9 +107,9 @@ async fn a_log_that_grows_takes_the_room_of_the_least_valuable_everywhere() {
     let (short, strict) =
         (limiter(&backend, Quota::per_hour(1_000)), Policy::new("strict", Quota::per_hour(1).fixed_window()));
     let strict = Limiter::new(backend.clone(), strict);
-    // A tenth of the clients has used up its quota; the others have hardly begun.
+    // One client in twenty has used up its quota; the others have hardly begun.
     for client in 0..3_999_u32 {
-        let limiter = if client % 10 == 0 { &strict } else { &short };
+        let limiter = if client % 20 == 0 { &strict } else { &short };
         assert!(limiter.check(client).await.unwrap().is_allowed());
     }
     let log = Limiter::new(backend.clone(), Policy::new("log", Quota::per_hour(10_000).sliding_log().unwrap()));
@@ -120,9 +119,36 @@ async fn a_log_that_grows_takes_the_room_of_the_least_valuable_everywhere() {
     assert!(!log.check("alice").await.unwrap().is_allowed());
     // The log takes the room of 1,251 of them, whichever shard it is in.
     assert!((2_500..3_000).contains(&backend.len()), "{} keys", backend.len());
-    for client in (0..3_999_u32).step_by(10) {
+    for client in (0..3_999_u32).step_by(20) {
         assert!(!strict.check(client).await.unwrap().is_allowed(), "{client} was forgotten");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_acquires_waits_for_as_long_as_it_takes_and_never_in_vain() {
+    let policy = Policy::new("wait", Quota::new(10, Duration::from_secs(1)).unwrap().burst(2).unwrap().token_bucket());
+    let limiter = Limiter::new(MemoryBackend::new(), policy);
+    let begun = tokio::time::Instant::now();
+    let mut waiting = tokio::task::JoinSet::new();
+    for _ in 0..22 {
+        let limiter = limiter.clone();
+        waiting.spawn(async move { limiter.acquire("alice", Duration::from_secs(5)).await.unwrap().is_allowed() });
+    }
+    assert!(waiting.join_all().await.into_iter().all(|allowed| allowed));
+    // Two at once and twenty at ten a second, however many asked at a time; a timer counts whole milliseconds.
+    let took = begun.elapsed();
+    assert!(took >= Duration::from_secs(2) && took < Duration::from_millis(2_050), "{took:?}");
+
+    let begun = tokio::time::Instant::now();
+    let denied = limiter.acquire("alice", Duration::from_millis(10)).await.unwrap();
+    assert!(denied.retry_after() > Some(Duration::from_millis(10)), "{denied:?}");
+    let never = limiter.acquire_cost("alice", 3, Duration::from_secs(5)).await.unwrap();
+    limiter.block("alice", Duration::from_secs(10)).await.unwrap();
+    let blocked = limiter.acquire("alice", Duration::from_secs(5)).await.unwrap();
+    assert_eq!((never.outcome(), blocked.outcome()), (Outcome::Never, Outcome::Blocked));
+    assert!(begun.elapsed() < Duration::from_millis(10), "{:?}", begun.elapsed());
+    assert!(limiter.acquire("alice", Duration::from_secs(11)).await.unwrap().is_allowed());
+    assert!(begun.elapsed() >= Duration::from_secs(10));
 }
 
 /// Threads that are preempted between two steps must not mix up the order of requests: it happened that one read the clock,

@@ -1,5 +1,7 @@
 use std::time::Duration;
 
+use tokio::time::{Instant, sleep};
+
 use super::decision::{Decision, Receipt};
 use super::policy::Policy;
 use super::store::RateLimitStore;
@@ -111,6 +113,49 @@ impl<B: RateLimitStore> Limiter<B> {
             return Ok(true);
         }
         Ok(self.check(key).await?.is_allowed())
+    }
+
+    /// Charges one unit to `key` as soon as it fits, if that is within `wait`: for calls to somebody else's API, say, which should come later
+    /// rather than not at all.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};
+    /// # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), tollgate::StoreError> {
+    /// let calls = Limiter::new(MemoryBackend::new(), Policy::new("calls", Quota::per_second(10).burst(1).unwrap().token_bucket()));
+    /// for _ in 0..50 {
+    ///     assert!(calls.acquire("their-api", Duration::from_secs(1)).await?.is_allowed());
+    ///     // At least 100 ms after the one before, in all processes together.
+    /// }
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Nobody waits in vain: a denial that lasts longer than what is left of `wait` is answered at once. Those who wait are in no order,
+    /// and each of them asks again when it was told to: where thousands would wait for one key, have a few of them do so at a time. The
+    /// [deadline](Self::deadline) is that of each question.
+    ///
+    /// # Errors
+    ///
+    /// What the store says; nothing is tried again then.
+    ///
+    /// # Cancellation
+    ///
+    /// While it waits nothing is charged, and nothing is left behind.
+    pub async fn acquire(&self, key: impl Into<Key>, wait: Duration) -> Result<Decision, StoreError> {
+        self.acquire_cost(key, 1, wait).await
+    }
+
+    /// The same for `cost` units, all of them at once.
+    pub async fn acquire_cost(&self, key: impl Into<Key>, cost: u32, wait: Duration) -> Result<Decision, StoreError> {
+        let (key, begun) = (key.into(), Instant::now());
+        loop {
+            let decision = self.check_cost(key, cost).await?;
+            match decision.retry_after() {
+                Some(pause) if begun.elapsed().saturating_add(pause) <= wait => sleep(pause).await,
+                _ => return Ok(decision),
+            }
+        }
     }
 
     /// Says how `key` stands and whether one unit would fit, without charging.
