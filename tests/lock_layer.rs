@@ -359,6 +359,26 @@ async fn a_detached_handler_comes_to_its_end_with_its_lock() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_layer_that_is_shut_down_waits_for_its_handlers_and_lets_nobody_in() {
+    let layer = by_path().detached();
+    let finished = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&finished);
+    let service = layer.clone().layer(service_fn(move |_: Request<Full<Bytes>>| {
+        let flag = Arc::clone(&flag);
+        async move {
+            sleep(Duration::from_secs(5)).await;
+            flag.store(true, Ordering::SeqCst);
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    assert!(timeout(Duration::from_secs(1), service.clone().oneshot(post("/a"))).await.is_err());
+    let begun = Instant::now();
+    layer.shutdown().await;
+    assert!(finished.load(Ordering::SeqCst) && begun.elapsed() < Duration::from_secs(5));
+    assert_eq!(service.oneshot(post("/b")).await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
+}
+
+#[tokio::test(start_paused = true)]
 async fn a_detached_handler_is_cancelled_by_a_loss_and_its_panic_is_its_callers() {
     let is_dropped = Arc::new(AtomicBool::new(false));
     let flag = Arc::clone(&is_dropped);

@@ -151,10 +151,17 @@ impl<K, A, D> LockLayer<K, A, D> {
     /// For handlers that must not be cut off in the middle: of a payment, say. A request that still waits for its lock ends with its client all the
     /// same, a lease that is [lost](OnLoss::Cancel) still cancels the handler, and [`max_hold`](Self::max_hold) bounds how long
     /// one nobody waits for goes on. The answer to nobody is dropped, and what its body would have done does not happen. Requests that need no lock are
-    /// not detached. [`Locks::shutdown`] waits for those that are.
+    /// not detached. [`shutdown`](Self::shutdown) waits for those that are.
     pub fn detached(self) -> LockLayer<K, A, Detached> {
         let Self { settings, key, answer, handlers: _ } = self;
         LockLayer { settings, key, answer, handlers: PhantomData }
+    }
+
+    /// Lets no request in any more, and waits until every lock of this layer and its clones has been given back: by handlers that go on without their
+    /// client, too. Requests that come then are turned away as when the store fails. See [`Locks::shutdown`], which this is for
+    /// [the same locks](LockLayer::with_locks).
+    pub async fn shutdown(&self) {
+        self.settings.locks.shutdown().await;
     }
 
     fn with(mut self, change: impl FnOnce(Locks) -> Locks) -> Self {
@@ -213,7 +220,7 @@ impl<K, A, D> LockLayer<K, A, D> {
     }
 
     /// Whether requests that change nothing (GET, HEAD, OPTIONS and TRACE with HTTP) need the lock as well. Defaults to false: they pass without, and find
-    /// no [`LeaseView`] in their extensions.
+    /// no [`LeaseView`](super::LeaseView) in their extensions.
     pub fn safe_methods(mut self, locks_safe: bool) -> Self {
         self.settings.locks_safe = locks_safe;
         self
