@@ -12,7 +12,7 @@ use crate::error::StoreError;
 ///
 /// After a number of failures in a row the circuit is open: for requests that come then the store counts as failed without
 /// being asked, so a store that hangs does not cost each of them its deadline. Once in an interval one request is a probe
-/// and does ask (the circuit is half open); the first answer closes it.
+/// and does ask (the circuit is half open); the first answer closes it. The log has a line for each time that it opens or closes.
 ///
 /// A value of somebody else under one key is no failure of the store, and neither is a
 /// [resolver](crate::rate_limit::PolicyResolver) that fails.
@@ -136,6 +136,11 @@ impl Circuit {
             return;
         }
         watch.failed();
+        *self.last_failure() = Some(Instant::now());
+        if !self.outage.swap(true, Ordering::Relaxed) {
+            // First, so that the log tells why a circuit opens before it tells that it does.
+            watch.outage_begins(error);
+        }
         if error.is_foreign_data() {
             // That is an answer.
             self.close(watch);
@@ -150,10 +155,6 @@ impl Circuit {
                 self.next_probe.store(next, Ordering::Relaxed);
                 watch.opened();
             }
-        }
-        *self.last_failure() = Some(Instant::now());
-        if !self.outage.swap(true, Ordering::Relaxed) {
-            watch.outage_begins(error);
         }
     }
 

@@ -19,8 +19,8 @@ use tollgate::idempotency::OnStoreError;
 use tollgate::rate_limit::{Decision, LimitStatus, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
-    AsError, BoxError, DelayQueue, DelayQueueWorker, Everyone, ExtractKey, IdempotencyLayer, Job, Key, MemoryBackend,
-    Policy, Quota, RateLimitLayer, StoreError,
+    AsError, BoxError, DelayQueue, DelayQueueWorker, Everyone, ExtractKey, IdempotencyLayer, Job, Key, Locks,
+    MemoryBackend, Policy, Quota, RateLimitLayer, StoreError,
 };
 use tower::{Layer, ServiceExt, service_fn};
 use tracing::field::{Field, Visit};
@@ -163,14 +163,62 @@ async fn requests_that_pass_without_a_record_are_one_line_at_the_beginning_and_o
         ask(number).await;
     }
     let begins = "WARN idempotency store fails: requests are served without a record";
-    assert_eq!(log.lines(), ["WARN idempotency store fails", begins]);
+    let opens = "WARN idempotency circuit opens: the store is asked by probes only";
+    assert_eq!(log.lines(), ["WARN idempotency store fails", begins, opens]);
     faults.heal();
     for number in 20..23 {
         advance(Duration::from_secs(5)).await;
         ask(number).await;
     }
     let ends = "INFO idempotency store answers again: requests are served once";
-    assert_eq!(log.lines(), ["INFO idempotency store answers again", ends]);
+    let closes = "INFO idempotency circuit closes: the store is asked again";
+    assert_eq!(log.lines(), [closes, "INFO idempotency store answers again", ends]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_circuit_is_one_line_when_it_opens_and_one_when_it_closes() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let store = FaultStore::new(MemoryBackend::new());
+    let policy = Policy::new("api", Quota::per_minute(5).fixed_window());
+    let service = RateLimitLayer::new(store.clone(), policy)
+        .with_rejection(AsError)
+        .layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
+    let locks = Locks::new(store.clone());
+    let ask = async |times: usize| {
+        for _ in 0..times {
+            drop(service.clone().oneshot(()).await);
+        }
+        log.lines()
+    };
+    let take = async |times: usize| {
+        for _ in 0..times {
+            drop(locks.try_lock("alice").await);
+        }
+        log.lines()
+    };
+    assert!(ask(1).await.is_empty() && take(1).await.is_empty());
+    tokio::time::sleep(Duration::from_secs(1)).await;
+    for _ in 0..2 {
+        store.faults().fail(Failure::Unavailable);
+        let opens = "WARN rate limit circuit opens: the store is asked by probes only";
+        assert_eq!(ask(4).await, ["WARN rate limit store fails"]);
+        assert_eq!(ask(100).await, [opens]);
+        let opens = "WARN lock circuit opens: the store is asked by probes only";
+        assert_eq!(take(100).await, ["WARN lock store fails", opens]);
+        advance(Duration::from_secs(2)).await;
+        assert!(ask(3).await.is_empty() && take(3).await.is_empty(), "a probe that fails changes nothing");
+
+        store.faults().heal();
+        // What need not be waited for may have been answered by something else.
+        store.faults().delay(Duration::from_millis(1));
+        advance(Duration::from_secs(2)).await;
+        let closes = "INFO rate limit circuit closes: the store is asked again";
+        assert_eq!(ask(3).await, [closes, "INFO rate limit store answers again"]);
+        let closes = "INFO lock circuit closes: the store is asked again";
+        assert_eq!(take(3).await, [closes, "INFO lock store answers again"]);
+        tokio::time::sleep(Duration::from_secs(1)).await;
+    }
 }
 
 #[tokio::test]

@@ -65,10 +65,13 @@ impl Watch for Home {
 
     fn opened(&self) {
         self.meters().circuit(true);
+        let layer = &*self.terms.name;
+        tracing::warn!(layer, "idempotency circuit opens: the store is asked by probes only");
     }
 
     fn closed(&self) {
         self.meters().circuit(false);
+        tracing::info!(layer = &*self.terms.name, "idempotency circuit closes: the store is asked again");
     }
 
     fn outage_begins(&self, error: &StoreError) {

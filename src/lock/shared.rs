@@ -145,10 +145,12 @@ impl Watch for Shared {
 
     fn opened(&self) {
         self.meters.get().inspect(|meters| meters.circuit(true));
+        tracing::warn!("lock circuit opens: the store is asked by probes only");
     }
 
     fn closed(&self) {
         self.meters.get().inspect(|meters| meters.circuit(false));
+        tracing::info!("lock circuit closes: the store is asked again");
     }
 
     fn outage_begins(&self, error: &StoreError) {

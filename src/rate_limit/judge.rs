@@ -121,10 +121,12 @@ impl<B> Watch for Core<B> {
 
     fn opened(&self) {
         self.policy.meters().circuit_opened();
+        tracing::warn!(policy = self.policy.name(), "rate limit circuit opens: the store is asked by probes only");
     }
 
     fn closed(&self) {
         self.policy.meters().circuit_closed();
+        tracing::info!(policy = self.policy.name(), "rate limit circuit closes: the store is asked again");
     }
 
     fn outage_begins(&self, error: &StoreError) {

@@ -94,7 +94,8 @@ pub enum OnMissingKey {
 /// What happens to a request when the store fails, is late, or has failed so often that it is not
 /// [asked](CircuitBreaker). Defaults to [`Local`](Self::Local).
 ///
-/// The log has one line when a store begins to fail and one when nothing has failed for a second.
+/// The log has one line when a store begins to fail and one when nothing has failed for a second, and one for each time that the
+/// [circuit](CircuitBreaker) opens or closes.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnStoreError {

@@ -91,7 +91,7 @@
 //! | `tollgate_deny_cache_total` | `policy`, `outcome`: `hit`, `miss` | what a [`DenyCache`] has answered itself, and what it has asked its store |
 //!
 //! `tracing` has a span `rate_limit` at debug level around each such call, an event at debug level for each request over a
-//! limit, and one warning when a store begins to fail.
+//! limit, one warning when a store begins to fail, and one when a circuit opens.
 //!
 //! # Without a round trip
 //!
