@@ -726,6 +726,306 @@ async fn a_resolver_that_hangs_costs_its_old_answer_no_more_than_half_the_deadli
     assert_eq!(start.elapsed(), Duration::from_millis(50));
 }
 
+/// Answers with so many per hour after so long, and counts how often it is asked.
+fn slow_plans(asked: &Arc<AtomicUsize>, time: Duration, limit: u32) -> PolicyResolver {
+    let asked = Arc::clone(asked);
+    PolicyResolver::new(move |_| {
+        asked.fetch_add(1, Relaxed);
+        async move {
+            sleep(time).await;
+            Ok::<_, BoxError>(per_hour(limit))
+        }
+    })
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_resolver_that_is_slower_than_the_deadline_is_asked_once_and_heard() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let layer = layer(MemoryBackend::new(), per_hour(1))
+        .resolver(slow_plans(&asked, Duration::from_millis(350), 100))
+        .on_store_error(OnStoreError::Deny);
+    let service = layer.layer(service_fn(echo));
+    let start = Instant::now();
+    // Twenty at a time, each of whom leaves after 100 ms. One client had enough before.
+    let impatient = tokio::time::timeout(Duration::from_millis(10), service.clone().oneshot("request"));
+    impatient.await.unwrap_err();
+    for _ in 0..3 {
+        let mut tasks = tokio::task::JoinSet::new();
+        (0..20).for_each(|_| drop(tasks.spawn(service.clone().oneshot("request"))));
+        for answer in tasks.join_all().await {
+            assert!(answer.unwrap_err().downcast::<StoreError>().unwrap().is_timeout());
+        }
+    }
+    assert_eq!(start.elapsed(), Duration::from_millis(310));
+    service.clone().oneshot("request").await.unwrap();
+    assert_eq!(start.elapsed(), Duration::from_millis(350), "the first question is answered");
+    service.oneshot("request").await.unwrap();
+    assert_eq!(asked.load(Relaxed), 1);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_new_answer_that_is_late_is_used_when_it_comes() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let plans = PolicyResolver::new({
+        let asked = Arc::clone(&asked);
+        move |_| {
+            let limit = if asked.fetch_add(1, Relaxed) == 0 { 1 } else { 3 };
+            async move {
+                sleep(Duration::from_millis(60)).await;
+                Ok::<_, BoxError>(per_hour(limit))
+            }
+        }
+    });
+    let service = layer(MemoryBackend::new(), per_hour(0)).resolver(plans).layer(service_fn(echo));
+    let passes = async || service.clone().oneshot("request").await.is_ok();
+    assert!(passes().await);
+    tokio::time::advance(Duration::from_secs(61)).await;
+    let start = Instant::now();
+    assert!(!passes().await && !passes().await, "the old answer");
+    assert_eq!(start.elapsed(), Duration::from_millis(50));
+    sleep(Duration::from_millis(20)).await;
+    assert!(passes().await && passes().await && !passes().await, "the new one");
+    assert_eq!(asked.load(Relaxed), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_old_answer_is_waited_past_for_once_however_long_the_new_one_takes() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let plans = slow_plans(&asked, Duration::from_millis(90), 100).time_to_live(Duration::ZERO);
+    let service = layer(MemoryBackend::new(), per_hour(0)).resolver(plans).layer(service_fn(echo));
+    service.clone().oneshot("request").await.unwrap();
+    let start = Instant::now();
+    let mut tasks = tokio::task::JoinSet::new();
+    (0..20).for_each(|_| drop(tasks.spawn(service.clone().oneshot("request"))));
+    tasks.join_all().await;
+    assert_eq!(start.elapsed(), Duration::from_millis(50));
+    for _ in 0..20 {
+        service.clone().oneshot("request").await.unwrap();
+    }
+    assert!(start.elapsed() <= Duration::from_millis(90 + 50), "{:?}", start.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_error_is_remembered_for_a_second() {
+    let (asked, knows) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicBool::new(false)));
+    let plans = PolicyResolver::new({
+        let (asked, knows) = (Arc::clone(&asked), Arc::clone(&knows));
+        move |_| {
+            asked.fetch_add(1, Relaxed);
+            let knows = knows.load(Relaxed);
+            async move {
+                sleep(Duration::from_millis(10)).await;
+                if knows { Ok(per_hour(100)) } else { Err("no such customer") }
+            }
+        }
+    });
+    let service = layer(MemoryBackend::new(), per_hour(1))
+        .key(|_: &&'static str| "alice")
+        .resolver(plans.clone())
+        .on_store_error(OnStoreError::Deny)
+        .layer(service_fn(echo));
+    let start = Instant::now();
+    for _ in 0..3 {
+        let mut tasks = tokio::task::JoinSet::new();
+        (0..20).for_each(|_| drop(tasks.spawn(service.clone().oneshot("request"))));
+        for answer in tasks.join_all().await {
+            let error = answer.unwrap_err().downcast::<StoreError>().unwrap();
+            assert_eq!(error.source().unwrap().to_string(), "no such customer");
+        }
+    }
+    assert_eq!((start.elapsed(), asked.load(Relaxed)), (Duration::from_millis(10), 1), "once between them");
+    knows.store(true, Relaxed);
+    sleep(Duration::from_millis(999)).await;
+    assert!(service.clone().oneshot("request").await.is_err());
+    sleep(Duration::from_millis(1)).await;
+    service.clone().oneshot("request").await.unwrap();
+    assert_eq!(asked.load(Relaxed), 2, "no longer than that");
+
+    plans.forget(&"alice".into());
+    knows.store(false, Relaxed);
+    assert!(service.clone().oneshot("request").await.is_err());
+    knows.store(true, Relaxed);
+    assert!(service.clone().oneshot("request").await.is_err());
+    plans.forget(&"alice".into());
+    service.oneshot("request").await.unwrap();
+}
+
+#[tokio::test(start_paused = true)]
+async fn keys_without_an_answer_take_the_place_of_no_answer() {
+    let (asked, known) = (Arc::new(AtomicUsize::new(0)), 100);
+    let plans = PolicyResolver::new({
+        let asked = Arc::clone(&asked);
+        move |key: Key| {
+            let number: u32 = key.as_str().parse().unwrap();
+            asked.fetch_add(usize::from(number < known), Relaxed);
+            async move {
+                match number {
+                    _ if number < known => Ok(per_hour(100)),
+                    _ if number.is_multiple_of(2) => Err("no such customer"),
+                    _ => pending().await,
+                }
+            }
+        }
+    });
+    let service = RateLimitLayer::new(MemoryBackend::new(), per_hour(1))
+        .with_rejection(AsError)
+        .key(|client: &u32| *client)
+        .resolver(plans.capacity(known as usize))
+        .layer(service_fn(async |_: u32| Ok::<_, Broken>(())));
+    for client in 0..known {
+        service.clone().oneshot(client).await.unwrap();
+    }
+    let mut tasks = tokio::task::JoinSet::new();
+    (1_000..5_000).for_each(|client| drop(tasks.spawn(service.clone().oneshot(client))));
+    tasks.join_all().await;
+    for client in 0..known {
+        service.clone().oneshot(client).await.unwrap();
+    }
+    assert_eq!(asked.load(Relaxed), known as usize, "each of them once");
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_resolver_that_hangs_is_given_up_in_the_end() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let hangs = slow_plans(&asked, Duration::from_secs(3_600), 1).timeout(Duration::from_secs(2));
+    let layer = layer(MemoryBackend::new(), per_hour(1)).resolver(hangs).on_store_error(OnStoreError::Deny);
+    let service = layer.layer(service_fn(echo));
+    let start = Instant::now();
+    for (millis, times) in [(0, 1), (1_950, 1), (2_500, 1), (3_100, 2), (5_000, 2), (5_200, 2), (6_200, 3)] {
+        tokio::time::sleep_until(start + Duration::from_millis(millis)).await;
+        let error = service.clone().oneshot("request").await.unwrap_err().downcast::<StoreError>().unwrap();
+        assert!(error.is_timeout());
+        assert_eq!(asked.load(Relaxed), times, "after {millis} ms");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn so_many_questions_are_under_way_and_others_wait_for_their_turn() {
+    let (asked, most) = (Arc::new(AtomicUsize::new(0)), PolicyResolver::MAX_RUNNING);
+    let plans = slow_plans(&asked, Duration::from_millis(300), 100);
+    let service = RateLimitLayer::new(MemoryBackend::new(), per_hour(0))
+        .with_rejection(AsError)
+        .key(|client: &usize| *client as u64)
+        .resolver(plans)
+        .on_store_error(OnStoreError::Deny)
+        .layer(service_fn(async |_: usize| Ok::<_, Broken>(())));
+    let ask = async |clients: std::ops::Range<usize>| {
+        let mut tasks = tokio::task::JoinSet::new();
+        clients.for_each(|client| drop(tasks.spawn(service.clone().oneshot(client))));
+        tasks.join_all().await.into_iter().filter(Result::is_ok).count()
+    };
+    let start = Instant::now();
+    assert_eq!(ask(0..most + 10).await, 0);
+    assert_eq!(asked.load(Relaxed), most, "and no more");
+    sleep(Duration::from_millis(250) - start.elapsed()).await;
+    assert_eq!(ask(most..most + 10).await, 0, "their turn has come, but not yet their answer");
+    assert_eq!(asked.load(Relaxed), most + 10);
+    sleep(Duration::from_millis(250)).await;
+    assert_eq!(ask(0..most + 10).await, most + 10);
+    assert_eq!(asked.load(Relaxed), most + 10, "each key once");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_was_asked_before_a_change_of_plans_is_not_kept() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let plans = PolicyResolver::new({
+        let asked = Arc::clone(&asked);
+        move |_| {
+            // The first question takes longer than the second.
+            let (limit, millis) = if asked.fetch_add(1, Relaxed) == 0 { (1, 80) } else { (2, 10) };
+            async move {
+                sleep(Duration::from_millis(millis)).await;
+                Ok::<_, BoxError>(per_hour(limit))
+            }
+        }
+    });
+    let service = layer(MemoryBackend::new(), per_hour(0))
+        .key(|customer: &&'static str| *customer)
+        .resolver(plans.clone())
+        .layer(service_fn(echo));
+    let first = tokio::spawn(service.clone().oneshot("alice"));
+    sleep(Duration::from_millis(10)).await;
+    plans.forget(&"alice".into());
+    service.clone().oneshot("alice").await.unwrap();
+    assert!(first.await.unwrap().unwrap_err().is::<RateLimited>(), "by the plan that there was when it was asked");
+    service.clone().oneshot("alice").await.unwrap();
+    assert!(service.oneshot("alice").await.unwrap_err().is::<RateLimited>(), "by the plan that there is");
+    assert_eq!(asked.load(Relaxed), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_resolver_that_panics_does_so_once() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let plans = PolicyResolver::new({
+        let asked = Arc::clone(&asked);
+        move |_| {
+            asked.fetch_add(1, Relaxed);
+            async {
+                sleep(Duration::from_millis(10)).await;
+                if true {
+                    panic!("a mistake in a resolver");
+                }
+                Ok::<_, BoxError>(per_hour(1))
+            }
+        }
+    });
+    let layer = layer(MemoryBackend::new(), per_hour(1)).resolver(plans).on_store_error(OnStoreError::Deny);
+    let service = layer.layer(service_fn(echo));
+    let mut tasks = tokio::task::JoinSet::new();
+    (0..20).for_each(|_| drop(tasks.spawn(service.clone().oneshot("request"))));
+    for answer in tasks.join_all().await {
+        let error = answer.unwrap_err().downcast::<StoreError>().unwrap();
+        assert_eq!(error.source().unwrap().to_string(), "the policy resolver has panicked");
+    }
+    assert_eq!(asked.load(Relaxed), 1);
+}
+
+#[test]
+fn a_question_whose_runtime_ends_or_stands_still_is_asked_anew() {
+    let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    let asked = Arc::new(AtomicUsize::new(0));
+    let plans = slow_plans(&asked, Duration::from_millis(50), 100).timeout(Duration::from_millis(200));
+    let service = layer(MemoryBackend::new(), per_hour(0))
+        .key(|customer: &&'static str| *customer)
+        .resolver(plans)
+        .on_store_error(OnStoreError::Deny)
+        .layer(service_fn(echo));
+    let begin = |customer| {
+        let runtime = runtime();
+        let impatient = async { tokio::time::timeout(Duration::ZERO, service.clone().oneshot(customer)).await };
+        runtime.block_on(impatient).unwrap_err();
+        runtime
+    };
+    // It ends while somebody else waits.
+    let first = begin("alice");
+    let other = runtime();
+    other.block_on(async {
+        let waiting = tokio::spawn(service.clone().oneshot("alice"));
+        sleep(Duration::from_millis(10)).await;
+        first.shutdown_background();
+        waiting.await.unwrap().unwrap();
+    });
+    assert_eq!(asked.load(Relaxed), 2);
+
+    // Nobody runs it any more.
+    let _still = begin("bob");
+    other.block_on(async {
+        service.clone().oneshot("bob").await.unwrap_err();
+        sleep(Duration::from_millis(1_300)).await;
+        service.clone().oneshot("bob").await.unwrap();
+    });
+    assert_eq!(asked.load(Relaxed), 4);
+}
+
+#[test]
+fn a_resolver_that_need_not_wait_needs_no_runtime() {
+    let service = layer(MemoryBackend::new(), per_hour(0))
+        .resolver(PolicyResolver::new(|_| ready(Ok::<_, BoxError>(per_hour(1)))))
+        .layer(service_fn(echo));
+    assert!(matches!(poll_once(pin!(service.clone().oneshot("request"))), Poll::Ready(Ok(_))));
+    assert!(matches!(poll_once(pin!(service.oneshot("request"))), Poll::Ready(Err(_))));
+}
+
 // What answers are charged.
 
 #[derive(Clone)]

@@ -197,7 +197,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
     /// Asks the resolver and then the store; `reached` says whether it came to that.
     async fn ask(&self, subjects: &mut [Subject], cost: u32, reached: &mut bool) -> Result<(), StoreError> {
         if let (Some(resolver), Some(main)) = (&self.resolver, subjects.iter_mut().find(|subject| subject.main)) {
-            main.count_by(resolver.resolve(&main.key, self.deadline / 2).await.map_err(StoreError::other)?);
+            main.count_by(resolver.resolve(&main.key, self.deadline / 2).await?);
             // What is answered in front of the store says nothing about it, and is no probe.
             if let [main] = subjects {
                 main.decision = self.decide_now(main.policy(&self.policy), &main.key, cost);

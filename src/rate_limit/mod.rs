@@ -128,6 +128,7 @@ mod limiter;
 mod meters;
 mod policy;
 mod quota;
+mod recent;
 mod rejection;
 mod resolver;
 mod screen;

@@ -1,15 +1,21 @@
+use std::collections::HashMap;
+use std::error::Error;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::task::{Context, Waker};
+use std::thread;
 use std::time::Duration;
 
-use indexmap::IndexMap;
-use tokio::sync::OnceCell;
-use tokio::time::{Instant, timeout};
+use tokio::runtime::Handle;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
+use tokio::time::Instant;
 
 use super::policy::Policy;
-use crate::error::BoxError;
+use super::recent::Recent;
+use crate::deadline::Deadline;
+use crate::error::{BoxError, StoreError};
 use crate::key::Key;
 
 /// Finds out at run time by which policy a key is counted: the plan that a customer has booked, for instance.
@@ -47,40 +53,84 @@ use crate::key::Key;
 ///
 /// An answer is kept for a [time](Self::time_to_live), by default a minute, and for at most a [number](Self::capacity) of
 /// keys, by default 10,000. Requests for one key ask once between them. If the resolver fails when an answer has become
-/// old, or takes longer than half of the deadline, the old answer is used for as long again.
+/// old, or takes longer than half of the deadline, the old answer is used for as long again, or until the new one comes.
+///
+/// An error is remembered for a second, for at most [1,024](Self::MAX_FAILURES) keys: who makes up keys neither asks anew with each
+/// request nor takes the place of an answer.
 ///
 /// # Errors
 ///
 /// A resolver that fails, or takes longer than the deadline of the layer, is a failure of the store:
 /// [`OnStoreError`](super::OnStoreError) says what happens to the request. With `Local` that is the policy of the layer.
+/// So if a key that nobody knows is nothing unusual, answer with a policy for such keys.
+///
+/// # Cancellation
+///
+/// A question that has been asked goes on when the request that asked it is late or dropped, for no longer than a
+/// [timeout](Self::timeout), and the next request finds the answer. It runs in a task of the runtime of that request; if this ends, whoever
+/// waits in another one asks anew. At most [1,024](Self::MAX_RUNNING) are under way at a time, and further ones wait for a place.
 #[derive(Clone)]
 pub struct PolicyResolver {
     resolve: Arc<Resolve>,
     time_to_live: Duration,
+    timeout: Duration,
     capacity: usize,
-    known: Arc<Mutex<Known>>,
+    shared: Arc<Shared>,
+}
+
+type Answer = Pin<Box<dyn Future<Output = Result<Policy, StoreError>> + Send>>;
+type Resolve = dyn Fn(Key) -> Answer + Send + Sync;
+
+/// What the clones of a resolver have in common.
+struct Shared {
+    known: Mutex<Known>,
+    // For what is under way.
+    places: Arc<Semaphore>,
 }
 
 #[derive(Default)]
 struct Known {
-    entries: IndexMap<Key, Entry>,
-    // Where to look next for answers that can go.
-    hand: usize,
+    answers: Recent<Policy>,
+    // Apart, so that keys without an answer take the place of none that has one. So are those of which nothing is known yet.
+    failures: Recent<StoreError>,
+    running: HashMap<Key, Running>,
+    // How many attempts were begun.
+    begun: u64,
 }
 
-/// How many answers are looked at to find an old one.
-const SAMPLE: usize = 8;
+type Outcome = Result<Policy, StoreError>;
 
-type Resolve = dyn Fn(Key) -> Pin<Box<dyn Future<Output = Result<Policy, BoxError>> + Send>> + Send + Sync;
-
-#[derive(Clone)]
-struct Entry {
-    answer: Arc<OnceCell<Policy>>,
-    before: Option<Policy>,
-    asked: Instant,
+/// An attempt as others see it.
+struct Running {
+    number: u64,
+    began: Instant,
+    outcome: watch::Receiver<Option<Outcome>>,
 }
+
+/// What there is to do for somebody who wants an answer.
+enum Next {
+    /// Nothing: here it is.
+    Done(Outcome),
+    /// Wait for an attempt that is under way.
+    Wait(watch::Receiver<Option<Outcome>>),
+    /// Carry out this one.
+    Begin(Attempt),
+    /// Wait for a place.
+    Full,
+}
+
+/// How long an error is remembered.
+const FAILURE_KEPT: Duration = Duration::from_secs(1);
+/// How late an attempt may tell that its time is over. Later than that its runtime has stopped to run it.
+const LATE: Duration = Duration::from_secs(1);
 
 impl PolicyResolver {
+    /// How many keys are asked about at a time.
+    pub const MAX_RUNNING: usize = 1_024;
+
+    /// For how many keys errors are remembered.
+    pub const MAX_FAILURES: usize = 1_024;
+
     /// Asks `resolve` for the policy of a key.
     pub fn new<F, Fut, E>(resolve: F) -> Self
     where
@@ -88,15 +138,17 @@ impl PolicyResolver {
         Fut: Future<Output = Result<Policy, E>> + Send + 'static,
         E: Into<BoxError>,
     {
-        let boxed = move |key| -> Pin<Box<dyn Future<Output = Result<Policy, BoxError>> + Send>> {
+        let boxed = move |key| -> Answer {
             let answer = resolve(key);
-            Box::pin(async move { answer.await.map_err(Into::into) })
+            Box::pin(async move { answer.await.map_err(StoreError::other) })
         };
+        let places = Arc::new(Semaphore::new(Self::MAX_RUNNING));
         Self {
             resolve: Arc::new(boxed),
             time_to_live: Duration::from_secs(60),
+            timeout: Duration::from_secs(5),
             capacity: 10_000,
-            known: Arc::default(),
+            shared: Arc::new(Shared { known: Mutex::default(), places }),
         }
     }
 
@@ -106,77 +158,208 @@ impl PolicyResolver {
         Self { time_to_live, ..self }
     }
 
+    /// How long the resolver may take for one key before it is given up, whoever still waits for it. Defaults to 5 s.
+    ///
+    /// Requests wait no longer than the [deadline](super::RateLimitLayer::deadline) of their layer.
+    #[must_use]
+    pub fn timeout(self, timeout: Duration) -> Self {
+        Self { timeout, ..self }
+    }
+
     /// For how many keys answers are kept, at least one. Defaults to 10,000.
     #[must_use]
     pub fn capacity(self, keys: usize) -> Self {
         Self { capacity: keys.max(1), ..self }
     }
 
-    /// Forgets the answer for `key`, so that the next request asks anew: for when somebody has just changed plans.
+    /// Forgets the answer for `key`, or the error, so that the next request asks anew: for when somebody has just changed plans.
+    ///
+    /// What was asked before is not kept when it is answered afterwards.
     pub fn forget(&self, key: &Key) {
-        self.lock().entries.swap_remove(key);
+        let mut known = self.shared.lock();
+        known.answers.remove(key);
+        known.failures.remove(key);
+        known.running.remove(key);
     }
 
     /// The policy, if it is known without asking.
     pub(super) fn known(&self, key: &Key) -> Option<Policy> {
-        let known = self.lock();
-        let entry = known.entries.get(key)?;
-        if entry.asked.elapsed() < self.time_to_live { entry.answer.get().cloned() } else { None }
+        self.fresh(&self.shared.lock(), key)
+    }
+
+    fn fresh(&self, known: &Known, key: &Key) -> Option<Policy> {
+        let (since, policy) = known.answers.get(key)?;
+        if since.elapsed() < self.time_to_live { Some(policy.clone()) } else { None }
     }
 
     /// The policy of the key. Where there is an old answer, a new one is waited for no longer than `patience`.
-    pub(super) async fn resolve(&self, key: &Key, patience: Duration) -> Result<Policy, BoxError> {
-        let entry = self.entry(key);
-        let ask = || async {
-            let answer = (self.resolve)(*key);
-            let answer = match entry.before {
-                Some(_) => timeout(patience, answer).await.unwrap_or_else(|late| Err(late.into())),
-                None => answer.await,
-            };
-            // Here, so that it is the answer for all who wait for one, and for as long again.
-            answer.or_else(|error| match &entry.before {
-                Some(policy) => {
-                    tracing::debug!(%error, "a policy cannot be resolved, so the one before is used");
-                    Ok(policy.clone())
-                }
-                None => Err(error),
-            })
+    pub(super) async fn resolve(&self, key: &Key, patience: Duration) -> Outcome {
+        let Some((old, patience)) = self.old(key, patience) else { return self.ask(key).await };
+        let error = match Deadline::new(self.ask(key), patience).await {
+            Ok(policy) => return Ok(policy),
+            Err(error) => error,
         };
-        entry.answer.get_or_try_init(ask).await.cloned()
+        let cause = error.source().map(tracing::field::display);
+        tracing::debug!(%error, cause, "a policy cannot be resolved, so the one before is used");
+        self.use_on(key);
+        Ok(old)
     }
 
-    /// What is known of the key or being asked, or a place for what will be.
-    fn entry(&self, key: &Key) -> Entry {
-        let mut known = self.lock();
-        let Known { entries, hand } = &mut *known;
-        let (now, fresh) = (Instant::now(), Arc::new(OnceCell::new()));
-        if let Some(entry) = entries.get_mut(key) {
-            if now - entry.asked >= self.time_to_live {
-                let before = entry.answer.get().cloned().or(entry.before.take());
-                *entry = Entry { answer: fresh, before, asked: now };
+    /// The answer that there was before, and how long a new one is waited for.
+    fn old(&self, key: &Key, patience: Duration) -> Option<(Policy, Duration)> {
+        let known = self.shared.lock();
+        let (_, old) = known.answers.get(key)?;
+        // From when it was asked for, so that not each request waits anew for one that is late.
+        let gone = known.running.get(key).map_or(Duration::ZERO, |running| running.began.elapsed());
+        Some((old.clone(), patience.saturating_sub(gone)))
+    }
+
+    /// Makes an old answer do for as long again, unless there is another one by now, or it was forgotten.
+    fn use_on(&self, key: &Key) {
+        if let Some((since, _)) = self.shared.lock().answers.get_mut(key)
+            && since.elapsed() >= self.time_to_live
+        {
+            *since = Instant::now();
+        }
+    }
+
+    /// Asks, or waits for the answer if somebody has asked.
+    async fn ask(&self, key: &Key) -> Outcome {
+        let mut place = None;
+        loop {
+            match self.next(key, &mut place) {
+                Next::Done(outcome) => return outcome,
+                Next::Wait(outcome) => {
+                    // For those who need it.
+                    place = None;
+                    if let Some(outcome) = told(outcome).await {
+                        return outcome;
+                    }
+                    // It has ended with its runtime.
+                }
+                Next::Begin(attempt) => {
+                    let outcome = attempt.outcome.subscribe();
+                    self.begin(attempt).await;
+                    // Not once more here: this runtime is about to end.
+                    let ended = || Err(StoreError::unavailable("the runtime of the policy resolver has ended"));
+                    return told(outcome).await.unwrap_or_else(ended);
+                }
+                Next::Full => place = Arc::clone(&self.shared.places).acquire_owned().await.ok(),
             }
-            return entry.clone();
         }
-        while entries.len() >= self.capacity {
-            // The oldest of a few, each time of others: the newest takes the place of the one that goes.
-            let len = entries.len();
-            let sample = (0..SAMPLE.min(len)).map(|step| (*hand + step) % len);
-            let oldest = sample.min_by_key(|index| entries.get_index(*index).map(|(_, entry)| entry.asked));
-            entries.swap_remove_index(oldest.unwrap_or(0));
-            *hand = (*hand + SAMPLE) % len;
-        }
-        let entry = Entry { answer: fresh, before: None, asked: now };
-        entries.insert(*key, entry.clone());
-        entry
     }
 
+    fn next(&self, key: &Key, place: &mut Option<OwnedSemaphorePermit>) -> Next {
+        let mut known = self.shared.lock();
+        if let Some(policy) = self.fresh(&known, key) {
+            return Next::Done(Ok(policy));
+        }
+        if let Some((since, error)) = known.failures.get(key)
+            && since.elapsed() < FAILURE_KEPT
+        {
+            return Next::Done(Err(error.clone()));
+        }
+        if let Some(running) = known.running.get(key)
+            && running.began.elapsed() <= self.timeout.saturating_add(LATE)
+        {
+            return Next::Wait(running.outcome.clone());
+        }
+        let place = place.take().or_else(|| Arc::clone(&self.shared.places).try_acquire_owned().ok());
+        let Some(place) = place else { return Next::Full };
+        let (sender, outcome) = watch::channel(None);
+        known.begun += 1;
+        let number = known.begun;
+        known.running.insert(*key, Running { number, began: Instant::now(), outcome });
+        let (shared, capacity) = (Arc::clone(&self.shared), self.capacity);
+        Next::Begin(Attempt { shared, key: *key, number, capacity, outcome: sender, _place: place })
+    }
+
+    /// Carries out an attempt, in the background if it has to wait for something.
+    async fn begin(&self, attempt: Attempt) {
+        let (resolve, key, timeout) = (Arc::clone(&self.resolve), attempt.key, self.timeout);
+        let Ok(runtime) = Handle::try_current() else {
+            // There is nothing to run it but the request itself.
+            return attempt.end(resolve(key).await);
+        };
+        let mut course = Box::pin(async move {
+            let outcome = Deadline::new(resolve(key), timeout).await;
+            attempt.end(outcome);
+        });
+        // A resolver that need not ask anybody needs no task.
+        if course.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
+            drop(runtime.spawn(course));
+        }
+    }
+}
+
+/// What became of an attempt; nothing if it was dropped.
+async fn told(mut outcome: watch::Receiver<Option<Outcome>>) -> Option<Outcome> {
+    outcome.wait_for(Option::is_some).await.ok().and_then(|outcome| outcome.clone())
+}
+
+impl Shared {
     fn lock(&self) -> MutexGuard<'_, Known> {
         self.known.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
+/// An attempt to find out the policy of a key, as whoever carries it out sees it.
+struct Attempt {
+    shared: Arc<Shared>,
+    key: Key,
+    number: u64,
+    capacity: usize,
+    outcome: watch::Sender<Option<Outcome>>,
+    _place: OwnedSemaphorePermit,
+}
+
+impl Attempt {
+    /// Remembers what has come of it, unless it was forgotten in between, and tells all who wait.
+    fn end(&self, outcome: Outcome) {
+        let mut known = self.shared.lock();
+        if self.leave(&mut known) {
+            match &outcome {
+                Ok(policy) => {
+                    known.failures.remove(&self.key);
+                    known.answers.insert(self.key, policy.clone(), self.capacity);
+                }
+                Err(error) => known.failures.insert(self.key, error.clone(), PolicyResolver::MAX_FAILURES),
+            }
+        }
+        drop(known);
+        self.outcome.send_replace(Some(outcome));
+    }
+
+    /// Is not under way any more. Answers whether it was what is known to be.
+    fn leave(&self, known: &mut Known) -> bool {
+        let is_known = known.running.get(&self.key).is_some_and(|running| running.number == self.number);
+        if is_known {
+            known.running.remove(&self.key);
+        }
+        is_known
+    }
+}
+
+impl Drop for Attempt {
+    fn drop(&mut self) {
+        if self.outcome.borrow().is_some() {
+            return;
+        }
+        if thread::panicking() {
+            // So that those who wait do not try the same one after the other.
+            self.end(Err(StoreError::other("the policy resolver has panicked")));
+        } else {
+            // Before they find out that nobody will tell them, so that the next one begins anew.
+            self.leave(&mut self.shared.lock());
+        }
+    }
+}
+
 impl fmt::Debug for PolicyResolver {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("PolicyResolver").field("time_to_live", &self.time_to_live).finish_non_exhaustive()
+        f.debug_struct("PolicyResolver")
+            .field("time_to_live", &self.time_to_live)
+            .field("timeout", &self.timeout)
+            .finish_non_exhaustive()
     }
 }
