@@ -66,6 +66,40 @@ pub(crate) trait Watch {
     fn outage_ends(&self);
 }
 
+/// Whether the log has been told that something fails.
+#[derive(Debug)]
+pub(crate) struct Outage {
+    // For how long nothing may fail for it to be over: what fails now and then would fill the log otherwise.
+    quiet: Duration,
+    lasts: AtomicBool,
+    // Looked at only while it lasts.
+    last_failure: Mutex<Option<Instant>>,
+}
+
+impl Outage {
+    /// One that is over when nothing has failed for so long.
+    pub(crate) const fn until_quiet_for(quiet: Duration) -> Self {
+        Self { quiet, lasts: AtomicBool::new(false), last_failure: Mutex::new(None) }
+    }
+
+    /// Notes a failure, and answers whether it is the first.
+    pub(crate) fn begins(&self) -> bool {
+        *self.last_failure() = Some(Instant::now());
+        !self.lasts.swap(true, Ordering::Relaxed)
+    }
+
+    /// Notes an answer, and says whether it is the first after the outage.
+    pub(crate) fn ends(&self) -> bool {
+        self.lasts.load(Ordering::Relaxed)
+            && self.last_failure().is_none_or(|failure| failure.elapsed() >= self.quiet)
+            && self.lasts.swap(false, Ordering::Relaxed)
+    }
+
+    fn last_failure(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.last_failure.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
 /// The circuit of one layer, and whether the log has been told that the store fails.
 #[derive(Debug)]
 pub(crate) struct Circuit {
@@ -75,12 +109,10 @@ pub(crate) struct Circuit {
     failures: AtomicU32,
     // While the circuit is open: when the next probe may be sent, in us since the epoch.
     next_probe: AtomicU64,
-    outage: AtomicBool,
-    // Looked at only while there is an outage.
-    last_failure: Mutex<Option<Instant>>,
+    outage: Outage,
 }
 
-/// How long nothing may fail for an outage to be over. A store that fails now and then would fill the log otherwise.
+/// How long nothing may fail for an outage of a store to be over.
 const RECOVERED: Duration = Duration::from_secs(1);
 
 impl Circuit {
@@ -90,8 +122,7 @@ impl Circuit {
             epoch: Instant::now(),
             failures: AtomicU32::new(0),
             next_probe: AtomicU64::new(0),
-            outage: AtomicBool::new(false),
-            last_failure: Mutex::new(None),
+            outage: Outage::until_quiet_for(RECOVERED),
         }
     }
 
@@ -129,22 +160,20 @@ impl Circuit {
         error.source().is_some_and(<dyn Error>::is::<CircuitOpen>)
     }
 
-    /// Notes a failure, but for those that only say that the circuit is open. If the store was not `reached`, that was one
-    /// of the resolver: it says something about one key perhaps, and nothing about the store.
-    pub(crate) fn failed(&self, watch: &impl Watch, error: &StoreError, reached: bool) {
+    /// Notes a failure of the store, but for those that only say that the circuit is open.
+    pub(crate) fn failed(&self, watch: &impl Watch, error: &StoreError) {
         if Self::is_cause_of(error) {
             return;
         }
         watch.failed();
-        *self.last_failure() = Some(Instant::now());
-        if !self.outage.swap(true, Ordering::Relaxed) {
+        if self.outage.begins() {
             // First, so that the log tells why a circuit opens before it tells that it does.
             watch.outage_begins(error);
         }
         if error.is_foreign_data() {
             // That is an answer.
             self.close(watch);
-        } else if reached {
+        } else {
             let before = self.failures.fetch_add(1, Ordering::Relaxed);
             // Far above any number of failures that opens it, and far below where it would wrap around.
             if before > u32::MAX / 2 {
@@ -161,11 +190,8 @@ impl Circuit {
     /// Notes an answer.
     pub(crate) fn answered(&self, watch: &impl Watch) {
         self.close(watch);
-        if self.outage.load(Ordering::Relaxed) {
-            let quiet = self.last_failure().is_none_or(|failure| failure.elapsed() >= RECOVERED);
-            if quiet && self.outage.swap(false, Ordering::Relaxed) {
-                watch.outage_ends();
-            }
+        if self.outage.ends() {
+            watch.outage_ends();
         }
     }
 
@@ -176,10 +202,6 @@ impl Circuit {
                 watch.closed();
             }
         }
-    }
-
-    fn last_failure(&self) -> MutexGuard<'_, Option<Instant>> {
-        self.last_failure.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
@@ -212,7 +234,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn an_open_circuit_lets_one_probe_through_in_an_interval() {
         let circuit = Circuit::new(CircuitBreaker::new().failures(3).probe_interval(Duration::from_millis(50)));
-        let fail = || circuit.failed(&Nobody, &StoreError::timeout(), true);
+        let fail = || circuit.failed(&Nobody, &StoreError::timeout());
         for _ in 0..3 {
             assert!(circuit.admit().is_ok());
             fail();
@@ -236,13 +258,13 @@ mod tests {
     async fn an_answer_in_between_keeps_it_closed() {
         let circuit = Circuit::new(CircuitBreaker::new().failures(2));
         for _ in 0..10 {
-            circuit.failed(&Nobody, &StoreError::timeout(), true);
+            circuit.failed(&Nobody, &StoreError::timeout());
             circuit.answered(&Nobody);
             assert!(circuit.admit().is_ok());
         }
         let never = Circuit::new(CircuitBreaker::off());
         for _ in 0..10_000 {
-            never.failed(&Nobody, &StoreError::timeout(), true);
+            never.failed(&Nobody, &StoreError::timeout());
             assert!(never.admit().is_ok());
         }
     }
@@ -250,10 +272,10 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn a_probe_that_meets_what_somebody_wrote_has_an_answer() {
         let circuit = Circuit::new(CircuitBreaker::new().failures(1));
-        circuit.failed(&Nobody, &StoreError::timeout(), true);
+        circuit.failed(&Nobody, &StoreError::timeout());
         tokio::time::advance(Duration::from_millis(101)).await;
         assert!(circuit.admit().is_ok());
-        circuit.failed(&Nobody, &StoreError::foreign_data("WRONGTYPE"), true);
+        circuit.failed(&Nobody, &StoreError::foreign_data("WRONGTYPE"));
         assert!(circuit.admit().is_ok() && circuit.admit().is_ok());
     }
 
@@ -262,7 +284,7 @@ mod tests {
         tokio::time::advance(Duration::from_secs(1)).await;
         let circuit = Circuit::new(CircuitBreaker::new().failures(1).probe_interval(Duration::MAX));
         tokio::time::advance(Duration::from_secs(1)).await;
-        circuit.failed(&Nobody, &StoreError::timeout(), true);
+        circuit.failed(&Nobody, &StoreError::timeout());
         tokio::time::advance(Duration::from_secs(1_000_000_000)).await;
         assert!(circuit.admit().is_err());
     }
@@ -271,7 +293,7 @@ mod tests {
     async fn what_somebody_wrote_under_one_key_opens_nothing() {
         let circuit = Circuit::new(CircuitBreaker::new());
         for _ in 0..100 {
-            circuit.failed(&Nobody, &StoreError::foreign_data("WRONGTYPE"), true);
+            circuit.failed(&Nobody, &StoreError::foreign_data("WRONGTYPE"));
         }
         assert!(circuit.admit().is_ok());
     }

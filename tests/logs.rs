@@ -4,6 +4,7 @@
 mod support;
 
 use std::fmt;
+use std::future::{pending, ready};
 use std::net::IpAddr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,7 +17,7 @@ use support::server::RedisServer;
 use tokio::time::advance;
 use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, peer_ip};
 use tollgate::idempotency::OnStoreError;
-use tollgate::rate_limit::{Decision, LimitStatus, RateLimitStore, Receipt};
+use tollgate::rate_limit::{Decision, LimitStatus, PolicyResolver, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
     AsError, BoxError, DelayQueue, DelayQueueWorker, Everyone, ExtractKey, IdempotencyLayer, Job, Key, Locks,
@@ -173,6 +174,74 @@ async fn requests_that_pass_without_a_record_are_one_line_at_the_beginning_and_o
     let ends = "INFO idempotency store answers again: requests are served once";
     let closes = "INFO idempotency circuit closes: the store is asked again";
     assert_eq!(log.lines(), [closes, "INFO idempotency store answers again", ends]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_resolver_that_fails_is_one_line_and_no_failure_of_the_store() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let policy = Policy::new("api", Quota::per_minute(5).fixed_window());
+    let plans = PolicyResolver::new({
+        let policy = policy.clone();
+        move |key: Key| ready(if key.as_str() == "nobody" { Err("no such customer") } else { Ok(policy.clone()) })
+    });
+    let service = RateLimitLayer::new(Moody::default(), policy)
+        .key(|customer: &&'static str| *customer)
+        .resolver(plans.time_to_live(Duration::from_millis(1)))
+        .with_rejection(AsError)
+        .layer(service_fn(async |_: &'static str| Ok::<_, BoxError>(())));
+    let ask = |customer: &'static str| {
+        let service = service.clone();
+        async move { service.oneshot(customer).await.unwrap() }
+    };
+    ask("alice").await;
+    assert!(log.lines().is_empty());
+    // Somebody has a key that nobody knows, and tries it at most twice a minute.
+    for turn in 0..400 {
+        if turn % 30 == 0 {
+            ask("nobody").await;
+        }
+        ask("alice").await;
+        advance(Duration::from_secs(1)).await;
+    }
+    assert_eq!(log.lines(), ["WARN rate limit resolver fails"]);
+    for _ in 0..60 {
+        advance(Duration::from_secs(1)).await;
+        ask("alice").await;
+    }
+    assert_eq!(log.lines(), ["INFO rate limit resolver answers again"]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_resolver_that_fails_behind_old_answers_is_a_line_too() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let policy = Policy::new("api", Quota::per_minute(5).fixed_window());
+    let hangs = Arc::new(AtomicBool::new(false));
+    let plans = PolicyResolver::new({
+        let (policy, hangs) = (policy.clone(), Arc::clone(&hangs));
+        move |_| {
+            let (policy, hangs) = (policy.clone(), hangs.load(Ordering::Relaxed));
+            async move { if hangs { pending().await } else { Ok::<_, BoxError>(policy) } }
+        }
+    });
+    let service = RateLimitLayer::new(Moody::default(), policy)
+        .resolver(plans)
+        .with_rejection(AsError)
+        .layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
+    service.clone().oneshot(()).await.unwrap();
+    hangs.store(true, Ordering::Relaxed);
+    for _ in 0..3 {
+        advance(Duration::from_secs(61)).await;
+        service.clone().oneshot(()).await.unwrap();
+    }
+    assert_eq!(log.lines(), ["WARN rate limit resolver fails"]);
+    hangs.store(false, Ordering::Relaxed);
+    for _ in 0..3 {
+        tokio::time::sleep(Duration::from_secs(61)).await;
+        service.clone().oneshot(()).await.unwrap();
+    }
+    assert_eq!(log.lines(), ["INFO rate limit resolver answers again"]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -13,7 +13,7 @@ use tollgate::delay_queue::Outcome;
 use tollgate::http::{FingerprintedBody, header};
 use tollgate::idempotency::OnStoreError as OnFailure;
 use tollgate::lock::LockAdmin;
-use tollgate::rate_limit::{CircuitBreaker, Decision, DenyCache, Leases, RateLimitStore, Receipt};
+use tollgate::rate_limit::{CircuitBreaker, Decision, DenyCache, Leases, PolicyResolver, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
     AsError, BoxError, DelayQueue, DelayQueueWorker, IdempotencyLayer, Job, Key, Limiter, Locks, MemoryBackend,
@@ -417,6 +417,53 @@ fn a_store_that_fails_is_seen_with_what_was_done_without_it() {
         let expected: Vec<_> = failures.iter().copied().chain(decisions).collect();
         assert_eq!(ask(layer(then), &["alice"; 8]), expect(&expected), "{then:?}");
     }
+}
+
+#[test]
+fn a_resolver_that_fails_is_seen_apart_from_the_store() {
+    let per_hour = |limit| Policy::new("api", Quota::per_hour(limit).fixed_window());
+    let plans = PolicyResolver::new(move |key: Key| async move {
+        tokio::time::sleep(Duration::from_millis(40)).await;
+        match key.as_str() {
+            "nobody" => Err("no such customer"),
+            "slow" => std::future::pending().await,
+            _ => Ok(per_hour(100)),
+        }
+    });
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().delay(Duration::from_millis(10));
+    let layer = RateLimitLayer::new(store, per_hour(2))
+        .key(|client: &&'static str| *client)
+        .resolver(plans)
+        .circuit_breaker(CircuitBreaker::new().failures(1))
+        .with_rejection(AsError)
+        .layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let ask = |clients: &[&'static str]| {
+        metrics::with_local_recorder(&recorder, || {
+            for client in clients {
+                drop(runtime.block_on(layer.clone().oneshot(*client)));
+            }
+        });
+    };
+    ask(&["carol"]);
+    let times = snapshotter.snapshot().into_vec().into_iter().find_map(|(_, _, _, value)| match value {
+        DebugValue::Histogram(times) => Some(times.into_iter().map(f64::from).collect::<Vec<_>>()),
+        _ => None,
+    });
+    assert_eq!(times.unwrap(), [0.01], "without the time of the resolver");
+    ask(&["alice", "nobody", "alice", "nobody", "slow", "slow", "nobody", "alice", "bob"]);
+    let seen = seen(&snapshotter);
+    let expected = [
+        ("tollgate_decisions_total{policy=api,outcome=allowed}", 4),
+        ("tollgate_decisions_total{policy=api,outcome=local_allowed}", 4),
+        ("tollgate_decisions_total{policy=api,outcome=local_limited}", 1),
+        ("tollgate_resolver_errors_total{policy=api}", 5),
+        ("tollgate_store_seconds{policy=api}", 4),
+    ];
+    assert_eq!(seen, expect(&expected));
 }
 
 #[test]

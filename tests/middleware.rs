@@ -647,6 +647,24 @@ async fn a_resolver_that_fails_for_some_keys_takes_the_store_from_nobody() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_resolver_that_is_slow_takes_no_time_from_the_store() {
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().delay(Duration::from_millis(90));
+    let asked = Arc::new(AtomicUsize::new(0));
+    let service = RateLimitLayer::new(store, per_hour(1))
+        .with_rejection(AsError)
+        .key(|client: &u32| *client)
+        .resolver(slow_plans(&asked, Duration::from_millis(95), 100))
+        .on_store_error(OnStoreError::Deny)
+        .layer(service_fn(async |_: u32| Ok::<_, Broken>(())));
+    for client in 0..20 {
+        let start = Instant::now();
+        service.clone().oneshot(client).await.unwrap();
+        assert_eq!(start.elapsed(), Duration::from_millis(185));
+    }
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_old_answer_serves_all_who_wait_for_a_new_one_that_fails() {
     let asked = Arc::new(AtomicUsize::new(0));
     let flaky = PolicyResolver::new({

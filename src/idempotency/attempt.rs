@@ -114,7 +114,7 @@ impl Home {
     fn noted<T>(&self, answer: Result<T, StoreError>) -> Result<T, StoreError> {
         match &answer {
             Ok(_) => self.circuit.answered(self),
-            Err(error) => self.circuit.failed(self, error, true),
+            Err(error) => self.circuit.failed(self, error),
         }
         answer
     }

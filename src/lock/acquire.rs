@@ -439,7 +439,7 @@ impl UnderWay {
         });
         match &answers {
             Ok(_) => circuit.answered(&*self.home),
-            Err(error) => circuit.failed(&*self.home, error, true),
+            Err(error) => circuit.failed(&*self.home, error),
         }
         for (at, (attempts, _)) in self.asked.iter_mut().enumerate() {
             attempts.answered(answers.as_ref().map(|answers| answers[at]));

@@ -14,6 +14,7 @@ use super::layer::{Core, OnStoreError};
 use super::meters::Verdict;
 use super::policy::Policy;
 use super::rejection::{Rejection, Standing};
+use super::resolver::{PolicyResolver, Resolved};
 use super::store::{Charged, RateLimitStore, Request};
 use crate::circuit::{Circuit, Watch};
 use crate::deadline::Deadline;
@@ -170,34 +171,19 @@ impl<B: RateLimitStore + Sync> Core<B> {
     /// The judgement, after all that has to be waited for.
     pub(super) async fn judge(&self, mut subjects: Subjects, cost: u32) -> Judgement {
         let span = tracing::debug_span!("rate_limit", policy = self.policy.name(), subjects = subjects.len());
-        let mut reached = false;
-        let asked = async {
-            let start = Instant::now();
-            let asked = Deadline::new(self.ask(&mut subjects, cost, &mut reached), self.deadline).await;
-            if !asked.as_ref().is_err_and(Circuit::is_cause_of) {
-                self.policy.meters().store_answered(start.elapsed());
-            }
-            asked
-        };
-        let ruling = match asked.instrument(span).await {
+        let ruling = match self.ask(&mut subjects, cost).instrument(span).await {
             Ok(()) => self.rule(&subjects, cost),
-            Err(error) => {
-                self.circuit.failed(self, &error, reached);
-                if is_ruled_on(&subjects) {
-                    // It failed for those alone that have no say.
-                    self.rule(&subjects, cost)
-                } else {
-                    self.do_without(&mut subjects, cost, error).await
-                }
-            }
+            // It failed for those alone that have no say.
+            Err(_) if is_ruled_on(&subjects) => self.rule(&subjects, cost),
+            Err(error) => self.do_without(&mut subjects, cost, error).await,
         };
         Judgement { subjects, ruling }
     }
 
-    /// Asks the resolver and then the store; `reached` says whether it came to that.
-    async fn ask(&self, subjects: &mut [Subject], cost: u32, reached: &mut bool) -> Result<(), StoreError> {
+    /// Asks the resolver and then the store. Each has the whole deadline, so that a store never fails because a resolver is slow.
+    async fn ask(&self, subjects: &mut [Subject], cost: u32) -> Result<(), StoreError> {
         if let (Some(resolver), Some(main)) = (&self.resolver, subjects.iter_mut().find(|subject| subject.main)) {
-            main.count_by(resolver.resolve(&main.key, self.deadline / 2).await?);
+            main.count_by(self.resolve(resolver, &main.key).await?);
             // What is answered in front of the store says nothing about it, and is no probe.
             if let [main] = subjects {
                 main.decision = self.decide_now(main.policy(&self.policy), &main.key, cost);
@@ -206,13 +192,53 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 }
             }
         }
+        let start = Instant::now();
+        let asked = Deadline::new(self.ask_store(subjects, cost), self.deadline).await;
+        if !asked.as_ref().is_err_and(Circuit::is_cause_of) {
+            self.policy.meters().store_answered(start.elapsed());
+        }
+        asked.inspect_err(|error| self.circuit.failed(self, error))
+    }
+
+    /// Asks the resolver, and notes how it does: what it fails at says something about one key perhaps, and nothing about the store.
+    async fn resolve(&self, resolver: &PolicyResolver, key: &Key) -> Result<Policy, StoreError> {
+        match Deadline::new(resolver.resolve(key, self.deadline / 2), self.deadline).await {
+            // That says nothing about the resolver.
+            Ok(Resolved::Known(policy)) => Ok(policy),
+            Ok(Resolved::Asked(policy)) => {
+                if resolver.outage().ends() {
+                    tracing::info!(policy = self.policy.name(), "rate limit resolver answers again");
+                }
+                Ok(policy)
+            }
+            Ok(Resolved::Old(policy, error)) => {
+                self.resolver_failed(resolver, &error);
+                Ok(policy)
+            }
+            Err(error) => {
+                self.resolver_failed(resolver, &error);
+                Err(error)
+            }
+        }
+    }
+
+    fn resolver_failed(&self, resolver: &PolicyResolver, error: &StoreError) {
+        self.policy.meters().resolver_failed();
+        if resolver.outage().begins() {
+            // The error itself speaks of a store.
+            let cause = error.source().map_or_else(|| "no answer came in time".to_owned(), ToString::to_string);
+            tracing::warn!(policy = self.policy.name(), cause, then = ?self.on_store_error, "rate limit resolver fails");
+        }
+    }
+
+    /// Asks the store, if the circuit lets it.
+    async fn ask_store(&self, subjects: &mut [Subject], cost: u32) -> Result<(), StoreError> {
         if self.is_hopeless(subjects, cost) {
             // The store could only say how the others stand, which is not worth a probe.
             self.circuit.admit_no_probe()?;
         } else {
             self.circuit.admit()?;
         }
-        *reached = true;
         self.decide(&*self.store, subjects, cost).await?;
         // What can never be admitted is decided without the store, and says nothing about it.
         let was_asked =

@@ -264,7 +264,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
 
     /// Finds out at run time by which policy a key is counted. Defaults to the policy of the layer for all.
     ///
-    /// Applies to the [key](Self::key) of the layer, not to those that were [added](Self::and).
+    /// Applies to the [key](Self::key) of the layer, not to those that were [added](Self::and). What it may take comes on top of what the
+    /// store may: the [deadline](Self::deadline) for each.
     pub fn resolver(self, resolver: PolicyResolver) -> Self {
         self.change(|core| core.resolver = Some(resolver))
     }
@@ -291,6 +292,9 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     }
 
     /// How long a decision may take in total; after that it counts as a store error. Defaults to 100 ms.
+    ///
+    /// A [resolver](Self::resolver) that has to be asked may take as long before, so the two may take twice as long in total. One that has
+    /// answered before is waited for half as long.
     pub fn deadline(self, deadline: Duration) -> Self {
         self.change(|core| core.deadline = deadline)
     }

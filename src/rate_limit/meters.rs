@@ -80,6 +80,7 @@ mod imp {
         near_limit: Counter,
         store_seconds: Histogram,
         store_errors: Counter,
+        resolver_errors: Counter,
         circuit_opened: Counter,
         circuit_closed: Counter,
         settlements: [Counter; 2],
@@ -102,6 +103,7 @@ mod imp {
                 near_limit: counter!("tollgate_near_limit_total", vec![policy()]),
                 store_seconds: histogram!("tollgate_store_seconds", vec![policy()]),
                 store_errors: counter!("tollgate_store_errors_total", vec![policy()]),
+                resolver_errors: counter!("tollgate_resolver_errors_total", vec![policy()]),
                 circuit_opened: circuit("open"),
                 circuit_closed: circuit("closed"),
                 settlements: [settled("done"), settled("lost")],
@@ -124,6 +126,10 @@ mod imp {
 
         pub(crate) fn store_failed(&self) {
             self.store_errors.increment(1);
+        }
+
+        pub(crate) fn resolver_failed(&self) {
+            self.resolver_errors.increment(1);
         }
 
         pub(crate) fn circuit_opened(&self) {
@@ -175,6 +181,8 @@ mod imp {
         pub(crate) fn store_answered(&self, _: Duration) {}
 
         pub(crate) fn store_failed(&self) {}
+
+        pub(crate) fn resolver_failed(&self) {}
 
         pub(crate) fn circuit_opened(&self) {}
 

@@ -67,7 +67,7 @@
 //! [`OnStoreError`] says what happens then; unless told otherwise this process enforces the policy by itself until the store
 //! answers again. After some failures in a row the store is not asked but by a probe now and then, see [`CircuitBreaker`].
 //! All of this is per layer, so a login can be closed while the rest falls back. (The rules of a file share one breaker: it is about the
-//! store, not about what is done without it.)
+//! store, not about what is done without it.) The same is done where a [`PolicyResolver`] has failed, of which the circuit knows nothing.
 //!
 //! # Trying a limit
 //!
@@ -83,15 +83,16 @@
 //! | --- | --- | --- |
 //! | `tollgate_decisions_total` | `policy`, `outcome`: `allowed`, `limited`, `never`, `blocked`, `shadow_limited`, `missing_key`, `denied`, `turned_away`, `failed_open`, `failed_closed`, `local_allowed`, `local_limited` | decisions, one for each subject of a request; `turned_away` is a policy that had room for a request which another one has turned away, and was not charged |
 //! | `tollgate_near_limit_total` | `policy` | admitted requests that left less than a fifth of a limit |
-//! | `tollgate_store_seconds` | `policy` | the time of each call that has to be waited for, a histogram |
+//! | `tollgate_store_seconds` | `policy` | the time of each call that has to be waited for, without that of a resolver, a histogram |
 //! | `tollgate_store_errors_total` | `policy` | calls that failed or were late |
+//! | `tollgate_resolver_errors_total` | `policy`: that of the layer | requests that a [`PolicyResolver`] failed or was too late for, those included that went by an old answer or met with an error that is remembered |
 //! | `tollgate_circuit_transitions_total` | `policy`, `state`: `open`, `closed` | circuits that opened and closed |
 //! | `tollgate_settlements_total` | `policy`, `outcome`: `done`, `lost` | corrections of charges |
 //! | `tollgate_leased_units_total` | `policy`, `outcome`: `drawn`, `given_back`, `expired` | units of [`Leases`]: drawn ahead, given back unused, and lost to everybody, as soon as that is noticed by the next request of the key |
 //! | `tollgate_deny_cache_total` | `policy`, `outcome`: `hit`, `miss` | what a [`DenyCache`] has answered itself, and what it has asked its store |
 //!
 //! `tracing` has a span `rate_limit` at debug level around each such call, an event at debug level for each request over a
-//! limit, one warning when a store begins to fail, and one when a circuit opens.
+//! limit, one warning when a store or a resolver begins to fail, and one when a circuit opens.
 //!
 //! # Without a round trip
 //!

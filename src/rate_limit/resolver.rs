@@ -1,5 +1,4 @@
 use std::collections::HashMap;
-use std::error::Error;
 use std::fmt;
 use std::future::Future;
 use std::pin::Pin;
@@ -14,6 +13,7 @@ use tokio::time::Instant;
 
 use super::policy::Policy;
 use super::recent::Recent;
+use crate::circuit::Outage;
 use crate::deadline::Deadline;
 use crate::error::{BoxError, StoreError};
 use crate::key::Key;
@@ -60,9 +60,12 @@ use crate::key::Key;
 ///
 /// # Errors
 ///
-/// A resolver that fails, or takes longer than the deadline of the layer, is a failure of the store:
-/// [`OnStoreError`](super::OnStoreError) says what happens to the request. With `Local` that is the policy of the layer.
-/// So if a key that nobody knows is nothing unusual, answer with a policy for such keys.
+/// Where a resolver fails, or takes longer than the deadline of the layer, [`OnStoreError`](super::OnStoreError) says what happens to the
+/// request, as if the store had failed. With `Local` that is the policy of the layer. The store gets its own deadline afterwards, and is
+/// not held to have failed: neither its metrics nor its [circuit](super::CircuitBreaker) are concerned.
+///
+/// The log has one line with the error when a resolver begins to fail, and one when it answers and nothing has failed for a minute, with no
+/// key in either. So if a key that nobody knows is nothing unusual, do not fail, but answer with a policy for such keys.
 ///
 /// # Cancellation
 ///
@@ -86,6 +89,7 @@ struct Shared {
     known: Mutex<Known>,
     // For what is under way.
     places: Arc<Semaphore>,
+    outage: Outage,
 }
 
 #[derive(Default)]
@@ -119,6 +123,19 @@ enum Next {
     Full,
 }
 
+/// A policy that was found, and how.
+pub(super) enum Resolved {
+    /// It was known.
+    Known(Policy),
+    /// The resolver has just answered.
+    Asked(Policy),
+    /// It is the one before, since the resolver fails or is late.
+    Old(Policy, StoreError),
+}
+
+/// How long nothing may fail for an outage to be over. Longer than with a store: a key that nobody knows may come at any time, and must
+/// not fill the log.
+const RECOVERED: Duration = Duration::from_secs(60);
 /// How long an error is remembered.
 const FAILURE_KEPT: Duration = Duration::from_secs(1);
 /// How late an attempt may tell that its time is over. Later than that its runtime has stopped to run it.
@@ -148,7 +165,7 @@ impl PolicyResolver {
             time_to_live: Duration::from_secs(60),
             timeout: Duration::from_secs(5),
             capacity: 10_000,
-            shared: Arc::new(Shared { known: Mutex::default(), places }),
+            shared: Arc::new(Shared { known: Mutex::default(), places, outage: Outage::until_quiet_for(RECOVERED) }),
         }
     }
 
@@ -193,16 +210,17 @@ impl PolicyResolver {
     }
 
     /// The policy of the key. Where there is an old answer, a new one is waited for no longer than `patience`.
-    pub(super) async fn resolve(&self, key: &Key, patience: Duration) -> Outcome {
+    pub(super) async fn resolve(&self, key: &Key, patience: Duration) -> Result<Resolved, StoreError> {
         let Some((old, patience)) = self.old(key, patience) else { return self.ask(key).await };
-        let error = match Deadline::new(self.ask(key), patience).await {
-            Ok(policy) => return Ok(policy),
-            Err(error) => error,
-        };
-        let cause = error.source().map(tracing::field::display);
-        tracing::debug!(%error, cause, "a policy cannot be resolved, so the one before is used");
-        self.use_on(key);
-        Ok(old)
+        Deadline::new(self.ask(key), patience).await.or_else(|error| {
+            self.use_on(key);
+            Ok(Resolved::Old(old, error))
+        })
+    }
+
+    /// Whether the log has been told that the resolver fails.
+    pub(super) fn outage(&self) -> &Outage {
+        &self.shared.outage
     }
 
     /// The answer that there was before, and how long a new one is waited for.
@@ -224,16 +242,16 @@ impl PolicyResolver {
     }
 
     /// Asks, or waits for the answer if somebody has asked.
-    async fn ask(&self, key: &Key) -> Outcome {
+    async fn ask(&self, key: &Key) -> Result<Resolved, StoreError> {
         let mut place = None;
         loop {
             match self.next(key, &mut place) {
-                Next::Done(outcome) => return outcome,
+                Next::Done(outcome) => return outcome.map(Resolved::Known),
                 Next::Wait(outcome) => {
                     // For those who need it.
                     place = None;
                     if let Some(outcome) = told(outcome).await {
-                        return outcome;
+                        return outcome.map(Resolved::Asked);
                     }
                     // It has ended with its runtime.
                 }
@@ -242,7 +260,7 @@ impl PolicyResolver {
                     self.begin(attempt).await;
                     // Not once more here: this runtime is about to end.
                     let ended = || Err(StoreError::unavailable("the runtime of the policy resolver has ended"));
-                    return told(outcome).await.unwrap_or_else(ended);
+                    return told(outcome).await.unwrap_or_else(ended).map(Resolved::Asked);
                 }
                 Next::Full => place = Arc::clone(&self.shared.places).acquire_owned().await.ok(),
             }
