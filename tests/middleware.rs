@@ -1002,10 +1002,11 @@ async fn a_resolver_that_panics_does_so_once() {
 fn a_question_whose_runtime_ends_or_stands_still_is_asked_anew() {
     let runtime = || tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
     let asked = Arc::new(AtomicUsize::new(0));
-    let plans = slow_plans(&asked, Duration::from_millis(50), 100).timeout(Duration::from_millis(200));
+    let plans = slow_plans(&asked, Duration::from_millis(50), 100).timeout(Duration::from_millis(500));
     let service = layer(MemoryBackend::new(), per_hour(0))
         .key(|customer: &&'static str| *customer)
         .resolver(plans)
+        .deadline(Duration::from_secs(1))
         .on_store_error(OnStoreError::Deny)
         .layer(service_fn(echo));
     let begin = |customer| {
@@ -1029,7 +1030,7 @@ fn a_question_whose_runtime_ends_or_stands_still_is_asked_anew() {
     let _still = begin("bob");
     other.block_on(async {
         service.clone().oneshot("bob").await.unwrap_err();
-        sleep(Duration::from_millis(1_300)).await;
+        sleep(Duration::from_millis(700)).await;
         service.clone().oneshot("bob").await.unwrap();
     });
     assert_eq!(asked.load(Relaxed), 4);
