@@ -43,8 +43,8 @@ use crate::key::Key;
 /// let layer = RateLimitLayer::new(MemoryBackend::new(), free).resolver(plans);
 /// ```
 ///
-/// Policies of the same name share their counts: who changes plans in the middle of a window keeps what was used, or
-/// whatever else the new policy says in [`Policy::on_quota_change`].
+/// Policies of the same name, with limits of the same algorithms and windows in the same order, share their counts: who changes plans in the
+/// middle of a window keeps what was used, or whatever else the new policy says in [`Policy::on_quota_change`].
 ///
 /// Make a few policies and clone them, rather than one for each answer: what is derived from a policy, handles for metrics
 /// included, is kept with it.
