@@ -15,7 +15,7 @@ use crate::error::StoreError;
 /// and does ask (the circuit is half open); the first answer closes it. The log has a line for each time that it opens or closes.
 ///
 /// A value of somebody else under one key is no failure of the store, and neither is a
-/// [resolver](crate::rate_limit::PolicyResolver) that fails.
+/// [resolver](crate::rate_limit::PolicyResolver) that fails. One that is full goes on to be asked, since it still knows what it has.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CircuitBreaker {
     failures: u32,
@@ -170,7 +170,7 @@ impl Circuit {
             // First, so that the log tells why a circuit opens before it tells that it does.
             watch.outage_begins(error);
         }
-        if error.is_foreign_data() {
+        if error.is_foreign_data() || error.is_out_of_memory() {
             // That is an answer.
             self.close(watch);
         } else {

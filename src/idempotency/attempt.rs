@@ -222,7 +222,8 @@ impl<P: HasPayload + 'static> Order<P> {
     }
 
     fn attempt(self: &Arc<Self>, end: End) -> Attempt<P> {
-        Attempt { order: Arc::clone(self), end, is_answering: AtomicBool::new(false) }
+        let [is_at_work, is_answering] = [const { AtomicBool::new(false) }; 2];
+        Attempt { order: Arc::clone(self), end, is_at_work, is_answering }
     }
 
     /// Wake-ups for somebody who waits for the operation.
@@ -387,6 +388,7 @@ pub(crate) struct Granted<P: HasPayload + 'static> {
 pub(crate) struct Attempt<P: HasPayload + 'static> {
     order: Arc<Order<P>>,
     end: End,
+    is_at_work: AtomicBool,
     is_answering: AtomicBool,
 }
 
@@ -403,8 +405,10 @@ enum Again {
 enum End {
     /// It may not even have begun: somebody else may.
     GiveBack,
-    /// As `Leave`, but a panic gives it back.
+    /// As `Leave`, but a panic of its own gives it back.
     GiveBackPanic,
+    /// Nothing was done that was not done before.
+    GiveBackUntouched,
     /// Nobody knows what it has done: it is left to the end of its lease.
     Leave,
     /// The store knows, or is being told.
@@ -438,10 +442,23 @@ impl<P: HasPayload + 'static> Attempt<P> {
         *self.order.sent()
     }
 
-    /// Lets the attempt be given back if it is dropped by a panic, which is a failure like any other then.
+    /// Lets the attempt be given back if it is dropped by a panic of its own, which is a failure like any other then.
     pub(crate) fn gives_back_panics(mut self) -> Self {
         self.end = End::GiveBackPanic;
         self
+    }
+
+    /// Lets the attempt be given back when it is dropped: nothing was begun.
+    pub(crate) fn is_untouched(&mut self) {
+        self.end = End::GiveBackUntouched;
+    }
+
+    /// Does a part of what the attempt is for. A panic in here is its own; others have nothing to do with it.
+    pub(crate) fn at_work<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.is_at_work.store(true, Ordering::Relaxed);
+        let done = work();
+        self.is_at_work.store(false, Ordering::Relaxed);
+        done
     }
 
     /// To be called when the caller gets a part of the answer: no panic gives back what has come so far.
@@ -469,10 +486,15 @@ impl<P: HasPayload + 'static> Attempt<P> {
             self.settled(settled, end);
             return None;
         }
+        self.end = End::Settled;
+        let mut settling = Settling { order: Arc::clone(&self.order), end: Some(end) };
         Some(async move {
-            self.end = End::Settled;
-            let settled = self.order.settle(&end).await;
-            self.settled(settled, end);
+            if let Some(end) = &settling.end {
+                let settled = settling.order.settle(end).await;
+                if let Some(end) = settling.end.take() {
+                    self.settled(settled, end);
+                }
+            }
         })
     }
 
@@ -499,11 +521,25 @@ impl<P: HasPayload + 'static> Attempt<P> {
     }
 }
 
+/// What the store is being told. Both ends may be told twice, so whoever does not wait for it has it told in the background.
+struct Settling<P: HasPayload + 'static> {
+    order: Arc<Order<P>>,
+    end: Option<Settlement>,
+}
+
+impl<P: HasPayload + 'static> Drop for Settling<P> {
+    fn drop(&mut self) {
+        if let Some(end) = self.end.take() {
+            self.order.settle_in_background(end, Again::No);
+        }
+    }
+}
+
 impl<P: HasPayload + 'static> Drop for Attempt<P> {
     fn drop(&mut self) {
         let gives_back = match self.end {
-            End::GiveBack => true,
-            End::GiveBackPanic => thread::panicking() && !*self.is_answering.get_mut(),
+            End::GiveBack | End::GiveBackUntouched => true,
+            End::GiveBackPanic => thread::panicking() && *self.is_at_work.get_mut() && !*self.is_answering.get_mut(),
             End::Leave | End::Settled => false,
         };
         if !gives_back && self.end != End::Settled {

@@ -138,7 +138,7 @@
 //! Outside of a [`RateLimitLayer`](crate::RateLimitLayer) a replay is not charged against the quota; put a second limit outside for what the
 //! replays themselves cost. Outside of a [`LockLayer`](crate::LockLayer) a replay does not wait for the lock. What either of them turns away is not kept,
 //! whatever its status. Put it
-//! inside of compression, since the next client may not accept what this one does, and inside of what finds out who is calling.
+//! inside of what makes gRPC-Web of gRPC, the status of which is not seen here, inside of compression, since the next client may not accept what this one does, and inside of what finds out who is calling.
 //!
 //! A handler is polled by whoever polls the answer, as without this layer, until that is dropped. The `tracing` span goes along with it
 //! into the task that goes on then; task-locals do not, so a handler should not need any.

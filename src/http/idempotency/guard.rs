@@ -28,7 +28,7 @@ use crate::idempotency::{
     Running, Verdict,
 };
 use crate::lock::{Token, Wakeups};
-use crate::reject::Reject;
+use crate::reject::{NothingDone, Reject};
 
 /// What a response out of a record carries.
 const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
@@ -173,14 +173,21 @@ where
             ServeProj::Done => None,
         };
         // The handler goes before anything else is done.
+        let has_begun = matches!(&*self, Self::Handling { handler: Some(_), .. });
         let ServeDone::Handling { course, shared, .. } = self.as_mut().project_replace(Self::Done) else {
             panic!("ResponseFuture polled after completion")
         };
         let Shared { settings, answer, .. } = &*shared;
-        let (outcome, answered) = match Come::of(&course, settings, served) {
+        let (outcome, answered) = match course.at_work(|| Come::of(&course, settings, served)) {
             Come::Whole(outcome, answered) => (outcome, answered.map_err(|error| answer.error(error))),
             Come::Part(start) => return Poll::Ready(Ok(start.go_on(course, Arc::clone(settings)))),
-            Come::Nothing(rejection) => return Poll::Ready(settings.reject(answer, rejection)),
+            Come::Nothing(rejection) => {
+                let mut answered = settings.reject(answer, rejection);
+                if has_begun && let Ok(response) = &mut answered {
+                    response.extensions_mut().remove::<NothingDone>();
+                }
+                return Poll::Ready(answered);
+            }
         };
         let (running, settling) = course.settle(outcome, settings);
         let Some(settling) = settling else { return Poll::Ready(answered) };
@@ -230,14 +237,22 @@ where
     let mut request =
         request.map(|body| FingerprintedBody::new(body, payload, settings.max_body, Arc::clone(attempt.order())));
     let order = Arc::clone(attempt.order());
+    let has_checkpoint = checkpoint.is_some();
     let handle = IdempotencyHandle::new(Arc::clone(&order) as _, number, fence, checkpoint);
     request.extensions_mut().insert(handle);
-    settings.home.meters().decided(Verdict::Executed);
-    let course = Course::new(attempt, settings, running);
+    let mut course = Course::new(attempt, settings, running);
     // Of a body that has come already it is known whether it is that of the attempt before.
-    let may_begin = !course.is_lost() && order.body().unfit().is_none();
-    let handler = may_begin.then(|| ready.call(request));
-    (course, handler)
+    let is_fit = order.body().unfit().is_none();
+    if !is_fit && (has_checkpoint || number == 1) {
+        // As it was. Without a checkpoint what is given back would not know any more which request it is of.
+        course.is_untouched();
+    }
+    if !is_fit || course.is_lost() {
+        return (course, None);
+    }
+    settings.home.meters().decided(Verdict::Executed);
+    let handler = course.at_work(|| ready.call(request));
+    (course, Some(handler))
 }
 
 /// Answers a request that has nothing to be begun: out of the record, or without one if the store fails and that may be.

@@ -110,6 +110,9 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// not, and the handler would run a second time. Take the user or the account that it stands for then, which whatever checks it
     /// can leave in the extensions. [`Everyone`](crate::Everyone) is for services with one caller.
     ///
+    /// Services that share a store and a path share operations, so give each a prefix of its own in the store, or say in the scope which one it is; and
+    /// the host, where one layer serves several.
+    ///
     /// The route is part of it without being said: the method, and the path without its query. A path of which a router in front of this layer
     /// has taken a prefix away is known as a whole with axum (feature `axum`); elsewhere the prefix has to be said.
     pub fn scope<K2>(self, scope: K2) -> IdempotencyLayer<K2, A> {

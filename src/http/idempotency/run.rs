@@ -51,6 +51,16 @@ impl Course {
         Self { attempt, running, begun, until, limits: None }
     }
 
+    /// Nothing was begun, and nothing will be.
+    pub(super) fn is_untouched(&mut self) {
+        self.attempt.is_untouched();
+    }
+
+    /// Does a part of the operation that is no future.
+    pub(super) fn at_work<T>(&self, work: impl FnOnce() -> T) -> T {
+        self.attempt.at_work(work)
+    }
+
     /// Whether somebody else may have begun. After a standstill nothing of a handler may run before this was looked at.
     pub(super) fn is_lost(&self) -> bool {
         self.attempt.is_lost()
@@ -65,7 +75,7 @@ impl Course {
         if self.is_lost() || self.limits.as_mut().is_some_and(|limits| limits.as_mut().poll(cx).is_ready()) {
             return Poll::Ready(None);
         }
-        if let Poll::Ready(output) = work.poll(cx) {
+        if let Poll::Ready(output) = self.attempt.at_work(|| work.poll(cx)) {
             // What it makes of a body that it must not see the end of is no answer.
             return Poll::Ready(self.attempt.order().body().unfit().is_none().then_some(output));
         }
@@ -100,8 +110,8 @@ impl Course {
             // Nobody knows what was done: it is left to the end of its lease.
             Outcome::Failed => return (running, None),
             // A client that has broken off is to send the whole of it, and not to hear again that it did not.
-            Outcome::Answered { status, keeps, answer, is_kept }
-                if keeps && (!reading.has_failed() || status.is_success()) =>
+            Outcome::Answered { status, succeeded, keeps, answer, is_kept }
+                if keeps && (!reading.has_failed() || succeeded) =>
             {
                 let (payload, retention) = (reading.payload(), settings.retention);
                 let completion = Completion { answer, is_kept, payload, retention };
@@ -118,7 +128,7 @@ pub(super) enum Outcome {
     /// There is no answer.
     Failed,
     /// There is one, and it is to be kept or not: all of it, or that there was one.
-    Answered { status: StatusCode, keeps: bool, answer: Arc<[u8]>, is_kept: bool },
+    Answered { status: StatusCode, succeeded: bool, keeps: bool, answer: Arc<[u8]>, is_kept: bool },
 }
 
 /// What has come of a handler so far.
@@ -299,8 +309,8 @@ where
         let is_end = matches!(last, Piece::End);
         let trailers = (is_end && !self.trailers.is_empty()).then_some(Piece::Trailers(self.trailers));
         for piece in [self.held.map(Piece::Data), trailers, Some(last)].into_iter().flatten() {
-            // Whoever asked may be gone.
-            let _ = pieces.send(piece).await;
+            // Whoever asked may be gone, or read no more.
+            let _ = timeout_at(Instant::now() + max_run, pieces.send(piece)).await;
         }
         drop(running);
     }
@@ -367,7 +377,9 @@ where
 
     fn outcome<'a>(&self, chunks: impl Iterator<Item = &'a Bytes>, is_whole: bool) -> Outcome {
         let (answer, is_kept) = self.recorder.finish(chunks, is_whole);
-        Outcome::Answered { status: self.judge.status, keeps: self.judge.keeps(&self.trailers), answer, is_kept }
+        let Self { judge, trailers, .. } = self;
+        let (succeeded, keeps) = (judge.succeeded(trailers), judge.keeps(trailers));
+        Outcome::Answered { status: judge.status, succeeded, keeps, answer, is_kept }
     }
 }
 
@@ -429,12 +441,17 @@ impl Judge {
         (self.grpc.is_some() || !self.is_grpc || self.keep == Keep::All) && self.keeps(&HeaderMap::new())
     }
 
+    fn succeeded(&self, trailers: &HeaderMap) -> bool {
+        let grpc = self.grpc.or_else(|| GrpcStatus::of(trailers));
+        self.status.is_success() && matches!(grpc, None | Some(GrpcStatus::Ok))
+    }
+
     fn keeps(&self, trailers: &HeaderMap) -> bool {
         let grpc = self.grpc.or_else(|| GrpcStatus::of(trailers));
         match self.keep {
             _ if self.is_refusal => false,
             Keep::All => true,
-            Keep::Success => self.status.is_success() && matches!(grpc, None | Some(GrpcStatus::Ok)),
+            Keep::Success => self.succeeded(trailers),
             Keep::SafeRetry => {
                 let not_now = [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_EARLY, StatusCode::TOO_MANY_REQUESTS];
                 !self.status.is_server_error() && !not_now.contains(&self.status) && grpc != Some(GrpcStatus::Transient)
