@@ -116,7 +116,7 @@ async fn come(
         Entered::Line { waiting, is_free_soon } => {
             let give_up = after(begun, terms.wait);
             // What is being given back is waited for also by those who do not want to wait.
-            let until = if is_free_soon { give_up.max(begun + terms.deadline) } else { give_up };
+            let until = if is_free_soon { give_up.max(after(begun, terms.deadline)) } else { give_up };
             // Apart, so that who need not wait has no room for it to carry along.
             Box::pin(stand_in_line(home, lock, waiting, until)).await
         }

@@ -472,6 +472,12 @@ pub async fn bad_times_are_refused_by_name<S: LockStore + Clone + Send + Sync + 
         assert!(matches!(locks.lock("a").await, Err(LockError::Config(ConfigError::ZeroTimeout))));
     }
     drop(locks.lock("a").ttl(Claim::MAX_TTL).wait(Duration::MAX).max_hold(Duration::MAX).await.unwrap());
+    // What is being given back is waited for until the deadline, however far away that is.
+    let patient = locks.clone().deadline(Duration::MAX);
+    let giving = patient.lock("a").await.unwrap().release();
+    let (next, released) = tokio::join!(patient.try_lock("a").into_future(), giving);
+    assert_eq!(released.unwrap(), Release::Released);
+    drop(next.unwrap());
     timeout(LONG, locks.shutdown()).await.expect("nothing is left");
 }
 
