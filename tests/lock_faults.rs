@@ -329,6 +329,27 @@ async fn who_waits_asks_again_when_an_answer_is_lost_and_gets_what_was_granted()
     drop(locks);
 }
 
+/// Permits that were asked for without waiting were granted when the shutdown was over, and nobody gave them back.
+#[tokio::test(start_paused = true)]
+async fn a_shutdown_waits_for_permits_that_are_being_asked_for() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    store.faults().delay(Duration::from_millis(50));
+    let semaphore = Semaphore::new(store, 2);
+    let asking = tokio::spawn(semaphore.try_acquire("a").into_future());
+    yield_now().await;
+    let over = tokio::spawn({
+        let semaphore = semaphore.clone();
+        async move { semaphore.shutdown().await }
+    });
+    let permit = asking.await.unwrap().unwrap();
+    sleep(Duration::from_secs(1)).await;
+    assert!(!over.is_finished(), "a permit is held");
+    assert_eq!(permit.release().await.unwrap(), Release::Released);
+    timeout(LONG, over).await.expect("nothing is left").unwrap();
+    assert_eq!(backend.locks(), 0);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_store_that_fails_is_told_from_a_lock_that_is_held() {
     let store = FaultStore::new(MemoryBackend::new());

@@ -112,6 +112,8 @@ async fn come(
 ) -> Result<Offer, LockError> {
     let entered = if terms.is_fair { home.join(lock, terms)? } else { home.enter(lock, terms, by_hand)? };
     match entered {
+        // A shutdown that has begun since this was looked at may not have seen that somebody is here.
+        Entered::Turn(_) if home.is_closed() => Err(Closed.into()),
         Entered::Turn(turn) => Ok(Offer::Turn(turn)),
         Entered::Line { waiting, is_free_soon } => {
             let give_up = after(begun, terms.wait);
@@ -336,7 +338,11 @@ impl Attempts {
     /// Makes a lease of what was granted, unless it took so long that there is no time left in it.
     fn granted(mut self, turn: Turn, fence: u64) -> Option<Lease> {
         let now = Instant::now();
-        let sent = self.good_since(now)?;
+        let Some(sent) = self.good_since(now) else {
+            // Before the turn goes: a shutdown is to see one of them.
+            self.undo();
+            return None;
+        };
         self.sent = None;
         let hold = Hold::new(self.lock, &self.claim, self.terms.deadline, self.is_ambiguous, sent, fence);
         let hold = Arc::new(hold);
@@ -478,5 +484,30 @@ impl Drop for Attempt {
                 drop(granted(under_way.asked, &answers));
             }
         });
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MemoryBackend;
+    use crate::lock::{Locks, Semaphore};
+
+    /// Between the look at that and the turn a shutdown could begin and end, and the lock was granted after it.
+    #[tokio::test(start_paused = true)]
+    async fn who_comes_while_a_shutdown_begins_is_told_so() {
+        let semaphore = Semaphore::new(MemoryBackend::new(), 1);
+        let all = [Locks::new(MemoryBackend::new()), Locks::new(MemoryBackend::new()).fair(), semaphore.locks];
+        for (locks, wait) in all.iter().zip([Duration::from_secs(1), Duration::from_secs(1), Duration::ZERO]) {
+            let (home, mut terms) = locks.parts();
+            terms.wait = wait;
+            let lock = LockKey::new("test", "a");
+            may_ask(home, &lock, &terms).unwrap();
+            locks.shutdown().await;
+            let came = come(home, lock, &terms, Instant::now(), true).await;
+            assert!(matches!(came, Err(LockError::Closed(_))));
+            // And leaves nothing behind.
+            locks.shutdown().await;
+        }
     }
 }

@@ -24,7 +24,8 @@ const SHARDS: usize = 16;
 /// The locks that somebody in this process holds or asks for. A lock that nobody cares about is not in here.
 pub(super) struct Gate {
     shards: [Mutex<Shard>; SHARDS],
-    // How many queues and crowds are in the shards.
+    // How many queues and crowds are in the shards, and turns apart from these. Whoever adds one looks whether all is closed after that, and whoever closes it looks at
+    // this after that, so these are in one order for all: one of the two sees the other.
     locks: AtomicUsize,
     next_id: AtomicU64,
 }
@@ -86,6 +87,8 @@ pub(super) struct Turn {
     is_over: bool,
     // Whether this is one of those who ask by themselves, since the store has a line for them.
     is_in_crowd: bool,
+    // Whether this is one that nobody stands in line behind.
+    is_apart: bool,
 }
 
 /// A place in the line. Whoever drops it leaves.
@@ -102,7 +105,7 @@ impl Gate {
     }
 
     pub(super) fn is_empty(&self) -> bool {
-        self.locks.load(Ordering::Acquire) == 0
+        self.locks.load(Ordering::SeqCst) == 0
     }
 
     /// Nothing panics halfway in here, so what a poisoned lock guards is whole.
@@ -146,13 +149,15 @@ impl Shared {
             // Whoever is in front may have to wait for a reason of their own.
             let mut turn = Turn::new(self, lock);
             turn.is_over = true;
+            turn.is_apart = true;
+            gate.locks.fetch_add(1, Ordering::SeqCst);
             return Ok(Entered::Turn(turn));
         }
         let mut shard = gate.shard(&lock);
         let queue = match shard.queues.entry(lock) {
             Entry::Vacant(place) => {
                 place.insert(Queue { front: Front::Asks, waiters: VecDeque::new() });
-                gate.locks.fetch_add(1, Ordering::AcqRel);
+                gate.locks.fetch_add(1, Ordering::SeqCst);
                 return Ok(Entered::Turn(Turn::new(self, lock)));
             }
             Entry::Occupied(place) => place.into_mut(),
@@ -188,7 +193,7 @@ impl Shared {
         }
         shard.crowds.insert(lock, crowd + 1);
         if crowd == 0 {
-            gate.locks.fetch_add(1, Ordering::AcqRel);
+            gate.locks.fetch_add(1, Ordering::SeqCst);
         }
         drop(shard);
         let mut turn = Turn::new(self, lock);
@@ -204,11 +209,15 @@ impl Shared {
         *crowd -= 1;
         if *crowd == 0 {
             shard.crowds.remove(lock);
-            let is_last = gate.locks.fetch_sub(1, Ordering::AcqRel) == 1;
             drop(shard);
-            if is_last {
-                self.ended();
-            }
+            self.leave_gate();
+        }
+    }
+
+    /// One of those that the gate counts is gone.
+    fn leave_gate(&self) {
+        if self.gate.locks.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.ended();
         }
     }
 
@@ -222,12 +231,11 @@ impl Shared {
                 queue.waiters.pop_front()
             });
             let Some(waiter) = waiter else {
-                let is_last =
-                    shard.queues.remove(&turn.lock).is_some() && gate.locks.fetch_sub(1, Ordering::AcqRel) == 1;
+                let is_closed = shard.queues.remove(&turn.lock).is_some();
                 drop(shard);
                 turn.is_over = true;
-                if is_last {
-                    self.ended();
+                if is_closed {
+                    self.leave_gate();
                 }
                 return;
             };
@@ -249,8 +257,10 @@ impl Shared {
             let Some(queue) = queue else {
                 // It was lost and whoever is in front now is somebody else, or it is a permit, which nobody is in front with.
                 drop(shard);
+                // First of all, so that a shutdown sees one of them.
+                let errand = Errand::after_loss(self, hold);
                 self.keeper.remove(hold);
-                return Some(Errand::after_loss(self, hold));
+                return Some(errand);
             };
             let next = match queue.waiters.front() {
                 Some(waiter) if waiter.fits == Some((hold.ttl(), hold.replicas().count)) => {
@@ -292,7 +302,15 @@ impl Shared {
 impl Turn {
     /// Only for whoever has just put themselves in front.
     fn new(home: &Arc<Shared>, lock: LockKey) -> Self {
-        Self { home: Arc::clone(home), lock, wakeups: None, is_shared: false, is_over: false, is_in_crowd: false }
+        Self {
+            home: Arc::clone(home),
+            lock,
+            wakeups: None,
+            is_shared: false,
+            is_over: false,
+            is_in_crowd: false,
+            is_apart: false,
+        }
     }
 
     /// The store has granted the lease: it stays in front until it is given back. What is answered is to be dropped once the
@@ -321,11 +339,15 @@ impl Drop for Turn {
                 is_shared: self.is_shared,
                 is_over: false,
                 is_in_crowd: false,
+                is_apart: false,
             };
             self.home.pass_on(next);
         }
         if self.is_in_crowd {
             self.home.leave_crowd(&self.lock);
+        }
+        if self.is_apart {
+            self.home.leave_gate();
         }
     }
 }

@@ -31,7 +31,7 @@ use crate::key::Key;
 /// rolled out: each lets in as many as itself believes in.
 #[derive(Clone, Debug)]
 pub struct Semaphore {
-    locks: Locks,
+    pub(super) locks: Locks,
 }
 
 impl Semaphore {

@@ -82,7 +82,7 @@ impl Shared {
     }
 
     pub(super) fn is_closed(&self) -> bool {
-        self.is_closed.load(Ordering::Acquire)
+        self.is_closed.load(Ordering::SeqCst)
     }
 
     /// Waits until nobody may begin anything any more.
@@ -95,7 +95,7 @@ impl Shared {
     }
 
     pub(super) fn close(&self) {
-        self.is_closed.store(true, Ordering::Release);
+        self.is_closed.store(true, Ordering::SeqCst);
         self.closing.notify_waiters();
     }
 
@@ -104,7 +104,8 @@ impl Shared {
         loop {
             let mut idle = pin!(self.idle.notified());
             idle.as_mut().enable();
-            if self.gate.is_empty() && self.keeper.is_empty() && self.background.load(Ordering::Acquire) == 0 {
+            // In this order: whoever leaves one of these for the next is in both for a moment, and is seen in one of them.
+            if self.gate.is_empty() && self.keeper.is_empty() && self.background.load(Ordering::SeqCst) == 0 {
                 return;
             }
             idle.await;
@@ -177,7 +178,7 @@ pub(super) struct Running(Arc<Shared>);
 
 impl Running {
     pub(super) fn new(home: &Arc<Shared>) -> Self {
-        home.background.fetch_add(1, Ordering::AcqRel);
+        home.background.fetch_add(1, Ordering::SeqCst);
         Self(Arc::clone(home))
     }
 }
