@@ -27,7 +27,9 @@ use tollgate::lock::{
     Release, Renewal, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
 };
 use tollgate::testing::{Failure, FaultStore, Faults, Verb};
-use tollgate::{AsError, BoxError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions};
+use tollgate::{
+    AsError, BoxError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError,
+};
 use tower::{Layer, ServiceExt, service_fn};
 
 const LONG: Duration = Duration::from_secs(30);
@@ -348,6 +350,82 @@ async fn a_shutdown_waits_for_permits_that_are_being_asked_for() {
     assert_eq!(permit.release().await.unwrap(), Release::Released);
     timeout(LONG, over).await.expect("nothing is left").unwrap();
     assert_eq!(backend.locks(), 0);
+}
+
+/// Whoever had got one answer less gave the lease back every second, and kept a shutdown waiting, until its time was over: for a day.
+#[tokio::test(start_paused = true)]
+async fn what_was_given_back_is_given_back_again_for_some_seconds_and_not_for_a_day() {
+    for is_granted in [true, false] {
+        let backend = MemoryBackend::new();
+        let store = FaultStore::new(backend.clone());
+        let faults = store.faults();
+        let locks = Locks::new(store).ttl(Claim::MAX_TTL);
+        faults.lose_answers();
+        if is_granted {
+            let waiter = tokio::spawn(locks.lock("a").into_future());
+            sleep(Duration::from_millis(150)).await;
+            faults.heal();
+            let lease = waiter.await.unwrap().unwrap();
+            assert_eq!(lease.release().await.unwrap(), Release::Released);
+        } else {
+            assert!(locks.try_lock("a").await.is_err());
+            faults.heal();
+        }
+        timeout(Duration::from_secs(6), locks.shutdown()).await.expect("that is long enough");
+        assert_eq!(backend.locks(), 0);
+        let releases = faults.calls(Verb::Release);
+        assert!((2..=12).contains(&releases), "{releases} releases, granted: {is_granted}");
+    }
+    // Of a lease that was held for longer than that nothing is on its way any more.
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).ttl(Claim::MAX_TTL);
+    faults.lose_answers();
+    let waiter = tokio::spawn(locks.lock("a").into_future());
+    sleep(Duration::from_millis(150)).await;
+    faults.heal();
+    let lease = waiter.await.unwrap().unwrap();
+    sleep(LONG).await;
+    assert_eq!(lease.release().await.unwrap(), Release::Released);
+    timeout(Duration::from_millis(1), locks.shutdown()).await.expect("nothing is left");
+    assert_eq!(faults.calls(Verb::Release), 1);
+}
+
+/// A store in which what is asked first comes to pass late, when nobody listens any more.
+struct Late {
+    inner: MemoryBackend,
+    late: AtomicBool,
+}
+
+impl LockStore for Late {
+    delegate_lock!(inner: acquire_all, renew, release, watch, scope);
+
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        if self.late.swap(false, Ordering::SeqCst) {
+            let (inner, lock, claim) = (self.inner.clone(), *lock, *claim);
+            tokio::spawn(async move {
+                sleep(Duration::from_secs(3)).await;
+                inner.acquire(&lock, &claim).await
+            });
+            return Err(StoreError::timeout());
+        }
+        self.inner.acquire(lock, claim).await
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_comes_to_pass_seconds_later_is_given_back_all_the_same() {
+    let inner = MemoryBackend::new();
+    let locks = Locks::new(Late { inner: inner.clone(), late: AtomicBool::new(true) }).ttl(Claim::MAX_TTL);
+    assert!(locks.try_lock("a").await.is_err());
+    let begun = tokio::time::Instant::now();
+    while inner.locks() == 0 {
+        sleep(Duration::from_millis(1)).await;
+    }
+    assert!(begun.elapsed() >= Duration::from_secs(2), "it was late");
+    locks.shutdown().await;
+    assert_eq!(inner.locks(), 0);
+    assert!(begun.elapsed() < Duration::from_secs(6), "{:?}", begun.elapsed());
 }
 
 #[tokio::test(start_paused = true)]

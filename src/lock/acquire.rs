@@ -10,7 +10,7 @@ use smallvec::{SmallVec, smallvec};
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
 use super::erased::Answers;
-use super::errand::Errand;
+use super::errand::{Errand, LINGERS};
 use super::error::{Busy, Closed, LockError, Nested, NotReplicated, QueueFull};
 use super::gate::{Entered, Offer, Turn, Waiting};
 use super::hold::{FENCES, Hold, after, usable};
@@ -282,8 +282,8 @@ struct Attempts {
     terms: Terms,
     // When the last attempt was sent, if the token may hold the lease or stand in line for it.
     sent: Option<Instant>,
-    // Whether the answer to one of them is not known.
-    is_ambiguous: bool,
+    // Until when one of which no answer came may still come to pass, if there was one.
+    settles: Option<Instant>,
 }
 
 impl Attempts {
@@ -303,7 +303,7 @@ impl Attempts {
             Replication::Require(count) => Replicas { count, within: terms.deadline / 2 },
         };
         let claim = Claim { token: Token::random()?, ttl, fences, permits, is_shared, line, replicas };
-        Ok(Self { home: Arc::clone(home), lock, claim, terms, sent: None, is_ambiguous: false })
+        Ok(Self { home: Arc::clone(home), lock, claim, terms, sent: None, settles: None })
     }
 
     /// Who stands in line, if anybody does.
@@ -315,7 +315,7 @@ impl Attempts {
         match answer {
             Ok(Acquired::Granted { .. } | Acquired::InLine { .. } | Acquired::NotReplicated { .. }) => {}
             // An earlier attempt may still be on its way.
-            Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) if self.is_ambiguous => {}
+            Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) if self.settles.is_some() => {}
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) => self.sent = None,
             // The store has said no, if for another reason, or was not asked.
             Err(error)
@@ -324,9 +324,9 @@ impl Attempts {
                     || error.is_foreign_data()
                     || Circuit::is_cause_of(error) =>
             {
-                self.sent = self.sent.filter(|_| self.is_ambiguous);
+                self.sent = self.sent.filter(|_| self.settles.is_some());
             }
-            Err(_) => self.is_ambiguous = true,
+            Err(_) => self.settles = Some(Instant::now() + LINGERS),
         }
     }
 
@@ -344,7 +344,7 @@ impl Attempts {
             return None;
         };
         self.sent = None;
-        let hold = Hold::new(self.lock, &self.claim, self.terms.deadline, self.is_ambiguous, sent, fence);
+        let hold = Hold::new(self.lock, &self.claim, self.terms.deadline, self.settles, sent, fence);
         let hold = Arc::new(hold);
         let fence = hold.hand_to(self.terms.max_hold, now).unwrap_or(fence);
         let turn = turn.holds(&hold);
@@ -366,15 +366,15 @@ impl Attempts {
     fn begin_again(&mut self) -> Result<(), StoreError> {
         self.undo();
         self.claim.token = Token::random()?;
-        self.is_ambiguous = false;
+        self.settles = None;
         Ok(())
     }
 
     fn undo(&mut self) {
         if let Some(sent) = self.sent.take() {
             let until = after(sent, self.claim.ttl.max(Claim::PLACE));
-            let (limit, is_ambiguous) = (self.terms.deadline, self.is_ambiguous);
-            if let Some(errand) = Errand::undo(&self.home, self.lock, &self.claim, until, limit, is_ambiguous) {
+            let (limit, settles) = (self.terms.deadline, self.settles);
+            if let Some(errand) = Errand::undo(&self.home, self.lock, &self.claim, until, limit, settles) {
                 errand.in_background();
             }
         }

@@ -2,7 +2,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep, timeout};
+use tokio::time::{Instant, sleep_until, timeout};
 
 use super::error::LossReason;
 use super::gate::Turn;
@@ -16,6 +16,14 @@ use crate::error::StoreError;
 /// The pause before giving back again what may not have been given back, doubled each time up to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(20);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// For how long what was asked of the store is taken to be on its way once its answer is not waited for any more. Until then what was
+/// given back is given back again, since it may come to be granted after that.
+///
+/// No bound always holds. A connection that has lost a packet sends it again after a fifth of a second and then after twice as long each
+/// time, which is four times within this. What lies with a server that stands still is carried out before what it is asked once it
+/// goes on, and until then it answers nothing, so nothing is taken to be given back. What comes later than that, over a connection that
+/// was cut off when others were not, is held by nobody and ends by itself, as all leases do.
+pub(super) const LINGERS: Duration = Duration::from_secs(5);
 /// How many acquisitions of which nothing is known are undone at the same time. What is beyond that expires by itself, as all of
 /// them do in the end.
 const MAX_UNDONE: usize = 1_024;
@@ -30,8 +38,10 @@ pub(super) struct Errand {
     turn: Option<Turn>,
     // The lease has ended by itself then.
     until: Instant,
-    // Whether an acquisition of this token may still come to pass: giving it back once is not enough then.
-    is_ambiguous: bool,
+    // Until when an acquisition of this token may still come to pass, if one may: giving it back before that is not enough.
+    settles: Option<Instant>,
+    // Whether the store has answered, the last time that it was asked.
+    is_answered: bool,
     is_done: bool,
     // Whether this is the background.
     is_last: bool,
@@ -50,6 +60,8 @@ impl Errand {
 
     /// Gives back what may be left of a lease that was lost.
     pub(super) fn after_loss(home: &Arc<Shared>, hold: &Hold) -> Self {
+        let now = Instant::now();
+        let settles = hold.settles(now);
         Self {
             home: Arc::clone(home),
             lock: *hold.lock(),
@@ -57,23 +69,24 @@ impl Errand {
             limit: hold.limit(),
             turn: None,
             until: hold.expires(),
-            is_ambiguous: hold.is_ambiguous(),
-            is_done: hold.look(Instant::now()) == Err(LossReason::Taken) && !hold.is_ambiguous(),
+            settles,
+            is_answered: false,
+            is_done: hold.look(now) == Err(LossReason::Taken) && settles.is_none(),
             is_last: false,
             undone: None,
             _running: Running::new(home),
         }
     }
 
-    /// Undoes an acquisition that nobody wants any more; one of which nothing is known, should it come to pass before `until`.
-    /// `None` if there are too many.
+    /// Undoes an acquisition that nobody wants any more; one of which nothing is known, should it come to pass before it settles.
+    /// Whatever it was granted ends by itself at `until`. `None` if there are too many.
     pub(super) fn undo(
         home: &Arc<Shared>,
         lock: LockKey,
         claim: &Claim,
         until: Instant,
         limit: Duration,
-        is_ambiguous: bool,
+        settles: Option<Instant>,
     ) -> Option<Self> {
         let undone = Some(Undone::new(home)?);
         Some(Self {
@@ -83,7 +96,8 @@ impl Errand {
             limit,
             turn: None,
             until,
-            is_ambiguous,
+            settles,
+            is_answered: false,
             is_done: false,
             is_last: false,
             undone,
@@ -107,27 +121,44 @@ impl Errand {
         self.is_last = true;
         let home = Arc::clone(&self.home);
         home.spawn(async move {
-            let _ = self.attempt().await;
-            let mut pause = FIRST_PAUSE;
-            while !self.is_done && Instant::now() + pause < self.until {
-                sleep(jittered(pause)).await;
+            // What was given back a moment ago, and may be granted once more, need not be given back again at once.
+            if !self.is_answered {
                 let _ = self.attempt().await;
-                pause = (pause * 2).min(LONGEST_PAUSE);
+            }
+            let mut pause = FIRST_PAUSE;
+            while !self.is_done {
+                let next = self.next(pause);
+                if next >= self.until {
+                    return;
+                }
+                sleep_until(next).await;
+                let _ = self.attempt().await;
+                pause = if self.is_answered { pause * 2 } else { (pause * 2).min(LONGEST_PAUSE) };
             }
         });
+    }
+
+    /// When to ask again after so long a pause: once more as soon as all has settled, if the store answers.
+    fn next(&self, pause: Duration) -> Instant {
+        let now = Instant::now();
+        let next = now + jittered(pause);
+        let settles = self.settles.filter(|settles| self.is_answered && now < *settles);
+        settles.map_or(next, |settles| next.min(settles))
     }
 
     async fn attempt(&mut self) -> Result<Released, StoreError> {
         if self.is_done {
             return Ok(Released::default());
         }
+        let is_settled = self.settles.is_none_or(|settles| Instant::now() >= settles);
         let call = Arc::clone(&self.home.store).release(self.lock, self.token);
         let answer = timeout(self.limit, call).await.unwrap_or_else(|_| Err(StoreError::timeout()));
         if let Some(mut turn) = self.turn.take() {
             turn.is_shared = answer.as_ref().is_ok_and(|released| released.is_wanted);
         }
+        self.is_answered = answer.is_ok();
         match &answer {
-            Ok(_) => self.is_done = !self.is_ambiguous,
+            Ok(_) => self.is_done = is_settled,
             Err(error) => tracing::debug!(lock = %self.lock, %error, "a lease could not be given back yet"),
         }
         answer

@@ -29,8 +29,8 @@ pub(super) struct Hold {
     // How long one call of the store about it may take.
     limit: Duration,
     replicas: Replicas,
-    // Whether an acquisition of this token may still come to pass somewhere on the way.
-    is_ambiguous: bool,
+    // Until when an acquisition of this token may still come to pass somewhere on the way, if one may.
+    settles: Option<Instant>,
     standing: Mutex<Standing>,
     changed: Notify,
 }
@@ -63,7 +63,7 @@ impl Hold {
         lock: LockKey,
         claim: &Claim,
         limit: Duration,
-        is_ambiguous: bool,
+        settles: Option<Instant>,
         sent: Instant,
         fence: u64,
     ) -> Self {
@@ -82,7 +82,7 @@ impl Hold {
             named: None,
             is_asked: false,
         };
-        Self { lock, token, ttl, limit, replicas, is_ambiguous, standing: Mutex::new(standing), changed: Notify::new() }
+        Self { lock, token, ttl, limit, replicas, settles, standing: Mutex::new(standing), changed: Notify::new() }
     }
 
     pub(super) const fn lock(&self) -> &LockKey {
@@ -114,8 +114,9 @@ impl Hold {
         self.look(now).map_or(Duration::ZERO, |until| until - now).min(self.limit)
     }
 
-    pub(super) const fn is_ambiguous(&self) -> bool {
-        self.is_ambiguous
+    /// Until when an acquisition of this token may still come to pass, if one may at `now`.
+    pub(super) fn settles(&self, now: Instant) -> Option<Instant> {
+        self.settles.filter(|settles| now < *settles)
     }
 
     /// Hands the lease to somebody, and answers the fence of that grant, if it is good for as much as a new one nearly. Only
@@ -293,7 +294,7 @@ mod tests {
     fn hold(ttl_ms: u64) -> Hold {
         let ttl = Duration::from_millis(ttl_ms);
         let claim = Claim { fences: FENCES, ..Claim::new(Token::random().unwrap(), ttl) };
-        Hold::new(LockKey::new("test", "a"), &claim, Duration::from_millis(100), false, Instant::now(), 100)
+        Hold::new(LockKey::new("test", "a"), &claim, Duration::from_millis(100), None, Instant::now(), 100)
     }
 
     #[tokio::test(start_paused = true)]

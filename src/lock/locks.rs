@@ -336,7 +336,9 @@ impl Locks {
     /// Grants nothing any more, and waits until every lease has been given back, also those that were dropped and are on their
     /// way. Whoever waits for a lock is told [`LockError::Closed`]. For all clones.
     ///
-    /// Takes as long as the holders do; what cannot be given back takes until it has expired. Use `tokio::time::timeout` around it.
+    /// Takes as long as the holders do; what cannot be given back takes until it has expired. Where the answer to an attempt to take a
+    /// lock never came, what it may yet be granted is given back for five seconds more, or until it has expired. Use
+    /// `tokio::time::timeout` around it.
     pub async fn shutdown(&self) {
         self.shared.close();
         self.shared.drained().await;
