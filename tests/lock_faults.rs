@@ -15,6 +15,7 @@ use bytes::Bytes;
 use http::{Request, Response};
 use http_body_util::{BodyExt, Full};
 use support::locks::{DropAt, History};
+use support::proxy::{Proxy, Traffic};
 use support::server::RedisServer;
 use support::stores::delegate_lock;
 use tokio::runtime::{Builder, Runtime};
@@ -24,7 +25,7 @@ use tokio::time::{sleep, timeout};
 use tollgate::lock::fencing::FenceLayer;
 use tollgate::lock::{
     Acquired, Claim, Cursor, LeaseState, Line, LockAdmin, LockKey, LockRegistry, LockStore, LossReason, Redlock,
-    Release, Renewal, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
+    Release, Released, Renewal, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
 };
 use tollgate::testing::{Failure, FaultStore, Faults, Verb};
 use tollgate::{
@@ -655,6 +656,120 @@ async fn a_release_that_fails_is_said_and_tried_again() {
         sleep(Duration::from_secs(3)).await;
         assert_eq!(backend.locks(), 0);
     }
+}
+
+/// A store that gives back what it is told to, and whose first answer to that is lost with its connection.
+#[derive(Clone)]
+struct Forgetful {
+    inner: MemoryBackend,
+    forgets: Arc<AtomicBool>,
+}
+
+impl Forgetful {
+    fn new() -> Self {
+        Self { inner: MemoryBackend::new(), forgets: Arc::new(AtomicBool::new(true)) }
+    }
+}
+
+impl LockStore for Forgetful {
+    delegate_lock!(inner: acquire, acquire_all, renew, watch);
+
+    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
+        let released = self.inner.release(lock, token).await?;
+        if self.forgets.swap(false, Ordering::SeqCst) {
+            return Err(StoreError::unavailable("the connection broke"));
+        }
+        Ok(released)
+    }
+
+    fn scope(&self) -> Scope {
+        Scope::Redis
+    }
+}
+
+/// Whoever was told that the lease had been lost before might have undone what it had protected.
+#[tokio::test(start_paused = true)]
+async fn a_release_whose_answer_is_lost_is_not_a_lost_lease() {
+    let store = Forgetful::new();
+    let locks = Locks::new(store.clone()).ttl(Duration::from_secs(9));
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Uncertain);
+    assert_eq!(store.inner.locks(), 0);
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Released);
+    // What had come to its end before by our own clock was lost, whatever becomes of the answers.
+    let lease = locks.lock("a").max_hold(Duration::from_secs(1)).await.unwrap();
+    sleep(Duration::from_secs(2)).await;
+    store.forgets.store(true, Ordering::SeqCst);
+    assert_eq!(lease.release().await.unwrap(), Release::Lost);
+    // One by one, and the worst of all counts.
+    let leases = locks.lock_all(["a", "b", "c"]).await.unwrap();
+    let handle = leases.leases()[0].reenter();
+    store.forgets.store(true, Ordering::SeqCst);
+    assert_eq!(leases.release().await.unwrap(), Release::Uncertain);
+    assert_eq!(handle.release().await.unwrap(), Release::Released);
+
+    let stores = [(); 3].map(|()| Forgetful::new());
+    let locks = Locks::new(Redlock::new(stores.clone()).unwrap());
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Uncertain);
+    assert!(stores.iter().all(|store| store.inner.locks() == 0));
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Released);
+    // Those that have answered are enough.
+    stores[0].forgets.store(true, Ordering::SeqCst);
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Released);
+}
+
+/// The same with a connection that breaks when Redis has done what it was told.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_connection_that_breaks_on_a_release_is_not_a_lost_lease() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    let backend = RedisOptions::from_url(proxy.url()).unwrap().response_timeout(LONG).connect().await.unwrap();
+    let locks = Locks::new(backend).deadline(LONG);
+    let admin = LockAdmin::new(connect(&server).await);
+    locks.lock("a").await.unwrap().release().await.unwrap();
+    let lease = locks.lock("a").await.unwrap();
+    proxy.to_client(Traffic::Swallow);
+    let releasing = tokio::spawn(lease.release());
+    while admin.inspect("a").await.unwrap().is_held() {
+        sleep(Duration::from_millis(1)).await;
+    }
+    proxy.heal();
+    proxy.cut();
+    assert_eq!(timeout(LONG, releasing).await.unwrap().unwrap().unwrap(), Release::Uncertain);
+    // Over the other connection nothing was lost.
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Released);
+}
+
+/// Those who give back at the same time share calls, which a runtime sends that may end: what became of such a call is not known either.
+#[test]
+fn a_runtime_that_ends_on_a_release_is_not_a_lost_lease() {
+    let server = RedisServer::start();
+    let parallel = || Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let give_back = |leases: Vec<Result<Lease, LockError>>| -> JoinSet<_> {
+        leases.into_iter().map(|lease| lease.unwrap().release()).collect()
+    };
+    let (sends, stays) = (parallel(), parallel());
+    let backend = stays.block_on(connect(&server));
+    let locks = Locks::new(backend).deadline(Duration::from_secs(2));
+    // What sends the calls is started with the first of them, and the connection for releases with the first of these.
+    let first = sends.block_on(locks.lock("first").into_future()).unwrap();
+    let outcomes = stays.block_on(async {
+        first.release().await.unwrap();
+        // The server has to know the script to run what it is sent while it stands still.
+        let mut giving = give_back(ask_for_all(std::slice::from_ref(&locks), 60).await);
+        while giving.join_next().await.is_some() {}
+        let leases = ask_for_all(std::slice::from_ref(&locks), 60).await;
+        server.pause();
+        let giving = give_back(leases);
+        sleep(Duration::from_millis(300)).await;
+        sends.shutdown_background();
+        sleep(Duration::from_millis(100)).await;
+        server.resume();
+        timeout(LONG, giving.join_all()).await.unwrap()
+    });
+    // One that was told of a store that fails is not told of a loss.
+    assert!(!outcomes.iter().any(|outcome| matches!(outcome, Ok(Release::Lost))), "{outcomes:?}");
+    assert!(outcomes.iter().any(|outcome| matches!(outcome, Ok(Release::Uncertain))), "{outcomes:?}");
 }
 
 #[test]

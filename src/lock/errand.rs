@@ -8,6 +8,7 @@ use super::error::LossReason;
 use super::gate::Turn;
 use super::hold::Hold;
 use super::keeper::jittered;
+use super::lease::Release;
 use super::lock_key::LockKey;
 use super::shared::{Running, Shared};
 use super::store::{Claim, Released, Token};
@@ -105,12 +106,18 @@ impl Errand {
         })
     }
 
-    /// Asks the store, and once more over another connection if one has just broken. Whatever it says, the next in line may try.
-    pub(super) async fn carry_out(mut self) -> Result<Released, StoreError> {
-        match self.attempt().await {
-            Err(error) if error.is_unavailable() => self.attempt().await,
-            answer => answer,
-        }
+    /// Asks the store, and once more over another connection if one has just broken. Whatever it says, the next in line may try. Answers
+    /// `release` for a lease that was still held.
+    pub(super) async fn carry_out(mut self, release: Release) -> Result<Release, StoreError> {
+        let (released, otherwise) = match self.attempt().await {
+            // It may have been given back before the connection broke, and may as well have been lost.
+            Err(error) if error.is_unavailable() => (self.attempt().await?, Release::Uncertain),
+            answer => (answer?, Release::Lost),
+        };
+        Ok(match release {
+            Release::Released if !released.was_held => otherwise,
+            release => release,
+        })
     }
 
     /// Carries the errand out without anybody waiting for it.

@@ -56,14 +56,20 @@ pub enum LeaseState {
     Lost,
 }
 
-/// What became of a handle that was given back.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
+/// What became of a handle that was given back. What is further down is worse.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Release {
     /// The lock is free, or somebody else's by now.
     Released,
     /// There are other handles of this lease, which keep the lock.
     Shared,
+    /// The lock is free, or somebody else's by now, and it is not known whether the lease was still ours: a connection broke before the
+    /// answer came, and over another one the store has found nothing of the lease. Nearly always it was given back over the first
+    /// one. It was lost before if the store had forgotten it, as after a failover, or if it was
+    /// [taken away](super::LockAdmin::force_unlock); by our own clock it had not ended. What has to be right in any case takes the
+    /// [fence](Lease::fence).
+    Uncertain,
     /// The lease had been lost before.
     Lost,
 }
@@ -195,10 +201,7 @@ impl Lease {
         async move {
             match outcome {
                 Err(release) => Ok(release),
-                Ok((errand, release)) => {
-                    let released = errand.carry_out().await?;
-                    Ok(if released.was_held { release } else { Release::Lost })
-                }
+                Ok((errand, release)) => errand.carry_out(release).await,
             }
         }
     }

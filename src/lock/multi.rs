@@ -150,7 +150,7 @@ impl Leases {
         .await
     }
 
-    /// Gives all of them back.
+    /// Gives all of them back, and says what became of the one that fared worst.
     ///
     /// # Errors
     ///
@@ -158,9 +158,9 @@ impl Leases {
     pub async fn release(mut self) -> Result<Release, StoreError> {
         let mut outcome = Ok(Release::Released);
         while let Some(lease) = self.leases.pop() {
-            match (lease.release().await, &outcome) {
-                (Ok(Release::Released), _) | (_, Err(_)) => {}
-                (other, Ok(_)) => outcome = other,
+            let released = lease.release().await;
+            if let Ok(worst) = outcome {
+                outcome = released.map(|released| released.max(worst));
             }
         }
         outcome

@@ -71,6 +71,13 @@ type Call<'a, T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send + '
 /// What each store has answered. `None` is no answer in time.
 type Answers<T> = Vec<Option<Result<T, StoreError>>>;
 
+/// What a store says to whoever gives a lease back.
+struct GivenBack {
+    released: Released,
+    // Whether it was asked once more, after a connection broke.
+    is_again: bool,
+}
+
 impl<S> Redlock<S> {
     /// A lock store over independent ones: three, or any larger number. An odd one: a fourth makes locks no safer than three.
     ///
@@ -97,10 +104,20 @@ impl<S> Redlock<S> {
         call: impl Fn(&'a S) -> Call<'a, T>,
         is_enough: impl Fn(&Answers<T>) -> bool,
     ) -> Answers<T> {
+        self.ask_again(call, |again| again, is_enough).await
+    }
+
+    /// The same. `again` is what to make of an answer to whoever asks once more.
+    async fn ask_again<'a, T>(
+        &'a self,
+        call: impl Fn(&'a S) -> Call<'a, T>,
+        again: impl Fn(T) -> T,
+        is_enough: impl Fn(&Answers<T>) -> bool,
+    ) -> Answers<T> {
         let begun = Instant::now();
         // All that is asked may be asked again with the same token.
         let ask = async |store| match call(store).await {
-            Err(error) if error.is_unavailable() => call(store).await,
+            Err(error) if error.is_unavailable() => call(store).await.map(&again),
             answer => answer,
         };
         let mut calls: Vec<_> = self.stores.iter().map(|store| Some(Box::pin(ask(store)))).collect();
@@ -271,19 +288,31 @@ impl<S: LockStore + Send + Sync> LockStore for Redlock<S> {
 
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
         let (lock, token, quorum) = (*lock, *token, self.quorum());
-        let count = |answers: &Answers<Released>| answers.iter().flatten().flatten().count();
+        let count = |answers: &Answers<GivenBack>| answers.iter().flatten().flatten().count();
         let answers = self
-            .ask(
-                |store| Box::pin(async move { store.release(&lock, &token).await }),
+            .ask_again(
+                |store| {
+                    Box::pin(async move {
+                        let released = store.release(&lock, &token).await?;
+                        Ok(GivenBack { released, is_again: false })
+                    })
+                },
+                |given_back| GivenBack { is_again: true, ..given_back },
                 |answers| count(answers) >= quorum,
             )
             .await;
         if count(&answers) < quorum {
             return Err(first_error(answers));
         }
-        let released = || answers.iter().flatten().flatten();
-        let was_held = released().filter(|released| released.was_held).count() >= quorum;
-        Ok(Released { was_held, is_wanted: released().any(|released| released.is_wanted) })
+        let answered = || answers.iter().flatten().flatten();
+        let held = answered().filter(|answer| answer.released.was_held).count();
+        // Those may have given it back before the connection broke.
+        let unclear = answered().filter(|answer| !answer.released.was_held && answer.is_again).count();
+        if held < quorum && held + unclear >= quorum {
+            return Err(StoreError::unavailable("it is not known whether most of the stores held the lease"));
+        }
+        let is_wanted = answered().any(|answer| answer.released.is_wanted);
+        Ok(Released { was_held: held >= quorum, is_wanted })
     }
 
     async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {

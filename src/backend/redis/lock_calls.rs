@@ -80,8 +80,12 @@ impl LockCalls {
         token: &Token,
     ) -> Result<Option<u64>, StoreError> {
         let waiting = |reply| Release { lease, channel, token: *token, reply };
-        let answer = self.releases.join(waiting).await.and_then(Result::ok).unwrap_or(Ok(None))?;
-        Ok(answer.map(listeners))
+        match self.releases.join(waiting).await {
+            Some(Ok(answer)) => Ok(answer?.map(listeners)),
+            // What was sent may have been done. Alone it would be told that nobody holds the lease, as if it had been lost.
+            Some(Err(gone)) => Err(StoreError::unavailable(gone)),
+            None => Ok(None),
+        }
     }
 }
 
