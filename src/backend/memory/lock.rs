@@ -1,5 +1,5 @@
 use std::collections::{BTreeMap, BTreeSet, HashMap};
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -21,8 +21,9 @@ const SHARDS: usize = 16;
 /// met yet.
 pub(super) struct LockTable {
     shards: [Mutex<Shard>; SHARDS],
-    // The fence that was given out last, for whatever lock.
-    fence: AtomicU64,
+    // When it was made, and the same by the clock of the system in us.
+    since: Instant,
+    since_us: u64,
     len: AtomicUsize,
     capacity: usize,
 }
@@ -30,6 +31,8 @@ pub(super) struct LockTable {
 #[derive(Default)]
 struct Shard {
     locks: IndexMap<LockKey, Record, KnownHash>,
+    // The fence that was given out last, for whatever lock in here: nothing is kept of one that is free.
+    fence: u64,
     // Where to look next for leases that have run out.
     hand: usize,
 }
@@ -81,11 +84,12 @@ struct Holder {
 
 impl LockTable {
     pub(super) fn new(capacity: usize) -> Self {
-        // A program that was started later gives out larger fences.
-        let started = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+        let since_us = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default().as_micros() as u64;
+        let shard = || Mutex::new(Shard { fence: since_us, ..Shard::default() });
         Self {
-            shards: Default::default(),
-            fence: AtomicU64::new(started.as_micros() as u64),
+            shards: [(); SHARDS].map(|()| shard()),
+            since: Instant::now(),
+            since_us,
             len: AtomicUsize::new(0),
             capacity,
         }
@@ -168,8 +172,11 @@ impl LockTable {
             }
             self.len.fetch_add(1, Ordering::Relaxed);
         }
-        let fences = u64::from(claim.fences);
-        let fence = self.fence.fetch_add(fences, Ordering::Relaxed) + 1;
+        // By the clock, as in Redis, so that a program that is started later gives out larger ones. They are ahead of it only where more of them
+        // were set aside in this shard than microseconds went by. By the clock of the leases, which was read already and is never set back.
+        let elapsed = now.saturating_duration_since(self.since).as_micros() as u64;
+        let fence = (shard.fence + 1).max(self.since_us + elapsed);
+        shard.fence = fence + u64::from(claim.fences) - 1;
         let record = shard.locks.entry(*lock).or_default();
         record.holders.push(Holder { token: claim.token, since: now, ends: now + claim.ttl, fence, name: None });
         record.held_as = Kind::of(claim);
@@ -235,21 +242,8 @@ impl LockTable {
         let shard = self.shard(lock);
         shard.locks.get(lock).map_or_else(
             || LockStatus { lock: *lock, last_fence: 0, held_by: 0, holders: Vec::new() },
-            |record| self.status(lock, record, Instant::now()),
+            |record| shard.status(lock, record, Instant::now()),
         )
-    }
-
-    fn status(&self, lock: &LockKey, record: &Record, now: Instant) -> LockStatus {
-        let held = || record.holders.iter().filter(|holder| now < holder.ends);
-        let holders = held().take(LockStatus::MAX_HOLDERS).map(|holder| LockHolder {
-            fence: holder.fence,
-            remaining: holder.ends - now,
-            held_for: now - holder.since,
-            name: holder.name.as_deref().map(str::to_owned),
-        });
-        // One counter for all locks.
-        let last_fence = self.fence.load(Ordering::Relaxed);
-        LockStatus { lock: *lock, last_fence, held_by: held().count(), holders: holders.collect() }
     }
 
     fn seize(&self, lock: &LockKey) -> Seized {
@@ -267,7 +261,7 @@ impl LockTable {
                 self.len.fetch_sub(1, Ordering::Relaxed);
             }
         }
-        Seized { holders, fence: self.fence.load(Ordering::Relaxed) }
+        Seized { holders, fence: shard.fence }
     }
 
     /// From the last place to the first: what takes the place of something that is removed was seen already.
@@ -282,7 +276,7 @@ impl LockTable {
         let end = start.saturating_sub(most);
         for (lock, record) in (end..start).rev().filter_map(|place| shard.locks.get_index(place)) {
             if lock.namespace() == namespace && !record.is_free(now) {
-                page.locks.push(self.status(lock, record, now));
+                page.locks.push(shard.status(lock, record, now));
             }
         }
         page.next = if end > 0 {
@@ -311,6 +305,20 @@ impl LockTable {
         };
         let watcher = Watcher { table: Arc::clone(self), lock: *lock, in_line: in_line.copied() };
         Wakeups::new(sender.subscribe(), Arc::new(watcher))
+    }
+}
+
+impl Shard {
+    fn status(&self, lock: &LockKey, record: &Record, now: Instant) -> LockStatus {
+        let held = || record.holders.iter().filter(|holder| now < holder.ends);
+        let holders = held().take(LockStatus::MAX_HOLDERS).map(|holder| LockHolder {
+            fence: holder.fence,
+            remaining: holder.ends - now,
+            held_for: now - holder.since,
+            name: holder.name.as_deref().map(str::to_owned),
+        });
+        // That of all locks in here.
+        LockStatus { lock: *lock, last_fence: self.fence, held_by: held().count(), holders: holders.collect() }
     }
 }
 
@@ -562,6 +570,35 @@ mod tests {
         assert!(table.acquire(&LockKey::new("test", "x"), &claim(10)).unwrap_err().is_out_of_memory());
         table.release(&claims[0].0, &claims[0].1.token);
         table.acquire(&LockKey::new("test", "x"), &claim(10)).unwrap();
+    }
+
+    /// They were counted from when the backend was made, and were ahead of the clock for ever after so many that a program which was
+    /// started later gave out smaller ones.
+    #[tokio::test(start_paused = true)]
+    async fn fences_rise_for_each_lock_and_follow_the_clock() {
+        let table = LockTable::new(100);
+        let cycle = |lock: &LockKey| {
+            let claim = Claim { fences: 16, ..claim(1_000) };
+            let Acquired::Granted { fence } = table.acquire(lock, &claim).unwrap() else { panic!("it is free") };
+            assert!(table.release(lock, &claim.token).was_held);
+            fence
+        };
+        let (hot, begun) = (LockKey::new("test", "hot"), Instant::now());
+        let mut last = cycle(&hot);
+        let start = table.since_us;
+        for turn in 0..50_000_u32 {
+            cycle(&LockKey::new("test", turn));
+            let fence = cycle(&hot);
+            assert!(fence >= last + 16, "{fence} after {last}");
+            last = fence;
+        }
+        tokio::time::advance(Duration::from_secs(1)).await;
+        for turn in 0..1_000_u32 {
+            let ahead = cycle(&LockKey::new("test", turn)) - (start + begun.elapsed().as_micros() as u64);
+            assert!(ahead <= 16 * 1_000, "{ahead} us");
+        }
+        tokio::time::advance(Duration::from_secs(9)).await;
+        assert_eq!(cycle(&hot), start + 10_000_000);
     }
 
     #[tokio::test(start_paused = true)]
