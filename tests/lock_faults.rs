@@ -76,6 +76,14 @@ macro_rules! drop_everywhere {
     }};
 }
 
+/// Drops a lease after a moment.
+fn give_back_soon(lease: Lease) {
+    tokio::spawn(async move {
+        sleep(Duration::from_millis(5)).await;
+        drop(lease);
+    });
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
     let server = RedisServer::start();
@@ -139,6 +147,7 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
     let (readers, writers) = (rw().await, rw().await);
     let is_free = async || drop(timeout(LONG / 3, writers.write("a")).await.unwrap().unwrap());
     drop_everywhere!(readers.read("a").into_future(), is_free().await);
+    drop_everywhere!(readers.try_read("a").into_future(), is_free().await);
     drop_everywhere!(readers.try_write("a").into_future(), is_free().await);
     for is_writer in [true, false] {
         drop_everywhere!(
@@ -154,11 +163,25 @@ async fn no_future_leaves_anything_behind_wherever_it_is_dropped() {
         );
     }
     for locks in [readers, writers] {
+        give_back_soon(locks.read("a").await.unwrap());
+        drop_everywhere!(locks.shutdown(), yield_now().await);
         timeout(LONG, locks.shutdown()).await.expect("nothing is left");
     }
     let lease = here.lock("b").ttl(Duration::from_millis(300)).max_hold(Duration::from_millis(20)).await.unwrap();
     drop_everywhere!(lease.lost(), yield_now().await);
     drop(lease);
+    // Somebody elsewhere asks for it, and does so again.
+    let lease = here.lock("b").await.unwrap();
+    let asks = tokio::spawn(there.clone().ask_holder().lock("b").wait(LONG).into_future());
+    drop_everywhere!(lease.asked(), yield_now().await);
+    drop(lease);
+    drop(asks.await.unwrap().unwrap());
+    let is_free = async || drop(timeout(LONG / 3, there.lock_all(["a", "b"]).into_future()).await.unwrap().unwrap());
+    drop_everywhere!(async { here.lock_all(["b", "a"]).await.unwrap().release().await.unwrap() }, is_free().await);
+    let short = here.clone().ttl(Duration::from_millis(300)).max_hold(Duration::from_millis(20));
+    let leases = short.lock_all(["a", "b"]).await.unwrap();
+    drop_everywhere!(leases.lost(), yield_now().await);
+    drop(leases);
     for locks in [here, there] {
         drop_everywhere!(locks.shutdown(), yield_now().await);
         timeout(LONG, locks.shutdown()).await.expect("nothing is left");
@@ -216,6 +239,7 @@ async fn nothing_that_is_made_of_locks_leaves_anything_behind_wherever_it_is_dro
     let segments = Segmented::new(&here, "a", 2);
     let is_free = async || drop(there.lock_all([("a", 0_u16), ("a", 1)]).await.unwrap());
     drop_everywhere!(segments.any().into_future(), is_free().await);
+    drop_everywhere!(async { segments.any().await.unwrap().release().await.unwrap() }, is_free().await);
     drop_everywhere!(
         async {
             let both = there.lock_all([("a", 0_u16), ("a", 1)]).await.unwrap();
@@ -232,6 +256,7 @@ async fn nothing_that_is_made_of_locks_leaves_anything_behind_wherever_it_is_dro
     let (exports, others) = (semaphore().await, semaphore().await);
     let is_free = async || drop((others.acquire("a").await.unwrap(), others.acquire("a").await.unwrap()));
     drop_everywhere!(exports.acquire("a").into_future(), is_free().await);
+    drop_everywhere!(exports.try_acquire("a").into_future(), is_free().await);
     drop_everywhere!(
         async {
             let permits = (others.acquire("a").await.unwrap(), others.acquire("a").await.unwrap());
@@ -244,6 +269,8 @@ async fn nothing_that_is_made_of_locks_leaves_anything_behind_wherever_it_is_dro
         is_free().await
     );
     for semaphore in [exports, others] {
+        give_back_soon(semaphore.acquire("a").await.unwrap());
+        drop_everywhere!(semaphore.shutdown(), yield_now().await);
         timeout(LONG, semaphore.shutdown()).await.expect("nothing is left");
     }
 
@@ -251,6 +278,12 @@ async fn nothing_that_is_made_of_locks_leaves_anything_behind_wherever_it_is_dro
     let view = lease.view();
     drop_everywhere!(view.lost(), yield_now().await);
     drop((lease, view));
+    let lease = here.lock("b").await.unwrap();
+    let view = lease.view();
+    let asks = tokio::spawn(there.clone().ask_holder().lock("b").into_future());
+    drop_everywhere!(view.asked(), yield_now().await);
+    drop(lease);
+    drop((asks.await.unwrap().unwrap(), view));
     let admin = LockAdmin::new(connect(&server).await).deadline(LONG);
     let is_free = async || drop(there.lock("a").await.unwrap());
     drop_everywhere!(admin.inspect("a"), is_free().await);
