@@ -1462,3 +1462,92 @@ async fn a_rejection_may_have_a_body_of_ones_own() {
     let text = answer.into_body().collect().await.unwrap().to_bytes();
     assert!(text.starts_with(b"no: "), "{text:?}");
 }
+
+/// New operations that find no room opened the circuit, and then what was done before was not asked for any more.
+#[tokio::test(start_paused = true)]
+async fn what_is_done_is_replayed_where_there_is_no_room_for_more() {
+    for on_store_error in [OnStoreError::Deny, OnStoreError::Allow] {
+        let handler = Handler::new();
+        let guard = layer(MemoryBackend::with_capacity(1)).on_store_error(on_store_error);
+        let app = handler.behind(guard, echo);
+        assert_eq!(text(ask(&app, pay("done")).await).await, "1: hundred");
+        for n in 0..10 {
+            let expected = if on_store_error == OnStoreError::Allow { 200 } else { 503 };
+            assert_eq!(ask(&app, pay(&format!("new-{n}"))).await.status(), expected);
+        }
+        assert_eq!(text(ask(&app, pay("done")).await).await, "1: hundred", "{on_store_error:?}");
+    }
+}
+
+/// A body that is none at all is told apart before the handler begins.
+#[tokio::test(start_paused = true)]
+async fn a_checkpoint_survives_a_request_that_is_refused_before_its_handler_begins() {
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&runs);
+    let service =
+        layer(MemoryBackend::new()).layer(service_fn(move |request: Request<FingerprintedBody<Full<Bytes>>>| {
+            let run = counted.fetch_add(1, Ordering::SeqCst);
+            async move {
+                let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
+                request.into_body().collect().await.unwrap();
+                let last = operation.last_checkpoint().map(|last| last.step().to_owned());
+                operation.checkpoint("charged", "").await.unwrap();
+                let status = if run == 0 { StatusCode::INTERNAL_SERVER_ERROR } else { StatusCode::OK };
+                let response = Response::builder().status(status).body(Full::<Bytes>::from(last.unwrap_or_default()));
+                Ok::<_, Infallible>(response.unwrap())
+            }
+        }));
+    let with = |body: &'static str| service.clone().oneshot(pay("k").map(|_| Full::from(body)));
+    assert_eq!(with("hundred").await.unwrap().status(), StatusCode::INTERNAL_SERVER_ERROR);
+    assert_eq!(with("").await.unwrap().status(), StatusCode::UNPROCESSABLE_ENTITY);
+    assert_eq!(runs.load(Ordering::SeqCst), 1);
+    // What is given back in the background is given back at once.
+    sleep(Duration::from_millis(1)).await;
+    let response = with("hundred").await.unwrap();
+    assert_eq!(response.status(), StatusCode::OK);
+    assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "charged");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_is_recorded_though_the_client_goes_while_it_is() {
+    let handler = Handler::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let guard = layer(store).on_disconnect(OnDisconnect::Cancel).deadline(Duration::from_secs(5));
+    let app = handler.behind(guard.clone(), move |request, run| {
+        // From now on: the record takes its time.
+        faults.delay(Duration::from_secs(1));
+        echo(request, run)
+    });
+    let asked = tokio::time::timeout(Duration::from_millis(100), ask(&app, pay("k"))).await;
+    assert!(asked.is_err() && handler.ended() == 1);
+    guard.drained().await;
+    assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
+    assert_eq!(handler.runs(), 1);
+}
+
+/// A panic of whatever goes on beside a handler says nothing of what that has done.
+#[tokio::test(start_paused = true)]
+async fn a_panic_next_to_a_handler_gives_nothing_back() {
+    let handler = Handler::new();
+    let guard = layer(MemoryBackend::new()).on_disconnect(OnDisconnect::Cancel).lease(Duration::from_secs(10));
+    let app = handler.behind(guard, |_, _| pending());
+    let both = tokio::spawn({
+        let app = app.clone();
+        async move {
+            tokio::select! {
+                _ = ask(&app, pay("k")) => {}
+                () = async {
+                    sleep(Duration::from_secs(1)).await;
+                    panic!("of somebody else");
+                } => {}
+            }
+        }
+    });
+    assert!(both.await.unwrap_err().is_panic());
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()));
+    sleep(Duration::from_secs(20)).await;
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
+    assert_eq!(handler.runs(), 1);
+}
