@@ -39,10 +39,12 @@ mod queue {
     use std::time::{Duration, SystemTime};
 
     use tollgate::delay_queue::{
-        Cancelled, Changed, Claim, Codec, DeadLimits, DelayQueueStore, Due, Ending, Finish, QueueError, QueueKey,
-        Reason, State, UniqueFor, WorkerId,
+        Cancelled, Changed, Claim, Claimed, Codec, DeadLimits, DelayQueueStore, Due, Ending, Finish, MAX_BATCH,
+        QueueError, QueueKey, Reason, State, UniqueFor, WorkerId,
     };
-    use tollgate::{BoxError, ConfigError, DelayQueue, DelayQueueWorker, JobId, MemoryBackend};
+    use tollgate::{BoxError, ConfigError, DelayQueue, DelayQueueWorker, JobId, MemoryBackend, StoreError};
+
+    use crate::support::stores::delegate_queue;
 
     fn queue() -> DelayQueue<String> {
         DelayQueue::new(MemoryBackend::new(), "test")
@@ -211,5 +213,63 @@ mod queue {
         assert_eq!(queue.forget(usize::MAX, |_| true).await.unwrap(), JOBS / 2);
         let counts = queue.counts().await.unwrap();
         assert_eq!((counts.waiting, counts.dead), (JOBS as u64 / 2, 0));
+    }
+
+    /// Whatever waits dies.
+    async fn kill(backend: &MemoryBackend, queue: &QueueKey) {
+        let lease = Duration::from_secs(60);
+        let claim = Claim { worker: WorkerId::random().unwrap(), limit: MAX_BATCH, lease, dead: DeadLimits::default() };
+        let claimed = backend.claim(queue, &[], &claim).await.unwrap();
+        let ending = Ending::Dead { reason: Reason::Failed, error: "poison".into() };
+        let finish = |job: tollgate::delay_queue::ClaimedJob| Finish { ticket: job.ticket(), ending: ending.clone() };
+        let finished: Vec<_> = claimed.jobs.into_iter().map(finish).collect();
+        backend.claim(queue, &finished, &Claim { limit: 0, ..claim }).await.unwrap();
+    }
+
+    /// A backend whose workers are quick: what is replayed is dead again before anybody looks.
+    struct Poisoned {
+        backend: MemoryBackend,
+    }
+
+    impl DelayQueueStore for Poisoned {
+        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, forget, scope);
+
+        async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+            self.backend.claim(queue, finished, claim).await
+        }
+
+        async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+            let answers = self.backend.replay(queue, ids).await;
+            tokio::time::advance(Duration::from_millis(1)).await;
+            kill(&self.backend, queue).await;
+            answers
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_job_that_dies_again_is_replayed_once_in_a_call() {
+        let backend = MemoryBackend::new();
+        for parts in [1, 3] {
+            let queue =
+                DelayQueue::<String>::new(Poisoned { backend: backend.clone() }, ("poisoned", parts)).split(parts);
+            for id in 0..300 {
+                queue.push("x".to_owned()).id(format!("{id}")).await.unwrap();
+            }
+            for part in 0..parts {
+                for _ in 0..2 {
+                    kill(&backend, &QueueKey::new(*queue.name()).with_part(part)).await;
+                }
+            }
+            assert_eq!(queue.counts().await.unwrap().dead, 300);
+            let mut looked = 0;
+            let replayed = queue.replay(1_000, |_| {
+                looked += 1;
+                assert!(looked <= 300, "a job is looked at again");
+                true
+            });
+            assert_eq!(replayed.await.unwrap(), 300);
+            // They are dead, and there to be removed.
+            assert_eq!(queue.forget(1_000, |_| true).await.unwrap(), 300);
+        }
     }
 }

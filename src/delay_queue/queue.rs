@@ -374,8 +374,8 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Lets dead jobs wait again, due at once and with all of their attempts: those that `filter` wants, the oldest first, and no more
-    /// than `limit`. Answers how many those were. One that is unique while it is [there](super::UniqueFor::WaitingOrRunning) takes its key
-    /// again, and stays dead if another job has that.
+    /// than `limit`. Answers how many those were. Looks at as many as are dead when it begins, so that one that dies again is for the next call.
+    /// One that is unique while it is [there](super::UniqueFor::WaitingOrRunning) takes its key again, and stays dead if another job has that.
     ///
     /// # Errors
     ///
@@ -384,7 +384,8 @@ impl<T, C> DelayQueue<T, C> {
         self.each_dead(limit, filter, |store, queue, ids, deadline| store.replay(queue, ids, deadline)).await
     }
 
-    /// Removes dead jobs: those that `filter` wants, the oldest first, and no more than `limit`. Answers how many those were.
+    /// Removes dead jobs: those that `filter` wants, the oldest first, and no more than `limit`. Answers how many those were. Looks at
+    /// as many as are dead when it begins.
     ///
     /// # Errors
     ///
@@ -402,10 +403,18 @@ impl<T, C> DelayQueue<T, C> {
         let Terms { store, deadline, .. } = &self.terms;
         let mut changed = 0;
         for queue in self.parts() {
+            if changed >= limit {
+                break;
+            }
+            // Those that die meanwhile come last, those among them that were replayed by this call. As many as were there before are looked
+            // at, so that there is an end however fast they die.
+            let mut unseen = Arc::clone(store).counts(queue, *deadline).await?.dead;
             // Those that the filter does not want stay, as those do that cannot be changed, and are not looked at again.
             let mut skip = 0;
-            while changed < limit {
-                let page = Arc::clone(store).list(queue, State::Dead, skip, MAX_BATCH, *deadline).await?;
+            while changed < limit && unseen > 0 {
+                let size = usize::try_from(unseen).unwrap_or(usize::MAX).min(MAX_BATCH);
+                let page = Arc::clone(store).list(queue, State::Dead, skip, size, *deadline).await?;
+                unseen = unseen.saturating_sub(page.len() as u64);
                 let ids: Vec<_> =
                     page.iter().filter(|job| filter(job)).map(|job| job.id).take(limit - changed).collect();
                 let mut left = page.len();
