@@ -24,9 +24,9 @@ const FORGOTTEN: u64 = 320;
 /// How many bytes are claimed in one call, or a few jobs more.
 const CLAIMED_BYTES: usize = 1 << 20;
 
-/// The queues of this process. A queue is in here as long as it has jobs, is paused, or somebody waits for it.
+/// The queues of this process. A queue is in here as long as it has jobs, holds unique keys, is paused, or somebody waits for it.
 pub(super) struct QueueTable {
-    queues: Mutex<HashMap<QueueKey, Queue>>,
+    queues: Mutex<Queues>,
     // The date at some instant, from which all others are counted.
     date: Duration,
     instant: Instant,
@@ -35,6 +35,16 @@ pub(super) struct QueueTable {
     held: AtomicUsize,
     bytes: AtomicUsize,
     capacity: usize,
+}
+
+#[derive(Default)]
+struct Queues {
+    all: HashMap<QueueKey, Queue>,
+    // When the first of the unique keys that a queue holds for a time is over, and the name and the part of the queue. A queue that nobody
+    // uses any more is found by it.
+    ends: BTreeSet<(u64, Box<str>, u16)>,
+    // Of the last call. One for all queues: a queue that is forgotten and comes again must not repeat what it has given out.
+    token: u64,
 }
 
 /// A time in ms since 1970, and an id: jobs of the same time are in the order of their ids.
@@ -53,7 +63,6 @@ struct Queue {
     unique_ends: BTreeSet<(u64, Box<str>)>,
     // Of all payloads and headers.
     bytes: usize,
-    token: u64,
     is_paused: bool,
     wake: Option<watch::Sender<()>>,
 }
@@ -84,6 +93,8 @@ struct Now {
     us: u64,
     ms: u64,
     later: u64,
+    // Larger than that of any call before.
+    token: u64,
 }
 
 impl Now {
@@ -133,49 +144,83 @@ impl QueueTable {
     }
 
     /// The queues are changed in steps that do not panic, so what a poisoned lock guards is still whole.
-    fn queues(&self) -> MutexGuard<'_, HashMap<QueueKey, Queue>> {
+    fn queues(&self) -> MutexGuard<'_, Queues> {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn now(&self) -> Now {
-        let us = (self.date + self.instant.elapsed()).as_micros() as u64;
-        Now { us, ms: us / 1_000, later: us.div_ceil(1_000) }
+    /// In µs since 1970.
+    fn now(&self) -> u64 {
+        (self.date + self.instant.elapsed()).as_micros() as u64
     }
 
     /// Does something with a queue, and forgets it if there is nothing left to know of it.
     fn with<T>(&self, key: &QueueKey, verb: impl FnOnce(&mut Queue, Now) -> T) -> T {
-        let mut queues = self.queues();
+        self.change(&mut self.queues(), key, verb)
+    }
+
+    fn change<T>(&self, queues: &mut Queues, key: &QueueKey, verb: impl FnOnce(&mut Queue, Now) -> T) -> T {
         // Whoever has the lock is no earlier than who had it before.
-        let now = self.now();
-        let queue = queues.entry(*key).or_default();
-        let (len, held, bytes) = (queue.jobs.len(), queue.unique_ends.len(), queue.bytes);
+        let us = self.now();
+        queues.token = us.max(queues.token + 1);
+        let now = Now { us, ms: us / 1_000, later: us.div_ceil(1_000), token: queues.token };
+        let queue = queues.all.entry(*key).or_default();
+        let (len, held, bytes, end) = (queue.jobs.len(), queue.unique_ends.len(), queue.bytes, queue.first_end());
         let answer = verb(queue, now);
         self.len.fetch_add(queue.jobs.len().wrapping_sub(len), Ordering::Relaxed);
         self.held.fetch_add(queue.unique_ends.len().wrapping_sub(held), Ordering::Relaxed);
         self.bytes.fetch_add(queue.bytes.wrapping_sub(bytes), Ordering::Relaxed);
+        let new_end = queue.first_end();
         if queue.is_over() {
-            queues.remove(key);
+            queues.all.remove(key);
+        }
+        if new_end != end {
+            let line = |end| (end, Box::from(key.name().as_str()), key.part());
+            end.map(|end| queues.ends.remove(&line(end)));
+            queues.ends.extend(new_end.map(line));
         }
         answer
     }
 
     fn push(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
-        self.with(key, |queue, now| {
-            let bytes = jobs.iter().map(NewJob::size).sum::<usize>();
-            // A few unique keys whose time is over go with each that comes.
-            let swept = queue.sweep(2 * jobs.len(), now);
-            let kept = self.len.load(Ordering::Relaxed) + self.held.load(Ordering::Relaxed) - swept;
-            if kept + jobs.len() > self.capacity || !self.has_room(bytes) {
-                return Err(no_room());
-            }
+        let mut queues = self.queues();
+        let bytes = jobs.iter().map(NewJob::size).sum::<usize>();
+        // Besides those that take the room of these jobs, a few unique keys whose time is over go with each that comes.
+        let excess = (self.kept() + jobs.len()).saturating_sub(self.capacity);
+        self.sweep(&mut queues, excess + 2 * jobs.len());
+        if self.kept() + jobs.len() > self.capacity || !self.has_room(bytes) {
+            return Err(no_room());
+        }
+        Ok(self.change(&mut queues, key, |queue, now| {
             let mut admissions = vec![Admission::Full; jobs.len()];
             for priority in Priority::ALL {
                 for (i, job) in jobs.iter().enumerate().filter(|(_, job)| job.priority == priority) {
                     admissions[i] = queue.push(job, max_jobs, now);
                 }
             }
-            Ok(admissions)
-        })
+            admissions
+        }))
+    }
+
+    /// Forgets some unique keys whose time is over, those that ended first, of whichever queues: there may be nobody else who ever asks for
+    /// those.
+    fn sweep(&self, queues: &mut Queues, most: usize) {
+        let mut left = most;
+        while left > 0
+            && let Some((until, name, part)) = queues.ends.first()
+            && *until <= self.now() / 1_000
+        {
+            let Some(name) = Key::stored(name) else {
+                queues.ends.pop_first();
+                continue;
+            };
+            let key = QueueKey::new(name).with_part(*part);
+            left -= self.change(queues, &key, |queue, now| queue.sweep(left, now)).clamp(1, left);
+        }
+    }
+
+    /// How many jobs and unique keys there are.
+    fn kept(&self) -> usize {
+        self.len.load(Ordering::Relaxed) + self.held.load(Ordering::Relaxed)
     }
 
     fn replace(&self, key: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
@@ -216,7 +261,13 @@ impl MemoryBackend {
 impl Queue {
     fn is_over(&self) -> bool {
         let is_wanted = self.wake.as_ref().is_some_and(|wake| wake.receiver_count() > 0);
-        self.jobs.is_empty() && self.unique.is_empty() && !self.is_paused && !is_wanted
+        let is_empty = self.jobs.is_empty() && self.unique.is_empty() && self.unique_ends.is_empty();
+        is_empty && !self.is_paused && !is_wanted
+    }
+
+    /// When the first of the unique keys that are held for a time is over.
+    fn first_end(&self) -> Option<u64> {
+        self.unique_ends.first().map(|(until, _)| *until)
     }
 
     /// Wakes those who wait.
@@ -274,7 +325,7 @@ impl Queue {
     /// Forgets some unique keys whose time is over. Answers how many those were.
     fn sweep(&mut self, most: usize, now: Now) -> usize {
         for swept in 0..most {
-            let is_over = self.unique_ends.first().is_some_and(|(until, _)| *until <= now.ms);
+            let is_over = self.first_end().is_some_and(|until| until <= now.ms);
             let first = if is_over { self.unique_ends.pop_first() } else { None };
             let Some((until, text)) = first else { return swept };
             if let Some(key) = Key::stored(&text)
@@ -458,10 +509,7 @@ impl Queue {
                 ids.push(id);
             }
         }
-        if !ids.is_empty() {
-            self.token = now.us.max(self.token + 1);
-        }
-        let (token, ends) = (self.token, now.later + millis(lease));
+        let (token, ends) = (now.token, now.later + millis(lease));
         let mut jobs = Vec::with_capacity(ids.len());
         for id in ids {
             if let Some(record) = self.jobs.get_mut(&id) {
@@ -604,7 +652,7 @@ impl DelayQueueStore for MemoryBackend {
     async fn watch(&self, queue: &QueueKey, _: WorkerId) -> Wakeups {
         // All who wait are woken, which costs a process little: who comes first gets the job.
         let mut queues = self.inner.queues.queues();
-        let wake = queues.entry(*queue).or_default().wake.get_or_insert_with(|| watch::Sender::new(()));
+        let wake = queues.all.entry(*queue).or_default().wake.get_or_insert_with(|| watch::Sender::new(()));
         let watcher = Watcher { backend: self.clone(), queue: *queue };
         Wakeups::new(wake.subscribe(), Arc::new(watcher))
     }
@@ -696,4 +744,96 @@ fn millis(time: Duration) -> u64 {
 
 fn instant(ms: u64) -> SystemTime {
     UNIX_EPOCH + Duration::from_millis(ms)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::delay_queue::Headers;
+
+    const MINUTE: Duration = Duration::from_secs(60);
+
+    fn job(id: u32, unique: Option<Unique>) -> NewJob {
+        NewJob {
+            id: JobId::from(id.to_string()),
+            due: Due::NOW,
+            priority: Priority::Normal,
+            max_attempts: 1,
+            unique,
+            headers: Headers::default(),
+            payload: Arc::default(),
+        }
+    }
+
+    fn unique(key: &str) -> Option<Unique> {
+        Some(Unique { key: Key::from(key), span: UniqueFor::Time(MINUTE) })
+    }
+
+    /// Claims a job and is done with it. Answers its token.
+    async fn run(backend: &MemoryBackend, queue: &QueueKey) -> u64 {
+        let worker = WorkerId::random().unwrap();
+        let claim = Claim { worker, limit: 1, lease: MINUTE, dead: DeadLimits::default() };
+        let ticket = backend.claim(queue, &[], &claim).await.unwrap().jobs[0].ticket();
+        let finish = Finish { ticket, ending: Ending::Done };
+        backend.claim(queue, &[finish], &Claim { limit: 0, ..claim }).await.unwrap();
+        ticket.token
+    }
+
+    /// How many jobs and unique keys there are, queues, and queues whose unique keys end.
+    fn sizes(backend: &MemoryBackend) -> (usize, usize, usize) {
+        let table = &backend.inner.queues;
+        let queues = table.queues();
+        (table.kept(), queues.all.len(), queues.ends.len())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn unique_keys_of_queues_that_nobody_uses_any_more_make_room_when_they_are_over() {
+        let backend = MemoryBackend::with_capacity(10);
+        let queue = |name: u32| QueueKey::new(name).with_part(3);
+        for name in 0..10 {
+            backend.push(&queue(name), &[job(1, unique("a"))], 100).await.unwrap();
+            run(&backend, &queue(name)).await;
+            tokio::time::advance(Duration::from_secs(1)).await;
+        }
+        let other = QueueKey::new("other");
+        assert!(backend.push(&other, &[job(1, None)], 100).await.unwrap_err().is_out_of_memory());
+        // The first of them is over.
+        tokio::time::advance(Duration::from_millis(50_500)).await;
+        assert_eq!(backend.push(&other, &[job(1, None)], 100).await.unwrap(), [Admission::New]);
+        assert!(backend.push(&other, &[job(2, None)], 100).await.unwrap_err().is_out_of_memory());
+        tokio::time::advance(MINUTE).await;
+        let jobs: Vec<_> = (2..11).map(|id| job(id, None)).collect();
+        assert_eq!(backend.push(&other, &jobs, 100).await.unwrap(), [Admission::New; 9]);
+        assert_eq!(sizes(&backend), (10, 1, 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_key_that_is_held_anew_before_the_old_time_is_swept_is_not_counted_for_ever() {
+        let backend = MemoryBackend::new();
+        let queue = QueueKey::new("test");
+        for (id, key) in ["a", "b", "c", "d"].into_iter().enumerate() {
+            backend.push(&queue, &[job(id as u32, unique(key))], 100).await.unwrap();
+            run(&backend, &queue).await;
+        }
+        tokio::time::advance(2 * MINUTE).await;
+        let again = Unique { key: Key::from("d"), span: UniqueFor::WaitingOrRunning };
+        for id in 4..8 {
+            backend.push(&queue, &[job(id, Some(again))], 100).await.unwrap();
+            run(&backend, &queue).await;
+        }
+        assert_eq!(sizes(&backend), (0, 0, 0));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_queue_that_comes_again_gives_out_larger_tokens() {
+        let backend = MemoryBackend::new();
+        let queue = QueueKey::new("test");
+        let mut tokens = Vec::new();
+        for _ in 0..3 {
+            backend.push(&queue, &[job(1, None)], 100).await.unwrap();
+            tokens.push(run(&backend, &queue).await);
+            assert!(backend.inner.queues.queues().all.is_empty());
+        }
+        assert!(tokens.windows(2).all(|tokens| tokens[0] < tokens[1]), "{tokens:?}");
+    }
 }
