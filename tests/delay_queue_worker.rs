@@ -13,15 +13,16 @@ use std::time::Duration;
 
 use futures_core::Stream;
 use support::server::RedisServer;
+use support::stores::delegate_queue;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
-    Backoff, Cancelled, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Event, Events, Job, Outcome, Reason,
-    Recurring, Schedule, State, WorkerError,
+    Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Event, Events, Finish,
+    Job, Outcome, QueueKey, Reason, Recurring, Schedule, State, WorkerError,
 };
 use tollgate::testing::{Failure, FaultStore};
-use tollgate::{AsError, BoxError, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend};
+use tollgate::{AsError, BoxError, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, StoreError};
 use tower::{Service, ServiceBuilder, service_fn};
 
 const fn ms(ms: u64) -> Duration {
@@ -1024,6 +1025,85 @@ async fn a_queue_in_parts_is_worked_on_as_one() {
     sleep(secs(4)).await;
     assert_eq!(done.load(Ordering::SeqCst), 500);
     assert!(is_empty(&queue).await);
+    worker.stop().await;
+}
+
+/// What becomes of a claim instead of what the backend says: it fails at once, or is never answered.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Fate {
+    Fails,
+    Hangs,
+}
+
+/// A backend that does not answer some claims.
+#[derive(Clone)]
+struct Fickle<F> {
+    backend: MemoryBackend,
+    fate: F,
+}
+
+impl<F: Fn(&QueueKey, &Claim) -> Option<Fate> + Send + Sync> DelayQueueStore for Fickle<F> {
+    delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, replay, forget, scope);
+
+    async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+        match (self.fate)(queue, claim) {
+            None => self.backend.claim(queue, finished, claim).await,
+            Some(Fate::Fails) => Err(StoreError::unavailable("its node is down")),
+            Some(Fate::Hangs) => pending().await,
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_part_whose_node_is_down_does_not_keep_jobs_of_others_from_running() {
+    for fate in [Fate::Fails, Fate::Hangs] {
+        let backend = MemoryBackend::new();
+        let is_down = Arc::new(AtomicBool::new(false));
+        let down = Arc::clone(&is_down);
+        let fate =
+            move |queue: &QueueKey, _: &Claim| (queue.part() == 0 && down.load(Ordering::SeqCst)).then_some(fate);
+        let healthy = QueueKey::new("work").with_part(1);
+        let queue = queue(Fickle { backend: backend.clone(), fate }).split(2);
+        let pushed = queue.push_all((0..100).map(|_| queue.push(1))).await;
+        assert!(pushed.iter().all(Result::is_ok));
+        // All that runs at first is of the other part.
+        backend.pause(&healthy, true).await.unwrap();
+        let done = Arc::new(AtomicUsize::new(0));
+        let worker = Background::start(DelayQueueWorker::new(queue.clone(), sleeper(&done)).concurrency(10));
+        sleep(ms(500)).await;
+        is_down.store(true, Ordering::SeqCst);
+        backend.pause(&healthy, false).await.unwrap();
+        sleep(secs(20)).await;
+        let counts = backend.counts(&healthy).await.unwrap();
+        assert_eq!((counts.waiting, counts.running), (0, 0));
+        is_down.store(false, Ordering::SeqCst);
+        sleep(secs(20)).await;
+        assert!(is_empty(&queue).await);
+        assert_eq!(done.load(Ordering::SeqCst), 100, "nothing ran twice");
+        worker.stop().await;
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_cannot_hand_over_the_time_tries_again() {
+    let backend = MemoryBackend::new();
+    let (begun, handed) = (Instant::now(), Arc::new(Mutex::new(Vec::new())));
+    let noted = Arc::clone(&handed);
+    let fate = move |_: &QueueKey, claim: &Claim| {
+        let mut handed = noted.lock().unwrap();
+        let is_first = claim.limit == 0 && handed.is_empty();
+        handed.extend((claim.limit == 0).then(|| begun.elapsed()));
+        is_first.then_some(Fate::Fails)
+    };
+    let queue = queue(Fickle { backend, fate });
+    let gate = Gate { is_open: Arc::new(AtomicBool::new(true)), record: Record::new() };
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), gate.clone()));
+    sleep(ms(100)).await;
+    gate.is_open.store(false, Ordering::SeqCst);
+    queue.push(1).delay(secs(1)).await.unwrap();
+    sleep(secs(2)).await;
+    let handed = handed.lock().unwrap().clone();
+    assert!(handed.len() > 1 && handed[1] - handed[0] < ms(200), "{handed:?}");
     worker.stop().await;
 }
 

@@ -105,8 +105,20 @@ enum Stage {
 
 /// What came of a call.
 enum Answer<T> {
-    Claimed { part: usize, limit: usize, sent: Instant, settled: Vec<Settled>, result: Result<Claims<T>, StoreError> },
-    Extended { ids: Vec<Id>, sent: Instant, result: Result<Vec<Extended>, StoreError> },
+    Claimed {
+        part: usize,
+        limit: usize,
+        sent: Instant,
+        settled: Vec<Settled>,
+        // Before it was sent.
+        was_relied_on: bool,
+        result: Result<Claims<T>, StoreError>,
+    },
+    Extended {
+        ids: Vec<Id>,
+        sent: Instant,
+        result: Result<Vec<Extended>, StoreError>,
+    },
 }
 
 struct Claims<T> {
@@ -475,17 +487,22 @@ where
             if part.calls > 0 && !hands_over && !(part.more && part.settled.len() * 2 >= share) {
                 continue;
             }
-            let due = self.parts.iter().filter(|part| part.is_due(now)).count().max(1);
-            let left: usize = self.parts.iter().map(|part| part.settled.len()).sum();
+            let is_asked = |part: &&Part| part.is_due(now) && part.failures == 0;
+            let due = self.parts.iter().filter(is_asked).count().max(1);
+            // Whether a part works again is found out by a call that asks for no jobs: one that is not answered would keep others from them.
+            let is_probe = part.failures > 0 && count > 1;
             let part = &mut self.parts[index];
             let most = if part.more && is_working { share.min(MAX_BATCH) } else { MAX_BATCH };
             let batch = part.settled.len().min(most);
             let settled: Vec<_> = part.settled.drain(..batch).collect();
-            // What is not noted yet counts as if it ran, so that it cannot become more and more.
-            let limit = free.saturating_sub(left - batch).min(free.div_ceil(due)).min(most);
-            if settled.is_empty() && limit == 0 && !must_ask {
+            // What is not noted yet counts as if it ran, so that it cannot become more and more: for its own part, as others may work although
+            // nothing can be noted there.
+            let limit = free.saturating_sub(part.settled.len()).min(free.div_ceil(due)).min(most);
+            let limit = if is_probe { 0 } else { limit };
+            if settled.is_empty() && limit == 0 && !must_ask && !is_probe {
                 continue;
             }
+            let was_relied_on = part.is_relied_on;
             part.calls += 1;
             part.asked_at = now;
             if limit > 0 {
@@ -516,7 +533,7 @@ where
                     }
                     Claims { finished, jobs, unreadable, more, next, oldest_due, expired, received, now }
                 });
-                Answer::Claimed { part: index, limit, sent, settled, result }
+                Answer::Claimed { part: index, limit, sent, settled, was_relied_on, result }
             });
         }
     }
@@ -524,7 +541,7 @@ where
     fn answered(&mut self, answer: Answer<T>, now: Instant) {
         match answer {
             Answer::Extended { ids, sent, result } => self.extended(&ids, sent, result, now),
-            Answer::Claimed { part, limit, sent, settled, result } => {
+            Answer::Claimed { part, limit, sent, settled, was_relied_on, result } => {
                 self.reserved -= limit;
                 self.parts[part].calls -= 1;
                 match result {
@@ -541,8 +558,8 @@ where
                         let pause = (FIRST_PAUSE * (1 << part.failures.min(8))).min(LONGEST_PAUSE);
                         part.failures += 1;
                         (part.paused_until, part.look_at) = (now + pause / 2 + share(pause / 2), Some(now));
-                        // It may have come through.
-                        part.is_relied_on |= limit > 0;
+                        // It may have come through, or not.
+                        part.is_relied_on |= limit > 0 || was_relied_on;
                     }
                 }
             }
