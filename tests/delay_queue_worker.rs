@@ -18,8 +18,8 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
-    Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Event, Events, Finish,
-    Job, Outcome, QueueKey, Reason, Recurring, Schedule, State, WorkerError,
+    Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event, Events,
+    Finish, Job, Outcome, QueueKey, Reason, Recurring, Schedule, State, WorkerError,
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{AsError, BoxError, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, StoreError};
@@ -1233,4 +1233,35 @@ async fn however_many_push_a_recurring_job_it_is_there_once_at_each_time() {
     assert_eq!(queue.counts().await.unwrap().waiting, 1);
     drop(schedulers);
     worker.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_recurring_job_that_is_too_far_away_is_pushed_when_it_is_not() {
+    let queue = queue(MemoryBackend::new());
+    let date = std::time::SystemTime::now() + Due::MAX_DELAY + secs(3_600);
+    let date = jiff::Timestamp::try_from(date).unwrap().strftime("%S %M %H %d %m * %Y").to_string();
+    let schedule = Schedule::cron("once", &date).unwrap();
+    let scheduler = tokio::spawn(Recurring::new(queue.clone(), schedule, |_| 7).run());
+    sleep(secs(60)).await;
+    assert_eq!(queue.counts().await.unwrap().waiting, 0);
+    sleep(secs(4 * 3_600)).await;
+    assert_eq!(queue.counts().await.unwrap().waiting, 1);
+    scheduler.abort();
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_recurring_job_that_could_not_be_pushed_comes_once_for_all_times_that_have_passed() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    let (faulty, queue) = (queue(store), queue(backend));
+    let schedule = Schedule::cron("minutely", "* * * * *").unwrap();
+    faults.fail(Failure::Unavailable);
+    let scheduler = tokio::spawn(Recurring::new(faulty, schedule, |_| 7).run());
+    sleep(secs(3_600)).await;
+    faults.heal();
+    sleep(secs(10)).await;
+    let counts = queue.counts().await.unwrap();
+    assert!((1..=2).contains(&counts.due) && counts.waiting <= 3, "{counts:?}");
+    scheduler.abort();
 }

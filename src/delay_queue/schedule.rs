@@ -1,6 +1,7 @@
 use std::error::Error;
 use std::fmt;
 use std::future::{Future, pending};
+use std::iter::successors;
 use std::pin::pin;
 use std::str::FromStr;
 use std::time::{Duration, SystemTime};
@@ -14,24 +15,32 @@ use super::backoff::share;
 use super::codec::{Codec, Json};
 use super::error::QueueError;
 use super::queue::DelayQueue;
-use super::record::UniqueFor;
+use super::record::{Due, UniqueFor};
 use crate::error::ConfigError;
 
 /// How far behind the clock of a scheduler may be without a job being pushed a second time.
 const BEHIND: Duration = Duration::from_secs(3_600);
+/// How long before its time a job is pushed at the most: within the longest delay, as is for how long its key is held.
+const AHEAD: Duration = Due::MAX_DELAY.saturating_sub(Duration::from_secs(2 * 3_600));
 /// The pause after a push that failed, doubled with each further one up to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
 /// How long the scheduler sleeps at the most, so that a machine that was asleep catches up.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
+/// How many times that were left out are counted.
+const MOST_COUNTED: usize = 1_000;
 
 /// When something is to happen again and again: a cron pattern in a time zone.
+///
+/// A pattern with one second, one minute and one hour comes once on a day when clocks are changed: at the first of two such times, or at the
+/// end of the hour that there is not. Any other one, of a list or a step such as `0,30 2 * * *`, follows the clock: its times come twice
+/// or not at all on such a day. Two schedules with one time each come once.
 ///
 /// ```
 /// use tollgate::delay_queue::Schedule;
 ///
 /// # fn main() -> Result<(), tollgate::ConfigError> {
-/// // At half past two at night, which is twice or never when clocks are changed: once all the same.
+/// // At half past two at night, which is twice or never when clocks are changed: once all the same, as it is one time of the day.
 /// let nightly = Schedule::cron("nightly", "30 2 * * *")?.time_zone("Europe/Berlin")?;
 /// let every_ten_seconds = Schedule::cron("tick", "*/10 * * * * *")?; // six fields begin with seconds
 /// assert!(Schedule::cron("wrong", "61 * * * *").is_err());
@@ -74,6 +83,12 @@ impl Schedule {
         let next = self.pattern.find_next_occurrence(&from, false).ok()?;
         // Where clocks are set back a time could be found that has been.
         Some(SystemTime::from(next.timestamp())).filter(|next| *next > instant)
+    }
+
+    /// How many of its times are later than `from`, up to `until`. Counts no further than to [`MOST_COUNTED`].
+    fn count(&self, from: SystemTime, until: SystemTime) -> usize {
+        let times = successors(self.next_after(from), |time| self.next_after(*time));
+        times.take_while(|time| *time <= until).take(MOST_COUNTED).count()
     }
 }
 
@@ -119,8 +134,10 @@ where
         Self { queue, schedule, payload }
     }
 
-    /// Pushes for as long as the schedule has times. While the store fails it is asked again; what cannot be pushed for another reason is
-    /// left out, and logged.
+    /// Pushes for as long as the schedule has times. While the store fails or the queue is full it is asked again; what cannot be pushed for
+    /// another reason is left out, and logged. A job that could be pushed only after its time is there once, late, and the times that have
+    /// passed meanwhile are left out: how many those are is logged, too. A time that is further away than the longest
+    /// [delay](Due::MAX_DELAY) is pushed when it is not any more.
     ///
     /// # Cancellation
     ///
@@ -142,12 +159,18 @@ where
         let clock = Clock { date: SystemTime::now(), instant: Instant::now() };
         let mut last = clock.now();
         while let Some(time) = self.schedule.next_after(last) {
-            self.push(time, &clock).await;
-            while let Ok(rest) = time.duration_since(clock.now()) {
-                // The end of a sleep may be a moment too early for a clock that counts more finely.
-                sleep(rest.clamp(Duration::from_millis(1), LONGEST_SLEEP)).await;
+            if let Some(earliest) = time.checked_sub(AHEAD) {
+                clock.sleep_until(earliest).await;
             }
+            self.push(time, &clock).await;
+            clock.sleep_until(time).await;
             last = time.max(clock.now());
+            // One job for all of them: many at once, and late, would do nobody good.
+            let left_out = self.schedule.count(time, last);
+            if left_out > 0 {
+                let (name, is_more) = (&self.schedule.name, left_out == MOST_COUNTED);
+                tracing::warn!(queue = %self.queue.name(), schedule = name, left_out, is_more, "times of a schedule have passed without a job");
+            }
         }
     }
 
@@ -197,6 +220,13 @@ impl Clock {
         // A machine that was asleep has a later date than its timers know of.
         SystemTime::now().max(self.date + self.instant.elapsed())
     }
+
+    async fn sleep_until(&self, time: SystemTime) {
+        while let Ok(rest) = time.duration_since(self.now()) {
+            // The end of a sleep may be a moment too early for a clock that counts more finely.
+            sleep(rest.clamp(Duration::from_millis(1), LONGEST_SLEEP)).await;
+        }
+    }
 }
 
 #[cfg(test)]
@@ -205,7 +235,7 @@ mod tests {
 
     fn times(schedule: &Schedule, from: &str, count: usize) -> Vec<String> {
         let from = SystemTime::from(from.parse::<Timestamp>().unwrap());
-        let times = std::iter::successors(schedule.next_after(from), |time| schedule.next_after(*time));
+        let times = successors(schedule.next_after(from), |time| schedule.next_after(*time));
         times.take(count).map(|time| Timestamp::try_from(time).unwrap().to_string()).collect()
     }
 
@@ -225,6 +255,24 @@ mod tests {
         assert!(autumn[0].starts_with("2026-10-25T0") && autumn[1] == "2026-10-26T01:30:00Z", "{autumn:?}");
         let spring = times(&schedule, "2026-03-28T12:00:00Z", 2);
         assert!(spring[0].starts_with("2026-03-29T01:") && spring[1] == "2026-03-30T00:30:00Z", "{spring:?}");
+    }
+
+    #[test]
+    fn a_list_of_times_follows_the_clock_when_it_is_changed() {
+        let schedule = Schedule::cron("a", "0,30 2 * * *").unwrap().time_zone("Europe/Berlin").unwrap();
+        let autumn = ["2026-10-25T00:00:00Z", "2026-10-25T00:30:00Z", "2026-10-25T01:00:00Z", "2026-10-25T01:30:00Z"];
+        assert_eq!(times(&schedule, "2026-10-24T12:00:00Z", 4), autumn);
+        assert_eq!(times(&schedule, "2026-10-25T01:30:00Z", 1), ["2026-10-26T01:00:00Z"]);
+        assert_eq!(times(&schedule, "2026-03-28T12:00:00Z", 1), ["2026-03-30T00:00:00Z"]);
+    }
+
+    #[test]
+    fn times_that_have_passed_are_counted_so_far() {
+        let schedule = Schedule::cron("a", "*/10 * * * * *").unwrap();
+        let from = SystemTime::UNIX_EPOCH + Duration::from_secs(1_000_000_000);
+        let count = |secs| schedule.count(from, from + Duration::from_secs(secs));
+        assert_eq!((count(0), count(9), count(10), count(65)), (0, 0, 1, 6));
+        assert_eq!(count(365 * 86_400), MOST_COUNTED);
     }
 
     #[test]
