@@ -809,18 +809,21 @@ mod tests {
 
     #[tokio::test(start_paused = true)]
     async fn a_key_that_is_held_anew_before_the_old_time_is_swept_is_not_counted_for_ever() {
+        // One more than a push and a claim sweep, so that the last one is left.
+        const KEYS: u32 = 2 + RECLAIMED as u32 + 1;
         let backend = MemoryBackend::new();
         let queue = QueueKey::new("test");
-        for (id, key) in ["a", "b", "c", "d"].into_iter().enumerate() {
-            backend.push(&queue, &[job(id as u32, unique(key))], 100).await.unwrap();
+        for id in 0..KEYS {
+            backend.push(&queue, &[job(id, unique(&format!("{id:02}")))], 100).await.unwrap();
             run(&backend, &queue).await;
         }
         tokio::time::advance(2 * MINUTE).await;
-        let again = Unique { key: Key::from("d"), span: UniqueFor::WaitingOrRunning };
-        for id in 4..8 {
-            backend.push(&queue, &[job(id, Some(again))], 100).await.unwrap();
-            run(&backend, &queue).await;
-        }
+        let again = Unique { key: Key::from((KEYS - 1).to_string()), span: UniqueFor::WaitingOrRunning };
+        backend.push(&queue, &[job(KEYS, Some(again))], 100).await.unwrap();
+        run(&backend, &queue).await;
+        let other = QueueKey::new("other");
+        backend.push(&other, &[job(1, None)], 100).await.unwrap();
+        run(&backend, &other).await;
         assert_eq!(sizes(&backend), (0, 0, 0));
     }
 
