@@ -13,6 +13,7 @@ use support::sentinel::{SERVICE, SentinelDeployment};
 use support::server::RedisServer;
 use support::tls::{Certificates, TlsServer};
 use tokio::time::sleep;
+use tollgate::lock::{Cursor, LockAdmin};
 use tollgate::{BoxError, ConfigError, ConnectError, Limiter, Policy, Quota, RedisBackend, RedisOptions, StoreError};
 
 async fn works(backend: RedisBackend) -> Result<(), BoxError> {
@@ -252,6 +253,8 @@ async fn starts_in_an_outage<'a>(url: &str, servers: impl IntoIterator<Item = &'
     let backend = options().tolerate_outage(true).connect().await.unwrap();
     let limiter = Limiter::new(backend.clone(), Policy::new("early", Quota::per_hour(1).fixed_window()));
     assert!(limiter.check("alice").await.is_err(), "{url}");
+    let admin = LockAdmin::new(backend.clone());
+    assert!(admin.list(Cursor::default(), 10).await.is_err(), "{url}");
     servers.into_iter().for_each(RedisServer::resume);
     let begun = Instant::now();
     while let Err(error) = limiter.check("alice").await {
@@ -280,6 +283,8 @@ async fn what_is_wrong_for_good_is_wrong_at_the_start() {
     assert!(matches!(error, ConnectError::Credentials(_)), "{}", story(&error));
     let error = options().connections(0).connect().await.unwrap_err();
     assert!(matches!(error, ConnectError::Config(ConfigError::EmptyPool)), "{}", story(&error));
+    let no_such_database = RedisOptions::from_url(format!("{}99", server.url())).unwrap().tolerate_outage(true);
+    assert!(no_such_database.connect().await.is_err());
     // Who is not let in by a server that comes later hears of it then.
     let late = options().user("nobody", "nothing");
     server.kill();
@@ -293,4 +298,25 @@ async fn what_is_wrong_for_good_is_wrong_at_the_start() {
         }
         assert!(begun.elapsed() < Duration::from_secs(30), "{}", story(&error));
     }
+}
+
+/// A Sentinel that is cut off from the others names a server that does not even refuse: it is the first that is asked.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_sentinel_that_is_out_of_touch_keeps_nobody_from_the_primary() {
+    let deployment = SentinelDeployment::start();
+    let old = deployment.primary().port();
+    deployment.fail_over();
+    deployment.wait_for_another_primary(old);
+    let stale = RedisServer::start();
+    let alone = &deployment.sentinels[0];
+    alone.query::<()>(&format!("SENTINEL REMOVE {SERVICE}"));
+    alone.query::<()>(&format!("SENTINEL MONITOR {SERVICE} 127.0.0.1 {} 3", stale.port()));
+    stale.pause();
+    let options = || RedisOptions::from_url(deployment.url()).unwrap().connect_timeout(Duration::from_secs(2));
+    works(options().connect().await.unwrap()).await.unwrap();
+    stale.resume();
+    // One that answers is not more the primary for that.
+    let backend = options().prefix("again").connect().await.unwrap();
+    works(backend).await.unwrap();
+    assert!(stale.query::<Vec<String>>("KEYS *").is_empty());
 }

@@ -604,6 +604,31 @@ async fn memory_that_runs_out_admits_nobody() {
     assert_eq!(limiter.peek(1_u64).await.unwrap().limits()[0].remaining(), 99);
 }
 
+/// One that cannot be charged for want of memory had those that went with it fail as well, who were not to be charged at all.
+#[tokio::test]
+async fn where_memory_runs_out_a_denial_is_a_denial() {
+    let server = RedisServer::start();
+    let [policy, _] = policies(3);
+    let limiter = limiter(&connect(&server).await, policy);
+    for _ in 0..3 {
+        assert!(limiter.check(0_u64).await.unwrap().is_allowed());
+    }
+    limiter.check(1_u64).await.unwrap();
+    server.limit_memory(1);
+    let mut denied = 0;
+    for decision in check_at_once(&limiter, (0..500).map(|turn| turn % 2)).await {
+        match decision {
+            Ok(decision) => {
+                assert!(!decision.is_allowed());
+                denied += 1;
+            }
+            Err(error) => assert!(error.is_out_of_memory(), "{error:?}"),
+        }
+    }
+    assert_eq!(denied, 250);
+    server.limit_memory(0);
+}
+
 #[tokio::test]
 async fn who_gives_up_while_waiting_is_not_charged() {
     let server = RedisServer::start();

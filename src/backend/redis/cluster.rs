@@ -80,7 +80,7 @@ impl Node {
 }
 
 impl Cluster {
-    /// Reads the map from the first of the seeds that has it, or as soon as somebody asks for a key.
+    /// Reads the map from the first of the seeds that has it; in the background until one has, if there need not be one to begin with.
     pub(super) async fn open(
         seeds: Vec<Address>,
         connectors: Connectors,
@@ -92,8 +92,9 @@ impl Cluster {
         let stale = Arc::new(Notify::new());
         let map = RwLock::new(Arc::new(nothing));
         let shared = Shared { connectors, connections, connect_timeout, seeds, map, stale: Arc::clone(&stale) };
-        if start == Start::Connected {
-            shared.read_map(0).await?;
+        match start {
+            Start::Connected => shared.read_map(0).await?,
+            Start::Disconnected => stale.notify_one(),
         }
         let shared = Arc::new(shared);
         let reader = tokio::spawn(read_when_stale(Arc::downgrade(&shared), stale)).abort_handle();
@@ -152,7 +153,13 @@ impl Cluster {
 impl Cluster {
     /// Sends a command to one node after the other: to that with this number, if there is one.
     pub(super) async fn send_to(&self, lane: Lane, node: usize, command: &Cmd) -> Option<Result<Value, RedisError>> {
-        let node = self.shared.map().nodes.get(node).cloned()?;
+        let map = self.shared.map();
+        if map.nodes.is_empty() {
+            self.shared.stale.notify_one();
+            let unknown = "no node of the cluster has answered yet";
+            return Some(Err((ErrorKind::ClusterConnectionNotFound, unknown).into()));
+        }
+        let node = map.nodes.get(node).cloned()?;
         let doubt = Doubt { stale: &self.shared.stale, settled: false };
         let answer = node.pool(lane).send(command).await;
         if answer.is_ok() {
@@ -292,6 +299,10 @@ async fn read_when_stale(shared: Weak<Shared>, stale: Arc<Notify>) {
         let Some(shared) = shared.upgrade() else { return };
         if let Err(error) = shared.read_map(turn).await {
             tracing::debug!(%error, "no node of the redis cluster tells who serves what");
+        }
+        if shared.map().nodes.is_empty() {
+            // Nobody can ask for anything before there is one.
+            stale.notify_one();
         }
         drop(shared);
         sleep(REST).await;

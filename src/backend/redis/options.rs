@@ -179,10 +179,11 @@ impl RedisOptions {
     /// Whether [`connect`](Self::connect) has a backend to give also while Redis is down, so that a program can be started then. Defaults to false.
     ///
     /// Until Redis answers, each call fails as it does in an outage, with what is said for that ([`OnStoreError`](crate::OnStoreError)): by
-    /// default each process enforces its limits by itself, and locks and idempotency refuse. Connections are opened as soon as they can be, and nothing
-    /// has to be done for that. What `connect` says of a server that will not do is said by the first calls then, and nothing about eviction.
+    /// default each process enforces its limits by itself, and locks and idempotency refuse. Connections are opened when something is asked of the
+    /// store, and on a cluster its nodes are looked for meanwhile. What `connect` says of a server that will not do is said by the first calls
+    /// then, and nothing about eviction.
     ///
-    /// Only what is [worth trying again](ConnectError::Store) is tolerated, with a warning in the log: wrong credentials stay an error.
+    /// Only that nobody answers is tolerated, with a warning in the log: wrong credentials and whatever else a server says stay errors.
     pub fn tolerate_outage(mut self, tolerates_outage: bool) -> Self {
         self.tolerates_outage = tolerates_outage;
         self
@@ -213,7 +214,7 @@ impl RedisOptions {
         }
         let started = async { RedisBackend::new(self.clone().links(Start::Connected).await?, keys.clone()).await };
         match started.await {
-            Err(ConnectError::Store(error)) => {
+            Err(ConnectError::Store(error)) if error.is_unavailable() || error.is_timeout() => {
                 warn_of(&error);
                 Ok(RedisBackend::unseen(self.links(Start::Disconnected).await?, keys))
             }

@@ -197,9 +197,19 @@ impl Handle {
             }
             Ok(_) | Err(_) => watch.answered(),
         }
-        // A server error arrives as a value of its own kind.
-        let answer = answer.and_then(Value::extract_error);
-        if answer.as_ref().is_err_and(error::is_from_replica) && self.health.opened.elapsed() >= DEMOTION {
+        // A server error arrives as a value of its own kind. One within an answer concerns a part of it, and is for whoever asked for that.
+        let is_from_replica =
+            |value: &Value| matches!(value, Value::ServerError(error) if error::is_from_replica(&error.clone().into()));
+        let is_from_replica = match &answer {
+            Ok(Value::Array(values)) => values.iter().any(is_from_replica),
+            Ok(value) => is_from_replica(value),
+            Err(error) => error::is_from_replica(error),
+        };
+        let answer = match answer {
+            Ok(Value::ServerError(error)) => Err(error.into()),
+            answer => answer,
+        };
+        if is_from_replica && self.health.opened.elapsed() >= DEMOTION {
             self.health.broken.store(true, Ordering::Relaxed);
         }
         answer

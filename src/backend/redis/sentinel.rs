@@ -19,13 +19,10 @@ use tokio::time::{Instant, sleep, sleep_until, timeout};
 use super::cluster::Address;
 use super::pool::listen;
 
-/// How long a Sentinel is asked alone before the next one is asked beside it: one that hangs should not cost the whole time
-/// that there is to connect.
-const HEAD_START: Duration = Duration::from_millis(100);
 /// How often the Sentinels are asked whether there is another primary. A server that has been replaced without being down goes
 /// on to count for seconds, until a Sentinel makes it a replica, and all of that is lost.
 const WATCH: Duration = Duration::from_millis(400);
-/// How long a Sentinel may take to say it.
+/// How long a Sentinel may take to say it, once another one has: one that hangs should not cost the whole time that there is to connect.
 const PATIENCE: Duration = Duration::from_millis(200);
 
 /// Makes clients for primaries.
@@ -120,34 +117,46 @@ impl Sentinels {
         listen(&client, heard).await
     }
 
-    /// The primary that the first Sentinel to answer names, if that server takes itself for a primary, too, and no other Sentinel
-    /// knows of a newer one.
+    /// The newest primary that a Sentinel names, if that server takes itself for a primary, too.
+    ///
+    /// All of them are asked before anything is connected to: one that is cut off from the others goes on to name a server that may not even refuse.
     async fn primary(&self) -> Result<(Client, MultiplexedConnection), RedisError> {
-        let mut left = self.sentinels.iter();
         let mut asked = JoinSet::new();
-        let mut worst = None;
+        for sentinel in &self.sentinels {
+            let (sentinel, service) = (Arc::clone(sentinel), Arc::clone(&self.service));
+            asked.spawn(async move { sentinel.ask(&service).await });
+        }
+        let (mut answers, mut worst) = (Vec::new(), None);
+        // Once one has answered the others have some time left.
+        let mut until = None;
         loop {
-            if let Some(sentinel) = left.next() {
-                let (sentinel, service) = (Arc::clone(sentinel), Arc::clone(&self.service));
-                asked.spawn(async move { sentinel.ask(&service).await });
-            }
-            let patience = Instant::now() + HEAD_START;
             let answer = tokio::select! {
                 answer = asked.join_next() => answer,
-                () = sleep_until(patience), if left.len() > 0 => continue,
+                () = sleep_until(until.unwrap_or_else(Instant::now)), if until.is_some() => None,
             };
-            let attempt = match answer {
-                Some(Ok(Ok(announced))) => self.connect_to(&announced.primary).await,
-                Some(Ok(Err(error))) => Err(error),
+            match answer {
+                Some(Ok(Ok(announced))) => {
+                    until = until.or(Some(Instant::now() + PATIENCE));
+                    answers.push(announced);
+                }
+                Some(Ok(Err(error))) => worst = Some(telling(worst, error)),
                 // The task was dropped with the runtime.
-                Some(Err(_)) => continue,
-                None => return Err(worst.unwrap_or_else(super::pool::no_connection)),
-            };
-            match attempt {
+                Some(Err(_)) => {}
+                None => break,
+            }
+        }
+        let mut tried: Vec<&Address> = Vec::new();
+        for Announcement { primary, .. } in newest(&answers) {
+            if tried.contains(&primary) {
+                continue;
+            }
+            tried.push(primary);
+            match self.connect_to(primary).await {
                 Ok(primary) => return Ok(primary),
                 Err(error) => worst = Some(telling(worst, error)),
             }
         }
+        Err(worst.unwrap_or_else(super::pool::no_connection))
     }
 
     async fn connect_to(&self, primary: &Address) -> Result<(Client, MultiplexedConnection), RedisError> {
@@ -158,10 +167,7 @@ impl Sentinels {
         if role.is_none_or(|role| role != "master") {
             return Err(replaced());
         }
-        let answers = ask_all(&self.service, self.sentinels.iter().cloned()).await;
-        let newest = newest(&answers);
-        let is_newest = newest.is_empty() || newest.iter().any(|answer| answer.primary == *primary);
-        if is_newest { Ok((client, connection)) } else { Err(replaced()) }
+        Ok((client, connection))
     }
 }
 
