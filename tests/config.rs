@@ -154,6 +154,7 @@ const BAD: &[Bad] = &[
     ("POLICY\n[[rules]]\npath = \"/{id\"\npolicy = \"a\"\nkey = \"everyone\"", "a parameter is written `{name}`", "rules[0].path", 4),
     ("POLICY\n[[rules]]\npath = \"/{*rest}/x\"\npolicy = \"a\"\nkey = \"everyone\"", "`{*name}` is the last part of a path", "rules[0].path", 4),
     ("POLICY\n[[rules]]\npath = \"/{id}\"\nunlimited = true\n[[rules]]\npath = \"/{name}\"\nunlimited = true", "the path conflicts with `/{id}`", "rules[1].path", 7),
+    ("POLICY\n[[rules]]\npath = \"/users/{id}\"\nunlimited = true\n[[rules]]\npath = \"/users/{*rest}\"\nunlimited = true", "the path conflicts with `/users/{id}`", "rules[1].path", 7),
     ("POLICY\nRULE\ncost = 0", "a cost of 0 is never counted", "rules[0].cost", 7),
     ("POLICY\nRULE\ncost = 2", "a cost of 2 never fits into the 1 of policy `a`", "rules[0].cost", 7),
     ("POLICY\nRULE\nreplicas = 0", "there is at least one replica", "rules[0].replicas", 7),
@@ -225,6 +226,13 @@ fn the_place_is_known_in_every_format() {
         (Rules::from_yaml("a: &a [*a]\n"), "alias", (1, 8)),
         (Rules::from_yaml("? [1]\n: 2\n"), "a field has to have a name of text", (1, 3)),
         (Rules::from_yaml("rules: *nothing\n"), "unknown anchor", (1, 8)),
+        // What is left when the only method was taken out would be a rule for all of them.
+        (Rules::from_yaml("rules:\n  - path: /\n    methods:\n    unlimited: true\n"), "there is no value", (3, 12)),
+        (
+            Rules::from_json("{\"rules\": [{\"path\": \"/\", \"methods\": null, \"unlimited\": true}]}"),
+            "there is no value",
+            (1, 37),
+        ),
         (Rules::from_yaml("rules:\n  - path: /é\tx\n"), "no path of a request has '\\t' in it", (2, 11)),
         (Rules::from_toml("\u{feff}rules = [{ path = \"/\", é = 1 }]"), "", (1, 25)),
     ];

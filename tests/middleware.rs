@@ -973,29 +973,34 @@ async fn what_was_asked_before_a_change_of_plans_is_not_kept() {
 
 #[tokio::test(start_paused = true)]
 async fn a_resolver_that_panics_does_so_once() {
-    let asked = Arc::new(AtomicUsize::new(0));
-    let plans = PolicyResolver::new({
-        let asked = Arc::clone(&asked);
-        move |_| {
-            asked.fetch_add(1, Relaxed);
-            async {
-                sleep(Duration::from_millis(10)).await;
-                if true {
-                    panic!("a mistake in a resolver");
+    // At once, or when it has waited for something.
+    for waits in [false, true] {
+        let asked = Arc::new(AtomicUsize::new(0));
+        let plans = PolicyResolver::new({
+            let asked = Arc::clone(&asked);
+            move |_| {
+                asked.fetch_add(1, Relaxed);
+                async move {
+                    if waits {
+                        sleep(Duration::from_millis(10)).await;
+                    }
+                    if true {
+                        panic!("a mistake in a resolver");
+                    }
+                    Ok::<_, BoxError>(per_hour(1))
                 }
-                Ok::<_, BoxError>(per_hour(1))
             }
+        });
+        let layer = layer(MemoryBackend::new(), per_hour(1)).resolver(plans).on_store_error(OnStoreError::Deny);
+        let service = layer.layer(service_fn(echo));
+        let mut tasks = tokio::task::JoinSet::new();
+        (0..20).for_each(|_| drop(tasks.spawn(service.clone().oneshot("request"))));
+        for answer in tasks.join_all().await {
+            let error = answer.unwrap_err().downcast::<StoreError>().unwrap();
+            assert_eq!(error.source().unwrap().to_string(), "the policy resolver has panicked");
         }
-    });
-    let layer = layer(MemoryBackend::new(), per_hour(1)).resolver(plans).on_store_error(OnStoreError::Deny);
-    let service = layer.layer(service_fn(echo));
-    let mut tasks = tokio::task::JoinSet::new();
-    (0..20).for_each(|_| drop(tasks.spawn(service.clone().oneshot("request"))));
-    for answer in tasks.join_all().await {
-        let error = answer.unwrap_err().downcast::<StoreError>().unwrap();
-        assert_eq!(error.source().unwrap().to_string(), "the policy resolver has panicked");
+        assert_eq!(asked.load(Relaxed), 1);
     }
-    assert_eq!(asked.load(Relaxed), 1);
 }
 
 #[test]

@@ -117,7 +117,8 @@
 //! # Which rule applies
 //!
 //! Of the rules that cover the method of a request and whose pattern matches its path, the one with the most specific path:
-//! text goes before a parameter, and a parameter before the rest of a path. Of two rules with the same path, the one that names
+//! text goes before a parameter, and before the rest of a path. (A parameter and the rest of a path in the same place, as in `/users/{id}` and
+//! `/users/{*rest}`, or two parameters of other names, are refused for the same method.) Of two rules with the same path, the one that names
 //! the method. A rule for some methods takes nothing away from less specific rules for the others. A rule that names `GET`
 //! covers `HEAD` too, unless another rule of the same path names it. A request that no rule matches passes
 //! uncounted, and so does one with another path: `/api/{*rest}` matches neither `/api` nor `/api/`.

@@ -160,7 +160,8 @@ impl<'de> Deserializer<'de> for &'de Node {
 
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Result<V::Value, Fault> {
         match self.value {
-            Value::Null => visitor.visit_none(),
+            // It may be what is left of something that was taken out by mistake, and what is left out may mean more: all methods, say.
+            Value::Null => Err(Fault::new("there is no value: leave the field out").at(self.offset)),
             _ => visitor.visit_some(self),
         }
     }

@@ -6,7 +6,7 @@
 //! | case | status | details | `grpc-retry-pushback-ms` |
 //! | --- | --- | --- | --- |
 //! | over the limit | 8 `RESOURCE_EXHAUSTED` | `RetryInfo`, `QuotaFailure` | the wait |
-//! | key is [blocked](crate::Limiter::block) | 8 `RESOURCE_EXHAUSTED` | `RetryInfo` | the wait |
+//! | key is [blocked](crate::Limiter::block) | 8 `RESOURCE_EXHAUSTED` | `RetryInfo`, and `QuotaFailure` if it is over a limit as well | the wait |
 //! | costs more than a limit | 8 `RESOURCE_EXHAUSTED` | `QuotaFailure` | -1, "do not retry" |
 //! | on the deny list | 7 `PERMISSION_DENIED` | | |
 //! | no key | 3 `INVALID_ARGUMENT` | | |

@@ -1,6 +1,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::future::Future;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Waker};
@@ -303,10 +304,14 @@ impl PolicyResolver {
             let outcome = Deadline::new(resolve(key), timeout).await;
             attempt.end(outcome);
         });
-        // A resolver that need not ask anybody needs no task.
-        if course.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
-            drop(runtime.spawn(course));
-        }
+        // A resolver that need not ask anybody needs no task. If it panics, that is no more the request's than in a task.
+        let begun = catch_unwind(AssertUnwindSafe(|| {
+            let first = course.as_mut().poll(&mut Context::from_waker(Waker::noop()));
+            if first.is_pending() {
+                drop(runtime.spawn(course));
+            }
+        }));
+        drop(begun);
     }
 }
 
