@@ -307,6 +307,7 @@ async fn a_sentinel_that_is_out_of_touch_keeps_nobody_from_the_primary() {
     let old = deployment.primary().port();
     deployment.fail_over();
     deployment.wait_for_another_primary(old);
+    deployment.wait_until_whole();
     let stale = RedisServer::start();
     let alone = &deployment.sentinels[0];
     alone.query::<()>(&format!("SENTINEL REMOVE {SERVICE}"));

@@ -137,6 +137,9 @@ pub use ::bb8_redis;
 ///
 /// See the [module docs](self) for connections, keys and servers. Cheap to clone; clones share the connections, which are
 /// closed when the last clone is dropped.
+///
+/// Make it in a runtime that lasts for as long as it is used. Calls may come from others, but it is in that one that connections are opened and
+/// failovers are followed.
 #[derive(Clone)]
 pub struct RedisBackend {
     inner: Arc<Inner>,
