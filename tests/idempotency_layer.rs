@@ -26,7 +26,7 @@ use tollgate::idempotency::{
     OnUnknown, Rejection,
 };
 use tollgate::lock::Scope;
-use tollgate::reject::{AsResponse, Reject};
+use tollgate::reject::{AsResponse, NothingDone, Reject};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{ConfigError, Everyone, IdempotencyLayer, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
 use tower::util::BoxCloneService;
@@ -1229,7 +1229,9 @@ async fn whoever_takes_over_has_to_send_the_same() {
     assert_eq!(ask(&dying, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
     for other in [of(&["hun", "dreD"]), of(&["hundr"]), of(&["hundred", "!"]), of(&[])] {
         sleep(Duration::from_millis(500)).await;
-        assert_eq!(problem(ask(&alive, request("k", other)).await).await, (422, "key-reused".into()));
+        let answer = ask(&alive, request("k", other)).await;
+        assert!(answer.extensions().get::<NothingDone>().is_none(), "a handler had begun");
+        assert_eq!(problem(answer).await, (422, "key-reused".into()));
     }
     assert_eq!(handler.ended(), 0, "nobody has seen the whole of another body");
     sleep(Duration::from_millis(500)).await;
@@ -1550,4 +1552,26 @@ async fn a_panic_next_to_a_handler_gives_nothing_back() {
     sleep(Duration::from_secs(20)).await;
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
     assert_eq!(handler.runs(), 1);
+}
+
+/// An error of gRPC has the HTTP status 200, and is no answer to what the client has not sent yet.
+#[tokio::test(start_paused = true)]
+async fn with_grpc_a_client_that_breaks_off_is_served_when_it_sends_all_of_it() {
+    let guard = layer(MemoryBackend::new()).with_rejection(AsStatus::new());
+    let service = guard.layer(service_fn(async |request: Request<FingerprintedBody<Stream>>| {
+        let code = if request.into_body().collect().await.is_ok() { "0" } else { "3" };
+        let mut response = Response::new(Full::<Bytes>::default());
+        response.headers_mut().insert("content-type", HeaderValue::from_static("application/grpc"));
+        response.headers_mut().insert("grpc-status", HeaderValue::from_static(code));
+        Ok::<_, Infallible>(response)
+    }));
+    let (sender, body) = stream();
+    sender.send(data("hun")).unwrap();
+    sender.send(Err(io::Error::other("gone"))).unwrap();
+    for (request, code, replayed) in [(request("k", body), "3", false), (pay("k"), "0", false), (pay("k"), "0", true)] {
+        let response = service.clone().oneshot(request).await.unwrap();
+        assert_eq!(response.headers()["grpc-status"], code);
+        assert_eq!(response.headers().contains_key("idempotent-replayed"), replayed);
+        response.into_body().collect().await.unwrap();
+    }
 }

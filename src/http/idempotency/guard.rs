@@ -172,8 +172,8 @@ where
             ServeProj::Settling { settled } => return settled.as_mut().poll(cx),
             ServeProj::Done => None,
         };
-        // The handler goes before anything else is done.
         let has_begun = matches!(&*self, Self::Handling { handler: Some(_), .. });
+        // The handler goes before anything else is done.
         let ServeDone::Handling { course, shared, .. } = self.as_mut().project_replace(Self::Done) else {
             panic!("ResponseFuture polled after completion")
         };
