@@ -8,7 +8,7 @@ use std::fs;
 use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
-use support::proxy::{Door, Proxy};
+use support::proxy::{Door, Proxy, Traffic};
 use support::sentinel::{SERVICE, SentinelDeployment};
 use support::server::RedisServer;
 use support::tls::{Certificates, TlsServer};
@@ -230,6 +230,19 @@ async fn a_user_of_a_cluster() {
     }
     let error = RedisBackend::connect(&url).await.unwrap_err();
     assert!(matches!(error, ConnectError::Permissions(_)), "{error:?}");
+}
+
+/// Three round trips to connect to it, and one to ask.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_node_of_a_cluster_that_is_far_away_has_the_time_that_it_is_given() {
+    let cluster = Cluster::start();
+    let proxy = Proxy::start(cluster.nodes[0].port());
+    proxy.to_client(Traffic::Delay(Duration::from_millis(600)));
+    let options = || RedisOptions::from_url(proxy.url().replace("redis:", "redis+cluster:")).unwrap();
+    let patient = options().connect_timeout(Duration::from_secs(20)).response_timeout(Duration::from_secs(5));
+    works(patient.connect().await.unwrap()).await.unwrap();
+    let error = options().connect_timeout(Duration::from_millis(300)).connect().await.unwrap_err();
+    assert!(matches!(&error, ConnectError::Store(error) if error.is_timeout()), "{error:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

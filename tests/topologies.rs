@@ -10,7 +10,7 @@ use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
-use support::sentinel::SentinelDeployment;
+use support::sentinel::{SERVICE, SentinelDeployment};
 use support::server::{RedisServer, version, wait_until};
 use tokio::sync::oneshot;
 use tokio::task::{JoinHandle, JoinSet, block_in_place};
@@ -91,6 +91,33 @@ async fn a_replaced_primary_is_left_although_it_answers() {
     limiter.check("after").await.unwrap();
     let keys: Vec<String> = deployment.servers[new].query("KEYS *:after}:*");
     assert_eq!(keys.len(), 1);
+}
+
+/// Sentinels that are told anew whom they watch over count failovers from zero again. The old primary goes on to answer.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_primary_is_left_that_all_sentinels_are_told_to_watch_no_more() {
+    let deployment = SentinelDeployment::start();
+    // So that there has been a failover, which is what connections go by.
+    let old = deployment.primary().port();
+    deployment.fail_over();
+    block_in_place(|| deployment.wait_for_another_primary(old));
+    block_in_place(|| deployment.wait_until_whole());
+    let policy = Policy::new("follows", Quota::per_hour(1_000_000).fixed_window());
+    let limiter = Limiter::new(connect(&deployment.url()).await, policy).deadline(Duration::from_secs(10));
+    let new = RedisServer::start();
+    limiter.check("before").await.unwrap();
+    // The watch has to have seen the failover: it looks twice a second and more.
+    sleep(Duration::from_secs(1)).await;
+    for sentinel in &deployment.sentinels {
+        sentinel.query::<()>(&format!("SENTINEL REMOVE {SERVICE}"));
+        sentinel.query::<()>(&format!("SENTINEL MONITOR {SERVICE} 127.0.0.1 {} 2", new.port()));
+    }
+    let begun = Instant::now();
+    while new.query::<Vec<String>>("KEYS *:after}:*").is_empty() {
+        assert!(begun.elapsed() < Duration::from_secs(10), "the old primary is not left");
+        limiter.check("after").await.unwrap();
+        sleep(Duration::from_millis(20)).await;
+    }
 }
 
 /// What was pushed before and what comes later is done, and the worker knows nothing of it.

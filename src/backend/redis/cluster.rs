@@ -238,7 +238,8 @@ impl Shared {
                     None => self.open(address)?.apart.send(&slots_command()).await,
                 }
             };
-            let patience = if pool.is_some() { PATIENCE } else { PATIENCE * 5 };
+            // Whoever is a stranger has to be connected to first.
+            let patience = if pool.is_some() { PATIENCE } else { self.connect_timeout + PATIENCE };
             let answer = timeout(patience, answer).await.unwrap_or_else(|_| Err(super::pool::no_connection()));
             match answer.and_then(|answer| self.read(&answer, address, &map)) {
                 Ok(new) => {

@@ -14,7 +14,7 @@ use redis::aio::{AsyncPushSender, MultiplexedConnection};
 use redis::{AsyncConnectionConfig, Client, ErrorKind, RedisError, Value};
 use tokio::sync::Mutex;
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::cluster::Address;
 use super::pool::listen;
@@ -121,30 +121,7 @@ impl Sentinels {
     ///
     /// All of them are asked before anything is connected to: one that is cut off from the others goes on to name a server that may not even refuse.
     async fn primary(&self) -> Result<(Client, MultiplexedConnection), RedisError> {
-        let mut asked = JoinSet::new();
-        for sentinel in &self.sentinels {
-            let (sentinel, service) = (Arc::clone(sentinel), Arc::clone(&self.service));
-            asked.spawn(async move { sentinel.ask(&service).await });
-        }
-        let (mut answers, mut worst) = (Vec::new(), None);
-        // Once one has answered the others have some time left.
-        let mut until = None;
-        loop {
-            let answer = tokio::select! {
-                answer = asked.join_next() => answer,
-                () = sleep_until(until.unwrap_or_else(Instant::now)), if until.is_some() => None,
-            };
-            match answer {
-                Some(Ok(Ok(announced))) => {
-                    until = until.or(Some(Instant::now() + PATIENCE));
-                    answers.push(announced);
-                }
-                Some(Ok(Err(error))) => worst = Some(telling(worst, error)),
-                // The task was dropped with the runtime.
-                Some(Err(_)) => {}
-                None => break,
-            }
-        }
+        let (answers, mut worst) = ask_all(&self.service, self.sentinels.iter().cloned()).await;
         let mut tried: Vec<&Address> = Vec::new();
         for Announcement { primary, .. } in newest(&answers) {
             if tried.contains(&primary) {
@@ -177,20 +154,34 @@ impl Drop for Sentinels {
     }
 }
 
-/// What those say that answer in time.
-async fn ask_all(service: &Arc<str>, sentinels: impl Iterator<Item = Arc<Sentinel>>) -> Vec<Announcement> {
+/// What those say that answer in time, and why others did not. Once one has answered, the others have [`PATIENCE`] left.
+async fn ask_all(
+    service: &Arc<str>,
+    sentinels: impl Iterator<Item = Arc<Sentinel>>,
+) -> (Vec<Announcement>, Option<RedisError>) {
     let mut asked = JoinSet::new();
     for sentinel in sentinels {
         let service = Arc::clone(service);
-        asked.spawn(async move { timeout(PATIENCE, sentinel.ask(&service)).await });
+        asked.spawn(async move { sentinel.ask(&service).await });
     }
-    let mut answers = Vec::new();
-    while let Some(answer) = asked.join_next().await {
-        if let Ok(Ok(Ok(announced))) = answer {
-            answers.push(announced);
+    let (mut answers, mut worst) = (Vec::new(), None);
+    let mut until = None;
+    loop {
+        let answer = tokio::select! {
+            answer = asked.join_next() => answer,
+            () = sleep_until(until.unwrap_or_else(Instant::now)), if until.is_some() => None,
+        };
+        match answer {
+            Some(Ok(Ok(announced))) => {
+                until = until.or(Some(Instant::now() + PATIENCE));
+                answers.push(announced);
+            }
+            Some(Ok(Err(error))) => worst = Some(telling(worst, error)),
+            // The task was dropped with the runtime.
+            Some(Err(_)) => {}
+            None => return (answers, worst),
         }
     }
-    answers
 }
 
 /// The newest of them. They differ where Sentinels call one server by different names.
@@ -203,12 +194,15 @@ fn newest(answers: &[Announcement]) -> Vec<&Announcement> {
 async fn watch(service: Arc<str>, sentinels: Vec<Weak<Sentinel>>, tenures: Arc<AtomicU64>) {
     let mut known: Option<Announcement> = None;
     loop {
-        let answers = ask_all(&service, sentinels.iter().filter_map(Weak::upgrade)).await;
+        let (answers, _) = ask_all(&service, sentinels.iter().filter_map(Weak::upgrade)).await;
         let newest = newest(&answers);
         if let Some(first) = newest.first() {
+            // If none is missing, and none knows of the one that was announced, they were told to watch over another one.
+            let is_unanimous =
+                answers.len() == sentinels.len() && answers.iter().all(|answer| answer.primary == first.primary);
             match &known {
                 // Sentinels that know only of older ones are out of touch.
-                Some(known) if first.epoch <= known.epoch => {}
+                Some(known) if first.epoch <= known.epoch && !is_unanimous => {}
                 Some(known) if newest.iter().any(|answer| answer.primary == known.primary) => {}
                 Some(_) => {
                     let (host, port) = &first.primary;
