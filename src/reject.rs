@@ -1,6 +1,6 @@
 //! What a layer answers when it turns a request away.
 //!
-//! Two answers come with the crate, [`AsResponse`] and [`AsError`], and one with the feature `grpc`. What a client reads, and
+//! Two answers come with the crate, [`AsResponse`] and [`AsError`], one more for [jobs](crate::delay_queue::AsOutcome), and one with the feature `grpc`. What a client reads, and
 //! which of it can be chosen, is in the docs of the module `tollgate::http`.
 //!
 //! # Examples

@@ -18,11 +18,15 @@ use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
-    Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event, Events,
-    Finish, Job, Outcome, QueueKey, Reason, Recurring, Schedule, State, WorkerError,
+    AsOutcome, Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event,
+    Events, Finish, Job, Outcome, QueueKey, Reason, Recurring, Schedule, State, WorkerError,
 };
+use tollgate::lock::LeaseView;
+use tollgate::rate_limit::RateLimitHandle;
 use tollgate::testing::{Failure, FaultStore};
-use tollgate::{AsError, BoxError, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, StoreError};
+use tollgate::{
+    AsError, BoxError, Key, Limiter, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, StoreError,
+};
 use tower::{Service, ServiceBuilder, service_fn};
 
 const fn ms(ms: u64) -> Duration {
@@ -275,6 +279,35 @@ async fn over_the_limit_is_later_and_no_attempt() {
     let times = record.times();
     assert!(times[19] > secs(2), "20 jobs at 5 a second take longer than {:?}", times[19]);
     assert!(is_empty(&queue).await);
+    worker.stop().await;
+}
+
+/// A job reserves three units, and says in the end that it took one; and it knows the fence of its lock.
+#[tokio::test(start_paused = true)]
+async fn a_job_has_what_its_layers_know_of_it() {
+    let (queue, backend) = (queue(MemoryBackend::new()), MemoryBackend::new());
+    let policy = Policy::new("tokens", Quota::per_hour(11).fixed_window());
+    let limiter = Limiter::new(backend.clone(), policy.clone());
+    let fences = Arc::new(Mutex::new(Vec::new()));
+    let noted = Arc::clone(&fences);
+    let service = ServiceBuilder::new()
+        .layer(RateLimitLayer::new(backend.clone(), policy).cost(|_: &Job<u32>| 3).with_rejection(AsOutcome))
+        .layer(LockLayer::new(backend).key(|job: &Job<u32>| job.to_string()).with_rejection(AsOutcome))
+        .service(service_fn(move |job: Job<u32>| {
+            noted.lock().unwrap().push(job.extensions().get::<LeaseView>().unwrap().fence());
+            job.extensions().get::<RateLimitHandle>().unwrap().settle(1);
+            ready(Ok::<_, BoxError>(()))
+        }));
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), service));
+    for _ in 0..9 {
+        queue.push(7).max_attempts(1).await.unwrap();
+        sleep(secs(1)).await;
+    }
+    assert!(is_empty(&queue).await);
+    assert_eq!(limiter.peek(Key::EVERYONE).await.unwrap().limits()[0].remaining(), 2);
+    let fences = fences.lock().unwrap().clone();
+    assert_eq!(fences.len(), 9);
+    assert!(fences.is_sorted() && fences[0] > 0, "{fences:?}");
     worker.stop().await;
 }
 

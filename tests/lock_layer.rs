@@ -21,7 +21,7 @@ use tollgate::http::{header, lock_fence};
 use tollgate::lock::fencing::FenceLayer;
 use tollgate::lock::{
     CircuitBreaker, LeaseView, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Replication,
-    Scope,
+    RwLocks, Scope, Semaphore,
 };
 use tollgate::reject::BusyStatus;
 use tollgate::testing::{Failure, FaultStore};
@@ -761,5 +761,111 @@ async fn a_handler_is_asked_by_the_request_that_waits() {
             ends.push(request.await.unwrap().unwrap().into_body().collect().await.unwrap().to_bytes());
         }
         assert_eq!(ends, [if asks { "asked" } else { "in peace" }, "in peace"]);
+    }
+}
+
+/// How many requests are at work at the moment, and the most that ever were.
+#[derive(Clone, Default)]
+struct AtWork(Arc<(AtomicUsize, AtomicUsize)>);
+
+impl AtWork {
+    async fn serve(self, request: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
+        let (now, most) = &*self.0;
+        most.fetch_max(now.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+        let response = slow(request).await;
+        now.fetch_sub(1, Ordering::SeqCst);
+        response
+    }
+
+    fn most(&self) -> usize {
+        self.0.1.load(Ordering::SeqCst)
+    }
+}
+
+/// The status of a request whose answer is read to its end, and when that was.
+async fn outcome(
+    service: impl Service<Request<Full<Bytes>>, Response = Response<impl Body>, Error = Infallible>,
+    request: Request<Full<Bytes>>,
+) -> (StatusCode, Duration) {
+    let begun = Instant::now();
+    let response = service.oneshot(request).await.unwrap();
+    let status = response.status();
+    assert!(response.into_body().collect().await.is_ok());
+    (status, begun.elapsed())
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_semaphore_lets_so_many_through() {
+    let at_work = AtWork::default();
+    let inner = at_work.clone();
+    let permits = Semaphore::new(MemoryBackend::new(), 2).wait(Duration::from_millis(1_500));
+    let service = LockLayer::with_semaphore(permits)
+        .key(|request: &Request<Full<Bytes>>| request.uri().path().to_owned())
+        .with_rejection(AsResponse::new().busy(BusyStatus::TooManyRequests))
+        .layer(service_fn(move |request| inner.clone().serve(request)));
+    let requests = [post("/a"), post("/a"), post("/a"), post("/a"), post("/a"), post("/b"), request(Method::GET, "/a")];
+    let requests = requests.map(|request| tokio::spawn(outcome(service.clone(), request)));
+    let mut outcomes = Vec::new();
+    for request in requests {
+        let (status, after) = request.await.unwrap();
+        outcomes.push((status.as_u16(), after.as_millis()));
+    }
+    let two_seconds = (200, 2_000);
+    assert_eq!(outcomes[..4], [(200, 1_000), (200, 1_000), two_seconds, two_seconds]);
+    assert_eq!(outcomes[4], (429, 1_500), "it has waited for as long as it may");
+    assert_eq!(outcomes[5..], [(200, 1_000); 2], "another key, and a request that changes nothing");
+    assert_eq!(at_work.most(), 4);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_has_a_permit_may_ask_for_another() {
+    let permits = Semaphore::new(MemoryBackend::new(), 2).wait(Duration::ZERO);
+    let inner = permits.clone();
+    let service = LockLayer::with_semaphore(permits).key(|_: &Request<Full<Bytes>>| "a").detached().layer(service_fn(
+        move |request: Request<Full<Bytes>>| {
+            let permits = inner.clone();
+            async move {
+                let mine = request.extensions().get::<LeaseView>().unwrap().fence();
+                let other = permits.try_acquire("a").await.unwrap();
+                assert!(other.fence() > mine);
+                assert!(permits.try_acquire("a").await.unwrap_err().is_busy());
+                Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+            }
+        },
+    ));
+    assert_eq!(outcome(service.clone(), post("/")).await.0, StatusCode::OK);
+    assert_eq!(outcome(service, post("/")).await.0, StatusCode::OK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn readers_pass_together_and_a_writer_alone() {
+    let at_work = AtWork::default();
+    let locks = RwLocks::new(MemoryBackend::new()).wait(Duration::ZERO);
+    let layer: ByPath = LockLayer::with_rw_locks(locks).key(|request| request.uri().path().to_owned());
+    let with = |layer: &ByPath| {
+        let inner = at_work.clone();
+        layer.layer(service_fn(move |request| inner.clone().serve(request)))
+    };
+    let service = with(&layer);
+    let readers = [Method::GET, Method::HEAD, Method::GET]
+        .map(|method| tokio::spawn(outcome(service.clone(), request(method, "/a"))));
+    tokio::task::yield_now().await;
+    assert_eq!(outcome(service.clone(), post("/a")).await.0, StatusCode::CONFLICT);
+    assert_eq!(outcome(service.clone(), post("/b")).await.0, StatusCode::OK);
+    for reader in readers {
+        assert_eq!(reader.await.unwrap().0, StatusCode::OK);
+    }
+    assert_eq!(at_work.most(), 4);
+    let writer = tokio::spawn(outcome(service.clone(), post("/a")));
+    tokio::task::yield_now().await;
+    assert_eq!(outcome(service.clone(), request(Method::GET, "/a")).await.0, StatusCode::CONFLICT);
+    assert_eq!(writer.await.unwrap().0, StatusCode::OK);
+    // Unless readers are told to pass without, or to write.
+    for (locks_safe, status) in [(false, StatusCode::OK), (true, StatusCode::CONFLICT)] {
+        let service = with(&layer.clone().safe_methods(locks_safe));
+        let reader = tokio::spawn(outcome(service.clone(), request(Method::GET, "/")));
+        tokio::task::yield_now().await;
+        assert_eq!(outcome(service, post("/")).await.0, status);
+        assert_eq!(reader.await.unwrap().0, StatusCode::OK);
     }
 }

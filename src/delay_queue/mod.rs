@@ -102,8 +102,8 @@
 //! ```
 //! # #[cfg(feature = "json")] {
 //! use std::time::Duration;
-//! use tollgate::delay_queue::{Backoff, DelayQueueWorker, Outcome};
-//! use tollgate::{AsError, BoxError, DelayQueue, Job, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
+//! use tollgate::delay_queue::{AsOutcome, Backoff, DelayQueueWorker, Outcome};
+//! use tollgate::{BoxError, DelayQueue, Job, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
 //! use tower::{ServiceBuilder, service_fn};
 //!
 //! async fn send(job: Job<String>) -> Result<(), BoxError> {
@@ -120,8 +120,8 @@
 //!
 //! let mails = Policy::new("mails", Quota::per_second(100).token_bucket());
 //! let service = ServiceBuilder::new()
-//!     .layer(RateLimitLayer::new(backend.clone(), mails).with_rejection(AsError)) // over the limit is later, and no attempt
-//!     .layer(LockLayer::new(backend).key(|job: &Job<String>| job.to_string()).with_rejection(AsError)) // one at a time for each address
+//!     .layer(RateLimitLayer::new(backend.clone(), mails).with_rejection(AsOutcome)) // over the limit is later, and no attempt
+//!     .layer(LockLayer::new(backend).key(|job: &Job<String>| job.to_string()).with_rejection(AsOutcome)) // one at a time for each address
 //!     .concurrency_limit(64) // decides how many jobs are claimed
 //!     .timeout(Duration::from_secs(30)) // a failure, and tried again
 //!     .service(service_fn(send));
@@ -136,6 +136,9 @@
 //! # main().unwrap();
 //! # }
 //! ```
+//!
+//! What those layers know of a job is in its extensions: see [`AsOutcome`]. [`LockLayer::with_semaphore`](crate::LockLayer::with_semaphore) lets several
+//! jobs of a key run at a time, in all processes together: so many of each tenant, say.
 //!
 //! What repeats itself is pushed by `Recurring` (feature `cron`): a cron pattern in a time zone, by any number of processes, and there once.
 //!
@@ -213,6 +216,7 @@ mod worker;
 
 mod erased;
 mod meters;
+mod reject;
 mod runner;
 mod running;
 mod slots;
@@ -230,6 +234,7 @@ pub use self::outcome::Outcome;
 pub use self::push::{PreparedPush, Push, Pushed};
 pub use self::queue::DelayQueue;
 pub use self::record::{Due, Headers, NewJob, Note, Priority, Reason, StoredJob, Unique, UniqueFor};
+pub use self::reject::AsOutcome;
 #[cfg(feature = "cron")]
 pub use self::schedule::{Recurring, Schedule};
 pub use self::store::{

@@ -12,6 +12,8 @@ use tower_layer::Layer;
 use super::error::Lost;
 use super::lease::Lease;
 use super::locks::Locks;
+use super::rw::RwLocks;
+use super::semaphore::Semaphore;
 use super::service::{Detach, Lock};
 use super::store::{LockStore, Scope};
 use crate::circuit::CircuitBreaker;
@@ -53,9 +55,17 @@ pub(super) struct Settings {
     pub(super) on_store_error: OnStoreError,
     pub(super) on_loss: OnLoss,
     pub(super) release_at: ReleaseAt,
-    pub(super) locks_safe: bool,
+    pub(super) safe: Safe,
     // Whether the log has been told that requests pass without a lock.
     is_unprotected: Arc<AtomicBool>,
+}
+
+/// What requests take that change nothing.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Safe {
+    Nothing,
+    Read,
+    Lock,
 }
 
 /// What happens to a request that has no key, or an empty one. Defaults to [`Reject`](Self::Reject).
@@ -123,10 +133,60 @@ impl LockLayer {
             on_store_error: OnStoreError::default(),
             on_loss: OnLoss::default(),
             release_at: ReleaseAt::default(),
-            locks_safe: false,
+            safe: Safe::Nothing,
             is_unprotected: Arc::default(),
         };
         Self { settings, key: Arc::new(Everyone), answer: AsResponse::default(), handlers: PhantomData }
+    }
+
+    /// Lets as many requests at a time through for each key as the semaphore has permits, with its settings: a limit of what runs at the same time, over
+    /// all processes that share the store.
+    ///
+    /// A permit whose process has died is free again when its [time to live](Self::ttl) is over, so the number never drifts. Requests that change nothing need a
+    /// permit only if [told so](Self::safe_methods).
+    ///
+    /// ```
+    /// # #[cfg(feature = "http")] {
+    /// use std::time::Duration;
+    /// use tollgate::http::header;
+    /// use tollgate::lock::Semaphore;
+    /// use tollgate::reject::BusyStatus;
+    /// use tollgate::{AsResponse, LockLayer, MemoryBackend};
+    ///
+    /// // Five reports at a time for each tenant; who comes sixth waits for up to two seconds.
+    /// let reports = Semaphore::new(MemoryBackend::new(), 5).namespace("reports");
+    /// let layer = LockLayer::with_semaphore(reports.wait(Duration::from_secs(2)))
+    ///     .safe_methods(true)
+    ///     .key(header("x-tenant"))
+    ///     .with_rejection(AsResponse::new().busy(BusyStatus::TooManyRequests));
+    /// # let _: axum::Router = axum::Router::new().route("/", axum::routing::get(async || "")).layer(layer);
+    /// # }
+    /// ```
+    pub fn with_semaphore(semaphore: Semaphore) -> Self {
+        Self::with_locks(semaphore.locks)
+    }
+
+    /// Lets requests that change nothing (GET, HEAD, OPTIONS and TRACE with HTTP) through together, and any other one by itself, for each key: the first take the
+    /// read side of its lock, the others the write side.
+    ///
+    /// What a reader sees is not changed while its answer is sent. A service that does not speak HTTP has no requests of which that is known, so all of them
+    /// write.
+    ///
+    /// ```
+    /// # #[cfg(feature = "http")] {
+    /// use axum::{Router, extract::Request, routing::get};
+    /// use tollgate::lock::RwLocks;
+    /// use tollgate::{LockLayer, MemoryBackend};
+    ///
+    /// let locks = RwLocks::new(MemoryBackend::new()).namespace("documents");
+    /// let layer = LockLayer::with_rw_locks(locks).key(|request: &Request| request.uri().path().to_owned());
+    /// let app: Router = Router::new().route("/documents/{id}", get(async || "read").put(async || "written")).layer(layer);
+    /// # }
+    /// ```
+    pub fn with_rw_locks(locks: RwLocks) -> Self {
+        let mut layer = Self::with_locks(locks.locks);
+        layer.settings.safe = Safe::Read;
+        layer
     }
 }
 
@@ -220,9 +280,9 @@ impl<K, A, D> LockLayer<K, A, D> {
     }
 
     /// Whether requests that change nothing (GET, HEAD, OPTIONS and TRACE with HTTP) need the lock as well. Defaults to false: they pass without, and find
-    /// no [`LeaseView`](super::LeaseView) in their extensions.
+    /// no [`LeaseView`](super::LeaseView) in their extensions. Of [read/write locks](LockLayer::with_rw_locks) they take the read side, unless this is said.
     pub fn safe_methods(mut self, locks_safe: bool) -> Self {
-        self.settings.locks_safe = locks_safe;
+        self.settings.safe = if locks_safe { Safe::Lock } else { Safe::Nothing };
         self
     }
 

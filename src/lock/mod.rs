@@ -141,6 +141,8 @@
 //! Whatever ends a request from outside ends its waiting, too: a layer with a time limit, a client that goes away, and the
 //! `grpc-timeout` of a call, which servers such as tonic's look at outside of all layers. It is not looked at here.
 //!
+//! [`LockLayer::with_semaphore`] lets several requests of a key through at a time, [`LockLayer::with_rw_locks`] those that change nothing together.
+//!
 //! A client that goes away takes the handler with it, and the lock is given back; [`LockLayer::detached`] lets it come to its end
 //! instead. A store that fails again and again is not asked but now and then, see [`CircuitBreaker`]. Put a rate limit outside of this
 //! layer, and a timeout for the handler inside. What the handler calls can refuse who comes too late: [`fencing`].

@@ -40,7 +40,7 @@ use crate::key::Key;
 /// here as well.
 #[derive(Clone, Debug)]
 pub struct RwLocks {
-    locks: Locks,
+    pub(super) locks: Locks,
 }
 
 impl RwLocks {

@@ -7,7 +7,7 @@ use std::task::{Context, Poll};
 use tower_service::Service;
 
 use super::future::{DetachedFuture, ResponseFuture};
-use super::layer::{LockLayer, OnLoss, OnMissingKey, Settings};
+use super::layer::{LockLayer, OnLoss, OnMissingKey, Safe, Settings};
 use super::nested;
 use super::rejection::{MissingKey, Occupy, Rejection};
 use super::shared::Shared;
@@ -65,7 +65,8 @@ where
     fn call(&mut self, request: Req) -> Self::Future {
         let shared = Arc::clone(&self.shared);
         let (settings, extract, answer) = &*shared;
-        if !settings.locks_safe && answer.is_safe(&request) {
+        let is_safe = settings.safe != Safe::Lock && answer.is_safe(&request);
+        if is_safe && settings.safe == Safe::Nothing {
             return ResponseFuture::passed_through(self.inner.call(request), shared);
         }
         let key = match (extract.extract_key(&request).filter(|key| !key.is_empty()), settings.on_missing_key) {
@@ -77,8 +78,9 @@ where
                 return ResponseFuture::rejected(Rejection::MissingKey(MissingKey), shared);
             }
         };
-        let lease = settings.locks.lock(key).into_future();
-        ResponseFuture::acquiring(lease, self.take_ready(), request, shared)
+        let lock = settings.locks.lock(key);
+        let lease = if is_safe { lock.shared() } else { lock };
+        ResponseFuture::acquiring(lease.into_future(), self.take_ready(), request, shared)
     }
 }
 
