@@ -9,8 +9,9 @@ use std::future::ready;
 use std::net::SocketAddr;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use axum::Router;
 use axum::extract::ConnectInfo;
-use axum::{Router, routing::get};
+use axum::routing::{get, post};
 use bytes::Bytes;
 use http::header::{CONTENT_TYPE, RETRY_AFTER};
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
@@ -20,14 +21,16 @@ use proptest::prelude::*;
 use prost::Message as _;
 use serde_json::{Value, json};
 use tollgate::grpc::AsStatus;
-use tollgate::http::{PeerAddr, header, peer_ip};
+use tollgate::http::{PeerAddr, header, matched_path, peer_ip};
+use tollgate::idempotency::IdempotencyHandle;
+use tollgate::lock::LeaseView;
 use tollgate::rate_limit::{
     BurstQuota, Decision, Limit, LimitStatus, RateLimitHandle, RateLimitStore, Receipt, Standing,
 };
 use tollgate::reject::{HeaderVersion, RejectionBody};
 use tollgate::{
-    AsResponse, Everyone, Key, Limiter, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer,
-    StoreError, first_of,
+    AsResponse, Everyone, IdempotencyLayer, Key, Limiter, LockLayer, MemoryBackend, OnMissingKey, OnStoreError, Policy,
+    Quota, RateLimitLayer, StoreError, first_of,
 };
 use tonic_types::StatusExt;
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
@@ -283,6 +286,67 @@ async fn the_inner_body_passes_through_with_its_length_and_trailers() {
     let body = body.collect().await.unwrap();
     assert_eq!(body.trailers().unwrap()["x-checksum"], "42");
     assert_eq!(body.to_bytes(), "hello");
+}
+
+/// As an argument, and as an option where the layer is not in front, or lets a request pass without.
+#[tokio::test]
+async fn handlers_of_axum_take_what_layers_know() {
+    async fn all(limit: RateLimitHandle, lease: LeaseView, operation: IdempotencyHandle) -> String {
+        assert!(lease.fence() > 0 && operation.fence() > 0);
+        limit.settle(5);
+        format!("{} {}", limit.cost(), operation.attempt())
+    }
+    async fn some(limit: Option<RateLimitHandle>, lease: Option<LeaseView>, of: Option<IdempotencyHandle>) -> String {
+        format!("{} {} {}", limit.is_some(), lease.is_some(), of.is_some())
+    }
+    let backend = MemoryBackend::new();
+    let policy = Policy::new("tokens", Quota::per_hour(10).fixed_window());
+    let limiter = Limiter::new(backend.clone(), policy.clone());
+    let app = Router::new()
+        .route("/all", post(all))
+        .route("/some", get(some))
+        .layer(LockLayer::new(backend.clone()))
+        .layer(IdempotencyLayer::new(backend.clone()).scope(|_: &_| "shop"))
+        .layer(RateLimitLayer::new(backend, policy).cost(|_: &_| 2))
+        .route("/none", get(some).post(all));
+    let answer = async |method, path| {
+        let request = Request::builder().method(method).uri(path).header("idempotency-key", "\"8e03978e\"");
+        let response = app.clone().oneshot(request.body(axum::body::Body::empty()).unwrap()).await.unwrap();
+        let status = response.status();
+        let body = response.into_body().collect().await.unwrap().to_bytes();
+        (status, String::from_utf8(body.to_vec()).unwrap())
+    };
+    assert_eq!(answer("POST", "/all").await, (StatusCode::OK, "2 1".to_owned()));
+    let peeked = limiter.peek(Key::EVERYONE).await.unwrap();
+    assert_eq!(peeked.limits()[0].remaining(), 5);
+    assert_eq!(answer("GET", "/some").await, (StatusCode::OK, "true false false".to_owned()));
+    assert_eq!(answer("GET", "/none").await, (StatusCode::OK, "false false false".to_owned()));
+    assert_eq!(answer("POST", "/none").await.0, StatusCode::INTERNAL_SERVER_ERROR);
+}
+
+#[tokio::test]
+async fn routes_of_axum_are_counted_as_such() {
+    let policy = Policy::new("api", Quota::per_hour(2).fixed_window());
+    let layer = RateLimitLayer::new(MemoryBackend::new(), policy).key(matched_path());
+    let app = Router::new()
+        .route("/users/{id}", get(async || ""))
+        .nest("/v2", Router::new().route("/users/{id}", get(async || "")))
+        .route("/about", get(async || ""))
+        .layer(layer.on_missing_key(OnMissingKey::Reject));
+    let asked = [
+        ("/users/1", 200),
+        ("/users/2", 200),
+        ("/users/3", 429),
+        ("/v2/users/1", 200),
+        ("/v2/users/2", 200),
+        ("/v2/users/2", 429),
+        ("/about", 200),
+        ("/nothing", 400),
+    ];
+    for (path, status) in asked {
+        let request = Request::get(path).body(axum::body::Body::empty()).unwrap();
+        assert_eq!(app.clone().oneshot(request).await.unwrap().status(), status, "{path}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

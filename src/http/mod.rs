@@ -194,6 +194,8 @@
 mod body;
 mod charge;
 mod client_ip;
+#[cfg(feature = "axum")]
+mod extract;
 mod forwarded;
 mod headers;
 mod idempotency;
@@ -207,6 +209,8 @@ pub use self::body::ResponseBody;
 pub(crate) use self::charge::AtEnd;
 pub use self::charge::{ChargeStatus, failures, successes};
 pub use self::client_ip::{ClientIp, ForwardingHeader};
+#[cfg(feature = "axum")]
+pub use self::extract::{MatchedPathKey, matched_path};
 pub use self::idempotency::{
     FingerprintedBody, Idempotency, IdempotencyFuture, IdempotencyLayer, IdempotentBody, Unscoped,
 };
