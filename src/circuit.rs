@@ -82,6 +82,11 @@ impl Outage {
         Self { quiet, lasts: AtomicBool::new(false), last_failure: Mutex::new(None) }
     }
 
+    /// One of a store.
+    pub(crate) const fn of_a_store() -> Self {
+        Self::until_quiet_for(RECOVERED)
+    }
+
     /// Notes a failure, and answers whether it is the first.
     pub(crate) fn begins(&self) -> bool {
         *self.last_failure() = Some(Instant::now());
@@ -122,7 +127,7 @@ impl Circuit {
             epoch: Instant::now(),
             failures: AtomicU32::new(0),
             next_probe: AtomicU64::new(0),
-            outage: Outage::until_quiet_for(RECOVERED),
+            outage: Outage::of_a_store(),
         }
     }
 

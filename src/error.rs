@@ -94,6 +94,11 @@ impl StoreError {
     pub fn is_foreign_data(&self) -> bool {
         self.kind == Kind::ForeignData
     }
+
+    /// Whether the backend has said no, so that what was asked has not happened.
+    pub(crate) const fn is_refusal(&self) -> bool {
+        matches!(self.kind, Kind::Unauthorized | Kind::OutOfMemory | Kind::ForeignData)
+    }
 }
 
 impl fmt::Debug for StoreError {

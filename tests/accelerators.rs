@@ -176,6 +176,17 @@ async fn a_denial_is_answered_without_the_store_and_its_waits_shrink() {
     assert!(limiter.check("alice").await.unwrap().is_allowed());
 }
 
+#[tokio::test(start_paused = true)]
+async fn questions_that_fail_or_come_too_late_are_misses_as_well() {
+    let (_, slow) = slow();
+    let store = DenyCache::new(slow.clone());
+    let limiter = limiter(&store, &fixed(1)).deadline(Duration::from_millis(10));
+    slow.inner.fails.store(true, Ordering::Relaxed);
+    assert!(limiter.check("alice").await.is_err());
+    drop(timeout(Duration::ZERO, store.check(&fixed(1), &Key::from("bob"), 1)).await);
+    assert_eq!((store.stats().hits, store.stats().misses), (0, 2));
+}
+
 /// What is known of an expensive request says nothing about a cheap one: caches that only look at the key turn away
 /// clients that have units left.
 #[tokio::test(start_paused = true)]

@@ -150,6 +150,40 @@ mod queue {
         assert_eq!(queue.decode(&job).unwrap(), "a".repeat(1_000));
     }
 
+    /// To push once more what is there already is how somebody is sure of it.
+    #[tokio::test(start_paused = true)]
+    async fn what_is_there_already_takes_no_room() {
+        let backend = MemoryBackend::with_capacity(2);
+        let queue = DelayQueue::<String>::new(backend.clone(), "test");
+        for _ in 0..2 {
+            for id in ["a", "b"] {
+                queue.push("x".repeat(1_000)).id(id).await.unwrap();
+            }
+            assert_eq!(backend.jobs(), 2);
+        }
+        for (id, size) in [("c", 0), ("c", 1_000)] {
+            let error = queue.push("x".repeat(size)).id(id).await.unwrap_err();
+            assert!(matches!(&error, QueueError::Store(error) if error.is_out_of_memory()), "{error:?}");
+        }
+        // One that is dead makes room for itself, if it is no larger.
+        let claim = Claim {
+            worker: WorkerId::random().unwrap(),
+            limit: 1,
+            lease: Duration::from_secs(60),
+            dead: DeadLimits::default(),
+        };
+        let key = QueueKey::new("test");
+        let claimed = backend.claim(&key, &[], &claim).await.unwrap().jobs.pop().unwrap();
+        let ending = Ending::Dead { reason: Reason::Failed, error: "it failed".into() };
+        let finish = Finish { ticket: claimed.ticket(), ending };
+        backend.claim(&key, &[finish], &Claim { limit: 0, ..claim }).await.unwrap();
+        assert_eq!(queue.counts().await.unwrap().dead, 1);
+        let id = claimed.job.id;
+        assert!(queue.push("y".repeat(4_000)).id(id).await.is_err());
+        assert!(queue.push("y".repeat(500)).id(id).await.unwrap().is_new());
+        assert_eq!((backend.jobs(), queue.counts().await.unwrap().dead), (2, 0));
+    }
+
     #[tokio::test(start_paused = true)]
     async fn unique_keys_that_are_held_for_a_time_are_bounded_in_memory() {
         let backend = MemoryBackend::with_capacity(10);

@@ -325,6 +325,25 @@ async fn handlers_of_axum_take_what_layers_know() {
 }
 
 #[tokio::test]
+async fn calls_carry_nothing_where_they_are_told_so() {
+    for extensions in [true, false] {
+        let handler = service_fn(move |request: Request<Full<Bytes>>| {
+            let left = request.extensions();
+            assert_eq!(left.get::<RateLimitHandle>().is_some(), extensions);
+            assert_eq!(left.get::<LeaseView>().is_some(), extensions);
+            ready(Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())))
+        });
+        let answer = AsStatus::new().extensions(extensions);
+        let service = ServiceBuilder::new()
+            .layer(layer(Quota::per_minute(5).fixed_window()).with_rejection(answer.clone()))
+            .layer(LockLayer::new(MemoryBackend::new()).with_rejection(answer))
+            .service(handler);
+        let response = service.oneshot(Request::post("/").body(Full::default()).unwrap()).await.unwrap();
+        assert_eq!(response.extensions().get::<Decision>().is_some(), extensions);
+    }
+}
+
+#[tokio::test]
 async fn routes_of_axum_are_counted_as_such() {
     let policy = Policy::new("api", Quota::per_hour(2).fixed_window());
     let layer = RateLimitLayer::new(MemoryBackend::new(), policy).key(matched_path());

@@ -1465,6 +1465,20 @@ async fn a_rejection_may_have_a_body_of_ones_own() {
     assert!(text.starts_with(b"no: "), "{text:?}");
 }
 
+/// Wherever they are kept: a table of few is as good as full otherwise.
+#[tokio::test(start_paused = true)]
+async fn operations_that_have_run_out_make_room() {
+    let guard = layer(MemoryBackend::with_capacity(4)).retention(Duration::from_secs(60));
+    let app = Handler::new().behind(guard, echo);
+    for round in 0..20 {
+        for number in 0..4 {
+            assert_eq!(ask(&app, pay(&format!("{round}-{number}"))).await.status(), 200, "{round} {number}");
+        }
+        assert_eq!(ask(&app, pay(&format!("{round}-4"))).await.status(), 503);
+        tokio::time::advance(Duration::from_secs(180)).await;
+    }
+}
+
 /// New operations that find no room opened the circuit, and then what was done before was not asked for any more.
 #[tokio::test(start_paused = true)]
 async fn what_is_done_is_replayed_where_there_is_no_room_for_more() {

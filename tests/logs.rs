@@ -12,16 +12,16 @@ use std::time::Duration;
 
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
-use http_body_util::Full;
+use http_body_util::{BodyExt, Full};
 use support::server::RedisServer;
-use tokio::time::advance;
+use tokio::time::{advance, sleep};
 use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, peer_ip};
 use tollgate::idempotency::OnStoreError;
 use tollgate::rate_limit::{Decision, LimitStatus, PolicyResolver, RateLimitStore, Receipt};
-use tollgate::testing::{Failure, FaultStore};
+use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
-    AsError, BoxError, DelayQueue, DelayQueueWorker, Everyone, ExtractKey, IdempotencyLayer, Job, Key, Locks,
-    MemoryBackend, Policy, Quota, RateLimitLayer, StoreError,
+    AsError, BoxError, DelayQueue, DelayQueueWorker, Everyone, ExtractKey, IdempotencyLayer, Job, Key, LockLayer,
+    Locks, MemoryBackend, Policy, Quota, RateLimitLayer, StoreError,
 };
 use tower::{Layer, ServiceExt, service_fn};
 use tracing::field::{Field, Visit};
@@ -174,6 +174,91 @@ async fn requests_that_pass_without_a_record_are_one_line_at_the_beginning_and_o
     let ends = "INFO idempotency store answers again: requests are served once";
     let closes = "INFO idempotency circuit closes: the store is asked again";
     assert_eq!(log.lines(), [closes, "INFO idempotency store answers again", ends]);
+}
+
+/// Nothing was begun, so there is nothing to be sorry for; and a store that is down is not asked to take back what it never gave.
+#[tokio::test(start_paused = true)]
+async fn operations_that_could_not_be_begun_are_no_line_each() {
+    let log = Log::default();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let guard = IdempotencyLayer::new(store).scope(Everyone);
+    let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
+        Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
+    }));
+    let ask = |number: usize| {
+        let request = Request::post("/").header("idempotency-key", number).body(Full::default()).unwrap();
+        let service = service.clone();
+        async move { service.oneshot(request).await.unwrap().status() }
+    };
+    faults.fail(Failure::Timeout);
+    for number in 0..600 {
+        assert_eq!(ask(number).await, StatusCode::SERVICE_UNAVAILABLE);
+        sleep(Duration::from_millis(200)).await;
+    }
+    let opens = "WARN idempotency circuit opens: the store is asked by probes only";
+    assert_eq!(log.lines(), ["WARN idempotency store fails", opens]);
+    assert!(faults.calls(Verb::Release) < 20, "{} attempts to give back what nobody has", faults.calls(Verb::Release));
+    faults.heal();
+    assert_eq!(ask(600).await, StatusCode::OK);
+    sleep(Duration::from_secs(60)).await;
+    assert_eq!(ask(601).await, StatusCode::OK);
+    let closes = "INFO idempotency circuit closes: the store is asked again";
+    assert_eq!(log.lines(), [closes, "INFO idempotency store answers again"]);
+}
+
+/// One call in three fails for a while, so that no circuit opens.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_now_and_then_is_no_line_for_each_time() {
+    let log = Log::default();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let layer = LockLayer::new(store.clone()).on_store_error(tollgate::lock::OnStoreError::Allow);
+    let locked = layer.with_rejection(AsError).layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
+    let guard = IdempotencyLayer::new(store).scope(Everyone).on_store_error(OnStoreError::Allow);
+    let guarded = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
+        Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
+    }));
+    for number in 0..300 {
+        if number % 3 == 0 {
+            faults.fail(Failure::Unavailable);
+        }
+        locked.clone().oneshot(()).await.unwrap();
+        let request = Request::post("/").header("idempotency-key", number).body(Full::default()).unwrap();
+        guarded.clone().oneshot(request).await.unwrap();
+        faults.heal();
+        sleep(Duration::from_millis(20)).await;
+    }
+    let mut lines = log.lines();
+    lines.sort_unstable();
+    let expected = [
+        "WARN idempotency store fails",
+        "WARN idempotency store fails: requests are served without a record",
+        "WARN lock store fails",
+        "WARN lock store fails: requests pass without a lock",
+    ];
+    assert_eq!(lines, expected);
+}
+
+/// The answers are lost, and the marks that there were some are kept.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_has_no_room_for_answers_is_one_line() {
+    let log = Log::default();
+    let backend = MemoryBackend::with_capacity(20);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let guard = IdempotencyLayer::new(backend).scope(Everyone);
+    let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
+        Ok::<_, BoxError>(Response::new(Full::<Bytes>::from(vec![b'x'; 15_000])))
+    }));
+    for number in 0..10 {
+        let request = Request::post("/").header("idempotency-key", number).body(Full::default()).unwrap();
+        let response = service.clone().oneshot(request).await.unwrap();
+        assert_eq!(response.into_body().collect().await.unwrap().to_bytes().len(), 15_000);
+        sleep(Duration::from_millis(100)).await;
+    }
+    assert_eq!(log.lines(), ["WARN idempotency store fails", "WARN there is no room to keep an answer"]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use tokio::time::advance;
-use tollgate::rate_limit::{Outcome, QuotaChange, RateLimitStore, Receipt, Request};
+use tollgate::rate_limit::{LimitStatus, Outcome, QuotaChange, RateLimitStore, Receipt, Request};
 use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota};
 
 tollgate::rate_limit_contract!(
@@ -234,6 +234,31 @@ async fn keys_that_have_only_just_run_out_stay() {
         advance(Duration::from_micros(90)).await;
     }
     assert_eq!(backend.len(), 10_000);
+}
+
+/// As in tests that have a backend in a `static`, and each a clock of its own that begins now.
+#[test]
+fn a_clock_that_is_behind_that_of_another_runtime_takes_nothing_back() {
+    let backend = MemoryBackend::new();
+    let policy = Policy::new("several", Quota::per_hour(3).token_bucket())
+        .limit(Quota::per_hour(3).fixed_window())
+        .limit(Quota::per_hour(3).sliding_window());
+    let limiter = Limiter::new(backend, policy);
+    for turn in 0..3 {
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+        runtime.block_on(async {
+            if turn == 0 {
+                advance(Duration::from_secs(60)).await;
+            }
+            assert!(limiter.peek("alice").await.unwrap().is_allowed());
+            let decision = limiter.check("alice").await.unwrap();
+            let left: Vec<_> = decision.limits().iter().map(LimitStatus::remaining).collect();
+            assert_eq!(left, [2 - turn; 3]);
+            if turn == 1 {
+                limiter.settle("alice", decision.receipt().unwrap(), 0).await.unwrap();
+            }
+        });
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -379,6 +379,70 @@ fn operations_are_counted_by_layer_and_outcome() {
     assert_eq!(seen(&snapshotter), expect(&expected));
 }
 
+/// Whoever comes first is seen as well, while it still waits.
+#[test]
+fn a_store_of_locks_that_fails_from_the_start_is_seen() {
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().fail(Failure::Unavailable);
+    let locks = Locks::new(store).namespace("orders").circuit_breaker(CircuitBreaker::new().failures(2));
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let one = locks.lock("a").into_future();
+            assert!(tokio::time::timeout(Duration::from_secs(1), one).await.is_err());
+        });
+    });
+    let seen = seen(&snapshotter);
+    assert_eq!(seen["tollgate_lock_circuit_transitions_total{locks=orders,state=open}"], 1);
+    assert!(seen["tollgate_lock_store_errors_total{locks=orders}"] >= 2, "{seen:?}");
+}
+
+/// Operations that were never begun are none of which nobody knows what became.
+#[test]
+fn an_outage_makes_no_attempt_unknown() {
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    metrics::with_local_recorder(&recorder, || {
+        let guard = IdempotencyLayer::new(store).name("pay").scope(header("x-user"));
+        let service = guard.layer(service_fn(pay));
+        runtime.block_on(async {
+            for failure in [Failure::Timeout, Failure::Unavailable, Failure::OutOfMemory] {
+                faults.fail(failure);
+                for key in 0..20 {
+                    let request = Request::post("/").header("x-user", "alice").header("idempotency-key", key);
+                    service.clone().oneshot(request.body(Full::<Bytes>::default()).unwrap()).await.unwrap();
+                }
+                tokio::time::sleep(Duration::from_secs(120)).await;
+                faults.heal();
+                tokio::time::sleep(Duration::from_secs(120)).await;
+            }
+        });
+    });
+    let seen = seen(&snapshotter);
+    assert_eq!(seen["tollgate_idempotency_requests_total{layer=pay,outcome=failed_closed}"], 60);
+    assert!(seen.keys().all(|name| !name.contains("attempts_total")), "{seen:?}");
+}
+
+/// Of a request that counts for several, as with decisions.
+#[test]
+fn requests_that_pass_without_a_decision_are_counted_for_each_policy() {
+    for (then, outcome) in [(OnStoreError::Allow, "failed_open"), (OnStoreError::Deny, "failed_closed")] {
+        let policy = |name: &'static str| Policy::new(name, Quota::per_hour(6).fixed_window());
+        let layer = RateLimitLayer::new(Down, policy("api")).on_store_error(then).with_rejection(AsError);
+        let layer = layer.key(|client: &&'static str| *client).and(policy("total"), |_: &&'static str| "all");
+        let service = layer.layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
+        let seen = seen_of(service, &["alice", "bob"]);
+        for name in ["api", "total"] {
+            assert_eq!(seen[&format!("tollgate_decisions_total{{policy={name},outcome={outcome}}}")], 2, "{seen:?}");
+        }
+    }
+}
+
 async fn pay(request: Request<FingerprintedBody<Full<Bytes>>>) -> Result<Response<Full<Bytes>>, BoxError> {
     let body = request.into_body().collect().await?.to_bytes();
     let mut response = Response::new(body.clone().into());

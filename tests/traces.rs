@@ -8,8 +8,10 @@ use std::time::Duration;
 use opentelemetry::trace::{SpanId, TraceFlags, TraceId, TraceState, TracerProvider};
 use opentelemetry_sdk::trace::{InMemorySpanExporter, SdkTracerProvider, SpanData};
 use tollgate::delay_queue::{DelayQueueWorker, Job};
-use tollgate::{DelayQueue, MemoryBackend};
-use tower::{Service, service_fn};
+use tollgate::rate_limit::PolicyResolver;
+use tollgate::{AsError, DelayQueue, Key, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
+use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
+use tracing::Instrument;
 use tracing_subscriber::layer::SubscriberExt;
 
 const TRACEPARENT: &str = "00-4bf92f3577b34da6a3ce929d0e0e4736-00f067aa0ba902b7-01";
@@ -59,6 +61,55 @@ fn the_span_of_a_job_links_to_the_one_that_pushed_it() {
         (link.span_context.trace_id(), link.span_context.span_id(), link.span_context.trace_flags()),
         (pushing.trace_id(), pushing.span_id(), pushing.trace_flags())
     );
+}
+
+/// Or all jobs of a worker would be one trace, which ends with the worker.
+#[test]
+fn the_span_of_a_job_is_none_of_those_around_its_worker() {
+    let spans = spans(async {
+        let queue = queue();
+        queue.push(7).await.unwrap();
+        let running = worker(&queue).run_until(tokio::time::sleep(Duration::from_secs(1)));
+        running.instrument(tracing::info_span!("worker")).await.unwrap();
+    });
+    let around = &spans.iter().find(|span| span.name == "worker").unwrap().span_context;
+    let [job] = jobs(&spans)[..] else { panic!("one attempt is one span: {spans:?}") };
+    assert_ne!(job.span_context.trace_id(), around.trace_id());
+    assert_eq!(job.parent_span_id, SpanId::INVALID);
+}
+
+/// A handler that goes on without its client, and a resolver that goes on without who has asked.
+#[test]
+fn what_goes_on_in_the_background_belongs_to_its_request() {
+    let spans = spans(async {
+        let inner = async |name: &'static str| {
+            tokio::task::yield_now().await;
+            drop(tracing::info_span!("inside", name));
+        };
+        let plan = Policy::new("plan", Quota::per_hour(10).fixed_window());
+        let plans = PolicyResolver::new({
+            let plan = plan.clone();
+            move |_: Key| {
+                let plan = plan.clone();
+                async move {
+                    inner("resolver").await;
+                    Ok::<_, Infallible>(plan)
+                }
+            }
+        });
+        let service = ServiceBuilder::new()
+            .layer(RateLimitLayer::new(MemoryBackend::new(), plan).resolver(plans).with_rejection(AsError))
+            .layer(LockLayer::new(MemoryBackend::new()).with_rejection(AsError).detached())
+            .service_fn(move |()| async move {
+                inner("handler").await;
+                Ok::<_, Infallible>(())
+            });
+        service.oneshot(()).instrument(tracing::info_span!("request")).await.unwrap();
+    });
+    let request = &spans.iter().find(|span| span.name == "request").unwrap().span_context;
+    let inside: Vec<_> = spans.iter().filter(|span| span.name == "inside").collect();
+    assert_eq!(inside.len(), 2, "{spans:?}");
+    assert!(inside.iter().all(|span| span.span_context.trace_id() == request.trace_id()), "{spans:?}");
 }
 
 #[test]

@@ -132,6 +132,8 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// How many dead jobs are kept, and for how long. Defaults to 10,000 for 90 days. The oldest make room for others.
+    ///
+    /// No longer than 90 days ([`DeadLimits::MAX_AGE`]), whatever is said.
     #[must_use]
     pub fn keep_dead(mut self, count: u64, age: Duration) -> Self {
         self.dead = DeadLimits { count, age: age.min(DeadLimits::MAX_AGE) };

@@ -13,6 +13,9 @@ pub enum Due {
     /// So long from now, by the store's clock. At most [`Due::MAX_DELAY`].
     In(Duration),
     /// At this instant, by the store's clock; at once if that is over.
+    ///
+    /// The memory backend reads the date when it is made, and goes by what has passed since: it is late by as long as the machine was suspended, or by as
+    /// much as the clock was set forward.
     At(SystemTime),
 }
 

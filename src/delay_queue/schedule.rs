@@ -2,6 +2,7 @@ use std::error::Error;
 use std::fmt;
 use std::future::{Future, pending};
 use std::iter::successors;
+use std::mem;
 use std::pin::pin;
 use std::str::FromStr;
 use std::time::{Duration, SystemTime};
@@ -179,7 +180,7 @@ where
         let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
         let id = format!("{name}@{}", since.as_secs());
         let payload = (self.payload)(time);
-        let mut pause = FIRST_PAUSE;
+        let (mut pause, mut is_told) = (FIRST_PAUSE, false);
         loop {
             // Whoever has the time behind us finds the key when the job is done and forgotten.
             let span = time.duration_since(clock.now()).unwrap_or_default() + BEHIND;
@@ -187,7 +188,9 @@ where
             match push.await {
                 Ok(_) => return,
                 Err(error @ (QueueError::Store(_) | QueueError::Full { .. })) => {
-                    tracing::warn!(queue = %self.queue.name(), schedule = name, %error, "a recurring job could not be pushed yet");
+                    if !mem::replace(&mut is_told, true) {
+                        tracing::warn!(queue = %self.queue.name(), schedule = name, %error, "a recurring job could not be pushed yet");
+                    }
                 }
                 Err(error) => {
                     tracing::error!(queue = %self.queue.name(), schedule = name, %error, "a recurring job cannot be pushed");

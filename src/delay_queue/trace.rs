@@ -16,9 +16,10 @@ pub(super) const TRACEPARENT: &str = "traceparent";
 #[cfg(feature = "otel")]
 const TRACESTATE: &str = "tracestate";
 
-/// A span around an attempt. It begins a trace of its own: whoever pushed the job has not waited for it.
+/// A span around an attempt. It begins a trace of its own, whatever the worker runs in: whoever pushed the job has not waited for it.
 pub(super) fn span<T>(queue: &str, job: &Job<T>) -> Span {
     let span = tracing::info_span!(
+        parent: None,
         "job",
         queue,
         id = %job.id(),

@@ -85,7 +85,9 @@ where
     B: Body<Data = Bytes>,
 {
     fn attach(&self, lease: LeaseView, request: &mut Request<ReqBody>) {
-        request.extensions_mut().insert(lease);
+        if !self.fields.no_extensions {
+            request.extensions_mut().insert(lease);
+        }
     }
 
     fn occupy(&self, stay: Stay, response: &mut Response<LockedBody<B>>) {

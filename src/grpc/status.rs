@@ -15,7 +15,7 @@ use crate::reject::{Fields, HeaderVersion, NothingDone, Reject, Secret};
 /// A rejection becomes a gRPC status. See the [module docs](crate::grpc). Cheap to clone.
 #[derive(Clone, Debug, Default)]
 pub struct AsStatus {
-    fields: Fields,
+    pub(super) fields: Fields,
     retry_jitter: Duration,
 }
 
@@ -70,6 +70,14 @@ impl AsStatus {
     #[must_use]
     pub const fn retry_jitter(mut self, most: Duration) -> Self {
         self.retry_jitter = most;
+        self
+    }
+
+    /// Whether requests and responses carry in their extensions what layers know of them: see
+    /// [`AsResponse::extensions`](crate::AsResponse::extensions). Defaults to true.
+    #[must_use]
+    pub const fn extensions(mut self, extensions: bool) -> Self {
+        self.fields.no_extensions = !extensions;
         self
     }
 

@@ -15,7 +15,7 @@ use super::erased::AnyStore;
 use super::handle::HasPayload;
 use super::meters::{Ended, Meters};
 use super::store::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
-use crate::circuit::{Circuit, CircuitBreaker, Watch};
+use crate::circuit::{Circuit, CircuitBreaker, Outage, Watch};
 use crate::error::StoreError;
 use crate::lock::{Scope, Wakeups};
 
@@ -35,6 +35,8 @@ pub(crate) struct Home {
     terms: Terms,
     circuit: Circuit,
     meters: OnceLock<Meters>,
+    // Whether the log has been told that there is no room for answers.
+    full: Outage,
     running: AtomicUsize,
     waiting: AtomicUsize,
     background: AtomicUsize,
@@ -91,8 +93,8 @@ impl Home {
 
     fn over(store: Arc<dyn AnyStore>, terms: Terms) -> Self {
         let [running, waiting, background] = [const { AtomicUsize::new(0) }; 3];
-        let (circuit, meters) = (Circuit::new(terms.breaker), OnceLock::new());
-        Self { store, terms, circuit, meters, running, waiting, background, idle: Notify::new() }
+        let (circuit, meters, full) = (Circuit::new(terms.breaker), OnceLock::new(), Outage::of_a_store());
+        Self { store, terms, circuit, meters, full, running, waiting, background, idle: Notify::new() }
     }
 
     /// The same store on other terms.
@@ -202,11 +204,11 @@ impl<P: HasPayload + 'static> Order<P> {
         let mut attempt = self.attempt(End::GiveBack);
         let begun = match home.circuit.admit() {
             Ok(()) => home.noted(home.store.begin(operation, claim, home.terms.limit).await),
-            Err(error) => {
-                attempt.end = End::Settled;
-                Err(error)
-            }
+            Err(error) => Err(error),
         };
+        if begun.as_ref().is_err_and(|error| error.is_refusal() || Circuit::is_cause_of(error)) {
+            attempt.end = End::Settled;
+        }
         Ok(attempt.begun(begun?))
     }
 
@@ -292,36 +294,62 @@ impl<P: HasPayload + 'static> Order<P> {
     }
 
     /// Goes on to say it in the background, for no longer than a lease, or a second where that is shorter.
-    fn settle_in_background(self: &Arc<Self>, end: Settlement, again: Again) {
+    fn settle_in_background(self: &Arc<Self>, end: Settlement, what: Settled) {
         let (Ok(runtime), Some(running)) =
             (Handle::try_current(), Running::new(&self.home, |home| &home.background, MAX_BACKGROUND))
         else {
             tracing::debug!("an operation is left to the end of its lease");
-            return self.home.meters().ended(Ended::Unknown);
+            if what == Settled::Attempt {
+                self.home.meters().ended(Ended::Unknown);
+            }
+            return;
         };
         let order = Arc::clone(self);
         drop(runtime.spawn(async move {
-            let (until, mut pause) = (Instant::now() + order.claim.lease.max(SHORTEST), FIRST_PAUSE);
-            let ended = loop {
-                match order.settle(&end).await {
-                    Ok(is_ours) => break end.ended(is_ours),
-                    Err(error) if Instant::now() + pause >= until => {
+            let until = Instant::now() + order.claim.lease.max(SHORTEST);
+            match what {
+                Settled::Attempt => {
+                    let settled = order.settle_until(until, &end, || Ok(())).await;
+                    if let Err(error) = &settled {
                         tracing::warn!(%error, "an operation could not be settled in time: its outcome is unknown");
-                        break Ended::Unknown;
                     }
-                    Err(_) => sleep(pause).await,
+                    order.home.meters().ended(settled.map_or(Ended::Unknown, |is_ours| end.ended(is_ours)));
                 }
-                pause *= 2;
-            };
-            order.home.meters().ended(ended);
-            if again == Again::Yes {
-                sleep(LATE).await;
-                if let Err(error) = order.settle(&end).await {
-                    tracing::debug!(%error, "an operation could not be given back once more");
+                Settled::Claim => {
+                    // Of a store that fails there are as many of these as requests, and none is worth a probe.
+                    let mut settled = order.settle_until(until, &end, || order.home.circuit.admit_no_probe()).await;
+                    if settled.is_ok() {
+                        sleep(LATE).await;
+                        settled = order.settle(&end).await;
+                    }
+                    if let Err(error) = settled {
+                        tracing::debug!(%error, "a claim could not be given back, if it was one");
+                    }
                 }
             }
             drop(running);
         }));
+    }
+
+    /// Says it until the store has heard, or until then.
+    async fn settle_until(
+        &self,
+        until: Instant,
+        end: &Settlement,
+        may_ask: impl Fn() -> Result<(), StoreError>,
+    ) -> Result<bool, StoreError> {
+        let mut pause = FIRST_PAUSE;
+        loop {
+            let settled = match may_ask() {
+                Ok(()) => self.settle(end).await,
+                Err(error) => Err(error),
+            };
+            if settled.is_ok() || Instant::now() + pause >= until {
+                return settled;
+            }
+            sleep(pause).await;
+            pause *= 2;
+        }
     }
 }
 
@@ -392,12 +420,13 @@ pub(crate) struct Attempt<P: HasPayload + 'static> {
     is_answering: AtomicBool,
 }
 
-/// Whether an operation that was given back is given back once more a moment later: the store may hear of the claim after that, and
-/// remembers the token of the last one alone that was given back.
+/// What the store is told of in the background.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Again {
-    Yes,
-    No,
+enum Settled {
+    Attempt,
+    /// A claim that nobody has heard of, so that nothing was begun. It is given back once more a moment later: the store may hear of it after
+    /// that, and remembers the token of the last one alone that was given back.
+    Claim,
 }
 
 /// What becomes of an attempt that is dropped.
@@ -506,18 +535,24 @@ impl<P: HasPayload + 'static> Attempt<P> {
                 if !is_ours {
                     tracing::warn!("an answer is not kept: its operation is somebody else's by now");
                 }
-                return order.home.meters().ended(end.ended(is_ours));
+                let ended = end.ended(is_ours);
+                if ended == Ended::Kept && order.home.full.ends() {
+                    tracing::info!("there is room to keep answers again");
+                }
+                return order.home.meters().ended(ended);
             }
             Err(error) => match &mut end {
                 Settlement::Complete { completion, mark } if error.is_out_of_memory() && completion.is_kept => {
-                    tracing::warn!(%error, "there is no room to keep an answer");
+                    if order.home.full.begins() {
+                        tracing::warn!(%error, "there is no room to keep an answer");
+                    }
                     completion.is_kept = false;
                     completion.answer = Arc::from(mark.as_slice());
                 }
                 _ => tracing::debug!(%error, "an operation could not be settled: trying again"),
             },
         }
-        order.settle_in_background(end, Again::No);
+        order.settle_in_background(end, Settled::Attempt);
     }
 }
 
@@ -530,7 +565,7 @@ struct Settling<P: HasPayload + 'static> {
 impl<P: HasPayload + 'static> Drop for Settling<P> {
     fn drop(&mut self) {
         if let Some(end) = self.end.take() {
-            self.order.settle_in_background(end, Again::No);
+            self.order.settle_in_background(end, Settled::Attempt);
         }
     }
 }
@@ -546,8 +581,8 @@ impl<P: HasPayload + 'static> Drop for Attempt<P> {
             self.order.home.meters().ended(Ended::Unknown);
         }
         if gives_back {
-            let again = if self.end == End::GiveBack { Again::Yes } else { Again::No };
-            self.order.settle_in_background(Settlement::Release, again);
+            let what = if self.end == End::GiveBack { Settled::Claim } else { Settled::Attempt };
+            self.order.settle_in_background(Settlement::Release, what);
         }
     }
 }

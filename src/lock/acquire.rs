@@ -35,8 +35,10 @@ const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
 pub(super) async fn acquire(home: Arc<Shared>, lock: LockKey, terms: Terms) -> Result<Lease, LockError> {
     let begun = Instant::now();
+    // Before anything can fail that they count.
+    let meters = home.meters(&lock);
     let outcome = take(&home, lock, terms, begun).await;
-    home.meters(&lock).asked(Outcome::of(&outcome), begun.elapsed());
+    meters.asked(Outcome::of(&outcome), begun.elapsed());
     outcome
 }
 
@@ -48,9 +50,10 @@ pub(super) async fn acquire_all(
     terms: Terms,
 ) -> Result<impl Iterator<Item = Lease> + use<>, LockError> {
     let begun = Instant::now();
+    let meters = locks.first().map(|lock| home.meters(lock));
     let outcome = take_all(home, locks, terms, begun).await;
-    if let Some(lock) = locks.first() {
-        home.meters(lock).asked(Outcome::of(&outcome), begun.elapsed());
+    if let Some(meters) = meters {
+        meters.asked(Outcome::of(&outcome), begun.elapsed());
     }
     outcome.map(Leases::into_iter)
 }
@@ -318,12 +321,7 @@ impl Attempts {
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) if self.settles.is_some() => {}
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) => self.sent = None,
             // The store has said no, if for another reason, or was not asked.
-            Err(error)
-                if error.is_unauthorized()
-                    || error.is_out_of_memory()
-                    || error.is_foreign_data()
-                    || Circuit::is_cause_of(error) =>
-            {
+            Err(error) if error.is_refusal() || Circuit::is_cause_of(error) => {
                 self.sent = self.sent.filter(|_| self.settles.is_some());
             }
             Err(_) => self.settles = Some(Instant::now() + LINGERS),

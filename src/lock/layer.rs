@@ -3,7 +3,6 @@ use std::future::Future;
 use std::marker::PhantomData;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -16,7 +15,7 @@ use super::rw::RwLocks;
 use super::semaphore::Semaphore;
 use super::service::{Detach, Lock};
 use super::store::{LockStore, Scope};
-use crate::circuit::CircuitBreaker;
+use crate::circuit::{CircuitBreaker, Outage};
 use crate::error::{ConfigError, StoreError};
 use crate::key::{Everyone, Key};
 use crate::reject::AsResponse;
@@ -57,7 +56,7 @@ pub(super) struct Settings {
     pub(super) release_at: ReleaseAt,
     pub(super) safe: Safe,
     // Whether the log has been told that requests pass without a lock.
-    is_unprotected: Arc<AtomicBool>,
+    unprotected: Arc<Outage>,
 }
 
 /// What requests take that change nothing.
@@ -125,7 +124,8 @@ impl LockLayer {
         Self::with_locks(locks.max_hold(Duration::from_secs(300)).max_waiters(64).max_waiters_in_total(1_000))
     }
 
-    /// Locks as `locks` does, with its settings, and in one line with whoever else uses it.
+    /// Locks as `locks` does, and in one line with whoever else uses it. With its settings: what the methods below default to is what [`new`](Self::new)
+    /// has, and not what `locks` has, which waits for 10 s and knows no [`max_hold`](Self::max_hold) unless it is told otherwise.
     pub fn with_locks(locks: Locks) -> Self {
         let settings = Settings {
             locks,
@@ -134,12 +134,12 @@ impl LockLayer {
             on_loss: OnLoss::default(),
             release_at: ReleaseAt::default(),
             safe: Safe::Nothing,
-            is_unprotected: Arc::default(),
+            unprotected: Arc::new(Outage::of_a_store()),
         };
         Self { settings, key: Arc::new(Everyone), answer: AsResponse::default(), handlers: PhantomData }
     }
 
-    /// Lets as many requests at a time through for each key as the semaphore has permits, with its settings: a limit of what runs at the same time, over
+    /// Lets as many requests at a time through for each key as the semaphore has permits, with its [settings](Self::with_locks): a limit of what runs at the same time, over
     /// all processes that share the store.
     ///
     /// A permit whose process has died is free again when its [time to live](Self::ttl) is over, so the number never drifts. Requests that change nothing need a
@@ -167,7 +167,7 @@ impl LockLayer {
     }
 
     /// Lets requests that change nothing (GET, HEAD, OPTIONS and TRACE with HTTP) through together, and any other one by itself, for each key: the first take the
-    /// read side of its lock, the others the write side.
+    /// read side of its lock, the others the write side. With the [settings](Self::with_locks) of the locks.
     ///
     /// What a reader sees is not changed while its answer is sent. A service that does not speak HTTP has no requests of which that is known, so all of them
     /// write.
@@ -331,14 +331,14 @@ impl Settings {
         if self.on_store_error == OnStoreError::Deny {
             return false;
         }
-        if !self.is_unprotected.swap(true, Ordering::Relaxed) {
+        if self.unprotected.begins() {
             tracing::warn!(%error, "lock store fails: requests pass without a lock");
         }
         true
     }
 
     pub(super) fn answered(&self) {
-        if self.is_unprotected.load(Ordering::Relaxed) && self.is_unprotected.swap(false, Ordering::Relaxed) {
+        if self.unprotected.ends() {
             tracing::info!("lock store answers again: requests need their lock");
         }
     }

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll};
 
 use tower_service::Service;
+use tracing::Instrument;
 
 use super::future::{DetachedFuture, ResponseFuture};
 use super::layer::{LockLayer, OnLoss, OnMissingKey, Safe, Settings};
@@ -141,7 +142,7 @@ where
             return DetachedFuture::attached(future);
         };
         let on_loss = self.on_loss;
-        let task = tokio::spawn(async move {
+        let handler = async move {
             let handler = held.within(future);
             if on_loss != OnLoss::Cancel {
                 return Some(handler.await);
@@ -153,8 +154,8 @@ where
                 outcome = handler => Some(outcome),
             }
             // The lock is given back here, unless somebody still waits for the answer.
-        });
-        DetachedFuture::detached(task)
+        };
+        DetachedFuture::detached(tokio::spawn(handler.in_current_span()))
     }
 }
 

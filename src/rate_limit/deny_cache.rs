@@ -152,12 +152,16 @@ impl<S> DenyCache<S> {
         Err(Question { place, asked: now, changes: part.books.changes })
     }
 
+    /// Counts a question that the store is asked.
+    fn missed(&self, policy: &Policy, question: &Question) {
+        self.denials.lock(question.place).books.misses += 1;
+        policy.meters().deny_cache_asked(false);
+    }
+
     /// Remembers what the store said, if that is a denial that will hold for a while.
     fn learn(&self, policy: &Policy, key: &Key, cost: u32, question: Question, decision: &Decision) {
         let Question { place, asked, changes } = question;
         let mut part = self.denials.lock(place);
-        part.books.misses += 1;
-        policy.meters().deny_cache_asked(false);
         let cost = match decision.outcome() {
             Outcome::Limited => cost,
             // Whatever it costs.
@@ -223,6 +227,8 @@ impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
             Ok(decision) => return Ok(decision),
             Err(question) => question,
         };
+        // First: it may fail, or come too late.
+        self.missed(policy, &question);
         let decision = self.store.check(policy, key, cost).await?;
         self.learn(policy, key, cost, question, &decision);
         Ok(decision)
@@ -234,6 +240,7 @@ impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
             Err(question) => question,
         };
         let decision = self.store.check_now(policy, key, cost)?;
+        self.missed(policy, &question);
         self.learn(policy, key, cost, question, &decision);
         Some(decision)
     }

@@ -268,7 +268,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 }
                 if self.is_hopeless(subjects, cost) {
                     // Too much for a share, but not for the quota.
-                    self.policy.meters().decided(Verdict::FailedClosed);
+                    self.undecided(subjects, Verdict::FailedClosed);
                     return Err(Rejection::Store(error));
                 }
                 // Memory does not fail.
@@ -278,13 +278,20 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 }
             }
             OnStoreError::Deny if enforced => {
-                self.policy.meters().decided(Verdict::FailedClosed);
+                self.undecided(subjects, Verdict::FailedClosed);
                 Err(Rejection::Store(error))
             }
             OnStoreError::Allow | OnStoreError::Deny => {
-                self.policy.meters().decided(Verdict::FailedOpen);
+                self.undecided(subjects, Verdict::FailedOpen);
                 Ok(())
             }
+        }
+    }
+
+    /// Counts what became of a request about which nothing could be decided.
+    fn undecided(&self, subjects: &[Subject], verdict: Verdict) {
+        for subject in subjects {
+            subject.policy(&self.policy).meters().decided(verdict);
         }
     }
 

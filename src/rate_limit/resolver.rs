@@ -11,6 +11,7 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::time::Instant;
+use tracing::Instrument;
 
 use super::policy::Policy;
 use super::recent::Recent;
@@ -300,10 +301,13 @@ impl PolicyResolver {
             // There is nothing to run it but the request itself.
             return attempt.end(resolve(key).await);
         };
-        let mut course = Box::pin(async move {
-            let outcome = Deadline::new(resolve(key), timeout).await;
-            attempt.end(outcome);
-        });
+        let mut course = Box::pin(
+            async move {
+                let outcome = Deadline::new(resolve(key), timeout).await;
+                attempt.end(outcome);
+            }
+            .in_current_span(),
+        );
         // A resolver that need not ask anybody needs no task. If it panics, that is no more the request's than in a task.
         let begun = catch_unwind(AssertUnwindSafe(|| {
             let first = course.as_mut().poll(&mut Context::from_waker(Waker::noop()));

@@ -183,11 +183,23 @@ impl QueueTable {
 
     fn push(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
         let mut queues = self.queues();
-        let bytes = jobs.iter().map(NewJob::size).sum::<usize>();
+        // What is there already takes no room, and what takes the place of a dead job takes no more than it is larger.
+        let known = queues.all.get(key);
+        let (mut new, mut bytes) = (0, 0);
+        for job in jobs {
+            match known.and_then(|queue| queue.jobs.get(&job.id)) {
+                None => (new, bytes) = (new + 1, bytes + job.size()),
+                Some(record) if matches!(record.place, Place::Dead { .. }) => {
+                    bytes += job.size().saturating_sub(record.size());
+                }
+                Some(_) => {}
+            }
+        }
         // Besides those that take the room of these jobs, a few unique keys whose time is over go with each that comes.
-        let excess = (self.kept() + jobs.len()).saturating_sub(self.capacity);
+        let excess = (self.kept() + new).saturating_sub(self.capacity);
         self.sweep(&mut queues, excess + 2 * jobs.len());
-        if self.kept() + jobs.len() > self.capacity || !self.has_room(bytes) {
+        let is_full = new > 0 && self.kept() + new > self.capacity;
+        if is_full || (bytes > 0 && !self.has_room(bytes)) {
             return Err(no_room());
         }
         Ok(self.change(&mut queues, key, |queue, now| {

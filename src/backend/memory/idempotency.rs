@@ -143,6 +143,18 @@ impl OperationTable {
     }
 
     fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
+        let begun = self.begin_if_there_is_room(operation, claim);
+        if !begun.as_ref().is_err_and(StoreError::is_out_of_memory) {
+            return begun;
+        }
+        // Others may keep what has run out.
+        for shard in &self.shards {
+            self.sweep(&mut shard.lock().unwrap_or_else(PoisonError::into_inner), Instant::now());
+        }
+        self.begin_if_there_is_room(operation, claim)
+    }
+
+    fn begin_if_there_is_room(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
         let (mut shard, place) = self.shard(operation);
         let now = Instant::now();
         let (mut attempt, mut payload, mut checkpoint) = (1, Payload::default(), None);

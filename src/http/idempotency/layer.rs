@@ -1,6 +1,5 @@
 use std::fmt;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
 use ::http::{HeaderName, Method};
@@ -8,7 +7,7 @@ use tower_layer::Layer;
 
 use super::fingerprint::Fingerprints;
 use super::service::Idempotency;
-use crate::circuit::CircuitBreaker;
+use crate::circuit::{CircuitBreaker, Outage};
 use crate::error::{ConfigError, StoreError};
 use crate::http::key::header_name;
 use crate::idempotency::{
@@ -67,7 +66,7 @@ pub(super) struct Settings {
     pub(super) on_store_error: OnStoreError,
     pub(super) on_disconnect: OnDisconnect,
     // Whether the log has been told that requests pass without a record.
-    is_unprotected: Arc<AtomicBool>,
+    unprotected: Arc<Outage>,
 }
 
 impl IdempotencyLayer {
@@ -94,7 +93,7 @@ impl IdempotencyLayer {
             on_unknown: OnUnknown::default(),
             on_store_error: OnStoreError::default(),
             on_disconnect: OnDisconnect::default(),
-            is_unprotected: Arc::default(),
+            unprotected: Arc::new(Outage::of_a_store()),
         };
         Self { settings, scope: Arc::new(Unscoped), answer: AsResponse::default() }
     }
@@ -294,14 +293,14 @@ impl Settings {
         if self.on_store_error == OnStoreError::Deny {
             return false;
         }
-        if !self.is_unprotected.swap(true, Ordering::Relaxed) {
+        if self.unprotected.begins() {
             tracing::warn!(%error, "idempotency store fails: requests are served without a record");
         }
         true
     }
 
     pub(super) fn answered(&self) {
-        if self.is_unprotected.load(Ordering::Relaxed) && self.is_unprotected.swap(false, Ordering::Relaxed) {
+        if self.unprotected.ends() {
             tracing::info!("idempotency store answers again: requests are served once");
         }
     }
