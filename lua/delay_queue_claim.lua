@@ -254,6 +254,17 @@ local signs = {
   G = {'G', 'H', 'J', 'K', 'M', 'N', 'P', 'Q', 'R', 'S', 'T', 'V', 'W', 'X', 'Y', 'Z'},
 }
 
+-- Whether an id is before another one of the same score, as in a sorted set: by bytes. Lua would go by the collation locale of the server.
+local function is_before(one, other)
+  for i = 1, math.min(#one, #other) do
+    local byte, its = string.byte(one, i), string.byte(other, i)
+    if byte ~= its then
+      return byte < its
+    end
+  end
+  return #one < #other
+end
+
 -- The first jobs of one priority that are due, taken from where they wait.
 local function take(priority, room)
   local whole = {}
@@ -271,7 +282,7 @@ local function take(priority, room)
   local found, count, left, single, run = {}, 0, {}, 1, 1
   while count < room and (singles[single] or whole[run]) do
     local id, first_id, comes, score = singles[single], whole[run], singles[single + 1], whole[run + 1]
-    if not score or (comes and (comes == score and id < first_id or comes - score < 0)) then
+    if not score or (comes and (comes == score and is_before(id, first_id) or comes - score < 0)) then
       count, single = count + 1, single + 2
       found[count] = id
     else
@@ -384,8 +395,9 @@ if is_waiting and (keeper == '' or keeper == worker or wakes_at + 1000 < now) th
   keeper, wakes_at = worker, soonest
 elseif is_waiting then
   next, has_idle = patience, true
-  redis.call('ZADD', idle, now, worker)
+  -- Where memory is full, something has to be written first that needs none, here and below.
   redis.call('ZREMRANGEBYSCORE', idle, '-inf', now - 3 * patience)
+  redis.call('ZADD', idle, now, worker)
   redis.call('PEXPIRE', idle, 12 * patience)
 elseif keeper == worker then
   keeper = ''
@@ -410,6 +422,7 @@ local changed = struct.pack('<BBI7I6', 1, is_paused, token, wakes_at) .. keeper
 -- Ten minutes are what the clock may be set back by for tokens to rise all the same; a pause lasts as long as what it holds up.
 local lasts = is_paused == 0 and 600000 or math.max(redis.call('PTTL', state), keep_ms)
 if changed ~= stored then
+  redis.call('PEXPIRE', state, lasts)
   redis.call('SET', state, changed, 'PX', lasts)
 elseif is_paused == 1 or is_waiting then
   redis.call('PEXPIRE', state, lasts)

@@ -162,7 +162,7 @@ end
 
 -- Whoever keeps the time is told if it would look too late, or somebody else who waits if nobody keeps it.
 local stored = call('GET', state)
-if stored and #stored > 15 and stored:byte(1) == 1 then
+if stored and #stored > 14 and stored:byte(1) == 1 then
   local is_paused, token, wakes_at = struct.unpack('<BI7I6', stored, 2)
   local keeper = stored:sub(16)
   local has_keeper = keeper ~= '' and wakes_at + 1000 >= now

@@ -1,17 +1,17 @@
 -- idempotency_release: give an operation back that was begun and is not to be kept, if it is still the token's.
 --
 -- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<scope>:<key>}:record
--- KEYS[2]  channel  where those who wait for it listen              prefix:2:{idempotency:<scope>:<key>}:done
 -- ARGV[1]  token    of the attempt
 -- ARGV[2]  keep_ms  how long the last fence and the number of attempts are remembered
 -- ARGV[3]  publish  PUBLISH, or SPUBLISH on a cluster
+-- ARGV[4]  channel  where those who wait for it listen, see idempotency_complete
 --
 -- Value    record: see idempotency_begin; one that is free has no head, unless it has a checkpoint: it stays that of the same request
 --          then, and for no less time than it had
 -- Returns  1 given back, or never begun: this token can claim it no more, until another one is given back unclaimed; 0 it is somebody else's, or completed
 -- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
 -- Repeat   harmless
-local record, channel, token, keep_ms, publish = KEYS[1], KEYS[2], ARGV[1], ARGV[2] + 0, ARGV[3]
+local record, token, keep_ms, publish, channel = KEYS[1], ARGV[1], ARGV[2] + 0, ARGV[3], ARGV[4]
 
 local none = string.rep('\0', 24)
 local attempt, fence, head, payload, checkpoint = 0, 0, none:sub(1, 16), none, ''

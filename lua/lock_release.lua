@@ -1,20 +1,22 @@
 -- lock_release: give a lease back if it still belongs to the token, or leave the line for it, and tell those who wait.
 --
 -- KEYS[1]  lease    string, see lock_acquire                   prefix:2:{lock:<namespace>:<subject>}:lease
--- KEYS[2]  channel  where those who wait for it listen         prefix:2:{lock:<namespace>:<subject>}:free
--- KEYS[3]  line     sorted set, see lock_line                  prefix:2:{lock:<namespace>:<subject>}:line
--- KEYS[4]  places   sorted set, see lock_line                  prefix:2:{lock:<namespace>:<subject>}:places
+-- KEYS[2]  line     sorted set, see lock_line                  prefix:2:{lock:<namespace>:<subject>}:line
+-- KEYS[3]  places   sorted set, see lock_line                  prefix:2:{lock:<namespace>:<subject>}:places
+--                   Without these two nobody is taken to stand in line: while a slot moves, a node refuses who has several keys
 -- ARGV[1]  token    of the acquisition
 -- ARGV[2]  keep_ms  how long the last fence is remembered, or up to twice that
--- ARGV[3]  publish  SPUBLISH on a cluster; elsewhere it is left out, which is PUBLISH
+-- ARGV[3]  channel  where those who wait for it listen. No key, since there is never one of that name, which a moving slot would be
+--                   asked for                                  prefix:2:{lock:<namespace>:<subject>}:free
+-- ARGV[4]  publish  SPUBLISH on a cluster; elsewhere it is left out, which is PUBLISH
 --
 -- Value    lease: see lock_acquire. What one held alone ends at 0, and goes on to live as long as it did; line, places: see lock_line.
 --          channel: the token of who is first in the line, or 1 where nobody stands in line
 -- Returns  1 + listeners, given back; -listeners, it had ended already, or was only waited for; 0 also if it is not this token's
 -- Errors   WRONGTYPE
 -- Repeat   harmless: a token that holds no lease and stands in no line changes nothing
-local lease, channel, line, places = KEYS[1], KEYS[2], KEYS[3], KEYS[4]
-local token, keep_ms, publish = ARGV[1], ARGV[2] + 0, ARGV[3] or 'PUBLISH'
+local lease, line, places = KEYS[1], KEYS[2], KEYS[3]
+local token, keep_ms, channel, publish = ARGV[1], ARGV[2] + 0, ARGV[3], ARGV[4] or 'PUBLISH'
 
 local stored = redis.call('GET', lease) or ''
 local time = redis.call('TIME')
@@ -53,7 +55,7 @@ else
   end
   if held_as > 1 or not rest then
     -- A user who may not do this has never stood in a line.
-    local head = redis.pcall('ZRANGE', line, 0, 0)[1]
+    local head = line and redis.pcall('ZRANGE', line, 0, 0)[1]
     local was_first = head and head:sub(2) == token
     -- Also of a lease that ended, if the token came to stand in line again.
     if head and redis.call('ZREM', line, '2' .. token, '3' .. token) > 0 then
@@ -64,10 +66,10 @@ else
       return 0
     end
     -- Whoever wants it in another way than it is held has to wait for all of them.
-    if not head or (latest > now and head:sub(1, 1) ~= tostring(held_as)) then
+    if head and latest > now and head:sub(1, 1) ~= tostring(held_as) then
       return was_held
     end
-    message = head:sub(2)
+    message = head and head:sub(2) or '1'
   end
 end
 -- A user who may not publish still gives the lease back; those who wait look now and then.

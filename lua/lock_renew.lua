@@ -1,6 +1,7 @@
 -- lock_renew: let leases last their whole length from now on, each if it still belongs to its token.
 --
 -- KEYS[1]  leases   strings, see lock_acquire; one key a lease, at most 128  prefix:2:{lock:<namespace>:<subject>}:lease
+--                   Those of one key best one after the other
 -- ARGV[1]  keep_ms  how long the last fence is remembered after a lease
 -- ARGV[2]  terms    token and ttl_ms, two arguments a lease
 --
@@ -8,44 +9,59 @@
 -- Returns  a number a lease: 1 renewed, 0 not held by this token any more, whatever is in its place
 -- Errors   whatever else keeps GET from reading, a right that is missing for instance; leases before it have been renewed
 -- Repeat   harmless: a lease that is gone never comes back by this
-local leases, keep_ms, terms = KEYS, ARGV[1] + 0, 2
+local leases, keep_ms, terms = KEYS, ARGV[1] + 0, ARGV
+local HOLDER, FORMAT = 34, '<I7I4I7c16'
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local answers = {}
-for i = 1, math.min(#leases, 128) do
-  local token, ttl_ms = ARGV[terms], ARGV[terms + 1] + 0
-  terms = terms + 2
+local count = math.min(#leases, 128)
+local i = 1
+while i <= count do
+  local lease, last = leases[i], i
+  -- Those of one key are read and written together: a semaphore has up to a thousand holders.
+  while last < count and leases[last + 1] == lease do
+    last = last + 1
+  end
   -- What others wrote in the place of one lease is nothing to the others.
-  local stored = redis.pcall('GET', leases[i]) or ''
+  local stored = redis.pcall('GET', lease) or ''
   if type(stored) == 'table' then
     if not stored.err:find('WRONGTYPE', 1, true) then
       return stored
     end
     stored = ''
   end
-  local renewed, latest = nil, now
+  local holders, places, latest, is_renewed = {}, {}, now, false
   local held_as = stored:byte(1) or 0
-  if held_as >= 1 and held_as <= 3 and (#stored - 8) % 34 == 0 then
+  if held_as >= 1 and held_as <= 3 and (#stored - 8) % HOLDER == 0 then
     -- As many turns as there are holders.
-    for at = 9, #stored, 34 do
-      local ends, _, first, holder = struct.unpack('<I7I4I7c16', stored, at)
+    for at = 9, #stored, HOLDER do
+      local ends, _, _, holder = struct.unpack(FORMAT, stored, at)
+      holders[#holders + 1] = stored:sub(at, at + HOLDER - 1)
       -- Whoever comes after the end may have been told already that the lease is free.
-      if holder == token and ends > now then
-        ends = now + ttl_ms * 1000
-        local mine = struct.pack('<I7I4I7c16', ends, ttl_ms, first, token)
-        renewed = stored:sub(1, at - 1) .. mine .. stored:sub(at + 34)
+      if ends > now then
+        places[holder] = #holders
       end
       latest = math.max(latest, ends)
     end
   end
-  answers[i] = 0
-  if renewed then
+  for term = i, last do
+    local token, ttl_ms = terms[2 * term], terms[2 * term + 1] + 0
+    local place = places[token]
+    answers[term] = place and 1 or 0
+    if place then
+      local _, _, first = struct.unpack(FORMAT, holders[place])
+      local ends = now + ttl_ms * 1000
+      holders[place] = struct.pack(FORMAT, ends, ttl_ms, first, token)
+      latest, is_renewed = math.max(latest, ends), true
+    end
+  end
+  if is_renewed then
     local lives_ms = math.ceil((latest - now) / 1000) + keep_ms
     -- Where memory is full, something has to be written first that needs none.
-    redis.pcall('PEXPIRE', leases[i], lives_ms)
-    redis.call('SET', leases[i], renewed, 'PX', lives_ms)
-    answers[i] = 1
+    redis.pcall('PEXPIRE', lease, lives_ms)
+    redis.call('SET', lease, stored:sub(1, 8) .. table.concat(holders), 'PX', lives_ms)
   end
+  i = last + 1
 end
 return answers

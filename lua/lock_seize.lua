@@ -1,15 +1,15 @@
 -- lock_seize: take a lease away from whoever holds it, so that somebody else can have it.
 --
 -- KEYS[1]  lease    string, see lock_acquire                   prefix:2:{lock:<namespace>:<subject>}:lease
--- KEYS[2]  channel  where those who wait for it listen         prefix:2:{lock:<namespace>:<subject>}:free
 -- ARGV[1]  keep_ms  how long the last fence is remembered
 -- ARGV[2]  publish  PUBLISH, or SPUBLISH on a cluster
+-- ARGV[3]  channel  where those who wait for it listen, see lock_release
 --
 -- Value    lease: see lock_acquire; what is left is the last fence, which is no smaller than the clock now
 -- Returns  {holders, fence}: so many held it, and all fences that are given out later are larger than this one
 -- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
 -- Repeat   takes it away from whoever has got it meanwhile
-local lease, channel, keep_ms, publish = KEYS[1], KEYS[2], ARGV[1] + 0, ARGV[2]
+local lease, keep_ms, publish, channel = KEYS[1], ARGV[1] + 0, ARGV[2], ARGV[3]
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]

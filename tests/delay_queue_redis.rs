@@ -438,6 +438,45 @@ async fn where_the_keeper_is_gone_another_worker_is_woken() {
     timeout(Duration::from_secs(4), others.next()).await.expect("somebody is woken");
 }
 
+/// Whoever kept the time has its hands full, so that there is nobody who keeps it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn where_the_keeper_is_busy_a_push_wakes_somebody_who_is_not() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let (busy, idle) = (claim(1), claim(1));
+    let mut wakeups = Vec::new();
+    for claim in [&busy, &idle] {
+        wakeups.push(backend.watch(&key(), claim.worker).await);
+        assert!(backend.claim(&key(), &[], claim).await.unwrap().jobs.is_empty());
+    }
+    queue(&backend).push("a".to_owned()).await.unwrap();
+    assert_eq!(backend.claim(&key(), &[], &busy).await.unwrap().jobs.len(), 1);
+    let idle_is_told = &mut wakeups[1];
+    while timeout(Duration::from_millis(100), idle_is_told.next()).await.is_ok() {}
+    queue(&backend).push("b".to_owned()).await.unwrap();
+    timeout(Duration::from_secs(4), idle_is_told.next()).await.expect("somebody is woken");
+}
+
+/// Jobs may be what fills the memory, and whoever looks for them is not kept from it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn idle_workers_look_on_while_there_is_no_memory_left() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    queue(&backend).push("a".to_owned()).delay(Duration::from_secs(2)).await.unwrap();
+    let (keeper, other, third) = (claim(4), claim(4), claim(4));
+    for claim in [&keeper, &other] {
+        assert!(backend.claim(&key(), &[], claim).await.unwrap().jobs.is_empty());
+    }
+    server.limit_memory(1);
+    // It leaves, somebody else takes over, and others stand by, also such as have not before.
+    let leaves = Claim { limit: 0, ..keeper };
+    for claim in [&leaves, &other, &third, &keeper, &third] {
+        assert!(backend.claim(&key(), &[], claim).await.unwrap().jobs.is_empty());
+    }
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(backend.claim(&key(), &[], &other).await.unwrap().jobs.len(), 1);
+}
+
 /// What the docs list is enough for everything that a queue does.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_user_may_do_no_more_than_the_docs_say() {

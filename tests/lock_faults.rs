@@ -16,7 +16,7 @@ use http::{Request, Response};
 use http_body_util::{BodyExt, Full};
 use support::locks::{DropAt, History};
 use support::proxy::{Proxy, Traffic};
-use support::server::RedisServer;
+use support::server::{RedisServer, wait_until};
 use support::stores::delegate_lock;
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Mutex, MutexGuard};
@@ -1044,6 +1044,30 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
         assert!(matches!(&answer, Err(LockError::Store(error)) if error.is_foreign_data()), "{words:?}: {answer:?}");
         assert_eq!(command::<Vec<u8>>(&server, &["DUMP", LEASE]), before);
         let _: u64 = command(&server, &["DEL", LEASE]);
+    }
+}
+
+/// As in a deployment that changes over to fair locks, or back.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_waits_in_no_line_is_told_by_one_who_did() {
+    let server = RedisServer::start();
+    let (fair, plain) = (locks(&server).await.fair(), locks(&server).await);
+    for _ in 0..3 {
+        let lease = fair.lock("a").await.unwrap();
+        let plain = plain.clone();
+        let waiting = tokio::spawn(async move {
+            let lease = plain.lock("a").wait(Duration::from_secs(20)).await.unwrap();
+            (Instant::now(), lease.release().await)
+        });
+        let listens = || server.query::<Vec<String>>("PUBSUB CHANNELS *:free").len() == 1;
+        tokio::task::block_in_place(|| wait_until("somebody listens", listens));
+        // Long enough after a look at the lock, and before the next one.
+        sleep(Duration::from_millis(300)).await;
+        let given_back = Instant::now();
+        lease.release().await.unwrap();
+        let (taken, released) = waiting.await.unwrap();
+        assert!(taken - given_back < Duration::from_millis(400), "{:?}", taken - given_back);
+        assert_eq!(released.unwrap(), Release::Released);
     }
 }
 

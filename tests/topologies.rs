@@ -16,6 +16,8 @@ use tokio::sync::oneshot;
 use tokio::task::{JoinHandle, JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::delay_queue::{DelayQueue, DelayQueueWorker, Job, WorkerError};
+use tollgate::idempotency::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
+use tollgate::lock::{LockAdmin, Release, Token};
 use tollgate::rate_limit::{Decision, RateLimitStore, Request};
 use tollgate::{BoxError, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions};
 use tower::service_fn;
@@ -232,6 +234,43 @@ mod on_a_cluster {
             let next = cluster.primaries().into_iter().find(|primary| *primary != owner).unwrap();
             block_in_place(|| cluster.migrate(slot, next));
         }
+    }
+
+    /// A slot may be open for minutes, or for good where a move was given up. A node refuses any command with several keys of which it has not all, and there
+    /// never is a key of the name of a channel.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn what_was_begun_is_brought_to_its_end_while_its_slot_is_on_its_way() {
+        let cluster = Cluster::start();
+        let backend = connect(&cluster.url()).await;
+        let slot = |tag: &str| cluster.nodes[0].query::<u16>(&format!("CLUSTER KEYSLOT {{{tag}}}"));
+        let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(2));
+        let taken = [locks.lock("a").await.unwrap(), locks.clone().fair().lock("b").await.unwrap()];
+        let (lease, retention) = (Duration::from_secs(60), Duration::from_secs(60));
+        let claims = ["done", "given-back"].map(|key| {
+            let token = Token::random().unwrap();
+            (
+                Operation::new("scope", key),
+                Claim { token, head: Digest::default(), lease, retention, takes_over: false },
+            )
+        });
+        for (operation, claim) in &claims {
+            assert!(matches!(backend.begin(operation, claim).await.unwrap(), Begun::Granted { .. }));
+        }
+        let tags = ["lock:default:a", "lock:default:b", "idempotency:scope:done", "idempotency:scope:given-back"];
+        for slot in tags.map(slot) {
+            let to = (cluster.owner(slot) + 1) % 3;
+            block_in_place(|| cluster.open(slot, to));
+        }
+        for lease in taken {
+            assert_eq!(lease.release().await.unwrap(), Release::Released);
+        }
+        let [(done, claim), (given_back, other)] = claims;
+        let payload = Payload::default();
+        let completion = Completion { answer: Arc::from(*b"done"), is_kept: true, payload, retention };
+        assert!(backend.complete(&done, &claim.token, &completion).await.unwrap());
+        assert!(IdempotencyStore::release(&backend, &given_back, &other.token).await.unwrap());
+        let admin = LockAdmin::new(backend.clone()).namespace("default");
+        assert_eq!(admin.force_unlock("b").await.unwrap().holders, 0);
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

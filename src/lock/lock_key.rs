@@ -36,6 +36,12 @@ impl LockKey {
         &self.subject
     }
 
+    /// The same for equal locks, in this process.
+    #[cfg(feature = "redis")]
+    pub(crate) const fn known_hash(&self) -> u64 {
+        self.hash
+    }
+
     /// Which of so many shards the lock belongs to. The other half of the hash is for the map in there.
     pub(crate) const fn shard(&self, shards: usize) -> usize {
         (self.hash >> 32) as usize % shards

@@ -172,9 +172,8 @@ impl Cluster {
         });
     }
 
-    /// Moves a slot with all its keys to another primary, as `redis-cli --cluster reshard` does: clients are answered ASK for
-    /// the keys that have gone already, and MOVED in the end.
-    pub fn migrate(&self, slot: u16, to: usize) {
+    /// Begins to move a slot to another primary, and answers which one it is at.
+    pub fn open(&self, slot: u16, to: usize) -> usize {
         // What others say may be from before it was moved the last time.
         let mut owner = None;
         wait_until(&format!("a primary says that it has slot {slot}"), || {
@@ -188,11 +187,17 @@ impl Cluster {
         assert_ne!(from, to, "slot {slot} is there already");
         let mut source = self.nodes[from].connection();
         let mut target = self.nodes[to].connection();
-        let must = |connection: &mut Connection, command: &str| -> Value {
-            query(connection, command).unwrap_or_else(|error| panic!("{command}: {error}"))
-        };
         must(&mut target, &format!("CLUSTER SETSLOT {slot} IMPORTING {}", self.ids[from]));
         must(&mut source, &format!("CLUSTER SETSLOT {slot} MIGRATING {}", self.ids[to]));
+        from
+    }
+
+    /// Moves a slot with all its keys to another primary, as `redis-cli --cluster reshard` does: clients are answered ASK for
+    /// the keys that have gone already, and MOVED in the end.
+    pub fn migrate(&self, slot: u16, to: usize) {
+        let from = self.open(slot, to);
+        let mut source = self.nodes[from].connection();
+        let mut target = self.nodes[to].connection();
         loop {
             let keys: Vec<String> =
                 query(&mut source, &format!("CLUSTER GETKEYSINSLOT {slot} 10")).expect("keys are listed");
@@ -230,4 +235,8 @@ impl Cluster {
     fn living(&self) -> impl Iterator<Item = &RedisServer> {
         self.nodes.iter().filter(|node| node.is_answering())
     }
+}
+
+fn must(connection: &mut Connection, command: &str) -> Value {
+    query(connection, command).unwrap_or_else(|error| panic!("{command}: {error}"))
 }

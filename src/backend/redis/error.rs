@@ -42,6 +42,12 @@ pub(super) fn store_error(error: RedisError) -> StoreError {
     }
 }
 
+/// Whether a node has not run a command since its keys are on their way to another one, some of which it has and some not.
+pub(super) fn is_refused_for_now(error: &StoreError) -> bool {
+    let cause = error.source().and_then(|cause| cause.downcast_ref::<RedisError>());
+    cause.is_some_and(|cause| code(cause) == Some("TRYAGAIN"))
+}
+
 /// Why there is no connection to begin with.
 pub(super) fn connect_error(error: RedisError) -> ConnectError {
     #[cfg(feature = "tls")]

@@ -41,14 +41,15 @@ impl IdempotencyStore for RedisBackend {
     ) -> Result<bool, StoreError> {
         // Answers are large, and a caller waits: not where renewals must not wait behind them.
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        let keys = [&*keys.idempotency(operation), &keys.done(operation)];
-        is_done(&scripts.idempotency_complete(servers, keys, token, completion, self.publish()).await?)
+        let (record, channel) = (keys.idempotency(operation), keys.done(operation));
+        let publish = (self.publish(), &*channel);
+        is_done(&scripts.idempotency_complete(servers, &record, token, completion, publish).await?)
     }
 
     async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let (servers, keys) = (locks.apart(), [&*keys.idempotency(operation), &keys.done(operation)]);
-        is_done(&scripts.idempotency_release(servers, keys, token, self.publish()).await?)
+        let (record, channel) = (keys.idempotency(operation), keys.done(operation));
+        is_done(&scripts.idempotency_release(locks.apart(), &record, token, (self.publish(), &channel)).await?)
     }
 
     async fn watch(&self, operation: &Operation) -> Wakeups {

@@ -6,7 +6,7 @@ use redis::Value;
 use smallvec::SmallVec;
 
 use super::cluster::slot;
-use super::error::{store_error, unexpected_reply};
+use super::error::{is_refused_for_now, store_error, unexpected_reply};
 use super::listener::Source;
 use super::lock_calls::{LockCalls, acquired};
 use super::pool::Handle;
@@ -86,9 +86,9 @@ impl LockStore for RedisBackend {
     }
 
     async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
-        // One script for each shard, all of them at once. They come back in the order of the shards.
+        // One script for each shard, all of them at once. They come back in the order of the shards, in which those of a semaphore are side by side.
         let mut order: Vec<_> = (0..renewals.len()).collect();
-        order.sort_by_cached_key(|&i| self.shard(&renewals[i].lock));
+        order.sort_by_cached_key(|&i| (self.shard(&renewals[i].lock), renewals[i].lock.known_hash()));
         let sorted: Vec<_> = order.iter().map(|&i| &renewals[i]).collect();
         let calls = sorted
             .chunk_by(|one, other| self.shard(&one.lock) == self.shard(&other.lock))
@@ -205,9 +205,14 @@ impl RedisBackend {
     async fn release_alone(&self, lock: &LockKey, token: &Token) -> Result<(bool, u64), StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let (lease, channel, [line, places]) = (keys.lease(lock), keys.free(lock), keys.line(lock));
-        let names = [&lease, &channel, &line, &places].map(String::as_str);
-        let reply = scripts.lock_release(&locks.own, names, token, self.publish()).await?;
-        match reply {
+        let names = [&lease, &line, &places].map(String::as_str);
+        let release = |names| scripts.lock_release(&locks.own, names, token, &channel, self.publish());
+        let reply = match release(&names).await {
+            // The slot is on its way. Those who stand in line look once a second.
+            Err(error) if is_refused_for_now(&error) => release(&names[..1]).await,
+            reply => reply,
+        };
+        match reply? {
             Value::Int(given) if given > 0 => Ok((true, given.unsigned_abs() - 1)),
             Value::Int(ended) => Ok((false, ended.unsigned_abs())),
             reply => Err(unexpected_reply(&reply)),

@@ -21,6 +21,8 @@ enum LockVerb {
     // Locks and tokens, at the same time.
     AcquireMany { asked: Vec<(u32, usize)> },
     Renew,
+    // Also several of one semaphore.
+    RenewMany { held: Vec<(u32, usize)> },
     Release,
     ReleaseMany { held: Vec<(u32, usize)> },
 }
@@ -35,7 +37,8 @@ fn lock_traces() -> impl Strategy<Value = Vec<LockStep>> {
     let verb = prop_oneof![
         3 => Just(LockVerb::Acquire),
         3 => several().prop_map(|asked| LockVerb::AcquireMany { asked }),
-        2 => Just(LockVerb::Renew),
+        1 => Just(LockVerb::Renew),
+        1 => several().prop_map(|held| LockVerb::RenewMany { held }),
         1 => Just(LockVerb::Release),
         2 => several().prop_map(|held| LockVerb::ReleaseMany { held }),
     ];
@@ -120,6 +123,12 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
             LockVerb::Renew => {
                 let others = Renewal::new(LockKey::new("nobody", 0), token, ttl);
                 let renewals = [Renewal::new(lock, token, ttl), others];
+                let (memory, redis) = pair.both(|to| to.renew(&renewals), |to| to.renew(&renewals));
+                prop_assert_eq!(memory, redis, "at step {}: {:?}", number, step);
+            }
+            LockVerb::RenewMany { held } => {
+                let renewals = held.iter().map(|&(at, token)| Renewal::new(lock_at(at), tokens[token], ttl));
+                let renewals: Vec<_> = renewals.collect();
                 let (memory, redis) = pair.both(|to| to.renew(&renewals), |to| to.renew(&renewals));
                 prop_assert_eq!(memory, redis, "at step {}: {:?}", number, step);
             }

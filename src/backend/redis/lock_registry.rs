@@ -23,7 +23,7 @@ impl LockRegistry for RedisBackend {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let publish = if locks.apart().is_cluster() { "SPUBLISH" } else { "PUBLISH" };
         let (lease, channel) = (keys.lease(lock), keys.free(lock));
-        let reply = scripts.lock_seize(locks.apart(), [&lease, &channel], publish).await?;
+        let reply = scripts.lock_seize(locks.apart(), &lease, &channel, publish).await?;
         let seized = match &reply {
             Value::Array(values) => match values.as_slice() {
                 [holders, fence] => number(holders).zip(number(fence)),

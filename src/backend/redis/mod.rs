@@ -27,7 +27,9 @@
 //! * *Cluster*: a subject has all its keys in one slot, and goes to the node that serves it. MOVED, ASK and TRYAGAIN are followed at
 //!   once and are no errors. Each node has connections of its own: one that is down or hangs concerns its own slots, and the map is
 //!   read anew, from another node, until somebody else serves them. A decision about several subjects is one script where they
-//!   share a slot; otherwise they are asked one after the other, and what was charged is given back when one says no.
+//!   share a slot; otherwise they are asked one after the other, and what was charged is given back when one says no. While a slot is
+//!   open for a move, a node refuses whatever names several keys of which it has not all: fair and read/write locks are not granted then,
+//!   sliding logs not counted, and queues stand still, until the slot has moved. A lock that is held is renewed and given back, and an operation ends.
 //!
 //! After a failover what replication had not carried is forgotten: `min-replicas-to-write` on the server bounds that.
 //!

@@ -251,13 +251,14 @@ impl Scripts {
     pub(super) async fn lock_release(
         &self,
         servers: &Servers,
-        keys: [&str; 4],
+        keys: &[&str],
         token: &Token,
+        channel: &str,
         publish: &str,
     ) -> Result<Value, StoreError> {
         let publish = (publish != "PUBLISH").then_some(publish);
-        let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, publish);
-        self.lock_release.call(servers, &keys, args).await
+        let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, channel, publish);
+        self.lock_release.call(servers, keys, args).await
     }
 
     /// At most [`MAX_LOCKS`] at once. The keys are the leases, then the channels.
@@ -292,10 +293,11 @@ impl Scripts {
     pub(super) async fn lock_seize(
         &self,
         servers: &Servers,
-        keys: [&str; 2],
+        lease: &str,
+        channel: &str,
         publish: &str,
     ) -> Result<Value, StoreError> {
-        self.lock_seize.call(servers, &keys, (KEEP_FENCE_MS, publish)).await
+        self.lock_seize.call(servers, &[lease], (KEEP_FENCE_MS, publish, channel)).await
     }
 
     pub(super) async fn idempotency_begin(
@@ -340,27 +342,28 @@ impl Scripts {
     pub(super) async fn idempotency_complete(
         &self,
         servers: &Servers,
-        keys: [&str; 2],
+        record: &str,
         token: &Token,
         completion: &Completion,
-        publish: &str,
+        (publish, channel): (&str, &str),
     ) -> Result<Value, StoreError> {
         let Completion { answer, is_kept, payload, retention } = completion;
         let state = if *is_kept { 2 } else { 3 };
         let payload = payload.to_bytes();
-        let args = (token.as_bytes().as_slice(), state, millis(*retention), payload.as_slice(), &**answer, publish);
-        self.idempotency_complete.call(servers, &keys, args).await
+        let kept = (state, millis(*retention), payload.as_slice(), &**answer);
+        let args = (token.as_bytes().as_slice(), kept, publish, channel);
+        self.idempotency_complete.call(servers, &[record], args).await
     }
 
     pub(super) async fn idempotency_release(
         &self,
         servers: &Servers,
-        keys: [&str; 2],
+        record: &str,
         token: &Token,
-        publish: &str,
+        (publish, channel): (&str, &str),
     ) -> Result<Value, StoreError> {
-        let args = (token.as_bytes().as_slice(), KEEP_ATTEMPT_MS, publish);
-        self.idempotency_release.call(servers, &keys, args).await
+        let args = (token.as_bytes().as_slice(), KEEP_ATTEMPT_MS, publish, channel);
+        self.idempotency_release.call(servers, &[record], args).await
     }
 }
 
@@ -584,16 +587,16 @@ mod tests {
             (&scripts.lock_acquire_many, 1, 4),
             (&scripts.lock_line, 4, 9),
             (&scripts.lock_renew, 1, 2),
-            (&scripts.lock_release, 4, 3),
+            (&scripts.lock_release, 3, 4),
             (&scripts.lock_release_many, 1, 1),
             (&scripts.lock_inspect, 2, 1),
             (&scripts.lock_name, 2, 2),
-            (&scripts.lock_seize, 2, 2),
+            (&scripts.lock_seize, 1, 3),
             (&scripts.idempotency_begin, 1, 5),
             (&scripts.idempotency_renew, 1, 4),
             (&scripts.idempotency_checkpoint, 1, 5),
-            (&scripts.idempotency_complete, 2, 6),
-            (&scripts.idempotency_release, 2, 3),
+            (&scripts.idempotency_complete, 1, 7),
+            (&scripts.idempotency_release, 1, 4),
             (&scripts.delay_queue_push, 8, 6),
             (&scripts.delay_queue_claim, 11, 11),
             (&scripts.delay_queue_extend, 3, 3),
