@@ -203,6 +203,53 @@ async fn an_outcome_says_what_becomes_of_a_job() {
     assert_eq!(queue.counts().await.unwrap().waiting, 0);
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_job_knows_its_last_attempt() {
+    let queue = queue(MemoryBackend::new());
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let noted = Arc::clone(&seen);
+    let service = service_fn(move |job: Job<u32>| {
+        noted.lock().unwrap().push((job.attempt(), job.is_last_attempt()));
+        ready(Err::<(), _>("not today"))
+    });
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), service).backoff(Backoff::fixed(secs(1))));
+    for (attempts, expected) in [(1, vec![(1, true)]), (3, vec![(1, false), (2, false), (3, true)])] {
+        queue.push(1).max_attempts(attempts).await.unwrap();
+        sleep(secs(60)).await;
+        assert_eq!(std::mem::take(&mut *seen.lock().unwrap()), expected);
+    }
+    worker.stop().await;
+}
+
+#[tokio::test(start_paused = true)]
+async fn as_many_of_the_dead_are_kept_for_as_long_as_was_said() {
+    let queue = queue(MemoryBackend::new()).max_attempts(1).keep_dead(3, secs(3_600));
+    let service = service_fn(|job: Job<u32>| ready(if *job == 0 { Ok(()) } else { Err("not today") }));
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), service));
+    let dead = async || {
+        let mut dead: Vec<_> =
+            queue.dead(0, 10).await.unwrap().iter().map(|job| queue.decode(job).unwrap()).collect::<Vec<u32>>();
+        dead.sort_unstable();
+        dead
+    };
+    for payload in 1..=5 {
+        queue.push(payload).await.unwrap();
+        sleep(secs(60)).await;
+    }
+    // Who asks for jobs is who forgets.
+    let another = async || {
+        queue.push(0).await.unwrap();
+        sleep(secs(1)).await;
+    };
+    another().await;
+    assert_eq!(dead().await, [3, 4, 5], "the oldest have made room");
+    // The third is older than an hour, and the fourth is not.
+    sleep(secs(3_600 - 150)).await;
+    another().await;
+    assert_eq!(dead().await, [4, 5]);
+    worker.stop().await;
+}
+
 /// Panics where it is told to.
 #[derive(Clone, Copy)]
 struct Picky;

@@ -119,6 +119,20 @@ async fn options_that_cannot_work() {
     }
 }
 
+#[tokio::test]
+async fn a_server_that_is_too_old() {
+    for (version, will_do) in [("5.9.9", false), ("6.0.16", false), ("6.2.0", true), ("7.0.15", true)] {
+        let info = format!("# Server\r\nredis_version:{version}\r\n");
+        let result = RedisBackend::connect(serve(Some(info), "+OK")).await;
+        let Err(error) = result else {
+            assert!(will_do, "{version} is let in");
+            continue;
+        };
+        let ConnectError::Unsupported { reason } = error else { panic!("{version}: {error:?}") };
+        assert!(!will_do && reason.contains(version) && reason.contains("6.2"), "{version}: {reason}");
+    }
+}
+
 /// The answers of a server, by what they are to us.
 #[tokio::test]
 async fn every_answer_has_its_meaning() {
@@ -160,7 +174,7 @@ async fn every_answer_has_its_meaning() {
         ("*4\r\n:1\r\n:-5\r\n:0\r\n:0", is_other),
     ];
     for (answer, is) in answers {
-        let url = serve(answer);
+        let url = serve(None, answer);
         let backend = RedisOptions::from_url(url).unwrap().connections(1).connect().await.unwrap();
         let error = limiter(&backend).check("alice").await.unwrap_err();
         assert!(is(&error), "{answer}: {error:?}");
@@ -169,8 +183,8 @@ async fn every_answer_has_its_meaning() {
 
 #[tokio::test]
 async fn nonsense_instead_of_the_protocol() {
-    let backend =
-        RedisOptions::from_url(serve("HTTP/1.1 400 Bad Request")).unwrap().connections(1).connect().await.unwrap();
+    let url = serve(None, "HTTP/1.1 400 Bad Request");
+    let backend = RedisOptions::from_url(url).unwrap().connections(1).connect().await.unwrap();
     for _ in 0..3 {
         // The stream cannot be trusted any more, so the next call comes over a new connection and fares no better.
         let error = limiter(&backend).check("alice").await.unwrap_err();
@@ -186,28 +200,33 @@ fn is_other(error: &StoreError) -> bool {
         || error.is_foreign_data())
 }
 
-/// A server that lets everybody in and answers every script with `answer`. It ends with the test process.
-fn serve(answer: &str) -> String {
+/// A server that lets everybody in, says `info` of itself, and answers every script with `answer`. It ends with the test process.
+fn serve(info: Option<String>, answer: &str) -> String {
     let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0)).unwrap();
     let url = format!("redis://{}/", listener.local_addr().unwrap());
+    let info = info.map(|info| format!("${}\r\n{info}\r\n", info.len()));
     let answer = format!("{answer}\r\n");
     thread::spawn(move || {
         for stream in listener.incoming() {
-            let (stream, answer) = (stream.unwrap(), answer.clone());
-            thread::spawn(move || converse(stream, &answer));
+            let (stream, info, answer) = (stream.unwrap(), info.clone(), answer.clone());
+            thread::spawn(move || converse(stream, info.as_deref(), &answer));
         }
     });
     url
 }
 
-fn converse(mut stream: TcpStream, answer: &str) {
+fn converse(mut stream: TcpStream, info: Option<&str>, answer: &str) {
     let mut received = [0; 65_536];
     while let Ok(bytes @ 1..) = stream.read(&mut received) {
         let text = String::from_utf8_lossy(&received[..bytes]);
         // What is sent before the first answer arrives in one piece here.
         let commands = text.lines().filter(|line| line.starts_with('*')).count();
         let is_script = text.contains("EVAL") && !text.contains("{probe}");
-        let reply = if is_script { answer.to_owned() } else { "+OK\r\n".repeat(commands) };
+        let reply = match info.filter(|_| text.lines().any(|line| line == "INFO")) {
+            Some(info) => info.to_owned(),
+            None if is_script => answer.to_owned(),
+            None => "+OK\r\n".repeat(commands),
+        };
         if stream.write_all(reply.as_bytes()).is_err() {
             return;
         }

@@ -1354,6 +1354,19 @@ async fn a_body_that_never_ends_is_waited_for_in_bounds() {
     sender.send(data("hundred")).unwrap_err();
 }
 
+#[tokio::test(start_paused = true)]
+async fn a_duplicate_is_read_for_as_long_as_was_said() {
+    for limit in [Duration::from_millis(500), Duration::from_secs(60)] {
+        let app = Handler::new().behind(layer(MemoryBackend::new()).body_timeout(limit), echo);
+        assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
+        let (sender, body) = stream();
+        sender.send(data("hun")).unwrap();
+        let begun = Instant::now();
+        assert_eq!(problem(ask(&app, request("k", body)).await).await, (400, "about:blank".into()));
+        assert_eq!(begun.elapsed(), limit);
+    }
+}
+
 /// The handler is polled by its caller for as long as there is one, and by a task of its own from then on, wherever it is dropped.
 #[tokio::test(start_paused = true)]
 async fn a_handler_goes_on_where_its_caller_has_left_it() {

@@ -47,6 +47,9 @@ fn post(path: &str) -> Request<Full<Bytes>> {
     request(Method::POST, path)
 }
 
+/// The methods of requests that change nothing.
+const SAFE: [Method; 4] = [Method::GET, Method::HEAD, Method::OPTIONS, Method::TRACE];
+
 /// A handler that takes a second, and says so.
 async fn slow(_: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
     sleep(Duration::from_secs(1)).await;
@@ -68,12 +71,30 @@ async fn one_request_at_a_time_and_the_others_are_told_when_to_come_back() {
     assert_eq!(body["title"], "Conflict");
     assert!(!body.to_string().contains("/a"), "the key is nobody's business: {body}");
     // Another key, and requests that change nothing.
-    for other in [post("/b"), request(Method::GET, "/a"), request(Method::HEAD, "/a"), request(Method::OPTIONS, "/a")] {
-        assert_eq!(service.clone().oneshot(other).await.unwrap().status(), StatusCode::OK);
+    assert_eq!(service.clone().oneshot(post("/b")).await.unwrap().status(), StatusCode::OK);
+    for safe in SAFE {
+        let response = service.clone().oneshot(request(safe.clone(), "/a")).await.unwrap();
+        assert_eq!(response.status(), StatusCode::OK, "{safe}");
     }
     let body = first.await.unwrap().unwrap().into_body().collect().await.unwrap().to_bytes();
     assert_eq!(body, "done");
     assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+}
+
+#[tokio::test(start_paused = true)]
+async fn requests_that_change_nothing_can_need_the_lock_as_well() {
+    let service = by_path().safe_methods(true).layer(service_fn(slow));
+    for first in [Method::POST, Method::GET] {
+        let first = tokio::spawn(service.clone().oneshot(request(first, "/a")));
+        tokio::task::yield_now().await;
+        for safe in SAFE {
+            let response = service.clone().oneshot(request(safe.clone(), "/a")).await.unwrap();
+            assert_eq!(response.status(), StatusCode::CONFLICT, "{safe}");
+        }
+        let response = first.await.unwrap().unwrap();
+        assert_eq!(response.status(), StatusCode::OK);
+        response.into_body().collect().await.unwrap();
+    }
 }
 
 #[tokio::test(start_paused = true)]
