@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::convert::Infallible;
-use std::future::{IntoFuture, pending};
+use std::future::{IntoFuture, pending, poll_fn};
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
@@ -1051,24 +1051,57 @@ async fn a_backend_that_reaches_too_few_is_refused() {
 /// Whenever a caller goes away, the handler runs at most once, nothing hangs, and whoever comes back is served or gets the answer.
 #[tokio::test(start_paused = true)]
 async fn a_request_may_be_dropped_anywhere() {
-    for polls in 0..12 {
-        let handler = Handler::new();
-        let store = FaultStore::new(MemoryBackend::new());
-        store.faults().delay(Duration::from_millis(1));
-        let guard = layer(store);
-        let app = handler.behind(guard.clone(), slow);
-        let mut asking = Box::pin(ask(&app, pay("k")));
-        for _ in 0..polls {
-            let polled = std::future::poll_fn(|cx| Poll::Ready(asking.as_mut().poll(cx).is_ready())).await;
-            if polled {
+    /// Takes a moment to answer, and another for each part of the answer where it comes in parts.
+    async fn brief(request: Request<Bytes>, run: usize, in_parts: bool) -> Answer {
+        sleep(Duration::from_millis(2)).await;
+        if !in_parts {
+            return echo(request, run).await;
+        }
+        let (sender, body) = stream();
+        tokio::spawn(async move {
+            for part in [&format!("{run}"), ": hun", "dred"] {
+                sleep(Duration::from_millis(1)).await;
+                sender.send(data(part)).unwrap();
+            }
+        });
+        Response::new(body.boxed())
+    }
+
+    // In a store that answers at once the handler begins at once.
+    for (delay, in_parts) in [(0, false), (0, true), (1, false), (1, true)] {
+        let mut has_ended = false;
+        for polls in 0..100 {
+            let at = format!("{polls} polls, calls of {delay} ms, in parts: {in_parts}");
+            let handler = Handler::new();
+            let store = FaultStore::new(MemoryBackend::new());
+            store.faults().delay(Duration::from_millis(delay));
+            let guard = layer(store);
+            let app = handler.behind(guard.clone(), move |request, run| brief(request, run, in_parts));
+            let mut asking = Box::pin(async { text(ask(&app, pay("k")).await).await });
+            let mut polled = 0;
+            let answer = poll_fn(|cx| {
+                if polled == polls {
+                    return Poll::Ready(None);
+                }
+                polled += 1;
+                match asking.as_mut().poll(cx) {
+                    Poll::Ready(answer) => Poll::Ready(Some(answer)),
+                    Poll::Pending if polled == polls => Poll::Ready(None),
+                    Poll::Pending => Poll::Pending,
+                }
+            });
+            let answer = answer.await;
+            drop(asking);
+            guard.drained().await;
+            assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred", "{at}");
+            assert_eq!(handler.runs(), 1, "{at}");
+            if let Some(answer) = answer {
+                assert_eq!(answer, "1: hundred", "{at}");
+                has_ended = true;
                 break;
             }
-            sleep(Duration::from_micros(300)).await;
         }
-        drop(asking);
-        guard.drained().await;
-        assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred", "dropped after {polls} polls");
-        assert_eq!(handler.runs(), 1, "dropped after {polls} polls");
+        assert!(has_ended, "it never came to its end");
     }
 }
 
@@ -1374,7 +1407,7 @@ async fn a_handler_goes_on_where_its_caller_has_left_it() {
     let guard = layer(MemoryBackend::new());
     let app = handler.behind(guard.clone(), slow);
     let mut asking = Box::pin(ask(&app, pay("k")));
-    let pending = std::future::poll_fn(|cx| Poll::Ready(asking.as_mut().poll(cx).is_pending())).await;
+    let pending = poll_fn(|cx| Poll::Ready(asking.as_mut().poll(cx).is_pending())).await;
     assert!(pending);
     // On a thread that knows of no runtime.
     std::thread::spawn(move || drop(asking)).join().unwrap();
