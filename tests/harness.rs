@@ -3,14 +3,16 @@
 
 mod support;
 
+use std::collections::BTreeSet;
 use std::io::{self, Read, Write};
 use std::net::{TcpListener, TcpStream};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
 use support::proxy::{Door, Proxy, Traffic};
 use support::sentinel::SentinelDeployment;
-use support::server::{DURABLE, RedisServer, query, wait_until};
+use support::server::{DURABLE, RedisServer, free_port, query, wait_until};
 use support::tls::TlsServer;
 
 const SOON: Duration = Duration::from_millis(200);
@@ -25,6 +27,41 @@ fn only_a_durable_server_remembers() {
         server.restart();
         assert_eq!(server.query::<Option<u32>>("GET key"), remembered);
     }
+}
+
+/// Two servers may be started on one port at the same time, and both find that there is an answer.
+#[test]
+fn a_server_that_has_the_port_already_is_nobody_elses() {
+    let first = RedisServer::start();
+    let args = || format!("--port {} --bind 127.0.0.1", first.port()).split(' ').map(str::to_owned).collect();
+    assert!(RedisServer::try_start(first.port(), args(), tempfile::tempdir().unwrap()).is_none());
+    // Further arguments may name a port too, which is another one the next time.
+    let mut tries = 0;
+    let second = RedisServer::start_with_each(|| {
+        tries += 1;
+        if tries == 1 { args() } else { Vec::new() }
+    });
+    assert_eq!(tries, 2);
+    assert_ne!(first.info("process_id"), second.info("process_id"));
+}
+
+#[test]
+fn a_server_that_wants_a_password_is_known_all_the_same() {
+    let server = RedisServer::start_with(&["--requirepass", "secret"]);
+    assert!(server.is_answering());
+    query::<()>(&mut server.connection(), "GET key").unwrap_err();
+}
+
+#[test]
+fn ports_are_handed_out_once() {
+    let ports: Vec<_> = thread::scope(|scope| {
+        let threads: Vec<_> =
+            (0..4).map(|_| scope.spawn(|| (0..100).map(|_| free_port()).collect::<Vec<_>>())).collect();
+        threads.into_iter().flat_map(|thread| thread.join().unwrap()).collect()
+    });
+    // Nodes of a cluster listen there, too.
+    let all: BTreeSet<_> = ports.iter().flat_map(|port| [*port, port + 10_000]).collect();
+    assert_eq!(all.len(), 2 * ports.len());
 }
 
 #[test]
@@ -203,6 +240,19 @@ fn a_proxy_lets_nobody_in_or_lets_them_wait() {
     drop(listener.accept().unwrap());
     let (client, server) = pair(&proxy, &listener);
     carry(&client, &server).unwrap();
+
+    // Somebody else may listen on the port when the door is opened again, for a moment.
+    proxy.door(Door::Closed);
+    let mut other = None;
+    wait_until("the port is taken", || {
+        other = TcpListener::bind(("127.0.0.1", proxy.port())).ok();
+        other.is_some()
+    });
+    proxy.door(Door::Open);
+    thread::sleep(SOON);
+    drop(other);
+    wait_until("the door is open", || TcpStream::connect(("127.0.0.1", proxy.port())).is_ok());
+    drop(listener.accept().unwrap());
 
     let other = TcpListener::bind("127.0.0.1:0").unwrap();
     proxy.lead_to(other.local_addr().unwrap().port());

@@ -13,9 +13,12 @@ use tokio::net::{TcpListener, TcpSocket, TcpStream};
 use tokio::runtime::Runtime;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio::time::{Instant, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until};
 
 use super::server::{free_port, wait_until};
+
+/// How long a door that cannot be opened stays closed until it is tried again.
+const RETRY: Duration = Duration::from_millis(10);
 
 /// What becomes of the bytes that go in one direction.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -181,13 +184,21 @@ async fn serve(listener: TcpListener, port: u16, state: Arc<State>) {
     let mut door = state.door.subscribe();
     let mut listener = Some(listener);
     let mut connections = JoinSet::new();
+    let mut is_stuck = false;
     loop {
         let now = *door.borrow_and_update();
         match now {
-            Door::Closed => listener = None,
-            Door::Open | Door::Silent if listener.is_none() => {
-                listener = Some(listen(port).expect("nobody else has taken the port"));
-            }
+            Door::Closed => (listener, is_stuck) = (None, false),
+            Door::Open | Door::Silent if listener.is_none() => match listen(port) {
+                Ok(again) => (listener, is_stuck) = (Some(again), false),
+                // Somebody has taken the port meanwhile. Said once, as it is tried until it is given back.
+                Err(error) => {
+                    if !is_stuck {
+                        eprintln!("a proxy cannot open its door on port {port} again: {error}");
+                    }
+                    is_stuck = true;
+                }
+            },
             Door::Open | Door::Silent => {}
         }
         let accepted = async {
@@ -198,6 +209,7 @@ async fn serve(listener: TcpListener, port: u16, state: Arc<State>) {
         };
         tokio::select! {
             _ = door.changed() => {}
+            () = sleep(RETRY), if is_stuck => {}
             Some(_) = connections.join_next() => {}
             Ok((client, _)) = accepted => {
                 let state = Arc::clone(&state);

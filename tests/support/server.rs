@@ -3,6 +3,7 @@
 //! `redis-test` has a harness too, but it needs `redis-server` and `redis-cli` on the path whatever binary is to be tested,
 //! waits by sleeping, and cannot start a server again on the same port.
 
+use std::collections::BTreeSet;
 use std::collections::hash_map::RandomState;
 use std::env;
 use std::fs;
@@ -10,7 +11,7 @@ use std::hash::BuildHasher;
 use std::net::{Ipv4Addr, TcpListener};
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::sync::LazyLock;
+use std::sync::{LazyLock, Mutex};
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
@@ -40,6 +41,11 @@ impl RedisServer {
 
     /// Starts a server with further arguments, for instance `["--maxmemory", "2mb"]` or [`DURABLE`].
     pub fn start_with(args: &[&str]) -> Self {
+        Self::start_with_each(|| args.iter().map(|&arg| arg.to_owned()).collect())
+    }
+
+    /// The same with arguments that are made anew for each try, for those that name a port too.
+    pub fn start_with_each(mut args: impl FnMut() -> Vec<String>) -> Self {
         // Somebody else may take the port before the server does; then another one is tried.
         for _ in 0..10 {
             let port = free_port();
@@ -50,7 +56,7 @@ impl RedisServer {
             if version() >= (7, 0) {
                 all.extend(words("--enable-debug-command local"));
             }
-            all.extend(args.iter().map(|&arg| arg.to_owned()));
+            all.extend(args());
             if let Some(server) = Self::try_start(port, all, folder) {
                 return server;
             }
@@ -59,7 +65,7 @@ impl RedisServer {
     }
 
     /// Starts the binary with exactly these arguments, which make it listen on `port`; `None` if it ends before it answers.
-    pub(super) fn try_start(port: u16, args: Vec<String>, folder: TempDir) -> Option<Self> {
+    pub fn try_start(port: u16, args: Vec<String>, folder: TempDir) -> Option<Self> {
         let process = spawn(port, &args, folder.path())?;
         Some(Self { process, port, args, folder })
     }
@@ -243,16 +249,23 @@ fn cannot_run(error: &std::io::Error) -> ! {
     panic!("{} cannot be run ({error}): `scripts/test` installs Redis, or set TOLLGATE_REDIS_SERVER", binary())
 }
 
-/// A port that nobody listens on, nor on the one 10,000 above, where nodes of a cluster talk to each other.
+/// A port that nobody listens on, nor on the one 10,000 above, where nodes of a cluster talk to each other. Handed out once, so that
+/// there is time to listen on it.
 ///
 /// Not one of those that the system gives to outgoing connections: a server that is to come back on its port would find it
 /// taken now and then.
 pub fn free_port() -> u16 {
-    let is_free = |port| TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
-    (0..1_000)
+    static HANDED_OUT: Mutex<BTreeSet<u16>> = Mutex::new(BTreeSet::new());
+    let mut handed_out = HANDED_OUT.lock().expect("nobody panics");
+    let is_free = |port| !handed_out.contains(&port) && TcpListener::bind((Ipv4Addr::LOCALHOST, port)).is_ok();
+    let port = (0..1_000)
         .map(|_| 10_000 + (RandomState::new().hash_one(()) % 12_000) as u16)
-        .find(|&port| is_free(port) && is_free(port + 10_000))
-        .expect("there is a free port")
+        .find(|&port| is_free(port) && is_free(port + 10_000));
+    if let Some(port) = port {
+        handed_out.extend([port, port + 10_000]);
+    }
+    drop(handed_out);
+    port.expect("there is a free port")
 }
 
 /// A server process that answers PING, or `None` if it ended before it did.
@@ -266,12 +279,13 @@ fn spawn(port: u16, args: &[String], folder: &Path) -> Option<Child> {
         .stderr(Stdio::null())
         .spawn()
         .unwrap_or_else(|error| cannot_run(&error));
+    let password = args.iter().skip_while(|arg| *arg != "--requirepass").nth(1).map(String::as_str);
     let start = Instant::now();
     while start.elapsed() < PATIENCE {
         if process.try_wait().expect("the process can be asked").is_some() {
             return None;
         }
-        if is_answering(port) {
+        if is_answered_by(&process, port, password) {
             return Some(process);
         }
         sleep(Duration::from_millis(5));
@@ -279,6 +293,16 @@ fn spawn(port: u16, args: &[String], folder: &Path) -> Option<Child> {
     let _ = process.kill();
     let _ = process.wait();
     panic!("{} was started and did not answer within {PATIENCE:?}", binary());
+}
+
+/// Whether it is this process that answers. Another server may have the port, which the process finds out in a moment.
+fn is_answered_by(process: &Child, port: u16, password: Option<&str>) -> bool {
+    let info = connect_as(password, port, Duration::from_millis(200)).and_then(|mut connection| {
+        // Refused while data is read from disk.
+        query::<()>(&mut connection, "PING")?;
+        query::<String>(&mut connection, "INFO server")
+    });
+    info.is_ok_and(|info| line(&info, "process_id").is_some_and(|id| id == process.id().to_string()))
 }
 
 fn is_answering(port: u16) -> bool {
@@ -290,7 +314,12 @@ fn is_answering(port: u16) -> bool {
 
 /// A connection on which nothing takes longer than `patience`.
 fn connect(port: u16, patience: Duration) -> RedisResult<Connection> {
-    let client = redis::Client::open(format!("redis://127.0.0.1:{port}/"))?;
+    connect_as(None, port, patience)
+}
+
+fn connect_as(password: Option<&str>, port: u16, patience: Duration) -> RedisResult<Connection> {
+    let userinfo = password.map(|password| format!(":{password}@")).unwrap_or_default();
+    let client = redis::Client::open(format!("redis://{userinfo}127.0.0.1:{port}/"))?;
     let connection = client.get_connection_with_timeout(patience)?;
     connection.set_read_timeout(Some(patience))?;
     Ok(connection)

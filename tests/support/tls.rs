@@ -99,10 +99,12 @@ impl TlsServer {
 
     fn start_as(certificates: Certificates, mutual: bool, more: &[&str]) -> Self {
         assert!(is_supported(), "{} is built without TLS, and cannot be tested with it", binary());
-        let tls_port = free_port();
-        let args = certificates.args(tls_port, mutual);
-        let args: Vec<_> = args.iter().map(String::as_str).chain(more.iter().copied()).collect();
-        let server = RedisServer::start_with(&args);
+        let mut tls_port = 0;
+        let server = RedisServer::start_with_each(|| {
+            tls_port = free_port();
+            let more = more.iter().map(|&arg| arg.to_owned());
+            certificates.args(tls_port, mutual).into_iter().chain(more).collect()
+        });
         Self { server, certificates, tls_port }
     }
 
@@ -111,7 +113,7 @@ impl TlsServer {
         for _ in 0..10 {
             let (port, tls_port) = (free_port(), free_port());
             let mut config = format!(
-                "port {port}\nbind 127.0.0.1\nrequirepass watch\ntls-replication yes\nsentinel monitor {SERVICE} 127.0.0.1 {} 1\n",
+                "port {port}\nbind 127.0.0.1\ntls-replication yes\nsentinel monitor {SERVICE} 127.0.0.1 {} 1\n",
                 self.tls_port
             );
             for pair in self.certificates.args(tls_port, true).chunks_exact(2) {
@@ -119,7 +121,9 @@ impl TlsServer {
             }
             let folder = tempfile::tempdir().expect("a temporary folder can be made");
             fs::write(folder.path().join("sentinel.conf"), config).expect("a file can be written");
-            if let Some(sentinel) = RedisServer::try_start(port, words("sentinel.conf --sentinel"), folder) {
+            if let Some(sentinel) =
+                RedisServer::try_start(port, words("sentinel.conf --requirepass watch --sentinel"), folder)
+            {
                 let mut connection = redis::Client::open(format!("redis://:watch@127.0.0.1:{port}/"))
                     .and_then(|client| client.get_connection())
                     .expect("the Sentinel lets us in");
