@@ -47,6 +47,12 @@ impl Clock {
         }
     }
 
+    /// With a counter although the tests of this crate can pause tokio's clock.
+    #[cfg(all(test, feature = "tsc"))]
+    pub(super) fn with_counter(counter: quanta::Clock) -> Self {
+        Self { counter: Some(counter), ..Self::without_counter() }
+    }
+
     #[inline]
     pub(super) fn read(&self) -> Reading {
         #[cfg(feature = "tsc")]
@@ -185,7 +191,7 @@ mod tsc {
         fn nobody_is_told_less_than_what_was_told_in_another_shard() {
             let (counter, ticks) = quanta::Clock::mock();
             ticks.increment(9_000_u64);
-            let clock = Clock { counter: Some(counter), ..Clock::without_counter() };
+            let clock = Clock::with_counter(counter);
             let (mut anchor, early) = (Anchor::default(), clock.read());
             ticks.increment(500_u64);
             let late = anchor.us(&clock, clock.read());

@@ -1,6 +1,8 @@
 //! Counts, leases, operations and jobs in this process.
 
 mod clock;
+#[cfg(all(test, feature = "testing", feature = "tsc"))]
+mod counter_tests;
 mod delay_queue;
 mod idempotency;
 mod lock;
