@@ -219,14 +219,6 @@ mod tests {
         }
     }
 
-    #[cfg(not(feature = "tls"))]
-    #[test]
-    fn encryption_needs_a_feature() {
-        for url in ["rediss://h/", "rediss+sentinel://a,b/service", "rediss+cluster://a,b"] {
-            assert_eq!(Target::parse(url).err(), Some(ConfigError::FeatureMissing { feature: "tls" }), "{url}");
-        }
-    }
-
     #[test]
     fn what_makes_no_sense_is_refused_without_a_word_of_the_password() {
         for url in [
