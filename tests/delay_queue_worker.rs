@@ -1211,7 +1211,8 @@ async fn on_redis_a_job_that_comes_earlier_than_any_other_wakes_a_worker() {
         });
         came.await.unwrap();
         let took = record.times()[i as usize - 1] - pushed;
-        assert!(took >= ms(delay) && took < ms(delay + 250), "{took:?} instead of {delay} ms");
+        // Who is not woken looks after five seconds.
+        assert!(took >= ms(delay) && took < ms(delay + 1_000), "{took:?} instead of {delay} ms");
         sleep(ms(50)).await;
     }
     worker.stop().await;
