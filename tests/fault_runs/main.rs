@@ -24,7 +24,6 @@ mod lock_catalogue;
 mod lock_run;
 mod lock_worker;
 mod operations;
-mod processor;
 mod run;
 #[path = "../support/mod.rs"]
 mod support;

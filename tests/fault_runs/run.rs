@@ -12,7 +12,7 @@ use tollgate::OnStoreError;
 use super::catalogue::{Fails, Fault, Loses, Strike, missing};
 use super::deployment::{CONNECTIONS, Deployment};
 use super::load::{Answer, CALLERS, Call, Callers, QUOTA, Seen};
-use super::processor::{ProcessorMeter, Waits};
+use super::support::processor::{ProcessorMeter, Waits};
 
 /// How long a decision may take, and what a busy machine may add to it.
 const LIMIT: Duration = Duration::from_millis(100 + 50);

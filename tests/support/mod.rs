@@ -4,6 +4,7 @@
 pub mod cluster;
 pub mod load;
 pub mod locks;
+pub mod processor;
 pub mod proxy;
 pub mod sentinel;
 pub mod server;
