@@ -105,7 +105,7 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
     {
         let core = settings.core.clone();
         // Boxed: next to a trip over the network an allocation is nothing.
-        let judgement = Box::pin(async move { core.judge(subjects, cost).await });
+        let judgement = Box::pin(async move { core.judge_in_turn(subjects, cost).await });
         let state = State::Judging { judgement, cost, call: Some(Box::new((ready, request))) };
         Self { course: Course::Watched { state, whom: Whom::Nobody, settings } }
     }

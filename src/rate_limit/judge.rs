@@ -3,14 +3,16 @@
 use std::error::Error;
 use std::iter::Chain;
 use std::ops::{Deref, DerefMut};
-use std::{option, slice, vec};
+use std::time::Duration;
+use std::{mem, option, slice, vec};
 
 use smallvec::SmallVec;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use tracing::Instrument;
 
 use super::decision::{Decision, Outcome, RateLimited};
-use super::layer::{Core, OnStoreError};
+use super::layer::{Core, OnStoreError, Patience};
+use super::line::Denial;
 use super::meters::Verdict;
 use super::policy::Policy;
 use super::rejection::{Rejection, Standing};
@@ -55,6 +57,11 @@ impl Subject {
         self.policy.as_ref().unwrap_or(layer)
     }
 
+    /// Whether the request is turned away for this one.
+    fn denies(&self) -> bool {
+        self.enforced && self.decision.as_ref().is_some_and(|decision| !decision.is_allowed())
+    }
+
     /// What the client may know.
     pub(super) fn standing<'a>(&'a self, layer: &'a Policy) -> Option<Standing<'a>> {
         self.enforced.then(|| Standing::of(self.policy(layer), &self.key, self.decision.as_ref()))
@@ -96,6 +103,28 @@ impl DerefMut for Subjects {
     }
 }
 
+impl Subjects {
+    /// Some of them, about whom nothing was decided yet.
+    fn undecided(&self, some: impl Fn(&Subject) -> bool) -> Self {
+        let undecided = |subject: &Subject| Subject { decision: None, local: false, ..subject.clone() };
+        match self {
+            Self::One(subject) if some(subject) => Self::One(undecided(subject)),
+            subjects => Self::Several(subjects.iter().filter(|subject| some(subject)).map(undecided).collect()),
+        }
+    }
+
+    /// Those whose policies are not enforced.
+    fn without_a_say(&self) -> Vec<Subject> {
+        self.iter().filter(|subject| !subject.enforced).cloned().collect()
+    }
+
+    fn extend(&mut self, others: Vec<Subject>) {
+        if !others.is_empty() {
+            *self = Self::Several(mem::take(self).into_iter().chain(others).collect());
+        }
+    }
+}
+
 impl IntoIterator for Subjects {
     type Item = Subject;
     type IntoIter = Chain<option::IntoIter<Subject>, vec::IntoIter<Subject>>;
@@ -113,6 +142,19 @@ impl IntoIterator for Subjects {
 pub(super) struct Judgement {
     pub(super) subjects: Subjects,
     pub(super) ruling: Result<(), Rejection>,
+}
+
+impl Judgement {
+    /// How long a request has to wait that is over its limit, if that is over by then.
+    fn pause(&self, until: Instant) -> Option<Duration> {
+        let Err(Rejection::Limited(limited)) = &self.ruling else { return None };
+        limited.retry_after().filter(|wait| after(Instant::now(), *wait) <= until)
+    }
+}
+
+/// An instant, or one that no program sees.
+fn after(now: Instant, time: Duration) -> Instant {
+    now + time.min(Duration::from_secs(86_400 * 365 * 30))
 }
 
 impl<B> Watch for Core<B> {
@@ -162,10 +204,67 @@ impl<B: RateLimitStore + Sync> Core<B> {
         charged.is_some()
     }
 
+    /// Whether requests stand in a line for this key.
+    #[inline]
+    pub(super) fn is_waited_for(&self, key: &Key) -> bool {
+        self.patience.as_ref().is_some_and(|patience| patience.lines.is_waited_for(key))
+    }
+
     /// What is said to a request because of this subject.
     pub(super) fn limited(&self, subject: &Subject, cost: u32) -> Option<RateLimited> {
         let (policy, decision) = (subject.policy(&self.policy).clone(), subject.decision.clone()?);
         Some(RateLimited::new(policy, cost, decision))
+    }
+
+    /// The judgement of a request that may have to wait for room.
+    pub(super) async fn judge_in_turn(&self, subjects: Subjects, cost: u32) -> Judgement {
+        let key = subjects.iter().find(|subject| subject.main).or(subjects.first()).map(|subject| subject.key);
+        let (Some(Patience { wait, lines }), Some(key)) = (&self.patience, key) else {
+            return self.judge(subjects, cost).await;
+        };
+        let until = after(Instant::now(), *wait);
+        let mut first = None;
+        let denial = match lines.denial(&key) {
+            Some(denial) => Denial::now(&denial),
+            None => {
+                let judged = self.judge(subjects.undecided(|_| true), cost).await;
+                let Some(pause) = judged.pause(until) else { return judged };
+                let denial = Denial::now(&judged.subjects);
+                first = Some((Instant::now() + pause, judged));
+                denial
+            }
+        };
+        let told = denial.subjects.clone();
+        let room = self.denials(&told, cost).and_then(|limited| limited.retry_after());
+        let is_in_time = room.is_some_and(|wait| after(Instant::now(), wait) <= until);
+        let place = if is_in_time { lines.join(key, || denial) } else { None };
+        let Some(place) = place else { return first.map_or_else(|| self.refused(told, cost), |(_, judged)| judged) };
+        let Ok(_turn) = timeout_at(until, place.turn()).await else {
+            let told = lines.denial(&key).unwrap_or(told);
+            return self.refused(told, cost);
+        };
+        // Those who have no say are asked once.
+        let mut others = None;
+        if let Some((again, judged)) = first {
+            others = Some(judged.subjects.without_a_say());
+            sleep_until(again).await;
+        }
+        loop {
+            let mut judged = self.judge(subjects.undecided(|subject| subject.enforced || others.is_none()), cost).await;
+            let Some(pause) = judged.pause(until) else {
+                judged.subjects.extend(others.unwrap_or_default());
+                return judged;
+            };
+            place.tell(Denial::now(&judged.subjects));
+            others.get_or_insert_with(|| judged.subjects.without_a_say());
+            sleep(pause).await;
+        }
+    }
+
+    /// Turns a request away without asking anybody: by what another one was told.
+    fn refused(&self, told: Vec<Subject>, cost: u32) -> Judgement {
+        let ruling = self.rule(&told, cost);
+        Judgement { subjects: Subjects::Several(told), ruling }
     }
 
     /// The judgement, after all that has to be waited for.
@@ -297,10 +396,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
 
     /// Yes or no, once all decisions are there.
     fn rule(&self, subjects: &[Subject], cost: u32) -> Result<(), Rejection> {
-        let denies = |subject: &&Subject| {
-            subject.enforced && subject.decision.as_ref().is_some_and(|decision| !decision.is_allowed())
-        };
-        let is_turned_away = subjects.iter().any(|subject| denies(&subject));
+        let is_turned_away = subjects.iter().any(Subject::denies);
         for subject in subjects {
             let (policy, Some(decision)) = (subject.policy(&self.policy), &subject.decision) else { continue };
             if is_turned_away && subject.enforced && decision.is_allowed() {
@@ -310,8 +406,13 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 note(policy, decision, subject.enforced, subject.local, cost);
             }
         }
-        let limited = subjects.iter().filter(denies).filter_map(|subject| self.limited(subject, cost));
-        limited.reduce(RateLimited::and).map_or(Ok(()), |limited| Err(Rejection::Limited(limited)))
+        self.denials(subjects, cost).map_or(Ok(()), |limited| Err(Rejection::Limited(limited)))
+    }
+
+    /// What stands in the way of a request.
+    fn denials(&self, subjects: &[Subject], cost: u32) -> Option<RateLimited> {
+        let denials = subjects.iter().filter(|subject| subject.denies());
+        denials.filter_map(|subject| self.limited(subject, cost)).reduce(RateLimited::and)
     }
 
     /// Whether the request is turned away whatever the store says.

@@ -8,6 +8,7 @@ use tower_layer::Layer;
 
 use super::handle::{RateLimitHandle, Settle, Settler};
 use super::limiter::DEFAULT_DEADLINE;
+use super::line::Lines;
 use super::policy::Policy;
 use super::resolver::PolicyResolver;
 use super::screen::{Allow, And, Deny};
@@ -43,6 +44,7 @@ pub(super) struct Core<B> {
     pub(super) policy: Policy,
     pub(super) deadline: Duration,
     pub(super) resolver: Option<PolicyResolver>,
+    pub(super) patience: Option<Patience>,
     pub(super) on_missing_key: OnMissingKey,
     pub(super) on_store_error: OnStoreError,
     pub(super) replicas: u32,
@@ -52,6 +54,16 @@ pub(super) struct Core<B> {
     /// Of the first request that found one, for what comes to its end on a thread without.
     pub(super) runtime: Arc<OnceLock<Handle>>,
 }
+
+/// How long requests may wait for room, and where.
+#[derive(Clone, Debug)]
+pub(super) struct Patience {
+    pub(super) wait: Duration,
+    pub(super) lines: Arc<Lines>,
+}
+
+/// How many requests may wait unless told otherwise.
+const MOST_WAITING: usize = 1_000;
 
 /// The backend that decides while the store fails. Made when it is first needed.
 #[derive(Clone, Default)]
@@ -178,6 +190,7 @@ impl<B> RateLimitLayer<B> {
             policy,
             deadline: DEFAULT_DEADLINE,
             resolver: None,
+            patience: None,
             on_missing_key: OnMissingKey::default(),
             on_store_error: OnStoreError::default(),
             replicas: 1,
@@ -280,6 +293,56 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
         self.change(|core| core.on_store_error = policy)
     }
 
+    /// Has a request that is over its limit wait for room, instead of turning it away, if that takes no longer than `wait`: for calls to somebody else's
+    /// service, say, which should come later and not fail. Defaults to zero: it is turned away at once.
+    ///
+    /// Who waits stands in a line, one for each [key](Self::key) in this process, whose first alone asks the store again, when it was told to; nobody who
+    /// comes later passes those who wait. Between processes whoever asks first gets the room. A request is turned away at once if what it is told to wait is
+    /// more than `wait`, and otherwise at the latest when that is over. Each question counts as a [decision](super#metrics) in the metrics.
+    ///
+    /// Up to 1,000 requests wait at the same time, or [`max_waiters`](Self::max_waiters); one more is turned away. A request that waits holds the place in
+    /// the inner service that was reserved for it, and dropping it leaves the line; nothing was charged.
+    ///
+    /// ```
+    /// use std::time::Duration;
+    /// use tollgate::{AsError, BoxError, MemoryBackend, Policy, Quota, RateLimitLayer};
+    /// use tower::{ServiceBuilder, ServiceExt, service_fn};
+    ///
+    /// # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), BoxError> {
+    /// // What they allow us: ten calls a second, one after the other.
+    /// let allowed = Policy::new("their-api", Quota::per_second(10).burst(1)?.token_bucket());
+    /// let client = ServiceBuilder::new()
+    ///     .layer(RateLimitLayer::new(MemoryBackend::new(), allowed).wait(Duration::from_secs(5)).with_rejection(AsError))
+    ///     .service(service_fn(async |call: u32| Ok::<_, BoxError>(call)));
+    ///
+    /// let begun = tokio::time::Instant::now();
+    /// for call in 0..30 {
+    ///     client.clone().oneshot(call).await?;
+    /// }
+    /// assert!(begun.elapsed() >= Duration::from_millis(2_900));
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn wait(self, wait: Duration) -> Self {
+        self.change(|core| {
+            core.patience = match core.patience.take() {
+                _ if wait.is_zero() => None,
+                Some(patience) => Some(Patience { wait, ..patience }),
+                None => Some(Patience { wait, lines: Arc::new(Lines::new(MOST_WAITING)) }),
+            };
+        })
+    }
+
+    /// How many requests may [wait](Self::wait) for room at the same time, in this process and for all clones of the layer that are made after this was said.
+    /// To be said after `wait`. Defaults to 1,000.
+    pub fn max_waiters(self, waiters: usize) -> Self {
+        self.change(|core| {
+            if let Some(patience) = &mut core.patience {
+                patience.lines = Arc::new(Lines::new(waiters));
+            }
+        })
+    }
+
     /// How many processes share the quota: the part of it that each enforces with [`OnStoreError::Local`] is rounded up. Defaults to 1, and 0
     /// counts as that.
     pub fn replicas(self, replicas: u32) -> Self {
@@ -379,6 +442,7 @@ impl<B> Clone for Core<B> {
             policy: self.policy.clone(),
             deadline: self.deadline,
             resolver: self.resolver.clone(),
+            patience: self.patience.clone(),
             on_missing_key: self.on_missing_key,
             on_store_error: self.on_store_error,
             replicas: self.replicas,

@@ -55,6 +55,8 @@
 //! # }
 //! ```
 //!
+//! Instead of being turned away a request can [wait](RateLimitLayer::wait) for room, as calls to somebody else's service should.
+//!
 //! # What is charged
 //!
 //! An admitted request is charged its cost at once, so that requests in flight count. What it turns out to be worth can be
@@ -126,6 +128,7 @@ mod judge;
 mod layer;
 mod leases;
 mod limiter;
+mod line;
 mod meters;
 mod policy;
 mod quota;

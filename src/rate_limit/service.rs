@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 use tower_service::Service;
 
 use super::MissingKey;
-use super::decision::Denied;
+use super::decision::{Decision, Denied};
 use super::future::{ResponseFuture, Whom};
 use super::judge::{self, Subject};
 use super::layer::{ChargeAlways, ChargeOn, OnMissingKey, RateLimitLayer, RequestCost, Settings, UnitCost};
@@ -108,12 +108,18 @@ where
         };
         let policy = resolved.as_ref().unwrap_or(&core.policy);
         let enforced = policy.is_enforced_for(key);
+        // Nobody passes those who wait.
+        let is_known = is_known && !core.is_waited_for(key);
         // What need not be waited for is done here and now, as the inner service would. Where nobody asks how things stand, a yes
         // is all it takes.
         if is_known && settings.wants_no_details::<S, Req>() && core.charge_now(policy, key, cost) {
             return ResponseFuture::plain(self.inner.call(request), A::clone(&settings.answer));
         }
         let mut decision = if is_known { core.decide_now(policy, key, cost) } else { None };
+        if core.patience.is_some() && enforced {
+            // Or waits itself.
+            decision = decision.filter(Decision::is_allowed);
+        }
         let admitted = decision.as_ref().map(|decision| judge::note(policy, decision, enforced, false, cost));
         // Put together where it is to stay: to move all of this about takes as long as to find it out.
         let mut subject =

@@ -1,0 +1,255 @@
+//! Requests that wait for room instead of being turned away: when they come through, in which order, and what that asks of the store.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+use std::sync::{Arc, Mutex};
+use std::time::Duration;
+
+use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep, timeout};
+use tollgate::rate_limit::{RateLimitStore, RateLimited};
+use tollgate::testing::{Failure, FaultStore, Verb};
+use tollgate::{AsError, BoxError, Limiter, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer};
+use tower::util::BoxCloneService;
+use tower::{Layer, ServiceExt, service_fn};
+
+const ACME: u32 = 1;
+const GLOBEX: u32 = 2;
+const INITECH: u32 = 3;
+
+/// A customer and a number.
+type Call = (u32, u32);
+
+/// One call every 100 ms for each customer.
+fn policy() -> Policy {
+    Policy::new("calls", Quota::per_second(10).burst(1).unwrap().token_bucket())
+}
+
+fn ms(ms: u64) -> Duration {
+    Duration::from_millis(ms)
+}
+
+/// Services that say what came through, and when.
+struct Calls {
+    begun: Instant,
+    served: Arc<Mutex<Vec<(u32, u128)>>>,
+}
+
+impl Calls {
+    fn new() -> Self {
+        Self { begun: Instant::now(), served: Arc::default() }
+    }
+
+    fn behind<B>(&self, layer: RateLimitLayer<B>) -> BoxCloneService<Call, (), BoxError>
+    where
+        B: RateLimitStore + Clone + Send + Sync + 'static,
+    {
+        let (begun, served) = (self.begun, Arc::clone(&self.served));
+        let inner = service_fn(move |(_, number): Call| {
+            served.lock().unwrap().push((number, begun.elapsed().as_millis()));
+            std::future::ready(Ok::<_, BoxError>(()))
+        });
+        BoxCloneService::new(layer.key(|(customer, _): &Call| *customer).with_rejection(AsError).layer(inner))
+    }
+
+    fn served(&self) -> Vec<(u32, u128)> {
+        self.served.lock().unwrap().clone()
+    }
+}
+
+/// What a call was told that was turned away.
+fn refusal(outcome: Result<(), BoxError>) -> Option<Duration> {
+    outcome.err().map(|error| error.downcast::<RateLimited>().unwrap().retry_after().unwrap())
+}
+
+#[tokio::test(start_paused = true)]
+async fn they_come_through_in_their_order_as_soon_as_there_is_room() {
+    let calls = Calls::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let service = calls.behind(RateLimitLayer::new(store.clone(), policy()).wait(Duration::from_secs(10)));
+    let mut waiting = JoinSet::new();
+    for number in 0..50 {
+        waiting.spawn(service.clone().oneshot((ACME, number)));
+        // Some come when others wait, also at the instant when there is room.
+        let pause = match number {
+            0..20 => 0,
+            20 => 85,
+            _ => 1,
+        };
+        sleep(ms(pause)).await;
+    }
+    while let Some(outcome) = waiting.join_next().await {
+        outcome.unwrap().unwrap();
+    }
+    let served = calls.served();
+    assert_eq!(served.iter().map(|(number, _)| *number).collect::<Vec<_>>(), (0..50).collect::<Vec<_>>());
+    for (number, after) in &served {
+        let due = u128::from(*number) * 100;
+        // Timers are in whole milliseconds.
+        assert!((due..due + 60).contains(after), "{number} after {after} ms");
+    }
+    let asked = store.faults().calls(Verb::Check);
+    assert!(asked <= 3 * 50, "{asked} questions for 50 calls");
+}
+
+/// Also where there is room of which those who wait do not know yet.
+#[tokio::test(start_paused = true)]
+async fn nobody_passes_those_who_wait() {
+    let calls = Calls::new();
+    let backend = MemoryBackend::new();
+    let service = calls.behind(RateLimitLayer::new(backend.clone(), policy()).wait(Duration::from_secs(10)));
+    service.clone().oneshot((ACME, 0)).await.unwrap();
+    let first = tokio::spawn(service.clone().oneshot((ACME, 1)));
+    sleep(ms(50)).await;
+    Limiter::new(backend, policy()).reset(ACME).await.unwrap();
+    service.clone().oneshot((ACME, 2)).await.unwrap();
+    first.await.unwrap().unwrap();
+    assert_eq!(calls.served().iter().map(|(number, _)| *number).collect::<Vec<_>>(), [0, 1, 2]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn nobody_waits_longer_than_they_may() {
+    let calls = Calls::new();
+    let service = calls.behind(RateLimitLayer::new(MemoryBackend::new(), policy()).wait(ms(450)));
+    let waiting = (0..10).map(|number| {
+        let service = service.clone();
+        tokio::spawn(async move {
+            let begun = Instant::now();
+            (refusal(service.oneshot((ACME, number)).await), begun.elapsed())
+        })
+    });
+    let waiting: Vec<_> = waiting.collect();
+    for (number, outcome) in waiting.into_iter().enumerate() {
+        let (refused, after) = outcome.await.unwrap();
+        if number < 5 {
+            assert_eq!(refused, None, "{number}");
+        } else {
+            assert!(refused.is_some_and(|wait| wait <= ms(100)), "{number} {refused:?}");
+            // When the last one came through, those behind know that there is no time for another.
+            assert!((ms(400)..ms(460)).contains(&after), "{number} after {after:?}");
+        }
+    }
+    // What would take too long is known at once.
+    let hourly = Policy::new("hourly", Quota::per_hour(1).fixed_window());
+    let service = calls.behind(RateLimitLayer::new(MemoryBackend::new(), hourly).wait(Duration::from_secs(60)));
+    service.clone().oneshot((ACME, 0)).await.unwrap();
+    let begun = Instant::now();
+    assert!(refusal(service.clone().oneshot((ACME, 1)).await).unwrap() > Duration::from_secs(3_000));
+    assert_eq!(begun.elapsed(), Duration::ZERO);
+}
+
+#[tokio::test(start_paused = true)]
+async fn no_more_wait_than_may() {
+    let calls = Calls::new();
+    let layer = RateLimitLayer::new(MemoryBackend::new(), policy()).wait(Duration::from_secs(5)).max_waiters(3);
+    let service = calls.behind(layer);
+    service.clone().oneshot((ACME, 0)).await.unwrap();
+    service.clone().oneshot((GLOBEX, 0)).await.unwrap();
+    let mut waiting = JoinSet::new();
+    for (customer, number) in [(ACME, 1), (GLOBEX, 1), (ACME, 2)] {
+        waiting.spawn(service.clone().oneshot((customer, number)));
+        sleep(ms(1)).await;
+    }
+    let begun = Instant::now();
+    for customer in [ACME, GLOBEX] {
+        assert!(refusal(service.clone().oneshot((customer, 9)).await).is_some());
+    }
+    assert_eq!(begun.elapsed(), Duration::ZERO);
+    // Who has a line of others in front does not hold up whoever needs not wait.
+    service.clone().oneshot((INITECH, 0)).await.unwrap();
+    while let Some(outcome) = waiting.join_next().await {
+        outcome.unwrap().unwrap();
+    }
+    service.oneshot((ACME, 3)).await.unwrap();
+    assert_eq!(calls.served().iter().filter(|(number, _)| *number == 9).count(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_gives_up_leaves_the_line_and_is_charged_nothing() {
+    let calls = Calls::new();
+    let backend = MemoryBackend::new();
+    let service = calls.behind(RateLimitLayer::new(backend.clone(), policy()).wait(Duration::from_secs(60)));
+    service.clone().oneshot((ACME, 0)).await.unwrap();
+    // The first of a line, one in its middle, and its last.
+    let mut waiting: Vec<_> = (1..=5).map(|number| tokio::spawn(service.clone().oneshot((ACME, number)))).collect();
+    sleep(ms(10)).await;
+    for place in [4, 2, 0] {
+        waiting.remove(place).abort();
+    }
+    for outcome in waiting {
+        outcome.await.unwrap().unwrap();
+    }
+    let served: Vec<_> = calls.served().iter().map(|(number, after)| (*number, after / 100)).collect();
+    assert_eq!(served, [(0, 0), (2, 1), (4, 2)]);
+    // A line that nobody stands in any more is gone: who comes then is turned away as the first one was.
+    sleep(ms(100)).await;
+    let limiter = Limiter::new(backend, policy());
+    assert_eq!(limiter.peek(ACME).await.unwrap().remaining(), Some(1));
+    assert!(timeout(ms(1), service.oneshot((ACME, 6))).await.unwrap().is_ok());
+}
+
+/// A shadow counts whoever comes, and that is once, however often they have to ask.
+#[tokio::test(start_paused = true)]
+async fn who_waits_is_counted_once_by_those_who_have_no_say() {
+    let backend = MemoryBackend::new();
+    let shadow = Policy::new("shadow", Quota::per_hour(100).fixed_window());
+    let layer = RateLimitLayer::new(backend.clone(), policy()).and(shadow.clone().shadow(), |_: &Call| "all");
+    let service = layer
+        .wait(Duration::from_secs(10))
+        .key(|(customer, _): &Call| *customer)
+        .charge_on(|answer: Result<&u32, &BoxError>| *answer.unwrap() < 3)
+        .with_rejection(AsError)
+        .layer(service_fn(async |(_, number): Call| Ok::<_, BoxError>(number)));
+    // Somebody else takes the room now and then.
+    let other = Limiter::new(backend.clone(), policy());
+    let mut waiting: JoinSet<_> = (0..5).map(|number| service.clone().oneshot((ACME, number))).collect();
+    for _ in 0..10 {
+        sleep(ms(50)).await;
+        other.check(ACME).await.unwrap();
+    }
+    while let Some(outcome) = waiting.join_next().await {
+        outcome.unwrap().unwrap();
+    }
+    // And what is given back is given back everywhere.
+    let left = Limiter::new(backend, shadow).peek("all").await.unwrap().remaining();
+    assert_eq!(left, Some(97));
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_never_fits_and_a_store_that_fails_are_not_waited_for() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let layer = RateLimitLayer::new(store.clone(), policy()).wait(Duration::from_secs(60));
+    let service = layer
+        .on_store_error(OnStoreError::Deny)
+        .cost(|cost: &u32| *cost)
+        .with_rejection(AsError)
+        .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
+    let begun = Instant::now();
+    assert!(service.clone().oneshot(2).await.unwrap_err().downcast::<RateLimited>().unwrap().retry_after().is_none());
+    service.clone().oneshot(1).await.unwrap();
+    assert_eq!(begun.elapsed(), Duration::ZERO);
+    let waiting = tokio::spawn(service.clone().oneshot(1));
+    sleep(ms(10)).await;
+    store.faults().fail(Failure::Unavailable);
+    assert!(waiting.await.unwrap().unwrap_err().is::<tollgate::StoreError>());
+    assert!(begun.elapsed() < ms(120));
+}
+
+/// As in two processes: together they get what there is.
+#[tokio::test(start_paused = true)]
+async fn lines_of_one_store_share_its_quota() {
+    let calls = Calls::new();
+    let backend = MemoryBackend::new();
+    let mut waiting = JoinSet::new();
+    for process in 0..2 {
+        let service = calls.behind(RateLimitLayer::new(backend.clone(), policy()).wait(Duration::from_secs(10)));
+        waiting.extend((0..10).map(|number| service.clone().oneshot((ACME, 10 * process + number))));
+    }
+    while let Some(outcome) = waiting.join_next().await {
+        outcome.unwrap().unwrap();
+    }
+    let served = calls.served();
+    for (place, (_, after)) in served.iter().enumerate() {
+        assert!(*after >= 100 * place as u128, "{served:?}");
+    }
+    assert!(served[19].1 < 2_000, "{served:?}");
+}
