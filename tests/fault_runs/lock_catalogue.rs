@@ -6,11 +6,13 @@ use std::time::{Duration, Instant};
 use super::catalogue::{SECOND, Strike, cut, during, flushed, ms, stopped, trouble};
 use super::deployment::Topology::{Cluster, Durable, Network, Sentinel, Standalone};
 use super::deployment::{Deployment, Topology};
-use super::lock_worker::{KEYS, TTL};
+use super::lock_worker::{KEYS, LockWorker, TTL};
 use super::support::cluster::Cluster as Nodes;
 use super::support::proxy::{Door, Traffic};
 use super::support::server::wait_until;
-use super::support::worker::Worker;
+
+/// How many processes want the locks.
+pub const WORKERS: usize = 4;
 
 /// Something that goes wrong under locks.
 #[derive(Debug)]
@@ -21,11 +23,27 @@ pub struct LockFault {
     pub short: bool,
     /// Whether the store may forget who holds what: then two may hold one lock, for as long as a lease lasts, and the fence has to tell them apart.
     pub forgets: bool,
-    pub strike: fn(&mut Deployment, &mut [Worker]) -> Strike,
+    pub loses: Loses,
+    pub strike: fn(&mut Deployment, &mut [LockWorker]) -> Strike,
 }
 
-const fn fault(name: &'static str, on: Topology, strike: fn(&mut Deployment, &mut [Worker]) -> Strike) -> LockFault {
-    LockFault { name, on, short: false, forgets: false, strike }
+/// Which leases are lost for those who hold them.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Loses {
+    /// None: they are renewed for as long as they are held.
+    Nothing,
+    /// Some may be.
+    Perhaps,
+    /// So many: if it is fewer the fault was none. And what is written after that is refused.
+    AtLeast(usize),
+}
+
+const fn fault(
+    name: &'static str,
+    on: Topology,
+    strike: fn(&mut Deployment, &mut [LockWorker]) -> Strike,
+) -> LockFault {
+    LockFault { name, on, short: false, forgets: false, loses: Loses::Perhaps, strike }
 }
 
 impl LockFault {
@@ -38,41 +56,58 @@ impl LockFault {
         self.forgets = true;
         self
     }
+
+    const fn loses(mut self, loses: Loses) -> Self {
+        self.loses = loses;
+        self
+    }
 }
 
 /// All of them.
 pub const LOCK_FAULTS: &[LockFault] = &[
-    fault("none", Standalone, |_, _| during(|| sleep(SECOND))),
+    fault("none", Standalone, |_, _| during(|| sleep(SECOND))).loses(Loses::Nothing),
     fault("holders stopped for 0.5 to 3 leases (SIGSTOP)", Standalone, |_, workers| {
         during(|| {
             for (turn, halves) in [1, 2, 3, 4, 6].into_iter().enumerate() {
-                let worker = &workers[turn % workers.len()];
-                worker.pause();
+                let worker = &mut workers[turn % WORKERS];
+                worker.hold();
+                worker.process.pause();
                 sleep(TTL / 2 * halves);
-                worker.resume();
+                worker.go_on();
+                worker.process.resume();
                 sleep(ms(50));
             }
         })
     })
+    // All but the first, who goes on before the lease ends.
+    .loses(Loses::AtLeast(4))
     .short(),
     fault("holders killed (SIGKILL)", Standalone, |_, workers| {
         during(|| {
             for worker in workers.iter_mut().take(2) {
-                worker.kill();
+                worker.hold();
+                worker.process.kill();
                 sleep(ms(100));
             }
         })
     })
+    .loses(Loses::Nothing)
     .short(),
     fault("runtimes blocked for 2 leases", Standalone, |_, workers| {
         during(|| {
-            for worker in workers.iter_mut() {
-                worker.order("block");
+            // Two at a time.
+            for turn in 0..WORKERS + 2 {
+                if turn >= 2 {
+                    workers[turn - 2].go_on();
+                }
+                if let Some(worker) = workers.get_mut(turn) {
+                    worker.hold();
+                }
                 sleep(TTL);
             }
-            sleep(TTL * 2);
         })
-    }),
+    })
+    .loses(Loses::AtLeast(WORKERS)),
     fault("stopped for 300 ms (SIGSTOP)", Standalone, |d, _| stopped(d.server(), ms(300))),
     fault("stopped for 3 leases (SIGSTOP)", Standalone, |d, _| stopped(d.server(), TTL * 3)),
     fault("clients paused for 1 s (CLIENT PAUSE)", Standalone, |d, _| {
@@ -95,11 +130,20 @@ pub const LOCK_FAULTS: &[LockFault] = &[
             d.server().restart();
         })
     }),
-    fault("clients killed 10 times (CLIENT KILL)", Standalone, |d, _| cut(10, || d.server().kill_clients())),
-    fault("the listening connections killed 10 times (CLIENT KILL)", Standalone, |d, _| {
-        cut(10, || d.server().query::<u64>("CLIENT KILL TYPE pubsub"))
+    fault("clients killed 10 times (CLIENT KILL)", Standalone, |d, _| {
+        let mut killed = 0;
+        let strike = cut(10, || killed += d.server().kill_clients());
+        assert!(killed >= 10, "no more than {killed} connections were killed");
+        strike
     }),
-    fault("scripts flushed 100 times (SCRIPT FLUSH)", Standalone, |d, _| flushed(&[d.server()])),
+    fault("the listening connections killed 10 times (CLIENT KILL)", Standalone, |d, _| {
+        let mut killed = 0;
+        let strike = cut(10, || killed += d.server().query::<u64>("CLIENT KILL TYPE pubsub"));
+        assert!(killed >= 10, "no more than {killed} connections were killed");
+        strike
+    })
+    .loses(Loses::Nothing),
+    fault("scripts flushed 100 times (SCRIPT FLUSH)", Standalone, |d, _| flushed(&[d.server()])).loses(Loses::Nothing),
     fault("out of memory for 1 s (maxmemory)", Standalone, |d, _| {
         during(|| {
             d.server().limit_memory(1);
@@ -110,7 +154,8 @@ pub const LOCK_FAULTS: &[LockFault] = &[
     fault("20 ms late each way", Network, |d, _| {
         let late = Traffic::Delay(ms(20));
         trouble(d.proxy(), SECOND, |proxy| (proxy.to_server(late), proxy.to_client(late)))
-    }),
+    })
+    .loses(Loses::Nothing),
     fault("requests held up for 1 s", Network, |d, _| {
         trouble(d.proxy(), SECOND, |proxy| proxy.to_server(Traffic::Hold))
     }),

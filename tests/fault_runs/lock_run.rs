@@ -6,16 +6,18 @@ use std::thread::sleep;
 use std::time::{Duration, Instant};
 
 use super::deployment::Deployment;
-use super::lock_catalogue::{LockFault, RECOVERY};
-use super::lock_worker::{self, KEYS, Line, Stay, TTL};
+use super::lock_catalogue::{LockFault, Loses, RECOVERY, WORKERS};
+use super::lock_worker::{KEYS, Line, LockWorker, Stay, TTL};
+use super::processor::ProcessorMeter;
 use super::support::server::{RedisServer, query};
 use super::support::windows::now_us;
-use super::support::worker::Worker;
 
-const WORKERS: usize = 4;
 /// The load before a fault, and after everybody is well again.
 const BEFORE: Duration = Duration::from_millis(500);
 const AFTER: Duration = Duration::from_millis(500);
+/// A lease that was lost about when somebody had waited for a processor for so long may have been lost for that: it is renewed after a third
+/// of what it lasts, and some of the waiting is not seen.
+const STARVED: Duration = Duration::from_millis(100);
 /// How long workers may take to give back everything, and servers to forget them.
 const SETTLED: Duration = Duration::from_secs(5);
 
@@ -94,9 +96,10 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     let witness = RedisServer::start();
     let (sender, lines) = mpsc::channel();
     let (url, witness_url) = (deployment.url(), witness.url());
-    let worker = |_| lock_worker::start(&url, &witness_url, sender.clone());
-    let mut workers: Vec<Worker> = (0..WORKERS).map(worker).collect();
+    let worker = |_| LockWorker::start(&url, &witness_url, sender.clone());
+    let mut workers: Vec<LockWorker> = (0..WORKERS).map(worker).collect();
     drop(sender);
+    let meter = ProcessorMeter::start();
 
     let mut stays = Vec::new();
     // Until all of them are at work.
@@ -109,6 +112,10 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     }
     sleep(BEFORE);
     let (zero, zero_us) = (Instant::now(), now_us());
+    if fault.loses == Loses::Nothing {
+        // Somebody lives on renewals meanwhile.
+        workers[WORKERS - 1].stay();
+    }
     let strike = (fault.strike)(&mut deployment, &mut workers);
     let us = |instant: Instant| zero_us + instant.saturating_duration_since(zero).as_micros() as u64;
     let back = us(strike.back);
@@ -122,8 +129,9 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     sleep(AFTER);
 
     let mut row = LockRow::new(fault);
-    workers.iter_mut().for_each(Worker::stop);
-    let bad = workers.iter_mut().map(|worker| worker.has_ended_well(SETTLED)).filter(|is_good| !is_good).count();
+    workers.iter_mut().for_each(|worker| worker.process.stop());
+    let ends_well = |worker: &mut LockWorker| worker.process.has_ended_well(SETTLED);
+    let bad = workers.iter_mut().map(ends_well).filter(|is_good| !is_good).count();
     row.must(bad == 0, || format!("{bad} workers have not given back everything and ended"));
     let mut tasks_left = 0;
     let mut ends = 0;
@@ -136,7 +144,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
             }
         }
     }
-    let killed = workers.iter().filter(|worker| worker.is_killed()).count();
+    let killed = workers.iter().filter(|worker| worker.process.is_killed()).count();
     row.must(ends + killed == WORKERS, || {
         format!("{ends} workers of {} have said that they are done", WORKERS - killed)
     });
@@ -144,6 +152,14 @@ pub fn run(fault: &'static LockFault) -> LockRow {
 
     judge(&mut row, &stays, us(strike.begun), back, well);
     changes(&mut row, &witness);
+    let waits = meter.stop();
+    let at = |us: u64| {
+        let (after, before) = (us.saturating_sub(zero_us), zero_us.saturating_sub(us));
+        zero + Duration::from_micros(after) - Duration::from_micros(before)
+    };
+    // From when it was renewed last, if it was, to when that has to have been done again.
+    let around = |stay: &Stay| (at(stay.until.max(stay.from)) - TTL, at(stay.until.max(stay.from)) + TTL);
+    losses(&mut row, &stays, |stay| waits.between(around(stay).0, around(stay).1) > STARVED);
     let left = leftovers(&deployment);
     row.must(left.is_empty(), || format!("left over: {}", left.join(", ")));
     row.left = tasks_left + left.len() as u64;
@@ -160,7 +176,6 @@ fn stay(line: Line) -> Stay {
 /// What the stays say, with the instants of the fault by the clock of the workers.
 fn judge(row: &mut LockRow, stays: &[Stay], begun: u64, back: u64, well: u64) {
     row.stays = stays.len();
-    row.lost = stays.iter().filter(|stay| stay.is_lost).count();
     let forgotten = begun..=back + RECOVERY.as_micros() as u64;
     for (key, name) in KEYS.iter().enumerate() {
         let mut stays: Vec<&Stay> = stays.iter().filter(|stay| stay.key == key && stay.until > 0).collect();
@@ -192,6 +207,30 @@ fn judge(row: &mut LockRow, stays: &[Stay], begun: u64, back: u64, well: u64) {
         row.must(stays.iter().any(|stay| stay.until > well), || format!("nobody had {name} in the end"));
         let before = stays.iter().filter(|stay| stay.from < begun).count();
         row.must(before >= WORKERS * 5, || format!("only {before} stays under {name} before the fault"));
+    }
+}
+
+/// As many leases were lost as may be: of those who waited for a processor nobody knows.
+fn losses(row: &mut LockRow, stays: &[Stay], is_starved: impl Fn(&Stay) -> bool) {
+    let lost: Vec<&Stay> = stays.iter().filter(|stay| stay.is_lost).collect();
+    row.lost = lost.len();
+    let (all, refused) = (row.lost, row.refused);
+    match row.fault.loses {
+        Loses::Nothing => {
+            let longest = stays.iter().map(|stay| stay.until.saturating_sub(stay.from)).max().unwrap_or_default();
+            row.must(all > 0 || longest > TTL.as_micros() as u64, || {
+                format!("nobody stayed for longer than a lease lasts, but for {longest} us")
+            });
+            let first = lost.into_iter().find(|stay| !is_starved(stay));
+            row.must(first.is_none(), || format!("{all} leases were lost, first {first:?}"));
+        }
+        Loses::Perhaps => {}
+        Loses::AtLeast(least) => {
+            // Whoever was granted a lock too late never had it.
+            let held = lost.iter().filter(|stay| stay.until > 0).count();
+            row.must(held >= least, || format!("no more than {held} leases were lost where {least} have to be"));
+            row.must(refused > 0, || "nobody was refused who came too late".to_owned());
+        }
     }
 }
 

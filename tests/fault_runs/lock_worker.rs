@@ -1,5 +1,5 @@
-//! A process that takes locks, and changes under them what refuses a smaller fence than it has seen. It may be stopped, killed, or
-//! block its own runtime.
+//! A process that takes locks, and changes under them what refuses a smaller fence than it has seen. It may be told to stand still under a
+//! lock, and be stopped or killed there.
 //!
 //! Prints a line for each of its stays under a lock, and a last one when it has given back everything. The times are those of one clock for all
 //! processes.
@@ -7,7 +7,7 @@
 use std::env;
 use std::io::{self, Write};
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, mpsc};
+use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -26,6 +26,13 @@ pub const TTL: Duration = Duration::from_millis(500);
 pub const KEYS: [&str; 2] = ["a", "b"];
 /// In each process, half of them for each key.
 const TASKS: u64 = 4;
+/// How long a worker may take until it has a lock, and stands still under it.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// What the harness says to a worker, and what the worker answers to the first.
+const HOLD: &str = "hold";
+const GO_ON: &str = "go on";
+const STAY: &str = "stay";
+const HELD: &str = "held";
 /// Tells the program that it is a worker: the URL of the deployment, and that of the server that is changed under the locks.
 const WORKER: &str = "TOLLGATE_FAULTS_LOCK_WORKER";
 
@@ -82,7 +89,33 @@ pub fn work_if_asked() -> bool {
 #[derive(Debug, Default)]
 struct Orders {
     stop: AtomicBool,
-    block: AtomicBool,
+    hold: AtomicBool,
+    stay: AtomicBool,
+    may_go_on: Mutex<bool>,
+    goes_on: Condvar,
+}
+
+impl Orders {
+    fn hear(&self, order: &str) {
+        match order {
+            HOLD => self.hold.store(true, Ordering::Relaxed),
+            STAY => self.stay.store(true, Ordering::Relaxed),
+            GO_ON => {
+                *self.may_go_on.lock().expect("nobody panics") = true;
+                self.goes_on.notify_all();
+            }
+            order => panic!("nobody knows how to {order}"),
+        }
+    }
+
+    /// Stands still with the whole runtime, so that no timer fires and nothing is renewed, until it is told to go on.
+    fn stand_still(&self) {
+        let mut out = io::stdout().lock();
+        writeln!(out, "{HELD}").and_then(|()| out.flush()).expect("somebody listens");
+        let may_go_on = self.may_go_on.lock().expect("nobody panics");
+        let may_go_on = self.goes_on.wait_while(may_go_on, |may_go_on| !*may_go_on);
+        *may_go_on.expect("nobody panics") = false;
+    }
 }
 
 async fn work(url: &str, witness: &str) {
@@ -90,8 +123,7 @@ async fn work(url: &str, witness: &str) {
     let heard = Arc::clone(&orders);
     thread::spawn(move || {
         for line in io::stdin().lines().map_while(Result::ok) {
-            let order = if line == "block" { &heard.block } else { &heard.stop };
-            order.store(true, Ordering::Relaxed);
+            heard.hear(&line);
         }
         heard.stop.store(true, Ordering::Relaxed);
     });
@@ -136,18 +168,18 @@ async fn stay(locks: Locks, mut guarded: MultiplexedConnection, orders: Arc<Orde
             let read: i64 =
                 script.key(KEYS[key]).arg(lease.fence()).arg("").invoke_async(&mut guarded).await.unwrap_or(-1);
             // Some stay for longer than a lease lasts, and live on renewals.
-            let stays = if turn.is_multiple_of(64) { TTL * 3 / 2 } else { Duration::from_millis(turn % 5) };
+            let is_long = turn.is_multiple_of(64) || orders.stay.swap(false, Ordering::Relaxed);
+            let stays = if is_long { TTL * 3 / 2 } else { Duration::from_millis(turn % 5) };
             let ends = Instant::now() + stays;
             while check(&lease) && Instant::now() < ends {
                 sleep(Duration::from_millis(1)).await;
             }
-            let is_blocked = orders.block.swap(false, Ordering::Relaxed);
-            if is_blocked {
-                // The whole runtime: no timer fires and nothing is renewed.
-                thread::sleep(TTL * 2);
+            let stood_still = check(&lease) && orders.hold.swap(false, Ordering::Relaxed);
+            if stood_still {
+                orders.stand_still();
             }
             // And one that does not look again before it writes: all that is left is the fence.
-            if (check(&lease) || is_blocked) && read >= 0 {
+            if (check(&lease) || stood_still) && read >= 0 {
                 let mut write = script.key(KEYS[key]);
                 write.arg(lease.fence()).arg(read + 1);
                 // What counts is what the witness has.
@@ -173,8 +205,40 @@ async fn stay(locks: Locks, mut guarded: MultiplexedConnection, orders: Arc<Orde
     }
 }
 
-/// Starts a worker. It is told to `block` to let its whole runtime stand still for two leases, under the next lock that it has, and to
-/// stop to give back everything and end.
-pub fn start(url: &str, witness: &str, lines: mpsc::Sender<Line>) -> Worker {
-    Worker::start(WORKER, &format!("{url} {witness}"), lines, |line| Line::read(&line))
+/// A worker, and what it answers.
+#[derive(Debug)]
+pub struct LockWorker {
+    pub process: Worker,
+    held: mpsc::Receiver<()>,
+}
+
+impl LockWorker {
+    /// Starts it. It is told to stop to give back everything and end.
+    pub fn start(url: &str, witness: &str, lines: mpsc::Sender<Line>) -> Self {
+        let (sender, held) = mpsc::channel();
+        let process = Worker::start(WORKER, &format!("{url} {witness}"), lines, move |line| {
+            if line == HELD {
+                // Nobody waits for what comes too late.
+                let _ = sender.send(());
+            }
+            Line::read(&line)
+        });
+        Self { process, held }
+    }
+
+    /// Has it stand still under the next lock that it has, and waits until it does.
+    pub fn hold(&mut self) {
+        self.process.order(HOLD);
+        self.held.recv_timeout(PATIENCE).expect("the worker stands still under a lock");
+    }
+
+    /// Lets it go on after that. It writes then without another look at its lease.
+    pub fn go_on(&mut self) {
+        self.process.order(GO_ON);
+    }
+
+    /// Has it stay under its next lock for longer than a lease lasts.
+    pub fn stay(&mut self) {
+        self.process.order(STAY);
+    }
 }
