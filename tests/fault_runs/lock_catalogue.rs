@@ -21,8 +21,9 @@ pub struct LockFault {
     pub on: Topology,
     /// Whether it is part of the short run.
     pub short: bool,
-    /// Whether the store may forget who holds what: then two may hold one lock, for as long as a lease lasts, and the fence has to tell them apart.
-    pub forgets: bool,
+    /// Whether the store may forget who holds what, and how long clients may take to follow to the server that has then: two may hold one lock
+    /// until then and for as long as a lease lasts, and the fence has to tell them apart.
+    pub forgets: Option<Duration>,
     pub loses: Loses,
     pub strike: fn(&mut Deployment, &mut [LockWorker]) -> Strike,
 }
@@ -43,17 +44,22 @@ const fn fault(
     on: Topology,
     strike: fn(&mut Deployment, &mut [LockWorker]) -> Strike,
 ) -> LockFault {
-    LockFault { name, on, short: false, forgets: false, loses: Loses::Perhaps, strike }
+    LockFault { name, on, short: false, forgets: None, loses: Loses::Perhaps, strike }
 }
 
 impl LockFault {
+    /// How long after all was well again two may still hold one lock, and what a busy machine may add to it.
+    pub fn overlap(&self) -> Option<Duration> {
+        self.forgets.map(|follow| follow + TTL + ms(500))
+    }
+
     const fn short(mut self) -> Self {
         self.short = true;
         self
     }
 
-    const fn forgets(mut self) -> Self {
-        self.forgets = true;
+    const fn forgets(mut self, follow: Duration) -> Self {
+        self.forgets = Some(follow);
         self
     }
 
@@ -122,7 +128,8 @@ pub const LOCK_FAULTS: &[LockFault] = &[
             d.server().restart();
         })
     })
-    .forgets()
+    // It is the same server.
+    .forgets(Duration::ZERO)
     .short(),
     fault("killed, restarted with its leases (SIGKILL)", Durable, |d, _| {
         during(|| {
@@ -182,7 +189,7 @@ pub const LOCK_FAULTS: &[LockFault] = &[
         let (back, _) = sentinel.wait_for_another_primary(sentinel.servers[old].port());
         Strike { begun, back, lost: None }
     })
-    .forgets(),
+    .forgets(SECOND),
     fault("failover for no reason (SENTINEL FAILOVER)", Sentinel, |d, _| {
         let sentinel = d.sentinel();
         let old = sentinel.primary().port();
@@ -191,7 +198,7 @@ pub const LOCK_FAULTS: &[LockFault] = &[
         let (back, _) = sentinel.wait_for_another_primary(old);
         Strike { begun, back, lost: None }
     })
-    .forgets()
+    .forgets(SECOND)
     .short(),
     fault("primary stopped until there is another (SIGSTOP)", Sentinel, |d, _| {
         let sentinel = d.sentinel();
@@ -203,7 +210,7 @@ pub const LOCK_FAULTS: &[LockFault] = &[
         sentinel.servers[old].resume();
         Strike { begun, back, lost: None }
     })
-    .forgets(),
+    .forgets(SECOND),
     fault("primaries killed (SIGKILL)", Cluster, |d, _| {
         let cluster = d.cluster();
         // The one that has the first lock.
@@ -214,7 +221,7 @@ pub const LOCK_FAULTS: &[LockFault] = &[
         let (back, _) = cluster.wait_for_another_owner(slot, old);
         Strike { begun, back, lost: None }
     })
-    .forgets(),
+    .forgets(SECOND),
     fault("failover for no reason (CLUSTER FAILOVER)", Cluster, |d, _| {
         let cluster = d.cluster();
         let slot = slot(cluster, "a");

@@ -18,6 +18,10 @@ const AFTER: Duration = Duration::from_millis(500);
 /// A lease that was lost about when somebody had waited for a processor for so long may have been lost for that: it is renewed after a third
 /// of what it lasts, and some of the waiting is not seen.
 const STARVED: Duration = Duration::from_millis(100);
+/// How many stays under a lock there have to be before a fault, and when nobody may hold a lock any more that the store has forgotten.
+const ENOUGH: usize = WORKERS * 5;
+/// The load when nobody may hold a lock any more that the store has forgotten.
+const AFTERWARDS: Duration = Duration::from_secs(2);
 /// How long workers may take to give back everything, and servers to forget them.
 const SETTLED: Duration = Duration::from_secs(5);
 
@@ -104,9 +108,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     let mut stays = Vec::new();
     // Until all of them are at work.
     let begun = Instant::now();
-    let is_at_work = |stays: &[Stay]| {
-        (0..KEYS.len()).all(|key| stays.iter().filter(|stay| stay.key == key && stay.until > 0).count() >= WORKERS * 5)
-    };
+    let is_at_work = |stays: &[Stay]| (0..KEYS.len()).all(|key| since(stays, key, 0).count() >= ENOUGH);
     while !is_at_work(&stays) && begun.elapsed() < SETTLED {
         stays.extend(lines.recv_timeout(SETTLED).ok().map(stay));
     }
@@ -119,14 +121,25 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     let strike = (fault.strike)(&mut deployment, &mut workers);
     let us = |instant: Instant| zero_us + instant.saturating_duration_since(zero).as_micros() as u64;
     let back = us(strike.back);
-    let is_well = |stays: &[Stay]| {
-        (0..KEYS.len()).all(|key| stays.iter().any(|stay| stay.key == key && stay.from >= back && stay.until > 0))
-    };
+    let is_well = |stays: &[Stay]| (0..KEYS.len()).all(|key| since(stays, key, back).next().is_some());
     while !is_well(&stays) && strike.back.elapsed() < RECOVERY + AFTER {
         stays.extend(lines.recv_timeout(Duration::from_millis(50)).ok().map(stay));
     }
     let well = now_us();
     sleep(AFTER);
+    if let Some(overlap) = fault.overlap() {
+        let settled = strike.back + overlap;
+        sleep(settled.saturating_duration_since(Instant::now()));
+        // Somebody lives on renewals once more.
+        workers[WORKERS - 1].stay();
+        let is_enough = |stays: &[Stay]| {
+            (0..KEYS.len()).all(|key| since(stays, key, us(settled)).count() >= ENOUGH)
+                && settled.elapsed() > AFTERWARDS
+        };
+        while !is_enough(&stays) && settled.elapsed() < AFTERWARDS + SETTLED {
+            stays.extend(lines.recv_timeout(Duration::from_millis(50)).ok().map(stay));
+        }
+    }
 
     let mut row = LockRow::new(fault);
     workers.iter_mut().for_each(|worker| worker.process.stop());
@@ -166,6 +179,11 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     row
 }
 
+/// The stays under a lock that began at an instant or later.
+fn since(stays: &[Stay], key: usize, from: u64) -> impl Iterator<Item = &Stay> {
+    stays.iter().filter(move |stay| stay.key == key && stay.from >= from && stay.until > 0)
+}
+
 fn stay(line: Line) -> Stay {
     match line {
         Line::Stay(stay) => stay,
@@ -176,7 +194,8 @@ fn stay(line: Line) -> Stay {
 /// What the stays say, with the instants of the fault by the clock of the workers.
 fn judge(row: &mut LockRow, stays: &[Stay], begun: u64, back: u64, well: u64) {
     row.stays = stays.len();
-    let forgotten = begun..=back + RECOVERY.as_micros() as u64;
+    // Whom the store may have forgotten is there no longer than that.
+    let forgotten = row.fault.overlap().map(|overlap| begun..=back + overlap.as_micros() as u64);
     for (key, name) in KEYS.iter().enumerate() {
         let mut stays: Vec<&Stay> = stays.iter().filter(|stay| stay.key == key && stay.until > 0).collect();
         stays.sort_unstable_by_key(|stay| stay.fence);
@@ -187,8 +206,8 @@ fn judge(row: &mut LockRow, stays: &[Stay], begun: u64, back: u64, well: u64) {
             // Who has a larger fence came later, and when nobody was there any more who believed to hold the lock.
             if stay.from <= last_from || stay.from < last_until {
                 // Who was granted a lock by a server that knew nothing of it, while that could be, or was handed one that another server had granted to
-                // somebody else.
-                let is_explained = row.fault.forgets && forgotten.contains(&stay.from);
+                // somebody else. Whoever of them came later did so in that time.
+                let is_explained = forgotten.as_ref().is_some_and(|time| time.contains(&stay.from.max(last_from)));
                 *if is_explained { &mut row.explained } else { &mut row.unexplained } += 1;
                 row.must(is_explained, || {
                     let (order, overlap) = (last_from.saturating_sub(stay.from), last_until.saturating_sub(stay.from));
@@ -205,8 +224,14 @@ fn judge(row: &mut LockRow, stays: &[Stay], begun: u64, back: u64, well: u64) {
         row.must(recovery <= RECOVERY, || format!("nobody had {name} for {recovery:?} after all was well again"));
         row.recovery = row.recovery.max(recovery);
         row.must(stays.iter().any(|stay| stay.until > well), || format!("nobody had {name} in the end"));
+        if let Some(forgotten) = &forgotten {
+            let judged = stays.iter().filter(|stay| stay.from > *forgotten.end()).count();
+            row.must(judged >= ENOUGH, || {
+                format!("only {judged} stays under {name} when nobody was forgotten any more")
+            });
+        }
         let before = stays.iter().filter(|stay| stay.from < begun).count();
-        row.must(before >= WORKERS * 5, || format!("only {before} stays under {name} before the fault"));
+        row.must(before >= ENOUGH, || format!("only {before} stays under {name} before the fault"));
     }
 }
 
