@@ -146,13 +146,14 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     let ends_well = |worker: &mut LockWorker| worker.process.has_ended_well(SETTLED);
     let bad = workers.iter_mut().map(ends_well).filter(|is_good| !is_good).count();
     row.must(bad == 0, || format!("{bad} workers have not given back everything and ended"));
-    let mut tasks_left = 0;
+    let (mut tasks_left, mut sockets_left) = (0, 0);
     let mut ends = 0;
     for line in lines.try_iter() {
         match line {
             Line::Stay(_) => stays.push(stay(line)),
-            Line::End { tasks } => {
+            Line::End { tasks, sockets } => {
                 tasks_left += tasks;
+                sockets_left += sockets;
                 ends += 1;
             }
         }
@@ -162,6 +163,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
         format!("{ends} workers of {} have said that they are done", WORKERS - killed)
     });
     row.must(tasks_left == 0, || format!("{tasks_left} tasks outlive the backend"));
+    row.must(sockets_left == 0, || format!("{sockets_left} sockets outlive the backend"));
 
     judge(&mut row, &stays, us(strike.begun), back, well);
     changes(&mut row, &witness);
@@ -175,7 +177,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     losses(&mut row, &stays, |stay| waits.between(around(stay).0, around(stay).1) > STARVED);
     let left = leftovers(&deployment);
     row.must(left.is_empty(), || format!("left over: {}", left.join(", ")));
-    row.left = tasks_left + left.len() as u64;
+    row.left = tasks_left + sockets_left + left.len() as u64;
     row
 }
 
@@ -272,7 +274,8 @@ fn changes(row: &mut LockRow, witness: &RedisServer) {
     }
 }
 
-/// Holders, those who listen and connections that are still there when nobody is any more.
+/// Holders that are still there when nobody is any more. Connections have ended with the processes that had them: those say how many are left,
+/// of those over which they listened as well.
 fn leftovers(deployment: &Deployment) -> Vec<String> {
     let begun = Instant::now();
     loop {
@@ -294,12 +297,6 @@ fn leftovers(deployment: &Deployment) -> Vec<String> {
                     left.push(format!("{key} for ever"));
                 }
             }
-            let channels: Vec<String> = query(&mut connection, "PUBSUB CHANNELS *lock*").expect("channels are listed");
-            left.extend(channels.into_iter().map(|channel| format!("somebody who listens to {channel}")));
-        }
-        let clients = deployment.clients();
-        if clients > 0 {
-            left.push(format!("{clients} connections"));
         }
         // The leases of those who were killed end by themselves; what is stored of them goes with the next holder.
         if left.is_empty() || begun.elapsed() > SETTLED + TTL {

@@ -17,6 +17,7 @@ use tokio::task::JoinSet;
 use tokio::time::sleep;
 use tollgate::{Lease, Locks};
 
+use super::run::open_sockets;
 use super::support::locks::{DropAt, GUARDED};
 use super::support::windows::now_us;
 use super::support::worker::Worker;
@@ -51,9 +52,10 @@ pub struct Stay {
 #[derive(Clone, Copy, Debug)]
 pub enum Line {
     Stay(Stay),
-    /// Everything was given back, and so many tasks were left.
+    /// Everything was given back, and so many tasks and sockets were left.
     End {
         tasks: u64,
+        sockets: u64,
     },
 }
 
@@ -64,7 +66,7 @@ impl Line {
             [key, fence, from, until, is_lost] => {
                 Some(Self::Stay(Stay { key: key as usize, fence, from, until, is_lost: is_lost == 1 }))
             }
-            [tasks] => Some(Self::End { tasks }),
+            [tasks, sockets] => Some(Self::End { tasks, sockets }),
             _ => None,
         }
     }
@@ -76,12 +78,15 @@ pub fn work_if_asked() -> bool {
     let (url, witness) = urls.split_once(' ').expect("two URLs");
     // One thread, so that it can be blocked as a whole.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime can be made");
+    let sockets = open_sockets();
     runtime.block_on(work(url, witness));
+    let left = || (runtime.metrics().num_alive_tasks(), open_sockets().saturating_sub(sockets));
     let begun = Instant::now();
-    while runtime.metrics().num_alive_tasks() > 0 && begun.elapsed() < Duration::from_secs(3) {
+    while left() != (0, 0) && begun.elapsed() < Duration::from_secs(3) {
         runtime.block_on(async { sleep(Duration::from_millis(10)).await });
     }
-    println!("{}", runtime.metrics().num_alive_tasks());
+    let (tasks, sockets) = left();
+    println!("{tasks} {sockets}");
     true
 }
 

@@ -286,7 +286,7 @@ fn more_than(expected: usize, count: impl Fn() -> usize) -> usize {
 }
 
 /// The sockets of this process, where that can be told.
-fn open_sockets() -> usize {
+pub fn open_sockets() -> usize {
     let Ok(descriptors) = fs::read_dir("/proc/self/fd") else { return 0 };
     let targets = descriptors.filter_map(|descriptor| fs::read_link(descriptor.ok()?.path()).ok());
     targets.filter(|target| target.to_string_lossy().starts_with("socket:")).count()
