@@ -26,7 +26,7 @@ use std::time::{Duration, Instant, SystemTime};
 use redis::aio::MultiplexedConnection;
 use support::server::{DURABLE, RedisServer};
 use support::stores::delegate_queue;
-use support::worker::Worker;
+use support::worker::{Worker, end_at_panics};
 use tokio::sync::{Notify, watch};
 use tokio::task::JoinSet;
 use tollgate::delay_queue::{
@@ -44,6 +44,7 @@ const WORKER: &str = "TOLLGATE_TEST_QUEUE_WORKER";
 fn main() {
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap();
     if let Ok(told) = env::var(WORKER) {
+        end_at_panics();
         match told.split_once(' ') {
             Some((url, workers)) => runtime.block_on(idle(url, workers.parse().unwrap())),
             None => runtime.block_on(work(&told)),
@@ -339,6 +340,7 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
         thread::sleep(Duration::from_millis(150));
         match turn % 8 {
             0 | 4 => {
+                workers[(turn / 4) % WORKERS].kill();
                 workers[(turn / 4) % WORKERS] = start(&url, None, &sender);
                 faults.kills += 1;
             }
@@ -396,7 +398,7 @@ fn no_job_is_lost_or_finished_twice(runtime: &tokio::runtime::Runtime, jobs: u64
                 *largest = (*largest).max(fence.parse().unwrap());
             }
             (Some("done"), Some(id), Some(fence)) => {
-                done.entry(id.to_owned()).or_default().push(fence.parse().unwrap())
+                done.entry(id.to_owned()).or_default().push(fence.parse().unwrap());
             }
             (Some("refused"), ..) => refused += 1,
             // Whoever is killed may not come to the end of a line.

@@ -18,7 +18,7 @@ use std::time::{Duration, Instant};
 use support::server::RedisServer;
 use support::stores::delegate_lock;
 use support::windows::now_us;
-use support::worker::Worker;
+use support::worker::{Worker, end_at_panics};
 use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 use tollgate::lock::{Acquired, Claim, LockKey, LockStore, Token};
@@ -37,6 +37,7 @@ const WORKER: &str = "TOLLGATE_TEST_FAIR_WORKER";
 
 fn main() {
     if let Ok(url) = env::var(WORKER) {
+        end_at_panics();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(work(&url));
         return;

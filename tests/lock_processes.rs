@@ -20,7 +20,7 @@ use redis::{Connection, Script};
 use support::locks::GUARDED;
 use support::server::RedisServer;
 use support::windows::now_us;
-use support::worker::Worker;
+use support::worker::{Worker, end_at_panics};
 use tokio::time::sleep;
 use tollgate::{Lease, Locks, RedisBackend};
 
@@ -34,6 +34,7 @@ const WORKER: &str = "TOLLGATE_TEST_LOCK_WORKER";
 
 fn main() {
     if let Ok(url) = env::var(WORKER) {
+        end_at_panics();
         let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
         runtime.block_on(work(&url));
         return;

@@ -20,7 +20,7 @@ use tollgate::{Lease, Locks};
 use super::run::open_sockets;
 use super::support::locks::{DropAt, GUARDED};
 use super::support::windows::now_us;
-use super::support::worker::Worker;
+use super::support::worker::{Worker, end_at_panics};
 
 /// How long a lease lasts. It is renewed after a third of that.
 pub const TTL: Duration = Duration::from_millis(500);
@@ -75,6 +75,7 @@ impl Line {
 /// Does the work if this process is a worker.
 pub fn work_if_asked() -> bool {
     let Ok(urls) = env::var(WORKER) else { return false };
+    end_at_panics();
     let (url, witness) = urls.split_once(' ').expect("two URLs");
     // One thread, so that it can be blocked as a whole.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime can be made");
@@ -144,7 +145,9 @@ async fn work(url: &str, witness: &str) {
         sleep(Duration::from_millis(10)).await;
     }
     locks.shutdown().await;
-    while tasks.join_next().await.is_some() {}
+    while let Some(end) = tasks.join_next().await {
+        end.expect("no task panics");
+    }
 }
 
 async fn stay(locks: Locks, mut guarded: MultiplexedConnection, orders: Arc<Orders>, task: u64) {

@@ -38,12 +38,14 @@ use catalogue::FAULTS;
 use lock_catalogue::LOCK_FAULTS;
 use lock_run::LockRow;
 use run::{Row, run};
+use support::worker::end_at_panics;
 
 /// How often anything panicked, in whichever thread.
 static PANICS: AtomicU64 = AtomicU64::new(0);
 
 fn main() -> ExitCode {
     if let Ok(told) = env::var(operations::WORKER) {
+        end_at_panics();
         operations::serve(&told);
         return ExitCode::SUCCESS;
     }

@@ -2,10 +2,20 @@
 
 use std::env;
 use std::io::{BufRead, BufReader, Write};
-use std::process::{Child, ChildStdin, Command, Stdio};
+use std::panic;
+use std::process::{self, Child, ChildStdin, Command, Stdio};
 use std::sync::mpsc::Sender;
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
+
+/// Has this process fail when anything in it panics, in whichever thread or task, whoever catches that.
+pub fn end_at_panics() {
+    let says = panic::take_hook();
+    panic::set_hook(Box::new(move |info| {
+        says(info);
+        process::exit(101);
+    }));
+}
 
 /// A process. Killed when dropped: a test that failed leaves none behind.
 #[derive(Debug)]
@@ -59,6 +69,8 @@ impl Worker {
     }
 
     pub fn kill(&mut self) {
+        let ended = self.process.try_wait().expect("the worker can be waited for");
+        assert_eq!(ended, None, "the worker has ended before it was killed");
         self.is_killed = true;
         self.process.kill().expect("the worker can be killed");
     }

@@ -119,6 +119,8 @@ pub fn run(scale: &Scale) -> Report {
         let number = turn % SERVERS;
         match turn % 3 {
             0 => {
+                let is_alive = servers[number].is_alive();
+                report.must(is_alive, || format!("server {number} has ended before it was killed"));
                 servers[number] = Server::start(&url, &journal, scale.retention, SERVERS + turn);
                 clients.moved(number, servers[number].address());
                 report.killed += 1;
@@ -149,6 +151,8 @@ pub fn run(scale: &Scale) -> Report {
     let rare = [report.again, report.unknown];
     report.must(!is_all || rare.iter().all(|seen| *seen > 0), || format!("nothing was taken over: {rare:?}"));
     expiries(&mut report, &redis, scale, ended);
+    let ended = servers.iter_mut().map(Server::is_alive).filter(|is_alive| !is_alive).count();
+    report.must(ended == 0, || format!("{ended} servers have ended before they were killed"));
     drop(servers);
     report
 }

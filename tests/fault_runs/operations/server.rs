@@ -62,6 +62,11 @@ impl Server {
         self.address
     }
 
+    /// Whether it has not ended, which it does only when something panics in it.
+    pub fn is_alive(&mut self) -> bool {
+        self.process.try_wait().expect("a server can be waited for").is_none()
+    }
+
     pub fn pause(&self) {
         self.signal("STOP");
     }
