@@ -1,8 +1,8 @@
 //! Processes under one lock on one Redis, some of which are stopped in their tracks for up to three leases, or killed.
 //!
 //! The program starts itself again as the workers, so it has a `main` of its own and is no list of tests. A worker prints each
-//! of its stays under the lock: the fence, from when, and until when it was told that the lock was its own. No two may
-//! overlap, and a later one has a larger fence.
+//! of its stays under the lock: the fence, from when, until when it was told that the lock was its own, and whether it was lost before it
+//! could be given back. No two may overlap, and a later one has a larger fence. Workers are stopped until some have lost a lock by that.
 //!
 //! What they change under the lock lies in the same Redis and refuses a smaller fence than it has seen: no change is lost,
 //! although a worker that is stopped between its last look at the lease and its write comes too late.
@@ -11,8 +11,9 @@
 mod support;
 
 use std::env;
-use std::io::Write;
-use std::sync::mpsc;
+use std::io::{Read, Write};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, mpsc};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -26,7 +27,11 @@ use tollgate::{Lease, Locks, RedisBackend};
 
 const WORKERS: usize = 4;
 const TTL: Duration = Duration::from_millis(500);
-const DURATION: Duration = Duration::from_secs(10);
+/// For how long workers are stopped at the least, and at the most if too few stays were lost by then.
+const DURATION: Duration = Duration::from_secs(8);
+const PATIENCE: Duration = Duration::from_secs(120);
+/// How many stays have to be lost.
+const LOST: usize = 3;
 /// How long workers may take to end after that.
 const SETTLED: Duration = Duration::from_secs(60);
 /// Tells the program that it is a worker, and the URL of its server.
@@ -51,9 +56,14 @@ async fn work(url: &str) {
     let client = redis::Client::open(url).unwrap();
     let mut connection = client.get_multiplexed_async_connection().await.unwrap();
     let guarded = Script::new(GUARDED);
-    let begun = Instant::now();
+    let is_over = Arc::new(AtomicBool::new(false));
+    let told = Arc::clone(&is_over);
+    thread::spawn(move || {
+        let _ = std::io::stdin().read(&mut [0]);
+        told.store(true, Ordering::Relaxed);
+    });
     let mut turn = u64::from(std::process::id());
-    while begun.elapsed() < DURATION {
+    while !is_over.load(Ordering::Relaxed) {
         // It may have stood still while it waited.
         let Ok(lease) = locks.lock("a").await else { continue };
         let from = now_us();
@@ -82,7 +92,7 @@ async fn work(url: &str) {
         let mut out = std::io::stdout();
         // Whoever was stopped as soon as it had the lock was never told that it has it.
         if until > 0 {
-            writeln!(out, "{} {from} {until}", lease.fence()).unwrap();
+            writeln!(out, "{} {from} {until} {}", lease.fence(), u64::from(lease.check().is_err())).unwrap();
             out.flush().unwrap();
         }
         drop(lease);
@@ -96,46 +106,52 @@ fn no_two_processes_ever_believe_to_have_the_same_lock() {
     let server = RedisServer::start();
     let (sender, lines) = mpsc::channel();
     let mut workers: Vec<Worker> =
-        (0..WORKERS).map(|_| Worker::start(WORKER, &server.url(), sender.clone(), Some)).collect();
+        (0..WORKERS).map(|_| Worker::start(WORKER, &server.url(), sender.clone(), read)).collect();
+    drop(sender);
     let begun = Instant::now();
     let mut stops = 0;
+    let mut stays: Vec<[u64; 4]> = Vec::new();
+    let lost = |stays: &[[u64; 4]]| stays.iter().filter(|[.., is_lost]| *is_lost == 1).count();
     thread::sleep(Duration::from_millis(500));
-    // Half a lease to three of them.
-    while begun.elapsed() < DURATION - TTL * 4 {
-        let worker = &workers[stops % WORKERS];
+    while begun.elapsed() < DURATION || (lost(&stays) < LOST && begun.elapsed() < PATIENCE) {
+        let mut alive = workers.iter().filter(|worker| !worker.is_killed()).cycle();
+        let worker = alive.nth(stops).unwrap();
         worker.pause();
+        // Half a lease to three of them.
         thread::sleep(TTL / 2 * (stops as u32 % 6 + 1));
         worker.resume();
         thread::sleep(Duration::from_millis(50));
         stops += 1;
         if stops == 4 {
             workers[0].kill();
-            workers.swap(0, 1);
         }
+        stays.extend(lines.try_iter());
     }
+    workers.iter_mut().for_each(Worker::stop);
     for worker in &mut workers {
         assert!(worker.has_ended_well(SETTLED), "a worker failed, or has not ended");
     }
-    drop(sender);
-    let mut stays: Vec<[u64; 3]> = lines
-        .iter()
-        .filter_map(|line| {
-            let mut numbers = line.split(' ').map(|number| number.parse().ok());
-            Some([numbers.next()??, numbers.next()??, numbers.next()??])
-        })
-        .collect();
+    stays.extend(lines.iter());
     stays.sort_unstable();
     for pair in stays.windows(2) {
-        let ([fence, from, until], [next_fence, next_from, _]) = (pair[0], pair[1]);
+        let ([fence, from, until, _], [next_fence, next_from, ..]) = (pair[0], pair[1]);
         assert!(fence < next_fence, "the fence {fence} twice");
         assert!(from < next_from, "{next_fence} came {} us before {fence}", from - next_from);
         assert!(until <= next_from, "{fence} and {next_fence} at the same time for {} us", until - next_from);
     }
     let mut connection = server.connection();
     let [value, writes, refused] = ["value", "writes", "refused"].map(|field| counted(&mut connection, field));
-    println!("{} stays, {stops} stops, {writes} writes, {refused} refused by their fence", stays.len());
+    let (all, lost) = (stays.len(), lost(&stays));
+    println!("{all} stays, {lost} of them lost, {stops} stops, {writes} writes, {refused} refused by their fence");
     assert_eq!(value, writes, "a change was lost");
-    assert!(stays.len() > 200 && stops > 4, "too few to say anything");
+    assert!(all > 200 && stops > 4, "too few to say anything");
+    assert!(lost >= LOST, "nobody was stopped for long enough while it had the lock");
+}
+
+/// A stay, as a worker prints it; not the half of one that was killed.
+fn read(line: String) -> Option<[u64; 4]> {
+    let numbers: Vec<u64> = line.split(' ').map_while(|number| number.parse().ok()).collect();
+    numbers.try_into().ok()
 }
 
 fn counted(connection: &mut Connection, field: &str) -> u64 {
