@@ -138,13 +138,31 @@ async fn the_replicas_of_a_cluster_are_those_of_the_node_that_has_the_lock() {
             |index: &usize| cluster.nodes[*index].info("connected_slaves").and_then(|count| count.parse().ok());
         cluster.primaries().iter().map(|index| followers(index).unwrap_or(0_u32)).max().unwrap_or_default()
     });
+    assert_eq!(most, 1);
+    let one = locks.clone().replication(Replication::Require(1));
     for turn in 0..20 {
         let reached = |locks: Locks| async move { locks.lock(turn).await };
-        if most > 0 {
-            reached(locks.clone().replication(Replication::Require(1))).await.unwrap().release().await.unwrap();
+        reached(one.clone()).await.unwrap().release().await.unwrap();
+        let beyond = reached(locks.clone().replication(Replication::Require(2))).await;
+        assert_eq!(shortage(beyond), (1, 2));
+    }
+
+    // The replica of one node stands still, and those of the others do not.
+    let owner = |turn: i32| {
+        let slot = cluster.nodes[0].query(&format!("CLUSTER KEYSLOT {{lock:default:{turn}}}"));
+        cluster.owner(slot)
+    };
+    let owners: Vec<usize> = block_in_place(|| (0..20).map(owner).collect());
+    let struck = owners[0];
+    assert!(owners.iter().any(|owner| *owner != struck), "all locks are on one node");
+    block_in_place(|| cluster.nodes[cluster.replica_of(struck)].pause());
+    for (turn, owner) in (0..20).zip(owners) {
+        let answer = one.lock(turn).await;
+        if owner == struck {
+            assert_eq!(shortage(answer), (0, 1), "nobody knows of {turn} but the node that has it");
+        } else {
+            assert_eq!(answer.unwrap().release().await.unwrap(), Release::Released);
         }
-        let beyond = reached(locks.clone().replication(Replication::Require(most + 1))).await;
-        assert_eq!(shortage(beyond), (most, most + 1));
     }
 }
 
