@@ -71,14 +71,29 @@ async fn a_holder_can_be_seen<S: LockRegistry + Clone + Send + Sync + 'static>(s
 
 /// Of a semaphore all holders are told of, up to a number, and each has the name that it has.
 async fn holders_of_permits_are_told_apart<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
-    let clients: Vec<_> = (0..3).map(|_| Semaphore::new(store.clone(), 200).deadline(LONG)).collect();
+    let names = ["north", "east", "south"];
+    let client = |name| Semaphore::new(store.clone(), 200).deadline(LONG).ttl(Duration::from_secs(20)).holder(name);
+    let clients = names.map(client);
     let admin = LockAdmin::new(store.clone()).namespace("semaphores").deadline(LONG);
     let mut permits = Vec::new();
+    let mut named = HashMap::new();
     for turn in 0..150 {
-        permits.push(clients[turn % 3].acquire("a").await.unwrap());
+        let permit = clients[turn % 3].acquire("a").await.unwrap();
+        named.insert(permit.fence(), names[turn % 3]);
+        permits.push(permit);
     }
+    assert_eq!(named.len(), 150, "each has a fence of its own");
+    until("named", || async { admin.inspect("a").await.unwrap().holders.iter().all(|holder| holder.name.is_some()) })
+        .await;
     let status = admin.inspect("a").await.unwrap();
     assert_eq!((status.held_by, status.holders.len()), (150, 100));
+    let mut fences: Vec<u64> = status.holders.iter().map(|holder| holder.fence).collect();
+    fences.sort_unstable();
+    fences.dedup();
+    assert_eq!(fences.len(), 100, "somebody is listed twice");
+    for holder in &status.holders {
+        assert_eq!(holder.name.as_deref(), named.get(&holder.fence).copied(), "{holder:?}");
+    }
     drop(permits);
     until("given back", || async { !admin.inspect("a").await.unwrap().is_held() }).await;
 }
