@@ -17,11 +17,11 @@ use support::server::RedisServer;
 use tokio::time::{advance, sleep};
 use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, peer_ip};
 use tollgate::idempotency::OnStoreError;
-use tollgate::rate_limit::{Decision, LimitStatus, PolicyResolver, RateLimitStore, Receipt};
+use tollgate::rate_limit::{CircuitBreaker, Decision, LimitStatus, PolicyResolver, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
-    AsError, BoxError, DelayQueue, DelayQueueWorker, Everyone, ExtractKey, IdempotencyLayer, Job, Key, LockLayer,
-    Locks, MemoryBackend, Policy, Quota, RateLimitLayer, StoreError,
+    AsError, BoxError, DelayQueue, DelayQueueWorker, Everyone, ExtractKey, IdempotencyLayer, Job, Key, Limiter,
+    LockLayer, Locks, MemoryBackend, Policy, Quota, RateLimitLayer, StoreError,
 };
 use tower::{Layer, ServiceExt, service_fn};
 use tracing::field::{Field, Visit};
@@ -174,6 +174,35 @@ async fn requests_that_pass_without_a_record_are_one_line_at_the_beginning_and_o
     let ends = "INFO idempotency store answers again: requests are served once";
     let closes = "INFO idempotency circuit closes: the store is asked again";
     assert_eq!(log.lines(), [closes, "INFO idempotency store answers again", ends]);
+}
+
+/// Without a layer, too. As it comes every call asks; with a breaker those that come while the circuit is open do not.
+#[tokio::test(start_paused = true)]
+async fn a_limiter_that_leaves_its_store_alone_says_so_once() {
+    for (breaker, asked) in [(None, 20), (Some(CircuitBreaker::new().failures(3)), 3)] {
+        let log = Log::default();
+        let _logging = tracing::subscriber::set_default(log.clone());
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let limiter = Limiter::new(store, Policy::new("api", Quota::per_minute(100).fixed_window()));
+        let limiter = breaker.map_or(limiter.clone(), |breaker| limiter.circuit_breaker(breaker));
+        faults.fail(Failure::Unavailable);
+        for _ in 0..20 {
+            assert!(limiter.check("alice").await.unwrap_err().is_unavailable());
+        }
+        assert_eq!(faults.calls(Verb::Check), asked);
+        let opens = "WARN rate limit circuit opens: the store is asked by probes only";
+        let begins = ["WARN rate limit store fails", opens];
+        assert_eq!(log.lines(), begins[..1 + usize::from(breaker.is_some())]);
+        faults.heal();
+        for _ in 0..2 {
+            sleep(Duration::from_secs(1)).await;
+            // What memory knows at once asks nobody.
+            limiter.peek("alice").await.unwrap();
+        }
+        let ends = ["INFO rate limit circuit closes: the store is asked again", "INFO rate limit store answers again"];
+        assert_eq!(log.lines(), ends[usize::from(breaker.is_none())..]);
+    }
 }
 
 /// Nothing was begun, so there is nothing to be sorry for; and a store that is down is not asked to take back what it never gave.

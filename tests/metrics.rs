@@ -322,6 +322,8 @@ fn accelerators_are_seen_as_their_stats_tell() {
         ("tollgate_leased_units_total{policy=hot,outcome=expired}", units.expired),
         ("tollgate_deny_cache_total{policy=hot,outcome=hit}", answers.hits),
         ("tollgate_deny_cache_total{policy=hot,outcome=miss}", answers.misses),
+        // The one that was lost.
+        ("tollgate_store_errors_total{policy=hot}", 1),
     ];
     assert_eq!(seen, expect(&expected));
 }

@@ -1,3 +1,5 @@
+use std::error::Error;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
@@ -5,6 +7,7 @@ use tokio::time::{Instant, sleep};
 use super::decision::{Decision, Receipt};
 use super::policy::Policy;
 use super::store::RateLimitStore;
+use crate::circuit::{Circuit, CircuitBreaker, Watch};
 use crate::deadline::Deadline;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -36,7 +39,8 @@ pub(super) const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
 /// # Errors
 ///
 /// Every method answers a [`StoreError`] when the backend fails or takes longer than the
-/// [deadline](Limiter::deadline). What to do then is the caller's choice.
+/// [deadline](Limiter::deadline). What to do then is the caller's choice. A backend that fails again and again
+/// can be [left alone](Limiter::circuit_breaker) but for a probe now and then, so that the error comes at once.
 ///
 /// # Cancellation
 ///
@@ -46,18 +50,38 @@ pub struct Limiter<B> {
     store: B,
     policy: Policy,
     deadline: Duration,
+    circuit: Arc<Circuit>,
 }
 
 impl<B> Limiter<B> {
     /// A limiter that enforces `policy` with what `store` counts.
-    pub const fn new(store: B, policy: Policy) -> Self {
-        Self { store, policy, deadline: DEFAULT_DEADLINE }
+    pub fn new(store: B, policy: Policy) -> Self {
+        let circuit = Arc::new(Circuit::new(CircuitBreaker::off()));
+        Self { store, policy, deadline: DEFAULT_DEADLINE, circuit }
     }
 
     /// How long a call may take in total, waiting for a connection included. Defaults to 100 ms.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
+        self
+    }
+
+    /// When the limiter and its clones stop to ask a store that fails, and how soon they try again. Defaults to [`CircuitBreaker::off`]: there is nothing that
+    /// decides in the place of the store, so a connection that breaks with many calls on it should not cost those that come behind.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tollgate::rate_limit::CircuitBreaker;
+    /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};
+    /// # let (backend, policy) = (MemoryBackend::new(), Policy::new("mails", Quota::per_hour(2).fixed_window()));
+    /// // Where each call that waits for the deadline is one too many.
+    /// let limiter = Limiter::new(backend, policy).circuit_breaker(CircuitBreaker::new().probe_interval(Duration::from_millis(50)));
+    /// # drop(limiter);
+    /// ```
+    #[must_use]
+    pub fn circuit_breaker(mut self, breaker: CircuitBreaker) -> Self {
+        self.circuit = Arc::new(Circuit::new(breaker));
         self
     }
 
@@ -91,7 +115,7 @@ impl<B: RateLimitStore> Limiter<B> {
             return Ok(decision);
         }
         // Boxed, so that there is no room for it in the future of a check that waits for nothing.
-        Box::pin(Deadline::new(self.store.check(&self.policy, &key, cost), self.deadline)).await
+        Box::pin(self.ask(self.store.check(&self.policy, &key, cost))).await
     }
 
     /// Charges one unit to `key` if it fits, and answers whether it did: [`check`](Self::check) for those who do not want to know how things
@@ -164,7 +188,7 @@ impl<B: RateLimitStore> Limiter<B> {
             return Ok(decision);
         }
         let key = key.into();
-        Deadline::new(self.store.peek(&self.policy, &key, 1), self.deadline).await
+        self.ask(self.store.peek(&self.policy, &key, 1)).await
     }
 
     /// Corrects a charge: adds `change` units, or gives them back if it is negative, as far as they still count. See
@@ -186,7 +210,7 @@ impl<B: RateLimitStore> Limiter<B> {
     /// ```
     pub async fn settle(&self, key: impl Into<Key>, receipt: Receipt, change: i64) -> Result<(), StoreError> {
         let key = key.into();
-        Deadline::new(self.store.settle(&self.policy, &key, receipt, change), self.deadline).await
+        self.ask(self.store.settle(&self.policy, &key, receipt, change)).await
     }
 
     /// Denies everything to `key` for the time given, as a penalty for instance; a time of zero lifts the block. What was
@@ -211,12 +235,48 @@ impl<B: RateLimitStore> Limiter<B> {
     /// ```
     pub async fn block(&self, key: impl Into<Key>, time: Duration) -> Result<(), StoreError> {
         let key = key.into();
-        Deadline::new(self.store.block(&self.policy, &key, time), self.deadline).await
+        self.ask(self.store.block(&self.policy, &key, time)).await
     }
 
     /// Forgets what was counted for `key`, which then has its whole quota and is not blocked.
     pub async fn reset(&self, key: impl Into<Key>) -> Result<(), StoreError> {
         let key = key.into();
-        Deadline::new(self.store.reset(&self.policy, &key), self.deadline).await
+        self.ask(self.store.reset(&self.policy, &key)).await
+    }
+
+    /// Asks the store, if the circuit lets us, for as long as it may take.
+    async fn ask<T>(&self, question: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
+        self.circuit.admit()?;
+        let answer = Deadline::new(question, self.deadline).await;
+        match &answer {
+            Ok(_) => self.circuit.answered(self),
+            Err(error) => self.circuit.failed(self, error),
+        }
+        answer
+    }
+}
+
+impl<B> Watch for Limiter<B> {
+    fn failed(&self) {
+        self.policy.meters().store_failed();
+    }
+
+    fn opened(&self) {
+        self.policy.meters().circuit_opened();
+        tracing::warn!(policy = self.policy.name(), "rate limit circuit opens: the store is asked by probes only");
+    }
+
+    fn closed(&self) {
+        self.policy.meters().circuit_closed();
+        tracing::info!(policy = self.policy.name(), "rate limit circuit closes: the store is asked again");
+    }
+
+    fn outage_begins(&self, error: &StoreError) {
+        let cause = error.source().map(tracing::field::display);
+        tracing::warn!(policy = self.policy.name(), %error, cause, "rate limit store fails");
+    }
+
+    fn outage_ends(&self) {
+        tracing::info!(policy = self.policy.name(), "rate limit store answers again");
     }
 }
