@@ -8,7 +8,10 @@ import { RateLimiterRedis } from 'rate-limiter-flexible';
 import Redlock from 'redlock';
 
 const connection = { host: '127.0.0.1', port: Number(process.argv[2]) };
-const client = new Redis({ ...connection, enableAutoPipelining: true });
+const connect = () => new Redis({ ...connection, enableAutoPipelining: true });
+const client = connect();
+// As in another process: for the trial.
+const other = connect();
 const limiters = new Map();
 // Tries as often as it takes; everything else is left at its default.
 const redlock = new Redlock([client], { retryCount: -1 });
@@ -16,11 +19,12 @@ const queue = new Queue('node', { connection });
 queue.on('error', (error) => { throw error; });
 
 // A limiter of so many points an hour. Once a key is over, it is remembered here for `block` seconds, and Redis is not asked.
-function limiter(quota, block) {
-  const name = `node${quota}-${block}`;
+function limiter(quota, block, storeClient = client) {
+  const keyPrefix = `node${quota}-${block}`;
+  const name = `${keyPrefix}-${storeClient === client}`;
   if (!limiters.has(name)) {
     const blocking = block ? { inMemoryBlockOnConsumed: quota, inMemoryBlockDuration: block } : {};
-    limiters.set(name, new RateLimiterRedis({ storeClient: client, keyPrefix: name, points: quota, duration: 3600, ...blocking }));
+    limiters.set(name, new RateLimiterRedis({ storeClient, keyPrefix, points: quota, duration: 3600, ...blocking }));
   }
   return limiters.get(name);
 }
@@ -35,11 +39,17 @@ async function admits(limiter, key) {
   }
 }
 
+// Waits for all of them, also where one fails.
+async function all(calls) {
+  const failed = (await Promise.allSettled(calls)).find(({ status }) => status === 'rejected');
+  if (failed) throw failed.reason;
+}
+
 // Keeps so many calls going for a while.
 async function load({ inFlight, ms }, call) {
   const took = [];
   const begun = performance.now();
-  await Promise.all(Array.from({ length: inFlight }, async (_, task) => {
+  await all(Array.from({ length: inFlight }, async (_, task) => {
     for (let turn = 0; performance.now() - begun < ms; turn++) {
       const called = performance.now();
       await call(task, turn);
@@ -62,26 +72,31 @@ function scatter(task, turn, keys) {
 // Runs a worker of 100 jobs at a time until all have run, and fails if one runs twice.
 async function work(jobs, each) {
   const seen = new Set();
+  const twice = [];
   let finish;
   const finished = new Promise((resolve) => { finish = resolve; });
   const worker = new Worker('node', async (job) => {
-    if (seen.has(job.data.number)) throw new Error(`job ${job.data.number} runs twice`);
+    // What is thrown here would be tried again, and told to nobody.
+    if (seen.has(job.data.number)) return void twice.push(job.data.number);
     seen.add(job.data.number);
     each(job);
     if (seen.size === jobs) finish();
   }, { connection, concurrency: 100 });
   worker.on('error', (error) => { throw error; });
+  worker.on('failed', (job, error) => { throw error; });
   await finished;
   await worker.close();
+  if (twice.length > 0) throw new Error(`jobs run twice: ${twice.slice(0, 3)}`);
 }
 
-let held = 0;
+// How many hold each lock.
+const held = new Map();
 const loads = {
   trial: async ({ quota, keys, tasks }) => {
     let admitted = 0;
-    await Promise.all(Array.from({ length: tasks }, async () => {
+    await all(Array.from({ length: tasks }, async (_, task) => {
       for (let turn = 0; turn < (quota * 2 / tasks) * keys; turn++) {
-        if (await admits(limiter(quota, 0), turn % keys)) admitted++;
+        if (await admits(limiter(quota, 0, task % 2 ? other : client), turn % keys)) admitted++;
       }
     }));
     return { admitted };
@@ -97,10 +112,16 @@ const loads = {
     });
   },
   lock: (asked) => load(asked, async (task) => {
-    const lock = await redlock.lock(asked.own ? `redlock:${task}` : 'redlock:one', 30_000);
-    if (!asked.own && held++ !== 0) throw new Error('two hold the lock');
-    held = 0;
+    const key = asked.own ? `redlock:${task}` : 'redlock:one';
+    const lock = await redlock.lock(key, 30_000);
+    const before = held.get(key) ?? 0;
+    held.set(key, before + 1);
+    // Whoever holds it as well comes by meanwhile.
+    await null;
+    const after = held.get(key);
+    held.set(key, after - 1);
     await lock.unlock();
+    if (before !== 0 || after !== 1) throw new Error('two hold the lock');
   }),
   push: (asked) => load(asked, (task) => queue.add('job', { payload: `payload-${task}` }, { delay: 60_000 })),
   bulk: (asked) => load(asked, (task) => queue.addBulk(
@@ -129,6 +150,7 @@ const loads = {
 
 for await (const line of createInterface({ input: process.stdin })) {
   const asked = JSON.parse(line);
-  console.log(JSON.stringify(await loads[asked.do](asked)));
+  const answer = await loads[asked.do](asked).catch((error) => ({ failed: error.message }));
+  console.log(JSON.stringify(answer));
 }
 process.exit(0);

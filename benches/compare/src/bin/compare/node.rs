@@ -43,13 +43,15 @@ impl Node {
         Some(Self { talk: Mutex::new((stdin, BufReader::new(stdout).lines())), _process: process })
     }
 
-    /// Has a load run; a peer that fails ends the process, and with it this one.
+    /// Has a load run, and panics if the peer fails.
     pub async fn ask(&self, what: Value) -> Value {
         let mut talk = self.talk.lock().await;
         let line = format!("{what}\n");
         talk.0.write_all(line.as_bytes()).await.expect("node reads");
         let answer = talk.1.next_line().await.expect("node answers").expect("node has not failed");
-        serde_json::from_str(&answer).expect("node answers in JSON")
+        let answer: Value = serde_json::from_str(&answer).expect("node answers in JSON");
+        assert!(answer["failed"].is_null(), "{}", answer["failed"].as_str().unwrap_or_default());
+        answer
     }
 
     pub async fn figures(&self, what: Value) -> Figures {

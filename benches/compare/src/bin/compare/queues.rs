@@ -203,6 +203,7 @@ async fn late(mut queue: Queue, jobs: usize, span: u64) -> Figures {
         due.push(queue.push_at(number, begin + Duration::from_millis(number as u64 * 7_919 % span)).await);
     }
     working.await.expect("the worker works");
+    tally.assert_once();
     let ran = tally.ran.lock().expect("nobody panics");
     let late = ran.iter().map(|&(number, at, _)| at.duration_since(due[number]).expect("no job is early"));
     figures(Duration::from_secs(1), late)
