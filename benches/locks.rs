@@ -3,8 +3,9 @@
 //! `cargo bench --bench locks` starts its own server and ends with one line:
 //!
 //! * `cycles_per_s`: times a second that 64 tasks take a lock of their own and give it back; the median of interleaved rounds
-//! * `cycle_ceiling_ratio`: what these cycles ask for, twice each and in calls that they share, to what `redis-benchmark -P 64 -c 50`
-//!   gets out of the same server and the script that takes a lock
+//! * `cycle_ceiling_ratio`: these cycles to those that a client gets out of the same server that does nothing but send the two scripts of a
+//!   cycle, one that takes a free lock and one that gives it back, 64 calls in a pipeline on each of 16 connections. The cycles share
+//!   calls, so this can be above 1
 //! * `contended_per_s`: grants a second when 64 tasks want one lock, all in one process
 //! * `wait_p99_over_p50`: the 99th percentile of how long they wait for it to the median
 //! * `grants_min_over_max`: the grants of the task that got fewest to those of the one that got most
@@ -15,17 +16,17 @@
 //! `cargo bench --bench locks -- renewals` does something else, for a minute and a half: it holds 10,000 leases of 30 s, and ends with
 //! `renewals_core=` and `renewals_redis_core=`, the processor time that this process and Redis take for it, in parts of one processor.
 
+#[path = "parts/pipeline.rs"]
+mod pipeline;
 #[path = "../tests/support/mod.rs"]
 mod support;
 
 use std::env;
 use std::fs;
-use std::path::Path;
-use std::process::Command;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use support::server::{RedisServer, binary};
+use support::server::RedisServer;
 use tokio::sync::{Barrier, mpsc};
 use tokio::task::JoinSet;
 use tollgate::{Locks, RedisBackend};
@@ -55,9 +56,9 @@ fn main() {
         let before = calls(&server);
         let contended = runtime.block_on(load(&here, false));
         let commands = (calls(&server) - before) as f64 / contended.grants as f64;
-        let ratio = 2.0 * cycles.per_s / ceiling;
+        let ratio = cycles.per_s / ceiling;
         println!(
-            "round {round}: ceiling {ceiling:.0}/s, {:.0} cycles/s, contended {:.0}/s, waits p50 {:.0} us p99 {:.0} us",
+            "round {round}: ceiling {ceiling:.0} cycles/s, {:.0} cycles/s, contended {:.0}/s, waits p50 {:.0} us p99 {:.0} us",
             cycles.per_s, contended.per_s, contended.p50_us, contended.p99_us
         );
         // The first round warms up.
@@ -204,27 +205,34 @@ fn own_cpu() -> f64 {
     (ticks(11) + ticks(12)) / 100.0
 }
 
-/// What `redis-benchmark` gets out of the server with the script that takes a lock.
+/// Cycles a second of a client that does nothing else.
 fn ceiling(server: &RedisServer) -> f64 {
-    // redis-benchmark cannot send an argument that is not text, so the script is told in a line of its own: leases of 30 s, 16 fences,
-    // remembered for 750 s, one holder.
-    let claim = "0123456789abcdef\\048\\117\\000\\000\\016\\000\\000\\000\\176\\113\\011\\000\\001\\000\\000\\000";
-    let script = format!("ARGV[1] = '{claim}'\n{}", include_str!("../lua/lock_acquire.lua"));
-    let hash: String =
-        redis::cmd("SCRIPT").arg("LOAD").arg(script).query(&mut server.connection()).expect("the script loads");
-    let binary = binary();
-    let name = if binary.contains("valkey") { "valkey-benchmark" } else { "redis-benchmark" };
-    let benchmark = env::var("TOLLGATE_REDIS_BENCHMARK").map_or(Path::new(&binary).with_file_name(name), Into::into);
-    let output = Command::new(&benchmark)
-        .args(["-p", &server.port().to_string(), "-c", "50", "-P", "64", "-n", "200000", "-r", "64", "--csv"])
-        .args(["EVALSHA", &hash, "1", "ceiling:2:{lock:bench:__rand_int__}:lease"])
-        .arg("told")
-        .output()
-        .unwrap_or_else(|error| {
-            panic!("{} cannot be run ({error}): set TOLLGATE_REDIS_BENCHMARK", benchmark.display())
-        });
-    let text = String::from_utf8_lossy(&output.stdout);
-    // The last line begins with the command and the requests per second, each in quotes.
-    let rate = text.lines().last().and_then(|line| line.split("\",\"").nth(1)).and_then(|rate| rate.parse().ok());
-    rate.unwrap_or_else(|| panic!("redis-benchmark prints a rate: {text}"))
+    let load = |script: &str| -> Vec<u8> {
+        let hash: String =
+            redis::cmd("SCRIPT").arg("LOAD").arg(script).query(&mut server.connection()).expect("the script loads");
+        hash.into_bytes()
+    };
+    let key = |part: &str| format!("ceiling:2:{{lock:bench:7777777}}:{part}").into_bytes();
+    // The length of a lease, 16 fences, how long they are remembered, and one holder.
+    let (token, keep_ms) = (b"0123456789abcdef", 750_000_u32);
+    let numbers = [30_000, 16, keep_ms, 1].map(u32::to_le_bytes).concat();
+    let acquire = vec![
+        b"EVALSHA".to_vec(),
+        load(include_str!("../lua/lock_acquire.lua")),
+        b"1".to_vec(),
+        key("lease"),
+        [token.as_slice(), &numbers].concat(),
+    ];
+    let release = vec![
+        b"EVALSHA".to_vec(),
+        load(include_str!("../lua/lock_release.lua")),
+        b"4".to_vec(),
+        key("lease"),
+        key("free"),
+        key("line"),
+        key("places"),
+        token.to_vec(),
+        keep_ms.to_string().into_bytes(),
+    ];
+    pipeline::per_s(server.port(), &[acquire, release], "7777777")
 }

@@ -1,4 +1,5 @@
-//! What the server can do with a script at all: the very call that Tollgate makes, sent by `redis-benchmark`.
+//! What the server can do with a script at all: the very call that Tollgate makes, sent by `redis-benchmark`, or, where several scripts
+//! belong together, the very calls, sent by a client that does nothing else.
 
 use std::env;
 use std::fmt::Write as _;
@@ -9,6 +10,7 @@ use std::path::Path;
 use std::process::Command;
 use std::time::Duration;
 
+use crate::pipeline;
 use crate::server::{RedisServer, binary};
 
 /// A call of a script.
@@ -18,20 +20,45 @@ pub struct Ceiling {
     words: Vec<String>,
     /// From how many numbers a call has one.
     numbers: u32,
-    /// How many such calls make one of what is measured.
-    calls: f64,
+}
+
+/// Calls of several scripts that follow each other, over and over.
+pub struct Cycle {
+    port: u16,
+    calls: Vec<Vec<Vec<u8>>>,
+    varied: String,
+}
+
+impl Cycle {
+    /// Listens to what the server is told while `act` runs, and keeps the first call of each of `scripts`. Every turn of the benchmark will
+    /// have another number where `varied` is.
+    pub async fn record(server: &RedisServer, scripts: &[&str], varied: &str, act: impl Future<Output = ()>) -> Self {
+        let hashes: Vec<String> = scripts.iter().map(|script| load_script(server, &source(script))).collect();
+        let monitor = monitor(server);
+        act.await;
+        let calls = hashes.iter().zip(sent(monitor, server, &hashes)).map(|(hash, words)| {
+            let mut call = vec![b"EVALSHA".to_vec(), hash.clone().into_bytes()];
+            call.extend(words);
+            call
+        });
+        Self { port: server.port(), calls: calls.collect(), varied: varied.to_owned() }
+    }
+
+    /// How many a second.
+    pub fn per_s(&self) -> f64 {
+        pipeline::per_s(self.port, &self.calls, &self.varied)
+    }
 }
 
 impl Ceiling {
     /// Listens to what the server is told while `act` runs, and keeps the call of `script`, a file of `lua/`. Where its keys or
     /// arguments have `varied`, every call of the benchmark will have one of 10,000 numbers.
     pub async fn record(server: &RedisServer, script: &str, varied: &str, act: impl Future<Output = ()>) -> Self {
-        let source = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../lua").join(script));
-        let source = source.unwrap_or_else(|error| panic!("lua/{script} cannot be read: {error}"));
+        let source = source(script);
         let hash = load_script(server, &source);
         let monitor = monitor(server);
         act.await;
-        let words = sent(monitor, server, &hash);
+        let words = sent(monitor, server, &[hash]).remove(0);
         let keys: usize = String::from_utf8_lossy(&words[0]).parse().expect("the number of keys");
         // redis-benchmark cannot send an argument that is not text, so the script is told such ones in a line of its own.
         let mut told = String::new();
@@ -47,18 +74,12 @@ impl Ceiling {
             let word = if word.chars().any(|sign| !sign.is_ascii_graphic()) { "told".into() } else { word };
             all.push(word.replace(varied, "__rand_int__"));
         }
-        Self { port: server.port(), words: all, numbers: 10_000, calls: 1.0 }
+        Self { port: server.port(), words: all, numbers: 10_000 }
     }
 
     /// Calls have so many different numbers instead.
     pub fn numbers(mut self, numbers: u32) -> Self {
         self.numbers = numbers;
-        self
-    }
-
-    /// What is measured makes so many such calls.
-    pub fn calls(mut self, calls: u32) -> Self {
-        self.calls = f64::from(calls);
         self
     }
 
@@ -91,9 +112,13 @@ impl Ceiling {
         let text = String::from_utf8_lossy(&output.stdout);
         // The last line begins with the command and the requests per second, each in quotes.
         let rate = text.lines().last().and_then(|line| line.split("\",\"").nth(1)).and_then(|rate| rate.parse().ok());
-        let rate: f64 = rate.unwrap_or_else(|| panic!("redis-benchmark prints a rate: {text}"));
-        rate / self.calls
+        rate.unwrap_or_else(|| panic!("redis-benchmark prints a rate: {text}"))
     }
+}
+
+fn source(script: &str) -> String {
+    let source = fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("../../lua").join(script));
+    source.unwrap_or_else(|error| panic!("lua/{script} cannot be read: {error}"))
 }
 
 fn load_script(server: &RedisServer, source: &str) -> String {
@@ -112,19 +137,23 @@ fn monitor(server: &RedisServer) -> BufReader<TcpStream> {
     reader
 }
 
-/// What was behind the hash in the first call of the script.
-fn sent(mut monitor: BufReader<TcpStream>, server: &RedisServer, hash: &str) -> Vec<Vec<u8>> {
+/// What was behind each hash in the first call of its script.
+fn sent(mut monitor: BufReader<TcpStream>, server: &RedisServer, hashes: &[String]) -> Vec<Vec<Vec<u8>>> {
     let end = "no more of the script";
     let _: String = redis::cmd("ECHO").arg(end).query(&mut server.connection()).expect("the server answers");
-    loop {
+    let mut all = vec![Vec::new(); hashes.len()];
+    while all.iter().any(Vec::is_empty) {
         let mut line = String::new();
         monitor.read_line(&mut line).expect("the server tells what it is told");
-        assert!(!line.contains(end), "the script was not called");
+        assert!(!line.contains(end), "a script was not called");
         let words = words(&line);
-        if let Some(at) = words.iter().position(|word| word == hash.as_bytes()) {
-            return words[at + 1..].to_vec();
+        for (hash, sent) in hashes.iter().zip(&mut all).filter(|(_, sent)| sent.is_empty()) {
+            if let Some(at) = words.iter().position(|word| word == hash.as_bytes()) {
+                *sent = words[at + 1..].to_vec();
+            }
         }
     }
+    all
 }
 
 /// The words in quotes of a line of MONITOR.

@@ -24,6 +24,8 @@ mod layers;
 mod locks;
 mod memory;
 mod node;
+#[path = "../../../../parts/pipeline.rs"]
+mod pipeline;
 mod plot;
 mod queues;
 mod report;
