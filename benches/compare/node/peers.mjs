@@ -48,21 +48,23 @@ async function all(calls) {
 // Keeps so many calls going for a while.
 async function load({ inFlight, ms }, call) {
   const took = [];
+  const counts = new Array(inFlight).fill(0);
   const begun = performance.now();
   await all(Array.from({ length: inFlight }, async (_, task) => {
     for (let turn = 0; performance.now() - begun < ms; turn++) {
       const called = performance.now();
       await call(task, turn);
       took.push(performance.now() - called);
+      counts[task]++;
     }
   }));
-  return figures(performance.now() - begun, took);
+  return { ...figures(performance.now() - begun, took), fewest: Math.min(...counts), most: Math.max(...counts) };
 }
 
 function figures(elapsed, took) {
   const sorted = Float64Array.from(took).sort();
   const us = (share) => sorted[Math.min(Math.floor(sorted.length * share), sorted.length - 1)] * 1e3;
-  return { calls: sorted.length, per_s: (sorted.length / elapsed) * 1e3, p50_us: us(0.5), p99_us: us(0.99) };
+  return { calls: sorted.length, per_s: (sorted.length / elapsed) * 1e3, p50_us: us(0.5), p99_us: us(0.99), longest_us: us(1) };
 }
 
 function scatter(task, turn, keys) {

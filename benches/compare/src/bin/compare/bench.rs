@@ -16,11 +16,16 @@ pub struct Figures {
     pub per_s: f64,
     pub p50_us: f64,
     pub p99_us: f64,
+    pub longest_us: f64,
+    /// The calls of the task that got fewest, and of the one that got most.
+    pub fewest: u64,
+    pub most: u64,
     /// How many processors were busy on the average.
     pub busy: Processors,
 }
 
 pub type Loaded<'a> = Pin<Box<dyn Future<Output = Figures> + Send + 'a>>;
+pub type Prepared<'a> = Pin<Box<dyn Future<Output = ()> + Send + 'a>>;
 
 /// Somebody who is measured.
 pub struct Contender<'a> {
@@ -28,11 +33,18 @@ pub struct Contender<'a> {
     /// Why it does not compete: a wrong answer, another promise, or because it is what others are measured by.
     pub apart: Option<String>,
     load: Box<dyn Fn(u32) -> Loaded<'a> + 'a>,
+    prepare: Option<Box<dyn Fn(u32) -> Prepared<'a> + 'a>>,
 }
 
 impl<'a> Contender<'a> {
     pub fn new(who: &'static str, load: impl Fn(u32) -> Loaded<'a> + 'a) -> Self {
-        Self { who, apart: None, load: Box::new(load) }
+        Self { who, apart: None, load: Box::new(load), prepare: None }
+    }
+
+    /// What comes before each load, and is not measured.
+    pub fn prepared(mut self, prepare: impl Fn(u32) -> Prepared<'a> + 'a) -> Self {
+        self.prepare = Some(Box::new(prepare));
+        self
     }
 
     pub fn apart(mut self, why: Option<String>) -> Self {
@@ -42,13 +54,22 @@ impl<'a> Contender<'a> {
 }
 
 /// Processors, or seconds of them: of the servers of Redis, and of whoever asks them, in this process or in others that it has started.
-#[derive(Clone, Copy, Debug, Default)]
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
 pub struct Processors {
     pub clients: f64,
     pub servers: f64,
 }
 
 impl Processors {
+    /// The seconds that a process of this number used until now, and those of the children that it has waited for.
+    pub fn seconds_of(process: u32) -> [f64; 2] {
+        let stat = fs::read_to_string(format!("/proc/{process}/stat")).unwrap_or_default();
+        let fields = stat.rsplit_once(") ").map(|(_, rest)| rest.split(' ').collect::<Vec<_>>()).unwrap_or_default();
+        let seconds =
+            |at: usize| fields.get(at).and_then(|ticks| ticks.parse::<f64>().ok()).unwrap_or_default() / 100.0;
+        [seconds(11) + seconds(12), seconds(13) + seconds(14)]
+    }
+
     /// The seconds that were used until now, in steps of a hundredth. Nothing where there is no `/proc`.
     fn used() -> Self {
         let mut used = Self::default();
@@ -81,12 +102,15 @@ impl Processors {
 #[derive(Clone, Copy, Debug)]
 pub struct Median {
     pub figures: Figures,
+    /// The least and the most of all rounds.
+    pub per_s: [f64; 2],
+    pub p99_us: [f64; 2],
     /// The share of the ceiling of the same round.
     pub ceiling_ratio: Option<f64>,
 }
 
 /// Lets all contenders take turns at every point, so often, and answers the medians by point and contender. Each round begins with
-/// another one and with the ceiling, if there is one; one round more comes first, to warm up. Who fails competes no longer.
+/// another one and with the ceiling, if there is one, and every second one goes the other way round, so that nobody always comes after the same one; one round more comes first, to warm up. Who fails competes no longer.
 pub async fn take_turns(
     contenders: &mut [Contender<'_>],
     points: &[u32],
@@ -98,7 +122,11 @@ pub async fn take_turns(
         let ceiling = ceiling();
         for (&point, taken) in points.iter().zip(&mut all) {
             for turn in 0..contenders.len() {
-                let at = (round + turn) % contenders.len();
+                let count = contenders.len();
+                let at = (round + if round % 2 == 0 { turn } else { count - 1 - turn }) % count;
+                if let Some(prepare) = &contenders[at].prepare {
+                    prepare(point).await;
+                }
                 let (begun, before) = (Instant::now(), Processors::used());
                 let loaded = AssertUnwindSafe((contenders[at].load)(point)).catch_unwind().await;
                 let busy = Processors::used().since(before, begun.elapsed());
@@ -107,24 +135,36 @@ pub async fn take_turns(
                     contenders[at].apart = Some(format!("failed at {point}, {}", said(&*panic)));
                     Figures::default()
                 });
-                figures.busy = busy;
+                // Some know better whose processors were busy.
+                if figures.busy == Processors::default() {
+                    figures.busy = busy;
+                }
                 if round > 0 {
                     taken[at].push((figures, ceiling.map(|ceiling| figures.per_s / ceiling)));
                 }
             }
         }
     }
+    let spread = |taken: &Vec<(Figures, Option<f64>)>, of: fn(&Figures) -> f64| {
+        let values = || taken.iter().map(|(figures, _)| of(figures));
+        [values().fold(f64::INFINITY, f64::min), values().fold(0.0, f64::max)]
+    };
     let median_of = |taken: &Vec<(Figures, Option<f64>)>| Median {
         figures: Figures {
             calls: taken.iter().map(|(figures, _)| figures.calls).sum(),
             per_s: median(taken.iter().map(|(figures, _)| figures.per_s)),
             p50_us: median(taken.iter().map(|(figures, _)| figures.p50_us)),
             p99_us: median(taken.iter().map(|(figures, _)| figures.p99_us)),
+            longest_us: taken.iter().map(|(figures, _)| figures.longest_us).fold(0.0, f64::max),
+            fewest: median(taken.iter().map(|(figures, _)| figures.fewest as f64)) as u64,
+            most: median(taken.iter().map(|(figures, _)| figures.most as f64)) as u64,
             busy: Processors {
                 clients: median(taken.iter().map(|(figures, _)| figures.busy.clients)),
                 servers: median(taken.iter().map(|(figures, _)| figures.busy.servers)),
             },
         },
+        per_s: spread(taken, |figures| figures.per_s),
+        p99_us: spread(taken, |figures| figures.p99_us),
         ceiling_ratio: taken.iter().map(|(_, ratio)| *ratio).collect::<Option<Vec<_>>>().map(median),
     };
     all.iter().map(|point| point.iter().map(median_of).collect()).collect()
@@ -160,7 +200,10 @@ where
         });
     }
     let took = tasks.join_all().await;
-    figures(begun.elapsed(), took.into_iter().flatten())
+    let elapsed = begun.elapsed();
+    let calls = || took.iter().map(|took| took.len() as u64);
+    let (fewest, most) = (calls().min().unwrap_or_default(), calls().max().unwrap_or_default());
+    Figures { fewest, most, ..figures(elapsed, took.into_iter().flatten()) }
 }
 
 /// The figures of calls that took so long each, and all of them together so long.
@@ -173,12 +216,13 @@ pub fn figures(elapsed: Duration, took: impl Iterator<Item = Duration>) -> Figur
         let rank = (took.len() * share / 100).min(took.len() - 1);
         took.select_nth_unstable(rank).1.as_secs_f64() * 1e6
     };
-    let (p50_us, p99_us) = (us(50), us(99));
+    let (p50_us, p99_us, longest_us) = (us(50), us(99), us(100));
     Figures {
         calls: took.len() as u64,
         per_s: took.len() as f64 / elapsed.as_secs_f64(),
         p50_us,
         p99_us,
+        longest_us,
         ..Figures::default()
     }
 }

@@ -204,6 +204,7 @@ pub async fn tables(run: &mut Run) {
         rank: Rank::Rate,
         lines: contenders.into_iter().map(|contender| (contender.who, contender.apart)).collect(),
         medians,
+        ..Table::default()
     });
     denied(run, &url, node.as_ref()).await;
 }
@@ -248,5 +249,6 @@ async fn denied(run: &mut Run, url: &str, node: Option<&Node>) {
         rank: Rank::Rate,
         lines: contenders.into_iter().map(|contender| (contender.who, contender.apart)).collect(),
         medians,
+        ..Table::default()
     });
 }

@@ -201,5 +201,6 @@ async fn table(
         rank: Rank::Rate,
         lines: contenders.into_iter().map(|contender| (contender.who, contender.apart)).collect(),
         medians,
+        ..Table::default()
     });
 }

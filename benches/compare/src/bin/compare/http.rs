@@ -202,6 +202,7 @@ pub async fn table(run: &mut Run) {
                     (layer, failed.or_else(|| apart.map(str::to_owned)))
                 })
                 .collect(),
+            ..Table::default()
         });
     }
 }

@@ -160,6 +160,7 @@ pub async fn tables(run: &mut Run) {
             rank: Rank::Rate,
             lines: contenders.into_iter().map(|contender| (contender.who, contender.apart)).collect(),
             medians,
+            ..Table::default()
         });
     }
 }

@@ -1,8 +1,10 @@
 //! Tollgate and its peers against the same Redis, in turns, in one run.
 //!
 //! `scripts/bench` builds and runs this. It starts its own servers, prints one line per measurement,
-//! `RESULT table=.. who=.. at=.. per_s=.. p50_us=.. p99_us=.. ceiling_ratio=..` (`-` where there is nothing to say), and ends with
-//! `first_in=.. of=.. tables`: in how many tables Tollgate is first among those whose answers are right.
+//! `RESULT table=.. who=.. at=.. per_s=.. p50_us=.. p99_us=.. rounds=LEAST..MOST ceiling_ratio=..` (`-` where there is nothing to say), and
+//! ends with `first_in=.. of=.. tables`: in how many tables Tollgate is first among those whose answers are right. It is not where it is no
+//! better in the median than a peer in its best round, which is a line `TIED`, and not where its own answers are wrong. A line `BEHIND`
+//! says who is first instead.
 //!
 //! * `--quick`: fewer and shorter rounds
 //! * `--only NAME`: one part: decisions, memory, layers, locks, queues, http, growth or costs

@@ -141,5 +141,6 @@ pub async fn table(run: &mut Run) {
         rank: Rank::Rate,
         lines: contenders.into_iter().map(|contender| (contender.who, contender.apart)).collect(),
         medians,
+        ..Table::default()
     });
 }

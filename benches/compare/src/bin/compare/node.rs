@@ -57,8 +57,17 @@ impl Node {
     pub async fn figures(&self, what: Value) -> Figures {
         let answer = self.ask(what).await;
         let of = |field: &str| answer[field].as_f64().unwrap_or_default();
-        let calls = answer["calls"].as_u64().unwrap_or_default();
-        Figures { calls, per_s: of("per_s"), p50_us: of("p50_us"), p99_us: of("p99_us"), ..Figures::default() }
+        let count = |field: &str| answer[field].as_u64().unwrap_or_default();
+        Figures {
+            calls: count("calls"),
+            per_s: of("per_s"),
+            p50_us: of("p50_us"),
+            p99_us: of("p99_us"),
+            longest_us: of("longest_us"),
+            fewest: count("fewest"),
+            most: count("most"),
+            ..Figures::default()
+        }
     }
 
     /// So many calls at a time for a while, with what else the load is to be told.

@@ -4,6 +4,7 @@ use std::fs;
 use std::path::Path;
 
 use plotters::coord::Shift;
+use plotters::coord::combinators::BindKeyPoints;
 use plotters::prelude::*;
 
 use crate::report::{Rank, Table};
@@ -39,8 +40,22 @@ fn draw(table: &Table, path: &Path) -> Drawn {
     Ok(())
 }
 
-fn color(line: usize) -> RGBColor {
-    const COLORS: [RGBColor; 8] = [
+/// Who does not compete is marked, as in the table.
+fn name(who: &str, apart: Option<&String>) -> String {
+    format!("{who}{}", if apart.is_some() { " *" } else { "" })
+}
+
+/// One, two and five of each decade, or, where those would be many, the decades.
+fn labels(bottom: f64, top: f64) -> Vec<f64> {
+    let decades = bottom.log10().floor() as i32..=top.log10().ceil() as i32;
+    let steps: &[f64] = if top / bottom > 3e3 { &[1.0] } else { &[1.0, 2.0, 5.0] };
+    let all = decades.flat_map(|decade| steps.iter().map(move |step| step * 10_f64.powi(decade)));
+    all.filter(|label| (bottom..=top).contains(label)).collect()
+}
+
+/// Who does not compete is pale.
+fn color(line: usize, is_apart: bool) -> RGBAColor {
+    const COLORS: [RGBColor; 9] = [
         RGBColor(200, 30, 30),
         RGBColor(31, 119, 180),
         RGBColor(44, 140, 44),
@@ -49,8 +64,9 @@ fn color(line: usize) -> RGBColor {
         RGBColor(100, 100, 100),
         RGBColor(23, 170, 190),
         RGBColor(140, 86, 75),
+        RGBColor(220, 110, 180),
     ];
-    COLORS[line % COLORS.len()]
+    COLORS[line % COLORS.len()].mix(if is_apart { 0.4 } else { 1.0 })
 }
 
 /// Both axes are logarithmic, since points and figures span decades.
@@ -63,12 +79,17 @@ fn lines(area: &Area<'_>, table: &Table, what: &str, value: impl Fn(usize, usize
     }
     let first = f64::from(table.points.first().copied().unwrap_or(1).max(1));
     let last = f64::from(table.points.last().copied().unwrap_or(1));
+    let (bottom, top) = (least * 0.3, most * 1.4);
+    let points = table.points.iter().map(|point| f64::from(*point)).collect();
     let mut chart = ChartBuilder::on(area)
         .caption(what, (FONT, 16))
         .margin(10)
         .x_label_area_size(36)
         .y_label_area_size(70)
-        .build_cartesian_2d((first..last).log_scale(), (least * 0.3..most * 1.4).log_scale())?;
+        .build_cartesian_2d(
+            (first..last).log_scale().with_key_points(points),
+            (bottom..top).log_scale().with_key_points(labels(bottom, top)),
+        )?;
     chart
         .configure_mesh()
         .light_line_style(WHITE)
@@ -76,15 +97,15 @@ fn lines(area: &Area<'_>, table: &Table, what: &str, value: impl Fn(usize, usize
         .x_label_formatter(&short)
         .y_label_formatter(&short)
         .draw()?;
-    for (line, (who, _)) in table.lines.iter().enumerate() {
-        let color = color(line);
+    for (line, (who, apart)) in table.lines.iter().enumerate() {
+        let color = color(line, apart.is_some());
         let points: Vec<(f64, f64)> =
             table.points.iter().enumerate().map(|(at, point)| (f64::from(*point), value(at, line))).collect();
         let points = points.into_iter().filter(|(_, value)| *value > 0.0);
         let style = color.stroke_width(if line == 0 { 3 } else { 1 });
         chart
             .draw_series(LineSeries::new(points, style))?
-            .label(*who)
+            .label(name(who, apart.as_ref()))
             .legend(move |(x, y)| PathElement::new(vec![(x, y), (x + 16, y)], style));
     }
     chart
@@ -99,7 +120,6 @@ fn lines(area: &Area<'_>, table: &Table, what: &str, value: impl Fn(usize, usize
 fn bars(area: &Area<'_>, table: &Table, what: &str, value: impl Fn(usize, usize) -> f64) -> Drawn {
     let count = table.lines.len();
     let most = (0..count).map(|line| value(0, line)).fold(0.0, f64::max);
-    let name = |at: &f64| table.lines.get(*at as usize).map_or(String::new(), |(who, _)| (*who).to_owned());
     let mut chart = ChartBuilder::on(area)
         .caption(what, (FONT, 16))
         .margin(10)
@@ -107,10 +127,13 @@ fn bars(area: &Area<'_>, table: &Table, what: &str, value: impl Fn(usize, usize)
         .y_label_area_size(180)
         .build_cartesian_2d(0.0..most * 1.15, count as f64..0.0)?;
     chart.configure_mesh().disable_mesh().disable_y_axis().y_labels(0).x_label_formatter(&short).draw()?;
-    for line in 0..count {
+    for (line, (who, apart)) in table.lines.iter().enumerate() {
         let (top, bottom) = (line as f64 + 0.15, line as f64 + 0.85);
-        chart.draw_series([Rectangle::new([(0.0, top), (value(0, line), bottom)], color(line).filled())])?;
-        let label = format!("{} {}", name(&(line as f64)), short(&value(0, line)));
+        chart.draw_series([Rectangle::new(
+            [(0.0, top), (value(0, line), bottom)],
+            color(line, apart.is_some()).filled(),
+        )])?;
+        let label = format!("{} {}", name(who, apart.as_ref()), short(&value(0, line)));
         let style = (FONT, 13).into_font().color(&BLACK);
         chart.draw_series([Text::new(label, (most * 0.01, top + 0.2), style)])?;
     }
@@ -118,7 +141,7 @@ fn bars(area: &Area<'_>, table: &Table, what: &str, value: impl Fn(usize, usize)
 }
 
 /// A number in few signs.
-fn short(value: &f64) -> String {
+pub fn short(value: &f64) -> String {
     match *value {
         value if value >= 1e6 => format!("{}M", trimmed(value / 1e6)),
         value if value >= 1e3 => format!("{}k", trimmed(value / 1e3)),

@@ -317,6 +317,7 @@ pub async fn tables(run: &mut Run) {
             rank,
             lines: contenders.into_iter().map(|contender| (contender.who, contender.apart)).collect(),
             medians,
+            ..Table::default()
         });
     }
 }

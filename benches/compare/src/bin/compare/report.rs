@@ -29,16 +29,48 @@ pub struct Table {
     /// The point that says who is first.
     pub headline: u32,
     pub rank: Rank,
+    /// Which of ours is compared with the peers: the one that does what they do.
+    pub ours: &'static str,
+    /// Whose processor time a call takes: of whoever asks, and of whoever answers.
+    pub sides: [&'static str; 2],
+    /// Whether how the calls fall to the tasks, and the longest one, is a figure of its own.
+    pub tells_shares: bool,
+    /// What the figures say, in words.
+    pub remark: String,
     /// Who, and why it does not compete.
     pub lines: Vec<(&'static str, Option<String>)>,
     /// By point and contender.
     pub medians: Vec<Vec<Median>>,
 }
 
+impl Default for Table {
+    fn default() -> Self {
+        Self {
+            name: "",
+            title: "",
+            text: "",
+            unit: "",
+            points: Vec::new(),
+            headline: 0,
+            rank: Rank::default(),
+            ours: "tollgate",
+            sides: ["client", "Redis"],
+            tells_shares: false,
+            remark: String::new(),
+            lines: Vec::new(),
+            medians: Vec::new(),
+        }
+    }
+}
+
 impl Table {
-    /// The contenders that compete, best first, at a point.
+    /// The one of ours that is compared and the peers, as far as they compete, best first, at a point.
     fn ranking(&self, at: usize) -> Vec<usize> {
-        let mut order: Vec<usize> = (0..self.lines.len()).filter(|line| self.lines[*line].1.is_none()).collect();
+        let competes = |line: &usize| {
+            let (who, apart) = &self.lines[*line];
+            apart.is_none() && (*who == self.ours || !who.starts_with("tollgate"))
+        };
+        let mut order: Vec<usize> = (0..self.lines.len()).filter(competes).collect();
         order.sort_by(|&one, &other| {
             let [one, other] = [one, other].map(|line| self.medians[at][line].figures);
             match self.rank {
@@ -49,26 +81,56 @@ impl Table {
         order
     }
 
-    /// Whether Tollgate is first at a point; `None` where it is alone.
-    fn is_first(&self, at: usize) -> Option<bool> {
+    /// Who is first at a point. Nobody is where the best in the median is not better than all others in their best round.
+    fn first(&self, at: usize) -> Option<usize> {
         let ranking = self.ranking(at);
-        (ranking.len() > 1).then(|| self.lines[ranking[0]].0.starts_with("tollgate"))
+        let (&best, others) = ranking.split_first()?;
+        let ours = self.medians[at][best].figures;
+        let is_behind = |other: &Median| match self.rank {
+            Rank::Rate => ours.per_s > other.per_s[1],
+            Rank::Late => ours.p99_us < other.p99_us[0],
+        };
+        others.iter().all(|&other| is_behind(&self.medians[at][other])).then_some(best)
+    }
+
+    /// Whether Tollgate is first at a point; `None` where no peer competes.
+    fn is_first(&self, at: usize) -> Option<bool> {
+        let is_ours = |line: usize| self.lines[line].0 == self.ours;
+        let has_peers = self.ranking(at).into_iter().any(|line| !is_ours(line));
+        has_peers.then(|| self.first(at).is_some_and(is_ours))
     }
 
     fn print(&self) {
         for (point, medians) in self.points.iter().zip(&self.medians) {
             for ((who, _), median) in self.lines.iter().zip(medians) {
                 let figures = median.figures;
+                let costs = |busy| if self.rank == Rank::Late { "-".to_owned() } else { cost(figures, busy) };
+                let [client, server] = self.sides.map(str::to_lowercase);
+                let shares = if self.tells_shares {
+                    format!(
+                        " fewest={} most={} longest_us={}",
+                        figures.fewest,
+                        figures.most,
+                        micros(figures.longest_us)
+                    )
+                } else {
+                    String::new()
+                };
                 println!(
-                    "RESULT table={} who={who} at={point} per_s={} p50_us={} p99_us={} ceiling_ratio={} client_us={} redis_us={} cores={:.2}",
+                    "RESULT table={} who={who} at={point} per_s={} p50_us={} p99_us={} rounds={} ceiling_ratio={} {client}_us={} {server}_us={} \
+                     cores={:.2}{shares}",
                     self.name,
                     // How many come is no figure of theirs who wait for a clock.
                     if self.rank == Rank::Late { "-".to_owned() } else { format!("{:.0}", figures.per_s) },
                     micros(figures.p50_us),
                     micros(figures.p99_us),
+                    match self.rank {
+                        Rank::Rate => format!("{:.0}..{:.0}", median.per_s[0], median.per_s[1]),
+                        Rank::Late => format!("{:.0}..{:.0}", median.p99_us[0], median.p99_us[1]),
+                    },
                     median.ceiling_ratio.map_or("-".to_owned(), |ratio| format!("{ratio:.2}")),
-                    cost(figures, figures.busy.clients),
-                    cost(figures, figures.busy.servers),
+                    costs(figures.busy.clients),
+                    costs(figures.busy.servers),
                     figures.busy.clients + figures.busy.servers,
                 );
             }
@@ -76,7 +138,8 @@ impl Table {
     }
 
     fn write(&self, out: &mut String) {
-        let _ = writeln!(out, "## {}\n\n{}\n", self.title, self.text);
+        let remark = if self.remark.is_empty() { String::new() } else { format!(" {}", self.remark) };
+        let _ = writeln!(out, "## {}\n\n{}{remark}\n", self.title, self.text);
         let columns: String = self.points.iter().map(|point| format!(" {} |", grouped(f64::from(*point)))).collect();
         let _ = writeln!(out, "| {} |{columns}", self.unit);
         let _ = writeln!(out, "| --- |{}", " ---: |".repeat(self.points.len()));
@@ -86,7 +149,7 @@ impl Table {
             for (at, medians) in self.medians.iter().enumerate() {
                 let median = medians[line];
                 let cell = self.cell(&median);
-                let is_first = self.ranking(at).first() == Some(&line) && self.is_first(at).is_some();
+                let is_first = self.first(at) == Some(line) && self.is_first(at).is_some();
                 let _ = write!(out, " {} |", if is_first { format!("**{cell}**") } else { cell });
             }
             out.push('\n');
@@ -97,26 +160,46 @@ impl Table {
                 let _ = writeln!(out, "\\* {who}: {why}  ");
             }
         }
+        self.write_shares(out);
         self.write_costs(out);
         let _ = writeln!(out, "\n![{}](benchmarks/{}.svg)\n", self.title, self.name);
     }
 
-    /// What a call takes of the processors, where Redis has a part in it.
+    fn write_shares(&self, out: &mut String) {
+        if !self.tells_shares {
+            return;
+        }
+        for (point, medians) in self.points.iter().zip(&self.medians) {
+            let _ = writeln!(out, "\n| {point} {} | fewest of one | most of one | the longest |", self.unit);
+            let _ = writeln!(out, "| --- | ---: | ---: | ---: |");
+            for ((who, _), median) in self.lines.iter().zip(medians) {
+                let Figures { fewest, most, longest_us, .. } = median.figures;
+                let [fewest, most] = [fewest, most].map(|count| grouped(count as f64));
+                let _ = writeln!(out, "| {who} | {fewest} | {most} | {:.1} ms |", longest_us / 1e3);
+            }
+        }
+    }
+
+    /// What a call takes of the processors, where Redis or a server has a part in it.
     fn write_costs(&self, out: &mut String) {
         let is_told = |median: &Median| median.figures.calls > 0 && median.figures.busy.servers > 0.0;
         if self.rank == Rank::Late || !self.medians.iter().flatten().any(is_told) {
             return;
         }
         let columns: String = self.points.iter().map(|point| format!(" {} |", grouped(f64::from(*point)))).collect();
-        let _ = writeln!(out, "\n| processor time of a call, client + Redis, and cores in use |{columns}");
+        let _ = writeln!(
+            out,
+            "\n| processor time of a call, {} + {}, and cores in use |{columns}",
+            self.sides[0], self.sides[1]
+        );
         let _ = writeln!(out, "| --- |{}", " ---: |".repeat(self.points.len()));
         for (line, (who, _)) in self.lines.iter().enumerate() {
             let _ = write!(out, "| {who} |");
             for medians in &self.medians {
                 let figures = medians[line].figures;
                 let Processors { clients, servers } = figures.busy;
-                let [client, redis] = [clients, servers].map(|busy| cost(figures, busy));
-                let _ = write!(out, " {client} + {redis} us, {:.2} |", clients + servers);
+                let [client, server] = [clients, servers].map(|busy| cost(figures, busy));
+                let _ = write!(out, " {client} + {server} us, {:.2} |", clients + servers);
             }
             out.push('\n');
         }
@@ -125,9 +208,12 @@ impl Table {
     fn cell(&self, median: &Median) -> String {
         let figures = median.figures;
         if self.rank == Rank::Late {
-            return format!("{:.2} ms, {:.2} ms", figures.p50_us / 1e3, figures.p99_us / 1e3);
+            let [least, most] = median.p99_us.map(|us| us / 1e3);
+            let [p50, p99] = [figures.p50_us, figures.p99_us].map(|us| us / 1e3);
+            return format!("{p50:.2} ms, {p99:.2} ms [{least:.2}..{most:.2}]");
         }
-        let rate = format!("{}/s", grouped(figures.per_s));
+        let [least, most] = median.per_s.map(|per_s| plot::short(&per_s));
+        let rate = format!("{}/s [{least}..{most}]", grouped(figures.per_s));
         let wait = if figures.p99_us > 0.0 { format!(", {} us", micros(figures.p99_us)) } else { String::new() };
         let share = median.ceiling_ratio.map_or(String::new(), |ratio| format!(" ({ratio:.2})"));
         format!("{rate}{share}{wait}")
@@ -155,22 +241,39 @@ impl Report {
 
     /// Says in how many tables Tollgate is first, at their headline, and at how many of all points.
     pub fn print_verdict(&self) {
-        let (mut points, mut tables) = ((0, 0), (0, 0));
+        for line in self.verdict() {
+            println!("{line}");
+        }
+    }
+
+    fn verdict(&self) -> Vec<String> {
+        let (mut points, mut tables, mut lines) = ((0, 0), (0, 0), Vec::new());
         for table in &self.tables {
             for (at, point) in table.points.iter().enumerate() {
                 let Some(is_first) = table.is_first(at) else { continue };
                 points = (points.0 + u32::from(is_first), points.1 + 1);
                 if *point == table.headline {
                     tables = (tables.0 + u32::from(is_first), tables.1 + 1);
-                    if !is_first {
-                        let first = table.lines[table.ranking(at)[0]].0;
-                        println!("BEHIND table={} at={point} first={first}", table.name);
+                    let name = table.name;
+                    match (is_first, table.first(at)) {
+                        (true, _) => {}
+                        (false, Some(first)) => {
+                            lines.push(format!("BEHIND table={name} at={point} first={}", table.lines[first].0));
+                        }
+                        (false, None) => {
+                            let best = table.ranking(at).into_iter().take(2).map(|line| table.lines[line].0);
+                            lines.push(format!(
+                                "TIED table={name} at={point} best={}",
+                                best.collect::<Vec<_>>().join(",")
+                            ));
+                        }
                     }
                 }
             }
         }
-        println!("first_at={} of={} points", points.0, points.1);
-        println!("first_in={} of={} tables", tables.0, tables.1);
+        lines.push(format!("first_at={} of={} points", points.0, points.1));
+        lines.push(format!("first_in={} of={} tables", tables.0, tables.1));
+        lines
     }
 
     /// Writes `benchmarks.md` and the plots beside it.
@@ -184,10 +287,13 @@ impl Report {
             let _ = writeln!(out, "| {what} | {value} |");
         }
         out.push_str(
-            "\nClients and servers share that machine: take the ratios, not the figures. All are medians of rounds in which everybody takes turns. \
-             A cell has calls a second, in brackets their share of the ceiling that was measured in the same round, and the 99th percentile of the time of a \
-             call; the best of a column is bold. Peers are set up as their own documentation recommends.\n\n",
+            "\nClients and servers share that machine: take the ratios, not the figures. All are medians of rounds in which everybody takes turns, but for \
+             \"What it costs\" in the end. A cell has calls a second with the least and the most of all rounds, in brackets their share of the ceiling that was measured \
+             in the same round, and the 99th percentile of the time of a call. Who is better in the median than all others in their best round is first, and bold; \
+             where nobody is, that is a tie. Of ours, the one that does what the peers do is compared with them: `tollgate`, or what the table says. Peers are \
+             set up as their own documentation recommends.\n\n",
         );
+        let _ = writeln!(out, "```text\n{}\n```\n", self.verdict().join("\n"));
         for table in &self.tables {
             table.write(&mut out);
             let path = folder.join("benchmarks").join(format!("{}.svg", table.name));
@@ -198,6 +304,18 @@ impl Report {
         fs::write(&path, out.trim_end().to_owned() + "\n")
             .unwrap_or_else(|error| panic!("{} cannot be written: {error}", path.display()));
     }
+}
+
+/// The commit of the working tree, and whether something of the crate or of the benchmarks has changed since.
+fn commit() -> String {
+    let git = |arguments: &[&str]| {
+        let output = Command::new("git").args(arguments).current_dir(env!("CARGO_MANIFEST_DIR")).output().ok()?;
+        output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+    };
+    let Some(commit) = git(&["rev-parse", "--short=10", "HEAD"]) else { return "unknown".to_owned() };
+    let code = ["status", "--porcelain", "--", ":/src", ":/lua", ":/benches", ":/Cargo.toml"];
+    let is_clean = git(&code).is_some_and(|changes| changes.is_empty());
+    if is_clean { commit } else { format!("{commit}, with changes") }
 }
 
 /// What all of it was measured on.
@@ -214,6 +332,7 @@ fn machine(server: &str) -> Vec<(String, String)> {
         .trim_matches([' ', '\t', ':']);
     let count = std::thread::available_parallelism().map_or(0, usize::from);
     let mut all = vec![
+        ("commit".to_owned(), commit()),
         ("processor".to_owned(), format!("{count} virtual cores of {model}")),
         ("server".to_owned(), server.to_owned()),
         ("compiler".to_owned(), first_line("rustc", "--version").unwrap_or_default()),
