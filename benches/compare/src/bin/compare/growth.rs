@@ -1,6 +1,7 @@
 //! How Tollgate's figures change as something grows.
 
 use std::env;
+use std::future::ready;
 use std::process::Stdio;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -11,7 +12,7 @@ use tollgate::{Limiter, Policy, Quota, RedisBackend, RedisOptions};
 
 use crate::Run;
 use crate::bench::{Contender, Figures, Loaded, take_turns};
-use crate::decisions::{Decider, GENEROUS, KEYS, decide};
+use crate::decisions::{Decider, GENEROUS, KEYS, decide, fill};
 use crate::queues::{Queue, Tally};
 use crate::report::{Rank, Table};
 use crate::server::RedisServer;
@@ -106,13 +107,21 @@ pub async fn tables(run: &mut Run) {
 
     let keyed = limited(&url, "keyed", 1).await;
     let keys = Contender::new("tollgate", |keys| Box::pin(decide(keyed.clone(), IN_FLIGHT, u64::from(keys), time)));
+    let keys = keys.prepared(|keys| {
+        let (server, keyed) = (&server, &keyed);
+        Box::pin(async move {
+            server.query::<()>("FLUSHALL");
+            fill(keyed, u64::from(keys)).await;
+        })
+    });
     table(
         run,
         "growth-keys",
         "More keys",
-        "Decisions on Redis, 256 in flight, spread over so many keys. A call writes a key once, however many of its decisions are about that key, so few \
-         keys cost Redis less. From thousands of keys on nearly every decision is about one of its own, and the curve is flat: finding a key takes \
-         Redis no longer among a million.",
+        "Decisions on Redis, 256 in flight, spread over so many keys, all of which are there before; each round asks about others of a million, in another order. A \
+         call writes a key once, however many of its decisions are about that key, so few keys cost Redis less. From thousands of keys on nearly every \
+         decision is about one of its own. More of them \
+         cost Redis more, most likely since fewer of them fit the caches of the processor.",
         "keys",
         &[1, 100, 10_000, 1_000_000],
         keys,
@@ -155,22 +164,18 @@ pub async fn tables(run: &mut Run) {
     .await;
 
     let several = Contender::new("tollgate", |count| Box::pin(processes(url.clone(), count, time)));
-    let text = "Decisions on Redis of so many processes together, each with 256 in flight over the same 10,000 keys. One process keeps Redis, or this machine, busy by \
-                itself: more of them wait for each other, and add nothing.";
+    let text = "Decisions on Redis of so many processes together, each with 256 in flight over the same 10,000 keys; the times are those of the slowest process. \
+                Processes share no calls with each other, and all of them share two cores with Redis.";
     table(run, "growth-processes", "More processes", text, "processes", &[1, 2, 3, 4], several).await;
     server.query::<()>("FLUSHALL");
 
     let backlogs: &[u32] = if run.is_quick { &[100, 1_000, 10_000] } else { &[100, 1_000, 10_000, 100_000, 1_000_000] };
-    let waiting = Contender::new("tollgate", |waiting| {
-        let (server, url) = (&server, &url);
-        Box::pin(async move {
-            let figures = backlog(url, waiting).await;
-            server.query::<()>("FLUSHALL");
-            figures
-        })
+    let waiting = Contender::new("tollgate", |waiting| Box::pin(backlog(&url, waiting))).prepared(|_| {
+        server.query::<()>("FLUSHALL");
+        Box::pin(ready(()))
     });
-    let text = "Jobs that a worker does a second, a hundred at a time, while so many wait: up to 20,000 of them due now, the others in an hour. With the start of the worker and its end, which is most of it for a hundred jobs; beyond a \
-                thousand the curve is flat, since a claim takes jobs from the front, whatever is behind.";
+    let text = "Jobs that a worker does a second, a hundred at a time, while so many wait: up to 20,000 of them due now, the others in an hour. With the start of the worker and its end, \
+                which weigh the more the fewer jobs are due. A claim takes jobs from the front, whatever is behind.";
     table(run, "growth-backlog", "More jobs that wait", text, "jobs", backlogs, waiting).await;
 }
 
@@ -189,7 +194,7 @@ async fn table(
     contender: Contender<'_>,
 ) {
     let mut contenders = [contender];
-    let rounds = if name == "growth-backlog" { 1 } else { run.rounds.min(3) };
+    let rounds = run.rounds.min(3);
     let medians = take_turns(&mut contenders, points, rounds, || None).await;
     run.report.add(Table {
         name,
