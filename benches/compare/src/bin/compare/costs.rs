@@ -10,14 +10,19 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 
 use crate::Run;
-use crate::decisions::{Decider, GENEROUS, KEYS, decide, deciders};
+use crate::decisions::{Decider, GENEROUS, KEYS, decide, deciders, fill};
 use crate::locks::{Locker, cycles};
-use crate::queues::{BATCH, Queue, Tally, bulk, push};
+use crate::queues::{BATCH, MINUTE, Queue, Tally, bulk, push};
+use crate::report::grouped;
 use crate::server::RedisServer;
 
 const IN_FLIGHT: u32 = 256;
 /// How many jobs a worker does: more than 8,000 at once are too many for `apalis-redis`.
 const DONE: usize = 5_000;
+/// How often it does: the clock of processors goes on by 10 ms.
+const TIMES: usize = 30;
+/// Of how many the memory is measured.
+const JOBS: usize = 100_000;
 const RULE: &str = "| --- | ---: | ---: | ---: | ---: | ---: | ---: |";
 
 /// What has been used until now.
@@ -60,18 +65,27 @@ fn memory(server: &RedisServer) -> f64 {
 
 /// The memory of Redis for each of 10,000 keys that were asked about once.
 async fn bytes_per_key(server: &RedisServer, decider: &Decider) -> f64 {
+    emptied(server).await;
     let before = memory(server);
-    let mut tasks = JoinSet::new();
-    for task in 0..64 {
-        let decider = decider.clone();
-        tasks.spawn(async move {
-            for key in (task..KEYS).step_by(64) {
-                decider.admits(key).await;
-            }
-        });
-    }
-    tasks.join_all().await;
+    fill(decider, KEYS).await;
+    settled(server).await;
     (memory(server) - before) / KEYS as f64
+}
+
+/// Waits until there have been as many keys for longer than a second: some write a second later.
+async fn settled(server: &RedisServer) {
+    let (mut keys, mut times) = (None, 0);
+    while times < 6 {
+        let now = server.query::<u64>("DBSIZE");
+        times = if keys == Some(now) { times + 1 } else { 0 };
+        keys = Some(now);
+        tokio::time::sleep(Duration::from_millis(250)).await;
+    }
+}
+
+async fn emptied(server: &RedisServer) {
+    settled(server).await;
+    server.query::<()>("FLUSHALL");
 }
 
 /// The columns of what was measured, as a line for machines and one for people.
@@ -101,6 +115,18 @@ impl Row {
         }
     }
 
+    /// Of rows that have as many each.
+    fn mean(rows: &[Self]) -> Self {
+        let mean = |of: fn(&Self) -> f64| rows.iter().map(of).sum::<f64>() / rows.len() as f64;
+        Self {
+            client_us: mean(|row| row.client_us),
+            redis_us: mean(|row| row.redis_us),
+            commands: mean(|row| row.commands),
+            received: mean(|row| row.received),
+            sent: mean(|row| row.sent),
+        }
+    }
+
     /// `bytes` is what one takes of the memory of Redis, where that was measured.
     fn write(&self, table: &str, who: &str, bytes: Option<f64>, text: &mut String) {
         let Self { client_us, redis_us, commands, received, sent } = self;
@@ -125,12 +151,17 @@ pub async fn lists(run: &mut Run) {
          included), bytes on the wire, and the memory of Redis for a key.\n\n| | {} | bytes per key |\n{RULE}\n",
         Row::HEAD
     );
-    for (who, decider) in deciders(&url, GENEROUS).await {
-        server.query::<()>("FLUSHALL");
+    // Last whoever goes on to write after it was asked.
+    let (late, mut deciders): (Vec<_>, Vec<_>) =
+        deciders(&url, GENEROUS).await.into_iter().partition(|(who, _)| *who == "limitador-cached");
+    deciders.extend(late);
+    for (who, decider) in deciders {
         let bytes_per_key = bytes_per_key(&server, &decider).await;
         let row = Row::of(&server, async { decide(decider, IN_FLIGHT, KEYS, time).await.calls }).await;
         row.write("decisions", who, Some(bytes_per_key), &mut text);
     }
+    let server = RedisServer::start();
+    let url = server.url();
 
     let _ = writeln!(
         text,
@@ -146,26 +177,34 @@ pub async fn lists(run: &mut Run) {
 
     let _ = writeln!(
         text,
-        "\nA job: pushed alone by 256 tasks, pushed in bulk by 8, and done by a worker, a hundred at a time; and the memory of Redis for one that waits, with a \
-         payload of a few bytes:\n\n| | {} | bytes per job |\n{RULE}",
+        "\nA job: pushed alone by 256 tasks, pushed in bulk by 8, and done by a worker, a hundred at a time, {} in all; and the memory of Redis for one that waits, with a \
+         payload of a few bytes, of those pushed alone and of those pushed in bulk:\n\n| | {} | bytes per job |\n{RULE}",
+        grouped((DONE * TIMES) as f64),
         Row::HEAD
     );
     for (who, queue) in Queue::both(&url).await {
         server.query::<()>("FLUSHALL");
-        let bytes = bytes_per_job(&server, queue.clone()).await;
+        // Jobs that are pushed alone may be kept in another way than those that are pushed in bulk.
+        let alone = bytes_per_job(&server, push_alone(queue.clone())).await;
+        let together = bytes_per_job(&server, push_together(queue.clone())).await;
         let pushed = Row::of(&server, async { push(queue.clone(), 256, time).await.calls }).await;
-        pushed.write("jobs", &format!("{who}, pushed"), Some(bytes), &mut text);
-        let in_bulk = Row::of(&server, async { bulk(queue.clone(), 8, time).await.calls * BATCH as u64 }).await;
-        in_bulk.write("jobs", &format!("{who}, in bulk"), None, &mut text);
+        pushed.write("jobs", &format!("{who}-pushed"), Some(alone), &mut text);
         server.query::<()>("FLUSHALL");
-        let tally = Tally::new(DONE);
-        queue.clone().push_all(0..DONE, Duration::ZERO).await;
-        let done = Row::of(&server, async {
-            queue.work(Arc::clone(&tally)).await;
-            DONE as u64
-        });
-        done.await.write("jobs", &format!("{who}, done"), None, &mut text);
-        tally.assert_once();
+        let in_bulk = Row::of(&server, async { bulk(queue.clone(), 8, time).await.calls * BATCH as u64 }).await;
+        in_bulk.write("jobs", &format!("{who}-in-bulk"), Some(together), &mut text);
+        let mut done = Vec::new();
+        for _ in 0..TIMES {
+            server.query::<()>("FLUSHALL");
+            let tally = Tally::new(DONE);
+            queue.clone().push_all(0..DONE, Duration::ZERO).await;
+            let row = Row::of(&server, async {
+                queue.work(Arc::clone(&tally)).await;
+                DONE as u64
+            });
+            done.push(row.await);
+            tally.assert_once();
+        }
+        Row::mean(&done).write("jobs", &format!("{who}-done"), None, &mut text);
     }
 
     let _ = writeln!(
@@ -196,14 +235,32 @@ async fn bytes_per_lock(server: &RedisServer, locker: &Locker) -> f64 {
     bytes
 }
 
-async fn bytes_per_job(server: &RedisServer, mut queue: Queue) -> f64 {
-    const JOBS: usize = 100_000;
-    queue.push_all(0..1, Duration::from_secs(3_600)).await;
+async fn bytes_per_job(server: &RedisServer, push: impl Future<Output = ()>) -> f64 {
     let before = memory(server);
-    for from in (1..JOBS).step_by(BATCH) {
-        queue.push_all(from..from + BATCH, Duration::from_secs(3_600)).await;
+    push.await;
+    let bytes = (memory(server) - before) / JOBS as f64;
+    server.query::<()>("FLUSHALL");
+    bytes
+}
+
+async fn push_alone(queue: Queue) {
+    const TASKS: usize = 250;
+    let mut tasks = JoinSet::new();
+    for task in 0..TASKS {
+        let mut queue = queue.clone();
+        tasks.spawn(async move {
+            for number in (task..JOBS).step_by(TASKS) {
+                queue.push(number.to_string()).await;
+            }
+        });
     }
-    (memory(server) - before) / JOBS as f64
+    tasks.join_all().await;
+}
+
+async fn push_together(mut queue: Queue) {
+    for from in (0..JOBS).step_by(BATCH) {
+        queue.push_all(from..from + BATCH, MINUTE).await;
+    }
 }
 
 /// The lines of a program whose allocator counts: it would slow everybody else down here.
