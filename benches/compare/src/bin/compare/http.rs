@@ -3,7 +3,7 @@
 use std::env;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, Command, Stdio, id};
 use std::time::Duration;
 
 use axum::Router;
@@ -15,7 +15,7 @@ use tower::layer::util::Identity;
 use tower_governor::GovernorLayer;
 
 use crate::Run;
-use crate::bench::{Contender, Figures, take_turns};
+use crate::bench::{Contender, Figures, Processors, take_turns};
 use crate::layers::{self, GENEROUS};
 use crate::report::{Rank, Table};
 use crate::server::RedisServer;
@@ -85,7 +85,13 @@ impl Server {
         answer
     }
 
+    /// The processor time is that of the server, and of `wrk`.
     fn load(&self, connections: u32, time: Duration) -> Figures {
+        let used = || {
+            let ([server, _], [_, wrk]) = (Processors::seconds_of(self.process.id()), Processors::seconds_of(id()));
+            (server, wrk)
+        };
+        let before = used();
         let output = Command::new("wrk")
             .args(["--latency", "-t1", &format!("-c{connections}"), &format!("-d{}s", time.as_secs().max(1))])
             .arg(format!("http://127.0.0.1:{}/", self.port))
@@ -95,10 +101,17 @@ impl Server {
         assert!(!text.contains("Non-2xx") && !text.contains("Socket errors"), "every request is served: {text}");
         let value =
             |name: &str| text.lines().find_map(|line| line.trim().strip_prefix(name)).unwrap_or_default().trim();
+        let after = used();
+        let calls = text.lines().find_map(|line| line.split_once(" requests in ")?.0.trim().parse().ok());
+        let calls: u64 = calls.unwrap_or_else(|| panic!("wrk counts requests: {text}"));
+        let per_s: f64 = value("Requests/sec:").parse().unwrap_or_default();
+        let time = calls as f64 / per_s;
         Figures {
-            per_s: value("Requests/sec:").parse().unwrap_or_default(),
+            calls,
+            per_s,
             p50_us: micros(value("50%")),
             p99_us: micros(value("99%")),
+            busy: Processors { clients: (after.1 - before.1) / time, servers: (after.0 - before.0) / time },
             ..Figures::default()
         }
     }
@@ -121,6 +134,11 @@ fn micros(text: &str) -> f64 {
         _ => 1e6,
     };
     digits.parse::<f64>().unwrap_or_default() * unit
+}
+
+/// A ratio in words.
+fn than(ratio: f64, [more, less]: [&str; 2], what: &str) -> String {
+    format!("{:.1} % {} {what}", (ratio - 1.0).abs() * 100.0, if ratio < 1.0 { less } else { more })
 }
 
 pub async fn table(run: &mut Run) {
@@ -163,7 +181,11 @@ pub async fn table(run: &mut Run) {
             "http",
             "A server under load",
             "An axum server that says hello, in a process of its own, to 64 connections of `wrk -t1`, which all come from one address, with layers \
-             that say yes or no. Whatever the layer, axum boxes what is behind it and clones that for every request: `no-op` is the price of this alone.",
+             that say yes or no. Whatever the layer, axum boxes what is behind it and clones that for every request, so `no-op` should be behind `bare`: where it is not, \
+             the difference is less than this table can tell, and so are others as small. The server and `wrk` share two cores, and the server has more than one \
+             thread: the processor time of a request says more than the rate.",
+            "tollgate",
+            "tower_governor",
             vec![
                 ("tollgate", None),
                 ("tower_governor", None),
@@ -175,16 +197,27 @@ pub async fn table(run: &mut Run) {
             "http-headers",
             "A server under load that tells how the limits stand",
             "The same with header fields in every response, which are more for the server to write and for `wrk` to read. `tollgate-default` is the layer \
-             as it comes, which also puts a handle into the request and the decision into the response; for `tower_governor` it is `use_headers()`.",
+             as it comes, which also puts a handle into the request and the decision into the response; for `tower_governor` it is `use_headers()`. The time of Redis is not \
+             in that of `tollgate-redis`.",
+            "tollgate-headers",
+            "tower_governor-headers",
             vec![
                 ("tollgate-headers", None),
                 ("tollgate-default", None),
                 ("tower_governor-headers", None),
                 ("tollgate-redis", Some("asks Redis about every request")),
+                ("bare", Some("no layer")),
             ],
         ),
     ];
-    for (name, title, text, lines) in tables {
+    for (name, title, text, ours, theirs, lines) in tables {
+        let [one, other] = [ours, theirs].map(|layer| medians[0][place(layer)].figures);
+        let of_time = |figures: Figures| figures.busy.servers / figures.per_s;
+        let remark = format!(
+            "In this run `{ours}` served {}, and took {} of the server for each.",
+            than(one.per_s / other.per_s, ["more", "fewer"], &format!("requests than `{theirs}`")),
+            than(of_time(one) / of_time(other), ["more", "less"], "processor time"),
+        );
         run.report.add(Table {
             name,
             title,
@@ -193,6 +226,9 @@ pub async fn table(run: &mut Run) {
             points: points.to_vec(),
             headline: CONNECTIONS,
             rank: Rank::Rate,
+            ours,
+            sides: ["wrk", "server"],
+            remark,
             medians: vec![lines.iter().map(|(layer, _)| medians[0][place(layer)]).collect()],
             lines: lines
                 .iter()
