@@ -100,7 +100,7 @@ pub async fn tables(run: &mut Run) {
             })
             .collect();
         if let Some(node) = &node {
-            contenders.push(Contender::new("redlock (Node)", move |tasks| {
+            contenders.push(Contender::new("redlock-node", move |tasks| {
                 Box::pin(node.load("lock", tasks, time, json!({"own": is_own})))
             }));
         }
@@ -117,7 +117,10 @@ pub async fn tables(run: &mut Run) {
             (
                 "locks-one",
                 "One lock for 64 tasks",
-                "All tasks want the same key, again and again, and nobody holds it longer than it takes to see that he is alone.",
+                "All tasks want the same key, again and again, and nobody holds it longer than it takes to see that he is alone. Tollgate hands a lock over inside the process \
+                 to those who stand in line there, and asks Redis now and then; the peers ask Redis for each grant, and try again after a pause, so they are measured at \
+                 another thing: this table is about one process, and says nothing of locks that several want. The second table has the grants of the task that got fewest \
+                 and of the one that got most, in a round, and how long the longest cycle of all rounds took, waiting included.",
             )
         };
         run.report.add(Table {
@@ -130,6 +133,7 @@ pub async fn tables(run: &mut Run) {
             rank: Rank::Rate,
             lines: contenders.into_iter().map(|contender| (contender.who, contender.apart)).collect(),
             medians,
+            tells_shares: !is_own,
             ..Table::default()
         });
     }
