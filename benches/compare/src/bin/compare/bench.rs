@@ -124,21 +124,24 @@ pub async fn take_turns(
             for turn in 0..contenders.len() {
                 let count = contenders.len();
                 let at = (round + if round % 2 == 0 { turn } else { count - 1 - turn }) % count;
-                if let Some(prepare) = &contenders[at].prepare {
-                    prepare(point).await;
-                }
-                let (begun, before) = (Instant::now(), Processors::used());
-                let loaded = AssertUnwindSafe((contenders[at].load)(point)).catch_unwind().await;
-                let busy = Processors::used().since(before, begun.elapsed());
-                let mut figures = loaded.unwrap_or_else(|panic| {
+                let contender = &contenders[at];
+                let measured = async {
+                    if let Some(prepare) = &contender.prepare {
+                        prepare(point).await;
+                    }
+                    let (begun, before) = (Instant::now(), Processors::used());
+                    let mut figures = (contender.load)(point).await;
+                    // Some know better whose processors were busy.
+                    if figures.busy == Processors::default() {
+                        figures.busy = Processors::used().since(before, begun.elapsed());
+                    }
+                    figures
+                };
+                let figures = AssertUnwindSafe(measured).catch_unwind().await.unwrap_or_else(|panic| {
                     println!("FAILED who={} at={point}: {}", contenders[at].who, said(&*panic));
                     contenders[at].apart = Some(format!("failed at {point}, {}", said(&*panic)));
                     Figures::default()
                 });
-                // Some know better whose processors were busy.
-                if figures.busy == Processors::default() {
-                    figures.busy = busy;
-                }
                 if round > 0 {
                     taken[at].push((figures, ceiling.map(|ceiling| figures.per_s / ceiling)));
                 }
