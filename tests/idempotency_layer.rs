@@ -1511,6 +1511,23 @@ async fn a_rejection_may_have_a_body_of_ones_own() {
     assert!(text.starts_with(b"no: "), "{text:?}");
 }
 
+/// The store has heard of the claims, its answers are lost, and nobody comes any more by whom the circuit could close.
+#[tokio::test(start_paused = true)]
+async fn what_nobody_knows_to_be_begun_is_given_back_when_nobody_comes() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let app = Handler::new().behind(layer(store).lease(Duration::from_secs(30)), echo);
+    faults.lose_answers();
+    for number in 0..20 {
+        assert_eq!(ask(&app, pay(&number.to_string())).await.status(), 503);
+    }
+    faults.heal();
+    sleep(Duration::from_secs(60)).await;
+    for number in 0..20 {
+        assert_eq!(ask(&app, pay(&number.to_string())).await.status(), 200, "{number}");
+    }
+}
+
 /// Wherever they are kept: a table of few is as good as full otherwise.
 #[tokio::test(start_paused = true)]
 async fn operations_that_have_run_out_make_room() {

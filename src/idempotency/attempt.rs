@@ -331,7 +331,8 @@ impl<P: HasPayload + 'static> Order<P> {
         }));
     }
 
-    /// Says it until the store has heard, or until then.
+    /// Says it until the store has heard, or until then: where it may not be asked, the last time all the same, since nobody else may come who finds out that
+    /// it answers again.
     async fn settle_until(
         &self,
         until: Instant,
@@ -340,11 +341,12 @@ impl<P: HasPayload + 'static> Order<P> {
     ) -> Result<bool, StoreError> {
         let mut pause = FIRST_PAUSE;
         loop {
+            let is_last = Instant::now() + pause >= until;
             let settled = match may_ask() {
-                Ok(()) => self.settle(end).await,
-                Err(error) => Err(error),
+                Err(error) if !is_last => Err(error),
+                _ => self.settle(end).await,
             };
-            if settled.is_ok() || Instant::now() + pause >= until {
+            if settled.is_ok() || is_last {
                 return settled;
             }
             sleep(pause).await;

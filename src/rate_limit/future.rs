@@ -104,8 +104,12 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
         B: RateLimitStore + Clone + Send + Sync + 'static,
     {
         let core = settings.core.clone();
-        // Boxed: next to a trip over the network an allocation is nothing.
-        let judgement = Box::pin(async move { core.judge_in_turn(subjects, cost).await });
+        // Boxed: next to a trip over the network an allocation is nothing. Who does not wait for room has none for that to carry along.
+        let judgement: BoxJudgement = if core.patience.is_some() {
+            Box::pin(async move { core.judge_in_turn(subjects, cost).await })
+        } else {
+            Box::pin(async move { core.judge(subjects, cost).await })
+        };
         let state = State::Judging { judgement, cost, call: Some(Box::new((ready, request))) };
         Self { course: Course::Watched { state, whom: Whom::Nobody, settings } }
     }

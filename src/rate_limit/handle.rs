@@ -21,8 +21,9 @@ use crate::key::Key;
 /// of every HTTP request that was counted and admitted.
 ///
 /// One that passes uncounted has none: by a list of those who are let in, or without a key where such requests pass. Where there may be
-/// such, ask for an `Option` of it. With the feature `axum` handlers can also take it as an argument by itself, without `Extension`. Of several layers the innermost leaves its own. (In the extensions of the *response* there is the
-/// [`Decision`] itself, and that of the layer which restricts most.)
+/// such, ask for an `Option` of it. With the feature `axum` handlers can also take it as an argument by itself, without `Extension`. Of several
+/// layers the innermost leaves its own. (In the extensions of the *response* there is the [`Decision`] itself, and that of the layer which
+/// restricts most.)
 ///
 /// ```
 /// # #[cfg(feature = "http")] {

@@ -35,8 +35,9 @@ pub(super) struct Denial {
 }
 
 impl Denial {
+    /// Of those that have a say.
     pub(super) fn now(subjects: &[Subject]) -> Self {
-        Self { subjects: subjects.to_vec(), told: Instant::now() }
+        Self { subjects: subjects.iter().filter(|subject| subject.enforced).cloned().collect(), told: Instant::now() }
     }
 
     /// How it stands by now, as far as that can be told: the waits are shorter.
