@@ -165,7 +165,46 @@ impl Key {
         Self::digest_of(Origin::Fallback, &[mark, self.as_bytes()])
     }
 
+    #[inline]
     fn from_bytes(bytes: &[u8]) -> Self {
+        Self::plain(bytes).unwrap_or_else(|| Self::escaped(bytes))
+    }
+
+    /// The key of bytes that fit as they are, which nearly all names do: `-` to `z`, which are digits, letters and most of what is between names.
+    /// Eight at a time, and put down as words.
+    #[inline]
+    fn plain(bytes: &[u8]) -> Option<Self> {
+        const EACH: u64 = u64::from_le_bytes([1; 8]);
+        const HIGH: u64 = EACH << 7;
+        // Whether all bytes of a word are: what is less than `-` does not get to 128 by this, and what is more than `z` does.
+        let is_plain = |word: u64| {
+            let (least, most) = (word.wrapping_add(EACH * (128 - 0x2d)), word.wrapping_add(EACH * (127 - 0x7a)));
+            (word | most | !least) & HIGH == 0
+        };
+        if bytes.len() > Self::MAX_LEN {
+            return None;
+        }
+        let (whole, rest) = bytes.as_chunks();
+        let mut words = [0; 6];
+        let mut are_plain = true;
+        for (word, bytes) in words.iter_mut().zip(whole) {
+            *word = u64::from_le_bytes(*bytes);
+            are_plain &= is_plain(*word);
+        }
+        if !rest.is_empty() {
+            let word = rest.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
+            are_plain &= is_plain(word | (EACH * u64::from(b'a')) << (8 * rest.len()));
+            words[whole.len()] = word;
+        }
+        words[5] |= (bytes.len() as u64) << 56;
+        let mut key = Self::EMPTY;
+        for (bytes, word) in key.bytes.as_chunks_mut().0.iter_mut().zip(words) {
+            *bytes = word.to_le_bytes();
+        }
+        are_plain.then_some(key)
+    }
+
+    fn escaped(bytes: &[u8]) -> Self {
         let mut text = Text::default();
         let fits =
             bytes.len() <= Self::MAX_LEN && percent_encode(bytes, RESERVED).all(|piece| text.push(piece.as_bytes()));
@@ -522,6 +561,25 @@ impl<Req> ExtractKey<Req> for Everyone {
 mod tests {
     use super::*;
     use proptest::prelude::*;
+
+    proptest! {
+        /// However long it is, and with whatever in whatever place.
+        #[test]
+        fn what_needs_no_escape_is_the_same_as_if_it_had_been_looked_at_for_one(
+            name in prop::collection::vec(b'-'..=b'z', 0..60),
+            place in 0..60_usize,
+            other in any::<u8>(),
+        ) {
+            let fits = name.len() <= Key::MAX_LEN;
+            prop_assert_eq!(Key::plain(&name), fits.then(|| Key::escaped(&name)));
+            let mut changed = name;
+            if let Some(byte) = changed.get_mut(place) {
+                *byte = other;
+                let expected = (fits && (b'-'..=b'z').contains(&other)).then(|| Key::escaped(&changed));
+                prop_assert_eq!(Key::plain(&changed), expected);
+            }
+        }
+    }
 
     #[test]
     fn reserved_keys_cannot_be_spelled() {
