@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use super::deployment::Deployment;
 use super::lock_catalogue::{LockFault, Loses, RECOVERY, WORKERS};
 use super::lock_worker::{KEYS, Line, LockWorker, Stay, TTL};
-use super::processor::ProcessorMeter;
+use super::support::processor::ProcessorMeter;
 use super::support::server::{RedisServer, query};
 use super::support::windows::now_us;
 
