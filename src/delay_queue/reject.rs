@@ -2,7 +2,7 @@ use super::job::Job;
 use crate::error::BoxError;
 use crate::lock::{LeaseView, Occupy};
 use crate::rate_limit::{Announce, RateLimitHandle, Standing};
-use crate::reject::Reject;
+use crate::reject::{AsError, Reject};
 
 /// What the layers of this crate answer in front of a service of [jobs](Job): a rejection puts the job off, as with
 /// [`AsError`](crate::reject::AsError), and one that is let through has what the layer knows of it in its [extensions](Job::extensions).
@@ -48,15 +48,15 @@ where
     type Error = BoxError;
 
     fn reject(&self, rejection: R) -> Result<Res, BoxError> {
-        Err(rejection.into())
+        Reject::<R, Res, E>::reject(&AsError, rejection)
     }
 
     fn response(&self, response: Res) -> Res {
-        response
+        Reject::<R, Res, E>::response(&AsError, response)
     }
 
     fn error(&self, error: E) -> BoxError {
-        error.into()
+        Reject::<R, Res, E>::error(&AsError, error)
     }
 }
 

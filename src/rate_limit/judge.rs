@@ -157,19 +157,44 @@ fn after(now: Instant, time: Duration) -> Instant {
     now + time.min(Duration::from_secs(86_400 * 365 * 30))
 }
 
-impl<B> Watch for Core<B> {
+/// What is told of a store that fails while it is asked about a policy.
+impl Watch for Policy {
     fn failed(&self) {
-        self.policy.meters().store_failed();
+        self.meters().store_failed();
     }
 
     fn opened(&self) {
-        self.policy.meters().circuit_opened();
-        tracing::warn!(policy = self.policy.name(), "rate limit circuit opens: the store is asked by probes only");
+        self.meters().circuit_opened();
+        tracing::warn!(policy = self.name(), "rate limit circuit opens: the store is asked by probes only");
     }
 
     fn closed(&self) {
-        self.policy.meters().circuit_closed();
-        tracing::info!(policy = self.policy.name(), "rate limit circuit closes: the store is asked again");
+        self.meters().circuit_closed();
+        tracing::info!(policy = self.name(), "rate limit circuit closes: the store is asked again");
+    }
+
+    fn outage_begins(&self, error: &StoreError) {
+        let cause = error.source().map(tracing::field::display);
+        tracing::warn!(policy = self.name(), %error, cause, "rate limit store fails");
+    }
+
+    fn outage_ends(&self) {
+        tracing::info!(policy = self.name(), "rate limit store answers again");
+    }
+}
+
+/// The same, and what is done without it.
+impl<B> Watch for Core<B> {
+    fn failed(&self) {
+        self.policy.failed();
+    }
+
+    fn opened(&self) {
+        self.policy.opened();
+    }
+
+    fn closed(&self) {
+        self.policy.closed();
     }
 
     fn outage_begins(&self, error: &StoreError) {
@@ -179,7 +204,7 @@ impl<B> Watch for Core<B> {
     }
 
     fn outage_ends(&self) {
-        tracing::info!(policy = self.policy.name(), "rate limit store answers again");
+        self.policy.outage_ends();
     }
 }
 

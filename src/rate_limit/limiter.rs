@@ -1,4 +1,3 @@
-use std::error::Error;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,7 +6,7 @@ use tokio::time::{Instant, sleep};
 use super::decision::{Decision, Receipt};
 use super::policy::Policy;
 use super::store::RateLimitStore;
-use crate::circuit::{Circuit, CircuitBreaker, Watch};
+use crate::circuit::{Circuit, CircuitBreaker};
 use crate::deadline::Deadline;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -249,34 +248,9 @@ impl<B: RateLimitStore> Limiter<B> {
         self.circuit.admit()?;
         let answer = Deadline::new(question, self.deadline).await;
         match &answer {
-            Ok(_) => self.circuit.answered(self),
-            Err(error) => self.circuit.failed(self, error),
+            Ok(_) => self.circuit.answered(&self.policy),
+            Err(error) => self.circuit.failed(&self.policy, error),
         }
         answer
-    }
-}
-
-impl<B> Watch for Limiter<B> {
-    fn failed(&self) {
-        self.policy.meters().store_failed();
-    }
-
-    fn opened(&self) {
-        self.policy.meters().circuit_opened();
-        tracing::warn!(policy = self.policy.name(), "rate limit circuit opens: the store is asked by probes only");
-    }
-
-    fn closed(&self) {
-        self.policy.meters().circuit_closed();
-        tracing::info!(policy = self.policy.name(), "rate limit circuit closes: the store is asked again");
-    }
-
-    fn outage_begins(&self, error: &StoreError) {
-        let cause = error.source().map(tracing::field::display);
-        tracing::warn!(policy = self.policy.name(), %error, cause, "rate limit store fails");
-    }
-
-    fn outage_ends(&self) {
-        tracing::info!(policy = self.policy.name(), "rate limit store answers again");
     }
 }
