@@ -30,8 +30,9 @@ const BENCHMARK_REQUESTS: &str = "300000";
 const ROUND: Duration = Duration::from_millis(1_800);
 const SCRIPT: &str = include_str!("../lua/rate_limit_check_plain.lua");
 /// One unit of a fixed window of a minute for 1,000,000 units, as the script wants it.
-const REQUEST: &[u8] = b"\x01\x00\x00\x00\x6a\xea\x00\x00\x00\x00\
-    \x03\x01\x2d\x00\x02\x00\x87\x93\x03\x00\x00\x00\x00\x00\x00\x00\x00\x40\x42\x0f\x00";
+const REQUEST: &[u8] = b"\x01\x00\x00\x00\x6a\xea\x00\x00\x00\x00\x1d\x00\x05\x00\
+    \x02\x00\x87\x93\x03\x00\x00\x00\x00\x00\x00\x00\x00\x40\x42\x0f\x00\
+    \x04\x40\x42\x0f\x00";
 
 fn main() {
     let runtime = tokio::runtime::Builder::new_multi_thread().enable_all().build().expect("a runtime starts");

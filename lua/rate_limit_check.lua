@@ -13,9 +13,10 @@
 -- ARGV[2]  cost    integer, 0 to the smallest capacity; 0 charges nothing. To settle: the units to add, or, below 0, to give back
 -- ARGV[3]  change  what becomes of counts with other numbers: 'keep' | 'reset' | 'proportional'
 -- ARGV[4]  ttl_ms  a quarter longer than the counts say something after they were written, at the most
--- ARGV[5]  terms   how the terms in `limits` are read, for struct.unpack
+-- ARGV[5]  terms   of each limit, little endian: 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding
+--                  log), 7 bytes span, 5 bytes step, 4 bytes capacity (see `Terms` in counting.rs)
 -- ARGV[6]  layout  how the last update and the counts are read and written, for struct.pack
--- ARGV[7]  limits  version and terms of the limits, which is also how the packed value begins, see Value
+-- ARGV[7]  limits  how a packed value begins that was counted by these limits, see Value
 --          then cost, change, ttl_ms, terms, layout and limits for each further subject
 -- ARGV[8]  at      to settle only: the clock's reading when the units to give back were charged, in us
 -- ARGV[9]  missing  to settle only: the tokens that were missing after that charge in the first token bucket of the limits
@@ -27,17 +28,17 @@
 --          and then the value as it is stored now. Nothing is written unless all subjects are admitted.
 -- Errors   TOLLGATE if a value was not written by this script; WRONGTYPE
 -- Repeat   charges or gives back again: not to be resent after a lost reply
--- Value    counts  version 3, little endian: 1 byte version, 1 byte limits, 2 bytes length of it all;
---                  for each limit 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding log),
---                  7 bytes span, 5 bytes step, 4 bytes capacity (see `Terms` in counting.rs);
+-- Value    counts  version 4, little endian: 1 byte version; for each limit what the shape in the key does not tell of its terms:
+--                  7 bytes span, 5 bytes step and 4 bytes capacity of a token bucket, 4 bytes capacity of the others;
 --                  then integers below 2^53 as doubles, which are read and written in less time: time of the last update; for
 --                  each limit but logs:
 --                  token bucket    full since, debt
 --                  fixed window    start, used
 --                  sliding window  start, used in the window before it, used in it
 --                  While the key is blocked, version 2 and 7 bytes end of the block are before all that, which may be missing.
---                  Version 1 has integers of 7 bytes for times and debts, and of 5 bytes for what was used. It is read, and
---                  not written any more.
+--                  Version 3 has 1 byte limits, 2 bytes length of it all and the terms of each limit behind its version. Version 1
+--                  has them as well, and integers of 7 bytes for times and debts, and of 5 bytes for what was used. Both are
+--                  read, and not written any more.
 --          log     version 1, little endian: 1 byte version, 5 bytes sum before the first entry; for each entry 7 bytes
 --                  time, 5 bytes sum, modulo 2^40. After a charge fewer than 64 entries have run out, or fewer than a quarter as
 --                  many as have not.
@@ -49,7 +50,8 @@ local settle = verb == 'settle'
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 
-local HEADER = 4
+local TERM = 17
+local FOREIGN = 'TOLLGATE the value does not hold counts of version 1, 3 or 4'
 local TOKEN_BUCKET, FIXED_WINDOW, SLIDING_WINDOW, SLIDING_LOG = 1, 2, 3, 4
 -- Keys outlive what they say by this much, since expiry is counted in whole milliseconds of another reading of the clock.
 local GRACE_MS = 10
@@ -188,7 +190,7 @@ local next_key = 1
 for arg = 2, settle and 2 or #ARGV, 6 do
   local key, cost = KEYS[next_key], ARGV[arg] + 0
   local change, ttl_ms, limits = ARGV[arg + 1], ARGV[arg + 2], ARGV[arg + 5]
-  local terms_format, layout = ARGV[arg + 3], ARGV[arg + 4]
+  local packed_terms, layout = ARGV[arg + 3], ARGV[arg + 4]
   next_key = next_key + 1
 
   local stored = call('GET', key) or ''
@@ -203,44 +205,69 @@ for arg = 2, settle and 2 or #ARGV, 6 do
       block_ends = nil
     end
   end
-  local known, size = value ~= '', unpack('<I2', limits, 3)
+  -- Algorithm, span, step and capacity of each limit.
+  local terms_format = '<' .. string.rep('BI7I5I4', #packed_terms / TERM)
+  local terms = {unpack(terms_format, packed_terms)}
+  local last_term = #terms - 1
+  -- How the numbers are read that a value begins with.
+  local frame_format = '<B'
+  for i = 1, last_term, 4 do
+    frame_format = frame_format .. (terms[i] == TOKEN_BUCKET and 'I7I5I4' or 'I4')
+  end
+  local known, size = value ~= '', #limits + struct.size(layout)
   if not known then
     -- Nothing but zeros says that nothing has been used.
     value = limits .. string.rep('\0', size - #limits)
-  elseif byte(value, 1) == 1 then
-    -- As version 3 has it. Policies that share a key have the same algorithms.
-    local FORMATS = {'I7I7', 'I7I5', 'I7I5I5', ''}
-    local numbers = '<I7'
-    for i = 1, byte(limits, 2) do
-      numbers = numbers .. FORMATS[byte(limits, HEADER + 17 * i - 16)]
+  elseif byte(value, 1) == 3 or byte(value, 1) == 1 then
+    -- As version 4 has it.
+    local BEFORE, FORMATS = 4, {'I7I7', 'I7I5', 'I7I5I5', ''}
+    local numbers, position = layout, BEFORE + #packed_terms + 1
+    if byte(value, 1) == 1 then
+      numbers = '<I7'
+      for i = 1, last_term, 4 do
+        numbers = numbers .. FORMATS[terms[i]]
+      end
     end
-    if #value == #limits + struct.size(numbers) then
-      local terms = sub(value, HEADER + 1, #limits)
-      value = sub(limits, 1, HEADER) .. terms .. pack(layout, unpack(numbers, value, #limits + 1))
+    if #value == position - 1 + struct.size(numbers) then
+      local before, frame = {unpack(terms_format, value, BEFORE + 1)}, {4}
+      for i = 1, last_term, 4 do
+        local kind, span = before[i], before[i + 1]
+        if kind ~= terms[i] or kind ~= TOKEN_BUCKET and span ~= terms[i + 1] then
+          return redis.error_reply(FOREIGN)
+        end
+        if kind == TOKEN_BUCKET then
+          frame[#frame + 1], frame[#frame + 2] = span, before[i + 2]
+        end
+        frame[#frame + 1] = before[i + 3]
+      end
+      value = pack(frame_format, unpack_table(frame)) .. pack(layout, unpack(numbers, value, position))
       stored = (block or '') .. value
     end
   end
-  if #value ~= size or byte(value, 1) ~= 3 then
-    return redis.error_reply('TOLLGATE the value does not hold counts of version 1 or 3')
+  if #value ~= size or byte(value, 1) ~= 4 then
+    return redis.error_reply(FOREIGN)
   end
 
-  -- Algorithm, span, step and capacity of each limit. The last update and the counts, which are brought up to now and charged,
-  -- to be written if that is what comes of it.
-  local terms = {unpack(terms_format, limits, HEADER + 1)}
+  -- The last update and the counts, which are brought up to now and charged, to be written if that is what comes of it.
   local counts = {unpack(layout, value, #limits + 1)}
-  local last_term = 4 * byte(limits, 2)
   local forget
   if known and sub(value, 1, #limits) ~= limits then
     -- They were counted with other numbers for the same algorithms and windows, and are carried over.
     forget = {}
-    local before = {unpack(terms_format, value, HEADER + 1)}
-    local elapsed, at = max(now - counts[1], 0), 2
+    local before = {unpack(frame_format, value)}
+    local elapsed, at, from = max(now - counts[1], 0), 2, 2
     for i = 1, last_term, 4 do
-      local kind, span, old, new = before[i], before[i + 1], before[i + 3], terms[i + 3]
-      if kind ~= terms[i] or span == 0 then
-        return redis.error_reply('TOLLGATE the value does not hold counts of version 1 or 3')
+      local kind, span, step, new = terms[i], terms[i + 1], terms[i + 2], terms[i + 3]
+      if kind == TOKEN_BUCKET then
+        span, step = before[from], before[from + 1]
+        from = from + 2
+        if span == 0 then
+          return redis.error_reply(FOREIGN)
+        end
       end
-      local same = span == terms[i + 1] and before[i + 2] == terms[i + 2] and old == new
+      local old = before[from]
+      from = from + 1
+      local same = span == terms[i + 1] and step == terms[i + 2] and old == new
       local function convert(used)
         if change == 'reset' then
           return 0
@@ -249,7 +276,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
       end
       if kind == TOKEN_BUCKET then
         -- Up to now at the old rate, and then in whole tokens.
-        local debt = max(counts[at + 1] - elapsed * before[i + 2], 0)
+        local debt = max(counts[at + 1] - elapsed * step, 0)
         counts[at] = debt > 0 and counts[at] or max(now, counts[1])
         counts[at + 1] = same and debt or convert(ceil(debt / span)) * terms[i + 1]
         at = at + 2

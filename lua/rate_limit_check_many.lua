@@ -6,7 +6,7 @@
 -- ARGV[1]  groups   for the subjects that are counted by one policy, as many times as there are policies, in the order of the keys:
 --                   head, little endian: 6 bytes ttl_ms, see rate_limit_check_plain; 2 bytes the number of subjects; 4 bytes for
 --                   the cost of each, which may be missing if all of them are 1;
---                   limits, see rate_limit_check;
+--                   terms and limits, see rate_limit_check;
 --                   format, how the packed value is read, for struct.unpack: 'c', the length of limits, and what is behind it, from
 --                   '<' on
 --
@@ -17,7 +17,7 @@
 local keys, groups = KEYS, ARGV
 local unpack_table = unpack
 local call, pcall, pack, unpack, ceil = redis.call, redis.pcall, struct.pack, struct.unpack, math.ceil
-local HEADER, TERMS = 4, 17
+local TERM = 17
 local TOKEN_BUCKET, FIXED_WINDOW = 1, 2
 -- How what was charged is written.
 local WITHIN, WHOLE, NEW = 1, 2, 3
@@ -25,8 +25,8 @@ local WITHIN, WHOLE, NEW = 1, 2, 3
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 local replies, n = {}, 0
-for at_group = 1, #groups, 3 do
-  local head, limits, format = groups[at_group], groups[at_group + 1], groups[at_group + 2]
+for at_group = 1, #groups, 4 do
+  local head, terms, limits, format = unpack_table(groups, at_group, at_group + 3)
   local ttl_ms, subjects = unpack('<I6I2', head)
   local are_all_one = #head == 8
   local offset, layout = format:match('c(%d+)(<d+)')
@@ -39,8 +39,8 @@ for at_group = 1, #groups, 3 do
   -- those of the limits behind it on. This takes half the time of a loop over a table, and nothing is made for each subject.
   local cost, last, fits = 1, 0, true
   local charge
-  for at = #limits - TERMS + 1, HEADER + 1, -TERMS do
-    local kind, span, step, capacity = unpack('<BI7I5I4', limits, at)
+  for at = #terms - TERM + 1, 1, -TERM do
+    local kind, span, step, capacity = unpack('<BI7I5I4', terms, at)
     local rest = charge
     if kind == TOKEN_BUCKET then
       capacity = capacity * span

@@ -3,8 +3,8 @@
 --
 -- KEYS[1]  key      string, see rate_limit_check    prefix:2:{rate_limit:<policy>:<subject>}:<shape>:counts
 -- ARGV[1]  request  little endian: 4 bytes cost, 1 to the smallest capacity; 6 bytes ttl_ms, a quarter longer than the counts say
---                   something after they were written, at the most; then version and terms of the limits, which is also how the
---                   packed value begins. All in one, since an argument more takes longer than to read all of this
+--                   something after they were written, at the most; 2 bytes length of the packed value, 2 bytes length of limits;
+--                   then terms and limits, see rate_limit_check. All in one, since an argument more takes longer than to read all of this
 --
 -- Value    counts: see rate_limit_check. Their time to live is written once in a fifth of it, counted from 1970, since that takes longer
 --          than all the rest; until the next time they live for four fifths of it at least, which is what they need
@@ -16,35 +16,37 @@
 local call, pack, unpack = redis.call, struct.pack, struct.unpack
 local key, request = KEYS[1], ARGV[1]
 local TOKEN_BUCKET, FIXED_WINDOW = 1, 2
--- Where `limits` begins in the request, and how long it is with one limit, which is what most policies have.
-local LIMITS, ONE_LIMIT = 11, 21
+-- How long `limits` are of a policy with one limit, which is what most have.
+local BUCKET_ALONE, WINDOW_ALONE = 17, 5
 
 -- Of the first limit; `terms` is where those of the next one begin.
-local cost, ttl_ms, size, kind, span, step, capacity, terms = unpack('<I4I6xxI2BI7I5I4', request)
-local limits = request:sub(LIMITS)
+local cost, ttl_ms, size, length, kind, span, step, capacity, terms = unpack('<I4I6I2I2BI7I5I4', request)
+local limits = request:sub(-length)
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
 local stored = call('GET', key)
 local value = stored
 if not stored then
   -- Nothing but zeros says that nothing has been used.
-  value = limits .. string.rep('\0', size - #limits)
+  value = limits .. string.rep('\0', size - length)
 elseif #stored ~= size then
   return ''
 end
 local frame, last, a, b, c
-if #limits == ONE_LIMIT then
-  frame, last, a, b, c = unpack(kind > FIXED_WINDOW and '<c21dddd' or '<c21ddd', value)
+if length == WINDOW_ALONE then
+  frame, last, a, b, c = unpack(kind > FIXED_WINDOW and '<c5dddd' or '<c5ddd', value)
+elseif length == BUCKET_ALONE and terms > #request - length then
+  frame, last, a, b = unpack('<c17ddd', value)
 else
-  frame = value:sub(1, #limits)
-  last, a, b, c = unpack(kind > FIXED_WINDOW and '<dddd' or '<ddd', value, #limits + 1)
+  frame = value:sub(1, length)
+  last, a, b, c = unpack(kind > FIXED_WINDOW and '<dddd' or '<ddd', value, length + 1)
 end
 if frame ~= limits or last > now then
   return ''
 end
 
 -- `a`, `b` and `c` are the two or three numbers of a limit, and `at` is where those of the next one begin.
-local fits, charged, at = true, nil, #limits + 9
+local fits, charged, at = true, nil, length + 9
 while true do
   local is_sliding = kind > FIXED_WINDOW
   if kind == TOKEN_BUCKET then
@@ -82,7 +84,7 @@ while true do
   else
     charged = is_sliding and pack('<dddd', now, a, b, c) or pack('<ddd', now, a, b)
   end
-  if terms > #request then
+  if terms > #request - length then
     break
   end
   at = at + (is_sliding and 24 or 16)
@@ -96,6 +98,6 @@ if not stored or last < now - now % (ttl_ms * 200) then
   call('SET', key, limits .. charged, 'PX', ttl_ms)
 else
   -- To make text of a number takes as long as most of the above.
-  call('SETRANGE', key, #limits == ONE_LIMIT and '21' or #limits, charged)
+  call('SETRANGE', key, length == BUCKET_ALONE and '17' or length == WINDOW_ALONE and '5' or length, charged)
 end
 return charged

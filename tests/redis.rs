@@ -209,8 +209,8 @@ async fn a_block_that_is_lifted_after_the_clock_was_set_back_forgets_no_counts()
     let key = &stored(&limiter, &mut connection, "counts").await;
     limiter.check_cost("alice", 9).await.unwrap();
     let mut value: Vec<u8> = redis::cmd("GET").arg(key).query(&mut connection).unwrap();
-    // Behind the terms: the last update.
-    let last = 4 + 17;
+    // Behind the version and the capacity: the last update.
+    let last = 1 + 4;
     let ahead = f64::from_le_bytes(value[last..last + 8].try_into().unwrap()) + 3_600e6;
     value[last..last + 8].copy_from_slice(&ahead.to_le_bytes());
     let _: () = redis::cmd("SET").arg(key).arg(value).arg("PX").arg(4_000_000).query(&mut connection).unwrap();
@@ -255,8 +255,8 @@ async fn counts_from_the_future_deny_for_no_longer_than_they_would_have() {
         assert!(limiter.check_cost("alice", 2).await.unwrap().is_allowed());
         let before = limiter.peek("alice").await.unwrap();
         let value: Vec<u8> = redis::cmd("GET").arg(key).query(&mut connection).unwrap();
-        let terms = 4 + 3 * 17;
-        // Behind the terms: the last update, full since and the debt of the bucket, then start and use of two windows.
+        let terms = 1 + 16 + 2 * 4;
+        // Behind what is there of the terms: the last update, full since and the debt of the bucket, then start and use of two windows.
         let moved = [0, 1, 3, 5].map(|number| terms + 8 * number).into_iter().fold(value, |mut value, at| {
             let instant = f64::from_le_bytes(value[at..at + 8].try_into().unwrap()) + f64::from(back) * 1e6;
             value[at..at + 8].copy_from_slice(&instant.to_le_bytes());
@@ -275,9 +275,10 @@ async fn counts_from_the_future_deny_for_no_longer_than_they_would_have() {
     }
 }
 
-/// What version 1 of the counts had in the place of doubles: integers of 7 bytes, and of 5 for what was used.
+/// Version 3 of the counts had all terms in front of them, and version 1 integers in the place of doubles: of 7 bytes, and of 5 for what
+/// was used.
 #[tokio::test]
-async fn counts_of_version_1_are_carried_over() {
+async fn counts_of_versions_1_and_3_are_carried_over() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let mut connection = server.connection();
@@ -289,16 +290,23 @@ async fn counts_of_version_1_are_carried_over() {
     let key = &stored(&one, &mut connection, "counts").await;
     let used =
         |decision: Decision| decision.limits().iter().map(|limit| limit.capacity() - limit.remaining()).collect();
-    for is_blocked in [false, true] {
+    // Of ten an hour: algorithm, span, step and capacity.
+    let terms: Vec<u8> = [(1_u8, 360_000_000_u64, 1_u64), (2, 3_600_000_000, 0), (3, 3_600_000_000, 1)]
+        .into_iter()
+        .flat_map(|(algorithm, span, step)| {
+            [&[algorithm], &span.to_le_bytes()[..7], &step.to_le_bytes()[..5], &10_u32.to_le_bytes()].concat()
+        })
+        .collect();
+    for (version, is_blocked) in [(1, false), (1, true), (3, false), (3, true)] {
         assert!(one.check_cost("alice", 4).await.unwrap().is_allowed());
         let value: Vec<u8> = redis::cmd("GET").arg(key).query(&mut connection).unwrap();
-        let (terms, counts) = value.split_at(4 + 3 * 17);
+        let counts = &value[1 + 16 + 2 * 4..];
         let mut before = if is_blocked { vec![2, 0, 0, 0, 0, 0, 0, 0] } else { Vec::new() };
-        before.extend([1, 3, 105, 0]);
-        before.extend(&terms[4..]);
+        before.extend([version, 3, if version == 1 { 105 } else { 119 }, 0]);
+        before.extend(&terms);
         for (number, bytes) in counts.chunks(8).zip([7, 7, 7, 7, 5, 7, 5, 5]) {
-            let number = f64::from_le_bytes(number.try_into().unwrap()) as u64;
-            before.extend(&number.to_le_bytes()[..bytes]);
+            let integer = (f64::from_le_bytes(number.try_into().unwrap()) as u64).to_le_bytes();
+            before.extend(if version == 1 { &integer[..bytes] } else { number });
         }
         let mut write =
             || redis::cmd("SET").arg(key).arg(&before).arg("PX").arg(3_600_000).exec(&mut connection).unwrap();
@@ -349,7 +357,7 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     for (policy, part) in policies(5).into_iter().zip(["counts", "log:60000000"]) {
         let limiter = limiter(&backend, policy);
         let key = &*stored(&limiter, &mut connection, part).await;
-        let foreign: [&[&str]; 10] = [
+        let foreign: [&[&str]; 12] = [
             &["RPUSH", key, "x"],
             &["HSET", key, "field", "x"],
             &["SET", key, "hello"],
@@ -361,6 +369,9 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
             &["SET", key, "\u{1}\u{1}\u{1c}\0\u{2}23456781234512341234567"],
             &["SET", key, "\u{3}\u{10}\u{4}\0"],
             &["SET", key, "\u{3}\u{1}\u{1c}\0\u{2}23456781234512341234567"],
+            &["SET", key, "\u{4}2341234567812345678123456781234567"],
+            // Counts of version 3 of one limit, of another algorithm.
+            &["SET", key, "\u{3}\u{1}\u{2d}\0\u{1}2345678123451234123456781234567812345678"],
         ];
         for set in foreign {
             let mut command = redis::cmd(set[0]);

@@ -29,12 +29,25 @@ impl Terms {
         let (window, capacity) = (limit.quota().window_us(), limit.capacity());
         let (span, step) = match limit.algorithm() {
             Algorithm::TokenBucket => Self::rate(limit.quota().limit(), window, capacity),
-            Algorithm::SlidingWindow => {
-                (window, (u128::from(capacity) * u128::from(window)).div_ceil(EXACT).max(1) as u64)
-            }
+            Algorithm::SlidingWindow => (window, Self::fading_step(window, capacity)),
             Algorithm::FixedWindow | Algorithm::SlidingLog => (window, 0),
         };
         Self { algorithm: limit.algorithm(), span, step, capacity }
+    }
+
+    /// Those of the same window for other units. The rate of a token bucket is not in its window.
+    #[cfg(feature = "redis")]
+    pub(crate) fn with_capacity(&self, capacity: u32) -> Self {
+        let step = match self.algorithm {
+            Algorithm::SlidingWindow => Self::fading_step(self.span, capacity),
+            Algorithm::TokenBucket | Algorithm::FixedWindow | Algorithm::SlidingLog => self.step,
+        };
+        Self { step, capacity, ..*self }
+    }
+
+    /// What a sliding window counts time in: the least with which all products are exact.
+    fn fading_step(window: u64, capacity: u32) -> u64 {
+        (u128::from(capacity) * u128::from(window)).div_ceil(EXACT).max(1) as u64
     }
 
     /// `limit` tokens in `window_us`, as (worth of a token, inflow per us): a fraction in its lowest terms, or the closest one

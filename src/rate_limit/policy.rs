@@ -64,9 +64,9 @@ struct Spec {
 #[cfg(feature = "redis")]
 #[derive(Debug)]
 pub(crate) struct Packed {
+    pub(crate) terms: Vec<u8>,
+    /// How counts begin that were made with them.
     pub(crate) limits: Vec<u8>,
-    /// The format of the terms in `limits`.
-    pub(crate) terms: String,
     /// The format of the counts, with the time of the last update, and of those with `limits` as one text before them.
     pub(crate) layout: String,
     pub(crate) format: String,

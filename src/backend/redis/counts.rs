@@ -6,14 +6,12 @@ pub(super) use crate::rate_limit::Packed;
 use crate::rate_limit::counting::{Count, Terms, carry_over, receipt};
 use crate::rate_limit::{Algorithm, Decision, LimitStatus, Policy};
 
-const VERSION: u8 = 3;
+const VERSION: u8 = 4;
 /// While a key is blocked; the end of the block follows, and then the counts.
 const BLOCKED: u8 = 2;
 /// What a reply says, where it is more than the counts.
 const BLOCKED_STATUS: u64 = 2;
 const ADMITTED: u8 = 3;
-const HEADER: usize = 4;
-const TERMS: usize = 17;
 const INSTANT: usize = 7;
 /// Doubles have all integers up to this one.
 const EXACT: i64 = 1 << 53;
@@ -38,27 +36,29 @@ const fn numbers(algorithm: Algorithm) -> usize {
     }
 }
 
-/// How packed counts begin.
+/// The terms, and how counts begin that were made with them: there is what the key does not tell of the terms.
 pub(super) fn encode(terms: &[Terms]) -> Packed {
     // The last update is in front of them.
     let numbers = 1 + terms.iter().map(|terms| numbers(terms.algorithm)).sum::<usize>();
-    let (header, counts) = (HEADER + terms.len() * TERMS, numbers * NUMBER);
-    let mut limits = Vec::with_capacity(header);
-    limits.extend([VERSION, terms.len() as u8]);
-    limits.extend(((header + counts) as u16).to_le_bytes());
-    for terms in terms {
-        limits.push(code(terms.algorithm));
-        limits.extend(&terms.span.to_le_bytes()[..7]);
-        limits.extend(&terms.step.to_le_bytes()[..5]);
-        limits.extend(terms.capacity.to_le_bytes());
+    let (mut all, mut limits) = (Vec::new(), vec![VERSION]);
+    for Terms { algorithm, span, step, capacity } in terms {
+        let (span, step, capacity) = (span.to_le_bytes(), step.to_le_bytes(), capacity.to_le_bytes());
+        let rate = [&span[..7], &step[..5]].concat();
+        all.push(code(*algorithm));
+        all.extend(&rate);
+        all.extend(capacity);
+        if *algorithm == Algorithm::TokenBucket {
+            limits.extend(&rate);
+        }
+        limits.extend(capacity);
     }
     let layout = format!("<{}", "d".repeat(numbers));
     Packed {
+        terms: all,
+        format: format!("c{}{layout}", limits.len()),
         limits,
-        terms: ["<", &"BI7I5I4".repeat(terms.len())].concat(),
-        format: format!("c{header}{layout}"),
         layout,
-        counts,
+        counts: numbers * NUMBER,
         ttl_ms: time_to_live_ms(terms),
     }
 }
@@ -155,11 +155,7 @@ impl<'a> Counts<'a> {
         if reader.integer(1)? != u64::from(VERSION) {
             return None;
         }
-        let limits = reader.integer(1)? as usize;
-        if limits > Policy::MAX_LIMITS || reader.integer(2)? as usize != value.len() {
-            return None;
-        }
-        let terms = (0..limits).map(|_| reader.terms()).collect::<Option<Vec<Terms>>>()?;
+        let terms = policy.terms().iter().map(|terms| reader.terms(terms)).collect::<Option<Vec<Terms>>>()?;
         let last = reader.number()?;
         let mut old = Self::Packed { reader, last: last.min(now), back: last.saturating_sub(now) };
         let counts: Vec<Option<Count>> = terms.iter().map(|terms| old.next(terms, now)).collect();
@@ -205,13 +201,13 @@ impl Reader<'_> {
         (integer as f64 == number && (0..=EXACT).contains(&integer)).then_some(integer as u64)
     }
 
-    fn terms(&mut self) -> Option<Terms> {
-        let code_read = self.integer(1)?;
-        let algorithms =
-            [Algorithm::TokenBucket, Algorithm::FixedWindow, Algorithm::SlidingWindow, Algorithm::SlidingLog];
-        let algorithm = algorithms.into_iter().find(|algorithm| u64::from(code(*algorithm)) == code_read)?;
-        let (span, step, capacity) = (self.integer(7)?, self.integer(5)?, self.integer(4)? as u32);
-        (span > 0).then_some(Terms { algorithm, span, step, capacity })
+    /// Of a limit that is counted in the place of this one.
+    fn terms(&mut self, terms: &Terms) -> Option<Terms> {
+        if terms.algorithm == Algorithm::TokenBucket {
+            let (span, step, capacity) = (self.integer(7)?, self.integer(5)?, self.integer(4)? as u32);
+            return (span > 0).then_some(Terms { span, step, capacity, ..*terms });
+        }
+        Some(terms.with_capacity(self.integer(4)? as u32))
     }
 
     fn count(&mut self, algorithm: Algorithm) -> Option<Count> {

@@ -81,7 +81,7 @@ impl ToRedisArgs for Subject<'_> {
         out.write_arg(self.change.as_bytes());
         let Packed { limits, terms, layout, ttl_ms, .. } = self.packed;
         ttl_ms.write_redis_args(out);
-        out.write_arg(terms.as_bytes());
+        out.write_arg(terms);
         out.write_arg(layout.as_bytes());
         out.write_arg(limits);
     }
@@ -99,7 +99,7 @@ pub(super) struct Group<'a> {
 
 impl ToRedisArgs for Group<'_> {
     fn write_redis_args<W: ?Sized + RedisWrite>(&self, out: &mut W) {
-        let Packed { limits, format, ttl_ms, .. } = self.packed;
+        let Packed { terms, limits, format, ttl_ms, .. } = self.packed;
         let mut head = SmallVec::<[u8; 8 + 4 * 64]>::new();
         head.extend_from_slice(&ttl_ms.to_le_bytes()[..6]);
         head.extend_from_slice(&(self.costs.len() as u16).to_le_bytes());
@@ -107,12 +107,13 @@ impl ToRedisArgs for Group<'_> {
             head.extend(self.costs.iter().flat_map(|cost| cost.to_le_bytes()));
         }
         out.write_arg(&head);
+        out.write_arg(terms);
         out.write_arg(limits);
         out.write_arg(format.as_bytes());
     }
 
     fn num_of_args(&self) -> usize {
-        3
+        4
     }
 }
 
@@ -172,10 +173,14 @@ impl Scripts {
         cost: u32,
         packed: &Packed,
     ) -> Result<Value, StoreError> {
-        let Packed { limits, ttl_ms, .. } = packed;
-        let mut request = SmallVec::<[u8; 64]>::new();
+        let Packed { terms, limits, counts, ttl_ms, .. } = packed;
+        let mut request = SmallVec::<[u8; 128]>::new();
         request.extend_from_slice(&cost.to_le_bytes());
         request.extend_from_slice(&ttl_ms.to_le_bytes()[..6]);
+        for length in [limits.len() + counts, limits.len()] {
+            request.extend_from_slice(&(length as u16).to_le_bytes());
+        }
+        request.extend_from_slice(terms);
         request.extend_from_slice(limits);
         self.check_plain.call(servers, &[key], &*request).await
     }
@@ -621,10 +626,10 @@ mod tests {
     #[test]
     fn a_call_is_one_command_with_all_arguments() {
         let packed = Packed {
-            limits: b"terms".to_vec(),
-            terms: "<B".into(),
+            terms: b"terms".to_vec(),
+            limits: b"limits".to_vec(),
             layout: "<d".into(),
-            format: "c5<d".into(),
+            format: "c6<d".into(),
             counts: 8,
             ttl_ms: 60_000,
         };
@@ -632,6 +637,6 @@ mod tests {
         let command = command("EVALSHA", "abc", &["key"], &("check", &[subject]));
         let packed = String::from_utf8(command.get_packed_command()).unwrap();
         let words: Vec<_> = packed.split("\r\n").filter(|word| !word.starts_with(['*', '$'])).collect();
-        assert_eq!(words, ["EVALSHA", "abc", "1", "key", "check", "5", "keep", "60000", "<B", "<d", "terms", ""]);
+        assert_eq!(words, ["EVALSHA", "abc", "1", "key", "check", "5", "keep", "60000", "terms", "<d", "limits", ""]);
     }
 }
