@@ -10,8 +10,12 @@ use bb8_redis::RedisConnectionManager;
 use redis::Connection;
 use support::server::RedisServer;
 use tokio::task::JoinSet;
-use tollgate::rate_limit::Decision;
-use tollgate::{BoxError, Limiter, Policy, Quota, RedisBackend, RedisOptions, StoreError};
+use tollgate::lock::Scope;
+use tollgate::rate_limit::{Decision, RateLimitStore};
+use tollgate::{
+    BoxError, ConfigError, DelayQueue, DenyCache, Leases, Limiter, MemoryBackend, Policy, Quota, RateLimitLayer,
+    RedisBackend, RedisOptions, StoreError,
+};
 
 tollgate::rate_limit_contract!(
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -394,6 +398,29 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
             limiter.reset("alice").await.unwrap();
         }
     }
+}
+
+#[tokio::test]
+async fn the_memory_backend_is_not_taken_for_a_distributed_one() {
+    fn scopes(backend: impl RateLimitStore + Clone) -> [Result<(), ConfigError>; 2] {
+        let policy = Policy::new("wide", Quota::per_minute(1).fixed_window());
+        [
+            Limiter::new(backend.clone(), policy.clone()).require(Scope::Redis).map(drop),
+            RateLimitLayer::new(backend, policy).require(Scope::Redis).map(drop),
+        ]
+    }
+    let server = RedisServer::start();
+    for (url, expected) in [
+        ("memory://", Err(ConfigError::ScopeTooSmall { needed: Scope::Redis, has: Scope::Process })),
+        (&*server.url(), Ok(())),
+    ] {
+        let backend = tollgate::connect(url).await.unwrap();
+        assert_eq!(DelayQueue::<u8>::new(backend.clone(), "wide").require(Scope::Redis).map(drop), expected);
+        let (denials, leases) = (DenyCache::new(backend.clone()), Leases::new(backend.clone()));
+        let found = [scopes(backend), scopes(denials), scopes(leases)];
+        assert_eq!(found.concat(), vec![expected; 6], "{url}");
+    }
+    assert!(Limiter::new(MemoryBackend::new(), policies(1)[0].clone()).require(Scope::Process).is_ok());
 }
 
 #[tokio::test]

@@ -114,6 +114,10 @@ impl RateLimitStore for AnyBackend {
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
         delegate!(self, store => store.reset(policy, key).await)
     }
+
+    fn scope(&self) -> Scope {
+        delegate!(self, store => RateLimitStore::scope(store))
+    }
 }
 
 impl LockStore for AnyBackend {

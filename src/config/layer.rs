@@ -9,9 +9,12 @@ use super::handle::RulesHandle;
 use super::key::RuleKey;
 use super::rules::{Inner, Rule};
 use super::service::RulesService;
+use crate::error::ConfigError;
 use crate::key::ExtractKey;
+use crate::lock::Scope;
 use crate::rate_limit::{
-    ChargeAlways, CircuitBreaker, Fallback, Policy, RateLimit, RateLimitLayer, RequestCost, Screen, Screening, Subjects,
+    ChargeAlways, CircuitBreaker, Fallback, Policy, RateLimit, RateLimitLayer, RateLimitStore, RequestCost, Screen,
+    Screening, Subjects,
 };
 use crate::reject::AsResponse;
 
@@ -54,6 +57,19 @@ impl<B> RulesLayer<B> {
 impl<B, A> RulesLayer<B, A> {
     fn of(backend: B, handle: RulesHandle, fallback: Fallback, answer: A) -> Self {
         Self { shared: Arc::new(Shared { backend, handle, fallback, answer, active: ArcSwapOption::empty() }) }
+    }
+
+    /// Makes sure that quotas hold as far as they are meant to, so that the memory backend is not taken for a distributed one.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
+    pub fn require(self, scope: Scope) -> Result<Self, ConfigError>
+    where
+        B: RateLimitStore,
+    {
+        self.shared.backend.scope().require(scope)?;
+        Ok(self)
     }
 
     /// To change the rules.

@@ -15,7 +15,7 @@ use super::store::{
     Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Extended, Finish,
     MAX_BATCH, QueueKey, State, Ticket, WorkerId,
 };
-use crate::error::{BoxError, StoreError};
+use crate::error::{BoxError, ConfigError, StoreError};
 use crate::key::Key;
 use crate::lock::{Scope, Wakeups};
 
@@ -105,6 +105,17 @@ impl<T, C> DelayQueue<T, C> {
     #[must_use]
     pub fn scope(&self) -> Scope {
         self.terms.store.scope()
+    }
+
+    /// Makes sure that the queue is the same as far as it is meant to be, so that the memory backend, whose jobs end with the process, is not
+    /// taken for one that keeps them.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::ScopeTooSmall`] if it is the same among fewer than `scope` says.
+    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+        self.scope().require(scope)?;
+        Ok(self)
     }
 
     /// How many jobs the queue may have, in each of its parts where it is [split](Self::split): waiting, running and dead ones. One more is

@@ -316,8 +316,8 @@ impl<K, A, D> LockLayer<K, A, D> {
     ///
     /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
     pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
-        let has = self.settings.locks.scope();
-        if has < scope { Err(ConfigError::ScopeTooSmall { needed: scope, has }) } else { Ok(self) }
+        self.settings.locks.scope().require(scope)?;
+        Ok(self)
     }
 
     pub(super) fn into_parts(self) -> (Settings, Arc<K>, A) {

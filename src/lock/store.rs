@@ -12,7 +12,7 @@ use tokio::sync::watch;
 use tokio::time::sleep;
 
 use super::lock_key::LockKey;
-use crate::error::StoreError;
+use crate::error::{ConfigError, StoreError};
 
 /// What locks need of a backend: leases that are taken, renewed and given back, each in one atomic step.
 ///
@@ -288,7 +288,7 @@ pub struct Released {
     pub is_wanted: bool,
 }
 
-/// Among whom leases exclude each other.
+/// Among whom leases exclude each other, quotas are counted together, operations run once and queues are the same.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 #[non_exhaustive]
 pub enum Scope {
@@ -298,6 +298,13 @@ pub enum Scope {
     Redis,
     /// All processes that use the same independent stores, of which more than half agree: see [`Redlock`](super::Redlock).
     Quorum,
+}
+
+impl Scope {
+    /// An error if this is less than what is `needed`.
+    pub(crate) fn require(self, needed: Self) -> Result<(), ConfigError> {
+        if self < needed { Err(ConfigError::ScopeTooSmall { needed, has: self }) } else { Ok(()) }
+    }
 }
 
 impl fmt::Display for Scope {

@@ -9,6 +9,7 @@ use super::shards::{Ends, Place, Shards};
 use super::store::{RateLimitStore, Request};
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::lock::Scope;
 
 /// Remembers who is over the limit, and turns them away without asking the store again.
 ///
@@ -269,5 +270,9 @@ impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
         let _forget = self.forget(policy, key);
         self.store.reset(policy, key).await
+    }
+
+    fn scope(&self) -> Scope {
+        self.store.scope()
     }
 }

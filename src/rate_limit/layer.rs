@@ -17,7 +17,9 @@ use super::store::RateLimitStore;
 // The one backend that is always there, for when the other one is not.
 use crate::MemoryBackend;
 use crate::circuit::{Circuit, CircuitBreaker};
+use crate::error::ConfigError;
 use crate::key::Everyone;
+use crate::lock::Scope;
 use crate::per_thread::{PerThread, lane};
 use crate::reject::AsResponse;
 
@@ -281,6 +283,20 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// store may: the [deadline](Self::deadline) for each.
     pub fn resolver(self, resolver: PolicyResolver) -> Self {
         self.change(|core| core.resolver = Some(resolver))
+    }
+
+    /// Makes sure that quotas hold as far as they are meant to, so that the memory backend is not taken for a distributed one. This is
+    /// about the backend as it is: while it fails, [`OnStoreError`] says what holds.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
+    pub fn require(self, scope: Scope) -> Result<Self, ConfigError>
+    where
+        B: RateLimitStore,
+    {
+        self.settings.core.store.scope().require(scope)?;
+        Ok(self)
     }
 
     /// What happens to a request without a key. Defaults to [`OnMissingKey::Reject`].

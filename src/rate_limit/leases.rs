@@ -12,6 +12,7 @@ use super::shards::{Ends, Place, Shards};
 use super::store::{RateLimitStore, Request};
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::lock::Scope;
 
 /// Draws units ahead from the store for keys that are asked about all the time, and hands them out in this process.
 ///
@@ -595,5 +596,9 @@ impl<S: RateLimitStore + Sync> RateLimitStore for Leases<S> {
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
         let _change = self.change(policy, key);
         self.store.reset(policy, key).await
+    }
+
+    fn scope(&self) -> Scope {
+        self.store.scope()
     }
 }

@@ -8,8 +8,9 @@ use super::policy::Policy;
 use super::store::RateLimitStore;
 use crate::circuit::{Circuit, CircuitBreaker};
 use crate::deadline::Deadline;
-use crate::error::StoreError;
+use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
+use crate::lock::Scope;
 
 /// How long a decision may take unless told otherwise.
 pub(super) const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
@@ -96,6 +97,16 @@ impl<B> Limiter<B> {
 }
 
 impl<B: RateLimitStore> Limiter<B> {
+    /// Makes sure that quotas hold as far as they are meant to, so that the memory backend is not taken for a distributed one.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
+    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+        self.store.scope().require(scope)?;
+        Ok(self)
+    }
+
     /// Charges one unit to `key` if it fits.
     pub fn check(&self, key: impl Into<Key>) -> impl Future<Output = Result<Decision, StoreError>> {
         self.check_cost(key, 1)

@@ -6,6 +6,7 @@ use super::decision::{Decision, Receipt};
 use super::policy::Policy;
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::lock::Scope;
 
 /// What rate limiting needs of a backend: decisions, each of them atomic.
 ///
@@ -79,6 +80,11 @@ pub trait RateLimitStore {
 
     /// Forgets what was counted for this key, and lifts a block. A key that is not known is no error.
     fn reset(&self, policy: &Policy, key: &Key) -> impl Future<Output = Result<(), StoreError>> + Send;
+
+    /// Among whom a quota is one and the same. A store that does not say so is taken to count for its process alone.
+    fn scope(&self) -> Scope {
+        Scope::Process
+    }
 }
 
 /// A yes without the details: see [`RateLimitStore::charge_now`].

@@ -295,6 +295,10 @@ impl<S: RateLimitStore + Sync> RateLimitStore for FaultStore<S> {
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
         self.faults.around(Verb::Reset, self.inner.reset(policy, key)).await
     }
+
+    fn scope(&self) -> Scope {
+        self.inner.scope()
+    }
 }
 
 impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {

@@ -10,6 +10,7 @@ use super::scripts::{Subject, Verb};
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::key::Key;
+use crate::lock::Scope;
 use crate::rate_limit::{
     Charge, Decision, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request, give_back, one_after_the_other,
 };
@@ -155,5 +156,9 @@ impl RateLimitStore for RedisBackend {
         let mut command = redis::cmd("UNLINK");
         command.arg(keys.as_slice());
         servers.send(&keys[0], &command).await.map(drop).map_err(store_error)
+    }
+
+    fn scope(&self) -> Scope {
+        Scope::Redis
     }
 }

@@ -271,8 +271,8 @@ impl<K, A> IdempotencyLayer<K, A> {
     ///
     /// [`ConfigError::ScopeTooSmall`] if that is fewer than `scope` says.
     pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
-        let has = self.settings.home.scope();
-        if has < scope { Err(ConfigError::ScopeTooSmall { needed: scope, has }) } else { Ok(self) }
+        self.settings.home.scope().require(scope)?;
+        Ok(self)
     }
 
     /// Waits until no handler is at work any more, and the store knows what came of them: for the end of a program, once it takes no more
