@@ -5,7 +5,7 @@ use std::time::Duration;
 
 use tokio::time::{Instant, advance, timeout};
 use tollgate::rate_limit::{Outcome, RateLimitStore, Request};
-use tollgate::testing::{Failure, FaultStore, Faults, Verb, exhaust};
+use tollgate::testing::{Failure, FaultStore, Faults, TestJob, Verb, exhaust};
 use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota, StoreError};
 
 /// The contract holds behind a store of faults that has none.
@@ -221,4 +221,22 @@ async fn an_outcome_is_kept_by_the_store_of_faults() {
     let (limiter, _) = store();
     exhaust(&limiter, "alice").await;
     assert_eq!(limiter.check("alice").await.unwrap().outcome(), Outcome::Limited);
+}
+
+#[tokio::test]
+async fn a_job_for_tests_is_what_it_was_told_to_be() {
+    let first = TestJob::new("mail").build();
+    assert_eq!((first.attempt(), first.is_last_attempt(), first.last_failure()), (1, false, None));
+    assert!(!first.cancellation().is_cancelled());
+
+    let job =
+        TestJob::new("mail").id("order 7").attempt(3).max_attempts(3).header("tenant", "blue").last_failure("busy");
+    let (job, canceller) = job.cancellable();
+    assert_eq!((*job, job.id().as_str(), job.attempt()), ("mail", "order%207", 3));
+    assert!(job.is_last_attempt() && job.fence() > first.fence());
+    assert_eq!(job.headers().get("tenant"), Some("blue"));
+    assert_eq!(job.last_failure().map(|note| &*note.error), Some("busy"));
+    canceller.cancel();
+    assert!(job.cancellation().is_cancelled());
+    job.cancellation().cancelled().await;
 }

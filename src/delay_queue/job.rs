@@ -29,7 +29,7 @@ struct About {
 
 impl<T> Job<T> {
     /// A job of a payload, and what cancels it.
-    pub(super) fn new(claimed: ClaimedJob, payload: T) -> (Self, Canceller) {
+    pub(crate) fn new(claimed: ClaimedJob, payload: T) -> (Self, Canceller) {
         let ClaimedJob { token, job: mut stored } = claimed;
         stored.payload = Arc::default();
         let (sender, is_cancelled) = watch::channel(false);
@@ -195,10 +195,10 @@ impl Cancellation {
 
 /// Cancels one job.
 #[derive(Debug)]
-pub(super) struct Canceller(watch::Sender<bool>);
+pub(crate) struct Canceller(watch::Sender<bool>);
 
 impl Canceller {
-    pub(super) fn cancel(&self) {
+    pub(crate) fn cancel(&self) {
         self.0.send_replace(true);
     }
 }

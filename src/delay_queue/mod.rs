@@ -229,6 +229,8 @@ pub use self::events::{Event, Events};
 pub use self::id::JobId;
 #[cfg(all(test, feature = "redis"))]
 pub(crate) use self::id::UniqueIds;
+#[cfg(feature = "testing")]
+pub(crate) use self::job::Canceller;
 pub use self::job::{Cancellation, Extensions, Job};
 pub use self::outcome::Outcome;
 pub use self::push::{PreparedPush, Push, Pushed};

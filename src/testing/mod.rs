@@ -76,6 +76,10 @@
 //! # }
 //! ```
 //!
+//! # A job without a worker
+//!
+//! [`TestJob`] makes the [`Job`](crate::Job) that a service is called with, in whichever attempt.
+//!
 //! # A backend of your own
 //!
 //! [`rate_limit_contract!`](crate::rate_limit_contract) runs everything that a [`RateLimitStore`](crate::rate_limit::RateLimitStore)
@@ -95,10 +99,12 @@ pub mod delay_queue_contract;
 mod exhaust;
 mod fault;
 pub mod idempotency_contract;
+mod job;
 pub mod lock_contract;
 
 pub use self::exhaust::exhaust;
 pub use self::fault::{Failure, FaultStore, Faults, Verb};
+pub use self::job::{JobCanceller, TestJob};
 
 /// Makes a test of every claim in [`contract`](crate::testing::contract), to run on a backend.
 ///
