@@ -6,15 +6,17 @@
 //!
 //! ```
 //! # #[cfg(feature = "http")] {
+//! use std::net::SocketAddr;
 //! use axum::{Router, routing::get};
-//! use tollgate::{Policy, Quota, RateLimitLayer, http::header};
+//! use tollgate::{Policy, Quota, RateLimitLayer, http::peer_ip};
 //!
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::ConnectError> {
 //! let backend = tollgate::connect("memory:").await?; // or "redis://127.0.0.1/"
 //! let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
-//! let app: Router = Router::new()
+//! let app = Router::new()
 //!     .route("/", get(async || "hello"))
-//!     .layer(RateLimitLayer::new(backend, policy).key(header("x-api-key")));
+//!     .layer(RateLimitLayer::new(backend, policy).key(peer_ip()))
+//!     .into_make_service_with_connect_info::<SocketAddr>();
 //! # drop(app);
 //! # Ok(())
 //! # }

@@ -343,6 +343,27 @@ async fn calls_carry_nothing_where_they_are_told_so() {
     }
 }
 
+/// As the docs have it. With the key alone each made-up one had a quota of its own.
+#[tokio::test(start_paused = true)]
+async fn made_up_keys_are_stopped_by_the_limit_of_the_address() {
+    let policy = Policy::new("api", Quota::per_minute(10).fixed_window());
+    let address = Policy::new("address", Quota::per_minute(30).fixed_window());
+    let service = RateLimitLayer::new(MemoryBackend::new(), policy)
+        .key(header("x-api-key").or(peer_ip()))
+        .and(address, peer_ip())
+        .layer(hello());
+    let asked = async |peer: &str, key: String| {
+        let peer = PeerAddr(peer.parse().unwrap());
+        ask(&service, Request::builder().extension(peer).header("x-api-key", key).body(()).unwrap()).await.status
+    };
+    let mut passed = 0;
+    for guess in 0..100 {
+        passed += u32::from(asked("203.0.113.7:4711", format!("made-up-{guess}")).await == StatusCode::OK);
+    }
+    assert_eq!(passed, 30);
+    assert_eq!(asked("203.0.113.8:4711", "real".to_owned()).await, StatusCode::OK, "another address is not in the way");
+}
+
 #[tokio::test]
 async fn routes_of_axum_are_counted_as_such() {
     let policy = Policy::new("api", Quota::per_hour(2).fixed_window());

@@ -28,15 +28,15 @@
 //! [[rules]]
 //! path = "/api/{*rest}"                  # all below /api/
 //! methods = ["GET", "POST"]              # all methods if left out
-//! policy = "api"
-//! key = [{ header = "x-api-key" }, "client_ip"]   # the address of those who have no key
+//! policies = [                           # several, each with its key, and charged together or not at all
+//!   { policy = "api", key = [{ header = "x-api-key" }, "client_ip"] },   # the address of those who have no key
+//!   { policy = "address", key = "client_ip" },                           # since anybody can make up keys
+//! ]
 //!
 //! [[rules]]
 //! path = "/api/export/{id}"              # more specific, so it wins
-//! policies = [                           # several, each with its key, and charged together or not at all
-//!   { policy = "api", key = { header = "x-api-key" } },
-//!   { policy = "address", key = "client_ip" },
-//! ]
+//! policy = "address"                     # or one
+//! key = "client_ip"
 //! cost = 5                               # units per request; 1 if left out
 //!
 //! [[rules]]
@@ -59,7 +59,7 @@
 //! "#)?;
 //!
 //! assert_eq!(rules.len(), 4);
-//! let policies = rules.policies_for(&http::Method::GET, "/api/export/7");
+//! let policies = rules.policies_for(&http::Method::GET, "/api/orders");
 //! assert_eq!(policies.iter().map(|policy| policy.name()).collect::<Vec<_>>(), ["api", "address"]);
 //! # Ok(())
 //! # }
@@ -112,7 +112,8 @@
 //!
 //! A time is text with units, the larger ones first: `250ms`, `1s`, `15m`, `1h30m`, `1d`. A key is `everyone`, `peer_ip`,
 //! `client_ip`, `{ header = "<name>" }`, or a list of these of which the first that a request has counts. It is never left
-//! out, since everybody would share one quota then.
+//! out, since everybody would share one quota then. A header counts what the client [claims](crate::http::header): unless the layer is behind
+//! whatever checks it, let the address count as well, as above.
 //!
 //! # Which rule applies
 //!

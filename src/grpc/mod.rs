@@ -23,7 +23,7 @@
 //!
 //! # Examples
 //!
-//! In front of all services of a tonic server, per tenant:
+//! In front of all services of a tonic server, per tenant, whom a proxy has checked and named:
 //!
 //! ```
 //! use std::time::Duration;

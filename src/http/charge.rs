@@ -5,15 +5,15 @@ use ::http::Response;
 use crate::rate_limit::{ChargeOn, RateLimitHandle};
 
 /// Charges only answers with a status of 400 and above, and services that fail: limits attempts and not use, a login's for
-/// instance.
+/// instance. Those count by something that whoever guesses cannot change with each guess, such as the address.
 ///
 /// ```
 /// use axum::{Router, http::StatusCode, routing::post};
-/// use tollgate::http::{failures, header};
+/// use tollgate::http::{failures, peer_ip};
 /// use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer};
 ///
 /// let guesses = Policy::new("login", Quota::per_hour(5).fixed_window());
-/// let limit = RateLimitLayer::new(MemoryBackend::new(), guesses).key(header("x-user")).charge_on(failures());
+/// let limit = RateLimitLayer::new(MemoryBackend::new(), guesses).key(peer_ip()).charge_on(failures());
 /// let app: Router = Router::new().route("/login", post(async || StatusCode::UNAUTHORIZED)).layer(limit);
 /// ```
 #[must_use]

@@ -11,6 +11,9 @@ use crate::key::{ExtractKey, Key, Or, first_of};
 /// A request without the header, or with an empty one, has no key. If the header is there more than once, the first one
 /// counts. Values are secrets more often than not, so the store sees only their digest ([`Key::digest`]).
 ///
+/// This counts what the client claims. In front of whatever checks the header, each value that a client makes up has a quota of its own, and an
+/// entry of its own in the store: put the layer behind that, or add a limit for the [address](super#who-is-asking).
+///
 /// ```
 /// use tollgate::http::header;
 ///

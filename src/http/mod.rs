@@ -6,6 +6,20 @@
 //! the request by the server: axum does so with `into_make_service_with_connect_info::<SocketAddr>()` (feature `axum`), any
 //! other server by inserting a [`PeerAddr`] into the extensions of each request.
 //!
+//! A header says what the client claims. In front of whatever checks it, each key that a client makes up has a quota of its own, and an
+//! entry of its own in the store, so put the layer behind that, or let the address count [as well](crate::RateLimitLayer::and):
+//!
+//! ```
+//! use tollgate::http::{header, peer_ip};
+//! use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer};
+//!
+//! let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
+//! let address = Policy::new("address", Quota::per_minute(500).fixed_window());
+//! let layer = RateLimitLayer::new(MemoryBackend::new(), policy)
+//!     .key(header("x-api-key").or(peer_ip()))
+//!     .and(address, peer_ip());
+//! ```
+//!
 //! Behind a proxy the peer is the proxy, and what a forwarding header says of the client may come from the client.
 //! [`ClientIp`] knows whom to believe: name the networks of your proxies, and the header that they write. Do not count by a
 //! forwarding header with [`header`]: whoever sends it chooses the bucket.
@@ -85,7 +99,7 @@
 //!
 //! # Examples
 //!
-//! Counting by API key:
+//! Counting by API key, behind a layer that has checked it:
 //!
 //! ```
 //! use axum::{Router, body::Body, http::Request, routing::get};
@@ -97,6 +111,7 @@
 //! let app: Router = Router::new()
 //!     .route("/", get(async || "hello"))
 //!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).key(header("x-api-key")));
+//!     // .layer(..), which turns made-up keys away before they are counted
 //!
 //! let response = app.oneshot(Request::get("/").header("x-api-key", "k1").body(Body::empty())?).await?;
 //! assert_eq!(response.headers()["ratelimit-policy"], r#""api";q=100;w=60"#);
@@ -133,18 +148,18 @@
 //! # }
 //! ```
 //!
-//! Anonymous clients by their address, in a server that fills in [`PeerAddr`] itself:
+//! Clients by their address, in a server that fills in [`PeerAddr`] itself:
 //!
 //! ```
 //! use http::{Request, Response, StatusCode};
-//! use tollgate::http::{PeerAddr, header, peer_ip};
+//! use tollgate::http::{PeerAddr, peer_ip};
 //! use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer};
 //! use tower::{ServiceBuilder, ServiceExt, service_fn};
 //!
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
 //! let policy = Policy::new("api", Quota::per_minute(1).fixed_window());
 //! let service = ServiceBuilder::new()
-//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).key(header("x-api-key").or(peer_ip())))
+//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).key(peer_ip()))
 //!     .service(service_fn(async |_: Request<String>| Ok::<_, tollgate::BoxError>(Response::new(String::new()))));
 //!
 //! let request = || {

@@ -29,25 +29,27 @@
 //! # }
 //! ```
 //!
-//! And with everything said: per client and route, weighted, failing closed. With HTTP a rejection is a response.
+//! And with everything said: per client and route and per address, weighted, failing closed. With HTTP a rejection is a response.
 //!
 //! ```
 //! # #[cfg(feature = "http")] {
 //! use std::time::Duration;
 //! use axum::{Router, extract::Request, routing::get};
-//! use tollgate::http::{header, peer_ip};
+//! use tollgate::http::{header, matched_path, peer_ip};
 //! use tollgate::{MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};
 //!
 //! # fn main() -> Result<(), tollgate::ConfigError> {
 //! let policy = Policy::new("api", Quota::per_second(20).burst(50)?.token_bucket())
 //!     .limit(Quota::per_minute(600).sliding_log()?);
+//! let address = Policy::new("address", Quota::per_minute(3_000).fixed_window());
 //! let limit = RateLimitLayer::new(MemoryBackend::new(), policy)
-//!     .key((header("x-api-key").or(peer_ip()), |request: &Request| request.uri().path().to_owned()))
+//!     .key((header("x-api-key").or(peer_ip()), matched_path()))
+//!     .and(address, peer_ip()) // since anybody can make up keys
 //!     .cost(|request: &Request| if request.uri().path() == "/export" { 50 } else { 1 })
 //!     .on_missing_key(OnMissingKey::Shared)
 //!     .on_store_error(OnStoreError::Deny)
 //!     .deadline(Duration::from_millis(20));
-//! let app: Router = Router::new().route("/", get(async || "hello")).layer(limit);
+//! let app: Router = Router::new().route("/", get(async || "hello")).route_layer(limit);
 //! # drop(app);
 //! # Ok(())
 //! # }
