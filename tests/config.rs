@@ -85,6 +85,54 @@ fn the_most_specific_path_that_covers_the_method_wins() {
     }
 }
 
+/// Routers decode what they hand to handlers, so one escaped letter got around the more specific rule. And what is not ASCII is never sent as it is.
+#[tokio::test]
+async fn a_path_matches_however_it_is_spelled() {
+    let rules = rules_of(&[
+        ("/export/pdf", None, "pdf"),
+        ("/export/{kind}", None, "any"),
+        ("/größe/{*rest}", None, "size"),
+        ("/caf%c3%a9", Some("GET"), "coffee"),
+        ("/%61bout", None, "about"),
+    ]);
+    let cases = [
+        ("/export/pdf", Some("pdf")),
+        ("/export/%70df", Some("pdf")),
+        ("/%65xport/pd%66", Some("pdf")),
+        ("/export/%50df", Some("any")),
+        ("/export/a%2Fpdf", Some("any")),
+        ("/export/%2570df", Some("any")),
+        ("/export%2Fpdf", None),
+        ("/gr%C3%B6%C3%9Fe/1", Some("size")),
+        ("/gr%c3%b6%c3%9fe/1", Some("size")),
+        ("/größe/1", Some("size")),
+        ("/caf%C3%A9", Some("coffee")),
+        ("/café", Some("coffee")),
+        ("/about", Some("about")),
+        ("/%", None),
+    ];
+    for (path, policy) in cases {
+        let found: Vec<&str> = rules.policies_for(&Method::GET, path).iter().map(|policy| policy.name()).collect();
+        assert_eq!(found, Vec::from_iter(policy), "{path}");
+    }
+    let twice = RulesError::message(
+        &Rules::from_toml(&format!(
+            "[policies.a]\nlimits = [{LIMIT}]\n\
+         [[rules]]\npath = \"/a\"\npolicy = \"a\"\nkey = \"everyone\"\n\
+         [[rules]]\npath = \"/%61\"\npolicy = \"a\"\nkey = \"everyone\"\n"
+        ))
+        .unwrap_err(),
+    )
+    .to_owned();
+    assert!(twice.contains("rules[0] has the same path"), "{twice}");
+
+    let service = RulesLayer::new(MemoryBackend::new(), rules).layer(hello());
+    for (path, left) in [("/export/pdf", r#""pdf""#), ("/export/%70df", r#""pdf""#)] {
+        let answer = service.clone().oneshot(Request::get(path).body(()).unwrap()).await.unwrap();
+        assert!(answer.headers()["ratelimit-policy"].to_str().unwrap().starts_with(left), "{path}");
+    }
+}
+
 // What is refused.
 
 /// What is wrong with a file of TOML, the field, and the line.

@@ -124,8 +124,10 @@
 //! covers `HEAD` too, unless another rule of the same path names it. A request that no rule matches passes
 //! uncounted, and so does one with another path: `/api/{*rest}` matches neither `/api` nor `/api/`.
 //!
-//! The path is that which the layer sees: without the prefix where it stands in a nested axum router, and as it was sent, with
-//! escapes.
+//! The path is that which the layer sees: without the prefix where it stands in a nested axum router. How it is spelled makes no difference
+//! (RFC 3986, 6.2.2), in patterns as in requests: `/größe` matches `/gr%C3%B6%C3%9Fe`, which is what browsers send, and `/users/%6de` is
+//! `/users/me`. `%2F` stays what it is, part of a segment, and so does `%25`, so that nothing is decoded twice. Case counts, and so do `.`, `..`
+//! and empty segments.
 //!
 //! # When the store fails
 //!
@@ -154,6 +156,7 @@ mod handle;
 mod key;
 mod layer;
 mod model;
+mod path;
 mod rules;
 mod service;
 mod tree;

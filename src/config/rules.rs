@@ -1,3 +1,4 @@
+use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet, HashMap, HashSet};
 use std::fmt;
 use std::io::Read;
@@ -14,6 +15,7 @@ use super::format::Format;
 use super::handle::RulesHandle;
 use super::key::RuleKey;
 use super::model::{self, AlgorithmName, ClientIpDef, File, LimitDef, PolicyDef, RuleDef};
+use super::path::normal;
 use super::tree::{Fault, Step, path};
 use crate::error::ConfigError;
 use crate::http::{ClientIp, ForwardingHeader};
@@ -221,7 +223,7 @@ impl Inner {
     /// The rule for a request.
     pub(super) fn find(&self, method: &Method, path: &str) -> Option<usize> {
         let router = self.routers.by_method.get(method).unwrap_or(&self.routers.others);
-        router.at(path).ok().map(|found| *found.value)
+        router.at(&normal(path)).ok().map(|found| *found.value)
     }
 
     fn unused(&self) -> impl Iterator<Item = &str> {
@@ -427,10 +429,12 @@ fn check_methods(def: &RuleDef) -> Result<(), Fault> {
 /// A router per method, so that the most specific rule is chosen among those that cover the method of a request.
 fn routers(rules: &[RuleDef]) -> Result<Routers, Fault> {
     let at = |index: usize, field: Step, what: String| Fault::new(what).within(field).within(index).within("rules");
+    let paths: Vec<Cow<'_, str>> = rules.iter().map(|def| normal(&def.path)).collect();
     // Which rule covers a method of a path; `None` is all methods that no other rule of the path names.
     let mut covers: HashMap<(&str, Option<&Method>), usize> = HashMap::new();
     let mut named = BTreeSet::from(["HEAD"]);
     for (index, def) in rules.iter().enumerate() {
+        let path = &*paths[index];
         let methods = def.methods.as_deref().unwrap_or_default();
         for (i, method) in methods.iter().enumerate() {
             named.insert(method.0.as_str());
@@ -438,13 +442,13 @@ fn routers(rules: &[RuleDef]) -> Result<Routers, Fault> {
                 let what = format!("rules name more than {} different methods", Rules::MAX_METHODS);
                 return Err(at(index, "methods".into(), what));
             }
-            if let Some(other) = covers.insert((&def.path, Some(&method.0)), index) {
+            if let Some(other) = covers.insert((path, Some(&method.0)), index) {
                 let what = format!("rules[{other}] has the same path and method");
                 return Err(Fault::new(what).within(i).within("methods").within(index).within("rules"));
             }
         }
         if def.methods.is_none()
-            && let Some(other) = covers.insert((&def.path, None), index)
+            && let Some(other) = covers.insert((path, None), index)
         {
             return Err(at(
                 index,
@@ -461,9 +465,9 @@ fn routers(rules: &[RuleDef]) -> Result<Routers, Fault> {
     };
     let router = |chosen: &dyn Fn(&str) -> Option<usize>| {
         let mut router = Router::new();
-        for (index, def) in rules.iter().enumerate() {
-            if chosen(&def.path) == Some(index) {
-                let inserted = router.insert(def.path.as_str(), index);
+        for (index, path) in paths.iter().enumerate() {
+            if chosen(path) == Some(index) {
+                let inserted = router.insert(&**path, index);
                 inserted.map_err(|error| at(index, "path".into(), explain(&error)))?;
             }
         }
