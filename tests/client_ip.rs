@@ -118,6 +118,7 @@ fn only_the_chosen_header_is_read() {
     assert_eq!(found(proxied().header(ForwardingHeader::XForwardedFor)), Some(ip("203.0.113.1")));
     assert_eq!(found(proxied().header(ForwardingHeader::Forwarded)), Some(ip("203.0.113.2")));
     assert_eq!(found(proxied().single_header("x-real-ip")), Some(ip("203.0.113.3")));
+    assert_eq!(found(proxied().single_header("X-Real-IP")), Some(ip("203.0.113.3")), "in any case");
     assert_eq!(found(proxied().single_header("true-client-ip")), Some(ip("10.0.0.1")));
 }
 

@@ -447,6 +447,23 @@ fn a_forgotten_proxy_is_one_warning() {
 }
 
 #[test]
+fn trust_in_every_address_is_one_warning() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let trusting = |nets: &[&str]| ClientIp::trusting(nets.iter().map(|net| net.parse().unwrap()));
+    for nets in [&["0.0.0.0/0"][..], &["10.0.0.0/8", "::/0"], &["::ffff:0.0.0.0/96"], &["0.0.0.0/1", "128.0.0.0/1"]] {
+        let by_ip = trusting(nets);
+        ask(&by_ip.clone(), "203.0.113.7", &[]);
+        let lines = log.lines();
+        assert!(lines.len() == 1 && lines[0].starts_with("WARN ClientIp trusts every address"), "{nets:?}: {lines:?}");
+    }
+    let some = trusting(&["0.0.0.0/1", "::/1", "10.0.0.0/8"]);
+    let client = http::Request::builder().extension(PeerAddr(([203, 0, 113, 7], 4711).into())).body(()).unwrap();
+    assert!(some.within(["0.0.0.0/0".parse().unwrap()])(&client));
+    assert!(log.lines().is_empty(), "these are as they should be");
+}
+
+#[test]
 fn a_private_client_behind_a_proxy_is_one_warning() {
     let log = Log::default();
     let _logging = tracing::subscriber::set_default(log.clone());

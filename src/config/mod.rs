@@ -106,7 +106,7 @@
 //! | `rules[].on_store_error` | `local`, `allow` or `deny`: see [`OnStoreError`](crate::OnStoreError) |
 //! | `rules[].replicas` | see [`RateLimitLayer::replicas`](crate::RateLimitLayer::replicas) |
 //! | `rules[].deadline` | a time: see [`RateLimitLayer::deadline`](crate::RateLimitLayer::deadline) |
-//! | `client_ip.trusted` | a list of networks and addresses: see [`ClientIp`](crate::http::ClientIp) |
+//! | `client_ip.trusted` | a list of networks and addresses, but not of all there are: see [`ClientIp`](crate::http::ClientIp) |
 //! | `client_ip.header` | `x-forwarded-for`, `forwarded`, or the name of a header that holds [one address](crate::http::ClientIp::single_header) |
 //! | `client_ip.ipv6_prefix` | see [`ClientIp::ipv6_prefix`](crate::http::ClientIp::ipv6_prefix) |
 //!

@@ -7,7 +7,7 @@ use ::http::{HeaderName, HeaderValue, Request};
 use ipnet::{IpNet, Ipv4Net};
 
 use super::forwarded::{self, canonical};
-use super::key::{self, IPV6_PREFIX};
+use super::key::{self, IPV6_PREFIX, header_name};
 use crate::error::ConfigError;
 use crate::key::{ExtractKey, Key, Or, first_of};
 
@@ -76,9 +76,9 @@ static X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 ///
 /// # What is logged
 ///
-/// Each of these is a warning, once per extractor and its clones: no address of the connection; a forwarding header from
-/// somebody who is not trusted (anybody can send one, so this may be nothing); another forwarding header than the one
-/// that is read; a client with a private address that is not trusted (most likely a proxy that is missing from the list).
+/// Each of these is a warning, once per extractor and its clones: trust in all addresses there are, when it is made; no address of the
+/// connection; a forwarding header from somebody who is not trusted (anybody can send one, so this may be nothing); another forwarding header
+/// than the one that is read; a client with a private address that is not trusted (most likely a proxy that is missing from the list).
 #[derive(Clone, Debug)]
 pub struct ClientIp {
     trusted: Nets,
@@ -105,15 +105,19 @@ impl ClientIp {
 
     /// Believes the proxies in these networks.
     ///
-    /// `::/0` holds no IPv4 address, also none that is written as IPv6. Without any network this is [`ClientIp::peer`].
+    /// Without any network this is [`ClientIp::peer`]. With `0.0.0.0/0` or `::/0` each client can be believed to be whom it says, which is a
+    /// warning in the log; `::/0` holds no IPv4 address, also none that is written as IPv6.
     #[must_use]
     pub fn trusting(proxies: impl IntoIterator<Item = IpNet>) -> Self {
-        Self {
-            trusted: Nets::new(proxies),
-            header: ForwardingHeader::XForwardedFor,
-            ipv6_prefix: IPV6_PREFIX,
-            told: Arc::default(),
+        let trusted = Nets::new(proxies);
+        if let Some(net) = trusted.0.iter().find(|net| holds_everybody(**net)) {
+            tracing::warn!(
+                %net,
+                "ClientIp trusts every address, so each client chooses the one that it counts by: name the networks of your \
+                 proxies in `ClientIp::trusting`, and no others"
+            );
         }
+        Self { trusted, header: ForwardingHeader::XForwardedFor, ipv6_prefix: IPV6_PREFIX, told: Arc::default() }
     }
 
     /// Believes nobody: the client is the other end of the connection, as with [`peer_ip`](super::peer_ip). The log warns
@@ -142,11 +146,10 @@ impl ClientIp {
     ///
     /// # Panics
     ///
-    /// If `name` is not a lower-case header name, as [`HeaderName::from_static`] does: the name is part of the program, not
-    /// of a request.
+    /// If `name`, in whatever case, cannot be that of a header: it is part of the program, not of a request.
     #[must_use]
-    pub fn single_header(self, name: &'static str) -> Self {
-        self.header(ForwardingHeader::Single(HeaderName::from_static(name)))
+    pub fn single_header(self, name: impl TryInto<HeaderName>) -> Self {
+        self.header(ForwardingHeader::Single(header_name(name)))
     }
 
     /// Counts IPv6 addresses by this many of their bits, those of a network that one client has to itself.
@@ -284,6 +287,11 @@ fn canonical_net(net: IpNet) -> IpNet {
         Ipv4Net::new(net.addr().to_ipv4_mapped()?, bits).ok()
     };
     mapped().map_or(net, IpNet::V4)
+}
+
+/// Whether a network has all addresses of IPv4 or all of IPv6 in it.
+pub(crate) fn holds_everybody(net: IpNet) -> bool {
+    canonical_net(net).prefix_len() == 0
 }
 
 /// Whether nobody comes from this address over the internet.
