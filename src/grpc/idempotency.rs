@@ -16,6 +16,8 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
             let wait = self.told(wait);
             detailed(code, text, Some(wait), vec![Any::retry_info(wait)])
         };
+        // Clients repeat calls with these codes by themselves, but for a pushback that says not to.
+        let never = |code: Code| detailed(code, &text, None, Vec::new());
         let mut response = match rejection {
             Rejection::MissingKey | Rejection::InvalidKey(_) | Rejection::MissingScope | Rejection::Unreadable => {
                 answer(Code::InvalidArgument, &text)
@@ -24,8 +26,8 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
                 answer(Code::FailedPrecondition, &text)
             }
             Rejection::InFlight { retry_after } => later(Code::Aborted, &text, retry_after),
-            Rejection::Cancelled => answer(Code::Aborted, &text),
-            Rejection::TooLarge { .. } => answer(Code::ResourceExhausted, &text),
+            Rejection::Cancelled => never(Code::Aborted),
+            Rejection::TooLarge { .. } => never(Code::ResourceExhausted),
             Rejection::Full => later(Code::ResourceExhausted, &text, STORE_RETRY),
             Rejection::Store(_) => later(Code::Unavailable, STORE_TEXT, STORE_RETRY),
         };
@@ -60,13 +62,13 @@ mod tests {
             (Rejection::InvalidKey(InvalidKey::Empty), "3", None, true),
             (Rejection::MissingScope, "3", None, true),
             (Rejection::Unreadable, "3", None, true),
-            (Rejection::TooLarge { has_begun: false }, "8", None, true),
-            (Rejection::TooLarge { has_begun: true }, "8", None, false),
+            (Rejection::TooLarge { has_begun: false }, "8", Some("-1"), true),
+            (Rejection::TooLarge { has_begun: true }, "8", Some("-1"), false),
             (Rejection::Mismatch, "9", None, true),
             (Rejection::OutcomeUnknown { attempt: 1 }, "9", None, false),
             (Rejection::NotKept { status: 200 }, "9", None, false),
             (Rejection::InFlight { retry_after: Duration::from_secs(2) }, "10", Some("2000"), true),
-            (Rejection::Cancelled, "10", None, false),
+            (Rejection::Cancelled, "10", Some("-1"), false),
             (Rejection::Full, "8", Some("1000"), true),
             (Rejection::Store(StoreError::timeout()), "14", Some("1000"), true),
         ];

@@ -101,14 +101,16 @@
 //! | no key | 400 | `key-missing` | `INVALID_ARGUMENT` |
 //! | several keys, an empty one, more than 255 characters, or neither a string nor a token | 400 | `key-invalid` | `INVALID_ARGUMENT` |
 //! | no scope, or a body that breaks off while it is compared | 400 | `about:blank` | `INVALID_ARGUMENT` |
-//! | the body is larger than [`max_body`](crate::http::IdempotencyLayer::max_body) | 413 | `about:blank` | `RESOURCE_EXHAUSTED` |
+//! | the body is larger than [`max_body`](crate::http::IdempotencyLayer::max_body) | 413 | `about:blank` | `RESOURCE_EXHAUSTED`, "do not retry" |
 //! | the key was used for another request | 422 | `key-reused` | `FAILED_PRECONDITION` |
 //! | in flight, also after waiting | 409, `Retry-After` | `in-flight` | `ABORTED`, `RetryInfo` |
 //! | outcome unknown | 409 | `outcome-unknown` | `FAILED_PRECONDITION` |
 //! | done before, and the answer was too large or broke off | 409 | `answer-not-kept` | `FAILED_PRECONDITION` |
-//! | cancelled: it took too long, or its lease was lost | 503 | `about:blank` | `ABORTED` |
+//! | cancelled: it took too long, or its lease was lost | 503 | `about:blank` | `ABORTED`, "do not retry" |
 //! | too many are being served | 503, `Retry-After` | `about:blank` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
 //! | the store fails | 503, `Retry-After` | `about:blank` | `UNAVAILABLE`, `RetryInfo` |
+//!
+//! "Do not retry" is `grpc-retry-pushback-ms: -1`, since clients send calls that end with these codes again by themselves.
 //!
 //! The `type` of a problem document is `urn:tollgate:idempotency:` with the name behind it. A key is a string of RFC 9651, `"abc"`, or the bare
 //! `abc` that most clients send: both are the same key. GET and its like pass untouched, and so does a request without a key if the
