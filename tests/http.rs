@@ -389,6 +389,29 @@ async fn routes_of_axum_are_counted_as_such() {
     }
 }
 
+#[tokio::test]
+async fn what_no_route_of_axum_matches_counts_by_the_fallback_or_not_at_all() {
+    let layer = || RateLimitLayer::new(MemoryBackend::new(), api(Quota::per_hour(2).fixed_window()));
+    let routes = || Router::new().route("/users/{id}", get(async || ""));
+    let by_address = routes().layer(layer().key(matched_path().or(peer_ip())));
+    let of_routes = routes().route_layer(layer().key(matched_path()));
+    let asked = [
+        ("/nope", [404, 404]),
+        ("/nope", [404, 404]),
+        ("/users/1", [200, 200]),
+        ("/users/2", [200, 200]),
+        ("/users/3", [429, 429]),
+        ("/neither", [429, 404]),
+    ];
+    for (path, statuses) in asked {
+        for (app, status) in [&by_address, &of_routes].into_iter().zip(statuses) {
+            let peer = PeerAddr("203.0.113.7:4711".parse().unwrap());
+            let request = Request::get(path).extension(peer).body(axum::body::Body::empty()).unwrap();
+            assert_eq!(app.clone().oneshot(request).await.unwrap().status(), status, "{path}");
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn an_axum_router_can_be_limited_per_route() {
     let limit = layer(Quota::per_minute(1).fixed_window());

@@ -7,7 +7,7 @@ use axum::extract::{FromRequestParts, MatchedPath, OptionalFromRequestParts};
 use axum::{Extension, RequestPartsExt};
 
 use crate::idempotency::IdempotencyHandle;
-use crate::key::{ExtractKey, Key};
+use crate::key::{ExtractKey, Key, Or, first_of};
 use crate::lock::LeaseView;
 use crate::rate_limit::RateLimitHandle;
 
@@ -42,7 +42,11 @@ from_extensions! {
 
 /// Counts by the route of axum that serves the request, `/users/{id}` for instance: all paths that it stands for together.
 ///
-/// A request that no route matches has no key. Behind a nested router the route is known by its whole path.
+/// Behind a nested router the route is known by its whole path.
+///
+/// A request that no route matches has no key. `Router::layer` lets the layer see these as well, so that they are answered by 400 in the place of
+/// 404 unless [`OnMissingKey`](crate::OnMissingKey) says otherwise. Either count only what a route matches, with `Router::route_layer`, or
+/// name something for the rest to count by, with [`or`](MatchedPathKey::or).
 ///
 /// ```
 /// # #[cfg(feature = "axum")] {
@@ -52,7 +56,7 @@ from_extensions! {
 ///
 /// let policy = Policy::new("per route", Quota::per_minute(100).fixed_window());
 /// let layer = RateLimitLayer::new(MemoryBackend::new(), policy).key((matched_path(), peer_ip()));
-/// let app: Router = Router::new().route("/users/{id}", get(async || "a user")).layer(layer);
+/// let app: Router = Router::new().route("/users/{id}", get(async || "a user")).route_layer(layer);
 /// # }
 /// ```
 #[must_use]
@@ -64,6 +68,13 @@ pub const fn matched_path() -> MatchedPathKey {
 #[derive(Clone, Copy, Debug)]
 #[non_exhaustive]
 pub struct MatchedPathKey;
+
+impl MatchedPathKey {
+    /// Asks `fallback` where no route matches: see [`first_of`].
+    pub fn or<F>(self, fallback: F) -> Or<Self, F> {
+        first_of(self, fallback)
+    }
+}
 
 impl<B> ExtractKey<Request<B>> for MatchedPathKey {
     fn extract_key(&self, request: &Request<B>) -> Option<Key> {
