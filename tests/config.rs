@@ -728,6 +728,31 @@ async fn a_watched_file_is_followed_while_it_makes_sense() {
     assert_eq!(handle.rules(), rules(&three), "nobody follows any more");
 }
 
+/// Whoever looked more often took the first half for the file.
+#[tokio::test]
+async fn a_file_that_is_still_being_written_is_not_read() {
+    let [before, first, second] =
+        ["/before", "/first", "/second"].map(|path| format!("[[rules]]\npath = {path:?}\nunlimited = true\n"));
+    let both = Rules::from_toml(&format!("{first}{second}")).unwrap();
+    // A machine that is busy may take longer between the two halves than a change has to last.
+    for _ in 0..20 {
+        let folder = tempfile::tempdir().unwrap();
+        let file = folder.path().join("rules.toml");
+        let handle = Rules::from_toml(&before).unwrap().handle();
+        let started = Instant::now();
+        fs::write(&file, &first).unwrap();
+        let _watch = handle.watch_every(Duration::from_millis(10), &file);
+        tokio::time::sleep(Duration::from_millis(50)).await;
+        fs::write(&file, format!("{first}{second}")).unwrap();
+        let in_time = started.elapsed() < Duration::from_millis(90);
+        until(|| handle.rules() != Rules::from_toml(&before).unwrap()).await;
+        if in_time {
+            return assert_eq!(handle.rules(), both);
+        }
+    }
+    panic!("the machine is too busy to write two halves within 90 ms");
+}
+
 #[tokio::test]
 async fn the_watcher_ends_with_its_guard() {
     let folder = tempfile::tempdir().unwrap();

@@ -107,7 +107,8 @@ impl RulesHandle {
         self.watch_every(Duration::from_secs(1), path)
     }
 
-    /// The same as [`watch`](Self::watch), looking at the file as often as this, but no more than once a millisecond.
+    /// The same as [`watch`](Self::watch), looking at the file as often as this, but no more than once a millisecond. A change counts 100 ms after it
+    /// was seen, however often that is.
     ///
     /// # Panics
     ///

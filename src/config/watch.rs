@@ -48,7 +48,7 @@ async fn follow(handle: RulesHandle, path: PathBuf, every: Duration) {
         if seen.as_ref() == Some(&version) {
             continue;
         }
-        sleep(every.min(SETTLED)).await;
+        sleep(SETTLED).await;
         let (settled, bytes) = look(&path).await;
         if settled != version {
             // Still being written.
