@@ -8,11 +8,12 @@
 //! You will see that no mail goes out early, one that fails is tried again, one with a bad address ends among the dead, and one that was
 //! cancelled is not sent. It ends by itself; Ctrl-C ends it earlier, when what runs is done.
 
-use std::env;
+use std::error::Error;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::{Duration, SystemTime};
+use std::{env, iter};
 
 use tokio::sync::watch;
 use tollgate::BoxError;
@@ -26,11 +27,18 @@ async fn main() -> ExitCode {
     match run().await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
-            eprintln!("The queue cannot be used: {error}{cause}.");
+            eprintln!("The queue cannot be used: {}.", chain(&*error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error and its causes, of which each says its own part.
+fn chain(error: &(dyn Error + 'static)) -> String {
+    let mut levels: Vec<_> = iter::successors(Some(error), |&error| error.source()).map(ToString::to_string).collect();
+    // Errors of other crates may repeat their cause.
+    levels.dedup();
+    levels.join(": ")
 }
 
 /// What came of all mails.

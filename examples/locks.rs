@@ -7,10 +7,11 @@
 //!
 //! You will see forty deposits of which none is lost, and a write that comes too late and is refused by its fence.
 
-use std::env;
+use std::error::Error;
 use std::process::ExitCode;
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
+use std::{env, iter};
 
 use tokio::task::JoinSet;
 use tokio::time::sleep;
@@ -21,11 +22,18 @@ async fn main() -> ExitCode {
     match run().await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
-            eprintln!("The locks cannot be used: {error}{cause}.");
+            eprintln!("The locks cannot be used: {}.", chain(&*error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error and its causes, of which each says its own part.
+fn chain(error: &(dyn Error + 'static)) -> String {
+    let mut levels: Vec<_> = iter::successors(Some(error), |&error| error.source()).map(ToString::to_string).collect();
+    // Errors of other crates may repeat their cause.
+    levels.dedup();
+    levels.join(": ")
 }
 
 /// What the lock protects: it refuses whoever comes with a smaller fence than it has seen.

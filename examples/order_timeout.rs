@@ -9,11 +9,12 @@
 //! the job away, so that only the others come to the worker.
 
 use std::collections::HashMap;
-use std::env;
+use std::error::Error;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+use std::{env, iter};
 
 use tokio::time::sleep;
 use tollgate::BoxError;
@@ -56,11 +57,18 @@ async fn main() -> ExitCode {
     match run().await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
-            eprintln!("The queue cannot be used: {error}{cause}.");
+            eprintln!("The queue cannot be used: {}.", chain(&*error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error and its causes, of which each says its own part.
+fn chain(error: &(dyn Error + 'static)) -> String {
+    let mut levels: Vec<_> = iter::successors(Some(error), |&error| error.source()).map(ToString::to_string).collect();
+    // Errors of other crates may repeat their cause.
+    levels.dedup();
+    levels.join(": ")
 }
 
 async fn run() -> Result<(), BoxError> {

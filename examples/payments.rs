@@ -7,11 +7,12 @@
 //!
 //! You will see one charge, fifty clients with the same receipt, and a payment of another amount under the same key that is refused.
 
-use std::env;
+use std::error::Error;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
+use std::{env, iter};
 
 use axum::body::Body;
 use axum::http::{Request, StatusCode};
@@ -32,11 +33,18 @@ async fn main() -> ExitCode {
     match run().await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
-            eprintln!("The payment cannot be made: {error}{cause}.");
+            eprintln!("The payment cannot be made: {}.", chain(&*error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error and its causes, of which each says its own part.
+fn chain(error: &(dyn Error + 'static)) -> String {
+    let mut levels: Vec<_> = iter::successors(Some(error), |&error| error.source()).map(ToString::to_string).collect();
+    // Errors of other crates may repeat their cause.
+    levels.dedup();
+    levels.join(": ")
 }
 
 /// Takes a while, as card networks do, and tells the network a key of its own.

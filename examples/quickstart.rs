@@ -9,10 +9,10 @@
 //!
 //! You will see seven requests, of which five pass.
 
-use std::env;
 use std::error::Error;
 use std::net::SocketAddr;
 use std::process::ExitCode;
+use std::{env, iter};
 
 use axum::{Router, body::Body, http::Request, routing::get};
 use hyper_util::{client::legacy::Client, rt::TokioExecutor};
@@ -37,9 +37,10 @@ async fn run() -> Result<(), String> {
 
     let backend = tollgate::connect(&store).await.map_err(|error| match &error {
         ConnectError::Config(wrong) => format!("TOLLGATE_STORE cannot be used, change it: {wrong}."),
-        _ => {
-            format!("The store of TOLLGATE_STORE cannot be reached, start it or unset the variable: {}.", root(&error))
+        ConnectError::Store(_) => {
+            format!("Start the store of TOLLGATE_STORE or unset the variable: {}.", chain(&error))
         }
+        _ => format!("The store of TOLLGATE_STORE answers and cannot be used: {}.", chain(&error)),
     })?;
     let policy = Policy::new("quickstart", Quota::per_minute(5).fixed_window());
     let app = Router::new()
@@ -79,7 +80,10 @@ async fn burst(server: SocketAddr) -> Result<(), Box<dyn Error>> {
     Ok(())
 }
 
-/// The first cause of an error.
-fn root(error: &dyn Error) -> &dyn Error {
-    error.source().map_or(error, root)
+/// An error and its causes, of which each says its own part.
+fn chain(error: &(dyn Error + 'static)) -> String {
+    let mut levels: Vec<_> = iter::successors(Some(error), |&error| error.source()).map(ToString::to_string).collect();
+    // Errors of other crates may repeat their cause.
+    levels.dedup();
+    levels.join(": ")
 }

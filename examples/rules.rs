@@ -9,10 +9,11 @@
 //! with its line, that changes nothing.
 
 use std::convert::Infallible;
+use std::error::Error;
 use std::path::Path;
 use std::process::ExitCode;
 use std::time::Duration;
-use std::{env, fs};
+use std::{env, fs, iter};
 
 use http::{Request, Response};
 use tokio::time::sleep;
@@ -27,9 +28,17 @@ async fn main() -> ExitCode {
         None => show().await,
     };
     if let Err(error) = &result {
-        eprintln!("{error}.");
+        eprintln!("{}.", chain(&**error));
     }
     if result.is_ok() { ExitCode::SUCCESS } else { ExitCode::FAILURE }
+}
+
+/// An error and its causes, of which each says its own part.
+fn chain(error: &(dyn Error + 'static)) -> String {
+    let mut levels: Vec<_> = iter::successors(Some(error), |&error| error.source()).map(ToString::to_string).collect();
+    // Errors of other crates may repeat their cause.
+    levels.dedup();
+    levels.join(": ")
 }
 
 /// The rules, with this many requests a minute for everybody below /api/.

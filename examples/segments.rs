@@ -7,11 +7,12 @@
 //!
 //! You will see that 1,000 pieces are sold, and not 1,001, and how many sales were under way at a time, where one lock would let one through.
 
-use std::env;
+use std::error::Error;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::time::Duration;
+use std::{env, iter};
 
 use tokio::task::JoinSet;
 use tokio::time::sleep;
@@ -25,11 +26,18 @@ async fn main() -> ExitCode {
     match run().await {
         Ok(()) => ExitCode::SUCCESS,
         Err(error) => {
-            let cause = error.source().map(|cause| format!(": {cause}")).unwrap_or_default();
-            eprintln!("The locks cannot be used: {error}{cause}.");
+            eprintln!("The locks cannot be used: {}.", chain(&*error));
             ExitCode::FAILURE
         }
     }
+}
+
+/// An error and its causes, of which each says its own part.
+fn chain(error: &(dyn Error + 'static)) -> String {
+    let mut levels: Vec<_> = iter::successors(Some(error), |&error| error.source()).map(ToString::to_string).collect();
+    // Errors of other crates may repeat their cause.
+    levels.dedup();
+    levels.join(": ")
 }
 
 async fn run() -> Result<(), BoxError> {

@@ -73,7 +73,9 @@
 //!                 let body = r#"{"error":"slow down"}"#;
 //!                 (StatusCode::TOO_MANY_REQUESTS, [(RETRY_AFTER, wait.to_string())], body).into_response()
 //!             }
-//!             _ => StatusCode::SERVICE_UNAVAILABLE.into_response(),
+//!             Rejection::MissingKey(_) => StatusCode::BAD_REQUEST.into_response(),
+//!             Rejection::Denied(_) => StatusCode::FORBIDDEN.into_response(),
+//!             _ => StatusCode::SERVICE_UNAVAILABLE.into_response(), // the store fails
 //!         })
 //!     }
 //!
