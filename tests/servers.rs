@@ -30,7 +30,8 @@ use tollgate::{
     StoreError,
 };
 use tonic::codec::{Codec, DecodeBuf, Decoder, EncodeBuf, Encoder};
-use tonic::transport::{Channel, Endpoint, server::TcpIncoming};
+use tonic::transport::server::{TcpConnectInfo, TcpIncoming};
+use tonic::transport::{Channel, Endpoint};
 use tonic::{Code, Status, server::NamedService, service::Routes};
 use tonic_types::StatusExt;
 use tower::{Layer, Service, ServiceBuilder, service_fn};
@@ -166,6 +167,27 @@ async fn tonic_limits_a_tenant_across_connections() {
         }
         let mut client = GrpcClient::connect(server.addr).await;
         assert_eq!(client.say(Some("acme"), "hello").await.unwrap_err().code(), Code::ResourceExhausted);
+    })
+    .await;
+}
+
+/// As the docs of `grpc` have it. tonic leaves the address where `peer_ip` does not look.
+#[tokio::test]
+async fn tonic_limits_an_address_that_is_passed_on() {
+    within_seconds(async {
+        let pass_on = |mut call: Request<tonic::body::Body>| {
+            if let Some(peer) = call.extensions().get().and_then(TcpConnectInfo::remote_addr) {
+                call.extensions_mut().insert(PeerAddr(peer));
+            }
+            call
+        };
+        let limited = ServiceBuilder::new().map_request(pass_on).layer(by_peer().with_rejection(AsStatus::new()));
+        let (server, _) = serve_echo(limited.into_inner());
+        let mut client = GrpcClient::connect(server.addr).await;
+        for _ in 0..3 {
+            assert!(client.say(None, "hello").await.is_ok());
+        }
+        assert_eq!(client.say(None, "hello").await.unwrap_err().code(), Code::ResourceExhausted);
     })
     .await;
 }

@@ -21,6 +21,30 @@
 //!
 //! [error model]: https://google.aip.dev/193
 //!
+//! # Who is asking
+//!
+//! [`header`](crate::http::header) reads metadata. The address of the other end tonic puts into an extension of its own, where
+//! [`peer_ip`](crate::http::peer_ip) and [`ClientIp`](crate::http::ClientIp) do not find it: calls have no key then, and are answered by
+//! `INVALID_ARGUMENT`. A layer in front passes it on, here with that of tower (feature `util`):
+//!
+//! ```
+//! use http::Request;
+//! use tollgate::http::{PeerAddr, peer_ip};
+//! use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer, grpc::AsStatus};
+//! use tonic::{body::Body, transport::server::{Server, TcpConnectInfo}};
+//! use tower::util::MapRequestLayer;
+//!
+//! let pass_on = |mut call: Request<Body>| {
+//!     if let Some(peer) = call.extensions().get().and_then(TcpConnectInfo::remote_addr) {
+//!         call.extensions_mut().insert(PeerAddr(peer));
+//!     }
+//!     call
+//! };
+//! let policy = Policy::new("rpc", Quota::per_second(100).fixed_window());
+//! let limit = RateLimitLayer::new(MemoryBackend::new(), policy).key(peer_ip()).with_rejection(AsStatus::new());
+//! let server = Server::builder().layer(MapRequestLayer::new(pass_on)).layer(limit); // .add_service(..)
+//! ```
+//!
 //! # Examples
 //!
 //! In front of all services of a tonic server, per tenant, whom a proxy has checked and named:
