@@ -21,7 +21,7 @@ use proptest::prelude::*;
 use prost::Message as _;
 use serde_json::{Value, json};
 use tollgate::grpc::AsStatus;
-use tollgate::http::{PeerAddr, header, matched_path, peer_ip};
+use tollgate::http::{EXPOSED_HEADERS, PeerAddr, header, matched_path, peer_ip};
 use tollgate::idempotency::IdempotencyHandle;
 use tollgate::lock::LeaseView;
 use tollgate::rate_limit::{
@@ -387,6 +387,27 @@ async fn routes_of_axum_are_counted_as_such() {
         let request = Request::get(path).body(axum::body::Body::empty()).unwrap();
         assert_eq!(app.clone().oneshot(request).await.unwrap().status(), status, "{path}");
     }
+}
+
+#[tokio::test]
+async fn pages_may_be_told_of_all_that_answers_add() {
+    let limited = layer(Quota::per_minute(1).fixed_window()).layer(hello());
+    ask(&limited, request()).await;
+    let denied = ask(&limited, request()).await;
+    let once = IdempotencyLayer::new(MemoryBackend::new())
+        .scope(header("x-api-key"))
+        .layer(service_fn(async |_: Request<_>| Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))));
+    let pay = async || {
+        let request = Request::post("/").header("x-api-key", "k").header("idempotency-key", "k");
+        let answer = once.clone().oneshot(request.body(Full::<Bytes>::default()).unwrap()).await.unwrap();
+        let (head, body) = answer.into_parts();
+        body.collect().await.unwrap();
+        head.headers
+    };
+    pay().await;
+    let added: BTreeSet<String> = denied.headers.keys().chain(pay().await.keys()).map(ToString::to_string).collect();
+    let exposed = EXPOSED_HEADERS.iter().chain([&CONTENT_TYPE]).map(ToString::to_string).collect();
+    assert_eq!(added, exposed);
 }
 
 #[tokio::test]

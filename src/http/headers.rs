@@ -6,6 +6,7 @@
 use std::cmp::Reverse;
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
+use ::http::header::RETRY_AFTER;
 use ::http::{HeaderMap, HeaderName, HeaderValue};
 use base64::Engine as _;
 use base64::engine::general_purpose::STANDARD as BASE64;
@@ -27,6 +28,12 @@ const LEGACY: Triple = Triple {
     remaining: HeaderName::from_static("x-ratelimit-remaining"),
     reset: HeaderName::from_static("x-ratelimit-reset"),
 };
+
+/// The fields of answers that are there for clients to read, for `Access-Control-Expose-Headers`: see [Browsers](super#browsers).
+///
+/// Older [versions](HeaderVersion) of the fields have other names, which are not among them.
+pub const EXPOSED_HEADERS: [HeaderName; 4] =
+    [RATELIMIT, RATELIMIT_POLICY, RETRY_AFTER, HeaderName::from_static("idempotent-replayed")];
 
 /// Tells the policy and, where something is known, how its limits stand.
 ///

@@ -4,7 +4,8 @@
 //!
 //! [`header`] counts per API key or session, [`peer_ip`] per address of the connection. The peer address has to be put into
 //! the request by the server: axum does so with `into_make_service_with_connect_info::<SocketAddr>()` (feature `axum`), any
-//! other server by inserting a [`PeerAddr`] into the extensions of each request.
+//! other server by inserting a [`PeerAddr`] into the extensions of each request; for tonic the docs of the module `grpc` have the few lines
+//! that this takes.
 //!
 //! A header says what the client claims. In front of whatever checks it, each key that a client makes up has a quota of its own, and an
 //! entry of its own in the store, so put the layer behind that, or let the address count [as well](crate::RateLimitLayer::and):
@@ -96,6 +97,26 @@
 //! | `LegacyEpoch` | the same, but `X-RateLimit-Reset: 1767225618` |
 //!
 //! Layers on top of each other each add a line to the fields that are lists. Of those that hold one value the tightest stays.
+//!
+//! # Browsers
+//!
+//! A browser asks before it lets a page send `X-Api-Key` or `Idempotency-Key` to another origin, and that request (`OPTIONS`, the preflight)
+//! carries neither: behind a layer that wants a key it is answered by 400, and the page sees no more than a failed connection. So does a page
+//! whose request was answered by a 429 that says nothing of its origin. Let the layer that answers for origins (CORS) be the outermost, with axum
+//! the last to be added: it answers preflights by itself, and puts its fields on rejections too. A page may read the fields that it is told
+//! of, [`EXPOSED_HEADERS`]; with tower-http:
+//!
+//! ```text
+//! Router::new()
+//!     .route("/orders", post(order))
+//!     .layer(limit)
+//!     .layer(
+//!         CorsLayer::new()
+//!             .allow_origin(["https://shop.example".parse()?])
+//!             .allow_headers(["x-api-key".parse()?, "idempotency-key".parse()?])
+//!             .expose_headers(tollgate::http::EXPOSED_HEADERS),
+//!     )
+//! ```
 //!
 //! # Examples
 //!
@@ -228,6 +249,7 @@ pub(crate) use self::client_ip::holds_everybody;
 pub use self::client_ip::{ClientIp, ForwardingHeader};
 #[cfg(feature = "axum")]
 pub use self::extract::{MatchedPathKey, matched_path};
+pub use self::headers::EXPOSED_HEADERS;
 pub use self::idempotency::{
     FingerprintedBody, Idempotency, IdempotencyFuture, IdempotencyLayer, IdempotentBody, Unscoped,
 };
