@@ -206,6 +206,8 @@ const BAD: &[Bad] = &[
     ("POLICY\nRULE\ncost = 0", "a cost of 0 is never counted", "rules[0].cost", 7),
     ("POLICY\nRULE\ncost = 2", "a cost of 2 never fits into the 1 of policy `a`", "rules[0].cost", 7),
     ("POLICY\nRULE\nreplicas = 0", "there is at least one replica", "rules[0].replicas", 7),
+    ("POLICY\nRULE\nwait = \"0s\"", "nobody waits for no time", "rules[0].wait", 7),
+    ("POLICY\nRULE\nwait = 2", "a time as text with its unit", "rules[0].wait", 7),
     ("POLICY\nRULE\ndeadline = \"0s\"", "a timeout of zero leaves no time", "rules[0].deadline", 7),
     ("POLICY\nRULE\non_store_error = \"explode\"", "unknown variant `explode`, expected one of `local`, `allow`, `deny`", "rules[0].on_store_error", 7),
     ("POLICY\nRULE\non_missing_key = 1", "invalid type: integer `1`", "rules[0].on_missing_key", 7),
@@ -557,6 +559,32 @@ async fn the_key_client_ip_is_the_client_behind_the_proxies_that_are_named() {
         let response = service.clone().oneshot(request.body(()).unwrap()).await.unwrap();
         assert_eq!(response.status().as_u16(), status, "{peer} {header}: {value}");
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rule_may_let_requests_wait_for_room() {
+    let rules = Rules::from_toml(
+        r#"
+        policies.a.limits = [{ quota = 1, per = "10s", algorithm = "fixed_window" }]
+        rules = [
+            { path = "/patient", policy = "a", key = "everyone", wait = "25s" },
+            { path = "/at-once", policy = "a", key = "everyone" },
+        ]
+        "#,
+    );
+    let service = RulesLayer::new(MemoryBackend::new(), rules.unwrap()).layer(hello());
+    let begun = tokio::time::Instant::now();
+    assert_eq!(status(&service, "/patient").await, 200);
+    assert_eq!(status(&service, "/at-once").await, 429);
+    // Room for the first two comes in time, and they are served in their order.
+    let waiting = [(); 3].map(|()| {
+        let service = service.clone();
+        async move { (status(&service, "/patient").await, begun.elapsed().as_secs()) }
+    });
+    let [first, second, third] = waiting.map(tokio::spawn);
+    assert_eq!(first.await.unwrap(), (200, 10));
+    assert_eq!(second.await.unwrap(), (200, 20));
+    assert_eq!(third.await.unwrap().0, 429);
 }
 
 #[tokio::test(start_paused = true)]

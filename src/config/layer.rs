@@ -120,7 +120,8 @@ impl<B: Clone, A: Clone> Shared<B, A> {
 impl<B: Clone, A: Clone> Active<B, A> {
     fn limit(&self, shared: &Shared<B, A>, index: usize, policy: &Policy, key: &RuleKey) -> &RuleLimit<(), B, A> {
         self.limits[index].get_or_init(|| {
-            let Rule { counts, cost, on_missing_key, on_store_error, replicas, deadline } = &self.rules.rules[index];
+            let Rule { counts, cost, on_missing_key, on_store_error, replicas, deadline, wait } =
+                &self.rules.rules[index];
             let layer = RateLimitLayer::new(shared.backend.clone(), policy.clone())
                 .key(key.clone())
                 .cost(RuleCost(*cost))
@@ -128,6 +129,7 @@ impl<B: Clone, A: Clone> Active<B, A> {
                 .on_missing_key(*on_missing_key)
                 .on_store_error(*on_store_error)
                 .replicas(*replicas)
+                .wait(*wait)
                 .fallback(&shared.fallback)
                 .with_rejection(shared.answer.clone());
             let layer = match deadline {

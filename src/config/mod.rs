@@ -38,6 +38,7 @@
 //! policy = "address"                     # or one
 //! key = "client_ip"
 //! cost = 5                               # units per request; 1 if left out
+//! wait = "2s"                            # for room, instead of being turned away at once
 //!
 //! [[rules]]
 //! path = "/login"
@@ -106,6 +107,7 @@
 //! | `rules[].on_store_error` | `local`, `allow` or `deny`: see [`OnStoreError`](crate::OnStoreError) |
 //! | `rules[].replicas` | see [`RateLimitLayer::replicas`](crate::RateLimitLayer::replicas) |
 //! | `rules[].deadline` | a time: see [`RateLimitLayer::deadline`](crate::RateLimitLayer::deadline) |
+//! | `rules[].wait` | a time that requests may wait for room, 1,000 of each rule at once: see [`RateLimitLayer::wait`](crate::RateLimitLayer::wait) |
 //! | `client_ip.trusted` | a list of networks and addresses, but not of all there are: see [`ClientIp`](crate::http::ClientIp) |
 //! | `client_ip.header` | `x-forwarded-for`, `forwarded`, or the name of a header that holds [one address](crate::http::ClientIp::single_header) |
 //! | `client_ip.ipv6_prefix` | see [`ClientIp::ipv6_prefix`](crate::http::ClientIp::ipv6_prefix) |
@@ -146,8 +148,9 @@
 //!
 //! A change takes effect for all requests that arrive after it, as a whole, and drops none. Where there is something wrong with
 //! the new rules the old ones stay. Counts and blocks are kept for policies whose limits have the same algorithms and windows, in the same order; a
-//! policy that has other limits than before, or more of them, starts afresh: see [`QuotaChange`](crate::rate_limit::QuotaChange). Which
-//! warnings about [addresses](crate::http::ClientIp#what-is-logged) were given is forgotten.
+//! policy that has other limits than before, or more of them, starts afresh: see [`QuotaChange`](crate::rate_limit::QuotaChange). Requests that
+//! wait go on to wait under the old rules, in a line of their own. Which warnings about
+//! [addresses](crate::http::ClientIp#what-is-logged) were given is forgotten.
 
 mod error;
 mod format;

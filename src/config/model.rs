@@ -71,6 +71,7 @@ pub(super) struct RuleDef {
     pub(super) on_store_error: Option<OnStoreError>,
     pub(super) replicas: Option<u32>,
     pub(super) deadline: Option<Time>,
+    pub(super) wait: Option<Time>,
 }
 
 #[derive(Debug, PartialEq, Deserialize)]

@@ -54,6 +54,8 @@ pub(super) struct Rule {
     pub(super) on_store_error: OnStoreError,
     pub(super) replicas: u32,
     pub(super) deadline: Option<Duration>,
+    /// Zero if nobody waits.
+    pub(super) wait: Duration,
 }
 
 impl Rules {
@@ -354,6 +356,7 @@ impl Rule {
                     ("on_store_error", def.on_store_error.is_some()),
                     ("replicas", def.replicas.is_some()),
                     ("deadline", def.deadline.is_some()),
+                    ("wait", def.wait.is_some()),
                 ];
                 if let Some((field, _)) = unread.into_iter().find(|(_, given)| *given) {
                     return Err(Fault::new("has no meaning where requests are unlimited").within(field));
@@ -385,6 +388,9 @@ impl Rule {
         if def.deadline.is_some_and(|deadline| deadline.0.is_zero()) {
             return Err(Fault::new(ConfigError::ZeroTimeout.to_string()).within("deadline"));
         }
+        if def.wait.is_some_and(|wait| wait.0.is_zero()) {
+            return Err(Fault::new("nobody waits for no time; leave `wait` out").within("wait"));
+        }
         Ok(Self {
             counts,
             cost,
@@ -392,6 +398,7 @@ impl Rule {
             on_store_error: def.on_store_error.unwrap_or_default(),
             replicas: def.replicas.unwrap_or(1),
             deadline: def.deadline.map(|deadline| deadline.0),
+            wait: def.wait.map_or(Duration::ZERO, |wait| wait.0),
         })
     }
 }
