@@ -3,6 +3,7 @@
 
 use std::convert::Infallible;
 use std::fs;
+use std::future::ready;
 use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
@@ -11,7 +12,9 @@ use std::time::{Duration, Instant};
 
 use axum::body::Body;
 use axum::{Router, routing::get};
-use http::{Method, Request, Response, StatusCode};
+use bytes::Bytes;
+use http::{HeaderMap, Method, Request, Response, StatusCode};
+use http_body_util::{BodyExt, Full};
 use proptest::prelude::*;
 use tollgate::config::{Rules, RulesError, RulesHandle, RulesLayer};
 use tollgate::grpc::AsStatus;
@@ -206,6 +209,9 @@ const BAD: &[Bad] = &[
     ("POLICY\nRULE\ncost = 0", "a cost of 0 is never counted", "rules[0].cost", 7),
     ("POLICY\nRULE\ncost = 2", "a cost of 2 never fits into the 1 of policy `a`", "rules[0].cost", 7),
     ("POLICY\nRULE\nreplicas = 0", "there is at least one replica", "rules[0].replicas", 7),
+    ("POLICY\nRULE\ncharge = \"never\"", "unknown variant `never`, expected one of `always`, `failures`, `successes`", "rules[0].charge", 7),
+    ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\ncharge = \"always\"", "has no meaning where requests are unlimited", "rules[0].charge", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\nwait = \"1s\"", "has no meaning where requests are unlimited", "rules[0].wait", 6),
     ("POLICY\nRULE\nwait = \"0s\"", "nobody waits for no time", "rules[0].wait", 7),
     ("POLICY\nRULE\nwait = 2", "a time as text with its unit", "rules[0].wait", 7),
     ("POLICY\nRULE\ndeadline = \"0s\"", "a timeout of zero leaves no time", "rules[0].deadline", 7),
@@ -558,6 +564,69 @@ async fn the_key_client_ip_is_the_client_behind_the_proxies_that_are_named() {
         let request = Request::get("/").extension(PeerAddr(peer.parse().unwrap())).header(header, value);
         let response = service.clone().oneshot(request.body(()).unwrap()).await.unwrap();
         assert_eq!(response.status().as_u16(), status, "{peer} {header}: {value}");
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_rule_may_charge_by_the_answer() {
+    let rules = |charge: &str| {
+        Rules::from_toml(&format!(
+            r#"
+            policies.a.limits = [{{ quota = 2, per = "1h", algorithm = "fixed_window" }}]
+            policies.b.limits = [{{ quota = 2, per = "1h", algorithm = "fixed_window" }}]
+            rules = [{{
+                path = "/{{*rest}}",
+                policies = [{{ policy = "a", key = "everyone" }}, {{ policy = "b", key = "everyone" }}],
+                charge = "{charge}",
+            }}]
+            "#
+        ))
+        .unwrap()
+    };
+    // What a service answers in whose path there is what to answer.
+    let service = service_fn(async |request: Request<()>| {
+        let grpc = |response: http::response::Builder| response.header("content-type", "application/grpc+proto");
+        let (response, trailer) = match request.uri().path() {
+            "/200" => (Response::builder(), None),
+            "/401" => (Response::builder().status(401), None),
+            "/503" => (Response::builder().status(503), None),
+            "/grpc/headers/0" => (grpc(Response::builder()).header("grpc-status", "0"), None),
+            "/grpc/headers/16" => (grpc(Response::builder()).header("grpc-status", "16"), None),
+            "/grpc/trailers/0" => (grpc(Response::builder()), Some("0")),
+            "/grpc/trailers/16" => (grpc(Response::builder()), Some("16")),
+            _ => return Err("it failed"),
+        };
+        let trailers =
+            trailer.map(|status| HeaderMap::from_iter([("grpc-status".parse().unwrap(), status.parse().unwrap())]));
+        Ok(response.body(Full::<Bytes>::default().with_trailers(ready(trailers.map(Ok)))).unwrap())
+    });
+    let cases = [
+        ("/200", false),
+        ("/401", true),
+        ("/503", true),
+        ("/error", true),
+        ("/grpc/headers/0", false),
+        ("/grpc/headers/16", true),
+        ("/grpc/trailers/0", false),
+        ("/grpc/trailers/16", true),
+    ];
+    for (path, failed) in cases {
+        for (charge, charged) in [("failures", failed), ("successes", !failed), ("always", true)] {
+            let layer = RulesLayer::new(MemoryBackend::new(), rules(charge));
+            let limited = layer.layer(service);
+            let mut passed = 0;
+            for _ in 0..5 {
+                if let Ok(answer) = limited.clone().oneshot(Request::get(path).body(()).unwrap()).await {
+                    passed += u32::from(answer.status() != StatusCode::TOO_MANY_REQUESTS);
+                    answer.into_body().collect().await.unwrap();
+                } else {
+                    passed += 1;
+                }
+                // Corrections are made behind the back of the request.
+                tokio::time::sleep(Duration::from_millis(10)).await;
+            }
+            assert_eq!(passed, if charged { 2 } else { 5 }, "{charge} {path}");
+        }
     }
 }
 

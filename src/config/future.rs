@@ -3,18 +3,19 @@ use std::future::Future;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
-use ::http::Request;
+use ::http::{Request, Response};
 use pin_project_lite::pin_project;
 use tower_service::Service;
 
+use super::charge::RuleCharge;
 use super::key::RuleKey;
 use super::layer::{Others, RuleCost};
 use super::service::Ready;
 use crate::rate_limit::{self, Announce, ChargeAlways, RateLimitStore, Rejection};
 use crate::reject::Reject;
 
-type Limited<S, ReqBody, B, A> =
-    rate_limit::ResponseFuture<Ready<S>, Request<ReqBody>, B, RuleKey, RuleCost, A, ChargeAlways, Others>;
+type Limited<S, ReqBody, B, A, R> =
+    rate_limit::ResponseFuture<Ready<S>, Request<ReqBody>, B, RuleKey, RuleCost, A, R, Others>;
 
 pin_project! {
     /// The answer of a service behind rules. Dropping it does what dropping the answer of a
@@ -36,15 +37,21 @@ pin_project! {
         S: Service<Request<ReqBody>>,
     {
         // A rule matches, and its limit is at work.
-        Limited { #[pin] future: Limited<S, ReqBody, B, A> },
+        Limited { #[pin] future: Limited<S, ReqBody, B, A, ChargeAlways> },
+        // The same for a rule that charges by the answer.
+        Settled { #[pin] future: Limited<S, ReqBody, B, A, RuleCharge> },
         // No rule matches, or one that lets all pass.
         PassedThrough { #[pin] future: S::Future, answer: A },
     }
 }
 
 impl<S: Service<Request<ReqBody>>, ReqBody, B, A> ResponseFuture<S, ReqBody, B, A> {
-    pub(super) fn limited(future: Limited<S, ReqBody, B, A>) -> Self {
+    pub(super) fn limited(future: Limited<S, ReqBody, B, A, ChargeAlways>) -> Self {
         Self { state: State::Limited { future } }
+    }
+
+    pub(super) fn settled(future: Limited<S, ReqBody, B, A, RuleCharge>) -> Self {
+        Self { state: State::Settled { future } }
     }
 
     pub(super) fn passed_through(future: S::Future, answer: A) -> Self {
@@ -52,18 +59,19 @@ impl<S: Service<Request<ReqBody>>, ReqBody, B, A> ResponseFuture<S, ReqBody, B, 
     }
 }
 
-impl<S, ReqBody, B, A> Future for ResponseFuture<S, ReqBody, B, A>
+impl<S, ReqBody, ResBody, B, A> Future for ResponseFuture<S, ReqBody, B, A>
 where
-    S: Service<Request<ReqBody>>,
+    S: Service<Request<ReqBody>, Response = Response<ResBody>>,
     B: RateLimitStore + Clone + Send + Sync + 'static,
-    A: Reject<Rejection, S::Response, S::Error>
-        + Announce<Request<ReqBody>, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+    A: Reject<Rejection, Response<ResBody>, S::Error>
+        + Announce<Request<ReqBody>, <A as Reject<Rejection, Response<ResBody>, S::Error>>::Response>,
 {
     type Output = Result<A::Response, A::Error>;
 
     fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
         match self.project().state.project() {
             StateProj::Limited { future } => future.poll(cx),
+            StateProj::Settled { future } => future.poll(cx),
             StateProj::PassedThrough { future, answer } => Poll::Ready(match ready!(future.poll(cx)) {
                 Ok(response) => Ok(answer.response(response)),
                 Err(error) => Err(answer.error(error)),

@@ -5,6 +5,7 @@ use ::http::{Method, Request};
 use arc_swap::ArcSwapOption;
 use tower_layer::Layer;
 
+use super::charge::RuleCharge;
 use super::handle::RulesHandle;
 use super::key::RuleKey;
 use super::rules::{Inner, Rule};
@@ -44,7 +45,22 @@ struct Active<B, A> {
 }
 
 /// The limit of one rule.
-pub(super) type RuleLimit<S, B, A> = RateLimit<S, B, RuleKey, RuleCost, A, ChargeAlways, Others>;
+pub(super) enum RuleLimit<S, B, A> {
+    Always(Limit<S, B, A, ChargeAlways>),
+    /// Of its own, since to ask for answers takes a handle for each request.
+    ByAnswer(Limit<S, B, A, RuleCharge>),
+}
+
+type Limit<S, B, A, R> = RateLimit<S, B, RuleKey, RuleCost, A, R, Others>;
+
+impl<B, A> RuleLimit<(), B, A> {
+    fn around<S>(&self, inner: S) -> RuleLimit<S, B, A> {
+        match self {
+            Self::Always(limit) => RuleLimit::Always(limit.around(inner)),
+            Self::ByAnswer(limit) => RuleLimit::ByAnswer(limit.around(inner)),
+        }
+    }
+}
 
 impl<B> RulesLayer<B> {
     /// Enforces `rules`, or whatever rules a [`RulesHandle`] holds, on what `backend` counts.
@@ -120,7 +136,7 @@ impl<B: Clone, A: Clone> Shared<B, A> {
 impl<B: Clone, A: Clone> Active<B, A> {
     fn limit(&self, shared: &Shared<B, A>, index: usize, policy: &Policy, key: &RuleKey) -> &RuleLimit<(), B, A> {
         self.limits[index].get_or_init(|| {
-            let Rule { counts, cost, on_missing_key, on_store_error, replicas, deadline, wait } =
+            let Rule { counts, cost, on_missing_key, on_store_error, replicas, deadline, wait, charge } =
                 &self.rules.rules[index];
             let layer = RateLimitLayer::new(shared.backend.clone(), policy.clone())
                 .key(key.clone())
@@ -136,7 +152,10 @@ impl<B: Clone, A: Clone> Active<B, A> {
                 Some(deadline) => layer.deadline(*deadline),
                 None => layer,
             };
-            RateLimit::new((), layer)
+            match RuleCharge::new(*charge) {
+                None => RuleLimit::Always(RateLimit::new((), layer)),
+                Some(charge) => RuleLimit::ByAnswer(RateLimit::new((), layer.charge_on(charge))),
+            }
         })
     }
 }

@@ -44,6 +44,7 @@
 //! path = "/login"
 //! policy = "login"
 //! key = "client_ip"
+//! charge = "failures"                    # or "successes", or "always", the default
 //! on_missing_key = "reject"              # the default; or "shared" or "pass"
 //! on_store_error = "deny"                # or "local", the default, or "allow"
 //! replicas = 3                           # that share the quota while each counts for itself ("local"); 1 if left out
@@ -103,6 +104,7 @@
 //! | `rules[].policies` | in their place a list of tables with `policy` and `key` each: see [`RateLimitLayer::and`](crate::RateLimitLayer::and) |
 //! | `rules[].unlimited` | in their place `true`: the requests pass uncounted |
 //! | `rules[].cost` | units per request, 1 or more |
+//! | `rules[].charge` | which answers are charged: `always`, `failures` (a status of 400 and above) or `successes`; see [`http`](crate::http::failures), and where the answer is one of gRPC, with its feature, the status of the call counts, as in `grpc::failures` |
 //! | `rules[].on_missing_key` | `reject`, `shared` or `pass`: see [`OnMissingKey`](crate::OnMissingKey) |
 //! | `rules[].on_store_error` | `local`, `allow` or `deny`: see [`OnStoreError`](crate::OnStoreError) |
 //! | `rules[].replicas` | see [`RateLimitLayer::replicas`](crate::RateLimitLayer::replicas) |
@@ -152,6 +154,7 @@
 //! wait go on to wait under the old rules, in a line of their own. Which warnings about
 //! [addresses](crate::http::ClientIp#what-is-logged) were given is forgotten.
 
+mod charge;
 mod error;
 mod format;
 mod future;

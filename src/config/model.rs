@@ -72,6 +72,17 @@ pub(super) struct RuleDef {
     pub(super) replicas: Option<u32>,
     pub(super) deadline: Option<Time>,
     pub(super) wait: Option<Time>,
+    pub(super) charge: Option<ChargeName>,
+}
+
+/// Which answers are charged.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(super) enum ChargeName {
+    #[default]
+    Always,
+    Failures,
+    Successes,
 }
 
 #[derive(Debug, PartialEq, Deserialize)]

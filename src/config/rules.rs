@@ -14,7 +14,7 @@ use super::error::RulesError;
 use super::format::Format;
 use super::handle::RulesHandle;
 use super::key::RuleKey;
-use super::model::{self, AlgorithmName, ClientIpDef, File, LimitDef, PolicyDef, RuleDef};
+use super::model::{self, AlgorithmName, ChargeName, ClientIpDef, File, LimitDef, PolicyDef, RuleDef};
 use super::path::normal;
 use super::tree::{Fault, Step, path};
 use crate::error::ConfigError;
@@ -56,6 +56,7 @@ pub(super) struct Rule {
     pub(super) deadline: Option<Duration>,
     /// Zero if nobody waits.
     pub(super) wait: Duration,
+    pub(super) charge: ChargeName,
 }
 
 impl Rules {
@@ -357,6 +358,7 @@ impl Rule {
                     ("replicas", def.replicas.is_some()),
                     ("deadline", def.deadline.is_some()),
                     ("wait", def.wait.is_some()),
+                    ("charge", def.charge.is_some()),
                 ];
                 if let Some((field, _)) = unread.into_iter().find(|(_, given)| *given) {
                     return Err(Fault::new("has no meaning where requests are unlimited").within(field));
@@ -399,6 +401,7 @@ impl Rule {
             replicas: def.replicas.unwrap_or(1),
             deadline: def.deadline.map(|deadline| deadline.0),
             wait: def.wait.map_or(Duration::ZERO, |wait| wait.0),
+            charge: def.charge.unwrap_or_default(),
         })
     }
 }

@@ -3,11 +3,11 @@ use std::mem;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
-use ::http::Request;
+use ::http::{Request, Response};
 use tower_service::Service;
 
 use super::future::ResponseFuture;
-use super::layer::{RulesLayer, Shared};
+use super::layer::{RuleLimit, RulesLayer, Shared};
 use crate::rate_limit::{Announce, RateLimitStore, Rejection};
 use crate::reject::{AsResponse, Reject};
 
@@ -42,12 +42,12 @@ impl<S, B, A> RulesService<S, B, A> {
     }
 }
 
-impl<S, ReqBody, B, A> Service<Request<ReqBody>> for RulesService<S, B, A>
+impl<S, ReqBody, ResBody, B, A> Service<Request<ReqBody>> for RulesService<S, B, A>
 where
-    S: Service<Request<ReqBody>> + Clone,
+    S: Service<Request<ReqBody>, Response = Response<ResBody>> + Clone,
     B: RateLimitStore + Clone + Send + Sync + 'static,
-    A: Reject<Rejection, S::Response, S::Error>
-        + Announce<Request<ReqBody>, <A as Reject<Rejection, S::Response, S::Error>>::Response>
+    A: Reject<Rejection, Response<ResBody>, S::Error>
+        + Announce<Request<ReqBody>, <A as Reject<Rejection, Response<ResBody>, S::Error>>::Response>
         + Clone,
 {
     type Response = A::Response;
@@ -63,7 +63,8 @@ where
         let fresh = self.inner.clone();
         let ready = Ready(Some(mem::replace(&mut self.inner, fresh)));
         match self.shared.limit(request.method(), request.uri().path(), ready) {
-            Ok(mut limited) => ResponseFuture::limited(limited.call(request)),
+            Ok(RuleLimit::Always(mut limited)) => ResponseFuture::limited(limited.call(request)),
+            Ok(RuleLimit::ByAnswer(mut limited)) => ResponseFuture::settled(limited.call(request)),
             Err(mut ready) => ResponseFuture::passed_through(ready.call(request), self.shared.answer.clone()),
         }
     }
