@@ -11,7 +11,8 @@
 --          then the same for each further subject
 -- ARGV[1]  verb    'check' to charge | 'peek' to charge nothing | 'settle' to correct what was charged, one subject only
 -- ARGV[2]  cost    integer, 0 to the smallest capacity; 0 charges nothing. To settle: the units to add, or, below 0, to give back
--- ARGV[3]  change  what becomes of counts with other numbers: 'keep' | 'reset' | 'proportional'
+-- ARGV[3]  change  what becomes of counts with other numbers: 'keep' | 'reset' | 'proportional'. Of no
+--                  meaning to settle, which counts with the numbers that it finds
 -- ARGV[4]  ttl_ms  a quarter longer than the counts say something after they were written, at the most
 -- ARGV[5]  terms   of each limit, little endian: 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding
 --                  log), 7 bytes span, 5 bytes step, 4 bytes capacity (see `Terms` in counting.rs)
@@ -55,6 +56,8 @@ local FOREIGN = 'TOLLGATE the value does not hold counts of version 1, 3 or 4'
 local TOKEN_BUCKET, FIXED_WINDOW, SLIDING_WINDOW, SLIDING_LOG = 1, 2, 3, 4
 -- Keys outlive what they say by this much, since expiry is counted in whole milliseconds of another reading of the clock.
 local GRACE_MS = 10
+-- The largest product that is made on purpose, see `Terms` in counting.rs.
+local EXACT = 2 ^ 51
 
 -- Functions are made only where they are needed: to make one takes as long as to call a command.
 local open_log
@@ -251,10 +254,35 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   -- The last update and the counts, which are brought up to now and charged, to be written if that is what comes of it.
   local counts = {unpack(layout, value, #limits + 1)}
   local forget
-  if known and sub(value, 1, #limits) ~= limits then
-    -- They were counted with other numbers for the same algorithms and windows, and are carried over.
+  -- Whether they were counted with other numbers for the same algorithms and windows.
+  local before = known and sub(value, 1, #limits) ~= limits and {unpack(frame_format, value)}
+  if before and settle then
+    -- A correction is counted with those: its own may be of an older and smaller quota, to which nothing should be cut.
+    limits = sub(value, 1, #limits)
+    local from, longest = 2, 0
+    for i = 1, last_term, 4 do
+      local kind, span, capacity = terms[i], terms[i + 1], before[from]
+      local lasts = span
+      if kind == TOKEN_BUCKET then
+        local step
+        span, step, capacity = before[from], before[from + 1], before[from + 2]
+        if span == 0 then
+          return redis.error_reply(FOREIGN)
+        end
+        lasts = 2 * capacity * span / max(step, 1)
+        terms[i + 1], terms[i + 2] = span, step
+        from = from + 2
+      elseif kind == SLIDING_WINDOW then
+        lasts = 2 * span
+        terms[i + 2] = max(ceil(capacity * span / EXACT), 1)
+      end
+      terms[i + 3] = capacity
+      from, longest = from + 1, max(longest, lasts)
+    end
+    ttl_ms = ceil(longest / 1000) + GRACE_MS
+    ttl_ms = ttl_ms + ceil(ttl_ms / 4)
+  elseif before then
     forget = {}
-    local before = {unpack(frame_format, value)}
     local elapsed, at, from = max(now - counts[1], 0), 2, 2
     for i = 1, last_term, 4 do
       local kind, span, step, new = terms[i], terms[i + 1], terms[i + 2], terms[i + 3]

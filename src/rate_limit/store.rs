@@ -66,6 +66,9 @@ pub trait RateLimitStore {
     /// What is given back must have been charged, as the receipt shows; limits in which it does not count any more are left alone,
     /// so nothing is ever given back into another window. A token bucket takes a charge back as long as it has not been full
     /// since, whether or not inflow has made up for a part of it by then.
+    ///
+    /// Where the key has been counted with other numbers meanwhile ([`QuotaChange`](super::QuotaChange)), those hold: nothing is converted to the numbers
+    /// of `policy`, which may be of an older and smaller quota, and cut.
     fn settle(
         &self,
         policy: &Policy,

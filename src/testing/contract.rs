@@ -671,6 +671,33 @@ pub async fn a_change_of_quota_keeps_resets_or_scales<B: RateLimitStore + Clone>
     }
 }
 
+/// What corrects the charge of an older plan leaves alone what was used under the newer one since.
+///
+/// It happened that all of it was cut to twice the older quota, or forgotten.
+pub async fn a_correction_under_another_quota_forgets_nothing<B: RateLimitStore + Clone>(store: B) {
+    let hour = Duration::from_secs(3_600);
+    for change in [QuotaChange::Keep, QuotaChange::Reset, QuotaChange::Proportional] {
+        for (free, pro) in limits_of(100, hour).into_iter().zip(limits_of(1_000, hour)) {
+            let [free, pro] =
+                [free, pro].map(|limit| policy_limiter(&store, Policy::new("older", limit).on_quota_change(change)));
+            let left = async || pro.peek("alice").await.unwrap().remaining().unwrap();
+            let receipt = free.check("alice").await.unwrap().receipt().unwrap();
+            assert!(pro.check_cost("alice", 900).await.unwrap().is_allowed());
+            let before = left().await;
+            assert!(before <= 100, "{change:?} {:?}", pro.policy());
+
+            free.settle("alice", receipt, -1).await.unwrap();
+            // A bucket of 1,000 an hour gains a token in some seconds.
+            assert!((before..before + 3).contains(&left().await), "{change:?} {:?}", pro.policy());
+            free.settle("alice", receipt, 50).await.unwrap();
+            let after = left().await;
+            assert!((before - 50..before - 46).contains(&after), "{change:?} {:?}", pro.policy());
+            assert!(!pro.check_cost("alice", after + 10).await.unwrap().is_allowed());
+            pro.reset("alice").await.unwrap();
+        }
+    }
+}
+
 /// Callers at the same time under several limits get the tightest of them between them.
 pub async fn racing_callers_of_several_limits_get_the_tightest_between_them<B>(store: B)
 where

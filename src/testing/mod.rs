@@ -180,6 +180,7 @@ macro_rules! rate_limit_contract {
                 a_debt_over_two_windows_is_no_deeper
                 a_block_denies_and_forgets_nothing
                 a_change_of_quota_keeps_resets_or_scales
+                a_correction_under_another_quota_forgets_nothing
                 racing_callers_of_several_limits_get_the_tightest_between_them
             ] [] $($told)+
         }

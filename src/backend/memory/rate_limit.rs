@@ -98,14 +98,11 @@ impl Counts {
         1 + self.limits.len() / 2 + logs.sum::<usize>()
     }
 
-    /// Brings everything up to `now`, under the limits of `policy`.
-    fn bring_up_to(&mut self, policy: &Policy, now: u64) {
+    /// Brings everything up to `now`.
+    fn bring_up_to(&mut self, now: u64) {
         // A test may have another clock than the one before it.
         let now = now.max(self.last);
-        if !self.are_under(policy) {
-            self.carry_over_to(policy, now);
-        }
-        for (limit, terms) in self.limits.iter_mut().zip(policy.terms()) {
+        for (limit, terms) in self.limits.iter_mut().zip(self.policy.terms()) {
             match limit {
                 LimitCount::Plain(count) => count.advance(terms, self.last, now),
                 LimitCount::Log(log) => log.advance(terms, now),
@@ -395,7 +392,11 @@ impl Counts {
             self.blocked_until = until;
             return (self.decide(0), true);
         }
-        self.bring_up_to(policy, now);
+        // A correction is counted by the limits that it finds: its own may be of an older and smaller quota, to which nothing should be cut.
+        if !matches!(verb, Verb::Settle(..)) && !self.are_under(policy) {
+            self.carry_over_to(policy, now);
+        }
+        self.bring_up_to(now);
         let changed = match verb {
             Verb::Settle(receipt, change) => {
                 let units = u32::try_from(change.unsigned_abs()).unwrap_or(u32::MAX);

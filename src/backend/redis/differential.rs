@@ -64,7 +64,8 @@ enum Verb {
     Peek { cost: u32 },
     // Of the receipt so many charges ago.
     Refund { charge: usize, cost: u32 },
-    Charge { cost: u32 },
+    // By another of the plans, so many after that of the step.
+    Charge { cost: u32, after: usize },
     Block { share: u64 },
     Reset,
 }
@@ -106,7 +107,7 @@ fn traces() -> impl Strategy<Value = Trace> {
         40 => prop::collection::vec((0..3_u8, cost.clone()), 1..12).prop_map(|asked| Verb::CheckMany { asked }),
         80 => (0..1_001_u32).prop_map(|cost| Verb::Peek { cost }),
         60 => (0..40_usize, cost.clone()).prop_map(|(charge, cost)| Verb::Refund { charge, cost }),
-        8 => (0..2_001_u32).prop_map(|cost| Verb::Charge { cost }),
+        12 => (0..2_001_u32, 0..3_usize).prop_map(|(cost, after)| Verb::Charge { cost, after }),
         2 => (0..1_500_000_u64).prop_map(|share| Verb::Block { share }),
         1 => Just(Verb::Reset),
     ];
@@ -179,6 +180,12 @@ impl Pair {
     {
         let memory = self.memory_runtime.block_on(memory(&self.memory)).unwrap();
         (memory, self.redis_runtime.block_on(redis(&self.redis)).unwrap())
+    }
+
+    /// Whether anything is counted for the key, by whichever of the policies it was.
+    fn is_used(&self, policies: &[Policy], key: &Key) -> bool {
+        let peek = |policy| self.memory_runtime.block_on(self.memory.peek(policy, key, 0)).unwrap();
+        policies.iter().any(|policy| peek(policy).reset_after() > Duration::ZERO)
     }
 
     fn reset(&mut self, policy: &Policy, key: &Key) {
@@ -265,7 +272,13 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
                 pair.both(|to| to.settle(policy, key, memory, change), |to| to.settle(policy, key, redis, change));
                 continue;
             }
-            &Verb::Charge { cost } => {
+            &Verb::Charge { cost, after } => {
+                // A charge counts by the numbers that it finds, and where nothing is used one backend may have some and the other none: what
+                // has run out is there for a while, and who is blocked before anything was counted is kept in memory by a policy.
+                if policies.len() > 1 && !pair.is_used(&policies, &key) {
+                    continue;
+                }
+                let policy = &policies[(plan + after) % policies.len()];
                 let (receipt, change) = (Receipt::at_micros(0), i64::from(cost_of(cost)));
                 pair.both(|to| to.settle(policy, &key, receipt, change), |to| to.settle(policy, &key, receipt, change));
                 continue;
