@@ -182,6 +182,7 @@ fn decisions_are_counted_by_policy_and_outcome() {
         ("tollgate_decisions_total{policy=api,outcome=limited}", 1),
         ("tollgate_decisions_total{policy=api,outcome=missing_key}", 1),
         ("tollgate_decisions_total{policy=api,outcome=denied}", 1),
+        ("tollgate_near_limit_total{policy=api}", 1),
         ("tollgate_settlements_total{policy=api,outcome=done}", 1),
     ];
     assert_eq!(seen, expect(&expected));
@@ -202,6 +203,23 @@ fn requests_of_which_nobody_wants_to_know_more_are_counted_alike() {
     }
 }
 
+/// It happened that of a quota below 5 nobody was ever near the limit.
+#[test]
+fn of_small_quotas_somebody_is_near_the_limit_too() {
+    for (limit, near) in (1..).zip([1, 1, 1, 1, 1, 2, 2, 2, 2]) {
+        let quota = Quota::per_hour(limit);
+        for limit in [quota.fixed_window(), quota.token_bucket(), quota.sliding_log().unwrap()] {
+            let layer = || RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", limit));
+            let plain = layer().key(|client: &&'static str| *client).with_rejection(AsError);
+            let plain = plain.layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
+            let clients = vec!["alice"; limit.capacity() as usize];
+            for seen in [seen_of(plain, &clients), ask(layer(), &clients)] {
+                assert_eq!(seen.get("tollgate_near_limit_total{policy=api}"), Some(&near), "{limit:?} {seen:?}");
+            }
+        }
+    }
+}
+
 #[test]
 fn a_shadow_is_seen_apart() {
     let policy = Policy::new("trial", Quota::per_hour(1).fixed_window()).shadow();
@@ -209,6 +227,7 @@ fn a_shadow_is_seen_apart() {
     let expected = [
         ("tollgate_decisions_total{policy=trial,outcome=allowed}", 1),
         ("tollgate_decisions_total{policy=trial,outcome=shadow_limited}", 2),
+        ("tollgate_near_limit_total{policy=trial}", 1),
     ];
     assert_eq!(seen, expect(&expected));
 }
@@ -476,7 +495,7 @@ fn a_store_that_fails_is_seen_with_what_was_done_without_it() {
             vec![
                 ("tollgate_decisions_total{policy=api,outcome=local_allowed}", 6),
                 ("tollgate_decisions_total{policy=api,outcome=local_limited}", 2),
-                ("tollgate_near_limit_total{policy=api}", 1),
+                ("tollgate_near_limit_total{policy=api}", 2),
             ],
         ),
     ] {
@@ -526,6 +545,7 @@ fn a_resolver_that_fails_is_seen_apart_from_the_store() {
         ("tollgate_decisions_total{policy=api,outcome=allowed}", 4),
         ("tollgate_decisions_total{policy=api,outcome=local_allowed}", 4),
         ("tollgate_decisions_total{policy=api,outcome=local_limited}", 1),
+        ("tollgate_near_limit_total{policy=api}", 2),
         ("tollgate_resolver_errors_total{policy=api}", 5),
         ("tollgate_store_seconds{policy=api}", 4),
     ];

@@ -204,7 +204,7 @@ impl Count {
     /// Whether less than a fifth of the limit is left.
     #[inline]
     pub(crate) fn is_near_limit(&self, terms: &Terms, now: u64) -> bool {
-        let enough = u64::from(terms.capacity - terms.capacity / 5);
+        let enough = u64::from(terms.capacity) * 4 / 5;
         match *self {
             Self::TokenBucket { debt, .. } => debt > enough * terms.span,
             Self::FixedWindow { .. } | Self::SlidingWindow { .. } => self.used(terms, now) > enough,

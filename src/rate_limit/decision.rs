@@ -263,7 +263,7 @@ impl Decision {
     /// Whether less than a fifth of a limit is left.
     #[inline]
     pub(crate) fn is_near_limit(&self) -> bool {
-        self.limits().iter().any(|limit| limit.remaining < limit.capacity / 5)
+        self.limits().iter().any(|limit| u64::from(limit.remaining) * 5 < u64::from(limit.capacity))
     }
 
     pub(crate) fn take_receipt(&mut self) -> Option<Receipt> {
