@@ -139,28 +139,34 @@ async fn nobody_waits_longer_than_they_may() {
 
 #[tokio::test(start_paused = true)]
 async fn no_more_wait_than_may() {
-    let calls = Calls::new();
-    let layer = RateLimitLayer::new(MemoryBackend::new(), policy()).wait(Duration::from_secs(5)).max_waiters(3);
-    let service = calls.behind(layer);
-    service.clone().oneshot((ACME, 0)).await.unwrap();
-    service.clone().oneshot((GLOBEX, 0)).await.unwrap();
-    let mut waiting = JoinSet::new();
-    for (customer, number) in [(ACME, 1), (GLOBEX, 1), (ACME, 2)] {
-        waiting.spawn(service.clone().oneshot((customer, number)));
-        sleep(ms(1)).await;
+    for is_said_first in [false, true] {
+        let calls = Calls::new();
+        let layer = RateLimitLayer::new(MemoryBackend::new(), policy());
+        let layer = match is_said_first {
+            true => layer.max_waiters(3).wait(Duration::from_secs(5)),
+            false => layer.wait(Duration::from_secs(5)).max_waiters(3),
+        };
+        let service = calls.behind(layer);
+        service.clone().oneshot((ACME, 0)).await.unwrap();
+        service.clone().oneshot((GLOBEX, 0)).await.unwrap();
+        let mut waiting = JoinSet::new();
+        for (customer, number) in [(ACME, 1), (GLOBEX, 1), (ACME, 2)] {
+            waiting.spawn(service.clone().oneshot((customer, number)));
+            sleep(ms(1)).await;
+        }
+        let begun = Instant::now();
+        for customer in [ACME, GLOBEX] {
+            assert!(refusal(service.clone().oneshot((customer, 9)).await).is_some());
+        }
+        assert_eq!(begun.elapsed(), Duration::ZERO);
+        // Who has a line of others in front does not hold up whoever needs not wait.
+        service.clone().oneshot((INITECH, 0)).await.unwrap();
+        while let Some(outcome) = waiting.join_next().await {
+            outcome.unwrap().unwrap();
+        }
+        service.oneshot((ACME, 3)).await.unwrap();
+        assert_eq!(calls.served().iter().filter(|(number, _)| *number == 9).count(), 0);
     }
-    let begun = Instant::now();
-    for customer in [ACME, GLOBEX] {
-        assert!(refusal(service.clone().oneshot((customer, 9)).await).is_some());
-    }
-    assert_eq!(begun.elapsed(), Duration::ZERO);
-    // Who has a line of others in front does not hold up whoever needs not wait.
-    service.clone().oneshot((INITECH, 0)).await.unwrap();
-    while let Some(outcome) = waiting.join_next().await {
-        outcome.unwrap().unwrap();
-    }
-    service.oneshot((ACME, 3)).await.unwrap();
-    assert_eq!(calls.served().iter().filter(|(number, _)| *number == 9).count(), 0);
 }
 
 #[tokio::test(start_paused = true)]

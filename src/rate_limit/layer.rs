@@ -47,6 +47,7 @@ pub(super) struct Core<B> {
     pub(super) deadline: Duration,
     pub(super) resolver: Option<PolicyResolver>,
     pub(super) patience: Option<Patience>,
+    pub(super) max_waiters: usize,
     pub(super) on_missing_key: OnMissingKey,
     pub(super) on_store_error: OnStoreError,
     pub(super) replicas: u32,
@@ -193,6 +194,7 @@ impl<B> RateLimitLayer<B> {
             deadline: DEFAULT_DEADLINE,
             resolver: None,
             patience: None,
+            max_waiters: MOST_WAITING,
             on_missing_key: OnMissingKey::default(),
             on_store_error: OnStoreError::default(),
             replicas: 1,
@@ -344,15 +346,16 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
             core.patience = match core.patience.take() {
                 _ if wait.is_zero() => None,
                 Some(patience) => Some(Patience { wait, ..patience }),
-                None => Some(Patience { wait, lines: Arc::new(Lines::new(MOST_WAITING)) }),
+                None => Some(Patience { wait, lines: Arc::new(Lines::new(core.max_waiters)) }),
             };
         })
     }
 
     /// How many requests may [wait](Self::wait) for room at the same time, in this process and for all clones of the layer that are made after this was said.
-    /// To be said after `wait`. Defaults to 1,000.
+    /// Defaults to 1,000.
     pub fn max_waiters(self, waiters: usize) -> Self {
         self.change(|core| {
+            core.max_waiters = waiters;
             if let Some(patience) = &mut core.patience {
                 patience.lines = Arc::new(Lines::new(waiters));
             }
@@ -459,6 +462,7 @@ impl<B> Clone for Core<B> {
             deadline: self.deadline,
             resolver: self.resolver.clone(),
             patience: self.patience.clone(),
+            max_waiters: self.max_waiters,
             on_missing_key: self.on_missing_key,
             on_store_error: self.on_store_error,
             replicas: self.replicas,
