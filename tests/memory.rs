@@ -8,7 +8,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use tokio::time::advance;
-use tollgate::rate_limit::{LimitStatus, Outcome, QuotaChange, RateLimitStore, Receipt, Request};
+use tollgate::rate_limit::{LimitStatus, Mode, Outcome, QuotaChange, RateLimitStore, Receipt, Request};
 use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota};
 
 tollgate::rate_limit_contract!(
@@ -28,7 +28,7 @@ async fn a_receipt_of_a_clock_that_is_ahead_is_no_panic() {
     let limits = [quota.token_bucket(), quota.fixed_window(), quota.sliding_window(), quota.sliding_log().unwrap()];
     for limit in limits {
         let limiter = Limiter::new(MemoryBackend::new(), Policy::new("memory", limit));
-        limiter.check("alice").await.unwrap();
+        let _ = limiter.check("alice").await.unwrap();
         for at in [0, 1_800_000_000_000_000, u64::MAX] {
             limiter.settle("alice", Receipt::at_micros(at), -1).await.unwrap();
         }
@@ -37,13 +37,56 @@ async fn a_receipt_of_a_clock_that_is_ahead_is_no_panic() {
     }
 }
 
+/// It happened that a `Limiter` denied by a policy that was only to be tried.
+#[tokio::test(start_paused = true)]
+async fn a_policy_that_is_not_enforced_denies_nobody() {
+    let quota = Quota::per_hour(1);
+    let limits =
+        [quota.token_bucket(), quota.sliding_log().unwrap(), quota.fixed_window(), Quota::per_hour(0).fixed_window()];
+    for limit in limits {
+        let limiter = Limiter::new(MemoryBackend::new(), Policy::new("trial", limit).shadow());
+        let begun = tokio::time::Instant::now();
+        for turn in 0..3 {
+            assert!(limiter.try_acquire("alice").await.unwrap(), "{limit:?}");
+            assert!(limiter.acquire("bob", Duration::from_secs(7_200)).await.unwrap().is_allowed(), "{limit:?}");
+            let decision = limiter.check("carol").await.unwrap();
+            assert_eq!((decision.outcome(), decision.retry_after()), (Outcome::Allowed, None), "{limit:?}");
+            // What the store says can be seen.
+            let fits = turn == 0 && limit.capacity() > 0;
+            assert_eq!((decision.receipt().is_some(), decision.remaining()), (fits, Some(0)), "{limit:?}");
+            assert_eq!(decision.limits()[0].is_violated(), turn > 0 && limit.capacity() > 0, "{limit:?}");
+            assert!(!limiter.peek("carol").await.unwrap().is_allowed(), "{limit:?}");
+        }
+        limiter.block("alice", Duration::from_secs(7_200)).await.unwrap();
+        assert!(limiter.try_acquire("alice").await.unwrap(), "{limit:?}");
+        assert!(limiter.check_cost("dave", 2).await.unwrap().is_allowed(), "{limit:?}");
+        assert_eq!(begun.elapsed(), Duration::ZERO);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_policy_denies_the_share_of_the_keys_that_it_is_enforced_for() {
+    let policy = Policy::new("trial", Quota::per_hour(1).fixed_window()).mode(Mode::Percent(30));
+    let limiter = Limiter::new(MemoryBackend::new(), policy);
+    let mut denied = 0;
+    for client in 0..1_000_u32 {
+        let passes = !limiter.policy().is_enforced_for(&Key::from(client));
+        assert!(limiter.try_acquire(client).await.unwrap());
+        assert_eq!(limiter.try_acquire(client).await.unwrap(), passes);
+        assert_eq!(limiter.check(client).await.unwrap().is_allowed(), passes);
+        assert_eq!(limiter.acquire(client, Duration::ZERO).await.unwrap().is_allowed(), passes);
+        denied += u32::from(!passes);
+    }
+    assert!((240..360).contains(&denied), "{denied} of 1,000");
+}
+
 #[tokio::test(start_paused = true)]
 async fn waiting_a_microsecond_less_than_told_is_not_enough() {
     let policy = Policy::new("edge", Quota::per_second(2).sliding_log().unwrap());
     let limiter = Limiter::new(MemoryBackend::new(), policy);
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
     advance(Duration::from_micros(1_234)).await;
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
     let wait = limiter.check("alice").await.unwrap().retry_after().unwrap();
     assert_eq!(wait, Duration::from_micros(1_000_000 - 1_234));
     advance(wait - Duration::from_micros(1)).await;
@@ -201,7 +244,7 @@ async fn a_flood_of_new_keys_does_not_free_those_who_are_limited() {
         assert!(limiter.check_cost(culprit, 5).await.unwrap().is_allowed());
     }
     for stranger in 1_000..100_000_u32 {
-        limiter.check(stranger).await.unwrap();
+        let _ = limiter.check(stranger).await.unwrap();
     }
     for culprit in culprits {
         assert!(!limiter.check(culprit).await.unwrap().is_allowed(), "{culprit} was forgotten");
@@ -213,12 +256,12 @@ async fn keys_that_ran_out_make_way_for_new_ones() {
     let backend = MemoryBackend::new();
     let limiter = limiter(&backend, Quota::per_second(5));
     for old in 0..10_000_u32 {
-        limiter.check(old).await.unwrap();
+        let _ = limiter.check(old).await.unwrap();
     }
     assert_eq!(backend.len(), 10_000);
     advance(Duration::from_secs(2)).await;
     for new in 10_000..20_000_u32 {
-        limiter.check(new).await.unwrap();
+        let _ = limiter.check(new).await.unwrap();
     }
     assert!(backend.len() < 11_000, "{} keys, of which 10,000 are alive", backend.len());
 }
@@ -230,7 +273,7 @@ async fn keys_that_have_only_just_run_out_stay() {
     let backend = MemoryBackend::new();
     let limiter = Limiter::new(backend.clone(), Policy::new("large", Quota::per_day(1_000_000_000).token_bucket()));
     for client in 0..10_000_u32 {
-        limiter.check(client).await.unwrap();
+        let _ = limiter.check(client).await.unwrap();
         advance(Duration::from_micros(90)).await;
     }
     assert_eq!(backend.len(), 10_000);

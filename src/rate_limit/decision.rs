@@ -58,7 +58,8 @@ impl FromIterator<LimitStatus> for Limits {
 #[repr(u64)]
 #[non_exhaustive]
 pub enum Outcome {
-    /// It may, and was charged.
+    /// It may, and was charged; or it was not, because a limit that it is over is not [enforced](super::Mode) for its key by a
+    /// [`Limiter`](super::Limiter).
     Allowed,
     /// It may not yet; nothing was charged.
     Limited,
@@ -224,6 +225,11 @@ impl Decision {
             limit.remaining = limit.remaining.saturating_add(units).min(limit.capacity);
         }
         self
+    }
+
+    /// The same, but allowed whatever the limits say: they are not enforced.
+    pub(crate) fn let_pass(self) -> Self {
+        Self { outcome: Outcome::Allowed, blocked_us: 0, ..self }
     }
 
     /// Denied for good, by limits of these capacities.

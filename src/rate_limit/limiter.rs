@@ -36,6 +36,24 @@ pub(super) const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
 ///
 /// Clones share all counts, since those lie in the backend.
 ///
+/// # Trying a limit
+///
+/// Where the policy is not [enforced](super::Mode) for a key, all that charges it says yes, also over the limit, and [`acquire`](Limiter::acquire) does not wait. How the store
+/// has decided shows in the decision all the same: what was over a limit has no [receipt](Decision::receipt), since it was not charged, and a limit that
+/// [is violated](super::LimitStatus::is_violated). [`peek`](Limiter::peek) says what the store says.
+///
+/// ```
+/// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::StoreError> {
+/// let trial = Limiter::new(MemoryBackend::new(), Policy::new("trial", Quota::per_hour(1).fixed_window()).shadow());
+/// assert!(trial.try_acquire("alice").await?);
+/// let decision = trial.check("alice").await?;
+/// assert!(decision.is_allowed() && decision.receipt().is_none());
+/// assert!(decision.limits()[0].is_violated());
+/// # Ok(())
+/// # }
+/// ```
+///
 /// # Errors
 ///
 /// Every method answers a [`StoreError`] when the backend fails or takes longer than the
@@ -117,15 +135,18 @@ impl<B: RateLimitStore> Limiter<B> {
     /// A cost of 0 is always admitted and charges nothing, unless the quota is 0. A cost above the quota can never be
     /// admitted and gives [`Outcome::Never`](super::Outcome::Never).
     pub async fn check_cost(&self, key: impl Into<Key>, cost: u32) -> Result<Decision, StoreError> {
-        if let Some(decision) = self.policy.rule_out(cost) {
-            return Ok(decision);
-        }
         let key = key.into();
-        if let Some(decision) = self.store.check_now(&self.policy, &key, cost) {
-            return Ok(decision);
-        }
-        // Boxed, so that there is no room for it in the future of a check that waits for nothing.
-        Box::pin(self.ask(self.store.check(&self.policy, &key, cost))).await
+        let decision = if self.policy.rules_out(cost) {
+            self.policy.rule_out(cost)
+        } else {
+            self.store.check_now(&self.policy, &key, cost)
+        };
+        let decision = match decision {
+            Some(decision) => decision,
+            // Boxed, so that there is no room for it in the future of a check that waits for nothing.
+            None => Box::pin(self.ask(self.store.check(&self.policy, &key, cost))).await?,
+        };
+        Ok(if self.policy.is_enforced_for(&key) { decision } else { decision.let_pass() })
     }
 
     /// Charges one unit to `key` if it fits, and answers whether it did: [`check`](Self::check) for those who do not want to know how things
@@ -167,7 +188,7 @@ impl<B: RateLimitStore> Limiter<B> {
     ///
     /// Nobody waits in vain: a denial that lasts longer than what is left of `wait` is answered at once. Those who wait are in no order,
     /// and each of them asks again when it was told to: where thousands would wait for one key, have a few of them do so at a time. The
-    /// [deadline](Self::deadline) is that of each question.
+    /// [deadline](Self::deadline) is that of each question. So `Ok` may well be a denial: ask it whether it [is allowed](Decision::is_allowed).
     ///
     /// # Errors
     ///

@@ -108,7 +108,7 @@ pub enum Mode {
     #[default]
     Enforce,
     /// Requests are counted and judged, and pass in any case, also those without a key: to see in metrics and logs whom a new
-    /// limit would hit. Clients are told nothing.
+    /// limit would hit. Clients are told nothing. A [`Limiter`](super::Limiter) says yes.
     Shadow,
     /// Enforced for this percentage of the keys and a shadow for the others. Always the same keys, on all replicas, so that
     /// a client that is let through at 20 % is not turned away at 10 %. Requests without a key are one of the keys. 100 and
