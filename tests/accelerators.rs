@@ -227,7 +227,7 @@ async fn what_others_change_is_noticed_after_the_maximum_age() {
     let backend = MemoryBackend::new();
     let store = DenyCache::new(backend.clone()).max_age(Duration::from_millis(300));
     let (here, there) = (limiter(&store, &fixed(1)), limiter(&backend, &fixed(1)));
-    here.check("alice").await.unwrap();
+    let _ = here.check("alice").await.unwrap();
     assert!(!here.check("alice").await.unwrap().is_allowed());
     there.reset("alice").await.unwrap();
     advance(Duration::from_millis(299)).await;
@@ -270,7 +270,7 @@ async fn a_denial_that_is_overtaken_by_a_reset_is_not_remembered() {
     let (_, slow) = slow();
     let store = DenyCache::new(slow.clone());
     let limiter = limiter(&store, &fixed(1));
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
     slow.takes(0, 500_000);
     let late = tokio::spawn({
         let limiter = limiter.clone();
@@ -290,8 +290,8 @@ async fn a_cached_wait_is_enough_and_the_store_is_asked_in_time_however_slow_the
     let store = DenyCache::new(slow.clone()).max_age(MINUTE);
     let policy = Policy::new("slow", Quota::new(1, Duration::from_millis(500)).unwrap().fixed_window());
     let limiter = limiter(&store, &policy);
-    limiter.check("alice").await.unwrap();
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
     let asked = slow.checks();
     let told = limiter.check("alice").await.unwrap().retry_after().unwrap();
     assert_eq!(slow.checks(), asked);
@@ -308,7 +308,7 @@ async fn a_cache_is_bounded_and_forgets_what_ends_soonest() {
         let store = DenyCache::new(MemoryBackend::new()).capacity(capacity);
         let limiter = limiter(&store, &fixed(1));
         for client in 0..3_000_u32 {
-            limiter.check(client).await.unwrap();
+            let _ = limiter.check(client).await.unwrap();
             assert!(!limiter.check(client).await.unwrap().is_allowed());
             assert!(store.stats().entries <= capacity.max(1));
         }
@@ -318,14 +318,14 @@ async fn a_cache_is_bounded_and_forgets_what_ends_soonest() {
     let long = limiter(&store, &Policy::new("long", Quota::per_minute(1).fixed_window()));
     let short = limiter(&store, &Policy::new("short", Quota::per_second(1).fixed_window()));
     for _ in 0..2 {
-        long.check("alice").await.unwrap();
+        let _ = long.check("alice").await.unwrap();
     }
     for client in 0..2_000_u32 {
-        short.check(client).await.unwrap();
-        short.check(client).await.unwrap();
+        let _ = short.check(client).await.unwrap();
+        let _ = short.check(client).await.unwrap();
     }
     let hits = store.stats().hits;
-    long.check("alice").await.unwrap();
+    let _ = long.check("alice").await.unwrap();
     assert_eq!(store.stats().hits, hits + 1);
 }
 
@@ -335,8 +335,8 @@ async fn a_cached_denial_needs_no_future() {
     let store = DenyCache::new(slow);
     let (policy, key) = (fixed(1), Key::from("alice"));
     assert!(store.check_now(&policy, &key, 1).is_none());
-    store.check(&policy, &key, 1).await.unwrap();
-    store.check(&policy, &key, 1).await.unwrap();
+    let _ = store.check(&policy, &key, 1).await.unwrap();
+    let _ = store.check(&policy, &key, 1).await.unwrap();
     assert_eq!(store.check_now(&policy, &key, 1).unwrap().outcome(), Outcome::Limited);
     // Peeks are asked of the store, and a store that knows the answer at once is asked at once.
     assert!(!store.peek(&policy, &key, 1).await.unwrap().is_allowed());
@@ -480,7 +480,7 @@ async fn a_cold_key_is_counted_to_the_unit() {
     let limiter = limiter(&store, &policy);
     // A request every 20 ms is not worth a lease.
     for turn in 1..=100 {
-        limiter.check("alice").await.unwrap();
+        let _ = limiter.check("alice").await.unwrap();
         assert_eq!(slow.checks(), u64::from(turn));
         let peek = backend.peek(&policy, &Key::from("alice"), 1).await.unwrap();
         assert_eq!(peek.remaining(), Some(1_000 - turn));
@@ -525,7 +525,7 @@ async fn what_is_not_used_is_given_back() {
     let mut admitted = 8;
     // A lease of some size that has just been drawn.
     while store.stats().held < 30 {
-        limiter.check("alice").await.unwrap();
+        let _ = limiter.check("alice").await.unwrap();
         admitted += 1;
     }
     let held = store.stats().held;
@@ -533,7 +533,7 @@ async fn what_is_not_used_is_given_back() {
     assert_eq!(left(limiter.peek("alice").await.unwrap()), 1_000 - admitted - held);
     advance(Duration::from_millis(500)).await;
     // The next request finds the lease too old, gives it back, and asks for itself or draws a smaller one.
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
     let stats = store.stats();
     assert_eq!((stats.given_back, stats.expired), (held, 0));
     assert!(stats.held < held);
@@ -621,10 +621,10 @@ async fn one_draws_and_whoever_waits_is_not_stuck_when_that_one_leaves() {
     let store = Leases::new(slow.clone());
     let limiter = hot(&store, &fixed(100_000)).await;
     for _ in 0..50 {
-        limiter.check("alice").await.unwrap();
+        let _ = limiter.check("alice").await.unwrap();
     }
     while store.stats().held > 0 {
-        limiter.check("alice").await.unwrap();
+        let _ = limiter.check("alice").await.unwrap();
     }
     slow.takes(300_000, 300_000);
     let asked = slow.checks();
@@ -657,7 +657,7 @@ async fn a_store_that_stands_still_costs_one_lease() {
     let store = Leases::new(slow.clone());
     let limiter = hot(&store, &fixed(500_000)).await;
     for _ in 0..5_000 {
-        limiter.check("alice").await.unwrap();
+        let _ = limiter.check("alice").await.unwrap();
     }
     let before = store.stats();
     assert!(before.drawn > 1_000, "{before:?}");
@@ -727,8 +727,8 @@ async fn a_block_and_a_reset_end_a_lease() {
     let backend = MemoryBackend::new();
     let store = Leases::new(backend.clone()).max_age(Duration::from_millis(500));
     let limiter = hot(&store, &fixed(1_000)).await;
-    limiter.check("alice").await.unwrap();
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
     limiter.block("alice", MINUTE / 2).await.unwrap();
     assert_eq!(limiter.check("alice").await.unwrap().outcome(), Outcome::Blocked);
     limiter.reset("alice").await.unwrap();
@@ -740,7 +740,7 @@ async fn a_block_and_a_reset_end_a_lease() {
     // Somebody else's is noticed when the lease has reached its age.
     let limiter = hot(&Leases::new(backend.clone()).max_age(Duration::from_millis(500)), &fixed(5_000)).await;
     for _ in 0..100 {
-        limiter.check("alice").await.unwrap();
+        let _ = limiter.check("alice").await.unwrap();
     }
     backend.block(&fixed(5_000), &Key::from("alice"), MINUTE / 2).await.unwrap();
     assert!(limiter.check("alice").await.unwrap().is_allowed());
@@ -803,7 +803,7 @@ async fn a_live_lease_needs_no_future() {
     let (store, policy, key) = (Leases::new(slow), fixed(1_000), Key::from("alice"));
     let limiter = hot(&store, &policy).await;
     assert!(store.check_now(&policy, &key, 1).is_none(), "a draw takes time");
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
     assert!(store.check_now(&policy, &key, 1).unwrap().is_allowed());
     let memory = Leases::new(MemoryBackend::new());
     for _ in 0..8 {
@@ -820,12 +820,12 @@ async fn leases_are_bounded_and_a_flood_of_newcomers_does_not_take_them() {
     let store = Leases::new(slow.clone()).capacity(50);
     let limiter = hot(&store, &fixed(100_000)).await;
     for _ in 0..1_000 {
-        limiter.check("alice").await.unwrap();
+        let _ = limiter.check("alice").await.unwrap();
     }
     let held = store.stats().held;
     assert!(held > 0);
     for stranger in 0..5_000_u32 {
-        limiter.check(stranger).await.unwrap();
+        let _ = limiter.check(stranger).await.unwrap();
     }
     assert_eq!((store.stats().held, store.stats().expired), (held, 0));
 }
@@ -838,7 +838,7 @@ async fn what_is_left_of_a_lease_is_not_carried_into_the_next_window() {
     let policy = Policy::new("next", Quota::new(1_000, Duration::from_millis(200)).unwrap().fixed_window());
     let limiter = hot(&store, &policy).await;
     while store.stats().held != 3 || store.stats().draws < 4 {
-        limiter.check("alice").await.unwrap();
+        let _ = limiter.check("alice").await.unwrap();
     }
     advance(Duration::from_millis(195)).await;
     slow.takes(10_000, 0);
@@ -861,7 +861,7 @@ async fn what_is_left_of_a_lease_is_not_carried_over_a_reset() {
     let store = Leases::new(backend.clone());
     let limiter = hot(&store, &fixed(1_000)).await;
     while store.stats().held != 3 || store.stats().draws < 4 {
-        limiter.check("alice").await.unwrap();
+        let _ = limiter.check("alice").await.unwrap();
     }
     advance(Duration::from_millis(10)).await;
     backend.reset(&fixed(1_000), &Key::from("alice")).await.unwrap();

@@ -78,7 +78,7 @@ async fn a_password_that_is_changed_while_connected() {
     let mut connection = server.connection();
     let _: () = redis::cmd("CONFIG").arg(&["SET", "requirepass", "new"]).query(&mut connection).unwrap();
     // Whoever is in stays in; whoever comes is refused, and told why at once.
-    limiter(&backend).check("alice").await.unwrap();
+    let _ = limiter(&backend).check("alice").await.unwrap();
     let error = RedisBackend::connect(server.url()).await.unwrap_err();
     assert!(matches!(&error, ConnectError::Credentials(error) if error.is_unauthorized()), "{error:?}");
 }

@@ -193,7 +193,7 @@ impl Bench {
                     runtime.block_on(checks.join_all()).contains(&true)
                 }
                 Verb::Peek(share) => {
-                    runtime.block_on(backend.peek(policy, &key, units(share))).unwrap();
+                    let _ = runtime.block_on(backend.peek(policy, &key, units(share))).unwrap();
                     false
                 }
                 Verb::GiveBack(before, share) => {

@@ -224,7 +224,7 @@ async fn a_demoted_primary_is_left_for_the_new_one() {
     let proxy = Proxy::start(old.port());
     let backend = RedisBackend::connect(proxy.url()).await.unwrap();
     let limiter = Limiter::new(backend, policy()).deadline(Duration::from_secs(5));
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
     sleep(Duration::from_secs(1)).await;
 
     proxy.lead_to(new.port());
@@ -241,7 +241,7 @@ async fn a_demoted_primary_is_left_for_the_new_one() {
         sleep(Duration::from_millis(5)).await;
     }
     assert!((1..=4).contains(&failures), "{failures} failures");
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -293,7 +293,7 @@ async fn abandoned_calls_do_not_cost_a_connection() {
         }
         sleep(Duration::from_millis(600)).await;
     }
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
     assert_eq!(clients(&mut connection), before);
 }
 
@@ -305,7 +305,7 @@ async fn a_connection_that_swallows_everything_is_replaced() {
     let proxy = Proxy::start(black_hole.port());
     let backend = RedisBackend::connect(proxy.url()).await.unwrap();
     let limiter = Limiter::new(backend, policy()).deadline(DEADLINE);
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
     black_hole.pause();
     proxy.lead_to(server.port());
     let start = Instant::now();

@@ -198,7 +198,7 @@ async fn a_limiter_that_leaves_its_store_alone_says_so_once() {
         for _ in 0..2 {
             sleep(Duration::from_secs(1)).await;
             // What memory knows at once asks nobody.
-            limiter.peek("alice").await.unwrap();
+            let _ = limiter.peek("alice").await.unwrap();
         }
         let ends = ["INFO rate limit circuit closes: the store is asked again", "INFO rate limit store answers again"];
         assert_eq!(log.lines(), ends[usize::from(breaker.is_none())..]);

@@ -74,10 +74,10 @@ async fn a_decision_is_one_command() {
     for policy in policies(60) {
         let limiter = limiter(&backend, policy);
         // The first call carries the text of the script.
-        limiter.check("alice").await.unwrap();
+        let _ = limiter.check("alice").await.unwrap();
         let _: () = redis::cmd("CONFIG").arg("RESETSTAT").query(&mut connection).unwrap();
         for _ in 0..DECISIONS {
-            limiter.check("alice").await.unwrap();
+            let _ = limiter.check("alice").await.unwrap();
         }
         let mut calls = calls(&mut connection);
         assert_eq!(calls.remove("evalsha"), Some(DECISIONS));
@@ -98,13 +98,13 @@ async fn a_denial_and_a_peek_write_nothing() {
     let mut connection = server.connection();
     for policy in policies(5) {
         let limiter = limiter(&backend, policy);
-        limiter.check_cost("alice", 4).await.unwrap();
+        let _ = limiter.check_cost("alice", 4).await.unwrap();
         let before = info(&mut connection, "persistence", "rdb_changes_since_last_save");
         for _ in 0..10 {
             assert!(!limiter.check_cost("alice", 2).await.unwrap().is_allowed());
             assert!(limiter.check_cost("alice", 0).await.unwrap().is_allowed());
-            limiter.peek("alice").await.unwrap();
-            limiter.peek("somebody else").await.unwrap();
+            let _ = limiter.peek("alice").await.unwrap();
+            let _ = limiter.peek("somebody else").await.unwrap();
         }
         assert_eq!(info(&mut connection, "persistence", "rdb_changes_since_last_save"), before);
     }
@@ -113,7 +113,7 @@ async fn a_denial_and_a_peek_write_nothing() {
 /// The name of a key of alice's, who is known for a moment.
 async fn stored(limiter: &Limiter<RedisBackend>, connection: &mut Connection, part: &str) -> String {
     limiter.reset("alice").await.unwrap();
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
     let pattern = format!("tollgate:2:{{rate_limit:{}:alice}}:????????:{part}", limiter.policy().name());
     let mut keys: Vec<String> = redis::cmd("KEYS").arg(pattern).query(connection).unwrap();
     assert_eq!(keys.len(), 1, "{keys:?}");
@@ -167,7 +167,7 @@ async fn a_key_that_lost_its_expiry_gets_it_back() {
     let mut connection = server.connection();
     let limiter = limiter(&backend, Policy::new("expiry", Quota::per_second(10).fixed_window()));
     let key = &stored(&limiter, &mut connection, "counts").await;
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
     for harm in ["PERSIST", "PEXPIRE"] {
         let mut command = redis::cmd(harm);
         command.arg(key);
@@ -179,7 +179,7 @@ async fn a_key_that_lost_its_expiry_gets_it_back() {
         assert!(limiter.peek("alice").await.unwrap().reset_after() <= Duration::from_secs(1));
         // It is written once in a fifth of it.
         tokio::time::sleep(Duration::from_millis(1_263 / 5 + 1)).await;
-        limiter.check("alice").await.unwrap();
+        let _ = limiter.check("alice").await.unwrap();
         let ttl: i64 = redis::cmd("PTTL").arg(key).query(&mut connection).unwrap();
         assert!((1..=1_263).contains(&ttl), "{ttl} after {harm}");
     }
@@ -194,7 +194,7 @@ async fn a_block_that_is_lifted_does_not_keep_the_key() {
     let [policy, _] = policies(10);
     let limiter = limiter(&backend, policy);
     let key = &stored(&limiter, &mut connection, "counts").await;
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
     for block in [Duration::ZERO, Duration::from_secs(1)] {
         limiter.block("alice", Duration::from_secs(86_400)).await.unwrap();
         limiter.block("alice", block).await.unwrap();
@@ -211,7 +211,7 @@ async fn a_block_that_is_lifted_after_the_clock_was_set_back_forgets_no_counts()
     let mut connection = server.connection();
     let limiter = limiter(&backend, Policy::new("lifted", Quota::per_minute(10).fixed_window()));
     let key = &stored(&limiter, &mut connection, "counts").await;
-    limiter.check_cost("alice", 9).await.unwrap();
+    let _ = limiter.check_cost("alice", 9).await.unwrap();
     let mut value: Vec<u8> = redis::cmd("GET").arg(key).query(&mut connection).unwrap();
     // Behind the version and the capacity: the last update.
     let last = 1 + 4;
@@ -232,7 +232,7 @@ async fn a_block_of_others_leaves_the_key_for_as_long_as_its_counts_need() {
     let bucket = |quota: Quota| limiter(&backend, Policy::new("shared", quota.token_bucket()));
     let (long, short) = (bucket(Quota::per_day(10)), bucket(Quota::per_minute(100)));
     let key = &stored(&long, &mut connection, "counts").await;
-    long.check_cost("alice", 9).await.unwrap();
+    let _ = long.check_cost("alice", 9).await.unwrap();
     for block in [Duration::ZERO, Duration::from_secs(1), Duration::ZERO] {
         short.block("alice", block).await.unwrap();
         let ttl: u64 = redis::cmd("PTTL").arg(key).query(&mut connection).unwrap();
@@ -461,7 +461,7 @@ async fn connections_end_with_their_backend() {
     let clone = backend.clone();
     drop(backend);
     let [policy, _] = policies(1);
-    limiter(&clone, policy).check("alice").await.unwrap();
+    let _ = limiter(&clone, policy).check("alice").await.unwrap();
     drop(clone);
     // The server notices in its own time.
     for _ in 0..100 {
@@ -512,9 +512,9 @@ async fn do_everything(server: &RedisServer) -> Result<(), BoxError> {
         for _ in 0..201 {
             receipt = receipt.or(limiter.check("alice").await?.receipt());
         }
-        limiter.peek("alice").await?;
+        let _ = limiter.peek("alice").await?;
         limiter.settle("alice", receipt.unwrap(), -1).await?;
-        limiter.check("alice").await?;
+        let _ = limiter.check("alice").await?;
         for time in [Duration::from_secs(1), Duration::ZERO] {
             limiter.block("alice", time).await?;
         }
@@ -525,7 +525,7 @@ async fn do_everything(server: &RedisServer) -> Result<(), BoxError> {
             asking.spawn(async move { limiter.check("bob").await });
         }
         while let Some(decision) = asking.join_next().await {
-            decision??;
+            let _ = decision??;
         }
     }
     Ok(())
@@ -615,7 +615,7 @@ async fn what_is_wrong_with_one_subject_is_wrong_with_no_other() {
     let [policy, _] = policies(100);
     let limiter = limiter(&connect(&server).await, policy);
     // Wherever the count of subject 7 lies.
-    limiter.check(7_u64).await.unwrap();
+    let _ = limiter.check(7_u64).await.unwrap();
     let key: String = server.query::<Vec<String>>("KEYS *").remove(0);
     server.query::<()>(&format!("DEL {key}"));
     server.query::<()>(&format!("RPUSH {key} mine"));
@@ -632,7 +632,7 @@ async fn memory_that_runs_out_admits_nobody() {
     let server = RedisServer::start();
     let [policy, _] = policies(100);
     let limiter = limiter(&connect(&server).await, policy);
-    limiter.check(1_u64).await.unwrap();
+    let _ = limiter.check(1_u64).await.unwrap();
     server.limit_memory(1);
     for decision in check_at_once(&limiter, (0..500).map(|turn| turn % 2)).await {
         let error = decision.unwrap_err();
@@ -651,7 +651,7 @@ async fn where_memory_runs_out_a_denial_is_a_denial() {
     for _ in 0..3 {
         assert!(limiter.check(0_u64).await.unwrap().is_allowed());
     }
-    limiter.check(1_u64).await.unwrap();
+    let _ = limiter.check(1_u64).await.unwrap();
     server.limit_memory(1);
     let mut denied = 0;
     for decision in check_at_once(&limiter, (0..500).map(|turn| turn % 2)).await {
@@ -672,7 +672,7 @@ async fn who_gives_up_while_waiting_is_not_charged() {
     let server = RedisServer::start();
     let [policy, _] = policies(3_000);
     let limiter = limiter(&connect(&server).await, policy);
-    limiter.check("alice").await.unwrap();
+    let _ = limiter.check("alice").await.unwrap();
     server.pause();
     let mut tasks = JoinSet::new();
     for _ in 0..2_000 {

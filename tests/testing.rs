@@ -189,14 +189,14 @@ async fn whoever_is_exhausted_has_nothing_left() {
     for policy in single.into_iter().chain([several]) {
         let limiter = Limiter::new(MemoryBackend::new(), policy);
         for used in [0, 1] {
-            limiter.check_cost("alice", used).await.unwrap();
+            let _ = limiter.check_cost("alice", used).await.unwrap();
             advance(Duration::from_millis(1)).await;
             let decision = exhaust(&limiter, "alice").await;
             assert_eq!(decision.remaining().unwrap_or(0), 0, "{:?}", limiter.policy());
             assert!(!limiter.check("alice").await.unwrap().is_allowed(), "{:?}", limiter.policy());
         }
         // And again, where there is nothing to do.
-        exhaust(&limiter, "alice").await;
+        let _ = exhaust(&limiter, "alice").await;
     }
 }
 
@@ -205,7 +205,7 @@ async fn whoever_is_exhausted_has_nothing_left() {
 async fn whoever_is_blocked_cannot_be_exhausted() {
     let limiter = Limiter::new(MemoryBackend::new(), policy());
     limiter.block("alice", Duration::from_secs(60)).await.unwrap();
-    exhaust(&limiter, "alice").await;
+    let _ = exhaust(&limiter, "alice").await;
 }
 
 #[tokio::test]
@@ -213,13 +213,13 @@ async fn whoever_is_blocked_cannot_be_exhausted() {
 async fn nobody_is_exhausted_on_a_store_that_fails() {
     let (limiter, faults) = store();
     faults.fail(Failure::Unavailable);
-    exhaust(&limiter, "alice").await;
+    let _ = exhaust(&limiter, "alice").await;
 }
 
 #[tokio::test]
 async fn an_outcome_is_kept_by_the_store_of_faults() {
     let (limiter, _) = store();
-    exhaust(&limiter, "alice").await;
+    let _ = exhaust(&limiter, "alice").await;
     assert_eq!(limiter.check("alice").await.unwrap().outcome(), Outcome::Limited);
 }
 

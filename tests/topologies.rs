@@ -83,14 +83,14 @@ async fn a_replaced_primary_is_left_although_it_answers() {
     let policy = Policy::new("follows", Quota::per_hour(1_000_000).fixed_window());
     let limiter = Limiter::new(connect(&deployment.url()).await, policy).deadline(Duration::from_secs(10));
     let old = deployment.primary().port();
-    limiter.check("before").await.unwrap();
+    let _ = limiter.check("before").await.unwrap();
     deployment.fail_over();
     let (announced, new) = block_in_place(|| deployment.wait_for_another_primary(old));
     while announced.elapsed() < Duration::from_secs(1) {
-        limiter.check("meanwhile").await.unwrap();
+        let _ = limiter.check("meanwhile").await.unwrap();
         sleep(Duration::from_millis(5)).await;
     }
-    limiter.check("after").await.unwrap();
+    let _ = limiter.check("after").await.unwrap();
     let keys: Vec<String> = deployment.servers[new].query("KEYS *:after}:*");
     assert_eq!(keys.len(), 1);
 }
@@ -107,7 +107,7 @@ async fn a_primary_is_left_that_all_sentinels_are_told_to_watch_no_more() {
     let policy = Policy::new("follows", Quota::per_hour(1_000_000).fixed_window());
     let limiter = Limiter::new(connect(&deployment.url()).await, policy).deadline(Duration::from_secs(10));
     let new = RedisServer::start();
-    limiter.check("before").await.unwrap();
+    let _ = limiter.check("before").await.unwrap();
     // The watch has to have seen the failover: it looks twice a second and more.
     sleep(Duration::from_secs(1)).await;
     for sentinel in &deployment.sentinels {
@@ -117,7 +117,7 @@ async fn a_primary_is_left_that_all_sentinels_are_told_to_watch_no_more() {
     let begun = Instant::now();
     while new.query::<Vec<String>>("KEYS *:after}:*").is_empty() {
         assert!(begun.elapsed() < Duration::from_secs(10), "the old primary is not left");
-        limiter.check("after").await.unwrap();
+        let _ = limiter.check("after").await.unwrap();
         sleep(Duration::from_millis(20)).await;
     }
 }

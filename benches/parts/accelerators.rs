@@ -44,7 +44,7 @@ async fn deny_cache_per_s(backend: RedisBackend, keys: usize) -> (f64, f64) {
     let limiter = limiter(store.clone(), "denied", Quota::per_day(1));
     let keys: Vec<Key> = (0..keys).map(|key| Key::from(format!("client-{key}"))).collect();
     for key in &keys {
-        limiter.check(*key).await.expect("Redis decides");
+        let _ = limiter.check(*key).await.expect("Redis decides");
     }
     load(&limiter, &keys, 64, false).await;
     let before = store.stats();

@@ -33,8 +33,8 @@
 //! let read = Limiter::new(backend.clone(), Policy::new("read", Quota::per_second(100).fixed_window()));
 //! let write = Limiter::new(backend.clone(), Policy::new("write", Quota::per_second(5).sliding_log()?));
 //!
-//! read.check("alice").await?;
-//! write.check_cost("alice", 2).await?;
+//! assert!(read.check("alice").await?.is_allowed());
+//! assert!(write.check_cost("alice", 2).await?.is_allowed());
 //! assert_eq!(backend.len(), 2);
 //! # Ok(())
 //! # }

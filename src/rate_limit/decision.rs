@@ -13,6 +13,7 @@ use super::quota::Limit;
 /// A policy of several limits makes one decision; [`limits`](Self::limits) says how each of them stands, and the other
 /// methods speak of the one that binds most.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[must_use = "says whether the request may pass"]
 pub struct Decision {
     outcome: Outcome,
     receipt: Option<Receipt>,
@@ -184,7 +185,6 @@ impl LimitStatus {
 impl Decision {
     /// What follows from how the limits stand: limited if one of them is violated, allowed otherwise. `limits` are those of the policy,
     /// in its order.
-    #[must_use]
     pub fn new(limits: impl IntoIterator<Item = LimitStatus>) -> Self {
         let limits: Limits = limits.into_iter().collect();
         let violated = limits.as_slice().iter().any(LimitStatus::is_violated);
@@ -200,13 +200,11 @@ impl Decision {
     }
 
     /// The same, with a receipt of what was charged.
-    #[must_use]
     pub fn with_receipt(self, receipt: Receipt) -> Self {
         Self { receipt: Some(receipt), ..self }
     }
 
     /// The same, but denied because the key is blocked for the next `blocked_for`.
-    #[must_use]
     pub fn blocked(self, blocked_for: Duration) -> Self {
         Self { outcome: Outcome::Blocked, receipt: None, blocked_us: micros(blocked_for).max(1), ..self }
     }
@@ -233,7 +231,6 @@ impl Decision {
     }
 
     /// Denied for good, by limits of these capacities.
-    #[must_use]
     pub fn never(capacities: impl IntoIterator<Item = u32>) -> Self {
         let status = |capacity| LimitStatus::new(capacity, 0, Duration::ZERO, Duration::ZERO);
         let limits = capacities.into_iter().map(status).collect();
@@ -415,7 +412,6 @@ impl RateLimited {
     }
 
     /// The decision behind the rejection: that of the [policy](Self::policy).
-    #[must_use]
     pub fn decision(&self) -> &Decision {
         &self.denial.decision
     }

@@ -277,7 +277,7 @@ mod tests {
                         2..10 => drop(backend.check(&fixed, &key, turns).await.unwrap()),
                         _ => {
                             for _ in 0..turns * 5 {
-                                backend.check(&log, &key, 1).await.unwrap();
+                                let _ = backend.check(&log, &key, 1).await.unwrap();
                             }
                         }
                     }

@@ -476,7 +476,7 @@ impl RateLimitStore for MemoryBackend {
             if !denied && !decision.is_allowed() {
                 for (index, charged) in decisions.iter_mut().enumerate() {
                     if let Some(receipt) = charged.receipt() {
-                        act(index, Verb::Settle(receipt, -i64::from(requests[index].cost)));
+                        let _ = act(index, Verb::Settle(receipt, -i64::from(requests[index].cost)));
                         // What was given back was never charged.
                         *charged = act(index, Verb::Peek);
                     }
@@ -496,13 +496,13 @@ impl RateLimitStore for MemoryBackend {
     }
 
     async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
-        self.decide(policy, key, 0, |_| Verb::Settle(receipt, change));
+        let _ = self.decide(policy, key, 0, |_| Verb::Settle(receipt, change));
         Ok(())
     }
 
     async fn block(&self, policy: &Policy, key: &Key, time: Duration) -> Result<(), StoreError> {
         let time = u64::try_from(time.min(Self::MAX_BLOCK).as_micros()).unwrap_or(u64::MAX);
-        self.decide(policy, key, 0, |now| Verb::BlockUntil(now + time));
+        let _ = self.decide(policy, key, 0, |now| Verb::BlockUntil(now + time));
         Ok(())
     }
 
