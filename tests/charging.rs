@@ -363,3 +363,25 @@ async fn nobody_waits_for_a_correction_and_no_more_than_so_many_are_kept() {
     let peek = store.peek(&policy, &Key::EVERYONE, 1).await.unwrap();
     assert_eq!(peek.remaining(), Some(many - 100), "the last hundred stay charged");
 }
+
+#[tokio::test(start_paused = true)]
+async fn the_end_of_all_corrections_can_be_waited_for() {
+    let store = MemoryBackend::new();
+    let layer = RateLimitLayer::new(Slow(store.clone()), tokens());
+    let service = layer.clone().cost(|_: &Request<()>| 10).charge_on(tollgate::http::successes());
+    let service = service.layer(service_fn(status));
+    let start = tokio::time::Instant::now();
+    layer.drained().await;
+    assert_eq!(start.elapsed(), Duration::ZERO, "there is none");
+    let ask = || service.clone().oneshot(Request::get("/500").body(()).unwrap());
+    ask().await.unwrap();
+    tokio::time::sleep(Duration::from_millis(20)).await;
+    ask().await.unwrap();
+    assert_eq!(left(&store).await, 80);
+    layer.drained().await;
+    assert_eq!((start.elapsed(), left(&store).await), (Duration::from_millis(70), 100));
+    // Nothing has ended: others follow.
+    ask().await.unwrap();
+    layer.drained().await;
+    assert_eq!((start.elapsed(), left(&store).await), (Duration::from_millis(120), 100));
+}

@@ -19,7 +19,7 @@ use proptest::prelude::*;
 use tollgate::config::{Rules, RulesError, RulesHandle, RulesLayer};
 use tollgate::grpc::AsStatus;
 use tollgate::http::PeerAddr;
-use tollgate::rate_limit::{CircuitBreaker, Decision, Mode, QuotaChange, RateLimitStore, Receipt};
+use tollgate::rate_limit::{CircuitBreaker, Decision, Mode, QuotaChange, RateLimitHandle, RateLimitStore, Receipt};
 use tollgate::testing::{FaultStore, Verb};
 use tollgate::{Key, MemoryBackend, Policy, Quota, StoreError};
 use tower::{Layer, Service, ServiceExt, service_fn};
@@ -763,6 +763,25 @@ async fn reloads_under_load_drop_nothing_and_keep_the_counts() {
     }
     println!("requests={asked} admitted={admitted} reloads=1000 refused={refused}");
     assert_eq!(admitted, 100, "of {asked} requests: neither more nor less than the quota");
+}
+
+#[tokio::test(start_paused = true)]
+async fn the_end_of_all_corrections_can_be_waited_for() {
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().delay(Duration::from_millis(50));
+    let layer = RulesLayer::new(store.clone(), simple("fixed_window", 9));
+    let service = layer.layer(service_fn(async |request: Request<()>| {
+        request.extensions().get::<RateLimitHandle>().unwrap().refund(1);
+        Ok::<_, Infallible>(Response::new(String::new()))
+    }));
+    let policy = Policy::new("a", Quota::per_hour(9).fixed_window());
+    let left = async || store.get_ref().peek(&policy, &Key::EVERYONE, 1).await.unwrap().remaining();
+    assert_eq!(status(&service, "/x").await, 200);
+    // Of rules that hold no more as well.
+    layer.handle().reload(simple("fixed_window", 8));
+    assert_eq!(left().await, Some(8));
+    layer.drained().await;
+    assert_eq!(left().await, Some(9));
 }
 
 #[tokio::test]

@@ -168,6 +168,7 @@ where
         for client in clients {
             drop(runtime.block_on(service.clone().oneshot(*client)));
         }
+        drop(runtime);
     });
     seen(&snapshotter)
 }
@@ -186,6 +187,17 @@ fn decisions_are_counted_by_policy_and_outcome() {
         ("tollgate_settlements_total{policy=api,outcome=done}", 1),
     ];
     assert_eq!(seen, expect(&expected));
+}
+
+/// It happened that nobody saw it.
+#[test]
+fn a_correction_that_ends_with_its_runtime_is_lost() {
+    let policy = Policy::new("api", Quota::per_hour(9).fixed_window());
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().delay(Duration::from_millis(50));
+    let mut seen = ask(RateLimitLayer::new(store, policy), &["free"]);
+    seen.retain(|name, _| name.starts_with("tollgate_settlements_total"));
+    assert_eq!(seen, expect(&[("tollgate_settlements_total{policy=api,outcome=lost}", 1)]));
 }
 
 #[test]

@@ -14,7 +14,7 @@ use crate::error::ConfigError;
 use crate::key::ExtractKey;
 use crate::lock::Scope;
 use crate::rate_limit::{
-    ChargeAlways, CircuitBreaker, Fallback, Policy, RateLimit, RateLimitLayer, RateLimitStore, RequestCost, Screen,
+    ChargeAlways, CircuitBreaker, InCommon, Policy, RateLimit, RateLimitLayer, RateLimitStore, RequestCost, Screen,
     Screening, Subjects,
 };
 use crate::reject::AsResponse;
@@ -22,7 +22,8 @@ use crate::reject::AsResponse;
 /// Enforces [`Rules`](super::Rules) in front of an HTTP service. See the [module docs](crate::config) for examples.
 ///
 /// All clones of this layer, and all services that they make, count together and follow the same rules. Requests that no
-/// rule matches pass uncounted. Rules share one circuit to the backend, and the counts of the time in which it fails.
+/// rule matches pass uncounted. Rules share one circuit to the backend, the counts of the time in which it fails, and the room for
+/// [corrections](crate::rate_limit::RateLimitHandle::MAX_PENDING) that are under way.
 #[must_use]
 pub struct RulesLayer<B, A = AsResponse> {
     pub(super) shared: Arc<Shared<B, A>>,
@@ -32,7 +33,7 @@ pub struct RulesLayer<B, A = AsResponse> {
 pub(super) struct Shared<B, A> {
     backend: B,
     pub(super) handle: RulesHandle,
-    fallback: Fallback,
+    common: InCommon,
     pub(super) answer: A,
     active: ArcSwapOption<Active<B, A>>,
 }
@@ -65,14 +66,14 @@ impl<B, A> RuleLimit<(), B, A> {
 impl<B> RulesLayer<B> {
     /// Enforces `rules`, or whatever rules a [`RulesHandle`] holds, on what `backend` counts.
     pub fn new(backend: B, rules: impl Into<RulesHandle>) -> Self {
-        let fallback = Fallback::new(CircuitBreaker::new());
-        Self::of(backend, rules.into(), fallback, Default::default())
+        let common = InCommon::new(CircuitBreaker::new());
+        Self::of(backend, rules.into(), common, Default::default())
     }
 }
 
 impl<B, A> RulesLayer<B, A> {
-    fn of(backend: B, handle: RulesHandle, fallback: Fallback, answer: A) -> Self {
-        Self { shared: Arc::new(Shared { backend, handle, fallback, answer, active: ArcSwapOption::empty() }) }
+    fn of(backend: B, handle: RulesHandle, common: InCommon, answer: A) -> Self {
+        Self { shared: Arc::new(Shared { backend, handle, common, answer, active: ArcSwapOption::empty() }) }
     }
 
     /// Makes sure that quotas hold as far as they are meant to, so that the memory backend is not taken for a distributed one.
@@ -93,13 +94,20 @@ impl<B, A> RulesLayer<B, A> {
     pub fn handle(&self) -> RulesHandle {
         self.shared.handle.clone()
     }
+
+    /// Waits until no [correction](crate::rate_limit::RateLimitHandle) is under way any more, by whichever rules: for the end of a program, once it
+    /// takes no more requests. For all clones of this layer that were made after its [`circuit_breaker`](Self::circuit_breaker) was said. See
+    /// [`RateLimitLayer::drained`].
+    pub async fn drained(&self) {
+        self.shared.common.drained().await;
+    }
 }
 
 impl<B: Clone, A> RulesLayer<B, A> {
     /// What a rejection becomes. Defaults to [`AsResponse`].
     pub fn with_rejection<A2>(self, answer: A2) -> RulesLayer<B, A2> {
-        let Shared { backend, handle, fallback, .. } = &*self.shared;
-        RulesLayer::of(backend.clone(), handle.clone(), fallback.clone(), answer)
+        let Shared { backend, handle, common, .. } = &*self.shared;
+        RulesLayer::of(backend.clone(), handle.clone(), common.clone(), answer)
     }
 }
 
@@ -107,7 +115,7 @@ impl<B: Clone, A: Clone> RulesLayer<B, A> {
     /// When the layer stops to ask a store that fails, for all rules together. Defaults to [`CircuitBreaker::new`].
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         let Shared { backend, handle, answer, .. } = &*self.shared;
-        Self::of(backend.clone(), handle.clone(), Fallback::new(breaker), answer.clone())
+        Self::of(backend.clone(), handle.clone(), InCommon::new(breaker), answer.clone())
     }
 }
 
@@ -146,7 +154,7 @@ impl<B: Clone, A: Clone> Active<B, A> {
                 .on_store_error(*on_store_error)
                 .replicas(*replicas)
                 .wait(*wait)
-                .fallback(&shared.fallback)
+                .having(&shared.common)
                 .with_rejection(shared.answer.clone());
             let layer = match deadline {
                 Some(deadline) => layer.deadline(*deadline),

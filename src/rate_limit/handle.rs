@@ -1,13 +1,14 @@
 use std::fmt;
 use std::future::Future;
 use std::mem;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicI64, AtomicUsize, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::task::{Context, Waker};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
+use tokio::sync::Notify;
 
 use super::decision::{Decision, Receipt};
 use super::judge::{Subject, Subjects};
@@ -52,7 +53,8 @@ use crate::key::Key;
 /// added are charged even beyond the limit, see [`RateLimitStore::settle`].
 ///
 /// The store is told in the background, for no longer than the deadline of the layer and on any thread; if it fails, or more than
-/// [1,024](Self::MAX_PENDING) are waiting, what was charged stays as it was.
+/// [1,024](Self::MAX_PENDING) are waiting, what was charged stays as it was. So it does where the runtime ends before: at the end of a program wait
+/// for [`RateLimitLayer::drained`](super::RateLimitLayer::drained). What is lost is [counted](crate::rate_limit#metrics).
 #[derive(Clone)]
 pub struct RateLimitHandle {
     ledger: Arc<Ledger>,
@@ -168,7 +170,7 @@ pub(super) struct Settler<B, L> {
     pub(super) deadline: Duration,
     /// For handles that are dropped on a thread without one.
     pub(super) runtime: Arc<OnceLock<Handle>>,
-    pub(super) pending: Arc<AtomicUsize>,
+    pub(super) pending: Arc<Pending>,
 }
 
 impl<B, L> Settle for Settler<B, L>
@@ -197,20 +199,15 @@ fn in_background<S, B, L>(
     let (policy, deadline) = (policy.unwrap_or_else(|| settler.policy.clone()), settler.deadline);
     let current = Handle::try_current().ok();
     let is_inside = current.is_some();
-    let (runtime, place) = (current.or_else(|| settler.runtime.get().cloned()), Place::take(&settler.pending));
-    let (Some(runtime), Some(place)) = (runtime, place) else {
-        policy.meters().settled(false);
-        tracing::debug!(policy = policy.name(), change, "a correction of a charge is lost");
-        return;
-    };
+    let runtime = current.or_else(|| settler.runtime.get().cloned());
+    let place = Place::take(&settler.pending);
+    let has_place = place.is_some();
+    let correction = Correction { policy, change, outcome: None, _place: place };
+    let Some(runtime) = runtime.filter(|_| has_place) else { return };
     let mut settlement: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
-        let _place = place;
-        let settled = store.settle(&policy, &key, receipt, change);
-        let settled: Result<(), StoreError> = Deadline::new(settled, deadline).await;
-        policy.meters().settled(settled.is_ok());
-        if let Err(error) = settled {
-            tracing::debug!(policy = policy.name(), change, %error, "a correction of a charge is lost");
-        }
+        let settled = store.settle(&correction.policy, &key, receipt, change);
+        let outcome = Deadline::new(settled, deadline).await;
+        correction.end(outcome);
     });
     // A store in memory is done at once, and needs no task.
     if !is_inside || settlement.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
@@ -218,19 +215,69 @@ fn in_background<S, B, L>(
     }
 }
 
+/// A correction that is under way. One that is dropped without an outcome, with its runtime for instance, is lost.
+struct Correction {
+    policy: Policy,
+    change: i64,
+    outcome: Option<Result<(), StoreError>>,
+    _place: Option<Place>,
+}
+
+impl Correction {
+    fn end(mut self, outcome: Result<(), StoreError>) {
+        self.outcome = Some(outcome);
+    }
+}
+
+impl Drop for Correction {
+    fn drop(&mut self) {
+        let Self { policy, change, outcome, .. } = self;
+        policy.meters().settled(matches!(outcome, Some(Ok(()))));
+        let error = match outcome {
+            Some(Ok(())) => return,
+            Some(Err(error)) => Some(tracing::field::display(error)),
+            None => None,
+        };
+        tracing::debug!(policy = policy.name(), change, error, "a correction of a charge is lost");
+    }
+}
+
+/// The corrections of a layer that are under way.
+#[derive(Default)]
+pub(super) struct Pending {
+    count: AtomicUsize,
+    idle: Notify,
+}
+
+impl Pending {
+    /// Waits until there is none.
+    pub(super) async fn drained(&self) {
+        loop {
+            let mut idle = pin!(self.idle.notified());
+            idle.as_mut().enable();
+            if self.count.load(Ordering::Acquire) == 0 {
+                return;
+            }
+            idle.await;
+        }
+    }
+}
+
 /// One of the places for corrections that are under way.
-struct Place(Arc<AtomicUsize>);
+struct Place(Arc<Pending>);
 
 impl Place {
-    fn take(pending: &Arc<AtomicUsize>) -> Option<Self> {
+    fn take(pending: &Arc<Pending>) -> Option<Self> {
         let taken = Self(Arc::clone(pending));
         // Given back by the drop if that was one too many.
-        (pending.fetch_add(1, Ordering::Relaxed) < RateLimitHandle::MAX_PENDING).then_some(taken)
+        (pending.count.fetch_add(1, Ordering::Relaxed) < RateLimitHandle::MAX_PENDING).then_some(taken)
     }
 }
 
 impl Drop for Place {
     fn drop(&mut self) {
-        self.0.fetch_sub(1, Ordering::Relaxed);
+        if self.0.count.fetch_sub(1, Ordering::Release) == 1 {
+            self.0.idle.notify_waiters();
+        }
     }
 }

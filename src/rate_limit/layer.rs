@@ -1,12 +1,11 @@
 use std::fmt;
-use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
 use tower_layer::Layer;
 
-use super::handle::{RateLimitHandle, Settle, Settler};
+use super::handle::{Pending, RateLimitHandle, Settle, Settler};
 use super::limiter::DEFAULT_DEADLINE;
 use super::line::Lines;
 use super::policy::Policy;
@@ -53,7 +52,7 @@ pub(super) struct Core<B> {
     pub(super) replicas: u32,
     pub(super) circuit: Arc<Circuit>,
     pub(super) local: Local,
-    pub(super) pending: Arc<AtomicUsize>,
+    pub(super) pending: Arc<Pending>,
     /// Of the first request that found one, for what comes to its end on a thread without.
     pub(super) runtime: Arc<OnceLock<Handle>>,
 }
@@ -78,18 +77,25 @@ impl Local {
     }
 }
 
-/// What layers on the same backend may have in common: the circuit to it, and the counts of the time in which it fails.
+/// What layers on the same backend may have in common: the circuit to it, the counts of the time in which it fails, and the corrections
+/// that are under way.
 #[cfg(feature = "config")]
 #[derive(Clone)]
-pub(crate) struct Fallback {
+pub(crate) struct InCommon {
     circuit: Arc<Circuit>,
     local: Local,
+    pending: Arc<Pending>,
 }
 
 #[cfg(feature = "config")]
-impl Fallback {
+impl InCommon {
     pub(crate) fn new(breaker: CircuitBreaker) -> Self {
-        Self { circuit: Arc::new(Circuit::new(breaker)), local: Local::default() }
+        Self { circuit: Arc::new(Circuit::new(breaker)), local: Local::default(), pending: Arc::default() }
+    }
+
+    /// Waits until no correction is under way.
+    pub(crate) async fn drained(&self) {
+        self.pending.drained().await;
     }
 }
 
@@ -380,15 +386,41 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     pub fn deadline(self, deadline: Duration) -> Self {
         self.change(|core| core.deadline = deadline)
     }
+
+    /// Waits until no [correction](RateLimitHandle) is under way any more: for the end of a program, once it takes no more requests. For all clones of
+    /// this layer, and those that were made of it by the methods above. It takes no longer than the [deadline](Self::deadline), unless
+    /// others begin meanwhile.
+    ///
+    /// ```no_run
+    /// # #[cfg(feature = "http")] {
+    /// use axum::{Router, routing::get};
+    /// use tollgate::{BoxError, MemoryBackend, Policy, Quota, RateLimitLayer};
+    ///
+    /// # async fn serve(stopped: impl Future<Output = ()> + Send + 'static) -> Result<(), BoxError> {
+    /// let failures = Policy::new("failures", Quota::per_minute(5).fixed_window());
+    /// let limit = RateLimitLayer::new(MemoryBackend::new(), failures).charge_on(tollgate::http::failures());
+    /// let app: Router = Router::new().route("/login", get(async || "welcome")).layer(limit.clone());
+    ///
+    /// let listener = tokio::net::TcpListener::bind("127.0.0.1:3000").await?;
+    /// axum::serve(listener, app).with_graceful_shutdown(stopped).await?;
+    /// limit.drained().await;
+    /// # Ok(())
+    /// # }
+    /// # }
+    /// ```
+    pub async fn drained(&self) {
+        self.settings.core.pending.drained().await;
+    }
 }
 
 #[cfg(feature = "config")]
 impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
-    /// Does without the store when others do, and counts together with them then.
-    pub(crate) fn fallback(self, fallback: &Fallback) -> Self {
+    /// Does without the store when others do, counts together with them then, and keeps its corrections where they do.
+    pub(crate) fn having(self, common: &InCommon) -> Self {
         self.change(|core| {
-            core.circuit = Arc::clone(&fallback.circuit);
-            core.local = fallback.local.clone();
+            core.circuit = Arc::clone(&common.circuit);
+            core.local = common.local.clone();
+            core.pending = Arc::clone(&common.pending);
         })
     }
 

@@ -63,7 +63,8 @@
 //!
 //! An admitted request is charged its cost at once, so that requests in flight count. What it turns out to be worth can be
 //! said afterwards: by its answer ([`ChargeOn`], with presets for HTTP and gRPC), or by its handler, through the
-//! [`RateLimitHandle`] in its extensions. This is also how an estimate is reserved and settled.
+//! [`RateLimitHandle`] in its extensions. This is also how an estimate is reserved and settled. The store is told in the background: at the end of a
+//! program, after a graceful shutdown, wait for [`RateLimitLayer::drained`].
 //!
 //! # When the store fails
 //!
@@ -163,6 +164,6 @@ pub use crate::circuit::CircuitBreaker;
 #[cfg(feature = "http")]
 pub(crate) use self::decision::ceil_seconds;
 #[cfg(feature = "config")]
-pub(crate) use self::layer::Fallback;
+pub(crate) use self::layer::InCommon;
 #[cfg(feature = "redis")]
 pub(crate) use self::store::{Charge, give_back, one_after_the_other};
