@@ -28,13 +28,17 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
-/// Collects the messages of all events.
+/// Collects the messages of all events, and what they say is done then.
 #[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<String>>>);
+struct Log(Arc<Mutex<Vec<Message>>>);
 
 impl Log {
-    fn lines(&self) -> Vec<String> {
+    fn take(&self) -> Vec<Message> {
         std::mem::take(&mut self.0.lock().unwrap())
+    }
+
+    fn lines(&self) -> Vec<String> {
+        self.take().into_iter().map(|message| message.line).collect()
     }
 }
 
@@ -55,7 +59,8 @@ impl Subscriber for Log {
     fn event(&self, event: &Event<'_>) {
         let mut message = Message::default();
         event.record(&mut message);
-        self.0.lock().unwrap().push(format!("{} {}", event.metadata().level(), message.0));
+        message.line.insert_str(0, &format!("{} ", event.metadata().level()));
+        self.0.lock().unwrap().push(message);
     }
 
     fn enter(&self, _: &Id) {}
@@ -64,12 +69,17 @@ impl Subscriber for Log {
 }
 
 #[derive(Default)]
-struct Message(String);
+struct Message {
+    line: String,
+    then: String,
+}
 
 impl Visit for Message {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
-        if field.name() == "message" {
-            self.0 = format!("{value:?}");
+        match field.name() {
+            "message" => self.line = format!("{value:?}"),
+            "then" => self.then = format!("{value:?}"),
+            _ => {}
         }
     }
 }
@@ -319,7 +329,9 @@ async fn a_resolver_that_fails_is_one_line_and_no_failure_of_the_store() {
         ask("alice").await;
         advance(Duration::from_secs(1)).await;
     }
-    assert_eq!(log.lines(), ["WARN rate limit resolver fails"]);
+    let messages = log.take();
+    let messages: Vec<_> = messages.iter().map(|message| (&*message.line, &*message.then)).collect();
+    assert_eq!(messages, [("WARN rate limit resolver fails", "Local")]);
     for _ in 0..60 {
         advance(Duration::from_secs(1)).await;
         ask("alice").await;
@@ -350,7 +362,9 @@ async fn a_resolver_that_fails_behind_old_answers_is_a_line_too() {
         advance(Duration::from_secs(61)).await;
         service.clone().oneshot(()).await.unwrap();
     }
-    assert_eq!(log.lines(), ["WARN rate limit resolver fails"]);
+    let messages = log.take();
+    let messages: Vec<_> = messages.iter().map(|message| (&*message.line, &*message.then)).collect();
+    assert_eq!(messages, [("WARN rate limit resolver fails", "\"old answer\"")]);
     hangs.store(false, Ordering::Relaxed);
     for _ in 0..3 {
         tokio::time::sleep(Duration::from_secs(61)).await;

@@ -1,6 +1,7 @@
 //! What a layer makes of a request: asks the store, does without one that fails, and says yes or no.
 
 use std::error::Error;
+use std::fmt;
 use std::iter::Chain;
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
@@ -336,22 +337,22 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 Ok(policy)
             }
             Ok(Resolved::Old(policy, error)) => {
-                self.resolver_failed(resolver, &error);
+                self.resolver_failed(resolver, &error, &"old answer");
                 Ok(policy)
             }
             Err(error) => {
-                self.resolver_failed(resolver, &error);
+                self.resolver_failed(resolver, &error, &self.on_store_error);
                 Err(error)
             }
         }
     }
 
-    fn resolver_failed(&self, resolver: &PolicyResolver, error: &StoreError) {
+    fn resolver_failed(&self, resolver: &PolicyResolver, error: &StoreError, then: &dyn fmt::Debug) {
         self.policy.meters().resolver_failed();
         if resolver.outage().begins() {
             // The error itself speaks of a store.
             let cause = error.source().map_or_else(|| "no answer came in time".to_owned(), ToString::to_string);
-            tracing::warn!(policy = self.policy.name(), cause, then = ?self.on_store_error, "rate limit resolver fails");
+            tracing::warn!(policy = self.policy.name(), cause, ?then, "rate limit resolver fails");
         }
     }
 
