@@ -902,6 +902,41 @@ async fn keys_without_an_answer_take_the_place_of_no_answer() {
     assert_eq!(asked.load(Relaxed), known as usize, "each of them once");
 }
 
+/// It happened that the answers for keys that somebody made up took the place of those for the customers.
+#[tokio::test(start_paused = true)]
+async fn keys_that_come_once_take_the_place_of_nobody_who_came_again() {
+    let (asked, known) = (Arc::new(AtomicUsize::new(0)), 50);
+    let plans = PolicyResolver::new({
+        let asked = Arc::clone(&asked);
+        move |key: Key| {
+            let number: u32 = key.as_str().parse().unwrap();
+            asked.fetch_add(usize::from(number < known), Relaxed);
+            std::future::ready(Ok::<_, Broken>(if number < known { per_hour(100) } else { per_hour(1) }))
+        }
+    });
+    let service = RateLimitLayer::new(MemoryBackend::new(), per_hour(1))
+        .with_rejection(AsError)
+        .key(|client: &u32| *client)
+        .resolver(plans.capacity(2 * known as usize).time_to_live(Duration::from_secs(1)))
+        .layer(service_fn(async |_: u32| Ok::<_, Broken>(())));
+    let customers = async || {
+        for client in 0..known {
+            service.clone().oneshot(client).await.unwrap();
+        }
+    };
+    customers().await;
+    customers().await;
+    for turn in 1..=5 {
+        for client in 0..1_000 {
+            service.clone().oneshot(turn * 1_000 + client).await.unwrap();
+        }
+        customers().await;
+        assert_eq!(asked.load(Relaxed), (turn * known) as usize, "each of them once a second");
+        sleep(Duration::from_secs(1)).await;
+        customers().await;
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_resolver_that_hangs_is_given_up_in_the_end() {
     let asked = Arc::new(AtomicUsize::new(0));

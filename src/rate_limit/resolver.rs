@@ -58,7 +58,34 @@ use crate::key::Key;
 /// old, or takes longer than half of the deadline, the old answer is used for as long again, or until the new one comes.
 ///
 /// An error is remembered for a second, for at most [1,024](Self::MAX_FAILURES) keys: who makes up keys neither asks anew with each
-/// request nor takes the place of an answer.
+/// request nor takes the place of an answer. Where such keys are answered, with a policy for everybody perhaps, the answers that were of no use
+/// for a second request make room before all others.
+///
+/// # Keys
+///
+/// The resolver is given the key as the layer has extracted it, which need not be what the client has sent: `tollgate::http::header` makes a
+/// [digest](Key::digest) of the value, so that no secret is kept, and what was found by a fallback is [marked](Key::as_fallback). So let the table of
+/// plans have such keys:
+///
+/// ```
+/// # #[cfg(feature = "http")] {
+/// # use std::collections::HashMap;
+/// # use std::future::ready;
+/// # use tollgate::http::header;
+/// # use tollgate::rate_limit::PolicyResolver;
+/// # use tollgate::{BoxError, Key, MemoryBackend, Policy, Quota, RateLimitLayer};
+/// let free = Policy::new("api", Quota::per_hour(100).fixed_window());
+/// let pro = Policy::new("api", Quota::per_hour(1_000).fixed_window());
+/// let paid = HashMap::from([(Key::digest("the-api-key-of-alice"), pro)]);
+///
+/// let plans = PolicyResolver::new({
+///     let free = free.clone();
+///     move |key| ready(Ok::<_, BoxError>(paid.get(&key).unwrap_or(&free).clone()))
+/// });
+/// let layer = RateLimitLayer::new(MemoryBackend::new(), free).key(header("x-api-key")).resolver(plans);
+/// # let _ = layer.with_rejection(tollgate::AsError);
+/// # }
+/// ```
 ///
 /// # Errors
 ///
@@ -203,12 +230,11 @@ impl PolicyResolver {
 
     /// The policy, if it is known without asking.
     pub(super) fn known(&self, key: &Key) -> Option<Policy> {
-        self.fresh(&self.shared.lock(), key)
+        self.fresh(&mut self.shared.lock(), key)
     }
 
-    fn fresh(&self, known: &Known, key: &Key) -> Option<Policy> {
-        let (since, policy) = known.answers.get(key)?;
-        if since.elapsed() < self.time_to_live { Some(policy.clone()) } else { None }
+    fn fresh(&self, known: &mut Known, key: &Key) -> Option<Policy> {
+        known.answers.use_fresh(key, |since| since.elapsed() < self.time_to_live).cloned()
     }
 
     /// The policy of the key. Where there is an old answer, a new one is waited for no longer than `patience`.
@@ -271,7 +297,7 @@ impl PolicyResolver {
 
     fn next(&self, key: &Key, place: &mut Option<OwnedSemaphorePermit>) -> Next {
         let mut known = self.shared.lock();
-        if let Some(policy) = self.fresh(&known, key) {
+        if let Some(policy) = self.fresh(&mut known, key) {
             return Next::Done(Ok(policy));
         }
         if let Some((since, error)) = known.failures.get(key)
