@@ -5,6 +5,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
+use std::task::{Context, Waker};
 use std::time::Duration;
 
 use proptest::prelude::*;
@@ -634,7 +635,7 @@ async fn one_draws_and_whoever_waits_is_not_stuck_when_that_one_leaves() {
             tokio::spawn(async move { limiter.check("alice").await.unwrap() })
         })
         .collect();
-    sleep(Duration::from_millis(100)).await;
+    sleep(Duration::from_millis(40)).await;
     assert_eq!(slow.checks(), asked + 1, "one draws for all of them");
     let before = store.stats();
     // Whoever draws goes away: nobody draws as much again, since it may have been charged. The others ask for what they need.
@@ -648,6 +649,42 @@ async fn one_draws_and_whoever_waits_is_not_stuck_when_that_one_leaves() {
     }
     assert_eq!(slow.checks(), asked + 20);
     assert_eq!(slow.inner.charges.lock().unwrap().iter().rev().take(19).map(|(.., cost)| cost).sum::<u32>(), 19);
+}
+
+/// It happened that all others waited for it until their time was over, as if the store had failed.
+#[tokio::test(start_paused = true)]
+async fn a_draw_that_nobody_polls_holds_nobody_up() {
+    let (_, slow) = slow();
+    let store = Leases::new(slow.clone());
+    let limiter = hot(&store, &fixed(100_000)).await.deadline(Duration::from_millis(100));
+    for _ in 0..50 {
+        let _ = limiter.check("alice").await.unwrap();
+    }
+    while store.stats().held > 0 {
+        let _ = limiter.check("alice").await.unwrap();
+    }
+    slow.takes(5_000, 0);
+    let asked = slow.checks();
+    let mut drawing = Box::pin(limiter.check("alice"));
+    assert!(drawing.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+    assert_eq!(slow.checks(), asked + 1);
+    for longest in [60, 6, 6] {
+        let begun = Instant::now();
+        let mut callers = JoinSet::new();
+        for _ in 0..20 {
+            let limiter = limiter.clone();
+            callers.spawn(async move { limiter.check("alice").await.unwrap().is_allowed() });
+        }
+        assert!(callers.join_all().await.into_iter().all(|allowed| allowed));
+        assert!(begun.elapsed() <= Duration::from_millis(longest), "{:?}", begun.elapsed());
+    }
+    // Each of them has asked for itself.
+    assert_eq!(slow.checks(), asked + 1 + 60);
+    assert!(slow.inner.charges.lock().unwrap().iter().rev().take(60).all(|(.., cost)| *cost == 1));
+    // What comes of the draw in the end is of use.
+    assert!(drawing.await.unwrap().is_allowed());
+    assert!(limiter.check("alice").await.unwrap().is_allowed());
+    assert_eq!(slow.checks(), asked + 1 + 60);
 }
 
 /// A store stands still for longer than the callers of a hot key have time, again and again.

@@ -2,7 +2,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::sync::Notify;
-use tokio::time::Instant;
+use tokio::time::{Instant, timeout_at};
 
 use super::decision::{Decision, LimitStatus, Outcome, Receipt};
 use super::meters::Leased;
@@ -76,7 +76,8 @@ use crate::lock::Scope;
 /// # Cancellation
 ///
 /// A draw whose future is dropped, or which fails, may have been charged. It counts as lost, and the key has to earn its lease anew: whoever waited
-/// for it asks for just what it needs, so no more than one lease is lost while a store stands still.
+/// for it asks for just what it needs, so no more than one lease is lost while a store stands still. So does whoever has waited for 50 ms: a future that
+/// draws and is neither polled nor dropped does not hold up the others, but they have no lease until it is.
 #[derive(Clone, Debug)]
 pub struct Leases<S> {
     store: S,
@@ -117,8 +118,8 @@ struct Books {
 struct Slot {
     policy: Policy,
     lease: Option<Lease>,
-    // Somebody draws; the others wait to be told that it is over. Also tells this slot from a later one of the same key.
-    drawing: bool,
+    // Since when somebody draws; the others wait to be told that it is over. Also tells this slot from a later one of the same key.
+    drawing: Option<Instant>,
     flight: Arc<Notify>,
     // How much to draw next.
     size: u32,
@@ -163,8 +164,8 @@ enum Step {
     Ask,
     /// Draw so many units.
     Draw(u32, Arc<Notify>),
-    /// Somebody else does.
-    Wait(Arc<Notify>),
+    /// Somebody else does: wait for that until then.
+    Wait(Arc<Notify>, Instant),
     /// Give back what is left of an old lease, and look again.
     GiveBack(Receipt, u32),
 }
@@ -181,6 +182,9 @@ impl<S> Leases<S> {
     pub const EARN_WITHIN: Duration = Duration::from_millis(100);
     /// A lease that is used up within this time is too small.
     const QUICK: Duration = Duration::from_millis(10);
+    /// How long a draw of somebody else is waited for: so that there is time left to ask the store, by the deadline that layers and limiters have unless
+    /// told otherwise.
+    const FLIGHT: Duration = Duration::from_millis(50);
 
     /// Leases of what `store` counts.
     pub fn new(store: S) -> Self {
@@ -264,7 +268,7 @@ impl<S> Leases<S> {
             match receipt {
                 Some(_) if !waits => {
                     slot.lease = Some(lease);
-                    return Step::Wait(Arc::clone(&slot.flight));
+                    return Step::Wait(Arc::clone(&slot.flight), now);
                 }
                 Some(receipt) => {
                     slot.size = lease.size / 2;
@@ -282,12 +286,17 @@ impl<S> Leases<S> {
         let room = if slot.room_until > now { slot.room } else { capacity() };
         let units = slot.size.min(room / self.share);
         if units <= cost {
-            Step::Ask
-        } else if slot.drawing || !waits {
-            Step::Wait(Arc::clone(&slot.flight))
-        } else {
-            slot.drawing = true;
-            Step::Draw(units, Arc::clone(&slot.flight))
+            return Step::Ask;
+        }
+        match slot.drawing {
+            // Perhaps nobody polls it any more.
+            Some(began) if now - began >= Self::FLIGHT => Step::Ask,
+            Some(began) => Step::Wait(Arc::clone(&slot.flight), began + Self::FLIGHT),
+            None if !waits => Step::Wait(Arc::clone(&slot.flight), now),
+            None => {
+                slot.drawing = Some(now);
+                Step::Draw(units, Arc::clone(&slot.flight))
+            }
         }
     }
 
@@ -348,7 +357,7 @@ impl<S> Leases<S> {
 
     fn is_drawing(&self, place: Place, policy: &Policy, key: &Key, flight: &Arc<Notify>) -> bool {
         let mut part = self.slots.lock(place);
-        part.get_mut(place, policy, key).is_some_and(|slot| slot.drawing && Arc::ptr_eq(&slot.flight, flight))
+        part.get_mut(place, policy, key).is_some_and(|slot| slot.drawing.is_some() && Arc::ptr_eq(&slot.flight, flight))
     }
 
     /// Takes the lease of a key away, now, and lets it have none until the value is dropped.
@@ -387,7 +396,7 @@ impl Slot {
         Self {
             policy: policy.clone(),
             lease: None,
-            drawing: false,
+            drawing: None,
             flight: Arc::default(),
             size: 0,
             direct: 0,
@@ -432,7 +441,7 @@ impl Drop for Draw<'_> {
         let mut part = self.slots.lock(self.place);
         let (slot, books) = part.get_with_books(self.place, self.policy, self.key);
         if let Some(slot) = slot.filter(|slot| Arc::ptr_eq(&slot.flight, &self.flight)) {
-            slot.drawing = false;
+            slot.drawing = None;
             if self.asked_for > 0 {
                 // Others would lose as much again while the store stands still.
                 (slot.size, slot.direct) = (0, 0);
@@ -544,11 +553,11 @@ impl<S: RateLimitStore + Sync> RateLimitStore for Leases<S> {
                     // It does not get better by drawing less and less.
                     return self.ask(place, policy, key, cost).await;
                 }
-                Step::Wait(flight) => {
+                Step::Wait(flight, until) => {
                     let over = flight.notified();
                     // It may have been over before we began to listen.
                     if self.is_drawing(place, policy, key, &flight) {
-                        over.await;
+                        let _ = timeout_at(until, over).await;
                     }
                 }
                 Step::GiveBack(receipt, units) => self.give_back(place, policy, key, receipt, units).await,
@@ -569,7 +578,7 @@ impl<S: RateLimitStore + Sync> RateLimitStore for Leases<S> {
                 self.asked(place, policy, key, cost, asked, &decision);
                 Some(decision)
             }
-            Step::Draw(..) | Step::Wait(_) | Step::GiveBack(..) => None,
+            Step::Draw(..) | Step::Wait(..) | Step::GiveBack(..) => None,
         }
     }
 
