@@ -2,6 +2,9 @@
 //!
 //! A call that is nearly alone goes by itself and waits for nobody. Those beyond that wait until one of a few is back, and then
 //! go as one: a call costs Redis more than what is asked in it. While there are such, and for a moment after, nobody goes alone.
+//!
+//! Where the way to Redis is long, one that is full does not wait, so that there are as many on their way as there is time for. Those
+//! who wait longer than they may are not asked for, so no more are sent than a server can have answered that is well.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
@@ -9,14 +12,16 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::time::Duration;
 
 use tokio::sync::oneshot::error::RecvError;
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::{AbortHandle, JoinSet, yield_now};
 use tokio::time::{Instant, sleep_until};
 
 /// A call that is away for longer than this does not hold up the next one: its connection may be dead.
 const LATE: Duration = Duration::from_millis(20);
-/// How many calls of several are on their way at a time: Redis has one to work on while the other one travels.
+/// While so many calls of several are on their way, the next one has to be full: Redis has one to work on while the other one travels.
 const CALLS: usize = 2;
+/// How long a full one takes Redis at the most, where nothing else does: with a longer round trip there may be more on their way.
+const WORK: Duration = Duration::from_micros(500);
 /// How many may wait; more than that go by themselves.
 const WAITING: usize = 4_096;
 /// How many calls may be away altogether, late ones included.
@@ -28,6 +33,8 @@ pub(super) struct Meeting<W> {
     away: Arc<AtomicUsize>,
     crowd: Arc<Crowd>,
     waiting: mpsc::Sender<W>,
+    // Told when there are enough for a call that is full.
+    full: Arc<Notify>,
     sender: AbortHandle,
 }
 
@@ -43,10 +50,13 @@ pub(super) struct Limits {
     pub(super) together: usize,
 }
 
-/// When several were answered together for the last time, in us since `epoch`; zero if they never were.
+/// What is known of calls of several that are back.
 struct Crowd {
     epoch: Instant,
+    // When there was one for the last time, in us since `epoch`; zero if there never was.
     last: AtomicU64,
+    // How long that one took, in us.
+    round_trip: AtomicU64,
 }
 
 /// The place of a call that is on its way; one of several takes all places of those that go alone.
@@ -64,21 +74,23 @@ impl<W: Send + 'static> Meeting<W> {
         let (waiting, arrivals) = mpsc::channel(WAITING);
         let away = Arc::default();
         let counted = Arc::clone(&away);
-        let crowd = Arc::new(Crowd { epoch: Instant::now(), last: AtomicU64::new(0) });
+        let crowd = Arc::new(Crowd { epoch: Instant::now(), last: AtomicU64::new(0), round_trip: AtomicU64::new(0) });
         let answered = Arc::clone(&crowd);
         let send = move |batch: Vec<W>| {
             let several = (batch.len() > 1).then(|| Arc::clone(&answered));
-            let (place, call) = (Away::new(&counted, limits.alone).0, send(batch));
+            let (place, sent, call) = (Away::new(&counted, limits.alone).0, Instant::now(), send(batch));
             async move {
                 call.await;
                 if let Some(crowd) = several {
-                    crowd.is_back();
+                    crowd.is_back(sent);
                 }
                 drop(place);
             }
         };
-        let sender = tokio::spawn(send_together(arrivals, limits, Arc::clone(&crowd), send)).abort_handle();
-        Self { limits, away, crowd, waiting, sender }
+        let full = Arc::new(Notify::new());
+        let sender = send_together(arrivals, limits, Arc::clone(&full), Arc::clone(&crowd), send);
+        let sender = tokio::spawn(sender).abort_handle();
+        Self { limits, away, crowd, waiting, full, sender }
     }
 
     /// A place for a call that may go by itself, unless so many are on their way that it had better wait for others.
@@ -93,6 +105,9 @@ impl<W: Send + 'static> Meeting<W> {
         let (reply, answer) = oneshot::channel();
         // Too many wait, or the runtime is gone.
         self.waiting.try_send(wait(reply)).ok()?;
+        if WAITING - self.waiting.capacity() >= self.limits.together {
+            self.full.notify_one();
+        }
         Some(answer.await)
     }
 }
@@ -104,8 +119,15 @@ impl<W> Drop for Meeting<W> {
 }
 
 impl Crowd {
-    fn is_back(&self) {
+    fn is_back(&self, sent: Instant) {
+        // One that took longer was waited for by nobody, and may have failed.
+        self.round_trip.store(sent.elapsed().min(LATE).as_micros() as u64, Ordering::Relaxed);
         self.last.store(self.epoch.elapsed().as_micros() as u64 + 1, Ordering::Relaxed);
+    }
+
+    /// How many calls may be on their way so that Redis need not wait for the next one.
+    fn window(&self) -> usize {
+        CALLS + (self.round_trip.load(Ordering::Relaxed) / WORK.as_micros() as u64) as usize
     }
 
     fn is_within(&self, time: Duration) -> bool {
@@ -132,6 +154,7 @@ impl Drop for Away {
 async fn send_together<W, F>(
     mut arrivals: mpsc::Receiver<W>,
     limits: Limits,
+    full: Arc<Notify>,
     crowd: Arc<Crowd>,
     send: impl Fn(Vec<W>) -> F,
 ) where
@@ -141,10 +164,15 @@ async fn send_together<W, F>(
     // When those were sent that are not known to be back or late.
     let mut young = VecDeque::<Instant>::new();
     loop {
-        while young.len() >= CALLS || calls.len() >= AWAY {
+        loop {
+            let has_room = calls.len() < AWAY && young.len() < crowd.window();
+            if has_room && (young.len() < CALLS || arrivals.len() >= limits.together) {
+                break;
+            }
             let oldest = young.front().copied();
             tokio::select! {
                 _ = calls.join_next() => drop(young.pop_front()),
+                () = full.notified(), if has_room => {}
                 () = sleep_until(oldest.unwrap_or_else(Instant::now) + LATE), if oldest.is_some() => {
                     young.pop_front();
                 }
