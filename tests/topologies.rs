@@ -4,7 +4,7 @@
 mod support;
 
 use std::collections::BTreeSet;
-use std::future::ready;
+use std::future::{IntoFuture, ready};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
 use std::time::{Duration, Instant};
@@ -293,6 +293,34 @@ mod on_a_cluster {
         });
         work.push().await;
         work.end().await;
+    }
+
+    /// Pushes of one moment go together, and those to a node that hangs kept all others waiting.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_node_that_hangs_holds_up_no_pushes_to_another_one() {
+        let cluster = Cluster::start();
+        let backend = connect(&cluster.url()).await;
+        let slot = |name: &str| cluster.nodes[0].query::<u16>(&format!("CLUSTER KEYSLOT {{delay_queue:{name}}}"));
+        let (here, names) = (cluster.owner(slot("here")), (0..).map(|i| format!("there-{i}")));
+        let there = names.into_iter().find(|name| cluster.owner(slot(name)) != here).unwrap();
+        let deadline = Duration::from_millis(300);
+        let queue = |name: &str| DelayQueue::<usize>::new(backend.clone(), name.to_owned()).deadline(deadline);
+        let (here, there) = (queue("here"), queue(&there));
+        here.push(0).await.unwrap();
+        there.push(0).await.unwrap();
+        let hanging = &cluster.nodes[cluster.owner(slot(there.name().as_str()))];
+        hanging.pause();
+        let mut pushes = [JoinSet::new(), JoinSet::new()];
+        for i in 0..64 {
+            for (queue, pushes) in [&here, &there].into_iter().zip(&mut pushes) {
+                pushes.spawn(queue.push(i).into_future());
+            }
+        }
+        let [here, there] = pushes;
+        let failed = here.join_all().await.into_iter().filter(Result::is_err).count();
+        assert_eq!(failed, 0, "pushes to a node that is well");
+        assert!(there.join_all().await.iter().all(Result::is_err));
+        hanging.resume();
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

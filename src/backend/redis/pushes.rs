@@ -5,6 +5,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::future::join_all;
 use tokio::sync::oneshot;
 
 use super::Inner;
@@ -56,10 +57,11 @@ impl Pushes {
     }
 }
 
-/// Pushes several jobs at once, and tells each who waits for it.
+/// Pushes several jobs at once, those of each queue by themselves, and tells each who waits for it.
 async fn send(servers: Arc<Servers>, keys: Keys, scripts: Arc<Scripts>, mut batch: Vec<Waiting>) {
     // Who has given up need not be pushed.
     batch.retain(|waiting| !waiting.reply.is_closed());
+    let mut calls = Vec::new();
     while let Some(last) = batch.last() {
         let (group, rest): (Vec<_>, Vec<_>) = {
             let (queue, priority, max_jobs) = (last.queue, last.job.priority, last.max_jobs);
@@ -68,16 +70,23 @@ async fn send(servers: Arc<Servers>, keys: Keys, scripts: Arc<Scripts>, mut batc
             })
         };
         batch = rest;
-        let jobs: Vec<_> = group.iter().map(|waiting| &waiting.job).collect();
-        let first = &group[0];
-        let answer = push(&servers, &scripts, &keys.delay_queue(&first.queue), first.max_jobs, &jobs).await;
-        for (i, waiting) in group.into_iter().enumerate() {
-            let admission = match &answer {
-                Ok(admissions) => Ok(admissions[i]),
-                Err(error) => Err(error.clone()),
-            };
-            // Who has given up meanwhile is not interested.
-            let _ = waiting.reply.send(admission);
-        }
+        calls.push(send_group(&servers, &keys, &scripts, group));
+    }
+    // At the same time: a node of a cluster that hangs concerns its own queues.
+    join_all(calls).await;
+}
+
+/// Pushes several jobs of one queue and priority.
+async fn send_group(servers: &Servers, keys: &Keys, scripts: &Scripts, group: Vec<Waiting>) {
+    let jobs: Vec<_> = group.iter().map(|waiting| &waiting.job).collect();
+    let first = &group[0];
+    let answer = push(servers, scripts, &keys.delay_queue(&first.queue), first.max_jobs, &jobs).await;
+    for (i, waiting) in group.into_iter().enumerate() {
+        let admission = match &answer {
+            Ok(admissions) => Ok(admissions[i]),
+            Err(error) => Err(error.clone()),
+        };
+        // Who has given up meanwhile is not interested.
+        let _ = waiting.reply.send(admission);
     }
 }
