@@ -4,17 +4,20 @@
 mod support;
 
 use std::collections::HashSet;
+use std::future::ready;
 use std::sync::Arc;
 use std::time::Duration;
 
 use support::server::RedisServer;
+use tokio::sync::mpsc;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
-    Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Extended, Finish, Finished, JobId,
+    Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Extended, Finish, Finished, Job, JobId,
     MAX_BATCH, MAX_NOTE, Pushed, QueueError, QueueKey, Reason, State, WorkerId,
 };
-use tollgate::{DelayQueue, RedisBackend, RedisOptions};
+use tollgate::{BoxError, DelayQueue, DelayQueueWorker, RedisBackend, RedisOptions};
+use tower::service_fn;
 
 const MINUTE: Duration = Duration::from_secs(60);
 
@@ -394,6 +397,29 @@ async fn one_push_wakes_one_worker() {
     assert!(claimed.jobs.len() == 1 && claimed.more);
     let second = woken(&mut waiting).await;
     assert!(second.len() == 1 && second != first, "{second:?}");
+}
+
+/// Workers wait longer than requests do. It happened that a claim which took a server longer than half a second was given up, and what it
+/// had claimed stood still for a whole lease.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_server_claims_late_is_worked_on() {
+    let server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let queue = queue(&backend);
+    // So that the server knows the script, and runs it although nobody waits any more.
+    backend.claim(&key(), &[], &claim(1)).await.unwrap();
+    let (done, mut attempts) = mpsc::unbounded_channel();
+    let service = service_fn(move |job: Job<String>| {
+        done.send(job.attempt()).unwrap();
+        ready(Ok::<_, BoxError>(()))
+    });
+    queue.push("a".to_owned()).await.unwrap();
+    server.pause_clients(Duration::from_millis(1_000));
+    let worker = DelayQueueWorker::new(queue, service).lease(Duration::from_secs(30));
+    let worker = tokio::spawn(worker.run());
+    let attempt = timeout(Duration::from_secs(3), attempts.recv()).await;
+    assert_eq!(attempt, Ok(Some(1)));
+    worker.abort();
 }
 
 /// A job that is put off keeps others out for as long as it waits, which may be longer than anybody thought when it was pushed.

@@ -36,8 +36,6 @@ const LANES: usize = 2;
 /// The pause after a call that failed, doubled with each further one up to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
-/// How long a call may take: less than a part of the lease, so that there is time for another one.
-const LONGEST_CALL: Duration = Duration::from_secs(5);
 /// How long the store is asked to note what jobs have come to when everything else is over.
 const LAST_WORDS: Duration = Duration::from_secs(5);
 
@@ -341,7 +339,7 @@ impl<T, S, C> Runner<T, S, C> {
     }
 
     fn call_limit(&self) -> Duration {
-        (self.settings.lease / 3).min(LONGEST_CALL).max(Duration::from_millis(100))
+        Claim::patience(self.settings.lease)
     }
 
     /// Notes what came of extending leases.

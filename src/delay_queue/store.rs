@@ -242,6 +242,11 @@ impl Claim {
     pub const MAX_LEASE: Duration = Duration::from_secs(86_400);
     /// The longest that a store whose wake-ups can be lost lets a worker wait.
     pub const MAX_WAIT: Duration = Duration::from_secs(5);
+
+    /// How long a worker waits for an answer: less than a part of the lease, so that there is time for another call.
+    pub(crate) fn patience(lease: Duration) -> Duration {
+        (lease / 3).min(Duration::from_secs(5)).max(Duration::from_millis(100))
+    }
 }
 
 /// How many dead jobs are kept, and for how long. The oldest make room.

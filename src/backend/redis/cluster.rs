@@ -104,7 +104,13 @@ impl Cluster {
     /// Sends a command to the node that serves the slot of a key, and waits for its answer.
     ///
     /// It is sent again only when a node says that it has not run it.
-    pub(super) async fn send(&self, lane: Lane, key: &str, command: &Cmd) -> Result<(Value, Handle), RedisError> {
+    pub(super) async fn send(
+        &self,
+        lane: Lane,
+        key: &str,
+        command: &Cmd,
+        patience: Option<Duration>,
+    ) -> Result<(Value, Handle), RedisError> {
         let shared = &*self.shared;
         let mut node = shared.owner(slot(key)).ok_or_else(|| {
             shared.stale.notify_one();
@@ -116,7 +122,7 @@ impl Cluster {
         loop {
             let doubt = Doubt { stale: &shared.stale, settled: false };
             let pool = node.pool(lane);
-            let answer = pool.exchange(command, asking).await;
+            let answer = pool.exchange(command, asking, patience).await;
             let error = match answer {
                 Err(error) if concerns_the_map(&error) => error,
                 answer => {

@@ -45,8 +45,10 @@ impl DelayQueueStore for RedisBackend {
     }
 
     async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
-        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let Inner { servers, keys, scripts, locks, .. } = &*self.inner;
         let keys = keys.delay_queue(queue);
+        // A worker gives its calls up by itself.
+        let patience = Claim::patience(claim.lease).max(locks.patience());
         let (mut answers, mut rest) = (Vec::with_capacity(finished.len()), finished);
         loop {
             let (part, others) = rest.split_at(at_once(rest));
@@ -54,7 +56,7 @@ impl DelayQueueStore for RedisBackend {
             let packed = PackedFinishes::new(part);
             // Only the last one claims.
             let claim = Claim { limit: if rest.is_empty() { claim.limit.min(MAX_BATCH) } else { 0 }, ..*claim };
-            let reply = scripts.delay_queue_claim(servers, &keys, &claim, &packed).await?;
+            let reply = scripts.delay_queue_claim(servers, &keys, &claim, &packed, patience).await?;
             let mut claimed = claimed(&reply, &packed).ok_or_else(|| unexpected_reply(&reply))?;
             answers.append(&mut claimed.finished);
             if rest.is_empty() {

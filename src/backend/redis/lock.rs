@@ -45,6 +45,11 @@ impl LockLinks {
         &self.own
     }
 
+    /// How long one answer is waited for.
+    pub(super) const fn patience(&self) -> Duration {
+        self.patience
+    }
+
     pub(super) fn subscriber(&self) -> &Subscriber {
         self.subscriber.get_or_init(|| Subscriber::new(self.source.clone()))
     }

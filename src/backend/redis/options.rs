@@ -170,7 +170,8 @@ impl RedisOptions {
     /// How long one command may go unanswered. Defaults to 500 ms.
     ///
     /// The backstop for calls without a deadline of their own. A [`Limiter`](crate::Limiter) and a layer have one, which is
-    /// shorter by default.
+    /// shorter by default. The claims of a [worker](crate::DelayQueueWorker) may go unanswered for as long as it waits for them: a third of its
+    /// lease, from 100 ms to 5 s, or for this if it is longer.
     pub fn response_timeout(mut self, timeout: Duration) -> Self {
         self.response_timeout = timeout;
         self

@@ -105,13 +105,22 @@ impl Pool {
     ///
     /// A failure after the command was sent leaves open whether it ran, so nothing is sent twice.
     pub(super) async fn send(&self, command: &Cmd) -> Result<Value, RedisError> {
-        self.exchange(command, false).await.map(|(answer, _)| answer)
+        self.exchange(command, false, None).await.map(|(answer, _)| answer)
     }
 
-    /// The same, also to a node that is about to take over the slot of the key, with ASKING. Says by which connection, for what is to be
-    /// asked about the command there.
-    pub(super) async fn exchange(&self, command: &Cmd, asking: bool) -> Result<(Value, Handle), RedisError> {
+    /// The same, also to a node that is about to take over the slot of the key, with ASKING, and for longer or less than commands are
+    /// waited for otherwise. Says by which connection, for what is to be asked about the command there.
+    pub(super) async fn exchange(
+        &self,
+        command: &Cmd,
+        asking: bool,
+        patience: Option<Duration>,
+    ) -> Result<(Value, Handle), RedisError> {
         let mut handle = self.borrow().await?;
+        if let Some(patience) = patience {
+            // Of this clone alone.
+            handle.connection.set_response_timeout(patience);
+        }
         let answer = handle.send(command, asking).await?;
         Ok((answer, handle))
     }

@@ -399,17 +399,20 @@ impl Scripts {
         command("EVAL", &self.delay_queue_push.code, &names, &args)
     }
 
+    /// Waits for `patience`: what is claimed by a call that nobody waits for any more is nobody's until its lease has ended.
     pub(super) async fn delay_queue_claim(
         &self,
         servers: &Servers,
         keys: &QueueKeys,
         claim: &delay_queue::Claim,
         finished: &PackedFinishes,
+        patience: Duration,
     ) -> Result<Value, StoreError> {
         let delay_queue::Claim { worker, limit, lease, dead } = claim;
         let terms = (limit, millis(*lease), dead.count, millis(dead.age));
         let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, worker.to_string(), terms, finished);
-        self.delay_queue_claim.call(servers, &all_of(keys), args).await
+        let reply = self.delay_queue_claim.run_on(servers, &all_of(keys), &args, Some(patience)).await;
+        reply.map(|(reply, _)| reply).map_err(error::store_error)
     }
 
     pub(super) async fn delay_queue_extend(
@@ -520,31 +523,34 @@ impl LuaScript {
         keys: &[&str],
         args: &impl ToRedisArgs,
     ) -> Result<Value, RedisError> {
+        self.run_on(servers, keys, args, None).await.map(|(reply, _)| reply)
+    }
+
+    /// The same, for longer or less than commands are waited for otherwise. Says by which connection, for what is to be asked about it there.
+    async fn run_on(
+        &self,
+        servers: &Servers,
+        keys: &[&str],
+        args: &impl ToRedisArgs,
+        patience: Option<Duration>,
+    ) -> Result<(Value, Handle), RedisError> {
         // All keys of a script are in one slot, so any of them will do.
         let key = keys.first().copied().unwrap_or_default();
-        match servers.send(key, &command("EVALSHA", &self.hash, keys, args)).await {
+        match servers.exchange(key, &command("EVALSHA", &self.hash, keys, args), patience).await {
             Err(error) if error::is_no_script(&error) => {
-                servers.send(key, &command("EVAL", &self.code, keys, args)).await
+                servers.exchange(key, &command("EVAL", &self.code, keys, args), patience).await
             }
             reply => reply,
         }
     }
 
-    /// The same, and says by which connection, for what is to be asked about it there.
     async fn exchange(
         &self,
         servers: &Servers,
         keys: &[&str],
         args: impl ToRedisArgs,
     ) -> Result<(Value, Handle), StoreError> {
-        let key = keys.first().copied().unwrap_or_default();
-        let reply = match servers.exchange(key, &command("EVALSHA", &self.hash, keys, &args)).await {
-            Err(error) if error::is_no_script(&error) => {
-                servers.exchange(key, &command("EVAL", &self.code, keys, &args)).await
-            }
-            reply => reply,
-        };
-        reply.map_err(error::store_error)
+        self.run_on(servers, keys, &args, None).await.map_err(error::store_error)
     }
 
     async fn call(&self, servers: &Servers, keys: &[&str], args: impl ToRedisArgs) -> Result<Value, StoreError> {

@@ -50,17 +50,19 @@ impl Servers {
     ///
     /// A failure after the command was sent leaves open whether it ran, so nothing is sent twice.
     pub(super) async fn send(&self, key: &str, command: &Cmd) -> Result<Value, RedisError> {
-        match self {
-            Self::One(pool) => pool.send(command).await,
-            Self::Cluster(cluster, lane) => cluster.send(*lane, key, command).await.map(|(answer, _)| answer),
-        }
+        self.exchange(key, command, None).await.map(|(answer, _)| answer)
     }
 
-    /// The same, and says by which connection, for what is to be asked about it there.
-    pub(super) async fn exchange(&self, key: &str, command: &Cmd) -> Result<(Value, Handle), RedisError> {
+    /// The same, for longer or less than commands are waited for otherwise. Says by which connection, for what is to be asked about it there.
+    pub(super) async fn exchange(
+        &self,
+        key: &str,
+        command: &Cmd,
+        patience: Option<Duration>,
+    ) -> Result<(Value, Handle), RedisError> {
         match self {
-            Self::One(pool) => pool.exchange(command, false).await,
-            Self::Cluster(cluster, lane) => cluster.send(*lane, key, command).await,
+            Self::One(pool) => pool.exchange(command, false, patience).await,
+            Self::Cluster(cluster, lane) => cluster.send(*lane, key, command, patience).await,
         }
     }
 
