@@ -40,8 +40,9 @@ mod queue {
 
     use tollgate::delay_queue::{
         Cancelled, Changed, Claim, Claimed, Codec, DeadLimits, DelayQueueStore, Due, Ending, Finish, MAX_BATCH,
-        QueueError, QueueKey, Reason, State, UniqueFor, WorkerId,
+        Priority, QueueError, QueueKey, Reason, State, UniqueFor, WorkerId,
     };
+    use tollgate::testing::FaultStore;
     use tollgate::{BoxError, ConfigError, DelayQueue, DelayQueueWorker, JobId, MemoryBackend, StoreError};
 
     use crate::support::stores::delegate_queue;
@@ -130,6 +131,26 @@ mod queue {
             assert!(queue.get(first).await.unwrap().is_some());
         }
         assert_eq!(queue.counts().await.unwrap().waiting, 20);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_clone_is_the_same_job_until_it_is_told_something_else() {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        for parts in [1, 8] {
+            let queue = DelayQueue::<u8>::new(store.clone(), ("retried", parts)).split(parts);
+            let push = queue.push(1).unique("a");
+            faults.lose_answers();
+            let error = push.clone().await.unwrap_err();
+            assert!(matches!(&error, QueueError::Store(error) if error.is_timeout()), "{error:?}");
+            faults.heal();
+            let again = push.clone().clone().await.unwrap();
+            let at_once = queue.push_all([push.clone(), push.clone().priority(Priority::Low).unique("b")]).await;
+            let [same, other] = at_once.as_slice() else { panic!("{at_once:?}") };
+            assert!(!again.is_new() && same.as_ref().unwrap() == &again && other.as_ref().unwrap().is_new());
+            assert_eq!(push.prepare().unwrap().job.id, *again.id());
+            assert_eq!(queue.counts().await.unwrap().waiting, 2);
+        }
     }
 
     #[tokio::test(start_paused = true)]

@@ -7,7 +7,8 @@ use crate::error::{BoxError, ConfigError, StoreError};
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum QueueError {
-    /// The store failed. What was asked may still have happened; a push can be tried again with the same id.
+    /// The store failed. What was asked may still have happened; a [clone](super::Push) of a push that was kept can be pushed again, and is
+    /// there once.
     Store(StoreError),
     /// The queue has as many jobs as it may have. It is worth trying again later.
     Full {

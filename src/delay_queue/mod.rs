@@ -196,7 +196,7 @@
 //!
 //! # Cancellation
 //!
-//! Dropping the future of a push may or may not have pushed. Push it again with the same id: it is there once.
+//! Dropping the future of a push may or may not have pushed. Push a [clone](Push) of it again, or one with the same id: it is there once.
 
 mod backoff;
 mod codec;

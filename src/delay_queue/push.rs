@@ -1,6 +1,7 @@
 use std::fmt;
 use std::future::{Future, IntoFuture};
 use std::pin::Pin;
+use std::sync::OnceLock;
 use std::time::Duration;
 
 use super::error::QueueError;
@@ -12,12 +13,37 @@ use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
 
 /// A job that is about to be pushed: `.await` it, or give it to [`DelayQueue::push_all`](super::DelayQueue::push_all).
-#[derive(Clone)]
+///
+/// A clone is the same job, with the same [id](Self::id), so that one that was kept can be pushed again where it is not known what has become
+/// of the first: that changes nothing while the job is waiting or running. A clone that is told something else, another delay say, is another
+/// job, unless it has a name.
+///
+/// ```
+/// # #[cfg(feature = "json")] {
+/// use tollgate::delay_queue::QueueError;
+/// use tollgate::{DelayQueue, MemoryBackend};
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+/// let queue = DelayQueue::<String>::new(MemoryBackend::new(), "mail");
+///
+/// let push = queue.push("welcome".to_owned());
+/// let pushed = match push.clone().await {
+///     Err(QueueError::Store(_)) => push.await?, // it may be there already, and is not pushed twice
+///     answer => answer?,
+/// };
+/// # assert!(pushed.is_new());
+/// # Ok(())
+/// # }
+/// # main().unwrap();
+/// # }
+/// ```
 #[must_use = "nothing is pushed until this is awaited"]
 pub struct Push {
     terms: Terms,
     payload: Result<Vec<u8>, String>,
     id: Option<JobId>,
+    // What it is called without a name, from the first clone on.
+    drawn: OnceLock<JobId>,
     due: Due,
     priority: Priority,
     max_attempts: u16,
@@ -32,6 +58,7 @@ impl Push {
             terms,
             payload,
             id: None,
+            drawn: OnceLock::new(),
             due: Due::NOW,
             priority: Priority::default(),
             max_attempts,
@@ -47,9 +74,8 @@ impl Push {
 
     /// When the job is due: after a `Duration`, or at a `SystemTime`, by the store's clock. Defaults to at once, which an instant that
     /// is over means, too.
-    pub fn due(mut self, due: impl Into<Due>) -> Self {
-        self.due = due.into();
-        self
+    pub fn due(self, due: impl Into<Due>) -> Self {
+        self.with(|push| push.due = due.into())
     }
 
     /// At what instant the job is due, by the store's clock: see [`due`](Self::due).
@@ -65,15 +91,13 @@ impl Push {
     }
 
     /// Which of the jobs that are due are taken first. Defaults to [`Priority::Normal`].
-    pub fn priority(mut self, priority: Priority) -> Self {
-        self.priority = priority;
-        self
+    pub fn priority(self, priority: Priority) -> Self {
+        self.with(|push| push.priority = priority)
     }
 
     /// How many times the job is tried, at least once. Defaults to what the queue [says](super::DelayQueue::max_attempts).
-    pub fn max_attempts(mut self, attempts: u16) -> Self {
-        self.max_attempts = attempts.max(1);
-        self
+    pub fn max_attempts(self, attempts: u16) -> Self {
+        self.with(|push| push.max_attempts = attempts.max(1))
     }
 
     /// Does nothing while another job with the same key is waiting or running; in a [split](super::DelayQueue::split) queue, one in the same
@@ -84,23 +108,27 @@ impl Push {
 
     /// Does nothing while another job with the same key keeps it, each for as long as it was pushed for; in a split queue as
     /// [`unique`](Self::unique).
-    pub fn unique_for(mut self, key: impl Into<Key>, span: UniqueFor) -> Self {
-        self.unique = Some(Unique { key: key.into(), span });
-        self
+    pub fn unique_for(self, key: impl Into<Key>, span: UniqueFor) -> Self {
+        self.with(|push| push.unique = Some(Unique { key: key.into(), span }))
     }
 
     /// Sends a text along, under a name: see [`Headers`].
-    pub fn header(mut self, name: impl Into<Box<str>>, value: impl Into<Box<str>>) -> Self {
-        self.headers.insert(name, value);
-        self
+    pub fn header(self, name: impl Into<Box<str>>, value: impl Into<Box<str>>) -> Self {
+        self.with(|push| push.headers.insert(name, value))
     }
 
     /// Sends along where the current span is in its trace, as the [headers](Self::header) `traceparent` and `tracestate` of the
     /// [W3C](https://www.w3.org/TR/trace-context/), so that the span of each attempt links to it: see
     /// [traces](crate::delay_queue#traces). Nothing where no layer of `tracing-opentelemetry` knows the span.
     #[cfg(feature = "otel")]
-    pub fn traced(mut self) -> Self {
-        super::trace::insert_current(&mut self.headers);
+    pub fn traced(self) -> Self {
+        self.with(|push| super::trace::insert_current(&mut push.headers))
+    }
+
+    /// Another job from now on than those that it was cloned from.
+    fn with(mut self, change: impl FnOnce(&mut Self)) -> Self {
+        change(&mut self);
+        self.drawn = OnceLock::new();
         self
     }
 
@@ -127,7 +155,10 @@ impl Push {
         let id = match self.id {
             Some(id) if id.as_bytes().is_empty() => return Err(ConfigError::EmptyJobId.into()),
             Some(id) => id,
-            None => self.terms.fresh_id(self.unique.as_ref(), unique)?,
+            None => match self.drawn.get() {
+                Some(id) => *id,
+                None => self.terms.fresh_id(self.unique.as_ref(), unique)?,
+            },
         };
         let job = NewJob {
             id,
@@ -163,6 +194,31 @@ impl IntoFuture for Push {
             let admission = call.await?.first().copied();
             Pushed::of(id, admission, &terms)
         })
+    }
+}
+
+// By hand: from now on there is more than one that stands for the same job.
+impl Clone for Push {
+    fn clone(&self) -> Self {
+        let Self { terms, payload, id, drawn, due, priority, max_attempts, unique, headers } = self;
+        if id.is_none()
+            && drawn.get().is_none()
+            && let Ok(id) = terms.fresh_id(unique.as_ref(), JobId::unique)
+        {
+            // Another clone may have been faster.
+            let _ = drawn.set(id);
+        }
+        Self {
+            terms: terms.clone(),
+            payload: payload.clone(),
+            id: *id,
+            drawn: drawn.clone(),
+            due: *due,
+            priority: *priority,
+            max_attempts: *max_attempts,
+            unique: *unique,
+            headers: headers.clone(),
+        }
     }
 }
 
