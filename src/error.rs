@@ -223,6 +223,13 @@ pub enum ConfigError {
     },
     /// A job that is called nothing cannot be told from others.
     EmptyJobId,
+    /// A push was made by another queue than the one that it was given to, or by another value of the same queue that is no clone.
+    OtherQueue {
+        /// What the queue is called that it was given to.
+        queue: String,
+        /// What the queue is called that has made it.
+        other: String,
+    },
     /// A schedule cannot be understood.
     InvalidSchedule {
         /// What is wrong with it.
@@ -278,6 +285,12 @@ impl fmt::Display for ConfigError {
                 write!(f, "a delay of {} days is longer than {} days", delay.as_secs() / 86_400, max.as_secs() / 86_400)
             }
             Self::EmptyJobId => f.write_str("the id of a job is empty"),
+            Self::OtherQueue { queue, other } => {
+                write!(
+                    f,
+                    "a push of the queue `{other}` cannot be made by the queue `{queue}`, of which it is no clone"
+                )
+            }
             Self::InvalidSchedule { reason } => write!(f, "the schedule is not valid: {reason}"),
             Self::ScopeTooSmall { needed, has } => {
                 write!(f, "what this backend keeps holds within {has}, and is meant to hold within {needed}")

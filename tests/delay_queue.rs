@@ -134,6 +134,27 @@ mod queue {
     }
 
     #[tokio::test(start_paused = true)]
+    async fn a_push_of_another_queue_is_refused() {
+        let backend = MemoryBackend::new();
+        let mail = DelayQueue::<u8>::new(backend.clone(), "mail");
+        let orders = DelayQueue::<u8>::new(backend, "orders");
+        let elsewhere = DelayQueue::<u8>::new(MemoryBackend::new(), "mail");
+        let pushes =
+            [orders.push(1), elsewhere.push(2), mail.clone().split(2).push(3), mail.clone().max_jobs(9).push(4)];
+        let answers = mail.push_all(pushes).await;
+        for (answer, name) in answers.iter().zip(["orders", "mail", "mail"]) {
+            let Err(QueueError::Config(ConfigError::OtherQueue { queue, other })) = answer else {
+                panic!("{answer:?}")
+            };
+            assert_eq!((&**queue, &**other), ("mail", name));
+        }
+        assert!(answers[3].as_ref().unwrap().is_new());
+        for (queue, waiting) in [(mail, 1), (orders, 0), (elsewhere, 0)] {
+            assert_eq!(queue.counts().await.unwrap().waiting, waiting, "{queue:?}");
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
     async fn a_clone_is_the_same_job_until_it_is_told_something_else() {
         let store = FaultStore::new(MemoryBackend::new());
         let faults = store.faults();

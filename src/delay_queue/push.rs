@@ -132,6 +132,10 @@ impl Push {
         self
     }
 
+    pub(super) const fn terms(&self) -> &Terms {
+        &self.terms
+    }
+
     /// The job as a store is given it, for a pipeline of one's own: see `RedisBackend::push_in`.
     ///
     /// # Errors

@@ -51,6 +51,11 @@ impl Terms {
         QueueKey::new(self.name).with_part(part)
     }
 
+    /// Whether jobs lie at the same place by either.
+    fn is_same_place(&self, other: &Self) -> bool {
+        Arc::ptr_eq(&self.store, &other.store) && self.name == other.name && self.parts == other.parts
+    }
+
     /// What `make` says, an id that nobody else has. Of a unique job it is one that lies in the part of its key, so that all jobs of the key
     /// meet.
     pub(super) fn fresh_id(
@@ -183,11 +188,22 @@ impl<T, C> DelayQueue<T, C> {
     ///
     /// Jobs of [normal](super::Priority::Normal) priority that have no [name](Push::id) and are due alike take Redis about half the memory of others
     /// while they wait, and two thirds of the work, unless the queue is [split](Self::split).
+    ///
+    /// Each has to be a push of this queue or of a clone of it: another one is [not of this queue](ConfigError::OtherQueue), and pushed
+    /// nowhere.
     pub async fn push_all(&self, pushes: impl IntoIterator<Item = Push>) -> Vec<Result<Pushed, QueueError>> {
         let mut results: Vec<Option<Result<Pushed, QueueError>>> = Vec::new();
         let mut ids = UniqueIds::default();
         let mut parts: Vec<Vec<(usize, NewJob)>> = vec![Vec::new(); self.terms.parts.into()];
         for push in pushes {
+            if !push.terms().is_same_place(&self.terms) {
+                let error = ConfigError::OtherQueue {
+                    queue: self.terms.name.to_string(),
+                    other: push.terms().name.to_string(),
+                };
+                results.push(Some(Err(error.into())));
+                continue;
+            }
             match push.into_job(|| ids.next()) {
                 Ok(job) => {
                     let part = usize::from(self.terms.home(&job.id).part());
