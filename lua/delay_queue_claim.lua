@@ -216,8 +216,28 @@ if #tickets > 0 then
   end
 end
 
+-- How many bytes of records are read at a time, or one record more where all are about as large.
+local enough = 1048576
+local read, bytes = 0, 0
+
+-- The records of these, and how many of them: no more than are enough. One to begin with, then as many as there is room for if others are like
+-- those before, which a few small ones do not say.
+local function fetch(ids)
+  local found, count = {}, 0
+  while count < #ids and bytes < enough do
+    local size = math.min(4 * read, math.floor((enough - bytes) * read / math.max(bytes, 1)), #ids - count)
+    local part = redis.call('HMGET', jobs, unpack(ids, count + 1, count + math.max(size, 1)))
+    for i = 1, #part do
+      found[count + i] = part[i]
+      bytes = bytes + (part[i] and #part[i] or 0)
+    end
+    count, read = count + #part, read + #part
+  end
+  return found, count
+end
+
 -- Claim, after what nobody has extended has come back.
-local reply, claimed, bytes = {finished, time[1] * 1000000 + time[2], 0, 0, 0, 0, 0, 0}, 0, 0
+local reply, claimed = {finished, time[1] * 1000000 + time[2], 0, 0, 0, 0, 0, 0}, 0
 if limit > 0 then
   local over = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 64)
   if #over > 0 then
@@ -225,15 +245,16 @@ if limit > 0 then
     for i = 1, #over do
       expired[i] = over[i]:sub(8)
     end
-    local there = redis.call('HMGET', jobs, unpack(expired))
-    for i = 1, #over do
+    local there, count = fetch(expired)
+    for i = 1, count do
       if there[i] then
         reply[7] = reply[7] + 1
         reply[8] = reply[8] + (settle(expired[i], there[i], 5, 0, '') == '2' and 1 or 0)
       end
     end
-    redis.call('ZREM', leases, unpack(over))
+    redis.call('ZREM', leases, unpack(over, 1, count))
     write()
+    read, bytes = 0, 0
   end
   local rotten = has_rare and redis.call('ZRANGEBYSCORE', dead, '-inf', now - dead_ms, 'LIMIT', 0, 64) or {}
   local excess = has_rare and redis.call('ZCARD', dead) - #rotten - dead_max or 0
@@ -265,7 +286,7 @@ local function is_before(one, other)
   return #one < #other
 end
 
--- The first jobs of one priority that are due, taken from where they wait.
+-- The first jobs of one priority that are due, taken from where they wait, and their records.
 local function take(priority, room)
   local whole = {}
   if priority == 1 then
@@ -273,30 +294,40 @@ local function take(priority, room)
   end
   if #whole == 0 then
     local found = redis.call('ZRANGEBYSCORE', due[priority], '-inf', now, 'LIMIT', 0, room)
-    if #found > 0 then
-      redis.call('ZREMRANGEBYRANK', due[priority], 0, #found - 1)
+    local stored_jobs, count = fetch(found)
+    if count > 0 then
+      redis.call('ZREMRANGEBYRANK', due[priority], 0, count - 1)
     end
-    return found
+    return count < #found and {unpack(found, 1, count)} or found, stored_jobs
   end
   local singles = redis.call('ZRANGEBYSCORE', normal, '-inf', now, 'WITHSCORES', 'LIMIT', 0, room)
-  local found, count, left, single, run = {}, 0, {}, 1, 1
-  while count < room and (singles[single] or whole[run]) do
-    local id, first_id, comes, score = singles[single], whole[run], singles[single + 1], whole[run + 1]
-    if not score or (comes and (comes == score and is_before(id, first_id) or comes - score < 0)) then
-      count, single = count + 1, single + 2
-      found[count] = id
-    else
-      local stem, its = cut(first_id, 1, -2), signs[cut(first_id, -1)]
-      local fits = math.min(room - count, 16)
-      for i = 1, fits do
-        found[count + i] = stem .. its[i]
+  -- So many of both, how far they reach in either, and what a run has beyond them.
+  local function merge(most)
+    local found, count, left, single, run = {}, 0, {}, 1, 1
+    while count < most and (singles[single] or whole[run]) do
+      local id, first_id, comes, score = singles[single], whole[run], singles[single + 1], whole[run + 1]
+      if not score or (comes and (comes == score and is_before(id, first_id) or comes - score < 0)) then
+        count, single = count + 1, single + 2
+        found[count] = id
+      else
+        local stem, its = cut(first_id, 1, -2), signs[cut(first_id, -1)]
+        local fits = math.min(most - count, 16)
+        for i = 1, fits do
+          found[count + i] = stem .. its[i]
+        end
+        -- What there is no room for waits by itself.
+        for i = fits + 1, 16 do
+          left[#left + 1], left[#left + 2] = score, stem .. its[i]
+        end
+        count, run = count + fits, run + 2
       end
-      -- What there is no room for waits by itself.
-      for i = fits + 1, 16 do
-        left[#left + 1], left[#left + 2] = score, stem .. its[i]
-      end
-      count, run = count + fits, run + 2
     end
+    return found, left, single, run
+  end
+  local found, left, single, run = merge(room)
+  local stored_jobs, count = fetch(found)
+  if count < #found then
+    found, left, single, run = merge(count)
   end
   if single > 1 then
     redis.call('ZREMRANGEBYRANK', normal, 0, (single - 1) / 2 - 1)
@@ -308,7 +339,7 @@ local function take(priority, room)
     redis.call('ZADD', normal, unpack(left))
     keep(normal, keep_ms)
   end
-  return found
+  return found, stored_jobs
 end
 
 local priority, lowest, ends = has_rare and 0 or 1, has_rare and 2 or 1, string.format('%d', later + lease_ms)
@@ -317,15 +348,15 @@ local token_bytes
 local filler = string.rep('\0', 72)
 -- Ids without a record are no jobs, and taken away as well: there may be any number of them.
 local looked = 0
-while is_paused == 0 and priority <= lowest and claimed < limit and bytes < 1048576 and looked < 512 do
+while is_paused == 0 and priority <= lowest and claimed < limit and bytes < enough and looked < 512 do
   local room = math.min(limit - claimed, 64)
-  local found = take(priority, room)
+  local found, stored_jobs = take(priority, room)
   if #found > 0 then
     if not token_bytes then
       token = math.max(token + 1, time[1] * 1000000 + time[2])
       token_bytes = struct.pack('>I7', token)
     end
-    local stored_jobs, added, last = redis.call('HMGET', jobs, unpack(found)), {}, 0
+    local added, last = {}, 0
     if #found > 16 then
       -- Redis keeps a hundred short members in a list, and to look through that for each of them takes longer than all the rest. One that
       -- is too long for a list makes it a tree, which it stays without that one.
@@ -335,7 +366,7 @@ while is_paused == 0 and priority <= lowest and claimed < limit and bytes < 1048
       local id, record = found[i], stored_jobs[i]
       if record then
         added[last + 1], added[last + 2] = ends, token_bytes .. id
-        last, bytes = last + 2, bytes + #record
+        last = last + 2
         if has_unique and #record > 25 and math.floor(record:byte(14) / 4) % 4 == 2 then
           free(record:sub(27, 26 + record:byte(22)), id)
         end

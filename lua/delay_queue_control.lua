@@ -298,6 +298,9 @@ if verb == 'list' then
       if record and is_job(record) then
         listed[#listed + 1], listed[#listed + 2] = id, record
         bytes = bytes + #record
+        if bytes >= 1048576 then
+          break
+        end
       elseif not record and cut == 1 then
         stale[#stale + 1] = id
       end
@@ -322,7 +325,7 @@ if verb == 'pause' then
 end
 
 if verb == 'drain' then
-  local count, removed = math.min(ARGV[first] + 0, 256), 0
+  local count, removed, bytes = math.min(ARGV[first] + 0, 256), 0, 0
   local has_unique = redis.call('EXISTS', unique) == 1
   for priority = 0, 2 do
     local begun = priority == 1 and removed < count and math.ceil((count - removed) / 16) or 0
@@ -330,13 +333,19 @@ if verb == 'drain' then
       break_up(run)
     end
     local found = removed < count and redis.call('ZRANGE', due[priority], 0, count - removed - 1) or {}
-    if #found > 0 then
-      local records = has_unique and redis.call('HMGET', jobs, unpack(found)) or {}
-      for i = 1, #found do
-        if records[i] then
-          free(records[i], found[i])
-        end
+    for i = 1, has_unique and #found or 0 do
+      if bytes >= 1048576 then
+        -- The next call goes on here.
+        count, found = 0, {unpack(found, 1, i - 1)}
+        break
       end
+      local record = redis.call('HGET', jobs, found[i])
+      if record then
+        bytes = bytes + #record
+        free(record, found[i])
+      end
+    end
+    if #found > 0 then
       redis.call('ZREMRANGEBYRANK', due[priority], 0, #found - 1)
       redis.call('HDEL', jobs, unpack(found))
       removed = removed + #found

@@ -84,6 +84,48 @@ async fn a_backlog_that_is_due_at_once_is_delivered_in_short_scripts() {
     assert_eq!(left, ["tollgate:2:{delay_queue:test}:state"]);
 }
 
+/// It happened that a claim read 64 jobs before it looked at how large they are, which kept the server for a third of a second.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_claim_of_large_jobs_takes_few_of_them() {
+    const JOBS: usize = 40;
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend).max_size(1 << 20);
+    let payload = || "x".repeat(256 * 1_024);
+    // In runs, and by themselves.
+    let pushed = queue.push_all((0..JOBS / 2).map(|_| queue.push(payload()))).await;
+    assert!(pushed.iter().all(Result::is_ok));
+    for _ in 0..JOBS / 2 {
+        queue.push(payload()).await.unwrap();
+    }
+    let listed = queue.list(State::Waiting, 0, 256).await.unwrap().len();
+    assert!((1..=8).contains(&listed), "{listed} are listed");
+    // By somebody who dies.
+    let claim = Claim { lease: Duration::from_millis(10), ..claim(256) };
+    for _ in 0..JOBS / 4 {
+        backend.claim(&key(), &[], &claim).await.unwrap();
+    }
+    sleep(Duration::from_millis(20)).await;
+    let claim = Claim { lease: MINUTE, ..claim };
+    let (mut seen, mut expired, mut first) = (HashSet::new(), 0, None);
+    while seen.len() < JOBS {
+        let claimed = backend.claim(&key(), &[], &claim).await.unwrap();
+        let (count, back) = (claimed.jobs.len(), claimed.expired.jobs);
+        assert!((1..=8).contains(&count) && back <= 8, "{count} claimed after {back} had come back");
+        expired += back;
+        for job in claimed.jobs {
+            first.get_or_insert(job.ticket());
+            assert!(seen.insert(job.job.id), "twice");
+        }
+    }
+    assert!(expired > 0);
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.running, counts.waiting), (JOBS as u64, 0));
+    let finish = Finish { ticket: first.unwrap(), ending: Ending::Done };
+    let claimed = backend.claim(&key(), &[finish], &claim).await.unwrap();
+    assert_eq!(claimed.finished, [Finished::Done]);
+}
+
 /// What nobody has named waits in runs, out of which the first are taken in order, and one can be found, changed and cancelled.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn jobs_that_are_pushed_in_bulk_wait_in_runs() {

@@ -134,6 +134,10 @@ impl<T, C> DelayQueue<T, C> {
 
     /// How many bytes the payload of a job may have, encoded, together with its headers. More are [too large](QueueError::TooLarge). Defaults
     /// to 64 KiB.
+    ///
+    /// A claim takes no more jobs than make about 1 MiB, and a worker that has room for more asks again. Redis does nothing else meanwhile, nor
+    /// while it notes what has become of jobs that are tried again: up to 64 at a time, each of which it reads and writes. Much larger jobs are better kept
+    /// elsewhere, and named by the payload.
     #[must_use]
     pub fn max_size(mut self, bytes: usize) -> Self {
         self.terms.max_size = bytes;
