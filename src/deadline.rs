@@ -42,7 +42,9 @@ where
             this.timer.set(Some(sleep(*this.limit)));
         }
         match this.timer.as_pin_mut().map(|timer| timer.poll(cx)) {
-            Some(Poll::Ready(())) => Poll::Ready(Err(StoreError::timeout())),
+            Some(Poll::Ready(())) => {
+                Poll::Ready(Err(StoreError::late(format!("no answer within the deadline of {:?}", this.limit))))
+            }
             Some(Poll::Pending) | None => Poll::Pending,
         }
     }
@@ -51,6 +53,7 @@ where
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::error::Error;
     use std::future::{pending, ready};
 
     #[tokio::test(start_paused = true)]
@@ -58,6 +61,7 @@ mod tests {
         let start = tokio::time::Instant::now();
         let error = Deadline::new(pending::<Result<(), _>>(), Duration::from_millis(100)).await.unwrap_err();
         assert!(error.is_timeout());
+        assert_eq!(error.source().unwrap().to_string(), "no answer within the deadline of 100ms");
         assert_eq!(start.elapsed(), Duration::from_millis(100));
     }
 

@@ -36,6 +36,11 @@ impl StoreError {
         Self { kind: Kind::Timeout, source: None }
     }
 
+    /// The same, and which limit it was.
+    pub(crate) fn late(source: impl Into<BoxError>) -> Self {
+        Self::with_source(Kind::Timeout, source)
+    }
+
     /// Nobody is there to answer, or whoever is there cannot serve at the moment.
     pub fn unavailable(source: impl Into<BoxError>) -> Self {
         Self::with_source(Kind::Unavailable, source)

@@ -100,9 +100,31 @@ async fn somebody_who_never_answers() {
     let url = format!("redis://{}/", listener.local_addr().unwrap());
     let start = Instant::now();
     let options = RedisOptions::from_url(url).unwrap().connect_timeout(Duration::from_millis(200));
-    let error = options.connect().await.unwrap_err();
-    assert!(matches!(&error, ConnectError::Store(error) if error.is_timeout()), "{error:?}");
+    let error = options.clone().connect().await.unwrap_err();
+    let ConnectError::Store(error) = error else { panic!("{error:?}") };
+    // Nothing was sent, so nothing can have happened.
+    assert!(error.is_unavailable(), "{error:?}");
+    assert_eq!(root(&error), "no connection within 200ms");
     assert!(start.elapsed() < Duration::from_secs(1), "{:?}", start.elapsed());
+    let backend = options.tolerate_outage(true).connect().await.unwrap();
+    let error = limiter(&backend).check("alice").await.unwrap_err();
+    assert!(error.is_unavailable(), "{error:?}");
+    assert_eq!(root(&error), "no connection within 200ms");
+}
+
+/// What is late is told apart by what it was too late for.
+#[tokio::test]
+async fn a_server_that_answers_late() {
+    let server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    limiter(&backend).check("alice").await.unwrap();
+    server.pause();
+    for (deadline, expected) in [(100, "no answer within the deadline of 100ms"), (5_000, "no reply within 500ms")] {
+        let error = limiter(&backend).deadline(Duration::from_millis(deadline)).check("alice").await.unwrap_err();
+        assert!(error.is_timeout(), "{error:?}");
+        assert_eq!(root(&error), expected);
+    }
+    server.resume();
 }
 
 #[tokio::test]

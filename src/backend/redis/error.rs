@@ -21,7 +21,7 @@ pub(super) fn is_from_replica(error: &RedisError) -> bool {
 
 pub(super) fn store_error(error: RedisError) -> StoreError {
     if error.is_timeout() {
-        return StoreError::timeout();
+        return StoreError::late(error);
     }
     match error.kind() {
         ErrorKind::Io

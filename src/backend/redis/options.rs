@@ -11,7 +11,7 @@ use super::cluster::{Address, Cluster, Connectors};
 use super::error::connect_error;
 use super::keys::Keys;
 use super::listener::{ClusterSource, Source};
-use super::pool::{Connector, Pool};
+use super::pool::{Connector, Pool, Timeouts};
 use super::sentinel::{self, Sentinels};
 use super::servers::{Lane, Links, Servers, Start};
 use super::url::Target;
@@ -226,6 +226,7 @@ impl RedisOptions {
     async fn links(self, start: Start) -> Result<Links, ConnectError> {
         let Self { origin, connections, connect_timeout, response_timeout, .. } = &self;
         let (connections, connect_timeout, patience) = (*connections, *connect_timeout, *response_timeout);
+        let timeouts = Timeouts { connect: connect_timeout, response: patience };
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(None)
             .set_response_timeout(Some(*response_timeout))
@@ -234,7 +235,7 @@ impl RedisOptions {
             Origin::Target(target) => &**target,
             Origin::Pool(pool) => {
                 let connector = Connector::Pool { pool: pool.clone(), response_timeout: *response_timeout };
-                return to_one(connector, connections, connect_timeout, patience, start).await;
+                return to_one(connector, connections, timeouts, start).await;
             }
         };
         let connector = match target {
@@ -272,7 +273,7 @@ impl RedisOptions {
                     let client = self.client(info(address, &redis)?)?;
                     Ok(Connector::Client(Box::new((client, config.clone()))))
                 });
-                let cluster = Cluster::open(seeds, connectors, connections, connect_timeout, start).await;
+                let cluster = Cluster::open(seeds, connectors, connections, timeouts, start).await;
                 let cluster = Arc::new(cluster.map_err(connect_error)?);
                 return Ok(Links {
                     requests: Servers::Cluster(Arc::clone(&cluster), Lane::Requests),
@@ -283,7 +284,7 @@ impl RedisOptions {
                 });
             }
         };
-        to_one(connector, connections, connect_timeout, patience, start).await
+        to_one(connector, connections, timeouts, start).await
     }
 
     /// A client for one server, which has not contacted it yet.
@@ -346,18 +347,17 @@ fn warn_of(error: &StoreError) {
 async fn to_one(
     connector: Connector,
     connections: u32,
-    connect_timeout: Duration,
-    patience: Duration,
+    timeouts: Timeouts,
     start: Start,
 ) -> Result<Links, ConnectError> {
     let requests = match start {
-        Start::Connected => Pool::open(connector.clone(), connections, connect_timeout).await.map_err(connect_error)?,
-        Start::Disconnected => Pool::eager(connector.clone(), connections, connect_timeout),
+        Start::Connected => Pool::open(connector.clone(), connections, timeouts).await.map_err(connect_error)?,
+        Start::Disconnected => Pool::eager(connector.clone(), connections, timeouts),
     };
-    let apart = Pool::lazy(connector.clone(), 1, connect_timeout);
-    let careful = Servers::One(Pool::lazy(connector.clone(), connections, connect_timeout));
+    let apart = Pool::lazy(connector.clone(), 1, timeouts);
+    let careful = Servers::One(Pool::lazy(connector.clone(), connections, timeouts));
     let (requests, apart) = (Servers::One(requests), Servers::One(apart));
-    Ok(Links { requests, apart, careful, patience, source: Source::One(connector) })
+    Ok(Links { requests, apart, careful, patience: timeouts.response, source: Source::One(connector) })
 }
 
 fn with_user(redis: RedisConnectionInfo, name: &str, password: &str) -> RedisConnectionInfo {

@@ -1,9 +1,9 @@
 //! Connections that are borrowed for an instant, never for a round trip.
 
-use std::fmt;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
+use std::{fmt, io};
 
 use bb8::{ManageConnection, RunError};
 use bb8_redis::RedisConnectionManager;
@@ -37,8 +37,18 @@ const FRESH: Duration = Duration::from_millis(500);
 pub(super) struct Pool {
     pool: bb8::Pool<Manager>,
     connections: u32,
+    connect_timeout: Duration,
     // The last attempt to connect, if it failed.
     trouble: watch::Receiver<Option<Trouble>>,
+}
+
+/// How long things may take.
+#[derive(Clone, Copy)]
+pub(super) struct Timeouts {
+    /// Opening a connection, and waiting for one.
+    pub(super) connect: Duration,
+    /// One command.
+    pub(super) response: Duration,
 }
 
 /// An attempt to connect that failed.
@@ -60,6 +70,8 @@ pub(super) enum Connector {
 #[derive(Clone)]
 pub(super) struct Handle {
     connection: MultiplexedConnection,
+    // How long it waits for an answer.
+    patience: Duration,
     health: Arc<Health>,
 }
 
@@ -76,29 +88,25 @@ struct Health {
 
 impl Pool {
     /// Opens all connections.
-    pub(super) async fn open(
-        connector: Connector,
-        connections: u32,
-        connect_timeout: Duration,
-    ) -> Result<Self, RedisError> {
-        let (manager, trouble) = Manager::new(connector, connect_timeout);
-        let builder = builder(connections, connect_timeout).min_idle(connections);
+    pub(super) async fn open(connector: Connector, connections: u32, timeouts: Timeouts) -> Result<Self, RedisError> {
+        let (manager, trouble) = Manager::new(connector, timeouts);
+        let builder = builder(connections, timeouts.connect).min_idle(connections);
         let pool = builder.build(manager).await?;
-        Ok(Self { pool, connections, trouble })
+        Ok(Self { pool, connections, connect_timeout: timeouts.connect, trouble })
     }
 
     /// The same, but does not wait for them.
-    pub(super) fn eager(connector: Connector, connections: u32, connect_timeout: Duration) -> Self {
-        let (manager, trouble) = Manager::new(connector, connect_timeout);
-        let pool = builder(connections, connect_timeout).min_idle(connections).build_unchecked(manager);
-        Self { pool, connections, trouble }
+    pub(super) fn eager(connector: Connector, connections: u32, timeouts: Timeouts) -> Self {
+        let (manager, trouble) = Manager::new(connector, timeouts);
+        let pool = builder(connections, timeouts.connect).min_idle(connections).build_unchecked(manager);
+        Self { pool, connections, connect_timeout: timeouts.connect, trouble }
     }
 
     /// The same without a connection until one is needed.
-    pub(super) fn lazy(connector: Connector, connections: u32, connect_timeout: Duration) -> Self {
-        let (manager, trouble) = Manager::new(connector, connect_timeout);
-        let pool = builder(connections, connect_timeout).build_unchecked(manager);
-        Self { pool, connections, trouble }
+    pub(super) fn lazy(connector: Connector, connections: u32, timeouts: Timeouts) -> Self {
+        let (manager, trouble) = Manager::new(connector, timeouts);
+        let pool = builder(connections, timeouts.connect).build_unchecked(manager);
+        Self { pool, connections, connect_timeout: timeouts.connect, trouble }
     }
 
     /// Sends one command and waits for its answer.
@@ -120,6 +128,7 @@ impl Pool {
         if let Some(patience) = patience {
             // Of this clone alone.
             handle.connection.set_response_timeout(patience);
+            handle.patience = patience;
         }
         let answer = handle.send(command, asking).await?;
         Ok((answer, handle))
@@ -139,13 +148,13 @@ impl Pool {
             };
             let item = item.map_err(|error| match error {
                 RunError::User(error) => error,
-                RunError::TimedOut => no_connection(),
+                RunError::TimedOut => no_connection(self.connect_timeout),
             })?;
             if !item.health.is_broken() {
                 return Ok(item.clone());
             }
         }
-        Err(no_connection())
+        Err(no_connection(self.connect_timeout))
     }
 
     /// Waits until there is no connection and the last attempt to open one was a recent one that failed.
@@ -156,10 +165,14 @@ impl Pool {
             // With a connection left that is only lent out, waiting takes an instant.
             recent && self.pool.state().connections == 0
         };
-        match self.trouble.clone().wait_for(hopeless).await {
-            Ok(trouble) => trouble.as_ref().map_or_else(no_connection, |trouble| trouble.error.clone()),
-            Err(_) => no_connection(),
-        }
+        let trouble = self
+            .trouble
+            .clone()
+            .wait_for(hopeless)
+            .await
+            .ok()
+            .and_then(|trouble| Some(trouble.as_ref()?.error.clone()));
+        trouble.unwrap_or_else(|| no_connection(self.connect_timeout))
     }
 }
 
@@ -173,9 +186,14 @@ fn builder(connections: u32, connect_timeout: Duration) -> bb8::Builder<Manager>
         .max_lifetime(None)
 }
 
-/// What there is to say when no connection was to be had in time.
-pub(super) fn no_connection() -> RedisError {
-    std::io::Error::from(std::io::ErrorKind::TimedOut).into()
+/// What there is to say when no connection was to be had in time: nothing was sent.
+pub(super) fn no_connection(within: Duration) -> RedisError {
+    io::Error::new(io::ErrorKind::NotConnected, format!("no connection within {within:?}")).into()
+}
+
+/// What there is to say when something was sent, and nothing has come back in time.
+fn no_reply(within: Duration) -> RedisError {
+    io::Error::new(io::ErrorKind::TimedOut, format!("no reply within {within:?}")).into()
 }
 
 impl fmt::Debug for Pool {
@@ -198,6 +216,11 @@ impl Handle {
         } else {
             connection.send_packed_command(command).await
         };
+        // The client says no more than that it was late.
+        let answer = answer.map_err(|error| {
+            let is_late = error.is_timeout() && watch.sent.elapsed() >= self.patience;
+            if is_late { no_reply(self.patience) } else { error }
+        });
         match &answer {
             Err(error) if error.is_timeout() => {}
             Err(error) if error.is_unrecoverable_error() => {
@@ -273,7 +296,7 @@ impl Drop for SilenceWatch<'_> {
 /// Opens connections for bb8, and knows the broken ones.
 pub(super) struct Manager {
     connector: Connector,
-    connect_timeout: Duration,
+    timeouts: Timeouts,
     report: watch::Sender<Option<Trouble>>,
     pause: Mutex<Pause>,
 }
@@ -295,8 +318,14 @@ impl ManageConnection for Manager {
             sleep_until(until).await;
         }
         let begun = Instant::now();
-        let attempt = timeout(self.connect_timeout, self.connector.connect()).await;
-        let outcome = attempt.unwrap_or_else(|_| Err(no_connection()));
+        let outcome = match timeout(self.timeouts.connect, self.connector.connect()).await {
+            // It is there and says nothing.
+            Ok(Err(error)) if error.is_timeout() => {
+                Err(no_connection(self.timeouts.response.min(self.timeouts.connect)))
+            }
+            Ok(outcome) => outcome,
+            Err(_) => Err(no_connection(self.timeouts.connect)),
+        };
         match &outcome {
             Ok(_) => {
                 *self.pause() = Pause::default();
@@ -312,7 +341,8 @@ impl ManageConnection for Manager {
                 }
             }
         }
-        outcome.map(|(connection, tenure)| Handle { connection, health: Arc::new(Health::new(tenure)) })
+        let patience = self.timeouts.response;
+        outcome.map(|(connection, tenure)| Handle { connection, patience, health: Arc::new(Health::new(tenure)) })
     }
 
     async fn is_valid(&self, handle: &mut Handle) -> Result<(), RedisError> {
@@ -325,9 +355,9 @@ impl ManageConnection for Manager {
 }
 
 impl Manager {
-    fn new(connector: Connector, connect_timeout: Duration) -> (Self, watch::Receiver<Option<Trouble>>) {
+    fn new(connector: Connector, timeouts: Timeouts) -> (Self, watch::Receiver<Option<Trouble>>) {
         let (report, trouble) = watch::channel(None);
-        (Self { connector, connect_timeout, report, pause: Mutex::default() }, trouble)
+        (Self { connector, timeouts, report, pause: Mutex::default() }, trouble)
     }
 
     fn pause(&self) -> std::sync::MutexGuard<'_, Pause> {

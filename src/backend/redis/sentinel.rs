@@ -133,7 +133,7 @@ impl Sentinels {
                 Err(error) => worst = Some(telling(worst, error)),
             }
         }
-        Err(worst.unwrap_or_else(super::pool::no_connection))
+        Err(worst.unwrap_or_else(unknown_service))
     }
 
     async fn connect_to(&self, primary: &Address) -> Result<(Client, MultiplexedConnection), RedisError> {
