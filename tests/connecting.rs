@@ -12,7 +12,7 @@ use support::proxy::{Door, Proxy, Traffic};
 use support::sentinel::{SERVICE, SentinelDeployment};
 use support::server::RedisServer;
 use support::tls::{Certificates, TlsServer};
-use tokio::task::JoinSet;
+use tokio::task::{JoinSet, yield_now};
 use tokio::time::sleep;
 use tollgate::lock::{Cursor, LockAdmin};
 use tollgate::{BoxError, ConfigError, ConnectError, Limiter, Policy, Quota, RedisBackend, RedisOptions, StoreError};
@@ -272,6 +272,28 @@ async fn a_burst_does_not_wait_for_one_round_trip_after_the_other() {
         }
     }
     assert_eq!(late, 0, "of {REQUESTS}");
+}
+
+/// Answers that are there already are not late: what was asked has been charged.
+#[tokio::test]
+async fn a_process_that_stood_still_hears_the_answers_that_have_come_meanwhile() {
+    let server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let limiter = Limiter::new(backend, Policy::new("still", Quota::per_hour(1_000).fixed_window()));
+    limiter.check("first").await.unwrap();
+    let mut requests = JoinSet::new();
+    for i in 0..64 {
+        let limiter = limiter.clone();
+        requests.spawn(async move { limiter.check(i).await });
+    }
+    // Until all of them have been sent.
+    for _ in 0..20 {
+        yield_now().await;
+    }
+    std::thread::sleep(Duration::from_millis(150));
+    for answer in requests.join_all().await {
+        answer.unwrap();
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]
