@@ -15,7 +15,10 @@ use support::tls::{Certificates, TlsServer};
 use tokio::task::{JoinSet, yield_now};
 use tokio::time::sleep;
 use tollgate::lock::{Cursor, LockAdmin};
-use tollgate::{BoxError, ConfigError, ConnectError, Limiter, Policy, Quota, RedisBackend, RedisOptions, StoreError};
+use tollgate::{
+    BoxError, ConfigError, ConnectError, DelayQueue, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions,
+    StoreError,
+};
 
 async fn works(backend: RedisBackend) -> Result<(), BoxError> {
     let limiter = Limiter::new(backend, Policy::new("connecting", Quota::per_hour(1).fixed_window()));
@@ -294,6 +297,47 @@ async fn a_process_that_stood_still_hears_the_answers_that_have_come_meanwhile()
     for answer in requests.join_all().await {
         answer.unwrap();
     }
+}
+
+/// What was opened for a call from a runtime that is gone went with it, and so did those who send what meets.
+#[test]
+fn calls_may_come_from_runtimes_that_end() {
+    const CALLS: usize = 64;
+    let server = RedisServer::start();
+    let home = tokio::runtime::Runtime::new().unwrap();
+    let backend = home.block_on(RedisBackend::connect(server.url())).unwrap();
+    let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(5));
+    let queue = DelayQueue::<usize>::new(backend, "test").deadline(Duration::from_secs(5));
+    server.kill_clients();
+    let visitor = tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap();
+    visitor.block_on(async {
+        // Until the connections have been opened again.
+        let begun = Instant::now();
+        let mut worked = 0;
+        while worked < 20 {
+            assert!(begun.elapsed() < Duration::from_secs(10), "no connection is opened");
+            let works = queue.push(0).await.is_ok() && locks.lock("a").await.is_ok();
+            worked = if works { worked + 1 } else { 0 };
+        }
+    });
+    drop(visitor);
+    server.query::<()>("CONFIG RESETSTAT");
+    home.block_on(async {
+        let mut calls = JoinSet::new();
+        for i in 0..CALLS {
+            let (queue, locks) = (queue.clone(), locks.clone());
+            calls.spawn(async move {
+                queue.push(i).await.unwrap();
+                locks.lock(i).await.unwrap().release().await.unwrap();
+            });
+        }
+        calls.join_all().await;
+    });
+    let stats = server.text("INFO commandstats");
+    let scripts = stats.lines().filter(|line| line.starts_with("cmdstat_eval"));
+    let calls = scripts.filter_map(|line| line.split_once("calls=")?.1.split(',').next()?.parse::<usize>().ok());
+    let calls = calls.sum::<usize>();
+    assert!(calls < CALLS, "{calls} calls of the server for {} of ours", 3 * CALLS);
 }
 
 #[tokio::test(flavor = "multi_thread")]

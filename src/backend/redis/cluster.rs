@@ -16,7 +16,7 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio::time::{sleep, timeout};
 
-use super::pool::{Connector, Handle, Pool, Timeouts, no_connection};
+use super::pool::{Connector, Handle, Pool, Terms, no_connection};
 use super::servers::{Lane, Start};
 
 const SLOTS: usize = 16_384;
@@ -46,7 +46,7 @@ struct Shared {
     connectors: Connectors,
     // How many connections to each node, and how long opening one may take.
     connections: u32,
-    timeouts: Timeouts,
+    terms: Terms,
     seeds: Vec<Address>,
     map: RwLock<Arc<Map>>,
     stale: Arc<Notify>,
@@ -85,13 +85,13 @@ impl Cluster {
         seeds: Vec<Address>,
         connectors: Connectors,
         connections: u32,
-        timeouts: Timeouts,
+        terms: Terms,
         start: Start,
     ) -> Result<Self, RedisError> {
         let nothing = Map { owners: vec![u16::MAX; SLOTS].into(), nodes: Vec::new(), replicas: Vec::new() };
         let stale = Arc::new(Notify::new());
         let map = RwLock::new(Arc::new(nothing));
-        let shared = Shared { connectors, connections, timeouts, seeds, map, stale: Arc::clone(&stale) };
+        let shared = Shared { connectors, connections, terms, seeds, map, stale: Arc::clone(&stale) };
         match start {
             Start::Connected => shared.read_map(0).await?,
             Start::Disconnected => stale.notify_one(),
@@ -220,9 +220,9 @@ impl Shared {
 
     fn open(&self, address: &Address) -> Result<Node, RedisError> {
         let connector = (self.connectors)(address)?;
-        let requests = Pool::lazy(connector.clone(), self.connections, self.timeouts);
-        let apart = Pool::lazy(connector.clone(), 1, self.timeouts);
-        let careful = Pool::lazy(connector, self.connections, self.timeouts);
+        let requests = Pool::lazy(connector.clone(), self.connections, self.terms.clone());
+        let apart = Pool::lazy(connector.clone(), 1, self.terms.clone());
+        let careful = Pool::lazy(connector, self.connections, self.terms.clone());
         Ok(Node { address: address.clone(), requests, apart, careful })
     }
 
@@ -245,7 +245,7 @@ impl Shared {
                 }
             };
             // Whoever is a stranger has to be connected to first.
-            let patience = if pool.is_some() { PATIENCE } else { self.timeouts.connect + PATIENCE };
+            let patience = if pool.is_some() { PATIENCE } else { self.terms.connect + PATIENCE };
             let answer = timeout(patience, answer).await.unwrap_or_else(|_| Err(no_connection(patience)));
             match answer.and_then(|answer| self.read(&answer, address, &map)) {
                 Ok(new) => {
@@ -256,7 +256,7 @@ impl Shared {
                 Err(error) => failure = failure.or(Some(error)),
             }
         }
-        Err(failure.unwrap_or_else(|| no_connection(self.timeouts.connect)))
+        Err(failure.unwrap_or_else(|| no_connection(self.terms.connect)))
     }
 
     /// What `CLUSTER SLOTS` says: `[first slot, last slot, [host, port, ...] of the primary, and of each replica]`.

@@ -10,6 +10,7 @@ use tokio::sync::oneshot;
 
 use super::counts::encode;
 use super::error::{store_error, unexpected_reply};
+use super::home::Home;
 use super::meeting::{Away, Limits, Meeting};
 use super::scripts::{Group, Scripts};
 use super::servers::Servers;
@@ -32,12 +33,12 @@ struct Waiting {
 
 impl Gather {
     /// Sends what has met, until it is dropped.
-    pub(super) fn new(servers: Arc<Servers>, scripts: Arc<Scripts>) -> Self {
+    pub(super) fn new(servers: Arc<Servers>, scripts: Arc<Scripts>, home: &Home) -> Self {
         let send = move |batch| {
             let (servers, scripts) = (Arc::clone(&servers), Arc::clone(&scripts));
             async move { send(&servers, &scripts, batch).await }
         };
-        Self(Meeting::new(LIMITS, send))
+        Self(Meeting::new(LIMITS, home, send))
     }
 
     /// A place for a decision that may go by itself, unless others are on their way already.

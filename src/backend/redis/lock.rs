@@ -7,6 +7,7 @@ use smallvec::SmallVec;
 
 use super::cluster::slot;
 use super::error::{is_refused_for_now, store_error, unexpected_reply};
+use super::home::Home;
 use super::listener::Source;
 use super::lock_calls::{LockCalls, acquired};
 use super::pool::Handle;
@@ -26,23 +27,35 @@ pub(super) struct LockLinks {
     // How long one answer is waited for, that of a server which waits for replicas included.
     patience: Duration,
     source: Source,
+    home: Arc<Home>,
     subscriber: OnceLock<Subscriber>,
 }
 
 impl LockLinks {
-    pub(super) const fn new(own: Servers, careful: Servers, patience: Duration, source: Source) -> Self {
-        Self { own, careful, patience, source, subscriber: OnceLock::new() }
+    pub(super) const fn new(
+        own: Servers,
+        careful: Servers,
+        patience: Duration,
+        source: Source,
+        home: Arc<Home>,
+    ) -> Self {
+        Self { own, careful, patience, source, home, subscriber: OnceLock::new() }
     }
 
     /// The same connections, listening by themselves.
     #[cfg(test)]
     pub(super) fn again(&self) -> Self {
-        Self::new(self.own.clone(), self.careful.clone(), self.patience, self.source.clone())
+        Self::new(self.own.clone(), self.careful.clone(), self.patience, self.source.clone(), Arc::clone(&self.home))
     }
 
     /// Where nothing waits behind what requests have asked for.
     pub(super) const fn apart(&self) -> &Servers {
         &self.own
+    }
+
+    /// Where tasks live.
+    pub(super) fn home(&self) -> &Home {
+        &self.home
     }
 
     /// How long one answer is waited for.
@@ -51,7 +64,7 @@ impl LockLinks {
     }
 
     pub(super) fn subscriber(&self) -> &Subscriber {
-        self.subscriber.get_or_init(|| Subscriber::new(self.source.clone()))
+        self.subscriber.get_or_init(|| Subscriber::new(self.source.clone(), Arc::clone(&self.home)))
     }
 }
 
@@ -178,7 +191,7 @@ impl RedisBackend {
     /// Where those meet who ask at the same time.
     fn calls(&self) -> Option<&LockCalls> {
         let Inner { servers, scripts, locks, lock_calls, .. } = &*self.inner;
-        let start = || LockCalls::new(Arc::clone(servers), locks.own.clone(), Arc::clone(scripts));
+        let start = || LockCalls::new(Arc::clone(servers), locks.own.clone(), Arc::clone(scripts), locks.home());
         (!servers.is_cluster()).then(|| lock_calls.get_or_init(start))
     }
 

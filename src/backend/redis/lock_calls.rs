@@ -12,6 +12,7 @@ use redis::{RedisError, Value};
 use tokio::sync::oneshot;
 
 use super::error::{store_error, unexpected_reply};
+use super::home::Home;
 use super::meeting::{Away, Limits, Meeting};
 use super::scripts::{MAX_LOCKS, Scripts};
 use super::servers::Servers;
@@ -48,11 +49,11 @@ type Answer = Result<Option<i64>, StoreError>;
 
 impl LockCalls {
     /// Sends what has met, until it is dropped.
-    pub(super) fn new(servers: Arc<Servers>, own: Servers, scripts: Arc<Scripts>) -> Self {
+    pub(super) fn new(servers: Arc<Servers>, own: Servers, scripts: Arc<Scripts>, home: &Home) -> Self {
         let to_acquire = Arc::clone(&scripts);
         let acquire = move |batch| acquire(Arc::clone(&servers), Arc::clone(&to_acquire), batch);
         let release = move |batch| release(own.clone(), Arc::clone(&scripts), batch);
-        Self { acquisitions: Meeting::new(LIMITS, acquire), releases: Meeting::new(LIMITS, release) }
+        Self { acquisitions: Meeting::new(LIMITS, home, acquire), releases: Meeting::new(LIMITS, home, release) }
     }
 
     /// A place for somebody who may ask alone, unless others are on their way already.

@@ -16,6 +16,8 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::{AbortHandle, JoinSet, yield_now};
 use tokio::time::{Instant, sleep_until};
 
+use super::home::Home;
+
 /// A call that is away for longer than this does not hold up the next one: its connection may be dead.
 const LATE: Duration = Duration::from_millis(20);
 /// While so many calls of several are on their way, the next one has to be full: Redis has one to work on while the other one travels.
@@ -67,7 +69,7 @@ pub(super) struct Away {
 
 impl<W: Send + 'static> Meeting<W> {
     /// Sends what has met until it is dropped.
-    pub(super) fn new<F>(limits: Limits, send: impl Fn(Vec<W>) -> F + Send + 'static) -> Self
+    pub(super) fn new<F>(limits: Limits, home: &Home, send: impl Fn(Vec<W>) -> F + Send + 'static) -> Self
     where
         F: Future<Output = ()> + Send + 'static,
     {
@@ -89,8 +91,7 @@ impl<W: Send + 'static> Meeting<W> {
         };
         let full = Arc::new(Notify::new());
         let sender = send_together(arrivals, limits, Arc::clone(&full), Arc::clone(&crowd), send);
-        let sender = tokio::spawn(sender).abort_handle();
-        Self { limits, away, crowd, waiting, full, sender }
+        Self { limits, away, crowd, waiting, full, sender: home.spawn(sender) }
     }
 
     /// A place for a call that may go by itself, unless so many are on their way that it had better wait for others.

@@ -95,6 +95,7 @@ mod delay_queue;
 mod delay_record;
 mod error;
 mod gather;
+mod home;
 mod idempotency;
 mod keys;
 mod listener;
@@ -198,13 +199,14 @@ impl RedisBackend {
     }
 
     fn with_links(links: Links, keys: Keys, scripts: Scripts) -> Self {
-        let Links { requests, apart, careful, patience, source } = links;
-        Self::with_scripts(Arc::new(requests), keys, LockLinks::new(apart, careful, patience, source), scripts)
+        let Links { requests, apart, careful, patience, source, home } = links;
+        Self::with_scripts(Arc::new(requests), keys, LockLinks::new(apart, careful, patience, source, home), scripts)
     }
 
     fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockLinks, scripts: Scripts) -> Self {
         let scripts = Arc::new(scripts);
-        let gather = (!servers.is_cluster()).then(|| Gather::new(Arc::clone(&servers), Arc::clone(&scripts)));
+        let gather =
+            (!servers.is_cluster()).then(|| Gather::new(Arc::clone(&servers), Arc::clone(&scripts), locks.home()));
         let (lock_calls, pushes) = (OnceLock::new(), OnceLock::new());
         let refunds = Arc::new(Semaphore::new(rate_limit::MAX_REFUNDS));
         Self { inner: Arc::new(Inner { servers, keys, scripts, gather, refunds, locks, lock_calls, pushes }) }

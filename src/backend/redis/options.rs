@@ -9,9 +9,10 @@ use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, Redis
 use super::RedisBackend;
 use super::cluster::{Address, Cluster, Connectors};
 use super::error::connect_error;
+use super::home::Home;
 use super::keys::Keys;
 use super::listener::{ClusterSource, Source};
-use super::pool::{Connector, Pool, Timeouts};
+use super::pool::{Connector, Pool, Terms};
 use super::sentinel::{self, Sentinels};
 use super::servers::{Lane, Links, Servers, Start};
 use super::url::Target;
@@ -226,7 +227,8 @@ impl RedisOptions {
     async fn links(self, start: Start) -> Result<Links, ConnectError> {
         let Self { origin, connections, connect_timeout, response_timeout, .. } = &self;
         let (connections, connect_timeout, patience) = (*connections, *connect_timeout, *response_timeout);
-        let timeouts = Timeouts { connect: connect_timeout, response: patience };
+        let home = Arc::new(Home::here());
+        let terms = Terms { connect: connect_timeout, response: patience, home: Arc::clone(&home) };
         let config = AsyncConnectionConfig::new()
             .set_connection_timeout(None)
             .set_response_timeout(Some(*response_timeout))
@@ -235,7 +237,7 @@ impl RedisOptions {
             Origin::Target(target) => &**target,
             Origin::Pool(pool) => {
                 let connector = Connector::Pool { pool: pool.clone(), response_timeout: *response_timeout };
-                return to_one(connector, connections, timeouts, start).await;
+                return to_one(connector, connections, terms, start).await;
             }
         };
         let connector = match target {
@@ -273,7 +275,7 @@ impl RedisOptions {
                     let client = self.client(info(address, &redis)?)?;
                     Ok(Connector::Client(Box::new((client, config.clone()))))
                 });
-                let cluster = Cluster::open(seeds, connectors, connections, timeouts, start).await;
+                let cluster = Cluster::open(seeds, connectors, connections, terms, start).await;
                 let cluster = Arc::new(cluster.map_err(connect_error)?);
                 return Ok(Links {
                     requests: Servers::Cluster(Arc::clone(&cluster), Lane::Requests),
@@ -281,10 +283,11 @@ impl RedisOptions {
                     careful: Servers::Cluster(cluster, Lane::Careful),
                     patience,
                     source: Source::Cluster(Arc::new(source)),
+                    home,
                 });
             }
         };
-        to_one(connector, connections, timeouts, start).await
+        to_one(connector, connections, terms, start).await
     }
 
     /// A client for one server, which has not contacted it yet.
@@ -344,20 +347,15 @@ fn warn_of(error: &StoreError) {
     tracing::warn!(%error, cause, "redis cannot be reached at the start");
 }
 
-async fn to_one(
-    connector: Connector,
-    connections: u32,
-    timeouts: Timeouts,
-    start: Start,
-) -> Result<Links, ConnectError> {
+async fn to_one(connector: Connector, connections: u32, terms: Terms, start: Start) -> Result<Links, ConnectError> {
     let requests = match start {
-        Start::Connected => Pool::open(connector.clone(), connections, timeouts).await.map_err(connect_error)?,
-        Start::Disconnected => Pool::eager(connector.clone(), connections, timeouts),
+        Start::Connected => Pool::open(connector.clone(), connections, terms.clone()).await.map_err(connect_error)?,
+        Start::Disconnected => Pool::eager(connector.clone(), connections, terms.clone()),
     };
-    let apart = Pool::lazy(connector.clone(), 1, timeouts);
-    let careful = Servers::One(Pool::lazy(connector.clone(), connections, timeouts));
+    let apart = Pool::lazy(connector.clone(), 1, terms.clone());
+    let careful = Servers::One(Pool::lazy(connector.clone(), connections, terms.clone()));
     let (requests, apart) = (Servers::One(requests), Servers::One(apart));
-    Ok(Links { requests, apart, careful, patience: timeouts.response, source: Source::One(connector) })
+    Ok(Links { requests, apart, careful, patience: terms.response, home: terms.home, source: Source::One(connector) })
 }
 
 fn with_user(redis: RedisConnectionInfo, name: &str, password: &str) -> RedisConnectionInfo {

@@ -13,6 +13,7 @@ use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until, timeout};
 
 use super::error;
+use super::home::Home;
 use super::sentinel::{Sentinels, Tenure};
 
 /// A connection on which commands are waiting and nothing at all has come back for this long is taken for dead. A server
@@ -37,18 +38,20 @@ const FRESH: Duration = Duration::from_millis(500);
 pub(super) struct Pool {
     pool: bb8::Pool<Manager>,
     connections: u32,
-    connect_timeout: Duration,
+    terms: Terms,
     // The last attempt to connect, if it failed.
     trouble: watch::Receiver<Option<Trouble>>,
 }
 
-/// How long things may take.
-#[derive(Clone, Copy)]
-pub(super) struct Timeouts {
+/// On what terms there are connections.
+#[derive(Clone)]
+pub(super) struct Terms {
     /// Opening a connection, and waiting for one.
     pub(super) connect: Duration,
     /// One command.
     pub(super) response: Duration,
+    /// Where they are opened.
+    pub(super) home: Arc<Home>,
 }
 
 /// An attempt to connect that failed.
@@ -88,25 +91,25 @@ struct Health {
 
 impl Pool {
     /// Opens all connections.
-    pub(super) async fn open(connector: Connector, connections: u32, timeouts: Timeouts) -> Result<Self, RedisError> {
-        let (manager, trouble) = Manager::new(connector, timeouts);
-        let builder = builder(connections, timeouts.connect).min_idle(connections);
+    pub(super) async fn open(connector: Connector, connections: u32, terms: Terms) -> Result<Self, RedisError> {
+        let (manager, trouble) = Manager::new(connector, terms.clone());
+        let builder = builder(connections, terms.connect).min_idle(connections);
         let pool = builder.build(manager).await?;
-        Ok(Self { pool, connections, connect_timeout: timeouts.connect, trouble })
+        Ok(Self { pool, connections, terms, trouble })
     }
 
     /// The same, but does not wait for them.
-    pub(super) fn eager(connector: Connector, connections: u32, timeouts: Timeouts) -> Self {
-        let (manager, trouble) = Manager::new(connector, timeouts);
-        let pool = builder(connections, timeouts.connect).min_idle(connections).build_unchecked(manager);
-        Self { pool, connections, connect_timeout: timeouts.connect, trouble }
+    pub(super) fn eager(connector: Connector, connections: u32, terms: Terms) -> Self {
+        let (manager, trouble) = Manager::new(connector, terms.clone());
+        let pool = builder(connections, terms.connect).min_idle(connections).build_unchecked(manager);
+        Self { pool, connections, terms, trouble }
     }
 
     /// The same without a connection until one is needed.
-    pub(super) fn lazy(connector: Connector, connections: u32, timeouts: Timeouts) -> Self {
-        let (manager, trouble) = Manager::new(connector, timeouts);
-        let pool = builder(connections, timeouts.connect).build_unchecked(manager);
-        Self { pool, connections, connect_timeout: timeouts.connect, trouble }
+    pub(super) fn lazy(connector: Connector, connections: u32, terms: Terms) -> Self {
+        let (manager, trouble) = Manager::new(connector, terms.clone());
+        let pool = builder(connections, terms.connect).build_unchecked(manager);
+        Self { pool, connections, terms, trouble }
     }
 
     /// Sends one command and waits for its answer.
@@ -139,22 +142,28 @@ impl Pool {
         // Each turn takes a broken connection out of the pool for good, so there are at most as many turns as connections,
         // and one more for a sound one.
         for _ in 0..=self.connections {
-            let item = tokio::select! {
+            let handle = tokio::select! {
                 biased;
-                item = self.pool.get() => item,
+                handle = self.terms.home.inside(self.lend()) => handle,
                 // No connection is there and the last attempt to open one failed just now: say why at once. Asking the
                 // pool has set off the next attempt.
                 error = self.trouble() => return Err(error),
             };
-            let item = item.map_err(|error| match error {
+            let handle = handle.map_err(|error| match error {
                 RunError::User(error) => error,
-                RunError::TimedOut => no_connection(self.connect_timeout),
+                RunError::TimedOut => no_connection(self.terms.connect),
             })?;
-            if !item.health.is_broken() {
-                return Ok(item.clone());
+            if !handle.health.is_broken() {
+                return Ok(handle);
             }
         }
-        Err(no_connection(self.connect_timeout))
+        Err(no_connection(self.terms.connect))
+    }
+
+    /// The same, of whichever is next.
+    async fn lend(&self) -> Result<Handle, RunError<RedisError>> {
+        let item = self.pool.get().await?;
+        Ok(item.clone())
     }
 
     /// Waits until there is no connection and the last attempt to open one was a recent one that failed.
@@ -172,7 +181,7 @@ impl Pool {
             .await
             .ok()
             .and_then(|trouble| Some(trouble.as_ref()?.error.clone()));
-        trouble.unwrap_or_else(|| no_connection(self.connect_timeout))
+        trouble.unwrap_or_else(|| no_connection(self.terms.connect))
     }
 }
 
@@ -296,7 +305,7 @@ impl Drop for SilenceWatch<'_> {
 /// Opens connections for bb8, and knows the broken ones.
 pub(super) struct Manager {
     connector: Connector,
-    timeouts: Timeouts,
+    terms: Terms,
     report: watch::Sender<Option<Trouble>>,
     pause: Mutex<Pause>,
 }
@@ -318,13 +327,11 @@ impl ManageConnection for Manager {
             sleep_until(until).await;
         }
         let begun = Instant::now();
-        let outcome = match timeout(self.timeouts.connect, self.connector.connect()).await {
+        let outcome = match timeout(self.terms.connect, self.connector.connect()).await {
             // It is there and says nothing.
-            Ok(Err(error)) if error.is_timeout() => {
-                Err(no_connection(self.timeouts.response.min(self.timeouts.connect)))
-            }
+            Ok(Err(error)) if error.is_timeout() => Err(no_connection(self.terms.response.min(self.terms.connect))),
             Ok(outcome) => outcome,
-            Err(_) => Err(no_connection(self.timeouts.connect)),
+            Err(_) => Err(no_connection(self.terms.connect)),
         };
         match &outcome {
             Ok(_) => {
@@ -341,7 +348,7 @@ impl ManageConnection for Manager {
                 }
             }
         }
-        let patience = self.timeouts.response;
+        let patience = self.terms.response;
         outcome.map(|(connection, tenure)| Handle { connection, patience, health: Arc::new(Health::new(tenure)) })
     }
 
@@ -355,9 +362,9 @@ impl ManageConnection for Manager {
 }
 
 impl Manager {
-    fn new(connector: Connector, timeouts: Timeouts) -> (Self, watch::Receiver<Option<Trouble>>) {
+    fn new(connector: Connector, terms: Terms) -> (Self, watch::Receiver<Option<Trouble>>) {
         let (report, trouble) = watch::channel(None);
-        (Self { connector, timeouts, report, pause: Mutex::default() }, trouble)
+        (Self { connector, terms, report, pause: Mutex::default() }, trouble)
     }
 
     fn pause(&self) -> std::sync::MutexGuard<'_, Pause> {

@@ -33,10 +33,10 @@ struct Waiting {
 impl Pushes {
     /// Sends what has met, until it is dropped.
     pub(super) fn new(inner: &Inner) -> Self {
-        let Inner { servers, keys, scripts, .. } = inner;
+        let Inner { servers, keys, scripts, locks, .. } = inner;
         let (servers, keys, scripts) = (Arc::clone(servers), keys.clone(), Arc::clone(scripts));
         let send = move |batch| send(Arc::clone(&servers), keys.clone(), Arc::clone(&scripts), batch);
-        Self(Meeting::new(LIMITS, send))
+        Self(Meeting::new(LIMITS, locks.home(), send))
     }
 
     /// A place for a push that may go by itself, unless others are on their way already.

@@ -7,6 +7,7 @@ use std::time::Duration;
 use redis::{Cmd, RedisError, Value};
 
 use super::cluster::{Cluster, slot};
+use super::home::Home;
 use super::listener::Source;
 use super::pool::{Handle, Pool};
 
@@ -43,6 +44,7 @@ pub(super) struct Links {
     /// How long one answer is waited for.
     pub(super) patience: Duration,
     pub(super) source: Source,
+    pub(super) home: Arc<Home>,
 }
 
 impl Servers {

@@ -9,6 +9,7 @@ use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
+use super::home::Home;
 use super::listener::{Listener as Ear, News, Source};
 use crate::lock::{Token, Wakeups};
 
@@ -29,6 +30,7 @@ const CHUNK: usize = 256;
 
 /// Subscriptions of this process to one server, on a connection that is there while somebody listens.
 pub(super) struct Subscriber {
+    home: Arc<Home>,
     shared: Arc<Shared>,
 }
 
@@ -77,9 +79,9 @@ struct Listener {
 }
 
 impl Subscriber {
-    pub(super) fn new(source: Source) -> Self {
+    pub(super) fn new(source: Source, home: Arc<Home>) -> Self {
         let (state, work) = (Mutex::default(), Notify::new());
-        Self { shared: Arc::new(Shared { source, state, work }) }
+        Self { home, shared: Arc::new(Shared { source, state, work }) }
     }
 
     /// Wake-ups for messages on a channel. They may be missed whenever the connection is made again. Ready when the
@@ -122,9 +124,9 @@ impl Subscriber {
             Interest::Turn(token) => channel.turns.entry(token).or_insert_with(|| watch::Sender::new(())),
         };
         let receivers = (channel.is_confirmed.subscribe(), messages.subscribe());
-        // The task ends when nobody listens, and with the runtime that it was started in.
+        // The task ends when nobody listens, and with its runtime.
         if state.task.as_ref().is_none_or(AbortHandle::is_finished) {
-            state.task = Some(tokio::spawn(run(Arc::clone(&self.shared))).abort_handle());
+            state.task = Some(self.home.spawn(run(Arc::clone(&self.shared))));
         }
         (Listener { shared: Arc::clone(&self.shared), channel: name, interest }, receivers.0, receivers.1)
     }

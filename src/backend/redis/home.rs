@@ -1,0 +1,47 @@
+//! The runtime that a backend was made in, where its tasks and connections live, whoever sets them off.
+
+use std::future::{pending, poll_fn};
+use std::pin::pin;
+
+use tokio::runtime::Handle;
+use tokio::task::AbortHandle;
+
+/// A runtime, and whether it is still there. If it is not, it is the caller's that stands in for it.
+pub(super) struct Home {
+    runtime: Handle,
+    // Ends with the runtime, and with this value.
+    resident: AbortHandle,
+}
+
+impl Home {
+    /// The runtime that this is called in.
+    pub(super) fn here() -> Self {
+        let runtime = Handle::current();
+        let resident = runtime.spawn(pending::<()>()).abort_handle();
+        Self { runtime, resident }
+    }
+
+    pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
+        if self.resident.is_finished() {
+            tokio::spawn(task).abort_handle()
+        } else {
+            self.runtime.spawn(task).abort_handle()
+        }
+    }
+
+    /// Lets the caller wait for something whose tasks are to live here.
+    pub(super) async fn inside<T>(&self, call: impl Future<Output = T>) -> T {
+        let mut call = pin!(call);
+        poll_fn(|cx| {
+            let _inside = (!self.resident.is_finished()).then(|| self.runtime.enter());
+            call.as_mut().poll(cx)
+        })
+        .await
+    }
+}
+
+impl Drop for Home {
+    fn drop(&mut self) {
+        self.resident.abort();
+    }
+}
