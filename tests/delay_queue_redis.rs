@@ -8,6 +8,7 @@ use std::future::ready;
 use std::sync::Arc;
 use std::time::Duration;
 
+use support::proxy::{Proxy, Traffic};
 use support::server::RedisServer;
 use tokio::sync::mpsc;
 use tokio::task::{JoinSet, block_in_place};
@@ -461,6 +462,33 @@ async fn what_a_server_claims_late_is_worked_on() {
     let worker = tokio::spawn(worker.run());
     let attempt = timeout(Duration::from_secs(3), attempts.recv()).await;
     assert_eq!(attempt, Ok(Some(1)));
+    worker.abort();
+}
+
+/// A network that has forgotten the connections of a worker swallows what goes over them. One claim finds that out, and not one for each.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_leaves_all_connections_when_one_has_swallowed_its_claim() {
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    let (done, mut finished) = mpsc::unbounded_channel();
+    let service = service_fn(move |job: Job<String>| {
+        done.send(job.to_string()).unwrap();
+        ready(Ok::<_, BoxError>(()))
+    });
+    let there = queue(&RedisBackend::connect(proxy.url()).await.unwrap());
+    // A call may take a third of that.
+    let worker = tokio::spawn(DelayQueueWorker::new(there, service).lease(Duration::from_secs(6)).run());
+    let here = queue(&connect(&server).await);
+    here.push("before".to_owned()).await.unwrap();
+    assert_eq!(finished.recv().await.as_deref(), Some("before"));
+    proxy.to_server(Traffic::Swallow);
+    sleep(Duration::from_millis(100)).await;
+    // For connections that are opened from now on.
+    proxy.heal();
+    here.push("after".to_owned()).await.unwrap();
+    // It is woken, since what the server says comes through: a claim of 2 s, and not one for each of four connections.
+    let after = timeout(Duration::from_secs(6), finished.recv()).await;
+    assert_eq!(after.unwrap().as_deref(), Some("after"));
     worker.abort();
 }
 

@@ -85,8 +85,26 @@ struct Health {
     broken: AtomicBool,
     // When the command was sent that has waited longest without anything coming back, in us since `opened`, plus one.
     silent_since: AtomicU64,
+    // When the last one was sent that was answered, as the pool counts; in the beginning when it was opened.
+    heard: AtomicU64,
+    others: Arc<Others>,
     // With Sentinels: as long as the server is the one that they name.
     tenure: Option<Tenure>,
+}
+
+/// What one connection of a pool tells the others.
+#[derive(Debug)]
+struct Others {
+    epoch: Instant,
+    // Since when one was silent that was taken for dead for that, in us since `epoch`: those that were not heard since may be as dead, and each
+    // of them would cost a call its time.
+    silent_since: AtomicU64,
+}
+
+impl Others {
+    fn at(&self, instant: Instant) -> u64 {
+        instant.saturating_duration_since(self.epoch).as_micros() as u64
+    }
 }
 
 impl Pool {
@@ -258,12 +276,16 @@ impl Handle {
 }
 
 impl Health {
-    fn new(tenure: Option<Tenure>) -> Self {
-        Self { opened: Instant::now(), broken: AtomicBool::new(false), silent_since: AtomicU64::new(0), tenure }
+    fn new(tenure: Option<Tenure>, others: Arc<Others>) -> Self {
+        let opened = Instant::now();
+        let heard = AtomicU64::new(others.at(opened));
+        Self { opened, broken: AtomicBool::new(false), silent_since: AtomicU64::new(0), heard, others, tenure }
     }
 
     fn is_broken(&self) -> bool {
-        self.broken.load(Ordering::Relaxed) || self.tenure.as_ref().is_some_and(Tenure::is_over)
+        self.broken.load(Ordering::Relaxed)
+            || self.tenure.as_ref().is_some_and(Tenure::is_over)
+            || self.heard.load(Ordering::Relaxed) < self.others.silent_since.load(Ordering::Relaxed)
     }
 }
 
@@ -279,6 +301,7 @@ struct SilenceWatch<'a> {
 impl SilenceWatch<'_> {
     fn answered(&mut self) {
         self.given_up = false;
+        self.health.heard.store(self.health.others.at(self.sent), Ordering::Relaxed);
         if self.health.silent_since.load(Ordering::Relaxed) != 0 {
             self.health.silent_since.store(0, Ordering::Relaxed);
         }
@@ -298,6 +321,8 @@ impl Drop for SilenceWatch<'_> {
         let now = self.health.opened.elapsed().as_micros() as u64 + 1;
         if now.saturating_sub(since) >= SILENCE.as_micros() as u64 {
             self.health.broken.store(true, Ordering::Relaxed);
+            let since = self.health.others.at(self.health.opened) + since;
+            self.health.others.silent_since.fetch_max(since, Ordering::Relaxed);
         }
     }
 }
@@ -308,6 +333,7 @@ pub(super) struct Manager {
     terms: Terms,
     report: watch::Sender<Option<Trouble>>,
     pause: Mutex<Pause>,
+    others: Arc<Others>,
 }
 
 /// Keeps a server that is down from being asked in a loop.
@@ -349,7 +375,11 @@ impl ManageConnection for Manager {
             }
         }
         let patience = self.terms.response;
-        outcome.map(|(connection, tenure)| Handle { connection, patience, health: Arc::new(Health::new(tenure)) })
+        outcome.map(|(connection, tenure)| Handle {
+            connection,
+            patience,
+            health: Arc::new(Health::new(tenure, Arc::clone(&self.others))),
+        })
     }
 
     async fn is_valid(&self, handle: &mut Handle) -> Result<(), RedisError> {
@@ -364,7 +394,8 @@ impl ManageConnection for Manager {
 impl Manager {
     fn new(connector: Connector, terms: Terms) -> (Self, watch::Receiver<Option<Trouble>>) {
         let (report, trouble) = watch::channel(None);
-        (Self { connector, terms, report, pause: Mutex::default() }, trouble)
+        let others = Arc::new(Others { epoch: Instant::now(), silent_since: AtomicU64::new(0) });
+        (Self { connector, terms, report, pause: Mutex::default(), others }, trouble)
     }
 
     fn pause(&self) -> std::sync::MutexGuard<'_, Pause> {
