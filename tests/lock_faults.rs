@@ -24,8 +24,8 @@ use tokio::task::{JoinSet, yield_now};
 use tokio::time::{sleep, timeout};
 use tollgate::lock::fencing::FenceLayer;
 use tollgate::lock::{
-    Acquired, Claim, Cursor, LeaseState, Line, LockAdmin, LockKey, LockRegistry, LockStore, LossReason, Redlock,
-    Release, Released, Renewal, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
+    Acquired, CircuitBreaker, Claim, Cursor, LeaseState, Line, LockAdmin, LockKey, LockRegistry, LockStore, LossReason,
+    Redlock, Release, Released, Renewal, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
 };
 use tollgate::testing::{Failure, FaultStore, Faults, Verb};
 use tollgate::{
@@ -479,6 +479,69 @@ async fn a_store_that_fails_is_told_from_a_lock_that_is_held() {
     assert_eq!(faults.calls(Verb::Acquire), calls + 1);
     faults.heal();
     drop(locks.lock("a").await.unwrap());
+}
+
+/// Those in line behind a store that did not answer were told that somebody else had the lock, when their time was over.
+#[tokio::test(start_paused = true)]
+async fn who_waits_behind_a_store_that_fails_is_told_so() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).circuit_breaker(CircuitBreaker::off());
+    for wait in [0, 50, 150, 500].map(Duration::from_millis) {
+        faults.hang();
+        let begun = tokio::time::Instant::now();
+        let requests: JoinSet<_> = (0..10).map(|_| locks.lock("a").wait(wait).into_future()).collect();
+        for answer in requests.join_all().await {
+            assert!(matches!(&answer, Err(LockError::Store(error)) if error.is_timeout()), "{answer:?} after {wait:?}");
+        }
+        assert!(begun.elapsed() <= wait + Duration::from_millis(100), "{:?}", begun.elapsed());
+        faults.heal();
+    }
+    // As soon as it answers, those who come are told what it says, and not what it said.
+    faults.delay(Duration::from_millis(20));
+    let lease = locks.lock("a").await.unwrap();
+    assert!(locks.try_lock("a").await.is_err_and(|error| error.is_busy()));
+    drop(lease);
+}
+
+/// All but the first were told that the lock would be free at once.
+#[tokio::test(start_paused = true)]
+async fn all_are_told_how_long_others_may_keep_a_lock() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    faults.delay(Duration::from_millis(5));
+    let (here, there) = (Locks::new(store), Locks::new(backend));
+    let held = there.lock("a").await.unwrap();
+    let told = async |key: &'static str| {
+        let requests: JoinSet<_> = (0..10).map(|_| here.try_lock(key).into_future()).collect();
+        for answer in requests.join_all().await {
+            let error = answer.unwrap_err();
+            assert!(matches!(&error, LockError::Busy(busy) if !busy.retry_after().is_zero()), "{error:?}");
+        }
+    };
+    told("a").await;
+    assert_eq!(faults.calls(Verb::Acquire), 1, "one asks for all of them");
+    // Behind somebody who waits, for it or for several, and has been told.
+    let waiter = tokio::spawn(here.lock("a").into_future());
+    sleep(Duration::from_millis(50)).await;
+    told("a").await;
+    waiter.abort();
+    let waiter = tokio::spawn(here.lock_all(["a", "b"]).into_future());
+    sleep(Duration::from_millis(50)).await;
+    told("a").await;
+    told("b").await;
+    waiter.abort();
+    sleep(Duration::from_secs(1)).await;
+    // The first of several is not asked for while another one is held in here.
+    let second = here.lock("c").await.unwrap();
+    let waiter = tokio::spawn(here.lock_all(["b", "c"]).into_future());
+    sleep(Duration::from_millis(50)).await;
+    let begun = tokio::time::Instant::now();
+    told("b").await;
+    assert_eq!(begun.elapsed(), Duration::ZERO);
+    drop(second);
+    drop((waiter.await.unwrap().unwrap(), held));
 }
 
 #[tokio::test(start_paused = true)]

@@ -16,6 +16,7 @@ use http_body_util::{BodyExt, Full};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::http::{header, lock_fence};
 use tollgate::lock::fencing::FenceLayer;
@@ -53,6 +54,10 @@ const SAFE: [Method; 4] = [Method::GET, Method::HEAD, Method::OPTIONS, Method::T
 /// A handler that takes a second, and says so.
 async fn slow(_: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
     sleep(Duration::from_secs(1)).await;
+    Ok(Response::new("done".into()))
+}
+
+async fn quick(_: Request<Full<Bytes>>) -> Result<Response<Full<Bytes>>, Infallible> {
     Ok(Response::new("done".into()))
 }
 
@@ -475,6 +480,86 @@ async fn a_store_that_hangs_does_not_cost_each_request_its_deadline() {
     sleep(Duration::from_secs(1)).await;
     assert_eq!(service.clone().oneshot(post("/held")).await.unwrap().status(), StatusCode::OK);
     assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+}
+
+/// Ten requests at the same time, and what becomes of them.
+async fn ten<S, B>(service: S, path: &'static str) -> Vec<u16>
+where
+    S: Service<Request<Full<Bytes>>, Response = Response<B>, Error = Infallible, Future: Send> + Clone + Send + 'static,
+    B: Send + 'static,
+{
+    let requests: JoinSet<_> = (0..10).map(|_| service.clone().oneshot(post(path))).collect();
+    requests.join_all().await.into_iter().map(|response| response.unwrap().status().as_u16()).collect()
+}
+
+/// Those behind the request that asked were told that somebody else had the lock, and not let through where the others were.
+#[tokio::test(start_paused = true)]
+async fn all_who_want_one_lock_are_told_of_a_store_that_hangs() {
+    let breaker = CircuitBreaker::new().failures(3);
+    for wait in [0, 50, 500].map(Duration::from_millis) {
+        for (then, status) in [(OnStoreError::Deny, 503), (OnStoreError::Allow, 200)] {
+            let store = FaultStore::new(MemoryBackend::new());
+            let faults = store.faults();
+            let layer = on(store).on_store_error(then).wait(wait).circuit_breaker(breaker);
+            let service = layer.layer(service_fn(quick));
+            faults.hang();
+            // Before the circuit opens, and when it is open and one of them is a probe.
+            for round in 0..8 {
+                let statuses = ten(service.clone(), "/a").await;
+                assert_eq!(statuses, [status; 10], "round {round}, waiting for {wait:?}");
+            }
+            faults.heal();
+            sleep(Duration::from_secs(1)).await;
+            assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::OK);
+        }
+    }
+}
+
+/// Requests that were ready to wait for their lock waited for a store that nobody asked.
+#[tokio::test(start_paused = true)]
+async fn nobody_waits_while_the_circuit_is_open() {
+    let patient = |probe_interval| {
+        let store = FaultStore::new(MemoryBackend::new());
+        let breaker = CircuitBreaker::new().failures(2).probe_interval(probe_interval);
+        let layer = on(store.clone()).wait(Duration::from_secs(5)).release_at(ReleaseAt::HandlerDone);
+        (store.faults(), layer.circuit_breaker(breaker))
+    };
+    let (faults, layer) = patient(Duration::from_secs(60));
+    let service = layer.layer(service_fn(quick));
+    // While it is closed a failure is no reason to go.
+    faults.delay(Duration::from_millis(5));
+    faults.fail_next(1, Failure::Timeout);
+    assert_eq!(ten(service.clone(), "/a").await, [200; 10]);
+    // When it opens, and from then on.
+    faults.hang();
+    let begun = Instant::now();
+    assert_eq!(ten(service.clone(), "/a").await, [503; 10]);
+    assert!(begun.elapsed() < Duration::from_millis(300), "{:?}", begun.elapsed());
+    let begun = Instant::now();
+    assert_eq!((ten(service.clone(), "/a").await, ten(service.clone(), "/b").await), (vec![503; 10], vec![503; 10]));
+    assert_eq!(begun.elapsed(), Duration::ZERO);
+    // Nor behind the probe.
+    tokio::time::advance(Duration::from_secs(60)).await;
+    let probe = tokio::spawn(service.clone().oneshot(post("/a")));
+    tokio::task::yield_now().await;
+    let begun = Instant::now();
+    assert_eq!(ten(service, "/a").await, [503; 10]);
+    assert_eq!(begun.elapsed(), Duration::ZERO);
+    assert_eq!(probe.await.unwrap().unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
+
+    // Those who are in line already do not become the probe one after the other.
+    let (faults, layer) = patient(Duration::from_millis(10));
+    let service = layer.layer(service_fn(slow));
+    let begun = Instant::now();
+    let holder = tokio::spawn(service.clone().oneshot(post("/a")));
+    tokio::task::yield_now().await;
+    let waiters = tokio::spawn(ten(service.clone(), "/a"));
+    sleep(Duration::from_millis(500)).await;
+    faults.hang();
+    assert_eq!(ten(service, "/b").await, [503; 10]);
+    assert_eq!(holder.await.unwrap().unwrap().status(), StatusCode::OK);
+    assert_eq!(waiters.await.unwrap(), [503; 10]);
+    assert!(begun.elapsed() < Duration::from_millis(1_400), "{:?}", begun.elapsed());
 }
 
 #[test]

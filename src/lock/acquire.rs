@@ -1,7 +1,7 @@
 //! From the gate to the store, until the lease is there or there is a reason to give up.
 
-use std::future::{Future, ready};
-use std::pin::Pin;
+use std::future::{Future, pending, ready};
+use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll};
 use std::time::Duration;
@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use super::erased::Answers;
 use super::errand::{Errand, LINGERS};
 use super::error::{Busy, Closed, LockError, Nested, NotReplicated, QueueFull};
-use super::gate::{Entered, Offer, Turn, Waiting};
+use super::gate::{Entered, News, Offer, Refusal, Turn};
 use super::hold::{FENCES, Hold, after, usable};
 use super::keeper::jittered;
 use super::lease::Lease;
@@ -59,20 +59,36 @@ pub(super) async fn acquire_all(
 }
 
 async fn take_all(home: &Arc<Shared>, locks: &[LockKey], terms: Terms, begun: Instant) -> Result<Leases, LockError> {
+    let give_up = after(begun, terms.wait);
     let mut asked = Asked::new();
+    let mut has_waited = false;
     let first = locks.first().filter(|_| !terms.wait.is_zero());
     let _asking = first.map(|lock| home.ask(*lock, terms.max_asking)).transpose()?;
     for lock in locks {
         may_ask(home, lock, &terms)?;
         loop {
             // Not from hand to hand: that would be one of them without the others.
-            match come(home, *lock, &terms, begun, false).await? {
+            let mut coming = pin!(come(home, *lock, &terms, begun, false));
+            let offer = tokio::select! {
+                biased;
+                offer = &mut coming => offer?,
+                // The store is not asked for those that come before as long as this one is waited for.
+                () = ready(()) => {
+                    has_waited = true;
+                    tell(&asked, Some(Refusal::Busy(give_up)));
+                    coming.await?
+                }
+            };
+            match offer {
                 Offer::Turn(turn) => break asked.push((Attempts::new(home, *lock, terms)?, turn)),
                 Offer::Lease(lease) => drop(lease),
             }
         }
     }
-    contend(home, asked, terms, after(begun, terms.wait)).await
+    if has_waited {
+        tell(&asked, None);
+    }
+    contend(home, asked, terms, give_up).await
 }
 
 async fn take(home: &Arc<Shared>, lock: LockKey, terms: Terms, begun: Instant) -> Result<Lease, LockError> {
@@ -118,28 +134,74 @@ async fn come(
         // A shutdown that has begun since this was looked at may not have seen that somebody is here.
         Entered::Turn(_) if home.is_closed() => Err(Closed.into()),
         Entered::Turn(turn) => Ok(Offer::Turn(turn)),
-        Entered::Line { waiting, is_free_soon } => {
-            let give_up = after(begun, terms.wait);
-            // What is being given back is waited for also by those who do not want to wait.
-            let until = if is_free_soon { give_up.max(after(begun, terms.deadline)) } else { give_up };
-            // Apart, so that who need not wait has no room for it to carry along.
-            Box::pin(stand_in_line(home, lock, waiting, until)).await
-        }
+        // Apart, so that who need not wait has no room for it to carry along.
+        entered => Box::pin(stand_behind(home, lock, *terms, entered, begun, by_hand)).await,
     }
 }
 
-async fn stand_in_line(
+/// Waits behind whoever is in front: in line, for as long as the caller is ready to, and then for what the store says to them. That is
+/// why the caller does not get the lock, so those who are told of a store that fails are told by the store.
+async fn stand_behind(
     home: &Arc<Shared>,
     lock: LockKey,
-    mut waiting: Waiting,
-    until: Instant,
+    mut terms: Terms,
+    mut entered: Entered,
+    begun: Instant,
+    by_hand: bool,
 ) -> Result<Offer, LockError> {
-    tokio::select! {
-        biased;
-        offer = waiting.offer() => offer.ok_or_else(|| Closed.into()),
-        () = home.closed() => Err(Closed.into()),
-        () = sleep_until(until) => Err(Busy::new(lock, home.gate.remaining(&lock)).into()),
+    let give_up = after(begun, terms.wait);
+    let answer_by = after(give_up, terms.deadline);
+    loop {
+        match entered {
+            Entered::Turn(_) if home.is_closed() => return Err(Closed.into()),
+            Entered::Turn(turn) => return Ok(Offer::Turn(turn)),
+            Entered::Line { mut waiting, is_free_soon, news } => {
+                // What is being given back is waited for also by those who do not want to wait.
+                let until = if is_free_soon { answer_by } else { give_up };
+                tokio::select! {
+                    biased;
+                    offer = waiting.offer() => return offer.ok_or_else(|| Closed.into()),
+                    () = home.closed() => return Err(Closed.into()),
+                    error = circuit_opens(home, news) => return Err(error.into()),
+                    () = sleep_until(until) => {}
+                }
+            }
+            Entered::Behind(mut news) => tokio::select! {
+                biased;
+                heard = news.changed() => {
+                    let refusal = heard.ok().and_then(|()| news.borrow().clone());
+                    if let Some(refusal) = refusal {
+                        return Err(refusal.error(lock));
+                    }
+                }
+                () = home.closed() => return Err(Closed.into()),
+                () = sleep_until(answer_by) => {}
+            },
+        }
+        if Instant::now() >= answer_by {
+            return Err(StoreError::timeout().into());
+        }
+        terms.wait = Duration::ZERO;
+        entered = match home.gate.overhear(&lock) {
+            Some(Ok(news)) => Entered::Behind(news),
+            Some(Err(refusal)) => return Err(refusal.error(lock)),
+            // Whoever was in front has gone without an answer.
+            None => home.enter(lock, &terms, by_hand)?,
+        };
     }
+}
+
+/// Ready with the last failure when the circuit to the store has opened, for those who heed that.
+async fn circuit_opens(home: &Shared, news: Option<News>) -> StoreError {
+    if let Some(mut news) = news {
+        while news.changed().await.is_ok() {
+            let heard = news.borrow_and_update().clone();
+            if let (Some(Refusal::Failed(error)), Err(_)) = (heard, home.circuit().admit_no_probe()) {
+                return error;
+            }
+        }
+    }
+    pending().await
 }
 
 fn check(terms: &Terms) -> Result<(), ConfigError> {
@@ -159,6 +221,11 @@ fn check(terms: &Terms) -> Result<(), ConfigError> {
 /// What is asked for, all at once: nearly always one lock.
 type Asked = SmallVec<[(Attempts, Turn); 1]>;
 type Leases = SmallVec<[Lease; 1]>;
+
+/// Lets others in this process know what the store says; `None` before it is asked.
+fn tell(asked: &Asked, refusal: Option<Refusal>) {
+    asked.iter().for_each(|(_, turn)| turn.hears(refusal.clone()));
+}
 
 /// Asks the store for the leases until it grants all of them, on behalf of all who wait in this process.
 async fn contend(home: &Arc<Shared>, mut asked: Asked, terms: Terms, give_up: Instant) -> Result<Leases, LockError> {
@@ -203,10 +270,12 @@ async fn insist(
                 return granted(asked, &answers).ok_or_else(|| StoreError::timeout().into());
             }
             Ok((_, Some((at, Acquired::NotReplicated { replicas })))) => {
+                let Attempts { lock, claim, .. } = &asked[at].0;
+                let required = claim.replicas.count;
+                tell(&asked, Some(Refusal::NotReplicated { replicas, required }));
                 let next = Instant::now() + jittered(pause);
                 if next >= give_up {
-                    let Attempts { lock, claim, .. } = &asked[at].0;
-                    return Err(NotReplicated::new(*lock, replicas, claim.replicas.count).into());
+                    return Err(NotReplicated::new(*lock, replicas, required).into());
                 }
                 pause = (pause * 2).min(LONGEST_PAUSE);
                 tokio::select! {
@@ -215,6 +284,7 @@ async fn insist(
                 }
             }
             Ok((_, Some((at, answer)))) => {
+                tell(&asked, Some(Refusal::Busy(after(Instant::now(), remaining(&answer)))));
                 let (attempts, turn) = &mut asked[at];
                 let (lock, remaining) = (attempts.lock, remaining(&answer));
                 if matches!(answer, Acquired::LineFull { .. }) {
@@ -252,12 +322,17 @@ async fn insist(
                 }
             }
             // A connection may just have broken, and there is another one. To ask again with the same token is harmless.
-            Err(error) if error.is_unavailable() && !std::mem::replace(&mut is_second, true) => {}
+            Err(error)
+                if error.is_unavailable()
+                    && !Circuit::is_cause_of(&error)
+                    && !std::mem::replace(&mut is_second, true) => {}
             Err(error) => {
+                tell(&asked, Some(Refusal::Failed(error.clone())));
                 // Who is refused now is refused the next time.
                 let is_passing = error.is_timeout() || error.is_unavailable();
+                let is_cut_off = terms.heeds_circuit && home.circuit().admit_no_probe().is_err();
                 let next = Instant::now() + jittered(pause);
-                if !is_passing || next >= give_up {
+                if !is_passing || is_cut_off || next >= give_up {
                     return Err(error.into());
                 }
                 pause = (pause * 2).min(LONGEST_PAUSE);

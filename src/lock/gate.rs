@@ -6,17 +6,18 @@ use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::oneshot;
+use tokio::sync::{oneshot, watch};
 use tokio::time::Instant;
 
 use super::errand::Errand;
-use super::error::{Busy, LockError, QueueFull};
+use super::error::{Busy, LockError, NotReplicated, QueueFull};
 use super::hold::Hold;
 use super::lease::Lease;
 use super::lock_key::{KnownHash, LockKey};
 use super::locks::Terms;
 use super::shared::Shared;
 use super::store::Wakeups;
+use crate::error::StoreError;
 
 /// More than threads would be in here at once.
 const SHARDS: usize = 16;
@@ -40,6 +41,10 @@ struct Shard {
 struct Queue {
     front: Front,
     waiters: VecDeque<Waiter>,
+    // What the store said last, unless the lease is held here.
+    heard: Option<Refusal>,
+    // For those who want to hear what it says next, if there are any.
+    news: Option<watch::Sender<Option<Refusal>>>,
 }
 
 /// What whoever is in front does.
@@ -51,6 +56,20 @@ enum Front {
     /// Gives the lease back.
     Returns,
 }
+
+/// Why the store has not granted a lease, for all in this process who want it.
+#[derive(Clone)]
+pub(super) enum Refusal {
+    /// Others have it until then, unless they renew it.
+    Busy(Instant),
+    /// So few replicas know of it.
+    NotReplicated { replicas: u32, required: u32 },
+    /// The store has failed.
+    Failed(StoreError),
+}
+
+/// Tells what whoever is in front hears of the store. Ends when nobody is in front any more.
+pub(super) type News = watch::Receiver<Option<Refusal>>;
 
 struct Waiter {
     id: u64,
@@ -73,7 +92,13 @@ pub(super) enum Offer {
 /// What whoever comes to the gate finds.
 pub(super) enum Entered {
     Turn(Turn),
-    Line { waiting: Waiting, is_free_soon: bool },
+    Line {
+        waiting: Waiting,
+        is_free_soon: bool,
+        news: Option<News>,
+    },
+    /// What the store says to whoever is in front goes for this one, too.
+    Behind(News),
 }
 
 /// The right to ask the store for a lock, which one at a time has. Whoever has it and drops it passes it on.
@@ -113,18 +138,51 @@ impl Gate {
         self.shards[lock.shard(SHARDS)].lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// How long whoever is in front may keep the lease, as far as is known here.
-    pub(super) fn remaining(&self, lock: &LockKey) -> Duration {
-        self.shard(lock).queues.get(lock).map_or(Duration::ZERO, Queue::remaining)
+    /// Why somebody who waits no longer is turned away, or who tells that next. `None` if nobody is in front.
+    pub(super) fn overhear(&self, lock: &LockKey) -> Option<Result<News, Refusal>> {
+        self.shard(lock).queues.get_mut(lock).map(Queue::overhear)
+    }
+}
+
+impl Refusal {
+    /// The same for somebody who asks now, unless so much time has gone by that the store has more to say.
+    fn lasts(&self) -> bool {
+        match self {
+            Self::Busy(until) => Instant::now() < *until,
+            Self::NotReplicated { .. } | Self::Failed(_) => true,
+        }
+    }
+
+    pub(super) fn error(self, lock: LockKey) -> LockError {
+        match self {
+            Self::Busy(until) => Busy::new(lock, until.saturating_duration_since(Instant::now())).into(),
+            Self::NotReplicated { replicas, required } => NotReplicated::new(lock, replicas, required).into(),
+            Self::Failed(error) => error.into(),
+        }
     }
 }
 
 impl Queue {
-    fn remaining(&self) -> Duration {
-        match &self.front {
-            Front::Holds(hold) => hold.expires().saturating_duration_since(Instant::now()),
-            Front::Asks | Front::Returns => Duration::ZERO,
-        }
+    const fn new() -> Self {
+        Self { front: Front::Asks, waiters: VecDeque::new(), heard: None, news: None }
+    }
+
+    /// Why somebody who does not wait is turned away, or who tells that next.
+    fn overhear(&mut self) -> Result<News, Refusal> {
+        let refusal = match &self.front {
+            Front::Holds(hold) => Some(Refusal::Busy(hold.expires())),
+            Front::Asks | Front::Returns => self.heard.clone().filter(Refusal::lasts),
+        };
+        refusal.map_or_else(|| Ok(self.news()), Err)
+    }
+
+    fn news(&mut self) -> News {
+        self.news.get_or_insert_with(|| watch::channel(None).0).subscribe()
+    }
+
+    fn tell(&mut self, refusal: Refusal) {
+        // Until nobody wants to hear it any more.
+        let _ = self.news.take_if(|news| news.send(Some(refusal)).is_err());
     }
 
     /// Asks for the lease on behalf of whoever is first.
@@ -156,15 +214,19 @@ impl Shared {
         let mut shard = gate.shard(&lock);
         let queue = match shard.queues.entry(lock) {
             Entry::Vacant(place) => {
-                place.insert(Queue { front: Front::Asks, waiters: VecDeque::new() });
+                place.insert(Queue::new());
                 gate.locks.fetch_add(1, Ordering::SeqCst);
                 return Ok(Entered::Turn(Turn::new(self, lock)));
             }
             Entry::Occupied(place) => place.into_mut(),
         };
         let is_free_soon = matches!(queue.front, Front::Returns) && queue.waiters.is_empty();
+        // Whoever asks the store is not waited for while nobody else would ask it.
+        if (terms.wait.is_zero() || terms.heeds_circuit) && !matches!(queue.front, Front::Holds(_)) {
+            self.circuit().admit_no_probe()?;
+        }
         if terms.wait.is_zero() && !is_free_soon {
-            return Err(Busy::new(lock, queue.remaining()).into());
+            return queue.overhear().map(Entered::Behind).map_err(|refusal| refusal.error(lock));
         }
         if queue.waiters.len() >= terms.max_waiters {
             return Err(QueueFull::new(lock).into());
@@ -179,7 +241,8 @@ impl Shared {
             offer: sender,
         });
         queue.ask();
-        Ok(Entered::Line { waiting: Waiting { home: Arc::clone(self), lock, id, offer }, is_free_soon })
+        let news = terms.heeds_circuit.then(|| queue.news());
+        Ok(Entered::Line { waiting: Waiting { home: Arc::clone(self), lock, id, offer }, is_free_soon, news })
     }
 
     /// Comes to ask the store beside all others, since the store has a line of its own for those who wait.
@@ -323,9 +386,27 @@ impl Turn {
         self.is_over = true;
         if let Some(queue) = self.home.gate.shard(&self.lock).queues.get_mut(&self.lock) {
             queue.front = Front::Holds(Arc::clone(hold));
+            queue.heard = None;
+            if queue.news.is_some() {
+                queue.tell(Refusal::Busy(hold.expires()));
+            }
             queue.ask();
         }
         self
+    }
+
+    /// Lets the others in this process know why the store has not granted the lease; `None` if it is about to be asked.
+    pub(super) fn hears(&self, refusal: Option<Refusal>) {
+        // Those who are not in front ask for themselves alone.
+        if self.is_over {
+            return;
+        }
+        if let Some(queue) = self.home.gate.shard(&self.lock).queues.get_mut(&self.lock) {
+            queue.heard.clone_from(&refusal);
+            if let Some(refusal) = refusal {
+                queue.tell(refusal);
+            }
+        }
     }
 }
 

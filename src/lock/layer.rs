@@ -274,7 +274,7 @@ impl<K, A, D> LockLayer<K, A, D> {
     }
 
     /// When the layer stops to ask a store that fails: see [`Locks::circuit_breaker`]. Defaults to [`CircuitBreaker::new`]. Meanwhile requests are
-    /// [turned away](Self::on_store_error) at once, and do not take the deadline each.
+    /// [turned away](Self::on_store_error) at once, and do not take the deadline each; those that [wait](Self::wait) do not wait for the store either.
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         self.with(|locks| locks.circuit_breaker(breaker))
     }

@@ -64,6 +64,8 @@ pub(super) struct Terms {
     pub(super) is_fair: bool,
     pub(super) is_shared: bool,
     pub(super) asks: bool,
+    /// Whether nobody waits while the circuit to the store is open.
+    pub(super) heeds_circuit: bool,
     pub(super) replication: Replication,
 }
 
@@ -106,6 +108,7 @@ impl Locks {
             is_fair: false,
             is_shared: false,
             asks: false,
+            heeds_circuit: false,
             replication: Replication::Primary,
         };
         Self { shared: Arc::new(shared), namespace: Key::new(namespace), terms }
@@ -129,7 +132,7 @@ impl Locks {
     }
 
     /// How long [`lock`](Self::lock) waits for a lock that somebody else holds, and for the store's last answer after that. Defaults to
-    /// 10 s; with zero it does not wait.
+    /// 10 s; with zero it waits for nothing but that answer.
     #[must_use]
     pub fn wait(mut self, wait: Duration) -> Self {
         self.terms.wait = wait;
@@ -366,6 +369,12 @@ impl LockRequest {
 
     pub(super) fn shared(mut self) -> Self {
         self.terms.is_shared = true;
+        self
+    }
+
+    /// Does not wait while the circuit to the store is open.
+    pub(super) fn heeding_circuit(mut self) -> Self {
+        self.terms.heeds_circuit = true;
         self
     }
 

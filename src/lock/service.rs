@@ -79,7 +79,7 @@ where
                 return ResponseFuture::rejected(Rejection::MissingKey(MissingKey), shared);
             }
         };
-        let lock = settings.locks.lock(key);
+        let lock = settings.locks.lock(key).heeding_circuit();
         let lease = if is_safe { lock.shared() } else { lock };
         ResponseFuture::acquiring(lease.into_future(), self.take_ready(), request, shared)
     }
