@@ -544,6 +544,24 @@ async fn all_are_told_how_long_others_may_keep_a_lock() {
     drop((waiter.await.unwrap().unwrap(), held));
 }
 
+/// Where nobody may stand in line, whoever came when a lock was being given back was turned away.
+#[tokio::test(start_paused = true)]
+async fn what_is_being_given_back_is_no_line() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store).max_waiters(0);
+    faults.delay(Duration::from_millis(5));
+    for wait in [Duration::ZERO, LONG] {
+        drop(locks.lock("a").await.unwrap());
+        let next = tokio::spawn(locks.lock("a").wait(wait).into_future());
+        yield_now().await;
+        // But behind whoever waits for it already there is one.
+        assert!(matches!(locks.lock("a").await, Err(LockError::QueueFull(_))));
+        drop(next.await.unwrap().unwrap());
+        sleep(Duration::from_secs(1)).await;
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn leases_are_renewed_once_a_third_and_many_in_one_call() {
     let store = FaultStore::new(MemoryBackend::new());

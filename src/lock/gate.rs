@@ -228,7 +228,8 @@ impl Shared {
         if terms.wait.is_zero() && !is_free_soon {
             return queue.overhear().map(Entered::Behind).map_err(|refusal| refusal.error(lock));
         }
-        if queue.waiters.len() >= terms.max_waiters {
+        // Whoever is next to ask is behind nobody.
+        if queue.waiters.len() >= terms.max_waiters && !is_free_soon {
             return Err(QueueFull::new(lock).into());
         }
         let (sender, offer) = oneshot::channel();
