@@ -562,6 +562,21 @@ async fn what_is_being_given_back_is_no_line() {
     }
 }
 
+/// One after the other they took the deadline each.
+#[tokio::test(start_paused = true)]
+async fn several_leases_are_given_back_at_the_same_time() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    let leases = locks.lock_all(0..20_u64).await.unwrap();
+    faults.hang();
+    let begun = tokio::time::Instant::now();
+    assert!(leases.release().await.unwrap_err().is_timeout());
+    assert!(begun.elapsed() <= Duration::from_millis(200), "{:?}", begun.elapsed());
+    faults.heal();
+    drop(locks.lock_all(0..20_u64).await.unwrap());
+}
+
 #[tokio::test(start_paused = true)]
 async fn leases_are_renewed_once_a_third_and_many_in_one_call() {
     let store = FaultStore::new(MemoryBackend::new());
@@ -1584,6 +1599,12 @@ async fn those_who_ask_at_the_same_time_share_calls() {
         });
     }
     tasks.join_all().await;
-    let calls = calls() - before;
-    assert!(calls < 64 * 20, "{calls} calls for {} cycles", 64 * 20);
+    let made = calls() - before;
+    assert!(made < 64 * 20, "{made} calls for {} cycles", 64 * 20);
+    // Several leases of one holder are given back so, too.
+    let leases = locks.lock_all(0..64_u32).await.unwrap();
+    let before = calls();
+    assert_eq!(leases.release().await.unwrap(), Release::Released);
+    let made = calls() - before;
+    assert!(made < 16, "{made} calls for 64 leases");
 }

@@ -226,6 +226,7 @@ mod keeper;
 mod meters;
 mod nested;
 mod shared;
+mod together;
 
 pub use self::admin::{Cursor, LockAdmin, LockHolder, LockPage, LockRegistry, LockStatus, Seized};
 pub use self::error::{Busy, Closed, LockError, LossReason, Lost, Nested, NotReplicated, QueueFull};

@@ -12,6 +12,7 @@ use super::hold::after;
 use super::lease::{Lease, Release};
 use super::locks::Locks;
 use super::store::Claim;
+use super::together::together;
 use crate::error::StoreError;
 use crate::key::Key;
 
@@ -156,13 +157,7 @@ impl Leases {
     ///
     /// The first error of the store there was, if any. All are given back in any case, or tried again in the background.
     pub async fn release(mut self) -> Result<Release, StoreError> {
-        let mut outcome = Ok(Release::Released);
-        while let Some(lease) = self.leases.pop() {
-            let released = lease.release().await;
-            if let Ok(worst) = outcome {
-                outcome = released.map(|released| released.max(worst));
-            }
-        }
-        outcome
+        let outcomes = together(self.leases.drain(..).map(Lease::release)).await;
+        outcomes.into_iter().try_fold(Release::Released, |worst, outcome| Ok(worst.max(outcome?)))
     }
 }
