@@ -270,6 +270,31 @@ async fn stores_that_fail_are_told_from_locks_that_are_held() {
     }
 }
 
+/// What was granted in vain was given back key by key, and a store that was silent was waited for as often: all of the deadline went
+/// by, and the lock that somebody else held was a store that failed.
+#[tokio::test(start_paused = true)]
+async fn many_keys_of_which_one_is_held_are_busy_while_a_store_hangs() {
+    let backends = [(); 3].map(|()| MemoryBackend::new());
+    let stores = backends.clone().map(FaultStore::new);
+    stores[2].faults().hang();
+    let locks = Locks::new(Redlock::new(stores).unwrap()).wait(Duration::ZERO);
+    let other = Claim::new(Token::random().unwrap(), LONG);
+    for is_held_by in [&backends[..2], &backends[..1]] {
+        for backend in is_held_by {
+            backend.acquire(&LockKey::new("default", 7_u64), &other).await.unwrap();
+        }
+        for _ in 0..10 {
+            let error = locks.lock_all(0..12_u64).await.unwrap_err();
+            assert!(error.is_busy(), "{error:?}");
+        }
+        for backend in is_held_by {
+            backend.release(&LockKey::new("default", 7_u64), &other.token).await.unwrap();
+            assert_eq!(backend.locks(), 0);
+        }
+    }
+    drop(locks.lock_all(0..12_u64).await.unwrap());
+}
+
 #[tokio::test]
 async fn what_the_majority_cannot_decide_is_refused_by_name() {
     let few = Redlock::new([(); 2].map(|()| MemoryBackend::new())).unwrap_err();

@@ -9,6 +9,7 @@ use tokio::time::{Instant, Sleep, sleep};
 
 use super::lock_key::LockKey;
 use super::store::{Acquired, Claim, Line, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use super::together::together;
 use crate::error::{ConfigError, StoreError};
 
 /// Locks that more than half of several independent stores have to agree on, so that they go on while the others are down.
@@ -174,14 +175,18 @@ impl<S: LockStore + Send + Sync> Redlock<S> {
 
     /// Gives back what was granted in vain, and what may come to be granted.
     async fn undo(&self, wanted: &[(LockKey, Claim)], answers: &Answers<Vec<Acquired>>) {
-        for (lock, claim) in wanted {
-            let token = claim.token;
-            let is_over = |given_back: &Answers<Released>| {
-                let mut both = given_back.iter().zip(answers);
-                both.all(|(given_back, answer)| given_back.is_some() || !answer.as_ref().is_some_and(is_granted))
-            };
-            drop(self.ask(move |store| Box::pin(async move { store.release(lock, &token).await }), is_over).await);
-        }
+        let is_over = |given_back: &Answers<()>| {
+            let mut both = given_back.iter().zip(answers);
+            both.all(|(given_back, answer)| given_back.is_some() || !answer.as_ref().is_some_and(is_granted))
+        };
+        // All at once, so that a store that is silent is waited for once.
+        let call = |store| -> Call<'_, ()> {
+            Box::pin(async move {
+                let releases = wanted.iter().map(|(lock, claim)| S::release(store, lock, &claim.token));
+                together(releases).await.into_iter().try_for_each(|released| released.map(drop))
+            })
+        };
+        drop(self.ask(call, is_over).await);
     }
 
     /// Why too few stores have granted it.
