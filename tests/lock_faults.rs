@@ -1120,6 +1120,33 @@ async fn who_cannot_listen_looks_once_a_second() {
     }
 }
 
+/// Behind somebody who had died, those who came next asked again and again for as long as the place of the dead was kept.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_stands_behind_the_dead_asks_now_and_then() {
+    let server = RedisServer::start();
+    let (every, mute) = ("+@all", "mute");
+    let _: () = command(&server, &["ACL", "SETUSER", mute, "on", ">secret", "~tollgate:2:*", "resetchannels", every]);
+    let url = format!("redis://{mute}:secret@127.0.0.1:{}/", server.port());
+    let backend = connect(&server).await;
+    let lock = LockKey::new("default", "a");
+    for url in [url, server.url().to_owned()] {
+        let store = FaultStore::new(RedisBackend::connect(url).await.unwrap());
+        let faults = store.faults();
+        let claim = |line| Claim { line, ..Claim::new(Token::random().unwrap(), LONG) };
+        let (held, dead) = (claim(Line::Ignore), claim(Line::Join));
+        backend.acquire(&lock, &held).await.unwrap();
+        assert!(matches!(backend.acquire(&lock, &dead).await.unwrap(), Acquired::InLine { is_first: true, .. }));
+        backend.release(&lock, &held.token).await.unwrap();
+        let locks = Locks::new(store).fair().deadline(Duration::from_secs(2)).wait(LONG);
+        let waiter = tokio::spawn(locks.lock("a").into_future());
+        sleep(Duration::from_secs(2)).await;
+        assert!(!waiter.is_finished());
+        let calls = faults.calls(Verb::Acquire);
+        assert!((2..=6).contains(&calls), "{calls} calls in two seconds");
+        timeout(LONG, waiter).await.unwrap().unwrap().unwrap().release().await.unwrap();
+    }
+}
+
 #[tokio::test]
 async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     let server = RedisServer::start();

@@ -27,6 +27,8 @@ use crate::error::{ConfigError, StoreError};
 
 /// How long somebody who waits goes without looking, told or not: a message may be lost.
 const POLL: Duration = Duration::from_secs(1);
+/// How long it may take to begin to listen, when the lease ends sooner than that.
+const SOON: Duration = Duration::from_millis(10);
 /// What those in other processes get as a start, where they were told at the same time.
 const HEAD_START: Duration = Duration::from_millis(1);
 /// The pause after a call that failed, doubled with each further one up to the longest.
@@ -297,8 +299,11 @@ async fn insist(
                     ask_at = Instant::now() + POLL / 2;
                     home.ask_holders(lock, terms.deadline);
                 }
+                // Those further back get nothing when the lease ends.
+                let is_first = !matches!(answer, Acquired::InLine { is_first: false, .. });
                 if turn.wakeups.is_none() {
-                    let until = give_up.min(after(Instant::now(), remaining.min(POLL)));
+                    let listen = if is_first { remaining.clamp(SOON, POLL) } else { POLL };
+                    let until = give_up.min(after(Instant::now(), listen));
                     tokio::select! {
                         wakeups = timeout_at(until, Arc::clone(&home.store).watch(lock, attempts.in_line())) => turn.wakeups = wakeups.ok(),
                         () = home.closed() => return Err(Closed.into()),
@@ -306,8 +311,7 @@ async fn insist(
                     // What was given back before anybody listened is found by asking again.
                 } else if let Some(wakeups) = &mut turn.wakeups {
                     let mut poll = jittered(POLL);
-                    // Those further back get nothing when the lease ends.
-                    if !matches!(answer, Acquired::InLine { is_first: false, .. }) {
+                    if is_first {
                         poll = remaining.saturating_add(Duration::from_millis(1)).min(poll);
                     }
                     told = None;
