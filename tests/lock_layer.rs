@@ -966,12 +966,16 @@ async fn readers_pass_together_and_a_writer_alone() {
     tokio::task::yield_now().await;
     assert_eq!(outcome(service.clone(), request(Method::GET, "/a")).await.0, StatusCode::CONFLICT);
     assert_eq!(writer.await.unwrap().0, StatusCode::OK);
-    // Unless readers are told to pass without, or to write.
-    for (locks_safe, status) in [(false, StatusCode::OK), (true, StatusCode::CONFLICT)] {
-        let service = with(&layer.clone().safe_methods(locks_safe));
+    // Unless readers are told to write. Said to be as it is by default, it stays so.
+    let whatever = layer.clone().safe_methods(true).safe_methods(false);
+    for (layer, status) in
+        [(layer.clone().safe_methods(false), 200), (whatever, 200), (layer.clone().safe_methods(true), 409)]
+    {
+        let service = with(&layer);
         let reader = tokio::spawn(outcome(service.clone(), request(Method::GET, "/")));
         tokio::task::yield_now().await;
-        assert_eq!(outcome(service, post("/")).await.0, status);
+        assert_eq!(outcome(service.clone(), post("/")).await.0, StatusCode::CONFLICT);
+        assert_eq!(outcome(service, request(Method::GET, "/")).await.0, status);
         assert_eq!(reader.await.unwrap().0, StatusCode::OK);
     }
 }

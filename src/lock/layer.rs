@@ -55,6 +55,7 @@ pub(super) struct Settings {
     pub(super) on_loss: OnLoss,
     pub(super) release_at: ReleaseAt,
     pub(super) safe: Safe,
+    is_rw: bool,
     // Whether the log has been told that requests pass without a lock.
     unprotected: Arc<Outage>,
 }
@@ -134,6 +135,7 @@ impl LockLayer {
             on_loss: OnLoss::default(),
             release_at: ReleaseAt::default(),
             safe: Safe::Nothing,
+            is_rw: false,
             unprotected: Arc::new(Outage::of_a_store()),
         };
         Self { settings, key: Arc::new(Everyone), answer: AsResponse::default(), handlers: PhantomData }
@@ -185,7 +187,7 @@ impl LockLayer {
     /// ```
     pub fn with_rw_locks(locks: RwLocks) -> Self {
         let mut layer = Self::with_locks(locks.locks);
-        layer.settings.safe = Safe::Read;
+        (layer.settings.safe, layer.settings.is_rw) = (Safe::Read, true);
         layer
     }
 }
@@ -280,9 +282,14 @@ impl<K, A, D> LockLayer<K, A, D> {
     }
 
     /// Whether requests that change nothing (GET, HEAD, OPTIONS and TRACE with HTTP) need the lock as well. Defaults to false: they pass without, and find
-    /// no [`LeaseView`](super::LeaseView) in their extensions. Of [read/write locks](LockLayer::with_rw_locks) they take the read side, unless this is said.
+    /// no [`LeaseView`](super::LeaseView) in their extensions. Of [read/write locks](LockLayer::with_rw_locks) they take the read side with false, and the write
+    /// side with true.
     pub fn safe_methods(mut self, locks_safe: bool) -> Self {
-        self.settings.safe = if locks_safe { Safe::Lock } else { Safe::Nothing };
+        self.settings.safe = match (locks_safe, self.settings.is_rw) {
+            (true, _) => Safe::Lock,
+            (false, true) => Safe::Read,
+            (false, false) => Safe::Nothing,
+        };
         self
     }
 
