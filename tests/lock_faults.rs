@@ -969,6 +969,46 @@ fn a_lease_outlives_the_runtime_of_another_one() {
     });
 }
 
+/// What was dropped with its runtime was to be given back in that runtime, and was not.
+#[test]
+fn a_lease_that_ends_with_its_runtime_is_given_back_in_another_one() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    let parallel = || Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let lasting = parallel();
+    let other = lasting.block_on(locks.lock("b").into_future()).unwrap();
+    for is_under_way in [false, true] {
+        let (brief, locks) = (parallel(), locks.clone());
+        let lease = brief.block_on(locks.lock("a").into_future()).unwrap();
+        if is_under_way {
+            // In the background already, and the store does not answer there.
+            faults.hang();
+            brief.block_on(async {
+                drop(lease);
+                sleep(Duration::from_millis(50)).await;
+            });
+            faults.heal();
+        } else {
+            brief.spawn(async move {
+                pending::<()>().await;
+                drop(lease);
+            });
+        }
+        drop(brief);
+        let begun = Instant::now();
+        while backend.locks() > 1 {
+            assert!(begun.elapsed() < LONG / 3, "nobody gives it back");
+            thread::sleep(Duration::from_millis(10));
+        }
+    }
+    lasting.block_on(async {
+        drop(other);
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    });
+}
+
 /// All leases that were renewed by the same call were lost.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_others_wrote_in_the_place_of_a_lease_takes_no_other_one() {

@@ -44,11 +44,19 @@ pub(super) struct Errand {
     // Whether the store has answered, the last time that it was asked.
     is_answered: bool,
     is_done: bool,
-    // Whether this is the background.
-    is_last: bool,
+    place: Place,
     undone: Option<Undone>,
     // For whoever waits until nothing is under way.
     _running: Running,
+}
+
+/// Where an errand is carried out. One that comes to no end there goes on in the next of these.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Place {
+    Caller,
+    Background,
+    /// In another runtime than the first one, which came to its end.
+    Elsewhere,
 }
 
 impl Errand {
@@ -73,7 +81,7 @@ impl Errand {
             settles,
             is_answered: false,
             is_done: hold.look(now) == Err(LossReason::Taken) && settles.is_none(),
-            is_last: false,
+            place: Place::Caller,
             undone: None,
             _running: Running::new(home),
         }
@@ -100,7 +108,7 @@ impl Errand {
             settles,
             is_answered: false,
             is_done: false,
-            is_last: false,
+            place: Place::Caller,
             undone,
             _running: Running::new(home),
         })
@@ -125,9 +133,10 @@ impl Errand {
         if self.is_done {
             return;
         }
-        self.is_last = true;
+        let is_elsewhere = self.place == Place::Background;
+        self.place = if is_elsewhere { Place::Elsewhere } else { Place::Background };
         let home = Arc::clone(&self.home);
-        home.spawn(async move {
+        let task = async move {
             // What was given back a moment ago, and may be granted once more, need not be given back again at once.
             if !self.is_answered {
                 let _ = self.attempt().await;
@@ -136,13 +145,19 @@ impl Errand {
             while !self.is_done {
                 let next = self.next(pause);
                 if next >= self.until {
-                    return;
+                    return self.leave();
                 }
                 sleep_until(next).await;
                 let _ = self.attempt().await;
                 pause = if self.is_answered { pause * 2 } else { (pause * 2).min(LONGEST_PAUSE) };
             }
-        });
+        };
+        if is_elsewhere { home.spawn_elsewhere(task) } else { home.spawn(task) }
+    }
+
+    /// Leaves the lease to end by itself.
+    fn leave(&mut self) {
+        self.is_done = true;
     }
 
     /// When to ask again after so long a pause: once more as soon as all has settled, if the store answers.
@@ -174,7 +189,7 @@ impl Errand {
 
 impl Drop for Errand {
     fn drop(&mut self) {
-        if !self.is_done && !self.is_last {
+        if !self.is_done && self.place != Place::Elsewhere {
             let rest = Self {
                 home: Arc::clone(&self.home),
                 turn: self.turn.take(),

@@ -125,8 +125,19 @@ impl Shared {
     /// Runs `task` in the background: in the runtime of the caller, or in the one where leases are renewed. Where that is
     /// gone nothing is left to do it, and the lease expires.
     pub(super) fn spawn(self: &Arc<Self>, task: impl Future<Output = ()> + Send + 'static) {
-        let runtime = Handle::try_current().ok();
-        let runtime = runtime.or_else(|| self.runtime.lock().unwrap_or_else(PoisonError::into_inner).clone());
+        self.spawn_in(Handle::try_current().ok().or_else(|| self.remembered()), task);
+    }
+
+    /// The same in the runtime where leases are renewed: that of the caller is at its end.
+    pub(super) fn spawn_elsewhere(self: &Arc<Self>, task: impl Future<Output = ()> + Send + 'static) {
+        self.spawn_in(self.remembered(), task);
+    }
+
+    fn remembered(&self) -> Option<Handle> {
+        self.runtime.lock().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    fn spawn_in(self: &Arc<Self>, runtime: Option<Handle>, task: impl Future<Output = ()> + Send + 'static) {
         let Some(runtime) = runtime else {
             tracing::debug!("no runtime to give a lease back in: it will expire");
             return;
