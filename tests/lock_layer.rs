@@ -606,6 +606,8 @@ async fn who_comes_with_too_small_a_fence_is_turned_away() {
     for (request, code) in [(fenced("a", "8"), "10"), (fenced("a", ""), "3"), (post("/"), "3")] {
         let response = service.clone().oneshot(request).await.unwrap();
         assert_eq!(response.headers()["grpc-status"], code);
+        let pushback = response.headers().get("grpc-retry-pushback-ms").map(|pushback| pushback.to_str().unwrap());
+        assert_eq!(pushback, (code == "10").then_some("-1"));
     }
     assert!(!service.oneshot(fenced("a", "9")).await.unwrap().headers().contains_key("grpc-status"));
 }
@@ -802,7 +804,10 @@ async fn grpc_has_codes_for_it() {
     assert_eq!(service.oneshot(post("/a")).await.unwrap().headers()["grpc-status"], "14");
     faults.heal();
     let service = layer.layer(service_fn(async |_| pending::<Result<Response<Full<Bytes>>, Infallible>>().await));
-    assert_eq!(service.oneshot(post("/b")).await.unwrap().headers()["grpc-status"], "10");
+    let response = service.oneshot(post("/b")).await.unwrap();
+    assert_eq!(response.headers()["grpc-status"], "10");
+    // It may have had effects, and clients with a retry policy would send it again.
+    assert_eq!(response.headers()["grpc-retry-pushback-ms"], "-1");
 
     // Also for a loss when the answer has begun.
     let senders = Arc::default();

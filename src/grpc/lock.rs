@@ -5,7 +5,7 @@ use bytes::Bytes;
 use http_body::Body;
 
 use super::details::Any;
-use super::status::{AsStatus, Code, answer, detailed, trailers};
+use super::status::{AsStatus, Code, answer, conclusive, detailed, trailers};
 use crate::http::{LockedBody, ResponseBody, STORE_RETRY, STORE_TEXT};
 use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay, fencing};
 use crate::reject::{NothingDone, Reject};
@@ -20,7 +20,10 @@ impl<B, E> Reject<fencing::Rejection, Response<B>, E> for AsStatus {
 
     fn reject(&self, rejection: fencing::Rejection) -> Result<Self::Response, E> {
         Ok(match rejection {
-            fencing::Rejection::Stale(_) => answer(Code::Aborted, "the lock of this request is somebody else's by now"),
+            // To be tried again with another lease, and not as it is.
+            fencing::Rejection::Stale(_) => {
+                conclusive(Code::Aborted, "the lock of this request is somebody else's by now")
+            }
             fencing::Rejection::Missing(_) => {
                 answer(Code::InvalidArgument, "the request does not say under which lock it was sent")
             }
@@ -55,7 +58,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
                 later(Code::ResourceExhausted, "too many requests wait for this", STORE_RETRY)
             }
             Rejection::Lock(LockError::Lost(_)) => {
-                let mut response = answer(Code::Aborted, LOST_TEXT);
+                let mut response = conclusive(Code::Aborted, LOST_TEXT);
                 response.extensions_mut().remove::<NothingDone>();
                 response
             }

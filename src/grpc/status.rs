@@ -185,6 +185,13 @@ pub(super) fn answer<B>(code: Code, message: &str) -> Response<ResponseBody<B>> 
     response
 }
 
+/// A status of a call that is not to be sent again as it is: retry policies take `ABORTED`, for one, for a reason to do so.
+pub(super) fn conclusive<B>(code: Code, message: &str) -> Response<ResponseBody<B>> {
+    let mut response = answer(code, message);
+    response.headers_mut().insert(PUSHBACK, (-1).into());
+    response
+}
+
 /// A status as it ends a call whose answer has begun.
 pub(super) fn trailers(code: Code, message: &str) -> HeaderMap {
     let mut trailers = HeaderMap::new();

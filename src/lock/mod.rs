@@ -134,7 +134,7 @@
 //! | held by somebody else, also after waiting | 409 (or 423, 429), `Retry-After` | `ABORTED`, `RetryInfo` |
 //! | too many wait | 503, `Retry-After` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
 //! | the store fails, or too few replicas know of the lease | 503, `Retry-After` | `UNAVAILABLE`, `RetryInfo` |
-//! | the lease is lost while the handler runs, which is cancelled | 503 | `ABORTED` |
+//! | the lease is lost while the handler runs, which is cancelled | 503 | `ABORTED`, "do not retry" |
 //! | the lease is lost while the body is sent | the body fails | `ABORTED` in the trailers |
 //! | no key | 400 | `INVALID_ARGUMENT` |
 //!
