@@ -384,6 +384,32 @@ async fn a_detached_handler_comes_to_its_end_with_its_lock() {
     assert_eq!(finished.load(Ordering::SeqCst), 4);
 }
 
+/// A request that passed without its lock, as the store failed, was cut off where others come to their end.
+#[tokio::test(start_paused = true)]
+async fn a_detached_handler_comes_to_its_end_without_its_lock() {
+    let store = FaultStore::new(MemoryBackend::new());
+    // Of what is refused nothing is left to be undone, which a shutdown would wait for as well.
+    store.faults().fail(Failure::OutOfMemory);
+    let layer = on(store).on_store_error(OnStoreError::Allow).detached();
+    let finished = Arc::new(AtomicUsize::new(0));
+    let count = Arc::clone(&finished);
+    let service = layer.clone().layer(service_fn(move |request| {
+        let count = Arc::clone(&count);
+        async move {
+            let response = slow(request).await;
+            count.fetch_add(1, Ordering::SeqCst);
+            response
+        }
+    }));
+    for request in [request(Method::GET, "/a"), post("/a")] {
+        assert!(timeout(Duration::from_millis(500), service.clone().oneshot(request)).await.is_err());
+    }
+    assert_eq!(finished.load(Ordering::SeqCst), 0);
+    // Whoever shuts down waits for it, as for any other.
+    layer.shutdown().await;
+    assert_eq!(finished.load(Ordering::SeqCst), 1, "what needs no lock is cut off as ever");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_layer_that_is_shut_down_waits_for_its_handlers_and_lets_nobody_in() {
     let layer = by_path().detached();

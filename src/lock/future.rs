@@ -12,7 +12,7 @@ use tower_service::Service;
 use super::error::LockError;
 use super::layer::{ReleaseAt, Settings, Stay};
 use super::lease::Lease;
-use super::nested::Held;
+use super::nested::{self, Held};
 use super::rejection::{Occupy, Rejection};
 use crate::reject::Reject;
 
@@ -115,7 +115,7 @@ where
                     this.state.set(State::Calling { future, stay: Some(stay), held: Some(held) });
                 }
                 Err(LockError::Store(error)) if settings.passes(&error) => {
-                    let future = ready.call(request);
+                    let future = nested::unprotected(settings.locks.home(), || ready.call(request));
                     this.state.set(State::Calling { future, stay: None, held: None });
                 }
                 Err(error) => {

@@ -213,7 +213,8 @@ impl<K, A, D> LockLayer<K, A, D> {
     /// For handlers that must not be cut off in the middle: of a payment, say. A request that still waits for its lock ends with its client all the
     /// same, a lease that is [lost](OnLoss::Cancel) still cancels the handler, and [`max_hold`](Self::max_hold) bounds how long
     /// one nobody waits for goes on. The answer to nobody is dropped, and what its body would have done does not happen. Requests that need no lock are
-    /// not detached. [`shutdown`](Self::shutdown) waits for those that are.
+    /// not detached; those that pass without theirs since the [store fails](OnStoreError::Allow) are, and nothing bounds them.
+    /// [`shutdown`](Self::shutdown) waits for those that are.
     pub fn detached(self) -> LockLayer<K, A, Detached> {
         let Self { settings, key, answer, handlers: _ } = self;
         LockLayer { settings, key, answer, handlers: PhantomData }

@@ -9,6 +9,8 @@ use super::shared::Shared;
 
 tokio::task_local! {
     static HELD: Held;
+    // The address of what the locks share of which a call was to have one.
+    static UNPROTECTED: usize;
 }
 
 /// The locks that a body or a handler is within, the innermost first.
@@ -52,6 +54,16 @@ pub(super) fn innermost(home: &Arc<Shared>) -> Option<(Held, Lease)> {
     let inside = held.0.as_ref().filter(|inside| inside.home == address(home))?;
     let lease = inside.lease.reenter()?;
     Some((held, lease))
+}
+
+/// Calls something that goes without its lock of `home`, since the store fails.
+pub(super) fn unprotected<T>(home: &Arc<Shared>, call: impl FnOnce() -> T) -> T {
+    UNPROTECTED.sync_scope(address(home), call)
+}
+
+/// Whether this is called by somebody who goes without a lock of `home`.
+pub(super) fn is_unprotected(home: &Arc<Shared>) -> bool {
+    UNPROTECTED.try_with(|of| *of == address(home)).unwrap_or(false)
 }
 
 /// Whether the present task holds this lock, by a body or a handler that it is within.

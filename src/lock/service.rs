@@ -11,7 +11,7 @@ use super::future::{DetachedFuture, ResponseFuture};
 use super::layer::{LockLayer, OnLoss, OnMissingKey, Safe, Settings};
 use super::nested;
 use super::rejection::{MissingKey, Occupy, Rejection};
-use super::shared::Shared;
+use super::shared::{Running, Shared};
 use crate::key::{Everyone, ExtractKey, Key};
 use crate::reject::{AsResponse, Reject};
 
@@ -139,7 +139,16 @@ where
     fn call(&mut self, request: Req) -> Self::Future {
         let future = self.inner.call(request);
         let Some((held, lease)) = nested::innermost(&self.home) else {
-            return DetachedFuture::attached(future);
+            if !nested::is_unprotected(&self.home) {
+                return DetachedFuture::attached(future);
+            }
+            let running = Running::new(&self.home);
+            let handler = async move {
+                let outcome = future.await;
+                drop(running);
+                Some(outcome)
+            };
+            return DetachedFuture::detached(tokio::spawn(handler.in_current_span()));
         };
         let on_loss = self.on_loss;
         let handler = async move {
