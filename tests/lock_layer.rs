@@ -19,7 +19,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::http::{header, lock_fence};
-use tollgate::lock::fencing::FenceLayer;
+use tollgate::lock::fencing::{FenceLayer, MissingFence};
 use tollgate::lock::{
     CircuitBreaker, LeaseView, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Replication,
     RwLocks, Scope, Semaphore,
@@ -636,6 +636,20 @@ async fn who_comes_with_too_small_a_fence_is_turned_away() {
         assert_eq!(pushback, (code == "10").then_some("-1"));
     }
     assert!(!service.oneshot(fenced("a", "9")).await.unwrap().headers().contains_key("grpc-status"));
+}
+
+/// Whoever forgot the fence was told of a key.
+#[tokio::test]
+async fn what_is_missing_is_said() {
+    let layer =
+        FenceLayer::new(|order: &(u64, _)| (order.0 > 0).then_some(order.0), |order: &(_, Option<u64>)| order.1);
+    let service = layer.with_rejection(AsError).layer(service_fn(async |order| Ok::<_, BoxError>(order)));
+    assert!(service.clone().oneshot((0, Some(7))).await.unwrap_err().is::<MissingKey>());
+    for fence in [None, Some(u64::MAX)] {
+        let error = service.clone().oneshot((1, fence)).await.unwrap_err();
+        assert!(error.is::<MissingFence>() && error.to_string().contains("fence"), "{error}");
+    }
+    assert!(service.oneshot((1, Some(7))).await.is_ok());
 }
 
 /// A fence that no store grants kept all that came later out, and with more keys than are remembered those of all keys.

@@ -24,7 +24,7 @@ impl<B, E> Reject<fencing::Rejection, Response<B>, E> for AsStatus {
             fencing::Rejection::Stale(_) => {
                 conclusive(Code::Aborted, "the lock of this request is somebody else's by now")
             }
-            fencing::Rejection::Missing(_) => {
+            fencing::Rejection::Missing(_) | fencing::Rejection::MissingFence(_) => {
                 answer(Code::InvalidArgument, "the request does not say under which lock it was sent")
             }
         })

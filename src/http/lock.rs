@@ -38,7 +38,7 @@ impl<B, E> Reject<fencing::Rejection, Response<B>, E> for AsResponse {
             fencing::Rejection::Stale(_) => {
                 self.refusal(StatusCode::PRECONDITION_FAILED, "the lock of this request is somebody else's by now")
             }
-            fencing::Rejection::Missing(_) => {
+            fencing::Rejection::Missing(_) | fencing::Rejection::MissingFence(_) => {
                 self.refusal(StatusCode::BAD_REQUEST, "the request does not say under which lock it was sent")
             }
         })

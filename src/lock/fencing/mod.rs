@@ -83,5 +83,5 @@ mod service;
 
 pub use self::future::FenceFuture;
 pub use self::layer::FenceLayer;
-pub use self::rejection::{Rejection, StaleFence};
+pub use self::rejection::{MissingFence, Rejection, StaleFence};
 pub use self::service::Fence;

@@ -10,16 +10,19 @@ use crate::lock::MissingKey;
 pub enum Rejection {
     /// Somebody came with a larger fence before.
     Stale(StaleFence),
-    /// The request has no fence that a store could have granted, or no key.
+    /// The request has no key.
     Missing(MissingKey),
+    /// The request has no fence that a store could have granted.
+    MissingFence(MissingFence),
 }
 
 impl From<Rejection> for BoxError {
-    /// The error inside: [`StaleFence`] or [`MissingKey`], to be found by downcasting.
+    /// The error inside: [`StaleFence`], [`MissingKey`] or [`MissingFence`], to be found by downcasting.
     fn from(rejection: Rejection) -> Self {
         match rejection {
             Rejection::Stale(error) => error.into(),
             Rejection::Missing(error) => error.into(),
+            Rejection::MissingFence(error) => error.into(),
         }
     }
 }
@@ -56,3 +59,16 @@ impl fmt::Display for StaleFence {
 }
 
 impl Error for StaleFence {}
+
+/// The rejection of a request that has no fence, or one that no store grants.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct MissingFence;
+
+impl fmt::Display for MissingFence {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the request carries no fence of a lock")
+    }
+}
+
+impl Error for MissingFence {}

@@ -6,7 +6,7 @@ use tower_service::Service;
 
 use super::fences::Fences;
 use super::future::FenceFuture;
-use super::rejection::{Rejection, StaleFence};
+use super::rejection::{MissingFence, Rejection, StaleFence};
 use crate::key::ExtractKey;
 use crate::lock::MissingKey;
 use crate::reject::{AsResponse, Reject};
@@ -37,9 +37,10 @@ impl<S, K, F, A> Fence<S, K, F, A> {
     {
         let (key, fence) = &*self.shared;
         let key = key.extract_key(request).filter(|key| !key.is_empty());
+        let key = key.ok_or(Rejection::Missing(MissingKey))?;
         // No store grants such a one, and it would keep all who come later out.
         let fence = fence(request).filter(|fence| *fence < NO_FENCE);
-        let (Some(key), Some(fence)) = (key, fence) else { return Err(Rejection::Missing(MissingKey)) };
+        let fence = fence.ok_or(Rejection::MissingFence(MissingFence))?;
         self.fences.admit(key, fence).map_err(|largest| Rejection::Stale(StaleFence::new(fence, largest)))
     }
 }
