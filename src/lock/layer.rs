@@ -120,6 +120,14 @@ pub enum ReleaseAt {
 
 impl LockLayer {
     /// Locks by what `store` keeps, which is a backend. Until a [key](Self::key) is named, all requests share one lock.
+    ///
+    /// All layers on one backend have the same locks where their keys are the same, in other processes, too: `requests` is their
+    /// [namespace](Self::namespace) unless each is given its own. A handler that calls another service behind such a layer finds its own lock held there, if
+    /// the keys are the same.
+    ///
+    /// A setting that cannot work (a [ttl](Self::ttl) out of range, a [deadline](Self::deadline) or [`max_hold`](Self::max_hold) of zero) is found
+    /// when the first lock is asked for: each request that needs one is answered 500 with HTTP then, [`LockError::Config`](super::LockError::Config) without, and the
+    /// log has a line.
     pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
         let locks = Locks::new(store).namespace("requests").ttl(Duration::from_secs(15)).wait(Duration::ZERO);
         Self::with_locks(locks.max_hold(Duration::from_secs(300)).max_waiters(64).max_waiters_in_total(1_000))
@@ -232,12 +240,13 @@ impl<K, A, D> LockLayer<K, A, D> {
         self
     }
 
-    /// What keeps the locks of these requests apart from others with the same keys. Defaults to `requests`.
+    /// What keeps the locks of these requests apart from others with the same keys. Defaults to `requests`, which all [new](LockLayer::new) layers
+    /// on one backend have in common.
     pub fn namespace(self, namespace: impl Into<Key>) -> Self {
         self.with(|locks| locks.namespace(namespace))
     }
 
-    /// How long the lock outlives a process that has died: see [`Locks::ttl`]. Defaults to 15 s.
+    /// How long the lock outlives a process that has died, from 10 ms to a day: see [`Locks::ttl`]. Defaults to 15 s.
     pub fn ttl(self, ttl: Duration) -> Self {
         self.with(|locks| locks.ttl(ttl))
     }
@@ -266,12 +275,12 @@ impl<K, A, D> LockLayer<K, A, D> {
         self.with(|locks| locks.max_waiters_in_total(waiters))
     }
 
-    /// How long a request has its lock at the most; it is lost then. Defaults to 5 minutes.
+    /// How long a request has its lock at the most, which is not zero; it is lost then. Defaults to 5 minutes.
     pub fn max_hold(self, max_hold: Duration) -> Self {
         self.with(|locks| locks.max_hold(max_hold))
     }
 
-    /// How long one call of the store may take. Defaults to 100 ms.
+    /// How long one call of the store may take, which is not zero. Defaults to 100 ms.
     pub fn deadline(self, deadline: Duration) -> Self {
         self.with(|locks| locks.deadline(deadline))
     }

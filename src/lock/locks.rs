@@ -140,7 +140,7 @@ impl Locks {
     }
 
     /// How long a lease is renewed at the most; it is [lost](super::LossReason::MaxHold) then. Defaults to no limit: a
-    /// holder that hangs keeps the lock for as long as its process lives.
+    /// holder that hangs keeps the lock for as long as its process lives. Zero is a [`LockError::Config`] when a lock is asked for.
     #[must_use]
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.terms.max_hold = Some(max_hold);
@@ -148,7 +148,7 @@ impl Locks {
     }
 
     /// How many may stand in line for one lock in this process, behind the one that has it or asks the store for it. Defaults to 1,000. One more
-    /// is a [`LockError::QueueFull`]. With zero one may still wait, if it is another process that has the lock.
+    /// is a [`LockError::QueueFull`]. With zero one may still wait, if it is another process that has the lock, or while it is being given back.
     #[must_use]
     pub fn max_waiters(mut self, waiters: usize) -> Self {
         self.terms.max_waiters = waiters;
@@ -236,7 +236,8 @@ impl Locks {
         self
     }
 
-    /// How long one call of the store may take. Defaults to 100 ms. Who waits tries again after that.
+    /// How long one call of the store may take. Defaults to 100 ms; zero is a [`LockError::Config`] when a lock is asked for. Who waits tries
+    /// again after that.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.terms.deadline = deadline;

@@ -92,7 +92,9 @@
 //!     format!("paid by {}", lease.fence())
 //! }
 //!
-//! let lock = LockLayer::new(MemoryBackend::new()).key(|request: &Request| request.uri().path().to_owned());
+//! let lock = LockLayer::new(MemoryBackend::new())
+//!     .namespace("payments") // or it is the same lock as that of any other layer with the same key
+//!     .key(|request: &Request| request.uri().path().to_owned());
 //! let app: Router = Router::new().route("/orders/{id}/payment", post(pay)).layer(lock);
 //! # }
 //! ```
@@ -137,6 +139,7 @@
 //! | the lease is lost while the handler runs, which is cancelled | 503 | `ABORTED`, "do not retry" |
 //! | the lease is lost while the body is sent | the body fails | `ABORTED` in the trailers |
 //! | no key | 400 | `INVALID_ARGUMENT` |
+//! | a [setting](LockLayer::new) that cannot work | 500 | `INTERNAL` |
 //!
 //! Whatever ends a request from outside ends its waiting, too: a layer with a time limit, a client that goes away, and the
 //! `grpc-timeout` of a call, which servers such as tonic's look at outside of all layers. It is not looked at here.
