@@ -669,6 +669,31 @@ async fn a_store_that_fails_at_the_end_costs_the_caller_nothing() {
     assert!(faults.calls(Verb::Complete) > 4);
 }
 
+/// The story of an outage of seconds, after which what was done was done again while its answer waited to be told.
+#[tokio::test(start_paused = true)]
+async fn an_answer_is_kept_soon_after_the_store_is_back() {
+    let handler = Handler::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let failing = faults.clone();
+    let app = handler.behind(layer(store).on_unknown(OnUnknown::Retry), move |request, run| {
+        let failing = failing.clone();
+        async move {
+            // Before the first renewal, so that the lease ends 15 s after it has begun.
+            sleep(Duration::from_millis(4_900)).await;
+            failing.fail(Failure::Unavailable);
+            echo(request, run).await
+        }
+    });
+    assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
+    sleep(Duration::from_secs(7)).await;
+    faults.heal();
+    sleep(Duration::from_secs(4)).await;
+    let again = ask(&app, pay("k")).await;
+    assert!(is_replay(&again));
+    assert_eq!(handler.runs(), 1);
+}
+
 #[tokio::test(start_paused = true)]
 async fn there_may_be_room_for_a_mark_and_not_for_the_answer() {
     let handler = Handler::new();

@@ -24,8 +24,10 @@ use crate::lock::{Scope, Wakeups};
 const MAX_BACKGROUND: usize = 4_096;
 /// How much later than its release a claim may come to the store that nobody has waited for.
 const LATE: Duration = Duration::from_secs(1);
-/// How long to wait before the store is asked again in the background; twice that the next time, and so on.
+/// How long to wait before the store is asked again in the background; twice that the next time, and so on up to a tenth of the lease.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
+/// No longer than this, however long the lease is: what is done is to be known soon after the store is back.
+const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// For how long the store is asked in the background at least.
 const SHORTEST: Duration = Duration::from_secs(1);
 
@@ -339,9 +341,10 @@ impl<P: HasPayload + 'static> Order<P> {
         end: &Settlement,
         may_ask: impl Fn() -> Result<(), StoreError>,
     ) -> Result<bool, StoreError> {
+        let longest = (self.claim.lease / 10).clamp(FIRST_PAUSE, LONGEST_PAUSE);
         let mut pause = FIRST_PAUSE;
         loop {
-            let is_last = Instant::now() + pause >= until;
+            let is_last = Instant::now() >= until;
             let settled = match may_ask() {
                 Err(error) if !is_last => Err(error),
                 _ => self.settle(end).await,
@@ -349,8 +352,8 @@ impl<P: HasPayload + 'static> Order<P> {
             if settled.is_ok() || is_last {
                 return settled;
             }
-            sleep(pause).await;
-            pause *= 2;
+            sleep_until(until.min(Instant::now() + pause)).await;
+            pause = longest.min(pause * 2);
         }
     }
 }
