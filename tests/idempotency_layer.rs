@@ -1199,6 +1199,79 @@ async fn whoever_waits_is_told_and_does_not_ask_again_and_again() {
     assert_eq!((faults.calls(Verb::Begin), faults.calls(Verb::Watch)), (2 + 2 * 3, 2));
 }
 
+/// The story of a request that was known to be in flight, and was served beside that when the store failed to answer once.
+#[tokio::test(start_paused = true)]
+async fn whoever_waits_does_not_pass_when_the_store_fails() {
+    for (failure, is_long) in [(Failure::Unavailable, false), (Failure::Timeout, false), (Failure::Timeout, true)] {
+        let handler = Handler::new();
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let guard = layer(store).wait(Duration::from_secs(3)).on_store_error(OnStoreError::Allow);
+        let app = handler.behind(guard.clone(), |request, run| async move {
+            sleep(Duration::from_secs(2)).await;
+            echo(request, run).await
+        });
+        let ask_once = || {
+            let app = app.clone();
+            tokio::spawn(async move { ask(&app, pay("k")).await })
+        };
+        let first = ask_once();
+        sleep(Duration::from_millis(10)).await;
+        let second = ask_once();
+        sleep(Duration::from_millis(10)).await;
+        // What comes next is its second look, once a second.
+        faults.fail(failure);
+        if !is_long {
+            sleep(Duration::from_millis(1_500)).await;
+            faults.heal();
+        }
+        let second = second.await.unwrap();
+        if is_long {
+            assert_eq!(problem(second).await, (409, "in-flight".into()));
+            faults.heal();
+        } else {
+            assert!(is_replay(&second));
+            assert_eq!(text(second).await, "1: hundred");
+        }
+        assert_eq!(text(first.await.unwrap()).await, "1: hundred");
+        guard.drained().await;
+        assert!(is_replay(&ask(&app, pay("k")).await));
+        assert_eq!(handler.runs(), 1, "{failure:?}");
+    }
+}
+
+/// A claim whose answer was lost is given back a moment later: what begins meanwhile must not be given back with it.
+#[tokio::test(start_paused = true)]
+async fn whoever_waits_begins_by_another_claim_than_the_one_that_was_lost() {
+    let handler = Handler::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let guard = layer(store).wait(Duration::from_secs(10));
+    let app = handler.behind(guard, |request, run| async move {
+        sleep(Duration::from_secs(5)).await;
+        if run == 1 { status(StatusCode::BAD_GATEWAY) } else { echo(request, run).await }
+    });
+    let ask_once = || {
+        let app = app.clone();
+        tokio::spawn(async move { ask(&app, pay("k")).await })
+    };
+    let first = ask_once();
+    sleep(Duration::from_millis(4_500)).await;
+    let second = ask_once();
+    sleep(Duration::from_millis(10)).await;
+    // Its look when it is told of the failure is the claim that is granted, and nobody hears of it.
+    sleep(Duration::from_millis(480)).await;
+    faults.lose_answers();
+    assert_eq!(first.await.unwrap().status(), StatusCode::BAD_GATEWAY);
+    sleep(Duration::from_millis(150)).await;
+    faults.heal();
+    let second = second.await.unwrap();
+    assert!(!is_replay(&second));
+    assert_eq!(text(second).await, "2: hundred");
+    assert!(is_replay(&ask(&app, pay("k")).await));
+    assert_eq!(handler.runs(), 2);
+}
+
 /// A handler that fails wakes those who wait, and one of them is the next attempt.
 #[tokio::test(start_paused = true)]
 async fn whoever_waits_for_a_failure_is_served_next() {

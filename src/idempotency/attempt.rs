@@ -17,7 +17,7 @@ use super::meters::{Ended, Meters};
 use super::store::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
 use crate::circuit::{Circuit, CircuitBreaker, Outage, Watch};
 use crate::error::StoreError;
-use crate::lock::{Scope, Wakeups};
+use crate::lock::{Scope, Token, Wakeups};
 
 /// How many attempts may be settled in the background at a time. While a store is away all of them are; what is beyond that is left
 /// to the end of its lease.
@@ -193,6 +193,11 @@ impl<P: HasPayload + 'static> Order<P> {
     pub(crate) fn new(home: &Arc<Home>, operation: Operation, claim: Claim, body: P) -> Arc<Self> {
         let (sent, checkpoint) = (Mutex::new(Instant::now()), AtomicU32::new(0));
         Arc::new(Self { home: Arc::clone(home), operation, claim, sent, checkpoint, body })
+    }
+
+    /// The same with a token of its own, for when nobody knows what has become of the claim of this one.
+    pub(crate) fn anew(&self, body: P) -> Result<Arc<Self>, StoreError> {
+        Ok(Self::new(&self.home, self.operation, Claim { token: Token::random()?, ..self.claim }, body))
     }
 
     /// Begins the operation, or says how far it is.

@@ -59,7 +59,8 @@ pub enum OnStoreError {
     /// It is turned away: 503 with HTTP.
     #[default]
     Deny,
-    /// It is served without a record. The log has a line when that begins, and when it ends.
+    /// It is served without a record. The log has a line when that begins, and when it ends. A request that
+    /// [waits](crate::http::IdempotencyLayer::wait) for one in flight does not pass: it waits on, and is turned away in the end.
     Allow,
 }
 

@@ -108,6 +108,11 @@ impl Reading {
         Self { progress: Mutex::new(progress), is_unfit: Notify::new() }
     }
 
+    /// The same before any of it was read.
+    pub(super) fn anew(&self) -> Self {
+        Self::new(self.hash())
+    }
+
     fn begin(&self, before: Payload, max_len: u64, is_whole: bool) {
         let mut progress = self.progress();
         progress.before = before;

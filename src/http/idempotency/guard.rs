@@ -334,25 +334,33 @@ async fn begin(
     }
     let Some(_place) = settings.home.stand_by(settings.max_waiting) else { return Ok(begun) };
     let start = Instant::now();
-    let begun = Box::pin(wait(order, start + settings.wait)).await;
+    let begun = Box::pin(wait(Arc::clone(order), begun, start + settings.wait)).await;
     settings.home.meters().waited(start.elapsed());
-    begun
+    Ok(begun)
 }
 
-/// Begins the operation once somebody else is done with it.
-async fn wait(order: &Arc<Order<Reading>>, until: Instant) -> Result<Begin<Reading>, StoreError> {
+/// Begins the operation once somebody else is done with it. `known` is what the store has said last: a store that fails meanwhile does
+/// not make it untrue, so nobody passes for that.
+async fn wait(mut order: Arc<Order<Reading>>, mut known: Begin<Reading>, until: Instant) -> Begin<Reading> {
     // What comes to pass before anybody listens is found by asking again.
     let watch = timeout_at(until.min(Instant::now() + POLL), order.watch());
     let mut wakeups = watch.await.unwrap_or_else(|_| Wakeups::none());
     loop {
-        let begun = order.begin().await?;
-        let Begin::Not(Begun::InFlight { remaining, .. }) = &begun else { return Ok(begun) };
+        let begun = order.begin().await;
+        let has_failed = begun.is_err();
+        known = begun.unwrap_or(known);
+        let Begin::Not(Begun::InFlight { remaining, .. }) = &known else { return known };
         let now = Instant::now();
         if now >= until {
-            return Ok(begun);
+            return known;
         }
         // When the lease ends without a word nobody tells.
-        let pause = (*remaining).clamp(SHORTEST_PAUSE, POLL);
+        let mut pause = (*remaining).clamp(SHORTEST_PAUSE, POLL);
+        if has_failed {
+            // What may have been claimed is given back, so it is not claimed again.
+            let Ok(again) = order.anew(order.body().anew()) else { return known };
+            (order, pause) = (again, POLL);
+        }
         tokio::select! {
             () = wakeups.next() => {}
             () = sleep_until(until.min(now + pause)) => {}
