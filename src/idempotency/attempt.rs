@@ -391,10 +391,9 @@ pub(crate) struct Running {
 
 impl Running {
     fn new(home: &Arc<Home>, count: fn(&Home) -> &AtomicUsize, most: usize) -> Option<Self> {
-        if count(home).fetch_add(1, Ordering::AcqRel) >= most {
-            count(home).fetch_sub(1, Ordering::AcqRel);
-            return None;
-        }
+        // Never more than there is room for, not for a moment: the last one that ends would not be known to be the last.
+        let add = |running| (running < most).then_some(running + 1);
+        count(home).fetch_update(Ordering::AcqRel, Ordering::Acquire, add).ok()?;
         Some(Self { home: Arc::clone(home), count })
     }
 }
@@ -600,4 +599,23 @@ impl<P: HasPayload + 'static> Drop for Attempt<P> {
 /// For how much of a lease its holder may rely on it: clocks differ by up to 1 %, and timers come late.
 fn usable(lease: Duration) -> Duration {
     (lease - lease / 100).saturating_sub(Duration::from_millis(2))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MemoryBackend;
+
+    /// The story of somebody who waited for ever: the last handler ended while one that was turned away was counted, so it was not the last.
+    #[test]
+    fn what_is_turned_away_is_not_counted_for_a_moment() {
+        let home = Arc::new(Home::new(MemoryBackend::new()));
+        thread::scope(|scope| {
+            let turned_away = scope.spawn(|| (0..3_000_000).all(|_| home.admit(0).is_none()));
+            while !turned_away.is_finished() {
+                assert_eq!(home.running.load(Ordering::Acquire), 0);
+            }
+            assert!(turned_away.join().unwrap());
+        });
+    }
 }
