@@ -16,7 +16,7 @@ use http_body_util::{BodyExt, Full};
 use support::server::RedisServer;
 use tokio::time::{advance, sleep};
 use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, peer_ip};
-use tollgate::idempotency::OnStoreError;
+use tollgate::idempotency::{IdempotencyHandle, OnStoreError};
 use tollgate::rate_limit::{CircuitBreaker, Decision, LimitStatus, PolicyResolver, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
@@ -28,9 +28,9 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
-/// Collects the messages of all events, and what they say is done then.
+/// Collects the messages of all events, and what they say is done then; if it is told so also which layer and operation they are of.
 #[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<Message>>>);
+struct Log(Arc<Mutex<Vec<Message>>>, bool);
 
 impl Log {
     fn take(&self) -> Vec<Message> {
@@ -57,9 +57,9 @@ impl Subscriber for Log {
     fn record_follows_from(&self, _: &Id, _: &Id) {}
 
     fn event(&self, event: &Event<'_>) {
-        let mut message = Message::default();
+        let mut message = Message { names_operations: self.1, ..Message::default() };
         event.record(&mut message);
-        message.line.insert_str(0, &format!("{} ", event.metadata().level()));
+        message.line = format!("{} {}{}", event.metadata().level(), message.line, message.operation);
         self.0.lock().unwrap().push(message);
     }
 
@@ -72,6 +72,8 @@ impl Subscriber for Log {
 struct Message {
     line: String,
     then: String,
+    operation: String,
+    names_operations: bool,
 }
 
 impl Visit for Message {
@@ -79,6 +81,7 @@ impl Visit for Message {
         match field.name() {
             "message" => self.line = format!("{value:?}"),
             "then" => self.then = format!("{value:?}"),
+            name @ ("layer" | "operation") if self.names_operations => self.operation += &format!(" {name}={value:?}"),
             _ => {}
         }
     }
@@ -299,6 +302,53 @@ async fn a_store_that_has_no_room_for_answers_is_one_line() {
         sleep(Duration::from_millis(100)).await;
     }
     assert_eq!(log.lines(), ["WARN idempotency store fails", "WARN there is no room to keep an answer"]);
+}
+
+/// The story of operations of unknown outcome that nobody could find, since their lines did not say which they were.
+#[tokio::test(start_paused = true)]
+async fn a_line_of_an_unknown_outcome_says_which_operation_it_is_of() {
+    let log = Log(Arc::default(), true);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let guard = IdempotencyLayer::new(store)
+        .name("payments")
+        .scope(|_: &Request<Full<Bytes>>| Some("alice"))
+        .max_run(Duration::from_secs(60));
+    let failing = faults.clone();
+    let named = Arc::new(Mutex::new(Vec::new()));
+    let names = Arc::clone(&named);
+    let service = guard.layer(service_fn(move |request: Request<FingerprintedBody<Full<Bytes>>>| {
+        let operation = request.extensions().get::<IdempotencyHandle>().unwrap().operation().to_string();
+        names.lock().unwrap().push(operation);
+        let (failing, path) = (failing.clone(), request.uri().path().to_owned());
+        async move {
+            match path.as_str() {
+                "/never" => pending().await,
+                _ => failing.fail(Failure::Unavailable),
+            }
+            Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    let ask = |path: &str| {
+        let request = Request::post(path).header("idempotency-key", "k").body(Full::default()).unwrap();
+        let service = service.clone();
+        async move { service.oneshot(request).await.unwrap().status() }
+    };
+    assert_eq!(ask("/never").await, StatusCode::SERVICE_UNAVAILABLE);
+    assert_eq!(ask("/late").await, StatusCode::OK);
+    guard.drained().await;
+    let named = std::mem::take(&mut *named.lock().unwrap());
+    assert_eq!(named.len(), 2);
+    assert!(named[0].contains("alice") && named[0].ends_with(":k"), "{named:?}");
+    let lines = log.lines();
+    for (line, operation) in [
+        ("a handler was cancelled: its outcome is unknown when its lease has ended", &named[0]),
+        ("an operation could not be settled in time: its outcome is unknown", &named[1]),
+    ] {
+        let line = format!("WARN {line} layer=\"payments\" operation={operation}");
+        assert!(lines.contains(&line), "{line} is not one of {lines:#?}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -9,6 +9,7 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+use tracing::Instrument as _;
 
 use super::checkpoint::Checkpoint;
 use super::erased::AnyStore;
@@ -164,8 +165,13 @@ pub(crate) struct Order<P: ?Sized> {
 }
 
 impl<P: ?Sized> Order<P> {
-    pub(super) const fn operation(&self) -> &Operation {
+    pub(crate) const fn operation(&self) -> &Operation {
         &self.operation
+    }
+
+    /// What its layer is called.
+    pub(crate) fn layer(&self) -> &str {
+        &self.home.terms.name
     }
 
     /// How far the body was read.
@@ -271,11 +277,12 @@ impl<P: HasPayload + 'static> Order<P> {
             match home.noted(home.store.renew(operation, claim, &body.payload(), home.terms.limit).await) {
                 Ok(true) => return Some(sent),
                 Ok(false) => {
-                    tracing::warn!("the record of an operation is gone while it is being done");
+                    let layer = self.layer();
+                    tracing::warn!(layer, %operation, "the record of an operation is gone while it is being done");
                     return None;
                 }
                 Err(error) => {
-                    tracing::debug!(%error, "a renewal failed: trying again");
+                    tracing::debug!(%operation, %error, "a renewal failed: trying again");
                     due = Instant::now() + claim.lease / 10;
                 }
             }
@@ -305,20 +312,24 @@ impl<P: HasPayload + 'static> Order<P> {
         let (Ok(runtime), Some(running)) =
             (Handle::try_current(), Running::new(&self.home, |home| &home.background, MAX_BACKGROUND))
         else {
-            tracing::debug!("an operation is left to the end of its lease");
+            tracing::debug!(operation = %self.operation, "an operation is left to the end of its lease");
             if what == Settled::Attempt {
                 self.home.meters().ended(Ended::Unknown);
             }
             return;
         };
         let order = Arc::clone(self);
-        drop(runtime.spawn(async move {
+        let settling = async move {
             let until = Instant::now() + order.claim.lease.max(SHORTEST);
             match what {
                 Settled::Attempt => {
                     let settled = order.settle_until(until, &end, || Ok(())).await;
                     if let Err(error) = &settled {
-                        tracing::warn!(%error, "an operation could not be settled in time: its outcome is unknown");
+                        let (layer, operation) = (order.layer(), order.operation());
+                        tracing::warn!(
+                            layer, %operation, %error,
+                            "an operation could not be settled in time: its outcome is unknown"
+                        );
                     }
                     order.home.meters().ended(settled.map_or(Ended::Unknown, |is_ours| end.ended(is_ours)));
                 }
@@ -330,12 +341,13 @@ impl<P: HasPayload + 'static> Order<P> {
                         settled = order.settle(&end).await;
                     }
                     if let Err(error) = settled {
-                        tracing::debug!(%error, "a claim could not be given back, if it was one");
+                        tracing::debug!(operation = %order.operation, %error, "a claim could not be given back, if it was one");
                     }
                 }
             }
             drop(running);
-        }));
+        };
+        drop(runtime.spawn(settling.in_current_span()));
     }
 
     /// Says it until the store has heard, or until then: where it may not be asked, the last time all the same, since nobody else may come who finds out that
@@ -542,7 +554,8 @@ impl<P: HasPayload + 'static> Attempt<P> {
         match settled {
             Ok(is_ours) => {
                 if !is_ours {
-                    tracing::warn!("an answer is not kept: its operation is somebody else's by now");
+                    let (layer, operation) = (order.layer(), order.operation());
+                    tracing::warn!(layer, %operation, "an answer is not kept: its operation is somebody else's by now");
                 }
                 let ended = end.ended(is_ours);
                 if ended == Ended::Kept && order.home.full.ends() {
@@ -558,7 +571,9 @@ impl<P: HasPayload + 'static> Attempt<P> {
                     completion.is_kept = false;
                     completion.answer = Arc::from(mark.as_slice());
                 }
-                _ => tracing::debug!(%error, "an operation could not be settled: trying again"),
+                _ => {
+                    tracing::debug!(operation = %order.operation, %error, "an operation could not be settled: trying again");
+                }
             },
         }
         order.settle_in_background(end, Settled::Attempt);

@@ -41,6 +41,16 @@ impl IdempotencyHandle {
         Self { order, attempt, fence, last: last.map(Arc::new) }
     }
 
+    /// Which operation this is: the scope of whoever asks, with the method and the path, and the key that the client has chosen. It prints as
+    /// the log names it where the outcome of an operation is unknown, so a handler can put it down beside what it does, for somebody to
+    /// find.
+    ///
+    /// Keys of [`header`](crate::http::header) are digests. A scope of one's own is there as it is, unless it is long.
+    #[must_use]
+    pub fn operation(&self) -> &Operation {
+        self.order.operation()
+    }
+
     /// Which attempt this is: 1, unless one before was given back or came to nobody knows what. Remembered for ten minutes after
     /// an attempt that was given back.
     #[must_use]

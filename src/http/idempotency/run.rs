@@ -96,6 +96,13 @@ impl Course {
         })
     }
 
+    /// What is dropped then is left to the end of its lease.
+    fn is_cancelled(&self) {
+        let order = self.attempt.order();
+        let (layer, operation) = (order.layer(), order.operation());
+        tracing::warn!(layer, %operation, "a handler was cancelled: its outcome is unknown when its lease has ended");
+    }
+
     /// Lets the record say what has become of the operation; there is nothing to wait for if it says so already.
     pub(super) fn settle(
         self,
@@ -166,7 +173,7 @@ where
                     Some(Unfit::Differs) => Rejection::Mismatch,
                     Some(Unfit::TooLarge) => Rejection::TooLarge { has_begun: true },
                     None => {
-                        cancelled();
+                        course.is_cancelled();
                         Rejection::Cancelled
                     }
                 });
@@ -206,11 +213,6 @@ where
         }
         Response::from_parts(parts, body)
     }
-}
-
-/// What is dropped then is left to the end of its lease.
-fn cancelled() {
-    tracing::warn!("a handler was cancelled: its outcome is unknown when its lease has ended");
 }
 
 /// Why nothing more is recorded.
@@ -279,7 +281,7 @@ where
             let mut passing = pin!(self.pass_on(&pieces));
             poll_fn(|cx| course.poll_under_lease(passing.as_mut(), cx)).await
         };
-        let Some(stop) = stop else { return cancelled() };
+        let Some(stop) = stop else { return course.is_cancelled() };
         let max_run = settings.max_run.min(FOREVER);
         let outcome = self.outcome(self.chunks.iter(), matches!(stop, Stop::End));
         let (running, settling) = course.settle(outcome, &settings);
