@@ -11,7 +11,8 @@
 --          number of the attempt, 7 bytes its fence, 7 bytes the end of the lease in us, 4 bytes its length in ms (of what is
 --          completed: when it was, and 0), little endian; then 16 bytes head, 16 bytes token, 24 bytes payload (the fingerprint
 --          of the body: 1 byte 0 none, 1 part of it, 2 all of it; 7 bytes how much; 16 bytes digest), then the answer, or
---          before that the last checkpoint, if there is one: see idempotency_checkpoint
+--          before that the last checkpoint, if there is one: see idempotency_checkpoint; or five zeros in its place, where an
+--          attempt of unknown outcome was taken over that had put down none
 -- Returns  {0} another request used this key; {1, fence, attempt, payload, checkpoint} the token's to do, and what is known of
 --          the attempts before; {2, remaining_ms, payload} in flight; {3, attempt, payload} outcome unknown: the lease ended
 --          before it was completed; {4, payload, answer} completed; {5, payload, answer} completed, and the answer was not kept
@@ -25,6 +26,7 @@ local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 local state, attempt, fence, ends, length_ms = 0, 0, 0, 0, 0
 local holder, payload, rest = '', string.rep('\0', 24), ''
+local taken_over = string.rep('\0', 5)
 local stored = redis.call('GET', record)
 if stored then
   if #stored < 80 or stored:byte(1) ~= 1 or stored:byte(2) > 3 then
@@ -37,7 +39,7 @@ if state == 0 and holder == token then
   return {2, 1, payload}
 end
 local is_ours = state == 1 and holder == token
--- What was given back without a checkpoint has left nothing that another request could be told apart from.
+-- What was given back is any request's again, unless something may have come of it: what has left a checkpoint, or was taken over.
 if state > 0 or #rest > 0 then
   -- Before anything else is said: whoever sends something else learns nothing about this.
   if stored:sub(25, 40) ~= head then
@@ -66,8 +68,11 @@ if not is_ours then
   -- The clock alone would do, were it never set back; the last fence alone would do, were it never forgotten.
   fence = math.max(fence, now - 1) + 1
   attempt = math.min(attempt + 1, 4294967295)
+  if state == 1 and #rest == 0 then
+    rest = taken_over
+  end
 end
 ends = now + lease_ms * 1000
 stored = struct.pack('<BBI4I7I7I4', 1, 1, attempt, fence, ends, lease_ms) .. head .. token .. payload .. rest
 redis.call('SET', record, stored, 'PX', lease_ms + keep_ms)
-return {1, fence, attempt, payload, rest}
+return {1, fence, attempt, payload, rest == taken_over and '' or rest}

@@ -6,8 +6,8 @@
 -- ARGV[3]  publish  PUBLISH, or SPUBLISH on a cluster
 -- ARGV[4]  channel  where those who wait for it listen, see idempotency_complete
 --
--- Value    record: see idempotency_begin; one that is free has no head, unless it has a checkpoint: it stays that of the same request
---          then, and for no less time than it had
+-- Value    record: see idempotency_begin; one that is free has no head, unless it has a checkpoint or was taken over: it stays that
+--          of the same request then, and for no less time than it had
 -- Returns  1 given back, or never begun: this token can claim it no more, until another one is given back unclaimed; 0 it is somebody else's, or completed
 -- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
 -- Repeat   harmless

@@ -1369,6 +1369,29 @@ async fn whoever_takes_over_has_to_send_the_same() {
     assert_eq!(text(ask(&alive, request("k", of(&["h", "undred"]))).await).await, "6: hundred");
 }
 
+/// The story of a takeover whose own failure forgot what the request was: any other was the next attempt, and the first of them.
+#[tokio::test(start_paused = true)]
+async fn what_was_taken_over_and_given_back_is_the_same_request_for_its_retention() {
+    let handler = Handler::new();
+    let guard = layer(MemoryBackend::new()).lease(Duration::from_millis(300)).on_unknown(OnUnknown::Retry);
+    let dying = handler.behind(guard.clone().max_run(Duration::from_millis(200)), |_, _| pending());
+    let failing = handler.behind(guard.clone(), |_, _| async { status(StatusCode::BAD_GATEWAY) });
+    let alive = handler.behind(guard, |request, _| async move {
+        Response::new(full(request.extensions().get::<IdempotencyHandle>().unwrap().attempt().to_string()))
+    });
+    assert_eq!(ask(&dying, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+    sleep(Duration::from_millis(500)).await;
+    assert_eq!(ask(&failing, pay("k")).await.status(), StatusCode::BAD_GATEWAY);
+    // For longer than an attempt is remembered that nothing was before.
+    sleep(Duration::from_secs(3_600)).await;
+    assert_eq!(problem(ask(&alive, at("/pay?twice")).await).await, (422, "key-reused".into()));
+    let other = request("k", of(&["hundreD"]));
+    assert_eq!(problem(ask(&alive, other).await).await, (422, "key-reused".into()));
+    // What was refused has given it back, at once.
+    sleep(Duration::from_millis(1)).await;
+    assert_eq!(text(ask(&alive, pay("k")).await).await, "4");
+}
+
 /// A handler that reads nothing sees nothing of another body either.
 #[tokio::test(start_paused = true)]
 async fn whoever_takes_over_with_nothing_to_read_is_not_served() {

@@ -214,7 +214,7 @@ impl<P: HasPayload + 'static> Order<P> {
     pub(crate) async fn begin(self: &Arc<Self>) -> Result<Begin<P>, StoreError> {
         let Self { home, operation, claim, .. } = &**self;
         *self.sent() = Instant::now();
-        let mut attempt = self.attempt(End::GiveBack);
+        let mut attempt = self.attempt(End::GiveBackClaim);
         let begun = match home.circuit.admit() {
             Ok(()) => home.noted(home.store.begin(operation, claim, home.terms.limit).await),
             Err(error) => Err(error),
@@ -454,11 +454,11 @@ enum Settled {
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum End {
     /// It may not even have begun: somebody else may.
-    GiveBack,
+    GiveBackClaim,
     /// As `Leave`, but a panic of its own gives it back.
     GiveBackPanic,
-    /// Nothing was done that was not done before.
-    GiveBackUntouched,
+    /// It has come to nothing, or to no more than the next one is told of.
+    GiveBack,
     /// Nobody knows what it has done: it is left to the end of its lease.
     Leave,
     /// The store knows, or is being told.
@@ -498,9 +498,9 @@ impl<P: HasPayload + 'static> Attempt<P> {
         self
     }
 
-    /// Lets the attempt be given back when it is dropped: nothing was begun.
-    pub(crate) fn is_untouched(&mut self) {
-        self.end = End::GiveBackUntouched;
+    /// Lets the attempt be given back when it is dropped.
+    pub(crate) fn gives_back(&mut self) {
+        self.end = End::GiveBack;
     }
 
     /// Does a part of what the attempt is for. A panic in here is its own; others have nothing to do with it.
@@ -597,7 +597,7 @@ impl<P: HasPayload + 'static> Drop for Settling<P> {
 impl<P: HasPayload + 'static> Drop for Attempt<P> {
     fn drop(&mut self) {
         let gives_back = match self.end {
-            End::GiveBack | End::GiveBackUntouched => true,
+            End::GiveBackClaim | End::GiveBack => true,
             End::GiveBackPanic => thread::panicking() && *self.is_at_work.get_mut() && !*self.is_answering.get_mut(),
             End::Leave | End::Settled => false,
         };
@@ -605,7 +605,7 @@ impl<P: HasPayload + 'static> Drop for Attempt<P> {
             self.order.home.meters().ended(Ended::Unknown);
         }
         if gives_back {
-            let what = if self.end == End::GiveBack { Settled::Claim } else { Settled::Attempt };
+            let what = if self.end == End::GiveBackClaim { Settled::Claim } else { Settled::Attempt };
             self.order.settle_in_background(Settlement::Release, what);
         }
     }

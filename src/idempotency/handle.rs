@@ -52,7 +52,7 @@ impl IdempotencyHandle {
     }
 
     /// Which attempt this is: 1, unless one before was given back or came to nobody knows what. Remembered for ten minutes after
-    /// an attempt that was given back.
+    /// an attempt that was given back, and for the retention where one of unknown outcome was before that.
     #[must_use]
     pub fn attempt(&self) -> u32 {
         self.attempt

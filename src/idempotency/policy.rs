@@ -45,7 +45,8 @@ pub enum OnUnknown {
     /// It is served again, as the next [attempt](super::IdempotencyHandle::attempt). A handler whose own lease is lost is cancelled then.
     ///
     /// What that one was sent is in the record as of its first renewal, a third of a lease after it has begun, or its first checkpoint. Before
-    /// that a request with another body cannot be told from the same one, and is the next attempt.
+    /// that a request with another body cannot be told from the same one, and is the next attempt. What is known is known for the
+    /// retention, also when the next attempt is given back.
     ///
     /// What the attempt before has done may be done twice by this. A handler that does things elsewhere should find out by its
     /// [checkpoints](super::IdempotencyHandle::checkpoint), or pass on [keys of its own](super::IdempotencyHandle::derive).

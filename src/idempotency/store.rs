@@ -31,6 +31,9 @@ use crate::lock::{Scope, Token, Wakeups};
 pub trait IdempotencyStore {
     /// Claims an operation that is free, or says how far it is.
     ///
+    /// One that was begun and neither completed nor given back in time is claimed if the claim [takes over](Claim::takes_over). From then on
+    /// something may have come of it, so it is that of the same request until its record ends, also when it is given back.
+    ///
     /// A head other than that of the request which has begun it is a [mismatch](Begun::Mismatch) before anything else is said. Where the
     /// token has it in flight already, the lease lasts its whole time again and the answer is the one that was given before.
     fn begin(&self, operation: &Operation, claim: &Claim) -> impl Future<Output = Result<Begun, StoreError>> + Send;
@@ -87,6 +90,9 @@ pub trait IdempotencyStore {
 
     /// Gives an operation back, so that the next request begins it again. True if it was the token's or nobody's; either way the
     /// token cannot claim it any more, wherever a [`begin`](Self::begin) may still be on its way, until another one is given back.
+    ///
+    /// It is any request's then, unless it has a checkpoint or was taken over: the next one has to be the same, for as long as it would have
+    /// been remembered without that, and is told the payload that is known.
     fn release(&self, operation: &Operation, token: &Token) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// Wake-ups for somebody who waits for an operation to be completed or given back. The future is ready once neither can be missed

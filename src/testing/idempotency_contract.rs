@@ -325,6 +325,44 @@ pub async fn a_checkpoint_keeps_the_request<S: IdempotencyStore>(store: S) {
     take(&store, &operation("a"), &claim(LONG)).await;
 }
 
+/// The story of a takeover that was given back, with which was forgotten what the request was and how often it was tried: something may
+/// have come of the attempt that was taken over, so the next one has to be the same request.
+pub async fn what_was_taken_over_stays_the_same_request<S: IdempotencyStore>(store: S) {
+    let first = claim(Claim::MIN_LEASE);
+    take(&store, &operation("a"), &first).await;
+    assert!(store.renew(&operation("a"), &first, &payload(5)).await.unwrap());
+    sleep(Claim::MIN_LEASE * 3).await;
+    let (mut last, mut known) = (1, None);
+    for _ in 0..3 {
+        let next = Claim { takes_over: true, ..claim(LONG) };
+        for _ in 0..2 {
+            match store.begin(&operation("a"), &next).await.unwrap() {
+                Begun::Granted { attempt, payload: is, checkpoint, .. } => {
+                    assert_eq!((attempt, is, checkpoint), (last + 1, payload(5), known.clone()));
+                }
+                begun => panic!("{begun:?}"),
+            }
+        }
+        last += 1;
+        if last == 3 {
+            known = Checkpoint::new(1, "", b"");
+            let note = known.as_ref().unwrap();
+            assert!(store.checkpoint(&operation("a"), &next, &payload(5), note).await.unwrap());
+        }
+        for _ in 0..2 {
+            assert!(store.release(&operation("a"), &next.token).await.unwrap());
+        }
+        let other = Claim { head: Digest([8; 16]), ..claim(LONG) };
+        assert_eq!(store.begin(&operation("a"), &other).await.unwrap(), Begun::Mismatch);
+        assert!(is_in_flight(&store.begin(&operation("a"), &next).await.unwrap()), "not by the same token");
+    }
+    let done = claim(LONG);
+    take(&store, &operation("a"), &done).await;
+    assert!(store.complete(&operation("a"), &done.token, &completion(b"x")).await.unwrap());
+    let expected = Begun::Completed { payload: payload(3), answer: (*b"x").into(), is_kept: true };
+    assert_eq!(ask(&store, &operation("a")).await, expected);
+}
+
 /// Whoever watches is told when the operation is completed, and when it is given back; also after a renewal, which is no news.
 pub async fn who_watches_is_told<S: IdempotencyStore>(store: S) {
     for number in 0..2_u32 {

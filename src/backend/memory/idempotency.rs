@@ -73,6 +73,8 @@ struct Record {
     fence: u64,
     attempt: u32,
     checkpoint: Option<Arc<Checkpoint>>,
+    // Something may have come of it, so it is that of the same request also when it is given back: it has a checkpoint, or was taken over.
+    is_bound: bool,
     expires: Instant,
     // When it is looked at.
     due: Instant,
@@ -157,14 +159,14 @@ impl OperationTable {
     fn begin_if_there_is_room(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
         let (mut shard, place) = self.shard(operation);
         let now = Instant::now();
-        let (mut attempt, mut payload, mut checkpoint) = (1, Payload::default(), None);
+        let (mut attempt, mut payload, mut checkpoint, mut is_bound) = (1, Payload::default(), None, false);
         if let Some(record) = shard.live(&place, now) {
             match &record.state {
                 State::Free if record.token == claim.token => {
                     return Ok(Begun::InFlight { remaining: Duration::from_millis(1), payload });
                 }
                 // Nothing has come of it.
-                State::Free if record.checkpoint.is_none() => {}
+                State::Free if !record.is_bound => {}
                 _ if record.head != claim.head => return Ok(Begun::Mismatch),
                 State::Free => {}
                 State::Completed { answer, is_kept } => {
@@ -185,6 +187,7 @@ impl OperationTable {
             }
             attempt = record.attempt.saturating_add(1);
             (payload, checkpoint) = (record.payload, record.checkpoint.clone());
+            is_bound = record.is_bound || matches!(record.state, State::InFlight { .. });
         }
         self.sweep(&mut shard, now);
         if self.len.load(Ordering::Relaxed) >= self.capacity && shard.record(&place).is_none() {
@@ -199,6 +202,7 @@ impl OperationTable {
             fence,
             attempt,
             checkpoint,
+            is_bound,
             expires: now + claim.lease + claim.retention,
             // It is looked at again then if it is not completed, which is rare.
             due: now + claim.retention,
@@ -280,6 +284,7 @@ impl OperationTable {
         self.make_room(checkpoint.len())?;
         record.renew(claim, now);
         record.payload = *payload;
+        record.is_bound = true;
         if let Some(last) = record.checkpoint.replace(Arc::new(checkpoint.clone())) {
             self.bytes.fetch_sub(last.len(), Ordering::Relaxed);
         }
@@ -335,6 +340,7 @@ impl OperationTable {
             fence: 0,
             attempt: 0,
             checkpoint: None,
+            is_bound: false,
             expires: now + KEEP_FREE,
             due: now + KEEP_FREE,
         };
@@ -345,9 +351,8 @@ impl OperationTable {
                 State::InFlight { .. } | State::Free => {}
             }
             (free.fence, free.attempt) = (record.fence, record.attempt);
-            // Something has come of it: it stays what it was.
-            if record.checkpoint.is_some() {
-                (free.head, free.payload) = (record.head, record.payload);
+            if record.is_bound {
+                (free.head, free.payload, free.is_bound) = (record.head, record.payload, true);
                 free.checkpoint = record.checkpoint.clone();
                 free.expires = free.expires.max(record.expires);
             }

@@ -70,6 +70,8 @@ struct Model {
     head: u8,
     payload: u64,
     checkpoint: Option<u32>,
+    // It has a checkpoint, or was taken over.
+    is_bound: bool,
     // In milliseconds.
     expires: u64,
 }
@@ -93,7 +95,7 @@ impl Model {
         match self.state {
             Some(State::Free) if self.token == token => return "in flight for 1 ms, body 0".into(),
             None => {}
-            Some(State::Free) if self.checkpoint.is_none() => {}
+            Some(State::Free) if !self.is_bound => {}
             _ if self.head != head => return "mismatch".into(),
             Some(State::Completed { is_kept }) => {
                 return format!("completed by {} (kept: {is_kept}), body {}", self.token, self.payload);
@@ -114,8 +116,9 @@ impl Model {
         }
         let (attempt, expires) = (self.attempt + 1, now + lease_ms + RETENTION_MS);
         // What was known of the body stays known.
+        let is_bound = self.is_bound || matches!(self.state, Some(State::InFlight { .. }));
         let state = Some(State::InFlight { ends: now + lease_ms });
-        *self = Self { state, attempt, token, head, expires, ..*self };
+        *self = Self { state, attempt, token, head, is_bound, expires, ..*self };
         self.granted()
     }
 
@@ -194,7 +197,7 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                 if expected && model.checkpoint.is_none_or(|last| last <= number) {
                     model.state = Some(State::InFlight { ends: now + step.lease_ms });
                     model.expires = now + step.lease_ms + RETENTION_MS;
-                    (model.payload, model.checkpoint) = (body.len, Some(number));
+                    (model.payload, model.checkpoint, model.is_bound) = (body.len, Some(number), true);
                 }
                 let note = Checkpoint::new(number, "step", b"data").unwrap();
                 let (memory, redis) = pair.both(
@@ -227,8 +230,8 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                     model.state = Some(State::Free);
                     let kept = now + KEEP_FREE.as_millis() as u64;
                     model.token = step.token;
-                    model.expires = if model.checkpoint.is_some() { model.expires.max(kept) } else { kept };
-                    if model.checkpoint.is_none() {
+                    model.expires = if model.is_bound { model.expires.max(kept) } else { kept };
+                    if !model.is_bound {
                         model.payload = 0;
                     }
                 }

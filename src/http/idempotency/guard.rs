@@ -174,7 +174,7 @@ where
         };
         let has_begun = matches!(&*self, Self::Handling { handler: Some(_), .. });
         // The handler goes before anything else is done.
-        let ServeDone::Handling { course, shared, .. } = self.as_mut().project_replace(Self::Done) else {
+        let ServeDone::Handling { mut course, shared, .. } = self.as_mut().project_replace(Self::Done) else {
             panic!("ResponseFuture polled after completion")
         };
         let Shared { settings, answer, .. } = &*shared;
@@ -182,6 +182,10 @@ where
             Come::Whole(outcome, answered) => (outcome, answered.map_err(|error| answer.error(error))),
             Come::Part(start) => return Poll::Ready(Ok(start.go_on(course, Arc::clone(settings)))),
             Come::Nothing(rejection) => {
+                if matches!(rejection, Rejection::Mismatch) && settings.on_unknown == OnUnknown::Retry {
+                    // Those who send the same as the attempt before need not wait for the end of this one's lease.
+                    course.gives_back();
+                }
                 let mut answered = settings.reject(answer, rejection);
                 if has_begun && let Ok(response) = &mut answered {
                     response.extensions_mut().remove::<NothingDone>();
@@ -237,15 +241,14 @@ where
     let mut request =
         request.map(|body| FingerprintedBody::new(body, payload, settings.max_body, Arc::clone(attempt.order())));
     let order = Arc::clone(attempt.order());
-    let has_checkpoint = checkpoint.is_some();
     let handle = IdempotencyHandle::new(Arc::clone(&order) as _, number, fence, checkpoint);
     request.extensions_mut().insert(handle);
     let mut course = Course::new(attempt, settings, running);
     // Of a body that has come already it is known whether it is that of the attempt before.
     let is_fit = order.body().unfit().is_none();
-    if !is_fit && (has_checkpoint || number == 1) {
-        // As it was. Without a checkpoint what is given back would not know any more which request it is of.
-        course.is_untouched();
+    if !is_fit {
+        // As it was.
+        course.gives_back();
     }
     if !is_fit || course.is_lost() {
         return (course, None);

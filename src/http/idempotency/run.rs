@@ -51,9 +51,9 @@ impl Course {
         Self { attempt, running, begun, until, limits: None }
     }
 
-    /// Nothing was begun, and nothing will be.
-    pub(super) fn is_untouched(&mut self) {
-        self.attempt.is_untouched();
+    /// Lets the operation be given back once this is dropped.
+    pub(super) fn gives_back(&mut self) {
+        self.attempt.gives_back();
     }
 
     /// Does a part of the operation that is no future.
