@@ -104,8 +104,9 @@ impl Record {
 
     fn bytes(&self) -> usize {
         let answer = match &self.state {
-            State::Completed { answer, .. } => answer.len(),
-            State::Free | State::InFlight { .. } => 0,
+            State::Completed { answer, is_kept: true } => answer.len(),
+            // A mark is no more than a part of its record, and of these there are not more than there is room for.
+            State::Completed { is_kept: false, .. } | State::Free | State::InFlight { .. } => 0,
         };
         answer + self.checkpoint.as_deref().map_or(0, Checkpoint::len)
     }
@@ -145,15 +146,25 @@ impl OperationTable {
     }
 
     fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
-        let begun = self.begin_if_there_is_room(operation, claim);
-        if !begun.as_ref().is_err_and(StoreError::is_out_of_memory) {
-            return begun;
+        self.with_room(|| self.begin_if_there_is_room(operation, claim))
+    }
+
+    /// Does something, once more where there was no room for it and something was found that has run out.
+    fn with_room<T>(&self, done: impl Fn() -> Result<T, StoreError>) -> Result<T, StoreError> {
+        loop {
+            let done = done();
+            if !done.as_ref().is_err_and(StoreError::is_out_of_memory) {
+                return done;
+            }
+            let now = Instant::now();
+            let mut has_found = false;
+            for shard in &self.shards {
+                has_found |= self.sweep(&mut shard.lock().unwrap_or_else(PoisonError::into_inner), now);
+            }
+            if !has_found {
+                return done;
+            }
         }
-        // Others may keep what has run out.
-        for shard in &self.shards {
-            self.sweep(&mut shard.lock().unwrap_or_else(PoisonError::into_inner), Instant::now());
-        }
-        self.begin_if_there_is_room(operation, claim)
     }
 
     fn begin_if_there_is_room(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
@@ -235,10 +246,10 @@ impl OperationTable {
         shard.due.insert((due, number), place.hash);
     }
 
-    /// Forgets a couple of records that have run out.
-    fn sweep(&self, shard: &mut Shard, now: Instant) {
-        for _ in 0..SWEEP {
-            let Some(entry) = shard.due.first_entry().filter(|entry| entry.key().0 < now) else { return };
+    /// Forgets a couple of records that have run out. False if there is none to look at.
+    fn sweep(&self, shard: &mut Shard, now: Instant) -> bool {
+        for turn in 0..SWEEP {
+            let Some(entry) = shard.due.first_entry().filter(|entry| entry.key().0 < now) else { return turn > 0 };
             let ((_, number), hash) = entry.remove_entry();
             let named = shard.records.raw_entry_mut_v1().from_hash(hash, |entry| entry.number == number);
             let RawEntryMut::Occupied(mut entry) = named else { continue };
@@ -253,6 +264,7 @@ impl OperationTable {
                 self.len.fetch_sub(1, Ordering::Relaxed);
             }
         }
+        true
     }
 
     fn renew(&self, operation: &Operation, claim: &Claim, payload: &Payload) -> bool {
@@ -267,6 +279,16 @@ impl OperationTable {
     }
 
     fn checkpoint(
+        &self,
+        operation: &Operation,
+        claim: &Claim,
+        payload: &Payload,
+        checkpoint: &Checkpoint,
+    ) -> Result<bool, StoreError> {
+        self.with_room(|| self.checkpoint_if_there_is_room(operation, claim, payload, checkpoint))
+    }
+
+    fn checkpoint_if_there_is_room(
         &self,
         operation: &Operation,
         claim: &Claim,
@@ -302,6 +324,15 @@ impl OperationTable {
     }
 
     fn complete(&self, operation: &Operation, token: &Token, completion: &Completion) -> Result<bool, StoreError> {
+        self.with_room(|| self.complete_if_there_is_room(operation, token, completion))
+    }
+
+    fn complete_if_there_is_room(
+        &self,
+        operation: &Operation,
+        token: &Token,
+        completion: &Completion,
+    ) -> Result<bool, StoreError> {
         let (mut shard, place) = self.shard(operation);
         let now = Instant::now();
         let Some(record) = shard.live(&place, now).filter(|record| record.token == *token) else {
@@ -313,7 +344,9 @@ impl OperationTable {
             State::InFlight { .. } => {}
         }
         let Completion { answer, is_kept, payload, retention } = completion;
-        self.make_room(answer.len())?;
+        if *is_kept {
+            self.make_room(answer.len())?;
+        }
         if let Some(last) = record.checkpoint.take() {
             self.bytes.fetch_sub(last.len(), Ordering::Relaxed);
         }
@@ -549,10 +582,42 @@ mod tests {
         assert!(table.begin(&c, &claim()).unwrap_err().is_out_of_memory());
         assert!(table.complete(&a, &first.token, &completion(2 * ANSWER_SHARE)).unwrap());
         assert!(table.complete(&b, &second.token, &completion(1)).unwrap_err().is_out_of_memory());
-        assert!(table.complete(&b, &second.token, &completion(0)).unwrap());
+        // That it is done is known all the same.
+        assert!(table.complete(&b, &second.token, &Completion { is_kept: false, ..completion(5) }).unwrap());
         check(&table);
-        let begun = table.begin(&a, &claim()).unwrap();
-        assert!(matches!(begun, Begun::Completed { .. }), "{begun:?}");
+        for (operation, is) in [(&a, true), (&b, false)] {
+            let begun = table.begin(operation, &claim()).unwrap();
+            assert!(matches!(begun, Begun::Completed { is_kept, .. } if is_kept == is), "{begun:?}");
+        }
+    }
+
+    /// Wherever they lie, also where none of them is let go for what is begun.
+    #[tokio::test(start_paused = true)]
+    async fn answers_that_have_run_out_make_room_for_others() {
+        let table = OperationTable::new(200);
+        let begin = |key: u32| {
+            let (operation, claim) = (Operation::new("test", key), claim());
+            table.begin(&operation, &claim).unwrap();
+            (operation, claim.token)
+        };
+        let old: Vec<_> = (0..100).map(begin).collect();
+        let new: Vec<_> = (100..102).map(begin).collect();
+        for (operation, token) in &old {
+            assert!(table.complete(operation, token, &completion(2 * ANSWER_SHARE)).unwrap());
+        }
+        let checkpoint = Checkpoint::new(1, "charged", b"").unwrap();
+        for (operation, token) in &new {
+            assert!(table.complete(operation, token, &completion(1)).unwrap_err().is_out_of_memory());
+            let claim = Claim { token: *token, lease: Duration::from_secs(100), ..claim() };
+            assert!(table.renew(operation, &claim, &Payload::default()));
+        }
+        tokio::time::advance(Duration::from_secs(61)).await;
+        let claim = Claim { token: new[0].1, ..claim() };
+        assert!(table.checkpoint(&new[0].0, &claim, &Payload::default(), &checkpoint).unwrap());
+        check(&table);
+        let answer = completion(199 * ANSWER_SHARE);
+        assert!(table.complete(&new[1].0, &new[1].1, &answer).unwrap());
+        check(&table);
     }
 
     #[tokio::test(start_paused = true)]
