@@ -1066,6 +1066,46 @@ async fn with_grpc_an_answer_has_its_status_in_the_trailers() {
     }
 }
 
+/// Whoever gets it takes it for an error.
+#[tokio::test(start_paused = true)]
+async fn with_grpc_an_answer_without_a_status_is_a_failure() {
+    for (keep, at_once, is_kept) in [
+        (Keep::SafeRetry, true, false),
+        (Keep::SafeRetry, false, false),
+        (Keep::Success, true, false),
+        (Keep::Success, false, false),
+        (Keep::All, true, true),
+    ] {
+        let handler = Handler::new();
+        let app = handler.behind(layer(MemoryBackend::new()).keep(keep), move |_, run| async move {
+            let (sender, body) = stream();
+            tokio::spawn(async move {
+                sender.send(data("frame")).unwrap();
+                if !at_once {
+                    sleep(Duration::from_millis(10)).await;
+                }
+                let mut trailers = HeaderMap::new();
+                trailers.insert("grpc-status", HeaderValue::from_static("0"));
+                if run > 1 {
+                    sender.send(Ok(Frame::trailers(trailers))).unwrap();
+                }
+            });
+            if at_once {
+                sleep(Duration::from_millis(10)).await;
+            }
+            let mut response = Response::new(body.boxed());
+            response.headers_mut().insert("content-type", HeaderValue::from_static("application/grpc"));
+            response
+        });
+        for (turn, expected) in [(0, false), (1, is_kept), (2, true)] {
+            let response = ask(&app, pay("k")).await;
+            assert_eq!(is_replay(&response), expected, "{keep:?}, turn {turn}");
+            assert_eq!(text(response).await, "frame");
+        }
+        assert_eq!(handler.runs(), if is_kept { 1 } else { 2 });
+    }
+}
+
 #[tokio::test]
 async fn a_backend_that_reaches_too_few_is_refused() {
     let error = layer(MemoryBackend::new()).require(Scope::Redis).unwrap_err();

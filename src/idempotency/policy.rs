@@ -6,7 +6,7 @@
 #[non_exhaustive]
 pub enum Keep {
     /// All but those that say "not now": 5xx, 408, 425 and 429, and with gRPC the statuses that correspond. Handlers that fail
-    /// or panic count as 5xx.
+    /// or panic count as 5xx, and so does an answer of gRPC that ends without a status.
     #[default]
     SafeRetry,
     /// All, once the handler has begun, as Stripe does it: also errors of the server. When a handler fails without an answer, or panics, the

@@ -380,7 +380,7 @@ where
     fn outcome<'a>(&self, chunks: impl Iterator<Item = &'a Bytes>, is_whole: bool) -> Outcome {
         let (answer, is_kept) = self.recorder.finish(chunks, is_whole);
         let Self { judge, trailers, .. } = self;
-        let (succeeded, keeps) = (judge.succeeded(trailers), judge.keeps(trailers));
+        let (succeeded, keeps) = (judge.succeeded(trailers, is_whole), judge.keeps(trailers, is_whole));
         Outcome::Answered { status: judge.status, succeeded, keeps, answer, is_kept }
     }
 }
@@ -440,23 +440,29 @@ impl Judge {
 
     /// Whether the trailers change nothing any more, and it is kept.
     fn is_sure(&self) -> bool {
-        (self.grpc.is_some() || !self.is_grpc || self.keep == Keep::All) && self.keeps(&HeaderMap::new())
+        (self.grpc.is_some() || !self.is_grpc || self.keep == Keep::All) && self.keeps(&HeaderMap::new(), false)
     }
 
-    fn succeeded(&self, trailers: &HeaderMap) -> bool {
-        let grpc = self.grpc.or_else(|| GrpcStatus::of(trailers));
-        self.status.is_success() && matches!(grpc, None | Some(GrpcStatus::Ok))
+    /// What gRPC says of an answer. One that has come to its end without a word of it is an error to whoever gets it.
+    fn grpc(&self, trailers: &HeaderMap, is_whole: bool) -> Option<GrpcStatus> {
+        let told = self.grpc.or_else(|| GrpcStatus::of(trailers));
+        told.or_else(|| (self.is_grpc && is_whole).then_some(GrpcStatus::Transient))
     }
 
-    fn keeps(&self, trailers: &HeaderMap) -> bool {
-        let grpc = self.grpc.or_else(|| GrpcStatus::of(trailers));
+    fn succeeded(&self, trailers: &HeaderMap, is_whole: bool) -> bool {
+        self.status.is_success() && matches!(self.grpc(trailers, is_whole), None | Some(GrpcStatus::Ok))
+    }
+
+    fn keeps(&self, trailers: &HeaderMap, is_whole: bool) -> bool {
         match self.keep {
             _ if self.is_refusal => false,
             Keep::All => true,
-            Keep::Success => self.succeeded(trailers),
+            Keep::Success => self.succeeded(trailers, is_whole),
             Keep::SafeRetry => {
                 let not_now = [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_EARLY, StatusCode::TOO_MANY_REQUESTS];
-                !self.status.is_server_error() && !not_now.contains(&self.status) && grpc != Some(GrpcStatus::Transient)
+                !self.status.is_server_error()
+                    && !not_now.contains(&self.status)
+                    && self.grpc(trailers, is_whole) != Some(GrpcStatus::Transient)
             }
         }
     }
