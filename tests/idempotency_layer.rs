@@ -999,6 +999,36 @@ async fn a_replay_is_not_charged_and_waits_for_no_lock() {
     assert_eq!(ask("a").await, (200, true, "1".into()));
 }
 
+/// The story of a layer around a router and the same one at a route: the inner one found each operation in flight by the outer one.
+#[tokio::test(start_paused = true)]
+async fn a_layer_inside_of_another_lets_its_operation_pass() {
+    let backend = MemoryBackend::new();
+    let (runs, guard) = (Arc::new(AtomicUsize::new(0)), layer(backend.clone()));
+    let other = IdempotencyLayer::new(backend).scope(header("x-tenant"));
+    let counted = Arc::clone(&runs);
+    let handler = service_fn(move |request: Request<_>| {
+        drop::<Request<FingerprintedBody<FingerprintedBody<Stream>>>>(request);
+        let run = counted.fetch_add(1, Ordering::SeqCst) + 1;
+        async move { Ok::<_, Infallible>(Response::new(full(run.to_string()))) }
+    });
+    let same = guard.clone().layer(guard.clone().layer(handler.clone()));
+    for replayed in [false, true] {
+        let response = same.clone().oneshot(pay("k")).await.unwrap();
+        assert_eq!(response.status(), StatusCode::OK);
+        assert_eq!(response.headers().contains_key("idempotent-replayed"), replayed);
+        assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "1");
+    }
+    // Where callers are told apart in another way it is another operation, and has a record of its own.
+    let different = other.layer(guard.layer(handler));
+    for (tenant, replayed) in [("a", true), ("b", true)] {
+        let mut request = pay("k");
+        request.headers_mut().insert("x-tenant", HeaderValue::from_static(tenant));
+        let response = different.clone().oneshot(request).await.unwrap();
+        assert_eq!(response.headers().contains_key("idempotent-replayed"), replayed);
+    }
+    assert_eq!(runs.load(Ordering::SeqCst), 1);
+}
+
 /// Whatever is kept: nothing was done for the request.
 #[tokio::test(start_paused = true)]
 async fn what_a_layer_inside_turns_away_is_not_kept_and_a_replay_needs_no_lock() {

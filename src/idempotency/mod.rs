@@ -142,6 +142,9 @@
 //! whatever its status. Put it
 //! inside of what makes gRPC-Web of gRPC, the status of which is not seen here, inside of compression, since the next client may not accept what this one does, and inside of what finds out who is calling.
 //!
+//! Of two layers over each other, one around a router and one at a route for instance, that find the same scope and the same key in a request, the
+//! outer one does the operation, on its own terms, and the inner one lets it pass.
+//!
 //! A handler is polled by whoever polls the answer, as without this layer, until that is dropped. The `tracing` span goes along with it
 //! into the task that goes on then; task-locals do not, so a handler should not need any.
 //!

@@ -14,7 +14,7 @@ use super::guard::{guard, take_ready};
 use super::key::key_of;
 use super::layer::{IdempotencyLayer, Settings};
 use crate::error::BoxError;
-use crate::idempotency::{OnMissingKey, Operation, Rejection};
+use crate::idempotency::{IdempotencyHandle, OnMissingKey, Operation, Rejection};
 use crate::key::{ExtractKey, Key};
 use crate::reject::{AsResponse, Reject};
 
@@ -91,13 +91,20 @@ where
                 Rejection::TooLarge { has_begun: false }
             }
             Ok(Some(key)) => match scope.extract_key(&request).filter(|scope| !scope.is_empty()) {
-                Some(scope) => match settings.home.admit(settings.max_running) {
-                    Some(running) => {
-                        let operation = Operation::new(of_route(scope, &request), key);
-                        return ResponseFuture::guarded(guard(&mut self.inner, request, operation, running, shared));
+                Some(scope) => {
+                    let operation = Operation::new(of_route(scope, &request), key);
+                    if is_being_done(&operation, &request) {
+                        let passed = self.inner.call(request.map(FingerprintedBody::passed));
+                        return ResponseFuture::passed_through(passed, shared);
                     }
-                    None => Rejection::Full,
-                },
+                    match settings.home.admit(settings.max_running) {
+                        Some(running) => {
+                            let guarded = guard(&mut self.inner, request, operation, running, shared);
+                            return ResponseFuture::guarded(guarded);
+                        }
+                        None => Rejection::Full,
+                    }
+                }
                 None => Rejection::MissingScope,
             },
             Ok(None) if settings.on_missing_key == OnMissingKey::Pass => {
@@ -114,6 +121,11 @@ where
 /// The same key on another route is another operation.
 fn of_route<B>(scope: Key, request: &Request<B>) -> Key {
     Key::from((scope, request.method().as_str(), original_uri(request).path()))
+}
+
+/// Whether a layer further outside does this operation already: to this one it would be in flight for ever.
+fn is_being_done<B>(operation: &Operation, request: &Request<B>) -> bool {
+    request.extensions().get::<IdempotencyHandle>().is_some_and(|handle| handle.operation() == operation)
 }
 
 // By hand: `derive` would ask for more than the inner service to be `Clone`.
