@@ -443,10 +443,19 @@ async fn what_is_not_kept_is_served_again_as_the_next_attempt() {
     let cases = [
         (
             Keep::SafeRetry,
-            vec![S::OK, S::FOUND, S::BAD_REQUEST, S::CONFLICT],
-            vec![S::INTERNAL_SERVER_ERROR, S::TOO_MANY_REQUESTS, S::REQUEST_TIMEOUT],
+            vec![S::OK, S::FOUND, S::BAD_REQUEST, S::NOT_FOUND, S::CONFLICT, S::UNPROCESSABLE_ENTITY],
+            vec![
+                S::INTERNAL_SERVER_ERROR,
+                S::TOO_MANY_REQUESTS,
+                S::REQUEST_TIMEOUT,
+                S::TOO_EARLY,
+                S::UNAUTHORIZED,
+                S::FORBIDDEN,
+                S::UNSUPPORTED_MEDIA_TYPE,
+                S::MISDIRECTED_REQUEST,
+            ],
         ),
-        (Keep::All, vec![S::OK, S::INTERNAL_SERVER_ERROR, S::TOO_MANY_REQUESTS], vec![]),
+        (Keep::All, vec![S::OK, S::INTERNAL_SERVER_ERROR, S::TOO_MANY_REQUESTS, S::UNAUTHORIZED], vec![]),
         (Keep::Success, vec![S::OK, S::NO_CONTENT], vec![S::FOUND, S::BAD_REQUEST, S::BAD_GATEWAY]),
     ];
     for (keep, kept, not_kept) in cases {
@@ -923,11 +932,11 @@ async fn a_handler_that_does_not_read_has_the_fingerprint_of_what_it_read() {
     let counted = Arc::clone(&runs);
     let service = layer(MemoryBackend::new()).layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {
         counted.fetch_add(1, Ordering::SeqCst);
-        async { Ok::<_, Infallible>(status(StatusCode::UNAUTHORIZED)) }
+        async { Ok::<_, Infallible>(status(StatusCode::NOT_FOUND)) }
     }));
     for body in [of(&["a"]), of(&["b"]), of(&[])] {
         let response = service.clone().oneshot(request("k", body)).await.unwrap();
-        assert_eq!(response.status(), StatusCode::UNAUTHORIZED);
+        assert_eq!(response.status(), StatusCode::NOT_FOUND);
     }
     assert_eq!(runs.load(Ordering::SeqCst), 1);
 }
@@ -1072,9 +1081,9 @@ async fn with_grpc_an_answer_has_its_status_in_the_trailers() {
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&runs);
     let guard = layer(MemoryBackend::new()).with_rejection(AsStatus::new());
-    // UNAVAILABLE the first time, NOT_FOUND from then on.
+    // UNAVAILABLE the first time, then what another caller would not hear, and NOT_FOUND from then on.
     let service = guard.layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {
-        let code = if counted.fetch_add(1, Ordering::SeqCst) == 0 { "14" } else { "5" };
+        let code = ["14", "16", "7", "5"][counted.fetch_add(1, Ordering::SeqCst).min(3)];
         let (sender, body) = stream();
         let mut trailers = HeaderMap::new();
         trailers.insert("grpc-status", code.parse().unwrap());
@@ -1082,7 +1091,7 @@ async fn with_grpc_an_answer_has_its_status_in_the_trailers() {
         sender.send(Ok(Frame::trailers(trailers))).unwrap();
         async { Ok::<_, Infallible>(Response::new(body)) }
     }));
-    for (code, replayed) in [("14", false), ("5", false), ("5", true)] {
+    for (code, replayed) in [("14", false), ("16", false), ("7", false), ("5", false), ("5", true)] {
         let response = service.clone().oneshot(pay("k")).await.unwrap();
         assert_eq!(response.headers().contains_key("idempotent-replayed"), replayed);
         let body = response.into_body().collect().await.unwrap();

@@ -398,6 +398,18 @@ async fn send(pieces: &Sender<Piece>, data: Bytes, is_recorded: bool) {
     }
 }
 
+/// What [`Keep::SafeRetry`] gives back besides 5xx: what says "not now", and what is said of the headers of a request, its credentials
+/// or its connection, which may be others the next time.
+const GIVEN_BACK: [StatusCode; 7] = [
+    StatusCode::UNAUTHORIZED,
+    StatusCode::FORBIDDEN,
+    StatusCode::REQUEST_TIMEOUT,
+    StatusCode::UNSUPPORTED_MEDIA_TYPE,
+    StatusCode::MISDIRECTED_REQUEST,
+    StatusCode::TOO_EARLY,
+    StatusCode::TOO_MANY_REQUESTS,
+];
+
 /// What a gRPC service says of its answer.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum GrpcStatus {
@@ -413,8 +425,9 @@ impl GrpcStatus {
     fn of(headers: &HeaderMap) -> Option<Self> {
         Some(match headers.get(&Self::NAME)?.as_bytes() {
             b"0" => Self::Ok,
-            // CANCELLED, UNKNOWN, DEADLINE_EXCEEDED, RESOURCE_EXHAUSTED, ABORTED, INTERNAL, UNAVAILABLE, DATA_LOSS
-            b"1" | b"2" | b"4" | b"8" | b"10" | b"13" | b"14" | b"15" => Self::Transient,
+            // CANCELLED, UNKNOWN, DEADLINE_EXCEEDED, PERMISSION_DENIED, RESOURCE_EXHAUSTED, ABORTED, INTERNAL, UNAVAILABLE, DATA_LOSS,
+            // UNAUTHENTICATED
+            b"1" | b"2" | b"4" | b"7" | b"8" | b"10" | b"13" | b"14" | b"15" | b"16" => Self::Transient,
             _ => Self::Other,
         })
     }
@@ -459,9 +472,8 @@ impl Judge {
             Keep::All => true,
             Keep::Success => self.succeeded(trailers, is_whole),
             Keep::SafeRetry => {
-                let not_now = [StatusCode::REQUEST_TIMEOUT, StatusCode::TOO_EARLY, StatusCode::TOO_MANY_REQUESTS];
                 !self.status.is_server_error()
-                    && !not_now.contains(&self.status)
+                    && !GIVEN_BACK.contains(&self.status)
                     && self.grpc(trailers, is_whole) != Some(GrpcStatus::Transient)
             }
         }
