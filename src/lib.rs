@@ -56,8 +56,8 @@
 //!   what a denied one has charged is given back.
 //! * A lock has one live lease, whose holder knows of a loss before the lock can be granted again. Not across a failover, or while
 //!   a process stands still: each grant has a larger [fencing token](Lease::fence) than all before it, for the storage to refuse who is late.
-//! * The handler of an idempotency key runs to its end at most once while its record lives, and nobody gets the answer of another
-//!   scope. Not across a failover that forgets the record.
+//! * The handler of an idempotency key runs to its end at most once while its record lives, unless its answer is one that
+//!   [`Keep`](idempotency::Keep) gives back, and nobody gets the answer of another scope. Not across a failover that forgets the record.
 //! * A job of a delay queue is never early, is done at least once unless it is cancelled or dead, and is in one state; only the holder
 //!   of its last lease can finish it. Not exactly once, and not across a failover that forgets it.
 //! * Nothing that is awaited blocks a thread, and no task outlives the backend that it serves, but for an attempt to connect that is

@@ -6,8 +6,9 @@
 //!
 //! # What it promises, and what not
 //!
-//! * With one Redis primary a key's handler runs to its end at most once while its record lives, whatever the number of processes and of
-//!   retries, and whether or not its client is still there: it goes on in a task of its own when the client has gone.
+//! * With one Redis primary a key's handler runs to its end at most once while its record lives, unless its answer is one that [`Keep`] gives
+//!   back, whatever the number of processes and of retries, and whether or not its client is still there: it goes on in a task of its own when
+//!   the client has gone.
 //! * Two callers never see each other's answers: a key is one within its scope, and a layer without a scope does not compile. Nor do two
 //!   routes: the method and the path are part of the scope.
 //! * Another request under the same key (query, body, chosen headers) is refused, and learns nothing more.
@@ -15,6 +16,8 @@
 //!   [`OnUnknown`] says whether such requests are refused or served again, which may double what was done before. Effects outside
 //!   of Redis are not exactly once by this: give [`IdempotencyHandle::derive`] to those whom the handler asks, refuse a smaller
 //!   [`fence`](IdempotencyHandle::fence), or put down what is done with [`IdempotencyHandle::checkpoint`] for the next attempt.
+//! * Answers lie in the store in clear, headers and body, for their retention: whoever can read the store can read them, so a secret has no place in
+//!   one. Of requests there are fingerprints only: see [`fingerprint_secret`](crate::http::IdempotencyLayer::fingerprint_secret).
 //! * A failover to a replica forgets what was not replicated, and so does eviction: use `maxmemory-policy noeviction`. A record that is gone is
 //!   a request that is served anew.
 //!
@@ -116,6 +119,10 @@
 //! `abc` that most clients send: both are the same key. GET and its like pass untouched, and so does a request without a key if the
 //! layer is told [so](OnMissingKey::Pass).
 //!
+//! A script in a browser that calls from another origin sees `Idempotent-Replayed` and `Retry-After` only if they are named in
+//! `Access-Control-Expose-Headers`, and may send the key only if its header is named in `Access-Control-Allow-Headers`: what answers for CORS, on the
+//! outside of this layer, has to be told so.
+//!
 //! # Bodies
 //!
 //! Nothing is collected before the handler runs. The body of a request is hashed as the handler reads it, and of a duplicate no more is
@@ -144,6 +151,11 @@
 //!
 //! Of two layers over each other, one around a router and one at a route for instance, that find the same scope and the same key in a request, the
 //! outer one does the operation, on its own terms, and the inner one lets it pass.
+//!
+//! A timeout goes outside, where the handler goes on to its end after it and the client finds the answer when it comes back. One that is inside drops
+//! the handler half way, and its answer, 408 or 503 or an error, is one that is given back: the next try runs from the start, on top of what the
+//! first has done. What bounds the handler itself is [`max_run`](crate::http::IdempotencyLayer::max_run), after which the record says that
+//! the outcome is unknown.
 //!
 //! A handler is polled by whoever polls the answer, as without this layer, until that is dropped. The `tracing` span goes along with it
 //! into the task that goes on then; task-locals do not, so a handler should not need any.

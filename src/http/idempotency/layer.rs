@@ -148,6 +148,9 @@ impl<K, A> IdempotencyLayer<K, A> {
 
     /// Which headers make another request if they differ, beside the method, the path with its query, and the body. Defaults to none.
     ///
+    /// Other headers make other fingerprints: to a layer that was told so every request before is another one, so its duplicates are refused, 422 with
+    /// HTTP, for as long as its record is kept. While processes of both kinds run, so are those of requests in flight in the other kind.
+    ///
     /// # Panics
     ///
     /// If one of them cannot be that of a header.
@@ -157,6 +160,10 @@ impl<K, A> IdempotencyLayer<K, A> {
 
     /// What fingerprints are made with, the same in all replicas, so that nobody who reads the store can guess requests. Defaults to
     /// no secret.
+    ///
+    /// Another secret makes other fingerprints, with what that means for records that there are: see
+    /// [`fingerprint_headers`](Self::fingerprint_headers). So it is one to keep, and to change together with where records are, for instance the prefix
+    /// of the backend, if clients may be served anew.
     pub fn fingerprint_secret(self, secret: impl AsRef<[u8]>) -> Self {
         self.with(|settings| settings.fingerprints = Fingerprints::new(secret.as_ref()))
     }
