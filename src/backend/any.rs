@@ -8,7 +8,9 @@ use crate::delay_queue::{
     QueueKey, State, StoredJob, Ticket, WorkerId,
 };
 use crate::error::{ConfigError, ConnectError, StoreError};
-use crate::idempotency::{self, Begun, Checkpoint, Completion, IdempotencyStore, Operation, Payload};
+use crate::idempotency::{
+    self, Begun, Checkpoint, Completion, IdempotencyRegistry, IdempotencyStore, Operation, OperationStatus, Payload,
+};
 use crate::key::Key;
 use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::lock::{Cursor, LockPage, LockRegistry, LockStatus, Seized};
@@ -164,7 +166,7 @@ impl LockStore for AnyBackend {
 
 impl LockRegistry for AnyBackend {
     async fn inspect(&self, lock: &LockKey) -> Result<LockStatus, StoreError> {
-        delegate!(self, store => store.inspect(lock).await)
+        delegate!(self, store => LockRegistry::inspect(store, lock).await)
     }
 
     async fn seize(&self, lock: &LockKey) -> Result<Seized, StoreError> {
@@ -235,6 +237,16 @@ impl IdempotencyStore for AnyBackend {
     }
 }
 
+impl IdempotencyRegistry for AnyBackend {
+    async fn inspect(&self, operation: &Operation) -> Result<Option<OperationStatus>, StoreError> {
+        delegate!(self, store => IdempotencyRegistry::inspect(store, operation).await)
+    }
+
+    async fn forget(&self, status: &OperationStatus) -> Result<bool, StoreError> {
+        delegate!(self, store => IdempotencyRegistry::forget(store, status).await)
+    }
+}
+
 impl DelayQueueStore for AnyBackend {
     async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
         delegate!(self, store => store.push(queue, jobs, max_jobs).await)
@@ -300,7 +312,7 @@ impl DelayQueueStore for AnyBackend {
     }
 
     async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
-        delegate!(self, store => store.forget(queue, ids).await)
+        delegate!(self, store => DelayQueueStore::forget(store, queue, ids).await)
     }
 
     fn scope(&self) -> Scope {

@@ -18,6 +18,9 @@ impl Checkpoint {
     pub const MAX_DATA: usize = 4_096;
     // The number, and the length of the step.
     const HEAD: usize = 5;
+    /// The most bytes that one has in a store.
+    #[cfg_attr(not(feature = "redis"), allow(dead_code, reason = "other stores do not keep bytes"))]
+    pub(crate) const MAX_LEN: usize = Self::HEAD + Self::MAX_STEP + Self::MAX_DATA;
 
     /// `None` if the step or its data is too long.
     #[must_use]

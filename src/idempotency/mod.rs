@@ -160,6 +160,11 @@
 //! A handler is polled by whoever polls the answer, as without this layer, until that is dropped. The `tracing` span goes along with it
 //! into the task that goes on then; task-locals do not, so a handler should not need any.
 //!
+//! # Operations
+//!
+//! [`IdempotencyAdmin`] says how far an operation is, and forgets one, so that it can be begun anew: for operations of unknown outcome, once somebody has
+//! found out what became of them. The log names them.
+//!
 //! # Metrics
 //!
 //! With the feature `metrics` the layer counts with the `metrics` facade. The recorder has to be installed before the layer is first
@@ -187,6 +192,7 @@
 //! ([`OnDisconnect`]), for no longer than `max_run`. `IdempotencyLayer::drained` waits for that at the end of a program. A
 //! handler that panics, and the panic of which reaches the caller as it would without this layer, is a failure like any other: see [`Keep`].
 
+mod admin;
 mod checkpoint;
 mod policy;
 mod rejection;
@@ -205,6 +211,7 @@ mod meters;
 pub(crate) use self::attempt::{Attempt, Begin, Granted, Home, Order, Running, Settlement};
 pub use crate::circuit::CircuitBreaker;
 
+pub use self::admin::{IdempotencyAdmin, IdempotencyRegistry, OperationState, OperationStatus};
 pub use self::checkpoint::{Checkpoint, CheckpointError};
 #[cfg(feature = "http")]
 pub(crate) use self::handle::HasPayload;

@@ -118,7 +118,18 @@ impl Hash for Operation {
     }
 }
 
+/// A colon within a scope. A key never has such an escape of its own.
+const COLON: &str = "%3A";
+
 impl Operation {
+    /// The operation that prints as `name`: in the log, and as [`IdempotencyHandle::operation`](super::IdempotencyHandle::operation) does. `None` if
+    /// none does.
+    #[must_use]
+    pub fn parse(name: &str) -> Option<Self> {
+        let (scope, key) = name.split_once(':')?;
+        Some(Self { scope: Key::stored(&scope.replace(COLON, ":"))?, key: Key::stored(key)? })
+    }
+
     /// The operation that whoever has `scope` calls `key`.
     pub fn new(scope: impl Into<Key>, key: impl Into<Key>) -> Self {
         Self { scope: scope.into(), key: key.into() }
@@ -143,9 +154,14 @@ impl fmt::Debug for Operation {
     }
 }
 
+/// The scope and the key, with a colon between. One within the scope is escaped, so that [`parse`](Operation::parse) can tell them apart.
 impl fmt::Display for Operation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "{}:{}", self.scope, self.key)
+        for (number, part) in self.scope.as_str().split(':').enumerate() {
+            f.write_str(if number > 0 { COLON } else { "" })?;
+            f.write_str(part)?;
+        }
+        write!(f, ":{}", self.key)
     }
 }
 
@@ -281,4 +297,28 @@ pub enum Begun {
         /// Whether that is all of the answer.
         is_kept: bool,
     },
+}
+
+#[cfg(test)]
+mod tests {
+    use proptest::prelude::*;
+
+    use super::*;
+
+    proptest! {
+        #[test]
+        fn an_operation_is_known_by_its_name(scope in "[a:%,é]{0,9}", path in "[/:a]{0,9}", key in "[b:%]{0,60}") {
+            for scope in [Key::new(&scope), Key::from((&*scope, "POST", &*path))] {
+                let operation = Operation::new(scope, &*key);
+                prop_assert_eq!(Operation::parse(&operation.to_string()), Some(operation));
+            }
+        }
+
+        #[test]
+        fn any_text_is_the_name_of_an_operation_or_none(name in ".{0,20}") {
+            if let Some(operation) = Operation::parse(&name) {
+                prop_assert_eq!(Operation::parse(&operation.to_string()), Some(operation));
+            }
+        }
+    }
 }

@@ -12,7 +12,10 @@ use tokio::time::Instant;
 
 use super::MemoryBackend;
 use crate::error::StoreError;
-use crate::idempotency::{Begun, Checkpoint, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
+use crate::idempotency::{
+    Begun, Checkpoint, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Operation, OperationState,
+    OperationStatus, Payload,
+};
 use crate::lock::{Scope, Token, Wakeups};
 
 /// More than threads would ask at once.
@@ -93,6 +96,22 @@ impl Entry {
 }
 
 impl Record {
+    /// One that any request may begin, but not by this token.
+    fn free(token: Token, now: Instant) -> Self {
+        Self {
+            state: State::Free,
+            head: Digest::default(),
+            token,
+            payload: Payload::default(),
+            fence: 0,
+            attempt: 0,
+            checkpoint: None,
+            is_bound: false,
+            expires: now + KEEP_FREE,
+            due: now + KEEP_FREE,
+        }
+    }
+
     /// It is there in its last instant still, as in Redis.
     fn is_live(&self, now: Instant) -> bool {
         now <= self.expires
@@ -114,6 +133,15 @@ impl Record {
     fn renew(&mut self, claim: &Claim, now: Instant) {
         self.state = State::InFlight { ends: now + claim.lease };
         self.expires = now + claim.lease + claim.retention;
+    }
+
+    fn state(&self, now: Instant) -> OperationState {
+        match self.state {
+            State::Free => OperationState::Free,
+            State::InFlight { ends } if now < ends => OperationState::InFlight { remaining: ends - now },
+            State::InFlight { ends } => OperationState::Unknown { since: now - ends },
+            State::Completed { is_kept, .. } => OperationState::Completed { is_kept },
+        }
     }
 
     fn granted(&self) -> Begun {
@@ -365,18 +393,7 @@ impl OperationTable {
     fn release(&self, operation: &Operation, token: &Token) -> bool {
         let (mut shard, place) = self.shard(operation);
         let now = Instant::now();
-        let mut free = Record {
-            state: State::Free,
-            head: Digest::default(),
-            token: *token,
-            payload: Payload::default(),
-            fence: 0,
-            attempt: 0,
-            checkpoint: None,
-            is_bound: false,
-            expires: now + KEEP_FREE,
-            due: now + KEEP_FREE,
-        };
+        let mut free = Record::free(*token, now);
         if let Some(record) = shard.live(&place, now) {
             match record.state {
                 State::Completed { .. } => return false,
@@ -394,6 +411,36 @@ impl OperationTable {
         if self.len.load(Ordering::Relaxed) < self.capacity || shard.record(&place).is_some() {
             self.put(&mut shard, place, free);
         }
+        shard.tell(operation);
+        true
+    }
+
+    fn inspect(&self, operation: &Operation) -> Option<OperationStatus> {
+        let (mut shard, place) = self.shard(operation);
+        let now = Instant::now();
+        let record = shard.live(&place, now)?;
+        Some(OperationStatus {
+            operation: *operation,
+            state: record.state(now),
+            fence: record.fence,
+            attempts: record.attempt,
+            checkpoint: record.checkpoint.as_deref().cloned(),
+            kept_for: record.expires - now,
+        })
+    }
+
+    fn forget(&self, status: &OperationStatus) -> bool {
+        let operation = &status.operation;
+        let (mut shard, place) = self.shard(operation);
+        let now = Instant::now();
+        let Some(record) = shard.live(&place, now).filter(|record| record.fence == status.fence) else { return false };
+        // A free one of nobody was forgotten before.
+        let is_forgotten = matches!(record.state, State::Free) && record.token == nobody();
+        if !is_forgotten && !record.state(now).is_like(status.state) {
+            return false;
+        }
+        let (fence, attempt) = (record.fence, record.attempt);
+        self.put(&mut shard, place, Record { fence, attempt, ..Record::free(nobody(), now) });
         shard.tell(operation);
         true
     }
@@ -438,6 +485,11 @@ impl Shard {
             told.send_replace(());
         }
     }
+}
+
+/// No attempt has this token.
+fn nobody() -> Token {
+    Token::from_bytes(&[0; 16]).expect("that many bytes are a token")
 }
 
 /// Cleans up behind somebody who has waited.
@@ -506,6 +558,16 @@ impl IdempotencyStore for MemoryBackend {
 
     fn scope(&self) -> Scope {
         Scope::Process
+    }
+}
+
+impl IdempotencyRegistry for MemoryBackend {
+    async fn inspect(&self, operation: &Operation) -> Result<Option<OperationStatus>, StoreError> {
+        Ok(self.inner.operations.inspect(operation))
+    }
+
+    async fn forget(&self, status: &OperationStatus) -> Result<bool, StoreError> {
+        Ok(self.inner.operations.forget(status))
     }
 }
 

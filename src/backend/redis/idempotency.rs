@@ -6,7 +6,10 @@ use super::error::unexpected_reply;
 use super::subscriber::Interest;
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
-use crate::idempotency::{Begun, Checkpoint, Claim, Completion, IdempotencyStore, Operation, Payload};
+use crate::idempotency::{
+    Begun, Checkpoint, Claim, Completion, IdempotencyRegistry, IdempotencyStore, Operation, OperationState,
+    OperationStatus, Payload,
+};
 use crate::lock::{Scope, Token, Wakeups};
 
 impl IdempotencyStore for RedisBackend {
@@ -62,13 +65,68 @@ impl IdempotencyStore for RedisBackend {
     }
 }
 
+impl IdempotencyRegistry for RedisBackend {
+    async fn inspect(&self, operation: &Operation) -> Result<Option<OperationStatus>, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let reply = scripts.idempotency_inspect(locks.apart(), &keys.idempotency(operation)).await?;
+        status(operation, &reply).ok_or_else(|| unexpected_reply(&reply))
+    }
+
+    async fn forget(&self, status: &OperationStatus) -> Result<bool, StoreError> {
+        let Inner { keys, scripts, locks, .. } = &*self.inner;
+        let OperationStatus { operation, state, fence, .. } = status;
+        let (record, channel) = (keys.idempotency(operation), keys.done(operation));
+        let (found, publish) = ((number_of(*state), *fence), (self.publish(), &*channel));
+        is_done(&scripts.idempotency_forget(locks.apart(), &record, found, publish).await?)
+    }
+}
+
+/// What `idempotency_inspect.lua` calls it.
+const fn number_of(state: OperationState) -> u8 {
+    match state {
+        OperationState::Free => 0,
+        OperationState::InFlight { .. } => 1,
+        OperationState::Completed { is_kept: true } => 2,
+        OperationState::Completed { is_kept: false } => 3,
+        OperationState::Unknown { .. } => 4,
+    }
+}
+
+/// The reply of `idempotency_inspect.lua`; `None` if it is none of it.
+fn status(operation: &Operation, reply: &Value) -> Option<Option<OperationStatus>> {
+    let Value::Array(values) = reply else { return None };
+    let [Value::Int(state), fence, attempts, lasts_ms, kept_ms, Value::BulkString(checkpoint)] = values.as_slice()
+    else {
+        return values.is_empty().then_some(None);
+    };
+    let lasts = Duration::from_millis(number(lasts_ms)?);
+    let state = match state {
+        0 => OperationState::Free,
+        1 => OperationState::InFlight { remaining: lasts },
+        2 | 3 => OperationState::Completed { is_kept: *state == 2 },
+        4 => OperationState::Unknown { since: lasts },
+        _ => return None,
+    };
+    Some(Some(OperationStatus {
+        operation: *operation,
+        state,
+        fence: number(fence)?,
+        attempts: number(attempts)?.try_into().ok()?,
+        checkpoint: if checkpoint.is_empty() { None } else { Some(Checkpoint::from_bytes(checkpoint)?) },
+        kept_for: Duration::from_millis(number(kept_ms)?),
+    }))
+}
+
+fn number(value: &Value) -> Option<u64> {
+    match value {
+        Value::Int(number) => u64::try_from(*number).ok(),
+        _ => None,
+    }
+}
+
 /// The reply of `idempotency_begin.lua`.
 fn begun(reply: &Value) -> Option<Begun> {
     let Value::Array(values) = reply else { return None };
-    let number = |value: &Value| match value {
-        Value::Int(number) => u64::try_from(*number).ok(),
-        _ => None,
-    };
     let payload = |value: &Value| match value {
         Value::BulkString(bytes) => Payload::from_bytes(bytes),
         _ => None,

@@ -2,10 +2,15 @@
 //! a model of what should be.
 
 use super::*;
-use crate::idempotency::{Begun, Checkpoint, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
+use crate::idempotency::{
+    Begun, Checkpoint, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Operation, OperationState,
+    OperationStatus, Payload,
+};
 use crate::lock::Token;
 
 const TOKENS: usize = 4;
+/// No token: what was forgotten is nobody's.
+const NOBODY: usize = usize::MAX;
 const KEEP_FREE: Duration = Duration::from_secs(600);
 
 #[derive(Clone, Debug)]
@@ -24,9 +29,16 @@ struct AttemptStep {
 enum AttemptVerb {
     Begin,
     Renew,
-    Checkpoint { number: u32 },
-    Complete { is_kept: bool },
+    Checkpoint {
+        number: u32,
+    },
+    Complete {
+        is_kept: bool,
+    },
     Release,
+    Inspect,
+    /// As it was when it was looked at last.
+    Forget,
 }
 
 fn attempts() -> impl Strategy<Value = Vec<AttemptStep>> {
@@ -45,6 +57,8 @@ fn attempts() -> impl Strategy<Value = Vec<AttemptStep>> {
         1 => (1..4_u32).prop_map(|number| AttemptVerb::Checkpoint { number }),
         1 => any::<bool>().prop_map(|is_kept| AttemptVerb::Complete { is_kept }),
         1 => Just(AttemptVerb::Release),
+        2 => Just(AttemptVerb::Inspect),
+        1 => Just(AttemptVerb::Forget),
     ];
     let head = prop_oneof![9 => Just(1_u8), 1 => Just(2)];
     let lease_ms = prop_oneof![Just(10_u64), Just(50)];
@@ -66,6 +80,8 @@ fn attempts() -> impl Strategy<Value = Vec<AttemptStep>> {
 struct Model {
     state: Option<State>,
     attempt: u32,
+    // The step in which it was granted last, and 1.
+    fence: usize,
     token: usize,
     head: u8,
     payload: u64,
@@ -90,7 +106,29 @@ impl Model {
         matches!(self.state, Some(State::InFlight { .. })) && self.token == token
     }
 
-    fn begin(&mut self, now: u64, step: &AttemptStep) -> String {
+    /// How far it is, but for the time.
+    fn kind(&self, now: u64) -> &'static str {
+        match self.state {
+            None => "nothing",
+            Some(State::Free) => "free",
+            Some(State::InFlight { ends }) if ends > now => "in flight",
+            Some(State::InFlight { .. }) => "unknown",
+            Some(State::Completed { is_kept: true }) => "completed",
+            Some(State::Completed { is_kept: false }) => "completed, not kept",
+        }
+    }
+
+    fn looked_at(&self, now: u64) -> String {
+        let (kind, checkpoint) = (self.kind(now), self.checkpoint);
+        let time = match self.state {
+            None => return kind.into(),
+            Some(State::InFlight { ends }) => ends.abs_diff(now),
+            Some(_) => 0,
+        };
+        format!("{kind}, {time} ms, attempt {}, checkpoint {checkpoint:?}", self.attempt)
+    }
+
+    fn begin(&mut self, now: u64, fence: usize, step: &AttemptStep) -> String {
         let AttemptStep { token, head, takes_over, lease_ms, .. } = *step;
         match self.state {
             Some(State::Free) if self.token == token => return "in flight for 1 ms, body 0".into(),
@@ -118,7 +156,7 @@ impl Model {
         // What was known of the body stays known.
         let is_bound = self.is_bound || matches!(self.state, Some(State::InFlight { .. }));
         let state = Some(State::InFlight { ends: now + lease_ms });
-        *self = Self { state, attempt, token, head, is_bound, expires, ..*self };
+        *self = Self { state, attempt, fence, token, head, is_bound, expires, ..*self };
         self.granted()
     }
 
@@ -148,11 +186,26 @@ fn told(begun: &Begun) -> String {
     }
 }
 
+fn seen(status: Option<&OperationStatus>) -> String {
+    let Some(OperationStatus { state, attempts, checkpoint, .. }) = status else { return "nothing".into() };
+    let (kind, time) = match *state {
+        OperationState::Free => ("free", Duration::ZERO),
+        OperationState::InFlight { remaining } => ("in flight", remaining),
+        OperationState::Unknown { since } => ("unknown", since),
+        OperationState::Completed { is_kept: true } => ("completed", Duration::ZERO),
+        OperationState::Completed { is_kept: false } => ("completed, not kept", Duration::ZERO),
+    };
+    let (time, checkpoint) = (time.as_micros().div_ceil(1_000), checkpoint.as_ref().map(Checkpoint::number));
+    format!("{kind}, {time} ms, attempt {attempts}, checkpoint {checkpoint:?}")
+}
+
 fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(), TestCaseError> {
     let tokens = [(); TOKENS].map(|()| Token::random().unwrap());
     let mut models = [Model::default(); 2];
     // The last fence of each operation that was given out, on either backend, and to whom.
     let mut fences = [[0; 2]; 2];
+    // What was seen of each operation last, by the model and by either backend.
+    let mut looks = [const { None }; 2];
     let mut now = 0;
     for (number, step) in trace.iter().enumerate() {
         pair.pause(Duration::from_millis(step.pause));
@@ -169,7 +222,7 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
         let (expected, memory, redis) = match step.verb {
             AttemptVerb::Begin => {
                 let was_ours = model.is_in_flight_by(step.token);
-                let expected = model.begin(now, step);
+                let expected = model.begin(now, number + 1, step);
                 let (memory, redis) = pair.both(|to| to.begin(&operation, &claim), |to| to.begin(&operation, &claim));
                 for (begun, last) in [&memory, &redis].into_iter().zip(&mut fences[at]) {
                     if let Begun::Granted { fence, .. } = begun {
@@ -239,6 +292,31 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                     |to| IdempotencyStore::release(to, &operation, &token),
                     |to| IdempotencyStore::release(to, &operation, &token),
                 );
+                (expected.to_string(), memory.to_string(), redis.to_string())
+            }
+            AttemptVerb::Inspect => {
+                let (memory, redis) = pair.both(
+                    |to| IdempotencyRegistry::inspect(to, &operation),
+                    |to| IdempotencyRegistry::inspect(to, &operation),
+                );
+                let told = (model.looked_at(now), seen(memory.as_ref()), seen(redis.as_ref()));
+                if let Some((memory, redis)) = memory.zip(redis) {
+                    looks[at] = Some((model.kind(now), model.fence, memory, redis));
+                }
+                told
+            }
+            AttemptVerb::Forget => {
+                let Some((kind, fence, memory, redis)) = &looks[at] else { continue };
+                let was_forgotten = model.state == Some(State::Free) && model.token == NOBODY;
+                let expected =
+                    model.state.is_some() && model.fence == *fence && (model.kind(now) == *kind || was_forgotten);
+                if expected {
+                    let (attempt, fence, expires) = (model.attempt, model.fence, now + KEEP_FREE.as_millis() as u64);
+                    let (state, token) = (Some(State::Free), NOBODY);
+                    *model = Model { state, attempt, fence, token, expires, ..Model::default() };
+                }
+                let (memory, redis) = pair
+                    .both(|to| IdempotencyRegistry::forget(to, memory), |to| IdempotencyRegistry::forget(to, redis));
                 (expected.to_string(), memory.to_string(), redis.to_string())
             }
         };

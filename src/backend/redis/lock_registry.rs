@@ -47,7 +47,7 @@ impl LockRegistry for RedisBackend {
         // `COUNT` is a hint that is kept to within a bucket, so what is asked for at once is bounded by it.
         let found = leases.iter().filter_map(|lease| keys.lock_of(namespace, lease));
         let looks = try_join_all(found.map(|lock| async move {
-            match self.inspect(&lock).await {
+            match LockRegistry::inspect(self, &lock).await {
                 // What others wrote is no lock, and hides none of those behind it.
                 Err(error) if error.is_foreign_data() => Ok(None),
                 status => status.map(Some),

@@ -52,6 +52,8 @@ pub(super) struct Scripts {
     pub(super) idempotency_checkpoint: LuaScript,
     pub(super) idempotency_complete: LuaScript,
     pub(super) idempotency_release: LuaScript,
+    pub(super) idempotency_inspect: LuaScript,
+    pub(super) idempotency_forget: LuaScript,
     pub(super) delay_queue_push: LuaScript,
     pub(super) delay_queue_claim: LuaScript,
     pub(super) delay_queue_extend: LuaScript,
@@ -139,6 +141,8 @@ impl Scripts {
             idempotency_checkpoint: lua!("idempotency_checkpoint.lua"),
             idempotency_complete: lua!("idempotency_complete.lua"),
             idempotency_release: lua!("idempotency_release.lua"),
+            idempotency_inspect: lua!("idempotency_inspect.lua"),
+            idempotency_forget: lua!("idempotency_forget.lua"),
             delay_queue_push: lua!("delay_queue_push.lua"),
             delay_queue_claim: lua!("delay_queue_claim.lua"),
             delay_queue_extend: lua!("delay_queue_extend.lua"),
@@ -369,6 +373,21 @@ impl Scripts {
     ) -> Result<Value, StoreError> {
         let args = (token.as_bytes().as_slice(), KEEP_ATTEMPT_MS, publish, channel);
         self.idempotency_release.call(servers, &[record], args).await
+    }
+
+    pub(super) async fn idempotency_inspect(&self, servers: &Servers, record: &str) -> Result<Value, StoreError> {
+        self.idempotency_inspect.call(servers, &[record], Checkpoint::MAX_LEN).await
+    }
+
+    pub(super) async fn idempotency_forget(
+        &self,
+        servers: &Servers,
+        record: &str,
+        (state, fence): (u8, u64),
+        (publish, channel): (&str, &str),
+    ) -> Result<Value, StoreError> {
+        let args = (state, fence, KEEP_ATTEMPT_MS, publish, channel);
+        self.idempotency_forget.call(servers, &[record], args).await
     }
 }
 
@@ -608,6 +627,8 @@ mod tests {
             (&scripts.idempotency_checkpoint, 1, 5),
             (&scripts.idempotency_complete, 1, 7),
             (&scripts.idempotency_release, 1, 4),
+            (&scripts.idempotency_inspect, 1, 1),
+            (&scripts.idempotency_forget, 1, 5),
             (&scripts.delay_queue_push, 8, 6),
             (&scripts.delay_queue_claim, 11, 11),
             (&scripts.delay_queue_extend, 3, 3),

@@ -1,0 +1,47 @@
+-- idempotency_forget: let an operation be any request's to begin, if it is still as somebody has found it.
+--
+-- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<scope>:<key>}:record
+-- ARGV[1]  state    as idempotency_inspect has told it, 0 to 4
+-- ARGV[2]  fence    the same
+-- ARGV[3]  keep_ms  how long the last fence and the number of attempts are remembered
+-- ARGV[4]  publish  PUBLISH, or SPUBLISH on a cluster
+-- ARGV[5]  channel  where those who wait for it listen, see idempotency_complete
+--
+-- Value    record: see idempotency_begin; what is left is free, of no request and of no token
+-- Returns  1 forgotten; 0 it is not as it was found: somebody has begun, renewed, completed or given it back, or nothing is known of it
+-- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
+-- Repeat   harmless: the answer is the same until somebody begins
+local record, state, fence, keep_ms = KEYS[1], ARGV[1] + 0, ARGV[2] + 0, ARGV[3] + 0
+local publish, channel = ARGV[4], ARGV[5]
+
+local stored = redis.call('GET', record)
+if not stored then
+  return 0
+end
+if #stored < 80 or stored:byte(1) ~= 1 or stored:byte(2) > 3 then
+  return redis.error_reply('TOLLGATE the value does not hold an operation of version 1')
+end
+local is, attempt, last, ends, length_ms = struct.unpack('<BI4I7I7I4', stored, 2)
+local none = string.rep('\0', 56)
+if is == 1 then
+  local time = redis.call('TIME')
+  if math.min(ends - time[1] * 1000000 - time[2], length_ms * 1000) <= 0 then
+    is = 4
+  end
+elseif is == 0 and stored:sub(25) == none then
+  -- It was forgotten by this before.
+  is = state
+end
+if is ~= state or last ~= fence then
+  return 0
+end
+-- Where memory is full, something has to be written first that needs none.
+redis.pcall('PEXPIRE', record, keep_ms)
+redis.call('SET', record, struct.pack('<BBI4I7I7I4', 1, 0, attempt, last, 0, 0) .. none, 'PX', keep_ms)
+-- A user who may not publish is served all the same; those who wait look now and then.
+local listeners = redis.pcall(publish, channel, '1')
+if publish == 'SPUBLISH' and type(listeners) ~= 'number' then
+  -- Redis 6.2 does not know it.
+  redis.pcall('PUBLISH', channel, '1')
+end
+return 1
