@@ -5,9 +5,9 @@ use std::convert::Infallible;
 use std::future::{IntoFuture, pending, poll_fn};
 use std::io;
 use std::pin::Pin;
-use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::task::{Context, Poll};
+use std::sync::{Arc, Mutex};
+use std::task::{self, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -31,6 +31,9 @@ use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{ConfigError, Everyone, IdempotencyLayer, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
 use tower::util::BoxCloneService;
 use tower::{Layer, Service as _, ServiceBuilder, ServiceExt, service_fn};
+use tracing::{Instrument as _, Subscriber};
+use tracing_subscriber::layer::{Context, SubscriberExt as _};
+use tracing_subscriber::registry::LookupSpan;
 
 type Answer = Response<BoxBody<Bytes, io::Error>>;
 type Reply = Response<IdempotentBody<BoxBody<Bytes, io::Error>>>;
@@ -43,7 +46,10 @@ impl Body for Stream {
     type Data = Bytes;
     type Error = io::Error;
 
-    fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut task::Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
         self.0.poll_recv(cx)
     }
 }
@@ -55,7 +61,7 @@ impl Body for Endless {
     type Data = Bytes;
     type Error = io::Error;
 
-    fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+    fn poll_frame(self: Pin<&mut Self>, _: &mut task::Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
         Poll::Ready(Some(data(&"x".repeat(50))))
     }
 }
@@ -703,6 +709,37 @@ async fn an_answer_is_kept_soon_after_the_store_is_back() {
     assert_eq!(handler.runs(), 1);
 }
 
+/// Notes in which span each warning is told.
+#[derive(Clone, Default)]
+struct Spans(Arc<Mutex<Vec<Option<&'static str>>>>);
+
+impl<S: Subscriber + for<'a> LookupSpan<'a>> tracing_subscriber::Layer<S> for Spans {
+    fn on_event(&self, event: &tracing::Event<'_>, context: Context<'_, S>) {
+        if *event.metadata().level() == tracing::Level::WARN {
+            self.0.lock().unwrap().push(context.event_span(event).map(|span| span.name()));
+        }
+    }
+}
+
+/// Who looks for the request behind an unknown outcome finds it by its span, also where that was known only after the answer.
+#[tokio::test(start_paused = true)]
+async fn what_goes_on_in_the_background_is_in_the_span_of_its_request() {
+    let spans = Spans::default();
+    let _logging = tracing::subscriber::set_default(tracing_subscriber::registry().with(spans.clone()));
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let guard = layer(store);
+    let app = Handler::new().behind(guard.clone(), move |request, run| {
+        faults.fail(Failure::Unavailable);
+        echo(request, run)
+    });
+    let asked = ask(&app, pay("k")).instrument(tracing::info_span!("pay"));
+    assert_eq!(text(asked.await).await, "1: hundred");
+    guard.drained().await;
+    // The store fails, its circuit opens, and the outcome is unknown.
+    assert_eq!(*spans.0.lock().unwrap(), [Some("pay"); 3]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn there_may_be_room_for_a_mark_and_not_for_the_answer() {
     let handler = Handler::new();
@@ -854,7 +891,10 @@ async fn a_panic_in_the_middle_of_an_answer_leaves_its_outcome_unknown() {
         type Data = Bytes;
         type Error = io::Error;
 
-        fn poll_frame(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            cx: &mut task::Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
             let frame = Pin::new(&mut self.0).poll_frame(cx);
             assert!(!matches!(frame, Poll::Ready(None)), "the end is where this panics");
             frame
@@ -1489,7 +1529,8 @@ async fn whoever_takes_over_with_nothing_to_read_is_not_served() {
     let with = |body: &'static str| alive.clone().oneshot(pay("k").map(|_| Full::from(body)));
     assert_eq!(with("").await.unwrap().status(), StatusCode::UNPROCESSABLE_ENTITY);
     assert_eq!(runs.load(Ordering::SeqCst), 0);
-    sleep(Duration::from_millis(500)).await;
+    // It is given back as it was, at once.
+    sleep(Duration::from_millis(1)).await;
     assert_eq!(with("hundred").await.unwrap().status(), StatusCode::OK);
 }
 
