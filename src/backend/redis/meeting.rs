@@ -22,8 +22,9 @@ use super::home::Home;
 const LATE: Duration = Duration::from_millis(20);
 /// While so many calls of several are on their way, the next one has to be full: Redis has one to work on while the other one travels.
 const CALLS: usize = 2;
-/// How long a full one takes Redis at the most, where nothing else does: with a longer round trip there may be more on their way.
-const WORK: Duration = Duration::from_micros(500);
+/// With a longer round trip than this there may be more on their way: one more for each time. A server nearby that has much to do takes about as
+/// long, and does less in the same time the more there are.
+const WORK: Duration = Duration::from_millis(2);
 /// How many may wait; more than that go by themselves.
 const WAITING: usize = 4_096;
 /// How many calls may be away altogether, late ones included.
