@@ -93,6 +93,16 @@ impl RedisServer {
         query(&mut self.connection(), command).unwrap_or_else(|error| panic!("{command}: {error}"))
     }
 
+    /// Panics unless every key of the server has a time to live.
+    pub fn every_key_expires(&self) {
+        let mut connection = self.connection();
+        for key in self.query::<Vec<String>>("KEYS *") {
+            let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).expect("the server answers");
+            // -2 is a key that has expired since it was listed.
+            assert!(ttl >= 0 || ttl == -2, "{key} has no expiry: {ttl}");
+        }
+    }
+
     /// Whether the server answers at the moment.
     pub fn is_answering(&self) -> bool {
         is_answering(self.port)

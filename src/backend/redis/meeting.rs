@@ -24,7 +24,7 @@ const LATE: Duration = Duration::from_millis(20);
 const CALLS: usize = 2;
 /// With a longer round trip than this there may be more on their way: one more for each time. A server nearby that has much to do takes about as
 /// long, and does less in the same time the more there are.
-const WORK: Duration = Duration::from_millis(2);
+const NEARBY: Duration = Duration::from_millis(2);
 /// How many may wait; more than that go by themselves.
 const WAITING: usize = 4_096;
 /// How many calls may be away altogether, late ones included.
@@ -129,7 +129,7 @@ impl Crowd {
 
     /// How many calls may be on their way so that Redis need not wait for the next one.
     fn window(&self) -> usize {
-        CALLS + (self.round_trip.load(Ordering::Relaxed) / WORK.as_micros() as u64) as usize
+        CALLS + (self.round_trip.load(Ordering::Relaxed) / NEARBY.as_micros() as u64) as usize
     }
 
     fn is_within(&self, time: Duration) -> bool {
