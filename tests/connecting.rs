@@ -14,7 +14,7 @@ use support::server::RedisServer;
 use support::tls::{Certificates, TlsServer};
 use tokio::task::{JoinSet, yield_now};
 use tokio::time::sleep;
-use tollgate::lock::{Cursor, LockAdmin};
+use tollgate::lock::{Cursor, LockAdmin, Release};
 use tollgate::{
     BoxError, ConfigError, ConnectError, DelayQueue, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions,
     StoreError,
@@ -296,6 +296,22 @@ async fn a_process_that_stood_still_hears_the_answers_that_have_come_meanwhile()
     std::thread::sleep(Duration::from_millis(150));
     for answer in requests.join_all().await {
         assert!(answer.unwrap().is_allowed());
+    }
+}
+
+#[tokio::test]
+async fn a_process_that_stood_still_hears_what_came_of_its_releases() {
+    let server = RedisServer::start();
+    let locks = Locks::new(RedisBackend::connect(server.url()).await.unwrap());
+    for _ in 0..5 {
+        let leases = locks.lock_all(0..64_u64).await.unwrap();
+        let releasing = tokio::spawn(leases.release());
+        // Until all of them have been sent.
+        for _ in 0..20 {
+            yield_now().await;
+        }
+        std::thread::sleep(Duration::from_millis(150));
+        assert_eq!(releasing.await.unwrap().unwrap(), Release::Released);
     }
 }
 

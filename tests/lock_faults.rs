@@ -5,6 +5,7 @@
 mod support;
 
 use std::convert::Infallible;
+use std::error::Error as _;
 use std::future::pending;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -571,7 +572,9 @@ async fn several_leases_are_given_back_at_the_same_time() {
     let leases = locks.lock_all(0..20_u64).await.unwrap();
     faults.hang();
     let begun = tokio::time::Instant::now();
-    assert!(leases.release().await.unwrap_err().is_timeout());
+    let error = leases.release().await.unwrap_err();
+    assert!(error.is_timeout());
+    assert_eq!(error.source().unwrap().to_string(), "no answer within the deadline of 100ms");
     assert!(begun.elapsed() <= Duration::from_millis(200), "{:?}", begun.elapsed());
     faults.heal();
     drop(locks.lock_all(0..20_u64).await.unwrap());

@@ -9,7 +9,7 @@ use std::time::Duration;
 use smallvec::{SmallVec, smallvec};
 use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
-use super::erased::Answers;
+use super::erased::{Answers, Call};
 use super::errand::{Errand, LINGERS};
 use super::error::{Busy, Closed, LockError, Nested, NotReplicated, QueueFull};
 use super::gate::{Entered, News, Offer, Refusal, Turn};
@@ -35,13 +35,17 @@ const HEAD_START: Duration = Duration::from_millis(1);
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
-pub(super) async fn acquire(home: Arc<Shared>, lock: LockKey, terms: Terms) -> Result<Lease, LockError> {
-    let begun = Instant::now();
-    // Before anything can fail that they count.
-    let meters = home.meters(&lock);
-    let outcome = take(&home, lock, terms, begun).await;
-    meters.asked(Outcome::of(&outcome), begun.elapsed());
-    outcome
+pub(super) fn acquire(home: Arc<Shared>, lock: LockKey, terms: Terms) -> Call<Result<Lease, LockError>> {
+    // No `async fn`: in its future there is twice what it is given.
+    Box::pin(async move {
+        let begun = Instant::now();
+        // Before anything can fail that they count.
+        let meters = home.meters(&lock);
+        let outcome = take(&home, &lock, &terms, begun).await;
+        let ended = outcome.as_ref().map_or_else(|_| Instant::now(), Lease::since);
+        meters.asked(Outcome::of(&outcome), ended - begun);
+        outcome
+    })
 }
 
 /// Takes the leases of several locks of one shard at once, or none of them. Nobody else in this process asks for one of them
@@ -53,24 +57,24 @@ pub(super) async fn acquire_all(
 ) -> Result<impl Iterator<Item = Lease> + use<>, LockError> {
     let begun = Instant::now();
     let meters = locks.first().map(|lock| home.meters(lock));
-    let outcome = take_all(home, locks, terms, begun).await;
+    let outcome = take_all(home, locks, &terms, begun).await;
     if let Some(meters) = meters {
         meters.asked(Outcome::of(&outcome), begun.elapsed());
     }
     outcome.map(Leases::into_iter)
 }
 
-async fn take_all(home: &Arc<Shared>, locks: &[LockKey], terms: Terms, begun: Instant) -> Result<Leases, LockError> {
+async fn take_all(home: &Arc<Shared>, locks: &[LockKey], terms: &Terms, begun: Instant) -> Result<Leases, LockError> {
     let give_up = after(begun, terms.wait);
     let mut asked = Asked::new();
     let mut has_waited = false;
     let first = locks.first().filter(|_| !terms.wait.is_zero());
-    let _asking = first.map(|lock| home.ask(*lock, terms.max_asking)).transpose()?;
+    let _asking = first.map(|lock| home.ask(lock, terms.max_asking)).transpose()?;
     for lock in locks {
-        may_ask(home, lock, &terms)?;
+        may_ask(home, lock, terms)?;
         loop {
             // Not from hand to hand: that would be one of them without the others.
-            let mut coming = pin!(come(home, *lock, &terms, begun, false));
+            let mut coming = pin!(come(home, lock, terms, begun, false));
             let offer = tokio::select! {
                 biased;
                 offer = &mut coming => offer?,
@@ -82,7 +86,7 @@ async fn take_all(home: &Arc<Shared>, locks: &[LockKey], terms: Terms, begun: In
                 }
             };
             match offer {
-                Offer::Turn(turn) => break asked.push((Attempts::new(home, *lock, terms)?, turn)),
+                Offer::Turn(turn) => break asked.push((Attempts::new(home, lock, terms)?, turn)),
                 Offer::Lease(lease) => drop(lease),
             }
         }
@@ -90,23 +94,21 @@ async fn take_all(home: &Arc<Shared>, locks: &[LockKey], terms: Terms, begun: In
     if has_waited {
         tell(&asked, None);
     }
-    contend(home, asked, terms, give_up).await
+    contend(home, &mut asked, terms, give_up).await
 }
 
-async fn take(home: &Arc<Shared>, lock: LockKey, terms: Terms, begun: Instant) -> Result<Lease, LockError> {
-    may_ask(home, &lock, &terms)?;
+async fn take(home: &Arc<Shared>, lock: &LockKey, terms: &Terms, begun: Instant) -> Result<Lease, LockError> {
+    may_ask(home, lock, terms)?;
     let _asking = if terms.wait.is_zero() { None } else { Some(home.ask(lock, terms.max_asking)?) };
-    match come(home, lock, &terms, begun, true).await? {
+    let mut asked: Asked = match come(home, lock, terms, begun, true).await? {
         Offer::Lease(lease) => {
-            home.meters(&lock).handed_over(Way::Hand, lease.age());
-            Ok(lease)
+            home.meters(lock).handed_over(Way::Hand, lease.since().elapsed());
+            return Ok(lease);
         }
-        Offer::Turn(turn) => {
-            let asked = smallvec![(Attempts::new(home, lock, terms)?, turn)];
-            let mut leases = contend(home, asked, terms, after(begun, terms.wait)).await?;
-            leases.pop().ok_or_else(|| StoreError::timeout().into())
-        }
-    }
+        Offer::Turn(turn) => smallvec![(Attempts::new(home, lock, terms)?, turn)],
+    };
+    let mut leases = contend(home, &mut asked, terms, after(begun, terms.wait)).await?;
+    leases.pop().ok_or_else(|| too_late().into())
 }
 
 fn may_ask(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<(), LockError> {
@@ -126,18 +128,18 @@ fn may_ask(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<(), Lock
 /// Waits until it is our turn to ask the store for a lock, or somebody in this process hands over the lease, if that would do.
 async fn come(
     home: &Arc<Shared>,
-    lock: LockKey,
+    lock: &LockKey,
     terms: &Terms,
     begun: Instant,
     by_hand: bool,
 ) -> Result<Offer, LockError> {
-    let entered = if terms.is_fair { home.join(lock, terms)? } else { home.enter(lock, terms, by_hand)? };
+    let entered = if terms.is_fair { home.join(*lock, terms)? } else { home.enter(*lock, terms, by_hand)? };
     match entered {
         // A shutdown that has begun since this was looked at may not have seen that somebody is here.
         Entered::Turn(_) if home.is_closed() => Err(Closed.into()),
         Entered::Turn(turn) => Ok(Offer::Turn(turn)),
         // Apart, so that who need not wait has no room for it to carry along.
-        entered => Box::pin(stand_behind(home, lock, *terms, entered, begun, by_hand)).await,
+        entered => Box::pin(stand_behind(home, *lock, *terms, entered, begun, by_hand)).await,
     }
 }
 
@@ -181,7 +183,7 @@ async fn stand_behind(
             },
         }
         if Instant::now() >= answer_by {
-            return Err(StoreError::timeout().into());
+            return Err(StoreError::late("no answer of the store to whoever is in front").into());
         }
         terms.wait = Duration::ZERO;
         entered = match home.gate.overhear(&lock) {
@@ -230,26 +232,25 @@ fn tell(asked: &Asked, refusal: Option<Refusal>) {
 }
 
 /// Asks the store for the leases until it grants all of them, on behalf of all who wait in this process.
-async fn contend(home: &Arc<Shared>, mut asked: Asked, terms: Terms, give_up: Instant) -> Result<Leases, LockError> {
+async fn contend(home: &Arc<Shared>, asked: &mut Asked, terms: &Terms, give_up: Instant) -> Result<Leases, LockError> {
     if asked.iter_mut().fold(false, |is_shared, (_, turn)| std::mem::take(&mut turn.is_shared) || is_shared) {
         Box::pin(sleep(HEAD_START)).await;
     }
-    let (answers, asked) = Attempt::new(home, asked, terms.deadline).await;
-    match answers {
-        Ok(answers) if answers.iter().all(|answer| fence(answer).is_some()) => {
-            granted(asked, &answers).ok_or_else(|| StoreError::timeout().into())
+    match Attempt::new(home, asked, terms.deadline).await {
+        Ok((answers, now)) if answers.iter().all(|answer| fence(answer).is_some()) => {
+            granted(asked, &answers, now).ok_or_else(|| too_late().into())
         }
         // Apart, so that who gets them at once has no room for it to carry along.
-        answers => Box::pin(insist(home, answers, asked, terms, give_up)).await,
+        heard => Box::pin(insist(home, heard, asked, terms, give_up)).await,
     }
 }
 
 /// Goes on asking after the first answers.
 async fn insist(
     home: &Arc<Shared>,
-    mut answers: Result<Answers, StoreError>,
-    mut asked: Asked,
-    terms: Terms,
+    mut heard: Result<(Answers, Instant), StoreError>,
+    asked: &mut Asked,
+    terms: &Terms,
     give_up: Instant,
 ) -> Result<Leases, LockError> {
     let mut pause = FIRST_PAUSE;
@@ -258,23 +259,23 @@ async fn insist(
     let mut told = None;
     let mut ask_at = Instant::now();
     loop {
-        let answer = answers.map(|answers| {
+        let answer = heard.map(|heard| {
             // What takes longest, if anything does.
-            let obstacles = answers.iter().enumerate().filter(|(_, answer)| fence(answer).is_none());
+            let obstacles = heard.0.iter().enumerate().filter(|(_, answer)| fence(answer).is_none());
             let obstacle = obstacles.max_by_key(|(_, answer)| remaining(answer)).map(|(at, answer)| (at, *answer));
-            (answers, obstacle)
+            (heard, obstacle)
         });
         match answer {
-            Ok((answers, None)) => {
+            Ok(((answers, now), None)) => {
                 if let (Some(told), Some((attempts, _))) = (told, asked.first()) {
-                    home.meters(&attempts.lock).handed_over(Way::Message, Instant::now() - told);
+                    home.meters(&attempts.lock).handed_over(Way::Message, now - told);
                 }
-                return granted(asked, &answers).ok_or_else(|| StoreError::timeout().into());
+                return granted(asked, &answers, now).ok_or_else(|| too_late().into());
             }
             Ok((_, Some((at, Acquired::NotReplicated { replicas })))) => {
                 let Attempts { lock, claim, .. } = &asked[at].0;
                 let required = claim.replicas.count;
-                tell(&asked, Some(Refusal::NotReplicated { replicas, required }));
+                tell(asked, Some(Refusal::NotReplicated { replicas, required }));
                 let next = Instant::now() + jittered(pause);
                 if next >= give_up {
                     return Err(NotReplicated::new(*lock, replicas, required).into());
@@ -286,7 +287,7 @@ async fn insist(
                 }
             }
             Ok((_, Some((at, answer)))) => {
-                tell(&asked, Some(Refusal::Busy(after(Instant::now(), remaining(&answer)))));
+                tell(asked, Some(Refusal::Busy(after(Instant::now(), remaining(&answer)))));
                 let (attempts, turn) = &mut asked[at];
                 let (lock, remaining) = (attempts.lock, remaining(&answer));
                 if matches!(answer, Acquired::LineFull { .. }) {
@@ -331,7 +332,7 @@ async fn insist(
                     && !Circuit::is_cause_of(&error)
                     && !std::mem::replace(&mut is_second, true) => {}
             Err(error) => {
-                tell(&asked, Some(Refusal::Failed(error.clone())));
+                tell(asked, Some(Refusal::Failed(error.clone())));
                 // Who is refused now is refused the next time.
                 let is_passing = error.is_timeout() || error.is_unavailable();
                 let is_cut_off = terms.heeds_circuit && home.circuit().admit_no_probe().is_err();
@@ -351,7 +352,7 @@ async fn insist(
         if home.store.scope() == Scope::Quorum {
             asked.iter_mut().try_for_each(|(attempts, _)| attempts.begin_again())?;
         }
-        (answers, asked) = Attempt::new(home, asked, terms.deadline).await;
+        heard = Attempt::new(home, asked, terms.deadline).await;
     }
 }
 
@@ -361,7 +362,9 @@ struct Attempts {
     home: Arc<Shared>,
     lock: LockKey,
     claim: Claim,
-    terms: Terms,
+    // How long one call may take, and the lease be kept.
+    limit: Duration,
+    max_hold: Option<Duration>,
     // When the last attempt was sent, if the token may hold the lease or stand in line for it.
     sent: Option<Instant>,
     // Until when one of which no answer came may still come to pass, if there was one.
@@ -369,7 +372,7 @@ struct Attempts {
 }
 
 impl Attempts {
-    fn new(home: &Arc<Shared>, lock: LockKey, terms: Terms) -> Result<Self, StoreError> {
+    fn new(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<Self, StoreError> {
         let line = match (terms.is_fair, terms.wait.is_zero()) {
             (false, _) => Line::Ignore,
             (true, true) => Line::Respect,
@@ -378,14 +381,14 @@ impl Attempts {
         // From hand to hand goes what nobody else is in line for.
         let fences = if home.is_semaphore || terms.is_fair { 1 } else { FENCES };
         let permits = if terms.is_shared { Claim::MAX_PERMITS } else { terms.permits };
-        let Terms { ttl, is_shared, .. } = terms;
+        let Terms { ttl, is_shared, deadline, max_hold, .. } = *terms;
         let replicas = match terms.replication {
             Replication::Primary => Replicas::default(),
             // In time for the answer to come before the deadline: Redis looks after time that is up ten times a second.
-            Replication::Require(count) => Replicas { count, within: terms.deadline / 2 },
+            Replication::Require(count) => Replicas { count, within: deadline / 2 },
         };
         let claim = Claim { token: Token::random()?, ttl, fences, permits, is_shared, line, replicas };
-        Ok(Self { home: Arc::clone(home), lock, claim, terms, sent: None, settles: None })
+        Ok(Self { home: Arc::clone(home), lock: *lock, claim, limit: deadline, max_hold, sent: None, settles: None })
     }
 
     /// Who stands in line, if anybody does.
@@ -412,23 +415,16 @@ impl Attempts {
         self.sent.filter(|sent| now < *sent + usable(self.claim.ttl))
     }
 
-    /// Makes a lease of what was granted, unless it took so long that there is no time left in it.
-    fn granted(mut self, turn: Turn, fence: u64) -> Option<Lease> {
-        let now = Instant::now();
-        let Some(sent) = self.good_since(now) else {
-            // Before the turn goes: a shutdown is to see one of them.
-            self.undo();
-            return None;
-        };
+    /// Makes a lease of what was granted, unless there is no time left in it at `now`. The turn is to be dropped after that.
+    fn granted(&mut self, turn: &mut Turn, fence: u64, now: Instant) -> Option<Lease> {
+        let sent = self.good_since(now)?;
         self.sent = None;
-        let hold = Hold::new(self.lock, &self.claim, self.terms.deadline, self.settles, sent, fence);
-        let hold = Arc::new(hold);
-        let fence = hold.hand_to(self.terms.max_hold, now).unwrap_or(fence);
-        let turn = turn.holds(&hold);
+        let hold = Arc::new(Hold::new(self.lock, &self.claim, self.limit, self.settles, sent, fence));
+        let fence = hold.hand_to(self.max_hold, now).unwrap_or(fence);
+        turn.holds(&hold);
         self.home.keep(&hold);
-        drop(turn);
-        self.home.name(&hold);
-        Some(Lease::new(&self.home, &hold, fence))
+        self.home.name(&hold, now);
+        Some(Lease::new(&self.home, &hold, fence, now))
     }
 }
 
@@ -450,8 +446,8 @@ impl Attempts {
     fn undo(&mut self) {
         if let Some(sent) = self.sent.take() {
             let until = after(sent, self.claim.ttl.max(Claim::PLACE));
-            let (limit, settles) = (self.terms.deadline, self.settles);
-            if let Some(errand) = Errand::undo(&self.home, self.lock, &self.claim, until, limit, settles) {
+            let errand = Errand::undo(&self.home, self.lock, &self.claim, until, self.limit, self.settles);
+            if let Some(errand) = errand {
                 errand.in_background();
             }
         }
@@ -477,88 +473,86 @@ const fn remaining(answer: &Acquired) -> Duration {
 }
 
 /// Makes leases of what was granted; of none if one of them is over already.
-fn granted(asked: Asked, answers: &[Acquired]) -> Option<Leases> {
-    let asked = asked.into_iter().zip(answers);
-    asked.map(|((attempts, turn), answer)| attempts.granted(turn, fence(answer)?)).collect()
+fn granted(asked: &mut Asked, answers: &[Acquired], now: Instant) -> Option<Leases> {
+    let asked = asked.iter_mut().zip(answers);
+    asked.map(|((attempts, turn), answer)| attempts.granted(turn, fence(answer)?, now)).collect()
 }
 
-/// One call of the store. If it is dropped half way, it is carried on in the background, and what it brings is given back.
-struct Attempt {
-    under_way: Option<UnderWay>,
+/// One call of the store. Answers when that was heard, too. If it is dropped half way, it is carried on in the background, and what it
+/// brings is given back.
+struct Attempt<'a> {
+    home: &'a Arc<Shared>,
+    asked: &'a mut Asked,
+    // `None` once it is answered.
+    call: Option<Call<Result<Answers, StoreError>>>,
 }
 
-struct UnderWay {
-    home: Arc<Shared>,
-    call: Pin<Box<dyn Future<Output = Result<Answers, StoreError>> + Send>>,
-    asked: Asked,
-}
-
-impl Attempt {
-    fn new(home: &Arc<Shared>, mut asked: Asked, limit: Duration) -> Self {
+impl<'a> Attempt<'a> {
+    fn new(home: &'a Arc<Shared>, asked: &'a mut Asked, limit: Duration) -> Self {
         let wanted = asked.iter().map(|(attempts, _)| (attempts.lock, attempts.claim)).collect();
         let call = match home.circuit().admit() {
             Ok(()) => Arc::clone(&home.store).acquire(wanted, limit),
             Err(error) => Box::pin(ready(Err(error))),
         };
         let sent = Instant::now();
-        for (attempts, _) in &mut asked {
+        for (attempts, _) in asked.iter_mut() {
             attempts.sent = Some(sent);
         }
-        Self { under_way: Some(UnderWay { home: Arc::clone(home), call, asked }) }
+        Self { home, asked, call: Some(call) }
     }
 }
 
-impl UnderWay {
-    fn answered(&mut self, answers: Result<Answers, StoreError>) -> Result<Answers, StoreError> {
-        let circuit = self.home.circuit();
-        // An answer for each, or it is none.
-        let answers = answers.and_then(|answers| {
-            let is_whole = answers.len() == self.asked.len();
-            if is_whole {
-                Ok(answers)
-            } else {
-                Err(StoreError::other("a store has answered half of what it was asked"))
-            }
-        });
-        match &answers {
-            Ok(_) => circuit.answered(&*self.home),
-            Err(error) => circuit.failed(&*self.home, error),
-        }
-        for (at, (attempts, _)) in self.asked.iter_mut().enumerate() {
-            attempts.answered(answers.as_ref().map(|answers| answers[at]));
-        }
-        answers
+/// Notes what the store says.
+fn answered(
+    home: &Shared,
+    asked: &mut Asked,
+    answers: Result<Answers, StoreError>,
+) -> Result<(Answers, Instant), StoreError> {
+    // An answer for each, or it is none.
+    let answers = answers.and_then(|answers| {
+        let is_whole = answers.len() == asked.len();
+        if is_whole { Ok(answers) } else { Err(StoreError::other("a store has answered half of what it was asked")) }
+    });
+    match &answers {
+        Ok(_) => home.circuit().answered(home),
+        Err(error) => home.circuit().failed(home, error),
     }
-
-    /// What was granted so late that there is no time left in it is to be asked for again.
-    fn in_time(&self, answers: Answers) -> Result<Answers, StoreError> {
-        let now = Instant::now();
-        let is_granted = answers.iter().all(|answer| fence(answer).is_some());
-        let is_late = self.asked.iter().any(|(attempts, _)| attempts.good_since(now).is_none());
-        if is_granted && is_late { Err(StoreError::timeout()) } else { Ok(answers) }
+    for (at, (attempts, _)) in asked.iter_mut().enumerate() {
+        attempts.answered(answers.as_ref().map(|answers| answers[at]));
     }
+    answers.map(|answers| (answers, Instant::now()))
 }
 
-impl Future for Attempt {
-    type Output = (Result<Answers, StoreError>, Asked);
+/// What was granted so late that there is no time left in it is to be asked for again.
+fn in_time(asked: &Asked, (answers, now): (Answers, Instant)) -> Result<(Answers, Instant), StoreError> {
+    let is_granted = answers.iter().all(|answer| fence(answer).is_some());
+    let is_late = asked.iter().any(|(attempts, _)| attempts.good_since(now).is_none());
+    if is_granted && is_late { Err(too_late()) } else { Ok((answers, now)) }
+}
+
+fn too_late() -> StoreError {
+    StoreError::late("the answer came when the lease that it grants was over")
+}
+
+impl Future for Attempt<'_> {
+    type Output = Result<(Answers, Instant), StoreError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
-        let under_way = self.under_way.as_mut().expect("Attempt polled after completion");
-        let Poll::Ready(answers) = under_way.call.as_mut().poll(cx) else { return Poll::Pending };
-        let answers = under_way.answered(answers).and_then(|answers| under_way.in_time(answers));
-        let UnderWay { asked, .. } = self.under_way.take().expect("it was there a moment ago");
-        Poll::Ready((answers, asked))
+        let Self { home, asked, call } = &mut *self;
+        let under_way = call.as_mut().expect("Attempt polled after completion");
+        let Poll::Ready(answers) = under_way.as_mut().poll(cx) else { return Poll::Pending };
+        *call = None;
+        Poll::Ready(answered(home, asked, answers).and_then(|heard| in_time(asked, heard)))
     }
 }
 
-impl Drop for Attempt {
+impl Drop for Attempt<'_> {
     fn drop(&mut self) {
-        let Some(mut under_way) = self.under_way.take() else { return };
-        let home = Arc::clone(&under_way.home);
-        home.spawn(async move {
-            let answers = under_way.call.as_mut().await;
-            if let Ok(answers) = under_way.answered(answers) {
-                drop(granted(under_way.asked, &answers));
+        let Some(call) = self.call.take() else { return };
+        let (home, mut asked) = (Arc::clone(self.home), std::mem::take(self.asked));
+        self.home.spawn(async move {
+            if let Ok((answers, now)) = answered(&home, &mut asked, call.await) {
+                drop(granted(&mut asked, &answers, now));
             }
         });
     }
@@ -581,7 +575,7 @@ mod tests {
             let lock = LockKey::new("test", "a");
             may_ask(home, &lock, &terms).unwrap();
             locks.shutdown().await;
-            let came = come(home, lock, &terms, Instant::now(), true).await;
+            let came = come(home, &lock, &terms, Instant::now(), true).await;
             assert!(matches!(came, Err(LockError::Closed(_))));
             // And leaves nothing behind.
             locks.shutdown().await;

@@ -14,7 +14,7 @@ use crate::error::StoreError;
 pub(super) type Wanted = SmallVec<[(LockKey, Claim); 1]>;
 pub(super) type Answers = SmallVec<[Acquired; 1]>;
 
-type Call<T> = Pin<Box<dyn Future<Output = T> + Send>>;
+pub(super) type Call<T> = Pin<Box<dyn Future<Output = T> + Send>>;
 
 /// A store of any type. Its calls own what they need, so one that is under way can be carried on when its caller is gone.
 pub(super) trait AnyStore: Send + Sync {
@@ -36,7 +36,8 @@ impl<S: LockStore + Send + Sync + 'static> AnyStore for S {
         let call = async move {
             match &*wanted {
                 [(lock, claim)] => Ok(smallvec![LockStore::acquire(&*self, lock, claim).await?]),
-                wanted => Ok(LockStore::acquire_all(&*self, wanted).await?.into()),
+                // Apart, so that who wants one has no room for it to carry along.
+                wanted => Ok(Box::pin(LockStore::acquire_all(&*self, wanted)).await?.into()),
             }
         };
         Box::pin(Deadline::new(call, limit))

@@ -2,7 +2,7 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep_until};
 
 use super::error::LossReason;
 use super::gate::Turn;
@@ -12,6 +12,7 @@ use super::lease::Release;
 use super::lock_key::LockKey;
 use super::shared::{Running, Shared};
 use super::store::{Claim, Released, Token};
+use crate::deadline::Deadline;
 use crate::error::StoreError;
 
 /// The pause before giving back again what may not have been given back, doubled each time up to the longest.
@@ -31,7 +32,8 @@ const MAX_UNDONE: usize = 1_024;
 
 /// A token to be given back: carried out by whoever waits for that, and in the background if nobody does any more.
 pub(super) struct Errand {
-    home: Arc<Shared>,
+    // For whoever waits until nothing is under way.
+    running: Running,
     lock: LockKey,
     token: Token,
     // How long one call may take.
@@ -46,8 +48,6 @@ pub(super) struct Errand {
     is_done: bool,
     place: Place,
     undone: Option<Undone>,
-    // For whoever waits until nothing is under way.
-    _running: Running,
 }
 
 /// Where an errand is carried out. One that comes to no end there goes on in the next of these.
@@ -61,18 +61,16 @@ enum Place {
 
 impl Errand {
     /// Gives back a lease that is held, and lets the next in line ask for it.
-    pub(super) fn release(home: &Arc<Shared>, hold: &Hold, turn: Turn) -> Self {
-        let mut errand = Self::after_loss(home, hold);
+    pub(super) fn release(home: &Arc<Shared>, hold: &Hold, turn: Turn, now: Instant) -> Self {
+        let mut errand = Self::after_loss(home, hold, now);
         errand.turn = Some(turn);
         errand
     }
 
     /// Gives back what may be left of a lease that was lost.
-    pub(super) fn after_loss(home: &Arc<Shared>, hold: &Hold) -> Self {
-        let now = Instant::now();
+    pub(super) fn after_loss(home: &Arc<Shared>, hold: &Hold, now: Instant) -> Self {
         let settles = hold.settles(now);
         Self {
-            home: Arc::clone(home),
             lock: *hold.lock(),
             token: *hold.token(),
             limit: hold.limit(),
@@ -83,7 +81,7 @@ impl Errand {
             is_done: hold.look(now) == Err(LossReason::Taken) && settles.is_none(),
             place: Place::Caller,
             undone: None,
-            _running: Running::new(home),
+            running: Running::new(home),
         }
     }
 
@@ -99,7 +97,6 @@ impl Errand {
     ) -> Option<Self> {
         let undone = Some(Undone::new(home)?);
         Some(Self {
-            home: Arc::clone(home),
             lock,
             token: claim.token,
             limit,
@@ -110,13 +107,13 @@ impl Errand {
             is_done: false,
             place: Place::Caller,
             undone,
-            _running: Running::new(home),
+            running: Running::new(home),
         })
     }
 
     /// Asks the store, and once more over another connection if one has just broken. Whatever it says, the next in line may try. Answers
     /// `release` for a lease that was still held.
-    pub(super) async fn carry_out(mut self, release: Release) -> Result<Release, StoreError> {
+    pub(super) async fn carry_out(&mut self, release: Release) -> Result<Release, StoreError> {
         let (released, otherwise) = match self.attempt().await {
             // It may have been given back before the connection broke, and may as well have been lost.
             Err(error) if error.is_unavailable() => (self.attempt().await?, Release::Uncertain),
@@ -135,7 +132,7 @@ impl Errand {
         }
         let is_elsewhere = self.place == Place::Background;
         self.place = if is_elsewhere { Place::Elsewhere } else { Place::Background };
-        let home = Arc::clone(&self.home);
+        let home = Arc::clone(self.running.home());
         let task = async move {
             // What was given back a moment ago, and may be granted once more, need not be given back again at once.
             if !self.is_answered {
@@ -173,8 +170,8 @@ impl Errand {
             return Ok(Released::default());
         }
         let is_settled = self.settles.is_none_or(|settles| Instant::now() >= settles);
-        let call = Arc::clone(&self.home.store).release(self.lock, self.token);
-        let answer = timeout(self.limit, call).await.unwrap_or_else(|_| Err(StoreError::timeout()));
+        let call = Arc::clone(&self.running.home().store).release(self.lock, self.token);
+        let answer = Deadline::new(call, self.limit).await;
         if let Some(mut turn) = self.turn.take() {
             turn.is_shared = answer.as_ref().is_ok_and(|released| released.is_wanted);
         }
@@ -191,10 +188,9 @@ impl Drop for Errand {
     fn drop(&mut self) {
         if !self.is_done && self.place != Place::Elsewhere {
             let rest = Self {
-                home: Arc::clone(&self.home),
+                running: Running::new(self.running.home()),
                 turn: self.turn.take(),
                 undone: self.undone.take(),
-                _running: Running::new(&self.home),
                 ..*self
             };
             rest.in_background();

@@ -285,35 +285,37 @@ impl Shared {
         }
     }
 
-    /// Lets the next in line ask the store, or closes the gate behind the last one.
-    fn pass_on(self: &Arc<Self>, mut turn: Turn) {
-        let gate = &self.gate;
-        loop {
-            let mut shard = gate.shard(&turn.lock);
-            let waiter = shard.queues.get_mut(&turn.lock).and_then(|queue| {
-                queue.front = Front::Asks;
-                queue.waiters.pop_front()
-            });
-            let Some(waiter) = waiter else {
-                let is_closed = shard.queues.remove(&turn.lock).is_some();
-                drop(shard);
-                turn.is_over = true;
-                if is_closed {
-                    self.leave_gate();
-                }
-                return;
-            };
+    /// Whoever is next in line to ask the store. Closes the gate behind the last one.
+    fn next(&self, lock: &LockKey) -> Option<Waiter> {
+        let mut shard = self.gate.shard(lock);
+        let queue = shard.queues.get_mut(lock)?;
+        queue.front = Front::Asks;
+        let waiter = queue.waiters.pop_front();
+        if waiter.is_none() {
+            shard.queues.remove(lock);
             drop(shard);
-            match waiter.offer.send(Offer::Turn(turn)) {
-                Err(Offer::Turn(back)) => turn = back,
-                Ok(()) | Err(Offer::Lease(_)) => return,
+            self.leave_gate();
+        }
+        waiter
+    }
+
+    /// Lets the next in line ask the store, and whoever comes behind if that one has gone.
+    fn pass_on(&self, mut turn: Turn, mut waiter: Waiter) {
+        while let Err(Offer::Turn(back)) = waiter.offer.send(Offer::Turn(turn)) {
+            turn = back;
+            match self.next(&turn.lock) {
+                Some(next) => waiter = next,
+                None => {
+                    turn.is_over = true;
+                    return;
+                }
             }
         }
     }
 
     /// Takes a lease back from whoever is done with it. The next in line gets it from hand to hand, if it is still good for
     /// that; otherwise the answer is what is left to do.
-    pub(super) fn give_back(self: &Arc<Self>, hold: &Arc<Hold>) -> Option<Errand> {
+    pub(super) fn give_back(self: &Arc<Self>, hold: &Arc<Hold>, now: Instant) -> Option<Errand> {
         let gate = &self.gate;
         loop {
             let mut shard = gate.shard(hold.lock());
@@ -322,13 +324,13 @@ impl Shared {
                 // It was lost and whoever is in front now is somebody else, or it is a permit, which nobody is in front with.
                 drop(shard);
                 // First of all, so that a shutdown sees one of them.
-                let errand = Errand::after_loss(self, hold);
+                let errand = Errand::after_loss(self, hold, now);
                 self.keeper.remove(hold);
                 return Some(errand);
             };
             let next = match queue.waiters.front() {
                 Some(waiter) if waiter.fits == Some((hold.ttl(), hold.replicas().count)) => {
-                    hold.hand_to(waiter.max_hold, Instant::now())
+                    hold.hand_to(waiter.max_hold, now)
                 }
                 Some(_) | None => None,
             };
@@ -337,14 +339,14 @@ impl Shared {
                 queue.front = Front::Returns;
                 drop(shard);
                 self.keeper.remove(hold);
-                return Some(Errand::release(self, hold, Turn::new(self, *hold.lock())));
+                return Some(Errand::release(self, hold, Turn::new(self, *hold.lock()), now));
             };
             queue.ask();
             drop(shard);
             if waiter.max_hold.is_some() {
                 self.keeper.look_again(hold);
             }
-            match waiter.offer.send(Offer::Lease(Lease::new(self, hold, fence))) {
+            match waiter.offer.send(Offer::Lease(Lease::new(self, hold, fence, now))) {
                 Err(Offer::Lease(lease)) => lease.forget(),
                 Ok(()) | Err(Offer::Turn(_)) => return None,
             }
@@ -377,12 +379,11 @@ impl Turn {
         }
     }
 
-    /// The store has granted the lease: it stays in front until it is given back. What is answered is to be dropped once the
-    /// lease is being kept.
-    pub(super) fn holds(mut self, hold: &Arc<Hold>) -> Self {
+    /// The store has granted the lease: it stays in front until it is given back. This is to be dropped once the lease is being kept.
+    pub(super) fn holds(&mut self, hold: &Arc<Hold>) {
         if self.home.is_semaphore || self.is_in_crowd {
             // The next one may ask for another, or asks already.
-            return self;
+            return;
         }
         self.is_over = true;
         if let Some(queue) = self.home.gate.shard(&self.lock).queues.get_mut(&self.lock) {
@@ -393,7 +394,6 @@ impl Turn {
             }
             queue.ask();
         }
-        self
     }
 
     /// Lets the others in this process know why the store has not granted the lease; `None` if it is about to be asked.
@@ -413,7 +413,9 @@ impl Turn {
 
 impl Drop for Turn {
     fn drop(&mut self) {
-        if !self.is_over {
+        if !self.is_over
+            && let Some(waiter) = self.home.next(&self.lock)
+        {
             let next = Self {
                 home: Arc::clone(&self.home),
                 lock: self.lock,
@@ -423,7 +425,7 @@ impl Drop for Turn {
                 is_in_crowd: false,
                 is_apart: false,
             };
-            self.home.pass_on(next);
+            self.home.pass_on(next, waiter);
         }
         if self.is_in_crowd {
             self.home.leave_crowd(&self.lock);

@@ -13,6 +13,7 @@ use super::hold::{Hold, after};
 use super::lock_key::{KnownHash, LockKey};
 use super::shared::Shared;
 use super::store::Token;
+use crate::deadline::Deadline;
 use crate::error::StoreError;
 
 /// How many leases are renewed by one call of the store.
@@ -103,13 +104,13 @@ impl Shared {
         let (_, due) = hold.due();
         let runtime = Handle::current();
         let mut state = self.keeper.state();
-        let kept = Kept { hold: Arc::clone(hold), due: Some(due), runtime: Some(runtime.clone()) };
+        let first = (!state.has_task).then(|| runtime.clone());
+        let kept = Kept { hold: Arc::clone(hold), due: Some(due), runtime: Some(runtime) };
         state.holds.insert(*hold.token(), kept);
         state.due.insert((due, *hold.token()));
-        if state.has_task {
-            self.keeper.wake_for(&mut state, due);
-        } else {
-            self.start_task(state, runtime);
+        match first {
+            Some(runtime) => self.start_task(state, runtime),
+            None => self.keeper.wake_for(&mut state, due),
         }
     }
 
@@ -156,8 +157,8 @@ impl Shared {
     }
 
     /// Tells the store what the holder is called, if it is called anything and the store may not know. Nobody waits for that.
-    pub(super) fn name(self: &Arc<Self>, hold: &Hold) {
-        let Some(name) = self.holder.get().filter(|_| hold.is_name_due(Instant::now())) else { return };
+    pub(super) fn name(self: &Arc<Self>, hold: &Hold, now: Instant) {
+        let Some(name) = self.holder.get().filter(|_| hold.is_name_due(now)) else { return };
         let call = Arc::clone(&self.store).name(*hold.lock(), *hold.token(), Arc::clone(name));
         let limit = hold.limit();
         self.spawn(async move {
@@ -215,22 +216,22 @@ impl Shared {
         state.sleeps_until = Some(next);
         drop(state);
         for hold in lost {
-            self.lose(&hold);
+            self.lose(&hold, now);
         }
         (renew, next)
     }
 
     /// Tells those who watch if a lease was lost: its holder may be the first to see that, or the keeper.
-    pub(super) fn note_loss(&self, hold: &Hold) {
-        if let Some(reason) = hold.note_loss(Instant::now()) {
+    pub(super) fn note_loss(&self, hold: &Hold, now: Instant) {
+        if let Some(reason) = hold.note_loss(now) {
             tracing::warn!(lock = %hold.lock(), ?reason, "lock lost");
             self.meters(hold.lock()).lost(reason);
         }
     }
 
     /// Tells the holder, and lets others try.
-    fn lose(self: &Arc<Self>, hold: &Arc<Hold>) {
-        self.note_loss(hold);
+    fn lose(self: &Arc<Self>, hold: &Arc<Hold>, now: Instant) {
+        self.note_loss(hold, now);
         hold.tell();
         self.abandon(hold);
         self.ended();
@@ -243,7 +244,7 @@ impl Shared {
             match answers.map(|answers| answers.get(i).copied()) {
                 Ok(Some(true)) => {
                     hold.renewed(sent, now);
-                    self.name(hold);
+                    self.name(hold, now);
                 }
                 Ok(Some(false)) => hold.taken(),
                 Ok(None) | Err(_) => {
@@ -266,7 +267,7 @@ impl Shared {
             if is_lost {
                 state.holds.remove(hold.token());
                 drop(state);
-                self.lose(hold);
+                self.lose(hold, now);
             } else {
                 let (_, due) = hold.due();
                 state.schedule(hold.token(), Some(due));
@@ -328,7 +329,7 @@ async fn renew_batch(home: Weak<Shared>, holds: Vec<Arc<Hold>>) {
     let sent = Instant::now();
     // What is lost is lost at its old deadline, so nothing is waited for beyond the first of them.
     let limit = holds.iter().map(|hold| hold.patience(sent)).min().unwrap_or_default();
-    let answers = timeout(limit, call).await.unwrap_or_else(|_| Err(StoreError::timeout()));
+    let answers = Deadline::new(call, limit).await;
     if let Some(shared) = home.upgrade() {
         shared.renewed(&holds, sent, answers.as_deref());
     }

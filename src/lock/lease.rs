@@ -75,9 +75,9 @@ pub enum Release {
 }
 
 impl Lease {
-    pub(super) fn new(home: &Arc<Shared>, hold: &Arc<Hold>, fence: u64) -> Self {
+    pub(super) fn new(home: &Arc<Shared>, hold: &Arc<Hold>, fence: u64, since: Instant) -> Self {
         let (home, hold) = (Arc::clone(home), Arc::clone(hold));
-        Self { grant: Arc::new(Grant { home, hold, fence, since: Instant::now(), is_returned: false }) }
+        Self { grant: Arc::new(Grant { home, hold, fence, since, is_returned: false }) }
     }
 
     /// Which lock.
@@ -186,12 +186,13 @@ impl Lease {
     ///
     /// Once this is called the lock is given back, whether or not the future is polled to its end.
     pub fn release(self) -> impl Future<Output = Result<Release, StoreError>> + Send + use<> {
-        let outcome = match Arc::into_inner(self.grant) {
+        let mut outcome = match Arc::into_inner(self.grant) {
             None => Err(Release::Shared),
             Some(mut grant) => {
-                let is_lost = grant.hold.look(Instant::now()).is_err();
+                let now = Instant::now();
+                let is_lost = grant.hold.look(now).is_err();
                 let release = if is_lost { Release::Lost } else { Release::Released };
-                match grant.give_back() {
+                match grant.give_back(now) {
                     // From hand to hand, or nothing left of it.
                     None => Err(release),
                     Some(errand) => Ok((errand, release)),
@@ -199,9 +200,9 @@ impl Lease {
             }
         };
         async move {
-            match outcome {
-                Err(release) => Ok(release),
-                Ok((errand, release)) => errand.carry_out(release).await,
+            match &mut outcome {
+                Err(release) => Ok(*release),
+                Ok((errand, release)) => errand.carry_out(*release).await,
             }
         }
     }
@@ -212,9 +213,9 @@ impl Lease {
         async move { Lost::new(*hold.lock(), hold.lost().await) }
     }
 
-    /// For how long it has been somebody's.
-    pub(super) fn age(&self) -> Duration {
-        self.grant.since.elapsed()
+    /// Since when it is somebody's.
+    pub(super) fn since(&self) -> Instant {
+        self.grant.since
     }
 
     pub(super) fn home(&self) -> &Arc<Shared> {
@@ -230,20 +231,20 @@ impl Lease {
 }
 
 impl Grant {
-    fn give_back(&mut self) -> Option<Errand> {
+    fn give_back(&mut self, now: Instant) -> Option<Errand> {
         self.is_returned = true;
-        self.home.meters(self.hold.lock()).held(self.since.elapsed());
-        self.home.note_loss(&self.hold);
+        self.home.meters(self.hold.lock()).held(now - self.since);
+        self.home.note_loss(&self.hold, now);
         // Nobody is to have it before those who look at this grant can know that it is over.
         self.hold.tell();
-        self.home.give_back(&self.hold)
+        self.home.give_back(&self.hold, now)
     }
 }
 
 impl Drop for Grant {
     fn drop(&mut self) {
         if !self.is_returned
-            && let Some(errand) = self.give_back()
+            && let Some(errand) = self.give_back(Instant::now())
         {
             errand.in_background();
         }

@@ -455,7 +455,7 @@ impl IntoFuture for LockRequest {
     type IntoFuture = Pin<Box<dyn Future<Output = Self::Output> + Send>>;
 
     fn into_future(self) -> Self::IntoFuture {
-        Box::pin(acquire::acquire(self.shared, self.lock, self.terms))
+        acquire::acquire(self.shared, self.lock, self.terms)
     }
 }
 

@@ -76,9 +76,9 @@ impl Shared {
     }
 
     /// Lets somebody ask for a lock who is ready to wait for it, unless `most` do already.
-    pub(super) fn ask(self: &Arc<Self>, lock: LockKey, most: usize) -> Result<Asking, QueueFull> {
-        let asking = Asking(Arc::clone(self));
-        if self.asking.fetch_add(1, Ordering::Relaxed) < most { Ok(asking) } else { Err(QueueFull::new(lock)) }
+    pub(super) fn ask(&self, lock: &LockKey, most: usize) -> Result<Asking<'_>, QueueFull> {
+        let asking = Asking(self);
+        if self.asking.fetch_add(1, Ordering::Relaxed) < most { Ok(asking) } else { Err(QueueFull::new(*lock)) }
     }
 
     pub(super) fn is_closed(&self) -> bool {
@@ -176,9 +176,9 @@ impl Watch for Shared {
 }
 
 /// Counts somebody who asks for a lock.
-pub(super) struct Asking(Arc<Shared>);
+pub(super) struct Asking<'a>(&'a Shared);
 
-impl Drop for Asking {
+impl Drop for Asking<'_> {
     fn drop(&mut self) {
         self.0.asking.fetch_sub(1, Ordering::Relaxed);
     }
@@ -191,6 +191,10 @@ impl Running {
     pub(super) fn new(home: &Arc<Shared>) -> Self {
         home.background.fetch_add(1, Ordering::SeqCst);
         Self(Arc::clone(home))
+    }
+
+    pub(super) const fn home(&self) -> &Arc<Shared> {
+        &self.0
     }
 }
 

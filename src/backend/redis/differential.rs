@@ -364,7 +364,7 @@ impl RedisBackend {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
         }
         let super::Inner { servers, keys, locks, .. } = &*self.inner;
-        Self::with_scripts(servers.clone(), keys.clone(), locks.again(), scripts)
+        Self::with_scripts(servers.clone(), (**keys).clone(), locks.again(), scripts)
     }
 
     /// As if all of this had been asked for while other calls were away.

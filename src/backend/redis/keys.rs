@@ -137,8 +137,57 @@ impl Keys {
     }
 
     fn lock(&self, lock: &LockKey, part: &str) -> String {
-        let (namespace, subject) = (apart(lock.namespace()), lock.subject().as_str());
-        [&self.root, "{lock:", &namespace, ":", subject, "}:", part].concat()
+        let mut names = LockNames::for_locks(self, 1);
+        names.push(lock, part);
+        names.text().to_owned()
+    }
+}
+
+/// Keys of several locks, one behind the other in one text.
+pub(super) struct LockNames<'a> {
+    keys: &'a Keys,
+    // What is written once for all need not be read as text once for each.
+    text: Vec<u8>,
+    ends: Vec<usize>,
+}
+
+impl<'a> LockNames<'a> {
+    /// With room for so many keys as most are.
+    pub(super) fn for_locks(keys: &'a Keys, count: usize) -> Self {
+        Self { keys, text: Vec::with_capacity(count * (keys.root.len() + 64)), ends: Vec::with_capacity(count) }
+    }
+
+    pub(super) fn push_lease(&mut self, lock: &LockKey) {
+        self.push(lock, "lease");
+    }
+
+    /// The channel.
+    pub(super) fn push_free(&mut self, lock: &LockKey) {
+        self.push(lock, "free");
+    }
+
+    fn push(&mut self, lock: &LockKey, part: &str) {
+        let (namespace, subject) = (lock.namespace().as_bytes(), lock.subject().as_bytes());
+        self.text.extend_from_slice(self.keys.root.as_bytes());
+        self.text.extend_from_slice(b"{lock:");
+        match namespace.contains(&b':') {
+            true => self.text.extend_from_slice(apart(lock.namespace()).as_bytes()),
+            false => self.text.extend_from_slice(namespace),
+        }
+        self.text.push(b':');
+        self.text.extend_from_slice(subject);
+        self.text.extend_from_slice(b"}:");
+        self.text.extend_from_slice(part.as_bytes());
+        self.ends.push(self.text.len());
+    }
+
+    fn text(&self) -> &str {
+        std::str::from_utf8(&self.text).expect("keys are ASCII by construction")
+    }
+
+    pub(super) fn to_vec(&self) -> Vec<&str> {
+        let (text, mut start) = (self.text(), 0);
+        self.ends.iter().map(|end| &text[std::mem::replace(&mut start, *end)..*end]).collect()
     }
 }
 

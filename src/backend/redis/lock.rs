@@ -73,7 +73,7 @@ impl LockStore for RedisBackend {
         let is_plain = claim.line == Line::Ignore && !claim.is_shared;
         let calls = self.calls().filter(|_| is_plain && claim.permits == 1 && claim.replicas.count == 0);
         let _place = match calls.map(|calls| (calls.acquires_alone(), calls)) {
-            Some((None, calls)) => match calls.acquire(self.inner.keys.lease(lock), claim).await? {
+            Some((None, calls)) => match calls.acquire(lock, claim).await? {
                 Some(answer) => return Ok(answer),
                 None => None,
             },
@@ -135,7 +135,7 @@ impl LockStore for RedisBackend {
             Released { was_held, is_wanted: listeners > u64::from(ours) }
         };
         let _place = match self.calls().map(|calls| (calls.releases_alone(), calls)) {
-            Some((None, calls)) => match calls.release(keys.lease(lock), keys.free(lock), token).await? {
+            Some((None, calls)) => match calls.release(lock, token).await? {
                 Some(listeners) => return Ok(released((true, listeners))),
                 None => None,
             },
@@ -190,8 +190,11 @@ impl RedisBackend {
 
     /// Where those meet who ask at the same time.
     fn calls(&self) -> Option<&LockCalls> {
-        let Inner { servers, scripts, locks, lock_calls, .. } = &*self.inner;
-        let start = || LockCalls::new(Arc::clone(servers), locks.own.clone(), Arc::clone(scripts), locks.home());
+        let Inner { servers, scripts, keys, locks, lock_calls, .. } = &*self.inner;
+        let start = || {
+            let (servers, scripts, keys) = (Arc::clone(servers), Arc::clone(scripts), Arc::clone(keys));
+            LockCalls::new(servers, locks.own.clone(), scripts, keys, locks.home())
+        };
         (!servers.is_cluster()).then(|| lock_calls.get_or_init(start))
     }
 

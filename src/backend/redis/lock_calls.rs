@@ -13,11 +13,12 @@ use tokio::sync::oneshot;
 
 use super::error::{store_error, unexpected_reply};
 use super::home::Home;
+use super::keys::{Keys, LockNames};
 use super::meeting::{Away, Limits, Meeting};
 use super::scripts::{MAX_LOCKS, Scripts};
 use super::servers::Servers;
 use crate::error::StoreError;
-use crate::lock::{Acquired, Claim, Token};
+use crate::lock::{Acquired, Claim, LockKey, Token};
 
 /// A call costs Redis as much as three locks, and as much again to read and to answer, so it is better for more to meet. Half of what
 /// the scripts take: while they are at work on one half, the other half can be answered and ask again.
@@ -31,15 +32,14 @@ pub(super) struct LockCalls {
 
 /// Somebody who has not asked for a lock yet.
 struct Acquisition {
-    lease: String,
+    lock: LockKey,
     claim: Claim,
     reply: oneshot::Sender<Answer>,
 }
 
 /// Somebody who has not given a lock back yet.
 struct Release {
-    lease: String,
-    channel: String,
+    lock: LockKey,
     token: Token,
     reply: oneshot::Sender<Answer>,
 }
@@ -49,10 +49,16 @@ type Answer = Result<Option<i64>, StoreError>;
 
 impl LockCalls {
     /// Sends what has met, until it is dropped.
-    pub(super) fn new(servers: Arc<Servers>, own: Servers, scripts: Arc<Scripts>, home: &Home) -> Self {
-        let to_acquire = Arc::clone(&scripts);
-        let acquire = move |batch| acquire(Arc::clone(&servers), Arc::clone(&to_acquire), batch);
-        let release = move |batch| release(own.clone(), Arc::clone(&scripts), batch);
+    pub(super) fn new(
+        servers: Arc<Servers>,
+        own: Servers,
+        scripts: Arc<Scripts>,
+        keys: Arc<Keys>,
+        home: &Home,
+    ) -> Self {
+        let (to_acquire, leases) = (Arc::clone(&scripts), Arc::clone(&keys));
+        let acquire = move |batch| acquire(Arc::clone(&servers), Arc::clone(&to_acquire), Arc::clone(&leases), batch);
+        let release = move |batch| release(own.clone(), Arc::clone(&scripts), Arc::clone(&keys), batch);
         Self { acquisitions: Meeting::new(LIMITS, home, acquire), releases: Meeting::new(LIMITS, home, release) }
     }
 
@@ -67,20 +73,15 @@ impl LockCalls {
     }
 
     /// What becomes of somebody who asks together with others, or `None` if that has to be alone after all.
-    pub(super) async fn acquire(&self, lease: String, claim: &Claim) -> Result<Option<Acquired>, StoreError> {
-        let waiting = |reply| Acquisition { lease, claim: *claim, reply };
+    pub(super) async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Option<Acquired>, StoreError> {
+        let waiting = |reply| Acquisition { lock: *lock, claim: *claim, reply };
         let answer = self.acquisitions.join(waiting).await.and_then(Result::ok).unwrap_or(Ok(None))?;
         Ok(answer.map(acquired))
     }
 
     /// How many were listening when a lease was given back together with others, or `None` if that has to be alone after all.
-    pub(super) async fn release(
-        &self,
-        lease: String,
-        channel: String,
-        token: &Token,
-    ) -> Result<Option<u64>, StoreError> {
-        let waiting = |reply| Release { lease, channel, token: *token, reply };
+    pub(super) async fn release(&self, lock: &LockKey, token: &Token) -> Result<Option<u64>, StoreError> {
+        let waiting = |reply| Release { lock: *lock, token: *token, reply };
         match self.releases.join(waiting).await {
             Some(Ok(answer)) => Ok(answer?.map(listeners)),
             // What was sent may have been done. Alone it would be told that nobody holds the lease, as if it had been lost.
@@ -103,7 +104,7 @@ const fn listeners(number: i64) -> u64 {
 }
 
 /// Asks for several locks at once, and tells each who waits for it.
-async fn acquire(servers: Arc<Servers>, scripts: Arc<Scripts>, mut batch: Vec<Acquisition>) {
+async fn acquire(servers: Arc<Servers>, scripts: Arc<Scripts>, keys: Arc<Keys>, mut batch: Vec<Acquisition>) {
     // Who has given up need not get a lock.
     batch.retain(|waiting| !waiting.reply.is_closed());
     // Nearly always all of them are alike.
@@ -117,10 +118,11 @@ async fn acquire(servers: Arc<Servers>, scripts: Arc<Scripts>, mut batch: Vec<Ac
             group.push(next);
         }
         let (servers, scripts) = (&servers, &scripts);
+        let mut names = LockNames::for_locks(&keys, group.len());
+        group.iter().for_each(|waiting| names.push_lease(&waiting.lock));
         calls.push(async move {
-            let leases: Vec<_> = group.iter().map(|waiting| &*waiting.lease).collect();
             let tokens: Vec<_> = group.iter().map(|waiting| &waiting.claim.token).collect();
-            let reply = scripts.lock_acquire_many(servers, &leases, ttl, fences, &tokens).await;
+            let reply = scripts.lock_acquire_many(servers, &names.to_vec(), ttl, fences, &tokens).await;
             tell(reply, group.into_iter().map(|waiting| waiting.reply));
         });
     }
@@ -128,16 +130,17 @@ async fn acquire(servers: Arc<Servers>, scripts: Arc<Scripts>, mut batch: Vec<Ac
 }
 
 /// Gives several leases back at once, and tells each who waits for that.
-async fn release(own: Servers, scripts: Arc<Scripts>, mut batch: Vec<Release>) {
+async fn release(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, mut batch: Vec<Release>) {
     // Who has given up comes again.
     batch.retain(|waiting| !waiting.reply.is_closed());
     if batch.is_empty() {
         return;
     }
-    let leases = batch.iter().map(|waiting| &*waiting.lease);
-    let keys: Vec<_> = leases.chain(batch.iter().map(|waiting| &*waiting.channel)).collect();
+    let mut names = LockNames::for_locks(&keys, 2 * batch.len());
+    batch.iter().for_each(|waiting| names.push_lease(&waiting.lock));
+    batch.iter().for_each(|waiting| names.push_free(&waiting.lock));
     let tokens: Vec<_> = batch.iter().map(|waiting| &waiting.token).collect();
-    let reply = scripts.lock_release_many(&own, &keys, &tokens).await;
+    let reply = scripts.lock_release_many(&own, &names.to_vec(), &tokens).await;
     tell(reply, batch.into_iter().map(|waiting| waiting.reply));
 }
 
@@ -181,14 +184,15 @@ fn answers(reply: &Value, count: usize) -> Option<Vec<i64>> {
 pub(super) async fn acquire_together(
     servers: Arc<Servers>,
     scripts: Arc<Scripts>,
-    wanted: impl Iterator<Item = (String, Claim)>,
+    keys: Arc<Keys>,
+    wanted: impl Iterator<Item = (LockKey, Claim)>,
 ) -> Result<Vec<Option<Acquired>>, StoreError> {
-    let meeting = wanted.map(|(lease, claim)| {
+    let meeting = wanted.map(|(lock, claim)| {
         let (reply, answer) = oneshot::channel();
-        (Acquisition { lease, claim, reply }, answer)
+        (Acquisition { lock, claim, reply }, answer)
     });
     let (batch, answers): (Vec<_>, Vec<_>) = meeting.unzip();
-    acquire(servers, scripts, batch).await;
+    acquire(servers, scripts, keys, batch).await;
     let numbers: Vec<_> =
         join_all(answers).await.into_iter().map(|answer| answer.unwrap()).collect::<Result<_, _>>()?;
     Ok(numbers.into_iter().map(|number| number.map(acquired)).collect())
@@ -199,14 +203,15 @@ pub(super) async fn acquire_together(
 pub(super) async fn release_together(
     own: Servers,
     scripts: Arc<Scripts>,
-    held: impl Iterator<Item = (String, String, Token)>,
+    keys: Arc<Keys>,
+    held: impl Iterator<Item = (LockKey, Token)>,
 ) -> Result<Vec<Option<u64>>, StoreError> {
-    let meeting = held.map(|(lease, channel, token)| {
+    let meeting = held.map(|(lock, token)| {
         let (reply, answer) = oneshot::channel();
-        (Release { lease, channel, token, reply }, answer)
+        (Release { lock, token, reply }, answer)
     });
     let (batch, answers): (Vec<_>, Vec<_>) = meeting.unzip();
-    release(own, scripts, batch).await;
+    release(own, scripts, keys, batch).await;
     let numbers: Vec<_> =
         join_all(answers).await.into_iter().map(|answer| answer.unwrap()).collect::<Result<_, _>>()?;
     Ok(numbers.into_iter().map(|number| number.map(listeners)).collect())

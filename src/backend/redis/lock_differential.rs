@@ -183,8 +183,8 @@ impl RedisBackend {
     /// As if all of this had been asked for while another call was away.
     async fn acquire_together(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        let asked = wanted.iter().map(|(lock, claim)| (keys.lease(lock), *claim));
-        let met = lock_calls::acquire_together(Arc::clone(servers), Arc::clone(scripts), asked).await?;
+        let (servers, scripts, keys) = (Arc::clone(servers), Arc::clone(scripts), Arc::clone(keys));
+        let met = lock_calls::acquire_together(servers, scripts, keys, wanted.iter().copied()).await?;
         let mut answers = Vec::new();
         for ((lock, claim), answer) in wanted.iter().zip(met) {
             answers.push(match answer {
@@ -198,8 +198,8 @@ impl RedisBackend {
     /// As if all of this had been given back while another call was away.
     async fn release_together(&self, held: &[(LockKey, Token)]) -> Result<Vec<Released>, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let given = held.iter().map(|(lock, token)| (keys.lease(lock), keys.free(lock), *token));
-        let met = lock_calls::release_together(locks.apart().clone(), Arc::clone(scripts), given).await?;
+        let (scripts, keys) = (Arc::clone(scripts), Arc::clone(keys));
+        let met = lock_calls::release_together(locks.apart().clone(), scripts, keys, held.iter().copied()).await?;
         let mut answers = Vec::new();
         for ((lock, token), listeners) in held.iter().zip(met) {
             answers.push(match listeners {

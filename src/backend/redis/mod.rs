@@ -151,7 +151,7 @@ pub struct RedisBackend {
 
 struct Inner {
     servers: Arc<Servers>,
-    keys: Keys,
+    keys: Arc<Keys>,
     scripts: Arc<Scripts>,
     // Not on a cluster, where hardly two subjects share a slot.
     gather: Option<Gather>,
@@ -205,7 +205,7 @@ impl RedisBackend {
     }
 
     fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockLinks, scripts: Scripts) -> Self {
-        let scripts = Arc::new(scripts);
+        let (scripts, keys) = (Arc::new(scripts), Arc::new(keys));
         let gather =
             (!servers.is_cluster()).then(|| Gather::new(Arc::clone(&servers), Arc::clone(&scripts), locks.home()));
         let (lock_calls, pushes) = (OnceLock::new(), OnceLock::new());

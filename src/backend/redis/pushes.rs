@@ -34,8 +34,8 @@ impl Pushes {
     /// Sends what has met, until it is dropped.
     pub(super) fn new(inner: &Inner) -> Self {
         let Inner { servers, keys, scripts, locks, .. } = inner;
-        let (servers, keys, scripts) = (Arc::clone(servers), keys.clone(), Arc::clone(scripts));
-        let send = move |batch| send(Arc::clone(&servers), keys.clone(), Arc::clone(&scripts), batch);
+        let (servers, keys, scripts) = (Arc::clone(servers), Arc::clone(keys), Arc::clone(scripts));
+        let send = move |batch| send(Arc::clone(&servers), Arc::clone(&keys), Arc::clone(&scripts), batch);
         Self(Meeting::new(LIMITS, locks.home(), send))
     }
 
@@ -58,7 +58,7 @@ impl Pushes {
 }
 
 /// Pushes several jobs at once, those of each queue by themselves, and tells each who waits for it.
-async fn send(servers: Arc<Servers>, keys: Keys, scripts: Arc<Scripts>, mut batch: Vec<Waiting>) {
+async fn send(servers: Arc<Servers>, keys: Arc<Keys>, scripts: Arc<Scripts>, mut batch: Vec<Waiting>) {
     // Who has given up need not be pushed.
     batch.retain(|waiting| !waiting.reply.is_closed());
     let mut calls = Vec::new();
