@@ -54,6 +54,31 @@ pub(super) enum RuleLimit<S, B, A> {
 
 type Limit<S, B, A, R> = RateLimit<S, B, RuleKey, RuleCost, A, R, Others>;
 
+impl<S, B: Clone, A: Clone> RuleLimit<S, B, A> {
+    /// Enforces a rule that counts somebody, by `policy` and `key` first of all.
+    fn new(inner: S, shared: &Shared<B, A>, rule: &Rule, policy: &Policy, key: &RuleKey) -> Self {
+        let Rule { counts, cost, on_missing_key, on_store_error, replicas, deadline, wait, charge } = rule;
+        let layer = RateLimitLayer::new(shared.backend.clone(), policy.clone())
+            .key(key.clone())
+            .cost(RuleCost(*cost))
+            .screened_by(Others(counts[1..].to_vec()))
+            .on_missing_key(*on_missing_key)
+            .on_store_error(*on_store_error)
+            .replicas(*replicas)
+            .wait(*wait)
+            .having(&shared.common)
+            .with_rejection(shared.answer.clone());
+        let layer = match deadline {
+            Some(deadline) => layer.deadline(*deadline),
+            None => layer,
+        };
+        match RuleCharge::new(*charge) {
+            None => Self::Always(RateLimit::new(inner, layer)),
+            Some(charge) => Self::ByAnswer(RateLimit::new(inner, layer.charge_on(charge))),
+        }
+    }
+}
+
 impl<B, A> RuleLimit<(), B, A> {
     fn around<S>(&self, inner: S) -> RuleLimit<S, B, A> {
         match self {
@@ -120,11 +145,15 @@ impl<B: Clone, A: Clone> RulesLayer<B, A> {
 }
 
 impl<B: Clone, A: Clone> Shared<B, A> {
-    /// Puts `inner` behind the limit of the rule that matches, or gives it back where there is none.
+    /// Puts `inner` behind the limit of the rule that matches, or of both if two do, or gives it back where there is none.
     pub(super) fn limit<S>(&self, method: &Method, path: &str, inner: S) -> Result<RuleLimit<S, B, A>, S> {
         let rules = self.handle.current();
-        let Some(index) = rules.find(method, path) else { return Err(inner) };
+        let Some((index, other)) = rules.find(method, path) else { return Err(inner) };
         let Some((policy, key)) = rules.rules[index].counts.first() else { return Err(inner) };
+        if let Some(other) = other {
+            // Made for the request: hardly anybody sends such a path by chance, and there may be many pairs of rules.
+            return Ok(RuleLimit::new(inner, self, &rules.both(index, other), policy, key));
+        }
         let active = self.active.load();
         match &*active {
             Some(active) if Arc::ptr_eq(&active.rules, &rules) => {
@@ -143,28 +172,7 @@ impl<B: Clone, A: Clone> Shared<B, A> {
 
 impl<B: Clone, A: Clone> Active<B, A> {
     fn limit(&self, shared: &Shared<B, A>, index: usize, policy: &Policy, key: &RuleKey) -> &RuleLimit<(), B, A> {
-        self.limits[index].get_or_init(|| {
-            let Rule { counts, cost, on_missing_key, on_store_error, replicas, deadline, wait, charge } =
-                &self.rules.rules[index];
-            let layer = RateLimitLayer::new(shared.backend.clone(), policy.clone())
-                .key(key.clone())
-                .cost(RuleCost(*cost))
-                .screened_by(Others(counts[1..].to_vec()))
-                .on_missing_key(*on_missing_key)
-                .on_store_error(*on_store_error)
-                .replicas(*replicas)
-                .wait(*wait)
-                .having(&shared.common)
-                .with_rejection(shared.answer.clone());
-            let layer = match deadline {
-                Some(deadline) => layer.deadline(*deadline),
-                None => layer,
-            };
-            match RuleCharge::new(*charge) {
-                None => RuleLimit::Always(RateLimit::new((), layer)),
-                Some(charge) => RuleLimit::ByAnswer(RateLimit::new((), layer.charge_on(charge))),
-            }
-        })
+        self.limits[index].get_or_init(|| RuleLimit::new((), shared, &self.rules.rules[index], policy, key))
     }
 }
 

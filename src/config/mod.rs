@@ -133,6 +133,11 @@
 //! `/users/me`. `%2F` stays what it is, part of a segment, and so does `%25`, so that nothing is decoded twice. Case counts, and so do `.`, `..`
 //! and empty segments.
 //!
+//! Routers do not agree on that: axum matches the path as it is spelled, and takes `/users/%6de` to the handler of `/users/{id}`. So a request
+//! whose path finds one rule as it is spelled, and another in its usual spelling, is counted by both or, where one of the two is `unlimited` or
+//! missing, by the other. It is charged the higher `cost`, the stricter of their settings for missing keys, failing stores, replicas and charges hold, and it
+//! does not wait.
+//!
 //! # When the store fails
 //!
 //! What happens then is the choice of each rule (`on_store_error`, `replicas`, `deadline`): a login can be closed while the rest falls back.

@@ -75,6 +75,14 @@ pub(super) struct RuleDef {
     pub(super) charge: Option<ChargeName>,
 }
 
+impl RuleDef {
+    /// What counts the requests, and for whom.
+    pub(super) fn counts(&self) -> impl Iterator<Item = (&String, &KeyDef)> {
+        let one = self.policy.as_ref().zip(self.key.as_ref());
+        one.into_iter().chain(self.policies.iter().flatten().map(|count| (&count.policy, &count.key)))
+    }
+}
+
 /// Which answers are charged.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Deserialize)]
 #[serde(rename_all = "snake_case")]

@@ -156,11 +156,19 @@ impl Rules {
     }
 
     /// The policies by which a request of this method and path is counted: none if no rule matches it, or if it passes
-    /// uncounted. To try out a file, in a test for instance.
+    /// uncounted; those of [two rules](crate::config#which-rule-applies) if that depends on how the path is spelled. To try out a file, in a test for
+    /// instance.
     #[must_use]
     pub fn policies_for(&self, method: &Method, path: &str) -> Vec<&Policy> {
-        let rule = self.inner.find(method, path).map(|index| &self.inner.rules[index]);
-        rule.into_iter().flat_map(|rule| &rule.counts).map(|(policy, _)| policy).collect()
+        let Some((index, other)) = self.inner.find(method, path) else { return Vec::new() };
+        let policies = |index: usize| self.inner.rules[index].counts.iter().map(|(policy, _)| policy);
+        let mut found: Vec<&Policy> = policies(index).collect();
+        for policy in other.into_iter().flat_map(policies) {
+            if !found.contains(&policy) {
+                found.push(policy);
+            }
+        }
+        found
     }
 
     /// Holds the rules, so that they can be changed while layers use them.
@@ -223,10 +231,47 @@ impl Inner {
         Ok(Self { rules, routers, file })
     }
 
-    /// The rule for a request.
-    pub(super) fn find(&self, method: &Method, path: &str) -> Option<usize> {
+    /// The rule that a request is counted by, and another one if its path as it is spelled has another: some routers decode what they match, others
+    /// do not, and a spelling is not to choose the laxer rule.
+    pub(super) fn find(&self, method: &Method, path: &str) -> Option<(usize, Option<usize>)> {
         let router = self.routers.by_method.get(method).unwrap_or(&self.routers.others);
-        router.at(&normal(path)).ok().map(|found| *found.value)
+        let is_limited = |index: &usize| !self.rules[*index].counts.is_empty();
+        let at = |path: &str| router.at(path).ok().map(|found| *found.value).filter(is_limited);
+        let normal = match normal(path) {
+            Cow::Borrowed(path) => return Some((at(path)?, None)),
+            Cow::Owned(normal) => normal,
+        };
+        match (at(&normal), at(path)) {
+            (Some(rule), as_spelled) => Some((rule, as_spelled.filter(|other| *other != rule))),
+            (None, as_spelled) => Some((as_spelled?, None)),
+        }
+    }
+
+    /// A rule that counts by two others, and is as strict as the stricter of them. Nobody waits, since a line would be that of one request.
+    pub(super) fn both(&self, index: usize, other: usize) -> Rule {
+        let (rule, more) = (&self.rules[index], &self.rules[other]);
+        let mut counts = rule.counts.clone();
+        let has = |count| self.file.rules[index].counts().any(|own| own == count);
+        let others = self.file.rules[other].counts().zip(&more.counts);
+        counts.extend(others.filter(|(def, _)| !has(*def)).map(|(_, count)| count.clone()));
+        Rule {
+            counts,
+            cost: rule.cost.max(more.cost),
+            on_missing_key: match (rule.on_missing_key, more.on_missing_key) {
+                (OnMissingKey::Reject, _) | (_, OnMissingKey::Reject) => OnMissingKey::Reject,
+                (OnMissingKey::Shared, _) | (_, OnMissingKey::Shared) => OnMissingKey::Shared,
+                (OnMissingKey::Pass, OnMissingKey::Pass) => OnMissingKey::Pass,
+            },
+            on_store_error: match (rule.on_store_error, more.on_store_error) {
+                (OnStoreError::Deny, _) | (_, OnStoreError::Deny) => OnStoreError::Deny,
+                (OnStoreError::Local, _) | (_, OnStoreError::Local) => OnStoreError::Local,
+                (OnStoreError::Allow, OnStoreError::Allow) => OnStoreError::Allow,
+            },
+            replicas: rule.replicas.max(more.replicas),
+            deadline: rule.deadline,
+            wait: Duration::ZERO,
+            charge: if rule.charge == more.charge { rule.charge } else { ChargeName::Always },
+        }
     }
 
     fn unused(&self) -> impl Iterator<Item = &str> {
