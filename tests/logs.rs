@@ -481,6 +481,26 @@ async fn a_peer_address_that_nobody_fills_in_is_one_warning() {
 }
 
 #[test]
+fn a_proxy_in_front_of_peer_ip_is_one_warning() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let ask = |peer: &str, header: &str| {
+        let peer = PeerAddr((peer.parse::<IpAddr>().unwrap(), 4711).into());
+        let request = http::Request::builder().extension(peer).header(header, "203.0.113.7").body(());
+        assert!(peer_ip().extract_key(&request.unwrap()).is_some());
+    };
+    ask("192.0.2.1", "x-forwarded-for");
+    ask("2001:db8::1", "forwarded");
+    ask("10.0.0.1", "x-api-key");
+    assert!(log.lines().is_empty(), "anybody can send the header over the internet");
+    for (peer, header) in [("::ffff:10.0.0.1", "forwarded"), ("10.0.0.1", "x-forwarded-for"), ("::1", "forwarded")] {
+        ask(peer, header);
+    }
+    let lines = log.lines();
+    assert!(lines.len() == 1 && lines[0].contains("`ClientIp::trusting`"), "{lines:?}");
+}
+
+#[test]
 fn a_client_without_peer_address_is_one_warning() {
     let log = Log::default();
     let _logging = tracing::subscriber::set_default(log.clone());

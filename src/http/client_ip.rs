@@ -11,7 +11,7 @@ use super::key::{self, IPV6_PREFIX, header_name};
 use crate::error::ConfigError;
 use crate::key::{ExtractKey, Key, Or, first_of};
 
-static X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
+pub(super) static X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
 /// Counts by the IP address of the client, also behind proxies.
 ///
@@ -295,7 +295,7 @@ pub(crate) fn holds_everybody(net: IpNet) -> bool {
 }
 
 /// Whether nobody comes from this address over the internet.
-fn is_private(ip: IpAddr) -> bool {
+pub(super) fn is_private(ip: IpAddr) -> bool {
     match ip {
         IpAddr::V4(v4) => {
             let shared_by_a_carrier = v4.to_bits() >> 22 == 0x6440_0000 >> 22; // 100.64.0.0/10

@@ -1,8 +1,10 @@
 use std::net::{IpAddr, Ipv6Addr, SocketAddr};
 use std::sync::Once;
 
+use ::http::header::{FORWARDED, HeaderMap};
 use ::http::{HeaderName, Request};
 
+use super::client_ip::{X_FORWARDED_FOR, is_private};
 use super::forwarded::canonical;
 use crate::key::{ExtractKey, Key, Or, first_of};
 
@@ -76,7 +78,8 @@ pub struct PeerAddr(pub SocketAddr);
 /// An IPv6 address counts by its first 64 bits, since one client usually has all the others to choose from. An IPv4
 /// address that arrives as IPv6 (`::ffff:203.0.113.7`) counts as IPv4.
 ///
-/// Behind a proxy this is the address of the proxy: use [`ClientIp`](super::ClientIp) there.
+/// Behind a proxy this is the address of the proxy: use [`ClientIp`](super::ClientIp) there. The first request from a private address that has
+/// `X-Forwarded-For` or `Forwarded` is a warning in the log, as it comes from a proxy most likely.
 #[must_use]
 pub const fn peer_ip() -> PeerIp {
     PeerIp
@@ -97,7 +100,14 @@ impl PeerIp {
 impl<B> ExtractKey<Request<B>> for PeerIp {
     #[inline]
     fn extract_key(&self, request: &Request<B>) -> Option<Key> {
-        match peer_of(request) {
+        let peer = peer_of(request);
+        if let Some(peer) = peer
+            && !PROXY_TOLD.is_completed()
+            && is_private(canonical(peer.ip()))
+        {
+            tell_of_a_proxy(peer, request.headers());
+        }
+        match peer {
             Some(SocketAddr::V4(peer)) => Some(Key::from(*peer.ip())),
             Some(SocketAddr::V6(peer)) => Some(Key::from(network_of((*peer.ip()).into(), IPV6_PREFIX))),
             None => {
@@ -110,6 +120,23 @@ impl<B> ExtractKey<Request<B>> for PeerIp {
 
 /// The mistake is the program's and the same for every request, so it is told once.
 static NOBODY_TOLD: Once = Once::new();
+
+/// So is this one.
+static PROXY_TOLD: Once = Once::new();
+
+/// Apart, so that the others do not have to go around it.
+#[cold]
+fn tell_of_a_proxy(peer: &SocketAddr, headers: &HeaderMap) {
+    if let Some(header) = [&X_FORWARDED_FOR, &FORWARDED].into_iter().find(|name| headers.contains_key(*name)) {
+        PROXY_TOLD.call_once(|| {
+            tracing::warn!(
+                peer = %peer.ip(), %header,
+                "peer_ip() finds a forwarding header in a request from a private address: most likely that is a proxy of yours, and \
+                 all its clients count as one; count by `ClientIp::trusting` with its network, which is `client_ip` in a file of rules"
+            );
+        });
+    }
+}
 
 pub(super) fn warn_of_no_peer(extractor: &str) {
     tracing::warn!(

@@ -27,7 +27,7 @@
 //!
 //! | in front of the service | key |
 //! | --- | --- |
-//! | nothing | [`peer_ip`] or [`ClientIp::peer`], which warns of a proxy that was forgotten |
+//! | nothing | [`peer_ip`] or [`ClientIp::peer`], which warn of a proxy that was forgotten, [`peer_ip`] where its address is private |
 //! | proxies that append to `X-Forwarded-For` | `ClientIp::trusting(nets)` |
 //! | proxies that append to `Forwarded` | `ClientIp::trusting(nets).header(ForwardingHeader::Forwarded)` |
 //! | a CDN that sets a header of its own | `ClientIp::trusting(nets).single_header("cf-connecting-ip")` |
