@@ -317,6 +317,8 @@ const BAD: &[Bad] = &[
     ("[client_ip]\ntrusted = [\"10.0.0.0/8\", \"0.0.0.0/0\"]", "`0.0.0.0/0` trusts every address", "client_ip.trusted[1]", 2),
     ("[client_ip]\ntrusted = [\"::/0\"]", "`::/0` trusts every address", "client_ip.trusted[0]", 2),
     ("[client_ip]\ntrusted = [\"::ffff:0.0.0.0/96\"]", "trusts every address", "client_ip.trusted[0]", 2),
+    ("[client_ip]\ntrusted = [\"0.0.0.0/1\", \"128.0.0.0/1\"]", "the networks together hold every address", "client_ip.trusted", 2),
+    ("[client_ip]\ntrusted = [\"10.0.0.0/8\", \"8000::/1\", \"::/2\", \"4000::/2\"]", "the networks together hold every address", "client_ip.trusted", 2),
     ("[client_ip]\ntrusted = []\nheader = \"forwarded\"", "a header is read only from proxies that are trusted", "client_ip.header", 3),
     ("[client_ip]\ntrusted = [\"10.0.0.1\"]\nheader = \"\"", "`` is not the name of a header", "client_ip.header", 3),
     ("[client_ip]\ntrusted = []\nipv6_prefix = 8", "an IPv6 prefix of 8 bits is not between 32 and 128", "client_ip.ipv6_prefix", 3),

@@ -12,7 +12,7 @@ use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer, StrDeserial
 use serde::de::{Error, IntoDeserializer, MapAccess, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer};
 
-use crate::http::holds_everybody;
+use crate::http::hold_everybody;
 use crate::rate_limit::{Mode, OnMissingKey, OnStoreError, QuotaChange};
 
 #[derive(Debug, PartialEq, Deserialize)]
@@ -303,7 +303,7 @@ fn net(text: &str) -> Result<IpNet, String> {
     if net != net.trunc() {
         return Err(format!("`{text}` is an address within a network; the network is `{}`", net.trunc()));
     }
-    if holds_everybody(net) {
+    if hold_everybody([net]) {
         return Err(format!(
             "`{text}` trusts every address, so each client would choose its own; name the networks of the proxies"
         ));

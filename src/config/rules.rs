@@ -18,7 +18,7 @@ use super::model::{self, AlgorithmName, ChargeName, ClientIpDef, File, LimitDef,
 use super::path::normal;
 use super::tree::{Fault, Step, path};
 use crate::error::ConfigError;
-use crate::http::{ClientIp, ForwardingHeader};
+use crate::http::{ClientIp, ForwardingHeader, hold_everybody};
 use crate::rate_limit::{Limit, OnMissingKey, OnStoreError, Policy, Quota};
 
 /// Which requests are limited and how, as a file says it. See the [module docs](crate::config) for the format.
@@ -337,7 +337,13 @@ fn limit(def: &LimitDef) -> Result<Limit, Fault> {
 }
 
 fn client_ip(def: &ClientIpDef) -> Result<ClientIp, Fault> {
-    let mut client_ip = ClientIp::trusting(def.trusted.iter().map(|net| net.0));
+    let trusted = || def.trusted.iter().map(|net| net.0);
+    if hold_everybody(trusted()) {
+        let what =
+            "the networks together hold every address, so each client would choose its own; name those of the proxies";
+        return Err(Fault::new(what).within("trusted"));
+    }
+    let mut client_ip = ClientIp::trusting(trusted());
     if let Some(header) = &def.header {
         if def.trusted.is_empty() {
             return Err(

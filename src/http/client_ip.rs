@@ -110,7 +110,7 @@ impl ClientIp {
     #[must_use]
     pub fn trusting(proxies: impl IntoIterator<Item = IpNet>) -> Self {
         let trusted = Nets::new(proxies);
-        if let Some(net) = trusted.0.iter().find(|net| holds_everybody(**net)) {
+        if let Some(net) = trusted.everybody() {
             tracing::warn!(
                 %net,
                 "ClientIp trusts every address, so each client chooses the one that it counts by: name the networks of your \
@@ -273,6 +273,11 @@ impl Nets {
         Self(nets.into())
     }
 
+    /// The first one that has all addresses of IPv4 or all of IPv6 in it.
+    fn everybody(&self) -> Option<&IpNet> {
+        self.0.iter().find(|net| net.prefix_len() == 0)
+    }
+
     fn contain(&self, ip: IpAddr) -> bool {
         let after = self.0.partition_point(|net| net.network() <= ip);
         self.0[..after].last().is_some_and(|net| net.contains(&ip))
@@ -289,9 +294,10 @@ fn canonical_net(net: IpNet) -> IpNet {
     mapped().map_or(net, IpNet::V4)
 }
 
-/// Whether a network has all addresses of IPv4 or all of IPv6 in it.
-pub(crate) fn holds_everybody(net: IpNet) -> bool {
-    canonical_net(net).prefix_len() == 0
+/// Whether networks, taken together, have all addresses of IPv4 or all of IPv6 in them.
+#[cfg(feature = "config")]
+pub(crate) fn hold_everybody(nets: impl IntoIterator<Item = IpNet>) -> bool {
+    Nets::new(nets).everybody().is_some()
 }
 
 /// Whether nobody comes from this address over the internet.

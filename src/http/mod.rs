@@ -245,7 +245,7 @@ pub use self::body::ResponseBody;
 pub(crate) use self::charge::AtEnd;
 pub use self::charge::{ChargeStatus, failures, successes};
 #[cfg(feature = "config")]
-pub(crate) use self::client_ip::holds_everybody;
+pub(crate) use self::client_ip::hold_everybody;
 pub use self::client_ip::{ClientIp, ForwardingHeader};
 #[cfg(feature = "axum")]
 pub use self::extract::{MatchedPathKey, matched_path};
