@@ -104,18 +104,42 @@
 //! carries neither: behind a layer that wants a key it is answered by 400, and the page sees no more than a failed connection. So does a page
 //! whose request was answered by a 429 that says nothing of its origin. Let the layer that answers for origins (CORS) be the outermost, with axum
 //! the last to be added: it answers preflights by itself, and puts its fields on rejections too. A page may read the fields that it is told
-//! of, [`EXPOSED_HEADERS`]; with tower-http:
+//! of, [`EXPOSED_HEADERS`], and send JSON only if `Content-Type` is allowed; with tower-http:
 //!
-//! ```text
-//! Router::new()
-//!     .route("/orders", post(order))
-//!     .layer(limit)
-//!     .layer(
-//!         CorsLayer::new()
-//!             .allow_origin(["https://shop.example".parse()?])
-//!             .allow_headers(["x-api-key".parse()?, "idempotency-key".parse()?])
-//!             .expose_headers(tollgate::http::EXPOSED_HEADERS),
-//!     )
+//! ```
+//! use axum::{Router, body::Body, http::Request, routing::post};
+//! use http::header::{CONTENT_TYPE, HeaderName};
+//! use tollgate::http::{EXPOSED_HEADERS, header};
+//! use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer};
+//! use tower::ServiceExt;
+//! use tower_http::cors::CorsLayer;
+//!
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+//! let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
+//! let names = ["x-api-key", "idempotency-key"].map(HeaderName::from_static);
+//! let cors = CorsLayer::new()
+//!     .allow_origin(["https://shop.example".parse()?])
+//!     .allow_headers([CONTENT_TYPE].into_iter().chain(names).collect::<Vec<_>>())
+//!     .expose_headers(EXPOSED_HEADERS);
+//! let app: Router = Router::new()
+//!     .route("/orders", post(async || "ordered"))
+//!     .layer(RateLimitLayer::new(MemoryBackend::new(), policy).key(header("x-api-key")))
+//!     .layer(cors);
+//!
+//! let preflight = Request::options("/orders")
+//!     .header("origin", "https://shop.example")
+//!     .header("access-control-request-method", "POST")
+//!     .header("access-control-request-headers", "content-type,x-api-key");
+//! let response = app.clone().oneshot(preflight.body(Body::empty())?).await?;
+//! assert_eq!(response.status(), 200);
+//! assert_eq!(response.headers()["access-control-allow-headers"], "content-type,x-api-key,idempotency-key");
+//!
+//! let without_key = Request::post("/orders").header("origin", "https://shop.example").body(Body::empty())?;
+//! let response = app.oneshot(without_key).await?;
+//! assert_eq!(response.status(), 400);
+//! assert_eq!(response.headers()["access-control-allow-origin"], "https://shop.example");
+//! # Ok(())
+//! # }
 //! ```
 //!
 //! # Examples
