@@ -1,7 +1,6 @@
 //! What a layer makes of a request: asks the store, does without one that fails, and says yes or no.
 
 use std::error::Error;
-use std::fmt;
 use std::iter::Chain;
 use std::ops::{Deref, DerefMut};
 use std::time::Duration;
@@ -337,22 +336,24 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 Ok(policy)
             }
             Ok(Resolved::Old(policy, error)) => {
-                self.resolver_failed(resolver, &error, &"old answer");
+                self.resolver_failed(resolver, &error, true);
                 Ok(policy)
             }
             Err(error) => {
-                self.resolver_failed(resolver, &error, &self.on_store_error);
+                self.resolver_failed(resolver, &error, false);
                 Err(error)
             }
         }
     }
 
-    fn resolver_failed(&self, resolver: &PolicyResolver, error: &StoreError, then: &dyn fmt::Debug) {
+    /// The log is told once in an outage, and so what becomes of the keys that have no old answer, whether or not this one has.
+    fn resolver_failed(&self, resolver: &PolicyResolver, error: &StoreError, old_answer: bool) {
         self.policy.meters().resolver_failed();
         if resolver.outage().begins() {
             // The error itself speaks of a store.
             let cause = error.source().map_or_else(|| "no answer came in time".to_owned(), ToString::to_string);
-            tracing::warn!(policy = self.policy.name(), cause, ?then, "rate limit resolver fails");
+            let (policy, then) = (self.policy.name(), self.on_store_error);
+            tracing::warn!(policy, cause, ?then, old_answer, "rate limit resolver fails");
         }
     }
 
