@@ -933,6 +933,49 @@ impl AtWork {
     }
 }
 
+/// A 101 has no body that could keep the lock for as long as the connection lasts.
+#[tokio::test]
+async fn an_upgraded_connection_has_the_lock_for_as_long_as_its_task_keeps_it() {
+    use axum::response::IntoResponse;
+    for keeps in [false, true] {
+        let handler = async move |view: LeaseView, request: axum::extract::Request| {
+            let permit = view.reenter().filter(|_| keeps);
+            tokio::spawn(async move {
+                let connection = hyper::upgrade::on(request).await.unwrap();
+                let mut connection = hyper_util::rt::TokioIo::new(connection);
+                let _ = connection.read_to_end(&mut Vec::new()).await;
+                drop(permit);
+            });
+            (StatusCode::SWITCHING_PROTOCOLS, [("connection", "upgrade"), ("upgrade", "chat")]).into_response()
+        };
+        let permits = Semaphore::new(MemoryBackend::new(), 1).wait(Duration::ZERO);
+        let layer = LockLayer::with_semaphore(permits).safe_methods(true);
+        let app = axum::Router::new().route("/", axum::routing::get(handler)).layer(layer);
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let addr = listener.local_addr().unwrap();
+        let server = tokio::spawn(async move { axum::serve(listener, app).await });
+        let open = async || {
+            let mut client = TcpStream::connect(addr).await.unwrap();
+            let head = "GET / HTTP/1.1\r\nhost: localhost\r\nconnection: upgrade\r\nupgrade: chat\r\n\r\n";
+            client.write_all(head.as_bytes()).await.unwrap();
+            let mut status = [0; "HTTP/1.1 101".len()];
+            client.read_exact(&mut status).await.unwrap();
+            (String::from_utf8(status.to_vec()).unwrap(), client)
+        };
+        let (status, first) = open().await;
+        assert_eq!(status, "HTTP/1.1 101");
+        let (status, second) = open().await;
+        assert_eq!(status, if keeps { "HTTP/1.1 409" } else { "HTTP/1.1 101" });
+        drop((first, second));
+        let begun = std::time::Instant::now();
+        while open().await.0 != "HTTP/1.1 101" {
+            assert!(begun.elapsed() < Duration::from_secs(10), "the permit is not given back");
+            sleep(Duration::from_millis(10)).await;
+        }
+        server.abort();
+    }
+}
+
 /// The status of a request whose answer is read to its end, and when that was.
 async fn outcome(
     service: impl Service<Request<Full<Bytes>>, Response = Response<impl Body>, Error = Infallible>,

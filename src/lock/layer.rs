@@ -107,6 +107,9 @@ pub enum OnLoss {
 }
 
 /// When the lock of a request is given back. Defaults to [`BodyEnd`](Self::BodyEnd).
+///
+/// A connection that is upgraded, to a WebSocket for instance, goes on when its answer has ended: a 101 has no body. The task that serves it keeps the lock
+/// by a handle of its own, [`LeaseView::reenter`](super::LeaseView::reenter): see [`LockLayer::with_semaphore`] for an example.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum ReleaseAt {
@@ -170,6 +173,38 @@ impl LockLayer {
     ///     .key(header("x-tenant"))
     ///     .with_rejection(AsResponse::new().busy(BusyStatus::TooManyRequests));
     /// # let _: axum::Router = axum::Router::new().route("/", axum::routing::get(async || "")).layer(layer);
+    /// # }
+    /// ```
+    ///
+    /// An upgraded connection, of a WebSocket for instance, is none of that number by itself: its request is over with the 101. The task that serves it has to
+    /// keep the permit, and to end when that is lost, which [`max_hold`](Self::max_hold) sees to:
+    ///
+    /// ```
+    /// # #[cfg(feature = "axum")] {
+    /// use axum::{Router, extract::Request, http::StatusCode, response::IntoResponse, routing::get};
+    /// use std::time::Duration;
+    /// use tollgate::lock::{LeaseView, Semaphore};
+    /// use tollgate::{LockLayer, MemoryBackend};
+    ///
+    /// # async fn serve(_: hyper::upgrade::Upgraded) {}
+    /// async fn socket(view: LeaseView, request: Request) -> impl IntoResponse {
+    ///     // Here and not in the task: with the answer the permit would be gone.
+    ///     let Some(permit) = view.reenter() else { return Err(StatusCode::SERVICE_UNAVAILABLE) };
+    ///     tokio::spawn(async move {
+    ///         if let Ok(connection) = hyper::upgrade::on(request).await {
+    ///             tokio::select! {
+    ///                 () = serve(connection) => {}
+    ///                 _ = permit.lost() => {}
+    ///             }
+    ///         }
+    ///     });
+    ///     Ok((StatusCode::SWITCHING_PROTOCOLS, [("connection", "upgrade"), ("upgrade", "chat")]))
+    /// }
+    ///
+    /// // Five sockets at a time, for an hour each; GET needs no permit unless told so.
+    /// let sockets = Semaphore::new(MemoryBackend::new(), 5).namespace("sockets").wait(Duration::ZERO);
+    /// let layer = LockLayer::with_semaphore(sockets.max_hold(Duration::from_secs(3_600))).safe_methods(true);
+    /// let app: Router = Router::new().route("/socket", get(socket)).layer(layer);
     /// # }
     /// ```
     pub fn with_semaphore(semaphore: Semaphore) -> Self {
