@@ -73,7 +73,8 @@ async fn one_request_at_a_time_and_the_others_are_told_when_to_come_back() {
     let body = response.into_body().collect().await.unwrap().to_bytes();
     let body: serde_json::Value = serde_json::from_slice(&body).unwrap();
     assert_eq!(body["status"], 409);
-    assert_eq!(body["title"], "Conflict");
+    assert_eq!(body["type"], "urn:tollgate:lock:busy");
+    assert_eq!(body["title"], "Lock is held by another request");
     assert!(!body.to_string().contains("/a"), "the key is nobody's business: {body}");
     // Another key, and requests that change nothing.
     assert_eq!(service.clone().oneshot(post("/b")).await.unwrap().status(), StatusCode::OK);
@@ -116,6 +117,44 @@ async fn busy_has_the_status_that_was_chosen() {
         tokio::task::yield_now().await;
         assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), status);
     }
+}
+
+/// A program cannot tell a full line from a store that is down by the status, nor a lock that is held from a conflict that the handler found.
+#[tokio::test(start_paused = true)]
+async fn each_case_is_a_problem_of_its_own() {
+    async fn problem<B>(response: Response<B>) -> (u16, String)
+    where
+        B: Body<Data = Bytes>,
+        B::Error: std::fmt::Debug,
+    {
+        let status = response.status();
+        let body = response.into_body().collect().await.unwrap().to_bytes();
+        let body: serde_json::Value = serde_json::from_slice(&body).unwrap();
+        assert_eq!(body["status"], status.as_u16());
+        assert_ne!(body["title"], status.canonical_reason().unwrap());
+        (status.as_u16(), body["type"].as_str().unwrap().to_owned())
+    }
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let layer = on(store).max_hold(Duration::from_millis(500));
+    let service = layer.clone().layer(service_fn(slow));
+    let ask = |layer: ByPath| layer.layer(service_fn(slow)).oneshot(post("/a"));
+
+    let first = tokio::spawn(service.oneshot(post("/a")));
+    tokio::task::yield_now().await;
+    let busy = ask(layer.clone()).await.unwrap();
+    assert_eq!(problem(busy).await, (409, "urn:tollgate:lock:busy".into()));
+    let full = ask(layer.clone().wait(Duration::from_secs(1)).max_waiters(0)).await.unwrap();
+    assert_eq!(problem(full).await, (503, "urn:tollgate:lock:queue-full".into()));
+    let lost = first.await.unwrap().unwrap();
+    assert_eq!(problem(lost).await, (503, "urn:tollgate:lock:lost".into()));
+    faults.fail(Failure::Unavailable);
+    let failed = ask(layer.clone()).await.unwrap();
+    assert_eq!(problem(failed).await, (503, "urn:tollgate:lock:unavailable".into()));
+    faults.heal();
+    layer.shutdown().await;
+    let closed = ask(layer).await.unwrap();
+    assert_eq!(problem(closed).await, (503, "urn:tollgate:lock:unavailable".into()));
 }
 
 #[tokio::test(start_paused = true)]

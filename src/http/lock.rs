@@ -69,18 +69,21 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
                 let wait = self.told(busy.retry_after().min(LONGEST_WAIT));
                 // Neither the key nor the holder is any business of the client.
                 let detail = &format!("another request is at work on this, try again in {wait} s");
-                self.answer(Some(wait), Problem { kind: Kind::Blank, status, detail, violated: Vec::new() })
+                self.answer(Some(wait), Problem { kind: Kind::LockBusy, status, detail, violated: Vec::new() })
             }
-            Rejection::Lock(LockError::QueueFull(_)) => self.later("too many requests wait for this"),
+            Rejection::Lock(LockError::QueueFull(_)) => {
+                self.later(Kind::LockQueueFull, "too many requests wait for this")
+            }
             Rejection::Lock(LockError::Lost(_)) => {
                 // It may have had effects, so nobody is invited to try again.
+                let (kind, status) = (Kind::LockLost, StatusCode::SERVICE_UNAVAILABLE);
                 let detail = "the request was cancelled on the way and may have had effects";
-                let mut response = self.refusal(StatusCode::SERVICE_UNAVAILABLE, detail);
+                let mut response = self.answer(None, Problem { kind, status, detail, violated: Vec::new() });
                 response.extensions_mut().remove::<NothingDone>();
                 response
             }
             Rejection::Lock(LockError::Store(_) | LockError::NotReplicated(_) | LockError::Closed(_)) => {
-                self.later(STORE_TEXT)
+                self.later(Kind::LockUnavailable, STORE_TEXT)
             }
             // Mistakes of the program.
             Rejection::Lock(error) => {
@@ -101,8 +104,8 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
 }
 
 impl AsResponse {
-    fn later<B>(&self, detail: &str) -> Response<ResponseBody<B>> {
-        let (kind, status) = (Kind::Blank, StatusCode::SERVICE_UNAVAILABLE);
+    fn later<B>(&self, kind: Kind, detail: &str) -> Response<ResponseBody<B>> {
+        let status = StatusCode::SERVICE_UNAVAILABLE;
         self.answer(Some(self.told(STORE_RETRY)), Problem { kind, status, detail, violated: Vec::new() })
     }
 }

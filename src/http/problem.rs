@@ -25,14 +25,18 @@ pub(super) enum Kind {
     InFlight,
     OutcomeUnknown,
     AnswerNotKept,
+    LockBusy,
+    LockQueueFull,
+    LockLost,
+    LockUnavailable,
     /// Nothing more than the status says.
     Blank,
 }
 
-/// The types of problems that idempotency has. Nobody registers such, so they are names of ours.
-macro_rules! idempotency {
+/// The types of problems that idempotency and locks have. Nobody registers such, so they are names of ours.
+macro_rules! ours {
     ($name:literal) => {
-        concat!("urn:tollgate:idempotency:", $name)
+        concat!("urn:tollgate:", $name)
     };
 }
 
@@ -48,12 +52,16 @@ impl Kind {
                 "https://iana.org/assignments/http-problem-types#temporary-reduced-capacity"
             }
             Self::AbnormalUsageDetected => "https://iana.org/assignments/http-problem-types#abnormal-usage-detected",
-            Self::MissingIdempotencyKey => idempotency!("key-missing"),
-            Self::InvalidIdempotencyKey => idempotency!("key-invalid"),
-            Self::IdempotencyKeyReused => idempotency!("key-reused"),
-            Self::InFlight => idempotency!("in-flight"),
-            Self::OutcomeUnknown => idempotency!("outcome-unknown"),
-            Self::AnswerNotKept => idempotency!("answer-not-kept"),
+            Self::MissingIdempotencyKey => ours!("idempotency:key-missing"),
+            Self::InvalidIdempotencyKey => ours!("idempotency:key-invalid"),
+            Self::IdempotencyKeyReused => ours!("idempotency:key-reused"),
+            Self::InFlight => ours!("idempotency:in-flight"),
+            Self::OutcomeUnknown => ours!("idempotency:outcome-unknown"),
+            Self::AnswerNotKept => ours!("idempotency:answer-not-kept"),
+            Self::LockBusy => ours!("lock:busy"),
+            Self::LockQueueFull => ours!("lock:queue-full"),
+            Self::LockLost => ours!("lock:lost"),
+            Self::LockUnavailable => ours!("lock:unavailable"),
             Self::Blank => "about:blank",
         }
     }
@@ -71,6 +79,10 @@ impl Kind {
             Self::InFlight => Some("Request is being served"),
             Self::OutcomeUnknown => Some("Outcome of the request is unknown"),
             Self::AnswerNotKept => Some("Answer of the request was not kept"),
+            Self::LockBusy => Some("Lock is held by another request"),
+            Self::LockQueueFull => Some("Too many requests wait for the lock"),
+            Self::LockLost => Some("Lock of the request was lost"),
+            Self::LockUnavailable => Some("Locks are not available"),
             Self::Blank => None,
         }
     }

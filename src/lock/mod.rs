@@ -131,15 +131,17 @@
 //! # }
 //! ```
 //!
-//! | | with HTTP | with gRPC |
-//! | --- | --- | --- |
-//! | held by somebody else, also after waiting | 409 (or 423, 429), `Retry-After` | `ABORTED`, `RetryInfo` |
-//! | too many wait | 503, `Retry-After` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
-//! | the store fails, or too few replicas know of the lease | 503, `Retry-After` | `UNAVAILABLE`, `RetryInfo` |
-//! | the lease is lost while the handler runs, which is cancelled | 503 | `ABORTED`, "do not retry" |
-//! | the lease is lost while the body is sent | the body fails | `ABORTED` in the trailers |
-//! | no key | 400 | `INVALID_ARGUMENT` |
-//! | a [setting](LockLayer::new) that cannot work | 500 | `INTERNAL` |
+//! | | with HTTP | problem | with gRPC |
+//! | --- | --- | --- | --- |
+//! | held by somebody else, also after waiting | 409 (or 423, 429), `Retry-After` | `busy` | `ABORTED`, `RetryInfo` |
+//! | too many wait | 503, `Retry-After` | `queue-full` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
+//! | the store fails, or too few replicas know of the lease | 503, `Retry-After` | `unavailable` | `UNAVAILABLE`, `RetryInfo` |
+//! | the lease is lost while the handler runs, which is cancelled | 503 | `lost` | `ABORTED`, "do not retry" |
+//! | the lease is lost while the body is sent | the body fails | | `ABORTED` in the trailers |
+//! | no key | 400 | `about:blank` | `INVALID_ARGUMENT` |
+//! | a [setting](LockLayer::new) that cannot work | 500 | `about:blank` | `INTERNAL` |
+//!
+//! The `type` of a problem document is `urn:tollgate:lock:` with the name behind it.
 //!
 //! Whatever ends a request from outside ends its waiting, too: a layer with a time limit, a client that goes away, and the
 //! `grpc-timeout` of a call, which servers such as tonic's look at outside of all layers. It is not looked at here.
