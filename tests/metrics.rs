@@ -16,8 +16,8 @@ use tollgate::lock::LockAdmin;
 use tollgate::rate_limit::{CircuitBreaker, Decision, DenyCache, Leases, PolicyResolver, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
-    AsError, BoxError, DelayQueue, DelayQueueWorker, IdempotencyLayer, Job, Key, Limiter, Locks, MemoryBackend,
-    OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
+    AsError, BoxError, DelayQueue, DelayQueueWorker, IdempotencyLayer, Job, Key, Limiter, LockLayer, Locks,
+    MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
 };
 use tower::{Layer, Service, ServiceExt, service_fn};
 
@@ -433,6 +433,34 @@ fn a_store_of_locks_that_fails_from_the_start_is_seen() {
 }
 
 /// Operations that were never begun are none of which nobody knows what became.
+#[test]
+fn requests_that_pass_without_their_lock_are_counted() {
+    use tollgate::lock::OnStoreError;
+    for (then, unprotected) in [(OnStoreError::Allow, Some(&5)), (OnStoreError::Deny, None)] {
+        let recorder = DebuggingRecorder::new();
+        let snapshotter = recorder.snapshotter();
+        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let breaker = CircuitBreaker::new().failures(2);
+        let layer = LockLayer::new(store).namespace("orders").on_store_error(then).circuit_breaker(breaker);
+        let service = layer.with_rejection(AsError).layer(service_fn(async |passes: bool| Ok::<_, BoxError>(passes)));
+        metrics::with_local_recorder(&recorder, || {
+            runtime.block_on(async {
+                service.clone().oneshot(true).await.unwrap();
+                faults.fail(Failure::Unavailable);
+                // Also when the store is not even asked.
+                for _ in 0..5 {
+                    drop(service.clone().oneshot(true).await);
+                }
+            });
+        });
+        let seen = seen(&snapshotter);
+        assert_eq!(seen.get("tollgate_lock_unprotected_total{locks=orders}"), unprotected, "{then:?}");
+        assert_eq!(seen["tollgate_lock_requests_total{locks=orders,outcome=failed}"], 5);
+    }
+}
+
 #[test]
 fn an_outage_makes_no_attempt_unknown() {
     let recorder = DebuggingRecorder::new();

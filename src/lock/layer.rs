@@ -88,7 +88,8 @@ pub enum OnStoreError {
     /// It is turned away: 503 with HTTP, the [`StoreError`] without.
     #[default]
     Deny,
-    /// It passes without a lock and without a lease in its extensions. The log has a line when that begins, and when it ends.
+    /// It passes without a lock and without a lease in its extensions. The log has a line when that begins, and when it ends, and the
+    /// [metrics](crate::lock#metrics) count such requests.
     Allow,
 }
 
@@ -378,11 +379,12 @@ impl<K, A, D> LockLayer<K, A, D> {
 }
 
 impl Settings {
-    /// Whether a request passes without a lock because of this, and if so the log is told.
+    /// Whether a request passes without a lock because of this, and if so the log and the metrics are told.
     pub(super) fn passes(&self, error: &StoreError) -> bool {
         if self.on_store_error == OnStoreError::Deny {
             return false;
         }
+        self.locks.home().passed_unprotected();
         if self.unprotected.begins() {
             tracing::warn!(%error, "lock store fails: requests pass without a lock");
         }

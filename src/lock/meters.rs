@@ -67,6 +67,7 @@ mod imp {
         lost: [Counter; REASONS.len()],
         fallback_polls: Counter,
         failed_renewals: Counter,
+        unprotected: Counter,
         store_errors: Counter,
         circuit: [Counter; 2],
     }
@@ -87,6 +88,7 @@ mod imp {
                 lost: REASONS.map(|(_, reason)| counter!("tollgate_lock_lost_total", labels("reason", reason))),
                 fallback_polls: counter!("tollgate_lock_fallback_polls_total", vec![locks()]),
                 failed_renewals: counter!("tollgate_lock_failed_renewals_total", vec![locks()]),
+                unprotected: counter!("tollgate_lock_unprotected_total", vec![locks()]),
                 store_errors: counter!("tollgate_lock_store_errors_total", vec![locks()]),
                 circuit: [circuit("open"), circuit("closed")],
             }
@@ -119,6 +121,10 @@ mod imp {
 
         pub(in crate::lock) fn renewal_failed(&self) {
             self.failed_renewals.increment(1);
+        }
+
+        pub(in crate::lock) fn passed_unprotected(&self) {
+            self.unprotected.increment(1);
         }
 
         pub(in crate::lock) fn store_failed(&self) {
@@ -155,6 +161,8 @@ mod imp {
         pub(in crate::lock) fn polled(&self) {}
 
         pub(in crate::lock) fn renewal_failed(&self) {}
+
+        pub(in crate::lock) fn passed_unprotected(&self) {}
 
         pub(in crate::lock) fn store_failed(&self) {}
 

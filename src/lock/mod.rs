@@ -196,6 +196,7 @@
 //! | `tollgate_lock_fallback_polls_total` | `locks` | how often somebody who waits looked without being told |
 //! | `tollgate_lock_failed_renewals_total` | `locks` | renewals that failed, and were tried again while the lease lasted |
 //! | `tollgate_lock_lost_total` | `locks`, `reason`: `expired`, `taken`, `max_hold` | leases that were lost |
+//! | `tollgate_lock_unprotected_total` | `locks` | requests that a [`LockLayer`] let pass without their lock because the store failed |
 //! | `tollgate_lock_store_errors_total` | `locks` | calls for a lock that failed or were late |
 //! | `tollgate_lock_circuit_transitions_total` | `locks`, `state`: `open`, `closed` | circuits that opened and closed |
 //!

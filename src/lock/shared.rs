@@ -75,6 +75,11 @@ impl Shared {
         self.meters.get_or_init(|| Meters::new(lock.namespace().as_str()))
     }
 
+    /// Notes a request that goes without its lock. It has asked for it, so the meters are there.
+    pub(super) fn passed_unprotected(&self) {
+        self.meters.get().inspect(|meters| meters.passed_unprotected());
+    }
+
     /// Lets somebody ask for a lock who is ready to wait for it, unless `most` do already.
     pub(super) fn ask(&self, lock: &LockKey, most: usize) -> Result<Asking<'_>, QueueFull> {
         let asking = Asking(self);
