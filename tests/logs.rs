@@ -30,7 +30,7 @@ use tracing::{Event, Metadata, Subscriber};
 
 /// Collects the messages of all events, and what they say is done then, with or without an old answer; if it is told so also which layer and operation they are of.
 #[derive(Clone, Default)]
-struct Log(Arc<Mutex<Vec<Message>>>, bool);
+struct Log(Arc<Mutex<Vec<Message>>>, bool, Option<tracing::Level>);
 
 impl Log {
     fn take(&self) -> Vec<Message> {
@@ -45,7 +45,7 @@ impl Log {
 impl Subscriber for Log {
     fn enabled(&self, metadata: &Metadata<'_>) -> bool {
         // What is logged per request is for those who look for it.
-        *metadata.level() <= tracing::Level::INFO
+        *metadata.level() <= self.2.unwrap_or(tracing::Level::INFO)
     }
 
     fn new_span(&self, _: &Attributes<'_>) -> Id {
@@ -315,7 +315,7 @@ async fn a_store_that_has_no_room_for_answers_is_one_line() {
 /// The story of operations of unknown outcome that nobody could find, since their lines did not say which they were.
 #[tokio::test(start_paused = true)]
 async fn a_line_of_an_unknown_outcome_says_which_operation_it_is_of() {
-    let log = Log(Arc::default(), true);
+    let log = Log(Arc::default(), true, None);
     let _logging = tracing::subscriber::set_default(log.clone());
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
@@ -602,13 +602,21 @@ fn a_proxy_that_writes_another_header_is_one_warning() {
 
 #[tokio::test]
 async fn counting_in_memory_is_said_once_to_be_local() {
-    let log = Log::default();
+    let log = Log(Arc::default(), false, Some(tracing::Level::DEBUG));
     let _logging = tracing::subscriber::set_default(log.clone());
-    tollgate::connect("memory:").await.unwrap();
-    assert_eq!(
-        log.lines(),
-        ["INFO tollgate counts in memory: limits, locks and idempotency hold within this process only"]
-    );
+    let local = |level| {
+        [format!(
+            "{level} tollgate counts in memory: limits, locks, idempotency and jobs hold within this process only"
+        )]
+    };
+    let backend = tollgate::connect("memory:").await.unwrap();
+    assert_eq!(log.lines(), local("INFO"));
+    drop((Locks::new(backend.clone()), DelayQueue::<String>::new(backend, "mails")));
+    assert!(log.lines().is_empty());
+    for backend in [MemoryBackend::new, MemoryBackend::default, || MemoryBackend::with_capacity(10)] {
+        drop(backend());
+        assert_eq!(log.lines(), local("DEBUG"));
+    }
 }
 
 fn proxied() -> ClientIp {

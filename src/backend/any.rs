@@ -45,10 +45,7 @@ pub async fn connect(url: impl AsRef<str>) -> Result<AnyBackend, ConnectError> {
         return Err(ConfigError::InvalidUrl { reason: "it has no scheme such as `memory:` or `redis:`".into() }.into());
     };
     match scheme {
-        "memory" if matches!(rest, "" | "//") => {
-            tracing::info!("tollgate counts in memory: limits, locks and idempotency hold within this process only");
-            Ok(AnyBackend::Memory(MemoryBackend::new()))
-        }
+        "memory" if matches!(rest, "" | "//") => Ok(AnyBackend::Memory(MemoryBackend::chosen())),
         "memory" => Err(ConfigError::InvalidUrl { reason: "`memory:` takes nothing behind the colon".into() }.into()),
         #[cfg(feature = "redis")]
         _ => Ok(AnyBackend::Redis(RedisOptions::from_url(url)?.connect().await?)),

@@ -26,7 +26,8 @@ use crate::rate_limit::Quota;
 
 /// Keeps everything in this process: no server, no background task, and the same decisions as Redis would give.
 ///
-/// Its scope is this process. Ten replicas with a quota of 100 admit 1,000 between them; use Redis where that matters.
+/// Its scope is this process. Ten replicas with a quota of 100 admit 1,000 between them; use Redis where that matters. The log says so at debug level
+/// where a backend is made, and where a URL [chose](crate::connect) it at info level.
 /// Clones share all counts.
 ///
 /// # Memory
@@ -90,6 +91,8 @@ struct Inner {
 #[repr(align(64))]
 struct Apart(Mutex<Shard>);
 
+const SCOPE: &str = "tollgate counts in memory: limits, locks, idempotency and jobs hold within this process only";
+
 /// More than any machine has cores that would all ask at once.
 const MAX_SHARDS: usize = 64;
 /// With fewer keys than this to a shard, shards cost more than they save.
@@ -112,7 +115,15 @@ impl MemoryBackend {
     /// An empty backend that keeps at most `keys` keys, or as many fewer as long logs leave room for, and at least one.
     #[must_use]
     pub fn with_capacity(keys: usize) -> Self {
+        // Whoever wrote this chose it, so nobody has to read of it.
+        tracing::debug!("{SCOPE}");
         Self::with_clock(keys, Clock::new())
+    }
+
+    /// The same as [`new`](Self::new), where a URL chose it, which may be another one than somebody meant.
+    pub(super) fn chosen() -> Self {
+        tracing::info!("{SCOPE}");
+        Self::with_clock(Self::DEFAULT_CAPACITY, Clock::new())
     }
 
     /// An empty backend that is made while a request waits for it, and calibrates nothing.
