@@ -97,7 +97,8 @@
 //! | `tollgate_deny_cache_total` | `policy`, `outcome`: `hit`, `miss` | what a [`DenyCache`] has answered itself, and what it has asked its store |
 //!
 //! `tracing` has a span `rate_limit` at debug level around each such call, an event at debug level for each request over a
-//! limit, one warning when a store or a resolver begins to fail, and one when a circuit opens.
+//! limit, one warning when a store or a resolver begins to fail, and one when a circuit opens. `then` in these is what is done without them; with
+//! a resolver that is done for keys that have no old answer, and `old_answer` says whether the first that failed had one.
 //!
 //! # Without a round trip
 //!
@@ -113,6 +114,13 @@
 //! let layer = RateLimitLayer::new(store, policy).with_rejection(AsError);
 //! # drop(layer);
 //! ```
+//!
+//! # What there is not
+//!
+//! * Windows of the calendar, such as "until midnight". A fixed window opens with the first request of a key, and the others slide.
+//! * A part of what was asked for. A request has its whole cost, or is denied.
+//! * Blocks that come by themselves after many denials. [`Limiter::block`] is there for whoever sees them.
+//! * A list of the keys that are denied most. No metric has a key in it, and a store lists none of those that it counts for.
 //!
 //! # Cancellation
 //!

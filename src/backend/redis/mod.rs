@@ -60,7 +60,9 @@
 //! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`, `<prefix>:2:{lock:<namespace>:<subject>}:lease` with the
 //! channels `...:free` and `...:asked`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and
 //! `<prefix>:2:{idempotency:<scope>:<key>}:record` with the channel `...:done`; a delay queue is `<prefix>:2:{delay_queue:<name>}:<part>`. The braces make a subject, and a queue, one slot of a cluster. Each key has a
-//! time to live. Two releases of Tollgate may share one Redis as long as the number after the prefix is the same.
+//! time to live. Two releases of Tollgate may share one Redis, during a rolling deploy for instance, if the number after the prefix is the same *and* the
+//! changelog says nothing else under *Data format*. Values have versions of their own: a newer release reads those of an older one, and an older one
+//! fails with a store error where it meets a newer version.
 //!
 //! # Servers
 //!
