@@ -8,7 +8,7 @@ use tokio::time::Instant;
 
 use crate::error::StoreError;
 
-/// When a layer stops to ask a store that fails, and how soon it tries again.
+/// When a layer or a client stops to ask a store that fails, and how soon it tries again.
 ///
 /// After a number of failures in a row the circuit is open: for requests that come then the store counts as failed without
 /// being asked, so a store that hangs does not cost each of them its deadline. Once in an interval one request is a probe

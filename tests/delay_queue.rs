@@ -36,14 +36,17 @@ mod redis_server {
 /// What the queue itself sees to, whatever keeps the jobs.
 mod queue {
     use std::error::Error;
+    use std::future::IntoFuture;
     use std::time::{Duration, SystemTime};
 
+    use tokio::time::{Instant, sleep};
     use tollgate::delay_queue::{
-        Cancelled, Changed, Claim, Claimed, Codec, DeadLimits, DelayQueueStore, Due, Ending, Finish, MAX_BATCH,
-        Priority, QueueError, QueueKey, Reason, State, UniqueFor, WorkerId,
+        Cancelled, Changed, CircuitBreaker, Claim, Claimed, Codec, DeadLimits, DelayQueueStore, Due, Ending, Finish,
+        MAX_BATCH, Priority, QueueError, QueueKey, Reason, State, UniqueFor, WorkerId,
     };
-    use tollgate::testing::FaultStore;
-    use tollgate::{BoxError, ConfigError, DelayQueue, DelayQueueWorker, JobId, MemoryBackend, StoreError};
+    use tollgate::testing::{Failure, FaultStore, Verb};
+    use tollgate::{BoxError, ConfigError, DelayQueue, DelayQueueWorker, Job, JobId, MemoryBackend, StoreError};
+    use tower::service_fn;
 
     use crate::support::stores::delegate_queue;
 
@@ -172,6 +175,75 @@ mod queue {
             assert_eq!(push.prepare().unwrap().job.id, *again.id());
             assert_eq!(queue.counts().await.unwrap().waiting, 2);
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_store_that_hangs_is_asked_by_probes_only_until_it_answers() {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let queue = DelayQueue::<u8>::new(store, "test");
+        let clone = queue.clone();
+        faults.hang();
+        let begun = Instant::now();
+        for number in 0..20 {
+            let error = if number % 2 == 0 { queue.push(1).await } else { clone.push(1).await }.unwrap_err();
+            let QueueError::Store(error) = error else { panic!("{error:?}") };
+            assert_eq!((error.is_timeout(), error.is_unavailable()), (number < 5, number >= 5), "{number}: {error}");
+        }
+        // Five have waited for the deadline.
+        assert_eq!((begun.elapsed(), faults.calls(Verb::Push)), (Duration::from_millis(500), 5));
+
+        // Nothing else is asked either, and no probe but one in an interval.
+        let answers = queue.push_all([queue.push(1), queue.push(2)]).await;
+        assert!(answers.iter().all(Result::is_err) && queue.counts().await.is_err() && queue.drain().await.is_err());
+        assert!(queue.get("a").await.is_err() && queue.cancel("a").await.is_err());
+        assert!(queue.promote("a").await.is_err() && queue.replace("a", 1).await.is_err());
+        assert!(queue.list(State::Waiting, 0, 1).await.is_err() && queue.pause().await.is_err());
+        assert!(queue.replay(1, |_| true).await.is_err() && queue.forget(1, |_| true).await.is_err());
+        assert_eq!(faults.total_calls(), 5);
+        sleep(Duration::from_millis(101)).await;
+        let (probe, other) = tokio::join!(queue.counts(), queue.push(1).into_future());
+        assert!(probe.is_err() && other.is_err());
+        assert_eq!((faults.total_calls(), faults.calls(Verb::Control)), (6, 1));
+
+        faults.heal();
+        sleep(Duration::from_millis(101)).await;
+        assert_eq!(queue.cancel("a").await.unwrap(), Cancelled::Missing);
+        assert!(queue.push(1).await.unwrap().is_new() && clone.push(2).await.unwrap().is_new());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_queue_can_be_told_to_ask_every_time() {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let queue = DelayQueue::<u8>::new(store, "test").circuit_breaker(CircuitBreaker::off());
+        faults.fail(Failure::Unavailable);
+        for _ in 0..20 {
+            queue.push(1).await.unwrap_err();
+        }
+        faults.heal();
+        queue.push(1).await.unwrap();
+        assert_eq!(faults.calls(Verb::Push), 21);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_worker_is_not_behind_the_circuit_of_those_who_push() {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let breaker = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(3_600));
+        let queue = DelayQueue::<u8>::new(store, "test").circuit_breaker(breaker);
+        queue.push(1).await.unwrap();
+        faults.fail(Failure::Unavailable);
+        queue.counts().await.unwrap_err();
+        faults.heal();
+        assert!(queue.push(2).await.is_err(), "the circuit is open for an hour");
+        let (done, mut seen) = tokio::sync::mpsc::unbounded_channel();
+        let service = service_fn(move |job: Job<u8>| {
+            let told = done.send(*job);
+            async move { told.map_err(BoxError::from) }
+        });
+        DelayQueueWorker::new(queue, service).run_until(sleep(Duration::from_millis(10))).await.unwrap();
+        assert_eq!(seen.recv().await, Some(1));
     }
 
     #[tokio::test(start_paused = true)]

@@ -445,6 +445,7 @@ async fn a_circuit_is_one_line_when_it_opens_and_one_when_it_closes() {
         .with_rejection(AsError)
         .layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
     let locks = Locks::new(store.clone());
+    let jobs = DelayQueue::<u8>::new(store.clone(), "mail");
     let ask = async |times: usize| {
         for _ in 0..times {
             drop(service.clone().oneshot(()).await);
@@ -457,7 +458,13 @@ async fn a_circuit_is_one_line_when_it_opens_and_one_when_it_closes() {
         }
         log.lines()
     };
-    assert!(ask(1).await.is_empty() && take(1).await.is_empty());
+    let push = async |times: usize| {
+        for _ in 0..times {
+            drop(jobs.push(1).await);
+        }
+        log.lines()
+    };
+    assert!(ask(1).await.is_empty() && take(1).await.is_empty() && push(1).await.is_empty());
     tokio::time::sleep(Duration::from_secs(1)).await;
     for _ in 0..2 {
         store.faults().fail(Failure::Unavailable);
@@ -466,8 +473,11 @@ async fn a_circuit_is_one_line_when_it_opens_and_one_when_it_closes() {
         assert_eq!(ask(100).await, [opens]);
         let opens = "WARN lock circuit opens: the store is asked by probes only";
         assert_eq!(take(100).await, ["WARN lock store fails", opens]);
+        let opens = "WARN delay queue circuit opens: the store is asked by probes only";
+        assert_eq!(push(100).await, ["WARN delay queue store fails", opens]);
         advance(Duration::from_secs(2)).await;
-        assert!(ask(3).await.is_empty() && take(3).await.is_empty(), "a probe that fails changes nothing");
+        let probed = [ask(3).await, take(3).await, push(3).await].concat();
+        assert!(probed.is_empty(), "a probe that fails changes nothing: {probed:?}");
 
         store.faults().heal();
         // What need not be waited for may have been answered by something else.
@@ -477,6 +487,8 @@ async fn a_circuit_is_one_line_when_it_opens_and_one_when_it_closes() {
         assert_eq!(ask(3).await, [closes, "INFO rate limit store answers again"]);
         let closes = "INFO lock circuit closes: the store is asked again";
         assert_eq!(take(3).await, [closes, "INFO lock store answers again"]);
+        let closes = "INFO delay queue circuit closes: the store is asked again";
+        assert_eq!(push(3).await, [closes, "INFO delay queue store answers again"]);
         tokio::time::sleep(Duration::from_secs(1)).await;
     }
 }

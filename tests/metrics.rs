@@ -639,6 +639,45 @@ fn jobs_are_counted_by_what_became_of_them() {
 }
 
 #[test]
+fn pushes_are_counted_by_what_came_of_them() {
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let breaker = CircuitBreaker::new().failures(2);
+    let queue = DelayQueue::<u32>::new(store, "mail").max_jobs(2).circuit_breaker(breaker);
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let answers = queue.push_all([queue.push(1).id("a"), queue.push(2).id("a"), queue.push(3)]).await;
+            assert!(answers.iter().all(Result::is_ok));
+            assert!(queue.push(4).await.unwrap_err().is_full());
+            faults.fail(Failure::Unavailable);
+            queue.counts().await.unwrap_err();
+            for answer in queue.push_all([queue.push(5), queue.push(6)]).await {
+                answer.unwrap_err();
+            }
+            // Nobody is asked.
+            queue.push(7).await.unwrap_err();
+            queue.counts().await.unwrap_err();
+            faults.heal();
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            queue.counts().await.unwrap();
+        });
+    });
+    let expected = [
+        ("tollgate_job_pushes_total{queue=mail,outcome=new}", 2),
+        ("tollgate_job_pushes_total{queue=mail,outcome=exists}", 1),
+        ("tollgate_job_pushes_total{queue=mail,outcome=full}", 1),
+        ("tollgate_job_pushes_total{queue=mail,outcome=failed}", 3),
+        ("tollgate_job_store_errors_total{queue=mail}", 2),
+        ("tollgate_job_circuit_transitions_total{queue=mail,state=open}", 1),
+        ("tollgate_job_circuit_transitions_total{queue=mail,state=closed}", 1),
+    ];
+    assert_eq!(seen(&snapshotter), expect(&expected));
+}
+
+#[test]
 fn jobs_that_come_to_no_end_of_their_own_are_counted_too() {
     let recorder = DebuggingRecorder::new();
     let snapshotter = recorder.snapshotter();
@@ -692,6 +731,7 @@ fn jobs_that_come_to_no_end_of_their_own_are_counted_too() {
     assert!(errors.is_some_and(|errors| errors > 1), "{errors:?}");
     let expected = [
         ("tollgate_job_lateness_seconds{queue=mail}", 8),
+        ("tollgate_job_pushes_total{queue=mail,outcome=new}", 5),
         ("tollgate_job_seconds{queue=mail}", 8),
         ("tollgate_job_leases_expired_total{queue=mail,outcome=dead}", 1),
         ("tollgate_job_leases_expired_total{queue=mail,outcome=returned}", 2),

@@ -1,6 +1,8 @@
 //! Counters and histograms of the `metrics` facade; nothing without the feature `metrics`.
 //!
-//! Their label is the queue, never a job.
+//! Their labels are the queue and the outcome, never a job.
+
+use super::store::Admission;
 
 /// What came of an attempt.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +29,30 @@ impl Result {
     ];
 }
 
-pub(super) use self::imp::Meters;
+/// What came of pushing a job.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum PushResult {
+    New,
+    Exists,
+    Full,
+    Failed,
+}
+
+impl PushResult {
+    #[cfg(feature = "metrics")]
+    const ALL: [(Self, &'static str); 4] =
+        [(Self::New, "new"), (Self::Exists, "exists"), (Self::Full, "full"), (Self::Failed, "failed")];
+
+    pub(super) const fn of(admission: &Admission) -> Self {
+        match admission {
+            Admission::New => Self::New,
+            Admission::Exists(_) => Self::Exists,
+            Admission::Full => Self::Full,
+        }
+    }
+}
+
+pub(super) use self::imp::{CallMeters, Meters};
 
 #[cfg(feature = "metrics")]
 mod imp {
@@ -35,10 +60,10 @@ mod imp {
 
     use metrics::{Counter, Gauge, Histogram, Label, SharedString, counter, gauge, histogram};
 
-    use super::Result;
+    use super::{PushResult, Result};
     use crate::delay_queue::store::Expired;
 
-    /// The handles of one queue, registered with the recorder that is installed when the worker starts.
+    /// The handles of the workers of one queue, registered with the recorder that is installed when the worker starts.
     pub(in crate::delay_queue) struct Meters {
         results: [Counter; Result::ALL.len()],
         late: Histogram,
@@ -95,13 +120,46 @@ mod imp {
             self.expired_dead.increment(dead as u64);
         }
     }
+
+    /// The handles of those who push to one queue, or change and look at it, registered when the store is first asked.
+    pub(in crate::delay_queue) struct CallMeters {
+        pushes: [Counter; PushResult::ALL.len()],
+        store_errors: Counter,
+        circuit: [Counter; 2],
+    }
+
+    impl CallMeters {
+        pub(in crate::delay_queue) fn new(queue: &str) -> Self {
+            let name = SharedString::from(queue.to_owned());
+            let queue = || Label::new("queue", name.clone());
+            let labels = |key: &'static str, value: &'static str| vec![queue(), Label::from_static_parts(key, value)];
+            let circuit = |state| counter!("tollgate_job_circuit_transitions_total", labels("state", state));
+            Self {
+                pushes: PushResult::ALL.map(|(_, name)| counter!("tollgate_job_pushes_total", labels("outcome", name))),
+                store_errors: counter!("tollgate_job_store_errors_total", vec![queue()]),
+                circuit: [circuit("open"), circuit("closed")],
+            }
+        }
+
+        pub(in crate::delay_queue) fn pushed(&self, result: PushResult, jobs: usize) {
+            self.pushes[result as usize].increment(jobs as u64);
+        }
+
+        pub(in crate::delay_queue) fn store_failed(&self) {
+            self.store_errors.increment(1);
+        }
+
+        pub(in crate::delay_queue) fn circuit(&self, is_open: bool) {
+            self.circuit[usize::from(!is_open)].increment(1);
+        }
+    }
 }
 
 #[cfg(not(feature = "metrics"))]
 mod imp {
     use std::time::Duration;
 
-    use super::Result;
+    use super::{PushResult, Result};
     use crate::delay_queue::store::Expired;
 
     pub(in crate::delay_queue) struct Meters;
@@ -122,5 +180,19 @@ mod imp {
         pub(in crate::delay_queue) fn store_failed(&self) {}
 
         pub(in crate::delay_queue) fn expired(&self, _: Expired) {}
+    }
+
+    pub(in crate::delay_queue) struct CallMeters;
+
+    impl CallMeters {
+        pub(in crate::delay_queue) const fn new(_: &str) -> Self {
+            Self
+        }
+
+        pub(in crate::delay_queue) fn pushed(&self, _: PushResult, _: usize) {}
+
+        pub(in crate::delay_queue) fn store_failed(&self) {}
+
+        pub(in crate::delay_queue) fn circuit(&self, _: bool) {}
     }
 }

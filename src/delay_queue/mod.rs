@@ -46,7 +46,7 @@
 //! ```
 //! # #[cfg(feature = "json")] {
 //! use std::time::Duration;
-//! use tollgate::delay_queue::{Cancelled, Changed, Priority, QueueError, UniqueFor};
+//! use tollgate::delay_queue::{Cancelled, Changed, CircuitBreaker, Priority, QueueError, UniqueFor};
 //! use tollgate::{DelayQueue, MemoryBackend};
 //!
 //! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
@@ -55,7 +55,8 @@
 //!     .max_size(4_096)
 //!     .max_attempts(8)
 //!     .keep_dead(1_000, Duration::from_secs(7 * 86_400))
-//!     .deadline(Duration::from_millis(200));
+//!     .deadline(Duration::from_millis(200))
+//!     .circuit_breaker(CircuitBreaker::new().failures(10));
 //!
 //! let push = queue
 //!     .push("order 42".to_owned())
@@ -147,6 +148,12 @@
 //! case, in each part of a [split](DelayQueue::split) queue, and that is all that an idle one does. A worker that has no time for what is due
 //! lets another one know. Within a process nothing gets lost, and an idle worker does nothing.
 //!
+//! # When the store fails
+//!
+//! A call that the store fails, or that takes longer than the [deadline](DelayQueue::deadline), is a [`QueueError::Store`]. After some of them in a row the
+//! [circuit](DelayQueue::circuit_breaker) is open, and whoever pushes is told so at once, but for a probe now and then. Workers are not behind it: they
+//! [ask](DelayQueueWorker#when-the-store-fails) until the store works. The log has a line for each time that an outage begins and ends.
+//!
 //! # Metrics
 //!
 //! With the feature `metrics`, all with the label `queue`:
@@ -159,7 +166,9 @@
 //! | `tollgate_job_seconds` | a histogram: how long attempts ran |
 //! | `tollgate_jobs_running` | jobs that run in this process |
 //! | `tollgate_jobs_oldest_due_seconds` | for how long the oldest job that nobody has claimed is due: as the store has said within five seconds, unless it fails |
-//! | `tollgate_job_store_errors_total` | calls of workers that the store has failed |
+//! | `tollgate_job_store_errors_total` | calls that the store has failed: of workers, of those who push, and of those who change or look at what is there |
+//! | `tollgate_job_pushes_total` | jobs that were pushed, by `outcome`: `new`, `exists`, `full`, `failed` (by the store, or it was not asked) |
+//! | `tollgate_job_circuit_transitions_total` | [circuits](DelayQueue::circuit_breaker) that opened and closed, by `state`: `open`, `closed` |
 //!
 //! How many wait is what [`DelayQueue::counts`] says.
 //!
@@ -214,6 +223,7 @@ mod store;
 mod events;
 mod worker;
 
+mod calls;
 mod erased;
 mod meters;
 mod reject;
@@ -221,6 +231,8 @@ mod runner;
 mod running;
 mod slots;
 mod trace;
+
+pub use crate::circuit::CircuitBreaker;
 
 pub use self::backoff::Backoff;
 pub use self::codec::{Codec, Json};

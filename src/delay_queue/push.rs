@@ -193,9 +193,7 @@ impl IntoFuture for Push {
             let terms = self.terms.clone();
             let job = self.into_job(JobId::unique)?;
             let id = job.id;
-            let queue = terms.home(&id);
-            let call = terms.store.clone().push(queue, vec![job], terms.max_jobs, terms.deadline);
-            let admission = call.await?.first().copied();
+            let admission = terms.push(terms.home(&id), vec![job]).await?.first().copied();
             Pushed::of(id, admission, &terms)
         })
     }

@@ -4,17 +4,19 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::calls::Calls;
 use super::codec::{Codec, Json};
-use super::erased::AnyStore;
+use super::erased::{AnyStore, Call};
 use super::error::QueueError;
 use super::id::{JobId, UniqueIds};
 use super::job::{Canceller, Job};
 use super::push::{Push, Pushed, check_delay};
 use super::record::{Due, NewJob, Reason, StoredJob, Unique};
 use super::store::{
-    Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Extended, Finish,
-    MAX_BATCH, QueueKey, State, Ticket, WorkerId,
+    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Extended,
+    Finish, MAX_BATCH, QueueKey, State, Ticket, WorkerId,
 };
+use crate::circuit::CircuitBreaker;
 use crate::error::{BoxError, ConfigError, StoreError};
 use crate::key::Key;
 use crate::lock::{Scope, Wakeups};
@@ -32,16 +34,33 @@ pub struct DelayQueue<T, C = Json> {
 /// Where a queue is, and what its jobs may be.
 #[derive(Clone)]
 pub(super) struct Terms {
-    pub(super) store: Arc<dyn AnyStore>,
+    store: Arc<dyn AnyStore>,
     name: Key,
     parts: u16,
     pub(super) max_jobs: u64,
     pub(super) max_size: usize,
     pub(super) max_attempts: u16,
-    pub(super) deadline: Duration,
+    deadline: Duration,
+    calls: Arc<Calls>,
 }
 
 impl Terms {
+    /// Asks the store, if the circuit lets us, for as long as it may take.
+    async fn ask<A>(&self, call: impl FnOnce(Arc<dyn AnyStore>, Duration) -> Call<A>) -> Result<A, StoreError> {
+        self.calls.admit()?;
+        let answer = call(Arc::clone(&self.store), self.deadline).await;
+        self.calls.ended(&answer);
+        answer
+    }
+
+    /// Pushes jobs that lie in one part of the queue.
+    pub(super) async fn push(&self, queue: QueueKey, jobs: Vec<NewJob>) -> Result<Vec<Admission>, StoreError> {
+        let (count, max) = (jobs.len(), self.max_jobs);
+        let answer = self.ask(|store, limit| store.push(queue, jobs, max, limit)).await;
+        self.calls.pushed(count, &answer);
+        answer
+    }
+
     /// The part of the queue that a job lies in.
     pub(super) fn home(&self, id: &JobId) -> QueueKey {
         self.part(if self.parts > 1 { id.as_key().spread(self.parts) } else { 0 })
@@ -88,14 +107,16 @@ impl<T> DelayQueue<T> {
 impl<T, C> DelayQueue<T, C> {
     /// The same with payloads that are kept as `codec` says.
     pub fn with_codec(store: impl DelayQueueStore + Send + Sync + 'static, name: impl Into<Key>, codec: C) -> Self {
+        let name = name.into();
         let terms = Terms {
             store: Arc::new(store),
-            name: name.into(),
+            name,
             parts: 1,
             max_jobs: 1_000_000,
             max_size: 64 * 1_024,
             max_attempts: NewJob::DEFAULT_ATTEMPTS,
             deadline: Duration::from_millis(100),
+            calls: Arc::new(Calls::new(name, CircuitBreaker::new())),
         };
         Self { terms, dead: DeadLimits::default(), codec: Arc::new(codec), payload: PhantomData }
     }
@@ -168,6 +189,15 @@ impl<T, C> DelayQueue<T, C> {
         self
     }
 
+    /// When the queue and its clones stop to ask a store that fails, and how soon they try again. Defaults to [`CircuitBreaker::new`]. Meanwhile
+    /// pushes and all else that the queue is asked fail at once, as [`QueueError::Store`]. A [worker](super::DelayQueueWorker) is not told: it asks
+    /// by itself until the store works.
+    #[must_use]
+    pub fn circuit_breaker(mut self, breaker: CircuitBreaker) -> Self {
+        self.terms.calls = Arc::new(Calls::new(self.terms.name, breaker));
+        self
+    }
+
     /// Spreads the queue over so many parts by the ids of the jobs, for one that is too much for a single node of a cluster. Defaults to 1,
     /// and at most 1,024. Has to be the same wherever this queue is used; what is in the queue already stays where it is.
     ///
@@ -223,8 +253,7 @@ impl<T, C> DelayQueue<T, C> {
             while jobs.len() > 0 {
                 let batch = jobs.by_ref().take(MAX_BATCH);
                 let (places, batch): (Vec<_>, Vec<_>) = batch.map(|(place, job)| ((place, job.id), job)).unzip();
-                let Terms { store, max_jobs, deadline, .. } = &self.terms;
-                let answer = Arc::clone(store).push(queue, batch, *max_jobs, *deadline).await;
+                let answer = self.terms.push(queue, batch).await;
                 for (i, (place, id)) in places.into_iter().enumerate() {
                     results[place] = Some(match &answer {
                         Ok(admissions) => Pushed::of(id, admissions.get(i).copied(), &self.terms),
@@ -242,8 +271,8 @@ impl<T, C> DelayQueue<T, C> {
     ///
     /// [`QueueError::Store`].
     pub async fn get(&self, id: impl Into<JobId>) -> Result<Option<StoredJob>, QueueError> {
-        let (id, Terms { store, deadline, .. }) = (id.into(), &self.terms);
-        Ok(Arc::clone(store).get(self.terms.home(&id), id, *deadline).await?)
+        let id = id.into();
+        Ok(self.terms.ask(|store, limit| store.get(self.terms.home(&id), id, limit)).await?)
     }
 
     /// The payload of a job that was looked at.
@@ -264,8 +293,8 @@ impl<T, C> DelayQueue<T, C> {
     ///
     /// [`QueueError::Store`].
     pub async fn cancel(&self, id: impl Into<JobId>) -> Result<Cancelled, QueueError> {
-        let (id, Terms { store, deadline, .. }) = (id.into(), &self.terms);
-        Ok(Arc::clone(store).cancel(self.terms.home(&id), id, *deadline).await?)
+        let id = id.into();
+        Ok(self.terms.ask(|store, limit| store.cancel(self.terms.home(&id), id, limit)).await?)
     }
 
     /// Changes when a job that is waiting is due: after a `Duration` from now, or at a `SystemTime`.
@@ -274,11 +303,11 @@ impl<T, C> DelayQueue<T, C> {
     ///
     /// [`QueueError::Store`], or [`QueueError::Config`] for a delay that is longer than [`Due::MAX_DELAY`].
     pub async fn reschedule(&self, id: impl Into<JobId>, due: impl Into<Due>) -> Result<Changed, QueueError> {
-        let (id, due, Terms { store, deadline, .. }) = (id.into(), due.into(), &self.terms);
+        let (id, due) = (id.into(), due.into());
         if let Due::In(delay) = due {
             check_delay(delay)?;
         }
-        Ok(Arc::clone(store).reschedule(self.terms.home(&id), id, due, *deadline).await?)
+        Ok(self.terms.ask(|store, limit| store.reschedule(self.terms.home(&id), id, due, limit)).await?)
     }
 
     /// Makes a job that is waiting due at once.
@@ -299,15 +328,15 @@ impl<T, C> DelayQueue<T, C> {
     where
         C: Codec<T>,
     {
-        let (id, Terms { store, deadline, max_size, .. }) = (id.into(), &self.terms);
+        let id = id.into();
         let payload = self.codec.encode(payload.borrow()).map_err(QueueError::Encode)?;
-        let (queue, max) = (self.terms.home(&id), *max_size);
-        let stored = Arc::clone(store).get(queue, id, *deadline).await?;
+        let (queue, max) = (self.terms.home(&id), self.terms.max_size);
+        let stored = self.terms.ask(|store, limit| store.get(queue, id, limit)).await?;
         let bytes = payload.len() + stored.map_or(0, |job| job.headers.size());
         if bytes > max {
             return Err(QueueError::TooLarge { bytes, max });
         }
-        Ok(Arc::clone(store).replace(queue, id, payload, *deadline).await?)
+        Ok(self.terms.ask(|store, limit| store.replace(queue, id, payload, limit)).await?)
     }
 
     /// How many jobs there are, in all parts of the queue.
@@ -318,7 +347,7 @@ impl<T, C> DelayQueue<T, C> {
     pub async fn counts(&self) -> Result<Counts, QueueError> {
         let mut total = Counts::default();
         for queue in self.parts() {
-            let counts = Arc::clone(&self.terms.store).counts(queue, self.terms.deadline).await?;
+            let counts = self.terms.ask(|store, limit| store.counts(queue, limit)).await?;
             total.waiting += counts.waiting;
             total.due += counts.due;
             total.running += counts.running;
@@ -342,8 +371,8 @@ impl<T, C> DelayQueue<T, C> {
     pub async fn list(&self, state: State, skip: u64, limit: usize) -> Result<Vec<StoredJob>, QueueError> {
         let mut jobs = Vec::new();
         for queue in self.parts() {
-            let Terms { store, deadline, .. } = &self.terms;
-            jobs.extend(Arc::clone(store).list(queue, state, skip, limit.min(MAX_BATCH), *deadline).await?);
+            let count = limit.min(MAX_BATCH);
+            jobs.extend(self.terms.ask(|store, limit| store.list(queue, state, skip, count, limit)).await?);
         }
         Ok(jobs)
     }
@@ -368,7 +397,7 @@ impl<T, C> DelayQueue<T, C> {
 
     async fn set_paused(&self, is_paused: bool) -> Result<(), QueueError> {
         for queue in self.parts() {
-            Arc::clone(&self.terms.store).pause(queue, is_paused, self.terms.deadline).await?;
+            self.terms.ask(|store, limit| store.pause(queue, is_paused, limit)).await?;
         }
         Ok(())
     }
@@ -387,7 +416,7 @@ impl<T, C> DelayQueue<T, C> {
         let mut removed = 0;
         for queue in self.parts() {
             loop {
-                let batch = Arc::clone(&self.terms.store).drain(queue, MAX_BATCH, self.terms.deadline).await?;
+                let batch = self.terms.ask(|store, limit| store.drain(queue, MAX_BATCH, limit)).await?;
                 removed += batch as u64;
                 if batch == 0 {
                     break;
@@ -431,9 +460,8 @@ impl<T, C> DelayQueue<T, C> {
         &self,
         limit: usize,
         mut filter: impl FnMut(&StoredJob) -> bool,
-        verb: impl Fn(Arc<dyn AnyStore>, QueueKey, Vec<JobId>, Duration) -> super::erased::Call<Vec<bool>>,
+        verb: impl Fn(Arc<dyn AnyStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
     ) -> Result<usize, QueueError> {
-        let Terms { store, deadline, .. } = &self.terms;
         let mut changed = 0;
         for queue in self.parts() {
             if changed >= limit {
@@ -441,18 +469,18 @@ impl<T, C> DelayQueue<T, C> {
             }
             // Those that die meanwhile come last, those among them that were replayed by this call. As many as were there before are looked
             // at, so that there is an end however fast they die.
-            let mut unseen = Arc::clone(store).counts(queue, *deadline).await?.dead;
+            let mut unseen = self.terms.ask(|store, limit| store.counts(queue, limit)).await?.dead;
             // Those that the filter does not want stay, as those do that cannot be changed, and are not looked at again.
             let mut skip = 0;
             while changed < limit && unseen > 0 {
                 let size = usize::try_from(unseen).unwrap_or(usize::MAX).min(MAX_BATCH);
-                let page = Arc::clone(store).list(queue, State::Dead, skip, size, *deadline).await?;
+                let page = self.terms.ask(|store, limit| store.list(queue, State::Dead, skip, size, limit)).await?;
                 unseen = unseen.saturating_sub(page.len() as u64);
                 let ids: Vec<_> =
                     page.iter().filter(|job| filter(job)).map(|job| job.id).take(limit - changed).collect();
                 let mut left = page.len();
                 if !ids.is_empty() {
-                    let answers = verb(Arc::clone(store), queue, ids, *deadline).await?;
+                    let answers = self.terms.ask(|store, limit| verb(store, queue, ids, limit)).await?;
                     let gone = answers.into_iter().filter(|is_changed| *is_changed).count();
                     (changed, left) = (changed + gone, left - gone);
                 }
