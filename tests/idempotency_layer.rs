@@ -22,13 +22,13 @@ use tokio::time::{Instant, sleep};
 use tollgate::grpc::AsStatus;
 use tollgate::http::{FingerprintedBody, IdempotentBody, header};
 use tollgate::idempotency::{
-    Checkpoint, CheckpointError, IdempotencyHandle, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError,
-    OnUnknown, Rejection,
+    Checkpoint, CheckpointError, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, Keep, OnDisconnect,
+    OnMissingKey, OnStoreError, OnUnknown, Rejection,
 };
-use tollgate::lock::Scope;
+use tollgate::lock::{Cursor, Scope};
 use tollgate::reject::{AsResponse, NothingDone, Reject};
 use tollgate::testing::{Failure, FaultStore, Verb};
-use tollgate::{ConfigError, Everyone, IdempotencyLayer, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
+use tollgate::{ConfigError, Everyone, IdempotencyLayer, Key, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
 use tower::util::BoxCloneService;
 use tower::{Layer, Service as _, ServiceBuilder, ServiceExt, service_fn};
 use tracing::{Instrument as _, Subscriber};
@@ -860,6 +860,46 @@ async fn what_a_dead_process_has_begun_is_refused_or_served_again() {
     });
     assert_eq!(text(ask(&retry, pay("k")).await).await, "2");
     assert_eq!(text(ask(&strict, pay("k")).await).await, "2");
+}
+
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_was_given_by_hand_is_replayed() {
+    let backend = MemoryBackend::new();
+    let handler = Handler::new();
+    let service = handler.behind(layer(backend.clone()).max_run(Duration::from_millis(100)), |_, _| pending());
+    for key in ["charged", "forgotten"] {
+        assert_eq!(problem(ask(&service, pay(key)).await).await, (503, "about:blank".into()));
+    }
+    sleep(Duration::from_secs(15)).await;
+    for key in ["charged", "forgotten"] {
+        assert_eq!(problem(ask(&service, pay(key)).await).await, (409, "outcome-unknown".into()));
+    }
+    // As an operator spells it who knows what the client has sent.
+    let scope = Key::from((Key::digest("alice"), "POST", "/pay"));
+    let admin = IdempotencyAdmin::new(backend).scope(scope);
+    let (mut found, mut next) = (Vec::new(), Some(Cursor::default()));
+    while let Some(from) = next {
+        let page = admin.unknown(from, 100).await.unwrap();
+        found.extend(page.operations);
+        next = page.next;
+    }
+    assert_eq!(found.len(), 2);
+    for status in found {
+        let done = if *status.operation.key() == Key::from("charged") {
+            let answer = Response::builder().status(201).header("location", "/7").header("date", "today");
+            admin.complete(&status, answer.header("set-cookie", "paid=1").body("charged").unwrap()).await
+        } else {
+            admin.complete(&status, StatusCode::CREATED).await
+        };
+        assert!(done.unwrap());
+    }
+    let answer = ask(&service, pay("charged")).await;
+    assert!(is_replay(&answer) && answer.status() == StatusCode::CREATED);
+    let headers = answer.headers();
+    assert_eq!((&headers["location"], &headers["set-cookie"]), (&"/7".parse().unwrap(), &"paid=1".parse().unwrap()));
+    assert!(!headers.contains_key("date"));
+    assert_eq!(text(answer).await, "charged");
+    assert_eq!(problem(ask(&service, pay("forgotten")).await).await, (409, "answer-not-kept".into()));
 }
 
 #[tokio::test(start_paused = true)]

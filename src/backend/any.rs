@@ -9,7 +9,8 @@ use crate::delay_queue::{
 };
 use crate::error::{ConfigError, ConnectError, StoreError};
 use crate::idempotency::{
-    self, Begun, Checkpoint, Completion, IdempotencyRegistry, IdempotencyStore, Operation, OperationStatus, Payload,
+    self, Answer, Begun, Checkpoint, Completion, IdempotencyRegistry, IdempotencyStore, Operation, OperationPage,
+    OperationStatus, Payload,
 };
 use crate::key::Key;
 use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
@@ -241,6 +242,19 @@ impl IdempotencyRegistry for AnyBackend {
 
     async fn forget(&self, status: &OperationStatus) -> Result<bool, StoreError> {
         delegate!(self, store => IdempotencyRegistry::forget(store, status).await)
+    }
+
+    async fn complete_unknown(
+        &self,
+        status: &OperationStatus,
+        answer: &Answer,
+        retention: Duration,
+    ) -> Result<bool, StoreError> {
+        delegate!(self, store => store.complete_unknown(status, answer, retention).await)
+    }
+
+    async fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
+        delegate!(self, store => IdempotencyRegistry::list(store, scope, from, most).await)
     }
 }
 

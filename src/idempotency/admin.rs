@@ -1,13 +1,16 @@
 use std::fmt;
 use std::future::Future;
+use std::sync::Arc;
 use std::time::Duration;
 
 use super::checkpoint::Checkpoint;
-use super::store::{IdempotencyStore, Operation};
+use super::store::{Claim, IdempotencyStore, Operation};
 use crate::deadline::Deadline;
 use crate::error::StoreError;
+use crate::key::Key;
+use crate::lock::Cursor;
 
-/// What those who run services ask of a backend, and no request needs: how far an operation is, and to forget it.
+/// What those who run services ask of a backend, and no request needs: how far operations are, to forget one, and to complete one by hand.
 pub trait IdempotencyRegistry: IdempotencyStore {
     /// How far an operation is. `None` if nothing is known of it.
     fn inspect(
@@ -18,6 +21,25 @@ pub trait IdempotencyRegistry: IdempotencyStore {
     /// Lets an operation be any request's to begin, in one step with looking whether it is still as `status` says: in the same state, by the same
     /// fence. False if it is not, and nothing is changed then. Asked again, the answer is the same until somebody begins.
     fn forget(&self, status: &OperationStatus) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// Completes an operation with an answer that is kept for `retention`, in one step with looking whether its outcome is still as unknown as
+    /// `status` says: by the same fence. What is known of the request stays. False if it is not, or was not according to `status`, and nothing is
+    /// changed then. Asked again with the same answer, the answer is the same. Whoever has begun the operation can change nothing any more.
+    fn complete_unknown(
+        &self,
+        status: &OperationStatus,
+        answer: &Answer,
+        retention: Duration,
+    ) -> impl Future<Output = Result<bool, StoreError>> + Send;
+
+    /// The operations of a scope, or of all of them. Looks at about `most` of what it keeps and answers with those of them that something is known of,
+    /// if any, and where to go on.
+    fn list(
+        &self,
+        scope: Option<&Key>,
+        from: Cursor,
+        most: usize,
+    ) -> impl Future<Output = Result<OperationPage, StoreError>> + Send;
 }
 
 /// An operation, as those see it who do not do it.
@@ -73,7 +95,28 @@ impl OperationState {
     }
 }
 
-/// Looks at operations, and lets them be begun anew: for those who run a service, and not for the service.
+/// What an operation is completed with by hand.
+///
+/// Made of an `http::Response` (feature `http`) it is all that an `IdempotencyLayer` replays. Made of an `http::StatusCode` it says no more than that the
+/// operation is done: whoever asks again is told that the answer was not kept.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Answer {
+    /// The answer as those who have begun the operation write and read it; the store does not look into it.
+    pub bytes: Arc<[u8]>,
+    /// Whether that is all of it.
+    pub is_kept: bool,
+}
+
+/// A part of a [list](IdempotencyAdmin::list).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OperationPage {
+    /// Operations. There may be none, and more on the next page.
+    pub operations: Vec<OperationStatus>,
+    /// Where to go on, unless this is the end.
+    pub next: Option<Cursor>,
+}
+
+/// Looks at operations, completes them by hand, and lets them be begun anew: for those who run a service, and not for the service.
 ///
 /// An operation of unknown outcome is refused for its retention ([`OnUnknown::Reject`](super::OnUnknown::Reject)), until somebody has found out
 /// what became of it. The log names it, and so does [`IdempotencyHandle::operation`](super::IdempotencyHandle::operation).
@@ -104,22 +147,74 @@ impl OperationState {
 /// # Ok(())
 /// # }
 /// ```
+///
+/// Or somebody has found out that it was done. Those of unknown outcome are found page by page: there may be one without any, and more behind it.
+///
+/// ```
+/// # #[cfg(feature = "http")] {
+/// use tollgate::MemoryBackend;
+/// use tollgate::idempotency::IdempotencyAdmin;
+/// # use std::time::Duration;
+/// # use tollgate::idempotency::{Claim, Digest, IdempotencyStore, Operation};
+/// # use tollgate::lock::Token;
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+/// # let backend = MemoryBackend::new();
+/// # let operation = Operation::new(("alice", "POST", "/payments"), "8e03978e");
+/// # let (lease, retention) = (Claim::MIN_LEASE, Duration::from_secs(60));
+/// # let claim = Claim { token: Token::random()?, head: Digest::default(), lease, retention, takes_over: false };
+/// # backend.begin(&operation, &claim).await?;
+/// # tokio::time::sleep(lease * 2).await;
+/// let admin = IdempotencyAdmin::new(backend);
+/// let (mut unknown, mut next) = (Vec::new(), Some(Default::default()));
+/// while let Some(from) = next {
+///     let page = admin.unknown(from, 100).await?;
+///     unknown.extend(page.operations);
+///     next = page.next;
+/// }
+/// // It was charged: the client is to get this answer when it tries again.
+/// let charged = http::Response::builder().status(201).header("location", "/payments/7").body("charged")?;
+/// assert!(admin.complete(&unknown[0], charged).await?);
+/// # Ok(())
+/// # }
+/// # main().unwrap();
+/// # }
+/// ```
+///
+/// On Redis a user needs `+scan` for [`list`](Self::list) and [`unknown`](Self::unknown), and nothing more than for idempotency otherwise.
 #[derive(Clone)]
 pub struct IdempotencyAdmin<B> {
     store: B,
+    scope: Option<Key>,
     deadline: Duration,
+    retention: Duration,
 }
 
 impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     /// Looks at the operations that `store` keeps, which is a backend.
     pub fn new(store: B) -> Self {
-        Self { store, deadline: Duration::from_secs(1) }
+        Self { store, scope: None, deadline: Duration::from_secs(1), retention: Duration::from_secs(86_400) }
+    }
+
+    /// Whose operations are [listed](Self::list). That of a layer is what its scope makes of a request, then the method and the path: where it is a
+    /// header, `(Key::digest(value), "POST", "/payments")`. Defaults to all.
+    #[must_use]
+    pub fn scope(mut self, scope: impl Into<Key>) -> Self {
+        self.scope = Some(scope.into());
+        self
     }
 
     /// How long one call of the store may take. Defaults to 1 s.
     #[must_use]
     pub const fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
+        self
+    }
+
+    /// How long an answer is kept that is given [by hand](Self::complete): from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`]. Defaults to a day, as that of a layer.
+    #[must_use]
+    pub fn retention(mut self, retention: Duration) -> Self {
+        self.retention = retention.clamp(Claim::MIN_RETENTION, Claim::MAX_RETENTION);
         self
     }
 
@@ -150,6 +245,52 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
             tracing::warn!(%operation, ?state, attempts, "operation forgotten");
         }
         Ok(is_forgotten)
+    }
+
+    /// Completes an operation whose outcome was unknown, if it still is as `status` says: the next request gets `answer`, as long as it is the same one, as
+    /// far as is known of the one that has begun the operation. False, with nothing changed, if somebody has begun, renewed, completed or given it back
+    /// since, or if `status` says anything but [unknown](OperationState::Unknown).
+    ///
+    /// A handler that is heard of again is told that the operation is not its own any more. Its answer goes to its own caller, and is not kept.
+    ///
+    /// # Errors
+    ///
+    /// If the store fails. Whether it was completed is not known then; asking again is harmless.
+    pub async fn complete(&self, status: &OperationStatus, answer: impl Into<Answer>) -> Result<bool, StoreError> {
+        let answer = answer.into();
+        let call = self.store.complete_unknown(status, &answer, self.retention);
+        let is_completed = Deadline::new(call, self.deadline).await?;
+        if is_completed {
+            let OperationStatus { operation, attempts, .. } = status;
+            tracing::warn!(%operation, attempts, is_kept = answer.is_kept, "operation completed by hand");
+        }
+        Ok(is_completed)
+    }
+
+    /// The operations of the [scope](Self::scope), in whatever state they are, a page at a time: begin with [`Cursor::default`] and go on with
+    /// [`OperationPage::next`] until there is none. A page comes from looking at about `most` of what the backend keeps, 1 to 1,000.
+    ///
+    /// What others wrote in the place of a record is left out, and is an error when that operation is [inspected](Self::inspect). One that is there all the
+    /// while is on one page at least, unless a cluster moves its slot meanwhile; it may be on two. Takes a look at everything that the backend keeps in
+    /// the end: not for requests.
+    ///
+    /// # Errors
+    ///
+    /// If the store fails.
+    pub async fn list(&self, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
+        let call = self.store.list(self.scope.as_ref(), from, most.clamp(1, 1_000));
+        Deadline::new(call, self.deadline).await
+    }
+
+    /// Those of them whose outcome is unknown: a [list](Self::list) without the others.
+    ///
+    /// # Errors
+    ///
+    /// If the store fails.
+    pub async fn unknown(&self, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
+        let mut page = self.list(from, most).await?;
+        page.operations.retain(|status| matches!(status.state, OperationState::Unknown { .. }));
+        Ok(page)
     }
 }
 

@@ -162,8 +162,8 @@
 //!
 //! # Operations
 //!
-//! [`IdempotencyAdmin`] says how far an operation is, and forgets one, so that it can be begun anew: for operations of unknown outcome, once somebody has
-//! found out what became of them. The log names them.
+//! [`IdempotencyAdmin`] says how far an operation is, and lists those of unknown outcome, which the log names, too. Once somebody has found out what
+//! became of one, it is completed by hand, or forgotten, so that it can be begun anew.
 //!
 //! # Metrics
 //!
@@ -211,7 +211,7 @@ mod meters;
 pub(crate) use self::attempt::{Attempt, Begin, Granted, Home, Order, Running, Settlement};
 pub use crate::circuit::CircuitBreaker;
 
-pub use self::admin::{IdempotencyAdmin, IdempotencyRegistry, OperationState, OperationStatus};
+pub use self::admin::{Answer, IdempotencyAdmin, IdempotencyRegistry, OperationPage, OperationState, OperationStatus};
 pub use self::checkpoint::{Checkpoint, CheckpointError};
 #[cfg(feature = "http")]
 pub(crate) use self::handle::HasPayload;

@@ -13,10 +13,11 @@ use tokio::time::Instant;
 use super::MemoryBackend;
 use crate::error::StoreError;
 use crate::idempotency::{
-    Begun, Checkpoint, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Operation, OperationState,
-    OperationStatus, Payload,
+    Answer, Begun, Checkpoint, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Operation,
+    OperationPage, OperationState, OperationStatus, Payload,
 };
-use crate::lock::{Scope, Token, Wakeups};
+use crate::key::Key;
+use crate::lock::{Cursor, Scope, Token, Wakeups};
 
 /// More than threads would ask at once.
 const SHARDS: usize = 16;
@@ -141,6 +142,17 @@ impl Record {
             State::InFlight { ends } if now < ends => OperationState::InFlight { remaining: ends - now },
             State::InFlight { ends } => OperationState::Unknown { since: now - ends },
             State::Completed { is_kept, .. } => OperationState::Completed { is_kept },
+        }
+    }
+
+    fn status(&self, operation: &Operation, now: Instant) -> OperationStatus {
+        OperationStatus {
+            operation: *operation,
+            state: self.state(now),
+            fence: self.fence,
+            attempts: self.attempt,
+            checkpoint: self.checkpoint.as_deref().cloned(),
+            kept_for: self.expires - now,
         }
     }
 
@@ -362,6 +374,16 @@ impl OperationTable {
         completion: &Completion,
     ) -> Result<bool, StoreError> {
         let (mut shard, place) = self.shard(operation);
+        self.complete_in(&mut shard, place, token, completion)
+    }
+
+    fn complete_in(
+        &self,
+        shard: &mut Shard,
+        place: Place<'_>,
+        token: &Token,
+        completion: &Completion,
+    ) -> Result<bool, StoreError> {
         let now = Instant::now();
         let Some(record) = shard.live(&place, now).filter(|record| record.token == *token) else {
             return Ok(false);
@@ -386,7 +408,7 @@ impl OperationTable {
             record.due = due;
             shard.move_line(&place, before, due);
         }
-        shard.tell(operation);
+        shard.tell(place.operation);
         Ok(true)
     }
 
@@ -418,15 +440,7 @@ impl OperationTable {
     fn inspect(&self, operation: &Operation) -> Option<OperationStatus> {
         let (mut shard, place) = self.shard(operation);
         let now = Instant::now();
-        let record = shard.live(&place, now)?;
-        Some(OperationStatus {
-            operation: *operation,
-            state: record.state(now),
-            fence: record.fence,
-            attempts: record.attempt,
-            checkpoint: record.checkpoint.as_deref().cloned(),
-            kept_for: record.expires - now,
-        })
+        shard.live(&place, now).map(|record| record.status(operation, now))
     }
 
     fn forget(&self, status: &OperationStatus) -> bool {
@@ -443,6 +457,67 @@ impl OperationTable {
         self.put(&mut shard, place, Record { fence, attempt, ..Record::free(nobody(), now) });
         shard.tell(operation);
         true
+    }
+
+    fn complete_unknown(
+        &self,
+        status: &OperationStatus,
+        answer: &Answer,
+        retention: Duration,
+    ) -> Result<bool, StoreError> {
+        self.with_room(|| self.complete_unknown_if_there_is_room(status, answer, retention))
+    }
+
+    fn complete_unknown_if_there_is_room(
+        &self,
+        status: &OperationStatus,
+        answer: &Answer,
+        retention: Duration,
+    ) -> Result<bool, StoreError> {
+        let (mut shard, place) = self.shard(&status.operation);
+        let now = Instant::now();
+        let Some(record) = shard.live(&place, now).filter(|record| record.fence == status.fence) else {
+            return Ok(false);
+        };
+        if let State::Completed { answer: kept, is_kept } = &record.state {
+            // By this before.
+            return Ok(record.token == nobody() && *kept == answer.bytes && *is_kept == answer.is_kept);
+        }
+        if !matches!(record.state(now), OperationState::Unknown { .. }) {
+            return Ok(false);
+        }
+        let (token, payload) = (record.token, record.payload);
+        let Answer { bytes, is_kept } = answer.clone();
+        let is_done =
+            self.complete_in(&mut shard, place, &token, &Completion { answer: bytes, is_kept, payload, retention })?;
+        // Whoever has begun it and is heard of again is told that its own answer is not kept.
+        if let Some(record) = shard.record(&place) {
+            record.token = nobody();
+        }
+        Ok(is_done)
+    }
+
+    fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> OperationPage {
+        let mut page = OperationPage { operations: Vec::new(), next: None };
+        let part = from.part as usize;
+        let Some(shard) = self.shards.get(part) else { return page };
+        let shard = shard.lock().unwrap_or_else(PoisonError::into_inner);
+        let (now, len) = (Instant::now(), shard.records.len());
+        // From the end, since what is dropped leaves its place to the last one. Zero is the beginning of a part, and so its end.
+        let start = if from.position == 0 { len } else { len.min(from.position as usize) };
+        let end = start.saturating_sub(most);
+        for (entry, ()) in (end..start).rev().filter_map(|place| shard.records.get_index(place)) {
+            let is_wanted = scope.is_none_or(|scope| entry.operation.scope() == scope);
+            if is_wanted && entry.record.is_live(now) {
+                page.operations.push(entry.record.status(&entry.operation, now));
+            }
+        }
+        page.next = if end > 0 {
+            Some(Cursor { position: end as u64, ..from })
+        } else {
+            (part + 1 < SHARDS).then_some(Cursor { part: from.part + 1, position: 0 })
+        };
+        page
     }
 
     fn watch(self: &Arc<Self>, operation: &Operation) -> Wakeups {
@@ -568,6 +643,22 @@ impl IdempotencyRegistry for MemoryBackend {
 
     async fn forget(&self, status: &OperationStatus) -> Result<bool, StoreError> {
         Ok(self.inner.operations.forget(status))
+    }
+
+    async fn complete_unknown(
+        &self,
+        status: &OperationStatus,
+        answer: &Answer,
+        retention: Duration,
+    ) -> Result<bool, StoreError> {
+        match status.state {
+            OperationState::Unknown { .. } => self.inner.operations.complete_unknown(status, answer, retention),
+            _ => Ok(false),
+        }
+    }
+
+    async fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
+        Ok(self.inner.operations.list(scope, from, most))
     }
 }
 

@@ -347,6 +347,7 @@ impl RedisBackend {
             idempotency_release,
             idempotency_inspect,
             idempotency_forget,
+            idempotency_complete_unknown,
             delay_queue_push,
             delay_queue_claim,
             delay_queue_extend,
@@ -358,9 +359,12 @@ impl RedisBackend {
             [lock_acquire, lock_acquire_all, lock_line, lock_renew, lock_release, lock_inspect, lock_name, lock_seize];
         let meeting = [lock_acquire_many, lock_release_many];
         let once = [idempotency_begin, idempotency_renew, idempotency_checkpoint];
-        let ends = [idempotency_complete, idempotency_release, idempotency_inspect, idempotency_forget];
+        let ends = [idempotency_complete, idempotency_release];
+        let operating = [idempotency_inspect, idempotency_forget, idempotency_complete_unknown];
         let delaying = [delay_queue_push, delay_queue_claim, delay_queue_extend, delay_queue_control];
-        for script in counting.into_iter().chain(locking).chain(meeting).chain(once).chain(ends).chain(delaying) {
+        for script in
+            counting.into_iter().chain(locking).chain(meeting).chain(once).chain(ends).chain(operating).chain(delaying)
+        {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
         }
         let super::Inner { servers, keys, locks, .. } = &*self.inner;

@@ -1,16 +1,19 @@
 use std::time::Duration;
 
+use futures_util::future::try_join_all;
 use redis::Value;
 
-use super::error::unexpected_reply;
+use super::error::{store_error, unexpected_reply};
+use super::lock_registry::scanned;
 use super::subscriber::Interest;
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::idempotency::{
-    Begun, Checkpoint, Claim, Completion, IdempotencyRegistry, IdempotencyStore, Operation, OperationState,
-    OperationStatus, Payload,
+    Answer, Begun, Checkpoint, Claim, Completion, IdempotencyRegistry, IdempotencyStore, Operation, OperationPage,
+    OperationState, OperationStatus, Payload,
 };
-use crate::lock::{Scope, Token, Wakeups};
+use crate::key::Key;
+use crate::lock::{Cursor, Scope, Token, Wakeups};
 
 impl IdempotencyStore for RedisBackend {
     async fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
@@ -78,6 +81,50 @@ impl IdempotencyRegistry for RedisBackend {
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
         let (found, publish) = ((number_of(*state), *fence), (self.publish(), &*channel));
         is_done(&scripts.idempotency_forget(locks.apart(), &record, found, publish).await?)
+    }
+
+    async fn complete_unknown(
+        &self,
+        status: &OperationStatus,
+        answer: &Answer,
+        retention: Duration,
+    ) -> Result<bool, StoreError> {
+        let OperationStatus { operation, state: OperationState::Unknown { .. }, fence, .. } = status else {
+            return Ok(false);
+        };
+        // Answers are large: not where renewals must not wait behind them.
+        let Inner { servers, keys, scripts, .. } = &*self.inner;
+        let (record, channel) = (keys.idempotency(operation), keys.done(operation));
+        let (kept, publish) = ((answer, retention), (self.publish(), &*channel));
+        is_done(&scripts.idempotency_complete_unknown(servers, &record, *fence, kept, publish).await?)
+    }
+
+    async fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
+        let Inner { keys, locks, .. } = &*self.inner;
+        let mut command = redis::cmd("SCAN");
+        command.arg(from.position).arg("MATCH").arg(keys.operations(scope)).arg("COUNT").arg(most);
+        let Some(reply) = locks.apart().send_to(from.part as usize, &command).await else {
+            return Ok(OperationPage { operations: Vec::new(), next: None });
+        };
+        let reply = reply.map_err(store_error)?;
+        let (position, records) = scanned(&reply).ok_or_else(|| unexpected_reply(&reply))?;
+        // `COUNT` is a hint that is kept to within a bucket, so what is asked for at once is bounded by it.
+        let found = records.iter().filter_map(|record| keys.operation_of(record));
+        let looks = try_join_all(found.map(|operation| async move {
+            match IdempotencyRegistry::inspect(self, &operation).await {
+                // What others wrote is no operation, and hides none of those behind it.
+                Err(error) if error.is_foreign_data() => Ok(None),
+                status => status,
+            }
+        }));
+        let operations = looks.await?.into_iter().flatten().collect();
+        let next = if position > 0 {
+            Some(Cursor { position, ..from })
+        } else {
+            // Whether there is another server is known when it is asked.
+            locks.apart().is_cluster().then_some(Cursor { part: from.part + 1, position: 0 })
+        };
+        Ok(OperationPage { operations, next })
     }
 }
 

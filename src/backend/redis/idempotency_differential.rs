@@ -3,8 +3,8 @@
 
 use super::*;
 use crate::idempotency::{
-    Begun, Checkpoint, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Operation, OperationState,
-    OperationStatus, Payload,
+    Answer, Begun, Checkpoint, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Operation,
+    OperationState, OperationStatus, Payload,
 };
 use crate::lock::Token;
 
@@ -39,6 +39,10 @@ enum AttemptVerb {
     Inspect,
     /// As it was when it was looked at last.
     Forget,
+    /// The same, by hand.
+    CompleteUnknown {
+        is_kept: bool,
+    },
 }
 
 fn attempts() -> impl Strategy<Value = Vec<AttemptStep>> {
@@ -59,6 +63,7 @@ fn attempts() -> impl Strategy<Value = Vec<AttemptStep>> {
         1 => Just(AttemptVerb::Release),
         2 => Just(AttemptVerb::Inspect),
         1 => Just(AttemptVerb::Forget),
+        2 => any::<bool>().prop_map(|is_kept| AttemptVerb::CompleteUnknown { is_kept }),
     ];
     let head = prop_oneof![9 => Just(1_u8), 1 => Just(2)];
     let lease_ms = prop_oneof![Just(10_u64), Just(50)];
@@ -136,7 +141,7 @@ impl Model {
             Some(State::Free) if !self.is_bound => {}
             _ if self.head != head => return "mismatch".into(),
             Some(State::Completed { is_kept }) => {
-                return format!("completed by {} (kept: {is_kept}), body {}", self.token, self.payload);
+                return format!("completed by {} (kept: {is_kept}), body {}", self.token as u8, self.payload);
             }
             Some(State::InFlight { .. }) if self.token == token => {
                 self.state = Some(State::InFlight { ends: now + lease_ms });
@@ -317,6 +322,22 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                 }
                 let (memory, redis) = pair
                     .both(|to| IdempotencyRegistry::forget(to, memory), |to| IdempotencyRegistry::forget(to, redis));
+                (expected.to_string(), memory.to_string(), redis.to_string())
+            }
+            AttemptVerb::CompleteUnknown { is_kept } => {
+                let Some((kind, fence, memory, redis)) = &looks[at] else { continue };
+                let was_completed = model.state == Some(State::Completed { is_kept }) && model.token == NOBODY;
+                let expected =
+                    *kind == "unknown" && model.fence == *fence && (model.kind(now) == "unknown" || was_completed);
+                if expected && !was_completed {
+                    (model.state, model.token) = (Some(State::Completed { is_kept }), NOBODY);
+                    (model.expires, model.checkpoint) = (now + RETENTION_MS, None);
+                }
+                let answer = Answer { bytes: [NOBODY as u8].into(), is_kept };
+                let (memory, redis) = pair.both(
+                    |to| to.complete_unknown(memory, &answer, retention),
+                    |to| to.complete_unknown(redis, &answer, retention),
+                );
                 (expected.to_string(), memory.to_string(), redis.to_string())
             }
         };

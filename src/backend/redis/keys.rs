@@ -68,6 +68,21 @@ impl Keys {
         self.operation(operation, "done")
     }
 
+    /// What `SCAN` finds the records of a scope by, or those of all.
+    pub(super) fn operations(&self, scope: Option<&Key>) -> String {
+        let start = match scope {
+            Some(scope) => [&self.root, "{idempotency:", &apart(scope), ":"].concat(),
+            None => [&self.root, "{idempotency:"].concat(),
+        };
+        literal(&start) + "*}:record"
+    }
+
+    /// Which operation a record belongs to.
+    pub(super) fn operation_of(&self, record: &str) -> Option<Operation> {
+        let name = record.strip_prefix(&self.root)?.strip_prefix("{idempotency:")?.strip_suffix("}:record")?;
+        Operation::parse(name)
+    }
+
     fn operation(&self, operation: &Operation, part: &str) -> String {
         let (scope, key) = (apart(operation.scope()), operation.key().as_str());
         [&self.root, "{idempotency:", &scope, ":", key, "}:", part].concat()
@@ -118,15 +133,7 @@ impl Keys {
 
     /// What `SCAN` finds the leases of a namespace by.
     pub(super) fn leases(&self, namespace: &Key) -> String {
-        let start = [&self.root, "{lock:", &apart(namespace), ":"].concat();
-        let mut pattern = String::with_capacity(start.len() + 8);
-        for sign in start.chars() {
-            if matches!(sign, '*' | '?' | '[' | ']' | '\\' | '^') {
-                pattern.push('\\');
-            }
-            pattern.push(sign);
-        }
-        pattern + "*}:lease"
+        literal(&[&self.root, "{lock:", &apart(namespace), ":"].concat()) + "*}:lease"
     }
 
     /// Which lock of a namespace a lease belongs to.
@@ -189,6 +196,18 @@ impl<'a> LockNames<'a> {
         let (text, mut start) = (self.text(), 0);
         self.ends.iter().map(|end| &text[std::mem::replace(&mut start, *end)..*end]).collect()
     }
+}
+
+/// A pattern for `SCAN` that matches this and nothing else.
+fn literal(text: &str) -> String {
+    let mut pattern = String::with_capacity(text.len() + 10);
+    for sign in text.chars() {
+        if matches!(sign, '*' | '?' | '[' | ']' | '\\' | '^') {
+            pattern.push('\\');
+        }
+        pattern.push(sign);
+    }
+    pattern
 }
 
 /// What comes before another part of a key, which must not begin any earlier: `a:b` and `c` are not `a` and `b:c`.
@@ -294,6 +313,19 @@ mod tests {
         for key in [key("{a}", "b"), key("a", "}{b}"), key(&long, &long), key("", "")] {
             assert_eq!((key.matches('{').count(), key.matches('}').count()), (1, 1), "{key}");
             assert!(key.len() < 256);
+        }
+    }
+
+    #[test]
+    fn a_record_says_which_operation_it_is_of() {
+        let keys = Keys::new("t*");
+        for operation in
+            [Operation::new(("ali:ce", "POST", "/a*b"), "k:1"), Operation::new("", ""), Operation::new("%3A", "é{")]
+        {
+            assert_eq!(keys.operation_of(&keys.idempotency(&operation)), Some(operation));
+        }
+        for other in ["t:2:{idempotency:a:b}:record", "t%2A:2:{idempotency:a:b}:done", "t%2A:2:{lock:a:b}:record"] {
+            assert_eq!(keys.operation_of(other), None, "{other}");
         }
     }
 

@@ -82,7 +82,7 @@ fn status(lock: &LockKey, reply: &Value) -> Option<LockStatus> {
 }
 
 /// Where to go on, and keys.
-fn scanned(reply: &Value) -> Option<(u64, Vec<String>)> {
+pub(super) fn scanned(reply: &Value) -> Option<(u64, Vec<String>)> {
     let Value::Array(values) = reply else { return None };
     let [Value::BulkString(position), Value::Array(keys)] = values.as_slice() else { return None };
     let position = std::str::from_utf8(position).ok()?.parse().ok()?;

@@ -76,7 +76,7 @@
 //! For locks that replicas have to know of `+wait`, and for those that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`, as well.
 //!
 //! For those who wait for a lock or for the same request also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without
-//! these who waits looks once a second. With `+pubsub|numsub`, locks that are given back at the same time are only told of where somebody listens, which is cheaper. Listing locks takes `+scan`.
+//! these who waits looks once a second. With `+pubsub|numsub`, locks that are given back at the same time are only told of where somebody listens, which is cheaper. Listing locks or operations takes `+scan`.
 //!
 //! For delay queues also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe +exists +hget +hset +hdel +hmget +hlen +hexists +zadd +zrem +zcard +zcount +zscore +zmscore +zrange +zrangebyscore +zremrangebyrank +zremrangebyscore +zpopmin +sadd +srem +sismember +smismember`,
 //! on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without these on channels workers look every five seconds.

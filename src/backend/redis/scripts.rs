@@ -13,7 +13,7 @@ use super::pool::Handle;
 use super::servers::Servers;
 use crate::delay_queue;
 use crate::error::StoreError;
-use crate::idempotency::{self, Checkpoint, Completion, Payload};
+use crate::idempotency::{self, Answer, Checkpoint, Completion, Payload};
 use crate::lock::{Claim, Line, LockKey, Token};
 use crate::rate_limit::Receipt;
 
@@ -54,6 +54,7 @@ pub(super) struct Scripts {
     pub(super) idempotency_release: LuaScript,
     pub(super) idempotency_inspect: LuaScript,
     pub(super) idempotency_forget: LuaScript,
+    pub(super) idempotency_complete_unknown: LuaScript,
     pub(super) delay_queue_push: LuaScript,
     pub(super) delay_queue_claim: LuaScript,
     pub(super) delay_queue_extend: LuaScript,
@@ -143,6 +144,7 @@ impl Scripts {
             idempotency_release: lua!("idempotency_release.lua"),
             idempotency_inspect: lua!("idempotency_inspect.lua"),
             idempotency_forget: lua!("idempotency_forget.lua"),
+            idempotency_complete_unknown: lua!("idempotency_complete_unknown.lua"),
             delay_queue_push: lua!("delay_queue_push.lua"),
             delay_queue_claim: lua!("delay_queue_claim.lua"),
             delay_queue_extend: lua!("delay_queue_extend.lua"),
@@ -389,6 +391,19 @@ impl Scripts {
         let args = (state, fence, KEEP_ATTEMPT_MS, publish, channel);
         self.idempotency_forget.call(servers, &[record], args).await
     }
+
+    pub(super) async fn idempotency_complete_unknown(
+        &self,
+        servers: &Servers,
+        record: &str,
+        fence: u64,
+        (answer, retention): (&Answer, Duration),
+        (publish, channel): (&str, &str),
+    ) -> Result<Value, StoreError> {
+        let state = if answer.is_kept { 2 } else { 3 };
+        let args = (fence, state, millis(retention), &*answer.bytes, publish, channel);
+        self.idempotency_complete_unknown.call(servers, &[record], args).await
+    }
 }
 
 impl Scripts {
@@ -629,6 +644,7 @@ mod tests {
             (&scripts.idempotency_release, 1, 4),
             (&scripts.idempotency_inspect, 1, 1),
             (&scripts.idempotency_forget, 1, 5),
+            (&scripts.idempotency_complete_unknown, 1, 6),
             (&scripts.delay_queue_push, 8, 6),
             (&scripts.delay_queue_claim, 11, 11),
             (&scripts.delay_queue_extend, 3, 3),

@@ -1,11 +1,14 @@
 //! Answers as they are kept: one byte version 1, the status, the headers, the trailers and the body, each with its length.
 
+use std::iter;
 use std::sync::Arc;
 
 use ::http::header::{self, HeaderName};
-use ::http::{HeaderMap, HeaderValue, StatusCode};
+use ::http::{HeaderMap, HeaderValue, Response, StatusCode};
 use bytes::{Buf, Bytes};
 use smallvec::{Array, SmallVec};
+
+use crate::idempotency::Answer;
 
 /// The layout of an answer.
 const VERSION: u8 = 1;
@@ -94,6 +97,25 @@ pub(super) fn mark(status: StatusCode) -> [u8; 5] {
     let [low, high] = status.as_u16().to_le_bytes();
     let [none, nothing] = NO_HEADERS;
     [VERSION, low, high, none, nothing]
+}
+
+/// All of it is replayed, cookies included, but for headers of one hop, one moment or one request.
+impl<B: Into<Bytes>> From<Response<B>> for Answer {
+    fn from(response: Response<B>) -> Self {
+        let (head, body) = response.into_parts();
+        let body = body.into();
+        let mut recorder = Recorder::new(head.status, &head.headers, true, usize::MAX);
+        recorder.data(&body);
+        let (bytes, is_kept) = recorder.finish(iter::once(&body), true);
+        Self { bytes, is_kept }
+    }
+}
+
+/// That there was an answer with this status, and no more of it.
+impl From<StatusCode> for Answer {
+    fn from(status: StatusCode) -> Self {
+        Self { bytes: mark(status).as_slice().into(), is_kept: false }
+    }
 }
 
 /// Whether a header says something of the answer, and not of the way that it took.
