@@ -4,6 +4,8 @@
 use std::time::Duration;
 
 use tokio::time::{Instant, advance, timeout};
+use tollgate::idempotency::{Answer, Claim, Digest, IdempotencyAdmin, IdempotencyStore, Operation};
+use tollgate::lock::{Cursor, LockAdmin, Token};
 use tollgate::rate_limit::{Outcome, RateLimitStore, Request};
 use tollgate::testing::{Failure, FaultStore, Faults, TestJob, Verb, exhaust};
 use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota, StoreError};
@@ -30,6 +32,42 @@ mod around_each_claim {
         claim(store).await;
         assert!(faults.total_calls() > 0);
     });
+}
+
+/// What those who run services ask meets faults as well.
+#[tokio::test(start_paused = true)]
+async fn an_administrator_meets_the_faults_of_a_store() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = LockAdmin::new(store.clone());
+    let operations = IdempotencyAdmin::new(store.clone());
+    let token = Token::random().unwrap();
+    let operation = Operation::new("alice", "k");
+    let (head, lease, retention) = (Digest::default(), Claim::MIN_LEASE, Claim::MIN_RETENTION);
+    store.begin(&operation, &Claim { token, head, lease, retention, takes_over: false }).await.unwrap();
+    advance(lease * 2).await;
+    let status = operations.inspect(&operation).await.unwrap().unwrap();
+    let answer = || Answer { bytes: (*b"x").into(), is_kept: true };
+
+    faults.fail(Failure::Unauthorized);
+    let errors = [
+        locks.inspect("a").await.map(drop),
+        locks.force_unlock("a").await.map(drop),
+        locks.list(Cursor::default(), 1).await.map(drop),
+        operations.inspect(&operation).await.map(drop),
+        operations.forget(&status).await.map(drop),
+        operations.complete(&status, answer()).await.map(drop),
+        operations.list(Cursor::default(), 1).await.map(drop),
+    ];
+    assert!(errors.iter().all(|error| error.as_ref().is_err_and(StoreError::is_unauthorized)), "{errors:?}");
+    assert_eq!(faults.calls(Verb::Admin), 8);
+    faults.heal();
+    assert_eq!(operations.inspect(&operation).await.unwrap().map(|found| found.fence), Some(status.fence));
+
+    faults.lose_answers();
+    assert!(operations.complete(&status, answer()).await.unwrap_err().is_timeout());
+    faults.heal();
+    assert!(operations.complete(&status, answer()).await.unwrap(), "asking again is harmless");
 }
 
 fn policy() -> Policy {

@@ -5,13 +5,13 @@ mod support;
 
 use std::collections::BTreeSet;
 use std::future::{IntoFuture, ready};
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, Weak};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
 use support::sentinel::{SERVICE, SentinelDeployment};
 use support::server::{RedisServer, version, wait_until};
+use support::shared::{Shared, connect};
 use tokio::sync::oneshot;
 use tokio::task::{JoinHandle, JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
@@ -19,7 +19,7 @@ use tollgate::delay_queue::{DelayQueue, DelayQueueWorker, Job, WorkerError};
 use tollgate::idempotency::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
 use tollgate::lock::{LockAdmin, Release, Token};
 use tollgate::rate_limit::{Decision, RateLimitStore, Request};
-use tollgate::{BoxError, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions};
+use tollgate::{BoxError, Limiter, Locks, Policy, Quota, RedisBackend};
 use tower::service_fn;
 
 mod behind_sentinels {
@@ -421,14 +421,6 @@ mod on_a_cluster {
     }
 }
 
-/// A backend with keys of its own.
-async fn connect(url: &str) -> RedisBackend {
-    static NUMBER: AtomicU64 = AtomicU64::new(0);
-    let prefix = format!("t{}", NUMBER.fetch_add(1, Ordering::Relaxed));
-    let backend = RedisOptions::from_url(url).unwrap().prefix(prefix).connect().await;
-    backend.expect("the deployment lets us in")
-}
-
 /// A queue and a worker of it, which is to outlive whatever becomes of the servers.
 struct Work {
     queue: DelayQueue<u32>,
@@ -491,25 +483,5 @@ impl Work {
         self.worker.await.unwrap().unwrap();
         let done = self.done.lock().unwrap();
         assert!(done.iter().copied().eq(0..self.pushed), "{done:?}");
-    }
-}
-
-/// A deployment for all tests that run at the same time, since it takes seconds to start. Stops with the last of them.
-struct Shared<T>(Mutex<Weak<T>>);
-
-impl<T> Shared<T> {
-    const fn new() -> Self {
-        Self(Mutex::new(Weak::new()))
-    }
-
-    fn get(&self, start: impl FnOnce() -> T) -> Arc<T> {
-        block_in_place(|| {
-            let mut shared = self.0.lock().expect("a deployment starts");
-            shared.upgrade().unwrap_or_else(|| {
-                let started = Arc::new(start());
-                *shared = Arc::downgrade(&started);
-                started
-            })
-        })
     }
 }

@@ -9,9 +9,15 @@ use crate::delay_queue::{
     QueueKey, State as JobState, StoredJob, Ticket, WorkerId,
 };
 use crate::error::StoreError;
-use crate::idempotency::{self, Begun, Checkpoint, Completion, IdempotencyStore, Operation, Payload};
+use crate::idempotency::{
+    self, Answer, Begun, Checkpoint, Completion, IdempotencyRegistry, IdempotencyStore, Operation, OperationPage,
+    OperationStatus, Payload,
+};
 use crate::key::Key;
-use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use crate::lock::{
+    Acquired, Claim, Cursor, LockKey, LockPage, LockRegistry, LockStatus, LockStore, Released, Renewal, Scope, Seized,
+    Token, Wakeups,
+};
 use crate::rate_limit::{Decision, Policy, RateLimitStore, Receipt, Request};
 
 /// A store that fails when it is told to, and counts its calls. See the [module docs](super) for an example.
@@ -82,7 +88,8 @@ pub enum Failure {
     Other,
 }
 
-/// What a store is asked: the methods of [`RateLimitStore`], [`LockStore`], [`IdempotencyStore`] and [`DelayQueueStore`].
+/// What a store is asked: the methods of [`RateLimitStore`], [`LockStore`], [`IdempotencyStore`] and [`DelayQueueStore`], and of
+/// [`LockRegistry`] and [`IdempotencyRegistry`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum Verb {
@@ -120,9 +127,11 @@ pub enum Verb {
     Extend,
     /// Whatever else a delay queue is asked.
     Control,
+    /// Whatever those ask who run services: of locks or of operations.
+    Admin,
 }
 
-const VERBS: usize = Verb::Control as usize + 1;
+const VERBS: usize = Verb::Admin as usize + 1;
 
 impl Failure {
     fn error(self) -> StoreError {
@@ -386,6 +395,43 @@ impl<S: LockStore + Sync> LockStore for FaultStore<S> {
 
     fn scope(&self) -> Scope {
         self.inner.scope()
+    }
+}
+
+impl<S: LockRegistry + Sync> LockRegistry for FaultStore<S> {
+    async fn inspect(&self, lock: &LockKey) -> Result<LockStatus, StoreError> {
+        self.faults.around(Verb::Admin, self.inner.inspect(lock)).await
+    }
+
+    async fn seize(&self, lock: &LockKey) -> Result<Seized, StoreError> {
+        self.faults.around(Verb::Admin, self.inner.seize(lock)).await
+    }
+
+    async fn list(&self, namespace: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
+        self.faults.around(Verb::Admin, self.inner.list(namespace, from, most)).await
+    }
+}
+
+impl<S: IdempotencyRegistry + Sync> IdempotencyRegistry for FaultStore<S> {
+    async fn inspect(&self, operation: &Operation) -> Result<Option<OperationStatus>, StoreError> {
+        self.faults.around(Verb::Admin, self.inner.inspect(operation)).await
+    }
+
+    async fn forget(&self, status: &OperationStatus) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Admin, self.inner.forget(status)).await
+    }
+
+    async fn complete_unknown(
+        &self,
+        status: &OperationStatus,
+        answer: &Answer,
+        retention: Duration,
+    ) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Admin, self.inner.complete_unknown(status, answer, retention)).await
+    }
+
+    async fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
+        self.faults.around(Verb::Admin, self.inner.list(scope, from, most)).await
     }
 }
 

@@ -86,7 +86,9 @@
 //! must do on it, each claim as a test of its own, [`lock_contract!`](crate::lock_contract) what a
 //! [`LockStore`](crate::lock::LockStore) must do, [`idempotency_contract!`](crate::idempotency_contract) what an
 //! [`IdempotencyStore`](crate::idempotency::IdempotencyStore) must do, and [`delay_queue_contract!`](crate::delay_queue_contract) what a
-//! [`DelayQueueStore`](crate::delay_queue::DelayQueueStore) must do. The backends of this crate pass the same tests.
+//! [`DelayQueueStore`](crate::delay_queue::DelayQueueStore) must do. For one that those who run services can look into there are
+//! [`lock_registry_contract!`](crate::lock_registry_contract) and [`idempotency_registry_contract!`](crate::idempotency_registry_contract). The
+//! backends of this crate pass the same tests.
 //!
 //! ```no_run
 //! # use tollgate::MemoryBackend as MyBackend;
@@ -99,8 +101,10 @@ pub mod delay_queue_contract;
 mod exhaust;
 mod fault;
 pub mod idempotency_contract;
+pub mod idempotency_registry_contract;
 mod job;
 pub mod lock_contract;
+pub mod lock_registry_contract;
 
 pub use self::exhaust::exhaust;
 pub use self::fault::{Failure, FaultStore, Faults, Verb};
@@ -282,6 +286,55 @@ macro_rules! idempotency_contract {
     };
 }
 
+/// Makes a test of every claim in [`lock_registry_contract`](crate::testing::lock_registry_contract), to run on a backend. Takes what
+/// [`rate_limit_contract!`](crate::rate_limit_contract) takes.
+///
+/// ```no_run
+/// # use tollgate::MemoryBackend;
+/// tollgate::lock_registry_contract!(#[tokio::test(start_paused = true)] async { MemoryBackend::new() });
+/// # fn main() {}
+/// ```
+#[macro_export]
+macro_rules! lock_registry_contract {
+    ($($told:tt)+) => {
+        $crate::__contract! {
+            @read [lock_registry_contract:
+                a_holder_can_be_seen
+                holders_of_permits_are_told_apart
+                a_lock_can_be_taken_away
+                who_is_first_in_line_gets_what_is_taken_away
+                held_locks_are_listed
+            ] [] $($told)+
+        }
+    };
+}
+
+/// Makes a test of every claim in [`idempotency_registry_contract`](crate::testing::idempotency_registry_contract), to run on a backend. Takes
+/// what [`rate_limit_contract!`](crate::rate_limit_contract) takes.
+///
+/// ```no_run
+/// # use tollgate::MemoryBackend;
+/// tollgate::idempotency_registry_contract!(#[tokio::test(start_paused = true)] async { MemoryBackend::new() });
+/// # fn main() {}
+/// ```
+#[macro_export]
+macro_rules! idempotency_registry_contract {
+    ($($told:tt)+) => {
+        $crate::__contract! {
+            @read [idempotency_registry_contract:
+                each_state_can_be_seen
+                what_was_taken_over_has_no_checkpoint
+                what_is_forgotten_is_begun_anew
+                what_is_not_as_it_was_found_is_left_alone
+                what_is_unknown_is_completed_by_hand
+                what_is_not_unknown_is_not_completed_by_hand
+                operations_are_listed
+                whoever_waits_is_told
+            ] [] $($told)+
+        }
+    };
+}
+
 /// Makes a test of every claim in [`delay_queue_contract`](crate::testing::delay_queue_contract), to run on a backend. Takes what
 /// [`rate_limit_contract!`](crate::rate_limit_contract) takes.
 ///
@@ -358,6 +411,8 @@ mod tests {
             ("lock_contract", include_str!("lock_contract.rs"), 20),
             ("idempotency_contract", include_str!("idempotency_contract.rs"), 12),
             ("delay_queue_contract", include_str!("delay_queue_contract.rs"), 15),
+            ("lock_registry_contract", include_str!("lock_registry_contract.rs"), 4),
+            ("idempotency_registry_contract", include_str!("idempotency_registry_contract.rs"), 7),
         ];
         for (name, contract, least) in contracts {
             let claims: Vec<_> =

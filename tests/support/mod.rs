@@ -8,6 +8,7 @@ pub mod processor;
 pub mod proxy;
 pub mod sentinel;
 pub mod server;
+pub mod shared;
 pub mod stores;
 pub mod tls;
 pub mod windows;

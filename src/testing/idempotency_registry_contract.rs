@@ -1,0 +1,321 @@
+//! What every [`IdempotencyRegistry`] must do: one claim a function, written once, run on each backend by
+//! [`idempotency_registry_contract!`](crate::idempotency_registry_contract).
+//!
+//! A claim is told a store that nobody else uses, and panics if what it says is not so. The claims wait on tokio's clock, so
+//! they take no time where it is paused and up to some seconds where it is not.
+#![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
+
+use std::collections::HashMap;
+use std::time::Duration;
+
+use tokio::time::{sleep, timeout};
+
+use crate::error::StoreError;
+use crate::idempotency::{
+    Answer, Begun, Checkpoint, Claim, Completion, Digest, IdempotencyAdmin, IdempotencyRegistry, Operation,
+    OperationPage, OperationState, OperationStatus, Payload,
+};
+use crate::lock::{Cursor, Token};
+
+/// A lease that no test sees the end of, however slow the machine.
+const LONG: Duration = Duration::from_secs(60);
+/// A lease that is over soon.
+const SHORT: Duration = Duration::from_millis(20);
+
+fn claim(lease: Duration) -> Claim {
+    let (token, head) = (Token::random().unwrap(), Digest([7; 16]));
+    Claim { token, head, lease, retention: LONG, takes_over: false }
+}
+
+fn operation() -> Operation {
+    Operation::new(("ali:ce", "POST", "/pay:now"), "k:1")
+}
+
+async fn take<S: IdempotencyRegistry>(store: &S, claim: &Claim) -> (u64, u32) {
+    match store.begin(&operation(), claim).await.unwrap() {
+        Begun::Granted { fence, attempt, payload, checkpoint } => {
+            assert_eq!((payload, checkpoint), (Payload::default(), None));
+            (fence, attempt)
+        }
+        begun => panic!("{begun:?}"),
+    }
+}
+
+async fn look<S: IdempotencyRegistry + Clone + Sync>(store: &S) -> OperationStatus {
+    let status = IdempotencyAdmin::new(store.clone()).inspect(&operation()).await.unwrap().unwrap();
+    assert_eq!(status.operation, operation());
+    status
+}
+
+fn completion(is_kept: bool) -> Completion {
+    Completion { answer: (*b"x").into(), is_kept, payload: Payload::default(), retention: LONG }
+}
+
+fn is_about(duration: Duration, expected: Duration) -> bool {
+    duration <= expected && duration + Duration::from_secs(20) > expected
+}
+
+/// How far an operation is can be seen in each of its states.
+pub async fn each_state_can_be_seen<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+    let admin = IdempotencyAdmin::new(store.clone()).deadline(Duration::from_secs(10));
+    assert_eq!(admin.inspect(&operation()).await.unwrap(), None);
+
+    let first = claim(LONG);
+    let (fence, _) = take(&store, &first).await;
+    let status = look(&store).await;
+    assert!(matches!(status.state, OperationState::InFlight { remaining } if is_about(remaining, LONG)), "{status:?}");
+    assert!(is_about(status.kept_for, LONG * 2), "{status:?}");
+    assert_eq!((status.fence, status.attempts, status.checkpoint), (fence, 1, None));
+
+    // Given back with what was put down, and taken up and lost.
+    let note = Checkpoint::new(1, "charged", b"data").unwrap();
+    assert!(store.checkpoint(&operation(), &first, &Payload::default(), &note).await.unwrap());
+    assert!(store.release(&operation(), &first.token).await.unwrap());
+    let status = look(&store).await;
+    assert_eq!((status.state, status.attempts, status.checkpoint), (OperationState::Free, 1, Some(note.clone())));
+    let second = claim(SHORT);
+    let begun = store.begin(&operation(), &second).await.unwrap();
+    assert!(matches!(begun, Begun::Granted { attempt: 2, .. }), "{begun:?}");
+    sleep(SHORT * 3).await;
+    let status = look(&store).await;
+    assert!(matches!(status.state, OperationState::Unknown { since } if since > SHORT), "{status:?}");
+    assert!(status.fence > fence, "{status:?}");
+    assert_eq!((status.attempts, status.checkpoint), (2, Some(note)));
+
+    assert!(store.complete(&operation(), &second.token, &completion(false)).await.unwrap());
+    let done = look(&store).await;
+    assert_eq!((done.state, done.fence), (OperationState::Completed { is_kept: false }, status.fence));
+    assert!(is_about(done.kept_for, LONG) && done.checkpoint.is_none(), "{done:?}");
+}
+
+/// What was taken over is told apart in the record, and that is nothing that anybody has put down.
+pub async fn what_was_taken_over_has_no_checkpoint<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+    take(&store, &claim(SHORT)).await;
+    sleep(SHORT * 3).await;
+    let second = Claim { takes_over: true, ..claim(LONG) };
+    take(&store, &second).await;
+    for _ in 0..2 {
+        assert_eq!((look(&store).await.attempts, look(&store).await.checkpoint), (2, None));
+        assert!(store.release(&operation(), &second.token).await.unwrap());
+    }
+    // It is not the same request's any more.
+    let status = look(&store).await;
+    assert!(store.forget(&status).await.unwrap());
+    assert_eq!(take(&store, &Claim { head: Digest([8; 16]), ..claim(LONG) }).await.1, 3);
+}
+
+/// Whatever it is, the next request begins it, with a larger fence, and whoever did it before changes nothing.
+pub async fn what_is_forgotten_is_begun_anew<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+    let admin = IdempotencyAdmin::new(store.clone());
+    let mut last = (0, 0);
+    for turn in 0..4 {
+        let claim = Claim { head: Digest([turn; 16]), ..claim(if turn == 1 { SHORT } else { LONG }) };
+        let begun = take(&store, &claim).await;
+        assert!(begun.0 > last.0 && begun.1 == last.1 + 1, "{begun:?} after {last:?}");
+        last = begun;
+        match turn {
+            0 => {}
+            1 => sleep(SHORT * 3).await,
+            _ => assert!(store.complete(&operation(), &claim.token, &completion(turn == 2)).await.unwrap()),
+        }
+        let status = look(&store).await;
+        for _ in 0..2 {
+            assert!(admin.forget(&status).await.unwrap(), "{status:?}");
+        }
+        let free = look(&store).await;
+        assert_eq!((free.state, free.fence, free.attempts), (OperationState::Free, last.0, last.1));
+        assert!(is_about(free.kept_for, Duration::from_secs(600)), "{free:?}");
+        assert!(!store.renew(&operation(), &claim, &Payload::default()).await.unwrap());
+        assert!(!store.complete(&operation(), &claim.token, &completion(true)).await.unwrap());
+    }
+}
+
+/// The story of an operation that was looked at, and was gone on with before somebody had made up their mind.
+pub async fn what_is_not_as_it_was_found_is_left_alone<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+    let admin = IdempotencyAdmin::new(store.clone());
+    let first = claim(SHORT);
+    take(&store, &first).await;
+    sleep(SHORT * 3).await;
+    let unknown = look(&store).await;
+
+    // Its process was silent, and is heard of again.
+    let long = Claim { lease: LONG, ..first };
+    assert!(store.renew(&operation(), &long, &Payload::default()).await.unwrap());
+    assert!(!admin.forget(&unknown).await.unwrap());
+    let in_flight = look(&store).await;
+    assert!(matches!(in_flight.state, OperationState::InFlight { .. }), "{in_flight:?}");
+
+    assert!(store.complete(&operation(), &first.token, &completion(true)).await.unwrap());
+    let done = look(&store).await;
+    for before in [&unknown, &in_flight] {
+        assert!(!admin.forget(before).await.unwrap());
+    }
+    let other = OperationStatus { state: OperationState::Completed { is_kept: false }, ..done.clone() };
+    assert!(!admin.forget(&other).await.unwrap());
+    assert!(matches!(look(&store).await.state, OperationState::Completed { is_kept: true }));
+
+    // Begun anew, it is in the same states by another fence.
+    assert!(admin.forget(&done).await.unwrap());
+    let second = claim(LONG);
+    take(&store, &second).await;
+    for before in [&unknown, &in_flight, &done] {
+        assert!(!admin.forget(before).await.unwrap());
+    }
+    assert!(store.complete(&operation(), &second.token, &completion(true)).await.unwrap());
+    assert!(!admin.forget(&done).await.unwrap());
+
+    let never = OperationStatus { operation: Operation::new("alice", "never"), ..done };
+    assert!(!admin.forget(&never).await.unwrap());
+}
+
+fn answer(text: &str) -> Answer {
+    Answer { bytes: text.as_bytes().into(), is_kept: true }
+}
+
+/// Begins the operation, says what its body is, and is never heard of again.
+async fn lose<S: IdempotencyRegistry + Clone + Sync>(store: &S) -> (Claim, Payload, OperationStatus) {
+    let (claim, body) = (claim(SHORT), Payload { len: 3, is_whole: Some(true), digest: Digest([9; 16]) });
+    take(store, &claim).await;
+    let note = Checkpoint::new(1, "charged", b"data").unwrap();
+    assert!(store.checkpoint(&operation(), &claim, &body, &note).await.unwrap());
+    sleep(SHORT * 3).await;
+    (claim, body, look(store).await)
+}
+
+/// What nobody was heard of is completed with an answer, which the next request gets, and whoever has begun it changes nothing.
+pub async fn what_is_unknown_is_completed_by_hand<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+    let admin = IdempotencyAdmin::new(store.clone()).retention(LONG * 3);
+    let (first, payload, unknown) = lose(&store).await;
+    for _ in 0..2 {
+        assert!(admin.complete(&unknown, answer("charged")).await.unwrap());
+    }
+    assert!(!admin.complete(&unknown, answer("not charged")).await.unwrap(), "it is said already");
+    let unkept = Answer { is_kept: false, ..answer("charged") };
+    assert!(!admin.complete(&unknown, unkept).await.unwrap());
+    let done = look(&store).await;
+    assert_eq!(done.state, OperationState::Completed { is_kept: true });
+    assert_eq!((done.fence, done.attempts, done.checkpoint.as_ref()), (unknown.fence, 1, None));
+    assert!(is_about(done.kept_for, LONG * 3), "{done:?}");
+
+    // Whoever has begun it is heard of again, and changes nothing.
+    assert!(!store.renew(&operation(), &first, &payload).await.unwrap());
+    assert!(!store.complete(&operation(), &first.token, &completion(true)).await.unwrap());
+    assert!(!store.release(&operation(), &first.token).await.unwrap());
+    let expected = Begun::Completed { payload, answer: answer("charged").bytes, is_kept: true };
+    for takes_over in [false, true] {
+        let same = Claim { takes_over, ..claim(LONG) };
+        assert_eq!(store.begin(&operation(), &same).await.unwrap(), expected, "what was known of the request stays");
+        let other = Claim { head: Digest([8; 16]), ..same };
+        assert_eq!(store.begin(&operation(), &other).await.unwrap(), Begun::Mismatch);
+    }
+
+    // Somebody has been wrong.
+    assert!(admin.forget(&done).await.unwrap());
+    let (_, _, unknown) = lose(&store).await;
+    assert!(admin.complete(&unknown, Answer { is_kept: false, ..answer("") }).await.unwrap());
+    assert_eq!(look(&store).await.state, OperationState::Completed { is_kept: false });
+}
+
+/// What is in any other state, or was not found to be unknown, stays as it is.
+pub async fn what_is_not_unknown_is_not_completed_by_hand<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+    let admin = IdempotencyAdmin::new(store.clone());
+    let complete = async |status: &OperationStatus| admin.complete(status, answer("charged")).await.unwrap();
+    let (first, payload, unknown) = lose(&store).await;
+    let never = OperationStatus { operation: Operation::new("alice", "never"), ..unknown.clone() };
+    assert!(!complete(&never).await && admin.inspect(&never.operation).await.unwrap().is_none());
+
+    // Its process was silent, and is heard of again.
+    assert!(store.renew(&operation(), &Claim { lease: LONG, ..first }, &payload).await.unwrap());
+    let in_flight = look(&store).await;
+    assert!(!complete(&unknown).await && !complete(&in_flight).await);
+    assert_eq!(look(&store).await.checkpoint, in_flight.checkpoint);
+    assert!(store.renew(&operation(), &first, &payload).await.unwrap());
+    sleep(SHORT * 3).await;
+    assert!(!complete(&in_flight).await, "nobody has seen that it is unknown");
+
+    // Another attempt, of which nobody knows either.
+    let second = Claim { takes_over: true, ..claim(SHORT) };
+    let begun = store.begin(&operation(), &second).await.unwrap();
+    assert!(matches!(begun, Begun::Granted { attempt: 2, .. }), "{begun:?}");
+    sleep(SHORT * 3).await;
+    assert!(!complete(&unknown).await, "that was the first one");
+    let unknown = look(&store).await;
+
+    assert!(store.complete(&operation(), &second.token, &completion(true)).await.unwrap());
+    let done = look(&store).await;
+    assert!(!complete(&unknown).await && !complete(&done).await);
+    assert!(!admin.complete(&unknown, answer("x")).await.unwrap(), "what the handler has said is not said by hand");
+    let free = {
+        assert!(admin.forget(&done).await.unwrap());
+        look(&store).await
+    };
+    assert!(!complete(&unknown).await && !complete(&free).await);
+    assert_eq!(look(&store).await.state, OperationState::Free);
+}
+
+/// All operations of a list, in whatever order, and no one twice.
+async fn all(list: impl AsyncFn(Cursor) -> Result<OperationPage, StoreError>) -> HashMap<String, OperationState> {
+    let (mut found, mut next, mut pages) = (HashMap::new(), Some(Cursor::default()), 0);
+    while let Some(from) = next {
+        let page = list(from).await.unwrap();
+        found.extend(page.operations.into_iter().map(|status| (status.operation.to_string(), status.state)));
+        next = page.next;
+        pages += 1;
+        assert!(pages < 3_000, "it comes to an end");
+    }
+    found
+}
+
+/// A list has every operation of a scope, or of all, page by page, and nothing else.
+pub async fn operations_are_listed<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+    let admin = IdempotencyAdmin::new(store.clone()).scope("orders").deadline(Duration::from_secs(10));
+    let odd = ["", "a b", "x:y", "*", "[a]", "}{", "\\", "ä", &"long".repeat(100)];
+    let numbers: Vec<_> = (0..200).map(|number| number.to_string()).collect();
+    let mut expected = Vec::new();
+    for key in odd.into_iter().chain(numbers.iter().map(String::as_str)) {
+        let operation = Operation::new("orders", key);
+        store.begin(&operation, &claim(LONG)).await.unwrap();
+        expected.push(operation.to_string());
+    }
+    expected.sort();
+    for scope in ["order", "orders:x", "orders*", "o?ders"] {
+        store.begin(&Operation::new(scope, "a"), &claim(LONG)).await.unwrap();
+    }
+    for most in [1, 7, 1_000] {
+        let found = all(async |from| admin.list(from, most).await).await;
+        let mut names: Vec<_> = found.into_keys().collect();
+        names.sort();
+        assert_eq!(names, expected, "{most} at a time");
+    }
+    let past = Cursor { part: 1_000, position: 0 };
+    assert_eq!(admin.list(past, 10).await.unwrap(), OperationPage { operations: Vec::new(), next: None });
+    // One that looks like a pattern is what it is called.
+    let pattern = IdempotencyAdmin::new(store.clone()).scope("o?ders");
+    let found = all(async |from| pattern.list(from, 100).await).await;
+    assert_eq!(found.into_keys().collect::<Vec<_>>(), ["o?ders:a"]);
+
+    // One of each state, of those of all scopes.
+    let everybody = IdempotencyAdmin::new(store.clone());
+    let (_, _, unknown) = lose(&store).await;
+    let found = all(async |from| everybody.list(from, 100).await).await;
+    assert_eq!(found.len(), expected.len() + 5);
+    let found = all(async |from| everybody.unknown(from, 100).await).await;
+    assert_eq!(found.keys().collect::<Vec<_>>(), [&unknown.operation.to_string()]);
+    assert!(all(async |from| admin.unknown(from, 100).await).await.is_empty());
+    assert!(everybody.complete(&unknown, answer("charged")).await.unwrap());
+    assert!(all(async |from| everybody.unknown(from, 100).await).await.is_empty());
+}
+
+/// Whoever waits for an operation is told when it is forgotten or completed by hand.
+pub async fn whoever_waits_is_told<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+    take(&store, &claim(LONG)).await;
+    let mut wakeups = store.watch(&operation()).await;
+    // One that comes because something may have been missed may come now.
+    while timeout(Duration::from_millis(300), wakeups.next()).await.is_ok() {}
+    assert!(store.forget(&look(&store).await).await.unwrap());
+    timeout(Duration::from_secs(10), wakeups.next()).await.expect("whoever waits is told");
+    let (_, _, unknown) = lose(&store).await;
+    while timeout(Duration::from_millis(300), wakeups.next()).await.is_ok() {}
+    assert!(store.complete_unknown(&unknown, &answer("x"), LONG).await.unwrap());
+    timeout(Duration::from_secs(10), wakeups.next()).await.expect("whoever waits is told");
+}

@@ -1,0 +1,194 @@
+//! What every [`LockRegistry`] must do: one claim a function, written once, run on each backend by
+//! [`lock_registry_contract!`](crate::lock_registry_contract).
+//!
+//! A claim is told a store that nobody else uses, and panics if what it says is not so. The claims wait on tokio's clock, so
+//! they take no time where it is paused and up to some seconds where it is not.
+#![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
+
+use std::collections::HashMap;
+use std::future::{Future, IntoFuture};
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep, timeout};
+
+use crate::lock::{Cursor, LockAdmin, LockError, LockRegistry, LockStatus, LockStore, Locks, LossReason, Semaphore};
+
+/// Every wait that must end ends in this time.
+const LONG: Duration = Duration::from_secs(20);
+
+fn locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> Locks {
+    Locks::new(store.clone()).namespace("orders").deadline(Duration::from_secs(10))
+}
+
+fn admin<S: LockRegistry + Clone + Sync>(store: &S) -> LockAdmin<S> {
+    LockAdmin::new(store.clone()).namespace("orders").deadline(LONG)
+}
+
+/// Waits for what is done in the background.
+async fn until<F: Future<Output = bool>>(what: &str, mut is_so: impl FnMut() -> F) {
+    let so = async {
+        while !is_so().await {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(LONG, so).await.unwrap_or_else(|_| panic!("never {what}"));
+}
+
+/// Who holds a lock can be seen, by name if there is one, and who does not any more cannot.
+pub async fn a_holder_can_be_seen<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
+    let admin = &admin(&store);
+    let status = admin.inspect("a").await.unwrap();
+    assert!(!status.is_held() && status.holders.is_empty() && status.last_fence == 0, "{status:?}");
+
+    let long = "ä".repeat(100);
+    let locks = locks(&store).ttl(Duration::from_secs(20));
+    let (nameless, named, longer) =
+        (locks, self::locks(&store).holder("billing {7f9c}\n"), self::locks(&store).holder(&long));
+    let mut last = 0;
+    for (locks, name) in [(&nameless, None), (&named, Some("billing {7f9c}\n")), (&longer, Some(&long[..128]))] {
+        let lease = locks.lock("a").await.unwrap();
+        until("named", || async {
+            let status = admin.inspect("a").await.unwrap();
+            status.is_held() && status.holders[0].name.as_deref() == name
+        })
+        .await;
+        let status = admin.inspect("a").await.unwrap();
+        assert_eq!((status.held_by, status.holders.len()), (1, 1));
+        let holder = &status.holders[0];
+        assert_eq!(holder.fence, lease.fence());
+        assert!(holder.fence > last && status.last_fence >= holder.fence, "{status:?}");
+        assert!(holder.remaining > Duration::from_secs(10) && holder.remaining <= Duration::from_secs(30));
+        assert!(holder.held_for < LONG, "{holder:?}");
+        last = status.last_fence;
+        lease.release().await.unwrap();
+        assert!(!admin.inspect("a").await.unwrap().is_held());
+    }
+    // Another namespace is somebody else's.
+    let _lease = named.lock("a").await.unwrap();
+    let other = LockAdmin::new(store.clone()).namespace("others");
+    assert!(!other.inspect("a").await.unwrap().is_held());
+}
+
+/// Of a semaphore all holders are told of, up to a number, and each has the name that it has.
+pub async fn holders_of_permits_are_told_apart<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
+    let names = ["north", "east", "south"];
+    let client = |name| Semaphore::new(store.clone(), 200).deadline(LONG).ttl(Duration::from_secs(20)).holder(name);
+    let clients = names.map(client);
+    let admin = LockAdmin::new(store.clone()).namespace("semaphores").deadline(LONG);
+    let mut permits = Vec::new();
+    let mut named = HashMap::new();
+    for turn in 0..150 {
+        let permit = clients[turn % 3].acquire("a").await.unwrap();
+        named.insert(permit.fence(), names[turn % 3]);
+        permits.push(permit);
+    }
+    assert_eq!(named.len(), 150, "each has a fence of its own");
+    until("named", || async { admin.inspect("a").await.unwrap().holders.iter().all(|holder| holder.name.is_some()) })
+        .await;
+    let status = admin.inspect("a").await.unwrap();
+    assert_eq!((status.held_by, status.holders.len()), (150, LockStatus::MAX_HOLDERS));
+    let mut fences: Vec<u64> = status.holders.iter().map(|holder| holder.fence).collect();
+    fences.sort_unstable();
+    fences.dedup();
+    assert_eq!(fences.len(), LockStatus::MAX_HOLDERS, "somebody is listed twice");
+    for holder in &status.holders {
+        assert_eq!(holder.name.as_deref(), named.get(&holder.fence).copied(), "{holder:?}");
+    }
+    drop(permits);
+    until("given back", || async { !admin.inspect("a").await.unwrap().is_held() }).await;
+}
+
+/// A lock that is taken away is free at once for those who wait, with a larger fence, and lost for its holder when it renews.
+pub async fn a_lock_can_be_taken_away<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (locks(&store).ttl(Duration::from_secs(3)), locks(&store).wait(LONG));
+    let admin = admin(&store);
+    let nobody = admin.force_unlock("a").await.unwrap();
+    assert_eq!(nobody.holders, 0);
+    let lease = here.lock("a").await.unwrap();
+    assert!(lease.fence() > nobody.fence);
+    let waiter = tokio::spawn(there.lock("a").into_future());
+    sleep(Duration::from_millis(300)).await;
+    let seized = admin.force_unlock("a").await.unwrap();
+    assert!(seized.holders == 1 && seized.fence >= lease.fence(), "{seized:?}");
+    let next = timeout(Duration::from_secs(2), waiter).await.expect("it is told").unwrap().unwrap();
+    assert!(next.fence() > seized.fence);
+    let lost = timeout(Duration::from_secs(3), lease.lost()).await.expect("it renews");
+    assert_eq!(lost.reason(), LossReason::Taken);
+    // What the one before does now concerns nobody.
+    drop(lease);
+    sleep(Duration::from_millis(100)).await;
+    assert!(next.check().is_ok());
+    assert!(matches!(here.try_lock("a").await, Err(LockError::Busy(_))));
+    next.release().await.unwrap();
+}
+
+/// Who stands in line gets what was taken away at once: nobody in particular is told, so all of them are.
+pub async fn who_is_first_in_line_gets_what_is_taken_away<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
+    let (here, there) = (locks(&store).fair(), locks(&store).fair().wait(LONG));
+    let admin = admin(&store);
+    let lease = here.lock("a").await.unwrap();
+    let mut waiters = Vec::new();
+    let begun = Instant::now();
+    for _ in 0..2 {
+        waiters.push(tokio::spawn(there.lock("a").into_future()));
+        // Until it stands in line and listens.
+        sleep(Duration::from_millis(100)).await;
+    }
+    let second = waiters.pop().unwrap();
+    admin.force_unlock("a").await.unwrap();
+    let next = timeout(LONG, waiters.pop().unwrap()).await.unwrap().unwrap().unwrap();
+    // Who is not told looks half a second after it did so before, which was no earlier than this began.
+    assert!(begun.elapsed() < Duration::from_millis(500), "{:?}", begun.elapsed());
+    assert!(next.fence() > lease.fence());
+    assert!(!second.is_finished(), "it comes after the first");
+    next.release().await.unwrap();
+    drop(timeout(LONG, second).await.unwrap().unwrap().unwrap());
+    drop(lease);
+}
+
+/// A list has every lock that is held, page by page, and nothing else.
+pub async fn held_locks_are_listed<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
+    let (locks, admin) = (locks(&store), admin(&store));
+    let odd = ["", "a b", "x:y", "*", "[a]", "}{", "\\", "ä", &"long".repeat(100)];
+    let mut leases = Vec::new();
+    for key in odd {
+        leases.push(locks.lock(key).await.unwrap());
+    }
+    for i in 0..300_u32 {
+        leases.push(locks.lock(i).await.unwrap());
+    }
+    for key in ["free", "also free"] {
+        locks.lock(key).await.unwrap().release().await.unwrap();
+    }
+    let mut others = Vec::new();
+    for namespace in ["order", "orders:x", "orders*", "o?ders"] {
+        others.push(locks.clone().namespace(namespace).lock("a").await.unwrap());
+    }
+    for most in [1, 7, 1_000] {
+        let mut found = HashMap::new();
+        let (mut next, mut pages) = (Some(Cursor::default()), 0);
+        while let Some(from) = next {
+            let page = admin.list(from, most).await.unwrap();
+            for status in page.locks {
+                found.insert(status.lock, status.holders[0].fence);
+            }
+            next = page.next;
+            pages += 1;
+            assert!(pages < 3_000, "it comes to an end");
+        }
+        let expected: HashMap<_, _> = leases.iter().map(|lease| (*lease.lock(), lease.fence())).collect();
+        assert_eq!(found, expected, "{most} at a time");
+    }
+    let past = Cursor { part: 1_000, position: 0 };
+    assert_eq!(admin.list(past, 10).await.unwrap().next, None);
+    // One of a namespace that looks like a pattern is what it is called.
+    let admin = LockAdmin::new(store).namespace("o?ders");
+    let mut found = 0;
+    let mut next = Some(Cursor::default());
+    while let Some(from) = next {
+        let page = admin.list(from, 100).await.unwrap();
+        found += page.locks.len();
+        next = page.next;
+    }
+    assert_eq!(found, 1);
+}
