@@ -30,7 +30,7 @@
 //! | --- | --- |
 //! | [`rate_limit`] | quotas, policies, decisions, [`Limiter`], [`RateLimitLayer`], and what goes around a store |
 //! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and what locks ask of a store |
-//! | [`idempotency`] | the same request served once: `IdempotencyLayer`, and what it asks of a store |
+//! | [`idempotency`] | the same request served once: `IdempotencyLayer`, [`Operations`](idempotency::Operations) for what is no request, and what they ask of a store |
 //! | [`delay_queue`] | jobs that run later: [`DelayQueue`], [`DelayQueueWorker`], [`Job`], and what queues ask of a store |
 //! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`] |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |

@@ -11,7 +11,7 @@ use http_body_util::{BodyExt, Full};
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use tollgate::delay_queue::Outcome;
 use tollgate::http::{FingerprintedBody, header};
-use tollgate::idempotency::OnStoreError as OnFailure;
+use tollgate::idempotency::{OnStoreError as OnFailure, Operation, Operations};
 use tollgate::lock::LockAdmin;
 use tollgate::rate_limit::{CircuitBreaker, Decision, DenyCache, Leases, PolicyResolver, RateLimitStore, Receipt};
 use tollgate::testing::{Failure, FaultStore};
@@ -413,6 +413,32 @@ fn operations_are_counted_by_layer_and_outcome() {
 }
 
 /// Whoever comes first is seen as well, while it still waits.
+#[test]
+fn operations_that_are_no_requests_are_counted_alike() {
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let operations = Operations::new(MemoryBackend::new()).name("payouts");
+    let run = async |fingerprint: &str, answer: Result<&'static str, BoxError>| {
+        operations.run(Operation::new("alice", "k"), fingerprint, async |_| answer).await.is_ok()
+    };
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            assert!(!run("a", Err("no".into())).await && run("a", Ok("paid")).await && run("a", Ok("")).await);
+            assert!(!run("b", Ok("")).await);
+        });
+    });
+    let expected = [
+        ("tollgate_idempotency_attempts_total{layer=payouts,outcome=given_back}", 1),
+        ("tollgate_idempotency_attempts_total{layer=payouts,outcome=kept}", 1),
+        ("tollgate_idempotency_handler_seconds{layer=payouts}", 2),
+        ("tollgate_idempotency_requests_total{layer=payouts,outcome=executed}", 2),
+        ("tollgate_idempotency_requests_total{layer=payouts,outcome=mismatch}", 1),
+        ("tollgate_idempotency_requests_total{layer=payouts,outcome=replayed}", 1),
+    ];
+    assert_eq!(seen(&snapshotter), expect(&expected));
+}
+
 #[test]
 fn a_store_of_locks_that_fails_from_the_start_is_seen() {
     let recorder = DebuggingRecorder::new();

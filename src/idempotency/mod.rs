@@ -165,6 +165,11 @@
 //! [`IdempotencyAdmin`] says how far an operation is, and lists those of unknown outcome, which the log names, too. Once somebody has found out what
 //! became of one, it is completed by hand, or forgotten, so that it can be begun anew.
 //!
+//! # What is no request
+//!
+//! [`Operations`] do anything else once that has a name: a message of a broker, a job, a command. Their records, leases and attempts are those of the
+//! layer.
+//!
 //! # Metrics
 //!
 //! With the feature `metrics` the layer counts with the `metrics` facade. The recorder has to be installed before the layer is first
@@ -198,14 +203,14 @@ mod policy;
 mod rejection;
 mod store;
 
-#[cfg(feature = "http")]
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "what serves requests comes with that feature"))]
 mod attempt;
-#[cfg(feature = "http")]
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "what serves requests comes with that feature"))]
 mod erased;
-#[cfg(feature = "http")]
 mod handle;
-#[cfg(feature = "http")]
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "what serves requests comes with that feature"))]
 mod meters;
+mod operations;
 
 #[cfg(feature = "http")]
 pub(crate) use self::attempt::{Attempt, Begin, Granted, Home, Order, Running, Settlement};
@@ -215,10 +220,10 @@ pub use self::admin::{Answer, IdempotencyAdmin, IdempotencyRegistry, OperationPa
 pub use self::checkpoint::{Checkpoint, CheckpointError};
 #[cfg(feature = "http")]
 pub(crate) use self::handle::HasPayload;
-#[cfg(feature = "http")]
 pub use self::handle::IdempotencyHandle;
 #[cfg(feature = "http")]
 pub(crate) use self::meters::Verdict;
+pub use self::operations::{Done, OperationError, Operations};
 pub use self::policy::{Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
 pub use self::rejection::{InvalidKey, Rejection};
 pub use self::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};

@@ -1,0 +1,376 @@
+use std::error::Error;
+use std::fmt;
+use std::future::{Future, poll_fn};
+use std::pin::pin;
+use std::sync::Arc;
+use std::task::Poll;
+use std::time::Duration;
+
+use sha2::{Digest as _, Sha256};
+
+use super::attempt::{Attempt, Begin, Granted, Home, Order, Settlement};
+use super::handle::{HasPayload, IdempotencyHandle};
+use super::meters::Verdict;
+use super::policy::OnUnknown;
+use super::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
+use crate::circuit::CircuitBreaker;
+use crate::error::{BoxError, ConfigError, StoreError};
+use crate::lock::{Scope, Token};
+
+/// Does operations once that are no requests of HTTP: messages of a broker, jobs, commands.
+///
+/// What is done is named by an [`Operation`], and comes with a fingerprint, by which another thing under the same name is told apart. Its answer is
+/// bytes, which are kept, and given to whoever asks for the same again.
+///
+/// ```
+/// use tollgate::idempotency::{Operation, OperationError, Operations};
+/// use tollgate::{BoxError, MemoryBackend};
+///
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
+/// let payouts = Operations::new(MemoryBackend::new()).name("payouts");
+/// let pay = |amount: &'static str| {
+///     payouts.run(Operation::new("alice", "payout-7"), amount, async move |attempt| {
+///         // The same in each attempt, so the bank sees a retry as one, too.
+///         Ok::<_, BoxError>(format!("paid {amount} as {}", attempt.derive("pay")))
+///     })
+/// };
+/// let first = pay("100 EUR").await?;
+/// let again = pay("100 EUR").await?;
+/// assert!(!first.is_replay() && again.is_replay());
+/// assert_eq!(first.answer(), again.answer());
+/// assert!(matches!(pay("200 EUR").await, Err(OperationError::Mismatch)));
+/// # Ok(())
+/// # }
+/// ```
+///
+/// With everything said:
+///
+/// ```
+/// use std::time::Duration;
+/// use tollgate::MemoryBackend;
+/// use tollgate::idempotency::{CircuitBreaker, OnUnknown, Operations};
+/// use tollgate::lock::Scope;
+///
+/// # fn main() -> Result<(), tollgate::ConfigError> {
+/// let payouts = Operations::new(MemoryBackend::new())
+///     .name("payouts") // in metrics and the log
+///     .require(Scope::Process)? // Scope::Redis would refuse the memory backend
+///     .lease(Duration::from_secs(30))
+///     .retention(Duration::from_secs(3 * 86_400))
+///     .max_answer(16 * 1_024)
+///     .on_unknown(OnUnknown::Retry)
+///     .deadline(Duration::from_millis(200))
+///     .circuit_breaker(CircuitBreaker::new().failures(10));
+/// # drop(payouts);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// Cheap to clone. What it promises, its [metrics](super#metrics) and what [`IdempotencyAdmin`](super::IdempotencyAdmin) does about operations of unknown
+/// outcome are those of the layer. A scope that a layer uses has the method and the path in it, so the two do not meet.
+#[derive(Clone)]
+pub struct Operations {
+    home: Arc<Home>,
+    lease: Duration,
+    retention: Duration,
+    max_answer: usize,
+    on_unknown: OnUnknown,
+}
+
+impl Operations {
+    /// Keeps records in `store`, which is a backend.
+    pub fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Self {
+        Self {
+            home: Arc::new(Home::new(store)),
+            lease: Duration::from_secs(15),
+            retention: Duration::from_secs(86_400),
+            max_answer: 64 * 1_024,
+            on_unknown: OnUnknown::default(),
+        }
+    }
+
+    /// What these are called in metrics, as `layer`, and in the log. Defaults to `idempotency`.
+    #[must_use]
+    pub fn name(mut self, name: impl Into<Arc<str>>) -> Self {
+        self.home = Arc::new(self.home.with(|terms| terms.name = name.into()));
+        self
+    }
+
+    /// How long a process may be silent before what it does is of unknown outcome. Defaults to 15 s, renewed after a third of that; from
+    /// [`Claim::MIN_LEASE`] to [`Claim::MAX_LEASE`], and what is beyond is cut.
+    #[must_use]
+    pub fn lease(mut self, lease: Duration) -> Self {
+        self.lease = lease.clamp(Claim::MIN_LEASE, Claim::MAX_LEASE);
+        self
+    }
+
+    /// How long an answer is kept. Defaults to a day; from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`], and what is beyond is cut.
+    #[must_use]
+    pub fn retention(mut self, retention: Duration) -> Self {
+        self.retention = retention.clamp(Claim::MIN_RETENTION, Claim::MAX_RETENTION);
+        self
+    }
+
+    /// How many bytes of an answer are kept; of a larger one no more than that there was one. Defaults to 64 KiB.
+    #[must_use]
+    pub const fn max_answer(mut self, bytes: usize) -> Self {
+        self.max_answer = bytes;
+        self
+    }
+
+    /// What happens to an operation that was begun by somebody who was not heard of in time. Defaults to [`OnUnknown::Reject`].
+    #[must_use]
+    pub const fn on_unknown(mut self, then: OnUnknown) -> Self {
+        self.on_unknown = then;
+        self
+    }
+
+    /// How long one call of the store may take. Defaults to 100 ms.
+    #[must_use]
+    pub fn deadline(mut self, deadline: Duration) -> Self {
+        self.home = Arc::new(self.home.with(|terms| terms.limit = deadline));
+        self
+    }
+
+    /// When to stop asking a store that fails before anything is begun. Defaults to [`CircuitBreaker::new`].
+    #[must_use]
+    pub fn circuit_breaker(mut self, breaker: CircuitBreaker) -> Self {
+        self.home = Arc::new(self.home.with(|terms| terms.breaker = breaker));
+        self
+    }
+
+    /// Makes sure that an operation is done once among as many as it is meant to, so that the memory backend is not taken for a distributed one.
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::ScopeTooSmall`] if it is so among fewer than `scope` says.
+    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+        self.home.scope().require(scope)?;
+        Ok(self)
+    }
+
+    /// Does an operation, unless it was done before: then its answer is the one that was given. The lease is renewed while `work` runs. What it
+    /// fails with is not kept: the operation is given back, and the next call begins it again, as it does when `work` panics.
+    ///
+    /// Where the answer cannot be stored the caller gets it all the same. Storing is tried again in the background for the length of a lease, and after that
+    /// the outcome is unknown.
+    ///
+    /// # Errors
+    ///
+    /// [`OperationError`].
+    ///
+    /// # Cancellation
+    ///
+    /// Dropping the future drops `work` where it stands, and what came of it is unknown when its lease has ended. What is to come to its end goes
+    /// into a task of its own.
+    pub async fn run<F, W, T, E>(
+        &self,
+        operation: Operation,
+        fingerprint: impl AsRef<[u8]>,
+        work: F,
+    ) -> Result<Done, OperationError>
+    where
+        F: FnOnce(IdempotencyHandle) -> W,
+        W: Future<Output = Result<T, E>>,
+        T: Into<Vec<u8>>,
+        E: Into<BoxError>,
+    {
+        let head = digest(&operation, fingerprint.as_ref());
+        drop(fingerprint);
+        let granted = match self.begin(operation, head).await {
+            Ok(Begin::Granted(granted)) => granted,
+            Ok(Begin::Not(begun)) => return self.declined(begun),
+            Err(error) => {
+                self.home.meters().decided(Verdict::FailedClosed);
+                return Err(OperationError::Store(error));
+            }
+        };
+        let Granted { attempt, fence, number, checkpoint, .. } = granted;
+        let attempt = attempt.gives_back_panics();
+        let handle = IdempotencyHandle::new(Arc::clone(attempt.order()) as _, number, fence, checkpoint);
+        self.home.meters().decided(Verdict::Executed);
+        let begun = attempt.sent();
+        let Some(done) = under_lease(&attempt, || work(handle)).await else {
+            let order = attempt.order();
+            let (layer, operation) = (order.layer(), order.operation());
+            tracing::warn!(layer, %operation, "an operation was cancelled: its outcome is unknown when its lease has ended");
+            self.home.meters().decided(Verdict::Cancelled);
+            return Err(OperationError::Cancelled);
+        };
+        self.home.meters().handled(begun);
+        let (end, done) = match done {
+            Ok(answer) => {
+                let answer = Arc::<[u8]>::from(answer.into());
+                (self.completed(&answer), Ok(Done { answer, is_replay: false }))
+            }
+            Err(error) => (Settlement::Release, Err(OperationError::Failed(error.into()))),
+        };
+        if let Some(settling) = attempt.settle(end) {
+            settling.await;
+        }
+        done
+    }
+
+    /// Waits until nothing is told to the store in the background any more: for the end of a program.
+    pub async fn drained(&self) {
+        self.home.drained().await;
+    }
+
+    async fn begin(&self, operation: Operation, head: Digest) -> Result<Begin<Nothing>, StoreError> {
+        let Self { lease, retention, .. } = *self;
+        let takes_over = self.on_unknown == OnUnknown::Retry;
+        let claim = Claim { token: Token::random()?, head, lease, retention, takes_over };
+        let order = Order::new(&self.home, operation, claim, Nothing);
+        match order.begin_now() {
+            Some(begun) => begun,
+            None => order.begin().await,
+        }
+    }
+
+    /// What is answered where there is nothing to be begun.
+    fn declined(&self, begun: Begun) -> Result<Done, OperationError> {
+        let (verdict, declined) = match begun {
+            Begun::Completed { answer, is_kept: true, .. } => (Verdict::Replayed, Ok(Done { answer, is_replay: true })),
+            Begun::Completed { .. } => (Verdict::NotKept, Err(OperationError::NotKept)),
+            Begun::InFlight { remaining, .. } => (Verdict::InFlight, Err(OperationError::InFlight { remaining })),
+            Begun::Unknown { attempt, .. } => {
+                (Verdict::OutcomeUnknown, Err(OperationError::OutcomeUnknown { attempt }))
+            }
+            // `Granted` is no refusal.
+            Begun::Mismatch | Begun::Granted { .. } => (Verdict::Mismatch, Err(OperationError::Mismatch)),
+        };
+        self.home.meters().decided(verdict);
+        declined
+    }
+
+    fn completed(&self, answer: &Arc<[u8]>) -> Settlement {
+        let is_kept = answer.len() <= self.max_answer;
+        let answer = if is_kept { Arc::clone(answer) } else { Arc::from(MARK.as_slice()) };
+        let (payload, retention) = (Payload::default(), self.retention);
+        Settlement::Complete { completion: Completion { answer, is_kept, payload, retention }, mark: MARK }
+    }
+}
+
+impl fmt::Debug for Operations {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Operations").field("name", &self.home.terms().name).finish_non_exhaustive()
+    }
+}
+
+/// What is kept in the place of an answer that is not.
+const MARK: [u8; 5] = [0; 5];
+
+/// All that is known of what is asked for is known before it begins.
+struct Nothing;
+
+impl HasPayload for Nothing {
+    fn payload(&self) -> Payload {
+        Payload::default()
+    }
+}
+
+/// Does `work` for as long as nobody else may have begun; `None` if somebody may.
+async fn under_lease<W: Future>(attempt: &Attempt<Nothing>, work: impl FnOnce() -> W) -> Option<W::Output> {
+    if attempt.is_lost() {
+        return None;
+    }
+    let mut kept = pin!(attempt.keep());
+    let mut work = pin!(attempt.at_work(work));
+    let under_lease = poll_fn(|cx| {
+        // After a standstill nothing of the work may run before this was looked at.
+        if attempt.is_lost() || kept.as_mut().poll(cx).is_ready() {
+            return Poll::Ready(None);
+        }
+        attempt.at_work(|| work.as_mut().poll(cx)).map(Some)
+    });
+    under_lease.await
+}
+
+/// What tells one thing that is asked for under a name from another.
+fn digest(operation: &Operation, fingerprint: &[u8]) -> Digest {
+    let mut hash = Sha256::new();
+    // With their lengths before them, so that no two run into each other.
+    for part in [operation.scope().as_bytes(), operation.key().as_bytes(), fingerprint] {
+        hash.update((part.len() as u64).to_le_bytes());
+        hash.update(part);
+    }
+    let mut digest = Digest::default();
+    digest.0.copy_from_slice(&hash.finalize()[..16]);
+    digest
+}
+
+/// An operation that is done, by this call or before.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Done {
+    answer: Arc<[u8]>,
+    is_replay: bool,
+}
+
+impl Done {
+    /// What came of it.
+    #[must_use]
+    pub fn answer(&self) -> &[u8] {
+        &self.answer
+    }
+
+    /// Whether it was done before, and not by this call.
+    #[must_use]
+    pub const fn is_replay(&self) -> bool {
+        self.is_replay
+    }
+}
+
+/// Why an operation has no answer.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum OperationError {
+    /// The work has failed, with this error. The next call begins the operation again.
+    Failed(BoxError),
+    /// Something else was asked for under the same name.
+    Mismatch,
+    /// Somebody is doing it.
+    InFlight {
+        /// For how long at the most, unless the lease is renewed.
+        remaining: Duration,
+    },
+    /// It was begun before, and what came of it is not known.
+    OutcomeUnknown {
+        /// How many attempts there were.
+        attempt: u32,
+    },
+    /// It was done before, and its answer was too large to be kept, or there was no room for it.
+    NotKept,
+    /// The work was dropped half way, since its lease was lost and somebody else may have begun. It may have had effects.
+    Cancelled,
+    /// The store has failed. Nothing was begun.
+    Store(StoreError),
+}
+
+impl fmt::Display for OperationError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Failed(_) => "the operation has failed",
+            Self::Mismatch => "the name of the operation was used for something else",
+            Self::InFlight { .. } => "the operation is being done",
+            Self::OutcomeUnknown { .. } => "the operation was begun before, and what came of it is not known",
+            Self::NotKept => "the operation was done before, and its answer was not kept",
+            Self::Cancelled => "the operation was cancelled on the way and may have had effects",
+            Self::Store(_) => "the store of idempotency failed",
+        })
+    }
+}
+
+impl Error for OperationError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Failed(error) => Some(&**error),
+            Self::Store(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+const _: () = {
+    const fn fits<T: Into<BoxError>>() {}
+    fits::<OperationError>();
+};

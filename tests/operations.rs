@@ -1,0 +1,232 @@
+//! Operations that are no requests: done once, by whatever becomes of whoever does them.
+#![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
+
+mod support;
+
+use std::future::pending;
+use std::panic::AssertUnwindSafe;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::time::Duration;
+
+use support::server::RedisServer;
+use tokio::time::{sleep, timeout};
+use tollgate::idempotency::{
+    Answer, Done, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, OnUnknown, Operation, OperationError,
+    Operations,
+};
+use tollgate::lock::Scope;
+use tollgate::testing::{Failure, FaultStore, Verb};
+use tollgate::{BoxError, ConfigError, MemoryBackend, RedisBackend};
+
+const LEASE: Duration = Duration::from_millis(300);
+
+type Ran = Result<Done, OperationError>;
+
+fn operation() -> Operation {
+    Operation::new("alice", "payout-7")
+}
+
+fn operations(store: impl IdempotencyStore + Send + Sync + 'static) -> Operations {
+    Operations::new(store).lease(LEASE)
+}
+
+/// Pays, and says how often it was asked to.
+async fn pay(operations: &Operations, paid: &AtomicU32) -> Ran {
+    operations
+        .run(operation(), "100 EUR", async |_| {
+            Ok::<_, BoxError>(format!("paid {}", paid.fetch_add(1, Ordering::Relaxed)))
+        })
+        .await
+}
+
+async fn attempts(operations: &Operations) -> Ran {
+    operations
+        .run(operation(), "100 EUR", async |attempt: IdempotencyHandle| {
+            Ok::<_, BoxError>(attempt.attempt().to_string())
+        })
+        .await
+}
+
+async fn what_is_done_is_not_done_again<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+    // As if each were a process.
+    let (here, there, paid) = (operations(store.clone()), operations(store), AtomicU32::new(0));
+    let first = pay(&here, &paid).await.unwrap();
+    assert_eq!((first.answer(), first.is_replay()), (b"paid 0".as_slice(), false));
+    for operations in [&here, &there] {
+        let again = pay(operations, &paid).await.unwrap();
+        assert_eq!((again.answer(), again.is_replay()), (b"paid 0".as_slice(), true));
+        let other = operations.run(operation(), "200 EUR", async |_| Ok::<_, BoxError>("paid")).await;
+        assert!(matches!(other, Err(OperationError::Mismatch)), "{other:?}");
+    }
+    for other in [Operation::new("bob", "payout-7"), Operation::new("alice", "payout-8")] {
+        let other = here.run(other, "100 EUR", async |_| Ok::<_, BoxError>("paid")).await.unwrap();
+        assert!(!other.is_replay());
+    }
+    assert_eq!(paid.load(Ordering::Relaxed), 1);
+}
+
+async fn what_takes_longer_than_a_lease_is_in_flight_until_it_is_done<S>(store: S)
+where
+    S: IdempotencyStore + Clone + Send + Sync + 'static,
+{
+    for on_unknown in [OnUnknown::Reject, OnUnknown::Retry] {
+        let here = operations(store.clone()).on_unknown(on_unknown);
+        let there = here.clone();
+        let operation = Operation::new("alice", if on_unknown == OnUnknown::Retry { "a" } else { "b" });
+        let slow = tokio::spawn(async move {
+            let work = async |_| {
+                sleep(LEASE * 5).await;
+                Ok::<_, BoxError>("slow")
+            };
+            here.run(operation, "", work).await
+        });
+        for _ in 0..4 {
+            sleep(LEASE).await;
+            let other = there.run(operation, "", async |_| Ok::<_, BoxError>("fast")).await;
+            assert!(matches!(other, Err(OperationError::InFlight { remaining }) if remaining <= LEASE), "{other:?}");
+        }
+        assert_eq!(slow.await.unwrap().unwrap().answer(), b"slow");
+        assert!(there.run(operation, "", async |_| Ok::<_, BoxError>("fast")).await.unwrap().is_replay());
+    }
+}
+
+async fn what_has_failed_is_begun_again<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+    let operations = operations(store);
+    let failed = operations.run(operation(), "100 EUR", async |_| Err::<&str, _>(BoxError::from("no money"))).await;
+    assert!(matches!(&failed, Err(OperationError::Failed(error)) if error.to_string() == "no money"), "{failed:?}");
+    let panicking = operations.clone();
+    let work = async move |_: IdempotencyHandle| -> Result<&str, BoxError> { panic!("no money at all") };
+    let task = tokio::spawn(AssertUnwindSafe(async move { panicking.run(operation(), "100 EUR", work).await }).0);
+    assert!(task.await.unwrap_err().is_panic());
+    operations.drained().await;
+    assert_eq!(attempts(&operations).await.unwrap().answer(), b"3");
+}
+
+async fn what_was_dropped_is_of_unknown_outcome<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+    let strict = operations(store.clone());
+    let dropped = strict.run(operation(), "100 EUR", async |attempt: IdempotencyHandle| {
+        attempt.checkpoint("charged", "receipt").await.map_err(BoxError::from)?;
+        pending::<Result<&str, BoxError>>().await
+    });
+    assert!(timeout(LEASE / 2, dropped).await.is_err());
+    sleep(LEASE * 2).await;
+    let unknown = attempts(&strict).await;
+    assert!(matches!(unknown, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{unknown:?}");
+    let again = operations(store).on_unknown(OnUnknown::Retry);
+    let work = async |attempt: IdempotencyHandle| {
+        let last = attempt.last_checkpoint().map(|last| last.data().to_vec()).unwrap_or_default();
+        Ok::<_, BoxError>([last, attempt.attempt().to_string().into()].concat())
+    };
+    assert_eq!(again.run(operation(), "100 EUR", work).await.unwrap().answer(), b"receipt2");
+    assert!(attempts(&strict).await.unwrap().is_replay());
+}
+
+async fn an_answer_that_is_too_large_is_not_kept<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+    let operations = operations(store).max_answer(6);
+    let large = operations.run(operation(), "100 EUR", async |_| Ok::<_, BoxError>("seven b")).await.unwrap();
+    assert_eq!(large.answer(), b"seven b", "whoever has done it is told");
+    assert!(matches!(attempts(&operations).await, Err(OperationError::NotKept)));
+    let fits = operations.run(Operation::new("alice", "b"), "", async |_| Ok::<_, BoxError>("six by")).await;
+    assert!(
+        fits.is_ok() && operations.run(Operation::new("alice", "b"), "", async |_| Ok::<_, BoxError>("")).await.is_ok()
+    );
+}
+
+macro_rules! on_both {
+    ($($claim:ident)+) => {
+        mod memory {
+            $(
+                #[tokio::test(start_paused = true)]
+                async fn $claim() {
+                    super::$claim(super::MemoryBackend::new()).await;
+                }
+            )+
+        }
+
+        mod redis_server {
+            $(
+                #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+                async fn $claim() {
+                    let server = super::RedisServer::start();
+                    super::$claim(super::RedisBackend::connect(server.url()).await.unwrap()).await;
+                    server.every_key_expires();
+                }
+            )+
+        }
+    };
+}
+
+on_both! {
+    what_is_done_is_not_done_again
+    what_takes_longer_than_a_lease_is_in_flight_until_it_is_done
+    what_has_failed_is_begun_again
+    what_was_dropped_is_of_unknown_outcome
+    an_answer_that_is_too_large_is_not_kept
+}
+
+#[tokio::test(start_paused = true)]
+async fn nothing_is_begun_while_the_store_fails_and_what_is_done_is_kept_when_it_is_back() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let (operations, paid) = (operations(store), AtomicU32::new(0));
+    faults.fail(Failure::Unavailable);
+    for _ in 0..20 {
+        let failed = pay(&operations, &paid).await;
+        assert!(matches!(&failed, Err(OperationError::Store(error)) if error.is_unavailable()), "{failed:?}");
+    }
+    assert_eq!(faults.calls(Verb::Begin), 5, "the circuit is open");
+    faults.heal();
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(paid.load(Ordering::Relaxed), 0);
+
+    let work = async |_| {
+        faults.fail(Failure::Unavailable);
+        Ok::<_, BoxError>("paid")
+    };
+    assert_eq!(operations.run(operation(), "100 EUR", work).await.unwrap().answer(), b"paid");
+    faults.heal();
+    operations.drained().await;
+    assert_eq!(pay(&operations, &paid).await.unwrap().answer(), b"paid");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_somebody_else_may_have_begun_is_dropped() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let operations = operations(store).on_unknown(OnUnknown::Retry);
+    let kept = Arc::new(());
+    let held = Arc::clone(&kept);
+    let work = async move |_| {
+        let _held = held;
+        faults.hang();
+        pending::<Result<&str, BoxError>>().await
+    };
+    let begun = tokio::time::Instant::now();
+    let cancelled = operations.run(operation(), "100 EUR", work);
+    let cancelled = timeout(LEASE * 2, cancelled).await.expect("the lease ends it");
+    assert!(matches!(cancelled, Err(OperationError::Cancelled)), "{cancelled:?}");
+    assert!(begun.elapsed() < LEASE, "{:?}", begun.elapsed());
+    assert_eq!(Arc::strong_count(&kept), 1, "the work is gone");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_said_by_hand_is_replayed() {
+    let backend = MemoryBackend::new();
+    let operations = operations(backend.clone());
+    let dropped = operations.run(operation(), "100 EUR", async |_| pending::<Result<&str, BoxError>>().await);
+    assert!(timeout(LEASE / 2, dropped).await.is_err());
+    sleep(LEASE * 2).await;
+    let admin = IdempotencyAdmin::new(backend);
+    let unknown = admin.inspect(&operation()).await.unwrap().unwrap();
+    assert!(admin.complete(&unknown, Answer { bytes: (*b"paid").into(), is_kept: true }).await.unwrap());
+    let done = attempts(&operations).await.unwrap();
+    assert_eq!((done.answer(), done.is_replay()), (b"paid".as_slice(), true));
+}
+
+#[test]
+fn memory_is_not_taken_for_a_distributed_store() {
+    let refused = operations(MemoryBackend::new()).require(Scope::Redis);
+    assert!(matches!(refused, Err(ConfigError::ScopeTooSmall { .. })), "{refused:?}");
+    assert!(operations(MemoryBackend::new()).require(Scope::Process).is_ok());
+}
