@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use support::proxy::{Proxy, Traffic};
 use support::server::RedisServer;
-use tokio::sync::mpsc;
+use tokio::sync::{Notify, mpsc};
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
@@ -490,6 +490,42 @@ async fn a_worker_leaves_all_connections_when_one_has_swallowed_its_claim() {
     let after = timeout(Duration::from_secs(6), finished.recv()).await;
     assert_eq!(after.unwrap().as_deref(), Some("after"));
     worker.abort();
+}
+
+/// A worker that ends asks again over another connection. It happened that its last call was waited for as long as it had for all of them,
+/// and that what was lost with it was lost without a word.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_a_worker_has_done_is_noted_although_its_connections_swallow_its_last_words() {
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    let (started, mut running) = mpsc::unbounded_channel();
+    let (end, may_end) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let is_over = Arc::clone(&may_end);
+    let service = service_fn(move |_: Job<String>| {
+        started.send(()).unwrap();
+        let is_over = Arc::clone(&is_over);
+        async move {
+            is_over.notified().await;
+            Ok::<_, BoxError>(())
+        }
+    });
+    let there = RedisOptions::from_url(proxy.url()).unwrap().connections(2).connect().await.unwrap();
+    let worker = DelayQueueWorker::new(queue(&there), service).lease(Duration::from_secs(30));
+    let ending = Arc::clone(&end);
+    let worker = tokio::spawn(worker.run_until(async move { ending.notified().await }));
+    let here = queue(&connect(&server).await);
+    here.push("a".to_owned()).await.unwrap();
+    running.recv().await.unwrap();
+    end.notify_one();
+    sleep(Duration::from_millis(100)).await;
+    proxy.to_server(Traffic::Swallow);
+    sleep(Duration::from_millis(100)).await;
+    // For connections that are opened from now on.
+    proxy.heal();
+    may_end.notify_one();
+    worker.await.unwrap().unwrap();
+    let counts = here.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.running, counts.dead), (0, 0, 0));
 }
 
 /// A job that is put off keeps others out for as long as it waits, which may be longer than anybody thought when it was pushed.

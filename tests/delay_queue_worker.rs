@@ -250,6 +250,28 @@ async fn as_many_of_the_dead_are_kept_for_as_long_as_was_said() {
     worker.stop().await;
 }
 
+/// A call that hangs is not waited for as long as there is time for the last words.
+#[tokio::test(start_paused = true)]
+async fn what_a_worker_has_done_is_noted_by_another_call_when_the_last_one_hangs() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let queue = queue(store.clone());
+    queue.push(1).await.unwrap();
+    let service = service_fn(async |_: Job<u32>| {
+        sleep(secs(2)).await;
+        Ok::<_, Infallible>(())
+    });
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), service).lease(secs(30)));
+    sleep(secs(1)).await;
+    let ended = tokio::spawn(worker.stop());
+    sleep(ms(500)).await;
+    faults.hang();
+    sleep(secs(2)).await;
+    faults.heal();
+    ended.await.unwrap();
+    assert!(is_empty(&queue).await);
+}
+
 /// Panics where it is told to.
 #[derive(Clone, Copy)]
 struct Picky;

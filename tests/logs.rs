@@ -763,6 +763,32 @@ async fn each_attempt_of_a_job_is_a_span_that_says_which_one_it_is() {
     assert_eq!(*spans.seen.lock().unwrap(), expected);
 }
 
+/// What a call has taken along that hangs until the end is as lost as what waits for one.
+#[tokio::test(start_paused = true)]
+async fn a_worker_that_ends_says_that_it_could_not_note_what_jobs_have_come_to() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let queue = DelayQueue::<u32>::new(store, "mail");
+    queue.push(1).await.unwrap();
+    let service = service_fn(async |_: Job<u32>| {
+        sleep(Duration::from_secs(2)).await;
+        Ok::<_, BoxError>(())
+    });
+    let worker = DelayQueueWorker::new(queue, service);
+    let shut_down = async {
+        sleep(Duration::from_secs(1)).await;
+        faults.hang();
+    };
+    worker.run_until(shut_down).await.unwrap();
+    let expected = [
+        "WARN the store fails: the worker asks again until it works",
+        "WARN what jobs have come to could not be noted",
+    ];
+    assert_eq!(log.lines(), expected);
+}
+
 #[tokio::test(start_paused = true)]
 async fn each_call_of_a_rate_limit_store_is_a_span_that_tells_no_key() {
     let spans = Spans::called("rate_limit");

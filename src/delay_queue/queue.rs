@@ -182,7 +182,7 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// How long one call of the store may take. Defaults to 100 ms. A [worker](super::DelayQueueWorker) gives its own calls more: a third of
-    /// its lease, from 100 ms to 5 s.
+    /// its lease, from 100 ms to 5 s, and no more than a second once it ends.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.terms.deadline = deadline;

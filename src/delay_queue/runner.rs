@@ -38,6 +38,8 @@ const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 /// How long the store is asked to note what jobs have come to when everything else is over.
 const LAST_WORDS: Duration = Duration::from_secs(5);
+/// How long one call of a worker that ends is waited for: there has to be time for others, over other connections.
+const LAST_CALL: Duration = Duration::from_secs(1);
 
 pub(super) struct Runner<T, S, C> {
     queue: DelayQueue<T, C>,
@@ -54,6 +56,8 @@ pub(super) struct Runner<T, S, C> {
     calls: JoinSet<Answer<T>>,
     // For how many jobs calls under way have asked.
     reserved: usize,
+    // Of how many jobs calls under way say what they have come to.
+    being_noted: usize,
     // When something that runs is to be looked after.
     check_at: Option<Instant>,
     spread: Spread,
@@ -172,6 +176,7 @@ impl<T, S, C> Runner<T, S, C> {
             running: HashMap::new(),
             calls: JoinSet::new(),
             reserved: 0,
+            being_noted: 0,
             check_at: None,
             spread: Spread::new(now),
             stage: Stage::Working,
@@ -214,7 +219,7 @@ impl<T, S, C> Runner<T, S, C> {
 
     fn is_over(&self, now: Instant) -> bool {
         let Stage::LastWords(until) = self.stage else { return false };
-        let unsaid: usize = self.parts.iter().map(|part| part.settled.len()).sum();
+        let unsaid = self.being_noted + self.parts.iter().map(|part| part.settled.len()).sum::<usize>();
         if now >= until && unsaid > 0 {
             tracing::warn!(queue = %self.queue.name(), jobs = unsaid, "what jobs have come to could not be noted");
         }
@@ -339,7 +344,8 @@ impl<T, S, C> Runner<T, S, C> {
     }
 
     fn call_limit(&self) -> Duration {
-        Claim::patience(self.settings.lease)
+        let patience = Claim::patience(self.settings.lease);
+        if self.stage == Stage::Working { patience } else { patience.min(LAST_CALL) }
     }
 
     /// Notes what came of extending leases.
@@ -511,6 +517,7 @@ where
                 part.is_relied_on = false;
             }
             self.reserved += limit;
+            self.being_noted += settled.len();
             let claim =
                 Claim { worker: self.worker, limit, lease: self.settings.lease, dead: self.queue.dead_limits() };
             let (key, queue, time) = (part.key, self.queue.clone(), self.call_limit());
@@ -541,6 +548,7 @@ where
             Answer::Extended { ids, sent, result } => self.extended(&ids, sent, result, now),
             Answer::Claimed { part, limit, sent, settled, was_relied_on, result } => {
                 self.reserved -= limit;
+                self.being_noted -= settled.len();
                 self.parts[part].calls -= 1;
                 match result {
                     Ok(claims) => self.claimed(part, limit, sent, settled, claims, now),

@@ -47,8 +47,11 @@ impl DelayQueueStore for RedisBackend {
     async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
         let Inner { servers, keys, scripts, locks, .. } = &*self.inner;
         let keys = keys.delay_queue(queue);
-        // A worker gives its calls up by itself.
-        let patience = Claim::patience(claim.lease).max(locks.patience());
+        // A worker gives its calls up by itself. What only notes is asked again, better over another connection.
+        let patience = match claim.limit {
+            0 => locks.patience(),
+            _ => Claim::patience(claim.lease).max(locks.patience()),
+        };
         let (mut answers, mut rest) = (Vec::with_capacity(finished.len()), finished);
         loop {
             let (part, others) = rest.split_at(at_once(rest));
