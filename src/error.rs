@@ -228,7 +228,7 @@ pub enum ConfigError {
     },
     /// A job that is called nothing cannot be told from others.
     EmptyJobId,
-    /// A push was made by another queue than the one that it was given to, or by another value of the same queue that is no clone.
+    /// A push was made by another queue than the one that it was given to, or on another backend that is no clone.
     OtherQueue {
         /// What the queue is called that it was given to.
         queue: String,
@@ -293,7 +293,7 @@ impl fmt::Display for ConfigError {
             Self::OtherQueue { queue, other } => {
                 write!(
                     f,
-                    "a push of the queue `{other}` cannot be made by the queue `{queue}`, of which it is no clone"
+                    "a push of the queue `{other}` cannot be made by the queue `{queue}`, which is another one or on another backend"
                 )
             }
             Self::InvalidSchedule { reason } => write!(f, "the schedule is not valid: {reason}"),

@@ -45,7 +45,9 @@ mod queue {
         MAX_BATCH, Priority, QueueError, QueueKey, Reason, State, UniqueFor, WorkerId,
     };
     use tollgate::testing::{Failure, FaultStore, Verb};
-    use tollgate::{BoxError, ConfigError, DelayQueue, DelayQueueWorker, Job, JobId, MemoryBackend, StoreError};
+    use tollgate::{
+        AnyBackend, BoxError, ConfigError, DelayQueue, DelayQueueWorker, Job, JobId, MemoryBackend, StoreError,
+    };
     use tower::service_fn;
 
     use crate::support::stores::delegate_queue;
@@ -155,6 +157,22 @@ mod queue {
         for (queue, waiting) in [(mail, 1), (orders, 0), (elsewhere, 0)] {
             assert_eq!(queue.counts().await.unwrap().waiting, waiting, "{queue:?}");
         }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_push_by_another_value_of_the_same_queue_is_pushed() {
+        async fn answer(here: &MemoryBackend, there: AnyBackend) -> bool {
+            let (here, there) = (DelayQueue::<u8>::new(here.clone(), "mail"), DelayQueue::<u8>::new(there, "mail"));
+            let answers = here.push_all([there.push(1)]).await;
+            match answers.as_slice() {
+                [Ok(pushed)] => pushed.is_new(),
+                [Err(QueueError::Config(ConfigError::OtherQueue { .. }))] => false,
+                _ => panic!("{answers:?}"),
+            }
+        }
+        let backend = MemoryBackend::new();
+        assert!(answer(&backend, AnyBackend::Memory(backend.clone())).await);
+        assert!(!answer(&backend, AnyBackend::Memory(MemoryBackend::new())).await);
     }
 
     #[tokio::test(start_paused = true)]

@@ -329,6 +329,10 @@ impl DelayQueueStore for AnyBackend {
     fn scope(&self) -> Scope {
         delegate!(self, store => DelayQueueStore::scope(store))
     }
+
+    fn identity(&self) -> Option<usize> {
+        delegate!(self, store => DelayQueueStore::identity(store))
+    }
 }
 
 #[cfg(test)]

@@ -45,6 +45,7 @@ pub(super) trait AnyStore: Send + Sync {
     fn replay(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, limit: Duration) -> Call<Vec<bool>>;
     fn forget(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, limit: Duration) -> Call<Vec<bool>>;
     fn scope(&self) -> Scope;
+    fn identity(&self) -> Option<usize>;
 }
 
 fn bounded<T>(call: impl Future<Output = Result<T, StoreError>> + Send + 'static, limit: Duration) -> Call<T> {
@@ -123,5 +124,9 @@ impl<S: DelayQueueStore + Send + Sync + 'static> AnyStore for S {
 
     fn scope(&self) -> Scope {
         DelayQueueStore::scope(self)
+    }
+
+    fn identity(&self) -> Option<usize> {
+        DelayQueueStore::identity(self)
     }
 }

@@ -72,7 +72,9 @@ impl Terms {
 
     /// Whether jobs lie at the same place by either.
     fn is_same_place(&self, other: &Self) -> bool {
-        Arc::ptr_eq(&self.store, &other.store) && self.name == other.name && self.parts == other.parts
+        let is_same_store = Arc::ptr_eq(&self.store, &other.store)
+            || self.store.identity().is_some_and(|identity| other.store.identity() == Some(identity));
+        is_same_store && self.name == other.name && self.parts == other.parts
     }
 
     /// What `make` says, an id that nobody else has. Of a unique job it is one that lies in the part of its key, so that all jobs of the key
@@ -223,8 +225,9 @@ impl<T, C> DelayQueue<T, C> {
     /// Jobs of [normal](super::Priority::Normal) priority that have no [name](Push::id) and are due alike take Redis about half the memory of others
     /// while they wait, and two thirds of the work, unless the queue is [split](Self::split).
     ///
-    /// Each has to be a push of this queue or of a clone of it: another one is [not of this queue](ConfigError::OtherQueue), and pushed
-    /// nowhere.
+    /// Each has to be a push of this queue: by this value, a clone of it, or another one of the same name and split on the same backend or a
+    /// clone of that. Another one is [not of this queue](ConfigError::OtherQueue), and pushed nowhere. Backends that were opened by
+    /// themselves are not the same, even to one server.
     pub async fn push_all(&self, pushes: impl IntoIterator<Item = Push>) -> Vec<Result<Pushed, QueueError>> {
         let mut results: Vec<Option<Result<Pushed, QueueError>>> = Vec::new();
         let mut ids = UniqueIds::default();

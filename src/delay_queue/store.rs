@@ -121,6 +121,12 @@ pub trait DelayQueueStore {
 
     /// Among whom a queue is one and the same.
     fn scope(&self) -> Scope;
+
+    /// What clones of a store have in common and no other store that there is: an address. `None` is unknown.
+    #[doc(hidden)]
+    fn identity(&self) -> Option<usize> {
+        None
+    }
 }
 
 /// How many jobs one call is about at the most; tickets, too.

@@ -507,4 +507,8 @@ impl<S: DelayQueueStore + Sync> DelayQueueStore for FaultStore<S> {
     fn scope(&self) -> Scope {
         self.inner.scope()
     }
+
+    fn identity(&self) -> Option<usize> {
+        self.inner.identity()
+    }
 }

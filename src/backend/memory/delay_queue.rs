@@ -727,6 +727,10 @@ impl DelayQueueStore for MemoryBackend {
     fn scope(&self) -> Scope {
         Scope::Process
     }
+
+    fn identity(&self) -> Option<usize> {
+        Some(Arc::as_ptr(&self.inner).addr())
+    }
 }
 
 /// Cleans up behind somebody who has waited.

@@ -1,3 +1,4 @@
+use std::sync::Arc;
 use std::time::{Duration, UNIX_EPOCH};
 
 use redis::Value;
@@ -188,6 +189,10 @@ impl DelayQueueStore for RedisBackend {
 
     fn scope(&self) -> Scope {
         Scope::Redis
+    }
+
+    fn identity(&self) -> Option<usize> {
+        Some(Arc::as_ptr(&self.inner).addr())
     }
 }
 
