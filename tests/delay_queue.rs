@@ -36,7 +36,9 @@ mod redis_server {
 /// What the queue itself sees to, whatever keeps the jobs.
 mod queue {
     use std::error::Error;
-    use std::future::IntoFuture;
+    use std::future::{IntoFuture, ready};
+    use std::sync::Arc;
+    use std::sync::atomic::{AtomicU8, Ordering};
     use std::time::{Duration, SystemTime};
 
     use tokio::time::{Instant, sleep};
@@ -192,6 +194,36 @@ mod queue {
             assert!(!again.is_new() && same.as_ref().unwrap() == &again && other.as_ref().unwrap().is_new());
             assert_eq!(push.prepare().unwrap().job.id, *again.id());
             assert_eq!(queue.counts().await.unwrap().waiting, 2);
+        }
+    }
+
+    /// A push whose answer was lost is pushed again when the job may be done.
+    #[tokio::test(start_paused = true)]
+    async fn a_job_that_is_done_is_pushed_anew_unless_its_key_is_kept_for_a_time() {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let queue = DelayQueue::<u8>::new(store, "test");
+        let hour = Duration::from_secs(3_600);
+        let pushes = [queue.push(1), queue.push(2).unique("a"), queue.push(3).unique_for("b", UniqueFor::Time(hour))];
+        for (push, runs) in pushes.iter().zip([2, 2, 1]) {
+            let ran = Arc::new(AtomicU8::new(0));
+            for retries in 0..2 {
+                faults.lose_answers();
+                assert!(push.clone().await.is_err());
+                faults.heal();
+                let waits = queue.counts().await.unwrap().waiting;
+                // While it waits there is one, however often it is pushed.
+                assert!(!push.clone().await.unwrap().is_new(), "retry {retries}");
+                assert_eq!(queue.counts().await.unwrap().waiting, waits);
+                let counted = Arc::clone(&ran);
+                let service = service_fn(move |_: Job<u8>| {
+                    counted.fetch_add(1, Ordering::Relaxed);
+                    ready(Ok::<_, BoxError>(()))
+                });
+                let worker = DelayQueueWorker::new(queue.clone(), service);
+                worker.run_until(sleep(Duration::from_secs(60))).await.unwrap();
+            }
+            assert_eq!(ran.load(Ordering::Relaxed), runs);
         }
     }
 

@@ -7,8 +7,9 @@ use crate::error::{BoxError, ConfigError, StoreError};
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum QueueError {
-    /// The store failed. What was asked may still have happened; a [clone](super::Push) of a push that was kept can be pushed again, and is
-    /// there once.
+    /// The store failed. What was asked may still have happened; a [clone](super::Push) of a push that was kept can be pushed again, and
+    /// there is one while it waits or runs. One that is done by then runs a second time, unless it is
+    /// [unique for a time](super::Push::unique_for): `.unique_for(key, UniqueFor::Time(..))`.
     Store(StoreError),
     /// The queue has as many jobs as it may have. It is worth trying again later.
     Full {

@@ -205,7 +205,9 @@
 //!
 //! # Cancellation
 //!
-//! Dropping the future of a push may or may not have pushed. Push a [clone](Push) of it again, or one with the same id: it is there once.
+//! Dropping the future of a push may or may not have pushed. Push a [clone](Push) of it again, or one with the same id: there is one while it
+//! waits or runs. One that is done by then runs a second time, unless a [unique key](Push::unique_for) is kept for longer than pushes
+//! are tried again: `.unique_for(key, UniqueFor::Time(..))`.
 
 mod backoff;
 mod codec;

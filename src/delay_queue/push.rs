@@ -15,8 +15,9 @@ use crate::key::Key;
 /// A job that is about to be pushed: `.await` it, or give it to [`DelayQueue::push_all`](super::DelayQueue::push_all).
 ///
 /// A clone is the same job, with the same [id](Self::id), so that one that was kept can be pushed again where it is not known what has become
-/// of the first: that changes nothing while the job is waiting or running. A clone that is told something else, another delay say, is another
-/// job, unless it has a name.
+/// of the first: that changes nothing while the job waits or runs. One that is done by then runs a second time; where that must not be,
+/// [`.unique_for(key, UniqueFor::Time(..))`](Self::unique_for) keeps it out for longer. A clone that is told something else, another delay
+/// say, is another job, unless it has a name.
 ///
 /// ```
 /// # #[cfg(feature = "json")] {
@@ -28,7 +29,7 @@ use crate::key::Key;
 ///
 /// let push = queue.push("welcome".to_owned());
 /// let pushed = match push.clone().await {
-///     Err(QueueError::Store(_)) => push.await?, // it may be there already, and is not pushed twice
+///     Err(QueueError::Store(_)) => push.await?, // while it waits or runs it is not pushed twice
 ///     answer => answer?,
 /// };
 /// # assert!(pushed.is_new());
