@@ -12,7 +12,7 @@ use support::cluster::Cluster;
 use support::sentinel::{SERVICE, SentinelDeployment};
 use support::server::{RedisServer, version, wait_until};
 use support::shared::{Shared, connect};
-use tokio::sync::oneshot;
+use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::delay_queue::{DelayQueue, DelayQueueWorker, Job, WorkerError};
@@ -135,6 +135,18 @@ async fn a_worker_of_a_queue_goes_on_with_the_primary_that_takes_over() {
     block_in_place(|| deployment.wait_for_another_primary(port));
     work.push().await;
     work.end().await;
+}
+
+/// A claim is waited for longer than requests are, but not for a primary that is none any more.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_claim_that_a_dead_primary_has_taken_holds_no_worker_up() {
+    let deployment = Arc::new(SentinelDeployment::start());
+    let queue = DelayQueue::new(connect(&deployment.url()).await, "work");
+    let old = deployment.primary_index();
+    let pausing = Arc::clone(&deployment);
+    let pause = move || pausing.servers[old].pause();
+    let late = done_after(queue, pause, || deployment.wait_for_another_primary(deployment.servers[old].port()).0).await;
+    assert!(late < Duration::from_millis(1_500), "{late:?} after another primary was announced");
 }
 
 mod on_a_cluster {
@@ -295,6 +307,19 @@ mod on_a_cluster {
         work.end().await;
     }
 
+    /// As behind Sentinels.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_claim_that_a_dead_node_has_taken_holds_no_worker_up() {
+        let cluster = Arc::new(Cluster::start());
+        let queue = DelayQueue::new(connect(&cluster.url()).await, "work");
+        let slot: u16 = cluster.nodes[0].query("CLUSTER KEYSLOT {delay_queue:work}");
+        let old = cluster.owner(slot);
+        let pausing = Arc::clone(&cluster);
+        let pause = move || pausing.nodes[old].pause();
+        let late = done_after(queue, pause, || cluster.wait_for_another_owner(slot, old).0).await;
+        assert!(late < Duration::from_millis(1_500), "{late:?} after the slot had another owner");
+    }
+
     /// Pushes of one moment go together, and those to a node that hangs kept all others waiting.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_node_that_hangs_holds_up_no_pushes_to_another_one() {
@@ -419,6 +444,35 @@ mod on_a_cluster {
             block_in_place(|| cluster.migrate(slot, (owner + 1) % 3));
         }
     }
+}
+
+/// How long after `replaced` a job is worked on that a server should have given to a worker, which it does not answer any more.
+async fn done_after(
+    queue: DelayQueue<u32>,
+    pause: impl Fn() + Clone + Send + 'static,
+    replaced: impl FnOnce() -> Instant,
+) -> Duration {
+    let (done, mut jobs) = mpsc::unbounded_channel();
+    let service = service_fn(move |job: Job<u32>| {
+        if *job == 0 {
+            pause();
+        }
+        done.send(*job).unwrap();
+        ready(Ok::<_, BoxError>(()))
+    });
+    let queue = queue.deadline(Duration::from_secs(1));
+    queue.push(1).delay(Duration::from_secs(1)).await.unwrap();
+    // Until a replica has it.
+    sleep(Duration::from_millis(200)).await;
+    queue.push(0).await.unwrap();
+    // Its claims are waited for as long as any.
+    let worker = DelayQueueWorker::new(queue, service).concurrency(1).lease(Duration::from_secs(30));
+    let worker = tokio::spawn(worker.run());
+    assert_eq!(jobs.recv().await, Some(0));
+    let replaced = block_in_place(replaced);
+    assert_eq!(jobs.recv().await, Some(1));
+    worker.abort();
+    replaced.elapsed()
 }
 
 /// A queue and a worker of it, which is to outlive whatever becomes of the servers.

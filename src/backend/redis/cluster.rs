@@ -14,9 +14,9 @@ use crc16::{State, XMODEM};
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
-use super::pool::{Connector, Handle, Pool, Terms, no_connection};
+use super::pool::{Connector, Handle, Pool, Terms, no_connection, no_reply};
 use super::servers::{Lane, Start};
 
 const SLOTS: usize = 16_384;
@@ -122,7 +122,14 @@ impl Cluster {
         loop {
             let doubt = Doubt { stale: &shared.stale, settled: false };
             let pool = node.pool(lane);
-            let answer = pool.exchange(command, asking, patience).await;
+            let answer = match patience {
+                None => pool.exchange(command, asking, None).await,
+                Some(_) => tokio::select! {
+                    biased;
+                    answer = pool.exchange(command, asking, patience) => answer,
+                    waited = shared.is_replaced(slot(key), &node.address) => Err(no_reply(waited)),
+                },
+            };
             let error = match answer {
                 Err(error) if concerns_the_map(&error) => error,
                 answer => {
@@ -216,6 +223,24 @@ impl Shared {
         let nodes = map.nodes.iter().chain([&node]).cloned().collect();
         *map = Arc::new(Map { owners: Arc::clone(&map.owners), nodes, replicas: map.replicas.clone() });
         Ok(node)
+    }
+
+    /// Waits until another node serves a slot than the one that has been asked, and says for how long. Whoever waits longer than commands do
+    /// has the map read anew meanwhile: the node may be dead.
+    async fn is_replaced(&self, slot: u16, asked: &Address) -> Duration {
+        let begun = Instant::now();
+        let owner = || self.owner(slot).map(|node| node.address);
+        // Not the one that was asked, if it has been named by another node.
+        let before = owner();
+        sleep(self.terms.response).await;
+        loop {
+            let now = owner();
+            if now.is_some() && now != before && now.as_ref() != Some(asked) {
+                return begun.elapsed();
+            }
+            self.stale.notify_one();
+            sleep(PATIENCE).await;
+        }
     }
 
     fn open(&self, address: &Address) -> Result<Node, RedisError> {

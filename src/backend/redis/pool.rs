@@ -1,5 +1,6 @@
 //! Connections that are borrowed for an instant, never for a round trip.
 
+use std::future::pending;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -138,7 +139,8 @@ impl Pool {
     }
 
     /// The same, also to a node that is about to take over the slot of the key, with ASKING, and for longer or less than commands are
-    /// waited for otherwise. Says by which connection, for what is to be asked about the command there.
+    /// waited for otherwise. Longer only while the Sentinels name this primary, if there are any. Says by which connection, for what is to be
+    /// asked about the command there.
     pub(super) async fn exchange(
         &self,
         command: &Cmd,
@@ -146,12 +148,19 @@ impl Pool {
         patience: Option<Duration>,
     ) -> Result<(Value, Handle), RedisError> {
         let mut handle = self.borrow().await?;
-        if let Some(patience) = patience {
-            // Of this clone alone.
-            handle.connection.set_response_timeout(patience);
-            handle.patience = patience;
-        }
-        let answer = handle.send(command, asking).await?;
+        let Some(patience) = patience else {
+            let answer = handle.send(command, asking).await?;
+            return Ok((answer, handle));
+        };
+        // Of this clone alone.
+        handle.connection.set_response_timeout(patience);
+        handle.patience = patience;
+        let (health, sent) = (Arc::clone(&handle.health), Instant::now());
+        let answer = tokio::select! {
+            biased;
+            answer = handle.send(command, asking) => answer?,
+            () = health.is_replaced(sent + self.terms.response) => return Err(no_reply(sent.elapsed())),
+        };
         Ok((answer, handle))
     }
 
@@ -219,7 +228,7 @@ pub(super) fn no_connection(within: Duration) -> RedisError {
 }
 
 /// What there is to say when something was sent, and nothing has come back in time.
-fn no_reply(within: Duration) -> RedisError {
+pub(super) fn no_reply(within: Duration) -> RedisError {
     io::Error::new(io::ErrorKind::TimedOut, format!("no reply within {within:?}")).into()
 }
 
@@ -286,6 +295,16 @@ impl Health {
         self.broken.load(Ordering::Relaxed)
             || self.tenure.as_ref().is_some_and(Tenure::is_over)
             || self.heard.load(Ordering::Relaxed) < self.others.silent_since.load(Ordering::Relaxed)
+    }
+
+    /// Waits until the Sentinels have named another primary, and it is `earliest`. That the connection is silent is no reason to give up what
+    /// is waited for: a server that is only slow has yet to answer it.
+    async fn is_replaced(&self, earliest: Instant) {
+        match &self.tenure {
+            Some(tenure) => tenure.end().await,
+            None => pending().await,
+        }
+        sleep_until(earliest).await;
     }
 }
 

@@ -6,13 +6,13 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::atomic::{AtomicU64, Ordering};
+use std::future::pending;
 use std::sync::{Arc, Weak};
 use std::time::Duration;
 
 use redis::aio::{AsyncPushSender, MultiplexedConnection};
 use redis::{AsyncConnectionConfig, Client, ErrorKind, RedisError, Value};
-use tokio::sync::Mutex;
+use tokio::sync::{Mutex, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
@@ -34,7 +34,7 @@ pub(super) struct Sentinels {
     sentinels: Vec<Arc<Sentinel>>,
     open: Opener,
     config: AsyncConnectionConfig,
-    tenures: Arc<AtomicU64>,
+    tenures: watch::Sender<u64>,
     watcher: AbortHandle,
 }
 
@@ -55,13 +55,21 @@ struct Announcement {
 #[derive(Debug)]
 pub(super) struct Tenure {
     number: u64,
-    now: Arc<AtomicU64>,
+    now: watch::Receiver<u64>,
 }
 
 impl Tenure {
     /// Whether the Sentinels have named another primary since the connection was opened.
     pub(super) fn is_over(&self) -> bool {
-        self.now.load(Ordering::Relaxed) != self.number
+        *self.now.borrow() != self.number
+    }
+
+    /// Waits for that.
+    pub(super) async fn end(&self) {
+        if self.now.clone().wait_for(|now| *now != self.number).await.is_err() {
+            // Nobody asks the Sentinels any more.
+            pending::<()>().await;
+        }
     }
 }
 
@@ -98,16 +106,16 @@ impl Sentinels {
     pub(super) fn new(service: &str, sentinels: Vec<Client>, open: Opener, config: AsyncConnectionConfig) -> Self {
         let sentinel = |client| Arc::new(Sentinel { client, connection: Mutex::default() });
         let sentinels: Vec<_> = sentinels.into_iter().map(sentinel).collect();
-        let (service, tenures) = (Arc::from(service), Arc::new(AtomicU64::new(0)));
+        let (service, tenures) = (Arc::from(service), watch::Sender::new(0));
         let watched = sentinels.iter().map(Arc::downgrade).collect();
-        let watcher = tokio::spawn(watch(Arc::clone(&service), watched, Arc::clone(&tenures))).abort_handle();
+        let watcher = tokio::spawn(follow(Arc::clone(&service), watched, tenures.clone())).abort_handle();
         Self { service, sentinels, open, config, tenures, watcher }
     }
 
     /// Connects to the primary.
     pub(super) async fn connect(&self) -> Result<(MultiplexedConnection, Tenure), RedisError> {
         // Before anything is asked: what is announced meanwhile may not be what is connected to.
-        let tenure = Tenure { number: self.tenures.load(Ordering::Relaxed), now: Arc::clone(&self.tenures) };
+        let tenure = Tenure { number: *self.tenures.borrow(), now: self.tenures.subscribe() };
         self.primary().await.map(|(_, connection)| (connection, tenure))
     }
 
@@ -191,7 +199,7 @@ fn newest(answers: &[Announcement]) -> Vec<&Announcement> {
 }
 
 /// Ends the tenure of a primary once a newer one is announced.
-async fn watch(service: Arc<str>, sentinels: Vec<Weak<Sentinel>>, tenures: Arc<AtomicU64>) {
+async fn follow(service: Arc<str>, sentinels: Vec<Weak<Sentinel>>, tenures: watch::Sender<u64>) {
     let mut known: Option<Announcement> = None;
     loop {
         let (answers, _) = ask_all(&service, sentinels.iter().filter_map(Weak::upgrade)).await;
@@ -207,7 +215,7 @@ async fn watch(service: Arc<str>, sentinels: Vec<Weak<Sentinel>>, tenures: Arc<A
                 Some(_) => {
                     let (host, port) = &first.primary;
                     tracing::info!(%service, host, port, "the sentinels name another primary");
-                    tenures.fetch_add(1, Ordering::Relaxed);
+                    tenures.send_modify(|number| *number += 1);
                     known = Some((*first).clone());
                 }
                 None => known = Some((*first).clone()),
