@@ -356,6 +356,43 @@ fn calls_may_come_from_runtimes_that_end() {
     assert!(calls < CALLS, "{calls} calls of the server for {} of ours", 3 * CALLS);
 }
 
+/// Whoever waited for a connection when that runtime ended panicked, and what had been begun there was waited for ever after: no call went
+/// through any more, with Redis as well as ever.
+#[test]
+fn calls_go_on_when_the_runtime_has_ended_in_which_the_backend_was_made() {
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    let home = tokio::runtime::Runtime::new().unwrap();
+    let options = RedisOptions::from_url(proxy.url()).unwrap().connections(1);
+    let backend = home.block_on(options.connect()).unwrap();
+    let limiter = Limiter::new(backend, Policy::new("connecting", Quota::per_hour(1_000).fixed_window()));
+    let limiter = limiter.deadline(Duration::from_secs(5));
+    let visitor = tokio::runtime::Runtime::new().unwrap();
+    let _ = visitor.block_on(limiter.check("alice")).unwrap();
+    // Nobody answers those who connect from now on.
+    proxy.door(Door::Silent);
+    proxy.cut();
+    // Whoever comes first finds that out.
+    let _ = visitor.block_on(limiter.check("alice"));
+    let waiting = limiter.clone();
+    let waiting = visitor.spawn(async move { waiting.check("alice").await });
+    std::thread::sleep(Duration::from_millis(200));
+    drop(home);
+    let error = visitor.block_on(waiting).expect("it does not panic").unwrap_err();
+    assert!(error.is_unavailable() || error.is_timeout(), "{error:?}");
+    proxy.door(Door::Open);
+    visitor.block_on(async {
+        let begun = Instant::now();
+        while let Err(error) = limiter.check("alice").await {
+            assert!(begun.elapsed() < Duration::from_secs(3), "{}", story(&error));
+        }
+    });
+    // As often as that happens.
+    drop(visitor);
+    let another = tokio::runtime::Runtime::new().unwrap();
+    let _ = another.block_on(limiter.check("alice")).unwrap();
+}
+
 #[tokio::test(flavor = "multi_thread")]
 async fn another_topology_than_the_url_says() {
     let cluster = Cluster::start();

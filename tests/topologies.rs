@@ -12,6 +12,7 @@ use support::cluster::Cluster;
 use support::sentinel::{SERVICE, SentinelDeployment};
 use support::server::{RedisServer, version, wait_until};
 use support::shared::{Shared, connect};
+use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{mpsc, oneshot};
 use tokio::task::{JoinHandle, JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
@@ -149,8 +150,44 @@ async fn a_claim_that_a_dead_primary_has_taken_holds_no_worker_up() {
     assert!(late < Duration::from_millis(1_500), "{late:?} after another primary was announced");
 }
 
+/// Who follows failovers ends with the runtime in which the backend was made, and has to begin again in another one.
+#[test]
+fn a_replaced_primary_is_left_when_the_runtime_has_ended_in_which_the_backend_was_made() {
+    let deployment = SentinelDeployment::start();
+    let limiter = from_a_runtime_that_has_ended(&deployment.url());
+    runtime().block_on(async {
+        works(&limiter, "before").await;
+        // It looks for a primary from the first call on, and is to know this one.
+        sleep(Duration::from_secs(1)).await;
+        let old = deployment.primary().port();
+        deployment.fail_over();
+        let (announced, new) = block_in_place(|| deployment.wait_for_another_primary(old));
+        sleep(Duration::from_secs(1).saturating_sub(announced.elapsed())).await;
+        works(&limiter, "after").await;
+        let keys: Vec<String> = deployment.servers[new].query("KEYS *:after}:*");
+        assert_eq!(keys.len(), 1);
+    });
+}
+
 mod on_a_cluster {
     use super::*;
+
+    /// As behind Sentinels.
+    #[test]
+    fn a_node_is_left_when_the_runtime_has_ended_in_which_the_backend_was_made() {
+        let cluster = Cluster::start();
+        let limiter = from_a_runtime_that_has_ended(&cluster.url());
+        runtime().block_on(async {
+            works(&limiter, "a").await;
+            let keys = |node: usize| cluster.nodes[node].query::<Vec<String>>("KEYS *").pop();
+            let (owner, key) =
+                cluster.primaries().into_iter().find_map(|node| Some((node, keys(node)?))).expect("it is counted");
+            let slot: u16 = cluster.nodes[owner].query(&format!("CLUSTER KEYSLOT {key}"));
+            cluster.nodes[owner].pause();
+            block_in_place(|| cluster.wait_for_another_owner(slot, owner));
+            works(&limiter, "a").await;
+        });
+    }
 
     static CLUSTER: Shared<Cluster> = Shared::new();
 
@@ -473,6 +510,23 @@ async fn done_after(
     assert_eq!(jobs.recv().await, Some(1));
     worker.abort();
     replaced.elapsed()
+}
+
+fn runtime() -> Runtime {
+    Builder::new_multi_thread().worker_threads(2).enable_all().build().unwrap()
+}
+
+fn from_a_runtime_that_has_ended(url: &str) -> Limiter<RedisBackend> {
+    let policy = Policy::new("follows", Quota::per_hour(1_000_000).fixed_window());
+    Limiter::new(runtime().block_on(connect(url)), policy).deadline(Duration::from_secs(10))
+}
+
+/// Waits for the first decision.
+async fn works(limiter: &Limiter<RedisBackend>, subject: &'static str) {
+    let begun = Instant::now();
+    while let Err(error) = limiter.check(subject).await {
+        assert!(begun.elapsed() < Duration::from_secs(5), "{error}");
+    }
 }
 
 /// A queue and a worker of it, which is to outlive whatever becomes of the servers.

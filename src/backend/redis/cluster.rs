@@ -7,7 +7,7 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::sync::{Arc, PoisonError, RwLock, Weak};
+use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
 use crc16::{State, XMODEM};
@@ -39,7 +39,7 @@ pub(super) type Connectors = Box<dyn Fn(&Address) -> Result<Connector, RedisErro
 pub(super) struct Cluster {
     shared: Arc<Shared>,
     // Reads the map anew when somebody asks for it.
-    reader: AbortHandle,
+    reader: Mutex<AbortHandle>,
 }
 
 struct Shared {
@@ -97,8 +97,16 @@ impl Cluster {
             Start::Disconnected => stale.notify_one(),
         }
         let shared = Arc::new(shared);
-        let reader = tokio::spawn(read_when_stale(Arc::downgrade(&shared), stale)).abort_handle();
+        let reader = Mutex::new(reader(&shared));
         Ok(Self { shared, reader })
+    }
+
+    /// Has the map read in this runtime from now on if the one has ended in which that was done.
+    fn read_on(&self) {
+        let mut reading = self.reader.lock().unwrap_or_else(PoisonError::into_inner);
+        if reading.is_finished() {
+            *reading = reader(&self.shared);
+        }
     }
 
     /// Sends a command to the node that serves the slot of a key, and waits for its answer.
@@ -113,6 +121,7 @@ impl Cluster {
     ) -> Result<(Value, Handle), RedisError> {
         let shared = &*self.shared;
         let mut node = shared.owner(slot(key)).ok_or_else(|| {
+            self.read_on();
             shared.stale.notify_one();
             RedisError::from((ErrorKind::ClusterConnectionNotFound, "no node serves the slot of this key"))
         })?;
@@ -131,7 +140,10 @@ impl Cluster {
                 },
             };
             let error = match answer {
-                Err(error) if concerns_the_map(&error) => error,
+                Err(error) if concerns_the_map(&error) => {
+                    self.read_on();
+                    error
+                }
                 answer => {
                     doubt.settle();
                     return answer;
@@ -168,6 +180,7 @@ impl Cluster {
     pub(super) async fn send_to(&self, lane: Lane, node: usize, command: &Cmd) -> Option<Result<Value, RedisError>> {
         let map = self.shared.map();
         if map.nodes.is_empty() {
+            self.read_on();
             self.shared.stale.notify_one();
             let unknown = "no node of the cluster has answered yet";
             return Some(Err((ErrorKind::ClusterConnectionNotFound, unknown).into()));
@@ -184,7 +197,7 @@ impl Cluster {
 
 impl Drop for Cluster {
     fn drop(&mut self) {
-        self.reader.abort();
+        self.reader.get_mut().unwrap_or_else(PoisonError::into_inner).abort();
     }
 }
 
@@ -322,6 +335,10 @@ impl Shared {
         replicas.dedup();
         Ok(Map { owners: owners.into(), nodes, replicas })
     }
+}
+
+fn reader(shared: &Arc<Shared>) -> AbortHandle {
+    tokio::spawn(read_when_stale(Arc::downgrade(shared), Arc::clone(&shared.stale))).abort_handle()
 }
 
 /// Reads the map whenever it is in doubt, until there is nobody left to use it.

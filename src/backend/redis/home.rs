@@ -2,6 +2,7 @@
 
 use std::future::{pending, poll_fn};
 use std::pin::pin;
+use std::task::Poll;
 
 use tokio::runtime::Handle;
 use tokio::task::AbortHandle;
@@ -22,19 +23,24 @@ impl Home {
     }
 
     pub(super) fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
-        if self.resident.is_finished() {
-            tokio::spawn(task).abort_handle()
-        } else {
-            self.runtime.spawn(task).abort_handle()
-        }
+        if self.is_gone() { tokio::spawn(task).abort_handle() } else { self.runtime.spawn(task).abort_handle() }
     }
 
-    /// Lets the caller wait for something whose tasks are to live here.
-    pub(super) async fn inside<T>(&self, call: impl Future<Output = T>) -> T {
+    /// Whether the runtime has ended.
+    pub(super) fn is_gone(&self) -> bool {
+        self.resident.is_finished()
+    }
+
+    /// Lets the caller wait for something whose tasks are to live here. `None` once the runtime has ended: what waits for its timers must not be
+    /// polled any more.
+    pub(super) async fn inside<T>(&self, call: impl Future<Output = T>) -> Option<T> {
         let mut call = pin!(call);
         poll_fn(|cx| {
-            let _inside = (!self.resident.is_finished()).then(|| self.runtime.enter());
-            call.as_mut().poll(cx)
+            if self.is_gone() {
+                return Poll::Ready(None);
+            }
+            let _inside = self.runtime.enter();
+            call.as_mut().poll(cx).map(Some)
         })
         .await
     }

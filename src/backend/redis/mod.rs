@@ -145,7 +145,7 @@ pub use ::bb8_redis;
 /// closed when the last clone is dropped.
 ///
 /// Make it in a runtime that lasts for as long as it is used. Calls may come from others, but it is in that one that connections are opened and
-/// failovers are followed.
+/// failovers are followed. When it has ended, connections are opened anew in that of the next call.
 #[derive(Clone)]
 pub struct RedisBackend {
     inner: Arc<Inner>,

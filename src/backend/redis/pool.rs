@@ -2,7 +2,7 @@
 
 use std::future::pending;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, PoisonError, RwLock};
 use std::time::Duration;
 use std::{fmt, io};
 
@@ -11,7 +11,7 @@ use bb8_redis::RedisConnectionManager;
 use redis::aio::{AsyncPushSender, MultiplexedConnection};
 use redis::{AsyncConnectionConfig, Client, Cmd, ErrorKind, Pipeline, ProtocolVersion, RedisError, Value};
 use tokio::sync::watch;
-use tokio::time::{Instant, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::error;
 use super::home::Home;
@@ -37,11 +37,21 @@ const FRESH: Duration = Duration::from_millis(500);
 /// Multiplexed connections to one server, or to whichever is the primary of a service.
 #[derive(Clone)]
 pub(super) struct Pool {
-    pool: bb8::Pool<Manager>,
+    connector: Connector,
     connections: u32,
+    // How many are opened before they are needed.
+    min_idle: Option<u32>,
     terms: Terms,
+    // Another one when the runtime has ended in which it opened connections: what it had begun there is never finished.
+    lender: Arc<RwLock<Arc<Lender>>>,
+}
+
+/// Who opens and lends connections, and where.
+struct Lender {
+    pool: bb8::Pool<Manager>,
     // The last attempt to connect, if it failed.
     trouble: watch::Receiver<Option<Trouble>>,
+    home: Arc<Home>,
 }
 
 /// On what terms there are connections.
@@ -51,7 +61,7 @@ pub(super) struct Terms {
     pub(super) connect: Duration,
     /// One command.
     pub(super) response: Duration,
-    /// Where they are opened.
+    /// Where they are opened, as long as it is there.
     pub(super) home: Arc<Home>,
 }
 
@@ -111,24 +121,43 @@ impl Others {
 impl Pool {
     /// Opens all connections.
     pub(super) async fn open(connector: Connector, connections: u32, terms: Terms) -> Result<Self, RedisError> {
-        let (manager, trouble) = Manager::new(connector, terms.clone());
-        let builder = builder(connections, terms.connect).min_idle(connections);
-        let pool = builder.build(manager).await?;
-        Ok(Self { pool, connections, terms, trouble })
+        let (manager, trouble) = Manager::new(connector.clone(), terms.clone());
+        let pool = builder(connections, Some(connections)).build(manager).await?;
+        let lender = Lender { pool, trouble, home: Arc::clone(&terms.home) };
+        Ok(Self::new(connector, connections, Some(connections), terms, lender))
     }
 
     /// The same, but does not wait for them.
     pub(super) fn eager(connector: Connector, connections: u32, terms: Terms) -> Self {
-        let (manager, trouble) = Manager::new(connector, terms.clone());
-        let pool = builder(connections, terms.connect).min_idle(connections).build_unchecked(manager);
-        Self { pool, connections, terms, trouble }
+        Self::unopened(connector, connections, Some(connections), terms)
     }
 
     /// The same without a connection until one is needed.
     pub(super) fn lazy(connector: Connector, connections: u32, terms: Terms) -> Self {
-        let (manager, trouble) = Manager::new(connector, terms.clone());
-        let pool = builder(connections, terms.connect).build_unchecked(manager);
-        Self { pool, connections, terms, trouble }
+        Self::unopened(connector, connections, None, terms)
+    }
+
+    fn unopened(connector: Connector, connections: u32, min_idle: Option<u32>, terms: Terms) -> Self {
+        let lender = Lender::new(connector.clone(), connections, min_idle, terms.clone());
+        Self::new(connector, connections, min_idle, terms, lender)
+    }
+
+    fn new(connector: Connector, connections: u32, min_idle: Option<u32>, terms: Terms, lender: Lender) -> Self {
+        Self { connector, connections, min_idle, terms, lender: Arc::new(RwLock::new(Arc::new(lender))) }
+    }
+
+    /// Whoever lends connections; from now on in the caller's runtime if the one has ended in which that was done.
+    fn lender(&self) -> Arc<Lender> {
+        let lender = Arc::clone(&self.lender.read().unwrap_or_else(PoisonError::into_inner));
+        if !lender.home.is_gone() {
+            return lender;
+        }
+        let mut lender = self.lender.write().unwrap_or_else(PoisonError::into_inner);
+        if lender.home.is_gone() {
+            let terms = Terms { home: Arc::new(Home::here()), ..self.terms.clone() };
+            *lender = Arc::new(Lender::new(self.connector.clone(), self.connections, self.min_idle, terms));
+        }
+        Arc::clone(&lender)
     }
 
     /// Sends one command and waits for its answer.
@@ -169,55 +198,67 @@ impl Pool {
         // Each turn takes a broken connection out of the pool for good, so there are at most as many turns as connections,
         // and one more for a sound one.
         for _ in 0..=self.connections {
-            let handle = tokio::select! {
+            let lender = self.lender();
+            let lent = tokio::select! {
                 biased;
-                handle = self.terms.home.inside(self.lend()) => handle,
+                lent = lender.home.inside(lender.lend()) => lent,
                 // No connection is there and the last attempt to open one failed just now: say why at once. Asking the
                 // pool has set off the next attempt.
-                error = self.trouble() => return Err(error),
+                error = lender.trouble() => return Err(error.unwrap_or_else(|| no_connection(self.terms.connect))),
+                // By the caller's clock: that of the other runtime may stand still.
+                () = async { sleep(self.terms.connect).await } => return Err(no_connection(self.terms.connect)),
             };
-            let handle = handle.map_err(|error| match error {
-                RunError::User(error) => error,
-                RunError::TimedOut => no_connection(self.terms.connect),
-            })?;
+            let handle = match lent {
+                Some(Ok(handle)) => handle,
+                Some(Err(RunError::User(error))) => return Err(error),
+                Some(Err(RunError::TimedOut)) => return Err(no_connection(self.terms.connect)),
+                // The runtime has ended meanwhile.
+                None => continue,
+            };
             if !handle.health.is_broken() {
                 return Ok(handle);
             }
         }
         Err(no_connection(self.terms.connect))
     }
+}
 
-    /// The same, of whichever is next.
+impl Lender {
+    /// In the runtime that this is called in.
+    fn new(connector: Connector, connections: u32, min_idle: Option<u32>, terms: Terms) -> Self {
+        let home = Arc::clone(&terms.home);
+        let (manager, trouble) = Manager::new(connector, terms);
+        Self { pool: builder(connections, min_idle).build_unchecked(manager), trouble, home }
+    }
+
+    /// A clone of the handle of whichever connection is next.
     async fn lend(&self) -> Result<Handle, RunError<RedisError>> {
         let item = self.pool.get().await?;
         Ok(item.clone())
     }
 
-    /// Waits until there is no connection and the last attempt to open one was a recent one that failed.
-    async fn trouble(&self) -> RedisError {
+    /// Waits until there is no connection and the last attempt to open one was a recent one that failed, and says how.
+    async fn trouble(&self) -> Option<RedisError> {
         let asked = Instant::now();
         let hopeless = |trouble: &Option<Trouble>| {
             let recent = trouble.as_ref().is_some_and(|trouble| asked < trouble.until);
             // With a connection left that is only lent out, waiting takes an instant.
             recent && self.pool.state().connections == 0
         };
-        let trouble = self
-            .trouble
-            .clone()
-            .wait_for(hopeless)
-            .await
-            .ok()
-            .and_then(|trouble| Some(trouble.as_ref()?.error.clone()));
-        trouble.unwrap_or_else(|| no_connection(self.terms.connect))
+        let mut trouble = self.trouble.clone();
+        let trouble = trouble.wait_for(hopeless).await.ok()?;
+        Some(trouble.as_ref()?.error.clone())
     }
 }
 
-fn builder(connections: u32, connect_timeout: Duration) -> bb8::Builder<Manager> {
+fn builder(connections: u32, min_idle: Option<u32>) -> bb8::Builder<Manager> {
     bb8::Pool::builder()
         .max_size(connections)
+        .min_idle(min_idle)
         .test_on_check_out(false)
         .retry_connection(false)
-        .connection_timeout(connect_timeout)
+        // Whoever waits has a clock of their own.
+        .connection_timeout(Duration::MAX)
         .idle_timeout(None)
         .max_lifetime(None)
 }
@@ -234,7 +275,7 @@ pub(super) fn no_reply(within: Duration) -> RedisError {
 
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        fmt::Debug::fmt(&self.pool.state(), f)
+        fmt::Debug::fmt(&self.lender.read().unwrap_or_else(PoisonError::into_inner).pool.state(), f)
     }
 }
 

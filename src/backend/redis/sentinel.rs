@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::future::pending;
-use std::sync::{Arc, Weak};
+use std::sync::{Arc, PoisonError, Weak};
 use std::time::Duration;
 
 use redis::aio::{AsyncPushSender, MultiplexedConnection};
@@ -35,7 +35,7 @@ pub(super) struct Sentinels {
     open: Opener,
     config: AsyncConnectionConfig,
     tenures: watch::Sender<u64>,
-    watcher: AbortHandle,
+    watcher: std::sync::Mutex<AbortHandle>,
 }
 
 struct Sentinel {
@@ -107,13 +107,21 @@ impl Sentinels {
         let sentinel = |client| Arc::new(Sentinel { client, connection: Mutex::default() });
         let sentinels: Vec<_> = sentinels.into_iter().map(sentinel).collect();
         let (service, tenures) = (Arc::from(service), watch::Sender::new(0));
-        let watched = sentinels.iter().map(Arc::downgrade).collect();
-        let watcher = tokio::spawn(follow(Arc::clone(&service), watched, tenures.clone())).abort_handle();
+        let watcher = std::sync::Mutex::new(watcher(&service, &sentinels, &tenures));
         Self { service, sentinels, open, config, tenures, watcher }
+    }
+
+    /// Watches on in this runtime if the one has ended in which that was done.
+    fn watch_on(&self) {
+        let mut watched = self.watcher.lock().unwrap_or_else(PoisonError::into_inner);
+        if watched.is_finished() {
+            *watched = watcher(&self.service, &self.sentinels, &self.tenures);
+        }
     }
 
     /// Connects to the primary.
     pub(super) async fn connect(&self) -> Result<(MultiplexedConnection, Tenure), RedisError> {
+        self.watch_on();
         // Before anything is asked: what is announced meanwhile may not be what is connected to.
         let tenure = Tenure { number: *self.tenures.borrow(), now: self.tenures.subscribe() };
         self.primary().await.map(|(_, connection)| (connection, tenure))
@@ -158,7 +166,7 @@ impl Sentinels {
 
 impl Drop for Sentinels {
     fn drop(&mut self) {
-        self.watcher.abort();
+        self.watcher.get_mut().unwrap_or_else(PoisonError::into_inner).abort();
     }
 }
 
@@ -198,7 +206,12 @@ fn newest(answers: &[Announcement]) -> Vec<&Announcement> {
     answers.iter().filter(|answer| Some(answer.epoch) == epoch).collect()
 }
 
-/// Ends the tenure of a primary once a newer one is announced.
+/// Ends the tenure of a primary once a newer one is announced, for as long as there are the Sentinels to ask.
+fn watcher(service: &Arc<str>, sentinels: &[Arc<Sentinel>], tenures: &watch::Sender<u64>) -> AbortHandle {
+    let watched = sentinels.iter().map(Arc::downgrade).collect();
+    tokio::spawn(follow(Arc::clone(service), watched, tenures.clone())).abort_handle()
+}
+
 async fn follow(service: Arc<str>, sentinels: Vec<Weak<Sentinel>>, tenures: watch::Sender<u64>) {
     let mut known: Option<Announcement> = None;
     loop {
