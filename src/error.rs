@@ -23,7 +23,8 @@ pub struct StoreError {
 enum Kind {
     Timeout,
     Unavailable,
-    Unauthorized,
+    // If only a part is not allowed, what came before that may have been done.
+    Unauthorized { in_part: bool },
     OutOfMemory,
     ForeignData,
     Other,
@@ -48,7 +49,13 @@ impl StoreError {
 
     /// The backend wants other credentials, or the credentials do not allow what was asked.
     pub fn unauthorized(source: impl Into<BoxError>) -> Self {
-        Self::with_source(Kind::Unauthorized, source)
+        Self::with_source(Kind::Unauthorized { in_part: false }, source)
+    }
+
+    /// The same, found out when a part of what was asked may have been done.
+    #[cfg(feature = "redis")]
+    pub(crate) fn unauthorized_in_part(source: impl Into<BoxError>) -> Self {
+        Self::with_source(Kind::Unauthorized { in_part: true }, source)
     }
 
     /// The backend has no room for what had to be written.
@@ -85,7 +92,7 @@ impl StoreError {
     /// Whether the credentials are wrong, missing, or allow too little. It stays so until somebody changes them.
     #[must_use]
     pub fn is_unauthorized(&self) -> bool {
-        self.kind == Kind::Unauthorized
+        matches!(self.kind, Kind::Unauthorized { .. })
     }
 
     /// Whether the backend has no memory left for writes.
@@ -102,7 +109,7 @@ impl StoreError {
 
     /// Whether the backend has said no, so that what was asked has not happened.
     pub(crate) const fn is_refusal(&self) -> bool {
-        matches!(self.kind, Kind::Unauthorized | Kind::OutOfMemory | Kind::ForeignData)
+        matches!(self.kind, Kind::Unauthorized { in_part: false } | Kind::OutOfMemory | Kind::ForeignData)
     }
 }
 
@@ -117,7 +124,7 @@ impl fmt::Display for StoreError {
         f.write_str(match self.kind {
             Kind::Timeout => "the store did not answer in time",
             Kind::Unavailable => "the store is unavailable",
-            Kind::Unauthorized => "the store refused the credentials",
+            Kind::Unauthorized { .. } => "the store refused the credentials",
             Kind::OutOfMemory => "the store is out of memory",
             Kind::ForeignData => "the store holds data that is not ours under this key",
             Kind::Other => "the store failed",

@@ -71,6 +71,27 @@ async fn a_user_who_may_not_run_scripts_or_touch_the_key() {
     }
 }
 
+/// The server has its own words for that, and no code.
+#[tokio::test]
+async fn a_user_who_may_run_scripts_but_not_what_they_do() {
+    let server = RedisServer::start();
+    let mut connection = server.connection();
+    let mut acl =
+        |rules: &[&str]| redis::cmd("ACL").arg("SETUSER").arg("clerk").arg(rules).query::<()>(&mut connection);
+    acl(&["on", ">secret", "~*", "+@all"]).unwrap();
+    let url = format!("redis://clerk:secret@127.0.0.1:{}/", server.port());
+    let limiter = limiter(&RedisBackend::connect(url).await.unwrap());
+    let _ = limiter.check("alice").await.unwrap();
+    for rules in [&["-get"][..], &["+get", "resetkeys", "%W~*"]] {
+        if acl(rules).is_err() {
+            // Keys that may be written and not read are new in Redis 7.
+            continue;
+        }
+        let error = limiter.check("alice").await.unwrap_err();
+        assert!(error.is_unauthorized(), "{rules:?}: {error:?}");
+    }
+}
+
 #[tokio::test]
 async fn a_password_that_is_changed_while_connected() {
     let server = RedisServer::start();
@@ -159,7 +180,7 @@ async fn a_server_that_is_too_old() {
 #[tokio::test]
 async fn every_answer_has_its_meaning() {
     type Is = fn(&StoreError) -> bool;
-    let answers: [(&str, Is); 21] = [
+    let answers: [(&str, Is); 27] = [
         ("-LOADING Redis is loading the dataset in memory", StoreError::is_unavailable),
         (
             "-MASTERDOWN Link with MASTER is down and replica-serve-stale-data is set to 'no'.",
@@ -172,6 +193,33 @@ async fn every_answer_has_its_meaning() {
         ("-MISCONF Redis is configured to save RDB snapshots", StoreError::is_unavailable),
         ("-NOAUTH Authentication required.", StoreError::is_unauthorized),
         ("-NOPERM this user has no permissions to run the 'evalsha' command", StoreError::is_unauthorized),
+        // What a script may not do, in the words of 7.0, of 7.2 and Valkey, and of 6.2.
+        (
+            "-ERR The user executing the script can't run this command or subcommand script: abc, on @user_script:1.",
+            StoreError::is_unauthorized,
+        ),
+        (
+            "-ERR The user executing the script can't access at least one of the keys mentioned in the command arguments \
+             script: abc, on @user_script:1.",
+            StoreError::is_unauthorized,
+        ),
+        (
+            "-ERR ACL failure in script: User bob has no permissions to run the 'set' command script: abc, on @user_script:1.",
+            StoreError::is_unauthorized,
+        ),
+        (
+            "-ERR ACL failure in script: User bob has no permissions to access the 'a' key script: abc, on @user_script:1.",
+            StoreError::is_unauthorized,
+        ),
+        (
+            "-ERR Error running script (call to f_0): @user_script:1: @user_script: 1: The user executing the script can't \
+             run this command or subcommand",
+            StoreError::is_unauthorized,
+        ),
+        (
+            "-@user_script: 1: The user executing the script can't run this command or subcommand",
+            StoreError::is_unauthorized,
+        ),
         ("-OOM command not allowed when used memory > 'maxmemory'.", StoreError::is_out_of_memory),
         ("-WRONGTYPE Operation against a key holding the wrong kind of value", StoreError::is_foreign_data),
         ("-TOLLGATE the value is not a fixed window of version 1", StoreError::is_foreign_data),

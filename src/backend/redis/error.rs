@@ -37,9 +37,18 @@ pub(super) fn store_error(error: RedisError) -> StoreError {
             Some("NOAUTH" | "WRONGPASS" | "NOPERM") => StoreError::unauthorized(error),
             Some("OOM") => StoreError::out_of_memory(error),
             Some("WRONGTYPE" | "TOLLGATE") => StoreError::foreign_data(error),
+            // Some scripts write before they get there.
+            _ if is_forbidden_within(&error) => StoreError::unauthorized_in_part(error),
             _ => StoreError::other(error),
         },
     }
+}
+
+/// Whether the user may not do something that a script does. Redis has no code for that: before 7.2 it says the one, since then, and Valkey,
+/// the other.
+fn is_forbidden_within(error: &RedisError) -> bool {
+    let detail = error.detail().unwrap_or_default();
+    detail.contains("The user executing the script can't") || detail.contains("ACL failure in script")
 }
 
 /// Whether a node has not run a command since its keys are on their way to another one, some of which it has and some not.
@@ -122,3 +131,21 @@ impl fmt::Display for UnexpectedReply {
 }
 
 impl Error for UnexpectedReply {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_script_that_is_stopped_half_way_may_have_written() {
+        let is_refusal = |text: &str| {
+            let answer = redis::parse_redis_value(format!("-{text}\r\n").as_bytes()).unwrap();
+            let Value::ServerError(error) = answer else { panic!("{answer:?}") };
+            let error = store_error(error.into());
+            assert!(error.is_unauthorized(), "{error:?}");
+            error.is_refusal()
+        };
+        assert!(is_refusal("NOPERM User bob has no permissions to run the 'evalsha' command"));
+        assert!(!is_refusal("ERR ACL failure in script: User bob has no permissions to run the 'set' command"));
+    }
+}
