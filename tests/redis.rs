@@ -13,8 +13,8 @@ use tokio::task::JoinSet;
 use tollgate::lock::Scope;
 use tollgate::rate_limit::{Decision, RateLimitStore};
 use tollgate::{
-    BoxError, ConfigError, DelayQueue, DenyCache, Leases, Limiter, MemoryBackend, Policy, Quota, RateLimitLayer,
-    RedisBackend, RedisOptions, StoreError,
+    BoxError, ConfigError, ConnectError, DelayQueue, DenyCache, Leases, Limiter, MemoryBackend, Policy, Quota,
+    RateLimitLayer, RedisBackend, RedisOptions, StoreError,
 };
 
 tollgate::rate_limit_contract!(
@@ -539,6 +539,13 @@ async fn a_user_needs_all_that_the_docs_say() {
     for command in commands {
         let _: () = redis::cmd("ACL").arg(&rule).arg(command.replace('+', "-")).query(&mut connection).unwrap();
         assert!(do_everything(&server).await.is_err(), "nobody misses {command}");
+        // It was found out by decisions that failed, or by those alone that met under load.
+        let url = format!("redis://tollgate:password@127.0.0.1:{}/", server.port());
+        let error = RedisBackend::connect(url).await.unwrap_err();
+        let ConnectError::Permissions(error) = &error else { panic!("{command}: {error:?}") };
+        let name = command.trim_start_matches('+').to_uppercase();
+        assert!(error.is_unauthorized() && format!("{error:?}").to_uppercase().contains(&name), "{command}: {error:?}");
+        assert!(server.query::<Vec<String>>("KEYS *probe*").is_empty(), "nothing is left behind");
     }
 }
 

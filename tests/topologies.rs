@@ -244,8 +244,8 @@ mod on_a_cluster {
     async fn who_waits_is_told_by_the_node_that_has_the_lock_wherever_it_moves() {
         let cluster = Cluster::start();
         for node in &cluster.nodes {
-            let rule = "on >password ~tollgate:2:* resetchannels &tollgate:2:* +eval +evalsha +get +set +pexpire +time +cluster|slots \
-                        +asking +publish +subscribe +unsubscribe";
+            let rule = "on >password ~tollgate:2:* resetchannels &tollgate:2:* +eval +evalsha +unlink +get +mget +set +pttl +pexpire \
+                        +time +getrange +setrange +strlen +append +cluster|slots +asking +publish +subscribe +unsubscribe";
             node.query::<()>(&format!("ACL SETUSER tollgate {rule}"));
             if version() >= (7, 0) {
                 node.query::<()>("ACL SETUSER tollgate +spublish +ssubscribe +sunsubscribe");

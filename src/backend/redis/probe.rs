@@ -1,6 +1,6 @@
 //! A look at the server before the first decision: may we do what we need, is it recent enough, does it keep our keys?
 
-use redis::InfoDict;
+use redis::{InfoDict, Value};
 
 use super::error::code;
 use super::keys::Keys;
@@ -11,17 +11,21 @@ use crate::error::{ConnectError, StoreError};
 /// The oldest release that has all the commands that the scripts use.
 const OLDEST: (u32, u32) = (6, 2);
 
-/// Runs a script that changes nothing, and reads what the server says of itself if the user may.
+/// Runs a script that changes nothing and says what the user may not run, and reads what the server says of itself if the user may.
 pub(super) async fn probe(servers: &Servers, keys: &Keys, script: &LuaScript) -> Result<(), ConnectError> {
     let key = keys.probe();
-    let answer = script.run(servers, &[&key], &OLDEST.0).await;
-    if let Err(error) = answer {
-        match code(&error) {
+    match script.run(servers, &[&key], &"").await {
+        Ok(Value::BulkString(missing)) if !missing.is_empty() => {
+            let error = format!("the user may not run {}", String::from_utf8_lossy(&missing).replace(' ', ", "));
+            return Err(ConnectError::Permissions(StoreError::unauthorized(error)));
+        }
+        Ok(_) => {}
+        Err(error) => match code(&error) {
             Some("NOPERM") => return Err(ConnectError::Permissions(StoreError::unauthorized(error))),
             Some("MOVED") => return Err(node_of_a_cluster()),
             // A server that cannot serve at the moment may do so later.
             _ => tracing::warn!(%error, "redis does not run scripts at the moment"),
-        }
+        },
     }
     match servers.send(&key, &redis::cmd("INFO")).await.and_then(|info| Ok(redis::from_redis_value(info)?)) {
         Ok(info) => look_at(&info, servers),
