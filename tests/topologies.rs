@@ -4,7 +4,7 @@
 mod support;
 
 use std::collections::BTreeSet;
-use std::future::{IntoFuture, ready};
+use std::future::ready;
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
@@ -20,7 +20,7 @@ use tollgate::delay_queue::{DelayQueue, DelayQueueWorker, Job, WorkerError};
 use tollgate::idempotency::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
 use tollgate::lock::{LockAdmin, Release, Token};
 use tollgate::rate_limit::{Decision, RateLimitStore, Request};
-use tollgate::{BoxError, Limiter, Locks, Policy, Quota, RedisBackend};
+use tollgate::{BoxError, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions};
 use tower::service_fn;
 
 mod behind_sentinels {
@@ -357,11 +357,14 @@ mod on_a_cluster {
         assert!(late < Duration::from_millis(1_500), "{late:?} after the slot had another owner");
     }
 
-    /// Pushes of one moment go together, and those to a node that hangs kept all others waiting.
+    /// Pushes of one moment go together, and those to a node that hangs kept all others waiting. They held the places there are for calls
+    /// when nobody waited for them any more, until none was left for others.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
     async fn a_node_that_hangs_holds_up_no_pushes_to_another_one() {
-        let cluster = Cluster::start();
-        let backend = connect(&cluster.url()).await;
+        // Nobody takes its place meanwhile.
+        let cluster = Cluster::start_with(&["--cluster-node-timeout", "30000"]);
+        let options = RedisOptions::from_url(cluster.url()).unwrap().response_timeout(Duration::from_secs(2));
+        let backend = options.connect().await.unwrap();
         let slot = |name: &str| cluster.nodes[0].query::<u16>(&format!("CLUSTER KEYSLOT {{delay_queue:{name}}}"));
         let (here, names) = (cluster.owner(slot("here")), (0..).map(|i| format!("there-{i}")));
         let there = names.into_iter().find(|name| cluster.owner(slot(name)) != here).unwrap();
@@ -372,16 +375,25 @@ mod on_a_cluster {
         there.push(0).await.unwrap();
         let hanging = &cluster.nodes[cluster.owner(slot(there.name().as_str()))];
         hanging.pause();
-        let mut pushes = [JoinSet::new(), JoinSet::new()];
-        for i in 0..64 {
-            for (queue, pushes) in [&here, &there].into_iter().zip(&mut pushes) {
-                pushes.spawn(queue.push(i).into_future());
+        let failures = async |queue: DelayQueue<usize>, i: usize| {
+            // So that each call has some for either node.
+            sleep(Duration::from_millis(i as u64 * 10)).await;
+            let (begun, mut failures, mut pushes) = (Instant::now(), 0, 0);
+            while begun.elapsed() < Duration::from_secs(2) {
+                failures += usize::from(queue.push(i).await.is_err());
+                pushes += 1;
             }
+            (failures, pushes)
+        };
+        let (mut to_here, mut to_there) = (JoinSet::new(), JoinSet::new());
+        for i in 0..32 {
+            to_here.spawn(failures(here.clone(), i));
+            to_there.spawn(failures(there.clone(), i));
         }
-        let [here, there] = pushes;
-        let failed = here.join_all().await.into_iter().filter(Result::is_err).count();
-        assert_eq!(failed, 0, "pushes to a node that is well");
-        assert!(there.join_all().await.iter().all(Result::is_err));
+        for (failures, pushes) in to_here.join_all().await {
+            assert_eq!(failures, 0, "of {pushes} pushes to a node that is well");
+        }
+        assert!(to_there.join_all().await.into_iter().all(|(failures, pushes)| failures == pushes));
         hanging.resume();
     }
 

@@ -19,7 +19,9 @@ use tokio::time::{Instant, sleep_until};
 use super::home::Home;
 
 /// A call that is away for longer than this does not hold up the next one: its connection may be dead.
-const LATE: Duration = Duration::from_millis(20);
+pub(super) const LATE: Duration = Duration::from_millis(20);
+/// What takes longer than this says nothing of the way to Redis: whoever was asked hangs.
+const HUNG: Duration = Duration::from_millis(50);
 /// While so many calls of several are on their way, the next one has to be full: Redis has one to work on while the other one travels.
 const CALLS: usize = 2;
 /// With a longer round trip than this there may be more on their way: one more for each time. A server nearby that has much to do takes about as
@@ -122,8 +124,11 @@ impl<W> Drop for Meeting<W> {
 
 impl Crowd {
     fn is_back(&self, sent: Instant) {
-        // One that took longer was waited for by nobody, and may have failed.
-        self.round_trip.store(sent.elapsed().min(LATE).as_micros() as u64, Ordering::Relaxed);
+        let took = sent.elapsed();
+        if took < HUNG {
+            // One that took longer was waited for by nobody, and may have failed.
+            self.round_trip.store(took.min(LATE).as_micros() as u64, Ordering::Relaxed);
+        }
         self.last.store(self.epoch.elapsed().as_micros() as u64 + 1, Ordering::Relaxed);
     }
 

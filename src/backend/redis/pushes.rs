@@ -7,11 +7,12 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use tokio::sync::oneshot;
+use tokio::time::sleep;
 
 use super::Inner;
 use super::delay_queue::push;
 use super::keys::Keys;
-use super::meeting::{Away, Limits, Meeting};
+use super::meeting::{Away, LATE, Limits, Meeting};
 use super::scripts::Scripts;
 use super::servers::Servers;
 use crate::delay_queue::{Admission, MAX_BATCH, NewJob, QueueKey};
@@ -78,15 +79,30 @@ async fn send(servers: Arc<Servers>, keys: Arc<Keys>, scripts: Arc<Scripts>, mut
 
 /// Pushes several jobs of one queue and priority.
 async fn send_group(servers: &Servers, keys: &Keys, scripts: &Scripts, group: Vec<Waiting>) {
-    let jobs: Vec<_> = group.iter().map(|waiting| &waiting.job).collect();
-    let first = &group[0];
-    let answer = push(servers, scripts, &keys.delay_queue(&first.queue), first.max_jobs, &jobs).await;
-    for (i, waiting) in group.into_iter().enumerate() {
+    let (keys, max_jobs) = (keys.delay_queue(&group[0].queue), group[0].max_jobs);
+    let (jobs, mut replies): (Vec<_>, Vec<_>) =
+        group.into_iter().map(|Waiting { job, reply, .. }| (job, reply)).unzip();
+    let jobs: Vec<_> = jobs.iter().collect();
+    let answer = tokio::select! {
+        biased;
+        answer = push(servers, scripts, &keys, max_jobs, &jobs) => answer,
+        () = given_up(&mut replies) => return,
+    };
+    for (i, reply) in replies.into_iter().enumerate() {
         let admission = match &answer {
             Ok(admissions) => Ok(admissions[i]),
             Err(error) => Err(error.clone()),
         };
         // Who has given up meanwhile is not interested.
-        let _ = waiting.reply.send(admission);
+        let _ = reply.send(admission);
+    }
+}
+
+/// Waits until nobody waits any more, from when an answer is late: a node that hangs is to hold the place of a call for no longer, or there are
+/// none left for the others.
+async fn given_up<T>(replies: &mut [oneshot::Sender<T>]) {
+    sleep(LATE).await;
+    for reply in replies {
+        reply.closed().await;
     }
 }
