@@ -55,8 +55,17 @@ pub struct Strike {
     pub begun: Instant,
     /// From when on the store could serve again.
     pub back: Instant,
-    /// The units that were admitted and are not stored any more, if they could be counted at that moment.
-    pub lost: Option<u64>,
+    /// What the store forgot, if that could be counted at that moment.
+    pub lost: Option<Lost>,
+}
+
+/// What a store has forgotten, when it did: units by subject.
+#[derive(Debug)]
+pub struct Lost {
+    /// Those that had been admitted.
+    pub admitted: HashMap<String, u64>,
+    /// Those that are still stored.
+    pub kept: HashMap<String, u64>,
 }
 
 const fn fault(
@@ -96,7 +105,10 @@ pub const FAULTS: &[Fault] = &[
         .short(),
     fault("stopped for 2.5 s (SIGSTOP)", Standalone, Fails::Some, Nothing, |d, _| stopped(d.server(), ms(2_500)))
         .short(),
-    fault("killed, restarted empty (SIGKILL)", Standalone, Fails::Some, Unsaved, |d, _| restarted(d.server())).short(),
+    fault("killed, restarted empty (SIGKILL)", Standalone, Fails::Some, Unsaved, |d, admitted| {
+        emptied(d.server(), admitted)
+    })
+    .short(),
     fault("killed, restarted with its counts (SIGKILL)", Durable, Fails::Some, Nothing, |d, _| restarted(d.server()))
         .short(),
     fault("clients killed (CLIENT KILL)", Standalone, InFlight(1), Nothing, |d, _| {
@@ -337,6 +349,13 @@ fn restarted(server: &mut RedisServer) -> Strike {
     })
 }
 
+/// The same with a server that keeps nothing: all that was admitted until then is lost.
+fn emptied(server: &mut RedisServer, admitted: &Admitted) -> Strike {
+    let begun = Instant::now();
+    let admitted = until_stopped(server, admitted);
+    Strike { lost: Some(Lost { admitted, kept: HashMap::new() }), begun, ..restarted(server) }
+}
+
 pub fn cut<T>(times: u32, mut cut: impl FnMut() -> T) -> Strike {
     during(|| {
         cut();
@@ -369,13 +388,18 @@ fn others<'a>(servers: &'a [RedisServer], but: &[usize]) -> Vec<&'a RedisServer>
     servers.iter().enumerate().filter(|(index, _)| !but.contains(index)).map(|(_, server)| server).collect()
 }
 
-/// Stops a primary that is to be killed, and counts the units that it admitted and none of its replicas has. What the `rest` of
-/// a cluster has is not lost either.
-fn last_words(primary: &RedisServer, replicas: &[&RedisServer], rest: &[&RedisServer], admitted: &Admitted) -> u64 {
-    primary.pause();
+/// Stops a server that is to be killed, and says what had been admitted by then.
+fn until_stopped(server: &RedisServer, admitted: &Admitted) -> HashMap<String, u64> {
+    server.pause();
     // What it said arrives, here and at its replicas.
     sleep(ms(100));
-    let admitted = admitted.lock().expect("nobody panics").clone();
+    admitted.lock().expect("nobody panics").clone()
+}
+
+/// Stops a primary that is to be killed, and says what it admitted and what of that its replicas have. What the `rest` of a cluster has is
+/// not lost either.
+fn last_words(primary: &RedisServer, replicas: &[&RedisServer], rest: &[&RedisServer], admitted: &Admitted) -> Lost {
+    let admitted = until_stopped(primary, admitted);
     // The one that has most of it is promoted.
     let stored = replicas.iter().map(|replica| stored_on(replica)).max_by_key(|stored| stored.values().sum::<u64>());
     let mut stored = stored.unwrap_or_default();
@@ -383,7 +407,7 @@ fn last_words(primary: &RedisServer, replicas: &[&RedisServer], rest: &[&RedisSe
         let known = stored.entry(subject).or_default();
         *known = used.max(*known);
     }
-    missing(&admitted, &stored)
+    Lost { admitted, kept: stored }
 }
 
 /// The units that were admitted and are not stored.
