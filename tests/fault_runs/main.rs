@@ -5,7 +5,7 @@
 //!
 //! ```sh
 //! scripts/faults            # all faults, twice each, the others once; about a quarter of an hour
-//! scripts/faults --short    # the most telling ones, once each; two minutes
+//! scripts/faults --short    # the most telling ones, once each; about three minutes
 //! scripts/faults flushed    # those whose name contains the word
 //! scripts/faults operations # the same requests again and again
 //! scripts/faults locks      # those of locks; `limits` for those of rate limits; both with `--short`
@@ -13,7 +13,8 @@
 //!
 //! Prints tables with a line for each fault and ends with
 //! `faults=... failed=... worst_recovery_ms=... over_admitted=... leaked=... overlaps=... worst_lock_recovery_ms=...`. Exits with 1 if anything
-//! is not as it should be, and says what. `docs/faults.md` explains the columns.
+//! is not as it should be, and says what. `docs/faults.md` explains the columns. What `scripts/faults` says that became of the jobs of a delay
+//! queue counts as one more fault.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 #![allow(unreachable_pub)]
 
@@ -39,6 +40,9 @@ use lock_catalogue::LOCK_FAULTS;
 use lock_run::LockRow;
 use run::{Row, run};
 use support::worker::end_at_panics;
+
+/// Tells whether the jobs of a delay queue, which are a program of their own, came through: `ok`, or anything else if they did not.
+const JOBS: &str = "TOLLGATE_FAULTS_JOBS";
 
 /// How often anything panicked, in whichever thread.
 static PANICS: AtomicU64 = AtomicU64::new(0);
@@ -108,9 +112,11 @@ fn main() -> ExitCode {
         report
     });
 
+    let jobs = env::var(JOBS).ok();
     let failed = rows.iter().filter(|row| !row.complaints().is_empty()).count()
         + lock_rows.iter().filter(|row| !row.complaints().is_empty()).count()
-        + operations.iter().filter(|report| !report.complaints().is_empty()).count();
+        + operations.iter().filter(|report| !report.complaints().is_empty()).count()
+        + jobs.iter().filter(|jobs| *jobs != "ok").count();
     let worst = rows.iter().map(|row| row.recovery.as_millis()).max().unwrap_or_default();
     let over: u64 = rows.iter().map(|row| row.over_admitted).sum();
     let leaked: u64 = rows.iter().map(|row| row.leaked).chain(lock_rows.iter().map(|row| row.left)).sum();
@@ -119,7 +125,7 @@ fn main() -> ExitCode {
     let wait = rows.iter().map(|row| row.longest_wait).max().unwrap_or_default();
     let took = begun.elapsed().as_secs_f64();
     println!("\n{took:.0} s, {rounds} round(s), the longest wait for a processor {} ms", wait.as_millis());
-    let faults = rows.len() + lock_rows.len() + usize::from(operations.is_some());
+    let faults = rows.len() + lock_rows.len() + usize::from(operations.is_some()) + usize::from(jobs.is_some());
     println!(
         "faults={faults} failed={failed} worst_recovery_ms={worst} over_admitted={over} leaked={leaked} overlaps={overlaps} \
          worst_lock_recovery_ms={lock_recovery}"
