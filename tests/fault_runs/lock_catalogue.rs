@@ -3,9 +3,12 @@
 use std::thread::sleep;
 use std::time::{Duration, Instant};
 
+use tollgate::lock::Claim;
+
 use super::catalogue::{SECOND, Strike, cut, during, flushed, ms, stopped, trouble};
 use super::deployment::Topology::{Cluster, Durable, Network, Sentinel, Standalone};
 use super::deployment::{Deployment, Topology};
+use super::lock_worker::Mode::{self, Fair};
 use super::lock_worker::{KEYS, LockWorker, TTL};
 use super::support::cluster::Cluster as Nodes;
 use super::support::proxy::{Door, Traffic};
@@ -19,6 +22,7 @@ pub const WORKERS: usize = 4;
 pub struct LockFault {
     pub name: &'static str,
     pub on: Topology,
+    pub mode: Mode,
     /// Whether it is part of the short run.
     pub short: bool,
     /// Whether the store may forget who holds what, and how long clients may take to follow to the server that has then: two may hold one lock
@@ -44,7 +48,7 @@ const fn fault(
     on: Topology,
     strike: fn(&mut Deployment, &mut [LockWorker]) -> Strike,
 ) -> LockFault {
-    LockFault { name, on, short: false, forgets: None, loses: Loses::Perhaps, strike }
+    LockFault { name, on, mode: Mode::Plain, short: false, forgets: None, loses: Loses::Perhaps, strike }
 }
 
 impl LockFault {
@@ -55,6 +59,11 @@ impl LockFault {
 
     const fn short(mut self) -> Self {
         self.short = true;
+        self
+    }
+
+    const fn of(mut self, mode: Mode) -> Self {
+        self.mode = mode;
         self
     }
 
@@ -73,32 +82,12 @@ impl LockFault {
 pub const LOCK_FAULTS: &[LockFault] = &[
     fault("none", Standalone, |_, _| during(|| sleep(SECOND))).loses(Loses::Nothing),
     fault("holders stopped for 0.5 to 3 leases (SIGSTOP)", Standalone, |_, workers| {
-        during(|| {
-            for (turn, halves) in [1, 2, 3, 4, 6].into_iter().enumerate() {
-                let worker = &mut workers[turn % WORKERS];
-                worker.hold();
-                worker.process.pause();
-                sleep(TTL / 2 * halves);
-                worker.go_on();
-                worker.process.resume();
-                sleep(ms(50));
-            }
-        })
+        holders_stopped(workers, &[1, 2, 3, 4, 6])
     })
     // All but the first, who goes on before the lease ends.
     .loses(Loses::AtLeast(4))
     .short(),
-    fault("holders killed (SIGKILL)", Standalone, |_, workers| {
-        during(|| {
-            for worker in workers.iter_mut().take(2) {
-                worker.hold();
-                worker.process.kill();
-                sleep(ms(100));
-            }
-        })
-    })
-    .loses(Loses::Nothing)
-    .short(),
+    fault(KILLED_HOLDERS, Standalone, holders_killed).loses(Loses::Nothing).short(),
     fault("runtimes blocked for 2 leases", Standalone, |_, workers| {
         during(|| {
             // Two at a time.
@@ -115,34 +104,17 @@ pub const LOCK_FAULTS: &[LockFault] = &[
     })
     .loses(Loses::AtLeast(WORKERS)),
     fault("stopped for 300 ms (SIGSTOP)", Standalone, |d, _| stopped(d.server(), ms(300))),
-    fault("stopped for 3 leases (SIGSTOP)", Standalone, |d, _| stopped(d.server(), TTL * 3)),
+    fault(STOPPED, Standalone, server_stopped),
     fault("clients paused for 1 s (CLIENT PAUSE)", Standalone, |d, _| {
         during(|| {
             d.server().pause_clients(SECOND);
             sleep(SECOND);
         })
     }),
-    fault("killed, restarted empty at once (SIGKILL)", Standalone, |d, _| {
-        during(|| {
-            d.server().kill();
-            d.server().restart();
-        })
-    })
     // It is the same server.
-    .forgets(Duration::ZERO)
-    .short(),
-    fault("killed, restarted with its leases (SIGKILL)", Durable, |d, _| {
-        during(|| {
-            d.server().kill();
-            d.server().restart();
-        })
-    }),
-    fault("clients killed 10 times (CLIENT KILL)", Standalone, |d, _| {
-        let mut killed = 0;
-        let strike = cut(10, || killed += d.server().kill_clients());
-        assert!(killed >= 10, "no more than {killed} connections were killed");
-        strike
-    }),
+    fault(EMPTIED, Standalone, server_restarted).forgets(Duration::ZERO).short(),
+    fault("killed, restarted with its leases (SIGKILL)", Durable, server_restarted),
+    fault(KILLED_CLIENTS, Standalone, clients_killed),
     fault("the listening connections killed 10 times (CLIENT KILL)", Standalone, |d, _| {
         let mut killed = 0;
         let strike = cut(10, || killed += d.server().query::<u64>("CLIENT KILL TYPE pubsub"));
@@ -244,7 +216,74 @@ pub const LOCK_FAULTS: &[LockFault] = &[
             }
         })
     }),
+    fault(STOPPED_IN_LINE, Standalone, holders_stopped_in_line).of(Fair).loses(Loses::AtLeast(3)),
+    fault(KILLED_HOLDERS, Standalone, holders_killed_in_line).of(Fair).loses(Loses::Nothing).short(),
+    fault(STOPPED, Standalone, server_stopped).of(Fair),
+    fault(EMPTIED, Standalone, server_restarted).of(Fair).forgets(Duration::ZERO),
+    fault(KILLED_CLIENTS, Standalone, clients_killed).of(Fair),
 ];
+
+const STOPPED_IN_LINE: &str = "holders stopped for 0.5 to 9 leases (SIGSTOP)";
+const KILLED_HOLDERS: &str = "holders killed (SIGKILL)";
+const STOPPED: &str = "stopped for 3 leases (SIGSTOP)";
+const EMPTIED: &str = "killed, restarted empty at once (SIGKILL)";
+const KILLED_CLIENTS: &str = "clients killed 10 times (CLIENT KILL)";
+
+/// Stops one after the other for so many half leases.
+fn holders_stopped(workers: &mut [LockWorker], halves: &[u32]) -> Strike {
+    during(|| {
+        for (turn, &halves) in halves.iter().enumerate() {
+            let worker = &mut workers[turn % WORKERS];
+            worker.hold();
+            worker.process.pause();
+            sleep(TTL / 2 * halves);
+            worker.go_on();
+            worker.process.resume();
+            sleep(ms(50));
+        }
+    })
+}
+
+/// The last one is stopped for so long that its own place in the line is lost, if it was the next, and somebody else has the lock.
+fn holders_stopped_in_line(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
+    holders_stopped(workers, &[1, 2, 4, 18])
+}
+
+fn holders_killed(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
+    during(|| {
+        for worker in workers.iter_mut().take(2) {
+            worker.hold();
+            worker.process.kill();
+            sleep(ms(100));
+        }
+    })
+}
+
+/// All is well when the places of those who were killed are lost.
+fn holders_killed_in_line(deployment: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
+    during(|| {
+        holders_killed(deployment, workers);
+        sleep(Claim::PLACE);
+    })
+}
+
+fn server_stopped(deployment: &mut Deployment, _: &mut [LockWorker]) -> Strike {
+    stopped(deployment.server(), TTL * 3)
+}
+
+fn server_restarted(deployment: &mut Deployment, _: &mut [LockWorker]) -> Strike {
+    during(|| {
+        deployment.server().kill();
+        deployment.server().restart();
+    })
+}
+
+fn clients_killed(deployment: &mut Deployment, _: &mut [LockWorker]) -> Strike {
+    let mut killed = 0;
+    let strike = cut(10, || killed += deployment.server().kill_clients());
+    assert!(killed >= 10, "no more than {killed} connections were killed");
+    strike
+}
 
 /// The slot of a lock.
 fn slot(cluster: &Nodes, key: &str) -> u16 {

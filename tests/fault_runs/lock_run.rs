@@ -42,8 +42,8 @@ pub struct LockRow {
 
 impl LockRow {
     pub const HEAD: &str = "\
-| fault | deployment | stays | leases lost | refused by their fence | overlaps explained | unexplained | recovery ms | left over | |
-| --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |";
+| fault | deployment | locks | stays | leases lost | refused by their fence | overlaps explained | unexplained | recovery ms | left over | |
+| --- | --- | --- | ---: | ---: | ---: | ---: | ---: | ---: | ---: | --- |";
 
     const fn new(fault: &'static LockFault) -> Self {
         Self {
@@ -84,10 +84,11 @@ impl fmt::Display for LockRow {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let Self { fault, stays, lost, refused, explained, unexplained, left, .. } = self;
         let (name, on, recovery) = (fault.name, fault.on.name(), self.recovery.as_millis());
+        let mode = fault.mode.name();
         let verdict = if self.complaints.is_empty() { "ok" } else { "FAILED" };
         write!(
             f,
-            "| {name} | {on} | {stays} | {lost} | {refused} | {explained} | {unexplained} | {recovery} | {left} "
+            "| {name} | {on} | {mode} | {stays} | {lost} | {refused} | {explained} | {unexplained} | {recovery} | {left} "
         )?;
         write!(f, "| {verdict} |")
     }
@@ -100,7 +101,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     let witness = RedisServer::start();
     let (sender, lines) = mpsc::channel();
     let (url, witness_url) = (deployment.url(), witness.url());
-    let worker = |_| LockWorker::start(&url, &witness_url, sender.clone());
+    let worker = |_| LockWorker::start(fault.mode, &url, &witness_url, sender.clone());
     let mut workers: Vec<LockWorker> = (0..WORKERS).map(worker).collect();
     drop(sender);
     let meter = ProcessorMeter::start();
@@ -175,7 +176,7 @@ pub fn run(fault: &'static LockFault) -> LockRow {
     // From when it was renewed last, if it was, to when that has to have been done again.
     let around = |stay: &Stay| (at(stay.until.max(stay.from)) - TTL, at(stay.until.max(stay.from)) + TTL);
     losses(&mut row, &stays, |stay| waits.between(around(stay).0, around(stay).1) > STARVED);
-    let left = leftovers(&deployment);
+    let left = leftovers(&deployment, killed);
     row.must(left.is_empty(), || format!("left over: {}", left.join(", ")));
     row.left = tasks_left + sockets_left + left.len() as u64;
     row
@@ -274,16 +275,20 @@ fn changes(row: &mut LockRow, witness: &RedisServer) {
     }
 }
 
-/// Holders that are still there when nobody is any more. Connections have ended with the processes that had them: those say how many are left,
-/// of those over which they listened as well.
-fn leftovers(deployment: &Deployment) -> Vec<String> {
+/// Holders, and places in line, that are still there when nobody is any more. Connections have ended with the processes that had them: those
+/// say how many are left, of those over which they listened as well.
+fn leftovers(deployment: &Deployment, killed: usize) -> Vec<String> {
     let begun = Instant::now();
     loop {
-        let mut left = Vec::new();
+        let (mut left, mut places) = (Vec::new(), Vec::new());
         for server in deployment.primaries() {
             let mut connection = server.connection();
             let keys: Vec<String> = query(&mut connection, "KEYS *").expect("keys are listed");
             for key in keys {
+                if key.ends_with(":line") || key.ends_with(":places") {
+                    places.push(format!("somebody in {key}"));
+                    continue;
+                }
                 let value: Option<Vec<u8>> = redis::cmd("GET").arg(&key).query(&mut connection).expect("it is a value");
                 let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).expect("a key has a time to live");
                 // Leases are behind 8 bytes, 34 bytes each; one that was given back may end at 0.
@@ -298,8 +303,11 @@ fn leftovers(deployment: &Deployment) -> Vec<String> {
                 }
             }
         }
+        // Whoever gives up waiting leaves the line: nobody's place but that of one who was killed ends by itself.
+        let is_in_line = !places.is_empty() && killed == 0;
+        left.append(&mut places);
         // The leases of those who were killed end by themselves; what is stored of them goes with the next holder.
-        if left.is_empty() || begun.elapsed() > SETTLED + TTL {
+        if left.is_empty() || is_in_line || begun.elapsed() > SETTLED + TTL {
             return left;
         }
         sleep(Duration::from_millis(50));

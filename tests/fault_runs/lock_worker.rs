@@ -34,8 +34,26 @@ const HOLD: &str = "hold";
 const GO_ON: &str = "go on";
 const STAY: &str = "stay";
 const HELD: &str = "held";
-/// Tells the program that it is a worker: the URL of the deployment, and that of the server that is changed under the locks.
+/// Tells the program that it is a worker: the mode, the URL of the deployment, and that of the server that is changed under the locks.
 const WORKER: &str = "TOLLGATE_FAULTS_LOCK_WORKER";
+
+/// How the locks are taken.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    Plain,
+    Fair,
+}
+
+impl Mode {
+    const ALL: [Self; 2] = [Self::Plain, Self::Fair];
+
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Plain => "plain",
+            Self::Fair => "fair",
+        }
+    }
+}
 
 /// One stay under a lock, in microseconds: from when the lease was there until it was last known to be ours.
 #[derive(Clone, Copy, Debug)]
@@ -74,13 +92,14 @@ impl Line {
 
 /// Does the work if this process is a worker.
 pub fn work_if_asked() -> bool {
-    let Ok(urls) = env::var(WORKER) else { return false };
+    let Ok(told) = env::var(WORKER) else { return false };
     end_at_panics();
-    let (url, witness) = urls.split_once(' ').expect("two URLs");
+    let [mode, url, witness] = told.splitn(3, ' ').collect::<Vec<_>>()[..] else { panic!("told too little: {told}") };
+    let mode = Mode::ALL.into_iter().find(|known| format!("{known:?}") == mode).expect("the mode is known");
     // One thread, so that it can be blocked as a whole.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime can be made");
     let sockets = open_sockets();
-    runtime.block_on(work(url, witness));
+    runtime.block_on(work(mode, url, witness));
     let left = || (runtime.metrics().num_alive_tasks(), open_sockets().saturating_sub(sockets));
     let begun = Instant::now();
     while left() != (0, 0) && begun.elapsed() < Duration::from_secs(3) {
@@ -124,7 +143,7 @@ impl Orders {
     }
 }
 
-async fn work(url: &str, witness: &str) {
+async fn work(mode: Mode, url: &str, witness: &str) {
     let orders = Arc::new(Orders::default());
     let heard = Arc::clone(&orders);
     thread::spawn(move || {
@@ -135,6 +154,7 @@ async fn work(url: &str, witness: &str) {
     });
     let backend = tollgate::connect(url).await.expect("the deployment lets us in");
     let locks = Locks::new(backend).ttl(TTL).wait(Duration::from_secs(60));
+    let locks = if mode == Mode::Fair { locks.fair() } else { locks };
     let client = redis::Client::open(witness).expect("the URL is well-formed");
     let guarded = client.get_multiplexed_async_connection().await.expect("the witness lets us in");
     let mut tasks = JoinSet::new();
@@ -222,9 +242,9 @@ pub struct LockWorker {
 
 impl LockWorker {
     /// Starts it. It is told to stop to give back everything and end.
-    pub fn start(url: &str, witness: &str, lines: mpsc::Sender<Line>) -> Self {
+    pub fn start(mode: Mode, url: &str, witness: &str, lines: mpsc::Sender<Line>) -> Self {
         let (sender, held) = mpsc::channel();
-        let process = Worker::start(WORKER, &format!("{url} {witness}"), lines, move |line| {
+        let process = Worker::start(WORKER, &format!("{mode:?} {url} {witness}"), lines, move |line| {
             if line == HELD {
                 // Nobody waits for what comes too late.
                 let _ = sender.send(());

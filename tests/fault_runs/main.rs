@@ -8,7 +8,7 @@
 //! scripts/faults --short    # the most telling ones, once each; about three minutes
 //! scripts/faults flushed    # those whose name contains the word
 //! scripts/faults operations # the same requests again and again
-//! scripts/faults locks      # those of locks; `limits` for those of rate limits; both with `--short`
+//! scripts/faults locks      # those of locks, `fair` for those of fair ones; `limits` for those of rate limits; all with `--short`
 //! ```
 //!
 //! Prints tables with a line for each fault and ends with
@@ -59,8 +59,8 @@ fn main() -> ExitCode {
     let words: Vec<String> = env::args().skip(1).collect();
     let short = words.iter().any(|word| word == "--short");
     let names: Vec<_> = words.iter().filter(|word| !word.starts_with('-')).collect();
-    let is_wanted = |of: &str, name: &str, is_short: bool| {
-        let is_named = |word: &&String| name.contains(&**word) || of == **word;
+    let is_wanted = |of: &[&str], name: &str, is_short: bool| {
+        let is_named = |word: &&String| name.contains(&**word) || of.contains(&&***word);
         (is_short || !short) && (names.is_empty() || names.iter().any(is_named))
     };
     let rounds = if short || !names.is_empty() { 1 } else { 2 };
@@ -74,7 +74,7 @@ fn main() -> ExitCode {
     let begun = Instant::now();
     let mut rows: Vec<Row> = Vec::new();
     println!("{}", Row::HEAD);
-    for fault in FAULTS.iter().filter(|fault| is_wanted("limits", fault.name, fault.short)) {
+    for fault in FAULTS.iter().filter(|fault| is_wanted(&["limits"], fault.name, fault.short)) {
         let mut row = Row::new(fault);
         for _ in 0..rounds {
             match attempt(|| run(fault)) {
@@ -91,7 +91,7 @@ fn main() -> ExitCode {
     }
     let mut lock_rows: Vec<LockRow> = Vec::new();
     println!("\n{}", LockRow::HEAD);
-    for fault in LOCK_FAULTS.iter().filter(|fault| is_wanted("locks", fault.name, fault.short)) {
+    for fault in LOCK_FAULTS.iter().filter(|fault| is_wanted(&["locks", fault.mode.name()], fault.name, fault.short)) {
         // Once: each has hundreds of stays under a lock to judge.
         let row = match attempt(|| lock_run::run(fault)) {
             Ok((mut row, panics)) => {
@@ -101,11 +101,13 @@ fn main() -> ExitCode {
             Err(complaint) => LockRow::failed(fault, complaint),
         };
         println!("{row}");
-        row.complaints().iter().for_each(|complaint| eprintln!("  {}, {}: {complaint}", fault.name, fault.on.name()));
+        row.complaints().iter().for_each(|complaint| {
+            eprintln!("  {}, {}, {}: {complaint}", fault.name, fault.on.name(), fault.mode.name())
+        });
         lock_rows.push(row);
     }
 
-    let operations = is_wanted("operations", "operations", true).then(|| {
+    let operations = is_wanted(&[], "operations", true).then(|| {
         let report = operations::run(if short { &operations::SHORT } else { &operations::FULL });
         println!("\n{}\n{report}", operations::HEAD);
         report.complaints().iter().for_each(|complaint| eprintln!("  operations: {complaint}"));
