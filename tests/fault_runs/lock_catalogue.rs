@@ -8,7 +8,7 @@ use tollgate::lock::Claim;
 use super::catalogue::{SECOND, Strike, cut, during, flushed, ms, stopped, trouble};
 use super::deployment::Topology::{Cluster, Durable, Network, Sentinel, Standalone};
 use super::deployment::{Deployment, Topology};
-use super::lock_worker::Mode::{self, Fair};
+use super::lock_worker::Mode::{self, All, Fair, ReadWrite, Semaphore};
 use super::lock_worker::{KEYS, LockWorker, TTL};
 use super::support::cluster::Cluster as Nodes;
 use super::support::proxy::{Door, Traffic};
@@ -81,12 +81,8 @@ impl LockFault {
 /// All of them.
 pub const LOCK_FAULTS: &[LockFault] = &[
     fault("none", Standalone, |_, _| during(|| sleep(SECOND))).loses(Loses::Nothing),
-    fault("holders stopped for 0.5 to 3 leases (SIGSTOP)", Standalone, |_, workers| {
-        holders_stopped(workers, &[1, 2, 3, 4, 6])
-    })
     // All but the first, who goes on before the lease ends.
-    .loses(Loses::AtLeast(4))
-    .short(),
+    fault(STOPPED_HOLDERS, Standalone, holders_stopped).loses(Loses::AtLeast(4)).short(),
     fault(KILLED_HOLDERS, Standalone, holders_killed).loses(Loses::Nothing).short(),
     fault("runtimes blocked for 2 leases", Standalone, |_, workers| {
         during(|| {
@@ -221,16 +217,41 @@ pub const LOCK_FAULTS: &[LockFault] = &[
     fault(STOPPED, Standalone, server_stopped).of(Fair),
     fault(EMPTIED, Standalone, server_restarted).of(Fair).forgets(Duration::ZERO),
     fault(KILLED_CLIENTS, Standalone, clients_killed).of(Fair),
+    fault(STOPPED_IN_LINE, Standalone, holders_stopped_in_line).of(ReadWrite).loses(Loses::AtLeast(3)),
+    fault(KILLED_HOLDERS, Standalone, holders_killed_in_line).of(ReadWrite).loses(Loses::Nothing),
+    fault(STOPPED, Standalone, server_stopped).of(ReadWrite),
+    fault(EMPTIED, Standalone, server_restarted).of(ReadWrite).forgets(Duration::ZERO),
+    fault(KILLED_CLIENTS, Standalone, clients_killed).of(ReadWrite).short(),
+    fault(STOPPED_HOLDERS, Standalone, holders_stopped).of(Semaphore).loses(Loses::AtLeast(4)),
+    fault(KILLED_HOLDERS, Standalone, holders_killed).of(Semaphore).loses(Loses::Nothing),
+    fault(STOPPED, Standalone, server_stopped).of(Semaphore),
+    fault(EMPTIED, Standalone, server_restarted).of(Semaphore).forgets(Duration::ZERO).short(),
+    fault(KILLED_CLIENTS, Standalone, clients_killed).of(Semaphore),
+    fault(STOPPED_HOLDERS, Standalone, holders_stopped).of(All).loses(Loses::AtLeast(4)).short(),
+    fault(KILLED_HOLDERS, Standalone, holders_killed).of(All).loses(Loses::Nothing),
+    fault(STOPPED, Standalone, server_stopped).of(All),
+    fault(EMPTIED, Standalone, server_restarted).of(All).forgets(Duration::ZERO),
+    fault(KILLED_CLIENTS, Standalone, clients_killed).of(All),
 ];
 
+const STOPPED_HOLDERS: &str = "holders stopped for 0.5 to 3 leases (SIGSTOP)";
 const STOPPED_IN_LINE: &str = "holders stopped for 0.5 to 9 leases (SIGSTOP)";
 const KILLED_HOLDERS: &str = "holders killed (SIGKILL)";
 const STOPPED: &str = "stopped for 3 leases (SIGSTOP)";
 const EMPTIED: &str = "killed, restarted empty at once (SIGKILL)";
 const KILLED_CLIENTS: &str = "clients killed 10 times (CLIENT KILL)";
 
-/// Stops one after the other for so many half leases.
-fn holders_stopped(workers: &mut [LockWorker], halves: &[u32]) -> Strike {
+fn holders_stopped(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
+    stop_one_by_one(workers, &[1, 2, 3, 4, 6])
+}
+
+/// The last one is stopped for so long that its own place in the line is lost, if it was the next, and somebody else has the lock.
+fn holders_stopped_in_line(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
+    stop_one_by_one(workers, &[1, 2, 4, 18])
+}
+
+/// Each for so many half leases.
+fn stop_one_by_one(workers: &mut [LockWorker], halves: &[u32]) -> Strike {
     during(|| {
         for (turn, &halves) in halves.iter().enumerate() {
             let worker = &mut workers[turn % WORKERS];
@@ -242,11 +263,6 @@ fn holders_stopped(workers: &mut [LockWorker], halves: &[u32]) -> Strike {
             sleep(ms(50));
         }
     })
-}
-
-/// The last one is stopped for so long that its own place in the line is lost, if it was the next, and somebody else has the lock.
-fn holders_stopped_in_line(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
-    holders_stopped(workers, &[1, 2, 4, 18])
 }
 
 fn holders_killed(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {

@@ -6,6 +6,7 @@
 
 use std::env;
 use std::io::{self, Write};
+use std::slice;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, mpsc};
 use std::thread;
@@ -15,7 +16,9 @@ use redis::Script;
 use redis::aio::MultiplexedConnection;
 use tokio::task::JoinSet;
 use tokio::time::sleep;
-use tollgate::{Lease, Locks};
+use tollgate::backend::AnyBackend;
+use tollgate::lock::{Leases, RwLocks, Semaphore};
+use tollgate::{Lease, LockError, Locks};
 
 use super::run::open_sockets;
 use super::support::locks::{DropAt, GUARDED};
@@ -25,6 +28,8 @@ use super::support::worker::{Worker, end_at_panics};
 /// How long a lease lasts. It is renewed after a third of that.
 pub const TTL: Duration = Duration::from_millis(500);
 pub const KEYS: [&str; 2] = ["a", "b"];
+/// Of a semaphore.
+const PERMITS: u32 = 2;
 /// In each process, half of them for each key.
 const TASKS: u64 = 4;
 /// How long a worker may take until it has a lock, and stands still under it.
@@ -42,16 +47,30 @@ const WORKER: &str = "TOLLGATE_FAULTS_LOCK_WORKER";
 pub enum Mode {
     Plain,
     Fair,
+    /// Half of the stays read together, half of them write alone.
+    ReadWrite,
+    /// Two at a time.
+    Semaphore,
+    /// All keys together.
+    All,
 }
 
 impl Mode {
-    const ALL: [Self; 2] = [Self::Plain, Self::Fair];
+    const KNOWN: [Self; 5] = [Self::Plain, Self::Fair, Self::ReadWrite, Self::Semaphore, Self::All];
 
     pub fn name(self) -> &'static str {
         match self {
             Self::Plain => "plain",
             Self::Fair => "fair",
+            Self::ReadWrite => "read/write",
+            Self::Semaphore => "semaphore of 2",
+            Self::All => "both at once",
         }
+    }
+
+    /// How many who do not read may have a lock at the same time.
+    pub fn permits(self) -> usize {
+        if self == Self::Semaphore { PERMITS as usize } else { 1 }
     }
 }
 
@@ -64,6 +83,8 @@ pub struct Stay {
     pub until: u64,
     /// Whether the lease was lost before it could be given back.
     pub is_lost: bool,
+    /// Whether it was shared with other readers.
+    pub is_shared: bool,
 }
 
 /// What a worker has to say.
@@ -81,8 +102,9 @@ impl Line {
     fn read(line: &str) -> Option<Self> {
         let numbers: Vec<u64> = line.split(' ').map_while(|number| number.parse().ok()).collect();
         match numbers[..] {
-            [key, fence, from, until, is_lost] => {
-                Some(Self::Stay(Stay { key: key as usize, fence, from, until, is_lost: is_lost == 1 }))
+            [key, fence, from, until, is_lost, is_shared] => {
+                let (key, is_lost, is_shared) = (key as usize, is_lost == 1, is_shared == 1);
+                Some(Self::Stay(Stay { key, fence, from, until, is_lost, is_shared }))
             }
             [tasks, sockets] => Some(Self::End { tasks, sockets }),
             _ => None,
@@ -95,7 +117,7 @@ pub fn work_if_asked() -> bool {
     let Ok(told) = env::var(WORKER) else { return false };
     end_at_panics();
     let [mode, url, witness] = told.splitn(3, ' ').collect::<Vec<_>>()[..] else { panic!("told too little: {told}") };
-    let mode = Mode::ALL.into_iter().find(|known| format!("{known:?}") == mode).expect("the mode is known");
+    let mode = Mode::KNOWN.into_iter().find(|known| format!("{known:?}") == mode).expect("the mode is known");
     // One thread, so that it can be blocked as a whole.
     let runtime = tokio::runtime::Builder::new_current_thread().enable_all().build().expect("a runtime can be made");
     let sockets = open_sockets();
@@ -153,13 +175,13 @@ async fn work(mode: Mode, url: &str, witness: &str) {
         heard.stop.store(true, Ordering::Relaxed);
     });
     let backend = tollgate::connect(url).await.expect("the deployment lets us in");
-    let locks = Locks::new(backend).ttl(TTL).wait(Duration::from_secs(60));
-    let locks = if mode == Mode::Fair { locks.fair() } else { locks };
+    let locks = Source::new(mode, backend);
     let client = redis::Client::open(witness).expect("the URL is well-formed");
     let guarded = client.get_multiplexed_async_connection().await.expect("the witness lets us in");
+    let guarded = Guarded::new(guarded);
     let mut tasks = JoinSet::new();
     for task in 0..TASKS {
-        tasks.spawn(stay(locks.clone(), guarded.clone(), Arc::clone(&orders), task));
+        tasks.spawn(stay(mode, locks.clone(), guarded.clone(), Arc::clone(&orders), task));
     }
     while !orders.stop.load(Ordering::Relaxed) {
         sleep(Duration::from_millis(10)).await;
@@ -170,63 +192,177 @@ async fn work(mode: Mode, url: &str, witness: &str) {
     }
 }
 
-async fn stay(locks: Locks, mut guarded: MultiplexedConnection, orders: Arc<Orders>, task: u64) {
-    let key = task as usize % KEYS.len();
-    let script = Script::new(GUARDED);
+/// Where leases come from.
+#[derive(Clone, Debug)]
+enum Source {
+    Locks(Locks),
+    ReadWrite(RwLocks),
+    Semaphore(Semaphore),
+    All(Locks),
+}
+
+impl Source {
+    fn new(mode: Mode, backend: AnyBackend) -> Self {
+        let wait = Duration::from_secs(60);
+        match mode {
+            Mode::Plain => Self::Locks(Locks::new(backend).ttl(TTL).wait(wait)),
+            Mode::Fair => Self::Locks(Locks::new(backend).ttl(TTL).wait(wait).fair()),
+            Mode::ReadWrite => Self::ReadWrite(RwLocks::new(backend).ttl(TTL).wait(wait)),
+            Mode::Semaphore => Self::Semaphore(Semaphore::new(backend, PERMITS).ttl(TTL).wait(wait)),
+            Mode::All => Self::All(Locks::new(backend).ttl(TTL).wait(wait)),
+        }
+    }
+
+    async fn take(&self, key: &'static str, reads: bool) -> Result<Held, LockError> {
+        match self {
+            Self::Locks(locks) => locks.lock(key).await.map(Held::One),
+            Self::ReadWrite(locks) if reads => locks.read(key).await.map(Held::One),
+            Self::ReadWrite(locks) => locks.write(key).await.map(Held::One),
+            Self::Semaphore(semaphore) => semaphore.acquire(key).await.map(Held::One),
+            Self::All(locks) => locks.lock_all(KEYS).await.map(Held::All),
+        }
+    }
+
+    async fn shutdown(&self) {
+        match self {
+            Self::Locks(locks) | Self::All(locks) => locks.shutdown().await,
+            Self::ReadWrite(locks) => locks.shutdown().await,
+            Self::Semaphore(semaphore) => semaphore.shutdown().await,
+        }
+    }
+}
+
+/// What somebody has for a stay.
+#[derive(Debug)]
+enum Held {
+    One(Lease),
+    All(Leases),
+}
+
+impl Held {
+    fn leases(&self) -> &[Lease] {
+        match self {
+            Self::One(lease) => slice::from_ref(lease),
+            Self::All(leases) => leases.leases(),
+        }
+    }
+
+    fn is_held(&self) -> bool {
+        match self {
+            Self::One(lease) => lease.check().is_ok(),
+            Self::All(leases) => leases.check().is_ok(),
+        }
+    }
+
+    async fn release(self) {
+        // What counts is what the store has.
+        match self {
+            Self::One(lease) => drop(lease.release().await),
+            Self::All(leases) => drop(leases.release().await),
+        }
+    }
+}
+
+/// What a lock protects: read and changed by whoever has no smaller fence than it has seen.
+#[derive(Clone, Debug)]
+struct Guarded {
+    connection: MultiplexedConnection,
+    change: Arc<Script>,
+    look: Arc<Script>,
+}
+
+impl Guarded {
+    fn new(connection: MultiplexedConnection) -> Self {
+        Self { connection, change: Arc::new(Script::new(GUARDED)), look: Arc::new(Script::new(SEEN)) }
+    }
+
+    /// What is there, or -1 if it cannot be told.
+    async fn read(&mut self, lease: &Lease, reads: bool) -> i64 {
+        let script = if reads { &self.look } else { &self.change };
+        let key = lease.lock().subject().as_str();
+        script.key(key).arg(lease.fence()).arg("").invoke_async(&mut self.connection).await.unwrap_or(-1)
+    }
+
+    async fn write(&mut self, lease: &Lease, value: i64) {
+        let key = lease.lock().subject().as_str();
+        let mut write = self.change.key(key);
+        write.arg(lease.fence()).arg(value);
+        // What counts is what the witness has.
+        let _ = write.invoke_async::<i64>(&mut self.connection).await;
+    }
+}
+
+/// Readers come in any order, so none is refused; but a writer with a smaller fence is after it.
+const SEEN: &str = r"
+if tonumber(ARGV[1]) > tonumber(redis.call('HGET', KEYS[1], 'fence') or 0) then
+  redis.call('HSET', KEYS[1], 'fence', ARGV[1])
+end
+return tonumber(redis.call('HGET', KEYS[1], 'value') or 0)";
+
+async fn stay(mode: Mode, locks: Source, mut guarded: Guarded, orders: Arc<Orders>, task: u64) {
+    let key = KEYS[task as usize % KEYS.len()];
     let mut turn = u64::from(std::process::id()) + task;
     while !orders.stop.load(Ordering::Relaxed) {
         turn += 1;
-        let Ok(lease) = locks.lock(KEYS[key]).await else {
+        let reads = mode == Mode::ReadWrite && (turn / 4).is_multiple_of(2);
+        let Ok(held) = locks.take(key, reads).await else {
             // It was shut down, or waited in vain.
             sleep(Duration::from_millis(5)).await;
             continue;
         };
         let from = now_us();
         let mut until = 0;
-        let mut check = |lease: &Lease| {
+        let mut check = |held: &Held| {
             // Whoever is told that the lock is theirs after this instant may have relied on it then.
             let now = now_us();
-            let is_held = lease.check().is_ok();
+            let is_held = held.is_held();
             if is_held {
                 until = now;
             }
             is_held
         };
-        if check(&lease) {
-            let read: i64 =
-                script.key(KEYS[key]).arg(lease.fence()).arg("").invoke_async(&mut guarded).await.unwrap_or(-1);
+        if check(&held) {
+            let mut values = Vec::new();
+            for lease in held.leases() {
+                values.push(guarded.read(lease, reads).await);
+            }
             // Some stay for longer than a lease lasts, and live on renewals.
             let is_long = turn.is_multiple_of(64) || orders.stay.swap(false, Ordering::Relaxed);
             let stays = if is_long { TTL * 3 / 2 } else { Duration::from_millis(turn % 5) };
             let ends = Instant::now() + stays;
-            while check(&lease) && Instant::now() < ends {
+            while check(&held) && Instant::now() < ends {
                 sleep(Duration::from_millis(1)).await;
             }
-            let stood_still = check(&lease) && orders.hold.swap(false, Ordering::Relaxed);
+            let stood_still = check(&held) && !reads && orders.hold.swap(false, Ordering::Relaxed);
             if stood_still {
                 orders.stand_still();
             }
-            // And one that does not look again before it writes: all that is left is the fence.
-            if (check(&lease) || stood_still) && read >= 0 {
-                let mut write = script.key(KEYS[key]);
-                write.arg(lease.fence()).arg(read + 1);
-                // What counts is what the witness has.
-                let _ = write.invoke_async::<i64>(&mut guarded).await;
+            // And one that does not look again before it writes: all that is left is the fence. With several at a time that says nothing.
+            if (check(&held) || stood_still) && !reads && mode.permits() == 1 {
+                for (lease, value) in held.leases().iter().zip(values).filter(|(_, value)| *value >= 0) {
+                    guarded.write(lease, value + 1).await;
+                }
             }
-            check(&lease);
+            check(&held);
         }
-        let is_lost = lease.check().is_err();
-        // Whoever was stopped as soon as it had the lock was never told that it has it.
-        if until > 0 || is_lost {
-            let mut out = io::stdout().lock();
-            let line = format!("{key} {} {from} {until} {}", lease.fence(), u8::from(is_lost));
-            writeln!(out, "{line}").and_then(|()| out.flush()).expect("somebody listens");
+        for lease in held.leases() {
+            let is_lost = lease.check().is_err();
+            // Whoever was stopped as soon as it had the lock was never told that it has it.
+            if until > 0 || is_lost {
+                let key =
+                    KEYS.iter().position(|key| *key == lease.lock().subject().as_str()).expect("it is one of ours");
+                let (is_lost, reads) = (u8::from(is_lost), u8::from(reads));
+                let mut out = io::stdout().lock();
+                writeln!(out, "{key} {} {from} {until} {is_lost} {reads}", lease.fence())
+                    .and_then(|()| out.flush())
+                    .expect("somebody listens");
+            }
         }
         match turn % 3 {
-            0 => drop(lease),
-            1 => drop(lease.release().await),
+            0 => drop(held),
+            1 => held.release().await,
             // Dropped on the way.
-            _ => drop(DropAt::new(1, lease.release()).await),
+            _ => drop(DropAt::new(1, held.release()).await),
         }
         // Others have a chance as well.
         sleep(Duration::from_millis(1)).await;

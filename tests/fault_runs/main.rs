@@ -5,10 +5,11 @@
 //!
 //! ```sh
 //! scripts/faults            # all faults, twice each, the others once; about a quarter of an hour
-//! scripts/faults --short    # the most telling ones, once each; about three minutes
+//! scripts/faults --short    # the most telling ones, once each; three and a half minutes
 //! scripts/faults flushed    # those whose name contains the word
 //! scripts/faults operations # the same requests again and again
-//! scripts/faults locks      # those of locks, `fair` for those of fair ones; `limits` for those of rate limits; all with `--short`
+//! scripts/faults locks      # those of locks; `fair`, `read/write`, `"semaphore of 2"` and `"both at once"` for some of them; `limits` for
+//!                           # those of rate limits; all with `--short`
 //! ```
 //!
 //! Prints tables with a line for each fault and ends with
@@ -102,7 +103,7 @@ fn main() -> ExitCode {
         };
         println!("{row}");
         row.complaints().iter().for_each(|complaint| {
-            eprintln!("  {}, {}, {}: {complaint}", fault.name, fault.on.name(), fault.mode.name())
+            eprintln!("  {}, {}, {}: {complaint}", fault.name, fault.on.name(), fault.mode.name());
         });
         lock_rows.push(row);
     }
