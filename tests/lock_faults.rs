@@ -13,7 +13,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
-use http::{Request, Response};
+use http::{Method, Request, Response};
 use http_body_util::{BodyExt, Full};
 use support::locks::{DropAt, History};
 use support::proxy::{Proxy, Traffic};
@@ -32,6 +32,7 @@ use tollgate::testing::{Failure, FaultStore, Faults, Verb};
 use tollgate::{
     AsError, BoxError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError,
 };
+use tower::util::BoxCloneService;
 use tower::{Layer, ServiceExt, service_fn};
 
 const LONG: Duration = Duration::from_secs(30);
@@ -229,13 +230,24 @@ async fn nothing_that_is_made_of_locks_leaves_anything_behind_wherever_it_is_dro
         async { detached.clone().oneshot(post()).await.unwrap().collect().await.unwrap() },
         is_free().await
     );
-    drop_everywhere!(
-        async {
-            held_for_a_moment().await;
-            attached.clone().oneshot(post()).await.unwrap()
-        },
-        is_free().await
-    );
+    for service in [BoxCloneService::new(attached), BoxCloneService::new(detached)] {
+        drop_everywhere!(
+            async {
+                held_for_a_moment().await;
+                service.clone().oneshot(post()).await.unwrap()
+            },
+            is_free().await
+        );
+    }
+    let ends = LockLayer::with_locks(locks(&server).await).key(|_: &Request<()>| "a").detached();
+    let answer = ends.clone().layer(handler).oneshot(post()).await.unwrap();
+    tokio::spawn(async move {
+        sleep(Duration::from_millis(5)).await;
+        drop(answer);
+    });
+    drop_everywhere!(ends.shutdown(), yield_now().await);
+    timeout(LONG, ends.shutdown()).await.expect("nothing is left");
+    drop(there.try_lock("a").await.unwrap());
 
     let segments = Segmented::new(&here, "a", 2);
     let is_free = async || drop(there.lock_all([("a", 0_u16), ("a", 1)]).await.unwrap());
@@ -269,12 +281,57 @@ async fn nothing_that_is_made_of_locks_leaves_anything_behind_wherever_it_is_dro
         },
         is_free().await
     );
+    let layer = LockLayer::with_semaphore(exports.clone()).key(|_: &Request<()>| "a").layer(handler);
+    drop_everywhere!(async { layer.clone().oneshot(post()).await.unwrap().collect().await.unwrap() }, is_free().await);
+    drop_everywhere!(
+        async {
+            give_back_soon(others.acquire("a").await.unwrap());
+            give_back_soon(others.acquire("a").await.unwrap());
+            layer.clone().oneshot(post()).await.unwrap()
+        },
+        is_free().await
+    );
     for semaphore in [exports, others] {
         give_back_soon(semaphore.acquire("a").await.unwrap());
         drop_everywhere!(semaphore.shutdown(), yield_now().await);
         timeout(LONG, semaphore.shutdown()).await.expect("nothing is left");
     }
 
+    let rw = async || RwLocks::new(connect(&server).await).deadline(Duration::from_secs(2)).wait(LONG / 3);
+    let (pages, others) = (rw().await, rw().await);
+    let is_free = async || drop(others.write("a").await.unwrap());
+    let moment = async |_| sleep(Duration::from_millis(1)).await;
+    drop_everywhere!(pages.read("a").run(moment), is_free().await);
+    drop_everywhere!(pages.write("a").run(moment), is_free().await);
+    let layer = LockLayer::with_rw_locks(pages.clone()).key(|_: &Request<()>| "a").layer(handler);
+    for method in [Method::GET, Method::POST] {
+        let request = || Request::builder().method(&method).uri("/").body(()).unwrap();
+        drop_everywhere!(
+            async { layer.clone().oneshot(request()).await.unwrap().collect().await.unwrap() },
+            is_free().await
+        );
+        drop_everywhere!(
+            async {
+                give_back_soon(others.write("a").await.unwrap());
+                layer.clone().oneshot(request()).await.unwrap()
+            },
+            is_free().await
+        );
+    }
+
+    let is_free = async || drop(there.lock("b").await.unwrap());
+    // Whoever has nothing but a view keeps the lock when its lease goes, and gives it back.
+    drop_everywhere!(
+        async {
+            let lease = here.lock("b").await.unwrap();
+            let view = lease.view();
+            let kept = view.reenter().unwrap();
+            drop(lease);
+            yield_now().await;
+            kept.release().await.unwrap();
+        },
+        is_free().await
+    );
     let lease = here.lock("b").ttl(Duration::from_millis(300)).max_hold(Duration::from_millis(20)).await.unwrap();
     let view = lease.view();
     drop_everywhere!(view.lost(), yield_now().await);
@@ -319,6 +376,18 @@ async fn nothing_that_is_made_of_locks_leaves_anything_behind_wherever_it_is_dro
         },
         is_free().await
     );
+    let is_free = async || drop(elsewhere.lock_all(["b", "a"]).await.unwrap());
+    drop_everywhere!(redlock.lock_all(["a", "b"]).into_future(), is_free().await);
+    drop_everywhere!(
+        async {
+            give_back_soon(elsewhere.lock("b").await.unwrap());
+            redlock.lock_all(["a", "b"]).await.unwrap().release().await.unwrap()
+        },
+        is_free().await
+    );
+    for locks in [pages, others] {
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    }
     for locks in [here, there, redlock, elsewhere] {
         timeout(LONG, locks.shutdown()).await.expect("nothing is left");
     }
