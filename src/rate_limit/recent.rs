@@ -1,3 +1,6 @@
+use std::ops::Range;
+use std::time::Duration;
+
 use indexmap::IndexMap;
 use tokio::time::Instant;
 
@@ -8,13 +11,32 @@ const SAMPLE: usize = 8;
 
 /// The latest value of each of so many keys, and since when it has been that.
 ///
-/// Newcomers make room before those that were of use: whoever makes up keys comes once with each.
+/// Newcomers make room before those that were of use: whoever makes up keys comes once with each. There is always room for newcomers, who
+/// would find none where those that were of use once stayed for ever.
 pub(super) struct Recent<V> {
     // So many that were of use, and behind them the newcomers.
     entries: IndexMap<Key, (Instant, V)>,
     used: usize,
-    // Where to look next for values that can go.
-    hand: usize,
+    // Where to look next for old values: of those that were of use, and of newcomers.
+    hands: [usize; 2],
+}
+
+/// How much is kept, and how long it is good.
+#[derive(Clone, Copy)]
+pub(super) struct Bounds {
+    pub(super) capacity: usize,
+    pub(super) time_to_live: Duration,
+}
+
+impl Bounds {
+    fn is_fresh(self, since: Instant) -> bool {
+        since.elapsed() < self.time_to_live
+    }
+
+    /// How many of the values can be such that were of use.
+    fn most_used(self) -> usize {
+        self.capacity - self.capacity.div_ceil(5)
+    }
 }
 
 impl<V> Recent<V> {
@@ -27,37 +49,59 @@ impl<V> Recent<V> {
     }
 
     /// The value, if it is fresh: then it was of use.
-    pub(super) fn use_fresh(&mut self, key: &Key, is_fresh: impl FnOnce(Instant) -> bool) -> Option<&V> {
+    pub(super) fn use_fresh(&mut self, key: &Key, bounds: Bounds) -> Option<&V> {
         let (mut index, _, (since, _)) = self.entries.get_full(key)?;
-        if !is_fresh(*since) {
+        if !bounds.is_fresh(*since) {
             return None;
         }
         if index >= self.used {
-            self.entries.swap_indices(index, self.used);
-            index = self.used;
-            self.used += 1;
+            if self.used < bounds.most_used() {
+                self.used += 1;
+                self.entries.swap_indices(index, self.used - 1);
+                index = self.used - 1;
+            } else if let Some((oldest, _)) = self.oldest_used() {
+                self.entries.swap_indices(index, oldest);
+                index = oldest;
+            }
         }
         self.entries.get_index(index).map(|(_, (_, value))| value)
     }
 
-    /// Keeps `value` as of now, and one less of the newcomers, or else of those that are old, if there would be more than `capacity`.
-    pub(super) fn insert(&mut self, key: Key, value: V, capacity: usize) {
+    /// Keeps `value` as of now. Where there would be too many, one makes room that is old, or else a newcomer.
+    pub(super) fn insert(&mut self, key: Key, value: V, bounds: Bounds) {
         let entry = (Instant::now(), value);
         if let Some(known) = self.entries.get_mut(&key) {
             *known = entry;
             return;
         }
-        while self.entries.len() >= capacity.max(1) {
-            // The oldest of a few, each time of others: the newest takes the place of the one that goes.
-            let len = self.entries.len();
-            let first = if self.used < len { self.used } else { 0 };
-            let count = len - first;
-            let sample = (0..SAMPLE.min(count)).map(|step| first + (self.hand + step) % count);
-            let oldest = sample.min_by_key(|index| self.entries.get_index(*index).map(|(_, (since, _))| *since));
-            self.remove_at(oldest.unwrap_or(first));
-            self.hand = (self.hand + SAMPLE) % count;
+        while self.entries.len() >= bounds.capacity.max(1) {
+            let newcomer = self.oldest_newcomer();
+            let goes = match newcomer {
+                Some((_, since)) if !bounds.is_fresh(since) => newcomer,
+                _ => {
+                    self.oldest_used().filter(|(_, since)| newcomer.is_none() || !bounds.is_fresh(*since)).or(newcomer)
+                }
+            };
+            self.remove_at(goes.map_or(0, |(index, _)| index));
         }
         self.entries.insert(key, entry);
+    }
+
+    fn oldest_used(&mut self) -> Option<(usize, Instant)> {
+        self.oldest(0, 0..self.used)
+    }
+
+    fn oldest_newcomer(&mut self) -> Option<(usize, Instant)> {
+        self.oldest(1, self.used..self.entries.len())
+    }
+
+    /// The oldest of a few, each time of others, and since when it has its value.
+    fn oldest(&mut self, hand: usize, part: Range<usize>) -> Option<(usize, Instant)> {
+        let (count, start) = (part.len(), self.hands[hand]);
+        self.hands[hand] = (start + SAMPLE) % count.max(1);
+        let sample = (0..SAMPLE.min(count)).map(|step| part.start + (start + step) % count);
+        let aged = sample.filter_map(|index| self.entries.get_index(index).map(|(_, (since, _))| (index, *since)));
+        aged.min_by_key(|(_, since)| *since)
     }
 
     pub(super) fn remove(&mut self, key: &Key) {
@@ -80,7 +124,7 @@ impl<V> Recent<V> {
 // By hand: `derive` would ask for `V: Default`.
 impl<V> Default for Recent<V> {
     fn default() -> Self {
-        Self { entries: IndexMap::new(), used: 0, hand: 0 }
+        Self { entries: IndexMap::new(), used: 0, hands: [0; 2] }
     }
 }
 
@@ -88,19 +132,25 @@ impl<V> Default for Recent<V> {
 mod tests {
     use super::*;
 
-    #[test]
-    fn newcomers_make_room_before_what_was_of_use() {
+    const BOUNDS: Bounds = Bounds { capacity: 10, time_to_live: Duration::from_secs(60) };
+
+    fn insert(recent: &mut Recent<u32>, numbers: Range<u32>) -> usize {
+        numbers.for_each(|number| recent.insert(Key::from(number), number, BOUNDS));
+        recent.entries.len()
+    }
+
+    fn of_use(recent: &mut Recent<u32>, number: u32) -> Option<u32> {
+        recent.use_fresh(&Key::from(number), BOUNDS).copied()
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn newcomers_make_room_before_what_was_of_use() {
         let mut recent = Recent::default();
-        let insert = |recent: &mut Recent<u32>, numbers: std::ops::Range<u32>| {
-            numbers.for_each(|number| recent.insert(Key::from(number), number, 10));
-            recent.entries.len()
-        };
-        let of_use = |recent: &mut Recent<u32>, number: u32| recent.use_fresh(&Key::from(number), |_| true).copied();
         assert_eq!(insert(&mut recent, 0..10), 10);
         for number in [3, 7, 9, 0, 7] {
             assert_eq!(of_use(&mut recent, number), Some(number));
         }
-        assert_eq!(recent.use_fresh(&Key::from(1), |_| false), None);
+        assert_eq!(recent.use_fresh(&Key::from(1), Bounds { time_to_live: Duration::ZERO, ..BOUNDS }), None);
         recent.remove(&Key::from(7));
         recent.remove(&Key::from(8));
         assert_eq!(insert(&mut recent, 100..200), 10);
@@ -110,11 +160,37 @@ mod tests {
         for number in [1, 7, 8] {
             assert_eq!(of_use(&mut recent, number), None);
         }
-        // Where all were of use there is room for newcomers all the same.
+        // Where all were of use there is room for newcomers all the same, and not for one alone.
         let keys: Vec<Key> = recent.entries.keys().copied().collect();
-        assert!(keys.iter().all(|key| recent.use_fresh(key, |_| true).is_some()));
+        assert!(keys.iter().all(|key| recent.use_fresh(key, BOUNDS).is_some()));
         assert_eq!(insert(&mut recent, 200..300), 10);
-        assert_eq!(keys.iter().filter(|key| recent.get(key).is_some()).count(), 9);
-        assert_eq!(of_use(&mut recent, 299), Some(299));
+        assert_eq!(keys.iter().filter(|key| recent.get(key).is_some()).count(), 8);
+        assert_eq!((of_use(&mut recent, 298), of_use(&mut recent, 299)), (Some(298), Some(299)));
+        // The room of a single one is that of the latest.
+        let one = Bounds { capacity: 1, ..BOUNDS };
+        let mut recent = Recent::default();
+        for number in 0..3 {
+            recent.insert(Key::from(number), number, one);
+            assert_eq!(recent.use_fresh(&Key::from(number), one), Some(&number));
+        }
+        assert_eq!(recent.entries.len(), 1);
+    }
+
+    /// What was of use stayed so for ever: one place was left for all who came once that were as many as there was room for.
+    #[tokio::test(start_paused = true)]
+    async fn what_was_of_use_long_ago_makes_room_for_newcomers() {
+        let mut recent = Recent::default();
+        assert_eq!(insert(&mut recent, 0..10), 10);
+        assert!((0..10).all(|number| of_use(&mut recent, number).is_some()));
+        tokio::time::advance(BOUNDS.time_to_live).await;
+        // More than the places that only newcomers have.
+        let mut questions = 0;
+        for number in (100..105).cycle().take(500) {
+            if of_use(&mut recent, number).is_none() {
+                questions += 1;
+                assert_eq!(insert(&mut recent, number..number + 1), 10);
+            }
+        }
+        assert_eq!(questions, 5);
     }
 }

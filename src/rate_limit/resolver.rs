@@ -14,7 +14,7 @@ use tokio::time::Instant;
 use tracing::Instrument;
 
 use super::policy::Policy;
-use super::recent::Recent;
+use super::recent::{Bounds, Recent};
 use crate::circuit::Outage;
 use crate::deadline::Deadline;
 use crate::error::{BoxError, StoreError};
@@ -59,7 +59,7 @@ use crate::key::Key;
 ///
 /// An error is remembered for a second, for at most [1,024](Self::MAX_FAILURES) keys: who makes up keys neither asks anew with each
 /// request nor takes the place of an answer. Where such keys are answered, with a policy for everybody perhaps, the answers that were of no use
-/// for a second request make room before all others.
+/// for a second request make room before those that were and are not old yet. A fifth of the room is for newcomers alone.
 ///
 /// # Keys
 ///
@@ -165,8 +165,8 @@ pub(super) enum Resolved {
 /// How long nothing may fail for an outage to be over. Longer than with a store: a key that nobody knows may come at any time, and must
 /// not fill the log.
 const RECOVERED: Duration = Duration::from_secs(60);
-/// How long an error is remembered.
-const FAILURE_KEPT: Duration = Duration::from_secs(1);
+/// How many errors are remembered, and how long.
+const FAILURES: Bounds = Bounds { capacity: PolicyResolver::MAX_FAILURES, time_to_live: Duration::from_secs(1) };
 /// How late an attempt may tell that its time is over. Later than that its runtime has stopped to run it.
 const LATE: Duration = Duration::from_secs(1);
 
@@ -228,13 +228,18 @@ impl PolicyResolver {
         known.running.remove(key);
     }
 
+    /// Those of the answers.
+    fn bounds(&self) -> Bounds {
+        Bounds { capacity: self.capacity, time_to_live: self.time_to_live }
+    }
+
     /// The policy, if it is known without asking.
     pub(super) fn known(&self, key: &Key) -> Option<Policy> {
         self.fresh(&mut self.shared.lock(), key)
     }
 
     fn fresh(&self, known: &mut Known, key: &Key) -> Option<Policy> {
-        known.answers.use_fresh(key, |since| since.elapsed() < self.time_to_live).cloned()
+        known.answers.use_fresh(key, self.bounds()).cloned()
     }
 
     /// The policy of the key. Where there is an old answer, a new one is waited for no longer than `patience`.
@@ -301,7 +306,7 @@ impl PolicyResolver {
             return Next::Done(Ok(policy));
         }
         if let Some((since, error)) = known.failures.get(key)
-            && since.elapsed() < FAILURE_KEPT
+            && since.elapsed() < FAILURES.time_to_live
         {
             return Next::Done(Err(error.clone()));
         }
@@ -316,8 +321,8 @@ impl PolicyResolver {
         known.begun += 1;
         let number = known.begun;
         known.running.insert(*key, Running { number, began: Instant::now(), outcome });
-        let (shared, capacity) = (Arc::clone(&self.shared), self.capacity);
-        Next::Begin(Attempt { shared, key: *key, number, capacity, outcome: sender, _place: place })
+        let (shared, bounds) = (Arc::clone(&self.shared), self.bounds());
+        Next::Begin(Attempt { shared, key: *key, number, bounds, outcome: sender, _place: place })
     }
 
     /// Carries out an attempt, in the background if it has to wait for something.
@@ -361,7 +366,7 @@ struct Attempt {
     shared: Arc<Shared>,
     key: Key,
     number: u64,
-    capacity: usize,
+    bounds: Bounds,
     outcome: watch::Sender<Option<Outcome>>,
     _place: OwnedSemaphorePermit,
 }
@@ -374,9 +379,9 @@ impl Attempt {
             match &outcome {
                 Ok(policy) => {
                     known.failures.remove(&self.key);
-                    known.answers.insert(self.key, policy.clone(), self.capacity);
+                    known.answers.insert(self.key, policy.clone(), self.bounds);
                 }
-                Err(error) => known.failures.insert(self.key, error.clone(), PolicyResolver::MAX_FAILURES),
+                Err(error) => known.failures.insert(self.key, error.clone(), FAILURES),
             }
         }
         drop(known);
