@@ -11,15 +11,16 @@
 --          then the same for each further subject
 -- ARGV[1]  verb    'check' to charge | 'peek' to charge nothing | 'settle' to correct what was charged, one subject only
 -- ARGV[2]  cost    integer, 0 to the smallest capacity; 0 charges nothing. To settle: the units to add, or, below 0, to give back
--- ARGV[3]  change  what becomes of counts with other numbers: 'keep' | 'reset' | 'proportional'. Of no
---                  meaning to settle, which counts with the numbers that it finds
+-- ARGV[3]  change  what becomes of counts with other numbers: 'keep' | 'reset' | 'proportional'. To settle counts with the numbers that
+--                  it finds where those of its own would cut or forget something, unless it corrects no charge; and so does
+--                  what gives back
 -- ARGV[4]  ttl_ms  a quarter longer than the counts say something after they were written, at the most
 -- ARGV[5]  terms   of each limit, little endian: 1 byte algorithm (1 token bucket, 2 fixed window, 3 sliding window, 4 sliding
 --                  log), 7 bytes span, 5 bytes step, 4 bytes capacity (see `Terms` in counting.rs)
 -- ARGV[6]  layout  how the last update and the counts are read and written, for struct.pack
 -- ARGV[7]  limits  how a packed value begins that was counted by these limits, see Value
 --          then cost, change, ttl_ms, terms, layout and limits for each further subject
--- ARGV[8]  at      to settle only: the clock's reading when the units to give back were charged, in us
+-- ARGV[8]  at      to settle only: the clock's reading when that was charged what is corrected, in us; 0 where nothing was
 -- ARGV[9]  missing  to settle only: the tokens that were missing after that charge in the first token bucket of the limits
 -- ARGV[10] missing  and in the second; 0 where that is not known
 --
@@ -256,8 +257,33 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   local forget
   -- Whether they were counted with other numbers for the same algorithms and windows.
   local before = known and sub(value, 1, #limits) ~= limits and {unpack(frame_format, value)}
-  if before and settle then
-    -- A correction is counted with those: its own may be of an older and smaller quota, to which nothing should be cut.
+  local stays = before and settle
+  if stays and cost > 0 then
+    -- The numbers of a correction may be of an older and smaller quota, to which nothing should be cut.
+    local cuts, is_used = change == 'reset', false
+    local clock, at, from, log_key = max(now, counts[1]), 2, 2, next_key
+    for i = 1, last_term, 4 do
+      local kind, span, passed = terms[i], terms[i + 1], clock - (counts[at] or 0)
+      if kind == TOKEN_BUCKET then
+        is_used = is_used or counts[at + 1] > (clock - counts[1]) * before[from + 1]
+        at, from = at + 2, from + 2
+      elseif kind == FIXED_WINDOW then
+        is_used = is_used or counts[at + 1] > 0 and passed < span
+        at = at + 2
+      elseif kind == SLIDING_WINDOW then
+        is_used = is_used or counts[at + 1] > 0 and passed < span or counts[at + 2] > 0 and passed < 2 * span
+        at = at + 3
+      else
+        local log = not is_used and open_log(KEYS[log_key], span)
+        is_used = not log or log.used > 0
+        log_key = log_key + 1
+      end
+      cuts = cuts or terms[i + 3] < before[from]
+      from = from + 1
+    end
+    stays = ARGV[8] ~= '0' and cuts and is_used
+  end
+  if stays then
     limits = sub(value, 1, #limits)
     local from, longest = 2, 0
     for i = 1, last_term, 4 do

@@ -980,7 +980,8 @@ struct Seen {
 /// Several processes with leases over one store for some windows.
 async fn simulate(traffic: &[Traffic], policy: &Policy, time: Duration, seed: u64) -> Seen {
     let backend = MemoryBackend::new();
-    let epoch = Instant::now();
+    // The clock of the backend begins a microsecond before it.
+    let epoch = Instant::now() - Duration::from_micros(1);
     let mut tasks = JoinSet::new();
     let mut stores = Vec::new();
     for (number, traffic) in traffic.iter().enumerate() {

@@ -158,7 +158,8 @@ impl Subject {
         let policy = Policy::new("properties", limits[0]);
         let policy = limits[1..].iter().fold(policy, |policy, limit| policy.limit(*limit));
         let (backend, key) = (MemoryBackend::new(), Key::from("alice"));
-        Self { backend, policy, key, epoch: Instant::now(), charges: Vec::new() }
+        // The clock of the backend begins a microsecond before it.
+        Self { backend, policy, key, epoch: Instant::now() - Duration::from_micros(1), charges: Vec::new() }
     }
 
     fn now(&self) -> u64 {

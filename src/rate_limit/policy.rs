@@ -83,8 +83,9 @@ pub(crate) struct Packed {
 /// two releases share a store each of them enforces its own limits.
 ///
 /// Counts are converted by the first request that is charged under the new numbers. Those of windows and buckets are cut at twice the new quota:
-/// who used 900 of 1,000 counts as having used 200 of 100. What [corrects](super::RateLimitHandle) an earlier charge converts nothing, and
-/// counts with the numbers that it finds, whatever those of its request were. While two releases with different
+/// who used 900 of 1,000 counts as having used 200 of 100. What [corrects](super::RateLimitHandle) an earlier charge converts nothing that would be
+/// cut or forgotten by that, and counts with the numbers that it finds then; what is charged afterwards to a request that was admitted for
+/// nothing counts under the numbers of that request. While two releases with different
 /// numbers share a store, counts are converted to and fro, which is harmless with `Keep`, not quite with `Proportional`
 /// (units are rounded up each time), and generous with `Reset`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]

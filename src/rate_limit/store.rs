@@ -67,8 +67,9 @@ pub trait RateLimitStore {
     /// so nothing is ever given back into another window. A token bucket takes a charge back as long as it has not been full
     /// since, whether or not inflow has made up for a part of it by then.
     ///
-    /// Where the key has been counted with other numbers meanwhile ([`QuotaChange`](super::QuotaChange)), those hold: nothing is converted to the numbers
-    /// of `policy`, which may be of an older and smaller quota, and cut.
+    /// Where the key has been counted with other numbers ([`QuotaChange`](super::QuotaChange)), those of `policy` may be of an older and smaller quota.
+    /// So where they would cut or forget anything, the numbers that are found hold; so they do for what is given back. What is added with
+    /// a receipt of the instant 0 corrects no charge, and is counted with the numbers of `policy` in any case.
     fn settle(
         &self,
         policy: &Policy,

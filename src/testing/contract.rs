@@ -698,6 +698,40 @@ pub async fn a_correction_under_another_quota_forgets_nothing<B: RateLimitStore 
     }
 }
 
+/// What is charged afterwards counts under the quota that a client has changed to, if that is larger.
+///
+/// It happened that it was cut to twice the older quota each time, so that far more was admitted than the newer one.
+pub async fn what_is_charged_afterwards_counts_under_a_larger_quota<B: RateLimitStore + Clone>(store: B) {
+    let hour = Duration::from_secs(3_600);
+    for change in [QuotaChange::Keep, QuotaChange::Reset, QuotaChange::Proportional] {
+        for (free, pro) in limits_of(100, hour).into_iter().zip(limits_of(1_000, hour)) {
+            let [free, pro] =
+                [free, pro].map(|limit| policy_limiter(&store, Policy::new("larger", limit).on_quota_change(change)));
+            // Requests that are admitted for nothing, and then charged what they took.
+            assert!(free.check_cost("alice", 50).await.unwrap().is_allowed());
+            for _ in 0..5 {
+                assert!(pro.check_cost("alice", 0).await.unwrap().is_allowed());
+                pro.settle("alice", Receipt::at_micros(0), 500).await.unwrap();
+            }
+            let decision = pro.check("alice").await.unwrap();
+            assert_eq!(
+                (decision.outcome(), decision.remaining()),
+                (Outcome::Limited, Some(0)),
+                "{change:?} {:?}",
+                pro.policy()
+            );
+            pro.reset("alice").await.unwrap();
+
+            // And a request from before that was charged too little. A limit that starts afresh does so all the same.
+            let receipt = free.check("alice").await.unwrap().receipt().unwrap();
+            pro.settle("alice", receipt, 1_500).await.unwrap();
+            let decision = pro.check("alice").await.unwrap();
+            assert_eq!(decision.is_allowed(), change == QuotaChange::Reset, "{change:?} {:?}", pro.policy());
+            pro.reset("alice").await.unwrap();
+        }
+    }
+}
+
 /// Callers at the same time under several limits get the tightest of them between them.
 pub async fn racing_callers_of_several_limits_get_the_tightest_between_them<B>(store: B)
 where

@@ -185,6 +185,7 @@ macro_rules! rate_limit_contract {
                 a_block_denies_and_forgets_nothing
                 a_change_of_quota_keeps_resets_or_scales
                 a_correction_under_another_quota_forgets_nothing
+                what_is_charged_afterwards_counts_under_a_larger_quota
                 racing_callers_of_several_limits_get_the_tightest_between_them
             ] [] $($told)+
         }

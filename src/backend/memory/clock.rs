@@ -4,9 +4,11 @@
 //! which takes a third of the time that reading it does. It is believed for no more than a millisecond, so it need not be exact, nor tick
 //! through a suspension, nor agree between processors.
 
+use std::time::Duration;
+
 use tokio::time::Instant;
 
-/// Says what time it is in microseconds since it was made.
+/// Says what time it is in microseconds since just before it was made, so that it never says 0, which stands for no time at all.
 pub(super) struct Clock {
     epoch: Instant,
     #[cfg(feature = "tsc")]
@@ -41,7 +43,7 @@ impl Clock {
 
     pub(super) fn without_counter() -> Self {
         Self {
-            epoch: Instant::now(),
+            epoch: Instant::now().checked_sub(Duration::from_micros(1)).unwrap_or_else(Instant::now),
             #[cfg(feature = "tsc")]
             counter: None,
         }

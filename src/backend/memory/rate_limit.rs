@@ -392,8 +392,7 @@ impl Counts {
             self.blocked_until = until;
             return (self.decide(0), true);
         }
-        // A correction is counted by the limits that it finds: its own may be of an older and smaller quota, to which nothing should be cut.
-        if !matches!(verb, Verb::Settle(..)) && !self.are_under(policy) {
+        if !self.are_under(policy) && self.is_carried_over_to(policy, verb, now) {
             self.carry_over_to(policy, now);
         }
         self.bring_up_to(now);
@@ -417,6 +416,31 @@ impl Counts {
         let decision = self.decide(0);
         let receipt = receipt(self.last, self.policy.terms(), decision.limits());
         (decision.with_receipt(receipt), true)
+    }
+
+    /// Whether `verb` counts by the limits of `policy`, and not by those that it finds.
+    // Apart, since numbers hardly ever change.
+    #[cold]
+    fn is_carried_over_to(&self, policy: &Policy, verb: Verb, now: u64) -> bool {
+        let Verb::Settle(receipt, change) = verb else { return true };
+        if change <= 0 {
+            return false;
+        }
+        // What shows no receipt corrects no charge, but is one.
+        if receipt.as_micros() == 0 {
+            return true;
+        }
+        // The limits of a correction may be of an older and smaller quota, to which nothing should be cut.
+        let mut capacities =
+            self.policy.terms().iter().zip(policy.terms()).map(|(old, new)| (old.capacity, new.capacity));
+        if policy.quota_change() != QuotaChange::Reset && capacities.all(|(old, new)| new >= old) {
+            return true;
+        }
+        let now = now.max(self.last);
+        self.limits.iter().zip(self.policy.terms()).all(|(limit, terms)| match limit {
+            LimitCount::Plain(count) => count.used_at(terms, self.last, now) == 0,
+            LimitCount::Log(log) => log.requests.back().is_none_or(|(time, _)| time + terms.span <= now),
+        })
     }
 
     fn fits(&self, cost: u32) -> bool {

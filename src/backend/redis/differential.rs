@@ -64,8 +64,8 @@ enum Verb {
     Peek { cost: u32 },
     // Of the receipt so many charges ago.
     Refund { charge: usize, cost: u32 },
-    // By another of the plans, so many after that of the step.
-    Charge { cost: u32, after: usize },
+    // By another of the plans, so many after that of the step, with the receipt of so many charges ago, or with none.
+    Charge { cost: u32, after: usize, charge: Option<usize> },
     Block { share: u64 },
     Reset,
 }
@@ -107,7 +107,8 @@ fn traces() -> impl Strategy<Value = Trace> {
         40 => prop::collection::vec((0..3_u8, cost.clone()), 1..12).prop_map(|asked| Verb::CheckMany { asked }),
         80 => (0..1_001_u32).prop_map(|cost| Verb::Peek { cost }),
         60 => (0..40_usize, cost.clone()).prop_map(|(charge, cost)| Verb::Refund { charge, cost }),
-        12 => (0..2_001_u32, 0..3_usize).prop_map(|(cost, after)| Verb::Charge { cost, after }),
+        12 => (0..2_001_u32, 0..3_usize, prop::option::of(0..3_usize))
+            .prop_map(|(cost, after, charge)| Verb::Charge { cost, after, charge }),
         2 => (0..1_500_000_u64).prop_map(|share| Verb::Block { share }),
         1 => Just(Verb::Reset),
     ];
@@ -180,12 +181,6 @@ impl Pair {
     {
         let memory = self.memory_runtime.block_on(memory(&self.memory)).unwrap();
         (memory, self.redis_runtime.block_on(redis(&self.redis)).unwrap())
-    }
-
-    /// Whether anything is counted for the key, by whichever of the policies it was.
-    fn is_used(&self, policies: &[Policy], key: &Key) -> bool {
-        let peek = |policy| self.memory_runtime.block_on(self.memory.peek(policy, key, 0)).unwrap();
-        policies.iter().any(|policy| peek(policy).reset_after() > Duration::ZERO)
     }
 
     fn reset(&mut self, policy: &Policy, key: &Key) {
@@ -272,15 +267,12 @@ fn run(trace: &Trace, pair: &mut Pair, turn: usize) -> Result<(), TestCaseError>
                 pair.both(|to| to.settle(policy, key, memory, change), |to| to.settle(policy, key, redis, change));
                 continue;
             }
-            &Verb::Charge { cost, after } => {
-                // A charge counts by the numbers that it finds, and where nothing is used one backend may have some and the other none: what
-                // has run out is there for a while, and who is blocked before anything was counted is kept in memory by a policy.
-                if policies.len() > 1 && !pair.is_used(&policies, &key) {
-                    continue;
-                }
-                let policy = &policies[(plan + after) % policies.len()];
-                let (receipt, change) = (Receipt::at_micros(0), i64::from(cost_of(cost)));
-                pair.both(|to| to.settle(policy, &key, receipt, change), |to| to.settle(policy, &key, receipt, change));
+            &Verb::Charge { cost, after, charge } => {
+                let charge = charge.and_then(|charge| charges.len().checked_sub(charge + 1));
+                let (key, [memory, redis]) =
+                    charge.map_or((key, [Receipt::at_micros(0); 2]), |charge| (charges[charge].1, charges[charge].3));
+                let (policy, change) = (&policies[(plan + after) % policies.len()], i64::from(cost_of(cost)));
+                pair.both(|to| to.settle(policy, &key, memory, change), |to| to.settle(policy, &key, redis, change));
                 continue;
             }
             &Verb::Block { share } => {
