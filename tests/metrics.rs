@@ -244,6 +244,65 @@ fn a_shadow_is_seen_apart() {
     assert_eq!(seen, expect(&expected));
 }
 
+/// It happened that nobody was told whom the limit of a trial would have hit.
+#[test]
+fn a_limiter_is_seen_as_a_layer_is() {
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let store = FaultStore::new(MemoryBackend::new());
+    let per_hour = |name, limit| Policy::new(name, Quota::per_hour(limit).fixed_window());
+    let trial = Limiter::new(store.clone(), per_hour("trial", 1).shadow());
+    let mails = Limiter::new(store, per_hour("mails", 5));
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            for _ in 0..3 {
+                assert!(trial.check("alice").await.unwrap().is_allowed());
+            }
+            assert!(mails.check_cost("alice", 4).await.unwrap().is_allowed());
+            assert!(mails.try_acquire("alice").await.unwrap());
+            assert!(!mails.try_acquire("alice").await.unwrap());
+            assert!(!mails.check_cost("alice", 6).await.unwrap().is_allowed());
+            mails.block("alice", Duration::from_secs(1)).await.unwrap();
+            assert!(!mails.acquire("alice", Duration::ZERO).await.unwrap().is_allowed());
+            // Who only looks is no request.
+            assert!(!mails.peek("alice").await.unwrap().is_allowed());
+        });
+    });
+    let mut seen = seen(&snapshotter);
+    seen.retain(|name, _| !name.starts_with("tollgate_store"));
+    let expected = [
+        ("tollgate_decisions_total{policy=trial,outcome=allowed}", 1),
+        ("tollgate_decisions_total{policy=trial,outcome=shadow_limited}", 2),
+        ("tollgate_near_limit_total{policy=trial}", 1),
+        ("tollgate_decisions_total{policy=mails,outcome=allowed}", 2),
+        ("tollgate_decisions_total{policy=mails,outcome=limited}", 1),
+        ("tollgate_decisions_total{policy=mails,outcome=never}", 1),
+        ("tollgate_decisions_total{policy=mails,outcome=blocked}", 1),
+        ("tollgate_near_limit_total{policy=mails}", 1),
+    ];
+    assert_eq!(seen, expect(&expected));
+
+    // A yes without details is a yes.
+    let recorder = DebuggingRecorder::new();
+    let snapshotter = recorder.snapshotter();
+    let plain = Limiter::new(MemoryBackend::new(), per_hour("plain", 3));
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            for _ in 0..3 {
+                assert!(plain.try_acquire("alice").await.unwrap());
+            }
+            assert!(!plain.try_acquire("alice").await.unwrap());
+        });
+    });
+    let expected = [
+        ("tollgate_decisions_total{policy=plain,outcome=allowed}", 3),
+        ("tollgate_decisions_total{policy=plain,outcome=limited}", 1),
+        ("tollgate_near_limit_total{policy=plain}", 1),
+    ];
+    assert_eq!(self::seen(&snapshotter), expect(&expected));
+}
+
 #[test]
 fn a_policy_is_not_seen_to_admit_what_another_one_turns_away() {
     let per_hour = |name, limit| Policy::new(name, Quota::per_hour(limit).fixed_window());
@@ -345,8 +404,15 @@ fn accelerators_are_seen_as_their_stats_tell() {
             }
         });
     });
-    let (seen, units, answers) = (seen(&snapshotter), leases.stats(), cache.stats());
+    let (mut seen, units, answers) = (seen(&snapshotter), leases.stats(), cache.stats());
     assert!(answers.hits > 0);
+    // All but the one that failed.
+    let decisions: u64 = ["allowed", "limited"]
+        .iter()
+        .filter_map(|outcome| seen.remove(&format!("tollgate_decisions_total{{policy=hot,outcome={outcome}}}")))
+        .sum();
+    assert_eq!(decisions, answers.hits + answers.misses - 1);
+    seen.remove("tollgate_near_limit_total{policy=hot}");
     let expected = [
         ("tollgate_leased_units_total{policy=hot,outcome=drawn}", units.drawn),
         ("tollgate_leased_units_total{policy=hot,outcome=given_back}", units.given_back),

@@ -237,7 +237,8 @@ impl Decision {
         Self { outcome: Outcome::Never, receipt: None, blocked_us: 0, limits }
     }
 
-    /// Whether the request may pass.
+    /// Whether the request may pass. By a [`Limiter`](super::Limiter) whose policy is not [enforced](super::Mode) it may in any case, and then it need not
+    /// have been charged: see [`receipt`](Self::receipt).
     #[inline]
     #[must_use]
     pub const fn is_allowed(&self) -> bool {
@@ -257,7 +258,8 @@ impl Decision {
         self.limits.as_slice()
     }
 
-    /// What is needed to give back what was charged; `None` where nothing was.
+    /// What is needed to give back what was charged; `None` where nothing was: because it was denied, costs nothing, or passed over a limit that is
+    /// not [enforced](super::Mode).
     #[must_use]
     pub const fn receipt(&self) -> Option<Receipt> {
         self.receipt

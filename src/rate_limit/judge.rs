@@ -13,7 +13,7 @@ use tracing::Instrument;
 use super::decision::{Decision, Outcome, RateLimited};
 use super::layer::{Core, OnStoreError, Patience};
 use super::line::Denial;
-use super::meters::Verdict;
+use super::meters::{Meters, Verdict};
 use super::policy::Policy;
 use super::rejection::{Rejection, Standing};
 use super::resolver::{PolicyResolver, Resolved};
@@ -500,31 +500,25 @@ impl<B: RateLimitStore + Sync> Core<B> {
 #[inline]
 pub(super) fn note(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u32) -> bool {
     if decision.is_allowed() {
-        let verdict = if local { Verdict::LocalAllowed } else { Verdict::Allowed };
-        count_allowed(policy, verdict, decision.is_near_limit());
+        if Meters::COUNT {
+            let verdict = if local { Verdict::LocalAllowed } else { Verdict::Allowed };
+            count_allowed(policy, verdict, decision.is_near_limit());
+        }
         return true;
     }
+    note_denial(policy, decision, enforced, local, cost);
+    !enforced
+}
+
+/// Apart, so that requests that are admitted do not have to go around it.
+#[cold]
+fn note_denial(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u32) {
     let verdict = match (enforced, local) {
         (false, _) => Verdict::Shadow,
         (true, true) => Verdict::LocalLimited,
         (true, false) => Verdict::of(decision.outcome()),
     };
     policy.meters().decided(verdict);
-    log(policy, decision, verdict, cost);
-    !enforced
-}
-
-#[inline]
-fn count_allowed(policy: &Policy, verdict: Verdict, is_near_limit: bool) {
-    policy.meters().decided(verdict);
-    if is_near_limit {
-        policy.meters().near_limit();
-    }
-}
-
-/// Apart, so that requests that are admitted do not have to go around it.
-#[cold]
-fn log(policy: &Policy, decision: &Decision, verdict: Verdict, cost: u32) {
     tracing::debug!(
         policy = policy.name(),
         verdict = verdict.name(),
@@ -532,6 +526,14 @@ fn log(policy: &Policy, decision: &Decision, verdict: Verdict, cost: u32) {
         retry_after = ?decision.retry_after(),
         "over a rate limit"
     );
+}
+
+#[inline]
+pub(super) fn count_allowed(policy: &Policy, verdict: Verdict, is_near_limit: bool) {
+    policy.meters().decided(verdict);
+    if is_near_limit {
+        policy.meters().near_limit();
+    }
 }
 
 /// Whether the decisions are there that a ruling depends on.

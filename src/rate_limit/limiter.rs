@@ -4,8 +4,10 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep};
 
 use super::decision::{Decision, Receipt};
+use super::judge::{count_allowed, note};
+use super::meters::Verdict;
 use super::policy::Policy;
-use super::store::RateLimitStore;
+use super::store::{Charged, RateLimitStore};
 use crate::circuit::{Circuit, CircuitBreaker};
 use crate::deadline::Deadline;
 use crate::error::{ConfigError, StoreError};
@@ -40,7 +42,8 @@ pub(super) const DEFAULT_DEADLINE: Duration = Duration::from_millis(100);
 ///
 /// Where the policy is not [enforced](super::Mode) for a key, all that charges it says yes, also over the limit, and [`acquire`](Limiter::acquire) does not wait. How the store
 /// has decided shows in the decision all the same: what was over a limit has no [receipt](Decision::receipt), since it was not charged, and a limit that
-/// [is violated](super::LimitStatus::is_violated). [`peek`](Limiter::peek) says what the store says.
+/// [is violated](super::LimitStatus::is_violated). [`peek`](Limiter::peek) says what the store says. The [metrics](super#metrics) and the log tell it as
+/// they do for a layer.
 ///
 /// ```
 /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};
@@ -146,7 +149,19 @@ impl<B: RateLimitStore> Limiter<B> {
             // Boxed, so that there is no room for it in the future of a check that waits for nothing.
             None => Box::pin(self.ask(self.store.check(&self.policy, &key, cost))).await?,
         };
-        Ok(if self.policy.is_enforced_for(&key) { decision } else { decision.let_pass() })
+        if !decision.is_allowed() {
+            return Ok(self.denied(&key, cost, decision));
+        }
+        note(&self.policy, &decision, true, false, cost);
+        Ok(decision)
+    }
+
+    /// Apart, so that there is no room for it in the future of a check.
+    #[cold]
+    fn denied(&self, key: &Key, cost: u32, decision: Decision) -> Decision {
+        let enforced = self.policy.is_enforced_for(key);
+        note(&self.policy, &decision, enforced, false, cost);
+        if enforced { decision } else { decision.let_pass() }
     }
 
     /// Charges one unit to `key` if it fits, and answers whether it did: [`check`](Self::check) for those who do not want to know how things
@@ -164,7 +179,10 @@ impl<B: RateLimitStore> Limiter<B> {
     /// ```
     pub async fn try_acquire(&self, key: impl Into<Key>) -> Result<bool, StoreError> {
         let key = key.into();
-        if !self.policy.rules_out(1) && self.store.charge_now(&self.policy, &key, 1).is_some() {
+        if !self.policy.rules_out(1)
+            && let Some(Charged { is_near_limit }) = self.store.charge_now(&self.policy, &key, 1)
+        {
+            count_allowed(&self.policy, Verdict::Allowed, is_near_limit);
             return Ok(true);
         }
         Ok(self.check(key).await?.is_allowed())
@@ -246,6 +264,9 @@ impl<B: RateLimitStore> Limiter<B> {
 
     /// Denies everything to `key` for the time given, as a penalty for instance; a time of zero lifts the block. What was
     /// counted stays, and goes on to run out. The store keeps the time: where its clock is set back, the block lasts longer by as much.
+    ///
+    /// Where the policy is not [enforced](super::Mode) for the key, in shadow or outside of its percentage, a block turns nobody away either: it is
+    /// seen in [`peek`](Self::peek), in metrics and in the log.
     ///
     /// A key that means another client than the one of a layer is not refused, so take the same: what the layer's own
     /// [`extract_key`](crate::ExtractKey::extract_key) makes of a request, or [`RateLimitHandle::key`](super::RateLimitHandle::key) inside of a

@@ -89,6 +89,9 @@ mod imp {
     }
 
     impl Meters {
+        /// Whether anything is counted.
+        pub(crate) const COUNT: bool = true;
+
         pub(crate) fn new(policy: &str) -> Self {
             let name = SharedString::from(policy.to_owned());
             let policy = || Label::new("policy", name.clone());
@@ -170,6 +173,8 @@ mod imp {
     pub(crate) struct Meters;
 
     impl Meters {
+        pub(crate) const COUNT: bool = false;
+
         pub(crate) const fn new(_: &str) -> Self {
             Self
         }

@@ -81,12 +81,12 @@
 //!
 //! # Metrics
 //!
-//! With the feature `metrics` the layer counts with the `metrics` facade. The recorder has to be installed before a policy is first used. Labels
+//! With the feature `metrics` layers and [`Limiter`]s count with the `metrics` facade. The recorder has to be installed before a policy is first used. Labels
 //! are the name of the policy and those below, never a key.
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_decisions_total` | `policy`, `outcome`: `allowed`, `limited`, `never`, `blocked`, `shadow_limited`, `missing_key`, `denied`, `turned_away`, `failed_open`, `failed_closed`, `local_allowed`, `local_limited` | decisions, one for each subject of a request; `turned_away` is a policy that had room for a request which another one has turned away, and was not charged |
+//! | `tollgate_decisions_total` | `policy`, `outcome`: `allowed`, `limited`, `never`, `blocked`, `shadow_limited`, `missing_key`, `denied`, `turned_away`, `failed_open`, `failed_closed`, `local_allowed`, `local_limited` | decisions, one for each subject of a request, and for each time that a [`Limiter`] is asked to charge; `turned_away` is a policy that had room for a request which another one has turned away, and was not charged |
 //! | `tollgate_near_limit_total` | `policy` | admitted requests that left less than a fifth of a limit |
 //! | `tollgate_store_seconds` | `policy` | the time of each call that has to be waited for, without that of a resolver, a histogram |
 //! | `tollgate_store_errors_total` | `policy` | calls that failed or were late |
@@ -96,7 +96,7 @@
 //! | `tollgate_leased_units_total` | `policy`, `outcome`: `drawn`, `given_back`, `expired` | units of [`Leases`]: drawn ahead, given back unused, and lost to everybody, as soon as that is noticed by the next request of the key |
 //! | `tollgate_deny_cache_total` | `policy`, `outcome`: `hit`, `miss` | what a [`DenyCache`] has answered itself, and what it has asked its store |
 //!
-//! `tracing` has a span `rate_limit` at debug level around each such call, an event at debug level for each request over a
+//! `tracing` has a span `rate_limit` at debug level around each such call of a layer, an event at debug level for each request over a
 //! limit, one warning when a store or a resolver begins to fail, and one when a circuit opens. `then` in these is what is done without them; with
 //! a resolver that is done for keys that have no old answer, and `old_answer` says whether the first that failed had one.
 //!
