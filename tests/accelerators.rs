@@ -11,8 +11,12 @@ use std::time::Duration;
 use proptest::prelude::*;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, advance, sleep, timeout};
-use tollgate::rate_limit::{Decision, DenyCache, Leases, Outcome, RateLimitStore, Receipt, Request};
-use tollgate::{AsError, Key, Limiter, MemoryBackend, Policy, Quota, RateLimitLayer, StoreError};
+use tollgate::rate_limit::{
+    CircuitBreaker, Decision, DenyCache, Leases, Outcome, RateLimitStore, RateLimited, Receipt, Request,
+};
+use tollgate::{
+    AsError, BoxError, Everyone, Key, Limiter, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer, StoreError,
+};
 use tower::{Service as _, ServiceBuilder, ServiceExt as _};
 
 /// With the cache as it comes: all changes that the claims make go through it, so it sees them at once.
@@ -126,6 +130,10 @@ impl<S: RateLimitStore + Sync> RateLimitStore for Slow<S> {
     }
 
     async fn check_all(&self, requests: &[Request]) -> Result<Vec<Decision>, StoreError> {
+        self.inner.checks.fetch_add(1, Ordering::Relaxed);
+        if self.inner.fails.load(Ordering::Relaxed) {
+            return Err(StoreError::timeout());
+        }
         self.store.check_all(requests).await
     }
 
@@ -186,6 +194,59 @@ async fn questions_that_fail_or_come_too_late_are_misses_as_well() {
     assert!(limiter.check("alice").await.is_err());
     drop(timeout(Duration::ZERO, store.check(&fixed(1), &Key::from("bob"), 1)).await);
     assert_eq!((store.stats().hits, store.stats().misses), (0, 2));
+}
+
+/// It happened that each request of a client over its limit was put to the store where it counted for others as well.
+#[tokio::test(start_paused = true)]
+async fn who_counts_for_several_is_denied_without_the_store_as_well() {
+    let (backend, slow) = slow();
+    let store = DenyCache::new(slow.clone()).max_age(MINUTE);
+    let total = Policy::new("total", Quota::per_minute(1_000).fixed_window());
+    let layer = RateLimitLayer::new(store.clone(), fixed(3))
+        .key(|client: &&'static str| *client)
+        .and(total.clone(), Everyone)
+        .on_store_error(OnStoreError::Allow)
+        .circuit_breaker(CircuitBreaker::new().failures(2).probe_interval(Duration::from_secs(1)))
+        .with_rejection(AsError);
+    let mut service = ServiceBuilder::new().layer(layer).service_fn(async |_: &'static str| Ok::<_, BoxError>(()));
+    let mut ask = async |client| service.ready().await.unwrap().call(client).await;
+    for _ in 0..3 {
+        ask("alice").await.unwrap();
+    }
+    for _ in 0..100 {
+        let error = ask("alice").await.unwrap_err();
+        let limited = error.downcast_ref::<RateLimited>().unwrap();
+        assert_eq!((limited.policy(), limited.retry_after()), ("fixed", Some(MINUTE)));
+    }
+    assert_eq!((slow.checks(), store.stats().hits, store.stats().misses), (4, 99, 8));
+    ask("bob").await.unwrap();
+    let left = backend.peek(&total, &Key::EVERYONE, 1).await.unwrap().remaining();
+    assert_eq!(left, Some(996), "for nobody who was turned away");
+
+    // That the cache answers does not say that the store does.
+    slow.inner.fails.store(true, Ordering::Relaxed);
+    let asked = slow.checks();
+    for _ in 0..3 {
+        ask("bob").await.unwrap();
+    }
+    assert_eq!(slow.checks(), asked + 2);
+    advance(Duration::from_secs(2)).await;
+    assert!(ask("alice").await.is_err());
+    for _ in 0..3 {
+        ask("bob").await.unwrap();
+    }
+    assert_eq!(slow.checks(), asked + 3, "by a probe");
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_denied_to_one_that_is_named_twice_is_not_denied_to_one_request() {
+    let store = DenyCache::new(MemoryBackend::new()).max_age(MINUTE);
+    let (policy, key) = (fixed(3), Key::from("alice"));
+    assert!(store.check(&policy, &key, 2).await.unwrap().is_allowed());
+    let request = Request { policy: policy.clone(), key, cost: 1 };
+    let decisions = store.check_all(&[request.clone(), request]).await.unwrap();
+    assert!(!decisions.iter().all(Decision::is_allowed));
+    assert!(store.check(&policy, &key, 1).await.unwrap().is_allowed());
 }
 
 /// What is known of an expensive request says nothing about a cheap one: caches that only look at the key turn away

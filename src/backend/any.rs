@@ -99,6 +99,10 @@ impl RateLimitStore for AnyBackend {
         delegate!(self, store => store.check_all(requests).await)
     }
 
+    fn check_all_now(&self, requests: &[Request]) -> Option<Vec<Decision>> {
+        delegate!(self, store => store.check_all_now(requests))
+    }
+
     async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
         delegate!(self, store => store.peek(policy, key, cost).await)
     }

@@ -46,8 +46,8 @@ use crate::lock::Scope;
 /// to the store, as is one with other limits. One that costs more is told the wait of the smaller cost, which is the least that
 /// it has to wait. Waits shrink as time passes; what remains is what remained when the store was asked.
 ///
-/// [`peek`](RateLimitStore::peek) always asks the store, and so does [`check_all`](RateLimitStore::check_all) about several
-/// subjects, since its answer says how all of them stand.
+/// [`peek`](RateLimitStore::peek) always asks the store. Of several subjects ([`check_all`](RateLimitStore::check_all)) it is enough that one
+/// is known to be denied: how the others stand is not said then, and their decisions have no limits.
 ///
 /// # Memory
 ///
@@ -94,9 +94,9 @@ impl Ends for Denial {
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DenyCacheStats {
-    /// The requests that were denied without the store.
+    /// The requests that were denied without the store; of one that counts for several, those of them that are known to be over their limits.
     pub hits: u64,
-    /// The requests that the store was asked about.
+    /// The requests that the store was asked about; of one that counts for several, each of these.
     pub misses: u64,
     /// The denials that are kept, those included that ended and were not dropped yet.
     pub entries: usize,
@@ -151,6 +151,16 @@ impl<S> DenyCache<S> {
             return Ok(decision);
         }
         Err(Question { place, asked: now, changes: part.books.changes })
+    }
+
+    /// The answer where one of several is known to be denied, or what is needed to remember those of the store.
+    fn look_up_all(&self, requests: &[Request]) -> Result<Vec<Decision>, Vec<Question>> {
+        let look_up = |Request { policy, key, cost }: &Request| self.look_up(policy, key, *cost);
+        let known: Vec<_> = requests.iter().map(look_up).collect();
+        if known.iter().any(Result::is_ok) {
+            return Ok(known.into_iter().map(|known| known.unwrap_or_else(|_| Decision::new([]))).collect());
+        }
+        Err(known.into_iter().filter_map(Result::err).collect())
     }
 
     /// Counts a question that the store is asked.
@@ -250,7 +260,27 @@ impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
         if let [Request { policy, key, cost }] = requests {
             return Ok(vec![self.check(policy, key, *cost).await?]);
         }
-        self.store.check_all(requests).await
+        let questions = match self.look_up_all(requests) {
+            Ok(decisions) => return Ok(decisions),
+            Err(questions) => questions,
+        };
+        for (Request { policy, .. }, question) in requests.iter().zip(&questions) {
+            self.missed(policy, question);
+        }
+        let decisions = self.store.check_all(requests).await?;
+        for ((request, question), decision) in requests.iter().zip(questions).zip(&decisions) {
+            let Request { policy, key, cost } = request;
+            // What is denied to one that is named twice is denied to both costs together.
+            let named = requests.iter().filter(|other| other.key == *key && other.policy.shares_counts_with(policy));
+            if named.count() == 1 {
+                self.learn(policy, key, *cost, question, decision);
+            }
+        }
+        Ok(decisions)
+    }
+
+    fn check_all_now(&self, requests: &[Request]) -> Option<Vec<Decision>> {
+        self.look_up_all(requests).ok()
     }
 
     async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {

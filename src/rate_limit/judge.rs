@@ -316,12 +316,33 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 }
             }
         }
+        if self.deny_now(subjects, cost) {
+            return Ok(());
+        }
         let start = Instant::now();
         let asked = Deadline::new(self.ask_store(subjects, cost), self.deadline).await;
         if !asked.as_ref().is_err_and(Circuit::is_cause_of) {
             self.policy.meters().store_answered(start.elapsed());
         }
         asked.inspect_err(|error| self.circuit.failed(self, error))
+    }
+
+    /// Decides about several together where something in front of the store does: that says nothing about the store either.
+    fn deny_now(&self, subjects: &mut [Subject], cost: u32) -> bool {
+        let needs_store = |subject: &Subject| !subject.enforced || subject.policy(&self.policy).rules_out(cost);
+        if subjects.len() < 2 || subjects.iter().any(needs_store) {
+            return false;
+        }
+        let requests: Vec<Request> = subjects.iter().map(|subject| self.request(subject, cost)).collect();
+        let Some(decisions) = self.store.check_all_now(&requests) else { return false };
+        for (subject, decision) in subjects.iter_mut().zip(decisions) {
+            subject.decision = Some(decision);
+        }
+        true
+    }
+
+    fn request(&self, subject: &Subject, cost: u32) -> Request {
+        Request { policy: subject.policy(&self.policy).clone(), key: subject.key, cost }
     }
 
     /// Asks the resolver, and notes how it does: what it fails at says something about one key perhaps, and nothing about the store.
@@ -477,14 +498,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
             let subject = &mut subjects[index];
             subject.decision = Some(store.check(subject.policy(layer), &subject.key, cost).await?);
         } else if !together.is_empty() {
-            let requests: Vec<Request> = together
-                .iter()
-                .map(|index| Request {
-                    policy: subjects[*index].policy(layer).clone(),
-                    key: subjects[*index].key,
-                    cost,
-                })
-                .collect();
+            let requests: Vec<Request> = together.iter().map(|index| self.request(&subjects[*index], cost)).collect();
             for (index, decision) in together.iter().zip(store.check_all(&requests).await?) {
                 subjects[*index].decision = Some(decision);
             }

@@ -234,6 +234,9 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// this is one atomic decision; see [`RateLimitStore::check_all`] for stores that cannot do it.
     /// Takes a policy with a name of its own. Policies that are not [enforced](Policy::mode) have no say in it, and are counted by themselves.
     ///
+    /// A [`DenyCache`](super::DenyCache) turns such requests away as well, where one of those whom they count for is known to be over a limit.
+    /// [`Leases`](super::Leases) have nothing for them: they are charged in the store, to all of them together.
+    ///
     /// ```
     /// # #[cfg(feature = "http")] {
     /// use tollgate::http::{header, peer_ip};

@@ -42,7 +42,8 @@ pub trait RateLimitStore {
     }
 
     /// Charges several subjects, each by its own policy, if all of them have room, and none otherwise. The decisions are in the order of
-    /// `requests`; where one is a denial the others say what they would have been. A subject that is named twice is charged twice.
+    /// `requests`; where one is a denial the others say what they would have been, or have no limits where nobody was asked about them. A subject that is
+    /// named twice is charged twice.
     ///
     /// Unless a store can do this atomically, as this implementation cannot, it charges one after the other and gives back what was charged when one of
     /// them is denied or fails: others may be denied meanwhile what is given back a moment later, and what could not be given back stays
@@ -54,6 +55,12 @@ pub trait RateLimitStore {
         Self: Sync,
     {
         one_after_the_other(self, requests, |charges| give_back(self, charges))
+    }
+
+    /// The same as [`check_all`](Self::check_all) for a store that knows the answer without waiting; `None`, with nothing charged, where it does not.
+    fn check_all_now(&self, requests: &[Request]) -> Option<Vec<Decision>> {
+        let _ = requests;
+        None
     }
 
     /// Says whether [`check`](Self::check) would admit this cost, and how things stand, without charging. At the most it

@@ -289,6 +289,15 @@ impl<S: RateLimitStore + Sync> RateLimitStore for FaultStore<S> {
         self.faults.around(Verb::CheckAll, self.inner.check_all(requests)).await
     }
 
+    fn check_all_now(&self, requests: &[Request]) -> Option<Vec<Decision>> {
+        if self.faults.state().is_faulty() {
+            return None;
+        }
+        let decisions = self.inner.check_all_now(requests)?;
+        self.faults.state().calls[Verb::CheckAll as usize] += 1;
+        Some(decisions)
+    }
+
     async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
         self.faults.around(Verb::Peek, self.inner.peek(policy, key, cost)).await
     }
