@@ -1,8 +1,14 @@
+use std::future::Future;
+use std::pin::pin;
 use std::sync::Arc;
+use std::task::{Context, Waker};
 use std::time::Duration;
 
-use tokio::sync::Notify;
-use tokio::time::{Instant, timeout_at};
+use tokio::runtime::Handle;
+use tokio::select;
+use tokio::sync::{Notify, oneshot};
+use tokio::time::{Instant, timeout};
+use tracing::Instrument;
 
 use super::decision::{Decision, LimitStatus, Outcome, Receipt};
 use super::meters::Leased;
@@ -75,12 +81,15 @@ use crate::lock::Scope;
 ///
 /// # Cancellation
 ///
-/// A draw whose future is dropped, or which fails, may have been charged. It counts as lost, and the key has to earn its lease anew: whoever waited
-/// for it asks for just what it needs, so no more than one lease is lost while a store stands still. So does whoever has waited for 50 ms: a future that
-/// draws and is neither polled nor dropped does not hold up the others, but they have no lease until it is.
-#[derive(Clone, Debug)]
+/// A draw is carried out in a task of the runtime, whether or not the future that has begun it is polled. Where that one is dropped, at a deadline for
+/// instance, those who wait for the draw ask for just what they need, and so does whoever has waited for the maximum age. The draw goes on for as
+/// long again, or for a second if that is longer, and what comes of it is handed out.
+///
+/// One that fails, or takes longer than that, may have been charged. It counts as lost, and the key has to earn its lease anew: no more than one lease
+/// is lost while a store stands still.
+#[derive(Debug)]
 pub struct Leases<S> {
-    store: S,
+    store: Arc<S>,
     max_age: Duration,
     share: u32,
     slots: Arc<Shards<Slot, Books>>,
@@ -118,8 +127,8 @@ struct Books {
 struct Slot {
     policy: Policy,
     lease: Option<Lease>,
-    // Since when somebody draws; the others wait to be told that it is over. Also tells this slot from a later one of the same key.
-    drawing: Option<Instant>,
+    // While units are drawn the others wait to be told that it is over. This also tells the slot from a later one of the same key.
+    drawing: Option<Drawing>,
     flight: Arc<Notify>,
     // How much to draw next.
     size: u32,
@@ -129,6 +138,13 @@ struct Slot {
     // What was left when the store was asked last, and until when that says something.
     room: u32,
     room_until: Instant,
+}
+
+#[derive(Debug)]
+struct Drawing {
+    began: Instant,
+    // Whether the request that began it has gone.
+    is_left: bool,
 }
 
 #[derive(Debug)]
@@ -164,8 +180,8 @@ enum Step {
     Ask,
     /// Draw so many units.
     Draw(u32, Arc<Notify>),
-    /// Somebody else does: wait for that until then.
-    Wait(Arc<Notify>, Instant),
+    /// Somebody else does: wait for that, but no longer.
+    Wait(Arc<Notify>, Duration),
     /// Give back what is left of an old lease, and look again.
     GiveBack(Receipt, u32),
 }
@@ -182,14 +198,11 @@ impl<S> Leases<S> {
     pub const EARN_WITHIN: Duration = Duration::from_millis(100);
     /// A lease that is used up within this time is too small.
     const QUICK: Duration = Duration::from_millis(10);
-    /// How long a draw of somebody else is waited for: so that there is time left to ask the store, by the deadline that layers and limiters have unless
-    /// told otherwise.
-    const FLIGHT: Duration = Duration::from_millis(50);
 
     /// Leases of what `store` counts.
     pub fn new(store: S) -> Self {
         let slots = Arc::new(Shards::new(Self::DEFAULT_CAPACITY));
-        Self { store, max_age: Self::DEFAULT_MAX_AGE, share: 8, slots }
+        Self { store: Arc::new(store), max_age: Self::DEFAULT_MAX_AGE, share: 8, slots }
     }
 
     /// How many keys are known at once, at least one: where there are more, that one of a few is forgotten whose lease ends
@@ -212,6 +225,11 @@ impl<S> Leases<S> {
     #[must_use]
     pub fn share(self, share: u32) -> Self {
         Self { share: share.max(1), ..self }
+    }
+
+    /// How long the store may take in the background for what nobody waits for.
+    fn patience(&self) -> Duration {
+        self.max_age.max(Self::DEFAULT_MAX_AGE)
     }
 
     /// What became of all units that were drawn, over all clones.
@@ -268,7 +286,7 @@ impl<S> Leases<S> {
             match receipt {
                 Some(_) if !waits => {
                     slot.lease = Some(lease);
-                    return Step::Wait(Arc::clone(&slot.flight), now);
+                    return Step::Wait(Arc::clone(&slot.flight), Duration::ZERO);
                 }
                 Some(receipt) => {
                     slot.size = lease.size / 2;
@@ -288,13 +306,13 @@ impl<S> Leases<S> {
         if units <= cost {
             return Step::Ask;
         }
-        match slot.drawing {
-            // Perhaps nobody polls it any more.
-            Some(began) if now - began >= Self::FLIGHT => Step::Ask,
-            Some(began) => Step::Wait(Arc::clone(&slot.flight), began + Self::FLIGHT),
-            None if !waits => Step::Wait(Arc::clone(&slot.flight), now),
+        match &slot.drawing {
+            // It gives no lease any more.
+            Some(drawing) if drawing.is_left || now - drawing.began >= self.max_age => Step::Ask,
+            Some(drawing) => Step::Wait(Arc::clone(&slot.flight), self.max_age - (now - drawing.began)),
+            None if !waits => Step::Wait(Arc::clone(&slot.flight), Duration::ZERO),
             None => {
-                slot.drawing = Some(now);
+                slot.drawing = Some(Drawing { began: now, is_left: false });
                 Step::Draw(units, Arc::clone(&slot.flight))
             }
         }
@@ -318,10 +336,10 @@ impl<S> Leases<S> {
 
     /// Puts `units`, of which `cost` are used at once, where they can be handed out. Answers the decision for the one who
     /// drew, and how many units are to be given back because it took too long.
-    fn install(&self, draw: &Draw<'_>, units: u32, cost: u32, asked: Instant, decision: Decision) -> (Decision, u32) {
+    fn install(&self, draw: &Draw<S>, units: u32, cost: u32, asked: Instant, decision: Decision) -> (Decision, u32) {
         let mut part = self.slots.lock(draw.place);
         let told = Instant::now();
-        let (slot, books) = part.get_with_books(draw.place, draw.policy, draw.key);
+        let (slot, books) = part.get_with_books(draw.place, &draw.policy, &draw.key);
         books.stats.draws += 1;
         books.stats.drawn += u64::from(units);
         draw.policy.meters().leased(Leased::Drawn, units);
@@ -348,7 +366,7 @@ impl<S> Leases<S> {
         // And what is left of the one before, which was not enough for the request.
         match slot.lease.take() {
             Some(old) if old.is_of_the_windows_of(&lease) => lease.left = lease.left.saturating_add(old.left),
-            old => books.lose(draw.policy, old),
+            old => books.lose(&draw.policy, old),
         }
         let decision = lease.decision.clone().with_more(lease.left);
         slot.lease = Some(lease);
@@ -357,7 +375,9 @@ impl<S> Leases<S> {
 
     fn is_drawing(&self, place: Place, policy: &Policy, key: &Key, flight: &Arc<Notify>) -> bool {
         let mut part = self.slots.lock(place);
-        part.get_mut(place, policy, key).is_some_and(|slot| slot.drawing.is_some() && Arc::ptr_eq(&slot.flight, flight))
+        part.get_mut(place, policy, key).is_some_and(|slot| {
+            slot.drawing.as_ref().is_some_and(|drawing| !drawing.is_left) && Arc::ptr_eq(&slot.flight, flight)
+        })
     }
 
     /// Takes the lease of a key away, now, and lets it have none until the value is dropped.
@@ -426,20 +446,89 @@ impl Slot {
 }
 
 /// Units are being drawn for a key. Whatever becomes of it, the others are told when it is over.
-struct Draw<'a> {
-    slots: &'a Shards<Slot, Books>,
+struct Draw<S> {
+    leases: Leases<S>,
     place: Place,
-    policy: &'a Policy,
-    key: &'a Key,
+    policy: Policy,
+    key: Key,
     flight: Arc<Notify>,
     // How many units are asked for, as long as there is no answer: they may have been charged.
     asked_for: u32,
 }
 
-impl Drop for Draw<'_> {
+/// What a draw is to the request that made it: nothing where there are not so many units.
+type Drawn = Result<Option<Decision>, StoreError>;
+
+impl<S> Draw<S> {
+    /// Tells the others that the request which began it has gone. It may still come.
+    fn leave(&self) {
+        let mut part = self.leases.slots.lock(self.place);
+        if let Some(slot) = part.get_mut(self.place, &self.policy, &self.key)
+            && Arc::ptr_eq(&slot.flight, &self.flight)
+            && let Some(drawing) = &mut slot.drawing
+        {
+            drawing.is_left = true;
+        }
+        drop(part);
+        self.flight.notify_waiters();
+    }
+}
+
+impl<S: RateLimitStore + Send + Sync + 'static> Draw<S> {
+    /// Draws units for several requests, the first of which costs `cost` and waits for the reply. Goes on for a while where that one leaves.
+    async fn carry_out(mut self, cost: u32, mut reply: oneshot::Sender<Drawn>) {
+        let (asked, units) = (Instant::now(), self.asked_for);
+        let answer = {
+            let mut question = pin!(self.leases.store.check(&self.policy, &self.key, units));
+            select! {
+                biased;
+                answer = &mut question => answer,
+                () = reply.closed() => {
+                    self.leave();
+                    match timeout(self.leases.patience(), question).await {
+                        Ok(answer) => answer,
+                        Err(_) => return,
+                    }
+                }
+            }
+        };
+        let decision = match answer {
+            Ok(decision) => decision,
+            Err(error) => {
+                drop(self);
+                let _ = reply.send(Err(error));
+                return;
+            }
+        };
+        self.asked_for = 0;
+        if !decision.is_allowed() {
+            self.leases.asked(self.place, &self.policy, &self.key, cost, asked, &decision);
+            let is_told = decision.outcome() != Outcome::Limited;
+            drop(self);
+            let _ = reply.send(Ok(is_told.then_some(decision)));
+            return;
+        }
+        let receipt = decision.receipt();
+        // Who has left needs none of it.
+        let cost = if reply.is_closed() { 0 } else { cost };
+        let (decision, rest) = self.leases.install(&self, units, cost, asked, decision);
+        let (leases, place, policy, key) = (self.leases.clone(), self.place, self.policy.clone(), self.key);
+        drop(self);
+        let _ = reply.send(Ok(Some(decision)));
+        match receipt {
+            Some(receipt) if rest > 0 => {
+                let given_back = leases.give_back(place, &policy, &key, receipt, rest);
+                let _ = timeout(leases.patience(), given_back).await;
+            }
+            _ => policy.meters().leased(Leased::Expired, rest),
+        }
+    }
+}
+
+impl<S> Drop for Draw<S> {
     fn drop(&mut self) {
-        let mut part = self.slots.lock(self.place);
-        let (slot, books) = part.get_with_books(self.place, self.policy, self.key);
+        let mut part = self.leases.slots.lock(self.place);
+        let (slot, books) = part.get_with_books(self.place, &self.policy, &self.key);
         if let Some(slot) = slot.filter(|slot| Arc::ptr_eq(&slot.flight, &self.flight)) {
             slot.drawing = None;
             if self.asked_for > 0 {
@@ -472,6 +561,13 @@ impl Drop for Lost<'_> {
     }
 }
 
+// By hand: `derive` would ask for `S: Clone`.
+impl<S> Clone for Leases<S> {
+    fn clone(&self) -> Self {
+        Self { store: Arc::clone(&self.store), slots: Arc::clone(&self.slots), ..*self }
+    }
+}
+
 struct Change<'a> {
     slots: &'a Shards<Slot, Books>,
     place: Place,
@@ -486,7 +582,7 @@ impl Drop for Change<'_> {
     }
 }
 
-impl<S: RateLimitStore + Sync> Leases<S> {
+impl<S: RateLimitStore + Send + Sync + 'static> Leases<S> {
     async fn ask(&self, place: Place, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
         let asked = Instant::now();
         let decision = self.store.check(policy, key, cost).await?;
@@ -494,27 +590,20 @@ impl<S: RateLimitStore + Sync> Leases<S> {
         Ok(decision)
     }
 
-    /// Draws units for several requests, the first of which costs `cost`. `None` if there are not so many.
-    async fn draw(&self, mut draw: Draw<'_>, cost: u32) -> Result<Option<Decision>, StoreError> {
-        let (asked, units) = (Instant::now(), draw.asked_for);
-        let decision = self.store.check(draw.policy, draw.key, units).await?;
-        draw.asked_for = 0;
-        match decision.outcome() {
-            Outcome::Allowed => {}
-            outcome => {
-                self.asked(draw.place, draw.policy, draw.key, cost, asked, &decision);
-                return Ok((outcome != Outcome::Limited).then_some(decision));
+    /// Draws units for several requests, the first of which costs `cost`: in the background if that has to be waited for, since the others wait
+    /// for it as well, and nobody says that this request is polled.
+    async fn draw(&self, draw: Draw<S>, cost: u32) -> Drawn {
+        let (reply, answer) = oneshot::channel();
+        let mut course = Box::pin(draw.carry_out(cost, reply).in_current_span());
+        if course.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending() {
+            match Handle::try_current() {
+                Ok(runtime) => drop(runtime.spawn(course)),
+                // There is nothing to carry it out but the request itself.
+                Err(_) => course.await,
             }
         }
-        let receipt = decision.receipt();
-        let (decision, rest) = self.install(&draw, units, cost, asked, decision);
-        let (policy, key, place) = (draw.policy, draw.key, draw.place);
-        drop(draw);
-        match receipt {
-            Some(receipt) if rest > 0 => self.give_back(place, policy, key, receipt, rest).await,
-            _ => policy.meters().leased(Leased::Expired, rest),
-        }
-        Ok(Some(decision))
+        // Where nothing is told it has ended with its runtime.
+        answer.await.unwrap_or(Ok(None))
     }
 
     /// Gives back what was put down as lost. Stays lost if that does not work.
@@ -535,7 +624,7 @@ fn is_leasable(policy: &Policy, cost: u32) -> bool {
     cost > 0 && policy.limits().iter().all(|limit| limit.algorithm() == Algorithm::FixedWindow)
 }
 
-impl<S: RateLimitStore + Sync> RateLimitStore for Leases<S> {
+impl<S: RateLimitStore + Send + Sync + 'static> RateLimitStore for Leases<S> {
     async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
         if !is_leasable(policy, cost) {
             return self.store.check(policy, key, cost).await;
@@ -546,18 +635,25 @@ impl<S: RateLimitStore + Sync> RateLimitStore for Leases<S> {
                 Step::Answer(decision) => return Ok(decision),
                 Step::Ask => return self.ask(place, policy, key, cost).await,
                 Step::Draw(units, flight) => {
-                    let draw = Draw { slots: &self.slots, place, policy, key, flight, asked_for: units };
+                    let draw = Draw {
+                        leases: self.clone(),
+                        place,
+                        policy: policy.clone(),
+                        key: *key,
+                        flight,
+                        asked_for: units,
+                    };
                     if let Some(decision) = self.draw(draw, cost).await? {
                         return Ok(decision);
                     }
                     // It does not get better by drawing less and less.
                     return self.ask(place, policy, key, cost).await;
                 }
-                Step::Wait(flight, until) => {
+                Step::Wait(flight, longest) => {
                     let over = flight.notified();
                     // It may have been over before we began to listen.
                     if self.is_drawing(place, policy, key, &flight) {
-                        let _ = timeout_at(until, over).await;
+                        let _ = timeout(longest, over).await;
                     }
                 }
                 Step::GiveBack(receipt, units) => self.give_back(place, policy, key, receipt, units).await,
