@@ -607,6 +607,47 @@ async fn what_is_not_used_is_given_back() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_is_held_at_the_end_of_a_program_can_be_given_back() {
+    let (backend, slow) = slow();
+    let (store, policy) = (Leases::new(slow.clone()), fixed(1_000));
+    let limiter = limiter(&store, &policy);
+    let use_20 = async || {
+        for client in 0..100_u32 {
+            for _ in 0..20 {
+                assert!(limiter.check(client).await.unwrap().is_allowed());
+            }
+        }
+    };
+    use_20().await;
+    let held = store.stats().held;
+    assert!(held > 100, "{held}");
+    // Not all of them at once.
+    slow.takes(10_000, 0);
+    let begun = Instant::now();
+    store.give_back(MINUTE).await;
+    let took = begun.elapsed();
+    assert!(took >= Duration::from_millis(20) && took < Duration::from_millis(25), "{took:?}");
+    let stats = store.stats();
+    assert_eq!((stats.held, stats.given_back, stats.expired), (0, held, 0));
+    for client in 0..100_u32 {
+        let peek = backend.peek(&policy, &Key::from(client), 1).await.unwrap();
+        assert_eq!(peek.remaining(), Some(980), "{client}");
+    }
+
+    // What cannot be given back in time is lost, and does not keep the program from its end.
+    slow.takes(0, 0);
+    use_20().await;
+    let held = store.stats().held;
+    slow.takes(10_000, 0);
+    store.give_back(Duration::from_millis(15)).await;
+    let given_back = store.stats().given_back - stats.given_back;
+    assert!(given_back > 0 && given_back < held, "{given_back} of {held}");
+    let stats = store.stats();
+    assert_eq!((stats.held, stats.expired), (0, held - given_back));
+    assert_eq!(stats.drawn, stats.handed_out + stats.given_back + stats.expired);
+}
+
+#[tokio::test(start_paused = true)]
 async fn what_is_admitted_less_is_what_idle_processes_hold_and_no_more_than_their_shares() {
     const QUOTA: u64 = 10_000;
     let (backend, policy) = (MemoryBackend::new(), fixed(QUOTA as u32));

@@ -7,6 +7,7 @@ use std::time::Duration;
 use tokio::runtime::Handle;
 use tokio::select;
 use tokio::sync::{Notify, oneshot};
+use tokio::task::JoinSet;
 use tokio::time::{Instant, timeout};
 use tracing::Instrument;
 
@@ -77,7 +78,8 @@ use crate::lock::Scope;
 /// that of the draw, so [`settle`](RateLimitStore::settle) corrects the charge in the store.
 ///
 /// What is not used within the maximum age is given back with the key's next request. There is no task that would do it
-/// before: what an idle key holds, and what is held when the last clone is dropped, is lost with the end of the window.
+/// before: what an idle key holds, and what is held when the last clone is dropped, is lost with the end of the window, unless it was
+/// [given back](Self::give_back) before.
 ///
 /// # Cancellation
 ///
@@ -198,6 +200,8 @@ impl<S> Leases<S> {
     pub const EARN_WITHIN: Duration = Duration::from_millis(100);
     /// A lease that is used up within this time is too small.
     const QUICK: Duration = Duration::from_millis(10);
+    /// How many leases are given back at the same time.
+    const GIVEN_BACK_AT_ONCE: usize = 64;
 
     /// Leases of what `store` counts.
     pub fn new(store: S) -> Self {
@@ -250,6 +254,25 @@ impl<S> Leases<S> {
             }
         }
         sum
+    }
+
+    /// Takes all leases away, and puts down as lost what can still be given back.
+    fn take_held(&self) -> Vec<(Key, Receipt, Lost)> {
+        let (mut held, now) = (Vec::new(), Instant::now());
+        for mut part in self.slots.each() {
+            let (slots, books) = part.entries_with_books();
+            for (key, slot) in slots {
+                let Some(lease) = slot.lease.take() else { continue };
+                match lease.decision.receipt().filter(|_| lease.window_ends > now) {
+                    Some(receipt) => {
+                        books.stats.expired += u64::from(lease.left);
+                        held.push((*key, receipt, Lost { policy: slot.policy.clone(), units: lease.left }));
+                    }
+                    None => books.lose(&slot.policy, Some(lease)),
+                }
+            }
+        }
+        held
     }
 
     /// What to do about a request of `cost` units, which are more than none. `waits` is false for who cannot do anything but ask.
@@ -517,8 +540,8 @@ impl<S: RateLimitStore + Send + Sync + 'static> Draw<S> {
         let _ = reply.send(Ok(Some(decision)));
         match receipt {
             Some(receipt) if rest > 0 => {
-                let given_back = leases.give_back(place, &policy, &key, receipt, rest);
-                let _ = timeout(leases.patience(), given_back).await;
+                let repaid = leases.repay(place, &key, receipt, Lost { policy, units: rest });
+                let _ = timeout(leases.patience(), repaid).await;
             }
             _ => policy.meters().leased(Leased::Expired, rest),
         }
@@ -550,12 +573,12 @@ impl<S> Drop for Draw<S> {
 }
 
 /// Units that are being given back, and are lost where nobody waits for that. A counter cannot take back what it has said.
-struct Lost<'a> {
-    policy: &'a Policy,
+struct Lost {
+    policy: Policy,
     units: u32,
 }
 
-impl Drop for Lost<'_> {
+impl Drop for Lost {
     fn drop(&mut self) {
         self.policy.meters().leased(Leased::Expired, self.units);
     }
@@ -606,12 +629,50 @@ impl<S: RateLimitStore + Send + Sync + 'static> Leases<S> {
         answer.await.unwrap_or(Ok(None))
     }
 
+    /// Gives back to the store what was drawn ahead and is held for requests, from all clones: for the end of a program, once it takes no more of
+    /// them. Otherwise that is lost with the end of its window. Takes no longer than `deadline`; what could not be given back by then is lost.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tollgate::rate_limit::Leases;
+    /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};
+    /// # #[tokio::main(flavor = "current_thread", start_paused = true)] async fn main() -> Result<(), tollgate::StoreError> {
+    /// # let store = Leases::new(MemoryBackend::new());
+    /// # let limiter = Limiter::new(store.clone(), Policy::new("all", Quota::per_hour(10_000).fixed_window()));
+    /// for _ in 0..1_000 {
+    ///     assert!(limiter.check("everybody").await?.is_allowed());
+    /// }
+    /// store.give_back(Duration::from_secs(1)).await;
+    /// assert_eq!(limiter.peek("everybody").await?.remaining(), Some(9_000));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Cancellation
+    ///
+    /// What is not given back when the future is dropped is lost.
+    pub async fn give_back(&self, deadline: Duration) {
+        let held = self.take_held();
+        let given_back = async {
+            let mut calls = JoinSet::new();
+            for (key, receipt, lost) in held {
+                if calls.len() == Self::GIVEN_BACK_AT_ONCE {
+                    let _ = calls.join_next().await;
+                }
+                let leases = self.clone();
+                calls.spawn(async move { leases.repay(leases.slots.place(&key), &key, receipt, lost).await });
+            }
+            while calls.join_next().await.is_some() {}
+        };
+        let _ = timeout(deadline, given_back).await;
+    }
+
     /// Gives back what was put down as lost. Stays lost if that does not work.
-    async fn give_back(&self, place: Place, policy: &Policy, key: &Key, receipt: Receipt, units: u32) {
-        let mut lost = Lost { policy, units };
-        if self.store.settle(policy, key, receipt, -i64::from(units)).await.is_ok() {
+    async fn repay(&self, place: Place, key: &Key, receipt: Receipt, mut lost: Lost) {
+        let units = lost.units;
+        if self.store.settle(&lost.policy, key, receipt, -i64::from(units)).await.is_ok() {
             lost.units = 0;
-            policy.meters().leased(Leased::GivenBack, units);
+            lost.policy.meters().leased(Leased::GivenBack, units);
             let stats = &mut self.slots.lock(place).books.stats;
             stats.expired -= u64::from(units);
             stats.given_back += u64::from(units);
@@ -656,7 +717,9 @@ impl<S: RateLimitStore + Send + Sync + 'static> RateLimitStore for Leases<S> {
                         let _ = timeout(longest, over).await;
                     }
                 }
-                Step::GiveBack(receipt, units) => self.give_back(place, policy, key, receipt, units).await,
+                Step::GiveBack(receipt, units) => {
+                    self.repay(place, key, receipt, Lost { policy: policy.clone(), units }).await;
+                }
             }
         }
     }

@@ -103,6 +103,10 @@ impl<T, B> Shard<T, B> {
         self.slots.values()
     }
 
+    pub(super) fn entries_with_books(&mut self) -> (impl Iterator<Item = (&Key, &mut T)>, &mut B) {
+        (self.slots.iter_mut().map(|(subject, entry)| (&subject.key, entry)), &mut self.books)
+    }
+
     pub(super) fn get_mut(&mut self, place: Place, policy: &Policy, key: &Key) -> Option<&mut T> {
         self.get_with_books(place, policy, key).0
     }
