@@ -212,7 +212,7 @@ async fn who_looks_at_locks_takes_what_the_docs_say() {
         locks.shutdown().await;
         Ok(())
     };
-    let own = documented("Listing locks takes `");
+    let own = documented("Listing locks or operations takes `");
     takes_exactly(&server, &[base(), for_waiting()].concat(), &own, look).await;
 }
 

@@ -199,6 +199,11 @@ impl Decision {
         Self { outcome, receipt, blocked_us: 0, limits: Limits::One(limit) }
     }
 
+    /// What is said of one of several requests when it does not matter, since another one is denied.
+    pub(crate) fn of_none() -> Self {
+        Self { outcome: Outcome::Allowed, receipt: None, blocked_us: 0, limits: Limits::Several(Box::default()) }
+    }
+
     /// The same, with a receipt of what was charged.
     pub fn with_receipt(self, receipt: Receipt) -> Self {
         Self { receipt: Some(receipt), ..self }

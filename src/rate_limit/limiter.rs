@@ -147,7 +147,7 @@ impl<B: RateLimitStore> Limiter<B> {
         let decision = match decision {
             Some(decision) => decision,
             // Boxed, so that there is no room for it in the future of a check that waits for nothing.
-            None => Box::pin(self.ask(self.store.check(&self.policy, &key, cost))).await?,
+            None => Box::pin(self.ask(Box::pin(self.store.check(&self.policy, &key, cost)))).await?,
         };
         if !decision.is_allowed() {
             return Ok(self.denied(&key, cost, decision));

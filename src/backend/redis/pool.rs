@@ -181,6 +181,17 @@ impl Pool {
             let answer = handle.send(command, asking).await?;
             return Ok((answer, handle));
         };
+        // Apart, so that what is not waited for longer has no room for it to carry along.
+        Box::pin(self.wait_longer(handle, command, asking, patience)).await
+    }
+
+    async fn wait_longer(
+        &self,
+        mut handle: Handle,
+        command: &Cmd,
+        asking: bool,
+        patience: Duration,
+    ) -> Result<(Value, Handle), RedisError> {
         // Of this clone alone.
         handle.connection.set_response_timeout(patience);
         handle.patience = patience;
@@ -206,7 +217,7 @@ impl Pool {
                 // pool has set off the next attempt.
                 error = lender.trouble() => return Err(error.unwrap_or_else(|| no_connection(self.terms.connect))),
                 // By the caller's clock: that of the other runtime may stand still.
-                () = async { sleep(self.terms.connect).await } => return Err(no_connection(self.terms.connect)),
+                () = async { Box::pin(sleep(self.terms.connect)).await } => return Err(no_connection(self.terms.connect)),
             };
             let handle = match lent {
                 Some(Ok(handle)) => handle,

@@ -64,7 +64,8 @@ impl Servers {
     ) -> Result<(Value, Handle), RedisError> {
         match self {
             Self::One(pool) => pool.exchange(command, false, patience).await,
-            Self::Cluster(cluster, lane) => cluster.send(*lane, key, command, patience).await,
+            // Apart, so that who asks one server has no room for it to carry along.
+            Self::Cluster(cluster, lane) => Box::pin(cluster.send(*lane, key, command, patience)).await,
         }
     }
 
