@@ -55,8 +55,8 @@ impl Gather {
     }
 }
 
-/// Asks for several decisions at once, and tells each who waits for it.
-async fn send(servers: &Servers, scripts: &Scripts, mut batch: Vec<Waiting>) {
+/// Asks for several decisions at once, and tells each who waits for it. Whether Redis has answered.
+async fn send(servers: &Servers, scripts: &Scripts, mut batch: Vec<Waiting>) -> bool {
     // Who has given up need not be charged.
     batch.retain(|waiting| !waiting.reply.is_closed());
     // Those of one policy are a group, and those of one subject are beside each other in it.
@@ -64,7 +64,7 @@ async fn send(servers: &Servers, scripts: &Scripts, mut batch: Vec<Waiting>) {
     batch.sort_by(|one, other| place(one).cmp(&place(other)).then_with(|| one.key.cmp(&other.key)));
     let keys: Vec<_> = batch.iter().map(|waiting| &*waiting.key).collect();
     if keys.is_empty() {
-        return;
+        return false;
     }
     let groups: Vec<_> = batch
         .chunk_by(|one, other| std::ptr::eq(one.policy.packed(encode), other.policy.packed(encode)))
@@ -73,7 +73,9 @@ async fn send(servers: &Servers, scripts: &Scripts, mut batch: Vec<Waiting>) {
             Group { packed: group[0].policy.packed(encode), costs }
         })
         .collect();
-    let replies = match scripts.check_many.run(servers, &keys, &groups).await {
+    let answer = scripts.check_many.run(servers, &keys, &groups).await;
+    let is_answered = answer.is_ok();
+    let replies = match answer {
         Ok(Value::Array(replies)) if replies.len() == batch.len() => replies.into_iter().map(Ok).collect(),
         Ok(reply) => {
             tracing::debug!(error = %unexpected_reply(&reply), "redis answers several decisions in a way that cannot be read");
@@ -88,6 +90,7 @@ async fn send(servers: &Servers, scripts: &Scripts, mut batch: Vec<Waiting>) {
         // Who has given up meanwhile is not interested.
         let _ = waiting.reply.send(reply);
     }
+    is_answered
 }
 
 /// What the script says to questions that meet.

@@ -103,8 +103,8 @@ const fn listeners(number: i64) -> u64 {
     number.unsigned_abs().saturating_sub(1)
 }
 
-/// Asks for several locks at once, and tells each who waits for it.
-async fn acquire(servers: Arc<Servers>, scripts: Arc<Scripts>, keys: Arc<Keys>, mut batch: Vec<Acquisition>) {
+/// Asks for several locks at once, and tells each who waits for it. Whether Redis has answered.
+async fn acquire(servers: Arc<Servers>, scripts: Arc<Scripts>, keys: Arc<Keys>, mut batch: Vec<Acquisition>) -> bool {
     // Who has given up need not get a lock.
     batch.retain(|waiting| !waiting.reply.is_closed());
     // Nearly always all of them are alike.
@@ -123,29 +123,30 @@ async fn acquire(servers: Arc<Servers>, scripts: Arc<Scripts>, keys: Arc<Keys>, 
         calls.push(async move {
             let tokens: Vec<_> = group.iter().map(|waiting| &waiting.claim.token).collect();
             let reply = scripts.lock_acquire_many(servers, &names.to_vec(), ttl, fences, &tokens).await;
-            tell(reply, group.into_iter().map(|waiting| waiting.reply));
+            tell(reply, group.into_iter().map(|waiting| waiting.reply))
         });
     }
-    join_all(calls).await;
+    join_all(calls).await.contains(&true)
 }
 
-/// Gives several leases back at once, and tells each who waits for that.
-async fn release(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, mut batch: Vec<Release>) {
+/// Gives several leases back at once, and tells each who waits for that. Whether Redis has answered.
+async fn release(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, mut batch: Vec<Release>) -> bool {
     // Who has given up comes again.
     batch.retain(|waiting| !waiting.reply.is_closed());
     if batch.is_empty() {
-        return;
+        return false;
     }
     let mut names = LockNames::for_locks(&keys, 2 * batch.len());
     batch.iter().for_each(|waiting| names.push_lease(&waiting.lock));
     batch.iter().for_each(|waiting| names.push_free(&waiting.lock));
     let tokens: Vec<_> = batch.iter().map(|waiting| &waiting.token).collect();
     let reply = scripts.lock_release_many(&own, &names.to_vec(), &tokens).await;
-    tell(reply, batch.into_iter().map(|waiting| waiting.reply));
+    tell(reply, batch.into_iter().map(|waiting| waiting.reply))
 }
 
-/// Tells those who have met what the script says about each of them.
-fn tell(reply: Result<Value, RedisError>, waiting: impl ExactSizeIterator<Item = oneshot::Sender<Answer>>) {
+/// Tells those who have met what the script says about each of them. Whether there is an answer.
+fn tell(reply: Result<Value, RedisError>, waiting: impl ExactSizeIterator<Item = oneshot::Sender<Answer>>) -> bool {
+    let is_answered = reply.is_ok();
     let numbers = match reply.map_err(store_error) {
         Ok(reply) => answers(&reply, waiting.len()).unwrap_or_else(|| {
             tracing::debug!(error = %unexpected_reply(&reply), "redis answers about several locks in a way that cannot be read");
@@ -153,7 +154,7 @@ fn tell(reply: Result<Value, RedisError>, waiting: impl ExactSizeIterator<Item =
         }),
         Err(error) if error.is_timeout() || error.is_unavailable() => {
             waiting.for_each(|waiting| drop(waiting.send(Err(error.clone()))));
-            return;
+            return false;
         }
         Err(error) => {
             tracing::debug!(%error, "redis refuses a call about several locks");
@@ -164,6 +165,7 @@ fn tell(reply: Result<Value, RedisError>, waiting: impl ExactSizeIterator<Item =
         // Who has given up meanwhile is not interested.
         let _ = waiting.send(Ok((number != 0).then_some(number)));
     }
+    is_answered
 }
 
 /// What a script answers to each of so many: one number for most, and another for those that it names.

@@ -20,8 +20,6 @@ use super::home::Home;
 
 /// A call that is away for longer than this does not hold up the next one: its connection may be dead.
 pub(super) const LATE: Duration = Duration::from_millis(20);
-/// What takes longer than this says nothing of the way to Redis: whoever was asked hangs.
-const HUNG: Duration = Duration::from_millis(50);
 /// While so many calls of several are on their way, the next one has to be full: Redis has one to work on while the other one travels.
 const CALLS: usize = 2;
 /// With a longer round trip than this there may be more on their way: one more for each time. A server nearby that has much to do takes about as
@@ -71,10 +69,10 @@ pub(super) struct Away {
 }
 
 impl<W: Send + 'static> Meeting<W> {
-    /// Sends what has met until it is dropped.
+    /// Sends what has met until it is dropped. `send` says whether Redis has answered.
     pub(super) fn new<F>(limits: Limits, home: &Home, send: impl Fn(Vec<W>) -> F + Send + 'static) -> Self
     where
-        F: Future<Output = ()> + Send + 'static,
+        F: Future<Output = bool> + Send + 'static,
     {
         let (waiting, arrivals) = mpsc::channel(WAITING);
         let away = Arc::default();
@@ -85,9 +83,9 @@ impl<W: Send + 'static> Meeting<W> {
             let several = (batch.len() > 1).then(|| Arc::clone(&answered));
             let (place, sent, call) = (Away::new(&counted, limits.alone).0, Instant::now(), send(batch));
             async move {
-                call.await;
+                let is_answered = call.await;
                 if let Some(crowd) = several {
-                    crowd.is_back(sent);
+                    crowd.is_back(sent, is_answered);
                 }
                 drop(place);
             }
@@ -123,11 +121,10 @@ impl<W> Drop for Meeting<W> {
 }
 
 impl Crowd {
-    fn is_back(&self, sent: Instant) {
-        let took = sent.elapsed();
-        if took < HUNG {
-            // One that took longer was waited for by nobody, and may have failed.
-            self.round_trip.store(took.min(LATE).as_micros() as u64, Ordering::Relaxed);
+    fn is_back(&self, sent: Instant, is_answered: bool) {
+        // What has no answer says nothing of the way to Redis, and nobody waits for one that takes longer.
+        if is_answered {
+            self.round_trip.store(sent.elapsed().min(LATE).as_micros() as u64, Ordering::Relaxed);
         }
         self.last.store(self.epoch.elapsed().as_micros() as u64 + 1, Ordering::Relaxed);
     }
@@ -202,5 +199,21 @@ async fn send_together<W, F>(
         young.push_back(Instant::now());
         // Some kilobytes that would be moved from hand to hand otherwise.
         calls.spawn(Box::pin(send(batch)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn only_answers_say_how_long_the_way_is() {
+        let crowd = Crowd { epoch: Instant::now(), last: AtomicU64::new(0), round_trip: AtomicU64::new(0) };
+        let sent = Instant::now();
+        tokio::time::advance(Duration::from_millis(60)).await;
+        crowd.is_back(sent, false);
+        assert_eq!(crowd.window(), CALLS);
+        crowd.is_back(sent, true);
+        assert_eq!(crowd.window(), CALLS + 10);
     }
 }

@@ -58,8 +58,8 @@ impl Pushes {
     }
 }
 
-/// Pushes several jobs at once, those of each queue by themselves, and tells each who waits for it.
-async fn send(servers: Arc<Servers>, keys: Arc<Keys>, scripts: Arc<Scripts>, mut batch: Vec<Waiting>) {
+/// Pushes several jobs at once, those of each queue by themselves, and tells each who waits for it. Whether Redis has answered all of it.
+async fn send(servers: Arc<Servers>, keys: Arc<Keys>, scripts: Arc<Scripts>, mut batch: Vec<Waiting>) -> bool {
     // Who has given up need not be pushed.
     batch.retain(|waiting| !waiting.reply.is_closed());
     let mut calls = Vec::new();
@@ -74,11 +74,11 @@ async fn send(servers: Arc<Servers>, keys: Arc<Keys>, scripts: Arc<Scripts>, mut
         calls.push(send_group(&servers, &keys, &scripts, group));
     }
     // At the same time: a node of a cluster that hangs concerns its own queues.
-    join_all(calls).await;
+    !join_all(calls).await.contains(&false)
 }
 
-/// Pushes several jobs of one queue and priority.
-async fn send_group(servers: &Servers, keys: &Keys, scripts: &Scripts, group: Vec<Waiting>) {
+/// Pushes several jobs of one queue and priority. Whether there is an answer.
+async fn send_group(servers: &Servers, keys: &Keys, scripts: &Scripts, group: Vec<Waiting>) -> bool {
     let (keys, max_jobs) = (keys.delay_queue(&group[0].queue), group[0].max_jobs);
     let (jobs, mut replies): (Vec<_>, Vec<_>) =
         group.into_iter().map(|Waiting { job, reply, .. }| (job, reply)).unzip();
@@ -86,7 +86,7 @@ async fn send_group(servers: &Servers, keys: &Keys, scripts: &Scripts, group: Ve
     let answer = tokio::select! {
         biased;
         answer = push(servers, scripts, &keys, max_jobs, &jobs) => answer,
-        () = given_up(&mut replies) => return,
+        () = given_up(&mut replies) => return false,
     };
     for (i, reply) in replies.into_iter().enumerate() {
         let admission = match &answer {
@@ -96,6 +96,7 @@ async fn send_group(servers: &Servers, keys: &Keys, scripts: &Scripts, group: Ve
         // Who has given up meanwhile is not interested.
         let _ = reply.send(admission);
     }
+    answer.is_ok()
 }
 
 /// Waits until nobody waits any more, from when an answer is late: a node that hangs is to hold the place of a call for no longer, or there are
