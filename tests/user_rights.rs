@@ -163,22 +163,26 @@ async fn use_lines(server: &RedisServer) -> Result<(), BoxError> {
     let (here, there) =
         (quick(Locks::new(connect(server).await?)).fair(), quick(Locks::new(connect(server).await?)).fair());
     let lease = here.lock(a.clone()).await?;
-    let waiting: Vec<_> = [&there, &here, &there].map(|locks| tokio::spawn(locks.lock(a.clone()).into_future())).into();
+    // In whatever order they came into the line.
+    let mut waiting: JoinSet<_> =
+        [&there, &here, &there].into_iter().map(|locks| locks.lock(a.clone()).into_future()).collect();
     drop(there.lock(a.clone()).wait(Duration::from_millis(100)).await);
     lease.release().await?;
-    for lease in waiting {
-        lease.await??.release().await?;
+    while let Some(lease) = waiting.join_next().await {
+        lease??.release().await?;
     }
     let rw = async || Ok::<_, BoxError>(RwLocks::new(connect(server).await?).deadline(Duration::from_secs(2)));
     let (readers, writers) = (rw().await?, rw().await?);
     let lease = readers.read(a.clone()).await?;
-    let writer = tokio::spawn(writers.write(a.clone()).into_future());
+    let mut waiting = JoinSet::new();
+    waiting.spawn(writers.write(a.clone()).into_future());
     sleep(Duration::from_millis(50)).await;
-    let reader = tokio::spawn(readers.read(a.clone()).into_future());
+    waiting.spawn(readers.read(a.clone()).into_future());
     sleep(Duration::from_millis(50)).await;
     lease.release().await?;
-    writer.await??.release().await?;
-    reader.await??.release().await?;
+    while let Some(lease) = waiting.join_next().await {
+        lease??.release().await?;
+    }
     let permits = Semaphore::new(connect(server).await?, 2).deadline(Duration::from_secs(2));
     let (one, other) = (permits.acquire(a.clone()).await?, permits.acquire(a.clone()).await?);
     one.release().await?;
