@@ -9,6 +9,7 @@ use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
+use tokio::runtime::{Builder, Runtime};
 use tollgate::delay_queue::Outcome;
 use tollgate::http::{FingerprintedBody, header};
 use tollgate::idempotency::{OnStoreError as OnFailure, Operation, Operations};
@@ -41,11 +42,17 @@ fn expect(expected: &[(&str, u64)]) -> BTreeMap<String, u64> {
     expected.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
 }
 
-#[test]
-fn locks_are_counted_by_what_became_of_them() {
+/// What counts, what it has counted, and a runtime whose clock stands still.
+fn recording() -> (DebuggingRecorder, Snapshotter, Runtime) {
     let recorder = DebuggingRecorder::new();
     let snapshotter = recorder.snapshotter();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let runtime = Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    (recorder, snapshotter, runtime)
+}
+
+#[test]
+fn locks_are_counted_by_what_became_of_them() {
+    let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let breaker = CircuitBreaker::new().failures(2);
@@ -161,9 +168,7 @@ fn seen_of<S>(service: S, clients: &[&'static str]) -> BTreeMap<String, u64>
 where
     S: Service<&'static str, Error = BoxError> + Clone,
 {
-    let recorder = DebuggingRecorder::new();
-    let snapshotter = recorder.snapshotter();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let (recorder, snapshotter, runtime) = recording();
     metrics::with_local_recorder(&recorder, || {
         for client in clients {
             drop(runtime.block_on(service.clone().oneshot(*client)));
@@ -247,9 +252,7 @@ fn a_shadow_is_seen_apart() {
 /// It happened that nobody was told whom the limit of a trial would have hit.
 #[test]
 fn a_limiter_is_seen_as_a_layer_is() {
-    let recorder = DebuggingRecorder::new();
-    let snapshotter = recorder.snapshotter();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     let per_hour = |name, limit| Policy::new(name, Quota::per_hour(limit).fixed_window());
     let trial = Limiter::new(store.clone(), per_hour("trial", 1).shadow());
@@ -355,9 +358,7 @@ fn a_policy_is_not_seen_to_admit_what_another_one_turns_away() {
 
 #[test]
 fn accelerators_are_seen_as_their_stats_tell() {
-    let recorder = DebuggingRecorder::new();
-    let snapshotter = recorder.snapshotter();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let leases = Leases::new(store).max_age(Duration::from_millis(500));
@@ -427,9 +428,7 @@ fn accelerators_are_seen_as_their_stats_tell() {
 
 #[test]
 fn operations_are_counted_by_layer_and_outcome() {
-    let recorder = DebuggingRecorder::new();
-    let snapshotter = recorder.snapshotter();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     metrics::with_local_recorder(&recorder, || {
@@ -481,9 +480,7 @@ fn operations_are_counted_by_layer_and_outcome() {
 /// Whoever comes first is seen as well, while it still waits.
 #[test]
 fn operations_that_are_no_requests_are_counted_alike() {
-    let recorder = DebuggingRecorder::new();
-    let snapshotter = recorder.snapshotter();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let (recorder, snapshotter, runtime) = recording();
     let operations = Operations::new(MemoryBackend::new()).name("payouts");
     let run = async |fingerprint: &str, answer: Result<&'static str, BoxError>| {
         operations.run(Operation::new("alice", "k"), fingerprint, async |_| answer).await.is_ok()
@@ -507,9 +504,7 @@ fn operations_that_are_no_requests_are_counted_alike() {
 
 #[test]
 fn a_store_of_locks_that_fails_from_the_start_is_seen() {
-    let recorder = DebuggingRecorder::new();
-    let snapshotter = recorder.snapshotter();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     store.faults().fail(Failure::Unavailable);
     let locks = Locks::new(store).namespace("orders").circuit_breaker(CircuitBreaker::new().failures(2));
@@ -529,9 +524,7 @@ fn a_store_of_locks_that_fails_from_the_start_is_seen() {
 fn requests_that_pass_without_their_lock_are_counted() {
     use tollgate::lock::OnStoreError;
     for (then, unprotected) in [(OnStoreError::Allow, Some(&5)), (OnStoreError::Deny, None)] {
-        let recorder = DebuggingRecorder::new();
-        let snapshotter = recorder.snapshotter();
-        let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+        let (recorder, snapshotter, runtime) = recording();
         let store = FaultStore::new(MemoryBackend::new());
         let faults = store.faults();
         let breaker = CircuitBreaker::new().failures(2);
@@ -555,9 +548,7 @@ fn requests_that_pass_without_their_lock_are_counted() {
 
 #[test]
 fn an_outage_makes_no_attempt_unknown() {
-    let recorder = DebuggingRecorder::new();
-    let snapshotter = recorder.snapshotter();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     metrics::with_local_recorder(&recorder, || {
@@ -655,9 +646,7 @@ fn a_resolver_that_fails_is_seen_apart_from_the_store() {
         .circuit_breaker(CircuitBreaker::new().failures(1))
         .with_rejection(AsError)
         .layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
-    let recorder = DebuggingRecorder::new();
-    let snapshotter = recorder.snapshotter();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let (recorder, snapshotter, runtime) = recording();
     let ask = |clients: &[&'static str]| {
         metrics::with_local_recorder(&recorder, || {
             for client in clients {
@@ -686,9 +675,7 @@ fn a_resolver_that_fails_is_seen_apart_from_the_store() {
 
 #[test]
 fn jobs_are_counted_by_what_became_of_them() {
-    let recorder = DebuggingRecorder::new();
-    let snapshotter = recorder.snapshotter();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let (recorder, snapshotter, runtime) = recording();
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {
             let queue = DelayQueue::<u32>::new(MemoryBackend::new(), "mail");
@@ -732,9 +719,7 @@ fn jobs_are_counted_by_what_became_of_them() {
 
 #[test]
 fn pushes_are_counted_by_what_came_of_them() {
-    let recorder = DebuggingRecorder::new();
-    let snapshotter = recorder.snapshotter();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let (recorder, snapshotter, runtime) = recording();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let breaker = CircuitBreaker::new().failures(2);
@@ -771,9 +756,7 @@ fn pushes_are_counted_by_what_came_of_them() {
 
 #[test]
 fn jobs_that_come_to_no_end_of_their_own_are_counted_too() {
-    let recorder = DebuggingRecorder::new();
-    let snapshotter = recorder.snapshotter();
-    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let (recorder, snapshotter, runtime) = recording();
     let secs = Duration::from_secs;
     let mut halfway = BTreeMap::new();
     metrics::with_local_recorder(&recorder, || {

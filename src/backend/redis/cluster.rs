@@ -136,7 +136,7 @@ impl Cluster {
                 Some(_) => tokio::select! {
                     biased;
                     answer = pool.exchange(command, asking, patience) => answer,
-                    waited = shared.is_replaced(slot(key), &node.address) => Err(no_reply(waited)),
+                    waited = shared.replaced(slot(key), &node.address) => Err(no_reply(waited)),
                 },
             };
             let error = match answer {
@@ -240,7 +240,7 @@ impl Shared {
 
     /// Waits until another node serves a slot than the one that has been asked, and says for how long. Whoever waits longer than commands do
     /// has the map read anew meanwhile: the node may be dead.
-    async fn is_replaced(&self, slot: u16, asked: &Address) -> Duration {
+    async fn replaced(&self, slot: u16, asked: &Address) -> Duration {
         let begun = Instant::now();
         let owner = || self.owner(slot).map(|node| node.address);
         // Not the one that was asked, if it has been named by another node.

@@ -199,7 +199,7 @@ impl Pool {
         let answer = tokio::select! {
             biased;
             answer = handle.send(command, asking) => answer?,
-            () = health.is_replaced(sent + self.terms.response) => return Err(no_reply(sent.elapsed())),
+            () = health.replaced(sent + self.terms.response) => return Err(no_reply(sent.elapsed())),
         };
         Ok((answer, handle))
     }
@@ -351,7 +351,7 @@ impl Health {
 
     /// Waits until the Sentinels have named another primary, and it is `earliest`. That the connection is silent is no reason to give up what
     /// is waited for: a server that is only slow has yet to answer it.
-    async fn is_replaced(&self, earliest: Instant) {
+    async fn replaced(&self, earliest: Instant) {
         match &self.tenure {
             Some(tenure) => tenure.end().await,
             None => pending().await,
