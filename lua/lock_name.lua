@@ -17,7 +17,7 @@ local holds = {}
 if (#stored - 8) % 34 == 0 then
   -- As many turns as there are holders.
   for at = 9, #stored, 34 do
-    -- What lock_release_many gave back ends at 0.
+    -- What lock_exchange gave back ends at 0.
     holds[stored:sub(at + 18, at + 33)] = struct.unpack('<I7', stored, at) > 0
   end
 end

@@ -324,11 +324,10 @@ impl RedisBackend {
             block,
             lock_acquire,
             lock_acquire_all,
-            lock_acquire_many,
+            lock_exchange,
             lock_line,
             lock_renew,
             lock_release,
-            lock_release_many,
             lock_inspect,
             lock_name,
             lock_seize,
@@ -348,14 +347,14 @@ impl RedisBackend {
         } = &mut scripts;
         let counting = [check, check_plain, check_many, block];
         let locking =
-            [lock_acquire, lock_acquire_all, lock_line, lock_renew, lock_release, lock_inspect, lock_name, lock_seize];
-        let meeting = [lock_acquire_many, lock_release_many];
+            [lock_acquire, lock_acquire_all, lock_exchange, lock_line, lock_renew, lock_release];
         let once = [idempotency_begin, idempotency_renew, idempotency_checkpoint];
         let ends = [idempotency_complete, idempotency_release];
+        let looking = [lock_inspect, lock_name, lock_seize];
         let operating = [idempotency_inspect, idempotency_forget, idempotency_complete_unknown];
         let delaying = [delay_queue_push, delay_queue_claim, delay_queue_extend, delay_queue_control];
         for script in
-            counting.into_iter().chain(locking).chain(meeting).chain(once).chain(ends).chain(operating).chain(delaying)
+            counting.into_iter().chain(locking).chain(looking).chain(once).chain(ends).chain(operating).chain(delaying)
         {
             *script = LuaScript::new(&format!("{prelude}\n{}", script.code()));
         }

@@ -72,7 +72,7 @@ impl LockStore for RedisBackend {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let is_plain = claim.line == Line::Ignore && !claim.is_shared;
         let calls = self.calls().filter(|_| is_plain && claim.permits == 1 && claim.replicas.count == 0);
-        let _place = match calls.map(|calls| (calls.acquires_alone(), calls)) {
+        let _place = match calls.map(|calls| (calls.alone(), calls)) {
             Some((None, calls)) => match calls.acquire(lock, claim).await? {
                 Some(answer) => return Ok(answer),
                 None => None,
@@ -134,7 +134,7 @@ impl LockStore for RedisBackend {
             let ours = listeners > 0 && locks.subscriber.get().is_some_and(listens);
             Released { was_held, is_wanted: listeners > u64::from(ours) }
         };
-        let _place = match self.calls().map(|calls| (calls.releases_alone(), calls)) {
+        let _place = match self.calls().map(|calls| (calls.alone(), calls)) {
             Some((None, calls)) => match calls.release(lock, token).await? {
                 Some(listeners) => return Ok(released((true, listeners))),
                 None => None,
@@ -191,10 +191,7 @@ impl RedisBackend {
     /// Where those meet who ask at the same time.
     fn calls(&self) -> Option<&LockCalls> {
         let Inner { servers, scripts, keys, locks, lock_calls, .. } = &*self.inner;
-        let start = || {
-            let (servers, scripts, keys) = (Arc::clone(servers), Arc::clone(scripts), Arc::clone(keys));
-            LockCalls::new(servers, locks.own.clone(), scripts, keys, locks.home())
-        };
+        let start = || LockCalls::new(locks.own.clone(), Arc::clone(scripts), Arc::clone(keys), locks.home());
         (!servers.is_cluster()).then(|| lock_calls.get_or_init(start))
     }
 

@@ -1,4 +1,4 @@
-//! Locks that are asked for at the same time, and those that are given back, in one call.
+//! Locks that are asked for, and those that are given back, at the same time, in one call.
 //!
 //! As with decisions: who is nearly alone goes by itself, and those beyond that wait until one of a few calls is back. Each of them
 //! has an answer of its own. Where a call of several has none to give, whoever is in it asks alone, with the same token: that is
@@ -20,27 +20,20 @@ use super::servers::Servers;
 use crate::error::StoreError;
 use crate::lock::{Acquired, Claim, LockKey, Token};
 
-/// A call costs Redis as much as three locks, and as much again to read and to answer, so it is better for more to meet. Half of what
-/// the scripts take: while they are at work on one half, the other half can be answered and ask again.
-const LIMITS: Limits = Limits { alone: 1, busy: Duration::from_millis(2), together: MAX_LOCKS / 2 };
+/// A call costs Redis as much as three locks, and as much again to read and to answer, so it is better for more to meet. But those who were
+/// answered have more to do than after a decision before they ask again: with a third call Redis need not wait for them.
+const LIMITS: Limits = Limits { alone: 2, busy: Duration::from_millis(2), together: MAX_LOCKS, calls: 3 };
 
-/// Where those meet who want locks, and where those who give them back. The latter have connections of their own.
-pub(super) struct LockCalls {
-    acquisitions: Meeting<Acquisition>,
-    releases: Meeting<Release>,
-}
+/// Where those meet who want locks, and those who give them back: on the connections of the latter, which do not wait there behind
+/// what requests have asked for.
+pub(super) struct LockCalls(Meeting<Wish>);
 
-/// Somebody who has not asked for a lock yet.
-struct Acquisition {
-    lock: LockKey,
-    claim: Claim,
-    reply: oneshot::Sender<Answer>,
-}
-
-/// Somebody who has not given a lock back yet.
-struct Release {
+/// Somebody who has not asked for a lock yet, or has not given it back.
+pub(super) struct Wish {
     lock: LockKey,
     token: Token,
+    // For how long, and how many fences, unless it is given back.
+    terms: Option<(Duration, u32)>,
     reply: oneshot::Sender<Answer>,
 }
 
@@ -49,45 +42,42 @@ type Answer = Result<Option<i64>, StoreError>;
 
 impl LockCalls {
     /// Sends what has met, until it is dropped.
-    pub(super) fn new(
-        servers: Arc<Servers>,
-        own: Servers,
-        scripts: Arc<Scripts>,
-        keys: Arc<Keys>,
-        home: &Home,
-    ) -> Self {
-        let (to_acquire, leases) = (Arc::clone(&scripts), Arc::clone(&keys));
-        let acquire = move |batch| acquire(Arc::clone(&servers), Arc::clone(&to_acquire), Arc::clone(&leases), batch);
-        let release = move |batch| release(own.clone(), Arc::clone(&scripts), Arc::clone(&keys), batch);
-        Self { acquisitions: Meeting::new(LIMITS, home, acquire), releases: Meeting::new(LIMITS, home, release) }
+    pub(super) fn new(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, home: &Home) -> Self {
+        let send = move |batch| exchange(own.clone(), Arc::clone(&scripts), Arc::clone(&keys), batch);
+        Self(Meeting::new(LIMITS, home, send))
     }
 
     /// A place for somebody who may ask alone, unless others are on their way already.
-    pub(super) fn acquires_alone(&self) -> Option<Away> {
-        self.acquisitions.alone()
-    }
-
-    /// The same for somebody who gives a lock back.
-    pub(super) fn releases_alone(&self) -> Option<Away> {
-        self.releases.alone()
+    pub(super) fn alone(&self) -> Option<Away> {
+        self.0.alone()
     }
 
     /// What becomes of somebody who asks together with others, or `None` if that has to be alone after all.
     pub(super) async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Option<Acquired>, StoreError> {
-        let waiting = |reply| Acquisition { lock: *lock, claim: *claim, reply };
-        let answer = self.acquisitions.join(waiting).await.and_then(Result::ok).unwrap_or(Ok(None))?;
+        let wish = |reply| Wish::to_acquire(lock, claim, reply);
+        let answer = self.0.join(wish).await.and_then(Result::ok).unwrap_or(Ok(None))?;
         Ok(answer.map(acquired))
     }
 
     /// How many were listening when a lease was given back together with others, or `None` if that has to be alone after all.
     pub(super) async fn release(&self, lock: &LockKey, token: &Token) -> Result<Option<u64>, StoreError> {
-        let waiting = |reply| Release { lock: *lock, token: *token, reply };
-        match self.releases.join(waiting).await {
+        let wish = |reply| Wish::to_release(lock, token, reply);
+        match self.0.join(wish).await {
             Some(Ok(answer)) => Ok(answer?.map(listeners)),
             // What was sent may have been done. Alone it would be told that nobody holds the lease, as if it had been lost.
             Some(Err(gone)) => Err(StoreError::unavailable(gone)),
             None => Ok(None),
         }
+    }
+}
+
+impl Wish {
+    pub(super) const fn to_acquire(lock: &LockKey, claim: &Claim, reply: oneshot::Sender<Answer>) -> Self {
+        Self { lock: *lock, token: claim.token, terms: Some((claim.ttl, claim.fences)), reply }
+    }
+
+    pub(super) const fn to_release(lock: &LockKey, token: &Token, reply: oneshot::Sender<Answer>) -> Self {
+        Self { lock: *lock, token: *token, terms: None, reply }
     }
 }
 
@@ -99,80 +89,78 @@ pub(super) const fn acquired(number: i64) -> Acquired {
     }
 }
 
-const fn listeners(number: i64) -> u64 {
+/// The same for one who gives a lock back.
+pub(super) const fn listeners(number: i64) -> u64 {
     number.unsigned_abs().saturating_sub(1)
 }
 
-/// Asks for several locks at once, and tells each who waits for it. Whether Redis has answered.
-async fn acquire(servers: Arc<Servers>, scripts: Arc<Scripts>, keys: Arc<Keys>, mut batch: Vec<Acquisition>) -> bool {
-    // Who has given up need not get a lock.
-    batch.retain(|waiting| !waiting.reply.is_closed());
-    // Nearly always all of them are alike.
-    batch.sort_by_key(|waiting| (waiting.claim.ttl, waiting.claim.fences));
+/// Gives leases back and asks for others, and tells each who waits for it. Whether Redis has answered.
+pub(super) async fn exchange(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, mut batch: Vec<Wish>) -> bool {
+    // Who has given up need not get a lock. What is given back is given back.
+    batch.retain(|wish| wish.terms.is_none() || !wish.reply.is_closed());
+    // Nearly always all who want one want it for as long.
+    batch.sort_by_key(|wish| (wish.terms.is_none(), wish.terms));
+    let mut given = batch.split_off(batch.partition_point(|wish| wish.terms.is_some()));
     let mut calls = Vec::new();
-    let mut rest = batch.into_iter().peekable();
-    while let Some(first) = rest.next() {
-        let (ttl, fences) = (first.claim.ttl, first.claim.fences);
-        let mut group = vec![first];
-        while let Some(next) = rest.next_if(|next| (next.claim.ttl, next.claim.fences) == (ttl, fences)) {
-            group.push(next);
-        }
-        let (servers, scripts) = (&servers, &scripts);
-        let mut names = LockNames::for_locks(&keys, group.len());
-        group.iter().for_each(|waiting| names.push_lease(&waiting.lock));
-        calls.push(async move {
-            let tokens: Vec<_> = group.iter().map(|waiting| &waiting.claim.token).collect();
-            let reply = scripts.lock_acquire_many(servers, &names.to_vec(), ttl, fences, &tokens).await;
-            tell(reply, group.into_iter().map(|waiting| waiting.reply))
-        });
+    while !batch.is_empty() || !given.is_empty() {
+        let terms = batch.last().and_then(|wish| wish.terms);
+        let mut group = batch.split_off(batch.partition_point(|wish| wish.terms < terms));
+        group.append(&mut given);
+        calls.push(exchange_alike(&own, &scripts, &keys, terms, group));
     }
     join_all(calls).await.contains(&true)
 }
 
-/// Gives several leases back at once, and tells each who waits for that. Whether Redis has answered.
-async fn release(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, mut batch: Vec<Release>) -> bool {
-    // Who has given up comes again.
-    batch.retain(|waiting| !waiting.reply.is_closed());
-    if batch.is_empty() {
-        return false;
-    }
-    let mut names = LockNames::for_locks(&keys, 2 * batch.len());
-    batch.iter().for_each(|waiting| names.push_lease(&waiting.lock));
-    batch.iter().for_each(|waiting| names.push_free(&waiting.lock));
-    let tokens: Vec<_> = batch.iter().map(|waiting| &waiting.token).collect();
-    let reply = scripts.lock_release_many(&own, &names.to_vec(), &tokens).await;
-    tell(reply, batch.into_iter().map(|waiting| waiting.reply))
+/// The same in one call, for those who want a lease on the same terms, and behind them those who give one back.
+async fn exchange_alike(
+    own: &Servers,
+    scripts: &Scripts,
+    keys: &Keys,
+    terms: Option<(Duration, u32)>,
+    group: Vec<Wish>,
+) -> bool {
+    let wanted = group.partition_point(|wish| wish.terms.is_some());
+    let mut names = LockNames::for_locks(keys, 2 * group.len() - wanted);
+    group.iter().for_each(|wish| names.push_lease(&wish.lock));
+    group[wanted..].iter().for_each(|wish| names.push_free(&wish.lock));
+    let mut tokens = Vec::with_capacity(16 * group.len());
+    group.iter().for_each(|wish| tokens.extend_from_slice(wish.token.as_bytes()));
+    let (ttl, fences) = terms.unwrap_or((Claim::MIN_TTL, 1));
+    let reply = scripts.lock_exchange(own, &names.to_vec(), &tokens, ttl, fences).await;
+    tell(reply, wanted, group)
 }
 
-/// Tells those who have met what the script says about each of them. Whether there is an answer.
-fn tell(reply: Result<Value, RedisError>, waiting: impl ExactSizeIterator<Item = oneshot::Sender<Answer>>) -> bool {
+/// Tells those who have met what the script says about each of them, of whom so many want a lease. Whether there is an answer.
+fn tell(reply: Result<Value, RedisError>, wanted: usize, group: Vec<Wish>) -> bool {
     let is_answered = reply.is_ok();
     let numbers = match reply.map_err(store_error) {
-        Ok(reply) => answers(&reply, waiting.len()).unwrap_or_else(|| {
+        Ok(reply) => answers(&reply, wanted, group.len()).unwrap_or_else(|| {
             tracing::debug!(error = %unexpected_reply(&reply), "redis answers about several locks in a way that cannot be read");
-            vec![0; waiting.len()]
+            vec![0; group.len()]
         }),
         Err(error) if error.is_timeout() || error.is_unavailable() => {
-            waiting.for_each(|waiting| drop(waiting.send(Err(error.clone()))));
+            group.into_iter().for_each(|wish| drop(wish.reply.send(Err(error.clone()))));
             return false;
         }
         Err(error) => {
             tracing::debug!(%error, "redis refuses a call about several locks");
-            vec![0; waiting.len()]
+            vec![0; group.len()]
         }
     };
-    for (waiting, number) in waiting.zip(numbers) {
+    for (wish, number) in group.into_iter().zip(numbers) {
         // Who has given up meanwhile is not interested.
-        let _ = waiting.send(Ok((number != 0).then_some(number)));
+        let _ = wish.reply.send(Ok((number != 0).then_some(number)));
     }
     is_answered
 }
 
-/// What a script answers to each of so many: one number for most, and another for those that it names.
-fn answers(reply: &Value, count: usize) -> Option<Vec<i64>> {
+/// What the script answers to each of so many: one number for most of those who want a lease, 1 for most of the others, and another one
+/// for those that it names.
+fn answers(reply: &Value, wanted: usize, count: usize) -> Option<Vec<i64>> {
     let Value::Array(values) = reply else { return None };
-    let [Value::Int(most), others @ ..] = values.as_slice() else { return None };
-    let mut answers = vec![*most; count];
+    let [Value::Int(first), others @ ..] = values.as_slice() else { return None };
+    let mut answers = vec![1; count];
+    answers.get_mut(..wanted)?.fill(*first);
     for other in others.chunks(2) {
         let [Value::Int(which), Value::Int(answer)] = other else { return None };
         let at = usize::try_from(*which).ok()?.checked_sub(1)?;
@@ -181,40 +169,29 @@ fn answers(reply: &Value, count: usize) -> Option<Vec<i64>> {
     Some(answers)
 }
 
-/// What the script says to those who meet when they ask.
+/// What the script says to those who meet: to each who gives back, and to each who wants.
 #[cfg(test)]
-pub(super) async fn acquire_together(
-    servers: Arc<Servers>,
-    scripts: Arc<Scripts>,
-    keys: Arc<Keys>,
-    wanted: impl Iterator<Item = (LockKey, Claim)>,
-) -> Result<Vec<Option<Acquired>>, StoreError> {
-    let meeting = wanted.map(|(lock, claim)| {
-        let (reply, answer) = oneshot::channel();
-        (Acquisition { lock, claim, reply }, answer)
-    });
-    let (batch, answers): (Vec<_>, Vec<_>) = meeting.unzip();
-    acquire(servers, scripts, keys, batch).await;
-    let numbers: Vec<_> =
-        join_all(answers).await.into_iter().map(|answer| answer.unwrap()).collect::<Result<_, _>>()?;
-    Ok(numbers.into_iter().map(|number| number.map(acquired)).collect())
-}
-
-/// What the script says to those who meet when they give back.
-#[cfg(test)]
-pub(super) async fn release_together(
+pub(super) async fn exchange_together(
     own: Servers,
     scripts: Arc<Scripts>,
     keys: Arc<Keys>,
     held: impl Iterator<Item = (LockKey, Token)>,
-) -> Result<Vec<Option<u64>>, StoreError> {
-    let meeting = held.map(|(lock, token)| {
+    wanted: impl Iterator<Item = (LockKey, Claim)>,
+) -> Result<(Vec<Option<u64>>, Vec<Option<Acquired>>), StoreError> {
+    let mut batch = Vec::new();
+    let mut meet = |wish: &dyn Fn(oneshot::Sender<Answer>) -> Wish| {
         let (reply, answer) = oneshot::channel();
-        (Release { lock, token, reply }, answer)
-    });
-    let (batch, answers): (Vec<_>, Vec<_>) = meeting.unzip();
-    release(own, scripts, keys, batch).await;
-    let numbers: Vec<_> =
-        join_all(answers).await.into_iter().map(|answer| answer.unwrap()).collect::<Result<_, _>>()?;
-    Ok(numbers.into_iter().map(|number| number.map(listeners)).collect())
+        batch.push(wish(reply));
+        answer
+    };
+    let wanted: Vec<_> = wanted.map(|(lock, claim)| meet(&|reply| Wish::to_acquire(&lock, &claim, reply))).collect();
+    let held: Vec<_> = held.map(|(lock, token)| meet(&|reply| Wish::to_release(&lock, &token, reply))).collect();
+    exchange(own, scripts, keys, batch).await;
+    let numbers = async |answers| {
+        let answers = join_all::<Vec<oneshot::Receiver<Answer>>>(answers).await;
+        answers.into_iter().map(|answer| answer.unwrap()).collect::<Result<Vec<_>, _>>()
+    };
+    let (held, wanted) = (numbers(held).await?, numbers(wanted).await?);
+    let held = held.into_iter().map(|number| number.map(listeners));
+    Ok((held.collect(), wanted.into_iter().map(|number| number.map(acquired)).collect()))
 }

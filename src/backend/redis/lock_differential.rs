@@ -19,12 +19,11 @@ struct LockStep {
 enum LockVerb {
     Acquire,
     // Locks and tokens, at the same time.
-    AcquireMany { asked: Vec<(u32, usize)> },
+    Exchange { held: Vec<(u32, usize)>, asked: Vec<(u32, usize)> },
     Renew,
     // Also several of one semaphore.
     RenewMany { held: Vec<(u32, usize)> },
     Release,
-    ReleaseMany { held: Vec<(u32, usize)> },
 }
 
 fn lock_traces() -> impl Strategy<Value = Vec<LockStep>> {
@@ -34,13 +33,13 @@ fn lock_traces() -> impl Strategy<Value = Vec<LockStep>> {
     let pause = prop_oneof![9 => soon, 1 => 0..100_000_000_u64];
     let ttl_ms = prop_oneof![Just(10_u64), Just(50), Just(60_000), Just(86_400_000)];
     let several = || prop::collection::vec((0..2_u32, 0..3_usize), 1..6);
+    let some = || prop::collection::vec((0..2_u32, 0..3_usize), 0..6);
     let verb = prop_oneof![
         3 => Just(LockVerb::Acquire),
-        3 => several().prop_map(|asked| LockVerb::AcquireMany { asked }),
+        5 => (some(), some()).prop_map(|(held, asked)| LockVerb::Exchange { held, asked }),
         1 => Just(LockVerb::Renew),
         1 => several().prop_map(|held| LockVerb::RenewMany { held }),
         1 => Just(LockVerb::Release),
-        2 => several().prop_map(|held| LockVerb::ReleaseMany { held }),
     ];
     let step = (pause, 0..2_u32, 0..3_usize, ttl_ms, verb).prop_map(|(pause, lock, token, ttl_ms, verb)| LockStep {
         pause,
@@ -69,53 +68,46 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
         pair.pause(Duration::from_micros(step.pause));
         let (lock, token, ttl) = (lock_at(step.lock), tokens[step.token], Duration::from_millis(step.ttl_ms));
         match &step.verb {
-            LockVerb::Acquire | LockVerb::AcquireMany { .. } => {
-                let is_alone = matches!(step.verb, LockVerb::Acquire);
-                let asked = match &step.verb {
-                    LockVerb::AcquireMany { asked } => asked.as_slice(),
-                    _ => &[(step.lock, step.token)],
-                };
-                let permits = if is_alone { permits } else { 1 };
+            LockVerb::Acquire => {
+                let claim = Claim { fences: fences_each, permits, ..Claim::new(token, ttl) };
+                let answers = pair.both(|to| to.acquire(&lock, &claim), |to| to.acquire(&lock, &claim));
+                let at = step.lock as usize;
+                agree(answers, &mut grants[at][step.token], &mut fences[at], fences_each)
+                    .map_err(|why| TestCaseError::fail(format!("{why}, at step {number}: {step:?}")))?;
+            }
+            LockVerb::Exchange { held, asked } => {
+                let held: Vec<_> = held.iter().map(|&(at, token)| (lock_at(at), tokens[token])).collect();
                 let wanted = asked.iter().map(|&(at, token)| {
-                    (lock_at(at), Claim { fences: fences_each, permits, ..Claim::new(tokens[token], ttl) })
+                    (lock_at(at), Claim { fences: fences_each, ..Claim::new(tokens[token], ttl) })
                 });
                 let wanted: Vec<_> = wanted.collect();
-                let one_by_one = async |memory: &MemoryBackend| {
-                    let mut answers = Vec::new();
-                    for (lock, claim) in &wanted {
-                        answers.push(memory.acquire(lock, claim).await?);
-                    }
-                    Ok(answers)
-                };
-                let (memory, redis) = pair.both(one_by_one, async |redis: &RedisBackend| match &*wanted {
-                    [(lock, claim)] if is_alone => Ok(vec![redis.acquire(lock, claim).await?]),
-                    wanted => redis.acquire_together(wanted).await,
-                });
-                for ((&(at, token), memory), redis) in asked.iter().zip(memory).zip(redis) {
-                    let at = at as usize;
-                    match (memory, redis) {
-                        (Acquired::Granted { fence: memory }, Acquired::Granted { fence: redis }) => {
-                            let granted = [memory, redis];
-                            if grants[at][token] != Some(granted) {
-                                for (fence, last) in granted.iter().zip(&mut fences[at]) {
-                                    prop_assert!(*fence > *last, "{fence} after {last} at step {number}: {step:?}");
-                                    *last = fence + u64::from(fences_each) - 1;
-                                }
-                            }
-                            grants[at][token] = Some(granted);
-                        }
-                        (Acquired::Busy { remaining: memory }, Acquired::Busy { remaining: redis }) => {
-                            // Redis answers in milliseconds, rounded up.
-                            prop_assert_eq!(
-                                memory.as_micros().div_ceil(1_000),
-                                redis.as_millis(),
-                                "at step {}: {:?}",
-                                number,
-                                step
+                let (released, acquired) = pair.exchange(&held, &wanted);
+                // What the script has left alone comes after all of what it has done.
+                for is_left in [false, true] {
+                    for ((lock, token), released) in held.iter().zip(&released) {
+                        if released.is_none() == is_left {
+                            let (memory, redis) = pair.both(
+                                |memory| memory.release(lock, token),
+                                async |redis: &RedisBackend| match released {
+                                    Some(listeners) => Ok(Released { was_held: true, is_wanted: *listeners > 0 }),
+                                    None => redis.release(lock, token).await,
+                                },
                             );
+                            prop_assert_eq!(memory, redis, "at step {}: {:?}", number, step);
                         }
-                        (memory, redis) => {
-                            prop_assert!(false, "memory {memory:?}, redis {redis:?}, at step {number}: {step:?}");
+                    }
+                    for ((&(at, token), (lock, claim)), acquired) in asked.iter().zip(&wanted).zip(&acquired) {
+                        if acquired.is_none() == is_left {
+                            let answers = pair.both(
+                                |memory| memory.acquire(lock, claim),
+                                async |redis: &RedisBackend| match acquired {
+                                    Some(answer) => Ok(*answer),
+                                    None => redis.acquire(lock, claim).await,
+                                },
+                            );
+                            let at = at as usize;
+                            agree(answers, &mut grants[at][token], &mut fences[at], fences_each)
+                                .map_err(|why| TestCaseError::fail(format!("{why}, at step {number}: {step:?}")))?;
                         }
                     }
                 }
@@ -136,18 +128,6 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
                 let (memory, redis) = pair.both(|to| to.release(&lock, &token), |to| to.release(&lock, &token));
                 prop_assert_eq!(memory, redis, "at step {}: {:?}", number, step);
             }
-            LockVerb::ReleaseMany { held } => {
-                let held: Vec<_> = held.iter().map(|&(at, token)| (lock_at(at), tokens[token])).collect();
-                let one_by_one = async |memory: &MemoryBackend| {
-                    let mut answers = Vec::new();
-                    for (lock, token) in &held {
-                        answers.push(memory.release(lock, token).await?);
-                    }
-                    Ok(answers)
-                };
-                let (memory, redis) = pair.both(one_by_one, |redis| redis.release_together(&held));
-                prop_assert_eq!(memory, redis, "at step {}: {:?}", number, step);
-            }
         }
         for (at, held) in held.iter_mut().enumerate() {
             let lives = pair.outlives(&lock_at(at as u32), held);
@@ -158,7 +138,50 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
     Ok(())
 }
 
+/// Whether memory and Redis say the same to one who wants a lease: granted with fences that rise, or held by others for as long.
+fn agree(
+    answers: (Acquired, Acquired),
+    grant: &mut Option<[u64; 2]>,
+    last_fences: &mut [u64; 2],
+    fences_each: u32,
+) -> Result<(), String> {
+    match answers {
+        (Acquired::Granted { fence: memory }, Acquired::Granted { fence: redis }) => {
+            let granted = [memory, redis];
+            if *grant != Some(granted) {
+                for (fence, last) in granted.iter().zip(last_fences) {
+                    if fence <= last {
+                        return Err(format!("{fence} after {last}"));
+                    }
+                    *last = fence + u64::from(fences_each) - 1;
+                }
+            }
+            *grant = Some(granted);
+            Ok(())
+        }
+        // Redis answers in milliseconds, rounded up.
+        (Acquired::Busy { remaining: memory }, Acquired::Busy { remaining: redis })
+            if memory.as_micros().div_ceil(1_000) == redis.as_millis() =>
+        {
+            Ok(())
+        }
+        (memory, redis) => Err(format!("memory {memory:?}, redis {redis:?}")),
+    }
+}
+
 impl Pair {
+    /// What Redis says to those who give back and to those who want, as if all of them had come while other calls were away.
+    fn exchange(
+        &self,
+        held: &[(LockKey, Token)],
+        wanted: &[(LockKey, Claim)],
+    ) -> (Vec<Option<u64>>, Vec<Option<Acquired>>) {
+        let Inner { keys, scripts, locks, .. } = &*self.redis.inner;
+        let (own, scripts, keys) = (locks.apart().clone(), Arc::clone(scripts), Arc::clone(keys));
+        let met = lock_calls::exchange_together(own, scripts, keys, held.iter().copied(), wanted.iter().copied());
+        self.redis_runtime.block_on(met).unwrap()
+    }
+
     /// Whether the last fence of a lock is remembered for ten minutes after its leases: those there are, and those there were at `held`.
     fn outlives(&mut self, lock: &LockKey, held: &mut u64) -> bool {
         const KEPT_US: u64 = 10 * 60 * 1_000_000;
@@ -176,38 +199,6 @@ impl Pair {
         }
         let needed = latest.unwrap_or(*held) + KEPT_US;
         needed <= self.now_us || *held == 0 || due_us + 1_000 >= needed
-    }
-}
-
-impl RedisBackend {
-    /// As if all of this had been asked for while another call was away.
-    async fn acquire_together(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
-        let Inner { servers, keys, scripts, .. } = &*self.inner;
-        let (servers, scripts, keys) = (Arc::clone(servers), Arc::clone(scripts), Arc::clone(keys));
-        let met = lock_calls::acquire_together(servers, scripts, keys, wanted.iter().copied()).await?;
-        let mut answers = Vec::new();
-        for ((lock, claim), answer) in wanted.iter().zip(met) {
-            answers.push(match answer {
-                Some(answer) => answer,
-                None => self.acquire(lock, claim).await?,
-            });
-        }
-        Ok(answers)
-    }
-
-    /// As if all of this had been given back while another call was away.
-    async fn release_together(&self, held: &[(LockKey, Token)]) -> Result<Vec<Released>, StoreError> {
-        let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let (scripts, keys) = (Arc::clone(scripts), Arc::clone(keys));
-        let met = lock_calls::release_together(locks.apart().clone(), scripts, keys, held.iter().copied()).await?;
-        let mut answers = Vec::new();
-        for ((lock, token), listeners) in held.iter().zip(met) {
-            answers.push(match listeners {
-                Some(listeners) => Released { was_held: true, is_wanted: listeners > 0 },
-                None => self.release(lock, token).await?,
-            });
-        }
-        Ok(answers)
     }
 }
 

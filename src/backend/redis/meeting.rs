@@ -20,8 +20,6 @@ use super::home::Home;
 
 /// A call that is away for longer than this does not hold up the next one: its connection may be dead.
 pub(super) const LATE: Duration = Duration::from_millis(20);
-/// While so many calls of several are on their way, the next one has to be full: Redis has one to work on while the other one travels.
-const CALLS: usize = 2;
 /// With a longer round trip than this there may be more on their way: one more for each time. A server nearby that has much to do takes about as
 /// long, and does less in the same time the more there are.
 const NEARBY: Duration = Duration::from_millis(2);
@@ -51,6 +49,9 @@ pub(super) struct Limits {
     pub(super) busy: Duration,
     /// How many go together at the most.
     pub(super) together: usize,
+    /// While so many calls of several are on their way, the next one has to be full. With two of them Redis has one to work on while the other
+    /// one travels.
+    pub(super) calls: usize,
 }
 
 /// What is known of calls of several that are back.
@@ -130,8 +131,8 @@ impl Crowd {
     }
 
     /// How many calls may be on their way so that Redis need not wait for the next one.
-    fn window(&self) -> usize {
-        CALLS + (self.round_trip.load(Ordering::Relaxed) / NEARBY.as_micros() as u64) as usize
+    fn window(&self, calls: usize) -> usize {
+        calls + (self.round_trip.load(Ordering::Relaxed) / NEARBY.as_micros() as u64) as usize
     }
 
     fn is_within(&self, time: Duration) -> bool {
@@ -169,8 +170,8 @@ async fn send_together<W, F>(
     let mut young = VecDeque::<Instant>::new();
     loop {
         loop {
-            let has_room = calls.len() < AWAY && young.len() < crowd.window();
-            if has_room && (young.len() < CALLS || arrivals.len() >= limits.together) {
+            let has_room = calls.len() < AWAY && young.len() < crowd.window(limits.calls);
+            if has_room && (young.len() < limits.calls || arrivals.len() >= limits.together) {
                 break;
             }
             let oldest = young.front().copied();
@@ -212,8 +213,8 @@ mod tests {
         let sent = Instant::now();
         tokio::time::advance(Duration::from_millis(60)).await;
         crowd.is_back(sent, false);
-        assert_eq!(crowd.window(), CALLS);
+        assert_eq!(crowd.window(2), 2);
         crowd.is_back(sent, true);
-        assert_eq!(crowd.window(), CALLS + 10);
+        assert_eq!(crowd.window(2), 12);
     }
 }

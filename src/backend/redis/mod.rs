@@ -47,8 +47,8 @@
 //! A decision that is nearly alone is a call of its own and waits for nobody. When more than a handful are on their way, or several were
 //! answered together a moment ago, those that come wait until one of a few calls is back (the longer the round trip, the more there are), and then
 //! go together in one script, each charged or denied by itself: exact, and less than half the work for Redis. Not on a cluster, where hardly
-//! two subjects share a slot. So do locks that are taken at the same time, and those that are given back: each is granted or refused by
-//! itself, and a cycle costs Redis about half of what its two calls would.
+//! two subjects share a slot. So do locks that are taken and those that are given back at the same time, all of them in one script: each is granted,
+//! refused or given back by itself, and a cycle costs Redis about half of what its two calls would.
 //!
 //! Once there are locks or operations, one more connection is opened, for renewing and giving back, which do not queue behind requests; and
 //! one that listens for locks becoming free and operations being done, if somebody waits for one. Waiting for replicas holds a connection

@@ -39,11 +39,10 @@ pub(super) struct Scripts {
     pub(super) block: LuaScript,
     pub(super) lock_acquire: LuaScript,
     pub(super) lock_acquire_all: LuaScript,
-    pub(super) lock_acquire_many: LuaScript,
+    pub(super) lock_exchange: LuaScript,
     pub(super) lock_line: LuaScript,
     pub(super) lock_renew: LuaScript,
     pub(super) lock_release: LuaScript,
-    pub(super) lock_release_many: LuaScript,
     pub(super) lock_inspect: LuaScript,
     pub(super) lock_name: LuaScript,
     pub(super) lock_seize: LuaScript,
@@ -129,11 +128,10 @@ impl Scripts {
             block: lua!("rate_limit_block.lua"),
             lock_acquire: lua!("lock_acquire.lua"),
             lock_acquire_all: lua!("lock_acquire_all.lua"),
-            lock_acquire_many: lua!("lock_acquire_many.lua"),
+            lock_exchange: lua!("lock_exchange.lua"),
             lock_line: lua!("lock_line.lua"),
             lock_renew: lua!("lock_renew.lua"),
             lock_release: lua!("lock_release.lua"),
-            lock_release_many: lua!("lock_release_many.lua"),
             lock_inspect: lua!("lock_inspect.lua"),
             lock_name: lua!("lock_name.lua"),
             lock_seize: lua!("lock_seize.lua"),
@@ -222,16 +220,17 @@ impl Scripts {
         self.lock_acquire_all.exchange(servers, leases, (millis(ttl), fences, KEEP_FENCE_MS, tokens)).await
     }
 
-    /// Each for one holder, at most [`MAX_LOCKS`] at once.
-    pub(super) async fn lock_acquire_many(
+    /// At most [`MAX_LOCKS`] at once, with as many tokens. The keys are the leases that are wanted for `ttl`, those that are given back, and the
+    /// channels of the latter.
+    pub(super) async fn lock_exchange(
         &self,
         servers: &Servers,
-        leases: &[&str],
+        keys: &[&str],
+        tokens: &[u8],
         ttl: Duration,
         fences: u32,
-        tokens: &[&Token],
     ) -> Result<Value, RedisError> {
-        self.lock_acquire_many.run(servers, leases, &(millis(ttl), fences, KEEP_FENCE_MS, &*concat(tokens))).await
+        self.lock_exchange.run(servers, keys, &(tokens, millis(ttl), fences, KEEP_FENCE_MS)).await
     }
 
     /// For whoever stands in line, or respects it.
@@ -270,16 +269,6 @@ impl Scripts {
         let publish = (publish != "PUBLISH").then_some(publish);
         let args = (token.as_bytes().as_slice(), KEEP_FENCE_MS, channel, publish);
         self.lock_release.call(servers, keys, args).await
-    }
-
-    /// At most [`MAX_LOCKS`] at once. The keys are the leases, then the channels.
-    pub(super) async fn lock_release_many(
-        &self,
-        servers: &Servers,
-        keys: &[&str],
-        tokens: &[&Token],
-    ) -> Result<Value, RedisError> {
-        self.lock_release_many.run(servers, keys, &&*concat(tokens)).await
     }
 
     pub(super) async fn lock_inspect(
@@ -500,10 +489,6 @@ const fn publish(servers: &Servers) -> &'static str {
 pub(super) const KEEP_JOBS_MS: u64 = 180 * 86_400 * 1_000;
 
 /// One argument costs less than one for each.
-fn concat(tokens: &[&Token]) -> Vec<u8> {
-    tokens.iter().flat_map(|token| token.as_bytes()).copied().collect()
-}
-
 fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
     (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, claim.permits)
 }
@@ -520,7 +505,7 @@ fn packed_claim(claim: &Claim) -> [u8; 32] {
     packed
 }
 
-/// How many locks one call of `lock_acquire_many` or `lock_release_many` takes, as the scripts have it.
+/// How many leases one call of `lock_exchange` takes, as the script has it.
 pub(super) const MAX_LOCKS: usize = 64;
 
 /// How many leases one call of `lock_renew` takes, as the script has it.
@@ -629,11 +614,10 @@ mod tests {
             (&scripts.probe, 1, 1),
             (&scripts.lock_acquire, 1, 1),
             (&scripts.lock_acquire_all, 1, 4),
-            (&scripts.lock_acquire_many, 1, 4),
+            (&scripts.lock_exchange, 1, 4),
             (&scripts.lock_line, 4, 9),
             (&scripts.lock_renew, 1, 2),
             (&scripts.lock_release, 3, 4),
-            (&scripts.lock_release_many, 1, 1),
             (&scripts.lock_inspect, 2, 1),
             (&scripts.lock_name, 2, 2),
             (&scripts.lock_seize, 1, 3),
