@@ -346,8 +346,7 @@ impl RedisBackend {
             probe: _,
         } = &mut scripts;
         let counting = [check, check_plain, check_many, block];
-        let locking =
-            [lock_acquire, lock_acquire_all, lock_exchange, lock_line, lock_renew, lock_release];
+        let locking = [lock_acquire, lock_acquire_all, lock_exchange, lock_line, lock_renew, lock_release];
         let once = [idempotency_begin, idempotency_renew, idempotency_checkpoint];
         let ends = [idempotency_complete, idempotency_release];
         let looking = [lock_inspect, lock_name, lock_seize];

@@ -77,9 +77,9 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
             }
             LockVerb::Exchange { held, asked } => {
                 let held: Vec<_> = held.iter().map(|&(at, token)| (lock_at(at), tokens[token])).collect();
-                let wanted = asked.iter().map(|&(at, token)| {
-                    (lock_at(at), Claim { fences: fences_each, ..Claim::new(tokens[token], ttl) })
-                });
+                let wanted = asked
+                    .iter()
+                    .map(|&(at, token)| (lock_at(at), Claim { fences: fences_each, ..Claim::new(tokens[token], ttl) }));
                 let wanted: Vec<_> = wanted.collect();
                 let (released, acquired) = pair.exchange(&held, &wanted);
                 // What the script has left alone comes after all of what it has done.

@@ -1,4 +1,4 @@
-//! Locks on one Redis: one for each task, and one that all of them want.
+//! Locks on one Redis: one for each task, by a client of several worker threads and of one, and one that all of them want.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use rslock::{LockGuard, LockManager};
 use serde_json::json;
+use tokio::runtime::{Builder, Handle};
 use tollgate::lock::Lease;
 use tollgate::{Locks, RedisBackend};
 
@@ -81,6 +82,10 @@ pub async fn tables(run: &mut Run) {
     let server = RedisServer::start();
     let node = Node::start(&server);
     let lockers = Locker::both(&server.url()).await;
+    // The other core is for the server then.
+    let one_thread = Builder::new_multi_thread().worker_threads(1).enable_all().build().expect("a runtime starts");
+    let url = server.url();
+    let there = one_thread.spawn(async move { Locker::both(&url).await }).await.expect("Redis lets us in");
     let Locker::Tollgate(locks) = &lockers[0].1 else { unreachable!("it is the first") };
     let cycle = async |locks: &Locks| {
         let lease = locks.lock("7777777").await.expect("the lock is granted");
@@ -90,13 +95,24 @@ pub async fn tables(run: &mut Run) {
     let scripts = ["lock_acquire.lua", "lock_release.lua"];
     let ceiling = Cycle::record(&server, &scripts, "7777777", cycle(locks)).await;
 
-    for (is_own, points) in [(true, &[1, 16, 64, 256][..]), (false, &[64])] {
+    let by_tasks = &[1, 16, 64, 256][..];
+    let here = Handle::current();
+    let loads = [
+        (true, &lockers, &here, by_tasks),
+        (true, &there, one_thread.handle(), by_tasks),
+        (false, &lockers, &here, &[64]),
+    ];
+    for (is_own, lockers, runtime, points) in loads {
         let time = run.time;
+        let is_one_thread = runtime.id() != here.id();
         let mut contenders: Vec<_> = lockers
             .iter()
             .map(|(who, locker)| {
-                let (who, locker) = (*who, locker.clone());
-                Contender::new(who, move |tasks| Box::pin(cycles(who, locker.clone(), is_own, tasks, time)))
+                let (who, locker, runtime) = (*who, locker.clone(), runtime.clone());
+                Contender::new(who, move |tasks| {
+                    let load = runtime.spawn(cycles(who, locker.clone(), is_own, tasks, time));
+                    Box::pin(async move { load.await.expect("no task fails") })
+                })
             })
             .collect();
         if let Some(node) = &node {
@@ -105,7 +121,14 @@ pub async fn tables(run: &mut Run) {
             }));
         }
         let medians = take_turns(&mut contenders, points, run.rounds, || is_own.then(|| ceiling.per_s())).await;
-        let (name, title, text) = if is_own {
+        let (name, title, text) = if is_one_thread {
+            (
+                "locks-one-thread",
+                "Locks, uncontended, with one worker thread",
+                "The same with a runtime of one worker thread in the client, so that each of two cores has one thread with much to do. Where there are two, \
+                 they wake each other for a few tasks at a time, which costs both of them more than it brings.",
+            )
+        } else if is_own {
             (
                 "locks",
                 "Locks, uncontended",
@@ -137,4 +160,6 @@ pub async fn tables(run: &mut Run) {
             ..Table::default()
         });
     }
+    // Not where something might have to be waited for.
+    one_thread.shutdown_background();
 }
