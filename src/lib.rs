@@ -4,25 +4,32 @@
 //! once, and keeps jobs until they are due. The state lies in Redis, where any number of processes share it and every decision is one
 //! atomic script, or in this process, where nothing has to be installed. The API is the same.
 //!
+//! ```toml
+//! [dependencies]
+//! tollgate = { version = "0.1", features = ["axum"] }
+//! axum = "0.8"
+//! tokio = { version = "1", features = ["full"] }
 //! ```
-//! # #[cfg(feature = "http")] {
+//!
+//! ```no_run
 //! use std::net::SocketAddr;
 //! use axum::{Router, routing::get};
-//! use tollgate::{Policy, Quota, RateLimitLayer, http::peer_ip};
+//! use tollgate::{BoxError, Policy, Quota, RateLimitLayer, http::peer_ip};
 //!
-//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::ConnectError> {
-//! let backend = tollgate::connect("memory:").await?; // or "redis://127.0.0.1/"
-//! let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
-//! let app = Router::new()
-//!     .route("/", get(async || "hello"))
-//!     .layer(RateLimitLayer::new(backend, policy).key(peer_ip()))
-//!     .into_make_service_with_connect_info::<SocketAddr>();
-//! # drop(app);
-//! # Ok(())
-//! # }
-//! # main().unwrap();
-//! # }
+//! #[tokio::main]
+//! async fn main() -> Result<(), BoxError> {
+//!     let backend = tollgate::connect("memory:").await?; // or "redis://127.0.0.1/"
+//!     let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
+//!     let app = Router::new()
+//!         .route("/", get(async || "hello\n"))
+//!         .layer(RateLimitLayer::new(backend, policy).key(peer_ip()))
+//!         .into_make_service_with_connect_info::<SocketAddr>();
+//!     let listener = tokio::net::TcpListener::bind("127.0.0.1:3000").await?;
+//!     Ok(axum::serve(listener, app).await?)
+//! }
 //! ```
+//!
+//! Without the feature `axum` nobody finds the address that axum tells, and each request is answered by 400.
 //!
 //! # Where things are
 //!

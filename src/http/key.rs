@@ -72,8 +72,8 @@ pub struct PeerAddr(pub SocketAddr);
 /// Counts by the IP address of the other end of the connection.
 ///
 /// Finds a [`PeerAddr`] or, with the feature `axum`, axum's `ConnectInfo<SocketAddr>` in the extensions of the request. A
-/// request without either has no key, and the first such request is a warning in the log. In tests of an axum router its
-/// `MockConnectInfo` does as well.
+/// request without either has no key, so that layers answer it by 400 unless told otherwise, and the first such request is a warning in the log. In
+/// tests of an axum router its `MockConnectInfo` does as well.
 ///
 /// An IPv6 address counts by its first 64 bits, since one client usually has all the others to choose from. An IPv4
 /// address that arrives as IPv6 (`::ffff:203.0.113.7`) counts as IPv4.

@@ -29,10 +29,11 @@
 //! # }
 //! ```
 //!
-//! And with everything said: per client and route and per address, weighted, failing closed. With HTTP a rejection is a response.
+//! And with everything said: per client and route and per address, weighted, failing closed. With HTTP a rejection is a response. The route, and the
+//! address that axum tells, are found with the feature `axum`.
 //!
 //! ```
-//! # #[cfg(feature = "http")] {
+//! # #[cfg(feature = "axum")] {
 //! use std::time::Duration;
 //! use axum::{Router, extract::Request, routing::get};
 //! use tollgate::http::{header, matched_path, peer_ip};

@@ -1,5 +1,8 @@
-//! What is said where a feature is missing.
+//! What is said where a feature is missing, and that the first program of the docs needs no others than it names.
 #![cfg(test)]
+
+#[cfg(feature = "first-program")]
+mod first_program;
 
 use tollgate::{AnyBackend, ConfigError, ConnectError};
 
