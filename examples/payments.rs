@@ -11,7 +11,7 @@ use std::error::Error;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
-use std::time::Duration;
+use std::time::{Duration, SystemTime, UNIX_EPOCH};
 use std::{env, iter};
 
 use axum::body::Body;
@@ -70,7 +70,7 @@ async fn run() -> Result<(), BoxError> {
         Router::new().route("/payments", post(charge)).layer(guard.clone()).layer(Extension(Arc::clone(&charges)));
 
     // Another key in each run, since Redis remembers the one before for a day.
-    let key = format!("order-42-{}", std::process::id());
+    let key = format!("order-42-{}", SystemTime::now().duration_since(UNIX_EPOCH)?.as_nanos());
     let mut clients = JoinSet::new();
     for client in 0..CLIENTS {
         let (app, key) = (app.clone(), key.clone());
