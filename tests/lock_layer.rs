@@ -783,6 +783,16 @@ async fn a_layer_may_demand_more_than_this_process() {
     assert!(by_path().require(Scope::Process).is_ok());
 }
 
+#[tokio::test]
+async fn locks_without_a_layer_may_demand_that_as_well() {
+    let too_small = ConfigError::ScopeTooSmall { needed: Scope::Redis, has: Scope::Process };
+    for (scope, expected) in [(Scope::Process, Ok(())), (Scope::Redis, Err(too_small))] {
+        assert_eq!(Locks::new(MemoryBackend::new()).require(scope).map(drop), expected);
+        assert_eq!(Semaphore::new(MemoryBackend::new(), 2).require(scope).map(drop), expected);
+        assert_eq!(RwLocks::new(MemoryBackend::new()).require(scope).map(drop), expected);
+    }
+}
+
 /// Counts how often it was asked to be ready, and is only called by who asked.
 #[derive(Debug)]
 struct Strict(bool);

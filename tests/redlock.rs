@@ -301,12 +301,14 @@ async fn what_the_majority_cannot_decide_is_refused_by_name() {
     assert_eq!(few, ConfigError::TooFewStores { stores: 2, min: 3 });
     let process = Redlock::new([(); 3].map(|()| MemoryBackend::new())).unwrap();
     assert_eq!(LockStore::scope(&process), Scope::Process);
-    assert!(LockLayer::new(process).require(Scope::Redis).is_err());
+    assert!(LockLayer::new(process.clone()).require(Scope::Redis).is_err());
+    assert!(Locks::new(process).require(Scope::Redis).is_err());
 
     let servers = [(); 3].map(|()| RedisServer::start());
     let stores = connect(&servers).await;
     assert!(LockStore::scope(&stores) == Scope::Quorum && Scope::Quorum > Scope::Redis);
     assert!(LockLayer::new(stores.clone()).require(Scope::Quorum).is_ok());
+    assert!(Locks::new(stores.clone()).require(Scope::Quorum).is_ok());
     let refused = [
         Locks::new(stores.clone()).fair().lock("a").await,
         RwLocks::new(stores.clone()).read("a").await,

@@ -12,6 +12,7 @@ use super::nested::Held;
 use super::shared::Shared;
 use super::store::{LockStore, Scope};
 use crate::circuit::CircuitBreaker;
+use crate::error::ConfigError;
 use crate::key::Key;
 
 /// Locks by key, for one piece of work at a time.
@@ -335,6 +336,22 @@ impl Locks {
     #[must_use]
     pub fn scope(&self) -> Scope {
         self.shared.store.scope()
+    }
+
+    /// Makes sure that the locks hold as far as they are meant to, so that the memory backend is not taken for a distributed one.
+    ///
+    /// ```
+    /// use tollgate::{Locks, MemoryBackend, lock::Scope};
+    ///
+    /// assert!(Locks::new(MemoryBackend::new()).require(Scope::Redis).is_err());
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
+    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+        self.scope().require(scope)?;
+        Ok(self)
     }
 
     /// Grants nothing any more, and waits until every lease has been given back, also those that were dropped and are on their

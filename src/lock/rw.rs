@@ -5,6 +5,7 @@ use super::locks::{LockRequest, Locks, Replication};
 use super::shared::Shared;
 use super::store::{LockStore, Scope};
 use crate::circuit::CircuitBreaker;
+use crate::error::ConfigError;
 use crate::key::Key;
 
 /// Locks by key that many readers hold together, or one writer alone.
@@ -137,6 +138,15 @@ impl RwLocks {
     #[must_use]
     pub fn scope(&self) -> Scope {
         self.locks.scope()
+    }
+
+    /// Makes sure that the locks hold as far as they are meant to: see [`Locks::require`].
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::ScopeTooSmall`] if they hold among fewer than `scope` says.
+    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+        Ok(Self { locks: self.locks.require(scope)? })
     }
 
     /// Grants nothing any more, and waits until every lease has been given back: see [`Locks::shutdown`].

@@ -5,6 +5,7 @@ use super::locks::{LockRequest, Locks, Replication};
 use super::shared::Shared;
 use super::store::{LockStore, Scope};
 use crate::circuit::CircuitBreaker;
+use crate::error::ConfigError;
 use crate::key::Key;
 
 /// So many at a time: permits by key, each of which is a [`Lease`](super::Lease) that expires with a holder that has died.
@@ -119,6 +120,15 @@ impl Semaphore {
     #[must_use]
     pub fn scope(&self) -> Scope {
         self.locks.scope()
+    }
+
+    /// Makes sure that the permits are counted as far as they are meant to: see [`Locks::require`].
+    ///
+    /// # Errors
+    ///
+    /// [`ConfigError::ScopeTooSmall`] if permits are counted among fewer than `scope` says.
+    pub fn require(self, scope: Scope) -> Result<Self, ConfigError> {
+        Ok(Self { locks: self.locks.require(scope)? })
     }
 
     /// Grants nothing any more, and waits until every permit has been given back: see [`Locks::shutdown`].
