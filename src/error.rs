@@ -167,6 +167,8 @@ pub enum ConfigError {
         /// ...in this time.
         window: Duration,
     },
+    /// A token bucket of no size would admit nothing, whatever flows in.
+    ZeroBurst,
     /// So few bits of an IPv6 address would count whole countries as one client, or there are not as many.
     Ipv6PrefixOutOfRange {
         /// The number of bits that was asked for.
@@ -269,6 +271,7 @@ impl fmt::Display for ConfigError {
             Self::BurstOutOfRange { burst, limit, window } => {
                 write!(f, "a bucket of {burst} takes longer than 3660 days to fill at {limit} per {window:?}")
             }
+            Self::ZeroBurst => f.write_str("a burst of 0 admits nothing; if that is meant, say a quota of 0"),
             Self::Ipv6PrefixOutOfRange { bits, min, max } => {
                 write!(f, "an IPv6 prefix of {bits} bits is not between {min} and {max}")
             }

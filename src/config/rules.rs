@@ -324,9 +324,6 @@ fn limit(def: &LimitDef) -> Result<Limit, Fault> {
     let fault = |field: &'static str| move |error: ConfigError| Fault::new(error.to_string()).within(field);
     let quota = Quota::new(def.quota, def.per.0).map_err(fault("per"))?;
     match (def.algorithm, def.burst) {
-        (AlgorithmName::TokenBucket, Some(0)) if def.quota > 0 => {
-            Err(Fault::new("a burst of 0 admits nothing; if that is meant, say `quota = 0`").within("burst"))
-        }
         (AlgorithmName::TokenBucket, Some(burst)) => Ok(quota.burst(burst).map_err(fault("burst"))?.token_bucket()),
         (_, Some(_)) => Err(Fault::new("only a token bucket takes a burst").within("burst")),
         (AlgorithmName::TokenBucket, None) => Ok(quota.token_bucket()),

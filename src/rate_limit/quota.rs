@@ -76,8 +76,12 @@ impl Quota {
     ///
     /// # Errors
     ///
-    /// [`ConfigError::BurstOutOfRange`] if an empty bucket would take longer than [`MAX_WINDOW`](Self::MAX_WINDOW) to fill.
+    /// [`ConfigError::BurstOutOfRange`] if an empty bucket would take longer than [`MAX_WINDOW`](Self::MAX_WINDOW) to fill, and
+    /// [`ConfigError::ZeroBurst`] for 0, unless the quota is 0 as well and so denies everything in any case.
     pub const fn burst(self, units: u32) -> Result<BurstQuota, ConfigError> {
+        if units == 0 && self.limit > 0 {
+            return Err(ConfigError::ZeroBurst);
+        }
         let fill_us = units as u128 * self.window.as_micros();
         if fill_us <= self.limit as u128 * Self::MAX_WINDOW.as_micros() {
             Ok(BurstQuota { quota: self, burst: units })
@@ -266,6 +270,11 @@ mod tests {
         assert!(Quota::per_day(1).burst(3_660).is_ok());
         assert!(matches!(Quota::per_day(1).burst(3_661), Err(ConfigError::BurstOutOfRange { burst: 3_661, .. })));
         assert!(matches!(Quota::per_day(0).burst(1), Err(ConfigError::BurstOutOfRange { .. })));
+    }
+
+    #[test]
+    fn a_burst_of_nothing_is_refused_where_the_quota_is_not_nothing_too() {
+        assert_eq!(Quota::per_second(10).burst(0), Err(ConfigError::ZeroBurst));
         assert_eq!(Quota::per_second(0).burst(0).unwrap().token_bucket().capacity(), 0);
     }
 
