@@ -306,6 +306,49 @@ fn a_limiter_is_seen_as_a_layer_is() {
     assert_eq!(self::seen(&snapshotter), expect(&expected));
 }
 
+/// It happened that neither the time of a store behind a limiter was seen, nor a correction.
+#[test]
+fn what_a_limiter_waits_for_is_timed_and_what_it_settles_counted() {
+    let (recorder, snapshotter, runtime) = recording();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let policy = |name| Policy::new(name, Quota::per_hour(5).fixed_window());
+    let mails = Limiter::new(store, policy("mails"));
+    let here = Limiter::new(MemoryBackend::new(), policy("here"));
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            // Nobody waits for memory.
+            let receipt = here.check("alice").await.unwrap().receipt().unwrap();
+            assert!(here.peek("alice").await.unwrap().is_allowed());
+            here.settle("alice", receipt, -1).await.unwrap();
+
+            faults.delay(Duration::from_millis(10));
+            let receipt = mails.check("alice").await.unwrap().receipt().unwrap();
+            assert!(mails.peek("alice").await.unwrap().is_allowed());
+            mails.settle("alice", receipt, -1).await.unwrap();
+            faults.delay(Duration::from_millis(200));
+            assert!(mails.settle("alice", receipt, 1).await.unwrap_err().is_timeout());
+            let left = tokio::time::timeout(Duration::from_millis(1), mails.settle("alice", receipt, 1));
+            assert!(left.await.is_err());
+        });
+    });
+    let (mut times, mut settled) = (Vec::new(), BTreeMap::new());
+    for (key, _, _, value) in snapshotter.snapshot().into_vec() {
+        let labels: Vec<_> = key.key().labels().map(|label| label.value().to_owned()).collect();
+        match (key.key().name(), value) {
+            ("tollgate_store_seconds", DebugValue::Histogram(values)) if !values.is_empty() => {
+                times.push((labels, values.into_iter().map(f64::from).collect::<Vec<_>>()));
+            }
+            ("tollgate_settlements_total", DebugValue::Counter(count)) if count > 0 => {
+                settled.insert(labels.join(" "), count);
+            }
+            _ => {}
+        }
+    }
+    assert_eq!(times, [(vec!["mails".to_owned()], vec![0.01, 0.01, 0.01, 0.1])]);
+    assert_eq!(settled, expect(&[("here done", 1), ("mails done", 1), ("mails lost", 2)]));
+}
+
 #[test]
 fn a_policy_is_not_seen_to_admit_what_another_one_turns_away() {
     let per_hour = |name, limit| Policy::new(name, Quota::per_hour(limit).fixed_window());
@@ -422,6 +465,7 @@ fn accelerators_are_seen_as_their_stats_tell() {
         ("tollgate_deny_cache_total{policy=hot,outcome=miss}", answers.misses),
         // The one that was lost.
         ("tollgate_store_errors_total{policy=hot}", 1),
+        ("tollgate_store_seconds{policy=hot}", 1),
     ];
     assert_eq!(seen, expect(&expected));
 }

@@ -202,7 +202,7 @@ fn in_background<S, B, L>(
     let runtime = current.or_else(|| settler.runtime.get().cloned());
     let place = Place::take(&settler.pending);
     let has_place = place.is_some();
-    let correction = Correction { policy, change, outcome: None, _place: place };
+    let correction = Correction::new(policy, change, place);
     let Some(runtime) = runtime.filter(|_| has_place) else { return };
     let mut settlement: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
         let settled = store.settle(&correction.policy, &key, receipt, change);
@@ -215,8 +215,8 @@ fn in_background<S, B, L>(
     }
 }
 
-/// A correction that is under way. One that is dropped without an outcome, with its runtime for instance, is lost.
-struct Correction {
+/// A correction that is under way. One that is dropped without an outcome, with its runtime or its caller for instance, is lost.
+pub(super) struct Correction {
     policy: Policy,
     change: i64,
     outcome: Option<Result<(), StoreError>>,
@@ -224,7 +224,12 @@ struct Correction {
 }
 
 impl Correction {
-    fn end(mut self, outcome: Result<(), StoreError>) {
+    /// `place` is for one that nobody waits for.
+    pub(super) fn new(policy: Policy, change: i64, place: Option<Place>) -> Self {
+        Self { policy, change, outcome: None, _place: place }
+    }
+
+    pub(super) fn end(mut self, outcome: Result<(), StoreError>) {
         self.outcome = Some(outcome);
     }
 }
@@ -264,7 +269,7 @@ impl Pending {
 }
 
 /// One of the places for corrections that are under way.
-struct Place(Arc<Pending>);
+pub(super) struct Place(Arc<Pending>);
 
 impl Place {
     fn take(pending: &Arc<Pending>) -> Option<Self> {

@@ -1,11 +1,14 @@
+use std::future::poll_fn;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
 
 use super::decision::{Decision, Receipt};
+use super::handle::Correction;
 use super::judge::{count_allowed, note};
-use super::meters::Verdict;
+use super::meters::{Meters, Verdict};
 use super::policy::Policy;
 use super::store::{Charged, RateLimitStore};
 use crate::circuit::{Circuit, CircuitBreaker};
@@ -259,7 +262,10 @@ impl<B: RateLimitStore> Limiter<B> {
     /// ```
     pub async fn settle(&self, key: impl Into<Key>, receipt: Receipt, change: i64) -> Result<(), StoreError> {
         let key = key.into();
-        self.ask(self.store.settle(&self.policy, &key, receipt, change)).await
+        let correction = Correction::new(self.policy.clone(), change, None);
+        let settled = self.ask(self.store.settle(&self.policy, &key, receipt, change)).await;
+        correction.end(settled.clone());
+        settled
     }
 
     /// Denies everything to `key` for the time given, as a penalty for instance; a time of zero lifts the block. What was
@@ -299,7 +305,20 @@ impl<B: RateLimitStore> Limiter<B> {
     /// Asks the store, if the circuit lets us, for as long as it may take.
     async fn ask<T>(&self, question: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         self.circuit.admit()?;
-        let answer = Deadline::new(question, self.deadline).await;
+        let mut question = pin!(Deadline::new(question, self.deadline));
+        // What is answered at once takes no look at the clock.
+        let mut begun = None;
+        let answer = poll_fn(|cx| {
+            let answer = question.as_mut().poll(cx);
+            if Meters::COUNT && answer.is_pending() {
+                begun.get_or_insert_with(Instant::now);
+            }
+            answer
+        })
+        .await;
+        if let Some(begun) = begun {
+            self.policy.meters().store_answered(begun.elapsed());
+        }
         match &answer {
             Ok(_) => self.circuit.answered(&self.policy),
             Err(error) => self.circuit.failed(&self.policy, error),
