@@ -73,6 +73,7 @@ struct Message {
     line: String,
     then: String,
     old_answer: String,
+    cause: String,
     operation: String,
     names_operations: bool,
 }
@@ -87,6 +88,7 @@ impl Visit for Message {
     fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
         match field.name() {
             "message" => self.line = format!("{value:?}"),
+            "cause" => self.cause = format!("{value:?}"),
             "then" => self.then = format!("{value:?}"),
             "old_answer" => self.old_answer = format!("{value:?}"),
             name @ ("layer" | "operation") if self.names_operations => self.operation += &format!(" {name}={value:?}"),
@@ -291,6 +293,23 @@ async fn a_store_that_fails_now_and_then_is_no_line_for_each_time() {
         "WARN lock store fails: requests pass without a lock",
     ];
     assert_eq!(lines, expected);
+}
+
+/// It happened that the line said no more than that a store fails.
+#[tokio::test(start_paused = true)]
+async fn why_requests_pass_without_a_lock_is_told() {
+    let log = Log::default();
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().fail(Failure::Unavailable);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let layer = LockLayer::new(store).on_store_error(tollgate::lock::OnStoreError::Allow);
+    let service = layer.with_rejection(AsError).layer(service_fn(async |_: ()| Ok::<_, BoxError>(())));
+    service.oneshot(()).await.unwrap();
+    let told: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
+    let cause = "a fault that the test asked for";
+    let expected = ["WARN lock store fails", "WARN lock store fails: requests pass without a lock"]
+        .map(|line| (line.into(), cause.into()));
+    assert_eq!(told, expected);
 }
 
 /// The answers are lost, and the marks that there were some are kept.

@@ -1,3 +1,4 @@
+use std::error::Error;
 use std::fmt;
 use std::future::Future;
 use std::marker::PhantomData;
@@ -386,7 +387,8 @@ impl Settings {
         }
         self.locks.home().passed_unprotected();
         if self.unprotected.begins() {
-            tracing::warn!(%error, "lock store fails: requests pass without a lock");
+            let cause = error.source().map(tracing::field::display);
+            tracing::warn!(%error, cause, "lock store fails: requests pass without a lock");
         }
         true
     }
