@@ -6,7 +6,7 @@ use std::time::Duration;
 use pin_project_lite::pin_project;
 use tokio::time::{Instant, Sleep, sleep};
 
-use crate::error::StoreError;
+use crate::error::{ConfigError, StoreError};
 
 pin_project! {
     /// A store call that is given up when its time is over.
@@ -21,6 +21,11 @@ pin_project! {
         timer: Option<Sleep>,
         is_extended: bool,
     }
+}
+
+/// Refuses to ask a store that would have no time to answer.
+pub(crate) fn leaves_time(deadline: Duration) -> Result<(), StoreError> {
+    if deadline.is_zero() { Err(StoreError::other(ConfigError::ZeroTimeout { setting: "deadline" })) } else { Ok(()) }
 }
 
 impl<F> Deadline<F> {

@@ -200,8 +200,11 @@ pub enum ConfigError {
     },
     /// A pool of no connections can serve nobody.
     EmptyPool,
-    /// A timeout of nothing leaves no time for an answer.
-    ZeroTimeout,
+    /// A time of nothing: for an answer, or to hold anything.
+    ZeroTimeout {
+        /// Which setting it is, by the name of its method.
+        setting: &'static str,
+    },
     /// A lease would be over before it can be used, or would outlive its holder for longer than anybody wants.
     TtlOutOfRange {
         /// The time to live that was asked for.
@@ -287,7 +290,7 @@ impl fmt::Display for ConfigError {
                 write!(f, "a certificate or key for the store cannot be used: {reason}")
             }
             Self::EmptyPool => f.write_str("a pool needs at least one connection"),
-            Self::ZeroTimeout => f.write_str("a timeout of zero leaves no time for an answer"),
+            Self::ZeroTimeout { setting } => write!(f, "a `{setting}` of zero leaves no time"),
             Self::TtlOutOfRange { ttl, min, max } => {
                 write!(f, "a lease of {ttl:?} is not between {min:?} and {} hours", max.as_secs() / 3_600)
             }

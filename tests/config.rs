@@ -301,7 +301,7 @@ const BAD: &[Bad] = &[
     ("POLICY\n[[rules]]\npath = \"/\"\nunlimited = true\nwait = \"1s\"", "has no meaning where requests are unlimited", "rules[0].wait", 6),
     ("POLICY\nRULE\nwait = \"0s\"", "nobody waits for no time", "rules[0].wait", 7),
     ("POLICY\nRULE\nwait = 2", "a time as text with its unit", "rules[0].wait", 7),
-    ("POLICY\nRULE\ndeadline = \"0s\"", "a timeout of zero leaves no time", "rules[0].deadline", 7),
+    ("POLICY\nRULE\ndeadline = \"0s\"", "a `deadline` of zero leaves no time", "rules[0].deadline", 7),
     ("POLICY\nRULE\non_store_error = \"explode\"", "unknown variant `explode`, expected one of `local`, `allow`, `deny`", "rules[0].on_store_error", 7),
     ("POLICY\nRULE\non_missing_key = 1", "invalid type: integer `1`", "rules[0].on_missing_key", 7),
     // Keys.

@@ -153,8 +153,8 @@ async fn options_that_cannot_work() {
     let options = || RedisOptions::from_url("redis://127.0.0.1/").unwrap();
     let cases = [
         (options().connections(0), ConfigError::EmptyPool),
-        (options().connect_timeout(Duration::ZERO), ConfigError::ZeroTimeout),
-        (options().response_timeout(Duration::ZERO), ConfigError::ZeroTimeout),
+        (options().connect_timeout(Duration::ZERO), ConfigError::ZeroTimeout { setting: "connect_timeout" }),
+        (options().response_timeout(Duration::ZERO), ConfigError::ZeroTimeout { setting: "response_timeout" }),
     ];
     for (options, expected) in cases {
         let error = options.connect().await.unwrap_err();

@@ -19,8 +19,8 @@ use tollgate::rate_limit::{
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
-    AsError, BoxError, Key, Limiter, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer,
-    StoreError,
+    AsError, BoxError, ConfigError, DelayQueue, Key, Limiter, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota,
+    RateLimitLayer, StoreError,
 };
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 use tower_test::mock::{self, Handle, Mock, Spawn};
@@ -395,6 +395,44 @@ async fn the_deadline_does_not_limit_the_inner_service() {
         Ok::<_, Broken>("at last")
     }));
     assert_eq!(service.oneshot("request").await.unwrap(), "at last");
+}
+
+/// Why a store was not asked, if it is the setting.
+fn setting<'a>(error: &'a (dyn Error + 'static)) -> Option<&'a ConfigError> {
+    error.source().and_then(<dyn Error>::downcast_ref)
+}
+
+/// It happened that all decisions of Redis were late then, and each process admitted the quota by itself.
+#[tokio::test(start_paused = true)]
+async fn a_deadline_of_zero_is_refused_by_name_and_nobody_is_asked() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    faults.delay(Duration::from_millis(1));
+    let expected = ConfigError::ZeroTimeout { setting: "deadline" };
+    for then in [OnStoreError::Local, OnStoreError::Allow, OnStoreError::Deny] {
+        let service = |policy: Policy| {
+            let layer = RateLimitLayer::new(store.clone(), policy)
+                .with_rejection(AsError)
+                .on_store_error(then)
+                .deadline(Duration::ZERO);
+            layer.layer(service_fn(async |request: &'static str| Ok::<_, BoxError>(request)))
+        };
+        let enforced = service(per_hour(5));
+        // Longer than it takes for the circuit to open.
+        for _ in 0..10 {
+            let error = enforced.clone().oneshot("alice").await.unwrap_err();
+            assert_eq!(setting(&*error), Some(&expected), "{then:?}");
+        }
+        // Who has no say turns nobody away for that either.
+        assert_eq!(service(per_hour(5).shadow()).oneshot("alice").await.unwrap(), "alice");
+    }
+
+    let limiter = Limiter::new(store.clone(), per_hour(5)).deadline(Duration::ZERO);
+    assert_eq!(setting(&limiter.check("alice").await.unwrap_err()), Some(&expected));
+    assert_eq!(setting(&limiter.peek("alice").await.unwrap_err()), Some(&expected));
+    let queue = DelayQueue::<u8>::new(store, "numbers").deadline(Duration::ZERO);
+    assert_eq!(setting(&queue.push(7).await.unwrap_err()), Some(&expected));
+    assert_eq!(faults.total_calls(), 0);
 }
 
 // Several subjects, lists, plans.

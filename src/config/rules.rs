@@ -436,7 +436,7 @@ impl Rule {
             return Err(Fault::new("there is at least one replica").within("replicas"));
         }
         if def.deadline.is_some_and(|deadline| deadline.0.is_zero()) {
-            return Err(Fault::new(ConfigError::ZeroTimeout.to_string()).within("deadline"));
+            return Err(Fault::new(ConfigError::ZeroTimeout { setting: "deadline" }.to_string()).within("deadline"));
         }
         if def.wait.is_some_and(|wait| wait.0.is_zero()) {
             return Err(Fault::new("nobody waits for no time; leave `wait` out").within("wait"));

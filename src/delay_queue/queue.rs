@@ -17,6 +17,7 @@ use super::store::{
     Finish, MAX_BATCH, QueueKey, State, Ticket, WorkerId,
 };
 use crate::circuit::CircuitBreaker;
+use crate::deadline::leaves_time;
 use crate::error::{BoxError, ConfigError, StoreError};
 use crate::key::Key;
 use crate::lock::{Scope, Wakeups};
@@ -47,6 +48,7 @@ pub(super) struct Terms {
 impl Terms {
     /// Asks the store, if the circuit lets us, for as long as it may take.
     async fn ask<A>(&self, call: impl FnOnce(Arc<dyn AnyStore>, Duration) -> Call<A>) -> Result<A, StoreError> {
+        leaves_time(self.deadline)?;
         self.calls.admit()?;
         let answer = call(Arc::clone(&self.store), self.deadline).await;
         self.calls.ended(&answer);
@@ -184,7 +186,8 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// How long one call of the store may take. Defaults to 100 ms. A [worker](super::DelayQueueWorker) gives its own calls more: a third of
-    /// its lease, from 100 ms to 5 s, and no more than a second once it ends.
+    /// its lease, from 100 ms to 5 s, and no more than a second once it ends. With zero nothing is asked of the store: the error has a
+    /// [`ConfigError::ZeroTimeout`] as its source.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.terms.deadline = deadline;

@@ -216,8 +216,11 @@ fn check(terms: &Terms) -> Result<(), ConfigError> {
     if terms.permits == 0 || terms.permits > Claim::MAX_PERMITS {
         return Err(ConfigError::PermitsOutOfRange { permits: terms.permits, max: Claim::MAX_PERMITS });
     }
-    if terms.deadline.is_zero() || terms.max_hold.is_some_and(|max_hold| max_hold.is_zero()) {
-        return Err(ConfigError::ZeroTimeout);
+    if terms.deadline.is_zero() {
+        return Err(ConfigError::ZeroTimeout { setting: "deadline" });
+    }
+    if terms.max_hold.is_some_and(|max_hold| max_hold.is_zero()) {
+        return Err(ConfigError::ZeroTimeout { setting: "max_hold" });
     }
     Ok(())
 }

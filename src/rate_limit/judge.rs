@@ -19,7 +19,7 @@ use super::rejection::{Rejection, Standing};
 use super::resolver::{PolicyResolver, Resolved};
 use super::store::{Charged, RateLimitStore, Request};
 use crate::circuit::{Circuit, Watch};
-use crate::deadline::Deadline;
+use crate::deadline::{Deadline, leaves_time};
 use crate::error::StoreError;
 use crate::key::Key;
 
@@ -199,12 +199,19 @@ impl<B> Watch for Core<B> {
 
     fn outage_begins(&self, error: &StoreError) {
         let cause = error.source().map(tracing::field::display);
-        let (policy, then) = (self.policy.name(), self.on_store_error);
+        let (policy, then) = (self.policy.name(), self.without_store());
         tracing::warn!(policy, %error, cause, ?then, "rate limit store fails");
     }
 
     fn outage_ends(&self) {
         self.policy.outage_ends();
+    }
+}
+
+impl<B> Core<B> {
+    /// What is done without the store. Where it is never asked that is no outage, in which each process may admit the quota.
+    fn without_store(&self) -> OnStoreError {
+        if self.deadline.is_zero() { OnStoreError::Deny } else { self.on_store_error }
     }
 }
 
@@ -306,6 +313,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
 
     /// Asks the resolver and then the store. Each has the whole deadline, so that a store never fails because a resolver is slow.
     async fn ask(&self, subjects: &mut [Subject], cost: u32) -> Result<(), StoreError> {
+        leaves_time(self.deadline).inspect_err(|error| self.circuit.failed(self, error))?;
         if let (Some(resolver), Some(main)) = (&self.resolver, subjects.iter_mut().find(|subject| subject.main)) {
             main.count_by(self.resolve(resolver, &main.key).await?);
             // What is answered in front of the store says nothing about it, and is no probe.
@@ -373,7 +381,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
         if resolver.outage().begins() {
             // The error itself speaks of a store.
             let cause = error.source().map_or_else(|| "no answer came in time".to_owned(), ToString::to_string);
-            let (policy, then) = (self.policy.name(), self.on_store_error);
+            let (policy, then) = (self.policy.name(), self.without_store());
             tracing::warn!(policy, cause, ?then, old_answer, "rate limit resolver fails");
         }
     }
@@ -407,7 +415,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
         if hopeless {
             return self.rule(subjects, cost);
         }
-        match self.on_store_error {
+        match self.without_store() {
             OnStoreError::Local => {
                 for subject in &mut *subjects {
                     subject.policy = Some(subject.policy(&self.policy).share_of(self.replicas));

@@ -384,6 +384,9 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
 
     /// How long a decision may take in total; after that it counts as a store error. Defaults to 100 ms.
     ///
+    /// With zero a store that does not answer at once is not asked, and the requests are turned away as with [`OnStoreError::Deny`], whatever was said:
+    /// the [`StoreError`](crate::StoreError), and the log, have a [`ConfigError::ZeroTimeout`] as its source.
+    ///
     /// A [resolver](Self::resolver) that has to be asked may take as long before, so the two may take twice as long in total. One that has
     /// answered before is waited for half as long.
     pub fn deadline(self, deadline: Duration) -> Self {

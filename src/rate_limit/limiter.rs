@@ -12,7 +12,7 @@ use super::meters::{Meters, Verdict};
 use super::policy::Policy;
 use super::store::{Charged, RateLimitStore};
 use crate::circuit::{Circuit, CircuitBreaker};
-use crate::deadline::Deadline;
+use crate::deadline::{Deadline, leaves_time};
 use crate::error::{ConfigError, StoreError};
 use crate::key::Key;
 use crate::lock::Scope;
@@ -84,7 +84,8 @@ impl<B> Limiter<B> {
         Self { store, policy, deadline: DEFAULT_DEADLINE, circuit }
     }
 
-    /// How long a call may take in total, waiting for a connection included. Defaults to 100 ms.
+    /// How long a call may take in total, waiting for a connection included. Defaults to 100 ms. With zero a store that does not answer at once is
+    /// not asked: the [`StoreError`] has a [`ConfigError::ZeroTimeout`] as its source.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
@@ -304,6 +305,7 @@ impl<B: RateLimitStore> Limiter<B> {
 
     /// Asks the store, if the circuit lets us, for as long as it may take.
     async fn ask<T>(&self, question: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
+        leaves_time(self.deadline)?;
         self.circuit.admit()?;
         let mut question = pin!(Deadline::new(question, self.deadline));
         // What is answered at once takes no look at the clock.

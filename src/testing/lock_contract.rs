@@ -468,8 +468,14 @@ pub async fn bad_times_are_refused_by_name<S: LockStore + Clone + Send + Sync + 
         let error = locks.lock("a").ttl(ttl).await.unwrap_err();
         assert!(matches!(error, LockError::Config(ConfigError::TtlOutOfRange { .. })), "{error:?}");
     }
-    for locks in [locks.clone().deadline(Duration::ZERO), locks.clone().max_hold(Duration::ZERO)] {
-        assert!(matches!(locks.lock("a").await, Err(LockError::Config(ConfigError::ZeroTimeout))));
+    for (locks, setting) in
+        [(locks.clone().deadline(Duration::ZERO), "deadline"), (locks.clone().max_hold(Duration::ZERO), "max_hold")]
+    {
+        let error = locks.lock("a").await.unwrap_err();
+        assert!(
+            matches!(&error, LockError::Config(error) if *error == ConfigError::ZeroTimeout { setting }),
+            "{error:?}"
+        );
     }
     drop(locks.lock("a").ttl(Claim::MAX_TTL).wait(Duration::MAX).max_hold(Duration::MAX).await.unwrap());
     // What is being given back is waited for until the deadline, however far away that is.

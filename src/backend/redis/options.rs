@@ -205,8 +205,11 @@ impl RedisOptions {
         if self.connections == 0 {
             return Err(ConfigError::EmptyPool.into());
         }
-        if self.connect_timeout.is_zero() || self.response_timeout.is_zero() {
-            return Err(ConfigError::ZeroTimeout.into());
+        if self.connect_timeout.is_zero() {
+            return Err(ConfigError::ZeroTimeout { setting: "connect_timeout" }.into());
+        }
+        if self.response_timeout.is_zero() {
+            return Err(ConfigError::ZeroTimeout { setting: "response_timeout" }.into());
         }
         #[cfg(feature = "tls")]
         self.check_certificates()?;
