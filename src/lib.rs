@@ -39,7 +39,7 @@
 //! | [`lock`] | [`Locks`], [`Lease`], [`LockLayer`], and what locks ask of a store |
 //! | [`idempotency`] | the same request served once: `IdempotencyLayer`, [`Operations`](idempotency::Operations) for what is no request, and what they ask of a store |
 //! | [`delay_queue`] | jobs that run later: [`DelayQueue`], [`DelayQueueWorker`], [`Job`], and what queues ask of a store |
-//! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`] |
+//! | [`backend`] | [`MemoryBackend`], `RedisBackend`, [`connect`], `connect_with` |
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
 //! | `config` (feature `config`) | rules in a file, changed while the program runs |
@@ -112,6 +112,8 @@ pub mod reject;
 #[cfg(feature = "testing")]
 pub mod testing;
 
+#[cfg(feature = "redis")]
+pub use self::backend::connect_with;
 pub use self::backend::memory::MemoryBackend;
 #[cfg(feature = "redis")]
 pub use self::backend::redis::{RedisBackend, RedisOptions};

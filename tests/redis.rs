@@ -13,8 +13,8 @@ use tokio::task::JoinSet;
 use tollgate::lock::Scope;
 use tollgate::rate_limit::{Decision, RateLimitStore};
 use tollgate::{
-    BoxError, ConfigError, ConnectError, DelayQueue, DenyCache, Leases, Limiter, MemoryBackend, Policy, Quota,
-    RateLimitLayer, RedisBackend, RedisOptions, StoreError,
+    AnyBackend, BoxError, ConfigError, ConnectError, DelayQueue, DenyCache, Leases, Limiter, MemoryBackend, Policy,
+    Quota, RateLimitLayer, RedisBackend, RedisOptions, StoreError,
 };
 
 tollgate::rate_limit_contract!(
@@ -428,6 +428,24 @@ async fn prefixes_and_databases_keep_programs_apart() {
         assert!(limiter.check("alice").await.unwrap().is_allowed());
         assert!(!limiter.check("alice").await.unwrap().is_allowed());
     }
+}
+
+#[tokio::test]
+async fn a_backend_that_a_url_names_takes_settings_beside_it() {
+    let server = RedisServer::start();
+    let (url, [policy, _]) = (server.url(), policies(1));
+    let prefixed = async |url: &str, prefix: &'static str| {
+        tollgate::connect_with(url, |redis| redis.prefix(prefix)).await.unwrap()
+    };
+    for backend in [prefixed(&url, "a").await, prefixed(&url, "b").await, prefixed("memory:", "a").await] {
+        assert!(Limiter::new(backend, policy.clone()).check("alice").await.unwrap().is_allowed());
+    }
+    // The same as what was opened by itself.
+    let by_hand = RedisOptions::from_url(&url).unwrap().prefix("a").connect().await.unwrap();
+    assert!(!Limiter::new(AnyBackend::from(by_hand), policy).check("alice").await.unwrap().is_allowed());
+
+    let refused = tollgate::connect_with(&url, |redis| redis.connections(0)).await;
+    assert!(matches!(refused, Err(ConnectError::Config(ConfigError::EmptyPool))), "{refused:?}");
 }
 
 #[tokio::test]

@@ -42,25 +42,70 @@ use crate::rate_limit::{Charged, Decision, Policy, RateLimitStore, Receipt, Requ
 /// kinds of [`ConnectError`] for what can be wrong with credentials, certificates and servers.
 pub async fn connect(url: impl AsRef<str>) -> Result<AnyBackend, ConnectError> {
     let url = url.as_ref();
-    let Some((scheme, rest)) = url.split_once(':') else {
-        return Err(ConfigError::InvalidUrl { reason: "it has no scheme such as `memory:` or `redis:`".into() }.into());
-    };
-    match scheme {
-        "memory" if matches!(rest, "" | "//") => Ok(AnyBackend::Memory(MemoryBackend::chosen())),
-        "memory" => Err(ConfigError::InvalidUrl { reason: "`memory:` takes nothing behind the colon".into() }.into()),
+    match memory(url)? {
+        Some(backend) => Ok(backend.into()),
         #[cfg(feature = "redis")]
-        _ => Ok(AnyBackend::Redis(RedisOptions::from_url(url)?.connect().await?)),
+        None => Ok(RedisOptions::from_url(url)?.connect().await?.into()),
         #[cfg(not(feature = "redis"))]
-        _ if ["redis", "rediss", "valkey", "valkeys", "unix"].contains(&scheme.split('+').next().unwrap_or(scheme)) => {
-            Err(ConfigError::FeatureMissing { feature: "redis" }.into())
-        }
-        // Escaped and cut, since anything at all may stand before the first colon.
-        #[cfg(not(feature = "redis"))]
-        _ => Err(ConfigError::UnknownScheme { scheme: scheme.escape_debug().take(32).collect() }.into()),
+        None => Err(without_redis(url).into()),
     }
 }
 
-/// A backend that was chosen at run time: see [`connect`].
+/// Opens the backend that a URL names, with settings that the URL does not say where that is Redis. Otherwise as [`connect`].
+///
+/// ```
+/// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::ConnectError> {
+/// let url = std::env::var("STORE").unwrap_or_else(|_| "memory:".into());
+/// let backend = tollgate::connect_with(url, |redis| redis.prefix("shop").tolerate_outage(true)).await?;
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+///
+/// Those of [`connect`], and [`ConnectError::Config`] for settings that cannot work.
+#[cfg(feature = "redis")]
+pub async fn connect_with(
+    url: impl AsRef<str>,
+    options: impl FnOnce(RedisOptions) -> RedisOptions,
+) -> Result<AnyBackend, ConnectError> {
+    let url = url.as_ref();
+    match memory(url)? {
+        Some(backend) => Ok(backend.into()),
+        None => Ok(options(RedisOptions::from_url(url)?).connect().await?.into()),
+    }
+}
+
+/// A backend in memory, if that is what the URL names.
+fn memory(url: &str) -> Result<Option<MemoryBackend>, ConfigError> {
+    match url.split_once(':') {
+        Some(("memory", "" | "//")) => Ok(Some(MemoryBackend::chosen())),
+        Some(("memory", _)) => {
+            Err(ConfigError::InvalidUrl { reason: "`memory:` takes nothing behind the colon".into() })
+        }
+        Some(_) => Ok(None),
+        None => Err(ConfigError::InvalidUrl { reason: "it has no scheme such as `memory:` or `redis:`".into() }),
+    }
+}
+
+/// Why there is no backend for a URL that does not name memory.
+#[cfg(not(feature = "redis"))]
+fn without_redis(url: &str) -> ConfigError {
+    let scheme = url.split(':').next().unwrap_or(url);
+    if ["redis", "rediss", "valkey", "valkeys", "unix"].contains(&scheme.split('+').next().unwrap_or(scheme)) {
+        return ConfigError::FeatureMissing { feature: "redis" };
+    }
+    // Escaped and cut, since anything at all may stand before the first colon.
+    ConfigError::UnknownScheme { scheme: scheme.escape_debug().take(32).collect() }
+}
+
+/// A backend that was chosen at run time: see [`connect`]. One that was opened by itself becomes one of these:
+///
+/// ```
+/// use tollgate::{AnyBackend, MemoryBackend};
+///
+/// let backend = AnyBackend::from(MemoryBackend::with_capacity(1_000_000));
+/// ```
 #[derive(Clone, Debug)]
 #[non_exhaustive]
 pub enum AnyBackend {
@@ -69,6 +114,19 @@ pub enum AnyBackend {
     /// Counts in Redis.
     #[cfg(feature = "redis")]
     Redis(RedisBackend),
+}
+
+impl From<MemoryBackend> for AnyBackend {
+    fn from(backend: MemoryBackend) -> Self {
+        Self::Memory(backend)
+    }
+}
+
+#[cfg(feature = "redis")]
+impl From<RedisBackend> for AnyBackend {
+    fn from(backend: RedisBackend) -> Self {
+        Self::Redis(backend)
+    }
 }
 
 /// Passes a call on to the backend there is.

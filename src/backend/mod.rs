@@ -5,7 +5,7 @@
 //! | [`MemoryBackend`](memory::MemoryBackend) | this process | nothing |
 //! | `RedisBackend` (feature `redis`) | every process that uses the same Redis and prefix | Redis 6.2 or later, or Valkey |
 //!
-//! [`connect`] chooses by URL at run time. All of them are cheap to clone, and clones share everything.
+//! [`connect`] chooses by URL at run time, and `connect_with` takes settings for Redis as well. All of them are cheap to clone, and clones share everything.
 //!
 //! # Examples
 //!
@@ -46,4 +46,6 @@ pub mod redis;
 
 mod any;
 
+#[cfg(feature = "redis")]
+pub use self::any::connect_with;
 pub use self::any::{AnyBackend, connect};
