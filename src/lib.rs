@@ -43,6 +43,7 @@
 //! | `http` (feature `http`) | keys, responses and header fields for HTTP |
 //! | `grpc` (feature `grpc`) | rejections as gRPC statuses |
 //! | `config` (feature `config`) | rules in a file, changed while the program runs |
+//! | `metrics` (feature `metrics`) | texts and units of the metrics |
 //! | [`reject`] | what a rejection becomes |
 //! | `testing` (feature `testing`) | for tests: a store that fails when told to, the contract for backends of your own |
 //!
@@ -81,7 +82,7 @@
 //!   `matched_path`; handlers take what layers know as arguments.
 //! * `grpc`: the module `grpc`, with prost.
 //! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics),
-//!   [`lock`](lock#metrics), [`idempotency`](idempotency#metrics) and [`delay_queue`](delay_queue#metrics).
+//!   [`lock`](lock#metrics), [`idempotency`](idempotency#metrics) and [`delay_queue`](delay_queue#metrics). `metrics::describe` tells the recorder what they are.
 //! * `cron`: jobs that come back by cron patterns, in time zones, with croner and jiff: see `delay_queue::Recurring`.
 //! * `otel`: links of OpenTelemetry from the span of a job to who pushed it: see [`delay_queue`](delay_queue#traces).
 //! * `tsc`: decisions of memory read the counter of the processor, with quanta: see [`MemoryBackend`](MemoryBackend#time).
@@ -107,6 +108,8 @@ pub mod grpc;
 pub mod http;
 pub mod idempotency;
 pub mod lock;
+#[cfg(feature = "metrics")]
+pub mod metrics;
 pub mod rate_limit;
 pub mod reject;
 #[cfg(feature = "testing")]

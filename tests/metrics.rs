@@ -8,6 +8,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
+use metrics::Unit;
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use tokio::runtime::{Builder, Runtime};
 use tollgate::delay_queue::Outcome;
@@ -22,10 +23,13 @@ use tollgate::{
 };
 use tower::{Layer, Service, ServiceExt, service_fn};
 
-/// Every counter and the number of values of every histogram, by `name{label=value,...}`; zeros left out.
+/// Every counter and the number of values of every histogram, by `name{label=value,...}`; zeros left out. Each has its description.
 fn seen(snapshotter: &Snapshotter) -> BTreeMap<String, u64> {
     let metrics = snapshotter.snapshot().into_vec().into_iter();
-    let seen = metrics.map(|(key, _, _, value)| {
+    let seen = metrics.map(|(key, unit, description, value)| {
+        let name = key.key().name();
+        assert_eq!(unit == Some(Unit::Seconds), name.ends_with("_seconds"), "{name}");
+        assert!(description.is_some_and(|text| !text.is_empty()), "{name} is not described");
         let labels: Vec<_> = key.key().labels().map(|label| format!("{}={}", label.key(), label.value())).collect();
         let value = match value {
             DebugValue::Counter(count) => count,
@@ -33,7 +37,7 @@ fn seen(snapshotter: &Snapshotter) -> BTreeMap<String, u64> {
             // What goes up and down is at nothing in the end.
             DebugValue::Gauge(value) => value.0 as u64,
         };
-        (format!("{}{{{}}}", key.key().name(), labels.join(",")), value)
+        (format!("{name}{{{}}}", labels.join(",")), value)
     });
     seen.filter(|(_, value)| *value > 0).collect()
 }
@@ -45,6 +49,7 @@ fn expect(expected: &[(&str, u64)]) -> BTreeMap<String, u64> {
 /// What counts, what it has counted, and a runtime whose clock stands still.
 fn recording() -> (DebuggingRecorder, Snapshotter, Runtime) {
     let recorder = DebuggingRecorder::new();
+    metrics::with_local_recorder(&recorder, tollgate::metrics::describe);
     let snapshotter = recorder.snapshotter();
     let runtime = Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
     (recorder, snapshotter, runtime)
@@ -287,8 +292,7 @@ fn a_limiter_is_seen_as_a_layer_is() {
     assert_eq!(seen, expect(&expected));
 
     // A yes without details is a yes.
-    let recorder = DebuggingRecorder::new();
-    let snapshotter = recorder.snapshotter();
+    let (recorder, snapshotter, _) = recording();
     let plain = Limiter::new(MemoryBackend::new(), per_hour("plain", 3));
     metrics::with_local_recorder(&recorder, || {
         runtime.block_on(async {

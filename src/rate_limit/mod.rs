@@ -83,7 +83,7 @@
 //! # Metrics
 //!
 //! With the feature `metrics` layers and [`Limiter`]s count with the `metrics` facade. The recorder has to be installed before a policy is first used. Labels
-//! are the name of the policy and those below, never a key.
+//! are the name of the policy and those below, never a key. `tollgate::metrics::describe` tells the recorder what they are.
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
