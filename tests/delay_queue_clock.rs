@@ -38,9 +38,9 @@ impl Elsewhere {
         }
     }
 
-    fn job(&self, job: StoredJob) -> StoredJob {
-        let (enqueued_at, due_at) = (self.seen(job.enqueued_at), self.seen(job.due_at));
-        StoredJob { enqueued_at, due_at, ..job }
+    fn job(&self, mut job: StoredJob) -> StoredJob {
+        (job.enqueued_at, job.due_at) = (self.seen(job.enqueued_at), self.seen(job.due_at));
+        job
     }
 }
 

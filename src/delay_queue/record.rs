@@ -123,6 +123,7 @@ impl NewJob {
 
 /// A job as a store keeps it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct StoredJob {
     /// What it is called.
     pub id: JobId,
@@ -148,8 +149,29 @@ pub struct StoredJob {
     pub payload: Arc<[u8]>,
 }
 
+impl StoredJob {
+    /// For stores: a job that was just pushed. It waits, and no attempt was made; the times are those of the store's clock.
+    #[must_use]
+    pub fn new(job: &NewJob, enqueued_at: SystemTime, due_at: SystemTime) -> Self {
+        Self {
+            id: job.id,
+            state: State::Waiting,
+            attempt: 0,
+            max_attempts: job.max_attempts,
+            priority: job.priority,
+            enqueued_at,
+            due_at,
+            unique: job.unique,
+            note: None,
+            headers: job.headers.clone(),
+            payload: Arc::clone(&job.payload),
+        }
+    }
+}
+
 /// Why an attempt has failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Note {
     /// What kind of failure it was.
     pub reason: Reason,
@@ -158,6 +180,12 @@ pub struct Note {
 }
 
 impl Note {
+    /// For stores: why an attempt has failed, with the first [`MAX_NOTE`] bytes of `error`.
+    #[must_use]
+    pub fn new(reason: Reason, error: &str) -> Self {
+        Self { reason, error: Self::cut(error).into() }
+    }
+
     /// The beginning of an error, as much as is kept.
     pub(crate) fn cut(error: &str) -> &str {
         let end = (0..=error.len().min(MAX_NOTE)).rev().find(|&end| error.is_char_boundary(end));

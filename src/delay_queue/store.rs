@@ -359,6 +359,7 @@ pub enum Extended {
 
 /// What came of finishing and claiming.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Claimed {
     /// What came of each job that was to be finished, in order.
     pub finished: Vec<Finished>,
@@ -379,8 +380,25 @@ pub struct Claimed {
     pub now: SystemTime,
 }
 
+impl Claimed {
+    /// For stores: nothing was finished and nothing claimed, and the worker looks again after [`Claim::MAX_WAIT`].
+    #[must_use]
+    pub const fn new(now: SystemTime) -> Self {
+        Self {
+            finished: Vec::new(),
+            jobs: Vec::new(),
+            more: false,
+            next: Some(Claim::MAX_WAIT),
+            oldest_due: None,
+            expired: Expired { jobs: 0, dead: 0 },
+            now,
+        }
+    }
+}
+
 /// How many leases had ended without a word when others were claimed: their workers have died, stood still or were cut off.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Expired {
     /// How many. Their jobs wait again; those that were to be cancelled are gone.
     pub jobs: usize,
@@ -447,6 +465,7 @@ pub enum State {
 
 /// How many jobs a queue has.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Counts {
     /// Jobs that are waiting, those that are due included.
     pub waiting: u64,

@@ -28,6 +28,7 @@ pub trait LockRegistry: LockStore {
 
 /// A lock, as those see it who do not hold it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LockStatus {
     /// Which lock.
     pub lock: LockKey,
@@ -43,6 +44,12 @@ impl LockStatus {
     /// How many holders are told of.
     pub const MAX_HOLDERS: usize = 100;
 
+    /// For stores: a lock that nobody holds, and of which no fence is remembered.
+    #[must_use]
+    pub const fn new(lock: LockKey) -> Self {
+        Self { lock, last_fence: 0, held_by: 0, holders: Vec::new() }
+    }
+
     /// Whether anybody holds it.
     #[must_use]
     pub const fn is_held(&self) -> bool {
@@ -52,6 +59,7 @@ impl LockStatus {
 
 /// Somebody who holds a lock.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LockHolder {
     /// The first fence of the lease. Where it goes from hand to hand in a process the present one may be larger.
     pub fence: u64,
@@ -63,14 +71,31 @@ pub struct LockHolder {
     pub name: Option<String>,
 }
 
+impl LockHolder {
+    /// For stores: a holder without a name.
+    #[must_use]
+    pub const fn new(fence: u64, remaining: Duration, held_for: Duration) -> Self {
+        Self { fence, remaining, held_for, name: None }
+    }
+}
+
 /// What came of taking a lease away.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Seized {
     /// How many have held it.
     pub holders: usize,
     /// All fences that the store gives out for this lock from now on are larger than this one. What it protects may refuse those up to here at once. A process
     /// whose lease went from hand to hand may still have handed it on a moment ago or do so now, with a smaller fence than this, until it hears of the loss.
     pub fence: u64,
+}
+
+impl Seized {
+    /// For stores: so many have held it, and all later fences are larger than this one.
+    #[must_use]
+    pub const fn new(holders: usize, fence: u64) -> Self {
+        Self { holders, fence }
+    }
 }
 
 /// Where a [list](LockAdmin::list) goes on. Means nothing to others than the backend that it came from.
@@ -84,11 +109,20 @@ pub struct Cursor {
 
 /// A part of a [list](LockAdmin::list).
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct LockPage {
     /// Locks that are held. There may be none, and more on the next page.
     pub locks: Vec<LockStatus>,
     /// Where to go on, unless this is the end.
     pub next: Option<Cursor>,
+}
+
+impl LockPage {
+    /// For stores: these locks, and where to go on, unless this is the end.
+    #[must_use]
+    pub const fn new(locks: Vec<LockStatus>, next: Option<Cursor>) -> Self {
+        Self { locks, next }
+    }
 }
 
 /// Looks at locks, and takes them away: for those who run a service, and not for the service.

@@ -315,19 +315,7 @@ impl Queue {
             self.remove(&job.id);
         }
         let due = now.due(job.due);
-        let stored = StoredJob {
-            id: job.id,
-            state: State::Waiting,
-            attempt: 0,
-            max_attempts: job.max_attempts,
-            priority: job.priority,
-            enqueued_at: instant(now.ms),
-            due_at: instant(due),
-            unique: job.unique,
-            note: None,
-            headers: job.headers.clone(),
-            payload: Arc::clone(&job.payload),
-        };
+        let stored = StoredJob::new(job, instant(now.ms), instant(due));
         self.bytes += job.size();
         self.jobs.insert(job.id, Record { job: stored, place: Place::Waiting, due });
         self.wait(&job.id, due);
@@ -421,7 +409,7 @@ impl Queue {
             self.remove(id);
             return if *ending == Ending::Done { Finished::Done } else { Finished::Cancelled };
         }
-        let failed = |reason: Reason, error: &str| Some(Note { reason, error: Note::cut(error).into() });
+        let failed = |reason: Reason, error: &str| Some(Note::new(reason, error));
         let is_dead = match ending {
             Ending::Retry { error, .. } => {
                 let reason = if is_expired { Reason::LeaseExpired } else { Reason::Failed };

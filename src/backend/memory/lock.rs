@@ -240,10 +240,10 @@ impl LockTable {
 
     fn inspect(&self, lock: &LockKey) -> LockStatus {
         let shard = self.shard(lock);
-        shard.locks.get(lock).map_or_else(
-            || LockStatus { lock: *lock, last_fence: 0, held_by: 0, holders: Vec::new() },
-            |record| shard.status(lock, record, Instant::now()),
-        )
+        shard
+            .locks
+            .get(lock)
+            .map_or_else(|| LockStatus::new(*lock), |record| shard.status(lock, record, Instant::now()))
     }
 
     fn seize(&self, lock: &LockKey) -> Seized {
