@@ -155,6 +155,11 @@ impl Circuit {
         if granted { Ok(()) } else { Err(StoreError::unavailable(CircuitOpen)) }
     }
 
+    /// When the next probe may be sent, if the circuit is open; `None` is never.
+    pub(crate) fn next_probe(&self) -> Option<Instant> {
+        self.epoch.checked_add(Duration::from_micros(self.next_probe.load(Ordering::Relaxed)))
+    }
+
     /// Whether the store may be asked something that is no reason to find out whether it answers again.
     pub(crate) fn admit_no_probe(&self) -> Result<(), StoreError> {
         if self.is_open() { Err(StoreError::unavailable(CircuitOpen)) } else { Ok(()) }

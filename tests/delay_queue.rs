@@ -43,10 +43,10 @@ mod queue {
 
     use tokio::time::{Instant, sleep};
     use tollgate::delay_queue::{
-        Cancelled, Changed, CircuitBreaker, Claim, Claimed, Codec, DeadLimits, DelayQueueStore, Due, Ending, Finish,
-        MAX_BATCH, Priority, QueueError, QueueKey, Reason, State, UniqueFor, WorkerId,
+        Admission, Cancelled, Changed, CircuitBreaker, Claim, Claimed, Codec, DeadLimits, DelayQueueStore, Due, Ending,
+        Finish, MAX_BATCH, NewJob, Priority, QueueError, QueueKey, Reason, State, UniqueFor, WorkerId,
     };
-    use tollgate::testing::{Failure, FaultStore, Verb};
+    use tollgate::testing::{Failure, FaultStore, Faults, Verb};
     use tollgate::{
         AnyBackend, BoxError, ConfigError, DelayQueue, DelayQueueWorker, Job, JobId, MemoryBackend, StoreError,
     };
@@ -244,8 +244,7 @@ mod queue {
         assert_eq!((begun.elapsed(), faults.calls(Verb::Push)), (Duration::from_millis(500), 5));
 
         // Nothing else is asked either, and no probe but one in an interval.
-        let answers = queue.push_all([queue.push(1), queue.push(2)]).await;
-        assert!(answers.iter().all(Result::is_err) && queue.counts().await.is_err() && queue.drain().await.is_err());
+        assert!(queue.counts().await.is_err() && queue.drain().await.is_err());
         assert!(queue.get("a").await.is_err() && queue.cancel("a").await.is_err());
         assert!(queue.promote("a").await.is_err() && queue.replace("a", 1).await.is_err());
         assert!(queue.list(State::Waiting, 0, 1).await.is_err() && queue.pause().await.is_err());
@@ -260,6 +259,90 @@ mod queue {
         sleep(Duration::from_millis(101)).await;
         assert_eq!(queue.cancel("a").await.unwrap(), Cancelled::Missing);
         assert!(queue.push(1).await.unwrap().is_new() && clone.push(2).await.unwrap().is_new());
+    }
+
+    /// A moment would fail all the rest of a million jobs.
+    #[tokio::test(start_paused = true)]
+    async fn a_push_of_many_jobs_waits_for_a_store_that_fails_for_a_moment() {
+        const BATCHES: usize = 20;
+        for fault in [Faults::hang, |faults: &Faults| faults.fail(Failure::Unavailable)] {
+            let store = FaultStore::new(MemoryBackend::new());
+            let faults = store.faults();
+            let queue = DelayQueue::<usize>::new(store, "test");
+            fault(&faults);
+            let heal = async {
+                sleep(Duration::from_millis(650)).await;
+                faults.heal();
+            };
+            let pushes: Vec<_> = (0..BATCHES * MAX_BATCH).map(|i| queue.push(i)).collect();
+            let (answers, ()) = tokio::join!(queue.push_all(pushes), heal);
+            let failed = answers.iter().filter(|answer| answer.is_err()).count() / MAX_BATCH;
+            // Five until the circuit opens, and a probe in each interval.
+            assert!((5..=11).contains(&failed), "{failed} batches have failed");
+            assert_eq!(faults.calls(Verb::Push), BATCHES as u64, "each is asked for once");
+            let waiting = queue.counts().await.unwrap().waiting;
+            assert_eq!(waiting, ((BATCHES - failed) * MAX_BATCH) as u64);
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_push_of_many_jobs_does_not_wait_for_long() {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let queue = DelayQueue::<usize>::new(store.clone(), "test");
+        faults.fail(Failure::Unavailable);
+        let begun = Instant::now();
+        let answers = queue.push_all((0..100 * MAX_BATCH).map(|i| queue.push(i))).await;
+        assert!(answers.iter().all(Result::is_err));
+        assert_eq!((begun.elapsed().as_millis(), faults.calls(Verb::Push)), (1_000, 15));
+
+        // Nor for a probe that is too far away.
+        let breaker = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(3_600));
+        let queue = DelayQueue::<usize>::new(store, "test").circuit_breaker(breaker);
+        let begun = Instant::now();
+        let answers = queue.push_all((0..MAX_BATCH + 1).map(|i| queue.push(i))).await;
+        assert!(answers.iter().all(Result::is_err) && begun.elapsed().is_zero());
+        assert_eq!(faults.calls(Verb::Push), 16);
+    }
+
+    /// A backend of two nodes, of which the first is gone.
+    struct OneNode {
+        backend: MemoryBackend,
+    }
+
+    impl DelayQueueStore for OneNode {
+        delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, replay, forget, scope);
+
+        async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
+            match queue.part() {
+                0 => Err(StoreError::unavailable("nobody listens")),
+                _ => self.backend.push(queue, jobs, max_jobs).await,
+            }
+        }
+
+        async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+            self.backend.claim(queue, finished, claim).await
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_part_of_a_queue_that_fails_does_not_fail_the_others() {
+        let backend = MemoryBackend::new();
+        let queue = DelayQueue::<usize>::new(OneNode { backend: backend.clone() }, "test").split(2);
+        let jobs = 20 * MAX_BATCH;
+        let answers = queue.push_all((0..jobs).map(|i| queue.push(i))).await;
+        let new = answers.iter().flatten().filter(|pushed| pushed.is_new()).count();
+        let there = backend.counts(&QueueKey::new("test").with_part(1)).await.unwrap().waiting;
+        assert!(new > jobs / 3 && new as u64 == there, "{new} of {jobs}, {there} are there");
+
+        // Those who push one by one are told at once, and only of the part that fails.
+        let queue = queue.circuit_breaker(CircuitBreaker::new().failures(1));
+        let begun = Instant::now();
+        let mut failed = 0;
+        for i in 0..100 {
+            failed += usize::from(queue.push(i).await.is_err());
+        }
+        assert!((20..80).contains(&failed) && begun.elapsed().is_zero(), "{failed} after {:?}", begun.elapsed());
     }
 
     #[tokio::test(start_paused = true)]

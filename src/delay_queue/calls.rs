@@ -1,33 +1,62 @@
 use std::error::Error;
 use std::sync::OnceLock;
+use std::time::Duration;
+
+use tokio::time::{Instant, sleep_until};
 
 use super::meters::{CallMeters, PushResult};
-use super::store::Admission;
+use super::store::{Admission, QueueKey};
 use crate::circuit::{Circuit, CircuitBreaker, Watch};
 use crate::error::StoreError;
 use crate::key::Key;
 
+/// How long those who push many jobs wait for a store that fails.
+const PATIENCE: Duration = Duration::from_secs(1);
+
 /// What all clones of a queue have in common for their calls of the store, those of workers aside: these ask until it works.
 pub(super) struct Calls {
     queue: Key,
-    circuit: Circuit,
+    breaker: CircuitBreaker,
+    // One for each part of the queue: they may lie on different nodes.
+    circuits: Box<[Circuit]>,
     // Made when the store is first asked, so that the recorder is installed by then.
     meters: OnceLock<CallMeters>,
 }
 
 impl Calls {
-    pub(super) fn new(queue: Key, breaker: CircuitBreaker) -> Self {
-        Self { queue, circuit: Circuit::new(breaker), meters: OnceLock::new() }
+    pub(super) fn new(queue: Key, breaker: CircuitBreaker, parts: u16) -> Self {
+        let circuits = (0..parts).map(|_| Circuit::new(breaker)).collect();
+        Self { queue, breaker, circuits, meters: OnceLock::new() }
     }
 
-    pub(super) fn admit(&self) -> Result<(), StoreError> {
-        self.circuit.admit()
+    /// The same for a queue of so many parts.
+    pub(super) fn split(&self, parts: u16) -> Self {
+        Self::new(self.queue, self.breaker, parts)
     }
 
-    pub(super) fn ended<T>(&self, answer: &Result<T, StoreError>) {
+    fn circuit(&self, queue: &QueueKey) -> &Circuit {
+        &self.circuits[usize::from(queue.part())]
+    }
+
+    /// Waits until the store may be asked, for no longer than there is patience.
+    pub(super) async fn admit(&self, queue: &QueueKey, patience: &mut Patience) -> Result<(), StoreError> {
+        let circuit = self.circuit(queue);
+        loop {
+            let Err(error) = circuit.admit() else { return Ok(()) };
+            let ends = *patience.ends.get_or_insert_with(|| Instant::now() + patience.time);
+            match circuit.next_probe().filter(|probe| *probe <= ends) {
+                // Somebody else may be faster.
+                Some(probe) => sleep_until(probe).await,
+                None => return Err(error),
+            }
+        }
+    }
+
+    pub(super) fn ended<T>(&self, queue: &QueueKey, answer: &Result<T, StoreError>) {
+        let (circuit, watch) = (self.circuit(queue), Part { calls: self, queue });
         match answer {
-            Ok(_) => self.circuit.answered(self),
-            Err(error) => self.circuit.failed(self, error),
+            Ok(_) => circuit.answered(&watch),
+            Err(error) => circuit.failed(&watch, error),
         }
     }
 
@@ -45,18 +74,47 @@ impl Calls {
     }
 }
 
-impl Watch for Calls {
+/// How long to wait for a store that fails, from when it is first waited for.
+pub(super) struct Patience {
+    time: Duration,
+    ends: Option<Instant>,
+}
+
+impl Patience {
+    /// For those who would rather be told at once.
+    pub(super) const fn none() -> Self {
+        Self { time: Duration::ZERO, ends: None }
+    }
+
+    /// For those who push many jobs, and of whom a moment would fail all the rest.
+    pub(super) const fn of_many() -> Self {
+        Self { time: PATIENCE, ends: None }
+    }
+
+    /// The store has answered.
+    pub(super) fn is_rewarded(&mut self) {
+        self.ends = None;
+    }
+}
+
+/// One part of the queue.
+struct Part<'a> {
+    calls: &'a Calls,
+    queue: &'a QueueKey,
+}
+
+impl Watch for Part<'_> {
     fn failed(&self) {
-        self.meters().store_failed();
+        self.calls.meters().store_failed();
     }
 
     fn opened(&self) {
-        self.meters().circuit(true);
+        self.calls.meters().circuit(true);
         tracing::warn!(queue = %self.queue, "delay queue circuit opens: the store is asked by probes only");
     }
 
     fn closed(&self) {
-        self.meters().circuit(false);
+        self.calls.meters().circuit(false);
         tracing::info!(queue = %self.queue, "delay queue circuit closes: the store is asked again");
     }
 

@@ -151,7 +151,7 @@
 //! # When the store fails
 //!
 //! A call that the store fails, or that takes longer than the [deadline](DelayQueue::deadline), is a [`QueueError::Store`]. After some of them in a row the
-//! [circuit](DelayQueue::circuit_breaker) is open, and whoever pushes is told so at once, but for a probe now and then. Workers are not behind it: they
+//! [circuit](DelayQueue::circuit_breaker) is open, and whoever pushes is told so at once, but for a probe now and then; each part of a [split](DelayQueue::split) queue has one. Workers are not behind it: they
 //! [ask](DelayQueueWorker#when-the-store-fails) until the store works. The log has a line for each time that an outage begins and ends.
 //!
 //! # Metrics

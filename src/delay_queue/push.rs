@@ -4,6 +4,7 @@ use std::pin::Pin;
 use std::sync::OnceLock;
 use std::time::Duration;
 
+use super::calls::Patience;
 use super::error::QueueError;
 use super::id::JobId;
 use super::queue::Terms;
@@ -194,7 +195,7 @@ impl IntoFuture for Push {
             let terms = self.terms.clone();
             let job = self.into_job(JobId::unique)?;
             let id = job.id;
-            let admission = terms.push(terms.home(&id), vec![job]).await?.first().copied();
+            let admission = terms.push(terms.home(&id), vec![job], &mut Patience::none()).await?.first().copied();
             Pushed::of(id, admission, &terms)
         })
     }

@@ -4,7 +4,7 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::calls::Calls;
+use super::calls::{Calls, Patience};
 use super::codec::{Codec, Json};
 use super::erased::{AnyStore, Call};
 use super::error::QueueError;
@@ -47,18 +47,37 @@ pub(super) struct Terms {
 
 impl Terms {
     /// Asks the store, if the circuit lets us, for as long as it may take.
-    async fn ask<A>(&self, call: impl FnOnce(Arc<dyn AnyStore>, Duration) -> Call<A>) -> Result<A, StoreError> {
+    async fn ask<A>(
+        &self,
+        queue: QueueKey,
+        call: impl FnOnce(Arc<dyn AnyStore>, Duration) -> Call<A>,
+    ) -> Result<A, StoreError> {
+        self.ask_later(queue, &mut Patience::none(), call).await
+    }
+
+    /// The same as soon as the circuit lets us, if we may wait for it.
+    async fn ask_later<A>(
+        &self,
+        queue: QueueKey,
+        patience: &mut Patience,
+        call: impl FnOnce(Arc<dyn AnyStore>, Duration) -> Call<A>,
+    ) -> Result<A, StoreError> {
         leaves_time(self.deadline)?;
-        self.calls.admit()?;
+        self.calls.admit(&queue, patience).await?;
         let answer = call(Arc::clone(&self.store), self.deadline).await;
-        self.calls.ended(&answer);
+        self.calls.ended(&queue, &answer);
         answer
     }
 
     /// Pushes jobs that lie in one part of the queue.
-    pub(super) async fn push(&self, queue: QueueKey, jobs: Vec<NewJob>) -> Result<Vec<Admission>, StoreError> {
+    pub(super) async fn push(
+        &self,
+        queue: QueueKey,
+        jobs: Vec<NewJob>,
+        patience: &mut Patience,
+    ) -> Result<Vec<Admission>, StoreError> {
         let (count, max) = (jobs.len(), self.max_jobs);
-        let answer = self.ask(|store, limit| store.push(queue, jobs, max, limit)).await;
+        let answer = self.ask_later(queue, patience, |store, limit| store.push(queue, jobs, max, limit)).await;
         self.calls.pushed(count, &answer);
         answer
     }
@@ -120,7 +139,7 @@ impl<T, C> DelayQueue<T, C> {
             max_size: 64 * 1_024,
             max_attempts: NewJob::DEFAULT_ATTEMPTS,
             deadline: Duration::from_millis(100),
-            calls: Arc::new(Calls::new(name, CircuitBreaker::new())),
+            calls: Arc::new(Calls::new(name, CircuitBreaker::new(), 1)),
         };
         Self { terms, dead: DeadLimits::default(), codec: Arc::new(codec), payload: PhantomData }
     }
@@ -195,11 +214,11 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// When the queue and its clones stop to ask a store that fails, and how soon they try again. Defaults to [`CircuitBreaker::new`]. Meanwhile
-    /// pushes and all else that the queue is asked fail at once, as [`QueueError::Store`]. A [worker](super::DelayQueueWorker) is not told: it asks
-    /// by itself until the store works.
+    /// pushes and all else that the queue is asked fail at once, as [`QueueError::Store`]; only [`push_all`](Self::push_all) waits for a while. Each part
+    /// of a [split](Self::split) queue has a circuit of its own. A [worker](super::DelayQueueWorker) is not told: it asks by itself until the store works.
     #[must_use]
     pub fn circuit_breaker(mut self, breaker: CircuitBreaker) -> Self {
-        self.terms.calls = Arc::new(Calls::new(self.terms.name, breaker));
+        self.terms.calls = Arc::new(Calls::new(self.terms.name, breaker, self.terms.parts));
         self
     }
 
@@ -211,6 +230,7 @@ impl<T, C> DelayQueue<T, C> {
     #[must_use]
     pub fn split(mut self, parts: u16) -> Self {
         self.terms.parts = parts.clamp(1, 1_024);
+        self.terms.calls = Arc::new(self.terms.calls.split(self.terms.parts));
         self
     }
 
@@ -231,10 +251,19 @@ impl<T, C> DelayQueue<T, C> {
     /// Each has to be a push of this queue: by this value, a clone of it, or another one of the same name and split on the same backend or a
     /// clone of that. Another one is [not of this queue](ConfigError::OtherQueue), and pushed nowhere. Backends that were opened by
     /// themselves are not the same, even to one server.
+    ///
+    /// Each call of the store has the [deadline](Self::deadline), and those of one that fails have failed; the others go on. Where the
+    /// [circuit](Self::circuit_breaker) is open they wait until the store may be asked again, for up to a second, and only what is left after that
+    /// fails at once.
+    ///
+    /// # Cancellation
+    ///
+    /// Dropping the future leaves what has not been pushed.
     pub async fn push_all(&self, pushes: impl IntoIterator<Item = Push>) -> Vec<Result<Pushed, QueueError>> {
         let mut results: Vec<Option<Result<Pushed, QueueError>>> = Vec::new();
         let mut ids = UniqueIds::default();
         let mut parts: Vec<Vec<(usize, NewJob)>> = vec![Vec::new(); self.terms.parts.into()];
+        let mut patience = Patience::of_many();
         for push in pushes {
             if !push.terms().is_same_place(&self.terms) {
                 let error = ConfigError::OtherQueue {
@@ -259,7 +288,10 @@ impl<T, C> DelayQueue<T, C> {
             while jobs.len() > 0 {
                 let batch = jobs.by_ref().take(MAX_BATCH);
                 let (places, batch): (Vec<_>, Vec<_>) = batch.map(|(place, job)| ((place, job.id), job)).unzip();
-                let answer = self.terms.push(queue, batch).await;
+                let answer = self.terms.push(queue, batch, &mut patience).await;
+                if answer.is_ok() {
+                    patience.is_rewarded();
+                }
                 for (i, (place, id)) in places.into_iter().enumerate() {
                     results[place] = Some(match &answer {
                         Ok(admissions) => Pushed::of(id, admissions.get(i).copied(), &self.terms),
@@ -278,7 +310,8 @@ impl<T, C> DelayQueue<T, C> {
     /// [`QueueError::Store`].
     pub async fn get(&self, id: impl Into<JobId>) -> Result<Option<StoredJob>, QueueError> {
         let id = id.into();
-        Ok(self.terms.ask(|store, limit| store.get(self.terms.home(&id), id, limit)).await?)
+        let queue = self.terms.home(&id);
+        Ok(self.terms.ask(queue, |store, limit| store.get(queue, id, limit)).await?)
     }
 
     /// The payload of a job that was looked at.
@@ -300,7 +333,8 @@ impl<T, C> DelayQueue<T, C> {
     /// [`QueueError::Store`].
     pub async fn cancel(&self, id: impl Into<JobId>) -> Result<Cancelled, QueueError> {
         let id = id.into();
-        Ok(self.terms.ask(|store, limit| store.cancel(self.terms.home(&id), id, limit)).await?)
+        let queue = self.terms.home(&id);
+        Ok(self.terms.ask(queue, |store, limit| store.cancel(queue, id, limit)).await?)
     }
 
     /// Changes when a job that is waiting is due: after a `Duration` from now, or at a `SystemTime`.
@@ -313,7 +347,8 @@ impl<T, C> DelayQueue<T, C> {
         if let Due::In(delay) = due {
             check_delay(delay)?;
         }
-        Ok(self.terms.ask(|store, limit| store.reschedule(self.terms.home(&id), id, due, limit)).await?)
+        let queue = self.terms.home(&id);
+        Ok(self.terms.ask(queue, |store, limit| store.reschedule(queue, id, due, limit)).await?)
     }
 
     /// Makes a job that is waiting due at once.
@@ -337,12 +372,12 @@ impl<T, C> DelayQueue<T, C> {
         let id = id.into();
         let payload = self.codec.encode(payload.borrow()).map_err(QueueError::Encode)?;
         let (queue, max) = (self.terms.home(&id), self.terms.max_size);
-        let stored = self.terms.ask(|store, limit| store.get(queue, id, limit)).await?;
+        let stored = self.terms.ask(queue, |store, limit| store.get(queue, id, limit)).await?;
         let bytes = payload.len() + stored.map_or(0, |job| job.headers.size());
         if bytes > max {
             return Err(QueueError::TooLarge { bytes, max });
         }
-        Ok(self.terms.ask(|store, limit| store.replace(queue, id, payload, limit)).await?)
+        Ok(self.terms.ask(queue, |store, limit| store.replace(queue, id, payload, limit)).await?)
     }
 
     /// How many jobs there are, in all parts of the queue.
@@ -353,7 +388,7 @@ impl<T, C> DelayQueue<T, C> {
     pub async fn counts(&self) -> Result<Counts, QueueError> {
         let mut total = Counts::default();
         for queue in self.parts() {
-            let counts = self.terms.ask(|store, limit| store.counts(queue, limit)).await?;
+            let counts = self.terms.ask(queue, |store, limit| store.counts(queue, limit)).await?;
             total.waiting += counts.waiting;
             total.due += counts.due;
             total.running += counts.running;
@@ -378,7 +413,7 @@ impl<T, C> DelayQueue<T, C> {
         let mut jobs = Vec::new();
         for queue in self.parts() {
             let count = limit.min(MAX_BATCH);
-            jobs.extend(self.terms.ask(|store, limit| store.list(queue, state, skip, count, limit)).await?);
+            jobs.extend(self.terms.ask(queue, |store, limit| store.list(queue, state, skip, count, limit)).await?);
         }
         Ok(jobs)
     }
@@ -403,7 +438,7 @@ impl<T, C> DelayQueue<T, C> {
 
     async fn set_paused(&self, is_paused: bool) -> Result<(), QueueError> {
         for queue in self.parts() {
-            self.terms.ask(|store, limit| store.pause(queue, is_paused, limit)).await?;
+            self.terms.ask(queue, |store, limit| store.pause(queue, is_paused, limit)).await?;
         }
         Ok(())
     }
@@ -422,7 +457,7 @@ impl<T, C> DelayQueue<T, C> {
         let mut removed = 0;
         for queue in self.parts() {
             loop {
-                let batch = self.terms.ask(|store, limit| store.drain(queue, MAX_BATCH, limit)).await?;
+                let batch = self.terms.ask(queue, |store, limit| store.drain(queue, MAX_BATCH, limit)).await?;
                 removed += batch as u64;
                 if batch == 0 {
                     break;
@@ -475,18 +510,19 @@ impl<T, C> DelayQueue<T, C> {
             }
             // Those that die meanwhile come last, those among them that were replayed by this call. As many as were there before are looked
             // at, so that there is an end however fast they die.
-            let mut unseen = self.terms.ask(|store, limit| store.counts(queue, limit)).await?.dead;
+            let mut unseen = self.terms.ask(queue, |store, limit| store.counts(queue, limit)).await?.dead;
             // Those that the filter does not want stay, as those do that cannot be changed, and are not looked at again.
             let mut skip = 0;
             while changed < limit && unseen > 0 {
                 let size = usize::try_from(unseen).unwrap_or(usize::MAX).min(MAX_BATCH);
-                let page = self.terms.ask(|store, limit| store.list(queue, State::Dead, skip, size, limit)).await?;
+                let page =
+                    self.terms.ask(queue, |store, limit| store.list(queue, State::Dead, skip, size, limit)).await?;
                 unseen = unseen.saturating_sub(page.len() as u64);
                 let ids: Vec<_> =
                     page.iter().filter(|job| filter(job)).map(|job| job.id).take(limit - changed).collect();
                 let mut left = page.len();
                 if !ids.is_empty() {
-                    let answers = self.terms.ask(|store, limit| verb(store, queue, ids, limit)).await?;
+                    let answers = self.terms.ask(queue, |store, limit| verb(store, queue, ids, limit)).await?;
                     let gone = answers.into_iter().filter(|is_changed| *is_changed).count();
                     (changed, left) = (changed + gone, left - gone);
                 }
