@@ -37,8 +37,8 @@ mod redis_server {
 mod queue {
     use std::error::Error;
     use std::future::{IntoFuture, ready};
-    use std::sync::Arc;
     use std::sync::atomic::{AtomicU8, Ordering};
+    use std::sync::{Arc, Mutex};
     use std::time::{Duration, SystemTime};
 
     use tokio::time::{Instant, sleep};
@@ -323,6 +323,39 @@ mod queue {
         async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
             self.backend.claim(queue, finished, claim).await
         }
+    }
+
+    /// A backend that remembers how many bytes it was given at a time.
+    struct Weighing {
+        backend: MemoryBackend,
+        batches: Arc<Mutex<Vec<usize>>>,
+    }
+
+    impl DelayQueueStore for Weighing {
+        delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, replay, forget, scope);
+
+        async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
+            self.batches.lock().unwrap().push(jobs.iter().map(NewJob::size).sum());
+            self.backend.push(queue, jobs, max_jobs).await
+        }
+
+        async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+            self.backend.claim(queue, finished, claim).await
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn large_jobs_are_pushed_a_megabyte_at_a_time() {
+        let (backend, batches) = (MemoryBackend::with_capacity(1_000_000), Arc::<Mutex<Vec<_>>>::default());
+        let queue = DelayQueue::<String>::new(Weighing { backend, batches: Arc::clone(&batches) }, "test");
+        let queue = queue.max_size(2 * 1_024 * 1_024);
+        let sizes: Vec<usize> = [vec![60_000; 100], vec![10; 300], vec![1_500_000, 10]].concat();
+        let answers = queue.push_all(sizes.iter().map(|&size| queue.push("x".repeat(size)))).await;
+        assert!(answers.iter().all(|answer| answer.as_ref().unwrap().is_new()));
+        let batches = batches.lock().unwrap().clone();
+        assert_eq!(batches.iter().sum::<usize>(), sizes.iter().map(|size| size + 2).sum::<usize>());
+        let large = batches.iter().filter(|&&bytes| bytes > 1_024 * 1_024).collect::<Vec<_>>();
+        assert!(large == [&1_500_002] && batches.len() <= 10, "{batches:?}");
     }
 
     #[tokio::test(start_paused = true)]

@@ -253,6 +253,8 @@ pub use self::record::{Due, Headers, NewJob, Note, Priority, Reason, StoredJob, 
 pub use self::reject::AsOutcome;
 #[cfg(feature = "cron")]
 pub use self::schedule::{Recurring, Schedule};
+#[cfg(feature = "redis")]
+pub(crate) use self::store::batch_len;
 pub use self::store::{
     Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Expired,
     Extended, Finish, Finished, MAX_BATCH, MAX_NOTE, QueueKey, State, Ticket, WorkerId,

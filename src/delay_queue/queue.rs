@@ -14,7 +14,7 @@ use super::push::{Push, Pushed, check_delay};
 use super::record::{Due, NewJob, Reason, StoredJob, Unique};
 use super::store::{
     Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Extended,
-    Finish, MAX_BATCH, QueueKey, State, Ticket, WorkerId,
+    Finish, MAX_BATCH, QueueKey, State, Ticket, WorkerId, batch_len,
 };
 use crate::circuit::CircuitBreaker;
 use crate::deadline::leaves_time;
@@ -179,7 +179,8 @@ impl<T, C> DelayQueue<T, C> {
     /// How many bytes the payload of a job may have, encoded, together with its headers. More are [too large](QueueError::TooLarge). Defaults
     /// to 64 KiB.
     ///
-    /// A claim takes no more jobs than make about 1 MiB, and a worker that has room for more asks again. Redis does nothing else meanwhile, nor
+    /// A claim takes no more jobs than make about 1 MiB, and a worker that has room for more asks again; a push of many gives Redis no more than
+    /// that in one step. Redis does nothing else meanwhile, nor
     /// while it notes what has become of jobs that are tried again: up to 64 at a time, each of which it reads and writes. Much larger jobs are better kept
     /// elsewhere, and named by the payload.
     #[must_use]
@@ -243,7 +244,7 @@ impl<T, C> DelayQueue<T, C> {
         Push::new(self.terms.clone(), payload)
     }
 
-    /// Pushes several jobs, [`MAX_BATCH`] of them in each call of the store. Answers for each, in order.
+    /// Pushes several jobs, [`MAX_BATCH`] of them in each call of the store, or fewer where those make more than about 1 MiB. Answers for each, in order.
     ///
     /// Jobs of [normal](super::Priority::Normal) priority that have no [name](Push::id) and are due alike take Redis about half the memory of others
     /// while they wait, and two thirds of the work, unless the queue is [split](Self::split).
@@ -286,7 +287,8 @@ impl<T, C> DelayQueue<T, C> {
             let queue = self.terms.part(part as u16);
             let mut jobs = jobs.into_iter();
             while jobs.len() > 0 {
-                let batch = jobs.by_ref().take(MAX_BATCH);
+                let len = batch_len(jobs.as_slice().iter().map(|(_, job)| job.size()));
+                let batch = jobs.by_ref().take(len);
                 let (places, batch): (Vec<_>, Vec<_>) = batch.map(|(place, job)| ((place, job.id), job)).unzip();
                 let answer = self.terms.push(queue, batch, &mut patience).await;
                 if answer.is_ok() {

@@ -132,6 +132,19 @@ pub trait DelayQueueStore {
 /// How many jobs one call is about at the most; tickets, too.
 pub const MAX_BATCH: usize = 256;
 
+/// About how many bytes of jobs one call carries at the most: a server does nothing else meanwhile.
+const MAX_BATCH_BYTES: usize = 1_024 * 1_024;
+
+/// How many of the first of these jobs go in one call, given how large each is. One that is larger than that by itself goes alone.
+pub(crate) fn batch_len(sizes: impl IntoIterator<Item = usize>) -> usize {
+    let mut bytes = 0_usize;
+    let fits = |size: &usize| {
+        bytes = bytes.saturating_add(*size);
+        bytes <= MAX_BATCH_BYTES
+    };
+    sizes.into_iter().take(MAX_BATCH).take_while(fits).count().max(1)
+}
+
 /// Which queue: a name, and which part of it where it is split.
 #[derive(Clone, Copy, PartialEq, Eq, Hash)]
 pub struct QueueKey {

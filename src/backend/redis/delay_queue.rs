@@ -14,6 +14,7 @@ use super::{Inner, RedisBackend};
 use crate::delay_queue::{
     Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Due, Ending, Expired, Extended,
     Finish, Finished, JobId, MAX_BATCH, NewJob, PreparedPush, Priority, QueueKey, State, StoredJob, Ticket, WorkerId,
+    batch_len,
 };
 use crate::error::StoreError;
 use crate::lock::{Scope, Wakeups};
@@ -34,7 +35,10 @@ impl DelayQueueStore for RedisBackend {
         // One script for each priority, mostly one in all.
         for priority in Priority::ALL {
             let places: Vec<_> = (0..jobs.len()).filter(|&i| jobs[i].priority == priority).collect();
-            for places in places.chunks(MAX_BATCH) {
+            let mut rest = &places[..];
+            while !rest.is_empty() {
+                let (places, others) = rest.split_at(batch_len(rest.iter().map(|&i| jobs[i].size())));
+                rest = others;
                 let batch: Vec<_> = places.iter().map(|&i| &jobs[i]).collect();
                 let answers = push(servers, scripts, &keys, max_jobs, &batch).await?;
                 for (&i, answer) in places.iter().zip(answers) {

@@ -2,6 +2,7 @@
 //!
 //! As with decisions: a push that is nearly alone goes by itself, and those beyond that wait until one of a few calls is back.
 
+use std::mem;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -15,7 +16,7 @@ use super::keys::Keys;
 use super::meeting::{Away, LATE, Limits, Meeting};
 use super::scripts::Scripts;
 use super::servers::Servers;
-use crate::delay_queue::{Admission, MAX_BATCH, NewJob, QueueKey};
+use crate::delay_queue::{Admission, MAX_BATCH, NewJob, QueueKey, batch_len};
 use crate::error::StoreError;
 
 const LIMITS: Limits = Limits { alone: 8, busy: Duration::from_micros(200), together: MAX_BATCH, calls: 2 };
@@ -62,19 +63,28 @@ impl Pushes {
 async fn send(servers: Arc<Servers>, keys: Arc<Keys>, scripts: Arc<Scripts>, mut batch: Vec<Waiting>) -> bool {
     // Who has given up need not be pushed.
     batch.retain(|waiting| !waiting.reply.is_closed());
-    let mut calls = Vec::new();
+    // At the same time: a node of a cluster that hangs concerns its own queues.
+    let calls = groups(batch).into_iter().map(|group| send_group(&servers, &keys, &scripts, group));
+    !join_all(calls).await.contains(&false)
+}
+
+/// Jobs of one queue and priority, and no more in a group than one call carries.
+fn groups(mut batch: Vec<Waiting>) -> Vec<Vec<Waiting>> {
+    let mut groups = Vec::new();
     while let Some(last) = batch.last() {
-        let (group, rest): (Vec<_>, Vec<_>) = {
+        let (mut group, rest): (Vec<_>, Vec<_>) = {
             let (queue, priority, max_jobs) = (last.queue, last.job.priority, last.max_jobs);
             batch.into_iter().partition(|waiting| {
                 (waiting.queue, waiting.job.priority, waiting.max_jobs) == (queue, priority, max_jobs)
             })
         };
         batch = rest;
-        calls.push(send_group(&servers, &keys, &scripts, group));
+        while !group.is_empty() {
+            let others = group.split_off(batch_len(group.iter().map(|waiting| waiting.job.size())));
+            groups.push(mem::replace(&mut group, others));
+        }
     }
-    // At the same time: a node of a cluster that hangs concerns its own queues.
-    !join_all(calls).await.contains(&false)
+    groups
 }
 
 /// Pushes several jobs of one queue and priority. Whether there is an answer.
@@ -105,5 +115,29 @@ async fn given_up<T>(replies: &mut [oneshot::Sender<T>]) {
     sleep(LATE).await;
     for reply in replies {
         reply.closed().await;
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::delay_queue::{JobId, Priority};
+
+    /// Redis does nothing else for as long as it takes a script to read them.
+    #[test]
+    fn large_jobs_that_meet_go_in_several_calls() {
+        let waiting = |bytes: usize, priority| {
+            let job = NewJob { priority, ..NewJob::new(JobId::from("a"), vec![0; bytes]) };
+            Waiting { queue: QueueKey::new("test"), job, max_jobs: 1, reply: oneshot::channel().0 }
+        };
+        let sizes = |batch| {
+            let mut sizes: Vec<_> = groups(batch).iter().map(Vec::len).collect();
+            sizes.sort_unstable();
+            sizes
+        };
+        assert_eq!(sizes((0..MAX_BATCH).map(|_| waiting(100, Priority::Normal)).collect()), [MAX_BATCH]);
+        let large = (0..100).map(|_| waiting(60_000, Priority::Normal));
+        assert_eq!(sizes(large.chain([waiting(1, Priority::Low)]).collect()), [1, 15, 17, 17, 17, 17, 17]);
+        assert_eq!(sizes((0..3).map(|_| waiting(2_000_000, Priority::Normal)).collect()), [1, 1, 1]);
     }
 }
