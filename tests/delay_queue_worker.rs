@@ -21,6 +21,7 @@ use tollgate::delay_queue::{
     AsOutcome, Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event,
     Events, Finish, Job, Outcome, QueueKey, Reason, Recurring, Schedule, State, WorkerError,
 };
+use tollgate::idempotency::{Operation, Operations};
 use tollgate::lock::LeaseView;
 use tollgate::rate_limit::RateLimitHandle;
 use tollgate::testing::{Failure, FaultStore};
@@ -407,6 +408,67 @@ async fn under_a_lock_one_job_of_a_key_runs_at_a_time() {
     }
     sleep(secs(60)).await;
     assert_eq!(done.load(Ordering::SeqCst), 12);
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+}
+
+/// It was dead before it was known what the other one would come to.
+#[tokio::test(start_paused = true)]
+async fn a_job_whose_operation_somebody_else_is_doing_waits_for_it() {
+    let queue = queue(MemoryBackend::new());
+    let operations = Operations::new(MemoryBackend::new());
+    let replays = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&replays);
+    let service = service_fn(move |_: Job<u32>| {
+        let (operations, counted) = (operations.clone(), Arc::clone(&counted));
+        async move {
+            let work = async |_| {
+                sleep(secs(60)).await;
+                Ok::<_, BoxError>("paid")
+            };
+            let done = operations.run(Operation::new("alice", "payout-7"), "100 EUR", work).await?;
+            counted.fetch_add(usize::from(done.is_replay()), Ordering::SeqCst);
+            Ok::<_, BoxError>(())
+        }
+    });
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), service));
+    for payload in 0..2 {
+        queue.push(payload).max_attempts(1).await.unwrap();
+    }
+    sleep(secs(62)).await;
+    assert_eq!(replays.load(Ordering::SeqCst), 1);
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+}
+
+/// Each of them asked more than once a second.
+#[tokio::test(start_paused = true)]
+async fn the_more_jobs_wait_for_a_lock_the_later_each_comes_again() {
+    const JOBS: u32 = 1_000;
+    let queue = queue(MemoryBackend::new());
+    let tries = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&tries);
+    let service = ServiceBuilder::new()
+        .map_request(move |job: Job<u32>| {
+            counted.fetch_add(1, Ordering::SeqCst);
+            job
+        })
+        .layer(LockLayer::new(MemoryBackend::new()).key(|_: &Job<u32>| "one").with_rejection(AsOutcome))
+        .service(service_fn(async |job: Job<u32>| {
+            if *job == 0 {
+                sleep(secs(20)).await;
+            }
+            Ok::<_, BoxError>(())
+        }));
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), service));
+    for payload in 0..JOBS {
+        queue.push(payload).max_attempts(1).await.unwrap();
+    }
+    sleep(secs(20)).await;
+    let tries = tries.load(Ordering::SeqCst);
+    assert!((1_000..12_000).contains(&tries), "{tries}");
+    // They are done as soon as there is room all the same.
+    sleep(secs(15)).await;
     assert!(is_empty(&queue).await);
     worker.stop().await;
 }

@@ -3,10 +3,11 @@ use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-use super::backoff::{Backoff, share};
+use super::backoff::Backoff;
 use super::record::{Due, Reason};
 use super::store::{Ending, MAX_NOTE};
 use crate::error::BoxError;
+use crate::idempotency::OperationError;
 use crate::lock::{Busy, LockError};
 use crate::rate_limit::RateLimited;
 
@@ -103,11 +104,13 @@ pub(super) enum Verdict {
     Ends(Ending),
     /// Over a limit that has room for the next one after this time.
     Limited(Duration),
+    /// Somebody else is at it for so long at the most, and may be done at any time.
+    Busy(Duration),
     /// Forgotten.
     Cancelled,
 }
 
-/// How long a job waits at the most for a lock that somebody else has. It may be given back at any time.
+/// How long a job waits at the most for what somebody else has, if it is alone in that. It may be given back at any time.
 const LONGEST_FOR_LOCK: Duration = Duration::from_secs(1);
 /// No less, so that it is not claimed in a circle.
 const SHORTEST_SNOOZE: Duration = Duration::from_millis(10);
@@ -141,16 +144,23 @@ impl Verdict {
                 None => Self::Ends(Ending::Dead { reason: Reason::Refused, error: note(whole) }),
             });
         }
+        if let Some(error) = cause.downcast_ref::<OperationError>() {
+            return match error {
+                OperationError::InFlight { remaining } => Some(Self::busy(*remaining)),
+                _ => None,
+            };
+        }
         let busy = match cause.downcast_ref::<LockError>() {
             Some(LockError::Busy(busy)) => Some(busy.retry_after()),
             Some(LockError::QueueFull(_)) => Some(LONGEST_FOR_LOCK),
             Some(_) => None,
             None => cause.downcast_ref::<Busy>().map(Busy::retry_after),
         };
-        busy.map(|wait| {
-            let wait = wait.clamp(SHORTEST_SNOOZE, LONGEST_FOR_LOCK);
-            Self::Ends(Ending::Snooze { delay: (wait / 2 + share(wait / 2)).max(SHORTEST_SNOOZE) })
-        })
+        busy.map(Self::busy)
+    }
+
+    fn busy(wait: Duration) -> Self {
+        Self::Busy(wait.clamp(SHORTEST_SNOOZE, LONGEST_FOR_LOCK))
     }
 }
 

@@ -60,7 +60,10 @@ pub(super) struct Runner<T, S, C> {
     being_noted: usize,
     // When something that runs is to be looked after.
     check_at: Option<Instant>,
+    // Of jobs that are over a limit.
     spread: Spread,
+    // Of those that wait for what somebody else has.
+    queueing: Spread,
     stage: Stage,
     is_failing: bool,
 }
@@ -179,6 +182,7 @@ impl<T, S, C> Runner<T, S, C> {
             being_noted: 0,
             check_at: None,
             spread: Spread::new(now),
+            queueing: Spread::new(now),
             stage: Stage::Working,
             is_failing: false,
             queue,
@@ -281,6 +285,7 @@ impl<T, S, C> Runner<T, S, C> {
         match Verdict::of(error, attempt, &self.settings.backoff) {
             Verdict::Ends(ending) => Settled::new(ticket, ending),
             Verdict::Limited(wait) => Settled::new(ticket, Ending::Snooze { delay: self.spread.delay(wait, now) }),
+            Verdict::Busy(wait) => Settled::new(ticket, Ending::Snooze { delay: self.queueing.turn(wait, now) }),
             Verdict::Cancelled => Settled::cancelled(ticket),
         }
     }

@@ -89,8 +89,8 @@ impl Settled {
     }
 }
 
-/// Spreads jobs that are over a limit: the more of them there are, the later each comes again, so that they do not all come for the
-/// one that there is room for.
+/// Spreads jobs that are over a limit, or wait for what somebody else has: the more of them there are, the later each comes again, so that they
+/// do not all come for the one that there is room for.
 #[derive(Debug)]
 pub(super) struct Spread {
     since: Instant,
@@ -107,11 +107,22 @@ impl Spread {
 
     /// How long a job waits if there is room for the next one after `wait`.
     pub(super) fn delay(&mut self, wait: Duration, now: Instant) -> Duration {
+        wait + self.more(wait, wait, now)
+    }
+
+    /// How long a job waits for what somebody else has for up to `wait`, and may give back at any time. Each of the others takes a small part of
+    /// that, so that somebody comes soon.
+    pub(super) fn turn(&mut self, wait: Duration, now: Instant) -> Duration {
+        wait / 2 + share(wait / 2) + self.more(wait, wait / 50, now)
+    }
+
+    /// How much later than `wait` a job comes, if each of those before it takes a `step`.
+    fn more(&mut self, wait: Duration, step: Duration, now: Instant) -> Duration {
         if now.saturating_duration_since(self.since) > wait.max(Duration::from_secs(1)) {
             *self = Self::new(now);
         }
-        let delay = wait + share(wait.saturating_mul(self.count).min(WIDEST));
+        let more = share(step.saturating_mul(self.count).min(WIDEST));
         self.count = self.count.saturating_add(1);
-        delay
+        more
     }
 }

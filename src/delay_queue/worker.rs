@@ -51,7 +51,8 @@ use crate::error::{BoxError, ConfigError, StoreError};
 /// | an error | waits for its next attempt, after the [backoff](Self::backoff); dead after the last one |
 /// | [`Outcome`](super::Outcome), as the error or one of its sources | what it says |
 /// | [`RateLimited`](crate::rate_limit::RateLimited), of a `RateLimitLayer` | waits until there is room, and the attempt does not count; dead if there never is |
-/// | [`Busy`](crate::lock::Busy) or [`LockError::QueueFull`](crate::LockError::QueueFull), of a `LockLayer` | waits for up to a second, and the attempt does not count: one job of a key at a time, in no order |
+/// | [`Busy`](crate::lock::Busy) or [`LockError::QueueFull`](crate::LockError::QueueFull), of a `LockLayer` | waits for up to a second, or up to eleven where many wait, and the attempt does not count: one job of a key at a time, in no order |
+/// | [`OperationError::InFlight`](crate::idempotency::OperationError::InFlight), of [`Operations`](crate::idempotency::Operations) | likewise, until it is known what came of it |
 /// | an error of the store that a layer asks | as with any error, so the attempt counts; a layer may be told to let jobs pass then |
 /// | by panicking | as with an error; where the service [cannot be cloned](Self::one_by_one) it goes on with the same one |
 ///
