@@ -306,7 +306,7 @@ impl fmt::Display for ConfigError {
             Self::OtherQueue { queue, other } => {
                 write!(
                     f,
-                    "a push of the queue `{other}` cannot be made by the queue `{queue}`, which is another one or on another backend"
+                    "a push of the queue `{other}` cannot be made by the queue `{queue}`, which is another one, on another backend or split otherwise"
                 )
             }
             Self::InvalidSchedule { reason } => write!(f, "the schedule is not valid: {reason}"),
