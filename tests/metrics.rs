@@ -722,6 +722,24 @@ fn a_resolver_that_fails_is_seen_apart_from_the_store() {
 }
 
 #[test]
+fn a_push_that_nobody_waits_for_has_failed() {
+    let (recorder, snapshotter, runtime) = recording();
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let store = FaultStore::new(MemoryBackend::new());
+            store.faults().hang();
+            let queue = DelayQueue::<u32>::new(store, "mail");
+            for payload in 0..20 {
+                let push = queue.push(payload).into_future();
+                tokio::time::timeout(Duration::from_millis(50), push).await.unwrap_err();
+            }
+        });
+    });
+    // Whoever gave up says nothing about the store.
+    assert_eq!(seen(&snapshotter), expect(&[("tollgate_job_pushes_total{queue=mail,outcome=failed}", 20)]));
+}
+
+#[test]
 fn jobs_are_counted_by_what_became_of_them() {
     let (recorder, snapshotter, runtime) = recording();
     metrics::with_local_recorder(&recorder, || {

@@ -60,17 +60,37 @@ impl Calls {
         }
     }
 
-    /// Counts what came of pushing so many jobs.
-    pub(super) fn pushed(&self, jobs: usize, answer: &Result<Vec<Admission>, StoreError>) {
-        let meters = self.meters();
-        match answer {
-            Ok(admissions) => admissions.iter().for_each(|admission| meters.pushed(PushResult::of(admission), 1)),
-            Err(_) => meters.pushed(PushResult::Failed, jobs),
-        }
+    /// Counts what comes of pushing so many jobs.
+    pub(super) const fn pushing(&self, jobs: usize) -> Pushing<'_> {
+        Pushing { calls: self, jobs }
     }
 
     fn meters(&self) -> &CallMeters {
         self.meters.get_or_init(|| CallMeters::new(self.queue.as_str()))
+    }
+}
+
+/// A push that is not answered yet. They have failed if nobody waits for the answer: it is not known what has become of them.
+pub(super) struct Pushing<'a> {
+    calls: &'a Calls,
+    jobs: usize,
+}
+
+impl Pushing<'_> {
+    pub(super) fn answered(mut self, answer: &Result<Vec<Admission>, StoreError>) {
+        if let Ok(admissions) = answer {
+            self.jobs = 0;
+            let meters = self.calls.meters();
+            admissions.iter().for_each(|admission| meters.pushed(PushResult::of(admission), 1));
+        }
+    }
+}
+
+impl Drop for Pushing<'_> {
+    fn drop(&mut self) {
+        if self.jobs > 0 {
+            self.calls.meters().pushed(PushResult::Failed, self.jobs);
+        }
     }
 }
 

@@ -167,7 +167,7 @@
 //! | `tollgate_jobs_running` | jobs that run in this process |
 //! | `tollgate_jobs_oldest_due_seconds` | for how long the oldest job that nobody has claimed is due: as the store has said within five seconds, unless it fails |
 //! | `tollgate_job_store_errors_total` | calls that the store has failed: of workers, of those who push, and of those who change or look at what is there |
-//! | `tollgate_job_pushes_total` | jobs that were pushed, by `outcome`: `new`, `exists`, `full`, `failed` (by the store, or it was not asked) |
+//! | `tollgate_job_pushes_total` | jobs that were pushed, by `outcome`: `new`, `exists`, `full`, `failed` (by the store, or it was not asked, or nobody waited for its answer). Not those of a [pipeline](PreparedPush) of one's own |
 //! | `tollgate_job_circuit_transitions_total` | [circuits](DelayQueue::circuit_breaker) that opened and closed, by `state`: `open`, `closed` |
 //!
 //! How many wait is what [`DelayQueue::counts`] says.

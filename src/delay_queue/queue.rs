@@ -76,9 +76,9 @@ impl Terms {
         jobs: Vec<NewJob>,
         patience: &mut Patience,
     ) -> Result<Vec<Admission>, StoreError> {
-        let (count, max) = (jobs.len(), self.max_jobs);
+        let (pushing, max) = (self.calls.pushing(jobs.len()), self.max_jobs);
         let answer = self.ask_later(queue, patience, |store, limit| store.push(queue, jobs, max, limit)).await;
-        self.calls.pushed(count, &answer);
+        pushing.answered(&answer);
         answer
     }
 
