@@ -473,6 +473,33 @@ async fn the_more_jobs_wait_for_a_lock_the_later_each_comes_again() {
     worker.stop().await;
 }
 
+/// A shutdown would never have come to its end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_service_that_blocks_its_thread_does_not_keep_a_worker_from_ending() {
+    let queue = queue(MemoryBackend::new());
+    queue.push(1).await.unwrap();
+    let is_over = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&is_over);
+    let service = service_fn(move |_: Job<u32>| {
+        let seen = Arc::clone(&seen);
+        async move {
+            let begun = std::time::Instant::now();
+            while !seen.load(Ordering::SeqCst) && begun.elapsed() < secs(20) {
+                std::thread::sleep(ms(1));
+            }
+            Ok::<_, BoxError>(())
+        }
+    });
+    let worker = DelayQueueWorker::new(queue.clone(), service).grace(ms(50)).abort_after(ms(50));
+    let begun = Instant::now();
+    let ended = timeout(secs(10), worker.run_until(sleep(ms(100)))).await;
+    let took = begun.elapsed();
+    is_over.store(true, Ordering::SeqCst);
+    ended.unwrap().unwrap();
+    assert!(took > secs(1) && took < secs(8), "{took:?}");
+    assert_eq!(queue.counts().await.unwrap().running, 1, "until its lease ends");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_timeout_is_a_failure_and_tried_again() {
     let queue = queue(MemoryBackend::new());

@@ -102,8 +102,8 @@ enum Stage {
     Working,
     /// Waits until this instant for what runs.
     Draining(Instant),
-    /// What still runs was told to give up.
-    Releasing,
+    /// What still runs was told to give up, and is dropped; until this instant, as a future that never yields cannot be.
+    Releasing(Instant),
     /// Nothing runs any more.
     LastWords(Instant),
 }
@@ -215,8 +215,8 @@ impl<T, S, C> Runner<T, S, C> {
             }
         });
         let stage = match self.stage {
-            Stage::Draining(until) | Stage::LastWords(until) => Some(until),
-            Stage::Working | Stage::Releasing => None,
+            Stage::Draining(until) | Stage::Releasing(until) | Stage::LastWords(until) => Some(until),
+            Stage::Working => None,
         };
         parts.chain(self.check_at).chain(stage).min()
     }
@@ -235,14 +235,20 @@ impl<T, S, C> Runner<T, S, C> {
         if let Stage::Draining(until) = self.stage
             && now >= until
         {
-            self.stage = Stage::Releasing;
+            let until = now.checked_add(self.settings.abort_after).unwrap_or_else(|| now + Claim::MAX_LEASE);
+            self.stage = Stage::Releasing(until + LAST_CALL);
             for running in self.running.values_mut() {
                 running.stop(Stop::ShutDown, now, self.settings.abort_after);
             }
             self.check_at = Some(now);
         }
-        if matches!(self.stage, Stage::Draining(_) | Stage::Releasing) && self.running.is_empty() && self.reserved == 0
-        {
+        let is_late = matches!(self.stage, Stage::Releasing(until) if now >= until);
+        let is_idle = self.running.is_empty() && self.reserved == 0;
+        if is_late && !self.running.is_empty() {
+            let jobs = self.running.len();
+            tracing::warn!(queue = %self.queue.name(), jobs, "jobs that do not end are left behind: they never yield");
+        }
+        if is_late || (is_idle && matches!(self.stage, Stage::Draining(_) | Stage::Releasing(_))) {
             self.stage = Stage::LastWords(now + LAST_WORDS);
         }
     }
