@@ -473,6 +473,28 @@ async fn the_more_jobs_wait_for_a_lock_the_later_each_comes_again() {
     worker.stop().await;
 }
 
+#[tokio::test(start_paused = true)]
+async fn what_runs_beside_a_job_ends_with_it() {
+    let queue = queue(MemoryBackend::new());
+    let (told, mut seen) = tokio::sync::mpsc::unbounded_channel();
+    let service = service_fn(move |job: Job<u32>| {
+        let (mut beside, told) = (job.cancellation(), told.clone());
+        tokio::spawn(async move { told.send((*job, beside.ended().await)) });
+        async move {
+            sleep(secs(10)).await;
+            Ok::<_, BoxError>(())
+        }
+    });
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), service).lease(secs(3)));
+    queue.push(1).await.unwrap();
+    assert_eq!(timeout(secs(11), seen.recv()).await.unwrap(), Some((1, false)));
+    queue.push(2).id("two").await.unwrap();
+    sleep(secs(1)).await;
+    assert_eq!(queue.cancel("two").await.unwrap(), Cancelled::Told);
+    assert_eq!(timeout(secs(2), seen.recv()).await.unwrap(), Some((2, true)));
+    worker.stop().await;
+}
+
 /// A shutdown would never have come to its end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_service_that_blocks_its_thread_does_not_keep_a_worker_from_ending() {

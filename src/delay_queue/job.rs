@@ -184,9 +184,15 @@ impl Cancellation {
         *self.is_cancelled.borrow()
     }
 
-    /// Waits until the job is to be given up, if ever.
+    /// Waits until the attempt is over, or the job is to be given up, which is `true`: for what runs beside the service and is to end with it.
+    pub async fn ended(&mut self) -> bool {
+        self.is_cancelled.wait_for(|is_cancelled| *is_cancelled).await.is_ok()
+    }
+
+    /// Waits until the job is to be given up, if ever: not ready any more once the attempt is over. A task that waits for this alone is
+    /// never done; [`ended`](Self::ended) is for those.
     pub async fn cancelled(&mut self) {
-        if self.is_cancelled.wait_for(|is_cancelled| *is_cancelled).await.is_err() {
+        if !self.ended().await {
             // Nobody is left who could cancel it.
             std::future::pending::<()>().await;
         }
