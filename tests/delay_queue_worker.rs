@@ -19,7 +19,7 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
     AsOutcome, Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event,
-    Events, Finish, Job, Outcome, QueueKey, Reason, Recurring, Schedule, State, WorkerError,
+    Events, Finish, Job, JobId, Outcome, Priority, Push, QueueKey, Reason, Recurring, Schedule, State, WorkerError,
 };
 use tollgate::idempotency::{Operation, Operations};
 use tollgate::lock::LeaseView;
@@ -1478,4 +1478,21 @@ async fn a_recurring_job_that_could_not_be_pushed_comes_once_for_all_times_that_
     let counts = queue.counts().await.unwrap();
     assert!((1..=2).contains(&counts.due) && counts.waiting <= 3, "{counts:?}");
     scheduler.abort();
+}
+
+#[tokio::test(start_paused = true)]
+async fn recurring_jobs_are_what_is_said_of_them_and_go_when_their_schedule_does() {
+    let queue = queue(MemoryBackend::new());
+    let hourly = || Schedule::cron("hourly", "0 * * * *").unwrap();
+    let urgent = |push: Push| push.priority(Priority::High).max_attempts(3).header("from", "cron").id("another");
+    Recurring::new(queue.clone(), hourly(), |_| 7).push_with(urgent).run_until(sleep(secs(1))).await;
+    let jobs = queue.list(State::Waiting, 0, 10).await.unwrap();
+    let [job] = jobs.as_slice() else { panic!("{jobs:?}") };
+    assert_eq!((job.priority, job.max_attempts, job.headers.get("from")), (Priority::High, 3, Some("cron")));
+    let since = job.due_at.duration_since(std::time::SystemTime::UNIX_EPOCH).unwrap();
+    assert_eq!(job.id, JobId::from(format!("hourly@{}", since.as_secs())));
+
+    let retire = || Recurring::new(queue.clone(), hourly(), |_| 7).retire();
+    assert!(retire().await.unwrap() && is_empty(&queue).await);
+    assert!(!retire().await.unwrap());
 }

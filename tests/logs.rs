@@ -15,6 +15,7 @@ use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use support::server::RedisServer;
 use tokio::time::{advance, sleep};
+use tollgate::delay_queue::{Codec, Recurring, Schedule};
 use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, peer_ip};
 use tollgate::idempotency::{IdempotencyHandle, OnStoreError};
 use tollgate::rate_limit::{CircuitBreaker, Decision, LimitStatus, PolicyResolver, RateLimitStore, Receipt};
@@ -90,6 +91,7 @@ impl Visit for Message {
             "message" => self.line = format!("{value:?}"),
             "cause" => self.cause = format!("{value:?}"),
             "then" => self.then = format!("{value:?}"),
+            "cause" => self.cause = format!("{value:?}"),
             "old_answer" => self.old_answer = format!("{value:?}"),
             name @ ("layer" | "operation") if self.names_operations => self.operation += &format!(" {name}={value:?}"),
             _ => {}
@@ -806,6 +808,35 @@ async fn a_worker_that_ends_says_that_it_could_not_note_what_jobs_have_come_to()
         "WARN what jobs have come to could not be noted",
     ];
     assert_eq!(log.lines(), expected);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_recurring_job_that_cannot_be_pushed_says_why() {
+    struct Never;
+    impl Codec<u8> for Never {
+        fn encode(&self, _: &u8) -> Result<Vec<u8>, BoxError> {
+            Err("a payload without a name".into())
+        }
+        fn decode(&self, _: &[u8]) -> Result<u8, BoxError> {
+            Err("never".into())
+        }
+    }
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let queue = DelayQueue::with_codec(MemoryBackend::new(), "mail", Never);
+    let hourly = Schedule::cron("hourly", "0 * * * *").unwrap();
+    Recurring::new(queue, hourly.clone(), |_| 7).run_until(sleep(Duration::from_secs(1))).await;
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().fail(Failure::Unavailable);
+    let queue = DelayQueue::new(store, "mail");
+    Recurring::new(queue, hourly, |_| 7).run_until(sleep(Duration::from_millis(10))).await;
+    let lines: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
+    let expected = [
+        ("ERROR a recurring job cannot be pushed", "a payload without a name"),
+        ("WARN delay queue store fails", "a fault that the test asked for"),
+        ("WARN a recurring job could not be pushed yet", "a fault that the test asked for"),
+    ];
+    assert_eq!(lines, expected.map(|(line, cause)| (line.to_owned(), cause.to_owned())));
 }
 
 #[tokio::test(start_paused = true)]

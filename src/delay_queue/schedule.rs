@@ -15,8 +15,10 @@ use tokio::time::{Instant, sleep};
 use super::backoff::share;
 use super::codec::{Codec, Json};
 use super::error::QueueError;
+use super::push::Push;
 use super::queue::DelayQueue;
 use super::record::{Due, UniqueFor};
+use super::store::Cancelled;
 use crate::error::ConfigError;
 
 /// How far behind the clock of a scheduler may be without a job being pushed a second time.
@@ -86,6 +88,12 @@ impl Schedule {
         Some(SystemTime::from(next.timestamp())).filter(|next| *next > instant)
     }
 
+    /// What the job of one of its times is called.
+    fn id(&self, time: SystemTime) -> String {
+        let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
+        format!("{}@{}", self.name, since.as_secs())
+    }
+
     /// How many of its times are later than `from`, up to `until`. Counts no further than to [`MOST_COUNTED`].
     fn count(&self, from: SystemTime, until: SystemTime) -> usize {
         let times = successors(self.next_after(from), |time| self.next_after(*time));
@@ -99,10 +107,12 @@ fn invalid(error: &dyn Error) -> ConfigError {
 
 /// Pushes a job for each time of a [`Schedule`].
 ///
-/// Any number of processes may do so at the same time: the id of a job is the name of the schedule and its time, so that it is there once. There
-/// is no leader. The job of the next time is pushed as soon as the one before is due, so that it comes although all who push are
+/// Any number of processes may do so at the same time: the id of a job is the name of the schedule and its time, so that it is there once:
+/// `nightly@1767225600`, in seconds since 1970. There is no leader. The job of the next time is pushed as soon as the one before is due, so that it comes although all who push are
 /// gone by then; times at which nobody was there before either are not made up for. The clocks of those who push may be up to an
 /// hour apart: when a job is due is told by the store's.
+///
+/// So a schedule that is changed or not used any more has one job left, which comes at its time in any case: [`retire`](Self::retire) removes it.
 ///
 /// ```
 /// use std::time::Duration;
@@ -123,7 +133,10 @@ pub struct Recurring<T, F, C = Json> {
     queue: DelayQueue<T, C>,
     schedule: Schedule,
     payload: F,
+    terms: Box<Terms>,
 }
+
+type Terms = dyn Fn(Push) -> Push + Send + Sync;
 
 impl<T, F, C> Recurring<T, F, C>
 where
@@ -132,7 +145,27 @@ where
 {
     /// Pushes to `queue` what `payload` makes of each of the times.
     pub fn new(queue: DelayQueue<T, C>, schedule: Schedule, payload: F) -> Self {
-        Self { queue, schedule, payload }
+        Self { queue, schedule, payload, terms: Box::new(|push| push) }
+    }
+
+    /// What else is said of each job: its priority, its attempts, its headers. Defaults to nothing. The id, the time and the unique key
+    /// are those of the schedule, whatever is said.
+    pub fn push_with(mut self, terms: impl Fn(Push) -> Push + Send + Sync + 'static) -> Self {
+        self.terms = Box::new(terms);
+        self
+    }
+
+    /// Removes the job of the next time, if it waits: for a schedule as it was before it was changed, or that is not used any more. To be called
+    /// when nobody pushes for it any more. Answers whether there was one.
+    ///
+    /// The time is not given to another job of this schedule: it is left out also by who pushes for it again.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`].
+    pub async fn retire(self) -> Result<bool, QueueError> {
+        let Some(time) = self.schedule.next_after(SystemTime::now()) else { return Ok(false) };
+        Ok(self.queue.cancel(self.schedule.id(time)).await? == Cancelled::Removed)
     }
 
     /// Pushes for as long as the schedule has times. While the store fails or the queue is full it is asked again; what cannot be pushed for
@@ -176,24 +209,24 @@ where
     }
 
     async fn push(&mut self, time: SystemTime, clock: &Clock) {
-        let name = &self.schedule.name;
-        let since = time.duration_since(SystemTime::UNIX_EPOCH).unwrap_or_default();
-        let id = format!("{name}@{}", since.as_secs());
+        let (name, id) = (&self.schedule.name, self.schedule.id(time));
         let payload = (self.payload)(time);
         let (mut pause, mut is_told) = (FIRST_PAUSE, false);
         loop {
             // Whoever has the time behind us finds the key when the job is done and forgotten.
             let span = time.duration_since(clock.now()).unwrap_or_default() + BEHIND;
-            let push = self.queue.push(&payload).id(&*id).at(time).unique_for(&*id, UniqueFor::Time(span));
-            match push.await {
+            let push = (self.terms)(self.queue.push(&payload));
+            match push.id(&*id).at(time).unique_for(&*id, UniqueFor::Time(span)).await {
                 Ok(_) => return,
                 Err(error @ (QueueError::Store(_) | QueueError::Full { .. })) => {
                     if !mem::replace(&mut is_told, true) {
-                        tracing::warn!(queue = %self.queue.name(), schedule = name, %error, "a recurring job could not be pushed yet");
+                        let cause = error.source().map(tracing::field::display);
+                        tracing::warn!(queue = %self.queue.name(), schedule = name, %error, cause, "a recurring job could not be pushed yet");
                     }
                 }
                 Err(error) => {
-                    tracing::error!(queue = %self.queue.name(), schedule = name, %error, "a recurring job cannot be pushed");
+                    let cause = error.source().map(tracing::field::display);
+                    tracing::error!(queue = %self.queue.name(), schedule = name, %error, cause, "a recurring job cannot be pushed");
                     return;
                 }
             }
