@@ -19,7 +19,8 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
     AsOutcome, Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event,
-    Events, Finish, Job, JobId, Outcome, Priority, Push, QueueKey, Reason, Recurring, Schedule, State, WorkerError,
+    Events, Finish, Job, JobId, OnUndecodable, Outcome, Priority, Push, QueueKey, Reason, Recurring, Schedule, State,
+    WorkerError,
 };
 use tollgate::idempotency::{Operation, Operations};
 use tollgate::lock::LeaseView;
@@ -471,6 +472,26 @@ async fn the_more_jobs_wait_for_a_lock_the_later_each_comes_again() {
     sleep(secs(15)).await;
     assert!(is_empty(&queue).await);
     worker.stop().await;
+}
+
+/// While a new release takes the place of an old one.
+#[tokio::test(start_paused = true)]
+async fn a_job_that_one_worker_cannot_read_is_left_to_another() {
+    let backend = MemoryBackend::new();
+    let (old, new) = (queue(backend.clone()), DelayQueue::<String>::new(backend, "work"));
+    new.push("one".to_owned()).id("one").max_attempts(2).await.unwrap();
+    let worker = || DelayQueueWorker::new(old.clone(), Record::new().service()).backoff(Backoff::fixed(secs(60)));
+    worker().on_undecodable(OnUndecodable::Retry).run_until(sleep(secs(1))).await.unwrap();
+    let job = new.get("one").await.unwrap().unwrap();
+    assert_eq!((job.state, job.attempt, job.note.unwrap().reason), (State::Waiting, 1, Reason::Failed));
+    let service = service_fn(async |_: Job<String>| Ok::<_, BoxError>(()));
+    DelayQueueWorker::new(new.clone(), service).run_until(sleep(secs(61))).await.unwrap();
+    assert_eq!(new.get("one").await.unwrap(), None);
+
+    new.push("two".to_owned()).id("two").await.unwrap();
+    worker().run_until(sleep(secs(1))).await.unwrap();
+    let job = new.get("two").await.unwrap().unwrap();
+    assert_eq!((job.state, job.note.unwrap().reason), (State::Dead, Reason::Undecodable));
 }
 
 #[tokio::test(start_paused = true)]

@@ -184,7 +184,8 @@
 //! # Payloads
 //!
 //! JSON by serde with the feature `json`, or whatever a [`Codec`] says. The store does not look into them. One that cannot be read by the
-//! worker is dead at once, [undecodable](Reason::Undecodable), with its bytes kept.
+//! worker is dead at once, [undecodable](Reason::Undecodable), with its bytes kept, unless the worker is told to
+//! [try it again](DelayQueueWorker::on_undecodable).
 //!
 //! # Bounds
 //!
@@ -259,4 +260,4 @@ pub use self::store::{
     Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Expired,
     Extended, Finish, Finished, MAX_BATCH, MAX_NOTE, QueueKey, State, Ticket, WorkerId,
 };
-pub use self::worker::{DelayQueueWorker, WorkerError};
+pub use self::worker::{DelayQueueWorker, OnUndecodable, WorkerError};

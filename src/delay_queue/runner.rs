@@ -28,7 +28,7 @@ use super::slots::Slots;
 use super::store::{
     Claim, Claimed, ClaimedJob, Ending, Expired, Extended, Finished, MAX_BATCH, QueueKey, Ticket, WorkerId,
 };
-use super::worker::{Settings, WorkerError};
+use super::worker::{OnUndecodable, Settings, WorkerError};
 use crate::error::{BoxError, StoreError};
 
 /// How many calls that finish and claim are under way at the same time, of each part of a queue: one is answered while jobs of the other run.
@@ -532,6 +532,7 @@ where
             let claim =
                 Claim { worker: self.worker, limit, lease: self.settings.lease, dead: self.queue.dead_limits() };
             let (key, queue, time) = (part.key, self.queue.clone(), self.call_limit());
+            let Settings { backoff, on_undecodable, .. } = self.settings;
             self.calls.spawn(async move {
                 let finished = settled.iter().map(|settled| settled.finish.clone()).collect();
                 let sent = Instant::now();
@@ -541,11 +542,18 @@ where
                     let Claimed { finished, jobs: claimed, more, next, oldest_due, expired, now } = claimed;
                     let (mut jobs, mut unreadable) = (Vec::with_capacity(claimed.len()), Vec::new());
                     for job in claimed {
-                        let ticket = job.ticket();
-                        match open(&queue, job) {
-                            Ok(opened) => jobs.push(opened),
-                            Err(ending) => unreadable.push(Settled::new(ticket, ending)),
-                        }
+                        let (ticket, attempt) = (job.ticket(), job.job.attempt);
+                        let ending = match open(&queue, job) {
+                            Ok(opened) => {
+                                jobs.push(opened);
+                                continue;
+                            }
+                            Err(Ending::Dead { error, .. }) if on_undecodable == OnUndecodable::Retry => {
+                                Ending::Retry { delay: backoff.delay(attempt), error }
+                            }
+                            Err(ending) => ending,
+                        };
+                        unreadable.push(Settled::new(ticket, ending));
                     }
                     Claims { finished, jobs, unreadable, more, next, oldest_due, expired, received, now }
                 });

@@ -92,6 +92,7 @@ pub(super) struct Settings<T> {
     pub(super) abort_after: Duration,
     pub(super) grace: Duration,
     pub(super) backoff: Backoff,
+    pub(super) on_undecodable: OnUndecodable,
     pub(super) span: Option<Arc<MakeSpan<T>>>,
     pub(super) teller: Teller,
 }
@@ -130,6 +131,7 @@ impl<T, S, C> DelayQueueWorker<T, S, C> {
             abort_after: Duration::from_secs(5),
             grace: Duration::from_secs(20),
             backoff: Backoff::default(),
+            on_undecodable: OnUndecodable::default(),
             span: None,
             teller: Teller::new(),
         };
@@ -171,6 +173,12 @@ impl<T, S, C> DelayQueueWorker<T, S, C> {
     /// How long a job that has failed waits. Defaults to [`Backoff::default`].
     pub fn backoff(mut self, backoff: Backoff) -> Self {
         self.settings.backoff = backoff;
+        self
+    }
+
+    /// What becomes of a job whose payload cannot be read. Defaults to [`OnUndecodable::Dead`].
+    pub fn on_undecodable(mut self, then: OnUndecodable) -> Self {
+        self.settings.on_undecodable = then;
         self
     }
 
@@ -231,6 +239,18 @@ impl<T, S, C> fmt::Debug for DelayQueueWorker<T, S, C> {
             .field("lease", &self.settings.lease)
             .finish_non_exhaustive()
     }
+}
+
+/// What becomes of a job whose payload a worker cannot read.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnUndecodable {
+    /// It is dead at once, [undecodable](super::Reason::Undecodable).
+    #[default]
+    Dead,
+    /// As after an error of the service: it is tried again after the [backoff](DelayQueueWorker::backoff), and dead after the last attempt. For
+    /// jobs of a new release that workers of the old one may meet.
+    Retry,
 }
 
 /// A worker cannot go on.
