@@ -198,7 +198,8 @@ impl<T, C> DelayQueue<T, C> {
 
     /// How many dead jobs are kept, and for how long. Defaults to 10,000 for 90 days. The oldest make room for others.
     ///
-    /// No longer than 90 days ([`DeadLimits::MAX_AGE`]), whatever is said.
+    /// No longer than 90 days ([`DeadLimits::MAX_AGE`]), whatever is said. What counts is the queue of a [worker](super::DelayQueueWorker): whichever claims
+    /// next removes what is more than its own queue says, without a word. Say the same wherever there is a worker of this queue.
     #[must_use]
     pub fn keep_dead(mut self, count: u64, age: Duration) -> Self {
         self.dead = DeadLimits { count, age: age.min(DeadLimits::MAX_AGE) };
