@@ -91,7 +91,6 @@ impl Visit for Message {
             "message" => self.line = format!("{value:?}"),
             "cause" => self.cause = format!("{value:?}"),
             "then" => self.then = format!("{value:?}"),
-            "cause" => self.cause = format!("{value:?}"),
             "old_answer" => self.old_answer = format!("{value:?}"),
             name @ ("layer" | "operation") if self.names_operations => self.operation += &format!(" {name}={value:?}"),
             _ => {}
