@@ -8,7 +8,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::rate_limit::{RateLimitStore, RateLimited};
 use tollgate::testing::{Failure, FaultStore, Verb};
-use tollgate::{AsError, BoxError, Limiter, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer};
+use tollgate::{AsError, BoxError, Key, Limiter, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer};
 use tower::util::BoxCloneService;
 use tower::{Layer, ServiceExt, service_fn};
 
@@ -258,4 +258,96 @@ async fn lines_of_one_store_share_its_quota() {
         assert!(*after >= 100 * place as u128, "{served:?}");
     }
     assert!(served[19].1 < 2_000, "{served:?}");
+}
+
+/// Behind `total` for all customers together, and the limit of each.
+fn shared<B>(calls: &Calls, layer: RateLimitLayer<B>, each: Policy) -> BoxCloneService<Call, (), BoxError>
+where
+    B: RateLimitStore + Clone + Send + Sync + 'static,
+{
+    let (begun, served) = (calls.begun, Arc::clone(&calls.served));
+    let inner = service_fn(move |(_, number): Call| {
+        served.lock().unwrap().push((number, begun.elapsed().as_millis()));
+        std::future::ready(Ok::<_, BoxError>(()))
+    });
+    let layer = layer.and(each, |(customer, _): &Call| *customer);
+    BoxCloneService::new(layer.with_rejection(AsError).layer(inner))
+}
+
+/// All requests of a layer stood in one line, whosever limit they waited for: others waited behind them, and were told of limits that were not theirs.
+#[tokio::test(start_paused = true)]
+async fn a_customer_who_waits_holds_up_no_other() {
+    let calls = Calls::new();
+    let backend = MemoryBackend::new();
+    let total = Policy::new("total", Quota::per_second(1_000).fixed_window());
+    let each = Policy::new("each", Quota::per_second(1).burst(1).unwrap().token_bucket());
+    let layer = RateLimitLayer::new(backend.clone(), total).wait(Duration::from_secs(2));
+    let service = shared(&calls, layer, each.clone());
+    let mut waiting: JoinSet<_> = (0..4).map(|number| service.clone().oneshot((ACME, number))).collect();
+    sleep(ms(1)).await;
+    service.clone().oneshot((GLOBEX, 10)).await.unwrap();
+    assert_eq!(calls.served(), [(0, 0), (10, 1)]);
+    // Of their own limit they are told, whatever others wait for.
+    Limiter::new(backend, each).block(INITECH, Duration::from_secs(300)).await.unwrap();
+    let refused = refusal(service.clone().oneshot((INITECH, 20)).await).unwrap();
+    assert!(refused > Duration::from_secs(299), "{refused:?}");
+    let mut refused = Vec::new();
+    while let Some(outcome) = waiting.join_next().await {
+        refused.extend(refusal(outcome.unwrap()));
+    }
+    assert!(matches!(refused[..], [wait] if wait <= Duration::from_secs(1)), "{refused:?}");
+    assert_eq!(calls.served().iter().map(|(number, _)| *number).collect::<Vec<_>>(), [0, 10, 1, 2]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn customers_who_wait_for_the_same_limit_keep_their_order() {
+    let calls = Calls::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let each = Policy::new("each", Quota::per_second(1_000).fixed_window());
+    let layer = RateLimitLayer::new(store.clone(), policy()).wait(Duration::from_secs(10));
+    let service = shared(&calls, layer, each);
+    let mut waiting = JoinSet::new();
+    for number in 0..30 {
+        waiting.spawn(service.clone().oneshot((number % 7, number)));
+        sleep(ms(1)).await;
+    }
+    while let Some(outcome) = waiting.join_next().await {
+        outcome.unwrap().unwrap();
+    }
+    // Nobody passes them, also where there is room of which they do not know yet.
+    let waiting = tokio::spawn(service.clone().oneshot((ACME, 30)));
+    sleep(ms(50)).await;
+    Limiter::new(store.clone(), policy()).reset(Key::EVERYONE).await.unwrap();
+    service.oneshot((GLOBEX, 31)).await.unwrap();
+    waiting.await.unwrap().unwrap();
+    assert_eq!(calls.served().iter().map(|(number, _)| *number).collect::<Vec<_>>(), (0..32).collect::<Vec<_>>());
+    let asked = store.faults().calls(Verb::CheckAll);
+    assert!(asked <= 3 * 30, "{asked} questions for 30 calls");
+}
+
+/// Who has come to their turn in one line stands in another one before they are asked about.
+#[tokio::test(start_paused = true)]
+async fn those_who_wait_for_two_limits_keep_their_order_in_both() {
+    let calls = Calls::new();
+    let each = Policy::new("each", Quota::per_second(2).burst(1).unwrap().token_bucket());
+    let service =
+        shared(&calls, RateLimitLayer::new(MemoryBackend::new(), policy()).wait(Duration::from_secs(10)), each);
+    let mut waiting = JoinSet::new();
+    for number in 0..30 {
+        // The first one sends a third of them.
+        let customer = if number % 3 == 0 { ACME } else { 100 + number };
+        waiting.spawn(service.clone().oneshot((customer, number)));
+        sleep(ms(1)).await;
+    }
+    while let Some(outcome) = waiting.join_next().await {
+        outcome.unwrap().unwrap();
+    }
+    let served = calls.served();
+    let (acme, others) = served.iter().partition::<Vec<&(u32, u128)>, _>(|(number, _)| number % 3 == 0);
+    for (calls, of) in [(&acme, "one customer"), (&others, "the others")] {
+        assert!(calls.is_sorted(), "{of}: {served:?}");
+    }
+    // As much as the two limits let through, and none is held up by the customer who has a limit of their own to wait for.
+    assert!(others[19].1 <= 2_700, "{served:?}");
+    assert!((4_500..5_000).contains(&acme[9].1), "{served:?}");
 }

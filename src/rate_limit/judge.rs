@@ -12,7 +12,7 @@ use tracing::Instrument;
 
 use super::decision::{Decision, Outcome, RateLimited};
 use super::layer::{Core, OnStoreError, Patience};
-use super::line::Denial;
+use super::line::{Denial, Lines, Place, Whose};
 use super::meters::{Meters, Verdict};
 use super::policy::Policy;
 use super::rejection::{Rejection, Standing};
@@ -236,10 +236,11 @@ impl<B: RateLimitStore + Sync> Core<B> {
         charged.is_some()
     }
 
-    /// Whether requests stand in a line for this key.
+    /// Whether requests stand in a line for whoever is counted by this policy under this key. Of the key of the layer the policy is that of the
+    /// layer, whatever a resolver says.
     #[inline]
-    pub(super) fn is_waited_for(&self, key: &Key) -> bool {
-        self.patience.as_ref().is_some_and(|patience| patience.lines.is_waited_for(key))
+    pub(super) fn is_waited_for(&self, policy: &Policy, key: &Key) -> bool {
+        self.patience.as_ref().is_some_and(|patience| patience.lines.is_waited_for(policy, key))
     }
 
     /// What is said to a request because of this subject.
@@ -248,55 +249,80 @@ impl<B: RateLimitStore + Sync> Core<B> {
         Some(RateLimited::new(policy, cost, decision))
     }
 
-    /// The judgement of a request that may have to wait for room.
+    /// The judgement of a request that may have to wait for room: in the line of the one whom it counts for that has none for longest.
     pub(super) async fn judge_in_turn(&self, subjects: Subjects, cost: u32) -> Judgement {
-        let key = subjects.iter().find(|subject| subject.main).or(subjects.first()).map(|subject| subject.key);
-        let (Some(Patience { wait, lines }), Some(key)) = (&self.patience, key) else {
+        let Some(Patience { wait, lines }) = &self.patience else {
             return self.judge(subjects, cost).await;
         };
         let until = after(Instant::now(), *wait);
-        let mut first = None;
-        let denial = match lines.denial(&key) {
-            Some(denial) => Denial::now(&denial),
-            None => {
-                let judged = self.judge(subjects.undecided(|_| true), cost).await;
-                let Some(pause) = judged.pause(until) else { return judged };
-                let denial = Denial::now(&judged.subjects);
-                first = Some((Instant::now() + pause, judged));
-                denial
-            }
-        };
-        let told = denial.subjects.clone();
-        let room = self.denials(&told, cost).and_then(|limited| limited.retry_after());
-        let is_in_time = room.is_some_and(|wait| after(Instant::now(), wait) <= until);
-        let place = if is_in_time { lines.join(key, || denial) } else { None };
-        let Some(place) = place else { return first.map_or_else(|| self.refused(told, cost), |(_, judged)| judged) };
-        let Ok(_turn) = timeout_at(until, place.turn()).await else {
-            let told = lines.denial(&key).unwrap_or(told);
-            return self.refused(told, cost);
-        };
+        let mut place: Option<Place> = None;
+        // In whose lines it has come to its turn. It need not stand there again unless it is denied once more, so that two lines do not
+        // send it to and fro.
+        let mut stood: SmallVec<[Whose; 2]> = SmallVec::new();
         // Those who have no say are asked once.
         let mut others = None;
-        if let Some((again, judged)) = first {
-            others = Some(judged.subjects.without_a_say());
-            sleep_until(again).await;
-        }
         loop {
-            let mut judged = self.judge(subjects.undecided(|subject| subject.enforced || others.is_none()), cost).await;
-            let Some(pause) = judged.pause(until) else {
-                judged.subjects.extend(others.unwrap_or_default());
-                return judged;
+            let (told, judged) = match self.ahead(lines, &subjects, &stood) {
+                Some(told) => (told, None),
+                None => {
+                    let undecided = subjects.undecided(|subject| subject.enforced || others.is_none());
+                    let mut judged = self.judge(undecided, cost).await;
+                    match &others {
+                        Some(others) => judged.subjects.extend(Vec::clone(others)),
+                        None => others = Some(judged.subjects.without_a_say()),
+                    }
+                    let pause = judged.pause(until);
+                    let (Some(pause), Some(told)) = (pause, strictest(judged.subjects.iter().cloned())) else {
+                        return judged;
+                    };
+                    if let Some(place) = place.as_ref().filter(|place| *place.whose() == self.whose(&told)) {
+                        place.tell(Denial::now(told));
+                        sleep(pause).await;
+                        continue;
+                    }
+                    (told, Some((Instant::now() + pause, judged)))
+                }
             };
-            place.tell(Denial::now(&judged.subjects));
-            others.get_or_insert_with(|| judged.subjects.without_a_say());
-            sleep(pause).await;
+            // Nobody holds up those who wait for somebody else.
+            drop(place.take());
+            let room = self.limited(&told, cost).and_then(|limited| limited.retry_after());
+            let is_in_time = room.is_some_and(|wait| after(Instant::now(), wait) <= until);
+            let whose = self.whose(&told);
+            let joined = if is_in_time { lines.join(whose.clone(), || Denial::now(told.clone())) } else { None };
+            let Some(mut joined) = joined else {
+                return judged.map_or_else(|| self.refused(told, cost), |(_, judged)| judged);
+            };
+            if timeout_at(until, joined.turn()).await.is_err() {
+                return self.refused(lines.denial(&whose).unwrap_or(told), cost);
+            }
+            if let Some((again, _)) = judged {
+                sleep_until(again).await;
+            }
+            stood.push(whose);
+            place = Some(joined);
         }
     }
 
-    /// Turns a request away without asking anybody: by what another one was told.
-    fn refused(&self, told: Vec<Subject>, cost: u32) -> Judgement {
-        let ruling = self.rule(&told, cost);
-        Judgement { subjects: Subjects::Several(told), ruling }
+    /// Whose line a subject waits in.
+    fn whose(&self, subject: &Subject) -> Whose {
+        let policy = if subject.main { &self.policy } else { subject.policy(&self.policy) };
+        Whose::new(policy, &subject.key)
+    }
+
+    /// What those were told who wait before this request, in the line that lasts longest.
+    fn ahead(&self, lines: &Lines, subjects: &[Subject], stood: &[Whose]) -> Option<Subject> {
+        if !lines.are_used() {
+            return None;
+        }
+        let lines_of = subjects.iter().map(|subject| self.whose(subject)).filter(|whose| !stood.contains(whose));
+        strictest(lines_of.filter_map(|whose| lines.denial(&whose)))
+    }
+
+    /// Turns a request away without asking anybody: by what another one was told of somebody whom both count for.
+    fn refused(&self, told: Subject, cost: u32) -> Judgement {
+        let subjects = Subjects::One(told);
+        let ruling = self.rule(&subjects, cost);
+        Judgement { subjects, ruling }
     }
 
     /// The judgement, after all that has to be waited for.
@@ -516,6 +542,12 @@ impl<B: RateLimitStore + Sync> Core<B> {
         }
         Ok(())
     }
+}
+
+/// The one that stands in the way of a request for longest.
+fn strictest(subjects: impl Iterator<Item = Subject>) -> Option<Subject> {
+    let denials = subjects.filter(Subject::denies);
+    denials.max_by_key(|subject| subject.decision.as_ref().map(Decision::strictness))
 }
 
 /// Counts a decision, and answers whether the request may pass as far as it is concerned.

@@ -327,6 +327,9 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// comes later passes those who wait. Between processes whoever asks first gets the room. A request is turned away at once if what it is told to wait is
     /// more than `wait`, and otherwise at the latest when that is over. Each question counts as a [decision](super#metrics) in the metrics.
     ///
+    /// A request that counts for [several](Self::and) stands in the line of the one that has no room for longest, so it holds up nobody who does not count
+    /// for that one too. Where it comes to its turn and another one has no room, it goes to the end of the line of that one.
+    ///
     /// Up to 1,000 requests wait at the same time, or [`max_waiters`](Self::max_waiters); one more is turned away. A request that waits holds the place in
     /// the inner service that was reserved for it, and dropping it leaves the line; nothing was charged.
     ///

@@ -2,22 +2,53 @@
 
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use tokio::sync::{Mutex as Turn, MutexGuard as Turned};
+use tokio::sync::{Mutex as Turn, OwnedMutexGuard as Turned};
 use tokio::time::Instant;
 
 use super::judge::Subject;
+use super::policy::Policy;
 use crate::key::Key;
 
-/// The lines of a layer, one for each key whose requests wait. Only the first of a line asks the store, so that many who wait ask no more often than
-/// one, and who comes later passes nobody.
+/// The lines of a layer, one for each of those for whom requests wait. Only the first of a line asks the store, so that many who wait ask no more
+/// often than one, and who comes later passes nobody.
 #[derive(Debug)]
 pub(super) struct Lines {
     most: usize,
     waiting: AtomicUsize,
-    lines: Mutex<HashMap<Key, Line>>,
+    lines: Mutex<HashMap<Whose, Line>>,
+}
+
+/// Whom the requests of a line count for: who is counted under this key by the policy of this name.
+#[derive(Clone, Debug)]
+pub(super) struct Whose {
+    policy: Policy,
+    key: Key,
+}
+
+impl Whose {
+    pub(super) fn new(policy: &Policy, key: &Key) -> Self {
+        Self { policy: policy.clone(), key: *key }
+    }
+}
+
+// By name: a share of a policy, for when the store fails, is waited for in the same line.
+impl PartialEq for Whose {
+    fn eq(&self, other: &Self) -> bool {
+        self.key == other.key && self.policy.name() == other.policy.name()
+    }
+}
+
+impl Eq for Whose {}
+
+impl Hash for Whose {
+    fn hash<H: Hasher>(&self, state: &mut H) {
+        // There are few policies for a key.
+        self.key.hash(state);
+    }
 }
 
 #[derive(Debug)]
@@ -27,31 +58,30 @@ struct Line {
     denial: Denial,
 }
 
-/// What the first of a line was told at last, and when.
+/// What the first of a line was told at last of whom it counts for, and when.
 #[derive(Clone, Debug)]
 pub(super) struct Denial {
-    pub(super) subjects: Vec<Subject>,
+    subject: Subject,
     told: Instant,
 }
 
 impl Denial {
-    /// Of those that have a say.
-    pub(super) fn now(subjects: &[Subject]) -> Self {
-        Self { subjects: subjects.iter().filter(|subject| subject.enforced).cloned().collect(), told: Instant::now() }
+    pub(super) fn now(subject: Subject) -> Self {
+        Self { subject, told: Instant::now() }
     }
 
     /// How it stands by now, as far as that can be told: the waits are shorter.
-    fn later(&self) -> Vec<Subject> {
+    fn later(&self) -> Subject {
         let elapsed = self.told.elapsed();
-        let mut subjects = self.subjects.clone();
-        for decision in subjects.iter_mut().filter_map(|subject| subject.decision.as_mut()) {
+        let mut subject = self.subject.clone();
+        if let Some(decision) = &mut subject.decision {
             // Whose time is over has not been asked again yet.
             let is_over = decision.retry_after().is_none_or(|wait| wait <= elapsed);
             if !is_over {
                 *decision = decision.later(elapsed);
             }
         }
-        subjects
+        subject
     }
 }
 
@@ -60,33 +90,37 @@ impl Lines {
         Self { most, waiting: AtomicUsize::new(0), lines: Mutex::default() }
     }
 
-    /// Whether there is a line for a key.
-    pub(super) fn is_waited_for(&self, key: &Key) -> bool {
-        // Hardly ever is there any.
-        self.waiting.load(Ordering::Acquire) > 0 && self.lines().contains_key(key)
+    /// Whether there is any line: hardly ever.
+    pub(super) fn are_used(&self) -> bool {
+        self.waiting.load(Ordering::Acquire) > 0
     }
 
-    /// What whoever is first in the line of a key was told, if there is one.
-    pub(super) fn denial(&self, key: &Key) -> Option<Vec<Subject>> {
-        self.lines().get(key).map(|line| line.denial.later())
+    /// Whether there is a line for whoever is counted by this policy under this key.
+    pub(super) fn is_waited_for(&self, policy: &Policy, key: &Key) -> bool {
+        self.are_used() && self.lines().contains_key(&Whose::new(policy, key))
     }
 
-    /// A place at the end of the line of a key, which begins with this denial if there is none. `None` where too many wait already.
-    pub(super) fn join(self: &Arc<Self>, key: Key, denial: impl FnOnce() -> Denial) -> Option<Place> {
+    /// What the first of a line was told, if there is one.
+    pub(super) fn denial(&self, whose: &Whose) -> Option<Subject> {
+        self.lines().get(whose).map(|line| line.denial.later())
+    }
+
+    /// A place at the end of a line, which begins with this denial if there is none. `None` where too many wait already.
+    pub(super) fn join(self: &Arc<Self>, whose: Whose, denial: impl FnOnce() -> Denial) -> Option<Place> {
         let mut lines = self.lines();
         if self.waiting.load(Ordering::Relaxed) >= self.most {
             return None;
         }
         self.waiting.fetch_add(1, Ordering::Release);
-        let line = match lines.entry(key) {
+        let line = match lines.entry(whose.clone()) {
             Entry::Occupied(line) => line.into_mut(),
             Entry::Vacant(place) => place.insert(Line { turn: Arc::default(), members: 0, denial: denial() }),
         };
         line.members += 1;
-        Some(Place { turn: Arc::clone(&line.turn), key, lines: Arc::clone(self) })
+        Some(Place { turn: Arc::clone(&line.turn), turned: None, whose, lines: Arc::clone(self) })
     }
 
-    fn lines(&self) -> MutexGuard<'_, HashMap<Key, Line>> {
+    fn lines(&self) -> MutexGuard<'_, HashMap<Whose, Line>> {
         self.lines.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
@@ -95,19 +129,26 @@ impl Lines {
 #[derive(Debug)]
 pub(super) struct Place {
     turn: Arc<Turn<()>>,
-    key: Key,
+    /// Of the first.
+    turned: Option<Turned<()>>,
+    whose: Whose,
     lines: Arc<Lines>,
 }
 
 impl Place {
     /// Waits to be the first of the line.
-    pub(super) async fn turn(&self) -> Turned<'_, ()> {
-        self.turn.lock().await
+    pub(super) async fn turn(&mut self) {
+        self.turned = Some(Arc::clone(&self.turn).lock_owned().await);
+    }
+
+    /// Whose line it is.
+    pub(super) const fn whose(&self) -> &Whose {
+        &self.whose
     }
 
     /// Tells those behind what the first was told.
     pub(super) fn tell(&self, denial: Denial) {
-        if let Some(line) = self.lines.lines().get_mut(&self.key) {
+        if let Some(line) = self.lines.lines().get_mut(&self.whose) {
             line.denial = denial;
         }
     }
@@ -117,7 +158,7 @@ impl Drop for Place {
     fn drop(&mut self) {
         let mut lines = self.lines.lines();
         self.lines.waiting.fetch_sub(1, Ordering::Release);
-        if let Entry::Occupied(mut line) = lines.entry(self.key) {
+        if let Entry::Occupied(mut line) = lines.entry(self.whose.clone()) {
             line.get_mut().members -= 1;
             if line.get().members == 0 {
                 line.remove();

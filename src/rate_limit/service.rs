@@ -109,7 +109,7 @@ where
         let policy = resolved.as_ref().unwrap_or(&core.policy);
         let enforced = policy.is_enforced_for(key);
         // Nobody passes those who wait.
-        let is_known = is_known && !core.is_waited_for(key);
+        let is_known = is_known && !core.is_waited_for(if main { &core.policy } else { policy }, key);
         // What need not be waited for is done here and now, as the inner service would. Where nobody asks how things stand, a yes
         // is all it takes.
         if is_known && settings.wants_no_details::<S, Req>() && core.charge_now(policy, key, cost) {
