@@ -354,6 +354,37 @@ async fn a_store_that_hangs_is_a_timeout_where_the_layer_denies() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn what_costs_nothing_passes_a_store_that_fails_and_no_block() {
+    let (store, policy) = (FaultStore::new(MemoryBackend::new()), per_hour(1));
+    let layer = RateLimitLayer::new(store.clone(), policy.clone()).with_rejection(AsError);
+    let service = layer
+        .on_store_error(OnStoreError::Deny)
+        .cost(|cost: &u32| *cost)
+        .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)));
+    for _ in 0..3 {
+        assert_eq!(service.clone().oneshot(0).await.unwrap(), 0);
+    }
+    store.faults().fail(Failure::Unavailable);
+    assert_eq!(service.clone().oneshot(0).await.unwrap(), 0);
+    assert!(service.clone().oneshot(1).await.unwrap_err().is::<StoreError>());
+    store.faults().heal();
+    assert_eq!(service.clone().oneshot(1).await.unwrap(), 1);
+    assert_eq!(service.clone().oneshot(0).await.unwrap(), 0, "where nothing is left");
+    Limiter::new(store.clone(), policy).block(Key::EVERYONE, Duration::from_secs(60)).await.unwrap();
+    let refused = service.oneshot(0).await.unwrap_err().downcast::<RateLimited>().unwrap();
+    assert_eq!(refused.decision().outcome(), Outcome::Blocked);
+    let nothing = RateLimitLayer::new(store, per_hour(0)).with_rejection(AsError).cost(|cost: &u32| *cost);
+    assert!(
+        nothing
+            .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)))
+            .oneshot(0)
+            .await
+            .unwrap_err()
+            .is::<RateLimited>()
+    );
+}
+
+#[tokio::test(start_paused = true)]
 async fn the_deadline_can_be_set() {
     for millis in [1, 20, 5_000] {
         let deadline = Duration::from_millis(millis);

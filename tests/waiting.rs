@@ -351,3 +351,39 @@ async fn those_who_wait_for_two_limits_keep_their_order_in_both() {
     assert!(others[19].1 <= 2_700, "{served:?}");
     assert!((4_500..5_000).contains(&acme[9].1), "{served:?}");
 }
+
+#[tokio::test(start_paused = true)]
+async fn what_costs_nothing_waits_for_nobody() {
+    let own = RateLimitLayer::new(MemoryBackend::new(), policy());
+    let total = Policy::new("total", Quota::per_second(1_000).fixed_window());
+    let several = RateLimitLayer::new(MemoryBackend::new(), total).and(policy(), |_: &u32| ACME);
+    let inner = || service_fn(async |_: u32| Ok::<_, BoxError>(()));
+    let services: [BoxCloneService<u32, (), BoxError>; 2] = [
+        BoxCloneService::new(
+            own.wait(Duration::from_secs(9))
+                .max_waiters(1)
+                .cost(|cost: &u32| *cost)
+                .with_rejection(AsError)
+                .layer(inner()),
+        ),
+        BoxCloneService::new(
+            several
+                .wait(Duration::from_secs(9))
+                .max_waiters(1)
+                .cost(|cost: &u32| *cost)
+                .with_rejection(AsError)
+                .layer(inner()),
+        ),
+    ];
+    for service in services {
+        service.clone().oneshot(1).await.unwrap();
+        let waiting = tokio::spawn(service.clone().oneshot(1));
+        sleep(ms(1)).await;
+        let begun = Instant::now();
+        service.clone().oneshot(0).await.unwrap();
+        assert_eq!(begun.elapsed(), Duration::ZERO);
+        assert!(!waiting.is_finished());
+        assert!(service.oneshot(1).await.unwrap_err().is::<RateLimited>(), "the only place is taken");
+        waiting.await.unwrap().unwrap();
+    }
+}

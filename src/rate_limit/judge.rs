@@ -251,7 +251,8 @@ impl<B: RateLimitStore + Sync> Core<B> {
 
     /// The judgement of a request that may have to wait for room: in the line of the one whom it counts for that has none for longest.
     pub(super) async fn judge_in_turn(&self, subjects: Subjects, cost: u32) -> Judgement {
-        let Some(Patience { wait, lines }) = &self.patience else {
+        // What costs nothing needs no room.
+        let Some(Patience { wait, lines }) = self.patience.as_ref().filter(|_| cost > 0) else {
             return self.judge(subjects, cost).await;
         };
         let until = after(Instant::now(), *wait);
@@ -458,7 +459,8 @@ impl<B: RateLimitStore + Sync> Core<B> {
                     Err(error) => Err(Rejection::Store(error)),
                 }
             }
-            OnStoreError::Deny if enforced => {
+            // What costs nothing needs no room.
+            OnStoreError::Deny if enforced && cost > 0 => {
                 self.undecided(subjects, Verdict::FailedClosed);
                 Err(Rejection::Store(error))
             }

@@ -129,13 +129,14 @@ pub enum OnStoreError {
     /// It passes, uncounted: a broken store must not take the service down.
     Allow,
     /// It is turned away: 503 with HTTP, the [`StoreError`](crate::StoreError) without. For limits that guard something
-    /// precious, a login for instance.
+    /// precious, a login for instance. A request that [costs](RequestCost) nothing passes, as nothing could be known of it but a block.
     Deny,
 }
 
 /// How many units a request costs.
 ///
-/// Closures `Fn(&Req) -> u32` are costs. A cost of 0 passes without being charged.
+/// Closures `Fn(&Req) -> u32` are costs. A cost of 0 passes without being charged, does not [wait](RateLimitLayer::wait) for room, and passes also while
+/// the store fails. It is turned away where the quota is 0, and while its key is known to be [blocked](crate::Limiter::block).
 pub trait RequestCost<Req> {
     /// The cost of this request.
     fn cost(&self, request: &Req) -> u32;

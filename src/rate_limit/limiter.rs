@@ -139,7 +139,7 @@ impl<B: RateLimitStore> Limiter<B> {
 
     /// Charges `cost` units to `key` if all of them fit, and none otherwise.
     ///
-    /// A cost of 0 is always admitted and charges nothing, unless the quota is 0. A cost above the quota can never be
+    /// A cost of 0 is always admitted and charges nothing, unless the quota is 0 or the key is [blocked](Self::block). A cost above the quota can never be
     /// admitted and gives [`Outcome::Never`](super::Outcome::Never).
     pub async fn check_cost(&self, key: impl Into<Key>, cost: u32) -> Result<Decision, StoreError> {
         let key = key.into();
