@@ -1,11 +1,14 @@
 //! What an HTTP or gRPC request is charged in the end: by its answer, by its handler, by its trailers, and when the client has left.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
+use std::collections::VecDeque;
 use std::convert::Infallible;
 use std::pin::Pin;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
+use base64::Engine as _;
+use base64::engine::general_purpose::STANDARD as BASE64;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
 use http_body::{Body, Frame};
@@ -262,6 +265,60 @@ async fn the_outcome_of_a_call_is_in_its_trailers() {
             let body = response.into_body().collect().await.unwrap();
             assert_eq!(body.trailers().is_some(), matches!(path, "/ok" | "/failed"), "trailers are passed on");
             assert_eq!(left(&store).await, if charged { 99 } else { 100 }, "{path} {preset:?}");
+        }
+    }
+}
+
+struct Pieces(VecDeque<Bytes>);
+
+impl Body for Pieces {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(mut self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        Poll::Ready(self.0.pop_front().map(|piece| Ok(Frame::data(piece))))
+    }
+}
+
+/// Trailers of gRPC-Web are the last message of the body, so every call was one without a status.
+#[tokio::test]
+async fn the_outcome_of_a_call_of_grpc_web_is_in_its_last_message() {
+    let message = |flags: u8, text: &str| {
+        [&[flags][..], &u32::try_from(text.len()).unwrap().to_be_bytes(), text.as_bytes()].concat()
+    };
+    let messages = [message(0, "\u{80}a message"), message(0, "")];
+    let ends = [
+        (Some("grpc-status:0\r\n"), true),
+        (Some("grpc-message: fine\r\nGrpc-Status: 0\r\n"), true),
+        (Some("grpc-status:13\r\ngrpc-message:grpc-status:0\r\n"), false),
+        (Some(""), false),
+        (None, false),
+    ];
+    for (content_type, is_text) in [("application/grpc-web+proto", false), ("application/grpc-web-text", true)] {
+        for (end, ok) in ends {
+            let messages = messages.iter().cloned().chain(end.map(|end| message(0x80, end)));
+            let body: Vec<u8> = match is_text {
+                true => messages.flat_map(|message| BASE64.encode(message).into_bytes()).collect(),
+                false => messages.flatten().collect(),
+            };
+            // However it is cut.
+            for pieces in [1, 2, 3, 7, body.len()] {
+                for (preset, charged) in [(grpc::failures(), !ok), (grpc::successes(), ok)] {
+                    let store = MemoryBackend::new();
+                    let handler = async |_: Request<()>| {
+                        let pieces = body.chunks(pieces).map(Bytes::copy_from_slice).collect();
+                        let answer = Response::builder().header("content-type", content_type);
+                        Ok::<_, Infallible>(answer.body(Pieces(pieces)).unwrap())
+                    };
+                    let layer = RateLimitLayer::new(store.clone(), tokens()).with_rejection(AsStatus::new());
+                    let service = layer.charge_on(preset).layer(service_fn(handler));
+                    let answer = service.oneshot(request()).await.unwrap();
+                    assert_eq!(left(&store).await, 99, "it is not known yet");
+                    assert_eq!(answer.into_body().collect().await.unwrap().to_bytes(), body, "it is passed on");
+                    let left = left(&store).await;
+                    assert_eq!(left, if charged { 99 } else { 100 }, "{content_type} {end:?} {pieces} {preset:?}");
+                }
+            }
         }
     }
 }

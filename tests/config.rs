@@ -683,6 +683,13 @@ async fn a_rule_may_charge_by_the_answer() {
             "/grpc/headers/16" => (grpc(Response::builder()).header("grpc-status", "16"), None),
             "/grpc/trailers/0" => (grpc(Response::builder()), Some("0")),
             "/grpc/trailers/16" => (grpc(Response::builder()), Some("16")),
+            "/grpc/web/0" | "/grpc/web/16" => {
+                let response = Response::builder().header("content-type", "application/grpc-web+proto");
+                let status = request.uri().path().trim_start_matches("/grpc/web/");
+                let message = format!("\u{0}\u{0}\u{0}{}grpc-status:{status}", char::from(12 + status.len() as u8));
+                let body = Full::from([&[0x80], message.as_bytes()].concat());
+                return Ok(response.body(body.with_trailers(ready(None))).unwrap());
+            }
             _ => return Err("it failed"),
         };
         let trailers =
@@ -698,6 +705,8 @@ async fn a_rule_may_charge_by_the_answer() {
         ("/grpc/headers/16", true),
         ("/grpc/trailers/0", false),
         ("/grpc/trailers/16", true),
+        ("/grpc/web/0", false),
+        ("/grpc/web/16", true),
     ];
     for (path, failed) in cases {
         for (charge, charged) in [("failures", failed), ("successes", !failed), ("always", true)] {

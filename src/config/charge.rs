@@ -39,10 +39,10 @@ impl<B, E> ChargeOn<Response<B>, E> for RuleCharge {
     }
 }
 
-/// `application/grpc`, or that with a codec behind it.
+/// `application/grpc`, or that with a codec behind it, or one of gRPC-Web.
 #[cfg(feature = "grpc")]
 fn is_grpc<B>(response: &Response<B>) -> bool {
     let content_type = response.headers().get(::http::header::CONTENT_TYPE).map(::http::HeaderValue::as_bytes);
     let codec = content_type.and_then(|content_type| content_type.strip_prefix(b"application/grpc"));
-    codec.is_some_and(|codec| matches!(codec.first(), None | Some(b'+' | b';')))
+    codec.is_some_and(|codec| matches!(codec.first(), None | Some(b'+' | b';')) || codec.starts_with(b"-web"))
 }

@@ -1,12 +1,13 @@
 use ::http::{HeaderMap, Response};
 
+use super::web::WebTrailers;
 use crate::http::AtEnd;
 use crate::rate_limit::{ChargeOn, RateLimitHandle};
 
 /// Charges only calls that fail: with another status than `OK`, or none.
 ///
 /// The status is read where gRPC puts it, in the trailers behind the last message, or in the headers of an answer that has nothing
-/// else. A call that breaks off or is given up before its trailers is one without a status, so it fails: a client that goes away is
+/// else; and in the last message of a body of gRPC-Web, unless that is compressed. A call that breaks off or is given up before its trailers is one without a status, so it fails: a client that goes away is
 /// charged here and is not by [`successes`]. One that goes away before there is an answer stays charged by both. Works with the
 /// answers [`AsStatus`](super::AsStatus) and [`AsResponse`](crate::AsResponse), whose bodies look out for trailers.
 ///
@@ -46,10 +47,11 @@ impl<B, E> ChargeOn<Response<B>, E> for ChargeStatus {
         let charged: fn(&HeaderMap) -> bool = if self.failures { |end| !is_ok(end) } else { is_ok };
         match answer {
             Ok(response) if response.headers().contains_key("grpc-status") => {
-                AtEnd { handle: handle.clone(), charged }.settle(response.headers());
+                AtEnd { handle: handle.clone(), charged, web: None }.settle(response.headers());
             }
             Ok(response) => {
-                response.extensions_mut().insert(AtEnd { handle: handle.clone(), charged });
+                let web = WebTrailers::of(response.headers());
+                response.extensions_mut().insert(AtEnd { handle: handle.clone(), charged, web });
             }
             Err(_) if self.failures => {}
             Err(_) => handle.settle(0),

@@ -45,6 +45,11 @@
 //! let server = Server::builder().layer(MapRequestLayer::new(pass_on)).layer(limit); // .add_service(..)
 //! ```
 //!
+//! # gRPC-Web
+//!
+//! Let the layer that translates gRPC-Web (`GrpcWebLayer` of tonic-web) be outside of the layers of this crate, with tonic the first to be added: it makes
+//! of a rejection what the client in the browser understands. [`failures`] and [`successes`] find the status of a call on either side of it.
+//!
 //! # Examples
 //!
 //! In front of all services of a tonic server, per tenant, whom a proxy has checked and named:
@@ -90,6 +95,8 @@ mod details;
 mod idempotency;
 mod lock;
 mod status;
+mod web;
 
 pub use self::charge::{ChargeStatus, failures, successes};
 pub use self::status::AsStatus;
+pub(crate) use self::web::WebTrailers;

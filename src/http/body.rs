@@ -1,3 +1,5 @@
+#[cfg(feature = "grpc")]
+use std::borrow::Cow;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -67,14 +69,15 @@ impl Charge {
         #[cfg(not(feature = "grpc"))]
         let _ = frame;
         #[cfg(feature = "grpc")]
-        if self.at_end.is_some() {
-            let nothing = HeaderMap::new();
+        if let Some(at_end) = &mut self.at_end {
             let end = match frame {
-                Some(Ok(frame)) => frame.trailers_ref(),
-                Some(Err(_)) | None => Some(&nothing),
+                Some(Ok(frame)) => at_end.trailers(frame),
+                Some(Err(_)) | None => Some(Cow::Owned(HeaderMap::new())),
             };
-            if let (Some(end), Some(at_end)) = (end, end.and_then(|_| self.at_end.take())) {
-                at_end.settle(end);
+            if let Some(end) = end
+                && let Some(at_end) = self.at_end.take()
+            {
+                at_end.settle(&end);
             }
         }
     }

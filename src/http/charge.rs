@@ -1,7 +1,16 @@
 #[cfg(feature = "grpc")]
+use std::borrow::Cow;
+
+#[cfg(feature = "grpc")]
 use ::http::HeaderMap;
 use ::http::Response;
+#[cfg(feature = "grpc")]
+use bytes::Bytes;
+#[cfg(feature = "grpc")]
+use http_body::Frame;
 
+#[cfg(feature = "grpc")]
+use crate::grpc::WebTrailers;
 use crate::rate_limit::{ChargeOn, RateLimitHandle};
 
 /// Charges only answers with a status of 400 and above, and services that fail: limits attempts and not use, a login's for
@@ -50,10 +59,18 @@ pub(crate) struct AtEnd {
     pub(crate) handle: RateLimitHandle,
     /// Whether an answer with these trailers is charged.
     pub(crate) charged: fn(&HeaderMap) -> bool,
+    /// Where trailers are a part of the body.
+    pub(crate) web: Option<WebTrailers>,
 }
 
 #[cfg(feature = "grpc")]
 impl AtEnd {
+    /// The trailers, if this frame of the body is or ends them.
+    pub(crate) fn trailers<'a>(&mut self, frame: &'a Frame<Bytes>) -> Option<Cow<'a, HeaderMap>> {
+        let in_body = self.web.as_mut().zip(frame.data_ref()).and_then(|(web, data)| web.read(data));
+        in_body.map(Cow::Owned).or(frame.trailers_ref().map(Cow::Borrowed))
+    }
+
     pub(crate) fn settle(self, trailers: &HeaderMap) {
         if !(self.charged)(trailers) {
             self.handle.settle(0);
