@@ -49,7 +49,7 @@ use crate::key::Key;
 /// middle of a window keeps what was used, or whatever else the new policy says in [`Policy::on_quota_change`].
 ///
 /// Make a few policies and clone them, rather than one for each answer: what is derived from a policy, handles for metrics
-/// included, is kept with it.
+/// included, is kept with it. (Where the answer for a key is equal to the one before, that one stays.)
 ///
 /// # Caching
 ///
@@ -373,9 +373,15 @@ struct Attempt {
 
 impl Attempt {
     /// Remembers what has come of it, unless it was forgotten in between, and tells all who wait.
-    fn end(&self, outcome: Outcome) {
+    fn end(&self, mut outcome: Outcome) {
         let mut known = self.shared.lock();
         if self.leave(&mut known) {
+            // The one that is known already, if that says the same: what is derived from a policy is kept with it.
+            if let (Ok(policy), Some((_, before))) = (&mut outcome, known.answers.get(&self.key))
+                && policy == before
+            {
+                policy.clone_from(before);
+            }
             match &outcome {
                 Ok(policy) => {
                     known.failures.remove(&self.key);
@@ -419,5 +425,36 @@ impl fmt::Debug for PolicyResolver {
             .field("time_to_live", &self.time_to_live)
             .field("timeout", &self.timeout)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rate_limit::Quota;
+
+    /// With each new answer the memory backend would find that the key was counted by another policy, and go the long way from then on.
+    #[tokio::test(start_paused = true)]
+    async fn an_answer_that_says_the_same_is_the_same_policy() {
+        let quota = Arc::new(Mutex::new(5));
+        let resolver = PolicyResolver::new({
+            let quota = Arc::clone(&quota);
+            move |_| {
+                let policy = Policy::new("plan", Quota::per_hour(*quota.lock().unwrap()).fixed_window());
+                std::future::ready(Ok::<_, BoxError>(policy))
+            }
+        });
+        let resolve = async || match resolver.resolve(&Key::EVERYONE, Duration::from_secs(1)).await.unwrap() {
+            Resolved::Asked(policy) => policy,
+            Resolved::Known(_) | Resolved::Old(..) => panic!("the answer has become old"),
+        };
+        let first = resolve().await;
+        tokio::time::advance(Duration::from_secs(61)).await;
+        assert!(resolve().await.is_same_as(&first));
+        assert!(resolver.known(&Key::EVERYONE).unwrap().is_same_as(&first));
+        *quota.lock().unwrap() = 6;
+        tokio::time::advance(Duration::from_secs(61)).await;
+        assert_eq!(resolve().await.limits()[0].capacity(), 6);
+        assert_eq!(resolver.known(&Key::EVERYONE).unwrap().limits()[0].capacity(), 6);
     }
 }
