@@ -64,7 +64,8 @@ pub(super) static X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwa
 ///   stands left of them in `X-Forwarded-For` is never looked at, however long it is; a value of `Forwarded`, where quoted
 ///   strings have to be skipped, is gone through a few times at most. Nothing is allocated.
 /// * An IPv4 address that is written as IPv6 (`::ffff:203.0.113.7`) is IPv4 here, for trust as for counting.
-/// * An IPv6 address counts by its first 64 bits (see [`ipv6_prefix`](Self::ipv6_prefix)), as one client usually has all
+/// * One that was translated by NAT64 with the well-known prefix (`64:ff9b::203.0.113.7`) counts as IPv4, and is IPv6 for everything else.
+/// * Any other IPv6 address counts by its first 64 bits (see [`ipv6_prefix`](Self::ipv6_prefix)), as one client usually has all
 ///   the others to choose from. [`client_ip`](Self::client_ip) and [`within`](Self::within) see all bits.
 ///
 /// # What it relies on

@@ -1,4 +1,4 @@
-use std::net::{IpAddr, Ipv6Addr, SocketAddr};
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Once;
 
 use ::http::header::{FORWARDED, HeaderMap};
@@ -76,7 +76,8 @@ pub struct PeerAddr(pub SocketAddr);
 /// tests of an axum router its `MockConnectInfo` does as well.
 ///
 /// An IPv6 address counts by its first 64 bits, since one client usually has all the others to choose from. An IPv4
-/// address that arrives as IPv6 (`::ffff:203.0.113.7`) counts as IPv4.
+/// address that arrives as IPv6, mapped (`::ffff:203.0.113.7`) or translated by NAT64 with the well-known prefix (`64:ff9b::203.0.113.7`),
+/// counts as IPv4.
 ///
 /// Behind a proxy this is the address of the proxy: use [`ClientIp`](super::ClientIp) there. The first request from a private address that has
 /// `X-Forwarded-For` or `Forwarded` is a warning in the log, as it comes from a proxy most likely.
@@ -168,12 +169,17 @@ fn axum_peer(extensions: &::http::Extensions) -> Option<&SocketAddr> {
 /// How many bits of an IPv6 address a network has that one client has to itself, unless we are told.
 pub(super) const IPV6_PREFIX: u8 = 64;
 
+/// The first 96 bits of an IPv4 address that was translated to IPv6: 64:ff9b::/96 (RFC 6052).
+const NAT64: u128 = 0x0064_ff9b << 64;
+
 /// The address that stands for all that one client has.
 #[inline]
 pub(super) fn network_of(ip: IpAddr, ipv6_prefix: u8) -> IpAddr {
     // Mapped addresses first: all of IPv4 is in one /64 of them.
     match canonical(ip) {
         IpAddr::V4(v4) => v4.into(),
+        // And in one of those that were translated.
+        IpAddr::V6(v6) if v6.to_bits() >> 32 == NAT64 => Ipv4Addr::from_bits(v6.to_bits() as u32).into(),
         IpAddr::V6(v6) => {
             let host_bits = u32::from(128_u8.saturating_sub(ipv6_prefix));
             Ipv6Addr::from_bits(v6.to_bits() & u128::MAX.checked_shl(host_bits).unwrap_or(0)).into()
@@ -192,6 +198,11 @@ mod tests {
             ("::ffff:203.0.113.7", "203.0.113.7"),
             ("2001:db8:1:2:3:4:5:6", "2001:db8:1:2::"),
             ("2001:db8:1:2:ffff::", "2001:db8:1:2::"),
+            ("64:ff9b::203.0.113.7", "203.0.113.7"),
+            // Other prefixes are no one's but those of a network.
+            ("64:ff9b:1::203.0.113.7", "64:ff9b:1::"),
+            ("64:ff9b::1:203.0.113.7", "64:ff9b::"),
+            ("164:ff9b::203.0.113.7", "164:ff9b::"),
             ("::1", "::"),
         ];
         for (peer, client) in cases {
@@ -203,8 +214,9 @@ mod tests {
         {
             assert_eq!(network_of(all, prefix), client.parse::<IpAddr>().unwrap(), "/{prefix}");
         }
-        let mapped = "::ffff:203.0.113.7".parse().unwrap();
-        assert_eq!(network_of(mapped, 32), IpAddr::from([203, 0, 113, 7]));
+        for written_as_ipv6 in ["::ffff:203.0.113.7", "64:ff9b::203.0.113.7"] {
+            assert_eq!(network_of(written_as_ipv6.parse().unwrap(), 32), IpAddr::from([203, 0, 113, 7]));
+        }
     }
 
     #[test]
