@@ -345,6 +345,27 @@ async fn a_denial_that_is_overtaken_by_a_reset_is_not_remembered() {
     assert!(limiter.check("alice").await.unwrap().is_allowed());
 }
 
+/// A charge made the cache forget what it knew of the key, and for all keys of its part what was on its way.
+#[tokio::test(start_paused = true)]
+async fn a_denial_that_is_overtaken_by_a_charge_is_remembered() {
+    let (_, slow) = slow();
+    let store = DenyCache::new(slow.clone());
+    let limiter = limiter(&store, &fixed(1));
+    let receipt = limiter.check("alice").await.unwrap().receipt().unwrap();
+    slow.takes(0, 50_000);
+    let late = tokio::spawn({
+        let limiter = limiter.clone();
+        async move { limiter.check("alice").await.unwrap() }
+    });
+    sleep(Duration::from_millis(1)).await;
+    slow.takes(0, 0);
+    limiter.settle("alice", receipt, 1).await.unwrap();
+    assert!(!late.await.unwrap().is_allowed());
+    limiter.settle("alice", receipt, 1).await.unwrap();
+    assert!(!limiter.check("alice").await.unwrap().is_allowed());
+    assert_eq!((store.stats().hits, slow.checks()), (1, 2));
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_cached_wait_is_enough_and_the_store_is_asked_in_time_however_slow_the_way() {
     let (backend, slow) = slow();

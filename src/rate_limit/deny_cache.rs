@@ -288,7 +288,8 @@ impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
     }
 
     async fn settle(&self, policy: &Policy, key: &Key, receipt: Receipt, change: i64) -> Result<(), StoreError> {
-        let _forget = self.forget(policy, key);
+        // What is charged makes no room.
+        let _forget = (change < 0).then(|| self.forget(policy, key));
         self.store.settle(policy, key, receipt, change).await
     }
 
