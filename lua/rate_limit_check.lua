@@ -350,6 +350,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   local last, back = counts[1], 0
   if last > now then
     -- The clock was set back. What has passed has passed, and what is to come takes as long as it would have.
+    -- No instant is below 0, which could not be read.
     last, back = now, last - now
   end
   counts[1] = now
@@ -359,7 +360,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
     local kind, span, step, capacity = terms[i], terms[i + 1], terms[i + 2], terms[i + 3]
     local fits = true
     if kind == TOKEN_BUCKET then
-      local since, debt = counts[at] - back, counts[at + 1] - (now - last) * step
+      local since, debt = max(counts[at] - back, 0), counts[at + 1] - (now - last) * step
       if debt <= 0 then
         since, debt = now, 0
       end
@@ -379,7 +380,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
       counts[at], counts[at + 1] = since, debt
       at = at + 2
     elseif kind == FIXED_WINDOW then
-      local start, used = counts[at] - back, counts[at + 1]
+      local start, used = max(counts[at] - back, 0), counts[at + 1]
       -- A window opens with its first charge.
       if used == 0 or now - start >= span then
         start, used = now, 0
@@ -395,7 +396,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
       counts[at], counts[at + 1] = start, used
       at = at + 2
     elseif kind == SLIDING_WINDOW then
-      local start, previous, used = counts[at] - back, counts[at + 1], counts[at + 2]
+      local start, previous, used = max(counts[at] - back, 0), counts[at + 1], counts[at + 2]
       local elapsed = now - start
       if elapsed >= span and elapsed < 2 * span then
         start, previous, used = start + span, used, 0

@@ -312,6 +312,35 @@ fn memory_and_redis_decide_alike() {
     assert!(steps.get() >= STEPS, "{} steps are too few to say anything", steps.get());
 }
 
+/// What began before 1970 by a clock that was set back was stored with instants below 0, which nobody can read.
+#[test]
+fn counts_survive_a_clock_that_is_set_back_to_1970() {
+    let server = RedisServer::start();
+    let mut pair = Pair::new(&server);
+    let quota = Quota::per_minute(10);
+    // In 10 s one token of the bucket has flowed in, and most of a second one.
+    let limits = [
+        ("bucket", quota.token_bucket(), 2),
+        ("fixed", quota.fixed_window(), 1),
+        ("sliding", quota.sliding_window(), 1),
+    ];
+    for (name, limit, left) in limits {
+        let (policy, key) = (Policy::new(name, limit), Key::from("alice"));
+        let mut check = |at_us: u64| {
+            let _: () = redis::cmd("SET").arg(CLOCK).arg(at_us).query(&mut pair.connection).unwrap();
+            pair.redis_runtime.block_on(pair.redis.check(&policy, &key, 3)).unwrap()
+        };
+        for seconds in [0, 10] {
+            assert!(check(START_US + seconds * 1_000_000).is_allowed(), "{name}");
+        }
+        let decision = check(5_000_000);
+        assert_eq!((decision.is_allowed(), decision.remaining()), (true, Some(left)), "{name}");
+        let decision = check(6_000_000);
+        assert!(decision.retry_after().is_some_and(|wait| wait <= Duration::from_secs(120)), "{name}: {decision:?}");
+        assert_eq!(decision.remaining(), Some(left), "{name}");
+    }
+}
+
 impl RedisBackend {
     /// The same connections and keys, with scripts that read the clock of the test.
     fn on_virtual_clock(&self) -> Self {
