@@ -432,6 +432,65 @@ pub async fn a_yes_without_details_charges_as_a_decision_does<B: RateLimitStore 
     }
 }
 
+/// `check_now` and `check_all_now` charge what `check` and `check_all` would, which is all of them or none, and say what these would say. Where they
+/// have no answer, nothing was charged.
+pub async fn an_answer_without_waiting_charges_as_a_decision_does<B>(store: B)
+where
+    B: RateLimitStore + Clone + Sync,
+{
+    for (number, limit) in limits(5).into_iter().enumerate() {
+        let policy = Policy::new(format!("now-{number}"), limit);
+        let request = |key: &str, cost| Request { policy: policy.clone(), key: Key::from(key), cost };
+        let left = async |key: &str| store.peek(&policy, &Key::from(key), 0).await.unwrap().remaining().unwrap();
+        let (alice, cost) = (Key::from("alice"), 2);
+        for expected in [3, 1] {
+            let before = left("alice").await;
+            let decision = match store.check_now(&policy, &alice, cost) {
+                Some(decision) => decision,
+                None => {
+                    assert_eq!(left("alice").await, before, "{limit:?}");
+                    store.check(&policy, &alice, cost).await.unwrap()
+                }
+            };
+            assert_eq!((decision.is_allowed(), decision.remaining()), (true, Some(expected)), "{limit:?}");
+            assert!(decision.receipt().is_some(), "{limit:?}");
+            assert_eq!(left("alice").await, expected, "{limit:?}");
+        }
+        // Once by itself, and once when the store has said so.
+        for _ in 0..2 {
+            if let Some(decision) = store.check_now(&policy, &alice, cost) {
+                assert_eq!((decision.outcome(), decision.receipt()), (Outcome::Limited, None), "{limit:?}");
+                assert!(decision.retry_after().is_some(), "{limit:?}");
+            }
+            assert!(!store.check(&policy, &alice, cost).await.unwrap().is_allowed(), "{limit:?}");
+            assert_eq!(left("alice").await, 1, "{limit:?}");
+        }
+        // Some have room and one has not, wherever it is named.
+        for names in [["alice", "bob", "carol"], ["bob", "alice", "carol"], ["bob", "carol", "alice"]] {
+            let requests = names.map(|name| request(name, cost));
+            if let Some(decisions) = store.check_all_now(&requests) {
+                assert_eq!(decisions.len(), requests.len(), "{limit:?}");
+                for (name, decision) in names.iter().zip(&decisions) {
+                    assert_eq!(decision.is_allowed(), *name != "alice", "{limit:?} {decisions:?}");
+                    assert_eq!(decision.receipt(), None, "{limit:?} {decisions:?}");
+                }
+            }
+            assert_eq!([left("alice").await, left("bob").await, left("carol").await], [1, 5, 5], "{limit:?}");
+        }
+        // All have room.
+        let requests = ["bob", "carol"].map(|name| request(name, cost));
+        let decisions = match store.check_all_now(&requests) {
+            Some(decisions) => decisions,
+            None => {
+                assert_eq!([left("bob").await, left("carol").await], [5, 5], "{limit:?}");
+                store.check_all(&requests).await.unwrap()
+            }
+        };
+        assert!(decisions.iter().all(|decision| decision.receipt().is_some()), "{limit:?} {decisions:?}");
+        assert_eq!([left("bob").await, left("carol").await], [3, 3], "{limit:?}");
+    }
+}
+
 /// `Limiter::try_acquire` charges what `check` would, answers what it would say, and charges nothing where that is no.
 pub async fn try_acquire_says_what_a_decision_would<B: RateLimitStore + Clone>(store: B) {
     for limit in limits(3) {

@@ -172,6 +172,7 @@ macro_rules! rate_limit_contract {
                 several_limits_are_charged_together_or_not_at_all
                 the_answer_names_every_violated_limit_and_the_longest_wait
                 a_yes_without_details_charges_as_a_decision_does
+                an_answer_without_waiting_charges_as_a_decision_does
                 try_acquire_says_what_a_decision_would
                 several_subjects_are_charged_together_or_not_at_all
                 one_subject_twice_is_charged_twice
