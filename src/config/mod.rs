@@ -136,7 +136,7 @@
 //! Routers do not agree on that: axum matches the path as it is spelled, and takes `/users/%6de` to the handler of `/users/{id}`. So a request
 //! whose path finds one rule as it is spelled, and another in its usual spelling, is counted by both or, where one of the two is `unlimited` or
 //! missing, by the other. It is charged the higher `cost`, the stricter of their settings for missing keys, failing stores, replicas and charges hold, and it
-//! does not wait.
+//! does not wait. Where a policy of the cheaper rule never admits the higher cost, such a spelling is turned away for good.
 //!
 //! # When the store fails
 //!

@@ -366,6 +366,9 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
 
     /// How many requests may [wait](Self::wait) for room at the same time, in this process and for all clones of the layer that are made after this was said.
     /// Defaults to 1,000.
+    ///
+    /// All lines share this room, and one may take all of it: while many requests of one client wait, those of others that are over a limit are turned away at
+    /// once. Where clients are not to be trusted with that, bound how many requests each may have under way, in front of this layer.
     pub fn max_waiters(self, waiters: usize) -> Self {
         self.change(|core| {
             core.max_waiters = waiters;
