@@ -529,7 +529,7 @@ fn operations_are_counted_by_layer_and_outcome() {
 #[test]
 fn operations_that_are_no_requests_are_counted_alike() {
     let (recorder, snapshotter, runtime) = recording();
-    let operations = Operations::new(MemoryBackend::new()).name("payouts");
+    let operations = Operations::new(MemoryBackend::new(), "payouts");
     let run = async |fingerprint: &str, answer: Result<&'static str, BoxError>| {
         operations.run(Operation::new("alice", "k"), fingerprint, async |_| answer).await.is_ok()
     };

@@ -28,7 +28,7 @@ fn operation() -> Operation {
 }
 
 fn operations(store: impl IdempotencyStore + Send + Sync + 'static) -> Operations {
-    Operations::new(store).lease(LEASE)
+    Operations::new(store, "payouts").lease(LEASE)
 }
 
 /// Pays, and says how often it was asked to.
@@ -64,6 +64,27 @@ async fn what_is_done_is_not_done_again<S: IdempotencyStore + Clone + Send + Syn
         assert!(!other.is_replay());
     }
     assert_eq!(paid.load(Ordering::Relaxed), 1);
+}
+
+/// The story of two kinds of messages with the same numbers, the second of which got the answers of the first.
+async fn operations_of_another_name_are_others<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+    let paid = AtomicU32::new(0);
+    // A comma in a name parts no scope from it.
+    for (name, scope, expected) in [
+        ("payouts", "alice", "paid 0"),
+        ("refunds", "alice", "paid 1"),
+        ("payouts,alice", "bob", "paid 2"),
+        ("payouts", "alice,bob", "paid 3"),
+        ("payouts", "alice", "paid 0"),
+    ] {
+        let operations = Operations::new(store.clone(), name);
+        let work = async |attempt: IdempotencyHandle| {
+            assert_eq!(*attempt.operation(), Operation::new((name, scope), "7"));
+            Ok::<_, BoxError>(format!("paid {}", paid.fetch_add(1, Ordering::Relaxed)))
+        };
+        let done = operations.run(Operation::new(scope, "7"), "100 EUR", work).await.unwrap();
+        assert_eq!(done.answer(), expected.as_bytes(), "{name} {scope}");
+    }
 }
 
 async fn what_takes_longer_than_a_lease_is_in_flight_until_it_is_done<S>(store: S)
@@ -159,6 +180,7 @@ macro_rules! on_both {
 
 on_both! {
     what_is_done_is_not_done_again
+    operations_of_another_name_are_others
     what_takes_longer_than_a_lease_is_in_flight_until_it_is_done
     what_has_failed_is_begun_again
     what_was_dropped_is_of_unknown_outcome
@@ -218,7 +240,8 @@ async fn what_is_said_by_hand_is_replayed() {
     assert!(timeout(LEASE / 2, dropped).await.is_err());
     sleep(LEASE * 2).await;
     let admin = IdempotencyAdmin::new(backend);
-    let unknown = admin.inspect(&operation()).await.unwrap().unwrap();
+    let known = Operation::new(("payouts", "alice"), "payout-7");
+    let unknown = admin.inspect(&known).await.unwrap().unwrap();
     assert!(admin.complete(&unknown, Answer { bytes: (*b"paid").into(), is_kept: true }).await.unwrap());
     let done = attempts(&operations).await.unwrap();
     assert_eq!((done.answer(), done.is_replay()), (b"paid".as_slice(), true));

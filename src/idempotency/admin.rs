@@ -197,7 +197,8 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     }
 
     /// Whose operations are [listed](Self::list). That of a layer is what its scope makes of a request, then the method and the path: where it is a
-    /// header, `(Key::digest(value), "POST", "/payments")`. Defaults to all.
+    /// header, `(Key::digest(value), "POST", "/payments")`. That of [`Operations`](super::Operations) has their name in front: `("payouts", "alice")`.
+    /// Defaults to all.
     #[must_use]
     pub fn scope(mut self, scope: impl Into<Key>) -> Self {
         self.scope = Some(scope.into());

@@ -41,8 +41,8 @@ impl IdempotencyHandle {
         Self { order, attempt, fence, last: last.map(Arc::new) }
     }
 
-    /// Which operation this is: the scope of whoever asks, with the method and the path, and the key that the client has chosen. It prints as
-    /// the log names it where the outcome of an operation is unknown, so a handler can put it down beside what it does, for somebody to
+    /// Which operation this is: the scope of whoever asks, with the method and the path, and the key that the client has chosen; of
+    /// [`Operations`](super::Operations) their name and the scope, and the key. It prints as the log names it where the outcome of an operation is unknown, so a handler can put it down beside what it does, for somebody to
     /// find.
     ///
     /// Keys of [`header`](crate::http::header) are digests. A scope of one's own is there as it is, unless it is long.

@@ -168,7 +168,7 @@
 //! # What is no request
 //!
 //! [`Operations`] do anything else once that has a name: a message of a broker, a job, a command. Their records, leases and attempts are those of the
-//! layer.
+//! layer. Those of one name have nothing to do with those of another.
 //!
 //! # Metrics
 //!

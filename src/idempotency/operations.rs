@@ -15,6 +15,7 @@ use super::policy::OnUnknown;
 use super::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
 use crate::circuit::CircuitBreaker;
 use crate::error::{BoxError, ConfigError, StoreError};
+use crate::key::Key;
 use crate::lock::{Scope, Token};
 
 /// Does operations once that are no requests of HTTP: messages of a broker, jobs, commands.
@@ -27,7 +28,7 @@ use crate::lock::{Scope, Token};
 /// use tollgate::{BoxError, MemoryBackend};
 ///
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
-/// let payouts = Operations::new(MemoryBackend::new()).name("payouts");
+/// let payouts = Operations::new(MemoryBackend::new(), "payouts");
 /// let pay = |amount: &'static str| {
 ///     payouts.run(Operation::new("alice", "payout-7"), amount, async move |attempt| {
 ///         // The same in each attempt, so the bank sees a retry as one, too.
@@ -52,8 +53,7 @@ use crate::lock::{Scope, Token};
 /// use tollgate::lock::Scope;
 ///
 /// # fn main() -> Result<(), tollgate::ConfigError> {
-/// let payouts = Operations::new(MemoryBackend::new())
-///     .name("payouts") // in metrics and the log
+/// let payouts = Operations::new(MemoryBackend::new(), "payouts")
 ///     .require(Scope::Process)? // Scope::Redis would refuse the memory backend
 ///     .lease(Duration::from_secs(30))
 ///     .retention(Duration::from_secs(3 * 86_400))
@@ -67,10 +67,15 @@ use crate::lock::{Scope, Token};
 /// ```
 ///
 /// Cheap to clone. What it promises, its [metrics](super#metrics) and what [`IdempotencyAdmin`](super::IdempotencyAdmin) does about operations of unknown
-/// outcome are those of the layer. A scope that a layer uses has the method and the path in it, so the two do not meet.
+/// outcome are those of the layer.
+///
+/// The name is part of what an operation is called in the store and in the log, in front of its scope: `Operation::new("alice", "payout-7")` of these is
+/// `Operation::new(("payouts", "alice"), "payout-7")` to [`IdempotencyAdmin`](super::IdempotencyAdmin). So those of another name are others, and so are the
+/// requests of a layer, whose scope ends with a method and a path.
 #[derive(Clone)]
 pub struct Operations {
     home: Arc<Home>,
+    name: Key,
     lease: Duration,
     retention: Duration,
     max_answer: usize,
@@ -78,10 +83,15 @@ pub struct Operations {
 }
 
 impl Operations {
-    /// Keeps records in `store`, which is a backend.
-    pub fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Self {
+    /// Those called `name`, in the store, in metrics as `layer`, and in the log. Keeps records in `store`, which is a backend.
+    ///
+    /// Take a short name of letters, digits, `-`, `_` and `.`. Any other byte is percent-encoded, and a name of more than
+    /// [`Key::MAX_LEN`] bytes is replaced by its digest, since names become part of stored keys. Two with the same name on one backend are the same.
+    pub fn new(store: impl IdempotencyStore + Send + Sync + 'static, name: impl AsRef<str>) -> Self {
+        let name = Key::new(name.as_ref());
         Self {
-            home: Arc::new(Home::new(store)),
+            home: Arc::new(Home::new(store).with(|terms| terms.name = name.as_str().into())),
+            name,
             lease: Duration::from_secs(15),
             retention: Duration::from_secs(86_400),
             max_answer: 64 * 1_024,
@@ -89,11 +99,10 @@ impl Operations {
         }
     }
 
-    /// What these are called in metrics, as `layer`, and in the log. Defaults to `idempotency`.
+    /// What these are called.
     #[must_use]
-    pub fn name(mut self, name: impl Into<Arc<str>>) -> Self {
-        self.home = Arc::new(self.home.with(|terms| terms.name = name.into()));
-        self
+    pub const fn name(&self) -> &Key {
+        &self.name
     }
 
     /// How long a process may be silent before what it does is of unknown outcome. Defaults to 15 s, renewed after a third of that; from
@@ -175,6 +184,7 @@ impl Operations {
         T: Into<Vec<u8>>,
         E: Into<BoxError>,
     {
+        let operation = Operation::new((self.name, *operation.scope()), *operation.key());
         let head = digest(&operation, fingerprint.as_ref());
         drop(fingerprint);
         let granted = match self.begin(operation, head).await {
@@ -253,7 +263,7 @@ impl Operations {
 
 impl fmt::Debug for Operations {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Operations").field("name", &self.home.terms().name).finish_non_exhaustive()
+        f.debug_struct("Operations").field("name", &self.name).finish_non_exhaustive()
     }
 }
 
