@@ -4,16 +4,17 @@
 mod support;
 
 use std::future::pending;
+use std::io;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
 use support::server::RedisServer;
-use tokio::time::{sleep, timeout};
+use tokio::time::{Instant, sleep, timeout};
 use tollgate::idempotency::{
-    Answer, Done, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, OnUnknown, Operation, OperationError,
-    Operations,
+    Answer, Done, Failed, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, Keep, OnUnknown, Operation,
+    OperationError, Operations,
 };
 use tollgate::lock::Scope;
 use tollgate::testing::{Failure, FaultStore, Verb};
@@ -124,6 +125,91 @@ async fn what_has_failed_is_begun_again<S: IdempotencyStore + Clone + Send + Syn
     assert_eq!(attempts(&operations).await.unwrap().answer(), b"3");
 }
 
+/// The story of a payment that was made twice: the bank had not answered in time, which was an error like any other.
+async fn what_may_have_been_done_is_not_begun_again<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+    let no_answer = || io::Error::other(Failed::outcome_unknown("no answer"));
+    let nothing = || io::Error::other(Failed::nothing_done("no connection"));
+    let other = || io::Error::other("no money");
+    for (key, keep, error, is_unknown) in [
+        ("a", Keep::SafeRetry, no_answer(), true),
+        ("b", Keep::SafeRetry, other(), false),
+        ("c", Keep::Success, no_answer(), true),
+        ("d", Keep::All, other(), true),
+        ("e", Keep::All, no_answer(), true),
+        ("f", Keep::All, nothing(), false),
+        ("g", Keep::Success, other(), false),
+    ] {
+        let operations = operations(store.clone()).keep(keep);
+        let operation = Operation::new("alice", key);
+        let failed = operations.run(operation, "", async |_| Err::<&str, _>(error)).await;
+        assert!(matches!(failed, Err(OperationError::Failed(_))), "{key}: {failed:?}");
+        let again = async || operations.run(operation, "", async |_| Ok::<_, BoxError>("done")).await;
+        if !is_unknown {
+            assert!(!again().await.unwrap().is_replay(), "{key}");
+            continue;
+        }
+        let in_flight = again().await;
+        assert!(matches!(in_flight, Err(OperationError::InFlight { .. })), "{key}: {in_flight:?}");
+        sleep(LEASE * 2).await;
+        let unknown = again().await;
+        assert!(matches!(unknown, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{key}: {unknown:?}");
+    }
+    let operations = operations(store).keep(Keep::All);
+    let panicking = operations.clone();
+    let work = async move |_: IdempotencyHandle| -> Result<&str, BoxError> { panic!("no money at all") };
+    let task = tokio::spawn(AssertUnwindSafe(async move { panicking.run(operation(), "100 EUR", work).await }).0);
+    assert!(task.await.unwrap_err().is_panic());
+    operations.drained().await;
+    sleep(LEASE * 2).await;
+    let unknown = attempts(&operations).await;
+    assert!(matches!(unknown, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{unknown:?}");
+}
+
+/// A message that is delivered again while the first one is at work.
+async fn whoever_waits_gets_the_answer<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+    let there = operations(store.clone()).wait(LEASE * 20);
+    for (key, answer, expected) in [("a", Ok("slow"), ("slow", true)), ("b", Err("no money"), ("fast", false))] {
+        let (here, operation) = (operations(store.clone()), Operation::new("alice", key));
+        let slow = tokio::spawn(async move {
+            let work = async |_| {
+                sleep(LEASE * 2).await;
+                answer
+            };
+            here.run(operation, "", work).await.is_ok()
+        });
+        sleep(LEASE / 2).await;
+        let done = there.run(operation, "", async |_| Ok::<_, BoxError>("fast")).await.unwrap();
+        assert_eq!((done.answer(), done.is_replay()), (expected.0.as_bytes(), expected.1));
+        assert_eq!(slow.await.unwrap(), answer.is_ok());
+    }
+
+    let hanging = operations(store.clone());
+    let hanging = tokio::spawn(async move {
+        hanging.run(operation(), "100 EUR", async |_| pending::<Result<&str, BoxError>>().await).await
+    });
+    sleep(LEASE / 2).await;
+    let begun = Instant::now();
+    let in_flight = attempts(&there.clone().max_waiting(0)).await;
+    assert!(matches!(in_flight, Err(OperationError::InFlight { .. })), "{in_flight:?}");
+    assert!(begun.elapsed() < LEASE, "{:?}", begun.elapsed());
+    let in_flight = attempts(&there.wait(LEASE * 2)).await;
+    assert!(matches!(in_flight, Err(OperationError::InFlight { .. })), "{in_flight:?}");
+    assert!(begun.elapsed() >= LEASE * 2, "{:?}", begun.elapsed());
+    hanging.abort();
+}
+
+async fn what_takes_too_long_is_dropped<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
+    let operations = operations(store).max_run(LEASE * 2);
+    let begun = Instant::now();
+    let work = operations.run(operation(), "100 EUR", async |_| pending::<Result<&str, BoxError>>().await);
+    let cancelled = timeout(LEASE * 10, work).await.expect("it ends");
+    assert!(matches!(cancelled, Err(OperationError::Cancelled)), "{cancelled:?}");
+    assert!(begun.elapsed() >= LEASE * 2, "{:?}", begun.elapsed());
+    sleep(LEASE * 2).await;
+    let unknown = attempts(&operations).await;
+    assert!(matches!(unknown, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{unknown:?}");
+}
+
 async fn what_was_dropped_is_of_unknown_outcome<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
     let strict = operations(store.clone());
     let dropped = strict.run(operation(), "100 EUR", async |attempt: IdempotencyHandle| {
@@ -183,6 +269,9 @@ on_both! {
     operations_of_another_name_are_others
     what_takes_longer_than_a_lease_is_in_flight_until_it_is_done
     what_has_failed_is_begun_again
+    what_may_have_been_done_is_not_begun_again
+    whoever_waits_gets_the_answer
+    what_takes_too_long_is_dropped
     what_was_dropped_is_of_unknown_outcome
     an_answer_that_is_too_large_is_not_kept
 }
@@ -224,7 +313,7 @@ async fn what_somebody_else_may_have_begun_is_dropped() {
         faults.hang();
         pending::<Result<&str, BoxError>>().await
     };
-    let begun = tokio::time::Instant::now();
+    let begun = Instant::now();
     let cancelled = operations.run(operation(), "100 EUR", work);
     let cancelled = timeout(LEASE * 2, cancelled).await.expect("the lease ends it");
     assert!(matches!(cancelled, Err(OperationError::Cancelled)), "{cancelled:?}");

@@ -134,7 +134,7 @@ impl Home {
     }
 
     /// A place to wait for somebody else, unless `most` do so already.
-    pub(crate) fn stand_by(self: &Arc<Self>, most: usize) -> Option<Running> {
+    pub(super) fn stand_by(self: &Arc<Self>, most: usize) -> Option<Running> {
         Running::new(self, |home| &home.waiting, most)
     }
 
@@ -167,6 +167,10 @@ pub(crate) struct Order<P: ?Sized> {
 impl<P: ?Sized> Order<P> {
     pub(crate) const fn operation(&self) -> &Operation {
         &self.operation
+    }
+
+    pub(super) const fn home(&self) -> &Arc<Home> {
+        &self.home
     }
 
     /// What its layer is called.
@@ -202,8 +206,9 @@ impl<P: HasPayload + 'static> Order<P> {
     }
 
     /// The same with a token of its own, for when nobody knows what has become of the claim of this one.
-    pub(crate) fn anew(&self, body: P) -> Result<Arc<Self>, StoreError> {
-        Ok(Self::new(&self.home, self.operation, Claim { token: Token::random()?, ..self.claim }, body))
+    pub(super) fn anew(&self) -> Result<Arc<Self>, StoreError> {
+        let claim = Claim { token: Token::random()?, ..self.claim };
+        Ok(Self::new(&self.home, self.operation, claim, self.body.anew()))
     }
 
     /// Begins the operation, or says how far it is.
@@ -242,7 +247,7 @@ impl<P: HasPayload + 'static> Order<P> {
     }
 
     /// Wake-ups for somebody who waits for the operation.
-    pub(crate) async fn watch(&self) -> Wakeups {
+    pub(super) async fn watch(&self) -> Wakeups {
         self.home.store.watch(&self.operation).await
     }
 

@@ -34,6 +34,11 @@ pub struct IdempotencyHandle {
 /// Something that knows how far the body of a request was read.
 pub(crate) trait HasPayload: Send + Sync {
     fn payload(&self) -> Payload;
+
+    /// The same before any of it was read.
+    fn anew(&self) -> Self
+    where
+        Self: Sized;
 }
 
 impl IdempotencyHandle {

@@ -210,7 +210,9 @@ mod erased;
 mod handle;
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "what serves requests comes with that feature"))]
 mod meters;
+mod operation_error;
 mod operations;
+mod waiting;
 
 #[cfg(feature = "http")]
 pub(crate) use self::attempt::{Attempt, Begin, Granted, Home, Order, Running, Settlement};
@@ -223,7 +225,8 @@ pub(crate) use self::handle::HasPayload;
 pub use self::handle::IdempotencyHandle;
 #[cfg(feature = "http")]
 pub(crate) use self::meters::Verdict;
-pub use self::operations::{Done, OperationError, Operations};
+pub use self::operation_error::{Failed, OperationError};
+pub use self::operations::{Done, Operations};
 pub use self::policy::{Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
 pub use self::rejection::{InvalidKey, Rejection};
 pub use self::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};

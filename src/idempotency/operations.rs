@@ -1,4 +1,3 @@
-use std::error::Error;
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::pin;
@@ -7,11 +6,13 @@ use std::task::Poll;
 use std::time::Duration;
 
 use sha2::{Digest as _, Sha256};
+use tokio::time::{Instant, timeout_at};
 
 use super::attempt::{Attempt, Begin, Granted, Home, Order, Settlement};
 use super::handle::{HasPayload, IdempotencyHandle};
 use super::meters::Verdict;
-use super::policy::OnUnknown;
+use super::operation_error::{Failed, OperationError};
+use super::policy::{Keep, OnUnknown};
 use super::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
 use crate::circuit::CircuitBreaker;
 use crate::error::{BoxError, ConfigError, StoreError};
@@ -49,7 +50,7 @@ use crate::lock::{Scope, Token};
 /// ```
 /// use std::time::Duration;
 /// use tollgate::MemoryBackend;
-/// use tollgate::idempotency::{CircuitBreaker, OnUnknown, Operations};
+/// use tollgate::idempotency::{CircuitBreaker, Keep, OnUnknown, Operations};
 /// use tollgate::lock::Scope;
 ///
 /// # fn main() -> Result<(), tollgate::ConfigError> {
@@ -57,7 +58,11 @@ use crate::lock::{Scope, Token};
 ///     .require(Scope::Process)? // Scope::Redis would refuse the memory backend
 ///     .lease(Duration::from_secs(30))
 ///     .retention(Duration::from_secs(3 * 86_400))
+///     .wait(Duration::from_secs(2))
+///     .max_waiting(100)
+///     .max_run(Duration::from_secs(3_600))
 ///     .max_answer(16 * 1_024)
+///     .keep(Keep::All)
 ///     .on_unknown(OnUnknown::Retry)
 ///     .deadline(Duration::from_millis(200))
 ///     .circuit_breaker(CircuitBreaker::new().failures(10));
@@ -78,9 +83,16 @@ pub struct Operations {
     name: Key,
     lease: Duration,
     retention: Duration,
+    wait: Duration,
+    max_waiting: usize,
+    max_run: Option<Duration>,
     max_answer: usize,
+    keep: Keep,
     on_unknown: OnUnknown,
 }
+
+/// As good as never.
+const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
 
 impl Operations {
     /// Those called `name`, in the store, in metrics as `layer`, and in the log. Keeps records in `store`, which is a backend.
@@ -94,7 +106,11 @@ impl Operations {
             name,
             lease: Duration::from_secs(15),
             retention: Duration::from_secs(86_400),
+            wait: Duration::ZERO,
+            max_waiting: 1_000,
+            max_run: None,
             max_answer: 64 * 1_024,
+            keep: Keep::default(),
             on_unknown: OnUnknown::default(),
         }
     }
@@ -120,10 +136,48 @@ impl Operations {
         self
     }
 
+    /// How long a call waits for the answer of the same operation that somebody is doing. Defaults to zero: it is
+    /// [`OperationError::InFlight`] at once. At most a day.
+    ///
+    /// For messages that are delivered again while the first one is at work. A call that waits is told by the store when the other one is done, and looks
+    /// once a second in any case, and when the other one's lease would end. What was given back meanwhile it does itself.
+    #[must_use]
+    pub fn wait(mut self, wait: Duration) -> Self {
+        self.wait = wait.min(Duration::from_secs(86_400));
+        self
+    }
+
+    /// How many calls may [wait](Self::wait) at a time, over all clones. Defaults to 1,000. One more is answered as if it were not to wait.
+    #[must_use]
+    pub const fn max_waiting(mut self, calls: usize) -> Self {
+        self.max_waiting = calls;
+        self
+    }
+
+    /// How long the work may take. It is dropped then, which is [`OperationError::Cancelled`], and what came of it is unknown. Defaults to no limit: one that
+    /// hangs is in flight for as long as its process lives.
+    #[must_use]
+    pub const fn max_run(mut self, max_run: Duration) -> Self {
+        self.max_run = Some(max_run);
+        self
+    }
+
     /// How many bytes of an answer are kept; of a larger one no more than that there was one. Defaults to 64 KiB.
     #[must_use]
     pub const fn max_answer(mut self, bytes: usize) -> Self {
         self.max_answer = bytes;
+        self
+    }
+
+    /// What becomes of an operation whose work fails with an error, or panics. Defaults to [`Keep::SafeRetry`].
+    ///
+    /// With [`SafeRetry`](Keep::SafeRetry) and [`Success`](Keep::Success) it is given back, and the next call begins it again: what the work did before
+    /// it failed is done twice then, also where it failed since no answer came in time. With [`All`](Keep::All) its outcome is unknown when its lease has
+    /// ended, so that nothing is done twice, and each failure waits for somebody who [finds out](super::IdempotencyAdmin) what became of it, unless
+    /// [`OnUnknown::Retry`] lets the next call begin. An error of which more is known says so itself: see [`Failed`]. A panic cannot.
+    #[must_use]
+    pub const fn keep(mut self, keep: Keep) -> Self {
+        self.keep = keep;
         self
     }
 
@@ -159,7 +213,8 @@ impl Operations {
     }
 
     /// Does an operation, unless it was done before: then its answer is the one that was given. The lease is renewed while `work` runs. What it
-    /// fails with is not kept: the operation is given back, and the next call begins it again, as it does when `work` panics.
+    /// fails with is not kept: the operation is given back, and the next call begins it again, as it does when `work` panics, unless
+    /// [`keep`](Self::keep) or the [error](Failed) says that its outcome is unknown.
     ///
     /// Where the answer cannot be stored the caller gets it all the same. Storing is tried again in the background for the length of a lease, and after that
     /// the outcome is unknown.
@@ -196,11 +251,12 @@ impl Operations {
             }
         };
         let Granted { attempt, fence, number, checkpoint, .. } = granted;
-        let attempt = attempt.gives_back_panics();
+        let attempt = if self.keep.gives_failures_back() { attempt.gives_back_panics() } else { attempt };
         let handle = IdempotencyHandle::new(Arc::clone(attempt.order()) as _, number, fence, checkpoint);
         self.home.meters().decided(Verdict::Executed);
         let begun = attempt.sent();
-        let Some(done) = under_lease(&attempt, || work(handle)).await else {
+        let until = self.max_run.map(|max_run| begun + max_run.min(FOREVER));
+        let Some(done) = under_lease(&attempt, until, || work(handle)).await else {
             let order = attempt.order();
             let (layer, operation) = (order.layer(), order.operation());
             tracing::warn!(layer, %operation, "an operation was cancelled: its outcome is unknown when its lease has ended");
@@ -213,7 +269,16 @@ impl Operations {
                 let answer = Arc::<[u8]>::from(answer.into());
                 (self.completed(&answer), Ok(Done { answer, is_replay: false }))
             }
-            Err(error) => (Settlement::Release, Err(OperationError::Failed(error.into()))),
+            Err(error) => {
+                let error = error.into();
+                if Failed::is_unknown(&*error).unwrap_or(!self.keep.gives_failures_back()) {
+                    let order = attempt.order();
+                    let (layer, operation) = (order.layer(), order.operation());
+                    tracing::warn!(layer, %operation, %error, "an operation has failed: its outcome is unknown when its lease has ended");
+                    return Err(OperationError::Failed(error));
+                }
+                (Settlement::Release, Err(OperationError::Failed(error)))
+            }
         };
         if let Some(settling) = attempt.settle(end) {
             settling.await;
@@ -231,10 +296,7 @@ impl Operations {
         let takes_over = self.on_unknown == OnUnknown::Retry;
         let claim = Claim { token: Token::random()?, head, lease, retention, takes_over };
         let order = Order::new(&self.home, operation, claim, Nothing);
-        match order.begin_now() {
-            Some(begun) => begun,
-            None => order.begin().await,
-        }
+        order.begin_or_wait(order.begin_now(), self.wait, self.max_waiting).await
     }
 
     /// What is answered where there is nothing to be begun.
@@ -277,18 +339,31 @@ impl HasPayload for Nothing {
     fn payload(&self) -> Payload {
         Payload::default()
     }
+
+    fn anew(&self) -> Self {
+        Self
+    }
 }
 
-/// Does `work` for as long as nobody else may have begun; `None` if somebody may.
-async fn under_lease<W: Future>(attempt: &Attempt<Nothing>, work: impl FnOnce() -> W) -> Option<W::Output> {
+/// Does `work` for as long as nobody else may have begun, and until then at the most; `None` if it has to stop.
+async fn under_lease<W: Future>(
+    attempt: &Attempt<Nothing>,
+    until: Option<Instant>,
+    work: impl FnOnce() -> W,
+) -> Option<W::Output> {
     if attempt.is_lost() {
         return None;
     }
-    let mut kept = pin!(attempt.keep());
+    let mut limits = pin!(async {
+        match until {
+            Some(until) => drop(timeout_at(until, attempt.keep()).await),
+            None => attempt.keep().await,
+        }
+    });
     let mut work = pin!(attempt.at_work(work));
     let under_lease = poll_fn(|cx| {
         // After a standstill nothing of the work may run before this was looked at.
-        if attempt.is_lost() || kept.as_mut().poll(cx).is_ready() {
+        if attempt.is_lost() || limits.as_mut().poll(cx).is_ready() {
             return Poll::Ready(None);
         }
         attempt.at_work(|| work.as_mut().poll(cx)).map(Some)
@@ -329,58 +404,3 @@ impl Done {
         self.is_replay
     }
 }
-
-/// Why an operation has no answer.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum OperationError {
-    /// The work has failed, with this error. The next call begins the operation again.
-    Failed(BoxError),
-    /// Something else was asked for under the same name.
-    Mismatch,
-    /// Somebody is doing it.
-    InFlight {
-        /// For how long at the most, unless the lease is renewed.
-        remaining: Duration,
-    },
-    /// It was begun before, and what came of it is not known.
-    OutcomeUnknown {
-        /// How many attempts there were.
-        attempt: u32,
-    },
-    /// It was done before, and its answer was too large to be kept, or there was no room for it.
-    NotKept,
-    /// The work was dropped half way, since its lease was lost and somebody else may have begun. It may have had effects.
-    Cancelled,
-    /// The store has failed. Nothing was begun.
-    Store(StoreError),
-}
-
-impl fmt::Display for OperationError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Failed(_) => "the operation has failed",
-            Self::Mismatch => "the name of the operation was used for something else",
-            Self::InFlight { .. } => "the operation is being done",
-            Self::OutcomeUnknown { .. } => "the operation was begun before, and what came of it is not known",
-            Self::NotKept => "the operation was done before, and its answer was not kept",
-            Self::Cancelled => "the operation was cancelled on the way and may have had effects",
-            Self::Store(_) => "the store of idempotency failed",
-        })
-    }
-}
-
-impl Error for OperationError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        match self {
-            Self::Failed(error) => Some(&**error),
-            Self::Store(error) => Some(error),
-            _ => None,
-        }
-    }
-}
-
-const _: () = {
-    const fn fits<T: Into<BoxError>>() {}
-    fits::<OperationError>();
-};

@@ -1,4 +1,4 @@
-/// Which answers are kept, so that the same request gets them again. Defaults to [`SafeRetry`](Self::SafeRetry).
+/// Which answers are kept, so that the same request gets them again, and what becomes of an operation that has failed. Defaults to [`SafeRetry`](Self::SafeRetry).
 ///
 /// An answer that is not kept is as if nothing had happened: the next request with the key is served again. None of them keeps what a layer of
 /// this crate on the inside has turned away, nor an answer with `tollgate::reject::NothingDone` in its extensions.
@@ -20,7 +20,6 @@ pub enum Keep {
 
 impl Keep {
     /// Whether what has failed is given back.
-    #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "what serves requests comes with that feature"))]
     pub(crate) fn gives_failures_back(self) -> bool {
         self != Self::All
     }

@@ -108,11 +108,6 @@ impl Reading {
         Self { progress: Mutex::new(progress), is_unfit: Notify::new() }
     }
 
-    /// The same before any of it was read.
-    pub(super) fn anew(&self) -> Self {
-        Self::new(self.hash())
-    }
-
     fn begin(&self, before: Payload, max_len: u64, is_whole: bool) {
         let mut progress = self.progress();
         progress.before = before;
@@ -196,6 +191,10 @@ impl HasPayload for Reading {
         }
         let digest = digest(progress.hash.clone());
         Payload { len: progress.len, is_whole: Some(progress.is_whole), digest }
+    }
+
+    fn anew(&self) -> Self {
+        Self::new(self.hash())
     }
 }
 

@@ -12,7 +12,7 @@ use ::http::{HeaderName, HeaderValue, Request, Response};
 use bytes::Bytes;
 use http_body::Body;
 use pin_project_lite::pin_project;
-use tokio::time::{Instant, sleep_until, timeout, timeout_at};
+use tokio::time::timeout;
 use tower_service::Service;
 
 use super::answer::Recorded;
@@ -27,18 +27,13 @@ use crate::idempotency::{
     Begin, Begun, Claim, Granted, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, Order, Payload, Rejection,
     Running, Verdict,
 };
-use crate::lock::{Token, Wakeups};
+use crate::lock::Token;
 use crate::reject::{NothingDone, Reject};
 
 /// What a response out of a record carries.
 const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
 /// A client is not told to wait for longer than this, however long the lease may last: most handlers are done much sooner.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
-/// How often whoever waits looks, whether or not something was heard.
-const POLL: Duration = Duration::from_secs(1);
-/// A lease that is about to end is about to be renewed, more often than not.
-const SHORTEST_PAUSE: Duration = Duration::from_millis(50);
-
 /// Finds out how far the operation is, and does what follows from that.
 ///
 /// `inner` is the service that has reported ready. Where the store answers at once its handler begins here and now; otherwise it is kept,
@@ -113,7 +108,9 @@ where
     async move {
         let settings = &shared.settings;
         let begun = match order {
-            Ok(order) => begin(settings, &order, begun).await.map(|begun| (begun, order)),
+            Ok(order) => {
+                order.begin_or_wait(begun, settings.wait, settings.max_waiting).await.map(|begun| (begun, order))
+            }
             Err(error) => Err(error),
         };
         // What comes now is boxed, so that there need be no room for it while the store is asked.
@@ -320,55 +317,6 @@ where
     let recorded = recorded?;
     settings.home.meters().decided(Verdict::Replayed);
     Ok(recorded)
-}
-
-/// Begins the operation, or waits for whoever does it. `begun` is what the store has said already.
-async fn begin(
-    settings: &Settings,
-    order: &Arc<Order<Reading>>,
-    begun: Option<Result<Begin<Reading>, StoreError>>,
-) -> Result<Begin<Reading>, StoreError> {
-    let begun = match begun {
-        Some(begun) => begun?,
-        None => order.begin().await?,
-    };
-    if settings.wait.is_zero() || !matches!(begun, Begin::Not(Begun::InFlight { .. })) {
-        return Ok(begun);
-    }
-    let Some(_place) = settings.home.stand_by(settings.max_waiting) else { return Ok(begun) };
-    let start = Instant::now();
-    let begun = Box::pin(wait(Arc::clone(order), begun, start + settings.wait)).await;
-    settings.home.meters().waited(start.elapsed());
-    Ok(begun)
-}
-
-/// Begins the operation once somebody else is done with it. `known` is what the store has said last: a store that fails meanwhile does
-/// not make it untrue, so nobody passes for that.
-async fn wait(mut order: Arc<Order<Reading>>, mut known: Begin<Reading>, until: Instant) -> Begin<Reading> {
-    // What comes to pass before anybody listens is found by asking again.
-    let watch = timeout_at(until.min(Instant::now() + POLL), order.watch());
-    let mut wakeups = watch.await.unwrap_or_else(|_| Wakeups::none());
-    loop {
-        let begun = order.begin().await;
-        let has_failed = begun.is_err();
-        known = begun.unwrap_or(known);
-        let Begin::Not(Begun::InFlight { remaining, .. }) = &known else { return known };
-        let now = Instant::now();
-        if now >= until {
-            return known;
-        }
-        // When the lease ends without a word nobody tells.
-        let mut pause = (*remaining).clamp(SHORTEST_PAUSE, POLL);
-        if has_failed {
-            // What may have been claimed is given back, so it is not claimed again.
-            let Ok(again) = order.anew(order.body().anew()) else { return known };
-            (order, pause) = (again, POLL);
-        }
-        tokio::select! {
-            () = wakeups.next() => {}
-            () = sleep_until(until.min(now + pause)) => {}
-        }
-    }
 }
 
 /// What is wrong with a request that should have this body.

@@ -1,0 +1,133 @@
+use std::error::Error;
+use std::fmt;
+use std::io;
+use std::time::Duration;
+
+use crate::error::{BoxError, StoreError};
+
+/// Why an operation has no answer.
+#[derive(Debug)]
+#[non_exhaustive]
+pub enum OperationError {
+    /// The work has failed, with this error. What becomes of the operation is up to [`Operations::keep`](super::Operations::keep) and [`Failed`](struct@Failed).
+    Failed(BoxError),
+    /// Something else was asked for under the same name.
+    Mismatch,
+    /// Somebody is doing it.
+    InFlight {
+        /// For how long at the most, unless the lease is renewed.
+        remaining: Duration,
+    },
+    /// It was begun before, and what came of it is not known.
+    OutcomeUnknown {
+        /// How many attempts there were.
+        attempt: u32,
+    },
+    /// It was done before, and its answer was too large to be kept, or there was no room for it.
+    NotKept,
+    /// The work was dropped half way, since its lease was lost and somebody else may have begun, or since it took
+    /// [longer than it may](super::Operations::max_run). It may have had effects.
+    Cancelled,
+    /// The store has failed. Nothing was begun.
+    Store(StoreError),
+}
+
+impl fmt::Display for OperationError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match self {
+            Self::Failed(_) => "the operation has failed",
+            Self::Mismatch => "the name of the operation was used for something else",
+            Self::InFlight { .. } => "the operation is being done",
+            Self::OutcomeUnknown { .. } => "the operation was begun before, and what came of it is not known",
+            Self::NotKept => "the operation was done before, and its answer was not kept",
+            Self::Cancelled => "the operation was cancelled on the way and may have had effects",
+            Self::Store(_) => "the store of idempotency failed",
+        })
+    }
+}
+
+impl Error for OperationError {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        match self {
+            Self::Failed(error) => Some(&**error),
+            Self::Store(error) => Some(error),
+            _ => None,
+        }
+    }
+}
+
+/// Says of an operation that has failed whether something may have come of it, whatever [`Operations::keep`](super::Operations::keep) says of
+/// others.
+///
+/// What is done by [`Operations`](super::Operations) fails with it, or with an error that has it as its [source](Error::source), however deep. The
+/// outermost one counts.
+///
+/// ```
+/// use std::io;
+/// use tollgate::BoxError;
+/// use tollgate::idempotency::{Failed, Operation, OperationError, Operations};
+///
+/// # async fn ask_the_bank(_: &str) -> io::Result<String> { Err(io::ErrorKind::TimedOut.into()) }
+/// # #[tokio::main(flavor = "current_thread")] async fn main() {
+/// let payouts = Operations::new(tollgate::MemoryBackend::new(), "payouts");
+/// let paid = payouts.run(Operation::new("alice", "payout-7"), "100 EUR", async |attempt| {
+///     ask_the_bank(&attempt.derive("pay")).await.map_err(|error| match error.kind() {
+///         // It may have been paid: nobody tries again until somebody has had a look.
+///         io::ErrorKind::TimedOut => BoxError::from(Failed::outcome_unknown(error)),
+///         _ => error.into(),
+///     })
+/// });
+/// assert!(matches!(paid.await, Err(OperationError::Failed(_))));
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct Failed {
+    is_unknown: bool,
+    source: BoxError,
+}
+
+impl Failed {
+    /// Nothing has come of it: the operation is given back, and the next call begins it again.
+    pub fn nothing_done(error: impl Into<BoxError>) -> Self {
+        Self { is_unknown: false, source: error.into() }
+    }
+
+    /// It may have been done, as where the answer of somebody else did not come in time. The outcome is unknown when the lease has ended.
+    pub fn outcome_unknown(error: impl Into<BoxError>) -> Self {
+        Self { is_unknown: true, source: error.into() }
+    }
+
+    /// Whether the outcome of what has failed with this error is unknown; `None` if the error does not say.
+    pub(super) fn is_unknown(error: &(dyn Error + 'static)) -> Option<bool> {
+        let mut next = Some(error);
+        while let Some(cause) = next {
+            if let Some(failed) = cause.downcast_ref::<Self>() {
+                return Some(failed.is_unknown);
+            }
+            next = match cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
+                // What it was made of is not its source.
+                Some(inner) => Some(inner),
+                None => cause.source(),
+            };
+        }
+        None
+    }
+}
+
+impl fmt::Display for Failed {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(if self.is_unknown { "what came of the operation is not known" } else { "nothing was done" })
+    }
+}
+
+impl Error for Failed {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(&*self.source)
+    }
+}
+
+const _: () = {
+    const fn fits<T: Into<BoxError>>() {}
+    fits::<OperationError>();
+    fits::<Failed>();
+};
