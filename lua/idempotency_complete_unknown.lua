@@ -1,19 +1,21 @@
--- idempotency_complete_unknown: keep an answer that somebody has found out, if the outcome is still as unknown as they have found it.
+-- idempotency_complete_unknown: keep an answer that somebody has found out, if the outcome is still as unknown as they have found it, or another
+-- one in the place of what was kept by this before.
 --
 -- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<scope>:<key>}:record
 -- ARGV[1]  fence    as idempotency_inspect has told it
--- ARGV[2]  state    2 with its answer, 3 without
--- ARGV[3]  keep_ms  how long the answer is kept, 1000 to 31536000000
--- ARGV[4]  answer   bytes
--- ARGV[5]  publish  PUBLISH, or SPUBLISH on a cluster
--- ARGV[6]  channel  where those who wait for it listen, see idempotency_complete
+-- ARGV[2]  found    the state, as idempotency_inspect has told it: 4 unknown; 2 or 3 completed, where that was by this
+-- ARGV[3]  state    2 with its answer, 3 without
+-- ARGV[4]  keep_ms  how long the answer is kept, 1000 to 31536000000
+-- ARGV[5]  answer   bytes
+-- ARGV[6]  publish  PUBLISH, or SPUBLISH on a cluster
+-- ARGV[7]  channel  where those who wait for it listen, see idempotency_complete
 --
 -- Value    record: see idempotency_begin; it is of no token, and what is known of the request stays what it was
 -- Returns  1 kept; 0 it is not as it was found: somebody has begun, renewed, completed or given it back, or nothing is known of it
 -- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
 -- Repeat   harmless: the answer is the same as long as what was kept is there
-local record, fence, state, keep_ms = KEYS[1], ARGV[1] + 0, ARGV[2] + 0, ARGV[3] + 0
-local answer, publish, channel = ARGV[4], ARGV[5], ARGV[6]
+local record, fence, found, state, keep_ms = KEYS[1], ARGV[1] + 0, ARGV[2] + 0, ARGV[3] + 0, ARGV[4] + 0
+local answer, publish, channel = ARGV[5], ARGV[6], ARGV[7]
 
 local stored = redis.call('GET', record)
 if not stored then
@@ -33,7 +35,9 @@ end
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
 -- A lease that would last longer than it is long was written before the clock was set back.
-if is ~= 1 or math.min(ends - now, length_ms * 1000) > 0 then
+local is_unknown = is == 1 and math.min(ends - now, length_ms * 1000) <= 0
+local was_kept_by_this = is > 1 and stored:sub(41, 56) == nobody
+if not (found == 4 and is_unknown or found == is and was_kept_by_this) then
   return 0
 end
 local head, payload = stored:sub(25, 40), stored:sub(57, 80)

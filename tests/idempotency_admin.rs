@@ -24,7 +24,7 @@ fn claim() -> Claim {
 }
 
 fn answer() -> Answer {
-    Answer { bytes: (*b"x").into(), is_kept: true }
+    Answer::of_operation("x")
 }
 
 mod memory {

@@ -22,8 +22,8 @@ use tokio::time::{Instant, sleep};
 use tollgate::grpc::AsStatus;
 use tollgate::http::{FingerprintedBody, IdempotentBody, header};
 use tollgate::idempotency::{
-    Checkpoint, CheckpointError, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, Keep, OnDisconnect,
-    OnMissingKey, OnStoreError, OnUnknown, Rejection,
+    Answer as ByHand, Checkpoint, CheckpointError, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, Keep,
+    OnDisconnect, OnMissingKey, OnStoreError, OnUnknown, Operation, Rejection,
 };
 use tollgate::lock::{Cursor, Scope};
 use tollgate::reject::{AsResponse, NothingDone, Reject};
@@ -900,6 +900,14 @@ async fn an_answer_that_was_given_by_hand_is_replayed() {
     assert!(!headers.contains_key("date"));
     assert_eq!(text(answer).await, "charged");
     assert_eq!(problem(ask(&service, pay("forgotten")).await).await, (409, "answer-not-kept".into()));
+
+    // Somebody has taken it for what is no request, and finds that out.
+    let forgotten = Operation::new(Key::from((Key::digest("alice"), "POST", "/pay")), "forgotten");
+    for (answer, expected) in [(ByHand::of_operation("charged"), 503), (StatusCode::OK.into(), 409)] {
+        let done = admin.inspect(&forgotten).await.unwrap().unwrap();
+        assert!(admin.complete(&done, answer).await.unwrap());
+        assert_eq!(ask(&service, pay("forgotten")).await.status(), expected);
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -331,9 +331,21 @@ async fn what_is_said_by_hand_is_replayed() {
     let admin = IdempotencyAdmin::new(backend);
     let known = Operation::new(("payouts", "alice"), "payout-7");
     let unknown = admin.inspect(&known).await.unwrap().unwrap();
-    assert!(admin.complete(&unknown, Answer { bytes: (*b"paid").into(), is_kept: true }).await.unwrap());
+    assert!(admin.complete(&unknown, Answer::of_operation("paid")).await.unwrap());
     let done = attempts(&operations).await.unwrap();
     assert_eq!((done.answer(), done.is_replay()), (b"paid".as_slice(), true));
+
+    // Somebody has taken it for a request, and finds that out.
+    let complete = async |answer: Answer| {
+        let done = admin.inspect(&known).await.unwrap().unwrap();
+        assert!(admin.complete(&done, answer).await.unwrap());
+        attempts(&operations).await
+    };
+    let response = complete(http::Response::new("paid").into()).await;
+    assert!(matches!(&response, Err(OperationError::Store(error)) if error.is_foreign_data()), "{response:?}");
+    let unkept = complete(Answer::not_kept()).await;
+    assert!(matches!(unkept, Err(OperationError::NotKept)), "{unkept:?}");
+    assert_eq!(complete(Answer::of_operation("")).await.unwrap().answer(), b"");
 }
 
 #[test]

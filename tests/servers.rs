@@ -3,7 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::convert::Infallible;
-use std::future::Future;
+use std::future::{Future, pending};
 use std::net::{IpAddr, Ipv4Addr, SocketAddr};
 use std::pin::Pin;
 use std::sync::Arc;
@@ -20,9 +20,10 @@ use hyper::client::conn::http1::SendRequest;
 use hyper_util::{rt::TokioIo, service::TowerToHyperService};
 use tokio::net::{TcpListener, TcpSocket};
 use tokio::task::{JoinHandle, JoinSet};
-use tokio::time::timeout;
+use tokio::time::{sleep, timeout};
 use tollgate::grpc::AsStatus;
 use tollgate::http::{HeaderKey, PeerAddr, PeerIp, header, peer_ip};
+use tollgate::idempotency::{Answer, IdempotencyAdmin, Operation, OperationState};
 use tollgate::rate_limit::{Decision, RateLimitStore, Receipt};
 use tollgate::reject::HeaderVersion;
 use tollgate::{
@@ -343,6 +344,42 @@ async fn tonic_runs_a_call_with_a_key_once() {
     .await;
 }
 
+/// A call that was cut off, with what its answer would have been, and another one with a status.
+#[tokio::test]
+async fn tonic_clients_get_the_answer_that_was_given_by_hand() {
+    within_seconds(async {
+        let backend = MemoryBackend::new();
+        let guard = IdempotencyLayer::new(backend.clone()).scope(header("x-tenant"));
+        let guard = guard.lease(Duration::from_millis(50)).max_run(Duration::from_millis(50));
+        let (server, calls) = serve_echo(guard.with_rejection(AsStatus::new()));
+        let mut client = GrpcClient::connect(server.addr).await;
+        let admin = IdempotencyAdmin::new(backend);
+        let of_status = Status::already_exists("paid").into_http::<Bytes>();
+        for (key, answer) in [("a", Answer::of_message("charged")), ("b", of_status.into())] {
+            let call = [("x-tenant", "acme"), ("idempotency-key", key)];
+            assert_eq!(client.call(&call, "hang").await.unwrap_err().code(), Code::Aborted);
+            let operation = Operation::new((Key::digest("acme"), "POST", "/tollgate.test.Echo/Say"), key);
+            let unknown = loop {
+                let status = admin.inspect(&operation).await.unwrap().unwrap();
+                if matches!(status.state, OperationState::Unknown { .. }) {
+                    break status;
+                }
+                sleep(Duration::from_millis(10)).await;
+            };
+            assert!(admin.complete(&unknown, answer).await.unwrap());
+            match client.call(&call, "hang").await {
+                Ok(answer) => {
+                    assert_eq!((key, &**answer.get_ref()), ("a", "charged"));
+                    assert!(answer.metadata().contains_key("idempotent-replayed"));
+                }
+                Err(status) => assert_eq!((key, status.code(), status.message()), ("b", Code::AlreadyExists, "paid")),
+            }
+        }
+        assert_eq!(calls.load(Ordering::Relaxed), 2);
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn tonic_ends_the_wait_for_a_lock_with_the_time_of_the_call() {
     within_seconds(async {
@@ -533,7 +570,7 @@ impl RateLimitStore for Broken {
     }
 }
 
-/// A gRPC service without generated code: one method, which answers what it is told, or is `busy` or `gone`.
+/// A gRPC service without generated code: one method, which answers what it is told, or is `busy` or `gone`, or hangs.
 #[derive(Clone, Default)]
 struct Echo {
     calls: Arc<AtomicUsize>,
@@ -557,6 +594,7 @@ impl Service<Request<tonic::body::Body>> for Echo {
         Box::pin(async {
             let say = service_fn(async |said: tonic::Request<String>| match said.into_inner() {
                 said if said == "busy" => Err(Status::unavailable(said)),
+                said if said == "hang" => pending().await,
                 said if said == "gone" => Err(Status::not_found(said)),
                 said => Ok(tonic::Response::new(said)),
             });

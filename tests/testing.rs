@@ -47,7 +47,7 @@ async fn an_administrator_meets_the_faults_of_a_store() {
     store.begin(&operation, &Claim { token, head, lease, retention, takes_over: false }).await.unwrap();
     advance(lease * 2).await;
     let status = operations.inspect(&operation).await.unwrap().unwrap();
-    let answer = || Answer { bytes: (*b"x").into(), is_kept: true };
+    let answer = || Answer::of_operation("x");
 
     faults.fail(Failure::Unauthorized);
     let errors = [

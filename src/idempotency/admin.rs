@@ -1,8 +1,8 @@
 use std::fmt;
 use std::future::Future;
-use std::sync::Arc;
 use std::time::Duration;
 
+use super::answer::Answer;
 use super::checkpoint::Checkpoint;
 use super::store::{Claim, IdempotencyStore, Operation};
 use crate::deadline::Deadline;
@@ -23,7 +23,8 @@ pub trait IdempotencyRegistry: IdempotencyStore {
     fn forget(&self, status: &OperationStatus) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// Completes an operation with an answer that is kept for `retention`, in one step with looking whether its outcome is still as unknown as
-    /// `status` says: by the same fence. What is known of the request stays. False if it is not, or was not according to `status`, and nothing is
+    /// `status` says: by the same fence. What is known of the request stays. What was completed by this before is completed anew, if it is still
+    /// [completed](OperationState::Completed) as `status` says. False if it is neither, or was neither according to `status`, and nothing is
     /// changed then. Asked again with the same answer, the answer is the same. Whoever has begun the operation can change nothing any more.
     fn complete_unknown(
         &self,
@@ -93,18 +94,6 @@ impl OperationState {
             _ => false,
         }
     }
-}
-
-/// What an operation is completed with by hand.
-///
-/// Made of an `http::Response` (feature `http`) it is all that an `IdempotencyLayer` replays. Made of an `http::StatusCode` it says no more than that the
-/// operation is done: whoever asks again is told that the answer was not kept.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct Answer {
-    /// The answer as those who have begun the operation write and read it; the store does not look into it.
-    pub bytes: Arc<[u8]>,
-    /// Whether that is all of it.
-    pub is_kept: bool,
 }
 
 /// A part of a [list](IdempotencyAdmin::list).
@@ -252,6 +241,12 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     /// far as is known of the one that has begun the operation. False, with nothing changed, if somebody has begun, renewed, completed or given it back
     /// since, or if `status` says anything but [unknown](OperationState::Unknown).
     ///
+    /// What was completed by this before, and [inspected](Self::inspect) since, can be completed with another answer. Those who have got the one before
+    /// are not told. What its handler has answered is not replaced.
+    ///
+    /// Whether the operation is of a layer or of [`Operations`](super::Operations) is not in its record: what is made for the one is an error of the store to
+    /// who asks for the other again, until it is completed with an [`Answer`] that fits.
+    ///
     /// A handler that is heard of again is told that the operation is not its own any more. Its answer goes to its own caller, and is not kept.
     ///
     /// # Errors
@@ -263,7 +258,7 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
         let is_completed = Deadline::new(call, self.deadline).await?;
         if is_completed {
             let OperationStatus { operation, attempts, .. } = status;
-            tracing::warn!(%operation, attempts, is_kept = answer.is_kept, "operation completed by hand");
+            tracing::warn!(%operation, attempts, is_kept = answer.is_kept(), "operation completed by hand");
         }
         Ok(is_completed)
     }

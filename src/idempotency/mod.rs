@@ -198,6 +198,7 @@
 //! handler that panics, and the panic of which reaches the caller as it would without this layer, is a failure like any other: see [`Keep`].
 
 mod admin;
+mod answer;
 mod checkpoint;
 mod policy;
 mod rejection;
@@ -218,7 +219,8 @@ mod waiting;
 pub(crate) use self::attempt::{Attempt, Begin, Granted, Home, Order, Running, Settlement};
 pub use crate::circuit::CircuitBreaker;
 
-pub use self::admin::{Answer, IdempotencyAdmin, IdempotencyRegistry, OperationPage, OperationState, OperationStatus};
+pub use self::admin::{IdempotencyAdmin, IdempotencyRegistry, OperationPage, OperationState, OperationStatus};
+pub use self::answer::Answer;
 pub use self::checkpoint::{Checkpoint, CheckpointError};
 #[cfg(feature = "http")]
 pub(crate) use self::handle::HasPayload;

@@ -8,6 +8,7 @@ use std::time::Duration;
 use sha2::{Digest as _, Sha256};
 use tokio::time::{Instant, timeout_at};
 
+use super::answer::{MARK, read, written};
 use super::attempt::{Attempt, Begin, Granted, Home, Order, Settlement};
 use super::handle::{HasPayload, IdempotencyHandle};
 use super::meters::Verdict;
@@ -266,8 +267,8 @@ impl Operations {
         self.home.meters().handled(begun);
         let (end, done) = match done {
             Ok(answer) => {
-                let answer = Arc::<[u8]>::from(answer.into());
-                (self.completed(&answer), Ok(Done { answer, is_replay: false }))
+                let stored = written(&answer.into());
+                (self.completed(&stored), Ok(Done { stored, is_replay: false }))
             }
             Err(error) => {
                 let error = error.into();
@@ -302,7 +303,13 @@ impl Operations {
     /// What is answered where there is nothing to be begun.
     fn declined(&self, begun: Begun) -> Result<Done, OperationError> {
         let (verdict, declined) = match begun {
-            Begun::Completed { answer, is_kept: true, .. } => (Verdict::Replayed, Ok(Done { answer, is_replay: true })),
+            Begun::Completed { answer: stored, is_kept: true, .. } => match read(&stored) {
+                Some(_) => (Verdict::Replayed, Ok(Done { stored, is_replay: true })),
+                None => {
+                    let error = StoreError::foreign_data("an answer that was not written for operations");
+                    (Verdict::FailedClosed, Err(OperationError::Store(error)))
+                }
+            },
             Begun::Completed { .. } => (Verdict::NotKept, Err(OperationError::NotKept)),
             Begun::InFlight { remaining, .. } => (Verdict::InFlight, Err(OperationError::InFlight { remaining })),
             Begun::Unknown { attempt, .. } => {
@@ -315,9 +322,9 @@ impl Operations {
         declined
     }
 
-    fn completed(&self, answer: &Arc<[u8]>) -> Settlement {
-        let is_kept = answer.len() <= self.max_answer;
-        let answer = if is_kept { Arc::clone(answer) } else { Arc::from(MARK.as_slice()) };
+    fn completed(&self, stored: &Arc<[u8]>) -> Settlement {
+        let is_kept = read(stored).is_some_and(|answer| answer.len() <= self.max_answer);
+        let answer = if is_kept { Arc::clone(stored) } else { Arc::from(MARK.as_slice()) };
         let (payload, retention) = (Payload::default(), self.retention);
         Settlement::Complete { completion: Completion { answer, is_kept, payload, retention }, mark: MARK }
     }
@@ -328,9 +335,6 @@ impl fmt::Debug for Operations {
         f.debug_struct("Operations").field("name", &self.name).finish_non_exhaustive()
     }
 }
-
-/// What is kept in the place of an answer that is not.
-const MARK: [u8; 5] = [0; 5];
 
 /// All that is known of what is asked for is known before it begins.
 struct Nothing;
@@ -387,7 +391,8 @@ fn digest(operation: &Operation, fingerprint: &[u8]) -> Digest {
 /// An operation that is done, by this call or before.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Done {
-    answer: Arc<[u8]>,
+    // As it lies in the store.
+    stored: Arc<[u8]>,
     is_replay: bool,
 }
 
@@ -395,7 +400,7 @@ impl Done {
     /// What came of it.
     #[must_use]
     pub fn answer(&self) -> &[u8] {
-        &self.answer
+        read(&self.stored).unwrap_or_default()
     }
 
     /// Whether it was done before, and not by this call.

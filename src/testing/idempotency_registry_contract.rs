@@ -6,6 +6,7 @@
 #![allow(clippy::unwrap_used, reason = "a claim that does not hold says where")]
 
 use std::collections::HashMap;
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{sleep, timeout};
@@ -169,7 +170,7 @@ pub async fn what_is_not_as_it_was_found_is_left_alone<S: IdempotencyRegistry + 
 }
 
 fn answer(text: &str) -> Answer {
-    Answer { bytes: text.as_bytes().into(), is_kept: true }
+    Answer::of_operation(text)
 }
 
 /// Begins the operation, says what its body is, and is never heard of again.
@@ -190,8 +191,7 @@ pub async fn what_is_unknown_is_completed_by_hand<S: IdempotencyRegistry + Clone
         assert!(admin.complete(&unknown, answer("charged")).await.unwrap());
     }
     assert!(!admin.complete(&unknown, answer("not charged")).await.unwrap(), "it is said already");
-    let unkept = Answer { is_kept: false, ..answer("charged") };
-    assert!(!admin.complete(&unknown, unkept).await.unwrap());
+    assert!(!admin.complete(&unknown, Answer::not_kept()).await.unwrap());
     let done = look(&store).await;
     assert_eq!(done.state, OperationState::Completed { is_kept: true });
     assert_eq!((done.fence, done.attempts, done.checkpoint.as_ref()), (unknown.fence, 1, None));
@@ -201,7 +201,7 @@ pub async fn what_is_unknown_is_completed_by_hand<S: IdempotencyRegistry + Clone
     assert!(!store.renew(&operation(), &first, &payload).await.unwrap());
     assert!(!store.complete(&operation(), &first.token, &completion(true)).await.unwrap());
     assert!(!store.release(&operation(), &first.token).await.unwrap());
-    let expected = Begun::Completed { payload, answer: answer("charged").bytes, is_kept: true };
+    let expected = Begun::Completed { payload, answer: Arc::clone(answer("charged").bytes()), is_kept: true };
     for takes_over in [false, true] {
         let same = Claim { takes_over, ..claim(LONG) };
         assert_eq!(store.begin(&operation(), &same).await.unwrap(), expected, "what was known of the request stays");
@@ -212,8 +212,37 @@ pub async fn what_is_unknown_is_completed_by_hand<S: IdempotencyRegistry + Clone
     // Somebody has been wrong.
     assert!(admin.forget(&done).await.unwrap());
     let (_, _, unknown) = lose(&store).await;
-    assert!(admin.complete(&unknown, Answer { is_kept: false, ..answer("") }).await.unwrap());
+    assert!(admin.complete(&unknown, Answer::not_kept()).await.unwrap());
     assert_eq!(look(&store).await.state, OperationState::Completed { is_kept: false });
+}
+
+/// What was completed by hand with the wrong answer gets another one, if it is still as it was found, and the next request gets that.
+pub async fn what_was_completed_by_hand_is_completed_anew<S: IdempotencyRegistry + Clone + Sync>(store: S) {
+    let admin = IdempotencyAdmin::new(store.clone()).retention(LONG * 3);
+    let (first, payload, unknown) = lose(&store).await;
+    assert!(admin.complete(&unknown, answer("a longer answer")).await.unwrap());
+    let wrong = look(&store).await;
+    let later = IdempotencyAdmin::new(store.clone()).retention(LONG * 6);
+    for _ in 0..2 {
+        assert!(later.complete(&wrong, answer("charged")).await.unwrap());
+    }
+    let begun = store.begin(&operation(), &claim(LONG)).await.unwrap();
+    assert_eq!(begun, Begun::Completed { payload, answer: Arc::clone(answer("charged").bytes()), is_kept: true });
+    let done = look(&store).await;
+    assert_eq!((done.state, done.fence, done.attempts), (wrong.state, unknown.fence, 1));
+    assert!(is_about(done.kept_for, LONG * 6), "{done:?}");
+    assert!(!store.complete(&operation(), &first.token, &completion(true)).await.unwrap());
+
+    assert!(later.complete(&done, Answer::not_kept()).await.unwrap());
+    let unkept = look(&store).await;
+    assert_eq!(unkept.state, OperationState::Completed { is_kept: false });
+    assert!(!later.complete(&done, answer("x")).await.unwrap(), "it is not as it was found");
+    assert!(later.complete(&unkept, answer("x")).await.unwrap());
+    let last = look(&store).await;
+    assert!(admin.forget(&last).await.unwrap());
+    assert!(!later.complete(&last, answer("y")).await.unwrap());
+    lose(&store).await;
+    assert!(!later.complete(&last, answer("y")).await.unwrap(), "that was the attempt before");
 }
 
 /// What is in any other state, or was not found to be unknown, stays as it is.

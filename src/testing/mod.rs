@@ -330,6 +330,7 @@ macro_rules! idempotency_registry_contract {
                 what_is_not_as_it_was_found_is_left_alone
                 what_is_unknown_is_completed_by_hand
                 what_is_not_unknown_is_not_completed_by_hand
+                what_was_completed_by_hand_is_completed_anew
                 operations_are_listed
                 whoever_waits_is_told
             ] [] $($told)+

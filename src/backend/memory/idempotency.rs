@@ -393,13 +393,25 @@ impl OperationTable {
             State::Completed { .. } => return Ok(true),
             State::InFlight { .. } => {}
         }
+        self.keep(shard, place, now, completion)?;
+        Ok(true)
+    }
+
+    /// Keeps an answer in the place of what the record has.
+    fn keep(
+        &self,
+        shard: &mut Shard,
+        place: Place<'_>,
+        now: Instant,
+        completion: &Completion,
+    ) -> Result<(), StoreError> {
+        let Some(record) = shard.record(&place) else { return Ok(()) };
         let Completion { answer, is_kept, payload, retention } = completion;
         if *is_kept {
             self.make_room(answer.len())?;
         }
-        if let Some(last) = record.checkpoint.take() {
-            self.bytes.fetch_sub(last.len(), Ordering::Relaxed);
-        }
+        self.bytes.fetch_sub(record.bytes(), Ordering::Relaxed);
+        record.checkpoint = None;
         record.state = State::Completed { answer: Arc::clone(answer), is_kept: *is_kept };
         record.payload = *payload;
         record.expires = now + *retention;
@@ -409,7 +421,7 @@ impl OperationTable {
             shard.move_line(&place, before, due);
         }
         shard.tell(place.operation);
-        Ok(true)
+        Ok(())
     }
 
     fn release(&self, operation: &Operation, token: &Token) -> bool {
@@ -480,21 +492,24 @@ impl OperationTable {
             return Ok(false);
         };
         if let State::Completed { answer: kept, is_kept } = &record.state {
-            // By this before.
-            return Ok(record.token == nobody() && *kept == answer.bytes && *is_kept == answer.is_kept);
+            // What a handler has said is not said by hand.
+            if record.token != nobody() {
+                return Ok(false);
+            }
+            if kept == answer.bytes() && *is_kept == answer.is_kept() {
+                return Ok(true);
+            }
         }
-        if !matches!(record.state(now), OperationState::Unknown { .. }) {
+        if !record.state(now).is_like(status.state) {
             return Ok(false);
         }
-        let (token, payload) = (record.token, record.payload);
-        let Answer { bytes, is_kept } = answer.clone();
-        let is_done =
-            self.complete_in(&mut shard, place, &token, &Completion { answer: bytes, is_kept, payload, retention })?;
+        let (answer, is_kept, payload) = (Arc::clone(answer.bytes()), answer.is_kept(), record.payload);
+        self.keep(&mut shard, place, now, &Completion { answer, is_kept, payload, retention })?;
         // Whoever has begun it and is heard of again is told that its own answer is not kept.
         if let Some(record) = shard.record(&place) {
             record.token = nobody();
         }
-        Ok(is_done)
+        Ok(true)
     }
 
     fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> OperationPage {
@@ -652,8 +667,10 @@ impl IdempotencyRegistry for MemoryBackend {
         retention: Duration,
     ) -> Result<bool, StoreError> {
         match status.state {
-            OperationState::Unknown { .. } => self.inner.operations.complete_unknown(status, answer, retention),
-            _ => Ok(false),
+            OperationState::Unknown { .. } | OperationState::Completed { .. } => {
+                self.inner.operations.complete_unknown(status, answer, retention)
+            }
+            OperationState::Free | OperationState::InFlight { .. } => Ok(false),
         }
     }
 

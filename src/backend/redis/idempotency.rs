@@ -89,14 +89,15 @@ impl IdempotencyRegistry for RedisBackend {
         answer: &Answer,
         retention: Duration,
     ) -> Result<bool, StoreError> {
-        let OperationStatus { operation, state: OperationState::Unknown { .. }, fence, .. } = status else {
+        let OperationStatus { operation, state, fence, .. } = status;
+        if !matches!(state, OperationState::Unknown { .. } | OperationState::Completed { .. }) {
             return Ok(false);
-        };
+        }
         // Answers are large: not where renewals must not wait behind them.
         let Inner { servers, keys, scripts, .. } = &*self.inner;
         let (record, channel) = (keys.idempotency(operation), keys.done(operation));
-        let (kept, publish) = ((answer, retention), (self.publish(), &*channel));
-        is_done(&scripts.idempotency_complete_unknown(servers, &record, *fence, kept, publish).await?)
+        let (found, kept, publish) = ((number_of(*state), *fence), (answer, retention), (self.publish(), &*channel));
+        is_done(&scripts.idempotency_complete_unknown(servers, &record, found, kept, publish).await?)
     }
 
     async fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {

@@ -385,12 +385,12 @@ impl Scripts {
         &self,
         servers: &Servers,
         record: &str,
-        fence: u64,
+        (found, fence): (u8, u64),
         (answer, retention): (&Answer, Duration),
         (publish, channel): (&str, &str),
     ) -> Result<Value, StoreError> {
-        let state = if answer.is_kept { 2 } else { 3 };
-        let args = (fence, state, millis(retention), &*answer.bytes, publish, channel);
+        let state = if answer.is_kept() { 2 } else { 3 };
+        let args = (fence, found, state, millis(retention), &**answer.bytes(), publish, channel);
         self.idempotency_complete_unknown.call(servers, &[record], args).await
     }
 }
@@ -628,7 +628,7 @@ mod tests {
             (&scripts.idempotency_release, 1, 4),
             (&scripts.idempotency_inspect, 1, 1),
             (&scripts.idempotency_forget, 1, 5),
-            (&scripts.idempotency_complete_unknown, 1, 6),
+            (&scripts.idempotency_complete_unknown, 1, 7),
             (&scripts.delay_queue_push, 8, 6),
             (&scripts.delay_queue_claim, 11, 11),
             (&scripts.delay_queue_extend, 3, 3),

@@ -99,22 +99,45 @@ pub(super) fn mark(status: StatusCode) -> [u8; 5] {
     [VERSION, low, high, none, nothing]
 }
 
-/// All of it is replayed, cookies included, but for headers of one hop, one moment or one request.
-impl<B: Into<Bytes>> From<Response<B>> for Answer {
-    fn from(response: Response<B>) -> Self {
+impl Answer {
+    /// For an operation of an [`IdempotencyLayer`](crate::IdempotencyLayer): all of it is replayed, trailers and cookies included, but for headers of one
+    /// hop, one moment or one request.
+    pub fn with_trailers<B: Into<Bytes>>(response: Response<B>, trailers: &HeaderMap) -> Self {
         let (head, body) = response.into_parts();
         let body = body.into();
         let mut recorder = Recorder::new(head.status, &head.headers, true, usize::MAX);
         recorder.data(&body);
+        recorder.trailers(trailers);
         let (bytes, is_kept) = recorder.finish(iter::once(&body), true);
-        Self { bytes, is_kept }
+        Self::of_record(bytes, is_kept)
+    }
+
+    /// For a call of gRPC with one answer behind an [`IdempotencyLayer`](crate::IdempotencyLayer): `OK`, with this message as it is encoded, which with
+    /// prost is `message.encode_to_vec()`.
+    #[cfg(feature = "grpc")]
+    pub fn of_message(message: impl AsRef<[u8]>) -> Self {
+        let message = message.as_ref();
+        // Not compressed, and how long it is.
+        let len = u32::try_from(message.len()).unwrap_or(u32::MAX);
+        let body = [&[0], len.to_be_bytes().as_slice(), message].concat();
+        let mut response = Response::new(body);
+        response.headers_mut().insert(header::CONTENT_TYPE, HeaderValue::from_static("application/grpc"));
+        let ok = (HeaderName::from_static("grpc-status"), HeaderValue::from_static("0"));
+        Self::with_trailers(response, &HeaderMap::from_iter([ok]))
+    }
+}
+
+/// All of it is replayed, cookies included, but for headers of one hop, one moment or one request.
+impl<B: Into<Bytes>> From<Response<B>> for Answer {
+    fn from(response: Response<B>) -> Self {
+        Self::with_trailers(response, &HeaderMap::new())
     }
 }
 
 /// That there was an answer with this status, and no more of it.
 impl From<StatusCode> for Answer {
     fn from(status: StatusCode) -> Self {
-        Self { bytes: mark(status).as_slice().into(), is_kept: false }
+        Self::of_record(mark(status).as_slice().into(), false)
     }
 }
 
