@@ -78,8 +78,8 @@
 //! * `tls`: encrypted connections to Redis, with rustls.
 //! * `http` (default): the module `http`, with http, http-body, ipnet and the small crates that answers take.
 //! * `json` (default): payloads of jobs as JSON, with serde and serde_json.
-//! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`, and idempotency the path that a nested router was asked for; the key
-//!   `matched_path`; handlers take what layers know as arguments.
+//! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`, and idempotency the path that a nested router was asked for, without which
+//!   two nested routes may be one to it; the key `matched_path`; handlers take what layers know as arguments.
 //! * `grpc`: the module `grpc`, with prost.
 //! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics),
 //!   [`lock`](lock#metrics), [`idempotency`](idempotency#metrics) and [`delay_queue`](delay_queue#metrics). `metrics::describe` tells the recorder what they are.

@@ -10,7 +10,9 @@
 //!   back, whatever the number of processes and of retries, and whether or not its client is still there: it goes on in a task of its own when
 //!   the client has gone.
 //! * Two callers never see each other's answers: a key is one within its scope, and a layer without a scope does not compile. Nor do two
-//!   routes: the method and the path are part of the scope.
+//!   routes: the method and the path are part of the scope, and that is the whole path unless a router in front of the layer has taken a prefix
+//!   away. What axum has taken away is known with the feature `axum`. **Without it, and with other routers, `/shop/pay` and `/club/pay` are both
+//!   `/pay`, and one replays the other**, unless the [scope](crate::http::IdempotencyLayer::scope) says the prefix.
 //! * Another request under the same key (query, body, chosen headers) is refused, and learns nothing more.
 //! * When a process dies with a handler at work nobody knows what the handler has done. The record then says *outcome unknown*, and
 //!   [`OnUnknown`] says whether such requests are refused or served again, which may double what was done before. Effects outside

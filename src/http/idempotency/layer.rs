@@ -113,7 +113,23 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// the host, where one layer serves several.
     ///
     /// The route is part of it without being said: the method, and the path without its query. A path of which a router in front of this layer
-    /// has taken a prefix away is known as a whole with axum (feature `axum`); elsewhere the prefix has to be said.
+    /// has taken a prefix away is known as a whole with axum (feature `axum`). Without that feature, and with other routers, the prefix has to be said, or two
+    /// nested routes are one operation: by a layer of its own scope for each, or one that finds what the request was for.
+    ///
+    /// ```
+    /// use tollgate::{IdempotencyLayer, IntoKey, MemoryBackend};
+    ///
+    /// /// In the extensions of a request, by whatever takes the prefix away.
+    /// #[derive(Clone)]
+    /// struct Prefix(&'static str);
+    ///
+    /// # fn guard<B>() -> IdempotencyLayer<impl tollgate::ExtractKey<http::Request<B>>> {
+    /// IdempotencyLayer::new(MemoryBackend::new()).scope(|request: &http::Request<B>| {
+    ///     let caller = request.headers().get("x-api-key")?.to_str().ok()?;
+    ///     (caller, request.extensions().get::<Prefix>()?.0).into_key()
+    /// })
+    /// # }
+    /// ```
     pub fn scope<K2>(self, scope: K2) -> IdempotencyLayer<K2, A> {
         let Self { settings, scope: _, answer } = self;
         IdempotencyLayer { settings, scope: Arc::new(scope), answer }
