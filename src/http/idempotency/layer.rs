@@ -1,3 +1,4 @@
+use std::error::Error as _;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
@@ -317,7 +318,8 @@ impl Settings {
             return false;
         }
         if self.unprotected.begins() {
-            tracing::warn!(%error, "idempotency store fails: requests are served without a record");
+            let cause = error.source().map(tracing::field::display);
+            tracing::warn!(layer = &*self.home.terms().name, %error, cause, "idempotency store fails: requests are served without a record");
         }
         true
     }
