@@ -93,21 +93,14 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     let backend = RedisBackend::connect(server.url()).await.unwrap();
     let (operation, another) = (Operation::new("alice", "k"), Operation::new("alice", "l"));
     backend.begin(&another, &claim()).await.unwrap();
-    let status = OperationStatus {
-        operation,
-        state: OperationState::Free,
-        fence: 0,
-        attempts: 0,
-        checkpoint: None,
-        kept_for: Duration::ZERO,
-    };
+    let status = OperationStatus::new(operation, OperationState::Free);
+    let unknown = OperationStatus::new(operation, OperationState::Unknown { since: LONG });
     for value in ["hello", ""] {
         let key = "tollgate:2:{idempotency:alice:k}:record";
         let _: () = redis::cmd("SET").arg(key).arg(value).query(&mut server.connection()).unwrap();
         let admin = IdempotencyAdmin::new(backend.clone());
         assert!(admin.inspect(&operation).await.unwrap_err().is_foreign_data());
         assert!(admin.forget(&status).await.unwrap_err().is_foreign_data());
-        let unknown = OperationStatus { state: OperationState::Unknown { since: LONG }, ..status.clone() };
         assert!(admin.complete(&unknown, answer()).await.unwrap_err().is_foreign_data());
         let (mut found, mut next) = (Vec::new(), Some(Cursor::default()));
         while let Some(from) = next {
@@ -132,7 +125,8 @@ async fn a_store_that_does_not_answer_is_not_waited_for() {
     server.pause();
     assert!(admin.inspect(&operation).await.unwrap_err().is_timeout());
     assert!(admin.forget(&status).await.unwrap_err().is_timeout());
-    let unknown = OperationStatus { state: OperationState::Unknown { since: LONG }, ..status };
+    let mut unknown = status;
+    unknown.state = OperationState::Unknown { since: LONG };
     assert!(admin.complete(&unknown, answer()).await.unwrap_err().is_timeout());
     assert!(admin.list(Cursor::default(), 10).await.unwrap_err().is_timeout());
     server.resume();

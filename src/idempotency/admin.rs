@@ -45,6 +45,7 @@ pub trait IdempotencyRegistry: IdempotencyStore {
 
 /// An operation, as those see it who do not do it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OperationStatus {
     /// Which operation.
     pub operation: Operation,
@@ -58,6 +59,14 @@ pub struct OperationStatus {
     pub checkpoint: Option<Checkpoint>,
     /// Until all of this is forgotten, unless somebody begins or goes on.
     pub kept_for: Duration,
+}
+
+impl OperationStatus {
+    /// For a store of your own: an operation that was never begun, without a checkpoint, and kept for no time, until the fields say otherwise.
+    #[must_use]
+    pub const fn new(operation: Operation, state: OperationState) -> Self {
+        Self { operation, state, fence: 0, attempts: 0, checkpoint: None, kept_for: Duration::ZERO }
+    }
 }
 
 /// How far an operation is.
@@ -98,11 +107,20 @@ impl OperationState {
 
 /// A part of a [list](IdempotencyAdmin::list).
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct OperationPage {
     /// Operations. There may be none, and more on the next page.
     pub operations: Vec<OperationStatus>,
     /// Where to go on, unless this is the end.
     pub next: Option<Cursor>,
+}
+
+impl OperationPage {
+    /// For a store of your own.
+    #[must_use]
+    pub const fn new(operations: Vec<OperationStatus>, next: Option<Cursor>) -> Self {
+        Self { operations, next }
+    }
 }
 
 /// Looks at operations, completes them by hand, and lets them be begun anew: for those who run a service, and not for the service.
