@@ -3,6 +3,7 @@
 
 mod support;
 
+use std::error::Error as _;
 use std::time::Duration;
 
 use support::cluster::Cluster;
@@ -14,7 +15,7 @@ use tollgate::idempotency::{
 };
 use tollgate::lock::{Cursor, Token};
 use tollgate::testing::FaultStore;
-use tollgate::{MemoryBackend, RedisBackend};
+use tollgate::{ConfigError, MemoryBackend, RedisBackend};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -130,4 +131,23 @@ async fn a_store_that_does_not_answer_is_not_waited_for() {
     assert!(admin.complete(&unknown, answer()).await.unwrap_err().is_timeout());
     assert!(admin.list(Cursor::default(), 10).await.unwrap_err().is_timeout());
     server.resume();
+}
+
+/// The story of a deadline that was found out on Redis only, where each call is late.
+#[tokio::test]
+async fn a_deadline_of_zero_is_an_error_on_any_backend() {
+    let admin = IdempotencyAdmin::new(MemoryBackend::new()).deadline(Duration::ZERO);
+    let operation = Operation::new("alice", "k");
+    let unknown = OperationStatus::new(operation, OperationState::Unknown { since: LONG });
+    let errors = [
+        admin.inspect(&operation).await.map(drop),
+        admin.forget(&unknown).await.map(drop),
+        admin.complete(&unknown, answer()).await.map(drop),
+        admin.list(Cursor::default(), 10).await.map(drop),
+        admin.unknown(Cursor::default(), 10).await.map(drop),
+    ];
+    for error in errors {
+        let cause = error.unwrap_err().source().and_then(|cause| cause.downcast_ref().cloned());
+        assert_eq!(cause, Some(ConfigError::ZeroTimeout));
+    }
 }

@@ -862,6 +862,18 @@ async fn what_a_dead_process_has_begun_is_refused_or_served_again() {
     assert_eq!(text(ask(&strict, pay("k")).await).await, "2");
 }
 
+/// The story of a deadline that was found out on Redis only, where each call is late. Nothing passes for it either.
+#[tokio::test(start_paused = true)]
+async fn a_time_of_zero_is_found_on_any_backend() {
+    let zero = Duration::ZERO;
+    for guard in [layer(MemoryBackend::new()).deadline(zero), layer(MemoryBackend::new()).max_run(zero)] {
+        let handler = Handler::new();
+        let service = handler.behind(guard.on_store_error(OnStoreError::Allow), echo);
+        assert_eq!(problem(ask(&service, pay("k")).await).await, (500, "about:blank".into()));
+        assert_eq!(handler.runs(), 0);
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn an_answer_that_was_given_by_hand_is_replayed() {
     let backend = MemoryBackend::new();

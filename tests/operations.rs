@@ -354,3 +354,14 @@ fn memory_is_not_taken_for_a_distributed_store() {
     assert!(matches!(refused, Err(ConfigError::ScopeTooSmall { .. })), "{refused:?}");
     assert!(operations(MemoryBackend::new()).require(Scope::Process).is_ok());
 }
+
+/// The story of a deadline that was found out on Redis only, where each call is late.
+#[tokio::test]
+async fn a_time_of_zero_is_found_on_any_backend() {
+    let zero = Duration::ZERO;
+    for operations in [operations(MemoryBackend::new()).deadline(zero), operations(MemoryBackend::new()).max_run(zero)]
+    {
+        let refused = attempts(&operations).await;
+        assert!(matches!(refused, Err(OperationError::Config(ConfigError::ZeroTimeout))), "{refused:?}");
+    }
+}

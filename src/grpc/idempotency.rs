@@ -29,6 +29,11 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
             Rejection::Cancelled => never(Code::Aborted),
             Rejection::TooLarge { .. } => never(Code::ResourceExhausted),
             Rejection::Full => later(Code::ResourceExhausted, &text, STORE_RETRY),
+            // A mistake of the program.
+            Rejection::Config(error) => {
+                tracing::error!(%error, "a request cannot be served once");
+                answer(Code::Internal, "the request cannot be served")
+            }
             Rejection::Store(_) => later(Code::Unavailable, STORE_TEXT, STORE_RETRY),
         };
         if may_have_effects {
@@ -52,7 +57,7 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::error::StoreError;
+    use crate::error::{ConfigError, StoreError};
     use crate::idempotency::InvalidKey;
 
     #[test]
@@ -70,6 +75,7 @@ mod tests {
             (Rejection::InFlight { retry_after: Duration::from_secs(2) }, "10", Some("2000"), true),
             (Rejection::Cancelled, "10", Some("-1"), false),
             (Rejection::Full, "8", Some("1000"), true),
+            (Rejection::Config(ConfigError::ZeroTimeout), "13", None, true),
             (Rejection::Store(StoreError::timeout()), "14", Some("1000"), true),
         ];
         for (rejection, code, pushback, nothing_done) in cases {

@@ -107,6 +107,11 @@ impl Home {
         Self::over(Arc::clone(&self.store), terms)
     }
 
+    /// Whether no call of the store could be answered in time. Memory, which is not waited for, would not show it.
+    pub(crate) const fn has_no_time(&self) -> bool {
+        self.terms.limit.is_zero()
+    }
+
     pub(crate) const fn terms(&self) -> &Terms {
         &self.terms
     }

@@ -51,7 +51,7 @@ impl Verdict {
             Rejection::TooLarge { .. } => Self::TooLarge,
             Rejection::Cancelled => Self::Cancelled,
             Rejection::Full => Self::Full,
-            Rejection::Store(_) => Self::FailedClosed,
+            Rejection::Config(_) | Rejection::Store(_) => Self::FailedClosed,
         }
     }
 }

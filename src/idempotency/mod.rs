@@ -113,6 +113,7 @@
 //! | done before, and the answer was too large or broke off | 409 | `answer-not-kept` | `FAILED_PRECONDITION` |
 //! | cancelled: it took too long, or its lease was lost | 503 | `about:blank` | `ABORTED`, "do not retry" |
 //! | too many are being served | 503, `Retry-After` | `about:blank` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
+//! | a setting cannot work | 500 | `about:blank` | `INTERNAL` |
 //! | the store fails | 503, `Retry-After` | `about:blank` | `UNAVAILABLE`, `RetryInfo` |
 //!
 //! "Do not retry" is `grpc-retry-pushback-ms: -1`, since clients send calls that end with these codes again by themselves.

@@ -3,7 +3,7 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
-use crate::error::{BoxError, StoreError};
+use crate::error::{BoxError, ConfigError, StoreError};
 
 /// Why an operation has no answer.
 #[derive(Debug)]
@@ -28,6 +28,8 @@ pub enum OperationError {
     /// The work was dropped half way, since its lease was lost and somebody else may have begun, or since it took
     /// [longer than it may](super::Operations::max_run). It may have had effects.
     Cancelled,
+    /// A setting cannot work; nothing was asked of the store.
+    Config(ConfigError),
     /// The store has failed. Nothing was begun.
     Store(StoreError),
 }
@@ -41,6 +43,7 @@ impl fmt::Display for OperationError {
             Self::OutcomeUnknown { .. } => "the operation was begun before, and what came of it is not known",
             Self::NotKept => "the operation was done before, and its answer was not kept",
             Self::Cancelled => "the operation was cancelled on the way and may have had effects",
+            Self::Config(_) => "operations are set up wrongly",
             Self::Store(_) => "the store of idempotency failed",
         })
     }
@@ -50,6 +53,7 @@ impl Error for OperationError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             Self::Failed(error) => Some(&**error),
+            Self::Config(error) => Some(error),
             Self::Store(error) => Some(error),
             _ => None,
         }

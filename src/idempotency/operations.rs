@@ -156,7 +156,7 @@ impl Operations {
     }
 
     /// How long the work may take. It is dropped then, which is [`OperationError::Cancelled`], and what came of it is unknown. Defaults to no limit: one that
-    /// hangs is in flight for as long as its process lives.
+    /// hangs is in flight for as long as its process lives. Zero is an [`OperationError::Config`].
     #[must_use]
     pub const fn max_run(mut self, max_run: Duration) -> Self {
         self.max_run = Some(max_run);
@@ -189,7 +189,7 @@ impl Operations {
         self
     }
 
-    /// How long one call of the store may take. Defaults to 100 ms.
+    /// How long one call of the store may take. Defaults to 100 ms. Zero is an [`OperationError::Config`].
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.home = Arc::new(self.home.with(|terms| terms.limit = deadline));
@@ -240,6 +240,9 @@ impl Operations {
         T: Into<Vec<u8>>,
         E: Into<BoxError>,
     {
+        if self.home.has_no_time() || self.max_run.is_some_and(|max_run| max_run.is_zero()) {
+            return Err(OperationError::Config(ConfigError::ZeroTimeout));
+        }
         let operation = Operation::new((self.name, *operation.scope()), *operation.key());
         let head = digest(&operation, fingerprint.as_ref());
         drop(fingerprint);

@@ -2,7 +2,7 @@ use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
-use crate::error::{BoxError, StoreError};
+use crate::error::{BoxError, ConfigError, StoreError};
 
 /// Why a request was turned away by an idempotency layer, or cancelled.
 #[derive(Debug)]
@@ -42,6 +42,8 @@ pub enum Rejection {
     Cancelled,
     /// Too many requests are being served.
     Full,
+    /// A setting cannot work; nothing was asked of the store.
+    Config(ConfigError),
     /// The store has failed.
     Store(StoreError),
 }
@@ -100,6 +102,7 @@ impl fmt::Display for Rejection {
             Self::TooLarge { .. } => f.write_str("the body of the request is too large"),
             Self::Cancelled => f.write_str("the request was cancelled on the way and may have had effects"),
             Self::Full => f.write_str("too many requests are being served"),
+            Self::Config(_) => f.write_str("the idempotency of requests is set up wrongly"),
             Self::Store(_) => f.write_str("the store of idempotency failed"),
         }
     }
@@ -108,6 +111,7 @@ impl fmt::Display for Rejection {
 impl Error for Rejection {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
+            Self::Config(error) => Some(error),
             Self::Store(error) => Some(error),
             _ => None,
         }

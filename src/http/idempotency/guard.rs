@@ -34,6 +34,7 @@ use crate::reject::{NothingDone, Reject};
 const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
 /// A client is not told to wait for longer than this, however long the lease may last: most handlers are done much sooner.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
+
 /// Finds out how far the operation is, and does what follows from that.
 ///
 /// `inner` is the service that has reported ready. Where the store answers at once its handler begins here and now; otherwise it is kept,

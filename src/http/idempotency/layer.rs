@@ -72,6 +72,9 @@ pub(super) struct Settings {
 
 impl IdempotencyLayer {
     /// Keeps records in `store`, which is a backend. It needs a [scope](Self::scope) before it can be used.
+    ///
+    /// A setting that cannot work (a [deadline](Self::deadline) or [`max_run`](Self::max_run) of zero) is found with the first request that has a key: each is
+    /// answered 500 with HTTP then, and the log has a line.
     pub fn new(store: impl IdempotencyStore + Send + Sync + 'static) -> Self {
         let settings = Settings {
             home: Arc::new(Home::new(store)),
@@ -312,6 +315,11 @@ impl<K, A> IdempotencyLayer<K, A> {
 }
 
 impl Settings {
+    /// Whether the store or the handler has no time at all.
+    pub(super) fn have_no_time(&self) -> bool {
+        self.home.has_no_time() || self.max_run.is_zero()
+    }
+
     /// Whether a request passes without a record because of this, and if so the log is told.
     pub(super) fn passes(&self, error: &StoreError) -> bool {
         if self.on_store_error == OnStoreError::Deny {

@@ -23,6 +23,12 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
             Rejection::NotKept { .. } => (Kind::AnswerNotKept, StatusCode::CONFLICT, None),
             // It may have had effects, so nobody is invited to try again.
             Rejection::Cancelled => (Kind::Blank, StatusCode::SERVICE_UNAVAILABLE, None),
+            // A mistake of the program.
+            Rejection::Config(error) => {
+                tracing::error!(%error, "a request cannot be served once");
+                let response = self.refusal(StatusCode::INTERNAL_SERVER_ERROR, "the request cannot be served");
+                return Ok(response.map(IdempotentBody::other));
+            }
             Rejection::Full | Rejection::Store(_) => (Kind::Blank, StatusCode::SERVICE_UNAVAILABLE, Some(STORE_RETRY)),
         };
         let detail = match &rejection {

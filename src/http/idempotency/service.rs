@@ -13,7 +13,7 @@ use super::future::ResponseFuture;
 use super::guard::{guard, take_ready};
 use super::key::key_of;
 use super::layer::{IdempotencyLayer, Settings};
-use crate::error::BoxError;
+use crate::error::{BoxError, ConfigError};
 use crate::idempotency::{IdempotencyHandle, OnMissingKey, Operation, Rejection};
 use crate::key::{ExtractKey, Key};
 use crate::reject::{AsResponse, Reject};
@@ -87,6 +87,7 @@ where
             return ResponseFuture::passed_through(self.inner.call(request.map(FingerprintedBody::passed)), shared);
         }
         let rejection = match key_of(request.headers(), &settings.header) {
+            Ok(Some(_)) if settings.have_no_time() => Rejection::Config(ConfigError::ZeroTimeout),
             Ok(Some(_)) if request.body().size_hint().lower() > settings.max_body => {
                 Rejection::TooLarge { has_begun: false }
             }
