@@ -417,7 +417,7 @@ async fn under_a_lock_one_job_of_a_key_runs_at_a_time() {
 #[tokio::test(start_paused = true)]
 async fn a_job_whose_operation_somebody_else_is_doing_waits_for_it() {
     let queue = queue(MemoryBackend::new());
-    let operations = Operations::new(MemoryBackend::new());
+    let operations = Operations::new(MemoryBackend::new(), "payouts");
     let replays = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&replays);
     let service = service_fn(move |_: Job<u32>| {

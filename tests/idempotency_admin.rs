@@ -148,6 +148,6 @@ async fn a_deadline_of_zero_is_an_error_on_any_backend() {
     ];
     for error in errors {
         let cause = error.unwrap_err().source().and_then(|cause| cause.downcast_ref().cloned());
-        assert_eq!(cause, Some(ConfigError::ZeroTimeout));
+        assert_eq!(cause, Some(ConfigError::ZeroTimeout { setting: "deadline" }));
     }
 }

@@ -359,9 +359,14 @@ fn memory_is_not_taken_for_a_distributed_store() {
 #[tokio::test]
 async fn a_time_of_zero_is_found_on_any_backend() {
     let zero = Duration::ZERO;
-    for operations in [operations(MemoryBackend::new()).deadline(zero), operations(MemoryBackend::new()).max_run(zero)]
+    let operations = operations(MemoryBackend::new());
+    for (operations, named) in [(operations.clone().deadline(zero), "deadline"), (operations.max_run(zero), "max_run")]
     {
         let refused = attempts(&operations).await;
-        assert!(matches!(refused, Err(OperationError::Config(ConfigError::ZeroTimeout))), "{refused:?}");
+        let setting = match refused {
+            Err(OperationError::Config(ConfigError::ZeroTimeout { setting })) => Some(setting),
+            _ => None,
+        };
+        assert_eq!(setting, Some(named));
     }
 }

@@ -75,7 +75,7 @@ mod tests {
             (Rejection::InFlight { retry_after: Duration::from_secs(2) }, "10", Some("2000"), true),
             (Rejection::Cancelled, "10", Some("-1"), false),
             (Rejection::Full, "8", Some("1000"), true),
-            (Rejection::Config(ConfigError::ZeroTimeout), "13", None, true),
+            (Rejection::Config(ConfigError::ZeroTimeout { setting: "deadline" }), "13", None, true),
             (Rejection::Store(StoreError::timeout()), "14", Some("1000"), true),
         ];
         for (rejection, code, pushback, nothing_done) in cases {

@@ -5,8 +5,8 @@ use std::time::Duration;
 use super::answer::Answer;
 use super::checkpoint::Checkpoint;
 use super::store::{Claim, IdempotencyStore, Operation};
-use crate::deadline::Deadline;
-use crate::error::{ConfigError, StoreError};
+use crate::deadline::{Deadline, leaves_time};
+use crate::error::StoreError;
 use crate::key::Key;
 use crate::lock::Cursor;
 
@@ -309,9 +309,7 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
 
     async fn within_deadline<T>(&self, call: impl Future<Output = Result<T, StoreError>>) -> Result<T, StoreError> {
         // Also where the answer need not be waited for, so that a test on memory finds it.
-        if self.deadline.is_zero() {
-            return Err(StoreError::other(ConfigError::ZeroTimeout));
-        }
+        leaves_time(self.deadline)?;
         Deadline::new(call, self.deadline).await
     }
 }

@@ -17,7 +17,7 @@ use super::handle::HasPayload;
 use super::meters::{Ended, Meters};
 use super::store::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
 use crate::circuit::{Circuit, CircuitBreaker, Outage, Watch};
-use crate::error::StoreError;
+use crate::error::{ConfigError, StoreError};
 use crate::lock::{Scope, Token, Wakeups};
 
 /// How many attempts may be settled in the background at a time. While a store is away all of them are; what is beyond that is left
@@ -107,9 +107,12 @@ impl Home {
         Self::over(Arc::clone(&self.store), terms)
     }
 
-    /// Whether no call of the store could be answered in time. Memory, which is not waited for, would not show it.
-    pub(crate) const fn has_no_time(&self) -> bool {
-        self.terms.limit.is_zero()
+    /// Whether there is time for the store to answer, and for work that may take so long. Memory, which is not waited for, would not show
+    /// it.
+    pub(crate) fn check_times(&self, max_run: Option<Duration>) -> Result<(), ConfigError> {
+        let times = [("deadline", Some(self.terms.limit)), ("max_run", max_run)];
+        let none = times.into_iter().find(|(_, time)| time.is_some_and(|time| time.is_zero()));
+        none.map_or(Ok(()), |(setting, _)| Err(ConfigError::ZeroTimeout { setting }))
     }
 
     pub(crate) const fn terms(&self) -> &Terms {

@@ -240,9 +240,7 @@ impl Operations {
         T: Into<Vec<u8>>,
         E: Into<BoxError>,
     {
-        if self.home.has_no_time() || self.max_run.is_some_and(|max_run| max_run.is_zero()) {
-            return Err(OperationError::Config(ConfigError::ZeroTimeout));
-        }
+        self.home.check_times(self.max_run).map_err(OperationError::Config)?;
         let operation = Operation::new((self.name, *operation.scope()), *operation.key());
         let head = digest(&operation, fingerprint.as_ref());
         drop(fingerprint);

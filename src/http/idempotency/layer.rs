@@ -315,9 +315,9 @@ impl<K, A> IdempotencyLayer<K, A> {
 }
 
 impl Settings {
-    /// Whether the store or the handler has no time at all.
-    pub(super) fn have_no_time(&self) -> bool {
-        self.home.has_no_time() || self.max_run.is_zero()
+    /// Whether there is time for the store, and for the handler.
+    pub(super) fn check_times(&self) -> Result<(), ConfigError> {
+        self.home.check_times(Some(self.max_run))
     }
 
     /// Whether a request passes without a record because of this, and if so the log is told.

@@ -13,7 +13,7 @@ use super::future::ResponseFuture;
 use super::guard::{guard, take_ready};
 use super::key::key_of;
 use super::layer::{IdempotencyLayer, Settings};
-use crate::error::{BoxError, ConfigError};
+use crate::error::BoxError;
 use crate::idempotency::{IdempotencyHandle, OnMissingKey, Operation, Rejection};
 use crate::key::{ExtractKey, Key};
 use crate::reject::{AsResponse, Reject};
@@ -86,12 +86,13 @@ where
         if !settings.methods.contains(request.method()) {
             return ResponseFuture::passed_through(self.inner.call(request.map(FingerprintedBody::passed)), shared);
         }
-        let rejection = match key_of(request.headers(), &settings.header) {
-            Ok(Some(_)) if settings.have_no_time() => Rejection::Config(ConfigError::ZeroTimeout),
+        let key = key_of(request.headers(), &settings.header).map(|key| key.map(|key| (key, settings.check_times())));
+        let rejection = match key {
+            Ok(Some((_, Err(error)))) => Rejection::Config(error),
             Ok(Some(_)) if request.body().size_hint().lower() > settings.max_body => {
                 Rejection::TooLarge { has_begun: false }
             }
-            Ok(Some(key)) => match scope.extract_key(&request).filter(|scope| !scope.is_empty()) {
+            Ok(Some((key, Ok(())))) => match scope.extract_key(&request).filter(|scope| !scope.is_empty()) {
                 Some(scope) => {
                     let operation = Operation::new(of_route(scope, &request), key);
                     if is_being_done(&operation, &request) {
