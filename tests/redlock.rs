@@ -9,13 +9,14 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use support::locks::History;
+use support::proxy::{Proxy, Traffic};
 use support::server::{DURABLE, RedisServer};
 use support::stores::delegate_lock;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::lock::{
-    Acquired, Claim, LeaseState, LockKey, LockStore, LossReason, Redlock, Release, Released, RwLocks, Scope, Semaphore,
-    Token,
+    Acquired, Claim, Cursor, LeaseState, LockAdmin, LockKey, LockStore, LossReason, Redlock, Release, Released,
+    RwLocks, Scope, Semaphore, Token,
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{ConfigError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, StoreError};
@@ -293,6 +294,107 @@ async fn many_keys_of_which_one_is_held_are_busy_while_a_store_hangs() {
         }
     }
     drop(locks.lock_all(0..12_u64).await.unwrap());
+}
+
+/// A store that takes its time to hear of a release, and does not hear of one that is given up before.
+#[derive(Clone)]
+struct Slow {
+    inner: MemoryBackend,
+    takes: Duration,
+    in_use: Arc<()>,
+}
+
+impl LockStore for Slow {
+    delegate_lock!(inner: acquire, acquire_all, renew, watch);
+
+    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
+        sleep(self.takes).await;
+        LockStore::release(&self.inner, lock, token).await
+    }
+
+    fn scope(&self) -> Scope {
+        Scope::Redis
+    }
+}
+
+fn slow<const N: usize>(takes_ms: [u64; N]) -> [Slow; N] {
+    takes_ms.map(|ms| Slow { inner: MemoryBackend::new(), takes: Duration::from_millis(ms), in_use: Arc::default() })
+}
+
+/// Two had given it back, and the third was given up 10 ms later: it kept the lease for all of its time.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_is_slower_than_the_others_is_told_of_a_release_as_well() {
+    let stores = slow([0, 0, 100]);
+    let locks = Locks::new(Redlock::new(stores.clone()).unwrap()).wait(Duration::ZERO);
+    for _ in 0..3 {
+        let begun = tokio::time::Instant::now();
+        assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Released);
+        assert!(begun.elapsed() < Duration::from_millis(50), "it is not waited for");
+    }
+    sleep(Duration::from_millis(200)).await;
+    assert_eq!(stores[2].inner.locks(), 0);
+    // What was granted in vain.
+    let other = Claim::new(Token::random().unwrap(), LONG);
+    for store in &stores[..2] {
+        store.inner.acquire(&LockKey::new("default", "a"), &other).await.unwrap();
+    }
+    assert!(locks.lock("a").await.unwrap_err().is_busy());
+    sleep(Duration::from_millis(200)).await;
+    assert_eq!(stores[2].inner.locks(), 0);
+}
+
+#[tokio::test(start_paused = true)]
+async fn releases_that_nobody_waits_for_end_in_time_and_with_their_store() {
+    let stores = slow([0, 0, 86_400_000]);
+    let in_use = || Arc::strong_count(&stores[2].in_use);
+    let redlock = Redlock::new(stores.clone()).unwrap();
+    let lock = LockKey::new("default", "a");
+    let mut releases = JoinSet::new();
+    for _ in 0..2_000 {
+        let redlock = redlock.clone();
+        releases.spawn(async move { redlock.release(&lock, &Token::random().unwrap()).await.unwrap() });
+    }
+    releases.join_all().await;
+    let alive = tokio::runtime::Handle::current().metrics().num_alive_tasks();
+    assert_eq!(alive, 1_024);
+    sleep(Duration::from_secs(6)).await;
+    assert_eq!(tokio::runtime::Handle::current().metrics().num_alive_tasks(), 0);
+    redlock.release(&lock, &Token::random().unwrap()).await.unwrap();
+    drop(redlock);
+    tokio::task::yield_now().await;
+    assert_eq!(in_use(), 1);
+}
+
+/// Of those who give something back at the same time most were not heard by a server further away.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_further_away_keeps_no_lease_that_was_given_back() {
+    let servers = [(); 3].map(|()| RedisServer::start());
+    let far = Proxy::start(servers[2].port());
+    let mut backends = Vec::new();
+    for url in [servers[0].url(), servers[1].url(), far.url()] {
+        backends.push(RedisBackend::connect(url).await.unwrap());
+    }
+    // For longer than the others take on a busy machine.
+    far.to_server(Traffic::Delay(Duration::from_millis(75)));
+    far.to_client(Traffic::Delay(Duration::from_millis(75)));
+    let locks = Locks::new(Redlock::new(backends).unwrap()).deadline(Duration::from_secs(5));
+    // At first there are neither connections for releases nor scripts, so that what is asked may come late.
+    for ttl in [Duration::from_secs(1), LONG] {
+        let mut tasks = JoinSet::new();
+        for key in 0..200_u32 {
+            let request = locks.lock(key).ttl(ttl);
+            tasks.spawn(async move { request.await.unwrap().release().await.unwrap() });
+        }
+        assert!(tasks.join_all().await.iter().all(|release| *release == Release::Released));
+        sleep(Duration::from_secs(1)).await;
+    }
+    let admin = LockAdmin::new(RedisBackend::connect(servers[2].url()).await.unwrap());
+    let (mut held, mut next) = (0, Some(Cursor::default()));
+    while let Some(from) = next {
+        let page = admin.list(from, 1_000).await.unwrap();
+        (held, next) = (held + page.locks.len(), page.next);
+    }
+    assert_eq!(held, 0);
 }
 
 #[tokio::test]

@@ -1,11 +1,12 @@
 use std::fmt;
 use std::future::{Future, poll_fn};
 use std::pin::Pin;
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::task::Poll;
 use std::time::Duration;
 
-use tokio::time::{Instant, Sleep, sleep};
+use tokio::task::JoinSet;
+use tokio::time::{Instant, Sleep, sleep, timeout};
 
 use super::lock_key::LockKey;
 use super::store::{Acquired, Claim, Line, LockStore, Released, Renewal, Scope, Token, Wakeups};
@@ -49,7 +50,8 @@ use crate::error::{ConfigError, StoreError};
 /// * Who waits is told by any of the stores, and whoever asks at the same time as others may have to ask once more: the
 ///   stores may have granted it to one each. There is no line, so [fair locks](super::Locks::fair),
 ///   [`RwLocks`](super::RwLocks) and [`Semaphore`](super::Semaphore) are refused by name ([`ConfigError::NotByQuorum`]).
-/// * What cannot be given back to a store that does not answer stays there until it expires, and so does what a store that stood still
+/// * A store that is slower than the others is told in the background what is given back, for up to 5 s and while there is a clone of this value.
+///   What cannot be given back to a store that does not answer in that time stays there until it expires, and so does what a store that stood still
 ///   grants late; the others do without it.
 /// * A lease stays with the stores that granted it. One that was granted by two of three, since the third was down or still
 ///   held by somebody else, is lost when either of them goes down.
@@ -61,10 +63,16 @@ use crate::error::{ConfigError, StoreError};
 /// For what a lock protects from being done twice, rather than wrongly, one primary is simpler and does as well.
 pub struct Redlock<S> {
     stores: Arc<[S]>,
+    // What is given back to stores that nobody waits for any more. It ends with the last clone.
+    rest: Arc<Mutex<JoinSet<()>>>,
 }
 
 /// How long those that have not answered get at least, once the others have decided.
 const GRACE: Duration = Duration::from_millis(10);
+/// How long those have to take something back that are not waited for any more.
+const REST: Duration = Duration::from_secs(5);
+/// How many of them are told at the same time. What is beyond that expires by itself.
+const MAX_REST: usize = 1_024;
 /// How soon somebody asks again when nobody has got it, at the latest.
 const SOON_US: u32 = 15_000;
 
@@ -90,7 +98,7 @@ impl<S> Redlock<S> {
         if stores.len() < 3 {
             return Err(ConfigError::TooFewStores { stores: stores.len(), min: 3 });
         }
-        Ok(Self { stores })
+        Ok(Self { stores, rest: Arc::default() })
     }
 
     /// More than half of them.
@@ -105,45 +113,65 @@ impl<S> Redlock<S> {
         call: impl Fn(&'a S) -> Call<'a, T>,
         is_enough: impl Fn(&Answers<T>) -> bool,
     ) -> Answers<T> {
-        self.ask_again(call, |again| again, is_enough).await
-    }
-
-    /// The same. `again` is what to make of an answer to whoever asks once more.
-    async fn ask_again<'a, T>(
-        &'a self,
-        call: impl Fn(&'a S) -> Call<'a, T>,
-        again: impl Fn(T) -> T,
-        is_enough: impl Fn(&Answers<T>) -> bool,
-    ) -> Answers<T> {
-        let begun = Instant::now();
         // All that is asked may be asked again with the same token.
         let ask = async |store| match call(store).await {
-            Err(error) if error.is_unavailable() => call(store).await.map(&again),
+            Err(error) if error.is_unavailable() => call(store).await,
             answer => answer,
         };
-        let mut calls: Vec<_> = self.stores.iter().map(|store| Some(Box::pin(ask(store)))).collect();
-        let mut answers: Answers<T> = calls.iter().map(|_| None).collect();
-        let mut rest: Option<Pin<Box<Sleep>>> = None;
-        poll_fn(|cx| {
-            for (call, answer) in calls.iter_mut().zip(&mut answers) {
-                if let Some(Poll::Ready(ready)) = call.as_mut().map(|call| call.as_mut().poll(cx)) {
-                    (*call, *answer) = (None, Some(ready));
-                }
+        hear(&mut self.stores.iter().map(|store| Some(Box::pin(ask(store)))).collect::<Vec<_>>(), is_enough).await
+    }
+
+    /// The same for what is given back, `call` being what does that in one store. Those that have not done so in time are left to it, without
+    /// anybody waiting for them.
+    async fn give_back<T, F>(
+        &self,
+        call: impl Fn(Arc<[S]>, usize) -> F,
+        is_enough: impl Fn(&Answers<T>) -> bool,
+    ) -> Answers<T>
+    where
+        F: Future<Output = Result<T, StoreError>> + Send + 'static,
+    {
+        let mut calls: Vec<_> =
+            (0..self.stores.len()).map(|i| Some(Box::pin(call(Arc::clone(&self.stores), i)))).collect();
+        let answers = hear(&mut calls, is_enough).await;
+        let mut rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner);
+        while rest.try_join_next().is_some() {}
+        for call in calls.into_iter().flatten() {
+            if rest.len() < MAX_REST {
+                rest.spawn(async move { drop(timeout(REST, call).await) });
             }
-            if calls.iter().all(Option::is_none) {
-                return Poll::Ready(());
-            }
-            if rest.is_none() && is_enough(&answers) {
-                rest = Some(Box::pin(sleep(begun.elapsed().max(GRACE))));
-            }
-            rest.as_mut().map_or(Poll::Pending, |rest| rest.as_mut().poll(cx))
-        })
-        .await;
+        }
         answers
     }
 }
 
-impl<S: LockStore + Send + Sync> Redlock<S> {
+/// Waits until all have answered, or for some time after what they have answered is enough. Leaves those that have not.
+async fn hear<T, F: Future<Output = Result<T, StoreError>>>(
+    calls: &mut [Option<Pin<Box<F>>>],
+    is_enough: impl Fn(&Answers<T>) -> bool,
+) -> Answers<T> {
+    let begun = Instant::now();
+    let mut answers: Answers<T> = calls.iter().map(|_| None).collect();
+    let mut rest: Option<Pin<Box<Sleep>>> = None;
+    poll_fn(|cx| {
+        for (call, answer) in calls.iter_mut().zip(&mut answers) {
+            if let Some(Poll::Ready(ready)) = call.as_mut().map(|call| call.as_mut().poll(cx)) {
+                (*call, *answer) = (None, Some(ready));
+            }
+        }
+        if calls.iter().all(Option::is_none) {
+            return Poll::Ready(());
+        }
+        if rest.is_none() && is_enough(&answers) {
+            rest = Some(Box::pin(sleep(begun.elapsed().max(GRACE))));
+        }
+        rest.as_mut().map_or(Poll::Pending, |rest| rest.as_mut().poll(cx))
+    })
+    .await;
+    answers
+}
+
+impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
     /// Takes leases everywhere, where `call` is what takes all of them or none in one store.
     async fn take<'a>(
         &'a self,
@@ -179,14 +207,22 @@ impl<S: LockStore + Send + Sync> Redlock<S> {
             let mut both = given_back.iter().zip(answers);
             both.all(|(given_back, answer)| given_back.is_some() || !answer.as_ref().is_some_and(is_granted))
         };
+        let tokens: Arc<[_]> = wanted.iter().map(|(lock, claim)| (*lock, claim.token)).collect();
         // All at once, so that a store that is silent is waited for once.
-        let call = |store| -> Call<'_, ()> {
-            Box::pin(async move {
-                let releases = wanted.iter().map(|(lock, claim)| S::release(store, lock, &claim.token));
-                together(releases).await.into_iter().try_for_each(|released| released.map(drop))
-            })
+        let call = |stores: Arc<[S]>, i: usize| {
+            let tokens = Arc::clone(&tokens);
+            async move {
+                let all = async || {
+                    let releases = tokens.iter().map(|(lock, token)| stores[i].release(lock, token));
+                    together(releases).await.into_iter().try_for_each(|released| released.map(drop))
+                };
+                match all().await {
+                    Err(error) if error.is_unavailable() => all().await,
+                    answer => answer,
+                }
+            }
         };
-        drop(self.ask(call, is_over).await);
+        drop(self.give_back(call, is_over).await);
     }
 
     /// Why too few stores have granted it.
@@ -246,7 +282,7 @@ const fn remaining(answer: &Acquired) -> Option<Duration> {
     }
 }
 
-impl<S: LockStore + Send + Sync> LockStore for Redlock<S> {
+impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let (lock, claim) = (*lock, *claim);
         let answers = self
@@ -295,14 +331,14 @@ impl<S: LockStore + Send + Sync> LockStore for Redlock<S> {
         let (lock, token, quorum) = (*lock, *token, self.quorum());
         let count = |answers: &Answers<GivenBack>| answers.iter().flatten().flatten().count();
         let answers = self
-            .ask_again(
-                |store| {
-                    Box::pin(async move {
-                        let released = store.release(&lock, &token).await?;
-                        Ok(GivenBack { released, is_again: false })
-                    })
+            .give_back(
+                move |stores, i| async move {
+                    let (released, is_again) = match stores[i].release(&lock, &token).await {
+                        Err(error) if error.is_unavailable() => (stores[i].release(&lock, &token).await?, true),
+                        answer => (answer?, false),
+                    };
+                    Ok(GivenBack { released, is_again })
                 },
-                |given_back| GivenBack { is_again: true, ..given_back },
                 |answers| count(answers) >= quorum,
             )
             .await;
@@ -370,7 +406,7 @@ fn first_error<T>(answers: Answers<T>) -> StoreError {
 // By hand: what is inside need not be cloned for it.
 impl<S> Clone for Redlock<S> {
     fn clone(&self) -> Self {
-        Self { stores: Arc::clone(&self.stores) }
+        Self { stores: Arc::clone(&self.stores), rest: Arc::clone(&self.rest) }
     }
 }
 
