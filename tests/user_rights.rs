@@ -19,7 +19,7 @@ use tollgate::idempotency::{
     Checkpoint, Claim as Attempt, Completion, Digest, IdempotencyAdmin, IdempotencyStore, Operation, Payload,
 };
 use tollgate::lock::{Cursor, LockAdmin, Replication, RwLocks, Semaphore, Token};
-use tollgate::{BoxError, DelayQueue, Lease, Locks, RedisBackend};
+use tollgate::{BoxError, ConnectError, DelayQueue, Lease, Limiter, Locks, Policy, Quota, RedisBackend};
 
 const MINUTE: Duration = Duration::from_secs(60);
 /// How long something may take until the server has refused what a user may not do.
@@ -155,6 +155,28 @@ async fn use_locks(server: &RedisServer) -> Result<(), BoxError> {
 async fn locks_take_what_the_docs_say() {
     let server = RedisServer::start();
     takes_exactly(&server, &base(), &for_waiting(), || use_locks(&server)).await;
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn another_database_takes_what_the_docs_say() {
+    let server = RedisServer::start();
+    let connect = async |database: u32| {
+        RedisBackend::connect(server.url().replace("://", "://tollgate:password@") + &database.to_string()).await
+    };
+    let count = async || {
+        let limiter = Limiter::new(connect(2).await?, Policy::new("elsewhere", Quota::per_hour(100).fixed_window()));
+        let _ = limiter.deadline(Duration::from_secs(2)).check("alice").await?;
+        Ok(())
+    };
+    let own = documented("the example above, also `");
+    takes_exactly(&server, &base(), &own, count).await;
+    assert!(server.info("db2").is_some());
+    // What is to be said of it: nothing of this is over by itself.
+    let error = connect(2).await.unwrap_err();
+    assert!(matches!(&error, ConnectError::Permissions(error) if error.is_unauthorized()), "{error:?}");
+    allow(&server, &[base(), own].concat());
+    let error = connect(99).await.unwrap_err();
+    assert!(matches!(&error, ConnectError::Unsupported { reason } if reason.contains("out of range")), "{error:?}");
 }
 
 /// Fair locks, readers and writers, and permits, each with somebody who waits, and somebody who gives up.

@@ -37,6 +37,7 @@ pub(super) fn store_error(error: RedisError) -> StoreError {
             Some("NOAUTH" | "WRONGPASS" | "NOPERM") => StoreError::unauthorized(error),
             Some("OOM") => StoreError::out_of_memory(error),
             Some("WRONGTYPE" | "TOLLGATE") => StoreError::foreign_data(error),
+            _ if is_database_forbidden(&error) => StoreError::unauthorized(error),
             // Some scripts write before they get there.
             _ if is_forbidden_within(&error) => StoreError::unauthorized_in_part(error),
             _ => StoreError::other(error),
@@ -49,6 +50,16 @@ pub(super) fn store_error(error: RedisError) -> StoreError {
 fn is_forbidden_within(error: &RedisError) -> bool {
     let detail = error.detail().unwrap_or_default();
     detail.contains("The user executing the script can't") || detail.contains("ACL failure in script")
+}
+
+/// What a server says to whoever wants another database than the first one and does not get it. The client keeps no code of that.
+fn refused_database(error: &RedisError) -> Option<&str> {
+    let detail = error.detail().unwrap_or_default();
+    error.to_string().contains("refused to switch database").then_some(detail)
+}
+
+fn is_database_forbidden(error: &RedisError) -> bool {
+    refused_database(error).is_some_and(|detail| detail.contains("no permissions"))
 }
 
 /// Whether a node has not run a command since its keys are on their way to another one, some of which it has and some not.
@@ -81,13 +92,20 @@ pub(super) fn connect_error(error: RedisError) -> ConnectError {
             ConnectError::Credentials(store_error(error))
         }
         (_, Some("NOPERM")) => ConnectError::Permissions(store_error(error)),
+        _ if is_database_forbidden(&error) => ConnectError::Permissions(store_error(error)),
         _ if error.to_string().contains("cluster support disabled") => {
             ConnectError::Unsupported { reason: "the server is not a node of a cluster: use `redis://`".to_owned() }
         }
         _ if error.to_string().contains("not point to a sentinel") => {
             ConnectError::Unsupported { reason: "the server is not a Sentinel: use `redis://`".to_owned() }
         }
-        _ => ConnectError::Store(store_error(error)),
+        _ => match (refused_database(&error), error.detail()) {
+            (Some(detail), _) => ConnectError::Unsupported { reason: format!("it refuses the database: {detail}") },
+            (_, Some(detail)) if error.kind() == ErrorKind::MasterNameNotFoundBySentinel => {
+                ConnectError::Unsupported { reason: detail.to_owned() }
+            }
+            _ => ConnectError::Store(store_error(error)),
+        },
     }
 }
 

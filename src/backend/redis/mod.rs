@@ -73,7 +73,8 @@
 //! ACL SETUSER tollgate on >password ~tollgate:2:* +eval +evalsha +unlink +get +mget +set +pttl +pexpire +time +getrange +setrange +strlen +append
 //! ```
 //!
-//! One that may not run all of these is not let in, with an error that names what is missing.
+//! One that may not run all of these is not let in, with an error that names what is missing. For another database than the first one, as in
+//! the example above, also `+select`.
 //!
 //! For locks that replicas have to know of `+wait`, and for those that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`, as well.
 //!
