@@ -18,7 +18,7 @@ use tokio::task::{JoinHandle, JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::delay_queue::{DelayQueue, DelayQueueWorker, Job, WorkerError};
 use tollgate::idempotency::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
-use tollgate::lock::{LockAdmin, Release, Token};
+use tollgate::lock::{LockAdmin, LockKey, LockStore, Release, Token};
 use tollgate::rate_limit::{Decision, RateLimitStore, Request};
 use tollgate::{BoxError, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions};
 use tower::service_fn;
@@ -108,6 +108,8 @@ async fn a_primary_is_left_that_all_sentinels_are_told_to_watch_no_more() {
     let policy = Policy::new("follows", Quota::per_hour(1_000_000).fixed_window());
     let limiter = Limiter::new(connect(&deployment.url()).await, policy).deadline(Duration::from_secs(10));
     let new = RedisServer::start();
+    let backend = connect(&deployment.url()).await;
+    let listens = LockStore::watch(&backend, &LockKey::new("default", "a"), None).await;
     let _ = limiter.check("before").await.unwrap();
     // The watch has to have seen the failover: it looks twice a second and more.
     sleep(Duration::from_secs(1)).await;
@@ -121,6 +123,13 @@ async fn a_primary_is_left_that_all_sentinels_are_told_to_watch_no_more() {
         let _ = limiter.check("after").await.unwrap();
         sleep(Duration::from_millis(20)).await;
     }
+    // Who listens for locks is told nothing by the old one any more.
+    let begun = Instant::now();
+    while new.query::<Vec<String>>("PUBSUB CHANNELS *:free").is_empty() {
+        assert!(begun.elapsed() < Duration::from_secs(10), "the old primary is still listened to");
+        sleep(Duration::from_millis(20)).await;
+    }
+    drop(listens);
 }
 
 /// What was pushed before and what comes later is done, and the worker knows nothing of it.

@@ -11,6 +11,7 @@ use redis::{ConnectionInfo, ErrorKind, ProtocolVersion, PushInfo, PushKind, Redi
 use tokio::sync::Notify;
 
 use super::pool::Connector;
+use super::sentinel::Tenure;
 use crate::lock::Token;
 
 /// Where to listen.
@@ -45,6 +46,8 @@ pub(super) enum Listener {
     One {
         connection: MultiplexedConnection,
         closed: Arc<Notify>,
+        // With Sentinels: as long as the server is the one that they name.
+        tenure: Option<Tenure>,
     },
     /// The client keeps a connection to each node and finds the one for a channel. This is all that is left to it on a
     /// cluster: to get a message late or twice does no harm.
@@ -76,8 +79,8 @@ impl Listener {
                     News::MaybeMissed => told.notify_one(),
                     news => tell(news),
                 };
-                let connection = connector.subscriber(heard(tell)).await?;
-                Ok(Self::One { connection, closed })
+                let (connection, tenure) = connector.subscriber(heard(tell)).await?;
+                Ok(Self::One { connection, closed, tenure })
             }
             Source::Cluster(source) => {
                 let connection = Box::new(source.connect(heard(tell)).await?);
@@ -130,13 +133,20 @@ impl Listener {
         }
     }
 
-    /// Waits until nothing can be heard any more.
+    /// Waits until nothing can be heard any more, or what is heard comes from a primary that has been replaced.
     pub(super) async fn ended(&mut self) -> RedisError {
-        match self {
-            Self::One { closed, .. } => closed.notified().await,
+        let reason = match self {
+            Self::One { closed, tenure: None, .. } => {
+                closed.notified().await;
+                "the connection is closed"
+            }
+            Self::One { closed, tenure: Some(tenure), .. } => tokio::select! {
+                () = closed.notified() => "the connection is closed",
+                () = tenure.end() => "the sentinels name another primary",
+            },
             Self::Cluster { .. } => std::future::pending().await,
-        }
-        (ErrorKind::Io, "the connection is closed").into()
+        };
+        (ErrorKind::Io, reason).into()
     }
 }
 

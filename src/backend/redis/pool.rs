@@ -507,10 +507,15 @@ impl Connector {
     }
 
     /// A connection for subscriptions, by which `heard` is told what the server says by itself.
-    pub(super) async fn subscriber(&self, heard: impl AsyncPushSender) -> Result<MultiplexedConnection, RedisError> {
+    pub(super) async fn subscriber(
+        &self,
+        heard: impl AsyncPushSender,
+    ) -> Result<(MultiplexedConnection, Option<Tenure>), RedisError> {
         match self {
-            Self::Client(client) => listen(&client.0, heard).await,
-            Self::Sentinels(sentinels) => sentinels.subscriber(heard).await,
+            Self::Client(client) => listen(&client.0, heard).await.map(|connection| (connection, None)),
+            Self::Sentinels(sentinels) => {
+                sentinels.subscriber(heard).await.map(|(connection, tenure)| (connection, Some(tenure)))
+            }
             Self::Pool { .. } => {
                 Err((ErrorKind::InvalidClientConfig, "a pool has no connections for subscriptions").into())
             }

@@ -121,16 +121,24 @@ impl Sentinels {
 
     /// Connects to the primary.
     pub(super) async fn connect(&self) -> Result<(MultiplexedConnection, Tenure), RedisError> {
-        self.watch_on();
-        // Before anything is asked: what is announced meanwhile may not be what is connected to.
-        let tenure = Tenure { number: *self.tenures.borrow(), now: self.tenures.subscribe() };
+        let tenure = self.tenure();
         self.primary().await.map(|(_, connection)| (connection, tenure))
     }
 
     /// The same, for subscriptions.
-    pub(super) async fn subscriber(&self, heard: impl AsyncPushSender) -> Result<MultiplexedConnection, RedisError> {
+    pub(super) async fn subscriber(
+        &self,
+        heard: impl AsyncPushSender,
+    ) -> Result<(MultiplexedConnection, Tenure), RedisError> {
+        let tenure = self.tenure();
         let (client, _) = self.primary().await?;
-        listen(&client, heard).await
+        listen(&client, heard).await.map(|connection| (connection, tenure))
+    }
+
+    /// That of whoever is named from now on. Before anything is asked: what is announced meanwhile may not be what is connected to.
+    fn tenure(&self) -> Tenure {
+        self.watch_on();
+        Tenure { number: *self.tenures.borrow(), now: self.tenures.subscribe() }
     }
 
     /// The newest primary that a Sentinel names, if that server takes itself for a primary, too.
