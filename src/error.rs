@@ -337,7 +337,8 @@ pub enum ConnectError {
     ClientCertificate(StoreError),
     /// There is no encrypted connection for another reason: the server may not speak TLS.
     Tls(StoreError),
-    /// The server lets us in, and is not one that we can work with.
+    /// The server lets us in, and is not one that we can work with: too old, of another kind, or without the database or the service that the URL
+    /// names.
     Unsupported {
         /// What it is, and what it should be.
         reason: String,

@@ -12,7 +12,7 @@ use support::proxy::{Door, Proxy, Traffic};
 use support::sentinel::{SERVICE, SentinelDeployment};
 use support::server::RedisServer;
 use support::tls::{Certificates, TlsServer};
-use tokio::task::{JoinSet, yield_now};
+use tokio::task::{JoinSet, block_in_place, yield_now};
 use tokio::time::sleep;
 use tollgate::lock::{Cursor, LockAdmin, Release};
 use tollgate::{
@@ -187,10 +187,20 @@ async fn a_user_behind_sentinels() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn a_service_that_nobody_watches() {
-    let deployment = SentinelDeployment::start();
-    let error = RedisBackend::connect(deployment.url().replace(SERVICE, "invoices")).await.unwrap_err();
-    assert!(matches!(&error, ConnectError::Store(error) if error.is_unavailable()), "{error:?}");
-    assert!(story(&error).contains("name not found in sentinel"), "{}", story(&error));
+    let mut deployment = SentinelDeployment::start();
+    let url = deployment.url().replace(SERVICE, "invoices");
+    for sentinels_down in 0..3 {
+        // A name with a mistake in it is no outage.
+        for tolerates_outage in [false, true] {
+            let error = options(&url).tolerate_outage(tolerates_outage).connect().await.unwrap_err();
+            assert!(matches!(&error, ConnectError::Unsupported { .. }), "{sentinels_down}: {error:?}");
+            assert!(story(&error).ends_with("no Sentinel watches over `invoices`"), "{}", story(&error));
+        }
+        block_in_place(|| deployment.sentinels[sentinels_down].kill());
+    }
+    // Nobody says anything.
+    assert!(matches!(options(&url).connect().await, Err(ConnectError::Store(error)) if error.is_unavailable()));
+    assert!(options(&url).tolerate_outage(true).connect().await.is_ok());
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -145,7 +145,13 @@ impl Sentinels {
     ///
     /// All of them are asked before anything is connected to: one that is cut off from the others goes on to name a server that may not even refuse.
     async fn primary(&self) -> Result<(Client, MultiplexedConnection), RedisError> {
-        let (answers, mut worst) = ask_all(&self.service, self.sentinels.iter().cloned()).await;
+        let (answers, worst) = ask_all(&self.service, self.sentinels.iter().cloned()).await;
+        let mut worst = match worst {
+            // All that have answered say so.
+            Some(error) if answers.is_empty() && is_unknown(&error) => return Err(watched_by_nobody(&self.service)),
+            // Another one knows it.
+            worst => worst.filter(|error| !is_unknown(error)),
+        };
         let mut tried: Vec<&Address> = Vec::new();
         for Announcement { primary, .. } in newest(&answers) {
             if tried.contains(&primary) {
@@ -157,7 +163,7 @@ impl Sentinels {
                 Err(error) => worst = Some(telling(worst, error)),
             }
         }
-        Err(worst.unwrap_or_else(unknown_service))
+        Err(worst.unwrap_or_else(replaced))
     }
 
     async fn connect_to(&self, primary: &Address) -> Result<(Client, MultiplexedConnection), RedisError> {
@@ -254,6 +260,15 @@ fn unknown_service() -> RedisError {
     (ErrorKind::MasterNameNotFoundBySentinel, "name not found in sentinel").into()
 }
 
+fn is_unknown(error: &RedisError) -> bool {
+    error.kind() == ErrorKind::MasterNameNotFoundBySentinel
+}
+
+fn watched_by_nobody(service: &str) -> RedisError {
+    let reason = format!("no Sentinel watches over `{service}`");
+    (ErrorKind::MasterNameNotFoundBySentinel, "name not found in sentinel", reason).into()
+}
+
 /// What the answers mean that are not about credentials.
 fn plain(error: RedisError) -> RedisError {
     match error.detail() {
@@ -268,8 +283,13 @@ fn plain(error: RedisError) -> RedisError {
 /// Which of two errors tells more: that of a server which does not let us in, rather than that of a Sentinel which is not
 /// there or knows no primary.
 fn telling(known: Option<RedisError>, error: RedisError) -> RedisError {
+    let tells = |error: &RedisError| match error.kind() {
+        ErrorKind::Io => 0,
+        ErrorKind::MasterNameNotFoundBySentinel => 1,
+        _ => 2,
+    };
     match known {
-        Some(known) if known.kind() != ErrorKind::Io => known,
+        Some(known) if tells(&known) >= tells(&error) && tells(&known) > 0 => known,
         _ => error,
     }
 }
