@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 use support::cluster::Cluster;
 use support::proxy::{Door, Proxy, Traffic};
 use support::sentinel::{SERVICE, SentinelDeployment};
-use support::server::RedisServer;
+use support::server::{RedisServer, query};
 use support::tls::{Certificates, TlsServer};
 use tokio::task::{JoinSet, block_in_place, yield_now};
 use tokio::time::sleep;
-use tollgate::lock::{Cursor, LockAdmin, Release};
+use tollgate::lock::{Cursor, LockAdmin, LockKey, LockStore, Release};
 use tollgate::{
     BoxError, ConfigError, ConnectError, DelayQueue, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions,
     StoreError,
@@ -201,6 +201,36 @@ async fn a_service_that_nobody_watches() {
     // Nobody says anything.
     assert!(matches!(options(&url).connect().await, Err(ConnectError::Store(error)) if error.is_unavailable()));
     assert!(options(&url).tolerate_outage(true).connect().await.is_ok());
+}
+
+/// Users are refused what the client library would say of itself, and servers keep a log of that.
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_connects_asks_for_nothing_that_a_server_refuses() {
+    let deployment = SentinelDeployment::start();
+    let servers = deployment.servers.iter().chain(&deployment.sentinels);
+    let mut observers: Vec<_> = servers.map(RedisServer::connection).collect();
+    let mut errors = || -> Vec<String> {
+        let errors = |observer| query::<String>(observer, "INFO errorstats").unwrap();
+        observers.iter_mut().map(errors).collect()
+    };
+    // Asking for it counts as well.
+    let primary = deployment.primary().url();
+    let before = errors();
+    let backend = RedisBackend::connect(deployment.url()).await.unwrap();
+    let wakeups = LockStore::watch(&backend, &LockKey::new("default", "a"), None).await;
+    works(RedisBackend::connect(primary).await.unwrap()).await.unwrap();
+    let after = errors();
+    // A script that was not there is none of this.
+    let refused = |errors: &[String]| -> Vec<String> {
+        errors
+            .iter()
+            .flat_map(|errors| errors.lines())
+            .filter(|line| line.starts_with("errorstat_ERR"))
+            .map(str::to_owned)
+            .collect()
+    };
+    assert_eq!(refused(&after), refused(&before));
+    drop(wakeups);
 }
 
 #[tokio::test(flavor = "multi_thread")]

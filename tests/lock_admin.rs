@@ -95,7 +95,7 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
 async fn a_store_that_does_not_answer_is_not_waited_for() {
     let server = RedisServer::start();
     let backend = RedisBackend::connect(server.url()).await.unwrap();
-    let admin = LockAdmin::new(backend).deadline(Duration::from_millis(200));
+    let admin = LockAdmin::new(backend).deadline(Duration::from_millis(100));
     server.pause();
     let begun = Instant::now();
     assert!(admin.inspect("a").await.unwrap_err().is_timeout());

@@ -296,6 +296,9 @@ impl RedisOptions {
 
     /// A client for one server, which has not contacted it yet.
     fn client(&self, info: ConnectionInfo) -> Result<Client, RedisError> {
+        // What the client library is called is nothing that a user needs a permission for, and each refusal would be in the server's log.
+        let settings = info.redis_settings().clone().set_skip_set_lib_name();
+        let info = info.set_redis_settings(settings);
         #[cfg(feature = "tls")]
         if let ConnectionAddr::TcpTls { .. } = info.addr() {
             provide_cryptography();
