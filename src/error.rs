@@ -22,7 +22,8 @@ pub struct StoreError {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Timeout,
-    Unavailable,
+    // Whether it may have been asked all the same.
+    Unavailable { asked: bool },
     // If only a part is not allowed, what came before that may have been done.
     Unauthorized { in_part: bool },
     OutOfMemory,
@@ -44,7 +45,21 @@ impl StoreError {
 
     /// Nobody is there to answer, or whoever is there cannot serve at the moment.
     pub fn unavailable(source: impl Into<BoxError>) -> Self {
-        Self::with_source(Kind::Unavailable, source)
+        Self::with_source(Kind::Unavailable { asked: true }, source)
+    }
+
+    /// The same, found out before anything was asked.
+    #[cfg(feature = "redis")]
+    pub(crate) fn unasked(source: impl Into<BoxError>) -> Self {
+        Self::with_source(Kind::Unavailable { asked: false }, source)
+    }
+
+    /// The same of several stores, some of which may have been asked.
+    pub(crate) fn in_doubt(self) -> Self {
+        match self.kind {
+            Kind::Unavailable { .. } => Self { kind: Kind::Unavailable { asked: true }, ..self },
+            _ => self,
+        }
     }
 
     /// The backend wants other credentials, or the credentials do not allow what was asked.
@@ -86,7 +101,7 @@ impl StoreError {
     /// Whether the backend is down, unreachable, still loading or not accepting writes; it is worth trying again later.
     #[must_use]
     pub fn is_unavailable(&self) -> bool {
-        self.kind == Kind::Unavailable
+        matches!(self.kind, Kind::Unavailable { .. })
     }
 
     /// Whether the credentials are wrong, missing, or allow too little. It stays so until somebody changes them.
@@ -107,9 +122,15 @@ impl StoreError {
         self.kind == Kind::ForeignData
     }
 
-    /// Whether the backend has said no, so that what was asked has not happened.
+    /// Whether the backend was not asked, or has said no, so that what was asked has not happened.
     pub(crate) const fn is_refusal(&self) -> bool {
-        matches!(self.kind, Kind::Unauthorized { in_part: false } | Kind::OutOfMemory | Kind::ForeignData)
+        matches!(
+            self.kind,
+            Kind::Unavailable { asked: false }
+                | Kind::Unauthorized { in_part: false }
+                | Kind::OutOfMemory
+                | Kind::ForeignData
+        )
     }
 }
 
@@ -123,7 +144,7 @@ impl fmt::Display for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.kind {
             Kind::Timeout => "the store did not answer in time",
-            Kind::Unavailable => "the store is unavailable",
+            Kind::Unavailable { .. } => "the store is unavailable",
             Kind::Unauthorized { .. } => "the store refused the credentials",
             Kind::OutOfMemory => "the store is out of memory",
             Kind::ForeignData => "the store holds data that is not ours under this key",

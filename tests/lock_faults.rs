@@ -32,7 +32,8 @@ use tollgate::lock::{
 };
 use tollgate::testing::{Failure, FaultStore, Faults, Verb};
 use tollgate::{
-    AsError, BoxError, Lease, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError,
+    AsError, BoxError, Lease, Limiter, LockError, LockLayer, Locks, MemoryBackend, Policy, Quota, RedisBackend,
+    RedisOptions, StoreError,
 };
 use tower::util::BoxCloneService;
 use tower::{Layer, ServiceExt, service_fn};
@@ -1797,4 +1798,23 @@ async fn those_who_ask_at_the_same_time_share_calls() {
     assert_eq!(leases.release().await.unwrap(), Release::Released);
     let made = calls() - before;
     assert!(made < 16, "{made} calls for 64 leases");
+}
+
+/// Whoever was refused a connection had nothing to undo, and tried to for as long as a lease would have lasted.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_shutdown_does_not_wait_for_locks_that_were_never_asked_for() {
+    let mut server = RedisServer::start();
+    let backend = RedisOptions::from_url(server.url()).unwrap().connections(1).connect().await.unwrap();
+    let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(2));
+    tokio::task::block_in_place(|| server.kill());
+    // What is sent over a connection that is gone may have arrived: whoever comes first finds that out.
+    let limiter = Limiter::new(backend, Policy::new("first", Quota::per_hour(1).fixed_window()));
+    for _ in 0..3 {
+        assert!(limiter.check("alice").await.is_err());
+    }
+    for key in ["a", "b"] {
+        assert!(matches!(locks.try_lock(key).await, Err(LockError::Store(error)) if error.is_unavailable()));
+    }
+    assert!(locks.lock("c").wait(Duration::from_millis(200)).await.is_err());
+    timeout(Duration::from_secs(1), locks.shutdown()).await.expect("nothing is under way");
 }

@@ -233,10 +233,11 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
         granted: usize,
     ) -> Result<Vec<Acquired>, StoreError> {
         let quorum = self.quorum();
+        let is_refused = answers.iter().all(|answer| matches!(answer, Some(Err(error)) if error.is_refusal()));
         let (mut held, mut failure, mut unreplicated) = (Vec::new(), None, None);
         for answer in answers.into_iter().flatten().filter(|answer| !is_granted(answer)) {
             match answer {
-                Err(error) => failure = failure.or(Some(error)),
+                Err(error) => failure = failure.or(Some(if is_refused { error } else { error.in_doubt() })),
                 Ok(answers) => match answers.first() {
                     Some(Acquired::NotReplicated { replicas }) => unreplicated = unreplicated.max(Some(*replicas)),
                     _ => held.push(answers),

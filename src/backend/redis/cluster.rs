@@ -16,6 +16,7 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout};
 
+use super::error::unsent;
 use super::pool::{Connector, Handle, Pool, Terms, no_connection, no_reply};
 use super::servers::{Lane, Start};
 
@@ -123,7 +124,7 @@ impl Cluster {
         let mut node = shared.owner(slot(key)).ok_or_else(|| {
             self.read_on();
             shared.stale.notify_one();
-            RedisError::from((ErrorKind::ClusterConnectionNotFound, "no node serves the slot of this key"))
+            unsent((ErrorKind::ClusterConnectionNotFound, "no node serves the slot of this key").into())
         })?;
         let mut asking = false;
         let mut redirections = 0;

@@ -1,9 +1,8 @@
 //! What a failure of Redis means to somebody who does not care that it is Redis.
 
 use std::error::Error;
-use std::fmt;
-#[cfg(feature = "tls")]
-use std::{io, sync::Arc};
+use std::sync::Arc;
+use std::{fmt, io};
 
 use redis::{ErrorKind, RedisError, ServerErrorKind, Value};
 
@@ -19,7 +18,38 @@ pub(super) fn is_from_replica(error: &RedisError) -> bool {
     matches!(code(error), Some("READONLY" | "MASTERDOWN"))
 }
 
+/// Says of an error that the command was not sent for which there is no connection.
+pub(super) fn unsent(error: RedisError) -> RedisError {
+    match error.kind() {
+        ErrorKind::Io
+        | ErrorKind::MasterNameNotFoundBySentinel
+        | ErrorKind::NoValidReplicasFoundBySentinel
+        | ErrorKind::ClusterConnectionNotFound => io::Error::new(io::ErrorKind::NotConnected, Unsent(error)).into(),
+        // What a server says is what it is in any case.
+        _ => error,
+    }
+}
+
+/// Why a command was not sent, if that is known.
+fn cause_unsent(error: &RedisError) -> Option<&RedisError> {
+    io_error(error)?.get_ref()?.downcast_ref().map(|Unsent(cause)| cause)
+}
+
+#[derive(Debug)]
+struct Unsent(RedisError);
+
+impl fmt::Display for Unsent {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        fmt::Display::fmt(&self.0, f)
+    }
+}
+
+impl Error for Unsent {}
+
 pub(super) fn store_error(error: RedisError) -> StoreError {
+    if let Some(cause) = cause_unsent(&error) {
+        return StoreError::unasked(cause.clone());
+    }
     if error.is_timeout() {
         return StoreError::late(error);
     }
@@ -70,6 +100,7 @@ pub(super) fn is_refused_for_now(error: &StoreError) -> bool {
 
 /// Why there is no connection to begin with.
 pub(super) fn connect_error(error: RedisError) -> ConnectError {
+    let error = cause_unsent(&error).cloned().unwrap_or(error);
     #[cfg(feature = "tls")]
     if let Some(tls) = tls_error(&error) {
         use rustls::{AlertDescription, Error as Tls};
@@ -112,9 +143,13 @@ pub(super) fn connect_error(error: RedisError) -> ConnectError {
 /// What went wrong in the TLS layer, if that is where it went wrong.
 #[cfg(feature = "tls")]
 fn tls_error(error: &RedisError) -> Option<&rustls::Error> {
-    // The client hands out the shared box that it keeps the I/O error in, and that has what the TLS layer said in it.
-    let shared = error.source()?.downcast_ref::<Arc<dyn Error + Send + Sync>>()?;
-    shared.downcast_ref::<io::Error>()?.get_ref()?.downcast_ref()
+    // That has what the TLS layer said in it.
+    io_error(error)?.get_ref()?.downcast_ref()
+}
+
+fn io_error(error: &RedisError) -> Option<&io::Error> {
+    // The client hands out the shared box that it keeps the error in.
+    error.source()?.downcast_ref::<Arc<dyn Error + Send + Sync>>()?.downcast_ref()
 }
 
 /// The code of a server's error. Redis before 7 wraps an error that a script ran into, code and all, in a sentence of its
@@ -153,6 +188,19 @@ impl Error for UnexpectedReply {}
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn what_was_not_sent_has_not_happened() {
+        let gone = || RedisError::from(io::Error::from(io::ErrorKind::ConnectionReset));
+        assert!(!store_error(gone()).is_refusal());
+        let error = store_error(unsent(gone()));
+        assert!(error.is_refusal() && error.is_unavailable());
+        // Nobody sees a difference.
+        assert_eq!(format!("{error:?}"), format!("{:?}", store_error(gone())).replace("true", "false"));
+        assert!(matches!(connect_error(unsent(gone())), ConnectError::Store(error) if !error.is_refusal()));
+        let refused = RedisError::from((ErrorKind::AuthenticationFailed, "no"));
+        assert!(store_error(unsent(refused)).is_unauthorized());
+    }
 
     #[test]
     fn a_script_that_is_stopped_half_way_may_have_written() {

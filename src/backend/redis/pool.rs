@@ -176,7 +176,7 @@ impl Pool {
         asking: bool,
         patience: Option<Duration>,
     ) -> Result<(Value, Handle), RedisError> {
-        let mut handle = self.borrow().await?;
+        let mut handle = self.borrow().await.map_err(error::unsent)?;
         let Some(patience) = patience else {
             let answer = handle.send(command, asking).await?;
             return Ok((answer, handle));
