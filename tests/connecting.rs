@@ -431,6 +431,20 @@ fn calls_go_on_when_the_runtime_has_ended_in_which_the_backend_was_made() {
     drop(visitor);
     let another = tokio::runtime::Runtime::new().unwrap();
     let _ = another.block_on(limiter.check("alice")).unwrap();
+    // Those who ask at the same time go together there as well.
+    server.query::<()>("CONFIG RESETSTAT");
+    another.block_on(async {
+        let mut checks = JoinSet::new();
+        for i in 0..200_u32 {
+            let limiter = limiter.clone();
+            checks.spawn(async move { limiter.check(i).await.unwrap().is_allowed() });
+        }
+        assert!(checks.join_all().await.into_iter().all(|is_allowed| is_allowed));
+    });
+    let stats = server.text("INFO commandstats");
+    let calls = stats.lines().find_map(|line| line.strip_prefix("cmdstat_evalsha:calls="));
+    let calls = calls.and_then(|calls| calls.split(',').next()?.parse::<u32>().ok());
+    assert!(calls.unwrap() < 100, "{stats}");
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -7,10 +7,12 @@
 //! who wait longer than they may are not asked for, so no more are sent than a server can have answered that is well.
 
 use std::collections::VecDeque;
-use std::sync::Arc;
+use std::pin::Pin;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
+use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::oneshot::error::RecvError;
 use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::{AbortHandle, JoinSet, yield_now};
@@ -37,7 +39,12 @@ pub(super) struct Meeting<W> {
     // Told when there are enough for a call that is full.
     full: Arc<Notify>,
     sender: AbortHandle,
+    // Once the runtime has ended in which that was at work: what is, and what it takes in.
+    successor: Mutex<Option<(mpsc::Sender<W>, AbortHandle)>>,
+    start: Box<dyn Fn(mpsc::Receiver<W>) -> Task + Send + Sync>,
 }
+
+type Task = Pin<Box<dyn Future<Output = ()> + Send>>;
 
 /// How calls go together.
 #[derive(Clone, Copy)]
@@ -71,7 +78,7 @@ pub(super) struct Away {
 
 impl<W: Send + 'static> Meeting<W> {
     /// Sends what has met until it is dropped. `send` says whether Redis has answered.
-    pub(super) fn new<F>(limits: Limits, home: &Home, send: impl Fn(Vec<W>) -> F + Send + 'static) -> Self
+    pub(super) fn new<F>(limits: Limits, home: &Home, send: impl Fn(Vec<W>) -> F + Send + Sync + 'static) -> Self
     where
         F: Future<Output = bool> + Send + 'static,
     {
@@ -91,9 +98,15 @@ impl<W: Send + 'static> Meeting<W> {
                 drop(place);
             }
         };
-        let full = Arc::new(Notify::new());
-        let sender = send_together(arrivals, limits, Arc::clone(&full), Arc::clone(&crowd), send);
-        Self { limits, away, crowd, waiting, full, sender: home.spawn(sender) }
+        let (full, send) = (Arc::new(Notify::new()), Arc::new(send));
+        let (told, known) = (Arc::clone(&full), Arc::clone(&crowd));
+        let start = move |arrivals| -> Task {
+            let send = Arc::clone(&send);
+            let send = move |batch| send(batch);
+            Box::pin(send_together(arrivals, limits, Arc::clone(&told), Arc::clone(&known), send))
+        };
+        let sender = home.spawn(start(arrivals));
+        Self { limits, away, crowd, waiting, full, sender, successor: Mutex::default(), start: Box::new(start) }
     }
 
     /// A place for a call that may go by itself, unless so many are on their way that it had better wait for others.
@@ -106,18 +119,40 @@ impl<W: Send + 'static> Meeting<W> {
     /// sends them has ended.
     pub(super) async fn join<T>(&self, wait: impl FnOnce(oneshot::Sender<T>) -> W) -> Option<Result<T, RecvError>> {
         let (reply, answer) = oneshot::channel();
-        // Too many wait, or the runtime is gone.
-        self.waiting.try_send(wait(reply)).ok()?;
-        if WAITING - self.waiting.capacity() >= self.limits.together {
+        let capacity = match self.waiting.try_send(wait(reply)) {
+            Ok(()) => self.waiting.capacity(),
+            // Too many wait.
+            Err(TrySendError::Full(_)) => return None,
+            Err(TrySendError::Closed(waiting)) => self.wait_elsewhere(waiting)?,
+        };
+        if WAITING - capacity >= self.limits.together {
             self.full.notify_one();
         }
         Some(answer.await)
+    }
+
+    /// The same where the first runtime has ended: in that of the caller, or of whoever came first since. How many more may wait there.
+    fn wait_elsewhere(&self, waiting: W) -> Option<usize> {
+        let mut successor = self.successor.lock().unwrap_or_else(PoisonError::into_inner);
+        let (sender, _) = match successor.take() {
+            Some(known) if !known.0.is_closed() => successor.insert(known),
+            _ => {
+                let (sender, arrivals) = mpsc::channel(WAITING);
+                successor.insert((sender, tokio::spawn((self.start)(arrivals)).abort_handle()))
+            }
+        };
+        sender.try_send(waiting).ok()?;
+        Some(sender.capacity())
     }
 }
 
 impl<W> Drop for Meeting<W> {
     fn drop(&mut self) {
         self.sender.abort();
+        let successor = self.successor.get_mut().unwrap_or_else(PoisonError::into_inner);
+        if let Some((_, successor)) = successor {
+            successor.abort();
+        }
     }
 }
 
