@@ -3,11 +3,13 @@
 
 mod support;
 
+use std::collections::HashSet;
 use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
 use support::server::RedisServer;
 use support::shared::{Shared, connect};
+use tokio::task::block_in_place;
 use tollgate::lock::{Cursor, LockAdmin};
 use tollgate::testing::FaultStore;
 use tollgate::{Locks, MemoryBackend, RedisBackend};
@@ -89,6 +91,35 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
         from = page.next;
     }
     assert_eq!(listed, [*lease.lock()]);
+}
+
+/// Nodes were counted as they came in the map: when a slot had moved, the same number was that of another one, and one was left out with all its
+/// locks.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn no_node_is_left_out_when_a_slot_moves_between_two_pages() {
+    let cluster = Cluster::start();
+    let locks = Locks::new(RedisBackend::connect(cluster.url()).await.unwrap());
+    let mut leases = Vec::new();
+    for key in 0..60_u32 {
+        leases.push(locks.lock(key).await.unwrap());
+    }
+    let mut next = Some(Cursor::default());
+    let (mut found, mut pages) = (HashSet::new(), 0);
+    while let Some(from) = next {
+        // One that knows of the move.
+        let admin = LockAdmin::new(RedisBackend::connect(cluster.url()).await.unwrap());
+        let page = admin.list(from, 1_000).await.unwrap();
+        found.extend(page.locks.into_iter().map(|status| status.lock));
+        (next, pages) = (page.next, pages + 1);
+        if pages == 1 {
+            block_in_place(|| {
+                cluster.migrate(0, cluster.owner(16_383));
+                cluster.wait_until_whole();
+            });
+        }
+    }
+    assert!(pages > 3, "each node has a page of its own");
+    assert_eq!(found, leases.iter().map(|lease| *lease.lock()).collect());
 }
 
 #[tokio::test]

@@ -285,8 +285,8 @@ impl<B: IdempotencyRegistry + Sync> IdempotencyAdmin<B> {
     /// [`OperationPage::next`] until there is none. A page comes from looking at about `most` of what the backend keeps, 1 to 1,000.
     ///
     /// What others wrote in the place of a record is left out, and is an error when that operation is [inspected](Self::inspect). One that is there all the
-    /// while is on one page at least, unless a cluster moves its slot meanwhile; it may be on two. Takes a look at everything that the backend keeps in
-    /// the end: not for requests.
+    /// while is on one page at least, unless a cluster moves its slot or a replica takes over meanwhile; it may be on two. Takes a look at
+    /// everything that the backend keeps in the end: not for requests.
     ///
     /// # Errors
     ///

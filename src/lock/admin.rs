@@ -200,7 +200,7 @@ impl<B: LockRegistry + Sync> LockAdmin<B> {
     /// The locks of the namespace that are held, a page at a time: begin with [`Cursor::default`] and go on with
     /// [`LockPage::next`] until there is none. A page comes from looking at about `most` of what the backend keeps, 1 to 1,000.
     ///
-    /// What others wrote in the place of a lock is left out, and is an error when that lock is [inspected](Self::inspect). A lock that is held all the while is on one page at least, unless a cluster moves its slot meanwhile; it may be on two. Takes a look at everything that
+    /// What others wrote in the place of a lock is left out, and is an error when that lock is [inspected](Self::inspect). A lock that is held all the while is on one page at least, unless a cluster moves its slot or a replica takes over meanwhile; it may be on two. Takes a look at everything that
     /// the backend keeps in the end: not for requests.
     ///
     /// # Errors

@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use crc16::{State, XMODEM};
 use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
+use sha2::{Digest, Sha256};
 use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout};
@@ -177,23 +178,46 @@ impl Cluster {
 }
 
 impl Cluster {
-    /// Sends a command to one node after the other: to that with this number, if there is one.
-    pub(super) async fn send_to(&self, lane: Lane, node: usize, command: &Cmd) -> Option<Result<Value, RedisError>> {
+    /// Sends a command to the node of this number, or of the next one that there is.
+    pub(super) async fn send_to(
+        &self,
+        lane: Lane,
+        number: u32,
+        command: impl Fn(u32) -> Cmd,
+    ) -> Option<(u32, Result<Value, RedisError>)> {
         let map = self.shared.map();
         if map.nodes.is_empty() {
             self.read_on();
             self.shared.stale.notify_one();
             let unknown = "no node of the cluster has answered yet";
-            return Some(Err((ErrorKind::ClusterConnectionNotFound, unknown).into()));
+            return Some((number, Err((ErrorKind::ClusterConnectionNotFound, unknown).into())));
         }
-        let node = map.nodes.get(node).cloned()?;
+        let (number, node) = numbered(&map.nodes, |node| &node.address).into_iter().find(|(own, _)| *own >= number)?;
         let doubt = Doubt { stale: &self.shared.stale, settled: false };
-        let answer = node.pool(lane).send(command).await;
+        let answer = node.pool(lane).send(&command(number)).await;
         if answer.is_ok() {
             doubt.settle();
         }
-        Some(answer)
+        Some((number, answer))
     }
+}
+
+/// The nodes in an order that does not depend on who serves what, each with a number of its own, which is none of those of others who come or go.
+fn numbered<T>(nodes: &[T], address: impl Fn(&T) -> &Address) -> Vec<(u32, &T)> {
+    let hash = |node| {
+        let (host, port) = address(node);
+        let [a, b, c, d, ..]: [u8; 32] = Sha256::digest(format!("{host}:{port}")).into();
+        // Something is left that is larger than any.
+        u32::from_be_bytes([a, b, c, d]) >> 1
+    };
+    let mut nodes: Vec<_> = nodes.iter().map(|node| (hash(node), node)).collect();
+    nodes.sort_by(|(one, a), (other, b)| one.cmp(other).then_with(|| address(a).cmp(address(b))));
+    let mut free = 0;
+    for (number, _) in &mut nodes {
+        *number = free.max(*number);
+        free = *number + 1;
+    }
+    nodes
 }
 
 impl Drop for Cluster {
@@ -449,6 +473,19 @@ mod tests {
 
     fn slot_of_whole(key: &str) -> u16 {
         State::<XMODEM>::calculate(key.as_bytes()) % 16_384
+    }
+
+    #[test]
+    fn nodes_keep_their_number_whoever_comes_and_goes() {
+        let nodes: Vec<Address> = (7_000..7_100).map(|port| ("10.0.0.1".to_owned(), port)).collect();
+        let all = numbered(&nodes, |node| node);
+        assert!(all.is_sorted_by(|(one, _), (other, _)| one < other));
+        let others: Vec<_> = nodes.iter().rev().step_by(3).cloned().collect();
+        assert!(numbered(&others, |node| node).iter().all(|numbered| all.contains(numbered)));
+        // Should two have the same, each is asked all the same.
+        let twice = [nodes[0].clone(), nodes[0].clone()];
+        let numbers: Vec<_> = numbered(&twice, |node| node).into_iter().map(|(number, _)| number).collect();
+        assert_eq!(numbers[0] + 1, numbers[1]);
     }
 
     #[test]

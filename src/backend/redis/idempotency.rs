@@ -3,8 +3,8 @@ use std::time::Duration;
 use futures_util::future::try_join_all;
 use redis::Value;
 
-use super::error::{store_error, unexpected_reply};
-use super::lock_registry::scanned;
+use super::error::unexpected_reply;
+use super::lock_registry::scan;
 use super::subscriber::Interest;
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
@@ -102,13 +102,7 @@ impl IdempotencyRegistry for RedisBackend {
 
     async fn list(&self, scope: Option<&Key>, from: Cursor, most: usize) -> Result<OperationPage, StoreError> {
         let Inner { keys, locks, .. } = &*self.inner;
-        let mut command = redis::cmd("SCAN");
-        command.arg(from.position).arg("MATCH").arg(keys.operations(scope)).arg("COUNT").arg(most);
-        let Some(reply) = locks.apart().send_to(from.part as usize, &command).await else {
-            return Ok(OperationPage { operations: Vec::new(), next: None });
-        };
-        let reply = reply.map_err(store_error)?;
-        let (position, records) = scanned(&reply).ok_or_else(|| unexpected_reply(&reply))?;
+        let (records, next) = scan(locks.apart(), from, &keys.operations(scope), most).await?;
         // `COUNT` is a hint that is kept to within a bucket, so what is asked for at once is bounded by it.
         let found = records.iter().filter_map(|record| keys.operation_of(record));
         let looks = try_join_all(found.map(|operation| async move {
@@ -119,12 +113,6 @@ impl IdempotencyRegistry for RedisBackend {
             }
         }));
         let operations = looks.await?.into_iter().flatten().collect();
-        let next = if position > 0 {
-            Some(Cursor { position, ..from })
-        } else {
-            // Whether there is another server is known when it is asked.
-            locks.apart().is_cluster().then_some(Cursor { part: from.part + 1, position: 0 })
-        };
         Ok(OperationPage { operations, next })
     }
 }

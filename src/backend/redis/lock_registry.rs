@@ -6,6 +6,7 @@ use futures_util::future::try_join_all;
 use redis::Value;
 
 use super::error::{store_error, unexpected_reply};
+use super::servers::Servers;
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::key::Key;
@@ -37,13 +38,7 @@ impl LockRegistry for RedisBackend {
 
     async fn list(&self, namespace: &Key, from: Cursor, most: usize) -> Result<LockPage, StoreError> {
         let Inner { keys, locks, .. } = &*self.inner;
-        let mut command = redis::cmd("SCAN");
-        command.arg(from.position).arg("MATCH").arg(keys.leases(namespace)).arg("COUNT").arg(most);
-        let Some(reply) = locks.apart().send_to(from.part as usize, &command).await else {
-            return Ok(LockPage { locks: Vec::new(), next: None });
-        };
-        let reply = reply.map_err(store_error)?;
-        let (position, leases) = scanned(&reply).ok_or_else(|| unexpected_reply(&reply))?;
+        let (leases, next) = scan(locks.apart(), from, &keys.leases(namespace), most).await?;
         // `COUNT` is a hint that is kept to within a bucket, so what is asked for at once is bounded by it.
         let found = leases.iter().filter_map(|lease| keys.lock_of(namespace, lease));
         let looks = try_join_all(found.map(|lock| async move {
@@ -54,12 +49,6 @@ impl LockRegistry for RedisBackend {
             }
         }));
         let looks = looks.await?.into_iter().flatten();
-        let next = if position > 0 {
-            Some(Cursor { position, ..from })
-        } else {
-            // Whether there is another server is known when it is asked.
-            locks.apart().is_cluster().then_some(Cursor { part: from.part + 1, position: 0 })
-        };
         Ok(LockPage { locks: looks.filter(LockStatus::is_held).collect(), next })
     }
 }
@@ -81,8 +70,34 @@ fn status(lock: &LockKey, reply: &Value) -> Option<LockStatus> {
     Some(LockStatus { lock: *lock, last_fence, held_by, holders: holders.collect::<Option<_>>()? })
 }
 
+/// Looks at about `most` of what there is for keys that match a pattern, and says where to go on.
+pub(super) async fn scan(
+    servers: &Servers,
+    from: Cursor,
+    pattern: &str,
+    most: usize,
+) -> Result<(Vec<String>, Option<Cursor>), StoreError> {
+    let command = |part| {
+        // What was the position in another server means nothing to this one.
+        let position = if part == from.part { from.position } else { 0 };
+        let mut command = redis::cmd("SCAN");
+        command.arg(position).arg("MATCH").arg(pattern).arg("COUNT").arg(most);
+        command
+    };
+    let Some((part, reply)) = servers.send_to(from.part, command).await else { return Ok((Vec::new(), None)) };
+    let reply = reply.map_err(store_error)?;
+    let (position, keys) = scanned(&reply).ok_or_else(|| unexpected_reply(&reply))?;
+    let next = if position > 0 {
+        Some(Cursor { part, position })
+    } else {
+        // Whether there is another server is known when it is asked.
+        servers.is_cluster().then_some(Cursor { part: part + 1, position: 0 })
+    };
+    Ok((keys, next))
+}
+
 /// Where to go on, and keys.
-pub(super) fn scanned(reply: &Value) -> Option<(u64, Vec<String>)> {
+fn scanned(reply: &Value) -> Option<(u64, Vec<String>)> {
     let Value::Array(values) = reply else { return None };
     let [Value::BulkString(position), Value::Array(keys)] = values.as_slice() else { return None };
     let position = std::str::from_utf8(position).ok()?.parse().ok()?;

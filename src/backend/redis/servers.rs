@@ -69,10 +69,15 @@ impl Servers {
         }
     }
 
-    /// Sends a command to the server with this number, of those who have keys. `None` if there are fewer.
-    pub(super) async fn send_to(&self, number: usize, command: &Cmd) -> Option<Result<Value, RedisError>> {
+    /// Sends a command to one of the servers who have keys: to the one of this number or, if there is none, of the next one, and says which
+    /// number that is. `None` if there is none of them either. A server keeps its number as long as it has its address.
+    pub(super) async fn send_to(
+        &self,
+        number: u32,
+        command: impl Fn(u32) -> Cmd,
+    ) -> Option<(u32, Result<Value, RedisError>)> {
         match self {
-            Self::One(pool) if number == 0 => Some(pool.send(command).await),
+            Self::One(pool) if number == 0 => Some((0, pool.send(&command(0)).await)),
             Self::One(_) => None,
             Self::Cluster(cluster, lane) => cluster.send_to(*lane, number, command).await,
         }
