@@ -1084,6 +1084,59 @@ fn a_lease_that_ends_with_its_runtime_is_given_back_in_another_one() {
     });
 }
 
+/// A store that does not answer who wants a lock called `a`, and remembers what was wanted.
+#[derive(Clone, Default)]
+struct Unanswering {
+    inner: MemoryBackend,
+    wanted: Arc<std::sync::Mutex<Option<(LockKey, Claim)>>>,
+}
+
+impl LockStore for Unanswering {
+    delegate_lock!(inner: acquire_all, renew, release, watch);
+
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        if *lock == LockKey::new("default", "a") {
+            *self.wanted.lock().unwrap() = Some((*lock, *claim));
+            pending::<()>().await;
+        }
+        self.inner.acquire(lock, claim).await
+    }
+
+    fn scope(&self) -> Scope {
+        Scope::Process
+    }
+}
+
+/// It was given back once, which was before it was granted.
+#[test]
+fn what_is_granted_after_the_end_of_the_runtime_that_asked_is_given_back() {
+    let store = Unanswering::default();
+    let locks = Locks::new(store.clone()).deadline(LONG);
+    let parallel = || Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
+    let (brief, lasting) = (parallel(), parallel());
+    let other = lasting.block_on(locks.lock("b").into_future()).unwrap();
+    drop(brief.spawn(locks.lock("a").into_future()));
+    let begun = Instant::now();
+    while store.wanted.lock().unwrap().is_none() {
+        assert!(begun.elapsed() < LONG, "nobody asks");
+        thread::sleep(Duration::from_millis(10));
+    }
+    drop(brief);
+    thread::sleep(Duration::from_millis(100));
+    let (lock, claim) = store.wanted.lock().unwrap().unwrap();
+    lasting.block_on(store.inner.acquire(&lock, &claim)).unwrap();
+    assert_eq!(store.inner.locks(), 2);
+    let begun = Instant::now();
+    while store.inner.locks() > 1 {
+        assert!(begun.elapsed() < LONG / 3, "nobody gives it back");
+        thread::sleep(Duration::from_millis(10));
+    }
+    lasting.block_on(async {
+        drop(other);
+        timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+    });
+}
+
 /// All leases that were renewed by the same call were lost.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_others_wrote_in_the_place_of_a_lease_takes_no_other_one() {

@@ -553,8 +553,16 @@ impl Drop for Attempt<'_> {
     fn drop(&mut self) {
         let Some(call) = self.call.take() else { return };
         let (home, mut asked) = (Arc::clone(self.home), std::mem::take(self.asked));
+        // What becomes of it is not known either if the task is dropped with its runtime.
+        let settles = Some(Instant::now() + LINGERS);
+        let before: SmallVec<[_; 1]> =
+            asked.iter_mut().map(|(attempts, _)| std::mem::replace(&mut attempts.settles, settles)).collect();
         self.home.spawn(async move {
-            if let Ok((answers, now)) = answered(&home, &mut asked, call.await) {
+            let answers = call.await;
+            for ((attempts, _), before) in asked.iter_mut().zip(before) {
+                attempts.settles = before;
+            }
+            if let Ok((answers, now)) = answered(&home, &mut asked, answers) {
                 drop(granted(&mut asked, &answers, now));
             }
         });
