@@ -459,6 +459,28 @@ async fn another_topology_than_the_url_says() {
     assert!(matches!(&error, ConnectError::Unsupported { reason } if reason.contains("not a Sentinel")), "{error:?}");
 }
 
+#[tokio::test(flavor = "multi_thread")]
+async fn a_program_can_ask_whether_redis_answers() {
+    let mut server = RedisServer::start();
+    server.query::<()>("ACL SETUSER shop on >secret ~tollgate:2:* +@all -ping");
+    let backend = options(&server.url()).user("shop", "secret").connect().await.unwrap();
+    assert!(backend.ping().await.unwrap() < Duration::from_secs(5), "a refusal is an answer");
+    server.pause();
+    assert!(backend.ping().await.unwrap_err().is_timeout());
+    server.resume();
+    block_in_place(|| server.kill());
+    assert!(backend.ping().await.unwrap_err().is_unavailable());
+
+    let mut cluster = Cluster::start();
+    let backend = RedisBackend::connect(cluster.url()).await.unwrap();
+    for down in cluster.primaries() {
+        assert!(backend.ping().await.is_ok(), "{down} is the next to go");
+        block_in_place(|| cluster.nodes[down].kill());
+    }
+    block_in_place(|| cluster.nodes.iter_mut().for_each(RedisServer::kill));
+    assert!(backend.ping().await.is_err());
+}
+
 /// Everything is stopped when the program starts, and goes on later.
 async fn starts_in_an_outage<'a>(url: &str, servers: impl IntoIterator<Item = &'a RedisServer> + Clone) {
     let options = || RedisOptions::from_url(url).unwrap().connect_timeout(Duration::from_millis(200));

@@ -125,10 +125,13 @@ mod differential;
 
 use std::fmt;
 use std::sync::{Arc, OnceLock};
+use std::time::Duration;
 
 use bb8_redis::RedisConnectionManager;
 use tokio::sync::Semaphore;
+use tokio::time::Instant;
 
+use self::error::store_error;
 use self::gather::Gather;
 use self::keys::Keys;
 use self::lock::LockLinks;
@@ -136,7 +139,7 @@ use self::lock_calls::LockCalls;
 use self::pushes::Pushes;
 use self::scripts::Scripts;
 use self::servers::{Links, Servers};
-use crate::error::ConnectError;
+use crate::error::{ConnectError, StoreError};
 
 pub use self::options::RedisOptions;
 /// The pool crate and, inside it, bb8 and the Redis client that [`RedisBackend::from_pool`] speaks.
@@ -190,6 +193,48 @@ impl RedisBackend {
     /// If the pool's manager cannot open a connection that answers within the connect timeout.
     pub async fn from_pool(pool: bb8::Pool<RedisConnectionManager>) -> Result<Self, ConnectError> {
         RedisOptions::from_pool(pool).connect().await
+    }
+
+    /// Whether Redis answers, and how soon: for a service that is to get no requests while it does not.
+    ///
+    /// ```no_run
+    /// use axum::{Router, extract::State, http::StatusCode, routing::get};
+    /// use tollgate::RedisBackend;
+    ///
+    /// async fn ready(State(backend): State<RedisBackend>) -> StatusCode {
+    ///     match backend.ping().await {
+    ///         Ok(_) => StatusCode::NO_CONTENT,
+    ///         Err(_) => StatusCode::SERVICE_UNAVAILABLE,
+    ///     }
+    /// }
+    ///
+    /// # async fn serve() -> Result<(), tollgate::BoxError> {
+    /// let backend = RedisBackend::connect("redis://127.0.0.1/").await?;
+    /// let app: Router = Router::new().route("/ready", get(ready)).with_state(backend);
+    /// # drop(app);
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// Goes by the connections that requests go by, and says nothing about what a user may do there. A refusal is an answer. On a cluster one
+    /// node that answers is enough: they are asked one after the other. Takes no longer than it may take to connect and to answer, for each
+    /// of them.
+    ///
+    /// # Errors
+    ///
+    /// If nobody answers, or a server says that it cannot serve yet.
+    pub async fn ping(&self) -> Result<Duration, StoreError> {
+        let (mut from, mut failure) = (0, None);
+        loop {
+            let begun = Instant::now();
+            match self.inner.servers.send_to(from, |_| redis::cmd("PING")).await {
+                Some((number, Err(error))) if error.code() != Some("NOPERM") => {
+                    (from, failure) = (number + 1, failure.or(Some(error)));
+                }
+                Some(_) => return Ok(begun.elapsed()),
+                None => return Err(failure.map_or_else(StoreError::timeout, store_error)),
+            }
+        }
     }
 
     /// Takes over connections, after a look at the servers behind them.
