@@ -372,7 +372,7 @@ impl fmt::Display for ConnectError {
             Self::Config(_) => "the settings of the store cannot work",
             Self::Store(_) => "the store cannot be reached",
             Self::Credentials(_) => "the store does not accept the user name or the password",
-            Self::Permissions(_) => "the store does not let this user run scripts on the keys below the prefix",
+            Self::Permissions(_) => "the store does not let this user do what is needed",
             Self::Certificate(_) => "the certificate of the store is not one to be trusted",
             Self::ClientCertificate(_) => "the store demands a client certificate that it trusts",
             Self::Tls(_) => "the store and we do not come to an encrypted connection",
