@@ -191,14 +191,11 @@ impl Key {
             *word = u64::from_le_bytes(*bytes);
             are_plain &= is_plain(*word);
         }
-        // The last bytes are read as a word as well, and what came before them is shifted out. Without a branch: how long names are is hard to guess.
-        let left = 8 * rest.len() as u32;
-        let word = match bytes.last_chunk() {
-            Some(last) => u64::from_le_bytes(*last).checked_shr(64 - left).unwrap_or_default(),
-            None => rest.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte)),
-        };
-        are_plain &= is_plain(word | (EACH * u64::from(b'a')) << left);
-        words[whole.len()] = word;
+        if !rest.is_empty() {
+            let word = rest.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
+            are_plain &= is_plain(word | (EACH * u64::from(b'a')) << (8 * rest.len()));
+            words[whole.len()] = word;
+        }
         words[5] |= (bytes.len() as u64) << 56;
         let mut key = Self::EMPTY;
         for (bytes, word) in key.bytes.as_chunks_mut().0.iter_mut().zip(words) {
