@@ -20,7 +20,7 @@ use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, 
 
 /// The connections that only locks need, opened when they do.
 pub(super) struct LockLinks {
-    // Renewals and releases do not wait behind what requests have asked for.
+    // Renewals and releases, and what goes together with these, do not wait behind what requests have asked for.
     own: Servers,
     // Nothing waits behind what waits for replicas.
     careful: Servers,

@@ -29,7 +29,7 @@ const LIMITS: Limits = Limits { alone: 2, busy: Duration::from_millis(2), togeth
 pub(super) struct LockCalls(Meeting<Wish>);
 
 /// Somebody who has not asked for a lock yet, or has not given it back.
-pub(super) struct Wish {
+struct Wish {
     lock: LockKey,
     token: Token,
     // For how long, and how many fences, unless it is given back.
@@ -72,11 +72,11 @@ impl LockCalls {
 }
 
 impl Wish {
-    pub(super) const fn to_acquire(lock: &LockKey, claim: &Claim, reply: oneshot::Sender<Answer>) -> Self {
+    const fn to_acquire(lock: &LockKey, claim: &Claim, reply: oneshot::Sender<Answer>) -> Self {
         Self { lock: *lock, token: claim.token, terms: Some((claim.ttl, claim.fences)), reply }
     }
 
-    pub(super) const fn to_release(lock: &LockKey, token: &Token, reply: oneshot::Sender<Answer>) -> Self {
+    const fn to_release(lock: &LockKey, token: &Token, reply: oneshot::Sender<Answer>) -> Self {
         Self { lock: *lock, token: *token, terms: None, reply }
     }
 }
@@ -90,12 +90,12 @@ pub(super) const fn acquired(number: i64) -> Acquired {
 }
 
 /// The same for one who gives a lock back.
-pub(super) const fn listeners(number: i64) -> u64 {
+const fn listeners(number: i64) -> u64 {
     number.unsigned_abs().saturating_sub(1)
 }
 
 /// Gives leases back and asks for others, and tells each who waits for it. Whether Redis has answered.
-pub(super) async fn exchange(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, mut batch: Vec<Wish>) -> bool {
+async fn exchange(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, mut batch: Vec<Wish>) -> bool {
     // Who has given up need not get a lock. What is given back is given back.
     batch.retain(|wish| wish.terms.is_none() || !wish.reply.is_closed());
     // Nearly always all who want one want it for as long.

@@ -50,8 +50,8 @@
 //! two subjects share a slot. So do locks that are taken and those that are given back at the same time, all of them in one script: each is granted,
 //! refused or given back by itself, and a cycle costs Redis about half of what its two calls would.
 //!
-//! Once there are locks or operations, one more connection is opened, for renewing and giving back, which do not queue behind requests; and
-//! one that listens for locks becoming free and operations being done, if somebody waits for one. Waiting for replicas holds a connection
+//! Once there are locks or operations, one more connection is opened, for renewing and giving back, which do not queue behind decisions, and for
+//! locks that go together; and one that listens for locks becoming free and operations being done, if somebody waits for one. Waiting for replicas holds a connection
 //! up, so locks that ask for that have a few of their own. A backend that was opened [from a
 //! pool](RedisBackend::from_pool) has no means to listen: who waits there looks once a second.
 //!
