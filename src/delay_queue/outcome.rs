@@ -160,7 +160,8 @@ impl Verdict {
     }
 
     fn busy(wait: Duration) -> Self {
-        Self::Busy(wait.clamp(SHORTEST_SNOOZE, LONGEST_FOR_LOCK))
+        // Half of it is waited for at the least.
+        Self::Busy(wait.clamp(2 * SHORTEST_SNOOZE, LONGEST_FOR_LOCK))
     }
 }
 
@@ -203,6 +204,18 @@ mod tests {
 
     fn verdict(error: impl Into<BoxError>) -> Verdict {
         Verdict::of(&error.into(), 1, &Backoff::fixed(Duration::ZERO))
+    }
+
+    #[test]
+    fn what_is_about_to_be_free_is_not_asked_for_in_a_circle() {
+        let now = tokio::time::Instant::now();
+        let Verdict::Busy(wait) = verdict(OperationError::InFlight { remaining: Duration::ZERO }) else {
+            panic!("it is")
+        };
+        for _ in 0..100 {
+            let delay = crate::delay_queue::running::Spread::new(now).turn(wait, now);
+            assert!(delay >= SHORTEST_SNOOZE, "{delay:?}");
+        }
     }
 
     #[test]
