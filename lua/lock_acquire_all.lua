@@ -14,7 +14,7 @@ local leases, ttl_ms, fences, keep_ms, tokens = KEYS, ARGV[1] + 0, ARGV[2] + 0, 
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
-local first, last, held, is_free = {}, {}, {0}, true
+local first, last, held, is_free, repaired = {}, {}, {0}, true, {}
 for i = 1, math.min(#leases, 128) do
   local token, stored = ARGV[tokens + i], redis.call('GET', leases[i])
   last[i], held[i + 1] = 0, 0
@@ -24,22 +24,36 @@ for i = 1, math.min(#leases, 128) do
       return redis.error_reply('TOLLGATE the value does not hold leases of version 1')
     end
     last[i] = struct.unpack('<I7', stored, 2)
+    local holders, latest, is_cut = {}, now, false
     -- As many turns as there are holders.
     for at = 9, #stored, 34 do
       local ends, length_ms, its_first, holder = struct.unpack('<I7I4I7c16', stored, at)
       -- A lease that would last longer than it is long was written before the clock was set back.
-      local left = math.min(ends - now, length_ms * 1000)
-      if left > 0 and holder == token then
+      if ends - now > length_ms * 1000 then
+        ends, is_cut = now + length_ms * 1000, true
+      end
+      if ends > now then
+        holders[#holders + 1] = struct.pack('<I7I4I7c16', ends, length_ms, its_first, holder)
+        latest = math.max(latest, ends)
+      end
+      if ends > now and holder == token then
         first[i] = its_first
-      elseif left > 0 then
+      elseif ends > now then
         is_free = false
-        local remaining_ms = math.ceil(left / 1000)
+        local remaining_ms = math.ceil((ends - now) / 1000)
         held[i + 1] = held[i + 1] == 0 and remaining_ms or math.min(held[i + 1], remaining_ms)
       end
+    end
+    if is_cut then
+      repaired[i] = {stored:sub(1, 8) .. table.concat(holders), math.ceil((latest - now) / 1000) + keep_ms}
     end
   end
 end
 if not is_free then
+  -- Or it would be as long again for whoever asks next.
+  for i, value in pairs(repaired) do
+    redis.call('SET', leases[i], value[1], 'PX', value[2])
+  end
   return held
 end
 local granted = {1}

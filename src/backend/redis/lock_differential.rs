@@ -18,6 +18,8 @@ struct LockStep {
 #[derive(Clone, Debug)]
 enum LockVerb {
     Acquire,
+    // Both locks or none, by a token for each.
+    AcquireAll { tokens: [usize; 2] },
     // Locks and tokens, at the same time.
     Exchange { held: Vec<(u32, usize)>, asked: Vec<(u32, usize)> },
     Renew,
@@ -36,6 +38,7 @@ fn lock_traces() -> impl Strategy<Value = Vec<LockStep>> {
     let some = || prop::collection::vec((0..2_u32, 0..3_usize), 0..6);
     let verb = prop_oneof![
         3 => Just(LockVerb::Acquire),
+        1 => [0..3_usize, 0..3_usize].prop_map(|tokens| LockVerb::AcquireAll { tokens }),
         5 => (some(), some()).prop_map(|(held, asked)| LockVerb::Exchange { held, asked }),
         1 => Just(LockVerb::Renew),
         1 => several().prop_map(|held| LockVerb::RenewMany { held }),
@@ -74,6 +77,16 @@ fn run_lock_trace(trace: &[LockStep], pair: &mut Pair, turn: usize) -> Result<()
                 let at = step.lock as usize;
                 agree(answers, &mut grants[at][step.token], &mut fences[at], fences_each)
                     .map_err(|why| TestCaseError::fail(format!("{why}, at step {number}: {step:?}")))?;
+            }
+            LockVerb::AcquireAll { tokens: each } => {
+                let claim = |token: usize| Claim { fences: fences_each, ..Claim::new(tokens[token], ttl) };
+                let wanted = [0, 1].map(|at| (lock_at(at as u32), claim(each[at])));
+                let (memory, redis) = pair.both(|to| to.acquire_all(&wanted), |to| to.acquire_all(&wanted));
+                prop_assert_eq!((memory.len(), redis.len()), (2, 2));
+                for (at, answers) in memory.into_iter().zip(redis).enumerate() {
+                    agree(answers, &mut grants[at][each[at]], &mut fences[at], fences_each)
+                        .map_err(|why| TestCaseError::fail(format!("{why}, at step {number}: {step:?}")))?;
+                }
             }
             LockVerb::Exchange { held, asked } => {
                 let held: Vec<_> = held.iter().map(|&(at, token)| (lock_at(at), tokens[token])).collect();
