@@ -6,7 +6,7 @@ mod support;
 
 use std::convert::Infallible;
 use std::error::Error as _;
-use std::future::pending;
+use std::future::{IntoFuture, pending};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
@@ -28,7 +28,7 @@ use tokio::time::{sleep, timeout};
 use tollgate::lock::fencing::FenceLayer;
 use tollgate::lock::{
     Acquired, CircuitBreaker, Claim, Cursor, LeaseState, Line, LockAdmin, LockKey, LockRegistry, LockStore, LossReason,
-    Redlock, Release, Released, Renewal, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
+    Redlock, Release, Released, Renewal, Replication, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
 };
 use tollgate::testing::{Failure, FaultStore, Faults, Verb};
 use tollgate::{
@@ -496,6 +496,87 @@ async fn what_was_given_back_is_given_back_again_for_some_seconds_and_not_for_a_
     assert_eq!(lease.release().await.unwrap(), Release::Released);
     timeout(Duration::from_millis(1), locks.shutdown()).await.expect("nothing is left");
     assert_eq!(faults.calls(Verb::Release), 1);
+}
+
+/// A store that fails for one lock.
+struct FailsFor {
+    inner: MemoryBackend,
+    failing: LockKey,
+}
+
+impl LockStore for FailsFor {
+    delegate_lock!(inner: acquire_all, renew, release, watch, scope);
+
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        if *lock == self.failing {
+            return Err(StoreError::unavailable("its node is down"));
+        }
+        self.inner.acquire(lock, claim).await
+    }
+}
+
+/// The first segment that failed was the end of it, whatever the others would have said.
+#[tokio::test(start_paused = true)]
+async fn a_segment_for_which_the_store_fails_is_passed_over() {
+    let probe = Segmented::new(&Locks::new(MemoryBackend::new()), "sku:1", 3);
+    let failing = *probe.one(1).await.unwrap().lock();
+    let locks = Locks::new(FailsFor { inner: MemoryBackend::new(), failing });
+    let segments = Segmented::new(&locks, "sku:1", 3);
+    for wait in [Duration::ZERO, Duration::from_secs(10)] {
+        for _ in 0..50 {
+            assert_ne!(segments.any().wait(wait).await.unwrap().index(), 1);
+        }
+    }
+    // Until one of the others is given back.
+    let (first, second) = (segments.one(0).await.unwrap(), segments.one(2).await.unwrap());
+    let refused = segments.any().wait(Duration::ZERO).await;
+    assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_unavailable()), "{refused:?}");
+    let waiter = tokio::spawn(segments.any().wait(Duration::from_secs(10)).into_future());
+    sleep(Duration::from_secs(2)).await;
+    drop(second);
+    assert_eq!(waiter.await.unwrap().unwrap().index(), 2);
+    drop(first);
+}
+
+#[tokio::test(start_paused = true)]
+async fn who_wants_any_segment_waits_for_a_store_that_fails() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    let segments = Segmented::new(&locks, "sku:1", 3);
+    for failure in [Failure::Unavailable, Failure::Timeout] {
+        faults.fail(failure);
+        let waiter = tokio::spawn(segments.any().wait(Duration::from_secs(10)).into_future());
+        sleep(Duration::from_millis(300)).await;
+        faults.heal();
+        drop(waiter.await.unwrap().unwrap());
+        // The store is asked for no longer than somebody waits.
+        faults.fail(failure);
+        let begun = tokio::time::Instant::now();
+        assert!(matches!(segments.any().wait(Duration::from_secs(1)).await, Err(LockError::Store(_))));
+        assert!(begun.elapsed() >= Duration::from_secs(1) && begun.elapsed() < Duration::from_secs(2));
+        assert!(matches!(segments.any().wait(Duration::ZERO).await, Err(LockError::Store(_))));
+        faults.heal();
+        drop(segments.any().await.unwrap());
+    }
+    // What does not pass is said at once.
+    faults.fail(Failure::Unauthorized);
+    let begun = tokio::time::Instant::now();
+    let refused = segments.any().await;
+    assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_unauthorized()), "{refused:?}");
+    assert_eq!(begun.elapsed(), Duration::ZERO);
+    faults.heal();
+    // A server that does not answer is waited for no longer than for one lock.
+    faults.hang();
+    let begun = tokio::time::Instant::now();
+    assert!(segments.any().wait(Duration::ZERO).await.is_err());
+    assert!(begun.elapsed() <= Duration::from_millis(200), "{:?}", begun.elapsed());
+    faults.heal();
+    // Nor is a lock relied on that too few replicas know of.
+    let careful = Segmented::new(&locks.clone().replication(Replication::Require(1)), "sku:1", 3);
+    let begun = tokio::time::Instant::now();
+    assert!(matches!(careful.any().wait(Duration::from_secs(1)).await, Err(LockError::NotReplicated(_))));
+    assert!(begun.elapsed() >= Duration::from_millis(900), "{:?}", begun.elapsed());
 }
 
 /// A store in which what is asked first comes to pass late, when nobody listens any more.

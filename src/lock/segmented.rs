@@ -3,10 +3,11 @@ use std::future::{Future, IntoFuture};
 use std::pin::Pin;
 use std::time::Duration;
 
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 
 use super::error::{Busy, LockError};
 use super::hold::after;
+use super::keeper::jittered;
 use super::lease::{Lease, Release};
 use super::locks::{LockRequest, Locks};
 use crate::error::StoreError;
@@ -56,6 +57,9 @@ impl Segmented {
     ///
     /// One after the other is tried, beginning anywhere: a command for each that is not known to be held in this process. If none is free
     /// one of them is waited for, and after 100 ms all are tried again.
+    ///
+    /// One for which the store fails, or that too few replicas know of, is passed over like one that is held: another one may lie on a server
+    /// that works. That it failed is the error only where none is granted in time.
     pub fn any(&self) -> SegmentRequest<fn(u16) -> bool> {
         SegmentRequest { segmented: self.clone(), wait: self.locks.waits(), among: |_| true }
     }
@@ -77,6 +81,8 @@ pub struct SegmentRequest<F> {
 
 /// For how long one segment is waited for before all are tried again.
 const PATIENCE: Duration = Duration::from_millis(100);
+/// The pause after the store has failed for all that are to be waited for.
+const PAUSE: Duration = Duration::from_millis(50);
 
 impl<F> SegmentRequest<F> {
     /// How long to wait while no segment is free; with zero all of them are tried once.
@@ -103,41 +109,51 @@ impl<F: Fn(u16) -> bool> IntoFuture for SegmentRequest<F> {
 }
 
 async fn take_any(segmented: Segmented, wait: Duration, candidates: Vec<u16>) -> Result<Segment, LockError> {
+    let (_, terms) = segmented.locks.parts();
     let give_up = after(Instant::now(), wait);
+    let answer_by = after(give_up, terms.deadline);
+    let left = || give_up.saturating_duration_since(Instant::now());
     let take = async |index: u16, wait| {
         let lease = segmented.one(index).wait(wait).await?;
         Ok::<_, LockError>(Segment { index, lease })
     };
+    // What may be otherwise with another segment, or in a moment.
+    let is_passed_over = |error: &LockError| is_passing(error) && Instant::now() < answer_by;
     loop {
         // Begins anywhere, so that those who come at the same time do not all try the same.
         let start = getrandom::u32().unwrap_or_default() as usize % candidates.len().max(1);
         let (before, behind) = candidates.split_at(start);
         let candidates = || behind.iter().chain(before);
         let mut refused = LockError::Busy(Busy::new(*segmented.one(0).lock(), Duration::ZERO));
+        let mut failed = None;
         for index in candidates() {
             match take(*index, Duration::ZERO).await {
                 Err(error) if is_taken(&error) => refused = error,
+                Err(error) if is_passed_over(&error) => failed = Some(error),
                 answer => return answer,
             }
         }
-        let left = give_up.saturating_duration_since(Instant::now());
-        if left.is_zero() || candidates().next().is_none() {
-            return Err(refused);
+        if left().is_zero() || candidates().next().is_none() {
+            return Err(failed.unwrap_or(refused));
         }
+        let mut has_waited = false;
         for index in candidates() {
-            match take(*index, left.min(PATIENCE)).await {
+            match take(*index, left().min(PATIENCE)).await {
                 Err(error @ (LockError::QueueFull(_) | LockError::Nested(_))) => refused = error,
                 // Another one may have become free.
-                Err(LockError::Busy(error)) => {
-                    refused = error.into();
+                Err(LockError::Busy(_)) => {
+                    has_waited = true;
                     break;
                 }
+                Err(error) if is_passed_over(&error) => failed = Some(error),
                 answer => return answer,
             }
         }
-        // None of them is to be waited for.
-        if !refused.is_busy() {
-            return Err(refused);
+        match failed {
+            _ if has_waited => {}
+            Some(_) => sleep(jittered(PAUSE).min(left())).await,
+            // None of them is to be waited for.
+            None => return Err(refused),
         }
     }
 }
@@ -145,6 +161,15 @@ async fn take_any(segmented: Segmented, wait: Duration, candidates: Vec<u16>) ->
 /// Whether that is no reason not to take another segment.
 const fn is_taken(error: &LockError) -> bool {
     matches!(error, LockError::Busy(_) | LockError::QueueFull(_) | LockError::Nested(_))
+}
+
+/// Whether the store may have another answer for another segment, or for the same one later.
+fn is_passing(error: &LockError) -> bool {
+    match error {
+        LockError::NotReplicated(_) => true,
+        LockError::Store(error) => error.is_timeout() || error.is_unavailable(),
+        _ => false,
+    }
 }
 
 impl<F> fmt::Debug for SegmentRequest<F> {
