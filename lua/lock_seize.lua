@@ -28,6 +28,8 @@ if stored then
     end
   end
 end
+-- Where memory is full, something has to be written first that needs none.
+redis.pcall('PEXPIRE', lease, keep_ms)
 redis.call('SET', lease, struct.pack('<BI7', 1, fence), 'PX', keep_ms)
 -- A user who may not publish still takes the lease away; those who wait look now and then.
 if type(redis.pcall(publish, channel, '1')) ~= 'number' and publish == 'SPUBLISH' then

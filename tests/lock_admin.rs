@@ -135,3 +135,19 @@ async fn a_store_that_does_not_answer_is_not_waited_for() {
     assert!(begun.elapsed() < Duration::from_secs(5), "{:?}", begun.elapsed());
     server.resume();
 }
+
+/// What makes room in the end is not refused for the want of it.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lock_is_taken_away_while_there_is_no_memory_left() {
+    let server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let (locks, admin) = (Locks::new(backend.clone()), LockAdmin::new(backend));
+    let lease = locks.lock("a").await.unwrap();
+    server.limit_memory(1);
+    assert_eq!(admin.force_unlock("a").await.unwrap().holders, 1);
+    assert_eq!(admin.force_unlock("b").await.unwrap().holders, 0);
+    server.limit_memory(0);
+    assert!(locks.clone().try_lock("b").await.is_ok());
+    assert!(!admin.inspect("a").await.unwrap().is_held());
+    drop(lease);
+}
