@@ -296,6 +296,49 @@ async fn many_keys_of_which_one_is_held_are_busy_while_a_store_hangs() {
     drop(locks.lock_all(0..12_u64).await.unwrap());
 }
 
+/// A store as it would be on another machine.
+struct Remote(FaultStore<MemoryBackend>);
+
+impl LockStore for Remote {
+    delegate_lock!(0: acquire, acquire_all, renew, release, watch);
+
+    fn scope(&self) -> Scope {
+        Scope::Redis
+    }
+}
+
+/// A store that failed for a moment was counted among those that say no.
+#[tokio::test(start_paused = true)]
+async fn a_renewal_that_hangs_on_a_store_that_fails_is_tried_again() {
+    let ttl = Duration::from_secs(3);
+    let stores = [(); 3].map(|()| FaultStore::new(MemoryBackend::new()));
+    let [_, second, third] = stores.each_ref().map(FaultStore::faults);
+    let locks = Locks::new(Redlock::new(stores.map(Remote)).unwrap()).ttl(ttl);
+    for is_back_in_time in [true, false] {
+        // Two leases that are due together, one of which the third store knows nothing of.
+        let known = locks.lock("known").await.unwrap();
+        third.fail(Failure::Unavailable);
+        let unknown = locks.lock("unknown").await.unwrap();
+        third.heal();
+        second.fail(Failure::Unavailable);
+        sleep(ttl / 2).await;
+        assert_eq!((known.state(), unknown.state()), (LeaseState::Held, LeaseState::Suspended));
+        if is_back_in_time {
+            second.heal();
+            sleep(Duration::from_millis(500)).await;
+            assert_eq!(unknown.state(), LeaseState::Held);
+        } else {
+            assert_eq!(timeout(ttl, unknown.lost()).await.unwrap().reason(), LossReason::Expired);
+        }
+        // It is not lost with the other one.
+        sleep(ttl).await;
+        assert_eq!((known.state(), unknown.check().is_ok()), (LeaseState::Held, is_back_in_time));
+        second.heal();
+        known.release().await.unwrap();
+        unknown.release().await.unwrap();
+    }
+}
+
 /// A store that takes its time to hear of a release, and does not hear of one that is given up before.
 #[derive(Clone)]
 struct Slow {

@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::hold::{Hold, after};
 use super::lock_key::{KnownHash, LockKey};
 use super::shared::Shared;
-use super::store::Token;
+use super::store::{Scope, Token};
 use crate::deadline::Deadline;
 use crate::error::StoreError;
 
@@ -306,10 +306,11 @@ async fn keep_alive(task: Task, wake: Arc<Notify>) {
         let now = Instant::now();
         let shard = |hold: &Arc<Hold>| {
             let patience = hold.patience(now).as_millis().max(1).ilog2();
-            (shared.store.shard(hold.lock()), hold.replicas().count, patience)
+            (shared.store.shard(hold.lock()), hold.replicas().count, patience, is_apart(&shared, hold))
         };
         renew.sort_by_cached_key(shard);
-        for holds in renew.chunk_by(|one, other| shard(one) == shard(other)).flat_map(|shard| shard.chunks(BATCH)) {
+        let shards = renew.chunk_by(|one, other| shard(one) == shard(other));
+        for holds in shards.flat_map(|holds| holds.chunks(if is_apart(&shared, &holds[0]) { 1 } else { BATCH })) {
             calls.spawn(renew_batch(Weak::clone(&task.0), holds.to_vec()));
         }
         drop(shared);
@@ -319,6 +320,12 @@ async fn keep_alive(task: Task, wake: Arc<Notify>) {
             Some(_) = calls.join_next(), if !calls.is_empty() => {}
         }
     }
+}
+
+/// Whether a lease is renewed by a call of its own. By a quorum a call fails if one of its leases is undecided, and others are not to be lost
+/// with that one.
+fn is_apart(shared: &Shared, hold: &Hold) -> bool {
+    shared.store.scope() == Scope::Quorum && hold.is_suspended()
 }
 
 async fn renew_batch(home: Weak<Shared>, holds: Vec<Arc<Hold>>) {

@@ -33,8 +33,8 @@ use crate::error::{ConfigError, StoreError};
 ///
 /// This is the algorithm that Redis calls Redlock. All stores are asked at the same time, and a lease is granted if more than half
 /// of them grant it with time left: what is left is counted from before the first was asked, less 1 % and 2 ms for clocks of different speed,
-/// as of any lease. Otherwise it is given back everywhere. A renewal counts if more than half of the stores have it. One that
-/// does not answer is not waited for: once the others have decided, it has as long again as that took, or 10 ms.
+/// as of any lease. Otherwise it is given back everywhere. A renewal counts if more than half of the stores have it, and is tried again for as long as
+/// the lease lasts if those that fail could decide it. A store that does not answer is not waited for: once the others have decided, it has as long again as that took, or 10 ms.
 ///
 /// # What holds, and what does not
 ///
@@ -311,13 +311,13 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
             let requested = Arc::clone(&requested);
             Box::pin(async move { S::renew(store, &requested).await })
         };
-        let answers = self
-            .ask(call, |answers| {
-                (0..renewals.len())
-                    .all(|i| count(answers, i, true) >= quorum || count(answers, i, false) > all - quorum)
-            })
-            .await;
-        if answers.iter().flatten().flatten().count() < quorum {
+        let is_decided = |answers: &Answers<Vec<bool>>| {
+            let mut leases = 0..renewals.len();
+            leases.all(|i| count(answers, i, true) >= quorum || count(answers, i, false) > all - quorum)
+        };
+        let answers = self.ask(call, is_decided).await;
+        // What hangs on stores that fail is to be asked again.
+        if !is_decided(&answers) {
             return Err(first_error(answers));
         }
         Ok((0..renewals.len()).map(|i| count(&answers, i, true) >= quorum).collect())
