@@ -498,6 +498,62 @@ async fn what_was_given_back_is_given_back_again_for_some_seconds_and_not_for_a_
     assert_eq!(faults.calls(Verb::Release), 1);
 }
 
+/// Work under several locks, or under any segment, is as that under one.
+#[tokio::test(start_paused = true)]
+async fn a_body_runs_under_several_locks_and_no_longer() {
+    let backend = MemoryBackend::new();
+    let (locks, admin) = (Locks::new(backend.clone()).ttl(Duration::from_secs(3)), LockAdmin::new(backend.clone()));
+    let others = Locks::new(backend);
+    let value = locks.lock_all(["alice", "bob"]).run(async |leases| {
+        assert!(leases.check().is_ok() && leases.leases().len() == 2);
+        for key in ["alice", "bob"] {
+            assert!(matches!(locks.lock(key).await, Err(LockError::Nested(_))));
+            assert!(others.try_lock(key).await.is_err_and(|error| error.is_busy()));
+        }
+        assert!(matches!(locks.lock_all(["bob", "carol"]).await, Err(LockError::Nested(_))));
+        drop(locks.lock("carol").await.unwrap());
+        7
+    });
+    assert_eq!(value.await.unwrap(), 7);
+    for key in ["alice", "bob"] {
+        drop(others.try_lock(key).await.unwrap());
+    }
+    // The loss of one of them is that of all.
+    let taken_away = async {
+        sleep(Duration::from_millis(100)).await;
+        assert_eq!(admin.force_unlock("bob").await.unwrap().holders, 1);
+    };
+    let (outcome, ()) = tokio::join!(locks.lock_all(["alice", "bob"]).run(|_| pending::<()>()), taken_away);
+    assert!(outcome.unwrap_err().is_lost());
+    for key in ["alice", "bob"] {
+        drop(others.lock(key).wait(Duration::from_secs(1)).await.unwrap());
+    }
+    let begun = tokio::time::Instant::now();
+    let brief = locks.lock_all(["alice", "bob"]).ttl(Duration::from_secs(60)).max_hold(Duration::from_millis(20));
+    let outcome = brief.run(async |leases| {
+        assert!(leases.remaining() <= Duration::from_millis(20));
+        pending::<()>().await;
+    });
+    assert!(matches!(outcome.await, Err(LockError::Lost(lost)) if lost.reason() == LossReason::MaxHold));
+    assert!(begun.elapsed() < Duration::from_millis(100));
+
+    let segments = Segmented::new(&locks, "sku:1", 2);
+    let indices = segments.any().run(async |outer| {
+        let inner = segments.any().run(async |inner| inner.index()).await.unwrap();
+        assert!(matches!(segments.one(outer.index()).await, Err(LockError::Nested(_))));
+        (outer.index(), inner)
+    });
+    let (outer, inner) = indices.await.unwrap();
+    assert_eq!(outer + inner, 1);
+    let brief = segments.any().ttl(Duration::from_secs(60)).max_hold(Duration::from_millis(20));
+    let outcome = brief.run(|segment| async move {
+        assert!(segment.lease().remaining() <= Duration::from_millis(20));
+        pending::<()>().await;
+    });
+    assert!(outcome.await.unwrap_err().is_lost());
+    locks.shutdown().await;
+}
+
 /// A store that fails for one lock.
 struct FailsFor {
     inner: MemoryBackend,

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::acquire;
-use super::error::LockError;
+use super::error::{LockError, Lost};
 use super::lease::Lease;
 use super::lock_key::LockKey;
 use super::nested::Held;
@@ -451,19 +451,27 @@ impl LockRequest {
     {
         let lease = self.await?;
         let outcome = {
-            let mut body = pin!(Held::with(&lease).within(body(lease.reenter())));
-            tokio::select! {
-                // After a standstill nothing of the body may run before this was looked at.
-                biased;
-                lost = lease.lost() => Err(lost.into()),
-                value = &mut body => Ok(value),
-            }
+            let body = pin!(Held::with(&lease).within(body(lease.reenter())));
+            unless_lost(body, lease.lost()).await
         };
         if outcome.is_ok() {
             // What becomes of it does not change what the body has done.
             let _ = lease.release().await;
         }
         outcome
+    }
+}
+
+/// Waits for the end of a body, or until what it runs under is lost.
+pub(super) async fn unless_lost<T>(
+    body: Pin<&mut impl Future<Output = T>>,
+    lost: impl Future<Output = Lost>,
+) -> Result<T, LockError> {
+    tokio::select! {
+        // After a standstill nothing of the body may run before this was looked at.
+        biased;
+        lost = lost => Err(lost.into()),
+        value = body => Ok(value),
     }
 }
 

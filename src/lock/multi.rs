@@ -1,6 +1,6 @@
 use std::fmt;
 use std::future::{Future, IntoFuture, poll_fn};
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::task::Poll;
 use std::time::Duration;
 
@@ -10,7 +10,8 @@ use super::acquire::acquire_all;
 use super::error::{LockError, Lost};
 use super::hold::after;
 use super::lease::{Lease, Release};
-use super::locks::Locks;
+use super::locks::{Locks, unless_lost};
+use super::nested::Held;
 use super::store::Claim;
 use super::together::together;
 use crate::error::StoreError;
@@ -54,7 +55,7 @@ impl Locks {
     }
 }
 
-/// Several locks that are about to be taken: `.await` it.
+/// Several locks that are about to be taken: `.await` it, or [`run`](Self::run) something.
 #[must_use = "nothing is asked for until this is awaited"]
 pub struct MultiRequest {
     locks: Locks,
@@ -63,10 +64,62 @@ pub struct MultiRequest {
 }
 
 impl MultiRequest {
+    /// How long the locks outlive a holder that has died: see [`Locks::ttl`].
+    pub fn ttl(mut self, ttl: Duration) -> Self {
+        self.locks = self.locks.ttl(ttl);
+        self
+    }
+
     /// How long to wait for all of them together: see [`Locks::wait`].
     pub fn wait(mut self, wait: Duration) -> Self {
         self.wait = wait;
         self
+    }
+
+    /// How long the leases are renewed at the most: see [`Locks::max_hold`].
+    pub fn max_hold(mut self, max_hold: Duration) -> Self {
+        self.locks = self.locks.max_hold(max_hold);
+        self
+    }
+
+    /// Runs `body` with the leases, and gives them back when that is done. If one of them is lost before, `body` is dropped where it
+    /// stands, and the error says which one: as [`LockRequest::run`](super::LockRequest::run) does with one.
+    ///
+    /// ```
+    /// use tollgate::{Locks, MemoryBackend};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::LockError> {
+    /// let accounts = Locks::new(MemoryBackend::new()).namespace("accounts");
+    /// accounts.lock_all(["alice", "bob"]).run(async |leases| {
+    ///     // transfer(leases.leases()[0].fence(), leases.leases()[1].fence()).await
+    ///     # drop(leases);
+    /// }).await?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// See [`LockError`]. That a lock could not be given back in time is none: it is tried again in the background.
+    ///
+    /// # Cancellation
+    ///
+    /// Dropping the future drops `body` and gives the locks back.
+    pub async fn run<T, F>(self, body: impl FnOnce(Leases) -> F + Send) -> Result<T, LockError>
+    where
+        F: Future<Output = T> + Send,
+        T: Send,
+    {
+        let leases = self.await?;
+        let outcome = {
+            let body = pin!(Held::with_all(&leases.leases).within(body(leases.reenter())));
+            unless_lost(body, leases.lost()).await
+        };
+        if outcome.is_ok() {
+            // What becomes of them does not change what the body has done.
+            let _ = leases.release().await;
+        }
+        outcome
     }
 
     async fn take(self) -> Result<Leases, LockError> {
@@ -149,6 +202,11 @@ impl Leases {
             lost.find(Poll::is_ready).unwrap_or(Poll::Pending)
         })
         .await
+    }
+
+    /// Another handle of each of them: see [`Lease::reenter`].
+    pub fn reenter(&self) -> Self {
+        Self { leases: self.leases.iter().map(Lease::reenter).collect() }
     }
 
     /// Gives all of them back, and says what became of the one that fared worst.

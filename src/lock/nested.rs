@@ -28,9 +28,16 @@ struct Inside {
 impl Held {
     /// Those of the present task, and this one.
     pub(super) fn with(lease: &Lease) -> Self {
-        let outer = HELD.try_with(Self::clone).unwrap_or_default();
-        let (home, lease) = (address(lease.home()), lease.view());
-        Self(Some(Arc::new(Inside { home, lease, outer })))
+        Self::with_all(std::slice::from_ref(lease))
+    }
+
+    /// Those of the present task, and these.
+    pub(super) fn with_all(leases: &[Lease]) -> Self {
+        let held = HELD.try_with(Self::clone).unwrap_or_default();
+        leases.iter().fold(held, |outer, lease| {
+            let (home, lease) = (address(lease.home()), lease.view());
+            Self(Some(Arc::new(Inside { home, lease, outer })))
+        })
     }
 
     /// Runs something that these locks are held for.

@@ -1,6 +1,6 @@
 use std::fmt;
 use std::future::{Future, IntoFuture};
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep};
@@ -9,7 +9,8 @@ use super::error::{Busy, LockError};
 use super::hold::after;
 use super::keeper::jittered;
 use super::lease::{Lease, Release};
-use super::locks::{LockRequest, Locks};
+use super::locks::{LockRequest, Locks, unless_lost};
+use super::nested::Held;
 use crate::error::StoreError;
 use crate::key::Key;
 
@@ -71,7 +72,7 @@ impl Segmented {
     }
 }
 
-/// A segment that is about to be taken: `.await` it.
+/// A segment that is about to be taken: `.await` it, or [`run`](Self::run) something.
 #[must_use = "nothing is asked for until this is awaited"]
 pub struct SegmentRequest<F> {
     segmented: Segmented,
@@ -85,6 +86,18 @@ const PATIENCE: Duration = Duration::from_millis(100);
 const PAUSE: Duration = Duration::from_millis(50);
 
 impl<F> SegmentRequest<F> {
+    /// How long the segment outlives a holder that has died: see [`Locks::ttl`].
+    pub fn ttl(mut self, ttl: Duration) -> Self {
+        self.segmented.locks = self.segmented.locks.ttl(ttl);
+        self
+    }
+
+    /// How long its lease is renewed at the most: see [`Locks::max_hold`].
+    pub fn max_hold(mut self, max_hold: Duration) -> Self {
+        self.segmented.locks = self.segmented.locks.max_hold(max_hold);
+        self
+    }
+
     /// How long to wait while no segment is free; with zero all of them are tried once.
     pub fn wait(mut self, wait: Duration) -> Self {
         self.wait = wait;
@@ -94,6 +107,40 @@ impl<F> SegmentRequest<F> {
     /// Takes only segments for which `among` is true. If that is none, the request is [`LockError::Busy`].
     pub fn among<F2: Fn(u16) -> bool>(self, among: F2) -> SegmentRequest<F2> {
         SegmentRequest { segmented: self.segmented, wait: self.wait, among }
+    }
+}
+
+impl<F: Fn(u16) -> bool> SegmentRequest<F> {
+    /// Runs `body` with the segment, and gives that back when it is done. If its lease is lost before, `body` is dropped where it stands,
+    /// and the error says so: see [`LockRequest::run`].
+    ///
+    /// # Errors
+    ///
+    /// See [`LockError`]. That the segment could not be given back in time is none: it is tried again in the background.
+    ///
+    /// # Cancellation
+    ///
+    /// Dropping the future drops `body` and gives the segment back.
+    pub fn run<B, R, T>(self, body: B) -> impl Future<Output = Result<T, LockError>> + Send + use<F, B, R, T>
+    where
+        B: FnOnce(Segment) -> R + Send,
+        R: Future<Output = T> + Send,
+        T: Send,
+    {
+        let request = self.into_future();
+        async move {
+            let Segment { index, lease } = request.await?;
+            let outcome = {
+                let segment = Segment { index, lease: lease.reenter() };
+                let body = pin!(Held::with(&lease).within(body(segment)));
+                unless_lost(body, lease.lost()).await
+            };
+            if outcome.is_ok() {
+                // What becomes of it does not change what the body has done.
+                let _ = lease.release().await;
+            }
+            outcome
+        }
     }
 }
 
