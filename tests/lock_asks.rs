@@ -81,6 +81,26 @@ async fn each_holder_is_asked_for_itself() {
     assert!(timeout(A_WHILE, third.asked()).await.is_err(), "nobody is left");
 }
 
+/// Who came to be first since the one in front gave up never asked.
+#[tokio::test(start_paused = true)]
+async fn who_is_first_since_others_gave_up_asks() {
+    let silent = Locks::new(MemoryBackend::new()).wait(LONG);
+    let asking = silent.clone().ask_holder();
+    let lease = silent.lock("a").await.unwrap();
+    let second = tokio::spawn(silent.lock("a").into_future());
+    tokio::task::yield_now().await;
+    let third = tokio::spawn(asking.lock("a").into_future());
+    let last = tokio::spawn(silent.lock("a").into_future());
+    assert!(timeout(A_WHILE, lease.asked()).await.is_err(), "who is first does not ask");
+    // Whoever leaves from further back changes nothing.
+    last.abort();
+    assert!(timeout(A_WHILE, lease.asked()).await.is_err(), "who is first does not ask");
+    second.abort();
+    timeout(A_WHILE, lease.asked()).await.expect("who is first asks");
+    drop(lease);
+    drop(third.await.unwrap().unwrap());
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_holder_is_asked_on_memory() {
     a_holder_is_asked(MemoryBackend::new()).await;

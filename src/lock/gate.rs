@@ -450,6 +450,9 @@ impl Drop for Waiting {
         let Some(queue) = shard.queues.get_mut(&self.lock) else { return };
         if let Some(place) = queue.waiters.iter().position(|waiter| waiter.id == self.id) {
             queue.waiters.remove(place);
+            if place == 0 {
+                queue.ask();
+            }
         }
         // An offer that came in the last moment is dropped with the channel, which passes it on.
     }
