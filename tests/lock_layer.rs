@@ -332,6 +332,26 @@ async fn a_body_whose_lease_is_lost_fails_and_does_not_just_end() {
     assert_eq!(body.frame().await.unwrap().unwrap().into_data().unwrap(), "more");
 }
 
+/// It was refused the lock for having it.
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_goes_on_without_its_lock_may_take_it_again() {
+    let locks = Locks::new(MemoryBackend::new()).ttl(Duration::from_secs(1));
+    let inner = locks.clone();
+    let layer = LockLayer::with_locks(locks).max_hold(Duration::from_millis(20)).on_loss(OnLoss::Notify);
+    let service = layer.key(|_: &Request<Full<Bytes>>| "a").layer(service_fn(move |request: Request<Full<Bytes>>| {
+        let (locks, view) = (inner.clone(), request.extensions().get::<LeaseView>().unwrap().clone());
+        async move {
+            assert!(matches!(locks.lock("a").await, Err(LockError::Nested(_))));
+            view.lost().await;
+            // The store keeps it until it ends.
+            let lease = locks.lock("a").wait(Duration::from_secs(2)).await.unwrap();
+            assert!(lease.fence() > view.fence());
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    assert_eq!(service.oneshot(post("/")).await.unwrap().status(), StatusCode::OK);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_request_sees_its_lease_and_keeps_nothing_by_that() {
     let views = Arc::new(Mutex::new(Vec::new()));

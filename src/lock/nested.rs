@@ -73,12 +73,12 @@ pub(super) fn is_unprotected(home: &Arc<Shared>) -> bool {
     UNPROTECTED.try_with(|of| *of == address(home)).unwrap_or(false)
 }
 
-/// Whether the present task holds this lock, by a body or a handler that it is within.
+/// Whether the present task holds this lock, by a body or a handler that it is within. One that was lost meanwhile may be had again.
 pub(super) fn holds(home: &Arc<Shared>, lock: &LockKey) -> bool {
     let is_held = |held: &Held| {
         let mut inside = held.0.as_deref();
         while let Some(Inside { home: of, lease, outer }) = inside {
-            if *of == address(home) && lease.lock() == lock {
+            if *of == address(home) && lease.lock() == lock && lease.check().is_ok() {
                 return true;
             }
             inside = outer.0.as_deref();
