@@ -130,6 +130,26 @@ fn locks_are_counted_by_what_became_of_them() {
     assert_eq!(seen, expect(&expected));
 }
 
+/// Each of them counted as one who had looked once more.
+#[test]
+fn who_waits_in_vain_and_never_looks_again_is_no_fallback_poll() {
+    let (recorder, snapshotter, runtime) = recording();
+    let backend = MemoryBackend::new();
+    let locks = Locks::new(backend.clone()).namespace("orders");
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let lease = Locks::new(backend).namespace("orders").lock("a").await.unwrap();
+            for _ in 0..10 {
+                assert!(locks.lock("a").wait(Duration::from_millis(400)).await.is_err());
+            }
+            drop(lease);
+        });
+    });
+    let seen = seen(&snapshotter);
+    assert_eq!(seen.get("tollgate_lock_requests_total{locks=orders,outcome=busy}"), Some(&10));
+    assert_eq!(seen.get("tollgate_lock_fallback_polls_total{locks=orders}"), None);
+}
+
 /// A store that is down.
 #[derive(Clone)]
 struct Down;

@@ -318,11 +318,14 @@ async fn insist(
                     if is_first {
                         poll = remaining.saturating_add(Duration::from_millis(1)).min(poll);
                     }
-                    told = None;
-                    tokio::select! {
-                        () = wakeups.next() => told = Some(Instant::now()),
-                        () = sleep_until(give_up.min(after(Instant::now(), poll))) => home.meters(&lock).polled(),
+                    told = tokio::select! {
+                        () = wakeups.next() => Some(Instant::now()),
+                        () = sleep_until(give_up.min(after(Instant::now(), poll))) => None,
                         () = home.closed() => return Err(Closed.into()),
+                    };
+                    // Whoever has no time left looks no more.
+                    if told.is_none() && Instant::now() < give_up {
+                        home.meters(&lock).polled();
                     }
                 }
                 if Instant::now() >= give_up {
