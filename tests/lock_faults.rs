@@ -498,6 +498,32 @@ async fn what_was_given_back_is_given_back_again_for_some_seconds_and_not_for_a_
     assert_eq!(faults.calls(Verb::Release), 1);
 }
 
+/// The first call counted, where the last one does of every other setting.
+#[tokio::test(start_paused = true)]
+async fn what_was_said_last_of_the_circuit_and_the_name_counts() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let (faults, admin) = (store.faults(), LockAdmin::new(store.get_ref().clone()));
+    let locks = Locks::new(store).circuit_breaker(CircuitBreaker::off()).holder("first");
+    let locks = locks.circuit_breaker(CircuitBreaker::new().failures(1)).holder("last");
+    faults.fail(Failure::Timeout);
+    for _ in 0..3 {
+        assert!(locks.try_lock("a").await.is_err());
+    }
+    assert_eq!(faults.calls(Verb::Acquire), 1, "it is open after the first");
+    faults.heal();
+    sleep(Duration::from_millis(100)).await;
+    let lease = locks.lock("a").await.unwrap();
+    yield_now().await;
+    let name = || async { admin.inspect("a").await.unwrap().holders[0].name.clone() };
+    assert_eq!(name().await.as_deref(), Some("last"));
+    drop(lease);
+    // Those that come next are called otherwise.
+    let lease = locks.clone().holder("next").lock("a").await.unwrap();
+    yield_now().await;
+    assert_eq!(name().await.as_deref(), Some("next"));
+    drop(lease);
+}
+
 /// Work under several locks, or under any segment, is as that under one.
 #[tokio::test(start_paused = true)]
 async fn a_body_runs_under_several_locks_and_no_longer() {

@@ -303,6 +303,19 @@ async fn a_store_that_fails_now_and_then_is_no_line_for_each_time() {
 }
 
 /// It happened that the line said no more than that a store fails.
+/// It was ignored without a word.
+#[tokio::test(start_paused = true)]
+async fn a_circuit_breaker_that_comes_too_late_is_told() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let locks = Locks::new(FaultStore::new(MemoryBackend::new())).circuit_breaker(CircuitBreaker::off());
+    drop(locks.clone().circuit_breaker(CircuitBreaker::new()).lock("a").await.unwrap());
+    log.take();
+    drop(locks.circuit_breaker(CircuitBreaker::new()));
+    let expected = "WARN a circuit breaker of locks is ignored: it comes after the first lock was asked for";
+    assert_eq!(log.lines(), [expected]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn why_requests_pass_without_a_lock_is_told() {
     let log = Log::default();

@@ -158,8 +158,8 @@ impl Shared {
 
     /// Tells the store what the holder is called, if it is called anything and the store may not know. Nobody waits for that.
     pub(super) fn name(self: &Arc<Self>, hold: &Hold, now: Instant) {
-        let Some(name) = self.holder.get().filter(|_| hold.is_name_due(now)) else { return };
-        let call = Arc::clone(&self.store).name(*hold.lock(), *hold.token(), Arc::clone(name));
+        let Some(name) = self.holder().filter(|_| hold.is_name_due(now)) else { return };
+        let call = Arc::clone(&self.store).name(*hold.lock(), *hold.token(), name);
         let limit = hold.limit();
         self.spawn(async move {
             if !matches!(timeout(limit, call).await, Ok(Ok(()))) {

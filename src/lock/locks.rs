@@ -218,7 +218,7 @@ impl Locks {
     /// When to stop asking a store that fails for locks, and how soon to try again. Defaults to [`CircuitBreaker::new`]. Leases are renewed and given
     /// back all the same.
     ///
-    /// For all clones, and before the first lock is asked for: whatever was said first counts.
+    /// For all clones: what was said last before the first lock is asked for counts. What comes later is a warning in the log.
     #[must_use]
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         self.shared.set_circuit(breaker);
@@ -228,12 +228,12 @@ impl Locks {
     /// What the holders of these locks are called in what [`LockAdmin`](super::LockAdmin) tells: the service, the process, the machine. Defaults to no name. At most
     /// 128 bytes; what is longer is cut off. Costs a command more, which nobody waits for, for each lease that the store grants.
     ///
-    /// For all clones: whatever was said first counts.
+    /// For all clones: what was said last counts, for the leases that are granted after that.
     #[must_use]
     pub fn holder(self, name: impl AsRef<str>) -> Self {
         let name = name.as_ref();
         let end = (0..=MAX_NAME.min(name.len())).rfind(|end| name.is_char_boundary(*end)).unwrap_or_default();
-        let _ = self.shared.holder.set(name[..end].into());
+        self.shared.set_holder(name[..end].into());
         self
     }
 

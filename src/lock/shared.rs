@@ -2,7 +2,7 @@ use std::error::Error;
 use std::future::Future;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
 use tokio::runtime::Handle;
 use tokio::sync::Notify;
@@ -26,8 +26,10 @@ pub(super) struct Shared {
     // Both are made when they are first needed: by then it is known how the circuit is to be, and what the locks are called.
     circuit: OnceLock<Circuit>,
     meters: OnceLock<Meters>,
-    /// What holders are called, if anything.
-    pub(super) holder: OnceLock<Arc<str>>,
+    // How the circuit is to be.
+    breaker: Mutex<CircuitBreaker>,
+    // What holders are called, if anything.
+    holder: RwLock<Option<Arc<str>>>,
     // How many have asked for a lock that they are ready to wait for, and have not got it yet.
     asking: AtomicUsize,
     is_closed: AtomicBool,
@@ -50,7 +52,8 @@ impl Shared {
             is_semaphore,
             circuit: OnceLock::new(),
             meters: OnceLock::new(),
-            holder: OnceLock::new(),
+            breaker: Mutex::default(),
+            holder: RwLock::default(),
             asking: AtomicUsize::new(0),
             is_closed: AtomicBool::new(false),
             closing: Notify::new(),
@@ -63,11 +66,25 @@ impl Shared {
 
     /// The circuit to the store is to be like this, if nothing was asked of it yet.
     pub(super) fn set_circuit(&self, breaker: CircuitBreaker) {
-        let _ = self.circuit.set(Circuit::new(breaker));
+        if self.circuit.get().is_some() {
+            tracing::warn!("a circuit breaker of locks is ignored: it comes after the first lock was asked for");
+        } else {
+            *self.breaker.lock().unwrap_or_else(PoisonError::into_inner) = breaker;
+        }
     }
 
     pub(super) fn circuit(&self) -> &Circuit {
-        self.circuit.get_or_init(|| Circuit::new(CircuitBreaker::new()))
+        let make = || Circuit::new(*self.breaker.lock().unwrap_or_else(PoisonError::into_inner));
+        self.circuit.get_or_init(make)
+    }
+
+    /// What holders are called from now on.
+    pub(super) fn set_holder(&self, name: Arc<str>) {
+        *self.holder.write().unwrap_or_else(PoisonError::into_inner) = Some(name);
+    }
+
+    pub(super) fn holder(&self) -> Option<Arc<str>> {
+        self.holder.read().unwrap_or_else(PoisonError::into_inner).clone()
     }
 
     /// Named after the first lock that is asked for: were there some for each namespace, there might be any number of them.
