@@ -1403,9 +1403,8 @@ fn a_holder_knows_at_once_when_its_runtime_stood_still() {
         thread::sleep(Duration::from_millis(800));
         assert!(lease.check().is_err());
         assert_eq!((lease.state(), lease.remaining()), (LeaseState::Lost, Duration::ZERO));
-        let begun = Instant::now();
-        assert_eq!(lease.lost().await.reason(), LossReason::Expired);
-        assert!(begun.elapsed() < Duration::from_millis(50));
+        // Without waiting for anything.
+        assert_eq!(timeout(Duration::ZERO, lease.lost()).await.unwrap().reason(), LossReason::Expired);
 
         let mut is_untouched = true;
         let outcome = locks.run("b", async |_| {
@@ -1543,6 +1542,12 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     }
 }
 
+/// Makes sure that whoever has waited was told, and did not look by chance. Nobody can be told who is not let run.
+fn is_told_at_once(given_back: Instant, taken: Instant, meter: ProcessorMeter) {
+    let (took, waited) = (taken - given_back, meter.stop().between(given_back, taken));
+    assert!(took < Duration::from_millis(400) + waited, "{took:?}, of which {waited:?} without a processor");
+}
+
 /// As in a deployment that changes over to fair locks, or back.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_waits_in_no_line_is_told_by_one_who_did() {
@@ -1559,10 +1564,11 @@ async fn who_waits_in_no_line_is_told_by_one_who_did() {
         tokio::task::block_in_place(|| wait_until("somebody listens", listens));
         // Long enough after a look at the lock, and before the next one.
         sleep(Duration::from_millis(300)).await;
+        let meter = ProcessorMeter::start();
         let given_back = Instant::now();
         lease.release().await.unwrap();
         let (taken, released) = waiting.await.unwrap();
-        assert!(taken - given_back < Duration::from_millis(400), "{:?}", taken - given_back);
+        is_told_at_once(given_back, taken, meter);
         assert_eq!(released.unwrap(), Release::Released);
     }
 }
@@ -1895,6 +1901,7 @@ async fn who_waits_is_told_of_what_is_given_back_together() {
             // Long enough after a look at the lock, and half a second before the next one.
             sleep(Duration::from_millis(50)).await;
             let _: () = command(&server, &["CONFIG", "RESETSTAT"]);
+            let meter = ProcessorMeter::start();
             let given_back = Instant::now();
             let mut giving = JoinSet::new();
             for lease in leases {
@@ -1902,7 +1909,7 @@ async fn who_waits_is_told_of_what_is_given_back_together() {
             }
             giving.join_all().await;
             let (taken, lease) = waiting.await.unwrap();
-            assert!(taken - given_back < Duration::from_millis(400), "{user}: {:?}", taken - given_back);
+            is_told_at_once(given_back, taken, meter);
             lease.release().await.unwrap();
             // Who goes by itself publishes in any case, and so does whoever has waited.
             let info: String = command(&server, &["INFO", "commandstats"]);
