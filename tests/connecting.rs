@@ -488,6 +488,7 @@ async fn starts_in_an_outage<'a>(url: &str, servers: impl IntoIterator<Item = &'
     let error = options().connect().await.unwrap_err();
     assert!(matches!(error, ConnectError::Store(_)), "{url}: {}", story(&error));
     let backend = options().tolerate_outage(true).connect().await.unwrap();
+    assert!(backend.ping().await.is_err(), "{url}");
     let limiter = Limiter::new(backend.clone(), Policy::new("early", Quota::per_hour(1).fixed_window()));
     assert!(limiter.check("alice").await.is_err(), "{url}");
     let admin = LockAdmin::new(backend.clone());

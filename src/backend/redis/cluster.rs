@@ -190,7 +190,8 @@ impl Cluster {
             self.read_on();
             self.shared.stale.notify_one();
             let unknown = "no node of the cluster has answered yet";
-            return Some((number, Err((ErrorKind::ClusterConnectionNotFound, unknown).into())));
+            // Nobody else comes after.
+            return Some((u32::MAX, Err((ErrorKind::ClusterConnectionNotFound, unknown).into())));
         }
         let (number, node) = numbered(&map.nodes, |node| &node.address).into_iter().find(|(own, _)| *own >= number)?;
         let doubt = Doubt { stale: &self.shared.stale, settled: false };

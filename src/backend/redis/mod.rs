@@ -228,9 +228,10 @@ impl RedisBackend {
         loop {
             let begun = Instant::now();
             match self.inner.servers.send_to(from, |_| redis::cmd("PING")).await {
-                Some((number, Err(error))) if error.code() != Some("NOPERM") => {
-                    (from, failure) = (number + 1, failure.or(Some(error)));
-                }
+                Some((number, Err(error))) if error.code() != Some("NOPERM") => match number.checked_add(1) {
+                    Some(next) => (from, failure) = (next, failure.or(Some(error))),
+                    None => return Err(store_error(failure.unwrap_or(error))),
+                },
                 Some(_) => return Ok(begun.elapsed()),
                 None => return Err(failure.map_or_else(StoreError::timeout, store_error)),
             }
