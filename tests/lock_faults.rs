@@ -1494,6 +1494,50 @@ async fn who_cannot_listen_looks_once_a_second() {
     }
 }
 
+/// The server ends no connection for a refusal. Who was refused opened another one at once, ninety times a second.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_may_not_listen_does_not_connect_again_and_again() {
+    let server = RedisServer::start();
+    let acl = ["ACL", "SETUSER", "mute", "on", ">secret", "~tollgate:2:*", "&*", "+@all", "-subscribe"];
+    let _: () = command(&server, &acl);
+    let url = format!("redis://mute:secret@127.0.0.1:{}/", server.port());
+    let mute = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2)).wait(LONG);
+    let lease = locks(&server).await.lock("a").await.unwrap();
+    let connections = || server.info("total_connections_received").unwrap().parse::<u32>().unwrap();
+    let before = connections();
+    let waiter = tokio::spawn(mute.lock("a").into_future());
+    sleep(Duration::from_secs(2)).await;
+    let opened = connections() - before;
+    assert!(opened < 10, "{opened} connections in two seconds");
+    lease.release().await.unwrap();
+    waiter.await.unwrap().unwrap().release().await.unwrap();
+}
+
+/// The server refuses a subscription to several channels for one of them.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_lock_that_may_not_be_listened_to_keeps_nobody_from_hearing_of_others() {
+    let server = RedisServer::start();
+    let channels = "&tollgate:2:{lock:default:a}:*";
+    let acl = ["ACL", "SETUSER", "half", "on", ">secret", "~tollgate:2:*", "resetchannels", channels, "+@all"];
+    let _: () = command(&server, &acl);
+    let url = format!("redis://half:secret@127.0.0.1:{}/", server.port());
+    let half = Locks::new(RedisBackend::connect(url).await.unwrap()).deadline(Duration::from_secs(2)).wait(LONG);
+    let holder = locks(&server).await;
+    let [a, b] = [holder.lock("a").await.unwrap(), holder.lock("b").await.unwrap()];
+    let for_b = tokio::spawn(half.lock("b").into_future());
+    let refusals = || command::<Vec<redis::Value>>(&server, &["ACL", "LOG"]).len();
+    tokio::task::block_in_place(|| wait_until("the channel is refused", || refusals() > 0));
+    let for_a = tokio::spawn(half.lock("a").into_future());
+    let heard = || command::<Vec<String>>(&server, &["PUBSUB", "CHANNELS"]).iter().any(|name| name.contains(":a}"));
+    tokio::task::block_in_place(|| wait_until("the other one is listened to", heard));
+    a.release().await.unwrap();
+    b.release().await.unwrap();
+    for waiter in [for_a, for_b] {
+        waiter.await.unwrap().unwrap().release().await.unwrap();
+    }
+    assert!(heard(), "the connection is still there");
+}
+
 /// Behind somebody who had died, those who came next asked again and again for as long as the place of the dead was kept.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_stands_behind_the_dead_asks_now_and_then() {

@@ -22,7 +22,7 @@ use tollgate::rate_limit::{CircuitBreaker, Decision, LimitStatus, PolicyResolver
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
     AsError, BoxError, DelayQueue, DelayQueueWorker, Everyone, ExtractKey, IdempotencyLayer, Job, Key, Limiter,
-    LockLayer, Locks, MemoryBackend, Policy, Quota, RateLimitLayer, StoreError,
+    LockLayer, Locks, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, StoreError,
 };
 use tower::{Layer, ServiceExt, service_fn};
 use tracing::field::{Field, Visit};
@@ -75,6 +75,7 @@ struct Message {
     then: String,
     old_answer: String,
     cause: String,
+    missing: String,
     operation: String,
     names_operations: bool,
 }
@@ -90,6 +91,7 @@ impl Visit for Message {
         match field.name() {
             "message" => self.line = format!("{value:?}"),
             "cause" => self.cause = format!("{value:?}"),
+            "missing" => self.missing = format!("{value:?}").replace('"', ""),
             "then" => self.then = format!("{value:?}"),
             "old_answer" => self.old_answer = format!("{value:?}"),
             name @ ("layer" | "operation") if self.names_operations => self.operation += &format!(" {name}={value:?}"),
@@ -736,6 +738,25 @@ async fn a_server_that_may_evict_our_keys_is_one_line() {
         let _backend = tollgate::connect(server.url()).await.unwrap();
         assert_eq!(log.lines(), Vec::<String>::new());
     }
+}
+
+#[tokio::test]
+async fn a_user_who_may_not_listen_is_one_line_that_says_what_is_missing() {
+    let log = Log::default();
+    let _guard = tracing::subscriber::set_default(log.clone());
+    let server = RedisServer::start();
+    server.query::<()>("ACL SETUSER mute on >secret ~tollgate:2:* &* +@all -subscribe");
+    let backend = RedisBackend::connect(server.url().replace("://", "://mute:secret@")).await.unwrap();
+    let locks = Locks::new(backend).deadline(Duration::from_secs(2));
+    let holder = Locks::new(RedisBackend::connect(server.url()).await.unwrap()).deadline(Duration::from_secs(2));
+    for key in ["a", "b", "a"] {
+        let _lease = holder.lock(key).await.unwrap();
+        assert!(locks.lock(key).wait(Duration::from_millis(500)).await.is_err());
+    }
+    let lines = log.take();
+    assert_eq!(lines.len(), 1, "{:?}", lines.iter().map(|message| &message.line).collect::<Vec<_>>());
+    assert!(lines[0].line.starts_with("WARN the redis user may not listen for those who wait"), "{}", lines[0].line);
+    assert_eq!(lines[0].missing, "+subscribe");
 }
 
 /// Collects the spans of one name, with their fields.

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
-use futures_util::future::try_join_all;
+use futures_util::future::{join_all, try_join_all};
 use redis::aio::{AsyncPushSender, MultiplexedConnection};
 use redis::cluster::ClusterClientBuilder;
 use redis::cluster_async::ClusterConnection;
@@ -39,6 +39,20 @@ pub(super) enum News<'a> {
     Over(&'a str),
     /// The connection is gone, or was away for a while.
     MaybeMissed,
+}
+
+/// Channels that the user may not listen to.
+pub(super) struct Refusal {
+    pub(super) channels: Vec<Arc<str>>,
+    pub(super) missing: Right,
+}
+
+/// What somebody who listens has to be allowed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Right {
+    /// The command of this name.
+    Command(&'static str),
+    Channels,
 }
 
 /// A connection that listens to channels. What is heard is told by whoever reads it: nobody has to wake up for that in between.
@@ -89,7 +103,29 @@ impl Listener {
         }
     }
 
-    pub(super) async fn subscribe(&mut self, channels: &[Arc<str>]) -> Result<(), RedisError> {
+    /// Subscribes to those of the channels that the user may listen to, and says which the others are.
+    pub(super) async fn subscribe(&mut self, channels: &[Arc<str>]) -> Result<Option<Refusal>, RedisError> {
+        let missing = match self.subscribe_together(channels).await {
+            Ok(()) => return Ok(None),
+            Err(error) => self.missing(&error).ok_or(error)?,
+        };
+        if channels.len() == 1 || missing != Right::Channels {
+            return Ok(Some(Refusal { channels: channels.to_vec(), missing }));
+        }
+        // All of them have been refused for one.
+        let answers = join_all(channels.iter().map(|channel| self.subscribe_alone(channel))).await;
+        let mut refused = Vec::new();
+        for (channel, answer) in channels.iter().zip(answers) {
+            match answer {
+                Ok(()) => {}
+                Err(error) if self.missing(&error).is_some() => refused.push(Arc::clone(channel)),
+                Err(error) => return Err(error),
+            }
+        }
+        Ok((!refused.is_empty()).then_some(Refusal { channels: refused, missing }))
+    }
+
+    async fn subscribe_together(&mut self, channels: &[Arc<str>]) -> Result<(), RedisError> {
         match self {
             Self::One { connection, .. } => connection.subscribe(names(channels)).await,
             Self::Cluster { connection, is_sharded } => {
@@ -105,6 +141,25 @@ impl Listener {
                 connection.subscribe(names(channels)).await
             }
         }
+    }
+
+    async fn subscribe_alone(&self, channel: &Arc<str>) -> Result<(), RedisError> {
+        match self {
+            Self::One { connection, .. } => connection.clone().subscribe(&**channel).await,
+            Self::Cluster { connection, is_sharded: true } => shard_subscribe(connection, Arc::clone(channel)).await,
+            Self::Cluster { connection, is_sharded: false } => connection.clone().subscribe(&**channel).await,
+        }
+    }
+
+    /// What the user lacks, if that is why a subscription was refused.
+    fn missing(&self, error: &RedisError) -> Option<Right> {
+        if error.code() != Some("NOPERM") {
+            return None;
+        }
+        let command = if matches!(self, Self::Cluster { is_sharded: true, .. }) { "ssubscribe" } else { "subscribe" };
+        // Either `... to run the 'subscribe' command` or `... to access a channel`.
+        let is_of_channels = error.detail().is_some_and(|detail| detail.contains("channel"));
+        Some(if is_of_channels { Right::Channels } else { Right::Command(command) })
     }
 
     pub(super) async fn unsubscribe(&mut self, channels: &[Arc<str>]) -> Result<(), RedisError> {

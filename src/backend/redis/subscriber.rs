@@ -10,7 +10,7 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::home::Home;
-use super::listener::{Listener as Ear, News, Source};
+use super::listener::{Listener as Ear, News, Refusal, Right, Source};
 use crate::lock::{Token, Wakeups};
 
 /// How long whoever subscribes waits for that to be confirmed, before going on to look now and then.
@@ -25,6 +25,8 @@ const CONNECT: Duration = Duration::from_secs(1);
 /// The pause after an attempt to connect that failed, doubled with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+/// When channels are asked for again that the user may not listen to: somebody has to allow it first.
+const REFUSED: Duration = Duration::from_secs(5);
 /// How many channels one command subscribes to.
 const CHUNK: usize = 256;
 
@@ -47,6 +49,8 @@ struct State {
     added: Vec<Arc<str>>,
     // Channels that nobody listened to any more at that time, oldest first.
     unused: VecDeque<(Instant, Arc<str>)>,
+    // What the user was last found not to be allowed.
+    missing: Option<Right>,
     task: Option<AbortHandle>,
 }
 
@@ -234,10 +238,30 @@ impl Shared {
         }
     }
 
-    fn take_added(&self) -> Vec<Arc<str>> {
+    /// Channels to subscribe to: new ones, and of these whichever is still listened to.
+    fn take_added(&self, again: Vec<Arc<str>>) -> Vec<Arc<str>> {
         let mut state = self.state();
-        let added = std::mem::take(&mut state.added);
-        added.into_iter().filter(|name| state.channels.contains_key(name)).collect()
+        let added = std::mem::take(&mut state.added).into_iter().chain(again);
+        added.filter(|name| state.channels.contains_key(name)).collect()
+    }
+
+    fn refused(&self, missing: Right) {
+        if self.state().missing.replace(missing) == Some(missing) {
+            return;
+        }
+        let missing = match missing {
+            Right::Command(name) => format!("+{name}"),
+            Right::Channels => "&<prefix>:2:*".to_owned(),
+        };
+        tracing::warn!(missing, "the redis user may not listen for those who wait, who look once a second instead");
+    }
+
+    /// Nothing was refused of what was asked for, with or without channels that were refused before.
+    fn allowed(&self, again: bool) {
+        let mut state = self.state();
+        if again || matches!(state.missing, Some(Right::Command(_))) {
+            state.missing = None;
+        }
     }
 
     /// Takes out the channels that nobody has listened to for a while, and says when to look again.
@@ -258,6 +282,17 @@ impl Shared {
     }
 }
 
+/// What of the channels the server sends on one connection.
+#[derive(Default)]
+struct Subscriptions {
+    confirmed: HashSet<Arc<str>>,
+    // Those that the user may not listen to, and when they are asked for again.
+    refused: Vec<Arc<str>>,
+    again_at: Option<Instant>,
+    // Whether any was confirmed.
+    is_of_use: bool,
+}
+
 async fn run(shared: Arc<Shared>) {
     let mut pause = Duration::ZERO;
     loop {
@@ -270,11 +305,14 @@ async fn run(shared: Arc<Shared>) {
         let connection = timeout(CONNECT, Ear::open(&shared.source, tell)).await;
         match connection {
             Ok(Ok(connection)) => {
-                pause = Duration::ZERO;
-                match listen(&shared, connection).await {
+                let mut subscriptions = Subscriptions::default();
+                match listen(&shared, connection, &mut subscriptions).await {
                     // Whoever listens from now on has a task of their own already.
                     Ok(()) => return,
                     Err(error) => tracing::debug!(%error, "the connection that listens for those who wait is gone"),
+                }
+                if subscriptions.is_of_use {
+                    pause = Duration::ZERO;
                 }
             }
             Ok(Err(error)) => tracing::debug!(%error, "cannot listen for those who wait"),
@@ -291,19 +329,19 @@ async fn run(shared: Arc<Shared>) {
 }
 
 /// Listens until the connection breaks or nobody is interested any more.
-async fn listen(shared: &Shared, mut ear: Ear) -> Result<(), RedisError> {
+async fn listen(shared: &Shared, mut ear: Ear, subscriptions: &mut Subscriptions) -> Result<(), RedisError> {
     shared.start_again();
-    let mut subscribed = HashSet::new();
     let mut ping_at = Instant::now() + PING;
     loop {
-        let next = adapt(shared, &mut ear, &mut subscribed).await?;
-        if subscribed.is_empty() && shared.is_over() {
+        let next = adapt(shared, &mut ear, subscriptions).await?;
+        if subscriptions.confirmed.is_empty() && shared.is_over() {
             return Ok(());
         }
+        let again_at = subscriptions.again_at;
         tokio::select! {
             error = ear.ended() => return Err(error),
             () = shared.work.notified() => {}
-            () = sleep_until(next.map_or(ping_at, |next| next.min(ping_at))) => {}
+            () = sleep_until([next, again_at].into_iter().flatten().fold(ping_at, Instant::min)) => {}
         }
         if Instant::now() >= ping_at {
             ping_at = Instant::now() + PING;
@@ -316,20 +354,49 @@ async fn listen(shared: &Shared, mut ear: Ear) -> Result<(), RedisError> {
 async fn adapt(
     shared: &Shared,
     ear: &mut Ear,
-    subscribed: &mut HashSet<Arc<str>>,
+    subscriptions: &mut Subscriptions,
 ) -> Result<Option<Instant>, RedisError> {
-    let (unused, next) = shared.take_unused(Instant::now());
-    let unused: Vec<_> = unused.into_iter().filter(|name| subscribed.remove(name)).collect();
+    let now = Instant::now();
+    let (unused, next) = shared.take_unused(now);
+    let unused: Vec<_> = unused.into_iter().filter(|name| subscriptions.confirmed.remove(name)).collect();
     for names in unused.chunks(CHUNK) {
         timeout(PONG, ear.unsubscribe(names)).await.map_err(|_| silence())??;
     }
-    let added = shared.take_added();
+    let is_due = subscriptions.again_at.take_if(|at| *at <= now).is_some();
+    let again = if is_due { std::mem::take(&mut subscriptions.refused) } else { Vec::new() };
+    let is_again = !again.is_empty();
+    let added = shared.take_added(again);
+    let mut missing = None;
     for names in added.chunks(CHUNK) {
-        timeout(PONG, ear.subscribe(names)).await.map_err(|_| silence())??;
-        subscribed.extend(names.iter().cloned());
-        shared.confirmed(names);
+        let refusal = timeout(PONG, ear.subscribe(names)).await.map_err(|_| silence())??;
+        let Some(refusal) = refusal else {
+            subscriptions.confirmed(shared, names);
+            continue;
+        };
+        let is_confirmed = |name: &&Arc<str>| !refusal.channels.contains(name);
+        let names: Vec<_> = names.iter().filter(is_confirmed).cloned().collect();
+        subscriptions.confirmed(shared, &names);
+        let Refusal { channels, missing: right } = refusal;
+        subscriptions.refused.extend(channels);
+        missing = Some(right);
+    }
+    match missing {
+        Some(right) => {
+            subscriptions.again_at.get_or_insert(now + REFUSED);
+            shared.refused(right);
+        }
+        None if !added.is_empty() => shared.allowed(is_again),
+        None => {}
     }
     Ok(next)
+}
+
+impl Subscriptions {
+    fn confirmed(&mut self, shared: &Shared, names: &[Arc<str>]) {
+        self.is_of_use |= !names.is_empty();
+        self.confirmed.extend(names.iter().cloned());
+        shared.confirmed(names);
+    }
 }
 
 fn silence() -> RedisError {
