@@ -9,13 +9,14 @@ use bb8_redis::RedisConnectionManager;
 use support::load::{self, Load};
 use support::processor::{ProcessorMeter, Waits};
 use support::proxy::Proxy;
-use support::server::RedisServer;
+use support::server::{RedisServer, wait_until};
 use tokio::sync::{Mutex, MutexGuard};
+use tokio::task::block_in_place;
 use tokio::time::sleep;
 use tollgate::rate_limit::RateLimitStore;
 use tollgate::{
-    AsError, BoxError, Key, Limiter, OnStoreError, Policy, Quota, RateLimitLayer, RedisBackend, RedisOptions,
-    StoreError,
+    AsError, BoxError, DelayQueue, Key, Limiter, Locks, OnStoreError, Policy, Quota, RateLimitLayer, RedisBackend,
+    RedisOptions, StoreError,
 };
 use tower::{Layer, ServiceExt, service_fn};
 
@@ -188,6 +189,40 @@ async fn a_cut_connection_costs_what_was_in_flight_and_no_more() {
         let most = CALLERS as usize * CUTS * connections as usize;
         assert!(failures > 0 && failures <= most, "{failures} failures with {connections} connections");
         assert!(calls.len() > 1_000);
+    }
+}
+
+/// With `timeout` set on the server, or a network that forgets idle connections, all but one of the calls failed where there were few: each found another
+/// connection that had been closed.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connections_that_were_closed_while_idle_cost_no_call() {
+    let _turn = alone().await;
+    let server = RedisServer::start();
+    let manager = RedisConnectionManager::new(server.url()).unwrap();
+    let pool = bb8_redis::bb8::Pool::builder().max_size(1).build(manager).await.unwrap();
+    let backends = [backend(&server).await, RedisBackend::from_pool(pool.clone()).await.unwrap()];
+    let deadline = Duration::from_secs(5);
+    for backend in backends {
+        let limiter = Limiter::new(backend.clone(), policy()).deadline(deadline);
+        let locks = Locks::new(backend.clone()).deadline(deadline);
+        let queue = DelayQueue::<u32>::new(backend, "idle").deadline(deadline);
+        let _ = limiter.check("alice").await.unwrap();
+        locks.try_lock("a").await.unwrap().release().await.unwrap();
+        server.query::<()>("CONFIG SET timeout 1");
+        block_in_place(|| wait_until("the server has closed all connections", || server.clients() == 0));
+        server.query::<()>("CONFIG SET timeout 0");
+        // Until that is known here.
+        sleep(Duration::from_millis(300)).await;
+        for i in 0..8 {
+            assert!(limiter.check(i).await.unwrap().is_allowed(), "call {i}");
+            // None that was opened meanwhile.
+            server.kill_clients();
+            sleep(Duration::from_millis(300)).await;
+        }
+        locks.try_lock("b").await.unwrap().release().await.unwrap();
+        server.kill_clients();
+        sleep(Duration::from_millis(300)).await;
+        queue.push(0).await.unwrap();
     }
 }
 

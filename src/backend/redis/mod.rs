@@ -38,6 +38,7 @@
 //! A bb8 pool of a few *multiplexed* connections for each server. A call borrows one, clones its handle and gives it back before it
 //! sends anything, so no call waits for the round trip of another and a handful of connections serves thousands of requests at
 //! once. There is no PING per checkout: a connection that fails is marked, is never handed out again, and is replaced.
+//! One that was closed while it was idle is replaced before anything is sent.
 //! A server that is demoted to a replica is left for whatever its address leads to by then. While connections are refused,
 //! calls fail at once instead of waiting for their deadline; a server that accepts them and does not answer costs calls their
 //! deadline until that is known. A command whose answer is lost is never sent again, since it may have been counted.

@@ -1,8 +1,10 @@
 //! Connections that are borrowed for an instant, never for a round trip.
 
 use std::future::pending;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use std::{fmt, io};
 
@@ -21,6 +23,8 @@ use super::sentinel::{Sentinels, Tenure};
 /// that is only slow answers sooner; a network that swallows everything does not. To be wrong costs one connection more:
 /// calls in flight keep their clone of the old one.
 const SILENCE: Duration = Duration::from_secs(1);
+/// A connection on which nothing has come for this long is looked at before it is lent: servers, and networks, close those that are idle.
+const IDLE: Duration = Duration::from_millis(100);
 /// Before this, a missing answer says nothing about the connection.
 const LATE: Duration = Duration::from_millis(10);
 /// A connection that ends at a replica is given up once it is this old: the address may lead to a new primary by now. Not
@@ -98,6 +102,8 @@ struct Health {
     silent_since: AtomicU64,
     // When the last one was sent that was answered, as the pool counts; in the beginning when it was opened.
     heard: AtomicU64,
+    // When it was last looked at, as the pool counts.
+    looked: AtomicU64,
     others: Arc<Others>,
     // With Sentinels: as long as the server is the one that they name.
     tenure: Option<Tenure>,
@@ -244,7 +250,8 @@ impl Lender {
 
     /// A clone of the handle of whichever connection is next.
     async fn lend(&self) -> Result<Handle, RunError<RedisError>> {
-        let item = self.pool.get().await?;
+        let mut item = self.pool.get().await?;
+        item.look();
         Ok(item.clone())
     }
 
@@ -291,6 +298,21 @@ impl fmt::Debug for Pool {
 }
 
 impl Handle {
+    /// Finds out whether an idle connection has been closed meanwhile, which nobody is told of. Nothing is waited for.
+    fn look(&mut self) {
+        if !self.health.is_idle() {
+            return;
+        }
+        let ping = redis::cmd("PING");
+        let asked = pin!(self.connection.send_packed_command(&ping));
+        // Refused at once where nobody is left to write it; and given up before it is written where somebody is, or nearly always.
+        if let Poll::Ready(Err(error)) = asked.poll(&mut Context::from_waker(Waker::noop()))
+            && error.is_unrecoverable_error()
+        {
+            self.health.broken.store(true, Ordering::Relaxed);
+        }
+    }
+
     /// Sends one command and waits for its answer.
     pub(super) async fn send(&mut self, command: &Cmd, asking: bool) -> Result<Value, RedisError> {
         let mut watch = SilenceWatch { health: &self.health, sent: Instant::now(), given_up: true };
@@ -339,8 +361,19 @@ impl Handle {
 impl Health {
     fn new(tenure: Option<Tenure>, others: Arc<Others>) -> Self {
         let opened = Instant::now();
-        let heard = AtomicU64::new(others.at(opened));
-        Self { opened, broken: AtomicBool::new(false), silent_since: AtomicU64::new(0), heard, others, tenure }
+        let [heard, looked] = [(); 2].map(|()| AtomicU64::new(others.at(opened)));
+        Self { opened, broken: AtomicBool::new(false), silent_since: AtomicU64::new(0), heard, looked, others, tenure }
+    }
+
+    /// Whether nothing has come for a while, and nobody has looked.
+    fn is_idle(&self) -> bool {
+        let now = self.others.at(Instant::now());
+        let last = self.heard.load(Ordering::Relaxed).max(self.looked.load(Ordering::Relaxed));
+        let is_idle = now.saturating_sub(last) >= IDLE.as_micros() as u64;
+        if is_idle {
+            self.looked.store(now, Ordering::Relaxed);
+        }
+        is_idle
     }
 
     fn is_broken(&self) -> bool {
