@@ -294,6 +294,30 @@ mod on_a_cluster {
         }
     }
 
+    /// The client connects to all nodes that it is told before it listens to any, and gave up before it had given up the one that hangs: who waited looked
+    /// once a second for as long as that lasted.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn who_waits_is_told_while_a_node_hangs_that_has_nothing_to_do_with_it() {
+        // It stays one of the nodes.
+        let cluster = Cluster::start_with(&["--cluster-node-timeout", "30000"]);
+        let replica = cluster.replica_of(0);
+        assert!(cluster.url().contains(&cluster.nodes[replica].port().to_string()));
+        cluster.nodes[replica].pause();
+        let url = cluster.url();
+        let locks =
+            || async { Locks::new(RedisBackend::connect(&url).await.unwrap()).deadline(Duration::from_secs(2)) };
+        let (here, there) = (locks().await, locks().await);
+        let lease = here.lock("a").await.unwrap();
+        let waiting = tokio::spawn(async move { there.lock("a").wait(Duration::from_secs(60)).await });
+        let channels = if version() >= (7, 0) { "PUBSUB SHARDCHANNELS" } else { "PUBSUB CHANNELS" };
+        let primaries = || (0..3).map(|primary| &cluster.nodes[primary]);
+        let is_heard =
+            || primaries().any(|node| node.query::<Vec<String>>(channels).iter().any(|name| name.contains(":a}")));
+        block_in_place(|| wait_until("the lock is listened to", is_heard));
+        lease.release().await.unwrap();
+        waiting.await.unwrap().unwrap().release().await.unwrap();
+    }
+
     /// A slot may be open for minutes, or for good where a move was given up. A node refuses any command with several keys of which it has not all, and there
     /// never is a key of the name of a channel.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

@@ -14,10 +14,16 @@ use super::pool::Connector;
 use super::sentinel::Tenure;
 use crate::lock::Token;
 
+/// How long it may take to connect to one server, at the least: there may be Sentinels to be asked.
+const CONNECT: Duration = Duration::from_secs(1);
+/// How long a node of a cluster may take to name the others.
+const ANSWER: Duration = Duration::from_secs(1);
+
 /// Where to listen.
 #[derive(Clone)]
 pub(super) enum Source {
-    One(Connector),
+    /// With how long requests have to connect.
+    One(Connector, Duration),
     Cluster(Arc<ClusterSource>),
 }
 
@@ -75,7 +81,16 @@ pub(super) enum Listener {
 impl Source {
     /// Whether there is a way to open a connection for subscriptions. A pool opens what it hands out and nothing else.
     pub(super) const fn can_subscribe(&self) -> bool {
-        !matches!(self, Self::One(Connector::Pool { .. }))
+        !matches!(self, Self::One(Connector::Pool { .. }, _))
+    }
+
+    /// How long it may take to open a connection.
+    pub(super) fn patience(&self) -> Duration {
+        match self {
+            Self::One(_, connect_timeout) => CONNECT.max(*connect_timeout),
+            // The client waits for each of the nodes that it is told, and then for each of those that these name, also where others have answered.
+            Self::Cluster(source) => 2 * source.connect_timeout + ANSWER,
+        }
     }
 }
 
@@ -86,7 +101,7 @@ impl Listener {
         tell: impl Fn(News<'_>) + Send + Sync + 'static,
     ) -> Result<Self, RedisError> {
         match source {
-            Source::One(connector) => {
+            Source::One(connector, _) => {
                 let closed = Arc::new(Notify::new());
                 let told = Arc::clone(&closed);
                 let tell = move |news: News<'_>| match news {

@@ -362,7 +362,8 @@ async fn to_one(connector: Connector, connections: u32, terms: Terms, start: Sta
     let apart = Pool::lazy(connector.clone(), 1, terms.clone());
     let careful = Servers::One(Pool::lazy(connector.clone(), connections, terms.clone()));
     let (requests, apart) = (Servers::One(requests), Servers::One(apart));
-    Ok(Links { requests, apart, careful, patience: terms.response, home: terms.home, source: Source::One(connector) })
+    let source = Source::One(connector, terms.connect);
+    Ok(Links { requests, apart, careful, patience: terms.response, home: terms.home, source })
 }
 
 fn with_user(redis: RedisConnectionInfo, name: &str, password: &str) -> RedisConnectionInfo {

@@ -20,8 +20,6 @@ const LINGER: Duration = Duration::from_secs(2);
 /// How often a connection on which nothing comes is asked whether it is alive, and how long it may take to say so.
 const PING: Duration = Duration::from_secs(5);
 const PONG: Duration = Duration::from_secs(1);
-/// How long it may take to connect.
-const CONNECT: Duration = Duration::from_secs(1);
 /// The pause after an attempt to connect that failed, doubled with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
@@ -302,7 +300,7 @@ async fn run(shared: Arc<Shared>) {
                 shared.hear(news);
             }
         };
-        let connection = timeout(CONNECT, Ear::open(&shared.source, tell)).await;
+        let connection = timeout(shared.source.patience(), Ear::open(&shared.source, tell)).await;
         match connection {
             Ok(Ok(connection)) => {
                 let mut subscriptions = Subscriptions::default();
