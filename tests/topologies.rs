@@ -270,7 +270,7 @@ mod on_a_cluster {
             let channels = if version() >= (7, 0) { "PUBSUB SHARDCHANNELS" } else { "PUBSUB CHANNELS" };
             node.query::<Vec<String>>(channels).contains(&channel.to_owned())
         };
-        for turn in 0..3 {
+        let told_after = async |turn| {
             let lease = here.lock("a").await.unwrap();
             let there = there.clone();
             let waiting = tokio::spawn(async move {
@@ -281,13 +281,21 @@ mod on_a_cluster {
             });
             let owner = cluster.owner(slot);
             let heard = || listens(&cluster.nodes[owner]) || (version() < (7, 0) && cluster.nodes.iter().any(listens));
-            block_in_place(|| wait_until("the node that has the lock is listened to", heard));
+            block_in_place(|| wait_until(&format!("the node that has the lock is listened to in turn {turn}"), heard));
             // Long enough after a look at the lock, and before the next one.
             sleep(Duration::from_millis(300)).await;
             let given_back = Instant::now();
             lease.release().await.unwrap();
-            let took = waiting.await.unwrap() - given_back;
-            assert!(took < Duration::from_millis(400), "it took {took:?} to be told in turn {turn}");
+            waiting.await.unwrap().saturating_duration_since(given_back)
+        };
+        for turn in 0..3 {
+            let owner = cluster.owner(slot);
+            // Whoever is not told in time for want of a processor is in one of a few tries; who looks once a second is in none.
+            let mut took = Vec::new();
+            while took.last().is_none_or(|took| *took >= Duration::from_millis(400)) {
+                assert!(took.len() < 5, "it took {took:?} to be told in turn {turn}");
+                took.push(told_after(turn).await);
+            }
             // Another node has it the next time.
             let next = cluster.primaries().into_iter().find(|primary| *primary != owner).unwrap();
             block_in_place(|| cluster.migrate(slot, next));
