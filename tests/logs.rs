@@ -13,7 +13,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
-use support::server::RedisServer;
+use support::server::{RedisServer, free_port};
 use tokio::time::{advance, sleep};
 use tollgate::delay_queue::{Codec, Recurring, Schedule};
 use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, peer_ip};
@@ -22,7 +22,7 @@ use tollgate::rate_limit::{CircuitBreaker, Decision, LimitStatus, PolicyResolver
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
     AsError, BoxError, DelayQueue, DelayQueueWorker, Everyone, ExtractKey, IdempotencyLayer, Job, Key, Limiter,
-    LockLayer, Locks, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, StoreError,
+    LockLayer, Locks, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, RedisOptions, StoreError,
 };
 use tower::{Layer, ServiceExt, service_fn};
 use tracing::field::{Field, Visit};
@@ -757,6 +757,20 @@ async fn a_user_who_may_not_listen_is_one_line_that_says_what_is_missing() {
     assert_eq!(lines.len(), 1, "{:?}", lines.iter().map(|message| &message.line).collect::<Vec<_>>());
     assert!(lines[0].line.starts_with("WARN the redis user may not listen for those who wait"), "{}", lines[0].line);
     assert_eq!(lines[0].missing, "+subscribe");
+}
+
+/// Each look for the map was a line for each of the nodes, twenty times a second.
+#[tokio::test]
+async fn a_cluster_that_is_down_is_a_few_lines() {
+    let log = Log::default();
+    let _guard = tracing::subscriber::set_default(log.clone());
+    let nodes: Vec<_> = (0..3).map(|_| format!("127.0.0.1:{}", free_port())).collect();
+    let options = RedisOptions::from_url(format!("redis+cluster://{}/", nodes.join(","))).unwrap();
+    let _backend = options.tolerate_outage(true).connect().await.unwrap();
+    sleep(Duration::from_secs(2)).await;
+    let lines = log.lines();
+    // Each node when it is tried at the start and when it is tried again, and that there is an outage.
+    assert!((1..=7).contains(&lines.len()), "{} lines: {:?}", lines.len(), &lines[..lines.len().min(10)]);
 }
 
 /// Collects the spans of one name, with their fields.

@@ -28,8 +28,9 @@ const REDIRECTIONS: u32 = 5;
 const FIRST_PAUSE: Duration = Duration::from_millis(2);
 /// How long a node may take to tell the map before another one is asked.
 const PATIENCE: Duration = Duration::from_millis(200);
-/// The pause between two looks at the map, however many commands ask for one.
+/// The pause between two looks at the map, however many commands ask for one; doubled while nobody tells it.
 const REST: Duration = Duration::from_millis(50);
+const LONGEST_REST: Duration = Duration::from_millis(500);
 
 /// Host and port of a node.
 pub(super) type Address = (String, u16);
@@ -51,6 +52,8 @@ struct Shared {
     terms: Terms,
     seeds: Vec<Address>,
     map: RwLock<Arc<Map>>,
+    // Connections to those who may know the map and serve nothing, while these fail: each failure would be news otherwise.
+    strangers: Mutex<HashMap<Address, Pool>>,
     stale: Arc<Notify>,
 }
 
@@ -93,7 +96,8 @@ impl Cluster {
         let nothing = Map { owners: vec![u16::MAX; SLOTS].into(), nodes: Vec::new(), replicas: Vec::new() };
         let stale = Arc::new(Notify::new());
         let map = RwLock::new(Arc::new(nothing));
-        let shared = Shared { connectors, connections, terms, seeds, map, stale: Arc::clone(&stale) };
+        let strangers = Mutex::default();
+        let shared = Shared { connectors, connections, terms, seeds, map, strangers, stale: Arc::clone(&stale) };
         match start {
             Start::Connected => shared.read_map(0).await?,
             Start::Disconnected => stale.notify_one(),
@@ -290,6 +294,26 @@ impl Shared {
         Ok(Node { address: address.clone(), requests, apart, careful })
     }
 
+    /// Connections to somebody who is none of the nodes.
+    fn stranger(&self, address: &Address) -> Result<Pool, RedisError> {
+        let mut strangers = self.strangers.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(pool) = strangers.get(address) {
+            return Ok(pool.clone());
+        }
+        let pool = Pool::lazy((self.connectors)(address)?, 1, self.terms.clone());
+        strangers.insert(address.clone(), pool.clone());
+        Ok(pool)
+    }
+
+    /// Keeps those strangers only that cannot be connected to, and may be asked again.
+    fn forget_strangers(&self, map: &Map) {
+        let mut strangers = self.strangers.lock().unwrap_or_else(PoisonError::into_inner);
+        strangers.retain(|address, pool| {
+            let is_asked = map.replicas.contains(address) || self.seeds.contains(address);
+            is_asked && pool.is_in_trouble()
+        });
+    }
+
     /// Asks one node after the other for the map until one has it, and takes it over. A different one is first at each turn:
     /// a node that is cut off from the others does not know that it is wrong.
     async fn read_map(&self, turn: usize) -> Result<(), RedisError> {
@@ -305,7 +329,7 @@ impl Shared {
             let answer = async {
                 match pool {
                     Some(pool) => pool.send(&slots_command()).await,
-                    None => self.open(address)?.apart.send(&slots_command()).await,
+                    None => self.stranger(address)?.send(&slots_command()).await,
                 }
             };
             // Whoever is a stranger has to be connected to first.
@@ -313,6 +337,7 @@ impl Shared {
             let answer = timeout(patience, answer).await.unwrap_or_else(|_| Err(no_connection(patience)));
             match answer.and_then(|answer| self.read(&answer, address, &map)) {
                 Ok(new) => {
+                    self.forget_strangers(&new);
                     self.set_map(new);
                     return Ok(());
                 }
@@ -369,18 +394,23 @@ fn reader(shared: &Arc<Shared>) -> AbortHandle {
 
 /// Reads the map whenever it is in doubt, until there is nobody left to use it.
 async fn read_when_stale(shared: Weak<Shared>, stale: Arc<Notify>) {
+    let mut rest = REST;
     for turn in 1.. {
         stale.notified().await;
         let Some(shared) = shared.upgrade() else { return };
-        if let Err(error) = shared.read_map(turn).await {
-            tracing::debug!(%error, "no node of the redis cluster tells who serves what");
+        match shared.read_map(turn).await {
+            Ok(()) => rest = REST,
+            Err(error) => {
+                tracing::debug!(%error, "no node of the redis cluster tells who serves what");
+                rest = (rest * 2).min(LONGEST_REST);
+            }
         }
         if shared.map().nodes.is_empty() {
             // Nobody can ask for anything before there is one.
             stale.notify_one();
         }
         drop(shared);
-        sleep(REST).await;
+        sleep(rest).await;
     }
 }
 

@@ -210,6 +210,11 @@ impl Pool {
         Ok((answer, handle))
     }
 
+    /// Whether the last attempt to open a connection failed.
+    pub(super) fn is_in_trouble(&self) -> bool {
+        self.lender().trouble.borrow().is_some()
+    }
+
     /// A clone of the handle of a connection that is not known to be dead. The original is back in the pool on return.
     async fn borrow(&self) -> Result<Handle, RedisError> {
         // Each turn takes a broken connection out of the pool for good, so there are at most as many turns as connections,
