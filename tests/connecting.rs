@@ -5,6 +5,7 @@ mod support;
 
 use std::error::Error;
 use std::fs;
+use std::future::{IntoFuture, ready};
 use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
@@ -12,13 +13,15 @@ use support::proxy::{Door, Proxy, Traffic};
 use support::sentinel::{SERVICE, SentinelDeployment};
 use support::server::{RedisServer, query};
 use support::tls::{Certificates, TlsServer};
+use tokio::sync::mpsc;
 use tokio::task::{JoinSet, block_in_place, yield_now};
 use tokio::time::sleep;
 use tollgate::lock::{Cursor, LockAdmin, LockKey, LockStore, Release};
 use tollgate::{
-    BoxError, ConfigError, ConnectError, DelayQueue, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions,
-    StoreError,
+    BoxError, ConfigError, ConnectError, DelayQueue, DelayQueueWorker, Job, Limiter, Locks, Policy, Quota,
+    RedisBackend, RedisOptions, StoreError,
 };
+use tower::service_fn;
 
 async fn works(backend: RedisBackend) -> Result<(), BoxError> {
     let limiter = Limiter::new(backend, Policy::new("connecting", Quota::per_hour(1).fixed_window()));
@@ -510,6 +513,30 @@ async fn a_program_that_says_so_starts_while_redis_is_down() {
     starts_in_an_outage(&deployment.url(), deployment.servers.iter().chain(&deployment.sentinels)).await;
     let cluster = Cluster::start();
     starts_in_an_outage(&cluster.url(), &cluster.nodes).await;
+}
+
+#[tokio::test(flavor = "multi_thread")]
+async fn whoever_has_no_hurry_may_say_so() {
+    let (server, cluster) = (RedisServer::start(), Cluster::start());
+    for url in [server.url(), cluster.url()] {
+        let options = RedisOptions::from_url(url).unwrap();
+        let options = options.connect_timeout(Duration::MAX).response_timeout(Duration::MAX);
+        let backend = options.connect().await.unwrap();
+        works(backend.clone()).await.unwrap();
+        // Claims are waited for longer than other commands, and somebody listens.
+        let queue = DelayQueue::<u32>::new(backend.clone(), "queue");
+        let (done, mut is_done) = mpsc::unbounded_channel();
+        let service = service_fn(move |job: Job<u32>| ready(done.send(*job).map_err(BoxError::from)));
+        let worker = tokio::spawn(DelayQueueWorker::new(queue.clone(), service).run());
+        queue.push(7).await.unwrap();
+        assert_eq!(is_done.recv().await, Some(7));
+        worker.abort();
+        let [here, there] = [(); 2].map(|()| Locks::new(backend.clone()).deadline(Duration::from_secs(5)));
+        let lease = here.lock("a").await.unwrap();
+        let waiting = tokio::spawn(there.lock("a").wait(Duration::from_secs(30)).into_future());
+        lease.release().await.unwrap();
+        waiting.await.unwrap().unwrap().release().await.unwrap();
+    }
 }
 
 #[tokio::test]

@@ -202,7 +202,7 @@ impl RedisOptions {
     /// [`ConfigError::InvalidCertificate`]. The other kinds of [`ConnectError`] if no connection could be opened within the
     /// connect timeout, if the server or we are not who we should be, or if the server is not one that will do. A service that has to start while
     /// Redis is down is one for [`tolerate_outage`](Self::tolerate_outage).
-    pub async fn connect(self) -> Result<RedisBackend, ConnectError> {
+    pub async fn connect(mut self) -> Result<RedisBackend, ConnectError> {
         if self.connections == 0 {
             return Err(ConfigError::EmptyPool.into());
         }
@@ -212,6 +212,8 @@ impl RedisOptions {
         if self.response_timeout.is_zero() {
             return Err(ConfigError::ZeroTimeout { setting: "response_timeout" }.into());
         }
+        self.connect_timeout = self.connect_timeout.min(LONGEST_TIMEOUT);
+        self.response_timeout = self.response_timeout.min(LONGEST_TIMEOUT);
         #[cfg(feature = "tls")]
         self.check_certificates()?;
         let keys = Keys::new(&self.prefix);
@@ -397,6 +399,9 @@ fn provide_cryptography() {
         let _ = ring::default_provider().install_default();
     }
 }
+
+/// As good as for ever, and instants can be told that are as far away.
+const LONGEST_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
 /// How many commands may wait to be written to one connection before the next caller has to wait for a place. The client's
 /// own default of 50 is fewer than the callers that one connection is meant to serve.
