@@ -56,6 +56,33 @@ async fn no_password_and_a_wrong_one() {
     RedisBackend::connect(url(":secret@")).await.unwrap();
 }
 
+/// It says so to whoever comes, whatever they ask for: their password, or the database, was said to be wrong.
+#[tokio::test]
+async fn no_room_for_another_client() {
+    let server = RedisServer::start();
+    server.query::<()>("ACL SETUSER shop on >secret ~* &* +@all");
+    let urls = ["", "shop:secret@"].map(|userinfo| server.url().replace("://", &format!("://{userinfo}")));
+    let earlier = RedisOptions::from_url(&urls[1]).unwrap().connections(1).connect().await.unwrap();
+    let _ = limiter(&earlier).check("alice").await.unwrap();
+    let mut connection = server.connection();
+    let _: () = redis::cmd("CONFIG").arg(&["SET", "maxclients", "1"]).query(&mut connection).unwrap();
+    for url in urls.iter().flat_map(|url| [url.clone(), format!("{url}3")]) {
+        let options = || RedisOptions::from_url(&url).unwrap();
+        let error = options().connect().await.unwrap_err();
+        assert!(matches!(&error, ConnectError::Store(error) if error.is_unavailable()), "{url}: {error:?}");
+        options().tolerate_outage(true).connect().await.unwrap();
+    }
+    // Nor are they by whoever was there already.
+    let _: u32 = redis::cmd("CLIENT").arg(&["KILL", "TYPE", "normal", "SKIPME", "yes"]).query(&mut connection).unwrap();
+    for _ in 0..3 {
+        let error = limiter(&earlier).check("alice").await.unwrap_err();
+        assert!(error.is_unavailable(), "{error:?}");
+    }
+    let _: () = redis::cmd("CONFIG").arg(&["SET", "maxclients", "100"]).query(&mut connection).unwrap();
+    let error = RedisBackend::connect(urls[1].replace("secret", "wrong")).await.unwrap_err();
+    assert!(matches!(error, ConnectError::Credentials(_)), "{error:?}");
+}
+
 #[tokio::test]
 async fn a_user_who_may_not_run_scripts_or_touch_the_key() {
     let server = RedisServer::start();

@@ -50,6 +50,9 @@ pub(super) fn store_error(error: RedisError) -> StoreError {
     if let Some(cause) = cause_unsent(&error) {
         return StoreError::unasked(cause.clone());
     }
+    if is_full(&error) {
+        return StoreError::unasked(error);
+    }
     if error.is_timeout() {
         return StoreError::late(error);
     }
@@ -73,6 +76,11 @@ pub(super) fn store_error(error: RedisError) -> StoreError {
             _ => StoreError::other(error),
         },
     }
+}
+
+/// Whether a server has no room for another client. It says so to whoever connects, whatever they ask for, and closes the connection.
+pub(super) fn is_full(error: &RedisError) -> bool {
+    error.detail().is_some_and(|detail| detail.contains("max number of clients"))
 }
 
 /// Whether the user may not do something that a script does. Redis has no code for that: before 7.2 it says the one, since then, and Valkey,
@@ -119,6 +127,7 @@ pub(super) fn connect_error(error: RedisError) -> ConnectError {
         };
     }
     match (error.kind(), code(&error)) {
+        _ if is_full(&error) => ConnectError::Store(store_error(error)),
         (ErrorKind::AuthenticationFailed, _) | (_, Some("NOAUTH" | "WRONGPASS")) => {
             ConnectError::Credentials(store_error(error))
         }

@@ -11,7 +11,9 @@ use std::{fmt, io};
 use bb8::{ManageConnection, RunError};
 use bb8_redis::RedisConnectionManager;
 use redis::aio::{AsyncPushSender, MultiplexedConnection};
-use redis::{AsyncConnectionConfig, Client, Cmd, ErrorKind, Pipeline, ProtocolVersion, RedisError, Value};
+use redis::{
+    AsyncConnectionConfig, Client, Cmd, ErrorKind, Pipeline, ProtocolVersion, RedisConnectionInfo, RedisError, Value,
+};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
@@ -530,7 +532,7 @@ impl Connector {
             }
             Self::Client(client) => {
                 let (client, config) = &**client;
-                client.get_multiplexed_async_connection_with_config(config).await?
+                open(client, config).await?
             }
             Self::Pool { pool, response_timeout } => {
                 // Not one of those that the pool hands out: whoever has borrowed it may be in a transaction, or waiting.
@@ -559,6 +561,26 @@ impl Connector {
             }
         }
     }
+}
+
+/// Connects to a server.
+pub(super) async fn open(client: &Client, config: &AsyncConnectionConfig) -> Result<MultiplexedConnection, RedisError> {
+    let refused = match client.get_multiplexed_async_connection_with_config(config).await {
+        Err(error) if error.kind() == ErrorKind::AuthenticationFailed => error,
+        outcome => return outcome,
+    };
+    // The client keeps nothing of what the server has said, which may be that it has no room for anybody. It says that to strangers, too.
+    let info = client.get_connection_info().clone();
+    let stranger = Client::open(info.set_redis_settings(RedisConnectionInfo::default().set_skip_set_lib_name()))?;
+    let outcome = match stranger.get_multiplexed_async_connection_with_config(config).await {
+        Ok(mut connection) => ping(&mut connection).await,
+        Err(error) => Err(error),
+    };
+    Err(match outcome {
+        // What it said may have come before there was anybody to read it.
+        Err(error) if error::is_full(&error) || error.is_io_error() => error,
+        _ => refused,
+    })
 }
 
 /// Connects to a server in order to listen to it.

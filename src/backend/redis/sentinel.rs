@@ -17,7 +17,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until};
 
 use super::cluster::Address;
-use super::pool::listen;
+use super::pool::{listen, open};
 
 /// How often the Sentinels are asked whether there is another primary. A server that has been replaced without being down goes
 /// on to count for seconds, until a Sentinel makes it a replica, and all of that is lost.
@@ -84,7 +84,7 @@ impl Sentinel {
             return Ok(announced);
         }
         // There was none, or the Sentinel has been restarted since.
-        let mut connection = self.client.get_multiplexed_async_connection().await?;
+        let mut connection = open(&self.client, &AsyncConnectionConfig::new()).await?;
         let announced = announcement(&mut connection, service).await?;
         *kept = Some(connection);
         Ok(announced)
@@ -168,7 +168,7 @@ impl Sentinels {
 
     async fn connect_to(&self, primary: &Address) -> Result<(Client, MultiplexedConnection), RedisError> {
         let client = (self.open)(primary)?;
-        let mut connection = client.get_multiplexed_async_connection_with_config(&self.config).await?;
+        let mut connection = open(&client, &self.config).await?;
         let role: Vec<Value> = redis::cmd("ROLE").query_async(&mut connection).await?;
         let role = role.into_iter().next().and_then(|role| redis::from_redis_value::<String>(role).ok());
         if role.is_none_or(|role| role != "master") {
