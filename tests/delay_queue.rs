@@ -503,6 +503,34 @@ mod queue {
         assert_eq!((counts.waiting, counts.dead), (1, 2));
     }
 
+    /// However few are asked for, and however many those are that cannot be replayed.
+    #[tokio::test(start_paused = true)]
+    async fn those_behind_dead_jobs_whose_key_is_taken_are_replayed() {
+        for blocked in [1, MAX_BATCH + 50] {
+            let backend = MemoryBackend::new();
+            let queue = DelayQueue::<usize>::new(backend.clone(), "test");
+            for i in 0..blocked {
+                queue.push(i).unique("user").await.unwrap();
+                kill(&backend, &QueueKey::new("test")).await;
+            }
+            let free = [queue.push(blocked).await.unwrap(), queue.push(blocked + 1).await.unwrap()];
+            kill(&backend, &QueueKey::new("test")).await;
+            queue.push(0).unique("user").await.unwrap();
+            for job in free {
+                let mut looked = 0;
+                let replayed = queue.replay(1, |_| {
+                    looked += 1;
+                    true
+                });
+                assert_eq!(replayed.await.unwrap(), 1);
+                assert_eq!(looked, blocked + 1, "each is looked at once, and none behind the one that is replayed");
+                assert_eq!(queue.get(job).await.unwrap().unwrap().state, State::Waiting);
+            }
+            assert_eq!(queue.replay(1, |_| true).await.unwrap(), 0);
+            assert_eq!(queue.forget(2, |_| true).await.unwrap(), 2.min(blocked));
+        }
+    }
+
     #[tokio::test(start_paused = true)]
     async fn the_dead_are_replayed_as_a_filter_says() {
         const JOBS: usize = 600;

@@ -521,13 +521,16 @@ impl<T, C> DelayQueue<T, C> {
                 let page =
                     self.terms.ask(queue, |store, limit| store.list(queue, State::Dead, skip, size, limit)).await?;
                 unseen = unseen.saturating_sub(page.len() as u64);
-                let ids: Vec<_> =
-                    page.iter().filter(|job| filter(job)).map(|job| job.id).take(limit - changed).collect();
-                let mut left = page.len();
-                if !ids.is_empty() {
-                    let answers = self.terms.ask(queue, |store, limit| verb(store, queue, ids, limit)).await?;
-                    let gone = answers.into_iter().filter(|is_changed| *is_changed).count();
-                    (changed, left) = (changed + gone, left - gone);
+                let (mut rest, mut left) = (page.iter(), page.len());
+                // No more are tried at a time than may be changed, and those that cannot be leave room for the next ones.
+                while changed < limit && rest.len() > 0 {
+                    let wanted = rest.by_ref().filter(|job| filter(job)).map(|job| job.id);
+                    let ids: Vec<_> = wanted.take(limit - changed).collect();
+                    if !ids.is_empty() {
+                        let answers = self.terms.ask(queue, |store, limit| verb(store, queue, ids, limit)).await?;
+                        let gone = answers.into_iter().filter(|is_changed| *is_changed).count();
+                        (changed, left) = (changed + gone, left.saturating_sub(gone));
+                    }
                 }
                 skip += left as u64;
                 // A short page is one of large jobs.
