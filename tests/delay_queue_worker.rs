@@ -29,7 +29,7 @@ use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
     AsError, BoxError, Key, Limiter, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, StoreError,
 };
-use tower::{Service, ServiceBuilder, service_fn};
+use tower::{Service, ServiceBuilder, ServiceExt, service_fn};
 
 const fn ms(ms: u64) -> Duration {
     Duration::from_millis(ms)
@@ -1226,6 +1226,33 @@ async fn a_store_that_fails_is_asked_until_it_works_and_nothing_is_forgotten() {
     }
     assert_eq!(seen[..3], ["started", "failed", "works"]);
     assert_eq!(seen[3..].iter().filter(|event| **event == "done").count(), 2);
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_worker_whose_store_fails_leaves_the_service_to_others() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let queue = queue(store);
+    let record = Record::new();
+    let service = ServiceBuilder::new().concurrency_limit(3).service(record.service());
+    let (mut one, mut another) = (service.clone(), service.clone());
+    let begun = Instant::now();
+    faults.fail(Failure::Unavailable);
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), service));
+    sleep(secs(10)).await;
+    // All permits but one, and that one is not kept all the time either.
+    for other in [&mut one, &mut another] {
+        timeout(secs(10), ServiceExt::ready(other)).await.unwrap().unwrap();
+    }
+    let asked = faults.total_calls();
+    faults.heal();
+    for payload in 0..5 {
+        queue.push(payload).await.unwrap();
+    }
+    sleep(secs(2)).await;
+    assert_eq!(record.payloads(), [0, 1, 2, 3, 4]);
+    assert!((8..60).contains(&asked), "asked {asked} times in {:?}", begun.elapsed());
+    worker.stop().await;
 }
 
 /// Those who do not listen cost nothing, and those who do not keep up are told.

@@ -198,8 +198,17 @@ impl<T, S, C> Runner<T, S, C> {
 
     /// For how many jobs instances of the service are to be ready.
     fn wanted(&self, now: Instant) -> usize {
-        let is_due = |part: &Part| part.is_due(now) || part.more || !part.settled.is_empty();
-        if self.stage == Stage::Working && self.parts.iter().any(is_due) { self.reserved + self.room() } else { 0 }
+        let is_due = |part: &&Part| {
+            let has_more = part.more && part.failures == 0;
+            part.paused_until <= now && (part.is_due(now) || has_more || !part.settled.is_empty())
+        };
+        let failures = self.parts.iter().filter(is_due).map(|part| part.failures).min();
+        match failures.filter(|_| self.stage == Stage::Working) {
+            None => 0,
+            Some(0) => self.reserved + self.room(),
+            // Whether the store works again is found out by one call: others may have a use for the rest meanwhile.
+            Some(_) => self.reserved + self.room().min(1),
+        }
     }
 
     /// When to go on if nothing happens.
@@ -513,7 +522,11 @@ where
             // What is not noted yet counts as if it ran, so that it cannot become more and more: for its own part, as others may work although
             // nothing can be noted there.
             let limit = free.saturating_sub(part.settled.len()).min(free.div_ceil(due)).min(most);
-            let limit = if is_probe { 0 } else { limit };
+            let limit = match part.failures {
+                0 => limit,
+                _ if is_probe => 0,
+                _ => limit.min(1),
+            };
             if settled.is_empty() && limit == 0 && !must_ask && !is_probe {
                 continue;
             }

@@ -72,7 +72,8 @@ use crate::error::{BoxError, ConfigError, StoreError};
 ///
 /// # When the store fails
 ///
-/// The worker asks again, first after 50 ms and then up to once a second, until it works; what jobs have come to is kept and noted then.
+/// The worker asks again, first after 50 ms and then up to once a second, until it works; what jobs have come to is kept and noted then. Meanwhile
+/// it keeps no more than one instance of the service ready, and none between two calls: others may have a use for its permits.
 ///
 /// # Cancellation
 ///
