@@ -492,6 +492,16 @@ async fn a_job_that_one_worker_cannot_read_is_left_to_another() {
     worker().run_until(sleep(secs(1))).await.unwrap();
     let job = new.get("two").await.unwrap().unwrap();
     assert_eq!((job.state, job.note.unwrap().reason), (State::Dead, Reason::Undecodable));
+
+    // Where nobody was that could read it.
+    new.push("three".to_owned()).id("three").max_attempts(2).await.unwrap();
+    let worker = worker().on_undecodable(OnUndecodable::Retry);
+    let mut events = worker.events();
+    worker.run_until(sleep(secs(62))).await.unwrap();
+    let job = new.get("three").await.unwrap().unwrap();
+    assert_eq!((job.state, job.attempt, job.note.unwrap().reason), (State::Dead, 2, Reason::Undecodable));
+    assert!(matches!(events.next().await, Some(Event::Retried { .. })));
+    assert!(matches!(events.next().await, Some(Event::Dead { reason: Reason::Undecodable, .. })));
 }
 
 #[tokio::test(start_paused = true)]

@@ -545,7 +545,8 @@ where
             let claim =
                 Claim { worker: self.worker, limit, lease: self.settings.lease, dead: self.queue.dead_limits() };
             let (key, queue, time) = (part.key, self.queue.clone(), self.call_limit());
-            let Settings { backoff, on_undecodable, .. } = self.settings;
+            let backoff = self.settings.backoff;
+            let is_retried = self.settings.on_undecodable == OnUndecodable::Retry;
             self.calls.spawn(async move {
                 let finished = settled.iter().map(|settled| settled.finish.clone()).collect();
                 let sent = Instant::now();
@@ -555,13 +556,14 @@ where
                     let Claimed { finished, jobs: claimed, more, next, oldest_due, expired, now } = claimed;
                     let (mut jobs, mut unreadable) = (Vec::with_capacity(claimed.len()), Vec::new());
                     for job in claimed {
-                        let (ticket, attempt) = (job.ticket(), job.job.attempt);
+                        let (ticket, attempt, max_attempts) = (job.ticket(), job.job.attempt, job.job.max_attempts);
                         let ending = match open(&queue, job) {
                             Ok(opened) => {
                                 jobs.push(opened);
                                 continue;
                             }
-                            Err(Ending::Dead { error, .. }) if on_undecodable == OnUndecodable::Retry => {
+                            // After the last attempt it is dead as what it is, and not as one that the service has failed.
+                            Err(Ending::Dead { error, .. }) if is_retried && attempt < max_attempts => {
                                 Ending::Retry { delay: backoff.delay(attempt), error }
                             }
                             Err(ending) => ending,

@@ -249,8 +249,8 @@ pub enum OnUndecodable {
     /// It is dead at once, [undecodable](super::Reason::Undecodable).
     #[default]
     Dead,
-    /// As after an error of the service: it is tried again after the [backoff](DelayQueueWorker::backoff), and dead after the last attempt. For
-    /// jobs of a new release that workers of the old one may meet.
+    /// As after an error of the service: it is tried again after the [backoff](DelayQueueWorker::backoff), and dead after the last attempt,
+    /// [undecodable](super::Reason::Undecodable) if that one could not read it either. For jobs of a new release that workers of the old one may meet.
     Retry,
 }
 
