@@ -1340,15 +1340,32 @@ async fn a_part_whose_node_is_down_does_not_keep_jobs_of_others_from_running() {
         // All that runs at first is of the other part.
         backend.pause(&healthy, true).await.unwrap();
         let done = Arc::new(AtomicUsize::new(0));
-        let worker = Background::start(DelayQueueWorker::new(queue.clone(), sleeper(&done)).concurrency(10));
+        let worker = DelayQueueWorker::new(queue.clone(), sleeper(&done)).concurrency(10);
+        let mut outages = pin!(worker.events());
+        let worker = Background::start(worker);
+        // What is told of it is not that of the parts whose nodes work.
+        let mut outages = async || {
+            let mut told = Vec::new();
+            while let Poll::Ready(event) = poll_fn(|cx| Poll::Ready(outages.as_mut().poll_next(cx))).await {
+                match event {
+                    Some(Event::StoreFailed { .. }) => told.push("fails"),
+                    Some(Event::StoreWorks) => told.push("works"),
+                    Some(Event::Missed(_)) | None => panic!("an event was missed"),
+                    _ => {}
+                }
+            }
+            told
+        };
         sleep(ms(500)).await;
         is_down.store(true, Ordering::SeqCst);
         backend.pause(&healthy, false).await.unwrap();
         sleep(secs(20)).await;
         let counts = backend.counts(&healthy).await.unwrap();
         assert_eq!((counts.waiting, counts.running), (0, 0));
+        assert_eq!(outages().await, ["fails"]);
         is_down.store(false, Ordering::SeqCst);
         sleep(secs(20)).await;
+        assert_eq!(outages().await, ["works"]);
         assert!(is_empty(&queue).await);
         assert_eq!(done.load(Ordering::SeqCst), 100, "nothing ran twice");
         worker.stop().await;

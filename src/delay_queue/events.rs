@@ -82,12 +82,12 @@ pub enum Event {
         /// How many of these are dead.
         dead: usize,
     },
-    /// The store begins to fail. It is asked again until it works.
+    /// The store begins to fail, in the first part of the queue where it is [split](super::DelayQueue::split). It is asked again until it works.
     StoreFailed {
         /// How.
         error: StoreError,
     },
-    /// The store works again.
+    /// The store works again, in all parts of the queue.
     StoreWorks,
     /// So many events were not picked up in time.
     Missed(u64),

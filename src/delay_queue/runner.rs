@@ -3,6 +3,7 @@
 use std::any::Any;
 use std::collections::{HashMap, VecDeque};
 use std::future::{Future, poll_fn};
+use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::pin::pin;
 use std::sync::Arc;
@@ -29,6 +30,7 @@ use super::store::{
     Claim, Claimed, ClaimedJob, Ending, Expired, Extended, Finished, MAX_BATCH, QueueKey, Ticket, WorkerId,
 };
 use super::worker::{OnUndecodable, Settings, WorkerError};
+use crate::circuit::Outage;
 use crate::error::{BoxError, StoreError};
 
 /// How many calls that finish and claim are under way at the same time, of each part of a queue: one is answered while jobs of the other run.
@@ -65,7 +67,6 @@ pub(super) struct Runner<T, S, C> {
     // Of those that wait for what somebody else has.
     queueing: Spread,
     stage: Stage,
-    is_failing: bool,
 }
 
 /// One part of a queue.
@@ -84,6 +85,9 @@ struct Part {
     calls: usize,
     failures: u32,
     paused_until: Instant,
+    // Whether it was told that the store fails here, and the log that it does.
+    is_failing: bool,
+    outage: Outage,
 }
 
 impl Part {
@@ -120,6 +124,7 @@ enum Answer<T> {
         result: Result<Claims<T>, StoreError>,
     },
     Extended {
+        part: usize,
         ids: Vec<Id>,
         sent: Instant,
         result: Result<Vec<Extended>, StoreError>,
@@ -169,6 +174,8 @@ impl<T, S, C> Runner<T, S, C> {
             calls: 0,
             failures: 0,
             paused_until: now,
+            is_failing: false,
+            outage: Outage::of_a_store(),
         };
         Ok(Self {
             worker: WorkerId::random()?,
@@ -184,7 +191,6 @@ impl<T, S, C> Runner<T, S, C> {
             spread: Spread::new(now),
             queueing: Spread::new(now),
             stage: Stage::Working,
-            is_failing: false,
             queue,
             slots,
             settings,
@@ -345,20 +351,26 @@ impl<T, S, C> Runner<T, S, C> {
         }
     }
 
-    fn store_failed(&mut self, error: &StoreError) {
+    fn store_failed(&mut self, part: usize, error: &StoreError) {
         self.meters.store_failed();
-        if !self.is_failing {
-            self.is_failing = true;
+        let is_first = self.parts.iter().all(|part| !part.is_failing);
+        let part = &mut self.parts[part];
+        part.is_failing = true;
+        if part.outage.begins() {
             let cause = std::error::Error::source(error).map(ToString::to_string);
-            tracing::warn!(queue = %self.queue.name(), %error, cause, "the store fails: the worker asks again until it works");
+            tracing::warn!(queue = %part.key, %error, cause, "the store fails: the worker asks again until it works");
+        }
+        if is_first {
             self.settings.teller.tell(|| Event::StoreFailed { error: error.clone() });
         }
     }
 
-    fn store_works(&mut self) {
-        if self.is_failing {
-            self.is_failing = false;
-            tracing::info!(queue = %self.queue.name(), "the store works again");
+    fn store_works(&mut self, part: usize) {
+        let part = &mut self.parts[part];
+        if part.outage.ends() {
+            tracing::info!(queue = %part.key, "the store works again");
+        }
+        if mem::take(&mut part.is_failing) && self.parts.iter().all(|part| !part.is_failing) {
             self.settings.teller.tell(|| Event::StoreWorks);
         }
     }
@@ -369,15 +381,25 @@ impl<T, S, C> Runner<T, S, C> {
     }
 
     /// Notes what came of extending leases.
-    fn extended(&mut self, ids: &[Id], sent: Instant, result: Result<Vec<Extended>, StoreError>, now: Instant) {
+    fn extended(
+        &mut self,
+        part: usize,
+        ids: &[Id],
+        sent: Instant,
+        result: Result<Vec<Extended>, StoreError>,
+        now: Instant,
+    ) {
         let answers = match result {
             Ok(answers) => {
-                self.store_works();
+                // Where claims fail it does not work, whatever else it answers.
+                if self.parts[part].failures == 0 {
+                    self.store_works(part);
+                }
                 answers
             }
             Err(error) => {
                 // It is tried again in a while anyway.
-                self.store_failed(&error);
+                self.store_failed(part, &error);
                 return;
             }
         };
@@ -579,7 +601,7 @@ where
 
     fn answered(&mut self, answer: Answer<T>, now: Instant) {
         match answer {
-            Answer::Extended { ids, sent, result } => self.extended(&ids, sent, result, now),
+            Answer::Extended { part, ids, sent, result } => self.extended(part, &ids, sent, result, now),
             Answer::Claimed { part, limit, sent, settled, was_relied_on, result } => {
                 self.reserved -= limit;
                 self.being_noted -= settled.len();
@@ -587,7 +609,7 @@ where
                 match result {
                     Ok(claims) => self.claimed(part, limit, sent, settled, claims, now),
                     Err(error) => {
-                        self.store_failed(&error);
+                        self.store_failed(part, &error);
                         let part = &mut self.parts[part];
                         for settled in settled.into_iter().rev() {
                             // What is said when somebody else has the job already changes nothing.
@@ -615,7 +637,7 @@ where
         claims: Claims<T>,
         now: Instant,
     ) {
-        self.store_works();
+        self.store_works(index);
         for (settled, finished) in settled.into_iter().zip(claims.finished) {
             self.noted(settled, finished);
         }
@@ -720,7 +742,7 @@ where
                 self.calls.spawn(async move {
                     let sent = Instant::now();
                     let result = queue.extend(key, tickets, lease, time).await;
-                    Answer::Extended { ids, sent, result }
+                    Answer::Extended { part, ids, sent, result }
                 });
             }
         }
