@@ -559,6 +559,43 @@ mod queue {
         assert_eq!((counts.waiting, counts.dead), (JOBS as u64 / 2, 0));
     }
 
+    /// A backend that somebody else pushes to whenever it is drained.
+    struct Busy {
+        backend: MemoryBackend,
+    }
+
+    impl DelayQueueStore for Busy {
+        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, replay, forget, scope);
+
+        async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+            self.backend.claim(queue, finished, claim).await
+        }
+
+        async fn drain(&self, queue: &QueueKey, limit: usize) -> Result<usize, StoreError> {
+            let job = NewJob::new(JobId::unique()?, *b"1");
+            self.backend.push(queue, &[job], u64::MAX).await?;
+            sleep(Duration::from_millis(10)).await;
+            self.backend.drain(queue, limit).await
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_queue_that_is_pushed_to_is_drained_of_as_many_as_were_there() {
+        const JOBS: usize = 2 * MAX_BATCH + 10;
+        for parts in [1, 3] {
+            let backend = MemoryBackend::new();
+            let queue = DelayQueue::<usize>::new(Busy { backend: backend.clone() }, "test").split(parts);
+            let drain = async || tokio::time::timeout(Duration::from_secs(60), queue.drain()).await.unwrap().unwrap();
+            assert_eq!(drain().await, 0);
+            let pushed = queue.push_all((0..JOBS).map(|i| queue.push(i).delay(Duration::from_secs(60)))).await;
+            assert!(pushed.iter().all(Result::is_ok));
+            assert_eq!(drain().await, JOBS as u64);
+            // As many as have come meanwhile.
+            let left = queue.counts().await.unwrap().waiting;
+            assert!((1..10).contains(&left), "{left}");
+        }
+    }
+
     /// Whatever waits dies.
     async fn kill(backend: &MemoryBackend, queue: &QueueKey) {
         let lease = Duration::from_secs(60);

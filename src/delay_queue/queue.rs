@@ -449,6 +449,9 @@ impl<T, C> DelayQueue<T, C> {
     /// Removes all jobs that are waiting, due or not: they are lost. Answers how many those were. What is running goes on. To let workers come to
     /// an end, see [`DelayQueueWorker::run_until`](super::DelayQueueWorker::run_until).
     ///
+    /// As many as are waiting when it begins, in each part of the queue: it has an end however fast jobs are pushed meanwhile. Those may be among
+    /// what is removed, and leave others that were there before.
+    ///
     /// # Errors
     ///
     /// [`QueueError::Store`]; some are removed then.
@@ -459,9 +462,11 @@ impl<T, C> DelayQueue<T, C> {
     pub async fn drain(&self) -> Result<u64, QueueError> {
         let mut removed = 0;
         for queue in self.parts() {
-            loop {
-                let batch = self.terms.ask(queue, |store, limit| store.drain(queue, MAX_BATCH, limit)).await?;
-                removed += batch as u64;
+            let mut left = self.terms.ask(queue, |store, limit| store.counts(queue, limit)).await?.waiting;
+            while left > 0 {
+                let size = usize::try_from(left).unwrap_or(usize::MAX).min(MAX_BATCH);
+                let batch = self.terms.ask(queue, |store, limit| store.drain(queue, size, limit)).await? as u64;
+                (removed, left) = (removed + batch, left.saturating_sub(batch));
                 if batch == 0 {
                     break;
                 }
