@@ -559,6 +559,20 @@ mod queue {
         assert_eq!((counts.waiting, counts.dead), (JOBS as u64 / 2, 0));
     }
 
+    #[tokio::test(start_paused = true)]
+    async fn dead_jobs_leave_room_for_others() {
+        let queue = DelayQueue::<u8>::new(MemoryBackend::new(), "test").max_jobs(10).max_attempts(1);
+        for i in 0..10 {
+            queue.push(i).await.unwrap();
+        }
+        let error = queue.push(10).await.unwrap_err();
+        assert_eq!(error.to_string(), "the queue has 10 jobs, dead ones included, and no room for more");
+        let service = service_fn(async |_: Job<u8>| Err::<(), _>("no"));
+        DelayQueueWorker::new(queue.clone(), service).run_until(sleep(Duration::from_secs(1))).await.unwrap();
+        assert_eq!(queue.counts().await.unwrap().dead, 5);
+        assert!(queue.push(10).await.unwrap().is_new());
+    }
+
     /// A backend that somebody else pushes to whenever it is drained.
     struct Busy {
         backend: MemoryBackend,

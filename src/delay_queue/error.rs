@@ -11,7 +11,8 @@ pub enum QueueError {
     /// there is one while it waits or runs. One that is done by then runs a second time, unless it is
     /// [unique for a time](super::Push::unique_for): `.unique_for(key, UniqueFor::Time(..))`.
     Store(StoreError),
-    /// The queue has as many jobs as it may have. It is worth trying again later.
+    /// The queue has as many jobs as it may have, dead ones included. It is worth trying again later: when others are done, a worker has claimed
+    /// and let go of dead ones that are [too many](super::DelayQueue::keep_dead), or somebody [forgets](super::DelayQueue::forget) some.
     Full {
         /// How many that is.
         max: u64,
@@ -47,7 +48,7 @@ impl fmt::Display for QueueError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
             Self::Store(error) => fmt::Display::fmt(error, f),
-            Self::Full { max } => write!(f, "the queue has {max} jobs, and no room for more"),
+            Self::Full { max } => write!(f, "the queue has {max} jobs, dead ones included, and no room for more"),
             Self::TooLarge { bytes, max } => write!(f, "a job of {bytes} bytes is larger than {max}"),
             Self::Encode(_) => f.write_str("the payload cannot be encoded"),
             Self::Config(error) => fmt::Display::fmt(error, f),

@@ -190,7 +190,8 @@
 //! # Bounds
 //!
 //! A queue has at most [`max_jobs`](DelayQueue::max_jobs), a job at most [`max_size`](DelayQueue::max_size) bytes of payload and headers, and the
-//! dead are at most [so many for so long](DelayQueue::keep_dead). A delay is at most [`Due::MAX_DELAY`]. Every script is about
+//! dead are at most [so many for so long](DelayQueue::keep_dead), and half of all jobs. In a [split](DelayQueue::split) queue both are counted in each
+//! part. A delay is at most [`Due::MAX_DELAY`]. Every script is about
 //! [`MAX_BATCH`] jobs at the most, however many are due.
 //!
 //! # Durability

@@ -168,7 +168,8 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// How many jobs the queue may have, in each of its parts where it is [split](Self::split): waiting, running and dead ones. One more is
-    /// [full](QueueError::Full). Defaults to 1,000,000. A [`MemoryBackend`](crate::MemoryBackend) has room for no more than its capacity, 100,000 unless
+    /// [full](QueueError::Full). Dead ones may be half of them at the most, whatever [`keep_dead`](Self::keep_dead) says: the queue of a
+    /// [worker](super::DelayQueueWorker) has to know of it, too. Defaults to 1,000,000. A [`MemoryBackend`](crate::MemoryBackend) has room for no more than its capacity, 100,000 unless
     /// told otherwise, in all queues together, and beyond that answers [`QueueError::Store`].
     #[must_use]
     pub fn max_jobs(mut self, jobs: u64) -> Self {
@@ -196,9 +197,11 @@ impl<T, C> DelayQueue<T, C> {
         self
     }
 
-    /// How many dead jobs are kept, and for how long. Defaults to 10,000 for 90 days. The oldest make room for others.
+    /// How many dead jobs are kept, in each part of the queue where it is [split](Self::split), and for how long. Defaults to 10,000 for 90 days. The
+    /// oldest make room for others.
     ///
-    /// No longer than 90 days ([`DeadLimits::MAX_AGE`]), whatever is said. What counts is the queue of a [worker](super::DelayQueueWorker): whichever claims
+    /// No more than half of [`max_jobs`](Self::max_jobs), so that they do not keep others out, and no longer than 90 days
+    /// ([`DeadLimits::MAX_AGE`]), whatever is said. What counts is the queue of a [worker](super::DelayQueueWorker): whichever claims
     /// next removes what is more than its own queue says, without a word. Say the same wherever there is a worker of this queue.
     #[must_use]
     pub fn keep_dead(mut self, count: u64, age: Duration) -> Self {
@@ -556,9 +559,9 @@ impl<T, C> DelayQueue<T, C> {
 
 /// What a worker needs.
 impl<T, C> DelayQueue<T, C> {
-    /// How many dead jobs are kept.
-    pub(super) const fn dead_limits(&self) -> DeadLimits {
-        self.dead
+    /// How many dead jobs are kept: they leave room for others.
+    pub(super) fn dead_limits(&self) -> DeadLimits {
+        DeadLimits { count: self.dead.count.min(self.terms.max_jobs / 2), ..self.dead }
     }
 
     /// See [`DelayQueueStore::claim`].
