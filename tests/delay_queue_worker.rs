@@ -1450,6 +1450,13 @@ async fn idle_workers_cost_redis_little_and_one_job_does_not_wake_them_all() {
         queue.push(0).await.unwrap();
         sleep(ms(50)).await;
     }
+    timeout(secs(10), async {
+        while done.load(Ordering::SeqCst) < 10 {
+            sleep(ms(10)).await;
+        }
+    })
+    .await
+    .unwrap();
     let for_jobs = calls() - before;
     let idle = per_second * begun.elapsed().as_secs_f64();
     assert_eq!(done.load(Ordering::SeqCst), 10);
