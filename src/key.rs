@@ -1,10 +1,11 @@
 use std::borrow::Cow;
+use std::error::Error;
 use std::fmt::{self, Write as _};
 use std::hash::{Hash, Hasher};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
 use std::sync::Arc;
 
-use percent_encoding::{AsciiSet, CONTROLS, percent_encode};
+use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, percent_encode};
 use sha2::{Digest, Sha256};
 
 /// Who is asking: the subject that a quota is counted for.
@@ -74,13 +75,36 @@ impl Key {
         Self::digest_of(Origin::Bytes, &[bytes.as_ref()])
     }
 
-    /// The key as it appears in a store.
+    /// The key as it appears in a store. [`parse`](Self::parse) makes the same key of it again.
     #[must_use]
     pub fn as_str(&self) -> &str {
         std::str::from_utf8(self.as_bytes()).expect("a key is ASCII by construction")
     }
 
-    /// The key that [`as_str`](Self::as_str) answered this for. `None` if it did for no key.
+    /// The key that [`as_str`](Self::as_str) answers this for, as a log or a page for operators has shown it.
+    ///
+    /// Not for what clients send: they could name the key of anybody, [everyone](Self::EVERYONE) and fallbacks included. That is what
+    /// [`new`](Self::new) and `from` are for, which make of a text whatever key it takes and escape what was escaped before.
+    ///
+    /// ```
+    /// use tollgate::Key;
+    ///
+    /// for key in [Key::from("a b"), Key::from(("alice", 7)), Key::digest("secret"), Key::EVERYONE] {
+    ///     assert_eq!(Key::parse(key.as_str()), Ok(key));
+    ///     assert_ne!(Key::from(key.as_str()), key);
+    /// }
+    /// assert!(Key::parse("a b").is_err());
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`ParseKeyError`] if it does so for no key.
+    pub fn parse(text: &str) -> Result<Self, ParseKeyError> {
+        let is_key = text.len() <= Self::MAX_LEN && text.split(',').all(is_part);
+        Self::stored(text).filter(|_| is_key).ok_or(ParseKeyError(()))
+    }
+
+    /// The same for what nobody else can have written: whether it was made as keys are is not looked at.
     pub(crate) fn stored(text: &str) -> Option<Self> {
         let mut key = Text::default();
         (text.bytes().all(|byte| byte.is_ascii_graphic()) && key.push(text.as_bytes())).then_some(key.0)
@@ -325,6 +349,31 @@ static OCTETS: [(u32, u32); 256] = {
     }
     octets
 };
+
+/// Whether a key has this between its commas: marks, each a `~` with any number of `!` in front, and behind them what a key is made of.
+fn is_part(part: &str) -> bool {
+    let (marks, text) = part.split_at(part.rfind('~').map_or(0, |last| last + 1));
+    let digest = text.strip_prefix('#').filter(|digits| digits.len() == 32);
+    let is_reserved = [Key::EVERYONE, Key::ANONYMOUS].iter().any(|key| key.as_str() == text);
+    let is_made = match digest {
+        Some(digits) => digits.bytes().all(|digit| BASE64URL.contains(&digit)),
+        // What was escaped is what comes of escaping it again.
+        None => is_reserved || Key::escaped(&Cow::from(percent_decode_str(text))).as_str() == text,
+    };
+    marks.bytes().all(|mark| mark == b'~' || mark == b'!') && is_made
+}
+
+/// A text is that of no key.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ParseKeyError(());
+
+impl fmt::Display for ParseKeyError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the text is not one that a key is shown as")
+    }
+}
+
+impl Error for ParseKeyError {}
 
 // By hand, and not as bytes: a comparison of memory has to wait until a key that was just made has got there.
 impl PartialEq for Key {
@@ -582,6 +631,40 @@ mod tests {
     }
 
     #[test]
+    fn what_no_key_is_shown_as_is_refused() {
+        for text in [
+            "a b",
+            "{a}",
+            "a%2",
+            "a%2G",
+            "%7b",
+            "%61",
+            "100%",
+            "!",
+            "~!",
+            "!a",
+            "!everyon",
+            "!!everyone",
+            "#",
+            "#a",
+            "a#",
+            "é",
+            "a\n",
+            "a~",
+            "a,!b",
+            "~~!a",
+        ] {
+            assert_eq!(Key::parse(text), Err(ParseKeyError(())), "{text}");
+        }
+        let digest = Key::digest("secret");
+        for text in [&digest.as_str()[..32], &format!("{}*", &digest.as_str()[..32]), &format!("{digest}a")] {
+            assert_eq!(Key::parse(text), Err(ParseKeyError(())), "{text}");
+        }
+        assert!(Key::parse(&"a".repeat(Key::MAX_LEN)).is_ok() && Key::parse(&"a".repeat(Key::MAX_LEN + 1)).is_err());
+        assert!(Key::parse(&"%41".repeat(1 << 20)).is_err());
+    }
+
+    #[test]
     fn reserved_keys_cannot_be_spelled() {
         assert_ne!(Key::from(Key::EVERYONE.as_str()), Key::EVERYONE);
         assert_ne!(Key::from(Key::ANONYMOUS.as_str()), Key::ANONYMOUS);
@@ -656,6 +739,30 @@ mod tests {
             b in prop::collection::vec(any::<u8>(), 0..60),
         ) {
             prop_assert_eq!(a == b, Key::new(&a) == Key::new(&b));
+        }
+
+        /// Marked, as a part of a tuple, or of a chain of fallbacks.
+        #[test]
+        fn a_key_is_made_again_of_what_it_is_shown_as(
+            a in prop::collection::vec(any::<u8>(), 0..60),
+            b in "[a~!#%, ]{0,20}",
+            number in any::<i128>(),
+        ) {
+            let (a, b) = (Key::new(&a), Key::from(b));
+            let pair = Key::from((a, b));
+            let chain = b.as_fallback().of_first().as_fallback().of_first();
+            let nested = Key::from((Key::EVERYONE.as_fallback(), number, Key::from((chain, "")), Key::digest("x").of_first()));
+            for key in [a, b, pair, pair.as_fallback(), chain, nested, nested.as_fallback().of_first(), number.into()] {
+                prop_assert_eq!(Key::parse(key.as_str()), Ok(key));
+            }
+        }
+
+        /// What is taken is not taken for anything else.
+        #[test]
+        fn a_text_that_is_taken_is_that_of_its_key(text in "[a~!#%27B,]{0,12}") {
+            if let Ok(key) = Key::parse(&text) {
+                prop_assert_eq!(key.as_str(), text);
+            }
         }
 
         #[test]

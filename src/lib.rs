@@ -125,7 +125,7 @@ pub use self::delay_queue::{DelayQueue, DelayQueueWorker, Job, JobId};
 pub use self::error::{BoxError, ConfigError, ConnectError, StoreError};
 #[cfg(feature = "http")]
 pub use self::http::IdempotencyLayer;
-pub use self::key::{Everyone, ExtractKey, IntoKey, Key, Or, first_of};
+pub use self::key::{Everyone, ExtractKey, IntoKey, Key, Or, ParseKeyError, first_of};
 pub use self::lock::{Lease, LockError, LockLayer, Locks};
 pub use self::rate_limit::{DenyCache, Leases, Limiter, OnMissingKey, OnStoreError, Policy, Quota, RateLimitLayer};
 pub use self::reject::{AsError, AsResponse};

@@ -559,6 +559,25 @@ mod queue {
         assert_eq!((counts.waiting, counts.dead), (JOBS as u64 / 2, 0));
     }
 
+    /// Whoever looks after jobs knows their ids from a log, or from a table of the program's own.
+    #[tokio::test(start_paused = true)]
+    async fn a_job_is_found_by_what_its_id_is_shown_as() {
+        for parts in [1, 7] {
+            let queue = queue().split(parts);
+            for id in [JobId::from(("welcome", 42)), "a b".into(), "x".repeat(100).into(), JobId::unique().unwrap()] {
+                let pushed = queue.push(String::new()).id(id).await.unwrap();
+                let shown = pushed.id().as_str().to_owned();
+                let found: JobId = shown.parse().unwrap();
+                assert_eq!(queue.get(found).await.unwrap().unwrap().id.to_string(), shown);
+                assert_eq!(queue.cancel(found).await.unwrap(), Cancelled::Removed, "{shown}");
+            }
+        }
+        for garbage in ["a b", "{a}", "%7b", "#digest", &"x".repeat(100)] {
+            let error = garbage.parse::<JobId>().unwrap_err();
+            assert_eq!(error.to_string(), "the text is not one that a key is shown as");
+        }
+    }
+
     #[tokio::test(start_paused = true)]
     async fn dead_jobs_leave_room_for_others() {
         let queue = DelayQueue::<u8>::new(MemoryBackend::new(), "test").max_jobs(10).max_attempts(1);

@@ -1,17 +1,30 @@
 use std::cmp::Ordering;
 use std::fmt;
 use std::hash::{Hash, Hasher};
+use std::str::FromStr;
 use std::sync::{Mutex, PoisonError};
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use super::store::MAX_BATCH;
 use crate::error::StoreError;
-use crate::key::Key;
+use crate::key::{Key, ParseKeyError};
 
 /// What a job is called: a name of the caller's choice, or a [ULID](https://github.com/ulid/spec), which says when it was made.
 ///
 /// A name is escaped and bounded as every [`Key`] is. Jobs that are due in the same millisecond are taken in the order of their
 /// ids, so those that one process pushes one after the other without a name come in that order.
+///
+/// What it is shown as, in a log or a table of one's own, is made an id again by `parse`. A name is not: [`new`](Self::new) is for these, and
+/// would escape once more what was escaped.
+///
+/// ```
+/// use tollgate::JobId;
+///
+/// let id = JobId::new(("welcome", 42));
+/// assert_eq!(id.to_string(), "welcome,42");
+/// assert_eq!("welcome,42".parse(), Ok(id));
+/// assert_ne!(JobId::new("welcome,42"), id);
+/// ```
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub struct JobId(Key);
 
@@ -33,7 +46,7 @@ impl JobId {
     /// No id is less.
     pub(crate) const LEAST: Self = Self(Key::EMPTY);
 
-    /// The id as it appears in a store.
+    /// The id as it appears in a store, and as it is shown. `parse` makes the same id of it again.
     #[must_use]
     pub fn as_str(&self) -> &str {
         self.0.as_str()
@@ -168,6 +181,19 @@ impl From<&JobId> for JobId {
     }
 }
 
+/// The id that [`JobId::as_str`] answers this for.
+///
+/// # Errors
+///
+/// If it does so for none.
+impl FromStr for JobId {
+    type Err = ParseKeyError;
+
+    fn from_str(text: &str) -> Result<Self, ParseKeyError> {
+        Key::parse(text).map(Self)
+    }
+}
+
 impl fmt::Debug for JobId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "JobId({self})")
@@ -211,6 +237,14 @@ mod tests {
         let early = late.after(1_000).unwrap();
         assert!(early > late && early.to_key().as_str() > late.to_key().as_str());
         assert_eq!(Ulid(1 << RANDOM_BITS).to_key().as_str(), "00000000010000000000000000");
+    }
+
+    #[test]
+    fn an_id_is_made_again_of_what_it_is_shown_as() {
+        for id in [JobId::unique().unwrap(), "a b".into(), "x".repeat(100).into(), ("welcome", 42).into()] {
+            assert_eq!(id.to_string().parse(), Ok(id));
+        }
+        assert!("a b".parse::<JobId>().is_err());
     }
 
     #[test]
