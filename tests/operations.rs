@@ -3,12 +3,13 @@
 
 mod support;
 
+use std::error::Error;
 use std::future::pending;
-use std::io;
 use std::panic::AssertUnwindSafe;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
+use std::{fmt, io};
 
 use support::server::RedisServer;
 use tokio::time::{Instant, sleep, timeout};
@@ -125,11 +126,31 @@ async fn what_has_failed_is_begun_again<S: IdempotencyStore + Clone + Send + Syn
     assert_eq!(attempts(&operations).await.unwrap().answer(), b"3");
 }
 
+/// An error that shows another one as its own, as `anyhow` and `#[error(transparent)]` do: its source is that of the other.
+#[derive(Debug)]
+struct Transparent<E>(E);
+
+impl<E: fmt::Display> fmt::Display for Transparent<E> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl<E: Error> Error for Transparent<E> {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        self.0.source()
+    }
+}
+
 /// The story of a payment that was made twice: the bank had not answered in time, which was an error like any other.
 async fn what_may_have_been_done_is_not_begun_again<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
     let no_answer = || io::Error::other(Failed::outcome_unknown("no answer"));
     let nothing = || io::Error::other(Failed::nothing_done("no connection"));
     let other = || io::Error::other("no money");
+    let (no_answer_within, nothing_within) = (
+        Transparent(Transparent(Failed::outcome_unknown("no answer"))),
+        Transparent(Failed::nothing_done(Failed::outcome_unknown("no answer"))),
+    );
     for (key, keep, error, is_unknown) in [
         ("a", Keep::SafeRetry, no_answer(), true),
         ("b", Keep::SafeRetry, other(), false),
@@ -138,6 +159,8 @@ async fn what_may_have_been_done_is_not_begun_again<S: IdempotencyStore + Clone 
         ("e", Keep::All, no_answer(), true),
         ("f", Keep::All, nothing(), false),
         ("g", Keep::Success, other(), false),
+        ("h", Keep::SafeRetry, io::Error::other(no_answer_within), true),
+        ("i", Keep::All, io::Error::other(nothing_within), false),
     ] {
         let operations = operations(store.clone()).keep(keep);
         let operation = Operation::new("alice", key);
@@ -346,6 +369,24 @@ async fn what_is_said_by_hand_is_replayed() {
     let unkept = complete(Answer::not_kept()).await;
     assert!(matches!(unkept, Err(OperationError::NotKept)), "{unkept:?}");
     assert_eq!(complete(Answer::of_operation("")).await.unwrap().answer(), b"");
+}
+
+/// What the work has failed with is found by its type, and no text is there twice.
+#[test]
+fn what_has_failed_is_in_the_chain_of_its_causes() {
+    let failed = OperationError::Failed(Failed::outcome_unknown(io::Error::from(io::ErrorKind::TimedOut)).into());
+    let (mut chain, mut texts) = (Vec::new(), Vec::new());
+    let mut next = Some(&failed as &(dyn Error + 'static));
+    while let Some(error) = next {
+        chain.push(error);
+        texts.push(error.to_string());
+        next = error.source();
+    }
+    assert!(chain.iter().any(|error| error.is::<io::Error>()), "{texts:?}");
+    let count = texts.len();
+    texts.sort_unstable();
+    texts.dedup();
+    assert_eq!(texts.len(), count, "{texts:?}");
 }
 
 #[test]

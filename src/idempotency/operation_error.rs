@@ -63,8 +63,8 @@ impl Error for OperationError {
 /// Says of an operation that has failed whether something may have come of it, whatever [`Operations::keep`](super::Operations::keep) says of
 /// others.
 ///
-/// What is done by [`Operations`](super::Operations) fails with it, or with an error that has it as its [source](Error::source), however deep. The
-/// outermost one counts.
+/// What is done by [`Operations`](super::Operations) fails with it, or with an error that has it as its [source](Error::source), however deep, or that
+/// shows it as its own, as `anyhow` and `#[error(transparent)]` do. The outermost one counts.
 ///
 /// ```
 /// use std::io;
@@ -86,6 +86,12 @@ impl Error for OperationError {
 /// ```
 #[derive(Debug)]
 pub struct Failed {
+    said: Said,
+}
+
+/// What a [`Failed`](struct@Failed) says, as an error of its own beneath it: whoever wraps that one and passes on its source hides it, but not this.
+#[derive(Debug)]
+struct Said {
     is_unknown: bool,
     source: BoxError,
 }
@@ -93,20 +99,21 @@ pub struct Failed {
 impl Failed {
     /// Nothing has come of it: the operation is given back, and the next call begins it again.
     pub fn nothing_done(error: impl Into<BoxError>) -> Self {
-        Self { is_unknown: false, source: error.into() }
+        Self { said: Said { is_unknown: false, source: error.into() } }
     }
 
     /// It may have been done, as where the answer of somebody else did not come in time. The outcome is unknown when the lease has ended.
     pub fn outcome_unknown(error: impl Into<BoxError>) -> Self {
-        Self { is_unknown: true, source: error.into() }
+        Self { said: Said { is_unknown: true, source: error.into() } }
     }
 
     /// Whether the outcome of what has failed with this error is unknown; `None` if the error does not say.
     pub(super) fn is_unknown(error: &(dyn Error + 'static)) -> Option<bool> {
         let mut next = Some(error);
         while let Some(cause) = next {
-            if let Some(failed) = cause.downcast_ref::<Self>() {
-                return Some(failed.is_unknown);
+            let failed = cause.downcast_ref::<Self>().map(|failed| &failed.said);
+            if let Some(said) = failed.or_else(|| cause.downcast_ref()) {
+                return Some(said.is_unknown);
             }
             next = match cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
                 // What it was made of is not its source.
@@ -120,11 +127,24 @@ impl Failed {
 
 impl fmt::Display for Failed {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(if self.is_unknown { "what came of the operation is not known" } else { "nothing was done" })
+        f.write_str(if self.said.is_unknown { "what came of the operation is not known" } else { "nothing was done" })
     }
 }
 
 impl Error for Failed {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(&self.said)
+    }
+}
+
+impl fmt::Display for Said {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("the work has failed")
+    }
+}
+
+// The cause itself comes after this, to be found by its type.
+impl Error for Said {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         Some(&*self.source)
     }
