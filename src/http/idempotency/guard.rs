@@ -180,8 +180,9 @@ where
             Come::Whole(outcome, answered) => (outcome, answered.map_err(|error| answer.error(error))),
             Come::Part(start) => return Poll::Ready(Ok(start.go_on(course, Arc::clone(settings)))),
             Come::Nothing(rejection) => {
-                if matches!(rejection, Rejection::Mismatch) && settings.on_unknown == OnUnknown::Retry {
-                    // Those who send the same as the attempt before need not wait for the end of this one's lease.
+                let may_begin_again = settings.on_unknown == OnUnknown::Retry || settings.keep.gives_failures_back();
+                if matches!(rejection, Rejection::Mismatch) && may_begin_again {
+                    // Those who send the same as the attempt before need not wait for the end of this one's lease, after which nobody might be served.
                     course.gives_back();
                 }
                 let mut answered = settings.reject(answer, rejection);
