@@ -1,9 +1,9 @@
--- idempotency_inspect: how far an operation is. Changes nothing.
+-- idempotency_inspect: how far an operation is.
 --
 -- KEYS[1]  record  string, see idempotency_begin                  prefix:2:{idempotency:<scope>:<key>}:record
 -- ARGV[1]  most    how many bytes a checkpoint may have; nothing is told of a longer one
 --
--- Value    record: see idempotency_begin
+-- Value    record: see idempotency_begin; it stays as it is, but for the end of a lease that was written before the clock was set back
 -- Returns  {} nothing is known of it | {state, fence, attempt, lasts_ms, kept_ms, checkpoint}: state is that of the record, or 4 if the lease
 --          has ended and nothing more was said, so that the outcome is unknown; lasts_ms is until the end of the lease, or since then; kept_ms
 --          until all of this is forgotten; checkpoint is empty if there is none
@@ -25,8 +25,14 @@ if state < 2 and #stored <= 80 + most and stored:sub(81) ~= string.rep('\0', 5) 
 end
 if state == 1 then
   local time = redis.call('TIME')
+  local left = ends - time[1] * 1000000 - time[2]
   -- A lease that would last longer than it is long was written before the clock was set back.
-  local left = math.min(ends - time[1] * 1000000 - time[2], length_ms * 1000)
+  if left > length_ms * 1000 then
+    ends, left = ends - left + length_ms * 1000, length_ms * 1000
+    stored = stored:sub(1, 13) .. struct.pack('<I7', ends) .. stored:sub(21)
+    -- Whoever looks where memory is full is told all the same.
+    redis.pcall('SET', record, stored, 'KEEPTTL')
+  end
   if left <= 0 then
     state = 4
   end

@@ -115,6 +115,44 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     }
 }
 
+/// The story of an operation whose process had died: nobody could settle it for as long as the clock had been set back, since each look took its
+/// lease to begin then.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_clock_that_is_set_back_keeps_no_operation_in_flight() {
+    let server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let admin = IdempotencyAdmin::new(backend.clone()).deadline(Duration::from_secs(5));
+    let operation = Operation::new("alice", "k");
+    backend.begin(&operation, &Claim { lease: Claim::MIN_LEASE, ..claim() }).await.unwrap();
+    let key = "tollgate:2:{idempotency:alice:k}:record";
+    let mut record: Vec<u8> = server.query(&format!("GET {key}"));
+    // The end of the lease in us, an hour further away.
+    let mut ends = [0; 8];
+    ends[..7].copy_from_slice(&record[13..20]);
+    let ends = u64::from_le_bytes(ends) + 3_600_000_000;
+    record[13..20].copy_from_slice(&ends.to_le_bytes()[..7]);
+    let mut set = redis::cmd("SET");
+    let _: () = set.arg(key).arg(record).arg("KEEPTTL").query(&mut server.connection()).unwrap();
+
+    let look = async || admin.inspect(&operation).await.unwrap().unwrap();
+    let unknown = tokio::time::timeout(Duration::from_secs(10), async {
+        loop {
+            match look().await {
+                status @ OperationStatus { state: OperationState::Unknown { .. }, .. } => return status,
+                OperationStatus { state: OperationState::InFlight { remaining }, .. } => {
+                    assert!(remaining <= Claim::MIN_LEASE, "{remaining:?}");
+                }
+                status => panic!("{status:?}"),
+            }
+            tokio::time::sleep(Claim::MIN_LEASE).await;
+        }
+    });
+    let unknown = unknown.await.expect("its lease ends");
+    assert!(admin.complete(&unknown, answer()).await.unwrap());
+    assert_eq!(look().await.state, OperationState::Completed { is_kept: true });
+    server.every_key_expires();
+}
+
 #[tokio::test]
 async fn a_store_that_does_not_answer_is_not_waited_for() {
     let server = RedisServer::start();
