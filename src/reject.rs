@@ -185,6 +185,47 @@ where
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct NothingDone;
 
+/// In the extensions of a response: nobody knows what was done for the request.
+///
+/// For a handler that has asked somebody else and got no answer in time: an [`IdempotencyLayer`](crate::http::IdempotencyLayer) outside of it
+/// neither keeps the response nor gives the operation back, whatever its status and whatever the layer is told to
+/// [keep](crate::idempotency::Keep). The caller gets the response. The same request is in flight until the lease has ended, and of unknown outcome then, which is
+/// what [`OnUnknown`](crate::idempotency::OnUnknown) is for. With [`NothingDone`] beside it, this one counts.
+///
+/// ```
+/// use axum::Extension;
+/// use axum::response::IntoResponse;
+/// use http::StatusCode;
+/// use tollgate::reject::OutcomeUnknown;
+///
+/// async fn pay() -> impl IntoResponse {
+///     (StatusCode::GATEWAY_TIMEOUT, Extension(OutcomeUnknown), "the bank does not answer")
+/// }
+/// # let _: axum::Router = axum::Router::new().route("/", axum::routing::post(pay));
+/// ```
+///
+/// With gRPC it is the same. Where a handler answers with something that has no extensions, as the errors of tonic, a layer between puts it there:
+///
+/// ```
+/// use tollgate::reject::OutcomeUnknown;
+/// use tonic::{Code, Status};
+///
+/// fn note<B>(mut response: http::Response<B>) -> http::Response<B> {
+///     if response.extensions().get::<Status>().is_some_and(|status| status.code() == Code::DeadlineExceeded) {
+///         response.extensions_mut().insert(OutcomeUnknown);
+///     }
+///     response
+/// }
+/// # type Body = tonic::body::Body;
+/// let layer = tower::util::MapResponseLayer::new(note::<Body>);
+/// # drop(layer);
+/// ```
+///
+/// What is no request says it with [`Failed::outcome_unknown`](crate::idempotency::Failed::outcome_unknown).
+#[cfg(feature = "http")]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OutcomeUnknown;
+
 /// A rejection becomes an HTTP response, so the service fails only where the inner service does.
 ///
 /// Implemented with the feature `http`; see the module `tollgate::http` for the responses. Cheap to clone.

@@ -26,7 +26,7 @@ use tollgate::idempotency::{
     OnDisconnect, OnMissingKey, OnStoreError, OnUnknown, Operation, Rejection,
 };
 use tollgate::lock::{Cursor, Scope};
-use tollgate::reject::{AsResponse, NothingDone, Reject};
+use tollgate::reject::{AsResponse, NothingDone, OutcomeUnknown, Reject};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{ConfigError, Everyone, IdempotencyLayer, Key, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
 use tower::util::BoxCloneService;
@@ -1136,6 +1136,60 @@ async fn a_layer_inside_of_another_lets_its_operation_pass() {
         assert_eq!(response.headers().contains_key("idempotent-replayed"), replayed);
     }
     assert_eq!(runs.load(Ordering::SeqCst), 1);
+}
+
+/// The story of a payment that was made twice: the bank had not answered in time, and 504 was given back as any other error.
+#[tokio::test(start_paused = true)]
+async fn what_a_handler_does_not_know_the_outcome_of_is_not_done_again() {
+    #[derive(Clone, Copy, Debug)]
+    enum As {
+        Http,
+        Grpc,
+        /// Its body comes later, and is longer than what is kept.
+        InParts,
+    }
+    for (keep, how) in [Keep::SafeRetry, Keep::All, Keep::Success]
+        .into_iter()
+        .flat_map(|keep| [As::Http, As::Grpc, As::InParts].map(|how| (keep, how)))
+    {
+        let (handler, backend) = (Handler::new(), MemoryBackend::new());
+        let guard = layer(backend).lease(Duration::from_secs(10)).keep(keep).max_answer(10);
+        let app = handler.behind(guard, move |_, _| async move {
+            let mut response = status(StatusCode::GATEWAY_TIMEOUT);
+            match how {
+                As::Http => {}
+                As::Grpc => {
+                    *response.status_mut() = StatusCode::OK;
+                    let headers = [("content-type", "application/grpc"), ("grpc-status", "4")];
+                    for (name, value) in headers {
+                        response.headers_mut().insert(name, HeaderValue::from_static(value));
+                    }
+                }
+                As::InParts => {
+                    let (sender, body) = stream();
+                    tokio::spawn(async move {
+                        for part in ["no answer ", "from the ", "bank"] {
+                            sleep(Duration::from_millis(10)).await;
+                            sender.send(data(part)).unwrap();
+                        }
+                    });
+                    *response.body_mut() = body.boxed();
+                }
+            }
+            // What was turned away by somebody else has not turned this one away.
+            response.extensions_mut().insert(NothingDone);
+            response.extensions_mut().insert(OutcomeUnknown);
+            response
+        });
+        let told = ask(&app, pay("k")).await;
+        let expected = if let As::Grpc = how { StatusCode::OK } else { StatusCode::GATEWAY_TIMEOUT };
+        assert_eq!(told.status(), expected, "{keep:?} {how:?}");
+        assert_eq!(text(told).await, if let As::InParts = how { "no answer from the bank" } else { "" });
+        assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()), "{keep:?} {how:?}");
+        sleep(Duration::from_secs(11)).await;
+        assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()), "{keep:?} {how:?}");
+        assert_eq!(handler.runs(), 1, "{keep:?} {how:?}");
+    }
 }
 
 /// Whatever is kept: nothing was done for the request.

@@ -158,7 +158,8 @@
 //!
 //! A timeout goes outside, where the handler goes on to its end after it and the client finds the answer when it comes back. One that is inside drops
 //! the handler half way, and its answer, 408 or 503 or an error, is one that is given back: the next try runs from the start, on top of what the
-//! first has done. What bounds the handler itself is [`max_run`](crate::http::IdempotencyLayer::max_run), after which the record says that
+//! first has done. A handler that has waited in vain for somebody else says so with `tollgate::reject::OutcomeUnknown` in the extensions of its answer,
+//! so that this is not done twice. What bounds the handler itself is [`max_run`](crate::http::IdempotencyLayer::max_run), after which the record says that
 //! the outcome is unknown.
 //!
 //! A handler is polled by whoever polls the answer, as without this layer, until that is dropped. The `tracing` span goes along with it

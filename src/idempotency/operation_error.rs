@@ -65,6 +65,7 @@ impl Error for OperationError {
 ///
 /// What is done by [`Operations`](super::Operations) fails with it, or with an error that has it as its [source](Error::source), however deep, or that
 /// shows it as its own, as `anyhow` and `#[error(transparent)]` do. The outermost one counts.
+/// The handler of a request says so in its response: see `tollgate::reject::NothingDone` and `OutcomeUnknown`.
 ///
 /// ```
 /// use std::io;

@@ -23,7 +23,7 @@ use super::future::Answer;
 use super::layer::Settings;
 use crate::error::BoxError;
 use crate::idempotency::{Attempt, Completion, HasPayload as _, Keep, OnDisconnect, Rejection, Running, Settlement};
-use crate::reject::NothingDone;
+use crate::reject::{NothingDone, OutcomeUnknown};
 
 /// How many pieces of an answer may lie between the handler and its caller while all of them are recorded anyway.
 const PIECES: usize = 1_024;
@@ -115,7 +115,7 @@ impl Course {
         let end = match outcome {
             Outcome::Failed if settings.keep.gives_failures_back() => Settlement::Release,
             // Nobody knows what was done: it is left to the end of its lease.
-            Outcome::Failed => return (running, None),
+            Outcome::Failed | Outcome::Unknown => return (running, None),
             // A client that has broken off is to send the whole of it, and not to hear again that it did not.
             Outcome::Answered { status, succeeded, keeps, answer, is_kept }
                 if keeps && (!reading.has_failed() || succeeded) =>
@@ -134,6 +134,8 @@ impl Course {
 pub(super) enum Outcome {
     /// There is no answer.
     Failed,
+    /// There is one, and it says that nobody knows what was done.
+    Unknown,
     /// There is one, and it is to be kept or not: all of it, or that there was one.
     Answered { status: StatusCode, succeeded: bool, keeps: bool, answer: Arc<[u8]>, is_kept: bool },
 }
@@ -378,6 +380,9 @@ where
     }
 
     fn outcome<'a>(&self, chunks: impl Iterator<Item = &'a Bytes>, is_whole: bool) -> Outcome {
+        if self.judge.is_unknown {
+            return Outcome::Unknown;
+        }
         let (answer, is_kept) = self.recorder.finish(chunks, is_whole);
         let Self { judge, trailers, .. } = self;
         let (succeeded, keeps) = (judge.succeeded(trailers, is_whole), judge.keeps(trailers, is_whole));
@@ -437,6 +442,7 @@ impl GrpcStatus {
 struct Judge {
     keep: Keep,
     is_refusal: bool,
+    is_unknown: bool,
     status: StatusCode,
     grpc: Option<GrpcStatus>,
     is_grpc: bool,
@@ -448,7 +454,8 @@ impl Judge {
         let content_type = headers.get(CONTENT_TYPE).map_or(b"".as_slice(), HeaderValue::as_bytes);
         let is_grpc = content_type.starts_with(b"application/grpc");
         let is_refusal = extensions.get::<NothingDone>().is_some();
-        Self { keep, is_refusal, status: *status, grpc: GrpcStatus::of(headers), is_grpc }
+        let is_unknown = extensions.get::<OutcomeUnknown>().is_some();
+        Self { keep, is_refusal, is_unknown, status: *status, grpc: GrpcStatus::of(headers), is_grpc }
     }
 
     /// Whether the trailers change nothing any more, and it is kept.
@@ -468,7 +475,7 @@ impl Judge {
 
     fn keeps(&self, trailers: &HeaderMap, is_whole: bool) -> bool {
         match self.keep {
-            _ if self.is_refusal => false,
+            _ if self.is_refusal || self.is_unknown => false,
             Keep::All => true,
             Keep::Success => self.succeeded(trailers, is_whole),
             Keep::SafeRetry => {
