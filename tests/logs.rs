@@ -3,22 +3,32 @@
 
 mod support;
 
+use std::convert::Infallible;
 use std::fmt;
 use std::future::{pending, ready};
 use std::net::IpAddr;
+use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::FutureExt as _;
+use futures_util::future::join_all;
 use http::{Request, Response, StatusCode};
-use http_body_util::{BodyExt, Full};
+use http_body::Frame;
+use http_body_util::combinators::BoxBody;
+use http_body_util::{BodyExt, Full, StreamBody};
 use support::server::{RedisServer, free_port};
-use tokio::time::{advance, sleep};
+use tokio::sync::Barrier;
+use tokio::time::{advance, sleep, timeout};
 use tollgate::delay_queue::{Codec, Recurring, Schedule};
 use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, peer_ip};
-use tollgate::idempotency::{IdempotencyHandle, OnStoreError};
+use tollgate::idempotency::{
+    IdempotencyHandle, Keep, OnDisconnect, OnStoreError, Operation, OperationError, Operations,
+};
 use tollgate::rate_limit::{CircuitBreaker, Decision, LimitStatus, PolicyResolver, RateLimitStore, Receipt};
+use tollgate::reject::OutcomeUnknown;
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
     AsError, BoxError, DelayQueue, DelayQueueWorker, Everyone, ExtractKey, IdempotencyLayer, Job, Key, Limiter,
@@ -398,6 +408,86 @@ async fn a_line_of_an_unknown_outcome_says_which_operation_it_is_of() {
         let line = format!("WARN {line} layer=\"payments\" operation={operation}");
         assert!(lines.contains(&line), "{line} is not one of {lines:#?}");
     }
+}
+
+/// Each of them is one line, however it has come about.
+#[tokio::test(start_paused = true)]
+async fn a_line_names_whatever_was_left_half_way() {
+    const LEFT: &str = "an operation was left: its outcome is unknown when its lease has ended";
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let guard = IdempotencyLayer::new(MemoryBackend::new())
+        .scope(Everyone)
+        .max_body(3)
+        .keep(Keep::All)
+        .on_disconnect(OnDisconnect::Cancel);
+    let service = guard.layer(service_fn(async |request: Request<FingerprintedBody<BoxBody<Bytes, Infallible>>>| {
+        let (parts, body) = request.into_parts();
+        match parts.uri.path() {
+            "/fails" => return Err(BoxError::from("no money")),
+            "/panics" => panic!("no money at all"),
+            "/gone" => pending().await,
+            _ => drop(body.collect().await),
+        }
+        let mut response = Response::new(Full::<Bytes>::default());
+        response.extensions_mut().insert(OutcomeUnknown);
+        Ok(response)
+    }));
+    let ask = |path: &str, body: &'static str| {
+        // How long it is comes out when it is read.
+        let body = futures_util::stream::iter([Ok(Frame::data(Bytes::from(body)))]);
+        let request = Request::post(path).header("idempotency-key", "k");
+        service.clone().oneshot(request.body(BodyExt::boxed(StreamBody::new(body))).unwrap())
+    };
+    let line = |path: &str| format!("WARN {LEFT} layer=\"idempotency\" operation=!everyone,POST,{path}:k");
+    assert!(ask("/fails", "").await.is_err());
+    assert_eq!(log.lines(), [line("/fails")]);
+    assert!(AssertUnwindSafe(ask("/panics", "")).catch_unwind().await.is_err());
+    assert_eq!(log.lines(), [line("/panics")]);
+    assert!(timeout(Duration::from_secs(1), ask("/gone", "")).await.is_err());
+    assert_eq!(log.lines(), [line("/gone")]);
+    assert_eq!(ask("/large", "long").await.unwrap().status(), StatusCode::PAYLOAD_TOO_LARGE);
+    assert_eq!(log.lines(), [line("/large")]);
+    assert_eq!(ask("/says-so", "").await.unwrap().status(), StatusCode::OK);
+    assert_eq!(log.lines(), [line("/says-so")]);
+
+    let payouts = Operations::new(MemoryBackend::new(), "payouts");
+    let run = payouts.run(Operation::new("alice", "k"), "", async |_| pending::<Result<&str, BoxError>>().await);
+    assert!(timeout(Duration::from_secs(1), run).await.is_err());
+    assert_eq!(log.lines(), [format!("WARN {LEFT} layer=\"payouts\" operation=payouts,alice:k")]);
+    let run = payouts.clone().max_run(Duration::from_secs(1));
+    let run = run.run(Operation::new("alice", "l"), "", async |_| pending::<Result<&str, BoxError>>().await);
+    assert!(matches!(run.await, Err(OperationError::Cancelled)));
+    let lines = log.lines();
+    assert!(matches!(lines.as_slice(), [line] if line.contains("an operation was cancelled")), "{lines:?}");
+}
+
+/// As many as can be told to the store at a time once it is back are told, and one more is not.
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_is_lost_for_lack_of_room_is_named() {
+    const ROOM: usize = 4_096;
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let payouts = Operations::new(store, "payouts");
+    let all_have_begun = Barrier::new(ROOM + 1);
+    let runs = (0..=ROOM).map(|number| {
+        let (faults, all_have_begun) = (&faults, &all_have_begun);
+        payouts.run(Operation::new("alice", number.to_string()), "", async move |_| {
+            all_have_begun.wait().await;
+            faults.fail(Failure::Unavailable);
+            Ok::<_, BoxError>("paid")
+        })
+    });
+    for paid in join_all(runs).await {
+        assert_eq!(paid.unwrap().answer(), b"paid");
+    }
+    faults.heal();
+    payouts.drained().await;
+    let lost = "WARN an operation cannot be settled in the background: its outcome is unknown layer=\"payouts\" ";
+    let lines = log.lines();
+    assert_eq!(lines.iter().filter(|line| line.starts_with(lost)).count(), 1, "{lines:#?}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -250,8 +250,8 @@ impl<P: HasPayload + 'static> Order<P> {
     }
 
     fn attempt(self: &Arc<Self>, end: End) -> Attempt<P> {
-        let [is_at_work, is_answering] = [const { AtomicBool::new(false) }; 2];
-        Attempt { order: Arc::clone(self), end, is_at_work, is_answering }
+        let [is_at_work, is_answering, is_told] = [const { AtomicBool::new(false) }; 3];
+        Attempt { order: Arc::clone(self), end, is_at_work, is_answering, is_told }
     }
 
     /// Wake-ups for somebody who waits for the operation.
@@ -325,9 +325,12 @@ impl<P: HasPayload + 'static> Order<P> {
         let (Ok(runtime), Some(running)) =
             (Handle::try_current(), Running::new(&self.home, |home| &home.background, MAX_BACKGROUND))
         else {
-            tracing::debug!(operation = %self.operation, "an operation is left to the end of its lease");
             if what == Settled::Attempt {
+                let (layer, operation) = (self.layer(), self.operation());
+                tracing::warn!(layer, %operation, "an operation cannot be settled in the background: its outcome is unknown");
                 self.home.meters().ended(Ended::Unknown);
+            } else {
+                tracing::debug!(operation = %self.operation, "a claim is left to the end of its lease");
             }
             return;
         };
@@ -452,6 +455,8 @@ pub(crate) struct Attempt<P: HasPayload + 'static> {
     end: End,
     is_at_work: AtomicBool,
     is_answering: AtomicBool,
+    // Whether the log names it as one of unknown outcome.
+    is_told: AtomicBool,
 }
 
 /// What the store is told of in the background.
@@ -527,6 +532,11 @@ impl<P: HasPayload + 'static> Attempt<P> {
     /// To be called when the caller gets a part of the answer: no panic gives back what has come so far.
     pub(crate) fn answering(&self) {
         self.is_answering.store(true, Ordering::Relaxed);
+    }
+
+    /// To be called where the log has been told why the outcome is unknown once this is dropped.
+    pub(crate) fn told(&self) {
+        self.is_told.store(true, Ordering::Relaxed);
     }
 
     /// Whether somebody else may have begun, by the clock.
@@ -615,6 +625,10 @@ impl<P: HasPayload + 'static> Drop for Attempt<P> {
             End::Leave | End::Settled => false,
         };
         if !gives_back && self.end != End::Settled {
+            if !*self.is_told.get_mut() {
+                let (layer, operation) = (self.order.layer(), self.order.operation());
+                tracing::warn!(layer, %operation, "an operation was left: its outcome is unknown when its lease has ended");
+            }
             self.order.home.meters().ended(Ended::Unknown);
         }
         if gives_back {

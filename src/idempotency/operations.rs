@@ -262,6 +262,7 @@ impl Operations {
             let order = attempt.order();
             let (layer, operation) = (order.layer(), order.operation());
             tracing::warn!(layer, %operation, "an operation was cancelled: its outcome is unknown when its lease has ended");
+            attempt.told();
             self.home.meters().decided(Verdict::Cancelled);
             return Err(OperationError::Cancelled);
         };
@@ -277,6 +278,7 @@ impl Operations {
                     let order = attempt.order();
                     let (layer, operation) = (order.layer(), order.operation());
                     tracing::warn!(layer, %operation, %error, "an operation has failed: its outcome is unknown when its lease has ended");
+                    attempt.told();
                     return Err(OperationError::Failed(error));
                 }
                 (Settlement::Release, Err(OperationError::Failed(error)))

@@ -101,6 +101,7 @@ impl Course {
         let order = self.attempt.order();
         let (layer, operation) = (order.layer(), order.operation());
         tracing::warn!(layer, %operation, "a handler was cancelled: its outcome is unknown when its lease has ended");
+        self.attempt.told();
     }
 
     /// Lets the record say what has become of the operation; there is nothing to wait for if it says so already.
