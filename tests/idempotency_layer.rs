@@ -11,6 +11,7 @@ use std::task::{self, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::FutureExt as _;
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body::{Body, Frame};
 use http_body_util::combinators::BoxBody;
@@ -29,6 +30,7 @@ use tollgate::lock::{Cursor, Scope};
 use tollgate::reject::{AsResponse, NothingDone, OutcomeUnknown, Reject};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{ConfigError, Everyone, IdempotencyLayer, Key, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
+use tower::limit::ConcurrencyLimitLayer;
 use tower::util::BoxCloneService;
 use tower::{Layer, Service as _, ServiceBuilder, ServiceExt, service_fn};
 use tracing::{Instrument as _, Subscriber};
@@ -1944,6 +1946,26 @@ async fn a_checkpoint_survives_a_request_that_is_refused_before_its_handler_begi
     let response = with("hundred").await.unwrap();
     assert_eq!(response.status(), StatusCode::OK);
     assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "charged");
+}
+
+/// The story of a service with room for one that a connection kept to itself, since its last request had been refused.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_is_refused_before_its_handler_begins_keeps_no_place() {
+    let one_at_a_time =
+        ConcurrencyLimitLayer::new(1).layer(service_fn(async |request: Request<FingerprintedBody<Full<Bytes>>>| {
+            let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
+            request.into_body().collect().await.unwrap();
+            operation.checkpoint("charged", "").await.unwrap();
+            let response = Response::builder().status(StatusCode::INTERNAL_SERVER_ERROR);
+            Ok::<_, Infallible>(response.body(Full::<Bytes>::default()).unwrap())
+        }));
+    let mut service = layer(MemoryBackend::new()).layer(one_at_a_time);
+    for (body, status) in [("hundred", StatusCode::INTERNAL_SERVER_ERROR), ("", StatusCode::UNPROCESSABLE_ENTITY)] {
+        let refused = service.ready().await.unwrap().call(pay("k").map(|_| Full::from(body)));
+        assert_eq!(refused.await.unwrap().status(), status);
+    }
+    // On another connection, while this one stays.
+    assert!(service.clone().ready().now_or_never().is_some(), "there is room for one");
 }
 
 #[tokio::test(start_paused = true)]

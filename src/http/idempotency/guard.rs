@@ -67,6 +67,10 @@ where
     match order.as_ref().ok().filter(|_| is_eager).and_then(Order::begin_now) {
         Some(Ok(Begin::Granted(granted))) => {
             let begun = take_up(settings, granted, arrived, inner);
+            if begun.1.is_none() {
+                // Who is not served needs no place in the inner service.
+                drop(take_ready(inner));
+            }
             Guarded::new(Box::pin(Serve::new(begun, shared)), GoesOn::Yes)
         }
         begun => {
