@@ -1948,6 +1948,28 @@ async fn a_checkpoint_survives_a_request_that_is_refused_before_its_handler_begi
     assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "charged");
 }
 
+/// The story of requests that were told that they might have had effects, and left operations of unknown outcome, though nothing had been begun: the store was
+/// slower than the lease is long.
+#[tokio::test(start_paused = true)]
+async fn a_claim_that_is_granted_too_late_begins_nothing() {
+    let handler = Handler::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let guard = layer(store).lease(Duration::from_millis(50)).on_unknown(OnUnknown::Retry);
+    let app = handler.behind(guard.clone(), |request, _| async move {
+        Response::new(full(request.extensions().get::<IdempotencyHandle>().unwrap().attempt().to_string()))
+    });
+    faults.delay(Duration::from_millis(60));
+    let late = ask(&app, pay("k")).await;
+    assert!(late.extensions().get::<NothingDone>().is_some() && late.headers().contains_key("retry-after"));
+    assert_eq!(problem(late).await, (503, "about:blank".into()));
+    guard.drained().await;
+    faults.heal();
+    // What was never begun is no attempt of unknown outcome: another request may have its key.
+    assert_eq!(text(ask(&app, at("/pay?twice")).await).await, "2");
+    assert_eq!(handler.runs(), 1);
+}
+
 /// The story of a service with room for one that a connection kept to itself, since its last request had been refused.
 #[tokio::test(start_paused = true)]
 async fn a_request_that_is_refused_before_its_handler_begins_keeps_no_place() {

@@ -345,6 +345,19 @@ async fn what_somebody_else_may_have_begun_is_dropped() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn a_claim_that_is_granted_too_late_begins_nothing() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let (faults, paid) = (store.faults(), AtomicU32::new(0));
+    let operations = operations(store).lease(Duration::from_millis(50)).on_unknown(OnUnknown::Retry);
+    faults.delay(Duration::from_millis(60));
+    let late = pay(&operations, &paid).await;
+    assert!(matches!(&late, Err(OperationError::Store(error)) if error.is_timeout()), "{late:?}");
+    operations.drained().await;
+    faults.heal();
+    assert_eq!(pay(&operations, &paid).await.unwrap().answer(), b"paid 0");
+}
+
+#[tokio::test(start_paused = true)]
 async fn what_is_said_by_hand_is_replayed() {
     let backend = MemoryBackend::new();
     let operations = operations(backend.clone());

@@ -235,7 +235,12 @@ impl<P: HasPayload + 'static> Order<P> {
         if begun.as_ref().is_err_and(|error| error.is_refusal() || Circuit::is_cause_of(error)) {
             attempt.end = End::Settled;
         }
-        Ok(attempt.begun(begun?))
+        let begun = begun?;
+        if matches!(begun, Begun::Granted { .. }) && attempt.is_lost() {
+            // Somebody else may begin by now, and nobody has here.
+            return Err(StoreError::timeout());
+        }
+        Ok(attempt.begun(begun))
     }
 
     /// The same where nothing has to be waited for. `None`, with nothing done, says nothing.
