@@ -1886,6 +1886,27 @@ async fn what_nobody_knows_to_be_begun_is_given_back_when_nobody_comes() {
 }
 
 /// Wherever they are kept: a table of few is as good as full otherwise.
+/// As a future may that was kept somewhere, and is dropped by a thread that knows no runtime.
+#[test]
+fn what_is_dropped_outside_of_a_runtime_is_given_back() {
+    let runtime = tokio::runtime::Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let handler = Handler::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let guard = layer(store).deadline(Duration::from_secs(5));
+    let app = handler.behind(guard.clone(), echo);
+    faults.lose_answers();
+    let mut asked = Box::pin(ask(&app, pay("k")));
+    assert!(runtime.block_on(async { (&mut asked).now_or_never().is_none() }));
+    assert_eq!(faults.calls(Verb::Begin), 1);
+    drop(asked);
+    faults.heal();
+    runtime.block_on(async {
+        guard.drained().await;
+        assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
+    });
+}
+
 #[tokio::test(start_paused = true)]
 async fn operations_that_have_run_out_make_room() {
     let guard = layer(MemoryBackend::with_capacity(4)).retention(Duration::from_secs(60));

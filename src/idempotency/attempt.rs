@@ -169,6 +169,8 @@ pub(crate) struct Order<P: ?Sized> {
     sent: Mutex<Instant>,
     // The number of the last one that was put down.
     checkpoint: AtomicU32,
+    // Where the store was asked first: whoever drops this may be outside of any.
+    runtime: OnceLock<Handle>,
     body: P,
 }
 
@@ -210,7 +212,7 @@ impl<P: ?Sized> Order<P> {
 impl<P: HasPayload + 'static> Order<P> {
     pub(crate) fn new(home: &Arc<Home>, operation: Operation, claim: Claim, body: P) -> Arc<Self> {
         let (sent, checkpoint) = (Mutex::new(Instant::now()), AtomicU32::new(0));
-        Arc::new(Self { home: Arc::clone(home), operation, claim, sent, checkpoint, body })
+        Arc::new(Self { home: Arc::clone(home), operation, claim, sent, checkpoint, runtime: OnceLock::new(), body })
     }
 
     /// The same with a token of its own, for when nobody knows what has become of the claim of this one.
@@ -227,6 +229,9 @@ impl<P: HasPayload + 'static> Order<P> {
     pub(crate) async fn begin(self: &Arc<Self>) -> Result<Begin<P>, StoreError> {
         let Self { home, operation, claim, .. } = &**self;
         *self.sent() = Instant::now();
+        if let Ok(runtime) = Handle::try_current() {
+            self.runtime.get_or_init(|| runtime);
+        }
         let mut attempt = self.attempt(End::GiveBackClaim);
         let begun = match home.circuit.admit() {
             Ok(()) => home.noted(home.store.begin(operation, claim, home.terms.limit).await),
@@ -327,20 +332,12 @@ impl<P: HasPayload + 'static> Order<P> {
 
     /// Goes on to say it in the background, for no longer than a lease, or a second where that is shorter.
     fn settle_in_background(self: &Arc<Self>, end: Settlement, what: Settled) {
-        let (Ok(runtime), Some(running)) =
-            (Handle::try_current(), Running::new(&self.home, |home| &home.background, MAX_BACKGROUND))
-        else {
-            if what == Settled::Attempt {
-                let (layer, operation) = (self.layer(), self.operation());
-                tracing::warn!(layer, %operation, "an operation cannot be settled in the background: its outcome is unknown");
-                self.home.meters().ended(Ended::Unknown);
-            } else {
-                tracing::debug!(operation = %self.operation, "a claim is left to the end of its lease");
-            }
-            return;
-        };
-        let order = Arc::clone(self);
+        let telling = Telling { order: Arc::clone(self), what, is_over: false };
+        let runtime = Handle::try_current().ok().or_else(|| self.runtime.get().cloned());
+        let running = Running::new(&self.home, |home| &home.background, MAX_BACKGROUND);
+        let (Some(runtime), Some(running)) = (runtime, running) else { return };
         let settling = async move {
+            let order = &telling.order;
             let until = Instant::now() + order.claim.lease.max(SHORTEST);
             match what {
                 Settled::Attempt => {
@@ -366,6 +363,7 @@ impl<P: HasPayload + 'static> Order<P> {
                     }
                 }
             }
+            telling.ends();
             drop(running);
         };
         drop(runtime.spawn(settling.in_current_span()));
@@ -412,6 +410,35 @@ impl Settlement {
             Self::Complete { completion: Completion { is_kept: true, .. }, .. } => Ended::Kept,
             Self::Complete { .. } => Ended::Tombstone,
             Self::Release => Ended::GivenBack,
+        }
+    }
+}
+
+/// What the store is being told of in the background, until that is over, or is dropped for the lack of room or of a runtime.
+struct Telling<P: HasPayload + 'static> {
+    order: Arc<Order<P>>,
+    what: Settled,
+    is_over: bool,
+}
+
+impl<P: HasPayload + 'static> Telling<P> {
+    fn ends(mut self) {
+        self.is_over = true;
+    }
+}
+
+impl<P: HasPayload + 'static> Drop for Telling<P> {
+    fn drop(&mut self) {
+        if self.is_over {
+            return;
+        }
+        let (layer, operation) = (self.order.layer(), self.order.operation());
+        match self.what {
+            Settled::Attempt => {
+                tracing::warn!(layer, %operation, "an operation cannot be settled in the background: its outcome is unknown");
+                self.order.home.meters().ended(Ended::Unknown);
+            }
+            Settled::Claim => tracing::debug!(layer, %operation, "a claim is left to the end of its lease"),
         }
     }
 }
