@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::rate_limit::{RateLimitStore, RateLimited};
+use tollgate::rate_limit::{PolicyResolver, RateLimitStore, RateLimited};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{AsError, BoxError, Key, Limiter, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer};
 use tower::util::BoxCloneService;
@@ -22,6 +22,11 @@ type Call = (u32, u32);
 /// One call every 100 ms for each customer.
 fn policy() -> Policy {
     Policy::new("calls", Quota::per_second(10).burst(1).unwrap().token_bucket())
+}
+
+/// Says the same of everybody.
+fn resolver(policy: Policy) -> PolicyResolver {
+    PolicyResolver::new(move |_| std::future::ready(Ok::<_, BoxError>(policy.clone())))
 }
 
 fn ms(ms: u64) -> Duration {
@@ -218,6 +223,64 @@ async fn who_waits_is_counted_once_by_those_who_have_no_say() {
     // And what is given back is given back everywhere.
     let left = Limiter::new(backend, shadow).peek("all").await.unwrap().remaining();
     assert_eq!(left, Some(97));
+}
+
+/// A request that waited for a limit which only the resolver enforces went by without it at its next turn, uncharged, and so did those behind.
+#[tokio::test(start_paused = true)]
+async fn who_waits_is_held_to_what_the_resolver_says() {
+    let total = Policy::new("total", Quota::per_second(1_000).fixed_window());
+    for with_total in [false, true] {
+        let calls = Calls::new();
+        let layer = RateLimitLayer::new(MemoryBackend::new(), policy().shadow());
+        let layer = layer.resolver(resolver(policy())).wait(Duration::from_secs(10));
+        let service = if with_total {
+            let (begun, served) = (calls.begun, Arc::clone(&calls.served));
+            let inner = service_fn(move |(_, number): Call| {
+                served.lock().unwrap().push((number, begun.elapsed().as_millis()));
+                std::future::ready(Ok::<_, BoxError>(()))
+            });
+            let layer = layer.key(|(customer, _): &Call| *customer).and(total.clone(), tollgate::Everyone);
+            BoxCloneService::new(layer.with_rejection(AsError).layer(inner))
+        } else {
+            calls.behind(layer)
+        };
+        let mut waiting: JoinSet<_> = (0..20).map(|number| service.clone().oneshot((ACME, number))).collect();
+        while let Some(outcome) = waiting.join_next().await {
+            outcome.unwrap().unwrap();
+        }
+        let served = calls.served();
+        assert_eq!(served.len(), 20);
+        for (place, (_, after)) in served.iter().enumerate() {
+            assert!(*after >= 100 * place as u128, "{served:?}");
+        }
+    }
+}
+
+/// The other way round: it was charged anew at each turn.
+#[tokio::test(start_paused = true)]
+async fn who_waits_is_counted_once_where_the_resolver_says_that_nothing_is_enforced() {
+    let backend = MemoryBackend::new();
+    let plan = Policy::new("plan", Quota::per_hour(100).fixed_window());
+    let service = RateLimitLayer::new(backend.clone(), plan.clone())
+        .resolver(resolver(plan.clone().shadow()))
+        .and(policy(), |_: &Call| "all")
+        .wait(Duration::from_secs(10))
+        .key(|(customer, _): &Call| *customer)
+        .charge_on(|answer: Result<&u32, &BoxError>| *answer.unwrap() < 3)
+        .with_rejection(AsError)
+        .layer(service_fn(async |(_, number): Call| Ok::<_, BoxError>(number)));
+    // Somebody else takes the room now and then, so that the first of the line has to ask more than once.
+    let other = Limiter::new(backend.clone(), policy());
+    let mut waiting: JoinSet<_> = (0..5).map(|number| service.clone().oneshot((ACME, number))).collect();
+    for _ in 0..10 {
+        sleep(ms(50)).await;
+        let _ = other.check("all").await.unwrap();
+    }
+    while let Some(outcome) = waiting.join_next().await {
+        outcome.unwrap().unwrap();
+    }
+    let left = Limiter::new(backend, plan).peek(ACME).await.unwrap().remaining();
+    assert_eq!(left, Some(97), "and what is given back is given back once");
 }
 
 #[tokio::test(start_paused = true)]

@@ -104,18 +104,23 @@ impl DerefMut for Subjects {
 }
 
 impl Subjects {
-    /// Some of them, about whom nothing was decided yet.
-    fn undecided(&self, some: impl Fn(&Subject) -> bool) -> Self {
+    /// The same, about whom nothing was decided yet.
+    fn undecided(&self) -> Self {
         let undecided = |subject: &Subject| Subject { decision: None, local: false, ..subject.clone() };
         match self {
-            Self::One(subject) if some(subject) => Self::One(undecided(subject)),
-            subjects => Self::Several(subjects.iter().filter(|subject| some(subject)).map(undecided).collect()),
+            Self::One(subject) => Self::One(undecided(subject)),
+            Self::Several(subjects) => Self::Several(subjects.iter().map(undecided).collect()),
         }
     }
 
-    /// Those whose policies are not enforced.
-    fn without_a_say(&self) -> Vec<Subject> {
-        self.iter().filter(|subject| !subject.enforced).cloned().collect()
+    /// Takes out those who turn out to have no say, as they were `judged`.
+    fn take_those_without_a_say(&mut self, judged: &[Subject]) -> Vec<Subject> {
+        if judged.iter().all(|subject| subject.enforced) {
+            return Vec::new();
+        }
+        let subjects = mem::take(self).into_iter().zip(judged);
+        *self = Self::Several(subjects.filter(|(_, judged)| judged.enforced).map(|(subject, _)| subject).collect());
+        judged.iter().filter(|subject| !subject.enforced).cloned().collect()
     }
 
     fn extend(&mut self, others: Vec<Subject>) {
@@ -250,7 +255,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// The judgement of a request that may have to wait for room: in the line of the one whom it counts for that has none for longest.
-    pub(super) async fn judge_in_turn(&self, subjects: Subjects, cost: u32) -> Judgement {
+    pub(super) async fn judge_in_turn(&self, mut subjects: Subjects, cost: u32) -> Judgement {
         // What costs nothing needs no room.
         let Some(Patience { wait, lines }) = self.patience.as_ref().filter(|_| cost > 0) else {
             return self.judge(subjects, cost).await;
@@ -260,18 +265,16 @@ impl<B: RateLimitStore + Sync> Core<B> {
         // In whose lines it has come to its turn. It need not stand there again unless it is denied once more, so that two lines do not
         // send it to and fro.
         let mut stood: SmallVec<[Whose; 2]> = SmallVec::new();
-        // Those who have no say are asked once.
-        let mut others = None;
+        // Those who have no say are asked once. Whether the key of the layer has one is for its resolver to tell.
+        let mut others: Vec<Subject> = Vec::new();
         loop {
             let (told, judged) = match self.ahead(lines, &subjects, &stood) {
                 Some(told) => (told, None),
                 None => {
-                    let undecided = subjects.undecided(|subject| subject.enforced || others.is_none());
-                    let mut judged = self.judge(undecided, cost).await;
-                    match &others {
-                        Some(others) => judged.subjects.extend(Vec::clone(others)),
-                        None => others = Some(judged.subjects.without_a_say()),
-                    }
+                    let mut judged = self.judge(subjects.undecided(), cost).await;
+                    let more = subjects.take_those_without_a_say(&judged.subjects);
+                    judged.subjects.extend(others.clone());
+                    others.extend(more);
                     let pause = judged.pause(until);
                     let (Some(pause), Some(told)) = (pause, strictest(judged.subjects.iter().cloned())) else {
                         return judged;
