@@ -698,6 +698,27 @@ async fn a_resolver_that_fails_or_hangs_is_a_store_that_fails() {
     assert!(local.oneshot("nobody").await.unwrap_err().is::<RateLimited>(), "by the policy of the layer");
 }
 
+/// What the layer says of those about whom its resolver says nothing holds where this process decides, and is no answer otherwise: a job was given up
+/// for good where the layer has no room for anybody.
+#[tokio::test(start_paused = true)]
+async fn what_a_resolver_fails_at_is_no_matter_of_the_policy_of_the_layer() {
+    let fails = PolicyResolver::new(|_| ready(Err::<Policy, _>("the database is away")));
+    let layer = layer(MemoryBackend::new(), per_hour(0)).resolver(fails);
+    let answer = async |on_store_error| {
+        let service = layer.clone().on_store_error(on_store_error).layer(service_fn(echo));
+        service.oneshot("request").await
+    };
+    assert!(answer(OnStoreError::Deny).await.unwrap_err().is::<StoreError>());
+    assert_eq!(answer(OnStoreError::Allow).await.unwrap(), "request");
+    let never = answer(OnStoreError::Local).await.unwrap_err().downcast::<RateLimited>().unwrap();
+    assert_eq!(never.decision().outcome(), Outcome::Never);
+
+    let closed = Policy::new("closed", Quota::per_hour(0).fixed_window());
+    let service = layer.on_store_error(OnStoreError::Allow).and(closed, tollgate::Everyone).layer(service_fn(echo));
+    let never = service.oneshot("request").await.unwrap_err().downcast::<RateLimited>().unwrap();
+    assert_eq!(never.violated().collect::<Vec<_>>(), ["closed"]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_resolver_that_fails_for_some_keys_takes_the_store_from_nobody() {
     let store = Store::counting();

@@ -437,15 +437,22 @@ impl<B: RateLimitStore + Sync> Core<B> {
     /// What happens when the store, or the resolver, has failed.
     async fn do_without(&self, subjects: &mut [Subject], cost: u32, error: StoreError) -> Result<(), Rejection> {
         let enforced = subjects.iter().any(|subject| subject.enforced);
+        let then = self.without_store();
+        if then == OnStoreError::Local {
+            for subject in subjects.iter_mut().filter(|subject| self.is_unresolved(subject)) {
+                subject.policy = Some(self.policy.clone());
+            }
+        }
         let hopeless = self.is_hopeless(subjects, cost);
         for subject in &mut *subjects {
             // Half of an answer is none, but for what needs no store.
-            subject.decision = if hopeless { subject.policy(&self.policy).rule_out(cost) } else { None };
+            let is_known = hopeless && !self.is_unresolved(subject);
+            subject.decision = if is_known { subject.policy(&self.policy).rule_out(cost) } else { None };
         }
         if hopeless {
             return self.rule(subjects, cost);
         }
-        match self.without_store() {
+        match then {
             OnStoreError::Local => {
                 for subject in &mut *subjects {
                     subject.policy = Some(subject.policy(&self.policy).share_of(self.replicas));
@@ -502,9 +509,15 @@ impl<B: RateLimitStore + Sync> Core<B> {
         denials.filter_map(|subject| self.limited(subject, cost)).reduce(RateLimited::and)
     }
 
-    /// Whether the request is turned away whatever the store says.
+    /// Whether the request is turned away whatever the store says, and the resolver where it has not answered.
     fn is_hopeless(&self, subjects: &[Subject], cost: u32) -> bool {
-        subjects.iter().any(|subject| subject.enforced && subject.policy(&self.policy).rules_out(cost))
+        let mut known = subjects.iter().filter(|subject| !self.is_unresolved(subject));
+        known.any(|subject| subject.enforced && subject.policy(&self.policy).rules_out(cost))
+    }
+
+    /// Whether it is for the resolver to say by which policy this one is counted, and it has not.
+    fn is_unresolved(&self, subject: &Subject) -> bool {
+        self.resolver.is_some() && subject.main && subject.policy.is_none()
     }
 
     /// Lets `store` decide about all subjects: about those together whose policies are enforced, and then about each of the others by
