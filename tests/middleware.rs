@@ -1498,34 +1498,37 @@ async fn what_can_never_be_admitted_is_denied_whatever_the_store_does() {
 
 #[tokio::test(start_paused = true)]
 async fn a_denial_that_is_remembered_closes_no_circuit() {
-    let fails = Arc::new(AtomicBool::new(false));
-    let store = Store::new({
-        let (fails, memory) = (Arc::clone(&fails), MemoryBackend::new());
-        move |policy, key, cost| {
-            let (fails, memory, policy, key) = (fails.load(Relaxed), memory.clone(), policy.clone(), *key);
-            async move { if fails { Err(StoreError::timeout()) } else { memory.check(&policy, &key, cost).await } }
-        }
-    });
     let plans = PolicyResolver::new(|_| ready(Ok::<_, BoxError>(per_hour(1)))).time_to_live(Duration::ZERO);
-    let service = RateLimitLayer::new(DenyCache::new(store.clone()), per_hour(1))
-        .with_rejection(AsError)
-        .key(|client: &&'static str| *client)
-        .resolver(plans)
-        .layer(service_fn(echo));
-    service.clone().oneshot("alice").await.unwrap();
-    service.clone().oneshot("alice").await.unwrap_err();
-    fails.store(true, Relaxed);
-    for _ in 0..5 {
-        drop(service.clone().oneshot("bob").await);
+    for waits in [false, true] {
+        let fails = Arc::new(AtomicBool::new(false));
+        let store = Store::new({
+            let (fails, memory) = (Arc::clone(&fails), MemoryBackend::new());
+            move |policy, key, cost| {
+                let (fails, memory, policy, key) = (fails.load(Relaxed), memory.clone(), policy.clone(), *key);
+                async move { if fails { Err(StoreError::timeout()) } else { memory.check(&policy, &key, cost).await } }
+            }
+        });
+        let layer = RateLimitLayer::new(DenyCache::new(store.clone()), per_hour(1))
+            .with_rejection(AsError)
+            .key(|client: &&'static str| *client);
+        let layer = if waits { layer.wait(Duration::from_secs(1)) } else { layer.resolver(plans.clone()) };
+        let service = layer.layer(service_fn(echo));
+        service.clone().oneshot("alice").await.unwrap();
+        service.clone().oneshot("alice").await.unwrap_err();
+        fails.store(true, Relaxed);
+        for _ in 0..5 {
+            drop(service.clone().oneshot("bob").await);
+        }
+        let before = store.asked();
+        assert!(service.clone().oneshot("alice").await.unwrap_err().is::<RateLimited>(), "also while it is open");
+        tokio::time::advance(Duration::from_millis(101)).await;
+        assert!(service.clone().oneshot("alice").await.unwrap_err().is::<RateLimited>());
+        assert_eq!(store.asked(), before, "the cache knows");
+        for _ in 0..5 {
+            drop(service.clone().oneshot("bob").await);
+        }
+        assert_eq!(store.asked(), before + 1, "the probe");
     }
-    tokio::time::advance(Duration::from_millis(101)).await;
-    let before = store.asked();
-    assert!(service.clone().oneshot("alice").await.unwrap_err().is::<RateLimited>());
-    assert_eq!(store.asked(), before, "the cache knows");
-    for _ in 0..5 {
-        drop(service.clone().oneshot("bob").await);
-    }
-    assert_eq!(store.asked(), before + 1, "the probe");
 }
 
 #[tokio::test(start_paused = true)]

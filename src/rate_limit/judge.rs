@@ -344,14 +344,17 @@ impl<B: RateLimitStore + Sync> Core<B> {
     /// Asks the resolver and then the store. Each has the whole deadline, so that a store never fails because a resolver is slow.
     async fn ask(&self, subjects: &mut [Subject], cost: u32) -> Result<(), StoreError> {
         leaves_time(self.deadline).inspect_err(|error| self.circuit.failed(self, error))?;
+        // Others were found to be unknown in front of the store when they came.
+        let mut may_be_known = self.patience.is_some();
         if let (Some(resolver), Some(main)) = (&self.resolver, subjects.iter_mut().find(|subject| subject.main)) {
             main.count_by(self.resolve(resolver, &main.key).await?);
-            // What is answered in front of the store says nothing about it, and is no probe.
-            if let [main] = subjects {
-                main.decision = self.decide_now(main.policy(&self.policy), &main.key, cost);
-                if main.decision.is_some() {
-                    return Ok(());
-                }
+            may_be_known = true;
+        }
+        if let ([only], true) = (&mut *subjects, may_be_known) {
+            // What is answered there says nothing about the store, and is no probe.
+            only.decision = self.decide_now(only.policy(&self.policy), &only.key, cost);
+            if only.decision.is_some() {
+                return Ok(());
             }
         }
         if self.deny_now(subjects, cost) {
