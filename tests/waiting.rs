@@ -288,16 +288,24 @@ async fn what_never_fits_and_a_store_that_fails_are_not_waited_for() {
     let store = FaultStore::new(MemoryBackend::new());
     let layer = RateLimitLayer::new(store.clone(), policy()).wait(Duration::from_secs(60));
     let service = layer
+        .max_waiters(1)
         .on_store_error(OnStoreError::Deny)
         .cost(|cost: &u32| *cost)
         .with_rejection(AsError)
         .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
     let begun = Instant::now();
-    assert!(service.clone().oneshot(2).await.unwrap_err().downcast::<RateLimited>().unwrap().retry_after().is_none());
+    let never = async || {
+        let refused = service.clone().oneshot(2).await.unwrap_err().downcast::<RateLimited>().unwrap();
+        assert_eq!(refused.retry_after(), None);
+    };
+    never().await;
     service.clone().oneshot(1).await.unwrap();
     assert_eq!(begun.elapsed(), Duration::ZERO);
     let waiting = tokio::spawn(service.clone().oneshot(1));
     sleep(ms(10)).await;
+    // Nor is it told what those are told who wait.
+    never().await;
+    assert_eq!(begun.elapsed(), ms(10));
     store.faults().fail(Failure::Unavailable);
     assert!(waiting.await.unwrap().unwrap_err().is::<tollgate::StoreError>());
     assert!(begun.elapsed() < ms(120));

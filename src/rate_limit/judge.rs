@@ -260,6 +260,10 @@ impl<B: RateLimitStore + Sync> Core<B> {
         let Some(Patience { wait, lines }) = self.patience.as_ref().filter(|_| cost > 0) else {
             return self.judge(subjects, cost).await;
         };
+        // And what never fits waits for none.
+        if self.is_hopeless(&subjects, cost) {
+            return self.judge(subjects, cost).await;
+        }
         let until = after(Instant::now(), *wait);
         let mut place: Option<Place> = None;
         // In whose lines it has come to its turn. It need not stand there again unless it is denied once more, so that two lines do not
