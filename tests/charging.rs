@@ -13,10 +13,13 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderValue, Request, Response, StatusCode};
 use http_body::{Body, Frame};
 use http_body_util::{BodyExt, Empty};
+use tollgate::config::{Rules, RulesLayer};
+use tollgate::delay_queue::AsOutcome;
 use tollgate::grpc::{self, AsStatus};
 use tollgate::rate_limit::{Decision, Outcome, RateLimitHandle, RateLimitStore, Receipt};
+use tollgate::testing::TestJob;
 use tollgate::{
-    AsError, AsResponse, BoxError, Everyone, Key, MemoryBackend, Policy, Quota, RateLimitLayer, StoreError,
+    AsError, AsResponse, BoxError, Everyone, Job, Key, MemoryBackend, Policy, Quota, RateLimitLayer, StoreError,
 };
 use tower::{Layer, Service, ServiceExt, service_fn};
 
@@ -141,6 +144,47 @@ async fn of_several_layers_the_innermost_is_told_to_the_handler_and_the_strictes
             assert_eq!(response, Some((Some(5 - left), 5)));
         }
     }
+}
+
+/// A handler that settles what it has found charged the outer layer for a request that the inner one lets pass.
+#[tokio::test]
+async fn a_handler_finds_no_charge_of_another_layer_where_its_own_lets_the_request_pass() {
+    let handler = |expected: &'static [&'static str]| {
+        service_fn(move |request: Request<()>| {
+            let handle = request.extensions().get::<RateLimitHandle>();
+            assert_eq!(handle.map(|handle| handle.policies().collect::<Vec<_>>()).unwrap_or_default(), expected);
+            handle.inspect(|handle| handle.settle(50));
+            std::future::ready(Ok::<_, Infallible>(Response::new(Empty::<Bytes>::new())))
+        })
+    };
+    let store = MemoryBackend::new();
+    let outer = RateLimitLayer::new(store.clone(), tokens());
+    let inner = || RateLimitLayer::new(MemoryBackend::new(), per_hour("inner", 9)).and(per_hour("total", 9), Everyone);
+    outer.layer(inner().layer(handler(&["inner", "total"]))).oneshot(request()).await.unwrap();
+    assert_eq!(left(&store).await, 99);
+
+    let listed = inner().allow(|_: &Request<()>| true);
+    outer.layer(listed.clone().layer(handler(&[]))).oneshot(request()).await.unwrap();
+    outer.layer(listed.clone().with_rejection(AsStatus::new()).layer(handler(&[]))).oneshot(request()).await.unwrap();
+    let rules = "rules: [{ path: /counted, policy: rule, key: everyone }]
+policies: { rule: { limits: [{ algorithm: fixed_window, quota: 1, per: 1h }] } }";
+    let rules = RulesLayer::new(MemoryBackend::new(), Rules::from_yaml(rules).unwrap());
+    outer.layer(rules.layer(handler(&[]))).oneshot(request()).await.unwrap();
+    assert_eq!(left(&store).await, 96);
+
+    // Nor does a service of jobs.
+    let job = service_fn(async |job: Job<u32>| {
+        assert!(job.extensions().get::<RateLimitHandle>().is_none());
+        Ok::<_, BoxError>(())
+    });
+    let all = RateLimitLayer::new(MemoryBackend::new(), tokens()).with_rejection(AsOutcome);
+    let service = all.layer(all.clone().allow(|_: &Job<u32>| true).layer(job));
+    service.oneshot(TestJob::new(7).build()).await.unwrap();
+
+    // One that is told to leave extensions alone does.
+    let silent = listed.with_rejection(AsResponse::new().extensions(false));
+    outer.layer(silent.layer(handler(&["tokens"]))).oneshot(request()).await.unwrap();
+    assert_eq!(left(&store).await, 46);
 }
 
 #[tokio::test]

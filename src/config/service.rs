@@ -58,14 +58,17 @@ where
         self.inner.poll_ready(cx).map_err(|error| self.shared.answer.error(error))
     }
 
-    fn call(&mut self, request: Request<ReqBody>) -> Self::Future {
+    fn call(&mut self, mut request: Request<ReqBody>) -> Self::Future {
         // `self.inner` is the instance that reported ready. Use it here and leave a clone for next time.
         let fresh = self.inner.clone();
         let ready = Ready(Some(mem::replace(&mut self.inner, fresh)));
         match self.shared.limit(request.method(), request.uri().path(), ready) {
             Ok(RuleLimit::Always(mut limited)) => ResponseFuture::limited(limited.call(request)),
             Ok(RuleLimit::ByAnswer(mut limited)) => ResponseFuture::settled(limited.call(request)),
-            Err(mut ready) => ResponseFuture::passed_through(ready.call(request), self.shared.answer.clone()),
+            Err(mut ready) => {
+                self.shared.answer.pass(&mut request);
+                ResponseFuture::passed_through(ready.call(request), self.shared.answer.clone())
+            }
         }
     }
 }

@@ -218,7 +218,7 @@ pub struct Extensions {
 impl Extensions {
     /// Keeps a value, in the place of the one of its type that was there.
     pub fn insert<V: Send + Sync + 'static>(&mut self, value: V) {
-        self.entries.retain(|(id, _)| *id != TypeId::of::<V>());
+        self.remove::<V>();
         self.entries.push((TypeId::of::<V>(), Arc::new(value)));
     }
 
@@ -226,6 +226,11 @@ impl Extensions {
     #[must_use]
     pub fn get<V: Send + Sync + 'static>(&self) -> Option<&V> {
         self.entries.iter().find(|(id, _)| *id == TypeId::of::<V>())?.1.downcast_ref()
+    }
+
+    /// Keeps no value of a type any more.
+    pub(crate) fn remove<V: 'static>(&mut self) {
+        self.entries.retain(|(id, _)| *id != TypeId::of::<V>());
     }
 }
 

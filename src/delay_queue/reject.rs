@@ -69,6 +69,10 @@ impl<T, Res> Announce<Job<T>, Res> for AsOutcome {
         job.extensions_mut().insert(handle);
     }
 
+    fn pass(&self, job: &mut Job<T>) {
+        job.extensions_mut().remove::<RateLimitHandle>();
+    }
+
     fn announces(&self) -> bool {
         false
     }

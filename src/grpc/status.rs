@@ -131,6 +131,12 @@ impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsStatus {
         request.extensions_mut().insert(handle);
     }
 
+    fn pass(&self, request: &mut Request<ReqBody>) {
+        if !self.fields.no_extensions {
+            request.extensions_mut().remove::<RateLimitHandle>();
+        }
+    }
+
     fn announces(&self) -> bool {
         self.fields.are_announced()
     }

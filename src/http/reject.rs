@@ -63,6 +63,13 @@ impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsResponse {
     }
 
     #[inline]
+    fn pass(&self, request: &mut Request<ReqBody>) {
+        if !self.fields.no_extensions {
+            request.extensions_mut().remove::<RateLimitHandle>();
+        }
+    }
+
+    #[inline]
     fn announces(&self) -> bool {
         self.fields.are_announced()
     }

@@ -23,7 +23,7 @@ use crate::key::Key;
 ///
 /// One that passes uncounted has none: by a list of those who are let in, or without a key where such requests pass. Where there may be
 /// such, ask for an `Option` of it. With the feature `axum` handlers can also take it as an argument by itself, without `Extension`. Of several
-/// layers the innermost leaves its own. (In the extensions of the *response* there is the [`Decision`] itself, and that of the layer which
+/// layers the innermost leaves its own, or none where the request passes uncounted there; [`policies`](Self::policies) says whose it is. (In the extensions of the *response* there is the [`Decision`] itself, and that of the layer which
 /// restricts most.)
 ///
 /// ```
@@ -87,6 +87,12 @@ impl RateLimitHandle {
     #[must_use]
     pub fn key(&self) -> Option<&Key> {
         self.ledger.subjects.iter().find(|subject| subject.main).map(|subject| &subject.key)
+    }
+
+    /// The names of the policies that the request was counted by: those of the layer, and not of another one in front of it or behind it.
+    pub fn policies(&self) -> impl Iterator<Item = &str> {
+        let layer = self.ledger.settler.policy();
+        self.ledger.subjects.iter().map(|subject| subject.policy(layer).name())
     }
 
     /// The units that the request was charged when it was admitted.
@@ -158,6 +164,9 @@ impl Drop for Ledger {
 
 /// Tells a store of a correction, without anybody waiting for it.
 pub(super) trait Settle: Send + Sync {
+    /// That of the layer.
+    fn policy(&self) -> &Policy;
+
     fn settle(&self, subject: Subject, receipt: Receipt, change: i64);
 }
 
@@ -178,6 +187,10 @@ where
     B: RateLimitStore + Clone + Send + Sync + 'static,
     L: RateLimitStore + Clone + Send + Sync + 'static,
 {
+    fn policy(&self) -> &Policy {
+        &self.policy
+    }
+
     fn settle(&self, subject: Subject, receipt: Receipt, change: i64) {
         if subject.local {
             in_background(self.local.clone(), subject, receipt, change, self);

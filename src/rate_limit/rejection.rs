@@ -46,6 +46,12 @@ pub trait Announce<Req, Res> {
         let _ = (handle, request);
     }
 
+    /// Is told of a request that passes uncounted, so that no handle which a layer further out has attached is taken for one of this layer. Unless told
+    /// otherwise it does nothing.
+    fn pass(&self, request: &mut Req) {
+        let _ = request;
+    }
+
     /// Whether responses are told anything. Unless told otherwise they are; where they are not, nothing has to be kept for it while a
     /// request is handled, and [`announce`](Self::announce) is not called.
     fn announces(&self) -> bool {

@@ -139,10 +139,13 @@ where
 
 impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
     #[inline]
-    fn pass<Req>(&mut self, request: Req) -> ResponseFuture<S, Req, B, K, C, A, R, X>
+    fn pass<Req>(&mut self, mut request: Req) -> ResponseFuture<S, Req, B, K, C, A, R, X>
     where
         S: Service<Req>,
+        A: Reject<Rejection, S::Response, S::Error>
+            + Announce<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
     {
+        self.settings.answer.pass(&mut request);
         ResponseFuture::calling(self.inner.call(request), Whom::Nobody, Arc::clone(self.settings.here()))
     }
 
