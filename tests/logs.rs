@@ -786,6 +786,15 @@ async fn rules_say_what_is_wrong_with_them_once() {
     let good = format!("[policies.a]\n{limit}\n[policies.b]\n{limit}\n{rule}\n");
     let handle = Rules::from_toml(&good).unwrap().handle();
     assert_eq!(log.lines(), ["WARN no rule uses the policy `b`"]);
+    // All clients of a proxy would share one quota where this was meant.
+    let trusting = format!("{good}[client_ip]\ntrusted = [\"10.0.0.0/8\"]\n");
+    Rules::from_toml(&trusting.replace("\"everyone\"", "\"peer_ip\"")).unwrap();
+    assert_eq!(
+        log.lines()[1..],
+        ["WARN no rule has the key `client_ip`, so nothing depends on the proxies that are named"]
+    );
+    Rules::from_toml(&trusting.replace("\"everyone\"", "[{ header = \"x-api-key\" }, \"client_ip\"]")).unwrap();
+    assert_eq!(log.lines(), ["WARN no rule uses the policy `b`"]);
 
     let write = |text: &str| {
         std::fs::write(folder.path().join("fresh"), text).unwrap();

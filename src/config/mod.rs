@@ -39,6 +39,7 @@
 //! key = "client_ip"
 //! cost = 5                               # units per request; 1 if left out
 //! wait = "2s"                            # for room, instead of being turned away at once
+//! replicas = 3                           # that share the quota while each counts for itself ("local"); 1 if left out
 //!
 //! [[rules]]
 //! path = "/login"
@@ -47,7 +48,6 @@
 //! charge = "failures"                    # or "successes", or "always", the default
 //! on_missing_key = "reject"              # the default; or "shared" or "pass"
 //! on_store_error = "deny"                # or "local", the default, or "allow"
-//! replicas = 3                           # that share the quota while each counts for itself ("local"); 1 if left out
 //! deadline = "50ms"                      # for a decision; 100ms if left out
 //!
 //! [[rules]]
@@ -105,9 +105,9 @@
 //! | `rules[].unlimited` | in their place `true`: the requests pass uncounted |
 //! | `rules[].cost` | units per request, 1 or more |
 //! | `rules[].charge` | which answers are charged: `always`, `failures` (a status of 400 and above) or `successes`; see [`http`](crate::http::failures), and where the answer is one of gRPC, with its feature, the status of the call counts, as in `grpc::failures` |
-//! | `rules[].on_missing_key` | `reject`, `shared` or `pass`: see [`OnMissingKey`](crate::OnMissingKey) |
+//! | `rules[].on_missing_key` | `reject`, `shared` or `pass`: see [`OnMissingKey`](crate::OnMissingKey); not where every request has a key, as `everyone` is |
 //! | `rules[].on_store_error` | `local`, `allow` or `deny`: see [`OnStoreError`](crate::OnStoreError) |
-//! | `rules[].replicas` | see [`RateLimitLayer::replicas`](crate::RateLimitLayer::replicas) |
+//! | `rules[].replicas` | see [`RateLimitLayer::replicas`](crate::RateLimitLayer::replicas); not beside another `on_store_error` than `local` |
 //! | `rules[].deadline` | a time: see [`RateLimitLayer::deadline`](crate::RateLimitLayer::deadline) |
 //! | `rules[].wait` | a time that requests may wait for room, 1,000 of each rule at once: see [`RateLimitLayer::wait`](crate::RateLimitLayer::wait) |
 //! | `client_ip.trusted` | a list of networks and addresses, but not of all there are: see [`ClientIp`](crate::http::ClientIp) |
@@ -149,7 +149,8 @@
 //! # What is refused
 //!
 //! Everything that is not known or makes no sense, with its place, before any of it is enforced: see [`RulesError`]. Files are
-//! bounded, and so is what aliases in YAML may stand for. A policy that no rule uses is a warning in the log.
+//! bounded, and so is what aliases in YAML may stand for. A policy that no rule uses is a warning in the log, and so is
+//! a `client_ip` where no rule has the key of that name.
 //!
 //! # Changing the rules
 //!

@@ -14,7 +14,7 @@ use super::error::RulesError;
 use super::format::Format;
 use super::handle::RulesHandle;
 use super::key::RuleKey;
-use super::model::{self, AlgorithmName, ChargeName, ClientIpDef, File, LimitDef, PolicyDef, RuleDef};
+use super::model::{self, AlgorithmName, ChargeName, ClientIpDef, File, KeyPart, LimitDef, PolicyDef, RuleDef};
 use super::path::normal;
 use super::tree::{Fault, Step, path};
 use crate::error::ConfigError;
@@ -139,6 +139,9 @@ impl Rules {
         })?;
         for unused in inner.unused() {
             tracing::warn!(policy = unused, "no rule uses the policy `{unused}`");
+        }
+        if inner.file.client_ip.is_some() && !inner.has_key(&KeyPart::ClientIp) {
+            tracing::warn!("no rule has the key `client_ip`, so nothing depends on the proxies that are named");
         }
         Ok(Self { inner: Arc::new(inner) })
     }
@@ -272,6 +275,11 @@ impl Inner {
             wait: Duration::ZERO,
             charge: if rule.charge == more.charge { rule.charge } else { ChargeName::Always },
         }
+    }
+
+    /// Whether a rule counts by this key, be it for want of another one.
+    fn has_key(&self, part: &KeyPart) -> bool {
+        self.file.rules.iter().flat_map(RuleDef::counts).any(|(_, key)| key.0.contains(part))
     }
 
     fn unused(&self) -> impl Iterator<Item = &str> {
@@ -434,6 +442,12 @@ impl Rule {
         }
         if def.replicas == Some(0) {
             return Err(Fault::new("there is at least one replica").within("replicas"));
+        }
+        if def.replicas.is_some() && def.on_store_error.is_some_and(|then| then != OnStoreError::Local) {
+            return Err(Fault::new("has no meaning where no process counts for itself").within("replicas"));
+        }
+        if def.on_missing_key.is_some() && def.counts().all(|(_, key)| key.0.contains(&KeyPart::Everyone)) {
+            return Err(Fault::new("has no meaning where every request has a key").within("on_missing_key"));
         }
         if def.deadline.is_some_and(|deadline| deadline.0.is_zero()) {
             return Err(Fault::new(ConfigError::ZeroTimeout { setting: "deadline" }.to_string()).within("deadline"));
