@@ -11,6 +11,7 @@ use http_body_util::{BodyExt, Full};
 use metrics::Unit;
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use tokio::runtime::{Builder, Runtime};
+use tollgate::config::{Rules, RulesLayer};
 use tollgate::delay_queue::Outcome;
 use tollgate::http::{FingerprintedBody, header};
 use tollgate::idempotency::{OnStoreError as OnFailure, Operation, Operations};
@@ -693,6 +694,49 @@ fn a_store_that_fails_is_seen_with_what_was_done_without_it() {
         let expected: Vec<_> = failures.iter().copied().chain(decisions).collect();
         assert_eq!(ask(layer(then), &["alice"; 8]), expect(&expected), "{then:?}");
     }
+}
+
+/// Who subtracts what has closed from what has opened would take the circuit of one rule for open for good.
+#[test]
+fn the_circuit_of_several_rules_closes_under_the_policy_that_it_opened_under() {
+    let rules = Rules::from_toml(
+        r#"
+        policies.api.limits = [{ quota = 9, per = "1h", algorithm = "fixed_window" }]
+        policies.login.limits = [{ quota = 9, per = "1h", algorithm = "fixed_window" }]
+        rules = [
+            { path = "/api", policy = "api", key = "everyone", on_store_error = "allow" },
+            { path = "/login", policy = "login", key = "everyone", on_store_error = "deny" },
+        ]
+        "#,
+    );
+    let store = FaultStore::new(MemoryBackend::new());
+    let service = RulesLayer::new(store.clone(), rules.unwrap())
+        .circuit_breaker(CircuitBreaker::new().failures(1))
+        .layer(service_fn(async |_: Request<()>| Ok::<_, BoxError>(Response::new(()))));
+    let (recorder, snapshotter, runtime) = recording();
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let ask = async |path| drop(service.clone().oneshot(Request::get(path).body(()).unwrap()).await.unwrap());
+            for (fails, answers) in [("/login", "/api"), ("/api", "/api")] {
+                store.faults().fail(Failure::Unavailable);
+                ask(fails).await;
+                store.faults().heal();
+                // As a store that has to be waited for.
+                store.faults().delay(Duration::from_millis(1));
+                tokio::time::advance(Duration::from_millis(101)).await;
+                ask(answers).await;
+            }
+        });
+    });
+    let mut transitions = seen(&snapshotter);
+    transitions.retain(|name, _| name.starts_with("tollgate_circuit_transitions_total"));
+    let expected = [
+        ("tollgate_circuit_transitions_total{policy=api,state=closed}", 1),
+        ("tollgate_circuit_transitions_total{policy=api,state=open}", 1),
+        ("tollgate_circuit_transitions_total{policy=login,state=closed}", 1),
+        ("tollgate_circuit_transitions_total{policy=login,state=open}", 1),
+    ];
+    assert_eq!(transitions, expect(&expected));
 }
 
 #[test]

@@ -3,6 +3,7 @@
 use std::error::Error;
 use std::iter::Chain;
 use std::ops::{Deref, DerefMut};
+use std::sync::{MutexGuard, PoisonError};
 use std::time::Duration;
 use std::{mem, option, slice, vec};
 
@@ -195,11 +196,13 @@ impl<B> Watch for Core<B> {
     }
 
     fn opened(&self) {
+        *self.opened_by() = Some(self.policy.clone());
         self.policy.opened();
     }
 
     fn closed(&self) {
-        self.policy.closed();
+        let opened_by = self.opened_by().take();
+        opened_by.as_ref().unwrap_or(&self.policy).closed();
     }
 
     fn outage_begins(&self, error: &StoreError) {
@@ -214,6 +217,10 @@ impl<B> Watch for Core<B> {
 }
 
 impl<B> Core<B> {
+    fn opened_by(&self) -> MutexGuard<'_, Option<Policy>> {
+        self.opened_by.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     /// What is done without the store. Where it is never asked that is no outage, in which each process may admit the quota.
     fn without_store(&self) -> OnStoreError {
         if self.deadline.is_zero() { OnStoreError::Deny } else { self.on_store_error }

@@ -1,5 +1,5 @@
 use std::fmt;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::Duration;
 
 use tokio::runtime::Handle;
@@ -51,6 +51,8 @@ pub(super) struct Core<B> {
     pub(super) on_store_error: OnStoreError,
     pub(super) replicas: u32,
     pub(super) circuit: Arc<Circuit>,
+    /// Of layers that have a circuit in common the policy of the one that has opened it, under which it is to close.
+    pub(super) opened_by: Arc<Mutex<Option<Policy>>>,
     pub(super) local: Local,
     pub(super) pending: Arc<Pending>,
     /// Of the first request that found one, for what comes to its end on a thread without.
@@ -83,6 +85,7 @@ impl Local {
 #[derive(Clone)]
 pub(crate) struct InCommon {
     circuit: Arc<Circuit>,
+    opened_by: Arc<Mutex<Option<Policy>>>,
     local: Local,
     pending: Arc<Pending>,
 }
@@ -90,7 +93,8 @@ pub(crate) struct InCommon {
 #[cfg(feature = "config")]
 impl InCommon {
     pub(crate) fn new(breaker: CircuitBreaker) -> Self {
-        Self { circuit: Arc::new(Circuit::new(breaker)), local: Local::default(), pending: Arc::default() }
+        let circuit = Arc::new(Circuit::new(breaker));
+        Self { circuit, opened_by: Arc::default(), local: Local::default(), pending: Arc::default() }
     }
 
     /// Waits until no correction is under way.
@@ -206,6 +210,7 @@ impl<B> RateLimitLayer<B> {
             on_store_error: OnStoreError::default(),
             replicas: 1,
             circuit: Arc::new(Circuit::new(CircuitBreaker::new())),
+            opened_by: Arc::default(),
             local: Local::default(),
             pending: Arc::default(),
             runtime: Arc::default(),
@@ -386,7 +391,10 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
 
     /// When the layer stops to ask a store that fails. Defaults to [`CircuitBreaker::new`].
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
-        self.change(|core| core.circuit = Arc::new(Circuit::new(breaker)))
+        self.change(|core| {
+            core.circuit = Arc::new(Circuit::new(breaker));
+            core.opened_by = Arc::default();
+        })
     }
 
     /// How long a decision may take in total; after that it counts as a store error. Defaults to 100 ms.
@@ -432,6 +440,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     pub(crate) fn having(self, common: &InCommon) -> Self {
         self.change(|core| {
             core.circuit = Arc::clone(&common.circuit);
+            core.opened_by = Arc::clone(&common.opened_by);
             core.local = common.local.clone();
             core.pending = Arc::clone(&common.pending);
         })
@@ -512,6 +521,7 @@ impl<B> Clone for Core<B> {
             on_store_error: self.on_store_error,
             replicas: self.replicas,
             circuit: Arc::clone(&self.circuit),
+            opened_by: Arc::clone(&self.opened_by),
             local: self.local.clone(),
             pending: Arc::clone(&self.pending),
             runtime: Arc::clone(&self.runtime),

@@ -92,7 +92,7 @@
 //! | `tollgate_store_seconds` | `policy` | the time of each call that has to be waited for, without that of a resolver, a histogram |
 //! | `tollgate_store_errors_total` | `policy` | calls that failed or were late |
 //! | `tollgate_resolver_errors_total` | `policy`: that of the layer | requests that a [`PolicyResolver`] failed or was too late for, those included that went by an old answer or met with an error that is remembered |
-//! | `tollgate_circuit_transitions_total` | `policy`, `state`: `open`, `closed` | circuits that opened and closed |
+//! | `tollgate_circuit_transitions_total` | `policy`, `state`: `open`, `closed` | circuits that opened and closed; that of the rules of a file does both under the policy of the rule whose request opened it |
 //! | `tollgate_settlements_total` | `policy`, `outcome`: `done`, `lost` | corrections of charges |
 //! | `tollgate_leased_units_total` | `policy`, `outcome`: `drawn`, `given_back`, `expired` | units of [`Leases`]: drawn ahead, given back unused, and lost to everybody, as soon as that is noticed by the next request of the key |
 //! | `tollgate_deny_cache_total` | `policy`, `outcome`: `hit`, `miss` | what a [`DenyCache`] has answered itself, and what it has asked its store |
