@@ -272,7 +272,8 @@ impl AsResponse {
 
     /// Whether requests carry a [`RateLimitHandle`](crate::rate_limit::RateLimitHandle) in their extensions, which knows the
     /// [`Decision`](crate::rate_limit::Decision), and responses the decision itself: of several policies and layers the one that restricts most.
-    /// Defaults to true; without it a request costs some allocations less. A [`LockLayer`](crate::LockLayer) that is told not to does not leave its
+    /// Of which policy that is it does not say: those who need to know find all of them, each with its name, in the `RateLimit` field of
+    /// [draft 10](HeaderVersion::Draft10). Defaults to true; without it a request costs some allocations less. A [`LockLayer`](crate::LockLayer) that is told not to does not leave its
     /// [`LeaseView`](crate::lock::LeaseView) in them either.
     #[must_use]
     pub const fn extensions(mut self, extensions: bool) -> Self {

@@ -23,8 +23,8 @@ use crate::key::Key;
 ///
 /// One that passes uncounted has none: by a list of those who are let in, or without a key where such requests pass. Where there may be
 /// such, ask for an `Option` of it. With the feature `axum` handlers can also take it as an argument by itself, without `Extension`. Of several
-/// layers the innermost leaves its own, or none where the request passes uncounted there; [`policies`](Self::policies) says whose it is. (In the extensions of the *response* there is the [`Decision`] itself, and that of the layer which
-/// restricts most.)
+/// layers the innermost leaves its own, or none where the request passes uncounted there; [`policies`](Self::policies) says whose it is. (In the
+/// extensions of the *response* there is the [`Decision`] itself, and that of the layer which restricts most, without the name of its policy.)
 ///
 /// ```
 /// # #[cfg(feature = "http")] {
