@@ -1409,7 +1409,7 @@ async fn whoever_waits_is_told_and_does_not_ask_again_and_again() {
     let handler = Handler::new();
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
-    let guard = layer(store).wait(Duration::from_secs(5)).max_waiting(2);
+    let guard = layer(store).wait(Duration::from_secs(5)).max_waiters_in_total(2);
     let app = handler.behind(guard, |request, run| async move {
         sleep(Duration::from_millis(900)).await;
         echo(request, run).await

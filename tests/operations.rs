@@ -212,7 +212,7 @@ async fn whoever_waits_gets_the_answer<S: IdempotencyStore + Clone + Send + Sync
     });
     sleep(LEASE / 2).await;
     let begun = Instant::now();
-    let in_flight = attempts(&there.clone().max_waiting(0)).await;
+    let in_flight = attempts(&there.clone().max_waiters_in_total(0)).await;
     assert!(matches!(in_flight, Err(OperationError::InFlight { .. })), "{in_flight:?}");
     assert!(begun.elapsed() < LEASE, "{:?}", begun.elapsed());
     let in_flight = attempts(&there.wait(LEASE * 2)).await;

@@ -148,8 +148,8 @@ async fn no_more_wait_than_may() {
         let calls = Calls::new();
         let layer = RateLimitLayer::new(MemoryBackend::new(), policy());
         let layer = match is_said_first {
-            true => layer.max_waiters(3).wait(Duration::from_secs(5)),
-            false => layer.wait(Duration::from_secs(5)).max_waiters(3),
+            true => layer.max_waiters_in_total(3).wait(Duration::from_secs(5)),
+            false => layer.wait(Duration::from_secs(5)).max_waiters_in_total(3),
         };
         let service = calls.behind(layer);
         service.clone().oneshot((ACME, 0)).await.unwrap();
@@ -288,7 +288,7 @@ async fn what_never_fits_and_a_store_that_fails_are_not_waited_for() {
     let store = FaultStore::new(MemoryBackend::new());
     let layer = RateLimitLayer::new(store.clone(), policy()).wait(Duration::from_secs(60));
     let service = layer
-        .max_waiters(1)
+        .max_waiters_in_total(1)
         .on_store_error(OnStoreError::Deny)
         .cost(|cost: &u32| *cost)
         .with_rejection(AsError)
@@ -432,7 +432,7 @@ async fn what_costs_nothing_waits_for_nobody() {
     let services: [BoxCloneService<u32, (), BoxError>; 2] = [
         BoxCloneService::new(
             own.wait(Duration::from_secs(9))
-                .max_waiters(1)
+                .max_waiters_in_total(1)
                 .cost(|cost: &u32| *cost)
                 .with_rejection(AsError)
                 .layer(inner()),
@@ -440,7 +440,7 @@ async fn what_costs_nothing_waits_for_nobody() {
         BoxCloneService::new(
             several
                 .wait(Duration::from_secs(9))
-                .max_waiters(1)
+                .max_waiters_in_total(1)
                 .cost(|cost: &u32| *cost)
                 .with_rejection(AsError)
                 .layer(inner()),

@@ -76,7 +76,7 @@
 //!     .lease(Duration::from_secs(30))
 //!     .retention(Duration::from_secs(3 * 86_400))
 //!     .wait(Duration::from_secs(2))
-//!     .max_waiting(100)
+//!     .max_waiters_in_total(100)
 //!     .max_run(Duration::from_secs(60))
 //!     .max_running(1_000)
 //!     .max_answer(16 * 1_024)

@@ -60,7 +60,7 @@ use crate::lock::{Scope, Token};
 ///     .lease(Duration::from_secs(30))
 ///     .retention(Duration::from_secs(3 * 86_400))
 ///     .wait(Duration::from_secs(2))
-///     .max_waiting(100)
+///     .max_waiters_in_total(100)
 ///     .max_run(Duration::from_secs(3_600))
 ///     .max_answer(16 * 1_024)
 ///     .keep(Keep::All)
@@ -150,7 +150,7 @@ impl Operations {
 
     /// How many calls may [wait](Self::wait) at a time, over all clones. Defaults to 1,000. One more is answered as if it were not to wait.
     #[must_use]
-    pub const fn max_waiting(mut self, calls: usize) -> Self {
+    pub const fn max_waiters_in_total(mut self, calls: usize) -> Self {
         self.max_waiting = calls;
         self
     }

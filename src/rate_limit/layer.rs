@@ -46,7 +46,7 @@ pub(super) struct Core<B> {
     pub(super) deadline: Duration,
     pub(super) resolver: Option<PolicyResolver>,
     pub(super) patience: Option<Patience>,
-    pub(super) max_waiters: usize,
+    pub(super) max_waiters_in_total: usize,
     pub(super) on_missing_key: OnMissingKey,
     pub(super) on_store_error: OnStoreError,
     pub(super) replicas: u32,
@@ -205,7 +205,7 @@ impl<B> RateLimitLayer<B> {
             deadline: DEFAULT_DEADLINE,
             resolver: None,
             patience: None,
-            max_waiters: MOST_WAITING,
+            max_waiters_in_total: MOST_WAITING,
             on_missing_key: OnMissingKey::default(),
             on_store_error: OnStoreError::default(),
             replicas: 1,
@@ -336,7 +336,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// A request that counts for [several](Self::and) stands in the line of the one that has no room for longest, so it holds up nobody who does not count
     /// for that one too. Where it comes to its turn and another one has no room, it goes to the end of the line of that one.
     ///
-    /// Up to 1,000 requests wait at the same time, or [`max_waiters`](Self::max_waiters); one more is turned away. A request that waits holds the place in
+    /// Up to 1,000 requests wait at the same time, or [`max_waiters_in_total`](Self::max_waiters_in_total); one more is turned away. A request that waits holds the place in
     /// the inner service that was reserved for it, and dropping it leaves the line; nothing was charged.
     ///
     /// ```
@@ -364,7 +364,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
             core.patience = match core.patience.take() {
                 _ if wait.is_zero() => None,
                 Some(patience) => Some(Patience { wait, ..patience }),
-                None => Some(Patience { wait, lines: Arc::new(Lines::new(core.max_waiters)) }),
+                None => Some(Patience { wait, lines: Arc::new(Lines::new(core.max_waiters_in_total)) }),
             };
         })
     }
@@ -374,9 +374,9 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     ///
     /// All lines share this room, and one may take all of it: while many requests of one client wait, those of others that are over a limit are turned away at
     /// once. Where clients are not to be trusted with that, bound how many requests each may have under way, in front of this layer.
-    pub fn max_waiters(self, waiters: usize) -> Self {
+    pub fn max_waiters_in_total(self, waiters: usize) -> Self {
         self.change(|core| {
-            core.max_waiters = waiters;
+            core.max_waiters_in_total = waiters;
             if let Some(patience) = &mut core.patience {
                 patience.lines = Arc::new(Lines::new(waiters));
             }
@@ -516,7 +516,7 @@ impl<B> Clone for Core<B> {
             deadline: self.deadline,
             resolver: self.resolver.clone(),
             patience: self.patience.clone(),
-            max_waiters: self.max_waiters,
+            max_waiters_in_total: self.max_waiters_in_total,
             on_missing_key: self.on_missing_key,
             on_store_error: self.on_store_error,
             replicas: self.replicas,

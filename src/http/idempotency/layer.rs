@@ -208,7 +208,7 @@ impl<K, A> IdempotencyLayer<K, A> {
     }
 
     /// How many requests may [wait](Self::wait) at a time. Defaults to 1,000. One more is turned away as if it were not to wait.
-    pub fn max_waiting(self, requests: usize) -> Self {
+    pub fn max_waiters_in_total(self, requests: usize) -> Self {
         self.with(|settings| settings.max_waiting = requests)
     }
 
