@@ -14,6 +14,7 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use support::server::{DURABLE, RedisServer};
+use tokio::sync::Notify;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::http::{FingerprintedBody, HeaderKey, IdempotentBody, header};
@@ -96,7 +97,8 @@ async fn a_first_request_costs_two_commands_and_a_replay_one() {
 #[tokio::test]
 async fn a_replay_has_the_trailers_of_the_answer() {
     let server = RedisServer::start();
-    let service = guard(&server).await.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
+    let guard = guard(&server).await.deadline(Duration::from_secs(5));
+    let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
         let trailers = HeaderMap::from_iter([(HeaderName::from_static("x-sum"), HeaderValue::from_static("7"))]);
         Ok::<_, Infallible>(Response::new(Full::<Bytes>::from("done").with_trailers(ready(Some(Ok(trailers))))))
     }));
@@ -115,20 +117,19 @@ async fn a_server_that_is_full_forgets_no_operation_that_has_begun() {
     let server = Arc::new(RedisServer::start());
     let runs = Arc::new(AtomicU64::new(0));
     let (full, count) = (Arc::clone(&server), Arc::clone(&runs));
-    let service = guard(&server).await.lease(Duration::from_millis(900)).layer(service_fn(
-        move |request: Request<FingerprintedBody<Full<Bytes>>>| {
-            let (server, runs) = (Arc::clone(&full), Arc::clone(&count));
-            async move {
-                runs.fetch_add(1, Ordering::Relaxed);
-                server.limit_memory(1);
-                // Longer than the lease.
-                sleep(Duration::from_secs(2)).await;
-                let fails = request.headers()["idempotency-key"] == "fails";
-                let status = if fails { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
-                Ok::<_, Infallible>(Response::builder().status(status).body(Full::<Bytes>::from("done")).unwrap())
-            }
-        },
-    ));
+    let guard = guard(&server).await.lease(Duration::from_millis(900)).deadline(Duration::from_secs(5));
+    let service = guard.layer(service_fn(move |request: Request<FingerprintedBody<Full<Bytes>>>| {
+        let (server, runs) = (Arc::clone(&full), Arc::clone(&count));
+        async move {
+            runs.fetch_add(1, Ordering::Relaxed);
+            server.limit_memory(1);
+            // Longer than the lease.
+            sleep(Duration::from_secs(2)).await;
+            let fails = request.headers()["idempotency-key"] == "fails";
+            let status = if fails { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
+            Ok::<_, Infallible>(Response::builder().status(status).body(Full::<Bytes>::from("done")).unwrap())
+        }
+    }));
     for (key, status, times) in [("works", StatusCode::OK, 1), ("fails", StatusCode::SERVICE_UNAVAILABLE, 2)] {
         runs.store(0, Ordering::Relaxed);
         for _ in 0..2 {
@@ -146,20 +147,26 @@ async fn a_server_that_is_full_forgets_no_operation_that_has_begun() {
 async fn whoever_waits_in_another_process_is_told() {
     let server = RedisServer::start();
     let runs = Runs::default();
+    let has_begun = Arc::new(Notify::new());
     let [one, other] = [(); 2].map(|()| async {
         // Renewals are left out of account.
         let guard = guard(&server).await.lease(Duration::from_secs(60)).deadline(Duration::from_secs(5));
+        let has_begun = Arc::clone(&has_begun);
         guard.wait(Duration::from_secs(20)).layer(service_fn(
-            async |request: Request<FingerprintedBody<Full<Bytes>>>| {
+            move |request: Request<FingerprintedBody<Full<Bytes>>>| {
                 drop(request);
-                sleep(Duration::from_millis(1_300)).await;
-                Ok::<_, Infallible>(Response::new(Full::<Bytes>::from("done")))
+                has_begun.notify_one();
+                async {
+                    sleep(Duration::from_millis(1_300)).await;
+                    Ok::<_, Infallible>(Response::new(Full::<Bytes>::from("done")))
+                }
             },
         ))
     });
     let (one, other) = (one.await, other.await);
     // The scripts are known to the server after this.
-    replica(guard(&server).await, &runs).oneshot(pay("alice", "first", "hundred")).await.unwrap();
+    let guard = guard(&server).await.deadline(Duration::from_secs(5));
+    replica(guard, &runs).oneshot(pay("alice", "first", "hundred")).await.unwrap();
     let calls = || {
         let stats = server.text("INFO commandstats");
         let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
@@ -170,7 +177,7 @@ async fn whoever_waits_in_another_process_is_told() {
         one.oneshot(pay("alice", "k", "hundred")).await.unwrap();
         Instant::now()
     });
-    sleep(Duration::from_millis(100)).await;
+    has_begun.notified().await;
     let second = other.oneshot(pay("alice", "k", "hundred")).await.unwrap();
     assert!(second.headers().contains_key("idempotent-replayed"));
     // Somebody who looks once a second would have come some 700 ms later.

@@ -14,6 +14,9 @@ use tollgate::lock::{Cursor, LockAdmin};
 use tollgate::testing::FaultStore;
 use tollgate::{Locks, MemoryBackend, RedisBackend};
 
+/// Whoever looks is to have no part in it how busy the machine is.
+const DEADLINE: Duration = Duration::from_secs(5);
+
 mod memory {
     use super::*;
 
@@ -66,7 +69,8 @@ mod on_a_cluster {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     let server = RedisServer::start();
-    let admin = LockAdmin::new(RedisBackend::connect(server.url()).await.unwrap());
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let (admin, locks) = (LockAdmin::new(backend.clone()).deadline(DEADLINE), Locks::new(backend).deadline(DEADLINE));
     for value in ["hello", "", "2345678901234567890"] {
         let _: () = redis::cmd("SET")
             .arg("tollgate:2:{lock:default:a}:lease")
@@ -82,7 +86,7 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     let _: () = server.query("DEL tollgate:2:{lock:default:a}:lease");
     let _: () = server.query("RPUSH tollgate:2:{lock:default:b}:lease x");
     let _: () = server.query("SET tollgate:2:{lock:default:c}:lease hello");
-    let lease = Locks::new(RedisBackend::connect(server.url()).await.unwrap()).lock("d").await.unwrap();
+    let lease = locks.lock("d").await.unwrap();
     let mut from = Some(Cursor::default());
     let mut listed = Vec::new();
     while let Some(cursor) = from {
@@ -98,7 +102,7 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_node_is_left_out_when_a_slot_moves_between_two_pages() {
     let cluster = Cluster::start();
-    let locks = Locks::new(RedisBackend::connect(cluster.url()).await.unwrap());
+    let locks = Locks::new(RedisBackend::connect(cluster.url()).await.unwrap()).deadline(DEADLINE);
     let mut leases = Vec::new();
     for key in 0..60_u32 {
         leases.push(locks.lock(key).await.unwrap());
@@ -107,7 +111,7 @@ async fn no_node_is_left_out_when_a_slot_moves_between_two_pages() {
     let (mut found, mut pages) = (HashSet::new(), 0);
     while let Some(from) = next {
         // One that knows of the move.
-        let admin = LockAdmin::new(RedisBackend::connect(cluster.url()).await.unwrap());
+        let admin = LockAdmin::new(RedisBackend::connect(cluster.url()).await.unwrap()).deadline(DEADLINE);
         let page = admin.list(from, 1_000).await.unwrap();
         found.extend(page.locks.into_iter().map(|status| status.lock));
         (next, pages) = (page.next, pages + 1);
