@@ -1232,6 +1232,29 @@ async fn what_a_layer_inside_turns_away_is_not_kept_and_a_replay_needs_no_lock()
     }
 }
 
+/// It may have had effects, as one that this layer cancels.
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_a_lock_layer_inside_cancels_has_an_outcome_that_nobody_knows() {
+    async fn pending(_: Request<FingerprintedBody<Stream>>) -> Result<Response<Full<Bytes>>, Infallible> {
+        std::future::pending().await
+    }
+    for keep in [Keep::SafeRetry, Keep::All, Keep::Success] {
+        let guard = || layer(MemoryBackend::new()).lease(Duration::from_secs(10)).keep(keep);
+        let lock = || LockLayer::new(MemoryBackend::new()).max_hold(Duration::from_secs(1));
+        let http = guard().layer(lock().layer(service_fn(pending)));
+        let grpc = guard().layer(lock().with_rejection(AsStatus::new()).layer(service_fn(pending)));
+        assert_eq!(http.clone().oneshot(pay("k")).await.unwrap().status(), 503, "{keep:?}");
+        let lost = grpc.clone().oneshot(pay("k")).await.unwrap();
+        assert_eq!(lost.headers()["grpc-status"], "10", "{keep:?}");
+
+        sleep(Duration::from_secs(10)).await;
+        for again in [http.oneshot(pay("k")).await, grpc.oneshot(pay("k")).await] {
+            let problem = again.unwrap().into_body().collect().await.unwrap().to_bytes();
+            assert!(String::from_utf8_lossy(&problem).contains("outcome-unknown"), "{keep:?}: {problem:?}");
+        }
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn with_grpc_an_answer_has_its_status_in_the_trailers() {
     let runs = Arc::new(AtomicUsize::new(0));

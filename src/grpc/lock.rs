@@ -8,7 +8,7 @@ use super::details::Any;
 use super::status::{AsStatus, Code, answer, conclusive, detailed, trailers};
 use crate::http::{LockedBody, ResponseBody, STORE_RETRY, STORE_TEXT};
 use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay, fencing};
-use crate::reject::{NothingDone, Reject};
+use crate::reject::{NothingDone, OutcomeUnknown, Reject};
 
 /// A client is not told to wait for longer than this, however long the lease may last.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
@@ -60,6 +60,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
             Rejection::Lock(LockError::Lost(_)) => {
                 let mut response = conclusive(Code::Aborted, LOST_TEXT);
                 response.extensions_mut().remove::<NothingDone>();
+                response.extensions_mut().insert(OutcomeUnknown);
                 response
             }
             Rejection::Lock(LockError::Store(_) | LockError::NotReplicated(_) | LockError::Closed(_)) => {

@@ -12,7 +12,7 @@ use super::problem::{Kind, Problem};
 use super::reject::{STORE_RETRY, STORE_TEXT};
 use crate::error::BoxError;
 use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay, fencing};
-use crate::reject::{AsResponse, BusyStatus, NothingDone, Reject};
+use crate::reject::{AsResponse, BusyStatus, NothingDone, OutcomeUnknown, Reject};
 
 /// A client is not told to wait for longer than this, however long the lease may last: most are given back much sooner.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
@@ -80,6 +80,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
                 let detail = "the request was cancelled on the way and may have had effects";
                 let mut response = self.answer(None, Problem { kind, status, detail, violated: Vec::new() });
                 response.extensions_mut().remove::<NothingDone>();
+                response.extensions_mut().insert(OutcomeUnknown);
                 response
             }
             Rejection::Lock(LockError::Store(_) | LockError::NotReplicated(_) | LockError::Closed(_)) => {
