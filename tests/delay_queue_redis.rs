@@ -3,7 +3,8 @@
 
 mod support;
 
-use std::collections::HashSet;
+use std::cell::{Cell, RefCell};
+use std::collections::{HashMap, HashSet};
 use std::future::ready;
 use std::sync::Arc;
 use std::time::Duration;
@@ -14,10 +15,11 @@ use tokio::sync::{Notify, mpsc};
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
-    Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Extended, Finish, Finished, Job, JobId,
-    MAX_BATCH, MAX_NOTE, Pushed, QueueError, QueueKey, Reason, State, WorkerId,
+    Admission, Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Due, Ending, Extended, Finish,
+    Finished, Job, JobId, MAX_BATCH, MAX_NOTE, NewJob, Priority, Pushed, QueueError, QueueKey, Reason, State, Ticket,
+    Unique, UniqueFor, WorkerId,
 };
-use tollgate::{BoxError, DelayQueue, DelayQueueWorker, RedisBackend, RedisOptions};
+use tollgate::{BoxError, DelayQueue, DelayQueueWorker, Key, RedisBackend, RedisOptions, StoreError};
 use tower::service_fn;
 
 const MINUTE: Duration = Duration::from_secs(60);
@@ -222,6 +224,125 @@ async fn a_record_that_cannot_be_read_holds_up_nobody() {
     assert_eq!(backend.forget(&key(), &[broken]).await.unwrap(), [true]);
     assert_eq!(queue.drain().await.unwrap(), 1);
     assert_eq!(server.query::<Vec<String>>("HKEYS tollgate:2:{delay_queue:test}:jobs"), [""; 0]);
+}
+
+/// Everything that a queue can be asked for, one after the other.
+async fn ask_everything(backend: &RedisBackend, held: &[Ticket], looked: impl Fn(&str, Result<(), StoreError>)) {
+    let (key, claim) = (key(), claim(10));
+    let ids = ["high", "normal", "low", "dead"].map(JobId::new);
+    for priority in Priority::ALL {
+        let unique = Some(Unique { key: Key::from(priority as u8), span: UniqueFor::Time(MINUTE) });
+        let job = NewJob { priority, unique, ..NewJob::new(JobId::unique().unwrap(), *b"1") };
+        looked("push", backend.push(&key, &[job], 100).await.map(drop));
+    }
+    // The ids of a run follow each other.
+    let run = DelayQueue::<u8>::new(backend.clone(), "test").deadline(MINUTE);
+    for pushed in run.push_all((0..16).map(|i| run.push(i).delay(MINUTE))).await {
+        let answer = match pushed {
+            Ok(_) => Ok(()),
+            Err(QueueError::Store(error)) => Err(error),
+            Err(error) => panic!("{error}"),
+        };
+        looked("push of a run", answer);
+    }
+    looked("extend", backend.extend(&key, held, MINUTE).await.map(drop));
+    for id in &ids {
+        looked("get", backend.get(&key, id).await.map(drop));
+        looked("reschedule", backend.reschedule(&key, id, Due::In(MINUTE)).await.map(drop));
+        looked("replace", backend.replace(&key, id, b"2").await.map(drop));
+    }
+    looked("cancel", backend.cancel(&key, &held[1].id).await.map(drop));
+    looked("counts", backend.counts(&key).await.map(drop));
+    for state in [State::Waiting, State::Running, State::Dead] {
+        looked("list", backend.list(&key, state, 0, 10).await.map(drop));
+    }
+    let retry = Ending::Retry { delay: MINUTE, error: "no".into() };
+    for ending in [retry, Ending::Done] {
+        let finish = Finish { ticket: held[0], ending };
+        looked("finish", backend.claim(&key, &[finish], &Claim { limit: 0, ..claim }).await.map(drop));
+    }
+    looked("claim", backend.claim(&key, &[], &claim).await.map(drop));
+    looked("pause", backend.pause(&key, false).await);
+    looked("replay", backend.replay(&key, &ids[3..]).await.map(drop));
+    looked("drain", backend.drain(&key, 10).await.map(drop));
+    looked("forget", backend.forget(&key, &ids).await.map(drop));
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let list = ("RPUSH", "x");
+    let states = ["hello", "", "\u{2}234567890123456789", "\u{1}2345678901234"].map(|value| ("state", ("SET", value)));
+    let parts = [
+        "jobs",
+        "due:high",
+        "due:normal",
+        "due:low",
+        "leases",
+        "dead",
+        "unique",
+        "unique_ends",
+        "cancels",
+        "state",
+        "idle",
+        "runs",
+    ];
+    for (part, (command, value)) in parts.map(|part| (part, list)).into_iter().chain(states) {
+        server.query::<()>("FLUSHALL");
+        // Jobs wherever there can be some: two that run, one that is dead, and one of each priority that waits.
+        let unique =
+            |name: &str| (name == "dead").then(|| Unique { key: "user".into(), span: UniqueFor::WaitingOrRunning });
+        let push = async |name: &str, priority| {
+            let job = NewJob { priority, unique: unique(name), ..NewJob::new(JobId::new(name), *b"1") };
+            assert_eq!(backend.push(&key(), &[job], 100).await.unwrap(), [Admission::New]);
+        };
+        let take = async || backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs[0].ticket();
+        push("dead", Priority::Normal).await;
+        let ending = Ending::Dead { reason: Reason::Refused, error: "no".into() };
+        let finish = Finish { ticket: take().await, ending };
+        backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
+        let mut held = Vec::new();
+        for name in ["a", "b"] {
+            push(name, Priority::Normal).await;
+            held.push(take().await);
+        }
+        for (name, priority) in ["high", "normal", "low"].into_iter().zip(Priority::ALL) {
+            push(name, priority).await;
+        }
+
+        let name = format!("tollgate:2:{{delay_queue:test}}:{part}");
+        let mut connection = server.connection();
+        let _: u64 = redis::cmd("DEL").arg(&name).query(&mut connection).unwrap();
+        let _: redis::Value = redis::cmd(command).arg(&name).arg(value).query(&mut connection).unwrap();
+        let dump = || {
+            let mut connection = server.connection();
+            let mut keys: Vec<String> = redis::cmd("KEYS").arg("*").query(&mut connection).unwrap();
+            keys.sort_unstable();
+            let value = |key: &String| redis::cmd("DUMP").arg(key).query::<Vec<u8>>(&mut connection).unwrap();
+            let values: Vec<_> = keys.iter().map(value).collect();
+            keys.into_iter().zip(values).collect::<HashMap<_, _>>()
+        };
+        let (before, errors) = (RefCell::new(dump()), Cell::new(0));
+        let looked = |verb: &str, answer: Result<(), StoreError>| {
+            let now = dump();
+            assert_eq!(now[&name], before.borrow()[&name], "{verb} has changed {part}");
+            if let Err(error) = answer {
+                assert!(error.is_foreign_data(), "{verb}: {error:?}");
+                // What is not there is not written either.
+                if command == "SET" {
+                    assert_eq!(now, *before.borrow(), "{verb}");
+                }
+                errors.set(errors.get() + 1);
+            }
+            before.replace(now);
+        };
+        ask_everything(&backend, &held, looked).await;
+        assert!(errors.get() > 0, "nobody has looked at {part}");
+        if command == "SET" {
+            assert_eq!(errors.get(), 24, "all but pushes and extensions look at the state");
+        }
+    }
 }
 
 /// A record of ours with a priority that there is not made every claim fail, and with it what others had finished.
