@@ -23,9 +23,9 @@ use tollgate::delay_queue::{
     WorkerError,
 };
 use tollgate::idempotency::{Operation, Operations};
-use tollgate::lock::LeaseView;
+use tollgate::lock::{LeaseView, OnMissingKey};
 use tollgate::rate_limit::RateLimitHandle;
-use tollgate::testing::{Failure, FaultStore};
+use tollgate::testing::{Failure, FaultStore, TestJob};
 use tollgate::{
     AsError, BoxError, Key, Limiter, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, StoreError,
 };
@@ -380,6 +380,26 @@ async fn a_job_has_what_its_layers_know_of_it() {
     assert_eq!(fences.len(), 9);
     assert!(fences.is_sorted() && fences[0] > 0, "{fences:?}");
     worker.stop().await;
+}
+
+/// A job that passes without its lock does not take the lease of another layer for its own.
+#[tokio::test(start_paused = true)]
+async fn a_job_without_its_lock_has_no_lease_of_another() {
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let noted = Arc::clone(&seen);
+    let outer = LockLayer::new(MemoryBackend::new()).with_rejection(AsOutcome);
+    let inner = LockLayer::new(MemoryBackend::new()).key(|job: &Job<u32>| (**job > 0).then_some(**job));
+    let service = ServiceBuilder::new()
+        .layer(outer)
+        .layer(inner.on_missing_key(OnMissingKey::Pass).with_rejection(AsOutcome))
+        .service(service_fn(move |job: Job<u32>| {
+            noted.lock().unwrap().push(job.extensions().get::<LeaseView>().map(|view| *view.lock().subject()));
+            ready(Ok::<_, BoxError>(()))
+        }));
+    for payload in [7, 0] {
+        service.clone().oneshot(TestJob::new(payload).build()).await.unwrap();
+    }
+    assert_eq!(*seen.lock().unwrap(), [Some(Key::from(7_u32)), None]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -741,6 +741,8 @@ async fn a_store_that_fails_turns_requests_away_unless_told_otherwise() {
             seen.fetch_add(usize::from(request.extensions().get::<LeaseView>().is_none()), Ordering::SeqCst);
             async { Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())) }
         }));
+        // Another lock, whose store does not fail.
+        let service = by_path().layer(service);
         for fault in [Failure::Unavailable, Failure::Timeout, Failure::OutOfMemory] {
             faults.fail(fault);
             let response = service.clone().oneshot(post("/a")).await.unwrap();
@@ -776,6 +778,50 @@ async fn what_happens_without_a_key_is_said() {
         tokio::task::yield_now().await;
         let second = service.oneshot(post("/b")).await.unwrap().status();
         assert_eq!([first.await.unwrap().unwrap().status(), second], expected, "{then:?}");
+    }
+}
+
+/// A handler that is not protected found the lease of another layer, believed that it is, and wrote with a fence that says nothing of it.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_passes_without_its_lock_has_no_lease_of_another() {
+    let by = |field: &'static str, store: &FaultStore<MemoryBackend>| {
+        let layer = LockLayer::new(store.clone()).namespace(field).key(header(field));
+        layer.on_missing_key(OnMissingKey::Pass).on_store_error(OnStoreError::Allow)
+    };
+    let seen = Arc::new(Mutex::new(Vec::new()));
+    let noted = Arc::clone(&seen);
+    let handler = service_fn(move |request: Request<Full<Bytes>>| {
+        let lease = request.extensions().get::<LeaseView>();
+        noted.lock().unwrap().push(lease.map(|lease| lease.lock().namespace().to_string()));
+        ready(Ok::<_, Infallible>(Response::new(Full::<Bytes>::default())))
+    });
+    let store = FaultStore::new(MemoryBackend::new());
+    let inner = by("order", &store);
+    let outer = by("tenant", &FaultStore::new(MemoryBackend::new())).safe_methods(true);
+    let http = outer.layer(inner.layer(handler.clone())).map_response(drop).boxed_clone();
+    let silent = inner.clone().with_rejection(AsResponse::new().extensions(false)).layer(handler.clone());
+    let silent = outer.layer(silent).map_response(drop).boxed_clone();
+    let grpc = inner.with_rejection(tollgate::grpc::AsStatus::new()).layer(handler);
+    let grpc = outer.layer(grpc).map_response(drop).boxed_clone();
+
+    let (tenant, order) = (Some("tenant"), Some("order"));
+    // What is seen with the lock, with a method that changes nothing, without a key, and when the store fails.
+    for (service, expected) in [
+        (http, [order, None, None, None]),
+        (grpc, [order, order, None, None]),
+        // Leaves extensions alone.
+        (silent, [tenant, tenant, tenant, tenant]),
+    ] {
+        let cases = [(Method::POST, "order"), (Method::GET, "order"), (Method::POST, "other"), (Method::POST, "order")];
+        for (case, (method, field)) in cases.into_iter().enumerate() {
+            if case == 3 {
+                store.faults().fail(Failure::Unavailable);
+            }
+            let request = Request::builder().method(method).header("tenant", "42").header(field, "42");
+            service.clone().oneshot(request.body(Full::default()).unwrap()).await.unwrap();
+        }
+        store.faults().heal();
+        assert_eq!(seen.lock().unwrap().drain(..).collect::<Vec<_>>(), expected.map(|lease| lease.map(str::to_owned)));
     }
 }
 

@@ -222,6 +222,11 @@ impl Extensions {
         self.entries.push((TypeId::of::<V>(), Arc::new(value)));
     }
 
+    /// Drops the value of a type, if there is one.
+    pub fn remove<V: Send + Sync + 'static>(&mut self) {
+        self.entries.retain(|(id, _)| *id != TypeId::of::<V>());
+    }
+
     /// The value of a type.
     #[must_use]
     pub fn get<V: Send + Sync + 'static>(&self) -> Option<&V> {

@@ -85,4 +85,8 @@ impl<T, Res> Occupy<Job<T>, Res> for AsOutcome {
     fn attach(&self, lease: LeaseView, job: &mut Job<T>) {
         job.extensions_mut().insert(lease);
     }
+
+    fn pass(&self, job: &mut Job<T>) {
+        job.extensions_mut().remove::<LeaseView>();
+    }
 }

@@ -94,6 +94,12 @@ where
         }
     }
 
+    fn pass(&self, request: &mut Request<ReqBody>) {
+        if !self.fields.no_extensions {
+            request.extensions_mut().remove::<LeaseView>();
+        }
+    }
+
     fn occupy(&self, stay: Stay, response: &mut Response<LockedBody<B>>) {
         response.body_mut().occupy(stay, Some(lost));
     }

@@ -115,6 +115,7 @@ where
                     this.state.set(State::Calling { future, stay: Some(stay), held: Some(held) });
                 }
                 Err(LockError::Store(error)) if settings.passes(&error) => {
+                    answer.pass(&mut request);
                     let future = nested::unprotected(settings.locks.home(), || ready.call(request));
                     this.state.set(State::Calling { future, stay: None, held: None });
                 }

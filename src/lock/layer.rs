@@ -78,7 +78,7 @@ pub enum OnMissingKey {
     Reject,
     /// All such requests share one lock.
     Shared,
-    /// It passes without a lock.
+    /// It passes without a lock and without a lease in its extensions.
     Pass,
 }
 

@@ -256,7 +256,7 @@ impl Drop for Grant {
 /// The lock is given back when the lease is, whoever has a view. What becomes of the lease is lost on a view from then on:
 /// [`check`](Self::check) fails.
 ///
-/// A request that needs no lock has none, as with a safe method. With the feature `axum` it is an argument that a handler can take: `LeaseView`, or an
+/// A request that passes without its lock has none, as with a safe method, also where it has that of a layer further out. With the feature `axum` it is an argument that a handler can take: `LeaseView`, or an
 /// `Option` of it where there may be none.
 #[derive(Clone)]
 pub struct LeaseView {

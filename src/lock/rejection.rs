@@ -54,6 +54,12 @@ pub trait Occupy<Req, Res> {
         let _ = (lease, request);
     }
 
+    /// Takes from a request that passes without its lock the look at the lease of a layer further out, which it would take for its own. Unless told otherwise
+    /// there is none.
+    fn pass(&self, request: &mut Req) {
+        let _ = request;
+    }
+
     /// Lets `response` keep the lock until it has come to its end. Unless told otherwise it has, when it is there.
     fn occupy(&self, stay: Stay, response: &mut Res) {
         let _ = response;

@@ -63,17 +63,21 @@ where
         self.inner.poll_ready(cx).map_err(|error| self.shared.2.error(error))
     }
 
-    fn call(&mut self, request: Req) -> Self::Future {
+    fn call(&mut self, mut request: Req) -> Self::Future {
         let shared = Arc::clone(&self.shared);
         let (settings, extract, answer) = &*shared;
         let is_safe = settings.safe != Safe::Lock && answer.is_safe(&request);
         if is_safe && settings.safe == Safe::Nothing {
+            answer.pass(&mut request);
             return ResponseFuture::passed_through(self.inner.call(request), shared);
         }
         let key = match (extract.extract_key(&request).filter(|key| !key.is_empty()), settings.on_missing_key) {
             (Some(key), _) => key,
             (None, OnMissingKey::Shared) => Key::ANONYMOUS,
-            (None, OnMissingKey::Pass) => return ResponseFuture::passed_through(self.inner.call(request), shared),
+            (None, OnMissingKey::Pass) => {
+                answer.pass(&mut request);
+                return ResponseFuture::passed_through(self.inner.call(request), shared);
+            }
             (None, OnMissingKey::Reject) => {
                 drop(self.take_ready());
                 return ResponseFuture::rejected(Rejection::MissingKey(MissingKey), shared);
