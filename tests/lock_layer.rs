@@ -19,7 +19,7 @@ use tokio::sync::mpsc;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::http::{header, lock_fence};
-use tollgate::lock::fencing::{FenceLayer, MissingFence};
+use tollgate::lock::fencing::{Fence, FenceLayer, MissingFence};
 use tollgate::lock::{
     CircuitBreaker, LeaseView, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Replication,
     RwLocks, Scope, Semaphore,
@@ -27,6 +27,7 @@ use tollgate::lock::{
 use tollgate::reject::BusyStatus;
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{AsError, AsResponse, BoxError, ConfigError, LockError, LockLayer, Locks, MemoryBackend};
+use tower::limit::ConcurrencyLimitLayer;
 use tower::{Layer, Service, ServiceExt, service_fn};
 
 /// A layer that locks the path of a request.
@@ -709,6 +710,25 @@ async fn what_is_missing_is_said() {
         assert!(error.is::<MissingFence>() && error.to_string().contains("fence"), "{error}");
     }
     assert!(service.oneshot((1, Some(7))).await.is_ok());
+}
+
+/// A service that was ready and is not called kept its place: with a limit of one at a time nobody else came in.
+#[tokio::test(start_paused = true)]
+async fn whoever_is_turned_away_by_its_fence_keeps_no_place() {
+    let write = service_fn(async |(_, fence): (u64, Option<u64>)| Ok::<_, BoxError>(fence));
+    let limited = ConcurrencyLimitLayer::new(1).layer(write);
+    let layer =
+        FenceLayer::new(|write: &(u64, _)| (write.0 > 0).then_some(write.0), |write: &(_, Option<u64>)| write.1);
+    let service = Fence::new(limited, layer.with_rejection(AsError));
+    assert_eq!(service.clone().oneshot((1, Some(7))).await.unwrap(), Some(7));
+    for rejected in [(1, Some(6)), (1, None), (0, Some(7))] {
+        let mut first = service.clone();
+        let answer = first.ready().await.unwrap().call(rejected);
+        let mut next = service.clone();
+        assert!(timeout(Duration::ZERO, next.ready()).await.is_ok(), "{rejected:?}");
+        assert!(answer.await.is_err());
+    }
+    assert_eq!(service.into_inner().oneshot((1, None)).await.unwrap(), None);
 }
 
 /// A fence that no store grants kept all that came later out, and with more keys than are remembered those of all keys.

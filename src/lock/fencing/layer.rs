@@ -39,13 +39,17 @@ impl<K, F, A> FenceLayer<K, F, A> {
         let Self { shared, fences, answer: _ } = self;
         FenceLayer { shared, fences, answer }
     }
+
+    pub(super) fn into_parts(self) -> (Arc<(K, F)>, Arc<Fences>, A) {
+        (self.shared, self.fences, self.answer)
+    }
 }
 
 impl<S, K, F, A: Clone> Layer<S> for FenceLayer<K, F, A> {
     type Service = Fence<S, K, F, A>;
 
     fn layer(&self, inner: S) -> Self::Service {
-        Fence::new(inner, Arc::clone(&self.shared), Arc::clone(&self.fences), self.answer.clone())
+        Fence::new(inner, self.clone())
     }
 }
 

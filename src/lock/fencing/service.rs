@@ -1,4 +1,5 @@
 use std::fmt;
+use std::mem;
 use std::sync::Arc;
 use std::task::{Context, Poll};
 
@@ -6,6 +7,7 @@ use tower_service::Service;
 
 use super::fences::Fences;
 use super::future::FenceFuture;
+use super::layer::FenceLayer;
 use super::rejection::{MissingFence, Rejection, StaleFence};
 use crate::key::ExtractKey;
 use crate::lock::MissingKey;
@@ -16,7 +18,7 @@ const NO_FENCE: u64 = 1 << 53;
 
 /// A service that refuses fences that are too small. See the [module docs](super) for examples.
 ///
-/// Ready when the inner service is.
+/// Ready when the inner service is. Where that holds a permit (a concurrency limit below this layer), a rejected request gives it back unused.
 #[must_use]
 pub struct Fence<S, K, F, A = AsResponse> {
     inner: S,
@@ -26,8 +28,25 @@ pub struct Fence<S, K, F, A = AsResponse> {
 }
 
 impl<S, K, F, A> Fence<S, K, F, A> {
-    pub(super) const fn new(inner: S, shared: Arc<(K, F)>, fences: Arc<Fences>, answer: A) -> Self {
+    /// Puts `inner` behind the memory of `layer`, without a stack of layers.
+    pub fn new(inner: S, layer: FenceLayer<K, F, A>) -> Self {
+        let (shared, fences, answer) = layer.into_parts();
         Self { inner, shared, fences, answer }
+    }
+
+    /// The service that is protected.
+    pub const fn get_ref(&self) -> &S {
+        &self.inner
+    }
+
+    /// The service that is protected, to change.
+    pub const fn get_mut(&mut self) -> &mut S {
+        &mut self.inner
+    }
+
+    /// Takes the service out from behind the fence.
+    pub fn into_inner(self) -> S {
+        self.inner
     }
 
     fn judge<Req>(&self, request: &Req) -> Result<(), Rejection>
@@ -47,7 +66,7 @@ impl<S, K, F, A> Fence<S, K, F, A> {
 
 impl<S, Req, K, F, A> Service<Req> for Fence<S, K, F, A>
 where
-    S: Service<Req>,
+    S: Service<Req> + Clone,
     K: ExtractKey<Req>,
     F: Fn(&Req) -> Option<u64>,
     A: Reject<Rejection, S::Response, S::Error> + Clone,
@@ -63,8 +82,19 @@ where
     fn call(&mut self, request: Req) -> Self::Future {
         match self.judge(&request) {
             Ok(()) => FenceFuture::calling(self.inner.call(request), self.answer.clone()),
-            Err(rejection) => FenceFuture::rejected(rejection, self.answer.clone()),
+            Err(rejection) => {
+                drop(self.take_ready());
+                FenceFuture::rejected(rejection, self.answer.clone())
+            }
         }
+    }
+}
+
+impl<S: Clone, K, F, A> Fence<S, K, F, A> {
+    /// The instance of the inner service that reported ready, with the place that it may have reserved. Leaves a clone for the next time.
+    fn take_ready(&mut self) -> S {
+        let fresh = self.inner.clone();
+        mem::replace(&mut self.inner, fresh)
     }
 }
 
