@@ -10,7 +10,7 @@ use support::cluster::Cluster;
 use support::server::{RedisServer, wait_until};
 use tokio::task::block_in_place;
 use tokio::time::timeout;
-use tollgate::lock::{LockStore, Redlock};
+use tollgate::lock::{LockStore, Redlock, RwLocks, Semaphore};
 use tollgate::{Locks, MemoryBackend, RedisBackend};
 
 /// Every wait that must end ends in this time.
@@ -99,6 +99,42 @@ async fn who_is_first_since_others_gave_up_asks() {
     timeout(A_WHILE, lease.asked()).await.expect("who is first asks");
     drop(lease);
     drop(third.await.unwrap().unwrap());
+}
+
+/// Any of them would do, and which ends is for them to say.
+#[tokio::test(start_paused = true)]
+async fn all_who_hold_a_permit_are_asked() {
+    let backend = MemoryBackend::new();
+    let semaphore = || Semaphore::new(backend.clone(), 2).wait(LONG);
+    let (here, there) = (semaphore(), semaphore().ask_holder());
+    let (one, other) = (here.acquire("a").await.unwrap(), there.acquire("a").await.unwrap());
+    let silent = tokio::spawn(here.acquire("a").into_future());
+    assert!(timeout(A_WHILE, one.asked()).await.is_err(), "that one waits in silence");
+    silent.abort();
+    let waiter = tokio::spawn(there.acquire("a").into_future());
+    timeout(LONG, one.asked()).await.expect("it is asked");
+    timeout(LONG, other.asked()).await.expect("and so is this one");
+    one.release().await.unwrap();
+    drop(timeout(LONG, waiter).await.unwrap().unwrap().unwrap());
+    assert!(other.check().is_ok());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_writer_asks_those_who_read() {
+    let backend = MemoryBackend::new();
+    let pages = || RwLocks::new(backend.clone()).wait(LONG);
+    let (here, there) = (pages(), pages().ask_holder());
+    let readers = [here.read("a").await.unwrap(), there.read("a").await.unwrap()];
+    let writer = tokio::spawn(there.write("a").into_future());
+    for reader in readers {
+        timeout(LONG, reader.asked()).await.expect("it is asked");
+        reader.release().await.unwrap();
+    }
+    let writer = timeout(LONG, writer).await.unwrap().unwrap().unwrap();
+    let reader = tokio::spawn(there.read("a").into_future());
+    timeout(LONG, writer.asked()).await.expect("and so is a writer");
+    writer.release().await.unwrap();
+    drop(timeout(LONG, reader).await.unwrap().unwrap().unwrap());
 }
 
 #[tokio::test(start_paused = true)]

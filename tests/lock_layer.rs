@@ -21,8 +21,8 @@ use tokio::time::{Instant, sleep, timeout};
 use tollgate::http::{header, lock_fence};
 use tollgate::lock::fencing::{Fence, FenceLayer, MissingFence};
 use tollgate::lock::{
-    CircuitBreaker, LeaseView, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Replication,
-    RwLocks, Scope, Semaphore,
+    CircuitBreaker, LeaseView, LockAdmin, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError, ReleaseAt,
+    Replication, RwLocks, Scope, Semaphore,
 };
 use tollgate::reject::BusyStatus;
 use tollgate::testing::{Failure, FaultStore};
@@ -1048,6 +1048,46 @@ async fn a_handler_is_asked_by_the_request_that_waits() {
         }
         assert_eq!(ends, [if asks { "asked" } else { "in peace" }, "in peace"]);
     }
+}
+
+/// Who wanted more of the locks of a layer than it could be told had to make them, and got others' waits and bounds with that.
+#[tokio::test(start_paused = true)]
+async fn a_layer_that_names_its_holders_turns_the_next_away_at_once() {
+    let backend = MemoryBackend::new();
+    let service = on(backend.clone()).holder("billing").layer(service_fn(slow));
+    let first = tokio::spawn(service.clone().oneshot(post("/a")));
+    sleep(Duration::from_millis(10)).await;
+    let status = LockAdmin::new(backend).namespace("requests").inspect("/a").await.unwrap();
+    assert_eq!(status.holders.iter().map(|holder| holder.name.as_deref()).collect::<Vec<_>>(), [Some("billing")]);
+    let begun = Instant::now();
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::CONFLICT);
+    assert_eq!(begun.elapsed(), Duration::ZERO);
+    assert_eq!(first.await.unwrap().unwrap().status(), StatusCode::OK);
+}
+
+/// Two layers are as two processes.
+#[tokio::test(start_paused = true)]
+async fn a_layer_may_be_fair() {
+    for is_fair in [false, true] {
+        let backend = MemoryBackend::new();
+        let layer = || if is_fair { on(backend.clone()).fair() } else { on(backend.clone()) };
+        let first = Locks::new(backend.clone()).namespace("requests").lock("/a").await.unwrap();
+        let waits = layer().wait(Duration::from_secs(60)).layer(service_fn(quick));
+        let waits = tokio::spawn(waits.oneshot(post("/a")));
+        sleep(Duration::from_millis(10)).await;
+        first.release().await.unwrap();
+        // Who waits is told of that, and has not asked again yet.
+        let passes = layer().layer(service_fn(quick)).oneshot(post("/a")).await.unwrap().status();
+        assert_eq!(passes, if is_fair { StatusCode::CONFLICT } else { StatusCode::OK });
+        assert_eq!(waits.await.unwrap().unwrap().status(), StatusCode::OK);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_layer_may_need_replicas() {
+    // Of which the memory backend has none.
+    let service = by_path().replication(Replication::Require(1)).layer(service_fn(quick));
+    assert_eq!(service.oneshot(post("/a")).await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
 }
 
 /// How many requests are at work at the moment, and the most that ever were.

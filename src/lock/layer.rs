@@ -11,7 +11,7 @@ use tower_layer::Layer;
 
 use super::error::Lost;
 use super::lease::Lease;
-use super::locks::Locks;
+use super::locks::{Locks, Replication};
 use super::rw::RwLocks;
 use super::semaphore::Semaphore;
 use super::service::{Detach, Lock};
@@ -299,6 +299,23 @@ impl<K, A, D> LockLayer<K, A, D> {
     /// by [`LeaseView::asked`](super::LeaseView::asked), and goes on or comes to its end, as it likes: see [`Locks::ask_holder`].
     pub fn ask_holder(self) -> Self {
         self.with(Locks::ask_holder)
+    }
+
+    /// First come, first served among all processes, for requests that [wait](Self::wait), and those that do not pass none of them: see [`Locks::fair`].
+    /// Defaults to whoever asks first when the lock is free. All layers with the same locks have to do the same.
+    pub fn fair(self) -> Self {
+        self.with(Locks::fair)
+    }
+
+    /// What the holders of these locks are called in what [`LockAdmin`](super::LockAdmin) tells: see [`Locks::holder`]. Defaults to no name.
+    pub fn holder(self, name: impl AsRef<str>) -> Self {
+        self.with(|locks| locks.holder(name))
+    }
+
+    /// Who has to know of a lease before a request is let through, and whenever it is renewed: see [`Locks::replication`]. Defaults to
+    /// [`Replication::Primary`]. A request whose lease too few know of is turned away, 503 with HTTP.
+    pub fn replication(self, replication: Replication) -> Self {
+        self.with(|locks| locks.replication(replication))
     }
 
     /// How many requests may wait for one lock in this process, behind the one that has it or asks the store for it. Defaults to 64. One more is turned away, 503 with HTTP.

@@ -78,6 +78,13 @@ impl RwLocks {
         self.with(|locks| locks.max_hold(max_hold))
     }
 
+    /// Asks all who hold a lease to give it back, for as long as somebody waits who cannot have one beside theirs: see [`Locks::ask_holder`]. Defaults to
+    /// waiting in silence.
+    #[must_use]
+    pub fn ask_holder(self) -> Self {
+        self.with(Locks::ask_holder)
+    }
+
     /// How many may wait for one key in this process: see [`Locks::max_waiters`]. Defaults to 1,000.
     #[must_use]
     pub fn max_waiters(self, waiters: usize) -> Self {

@@ -70,6 +70,13 @@ impl Semaphore {
         self.with(|locks| locks.max_hold(max_hold))
     }
 
+    /// Asks all who hold a permit to give theirs back, for as long as somebody waits for one: see [`Locks::ask_holder`]. Defaults to waiting in
+    /// silence.
+    #[must_use]
+    pub fn ask_holder(self) -> Self {
+        self.with(Locks::ask_holder)
+    }
+
     /// How many may stand in line for one key in this process: see [`Locks::max_waiters`]. Defaults to 1,000.
     #[must_use]
     pub fn max_waiters(self, waiters: usize) -> Self {
