@@ -1,11 +1,14 @@
 //! The tools for tests are tested as well: faults that a store is told to have, and clients that have nothing left.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
+use std::sync::Arc;
 use std::time::Duration;
 
+use futures_util::FutureExt;
 use tokio::time::{Instant, advance, timeout};
-use tollgate::idempotency::{Answer, Claim, Digest, IdempotencyAdmin, IdempotencyStore, Operation};
-use tollgate::lock::{Cursor, LockAdmin, Token};
+use tollgate::delay_queue::{self, DeadLimits, Due, JobId, NewJob, QueueKey, State, WorkerId};
+use tollgate::idempotency::{Answer, Checkpoint, Claim, Completion, Digest, IdempotencyAdmin, Operation, Payload};
+use tollgate::lock::{self, Cursor, LockAdmin, LockKey, Renewal, Token, Wakeups};
 use tollgate::rate_limit::{Outcome, RateLimitStore, Request};
 use tollgate::testing::{Failure, FaultStore, Faults, TestJob, Verb, exhaust};
 use tollgate::{Key, Limiter, MemoryBackend, Policy, Quota, StoreError};
@@ -37,6 +40,7 @@ mod around_each_claim {
 /// What those who run services ask meets faults as well.
 #[tokio::test(start_paused = true)]
 async fn an_administrator_meets_the_faults_of_a_store() {
+    use tollgate::idempotency::IdempotencyStore;
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let locks = LockAdmin::new(store.clone());
@@ -121,6 +125,98 @@ async fn every_verb_fails_and_is_counted() {
     }
     assert_eq!(faults.calls(Verb::Check), 2);
     assert_eq!(store.get_ref().peek(&policy, &key, 1).await.unwrap().remaining(), Some(999));
+}
+
+/// Two of them went past every fault, and counted for nothing.
+#[tokio::test]
+async fn every_verb_of_locks_fails_and_is_counted() {
+    use tollgate::lock::LockStore;
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let (lock, token) = (LockKey::new("default", "a"), Token::random().unwrap());
+    let claim = lock::Claim::new(token, Duration::from_secs(10));
+    let acquired = store.acquire(&lock, &claim).await.unwrap();
+    assert!(matches!(acquired, lock::Acquired::Granted { .. }));
+    faults.fail(Failure::Unavailable);
+    assert!(store.acquire(&lock, &claim).await.is_err());
+    assert!(store.acquire_all(&[(lock, claim)]).await.is_err());
+    assert!(store.renew(&[Renewal::new(lock, token, claim.ttl)]).await.is_err());
+    assert!(store.name(&lock, &token, "billing").await.is_err());
+    assert!(store.ask_holders(&lock).await.is_err());
+    assert!(store.release(&lock, &token).await.is_err());
+    for wakeups in [store.watch(&lock, None).await, store.watch_asks(&lock).await] {
+        assert_eq!(format!("{wakeups:?}"), format!("{:?}", Wakeups::none()));
+    }
+    for (verb, calls) in
+        [(Verb::Acquire, 3), (Verb::Renew, 1), (Verb::Name, 1), (Verb::Ask, 1), (Verb::Release, 1), (Verb::Watch, 2)]
+    {
+        assert_eq!(faults.calls(verb), calls, "{verb:?}");
+    }
+    assert_eq!(faults.total_calls(), 9);
+    faults.heal();
+    faults.hang();
+    assert!(store.name(&lock, &token, "billing").now_or_never().is_none());
+    assert!(store.ask_holders(&lock).now_or_never().is_none());
+    let holders = LockAdmin::new(store.get_ref().clone()).inspect("a").await.unwrap().holders;
+    assert!(holders.len() == 1 && holders[0].name.is_none(), "nothing was passed on: {holders:?}");
+}
+
+#[tokio::test]
+async fn every_verb_of_operations_fails_and_is_counted() {
+    use tollgate::idempotency::IdempotencyStore;
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let (operation, token, payload) = (Operation::new("alice", "k"), Token::random().unwrap(), Payload::default());
+    let (head, lease, retention) = (Digest::default(), Claim::MIN_LEASE, Claim::MIN_RETENTION);
+    let claim = Claim { token, head, lease, retention, takes_over: false };
+    let completion = Completion { answer: Arc::default(), is_kept: true, payload, retention };
+    faults.fail(Failure::Unavailable);
+    assert!(
+        store.begin_now(&operation, &claim).is_none() && store.complete_now(&operation, &token, &completion).is_none()
+    );
+    assert!(store.begin(&operation, &claim).await.is_err());
+    assert!(store.renew(&operation, &claim, &payload).await.is_err());
+    let checkpoint = Checkpoint::new(1, "step", b"").unwrap();
+    assert!(store.checkpoint(&operation, &claim, &payload, &checkpoint).await.is_err());
+    assert!(store.complete(&operation, &token, &completion).await.is_err());
+    assert!(store.release(&operation, &token).await.is_err());
+    assert_eq!(format!("{:?}", store.watch(&operation).await), format!("{:?}", Wakeups::none()));
+    for verb in [Verb::Begin, Verb::Renew, Verb::Checkpoint, Verb::Complete, Verb::Release, Verb::Watch] {
+        assert_eq!(faults.calls(verb), 1, "{verb:?}");
+    }
+    assert_eq!(faults.total_calls(), 6);
+}
+
+#[tokio::test]
+async fn every_verb_of_queues_fails_and_is_counted() {
+    use tollgate::delay_queue::DelayQueueStore;
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let (queue, id, worker) = (QueueKey::new("mail"), JobId::new("a"), WorkerId::random().unwrap());
+    let claim =
+        delay_queue::Claim { worker, limit: 1, lease: delay_queue::Claim::MIN_LEASE, dead: DeadLimits::default() };
+    faults.fail(Failure::Unavailable);
+    assert!(store.push(&queue, &[NewJob::new(id, *b"x")], 10).await.is_err());
+    assert!(store.claim(&queue, &[], &claim).await.is_err());
+    assert!(store.extend(&queue, &[], claim.lease).await.is_err());
+    assert_eq!(format!("{:?}", store.watch(&queue, worker).await), format!("{:?}", Wakeups::none()));
+    for verb in [Verb::Push, Verb::Claim, Verb::Extend, Verb::Watch] {
+        assert_eq!(faults.calls(verb), 1, "{verb:?}");
+    }
+    let errors = [
+        store.get(&queue, &id).await.map(drop),
+        store.cancel(&queue, &id).await.map(drop),
+        store.reschedule(&queue, &id, Due::NOW).await.map(drop),
+        store.replace(&queue, &id, b"y").await.map(drop),
+        store.counts(&queue).await.map(drop),
+        store.list(&queue, State::Waiting, 0, 1).await.map(drop),
+        store.pause(&queue, true).await,
+        store.drain(&queue, 1).await.map(drop),
+        store.replay(&queue, &[id]).await.map(drop),
+        store.forget(&queue, &[id]).await.map(drop),
+    ];
+    assert!(errors.iter().all(|error| error.as_ref().is_err_and(StoreError::is_unavailable)), "{errors:?}");
+    assert_eq!((faults.calls(Verb::Control), faults.total_calls()), (10, 14));
 }
 
 #[tokio::test]
