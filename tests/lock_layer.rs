@@ -21,8 +21,8 @@ use tokio::time::{Instant, sleep, timeout};
 use tollgate::http::{header, lock_fence};
 use tollgate::lock::fencing::{Fence, FenceLayer, MissingFence};
 use tollgate::lock::{
-    CircuitBreaker, LeaseView, LockAdmin, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError, ReleaseAt,
-    Replication, RwLocks, Scope, Semaphore,
+    CircuitBreaker, LeaseState, LeaseView, LockAdmin, LossReason, MissingKey, OnLoss, OnMissingKey, OnStoreError,
+    ReleaseAt, Replication, RwLocks, Scope, Semaphore,
 };
 use tollgate::reject::BusyStatus;
 use tollgate::testing::{Failure, FaultStore};
@@ -311,6 +311,34 @@ async fn a_handler_that_is_told_of_a_loss_lives_on() {
     for body in [attached.unwrap().into_body().collect().await, detached.unwrap().into_body().collect().await] {
         assert_eq!(body.unwrap().to_bytes(), "MaxHold");
     }
+}
+
+/// A handler that is behind a layer has no other way to see that time is running out.
+#[tokio::test(start_paused = true)]
+async fn a_handler_sees_how_its_lease_stands() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let service = on(store).ttl(Duration::from_secs(3)).layer(service_fn(move |request: Request<Full<Bytes>>| {
+        let (lease, faults) = (request.extensions().get::<LeaseView>().unwrap().clone(), faults.clone());
+        async move {
+            assert_eq!(lease.state(), LeaseState::Held);
+            faults.fail(Failure::Unavailable);
+            sleep(Duration::from_millis(1_500)).await;
+            assert_eq!(lease.state(), LeaseState::Suspended);
+            assert!(lease.check().is_ok());
+            faults.heal();
+            sleep(Duration::from_secs(3)).await;
+            assert_eq!(lease.state(), LeaseState::Held);
+            let mut response = Response::new(Full::<Bytes>::from("done"));
+            response.extensions_mut().insert(lease);
+            Ok::<_, Infallible>(response)
+        }
+    }));
+    let response = service.oneshot(post("/a")).await.unwrap();
+    let lease = response.extensions().get::<LeaseView>().unwrap().clone();
+    assert_eq!(lease.state(), LeaseState::Held);
+    drop(response);
+    assert_eq!(lease.state(), LeaseState::Lost, "it was given back");
 }
 
 #[tokio::test(start_paused = true)]

@@ -103,8 +103,8 @@ pub enum OnLoss {
     #[default]
     Cancel,
     /// Nothing is cancelled. The [`LeaseView`](super::LeaseView) in the extensions of the request says so: [`lost`](super::LeaseView::lost) ends and
-    /// [`check`](super::LeaseView::check) fails. A handler that does not look ignores the loss, and its answer is sent as if nothing had happened; the
-    /// log and the metrics tell of it in any case.
+    /// [`check`](super::LeaseView::check) fails. To ignore a loss is the same, and not to look: the answer of a handler that does not is sent as if nothing
+    /// had happened. The log and the metrics tell of it in any case.
     Notify,
 }
 

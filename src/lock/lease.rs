@@ -278,6 +278,16 @@ impl LeaseView {
         self.fence
     }
 
+    /// How the lease stands at this moment: see [`Lease::state`]. [`Lost`](LeaseState::Lost) once it was given back.
+    #[must_use]
+    pub fn state(&self) -> LeaseState {
+        match self.until() {
+            Err(_) => LeaseState::Lost,
+            Ok(_) if self.hold.is_suspended() => LeaseState::Suspended,
+            Ok(_) => LeaseState::Held,
+        }
+    }
+
     /// Whether the lock is still ours: see [`Lease::check`].
     ///
     /// # Errors
