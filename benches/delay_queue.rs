@@ -31,7 +31,7 @@ use std::time::{Duration, Instant, SystemTime};
 use support::server::{RedisServer, binary};
 use tokio::runtime::Runtime;
 use tokio::task::JoinSet;
-use tollgate::delay_queue::{Claim, DeadLimits, DelayQueueStore, Ending, Finish, Finished, Pushed, QueueKey, WorkerId};
+use tollgate::delay_queue::{Claim, DelayQueueStore, Ending, Finish, Finished, Pushed, QueueKey, WorkerId};
 use tollgate::{DelayQueue, RedisBackend};
 
 const PUSHERS: usize = 256;
@@ -182,18 +182,18 @@ fn process(runtime: &Runtime, backend: &RedisBackend, jobs: usize) -> (usize, f6
             let (backend, done) = (backend.clone(), Arc::clone(&done));
             tasks.spawn(async move {
                 let worker = WorkerId::random().expect("there are random numbers");
-                let claim = Claim { worker, limit: BATCH, lease: Duration::from_secs(30), dead: DeadLimits::default() };
+                let mut claim = Claim::new(worker, BATCH, Duration::from_secs(30));
                 let mut finishes: Vec<Finish> = Vec::new();
                 loop {
                     let is_over = done.load(Ordering::Relaxed) >= jobs;
-                    let claim = Claim { limit: if is_over { 0 } else { BATCH }, ..claim };
+                    claim.limit = if is_over { 0 } else { BATCH };
                     let claimed = backend.claim(&key, &finishes, &claim).await.expect("the server answers");
                     assert!(claimed.finished.iter().all(|finished| *finished == Finished::Done));
                     done.fetch_add(claimed.finished.len(), Ordering::Relaxed);
                     if is_over {
                         return;
                     }
-                    let finish = claimed.jobs.iter().map(|job| Finish { ticket: job.ticket(), ending: Ending::Done });
+                    let finish = claimed.jobs.iter().map(|job| Finish::new(job.ticket(), Ending::Done));
                     finishes = finish.collect();
                 }
             });

@@ -148,10 +148,9 @@ fn ceiling(server: &RedisServer, runtime: &tokio::runtime::Runtime, backend: &Re
             let operation = Operation::new("ceiling", format!("{key:012}"));
             let token = Token::random().expect("there are random numbers");
             let (lease, retention) = (Duration::from_secs(10), Duration::from_secs(3_600));
-            let claim = Claim { token, head, lease, retention, takes_over: false };
+            let claim = Claim::new(token, head, lease, retention);
             backend.begin(&operation, &claim).await.expect("Redis answers");
-            let answer = vec![b'x'; 1_024].into();
-            let completion = Completion { answer, is_kept: true, payload: Payload::default(), retention };
+            let completion = Completion::new(vec![b'x'; 1_024], Payload::default(), retention);
             backend.complete(&operation, &token, &completion).await.expect("Redis answers");
         }
     });

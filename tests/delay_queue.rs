@@ -43,8 +43,8 @@ mod queue {
 
     use tokio::time::{Instant, sleep};
     use tollgate::delay_queue::{
-        Admission, Cancelled, Changed, CircuitBreaker, Claim, Claimed, Codec, DeadLimits, DelayQueueStore, Due, Ending,
-        Finish, MAX_BATCH, NewJob, Priority, QueueError, QueueKey, Reason, State, UniqueFor, WorkerId,
+        Admission, Cancelled, Changed, CircuitBreaker, Claim, Claimed, Codec, DelayQueueStore, Due, Ending, Finish,
+        MAX_BATCH, NewJob, Priority, QueueError, QueueKey, Reason, State, UniqueFor, WorkerId,
     };
     use tollgate::testing::{Failure, FaultStore, Faults, Verb};
     use tollgate::{
@@ -448,17 +448,12 @@ mod queue {
             assert!(matches!(&error, QueueError::Store(error) if error.is_out_of_memory()), "{error:?}");
         }
         // One that is dead makes room for itself, if it is no larger.
-        let claim = Claim {
-            worker: WorkerId::random().unwrap(),
-            limit: 1,
-            lease: Duration::from_secs(60),
-            dead: DeadLimits::default(),
-        };
+        let claim = Claim::new(WorkerId::random().unwrap(), 1, Duration::from_secs(60));
         let key = QueueKey::new("test");
         let claimed = backend.claim(&key, &[], &claim).await.unwrap().jobs.pop().unwrap();
         let ending = Ending::Dead { reason: Reason::Failed, error: "it failed".into() };
-        let finish = Finish { ticket: claimed.ticket(), ending };
-        backend.claim(&key, &[finish], &Claim { limit: 0, ..claim }).await.unwrap();
+        let finish = Finish::new(claimed.ticket(), ending);
+        backend.claim(&key, &[finish], &Claim::new(claim.worker, 0, claim.lease)).await.unwrap();
         assert_eq!(queue.counts().await.unwrap().dead, 1);
         let id = claimed.job.id;
         assert!(queue.push("y".repeat(4_000)).id(id).await.is_err());
@@ -480,7 +475,7 @@ mod queue {
         assert!(matches!(&error, QueueError::Store(error) if error.is_out_of_memory()), "{error:?}");
         assert_eq!(backend.jobs(), 0);
         tokio::time::advance(2 * minute).await;
-        let claim = Claim { worker: WorkerId::random().unwrap(), limit: 1, lease: minute, dead: DeadLimits::default() };
+        let claim = Claim::new(WorkerId::random().unwrap(), 1, minute);
         backend.claim(&QueueKey::new("test"), &[], &claim).await.unwrap();
         assert!(push(10).await.unwrap().is_new());
     }
@@ -538,16 +533,11 @@ mod queue {
         let queue = DelayQueue::<usize>::new(backend.clone(), "test");
         let pushed = queue.push_all((0..JOBS).map(|i| queue.push(i))).await;
         assert!(pushed.iter().all(Result::is_ok));
-        let claim = Claim {
-            worker: WorkerId::random().unwrap(),
-            limit: 256,
-            lease: Duration::from_secs(60),
-            dead: DeadLimits::default(),
-        };
+        let claim = Claim::new(WorkerId::random().unwrap(), 256, Duration::from_secs(60));
         let mut finishes = Vec::new();
         while queue.counts().await.unwrap().dead < JOBS as u64 {
             let claimed = backend.claim(&QueueKey::new("test"), &finishes, &claim).await.unwrap();
-            let dead = |ticket| Finish { ticket, ending: Ending::Dead { reason: Reason::Refused, error: "no".into() } };
+            let dead = |ticket| Finish::new(ticket, Ending::Dead { reason: Reason::Refused, error: "no".into() });
             finishes = claimed.jobs.iter().map(|job| dead(job.ticket())).collect();
         }
         let is_even = |job: &tollgate::delay_queue::StoredJob| queue.decode(job).unwrap().is_multiple_of(2);
@@ -632,12 +622,12 @@ mod queue {
     /// Whatever waits dies.
     async fn kill(backend: &MemoryBackend, queue: &QueueKey) {
         let lease = Duration::from_secs(60);
-        let claim = Claim { worker: WorkerId::random().unwrap(), limit: MAX_BATCH, lease, dead: DeadLimits::default() };
+        let claim = Claim::new(WorkerId::random().unwrap(), MAX_BATCH, lease);
         let claimed = backend.claim(queue, &[], &claim).await.unwrap();
         let ending = Ending::Dead { reason: Reason::Failed, error: "poison".into() };
-        let finish = |job: tollgate::delay_queue::ClaimedJob| Finish { ticket: job.ticket(), ending: ending.clone() };
+        let finish = |job: tollgate::delay_queue::ClaimedJob| Finish::new(job.ticket(), ending.clone());
         let finished: Vec<_> = claimed.jobs.into_iter().map(finish).collect();
-        backend.claim(queue, &finished, &Claim { limit: 0, ..claim }).await.unwrap();
+        backend.claim(queue, &finished, &Claim::new(claim.worker, 0, lease)).await.unwrap();
     }
 
     /// A backend whose workers are quick: what is replayed is dead again before anybody looks.

@@ -48,7 +48,8 @@ impl DelayQueueStore for Elsewhere {
     delegate_queue!(inner: extend, watch, cancel, replace, counts, pause, drain, replay, forget, scope);
 
     async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
-        let jobs: Vec<_> = jobs.iter().map(|job| NewJob { due: self.due(job.due), ..job.clone() }).collect();
+        let mut jobs = jobs.to_vec();
+        jobs.iter_mut().for_each(|job| job.due = self.due(job.due));
         self.inner.push(queue, &jobs, max_jobs).await
     }
 

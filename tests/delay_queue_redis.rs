@@ -39,7 +39,11 @@ fn key() -> QueueKey {
 }
 
 fn claim(limit: usize) -> Claim {
-    Claim { worker: WorkerId::random().unwrap(), limit, lease: MINUTE, dead: DeadLimits::default() }
+    claim_for(limit, MINUTE)
+}
+
+fn claim_for(limit: usize, lease: Duration) -> Claim {
+    Claim::new(WorkerId::random().unwrap(), limit, lease)
 }
 
 /// How many scripts the server was asked to run, and how long they took in all.
@@ -75,7 +79,7 @@ async fn a_backlog_that_is_due_at_once_is_delivered_in_short_scripts() {
         }
         finishes.clear();
         for job in claimed.jobs {
-            finishes.push(Finish { ticket: job.ticket(), ending: Ending::Done });
+            finishes.push(Finish::new(job.ticket(), Ending::Done));
             assert!(seen.insert(job.job.id), "twice");
         }
     }
@@ -104,12 +108,12 @@ async fn a_claim_of_large_jobs_takes_few_of_them() {
     let listed = queue.list(State::Waiting, 0, 256).await.unwrap().len();
     assert!((1..=8).contains(&listed), "{listed} are listed");
     // By somebody who dies.
-    let claim = Claim { lease: Duration::from_millis(10), ..claim(256) };
+    let mut claim = claim_for(256, Duration::from_millis(10));
     for _ in 0..JOBS / 4 {
         backend.claim(&key(), &[], &claim).await.unwrap();
     }
     sleep(Duration::from_millis(20)).await;
-    let claim = Claim { lease: MINUTE, ..claim };
+    claim.lease = MINUTE;
     let (mut seen, mut expired, mut first) = (HashSet::new(), 0, None);
     while seen.len() < JOBS {
         let claimed = backend.claim(&key(), &[], &claim).await.unwrap();
@@ -124,7 +128,7 @@ async fn a_claim_of_large_jobs_takes_few_of_them() {
     assert!(expired > 0);
     let counts = queue.counts().await.unwrap();
     assert_eq!((counts.running, counts.waiting), (JOBS as u64, 0));
-    let finish = Finish { ticket: first.unwrap(), ending: Ending::Done };
+    let finish = Finish::new(first.unwrap(), Ending::Done);
     let claimed = backend.claim(&key(), &[finish], &claim).await.unwrap();
     assert_eq!(claimed.finished, [Finished::Done]);
 }
@@ -203,7 +207,7 @@ async fn a_record_that_cannot_be_read_holds_up_nobody() {
     queue.push("a".to_owned()).id("a").unique("user").await.unwrap();
     server.query::<()>("HSET tollgate:2:{delay_queue:test}:jobs broken rubbish");
     server.query::<()>("ZADD tollgate:2:{delay_queue:test}:due:normal 1 broken");
-    let brief = Claim { lease: Claim::MIN_LEASE, ..claim(10) };
+    let brief = claim_for(10, Claim::MIN_LEASE);
     let claimed = backend.claim(&key(), &[], &brief).await.unwrap();
     assert_eq!(claimed.jobs.iter().map(|job| job.job.id.as_str()).collect::<Vec<_>>(), ["a"]);
     sleep(Claim::MIN_LEASE * 3).await;
@@ -213,7 +217,7 @@ async fn a_record_that_cannot_be_read_holds_up_nobody() {
 
     // Nor is it in the way of those who look at the dead.
     let ending = Ending::Dead { reason: Reason::Refused, error: "no".into() };
-    let refused = Finish { ticket: claimed.jobs[0].ticket(), ending };
+    let refused = Finish::new(claimed.jobs[0].ticket(), ending);
     assert_eq!(backend.claim(&key(), &[refused], &claim(0)).await.unwrap().finished, [Finished::Dead]);
     assert_eq!(queue.counts().await.unwrap().dead, 2);
     assert_eq!(queue.dead(0, 10).await.unwrap().len(), 1);
@@ -354,7 +358,7 @@ async fn a_priority_that_nobody_knows_holds_up_nobody() {
     for id in ["bad", "good", "late"] {
         queue.push(id.to_owned()).id(id).await.unwrap();
     }
-    let claimed = backend.claim(&key(), &[], &Claim { lease: Claim::MIN_LEASE, ..claim(2) }).await.unwrap();
+    let claimed = backend.claim(&key(), &[], &claim_for(2, Claim::MIN_LEASE)).await.unwrap();
     let tickets: Vec<_> = claimed.jobs.iter().map(ClaimedJob::ticket).collect();
     assert_eq!(tickets.iter().map(|ticket| ticket.id.as_str()).collect::<Vec<_>>(), ["bad", "good"]);
     let mut connection = server.connection();
@@ -364,7 +368,7 @@ async fn a_priority_that_nobody_knows_holds_up_nobody() {
     let _: u64 = redis::cmd("HSET").arg(jobs).arg("bad").arg(record).query(&mut connection).unwrap();
     // Given back beside one that is done, and after its lease has ended.
     let finishes = [Ending::Release, Ending::Done].into_iter().zip(&tickets);
-    let finishes: Vec<_> = finishes.map(|(ending, &ticket)| Finish { ticket, ending }).collect();
+    let finishes: Vec<_> = finishes.map(|(ending, &ticket)| Finish::new(ticket, ending)).collect();
     let claimed = backend.claim(&key(), &finishes, &claim(10)).await.unwrap();
     assert_eq!(claimed.finished, [Finished::Dead, Finished::Done]);
     assert_eq!(claimed.jobs.iter().map(|job| job.job.id.as_str()).collect::<Vec<_>>(), ["late"]);
@@ -389,7 +393,7 @@ async fn however_large_the_dead_are_all_of_them_are_replayed() {
     for _ in 0..JOBS {
         let claimed = backend.claim(&key(), &finishes, &claim).await.unwrap();
         let dead = || Ending::Dead { reason: Reason::Refused, error: "no".into() };
-        finishes = claimed.jobs.iter().map(|job| Finish { ticket: job.ticket(), ending: dead() }).collect();
+        finishes = claimed.jobs.iter().map(|job| Finish::new(job.ticket(), dead())).collect();
         if finishes.is_empty() {
             break;
         }
@@ -449,7 +453,7 @@ async fn many_failures_are_noted_in_several_scripts() {
         .iter()
         .map(|job| {
             let ending = Ending::Retry { delay: MINUTE, error: Arc::clone(&error) };
-            Finish { ticket: job.ticket(), ending }
+            Finish::new(job.ticket(), ending)
         })
         .collect();
     // The first and the last are done.
@@ -478,10 +482,9 @@ async fn jobs_are_finished_while_there_is_no_memory_left() {
     let refused = queue.push("c".to_owned()).await.unwrap_err();
     assert!(matches!(&refused, QueueError::Store(error) if error.is_out_of_memory()), "{refused:?}");
     let endings = [Ending::Done, Ending::Snooze { delay: MINUTE }];
-    let finishes: Vec<_> =
-        jobs.iter().zip(endings).map(|(job, ending)| Finish { ticket: job.ticket(), ending }).collect();
+    let finishes: Vec<_> = jobs.iter().zip(endings).map(|(job, ending)| Finish::new(job.ticket(), ending)).collect();
     for finish in finishes {
-        let answer = backend.claim(&key(), &[finish], &Claim { limit: 0, ..claim }).await.unwrap();
+        let answer = backend.claim(&key(), &[finish], &Claim::new(claim.worker, 0, MINUTE)).await.unwrap();
         assert_eq!(answer.finished, [Finished::Done]);
     }
     let counts = queue.counts().await.unwrap();
@@ -665,7 +668,7 @@ async fn a_unique_key_lasts_as_long_as_its_job() {
     let (retry, snooze) = (Ending::Retry { delay: 2 * YEAR, error: "".into() }, Ending::Snooze { delay: 4 * YEAR });
     for (ending, least) in [(retry, 2 * 366), (snooze, 4 * 366)] {
         let claimed = backend.claim(&key(), &[], &claim(1)).await.unwrap();
-        let finish = Finish { ticket: claimed.jobs[0].ticket(), ending };
+        let finish = Finish::new(claimed.jobs[0].ticket(), ending);
         backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
         assert!(days("unique") >= least, "{} days", days("unique"));
         queue.promote("a").await.unwrap();
@@ -722,7 +725,7 @@ async fn idle_workers_look_on_while_there_is_no_memory_left() {
     }
     server.limit_memory(1);
     // It leaves, somebody else takes over, and others stand by, also such as have not before.
-    let leaves = Claim { limit: 0, ..keeper };
+    let leaves = Claim::new(keeper.worker, 0, MINUTE);
     for claim in [&leaves, &other, &third, &keeper, &third] {
         assert!(backend.claim(&key(), &[], claim).await.unwrap().jobs.is_empty());
     }
@@ -758,12 +761,11 @@ async fn a_user_may_do_no_more_than_the_docs_say() {
     let jobs = backend.claim(&key(), &[], &worker).await.unwrap().jobs;
     queue.cancel("a").await.unwrap();
     backend.extend(&key(), &[jobs[0].ticket()], MINUTE).await.unwrap();
-    let finish = |job: &ClaimedJob| Finish {
-        ticket: job.ticket(),
-        ending: Ending::Retry { delay: Duration::ZERO, error: "no".into() },
-    };
+    let finish =
+        |job: &ClaimedJob| Finish::new(job.ticket(), Ending::Retry { delay: Duration::ZERO, error: "no".into() });
     let finishes: Vec<_> = jobs.iter().map(finish).collect();
-    let few = Claim { dead: DeadLimits { count: 1, age: MINUTE }, ..worker };
+    let mut few = worker;
+    few.dead = DeadLimits::new(1, MINUTE);
     backend.claim(&key(), &finishes, &few).await.unwrap();
     queue.pause().await.unwrap();
     queue.resume().await.unwrap();

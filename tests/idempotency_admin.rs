@@ -21,7 +21,7 @@ const LONG: Duration = Duration::from_secs(60);
 
 fn claim() -> Claim {
     let (token, head) = (Token::random().unwrap(), Digest::default());
-    Claim { token, head, lease: LONG, retention: LONG, takes_over: false }
+    Claim::new(token, head, LONG, LONG)
 }
 
 fn answer() -> Answer {

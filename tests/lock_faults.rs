@@ -1538,6 +1538,12 @@ async fn a_lock_that_may_not_be_listened_to_keeps_nobody_from_hearing_of_others(
     assert!(heard(), "the connection is still there");
 }
 
+fn claim_in(line: Line, ttl: Duration) -> Claim {
+    let mut claim = Claim::new(Token::random().unwrap(), ttl);
+    claim.line = line;
+    claim
+}
+
 /// Behind somebody who had died, those who came next asked again and again for as long as the place of the dead was kept.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn who_stands_behind_the_dead_asks_now_and_then() {
@@ -1550,7 +1556,7 @@ async fn who_stands_behind_the_dead_asks_now_and_then() {
     for url in [url, server.url().to_owned()] {
         let store = FaultStore::new(RedisBackend::connect(url).await.unwrap());
         let faults = store.faults();
-        let claim = |line| Claim { line, ..Claim::new(Token::random().unwrap(), LONG) };
+        let claim = |line| claim_in(line, LONG);
         let (held, dead) = (claim(Line::Ignore), claim(Line::Join));
         backend.acquire(&lock, &held).await.unwrap();
         assert!(matches!(backend.acquire(&lock, &dead).await.unwrap(), Acquired::InLine { is_first: true, .. }));
@@ -1648,7 +1654,7 @@ async fn places_that_are_evicted_are_given_once_more_and_then_up_together() {
     let server = RedisServer::start();
     let backend = connect(&server).await;
     let lock = LockKey::new("default", "a");
-    let claim = |ttl| Claim { line: Line::Join, ..Claim::new(Token::random().unwrap(), ttl) };
+    let claim = |ttl| claim_in(Line::Join, ttl);
     let short = claim(Duration::from_millis(500));
     assert!(matches!(backend.acquire(&lock, &short).await.unwrap(), Acquired::Granted { .. }));
     for place in 0..3 {
@@ -1657,7 +1663,7 @@ async fn places_that_are_evicted_are_given_once_more_and_then_up_together() {
     }
     let _: u64 = command(&server, &["UNLINK", "tollgate:2:{lock:default:a}:places"]);
     // Who does not want to stand in the line leaves nothing there without a time to live.
-    let passing = Claim { line: Line::Respect, ..claim(LONG) };
+    let passing = claim_in(Line::Respect, LONG);
     assert!(matches!(backend.acquire(&lock, &passing).await.unwrap(), Acquired::Busy { .. }));
     let lives: i64 = command(&server, &["PTTL", "tollgate:2:{lock:default:a}:places"]);
     assert!(lives > 0, "{lives}");

@@ -1,12 +1,11 @@
 //! The tools for tests are tested as well: faults that a store is told to have, and clients that have nothing left.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use futures_util::FutureExt;
 use tokio::time::{Instant, advance, timeout};
-use tollgate::delay_queue::{self, DeadLimits, Due, JobId, NewJob, QueueKey, State, WorkerId};
+use tollgate::delay_queue::{self, Due, JobId, NewJob, QueueKey, State, WorkerId};
 use tollgate::idempotency::{Answer, Checkpoint, Claim, Completion, Digest, IdempotencyAdmin, Operation, Payload};
 use tollgate::lock::{self, Cursor, LockAdmin, LockKey, Renewal, Token, Wakeups};
 use tollgate::rate_limit::{Outcome, RateLimitStore, Request};
@@ -48,7 +47,7 @@ async fn an_administrator_meets_the_faults_of_a_store() {
     let token = Token::random().unwrap();
     let operation = Operation::new("alice", "k");
     let (head, lease, retention) = (Digest::default(), Claim::MIN_LEASE, Claim::MIN_RETENTION);
-    store.begin(&operation, &Claim { token, head, lease, retention, takes_over: false }).await.unwrap();
+    store.begin(&operation, &Claim::new(token, head, lease, retention)).await.unwrap();
     advance(lease * 2).await;
     let status = operations.inspect(&operation).await.unwrap().unwrap();
     let answer = || Answer::of_operation("x");
@@ -168,8 +167,8 @@ async fn every_verb_of_operations_fails_and_is_counted() {
     let faults = store.faults();
     let (operation, token, payload) = (Operation::new("alice", "k"), Token::random().unwrap(), Payload::default());
     let (head, lease, retention) = (Digest::default(), Claim::MIN_LEASE, Claim::MIN_RETENTION);
-    let claim = Claim { token, head, lease, retention, takes_over: false };
-    let completion = Completion { answer: Arc::default(), is_kept: true, payload, retention };
+    let claim = Claim::new(token, head, lease, retention);
+    let completion = Completion::new(*b"", payload, retention);
     faults.fail(Failure::Unavailable);
     assert!(
         store.begin_now(&operation, &claim).is_none() && store.complete_now(&operation, &token, &completion).is_none()
@@ -193,8 +192,7 @@ async fn every_verb_of_queues_fails_and_is_counted() {
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let (queue, id, worker) = (QueueKey::new("mail"), JobId::new("a"), WorkerId::random().unwrap());
-    let claim =
-        delay_queue::Claim { worker, limit: 1, lease: delay_queue::Claim::MIN_LEASE, dead: DeadLimits::default() };
+    let claim = delay_queue::Claim::new(worker, 1, delay_queue::Claim::MIN_LEASE);
     faults.fail(Failure::Unavailable);
     assert!(store.push(&queue, &[NewJob::new(id, *b"x")], 10).await.is_err());
     assert!(store.claim(&queue, &[], &claim).await.is_err());

@@ -338,10 +338,7 @@ mod on_a_cluster {
         let (lease, retention) = (Duration::from_secs(60), Duration::from_secs(60));
         let claims = ["done", "given-back"].map(|key| {
             let token = Token::random().unwrap();
-            (
-                Operation::new("scope", key),
-                Claim { token, head: Digest::default(), lease, retention, takes_over: false },
-            )
+            (Operation::new("scope", key), Claim::new(token, Digest::default(), lease, retention))
         });
         for (operation, claim) in &claims {
             assert!(matches!(backend.begin(operation, claim).await.unwrap(), Begun::Granted { .. }));
@@ -356,7 +353,7 @@ mod on_a_cluster {
         }
         let [(done, claim), (given_back, other)] = claims;
         let payload = Payload::default();
-        let completion = Completion { answer: Arc::from(*b"done"), is_kept: true, payload, retention };
+        let completion = Completion::new(*b"done", payload, retention);
         assert!(backend.complete(&done, &claim.token, &completion).await.unwrap());
         assert!(IdempotencyStore::release(&backend, &given_back, &other.token).await.unwrap());
         let admin = LockAdmin::new(backend.clone()).namespace("default");

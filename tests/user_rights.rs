@@ -265,16 +265,9 @@ async fn use_operations(server: &RedisServer) -> Result<(), BoxError> {
     let (store, other) = (connect(server).await?, connect(server).await?);
     let admin = IdempotencyAdmin::new(store.clone());
     let operation = Operation::new("alice", fresh()?);
-    let completion =
-        Completion { answer: (*b"x").into(), is_kept: true, payload: Payload::default(), retention: MINUTE };
+    let completion = Completion::new(*b"x", Payload::default(), MINUTE);
     for turn in 0..3 {
-        let attempt = Attempt {
-            token: Token::random()?,
-            head: Digest([turn; 16]),
-            lease: MINUTE,
-            retention: MINUTE,
-            takes_over: false,
-        };
+        let attempt = Attempt::new(Token::random()?, Digest([turn; 16]), MINUTE, MINUTE);
         store.begin(&operation, &attempt).await?;
         let mut wakeups = IdempotencyStore::watch(&other, &operation).await;
         while timeout(Duration::from_millis(100), wakeups.next()).await.is_ok() {}
@@ -304,10 +297,10 @@ async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
     let backend = connect(server).await?;
     let name = fresh()?;
     let (queue, key) = (DelayQueue::<String>::new(backend.clone(), name.clone()).max_jobs(100), QueueKey::new(name));
-    let worker = JobClaim { worker: WorkerId::random()?, limit: 10, lease: MINUTE, dead: DeadLimits::default() };
+    let worker = JobClaim::new(WorkerId::random()?, 10, MINUTE);
     let mut wakeups = DelayQueueStore::watch(&backend, &key, worker.worker).await;
     // The first one keeps the time and hears of nothing.
-    for worker in [JobClaim { worker: WorkerId::random()?, ..worker }, worker] {
+    for worker in [JobClaim::new(WorkerId::random()?, 10, MINUTE), worker] {
         backend.claim(&key, &[], &worker).await?;
     }
     while timeout(Duration::from_millis(20), wakeups.next()).await.is_ok() {}
@@ -328,8 +321,9 @@ async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
     let tickets: Vec<_> = jobs.iter().map(ClaimedJob::ticket).collect();
     backend.extend(&key, &tickets, MINUTE).await?;
     let ending = Ending::Retry { delay: Duration::ZERO, error: "no".into() };
-    let finishes: Vec<_> = tickets.iter().map(|&ticket| Finish { ticket, ending: ending.clone() }).collect();
-    let few = JobClaim { dead: DeadLimits { count: 1, age: MINUTE }, ..worker };
+    let finishes: Vec<_> = tickets.iter().map(|&ticket| Finish::new(ticket, ending.clone())).collect();
+    let mut few = worker;
+    few.dead = DeadLimits::new(1, MINUTE);
     backend.claim(&key, &finishes, &few).await?;
     queue.pause().await?;
     queue.resume().await?;
@@ -339,10 +333,10 @@ async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
     queue.drain().await?;
     // One whose worker is gone, one that is done, and one that nobody wants any more.
     queue.push("d".to_owned()).id("d").max_attempts(1).await?;
-    let brief = JobClaim { lease: Duration::from_millis(20), ..worker };
+    let brief = JobClaim::new(worker.worker, 10, Duration::from_millis(20));
     let jobs = backend.claim(&key, &[], &brief).await?.jobs;
     sleep(Duration::from_millis(50)).await;
-    let late: Vec<_> = jobs.iter().map(|job| Finish { ticket: job.ticket(), ending: Ending::Done }).collect();
+    let late: Vec<_> = jobs.iter().map(|job| Finish::new(job.ticket(), Ending::Done)).collect();
     backend.claim(&key, &late, &worker).await?;
     queue.forget(10, |_| true).await?;
     drop(wakeups);

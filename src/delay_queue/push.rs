@@ -234,6 +234,7 @@ impl fmt::Debug for Push {
 
 /// A job that can be pushed as it is.
 #[derive(Clone, Debug)]
+#[non_exhaustive]
 pub struct PreparedPush {
     /// Where it is to be.
     pub queue: QueueKey,

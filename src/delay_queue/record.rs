@@ -40,6 +40,7 @@ impl From<SystemTime> for Due {
 
 /// Which of the jobs that are due are taken first. As long as there is one of a higher priority, none of a lower one is taken.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub enum Priority {
     /// Before all others.
     High,
@@ -52,7 +53,7 @@ pub enum Priority {
 
 impl Priority {
     /// All there are, the highest first.
-    pub const ALL: [Self; 3] = [Self::High, Self::Normal, Self::Low];
+    pub const ALL: &[Self] = &[Self::High, Self::Normal, Self::Low];
 }
 
 /// What keeps a job from being pushed a second time, under whatever id.
@@ -79,6 +80,7 @@ pub enum UniqueFor {
 
 /// A job to be pushed.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct NewJob {
     /// What it is called.
     pub id: JobId,

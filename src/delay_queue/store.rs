@@ -241,6 +241,7 @@ impl fmt::Display for WorkerId {
 
 /// What a claim asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Claim {
     /// Who asks.
     pub worker: WorkerId,
@@ -255,6 +256,12 @@ pub struct Claim {
 }
 
 impl Claim {
+    /// A claim of up to `limit` jobs, which keeps as many dead ones as is usual.
+    #[must_use]
+    pub fn new(worker: WorkerId, limit: usize, lease: Duration) -> Self {
+        Self { worker, limit, lease, dead: DeadLimits::default() }
+    }
+
     /// The shortest lease there is.
     pub const MIN_LEASE: Duration = Duration::from_millis(10);
     /// The longest lease there is. What takes longer is extended.
@@ -270,6 +277,7 @@ impl Claim {
 
 /// How many dead jobs are kept, and for how long. The oldest make room.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct DeadLimits {
     /// How many.
     pub count: u64,
@@ -278,6 +286,12 @@ pub struct DeadLimits {
 }
 
 impl DeadLimits {
+    /// So many, for so long.
+    #[must_use]
+    pub const fn new(count: u64, age: Duration) -> Self {
+        Self { count, age }
+    }
+
     /// The longest that a dead job is kept.
     pub const MAX_AGE: Duration = Duration::from_secs(90 * 86_400);
 }
@@ -291,6 +305,7 @@ impl Default for DeadLimits {
 
 /// The right to finish one job, for as long as nobody has claimed it anew.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Ticket {
     /// Which job.
     pub id: JobId,
@@ -302,11 +317,20 @@ pub struct Ticket {
 
 /// What becomes of a job that was claimed.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Finish {
     /// Which one.
     pub ticket: Ticket,
     /// What becomes of it.
     pub ending: Ending,
+}
+
+impl Finish {
+    /// What becomes of the job of this ticket.
+    #[must_use]
+    pub const fn new(ticket: Ticket, ending: Ending) -> Self {
+        Self { ticket, ending }
+    }
 }
 
 /// What becomes of a job at the end of an attempt. Where it was to be [cancelled](DelayQueueStore::cancel) meanwhile, it is gone in any
@@ -421,6 +445,7 @@ pub struct Expired {
 
 /// A job, and the right to finish it.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ClaimedJob {
     /// The fencing token.
     pub token: u64,
@@ -429,6 +454,12 @@ pub struct ClaimedJob {
 }
 
 impl ClaimedJob {
+    /// For stores: a job, and the fencing token of this claim.
+    #[must_use]
+    pub const fn new(token: u64, job: StoredJob) -> Self {
+        Self { token, job }
+    }
+
     /// The right to finish it.
     #[must_use]
     pub const fn ticket(&self) -> Ticket {

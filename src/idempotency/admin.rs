@@ -139,7 +139,7 @@ impl OperationPage {
 /// # let backend = MemoryBackend::new();
 /// # let operation = Operation::new(("alice", "POST", "/payments"), "8e03978e");
 /// # let (lease, retention) = (Claim::MIN_LEASE, Duration::from_secs(60));
-/// # let claim = Claim { token: Token::random()?, head: Digest::default(), lease, retention, takes_over: false };
+/// # let claim = Claim::new(Token::random()?, Digest::default(), lease, retention);
 /// # backend.begin(&operation, &claim).await?;
 /// # tokio::time::sleep(lease * 2).await;
 /// let admin = IdempotencyAdmin::new(backend);
@@ -169,7 +169,7 @@ impl OperationPage {
 /// # let backend = MemoryBackend::new();
 /// # let operation = Operation::new(("alice", "POST", "/payments"), "8e03978e");
 /// # let (lease, retention) = (Claim::MIN_LEASE, Duration::from_secs(60));
-/// # let claim = Claim { token: Token::random()?, head: Digest::default(), lease, retention, takes_over: false };
+/// # let claim = Claim::new(Token::random()?, Digest::default(), lease, retention);
 /// # backend.begin(&operation, &claim).await?;
 /// # tokio::time::sleep(lease * 2).await;
 /// let admin = IdempotencyAdmin::new(backend);

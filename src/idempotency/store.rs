@@ -167,6 +167,7 @@ impl fmt::Display for Operation {
 
 /// What an attempt asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Claim {
     /// Who asks.
     pub token: Token,
@@ -181,6 +182,12 @@ pub struct Claim {
 }
 
 impl Claim {
+    /// A claim that takes over nothing.
+    #[must_use]
+    pub const fn new(token: Token, head: Digest, lease: Duration, retention: Duration) -> Self {
+        Self { token, head, lease, retention, takes_over: false }
+    }
+
     /// The shortest lease there is.
     pub const MIN_LEASE: Duration = Duration::from_millis(10);
     /// The longest lease there is.
@@ -200,6 +207,7 @@ pub struct Digest(pub [u8; 16]);
 /// What a handler has not read cannot have changed what it did. So a request is the same if its body begins the same, and ends
 /// there too where the handler has seen the end.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
 pub struct Payload {
     /// How many bytes were read.
     pub len: u64,
@@ -246,6 +254,7 @@ impl Payload {
 
 /// What an attempt leaves behind.
 #[derive(Clone, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Completion {
     /// The answer, or what there is to say about one that was too large; the store does not look into it.
     pub answer: Arc<[u8]>,
@@ -255,6 +264,14 @@ pub struct Completion {
     pub payload: Payload,
     /// How long it is kept, from [`Claim::MIN_RETENTION`] to [`Claim::MAX_RETENTION`].
     pub retention: Duration,
+}
+
+impl Completion {
+    /// An answer that is kept whole.
+    #[must_use]
+    pub fn new(answer: impl Into<Arc<[u8]>>, payload: Payload, retention: Duration) -> Self {
+        Self { answer: answer.into(), is_kept: true, payload, retention }
+    }
 }
 
 /// What came of a claim.

@@ -153,6 +153,7 @@ impl fmt::Debug for Token {
 
 /// What an acquisition asks for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Claim {
     /// Who asks.
     pub token: Token,
@@ -174,6 +175,7 @@ pub struct Claim {
 
 /// How many replicas of a server have to have a lease before it counts, and how long they are waited for.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Replicas {
     /// How many. Defaults to none.
     pub count: u32,
@@ -259,6 +261,7 @@ pub enum Acquired {
 
 /// A lease to renew.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Renewal {
     /// Which lock.
     pub lock: LockKey,
@@ -281,11 +284,20 @@ impl Renewal {
 
 /// What came of giving a lease back.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Released {
     /// Whether the token still held it.
     pub was_held: bool,
     /// Whether others, who do not share this backend value, were waiting for it, as far as is known.
     pub is_wanted: bool,
+}
+
+impl Released {
+    /// For stores: whether the token still held it. Nobody was waiting, as far as is known.
+    #[must_use]
+    pub const fn new(was_held: bool) -> Self {
+        Self { was_held, is_wanted: false }
+    }
 }
 
 /// Among whom leases exclude each other, quotas are counted together, operations run once and queues are the same.

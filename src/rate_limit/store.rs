@@ -100,9 +100,18 @@ pub trait RateLimitStore {
 
 /// A yes without the details: see [`RateLimitStore::charge_now`].
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Charged {
     /// Whether less than a fifth of a limit is left.
     pub is_near_limit: bool,
+}
+
+impl Charged {
+    /// For stores: a yes, and whether less than a fifth of a limit is left.
+    #[must_use]
+    pub const fn new(is_near_limit: bool) -> Self {
+        Self { is_near_limit }
+    }
 }
 
 /// One subject of a decision about several: see [`RateLimitStore::check_all`].

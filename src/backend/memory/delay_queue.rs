@@ -204,7 +204,7 @@ impl QueueTable {
         }
         Ok(self.change(&mut queues, key, |queue, now| {
             let mut admissions = vec![Admission::Full; jobs.len()];
-            for priority in Priority::ALL {
+            for &priority in Priority::ALL {
                 for (i, job) in jobs.iter().enumerate().filter(|(_, job)| job.priority == priority) {
                     admissions[i] = queue.push(job, max_jobs, now);
                 }

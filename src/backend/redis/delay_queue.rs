@@ -33,7 +33,7 @@ impl DelayQueueStore for RedisBackend {
         let keys = keys.delay_queue(queue);
         let mut admissions = vec![Admission::Full; jobs.len()];
         // One script for each priority, mostly one in all.
-        for priority in Priority::ALL {
+        for &priority in Priority::ALL {
             let places: Vec<_> = (0..jobs.len()).filter(|&i| jobs[i].priority == priority).collect();
             let mut rest = &places[..];
             while !rest.is_empty() {

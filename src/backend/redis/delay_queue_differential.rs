@@ -499,7 +499,7 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                     jobs.collect::<Vec<_>>()
                 });
                 let mut expected = vec![None; pushing.len()];
-                for priority in Priority::ALL {
+                for &priority in Priority::ALL {
                     for (i, pushing) in pushing.iter().enumerate().filter(|(_, job)| job.priority == priority) {
                         expected[i] = Some(model.push(pushing, max_jobs));
                     }
