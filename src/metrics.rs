@@ -55,8 +55,9 @@ const COUNTERS: [(&str, &str); 24] = [
     ("tollgate_job_circuit_transitions_total", "Circuits of delay queues that opened and closed"),
 ];
 
-const HISTOGRAMS: [(&str, &str); 8] = [
+const HISTOGRAMS: [(&str, &str); 9] = [
     ("tollgate_store_seconds", "The time of each call about rate limits that has to be waited for"),
+    ("tollgate_wait_seconds", "How long requests over a limit waited for room"),
     ("tollgate_lock_wait_seconds", "The time until a lock was granted"),
     ("tollgate_lock_hold_seconds", "The time until a lock was given back"),
     ("tollgate_lock_handover_seconds", "The time from one holder of a lock to the next"),

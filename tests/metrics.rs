@@ -9,8 +9,10 @@ use bytes::Bytes;
 use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use metrics::Unit;
+use metrics_util::CompositeKey;
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use tokio::runtime::{Builder, Runtime};
+use tokio::time::Instant;
 use tollgate::config::{Rules, RulesLayer};
 use tollgate::delay_queue::Outcome;
 use tollgate::http::{FingerprintedBody, header};
@@ -372,6 +374,43 @@ fn what_a_limiter_waits_for_is_timed_and_what_it_settles_counted() {
     }
     assert_eq!(times, [(vec!["mails".to_owned()], vec![0.01, 0.01, 0.01, 0.1])]);
     assert_eq!(settled, expect(&[("here done", 1), ("mails done", 1), ("mails lost", 2)]));
+}
+
+#[test]
+fn what_requests_wait_for_room_is_timed() {
+    let (recorder, snapshotter, runtime) = recording();
+    let policy = Policy::new("api", Quota::per_second(1).token_bucket());
+    let layer =
+        RateLimitLayer::new(MemoryBackend::new(), policy).wait(Duration::from_millis(2_500)).with_rejection(AsError);
+    let service = layer.layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            service.clone().oneshot("at once").await.unwrap();
+            let begun = Instant::now();
+            let mut waits = Vec::new();
+            for client in ["first", "next", "too late", "leaves"] {
+                waits.push(tokio::spawn(service.clone().oneshot(client)));
+                tokio::task::yield_now().await;
+            }
+            tokio::time::sleep(Duration::from_millis(500)).await;
+            waits.pop().unwrap().abort();
+            let mut ends = Vec::new();
+            for wait in waits {
+                ends.push((wait.await.unwrap().is_ok(), begun.elapsed().as_secs()));
+            }
+            assert_eq!(ends, [(true, 1), (true, 2), (false, 2)]);
+        });
+        drop(runtime);
+    });
+    let waited = |(key, _, _, value): (CompositeKey, _, _, DebugValue)| match value {
+        DebugValue::Histogram(values) if key.key().name() == "tollgate_wait_seconds" => Some((key, values)),
+        _ => None,
+    };
+    let (key, values) = snapshotter.snapshot().into_vec().into_iter().find_map(waited).unwrap();
+    assert_eq!(key.key().labels().map(|label| (label.key(), label.value())).collect::<Vec<_>>(), [("policy", "api")]);
+    let mut tenths: Vec<_> = values.into_iter().map(|waited| (waited.into_inner() * 10.0).round() as u64).collect();
+    tenths.sort_unstable();
+    assert_eq!(tenths, [5, 10, 20, 20]);
 }
 
 #[test]

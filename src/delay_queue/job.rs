@@ -232,11 +232,6 @@ impl Extensions {
     pub fn get<V: Send + Sync + 'static>(&self) -> Option<&V> {
         self.entries.iter().find(|(id, _)| *id == TypeId::of::<V>())?.1.downcast_ref()
     }
-
-    /// Keeps no value of a type any more.
-    pub(crate) fn remove<V: 'static>(&mut self) {
-        self.entries.retain(|(id, _)| *id != TypeId::of::<V>());
-    }
 }
 
 impl fmt::Debug for Extensions {

@@ -117,7 +117,8 @@ impl Lines {
             Entry::Vacant(place) => place.insert(Line { turn: Arc::default(), members: 0, denial: denial() }),
         };
         line.members += 1;
-        Some(Place { turn: Arc::clone(&line.turn), turned: None, whose, lines: Arc::clone(self) })
+        let turn = Arc::clone(&line.turn);
+        Some(Place { turn, turned: None, whose, since: Instant::now(), lines: Arc::clone(self) })
     }
 
     fn lines(&self) -> MutexGuard<'_, HashMap<Whose, Line>> {
@@ -132,6 +133,7 @@ pub(super) struct Place {
     /// Of the first.
     turned: Option<Turned<()>>,
     whose: Whose,
+    since: Instant,
     lines: Arc<Lines>,
 }
 
@@ -156,6 +158,7 @@ impl Place {
 
 impl Drop for Place {
     fn drop(&mut self) {
+        self.whose.policy.meters().waited(self.since.elapsed());
         let mut lines = self.lines.lines();
         self.lines.waiting.fetch_sub(1, Ordering::Release);
         if let Entry::Occupied(mut line) = lines.entry(self.whose.clone()) {

@@ -79,6 +79,7 @@ mod imp {
         decisions: [Counter; Verdict::ALL.len()],
         near_limit: Counter,
         store_seconds: Histogram,
+        wait_seconds: Histogram,
         store_errors: Counter,
         resolver_errors: Counter,
         circuit_opened: Counter,
@@ -105,6 +106,7 @@ mod imp {
                     .map(|(_, outcome)| counter!("tollgate_decisions_total", labels("outcome", outcome))),
                 near_limit: counter!("tollgate_near_limit_total", vec![policy()]),
                 store_seconds: histogram!("tollgate_store_seconds", vec![policy()]),
+                wait_seconds: histogram!("tollgate_wait_seconds", vec![policy()]),
                 store_errors: counter!("tollgate_store_errors_total", vec![policy()]),
                 resolver_errors: counter!("tollgate_resolver_errors_total", vec![policy()]),
                 circuit_opened: circuit("open"),
@@ -125,6 +127,10 @@ mod imp {
 
         pub(crate) fn store_answered(&self, time: Duration) {
             self.store_seconds.record(time.as_secs_f64());
+        }
+
+        pub(crate) fn waited(&self, time: Duration) {
+            self.wait_seconds.record(time.as_secs_f64());
         }
 
         pub(crate) fn store_failed(&self) {
@@ -184,6 +190,8 @@ mod imp {
         pub(crate) fn near_limit(&self) {}
 
         pub(crate) fn store_answered(&self, _: Duration) {}
+
+        pub(crate) fn waited(&self, _: Duration) {}
 
         pub(crate) fn store_failed(&self) {}
 

@@ -185,8 +185,8 @@ impl RedisOptions {
     /// store, and on a cluster its nodes are looked for meanwhile. What `connect` says of a server that will not do is said by the first calls
     /// then, and nothing about eviction.
     ///
-    /// Only that nobody answers, or a server cannot serve yet or has no room for another client, is tolerated, with a warning in the log: wrong credentials and whatever else a server says stay errors, and so does
-    /// the name of a service that no Sentinel which answers knows.
+    /// Only that nobody answers, or a server cannot serve yet or has no room for another client, is tolerated, with a warning in the log: wrong
+    /// credentials and whatever else a server says stay errors, and so does the name of a service that no Sentinel which answers knows.
     pub fn tolerate_outage(mut self, tolerates_outage: bool) -> Self {
         self.tolerates_outage = tolerates_outage;
         self
