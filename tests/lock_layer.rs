@@ -1193,25 +1193,30 @@ async fn outcome(
 
 #[tokio::test(start_paused = true)]
 async fn a_semaphore_lets_so_many_through() {
-    let at_work = AtWork::default();
-    let inner = at_work.clone();
-    let permits = Semaphore::new(MemoryBackend::new(), 2).wait(Duration::from_millis(1_500));
-    let service = LockLayer::with_semaphore(permits)
-        .key(|request: &Request<Full<Bytes>>| request.uri().path().to_owned())
-        .with_rejection(AsResponse::new().busy(BusyStatus::TooManyRequests))
-        .layer(service_fn(move |request| inner.clone().serve(request)));
-    let requests = [post("/a"), post("/a"), post("/a"), post("/a"), post("/a"), post("/b"), request(Method::GET, "/a")];
-    let requests = requests.map(|request| tokio::spawn(outcome(service.clone(), request)));
-    let mut outcomes = Vec::new();
-    for request in requests {
-        let (status, after) = request.await.unwrap();
-        outcomes.push((status.as_u16(), after.as_millis()));
+    for is_fair in [false, true] {
+        let at_work = AtWork::default();
+        let inner = at_work.clone();
+        let permits = Semaphore::new(MemoryBackend::new(), 2).wait(Duration::from_millis(1_500));
+        let layer = LockLayer::with_semaphore(permits);
+        let layer = if is_fair { layer.fair() } else { layer };
+        let service = layer
+            .key(|request: &Request<Full<Bytes>>| request.uri().path().to_owned())
+            .with_rejection(AsResponse::new().busy(BusyStatus::TooManyRequests))
+            .layer(service_fn(move |request| inner.clone().serve(request)));
+        let requests =
+            [post("/a"), post("/a"), post("/a"), post("/a"), post("/a"), post("/b"), request(Method::GET, "/a")];
+        let requests = requests.map(|request| tokio::spawn(outcome(service.clone(), request)));
+        let mut outcomes = Vec::new();
+        for request in requests {
+            let (status, after) = request.await.unwrap();
+            outcomes.push((status.as_u16(), after.as_millis()));
+        }
+        let two_seconds = (200, 2_000);
+        assert_eq!(outcomes[..4], [(200, 1_000), (200, 1_000), two_seconds, two_seconds]);
+        assert_eq!(outcomes[4], (429, 1_500), "it has waited for as long as it may");
+        assert_eq!(outcomes[5..], [(200, 1_000); 2], "another key, and a request that changes nothing");
+        assert_eq!(at_work.most(), 4);
     }
-    let two_seconds = (200, 2_000);
-    assert_eq!(outcomes[..4], [(200, 1_000), (200, 1_000), two_seconds, two_seconds]);
-    assert_eq!(outcomes[4], (429, 1_500), "it has waited for as long as it may");
-    assert_eq!(outcomes[5..], [(200, 1_000); 2], "another key, and a request that changes nothing");
-    assert_eq!(at_work.most(), 4);
 }
 
 #[tokio::test(start_paused = true)]
