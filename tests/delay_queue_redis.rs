@@ -234,9 +234,10 @@ async fn a_record_that_cannot_be_read_holds_up_nobody() {
 async fn ask_everything(backend: &RedisBackend, held: &[Ticket], looked: impl Fn(&str, Result<(), StoreError>)) {
     let (key, claim) = (key(), claim(10));
     let ids = ["high", "normal", "low", "dead"].map(JobId::new);
-    for priority in Priority::ALL {
-        let unique = Some(Unique { key: Key::from(priority as u8), span: UniqueFor::Time(MINUTE) });
-        let job = NewJob { priority, unique, ..NewJob::new(JobId::unique().unwrap(), *b"1") };
+    for &priority in Priority::ALL {
+        let mut job = NewJob::new(JobId::unique().unwrap(), *b"1");
+        job.priority = priority;
+        job.unique = Some(Unique { key: Key::from(priority as u8), span: UniqueFor::Time(MINUTE) });
         looked("push", backend.push(&key, &[job], 100).await.map(drop));
     }
     // The ids of a run follow each other.
@@ -262,8 +263,8 @@ async fn ask_everything(backend: &RedisBackend, held: &[Ticket], looked: impl Fn
     }
     let retry = Ending::Retry { delay: MINUTE, error: "no".into() };
     for ending in [retry, Ending::Done] {
-        let finish = Finish { ticket: held[0], ending };
-        looked("finish", backend.claim(&key, &[finish], &Claim { limit: 0, ..claim }).await.map(drop));
+        let finish = Finish::new(held[0], ending);
+        looked("finish", backend.claim(&key, &[finish], &Claim::new(claim.worker, 0, MINUTE)).await.map(drop));
     }
     looked("claim", backend.claim(&key, &[], &claim).await.map(drop));
     looked("pause", backend.pause(&key, false).await);
@@ -298,20 +299,21 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
         let unique =
             |name: &str| (name == "dead").then(|| Unique { key: "user".into(), span: UniqueFor::WaitingOrRunning });
         let push = async |name: &str, priority| {
-            let job = NewJob { priority, unique: unique(name), ..NewJob::new(JobId::new(name), *b"1") };
+            let mut job = NewJob::new(JobId::new(name), *b"1");
+            (job.priority, job.unique) = (priority, unique(name));
             assert_eq!(backend.push(&key(), &[job], 100).await.unwrap(), [Admission::New]);
         };
         let take = async || backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs[0].ticket();
         push("dead", Priority::Normal).await;
         let ending = Ending::Dead { reason: Reason::Refused, error: "no".into() };
-        let finish = Finish { ticket: take().await, ending };
+        let finish = Finish::new(take().await, ending);
         backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
         let mut held = Vec::new();
         for name in ["a", "b"] {
             push(name, Priority::Normal).await;
             held.push(take().await);
         }
-        for (name, priority) in ["high", "normal", "low"].into_iter().zip(Priority::ALL) {
+        for (name, priority) in ["high", "normal", "low"].into_iter().zip(Priority::ALL.iter().copied()) {
             push(name, priority).await;
         }
 
