@@ -41,7 +41,8 @@ for at_group = 1, #groups, 4 do
   local charge
   for at = #terms - TERM + 1, 1, -TERM do
     local kind, span, step, capacity = unpack('<BI7I5I4', terms, at)
-    local rest = charge
+    -- A window that began then or before has ended.
+    local rest, ended = charge, now - span
     if kind == TOKEN_BUCKET then
       capacity = capacity * span
       charge = function(since, debt, ...)
@@ -60,7 +61,7 @@ for at_group = 1, #groups, 4 do
       end
     elseif kind == FIXED_WINDOW then
       charge = function(start, used, ...)
-        if used == 0 or now - start >= span then
+        if start <= ended or used == 0 then
           start, used = now, 0
         end
         used = used + cost
@@ -74,16 +75,16 @@ for at_group = 1, #groups, 4 do
       end
     else
       charge = function(start, previous, used, ...)
-        local passed = now - start
-        if passed >= span then
-          start, previous, used = start + span, passed < 2 * span and used or 0, 0
-          passed = passed - span
+        if start <= ended then
+          start, previous, used = start + span, start + span > ended and used or 0, 0
         end
-        if previous + used == 0 then
-          start, passed = now, 0
+        local faded = 0
+        if previous > 0 then
+          faded = ceil(previous * ceil((start + span - now) / step) / ceil(span / step))
+        elseif used == 0 then
+          start = now
         end
         used = used + cost
-        local faded = previous > 0 and ceil(previous * ceil((span - passed) / step) / ceil(span / step)) or 0
         if used + faded > capacity then
           fits = false
         end
