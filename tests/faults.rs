@@ -202,28 +202,47 @@ async fn connections_that_were_closed_while_idle_cost_no_call() {
     let pool = bb8_redis::bb8::Pool::builder().max_size(1).build(manager).await.unwrap();
     let backends = [backend(&server).await, RedisBackend::from_pool(pool.clone()).await.unwrap()];
     let deadline = Duration::from_secs(5);
+    // Not those that are being opened at that moment, as if they were killed.
+    let close = || {
+        server.query::<()>("CONFIG SET timeout 1");
+        block_in_place(|| wait_until("the server has closed all connections", || server.clients() == 0));
+        server.query::<()>("CONFIG SET timeout 0");
+        // Until that is known here.
+        sleep(Duration::from_millis(300))
+    };
     for backend in backends {
         let limiter = Limiter::new(backend.clone(), policy()).deadline(deadline);
         let locks = Locks::new(backend.clone()).deadline(deadline);
         let queue = DelayQueue::<u32>::new(backend, "idle").deadline(deadline);
         let _ = limiter.check("alice").await.unwrap();
         locks.try_lock("a").await.unwrap().release().await.unwrap();
-        server.query::<()>("CONFIG SET timeout 1");
-        block_in_place(|| wait_until("the server has closed all connections", || server.clients() == 0));
-        server.query::<()>("CONFIG SET timeout 0");
-        // Until that is known here.
-        sleep(Duration::from_millis(300)).await;
+        close().await;
         for i in 0..8 {
             assert!(limiter.check(i).await.unwrap().is_allowed(), "call {i}");
-            // None that was opened meanwhile.
-            server.kill_clients();
-            sleep(Duration::from_millis(300)).await;
         }
+        close().await;
         locks.try_lock("b").await.unwrap().release().await.unwrap();
-        server.kill_clients();
-        sleep(Duration::from_millis(300)).await;
+        close().await;
         queue.push(0).await.unwrap();
     }
+}
+
+/// For half a second calls were told of an attempt to connect that had failed, though the next one was overdue.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_failed_attempt_to_connect_speaks_for_the_next_one_and_no_longer() {
+    let _turn = alone().await;
+    let mut server = RedisServer::start();
+    let backend = RedisOptions::from_url(server.url()).unwrap().connections(1).connect().await.unwrap();
+    let limiter = Limiter::new(backend, policy()).deadline(Duration::from_secs(5));
+    server.kill();
+    // One finds out that the connection is gone, another one fails to open one.
+    for _ in 0..2 {
+        let error = limiter.check("alice").await.unwrap_err();
+        assert!(error.is_unavailable(), "{error:?}");
+    }
+    server.restart();
+    sleep(Duration::from_millis(200)).await;
+    assert!(limiter.check("alice").await.unwrap().is_allowed());
 }
 
 /// It happened that calls were told of the failed attempt to replace a connection while others were alive, and only lent out

@@ -36,9 +36,9 @@ const DEMOTION: Duration = Duration::from_secs(1);
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 /// The longest pause: short enough for the pool to be whole within a second of the server's return.
 const LONGEST_PAUSE: Duration = Duration::from_millis(250);
-/// How long a failed attempt to connect speaks for the next one, beside the time that the next one may take. While calls
-/// come there is an attempt in every pause; after a lull nothing is known, and a call waits for the attempt that it sets off.
-const FRESH: Duration = Duration::from_millis(500);
+/// How long a failed attempt to connect speaks for the next one, beside the pause before it and the time that it may take. While calls
+/// come there is an attempt after every pause; after a lull nothing is known, and a call waits for the attempt that it sets off.
+const FRESH: Duration = Duration::from_millis(100);
 
 /// Multiplexed connections to one server, or to whichever is the primary of a service.
 #[derive(Clone)]
@@ -478,8 +478,8 @@ impl ManageConnection for Manager {
                 }
             }
             Err(error) => {
-                self.pause().extend();
-                let trouble = Trouble { error: error.clone(), until: Instant::now() + begun.elapsed() + FRESH };
+                let pause = self.pause().extend();
+                let trouble = Trouble { error: error.clone(), until: Instant::now() + pause + begun.elapsed() + FRESH };
                 if self.report.send_replace(Some(trouble)).is_none() {
                     tracing::warn!(server = %self.connector, %error, "cannot connect to redis");
                 }
@@ -515,9 +515,10 @@ impl Manager {
 }
 
 impl Pause {
-    fn extend(&mut self) {
+    fn extend(&mut self) -> Duration {
         self.length = (self.length * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
         self.until = Some(Instant::now() + self.length);
+        self.length
     }
 }
 
