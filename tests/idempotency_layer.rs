@@ -4,18 +4,18 @@
 use std::convert::Infallible;
 use std::future::{IntoFuture, pending, poll_fn};
 use std::io;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::task::{self, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
-use futures_util::FutureExt as _;
+use futures_util::{FutureExt as _, StreamExt as _};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
 use http_body::{Body, Frame};
 use http_body_util::combinators::BoxBody;
-use http_body_util::{BodyExt, Full};
+use http_body_util::{BodyExt, Full, StreamBody};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
@@ -1255,6 +1255,75 @@ async fn a_handler_that_a_lock_layer_inside_cancels_has_an_outcome_that_nobody_k
             assert!(String::from_utf8_lossy(&problem).contains("outcome-unknown"), "{keep:?}: {problem:?}");
         }
     }
+}
+
+/// It has begun to answer, and may have had effects all the same.
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_a_lock_layer_inside_cuts_off_is_of_an_outcome_that_nobody_knows() {
+    async fn asked_twice<S, B>(service: S, runs: &AtomicUsize, case: &str)
+    where
+        S: tower::Service<Request<Stream>, Response = Response<B>, Error = Infallible> + Clone,
+        B: Body<Data = Bytes>,
+    {
+        let first = service.clone().oneshot(pay("k")).await.unwrap();
+        assert_eq!(first.status(), 200, "{case}");
+        let mut body = pin!(first.into_body());
+        assert_eq!(body.frame().await.unwrap().ok().unwrap().into_data().unwrap(), "some", "{case}");
+        match body.frame().await {
+            Some(Ok(end)) => assert_eq!(end.trailers_ref().unwrap()["grpc-status"], "10", "{case}"),
+            Some(Err(_)) => assert!(!case.starts_with("grpc"), "{case}"),
+            None => panic!("{case}: it has an end"),
+        }
+        sleep(Duration::from_secs(10)).await;
+        let again = service.oneshot(pay("k")).await.unwrap();
+        assert_eq!(again.status(), 409, "{case}");
+        let problem = again.into_body().collect().await.ok().unwrap().to_bytes();
+        assert!(String::from_utf8_lossy(&problem).contains("outcome-unknown"), "{case}: {problem:?}");
+        assert_eq!(runs.swap(0, Ordering::SeqCst), 1, "{case}");
+    }
+    let runs = Arc::new(AtomicUsize::new(0));
+    let some_of_it = |content_type: &'static str| {
+        let runs = Arc::clone(&runs);
+        service_fn(move |_: Request<FingerprintedBody<Stream>>| {
+            runs.fetch_add(1, Ordering::SeqCst);
+            let frames = futures_util::stream::iter([data("some")]).chain(futures_util::stream::pending());
+            let response = Response::builder().header("content-type", content_type);
+            std::future::ready(Ok::<_, Infallible>(response.body(StreamBody::new(frames)).unwrap()))
+        })
+    };
+    for keep in [Keep::SafeRetry, Keep::All, Keep::Success] {
+        let guard = || layer(MemoryBackend::new()).lease(Duration::from_secs(10)).keep(keep);
+        let lock = |secs| LockLayer::new(MemoryBackend::new()).max_hold(Duration::from_secs(secs));
+        let http = || lock(1).layer(some_of_it("text/plain"));
+        let grpc = || lock(1).with_rejection(AsStatus::new()).layer(some_of_it("application/grpc"));
+        asked_twice(guard().layer(http()), &runs, &format!("http, {keep:?}")).await;
+        asked_twice(guard().layer(grpc()), &runs, &format!("grpc, {keep:?}")).await;
+        // Another lock around it has something to say for itself.
+        asked_twice(guard().layer(lock(60).layer(http())), &runs, &format!("two locks, {keep:?}")).await;
+    }
+}
+
+/// The handler goes on without it, and what it has come to is kept.
+#[tokio::test(start_paused = true)]
+async fn a_lock_layer_outside_that_cuts_an_answer_off_says_nothing_of_its_outcome() {
+    let lock = || LockLayer::new(MemoryBackend::new());
+    let service = service_fn(async |_: Request<FingerprintedBody<Stream>>| {
+        let (sender, body) = stream();
+        sender.send(data("some")).unwrap();
+        tokio::spawn(async move {
+            sleep(Duration::from_secs(2)).await;
+            sender.send(data(", and the rest")).unwrap();
+        });
+        Ok::<_, Infallible>(Response::new(body))
+    });
+    let guarded = layer(MemoryBackend::new()).layer(lock().layer(service));
+    let service = lock().max_hold(Duration::from_secs(1)).layer(guarded);
+    let first = service.clone().oneshot(pay("k")).await.unwrap();
+    assert!(first.into_body().collect().await.is_err());
+    sleep(Duration::from_secs(10)).await;
+    let again = service.oneshot(pay("k")).await.unwrap();
+    assert_eq!(again.headers()["idempotent-replayed"], "true");
+    assert_eq!(again.into_body().collect().await.unwrap().to_bytes(), "some, and the rest");
 }
 
 #[tokio::test(start_paused = true)]

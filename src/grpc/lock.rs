@@ -101,7 +101,7 @@ where
     }
 
     fn occupy(&self, stay: Stay, response: &mut Response<LockedBody<B>>) {
-        response.body_mut().occupy(stay, Some(lost));
+        LockedBody::occupy(response, stay, Some(lost));
     }
 }
 

@@ -1,4 +1,6 @@
 use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -132,7 +134,7 @@ where
     }
 
     fn occupy(&self, stay: Stay, response: &mut Response<LockedBody<B>>) {
-        response.body_mut().occupy(stay, None);
+        LockedBody::occupy(response, stay, None);
     }
 }
 
@@ -146,22 +148,53 @@ pin_project! {
         stay: Option<Stay>,
         // What it ends with if the lease is lost; an error if that is nothing.
         on_loss: Option<fn() -> HeaderMap>,
+        // Who is told of that besides whoever reads it.
+        cut_off: Option<CutOff>,
         is_over: bool,
     }
 }
 
 impl<B> LockedBody<B> {
     pub(crate) const fn new(body: ResponseBody<B>) -> Self {
-        Self { body, stay: None, on_loss: None, is_over: false }
+        Self { body, stay: None, on_loss: None, cut_off: None, is_over: false }
     }
 }
 
 impl<B: Body<Data = Bytes>> LockedBody<B> {
     /// With the trailers for a lease that is lost, where a body has to end with any.
-    pub(crate) fn occupy(&mut self, stay: Stay, on_loss: Option<fn() -> HeaderMap>) {
-        if !self.body.is_end_stream() {
-            (self.stay, self.on_loss) = (Some(stay), on_loss);
+    pub(crate) fn occupy(response: &mut Response<Self>, stay: Stay, on_loss: Option<fn() -> HeaderMap>) {
+        if response.body().body.is_end_stream() {
+            return;
         }
+        let cut_off = CutOff::around(response.extensions_mut().remove());
+        response.extensions_mut().insert(cut_off.clone());
+        let body = response.body_mut();
+        (body.stay, body.on_loss, body.cut_off) = (Some(stay), on_loss, Some(cut_off));
+    }
+}
+
+/// In the extensions of a response: whether its body was cut off half way since a lease was lost. That is known once the body has ended.
+#[derive(Clone, Debug)]
+pub(crate) struct CutOff(Arc<Cut>);
+
+#[derive(Debug)]
+struct Cut {
+    is_made: AtomicBool,
+    // That of a lock further in. What is between the two locks has looked at it, and has nothing to do with the lock further out.
+    inner: Option<CutOff>,
+}
+
+impl CutOff {
+    fn around(inner: Option<Self>) -> Self {
+        Self(Arc::new(Cut { is_made: AtomicBool::new(false), inner }))
+    }
+
+    fn make(&self) {
+        self.0.is_made.store(true, Ordering::Release);
+    }
+
+    pub(crate) fn is_made(&self) -> bool {
+        self.0.is_made.load(Ordering::Acquire) || self.0.inner.as_ref().is_some_and(Self::is_made)
     }
 }
 
@@ -194,6 +227,9 @@ where
         }
         if let Some(Poll::Ready(lost)) = this.stay.as_mut().map(|stay| stay.poll_lost(cx)) {
             (*this.stay, *this.is_over) = (None, true);
+            if let Some(cut_off) = this.cut_off.take() {
+                cut_off.make();
+            }
             return Poll::Ready(Some(match this.on_loss {
                 None => Err(lost.into()),
                 Some(trailers) => Ok(Frame::trailers(trailers())),

@@ -22,6 +22,7 @@ use super::fingerprint::{Reading, Unfit};
 use super::future::Answer;
 use super::layer::Settings;
 use crate::error::BoxError;
+use crate::http::lock::CutOff;
 use crate::idempotency::{Attempt, Completion, HasPayload as _, Keep, OnDisconnect, Rejection, Running, Settlement};
 use crate::reject::{NothingDone, OutcomeUnknown};
 
@@ -381,7 +382,7 @@ where
     }
 
     fn outcome<'a>(&self, chunks: impl Iterator<Item = &'a Bytes>, is_whole: bool) -> Outcome {
-        if self.judge.is_unknown {
+        if self.judge.is_unknown() {
             return Outcome::Unknown;
         }
         let (answer, is_kept) = self.recorder.finish(chunks, is_whole);
@@ -444,6 +445,7 @@ struct Judge {
     keep: Keep,
     is_refusal: bool,
     is_unknown: bool,
+    cut_off: Option<CutOff>,
     status: StatusCode,
     grpc: Option<GrpcStatus>,
     is_grpc: bool,
@@ -456,7 +458,13 @@ impl Judge {
         let is_grpc = content_type.starts_with(b"application/grpc");
         let is_refusal = extensions.get::<NothingDone>().is_some();
         let is_unknown = extensions.get::<OutcomeUnknown>().is_some();
-        Self { keep, is_refusal, is_unknown, status: *status, grpc: GrpcStatus::of(headers), is_grpc }
+        let (cut_off, grpc) = (extensions.get::<CutOff>().cloned(), GrpcStatus::of(headers));
+        Self { keep, is_refusal, is_unknown, cut_off, status: *status, grpc, is_grpc }
+    }
+
+    /// Whether nobody knows what was done: as the answer says, or since it was cut off.
+    fn is_unknown(&self) -> bool {
+        self.is_unknown || self.cut_off.as_ref().is_some_and(CutOff::is_made)
     }
 
     /// Whether the trailers change nothing any more, and it is kept.
@@ -476,7 +484,7 @@ impl Judge {
 
     fn keeps(&self, trailers: &HeaderMap, is_whole: bool) -> bool {
         match self.keep {
-            _ if self.is_refusal || self.is_unknown => false,
+            _ if self.is_refusal || self.is_unknown() => false,
             Keep::All => true,
             Keep::Success => self.succeeded(trailers, is_whole),
             Keep::SafeRetry => {
