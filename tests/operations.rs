@@ -19,9 +19,9 @@ use tollgate::idempotency::{
     Answer, Done, Failed, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, Keep, OnUnknown, Operation,
     OperationError, Operations,
 };
-use tollgate::lock::Scope;
+use tollgate::lock::{Scope, Segmented};
 use tollgate::testing::{Failure, FaultStore, Verb};
-use tollgate::{BoxError, ConfigError, MemoryBackend, RedisBackend};
+use tollgate::{BoxError, ConfigError, LockError, Locks, MemoryBackend, RedisBackend};
 
 // On Redis this is real time, and a busy machine is to have no part in it.
 const LEASE: Duration = Duration::from_secs(2);
@@ -199,6 +199,60 @@ async fn what_may_have_been_done_is_not_begun_again<S: IdempotencyStore + Clone 
     sleep(LEASE * 2).await;
     let unknown = attempts(&operations).await;
     assert!(matches!(unknown, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{unknown:?}");
+}
+
+/// The story of a payment that was made twice: the lock was lost and had dropped what ran under it where it stood, which was an error like any other.
+#[tokio::test(start_paused = true)]
+async fn what_lost_its_lock_half_way_is_not_begun_again() {
+    let locks = Locks::new(MemoryBackend::new()).wait(Duration::ZERO).max_hold(Duration::from_secs(1));
+    let cut = async || locks.run("account", async |_| pending::<()>().await).await.unwrap_err();
+    let found_out = async || {
+        let lease = locks.lock("account").await.unwrap();
+        lease.lost().await;
+        lease.check().unwrap_err()
+    };
+    let (several, segment) = (locks.lock_all(["alice", "bob"]), Segmented::new(&locks, "stock", 2).any());
+    let held = locks.lock("account").await.unwrap();
+    let busy = locks.lock("account").await.unwrap_err();
+    drop(held);
+    let errors: [(&str, BoxError, bool); 9] = [
+        ("one lock", cut().await.into(), true),
+        ("several", several.run(async |_| pending::<()>().await).await.unwrap_err().into(), true),
+        ("a segment", segment.run(async |_| pending::<()>().await).await.unwrap_err().into(), true),
+        ("checked", found_out().await.into(), true),
+        ("deep", io::Error::other(cut().await).into(), true),
+        ("shown", Transparent(Transparent(cut().await)).into(), true),
+        ("checked, shown", Transparent(found_out().await).into(), true),
+        ("known better", Failed::nothing_done(cut().await).into(), false),
+        ("never held", busy.into(), false),
+    ];
+    let operations = operations(MemoryBackend::new());
+    let mut unknown = Vec::new();
+    for (key, error, is_unknown) in errors {
+        assert!(error.downcast_ref::<LockError>().is_none_or(|error| error.is_lost() == is_unknown), "{key}: {error}");
+        let operation = Operation::new("alice", key);
+        let failed = operations.run(operation, "", async |_| Err::<&str, _>(error)).await;
+        assert!(matches!(failed, Err(OperationError::Failed(_))), "{key}: {failed:?}");
+        let again = operations.run(operation, "", async |_| Ok::<_, BoxError>("done")).await;
+        if is_unknown {
+            assert!(matches!(again, Err(OperationError::InFlight { .. })), "{key}: {again:?}");
+            unknown.push(operation);
+        } else {
+            assert!(!again.unwrap().is_replay(), "{key}");
+        }
+    }
+    sleep(LEASE * 2).await;
+    for operation in unknown {
+        let again = operations.run(operation, "", async |_| Ok::<_, BoxError>("done")).await;
+        assert!(matches!(again, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{operation}: {again:?}");
+    }
+
+    let paid =
+        operations.run(operation(), "100 EUR", async |_| locks.run("account", async |_| pending::<&str>().await).await);
+    assert!(matches!(paid.await, Err(OperationError::Failed(_))));
+    sleep(LEASE * 2).await;
+    let again = attempts(&operations).await;
+    assert!(matches!(again, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{again:?}");
 }
 
 /// A message that is delivered again while the first one is at work.

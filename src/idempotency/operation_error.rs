@@ -4,6 +4,7 @@ use std::io;
 use std::time::Duration;
 
 use crate::error::{BoxError, ConfigError, StoreError};
+use crate::lock::HalfDone;
 
 /// Why an operation has no answer.
 #[derive(Debug)]
@@ -65,6 +66,8 @@ impl Error for OperationError {
 ///
 /// What is done by [`Operations`](super::Operations) fails with it, or with an error that has it as its [source](Error::source), however deep, or that
 /// shows it as its own, as `anyhow` and `#[error(transparent)]` do. The outermost one counts.
+/// The loss of a lock, [`LockError::Lost`](crate::LockError::Lost) or [`Lost`](crate::lock::Lost), counts as [`outcome_unknown`](Self::outcome_unknown)
+/// wherever it is found: what ran under the lock may have been dropped half way.
 /// The handler of a request says so in its response: see `tollgate::reject::NothingDone` and `OutcomeUnknown`.
 ///
 /// ```
@@ -115,6 +118,9 @@ impl Failed {
             let failed = cause.downcast_ref::<Self>().map(|failed| &failed.said);
             if let Some(said) = failed.or_else(|| cause.downcast_ref()) {
                 return Some(said.is_unknown);
+            }
+            if cause.is::<HalfDone>() {
+                return Some(true);
             }
             next = match cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
                 // What it was made of is not its source.

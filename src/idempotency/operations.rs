@@ -175,7 +175,7 @@ impl Operations {
     /// With [`SafeRetry`](Keep::SafeRetry) and [`Success`](Keep::Success) it is given back, and the next call begins it again: what the work did before
     /// it failed is done twice then, also where it failed since no answer came in time. With [`All`](Keep::All) its outcome is unknown when its lease has
     /// ended, so that nothing is done twice, and each failure waits for somebody who [finds out](super::IdempotencyAdmin) what became of it, unless
-    /// [`OnUnknown::Retry`] lets the next call begin. An error of which more is known says so itself: see [`Failed`]. A panic cannot.
+    /// [`OnUnknown::Retry`] lets the next call begin. An error of which more is known says so itself, as that of a lock that was lost does: see [`Failed`]. A panic cannot.
     #[must_use]
     pub const fn keep(mut self, keep: Keep) -> Self {
         self.keep = keep;

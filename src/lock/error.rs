@@ -284,7 +284,24 @@ impl fmt::Display for Lost {
     }
 }
 
-impl Error for Lost {}
+// Whoever shows this as an error of its own, as `LockError` does, has the same source.
+impl Error for Lost {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(&HalfDone)
+    }
+}
+
+/// Beneath every [`Lost`], to be found by its type: what was done under the lease may have been cut off half way.
+#[derive(Debug)]
+pub(crate) struct HalfDone;
+
+impl fmt::Display for HalfDone {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("what was done under it may have had effects")
+    }
+}
+
+impl Error for HalfDone {}
 
 #[cfg(test)]
 mod tests {

@@ -235,6 +235,7 @@ mod shared;
 mod together;
 
 pub use self::admin::{Cursor, LockAdmin, LockHolder, LockPage, LockRegistry, LockStatus, Seized};
+pub(crate) use self::error::HalfDone;
 pub use self::error::{Busy, Closed, LockError, LossReason, Lost, Nested, NotReplicated, QueueFull};
 pub use self::future::{DetachedFuture, ResponseFuture};
 pub use self::layer::{Attached, Detached, LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Stay};
