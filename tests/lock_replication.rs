@@ -7,11 +7,17 @@ use std::future::IntoFuture;
 use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
+use support::processor::ProcessorMeter;
 use support::server::{RedisServer, wait_until};
+use support::stores::delegate_lock;
 use tokio::task::block_in_place;
 use tokio::time::{sleep, timeout};
-use tollgate::lock::{LeaseState, LossReason, Release, Replication, RwLocks};
-use tollgate::{LockError, Locks, MemoryBackend, RedisBackend};
+use tollgate::lock::{
+    Acquired, Claim, LeaseState, LockKey, LockStore, LossReason, OnStoreError, Release, Renewal, Replicas, Replication,
+    RwLocks,
+};
+use tollgate::{AsError, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, StoreError};
+use tower::{Layer, ServiceExt, service_fn};
 
 const LONG: Duration = Duration::from_secs(20);
 
@@ -191,4 +197,88 @@ async fn a_lease_goes_from_hand_to_hand_only_to_those_who_ask_for_as_many_replic
     });
     assert_eq!(shortage(first), (0, 2));
     drop(second.unwrap());
+}
+
+/// A store whose server is as late as Redis may be to say how many replicas know of a lease.
+struct Late {
+    inner: MemoryBackend,
+    replicas: u32,
+}
+
+impl Late {
+    async fn wait(&self, replicas: &mut Replicas) -> bool {
+        let Replicas { count, within, .. } = std::mem::take(replicas);
+        if count > 0 {
+            sleep(within + Duration::from_millis(100)).await;
+        }
+        count <= self.replicas
+    }
+}
+
+impl LockStore for Late {
+    delegate_lock!(inner: acquire_all, release, watch, scope);
+
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        let mut claim = *claim;
+        if self.wait(&mut claim.replicas).await {
+            return self.inner.acquire(lock, &claim).await;
+        }
+        Ok(Acquired::NotReplicated { replicas: self.replicas })
+    }
+
+    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
+        let mut renewals = renewals.to_vec();
+        for renewal in &mut renewals {
+            self.wait(&mut renewal.replicas).await;
+        }
+        self.inner.renew(&renewals).await
+    }
+}
+
+/// The answer came after the deadline now and then: a store that fails, for which a layer may let requests pass without their lock.
+#[tokio::test(start_paused = true)]
+async fn an_answer_as_late_as_redis_may_give_it_is_waited_for() {
+    let locks = |replicas| {
+        let store = Late { inner: MemoryBackend::new(), replicas };
+        Locks::new(store).replication(Replication::Require(1)).wait(Duration::ZERO)
+    };
+    let alone = locks(0);
+    for _ in 0..10 {
+        // One asks, and the other one stands behind.
+        let (first, second) = tokio::join!(alone.lock("a").into_future(), alone.lock("a").into_future());
+        assert_eq!([shortage(first), shortage(second)], [(0, 1); 2]);
+    }
+    let layer = LockLayer::with_locks(alone).on_store_error(OnStoreError::Allow).with_rejection(AsError);
+    let service = layer.layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("it has no lock") }));
+    for _ in 0..10 {
+        assert!(service.clone().oneshot(()).await.is_err());
+    }
+    // Nor is a renewal given up for that.
+    let lease = locks(1).ttl(Duration::from_secs(3)).lock("a").await.unwrap();
+    for _ in 0..100 {
+        sleep(Duration::from_millis(100)).await;
+        assert_eq!(lease.state(), LeaseState::Held);
+    }
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn too_few_replicas_are_told_from_a_server_that_does_not_answer() {
+    let primary = RedisServer::start();
+    let backend = RedisBackend::connect(primary.url()).await.unwrap();
+    let locks = Locks::new(backend).replication(Replication::Require(1));
+    let meter = ProcessorMeter::start();
+    let mut answers = Vec::new();
+    for turn in 0..50 {
+        sleep(Duration::from_millis(30)).await;
+        let begun = Instant::now();
+        let answer = locks.try_lock(turn).await;
+        answers.push((begun, Instant::now(), answer));
+    }
+    let waits = meter.stop();
+    for (begun, ended, answer) in answers {
+        // What there is to spare for a machine that is busy is half of the deadline.
+        if waits.between(begun, ended) < Duration::from_millis(50) {
+            assert_eq!(shortage(answer), (0, 1));
+        }
+    }
 }

@@ -17,11 +17,11 @@ use super::hold::{FENCES, Hold, after, usable};
 use super::keeper::jittered;
 use super::lease::Lease;
 use super::lock_key::LockKey;
-use super::locks::{Replication, Terms};
+use super::locks::Terms;
 use super::meters::{Outcome, Way};
 use super::nested;
 use super::shared::Shared;
-use super::store::{Acquired, Claim, Line, Replicas, Scope, Token};
+use super::store::{Acquired, Claim, Line, Scope, Token};
 use crate::circuit::Circuit;
 use crate::error::{ConfigError, StoreError};
 
@@ -154,7 +154,7 @@ async fn stand_behind(
     by_hand: bool,
 ) -> Result<Offer, LockError> {
     let give_up = after(begun, terms.wait);
-    let answer_by = after(give_up, terms.deadline);
+    let answer_by = after(give_up, terms.limit());
     loop {
         match entered {
             Entered::Turn(_) if home.is_closed() => return Err(Closed.into()),
@@ -239,7 +239,7 @@ async fn contend(home: &Arc<Shared>, asked: &mut Asked, terms: &Terms, give_up: 
     if asked.iter_mut().fold(false, |is_shared, (_, turn)| std::mem::take(&mut turn.is_shared) || is_shared) {
         Box::pin(sleep(HEAD_START)).await;
     }
-    match Attempt::new(home, asked, terms.deadline).await {
+    match Attempt::new(home, asked, terms.limit()).await {
         Ok((answers, now)) if answers.iter().all(|answer| fence(answer).is_some()) => {
             granted(asked, &answers, now).ok_or_else(|| too_late().into())
         }
@@ -358,7 +358,7 @@ async fn insist(
         if home.store.scope() == Scope::Quorum {
             asked.iter_mut().try_for_each(|(attempts, _)| attempts.begin_again())?;
         }
-        heard = Attempt::new(home, asked, terms.deadline).await;
+        heard = Attempt::new(home, asked, terms.limit()).await;
     }
 }
 
@@ -388,12 +388,8 @@ impl Attempts {
         let fences = if home.is_semaphore || terms.is_fair { 1 } else { FENCES };
         let permits = if terms.is_shared { Claim::MAX_PERMITS } else { terms.permits };
         let Terms { ttl, is_shared, deadline, max_hold, .. } = *terms;
-        let replicas = match terms.replication {
-            Replication::Primary => Replicas::default(),
-            // In time for the answer to come before the deadline: Redis looks after time that is up ten times a second.
-            Replication::Require(count) => Replicas { count, within: deadline / 2 },
-        };
-        let claim = Claim { token: Token::random()?, ttl, fences, permits, is_shared, line, replicas };
+        let claim =
+            Claim { token: Token::random()?, ttl, fences, permits, is_shared, line, replicas: terms.replicas() };
         Ok(Self { home: Arc::clone(home), lock: *lock, claim, limit: deadline, max_hold, sent: None, settles: None })
     }
 

@@ -26,7 +26,7 @@ pub(super) struct Hold {
     lock: LockKey,
     token: Token,
     ttl: Duration,
-    // How long one call of the store about it may take.
+    // How long one call of the store about it may take, but for those that wait for replicas.
     limit: Duration,
     replicas: Replicas,
     // Until when an acquisition of this token may still come to pass somewhere on the way, if one may.
@@ -111,7 +111,8 @@ impl Hold {
 
     /// How long the answer to a renewal that is sent at `now` may take.
     pub(super) fn patience(&self, now: Instant) -> Duration {
-        self.look(now).map_or(Duration::ZERO, |until| until - now).min(self.limit)
+        let limit = self.replicas.limit(self.limit);
+        self.look(now).map_or(Duration::ZERO, |until| until - now).min(limit)
     }
 
     /// Until when an acquisition of this token may still come to pass, if one may at `now`.

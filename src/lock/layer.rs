@@ -313,7 +313,8 @@ impl<K, A, D> LockLayer<K, A, D> {
     }
 
     /// Who has to know of a lease before a request is let through, and whenever it is renewed: see [`Locks::replication`]. Defaults to
-    /// [`Replication::Primary`]. A request whose lease too few know of is turned away, 503 with HTTP.
+    /// [`Replication::Primary`]. A request whose lease too few know of is turned away, 503 with HTTP, whatever happens when the
+    /// [store fails](Self::on_store_error).
     pub fn replication(self, replication: Replication) -> Self {
         self.with(|locks| locks.replication(replication))
     }
@@ -334,7 +335,7 @@ impl<K, A, D> LockLayer<K, A, D> {
         self.with(|locks| locks.max_hold(max_hold))
     }
 
-    /// How long one call of the store may take, which is not zero. Defaults to 100 ms.
+    /// How long one call of the store may take, which is not zero: see [`Locks::deadline`]. Defaults to 100 ms.
     pub fn deadline(self, deadline: Duration) -> Self {
         self.with(|locks| locks.deadline(deadline))
     }

@@ -10,7 +10,7 @@ use super::lease::Lease;
 use super::lock_key::LockKey;
 use super::nested::Held;
 use super::shared::Shared;
-use super::store::{LockStore, Scope};
+use super::store::{LockStore, Replicas, Scope};
 use crate::circuit::CircuitBreaker;
 use crate::error::ConfigError;
 use crate::key::Key;
@@ -68,6 +68,21 @@ pub(super) struct Terms {
     /// Whether nobody waits while the circuit to the store is open.
     pub(super) heeds_circuit: bool,
     pub(super) replication: Replication,
+}
+
+impl Terms {
+    /// What a claim asks of replicas.
+    pub(super) fn replicas(&self) -> Replicas {
+        match self.replication {
+            Replication::Primary => Replicas::default(),
+            Replication::Require(count) => Replicas { count, within: self.deadline / 2 },
+        }
+    }
+
+    /// How long an attempt to take the lock may last.
+    pub(super) fn limit(&self) -> Duration {
+        self.replicas().limit(self.deadline)
+    }
 }
 
 /// Who has to know of a lease before it is relied on. Defaults to [`Primary`](Self::Primary).
@@ -238,7 +253,7 @@ impl Locks {
     }
 
     /// How long one call of the store may take. Defaults to 100 ms; zero is a [`LockError::Config`] when a lock is asked for. Who waits tries
-    /// again after that.
+    /// again after that. One that waits for [replicas](Self::replication) may take 100 ms more.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.terms.deadline = deadline;
@@ -250,8 +265,8 @@ impl Locks {
     ///
     /// With `Require(n)` a lease counts once `n` replicas have it (`WAIT`), for which they have half of the
     /// [deadline](Self::deadline), or of the response timeout of the connections if that is shorter: Redis says up to a tenth
-    /// of a second later that it is over. With fewer, it is tried again for as long as the caller is ready to wait, and is a
-    /// [`LockError::NotReplicated`] then; what was granted is given back. A renewal that they do not have in time makes the lease
+    /// of a second later that it is over, so the call may take as much longer. With fewer, it is tried again for as long as the caller
+    /// is ready to wait, and is a [`LockError::NotReplicated`] then; what was granted is given back. A renewal that they do not have in time makes the lease
     /// [suspended](super::LeaseState::Suspended), and it is lost at its old deadline unless a later one gets through: a
     /// replica that takes over does not let go of a lease before its holder does, unless its clock is ahead of that of the primary: by as much
     /// the lease ends sooner there.

@@ -115,7 +115,7 @@ impl RwLocks {
         self.with(|locks| locks.replication(replication))
     }
 
-    /// How long one call of the store may take. Defaults to 100 ms.
+    /// How long one call of the store may take: see [`Locks::deadline`]. Defaults to 100 ms.
     #[must_use]
     pub fn deadline(self, deadline: Duration) -> Self {
         self.with(|locks| locks.deadline(deadline))

@@ -107,7 +107,7 @@ impl Semaphore {
         self.with(|locks| locks.replication(replication))
     }
 
-    /// How long one call of the store may take. Defaults to 100 ms.
+    /// How long one call of the store may take: see [`Locks::deadline`]. Defaults to 100 ms.
     #[must_use]
     pub fn deadline(self, deadline: Duration) -> Self {
         self.with(|locks| locks.deadline(deadline))

@@ -183,6 +183,14 @@ pub struct Replicas {
     pub within: Duration,
 }
 
+impl Replicas {
+    /// How long a call that waits for them may take, where others may take `deadline`: Redis looks ten times a second whether their time is
+    /// over, and the answer is to come all the same.
+    pub(super) const fn limit(self, deadline: Duration) -> Duration {
+        if self.count == 0 { deadline } else { deadline.saturating_add(Duration::from_millis(100)) }
+    }
+}
+
 /// Who comes first of those who want the same lease.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
