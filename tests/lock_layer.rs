@@ -498,6 +498,84 @@ async fn a_detached_handler_comes_to_its_end_without_its_lock() {
     assert_eq!(finished.load(Ordering::SeqCst), 1, "what needs no lock is cut off as ever");
 }
 
+/// It went on without its client all the same, with the lock of the layer outside, for as long as that layer would let it.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_needs_no_lock_is_not_detached_with_that_of_another_layer() {
+    let locks = Locks::new(MemoryBackend::new());
+    let outer = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "tenant".to_owned()).safe_methods(true);
+    let by_order = |request: &Request<_>| (request.uri().path() == "/order").then(|| "order".to_owned());
+    let inner = LockLayer::with_locks(locks.clone()).key(by_order).on_missing_key(OnMissingKey::Pass).detached();
+    let is_dropped = Arc::new(AtomicBool::new(false));
+    let flag = Arc::clone(&is_dropped);
+    let inner = inner.layer(service_fn(move |_: Request<Full<Bytes>>| {
+        let guard = OnDrop(Arc::clone(&flag));
+        async move {
+            pending::<()>().await;
+            drop(guard);
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    let second = Duration::from_secs(1);
+    for request in [request(Method::GET, "/order"), post("/other")] {
+        assert!(timeout(second, outer.clone().layer(inner.clone()).oneshot(request)).await.is_err());
+        assert!(is_dropped.swap(false, Ordering::SeqCst));
+        drop(locks.try_lock("tenant").await.unwrap());
+    }
+    let within = locks.run("tenant", async |_| inner.clone().oneshot(request(Method::GET, "/order")).await);
+    assert!(timeout(second, within).await.is_err());
+    assert!(is_dropped.swap(false, Ordering::SeqCst));
+    drop(locks.try_lock("tenant").await.unwrap());
+    // One that has a lock goes on with that, and not without it.
+    assert!(timeout(second, outer.layer(inner).oneshot(post("/order"))).await.is_err());
+    assert!(!is_dropped.load(Ordering::SeqCst));
+    assert!(locks.try_lock("order").await.is_err_and(|error| error.is_busy()));
+}
+
+/// It was cancelled as its own layer has it, when the lock of the layer outside was lost, and nobody answered.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_needs_no_lock_is_answered_when_that_of_another_layer_is_lost() {
+    let locks = Locks::new(MemoryBackend::new());
+    let outer = LockLayer::with_locks(locks.clone()).safe_methods(true).on_loss(OnLoss::Notify);
+    let inner = LockLayer::with_locks(locks).detached();
+    let service = outer.max_hold(Duration::from_millis(500)).layer(inner.layer(service_fn(slow)));
+    let answer = timeout(Duration::from_secs(10), service.oneshot(request(Method::GET, "/a"))).await;
+    assert_eq!(answer.expect("it is answered").unwrap().status(), StatusCode::OK);
+}
+
+/// What goes on without its lock kept that of the layer outside, which lets nobody go on.
+#[tokio::test(start_paused = true)]
+async fn a_detached_handler_without_its_lock_keeps_no_other() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store);
+    let by_path = |request: &Request<Full<Bytes>>| request.uri().path().to_owned();
+    let outer = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "tenant".to_owned());
+    let inner = LockLayer::with_locks(locks.clone()).key(by_path).on_store_error(OnStoreError::Allow).detached();
+    let is_dropped = Arc::new(AtomicBool::new(false));
+    let (flag, again) = (Arc::clone(&is_dropped), locks.clone());
+    let handler = inner.layer(service_fn(move |_: Request<Full<Bytes>>| {
+        let (guard, again) = (OnDrop(Arc::clone(&flag)), again.clone());
+        async move {
+            // Who is within a lock is told so, and does not wait for it.
+            let refused = again.lock("tenant").wait(Duration::from_secs(9)).await;
+            assert!(matches!(refused, Err(LockError::Nested(_))), "{refused:?}");
+            pending::<()>().await;
+            drop(guard);
+            Ok::<_, Infallible>(Response::new(Full::<Bytes>::default()))
+        }
+    }));
+    let failing = faults.clone();
+    let handler = handler.map_request(move |request| {
+        failing.fail(Failure::OutOfMemory);
+        request
+    });
+    assert!(timeout(Duration::from_secs(1), outer.layer(handler).oneshot(post("/order"))).await.is_err());
+    faults.heal();
+    sleep(Duration::from_secs(2)).await;
+    drop(locks.try_lock("tenant").await.unwrap());
+    assert!(!is_dropped.load(Ordering::SeqCst));
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_layer_that_is_shut_down_waits_for_its_handlers_and_lets_nobody_in() {
     let layer = by_path().detached();

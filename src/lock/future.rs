@@ -12,7 +12,7 @@ use tower_service::Service;
 use super::error::LockError;
 use super::layer::{ReleaseAt, Settings, Stay};
 use super::lease::Lease;
-use super::nested::{self, Held};
+use super::nested::{Held, Passage};
 use super::rejection::{Occupy, Rejection};
 use crate::reject::Reject;
 
@@ -110,13 +110,13 @@ where
                     settings.answered();
                     answer.attach(lease.view(), &mut request);
                     let held = Held::with(&lease);
-                    let future = held.scope(|| ready.call(request));
+                    let future = held.scope(|| Passage::Locked.scope(|| ready.call(request)));
                     let stay = Stay::new(lease, settings.on_loss);
                     this.state.set(State::Calling { future, stay: Some(stay), held: Some(held) });
                 }
                 Err(LockError::Store(error)) if settings.passes(&error) => {
                     answer.pass(&mut request);
-                    let future = nested::unprotected(settings.locks.home(), || ready.call(request));
+                    let future = Passage::Unprotected.scope(|| ready.call(request));
                     this.state.set(State::Calling { future, stay: None, held: None });
                 }
                 Err(error) => {

@@ -9,8 +9,31 @@ use super::shared::Shared;
 
 tokio::task_local! {
     static HELD: Held;
-    // The address of what the locks share of which a call was to have one.
-    static UNPROTECTED: usize;
+    // How the call that is being made passes the lock right in front of it. One further out says nothing of that.
+    static PASSAGE: Passage;
+}
+
+/// How a call passes the lock in front of it.
+#[derive(Clone, Copy)]
+pub(super) enum Passage {
+    /// It needs none.
+    Free,
+    /// With its lease, which is the innermost that is held.
+    Locked,
+    /// It goes without its lock, since the store fails.
+    Unprotected,
+}
+
+impl Passage {
+    /// Makes the call.
+    pub(super) fn scope<T>(self, call: impl FnOnce() -> T) -> T {
+        PASSAGE.sync_scope(self, call)
+    }
+
+    /// That of the call that is being made.
+    pub(super) fn present() -> Self {
+        PASSAGE.try_with(|passage| *passage).unwrap_or(Self::Free)
+    }
 }
 
 /// The locks that a body or a handler is within, the innermost first.
@@ -26,6 +49,11 @@ struct Inside {
 }
 
 impl Held {
+    /// Those of the present task.
+    pub(super) fn present() -> Self {
+        HELD.try_with(Self::clone).unwrap_or_default()
+    }
+
     /// Those of the present task, and this one.
     pub(super) fn with(lease: &Lease) -> Self {
         Self::with_all(std::slice::from_ref(lease))
@@ -33,11 +61,15 @@ impl Held {
 
     /// Those of the present task, and these.
     pub(super) fn with_all(leases: &[Lease]) -> Self {
-        let held = HELD.try_with(Self::clone).unwrap_or_default();
-        leases.iter().fold(held, |outer, lease| {
+        leases.iter().fold(Self::present(), |outer, lease| {
             let (home, lease) = (address(lease.home()), lease.view());
             Self(Some(Arc::new(Inside { home, lease, outer })))
         })
+    }
+
+    /// A share in the lease of the innermost of them.
+    pub(super) fn innermost(&self) -> Option<Lease> {
+        self.0.as_ref()?.lease.reenter()
     }
 
     /// Runs something that these locks are held for.
@@ -53,24 +85,6 @@ impl Held {
 
 fn address(home: &Arc<Shared>) -> usize {
     Arc::as_ptr(home) as usize
-}
-
-/// What the present task is within, and a share in the innermost lease of it, if that is one of `home`.
-pub(super) fn innermost(home: &Arc<Shared>) -> Option<(Held, Lease)> {
-    let held = HELD.try_with(Held::clone).ok()?;
-    let inside = held.0.as_ref().filter(|inside| inside.home == address(home))?;
-    let lease = inside.lease.reenter()?;
-    Some((held, lease))
-}
-
-/// Calls something that goes without its lock of `home`, since the store fails.
-pub(super) fn unprotected<T>(home: &Arc<Shared>, call: impl FnOnce() -> T) -> T {
-    UNPROTECTED.sync_scope(address(home), call)
-}
-
-/// Whether this is called by somebody who goes without a lock of `home`.
-pub(super) fn is_unprotected(home: &Arc<Shared>) -> bool {
-    UNPROTECTED.try_with(|of| *of == address(home)).unwrap_or(false)
 }
 
 /// Whether the present task holds this lock, by a body or a handler that it is within. One that was lost meanwhile may be had again.

@@ -9,7 +9,7 @@ use tracing::Instrument;
 
 use super::future::{DetachedFuture, ResponseFuture};
 use super::layer::{LockLayer, OnLoss, OnMissingKey, Safe, Settings};
-use super::nested;
+use super::nested::{Held, Passage};
 use super::rejection::{MissingKey, Occupy, Rejection};
 use super::shared::{Running, Shared};
 use crate::key::{Everyone, ExtractKey, Key};
@@ -69,14 +69,16 @@ where
         let is_safe = settings.safe != Safe::Lock && answer.is_safe(&request);
         if is_safe && settings.safe == Safe::Nothing {
             answer.pass(&mut request);
-            return ResponseFuture::passed_through(self.inner.call(request), shared);
+            let future = Passage::Free.scope(|| self.inner.call(request));
+            return ResponseFuture::passed_through(future, shared);
         }
         let key = match (extract.extract_key(&request).filter(|key| !key.is_empty()), settings.on_missing_key) {
             (Some(key), _) => key,
             (None, OnMissingKey::Shared) => Key::ANONYMOUS,
             (None, OnMissingKey::Pass) => {
                 answer.pass(&mut request);
-                return ResponseFuture::passed_through(self.inner.call(request), shared);
+                let future = Passage::Free.scope(|| self.inner.call(request));
+                return ResponseFuture::passed_through(future, shared);
             }
             (None, OnMissingKey::Reject) => {
                 drop(self.take_ready());
@@ -142,18 +144,21 @@ where
 
     fn call(&mut self, request: Req) -> Self::Future {
         let future = self.inner.call(request);
-        let Some((held, lease)) = nested::innermost(&self.home) else {
-            if !nested::is_unprotected(&self.home) {
-                return DetachedFuture::attached(future);
+        let held = Held::present();
+        let lease = match Passage::present() {
+            Passage::Free => None,
+            Passage::Locked => held.innermost(),
+            Passage::Unprotected => {
+                let running = Running::new(&self.home);
+                let handler = async move {
+                    let outcome = held.within(future).await;
+                    drop(running);
+                    Some(outcome)
+                };
+                return DetachedFuture::detached(tokio::spawn(handler.in_current_span()));
             }
-            let running = Running::new(&self.home);
-            let handler = async move {
-                let outcome = future.await;
-                drop(running);
-                Some(outcome)
-            };
-            return DetachedFuture::detached(tokio::spawn(handler.in_current_span()));
         };
+        let Some(lease) = lease else { return DetachedFuture::attached(future) };
         let on_loss = self.on_loss;
         let handler = async move {
             let handler = held.within(future);
