@@ -661,6 +661,64 @@ async fn who_wants_any_segment_waits_for_a_store_that_fails() {
     assert!(begun.elapsed() >= Duration::from_millis(900), "{:?}", begun.elapsed());
 }
 
+/// A store that answers for one lock, and hangs for all others.
+struct HangsBut {
+    inner: MemoryBackend,
+    healthy: LockKey,
+}
+
+impl LockStore for HangsBut {
+    delegate_lock!(inner: acquire_all, renew, release, watch, scope);
+
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        if *lock != self.healthy {
+            pending::<()>().await;
+        }
+        self.inner.acquire(lock, claim).await
+    }
+}
+
+/// The first one for which the store did not answer took all the time there was for those that do not want to wait.
+#[tokio::test(start_paused = true)]
+async fn a_segment_for_which_the_store_hangs_leaves_time_for_the_others() {
+    let probe = Segmented::new(&Locks::new(MemoryBackend::new()), "sku:1", 3);
+    let healthy = *probe.one(1).await.unwrap().lock();
+    let locks = Locks::new(HangsBut { inner: MemoryBackend::new(), healthy });
+    let segments = Segmented::new(&locks, "sku:1", 3);
+    for wait in [Duration::ZERO, Duration::from_millis(50)] {
+        for _ in 0..20 {
+            let begun = tokio::time::Instant::now();
+            assert_eq!(segments.any().wait(wait).await.unwrap().index(), 1);
+            assert!(begun.elapsed() <= Duration::from_millis(200) + wait, "{:?}", begun.elapsed());
+        }
+    }
+    // And no more than that, however many there are.
+    let locks = Locks::new(HangsBut { inner: MemoryBackend::new(), healthy }).circuit_breaker(CircuitBreaker::off());
+    let many = Segmented::new(&locks, "sku:2", 1_000);
+    let begun = tokio::time::Instant::now();
+    assert!(many.any().wait(Duration::ZERO).await.is_err());
+    assert!(begun.elapsed() <= Duration::from_millis(210), "{:?}", begun.elapsed());
+}
+
+/// Whoever does not want to wait asks for all of them, however long that takes where the store answers.
+#[tokio::test(start_paused = true)]
+async fn the_last_free_segment_of_many_is_found_in_a_slow_store() {
+    let backend = MemoryBackend::new();
+    let theirs = Segmented::new(&Locks::new(backend.clone()), "sku:1", 50);
+    let mut held = Vec::new();
+    for index in (0..50).filter(|index| *index != 17) {
+        held.push(theirs.one(index).await.unwrap());
+    }
+    let store = FaultStore::new(backend);
+    store.faults().delay(Duration::from_millis(20));
+    let ours = Segmented::new(&Locks::new(store), "sku:1", 50);
+    for _ in 0..20 {
+        let segment = ours.any().wait(Duration::ZERO).await.unwrap();
+        assert_eq!(segment.index(), 17);
+        segment.release().await.unwrap();
+    }
+}
+
 /// A store in which what is asked first comes to pass late, when nobody listens any more.
 struct Late {
     inner: MemoryBackend,

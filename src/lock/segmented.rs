@@ -3,7 +3,7 @@ use std::future::{Future, IntoFuture};
 use std::pin::{Pin, pin};
 use std::time::Duration;
 
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::error::{Busy, LockError};
 use super::hold::after;
@@ -98,7 +98,8 @@ impl<F> SegmentRequest<F> {
         self
     }
 
-    /// How long to wait while no segment is free; with zero all of them are tried once.
+    /// How long to wait while no segment is free; with zero all of them are tried once. Where the store does not answer for some of
+    /// them, the others are tried for as long as twice the [deadline](Locks::deadline) after that.
     pub fn wait(mut self, wait: Duration) -> Self {
         self.wait = wait;
         self
@@ -158,10 +159,17 @@ impl<F: Fn(u16) -> bool> IntoFuture for SegmentRequest<F> {
 async fn take_any(segmented: Segmented, wait: Duration, candidates: Vec<u16>) -> Result<Segment, LockError> {
     let (_, terms) = segmented.locks.parts();
     let give_up = after(Instant::now(), wait);
-    let answer_by = after(give_up, terms.deadline);
+    // Once the time is up, and the store has failed for one, each may take half of what is left: one for which it hangs leaves some of that to
+    // the others.
+    let limit = terms.limit();
+    let answer_by = after(give_up, limit.saturating_mul(2));
     let left = || give_up.saturating_duration_since(Instant::now());
-    let take = async |index: u16, wait| {
-        let lease = segmented.one(index).wait(wait).await?;
+    let take = async |index: u16, wait, has_failed| {
+        let request = segmented.one(index).wait(wait).into_future();
+        let share = answer_by.saturating_duration_since(Instant::now()) / 2;
+        let late = |_| StoreError::late("no answer for a segment in its share of the time that was left");
+        let is_short = has_failed && share < limit;
+        let lease = if is_short { timeout(share, request).await.map_err(late)?? } else { request.await? };
         Ok::<_, LockError>(Segment { index, lease })
     };
     // What may be otherwise with another segment, or in a moment.
@@ -174,7 +182,7 @@ async fn take_any(segmented: Segmented, wait: Duration, candidates: Vec<u16>) ->
         let mut refused = LockError::Busy(Busy::new(*segmented.one(0).lock(), Duration::ZERO));
         let mut failed = None;
         for index in candidates() {
-            match take(*index, Duration::ZERO).await {
+            match take(*index, Duration::ZERO, failed.is_some()).await {
                 Err(error) if is_taken(&error) => refused = error,
                 Err(error) if is_passed_over(&error) => failed = Some(error),
                 answer => return answer,
@@ -185,7 +193,7 @@ async fn take_any(segmented: Segmented, wait: Duration, candidates: Vec<u16>) ->
         }
         let mut has_waited = false;
         for index in candidates() {
-            match take(*index, left().min(PATIENCE)).await {
+            match take(*index, left().min(PATIENCE), failed.is_some()).await {
                 Err(error @ (LockError::QueueFull(_) | LockError::Nested(_))) => refused = error,
                 // Another one may have become free.
                 Err(LockError::Busy(_)) => {
