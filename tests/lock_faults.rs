@@ -524,6 +524,31 @@ async fn what_was_said_last_of_the_circuit_and_the_name_counts() {
     drop(lease);
 }
 
+/// The name of whom nobody had heard was told again after five minutes only.
+#[tokio::test(start_paused = true)]
+async fn a_name_that_could_not_be_told_is_told_with_the_next_renewal() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let (faults, admin) = (store.faults(), LockAdmin::new(store.get_ref().clone()));
+    let locks = Locks::new(store).ttl(LONG).holder("me");
+    let name = || async { admin.inspect("a").await.unwrap().holders[0].name.clone() };
+    for is_silent in [false, true] {
+        let lease = locks.lock("a").await.unwrap();
+        // The call is on its way: nothing has run since.
+        if is_silent {
+            faults.hang();
+        } else {
+            faults.fail_next(1, Failure::Unavailable);
+        }
+        sleep(Duration::from_secs(1)).await;
+        faults.heal();
+        assert_eq!(name().await, None);
+        sleep(LONG / 3).await;
+        assert_eq!(name().await.as_deref(), Some("me"));
+        lease.release().await.unwrap();
+    }
+    assert_eq!(faults.calls(Verb::Name), 4);
+}
+
 /// Work under several locks, or under any segment, is as that under one.
 #[tokio::test(start_paused = true)]
 async fn a_body_runs_under_several_locks_and_no_longer() {

@@ -194,6 +194,11 @@ impl Hold {
         is_due
     }
 
+    /// Notes that the store may not have heard the name: it is due again.
+    pub(super) fn unnamed(&self) {
+        self.standing().named = None;
+    }
+
     /// Asks the present holder to give it back.
     pub(super) fn ask(&self) {
         self.standing().is_asked = true;

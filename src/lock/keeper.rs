@@ -156,13 +156,15 @@ impl Shared {
         state.is_moving = false;
     }
 
-    /// Tells the store what the holder is called, if it is called anything and the store may not know. Nobody waits for that.
-    pub(super) fn name(self: &Arc<Self>, hold: &Hold, now: Instant) {
+    /// Tells the store what the holder is called, if it is called anything and the store may not know. Nobody waits for that; if it fails, the
+    /// store is told with the next renewal.
+    pub(super) fn name(self: &Arc<Self>, hold: &Arc<Hold>, now: Instant) {
         let Some(name) = self.holder().filter(|_| hold.is_name_due(now)) else { return };
         let call = Arc::clone(&self.store).name(*hold.lock(), *hold.token(), name);
-        let limit = hold.limit();
+        let hold = Arc::clone(hold);
         self.spawn(async move {
-            if !matches!(timeout(limit, call).await, Ok(Ok(()))) {
+            if !matches!(timeout(hold.limit(), call).await, Ok(Ok(()))) {
+                hold.unnamed();
                 tracing::debug!("the name of a holder could not be told");
             }
         });
