@@ -713,6 +713,23 @@ async fn what_a_resolver_fails_at_is_no_matter_of_the_policy_of_the_layer() {
     let never = answer(OnStoreError::Local).await.unwrap_err().downcast::<RateLimited>().unwrap();
     assert_eq!(never.decision().outcome(), Outcome::Never);
 
+    // Nor does it matter whether the layer enforces its own.
+    for mode in [Mode::Shadow, Mode::Percent(0)] {
+        let fails = PolicyResolver::new(|_| ready(Err::<Policy, _>("the database is away")));
+        let trial = RateLimitLayer::new(MemoryBackend::new(), per_hour(9).mode(mode)).resolver(fails);
+        let trial = trial.with_rejection(AsError);
+        let total = Policy::new("total", Quota::per_hour(9).fixed_window());
+        for (then, passes) in [(OnStoreError::Deny, false), (OnStoreError::Allow, true), (OnStoreError::Local, true)] {
+            let trial = trial.clone().on_store_error(then);
+            let alone = trial.clone().layer(service_fn(echo)).oneshot("request").await;
+            let several = trial.and(total.clone().shadow(), tollgate::Everyone).layer(service_fn(echo));
+            for answer in [alone, several.oneshot("request").await] {
+                let failed = answer.err().map(|error| error.is::<StoreError>());
+                assert_eq!(failed, (!passes).then_some(true), "{mode:?} {then:?}");
+            }
+        }
+    }
+
     let closed = Policy::new("closed", Quota::per_hour(0).fixed_window());
     let service = layer.on_store_error(OnStoreError::Allow).and(closed, tollgate::Everyone).layer(service_fn(echo));
     let never = service.oneshot("request").await.unwrap_err().downcast::<RateLimited>().unwrap();

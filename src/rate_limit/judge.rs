@@ -450,7 +450,6 @@ impl<B: RateLimitStore + Sync> Core<B> {
 
     /// What happens when the store, or the resolver, has failed.
     async fn do_without(&self, subjects: &mut [Subject], cost: u32, error: StoreError) -> Result<(), Rejection> {
-        let enforced = subjects.iter().any(|subject| subject.enforced);
         let then = self.without_store();
         if then == OnStoreError::Local {
             for subject in subjects.iter_mut().filter(|subject| self.is_unresolved(subject)) {
@@ -466,6 +465,8 @@ impl<B: RateLimitStore + Sync> Core<B> {
         if hopeless {
             return self.rule(subjects, cost);
         }
+        // Whoever has not been resolved may well have a say: of that the policy of the layer knows nothing.
+        let has_a_say = subjects.iter().any(|subject| subject.enforced || self.is_unresolved(subject));
         match then {
             OnStoreError::Local => {
                 for subject in &mut *subjects {
@@ -484,7 +485,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 }
             }
             // What costs nothing needs no room.
-            OnStoreError::Deny if enforced && cost > 0 => {
+            OnStoreError::Deny if has_a_say && cost > 0 => {
                 self.undecided(subjects, Verdict::FailedClosed);
                 Err(Rejection::Store(error))
             }

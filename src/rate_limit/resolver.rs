@@ -90,7 +90,8 @@ use crate::key::Key;
 /// # Errors
 ///
 /// Where a resolver fails, or takes longer than the deadline of the layer, [`OnStoreError`](super::OnStoreError) says what happens to the
-/// request, as if the store had failed. With `Local` that is the policy of the layer. The store gets its own deadline afterwards, and is
+/// request, as if the store had failed. With `Local` the policy of the layer is enforced, in its own [mode](super::Mode). With `Deny` the request
+/// is turned away, whatever that mode is: also where the resolver answers with nothing but shadows when it works. The store gets its own deadline afterwards, and is
 /// not held to have failed: neither its metrics nor its [circuit](super::CircuitBreaker) are concerned.
 ///
 /// The log has one line with the error when a resolver begins to fail, and one when it answers and nothing has failed for a minute, with no
