@@ -18,7 +18,9 @@ use tollgate::delay_queue::Outcome;
 use tollgate::http::{FingerprintedBody, header};
 use tollgate::idempotency::{OnStoreError as OnFailure, Operation, Operations};
 use tollgate::lock::LockAdmin;
-use tollgate::rate_limit::{CircuitBreaker, Decision, DenyCache, Leases, PolicyResolver, RateLimitStore, Receipt};
+use tollgate::rate_limit::{
+    ChargeOn, CircuitBreaker, Decision, DenyCache, Leases, PolicyResolver, RateLimitHandle, RateLimitStore, Receipt,
+};
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
     AsError, BoxError, DelayQueue, DelayQueueWorker, IdempotencyLayer, Job, Key, Limiter, LockLayer, Locks,
@@ -231,6 +233,27 @@ fn a_correction_that_ends_with_its_runtime_is_lost() {
     let mut seen = ask(RateLimitLayer::new(store, policy), &["free"]);
     seen.retain(|name, _| name.starts_with("tollgate_settlements_total"));
     assert_eq!(seen, expect(&[("tollgate_settlements_total{policy=api,outcome=lost}", 1)]));
+}
+
+/// By which policy it counts was never found out.
+#[test]
+fn what_is_charged_to_a_request_that_passed_a_resolver_that_failed_is_lost() {
+    let policy = Policy::new("api", Quota::per_hour(9).fixed_window());
+    let fails = PolicyResolver::new(|_| std::future::ready(Err::<Policy, _>("the database is away")));
+    let layer = RateLimitLayer::new(MemoryBackend::new(), policy).resolver(fails).on_store_error(OnStoreError::Deny);
+    let layer = layer.with_rejection(AsError).cost(|_: &&'static str| 0).charge_on(Pays);
+    let mut seen = seen_of(layer.layer(service_fn(async |client| Ok::<_, BoxError>(client))), &["alice"]);
+    seen.retain(|name, _| name.starts_with("tollgate_settlements_total"));
+    assert_eq!(seen, expect(&[("tollgate_settlements_total{policy=api,outcome=lost}", 1)]));
+}
+
+/// Charges three units afterwards.
+struct Pays;
+
+impl<Res, E> ChargeOn<Res, E> for Pays {
+    fn settle(&self, handle: &RateLimitHandle, _: Result<&mut Res, &E>) {
+        handle.charge(3);
+    }
 }
 
 #[test]

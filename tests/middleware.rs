@@ -1336,6 +1336,33 @@ async fn what_was_admitted_for_nothing_can_be_charged_afterwards() {
     assert_eq!(login.left().await, Some(1), "nothing was charged");
 }
 
+/// It was dropped, and nobody saw it: who came in the moment in which the store failed paid nothing.
+#[tokio::test(start_paused = true)]
+async fn what_passed_a_store_that_failed_for_nothing_can_be_charged_afterwards() {
+    for then in [OnStoreError::Deny, OnStoreError::Allow] {
+        let (memory, later) = (MemoryBackend::new(), Later(Arc::default()));
+        let store = FaultStore::new(memory.clone());
+        let total = Policy::new("total", Quota::per_hour(9).fixed_window());
+        let own = RateLimitLayer::new(store.clone(), per_hour(9)).with_rejection(AsError).on_store_error(then);
+        let own = own.charge_on(later.clone()).cost(|_: &&str| 0);
+        let charge = async |answer: Result<&'static str, BoxError>, units| {
+            answer.unwrap();
+            store.faults().heal();
+            let handle = later.0.lock().unwrap().pop().unwrap();
+            assert!(handle.decision().is_none());
+            handle.charge(units);
+        };
+        let left = async |policy: &Policy| memory.peek(policy, &Key::EVERYONE, 1).await.unwrap().remaining().unwrap();
+        store.faults().fail(Failure::Unavailable);
+        charge(own.clone().layer(service_fn(echo)).oneshot("request").await, 3).await;
+        assert_eq!(left(&per_hour(9)).await, 6, "{then:?}");
+        store.faults().fail(Failure::Unavailable);
+        let several = own.and(total.clone(), tollgate::Everyone).layer(service_fn(echo));
+        charge(several.oneshot("request").await, 2).await;
+        assert_eq!((left(&per_hour(9)).await, left(&total).await), (4, 7), "{then:?}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_was_charged_in_another_window_is_not_given_back() {
     let login = Login::new();

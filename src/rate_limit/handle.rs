@@ -118,7 +118,8 @@ impl RateLimitHandle {
         }
     }
 
-    /// Charges `units` more, also where the request was admitted for nothing.
+    /// Charges `units` more, also where the request was admitted for nothing. That is so as well if it passed because the store had failed; where it was a
+    /// [resolver](super::PolicyResolver) that had, they are lost.
     pub fn charge(&self, units: u32) {
         self.ledger.change.fetch_add(units.into(), Ordering::Relaxed);
     }
@@ -151,10 +152,11 @@ impl Drop for Ledger {
         let change = (*self.change.get_mut()).max(-i64::from(self.cost));
         if change != 0 {
             for subject in mem::take(&mut self.subjects) {
-                let Some(decision) = &subject.decision else { continue };
-                // Nothing was charged for a cost of 0, so there is no receipt, and none is needed to charge more.
-                let nothing = (self.cost == 0 && decision.is_allowed()).then_some(Receipt::at_micros(0));
-                if let Some(receipt) = decision.receipt().or(nothing) {
+                let decision = subject.decision.as_ref();
+                // Nothing was charged for a cost of 0, so there is no receipt, and none is needed to charge more: nor is a decision.
+                let is_for_nothing = self.cost == 0 && decision.is_none_or(Decision::is_allowed);
+                let nothing = is_for_nothing.then_some(Receipt::at_micros(0));
+                if let Some(receipt) = decision.and_then(Decision::receipt).or(nothing) {
                     self.settler.settle(subject, receipt, change);
                 }
             }
@@ -177,6 +179,8 @@ pub(super) struct Settler<B, L> {
     pub(super) store: B,
     pub(super) local: L,
     pub(super) deadline: Duration,
+    /// Whether it is for a resolver to say by which policy the key of the layer is counted.
+    pub(super) is_resolved: bool,
     /// For handles that are dropped on a thread without one.
     pub(super) runtime: Arc<OnceLock<Handle>>,
     pub(super) pending: Arc<Pending>,
@@ -192,7 +196,10 @@ where
     }
 
     fn settle(&self, subject: Subject, receipt: Receipt, change: i64) {
-        if subject.local {
+        if self.is_resolved && subject.main && subject.policy.is_none() {
+            // By which policy it counts was never found out.
+            drop(Correction::new(self.policy.clone(), change, None));
+        } else if subject.local {
             in_background(self.local.clone(), subject, receipt, change, self);
         } else {
             in_background(self.store.clone(), subject, receipt, change, self);

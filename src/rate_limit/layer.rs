@@ -595,6 +595,7 @@ impl<B: RateLimitStore + Clone + Send + Sync + 'static, K, C, A, R, X> Settings<
                 store: B::clone(&self.core.store),
                 local: self.core.local.backend().clone(),
                 deadline: self.core.deadline,
+                is_resolved: self.core.resolver.is_some(),
                 runtime: Arc::clone(&self.core.runtime),
                 pending: Arc::clone(&self.core.pending),
             })
