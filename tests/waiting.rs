@@ -311,6 +311,24 @@ async fn what_never_fits_and_a_store_that_fails_are_not_waited_for() {
     assert!(begun.elapsed() < ms(120));
 }
 
+/// Whoever was merely over the limit was told that the store has failed, and that opened the circuit.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_answers_at_once_needs_no_deadline_to_be_waited_for() {
+    for is_resolved in [false, true] {
+        let calls = Calls::new();
+        let layer = RateLimitLayer::new(MemoryBackend::new(), policy()).wait(Duration::from_secs(1));
+        let layer = if is_resolved { layer.resolver(resolver(policy())) } else { layer };
+        // A resolver that has to be asked does need time.
+        calls.behind(layer.clone()).oneshot((ACME, 0)).await.unwrap();
+        let service = calls.behind(layer.deadline(Duration::ZERO));
+        for number in 1..=7 {
+            service.clone().oneshot((ACME, number)).await.unwrap();
+        }
+        let served: Vec<_> = calls.served().iter().map(|(number, after)| (*number, after / 100)).collect();
+        assert_eq!(served, (0..=7).map(|number| (number, u128::from(number))).collect::<Vec<_>>());
+    }
+}
+
 /// As in two processes: together they get what there is.
 #[tokio::test(start_paused = true)]
 async fn lines_of_one_store_share_its_quota() {

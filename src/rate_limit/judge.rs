@@ -354,11 +354,19 @@ impl<B: RateLimitStore + Sync> Core<B> {
 
     /// Asks the resolver and then the store. Each has the whole deadline, so that a store never fails because a resolver is slow.
     async fn ask(&self, subjects: &mut [Subject], cost: u32) -> Result<(), StoreError> {
-        leaves_time(self.deadline).inspect_err(|error| self.circuit.failed(self, error))?;
+        // What needs no time is found out first.
+        let has_time = || leaves_time(self.deadline).inspect_err(|error| self.circuit.failed(self, error));
         // Others were found to be unknown in front of the store when they came.
         let mut may_be_known = self.patience.is_some();
         if let (Some(resolver), Some(main)) = (&self.resolver, subjects.iter_mut().find(|subject| subject.main)) {
-            main.count_by(self.resolve(resolver, &main.key).await?);
+            let policy = match resolver.known(&main.key) {
+                Some(policy) => policy,
+                None => {
+                    has_time()?;
+                    self.resolve(resolver, &main.key).await?
+                }
+            };
+            main.count_by(policy);
             may_be_known = true;
         }
         if let ([only], true) = (&mut *subjects, may_be_known) {
@@ -371,6 +379,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
         if self.deny_now(subjects, cost) {
             return Ok(());
         }
+        has_time()?;
         let start = Instant::now();
         let asked = Deadline::new(self.ask_store(subjects, cost), self.deadline).await;
         if !asked.as_ref().is_err_and(Circuit::is_cause_of) {
