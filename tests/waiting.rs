@@ -311,6 +311,31 @@ async fn what_never_fits_and_a_store_that_fails_are_not_waited_for() {
     assert!(begun.elapsed() < ms(120));
 }
 
+/// It stood in the line of somebody else, if it counted for others as well.
+#[tokio::test(start_paused = true)]
+async fn what_never_fits_as_the_resolver_has_said_before_is_not_waited_for() {
+    let plan = Policy::new("plan", Quota::per_hour(5).fixed_window());
+    let layer = RateLimitLayer::new(MemoryBackend::new(), Policy::new("plan", Quota::per_hour(100).fixed_window()));
+    let service = layer
+        .resolver(resolver(plan))
+        .and(Policy::new("total", Quota::per_second(10).burst(10).unwrap().token_bucket()), tollgate::Everyone)
+        .wait(Duration::from_secs(60))
+        .key(|(customer, _): &Call| *customer)
+        .cost(|(_, cost): &Call| *cost)
+        .with_rejection(AsError)
+        .layer(service_fn(async |_: Call| Ok::<_, BoxError>(())));
+    service.clone().oneshot((ACME, 1)).await.unwrap();
+    service.clone().oneshot((GLOBEX, 5)).await.unwrap();
+    let waiting = tokio::spawn(service.clone().oneshot((INITECH, 5)));
+    sleep(ms(10)).await;
+    assert!(!waiting.is_finished());
+    let begun = Instant::now();
+    let never = service.oneshot((ACME, 6)).await.unwrap_err().downcast::<RateLimited>().unwrap();
+    assert_eq!((never.retry_after(), begun.elapsed()), (None, Duration::ZERO));
+    assert_eq!(never.violated().collect::<Vec<_>>(), ["plan", "total"]);
+    waiting.await.unwrap().unwrap();
+}
+
 /// Whoever was merely over the limit was told that the store has failed, and that opened the circuit.
 #[tokio::test(start_paused = true)]
 async fn a_store_that_answers_at_once_needs_no_deadline_to_be_waited_for() {

@@ -267,7 +267,12 @@ impl<B: RateLimitStore + Sync> Core<B> {
         let Some(Patience { wait, lines }) = self.patience.as_ref().filter(|_| cost > 0) else {
             return self.judge(subjects, cost).await;
         };
-        // And what never fits waits for none.
+        // And what never fits waits for none, as far as that is known.
+        if let Some(main) = subjects.iter_mut().find(|subject| self.is_unresolved(subject))
+            && let Some(policy) = self.resolver.as_ref().and_then(|resolver| resolver.known(&main.key))
+        {
+            main.count_by(policy);
+        }
         if self.is_hopeless(&subjects, cost) {
             return self.judge(subjects, cost).await;
         }
