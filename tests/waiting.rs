@@ -311,6 +311,95 @@ async fn what_never_fits_and_a_store_that_fails_are_not_waited_for() {
     assert!(begun.elapsed() < ms(120));
 }
 
+/// They waited for the end of the window, however early the room came back, and so did all who came behind.
+#[tokio::test(start_paused = true)]
+async fn what_a_request_gives_back_is_had_by_those_who_wait() {
+    let minute = Policy::new("minute", Quota::per_minute(1).fixed_window());
+    for several in [false, true] {
+        let store = FaultStore::new(MemoryBackend::new());
+        let layer = RateLimitLayer::new(store.clone(), minute.clone()).wait(Duration::from_secs(90));
+        let layer = layer.key(|(customer, _): &Call| *customer).charge_on(|_: Result<&u32, &BoxError>| false);
+        let inner = service_fn(async |(_, number): Call| {
+            sleep(ms(10)).await;
+            Ok::<_, BoxError>(number)
+        });
+        let total = Policy::new("total", Quota::per_second(1_000).fixed_window());
+        let service = if several {
+            // Those who wait do so in the line of what was added.
+            let each = RateLimitLayer::new(store.clone(), total).wait(Duration::from_secs(90));
+            let each = each.and(minute.clone(), |(customer, _): &Call| *customer);
+            let each = each.charge_on(|_: Result<&u32, &BoxError>| false);
+            BoxCloneService::new(each.with_rejection(AsError).layer(inner))
+        } else {
+            BoxCloneService::new(layer.with_rejection(AsError).layer(inner))
+        };
+        // Where the answers of the store take their time, several are denied before the first of them stands in the line.
+        for delay in [0, 6] {
+            store.faults().delay(ms(delay));
+            let begun = Instant::now();
+            let mut served = JoinSet::new();
+            for number in 0..10 {
+                served.spawn(service.clone().oneshot((ACME, number)));
+                sleep(ms(4)).await;
+            }
+            let mut order = Vec::new();
+            while let Some(number) = served.join_next().await {
+                order.push(number.unwrap().unwrap());
+            }
+            if delay == 0 {
+                assert_eq!(order, (0..10).collect::<Vec<_>>());
+            }
+            assert!(begun.elapsed() < ms(500), "{:?}", begun.elapsed());
+            sleep(ms(10)).await;
+        }
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn what_is_given_back_for_several_is_had_by_several() {
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().delay(ms(5));
+    let minute = Policy::new("minute", Quota::per_minute(2).fixed_window());
+    let service = RateLimitLayer::new(store, minute)
+        .wait(Duration::from_secs(90))
+        .cost(|(_, number): &Call| if *number == 0 { 2 } else { 1 })
+        .charge_on(|answer: Result<&u32, &BoxError>| *answer.unwrap() != 0)
+        .with_rejection(AsError)
+        .layer(service_fn(async |(_, number): Call| {
+            sleep(ms(30)).await;
+            Ok::<_, BoxError>(number)
+        }));
+    let begun = Instant::now();
+    let mut served = JoinSet::new();
+    served.spawn(service.clone().oneshot((ACME, 0)));
+    sleep(ms(10)).await;
+    // Both are denied before there is a line, and each is told to wait for a minute.
+    served.spawn(service.clone().oneshot((ACME, 1)));
+    served.spawn(service.clone().oneshot((ACME, 2)));
+    while let Some(number) = served.join_next().await {
+        number.unwrap().unwrap();
+    }
+    assert!(begun.elapsed() < ms(500), "{:?}", begun.elapsed());
+}
+
+#[tokio::test(start_paused = true)]
+async fn room_that_others_make_is_found_within_a_second() {
+    let calls = Calls::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let minute = Policy::new("minute", Quota::per_minute(1).fixed_window());
+    let service = calls.behind(RateLimitLayer::new(store.clone(), minute.clone()).wait(Duration::from_secs(60)));
+    service.clone().oneshot((ACME, 0)).await.unwrap();
+    let waiting: Vec<_> = (1..=3).map(|number| tokio::spawn(service.clone().oneshot((ACME, number)))).collect();
+    sleep(ms(10_500)).await;
+    let asked = store.faults().calls(Verb::Check);
+    assert!((10..=20).contains(&asked), "{asked} questions in ten seconds");
+    // As another process would.
+    Limiter::new(store.get_ref().clone(), minute).reset(ACME).await.unwrap();
+    sleep(ms(1_010)).await;
+    assert_eq!(calls.served().iter().map(|(number, _)| *number).collect::<Vec<_>>(), [0, 1]);
+    waiting.iter().for_each(tokio::task::JoinHandle::abort);
+}
+
 /// It stood in the line of somebody else, if it counted for others as well.
 #[tokio::test(start_paused = true)]
 async fn what_never_fits_as_the_resolver_has_said_before_is_not_waited_for() {

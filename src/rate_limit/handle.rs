@@ -12,6 +12,7 @@ use tokio::sync::Notify;
 
 use super::decision::{Decision, Receipt};
 use super::judge::{Subject, Subjects};
+use super::line::{Lines, Whose};
 use super::policy::Policy;
 use super::store::RateLimitStore;
 use crate::deadline::Deadline;
@@ -181,6 +182,8 @@ pub(super) struct Settler<B, L> {
     pub(super) deadline: Duration,
     /// Whether it is for a resolver to say by which policy the key of the layer is counted.
     pub(super) is_resolved: bool,
+    /// Where others wait for what is given back.
+    pub(super) lines: Option<Arc<Lines>>,
     /// For handles that are dropped on a thread without one.
     pub(super) runtime: Arc<OnceLock<Handle>>,
     pub(super) pending: Arc<Pending>,
@@ -209,7 +212,7 @@ where
 
 fn in_background<S, B, L>(
     store: S,
-    Subject { policy, key, .. }: Subject,
+    Subject { policy, key, main, .. }: Subject,
     receipt: Receipt,
     change: i64,
     settler: &Settler<B, L>,
@@ -217,6 +220,10 @@ fn in_background<S, B, L>(
     S: RateLimitStore + Send + Sync + 'static,
 {
     let (policy, deadline) = (policy.unwrap_or_else(|| settler.policy.clone()), settler.deadline);
+    let waiting = settler.lines.as_ref().filter(|_| change < 0).map(|lines| {
+        let policy = if main { &settler.policy } else { &policy };
+        (Arc::clone(lines), Whose::new(policy, &key))
+    });
     let current = Handle::try_current().ok();
     let is_inside = current.is_some();
     let runtime = current.or_else(|| settler.runtime.get().cloned());
@@ -227,6 +234,9 @@ fn in_background<S, B, L>(
     let mut settlement: Pin<Box<dyn Future<Output = ()> + Send>> = Box::pin(async move {
         let settled = store.settle(&correction.policy, &key, receipt, change);
         let outcome = Deadline::new(settled, deadline).await;
+        if let (Some((lines, whose)), Ok(())) = (waiting, &outcome) {
+            lines.wake(&whose);
+        }
         correction.end(outcome);
     });
     // A store in memory is done at once, and needs no task.

@@ -8,7 +8,7 @@ use std::time::Duration;
 use std::{mem, option, slice, vec};
 
 use smallvec::SmallVec;
-use tokio::time::{Instant, sleep, sleep_until, timeout_at};
+use tokio::time::{Instant, timeout_at};
 use tracing::Instrument;
 
 use super::decision::{Decision, Outcome, RateLimited};
@@ -297,7 +297,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
                     };
                     if let Some(place) = place.as_ref().filter(|place| *place.whose() == self.whose(&told)) {
                         place.tell(Denial::now(told));
-                        sleep(pause).await;
+                        place.pause(after(Instant::now(), pause)).await;
                         continue;
                     }
                     (told, Some((Instant::now() + pause, judged)))
@@ -312,11 +312,12 @@ impl<B: RateLimitStore + Sync> Core<B> {
             let Some(mut joined) = joined else {
                 return judged.map_or_else(|| self.refused(told, cost), |(_, judged)| judged);
             };
-            if timeout_at(until, joined.turn()).await.is_err() {
+            let Ok(is_first) = timeout_at(until, joined.turn()).await else {
                 return self.refused(lines.denial(&whose).unwrap_or(told), cost);
-            }
-            if let Some((again, _)) = judged {
-                sleep_until(again).await;
+            };
+            // Those before it may have had room that it was not told of.
+            if let (Some((again, _)), true) = (judged, is_first) {
+                joined.pause(again).await;
             }
             stood.push(whose);
             place = Some(joined);

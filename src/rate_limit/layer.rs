@@ -329,7 +329,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// Has a request that is over its limit wait for room, instead of turning it away, if that takes no longer than `wait`: for calls to somebody else's
     /// service, say, which should come later and not fail. Defaults to zero: it is turned away at once.
     ///
-    /// Who waits stands in a line, one for each [key](Self::key) in this process, whose first alone asks the store again, when it was told to; nobody who
+    /// Who waits stands in a line, one for each [key](Self::key) in this process, whose first alone asks the store again: when it was told to, when something is
+    /// [given back](RateLimitHandle) by a request of this layer, and once a second in any case, since room may be made elsewhere. Nobody who
     /// comes later passes those who wait. Between processes whoever asks first gets the room. A request is turned away at once if what it is told to wait is
     /// more than `wait`, or what it costs can never be had, and otherwise at the latest when that is over. Each question counts as a [decision](super#metrics) in the metrics.
     ///
@@ -596,6 +597,7 @@ impl<B: RateLimitStore + Clone + Send + Sync + 'static, K, C, A, R, X> Settings<
                 local: self.core.local.backend().clone(),
                 deadline: self.core.deadline,
                 is_resolved: self.core.resolver.is_some(),
+                lines: self.core.patience.as_ref().map(|patience| Arc::clone(&patience.lines)),
                 runtime: Arc::clone(&self.core.runtime),
                 pending: Arc::clone(&self.core.pending),
             })

@@ -209,7 +209,7 @@ impl<B: RateLimitStore> Limiter<B> {
     /// ```
     ///
     /// Nobody waits in vain: a denial that lasts longer than what is left of `wait` is answered at once. Those who wait are in no order,
-    /// and each of them asks again when it was told to: where thousands would wait for one key, have a few of them do so at a time. The
+    /// and each of them asks again when it was told to, also if there is room before because something was given back or reset: where thousands would wait for one key, have a few of them do so at a time. The
     /// [deadline](Self::deadline) is that of each question. So `Ok` may well be a denial: ask it whether it [is allowed](Decision::is_allowed).
     ///
     /// # Errors

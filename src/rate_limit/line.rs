@@ -5,13 +5,17 @@ use std::collections::hash_map::Entry;
 use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use tokio::sync::{Mutex as Turn, OwnedMutexGuard as Turned};
-use tokio::time::Instant;
+use tokio::sync::{Mutex as Turn, Notify, OwnedMutexGuard as Turned};
+use tokio::time::{Instant, timeout_at};
 
 use super::judge::Subject;
 use super::policy::Policy;
 use crate::key::Key;
+
+/// How long the first of a line goes without asking the store: room that others make, in other processes perhaps, is found this late.
+const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
 /// The lines of a layer, one for each of those for whom requests wait. Only the first of a line asks the store, so that many who wait ask no more
 /// often than one, and who comes later passes nobody.
@@ -54,6 +58,8 @@ impl Hash for Whose {
 #[derive(Debug)]
 struct Line {
     turn: Arc<Turn<()>>,
+    /// Wakes the first.
+    room: Arc<Notify>,
     members: usize,
     denial: Denial,
 }
@@ -114,11 +120,22 @@ impl Lines {
         self.waiting.fetch_add(1, Ordering::Release);
         let line = match lines.entry(whose.clone()) {
             Entry::Occupied(line) => line.into_mut(),
-            Entry::Vacant(place) => place.insert(Line { turn: Arc::default(), members: 0, denial: denial() }),
+            Entry::Vacant(place) => {
+                place.insert(Line { turn: Arc::default(), room: Arc::default(), members: 0, denial: denial() })
+            }
         };
         line.members += 1;
-        let turn = Arc::clone(&line.turn);
-        Some(Place { turn, turned: None, whose, since: Instant::now(), lines: Arc::clone(self) })
+        let (turn, room) = (Arc::clone(&line.turn), Arc::clone(&line.room));
+        Some(Place { turn, turned: None, room, whose, since: Instant::now(), lines: Arc::clone(self) })
+    }
+
+    /// Has the first of a line, if there is one, ask the store: something was given back.
+    pub(super) fn wake(&self, whose: &Whose) {
+        if self.are_used()
+            && let Some(line) = self.lines().get(whose)
+        {
+            line.room.notify_one();
+        }
     }
 
     fn lines(&self) -> MutexGuard<'_, HashMap<Whose, Line>> {
@@ -132,15 +149,28 @@ pub(super) struct Place {
     turn: Arc<Turn<()>>,
     /// Of the first.
     turned: Option<Turned<()>>,
+    room: Arc<Notify>,
     whose: Whose,
     since: Instant,
     lines: Arc<Lines>,
 }
 
 impl Place {
-    /// Waits to be the first of the line.
-    pub(super) async fn turn(&mut self) {
-        self.turned = Some(Arc::clone(&self.turn).lock_owned().await);
+    /// Waits to be the first of the line, and answers whether it was so from the start.
+    pub(super) async fn turn(&mut self) -> bool {
+        self.turned = Arc::clone(&self.turn).try_lock_owned().ok();
+        let is_first = self.turned.is_some();
+        if !is_first {
+            self.turned = Some(Arc::clone(&self.turn).lock_owned().await);
+        }
+        is_first
+    }
+
+    /// Waits, as the first of the line, until it is time to ask the store: then, or earlier where something may have changed.
+    pub(super) async fn pause(&self, until: Instant) {
+        let until = until.min(Instant::now() + LOOK_AGAIN);
+        // Whether it was woken does not matter.
+        let _ = timeout_at(until, self.room.notified()).await;
     }
 
     /// Whose line it is.
