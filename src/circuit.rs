@@ -131,7 +131,8 @@ impl Circuit {
         }
     }
 
-    fn is_open(&self) -> bool {
+    /// Whether the store has failed too often to be asked but by probes.
+    pub(crate) fn is_open(&self) -> bool {
         self.failures.load(Ordering::Relaxed) >= self.settings.failures
     }
 

@@ -1575,6 +1575,52 @@ async fn a_denial_that_is_remembered_closes_no_circuit() {
     }
 }
 
+/// A policy on trial took the cache out of use, and what was remembered of both closed the circuit or kept it from opening.
+#[tokio::test(start_paused = true)]
+async fn a_shadow_takes_no_denial_from_the_cache_while_the_store_fails() {
+    // Of the shadow it is remembered that it denies, or the store has to be asked.
+    for limit in [1, 9] {
+        let fails = Arc::new(AtomicBool::new(false));
+        let store = Store::new({
+            let (fails, memory) = (Arc::clone(&fails), MemoryBackend::new());
+            move |policy, key, cost| {
+                let (fails, memory, policy, key) = (fails.load(Relaxed), memory.clone(), policy.clone(), *key);
+                async move { if fails { Err(StoreError::timeout()) } else { memory.check(&policy, &key, cost).await } }
+            }
+        });
+        let cache = DenyCache::new(store.clone()).max_age(Duration::from_secs(60));
+        let trial = Policy::new("trial", Quota::per_hour(limit).fixed_window()).shadow();
+        let service = RateLimitLayer::new(cache, per_hour(1))
+            .with_rejection(AsError)
+            .key(|client: &&'static str| *client)
+            .and(trial, |client: &&'static str| *client)
+            .layer(service_fn(echo));
+        let is_denied = async |client| {
+            let answer = service.clone().oneshot(client).await;
+            answer.is_err_and(|error| error.is::<RateLimited>())
+        };
+        assert!(!is_denied("alice").await);
+        assert!(is_denied("alice").await);
+        fails.store(true, Relaxed);
+        for _ in 0..4 {
+            is_denied("bob").await;
+        }
+        assert!(is_denied("alice").await);
+        // This one opens it, if the shadow did not.
+        is_denied("bob").await;
+        let before = store.asked();
+        is_denied("bob").await;
+        assert!(is_denied("alice").await, "also while it is open");
+        tokio::time::advance(Duration::from_millis(101)).await;
+        assert!(is_denied("alice").await);
+        assert_eq!(store.asked(), before, "the cache knows");
+        for _ in 0..5 {
+            is_denied("bob").await;
+        }
+        assert_eq!(store.asked(), before + 1, "the probe");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn what_can_never_be_admitted_takes_the_probe_from_nobody() {
     let fails = Arc::new(AtomicBool::new(true));

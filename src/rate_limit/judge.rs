@@ -11,7 +11,7 @@ use smallvec::SmallVec;
 use tokio::time::{Instant, timeout_at};
 use tracing::Instrument;
 
-use super::decision::{Decision, Outcome, RateLimited};
+use super::decision::{Decision, RateLimited};
 use super::layer::{Core, OnStoreError, Patience};
 use super::line::{Denial, Lines, Place, Whose};
 use super::meters::{Meters, Verdict};
@@ -382,7 +382,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 return Ok(());
             }
         }
-        if self.deny_now(subjects, cost) {
+        if self.decide_all_now(subjects, cost) {
             return Ok(());
         }
         has_time()?;
@@ -395,15 +395,30 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// Decides about several together where something in front of the store does: that says nothing about the store either.
-    fn deny_now(&self, subjects: &mut [Subject], cost: u32) -> bool {
-        let needs_store = |subject: &Subject| !subject.enforced || subject.policy(&self.policy).rules_out(cost);
+    fn decide_all_now(&self, subjects: &mut [Subject], cost: u32) -> bool {
+        // Those that have no say are for the store to count, if it can be asked.
+        let can_be_asked = !self.circuit.is_open() && !self.deadline.is_zero();
+        let needs_store = |subject: &Subject| {
+            if subject.enforced { subject.policy(&self.policy).rules_out(cost) } else { can_be_asked }
+        };
         if subjects.len() < 2 || subjects.iter().any(needs_store) {
             return false;
         }
-        let requests: Vec<Request> = subjects.iter().map(|subject| self.request(subject, cost)).collect();
-        let Some(decisions) = self.store.check_all_now(&requests) else { return false };
-        for (subject, decision) in subjects.iter_mut().zip(decisions) {
-            subject.decision = Some(decision);
+        let enforced = subjects.iter().filter(|subject| subject.enforced);
+        let requests: Vec<Request> = enforced.map(|subject| self.request(subject, cost)).collect();
+        let decisions = match &requests[..] {
+            [] => None,
+            [Request { policy, key, cost }] => self.store.check_now(policy, key, *cost).map(|decision| vec![decision]),
+            several => self.store.check_all_now(several),
+        };
+        let Some(decisions) = decisions else { return false };
+        let mut decisions = decisions.into_iter();
+        for subject in subjects {
+            subject.decision = if subject.enforced {
+                decisions.next()
+            } else {
+                self.decide_now(subject.policy(&self.policy), &subject.key, cost)
+            };
         }
         true
     }
@@ -453,11 +468,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
         } else {
             self.circuit.admit()?;
         }
-        self.decide(&*self.store, subjects, cost).await?;
-        // What can never be admitted is decided without the store, and says nothing about it.
-        let was_asked =
-            |subject: &Subject| subject.decision.as_ref().is_some_and(|decision| decision.outcome() != Outcome::Never);
-        if subjects.iter().any(was_asked) {
+        if self.decide(&*self.store, subjects, cost).await? {
             self.circuit.answered(self);
         }
         Ok(())
@@ -495,7 +506,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 }
                 // Memory does not fail.
                 match self.decide(self.local.backend(), subjects, cost).await {
-                    Ok(()) => self.rule(subjects, cost),
+                    Ok(_) => self.rule(subjects, cost),
                     Err(error) => Err(Rejection::Store(error)),
                 }
             }
@@ -551,14 +562,15 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// Lets `store` decide about all subjects: about those together whose policies are enforced, and then about each of the others by
-    /// itself.
+    /// itself. Answers whether it had to be asked: what is known in front of it, or decided without it, says nothing about it.
     async fn decide<S: RateLimitStore + Sync>(
         &self,
         store: &S,
         subjects: &mut [Subject],
         cost: u32,
-    ) -> Result<(), StoreError> {
+    ) -> Result<bool, StoreError> {
         let layer = &self.policy;
+        let mut was_asked = false;
         for subject in &mut *subjects {
             subject.decision = subject.policy(layer).rule_out(cost);
         }
@@ -574,21 +586,37 @@ impl<B: RateLimitStore + Sync> Core<B> {
             } else if subject.enforced {
                 // The request is turned away in any case.
                 subject.decision = Some(store.peek(policy, key, cost).await?);
+                was_asked = true;
             }
         }
-        if let [index] = together[..] {
-            let subject = &mut subjects[index];
-            subject.decision = Some(store.check(subject.policy(layer), &subject.key, cost).await?);
-        } else if !together.is_empty() {
+        if together.len() > 1 {
             let requests: Vec<Request> = together.iter().map(|index| self.request(&subjects[*index], cost)).collect();
-            for (index, decision) in together.iter().zip(store.check_all(&requests).await?) {
+            let known = store.check_all_now(&requests);
+            was_asked |= known.is_none();
+            let decisions = match known {
+                Some(decisions) => decisions,
+                None => store.check_all(&requests).await?,
+            };
+            for (index, decision) in together.iter().zip(decisions) {
                 subjects[*index].decision = Some(decision);
             }
         }
-        for subject in subjects.iter_mut().filter(|subject| !subject.enforced && subject.decision.is_none()) {
-            subject.decision = Some(store.check(subject.policy(layer), &subject.key, cost).await?);
+        // Of one alone it was found out before that nothing is known.
+        let may_be_known = subjects.len() > 1;
+        // One that is enforced alone, and then the others.
+        for is_enforced in [true, false] {
+            let undecided = |subject: &&mut Subject| subject.enforced == is_enforced && subject.decision.is_none();
+            for subject in subjects.iter_mut().filter(undecided) {
+                let (policy, key) = (subject.policy(layer), &subject.key);
+                let known = if may_be_known { store.check_now(policy, key, cost) } else { None };
+                was_asked |= known.is_none();
+                subject.decision = match known {
+                    Some(decision) => Some(decision),
+                    None => Some(store.check(policy, key, cost).await?),
+                };
+            }
         }
-        Ok(())
+        Ok(was_asked)
     }
 }
 
