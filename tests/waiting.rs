@@ -6,11 +6,11 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::rate_limit::{PolicyResolver, RateLimitStore, RateLimited};
+use tollgate::rate_limit::{DenyCache, PolicyResolver, RateLimitStore, RateLimited};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{AsError, BoxError, Key, Limiter, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer};
 use tower::util::BoxCloneService;
-use tower::{Layer, ServiceExt, service_fn};
+use tower::{Layer, Service as _, ServiceExt, service_fn};
 
 const ACME: u32 = 1;
 const GLOBEX: u32 = 2;
@@ -440,6 +440,36 @@ async fn a_store_that_answers_at_once_needs_no_deadline_to_be_waited_for() {
         }
         let served: Vec<_> = calls.served().iter().map(|(number, after)| (*number, after / 100)).collect();
         assert_eq!(served, (0..=7).map(|number| (number, u128::from(number))).collect::<Vec<_>>());
+    }
+}
+
+/// It was asked when the request came, and once more for the same answer.
+#[tokio::test(start_paused = true)]
+async fn what_a_cache_remembers_is_asked_for_once() {
+    // One that has to be waited for, so that the cache alone knows anything at once.
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().delay(ms(1));
+    let second = Policy::new("second", Quota::per_second(1).fixed_window());
+    let cache = DenyCache::new(store);
+    let layer = RateLimitLayer::new(cache.clone(), second.clone());
+    let (calls, limiter) = (Calls::new(), Limiter::new(cache.clone(), second));
+    assert!(limiter.check(ACME).await.unwrap().is_allowed());
+    assert!(!limiter.check(ACME).await.unwrap().is_allowed());
+    assert_eq!((cache.stats().hits, cache.stats().misses), (0, 2));
+    // Too long to wait for.
+    let hasty = calls.behind(layer.clone().wait(ms(10)));
+    assert!(refusal(hasty.oneshot((ACME, 0)).await).is_some());
+    assert_eq!((cache.stats().hits, cache.stats().misses), (1, 2));
+    let mut patient = calls.behind(layer.wait(Duration::from_secs(3)));
+    // Some of the wait, or all of it, may be over when the answer is asked for.
+    for (number, idle) in [(1, 0), (2, 300), (3, 2_000)] {
+        while limiter.check(ACME).await.unwrap().is_allowed() {}
+        let (called, hits) = (Instant::now(), cache.stats().hits);
+        let answer = patient.ready().await.unwrap().call((ACME, number));
+        sleep(ms(idle)).await;
+        answer.await.unwrap();
+        assert_eq!(cache.stats().hits, hits + 1, "{number}");
+        assert!(called.elapsed() <= ms(idle.max(1_000) + 50), "{number} after {:?}", called.elapsed());
     }
 }
 

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, ready};
 
 use pin_project_lite::pin_project;
+use tokio::time::Instant;
 use tower_service::Service;
 
 use super::handle::RateLimitHandle;
@@ -106,7 +107,8 @@ impl<S: Service<Req>, Req, B, K, C, A, R, X> ResponseFuture<S, Req, B, K, C, A, 
         let core = settings.core.clone();
         // Boxed: next to a trip over the network an allocation is nothing. Who does not wait for room has none for that to carry along.
         let judgement: BoxJudgement = if core.patience.is_some() {
-            Box::pin(async move { core.judge_in_turn(subjects, cost).await })
+            let came = Instant::now();
+            Box::pin(async move { core.judge_in_turn(subjects, cost, came).await })
         } else {
             Box::pin(async move { core.judge(subjects, cost).await })
         };

@@ -114,6 +114,14 @@ impl Subjects {
         }
     }
 
+    /// Takes out what the only one was told so long ago, as it stands by now; `None` if the wait is over.
+    fn take_denied(&mut self, elapsed: Duration) -> Option<Self> {
+        let Self::One(subject) = self else { return None };
+        let decision = subject.decision.take()?;
+        decision.retry_after().filter(|wait| *wait > elapsed)?;
+        Some(Self::One(Subject { decision: Some(decision.later(elapsed)), ..subject.clone() }))
+    }
+
     /// Takes out those who turn out to have no say, as they were `judged`.
     fn take_those_without_a_say(&mut self, judged: &[Subject]) -> Vec<Subject> {
         if judged.iter().all(|subject| subject.enforced) {
@@ -255,6 +263,13 @@ impl<B: RateLimitStore + Sync> Core<B> {
         self.patience.as_ref().is_some_and(|patience| patience.lines.is_waited_for(policy, key))
     }
 
+    /// Whether a request waits for room that is denied it, as far as that is known when it comes.
+    #[inline]
+    pub(super) fn is_worth_waiting(&self, decision: &Decision, cost: u32) -> bool {
+        let Some(patience) = self.patience.as_ref().filter(|_| cost > 0) else { return false };
+        decision.retry_after().is_some_and(|wait| wait <= patience.wait)
+    }
+
     /// What is said to a request because of this subject.
     pub(super) fn limited(&self, subject: &Subject, cost: u32) -> Option<RateLimited> {
         let (policy, decision) = (subject.policy(&self.policy).clone(), subject.decision.clone()?);
@@ -262,7 +277,8 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// The judgement of a request that may have to wait for room: in the line of the one whom it counts for that has none for longest.
-    pub(super) async fn judge_in_turn(&self, mut subjects: Subjects, cost: u32) -> Judgement {
+    /// What it was told when it `came`, if it was told something, is not asked again.
+    pub(super) async fn judge_in_turn(&self, mut subjects: Subjects, cost: u32, came: Instant) -> Judgement {
         // What costs nothing needs no room.
         let Some(Patience { wait, lines }) = self.patience.as_ref().filter(|_| cost > 0) else {
             return self.judge(subjects, cost).await;
@@ -283,11 +299,16 @@ impl<B: RateLimitStore + Sync> Core<B> {
         let mut stood: SmallVec<[Whose; 2]> = SmallVec::new();
         // Those who have no say are asked once. Whether the key of the layer has one is for its resolver to tell.
         let mut others: Vec<Subject> = Vec::new();
+        let mut denied = subjects.take_denied(came.elapsed());
         loop {
+            let denied = denied.take();
             let (told, judged) = match self.ahead(lines, &subjects, &stood) {
                 Some(told) => (told, None),
                 None => {
-                    let mut judged = self.judge(subjects.undecided(), cost).await;
+                    let mut judged = match denied {
+                        Some(subjects) => Judgement { ruling: self.rule(&subjects, cost), subjects },
+                        None => self.judge(subjects.undecided(), cost).await,
+                    };
                     let more = subjects.take_those_without_a_say(&judged.subjects);
                     judged.subjects.extend(others.clone());
                     others.extend(more);

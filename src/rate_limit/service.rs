@@ -6,7 +6,7 @@ use std::task::{Context, Poll};
 use tower_service::Service;
 
 use super::MissingKey;
-use super::decision::{Decision, Denied};
+use super::decision::Denied;
 use super::future::{ResponseFuture, Whom};
 use super::judge::{self, Subject};
 use super::layer::{ChargeAlways, ChargeOn, OnMissingKey, RateLimitLayer, RequestCost, Settings, UnitCost};
@@ -116,11 +116,10 @@ where
             return ResponseFuture::plain(self.inner.call(request), A::clone(&settings.answer));
         }
         let mut decision = if is_known { core.decide_now(policy, key, cost) } else { None };
-        if core.patience.is_some() && enforced {
-            // Or waits itself.
-            decision = decision.filter(Decision::is_allowed);
-        }
-        let admitted = decision.as_ref().map(|decision| judge::note(policy, decision, enforced, false, cost));
+        // Or it waits itself, by what it is told here.
+        let waits = enforced && decision.as_ref().is_some_and(|decision| core.is_worth_waiting(decision, cost));
+        let told = decision.as_ref().filter(|_| !waits);
+        let admitted = told.map(|decision| judge::note(policy, decision, enforced, false, cost));
         // Put together where it is to stay: to move all of this about takes as long as to find it out.
         let mut subject =
             || Subject { policy: resolved.take(), key: *key, main, decision: decision.take(), enforced, local: false };
