@@ -48,10 +48,13 @@ impl StoreError {
         Self::with_source(Kind::Unavailable { asked: true }, source)
     }
 
-    /// The same, found out before anything was asked.
+    /// The same failure, found out before anything was asked.
     #[cfg(feature = "redis")]
-    pub(crate) fn unasked(source: impl Into<BoxError>) -> Self {
-        Self::with_source(Kind::Unavailable { asked: false }, source)
+    pub(crate) fn unasked(self) -> Self {
+        match self.kind {
+            Kind::Timeout | Kind::Unavailable { .. } => Self { kind: Kind::Unavailable { asked: false }, ..self },
+            _ => self,
+        }
     }
 
     /// The same of several stores, some of which may have been asked.

@@ -2184,3 +2184,34 @@ async fn a_shutdown_does_not_wait_for_locks_that_were_never_asked_for() {
     assert!(locks.lock("c").wait(Duration::from_millis(200)).await.is_err());
     timeout(Duration::from_secs(1), locks.shutdown()).await.expect("nothing is under way");
 }
+
+/// A server that is reading its data answers, and so counted as one that may have been asked.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_shutdown_does_not_wait_for_locks_that_a_server_was_asked_for_while_it_was_loading() {
+    let mut server = RedisServer::start();
+    let backend = RedisOptions::from_url(server.url()).unwrap().connections(1).connect().await.unwrap();
+    let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(2));
+    server.query::<()>("DEBUG POPULATE 20000 key 100");
+    server.query::<()>("SAVE");
+    tokio::task::block_in_place(|| {
+        server.kill();
+        server.restart_slowly(Duration::from_millis(5));
+    });
+    // What is sent over a connection that is gone may have arrived: whoever comes first finds that out.
+    let limiter = Limiter::new(backend, Policy::new("first", Quota::per_hour(1).fixed_window()));
+    let limiter = limiter.circuit_breaker(CircuitBreaker::off()).deadline(Duration::from_secs(2));
+    let story = |error: &StoreError| error.source().unwrap().to_string();
+    let begun = Instant::now();
+    while let Err(error) = limiter.check("alice").await
+        && !story(&error).contains("loading")
+    {
+        assert!(begun.elapsed() < LONG, "{}", story(&error));
+    }
+    for key in ["a", "b"] {
+        let refused = locks.try_lock(key).await;
+        assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_unavailable()), "{refused:?}");
+    }
+    assert!(locks.lock("c").wait(Duration::from_millis(200)).await.is_err());
+    timeout(Duration::from_secs(5), locks.shutdown()).await.expect("nothing is under way");
+    assert!(!server.is_answering(), "it is still loading");
+}

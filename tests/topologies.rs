@@ -326,6 +326,45 @@ mod on_a_cluster {
         waiting.await.unwrap().unwrap().release().await.unwrap();
     }
 
+    /// A node that was restarted and reads its data refuses connections to it, which was taken for an answer: for as long as it read, its slots were down although its
+    /// replica had taken over.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn a_node_that_is_loading_is_left_for_the_one_that_has_taken_over() {
+        // Nobody takes its place before it is told to.
+        let mut cluster = Cluster::start_with(&["--cluster-node-timeout", "30000"]);
+        let policy = Policy::new("loads", Quota::per_hour(1_000_000).fixed_window());
+        let limiter = Limiter::new(connect(&cluster.url()).await, policy).deadline(Duration::from_secs(10));
+        let limiter = limiter.circuit_breaker(CircuitBreaker::off());
+        let _ = limiter.check("alice").await.unwrap();
+        let tag = "{rate_limit:loads:alice}";
+        let owner = cluster.owner(cluster.nodes[0].query(&format!("CLUSTER KEYSLOT {tag}")));
+        let replica = cluster.replica_of(owner);
+        let old = &mut cluster.nodes[owner];
+        old.query::<()>(&format!("DEBUG POPULATE 20000 {tag} 100"));
+        old.query::<()>("SAVE");
+        block_in_place(|| {
+            old.kill();
+            old.restart_slowly(Duration::from_millis(5));
+        });
+        let story = async || match limiter.check("alice").await {
+            Ok(_) => String::new(),
+            Err(error) => std::error::Error::source(&error).unwrap().to_string(),
+        };
+        let begun = Instant::now();
+        while !story().await.contains("loading") {
+            assert!(begun.elapsed() < Duration::from_secs(20), "{}", story().await);
+        }
+        // Whatever looks at the map for other reasons has done so.
+        sleep(Duration::from_secs(1)).await;
+        cluster.nodes[replica].query::<()>("CLUSTER FAILOVER TAKEOVER");
+        let begun = Instant::now();
+        while let Err(error) = limiter.check("alice").await {
+            assert!(begun.elapsed() < Duration::from_secs(10), "{error}");
+            sleep(Duration::from_millis(5)).await;
+        }
+        assert!(!cluster.nodes[owner].is_answering(), "it is still loading");
+    }
+
     /// A slot may be open for minutes, or for good where a move was given up. A node refuses any command with several keys of which it has not all, and there
     /// never is a key of the name of a channel.
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

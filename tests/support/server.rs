@@ -149,6 +149,20 @@ impl RedisServer {
         self.process = spawn(self.port, &self.args, self.folder.path()).expect("the server starts again on its port");
     }
 
+    /// The same, but reading what it has on disk takes `per_key` for each key, and is not waited for: until it is over, the server says that
+    /// it is loading.
+    pub fn restart_slowly(&mut self, per_key: Duration) {
+        let mut args = self.args.clone();
+        args.extend(words(&format!("--key-load-delay {}", per_key.as_micros())));
+        // Or nobody is answered meanwhile.
+        args.extend(words("--loading-process-events-interval-bytes 1024"));
+        self.process = run(&args, self.folder.path());
+        wait_until("the server is loading", || {
+            let answer = connect(self.port, PATIENCE).and_then(|mut connection| query::<()>(&mut connection, "PING"));
+            answer.is_err_and(|error| error.code() == Some("LOADING"))
+        });
+    }
+
     /// Stops the process in its tracks (SIGSTOP): connections stay open and nothing answers.
     pub fn pause(&self) {
         self.signal("STOP");
@@ -278,17 +292,21 @@ pub fn free_port() -> u16 {
     port.expect("there is a free port")
 }
 
-/// A server process that answers PING, or `None` if it ended before it did.
-fn spawn(port: u16, args: &[String], folder: &Path) -> Option<Child> {
+fn run(args: &[String], folder: &Path) -> Child {
     let log = fs::File::create(folder.join("server.log")).expect("a log file can be made");
-    let mut process = Command::new(binary())
+    Command::new(binary())
         .args(args)
         .current_dir(folder)
         .stdin(Stdio::null())
         .stdout(log)
         .stderr(Stdio::null())
         .spawn()
-        .unwrap_or_else(|error| cannot_run(&error));
+        .unwrap_or_else(|error| cannot_run(&error))
+}
+
+/// A server process that answers PING, or `None` if it ended before it did.
+fn spawn(port: u16, args: &[String], folder: &Path) -> Option<Child> {
+    let mut process = run(args, folder);
     let password = args.iter().skip_while(|arg| *arg != "--requirepass").nth(1).map(String::as_str);
     let start = Instant::now();
     while start.elapsed() < PATIENCE {

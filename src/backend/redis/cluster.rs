@@ -436,9 +436,12 @@ impl Drop for Doubt<'_> {
 
 /// Whether an error says that the command went to the wrong place, or to nobody.
 fn concerns_the_map(error: &RedisError) -> bool {
-    use ServerErrorKind::{Ask, ClusterDown, MasterDown, Moved, ReadOnly, TryAgain};
+    use ServerErrorKind::{Ask, BusyLoading, ClusterDown, MasterDown, Moved, ReadOnly, TryAgain};
     match error.kind() {
-        ErrorKind::Server(kind) => matches!(kind, Moved | Ask | TryAgain | ClusterDown | MasterDown | ReadOnly),
+        ErrorKind::Server(kind) => {
+            matches!(kind, Moved | Ask | TryAgain | ClusterDown | MasterDown | ReadOnly | BusyLoading)
+        }
+        // Whatever was said to whoever wanted to connect is among these: nobody there has taken the command.
         _ => error.is_io_error() || error.is_timeout() || error.is_connection_dropped(),
     }
 }

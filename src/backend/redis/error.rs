@@ -18,16 +18,9 @@ pub(super) fn is_from_replica(error: &RedisError) -> bool {
     matches!(code(error), Some("READONLY" | "MASTERDOWN"))
 }
 
-/// Says of an error that the command was not sent for which there is no connection.
+/// Says of an error that the command was not sent for which there is no connection, whatever was said to whoever wanted to connect.
 pub(super) fn unsent(error: RedisError) -> RedisError {
-    match error.kind() {
-        ErrorKind::Io
-        | ErrorKind::MasterNameNotFoundBySentinel
-        | ErrorKind::NoValidReplicasFoundBySentinel
-        | ErrorKind::ClusterConnectionNotFound => io::Error::new(io::ErrorKind::NotConnected, Unsent(error)).into(),
-        // What a server says is what it is in any case.
-        _ => error,
-    }
+    io::Error::new(io::ErrorKind::NotConnected, Unsent(error)).into()
 }
 
 /// Why a command was not sent, if that is known.
@@ -48,10 +41,10 @@ impl Error for Unsent {}
 
 pub(super) fn store_error(error: RedisError) -> StoreError {
     if let Some(cause) = cause_unsent(&error) {
-        return StoreError::unasked(cause.clone());
+        return store_error(cause.clone()).unasked();
     }
-    if is_full(&error) {
-        return StoreError::unasked(error);
+    if is_full(&error) || is_loading(&error) {
+        return StoreError::unavailable(error).unasked();
     }
     if error.is_timeout() {
         return StoreError::late(error);
@@ -81,6 +74,11 @@ pub(super) fn store_error(error: RedisError) -> StoreError {
 /// Whether a server has no room for another client. It says so to whoever connects, whatever they ask for, and closes the connection.
 pub(super) fn is_full(error: &RedisError) -> bool {
     error.detail().is_some_and(|detail| detail.contains("max number of clients"))
+}
+
+/// Whether a server is still reading its data, from disk or from its primary. It runs no script before it has.
+fn is_loading(error: &RedisError) -> bool {
+    error.kind() == ErrorKind::Server(ServerErrorKind::BusyLoading)
 }
 
 /// Whether the user may not do something that a script does. Redis has no code for that: before 7.2 it says the one, since then, and Valkey,
@@ -164,6 +162,7 @@ fn io_error(error: &RedisError) -> Option<&io::Error> {
 /// The code of a server's error. Redis before 7 wraps an error that a script ran into, code and all, in a sentence of its
 /// own: `ERR Error running script (call to f_...): @user_script:12: WRONGTYPE Operation against ...`.
 pub(super) fn code(error: &RedisError) -> Option<&str> {
+    let error = cause_unsent(error).unwrap_or(error);
     let code = error.code()?;
     let wrapped = match (code, error.detail()) {
         ("ERR", Some(detail)) => detail.split_once("@user_script").map(|(_, place)| place),
@@ -212,11 +211,27 @@ mod tests {
     }
 
     #[test]
+    fn a_server_that_reads_its_data_has_run_nothing() {
+        let loads = said("LOADING Redis is loading the dataset in memory");
+        for error in [loads.clone(), unsent(loads)] {
+            let error = store_error(error);
+            assert!(error.is_refusal() && error.is_unavailable(), "{error:?}");
+            assert!(error.source().unwrap().to_string().contains("loading the dataset"), "{error:?}");
+        }
+        let within = said("ERR Error running script (call to f_0): @user_script:30: LOADING Redis is loading");
+        assert!(!store_error(within).is_refusal());
+    }
+
+    fn said(text: &str) -> RedisError {
+        let answer = redis::parse_redis_value(format!("-{text}\r\n").as_bytes()).unwrap();
+        let Value::ServerError(error) = answer else { panic!("{answer:?}") };
+        error.into()
+    }
+
+    #[test]
     fn a_script_that_is_stopped_half_way_may_have_written() {
         let is_refusal = |text: &str| {
-            let answer = redis::parse_redis_value(format!("-{text}\r\n").as_bytes()).unwrap();
-            let Value::ServerError(error) = answer else { panic!("{answer:?}") };
-            let error = store_error(error.into());
+            let error = store_error(said(text));
             assert!(error.is_unauthorized(), "{error:?}");
             error.is_refusal()
         };

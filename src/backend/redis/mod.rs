@@ -230,7 +230,7 @@ impl RedisBackend {
         loop {
             let begun = Instant::now();
             match self.inner.servers.send_to(from, |_| redis::cmd("PING")).await {
-                Some((number, Err(error))) if error.code() != Some("NOPERM") => match number.checked_add(1) {
+                Some((number, Err(error))) if error::code(&error) != Some("NOPERM") => match number.checked_add(1) {
                     Some(next) => (from, failure) = (next, failure.or(Some(error))),
                     None => return Err(store_error(failure.unwrap_or(error))),
                 },
