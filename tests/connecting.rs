@@ -11,7 +11,7 @@ use std::time::{Duration, Instant};
 use support::cluster::Cluster;
 use support::proxy::{Door, Proxy, Traffic};
 use support::sentinel::{SERVICE, SentinelDeployment};
-use support::server::{RedisServer, query};
+use support::server::{RedisServer, query, wait_until};
 use support::tls::{Certificates, TlsServer};
 use tokio::sync::mpsc;
 use tokio::task::{JoinSet, block_in_place, yield_now};
@@ -248,7 +248,12 @@ async fn sentinels_that_hang_or_are_gone() {
         proxy.port(),
         deployment.sentinels[2].port()
     );
-    works(RedisBackend::connect(url).await.unwrap()).await.unwrap();
+    works(RedisBackend::connect(&url).await.unwrap()).await.unwrap();
+    // One that hangs for longer than there is to connect leaves it to the others to say what is wrong.
+    let misspelt = RedisOptions::from_url(url.replace(SERVICE, "invoices")).unwrap();
+    let misspelt = misspelt.connect_timeout(Duration::from_secs(2)).response_timeout(Duration::from_secs(30));
+    let error = misspelt.connect().await.unwrap_err();
+    assert!(matches!(error, ConnectError::Unsupported { .. }), "{error:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -291,6 +296,41 @@ async fn a_node_of_a_cluster_that_is_far_away_has_the_time_that_it_is_given() {
     let error = options().connect_timeout(Duration::from_millis(300)).connect().await.unwrap_err();
     assert!(matches!(&error, ConnectError::Store(error) if error.is_unavailable()), "{error:?}");
     assert!(story(&error).contains("no connection within 300ms"), "{error:?}");
+}
+
+/// The connection that listens was given up after a second, so that nobody was told of anything.
+#[tokio::test(flavor = "multi_thread")]
+async fn a_server_that_is_far_away_is_listened_to() {
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    proxy.to_client(Traffic::Delay(Duration::from_millis(1_200)));
+    let options = RedisOptions::from_url(proxy.url()).unwrap().connections(1);
+    let options = options.connect_timeout(Duration::from_secs(20)).response_timeout(Duration::from_secs(5));
+    let backend = options.connect().await.unwrap();
+    let listens = LockStore::watch(&backend, &LockKey::new("default", "a"), None).await;
+    let listeners = || server.query::<(String, u32)>("PUBSUB NUMSUB tollgate:2:{lock:default:a}:free").1;
+    block_in_place(|| wait_until("the lock is listened to", || listeners() == 1));
+    // And it goes on to be, by that connection.
+    let opened = proxy.accepted();
+    sleep(Duration::from_secs(3)).await;
+    assert_eq!((listeners(), proxy.accepted()), (1, opened), "listeners, and connections ever opened");
+    drop(listens);
+}
+
+/// They had a second to let somebody in, and half a second to answer.
+#[tokio::test(flavor = "multi_thread")]
+async fn sentinels_that_are_far_away_have_the_time_that_they_are_given() {
+    let deployment = SentinelDeployment::start();
+    let sentinel = &deployment.sentinels[0];
+    sentinel.query::<()>("ACL SETUSER watcher on >watch +@all");
+    let proxy = Proxy::start(sentinel.port());
+    proxy.to_client(Traffic::Delay(Duration::from_millis(1_200)));
+    let url = format!("redis+sentinel://127.0.0.1:{}/{SERVICE}", proxy.port());
+    let options = || RedisOptions::from_url(&url).unwrap().sentinel_user("watcher", "watch");
+    let patient = options().connect_timeout(Duration::from_secs(20)).response_timeout(Duration::from_secs(5));
+    works(patient.connect().await.unwrap()).await.unwrap();
+    let error = options().connect_timeout(Duration::from_millis(300)).connect().await.unwrap_err();
+    assert!(matches!(&error, ConnectError::Store(error) if error.is_unavailable()), "{error:?}");
 }
 
 /// It happened that no more than two calls of several were on their way at a time, full or not: a burst of requests waited for dozens of round

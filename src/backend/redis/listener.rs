@@ -16,14 +16,19 @@ use crate::lock::Token;
 
 /// How long it may take to connect to one server, at the least: there may be Sentinels to be asked.
 const CONNECT: Duration = Duration::from_secs(1);
-/// How long a node of a cluster may take to name the others.
+/// How long an answer may take at the least, and at the most: whether the connection is alive would not be known for longer.
 const ANSWER: Duration = Duration::from_secs(1);
+const LONGEST_ANSWER: Duration = Duration::from_secs(5);
 
 /// Where to listen.
 #[derive(Clone)]
 pub(super) enum Source {
-    /// With how long requests have to connect.
-    One(Connector, Duration),
+    /// With the time that requests have.
+    One {
+        connector: Connector,
+        connect_timeout: Duration,
+        response_timeout: Duration,
+    },
     Cluster(Arc<ClusterSource>),
 }
 
@@ -31,6 +36,7 @@ pub(super) enum Source {
 pub(super) struct ClusterSource {
     pub(super) seeds: Vec<ConnectionInfo>,
     pub(super) connect_timeout: Duration,
+    pub(super) response_timeout: Duration,
     #[cfg(feature = "tls")]
     pub(super) certificates: Option<redis::TlsCertificates>,
 }
@@ -81,16 +87,25 @@ pub(super) enum Listener {
 impl Source {
     /// Whether there is a way to open a connection for subscriptions. A pool opens what it hands out and nothing else.
     pub(super) const fn can_subscribe(&self) -> bool {
-        !matches!(self, Self::One(Connector::Pool { .. }, _))
+        !matches!(self, Self::One { connector: Connector::Pool { .. }, .. })
     }
 
     /// How long it may take to open a connection.
     pub(super) fn patience(&self) -> Duration {
         match self {
-            Self::One(_, connect_timeout) => CONNECT.max(*connect_timeout),
+            Self::One { connect_timeout, .. } => CONNECT.max(*connect_timeout),
             // The client waits for each of the nodes that it is told, and then for each of those that these name, also where others have answered.
-            Self::Cluster(source) => 2 * source.connect_timeout + ANSWER,
+            Self::Cluster(source) => 2 * source.connect_timeout + self.answer_patience(),
         }
+    }
+
+    /// How long an answer may take on such a connection.
+    pub(super) fn answer_patience(&self) -> Duration {
+        let response_timeout = match self {
+            Self::One { response_timeout, .. } => *response_timeout,
+            Self::Cluster(source) => source.response_timeout,
+        };
+        response_timeout.clamp(ANSWER, LONGEST_ANSWER)
     }
 }
 
@@ -101,7 +116,7 @@ impl Listener {
         tell: impl Fn(News<'_>) + Send + Sync + 'static,
     ) -> Result<Self, RedisError> {
         match source {
-            Source::One(connector, _) => {
+            Source::One { connector, .. } => {
                 let closed = Arc::new(Notify::new());
                 let told = Arc::clone(&closed);
                 let tell = move |news: News<'_>| match news {

@@ -162,7 +162,7 @@ impl RedisOptions {
         self
     }
 
-    /// How long it may take to open a connection, logging in included. Defaults to 1 s.
+    /// How long it may take to open a connection, logging in and asking Sentinels included. Defaults to 1 s.
     pub fn connect_timeout(mut self, timeout: Duration) -> Self {
         self.connect_timeout = timeout;
         self
@@ -259,7 +259,7 @@ impl RedisOptions {
                 let (service, redis) = (service.clone(), redis.clone());
                 let open: sentinel::Opener =
                     Box::new(move |(host, port)| self.client(info(self.address(host.clone(), *port), &redis)?));
-                Connector::Sentinels(Arc::new(Sentinels::new(&service, clients, open, config)))
+                Connector::Sentinels(Arc::new(Sentinels::new(&service, clients, open, config, connect_timeout)))
             }
             Target::Cluster { seeds, redis } => {
                 let infos = seeds.iter().map(|seed| info(seed.clone(), redis)).collect::<Result<Vec<_>, _>>();
@@ -271,6 +271,7 @@ impl RedisOptions {
                 let source = ClusterSource {
                     seeds: infos,
                     connect_timeout,
+                    response_timeout: patience,
                     #[cfg(feature = "tls")]
                     certificates: self.has_certificates().then(|| self.certificates.clone()),
                 };
@@ -364,7 +365,7 @@ async fn to_one(connector: Connector, connections: u32, terms: Terms, start: Sta
     let apart = Pool::lazy(connector.clone(), 1, terms.clone());
     let careful = Servers::One(Pool::lazy(connector.clone(), connections, terms.clone()));
     let (requests, apart) = (Servers::One(requests), Servers::One(apart));
-    let source = Source::One(connector, terms.connect);
+    let source = Source::One { connector, connect_timeout: terms.connect, response_timeout: terms.response };
     Ok(Links { requests, apart, careful, patience: terms.response, home: terms.home, source })
 }
 

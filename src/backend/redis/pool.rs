@@ -590,7 +590,9 @@ pub(super) async fn listen(client: &Client, heard: impl AsyncPushSender) -> Resu
     let info = client.get_connection_info().clone();
     let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
     let client = Client::open(info.set_redis_settings(settings))?;
-    let config = AsyncConnectionConfig::new().set_push_sender(heard).set_response_timeout(None);
+    // Whoever wants to listen has a clock of their own.
+    let config =
+        AsyncConnectionConfig::new().set_push_sender(heard).set_connection_timeout(None).set_response_timeout(None);
     client.get_multiplexed_async_connection_with_config(&config).await
 }
 

@@ -14,7 +14,7 @@ use redis::aio::{AsyncPushSender, MultiplexedConnection};
 use redis::{AsyncConnectionConfig, Client, ErrorKind, RedisError, Value};
 use tokio::sync::{Mutex, watch};
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::{Instant, sleep, sleep_until};
+use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::cluster::Address;
 use super::pool::{listen, open};
@@ -22,6 +22,8 @@ use super::pool::{listen, open};
 /// How often the Sentinels are asked whether there is another primary. A server that has been replaced without being down goes
 /// on to count for seconds, until a Sentinel makes it a replica, and all of that is lost.
 const WATCH: Duration = Duration::from_millis(400);
+/// The longest time that is spent on asking them: of one that hangs it would not be known otherwise that it answers again.
+const LONGEST_LOOK: Duration = Duration::from_secs(10);
 /// How long a Sentinel may take to say it, once another one has: one that hangs should not cost the whole time that there is to connect.
 const PATIENCE: Duration = Duration::from_millis(200);
 
@@ -34,12 +36,15 @@ pub(super) struct Sentinels {
     sentinels: Vec<Arc<Sentinel>>,
     open: Opener,
     config: AsyncConnectionConfig,
+    // How long those have to answer who have to be connected to. There is time left then to make something of what the others say.
+    look: Duration,
     tenures: watch::Sender<u64>,
     watcher: std::sync::Mutex<AbortHandle>,
 }
 
 struct Sentinel {
     client: Client,
+    config: AsyncConnectionConfig,
     // Opened when it is first needed.
     connection: Mutex<Option<MultiplexedConnection>>,
 }
@@ -84,7 +89,7 @@ impl Sentinel {
             return Ok(announced);
         }
         // There was none, or the Sentinel has been restarted since.
-        let mut connection = open(&self.client, &AsyncConnectionConfig::new()).await?;
+        let mut connection = open(&self.client, &self.config).await?;
         let announced = announcement(&mut connection, service).await?;
         *kept = Some(connection);
         Ok(announced)
@@ -103,19 +108,26 @@ async fn announcement(connection: &mut MultiplexedConnection, service: &str) -> 
 }
 
 impl Sentinels {
-    pub(super) fn new(service: &str, sentinels: Vec<Client>, open: Opener, config: AsyncConnectionConfig) -> Self {
-        let sentinel = |client| Arc::new(Sentinel { client, connection: Mutex::default() });
+    pub(super) fn new(
+        service: &str,
+        sentinels: Vec<Client>,
+        open: Opener,
+        config: AsyncConnectionConfig,
+        connect_timeout: Duration,
+    ) -> Self {
+        let sentinel = |client| Arc::new(Sentinel { client, config: config.clone(), connection: Mutex::default() });
         let sentinels: Vec<_> = sentinels.into_iter().map(sentinel).collect();
         let (service, tenures) = (Arc::from(service), watch::Sender::new(0));
-        let watcher = std::sync::Mutex::new(watcher(&service, &sentinels, &tenures));
-        Self { service, sentinels, open, config, tenures, watcher }
+        let look = connect_timeout.min(LONGEST_LOOK) * 4 / 5;
+        let watcher = std::sync::Mutex::new(watcher(&service, &sentinels, look, &tenures));
+        Self { service, sentinels, open, config, look, tenures, watcher }
     }
 
     /// Watches on in this runtime if the one has ended in which that was done.
     fn watch_on(&self) {
         let mut watched = self.watcher.lock().unwrap_or_else(PoisonError::into_inner);
         if watched.is_finished() {
-            *watched = watcher(&self.service, &self.sentinels, &self.tenures);
+            *watched = watcher(&self.service, &self.sentinels, self.look, &self.tenures);
         }
     }
 
@@ -145,7 +157,7 @@ impl Sentinels {
     ///
     /// All of them are asked before anything is connected to: one that is cut off from the others goes on to name a server that may not even refuse.
     async fn primary(&self) -> Result<(Client, MultiplexedConnection), RedisError> {
-        let (answers, worst) = ask_all(&self.service, self.sentinels.iter().cloned()).await;
+        let (answers, worst) = ask_all(&self.service, self.sentinels.iter().cloned(), self.look).await;
         let mut worst = match worst {
             // All that have answered say so.
             Some(error) if answers.is_empty() && is_unknown(&error) => return Err(watched_by_nobody(&self.service)),
@@ -184,10 +196,12 @@ impl Drop for Sentinels {
     }
 }
 
-/// What those say that answer in time, and why others did not. Once one has answered, the others have [`PATIENCE`] left.
+/// What those say that answer in time, and why others did not. Once one has answered, the others have [`PATIENCE`] left. While none has said anything, they
+/// are waited for.
 async fn ask_all(
     service: &Arc<str>,
     sentinels: impl Iterator<Item = Arc<Sentinel>>,
+    look: Duration,
 ) -> (Vec<Announcement>, Option<RedisError>) {
     let mut asked = JoinSet::new();
     for sentinel in sentinels {
@@ -195,15 +209,15 @@ async fn ask_all(
         asked.spawn(async move { sentinel.ask(&service).await });
     }
     let (mut answers, mut worst) = (Vec::new(), None);
-    let mut until = None;
+    let mut until = Instant::now() + look;
     loop {
         let answer = tokio::select! {
             answer = asked.join_next() => answer,
-            () = sleep_until(until.unwrap_or_else(Instant::now)), if until.is_some() => None,
+            () = sleep_until(until), if worst.is_some() || !answers.is_empty() => None,
         };
         match answer {
             Some(Ok(Ok(announced))) => {
-                until = until.or(Some(Instant::now() + PATIENCE));
+                until = until.min(Instant::now() + PATIENCE);
                 answers.push(announced);
             }
             Some(Ok(Err(error))) => worst = Some(telling(worst, error)),
@@ -221,15 +235,21 @@ fn newest(answers: &[Announcement]) -> Vec<&Announcement> {
 }
 
 /// Ends the tenure of a primary once a newer one is announced, for as long as there are the Sentinels to ask.
-fn watcher(service: &Arc<str>, sentinels: &[Arc<Sentinel>], tenures: &watch::Sender<u64>) -> AbortHandle {
+fn watcher(
+    service: &Arc<str>,
+    sentinels: &[Arc<Sentinel>],
+    look: Duration,
+    tenures: &watch::Sender<u64>,
+) -> AbortHandle {
     let watched = sentinels.iter().map(Arc::downgrade).collect();
-    tokio::spawn(follow(Arc::clone(service), watched, tenures.clone())).abort_handle()
+    tokio::spawn(follow(Arc::clone(service), watched, look, tenures.clone())).abort_handle()
 }
 
-async fn follow(service: Arc<str>, sentinels: Vec<Weak<Sentinel>>, tenures: watch::Sender<u64>) {
+async fn follow(service: Arc<str>, sentinels: Vec<Weak<Sentinel>>, look: Duration, tenures: watch::Sender<u64>) {
     let mut known: Option<Announcement> = None;
     loop {
-        let (answers, _) = ask_all(&service, sentinels.iter().filter_map(Weak::upgrade)).await;
+        let asked = ask_all(&service, sentinels.iter().filter_map(Weak::upgrade), look);
+        let (answers, _) = timeout(look + PATIENCE, asked).await.unwrap_or_default();
         let newest = newest(&answers);
         if let Some(first) = newest.first() {
             // If none is missing, and none knows of the one that was announced, they were told to watch over another one.

@@ -17,9 +17,8 @@ use crate::lock::{Token, Wakeups};
 const CONFIRMATION: Duration = Duration::from_millis(200);
 /// How long a channel is listened to when nobody waits there any more: a lock that was wanted is wanted again soon.
 const LINGER: Duration = Duration::from_secs(2);
-/// How often a connection on which nothing comes is asked whether it is alive, and how long it may take to say so.
+/// How often a connection on which nothing comes is asked whether it is alive.
 const PING: Duration = Duration::from_secs(5);
-const PONG: Duration = Duration::from_secs(1);
 /// The pause after an attempt to connect that failed, doubled with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
@@ -343,7 +342,7 @@ async fn listen(shared: &Shared, mut ear: Ear, subscriptions: &mut Subscriptions
         }
         if Instant::now() >= ping_at {
             ping_at = Instant::now() + PING;
-            timeout(PONG, ear.ping()).await.map_err(|_| silence())??;
+            timeout(shared.source.answer_patience(), ear.ping()).await.map_err(|_| silence())??;
         }
     }
 }
@@ -354,11 +353,11 @@ async fn adapt(
     ear: &mut Ear,
     subscriptions: &mut Subscriptions,
 ) -> Result<Option<Instant>, RedisError> {
-    let now = Instant::now();
+    let (now, patience) = (Instant::now(), shared.source.answer_patience());
     let (unused, next) = shared.take_unused(now);
     let unused: Vec<_> = unused.into_iter().filter(|name| subscriptions.confirmed.remove(name)).collect();
     for names in unused.chunks(CHUNK) {
-        timeout(PONG, ear.unsubscribe(names)).await.map_err(|_| silence())??;
+        timeout(patience, ear.unsubscribe(names)).await.map_err(|_| silence())??;
     }
     let is_due = subscriptions.again_at.take_if(|at| *at <= now).is_some();
     let again = if is_due { std::mem::take(&mut subscriptions.refused) } else { Vec::new() };
@@ -366,7 +365,7 @@ async fn adapt(
     let added = shared.take_added(again);
     let mut missing = None;
     for names in added.chunks(CHUNK) {
-        let refusal = timeout(PONG, ear.subscribe(names)).await.map_err(|_| silence())??;
+        let refusal = timeout(patience, ear.subscribe(names)).await.map_err(|_| silence())??;
         let Some(refusal) = refusal else {
             subscriptions.confirmed(shared, names);
             continue;
