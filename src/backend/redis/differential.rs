@@ -25,7 +25,7 @@ mod idempotency;
 mod lock;
 #[path = "../../../tests/support/server.rs"]
 #[allow(dead_code, unreachable_pub)]
-mod server;
+pub(super) mod server;
 
 use self::server::RedisServer;
 

@@ -235,11 +235,16 @@ impl Shared {
         }
     }
 
-    /// Channels to subscribe to: new ones, and of these whichever is still listened to.
-    fn take_added(&self, again: Vec<Arc<str>>) -> Vec<Arc<str>> {
+    /// Channels to subscribe to, new ones and those that were refused before, of these whichever is still listened to; and whether any was refused before.
+    fn take_added(&self, mut again: Vec<Arc<str>>) -> (Vec<Arc<str>>, bool) {
         let mut state = self.state();
-        let added = std::mem::take(&mut state.added).into_iter().chain(again);
-        added.filter(|name| state.channels.contains_key(name)).collect()
+        let mut added = std::mem::take(&mut state.added);
+        for names in [&mut added, &mut again] {
+            names.retain(|name| state.channels.contains_key(name));
+        }
+        let is_again = !again.is_empty();
+        added.append(&mut again);
+        (added, is_again)
     }
 
     fn refused(&self, missing: Right) {
@@ -361,8 +366,7 @@ async fn adapt(
     }
     let is_due = subscriptions.again_at.take_if(|at| *at <= now).is_some();
     let again = if is_due { std::mem::take(&mut subscriptions.refused) } else { Vec::new() };
-    let is_again = !again.is_empty();
-    let added = shared.take_added(again);
+    let (added, is_again) = shared.take_added(again);
     let mut missing = None;
     for names in added.chunks(CHUNK) {
         let refusal = timeout(patience, ear.subscribe(names)).await.map_err(|_| silence())??;
@@ -398,4 +402,55 @@ impl Subscriptions {
 
 fn silence() -> RedisError {
     std::io::Error::from(std::io::ErrorKind::TimedOut).into()
+}
+
+#[cfg(test)]
+mod tests {
+    use redis::{AsyncConnectionConfig, Client};
+
+    use super::super::differential::server::RedisServer;
+    use super::super::pool::Connector;
+    use super::*;
+
+    /// A channel that was refused, and that nobody listens to any more when it is due to be asked for again, was taken for one that is allowed if another
+    /// channel was allowed at that moment: the next refusal was a warning once more.
+    #[tokio::test]
+    async fn what_is_still_refused_is_not_forgotten_when_something_else_is_allowed() {
+        let server = RedisServer::start();
+        server.query::<()>("ACL SETUSER half on >secret ~* resetchannels &lock:* +@all");
+        let client = Client::open(server.url().replace("://", "://half:secret@")).unwrap();
+        let connector = Connector::Client(Box::new((client, AsyncConnectionConfig::new())));
+        let patience = Duration::from_secs(10);
+        let source = Source::One { connector, connect_timeout: patience, response_timeout: patience };
+        let mut ear = Ear::open(&source, |_| {}).await.unwrap();
+        let subscriber = Subscriber::new(source, Arc::new(Home::here()));
+        let shared = &subscriber.shared;
+        // What it would do is done here.
+        shared.state().task = Some(subscriber.home.spawn(std::future::pending()));
+        let missing = || shared.state().missing;
+        let mut subscriptions = Subscriptions::default();
+
+        let gone = subscriber.listen("operation:a".into(), Interest::Changes);
+        adapt(shared, &mut ear, &mut subscriptions).await.unwrap();
+        assert_eq!(missing(), Some(Right::Channels));
+        drop(gone);
+        let (unused, _) = shared.take_unused(Instant::now() + LINGER);
+        assert_eq!(unused.len(), 1);
+
+        let _lock = subscriber.listen("lock:a".into(), Interest::Changes);
+        subscriptions.again_at = Some(Instant::now());
+        adapt(shared, &mut ear, &mut subscriptions).await.unwrap();
+        assert!(subscriber.listens_to("lock:a"));
+        assert_eq!(missing(), Some(Right::Channels));
+
+        // Until somebody allows what is listened to.
+        let _wanted = subscriber.listen("operation:b".into(), Interest::Changes);
+        adapt(shared, &mut ear, &mut subscriptions).await.unwrap();
+        assert_eq!(missing(), Some(Right::Channels));
+        server.query::<()>("ACL SETUSER half &operation:*");
+        subscriptions.again_at = Some(Instant::now());
+        adapt(shared, &mut ear, &mut subscriptions).await.unwrap();
+        assert!(subscriber.listens_to("operation:b"));
+        assert_eq!(missing(), None);
+    }
 }
