@@ -190,6 +190,10 @@ impl RedisBackend {
     /// The connections are opened by the pool's manager and are not those that the pool hands out, since whoever has borrowed
     /// one may be in the middle of a transaction or waiting for a blocking command.
     ///
+    /// With a password, a server that has no room for another client may be taken for one that refuses the password: the manager keeps nothing
+    /// of what such a server says. It is [`ConnectError::Credentials`] then, and later a store error that
+    /// [is about credentials](StoreError::is_unauthorized).
+    ///
     /// # Errors
     ///
     /// If the pool's manager cannot open a connection that answers within the connect timeout.

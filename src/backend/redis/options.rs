@@ -186,7 +186,8 @@ impl RedisOptions {
     /// then, and nothing about eviction.
     ///
     /// Only that nobody answers, or a server cannot serve yet or has no room for another client, is tolerated, with a warning in the log: wrong
-    /// credentials and whatever else a server says stay errors, and so does the name of a service that no Sentinel which answers knows.
+    /// credentials and whatever else a server says stay errors, and so does the name of a service that no Sentinel which answers knows. With options
+    /// [from a pool](Self::from_pool) that has a password, a server without room may be taken for one that refuses the password, and be an error too.
     pub fn tolerate_outage(mut self, tolerates_outage: bool) -> Self {
         self.tolerates_outage = tolerates_outage;
         self
