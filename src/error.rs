@@ -1,5 +1,7 @@
 use std::error::Error;
 use std::fmt;
+use std::io;
+use std::iter;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -7,6 +9,33 @@ use crate::lock::Scope;
 
 /// Any error, boxed: what a service answers with when errors of several kinds can reach its caller.
 pub type BoxError = Box<dyn Error + Send + Sync>;
+
+/// An error and what it was made of, the outermost first.
+pub(crate) fn causes<'a>(error: &'a (dyn Error + 'static)) -> impl Iterator<Item = &'a (dyn Error + 'static)> {
+    iter::successors(Some(error), |&error| match error.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
+        // What it was made of is not its source.
+        Some(inner) => Some(inner),
+        None => error.source(),
+    })
+}
+
+/// Somebody else is at what was asked for, for so long at the most, as an error of its own beneath the one that says it: whoever wraps that one and
+/// passes on its source hides it, but not this.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Occupied(pub(crate) Duration);
+
+impl Occupied {
+    /// Nobody knows for how long.
+    pub(crate) const FOR_LONG: &Self = &Self(Duration::MAX);
+}
+
+impl fmt::Display for Occupied {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("this may be over at any time")
+    }
+}
+
+impl Error for Occupied {}
 
 /// The backend failed, so there is no decision.
 ///

@@ -6,15 +6,14 @@ use std::time::Duration;
 use super::backoff::Backoff;
 use super::record::{Due, Reason};
 use super::store::{Ending, MAX_NOTE};
-use crate::error::BoxError;
+use crate::error::{BoxError, Occupied, causes};
 use crate::idempotency::OperationError;
-use crate::lock::{Busy, LockError};
-use crate::rate_limit::RateLimited;
+use crate::rate_limit::Denial;
 
 /// Says what becomes of a job, in the place of an error that says no more than that it has failed.
 ///
-/// A service answers with it as its error, or with an error that has it as its [source](Error::source), however deep. What is neither
-/// is tried again after the [backoff](super::DelayQueueWorker::backoff) of the worker, but for what the layers of this crate
+/// A service answers with it as its error, or with an error that has it as its [source](Error::source), however deep, or that shows it as its own, as
+/// `anyhow` and `#[error(transparent)]` do. The outermost one counts. What is neither is tried again after the [backoff](super::DelayQueueWorker::backoff) of the worker, but for what the layers of this crate
 /// say: see [`DelayQueueWorker`](super::DelayQueueWorker#what-becomes-of-a-job).
 ///
 /// ```
@@ -32,6 +31,12 @@ use crate::rate_limit::RateLimited;
 /// ```
 #[derive(Debug)]
 pub struct Outcome {
+    said: Said,
+}
+
+/// What an [`Outcome`] says, as an error of its own beneath it: whoever wraps that one and passes on its source hides it, but not this.
+#[derive(Debug)]
+struct Said {
     kind: Kind,
     source: Option<BoxError>,
 }
@@ -46,7 +51,7 @@ enum Kind {
 
 impl Outcome {
     const fn new(kind: Kind) -> Self {
-        Self { kind, source: None }
+        Self { said: Said { kind, source: None } }
     }
 
     /// The attempt has failed, and the next one is to be made after `delay`; the job is dead if this was the last one.
@@ -76,14 +81,14 @@ impl Outcome {
     /// What has led to it, which is noted with the job. Defaults to nothing.
     #[must_use]
     pub fn because(mut self, error: impl Into<BoxError>) -> Self {
-        self.source = Some(error.into());
+        self.said.source = Some(error.into());
         self
     }
 }
 
 impl fmt::Display for Outcome {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match &self.kind {
+        match &self.said.kind {
             Kind::Retry(delay) => write!(f, "to be tried again after {delay:?}"),
             Kind::Snooze(delay) => write!(f, "put off for {delay:?}"),
             Kind::Dead(why) => f.write_str(why),
@@ -93,6 +98,23 @@ impl fmt::Display for Outcome {
 }
 
 impl Error for Outcome {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(&self.said)
+    }
+}
+
+impl fmt::Display for Said {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(match &self.kind {
+            Kind::Retry(_) => "the attempt has failed",
+            Kind::Snooze(_) => "the attempt does not count",
+            Kind::Dead(_) => "the job is dead",
+            Kind::Cancel => "the job is forgotten",
+        })
+    }
+}
+
+impl Error for Said {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         self.source.as_ref().map(|source| &**source as _)
     }
@@ -118,45 +140,31 @@ const SHORTEST_SNOOZE: Duration = Duration::from_millis(10);
 impl Verdict {
     /// What follows from the failure of an attempt.
     pub(super) fn of(error: &BoxError, attempt: u16, backoff: &Backoff) -> Self {
-        let mut next: Option<&(dyn Error + 'static)> = Some(&**error);
-        while let Some(cause) = next {
-            if let Some(verdict) = Self::of_one(cause, error) {
-                return verdict;
-            }
-            next = cause.source();
-        }
-        Self::Ends(Ending::Retry { delay: backoff.delay(attempt), error: note(error) })
+        let said = causes(&**error).find_map(|cause| Self::of_one(cause, error));
+        said.unwrap_or_else(|| Self::Ends(Ending::Retry { delay: backoff.delay(attempt), error: note(error) }))
     }
 
+    /// Looks for what lies beneath the errors that say something of a job, since those themselves may be hidden.
     fn of_one(cause: &(dyn Error + 'static), whole: &BoxError) -> Option<Self> {
-        if let Some(outcome) = cause.downcast_ref::<Outcome>() {
-            return Some(match &outcome.kind {
+        if let Some(said) = cause.downcast_ref::<Said>() {
+            return Some(match &said.kind {
                 Kind::Retry(delay) => Self::Ends(Ending::Retry { delay: bounded(*delay), error: note(whole) }),
                 Kind::Snooze(delay) => Self::Ends(Ending::Snooze { delay: bounded(*delay) }),
                 Kind::Dead(_) => Self::Ends(Ending::Dead { reason: Reason::Refused, error: note(whole) }),
                 Kind::Cancel => Self::Cancelled,
             });
         }
-        if let Some(limited) = cause.downcast_ref::<RateLimited>() {
-            return Some(match limited.retry_after() {
+        if let Some(denial) = cause.downcast_ref::<Denial>() {
+            return Some(match denial.wait() {
                 Some(wait) => Self::Limited(bounded(wait).max(SHORTEST_SNOOZE)),
                 // It asks for more than there ever is.
                 None => Self::Ends(Ending::Dead { reason: Reason::Refused, error: note(whole) }),
             });
         }
-        if let Some(error) = cause.downcast_ref::<OperationError>() {
-            return match error {
-                OperationError::InFlight { remaining } => Some(Self::busy(*remaining)),
-                _ => None,
-            };
+        if let Some(OperationError::InFlight { remaining }) = cause.downcast_ref() {
+            return Some(Self::busy(*remaining));
         }
-        let busy = match cause.downcast_ref::<LockError>() {
-            Some(LockError::Busy(busy)) => Some(busy.retry_after()),
-            Some(LockError::QueueFull(_)) => Some(LONGEST_FOR_LOCK),
-            Some(_) => None,
-            None => cause.downcast_ref::<Busy>().map(Busy::retry_after),
-        };
-        busy.map(Self::busy)
+        cause.downcast_ref().map(|Occupied(wait)| Self::busy(*wait))
     }
 
     fn busy(wait: Duration) -> Self {
@@ -174,8 +182,11 @@ pub(super) fn note(error: &BoxError) -> Arc<str> {
     let mut text = error.to_string();
     let mut next = error.source();
     while let Some(cause) = next.filter(|_| text.len() < MAX_NOTE) {
-        text.push_str(": ");
-        text.push_str(&cause.to_string());
+        // What these say the error above them has said already.
+        if !(cause.is::<Said>() || cause.is::<Denial>() || cause.is::<Occupied>()) {
+            text.push_str(": ");
+            text.push_str(&cause.to_string());
+        }
         next = cause.source();
     }
     let end = (0..=MAX_NOTE.min(text.len())).rev().find(|&end| text.is_char_boundary(end)).unwrap_or_default();
@@ -185,7 +196,11 @@ pub(super) fn note(error: &BoxError) -> Arc<str> {
 
 #[cfg(test)]
 mod tests {
+    use std::io;
+
     use super::*;
+    use crate::lock::{Busy, LockError, LockKey, QueueFull};
+    use crate::rate_limit::{Decision, LimitStatus, Policy, Quota, RateLimited};
 
     #[derive(Debug)]
     struct Wrapped(BoxError);
@@ -199,6 +214,22 @@ mod tests {
     impl Error for Wrapped {
         fn source(&self) -> Option<&(dyn Error + 'static)> {
             Some(&*self.0)
+        }
+    }
+
+    /// Shows another error as its own, as `anyhow` and `#[error(transparent)]` do: its source is that of the other.
+    #[derive(Debug)]
+    struct Transparent(BoxError);
+
+    impl fmt::Display for Transparent {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            self.0.fmt(f)
+        }
+    }
+
+    impl Error for Transparent {
+        fn source(&self) -> Option<&(dyn Error + 'static)> {
+            self.0.source()
         }
     }
 
@@ -225,6 +256,47 @@ mod tests {
         assert_eq!(verdict(Outcome::snooze(delay)), Verdict::Ends(Ending::Snooze { delay }));
         assert_eq!(verdict(deep()), Verdict::Ends(Ending::Snooze { delay }));
         assert_eq!(verdict(Wrapped(Outcome::cancel().into())), Verdict::Cancelled);
+    }
+
+    fn limited(decision: Decision) -> RateLimited {
+        RateLimited::new(Policy::new("mails", Quota::per_hour(5).fixed_window()), 1, decision)
+    }
+
+    /// The story of jobs that ran twenty times, though the first attempt had said that they were dead: with `anyhow` what it had said was not seen.
+    #[test]
+    fn what_says_something_of_a_job_is_heard_through_what_shows_it_as_its_own() {
+        let wait = Duration::from_secs(7);
+        let lock = LockKey::new("orders", "42");
+        let full = LimitStatus::new(5, 0, wait, wait);
+        let errors: [fn(LockKey, LimitStatus, Duration) -> BoxError; 11] = [
+            |_, _, wait| Outcome::retry_after(wait).because("busy").into(),
+            |_, _, wait| Outcome::snooze(wait).into(),
+            |_, _, _| Outcome::dead("no such customer").because("404").into(),
+            |_, _, _| Outcome::cancel().into(),
+            |lock, _, _| Outcome::dead("no such order").because(Busy::new(lock, Duration::ZERO)).into(),
+            |lock, _, _| Busy::new(lock, Duration::from_millis(300)).into(),
+            |lock, _, wait| LockError::Busy(Busy::new(lock, wait)).into(),
+            |lock, _, _| LockError::QueueFull(QueueFull::new(lock)).into(),
+            |_, _, wait| OperationError::InFlight { remaining: wait }.into(),
+            |_, full, _| limited(Decision::new([full])).into(),
+            |_, _, _| limited(Decision::never([0])).into(),
+        ];
+        for make in errors {
+            let error = || make(lock, full, wait);
+            let bare = verdict(error());
+            assert!(!matches!(&bare, Verdict::Ends(Ending::Retry { delay: Duration::ZERO, .. })), "{bare:?}");
+            let within = || Transparent(Box::new(Transparent(error())));
+            assert_eq!(verdict(within()), bare);
+            assert_eq!(verdict(io::Error::other(error())), bare);
+            assert_eq!(verdict(io::Error::other(within())), bare);
+
+            // And no text is there twice.
+            let mut texts: Vec<String> = causes(&*error()).map(ToString::to_string).collect();
+            let count = texts.len();
+            texts.sort_unstable();
+            texts.dedup();
+            assert_eq!(texts.len(), count, "{texts:?}");
+        }
     }
 
     #[test]

@@ -56,6 +56,9 @@ use crate::error::{BoxError, ConfigError, StoreError};
 /// | an error of the store that a layer asks | as with any error, so the attempt counts; a layer may be told to let jobs pass then |
 /// | by panicking | as with an error; where the service [cannot be cloned](Self::one_by_one) it goes on with the same one |
 ///
+/// What is named there is heard as one of the sources of the error, too, and where `anyhow`, `#[error(transparent)]` or [`io::Error::other`](std::io::Error::other)
+/// is around it. The outermost one counts.
+///
 /// That is noted by the store outside of the service: a layer that tries again in the process (`tower::retry`) is within one attempt.
 ///
 /// # How many

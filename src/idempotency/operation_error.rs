@@ -3,7 +3,7 @@ use std::fmt;
 use std::io;
 use std::time::Duration;
 
-use crate::error::{BoxError, ConfigError, StoreError};
+use crate::error::{BoxError, ConfigError, Occupied, StoreError};
 use crate::lock::HalfDone;
 
 /// Why an operation has no answer.
@@ -56,6 +56,8 @@ impl Error for OperationError {
             Self::Failed(error) => Some(&**error),
             Self::Config(error) => Some(error),
             Self::Store(error) => Some(error),
+            // For how long is no error that could be borrowed.
+            Self::InFlight { .. } => Some(Occupied::FOR_LONG),
             _ => None,
         }
     }

@@ -3,7 +3,7 @@ use std::fmt;
 use std::time::Duration;
 
 use super::lock_key::LockKey;
-use crate::error::{ConfigError, StoreError};
+use crate::error::{ConfigError, Occupied, StoreError};
 
 /// Why there is no lease, or no longer one. Each case is a type of its own, so "held by somebody else" and "the store is down"
 /// cannot be confused.
@@ -93,12 +93,12 @@ cases!(
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Busy {
     lock: LockKey,
-    retry_after: Duration,
+    occupied: Occupied,
 }
 
 impl Busy {
-    pub(super) const fn new(lock: LockKey, retry_after: Duration) -> Self {
-        Self { lock, retry_after }
+    pub(crate) const fn new(lock: LockKey, retry_after: Duration) -> Self {
+        Self { lock, occupied: Occupied(retry_after) }
     }
 
     /// Which lock.
@@ -110,7 +110,7 @@ impl Busy {
     /// When the lock is free at the latest, unless its holder renews it, as most do; it may be given back at any time.
     #[must_use]
     pub const fn retry_after(&self) -> Duration {
-        self.retry_after
+        self.occupied.0
     }
 }
 
@@ -120,7 +120,11 @@ impl fmt::Display for Busy {
     }
 }
 
-impl Error for Busy {}
+impl Error for Busy {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(&self.occupied)
+    }
+}
 
 /// So many wait for the lock that one more is not let in.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -129,7 +133,7 @@ pub struct QueueFull {
 }
 
 impl QueueFull {
-    pub(super) const fn new(lock: LockKey) -> Self {
+    pub(crate) const fn new(lock: LockKey) -> Self {
         Self { lock }
     }
 
@@ -146,7 +150,11 @@ impl fmt::Display for QueueFull {
     }
 }
 
-impl Error for QueueFull {}
+impl Error for QueueFull {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(Occupied::FOR_LONG)
+    }
+}
 
 /// Fewer replicas have the lease than it takes, so a failover could forget it.
 #[derive(Clone, Debug, PartialEq, Eq)]

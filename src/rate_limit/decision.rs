@@ -340,7 +340,7 @@ pub struct RateLimited {
     denial: Denial,
 }
 
-/// What one policy has said.
+/// What one policy has said. An error of its own beneath a [`RateLimited`]: whoever wraps that one and passes on its source hides it, but not this.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Denial {
     pub(crate) policy: Policy,
@@ -350,6 +350,11 @@ pub(crate) struct Denial {
 }
 
 impl Denial {
+    /// How long until all that stands in the way is over; `None` where no wait helps.
+    pub(crate) fn wait(&self) -> Option<Duration> {
+        self.decision.wait()
+    }
+
     /// Which of the limits stand in the way of this cost.
     pub(crate) fn violated(&self, cost: u32) -> impl Iterator<Item = (&str, &Limit)> {
         let never = self.decision.outcome() == Outcome::Never;
@@ -409,7 +414,7 @@ impl RateLimited {
     /// wait helps.
     #[must_use]
     pub fn retry_after(&self) -> Option<Duration> {
-        self.denial.decision.wait()
+        self.denial.wait()
     }
 
     /// The same in whole seconds, as `Retry-After` wants it: rounded up, and at least 1.
@@ -449,7 +454,19 @@ impl fmt::Display for RateLimited {
     }
 }
 
-impl Error for RateLimited {}
+impl Error for RateLimited {
+    fn source(&self) -> Option<&(dyn Error + 'static)> {
+        Some(&self.denial)
+    }
+}
+
+impl fmt::Display for Denial {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("nothing was charged")
+    }
+}
+
+impl Error for Denial {}
 
 /// The rejection of a request that says nothing about who is asking.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

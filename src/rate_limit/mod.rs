@@ -153,6 +153,7 @@ mod service;
 mod shards;
 mod store;
 
+pub(crate) use self::decision::Denial;
 pub use self::decision::{Decision, Denied, LimitStatus, MissingKey, Outcome, RateLimited, Receipt};
 pub use self::deny_cache::{DenyCache, DenyCacheStats};
 pub use self::future::ResponseFuture;
