@@ -2063,6 +2063,39 @@ async fn a_checkpoint_survives_a_request_that_is_refused_before_its_handler_begi
     assert_eq!(response.into_body().collect().await.unwrap().to_bytes(), "charged");
 }
 
+/// The story of a payment that was shipped with the receipt of another one: its next attempt was given a checkpoint of a handler that had been sent something else, and
+/// had put it down before it read that.
+#[tokio::test(start_paused = true)]
+async fn a_checkpoint_of_a_handler_that_was_sent_another_body_is_nobodys() {
+    for keep in [Keep::SafeRetry, Keep::Success] {
+        let runs = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&runs);
+        let guard = layer(MemoryBackend::new()).keep(keep);
+        let service = guard.clone().layer(service_fn(move |request: Request<FingerprintedBody<Stream>>| {
+            let run = counted.fetch_add(1, Ordering::SeqCst) + 1;
+            async move {
+                let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
+                let last = operation.last_checkpoint().map_or(Vec::new(), |last| last.data().to_vec());
+                operation.checkpoint("begun", run.to_string()).await.unwrap();
+                request.into_body().collect().await.unwrap();
+                operation.checkpoint("charged", run.to_string()).await.unwrap();
+                let status = if run == 1 { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
+                Ok::<_, Infallible>(Response::builder().status(status).body(full(last)).unwrap())
+            }
+        }));
+        let app = BoxCloneService::new(service);
+        assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+        let other = ask(&app, request("k", of(&["thou", "san"]))).await;
+        assert_eq!(problem(other).await, (422, "key-reused".into()));
+        assert_eq!(runs.load(Ordering::SeqCst), 2);
+        guard.drained().await;
+        assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()), "{keep:?}");
+        sleep(Duration::from_secs(60)).await;
+        assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()), "{keep:?}");
+        assert_eq!(runs.load(Ordering::SeqCst), 2);
+    }
+}
+
 /// The story of requests that were told that they might have had effects, and left operations of unknown outcome, though nothing had been begun: the store was
 /// slower than the lease is long.
 #[tokio::test(start_paused = true)]

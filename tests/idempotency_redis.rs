@@ -18,6 +18,7 @@ use tokio::sync::Notify;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::http::{FingerprintedBody, HeaderKey, IdempotentBody, header};
+use tollgate::idempotency::IdempotencyHandle;
 use tollgate::{IdempotencyLayer, RedisBackend};
 use tower::util::BoxCloneService;
 use tower::{Layer, ServiceExt, service_fn};
@@ -72,6 +73,33 @@ impl Dice {
         mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
         (mixed ^ (mixed >> 31)) % end
     }
+}
+
+/// A checkpoint that was put down before it was known that the body is another one is not handed to whoever sends the right one.
+#[tokio::test]
+async fn a_checkpoint_of_a_handler_that_was_sent_another_body_is_nobodys() {
+    let server = RedisServer::start();
+    let runs = Arc::new(AtomicU64::new(0));
+    let counted = Arc::clone(&runs);
+    let guard = guard(&server).await.deadline(Duration::from_secs(5));
+    let service = guard.clone().layer(service_fn(move |request: Request<FingerprintedBody<Full<Bytes>>>| {
+        let run = counted.fetch_add(1, Ordering::SeqCst);
+        async move {
+            let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
+            operation.checkpoint("begun", run.to_string()).await.unwrap();
+            request.into_body().collect().await.unwrap();
+            operation.checkpoint("charged", run.to_string()).await.unwrap();
+            let status = if run == 0 { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
+            Ok::<_, Infallible>(Response::builder().status(status).body(Full::<Bytes>::default()).unwrap())
+        }
+    }));
+    for (body, status) in [("hundred", 503), ("thousan", 422), ("hundred", 409)] {
+        let answer = service.clone().oneshot(pay("alice", "k", body)).await.unwrap();
+        assert_eq!(answer.status(), status, "{body}");
+        drop(answer);
+        guard.drained().await;
+    }
+    assert_eq!(runs.load(Ordering::SeqCst), 2);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

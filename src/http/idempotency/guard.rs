@@ -180,16 +180,11 @@ where
             panic!("ResponseFuture polled after completion")
         };
         let Shared { settings, answer, .. } = &*shared;
-        let (outcome, answered) = match course.at_work(|| Come::of(&course, settings, served)) {
+        let (outcome, answered) = match course.at_work(|| Come::of(settings, served)) {
             Come::Whole(outcome, answered) => (outcome, answered.map_err(|error| answer.error(error))),
             Come::Part(start) => return Poll::Ready(Ok(start.go_on(course, Arc::clone(settings)))),
-            Come::Nothing(rejection) => {
-                let may_begin_again = settings.on_unknown == OnUnknown::Retry || settings.keep.gives_failures_back();
-                if matches!(rejection, Rejection::Mismatch) && may_begin_again {
-                    // Those who send the same as the attempt before need not wait for the end of this one's lease, after which nobody might be served.
-                    course.gives_back();
-                }
-                let mut answered = settings.reject(answer, rejection);
+            Come::Nothing => {
+                let mut answered = settings.reject(answer, course.breaks_off(settings));
                 if has_begun && let Ok(response) = &mut answered {
                     response.extensions_mut().remove::<NothingDone>();
                 }

@@ -23,7 +23,9 @@ use super::future::Answer;
 use super::layer::Settings;
 use crate::error::BoxError;
 use crate::http::lock::CutOff;
-use crate::idempotency::{Attempt, Completion, HasPayload as _, Keep, OnDisconnect, Rejection, Running, Settlement};
+use crate::idempotency::{
+    Attempt, Completion, HasPayload as _, Keep, OnDisconnect, OnUnknown, Rejection, Running, Settlement,
+};
 use crate::reject::{NothingDone, OutcomeUnknown};
 
 /// How many pieces of an answer may lie between the handler and its caller while all of them are recorded anyway.
@@ -97,6 +99,26 @@ impl Course {
         })
     }
 
+    /// What the handler was dropped for half way. Its operation is left to the end of its lease, but for one that was sent another body.
+    pub(super) fn breaks_off(&mut self, settings: &Settings) -> Rejection {
+        match self.attempt.order().body().unfit() {
+            Some(Unfit::Differs) => {
+                let may_begin_again = settings.on_unknown == OnUnknown::Retry || settings.keep.gives_failures_back();
+                // Those who send the same as the attempt before need not wait for the end of this one's lease, after which nobody might be served. But
+                // they would take a checkpoint of this one for one of theirs.
+                if may_begin_again && !self.attempt.has_checkpoint() {
+                    self.gives_back();
+                }
+                Rejection::Mismatch
+            }
+            Some(Unfit::TooLarge) => Rejection::TooLarge { has_begun: true },
+            None => {
+                self.is_cancelled();
+                Rejection::Cancelled
+            }
+        }
+    }
+
     /// What is dropped then is left to the end of its lease.
     fn is_cancelled(&self) {
         let order = self.attempt.order();
@@ -149,8 +171,8 @@ pub(super) enum Come<R, E> {
     Whole(Outcome, Answer<R, E>),
     /// An answer of which more is to come. Boxed, so that those that are whole need no room for it.
     Part(Box<Start<R>>),
-    /// The handler was cancelled.
-    Nothing(Rejection),
+    /// The handler was dropped half way.
+    Nothing,
 }
 
 /// The beginning of an answer.
@@ -167,21 +189,11 @@ where
     R::Error: Into<BoxError>,
 {
     /// Looks at what is there already, which is all of it more often than not. `served` is `None` if it has taken too long.
-    pub(super) fn of(course: &Course, settings: &Settings, served: Option<Result<Response<R>, E>>) -> Self {
+    pub(super) fn of(settings: &Settings, served: Option<Result<Response<R>, E>>) -> Self {
         let (parts, body) = match served {
             Some(Ok(response)) => response.into_parts(),
             Some(Err(error)) => return Self::Whole(Outcome::Failed, Err(error)),
-            None => {
-                return Self::Nothing(match course.attempt.order().body().unfit() {
-                    // What the attempt before has done is as unknown as it was.
-                    Some(Unfit::Differs) => Rejection::Mismatch,
-                    Some(Unfit::TooLarge) => Rejection::TooLarge { has_begun: true },
-                    None => {
-                        course.is_cancelled();
-                        Rejection::Cancelled
-                    }
-                });
-            }
+            None => return Self::Nothing,
         };
         let recorder = Recorder::new(parts.status, &parts.headers, settings.keeps_cookies, settings.max_answer);
         let mut stream = Stream::new(body, recorder, Judge::new(settings.keep, &parts));
