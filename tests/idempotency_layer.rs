@@ -2096,6 +2096,39 @@ async fn a_checkpoint_of_a_handler_that_was_sent_another_body_is_nobodys() {
     }
 }
 
+/// The same where the answer of that handler had begun before it read the rest: whoever sent the right body was told that the outcome was unknown.
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_has_begun_for_another_body_gives_the_operation_back() {
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&runs);
+    let guard = layer(MemoryBackend::new());
+    let service = guard.clone().layer(service_fn(move |request: Request<FingerprintedBody<Stream>>| {
+        let run = counted.fetch_add(1, Ordering::SeqCst) + 1;
+        async move {
+            let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
+            if run == 1 {
+                request.into_body().collect().await.unwrap();
+                operation.checkpoint("charged", "").await.unwrap();
+                return Ok::<_, Infallible>(status(StatusCode::SERVICE_UNAVAILABLE));
+            }
+            assert!(operation.last_checkpoint().is_some());
+            Ok(Response::new(request.into_body().boxed()))
+        }
+    }));
+    let app = BoxCloneService::new(service);
+    assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+    let (sender, body) = stream();
+    let other = ask(&app, request("k", body)).await;
+    assert_eq!(other.status(), StatusCode::OK);
+    sender.send(data("thou")).unwrap();
+    sender.send(data("san")).unwrap();
+    assert!(other.into_body().collect().await.is_err());
+    guard.drained().await;
+    assert_eq!(text(ask(&app, pay("k")).await).await, "hundred");
+    assert!(is_replay(&ask(&app, pay("k")).await));
+    assert_eq!(runs.load(Ordering::SeqCst), 3);
+}
+
 /// The story of requests that were told that they might have had effects, and left operations of unknown outcome, though nothing had been begun: the store was
 /// slower than the lease is long.
 #[tokio::test(start_paused = true)]

@@ -297,7 +297,12 @@ where
             let mut passing = pin!(self.pass_on(&pieces));
             poll_fn(|cx| course.poll_under_lease(passing.as_mut(), cx)).await
         };
-        let Some(stop) = stop else { return course.is_cancelled() };
+        let Some(stop) = stop else {
+            // The handler goes before anything else is done.
+            drop(self);
+            course.breaks_off(&settings);
+            return;
+        };
         let max_run = settings.max_run.min(FOREVER);
         let outcome = self.outcome(self.chunks.iter(), matches!(stop, Stop::End));
         let (running, settling) = course.settle(outcome, &settings);
