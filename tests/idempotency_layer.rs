@@ -29,7 +29,10 @@ use tollgate::idempotency::{
 use tollgate::lock::{Cursor, Scope};
 use tollgate::reject::{AsResponse, NothingDone, OutcomeUnknown, Reject};
 use tollgate::testing::{Failure, FaultStore, Verb};
-use tollgate::{ConfigError, Everyone, IdempotencyLayer, Key, LockLayer, MemoryBackend, Policy, Quota, RateLimitLayer};
+use tollgate::{
+    AsError, ConfigError, Everyone, IdempotencyLayer, Key, LockError, LockLayer, MemoryBackend, Policy, Quota,
+    RateLimitLayer,
+};
 use tower::limit::ConcurrencyLimitLayer;
 use tower::util::BoxCloneService;
 use tower::{Layer, Service as _, ServiceBuilder, ServiceExt, service_fn};
@@ -1245,13 +1248,20 @@ async fn a_handler_that_a_lock_layer_inside_cancels_has_an_outcome_that_nobody_k
         let lock = || LockLayer::new(MemoryBackend::new()).max_hold(Duration::from_secs(1));
         let http = guard().layer(lock().layer(service_fn(pending)));
         let grpc = guard().layer(lock().with_rejection(AsStatus::new()).layer(service_fn(pending)));
+        let plain = guard().layer(lock().with_rejection(AsError).layer(service_fn(pending)));
         assert_eq!(http.clone().oneshot(pay("k")).await.unwrap().status(), 503, "{keep:?}");
         let lost = grpc.clone().oneshot(pay("k")).await.unwrap();
         assert_eq!(lost.headers()["grpc-status"], "10", "{keep:?}");
+        let lost = plain.clone().oneshot(pay("k")).await.unwrap_err();
+        assert!(lost.downcast_ref().is_some_and(LockError::is_lost), "{keep:?}: {lost:?}");
 
         sleep(Duration::from_secs(10)).await;
+        let plain = plain.oneshot(pay("k")).await.unwrap().into_body().collect().await.unwrap().to_bytes();
+        let mut problems = vec![plain];
         for again in [http.oneshot(pay("k")).await, grpc.oneshot(pay("k")).await] {
-            let problem = again.unwrap().into_body().collect().await.unwrap().to_bytes();
+            problems.push(again.unwrap().into_body().collect().await.unwrap().to_bytes());
+        }
+        for problem in problems {
             assert!(String::from_utf8_lossy(&problem).contains("outcome-unknown"), "{keep:?}: {problem:?}");
         }
     }

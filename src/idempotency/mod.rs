@@ -152,8 +152,9 @@
 //! Outside of a [`RateLimitLayer`](crate::RateLimitLayer) a replay is not charged against the quota; put a second limit outside for what the
 //! replays themselves cost. Outside of a [`LockLayer`](crate::LockLayer) a replay does not wait for the lock. What either of them turns away with a response is
 //! not kept, whatever its status. What they turn away [with an error](crate::AsError) is a failure as any other, since whoever gets one cannot tell whether a handler
-//! has failed with it half way: with [`Keep::All`] the outcome is unknown then. So it is, whatever is kept, of a handler that a `LockLayer` has cancelled with a response since its lock was lost,
-//! and of one whose answer it has cut off for that before the record had it: one that is too large is recorded before its end. Put it
+//! has failed with it half way: with [`Keep::All`] the outcome is unknown then. So it is, whatever is kept, of a handler that a `LockLayer` has cancelled since its lock was lost, by what that
+//! answers: a response with `tollgate::reject::OutcomeUnknown`, which a [`Reject`](crate::reject::Reject) of your own has to put there itself, or a [`BoxError`](crate::BoxError) with
+//! [`LockError::Lost`](crate::LockError::Lost) among its causes; and of one whose answer it has cut off for that before the record had it: one that is too large is recorded before its end. Put it
 //! inside of what makes gRPC-Web of gRPC, the status of which is not seen here, inside of compression, since the next client may not accept what this one does, and inside of what finds out who is calling.
 //!
 //! Of two layers over each other, one around a router and one at a route for instance, that find the same scope and the same key in a request, the

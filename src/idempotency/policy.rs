@@ -1,7 +1,7 @@
 /// Which answers are kept, so that the same request gets them again, and what becomes of an operation that has failed. Defaults to [`SafeRetry`](Self::SafeRetry).
 ///
 /// An answer that is not kept is as if nothing had happened: the next request with the key is served again. None of them keeps what a layer of
-/// this crate on the inside has turned away with a response (an error of [`AsError`](crate::AsError) is a failure as any other), nor an answer with `tollgate::reject::NothingDone` in its extensions. One with
+/// this crate on the inside has turned away with a response (an error of [`AsError`](crate::AsError) is a failure as any other, but for that of a lock that was lost half way), nor an answer with `tollgate::reject::NothingDone` in its extensions. One with
 /// `tollgate::reject::OutcomeUnknown` in them is neither kept nor given back: the outcome is unknown when the lease has ended.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]

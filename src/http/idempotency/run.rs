@@ -1,5 +1,6 @@
 //! How an operation is done, from its handler to its record.
 
+use std::any::Any;
 use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::Arc;
@@ -21,11 +22,12 @@ use super::body::{AbortOnDrop, Chunks, IdempotentBody, Piece};
 use super::fingerprint::{Reading, Unfit};
 use super::future::Answer;
 use super::layer::Settings;
-use crate::error::BoxError;
+use crate::error::{BoxError, causes};
 use crate::http::lock::CutOff;
 use crate::idempotency::{
     Attempt, Completion, HasPayload as _, Keep, OnDisconnect, OnUnknown, Rejection, Running, Settlement,
 };
+use crate::lock::HalfDone;
 use crate::reject::{NothingDone, OutcomeUnknown};
 
 /// How many pieces of an answer may lie between the handler and its caller while all of them are recorded anyway.
@@ -187,12 +189,16 @@ impl<R, E> Come<R, E>
 where
     R: Body<Data = Bytes>,
     R::Error: Into<BoxError>,
+    E: 'static,
 {
     /// Looks at what is there already, which is all of it more often than not. `served` is `None` if it has taken too long.
     pub(super) fn of(settings: &Settings, served: Option<Result<Response<R>, E>>) -> Self {
         let (parts, body) = match served {
             Some(Ok(response)) => response.into_parts(),
-            Some(Err(error)) => return Self::Whole(Outcome::Failed, Err(error)),
+            Some(Err(error)) => {
+                let outcome = if has_lost_its_lock(&error) { Outcome::Unknown } else { Outcome::Failed };
+                return Self::Whole(outcome, Err(error));
+            }
             None => return Self::Nothing,
         };
         let recorder = Recorder::new(parts.status, &parts.headers, settings.keeps_cookies, settings.max_answer);
@@ -205,6 +211,12 @@ where
             Self::Part(Box::new(Start { parts, chunks, stream, hint }))
         }
     }
+}
+
+/// Whether a handler has failed since its lock was lost half way. Errors of other types than [`BoxError`] are not looked into.
+fn has_lost_its_lock<E: 'static>(error: &E) -> bool {
+    let error = (error as &dyn Any).downcast_ref::<BoxError>();
+    error.is_some_and(|error| causes(&**error).any(<dyn std::error::Error>::is::<HalfDone>))
 }
 
 impl<R> Start<R>
