@@ -9,7 +9,7 @@ use std::collections::HashMap;
 use std::future::poll_fn;
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
-use std::task::Poll;
+use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use tokio::task::{JoinSet, yield_now};
@@ -20,6 +20,7 @@ use crate::lock::{
     Acquired, Claim, LeaseState, Line, LockError, LockKey, LockStore, Locks, LossReason, Release, Released, Renewal,
     RwLocks, Scope, Segment, Segmented, Semaphore, Token,
 };
+use crate::testing::observed::Observed;
 
 /// A lease that no test sees the end of, however slow the machine.
 const LONG: Duration = Duration::from_secs(60);
@@ -174,7 +175,7 @@ pub async fn many_leases_are_renewed_at_once<S: LockStore>(store: S) {
     let renewals: Vec<_> =
         (0..300_u32).map(|i| Renewal::new(LockKey::new("many", i), claim(LONG).token, LONG)).collect();
     for renewal in renewals.iter().step_by(3) {
-        take(&store, &renewal.lock, &Claim::new(renewal.token, SHORT)).await;
+        take(&store, &renewal.lock, &Claim::new(renewal.token, LONG)).await;
     }
     let answers = store.renew(&renewals).await.unwrap();
     let expected: Vec<_> = (0..300).map(|i| i % 3 == 0).collect();
@@ -379,14 +380,17 @@ pub async fn those_who_wait_are_served_in_order<S: LockStore + Clone + Send + Sy
 pub async fn a_line_is_bounded<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let locks = locks(&store).max_waiters(2).wait(LONG);
     let lease = locks.lock("a").await.unwrap();
-    let waiter = || tokio::spawn(locks.lock("a").into_future());
+    let waiter = || {
+        let mut waiting = locks.lock("a").into_future();
+        // In the line as soon as it is asked for.
+        assert!(waiting.as_mut().poll(&mut Context::from_waker(Waker::noop())).is_pending());
+        tokio::spawn(waiting)
+    };
     let (one, other) = (waiter(), waiter());
-    sleep(Duration::from_millis(100)).await;
     assert!(matches!(locks.lock("a").await, Err(LockError::QueueFull(_))));
     one.abort();
     let _ = one.await;
     let third = waiter();
-    sleep(Duration::from_millis(100)).await;
     assert!(matches!(locks.lock("a").await, Err(LockError::QueueFull(_))));
     drop(lease);
     drop(other.await.unwrap().unwrap());
@@ -749,6 +753,7 @@ pub async fn fair_locks_are_had_in_the_order_in_which_they_were_asked_for<
 >(
     store: S,
 ) {
+    let store = Observed::new(store);
     let clients = [(); 3].map(|()| locks(&store).fair().wait(LONG));
     let lease = clients[0].lock("a").await.unwrap();
     let served = Arc::new(Mutex::new(Vec::new()));
@@ -766,7 +771,7 @@ pub async fn fair_locks_are_had_in_the_order_in_which_they_were_asked_for<
             });
         }
         // In the line before the next one comes.
-        sleep(Duration::from_millis(50)).await;
+        store.has_line_of(i + 1).await;
     }
     for locks in &clients {
         assert!(locks.try_lock("a").await.is_err_and(|error| error.is_busy()));
@@ -841,6 +846,7 @@ pub async fn readers_share_and_writers_do_not<S: LockStore + Clone + Send + Sync
 
 /// Readers who come while a writer waits stand behind it, and get in together once it is done; so do writers behind readers.
 pub async fn readers_do_not_pass_a_writer_who_waits<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let store = Observed::new(store);
     let clients = [rw_locks(&store), rw_locks(&store)];
     let reader = clients[0].read("a").await.unwrap();
     let served = Arc::new(Mutex::new(Vec::new()));
@@ -855,7 +861,7 @@ pub async fn readers_do_not_pass_a_writer_who_waits<S: LockStore + Clone + Send 
             drop(lease);
         });
         // In the line before the next one comes.
-        sleep(Duration::from_millis(100)).await;
+        store.has_line_of(i + 1).await;
         assert!(clients[1].try_read("a").await.is_err_and(|error| error.is_busy()), "a writer waits");
     }
     let freed = Instant::now();
@@ -1011,6 +1017,7 @@ pub async fn readers_and_writers_never_meet<S: LockStore + Clone + Send + Sync +
 
 /// Whoever gives up waiting for readers, or for a writer, leaves the line, and holds nobody up.
 pub async fn who_gives_up_leaves_the_line<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let store = Observed::new(store);
     let (here, there) = (rw_locks(&store), rw_locks(&store));
     let reader = here.read("a").await.unwrap();
     // By its time, and by being dropped.
@@ -1019,9 +1026,9 @@ pub async fn who_gives_up_leaves_the_line<S: LockStore + Clone + Send + Sync + '
     let begun = Instant::now();
     drop(there.read("a").await.unwrap());
     let writer = tokio::spawn(there.write("a").into_future());
-    sleep(Duration::from_millis(300)).await;
+    store.has_line_of(1).await;
     let next = tokio::spawn(here.read("a").into_future());
-    sleep(Duration::from_millis(300)).await;
+    store.has_line_of(2).await;
     assert!(!next.is_finished());
     writer.abort();
     drop(next.await.unwrap().unwrap());
@@ -1029,7 +1036,7 @@ pub async fn who_gives_up_leaves_the_line<S: LockStore + Clone + Send + Sync + '
     // So many may wait in one process.
     let few = RwLocks::new(store.clone()).max_waiters(1).wait(LONG).deadline(Duration::from_secs(10));
     let waiters = [(); 2].map(|()| tokio::spawn(few.write("a").into_future()));
-    sleep(Duration::from_millis(200)).await;
+    store.has_line_of(2).await;
     assert!(matches!(few.write("a").await, Err(LockError::QueueFull(_))));
     assert!(few.try_write("a").await.is_err_and(|error| error.is_busy()));
     waiters.iter().for_each(tokio::task::JoinHandle::abort);

@@ -12,6 +12,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep, timeout};
 
 use crate::lock::{Cursor, LockAdmin, LockError, LockRegistry, LockStatus, LockStore, Locks, LossReason, Semaphore};
+use crate::testing::observed::Observed;
 
 /// Every wait that must end ends in this time.
 const LONG: Duration = Duration::from_secs(20);
@@ -124,26 +125,30 @@ pub async fn a_lock_can_be_taken_away<S: LockRegistry + Clone + Send + Sync + 's
 
 /// Who stands in line gets what was taken away at once: nobody in particular is told, so all of them are.
 pub async fn who_is_first_in_line_gets_what_is_taken_away<S: LockRegistry + Clone + Send + Sync + 'static>(store: S) {
-    let (here, there) = (locks(&store).fair(), locks(&store).fair().wait(LONG));
     let admin = admin(&store);
-    let lease = here.lock("a").await.unwrap();
-    let mut waiters = Vec::new();
-    let begun = Instant::now();
-    for _ in 0..2 {
-        waiters.push(tokio::spawn(there.lock("a").into_future()));
-        // Until it stands in line and listens.
-        sleep(Duration::from_millis(100)).await;
+    let store = Observed::new(store);
+    let (here, there) = (locks(&store).fair().wait(LONG), locks(&store).fair().wait(LONG));
+    let mut took = Vec::new();
+    // Who is not told in time for want of a processor is in one of a few tries; who only looks is late in all of them.
+    while took.last().is_none_or(|took| *took >= Duration::from_millis(500)) {
+        assert!(took.len() < 5, "it took {took:?} to be told");
+        let lease = here.lock("a").await.unwrap();
+        let mut waiters = Vec::new();
+        let begun = Instant::now();
+        for count in 1..=2 {
+            waiters.push(tokio::spawn(there.lock("a").into_future()));
+            store.has_line_of(count).await;
+        }
+        let second = waiters.pop().unwrap();
+        admin.force_unlock("a").await.unwrap();
+        let next = timeout(LONG, waiters.pop().unwrap()).await.unwrap().unwrap().unwrap();
+        // Who is not told looks half a second after it did so before, which was no earlier than this began.
+        took.push(begun.elapsed());
+        assert!(next.fence() > lease.fence());
+        assert!(!second.is_finished(), "it comes after the first");
+        next.release().await.unwrap();
+        timeout(LONG, second).await.unwrap().unwrap().unwrap().release().await.unwrap();
     }
-    let second = waiters.pop().unwrap();
-    admin.force_unlock("a").await.unwrap();
-    let next = timeout(LONG, waiters.pop().unwrap()).await.unwrap().unwrap().unwrap();
-    // Who is not told looks half a second after it did so before, which was no earlier than this began.
-    assert!(begun.elapsed() < Duration::from_millis(500), "{:?}", begun.elapsed());
-    assert!(next.fence() > lease.fence());
-    assert!(!second.is_finished(), "it comes after the first");
-    next.release().await.unwrap();
-    drop(timeout(LONG, second).await.unwrap().unwrap().unwrap());
-    drop(lease);
 }
 
 /// A list has every lock that is held, page by page, and nothing else.

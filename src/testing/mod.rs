@@ -105,6 +105,7 @@ pub mod idempotency_registry_contract;
 mod job;
 pub mod lock_contract;
 pub mod lock_registry_contract;
+mod observed;
 
 pub use self::exhaust::exhaust;
 pub use self::fault::{Failure, FaultStore, Faults, Verb};

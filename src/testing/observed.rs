@@ -1,0 +1,82 @@
+use std::collections::HashMap;
+use std::sync::Arc;
+use std::time::Duration;
+
+use tokio::sync::watch;
+use tokio::time::timeout;
+
+use crate::error::StoreError;
+use crate::lock::{Acquired, Claim, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+
+/// For how long somebody is waited for, however slow the machine.
+const LONG: Duration = Duration::from_secs(60);
+
+/// A store that notes who stands in line. Clones note it in one place.
+#[derive(Clone)]
+pub(super) struct Observed<S> {
+    inner: S,
+    // How often each has heard so since they came.
+    in_line: Arc<watch::Sender<HashMap<Token, u64>>>,
+}
+
+impl<S> Observed<S> {
+    pub(super) fn new(inner: S) -> Self {
+        Self { inner, in_line: Arc::new(watch::Sender::new(HashMap::new())) }
+    }
+
+    /// Waits until so many stand in line and listen: whoever hears of a place begins to listen, and asks again then.
+    pub(super) async fn has_line_of(&self, count: usize) {
+        let mut in_line = self.in_line.subscribe();
+        let is_so = |in_line: &HashMap<Token, u64>| in_line.values().filter(|heard| **heard > 1).count() == count;
+        assert!(timeout(LONG, in_line.wait_for(is_so)).await.is_ok(), "there never was a line of {count}");
+    }
+}
+
+impl<S: LockStore + Sync> LockStore for Observed<S> {
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        let answer = self.inner.acquire(lock, claim).await;
+        self.in_line.send_modify(|in_line| match answer {
+            Ok(Acquired::InLine { .. }) => *in_line.entry(claim.token).or_default() += 1,
+            Ok(_) => _ = in_line.remove(&claim.token),
+            Err(_) => {}
+        });
+        answer
+    }
+
+    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        self.inner.acquire_all(wanted).await
+    }
+
+    fn shard(&self, lock: &LockKey) -> u32 {
+        self.inner.shard(lock)
+    }
+
+    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
+        self.inner.renew(renewals).await
+    }
+
+    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
+        self.in_line.send_modify(|in_line| _ = in_line.remove(token));
+        self.inner.release(lock, token).await
+    }
+
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+        self.inner.watch(lock, in_line).await
+    }
+
+    async fn name(&self, lock: &LockKey, token: &Token, name: &str) -> Result<(), StoreError> {
+        self.inner.name(lock, token, name).await
+    }
+
+    async fn ask_holders(&self, lock: &LockKey) -> Result<(), StoreError> {
+        self.inner.ask_holders(lock).await
+    }
+
+    async fn watch_asks(&self, lock: &LockKey) -> Wakeups {
+        self.inner.watch_asks(lock).await
+    }
+
+    fn scope(&self) -> Scope {
+        self.inner.scope()
+    }
+}
