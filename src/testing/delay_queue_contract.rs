@@ -19,6 +19,8 @@ use crate::delay_queue::{
 
 /// A lease that no test sees the end of, however slow the machine.
 const LONG: Duration = Duration::from_secs(60);
+/// A time whose end can be waited for, with room for a machine that is slow to do what has to be done before.
+const SHORT: Duration = Duration::from_secs(2);
 /// How many jobs there may be.
 const MANY: u64 = 1_000_000;
 
@@ -108,7 +110,7 @@ pub async fn a_job_is_claimed_once_and_gone_when_it_is_done<S: DelayQueueStore>(
 
 /// A job is claimed when its delay is over, and not before; who waits is told how long.
 pub async fn a_job_is_not_claimed_before_it_is_due<S: DelayQueueStore>(store: S) {
-    let delay = Duration::from_millis(500);
+    let delay = SHORT;
     push(&store, &[later("a", delay)]).await;
     let early = ask(&store, 1).await;
     let next = early.next.expect("a job is waiting");
@@ -131,11 +133,10 @@ pub async fn a_job_is_not_claimed_before_it_is_due<S: DelayQueueStore>(store: S)
 /// A lease that is extended lasts; one that is not ends, and the job is claimed anew with a larger token.
 pub async fn a_job_comes_back_when_its_lease_has_ended<S: DelayQueueStore>(store: S) {
     push(&store, &[job("a"), job("b")]).await;
-    let brief = Duration::from_millis(300);
-    let first = store.claim(&queue(), &[], &claim(2, brief)).await.unwrap().jobs;
+    let first = store.claim(&queue(), &[], &claim(2, SHORT)).await.unwrap().jobs;
     let extended = store.extend(&queue(), &[first[0].ticket()], LONG).await.unwrap();
     assert_eq!(extended, [Extended::Held]);
-    sleep(brief * 2).await;
+    sleep(SHORT + Duration::from_millis(20)).await;
     let second = take(&store, &["b"]).await;
     assert!(second[0].token > first[1].token);
     assert_eq!(second[0].job.attempt, 2);
@@ -213,12 +214,11 @@ pub async fn a_unique_key_keeps_others_out<S: DelayQueueStore>(store: S) {
     assert_eq!(add(&store, with_key("d", UniqueFor::Waiting)).await, Admission::New);
     assert_eq!(store.drain(&queue(), 10).await.unwrap(), 1);
 
-    let time = Duration::from_millis(500);
-    assert_eq!(add(&store, with_key("e", UniqueFor::Time(time))).await, Admission::New);
+    assert_eq!(add(&store, with_key("e", UniqueFor::Time(SHORT))).await, Admission::New);
     let jobs = take(&store, &["e"]).await;
     assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
     assert_eq!(add(&store, with_key("f", while_there)).await, exists("e"));
-    sleep(time * 2).await;
+    sleep(SHORT + Duration::from_millis(20)).await;
     assert_eq!(add(&store, with_key("f", while_there)).await, Admission::New);
 }
 
@@ -312,13 +312,12 @@ pub async fn attempts_are_counted_and_given_back<S: DelayQueueStore>(store: S) {
 pub async fn what_is_put_back_waits<S: DelayQueueStore>(store: S) {
     push(&store, &["a", "b", "c", "d"].map(job)).await;
     let jobs = take(&store, &["a", "b", "c", "d"]).await;
-    let delay = Duration::from_millis(500);
-    let endings = [Ending::Snooze { delay }, retry(delay), Ending::Release, retry(Duration::ZERO)];
+    let endings = [Ending::Snooze { delay: SHORT }, retry(SHORT), Ending::Release, retry(Duration::ZERO)];
     for (job, ending) in jobs.iter().zip(endings) {
         assert_eq!(finish(&store, job, ending).await, Finished::Done);
     }
     take(&store, &["c", "d"]).await;
-    sleep(delay + Duration::from_millis(2)).await;
+    sleep(SHORT + Duration::from_millis(2)).await;
     take(&store, &["a", "b"]).await;
 }
 
@@ -455,12 +454,13 @@ pub async fn who_waits_is_woken_by_an_earlier_job<S: DelayQueueStore>(store: S) 
     let worker = claim(1, LONG);
     let mut wakeups = store.watch(&queue(), worker.worker).await;
     push(&store, &[later("z", LONG)]).await;
-    for (id, delay) in [("b", 1), ("a", 0)] {
+    // A worker looks now and then by itself, so what is due much later than that need not wake it.
+    for (id, delay) in [("b", SHORT * 2), ("a", Duration::ZERO)] {
         // Nothing to do until then.
         let claimed = store.claim(&queue(), &[], &worker).await.unwrap();
         assert!(claimed.jobs.is_empty());
         while timeout(Duration::from_millis(50), wakeups.next()).await.is_ok() {}
-        push(&store, &[later(id, Duration::from_secs(delay))]).await;
+        push(&store, &[later(id, delay)]).await;
         timeout(Duration::from_secs(4), wakeups.next()).await.expect("an earlier job wakes who waits");
     }
     let jobs = store.claim(&queue(), &[], &worker).await.unwrap().jobs;
