@@ -1,9 +1,8 @@
 use std::error::Error;
 use std::fmt;
-use std::io;
 use std::time::Duration;
 
-use crate::error::{BoxError, ConfigError, Occupied, StoreError};
+use crate::error::{BoxError, ConfigError, Occupied, StoreError, causes};
 use crate::lock::HalfDone;
 
 /// Why an operation has no answer.
@@ -115,22 +114,11 @@ impl Failed {
 
     /// Whether the outcome of what has failed with this error is unknown; `None` if the error does not say.
     pub(super) fn is_unknown(error: &(dyn Error + 'static)) -> Option<bool> {
-        let mut next = Some(error);
-        while let Some(cause) = next {
+        causes(error).find_map(|cause| {
             let failed = cause.downcast_ref::<Self>().map(|failed| &failed.said);
-            if let Some(said) = failed.or_else(|| cause.downcast_ref()) {
-                return Some(said.is_unknown);
-            }
-            if cause.is::<HalfDone>() {
-                return Some(true);
-            }
-            next = match cause.downcast_ref::<io::Error>().and_then(io::Error::get_ref) {
-                // What it was made of is not its source.
-                Some(inner) => Some(inner),
-                None => cause.source(),
-            };
-        }
-        None
+            let said = failed.or_else(|| cause.downcast_ref()).map(|said| said.is_unknown);
+            said.or_else(|| cause.is::<HalfDone>().then_some(true))
+        })
     }
 }
 
