@@ -207,7 +207,10 @@ pub const LOCK_FAULTS: &[LockFault] = &[
                 for slot in KEYS.map(|key| slot(cluster, key)) {
                     let to = (cluster.owner(slot) + 1) % 3;
                     cluster.migrate(slot, to);
-                    wait_until("the move is known", || cluster.owner(slot) == to);
+                    wait_until("the move is known", || {
+                        let views = cluster.views(&cluster.nodes[0]);
+                        views.iter().any(|view| view.index == to && view.has(slot))
+                    });
                 }
             }
         })

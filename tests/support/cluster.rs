@@ -29,6 +29,8 @@ pub struct View {
     /// First and last of each range, for a primary.
     pub slots: Vec<(u16, u16)>,
     flags: String,
+    /// Whose is the latest is right where two say that they have a slot.
+    epoch: u64,
 }
 
 impl View {
@@ -105,14 +107,21 @@ impl Cluster {
             primary: index_of(words.get(3)?),
             slots: slots.filter_map(range).collect(),
             flags: (*words.get(2)?).to_owned(),
+            epoch: words.get(6)?.parse().ok()?,
         })
     }
 
-    /// The index of the primary that has the slot, to the first node that answers.
+    /// The index of the primary that has the slot, by what each says of itself: what it says of others may be from before the slot
+    /// was moved. Waits for one that does.
     pub fn owner(&self, slot: u16) -> usize {
-        let views = self.living().find_map(|node| Some(self.views(node)).filter(|views| !views.is_empty()));
-        let owner = views.and_then(|views| views.into_iter().find(|view| view.has(slot)));
-        owner.expect("each slot has an owner").index
+        let mut owner = None;
+        wait_until(&format!("a primary says that it has slot {slot}"), || {
+            let answering = (0..self.nodes.len()).filter(|&index| self.nodes[index].is_answering());
+            let claims = answering.filter_map(|index| self.view_of_itself(index)).filter(|view| view.has(slot));
+            owner = claims.max_by_key(|view| view.epoch).map(|view| view.index);
+            owner.is_some()
+        });
+        owner.expect("it was waited for")
     }
 
     /// The indices of those that have slots, to the first node that answers.
@@ -152,8 +161,11 @@ impl Cluster {
         wait_until("the cluster is whole", || {
             let sorted = |node| {
                 let mut views = self.views(node);
-                // Each calls itself `myself`.
-                views.iter_mut().for_each(|view| view.flags = view.flags.replace("myself,", ""));
+                for view in &mut views {
+                    // Each calls itself `myself`, and an epoch may become another one without any change of slots.
+                    view.flags = view.flags.replace("myself,", "");
+                    view.epoch = 0;
+                }
                 views.sort_by_key(|view| view.index);
                 views
             };
@@ -174,16 +186,7 @@ impl Cluster {
 
     /// Begins to move a slot to another primary, and answers which one it is at.
     pub fn open(&self, slot: u16, to: usize) -> usize {
-        // What others say may be from before it was moved the last time.
-        let mut owner = None;
-        wait_until(&format!("a primary says that it has slot {slot}"), || {
-            let has = |&index: &usize| {
-                self.nodes[index].is_answering() && self.view_of_itself(index).is_some_and(|view| view.has(slot))
-            };
-            owner = (0..self.nodes.len()).find(has);
-            owner.is_some()
-        });
-        let from = owner.expect("it was waited for");
+        let from = self.owner(slot);
         assert_ne!(from, to, "slot {slot} is there already");
         let mut source = self.nodes[from].connection();
         let mut target = self.nodes[to].connection();
