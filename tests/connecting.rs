@@ -23,8 +23,12 @@ use tollgate::{
 };
 use tower::service_fn;
 
+/// What a busy machine takes is no failure here.
+const LONG: Duration = Duration::from_secs(5);
+
 async fn works(backend: RedisBackend) -> Result<(), BoxError> {
-    let limiter = Limiter::new(backend, Policy::new("connecting", Quota::per_hour(1).fixed_window()));
+    let policy = Policy::new("connecting", Quota::per_hour(1).fixed_window());
+    let limiter = Limiter::new(backend, policy).deadline(LONG);
     limiter.reset("alice").await?;
     assert!(limiter.check("alice").await?.is_allowed());
     assert!(!limiter.check("alice").await?.is_allowed());
@@ -263,10 +267,8 @@ async fn a_user_of_a_cluster() {
     for node in &cluster.nodes {
         node.query::<()>(&user("+cluster|slots +asking"));
     }
-    let limiter = Limiter::new(
-        RedisBackend::connect(&url).await.unwrap(),
-        Policy::new("connecting", Quota::per_hour(1).fixed_window()),
-    );
+    let policy = Policy::new("connecting", Quota::per_hour(1).fixed_window());
+    let limiter = Limiter::new(RedisBackend::connect(&url).await.unwrap(), policy).deadline(LONG);
     // On every node, and over the redirections of a move.
     for subject in 0..100 {
         assert!(limiter.check(subject).await.unwrap().is_allowed());
@@ -342,7 +344,7 @@ async fn a_burst_does_not_wait_for_one_round_trip_after_the_other() {
     let proxy = Proxy::start(server.port());
     let backend = RedisBackend::connect(proxy.url()).await.unwrap();
     let limiter = Limiter::new(backend, Policy::new("burst", Quota::per_hour(1_000_000).fixed_window()));
-    assert!(limiter.check("first").await.unwrap().is_allowed());
+    assert!(limiter.clone().deadline(LONG).check("first").await.unwrap().is_allowed());
     proxy.to_client(Traffic::Delay(Duration::from_millis(10)));
     // A busy machine may be too slow for a burst, and round trips take their time in each.
     let mut late = REQUESTS;
@@ -360,12 +362,22 @@ async fn a_burst_does_not_wait_for_one_round_trip_after_the_other() {
     assert_eq!(late, 0, "of {REQUESTS}");
 }
 
+/// How long a process stands still: for longer than a call may take and a tenth of that, which is what it has left then to hear the
+/// answer.
+const STILL: Duration = Duration::from_millis(3_500);
+const STILL_DEADLINE: Duration = Duration::from_secs(3);
+
+async fn patient(server: &RedisServer) -> RedisBackend {
+    let options = RedisOptions::from_url(server.url()).unwrap().response_timeout(Duration::from_secs(10));
+    options.connect().await.unwrap()
+}
+
 /// Answers that are there already are not late: what was asked has been charged.
 #[tokio::test]
 async fn a_process_that_stood_still_hears_the_answers_that_have_come_meanwhile() {
     let server = RedisServer::start();
-    let backend = RedisBackend::connect(server.url()).await.unwrap();
-    let limiter = Limiter::new(backend, Policy::new("still", Quota::per_hour(1_000).fixed_window()));
+    let policy = Policy::new("still", Quota::per_hour(1_000).fixed_window());
+    let limiter = Limiter::new(patient(&server).await, policy).deadline(STILL_DEADLINE);
     assert!(limiter.check("first").await.unwrap().is_allowed());
     let mut requests = JoinSet::new();
     for i in 0..64 {
@@ -376,7 +388,7 @@ async fn a_process_that_stood_still_hears_the_answers_that_have_come_meanwhile()
     for _ in 0..20 {
         yield_now().await;
     }
-    std::thread::sleep(Duration::from_millis(150));
+    std::thread::sleep(STILL);
     for answer in requests.join_all().await {
         assert!(answer.unwrap().is_allowed());
     }
@@ -385,15 +397,15 @@ async fn a_process_that_stood_still_hears_the_answers_that_have_come_meanwhile()
 #[tokio::test]
 async fn a_process_that_stood_still_hears_what_came_of_its_releases() {
     let server = RedisServer::start();
-    let locks = Locks::new(RedisBackend::connect(server.url()).await.unwrap());
-    for _ in 0..5 {
+    let locks = Locks::new(patient(&server).await).deadline(STILL_DEADLINE);
+    for _ in 0..2 {
         let leases = locks.lock_all(0..64_u64).await.unwrap();
         let releasing = tokio::spawn(leases.release());
         // Until all of them have been sent.
         for _ in 0..20 {
             yield_now().await;
         }
-        std::thread::sleep(Duration::from_millis(150));
+        std::thread::sleep(STILL);
         assert_eq!(releasing.await.unwrap().unwrap(), Release::Released);
     }
 }
@@ -564,7 +576,7 @@ async fn whoever_has_no_hurry_may_say_so() {
         let backend = options.connect().await.unwrap();
         works(backend.clone()).await.unwrap();
         // Claims are waited for longer than other commands, and somebody listens.
-        let queue = DelayQueue::<u32>::new(backend.clone(), "queue");
+        let queue = DelayQueue::<u32>::new(backend.clone(), "queue").deadline(LONG);
         let (done, mut is_done) = mpsc::unbounded_channel();
         let service = service_fn(move |job: Job<u32>| ready(done.send(*job).map_err(BoxError::from)));
         let worker = tokio::spawn(DelayQueueWorker::new(queue.clone(), service).run());

@@ -13,6 +13,7 @@ use std::time::Duration;
 
 use futures_core::Stream;
 use support::server::RedisServer;
+use support::shared::patient;
 use support::stores::delegate_queue;
 use tokio::sync::oneshot;
 use tokio::task::JoinHandle;
@@ -764,7 +765,7 @@ async fn until_workers_wait(server: &RedisServer, parts: &[&str], beside: usize)
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn on_redis_a_worker_that_is_not_ready_leaves_the_time_to_another() {
     let server = RedisServer::start();
-    let queue = queue(RedisBackend::connect(server.url()).await.unwrap());
+    let queue = queue(patient(server.url()).await);
     let (first, second) = (Record::new(), Record::new());
     let gate = Gate { is_open: Arc::new(AtomicBool::new(true)), record: first.clone() };
     let keeper = Background::start(DelayQueueWorker::new(queue.clone(), gate.clone()));
@@ -795,7 +796,7 @@ async fn on_redis_a_worker_that_is_not_ready_leaves_the_time_to_another() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn on_redis_a_worker_that_ends_leaves_the_time_to_another() {
     let server = RedisServer::start();
-    let queue = queue(RedisBackend::connect(server.url()).await.unwrap());
+    let queue = queue(patient(server.url()).await);
     let record = Record::new();
     let keeper = Background::start(DelayQueueWorker::new(queue.clone(), record.service()));
     until_workers_wait(&server, &[""], 0).await;
@@ -820,7 +821,7 @@ async fn on_redis_a_worker_that_ends_leaves_the_time_to_another() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn on_redis_a_worker_that_is_busy_with_one_part_leaves_the_time_of_the_others() {
     let server = RedisServer::start();
-    let queue = queue(RedisBackend::connect(server.url()).await.unwrap()).split(2);
+    let queue = queue(patient(server.url()).await).split(2);
     let part = |id: &String| queue.push(0).id(id.clone()).prepare().unwrap().queue.part();
     let ids = [0, 1].map(|wanted| (0..).map(|i: u32| i.to_string()).find(|id| part(id) == wanted).unwrap());
     let (record, release) = (Record::new(), Arc::new(tokio::sync::Notify::new()));
@@ -1424,7 +1425,7 @@ async fn a_lease_that_cannot_be_is_refused() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn on_redis_a_job_that_comes_earlier_than_any_other_wakes_a_worker() {
     let server = RedisServer::start();
-    let queue = queue(RedisBackend::connect(server.url()).await.unwrap());
+    let queue = queue(patient(server.url()).await);
     let record = Record::new();
     let worker = Background::start(DelayQueueWorker::new(queue.clone(), record.service()));
     queue.push(0).delay(secs(3_600)).await.unwrap();
@@ -1451,7 +1452,7 @@ async fn on_redis_a_job_that_comes_earlier_than_any_other_wakes_a_worker() {
 async fn idle_workers_cost_redis_little_and_one_job_does_not_wake_them_all() {
     const WORKERS: usize = 200;
     let server = RedisServer::start();
-    let queue = queue(RedisBackend::connect(server.url()).await.unwrap());
+    let queue = queue(patient(server.url()).await);
     let done = Arc::new(AtomicUsize::new(0));
     let workers: Vec<_> =
         (0..WORKERS).map(|_| Background::start(DelayQueueWorker::new(queue.clone(), sleeper(&done)))).collect();

@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use support::cluster::Cluster;
 use support::server::RedisServer;
-use support::shared::{Shared, connect};
+use support::shared::{Shared, connect, patient};
 use tollgate::idempotency::{
     Answer, Claim, Digest, IdempotencyAdmin, IdempotencyRegistry, IdempotencyStore, Operation, OperationState,
     OperationStatus,
@@ -66,7 +66,7 @@ mod redis_server {
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         |claim| {
             let server = RedisServer::start();
-            claim(RedisBackend::connect(server.url()).await.unwrap()).await;
+            claim(patient(server.url()).await).await;
             assert!(server.query::<u64>("DBSIZE") > 0);
             server.every_key_expires();
         }
@@ -91,7 +91,7 @@ mod on_a_cluster {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     let server = RedisServer::start();
-    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let backend = patient(server.url()).await;
     let (operation, another) = (Operation::new("alice", "k"), Operation::new("alice", "l"));
     backend.begin(&another, &claim()).await.unwrap();
     let status = OperationStatus::new(operation, OperationState::Free);
@@ -120,7 +120,7 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_clock_that_is_set_back_keeps_no_operation_in_flight() {
     let server = RedisServer::start();
-    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let backend = patient(server.url()).await;
     let admin = IdempotencyAdmin::new(backend.clone()).deadline(Duration::from_secs(5));
     let operation = Operation::new("alice", "k");
     let mut short = claim();

@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
 use support::server::RedisServer;
-use support::shared::{Shared, connect};
+use support::shared::{Shared, connect, patient};
 use tokio::task::block_in_place;
 use tollgate::lock::{Cursor, LockAdmin};
 use tollgate::testing::FaultStore;
@@ -46,7 +46,7 @@ mod redis_server {
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         |claim| {
             let server = RedisServer::start();
-            claim(RedisBackend::connect(server.url()).await.unwrap()).await;
+            claim(patient(server.url()).await).await;
             server.every_key_expires();
         }
     );
@@ -69,7 +69,7 @@ mod on_a_cluster {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     let server = RedisServer::start();
-    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let backend = patient(server.url()).await;
     let (admin, locks) = (LockAdmin::new(backend.clone()).deadline(DEADLINE), Locks::new(backend).deadline(DEADLINE));
     for value in ["hello", "", "2345678901234567890"] {
         let _: () = redis::cmd("SET")
@@ -102,7 +102,7 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn no_node_is_left_out_when_a_slot_moves_between_two_pages() {
     let cluster = Cluster::start();
-    let locks = Locks::new(RedisBackend::connect(cluster.url()).await.unwrap()).deadline(DEADLINE);
+    let locks = Locks::new(patient(cluster.url()).await).deadline(DEADLINE);
     let mut leases = Vec::new();
     for key in 0..60_u32 {
         leases.push(locks.lock(key).await.unwrap());
@@ -111,7 +111,7 @@ async fn no_node_is_left_out_when_a_slot_moves_between_two_pages() {
     let (mut found, mut pages) = (HashSet::new(), 0);
     while let Some(from) = next {
         // One that knows of the move.
-        let admin = LockAdmin::new(RedisBackend::connect(cluster.url()).await.unwrap()).deadline(DEADLINE);
+        let admin = LockAdmin::new(patient(cluster.url()).await).deadline(DEADLINE);
         let page = admin.list(from, 1_000).await.unwrap();
         found.extend(page.locks.into_iter().map(|status| status.lock));
         (next, pages) = (page.next, pages + 1);
@@ -144,8 +144,8 @@ async fn a_store_that_does_not_answer_is_not_waited_for() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lock_is_taken_away_while_there_is_no_memory_left() {
     let server = RedisServer::start();
-    let backend = RedisBackend::connect(server.url()).await.unwrap();
-    let (locks, admin) = (Locks::new(backend.clone()), LockAdmin::new(backend));
+    let backend = patient(server.url()).await;
+    let (locks, admin) = (Locks::new(backend.clone()).deadline(DEADLINE), LockAdmin::new(backend).deadline(DEADLINE));
     let lease = locks.lock("a").await.unwrap();
     server.limit_memory(1);
     assert_eq!(admin.force_unlock("a").await.unwrap().holders, 1);

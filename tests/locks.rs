@@ -15,13 +15,13 @@ mod memory {
 
 mod redis_server {
     use crate::support::server::RedisServer;
-    use tollgate::RedisBackend;
+    use crate::support::shared::patient;
 
     tollgate::lock_contract!(
         #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
         |claim| {
             let server = RedisServer::start();
-            claim(RedisBackend::connect(server.url()).await.unwrap()).await;
+            claim(patient(server.url()).await).await;
             let mut connection = server.connection();
             let keys: Vec<String> = redis::cmd("KEYS").arg("*").query(&mut connection).unwrap();
             for key in keys {

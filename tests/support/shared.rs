@@ -2,16 +2,26 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, Weak};
+use std::time::Duration;
 
 use tokio::task::block_in_place;
 use tollgate::{RedisBackend, RedisOptions};
 
-/// A backend with keys of its own.
+/// A [patient] backend with keys of its own.
 pub async fn connect(url: &str) -> RedisBackend {
     static NUMBER: AtomicU64 = AtomicU64::new(0);
     let prefix = format!("t{}", NUMBER.fetch_add(1, Ordering::Relaxed));
-    let backend = RedisOptions::from_url(url).expect("a URL").prefix(prefix).connect().await;
-    backend.expect("the deployment lets us in")
+    patient_options(url).prefix(prefix).connect().await.expect("the deployment lets us in")
+}
+
+/// A backend for which it is no failure what a busy machine takes. Not for servers that are to be given up in time.
+pub async fn patient(url: impl AsRef<str>) -> RedisBackend {
+    patient_options(url.as_ref()).connect().await.expect("the deployment lets us in")
+}
+
+fn patient_options(url: &str) -> RedisOptions {
+    let patience = Duration::from_secs(10);
+    RedisOptions::from_url(url).expect("a URL").connect_timeout(patience).response_timeout(patience)
 }
 
 /// A deployment for all tests that run at the same time, since it takes seconds to start. Stops with the last of them.
