@@ -2,7 +2,7 @@
 
 use std::future::Future;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use tokio::task::JoinSet;
@@ -26,6 +26,7 @@ impl<T> Call<T> {
 #[derive(Debug)]
 pub struct Load<T> {
     stop: Arc<AtomicBool>,
+    ended: Arc<AtomicUsize>,
     callers: JoinSet<Vec<Call<T>>>,
 }
 
@@ -35,10 +36,10 @@ impl<T: Send + 'static> Load<T> {
     where
         F: Future<Output = T> + Send,
     {
-        let stop = Arc::new(AtomicBool::new(false));
+        let (stop, ended) = (Arc::new(AtomicBool::new(false)), Arc::new(AtomicUsize::new(0)));
         let mut set = JoinSet::new();
         for caller in 0..callers {
-            let (stop, ask) = (Arc::clone(&stop), ask.clone());
+            let (stop, ended, ask) = (Arc::clone(&stop), Arc::clone(&ended), ask.clone());
             set.spawn(async move {
                 let mut calls = Vec::new();
                 while !stop.load(Ordering::Relaxed) {
@@ -47,6 +48,7 @@ impl<T: Send + 'static> Load<T> {
                     let took = begun.elapsed();
                     let pause = pause(&outcome);
                     calls.push(Call { begun, took, outcome });
+                    ended.fetch_add(1, Ordering::Relaxed);
                     if !pause.is_zero() {
                         sleep(pause).await;
                     }
@@ -54,7 +56,19 @@ impl<T: Send + 'static> Load<T> {
                 calls
             });
         }
-        Self { stop, callers: set }
+        Self { stop, ended, callers: set }
+    }
+
+    /// Waits for this time, and until so many calls have begun and ended from now on.
+    pub async fn goes_on(&self, time: Duration, calls: usize) {
+        // Those that are under way have begun before.
+        let enough = self.ended.load(Ordering::Relaxed) + self.callers.len() + calls;
+        let begun = Instant::now();
+        sleep(time).await;
+        while self.ended.load(Ordering::Relaxed) < enough {
+            assert!(begun.elapsed() < Duration::from_secs(30), "too few calls come to their end");
+            sleep(Duration::from_millis(10)).await;
+        }
     }
 
     /// All calls, once the last of them is over.
