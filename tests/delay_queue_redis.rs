@@ -540,31 +540,37 @@ async fn one_push_wakes_one_worker() {
         assert_eq!((claimed.jobs.len(), claimed.next), (0, Some(Claim::MAX_WAIT)));
         waiting.push((claim, wakeups));
     }
-    let woken = async |waiting: &mut Vec<(Claim, tollgate::lock::Wakeups)>| {
-        // For a message that is on its way.
-        sleep(Duration::from_millis(50)).await;
-        let mut woken = Vec::new();
-        for (i, (_, wakeups)) in waiting.iter_mut().enumerate() {
-            if timeout(Duration::ZERO, wakeups.next()).await.is_ok() {
-                woken.push(i);
+    // Waits for so many messages, and then until no more of them have come for a while.
+    let woken = async |waiting: &mut Vec<(Claim, tollgate::lock::Wakeups)>, at_least: usize| {
+        let (begun, mut woken, mut last) = (Instant::now(), Vec::new(), Instant::now());
+        while last.elapsed() < Duration::from_millis(200) || woken.len() < at_least {
+            assert!(begun.elapsed() < Duration::from_secs(10), "{woken:?} were woken");
+            for (i, (_, wakeups)) in waiting.iter_mut().enumerate() {
+                if timeout(Duration::ZERO, wakeups.next()).await.is_ok() {
+                    woken.push(i);
+                    last = Instant::now();
+                }
             }
+            sleep(Duration::from_millis(5)).await;
         }
         woken
     };
     // What the subscriptions themselves have said.
-    woken(&mut waiting).await;
+    let channels = || server.query::<Vec<String>>("PUBSUB CHANNELS").len();
+    block_in_place(|| support::server::wait_until("all of them listen", || channels() >= WORKERS));
+    woken(&mut waiting, 0).await;
     let pushed = Instant::now();
     queue.push("a".to_owned()).await.unwrap();
-    let first = woken(&mut waiting).await;
+    let first = woken(&mut waiting, 1).await;
     assert_eq!(first.len(), 1, "{first:?}");
     // Nobody else before the first one has come, unless that takes so long that it may have died.
     let many = queue.push_all((0..10).map(|i| queue.push(i.to_string()))).await;
     assert!(many.iter().all(Result::is_ok));
-    let others = woken(&mut waiting).await;
+    let others = woken(&mut waiting, 0).await;
     assert!(others.is_empty() || pushed.elapsed() > Duration::from_secs(1), "{others:?}");
     let claimed = backend.claim(&key(), &[], &waiting[first[0]].0).await.unwrap();
     assert!(claimed.jobs.len() == 1 && claimed.more);
-    let second = woken(&mut waiting).await;
+    let second = woken(&mut waiting, 1).await;
     assert!(second.len() == 1 && second != first, "{second:?}");
 }
 

@@ -14,12 +14,13 @@ use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use support::server::{DURABLE, RedisServer};
+use support::shared::patient;
 use tokio::sync::Notify;
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
+use tollgate::IdempotencyLayer;
 use tollgate::http::{FingerprintedBody, HeaderKey, IdempotentBody, header};
 use tollgate::idempotency::IdempotencyHandle;
-use tollgate::{IdempotencyLayer, RedisBackend};
 use tower::util::BoxCloneService;
 use tower::{Layer, ServiceExt, service_fn};
 
@@ -28,7 +29,7 @@ type Runs = Arc<Mutex<HashMap<(String, String), Vec<String>>>>;
 type App = BoxCloneService<Request<Full<Bytes>>, (u16, bool, Bytes), Infallible>;
 
 async fn guard(server: &RedisServer) -> IdempotencyLayer<HeaderKey> {
-    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let backend = patient(server.url()).await;
     IdempotencyLayer::new(backend).scope(header("authorization")).lease(Duration::from_secs(2))
 }
 
@@ -145,14 +146,14 @@ async fn a_server_that_is_full_forgets_no_operation_that_has_begun() {
     let server = Arc::new(RedisServer::start());
     let runs = Arc::new(AtomicU64::new(0));
     let (full, count) = (Arc::clone(&server), Arc::clone(&runs));
-    let guard = guard(&server).await.lease(Duration::from_millis(900)).deadline(Duration::from_secs(5));
+    let guard = guard(&server).await.lease(Duration::from_secs(2)).deadline(Duration::from_secs(5));
     let service = guard.layer(service_fn(move |request: Request<FingerprintedBody<Full<Bytes>>>| {
         let (server, runs) = (Arc::clone(&full), Arc::clone(&count));
         async move {
             runs.fetch_add(1, Ordering::Relaxed);
             server.limit_memory(1);
             // Longer than the lease.
-            sleep(Duration::from_secs(2)).await;
+            sleep(Duration::from_millis(4_500)).await;
             let fails = request.headers()["idempotency-key"] == "fails";
             let status = if fails { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
             Ok::<_, Infallible>(Response::builder().status(status).body(Full::<Bytes>::from("done")).unwrap())
@@ -200,19 +201,26 @@ async fn whoever_waits_in_another_process_is_told() {
         let calls = |line: &str| line.split_once("calls=")?.1.split(',').next()?.parse::<u64>().ok();
         stats.lines().filter(|line| line.starts_with("cmdstat_eval")).filter_map(calls).sum::<u64>()
     };
-    let before = calls();
-    let first = tokio::spawn(async move {
-        one.oneshot(pay("alice", "k", "hundred")).await.unwrap();
-        Instant::now()
-    });
-    has_begun.notified().await;
-    let second = other.oneshot(pay("alice", "k", "hundred")).await.unwrap();
-    assert!(second.headers().contains_key("idempotent-replayed"));
-    // Somebody who looks once a second would have come some 700 ms later.
-    let late = first.await.unwrap().elapsed();
-    assert!(late < Duration::from_millis(500), "{late:?}");
+    // Whoever is told late for want of a processor is in one of a few tries; somebody who looks once a second is some 700 ms late in
+    // all of them.
+    let (mut late, mut made) = (Vec::new(), 0);
+    while late.last().is_none_or(|late| *late >= Duration::from_millis(500)) {
+        assert!(late.len() < 3, "it took {late:?} to be told");
+        let key = format!("k{}", late.len());
+        let before = calls();
+        let request = one.clone().oneshot(pay("alice", &key, "hundred"));
+        let first = tokio::spawn(async move {
+            request.await.unwrap();
+            Instant::now()
+        });
+        has_begun.notified().await;
+        let second = other.clone().oneshot(pay("alice", &key, "hundred")).await.unwrap();
+        assert!(second.headers().contains_key("idempotent-replayed"));
+        late.push(first.await.unwrap().elapsed());
+        made = calls() - before;
+    }
     // Begun, completed; and asked at first, once it listened, after a second, and when it was told.
-    assert!(calls() - before <= 6, "{} calls", calls() - before);
+    assert!(made <= 6, "{made} calls");
 }
 
 /// Four replicas, of which one dies with its handlers at work, a server that loses its connections and is killed, and clients

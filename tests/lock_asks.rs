@@ -8,10 +8,11 @@ use std::time::Duration;
 
 use support::cluster::Cluster;
 use support::server::{RedisServer, wait_until};
+use support::shared::patient;
 use tokio::task::block_in_place;
 use tokio::time::timeout;
 use tollgate::lock::{LockStore, Redlock, RwLocks, Semaphore};
-use tollgate::{Locks, MemoryBackend, RedisBackend};
+use tollgate::{Locks, MemoryBackend};
 
 /// Every wait that must end ends in this time.
 const LONG: Duration = Duration::from_secs(20);
@@ -146,7 +147,7 @@ async fn a_holder_is_asked_on_memory() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_holder_is_asked_on_redis() {
     let server = RedisServer::start();
-    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let backend = patient(server.url()).await;
     a_holder_is_asked(backend.clone()).await;
     who_does_not_ask_waits_in_silence(backend).await;
 }
@@ -154,7 +155,7 @@ async fn a_holder_is_asked_on_redis() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_holder_is_asked_on_a_cluster() {
     let cluster = Cluster::start();
-    a_holder_is_asked(RedisBackend::connect(cluster.url()).await.unwrap()).await;
+    a_holder_is_asked(patient(cluster.url()).await).await;
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -162,7 +163,7 @@ async fn a_holder_is_asked_by_redlock() {
     let servers = [(); 3].map(|()| RedisServer::start());
     let mut stores = Vec::new();
     for server in &servers {
-        stores.push(RedisBackend::connect(server.url()).await.unwrap());
+        stores.push(patient(server.url()).await);
     }
     a_holder_is_asked(Redlock::new(stores).unwrap()).await;
 }
@@ -171,12 +172,13 @@ async fn a_holder_is_asked_by_redlock() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_lost_connection_asks_nobody() {
     let server = RedisServer::start();
-    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let backend = patient(server.url()).await;
     let (here, there) = (locks(&backend), locks(&backend).ask_holder());
     let lease = here.lock("a").await.unwrap();
     let mut asked = Box::pin(lease.asked());
     assert!(timeout(A_WHILE / 5, &mut asked).await.is_err());
     let listening = || server.query::<Vec<String>>("PUBSUB CHANNELS *:asked").len();
+    block_in_place(|| wait_until("it listens", || listening() == 1));
     for _ in 0..2 {
         assert_eq!(server.query::<u64>("CLIENT KILL TYPE pubsub"), 1);
         block_in_place(|| wait_until("it listens again", || listening() == 1));

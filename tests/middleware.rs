@@ -12,7 +12,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
-use tokio::time::{Instant, sleep};
+use tokio::time::{Instant, sleep, timeout};
 use tollgate::rate_limit::{
     ChargeOn, CircuitBreaker, Decision, Denied, DenyCache, LimitStatus, MissingKey, Mode, Outcome, PolicyResolver,
     RateLimitHandle, RateLimitStore, RateLimited, Receipt,
@@ -1319,8 +1319,12 @@ async fn a_handle_may_be_dropped_on_a_thread_without_a_runtime() {
     store.faults().delay(Duration::from_millis(5));
     let handle = later.0.lock().unwrap().pop().unwrap();
     std::thread::spawn(move || handle.refund(1)).join().unwrap();
-    sleep(Duration::from_millis(50)).await;
-    assert_eq!(login.left().await, before.map(|left| left + 1));
+    let given_back = async {
+        while login.left().await != before.map(|left| left + 1) {
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    timeout(Duration::from_secs(10), given_back).await.expect("it is given back");
 }
 
 #[tokio::test(start_paused = true)]

@@ -59,23 +59,28 @@ fn limit(algorithm: &str) -> Limit {
 }
 
 fn four_processes_share_every_window_to_the_unit() {
-    let server = RedisServer::start();
-    let grants = hammer(&server, "fixed");
     let quota = limit("fixed").quota().limit();
-    let windows = grants[&(quota - 1)];
-    assert!(windows >= 4, "only {windows} windows");
-    // Every window was used up, but perhaps the one that was cut short in the end.
-    let mut before = windows;
-    for left in (0..quota).rev() {
-        let times = grants.get(&left).copied().unwrap_or_default();
-        assert!(times <= before, "{left} left was granted {times} times in {windows} windows");
-        assert!(times >= windows - 1, "{left} left was granted only {times} times in {windows} windows");
-        before = times;
+    // One round will do, unless the machine has so much else to do that a window passes before it is used up.
+    for round in 1.. {
+        let server = RedisServer::start();
+        let grants = hammer(&server, "fixed");
+        let windows = grants[&(quota - 1)];
+        let mut before = windows;
+        for left in (0..quota).rev() {
+            let times = grants.get(&left).copied().unwrap_or_default();
+            assert!(times <= before, "{left} left was granted {times} times in {windows} windows");
+            before = times;
+        }
+        // Nothing was written for who was told "no", and several who were told "yes" may have shared a write.
+        let granted: u64 = grants.values().sum();
+        let writes = calls(&server, &["set", "setrange"]);
+        assert!(writes <= granted, "{writes} writes for {granted} grants");
+        // Every window was used up, but perhaps the one that was cut short in the end.
+        if windows >= 4 && before >= windows - 1 {
+            break;
+        }
+        assert!(round < 10, "nothing left was granted only {before} times in {windows} windows");
     }
-    // Nothing was written for who was told "no", and several who were told "yes" may have shared a write.
-    let granted: u64 = grants.values().sum();
-    let writes = calls(&server, &["set", "setrange"]);
-    assert!(writes <= granted, "{writes} writes for {granted} grants");
 }
 
 fn four_processes_share_a_sliding_log_to_the_unit() {

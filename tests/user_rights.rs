@@ -121,9 +121,10 @@ fn quick(locks: Locks) -> Locks {
 async fn use_locks(server: &RedisServer) -> Result<(), BoxError> {
     let (a, b) = (&fresh()?, &fresh()?);
     let (here, there) = (quick(Locks::new(connect(server).await?)), quick(Locks::new(connect(server).await?)));
-    let lease = here.lock(a.clone()).ttl(Duration::from_millis(300)).await?;
+    let lease = here.lock(a.clone()).ttl(Duration::from_millis(1_500)).await?;
     let waiting = tokio::spawn(there.lock(a.clone()).into_future());
-    sleep(Duration::from_millis(400)).await;
+    // Until it has been renewed.
+    sleep(Duration::from_millis(600)).await;
     lease.check()?;
     lease.release().await?;
     waiting.await??.release().await?;
@@ -296,7 +297,8 @@ async fn operations_take_what_the_docs_say() {
 async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
     let backend = connect(server).await?;
     let name = fresh()?;
-    let (queue, key) = (DelayQueue::<String>::new(backend.clone(), name.clone()).max_jobs(100), QueueKey::new(name));
+    let queue = DelayQueue::<String>::new(backend.clone(), name.clone()).max_jobs(100).deadline(Duration::from_secs(5));
+    let key = QueueKey::new(name);
     let worker = JobClaim::new(WorkerId::random()?, 10, MINUTE);
     let mut wakeups = DelayQueueStore::watch(&backend, &key, worker.worker).await;
     // The first one keeps the time and hears of nothing.
