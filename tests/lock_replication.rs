@@ -9,6 +9,7 @@ use std::time::{Duration, Instant};
 use support::cluster::Cluster;
 use support::processor::ProcessorMeter;
 use support::server::{RedisServer, wait_until};
+use support::shared::patient;
 use support::stores::delegate_lock;
 use tokio::task::block_in_place;
 use tokio::time::{sleep, timeout};
@@ -16,13 +17,13 @@ use tollgate::lock::{
     Acquired, Claim, LeaseState, LockKey, LockStore, LossReason, OnStoreError, Release, Renewal, Replicas, Replication,
     RwLocks,
 };
-use tollgate::{AsError, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, StoreError};
+use tollgate::{AsError, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError};
 use tower::{Layer, ServiceExt, service_fn};
 
 const LONG: Duration = Duration::from_secs(20);
 
 async fn locks(server: &RedisServer, replicas: u32) -> Locks {
-    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let backend = patient(server.url()).await;
     Locks::new(backend)
         .replication(Replication::Require(replicas))
         .deadline(Duration::from_secs(1))
@@ -76,7 +77,7 @@ async fn a_lease_counts_once_so_many_replicas_have_it() {
     }
     let fair = locks(&primary, 3).await.fair();
     assert_eq!(shortage(fair.lock("c").wait(Duration::from_millis(300)).await), (2, 3));
-    let backend = RedisBackend::connect(primary.url()).await.unwrap();
+    let backend = patient(primary.url()).await;
     let pages = RwLocks::new(backend).replication(Replication::Require(2)).deadline(Duration::from_secs(1));
     drop((pages.read("a").await.unwrap(), pages.read("a").await.unwrap()));
     timeout(LONG, pages.shutdown()).await.expect("nothing is left");
@@ -95,7 +96,7 @@ async fn a_replica_that_stands_still_lets_nothing_be_granted_until_it_goes_on() 
     sleep(Duration::from_millis(1_200)).await;
     assert!(!waiter.is_finished());
     // Those who do not ask for replicas do not wait for them.
-    let plain = RedisBackend::connect(primary.url()).await.unwrap();
+    let plain = patient(primary.url()).await;
     let plain = Locks::new(plain).deadline(Duration::from_secs(2)).wait(Duration::ZERO);
     drop(plain.lock("b").await.unwrap());
     replicas[0].resume();
@@ -134,7 +135,7 @@ async fn a_replica_that_takes_over_knows_of_the_lease() {
     let lease = locks(&primary, 1).await.ttl(LONG).lock("a").await.unwrap();
     primary.kill();
     replicas[0].query::<()>("REPLICAOF NO ONE");
-    let other = RedisBackend::connect(replicas[0].url()).await.unwrap();
+    let other = patient(replicas[0].url()).await;
     let other = Locks::new(other).deadline(Duration::from_secs(2)).wait(Duration::ZERO);
     assert!(other.lock("a").await.is_err_and(|error| error.is_busy()));
     assert!(lease.check().is_ok());
@@ -143,7 +144,9 @@ async fn a_replica_that_takes_over_knows_of_the_lease() {
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_replicas_of_a_cluster_are_those_of_the_node_that_has_the_lock() {
     let cluster = block_in_place(Cluster::start);
-    let backend = RedisBackend::connect(cluster.url()).await.unwrap();
+    // What replicas are waited for, where there are too few, is half of this.
+    let options = RedisOptions::from_url(cluster.url()).unwrap().response_timeout(Duration::from_secs(1));
+    let backend = options.connect().await.unwrap();
     let locks = Locks::new(backend).deadline(Duration::from_secs(2)).wait(Duration::ZERO);
     let most = block_in_place(|| {
         let followers =
