@@ -63,23 +63,17 @@ where
         self.inner.poll_ready(cx).map_err(|error| self.shared.2.error(error))
     }
 
-    fn call(&mut self, mut request: Req) -> Self::Future {
+    fn call(&mut self, request: Req) -> Self::Future {
         let shared = Arc::clone(&self.shared);
         let (settings, extract, answer) = &*shared;
         let is_safe = settings.safe != Safe::Lock && answer.is_safe(&request);
         if is_safe && settings.safe == Safe::Nothing {
-            answer.pass(&mut request);
-            let future = Passage::Free.scope(|| self.inner.call(request));
-            return ResponseFuture::passed_through(future, shared);
+            return self.pass(request);
         }
         let key = match (extract.extract_key(&request).filter(|key| !key.is_empty()), settings.on_missing_key) {
             (Some(key), _) => key,
             (None, OnMissingKey::Shared) => Key::ANONYMOUS,
-            (None, OnMissingKey::Pass) => {
-                answer.pass(&mut request);
-                let future = Passage::Free.scope(|| self.inner.call(request));
-                return ResponseFuture::passed_through(future, shared);
-            }
+            (None, OnMissingKey::Pass) => return self.pass(request),
             (None, OnMissingKey::Reject) => {
                 drop(self.take_ready());
                 return ResponseFuture::rejected(Rejection::MissingKey(MissingKey), shared);
@@ -88,6 +82,20 @@ where
         let lock = settings.locks.lock(key).heeding_circuit();
         let lease = if is_safe { lock.shared() } else { lock };
         ResponseFuture::acquiring(lease.into_future(), self.take_ready(), request, shared)
+    }
+}
+
+impl<S, K, A> Lock<S, K, A> {
+    /// Calls the inner service with a request that needs no lock.
+    fn pass<Req>(&mut self, mut request: Req) -> ResponseFuture<S, Req, K, A>
+    where
+        S: Service<Req>,
+        A: Reject<Rejection, S::Response, S::Error>
+            + Occupy<Req, <A as Reject<Rejection, S::Response, S::Error>>::Response>,
+    {
+        self.shared.2.pass(&mut request);
+        let future = Passage::Free.scope(|| self.inner.call(request));
+        ResponseFuture::passed_through(future, Arc::clone(&self.shared))
     }
 }
 
