@@ -4,7 +4,7 @@
 mod support;
 
 use std::error::Error as _;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
 use support::server::RedisServer;
@@ -15,7 +15,7 @@ use tollgate::idempotency::{
 };
 use tollgate::lock::{Cursor, Token};
 use tollgate::testing::FaultStore;
-use tollgate::{ConfigError, MemoryBackend, RedisBackend};
+use tollgate::{ConfigError, MemoryBackend};
 
 const LONG: Duration = Duration::from_secs(60);
 
@@ -158,18 +158,20 @@ async fn a_clock_that_is_set_back_keeps_no_operation_in_flight() {
 #[tokio::test]
 async fn a_store_that_does_not_answer_is_not_waited_for() {
     let server = RedisServer::start();
-    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let backend = patient(server.url()).await;
     let operation = Operation::new("alice", "k");
     backend.begin(&operation, &claim()).await.unwrap();
     let status = backend.inspect(&operation).await.unwrap().unwrap();
     let admin = IdempotencyAdmin::new(backend).deadline(Duration::from_millis(200));
     server.pause();
+    let begun = Instant::now();
     assert!(admin.inspect(&operation).await.unwrap_err().is_timeout());
     assert!(admin.forget(&status).await.unwrap_err().is_timeout());
     let mut unknown = status;
     unknown.state = OperationState::Unknown { since: LONG };
     assert!(admin.complete(&unknown, answer()).await.unwrap_err().is_timeout());
     assert!(admin.list(Cursor::default(), 10).await.unwrap_err().is_timeout());
+    assert!(begun.elapsed() < Duration::from_secs(8), "{:?}", begun.elapsed());
     server.resume();
 }
 

@@ -12,7 +12,7 @@ use support::shared::{Shared, connect, patient};
 use tokio::task::block_in_place;
 use tollgate::lock::{Cursor, LockAdmin};
 use tollgate::testing::FaultStore;
-use tollgate::{Locks, MemoryBackend, RedisBackend};
+use tollgate::{Locks, MemoryBackend};
 
 /// Whoever looks is to have no part in it how busy the machine is.
 const DEADLINE: Duration = Duration::from_secs(5);
@@ -129,7 +129,7 @@ async fn no_node_is_left_out_when_a_slot_moves_between_two_pages() {
 #[tokio::test]
 async fn a_store_that_does_not_answer_is_not_waited_for() {
     let server = RedisServer::start();
-    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let backend = patient(server.url()).await;
     let admin = LockAdmin::new(backend).deadline(Duration::from_millis(100));
     server.pause();
     let begun = Instant::now();
