@@ -11,12 +11,13 @@ use support::processor::ProcessorMeter;
 use support::server::{RedisServer, wait_until};
 use support::shared::patient;
 use support::stores::delegate_lock;
-use tokio::task::block_in_place;
+use tokio::task::{block_in_place, yield_now};
 use tokio::time::{sleep, timeout};
 use tollgate::lock::{
-    Acquired, Claim, LeaseState, LockKey, LockStore, LossReason, OnStoreError, Release, Renewal, Replicas, Replication,
-    RwLocks,
+    Acquired, CircuitBreaker, Claim, LeaseState, LockKey, LockStore, LossReason, OnStoreError, Release, Renewal,
+    Replicas, Replication, RwLocks,
 };
+use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{AsError, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError};
 use tower::{Layer, ServiceExt, service_fn};
 
@@ -267,6 +268,57 @@ async fn an_answer_as_late_as_redis_may_give_it_is_waited_for() {
     for _ in 0..100 {
         sleep(Duration::from_millis(100)).await;
         assert_eq!(lease.state(), LeaseState::Held);
+    }
+}
+
+/// A store whose server has no replicas, and grants leases all the same.
+struct Alone {
+    inner: MemoryBackend,
+}
+
+impl LockStore for Alone {
+    delegate_lock!(inner: acquire_all, renew, release, watch, scope);
+
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        let mut claim = *claim;
+        let count = std::mem::take(&mut claim.replicas).count;
+        Ok(match self.inner.acquire(lock, &claim).await? {
+            Acquired::Granted { .. } if count > 0 => Acquired::NotReplicated { replicas: 0 },
+            answer => answer,
+        })
+    }
+}
+
+/// It was forgotten when the next attempt was refused without the store being asked: nobody had the lock until it expired.
+#[tokio::test(start_paused = true)]
+async fn what_one_attempt_has_left_is_given_back_also_where_the_next_one_is_not_made() {
+    for is_fair in [false, true] {
+        let backend = MemoryBackend::new();
+        let store = FaultStore::new(Alone { inner: backend.clone() });
+        let faults = store.faults();
+        let breaker = CircuitBreaker::new().failures(1).probe_interval(LONG);
+        let locks = Locks::new(store).circuit_breaker(breaker).wait(Duration::from_secs(2));
+        let elsewhere = Locks::new(backend).fair().wait(Duration::ZERO);
+        // A lease that too few replicas know of, or a place in the line.
+        let (waiting, held) = match is_fair {
+            false => (locks.clone().replication(Replication::Require(1)), None),
+            true => (locks.clone().fair(), Some(elsewhere.lock("a").await.unwrap())),
+        };
+        let waiter = tokio::spawn(waiting.lock("a").into_future());
+        while faults.calls(Verb::Acquire) == 0 {
+            yield_now().await;
+        }
+        faults.fail(Failure::Unavailable);
+        assert!(locks.try_lock("b").await.is_err(), "the circuit is closed");
+        faults.heal();
+        let refused = waiter.await.unwrap();
+        assert!(matches!(&refused, Err(LockError::Store(error)) if error.is_unavailable()), "{refused:?}");
+        sleep(Duration::from_millis(50)).await;
+        if let Some(held) = held {
+            held.release().await.unwrap();
+        }
+        let free = elsewhere.lock("a").await;
+        assert!(free.is_ok(), "is fair: {is_fair}: {free:?}");
     }
 }
 

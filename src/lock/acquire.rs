@@ -373,6 +373,8 @@ struct Attempts {
     max_hold: Option<Duration>,
     // When the last attempt was sent, if the token may hold the lease or stand in line for it.
     sent: Option<Instant>,
+    // The same of the attempts before that, which is not forgotten if the last one was not even carried out.
+    sent_before: Option<Instant>,
     // Until when one of which no answer came may still come to pass, if there was one.
     settles: Option<Instant>,
 }
@@ -390,7 +392,8 @@ impl Attempts {
         let Terms { ttl, is_shared, deadline, max_hold, .. } = *terms;
         let claim =
             Claim { token: Token::random()?, ttl, fences, permits, is_shared, line, replicas: terms.replicas() };
-        Ok(Self { home: Arc::clone(home), lock: *lock, claim, limit: deadline, max_hold, sent: None, settles: None })
+        let (home, lock) = (Arc::clone(home), *lock);
+        Ok(Self { home, lock, claim, limit: deadline, max_hold, sent: None, sent_before: None, settles: None })
     }
 
     /// Who stands in line, if anybody does.
@@ -406,7 +409,9 @@ impl Attempts {
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) => self.sent = None,
             // The store has said no, if for another reason, or was not asked.
             Err(error) if error.is_refusal() || Circuit::is_cause_of(error) => {
-                self.sent = self.sent.filter(|_| self.settles.is_some());
+                if self.settles.is_none() {
+                    self.sent = self.sent_before;
+                }
             }
             Err(_) => self.settles = Some(Instant::now() + LINGERS),
         }
@@ -498,7 +503,7 @@ impl<'a> Attempt<'a> {
         };
         let sent = Instant::now();
         for (attempts, _) in asked.iter_mut() {
-            attempts.sent = Some(sent);
+            attempts.sent_before = attempts.sent.replace(sent);
         }
         Self { home, asked, call: Some(call) }
     }
