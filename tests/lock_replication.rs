@@ -15,7 +15,7 @@ use tokio::task::{block_in_place, yield_now};
 use tokio::time::{sleep, timeout};
 use tollgate::lock::{
     Acquired, CircuitBreaker, Claim, LeaseState, LockKey, LockStore, LossReason, OnStoreError, Release, Renewal,
-    Replicas, Replication, RwLocks,
+    Replicas, Replication, RwLocks, Segmented,
 };
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{AsError, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError};
@@ -268,6 +268,19 @@ async fn an_answer_as_late_as_redis_may_give_it_is_waited_for() {
     for _ in 0..100 {
         sleep(Duration::from_millis(100)).await;
         assert_eq!(lease.state(), LeaseState::Held);
+    }
+}
+
+/// The time that was left for the others was over before they could answer, and that was a store that fails.
+#[tokio::test(start_paused = true)]
+async fn any_segment_that_too_few_replicas_know_of_is_told_from_a_store_that_fails() {
+    let late = Late { inner: MemoryBackend::new(), replicas: 0 };
+    let locks = Locks::new(late).replication(Replication::Require(1));
+    for (key, segments) in [("some", 8), ("many", 20)] {
+        let stock = Segmented::new(&locks, key, segments);
+        for wait in [Duration::ZERO, Duration::from_secs(1)] {
+            assert_eq!(shortage(stock.any().wait(wait).await), (0, 1));
+        }
     }
 }
 

@@ -60,7 +60,7 @@ impl Segmented {
     /// one of them is waited for, and after 100 ms all are tried again.
     ///
     /// One for which the store fails, or that too few replicas know of, is passed over like one that is held: another one may lie on a server
-    /// that works. That it failed is the error only where none is granted in time.
+    /// that works. What it said first is the error only where none is granted in time.
     pub fn any(&self) -> SegmentRequest<fn(u16) -> bool> {
         SegmentRequest { segmented: self.clone(), wait: self.locks.waits(), among: |_| true }
     }
@@ -172,8 +172,12 @@ async fn take_any(segmented: Segmented, wait: Duration, candidates: Vec<u16>) ->
         let lease = if is_short { timeout(share, request).await.map_err(late)?? } else { request.await? };
         Ok::<_, LockError>(Segment { index, lease })
     };
-    // What may be otherwise with another segment, or in a moment.
-    let is_passed_over = |error: &LockError| is_passing(error) && Instant::now() < answer_by;
+    // Notes what may be otherwise with another segment, or in a moment. What came first was said by the store; after that there may have been
+    // no time left for it to say anything.
+    let pass_over = |failed: Option<LockError>, error| {
+        let first = failed.unwrap_or(error);
+        if Instant::now() < answer_by { Ok(Some(first)) } else { Err(first) }
+    };
     loop {
         // Begins anywhere, so that those who come at the same time do not all try the same.
         let start = getrandom::u32().unwrap_or_default() as usize % candidates.len().max(1);
@@ -184,7 +188,7 @@ async fn take_any(segmented: Segmented, wait: Duration, candidates: Vec<u16>) ->
         for index in candidates() {
             match take(*index, Duration::ZERO, failed.is_some()).await {
                 Err(error) if is_taken(&error) => refused = error,
-                Err(error) if is_passed_over(&error) => failed = Some(error),
+                Err(error) if is_passing(&error) => failed = pass_over(failed, error)?,
                 answer => return answer,
             }
         }
@@ -200,7 +204,7 @@ async fn take_any(segmented: Segmented, wait: Duration, candidates: Vec<u16>) ->
                     has_waited = true;
                     break;
                 }
-                Err(error) if is_passed_over(&error) => failed = Some(error),
+                Err(error) if is_passing(&error) => failed = pass_over(failed, error)?,
                 answer => return answer,
             }
         }
