@@ -335,6 +335,26 @@ async fn what_one_attempt_has_left_is_given_back_also_where_the_next_one_is_not_
     }
 }
 
+/// What whoever is in front asks for was told to others as if they had asked for it.
+#[tokio::test(start_paused = true)]
+async fn who_stands_behind_somebody_who_waits_for_replicas_is_told_of_those_that_they_ask_for() {
+    let locks = Locks::new(Alone { inner: MemoryBackend::new() });
+    let careful = |replicas| locks.clone().replication(Replication::Require(replicas));
+    let waiter = tokio::spawn(careful(1).lock("a").wait(Duration::from_secs(10)).into_future());
+    sleep(Duration::from_secs(1)).await;
+    for wait in [0, 500].map(Duration::from_millis) {
+        let refused = locks.lock("a").wait(wait).await.unwrap_err();
+        // For as long as it is tried in front.
+        let left = Duration::from_secs(9) - wait;
+        assert!(matches!(&refused, LockError::Busy(busy) if busy.retry_after() == left), "{refused:?}");
+        for replicas in [1, 2] {
+            assert_eq!(shortage(careful(replicas).lock("a").wait(wait / 5).await), (0, replicas));
+        }
+    }
+    assert_eq!(shortage(waiter.await.unwrap()), (0, 1));
+    drop(locks.lock("a").await.unwrap());
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn too_few_replicas_are_told_from_a_server_that_does_not_answer() {
     let primary = RedisServer::start();

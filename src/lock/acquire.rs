@@ -175,7 +175,7 @@ async fn stand_behind(
                 heard = news.changed() => {
                     let refusal = heard.ok().and_then(|()| news.borrow().clone());
                     if let Some(refusal) = refusal {
-                        return Err(refusal.error(lock));
+                        return Err(refusal.error(lock, &terms));
                     }
                 }
                 () = home.closed() => return Err(Closed.into()),
@@ -188,7 +188,7 @@ async fn stand_behind(
         terms.wait = Duration::ZERO;
         entered = match home.gate.overhear(&lock) {
             Some(Ok(news)) => Entered::Behind(news),
-            Some(Err(refusal)) => return Err(refusal.error(lock)),
+            Some(Err(refusal)) => return Err(refusal.error(lock, &terms)),
             // Whoever was in front has gone without an answer.
             None => home.enter(lock, &terms, by_hand)?,
         };
@@ -278,7 +278,8 @@ async fn insist(
             Ok((_, Some((at, Acquired::NotReplicated { replicas })))) => {
                 let Attempts { lock, claim, .. } = &asked[at].0;
                 let required = claim.replicas.count;
-                tell(asked, Some(Refusal::NotReplicated { replicas, required }));
+                let until = give_up.min(after(Instant::now(), claim.ttl));
+                tell(asked, Some(Refusal::NotReplicated { replicas, until }));
                 let next = Instant::now() + jittered(pause);
                 if next >= give_up {
                     return Err(NotReplicated::new(*lock, replicas, required).into());

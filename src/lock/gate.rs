@@ -62,8 +62,8 @@ enum Front {
 pub(super) enum Refusal {
     /// Others have it until then, unless they renew it.
     Busy(Instant),
-    /// So few replicas know of it.
-    NotReplicated { replicas: u32, required: u32 },
+    /// So few replicas know of it. Whoever is in front asks again until then.
+    NotReplicated { replicas: u32, until: Instant },
     /// The store has failed.
     Failed(StoreError),
 }
@@ -153,10 +153,16 @@ impl Refusal {
         }
     }
 
-    pub(super) fn error(self, lock: LockKey) -> LockError {
+    /// What that is for somebody behind whoever was told, who may have asked for more or fewer replicas.
+    pub(super) fn error(self, lock: LockKey, terms: &Terms) -> LockError {
+        let required = terms.replication.count();
         match self {
-            Self::Busy(until) => Busy::new(lock, until.saturating_duration_since(Instant::now())).into(),
-            Self::NotReplicated { replicas, required } => NotReplicated::new(lock, replicas, required).into(),
+            Self::NotReplicated { replicas, .. } if replicas < required => {
+                NotReplicated::new(lock, replicas, required).into()
+            }
+            Self::Busy(until) | Self::NotReplicated { until, .. } => {
+                Busy::new(lock, until.saturating_duration_since(Instant::now())).into()
+            }
             Self::Failed(error) => error.into(),
         }
     }
@@ -226,7 +232,7 @@ impl Shared {
             self.circuit().admit_no_probe()?;
         }
         if terms.wait.is_zero() && !is_free_soon {
-            return queue.overhear().map(Entered::Behind).map_err(|refusal| refusal.error(lock));
+            return queue.overhear().map(Entered::Behind).map_err(|refusal| refusal.error(lock, terms));
         }
         // Whoever is next to ask is behind nobody.
         if queue.waiters.len() >= terms.max_waiters && !is_free_soon {
