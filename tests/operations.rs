@@ -255,6 +255,30 @@ async fn what_lost_its_lock_half_way_is_not_begun_again() {
     assert!(matches!(again, Err(OperationError::OutcomeUnknown { attempt: 1 })), "{again:?}");
 }
 
+/// The first of several locks was lost while a later one was waited for, and that was told as if work under it had been cut off.
+#[tokio::test(start_paused = true)]
+async fn what_never_had_all_of_its_locks_is_begun_again() {
+    let backend = MemoryBackend::new();
+    let locks = Locks::new(backend.clone()).fair().max_hold(Duration::from_secs(2));
+    let held = Locks::new(backend).fair().lock("bob").await.unwrap();
+    tokio::spawn(async move {
+        sleep(Duration::from_secs(3)).await;
+        drop(held);
+    });
+    let operations = operations(MemoryBackend::new());
+    let begun = Instant::now();
+    let pay = || {
+        operations.run(operation(), "100 EUR", async |_| locks.lock_all(["alice", "bob"]).run(async |_| "paid").await)
+    };
+    let refused = pay().await;
+    let Err(OperationError::Failed(error)) = &refused else { panic!("{refused:?}") };
+    assert!(error.downcast_ref::<LockError>().is_some_and(LockError::is_busy), "{error:?}");
+    // As soon as it is lost.
+    let waited = begun.elapsed();
+    assert!(waited >= Duration::from_secs(2) && waited < Duration::from_millis(2_100), "{waited:?}");
+    assert!(!pay().await.unwrap().is_replay());
+}
+
 /// A message that is delivered again while the first one is at work.
 async fn whoever_waits_gets_the_answer<S: IdempotencyStore + Clone + Send + Sync + 'static>(store: S) {
     let there = operations(store.clone()).wait(LEASE * 20);

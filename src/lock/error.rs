@@ -10,7 +10,8 @@ use crate::error::{ConfigError, Occupied, StoreError};
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum LockError {
-    /// Somebody else holds the lock, and still did when the time to wait was over.
+    /// Somebody else holds the lock, and still did when the time to wait was over; or it was one of [several](super::Locks::lock_all), and lost
+    /// before all of them were there.
     Busy(Busy),
     /// So many wait for it already that one more is not let in.
     QueueFull(QueueFull),

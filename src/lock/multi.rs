@@ -7,7 +7,7 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::acquire::acquire_all;
-use super::error::{LockError, Lost};
+use super::error::{Busy, LockError, Lost};
 use super::hold::after;
 use super::lease::{Lease, Release};
 use super::locks::{Locks, unless_lost};
@@ -23,7 +23,8 @@ impl Locks {
     /// Up to 128 keys on one server are taken in one step, in which nobody sees some of them held and others not. On a cluster that is so for
     /// keys of one slot; slots, [fair](Self::fair) locks and keys beyond that number are taken one after the other in an order that is the
     /// same everywhere, so those who want some of the same keys never wait for each other in a circle; when one cannot be had in
-    /// time, those before it are given back.
+    /// time, those before it are given back. If one of those is lost meanwhile, as when it was held for [as long as it may be](Self::max_hold),
+    /// all are given back at once, and the error is [`LockError::Busy`].
     ///
     /// Nothing is held while it waits for keys that are taken in one step, so other processes that take single ones of them all the time
     /// can keep it waiting until its time is over; with [fair](Self::fair) locks they cannot.
@@ -76,7 +77,8 @@ impl MultiRequest {
         self
     }
 
-    /// How long the leases are renewed at the most: see [`Locks::max_hold`].
+    /// How long the leases are renewed at the most: see [`Locks::max_hold`]. Where they are taken one after the other, that of the first has to
+    /// last until the last one is there.
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
         self.locks = self.locks.max_hold(max_hold);
         self
@@ -133,7 +135,12 @@ impl MultiRequest {
         let shards = locks.chunk_by(|one, other| home.store.shard(one) == home.store.shard(other));
         for locks in shards.flat_map(|shard| shard.chunks(most)) {
             terms.wait = give_up.saturating_duration_since(Instant::now());
-            match acquire_all(home, locks, terms).await {
+            let taken = tokio::select! {
+                biased;
+                taken = acquire_all(home, locks, terms) => taken,
+                lost = leases.lost() => Err(lost_before(&lost)),
+            };
+            match taken {
                 Ok(taken) => leases.leases.extend(taken),
                 Err(error) => {
                     // Whatever cannot be given back now is tried again in the background.
@@ -144,11 +151,14 @@ impl MultiRequest {
         }
         leases.leases.sort_by(|one, other| one.lock().subject().as_str().cmp(other.lock().subject().as_str()));
         // The first ones may have been lost while the last ones were waited for.
-        match leases.check() {
-            Ok(()) => Ok(leases),
-            Err(lost) => Err(lost.into()),
-        }
+        leases.check().map_err(|lost| lost_before(&lost))?;
+        Ok(leases)
     }
+}
+
+/// What it is that a lock was lost before all were there: nothing was done under it that could be half done.
+fn lost_before(lost: &Lost) -> LockError {
+    Busy::new(*lost.lock(), Duration::ZERO).into()
 }
 
 impl IntoFuture for MultiRequest {
