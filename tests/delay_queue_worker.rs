@@ -23,7 +23,7 @@ use tollgate::delay_queue::{
     Events, Finish, Job, JobId, OnUndecodable, Outcome, Priority, Push, QueueKey, Reason, Recurring, Schedule, State,
     WorkerError,
 };
-use tollgate::idempotency::{Operation, Operations};
+use tollgate::idempotency::{Operation, OperationError, Operations};
 use tollgate::lock::{LeaseView, OnMissingKey};
 use tollgate::rate_limit::RateLimitHandle;
 use tollgate::testing::{Failure, FaultStore, TestJob};
@@ -461,6 +461,44 @@ async fn a_job_whose_operation_somebody_else_is_doing_waits_for_it() {
     assert_eq!(replays.load(Ordering::SeqCst), 1);
     assert!(is_empty(&queue).await);
     worker.stop().await;
+}
+
+/// The operation is done, but there may be more to the job than that.
+#[tokio::test(start_paused = true)]
+async fn a_job_whose_operation_was_done_and_not_kept_is_done_if_its_service_says_so() {
+    for needs_answer in [false, true] {
+        let queue = queue(MemoryBackend::new());
+        let operations = Operations::new(MemoryBackend::new(), "payouts").max_answer(0);
+        let payments = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&payments);
+        let service = service_fn(move |job: Job<u32>| {
+            let (operations, counted) = (operations.clone(), Arc::clone(&counted));
+            async move {
+                let work = async |_| {
+                    counted.fetch_add(1, Ordering::SeqCst);
+                    Ok::<_, BoxError>("paid")
+                };
+                match operations.run(Operation::new("alice", "payout-7"), "100 EUR", work).await {
+                    Err(OperationError::NotKept) if !needs_answer => return Ok(()),
+                    answer => answer?,
+                };
+                assert_eq!(job.attempt(), 1, "there was an answer");
+                Err::<(), BoxError>("the receipt was not printed".into())
+            }
+        });
+        let worker = Background::start(DelayQueueWorker::new(queue.clone(), service));
+        let id = *queue.push(7).max_attempts(2).await.unwrap().id();
+        sleep(secs(60)).await;
+        assert_eq!(payments.load(Ordering::SeqCst), 1);
+        if needs_answer {
+            let note = queue.get(id).await.unwrap().unwrap().note.unwrap();
+            assert_eq!(note.reason, Reason::Failed);
+            assert_eq!(&*note.error, "the operation was done before, and its answer was not kept");
+        } else {
+            assert!(is_empty(&queue).await);
+        }
+        worker.stop().await;
+    }
 }
 
 /// Each of them asked more than once a second.

@@ -53,6 +53,7 @@ use crate::error::{BoxError, ConfigError, StoreError};
 /// | [`RateLimited`](crate::rate_limit::RateLimited), of a `RateLimitLayer` | waits until there is room, and the attempt does not count; dead if there never is |
 /// | [`Busy`](crate::lock::Busy) or [`LockError::QueueFull`](crate::LockError::QueueFull), of a `LockLayer` | waits for up to a second, or up to eleven where many wait, and the attempt does not count: one job of a key at a time, in no order |
 /// | [`OperationError::InFlight`](crate::idempotency::OperationError::InFlight), of [`Operations`](crate::idempotency::Operations) | likewise, until it is known what came of it |
+/// | [`OperationError::NotKept`](crate::idempotency::OperationError::NotKept), of `Operations` | as with any error, although the operation was done: only the service knows whether the job is done with that, and [answers `Ok`](crate::idempotency::OperationError::NotKept) then |
 /// | an error of the store that a layer asks | as with any error, so the attempt counts; a layer may be told to let jobs pass then |
 /// | by panicking | as with an error; where the service [cannot be cloned](Self::one_by_one) it goes on with the same one |
 ///

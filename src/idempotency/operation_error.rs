@@ -23,7 +23,25 @@ pub enum OperationError {
         /// How many attempts there were.
         attempt: u32,
     },
-    /// It was done before, and its answer was too large to be kept, or there was no room for it.
+    /// It was done before, and its answer was too large to be kept, or there was no room for it. That does not change before the time for which answers
+    /// are [kept](super::Operations::retention) is over, so there is no use in asking again.
+    ///
+    /// A job of a delay queue is tried again with it as with any error, and ends among the dead: there may be more to it than the operation, which cannot
+    /// go on without the answer. A job that needs to know no more than that it was done says so:
+    ///
+    /// ```
+    /// use tollgate::BoxError;
+    /// use tollgate::delay_queue::Job;
+    /// use tollgate::idempotency::{Operation, OperationError, Operations};
+    ///
+    /// async fn pay(payouts: &Operations, job: Job<String>) -> Result<(), BoxError> {
+    ///     let work = async |_| Ok::<_, BoxError>(format!("paid {}", *job));
+    ///     match payouts.run(Operation::new("payouts", job.id().as_str()), job.as_bytes(), work).await {
+    ///         Ok(_) | Err(OperationError::NotKept) => Ok(()),
+    ///         Err(error) => Err(error.into()),
+    ///     }
+    /// }
+    /// ```
     NotKept,
     /// The work was dropped half way, since its lease was lost and somebody else may have begun, or since it took
     /// [longer than it may](super::Operations::max_run). It may have had effects.
