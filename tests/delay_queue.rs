@@ -549,6 +549,37 @@ mod queue {
         assert_eq!((counts.waiting, counts.dead), (JOBS as u64 / 2, 0));
     }
 
+    /// However many are dead, and however early the others have died.
+    #[tokio::test(start_paused = true)]
+    async fn a_dead_job_is_replayed_or_forgotten_by_its_id() {
+        const JOBS: usize = 1_000;
+        let backend = MemoryBackend::new();
+        let store = FaultStore::new(backend.clone());
+        let faults = store.faults();
+        for parts in [1, 3] {
+            let queue = DelayQueue::<usize>::new(store.clone(), ("test", parts)).split(parts);
+            let name = |i: usize| format!("job-{i}");
+            queue.push_all((0..JOBS).map(|i| queue.push(i).id(name(i)))).await;
+            while queue.counts().await.unwrap().waiting > 0 {
+                for part in 0..parts {
+                    kill(&backend, &QueueKey::new(*queue.name()).with_part(part)).await;
+                }
+            }
+            queue.push(0).id("waits").await.unwrap();
+            let ids = [name(JOBS - 1), "waits".to_owned(), "is not there".to_owned(), name(JOBS - 2)];
+            let before = faults.calls(Verb::Control);
+            assert_eq!(queue.replay_ids(ids.clone()).await.unwrap(), [true, false, false, true]);
+            // What waits is not removed.
+            let ids = [ids[0].clone(), name(JOBS - 3), ids[1].clone()];
+            assert_eq!(queue.forget_ids(ids).await.unwrap(), [false, true, false]);
+            let calls = faults.calls(Verb::Control) - before;
+            assert!(calls <= 2 * u64::from(parts), "{calls} calls for {parts} parts");
+            assert_eq!(queue.get(name(JOBS - 3)).await.unwrap(), None);
+            let counts = queue.counts().await.unwrap();
+            assert_eq!((counts.waiting, counts.dead), (3, JOBS as u64 - 3));
+        }
+    }
+
     /// Whoever looks after jobs knows their ids from a log, or from a table of the program's own.
     #[tokio::test(start_paused = true)]
     async fn a_job_is_found_by_what_its_id_is_shown_as() {

@@ -88,13 +88,15 @@
 //!
 //! A job waits until it is due, runs under a lease that is extended, and is gone when it is done. A failure lets it wait again, for as long as
 //! the worker says; the last of its attempts leaves it among the dead, which are kept for somebody to [look at](DelayQueue::dead),
-//! [replay](DelayQueue::replay) or [forget](DelayQueue::forget). Giving a job back spends no attempt.
+//! [replay](DelayQueue::replay) or [forget](DelayQueue::forget), by a filter or by their ids. Giving a job back spends no attempt.
 //!
 //! | | waiting | running | dead | done, or never there |
 //! | --- | --- | --- | --- | --- |
 //! | push with its id | `Exists` | `Exists` | new again | new |
 //! | [`cancel`](DelayQueue::cancel) | removed | its worker is told; not tried again | `Dead` | `Missing` |
 //! | [`reschedule`](DelayQueue::reschedule), [`promote`](DelayQueue::promote), [`replace`](DelayQueue::replace) | done | `Running` | `Dead` | `Missing` |
+//! | [`replay_ids`](DelayQueue::replay_ids) | `false` | `false` | waits again, unless its unique key is taken | `false` |
+//! | [`forget_ids`](DelayQueue::forget_ids) | `false` | `false` | removed | `false` |
 //!
 //! # Working
 //!

@@ -332,7 +332,8 @@ impl<T, C> DelayQueue<T, C> {
         self.codec.decode(&job.payload)
     }
 
-    /// Removes a job that is waiting. Of one that is running the worker is told, and it will not be tried again.
+    /// Removes a job that is waiting. Of one that is running the worker is told, and it will not be tried again. One that is dead stays: see
+    /// [`forget_ids`](Self::forget_ids).
     ///
     /// # Errors
     ///
@@ -490,6 +491,7 @@ impl<T, C> DelayQueue<T, C> {
     /// Lets dead jobs wait again, due at once and with all of their attempts: those that `filter` wants, the oldest first, and no more
     /// than `limit`. Answers how many those were. Looks at as many as are dead when it begins, so that one that dies again is for the next call.
     /// One that is unique while it is [there](super::UniqueFor::WaitingOrRunning) takes its key again, and stays dead if another job has that.
+    /// For some of which the ids are known there is [`replay_ids`](Self::replay_ids).
     ///
     /// # Errors
     ///
@@ -499,13 +501,71 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Removes dead jobs: those that `filter` wants, the oldest first, and no more than `limit`. Answers how many those were. Looks at
-    /// as many as are dead when it begins.
+    /// as many as are dead when it begins. For some of which the ids are known there is [`forget_ids`](Self::forget_ids).
     ///
     /// # Errors
     ///
     /// [`QueueError::Store`]; some are removed then.
     pub async fn forget(&self, limit: usize, filter: impl FnMut(&StoredJob) -> bool) -> Result<usize, QueueError> {
         self.each_dead(limit, filter, |store, queue, ids, deadline| store.forget(queue, ids, deadline)).await
+    }
+
+    /// Lets the dead jobs of these ids wait again, as [`replay`](Self::replay) does with those that a filter wants. Answers for each, in order,
+    /// whether it waits again: not if it is not dead, or not there, or another job has its unique key. Whatever else is dead is not looked at: one call
+    /// of the store for each part of the queue and [`MAX_BATCH`] ids.
+    ///
+    /// ```
+    /// # #[cfg(feature = "json")] {
+    /// # use tollgate::{DelayQueue, MemoryBackend};
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+    /// # let queue = DelayQueue::<String>::new(MemoryBackend::new(), "mail");
+    /// let answers = queue.replay_ids(["welcome:42", "welcome:43"]).await?;
+    /// assert_eq!(answers, [false, false], "there are no such jobs");
+    /// # Ok(())
+    /// # }
+    /// # main().unwrap();
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`]; some are waiting then.
+    pub async fn replay_ids(&self, ids: impl IntoIterator<Item: Into<JobId>>) -> Result<Vec<bool>, QueueError> {
+        self.dead_by_id(ids, |store, queue, ids, deadline| store.replay(queue, ids, deadline)).await
+    }
+
+    /// Removes the dead jobs of these ids, and looks at no others. Answers for each, in order, whether it was dead. What waits or runs stays: see
+    /// [`cancel`](Self::cancel).
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`]; some are removed then.
+    pub async fn forget_ids(&self, ids: impl IntoIterator<Item: Into<JobId>>) -> Result<Vec<bool>, QueueError> {
+        self.dead_by_id(ids, |store, queue, ids, deadline| store.forget(queue, ids, deadline)).await
+    }
+
+    async fn dead_by_id(
+        &self,
+        ids: impl IntoIterator<Item: Into<JobId>>,
+        verb: impl Fn(Arc<dyn AnyStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
+    ) -> Result<Vec<bool>, QueueError> {
+        let mut parts: Vec<Vec<(usize, JobId)>> = vec![Vec::new(); self.terms.parts.into()];
+        let mut answers = Vec::new();
+        for id in ids {
+            let id = id.into();
+            parts[usize::from(self.terms.home(&id).part())].push((answers.len(), id));
+            answers.push(false);
+        }
+        for (queue, jobs) in self.parts().zip(parts) {
+            for batch in jobs.chunks(MAX_BATCH) {
+                let (places, ids): (Vec<_>, Vec<_>) = batch.iter().copied().unzip();
+                let changed = self.terms.ask(queue, |store, limit| verb(store, queue, ids, limit)).await?;
+                for (place, is_changed) in places.into_iter().zip(changed) {
+                    answers[place] = is_changed;
+                }
+            }
+        }
+        Ok(answers)
     }
 
     async fn each_dead(
