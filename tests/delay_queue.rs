@@ -36,6 +36,7 @@ mod redis_server {
 /// What the queue itself sees to, whatever keeps the jobs.
 mod queue {
     use std::error::Error;
+    use std::fmt;
     use std::future::{IntoFuture, ready};
     use std::sync::atomic::{AtomicU8, Ordering};
     use std::sync::{Arc, Mutex};
@@ -100,6 +101,57 @@ mod queue {
             (error.to_string(), error.source().unwrap().to_string()),
             ("the payload cannot be encoded".to_owned(), "not today".to_owned())
         );
+    }
+
+    /// What a codec fails with, and what has led to it.
+    #[derive(Debug)]
+    struct Unreadable(std::num::ParseIntError);
+
+    impl fmt::Display for Unreadable {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("no such order")
+        }
+    }
+
+    impl Error for Unreadable {
+        fn source(&self) -> Option<&(dyn Error + 'static)> {
+            Some(&self.0)
+        }
+    }
+
+    /// Keeps zero alone, and reads nothing.
+    struct Broken;
+
+    impl Codec<u8> for Broken {
+        fn encode(&self, payload: &u8) -> Result<Vec<u8>, BoxError> {
+            if *payload == 0 { Ok(b"x".to_vec()) } else { Err(Unreadable("x".parse::<u8>().unwrap_err()).into()) }
+        }
+
+        fn decode(&self, bytes: &[u8]) -> Result<u8, BoxError> {
+            Ok(str::from_utf8(bytes)?.parse().map_err(Unreadable)?)
+        }
+    }
+
+    /// The story of an error that was a text and no more when it came to who pushed, or was noted with the job.
+    #[tokio::test(start_paused = true)]
+    async fn what_a_codec_fails_with_keeps_its_type_and_causes() {
+        let queue = DelayQueue::with_codec(MemoryBackend::new(), "test", Broken);
+        let push = queue.push(7);
+        let clone = push.clone();
+        let many = queue.push_all([queue.push(7)]).await.remove(0).unwrap_err();
+        let errors =
+            [push.await.unwrap_err(), clone.await.unwrap_err(), many, queue.replace("a", 7).await.unwrap_err()];
+        for error in errors {
+            let QueueError::Encode(codec) = &error else { panic!("{error:?}") };
+            assert!(codec.is::<Unreadable>(), "{codec:?}");
+            let cause = error.source().and_then(Error::source).expect("it has a cause");
+            assert!(cause.is::<std::num::ParseIntError>(), "{cause:?}");
+        }
+        let id = *queue.push(0).await.unwrap().id();
+        let worker = DelayQueueWorker::new(queue.clone(), service_fn(async |_: Job<u8>| Ok::<_, BoxError>(())));
+        worker.run_until(sleep(Duration::from_secs(1))).await.unwrap();
+        let note = queue.get(id).await.unwrap().unwrap().note.unwrap();
+        assert_eq!((note.reason, &*note.error), (Reason::Undecodable, "no such order: invalid digit found in string"));
     }
 
     #[tokio::test(start_paused = true)]

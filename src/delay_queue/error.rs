@@ -1,7 +1,8 @@
 use std::error::Error;
 use std::fmt;
+use std::sync::Arc;
 
-use crate::error::{BoxError, ConfigError, StoreError};
+use crate::error::{ConfigError, StoreError};
 
 /// Why a job was not pushed, or not found, changed or finished.
 #[derive(Debug)]
@@ -24,8 +25,8 @@ pub enum QueueError {
         /// How many they may have.
         max: usize,
     },
-    /// The payload cannot be encoded.
-    Encode(BoxError),
+    /// The payload cannot be encoded: what the [codec](super::Codec) has failed with, which clones of the [push](super::Push) share.
+    Encode(Arc<dyn Error + Send + Sync>),
     /// A setting cannot work; nothing was asked of the store.
     Config(ConfigError),
 }

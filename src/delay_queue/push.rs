@@ -1,7 +1,8 @@
+use std::error::Error;
 use std::fmt;
 use std::future::{Future, IntoFuture};
 use std::pin::Pin;
-use std::sync::OnceLock;
+use std::sync::{Arc, OnceLock};
 use std::time::Duration;
 
 use super::calls::Patience;
@@ -42,7 +43,7 @@ use crate::key::Key;
 #[must_use = "nothing is pushed until this is awaited"]
 pub struct Push {
     terms: Terms,
-    payload: Result<Vec<u8>, String>,
+    payload: Encoded,
     id: Option<JobId>,
     // What it is called without a name, from the first clone on.
     drawn: OnceLock<JobId>,
@@ -53,8 +54,11 @@ pub struct Push {
     headers: Headers,
 }
 
+/// A payload as it is kept, or what the codec has failed with.
+type Encoded = Result<Vec<u8>, Arc<dyn Error + Send + Sync>>;
+
 impl Push {
-    pub(super) fn new(terms: Terms, payload: Result<Vec<u8>, String>) -> Self {
+    pub(super) fn new(terms: Terms, payload: Encoded) -> Self {
         let max_attempts = terms.max_attempts;
         Self {
             terms,
@@ -151,7 +155,7 @@ impl Push {
 
     /// What a store is given, if it can be. `unique` is what a job is called that nobody has named.
     pub(super) fn into_job(self, unique: impl FnOnce() -> Result<JobId, StoreError>) -> Result<NewJob, QueueError> {
-        let payload = self.payload.map_err(|error| QueueError::Encode(error.into()))?;
+        let payload = self.payload.map_err(QueueError::Encode)?;
         if let Due::In(delay) = self.due {
             check_delay(delay)?;
         }

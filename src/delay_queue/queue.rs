@@ -10,6 +10,7 @@ use super::erased::{AnyStore, Call};
 use super::error::QueueError;
 use super::id::{JobId, UniqueIds};
 use super::job::{Canceller, Job};
+use super::outcome::note;
 use super::push::{Push, Pushed, check_delay};
 use super::record::{Due, NewJob, Reason, StoredJob, Unique};
 use super::store::{
@@ -244,7 +245,7 @@ impl<T, C> DelayQueue<T, C> {
     where
         C: Codec<T>,
     {
-        let payload = self.codec.encode(payload.borrow()).map_err(|error| error.to_string());
+        let payload = self.codec.encode(payload.borrow()).map_err(Arc::from);
         Push::new(self.terms.clone(), payload)
     }
 
@@ -377,7 +378,7 @@ impl<T, C> DelayQueue<T, C> {
         C: Codec<T>,
     {
         let id = id.into();
-        let payload = self.codec.encode(payload.borrow()).map_err(QueueError::Encode)?;
+        let payload = self.codec.encode(payload.borrow()).map_err(|error| QueueError::Encode(error.into()))?;
         let (queue, max) = (self.terms.home(&id), self.terms.max_size);
         let stored = self.terms.ask(queue, |store, limit| store.get(queue, id, limit)).await?;
         let bytes = payload.len() + stored.map_or(0, |job| job.headers.size());
@@ -658,7 +659,7 @@ impl<T, C> DelayQueue<T, C> {
     {
         match self.codec.decode(&claimed.job.payload) {
             Ok(payload) => Ok(Job::new(claimed, payload)),
-            Err(error) => Err(Ending::Dead { reason: Reason::Undecodable, error: error.to_string().into() }),
+            Err(error) => Err(Ending::Dead { reason: Reason::Undecodable, error: note(&error) }),
         }
     }
 }
