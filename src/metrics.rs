@@ -69,7 +69,11 @@ const HISTOGRAMS: [(&str, &str); 9] = [
 
 const GAUGES: [(&str, Unit, &str); 2] = [
     ("tollgate_jobs_running", Unit::Count, "Jobs that run in this process"),
-    ("tollgate_jobs_oldest_due_seconds", Unit::Seconds, "For how long the oldest job that nobody has claimed is due"),
+    (
+        "tollgate_jobs_oldest_due_seconds",
+        Unit::Seconds,
+        "For how long the oldest job that nobody has claimed is due, as workers of this process know; 0 without them",
+    ),
 ];
 
 #[cfg(test)]

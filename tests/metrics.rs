@@ -909,6 +909,26 @@ fn jobs_are_counted_by_what_became_of_them() {
     assert_eq!(seen(&snapshotter), expect(&expected));
 }
 
+/// The gauge cannot tell that nobody works any more: what is asked of the queue can, and the docs say so.
+#[test]
+fn how_long_jobs_are_due_without_a_worker_is_what_the_queue_is_asked() {
+    let (recorder, snapshotter, runtime) = recording();
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let queue = DelayQueue::<u32>::new(MemoryBackend::new(), "mail");
+            queue.push(1).await.unwrap();
+            queue.pause().await.unwrap();
+            let service = service_fn(async |_: Job<u32>| Ok::<_, BoxError>(()));
+            DelayQueueWorker::new(queue.clone(), service)
+                .run_until(tokio::time::sleep(Duration::from_secs(7)))
+                .await
+                .unwrap();
+            assert_eq!(queue.counts().await.unwrap().oldest_due, Some(Duration::from_secs(7)));
+        });
+    });
+    assert_eq!(seen(&snapshotter).remove("tollgate_jobs_oldest_due_seconds{queue=mail}"), None);
+}
+
 #[test]
 fn pushes_are_counted_by_what_came_of_them() {
     let (recorder, snapshotter, runtime) = recording();

@@ -167,12 +167,13 @@
 //! | `tollgate_job_lateness_seconds` | a histogram: how long after it was due a job was claimed |
 //! | `tollgate_job_seconds` | a histogram: how long attempts ran |
 //! | `tollgate_jobs_running` | jobs that run in this process |
-//! | `tollgate_jobs_oldest_due_seconds` | for how long the oldest job that nobody has claimed is due: as the store has said within five seconds, unless it fails |
+//! | `tollgate_jobs_oldest_due_seconds` | for how long the oldest job that nobody has claimed is due: as the store has said to a worker of this process within five seconds, unless it fails. 0 if nothing is due, **and when a worker has ended**, until another one of this process has asked |
 //! | `tollgate_job_store_errors_total` | calls that the store has failed: of workers, of those who push, and of those who change or look at what is there |
 //! | `tollgate_job_pushes_total` | jobs that were pushed, by `outcome`: `new`, `exists`, `full`, `failed` (by the store, or it was not asked, or nobody waited for its answer). Not those of a [pipeline](PreparedPush) of one's own |
 //! | `tollgate_job_circuit_transitions_total` | [circuits](DelayQueue::circuit_breaker) that opened and closed, by `state`: `open`, `closed` |
 //!
-//! How many wait is what [`DelayQueue::counts`] says.
+//! How many wait is what [`DelayQueue::counts`] says, and in [`oldest_due`](Counts::oldest_due) for how long the oldest one that nobody has claimed is due,
+//! whether there are workers or not. An alert for jobs that nobody works off asks for that: a gauge that workers set cannot tell that there are none.
 //!
 //! # Traces
 //!

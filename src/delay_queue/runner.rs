@@ -755,7 +755,7 @@ impl<T, S, C> Drop for Runner<T, S, C> {
         for running in self.running.values() {
             self.meters.ended(now.saturating_duration_since(running.started));
         }
-        // Nobody knows any more.
+        // Nobody knows any more, unless there is another worker, which says so with its next call.
         self.meters.oldest_due(Duration::ZERO);
     }
 }
