@@ -856,6 +856,9 @@ async fn a_user_who_may_not_listen_is_one_line_that_says_what_is_missing() {
     assert_eq!(lines.len(), 1, "{:?}", lines.iter().map(|message| &message.line).collect::<Vec<_>>());
     assert!(lines[0].line.starts_with("WARN the redis user may not listen for those who wait"), "{}", lines[0].line);
     assert_eq!(lines[0].missing, "+subscribe");
+    for how_often in ["workers of queues look every five seconds", "all others once a second"] {
+        assert!(lines[0].line.contains(how_often), "{}", lines[0].line);
+    }
 }
 
 /// Each look for the map was a line for each of the nodes, twenty times a second.
@@ -989,6 +992,33 @@ async fn a_recurring_job_that_cannot_be_pushed_says_why() {
         ("WARN a recurring job could not be pushed yet", "a fault that the test asked for"),
     ];
     assert_eq!(lines, expected.map(|(line, cause)| (line.to_owned(), cause.to_owned())));
+}
+
+/// One process cannot know what another one has pushed.
+#[tokio::test(start_paused = true)]
+async fn a_process_that_is_late_for_a_schedule_does_not_say_that_there_are_no_jobs() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    let faults = store.faults();
+    faults.fail(Failure::Unavailable);
+    let queue = DelayQueue::new(backend, "mail");
+    let minutely = Schedule::cron("minutely", "* * * * *").unwrap();
+    let cut_off = Recurring::new(DelayQueue::new(store, "mail"), minutely.clone(), |_| 7_u8);
+    let other = Recurring::new(queue.clone(), minutely, |_| 7_u8);
+    let heal = async {
+        sleep(Duration::from_secs(3_600)).await;
+        faults.heal();
+    };
+    let end = || sleep(Duration::from_secs(3_610));
+    tokio::join!(cut_off.run_until(end()), other.run_until(end()), heal);
+    assert!(queue.counts().await.unwrap().waiting >= 60, "each time has a job");
+    let lines = log.lines();
+    let late: Vec<_> = lines.iter().filter(|line| line.contains("times of a schedule")).collect();
+    let expected =
+        "WARN this process was too late for times of a schedule: they have no job unless another process has pushed it";
+    assert_eq!(late, [expected]);
 }
 
 #[tokio::test(start_paused = true)]

@@ -170,7 +170,7 @@ where
 
     /// Pushes for as long as the schedule has times. While the store fails or the queue is full it is asked again; what cannot be pushed for
     /// another reason is left out, and logged. A job that could be pushed only after its time is there once, late, and the times that have
-    /// passed meanwhile are left out: how many those are is logged, too. A time that is further away than the longest
+    /// passed meanwhile are left out: how many those are is logged, too, whether another process has pushed for them or not. A time that is further away than the longest
     /// [delay](Due::MAX_DELAY) is pushed when it is not any more.
     ///
     /// # Cancellation
@@ -203,7 +203,7 @@ where
             let left_out = self.schedule.count(time, last);
             if left_out > 0 {
                 let (name, is_more) = (&self.schedule.name, left_out == MOST_COUNTED);
-                tracing::warn!(queue = %self.queue.name(), schedule = name, left_out, is_more, "times of a schedule have passed without a job");
+                tracing::warn!(queue = %self.queue.name(), schedule = name, left_out, is_more, "this process was too late for times of a schedule: they have no job unless another process has pushed it");
             }
         }
     }

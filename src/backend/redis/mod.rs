@@ -54,7 +54,8 @@
 //! Once there are locks or operations, one more connection is opened, for renewing and giving back, which do not queue behind decisions, and for
 //! locks that go together; and one that listens for locks becoming free and operations being done, if somebody waits for one. Waiting for replicas holds a connection
 //! up, so locks that ask for that have a few of their own. A backend that was opened [from a
-//! pool](RedisBackend::from_pool) has no means to listen: who waits there looks once a second.
+//! pool](RedisBackend::from_pool) has no means to listen: who waits there for a lock or an operation looks once a second, and
+//! a worker of a queue every five seconds at the latest.
 //!
 //! # Keys
 //!

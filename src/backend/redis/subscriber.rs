@@ -255,7 +255,10 @@ impl Shared {
             Right::Command(name) => format!("+{name}"),
             Right::Channels => "&<prefix>:2:*".to_owned(),
         };
-        tracing::warn!(missing, "the redis user may not listen for those who wait, who look once a second instead");
+        tracing::warn!(
+            missing,
+            "the redis user may not listen for those who wait: workers of queues look every five seconds instead, all others once a second"
+        );
     }
 
     /// Nothing was refused of what was asked for, with or without channels that were refused before.
