@@ -2077,32 +2077,59 @@ async fn a_checkpoint_survives_a_request_that_is_refused_before_its_handler_begi
 /// had put it down before it read that.
 #[tokio::test(start_paused = true)]
 async fn a_checkpoint_of_a_handler_that_was_sent_another_body_is_nobodys() {
-    for keep in [Keep::SafeRetry, Keep::Success] {
+    for (keep, on_unknown) in [
+        (Keep::SafeRetry, OnUnknown::Reject),
+        (Keep::Success, OnUnknown::Reject),
+        (Keep::SafeRetry, OnUnknown::Retry),
+        (Keep::All, OnUnknown::Retry),
+    ] {
         let runs = Arc::new(AtomicUsize::new(0));
         let counted = Arc::clone(&runs);
-        let guard = layer(MemoryBackend::new()).keep(keep);
+        let guard = layer(MemoryBackend::new()).keep(keep).on_unknown(on_unknown);
         let service = guard.clone().layer(service_fn(move |request: Request<FingerprintedBody<Stream>>| {
             let run = counted.fetch_add(1, Ordering::SeqCst) + 1;
             async move {
                 let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
                 let last = operation.last_checkpoint().map_or(Vec::new(), |last| last.data().to_vec());
-                operation.checkpoint("begun", run.to_string()).await.unwrap();
-                request.into_body().collect().await.unwrap();
+                let begun = operation.checkpoint("begun", run.to_string()).await;
+                if run == 1 {
+                    begun.unwrap();
+                } else {
+                    assert!(matches!(begun, Err(CheckpointError::Unread)), "{run}: {begun:?}");
+                }
+                let mut body = request.into_body();
+                while let Some(frame) = body.frame().await {
+                    if frame.is_err() {
+                        return Ok::<_, Infallible>(status(StatusCode::BAD_REQUEST));
+                    }
+                    if run > 1 {
+                        let read = operation.checkpoint("read", run.to_string()).await;
+                        assert!(matches!(read, Err(CheckpointError::Unread)), "{run}: {read:?}");
+                    }
+                }
                 operation.checkpoint("charged", run.to_string()).await.unwrap();
-                let status = if run == 1 { StatusCode::SERVICE_UNAVAILABLE } else { StatusCode::OK };
-                Ok::<_, Infallible>(Response::builder().status(status).body(full(last)).unwrap())
+                if run == 1 {
+                    // Given back with `Keep::All`, too.
+                    let response = Response::builder().extension(NothingDone);
+                    return Ok(response.status(StatusCode::SERVICE_UNAVAILABLE).body(full("")).unwrap());
+                }
+                Ok(Response::new(full(last)))
             }
         }));
         let app = BoxCloneService::new(service);
         assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
         let other = ask(&app, request("k", of(&["thou", "san"]))).await;
         assert_eq!(problem(other).await, (422, "key-reused".into()));
-        assert_eq!(runs.load(Ordering::SeqCst), 2);
         guard.drained().await;
-        assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()), "{keep:?}");
+        // One that breaks off before anybody can tell.
+        let (sender, body) = stream();
+        sender.send(data("thou")).unwrap();
+        sender.send(Err(io::ErrorKind::BrokenPipe.into())).unwrap();
+        assert_eq!(ask(&app, request("k", body)).await.status(), StatusCode::BAD_REQUEST);
+        guard.drained().await;
         sleep(Duration::from_secs(60)).await;
-        assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()), "{keep:?}");
-        assert_eq!(runs.load(Ordering::SeqCst), 2);
+        assert_eq!(text(ask(&app, pay("k")).await).await, "1", "{keep:?} {on_unknown:?}");
+        assert_eq!(runs.load(Ordering::SeqCst), 4);
     }
 }
 

@@ -261,7 +261,7 @@ impl<P: HasPayload + 'static> Order<P> {
 
     fn attempt(self: &Arc<Self>, end: End) -> Attempt<P> {
         let [is_at_work, is_answering, is_told] = [const { AtomicBool::new(false) }; 3];
-        Attempt { order: Arc::clone(self), end, last_checkpoint: 0, is_at_work, is_answering, is_told }
+        Attempt { order: Arc::clone(self), end, is_at_work, is_answering, is_told }
     }
 
     /// Wake-ups for somebody who waits for the operation.
@@ -485,8 +485,6 @@ pub(crate) struct Granted<P: HasPayload + 'static> {
 pub(crate) struct Attempt<P: HasPayload + 'static> {
     order: Arc<Order<P>>,
     end: End,
-    // The number of the last one that the attempts before have put down.
-    last_checkpoint: u32,
     is_at_work: AtomicBool,
     is_answering: AtomicBool,
     // Whether the log names it as one of unknown outcome.
@@ -524,8 +522,7 @@ impl<P: HasPayload + 'static> Attempt<P> {
             Begun::Granted { fence, attempt: number, payload, checkpoint } => {
                 self.end = End::Leave;
                 if let Some(last) = &checkpoint {
-                    self.last_checkpoint = last.number();
-                    self.order.checkpoint.store(self.last_checkpoint, Ordering::Relaxed);
+                    self.order.checkpoint.store(last.number(), Ordering::Relaxed);
                 }
                 Begin::Granted(Granted { attempt: self, fence, number, payload, checkpoint })
             }
@@ -554,11 +551,6 @@ impl<P: HasPayload + 'static> Attempt<P> {
     /// Lets the attempt be given back when it is dropped.
     pub(crate) fn gives_back(&mut self) {
         self.end = End::GiveBack;
-    }
-
-    /// Whether it may have put down a checkpoint, in the place of those before.
-    pub(crate) fn has_checkpoint(&self) -> bool {
-        self.order.checkpoint.load(Ordering::Relaxed) != self.last_checkpoint
     }
 
     /// Does a part of what the attempt is for. A panic in here is its own; others have nothing to do with it.

@@ -87,6 +87,8 @@ impl fmt::Debug for Checkpoint {
 pub enum CheckpointError {
     /// The name is longer than [`Checkpoint::MAX_STEP`], or the data than [`Checkpoint::MAX_DATA`].
     TooLarge,
+    /// The handler has read less of the body than the attempts before have, so nobody knows whether it was sent the same. Nothing was put down.
+    Unread,
     /// The operation is not this attempt's any more: it is completed, given back, or somebody else's.
     Lost,
     /// The store has failed. The checkpoint may be there or not.
@@ -97,6 +99,7 @@ impl fmt::Display for CheckpointError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::TooLarge => "the checkpoint is too large",
+            Self::Unread => "less of the body was read than by the attempts before",
             Self::Lost => "the operation is not this attempt's any more",
             Self::Store(_) => "the store of idempotency failed",
         })
@@ -107,7 +110,7 @@ impl Error for CheckpointError {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         match self {
             Self::Store(error) => Some(error),
-            Self::TooLarge | Self::Lost => None,
+            Self::TooLarge | Self::Unread | Self::Lost => None,
         }
     }
 }

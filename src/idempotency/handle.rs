@@ -35,6 +35,9 @@ pub struct IdempotencyHandle {
 pub(crate) trait HasPayload: Send + Sync {
     fn payload(&self) -> Payload;
 
+    /// Whether it is known to be what the attempt before was sent, as far as that one has read it.
+    fn is_known(&self) -> bool;
+
     /// The same before any of it was read.
     fn anew(&self) -> Self
     where
@@ -90,6 +93,9 @@ impl IdempotencyHandle {
     /// another request under the same key is refused, also when this attempt is given back. Between something that is done
     /// elsewhere and its checkpoint the process may still die: [`derive`](Self::derive) is for that.
     ///
+    /// An attempt that is not the first has to read the body as far as those before have read it: until then nobody knows whether it was sent the
+    /// same, and it must not put down anything that one with the right body would find.
+    ///
     /// ```
     /// # use tollgate::{BoxError, idempotency::IdempotencyHandle};
     /// # async fn charge(_: &str) -> Result<String, BoxError> { Ok(String::new()) }
@@ -110,13 +116,16 @@ impl IdempotencyHandle {
     ///
     /// # Errors
     ///
-    /// [`CheckpointError`]: the handler should go no further then.
+    /// [`CheckpointError`]: the handler should go no further then. After [`Unread`](CheckpointError::Unread) it may, once it has read more of the body.
     ///
     /// # Cancellation
     ///
     /// A checkpoint that is dropped on its way may have been put down.
     pub async fn checkpoint(&self, step: &str, data: impl AsRef<[u8]>) -> Result<(), CheckpointError> {
         let order = &self.order;
+        if !order.body().is_known() {
+            return Err(CheckpointError::Unread);
+        }
         let checkpoint =
             Checkpoint::new(order.next_checkpoint(), step, data.as_ref()).ok_or(CheckpointError::TooLarge)?;
         drop(data);

@@ -140,9 +140,9 @@
 //! its end, since the status comes last): its handler is not run again, and its reader may take the time that it likes.
 //!
 //! The next attempt has to send the same body, as far as that of the one before is known. If it is another one, the handler is dropped before it
-//! sees its end, and the answer is 422, or breaks off if it has begun. The operation is given back as it was then, but for [`Keep::All`] with [`OnUnknown::Reject`], and for a handler that has put down a
-//! [checkpoint](IdempotencyHandle::checkpoint) before it was known what it was sent, which has taken the place of the one before: the outcome is unknown, as that of any handler
-//! that was dropped half way. So read the body before the first checkpoint.
+//! sees its end, and the answer is 422, or breaks off if it has begun. The operation is given back as it was then, but for [`Keep::All`] with [`OnUnknown::Reject`]: the outcome
+//! is unknown, as that of any handler that was dropped half way. Until so much was read a [checkpoint](IdempotencyHandle::checkpoint) is [refused](CheckpointError::Unread): one
+//! of another body would take the place of the one before. So read the body before the first checkpoint.
 //!
 //! Not kept are headers of one hop, one moment or one request: `Connection` and what it names, `Content-Length`, `Date`, `Age`, `Set-Cookie` (unless
 //! told otherwise), `RateLimit` and its kin, `Server-Timing`, `traceparent`, `X-Request-Id`.

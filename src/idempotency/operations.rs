@@ -347,6 +347,10 @@ impl HasPayload for Nothing {
         Payload::default()
     }
 
+    fn is_known(&self) -> bool {
+        true
+    }
+
     fn anew(&self) -> Self {
         Self
     }

@@ -101,6 +101,15 @@ struct Progress {
     unfit: Option<Unfit>,
 }
 
+impl Progress {
+    /// Whether it is the body that the attempt before was sent, as far as that one has read it. Nothing more can differ then.
+    fn is_known(&self) -> bool {
+        let Payload { len, is_whole, .. } = self.before;
+        let knows_less = self.len < len || (self.len == len && is_whole == Some(true) && !self.is_whole);
+        !knows_less && self.unfit != Some(Unfit::Differs)
+    }
+}
+
 impl Reading {
     fn new(hash: Sha256) -> Self {
         let (before, max_len) = (Payload::default(), u64::MAX);
@@ -182,15 +191,15 @@ impl Reading {
 impl HasPayload for Reading {
     fn payload(&self) -> Payload {
         let progress = self.progress();
-        let before = &progress.before;
-        // What was found to be another body says nothing of this one.
-        let knows_less = progress.len < before.len
-            || (progress.len == before.len && before.is_whole == Some(true) && !progress.is_whole);
-        if knows_less || progress.unfit == Some(Unfit::Differs) {
-            return *before;
+        if !progress.is_known() {
+            return progress.before;
         }
         let digest = digest(progress.hash.clone());
         Payload { len: progress.len, is_whole: Some(progress.is_whole), digest }
+    }
+
+    fn is_known(&self) -> bool {
+        self.progress().is_known()
     }
 
     fn anew(&self) -> Self {

@@ -106,9 +106,9 @@ impl Course {
         match self.attempt.order().body().unfit() {
             Some(Unfit::Differs) => {
                 let may_begin_again = settings.on_unknown == OnUnknown::Retry || settings.keep.gives_failures_back();
-                // Those who send the same as the attempt before need not wait for the end of this one's lease, after which nobody might be served. But
-                // they would take a checkpoint of this one for one of theirs.
-                if may_begin_again && !self.attempt.has_checkpoint() {
+                // Those who send the same as the attempt before need not wait for the end of this one's lease, after which nobody might be served. This
+                // one has put down no checkpoint that they would take for one of theirs.
+                if may_begin_again {
                     self.gives_back();
                 }
                 Rejection::Mismatch
