@@ -2166,6 +2166,99 @@ async fn an_answer_that_has_begun_for_another_body_gives_the_operation_back() {
     assert_eq!(runs.load(Ordering::SeqCst), 3);
 }
 
+/// The story of a payment that was refused for a day: a handler had refused another body as soon as it saw the beginning of it, and its answer was kept for the right one.
+#[tokio::test(start_paused = true)]
+async fn an_early_refusal_of_another_body_is_not_kept_for_the_right_one() {
+    for (streams, comes) in [(false, true), (false, false), (true, true), (true, false)] {
+        let runs = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&runs);
+        let guard = layer(MemoryBackend::new());
+        let service = guard.clone().layer(service_fn(move |request: Request<FingerprintedBody<Stream>>| {
+            let run = counted.fetch_add(1, Ordering::SeqCst) + 1;
+            async move {
+                let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
+                let mut body = request.into_body();
+                let first = body.frame().await.unwrap().unwrap().into_data().unwrap();
+                if first != "hun" {
+                    let mut refusal = status(StatusCode::BAD_REQUEST);
+                    if streams {
+                        let (sender, body) = stream();
+                        sender.send(data("no")).unwrap();
+                        tokio::spawn(async move {
+                            sleep(Duration::from_secs(1)).await;
+                            drop(sender);
+                        });
+                        *refusal.body_mut() = body.boxed();
+                    }
+                    return Ok::<_, Infallible>(refusal);
+                }
+                body.collect().await.unwrap();
+                operation.checkpoint("charged", "").await.unwrap();
+                Ok(if run == 1 { status(StatusCode::SERVICE_UNAVAILABLE) } else { Response::new(full("done")) })
+            }
+        }));
+        let app = BoxCloneService::new(service);
+        let right = || request("k", of(&["hun", "dred"]));
+        assert_eq!(ask(&app, right()).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+        let (sender, body) = stream();
+        ["thou", "san"].iter().take(1 + usize::from(comes)).for_each(|chunk| sender.send(data(chunk)).unwrap());
+        let unfinished = (!comes).then_some(sender);
+        let other = ask(&app, request("k", body)).await;
+        if comes && !streams {
+            assert_eq!(problem(other).await, (422, "key-reused".into()));
+        } else {
+            assert_eq!(other.status(), StatusCode::BAD_REQUEST);
+            assert_eq!(other.into_body().collect().await.is_err(), comes);
+        }
+        drop(unfinished);
+        guard.drained().await;
+        let again = ask(&app, right()).await;
+        assert_eq!((again.status(), is_replay(&again)), (StatusCode::OK, false), "{streams} {comes}");
+        assert!(is_replay(&ask(&app, right()).await));
+        assert_eq!(runs.load(Ordering::SeqCst), 3);
+    }
+}
+
+/// What is done is not done again since a part of the body that nobody needed was missing.
+#[tokio::test(start_paused = true)]
+async fn an_early_answer_of_the_next_attempt_is_kept() {
+    for (code, comes) in [(StatusCode::OK, true), (StatusCode::OK, false), (StatusCode::PAYMENT_REQUIRED, true)] {
+        let runs = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&runs);
+        let service =
+            layer(MemoryBackend::new()).layer(service_fn(move |request: Request<FingerprintedBody<Stream>>| {
+                counted.fetch_add(1, Ordering::SeqCst);
+                async move {
+                    let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
+                    if operation.last_checkpoint().is_some() {
+                        return Ok(status(code));
+                    }
+                    request.into_body().collect().await.unwrap();
+                    operation.checkpoint("charged", "").await.unwrap();
+                    Ok::<_, Infallible>(status(StatusCode::SERVICE_UNAVAILABLE))
+                }
+            }));
+        let app = BoxCloneService::new(service);
+        assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+        let (sender, body) = stream();
+        if comes {
+            for text in ["hun", "dred"] {
+                sender.send(data(text)).unwrap();
+            }
+            drop(sender);
+            assert_eq!(ask(&app, request("k", body)).await.status(), code);
+        } else {
+            assert_eq!(ask(&app, request("k", body)).await.status(), code);
+            drop(sender);
+        }
+        // Nothing else is known of the body.
+        assert_eq!(problem(ask(&app, request("k", of(&["hundred", "!"]))).await).await, (422, "key-reused".into()));
+        let again = ask(&app, pay("k")).await;
+        assert_eq!((again.status(), is_replay(&again)), (code, true), "{comes}");
+        assert_eq!(runs.load(Ordering::SeqCst), 2);
+    }
+}
+
 /// The story of requests that were told that they might have had effects, and left operations of unknown outcome, though nothing had been begun: the store was
 /// slower than the lease is long.
 #[tokio::test(start_paused = true)]

@@ -1,4 +1,4 @@
-use std::future::poll_fn;
+use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
@@ -130,6 +130,17 @@ impl Reading {
         self.progress().hash.clone()
     }
 
+    /// What the digest of a body goes on with, and how much of it was read.
+    fn so_far(&self) -> (Sha256, u64) {
+        let progress = self.progress();
+        (progress.hash.clone(), progress.len)
+    }
+
+    /// Notes that what the handler has not read tells the body apart from that of the attempt before.
+    pub(super) fn differs(&self) {
+        self.progress().unfit = Some(Unfit::Differs);
+    }
+
     /// Nothing in here panics halfway, so what a poisoned lock guards is whole.
     fn progress(&self) -> MutexGuard<'_, Progress> {
         self.progress.lock().unwrap_or_else(PoisonError::into_inner)
@@ -212,23 +223,91 @@ pin_project! {
     /// fingerprint.
     pub struct FingerprintedBody<B> {
         #[pin]
-        body: B,
+        body: Sent<B>,
         order: Option<Arc<Order<Reading>>>,
+    }
+}
+
+pin_project! {
+    #[project = SentProj]
+    enum Sent<B> {
+        // What the handler does not read nobody does.
+        Handed { #[pin] body: B },
+        // It has to be that of the attempt before, also where the handler does not read as far.
+        Lent { body: Arc<Lent<B>> },
+    }
+}
+
+/// Never locked by two at a time: see [`Rest`].
+type Lent<B> = Mutex<Pin<Box<B>>>;
+
+fn lent<B>(body: &Lent<B>) -> MutexGuard<'_, Pin<Box<B>>> {
+    body.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<B: Body> Body for Sent<B> {
+    type Data = B::Data;
+    type Error = B::Error;
+
+    fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<B::Data>, B::Error>>> {
+        match self.project() {
+            SentProj::Handed { body } => body.poll_frame(cx),
+            SentProj::Lent { body } => lent(body).as_mut().poll_frame(cx),
+        }
+    }
+
+    fn is_end_stream(&self) -> bool {
+        match self {
+            Self::Handed { body } => body.is_end_stream(),
+            Self::Lent { body } => lent(body).is_end_stream(),
+        }
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        match self {
+            Self::Handed { body } => body.size_hint(),
+            Self::Lent { body } => lent(body).size_hint(),
+        }
+    }
+}
+
+/// What a handler leaves of a body, for whoever has it alone when the handler is done with it.
+pub(super) trait Rest: Send + Sync {
+    /// Whether it is the rest of what the attempt before was sent; `None` if it breaks off.
+    fn is_same<'a>(&'a mut self, reading: &'a Reading) -> Pin<Box<dyn Future<Output = Option<bool>> + Send + 'a>>;
+}
+
+impl<B: Body<Data = Bytes> + Send> Rest for Lent<B> {
+    fn is_same<'a>(&'a mut self, reading: &'a Reading) -> Pin<Box<dyn Future<Output = Option<bool>> + Send + 'a>> {
+        let body = self.get_mut().unwrap_or_else(PoisonError::into_inner).as_mut();
+        Box::pin(async move { is_same(body, &reading.payload(), reading).await.ok() })
     }
 }
 
 impl<B> FingerprintedBody<B> {
     /// One that nobody wants to know anything of.
     pub(super) const fn passed(body: B) -> Self {
-        Self { body, order: None }
+        Self { body: Sent::Handed { body }, order: None }
     }
 }
 
-impl<B: Body> FingerprintedBody<B> {
-    /// `before` is what is known of the body that an attempt before was sent.
-    pub(super) fn new(body: B, before: Payload, max_len: u64, order: Arc<Order<Reading>>) -> Self {
+impl<B: Body<Data = Bytes> + Send + 'static> FingerprintedBody<B> {
+    /// `before` is what is known of the body that an attempt before was sent. Where that is something, the handler may leave a rest of this one to
+    /// compare.
+    pub(super) fn new(
+        body: B,
+        before: Payload,
+        max_len: u64,
+        order: Arc<Order<Reading>>,
+    ) -> (Self, Option<Arc<dyn Rest>>) {
         order.body().begin(before, max_len, body.is_end_stream());
-        Self { body, order: Some(order) }
+        let (body, rest) = if order.body().is_known() {
+            (Sent::Handed { body }, None)
+        } else {
+            let body = Arc::new(Mutex::new(Box::pin(body)));
+            (Sent::Lent { body: Arc::clone(&body) }, Some(body as _))
+        };
+        (Self { body, order: Some(order) }, rest)
     }
 }
 
@@ -263,16 +342,17 @@ impl<B> std::fmt::Debug for FingerprintedBody<B> {
     }
 }
 
-/// Whether `body` is the one that has this fingerprint. Reads no more of it than that takes, and keeps nothing.
+/// Whether `body` is the one that has this fingerprint, or the rest of that where `reading` has got to. Reads no more of it than that takes, and
+/// keeps nothing.
 pub(super) async fn is_same<B: Body<Data = Bytes>>(
     body: B,
     payload: &Payload,
     reading: &Reading,
 ) -> Result<bool, B::Error> {
     let Some(is_whole) = payload.is_whole else { return Ok(true) };
-    let mut hash = reading.hash();
+    let (mut hash, len) = reading.so_far();
     let mut body = pin!(body);
-    let mut missing = payload.len;
+    let mut missing = payload.len.saturating_sub(len);
     while missing > 0 || (is_whole && !body.is_end_stream()) {
         // A body that always has another frame, with nothing in it, lets others have their turn, and the clock is looked at.
         consume_budget().await;
@@ -349,7 +429,7 @@ mod tests {
         }
         let stream = http_body_util::StreamBody::new(futures_util::stream::iter(frames));
         let order = order();
-        let mut body = pin!(FingerprintedBody::new(stream, before, u64::MAX, Arc::clone(&order)));
+        let mut body = pin!(FingerprintedBody::new(stream, before, u64::MAX, Arc::clone(&order)).0);
         for _ in sizes {
             body.frame().await.unwrap().unwrap();
         }
@@ -394,12 +474,46 @@ mod tests {
                 let frames: Vec<_> = other.chunks(chunk).map(Bytes::copy_from_slice).map(Frame::data).collect();
                 let frames = frames.into_iter().map(Ok::<_, std::convert::Infallible>);
                 let stream = http_body_util::StreamBody::new(futures_util::stream::iter(frames));
-                let body = FingerprintedBody::new(stream, before, u64::MAX, Arc::clone(&order));
+                let (body, _) = FingerprintedBody::new(stream, before, u64::MAX, Arc::clone(&order));
                 let seen = futures_util::FutureExt::now_or_never(body.collect()).map(|body| body.unwrap().to_bytes());
                 prop_assert_eq!(seen.is_some(), same, "{:?}", before);
                 prop_assert_eq!(order.body().unfit(), (!same).then_some(Unfit::Differs));
                 if let Some(seen) = seen {
                     prop_assert_eq!(seen, other);
+                }
+                Ok(())
+            })?;
+        }
+
+        #[test]
+        fn what_the_next_attempt_leaves_of_a_body_is_compared(
+            bytes in prop::collection::vec(0..2_u8, 0..20),
+            other in prop::collection::vec(0..2_u8, 0..20),
+            sizes in prop::collection::vec(0..9_usize, 0..6),
+            chunk in 1..9_usize,
+            frames_read in 0..6_usize,
+        ) {
+            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            runtime.block_on(async {
+                let before = read(&bytes, &sizes, Payload::default()).await;
+                let order = order();
+                let same = is_same(Full::new(Bytes::from(other.clone())), &before, order.body()).await.unwrap();
+                let frames: Vec<_> = other.chunks(chunk).map(Bytes::copy_from_slice).map(Frame::data).collect();
+                let frames = frames.into_iter().map(Ok::<_, std::convert::Infallible>);
+                let stream = http_body_util::StreamBody::new(futures_util::stream::iter(frames));
+                let (mut body, rest) = FingerprintedBody::new(stream, before, u64::MAX, Arc::clone(&order));
+                for _ in 0..frames_read {
+                    drop(futures_util::FutureExt::now_or_never(body.frame()));
+                }
+                let is_known = order.body().is_known();
+                prop_assert!(!is_known || same);
+                let mut rest = rest.filter(|_| !is_known && order.body().unfit().is_none());
+                if let Some(rest) = &mut rest {
+                    prop_assert!(Arc::get_mut(rest).is_none(), "the handler still has it");
+                    drop(body);
+                    let rest = Arc::get_mut(rest).unwrap().is_same(order.body()).await;
+                    prop_assert_eq!(rest, Some(same), "{:?}", before);
+                    prop_assert_eq!(order.body().payload(), before, "no more than was known");
                 }
                 Ok(())
             })?;

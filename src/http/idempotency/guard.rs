@@ -158,7 +158,8 @@ impl<F, R, E, K, A> Serve<F, R, E, K, A> {
 impl<F, R, E, K, A> Future for Serve<F, R, E, K, A>
 where
     F: Future<Output = Result<Response<R>, E>>,
-    A: Reject<Rejection, Response<R>, E, Response = Response<IdempotentBody<R>>, Error = E>,
+    K: Send + Sync + 'static,
+    A: Reject<Rejection, Response<R>, E, Response = Response<IdempotentBody<R>>, Error = E> + Send + Sync + 'static,
     R: Body<Data = Bytes> + Send + 'static,
     R::Error: Into<BoxError>,
     E: Send + 'static,
@@ -184,13 +185,25 @@ where
             Come::Whole(outcome, answered) => (outcome, answered.map_err(|error| answer.error(error))),
             Come::Part(start) => return Poll::Ready(Ok(start.go_on(course, Arc::clone(settings)))),
             Come::Nothing => {
-                let mut answered = settings.reject(answer, course.breaks_off(settings));
-                if has_begun && let Ok(response) = &mut answered {
-                    response.extensions_mut().remove::<NothingDone>();
-                }
-                return Poll::Ready(answered);
+                return Poll::Ready(refuse(settings, answer, course.breaks_off(settings), has_begun));
             }
         };
+        if course.has_to_read_on(&outcome) {
+            let settled = Box::pin(async move {
+                let Shared { settings, answer, .. } = &*shared;
+                let Some(outcome) = course.read_on(outcome, settings).await else {
+                    return refuse(settings, answer, course.breaks_off(settings), true);
+                };
+                let (running, settling) = course.settle(outcome, settings);
+                if let Some(settling) = settling {
+                    settling.await;
+                }
+                drop(running);
+                answered
+            });
+            self.set(Self::Settling { settled });
+            return self.poll(cx);
+        }
         let (running, settling) = course.settle(outcome, settings);
         let Some(settling) = settling else { return Poll::Ready(answered) };
         let settled = Box::pin(async move {
@@ -201,6 +214,18 @@ where
         self.set(Self::Settling { settled });
         self.poll(cx)
     }
+}
+
+/// Says why a handler was dropped, or its answer.
+fn refuse<A, B, R, E>(settings: &Settings, answer: &A, rejection: Rejection, has_begun: bool) -> Result<Response<B>, E>
+where
+    A: Reject<Rejection, Response<R>, E, Response = Response<B>, Error = E>,
+{
+    let mut answered = settings.reject(answer, rejection);
+    if has_begun && let Ok(response) = &mut answered {
+        response.extensions_mut().remove::<NothingDone>();
+    }
+    answered
 }
 
 /// What the store is asked about a request, and what is going to be known of its body.
@@ -231,17 +256,21 @@ fn take_up<S, B>(
 ) -> (Course, Option<S::Future>)
 where
     S: Service<Request<FingerprintedBody<B>>>,
-    B: Body,
+    B: Body<Data = Bytes> + Send + 'static,
 {
     settings.answered();
     let Granted { attempt, fence, number, payload, checkpoint } = granted;
     let Arrived { request, running } = arrived;
-    let mut request =
-        request.map(|body| FingerprintedBody::new(body, payload, settings.max_body, Arc::clone(attempt.order())));
+    let mut rest = None;
+    let mut request = request.map(|body| {
+        let (body, left) = FingerprintedBody::new(body, payload, settings.max_body, Arc::clone(attempt.order()));
+        rest = left;
+        body
+    });
     let order = Arc::clone(attempt.order());
     let handle = IdempotencyHandle::new(Arc::clone(&order) as _, number, fence, checkpoint);
     request.extensions_mut().insert(handle);
-    let mut course = Course::new(attempt, settings, running);
+    let mut course = Course::new(attempt, settings, running, rest);
     // Of a body that has come already it is known whether it is that of the attempt before.
     let is_fit = order.body().unfit().is_none();
     if !is_fit {

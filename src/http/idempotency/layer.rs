@@ -240,7 +240,7 @@ impl<K, A> IdempotencyLayer<K, A> {
         self.with(|settings| settings.max_body = bytes)
     }
 
-    /// How long the body of a request may take that is compared with the one before. Defaults to 10 s.
+    /// How long the body of a request may take that is compared with the one before, or what the handler of a next attempt has left of it. Defaults to 10 s.
     pub fn body_timeout(self, timeout: Duration) -> Self {
         self.with(|settings| settings.body_timeout = timeout)
     }

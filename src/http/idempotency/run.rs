@@ -14,18 +14,18 @@ use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use tokio::sync::mpsc::{self, Sender};
 use tokio::task::consume_budget;
-use tokio::time::{Instant, sleep_until, timeout_at};
+use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 use tracing::Instrument as _;
 
 use super::answer::{Recorder, mark};
 use super::body::{AbortOnDrop, Chunks, IdempotentBody, Piece};
-use super::fingerprint::{Reading, Unfit};
+use super::fingerprint::{Reading, Rest, Unfit};
 use super::future::Answer;
 use super::layer::Settings;
 use crate::error::{BoxError, causes};
 use crate::http::lock::CutOff;
 use crate::idempotency::{
-    Attempt, Completion, HasPayload as _, Keep, OnDisconnect, OnUnknown, Rejection, Running, Settlement,
+    Attempt, Completion, HasPayload as _, Keep, OnDisconnect, OnUnknown, Rejection, Running, Settlement, Verdict,
 };
 use crate::lock::HalfDone;
 use crate::reject::{NothingDone, OutcomeUnknown};
@@ -41,6 +41,8 @@ const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
 pub(super) struct Course {
     attempt: Attempt<Reading>,
     running: Running,
+    // What the handler leaves of the body, where that has to be the one of the attempt before.
+    rest: Option<Arc<dyn Rest>>,
     begun: Instant,
     // When it has taken too long.
     until: Instant,
@@ -49,11 +51,16 @@ pub(super) struct Course {
 }
 
 impl Course {
-    pub(super) fn new(attempt: Attempt<Reading>, settings: &Settings, running: Running) -> Self {
+    pub(super) fn new(
+        attempt: Attempt<Reading>,
+        settings: &Settings,
+        running: Running,
+        rest: Option<Arc<dyn Rest>>,
+    ) -> Self {
         let attempt = if settings.keep.gives_failures_back() { attempt.gives_back_panics() } else { attempt };
         let begun = attempt.sent();
         let until = begun + settings.max_run.min(FOREVER);
-        Self { attempt, running, begun, until, limits: None }
+        Self { attempt, running, rest, begun, until, limits: None }
     }
 
     /// Lets the operation be given back once this is dropped.
@@ -129,6 +136,38 @@ impl Course {
         self.attempt.told();
     }
 
+    /// Whether it is not known yet that an answer is one to the right body. What is made of one that has broken off is known.
+    pub(super) fn has_to_read_on(&self, outcome: &Outcome) -> bool {
+        let reading = self.attempt.order().body();
+        matches!(outcome, Outcome::Answered { keeps: true, .. }) && !reading.is_known() && !reading.has_failed()
+    }
+
+    /// Reads what the handler has left of the body, as far as that of the attempt before is known, and says what has come of the handler then:
+    /// `None` if it was sent another one.
+    pub(super) async fn read_on(&mut self, outcome: Outcome, settings: &Settings) -> Option<Outcome> {
+        if !self.has_to_read_on(&outcome) {
+            return Some(outcome);
+        }
+        let reading = self.attempt.order().body();
+        let is_same = match self.rest.as_mut().and_then(Arc::get_mut) {
+            Some(rest) => tokio::select! {
+                is_same = timeout(settings.body_timeout, rest.is_same(reading)) => is_same.ok().flatten(),
+                () = self.attempt.keep() => None,
+            },
+            // Somebody still reads it.
+            None => None,
+        };
+        match (is_same, outcome) {
+            (Some(false), _) => {
+                reading.differs();
+                None
+            }
+            // Nobody who sends the right one is to get a refusal of another one.
+            (None, Outcome::Answered { succeeded: false, .. }) => Some(Outcome::Failed),
+            (_, outcome) => Some(outcome),
+        }
+    }
+
     /// Lets the record say what has become of the operation; there is nothing to wait for if it says so already.
     pub(super) fn settle(
         self,
@@ -158,7 +197,7 @@ impl Course {
 
 /// What a handler has come to.
 pub(super) enum Outcome {
-    /// There is no answer.
+    /// There is no answer, or none that could be kept.
     Failed,
     /// There is one, and it says that nobody knows what was done.
     Unknown,
@@ -317,6 +356,16 @@ where
         };
         let max_run = settings.max_run.min(FOREVER);
         let outcome = self.outcome(self.chunks.iter(), matches!(stop, Stop::End));
+        let outcome = match stop {
+            // The handler may still read the body.
+            Stop::TooLarge => Some(outcome),
+            Stop::End | Stop::Broken(_) => course.read_on(outcome, &settings).await,
+        };
+        let Some(outcome) = outcome else {
+            drop(self);
+            settings.home.meters().decided(Verdict::of(&course.breaks_off(&settings)));
+            return;
+        };
         let (running, settling) = course.settle(outcome, &settings);
         if let Some(settling) = settling {
             settling.await;
