@@ -75,6 +75,8 @@ local function wake_for(score)
   end
   -- A pause lasts as long as what it holds up.
   local lasts = is_paused == 0 and 600000 or math.max(redis.call('PTTL', jobs), redis.call('PTTL', state), keep_ms)
+  -- Where memory is full, something has to be written first that needs none.
+  redis.call('PEXPIRE', state, lasts)
   redis.call('SET', state, struct.pack('<BBI7I6', 1, is_paused, token, wakes_at) .. keeper, 'PX', lasts)
 end
 
@@ -167,6 +169,8 @@ if verb == 'cancel' then
     redis.call('HDEL', jobs, id)
     free(record, id)
   elseif is == 2 then
+    -- First something that needs no memory, see `wake_for`; likewise below.
+    redis.call('SREM', cancels, id)
     redis.call('SADD', cancels, id)
     keep(cancels, keep_ms)
   end
@@ -186,6 +190,7 @@ if verb == 'reschedule' then
     elseif when < 0 then
       score = math.max(now, -when)
     end
+    redis.call('ZREM', place, id)
     redis.call('HSET', jobs, id, record:sub(1, 7) .. struct.pack('>I6', score) .. record:sub(14))
     redis.call('ZADD', place, score, id)
     keep(place, score - now + keep_ms)

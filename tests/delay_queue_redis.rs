@@ -507,6 +507,41 @@ async fn jobs_are_kept_while_there_is_no_memory_left() {
     assert!(ends > seconds * 1_000 + 90_000);
 }
 
+/// It happened that a paused queue whose jobs had filled the memory could not be resumed, so that it stayed full.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_queue_is_resumed_paused_and_tidied_while_there_is_no_memory_left() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    queue.push("running".to_owned()).id("running").await.unwrap();
+    let running = backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs.remove(0).ticket();
+    let keeper = claim(4);
+    let _wakeups = backend.watch(&key(), keeper.worker).await;
+    let channels = || server.query::<Vec<String>>("PUBSUB CHANNELS").len();
+    block_in_place(|| support::server::wait_until("the keeper listens", || channels() == 1));
+    assert!(backend.claim(&key(), &[], &keeper).await.unwrap().jobs.is_empty());
+    queue.pause().await.unwrap();
+    for id in ["a", "b"] {
+        queue.push(id.to_owned()).id(id).delay(MINUTE).await.unwrap();
+    }
+    server.limit_memory(1);
+    queue.resume().await.unwrap();
+    assert!(!queue.counts().await.unwrap().is_paused);
+    assert_eq!(queue.promote("a").await.unwrap(), Changed::Done);
+    let jobs = backend.claim(&key(), &[], &keeper).await.unwrap().jobs;
+    assert_eq!(jobs.len(), 1);
+    let finish = Finish::new(jobs[0].ticket(), Ending::Done);
+    assert_eq!(backend.claim(&key(), &[finish], &keeper).await.unwrap().finished, [Finished::Done]);
+    queue.pause().await.unwrap();
+    assert!(queue.counts().await.unwrap().is_paused);
+    assert_eq!(queue.reschedule("b", MINUTE * 2).await.unwrap(), Changed::Done);
+    assert_eq!(queue.cancel("running").await.unwrap(), Cancelled::Told);
+    assert_eq!(backend.extend(&key(), &[running], MINUTE).await.unwrap(), [Extended::Cancelled]);
+    for key in ["due:normal", "cancels", "state"] {
+        assert!(server.query::<i64>(&format!("PTTL tollgate:2:{{delay_queue:test}}:{key}")) > 0, "{key} expires");
+    }
+}
+
 /// A push within the caller's own transaction happens with it.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_push_rides_in_a_pipeline_of_the_caller() {
