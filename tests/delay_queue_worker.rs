@@ -945,6 +945,7 @@ async fn told(mut events: Events) -> Vec<&'static str> {
         told.push(match event {
             Event::Started { .. } => "started",
             Event::Done { .. } => "done",
+            Event::Dead { .. } => "dead",
             Event::Retried { .. } => "retried",
             Event::Snoozed { .. } => "snoozed",
             Event::Cancelled { .. } => "cancelled",
@@ -986,6 +987,44 @@ async fn what_is_put_back_by_a_call_whose_answer_is_lost_is_told_as_it_was() {
         // Until the worker has no more patience with that call.
         sleep(secs(10)).await;
         worker.stop().await;
+        assert_eq!(told(events).await, ["started", "failed", "works", expected]);
+    }
+}
+
+/// The same of a job that is not put back by it, and of one that somebody else has done by then.
+#[tokio::test(start_paused = true)]
+async fn what_a_call_without_an_answer_has_ended_is_told_as_it_ended() {
+    for (attempts, delay, is_cancelled, expected) in [
+        (1, secs(60), false, "dead"),
+        (1, secs(60), true, "cancelled"),
+        (2, secs(60), true, "cancelled"),
+        (2, secs(1), false, "retried"),
+    ] {
+        let backend = MemoryBackend::new();
+        let store = FaultStore::new(backend.clone());
+        let faults = store.faults();
+        let (queue, other) = (queue(store), queue(backend));
+        let service = service_fn(async |_: Job<u32>| {
+            sleep(secs(1)).await;
+            Err::<(), _>("not today")
+        });
+        let worker = DelayQueueWorker::one_by_one(queue.clone(), service).backoff(Backoff::fixed(delay));
+        let events = worker.events();
+        let worker = Background::start(worker);
+        queue.push(1).id("a").max_attempts(attempts).await.unwrap();
+        sleep(ms(900)).await;
+        if is_cancelled {
+            assert_eq!(queue.cancel("a").await.unwrap(), Cancelled::Told);
+        }
+        faults.lose_answers();
+        sleep(ms(500)).await;
+        faults.heal();
+        let second = Background::start(DelayQueueWorker::new(other.clone(), Record::new().service()));
+        // Until the worker has no more patience with that call.
+        sleep(secs(10)).await;
+        assert_eq!(other.get("a").await.unwrap().is_some(), expected == "dead");
+        worker.stop().await;
+        second.stop().await;
         assert_eq!(told(events).await, ["started", "failed", "works", expected]);
     }
 }
@@ -1288,6 +1327,7 @@ async fn a_store_that_fails_is_asked_until_it_works_and_nothing_is_forgotten() {
         seen.push(match event {
             Event::Started { .. } => "started",
             Event::Done { .. } => "done",
+            Event::Dead { .. } => "dead",
             Event::StoreFailed { .. } => "failed",
             Event::StoreWorks => "works",
             _ => "something else",

@@ -299,7 +299,7 @@ impl<T, S, C> Runner<T, S, C> {
                 (Err(_), Some(_)) => Settled::retry(ticket, delay(), "its lease was lost"),
             },
         };
-        self.settle(running.part, running.lease_ends, settled);
+        self.settle(running.part, running.lease_ends, Settled { is_last: running.is_last, ..settled });
     }
 
     fn judge(&mut self, ticket: Ticket, attempt: u16, error: &BoxError, now: Instant) -> Settled {
@@ -312,18 +312,22 @@ impl<T, S, C> Runner<T, S, C> {
     }
 
     /// Tells what the store has noted.
-    fn noted(&self, settled: Settled, finished: Finished) {
-        let Settled { finish, result, is_repeated, .. } = settled;
+    fn noted(&self, settled: Settled, finished: Finished, now: Instant) {
+        let Settled { finish, result, is_last, told_at, .. } = settled;
         let id = finish.ticket.id;
-        let stays = !matches!(finish.ending, Ending::Done);
-        let result = match finished {
-            Finished::Dead => meters::Result::Dead,
-            Finished::Cancelled => meters::Result::Cancelled,
-            Finished::Done => result,
-            // An earlier call has come through, as far as can be known. What waits again after it is nobody's, or somebody else's.
-            Finished::Gone if is_repeated => result,
-            Finished::Lost if is_repeated && stays => result,
-            Finished::Gone | Finished::Lost => meters::Result::LeaseLost,
+        let result = match (finished, told_at, &finish.ending) {
+            (Finished::Dead, ..) => meters::Result::Dead,
+            (Finished::Cancelled, ..) => meters::Result::Cancelled,
+            (Finished::Done, ..) => result,
+            // An earlier call has come through, as far as can be known.
+            (Finished::Gone, Some(at), ending) if self.is_kept(ending, is_last, now.saturating_duration_since(at)) => {
+                meters::Result::Cancelled
+            }
+            (Finished::Gone, Some(_), _) => result,
+            (Finished::Lost, Some(_), Ending::Retry { .. }) if is_last => meters::Result::Dead,
+            // What waits again after it is nobody's, or somebody else's.
+            (Finished::Lost, Some(_), ending) if *ending != Ending::Done => result,
+            (Finished::Gone | Finished::Lost, ..) => meters::Result::LeaseLost,
         };
         self.meters.finished(result);
         if result == meters::Result::LeaseLost {
@@ -339,6 +343,18 @@ impl<T, S, C> Runner<T, S, C> {
             (_, Ending::Release) => Event::Released { id },
             (_, Ending::Done) => Event::Done { id },
         });
+    }
+
+    /// Whether a job that ended like this is there still after so long, if it was not cancelled: nobody else can have done it, and it is not too
+    /// old to be kept.
+    fn is_kept(&self, ending: &Ending, is_last: bool, since: Duration) -> bool {
+        let dead = self.queue.dead_limits();
+        match ending {
+            Ending::Dead { .. } => dead.count > 0 && since < dead.age,
+            Ending::Retry { .. } if is_last => dead.count > 0 && since < dead.age,
+            Ending::Retry { delay, .. } | Ending::Snooze { delay } => since < *delay,
+            Ending::Release | Ending::Done => false,
+        }
     }
 
     /// Tells of attempts that nobody else will tell of.
@@ -614,8 +630,8 @@ where
                         for settled in settled.into_iter().rev() {
                             // What is said when somebody else has the job already changes nothing.
                             let may_count = settled.lease_ends.is_none_or(|ends| sent < ends);
-                            let is_repeated = settled.is_repeated || may_count;
-                            part.settled.push_front(Settled { is_repeated, ..settled });
+                            let told_at = settled.told_at.or(may_count.then_some(sent));
+                            part.settled.push_front(Settled { told_at, ..settled });
                         }
                         let pause = (FIRST_PAUSE * (1 << part.failures.min(8))).min(LONGEST_PAUSE);
                         part.failures += 1;
@@ -639,7 +655,7 @@ where
     ) {
         self.store_works(index);
         for (settled, finished) in settled.into_iter().zip(claims.finished) {
-            self.noted(settled, finished);
+            self.noted(settled, finished, now);
         }
         self.parts[index].oldest_due = claims.oldest_due;
         self.meters.oldest_due(self.parts.iter().filter_map(|part| part.oldest_due).max().unwrap_or_default());
@@ -674,7 +690,7 @@ where
             self.settle(part, sent + self.settings.lease, Settled::new(ticket, Ending::Release));
             return;
         };
-        let attempt = job.attempt();
+        let (attempt, is_last) = (job.attempt(), job.is_last_attempt());
         let late = claimed_at.duration_since(job.due_at()).unwrap_or_default();
         let span = self.settings.span(self.queue.name().as_str(), &job);
         let call = catch_unwind(AssertUnwindSafe(|| span.in_scope(|| instance.call(job))));
@@ -684,7 +700,7 @@ where
                 self.slots.put_damaged(instance);
                 let delay = self.settings.backoff.delay(attempt);
                 let settled = Settled::retry(ticket, delay, panicked(&*panic));
-                self.settle(part, sent + self.settings.lease, settled);
+                self.settle(part, sent + self.settings.lease, Settled { is_last, ..settled });
                 return;
             }
         };
@@ -697,6 +713,7 @@ where
             part,
             ticket,
             attempt,
+            is_last,
             started: now,
             canceller,
             lease_ends: sent + self.settings.lease,

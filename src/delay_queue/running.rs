@@ -14,6 +14,8 @@ pub(super) struct Running {
     pub(super) part: usize,
     pub(super) ticket: Ticket,
     pub(super) attempt: u16,
+    // Whether it is dead if this attempt fails.
+    pub(super) is_last: bool,
     pub(super) started: Instant,
     pub(super) canceller: Canceller,
     pub(super) abort: AbortHandle,
@@ -63,8 +65,10 @@ pub(super) struct Settled {
     pub(super) result: meters::Result,
     // When the job is somebody else's, by our clock.
     pub(super) lease_ends: Option<Instant>,
-    // Whether a call that was to note it may have come through although it failed.
-    pub(super) is_repeated: bool,
+    // Whether a failure is the end of the job.
+    pub(super) is_last: bool,
+    // When the first call was sent that was to note it, and may have come through although it failed.
+    pub(super) told_at: Option<Instant>,
 }
 
 impl Settled {
@@ -76,7 +80,7 @@ impl Settled {
             Ending::Release => meters::Result::Released,
             Ending::Dead { .. } => meters::Result::Dead,
         };
-        Self { finish: Finish { ticket, ending }, result, lease_ends: None, is_repeated: false }
+        Self { finish: Finish { ticket, ending }, result, lease_ends: None, is_last: false, told_at: None }
     }
 
     /// Forgotten, and not done.
