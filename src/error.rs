@@ -45,16 +45,16 @@ impl Error for Occupied {}
 #[derive(Clone)]
 pub struct StoreError {
     kind: Kind,
+    // Whether what was asked has not happened for sure.
+    is_refusal: bool,
     source: Option<Arc<dyn Error + Send + Sync>>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 enum Kind {
     Timeout,
-    // Whether it may have been asked all the same.
-    Unavailable { asked: bool },
-    // If only a part is not allowed, what came before that may have been done.
-    Unauthorized { in_part: bool },
+    Unavailable,
+    Unauthorized,
     OutOfMemory,
     ForeignData,
     Other,
@@ -64,7 +64,7 @@ impl StoreError {
     /// No answer came within the deadline. What was asked may still have happened.
     #[must_use]
     pub fn timeout() -> Self {
-        Self { kind: Kind::Timeout, source: None }
+        Self { kind: Kind::Timeout, is_refusal: false, source: None }
     }
 
     /// The same, and which limit it was.
@@ -74,35 +74,32 @@ impl StoreError {
 
     /// Nobody is there to answer, or whoever is there cannot serve at the moment.
     pub fn unavailable(source: impl Into<BoxError>) -> Self {
-        Self::with_source(Kind::Unavailable { asked: true }, source)
+        Self::with_source(Kind::Unavailable, source)
     }
 
     /// The same failure, found out before anything was asked.
     #[cfg(feature = "redis")]
     pub(crate) fn unasked(self) -> Self {
         match self.kind {
-            Kind::Timeout | Kind::Unavailable { .. } => Self { kind: Kind::Unavailable { asked: false }, ..self },
+            Kind::Timeout | Kind::Unavailable => Self { kind: Kind::Unavailable, is_refusal: true, ..self },
             _ => self,
         }
     }
 
-    /// The same of several stores, some of which may have been asked.
+    /// The same where a part of what was asked may have happened: in another store, in an earlier call, or before the script failed.
     pub(crate) fn in_doubt(self) -> Self {
-        match self.kind {
-            Kind::Unavailable { .. } => Self { kind: Kind::Unavailable { asked: true }, ..self },
-            _ => self,
-        }
+        Self { is_refusal: false, ..self }
     }
 
     /// The backend wants other credentials, or the credentials do not allow what was asked.
     pub fn unauthorized(source: impl Into<BoxError>) -> Self {
-        Self::with_source(Kind::Unauthorized { in_part: false }, source)
+        Self::with_source(Kind::Unauthorized, source)
     }
 
     /// The same, found out when a part of what was asked may have been done.
     #[cfg(feature = "redis")]
     pub(crate) fn unauthorized_in_part(source: impl Into<BoxError>) -> Self {
-        Self::with_source(Kind::Unauthorized { in_part: true }, source)
+        Self::unauthorized(source).in_doubt()
     }
 
     /// The backend has no room for what had to be written.
@@ -121,7 +118,8 @@ impl StoreError {
     }
 
     fn with_source(kind: Kind, source: impl Into<BoxError>) -> Self {
-        Self { kind, source: Some(Arc::from(source.into())) }
+        let is_refusal = matches!(kind, Kind::Unauthorized | Kind::OutOfMemory | Kind::ForeignData);
+        Self { kind, is_refusal, source: Some(Arc::from(source.into())) }
     }
 
     /// Whether no answer came in time. What was asked may have happened all the same.
@@ -133,13 +131,13 @@ impl StoreError {
     /// Whether the backend is down, unreachable, still loading or not accepting writes; it is worth trying again later.
     #[must_use]
     pub fn is_unavailable(&self) -> bool {
-        matches!(self.kind, Kind::Unavailable { .. })
+        self.kind == Kind::Unavailable
     }
 
     /// Whether the credentials are wrong, missing, or allow too little. It stays so until somebody changes them.
     #[must_use]
     pub fn is_unauthorized(&self) -> bool {
-        matches!(self.kind, Kind::Unauthorized { .. })
+        self.kind == Kind::Unauthorized
     }
 
     /// Whether the backend has no memory left for writes.
@@ -156,13 +154,7 @@ impl StoreError {
 
     /// Whether the backend was not asked, or has said no, so that what was asked has not happened.
     pub(crate) const fn is_refusal(&self) -> bool {
-        matches!(
-            self.kind,
-            Kind::Unavailable { asked: false }
-                | Kind::Unauthorized { in_part: false }
-                | Kind::OutOfMemory
-                | Kind::ForeignData
-        )
+        self.is_refusal
     }
 }
 
@@ -176,8 +168,8 @@ impl fmt::Display for StoreError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self.kind {
             Kind::Timeout => "the store did not answer in time",
-            Kind::Unavailable { .. } => "the store is unavailable",
-            Kind::Unauthorized { .. } => "the store refused the credentials",
+            Kind::Unavailable => "the store is unavailable",
+            Kind::Unauthorized => "the store refused the credentials",
             Kind::OutOfMemory => "the store is out of memory",
             Kind::ForeignData => "the store holds data that is not ours under this key",
             Kind::Other => "the store failed",
@@ -450,6 +442,16 @@ mod tests {
         portable::<StoreError>();
         portable::<ConfigError>();
         portable::<ConnectError>();
+    }
+
+    #[test]
+    fn what_may_have_happened_in_part_is_no_refusal() {
+        for error in [StoreError::unauthorized(""), StoreError::out_of_memory(""), StoreError::foreign_data("")] {
+            let kind = error.kind;
+            assert!(error.is_refusal());
+            let error = error.in_doubt();
+            assert!(!error.is_refusal() && error.kind == kind, "{error:?}");
+        }
     }
 
     #[test]

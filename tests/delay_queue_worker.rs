@@ -1029,6 +1029,42 @@ async fn what_a_call_without_an_answer_has_ended_is_told_as_it_ended() {
     }
 }
 
+/// The store has said no each time, and nobody put the job back before its lease had ended.
+#[tokio::test(start_paused = true)]
+async fn what_no_call_has_put_back_by_the_end_of_its_lease_is_told_as_lost() {
+    let outcomes = [Outcome::retry_after(secs(60)), Outcome::snooze(secs(60))];
+    for outcome in outcomes {
+        let backend = MemoryBackend::new();
+        let store = FaultStore::new(backend.clone());
+        let faults = store.faults();
+        let (cut_off, other) = (queue(store), queue(backend));
+        let outcome = Mutex::new(Some(outcome));
+        let service = service_fn(move |_: Job<u32>| {
+            let outcome = outcome.lock().unwrap().take().unwrap();
+            async move {
+                sleep(secs(1)).await;
+                Err::<(), _>(outcome)
+            }
+        });
+        let worker = DelayQueueWorker::one_by_one(cut_off, service).lease(secs(6));
+        let events = worker.events();
+        let worker = Background::start(worker);
+        other.push(10).await.unwrap();
+        sleep(ms(500)).await;
+        faults.fail(Failure::OutOfMemory);
+        sleep(secs(6)).await;
+        let done = Arc::new(AtomicUsize::new(0));
+        let second = Background::start(DelayQueueWorker::new(other.clone(), sleeper(&done)));
+        sleep(secs(1)).await;
+        faults.heal();
+        sleep(secs(5)).await;
+        assert_eq!(other.counts().await.unwrap().running, 1, "the second one is at it");
+        worker.stop().await;
+        second.stop().await;
+        assert_eq!(told(events).await, ["started", "failed", "works", "lease lost"]);
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_failure_of_a_job_that_was_cancelled_is_told_as_a_cancellation() {
     let queue = queue(MemoryBackend::new());

@@ -628,8 +628,9 @@ where
                         self.store_failed(part, &error);
                         let part = &mut self.parts[part];
                         for settled in settled.into_iter().rev() {
-                            // What is said when somebody else has the job already changes nothing.
-                            let may_count = settled.lease_ends.is_none_or(|ends| sent < ends);
+                            // What the store was not asked has not happened, and what is said when somebody else has the job already changes
+                            // nothing.
+                            let may_count = !error.is_refusal() && settled.lease_ends.is_none_or(|ends| sent < ends);
                             let told_at = settled.told_at.or(may_count.then_some(sent));
                             part.settled.push_front(Settled { told_at, ..settled });
                         }

@@ -64,7 +64,11 @@ impl DelayQueueStore for RedisBackend {
             let packed = PackedFinishes::new(part);
             // Only the last one claims.
             let claim = Claim { limit: if rest.is_empty() { claim.limit.min(MAX_BATCH) } else { 0 }, ..*claim };
-            let reply = scripts.delay_queue_claim(servers, &keys, &claim, &packed, patience).await?;
+            let reply = scripts.delay_queue_claim(servers, &keys, &claim, &packed, patience).await;
+            let reply = reply.map_err(|error| {
+                // What the calls before it finished is finished, and a script may do a part until it finds what is not ours.
+                if answers.is_empty() && !error.is_foreign_data() { error } else { error.in_doubt() }
+            })?;
             let mut claimed = claimed(&reply, &packed).ok_or_else(|| unexpected_reply(&reply))?;
             answers.append(&mut claimed.finished);
             if rest.is_empty() {
