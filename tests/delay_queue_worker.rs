@@ -20,8 +20,8 @@ use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
     AsOutcome, Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event,
-    Events, Finish, Job, JobId, OnUndecodable, Outcome, Priority, Push, QueueKey, Reason, Recurring, Schedule, State,
-    WorkerError,
+    Events, Finish, Job, JobId, MAX_BATCH, OnUndecodable, Outcome, Priority, Push, QueueKey, Reason, Recurring,
+    Schedule, State, WorkerError,
 };
 use tollgate::idempotency::{Operation, OperationError, Operations};
 use tollgate::lock::{LeaseView, OnMissingKey};
@@ -657,6 +657,62 @@ async fn no_more_is_claimed_than_the_service_is_ready_for() {
     let mut other = service;
     timeout(ms(1), poll_fn(|cx| other.poll_ready(cx))).await.unwrap().unwrap();
     worker.stop().await;
+}
+
+/// Counts how many of it there are, and have been at a time.
+struct Counted {
+    alive: Arc<AtomicUsize>,
+    most: Arc<AtomicUsize>,
+}
+
+impl Counted {
+    fn new(alive: &Arc<AtomicUsize>, most: &Arc<AtomicUsize>) -> Self {
+        most.fetch_max(alive.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+        Self { alive: Arc::clone(alive), most: Arc::clone(most) }
+    }
+}
+
+impl Clone for Counted {
+    fn clone(&self) -> Self {
+        Self::new(&self.alive, &self.most)
+    }
+}
+
+impl Drop for Counted {
+    fn drop(&mut self) {
+        self.alive.fetch_sub(1, Ordering::SeqCst);
+    }
+}
+
+impl Service<Job<u32>> for Counted {
+    type Response = ();
+    type Error = Infallible;
+    type Future = Ready<Result<(), Infallible>>;
+
+    fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+        Poll::Ready(Ok(()))
+    }
+
+    fn call(&mut self, _: Job<u32>) -> Self::Future {
+        ready(Ok(()))
+    }
+}
+
+/// It happened that a worker that may run any number of jobs never came to the first one, for cloning its service.
+#[tokio::test(start_paused = true)]
+async fn however_many_jobs_may_run_the_service_is_cloned_for_those_that_are_asked_for() {
+    for concurrency in [1_000_000, usize::MAX] {
+        let queue = queue(MemoryBackend::new());
+        let (alive, most) = (Arc::default(), Arc::default());
+        let worker = DelayQueueWorker::new(queue.clone(), Counted::new(&alive, &most)).concurrency(concurrency);
+        let worker = Background::start(worker);
+        queue.push(1).await.unwrap();
+        sleep(secs(1)).await;
+        assert!(is_empty(&queue).await);
+        worker.stop().await;
+        let most = most.load(Ordering::SeqCst);
+        assert!(most <= 2 * MAX_BATCH + 2, "{most} at a time");
+    }
 }
 
 /// Cannot be cloned, and is at one job at a time.

@@ -211,7 +211,8 @@ impl<T, S, C> Runner<T, S, C> {
         let failures = self.parts.iter().filter(is_due).map(|part| part.failures).min();
         match failures.filter(|_| self.stage == Stage::Working) {
             None => 0,
-            Some(0) => self.reserved + self.room(),
+            // No more than calls can ask for at a time.
+            Some(0) => (self.reserved + self.room()).min(self.parts.len() * LANES * MAX_BATCH),
             // Whether the store works again is found out by one call: others may have a use for the rest meanwhile.
             Some(_) => self.reserved + self.room().min(1),
         }

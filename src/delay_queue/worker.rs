@@ -143,7 +143,8 @@ impl<T, S, C> DelayQueueWorker<T, S, C> {
         Self { queue, slots, settings }
     }
 
-    /// How many jobs run at a time at the most; fewer if the service is ready for fewer. Defaults to 64; 0 counts as 1.
+    /// How many jobs run at a time at the most; fewer if the service is ready for fewer. Defaults to 64; 0 counts as 1. However many it is, no
+    /// more than 512 for each part of the queue are claimed at a time, and the service is not cloned more often than that for them.
     pub fn concurrency(mut self, jobs: usize) -> Self {
         self.settings.concurrency = jobs.max(1);
         self
