@@ -451,7 +451,7 @@ if soonest < now + patience and not (has_keeper and soonest >= wakes_at) then
 end
 local changed = struct.pack('<BBI7I6', 1, is_paused, token, wakes_at) .. keeper
 -- Ten minutes are what the clock may be set back by for tokens to rise all the same; a pause lasts as long as what it holds up.
-local lasts = is_paused == 0 and 600000 or math.max(redis.call('PTTL', state), keep_ms)
+local lasts = is_paused == 0 and 600000 or math.max(redis.call('PTTL', jobs), redis.call('PTTL', state), keep_ms)
 if changed ~= stored then
   redis.call('PEXPIRE', state, lasts)
   redis.call('SET', state, changed, 'PX', lasts)

@@ -166,7 +166,10 @@ if stored and #stored > 14 and stored:byte(1) == 1 then
   local is_paused, token, wakes_at = struct.unpack('<BI7I6', stored, 2)
   local keeper = stored:sub(16)
   local has_keeper = keeper ~= '' and wakes_at + 1000 >= now
-  if is_paused == 0 and not (has_keeper and soonest >= wakes_at) then
+  if is_paused == 1 then
+    -- A pause lasts as long as what it holds up.
+    keep(state, lasts)
+  elseif not (has_keeper and soonest >= wakes_at) then
     local told = has_keeper and tell(keeper) or 0
     for _ = 1, 4 do
       local next = told == 0 and call('ZPOPMIN', idle)[1]

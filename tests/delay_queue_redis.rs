@@ -718,6 +718,25 @@ async fn a_unique_key_lasts_as_long_as_its_job() {
     }
 }
 
+/// It happened that a pause was over after 180 days, and jobs that are due later were done without a word.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_pause_lasts_as_long_as_what_it_holds_up() {
+    const YEAR: Duration = Duration::from_secs(366 * 86_400);
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    let days = |key: &str| server.query::<u64>(&format!("TTL tollgate:2:{{delay_queue:test}}:{key}")) / 86_400;
+    queue.push("running".to_owned()).await.unwrap();
+    let claimed = backend.claim(&key(), &[], &claim(1)).await.unwrap();
+    queue.pause().await.unwrap();
+    queue.push("waiting".to_owned()).delay(YEAR).await.unwrap();
+    assert!(days("state") + 1 >= days("due:normal"), "{} of {} days", days("state"), days("due:normal"));
+    let finish = Finish::new(claimed.jobs[0].ticket(), Ending::Snooze { delay: 2 * YEAR });
+    backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
+    assert!(days("due:normal") > 2 * 366);
+    assert!(days("state") + 1 >= days("due:normal"), "{} of {} days", days("state"), days("due:normal"));
+}
+
 /// A worker that has died is not waited for when there is something to do.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn where_the_keeper_is_gone_another_worker_is_woken() {
