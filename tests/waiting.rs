@@ -1,6 +1,8 @@
 //! Requests that wait for room instead of being turned away: when they come through, in which order, and what that asks of the store.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
+use std::future::ready;
+use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
@@ -26,7 +28,7 @@ fn policy() -> Policy {
 
 /// Says the same of everybody.
 fn resolver(policy: Policy) -> PolicyResolver {
-    PolicyResolver::new(move |_| std::future::ready(Ok::<_, BoxError>(policy.clone())))
+    PolicyResolver::new(move |_| ready(Ok::<_, BoxError>(policy.clone())))
 }
 
 fn ms(ms: u64) -> Duration {
@@ -51,7 +53,7 @@ impl Calls {
         let (begun, served) = (self.begun, Arc::clone(&self.served));
         let inner = service_fn(move |(_, number): Call| {
             served.lock().unwrap().push((number, begun.elapsed().as_millis()));
-            std::future::ready(Ok::<_, BoxError>(()))
+            ready(Ok::<_, BoxError>(()))
         });
         BoxCloneService::new(layer.key(|(customer, _): &Call| *customer).with_rejection(AsError).layer(inner))
     }
@@ -237,7 +239,7 @@ async fn who_waits_is_held_to_what_the_resolver_says() {
             let (begun, served) = (calls.begun, Arc::clone(&calls.served));
             let inner = service_fn(move |(_, number): Call| {
                 served.lock().unwrap().push((number, begun.elapsed().as_millis()));
-                std::future::ready(Ok::<_, BoxError>(()))
+                ready(Ok::<_, BoxError>(()))
             });
             let layer = layer.key(|(customer, _): &Call| *customer).and(total.clone(), tollgate::Everyone);
             BoxCloneService::new(layer.with_rejection(AsError).layer(inner))
@@ -309,6 +311,68 @@ async fn what_never_fits_and_a_store_that_fails_are_not_waited_for() {
     store.faults().fail(Failure::Unavailable);
     assert!(waiting.await.unwrap().unwrap_err().is::<tollgate::StoreError>());
     assert!(begun.elapsed() < ms(120));
+}
+
+/// The first of the line looks once a second. Where the store failed at that moment, the whole line was emptied: turned away, let go, or given another quota.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_for_a_moment_empties_no_line() {
+    let minute = Policy::new("minute", Quota::per_minute(1).fixed_window());
+    let all = [OnStoreError::Deny, OnStoreError::Allow, OnStoreError::Local];
+    for (then, is_resolver) in all.into_iter().flat_map(|then| [(then, false), (then, true)]) {
+        let calls = Calls::new();
+        let store = FaultStore::new(MemoryBackend::new());
+        let is_away = Arc::new(AtomicBool::new(false));
+        let plans = PolicyResolver::new({
+            let (is_away, minute) = (Arc::clone(&is_away), minute.clone());
+            move |_| ready(if is_away.load(Relaxed) { Err("away") } else { Ok(minute.clone()) })
+        });
+        let layer = RateLimitLayer::new(store.clone(), minute.clone()).wait(Duration::from_secs(150));
+        let layer = layer.resolver(plans.clone()).on_store_error(then);
+        let service = calls.behind(layer);
+        service.clone().oneshot((ACME, 0)).await.unwrap();
+        let gone = tokio::spawn(service.clone().oneshot((ACME, 9)));
+        sleep(ms(1)).await;
+        let waiting: Vec<_> = (1..=2).map(|number| tokio::spawn(service.clone().oneshot((ACME, number)))).collect();
+        sleep(ms(9_999)).await;
+        if is_resolver {
+            is_away.store(true, Relaxed);
+            plans.forget(&Key::from(ACME));
+        } else {
+            store.faults().fail(Failure::Unavailable);
+        }
+        // Who comes to its turn meanwhile has been told nothing itself.
+        gone.abort();
+        sleep(ms(1_500)).await;
+        store.faults().heal();
+        is_away.store(false, Relaxed);
+        for outcome in waiting {
+            outcome.await.unwrap().unwrap();
+        }
+        let served: Vec<_> = calls.served().iter().map(|(number, after)| (*number, after / 1_000)).collect();
+        assert_eq!(served, [(0, 0), (1, 60), (2, 120)], "{then:?}, of a resolver: {is_resolver}");
+    }
+}
+
+/// What this process has said itself holds no longer than it wants to.
+#[tokio::test(start_paused = true)]
+async fn what_is_given_back_while_the_store_fails_is_had_by_those_who_wait() {
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().fail(Failure::Unavailable);
+    let minute = Policy::new("minute", Quota::per_minute(1).fixed_window());
+    let service = RateLimitLayer::new(store, minute)
+        .wait(Duration::from_secs(90))
+        .charge_on(|_: Result<&u32, &BoxError>| false)
+        .with_rejection(AsError)
+        .layer(service_fn(async |(_, number): Call| {
+            sleep(ms(10)).await;
+            Ok::<_, BoxError>(number)
+        }));
+    let begun = Instant::now();
+    let mut served: JoinSet<_> = (0..10).map(|number| service.clone().oneshot((ACME, number))).collect();
+    while let Some(number) = served.join_next().await {
+        number.unwrap().unwrap();
+    }
+    assert!(begun.elapsed() < ms(500), "{:?}", begun.elapsed());
 }
 
 /// They waited for the end of the window, however early the room came back, and so did all who came behind.
@@ -501,7 +565,7 @@ where
     let (begun, served) = (calls.begun, Arc::clone(&calls.served));
     let inner = service_fn(move |(_, number): Call| {
         served.lock().unwrap().push((number, begun.elapsed().as_millis()));
-        std::future::ready(Ok::<_, BoxError>(()))
+        ready(Ok::<_, BoxError>(()))
     });
     let layer = layer.and(each, |(customer, _): &Call| *customer);
     BoxCloneService::new(layer.with_rejection(AsError).layer(inner))

@@ -300,6 +300,11 @@ impl<B: RateLimitStore + Sync> Core<B> {
         // Those who have no say are asked once. Whether the key of the layer has one is for its resolver to tell.
         let mut others: Vec<Subject> = Vec::new();
         let mut denied = subjects.take_denied(came.elapsed());
+        // When there is room for who was told this, if that is in time.
+        let in_time = |told: &Subject| {
+            let room = after(Instant::now(), self.limited(told, cost)?.retry_after()?);
+            Some(room).filter(|room| *room <= until)
+        };
         loop {
             let denied = denied.take();
             let (told, judged) = match self.ahead(lines, &subjects, &stood) {
@@ -307,7 +312,19 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 None => {
                     let mut judged = match denied {
                         Some(subjects) => Judgement { ruling: self.rule(&subjects, cost), subjects },
-                        None => self.judge(subjects.undecided(), cost).await,
+                        None => {
+                            let mut asked = subjects.undecided();
+                            let answer = self.look(&mut asked, cost).await;
+                            // To look before it is time makes nothing worse: what the store has said holds until then, also while it fails.
+                            if let (Err(_), Some(place)) = (&answer, &place)
+                                && let Some(told) = place.holding()
+                            {
+                                let Some(room) = in_time(&told) else { return self.refused(told, cost) };
+                                place.pause(room).await;
+                                continue;
+                            }
+                            self.conclude(asked, cost, answer).await
+                        }
                     };
                     let more = subjects.take_those_without_a_say(&judged.subjects);
                     judged.subjects.extend(others.clone());
@@ -326,10 +343,8 @@ impl<B: RateLimitStore + Sync> Core<B> {
             };
             // Nobody holds up those who wait for somebody else.
             drop(place.take());
-            let room = self.limited(&told, cost).and_then(|limited| limited.retry_after());
-            let is_in_time = room.is_some_and(|wait| after(Instant::now(), wait) <= until);
             let whose = self.whose(&told);
-            let joined = if is_in_time { lines.join(whose.clone(), || Denial::now(told.clone())) } else { None };
+            let joined = in_time(&told).and_then(|_| lines.join(whose.clone(), || Denial::now(told.clone())));
             let Some(mut joined) = joined else {
                 return judged.map_or_else(|| self.refused(told, cost), |(_, judged)| judged);
             };
@@ -369,11 +384,24 @@ impl<B: RateLimitStore + Sync> Core<B> {
 
     /// The judgement, after all that has to be waited for.
     pub(super) async fn judge(&self, mut subjects: Subjects, cost: u32) -> Judgement {
+        let answer = self.look(&mut subjects, cost).await;
+        self.conclude(subjects, cost, answer).await
+    }
+
+    /// Asks for the decisions that a ruling depends on.
+    async fn look(&self, subjects: &mut [Subject], cost: u32) -> Result<(), StoreError> {
         let span = tracing::debug_span!("rate_limit", policy = self.policy.name(), subjects = subjects.len());
-        let ruling = match self.ask(&mut subjects, cost).instrument(span).await {
-            Ok(()) => self.rule(&subjects, cost),
+        match self.ask(subjects, cost).instrument(span).await {
             // It failed for those alone that have no say.
-            Err(_) if is_ruled_on(&subjects) => self.rule(&subjects, cost),
+            Err(_) if is_ruled_on(subjects) => Ok(()),
+            asked => asked,
+        }
+    }
+
+    /// What follows from the answer, or from there being none.
+    async fn conclude(&self, mut subjects: Subjects, cost: u32, answer: Result<(), StoreError>) -> Judgement {
+        let ruling = match answer {
+            Ok(()) => self.rule(&subjects, cost),
             Err(error) => self.do_without(&mut subjects, cost, error).await,
         };
         Judgement { subjects, ruling }

@@ -332,7 +332,10 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// Who waits stands in a line, one for each [key](Self::key) in this process, whose first alone asks the store again: when it was told to, when something is
     /// [given back](RateLimitHandle) by a request of this layer, and once a second in any case, since room may be made elsewhere. Nobody who
     /// comes later passes those who wait. Between processes whoever asks first gets the room. A request is turned away at once if what it is told to wait is
-    /// more than `wait`, or what it costs can never be had, and otherwise at the latest when that is over. Each question counts as a [decision](super#metrics) in the metrics.
+    /// more than `wait`, or what it costs can never be had, and otherwise at the latest when that is over. Each question that is answered counts as a [decision](super#metrics) in the metrics.
+    ///
+    /// Where the store or the resolver fails when the first of a line looks before it was told to, nothing changes: all of the line go on to wait, and what
+    /// [`OnStoreError`] says is done once the time is over that the store has told at last.
     ///
     /// A request that counts for [several](Self::and) stands in the line of the one that has no room for longest, so it holds up nobody who does not count
     /// for that one too. Where it comes to its turn and another one has no room, it goes to the end of the line of that one.

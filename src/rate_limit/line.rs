@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::sync::{Mutex as Turn, Notify, OwnedMutexGuard as Turned};
 use tokio::time::{Instant, timeout_at};
 
+use super::decision::Decision;
 use super::judge::Subject;
 use super::policy::Policy;
 use crate::key::Key;
@@ -79,15 +80,24 @@ impl Denial {
     /// How it stands by now, as far as that can be told: the waits are shorter.
     fn later(&self) -> Subject {
         let elapsed = self.told.elapsed();
-        let mut subject = self.subject.clone();
-        if let Some(decision) = &mut subject.decision {
-            // Whose time is over has not been asked again yet.
-            let is_over = decision.retry_after().is_none_or(|wait| wait <= elapsed);
-            if !is_over {
-                *decision = decision.later(elapsed);
-            }
-        }
-        subject
+        // Whose time is over has not been asked again yet.
+        if self.is_over(elapsed) { self.subject.clone() } else { self.after(elapsed) }
+    }
+
+    /// The same, if it was the store that said so and its time is not over.
+    fn holding(&self) -> Option<Subject> {
+        let elapsed = self.told.elapsed();
+        (!self.subject.local && !self.is_over(elapsed)).then(|| self.after(elapsed))
+    }
+
+    fn is_over(&self, elapsed: Duration) -> bool {
+        let wait = self.subject.decision.as_ref().and_then(Decision::retry_after);
+        wait.is_none_or(|wait| wait <= elapsed)
+    }
+
+    fn after(&self, elapsed: Duration) -> Subject {
+        let decision = self.subject.decision.as_ref().map(|decision| decision.later(elapsed));
+        Subject { decision, ..self.subject.clone() }
     }
 }
 
@@ -176,6 +186,11 @@ impl Place {
     /// Whose line it is.
     pub(super) const fn whose(&self) -> &Whose {
         &self.whose
+    }
+
+    /// What the first of the line was told by the store at last, while that is not over.
+    pub(super) fn holding(&self) -> Option<Subject> {
+        self.lines.lines().get(&self.whose)?.denial.holding()
     }
 
     /// Tells those behind what the first was told.
