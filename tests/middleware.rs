@@ -1342,28 +1342,33 @@ async fn what_was_admitted_for_nothing_can_be_charged_afterwards() {
 
 /// It was dropped, and nobody saw it: who came in the moment in which the store failed paid nothing.
 #[tokio::test(start_paused = true)]
-async fn what_passed_a_store_that_failed_for_nothing_can_be_charged_afterwards() {
-    for then in [OnStoreError::Deny, OnStoreError::Allow] {
+async fn what_passed_a_store_that_failed_can_be_charged_afterwards() {
+    // What costs something is turned away with `Deny`.
+    for (then, cost) in [(OnStoreError::Deny, 0), (OnStoreError::Allow, 0), (OnStoreError::Allow, 4)] {
         let (memory, later) = (MemoryBackend::new(), Later(Arc::default()));
         let store = FaultStore::new(memory.clone());
         let total = Policy::new("total", Quota::per_hour(9).fixed_window());
         let own = RateLimitLayer::new(store.clone(), per_hour(9)).with_rejection(AsError).on_store_error(then);
-        let own = own.charge_on(later.clone()).cost(|_: &&str| 0);
-        let charge = async |answer: Result<&'static str, BoxError>, units| {
+        let own = own.charge_on(later.clone()).cost(move |_: &&str| cost);
+        let admitted = async |answer: Result<&'static str, BoxError>| {
             answer.unwrap();
             store.faults().heal();
             let handle = later.0.lock().unwrap().pop().unwrap();
             assert!(handle.decision().is_none());
-            handle.charge(units);
+            handle
         };
         let left = async |policy: &Policy| memory.peek(policy, &Key::EVERYONE, 1).await.unwrap().remaining().unwrap();
         store.faults().fail(Failure::Unavailable);
-        charge(own.clone().layer(service_fn(echo)).oneshot("request").await, 3).await;
-        assert_eq!(left(&per_hour(9)).await, 6, "{then:?}");
+        admitted(own.clone().layer(service_fn(echo)).oneshot("request").await).await.charge(3);
+        assert_eq!(left(&per_hour(9)).await, 6, "{then:?} {cost}");
         store.faults().fail(Failure::Unavailable);
-        let several = own.and(total.clone(), tollgate::Everyone).layer(service_fn(echo));
-        charge(several.oneshot("request").await, 2).await;
-        assert_eq!((left(&per_hour(9)).await, left(&total).await), (4, 7), "{then:?}");
+        let several = own.clone().and(total.clone(), tollgate::Everyone).layer(service_fn(echo));
+        admitted(several.oneshot("request").await).await.settle(cost + 2);
+        assert_eq!((left(&per_hour(9)).await, left(&total).await), (4, 7), "{then:?} {cost}");
+        // Of what was never charged nothing is given back.
+        store.faults().fail(Failure::Unavailable);
+        admitted(own.layer(service_fn(echo)).oneshot("request").await).await.settle(0);
+        assert_eq!(left(&per_hour(9)).await, 4, "{then:?} {cost}");
     }
 }
 

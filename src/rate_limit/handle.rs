@@ -119,8 +119,8 @@ impl RateLimitHandle {
         }
     }
 
-    /// Charges `units` more, also where the request was admitted for nothing. That is so as well if it passed because the store had failed; where it was a
-    /// [resolver](super::PolicyResolver) that had, they are lost.
+    /// Charges `units` more, also where the request was admitted for nothing. That is so as well if it passed because the store had failed, whatever it
+    /// costs: the cost itself stays uncounted then. Where it was a [resolver](super::PolicyResolver) that had failed, they are lost.
     pub fn charge(&self, units: u32) {
         self.ledger.change.fetch_add(units.into(), Ordering::Relaxed);
     }
@@ -131,7 +131,7 @@ impl RateLimitHandle {
     }
 
     /// Makes `total` what the request is charged in the end, instead of its [cost](Self::cost), and of what was added or
-    /// given back before.
+    /// given back before. Of a request that passed because the store had failed, what `total` is more than the cost is charged.
     pub fn settle(&self, total: u32) {
         self.ledger.change.store(i64::from(total) - i64::from(self.ledger.cost), Ordering::Relaxed);
     }
@@ -154,9 +154,9 @@ impl Drop for Ledger {
         if change != 0 {
             for subject in mem::take(&mut self.subjects) {
                 let decision = subject.decision.as_ref();
-                // Nothing was charged for a cost of 0, so there is no receipt, and none is needed to charge more: nor is a decision.
-                let is_for_nothing = self.cost == 0 && decision.is_none_or(Decision::is_allowed);
-                let nothing = is_for_nothing.then_some(Receipt::at_micros(0));
+                // Nothing was charged for a cost of 0, nor where nothing could be decided, so there is no receipt, and none is needed to charge more.
+                let is_uncharged = decision.is_none_or(|decision| self.cost == 0 && decision.is_allowed());
+                let nothing = (is_uncharged && change > 0).then_some(Receipt::at_micros(0));
                 if let Some(receipt) = decision.and_then(Decision::receipt).or(nothing) {
                     self.settler.settle(subject, receipt, change);
                 }
