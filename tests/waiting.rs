@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::rate_limit::{DenyCache, PolicyResolver, RateLimitStore, RateLimited};
+use tollgate::rate_limit::{DenyCache, Leases, PolicyResolver, RateLimitStore, RateLimited};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{AsError, BoxError, Key, Limiter, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer};
 use tower::util::BoxCloneService;
@@ -505,6 +505,40 @@ async fn a_store_that_answers_at_once_needs_no_deadline_to_be_waited_for() {
         let served: Vec<_> = calls.served().iter().map(|(number, after)| (*number, after / 100)).collect();
         assert_eq!(served, (0..=7).map(|number| (number, u128::from(number))).collect::<Vec<_>>());
     }
+}
+
+/// Where a request counts for several, everybody was told that the store has failed.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_answers_at_once_needs_no_deadline_to_decide_about_several() {
+    let each = Policy::new("each", Quota::per_hour(3).fixed_window());
+    let total = Policy::new("total", Quota::per_hour(100).fixed_window());
+    let trial = Policy::new("trial", Quota::per_hour(100).fixed_window()).shadow();
+    async fn decided<B>(store: B, [each, total, trial]: [&Policy; 3])
+    where
+        B: RateLimitStore + Clone + Send + Sync + 'static,
+    {
+        let inner = || service_fn(async |_: Call| Ok::<_, BoxError>(()));
+        let layer = RateLimitLayer::new(store.clone(), total.clone()).deadline(Duration::ZERO).with_rejection(AsError);
+        let layer = layer.and(each.clone(), |(customer, _): &Call| *customer);
+        let services = [
+            BoxCloneService::new(layer.clone().layer(inner())),
+            BoxCloneService::new(layer.and(trial.clone(), tollgate::Everyone).layer(inner())),
+        ];
+        for (service, customer) in services.into_iter().zip([ACME, GLOBEX]) {
+            for number in 0..5 {
+                let refused = refusal(service.clone().oneshot((customer, number)).await);
+                assert_eq!(refused.is_some(), number >= 3, "{refused:?}");
+            }
+        }
+        // All of them or none.
+        for policy in [total, trial] {
+            let left = store.peek(policy, &Key::EVERYONE, 1).await.unwrap().remaining();
+            assert_eq!(left, Some(if policy == total { 94 } else { 95 }));
+        }
+    }
+    let policies = [&each, &total, &trial];
+    decided(MemoryBackend::new(), policies).await;
+    decided(DenyCache::new(Leases::new(MemoryBackend::new())), policies).await;
 }
 
 /// It was asked when the request came, and once more for the same answer.

@@ -169,6 +169,12 @@ impl<S> DenyCache<S> {
         policy.meters().deny_cache_asked(false);
     }
 
+    fn missed_all(&self, requests: &[Request], questions: &[Question]) {
+        for (Request { policy, .. }, question) in requests.iter().zip(questions) {
+            self.missed(policy, question);
+        }
+    }
+
     /// Remembers what the store said, if that is a denial that will hold for a while.
     fn learn(&self, policy: &Policy, key: &Key, cost: u32, question: Question, decision: &Decision) {
         let Question { place, asked, changes } = question;
@@ -193,6 +199,18 @@ impl<S> DenyCache<S> {
         }
         let denial = Denial { policy: policy.clone(), cost, decision: decision.clone(), told, until };
         part.put(place, policy, key, denial, told, |_, _| {});
+    }
+
+    /// The same for several that were asked about together.
+    fn learn_all(&self, requests: &[Request], questions: Vec<Question>, decisions: &[Decision]) {
+        for ((request, question), decision) in requests.iter().zip(questions).zip(decisions) {
+            let Request { policy, key, cost } = request;
+            // What is denied to one that is named twice is denied to both costs together.
+            let named = requests.iter().filter(|other| other.key == *key && other.policy.shares_counts_with(policy));
+            if named.count() == 1 {
+                self.learn(policy, key, *cost, question, decision);
+            }
+        }
     }
 
     /// Forgets what is known of a subject, now and when the value is dropped: what is changed meanwhile may be seen or not.
@@ -264,23 +282,21 @@ impl<S: RateLimitStore + Sync> RateLimitStore for DenyCache<S> {
             Ok(decisions) => return Ok(decisions),
             Err(questions) => questions,
         };
-        for (Request { policy, .. }, question) in requests.iter().zip(&questions) {
-            self.missed(policy, question);
-        }
+        self.missed_all(requests, &questions);
         let decisions = self.store.check_all(requests).await?;
-        for ((request, question), decision) in requests.iter().zip(questions).zip(&decisions) {
-            let Request { policy, key, cost } = request;
-            // What is denied to one that is named twice is denied to both costs together.
-            let named = requests.iter().filter(|other| other.key == *key && other.policy.shares_counts_with(policy));
-            if named.count() == 1 {
-                self.learn(policy, key, *cost, question, decision);
-            }
-        }
+        self.learn_all(requests, questions, &decisions);
         Ok(decisions)
     }
 
     fn check_all_now(&self, requests: &[Request]) -> Option<Vec<Decision>> {
-        self.look_up_all(requests).ok()
+        let questions = match self.look_up_all(requests) {
+            Ok(decisions) => return Some(decisions),
+            Err(questions) => questions,
+        };
+        let decisions = self.store.check_all_now(requests)?;
+        self.missed_all(requests, &questions);
+        self.learn_all(requests, questions, &decisions);
+        Some(decisions)
     }
 
     async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {

@@ -748,6 +748,13 @@ impl<S: RateLimitStore + Send + Sync + 'static> RateLimitStore for Leases<S> {
         self.store.check_all(requests).await
     }
 
+    fn check_all_now(&self, requests: &[Request]) -> Option<Vec<Decision>> {
+        if let [Request { policy, key, cost }] = requests {
+            return Some(vec![self.check_now(policy, key, *cost)?]);
+        }
+        self.store.check_all_now(requests)
+    }
+
     async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
         self.store.peek(policy, key, cost).await
     }

@@ -333,6 +333,51 @@ impl MemoryBackend {
         decision
     }
 
+    /// Charges all of them or none.
+    fn check_together(&self, requests: &[Request]) -> Vec<Decision> {
+        let places: Vec<_> = requests.iter().map(|request| self.locate(&request.key)).collect();
+        // In one order, whoever locks several.
+        let mut homes: Vec<usize> = places.iter().map(|(_, home)| *home).collect();
+        homes.sort_unstable();
+        homes.dedup();
+        let mut shards: Vec<_> = homes.iter().map(|home| self.lock(*home)).collect();
+        // No earlier than for anybody before in any of them, and no later than for anybody after.
+        let now = shards.iter_mut().map(|shard| self.now_us(shard)).max().unwrap_or(0);
+        shards.iter_mut().for_each(|shard| shard.is_past(now));
+        let mut act = |index: usize, verb: Verb| {
+            let (hash, home) = places[index];
+            let Request { policy, key, cost } = &requests[index];
+            let shard = &mut shards[homes.partition_point(|other| *other < home)];
+            self.decide_in(shard, hash, policy, key, *cost, verb, now)
+        };
+        let mut decisions: Vec<Decision> = Vec::with_capacity(requests.len());
+        // A denial changes nothing, so all are asked before any is charged.
+        let peeks: Vec<Decision> = (0..requests.len()).map(|index| act(index, Verb::Peek)).collect();
+        if !peeks.iter().all(Decision::is_allowed) {
+            return peeks;
+        }
+        // One that is there twice can still be denied.
+        for index in 0..requests.len() {
+            let denied = decisions.iter().any(|decision| !decision.is_allowed());
+            let decision = act(index, if denied { Verb::Peek } else { Verb::Check });
+            if !denied && !decision.is_allowed() {
+                for (index, charged) in decisions.iter_mut().enumerate() {
+                    if let Some(receipt) = charged.receipt() {
+                        let _ = act(index, Verb::Settle(receipt, -i64::from(requests[index].cost)));
+                        // What was given back was never charged.
+                        *charged = act(index, Verb::Peek);
+                    }
+                }
+            }
+            decisions.push(decision);
+        }
+        drop(shards);
+        for home in homes {
+            self.make_room(home, now);
+        }
+        decisions
+    }
+
     /// Everything that happens to one subject, under the lock of its shard.
     #[allow(clippy::too_many_arguments, reason = "one place to read what a decision depends on")]
     fn decide_in(
@@ -475,47 +520,11 @@ impl RateLimitStore for MemoryBackend {
     }
 
     async fn check_all(&self, requests: &[Request]) -> Result<Vec<Decision>, StoreError> {
-        let places: Vec<_> = requests.iter().map(|request| self.locate(&request.key)).collect();
-        // In one order, whoever locks several.
-        let mut homes: Vec<usize> = places.iter().map(|(_, home)| *home).collect();
-        homes.sort_unstable();
-        homes.dedup();
-        let mut shards: Vec<_> = homes.iter().map(|home| self.lock(*home)).collect();
-        // No earlier than for anybody before in any of them, and no later than for anybody after.
-        let now = shards.iter_mut().map(|shard| self.now_us(shard)).max().unwrap_or(0);
-        shards.iter_mut().for_each(|shard| shard.is_past(now));
-        let mut act = |index: usize, verb: Verb| {
-            let (hash, home) = places[index];
-            let Request { policy, key, cost } = &requests[index];
-            let shard = &mut shards[homes.partition_point(|other| *other < home)];
-            self.decide_in(shard, hash, policy, key, *cost, verb, now)
-        };
-        let mut decisions: Vec<Decision> = Vec::with_capacity(requests.len());
-        // A denial changes nothing, so all are asked before any is charged.
-        let peeks: Vec<Decision> = (0..requests.len()).map(|index| act(index, Verb::Peek)).collect();
-        if !peeks.iter().all(Decision::is_allowed) {
-            return Ok(peeks);
-        }
-        // One that is there twice can still be denied.
-        for index in 0..requests.len() {
-            let denied = decisions.iter().any(|decision| !decision.is_allowed());
-            let decision = act(index, if denied { Verb::Peek } else { Verb::Check });
-            if !denied && !decision.is_allowed() {
-                for (index, charged) in decisions.iter_mut().enumerate() {
-                    if let Some(receipt) = charged.receipt() {
-                        let _ = act(index, Verb::Settle(receipt, -i64::from(requests[index].cost)));
-                        // What was given back was never charged.
-                        *charged = act(index, Verb::Peek);
-                    }
-                }
-            }
-            decisions.push(decision);
-        }
-        drop(shards);
-        for home in homes {
-            self.make_room(home, now);
-        }
-        Ok(decisions)
+        Ok(self.check_together(requests))
+    }
+
+    fn check_all_now(&self, requests: &[Request]) -> Option<Vec<Decision>> {
+        Some(self.check_together(requests))
     }
 
     async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
