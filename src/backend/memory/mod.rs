@@ -269,6 +269,26 @@ mod tests {
         }
     }
 
+    /// As the rules of a file are when they are read again: no key that was known had it until its counts had run out.
+    #[tokio::test]
+    async fn an_equal_policy_that_was_made_anew_takes_the_short_way_from_its_second_check_on() {
+        let (backend, key) = (MemoryBackend::new(), Key::from("alice"));
+        let [old, new] = [(), ()].map(|()| Policy::new("api", Quota::per_hour(10).token_bucket()));
+        let is_short = |policy: &Policy| {
+            let (hash, home) = backend.locate(&key);
+            let mut shard = backend.lock(home);
+            let now = backend.now_us(&mut shard);
+            shard.find(hash, policy, &key).is_some_and(|slot| slot.check_only_limit(policy, 0, now).is_some())
+        };
+        assert!(backend.check(&old, &key, 1).await.unwrap().is_allowed());
+        assert!(is_short(&old) && !is_short(&new));
+        // Who only looks changes nothing.
+        assert_eq!(backend.peek(&new, &key, 1).await.unwrap().remaining(), Some(9));
+        assert!(is_short(&old) && !is_short(&new));
+        assert_eq!(backend.check(&new, &key, 1).await.unwrap().remaining(), Some(8));
+        assert!(is_short(&new));
+    }
+
     proptest! {
         #[test]
         fn the_books_agree_with_what_is_kept_and_stay_within_the_budget(

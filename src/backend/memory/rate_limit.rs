@@ -396,6 +396,9 @@ impl MemoryBackend {
             let before = slot.weight();
             let decision = slot.change(now, |counts| {
                 if counts.are_under(policy) {
+                    if matches!(verb, Verb::Check) {
+                        counts.adopt(policy);
+                    }
                     return counts.act(policy, cost, verb, now).0;
                 }
                 // A question alone does not carry counts over to other limits.
@@ -497,6 +500,13 @@ impl Counts {
             LimitCount::Log(log) => log.used + u64::from(cost) <= u64::from(terms.capacity),
         };
         self.blocked_until <= self.last && self.limits.iter().zip(self.policy.terms()).all(fits)
+    }
+
+    /// Goes on under an equal policy that was made anew, so that the next check is the short one.
+    fn adopt(&mut self, policy: &Policy) {
+        if !self.policy.is_same_as(policy) {
+            self.policy = policy.clone();
+        }
     }
 
     /// Whether the counts were made under these limits.
