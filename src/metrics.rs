@@ -26,7 +26,10 @@ pub fn describe() {
 }
 
 const COUNTERS: [(&str, &str); 24] = [
-    ("tollgate_decisions_total", "Decisions of rate limits, one for each subject of a request"),
+    (
+        "tollgate_decisions_total",
+        "Decisions of rate limits, one for each subject of a request or question of a limiter",
+    ),
     ("tollgate_near_limit_total", "Admitted requests that left less than a fifth of a limit"),
     ("tollgate_store_errors_total", "Calls about rate limits that failed or were late"),
     ("tollgate_resolver_errors_total", "Requests that a resolver of policies failed or was too late for"),

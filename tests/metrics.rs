@@ -356,6 +356,35 @@ fn a_limiter_is_seen_as_a_layer_is() {
     assert_eq!(self::seen(&snapshotter), expect(&expected));
 }
 
+/// They were missing in what is counted, and with an open circuit nothing was counted at all.
+#[test]
+fn what_a_limiter_was_told_nothing_about_has_failed_closed() {
+    let (recorder, snapshotter, runtime) = recording();
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().fail(Failure::Unavailable);
+    let limiter = Limiter::new(store, Policy::new("mails", Quota::per_hour(5).fixed_window()));
+    let limiter = limiter.circuit_breaker(CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(3_600)));
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            for _ in 0..3 {
+                assert!(limiter.check("alice").await.is_err());
+                assert!(limiter.try_acquire("alice").await.is_err());
+                assert!(limiter.acquire("alice", Duration::from_secs(1)).await.is_err());
+                // Who only looks is no request.
+                assert!(limiter.peek("alice").await.is_err());
+            }
+        });
+    });
+    let mut seen = seen(&snapshotter);
+    seen.retain(|name, _| !name.starts_with("tollgate_store_seconds"));
+    let expected = [
+        ("tollgate_decisions_total{policy=mails,outcome=failed_closed}", 9),
+        ("tollgate_store_errors_total{policy=mails}", 1),
+        ("tollgate_circuit_transitions_total{policy=mails,state=open}", 1),
+    ];
+    assert_eq!(seen, expect(&expected));
+}
+
 /// It happened that neither the time of a store behind a limiter was seen, nor a correction.
 #[test]
 fn what_a_limiter_waits_for_is_timed_and_what_it_settles_counted() {
@@ -537,12 +566,14 @@ fn accelerators_are_seen_as_their_stats_tell() {
     });
     let (mut seen, units, answers) = (seen(&snapshotter), leases.stats(), cache.stats());
     assert!(answers.hits > 0);
-    // All but the one that failed.
-    let decisions: u64 = ["allowed", "limited"]
+    // The one that failed is one of them.
+    let failed = "tollgate_decisions_total{policy=hot,outcome=failed_closed}";
+    assert_eq!(seen.get(failed), Some(&1));
+    let decisions: u64 = ["allowed", "limited", "failed_closed"]
         .iter()
         .filter_map(|outcome| seen.remove(&format!("tollgate_decisions_total{{policy=hot,outcome={outcome}}}")))
         .sum();
-    assert_eq!(decisions, answers.hits + answers.misses - 1);
+    assert_eq!(decisions, answers.hits + answers.misses);
     seen.remove("tollgate_near_limit_total{policy=hot}");
     let expected = [
         ("tollgate_leased_units_total{policy=hot,outcome=drawn}", units.drawn),

@@ -151,7 +151,10 @@ impl<B: RateLimitStore> Limiter<B> {
         let decision = match decision {
             Some(decision) => decision,
             // Boxed, so that there is no room for it in the future of a check that waits for nothing.
-            None => Box::pin(self.ask(Box::pin(self.store.check(&self.policy, &key, cost)))).await?,
+            None => {
+                let asked = Box::pin(self.ask(Box::pin(self.store.check(&self.policy, &key, cost)))).await;
+                asked.inspect_err(|_| self.policy.meters().decided(Verdict::FailedClosed))?
+            }
         };
         if !decision.is_allowed() {
             return Ok(self.denied(&key, cost, decision));

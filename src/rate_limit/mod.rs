@@ -87,7 +87,7 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_decisions_total` | `policy`, `outcome`: `allowed`, `limited`, `never`, `blocked`, `shadow_limited`, `missing_key`, `denied`, `turned_away`, `failed_open`, `failed_closed`, `local_allowed`, `local_limited` | decisions, one for each subject of a request, and for each time that a [`Limiter`] is asked to charge; `turned_away` is a policy that had room for a request which another one has turned away, and was not charged |
+//! | `tollgate_decisions_total` | `policy`, `outcome`: `allowed`, `limited`, `never`, `blocked`, `shadow_limited`, `missing_key`, `denied`, `turned_away`, `failed_open`, `failed_closed`, `local_allowed`, `local_limited` | decisions, one for each subject of a request, and for each time that a [`Limiter`] is asked to charge, where `failed_closed` is a [`StoreError`], of which its caller makes what it wants; `turned_away` is a policy that had room for a request which another one has turned away, and was not charged |
 //! | `tollgate_near_limit_total` | `policy` | admitted requests that left less than a fifth of a limit |
 //! | `tollgate_store_seconds` | `policy` | the time of each call that has to be waited for, without that of a resolver, a histogram |
 //! | `tollgate_wait_seconds` | `policy`: that of the line | how long requests of a layer stood in a line for [room](RateLimitLayer::wait), until they were let through or turned away or had gone, a histogram |
