@@ -278,7 +278,7 @@ pub enum ConfigError {
     NotByQuorum,
     /// A job would be due later than can be counted, or a unique key be held for longer.
     DelayOutOfRange {
-        /// The delay that was asked for.
+        /// The delay, or the time of the unique key, that was asked for.
         delay: Duration,
         /// The longest there is.
         max: Duration,
@@ -345,7 +345,8 @@ impl fmt::Display for ConfigError {
             Self::TooFewStores { stores, min } => write!(f, "{stores} stores are too few: it takes {min}"),
             Self::NotByQuorum => f.write_str("stores that agree by the majority keep no line and no permits"),
             Self::DelayOutOfRange { delay, max } => {
-                write!(f, "a delay of {} days is longer than {} days", delay.as_secs() / 86_400, max.as_secs() / 86_400)
+                let days = max.as_secs() / 86_400;
+                write!(f, "a delay, or the time of a unique key, of {delay:?} is longer than {max:?} ({days} days)")
             }
             Self::EmptyJobId => f.write_str("the id of a job is empty"),
             Self::OtherQueue { queue, other } => {

@@ -66,6 +66,12 @@ mod queue {
         let century = Duration::from_secs(100 * 365 * 86_400);
         let error = push().delay(century).await.unwrap_err();
         assert!(matches!(error, QueueError::Config(ConfigError::DelayOutOfRange { .. })), "{error:?}");
+        let longer = Due::MAX_DELAY + Duration::from_secs(1);
+        let unique = push().unique_for("x", UniqueFor::Time(longer)).await;
+        for error in [push().delay(longer).await.unwrap_err(), unique.unwrap_err()] {
+            let expected = "a delay, or the time of a unique key, of 316224001s is longer than 316224000s (3660 days)";
+            assert_eq!(error.to_string(), expected);
+        }
         let error = push().id("").await.unwrap_err();
         assert!(matches!(error, QueueError::Config(ConfigError::EmptyJobId)), "{error:?}");
         let error = queue.push("x".repeat(19)).await.unwrap_err();
