@@ -1828,6 +1828,51 @@ async fn that_an_answer_is_too_large_is_known_as_soon_as_it_is() {
     assert_eq!(text(first).await.len(), 200);
 }
 
+/// The story of requests that stood still for five minutes: nobody listened any more to what was found out of their bodies, once their answers were too large to
+/// be kept.
+#[tokio::test(start_paused = true)]
+async fn a_body_that_turns_out_wrong_after_the_answer_was_too_large_breaks_it_off() {
+    let runs = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&runs);
+    let guard = layer(MemoryBackend::new()).max_answer(100).max_body(1_000);
+    let app =
+        BoxCloneService::new(guard.clone().layer(service_fn(move |request: Request<FingerprintedBody<Stream>>| {
+            counted.fetch_add(1, Ordering::SeqCst);
+            async move {
+                let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
+                if request.uri().path() == "/differs" && operation.attempt() == 1 {
+                    request.into_body().collect().await.unwrap();
+                    operation.checkpoint("charged", "").await.unwrap();
+                    return Ok::<_, Infallible>(status(StatusCode::SERVICE_UNAVAILABLE));
+                }
+                Ok(Response::new(request.into_body().boxed()))
+            }
+        })));
+    let to = |path: &str, body| {
+        let mut request = request("k", body);
+        *request.uri_mut() = path.parse().unwrap();
+        ask(&app, request)
+    };
+    let (part, rest) = ("x".repeat(200), "x".repeat(801));
+    // The body that the attempt before was sent is as long as this one, and ends otherwise.
+    let before = to("/differs", of(&[&part, "y"])).await;
+    assert_eq!(before.status(), StatusCode::SERVICE_UNAVAILABLE);
+    for (path, rest) in [("/too-large", rest.as_str()), ("/differs", "z")] {
+        let (sender, body) = stream();
+        sender.send(data(&part)).unwrap();
+        let mut answer = to(path, body).await.into_body();
+        assert_eq!(answer.frame().await.unwrap().unwrap().into_data().unwrap().len(), 200);
+        // From now on there is only a mark to be kept.
+        sleep(Duration::from_millis(1)).await;
+        sender.send(data(rest)).unwrap();
+        let left = tokio::time::timeout(Duration::from_secs(1), answer.collect()).await;
+        assert!(left.is_ok_and(|left| left.is_err()), "{path}");
+        assert!(tokio::time::timeout(Duration::from_secs(1), guard.drained()).await.is_ok(), "{path}");
+    }
+    assert_eq!(problem(to("/too-large", of(&[&part])).await).await, (409, "answer-not-kept".into()));
+    assert_eq!(runs.load(Ordering::SeqCst), 3);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_body_that_never_ends_is_waited_for_in_bounds() {
     let handler = Handler::new();

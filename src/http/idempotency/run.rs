@@ -354,7 +354,7 @@ where
             course.breaks_off(&settings);
             return;
         };
-        let max_run = settings.max_run.min(FOREVER);
+        let (max_run, order) = (settings.max_run.min(FOREVER), Arc::clone(course.attempt.order()));
         let outcome = self.outcome(self.chunks.iter(), matches!(stop, Stop::End));
         let outcome = match stop {
             // The handler may still read the body.
@@ -382,11 +382,16 @@ where
                     return;
                 }
                 let until = alone_until.unwrap_or(now + max_run);
-                match timeout_at(until, self.step(&pieces)).await {
-                    Ok(None | Some(Stop::TooLarge)) => {}
-                    Ok(Some(Stop::End)) => break Piece::End,
-                    Ok(Some(Stop::Broken(error))) => break Piece::Failed(error),
-                    Err(_) => return,
+                // A handler that must not see the rest of its body waits for that in vain.
+                let stepped = tokio::select! {
+                    stepped = timeout_at(until, self.step(&pieces)) => stepped.ok(),
+                    () = order.body().until_it_is_unfit() => None,
+                };
+                match stepped.filter(|_| order.body().unfit().is_none()) {
+                    Some(None | Some(Stop::TooLarge)) => {}
+                    Some(Some(Stop::End)) => break Piece::End,
+                    Some(Some(Stop::Broken(error))) => break Piece::Failed(error),
+                    None => return,
                 }
             },
         };
