@@ -13,7 +13,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::{FutureExt as _, StreamExt as _};
 use http::{HeaderMap, HeaderValue, Method, Request, Response, StatusCode};
-use http_body::{Body, Frame};
+use http_body::{Body, Frame, SizeHint};
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full, StreamBody};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
@@ -599,6 +599,65 @@ async fn a_handler_ends_with_its_client_where_that_is_wanted() {
     assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
     // Whoever stays gets an answer as ever.
     assert_eq!(text(ask(&app, pay("other")).await).await, "2: hundred");
+}
+
+/// A body that says how long it is, but not that it is at its end.
+struct Counted(Stream, u64);
+
+impl Body for Counted {
+    type Data = Bytes;
+    type Error = io::Error;
+
+    fn poll_frame(
+        mut self: Pin<&mut Self>,
+        cx: &mut task::Context<'_>,
+    ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+        Pin::new(&mut self.0).poll_frame(cx)
+    }
+
+    fn size_hint(&self) -> SizeHint {
+        SizeHint::with_exact(self.1)
+    }
+}
+
+/// The story of answers that were served whole and were of unknown outcome: HTTP/1 counts what it sends, and drops the body without waiting for its end.
+#[tokio::test(start_paused = true)]
+async fn a_client_that_has_got_all_that_it_was_told_to_expect_has_not_gone_away() {
+    for (said, hint, is_served) in
+        [(Some("10"), None, true), (None, Some(10), true), (Some("11"), None, false), (None, None, false)]
+    {
+        let handler = Handler::new();
+        let guard = layer(MemoryBackend::new()).on_disconnect(OnDisconnect::Cancel);
+        let (sender, body) = stream();
+        sender.send(data("hello")).unwrap();
+        let body = Arc::new(Mutex::new(Some(body)));
+        let app = handler.behind(guard.clone(), move |_, _| {
+            let body = body.lock().unwrap().take().unwrap();
+            let body = match hint {
+                Some(len) => Counted(body, len).boxed(),
+                None => body.boxed(),
+            };
+            let mut answer = Response::new(body);
+            if let Some(len) = said {
+                answer.headers_mut().insert("content-length", HeaderValue::from_static(len));
+            }
+            async { answer }
+        });
+        let mut answer = ask(&app, pay("k")).await.into_body();
+        answer.frame().await.unwrap().unwrap();
+        sender.send(data("world")).unwrap();
+        answer.frame().await.unwrap().unwrap();
+        drop(answer);
+        // Whoever was cancelled is so by now.
+        sleep(Duration::from_millis(1)).await;
+        drop(sender);
+        guard.drained().await;
+        let again = ask(&app, pay("k")).await;
+        assert_eq!(is_replay(&again), is_served, "{said:?}, {hint:?}");
+        if is_served {
+            assert_eq!(text(again).await, "helloworld");
+        }
+    }
 }
 
 /// Memory answers before anybody waits for it, and a handler that has begun is not forgotten.

@@ -74,6 +74,7 @@ pub enum OnDisconnect {
     /// It is done all the same, so that the client finds the answer when it comes back.
     #[default]
     Finish,
-    /// It is dropped where it stands, and what came of it is unknown when its lease has ended.
+    /// It is dropped where it stands, and what came of it is unknown when its lease has ended. A client that has got as many bytes of the answer as it was told to
+    /// expect has not gone away.
     Cancel,
 }

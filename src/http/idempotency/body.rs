@@ -31,7 +31,7 @@ pin_project! {
         // All there is.
         Whole { chunks: Chunks, trailers: Option<HeaderMap> },
         // What has come so far, and what still comes from the one who records it.
-        Live { chunks: Chunks, pieces: Receiver<Piece>, hint: SizeHint, ended: bool, _abort: Option<AbortOnDrop> },
+        Live { chunks: Chunks, pieces: Receiver<Piece>, hint: SizeHint, ended: bool, abort: Option<AbortOnDrop> },
     }
 }
 
@@ -87,13 +87,13 @@ impl<B> IdempotentBody<B> {
 
     /// `hint` is of all of it.
     pub(super) const fn live(chunks: Chunks, pieces: Receiver<Piece>, hint: SizeHint) -> Self {
-        Self { kind: Kind::Live { chunks, pieces, hint, ended: false, _abort: None } }
+        Self { kind: Kind::Live { chunks, pieces, hint, ended: false, abort: None } }
     }
 
     /// Lets the one who records end with this body.
-    pub(super) fn aborts(&mut self, abort: AbortOnDrop) {
-        if let Kind::Live { _abort, .. } = &mut self.kind {
-            *_abort = Some(abort);
+    pub(super) fn aborts(&mut self, with: AbortOnDrop) {
+        if let Kind::Live { abort, .. } = &mut self.kind {
+            *abort = Some(with);
         }
     }
 }
@@ -128,7 +128,7 @@ where
                 next.or_else(|| trailers.take().map(Frame::trailers)).map(Ok)
             }
             KindProj::Live { ended: true, .. } => None,
-            KindProj::Live { chunks, pieces, hint, ended, .. } => {
+            KindProj::Live { chunks, pieces, hint, ended, abort } => {
                 let piece = match chunks.pop() {
                     Some(chunk) => Piece::Data(chunk),
                     None => ready!(pieces.poll_recv(cx)).unwrap_or_else(|| Piece::Failed(BrokenOff.into())),
@@ -136,6 +136,9 @@ where
                 match piece {
                     Piece::Data(chunk) => {
                         *hint = without(hint, chunk.len() as u64);
+                        if let Some(abort) = abort {
+                            abort.handed_out(chunk.len() as u64);
+                        }
                         Some(Ok(Frame::data(chunk)))
                     }
                     Piece::Trailers(trailers) => Some(Ok(Frame::trailers(trailers))),
@@ -210,11 +213,27 @@ impl fmt::Display for BrokenOff {
 
 impl Error for BrokenOff {}
 
-/// Ends a task with its caller.
-pub(super) struct AbortOnDrop(pub(super) AbortHandle);
+/// Ends a task with its caller, unless that has got all that there is to come: whoever counts does not wait for the end.
+pub(super) struct AbortOnDrop {
+    task: AbortHandle,
+    // How much the caller knows to come.
+    missing: Option<u64>,
+}
+
+impl AbortOnDrop {
+    pub(super) const fn new(task: AbortHandle, len: Option<u64>) -> Self {
+        Self { task, missing: len }
+    }
+
+    fn handed_out(&mut self, len: u64) {
+        self.missing = self.missing.map(|missing| missing.saturating_sub(len));
+    }
+}
 
 impl Drop for AbortOnDrop {
     fn drop(&mut self) {
-        self.0.abort();
+        if self.missing != Some(0) {
+            self.task.abort();
+        }
     }
 }

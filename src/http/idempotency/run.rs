@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use ::http::header::CONTENT_TYPE;
+use ::http::header::{CONTENT_LENGTH, CONTENT_TYPE};
 use ::http::response::Parts;
 use ::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use bytes::Bytes;
@@ -276,10 +276,16 @@ where
         let task = tokio::spawn(stream.finish(course, settings, pieces).in_current_span());
         let mut body = IdempotentBody::live(chunks, receiver, hint);
         if cancels {
-            body.aborts(AbortOnDrop(task.abort_handle()));
+            let len = content_length(&parts.headers).or_else(|| hint.exact());
+            body.aborts(AbortOnDrop::new(task.abort_handle(), len));
         }
         Response::from_parts(parts, body)
     }
+}
+
+/// How long a body is by what its head says.
+fn content_length(headers: &HeaderMap) -> Option<u64> {
+    headers.get(CONTENT_LENGTH)?.to_str().ok()?.parse().ok()
 }
 
 /// Why nothing more is recorded.
