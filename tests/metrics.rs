@@ -3,15 +3,19 @@
 
 use std::collections::BTreeMap;
 use std::future::IntoFuture;
+use std::task::{Context, Poll};
 use std::time::Duration;
 
 use bytes::Bytes;
+use futures_util::stream::{PollFn, poll_fn};
 use http::{Request, Response, StatusCode};
-use http_body_util::{BodyExt, Full};
+use http_body::Frame;
+use http_body_util::{BodyExt, Full, StreamBody};
 use metrics::Unit;
 use metrics_util::CompositeKey;
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
 use tokio::runtime::{Builder, Runtime};
+use tokio::sync::mpsc::unbounded_channel;
 use tokio::time::Instant;
 use tollgate::config::{Rules, RulesLayer};
 use tollgate::delay_queue::Outcome;
@@ -46,6 +50,10 @@ fn seen(snapshotter: &Snapshotter) -> BTreeMap<String, u64> {
     });
     seen.filter(|(_, value)| *value > 0).collect()
 }
+
+/// A body that a test sends part by part.
+type Parts =
+    StreamBody<PollFn<Box<dyn FnMut(&mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> + Send>>>;
 
 fn expect(expected: &[(&str, u64)]) -> BTreeMap<String, u64> {
     expected.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
@@ -637,6 +645,46 @@ fn operations_are_counted_by_layer_and_outcome() {
         ("tollgate_idempotency_store_errors_total{layer=pay}", 1),
     ];
     assert_eq!(seen(&snapshotter), expect(&expected));
+}
+
+/// The story of handlers that were cancelled one after the other, and no chart showed it: they had begun to answer.
+#[test]
+fn handlers_that_are_cut_off_while_they_answer_are_counted() {
+    let (recorder, snapshotter, runtime) = recording();
+    metrics::with_local_recorder(&recorder, || {
+        let guard = IdempotencyLayer::new(MemoryBackend::new()).name("pay").scope(header("x-user"));
+        let guard = guard.max_run(Duration::from_secs(1)).max_answer(500).max_body(1_000);
+        let service = guard.clone().layer(service_fn(async |request: Request<FingerprintedBody<Parts>>| {
+            Ok::<_, BoxError>(Response::new(request.into_body()))
+        }));
+        runtime.block_on(async {
+            // One that never goes on, and bodies that are too large while the answer may still be kept and when it may not.
+            for (key, first, second) in [("a", 1, 0), ("b", 200, 900), ("c", 600, 600)] {
+                let (sender, mut parts) = unbounded_channel();
+                let send = |len| sender.send(Ok(Frame::data(Bytes::from(vec![b'x'; len])))).unwrap();
+                send(first);
+                let body: Parts = StreamBody::new(poll_fn(Box::new(move |cx| parts.poll_recv(cx))));
+                let request = Request::post("/").header("x-user", "alice").header("idempotency-key", key);
+                let answer = service.clone().oneshot(request.body(body).unwrap()).await.unwrap();
+                let mut answer = answer.into_body();
+                assert_eq!(answer.frame().await.unwrap().unwrap().into_data().unwrap().len(), first);
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                if second > 0 {
+                    send(second);
+                }
+                assert!(answer.collect().await.is_err(), "{key}");
+                guard.drained().await;
+            }
+        });
+    });
+    let mut seen = seen(&snapshotter);
+    seen.retain(|name, _| name.starts_with("tollgate_idempotency_requests_total"));
+    let expected = [
+        ("tollgate_idempotency_requests_total{layer=pay,outcome=executed}", 3),
+        ("tollgate_idempotency_requests_total{layer=pay,outcome=cancelled}", 1),
+        ("tollgate_idempotency_requests_total{layer=pay,outcome=too_large}", 2),
+    ];
+    assert_eq!(seen, expect(&expected));
 }
 
 /// Whoever comes first is seen as well, while it still waits.

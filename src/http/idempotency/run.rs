@@ -357,7 +357,7 @@ where
         let Some(stop) = stop else {
             // The handler goes before anything else is done.
             drop(self);
-            course.breaks_off(&settings);
+            settings.home.meters().decided(Verdict::of(&course.breaks_off(&settings)));
             return;
         };
         let (max_run, order) = (settings.max_run.min(FOREVER), Arc::clone(course.attempt.order()));
@@ -378,14 +378,14 @@ where
         }
         let mut alone_until = None;
         let last = match stop {
-            Stop::End => Piece::End,
-            Stop::Broken(error) => Piece::Failed(error),
+            Stop::End => Some(Piece::End),
+            Stop::Broken(error) => Some(Piece::Failed(error)),
             // Nobody can tell any more how long it takes, so it may take as long as there is progress.
             // Without a reader nothing but the handler takes time.
             Stop::TooLarge => loop {
                 let now = Instant::now();
                 if pieces.is_closed() && *alone_until.get_or_insert(now + max_run) <= now {
-                    return;
+                    break None;
                 }
                 let until = alone_until.unwrap_or(now + max_run);
                 // A handler that must not see the rest of its body waits for that in vain.
@@ -395,11 +395,19 @@ where
                 };
                 match stepped.filter(|_| order.body().unfit().is_none()) {
                     Some(None | Some(Stop::TooLarge)) => {}
-                    Some(Some(Stop::End)) => break Piece::End,
-                    Some(Some(Stop::Broken(error))) => break Piece::Failed(error),
-                    None => return,
+                    Some(Some(Stop::End)) => break Some(Piece::End),
+                    Some(Some(Stop::Broken(error))) => break Some(Piece::Failed(error)),
+                    None => break None,
                 }
             },
+        };
+        let Some(last) = last else {
+            let verdict = order.body().unfit().map_or(Verdict::Cancelled, |unfit| match unfit {
+                Unfit::Differs => Verdict::Mismatch,
+                Unfit::TooLarge => Verdict::TooLarge,
+            });
+            settings.home.meters().decided(verdict);
+            return;
         };
         let is_end = matches!(last, Piece::End);
         let trailers = (is_end && !self.trailers.is_empty()).then_some(Piece::Trailers(self.trailers));
