@@ -6,6 +6,7 @@ mod support;
 use std::convert::Infallible;
 use std::fmt;
 use std::future::{pending, ready};
+use std::io;
 use std::net::IpAddr;
 use std::panic::AssertUnwindSafe;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -25,7 +26,7 @@ use tokio::time::{advance, sleep, timeout};
 use tollgate::delay_queue::{Codec, Recurring, Schedule};
 use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, peer_ip};
 use tollgate::idempotency::{
-    IdempotencyHandle, Keep, OnDisconnect, OnStoreError, Operation, OperationError, Operations,
+    Failed, IdempotencyHandle, Keep, OnDisconnect, OnStoreError, Operation, OperationError, Operations,
 };
 use tollgate::rate_limit::{CircuitBreaker, Decision, LimitStatus, PolicyResolver, RateLimitStore, Receipt};
 use tollgate::reject::OutcomeUnknown;
@@ -400,13 +401,38 @@ async fn a_line_of_an_unknown_outcome_says_which_operation_it_is_of() {
     let named = std::mem::take(&mut *named.lock().unwrap());
     assert_eq!(named.len(), 2);
     assert!(named[0].contains("alice") && named[0].ends_with(":k"), "{named:?}");
-    let lines = log.lines();
-    for (line, operation) in [
-        ("a handler was cancelled: its outcome is unknown when its lease has ended", &named[0]),
-        ("an operation could not be settled in time: its outcome is unknown", &named[1]),
+    let lines: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
+    for (line, operation, cause) in [
+        ("a handler was cancelled: its outcome is unknown when its lease has ended", &named[0], ""),
+        (
+            "an operation could not be settled in time: its outcome is unknown",
+            &named[1],
+            "a fault that the test asked for",
+        ),
     ] {
-        let line = format!("WARN {line} layer=\"payments\" operation={operation}");
-        assert!(lines.contains(&line), "{line} is not one of {lines:#?}");
+        let line = (format!("WARN {line} layer=\"payments\" operation={operation}"), cause.to_owned());
+        assert!(lines.contains(&line), "{line:?} is not one of {lines:#?}");
+    }
+}
+
+/// The story of a payment that might have been made, and of a line that did not say why.
+#[tokio::test(start_paused = true)]
+async fn a_line_of_work_whose_outcome_is_unknown_says_what_it_has_failed_with() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let payouts = Operations::new(MemoryBackend::new(), "payouts").keep(Keep::All);
+    let timeout = io::Error::other(Failed::outcome_unknown("timed out"));
+    let errors: [(BoxError, &str); 3] = [
+        (Failed::outcome_unknown("bank timeout").into(), "bank timeout"),
+        (OperationError::Failed(timeout.into()).into(), "what came of the operation is not known: timed out"),
+        ("no money".into(), ""),
+    ];
+    for (number, (error, cause)) in errors.into_iter().enumerate() {
+        let operation = Operation::new("alice", number.to_string());
+        assert!(payouts.run(operation, "", async |_| Err::<&str, _>(error)).await.is_err());
+        let told: Vec<_> = log.take().into_iter().map(|message| (message.line, message.cause)).collect();
+        let line = "WARN an operation has failed: its outcome is unknown when its lease has ended";
+        assert_eq!(told, [(line.to_owned(), cause.to_owned())]);
     }
 }
 

@@ -344,8 +344,9 @@ impl<P: HasPayload + 'static> Order<P> {
                     let settled = order.settle_until(until, &end, || Ok(())).await;
                     if let Err(error) = &settled {
                         let (layer, operation) = (order.layer(), order.operation());
+                        let cause = error.source().map(tracing::field::display);
                         tracing::warn!(
-                            layer, %operation, %error,
+                            layer, %operation, %error, cause,
                             "an operation could not be settled in time: its outcome is unknown"
                         );
                     }

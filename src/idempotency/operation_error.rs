@@ -1,5 +1,6 @@
 use std::error::Error;
 use std::fmt;
+use std::iter;
 use std::time::Duration;
 
 use crate::error::{BoxError, ConfigError, Occupied, StoreError, causes};
@@ -125,7 +126,8 @@ impl Failed {
         Self { said: Said { is_unknown: false, source: error.into() } }
     }
 
-    /// It may have been done, as where the answer of somebody else did not come in time. The outcome is unknown when the lease has ended.
+    /// It may have been done, as where the answer of somebody else did not come in time. The outcome is unknown when the lease has ended. The log
+    /// says so, with `error` as the `cause`.
     pub fn outcome_unknown(error: impl Into<BoxError>) -> Self {
         Self { said: Said { is_unknown: true, source: error.into() } }
     }
@@ -163,6 +165,14 @@ impl Error for Said {
     fn source(&self) -> Option<&(dyn Error + 'static)> {
         Some(&*self.source)
     }
+}
+
+/// What an error was made of, for the log, which has the error itself beside it.
+pub(super) fn cause_of(error: &(dyn Error + 'static)) -> Option<String> {
+    let sources = iter::successors(error.source(), |&error| error.source());
+    // What these say the error above them has said already.
+    let sources = sources.filter(|cause| !(cause.is::<Said>() || cause.is::<Occupied>()));
+    sources.map(ToString::to_string).reduce(|causes, cause| format!("{causes}: {cause}"))
 }
 
 const _: () = {

@@ -12,7 +12,7 @@ use super::answer::{MARK, read, written};
 use super::attempt::{Attempt, Begin, Granted, Home, Order, Settlement};
 use super::handle::{HasPayload, IdempotencyHandle};
 use super::meters::Verdict;
-use super::operation_error::{Failed, OperationError};
+use super::operation_error::{Failed, OperationError, cause_of};
 use super::policy::{Keep, OnUnknown};
 use super::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
 use crate::circuit::CircuitBreaker;
@@ -277,7 +277,8 @@ impl Operations {
                 if Failed::is_unknown(&*error).unwrap_or(!self.keep.gives_failures_back()) {
                     let order = attempt.order();
                     let (layer, operation) = (order.layer(), order.operation());
-                    tracing::warn!(layer, %operation, %error, "an operation has failed: its outcome is unknown when its lease has ended");
+                    let cause = cause_of(&*error).map(tracing::field::display);
+                    tracing::warn!(layer, %operation, %error, cause, "an operation has failed: its outcome is unknown when its lease has ended");
                     attempt.told();
                     return Err(OperationError::Failed(error));
                 }
