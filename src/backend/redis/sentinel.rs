@@ -7,7 +7,7 @@
 use std::collections::HashMap;
 use std::fmt;
 use std::future::pending;
-use std::sync::{Arc, PoisonError, Weak};
+use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use redis::aio::{AsyncPushSender, MultiplexedConnection};
@@ -39,8 +39,13 @@ pub(super) struct Sentinels {
     // How long those have to answer who have to be connected to. There is time left then to make something of what the others say.
     look: Duration,
     tenures: watch::Sender<u64>,
+    known: Known,
     watcher: std::sync::Mutex<AbortHandle>,
 }
+
+/// The primary that was connected to or announced last, which those who watch compare with what they hear: it may be another one already when they
+/// hear something for the first time.
+type Known = Arc<std::sync::Mutex<Option<Announcement>>>;
 
 struct Sentinel {
     client: Client,
@@ -117,17 +122,17 @@ impl Sentinels {
     ) -> Self {
         let sentinel = |client| Arc::new(Sentinel { client, config: config.clone(), connection: Mutex::default() });
         let sentinels: Vec<_> = sentinels.into_iter().map(sentinel).collect();
-        let (service, tenures) = (Arc::from(service), watch::Sender::new(0));
+        let (service, tenures, known) = (Arc::from(service), watch::Sender::new(0), Known::default());
         let look = connect_timeout.min(LONGEST_LOOK) * 4 / 5;
-        let watcher = std::sync::Mutex::new(watcher(&service, &sentinels, look, &tenures));
-        Self { service, sentinels, open, config, look, tenures, watcher }
+        let watcher = std::sync::Mutex::new(watcher(&service, &sentinels, look, &tenures, &known));
+        Self { service, sentinels, open, config, look, tenures, known, watcher }
     }
 
     /// Watches on in this runtime if the one has ended in which that was done.
     fn watch_on(&self) {
         let mut watched = self.watcher.lock().unwrap_or_else(PoisonError::into_inner);
         if watched.is_finished() {
-            *watched = watcher(&self.service, &self.sentinels, self.look, &self.tenures);
+            *watched = watcher(&self.service, &self.sentinels, self.look, &self.tenures, &self.known);
         }
     }
 
@@ -165,13 +170,16 @@ impl Sentinels {
             worst => worst.filter(|error| !is_unknown(error)),
         };
         let mut tried: Vec<&Address> = Vec::new();
-        for Announcement { primary, .. } in newest(&answers) {
-            if tried.contains(&primary) {
+        for announced in newest(&answers) {
+            if tried.contains(&&announced.primary) {
                 continue;
             }
-            tried.push(primary);
-            match self.connect_to(primary).await {
-                Ok(primary) => return Ok(primary),
+            tried.push(&announced.primary);
+            match self.connect_to(&announced.primary).await {
+                Ok(connected) => {
+                    lock(&self.known).get_or_insert_with(|| announced.clone());
+                    return Ok(connected);
+                }
                 Err(error) => worst = Some(telling(worst, error)),
             }
         }
@@ -240,13 +248,19 @@ fn watcher(
     sentinels: &[Arc<Sentinel>],
     look: Duration,
     tenures: &watch::Sender<u64>,
+    known: &Known,
 ) -> AbortHandle {
     let watched = sentinels.iter().map(Arc::downgrade).collect();
-    tokio::spawn(follow(Arc::clone(service), watched, look, tenures.clone())).abort_handle()
+    tokio::spawn(follow(Arc::clone(service), watched, look, tenures.clone(), Arc::clone(known))).abort_handle()
 }
 
-async fn follow(service: Arc<str>, sentinels: Vec<Weak<Sentinel>>, look: Duration, tenures: watch::Sender<u64>) {
-    let mut known: Option<Announcement> = None;
+async fn follow(
+    service: Arc<str>,
+    sentinels: Vec<Weak<Sentinel>>,
+    look: Duration,
+    tenures: watch::Sender<u64>,
+    known: Known,
+) {
     loop {
         let asked = ask_all(&service, sentinels.iter().filter_map(Weak::upgrade), look);
         let (answers, _) = timeout(look + PATIENCE, asked).await.unwrap_or_default();
@@ -255,7 +269,8 @@ async fn follow(service: Arc<str>, sentinels: Vec<Weak<Sentinel>>, look: Duratio
             // If none is missing, and none knows of the one that was announced, they were told to watch over another one.
             let is_unanimous =
                 answers.len() == sentinels.len() && answers.iter().all(|answer| answer.primary == first.primary);
-            match &known {
+            let mut known = lock(&known);
+            match &*known {
                 // Sentinels that know only of older ones are out of touch.
                 Some(known) if first.epoch <= known.epoch && !is_unanimous => {}
                 Some(known) if newest.iter().any(|answer| answer.primary == known.primary) => {}
@@ -263,13 +278,17 @@ async fn follow(service: Arc<str>, sentinels: Vec<Weak<Sentinel>>, look: Duratio
                     let (host, port) = &first.primary;
                     tracing::info!(%service, host, port, "the sentinels name another primary");
                     tenures.send_modify(|number| *number += 1);
-                    known = Some((*first).clone());
+                    *known = Some((*first).clone());
                 }
-                None => known = Some((*first).clone()),
+                None => *known = Some((*first).clone()),
             }
         }
         sleep(WATCH).await;
     }
+}
+
+fn lock(known: &Known) -> MutexGuard<'_, Option<Announcement>> {
+    known.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 fn replaced() -> RedisError {
