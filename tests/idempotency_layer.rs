@@ -26,7 +26,7 @@ use tollgate::idempotency::{
     Answer as ByHand, Checkpoint, CheckpointError, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, Keep,
     OnDisconnect, OnMissingKey, OnStoreError, OnUnknown, Operation, Rejection,
 };
-use tollgate::lock::{Cursor, Scope};
+use tollgate::lock::{Cursor, OnLoss, ReleaseAt, Scope};
 use tollgate::reject::{AsResponse, NothingDone, OutcomeUnknown, Reject};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
@@ -1393,6 +1393,87 @@ async fn a_lock_layer_outside_that_cuts_an_answer_off_says_nothing_of_its_outcom
     let again = service.oneshot(pay("k")).await.unwrap();
     assert_eq!(again.headers()["idempotent-replayed"], "true");
     assert_eq!(again.into_body().collect().await.unwrap().to_bytes(), "some, and the rest");
+}
+
+/// The story of two handlers under one lock: it was given back with the request of a client that had gone, and the handler went on.
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_goes_on_without_its_client_keeps_the_lock_around_it() {
+    for (begins, release_at) in [
+        (false, ReleaseAt::BodyEnd),
+        (true, ReleaseAt::BodyEnd),
+        (false, ReleaseAt::HandlerDone),
+        (true, ReleaseAt::HandlerDone),
+    ] {
+        let (guard, at_work) = (layer(MemoryBackend::new()), Arc::new(AtomicUsize::new(0)));
+        let counted = Arc::clone(&at_work);
+        let handler = service_fn(move |_: Request<FingerprintedBody<Stream>>| {
+            counted.fetch_add(1, Ordering::SeqCst);
+            let counted = Arc::clone(&counted);
+            let work = async move {
+                sleep(Duration::from_secs(2)).await;
+                counted.fetch_sub(1, Ordering::SeqCst);
+                data("all")
+            };
+            async move {
+                let frames = if begins {
+                    futures_util::stream::iter([data("some")]).chain(futures_util::stream::once(work)).boxed()
+                } else {
+                    futures_util::stream::iter([work.await]).boxed()
+                };
+                Ok::<_, Infallible>(Response::new(StreamBody::new(frames)))
+            }
+        });
+        let service = LockLayer::new(MemoryBackend::new()).release_at(release_at).layer(guard.layer(handler));
+        let mut first = Box::pin(service.clone().oneshot(pay("a")));
+        let response = tokio::time::timeout(Duration::from_secs(1), &mut first).await;
+        assert_eq!(response.is_ok(), begins);
+        drop((response, first));
+        assert_eq!(at_work.load(Ordering::SeqCst), 1);
+        let is_free = begins && release_at == ReleaseAt::HandlerDone;
+        let second = service.clone().oneshot(pay("b")).await.unwrap();
+        assert_eq!(second.status(), if is_free { 200 } else { 409 }, "{begins}, {release_at:?}");
+        drop(second);
+        guard.drained().await;
+        assert_eq!(at_work.load(Ordering::SeqCst), 0);
+        let again = service.clone().oneshot(pay("a")).await.unwrap();
+        assert_eq!(again.headers()["idempotent-replayed"], "true");
+        drop(again);
+        assert_eq!(service.oneshot(pay("c")).await.unwrap().status(), 200);
+    }
+}
+
+/// As one whose client is still there.
+#[tokio::test(start_paused = true)]
+async fn a_handler_that_goes_on_without_its_client_ends_with_the_lock_around_it() {
+    for (on_loss, is_there, is_done) in
+        [(OnLoss::Cancel, true, false), (OnLoss::Cancel, false, false), (OnLoss::Notify, false, true)]
+    {
+        let guard = layer(MemoryBackend::new()).lease(Duration::from_secs(10));
+        let handler = Handler::new();
+        let ended = Arc::clone(&handler.ended);
+        let guarded = guard.layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {
+            let ended = Arc::clone(&ended);
+            async move {
+                sleep(Duration::from_secs(2)).await;
+                ended.fetch_add(1, Ordering::SeqCst);
+                Ok::<_, Infallible>(status(StatusCode::OK))
+            }
+        }));
+        let lock = LockLayer::new(MemoryBackend::new()).max_hold(Duration::from_secs(1)).on_loss(on_loss);
+        let service = lock.layer(guarded);
+        let first = service.clone().oneshot(pay("k"));
+        if is_there {
+            assert_eq!(first.await.unwrap().status(), 503);
+        } else {
+            assert!(tokio::time::timeout(Duration::from_millis(500), first).await.is_err());
+        }
+        guard.drained().await;
+        assert_eq!(handler.ended(), usize::from(is_done), "{on_loss:?}");
+        sleep(Duration::from_secs(10)).await;
+        let again = service.oneshot(pay("k")).await.unwrap();
+        assert_eq!(again.status(), if is_done { 200 } else { 409 }, "{on_loss:?}");
+        assert_eq!(handler.ended(), usize::from(is_done), "{on_loss:?}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -159,6 +159,10 @@
 //! [`LockError::Lost`](crate::LockError::Lost) among its causes; and of one whose answer it has cut off for that before the record had it: one that is too large is recorded before its end. Put it
 //! inside of what makes gRPC-Web of gRPC, the status of which is not seen here, inside of compression, since the next client may not accept what this one does, and inside of what finds out who is calling.
 //!
+//! Inside of a `LockLayer` a handler that goes on when its client has gone keeps the lock until its end, and its answer until
+//! [that one's](crate::lock::ReleaseAt). If the lease is lost before it has answered, it is dropped half way, unless that is only to be
+//! [told](crate::lock::OnLoss::Notify); an answer that has begun then is recorded to its end.
+//!
 //! Of two layers over each other, one around a router and one at a route for instance, that find the same scope and the same key in a request, the
 //! outer one does the operation, on its own terms, and the inner one lets it pass.
 //!

@@ -109,7 +109,7 @@ where
                 Ok(lease) => {
                     settings.answered();
                     answer.attach(lease.view(), &mut request);
-                    let held = Held::with(&lease);
+                    let held = Held::present().and(&lease, settings.on_loss, settings.release_at);
                     let future = held.scope(|| Passage::Locked.scope(|| ready.call(request)));
                     let stay = Stay::new(lease, settings.on_loss);
                     this.state.set(State::Calling { future, stay: Some(stay), held: Some(held) });

@@ -149,7 +149,7 @@
 //! [`LockLayer::with_semaphore`] lets several requests of a key through at a time, [`LockLayer::with_rw_locks`] those that change nothing together.
 //!
 //! A client that goes away takes the handler with it, and the lock is given back; [`LockLayer::detached`] lets it come to its end
-//! instead. A store that fails again and again is not asked but now and then, see [`CircuitBreaker`]. Put a rate limit outside of this
+//! instead. A handler that goes on inside of an [idempotency layer](crate::idempotency#together-with-other-layers) keeps the lock until its end. A store that fails again and again is not asked but now and then, see [`CircuitBreaker`]. Put a rate limit outside of this
 //! layer, and a timeout for the handler inside. What the handler calls can refuse who comes too late: [`fencing`].
 //!
 //! # Waiting
@@ -244,6 +244,8 @@ pub(crate) use self::lock_key::KnownHash;
 pub use self::lock_key::LockKey;
 pub use self::locks::{LockRequest, Locks, Replication};
 pub use self::multi::{Leases, MultiRequest};
+#[cfg(feature = "http")]
+pub(crate) use self::nested::Held;
 pub use self::redlock::Redlock;
 pub use self::rejection::{MissingKey, Occupy, Rejection};
 pub use self::rw::RwLocks;

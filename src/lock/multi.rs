@@ -184,6 +184,10 @@ pub struct Leases {
 }
 
 impl Leases {
+    pub(super) const fn of(leases: Vec<Lease>) -> Self {
+        Self { leases }
+    }
+
     /// The leases, each with its own [fence](Lease::fence), ordered by key.
     pub fn leases(&self) -> &[Lease] {
         &self.leases

@@ -1,10 +1,13 @@
 //! Which locks are held further up by whoever runs the present task, and would be waited for in vain.
 
 use std::future::Future;
+use std::iter::successors;
 use std::sync::Arc;
 
+use super::layer::{OnLoss, ReleaseAt};
 use super::lease::{Lease, LeaseView};
 use super::lock_key::LockKey;
+use super::multi::Leases;
 use super::shared::Shared;
 
 tokio::task_local! {
@@ -38,19 +41,21 @@ impl Passage {
 
 /// The locks that a body or a handler is within, the innermost first.
 #[derive(Clone, Default)]
-pub(super) struct Held(Option<Arc<Inside>>);
+pub(crate) struct Held(Option<Arc<Inside>>);
 
 struct Inside {
     // Locks of different `Locks` are told apart by the address of what they share, which lives as long as the lease. That two of them keep theirs
     // in the same place is not seen: a store says nothing of where it keeps them.
     home: usize,
     lease: LeaseView,
+    on_loss: OnLoss,
+    release_at: ReleaseAt,
     outer: Held,
 }
 
 impl Held {
     /// Those of the present task.
-    pub(super) fn present() -> Self {
+    pub(crate) fn present() -> Self {
         HELD.try_with(Self::clone).unwrap_or_default()
     }
 
@@ -61,10 +66,18 @@ impl Held {
 
     /// Those of the present task, and these.
     pub(super) fn with_all(leases: &[Lease]) -> Self {
-        leases.iter().fold(Self::present(), |outer, lease| {
-            let (home, lease) = (address(lease.home()), lease.view());
-            Self(Some(Arc::new(Inside { home, lease, outer })))
-        })
+        let inside = |outer: Self, lease| outer.and(lease, OnLoss::default(), ReleaseAt::default());
+        leases.iter().fold(Self::present(), inside)
+    }
+
+    /// These, and that of a request on the terms of its layer.
+    pub(super) fn and(self, lease: &Lease, on_loss: OnLoss, release_at: ReleaseAt) -> Self {
+        let (home, lease) = (address(lease.home()), lease.view());
+        Self(Some(Arc::new(Inside { home, lease, on_loss, release_at, outer: self })))
+    }
+
+    fn iter(&self) -> impl Iterator<Item = &Inside> {
+        successors(self.0.as_deref(), |inside| inside.outer.0.as_deref())
     }
 
     /// A share in the lease of the innermost of them.
@@ -83,21 +96,41 @@ impl Held {
     }
 }
 
+#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "what goes on by itself comes with that feature"))]
+impl Held {
+    /// A share in each lease that is held until then, for work that goes on by itself.
+    pub(crate) fn shares(&self, until: ReleaseAt) -> Vec<Lease> {
+        self.shares_of(|inside| until == ReleaseAt::HandlerDone || inside.release_at == until)
+    }
+
+    fn shares_of(&self, is_meant: impl Fn(&Inside) -> bool) -> Vec<Lease> {
+        self.iter().filter(|inside| is_meant(inside)).filter_map(|inside| inside.lease.reenter()).collect()
+    }
+
+    /// Work that goes on by itself until its end: with a share in each lease, and dropped where it stands when one is lost, unless that is only to be told.
+    pub(crate) fn detached<F: Future<Output = ()>>(self, work: F) -> impl Future<Output = ()> + use<F> {
+        let leases = self.shares(ReleaseAt::HandlerDone);
+        let needed = Leases::of(self.shares_of(|inside| inside.on_loss == OnLoss::Cancel));
+        async move {
+            tokio::select! {
+                // After a standstill nothing of the work may run before this was looked at.
+                biased;
+                _ = needed.lost() => {}
+                () = self.within(work) => {}
+            }
+            drop(leases);
+        }
+    }
+}
+
 fn address(home: &Arc<Shared>) -> usize {
     Arc::as_ptr(home) as usize
 }
 
 /// Whether the present task holds this lock, by a body or a handler that it is within. One that was lost meanwhile may be had again.
 pub(super) fn holds(home: &Arc<Shared>, lock: &LockKey) -> bool {
-    let is_held = |held: &Held| {
-        let mut inside = held.0.as_deref();
-        while let Some(Inside { home: of, lease, outer }) = inside {
-            if *of == address(home) && lease.lock() == lock && lease.check().is_ok() {
-                return true;
-            }
-            inside = outer.0.as_deref();
-        }
-        false
-    };
+    let is_it =
+        |inside: &Inside| inside.home == address(home) && inside.lease.lock() == lock && inside.lease.check().is_ok();
+    let is_held = |held: &Held| held.iter().any(is_it);
     HELD.try_with(is_held).unwrap_or(false)
 }

@@ -1,5 +1,6 @@
 use std::fmt;
 use std::future::Future;
+use std::mem;
 use std::pin::Pin;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -13,6 +14,7 @@ use tracing::{Instrument as _, Span};
 use super::body::IdempotentBody;
 use super::service::Shared;
 use crate::idempotency::Rejection;
+use crate::lock::Held;
 use crate::reject::Reject;
 
 pub(super) type Answer<R, E> = Result<Response<IdempotentBody<R>>, E>;
@@ -87,6 +89,8 @@ pub(super) struct Guarded<R, E> {
     // `None` once it has answered, or has panicked.
     answer: Option<Work<Answer<R, E>>>,
     goes_on: GoesOn,
+    // What it goes on with.
+    locks: Held,
     // Where it goes on, once it has not come to its end at once.
     backstage: Option<Backstage>,
 }
@@ -108,12 +112,13 @@ fn backstage() -> Option<Backstage> {
 
 /// A future that can go on in a task of its own.
 trait Detach: Future + Send {
-    fn detach(self: Pin<Box<Self>>, runtime: &Handle, span: Span);
+    fn detach(self: Pin<Box<Self>>, locks: Held, runtime: &Handle, span: Span);
 }
 
 impl<F: Future + Send + 'static> Detach for F {
-    fn detach(self: Pin<Box<Self>>, runtime: &Handle, span: Span) {
-        drop(runtime.spawn(async move { drop(self.await) }.instrument(span)));
+    fn detach(self: Pin<Box<Self>>, locks: Held, runtime: &Handle, span: Span) {
+        let work = locks.detached(async move { drop(self.await) });
+        drop(runtime.spawn(work.instrument(span)));
     }
 }
 
@@ -123,7 +128,7 @@ impl<R, E> Guarded<R, E> {
     where
         F: Future<Output = Answer<R, E>> + Send + 'static,
     {
-        Self { answer: Some(answer), goes_on, backstage: None }
+        Self { answer: Some(answer), goes_on, locks: Held::present(), backstage: None }
     }
 
     fn goes_on(&self) -> bool {
@@ -153,7 +158,7 @@ impl<R, E> Drop for Guarded<R, E> {
             && self.goes_on()
             && let Some((runtime, span)) = self.backstage.take().or_else(backstage)
         {
-            answer.detach(&runtime, span);
+            answer.detach(mem::take(&mut self.locks), &runtime, span);
         }
     }
 }

@@ -2,6 +2,7 @@
 
 use std::any::Any;
 use std::future::{Future, poll_fn};
+use std::mem;
 use std::pin::{Pin, pin};
 use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
@@ -27,7 +28,7 @@ use crate::http::lock::CutOff;
 use crate::idempotency::{
     Attempt, Completion, HasPayload as _, Keep, OnDisconnect, OnUnknown, Rejection, Running, Settlement, Verdict,
 };
-use crate::lock::HalfDone;
+use crate::lock::{HalfDone, Held, Lease, ReleaseAt};
 use crate::reject::{NothingDone, OutcomeUnknown};
 
 /// How many pieces of an answer may lie between the handler and its caller while all of them are recorded anyway.
@@ -273,6 +274,7 @@ where
         let cancels = settings.on_disconnect == OnDisconnect::Cancel;
         let (pieces, receiver) = mpsc::channel(PIECES);
         stream.chunks = chunks.iter().cloned().collect();
+        stream.leases = Held::present().shares(ReleaseAt::BodyEnd);
         let task = tokio::spawn(stream.finish(course, settings, pieces).in_current_span());
         let mut body = IdempotentBody::live(chunks, receiver, hint);
         if cancels {
@@ -308,6 +310,8 @@ struct Stream<R> {
     trailers: HeaderMap,
     recorder: Recorder,
     judge: Judge,
+    // Of the locks that it is made under.
+    leases: Vec<Lease>,
 }
 
 impl<R> Stream<R>
@@ -316,8 +320,8 @@ where
     R::Error: Into<BoxError>,
 {
     fn new(body: R, recorder: Recorder, judge: Judge) -> Self {
-        let (chunks, trailers) = (Vec::new(), HeaderMap::new());
-        Self { body: Box::pin(body), next: None, held: None, chunks, trailers, recorder, judge }
+        let (chunks, trailers, leases) = (Vec::new(), HeaderMap::new(), Vec::new());
+        Self { body: Box::pin(body), next: None, held: None, chunks, trailers, recorder, judge, leases }
     }
 
     /// Takes what need not be waited for. True if that is all.
@@ -409,6 +413,8 @@ where
             settings.home.meters().decided(verdict);
             return;
         };
+        // Whoever has seen the end finds the locks free.
+        drop(mem::take(&mut self.leases));
         let is_end = matches!(last, Piece::End);
         let trailers = (is_end && !self.trailers.is_empty()).then_some(Piece::Trailers(self.trailers));
         for piece in [self.held.map(Piece::Data), trailers, Some(last)].into_iter().flatten() {
