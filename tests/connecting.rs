@@ -18,7 +18,7 @@ use tokio::task::{JoinSet, block_in_place, yield_now};
 use tokio::time::sleep;
 use tollgate::lock::{Cursor, LockAdmin, LockKey, LockStore, Release};
 use tollgate::{
-    BoxError, ConfigError, ConnectError, DelayQueue, DelayQueueWorker, Job, Limiter, Locks, Policy, Quota,
+    AnyBackend, BoxError, ConfigError, ConnectError, DelayQueue, DelayQueueWorker, Job, Limiter, Locks, Policy, Quota,
     RedisBackend, RedisOptions, StoreError,
 };
 use tower::service_fn;
@@ -520,11 +520,14 @@ async fn a_program_can_ask_whether_redis_answers() {
     server.query::<()>("ACL SETUSER shop on >secret ~tollgate:2:* +@all -ping");
     let backend = options(&server.url()).user("shop", "secret").connect().await.unwrap();
     assert!(backend.ping().await.unwrap() < Duration::from_secs(5), "a refusal is an answer");
+    let any = AnyBackend::from(backend.clone());
+    assert!(any.ping().await.is_ok());
     server.pause();
     assert!(backend.ping().await.unwrap_err().is_timeout());
     server.resume();
     block_in_place(|| server.kill());
     assert!(backend.ping().await.unwrap_err().is_unavailable());
+    assert!(any.ping().await.unwrap_err().is_unavailable());
 
     let mut cluster = Cluster::start();
     let backend = RedisBackend::connect(cluster.url()).await.unwrap();

@@ -140,6 +140,30 @@ macro_rules! delegate {
     };
 }
 
+impl AnyBackend {
+    /// Whether the backend answers, and how soon: for a service that is to get no requests while it does not. Memory answers at once, and Redis as
+    /// `RedisBackend::ping` says.
+    ///
+    /// ```
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+    /// let backend = tollgate::connect("memory:").await?;
+    /// assert!(backend.ping().await?.is_zero());
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    ///
+    /// If nobody answers, or a server says that it cannot serve yet.
+    pub async fn ping(&self) -> Result<Duration, StoreError> {
+        match self {
+            Self::Memory(_) => Ok(Duration::ZERO),
+            #[cfg(feature = "redis")]
+            Self::Redis(backend) => backend.ping().await,
+        }
+    }
+}
+
 impl RateLimitStore for AnyBackend {
     async fn check(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
         delegate!(self, store => store.check(policy, key, cost).await)
