@@ -13,6 +13,25 @@ const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
 // By table.
 
+/// A handler that has the body has no request any more.
+#[test]
+fn what_is_left_of_a_request_says_the_same_as_the_request() {
+    let by_ip = ClientIp::trusting(["10.0.0.0/8".parse().unwrap()]);
+    for (peer, client) in
+        [(Some("10.0.0.1:80"), Some("2001:db8::7")), (Some("203.0.113.8:80"), Some("203.0.113.8")), (None, None)]
+    {
+        let mut request = Request::builder().header(X_FORWARDED_FOR, "2001:db8::7").body(()).unwrap();
+        if let Some(peer) = peer {
+            request.extensions_mut().insert(PeerAddr(peer.parse().unwrap()));
+        }
+        let keys = (by_ip.extract_key(&request), peer_ip().extract_key(&request));
+        let (parts, ()) = request.into_parts();
+        assert_eq!(by_ip.client_ip_of(&parts), client.map(|client| client.parse().unwrap()));
+        assert_eq!((by_ip.extract_key(&parts), peer_ip().extract_key(&parts)), keys);
+        assert_eq!(keys.0.is_some(), peer.is_some());
+    }
+}
+
 #[test]
 fn x_forwarded_for_is_read_from_the_right_and_only_as_far_as_it_can_be_believed() {
     let cases: &[(&[&str], &str)] = &[

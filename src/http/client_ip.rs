@@ -3,7 +3,8 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use ::http::header::{FORWARDED, HeaderMap};
-use ::http::{HeaderName, HeaderValue, Request};
+use ::http::request::Parts;
+use ::http::{Extensions, HeaderName, HeaderValue, Request};
 use ipnet::{IpNet, Ipv4Net};
 
 use super::forwarded::{self, canonical};
@@ -177,13 +178,43 @@ impl ClientIp {
     /// The address of the client with all its bits, for logs and lists, or `None` where the other end of the connection is
     /// not known.
     pub fn client_ip<B>(&self, request: &Request<B>) -> Option<IpAddr> {
-        let Some(peer) = key::peer_of(request).map(|peer| canonical(peer.ip())) else {
+        self.client_in(request.headers(), request.extensions())
+    }
+
+    /// The same in a handler that has the body, and the rest of the request. The [key](ExtractKey) of a client is found in that, too.
+    ///
+    /// ```
+    /// # #[cfg(feature = "axum")] {
+    /// use axum::{Extension, http::request::Parts};
+    /// use tollgate::http::ClientIp;
+    /// use tollgate::{ExtractKey, Limiter, MemoryBackend};
+    ///
+    /// async fn log_in(
+    ///     Extension(by_ip): Extension<ClientIp>,
+    ///     Extension(strangers): Extension<Limiter<MemoryBackend>>,
+    ///     parts: Parts,
+    ///     name: String,
+    /// ) -> Result<String, String> {
+    ///     let Some(client) = by_ip.extract_key(&parts) else { return Err("who is there?".into()) };
+    ///     if name != "alice" && !strangers.try_acquire(client).await.unwrap_or(true) {
+    ///         return Err("too many".into());
+    ///     }
+    ///     Ok(format!("{name} comes from {:?}", by_ip.client_ip_of(&parts)))
+    /// }
+    /// # let _: axum::Router = axum::Router::new().route("/", axum::routing::post(log_in));
+    /// # }
+    /// ```
+    pub fn client_ip_of(&self, parts: &Parts) -> Option<IpAddr> {
+        self.client_in(&parts.headers, &parts.extensions)
+    }
+
+    fn client_in(&self, headers: &HeaderMap, extensions: &Extensions) -> Option<IpAddr> {
+        let Some(peer) = key::peer_in(extensions).map(|peer| canonical(peer.ip())) else {
             if self.told.no_peer.first() {
                 key::warn_of_no_peer("ClientIp");
             }
             return None;
         };
-        let headers = request.headers();
         if !self.trusted.contain(peer) {
             self.told.of_ignored(peer, headers, &self.header);
             return Some(peer);
@@ -232,6 +263,10 @@ impl ClientIp {
         move |request| client.client_ip(request).is_some_and(|ip| nets.contain(ip))
     }
 
+    fn key_of(&self, ip: IpAddr) -> Key {
+        Key::from(key::network_of(ip, self.ipv6_prefix))
+    }
+
     /// Goes from one hop to whom it saw for as long as the hops are trusted.
     fn walk(&self, peer: IpAddr, hops: impl Iterator<Item = Option<IpAddr>>) -> IpAddr {
         let mut client = peer;
@@ -248,7 +283,14 @@ impl ClientIp {
 
 impl<B> ExtractKey<Request<B>> for ClientIp {
     fn extract_key(&self, request: &Request<B>) -> Option<Key> {
-        self.client_ip(request).map(|ip| Key::from(key::network_of(ip, self.ipv6_prefix)))
+        self.client_ip(request).map(|ip| self.key_of(ip))
+    }
+}
+
+/// What is left of a request in a handler that has its body.
+impl ExtractKey<Parts> for ClientIp {
+    fn extract_key(&self, parts: &Parts) -> Option<Key> {
+        self.client_ip_of(parts).map(|ip| self.key_of(ip))
     }
 }
 

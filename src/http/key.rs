@@ -2,7 +2,8 @@ use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Once;
 
 use ::http::header::{FORWARDED, HeaderMap};
-use ::http::{HeaderName, Request};
+use ::http::request::Parts;
+use ::http::{Extensions, HeaderName, Request};
 
 use super::client_ip::{X_FORWARDED_FOR, is_private};
 use super::forwarded::canonical;
@@ -98,15 +99,15 @@ impl PeerIp {
     }
 }
 
-impl<B> ExtractKey<Request<B>> for PeerIp {
+impl PeerIp {
     #[inline]
-    fn extract_key(&self, request: &Request<B>) -> Option<Key> {
-        let peer = peer_of(request);
+    fn key_in(headers: &HeaderMap, extensions: &Extensions) -> Option<Key> {
+        let peer = peer_in(extensions);
         if let Some(peer) = peer
             && !PROXY_TOLD.is_completed()
             && is_private(canonical(peer.ip()))
         {
-            tell_of_a_proxy(peer, request.headers());
+            tell_of_a_proxy(peer, headers);
         }
         match peer {
             Some(SocketAddr::V4(peer)) => Some(Key::from(*peer.ip())),
@@ -116,6 +117,20 @@ impl<B> ExtractKey<Request<B>> for PeerIp {
                 None
             }
         }
+    }
+}
+
+impl<B> ExtractKey<Request<B>> for PeerIp {
+    #[inline]
+    fn extract_key(&self, request: &Request<B>) -> Option<Key> {
+        Self::key_in(request.headers(), request.extensions())
+    }
+}
+
+/// What is left of a request in a handler that has its body.
+impl ExtractKey<Parts> for PeerIp {
+    fn extract_key(&self, parts: &Parts) -> Option<Key> {
+        Self::key_in(&parts.headers, &parts.extensions)
     }
 }
 
@@ -149,8 +164,7 @@ pub(super) fn warn_of_no_peer(extractor: &str) {
 /// The address of the other end of the connection. By reference: it would be put together again elsewhere, which takes as long as
 /// to find it.
 #[inline]
-pub(super) fn peer_of<B>(request: &Request<B>) -> Option<&SocketAddr> {
-    let extensions = request.extensions();
+pub(super) fn peer_in(extensions: &Extensions) -> Option<&SocketAddr> {
     let peer = extensions.get().map(|PeerAddr(peer)| peer);
     #[cfg(feature = "axum")]
     let peer = peer.or_else(|| axum_peer(extensions));
@@ -159,7 +173,7 @@ pub(super) fn peer_of<B>(request: &Request<B>) -> Option<&SocketAddr> {
 
 #[inline]
 #[cfg(feature = "axum")]
-fn axum_peer(extensions: &::http::Extensions) -> Option<&SocketAddr> {
+fn axum_peer(extensions: &Extensions) -> Option<&SocketAddr> {
     use axum::extract::ConnectInfo;
     use axum::extract::connect_info::MockConnectInfo;
     let mock = || extensions.get().map(|MockConnectInfo::<SocketAddr>(peer)| peer);
