@@ -368,6 +368,46 @@ impl Denial {
 }
 
 impl RateLimited {
+    /// The rejection that a decision of this policy comes to, for whoever asks a [`Limiter`](super::Limiter) in a handler and answers as a layer does, or tests
+    /// a [`Reject`](crate::reject::Reject) of their own. `None` if the decision is a yes. `cost` is what was asked for.
+    ///
+    /// ```
+    /// # #[cfg(feature = "http")] {
+    /// use axum::body::Body;
+    /// use axum::response::{IntoResponse, Response};
+    /// use tollgate::http::ResponseBody;
+    /// use tollgate::rate_limit::{RateLimited, Rejection};
+    /// use tollgate::reject::Reject;
+    /// use tollgate::{AsResponse, BoxError, Limiter, MemoryBackend, Policy, Quota};
+    ///
+    /// // The name stands in the body, so that no layer can count by it.
+    /// async fn log_in(limiter: &Limiter<MemoryBackend>, name: &str) -> Result<Response, BoxError> {
+    ///     let decision = limiter.check(name).await?;
+    ///     if let Some(limited) = RateLimited::of(limiter.policy(), 1, decision) {
+    ///         let answer: Result<Response<ResponseBody<Body>>, BoxError> =
+    ///             AsResponse::new().reject(Rejection::Limited(limited));
+    ///         return answer.map(IntoResponse::into_response);
+    ///     }
+    ///     Ok("welcome".into_response())
+    /// }
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
+    /// let policy = Policy::new("log-in", Quota::per_minute(1).fixed_window());
+    /// let limiter = Limiter::new(MemoryBackend::new(), policy);
+    /// assert_eq!(log_in(&limiter, "alice").await?.status(), 200);
+    /// let limited = log_in(&limiter, "alice").await?;
+    /// assert_eq!(limited.status(), 429);
+    /// assert!(limited.headers().contains_key("retry-after"));
+    /// # Ok(())
+    /// # }
+    /// # main().unwrap();
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn of(policy: &Policy, cost: u32, decision: Decision) -> Option<Self> {
+        (!decision.is_allowed()).then(|| Self::new(policy.clone(), cost, decision))
+    }
+
     pub(crate) const fn new(policy: Policy, cost: u32, decision: Decision) -> Self {
         Self { cost, denial: Denial { policy, decision, next: None } }
     }
