@@ -7,7 +7,7 @@
 //! who wait longer than they may are not asked for, so no more are sent than a server can have answered that is well.
 
 use std::collections::VecDeque;
-use std::pin::Pin;
+use std::pin::{Pin, pin};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
@@ -203,6 +203,8 @@ async fn send_together<W, F>(
     let mut calls = JoinSet::new();
     // When those were sent that are not known to be back or late.
     let mut young = VecDeque::<Instant>::new();
+    // Rings when one may be late. It is not set anew for each call: that wakes whoever waits for the sockets of this runtime.
+    let mut alarm = pin!(sleep_until(Instant::now()));
     loop {
         loop {
             let has_room = calls.len() < AWAY && young.len() < crowd.window(limits.calls);
@@ -213,8 +215,13 @@ async fn send_together<W, F>(
             tokio::select! {
                 _ = calls.join_next() => drop(young.pop_front()),
                 () = full.notified(), if has_room => {}
-                () = sleep_until(oldest.unwrap_or_else(Instant::now) + LATE), if oldest.is_some() => {
-                    young.pop_front();
+                () = &mut alarm, if oldest.is_some() => {
+                    let late = oldest.unwrap_or_else(Instant::now) + LATE;
+                    if Instant::now() < late {
+                        alarm.as_mut().reset(late);
+                    } else {
+                        young.pop_front();
+                    }
                 }
             }
         }
@@ -241,6 +248,35 @@ async fn send_together<W, F>(
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn each_call_that_is_late_makes_room_for_the_next_one() {
+        let (begun, (sent, mut times)) = (Instant::now(), mpsc::channel(8));
+        let send = move |batch: Vec<oneshot::Sender<()>>| {
+            let _ = sent.try_send((begun.elapsed().as_millis(), batch.len()));
+            async move {
+                // Those who wait hear nothing of it either.
+                let _batch = batch;
+                std::future::pending().await
+            }
+        };
+        let limits = Limits { alone: 0, busy: Duration::ZERO, together: 8, calls: 1 };
+        let meeting = Arc::new(Meeting::new(limits, &Home::here(), send));
+        let late = LATE.as_millis();
+        let mut waiting = JoinSet::new();
+        for (comes, goes) in
+            [(0, 0), (5, late), (late + 10, 2 * late), (10 * late, 10 * late), (10 * late + 1, 11 * late)]
+        {
+            let comes = begun + Duration::from_millis(comes as u64);
+            tokio::time::sleep_until(comes).await;
+            let meeting = Arc::clone(&meeting);
+            waiting.spawn(async move { meeting.join(|reply| reply).await });
+            if comes.duration_since(begun).as_millis() != goes {
+                assert!(tokio::time::timeout(Duration::from_millis(1), times.recv()).await.is_err());
+            }
+            assert_eq!(times.recv().await, Some((goes, 1)));
+        }
+    }
 
     #[tokio::test(start_paused = true)]
     async fn only_answers_say_how_long_the_way_is() {
