@@ -3,17 +3,19 @@
 
 mod support;
 
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 
 use bb8_redis::RedisConnectionManager;
+use futures_util::future::join_all;
 use support::load::{self, Load};
 use support::processor::{ProcessorMeter, Waits};
-use support::proxy::Proxy;
+use support::proxy::{Proxy, Traffic};
 use support::server::{RedisServer, wait_until};
 use tokio::sync::{Mutex, MutexGuard};
-use tokio::task::block_in_place;
-use tokio::time::sleep;
-use tollgate::rate_limit::RateLimitStore;
+use tokio::task::{JoinSet, block_in_place};
+use tokio::time::{sleep, timeout};
+use tollgate::rate_limit::{CircuitBreaker, Decision, RateLimitStore};
 use tollgate::{
     AsError, BoxError, DelayQueue, Key, Limiter, Locks, OnStoreError, Policy, Quota, RateLimitLayer, RedisBackend,
     RedisOptions, StoreError,
@@ -395,6 +397,62 @@ async fn a_connection_that_swallows_everything_is_replaced() {
     let took = last_failure - start;
     assert!(took > Duration::from_millis(500) && took < Duration::from_secs(6), "{took:?}");
     black_hole.resume();
+}
+
+/// Decisions that had gone together on a dead connection were waited for until the response timeout, when nobody waited for them any more: that said
+/// nothing about the connection, and held the places there are for calls until none was left.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn decisions_that_nobody_waits_for_keep_no_dead_connection() {
+    let _turn = alone().await;
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    // Longer than this test waits for anything.
+    let options = RedisOptions::from_url(proxy.url()).unwrap().response_timeout(LONG * 12);
+    let backend = options.connect().await.unwrap();
+    let limiter = Limiter::new(backend, policy()).deadline(DEADLINE).circuit_breaker(CircuitBreaker::off());
+    let _ = limiter.clone().deadline(LONG).check("alice").await.unwrap();
+    proxy.to_server(Traffic::Swallow);
+    proxy.to_client(Traffic::Swallow);
+    let mut callers = JoinSet::new();
+    for caller in 0..16 {
+        let limiter = limiter.clone();
+        callers.spawn(async move { while limiter.check(caller).await.is_err() {} });
+    }
+    sleep(Duration::from_millis(1_500)).await;
+    // For connections that are opened from now on.
+    proxy.heal();
+    timeout(LONG * 3, callers.join_all()).await.expect("the dead connections are replaced");
+}
+
+/// While a connection was opened, decisions that waited for it together were made, and charged, also for those who had been told that there was
+/// none.
+#[tokio::test]
+async fn who_has_given_up_before_there_is_a_connection_is_not_charged() {
+    let _turn = alone().await;
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    let options = RedisOptions::from_url(proxy.url()).unwrap().connections(1);
+    let backend = options.connect_timeout(LONG * 12).response_timeout(LONG * 12).connect().await.unwrap();
+    let limiter = Limiter::new(backend, policy()).deadline(LONG * 12);
+    let hurried = limiter.clone().deadline(DEADLINE);
+    proxy.to_client(Traffic::Hold);
+    proxy.cut();
+    // Until that is known here.
+    sleep(Duration::from_millis(300)).await;
+    // More of them than go alone, and in one task, so that they meet.
+    let is_told = AtomicUsize::new(0);
+    let give_up = async |_| {
+        let error = hurried.check("hurried").await.unwrap_err();
+        assert!(error.is_timeout(), "{error:?}");
+        if is_told.fetch_add(1, Ordering::Relaxed) + 1 == 16 {
+            proxy.heal();
+        }
+    };
+    let wait = async |_| limiter.check("patient").await.unwrap();
+    let (_, waited) = tokio::join!(join_all((0..16).map(give_up)), join_all((0..16).map(wait)));
+    assert!(waited.iter().all(Decision::is_allowed));
+    let left = async |key| limiter.peek(key).await.unwrap().remaining().unwrap();
+    assert_eq!([left("hurried").await, left("patient").await + 16], [left("fresh").await; 2]);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

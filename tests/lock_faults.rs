@@ -1196,6 +1196,30 @@ async fn a_connection_that_breaks_on_a_release_is_not_a_lost_lease() {
     assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Released);
 }
 
+/// Locks that went together on a dead connection were waited for until the response timeout, when nobody waited for them any more, and the connection
+/// was not replaced before that.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn locks_that_nobody_waits_for_keep_no_dead_connection() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    // Longer than this test waits for anything.
+    let options = RedisOptions::from_url(proxy.url()).unwrap().response_timeout(2 * LONG);
+    let locks = Locks::new(options.connect().await.unwrap()).circuit_breaker(CircuitBreaker::off());
+    // Both connections are there.
+    locks.clone().deadline(LONG).lock("a").await.unwrap().release().await.unwrap();
+    proxy.to_server(Traffic::Swallow);
+    proxy.to_client(Traffic::Swallow);
+    let several: JoinSet<_> = (0..16).map(|task: u32| locks.try_lock(task).into_future()).collect();
+    assert!(several.join_all().await.iter().all(Result::is_err));
+    // One who asks on, since so many are sent alone in the end that the dead connection is found out by that.
+    let asking = tokio::spawn(async move { while locks.try_lock("b").await.is_err() {} });
+    sleep(Duration::from_millis(1_500)).await;
+    // For connections that are opened from now on.
+    proxy.heal();
+    timeout(LONG / 2, asking).await.expect("the dead connection is replaced").unwrap();
+}
+
 /// Those who give back at the same time share calls, which a runtime sends that may end: what became of such a call is not known either.
 #[test]
 fn a_runtime_that_ends_on_a_release_is_not_a_lost_lease() {

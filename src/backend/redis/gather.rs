@@ -11,7 +11,7 @@ use tokio::sync::oneshot;
 use super::counts::encode;
 use super::error::{store_error, unexpected_reply};
 use super::home::Home;
-use super::meeting::{Away, Limits, Meeting};
+use super::meeting::{Away, Limits, Meeting, given_up};
 use super::scripts::{Group, Scripts};
 use super::servers::Servers;
 use crate::error::StoreError;
@@ -57,38 +57,53 @@ impl Gather {
 
 /// Asks for several decisions at once, and tells each who waits for it. Whether Redis has answered.
 async fn send(servers: &Servers, scripts: &Scripts, mut batch: Vec<Waiting>) -> bool {
-    // Who has given up need not be charged.
+    let connected = tokio::select! {
+        biased;
+        connected = servers.connected() => connected,
+        () = given_up(&mut batch, |waiting| &mut waiting.reply) => return false,
+    };
+    if let Err(error) = connected {
+        batch.into_iter().for_each(|waiting| drop(waiting.reply.send(Err(error.clone()))));
+        return false;
+    }
+    // Who has given up by the time that there is a connection need not be charged.
     batch.retain(|waiting| !waiting.reply.is_closed());
     // Those of one policy are a group, and those of one subject are beside each other in it.
     let place = |waiting: &Waiting| std::ptr::from_ref(waiting.policy.packed(encode));
     batch.sort_by(|one, other| place(one).cmp(&place(other)).then_with(|| one.key.cmp(&other.key)));
-    let keys: Vec<_> = batch.iter().map(|waiting| &*waiting.key).collect();
-    if keys.is_empty() {
+    let (asked, mut replies): (Vec<_>, Vec<_>) =
+        batch.into_iter().map(|Waiting { policy, key, cost, reply }| ((policy, key, cost), reply)).unzip();
+    if asked.is_empty() {
         return false;
     }
-    let groups: Vec<_> = batch
-        .chunk_by(|one, other| std::ptr::eq(one.policy.packed(encode), other.policy.packed(encode)))
+    let keys: Vec<_> = asked.iter().map(|(_, key, _)| &**key).collect();
+    let groups: Vec<_> = asked
+        .chunk_by(|(one, ..), (other, ..)| std::ptr::eq(one.packed(encode), other.packed(encode)))
         .map(|group| {
-            let costs = group.iter().map(|waiting| waiting.cost).collect();
-            Group { packed: group[0].policy.packed(encode), costs }
+            let costs = group.iter().map(|(.., cost)| *cost).collect();
+            Group { packed: group[0].0.packed(encode), costs }
         })
         .collect();
-    let answer = scripts.check_many.run(servers, &keys, &groups).await;
+    let answer = tokio::select! {
+        biased;
+        answer = scripts.check_many.run(servers, &keys, &groups) => answer,
+        () = given_up(&mut replies, |reply| reply) => return false,
+    };
     let is_answered = answer.is_ok();
-    let replies = match answer {
-        Ok(Value::Array(replies)) if replies.len() == batch.len() => replies.into_iter().map(Ok).collect(),
+    let answers = match answer {
+        Ok(Value::Array(answers)) if answers.len() == replies.len() => answers.into_iter().map(Ok).collect(),
         Ok(reply) => {
             tracing::debug!(error = %unexpected_reply(&reply), "redis answers several decisions in a way that cannot be read");
             vec![
                 Err(RedisError::from((redis::ErrorKind::UnexpectedReturnType, "decisions cannot be read")));
-                batch.len()
+                replies.len()
             ]
         }
-        Err(error) => vec![Err(error); batch.len()],
+        Err(error) => vec![Err(error); replies.len()],
     };
-    for (waiting, reply) in batch.into_iter().zip(replies) {
+    for (reply, answer) in replies.into_iter().zip(answers) {
         // Who has given up meanwhile is not interested.
-        let _ = waiting.reply.send(reply);
+        let _ = reply.send(answer);
     }
     is_answered
 }

@@ -14,7 +14,7 @@ use tokio::sync::oneshot;
 use super::error::{store_error, unexpected_reply};
 use super::home::Home;
 use super::keys::{Keys, LockNames};
-use super::meeting::{Away, Limits, Meeting};
+use super::meeting::{Away, Limits, Meeting, given_up};
 use super::scripts::{MAX_LOCKS, Scripts};
 use super::servers::Servers;
 use crate::error::StoreError;
@@ -117,7 +117,7 @@ async fn exchange_alike(
     scripts: &Scripts,
     keys: &Keys,
     terms: Option<(Duration, u32)>,
-    group: Vec<Wish>,
+    mut group: Vec<Wish>,
 ) -> bool {
     let wanted = group.partition_point(|wish| wish.terms.is_some());
     let mut names = LockNames::for_locks(keys, 2 * group.len() - wanted);
@@ -126,7 +126,13 @@ async fn exchange_alike(
     let mut tokens = Vec::with_capacity(16 * group.len());
     group.iter().for_each(|wish| tokens.extend_from_slice(wish.token.as_bytes()));
     let (ttl, fences) = terms.unwrap_or((Claim::MIN_TTL, 1));
-    let reply = scripts.lock_exchange(own, &names.to_vec(), &tokens, ttl, fences).await;
+    let names = names.to_vec();
+    let reply = tokio::select! {
+        biased;
+        reply = scripts.lock_exchange(own, &names, &tokens, ttl, fences) => reply,
+        // What was sent is done all the same, and whoever gives back what may not have been sent asks again.
+        () = given_up(&mut group, |wish| &mut wish.reply) => return false,
+    };
     tell(reply, wanted, group)
 }
 

@@ -21,7 +21,7 @@ use tokio::time::{Instant, sleep_until};
 use super::home::Home;
 
 /// A call that is away for longer than this does not hold up the next one: its connection may be dead.
-pub(super) const LATE: Duration = Duration::from_millis(20);
+const LATE: Duration = Duration::from_millis(20);
 /// With a longer round trip than this there may be more on their way: one more for each time. A server nearby that has much to do takes about as
 /// long, and does less in the same time the more there are.
 const NEARBY: Duration = Duration::from_millis(2);
@@ -188,6 +188,17 @@ impl Drop for Away {
     fn drop(&mut self) {
         self.away.fetch_sub(self.places, Ordering::Relaxed);
     }
+}
+
+/// Waits until nobody waits any more, and an answer would be late: a connection that is dead, or a node that hangs, is to hold the place of a call for
+/// no longer, or there are none left for the others, and what is given up in time is how a dead connection is found out. No timer is set while
+/// somebody waits.
+pub(super) async fn given_up<W, T>(waiting: &mut [W], reply: fn(&mut W) -> &mut oneshot::Sender<T>) {
+    let late = Instant::now() + LATE;
+    for waiting in waiting {
+        reply(waiting).closed().await;
+    }
+    sleep_until(late).await;
 }
 
 /// Sends what has met until nobody can ask any more.

@@ -212,6 +212,11 @@ impl Pool {
         Ok((answer, handle))
     }
 
+    /// Waits until there is a connection to send something by.
+    pub(super) async fn connected(&self) -> Result<(), RedisError> {
+        self.borrow().await.map(drop).map_err(error::unsent)
+    }
+
     /// Whether the last attempt to open a connection failed.
     pub(super) fn is_in_trouble(&self) -> bool {
         self.lender().trouble.borrow().is_some()

@@ -8,12 +8,11 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use tokio::sync::oneshot;
-use tokio::time::sleep;
 
 use super::Inner;
 use super::delay_queue::push;
 use super::keys::Keys;
-use super::meeting::{Away, LATE, Limits, Meeting};
+use super::meeting::{Away, Limits, Meeting, given_up};
 use super::scripts::Scripts;
 use super::servers::Servers;
 use crate::delay_queue::{Admission, MAX_BATCH, NewJob, QueueKey, batch_len};
@@ -96,7 +95,7 @@ async fn send_group(servers: &Servers, keys: &Keys, scripts: &Scripts, group: Ve
     let answer = tokio::select! {
         biased;
         answer = push(servers, scripts, &keys, max_jobs, &jobs) => answer,
-        () = given_up(&mut replies) => return false,
+        () = given_up(&mut replies, |reply| reply) => return false,
     };
     for (i, reply) in replies.into_iter().enumerate() {
         let admission = match &answer {
@@ -107,15 +106,6 @@ async fn send_group(servers: &Servers, keys: &Keys, scripts: &Scripts, group: Ve
         let _ = reply.send(admission);
     }
     answer.is_ok()
-}
-
-/// Waits until nobody waits any more, from when an answer is late: a node that hangs is to hold the place of a call for no longer, or there are
-/// none left for the others.
-async fn given_up<T>(replies: &mut [oneshot::Sender<T>]) {
-    sleep(LATE).await;
-    for reply in replies {
-        reply.closed().await;
-    }
 }
 
 #[cfg(test)]

@@ -69,6 +69,14 @@ impl Servers {
         }
     }
 
+    /// Waits for a connection, for those who are to look once more at what they send. On a cluster it is not known to which node.
+    pub(super) async fn connected(&self) -> Result<(), RedisError> {
+        match self {
+            Self::One(pool) => pool.connected().await,
+            Self::Cluster(..) => Ok(()),
+        }
+    }
+
     /// Sends a command to one of the servers who have keys: to the one of this number or, if there is none, of the next one, and says which
     /// number that is. `None` if there is none of them either. A server keeps its number as long as it has its address.
     pub(super) async fn send_to(
