@@ -62,6 +62,9 @@ impl Pushes {
 async fn send(servers: Arc<Servers>, keys: Arc<Keys>, scripts: Arc<Scripts>, mut batch: Vec<Waiting>) -> bool {
     // Who has given up need not be pushed.
     batch.retain(|waiting| !waiting.reply.is_closed());
+    if batch.is_empty() {
+        return false;
+    }
     // At the same time: a node of a cluster that hangs concerns its own queues.
     let calls = groups(batch).into_iter().map(|group| send_group(&servers, &keys, &scripts, group));
     !join_all(calls).await.contains(&false)
@@ -111,15 +114,31 @@ async fn send_group(servers: &Servers, keys: &Keys, scripts: &Scripts, group: Ve
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::redis::home::Home;
+    use crate::backend::redis::pool::{Connector, Pool, Terms};
     use crate::delay_queue::{JobId, Priority};
+
+    /// Of somebody who has given up.
+    fn waiting(bytes: usize, priority: Priority) -> Waiting {
+        let job = NewJob { priority, ..NewJob::new(JobId::from("a"), vec![0; bytes]) };
+        Waiting { queue: QueueKey::new("test"), job, max_jobs: 1, reply: oneshot::channel().0 }
+    }
+
+    /// The time that it took was taken for that of the way to Redis.
+    #[tokio::test]
+    async fn pushes_that_nobody_waits_for_are_no_answer() {
+        // There is nobody to connect to.
+        let client = redis::Client::open("redis://127.0.0.1:1/").unwrap();
+        let connector = Connector::Client(Box::new((client, redis::AsyncConnectionConfig::new())));
+        let terms = Terms { connect: Duration::MAX, response: Duration::MAX, home: Arc::new(Home::here()) };
+        let servers = Servers::One(Pool::lazy(connector, 1, terms));
+        let batch = vec![waiting(1, Priority::Normal), waiting(1, Priority::Low)];
+        assert!(!send(Arc::new(servers), Arc::new(Keys::new("test")), Arc::new(Scripts::new()), batch).await);
+    }
 
     /// Redis does nothing else for as long as it takes a script to read them.
     #[test]
     fn large_jobs_that_meet_go_in_several_calls() {
-        let waiting = |bytes: usize, priority| {
-            let job = NewJob { priority, ..NewJob::new(JobId::from("a"), vec![0; bytes]) };
-            Waiting { queue: QueueKey::new("test"), job, max_jobs: 1, reply: oneshot::channel().0 }
-        };
         let sizes = |batch| {
             let mut sizes: Vec<_> = groups(batch).iter().map(Vec::len).collect();
             sizes.sort_unstable();
