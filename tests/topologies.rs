@@ -9,8 +9,9 @@ use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
+use support::proxy::{Proxy, Traffic};
 use support::sentinel::{SERVICE, SentinelDeployment};
-use support::server::{RedisServer, version, wait_until};
+use support::server::{RedisServer, free_port, version, wait_until};
 use support::shared::{Shared, connect};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{mpsc, oneshot};
@@ -135,6 +136,70 @@ async fn a_primary_is_left_that_all_sentinels_are_told_to_watch_no_more() {
         sleep(Duration::from_millis(20)).await;
     }
     drop(listens);
+}
+
+/// A Sentinel that was cut off from the others named a server that did not refuse, and those who had heard nobody else when they connected went on to
+/// use it: the watch compared what it heard with another one, to which it had connected before.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_server_is_left_that_only_a_sentinel_out_of_touch_has_named() {
+    let (old, new) = (RedisServer::start(), RedisServer::start());
+    let (out_of_touch, sentinels) = (watches(old.port(), 5), [(); 2].map(|()| watches(new.port(), 6)));
+    let proxies = sentinels.each_ref().map(|sentinel| Proxy::start(sentinel.port()));
+    let [first, second] = proxies.each_ref().map(Proxy::port);
+    let url =
+        format!("redis+sentinel://127.0.0.1:{},127.0.0.1:{first},127.0.0.1:{second}/{SERVICE}", out_of_touch.port());
+    let policy = Policy::new("follows", Quota::per_hour(1_000_000).fixed_window());
+    let limiter = Limiter::new(RedisBackend::connect(url).await.unwrap(), policy).deadline(Duration::from_secs(10));
+    let limiter = limiter.circuit_breaker(CircuitBreaker::off());
+    let keys = |server: &RedisServer| server.query::<u64>("DBSIZE");
+    let goes_to = async |server: &RedisServer, name: &'static str| {
+        let (begun, before) = (Instant::now(), keys(server));
+        for number in 0.. {
+            assert!(begun.elapsed() < Duration::from_secs(10), "{name}");
+            // The connection may just have been closed.
+            let _ = limiter.check((name, number)).await;
+            if keys(server) > before {
+                break;
+            }
+            sleep(Duration::from_millis(5)).await;
+        }
+    };
+    goes_to(&new, "before").await;
+    // So that the watch knows it, too.
+    sleep(Duration::from_secs(1)).await;
+
+    proxies.iter().for_each(|proxy| proxy.to_client(Traffic::Delay(Duration::from_millis(300))));
+    new.kill_clients();
+    goes_to(&old, "meanwhile").await;
+    proxies.iter().for_each(Proxy::heal);
+    let (healed, mut counted, mut elsewhere) = (Instant::now(), keys(&old), 0);
+    // Before that it was each second one, or more.
+    while elsewhere < 50 {
+        assert!(healed.elapsed() < Duration::from_secs(10), "it is not left");
+        let is_answered = limiter.check(("after", healed.elapsed().as_micros() as u64)).await.is_ok();
+        let now = keys(&old);
+        elsewhere = if now > counted { 0 } else { elsewhere + u32::from(is_answered) };
+        counted = now;
+        sleep(Duration::from_millis(5)).await;
+    }
+    goes_to(&new, "in the end").await;
+}
+
+/// A Sentinel of its own, which has heard of so many failovers.
+fn watches(primary: u16, epoch: u64) -> RedisServer {
+    for _ in 0..10 {
+        let (port, folder) = (free_port(), tempfile::tempdir().unwrap());
+        let config = format!(
+            "port {port}\nbind 127.0.0.1\nsentinel monitor {SERVICE} 127.0.0.1 {primary} 3\n\
+             sentinel config-epoch {SERVICE} {epoch}\n"
+        );
+        std::fs::write(folder.path().join("sentinel.conf"), config).unwrap();
+        let args = ["sentinel.conf", "--sentinel"].map(str::to_owned).to_vec();
+        if let Some(sentinel) = RedisServer::try_start(port, args, folder) {
+            return sentinel;
+        }
+    }
+    panic!("the Sentinel does not start");
 }
 
 /// What was pushed before and what comes later is done, and the worker knows nothing of it.

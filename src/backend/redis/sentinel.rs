@@ -39,13 +39,19 @@ pub(super) struct Sentinels {
     // How long those have to answer who have to be connected to. There is time left then to make something of what the others say.
     look: Duration,
     tenures: watch::Sender<u64>,
-    known: Known,
+    known: Arc<std::sync::Mutex<Known>>,
     watcher: std::sync::Mutex<AbortHandle>,
 }
 
-/// The primary that was connected to or announced last, which those who watch compare with what they hear: it may be another one already when they
-/// hear something for the first time.
-type Known = Arc<std::sync::Mutex<Option<Announcement>>>;
+/// What those who watch compare with what they hear.
+#[derive(Default)]
+struct Known {
+    // The primary that was announced last, or connected to before: it may be another one already when they hear something for the first time.
+    primary: Option<Announcement>,
+    // Another one that was connected to since, on the word of whichever Sentinel had answered. Of several the one that was announced with the
+    // lowest number.
+    stray: Option<Announcement>,
+}
 
 struct Sentinel {
     client: Client,
@@ -79,6 +85,38 @@ impl Tenure {
         if self.now.clone().wait_for(|now| *now != self.number).await.is_err() {
             // Nobody asks the Sentinels any more.
             pending::<()>().await;
+        }
+    }
+}
+
+impl Known {
+    fn connected(&mut self, announced: &Announcement) {
+        match &self.primary {
+            None => self.primary = Some(announced.clone()),
+            Some(known) if known.primary == announced.primary => {}
+            Some(_) if self.stray.as_ref().is_some_and(|stray| stray.epoch <= announced.epoch) => {}
+            Some(_) => self.stray = Some(announced.clone()),
+        }
+    }
+
+    /// Whether connections are to be opened anew after what the newest announcements say.
+    fn heard(&mut self, newest: &[&Announcement], is_unanimous: bool) -> bool {
+        let Some(first) = newest.first() else { return false };
+        let is_named = |primary: &Address| newest.iter().any(|answer| answer.primary == *primary);
+        match &self.primary {
+            // Sentinels that know only of older ones are out of touch.
+            Some(known) if first.epoch < known.epoch && !is_unanimous => false,
+            Some(known) if is_named(&known.primary) => {
+                // What one of those has named, unless the Sentinels only call one server by different names, or it is a newer one.
+                let is_heard = |stray: &mut Announcement| stray.epoch <= first.epoch || is_unanimous;
+                self.stray.take_if(is_heard).is_some_and(|stray| !is_named(&stray.primary))
+            }
+            Some(known) if first.epoch <= known.epoch && !is_unanimous => false,
+            known => {
+                let is_another = known.is_some();
+                *self = Self { primary: Some((*first).clone()), stray: None };
+                is_another
+            }
         }
     }
 }
@@ -122,7 +160,7 @@ impl Sentinels {
     ) -> Self {
         let sentinel = |client| Arc::new(Sentinel { client, config: config.clone(), connection: Mutex::default() });
         let sentinels: Vec<_> = sentinels.into_iter().map(sentinel).collect();
-        let (service, tenures, known) = (Arc::from(service), watch::Sender::new(0), Known::default());
+        let (service, tenures, known) = (Arc::from(service), watch::Sender::new(0), Arc::default());
         let look = connect_timeout.min(LONGEST_LOOK) * 4 / 5;
         let watcher = std::sync::Mutex::new(watcher(&service, &sentinels, look, &tenures, &known));
         Self { service, sentinels, open, config, look, tenures, known, watcher }
@@ -139,7 +177,7 @@ impl Sentinels {
     /// Connects to the primary.
     pub(super) async fn connect(&self) -> Result<(MultiplexedConnection, Tenure), RedisError> {
         let tenure = self.tenure();
-        self.primary().await.map(|(_, connection)| (connection, tenure))
+        self.primary(&tenure).await.map(|(_, connection)| (connection, tenure))
     }
 
     /// The same, for subscriptions.
@@ -148,7 +186,7 @@ impl Sentinels {
         heard: impl AsyncPushSender,
     ) -> Result<(MultiplexedConnection, Tenure), RedisError> {
         let tenure = self.tenure();
-        let (client, _) = self.primary().await?;
+        let (client, _) = self.primary(&tenure).await?;
         listen(&client, heard).await.map(|connection| (connection, tenure))
     }
 
@@ -161,7 +199,7 @@ impl Sentinels {
     /// The newest primary that a Sentinel names, if that server takes itself for a primary, too.
     ///
     /// All of them are asked before anything is connected to: one that is cut off from the others goes on to name a server that may not even refuse.
-    async fn primary(&self) -> Result<(Client, MultiplexedConnection), RedisError> {
+    async fn primary(&self, tenure: &Tenure) -> Result<(Client, MultiplexedConnection), RedisError> {
         let (answers, worst) = ask_all(&self.service, self.sentinels.iter().cloned(), self.look).await;
         let mut worst = match worst {
             // All that have answered say so.
@@ -177,7 +215,11 @@ impl Sentinels {
             tried.push(&announced.primary);
             match self.connect_to(&announced.primary).await {
                 Ok(connected) => {
-                    lock(&self.known).get_or_insert_with(|| announced.clone());
+                    let mut known = lock(&self.known);
+                    // One that is left anyway says nothing of the others.
+                    if !tenure.is_over() {
+                        known.connected(announced);
+                    }
                     return Ok(connected);
                 }
                 Err(error) => worst = Some(telling(worst, error)),
@@ -248,7 +290,7 @@ fn watcher(
     sentinels: &[Arc<Sentinel>],
     look: Duration,
     tenures: &watch::Sender<u64>,
-    known: &Known,
+    known: &Arc<std::sync::Mutex<Known>>,
 ) -> AbortHandle {
     let watched = sentinels.iter().map(Arc::downgrade).collect();
     tokio::spawn(follow(Arc::clone(service), watched, look, tenures.clone(), Arc::clone(known))).abort_handle()
@@ -259,7 +301,7 @@ async fn follow(
     sentinels: Vec<Weak<Sentinel>>,
     look: Duration,
     tenures: watch::Sender<u64>,
-    known: Known,
+    known: Arc<std::sync::Mutex<Known>>,
 ) {
     loop {
         let asked = ask_all(&service, sentinels.iter().filter_map(Weak::upgrade), look);
@@ -270,24 +312,17 @@ async fn follow(
             let is_unanimous =
                 answers.len() == sentinels.len() && answers.iter().all(|answer| answer.primary == first.primary);
             let mut known = lock(&known);
-            match &*known {
-                // Sentinels that know only of older ones are out of touch.
-                Some(known) if first.epoch <= known.epoch && !is_unanimous => {}
-                Some(known) if newest.iter().any(|answer| answer.primary == known.primary) => {}
-                Some(_) => {
-                    let (host, port) = &first.primary;
-                    tracing::info!(%service, host, port, "the sentinels name another primary");
-                    tenures.send_modify(|number| *number += 1);
-                    *known = Some((*first).clone());
-                }
-                None => *known = Some((*first).clone()),
+            if known.heard(&newest, is_unanimous) {
+                let (host, port) = &first.primary;
+                tracing::info!(%service, host, port, "the sentinels name another primary");
+                tenures.send_modify(|number| *number += 1);
             }
         }
         sleep(WATCH).await;
     }
 }
 
-fn lock(known: &Known) -> MutexGuard<'_, Option<Announcement>> {
+fn lock(known: &std::sync::Mutex<Known>) -> MutexGuard<'_, Known> {
     known.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
@@ -336,5 +371,42 @@ fn telling(known: Option<RedisError>, error: RedisError) -> RedisError {
 impl fmt::Display for Sentinels {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "the primary of {}", self.service)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn announced(epoch: u64, host: &str) -> Announcement {
+        Announcement { epoch, primary: (host.to_owned(), 6379) }
+    }
+
+    #[test]
+    fn a_server_is_left_once_that_a_sentinel_out_of_touch_has_named() {
+        let (old, new, next) = (announced(5, "old"), announced(6, "new"), announced(7, "next"));
+        let mut known = Known::default();
+        known.connected(&new);
+        assert!(!known.heard(&[&new], false));
+        known.connected(&old);
+        assert!(!known.heard(&[&old], false), "nobody else has answered");
+        assert!(known.heard(&[&new], false));
+        assert!(!known.heard(&[&new], false));
+        // One that the watch has not heard of yet is no such server.
+        known.connected(&next);
+        assert!(!known.heard(&[&new], false));
+        assert!(known.heard(&[&next], false));
+        assert!(!known.heard(&[&next], false));
+    }
+
+    #[test]
+    fn a_server_that_sentinels_call_by_different_names_is_not_left() {
+        let (one, other) = (announced(6, "10.0.0.1"), announced(6, "redis.internal"));
+        let mut known = Known::default();
+        known.connected(&one);
+        for _ in 0..3 {
+            known.connected(&other);
+            assert!(!known.heard(&[&other, &one], false));
+        }
     }
 }
