@@ -130,6 +130,55 @@ async fn a_renewal_that_replicas_do_not_have_does_not_make_a_lease_longer() {
     replicas[0].resume();
 }
 
+/// Each of them waited for replicas behind the others on the same connection, and most for longer than they may: a store that fails.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn all_who_ask_at_the_same_time_are_told_that_there_are_too_few_replicas() {
+    let primary = RedisServer::start();
+    let locks = locks(&primary, 1).await;
+    let asking: Vec<_> = (0..64).map(|key| tokio::spawn(locks.try_lock(key).into_future())).collect();
+    for asked in asking {
+        assert_eq!(shortage(asked.await.unwrap()), (0, 1));
+    }
+    timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn all_who_ask_at_the_same_time_are_granted_what_replicas_know_of() {
+    let (primary, replicas) = with_replicas(1);
+    let locks = locks(&primary, 1).await;
+    let asking: Vec<_> = (0..64).map(|key| tokio::spawn(locks.try_lock(key).into_future())).collect();
+    for (key, asked) in asking.into_iter().enumerate() {
+        let lease = asked.await.unwrap().unwrap();
+        let key = format!("STRLEN tollgate:2:{{lock:default:{key}}}:lease");
+        assert_eq!(block_in_place(|| replicas[0].query::<u64>(&key)), 8 + 34);
+        drop(lease);
+    }
+    timeout(LONG, locks.shutdown()).await.expect("nothing is left");
+}
+
+/// Their renewals came after what others had waited for in vain on the same connection, until the leases were over.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn those_who_want_more_replicas_than_there_are_cost_nobody_else_a_lease() {
+    let (primary, _replicas) = with_replicas(1);
+    let one = locks(&primary, 1).await;
+    let two = one.clone().replication(Replication::Require(2));
+    let ttl = Duration::from_secs(3);
+    let lease = one.lock("held").ttl(ttl).await.unwrap();
+    let begun = Instant::now();
+    let mut asking = Vec::new();
+    while begun.elapsed() < 2 * ttl {
+        asking.push(tokio::spawn(two.try_lock(asking.len()).into_future()));
+        sleep(Duration::from_millis(50)).await;
+        assert!(lease.check().is_ok(), "{lease:?} after {:?}", begun.elapsed());
+    }
+    // Nor does it cost them a lock.
+    assert_eq!(one.try_lock("other").await.unwrap().release().await.unwrap(), Release::Released);
+    for asked in asking {
+        assert_eq!(shortage(asked.await.unwrap()).1, 2);
+    }
+    assert_eq!(lease.release().await.unwrap(), Release::Released);
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_replica_that_takes_over_knows_of_the_lease() {
     let (mut primary, replicas) = with_replicas(1);

@@ -255,7 +255,7 @@ pub enum Acquired {
         /// Until the first of the leases that are held ends, unless it is renewed. Zero if none is.
         remaining: Duration,
     },
-    /// The token holds the lease, and fewer replicas know of it than were asked for. It is to be given back, or asked for again.
+    /// Fewer replicas know of the lease than were asked for. The token may hold it: it is to be given back, or asked for again.
     NotReplicated {
         /// How many do.
         replicas: u32,

@@ -17,9 +17,11 @@ use tokio::sync::Notify;
 use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout};
 
+use super::careful::{Careful, Outcome};
 use super::error::unsent;
-use super::pool::{Connector, Handle, Pool, Terms, no_connection, no_reply};
-use super::servers::{Lane, Start};
+use super::pool::{Connector, Pool, Terms, no_connection, no_reply};
+use super::servers::{CarefulLane, Lane, Start};
+use crate::lock::Replicas;
 
 const SLOTS: usize = 16_384;
 /// How often a command follows a node's word that another one serves its slot. One move gives one MOVED or one ASK.
@@ -71,7 +73,8 @@ struct Node {
     address: Address,
     requests: Pool,
     apart: Pool,
-    careful: Pool,
+    grants: Careful,
+    renewals: Careful,
 }
 
 impl Node {
@@ -79,7 +82,13 @@ impl Node {
         match lane {
             Lane::Requests => &self.requests,
             Lane::Apart => &self.apart,
-            Lane::Careful => &self.careful,
+        }
+    }
+
+    const fn careful(&self, lane: CarefulLane) -> &Careful {
+        match lane {
+            CarefulLane::Grants => &self.grants,
+            CarefulLane::Renewals => &self.renewals,
         }
     }
 }
@@ -124,60 +133,107 @@ impl Cluster {
         key: &str,
         command: &Cmd,
         patience: Option<Duration>,
-    ) -> Result<(Value, Handle), RedisError> {
-        let shared = &*self.shared;
-        let mut node = shared.owner(slot(key)).ok_or_else(|| {
-            self.read_on();
-            shared.stale.notify_one();
-            unsent((ErrorKind::ClusterConnectionNotFound, "no node serves the slot of this key").into())
-        })?;
-        let mut asking = false;
-        let mut redirections = 0;
-        let mut pause = FIRST_PAUSE;
+    ) -> Result<Value, RedisError> {
+        let mut route = self.route(key)?;
         loop {
-            let doubt = Doubt { stale: &shared.stale, settled: false };
-            let pool = node.pool(lane);
+            let (doubt, pool) = (route.doubt(), route.node.pool(lane));
             let answer = match patience {
-                None => pool.exchange(command, asking, None).await,
+                None => pool.exchange(command, route.asking, None).await,
                 Some(_) => tokio::select! {
                     biased;
-                    answer = pool.exchange(command, asking, patience) => answer,
-                    waited = shared.replaced(slot(key), &node.address) => Err(no_reply(waited)),
+                    answer = pool.exchange(command, route.asking, patience) => answer,
+                    waited = self.shared.replaced(slot(key), &route.node.address) => Err(no_reply(waited)),
                 },
             };
-            let error = match answer {
-                Err(error) if concerns_the_map(&error) => {
-                    self.read_on();
-                    error
-                }
-                answer => {
-                    doubt.settle();
-                    return answer;
-                }
-            };
-            redirections += 1;
-            if redirections > REDIRECTIONS {
-                return Err(error);
-            }
-            match (error.kind(), error.redirect_node()) {
-                (ErrorKind::Server(ServerErrorKind::Moved), Some((address, _))) => {
-                    asking = false;
-                    node = shared.node(&parse(address, &node.address)?)?;
-                }
-                (ErrorKind::Server(ServerErrorKind::Ask), Some((address, _))) => {
-                    // One move at a time: the map stays right until the slot has moved for good.
-                    doubt.settle();
-                    asking = true;
-                    node = shared.node(&parse(address, &node.address)?)?;
-                }
-                (ErrorKind::Server(ServerErrorKind::TryAgain), _) => {
-                    doubt.settle();
-                    sleep(pause).await;
-                    pause *= 2;
-                }
-                _ => return Err(error),
+            if let Some(answer) = route.heard(answer, doubt).await {
+                return answer;
             }
         }
+    }
+
+    /// The same, and waits until replicas of that node have what it has granted.
+    pub(super) async fn send_carefully(
+        &self,
+        lane: CarefulLane,
+        key: &str,
+        command: &Cmd,
+        replicas: Replicas,
+        is_granted: fn(&Value) -> bool,
+    ) -> Result<Outcome, RedisError> {
+        let mut route = self.route(key)?;
+        loop {
+            let doubt = route.doubt();
+            let answer = route.node.careful(lane).exchange(command, route.asking, replicas, is_granted).await;
+            if let Some(answer) = route.heard(answer, doubt).await {
+                return answer;
+            }
+        }
+    }
+
+    fn route(&self, key: &str) -> Result<Route<'_>, RedisError> {
+        let node = self.shared.owner(slot(key)).ok_or_else(|| {
+            self.read_on();
+            self.shared.stale.notify_one();
+            unsent((ErrorKind::ClusterConnectionNotFound, "no node serves the slot of this key").into())
+        })?;
+        Ok(Route { cluster: self, node, asking: false, redirections: 0, pause: FIRST_PAUSE })
+    }
+}
+
+/// Which node a command goes to next.
+struct Route<'a> {
+    cluster: &'a Cluster,
+    node: Node,
+    asking: bool,
+    redirections: u32,
+    pause: Duration,
+}
+
+impl<'a> Route<'a> {
+    fn doubt(&self) -> Doubt<'a> {
+        Doubt { stale: &self.cluster.shared.stale, settled: false }
+    }
+
+    /// What the node says, or `None` if the command is to be sent again.
+    async fn heard<T>(&mut self, answer: Result<T, RedisError>, doubt: Doubt<'_>) -> Option<Result<T, RedisError>> {
+        match answer {
+            Err(error) if concerns_the_map(&error) => {
+                self.cluster.read_on();
+                self.follow(error, doubt).await.err().map(Err)
+            }
+            answer => {
+                doubt.settle();
+                Some(answer)
+            }
+        }
+    }
+
+    /// Goes where a node says that it has not run a command, unless it says no such thing.
+    async fn follow(&mut self, error: RedisError, doubt: Doubt<'_>) -> Result<(), RedisError> {
+        self.redirections += 1;
+        if self.redirections > REDIRECTIONS {
+            return Err(error);
+        }
+        let shared = &*self.cluster.shared;
+        match (error.kind(), error.redirect_node()) {
+            (ErrorKind::Server(ServerErrorKind::Moved), Some((address, _))) => {
+                self.asking = false;
+                self.node = shared.node(&parse(address, &self.node.address)?)?;
+            }
+            (ErrorKind::Server(ServerErrorKind::Ask), Some((address, _))) => {
+                // One move at a time: the map stays right until the slot has moved for good.
+                doubt.settle();
+                self.asking = true;
+                self.node = shared.node(&parse(address, &self.node.address)?)?;
+            }
+            (ErrorKind::Server(ServerErrorKind::TryAgain), _) => {
+                doubt.settle();
+                sleep(self.pause).await;
+                self.pause *= 2;
+            }
+            _ => return Err(error),
+        }
+        Ok(())
     }
 }
 
@@ -290,8 +346,9 @@ impl Shared {
         let connector = (self.connectors)(address)?;
         let requests = Pool::lazy(connector.clone(), self.connections, self.terms.clone());
         let apart = Pool::lazy(connector.clone(), 1, self.terms.clone());
-        let careful = Pool::lazy(connector, self.connections, self.terms.clone());
-        Ok(Node { address: address.clone(), requests, apart, careful })
+        let [grants, renewals] =
+            [(); 2].map(|()| Careful::new(connector.clone(), self.connections, self.terms.clone()));
+        Ok(Node { address: address.clone(), requests, apart, grants, renewals })
     }
 
     /// Connections to somebody who is none of the nodes.

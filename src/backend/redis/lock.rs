@@ -10,9 +10,8 @@ use super::error::{is_refused_for_now, store_error, unexpected_reply};
 use super::home::Home;
 use super::listener::Source;
 use super::lock_calls::{LockCalls, acquired};
-use super::pool::Handle;
-use super::scripts::MAX_RENEWALS;
-use super::servers::Servers;
+use super::scripts::{MAX_RENEWALS, Reply};
+use super::servers::{CarefulServers, Servers, Way};
 use super::subscriber::{Interest, Subscriber};
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
@@ -22,9 +21,9 @@ use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, 
 pub(super) struct LockLinks {
     // Renewals and releases, and what goes together with these, do not wait behind what requests have asked for.
     own: Servers,
-    // Nothing waits behind what waits for replicas.
-    careful: Servers,
-    // How long one answer is waited for, that of a server which waits for replicas included.
+    // For leases that replicas have to know of: when they are granted, and when they are renewed.
+    careful: [CarefulServers; 2],
+    // How long one answer is waited for.
     patience: Duration,
     source: Source,
     home: Arc<Home>,
@@ -34,7 +33,7 @@ pub(super) struct LockLinks {
 impl LockLinks {
     pub(super) const fn new(
         own: Servers,
-        careful: Servers,
+        careful: [CarefulServers; 2],
         patience: Duration,
         source: Source,
         home: Arc<Home>,
@@ -89,13 +88,13 @@ impl LockStore for RedisBackend {
         let replicas = wanted.first().map(|(_, claim)| claim.replicas).unwrap_or_default();
         let leases: Vec<_> = wanted.iter().map(|(lock, _)| keys.lease(lock)).collect();
         let leases: Vec<_> = leases.iter().map(String::as_str).collect();
-        let (reply, mut link) = scripts.lock_acquire_all(self.servers_for(replicas), &leases, wanted).await?;
+        let reply = match scripts.lock_acquire_all(self.way_to_grant(replicas), &leases, wanted).await? {
+            Reply::Said(reply) => reply,
+            Reply::TooFew(replicas) => return Ok(vec![Acquired::NotReplicated { replicas }; wanted.len()]),
+        };
         let numbers = numbers(&reply).filter(|numbers| numbers.len() == wanted.len() + 1);
         let numbers = numbers.ok_or_else(|| unexpected_reply(&reply))?;
         let is_granted = numbers[0] == 1;
-        if is_granted && let Some(replicas) = self.missing(&mut link, replicas).await? {
-            return Ok(vec![Acquired::NotReplicated { replicas }; wanted.len()]);
-        }
         let answer = |number: &u64| match is_granted {
             false => Acquired::Busy { remaining: Duration::from_millis(*number) },
             true => Acquired::Granted { fence: *number },
@@ -198,24 +197,19 @@ impl RedisBackend {
     /// In a call of its own.
     async fn acquire_alone(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let Inner { keys, scripts, .. } = &*self.inner;
-        let (lease, servers) = (keys.lease(lock), self.servers_for(claim.replicas));
-        let (acquired, mut link) = if claim.line == Line::Ignore && !claim.is_shared {
-            let (reply, link) = scripts.lock_acquire(servers, &lease, claim).await?;
-            let Value::Int(number) = reply else { return Err(unexpected_reply(&reply)) };
-            (acquired(number), link)
+        let (lease, way) = (keys.lease(lock), self.way_to_grant(claim.replicas));
+        let is_plain = claim.line == Line::Ignore && !claim.is_shared;
+        let reply = if is_plain {
+            scripts.lock_acquire(way, &lease, claim).await?
         } else {
             let [line, places] = keys.line(lock);
             let channel = keys.free(lock);
-            let (reply, link) =
-                scripts.lock_line(servers, [&lease, &line, &places, &channel], claim, self.publish()).await?;
-            (in_line(&reply).ok_or_else(|| unexpected_reply(&reply))?, link)
+            scripts.lock_line(way, [&lease, &line, &places, &channel], claim, self.publish()).await?
         };
-        match acquired {
-            Acquired::Granted { .. } => match self.missing(&mut link, claim.replicas).await? {
-                None => Ok(acquired),
-                Some(replicas) => Ok(Acquired::NotReplicated { replicas }),
-            },
-            answer => Ok(answer),
+        match reply {
+            Reply::TooFew(replicas) => Ok(Acquired::NotReplicated { replicas }),
+            Reply::Said(Value::Int(number)) if is_plain => Ok(acquired(number)),
+            Reply::Said(reply) => in_line(&reply).filter(|_| !is_plain).ok_or_else(|| unexpected_reply(&reply)),
         }
     }
 
@@ -244,43 +238,20 @@ impl RedisBackend {
         let terms: Vec<_> = renewals.iter().map(|renewal| (&renewal.token, renewal.ttl)).collect();
         let replicas = renewals.iter().map(|renewal| renewal.replicas).max_by_key(|replicas| replicas.count);
         let replicas = replicas.unwrap_or_default();
-        let servers = if replicas.count > 0 { &locks.careful } else { &locks.own };
-        let (reply, mut link) = scripts.lock_renew(servers, &leases, &terms).await?;
+        let [_, careful] = &locks.careful;
+        let way = if replicas.count > 0 { Way::Careful(careful, replicas) } else { Way::Plain(&locks.own) };
+        let Reply::Said(reply) = scripts.lock_renew(way, &leases, &terms).await? else {
+            return Err(StoreError::unavailable("too few replicas know that leases were renewed"));
+        };
         let renewed = numbers(&reply).filter(|renewed| renewed.len() == renewals.len());
         let renewed = renewed.ok_or_else(|| unexpected_reply(&reply))?;
-        if renewed.contains(&1) && self.missing(&mut link, replicas).await?.is_some() {
-            return Err(StoreError::unavailable("too few replicas know that leases were renewed"));
-        }
         Ok(renewed.into_iter().map(|renewed| renewed == 1).collect())
     }
 
-    fn servers_for(&self, replicas: Replicas) -> &Servers {
-        if replicas.count > 0 { &self.inner.locks.careful } else { &self.inner.servers }
-    }
-
-    /// Waits until so many replicas have what was written over a connection. If that takes too long, the answer is how many do.
-    async fn missing(&self, link: &mut Handle, replicas: Replicas) -> Result<Option<u32>, StoreError> {
-        let Replicas { count, within } = replicas;
-        // The server has to answer before nobody listens any more.
-        let within = within.min(self.inner.locks.patience / 2);
-        if count == 0 {
-            return Ok(None);
-        }
-        let mut wait = redis::cmd("WAIT");
-        // Zero would be for ever.
-        wait.arg(count).arg(within.as_millis().max(1) as u64);
-        match link.send(&wait, false).await {
-            Ok(Value::Int(reached)) => {
-                let reached = u32::try_from(reached).unwrap_or_default();
-                Ok((reached < count).then_some(reached))
-            }
-            Ok(reply) => Err(unexpected_reply(&reply)),
-            Err(error) => match store_error(error) {
-                error if error.is_timeout() || error.is_unavailable() => Err(error),
-                // Whatever it says, the lease has been granted.
-                error => Err(StoreError::other(error)),
-            },
-        }
+    fn way_to_grant(&self, replicas: Replicas) -> Way<'_> {
+        let Inner { servers, locks, .. } = &*self.inner;
+        let [careful, _] = &locks.careful;
+        if replicas.count > 0 { Way::Careful(careful, replicas) } else { Way::Plain(servers) }
     }
 }
 

@@ -53,7 +53,8 @@
 //!
 //! Once there are locks or operations, one more connection is opened, for renewing and giving back, which do not queue behind decisions, and for
 //! locks that go together; and one that listens for locks becoming free and operations being done, if somebody waits for one. Waiting for replicas holds a connection
-//! up, so locks that ask for that have a few of their own. A backend that was opened [from a
+//! up, so locks that ask for that have their own, and renewals others: for each number of replicas as many as requests have, or 16, at the most. Those
+//! who ask at the same time go together and share the wait, so where replicas are well one or two connections are enough. A backend that was opened [from a
 //! pool](RedisBackend::from_pool) has no means to listen: who waits there for a lock or an operation looks once a second, and
 //! a worker of a queue every five seconds at the latest.
 //!
@@ -98,6 +99,7 @@
 //! [`ca_certificate`](RedisOptions::ca_certificate); [`client_certificate`](RedisOptions::client_certificate) shows who we
 //! are. A program that has installed a rustls `CryptoProvider` keeps it; otherwise `ring` is installed.
 
+mod careful;
 mod cluster;
 mod counts;
 mod delay_queue;
@@ -258,8 +260,9 @@ impl RedisBackend {
     }
 
     fn with_links(links: Links, keys: Keys, scripts: Scripts) -> Self {
-        let Links { requests, apart, careful, patience, source, home } = links;
-        Self::with_scripts(Arc::new(requests), keys, LockLinks::new(apart, careful, patience, source, home), scripts)
+        let Links { requests, apart, grants, renewals, patience, source, home } = links;
+        let locks = LockLinks::new(apart, [grants, renewals], patience, source, home);
+        Self::with_scripts(Arc::new(requests), keys, locks, scripts)
     }
 
     fn with_scripts(servers: Arc<Servers>, keys: Keys, locks: LockLinks, scripts: Scripts) -> Self {

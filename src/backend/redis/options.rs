@@ -7,6 +7,7 @@ use bb8_redis::RedisConnectionManager;
 use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, RedisConnectionInfo, RedisError};
 
 use super::RedisBackend;
+use super::careful::Careful;
 use super::cluster::{Address, Cluster, Connectors};
 use super::error::connect_error;
 use super::home::Home;
@@ -14,7 +15,7 @@ use super::keys::Keys;
 use super::listener::{ClusterSource, Source};
 use super::pool::{Connector, Pool, Terms};
 use super::sentinel::{self, Sentinels};
-use super::servers::{Lane, Links, Servers, Start};
+use super::servers::{CarefulLane, CarefulServers, Lane, Links, Servers, Start};
 use super::url::Target;
 use crate::error::{ConfigError, ConnectError, StoreError};
 
@@ -288,7 +289,8 @@ impl RedisOptions {
                 return Ok(Links {
                     requests: Servers::Cluster(Arc::clone(&cluster), Lane::Requests),
                     apart: Servers::Cluster(Arc::clone(&cluster), Lane::Apart),
-                    careful: Servers::Cluster(cluster, Lane::Careful),
+                    grants: CarefulServers::Cluster(Arc::clone(&cluster), CarefulLane::Grants),
+                    renewals: CarefulServers::Cluster(cluster, CarefulLane::Renewals),
                     patience,
                     source: Source::Cluster(Arc::new(source)),
                     home,
@@ -364,10 +366,11 @@ async fn to_one(connector: Connector, connections: u32, terms: Terms, start: Sta
         Start::Disconnected => Pool::eager(connector.clone(), connections, terms.clone()),
     };
     let apart = Pool::lazy(connector.clone(), 1, terms.clone());
-    let careful = Servers::One(Pool::lazy(connector.clone(), connections, terms.clone()));
+    let [grants, renewals] =
+        [(); 2].map(|()| CarefulServers::One(Careful::new(connector.clone(), connections, terms.clone())));
     let (requests, apart) = (Servers::One(requests), Servers::One(apart));
     let source = Source::One { connector, connect_timeout: terms.connect, response_timeout: terms.response };
-    Ok(Links { requests, apart, careful, patience: terms.response, home: terms.home, source })
+    Ok(Links { requests, apart, grants, renewals, patience: terms.response, home: terms.home, source })
 }
 
 fn with_user(redis: RedisConnectionInfo, name: &str, password: &str) -> RedisConnectionInfo {

@@ -172,22 +172,20 @@ impl Pool {
     ///
     /// A failure after the command was sent leaves open whether it ran, so nothing is sent twice.
     pub(super) async fn send(&self, command: &Cmd) -> Result<Value, RedisError> {
-        self.exchange(command, false, None).await.map(|(answer, _)| answer)
+        self.exchange(command, false, None).await
     }
 
     /// The same, also to a node that is about to take over the slot of the key, with ASKING, and for longer or less than commands are
-    /// waited for otherwise. Longer only while the Sentinels name this primary, if there are any. Says by which connection, for what is to be
-    /// asked about the command there.
+    /// waited for otherwise. Longer only while the Sentinels name this primary, if there are any.
     pub(super) async fn exchange(
         &self,
         command: &Cmd,
         asking: bool,
         patience: Option<Duration>,
-    ) -> Result<(Value, Handle), RedisError> {
+    ) -> Result<Value, RedisError> {
         let mut handle = self.borrow().await.map_err(error::unsent)?;
         let Some(patience) = patience else {
-            let answer = handle.send(command, asking).await?;
-            return Ok((answer, handle));
+            return handle.send(command, asking).await;
         };
         // Apart, so that what is not waited for longer has no room for it to carry along.
         Box::pin(self.wait_longer(handle, command, asking, patience)).await
@@ -199,17 +197,16 @@ impl Pool {
         command: &Cmd,
         asking: bool,
         patience: Duration,
-    ) -> Result<(Value, Handle), RedisError> {
+    ) -> Result<Value, RedisError> {
         // Of this clone alone.
         handle.connection.set_response_timeout(patience);
         handle.patience = patience;
         let (health, sent) = (Arc::clone(&handle.health), Instant::now());
-        let answer = tokio::select! {
+        tokio::select! {
             biased;
-            answer = handle.send(command, asking) => answer?,
-            () = health.replaced(sent + self.terms.response) => return Err(no_reply(sent.elapsed())),
-        };
-        Ok((answer, handle))
+            answer = handle.send(command, asking) => answer,
+            () = health.replaced(sent + self.terms.response) => Err(no_reply(sent.elapsed())),
+        }
     }
 
     /// Waits until there is a connection to send something by.
@@ -223,7 +220,7 @@ impl Pool {
     }
 
     /// A clone of the handle of a connection that is not known to be dead. The original is back in the pool on return.
-    async fn borrow(&self) -> Result<Handle, RedisError> {
+    pub(super) async fn borrow(&self) -> Result<Handle, RedisError> {
         // Each turn takes a broken connection out of the pool for good, so there are at most as many turns as connections,
         // and one more for a sound one.
         for _ in 0..=self.connections {

@@ -5,12 +5,12 @@ use std::time::Duration;
 use redis::{Cmd, RedisError, RedisWrite, Script, ToRedisArgs, Value};
 use smallvec::SmallVec;
 
+use super::careful::Outcome;
 use super::counts::Packed;
 use super::delay_record::{PackedFinishes, PackedJobs};
 use super::error;
 use super::keys::QueueKeys;
-use super::pool::Handle;
-use super::servers::Servers;
+use super::servers::{Servers, Way};
 use crate::delay_queue;
 use crate::error::StoreError;
 use crate::idempotency::{self, Answer, Checkpoint, Completion, Payload};
@@ -199,25 +199,22 @@ impl Scripts {
         self.block.call(servers, &[counts], (block_us, packed.ttl_ms, &*packed.limits)).await.map(drop)
     }
 
-    pub(super) async fn lock_acquire(
-        &self,
-        servers: &Servers,
-        lease: &str,
-        claim: &Claim,
-    ) -> Result<(Value, Handle), StoreError> {
-        self.lock_acquire.exchange(servers, &[lease], packed_claim(claim).as_slice()).await
+    pub(super) async fn lock_acquire(&self, way: Way<'_>, lease: &str, claim: &Claim) -> Result<Reply, StoreError> {
+        let is_granted = |reply: &Value| matches!(reply, Value::Int(1..));
+        self.lock_acquire.exchange(way, &[lease], packed_claim(claim).as_slice(), is_granted).await
     }
 
     /// All with the times of the first of them.
     pub(super) async fn lock_acquire_all(
         &self,
-        servers: &Servers,
+        way: Way<'_>,
         leases: &[&str],
         wanted: &[(LockKey, Claim)],
-    ) -> Result<(Value, Handle), StoreError> {
+    ) -> Result<Reply, StoreError> {
         let (ttl, fences) = wanted.first().map_or((Claim::MIN_TTL, 1), |(_, claim)| (claim.ttl, claim.fences));
         let tokens: Vec<_> = wanted.iter().map(|(_, claim)| claim.token.as_bytes().as_slice()).collect();
-        self.lock_acquire_all.exchange(servers, leases, (millis(ttl), fences, KEEP_FENCE_MS, tokens)).await
+        let args = (millis(ttl), fences, KEEP_FENCE_MS, tokens);
+        self.lock_acquire_all.exchange(way, leases, args, begins_with_one).await
     }
 
     /// At most [`MAX_LOCKS`] at once, with as many tokens. The keys are the leases that are wanted for `ttl`, those that are given back, and the
@@ -236,26 +233,27 @@ impl Scripts {
     /// For whoever stands in line, or respects it.
     pub(super) async fn lock_line(
         &self,
-        servers: &Servers,
+        way: Way<'_>,
         keys: [&str; 4],
         claim: &Claim,
         publish: &str,
-    ) -> Result<(Value, Handle), StoreError> {
+    ) -> Result<Reply, StoreError> {
         let kind = if claim.is_shared { 3 } else { 2 };
         let longest = if claim.line == Line::Join { Claim::MAX_LINE } else { 0 };
         let args = (claim_args(claim), kind, millis(Claim::PLACE), longest, publish);
-        self.lock_line.exchange(servers, &keys, args).await
+        self.lock_line.exchange(way, &keys, args, begins_with_one).await
     }
 
     /// At most [`MAX_RENEWALS`] at once.
     pub(super) async fn lock_renew(
         &self,
-        servers: &Servers,
+        way: Way<'_>,
         leases: &[&str],
         terms: &[(&Token, Duration)],
-    ) -> Result<(Value, Handle), StoreError> {
+    ) -> Result<Reply, StoreError> {
         let terms: Vec<_> = terms.iter().map(|(token, ttl)| (token.as_bytes().as_slice(), millis(*ttl))).collect();
-        self.lock_renew.exchange(servers, leases, (KEEP_FENCE_MS, terms)).await
+        let is_any_renewed = |reply: &Value| matches!(reply, Value::Array(renewed) if renewed.contains(&Value::Int(1)));
+        self.lock_renew.exchange(way, leases, (KEEP_FENCE_MS, terms), is_any_renewed).await
     }
 
     pub(super) async fn lock_release(
@@ -435,7 +433,7 @@ impl Scripts {
         let terms = (limit, millis(*lease), dead.count, millis(dead.age));
         let args = (KEEP_JOBS_MS, publish(servers), &keys.wake, worker.to_string(), terms, finished);
         let reply = self.delay_queue_claim.run_on(servers, &all_of(keys), &args, Some(patience)).await;
-        reply.map(|(reply, _)| reply).map_err(error::store_error)
+        reply.map_err(error::store_error)
     }
 
     pub(super) async fn delay_queue_extend(
@@ -505,6 +503,19 @@ fn packed_claim(claim: &Claim) -> [u8; 32] {
     packed
 }
 
+/// What a script answers that replicas may have to know of.
+pub(super) enum Reply {
+    /// They do, if there is something to know.
+    Said(Value),
+    /// So few do.
+    TooFew(u32),
+}
+
+/// Whether a script of locks grants what it was asked for.
+fn begins_with_one(reply: &Value) -> bool {
+    matches!(reply, Value::Array(numbers) if numbers.first() == Some(&Value::Int(1)))
+}
+
 /// How many leases one call of `lock_exchange` takes, as the script has it.
 pub(super) const MAX_LOCKS: usize = 64;
 
@@ -542,17 +553,17 @@ impl LuaScript {
         keys: &[&str],
         args: &impl ToRedisArgs,
     ) -> Result<Value, RedisError> {
-        self.run_on(servers, keys, args, None).await.map(|(reply, _)| reply)
+        self.run_on(servers, keys, args, None).await
     }
 
-    /// The same, for longer or less than commands are waited for otherwise. Says by which connection, for what is to be asked about it there.
+    /// The same, for longer or less than commands are waited for otherwise.
     async fn run_on(
         &self,
         servers: &Servers,
         keys: &[&str],
         args: &impl ToRedisArgs,
         patience: Option<Duration>,
-    ) -> Result<(Value, Handle), RedisError> {
+    ) -> Result<Value, RedisError> {
         // All keys of a script are in one slot, so any of them will do.
         let key = keys.first().copied().unwrap_or_default();
         match servers.exchange(key, &command("EVALSHA", &self.hash, keys, args), patience).await {
@@ -563,13 +574,30 @@ impl LuaScript {
         }
     }
 
+    /// The same, and waits for replicas if `is_granted` says that they have to have what the script has written.
     async fn exchange(
         &self,
-        servers: &Servers,
+        way: Way<'_>,
         keys: &[&str],
         args: impl ToRedisArgs,
-    ) -> Result<(Value, Handle), StoreError> {
-        self.run_on(servers, keys, &args, None).await.map_err(error::store_error)
+        is_granted: fn(&Value) -> bool,
+    ) -> Result<Reply, StoreError> {
+        let key = keys.first().copied().unwrap_or_default();
+        let answer = match way.exchange(key, &command("EVALSHA", &self.hash, keys, &args), is_granted).await {
+            Err(error) if error::is_no_script(&error) => {
+                way.exchange(key, &command("EVAL", &self.code, keys, &args), is_granted).await
+            }
+            answer => answer,
+        };
+        match answer.map_err(error::store_error)? {
+            Outcome::Said(reply) => Ok(Reply::Said(reply)),
+            Outcome::TooFew(replicas) => Ok(Reply::TooFew(replicas)),
+            Outcome::Unknown(error) => match error::store_error(error) {
+                error if error.is_timeout() || error.is_unavailable() => Err(error),
+                // Whatever it says, the lease has been granted.
+                error => Err(StoreError::other(error)),
+            },
+        }
     }
 
     async fn call(&self, servers: &Servers, keys: &[&str], args: impl ToRedisArgs) -> Result<Value, StoreError> {

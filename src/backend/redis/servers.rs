@@ -6,10 +6,12 @@ use std::time::Duration;
 
 use redis::{Cmd, RedisError, Value};
 
+use super::careful::{Careful, Outcome};
 use super::cluster::{Cluster, slot};
 use super::home::Home;
 use super::listener::Source;
-use super::pool::{Handle, Pool};
+use super::pool::Pool;
+use crate::lock::Replicas;
 
 /// Connections to all servers there are, for one purpose.
 #[derive(Clone)]
@@ -25,8 +27,29 @@ pub(super) enum Lane {
     Requests,
     /// What must not queue behind that.
     Apart,
-    /// What holds its connection up until replicas have it.
-    Careful,
+}
+
+/// The same for what replicas have to have, which holds its connections up.
+#[derive(Clone)]
+pub(super) enum CarefulServers {
+    One(Careful),
+    Cluster(Arc<Cluster>, CarefulLane),
+}
+
+/// What replicas have to have.
+#[derive(Clone, Copy)]
+pub(super) enum CarefulLane {
+    /// Leases that are granted.
+    Grants,
+    /// Those that are renewed, for which there has to be room in any case.
+    Renewals,
+}
+
+/// Where a command goes, and who has to have what it writes.
+#[derive(Clone, Copy)]
+pub(super) enum Way<'a> {
+    Plain(&'a Servers),
+    Careful(&'a CarefulServers, Replicas),
 }
 
 /// Whether there has to be a connection to begin with.
@@ -40,7 +63,8 @@ pub(super) enum Start {
 pub(super) struct Links {
     pub(super) requests: Servers,
     pub(super) apart: Servers,
-    pub(super) careful: Servers,
+    pub(super) grants: CarefulServers,
+    pub(super) renewals: CarefulServers,
     /// How long one answer is waited for.
     pub(super) patience: Duration,
     pub(super) source: Source,
@@ -52,16 +76,16 @@ impl Servers {
     ///
     /// A failure after the command was sent leaves open whether it ran, so nothing is sent twice.
     pub(super) async fn send(&self, key: &str, command: &Cmd) -> Result<Value, RedisError> {
-        self.exchange(key, command, None).await.map(|(answer, _)| answer)
+        self.exchange(key, command, None).await
     }
 
-    /// The same, for longer or less than commands are waited for otherwise. Says by which connection, for what is to be asked about it there.
+    /// The same, for longer or less than commands are waited for otherwise.
     pub(super) async fn exchange(
         &self,
         key: &str,
         command: &Cmd,
         patience: Option<Duration>,
-    ) -> Result<(Value, Handle), RedisError> {
+    ) -> Result<Value, RedisError> {
         match self {
             Self::One(pool) => pool.exchange(command, false, patience).await,
             // Apart, so that who asks one server has no room for it to carry along.
@@ -105,6 +129,26 @@ impl Servers {
 
     pub(super) const fn is_cluster(&self) -> bool {
         matches!(self, Self::Cluster(..))
+    }
+}
+
+impl Way<'_> {
+    /// Sends a command to whoever has a key, and waits for its answer; where `is_granted` says so of that, until replicas have what was written.
+    pub(super) async fn exchange(
+        self,
+        key: &str,
+        command: &Cmd,
+        is_granted: fn(&Value) -> bool,
+    ) -> Result<Outcome, RedisError> {
+        match self {
+            Self::Plain(servers) => servers.send(key, command).await.map(Outcome::Said),
+            Self::Careful(CarefulServers::One(careful), replicas) => {
+                careful.exchange(command, false, replicas, is_granted).await
+            }
+            Self::Careful(CarefulServers::Cluster(cluster, lane), replicas) => {
+                Box::pin(cluster.send_carefully(*lane, key, command, replicas, is_granted)).await
+            }
+        }
     }
 }
 

@@ -1,0 +1,209 @@
+//! What replicas have to have: those that are written at the same time share a connection, and the WAIT that comes after them.
+//!
+//! Redis does nothing for a connection on which it waits for replicas, and says up to a tenth of a second late that they do not have it. What
+//! was sent there meanwhile would be too late, so it goes over another connection, or is not sent at all.
+
+use std::io;
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
+
+use futures_util::future::join_all;
+use redis::{Cmd, RedisError, Value};
+use tokio::sync::{Semaphore, SemaphorePermit, oneshot};
+use tokio::time::{Instant, timeout_at};
+
+use super::error::unsent;
+use super::meeting::{Limits, Meeting};
+use super::pool::{Connector, Handle, Pool, Terms};
+use crate::lock::Replicas;
+
+/// Nobody goes alone. With a second call those who come while one waits for replicas that are well need not wait for it.
+const LIMITS: Limits = Limits { alone: 0, busy: Duration::ZERO, together: 128, calls: 2 };
+/// So many numbers of replicas have connections of their own, the last one together with all that are larger.
+const NUMBERS: usize = 4;
+/// How many connections each of them has at the most, however many requests have.
+const MAX_SEATS: u32 = 16;
+
+/// Connections to one server for what replicas have to have, opened when they are needed.
+#[derive(Clone)]
+pub(super) struct Careful(Arc<Shared>);
+
+struct Shared {
+    connector: Connector,
+    connections: u32,
+    terms: Terms,
+    // By how many replicas it takes, so that those who want few do not wait behind those who want more than there are.
+    meetings: [OnceLock<Meeting<Wish>>; NUMBERS],
+}
+
+/// What became of a command.
+pub(super) enum Outcome {
+    /// What the server says. As many replicas as it takes have what that grants, if it grants anything.
+    Said(Value),
+    /// So few have what was granted; none if nothing was sent, since no connection was free in time.
+    TooFew(u32),
+    /// It was granted, and it is not known who has it.
+    Unknown(RedisError),
+}
+
+/// Somebody who has not asked yet.
+struct Wish {
+    command: Cmd,
+    asking: bool,
+    is_granted: fn(&Value) -> bool,
+    count: u32,
+    // How long replicas are waited for.
+    until: Instant,
+    reply: oneshot::Sender<Result<Outcome, RedisError>>,
+}
+
+impl Careful {
+    /// At most so many connections for each number of replicas.
+    pub(super) fn new(connector: Connector, connections: u32, terms: Terms) -> Self {
+        let connections = connections.min(MAX_SEATS);
+        Self(Arc::new(Shared { connector, connections, terms, meetings: Default::default() }))
+    }
+
+    /// Sends a command and, if `is_granted` says so of the answer, waits until so many replicas have what it has written.
+    pub(super) async fn exchange(
+        &self,
+        command: &Cmd,
+        asking: bool,
+        replicas: Replicas,
+        is_granted: fn(&Value) -> bool,
+    ) -> Result<Outcome, RedisError> {
+        let Replicas { count, within } = replicas;
+        // The server has to answer before nobody listens any more.
+        let until = Instant::now() + within.min(self.0.terms.response / 2);
+        let wish = |reply| Wish { command: command.clone(), asking, is_granted, count, until, reply };
+        match self.0.meeting(count).join(wish).await {
+            Some(Ok(answer)) => answer,
+            Some(Err(_)) => {
+                Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the runtime of the connection has ended").into())
+            }
+            // So many wait that there is no turn in time.
+            None => Ok(Outcome::TooFew(0)),
+        }
+    }
+}
+
+impl Shared {
+    /// Where those meet who want so many replicas.
+    fn meeting(&self, count: u32) -> &Meeting<Wish> {
+        let Self { connector, connections, terms, meetings } = self;
+        let number = (count as usize).clamp(1, NUMBERS) - 1;
+        meetings[number].get_or_init(|| {
+            let seats = Arc::new(Seats::new(connector, *connections, terms));
+            Meeting::new(LIMITS, &terms.home, move |wishes| go_together(Arc::clone(&seats), wishes))
+        })
+    }
+}
+
+/// Connections, each for those alone who have taken it.
+struct Seats {
+    free: Mutex<Vec<Pool>>,
+    places: Semaphore,
+}
+
+struct Seat<'a> {
+    seats: &'a Seats,
+    // Of one connection.
+    pool: Pool,
+    _place: SemaphorePermit<'a>,
+}
+
+impl Seats {
+    fn new(connector: &Connector, connections: u32, terms: &Terms) -> Self {
+        let free: Vec<_> = (0..connections).map(|_| Pool::lazy(connector.clone(), 1, terms.clone())).collect();
+        let places = Semaphore::new(free.len());
+        Self { free: Mutex::new(free), places }
+    }
+
+    fn free(&self) -> MutexGuard<'_, Vec<Pool>> {
+        self.free.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The one that was given back last, so that no more are opened than are needed. `None` if there is none until then.
+    async fn take(&self, until: Instant) -> Option<Seat<'_>> {
+        let place = timeout_at(until, self.places.acquire()).await.ok()?.ok()?;
+        let pool = self.free().pop()?;
+        Some(Seat { seats: self, pool, _place: place })
+    }
+}
+
+impl Drop for Seat<'_> {
+    fn drop(&mut self) {
+        self.seats.free().push(self.pool.clone());
+    }
+}
+
+/// Asks for all that have met, and tells each of them. Whether the server has answered, and replicas as well.
+async fn go_together(seats: Arc<Seats>, wishes: Vec<Wish>) -> bool {
+    let Some(until) = wishes.iter().map(|wish| wish.until).max() else { return false };
+    let Some(seat) = seats.take(until).await else {
+        wishes.into_iter().for_each(Wish::refuse);
+        return false;
+    };
+    let now = Instant::now();
+    let (wishes, late): (Vec<_>, Vec<_>) = wishes.into_iter().partition(|wish| now < wish.until);
+    late.into_iter().for_each(Wish::refuse);
+    let handle = match seat.pool.borrow().await {
+        Ok(handle) => handle,
+        Err(error) => {
+            let error = unsent(error);
+            wishes.into_iter().for_each(|wish| wish.hears(Err(error.clone())));
+            return false;
+        }
+    };
+    // Who has given up need not get anything.
+    let asking = wishes.into_iter().filter(|wish| !wish.reply.is_closed()).map(|wish| ask(handle.clone(), wish));
+    let mut granted: Vec<_> = join_all(asking).await.into_iter().flatten().collect();
+    granted.retain(|(wish, _)| !wish.reply.is_closed());
+    wait(handle, granted, until.saturating_duration_since(now)).await
+}
+
+/// Asks for one of them, and tells those to whom nothing is granted.
+async fn ask(mut handle: Handle, wish: Wish) -> Option<(Wish, Value)> {
+    match handle.send(&wish.command, wish.asking).await {
+        Ok(value) if (wish.is_granted)(&value) => Some((wish, value)),
+        answer => {
+            wish.hears(answer.map(Outcome::Said));
+            None
+        }
+    }
+}
+
+/// Waits until as many replicas as it takes have what was granted over a connection, and tells each how many have. Whether those are enough.
+async fn wait(mut handle: Handle, granted: Vec<(Wish, Value)>, within: Duration) -> bool {
+    let Some(count) = granted.iter().map(|(wish, _)| wish.count).max() else { return true };
+    let mut command = redis::cmd("WAIT");
+    // Zero would be for ever.
+    command.arg(count).arg(within.as_millis().max(1) as u64);
+    let reached = match handle.send(&command, false).await {
+        Ok(Value::Int(reached)) => Ok(u32::try_from(reached).unwrap_or_default()),
+        Ok(_) => Err((redis::ErrorKind::UnexpectedReturnType, "WAIT answers no number").into()),
+        Err(error) => Err(error),
+    };
+    let are_enough = reached.as_ref().is_ok_and(|reached| *reached >= count);
+    for (wish, value) in granted {
+        let answer = match &reached {
+            Ok(reached) if *reached >= wish.count => Outcome::Said(value),
+            Ok(reached) => Outcome::TooFew(*reached),
+            Err(error) => Outcome::Unknown(error.clone()),
+        };
+        wish.hears(Ok(answer));
+    }
+    are_enough
+}
+
+impl Wish {
+    fn hears(self, answer: Result<Outcome, RedisError>) {
+        // Who has given up meanwhile is not interested.
+        let _ = self.reply.send(answer);
+    }
+
+    /// Says that nothing was sent.
+    fn refuse(self) {
+        self.hears(Ok(Outcome::TooFew(0)));
+    }
+}
