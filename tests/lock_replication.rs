@@ -4,6 +4,8 @@
 mod support;
 
 use std::future::IntoFuture;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
@@ -14,8 +16,8 @@ use support::stores::delegate_lock;
 use tokio::task::{block_in_place, yield_now};
 use tokio::time::{sleep, timeout};
 use tollgate::lock::{
-    Acquired, CircuitBreaker, Claim, LeaseState, LockKey, LockStore, LossReason, OnStoreError, Release, Renewal,
-    Replicas, Replication, RwLocks, Segmented,
+    Acquired, CircuitBreaker, Claim, LeaseState, LockAdmin, LockKey, LockStore, LossReason, OnStoreError, Release,
+    Renewal, Replicas, Replication, RwLocks, Segmented,
 };
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{AsError, LockError, LockLayer, Locks, MemoryBackend, RedisBackend, RedisOptions, StoreError};
@@ -349,6 +351,50 @@ impl LockStore for Alone {
             answer => answer,
         })
     }
+}
+
+/// A store that says of a renewal that too few replicas know of it as Redis does: of all leases at once.
+struct Short {
+    inner: MemoryBackend,
+    is_short: Arc<AtomicBool>,
+}
+
+impl LockStore for Short {
+    delegate_lock!(inner: acquire_all, release, watch, scope);
+
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        let mut claim = *claim;
+        claim.replicas = Replicas::default();
+        self.inner.acquire(lock, &claim).await
+    }
+
+    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
+        let renewed = self.inner.renew(renewals).await?;
+        if self.is_short.load(Ordering::Relaxed) && renewed.contains(&true) {
+            return Err(StoreError::unavailable("too few replicas"));
+        }
+        Ok(renewed)
+    }
+}
+
+/// What was said of it was lost with what was said of the others, for as long as too few replicas knew of those.
+#[tokio::test(start_paused = true)]
+async fn a_lease_that_was_taken_away_is_told_from_others_that_too_few_replicas_know_of() {
+    let backend = MemoryBackend::new();
+    let is_short = Arc::new(AtomicBool::new(true));
+    let store = Short { inner: backend.clone(), is_short: Arc::clone(&is_short) };
+    let ttl = Duration::from_secs(30);
+    let locks = Locks::new(store).replication(Replication::Require(1)).ttl(ttl);
+    let (kept, taken) = (locks.lock("kept").await.unwrap(), locks.lock("taken").await.unwrap());
+    LockAdmin::new(backend).force_unlock("taken").await.unwrap();
+    let begun = tokio::time::Instant::now();
+    assert_eq!(taken.lost().await.reason(), LossReason::Taken);
+    // By the second renewal. Later ones may not meet.
+    assert!(begun.elapsed() < ttl / 3 + Duration::from_millis(60), "{:?}", begun.elapsed());
+    assert_eq!(kept.state(), LeaseState::Suspended);
+    is_short.store(false, Ordering::Relaxed);
+    sleep(Duration::from_secs(1)).await;
+    assert_eq!(kept.state(), LeaseState::Held);
 }
 
 /// It was forgotten when the next attempt was refused without the store being asked: nobody had the lock until it expired.

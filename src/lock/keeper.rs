@@ -325,9 +325,10 @@ async fn keep_alive(task: Task, wake: Arc<Notify>) {
 }
 
 /// Whether a lease is renewed by a call of its own. By a quorum a call fails if one of its leases is undecided, and others are not to be lost
-/// with that one.
+/// with that one. A call that waits for replicas fails if too few know of one of them, and says nothing then of one that was taken away.
 fn is_apart(shared: &Shared, hold: &Hold) -> bool {
-    shared.store.scope() == Scope::Quorum && hold.is_suspended()
+    let may_fail_for_others = shared.store.scope() == Scope::Quorum || hold.replicas().count > 0;
+    may_fail_for_others && hold.is_suspended()
 }
 
 async fn renew_batch(home: Weak<Shared>, holds: Vec<Arc<Hold>>) {
