@@ -531,6 +531,56 @@ async fn a_request_that_needs_no_lock_is_not_detached_with_that_of_another_layer
     assert!(locks.try_lock("order").await.is_err_and(|error| error.is_busy()));
 }
 
+/// The story of two handlers of one tenant: its lock was given back with the request of a client that had gone, and the handler went on.
+#[tokio::test(start_paused = true)]
+async fn a_detached_handler_keeps_the_locks_around_it() {
+    let locks = Locks::new(MemoryBackend::new());
+    let outer = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "tenant".to_owned());
+    let inner = LockLayer::with_locks(locks.clone()).key(|_: &Request<_>| "order".to_owned()).detached();
+    let inner = inner.layer(service_fn(slow));
+    let nearly = Duration::from_millis(900);
+    let begun = Instant::now();
+    assert!(timeout(nearly, outer.layer(inner.clone()).oneshot(post("/"))).await.is_err());
+    assert!(locks.try_lock("tenant").await.is_err_and(|error| error.is_busy()));
+    drop(locks.lock("tenant").await.unwrap());
+    assert_eq!(begun.elapsed(), Duration::from_secs(1));
+
+    let within = locks.run("tenant", async |_| inner.oneshot(post("/")).await);
+    assert!(timeout(nearly, within).await.is_err());
+    assert!(locks.try_lock("tenant").await.is_err_and(|error| error.is_busy()));
+    drop(locks.lock("tenant").await.unwrap());
+    assert_eq!(begun.elapsed(), Duration::from_secs(2));
+}
+
+/// A client was told that its request was cancelled, and it was not.
+#[tokio::test(start_paused = true)]
+async fn a_detached_handler_ends_with_the_locks_around_it() {
+    for (on_loss, is_there, is_done) in
+        [(OnLoss::Cancel, true, false), (OnLoss::Cancel, false, false), (OnLoss::Notify, false, true)]
+    {
+        let finished = Arc::new(AtomicBool::new(false));
+        let flag = Arc::clone(&finished);
+        let handler = service_fn(move |request| {
+            let flag = Arc::clone(&flag);
+            async move {
+                let response = slow(request).await;
+                flag.store(true, Ordering::SeqCst);
+                response
+            }
+        });
+        let outer = LockLayer::new(MemoryBackend::new()).max_hold(Duration::from_millis(500)).on_loss(on_loss);
+        let inner = by_path().detached();
+        let answer = outer.layer(inner.layer(handler)).oneshot(post("/a"));
+        if is_there {
+            assert_eq!(answer.await.unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
+        } else {
+            assert!(timeout(Duration::from_millis(100), answer).await.is_err());
+        }
+        inner.shutdown().await;
+        assert_eq!(finished.load(Ordering::SeqCst), is_done, "{on_loss:?}");
+    }
+}
+
 /// It was cancelled as its own layer has it, when the lock of the layer outside was lost, and nobody answered.
 #[tokio::test(start_paused = true)]
 async fn a_request_that_needs_no_lock_is_answered_when_that_of_another_layer_is_lost() {

@@ -260,6 +260,9 @@ impl<K, A, D> LockLayer<K, A, D> {
     /// one nobody waits for goes on. The answer to nobody is dropped, and what its body would have done does not happen. Requests that need no lock are
     /// not detached; those that pass without theirs since the [store fails](OnStoreError::Allow) are, and nothing bounds them.
     /// [`shutdown`](Self::shutdown) waits for those that are.
+    ///
+    /// Inside of another lock, of a layer further out or of [`Locks::run`], a handler that goes on with its own keeps that one, too, until its end, and ends
+    /// with it as it would if its client were still there. One that passes without its own keeps no other.
     pub fn detached(self) -> LockLayer<K, A, Detached> {
         let Self { settings, key, answer, handlers: _ } = self;
         LockLayer { settings, key, answer, handlers: PhantomData }

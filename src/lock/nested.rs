@@ -80,11 +80,6 @@ impl Held {
         successors(self.0.as_deref(), |inside| inside.outer.0.as_deref())
     }
 
-    /// A share in the lease of the innermost of them.
-    pub(super) fn innermost(&self) -> Option<Lease> {
-        self.0.as_ref()?.lease.reenter()
-    }
-
     /// Runs something that these locks are held for.
     pub(super) fn scope<T>(&self, run: impl FnOnce() -> T) -> T {
         HELD.sync_scope(self.clone(), run)
@@ -96,7 +91,6 @@ impl Held {
     }
 }
 
-#[cfg_attr(not(feature = "http"), allow(dead_code, reason = "what goes on by itself comes with that feature"))]
 impl Held {
     /// A share in each lease that is held until then, for work that goes on by itself.
     pub(crate) fn shares(&self, until: ReleaseAt) -> Vec<Lease> {
@@ -108,17 +102,19 @@ impl Held {
     }
 
     /// Work that goes on by itself until its end: with a share in each lease, and dropped where it stands when one is lost, unless that is only to be told.
-    pub(crate) fn detached<F: Future<Output = ()>>(self, work: F) -> impl Future<Output = ()> + use<F> {
+    /// `None` if it was dropped.
+    pub(crate) fn detached<F: Future>(self, work: F) -> impl Future<Output = Option<F::Output>> + use<F> {
         let leases = self.shares(ReleaseAt::HandlerDone);
         let needed = Leases::of(self.shares_of(|inside| inside.on_loss == OnLoss::Cancel));
         async move {
-            tokio::select! {
+            let outcome = tokio::select! {
                 // After a standstill nothing of the work may run before this was looked at.
                 biased;
-                _ = needed.lost() => {}
-                () = self.within(work) => {}
-            }
+                _ = needed.lost() => None,
+                outcome = self.within(work) => Some(outcome),
+            };
             drop(leases);
+            outcome
         }
     }
 }

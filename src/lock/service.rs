@@ -8,7 +8,7 @@ use tower_service::Service;
 use tracing::Instrument;
 
 use super::future::{DetachedFuture, ResponseFuture};
-use super::layer::{LockLayer, OnLoss, OnMissingKey, Safe, Settings};
+use super::layer::{LockLayer, OnMissingKey, Safe, Settings};
 use super::nested::{Held, Passage};
 use super::rejection::{MissingKey, Occupy, Rejection};
 use super::shared::{Running, Shared};
@@ -126,12 +126,11 @@ impl<S: fmt::Debug, K, A> fmt::Debug for Lock<S, K, A> {
 pub struct Detach<S> {
     inner: S,
     home: Arc<Shared>,
-    on_loss: OnLoss,
 }
 
 impl<S> Detach<S> {
     pub(super) fn new(inner: S, settings: &Settings) -> Self {
-        Self { inner, home: Arc::clone(settings.locks.home()), on_loss: settings.on_loss }
+        Self { inner, home: Arc::clone(settings.locks.home()) }
     }
 }
 
@@ -153,9 +152,9 @@ where
     fn call(&mut self, request: Req) -> Self::Future {
         let future = self.inner.call(request);
         let held = Held::present();
-        let lease = match Passage::present() {
-            Passage::Free => None,
-            Passage::Locked => held.innermost(),
+        DetachedFuture::detached(match Passage::present() {
+            Passage::Free => return DetachedFuture::attached(future),
+            Passage::Locked => tokio::spawn(held.detached(future).in_current_span()),
             Passage::Unprotected => {
                 let running = Running::new(&self.home);
                 let handler = async move {
@@ -163,30 +162,14 @@ where
                     drop(running);
                     Some(outcome)
                 };
-                return DetachedFuture::detached(tokio::spawn(handler.in_current_span()));
+                tokio::spawn(handler.in_current_span())
             }
-        };
-        let Some(lease) = lease else { return DetachedFuture::attached(future) };
-        let on_loss = self.on_loss;
-        let handler = async move {
-            let handler = held.within(future);
-            if on_loss != OnLoss::Cancel {
-                return Some(handler.await);
-            }
-            tokio::select! {
-                // After a standstill nothing of the handler may run before this was looked at.
-                biased;
-                _ = lease.lost() => None,
-                outcome = handler => Some(outcome),
-            }
-            // The lock is given back here, unless somebody still waits for the answer.
-        };
-        DetachedFuture::detached(tokio::spawn(handler.in_current_span()))
+        })
     }
 }
 
 impl<S: fmt::Debug> fmt::Debug for Detach<S> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_struct("Detach").field("inner", &self.inner).field("on_loss", &self.on_loss).finish_non_exhaustive()
+        f.debug_struct("Detach").field("inner", &self.inner).finish_non_exhaustive()
     }
 }
