@@ -322,6 +322,31 @@ async fn an_answer_as_late_as_redis_may_give_it_is_waited_for() {
     }
 }
 
+/// They were told of a store that fails, which it did not: a layer may let requests pass without their lock then.
+#[tokio::test(start_paused = true)]
+async fn who_stands_behind_somebody_who_waits_for_replicas_waits_for_the_answer_as_well() {
+    let plain = Locks::new(Late { inner: MemoryBackend::new(), replicas: 0 }).wait(Duration::ZERO);
+    for deadline in [100, 2_000].map(Duration::from_millis) {
+        let careful = plain.clone().deadline(deadline).replication(Replication::Require(1));
+        let layer = LockLayer::with_locks(plain.clone()).key(|(): &()| "a".to_owned());
+        let layer = layer.on_store_error(OnStoreError::Allow).with_rejection(AsError);
+        let service = layer.layer(service_fn(async |(): ()| -> Result<(), LockError> { panic!("it has no lock") }));
+        let (first, second, third, fourth) = tokio::join!(
+            careful.lock("a").into_future(),
+            plain.lock("a").into_future(),
+            plain.lock("a").wait(Duration::from_millis(10)).into_future(),
+            service.oneshot(()),
+        );
+        assert_eq!(shortage(first), (0, 1));
+        for refused in [second.unwrap_err(), third.unwrap_err()] {
+            assert!(refused.is_busy(), "{refused:?}");
+        }
+        assert!(fourth.is_err());
+        // The next one in line is no longer behind somebody who waits for replicas.
+        drop(plain.lock("a").await.unwrap());
+    }
+}
+
 /// The time that was left for the others was over before they could answer, and that was a store that fails.
 #[tokio::test(start_paused = true)]
 async fn any_segment_that_too_few_replicas_know_of_is_told_from_a_store_that_fails() {

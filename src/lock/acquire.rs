@@ -154,7 +154,7 @@ async fn stand_behind(
     by_hand: bool,
 ) -> Result<Offer, LockError> {
     let give_up = after(begun, terms.wait);
-    let answer_by = after(give_up, terms.limit());
+    let mut answer_by = after(give_up, terms.limit());
     loop {
         match entered {
             Entered::Turn(_) if home.is_closed() => return Err(Closed.into()),
@@ -182,6 +182,8 @@ async fn stand_behind(
                 () = sleep_until(answer_by) => {}
             },
         }
+        // Replicas take their time, which is no failure of the store.
+        answer_by = answer_by.max(after(give_up, home.gate.limit(&lock)));
         if Instant::now() >= answer_by {
             return Err(StoreError::late("no answer of the store to whoever is in front").into());
         }

@@ -40,6 +40,8 @@ struct Shard {
 
 struct Queue {
     front: Front,
+    // How long the store may take to answer whoever asks, if that one waits for replicas; zero otherwise.
+    limit: Duration,
     waiters: VecDeque<Waiter>,
     // What the store said last, unless the lease is held here.
     heard: Option<Refusal>,
@@ -75,6 +77,8 @@ struct Waiter {
     id: u64,
     // The length of a lease that would do from hand to hand, if any would, and how many replicas have to know of it.
     fits: Option<(Duration, u32)>,
+    // How long the store may take to answer this one, if it waits for replicas; zero otherwise.
+    limit: Duration,
     max_hold: Option<Duration>,
     // Whether whoever holds the lease is asked for it when this one is first.
     asks: bool,
@@ -142,6 +146,11 @@ impl Gate {
     pub(super) fn overhear(&self, lock: &LockKey) -> Option<Result<News, Refusal>> {
         self.shard(lock).queues.get_mut(lock).map(Queue::overhear)
     }
+
+    /// How long the store may take to answer whoever is in front, if that one waits for replicas; zero otherwise.
+    pub(super) fn limit(&self, lock: &LockKey) -> Duration {
+        self.shard(lock).queues.get(lock).map_or(Duration::ZERO, |queue| queue.limit)
+    }
 }
 
 impl Refusal {
@@ -169,8 +178,8 @@ impl Refusal {
 }
 
 impl Queue {
-    const fn new() -> Self {
-        Self { front: Front::Asks, waiters: VecDeque::new(), heard: None, news: None }
+    const fn new(limit: Duration) -> Self {
+        Self { front: Front::Asks, limit, waiters: VecDeque::new(), heard: None, news: None }
     }
 
     /// Why somebody who does not wait is turned away, or who tells that next.
@@ -220,7 +229,7 @@ impl Shared {
         let mut shard = gate.shard(&lock);
         let queue = match shard.queues.entry(lock) {
             Entry::Vacant(place) => {
-                place.insert(Queue::new());
+                place.insert(Queue::new(terms.replicas_limit()));
                 gate.locks.fetch_add(1, Ordering::SeqCst);
                 return Ok(Entered::Turn(Turn::new(self, lock)));
             }
@@ -243,6 +252,7 @@ impl Shared {
         queue.waiters.push_back(Waiter {
             id,
             fits: by_hand.then_some((terms.ttl, terms.replication.count())),
+            limit: terms.replicas_limit(),
             max_hold: terms.max_hold,
             asks: terms.asks,
             offer: sender,
@@ -297,7 +307,9 @@ impl Shared {
         let queue = shard.queues.get_mut(lock)?;
         queue.front = Front::Asks;
         let waiter = queue.waiters.pop_front();
-        if waiter.is_none() {
+        if let Some(waiter) = &waiter {
+            queue.limit = waiter.limit;
+        } else {
             shard.queues.remove(lock);
             drop(shard);
             self.leave_gate();

@@ -83,6 +83,11 @@ impl Terms {
     pub(super) fn limit(&self) -> Duration {
         self.replicas().limit(self.deadline)
     }
+
+    /// The same if it waits for replicas, and otherwise zero.
+    pub(super) fn replicas_limit(&self) -> Duration {
+        if self.replication.count() == 0 { Duration::ZERO } else { self.limit() }
+    }
 }
 
 /// Who has to know of a lease before it is relied on. Defaults to [`Primary`](Self::Primary).
@@ -253,7 +258,8 @@ impl Locks {
     }
 
     /// How long one call of the store may take. Defaults to 100 ms; zero is a [`LockError::Config`] when a lock is asked for. Who waits tries
-    /// again after that. One that waits for [replicas](Self::replication) may take 100 ms more.
+    /// again after that. One that waits for [replicas](Self::replication) may take 100 ms more, and whoever asks for the same lock meanwhile waits for
+    /// what that one is told.
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.terms.deadline = deadline;
