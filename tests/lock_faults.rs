@@ -1045,6 +1045,34 @@ async fn a_lease_that_is_about_to_end_takes_no_time_from_the_others() {
 }
 
 /// Who looked at a lease that went from hand to hand was told of its end when somebody else lost it.
+/// Nobody got it for as long as the lease lasted that was renewed last.
+#[tokio::test(start_paused = true)]
+async fn a_holder_that_does_not_look_keeps_its_lock_from_nobody_beyond_max_hold() {
+    let second = Duration::from_secs(1);
+    let backend = MemoryBackend::new();
+    let locks = || Locks::new(backend.clone()).wait(Duration::ZERO);
+    for (here, there) in [(locks(), locks()), (locks().fair(), locks().fair())] {
+        let forgotten = here.lock("a").max_hold(5 * second).await.unwrap();
+        let begun = tokio::time::Instant::now();
+        let waiter = tokio::spawn(here.lock("a").wait(LONG).into_future());
+        sleep(5 * second).await;
+        // Whoever looks has the time to let go of it that there is with a lease that expires.
+        assert_eq!(forgotten.check().unwrap_err().reason(), LossReason::MaxHold);
+        assert!(there.lock("a").await.is_err_and(|error| error.is_busy()));
+        let next = waiter.await.unwrap().unwrap();
+        assert!(begun.elapsed() < 6 * second, "{:?}", begun.elapsed());
+        // What the first one gives back is nobody else's.
+        assert_eq!(forgotten.release().await.unwrap(), Release::Lost);
+        assert!(there.lock("a").await.is_err_and(|error| error.is_busy()));
+        next.release().await.unwrap();
+    }
+    let semaphore = || Semaphore::new(backend.clone(), 1).wait(Duration::ZERO);
+    let permit = semaphore().max_hold(5 * second).acquire("a").await.unwrap();
+    sleep(6 * second).await;
+    drop(semaphore().acquire("a").await.unwrap());
+    drop(permit);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_view_is_told_when_its_lease_goes_to_somebody_else() {
     let locks = Locks::new(MemoryBackend::new());

@@ -152,6 +152,15 @@ impl Errand {
         if is_elsewhere { home.spawn_elsewhere(task) } else { home.spawn(task) }
     }
 
+    /// The same, but not before `at`.
+    pub(super) fn in_background_at(self, at: Instant) {
+        let home = Arc::clone(self.running.home());
+        home.spawn(async move {
+            sleep_until(at).await;
+            self.in_background();
+        });
+    }
+
     /// Leaves the lease to end by itself.
     fn leave(&mut self) {
         self.is_done = true;

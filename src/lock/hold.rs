@@ -157,7 +157,12 @@ impl Hold {
 
     /// Until when the lease may last in the store, unless it is renewed.
     pub(super) fn expires(&self) -> Instant {
-        self.standing().deadline + (self.ttl - usable(self.ttl))
+        self.standing().deadline + self.margin()
+    }
+
+    /// How much longer a lease lasts in the store than it is relied on.
+    pub(super) fn margin(&self) -> Duration {
+        self.ttl - usable(self.ttl)
     }
 
     /// When the lease is to be renewed, and when it has to be looked at, which may be earlier.

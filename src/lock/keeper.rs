@@ -9,6 +9,8 @@ use tokio::sync::Notify;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep_until, timeout};
 
+use super::errand::Errand;
+use super::error::LossReason;
 use super::hold::{Hold, after};
 use super::lock_key::{KnownHash, LockKey};
 use super::shared::Shared;
@@ -235,6 +237,10 @@ impl Shared {
     fn lose(self: &Arc<Self>, hold: &Arc<Hold>, now: Instant) {
         self.note_loss(hold, now);
         hold.tell();
+        if hold.look(now) == Err(LossReason::MaxHold) {
+            // Whoever has it may not look, and it was renewed a moment ago. Who does look has as much time as with a lease that expires.
+            Errand::after_loss(self, hold, now).in_background_at(now + hold.margin());
+        }
         self.abandon(hold);
         self.ended();
     }

@@ -160,7 +160,8 @@ impl Locks {
         self
     }
 
-    /// How long a lease is renewed at the most; it is [lost](super::LossReason::MaxHold) then. Defaults to no limit: a
+    /// How long a lease is renewed at the most; it is [lost](super::LossReason::MaxHold) then. A holder that does not give it back then has a hundredth of
+    /// its [ttl](Self::ttl) left, and 2 ms, before that is done in its place. Defaults to no limit: a
     /// holder that hangs keeps the lock for as long as its process lives. Zero is a [`LockError::Config`] when a lock is asked for.
     #[must_use]
     pub fn max_hold(mut self, max_hold: Duration) -> Self {
