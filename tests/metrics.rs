@@ -152,6 +152,38 @@ fn locks_are_counted_by_what_became_of_them() {
     assert_eq!(seen, expect(&expected));
 }
 
+/// Each of those that were taken before was counted as granted, and the whole not at all if one of them was lost meanwhile.
+#[test]
+fn several_locks_are_counted_once_by_what_became_of_all() {
+    let (recorder, snapshotter, runtime) = recording();
+    let backend = MemoryBackend::new();
+    let locks = Locks::new(backend.clone()).namespace("orders").fair();
+    // Where nobody counts.
+    let lease = runtime.block_on(Locks::new(backend).namespace("orders").lock("b").into_future()).unwrap();
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let both = || locks.lock_all(["a", "b"]).max_hold(Duration::from_secs(1));
+            for wait in [0, 5].map(Duration::from_secs) {
+                assert!(both().wait(wait).await.is_err_and(|error| error.is_busy()));
+            }
+            assert!(both().ttl(Duration::ZERO).await.is_err());
+            drop(lease);
+            drop(both().await.unwrap());
+            // Of nothing nothing became.
+            drop(locks.lock_all([""; 0]).await.unwrap());
+        });
+    });
+    let mut seen = seen(&snapshotter);
+    seen.retain(|name, _| name.starts_with("tollgate_lock_requests") || name.starts_with("tollgate_lock_wait"));
+    let expected = [
+        ("tollgate_lock_requests_total{locks=orders,outcome=granted}", 1),
+        ("tollgate_lock_requests_total{locks=orders,outcome=busy}", 2),
+        ("tollgate_lock_requests_total{locks=orders,outcome=refused}", 1),
+        ("tollgate_lock_wait_seconds{locks=orders}", 1),
+    ];
+    assert_eq!(seen, expect(&expected));
+}
+
 /// Each of them counted as one who had looked once more.
 #[test]
 fn who_waits_in_vain_and_never_looks_again_is_no_fallback_poll() {

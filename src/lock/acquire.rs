@@ -55,13 +55,7 @@ pub(super) async fn acquire_all(
     locks: &[LockKey],
     terms: Terms,
 ) -> Result<impl Iterator<Item = Lease> + use<>, LockError> {
-    let begun = Instant::now();
-    let meters = locks.first().map(|lock| home.meters(lock));
-    let outcome = take_all(home, locks, &terms, begun).await;
-    if let Some(meters) = meters {
-        meters.asked(Outcome::of(&outcome), begun.elapsed());
-    }
-    outcome.map(Leases::into_iter)
+    take_all(home, locks, &terms, Instant::now()).await.map(Leases::into_iter)
 }
 
 async fn take_all(home: &Arc<Shared>, locks: &[LockKey], terms: &Terms, begun: Instant) -> Result<Leases, LockError> {

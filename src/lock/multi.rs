@@ -1,6 +1,7 @@
 use std::fmt;
 use std::future::{Future, IntoFuture, poll_fn};
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::task::Poll;
 use std::time::Duration;
 
@@ -10,8 +11,11 @@ use super::acquire::acquire_all;
 use super::error::{Busy, LockError, Lost};
 use super::hold::after;
 use super::lease::{Lease, Release};
-use super::locks::{Locks, unless_lost};
+use super::lock_key::LockKey;
+use super::locks::{Locks, Terms, unless_lost};
+use super::meters::Outcome;
 use super::nested::Held;
+use super::shared::Shared;
 use super::store::Claim;
 use super::together::together;
 use crate::error::StoreError;
@@ -125,11 +129,28 @@ impl MultiRequest {
     }
 
     async fn take(self) -> Result<Leases, LockError> {
-        let give_up = after(Instant::now(), self.wait);
-        let (home, mut terms) = self.locks.parts();
+        let begun = Instant::now();
+        let (home, terms) = self.locks.parts();
         let mut locks: Vec<_> = self.keys.into_iter().map(|key| self.locks.lock_key(key)).collect();
         locks.sort_by_cached_key(|lock| home.store.shard(lock));
-        let mut leases = Leases { leases: Vec::with_capacity(locks.len()) };
+        // Before anything can fail that they count.
+        let meters = locks.first().map(|lock| home.meters(lock));
+        let outcome = Leases::take(home, &locks, terms, after(begun, self.wait)).await;
+        if let Some(meters) = meters {
+            meters.asked(Outcome::of(&outcome), begun.elapsed());
+        }
+        outcome
+    }
+}
+
+impl Leases {
+    async fn take(
+        home: &Arc<Shared>,
+        locks: &[LockKey],
+        mut terms: Terms,
+        give_up: Instant,
+    ) -> Result<Self, LockError> {
+        let mut leases = Self { leases: Vec::with_capacity(locks.len()) };
         // In a line of the store each is waited for by itself.
         let most = if terms.is_fair { 1 } else { Claim::MAX_TOGETHER };
         let shards = locks.chunk_by(|one, other| home.store.shard(one) == home.store.shard(other));
