@@ -2011,6 +2011,11 @@ async fn a_body_that_turns_out_wrong_after_the_answer_was_too_large_breaks_it_of
     }
     assert_eq!(problem(to("/too-large", of(&[&part])).await).await, (409, "answer-not-kept".into()));
     assert_eq!(runs.load(Ordering::SeqCst), 3);
+    // Whoever sends the right one was never told that it was done.
+    let right = || to("/differs", of(&[&part, "y"]));
+    assert_eq!(text(right().await).await, format!("{part}y"));
+    assert_eq!(problem(right().await).await, (409, "answer-not-kept".into()));
+    assert_eq!(runs.load(Ordering::SeqCst), 4);
 }
 
 #[tokio::test(start_paused = true)]

@@ -294,7 +294,7 @@ fn content_length(headers: &HeaderMap) -> Option<u64> {
 enum Stop {
     End,
     Broken(BoxError),
-    /// It is known by now that the answer is not kept.
+    /// It is known by now that the answer is not kept, and that it is one to the right body.
     TooLarge,
 }
 
@@ -354,8 +354,9 @@ where
 
     /// Records the rest of an answer while its caller gets it, all but the end, which comes when the record has it.
     async fn finish(mut self, mut course: Course, settings: Arc<Settings>, pieces: Sender<Piece>) {
+        let (max_run, order) = (settings.max_run.min(FOREVER), Arc::clone(course.attempt.order()));
         let stop = {
-            let mut passing = pin!(self.pass_on(&pieces));
+            let mut passing = pin!(self.pass_on(&pieces, order.body()));
             poll_fn(|cx| course.poll_under_lease(passing.as_mut(), cx)).await
         };
         let Some(stop) = stop else {
@@ -364,14 +365,8 @@ where
             settings.home.meters().decided(Verdict::of(&course.breaks_off(&settings)));
             return;
         };
-        let (max_run, order) = (settings.max_run.min(FOREVER), Arc::clone(course.attempt.order()));
         let outcome = self.outcome(self.chunks.iter(), matches!(stop, Stop::End));
-        let outcome = match stop {
-            // The handler may still read the body.
-            Stop::TooLarge => Some(outcome),
-            Stop::End | Stop::Broken(_) => course.read_on(outcome, &settings).await,
-        };
-        let Some(outcome) = outcome else {
+        let Some(outcome) = course.read_on(outcome, &settings).await else {
             drop(self);
             settings.home.meters().decided(Verdict::of(&course.breaks_off(&settings)));
             return;
@@ -424,9 +419,10 @@ where
         drop(running);
     }
 
-    async fn pass_on(&mut self, pieces: &Sender<Piece>) -> Stop {
+    async fn pass_on(&mut self, pieces: &Sender<Piece>, reading: &Reading) -> Stop {
         loop {
-            if !self.recorder.fits() && self.judge.is_sure() {
+            // Of what may be an answer to another body the record says nothing before the rest of that was compared.
+            if !self.recorder.fits() && self.judge.is_sure() && reading.is_known() {
                 return Stop::TooLarge;
             }
             if let Some(stop) = self.step(pieces).await {
