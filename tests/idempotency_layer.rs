@@ -1075,6 +1075,20 @@ async fn a_client_that_breaks_off_sends_the_whole_of_it_the_next_time() {
 }
 
 #[tokio::test(start_paused = true)]
+async fn where_all_is_kept_a_client_that_breaks_off_leaves_an_outcome_that_nobody_knows() {
+    let handler = Handler::new();
+    let app = handler.behind(layer(MemoryBackend::new()).keep(Keep::All), echo);
+    let (sender, body) = stream();
+    sender.send(data("hun")).unwrap();
+    sender.send(Err(io::Error::other("the connection is gone"))).unwrap();
+    assert_eq!(ask(&app, request("k", body)).await.status(), StatusCode::BAD_REQUEST);
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "in-flight".into()));
+    sleep(Duration::from_secs(15)).await;
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
+    assert_eq!(handler.runs(), 1);
+}
+
+#[tokio::test(start_paused = true)]
 async fn an_answer_that_breaks_off_is_not_made_again() {
     let handler = Handler::new();
     let app = handler.behind(layer(MemoryBackend::new()), |_, _| async {

@@ -182,7 +182,7 @@ impl Course {
             Outcome::Failed if settings.keep.gives_failures_back() => Settlement::Release,
             // Nobody knows what was done: it is left to the end of its lease.
             Outcome::Failed | Outcome::Unknown => return (running, None),
-            // A client that has broken off is to send the whole of it, and not to hear again that it did not.
+            // A client that has broken off is to send the whole of it, and not to hear again that it did not: that is a failure.
             Outcome::Answered { status, succeeded, keeps, answer, is_kept }
                 if keeps && (!reading.has_failed() || succeeded) =>
             {
@@ -190,6 +190,7 @@ impl Course {
                 let completion = Completion { answer, is_kept, payload, retention };
                 Settlement::Complete { completion, mark: mark(status) }
             }
+            Outcome::Answered { keeps: true, .. } if !settings.keep.gives_failures_back() => return (running, None),
             Outcome::Answered { .. } => Settlement::Release,
         };
         (running, attempt.settle(end))
