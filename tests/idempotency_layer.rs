@@ -1088,6 +1088,60 @@ async fn where_all_is_kept_a_client_that_breaks_off_leaves_an_outcome_that_nobod
     assert_eq!(handler.runs(), 1);
 }
 
+/// The story of an upload that was taken for done: what its answer was made of broke off after the head of that was out.
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_breaks_off_with_its_request_is_no_success() {
+    for keep in [Keep::SafeRetry, Keep::Success, Keep::All] {
+        let guard = layer(MemoryBackend::new()).keep(keep);
+        let app = BoxCloneService::new(guard.clone().layer(service_fn(
+            async |request: Request<FingerprintedBody<Stream>>| Ok(Response::new(request.into_body().boxed())),
+        )));
+        let (sender, body) = stream();
+        sender.send(data("hun")).unwrap();
+        let answer = ask(&app, request("k", body)).await;
+        assert_eq!(answer.status(), StatusCode::OK);
+        sender.send(Err(io::Error::other("the connection is gone"))).unwrap();
+        assert!(answer.into_body().collect().await.is_err());
+        guard.drained().await;
+        let whole = ask(&app, pay("k")).await;
+        if keep == Keep::All {
+            assert_eq!(problem(whole).await, (409, "in-flight".into()));
+            sleep(Duration::from_secs(15)).await;
+            assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()));
+        } else {
+            assert!(!is_replay(&whole));
+            assert_eq!(text(whole).await, "hundred", "{keep:?}");
+            assert!(is_replay(&ask(&app, pay("k")).await));
+        }
+    }
+}
+
+/// The same where the handler has read ahead, and what it has is too large to be kept.
+#[tokio::test(start_paused = true)]
+async fn a_large_answer_to_a_request_that_broke_off_is_not_recorded_before_its_end() {
+    let guard = layer(MemoryBackend::new()).max_answer(100);
+    let app =
+        BoxCloneService::new(guard.clone().layer(service_fn(async |request: Request<FingerprintedBody<Stream>>| {
+            let (sender, answer) = stream();
+            let read = request.into_body().collect().await;
+            sender.send(data(&"x".repeat(200))).unwrap();
+            tokio::spawn(async move {
+                sleep(Duration::from_secs(1)).await;
+                if read.is_err() {
+                    sender.send(Err(io::Error::other("there is no more"))).unwrap();
+                }
+            });
+            Ok(Response::new(answer.boxed()))
+        })));
+    let (sender, body) = stream();
+    sender.send(data("hun")).unwrap();
+    sender.send(Err(io::Error::other("the connection is gone"))).unwrap();
+    assert!(ask(&app, request("k", body)).await.into_body().collect().await.is_err());
+    guard.drained().await;
+    assert_eq!(text(ask(&app, pay("k")).await).await.len(), 200);
+    assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "answer-not-kept".into()));
+}
+
 #[tokio::test(start_paused = true)]
 async fn an_answer_that_breaks_off_is_not_made_again() {
     let handler = Handler::new();

@@ -137,7 +137,7 @@
 //! finds it there. (If the handler sets `Content-Length`, a client may believe that it has seen the end before.) If the record cannot be stored, the
 //! client gets the answer all the same, storing is tried again in the background for the length of a lease, and
 //! after that the outcome is unknown. Of one that is larger than 64 KiB only the status is kept, as soon as that is known (with gRPC at
-//! its end, since the status comes last; of a next attempt once its body is known to be the same): its handler is not run again, and its
+//! its end, since the status comes last, as that to a request that has broken off; of a next attempt once its body is known to be the same): its handler is not run again, and its
 //! reader may take the time that it likes, where until then the answer has to come to its end within `max_run`.
 //!
 //! The next attempt has to send the same body, as far as that of the one before is known. If it is another one, the handler is dropped before it

@@ -366,7 +366,11 @@ where
             settings.home.meters().decided(Verdict::of(&course.breaks_off(&settings)));
             return;
         };
-        let outcome = self.outcome(self.chunks.iter(), matches!(stop, Stop::End));
+        let mut outcome = self.outcome(self.chunks.iter(), matches!(stop, Stop::End));
+        if let (Stop::Broken(_), Outcome::Answered { succeeded, .. }) = (&stop, &mut outcome) {
+            // What is made of a body breaks off with it.
+            *succeeded &= !order.body().has_failed();
+        }
         let Some(outcome) = course.read_on(outcome, &settings).await else {
             drop(self);
             settings.home.meters().decided(Verdict::of(&course.breaks_off(&settings)));
@@ -422,8 +426,9 @@ where
 
     async fn pass_on(&mut self, pieces: &Sender<Piece>, reading: &Reading) -> Stop {
         loop {
-            // Of what may be an answer to another body the record says nothing before the rest of that was compared.
-            if !self.recorder.fits() && self.judge.is_sure() && reading.is_known() {
+            // What may be an answer to another body, or break off with it, is not recorded before its end.
+            let is_right = || reading.is_known() && !reading.has_failed();
+            if !self.recorder.fits() && self.judge.is_sure() && is_right() {
                 return Stop::TooLarge;
             }
             if let Some(stop) = self.step(pieces).await {
