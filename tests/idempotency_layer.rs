@@ -2477,6 +2477,68 @@ async fn an_early_refusal_of_another_body_is_not_kept_for_the_right_one() {
     }
 }
 
+/// The story of the same where nothing was compared: the answer had the body of the request in it, and was kept for as long as that took.
+#[tokio::test(start_paused = true)]
+async fn an_early_answer_made_of_another_body_is_not_kept_for_the_right_one() {
+    /// The first frame of a request, and no more of it.
+    struct First {
+        body: FingerprintedBody<Stream>,
+        is_over: bool,
+        breaks: bool,
+    }
+
+    impl Body for First {
+        type Data = Bytes;
+        type Error = io::Error;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            cx: &mut task::Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+            if self.is_over {
+                return Poll::Ready(self.breaks.then(|| Err(io::Error::other("that is enough"))));
+            }
+            let frame = task::ready!(Pin::new(&mut self.body).poll_frame(cx));
+            self.is_over = true;
+            Poll::Ready(frame)
+        }
+    }
+
+    for breaks in [false, true] {
+        let runs = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&runs);
+        let guard = layer(MemoryBackend::new());
+        let service = guard.clone().layer(service_fn(move |request: Request<FingerprintedBody<Stream>>| {
+            let run = counted.fetch_add(1, Ordering::SeqCst) + 1;
+            async move {
+                let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
+                let body = request.into_body();
+                if run == 2 {
+                    return Ok::<_, Infallible>(Response::new(First { body, is_over: false, breaks }.boxed()));
+                }
+                body.collect().await.unwrap();
+                operation.checkpoint("charged", "").await.unwrap();
+                Ok(if run == 1 { status(StatusCode::SERVICE_UNAVAILABLE) } else { Response::new(full("done")) })
+            }
+        }));
+        let app = BoxCloneService::new(service);
+        assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+        let (sender, body) = stream();
+        let other = ask(&app, request("k", body)).await;
+        assert_eq!(other.status(), StatusCode::OK);
+        sender.send(data("thou")).unwrap();
+        sender.send(data("san")).unwrap();
+        drop(sender);
+        assert!(other.into_body().collect().await.is_err(), "{breaks}");
+        guard.drained().await;
+        let again = ask(&app, pay("k")).await;
+        assert_eq!((again.status(), is_replay(&again)), (StatusCode::OK, false), "{breaks}");
+        assert_eq!(text(again).await, "done");
+        assert!(is_replay(&ask(&app, pay("k")).await));
+        assert_eq!(runs.load(Ordering::SeqCst), 3);
+    }
+}
+
 /// What is done is not done again since a part of the body that nobody needed was missing.
 #[tokio::test(start_paused = true)]
 async fn an_early_answer_of_the_next_attempt_is_kept() {

@@ -243,8 +243,8 @@ where
             None => return Self::Nothing,
         };
         let recorder = Recorder::new(parts.status, &parts.headers, settings.keeps_cookies, settings.max_answer);
+        let (hint, mut chunks) = (body.size_hint(), Chunks::default());
         let mut stream = Stream::new(body, recorder, Judge::new(settings.keep, &parts));
-        let (hint, mut chunks) = (stream.body.size_hint(), Chunks::default());
         if stream.take_what_is_there(&mut chunks) {
             let outcome = stream.outcome(chunks.iter(), true);
             Self::Whole(outcome, Ok(Response::from_parts(parts, IdempotentBody::whole(chunks, stream.trailers))))
@@ -301,7 +301,8 @@ enum Stop {
 
 /// An answer while it comes.
 struct Stream<R> {
-    body: Pin<Box<R>>,
+    // `None` once nothing more of it is wanted.
+    body: Option<Pin<Box<R>>>,
     // What has come and was not looked at.
     next: Option<Option<Result<Frame<Bytes>, BoxError>>>,
     // What has come and was not sent: a caller who counts would take the last part for the end.
@@ -322,7 +323,8 @@ where
 {
     fn new(body: R, recorder: Recorder, judge: Judge) -> Self {
         let (chunks, trailers, leases) = (Vec::new(), HeaderMap::new(), Vec::new());
-        Self { body: Box::pin(body), next: None, held: None, chunks, trailers, recorder, judge, leases }
+        let body = Some(Box::pin(body));
+        Self { body, next: None, held: None, chunks, trailers, recorder, judge, leases }
     }
 
     /// Takes what need not be waited for. True if that is all.
@@ -330,10 +332,7 @@ where
         // Whoever waits for the rest polls again.
         let cx = &mut Context::from_waker(Waker::noop());
         for _ in 0..AT_ONCE {
-            if self.body.is_end_stream() {
-                return true;
-            }
-            match self.body.as_mut().poll_frame(cx) {
+            match self.poll_frame(cx) {
                 Poll::Ready(Some(Ok(frame))) => {
                     if let Some(data) = self.note(frame) {
                         chunks.push(data);
@@ -344,7 +343,7 @@ where
                 }
                 Poll::Ready(None) => return true,
                 Poll::Ready(Some(Err(error))) => {
-                    self.next = Some(Some(Err(error.into())));
+                    self.next = Some(Some(Err(error)));
                     return false;
                 }
                 Poll::Pending => return false,
@@ -370,6 +369,10 @@ where
         if let (Stop::Broken(_), Outcome::Answered { succeeded, .. }) = (&stop, &mut outcome) {
             // What is made of a body breaks off with it.
             *succeeded &= !order.body().has_failed();
+        }
+        if !matches!(stop, Stop::TooLarge) {
+            // The body of the request may be in there, and nobody else reads that.
+            self.body = None;
         }
         let Some(outcome) = course.read_on(outcome, &settings).await else {
             drop(self);
@@ -443,8 +446,7 @@ where
         consume_budget().await;
         let frame = match self.next.take() {
             Some(frame) => frame,
-            None if self.body.is_end_stream() => None,
-            None => poll_fn(|cx| self.body.as_mut().poll_frame(cx)).await.map(|frame| frame.map_err(Into::into)),
+            None => poll_fn(|cx| self.poll_frame(cx)).await,
         };
         match frame {
             Some(Ok(frame)) => {
@@ -457,8 +459,8 @@ where
                     if let Some(before) = self.held.replace(data) {
                         send(pieces, before, self.recorder.fits()).await;
                     }
-                    let may_be_last = self.body.is_end_stream() || self.body.size_hint().exact() == Some(0);
-                    if let Some(data) = self.held.take_if(|_| !may_be_last) {
+                    let may_be_over = self.may_be_over();
+                    if let Some(data) = self.held.take_if(|_| !may_be_over) {
                         send(pieces, data, self.recorder.fits()).await;
                     }
                 }
@@ -467,6 +469,18 @@ where
             Some(Err(error)) => Some(Stop::Broken(error)),
             None => Some(Stop::End),
         }
+    }
+
+    fn poll_frame(&mut self, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, BoxError>>> {
+        match self.body.as_mut().filter(|body| !body.is_end_stream()) {
+            Some(body) => body.as_mut().poll_frame(cx).map_err(Into::into),
+            None => Poll::Ready(None),
+        }
+    }
+
+    /// Whether a caller who counts takes what has come for all of it.
+    fn may_be_over(&self) -> bool {
+        self.body.as_ref().is_none_or(|body| body.is_end_stream() || body.size_hint().exact() == Some(0))
     }
 
     /// Notes a frame; answers what is in it for the caller, but for trailers, which come at the end.
