@@ -660,6 +660,69 @@ async fn a_client_that_has_got_all_that_it_was_told_to_expect_has_not_gone_away(
     }
 }
 
+/// The story of a client that counted, asked again at once, and was told that its request was in flight.
+#[tokio::test(start_paused = true)]
+async fn what_is_there_at_once_and_may_be_the_last_part_comes_when_the_record_has_it() {
+    /// A body that knows how much of it is missing, and is told its end later.
+    struct Exact(Stream, u64);
+
+    impl Body for Exact {
+        type Data = Bytes;
+        type Error = io::Error;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            cx: &mut task::Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, io::Error>>> {
+            let frame = task::ready!(Pin::new(&mut self.0).poll_frame(cx));
+            if let Some(Ok(frame)) = &frame {
+                self.1 -= frame.data_ref().unwrap().len() as u64;
+            }
+            Poll::Ready(frame)
+        }
+
+        fn size_hint(&self) -> SizeHint {
+            SizeHint::with_exact(self.1)
+        }
+    }
+
+    for (most, chunks) in [(1_000, vec!["abc"]), (1_000, vec!["ab", "c"]), (10, vec!["abcdefghijkl"])] {
+        let handler = Handler::new();
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let (sender, body) = stream();
+        let whole = chunks.concat();
+        chunks.iter().for_each(|chunk| sender.send(data(chunk)).unwrap());
+        let body = Arc::new(Mutex::new(Some(Exact(body, whole.len() as u64))));
+        let guard = layer(store).deadline(Duration::from_secs(10)).max_answer(most);
+        let app = handler.behind(guard, move |_, _| {
+            let body = body.lock().unwrap().take().unwrap();
+            // From now on: the record takes its time.
+            faults.delay(Duration::from_secs(1));
+            async { Response::new(BodyExt::boxed(body)) }
+        });
+        let mut answer = ask(&app, pay("k")).await.into_body();
+        assert_eq!(answer.size_hint().exact(), Some(whole.len() as u64));
+        let (begun, mut read) = (Instant::now(), 0);
+        drop(sender);
+        while read < whole.len() {
+            let part = answer.frame().await.unwrap().unwrap().into_data().unwrap();
+            read += part.len();
+            let is_last = read == whole.len();
+            assert_eq!(begun.elapsed() >= Duration::from_secs(1), is_last, "{chunks:?}: {read}");
+        }
+        // It counts, and does not wait for the end.
+        drop(answer);
+        let again = ask(&app, pay("k")).await;
+        if most == 1_000 {
+            assert!(is_replay(&again));
+            assert_eq!(text(again).await, whole);
+        } else {
+            assert_eq!(problem(again).await, (409, "answer-not-kept".into()));
+        }
+    }
+}
+
 /// Memory answers before anybody waits for it, and a handler that has begun is not forgotten.
 #[tokio::test(start_paused = true)]
 async fn a_request_that_nobody_waits_for_is_served_to_its_end_or_not_at_all() {

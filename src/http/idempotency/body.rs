@@ -58,6 +58,10 @@ impl Chunks {
         self.first.take().or_else(|| self.rest.pop_front())
     }
 
+    pub(super) fn pop_last(&mut self) -> Option<Bytes> {
+        self.rest.pop_back().or_else(|| self.first.take())
+    }
+
     pub(super) fn iter(&self) -> impl Iterator<Item = &Bytes> {
         self.first.iter().chain(&self.rest)
     }

@@ -267,7 +267,7 @@ where
 {
     /// The rest comes bit by bit, and is recorded whether or not anybody reads it.
     pub(super) fn go_on(self, course: Course, settings: Arc<Settings>) -> Response<IdempotentBody<R>> {
-        let Self { parts, chunks, mut stream, mut hint } = self;
+        let Self { parts, mut chunks, mut stream, mut hint } = self;
         course.attempt.answering();
         if !stream.trailers.is_empty() {
             hint = SizeHint::new();
@@ -275,6 +275,9 @@ where
         let cancels = settings.on_disconnect == OnDisconnect::Cancel;
         let (pieces, receiver) = mpsc::channel(PIECES);
         stream.chunks = chunks.iter().cloned().collect();
+        if stream.may_be_over() {
+            stream.held = chunks.pop_last();
+        }
         stream.leases = Held::present().shares(ReleaseAt::BodyEnd);
         let task = tokio::spawn(stream.finish(course, settings, pieces).in_current_span());
         let mut body = IdempotentBody::live(chunks, receiver, hint);
