@@ -4,17 +4,23 @@
 -- ARGV[1]  token     of the attempt
 -- ARGV[2]  lease_ms  integer, 10 to 86400000
 -- ARGV[3]  keep_ms   how long the record is kept after the lease
--- ARGV[4]  payload   24 bytes, the fingerprint of the body as far as it is known
+-- ARGV[4]  payload   24 bytes, the fingerprint of the body as far as it is known; where the record knows more, that stays
 --
 -- Value    record: see idempotency_begin
 -- Returns  1 renewed, also where the lease had ended and nobody has begun anew; 0 not this token's any more
 -- Errors   WRONGTYPE
--- Repeat   harmless
+-- Repeat   harmless: one that comes late takes back nothing that is known of the body
 local record, token, lease_ms, keep_ms, payload = KEYS[1], ARGV[1], ARGV[2] + 0, ARGV[3] + 0, ARGV[4]
 
 local stored = redis.call('GET', record) or ''
 if #stored < 80 or stored:byte(1) ~= 1 or stored:byte(2) ~= 1 or stored:sub(41, 56) ~= token then
   return 0
+end
+-- Renewals and checkpoints go ways of their own, so that one may come after another that was sent later.
+local kind, len = struct.unpack('<BI7', payload)
+local known_kind, known_len = struct.unpack('<BI7', stored, 57)
+if known_len > len or (known_len == len and known_kind > kind) then
+  payload = stored:sub(57, 80)
 end
 local time = redis.call('TIME')
 local ends = time[1] * 1000000 + time[2] + lease_ms * 1000

@@ -47,6 +47,9 @@ pub trait IdempotencyStore {
 
     /// Lets the lease of an attempt last its whole time from now on. False if the operation is not the token's any more. A lease
     /// that has ended comes back, as long as nobody has taken over.
+    ///
+    /// The payload takes the place of the one that is known, unless that knows more of the body: renewals and checkpoints may come in another
+    /// order than they were sent in.
     fn renew(
         &self,
         operation: &Operation,
@@ -55,7 +58,8 @@ pub trait IdempotencyStore {
     ) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// Puts down how far an attempt has come, and lets its lease last its whole time from now on. False if the operation is not the
-    /// token's any more. One with a smaller [number](Checkpoint::number) than that which is there changes nothing.
+    /// token's any more. One with a smaller [number](Checkpoint::number) than that which is there changes nothing. The payload is taken as
+    /// by a [renewal](Self::renew).
     ///
     /// It stays until the operation is completed: also when the attempt is given back, which is then still the operation of
     /// the same request, and for as long as it would have been remembered without that.
@@ -249,6 +253,11 @@ impl Payload {
         len[..7].copy_from_slice(&bytes[1..8]);
         let digest = Digest(bytes[8..].try_into().ok()?);
         Some(Self { len: u64::from_le_bytes(len), is_whole, digest })
+    }
+
+    /// The one of two of the same body that knows more of it.
+    pub(crate) fn or_more(self, other: Self) -> Self {
+        if (self.len, self.is_whole) > (other.len, other.is_whole) { self } else { other }
     }
 }
 

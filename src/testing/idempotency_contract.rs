@@ -325,6 +325,36 @@ pub async fn a_checkpoint_keeps_the_request<S: IdempotencyStore>(store: S) {
     take(&store, &operation("a"), &claim(LONG)).await;
 }
 
+/// The story of a renewal that came after a checkpoint which was sent later, and took back what that had told of the body: another one that began
+/// alike was taken for the same, and told of the checkpoint.
+pub async fn what_is_known_of_a_body_stays_known<S: IdempotencyStore>(store: S) {
+    let read = |len, is_whole| Payload { len, is_whole: Some(is_whole), digest: Digest([len as u8; 16]) };
+    let note = Checkpoint::new(1, "charged", b"").unwrap();
+    let first = claim(LONG);
+    take(&store, &operation("a"), &first).await;
+    assert!(store.renew(&operation("a"), &first, &read(2, false)).await.unwrap());
+    assert!(store.checkpoint(&operation("a"), &first, &read(100, true), &note).await.unwrap());
+    for late in [Payload::default(), read(3, false), read(100, false)] {
+        assert!(store.renew(&operation("a"), &first, &late).await.unwrap());
+        match ask(&store, &operation("a")).await {
+            Begun::InFlight { payload: known, .. } => assert_eq!(known, read(100, true), "renewed with {late:?}"),
+            begun => panic!("{begun:?}"),
+        }
+        assert!(store.checkpoint(&operation("a"), &first, &late, &note).await.unwrap());
+        match ask(&store, &operation("a")).await {
+            Begun::InFlight { payload: known, .. } => assert_eq!(known, read(100, true), "put down with {late:?}"),
+            begun => panic!("{begun:?}"),
+        }
+    }
+    assert!(store.release(&operation("a"), &first.token).await.unwrap());
+    match ask(&store, &operation("a")).await {
+        Begun::Granted { payload: known, checkpoint, .. } => {
+            assert_eq!((known, checkpoint), (read(100, true), Some(note)));
+        }
+        begun => panic!("{begun:?}"),
+    }
+}
+
 /// The story of a takeover that was given back, with which was forgotten what the request was and how often it was tried: something may
 /// have come of the attempt that was taken over, so the next one has to be the same request.
 pub async fn what_was_taken_over_stays_the_same_request<S: IdempotencyStore>(store: S) {

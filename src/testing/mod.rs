@@ -280,6 +280,7 @@ macro_rules! idempotency_contract {
                 a_checkpoint_is_found_by_the_next_attempt
                 a_checkpoint_that_comes_late_changes_nothing
                 a_checkpoint_keeps_the_request
+                what_is_known_of_a_body_stays_known
                 what_was_taken_over_stays_the_same_request
                 who_watches_is_told
                 an_answer_is_forgotten_when_its_time_is_over

@@ -314,7 +314,7 @@ impl OperationTable {
             return false;
         };
         record.renew(claim, now);
-        record.payload = *payload;
+        record.payload = record.payload.or_more(*payload);
         true
     }
 
@@ -345,7 +345,7 @@ impl OperationTable {
         }
         self.make_room(checkpoint.len())?;
         record.renew(claim, now);
-        record.payload = *payload;
+        record.payload = record.payload.or_more(*payload);
         record.is_bound = true;
         if let Some(last) = record.checkpoint.replace(Arc::new(checkpoint.clone())) {
             self.bytes.fetch_sub(last.len(), Ordering::Relaxed);

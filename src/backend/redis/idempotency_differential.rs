@@ -22,6 +22,8 @@ struct AttemptStep {
     head: u8,
     takes_over: bool,
     lease_ms: u64,
+    // What is known of the body.
+    body: Payload,
     verb: AttemptVerb,
 }
 
@@ -67,14 +69,18 @@ fn attempts() -> impl Strategy<Value = Vec<AttemptStep>> {
     ];
     let head = prop_oneof![9 => Just(1_u8), 1 => Just(2)];
     let lease_ms = prop_oneof![Just(10_u64), Just(50)];
-    let step = (pause, 0..2_u32, 0..TOKENS, head, any::<bool>(), lease_ms, verb);
-    let step = step.prop_map(|(pause, operation, token, head, takes_over, lease_ms, verb)| AttemptStep {
+    // In no order: what was sent earlier may come later.
+    let body = (0..4_u64, prop::option::of(any::<bool>()), any::<u8>());
+    let body = body.prop_map(|(len, is_whole, byte)| Payload { len, is_whole, digest: Digest([byte; 16]) });
+    let step = (pause, 0..2_u32, 0..TOKENS, head, any::<bool>(), lease_ms, body, verb);
+    let step = step.prop_map(|(pause, operation, token, head, takes_over, lease_ms, body, verb)| AttemptStep {
         pause,
         operation,
         token,
         head,
         takes_over,
         lease_ms,
+        body,
         verb,
     });
     prop::collection::vec(step, 100..300)
@@ -89,7 +95,7 @@ struct Model {
     fence: usize,
     token: usize,
     head: u8,
-    payload: u64,
+    payload: Payload,
     checkpoint: Option<u32>,
     // It has a checkpoint, or was taken over.
     is_bound: bool,
@@ -136,12 +142,14 @@ impl Model {
     fn begin(&mut self, now: u64, fence: usize, step: &AttemptStep) -> String {
         let AttemptStep { token, head, takes_over, lease_ms, .. } = *step;
         match self.state {
-            Some(State::Free) if self.token == token => return "in flight for 1 ms, body 0".into(),
+            Some(State::Free) if self.token == token => {
+                return format!("in flight for 1 ms, {}", read(&Payload::default()));
+            }
             None => {}
             Some(State::Free) if !self.is_bound => {}
             _ if self.head != head => return "mismatch".into(),
             Some(State::Completed { is_kept }) => {
-                return format!("completed by {} (kept: {is_kept}), body {}", self.token as u8, self.payload);
+                return format!("completed by {} (kept: {is_kept}), {}", self.token as u8, read(&self.payload));
             }
             Some(State::InFlight { .. }) if self.token == token => {
                 self.state = Some(State::InFlight { ends: now + lease_ms });
@@ -150,10 +158,10 @@ impl Model {
             }
             Some(State::Free) => {}
             Some(State::InFlight { ends }) if ends > now => {
-                return format!("in flight for {} ms, body {}", ends - now, self.payload);
+                return format!("in flight for {} ms, {}", ends - now, read(&self.payload));
             }
             Some(State::InFlight { .. }) if !takes_over => {
-                return format!("unknown, attempt {}, body {}", self.attempt, self.payload);
+                return format!("unknown, attempt {}, {}", self.attempt, read(&self.payload));
             }
             Some(State::InFlight { .. }) => {}
         }
@@ -165,30 +173,40 @@ impl Model {
         self.granted()
     }
 
+    /// No less is known of the body than before.
+    fn reads(&mut self, body: Payload) {
+        let known = |payload: &Payload| (payload.len, payload.is_whole);
+        if known(&body) >= known(&self.payload) {
+            self.payload = body;
+        }
+    }
+
     fn granted(&self) -> String {
-        format!("granted, attempt {}, body {}, checkpoint {:?}", self.attempt, self.payload, self.checkpoint)
+        format!("granted, attempt {}, {}, checkpoint {:?}", self.attempt, read(&self.payload), self.checkpoint)
     }
 }
 
-fn payload(len: u64) -> Payload {
-    Payload { len, is_whole: (len > 0).then_some(true), digest: Digest::default() }
+/// How far a body was read.
+fn read(payload: &Payload) -> String {
+    let Payload { len, is_whole, digest } = payload;
+    format!("body {len} of {}, whole: {is_whole:?}", digest.0[0])
 }
 
 fn told(begun: &Begun) -> String {
     match begun {
         Begun::Granted { attempt, payload, checkpoint, .. } => {
             let checkpoint = checkpoint.as_ref().map(Checkpoint::number);
-            format!("granted, attempt {attempt}, body {}, checkpoint {checkpoint:?}", payload.len)
+            format!("granted, attempt {attempt}, {}, checkpoint {checkpoint:?}", read(payload))
         }
         Begun::Mismatch => "mismatch".into(),
         Begun::InFlight { remaining, payload } => {
-            format!("in flight for {} ms, body {}", remaining.as_micros().div_ceil(1_000), payload.len)
+            format!("in flight for {} ms, {}", remaining.as_micros().div_ceil(1_000), read(payload))
         }
-        Begun::Unknown { attempt, payload } => format!("unknown, attempt {attempt}, body {}", payload.len),
+        Begun::Unknown { attempt, payload } => format!("unknown, attempt {attempt}, {}", read(payload)),
         Begun::Completed { payload, answer, is_kept } => {
             // What is said by hand begins with a letter.
             let by = if answer[0] == b'o' || answer.len() > 1 { NOBODY as u8 } else { answer[0] };
-            format!("completed by {by} (kept: {is_kept}), body {}", payload.len)
+            format!("completed by {by} (kept: {is_kept}), {}", read(payload))
         }
     }
 }
@@ -230,7 +248,7 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
         }
         let (lease, retention) = (Duration::from_millis(step.lease_ms), Duration::from_millis(RETENTION_MS));
         let claim = Claim { token, head: Digest([step.head; 16]), lease, retention, takes_over: step.takes_over };
-        let body = payload(number as u64 + 1);
+        let body = step.body;
         let (expected, memory, redis) = match step.verb {
             AttemptVerb::Begin => {
                 let was_ours = model.is_in_flight_by(step.token);
@@ -249,7 +267,7 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                 if expected {
                     model.state = Some(State::InFlight { ends: now + step.lease_ms });
                     model.expires = now + step.lease_ms + RETENTION_MS;
-                    model.payload = body.len;
+                    model.reads(body);
                 }
                 let (memory, redis) = pair.both(
                     |to| IdempotencyStore::renew(to, &operation, &claim, &body),
@@ -262,7 +280,8 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                 if expected && model.checkpoint.is_none_or(|last| last <= number) {
                     model.state = Some(State::InFlight { ends: now + step.lease_ms });
                     model.expires = now + step.lease_ms + RETENTION_MS;
-                    (model.payload, model.checkpoint, model.is_bound) = (body.len, Some(number), true);
+                    model.reads(body);
+                    (model.checkpoint, model.is_bound) = (Some(number), true);
                 }
                 let note = Checkpoint::new(number, "step", b"data").unwrap();
                 let (memory, redis) = pair.both(
@@ -276,7 +295,7 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                 let expected = is_done || model.is_in_flight_by(step.token);
                 if expected && !is_done {
                     model.state = Some(State::Completed { is_kept });
-                    (model.expires, model.payload) = (now + RETENTION_MS, body.len);
+                    (model.expires, model.payload) = (now + RETENTION_MS, body);
                     model.checkpoint = None;
                 }
                 let answer = [step.token as u8].into();
@@ -297,7 +316,7 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                     model.token = step.token;
                     model.expires = if model.is_bound { model.expires.max(kept) } else { kept };
                     if !model.is_bound {
-                        model.payload = 0;
+                        model.payload = Payload::default();
                     }
                 }
                 let (memory, redis) = pair.both(
