@@ -1612,9 +1612,9 @@ async fn with_grpc_an_answer_has_its_status_in_the_trailers() {
     let runs = Arc::new(AtomicUsize::new(0));
     let counted = Arc::clone(&runs);
     let guard = layer(MemoryBackend::new()).with_rejection(AsStatus::new());
-    // UNAVAILABLE the first time, then what another caller would not hear, and NOT_FOUND from then on.
+    // UNAVAILABLE the first time, then what another caller would not hear, or of another replica, and NOT_FOUND from then on.
     let service = guard.layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {
-        let code = ["14", "16", "7", "5"][counted.fetch_add(1, Ordering::SeqCst).min(3)];
+        let code = ["14", "16", "7", "12", "5"][counted.fetch_add(1, Ordering::SeqCst).min(4)];
         let (sender, body) = stream();
         let mut trailers = HeaderMap::new();
         trailers.insert("grpc-status", code.parse().unwrap());
@@ -1622,7 +1622,7 @@ async fn with_grpc_an_answer_has_its_status_in_the_trailers() {
         sender.send(Ok(Frame::trailers(trailers))).unwrap();
         async { Ok::<_, Infallible>(Response::new(body)) }
     }));
-    for (code, replayed) in [("14", false), ("16", false), ("7", false), ("5", false), ("5", true)] {
+    for (code, replayed) in [("14", false), ("16", false), ("7", false), ("12", false), ("5", false), ("5", true)] {
         let response = service.clone().oneshot(pay("k")).await.unwrap();
         assert_eq!(response.headers().contains_key("idempotent-replayed"), replayed);
         let body = response.into_body().collect().await.unwrap();

@@ -554,9 +554,9 @@ impl GrpcStatus {
     fn of(headers: &HeaderMap) -> Option<Self> {
         Some(match headers.get(&Self::NAME)?.as_bytes() {
             b"0" => Self::Ok,
-            // CANCELLED, UNKNOWN, DEADLINE_EXCEEDED, PERMISSION_DENIED, RESOURCE_EXHAUSTED, ABORTED, INTERNAL, UNAVAILABLE, DATA_LOSS,
-            // UNAUTHENTICATED
-            b"1" | b"2" | b"4" | b"7" | b"8" | b"10" | b"13" | b"14" | b"15" | b"16" => Self::Transient,
+            // CANCELLED, UNKNOWN, DEADLINE_EXCEEDED, PERMISSION_DENIED, RESOURCE_EXHAUSTED, ABORTED, UNIMPLEMENTED, INTERNAL, UNAVAILABLE,
+            // DATA_LOSS, UNAUTHENTICATED
+            b"1" | b"2" | b"4" | b"7" | b"8" | b"10" | b"12" | b"13" | b"14" | b"15" | b"16" => Self::Transient,
             _ => Self::Other,
         })
     }
