@@ -529,13 +529,18 @@ async fn send(pieces: &Sender<Piece>, data: Bytes, is_recorded: bool) {
 
 /// What [`Keep::SafeRetry`] gives back besides 5xx: what says "not now", and what is said of the headers of a request, its credentials
 /// or its connection, which may be others the next time.
-const GIVEN_BACK: [StatusCode; 7] = [
+const GIVEN_BACK: [StatusCode; 12] = [
     StatusCode::UNAUTHORIZED,
     StatusCode::FORBIDDEN,
+    StatusCode::NOT_ACCEPTABLE,
+    StatusCode::PROXY_AUTHENTICATION_REQUIRED,
     StatusCode::REQUEST_TIMEOUT,
+    StatusCode::PRECONDITION_FAILED,
     StatusCode::UNSUPPORTED_MEDIA_TYPE,
+    StatusCode::EXPECTATION_FAILED,
     StatusCode::MISDIRECTED_REQUEST,
     StatusCode::TOO_EARLY,
+    StatusCode::PRECONDITION_REQUIRED,
     StatusCode::TOO_MANY_REQUESTS,
 ];
 
