@@ -64,7 +64,10 @@ const HISTOGRAMS: [(&str, &str); 9] = [
     ("tollgate_lock_wait_seconds", "The time until a lock was granted"),
     ("tollgate_lock_hold_seconds", "The time until a lock was given back"),
     ("tollgate_lock_handover_seconds", "The time from one holder of a lock to the next"),
-    ("tollgate_idempotency_handler_seconds", "The time from the claim of an operation to the end of its answer"),
+    (
+        "tollgate_idempotency_handler_seconds",
+        "The time from the claim of an operation to the end of its answer, or to where its handler was cut off",
+    ),
     ("tollgate_idempotency_wait_seconds", "How long requests waited for the same request"),
     ("tollgate_job_lateness_seconds", "How long after it was due a job was claimed"),
     ("tollgate_job_seconds", "How long attempts at jobs ran"),

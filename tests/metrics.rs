@@ -20,7 +20,7 @@ use tokio::time::Instant;
 use tollgate::config::{Rules, RulesLayer};
 use tollgate::delay_queue::Outcome;
 use tollgate::http::{FingerprintedBody, header};
-use tollgate::idempotency::{OnStoreError as OnFailure, Operation, Operations};
+use tollgate::idempotency::{OnStoreError as OnFailure, OnUnknown, Operation, Operations};
 use tollgate::lock::LockAdmin;
 use tollgate::rate_limit::{
     ChargeOn, CircuitBreaker, Decision, DenyCache, Leases, PolicyResolver, RateLimitHandle, RateLimitStore, Receipt,
@@ -726,6 +726,87 @@ fn handlers_that_are_cut_off_while_they_answer_are_counted() {
         ("tollgate_idempotency_requests_total{layer=pay,outcome=too_large}", 2),
     ];
     assert_eq!(seen, expect(&expected));
+}
+
+/// How long handlers took, by the name of their layer.
+fn handler_seconds(snapshotter: &Snapshotter) -> BTreeMap<String, Vec<f64>> {
+    let mut seconds = BTreeMap::new();
+    for (key, _, _, value) in snapshotter.snapshot().into_vec() {
+        if key.key().name() == "tollgate_idempotency_handler_seconds"
+            && let DebugValue::Histogram(values) = value
+        {
+            let layer = key.key().labels().next().unwrap().value().to_owned();
+            seconds.insert(layer, values.into_iter().map(f64::from).collect());
+        }
+    }
+    seconds
+}
+
+/// The story of handlers that took ever longer while the chart of their time fell: those that were cut off were not in it, nor what came of an answer
+/// after it was known to be too large.
+#[test]
+fn the_time_of_a_handler_is_that_to_its_end() {
+    let (recorder, snapshotter, runtime) = recording();
+    let second = Duration::from_secs(1);
+    let guard = IdempotencyLayer::new(MemoryBackend::new()).scope(header("x-user")).max_run(second).max_answer(10);
+    let guard = guard.lease(second).on_unknown(OnUnknown::Retry);
+    // How long the answer takes, and then the parts of it, with the end.
+    let ask = async |layer: &'static str, sent: &'static str, pause: Duration, parts: &'static [(usize, Duration)]| {
+        let guard = guard.clone().name(layer);
+        let service =
+            guard.clone().layer(service_fn(move |request: Request<FingerprintedBody<Full<Bytes>>>| async move {
+                request.into_body().collect().await?;
+                tokio::time::sleep(pause).await;
+                let (sender, mut receiver) = unbounded_channel();
+                tokio::spawn(async move {
+                    for (len, pause) in parts {
+                        sender.send(Ok(Frame::data(Bytes::from(vec![b'x'; *len])))).ok();
+                        tokio::time::sleep(*pause).await;
+                    }
+                });
+                let body: Parts = StreamBody::new(poll_fn(Box::new(move |cx| receiver.poll_recv(cx))));
+                Ok::<_, BoxError>(Response::new(body))
+            }));
+        let request = Request::post("/").header("x-user", "alice").header("idempotency-key", layer);
+        let answer = service.oneshot(request.body(Full::from(sent)).unwrap()).await.unwrap();
+        let status = answer.status();
+        drop(answer.into_body().collect().await);
+        guard.drained().await;
+        status
+    };
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            const SHORT: Duration = Duration::from_millis(400);
+            const LONG: Duration = Duration::from_secs(9);
+            ask("whole", "x", SHORT, &[(1, SHORT)]).await;
+            ask("too_large", "x", Duration::ZERO, &[(20, SHORT), (1, SHORT), (1, SHORT), (1, SHORT), (1, SHORT)]).await;
+            ask("no_answer", "x", LONG, &[]).await;
+            ask("cut_off", "x", Duration::ZERO, &[(1, LONG)]).await;
+            ask("too_large_and_cut_off", "x", SHORT, &[(20, LONG)]).await;
+            // Another body, which is known before its handler begins.
+            tokio::time::sleep(second).await;
+            assert_eq!(ask("no_answer", "", SHORT, &[]).await, StatusCode::UNPROCESSABLE_ENTITY);
+            let operations = Operations::new(MemoryBackend::new(), "operations").max_run(second);
+            let work = async |_| {
+                tokio::time::sleep(LONG).await;
+                Ok::<_, BoxError>("late")
+            };
+            assert!(operations.run(Operation::new("alice", "k"), "", work).await.is_err());
+        });
+    });
+    let seen = handler_seconds(&snapshotter);
+    let expected = [
+        ("whole", 0.8),
+        ("too_large", 2.0),
+        ("no_answer", 1.0),
+        ("cut_off", 1.0),
+        ("too_large_and_cut_off", 1.4),
+        ("operations", 1.0),
+    ];
+    assert_eq!(seen.len(), expected.len(), "{seen:?}");
+    for (layer, at_least) in expected {
+        assert!(matches!(seen[layer][..], [time] if time >= at_least && time < at_least + 0.1), "{layer}: {seen:?}");
+    }
 }
 
 /// Whoever comes first is seen as well, while it still waits.

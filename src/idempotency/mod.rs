@@ -195,7 +195,7 @@
 //! | --- | --- | --- |
 //! | `tollgate_idempotency_requests_total` | `layer`, `outcome`: `executed`, `replayed`, `in_flight`, `mismatch`, `outcome_unknown`, `not_kept`, `missing_key`, `invalid_key`, `missing_scope`, `unreadable`, `too_large`, `full`, `failed_open`, `failed_closed`; and of those that were executed `cancelled`, or `mismatch` and `too_large` where the body turned out so | requests with a key, or turned away for the lack of one |
 //! | `tollgate_idempotency_attempts_total` | `layer`, `outcome`: `kept`, `tombstone` (only the status is), `given_back`, `unknown` | attempts that ended |
-//! | `tollgate_idempotency_handler_seconds` | `layer` | from the claim to the end of the answer, a histogram |
+//! | `tollgate_idempotency_handler_seconds` | `layer` | from the claim to the end of the answer, or to where the handler was cut off, a histogram; nothing of one that panics, or is dropped with its client |
 //! | `tollgate_idempotency_wait_seconds` | `layer` | how long requests waited for the same request, a histogram |
 //! | `tollgate_idempotency_store_errors_total` | `layer` | calls that failed or were late |
 //! | `tollgate_idempotency_circuit_transitions_total` | `layer`, `state`: `open`, `closed` | circuits that opened and closed |

@@ -258,7 +258,9 @@ impl Operations {
         self.home.meters().decided(Verdict::Executed);
         let begun = attempt.sent();
         let until = self.max_run.map(|max_run| begun + max_run.min(FOREVER));
-        let Some(done) = under_lease(&attempt, until, || work(handle)).await else {
+        let done = under_lease(&attempt, until, || work(handle)).await;
+        self.home.meters().handled(begun);
+        let Some(done) = done else {
             let order = attempt.order();
             let (layer, operation) = (order.layer(), order.operation());
             tracing::warn!(layer, %operation, "an operation was cancelled: its outcome is unknown when its lease has ended");
@@ -266,7 +268,6 @@ impl Operations {
             self.home.meters().decided(Verdict::Cancelled);
             return Err(OperationError::Cancelled);
         };
-        self.home.meters().handled(begun);
         let (end, done) = match done {
             Ok(answer) => {
                 let stored = written(&answer.into());

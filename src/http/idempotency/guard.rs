@@ -181,7 +181,11 @@ where
             panic!("ResponseFuture polled after completion")
         };
         let Shared { settings, answer, .. } = &*shared;
-        let (outcome, answered) = match course.at_work(|| Come::of(settings, served)) {
+        let come = course.at_work(|| Come::of(settings, served));
+        if has_begun && !matches!(come, Come::Part(_)) {
+            course.ended(settings);
+        }
+        let (outcome, answered) = match come {
             Come::Whole(outcome, answered) => (outcome, answered.map_err(|error| answer.error(error))),
             Come::Part(start) => return Poll::Ready(Ok(start.go_on(course, Arc::clone(settings)))),
             Come::Nothing => {

@@ -137,6 +137,11 @@ impl Course {
         self.attempt.told();
     }
 
+    /// Notes how long the handler took, once it has come to its end or was dropped.
+    pub(super) fn ended(&self, settings: &Settings) {
+        settings.home.meters().handled(self.begun);
+    }
+
     /// Whether it is not known yet that an answer is one to the right body. What is made of one that has broken off is known.
     pub(super) fn has_to_read_on(&self, outcome: &Outcome) -> bool {
         let reading = self.attempt.order().body();
@@ -175,9 +180,8 @@ impl Course {
         outcome: Outcome,
         settings: &Settings,
     ) -> (Running, Option<impl Future<Output = ()> + Send + use<>>) {
-        let Self { attempt, running, begun, .. } = self;
+        let Self { attempt, running, .. } = self;
         let reading = attempt.order().body();
-        settings.home.meters().handled(begun);
         let end = match outcome {
             Outcome::Failed if settings.keep.gives_failures_back() => Settlement::Release,
             // Nobody knows what was done: it is left to the end of its lease.
@@ -365,17 +369,22 @@ where
         let Some(stop) = stop else {
             // The handler goes before anything else is done.
             drop(self);
+            course.ended(&settings);
             settings.home.meters().decided(Verdict::of(&course.breaks_off(&settings)));
             return;
         };
+        // One that is too large comes to its end later.
+        let has_ended = !matches!(stop, Stop::TooLarge);
+        let begun = course.begun;
+        if has_ended {
+            course.ended(&settings);
+            // The body of the request may be in there, and nobody else reads that.
+            self.body = None;
+        }
         let mut outcome = self.outcome(self.chunks.iter(), matches!(stop, Stop::End));
         if let (Stop::Broken(_), Outcome::Answered { succeeded, .. }) = (&stop, &mut outcome) {
             // What is made of a body breaks off with it.
             *succeeded &= !order.body().has_failed();
-        }
-        if !matches!(stop, Stop::TooLarge) {
-            // The body of the request may be in there, and nobody else reads that.
-            self.body = None;
         }
         let Some(outcome) = course.read_on(outcome, &settings).await else {
             drop(self);
@@ -411,6 +420,9 @@ where
                 }
             },
         };
+        if !has_ended {
+            settings.home.meters().handled(begun);
+        }
         let Some(last) = last else {
             let verdict = order.body().unfit().map_or(Verdict::Cancelled, |unfit| match unfit {
                 Unfit::Differs => Verdict::Mismatch,
