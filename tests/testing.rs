@@ -372,3 +372,21 @@ async fn a_job_for_tests_is_what_it_was_told_to_be() {
     assert!(job.cancellation().is_cancelled());
     job.cancellation().cancelled().await;
 }
+
+/// The story of a service that ran something beside a job until that had ended: in a test it had ended before it began.
+#[tokio::test]
+async fn a_job_for_tests_lasts_until_it_is_dropped() {
+    let job = TestJob::new(1).build();
+    let mut cancellation = job.cancellation();
+    assert_eq!(cancellation.ended().now_or_never(), None);
+    let clone = job.clone().map(|number| number + 1);
+    drop(job);
+    assert_eq!(cancellation.ended().now_or_never(), None);
+    drop(clone);
+    assert_eq!(cancellation.ended().now_or_never(), Some(false));
+
+    let (job, canceller) = TestJob::new(1).cancellable();
+    assert_eq!(job.cancellation().ended().now_or_never(), None);
+    drop(canceller);
+    assert_eq!(job.cancellation().ended().now_or_never(), Some(false));
+}

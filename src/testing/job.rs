@@ -82,12 +82,17 @@ impl<T> TestJob<T> {
         self
     }
 
-    /// The job. Nobody cancels it.
+    /// The job. Nobody cancels it. Its attempt is over, so that [`ended`](crate::delay_queue::Cancellation::ended) is ready, once it and its clones are
+    /// dropped, also by [`into_payload`](Job::into_payload). One that is [cancellable](Self::cancellable) lasts for as long as a test wants it to.
     pub fn build(self) -> Job<T> {
-        self.cancellable().0
+        let (mut job, canceller) = self.cancellable();
+        // With a worker it is there until the attempt is over.
+        job.extensions_mut().insert(canceller.0);
+        job
     }
 
-    /// The job, and what [cancels](Job::cancellation) it.
+    /// The job, and what [cancels](Job::cancellation) it. Keep that for as long as the service is at work: the attempt is over once it is dropped, as when a
+    /// worker has the answer of the service, and [`ended`](crate::delay_queue::Cancellation::ended) is ready.
     pub fn cancellable(self) -> (Job<T>, JobCanceller) {
         let token = u64::from(self.stored.attempt);
         let (job, canceller) = Job::new(ClaimedJob { token, job: self.stored }, self.payload);
