@@ -370,6 +370,8 @@ pub(super) async fn is_same<B: Body<Data = Bytes>>(
 
 #[cfg(test)]
 mod tests {
+    use std::convert::Infallible;
+
     use http_body_util::{BodyExt, Full};
     use proptest::prelude::*;
 
@@ -424,7 +426,7 @@ mod tests {
         let (mut rest, mut frames) = (bytes, Vec::new());
         for size in sizes {
             let (frame, others) = rest.split_at((*size).min(rest.len()));
-            frames.push(Ok::<_, std::convert::Infallible>(Frame::data(Bytes::copy_from_slice(frame))));
+            frames.push(Ok::<_, Infallible>(Frame::data(Bytes::copy_from_slice(frame))));
             rest = others;
         }
         let stream = http_body_util::StreamBody::new(futures_util::stream::iter(frames));
@@ -437,6 +439,18 @@ mod tests {
             assert!(body.frame().await.is_none());
         }
         order.body().payload()
+    }
+
+    /// An attempt after one that has read `before`, whether `bytes` are the same, and these in chunks.
+    async fn next(
+        bytes: &[u8],
+        chunk: usize,
+        before: &Payload,
+    ) -> (Arc<Order<Reading>>, bool, impl Body<Data = Bytes, Error = Infallible> + Send + use<>) {
+        let order = order();
+        let same = is_same(Full::new(Bytes::copy_from_slice(bytes)), before, order.body()).await.unwrap();
+        let frames: Vec<_> = bytes.chunks(chunk).map(Bytes::copy_from_slice).map(Frame::data).map(Ok).collect();
+        (order, same, http_body_util::StreamBody::new(futures_util::stream::iter(frames)))
     }
 
     proptest! {
@@ -469,12 +483,8 @@ mod tests {
             let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
             runtime.block_on(async {
                 let before = read(&bytes, &sizes, Payload::default()).await;
-                let order = order();
-                let same = is_same(Full::new(Bytes::from(other.clone())), &before, order.body()).await.unwrap();
-                let frames: Vec<_> = other.chunks(chunk).map(Bytes::copy_from_slice).map(Frame::data).collect();
-                let frames = frames.into_iter().map(Ok::<_, std::convert::Infallible>);
-                let stream = http_body_util::StreamBody::new(futures_util::stream::iter(frames));
-                let (body, _) = FingerprintedBody::new(stream, before, u64::MAX, Arc::clone(&order));
+                let (order, same, body) = next(&other, chunk, &before).await;
+                let (body, _) = FingerprintedBody::new(body, before, u64::MAX, Arc::clone(&order));
                 let seen = futures_util::FutureExt::now_or_never(body.collect()).map(|body| body.unwrap().to_bytes());
                 prop_assert_eq!(seen.is_some(), same, "{:?}", before);
                 prop_assert_eq!(order.body().unfit(), (!same).then_some(Unfit::Differs));
@@ -496,12 +506,8 @@ mod tests {
             let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
             runtime.block_on(async {
                 let before = read(&bytes, &sizes, Payload::default()).await;
-                let order = order();
-                let same = is_same(Full::new(Bytes::from(other.clone())), &before, order.body()).await.unwrap();
-                let frames: Vec<_> = other.chunks(chunk).map(Bytes::copy_from_slice).map(Frame::data).collect();
-                let frames = frames.into_iter().map(Ok::<_, std::convert::Infallible>);
-                let stream = http_body_util::StreamBody::new(futures_util::stream::iter(frames));
-                let (mut body, rest) = FingerprintedBody::new(stream, before, u64::MAX, Arc::clone(&order));
+                let (order, same, body) = next(&other, chunk, &before).await;
+                let (mut body, rest) = FingerprintedBody::new(body, before, u64::MAX, Arc::clone(&order));
                 for _ in 0..frames_read {
                     drop(futures_util::FutureExt::now_or_never(body.frame()));
                 }
