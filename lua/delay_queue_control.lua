@@ -22,7 +22,7 @@
 -- Returns  get: {} or {state, record}, where states are 1 waiting, 2 running, 3 dead. cancel, reschedule, replace: 0 there is none, 1 done
 --          (of a cancelled job that is running: 2, its worker will be told), 2 it is running, 3 it is dead. counts: {waiting, due, running,
 --          dead, oldest_ms (-1 if none is due), is_paused}. list: {id, record, ...}. pause: 1. drain: how many. replay, forget: 1 or 0 an id; one
---          whose unique key another job holds is not replayed
+--          whose unique key another job holds is not replayed, and where records make 1 MiB the rest of the ids has no answer
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
 -- Repeat   harmless: what was removed is not there; a delay counts from now on again
 local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
@@ -359,18 +359,17 @@ if verb == 'drain' then
   return removed
 end
 
-local answers = {}
+local answers, bytes = {}, 0
 for i = 1, math.min(#ARGV - first + 1, 256) do
   local id = ARGV[first + i - 1]
-  local record = redis.call('HGET', jobs, id)
-  local may_be = verb == 'forget' or (record and is_job(record) and redis.call('ZSCORE', dead, id) and hold(record, id))
-  answers[i] = may_be and redis.call('ZREM', dead, id) or 0
-  if answers[i] == 0 then
-    record = false
-  end
-  if record and verb == 'forget' then
+  local is_dead = redis.call('ZSCORE', dead, id)
+  local record = is_dead and verb == 'replay' and redis.call('HGET', jobs, id)
+  answers[i] = 0
+  if is_dead and verb == 'forget' then
     redis.call('HDEL', jobs, id)
-  elseif record then
+    answers[i] = redis.call('ZREM', dead, id)
+  elseif record and is_job(record) and hold(record, id) then
+    answers[i] = redis.call('ZREM', dead, id)
     local flags, max, _, _, error_len, key_len, headers = struct.unpack('>BHHBHBI4', record, 14)
     local head = struct.pack('>I6BHHBHBI4', now, flags, max, 0, 0, 0, key_len, headers)
     local rest = record:sub(27, 26 + key_len) .. record:sub(27 + key_len + error_len)
@@ -378,6 +377,11 @@ for i = 1, math.min(#ARGV - first + 1, 256) do
     redis.call('ZADD', due[flags % 4], now, id)
     keep(due[flags % 4], keep_ms)
     keep(jobs, keep_ms + 86400000)
+  end
+  bytes = bytes + (record and #record or 0)
+  if bytes >= 1048576 then
+    -- The next call goes on here.
+    break
   end
 end
 if verb == 'replay' then

@@ -719,6 +719,52 @@ mod queue {
         backend.claim(queue, &finished, &Claim::new(claim.worker, 0, lease)).await.unwrap();
     }
 
+    /// A backend that answers for so many of the dead at a time.
+    struct Terse {
+        backend: MemoryBackend,
+        most: usize,
+    }
+
+    impl Terse {
+        fn some<'a>(&self, ids: &'a [JobId]) -> &'a [JobId] {
+            &ids[..ids.len().min(self.most)]
+        }
+    }
+
+    impl DelayQueueStore for Terse {
+        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, scope);
+
+        async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
+            self.backend.claim(queue, finished, claim).await
+        }
+
+        async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+            self.backend.replay(queue, self.some(ids)).await
+        }
+
+        async fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
+            self.backend.forget(queue, self.some(ids)).await
+        }
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_store_that_answers_for_few_of_the_dead_is_asked_for_the_others() {
+        let backend = MemoryBackend::new();
+        let queue = |most| DelayQueue::<u32>::new(Terse { backend: backend.clone(), most }, "test");
+        let (queue, silent) = (queue(3), queue(0));
+        let ids = || (0..10).map(|i| JobId::new(format!("job-{i}")));
+        queue.push_all(ids().map(|id| queue.push(1).id(id))).await;
+        kill(&backend, &QueueKey::new("test")).await;
+        let unanswered = [silent.replay_ids(ids()).await.map(drop), silent.forget(10, |_| true).await.map(drop)];
+        assert!(unanswered.iter().all(Result::is_err), "{unanswered:?}");
+        assert_eq!(queue.replay_ids(ids()).await.unwrap(), [true; 10]);
+        kill(&backend, &QueueKey::new("test")).await;
+        assert_eq!(queue.forget_ids(ids().take(4)).await.unwrap(), [true; 4]);
+        assert_eq!(queue.replay(4, |_| true).await.unwrap(), 4);
+        let counts = queue.counts().await.unwrap();
+        assert_eq!((counts.waiting, counts.dead), (4, 2));
+    }
+
     /// A backend whose workers are quick: what is replayed is dead again before anybody looks.
     struct Poisoned {
         backend: MemoryBackend,

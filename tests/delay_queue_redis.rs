@@ -380,6 +380,51 @@ async fn a_priority_that_nobody_knows_holds_up_nobody() {
     assert_eq!((counts.waiting, counts.running, counts.dead), (0, 1, 1));
 }
 
+/// Puts what waits among the dead, which are no more jobs than that.
+async fn kill(backend: &RedisBackend, jobs: usize) {
+    let claim = claim(MAX_BATCH);
+    let mut finishes = Vec::new();
+    for _ in 0..jobs {
+        let claimed = backend.claim(&key(), &finishes, &claim).await.unwrap();
+        let dead = || Ending::Dead { reason: Reason::Refused, error: "no".into() };
+        finishes = claimed.jobs.iter().map(|job| Finish::new(job.ticket(), dead())).collect();
+        if finishes.is_empty() {
+            break;
+        }
+    }
+}
+
+/// It happened that one script replayed 256 jobs, however large, which kept the server for longer than the deadline is.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn large_jobs_are_replayed_by_id_in_short_scripts() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend).max_jobs(1_000);
+    // With its quotation marks as large as it may be.
+    let payload = "x".repeat(64 * 1_024 - 2);
+    let ids: Vec<_> = (0..MAX_BATCH).map(|i| JobId::new(format!("job-{i}"))).collect();
+    let pushed = queue.push_all(ids.iter().map(|id| queue.push(payload.clone()).id(*id))).await;
+    assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
+    kill(&backend, MAX_BATCH).await;
+    assert_eq!(queue.counts().await.unwrap().dead, MAX_BATCH as u64);
+    let (before, _) = scripts(&server);
+    assert_eq!(queue.replay_ids(ids.clone()).await.unwrap(), [true; MAX_BATCH]);
+    let calls = scripts(&server).0 - before;
+    assert!((16..=20).contains(&calls), "{calls} scripts");
+    assert_eq!(queue.counts().await.unwrap().waiting, MAX_BATCH as u64);
+    // What is not dead is not read, nor is what is removed.
+    let (before, _) = scripts(&server);
+    assert_eq!(queue.replay_ids(ids.clone()).await.unwrap(), [false; MAX_BATCH]);
+    assert_eq!(scripts(&server).0 - before, 1);
+    kill(&backend, MAX_BATCH).await;
+    let (before, _) = scripts(&server);
+    assert_eq!(queue.forget_ids(ids).await.unwrap(), [true; MAX_BATCH]);
+    assert_eq!(scripts(&server).0 - before, 1);
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.dead), (0, 0));
+    assert_eq!(server.query::<u64>("EXISTS tollgate:2:{delay_queue:test}:jobs"), 0, "records are left");
+}
+
 /// Pages of large jobs are shorter than others, and not the last for that.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn however_large_the_dead_are_all_of_them_are_replayed() {
@@ -390,16 +435,7 @@ async fn however_large_the_dead_are_all_of_them_are_replayed() {
     let payload = "x".repeat(20_000);
     let pushed = queue.push_all((0..JOBS).map(|_| queue.push(payload.clone()))).await;
     assert!(pushed.iter().all(|pushed| pushed.as_ref().is_ok_and(Pushed::is_new)));
-    let claim = claim(MAX_BATCH);
-    let mut finishes = Vec::new();
-    for _ in 0..JOBS {
-        let claimed = backend.claim(&key(), &finishes, &claim).await.unwrap();
-        let dead = || Ending::Dead { reason: Reason::Refused, error: "no".into() };
-        finishes = claimed.jobs.iter().map(|job| Finish::new(job.ticket(), dead())).collect();
-        if finishes.is_empty() {
-            break;
-        }
-    }
+    kill(&backend, JOBS).await;
     assert_eq!(queue.counts().await.unwrap().dead, JOBS as u64);
     assert!(queue.dead(0, JOBS).await.unwrap().len() < JOBS, "a page has bounds");
     assert_eq!(queue.replay(50, |_| true).await.unwrap(), 50);

@@ -513,7 +513,7 @@ impl<T, C> DelayQueue<T, C> {
 
     /// Lets the dead jobs of these ids wait again, as [`replay`](Self::replay) does with those that a filter wants. Answers for each, in order,
     /// whether it waits again: not if it is not dead, or not there, or another job has its unique key. Whatever else is dead is not looked at: one call
-    /// of the store for each part of the queue and [`MAX_BATCH`] ids.
+    /// of the store for each part of the queue and [`MAX_BATCH`] ids, or fewer where those make more than about 1 MiB.
     ///
     /// ```
     /// # #[cfg(feature = "json")] {
@@ -558,13 +558,30 @@ impl<T, C> DelayQueue<T, C> {
             answers.push(false);
         }
         for (queue, jobs) in self.parts().zip(parts) {
-            for batch in jobs.chunks(MAX_BATCH) {
-                let (places, ids): (Vec<_>, Vec<_>) = batch.iter().copied().unzip();
-                let changed = self.terms.ask(queue, |store, limit| verb(store, queue, ids, limit)).await?;
-                for (place, is_changed) in places.into_iter().zip(changed) {
-                    answers[place] = is_changed;
-                }
+            let (places, ids): (Vec<_>, Vec<_>) = jobs.into_iter().unzip();
+            for (place, is_changed) in places.into_iter().zip(self.change_each(queue, &ids, &verb).await?) {
+                answers[place] = is_changed;
             }
+        }
+        Ok(answers)
+    }
+
+    /// Asks until the store has answered for each of these ids: it answers for fewer at a time where they are large.
+    async fn change_each(
+        &self,
+        queue: QueueKey,
+        ids: &[JobId],
+        verb: impl Fn(Arc<dyn AnyStore>, QueueKey, Vec<JobId>, Duration) -> Call<Vec<bool>>,
+    ) -> Result<Vec<bool>, StoreError> {
+        let mut answers = Vec::with_capacity(ids.len());
+        while answers.len() < ids.len() {
+            let batch: Vec<_> = ids.iter().skip(answers.len()).take(MAX_BATCH).copied().collect();
+            let size = batch.len();
+            let changed = self.terms.ask(queue, |store, limit| verb(store, queue, batch, limit)).await?;
+            if changed.is_empty() {
+                return Err(StoreError::other("the store answers for none of the jobs that it was asked to change"));
+            }
+            answers.extend(changed.into_iter().take(size));
         }
         Ok(answers)
     }
@@ -596,7 +613,7 @@ impl<T, C> DelayQueue<T, C> {
                     let wanted = rest.by_ref().filter(|job| filter(job)).map(|job| job.id);
                     let ids: Vec<_> = wanted.take(limit - changed).collect();
                     if !ids.is_empty() {
-                        let answers = self.terms.ask(queue, |store, limit| verb(store, queue, ids, limit)).await?;
+                        let answers = self.change_each(queue, &ids, &verb).await?;
                         let gone = answers.into_iter().filter(|is_changed| *is_changed).count();
                         (changed, left) = (changed + gone, left.saturating_sub(gone));
                     }

@@ -113,10 +113,10 @@ pub trait DelayQueueStore {
 
     /// Lets dead jobs wait again, due at once and with all of their attempts. One that is unique while it is
     /// [there](UniqueFor::WaitingOrRunning) takes its key again, and stays dead if another job has that. Answers for each whether it waits
-    /// again.
+    /// again; where they are large or many for the first of them, at least one, and the rest are as they were.
     fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
-    /// Removes dead jobs. Answers for each whether it was dead.
+    /// Removes dead jobs. Answers for each whether it was dead, or for the first of them as [`replay`](Self::replay) does.
     fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
     /// Among whom a queue is one and the same.

@@ -211,15 +211,18 @@ impl RedisBackend {
     }
 
     async fn each(&self, queue: &QueueKey, verb: &str, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {
-        let mut changed = Vec::with_capacity(ids.len());
-        for ids in ids.chunks(MAX_BATCH) {
-            let names: Vec<_> = ids.iter().map(JobId::as_bytes).collect();
-            let reply = self.control(queue, verb, names).await?;
-            for answer in array(&reply, ids.len())? {
-                changed.push(*answer == Value::Int(1));
-            }
+        let names: Vec<_> = ids.iter().take(MAX_BATCH).map(JobId::as_bytes).collect();
+        if names.is_empty() {
+            return Ok(Vec::new());
         }
-        Ok(changed)
+        let reply = self.control(queue, verb, &names).await?;
+        match &reply {
+            // Fewer than were asked for where they are large.
+            Value::Array(answers) if (1..=names.len()).contains(&answers.len()) => {
+                Ok(answers.iter().map(|answer| *answer == Value::Int(1)).collect())
+            }
+            _ => Err(unexpected_reply(&reply)),
+        }
     }
 }
 
