@@ -1050,16 +1050,19 @@ async fn what_is_put_back_by_a_call_whose_answer_is_lost_is_told_as_it_was() {
 /// The same of a job that is not put back by it, and of one that somebody else has done by then.
 #[tokio::test(start_paused = true)]
 async fn what_a_call_without_an_answer_has_ended_is_told_as_it_ended() {
-    for (attempts, delay, is_cancelled, expected) in [
-        (1, secs(60), false, "dead"),
-        (1, secs(60), true, "cancelled"),
-        (2, secs(60), true, "cancelled"),
-        (2, secs(1), false, "retried"),
+    const KEPT: u64 = 10_000;
+    for (attempts, delay, kept, is_cancelled, expected) in [
+        (1, secs(60), KEPT, false, "dead"),
+        (1, secs(60), KEPT, true, "cancelled"),
+        (2, secs(60), KEPT, true, "cancelled"),
+        (2, secs(1), KEPT, false, "retried"),
+        // Nobody can tell whether it was cancelled.
+        (1, secs(60), 0, false, "dead"),
     ] {
         let backend = MemoryBackend::new();
         let store = FaultStore::new(backend.clone());
         let faults = store.faults();
-        let (queue, other) = (queue(store), queue(backend));
+        let (queue, other) = (queue(store).keep_dead(kept, secs(3_600)), queue(backend));
         let service = service_fn(async |_: Job<u32>| {
             sleep(secs(1)).await;
             Err::<(), _>("not today")
@@ -1078,7 +1081,7 @@ async fn what_a_call_without_an_answer_has_ended_is_told_as_it_ended() {
         let second = Background::start(DelayQueueWorker::new(other.clone(), Record::new().service()));
         // Until the worker has no more patience with that call.
         sleep(secs(10)).await;
-        assert_eq!(other.get("a").await.unwrap().is_some(), expected == "dead");
+        assert_eq!(other.get("a").await.unwrap().is_some(), expected == "dead" && kept > 0);
         worker.stop().await;
         second.stop().await;
         assert_eq!(told(events).await, ["started", "failed", "works", expected]);

@@ -324,8 +324,9 @@ impl<T, S, C> Runner<T, S, C> {
             (Finished::Gone, Some(at), ending) if self.is_kept(ending, is_last, now.saturating_duration_since(at)) => {
                 meters::Result::Cancelled
             }
+            // Its attempts are over, whether the dead are kept or not.
+            (Finished::Gone | Finished::Lost, Some(_), Ending::Retry { .. }) if is_last => meters::Result::Dead,
             (Finished::Gone, Some(_), _) => result,
-            (Finished::Lost, Some(_), Ending::Retry { .. }) if is_last => meters::Result::Dead,
             // What waits again after it is nobody's, or somebody else's.
             (Finished::Lost, Some(_), ending) if *ending != Ending::Done => result,
             (Finished::Gone | Finished::Lost, ..) => meters::Result::LeaseLost,
