@@ -380,6 +380,25 @@ async fn a_priority_that_nobody_knows_holds_up_nobody() {
     assert_eq!((counts.waiting, counts.running, counts.dead), (0, 1, 1));
 }
 
+/// It happened that Redis took a very large number for no number, and who asked for it for a server that fails.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_skips_more_jobs_than_there_can_be_sees_none() {
+    let server = RedisServer::start();
+    let queue = queue(&connect(&server).await);
+    // In a run, and by itself.
+    for pushed in queue.push_all((0..16).map(|i| queue.push(i.to_string()))).await {
+        pushed.unwrap();
+    }
+    queue.push("a".to_owned()).id("a").await.unwrap();
+    for skip in [u64::MAX, 1 << 63, 100_000_000_000_000_000, 1 << 53, 17] {
+        for state in [State::Waiting, State::Running, State::Dead] {
+            assert_eq!(queue.list(state, skip, 10).await.unwrap(), []);
+        }
+    }
+    // The circuit is closed.
+    queue.push("b".to_owned()).await.unwrap();
+}
+
 /// Puts what waits among the dead, which are no more jobs than that.
 async fn kill(backend: &RedisBackend, jobs: usize) {
     let claim = claim(MAX_BATCH);

@@ -397,6 +397,10 @@ pub async fn a_queue_can_be_looked_at<S: DelayQueueStore>(store: S) {
     assert_eq!(list(&store, State::Dead).await, ["c"]);
     let some = store.list(&queue(), State::Waiting, 1, 1).await.unwrap();
     assert_eq!((some[0].id.as_str(), some[0].state, some.len()), ("d", State::Waiting, 1));
+    // However far behind the last one.
+    for (state, skip) in [(State::Waiting, 3), (State::Running, 1 << 60), (State::Dead, u64::MAX)] {
+        assert_eq!(store.list(&queue(), state, skip, 10).await.unwrap(), []);
+    }
 }
 
 /// Nothing is claimed while a queue is paused, and what runs goes on.

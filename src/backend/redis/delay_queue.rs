@@ -171,6 +171,8 @@ impl DelayQueueStore for RedisBackend {
             State::Running => 2,
             State::Dead => 3,
         };
+        // The script counts in numbers that are exact up to there.
+        let skip = skip.min(1 << 53);
         let reply = self.control(queue, "list", (place, skip, limit.min(MAX_BATCH))).await?;
         let Value::Array(values) = &reply else { return Err(unexpected_reply(&reply)) };
         Ok(stored_jobs(values, state))
