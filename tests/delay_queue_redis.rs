@@ -399,6 +399,34 @@ async fn whoever_skips_more_jobs_than_there_can_be_sees_none() {
     queue.push("b".to_owned()).await.unwrap();
 }
 
+/// It happened that each part of a split queue skipped as many, so that what a part could not answer at once was never seen.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_split_queue_is_seen_page_by_page() {
+    const JOBS: usize = 300;
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    for (limit, bytes) in [(50, 60_000), (MAX_BATCH, 60_000), (7, 10)] {
+        let queue = DelayQueue::<String>::new(backend.clone(), ("pages", limit)).split(3).deadline(MINUTE);
+        let payload = "x".repeat(bytes);
+        let pushed = queue.push_all((0..JOBS).map(|_| queue.push(payload.clone()))).await;
+        let all: HashSet<_> = pushed.into_iter().map(|pushed| *pushed.unwrap().id()).collect();
+        let (mut seen, mut skip) = (HashSet::new(), 0);
+        loop {
+            let page = queue.list(State::Waiting, skip, limit).await.unwrap();
+            assert!(page.len() <= limit);
+            if page.is_empty() {
+                break;
+            }
+            skip += page.len() as u64;
+            for job in page {
+                assert!(seen.insert(job.id), "twice");
+            }
+        }
+        assert_eq!((seen.len(), seen == all), (JOBS, true));
+        queue.drain().await.unwrap();
+    }
+}
+
 /// Puts what waits among the dead, which are no more jobs than that.
 async fn kill(backend: &RedisBackend, jobs: usize) {
     let claim = claim(MAX_BATCH);

@@ -408,9 +408,9 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Some of the jobs that are in one state, without those that come first: those that are waiting by when they are due, those that
-    /// are running by when their lease ends, those that are dead by when they died. Of each priority by itself, the highest first. At most
-    /// `limit` of each part of the queue, no more than [`MAX_BATCH`], and fewer where they are large: no more follow where there is none.
-    /// What cannot be read is left out.
+    /// are running by when their lease ends, those that are dead by when they died. Of each priority by itself, the highest first, and
+    /// of each part of a [split](Self::split) queue by itself. At most `limit`, no more than [`MAX_BATCH`], and fewer where they are large: the
+    /// next call skips as many more as this one has answered, and no more follow where there is none. What cannot be read is left out.
     ///
     /// Others may come and go between two calls, so that a job can be seen twice or not at all.
     ///
@@ -418,10 +418,33 @@ impl<T, C> DelayQueue<T, C> {
     ///
     /// [`QueueError::Store`].
     pub async fn list(&self, state: State, skip: u64, limit: usize) -> Result<Vec<StoredJob>, QueueError> {
-        let mut jobs = Vec::new();
+        let limit = limit.min(MAX_BATCH);
+        if self.terms.parts == 1 {
+            let queue = self.terms.part(0);
+            return Ok(self
+                .terms
+                .ask(queue, |store, deadline| store.list(queue, state, skip, limit, deadline))
+                .await?);
+        }
+        let (mut jobs, mut skip) = (Vec::new(), skip);
         for queue in self.parts() {
-            let count = limit.min(MAX_BATCH);
-            jobs.extend(self.terms.ask(queue, |store, limit| store.list(queue, state, skip, count, limit)).await?);
+            let room = limit.saturating_sub(jobs.len());
+            if room == 0 {
+                break;
+            }
+            let all = self.terms.ask(queue, |store, deadline| store.counts(queue, deadline)).await?.of(state);
+            if skip >= all {
+                skip -= all;
+                continue;
+            }
+            let page = self.terms.ask(queue, |store, deadline| store.list(queue, state, skip, room, deadline)).await?;
+            // Where large jobs made it short, those of the next part are not the next ones.
+            let is_cut = !page.is_empty() && (page.len() as u64) < all - skip;
+            jobs.extend(page);
+            if is_cut {
+                break;
+            }
+            skip = 0;
         }
         Ok(jobs)
     }

@@ -524,3 +524,13 @@ pub struct Counts {
     /// Whether nothing can be claimed.
     pub is_paused: bool,
 }
+
+impl Counts {
+    pub(super) const fn of(&self, state: State) -> u64 {
+        match state {
+            State::Waiting => self.waiting,
+            State::Running => self.running,
+            State::Dead => self.dead,
+        }
+    }
+}
