@@ -213,6 +213,8 @@ fn end_all(mut workers: Vec<Worker>) {
 /// How often a command was called, by clients and by scripts.
 fn calls(server: &RedisServer, command: &str) -> u64 {
     let stats = server.text("INFO commandstats");
+    assert!(!stats.is_empty(), "the server says nothing");
+    // One that was never called has no line.
     let of = |line: &str| line.strip_prefix(&format!("cmdstat_{command}:calls="))?.split(',').next()?.parse().ok();
     stats.lines().find_map(of).unwrap_or_default()
 }
@@ -244,7 +246,8 @@ fn idle_workers_cost_next_to_nothing_and_a_push_wakes_one_of_them(runtime: &toki
         slowest = slowest.max(pushed.elapsed());
     }
     let of_nothing = idle_per_s * begun.elapsed().as_secs_f64();
-    let for_jobs = (calls(&server, "evalsha") - before) as f64 - of_nothing;
+    let in_all = calls(&server, "evalsha") - before;
+    let for_jobs = in_all as f64 - of_nothing;
     let told = calls(&server, "publish") - told;
     end_all(workers);
     drop(sender);
@@ -256,6 +259,7 @@ fn idle_workers_cost_next_to_nothing_and_a_push_wakes_one_of_them(runtime: &toki
         slowest.as_millis()
     );
     assert_eq!(lines.iter().count(), 0, "a job ran twice");
+    assert!(idle_per_s > 0.0 && in_all >= PUSHES && told > 0, "nothing was measured");
     assert!(idle_per_s < all as f64 / 2.0, "{idle_per_s} commands a second");
     // The push, the claim of the one that is woken, what it notes and claims then, and the same of one that keeps the time after it.
     assert!(for_jobs <= (6 * PUSHES) as f64, "{for_jobs} commands for {PUSHES} jobs");
