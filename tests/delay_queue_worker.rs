@@ -1757,6 +1757,42 @@ async fn a_recurring_job_that_could_not_be_pushed_comes_once_for_all_times_that_
     scheduler.abort();
 }
 
+/// By a clock that is ahead of the one that retires the schedule there are jobs for more than the next time.
+#[tokio::test(start_paused = true)]
+async fn a_schedule_that_is_retired_leaves_no_job_of_a_scheduler_whose_clock_is_ahead() {
+    let queue = queue(MemoryBackend::new());
+    let schedule = Schedule::cron("minutely", "* * * * *").unwrap();
+    let now = std::time::SystemTime::now();
+    let times = std::iter::successors(schedule.next_after(now), |time| schedule.next_after(*time));
+    // Not the first one, which may come while we are at it.
+    for time in times.skip(1).take(30) {
+        let since = time.duration_since(std::time::SystemTime::UNIX_EPOCH).unwrap();
+        queue.push(7).id(format!("minutely@{}", since.as_secs())).at(time).await.unwrap();
+    }
+    assert_eq!(queue.counts().await.unwrap().waiting, 30);
+    // Those of others stay.
+    queue.push(7).id("minutely@another").at(now + secs(60)).await.unwrap();
+    let retire = || Recurring::new(queue.clone(), schedule.clone(), |_| 7).retire();
+    assert!(retire().await.unwrap());
+    assert_eq!(queue.counts().await.unwrap().waiting, 1);
+    assert!(!retire().await.unwrap());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_schedule_is_retired_by_the_clock_that_its_jobs_are_pushed_by() {
+    let queue = queue(MemoryBackend::new());
+    let recurring = || Recurring::new(queue.clone(), Schedule::cron("daily", "0 0 * * *").unwrap(), |_| 7);
+    let (pushing, retiring) = (recurring(), recurring());
+    // The date of the system does not go on with the clock of the test.
+    pushing.run_until(sleep(secs(49 * 3_600))).await;
+    let before = queue.counts().await.unwrap();
+    assert!(before.due >= 2 && before.waiting == before.due + 1, "{before:?}");
+    assert!(retiring.retire().await.unwrap());
+    // What was due stays.
+    let after = queue.counts().await.unwrap();
+    assert_eq!((after.waiting, after.due), (before.due, before.due));
+}
+
 #[tokio::test(start_paused = true)]
 async fn recurring_jobs_are_what_is_said_of_them_and_go_when_their_schedule_does() {
     let queue = queue(MemoryBackend::new());

@@ -21,8 +21,8 @@ use super::record::{Due, UniqueFor};
 use super::store::Cancelled;
 use crate::error::ConfigError;
 
-/// How far behind the clock of a scheduler may be without a job being pushed a second time.
-const BEHIND: Duration = Duration::from_secs(3_600);
+/// How far behind the clock of a scheduler may be without a job being pushed a second time, or ahead of the one that retires a schedule.
+const APART: Duration = Duration::from_secs(3_600);
 /// How long before its time a job is pushed at the most: within the longest delay, as is for how long its key is held.
 const AHEAD: Duration = Due::MAX_DELAY.saturating_sub(Duration::from_secs(2 * 3_600));
 /// The pause after a push that failed, doubled with each further one up to the longest.
@@ -94,10 +94,20 @@ impl Schedule {
         format!("{}@{}", self.name, since.as_secs())
     }
 
+    /// Its times that are later than `instant`.
+    fn after(&self, instant: SystemTime) -> impl Iterator<Item = SystemTime> {
+        successors(self.next_after(instant), |time| self.next_after(*time))
+    }
+
+    /// All times for which there may be a job already, by a clock that says `now`: up to the next one by a clock that is ahead.
+    fn ahead(&self, now: SystemTime) -> impl Iterator<Item = SystemTime> {
+        let last = self.next_after(now + APART);
+        self.after(now).take_while(move |time| last.is_none_or(|last| *time <= last))
+    }
+
     /// How many of its times are later than `from`, up to `until`. Counts no further than to [`MOST_COUNTED`].
     fn count(&self, from: SystemTime, until: SystemTime) -> usize {
-        let times = successors(self.next_after(from), |time| self.next_after(*time));
-        times.take_while(|time| *time <= until).take(MOST_COUNTED).count()
+        self.after(from).take_while(|time| *time <= until).take(MOST_COUNTED).count()
     }
 }
 
@@ -112,7 +122,8 @@ fn invalid(error: &dyn Error) -> ConfigError {
 /// gone by then; times at which nobody was there before either are not made up for. The clocks of those who push may be up to an
 /// hour apart: when a job is due is told by the store's.
 ///
-/// So a schedule that is changed or not used any more has one job left, which comes at its time in any case: [`retire`](Self::retire) removes it.
+/// So a schedule that is changed or not used any more has a job left, and those of the times in between as well where the clock of one who pushed is
+/// ahead. They come at their times in any case: [`retire`](Self::retire) removes them.
 ///
 /// ```
 /// use std::time::Duration;
@@ -134,6 +145,7 @@ pub struct Recurring<T, F, C = Json> {
     schedule: Schedule,
     payload: F,
     terms: Box<Terms>,
+    clock: Clock,
 }
 
 type Terms = dyn Fn(Push) -> Push + Send + Sync;
@@ -145,7 +157,8 @@ where
 {
     /// Pushes to `queue` what `payload` makes of each of the times.
     pub fn new(queue: DelayQueue<T, C>, schedule: Schedule, payload: F) -> Self {
-        Self { queue, schedule, payload, terms: Box::new(|push| push) }
+        let clock = Clock { date: SystemTime::now(), instant: Instant::now() };
+        Self { queue, schedule, payload, terms: Box::new(|push| push), clock }
     }
 
     /// What else is said of each job: its priority, its attempts, its headers. Defaults to nothing. The id, the time and the unique key
@@ -155,17 +168,24 @@ where
         self
     }
 
-    /// Removes the job of the next time, if it waits: for a schedule as it was before it was changed, or that is not used any more. To be called
+    /// Removes the jobs of the times to come, if they wait: for a schedule as it was before it was changed, or that is not used any more. To be called
     /// when nobody pushes for it any more. Answers whether there was one.
     ///
-    /// The time is not given to another job of this schedule: it is left out also by who pushes for it again.
+    /// Those are the times of the hour to come, by which the clock of one who pushed may have been ahead, and the one after it. Each is a call of
+    /// the store: up to 3,601 for a schedule that comes every second. What time it is the clock of this process says; where a test has paused that of
+    /// tokio, it goes on with it from when this value was made.
+    ///
+    /// The time of a job that was removed is not given to another one: it is left out also by who pushes for the schedule again.
     ///
     /// # Errors
     ///
-    /// [`QueueError::Store`].
+    /// [`QueueError::Store`]; some are removed then.
     pub async fn retire(self) -> Result<bool, QueueError> {
-        let Some(time) = self.schedule.next_after(SystemTime::now()) else { return Ok(false) };
-        Ok(self.queue.cancel(self.schedule.id(time)).await? == Cancelled::Removed)
+        let mut is_removed = false;
+        for time in self.schedule.ahead(self.clock.now()) {
+            is_removed |= self.queue.cancel(self.schedule.id(time)).await? == Cancelled::Removed;
+        }
+        Ok(is_removed)
     }
 
     /// Pushes for as long as the schedule has times. While the store fails or the queue is full it is asked again; what cannot be pushed for
@@ -190,15 +210,14 @@ where
     }
 
     async fn push_all(&mut self) {
-        let clock = Clock { date: SystemTime::now(), instant: Instant::now() };
-        let mut last = clock.now();
+        let mut last = self.clock.now();
         while let Some(time) = self.schedule.next_after(last) {
             if let Some(earliest) = time.checked_sub(AHEAD) {
-                clock.sleep_until(earliest).await;
+                self.clock.sleep_until(earliest).await;
             }
-            self.push(time, &clock).await;
-            clock.sleep_until(time).await;
-            last = time.max(clock.now());
+            self.push(time).await;
+            self.clock.sleep_until(time).await;
+            last = time.max(self.clock.now());
             // One job for all of them: many at once, and late, would do nobody good.
             let left_out = self.schedule.count(time, last);
             if left_out > 0 {
@@ -208,13 +227,13 @@ where
         }
     }
 
-    async fn push(&mut self, time: SystemTime, clock: &Clock) {
+    async fn push(&mut self, time: SystemTime) {
         let (name, id) = (&self.schedule.name, self.schedule.id(time));
         let payload = (self.payload)(time);
         let (mut pause, mut is_told) = (FIRST_PAUSE, false);
         loop {
             // Whoever has the time behind us finds the key when the job is done and forgotten.
-            let span = time.duration_since(clock.now()).unwrap_or_default() + BEHIND;
+            let span = time.duration_since(self.clock.now()).unwrap_or_default() + APART;
             let push = (self.terms)(self.queue.push(&payload));
             match push.id(&*id).at(time).unique_for(&*id, UniqueFor::Time(span)).await {
                 Ok(_) => return,
