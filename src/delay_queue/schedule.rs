@@ -36,7 +36,7 @@ const MOST_COUNTED: usize = 1_000;
 /// When something is to happen again and again: a cron pattern in a time zone.
 ///
 /// A pattern with one second, one minute and one hour comes once on a day when clocks are changed: at the first of two such times, or at the
-/// end of the hour that there is not. Any other one, of a list or a step such as `0,30 2 * * *`, follows the clock: its times come twice
+/// end of the hour that there is not; where that ends at midnight, only if the day that begins then is one of the pattern's, too. Any other one, of a list or a step such as `0,30 2 * * *`, follows the clock: its times come twice
 /// or not at all on such a day. Two schedules with one time each come once.
 ///
 /// ```
@@ -310,6 +310,17 @@ mod tests {
         assert!(autumn[0].starts_with("2026-10-25T0") && autumn[1] == "2026-10-26T01:30:00Z", "{autumn:?}");
         let spring = times(&schedule, "2026-03-28T12:00:00Z", 2);
         assert!(spring[0].starts_with("2026-03-29T01:") && spring[1] == "2026-03-30T00:30:00Z", "{spring:?}");
+    }
+
+    /// The hour ends on a day that the pattern does not have.
+    #[test]
+    fn a_time_that_there_is_not_before_midnight_is_left_out_where_the_next_day_is_none_of_the_pattern() {
+        let times_of = |pattern| {
+            let schedule = Schedule::cron("a", pattern).unwrap().time_zone("America/Nuuk").unwrap();
+            times(&schedule, "2027-03-27T12:00:00Z", 2)
+        };
+        assert_eq!(times_of("30 23 * * SAT"), ["2027-04-04T00:30:00Z", "2027-04-11T00:30:00Z"]);
+        assert_eq!(times_of("30 23 * * SAT,SUN"), ["2027-03-28T01:00:00Z", "2027-03-29T00:30:00Z"]);
     }
 
     #[test]
