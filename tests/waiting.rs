@@ -98,6 +98,138 @@ async fn they_come_through_in_their_order_as_soon_as_there_is_room() {
     assert!(asked <= 3 * 50, "{asked} questions for 50 calls");
 }
 
+/// The first of a line alone asked, so that each call took a round trip of its own: one second over the limit left a line that nothing ended, and most who
+/// came later were turned away below the limit.
+#[tokio::test(start_paused = true)]
+async fn a_line_ends_where_there_is_room_for_all_who_come() {
+    let calls = Calls::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().delay(ms(5));
+    let second = Policy::new("second", Quota::per_second(1_000).fixed_window());
+    let service = calls.behind(RateLimitLayer::new(store.clone(), second).wait(Duration::from_secs(2)));
+    let mut waiting = JoinSet::new();
+    let mut number = 0;
+    for tick in 0..600 {
+        for _ in 0..if tick < 100 { 11 } else { 9 } {
+            waiting.spawn(service.clone().oneshot((ACME, number)));
+            number += 1;
+        }
+        sleep(ms(10)).await;
+    }
+    while let Some(outcome) = waiting.join_next().await {
+        outcome.unwrap().unwrap();
+    }
+    let served = calls.served();
+    assert!(served.is_sorted_by_key(|(number, _)| *number), "{served:?}");
+    // Some of the first windows find a line; then there is none any more.
+    let last_of_line = served.iter().rposition(|(number, after)| {
+        let came = if *number < 1_100 { *number / 11 * 10 } else { 1_000 + (*number - 1_100) / 9 * 10 };
+        *after > u128::from(came) + 10
+    });
+    assert!(last_of_line.is_some_and(|place| place < 2_100), "{last_of_line:?}");
+    let asked = store.faults().calls(Verb::Check);
+    assert!(asked < u64::from(number) * 11 / 10, "{asked} questions for {number} calls");
+}
+
+/// Several of a line have asked at once: those who had no room are in front of those who have not asked yet, and one who needs more is passed by no line of
+/// others who need less.
+#[tokio::test(start_paused = true)]
+async fn those_who_were_asked_about_at_once_keep_their_places() {
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().delay(ms(5));
+    let served = Arc::new(Mutex::new(Vec::new()));
+    let inner = service_fn({
+        let served = Arc::clone(&served);
+        move |(_, number): Call| {
+            served.lock().unwrap().push(number);
+            ready(Ok::<_, BoxError>(()))
+        }
+    });
+    let second = Policy::new("second", Quota::per_second(10).fixed_window());
+    let service = RateLimitLayer::new(store.clone(), second.clone())
+        .wait(Duration::from_secs(60))
+        .cost(|(_, number): &Call| if *number % 10 == 7 { 8 } else { 1 })
+        .with_rejection(AsError)
+        .layer(inner);
+    let other = Limiter::new(store.clone(), second);
+    while other.check(Key::EVERYONE).await.unwrap().is_allowed() {}
+    let mut waiting = JoinSet::new();
+    let mut leaving = Vec::new();
+    for number in 0..60 {
+        let call = service.clone().oneshot((ACME, number));
+        // Some give up, also while they or those around them are asked about.
+        match number % 6 {
+            5 => leaving.push(tokio::spawn(timeout(ms(900 + 3 * u64::from(number)), call))),
+            _ => drop(waiting.spawn(call)),
+        }
+        // The line begins with the first.
+        sleep(ms(if number == 0 { 10 } else { 1 })).await;
+    }
+    while let Some(outcome) = waiting.join_next().await {
+        outcome.unwrap().unwrap();
+    }
+    let served = served.lock().unwrap().clone();
+    let (large, small) = served.iter().partition::<Vec<u32>, _>(|number| *number % 10 == 7);
+    assert!(large.is_sorted() && small.is_sorted(), "{served:?}");
+    for number in large {
+        let passed_by = served.iter().take_while(|other| **other != number).filter(|other| **other > number).count();
+        assert!(passed_by < 10, "{number}: {served:?}");
+    }
+    let asked = store.faults().calls(Verb::Check);
+    assert!(asked <= 2 * 60, "{asked} questions for 60 calls");
+}
+
+/// As another process does: those who are denied at the same time go on to wait, and the first of them alone asks.
+#[tokio::test(start_paused = true)]
+async fn those_whose_room_is_taken_while_they_ask_wait_as_before() {
+    let calls = Calls::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let minute = Policy::new("minute", Quota::per_minute(100).fixed_window());
+    let service = calls.behind(RateLimitLayer::new(store.clone(), minute.clone()).wait(Duration::from_secs(150)));
+    let other = Limiter::new(store.get_ref().clone(), minute);
+    let take_all = async || while other.check(ACME).await.unwrap().is_allowed() {};
+    take_all().await;
+    store.faults().delay(ms(5));
+    let mut waiting = JoinSet::new();
+    for number in 0..50 {
+        waiting.spawn(service.clone().oneshot((ACME, number)));
+        sleep(ms(10)).await;
+    }
+    while calls.served().len() < 3 {
+        sleep(ms(1)).await;
+    }
+    take_all().await;
+    let (served, asked) = (calls.served().len(), store.faults().calls(Verb::Check));
+    sleep(Duration::from_secs(30)).await;
+    assert_eq!(calls.served().len(), served);
+    let asked = store.faults().calls(Verb::Check) - asked;
+    assert!(asked <= 35, "{asked} questions in half a minute");
+    while let Some(outcome) = waiting.join_next().await {
+        outcome.unwrap().unwrap();
+    }
+    assert!(calls.served().is_sorted(), "{:?}", calls.served());
+}
+
+/// It was told how long to wait as if that had been said just now.
+#[tokio::test(start_paused = true)]
+async fn who_waits_in_vain_is_not_told_a_wait_that_is_over() {
+    let calls = Calls::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let minute = Policy::new("minute", Quota::per_minute(1).fixed_window());
+    let layer = RateLimitLayer::new(store.clone(), minute).wait(ms(61_000)).deadline(Duration::from_secs(60));
+    let service = calls.behind(layer);
+    service.clone().oneshot((ACME, 0)).await.unwrap();
+    let first = tokio::spawn(service.clone().oneshot((ACME, 1)));
+    sleep(ms(1)).await;
+    let second = tokio::spawn(service.clone().oneshot((ACME, 2)));
+    sleep(ms(59_800)).await;
+    // Where there is room the first asks, and is answered when the time of the second is over.
+    store.faults().delay(ms(30_000));
+    let refused = refusal(second.await.unwrap()).unwrap();
+    assert!(!refused.is_zero() && refused <= ms(1), "{refused:?}");
+    first.await.unwrap().unwrap();
+}
+
 /// Also where there is room of which those who wait do not know yet.
 #[tokio::test(start_paused = true)]
 async fn nobody_passes_those_who_wait() {

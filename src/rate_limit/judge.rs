@@ -316,12 +316,14 @@ impl<B: RateLimitStore + Sync> Core<B> {
                             let mut asked = subjects.undecided();
                             let answer = self.look(&mut asked, cost).await;
                             // To look before it is time makes nothing worse: what the store has said holds until then, also while it fails.
-                            if let (Err(_), Some(place)) = (&answer, &place)
-                                && let Some(told) = place.holding()
-                            {
-                                let Some(room) = in_time(&told) else { return self.refused(told, cost) };
-                                place.pause(room).await;
-                                continue;
+                            if let (Err(_), Some(place)) = (&answer, &place) {
+                                place.narrow();
+                                if let Some(told) = place.holding() {
+                                    match in_time(&told) {
+                                        Some(room) if place.again(room, until).await => continue,
+                                        _ => return self.refused(self.by_now(lines, told), cost),
+                                    }
+                                }
                             }
                             self.conclude(asked, cost, answer).await
                         }
@@ -329,14 +331,23 @@ impl<B: RateLimitStore + Sync> Core<B> {
                     let more = subjects.take_those_without_a_say(&judged.subjects);
                     judged.subjects.extend(others.clone());
                     others.extend(more);
-                    let pause = judged.pause(until);
-                    let (Some(pause), Some(told)) = (pause, strictest(judged.subjects.iter().cloned())) else {
-                        return judged;
-                    };
+                    let told = strictest(judged.subjects.iter().cloned());
+                    match (&place, &told) {
+                        (Some(place), Some(told)) if *place.whose() == self.whose(told) => place.narrow(),
+                        (Some(place), None) => {
+                            if let Some(room) = self.room_for_more(&judged, place.whose(), cost) {
+                                place.widen(room);
+                            }
+                        }
+                        _ => {}
+                    }
+                    let (Some(pause), Some(told)) = (judged.pause(until), told) else { return judged };
                     if let Some(place) = place.as_ref().filter(|place| *place.whose() == self.whose(&told)) {
-                        place.tell(Denial::now(told));
-                        place.pause(after(Instant::now(), pause)).await;
-                        continue;
+                        place.tell(Denial::now(told.clone()));
+                        if place.again(after(Instant::now(), pause), until).await {
+                            continue;
+                        }
+                        return self.refused(self.by_now(lines, told), cost);
                     }
                     (told, Some((Instant::now() + pause, judged)))
                 }
@@ -345,19 +356,31 @@ impl<B: RateLimitStore + Sync> Core<B> {
             drop(place.take());
             let whose = self.whose(&told);
             let joined = in_time(&told).and_then(|_| lines.join(whose.clone(), || Denial::now(told.clone())));
-            let Some(mut joined) = joined else {
+            let Some(joined) = joined else {
                 return judged.map_or_else(|| self.refused(told, cost), |(_, judged)| judged);
             };
-            let Ok(is_first) = timeout_at(until, joined.turn()).await else {
-                return self.refused(lines.denial(&whose).unwrap_or(told), cost);
-            };
+            if timeout_at(until, joined.turn()).await.is_err() {
+                return self.refused(self.by_now(lines, told), cost);
+            }
             // Those before it may have had room that it was not told of.
-            if let (Some((again, _)), true) = (judged, is_first) {
+            if let (Some((again, _)), true) = (judged, joined.begins()) {
                 joined.pause(again).await;
             }
             stood.push(whose);
             place = Some(joined);
         }
+    }
+
+    /// What the first of its line was told at last, for one who was told this earlier.
+    fn by_now(&self, lines: &Lines, told: Subject) -> Subject {
+        lines.denial(&self.whose(&told)).unwrap_or(told)
+    }
+
+    /// How many more requests of this line would have had room when this one was admitted, as far as that was said.
+    fn room_for_more(&self, judged: &Judgement, whose: &Whose, cost: u32) -> Option<u32> {
+        let subject = judged.subjects.iter().find(|subject| self.whose(subject) == *whose)?;
+        let decision = subject.decision.as_ref().filter(|decision| judged.ruling.is_ok() && decision.is_allowed())?;
+        decision.remaining()?.checked_div(cost)
     }
 
     /// Whose line a subject waits in.

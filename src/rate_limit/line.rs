@@ -1,13 +1,13 @@
 //! Requests that wait for room, in the order in which they came.
 
-use std::collections::HashMap;
 use std::collections::hash_map::Entry;
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::hash::{Hash, Hasher};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{Mutex as Turn, Notify, OwnedMutexGuard as Turned};
+use tokio::sync::Notify;
 use tokio::time::{Instant, timeout_at};
 
 use super::decision::Decision;
@@ -18,8 +18,11 @@ use crate::key::Key;
 /// How long the first of a line goes without asking the store: room that others make, in other processes perhaps, is found this late.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
-/// The lines of a layer, one for each of those for whom requests wait. Only the first of a line asks the store, so that many who wait ask no more
-/// often than one, and who comes later passes nobody.
+/// What decisions count in.
+const SHORTEST_WAIT: Duration = Duration::from_micros(1);
+
+/// The lines of a layer, one for each of those for whom requests wait. While there is no room only the first of a line asks the store, so that many who
+/// wait ask no more often than one. Where there is room for more, so many of those in front ask at once. Who comes later passes nobody.
 #[derive(Debug)]
 pub(super) struct Lines {
     most: usize,
@@ -56,13 +59,54 @@ impl Hash for Whose {
     }
 }
 
+/// Its members have numbers in the order in which they came.
 #[derive(Debug)]
 struct Line {
-    turn: Arc<Turn<()>>,
+    /// Whose turn it is.
+    asking: BTreeSet<u64>,
+    /// The last of these, until it has noticed.
+    called: Option<u64>,
+    /// The others, and what tells them that it is their turn.
+    behind: BTreeMap<u64, Arc<Notify>>,
+    next: u64,
+    /// How many may ask at once: at least one.
+    width: usize,
     /// Wakes the first.
     room: Arc<Notify>,
-    members: usize,
     denial: Denial,
+}
+
+impl Line {
+    fn new(denial: Denial) -> Self {
+        let (asking, behind) = (BTreeSet::new(), BTreeMap::new());
+        Self { asking, called: None, behind, next: 0, width: 1, room: Arc::default(), denial }
+    }
+
+    fn first(&self) -> Option<u64> {
+        let (asking, behind) = (self.asking.first(), self.behind.keys().next());
+        asking.into_iter().chain(behind).min().copied()
+    }
+
+    /// Gives a turn to the first of those behind, if one more may ask. One after the other, so that they ask in their order: whoever has just come would
+    /// pass those who have not noticed yet.
+    fn advance(&mut self) {
+        if self.called.is_none()
+            && self.asking.len() < self.width
+            && let Some((member, turn)) = self.behind.pop_first()
+        {
+            self.asking.insert(member);
+            self.called = Some(member);
+            turn.notify_one();
+        }
+    }
+
+    /// Somebody asks who was called, or has gone.
+    fn heard_by(&mut self, member: u64) {
+        if self.called == Some(member) {
+            self.called = None;
+            self.advance();
+        }
+    }
 }
 
 /// What the first of a line was told at last of whom it counts for, and when.
@@ -77,11 +121,14 @@ impl Denial {
         Self { subject, told: Instant::now() }
     }
 
-    /// How it stands by now, as far as that can be told: the waits are shorter.
+    /// How it stands by now, as far as that can be told: the waits are shorter. Where the time is over nobody has been told anything else yet, and
+    /// the shortest wait is left.
     fn later(&self) -> Subject {
         let elapsed = self.told.elapsed();
-        // Whose time is over has not been asked again yet.
-        if self.is_over(elapsed) { self.subject.clone() } else { self.after(elapsed) }
+        match self.wait() {
+            Some(wait) => self.after(elapsed.min(wait.saturating_sub(SHORTEST_WAIT))),
+            None => self.subject.clone(),
+        }
     }
 
     /// The same, if it was the store that said so and its time is not over.
@@ -91,8 +138,11 @@ impl Denial {
     }
 
     fn is_over(&self, elapsed: Duration) -> bool {
-        let wait = self.subject.decision.as_ref().and_then(Decision::retry_after);
-        wait.is_none_or(|wait| wait <= elapsed)
+        self.wait().is_none_or(|wait| wait <= elapsed)
+    }
+
+    fn wait(&self) -> Option<Duration> {
+        self.subject.decision.as_ref().and_then(Decision::retry_after)
     }
 
     fn after(&self, elapsed: Duration) -> Subject {
@@ -130,13 +180,14 @@ impl Lines {
         self.waiting.fetch_add(1, Ordering::Release);
         let line = match lines.entry(whose.clone()) {
             Entry::Occupied(line) => line.into_mut(),
-            Entry::Vacant(place) => {
-                place.insert(Line { turn: Arc::default(), room: Arc::default(), members: 0, denial: denial() })
-            }
+            Entry::Vacant(place) => place.insert(Line::new(denial())),
         };
-        line.members += 1;
-        let (turn, room) = (Arc::clone(&line.turn), Arc::clone(&line.room));
-        Some(Place { turn, turned: None, room, whose, since: Instant::now(), lines: Arc::clone(self) })
+        let (begins, number) = (line.first().is_none(), line.next);
+        let (turn, room) = (Arc::new(Notify::new()), Arc::clone(&line.room));
+        line.next += 1;
+        line.behind.insert(number, Arc::clone(&turn));
+        line.advance();
+        Some(Place { number, begins, turn, room, whose, since: Instant::now(), lines: Arc::clone(self) })
     }
 
     /// Has the first of a line, if there is one, ask the store: something was given back.
@@ -156,9 +207,10 @@ impl Lines {
 /// A place in a line, for as long as this lives.
 #[derive(Debug)]
 pub(super) struct Place {
-    turn: Arc<Turn<()>>,
-    /// Of the first.
-    turned: Option<Turned<()>>,
+    number: u64,
+    begins: bool,
+    /// Tells that it is its turn.
+    turn: Arc<Notify>,
     room: Arc<Notify>,
     whose: Whose,
     since: Instant,
@@ -166,14 +218,64 @@ pub(super) struct Place {
 }
 
 impl Place {
-    /// Waits to be the first of the line, and answers whether it was so from the start.
-    pub(super) async fn turn(&mut self) -> bool {
-        self.turned = Arc::clone(&self.turn).try_lock_owned().ok();
-        let is_first = self.turned.is_some();
-        if !is_first {
-            self.turned = Some(Arc::clone(&self.turn).lock_owned().await);
+    /// Waits for its turn to ask the store.
+    pub(super) async fn turn(&self) {
+        while !self.takes_turn() {
+            self.turn.notified().await;
         }
-        is_first
+    }
+
+    fn takes_turn(&self) -> bool {
+        let mut lines = self.lines.lines();
+        let Some(line) = lines.get_mut(&self.whose) else { return true };
+        line.heard_by(self.number);
+        line.asking.contains(&self.number)
+    }
+
+    /// Whether the line began with it.
+    pub(super) const fn begins(&self) -> bool {
+        self.begins
+    }
+
+    /// Lets more of the line ask at once, once it was admitted and there was room for so many like it: twice as many as before. Only the first has
+    /// that say, so that one that is denied is not passed again and again by others that need less.
+    pub(super) fn widen(&self, room: u32) {
+        if let Some(line) = self.lines.lines().get_mut(&self.whose)
+            && line.first() == Some(self.number)
+        {
+            let most = usize::try_from(room).unwrap_or(usize::MAX).max(1);
+            line.width = line.width.saturating_mul(2).min(most);
+        }
+    }
+
+    /// Lets only the first of the line ask from now on: there is no room, or no answer.
+    pub(super) fn narrow(&self) {
+        if let Some(line) = self.lines.lines().get_mut(&self.whose) {
+            line.width = 1;
+        }
+    }
+
+    /// Waits to ask again, once the line is [narrow](Self::narrow): as its first until `then`, and otherwise until it is its turn once more. Answers whether
+    /// that was in time.
+    pub(super) async fn again(&self, then: Instant, until: Instant) -> bool {
+        if self.stands_back() {
+            return timeout_at(until, self.turn()).await.is_ok();
+        }
+        self.pause(then).await;
+        true
+    }
+
+    /// Gives back its turn where somebody is in front of it, and answers whether it has.
+    fn stands_back(&self) -> bool {
+        let mut lines = self.lines.lines();
+        let Some(line) = lines.get_mut(&self.whose) else { return false };
+        if line.first() == Some(self.number) {
+            return false;
+        }
+        line.asking.remove(&self.number);
+        line.behind.insert(self.number, Arc::clone(&self.turn));
+        line.advance();
+        true
     }
 
     /// Waits, as the first of the line, until it is time to ask the store: then, or earlier where something may have changed.
@@ -193,9 +295,11 @@ impl Place {
         self.lines.lines().get(&self.whose)?.denial.holding()
     }
 
-    /// Tells those behind what the first was told.
+    /// Tells the others what it was told, as the first of the line.
     pub(super) fn tell(&self, denial: Denial) {
-        if let Some(line) = self.lines.lines().get_mut(&self.whose) {
+        if let Some(line) = self.lines.lines().get_mut(&self.whose)
+            && line.first() == Some(self.number)
+        {
             line.denial = denial;
         }
     }
@@ -207,8 +311,13 @@ impl Drop for Place {
         let mut lines = self.lines.lines();
         self.lines.waiting.fetch_sub(1, Ordering::Release);
         if let Entry::Occupied(mut line) = lines.entry(self.whose.clone()) {
-            line.get_mut().members -= 1;
-            if line.get().members == 0 {
+            let members = line.get_mut();
+            if !members.asking.remove(&self.number) {
+                members.behind.remove(&self.number);
+            }
+            members.heard_by(self.number);
+            members.advance();
+            if members.asking.is_empty() {
                 line.remove();
             }
         }
