@@ -12,6 +12,7 @@ use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore};
+use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::rate_limit::{
     ChargeOn, CircuitBreaker, Decision, Denied, DenyCache, LimitStatus, MissingKey, Mode, Outcome, PolicyResolver,
@@ -22,6 +23,7 @@ use tollgate::{
     AsError, BoxError, ConfigError, DelayQueue, Key, Limiter, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota,
     RateLimitLayer, StoreError,
 };
+use tower::util::BoxCloneService;
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 use tower_test::mock::{self, Handle, Mock, Spawn};
 
@@ -564,6 +566,50 @@ async fn a_shadow_that_the_store_fails_for_has_no_say_either() {
             let error = service.oneshot("request").await.unwrap_err();
             assert!(error.is::<RateLimited>(), "{on_store_error:?}: {error}");
         }
+    }
+}
+
+/// Its failures opened the circuit, and what is done without the store was done about the policy that is enforced.
+#[tokio::test(start_paused = true)]
+async fn a_shadow_that_the_store_fails_for_opens_no_circuit() {
+    for (hangs, shadows) in [(true, 1), (false, 1), (true, 2)] {
+        let memory = MemoryBackend::new();
+        let asked = Arc::new(AtomicUsize::new(0));
+        let counts = Arc::clone(&asked);
+        let store = Store::new(move |policy, key, cost| {
+            let (memory, policy, key) = (memory.clone(), policy.clone(), *key);
+            let is_enforced = policy.name() == "calls";
+            counts.fetch_add(usize::from(is_enforced), Relaxed);
+            async move {
+                match is_enforced {
+                    true => memory.check(&policy, &key, cost).await,
+                    false if hangs => pending().await,
+                    false => Err(StoreError::unavailable("gone")),
+                }
+            }
+        });
+        let shadow = |name: &str| Policy::new(name, Quota::per_hour(1).fixed_window()).shadow();
+        let layer = RateLimitLayer::new(store, Policy::new("calls", Quota::per_hour(10).fixed_window()));
+        let layer = layer.on_store_error(OnStoreError::Deny).with_rejection(AsError);
+        let layer = layer.and(shadow("trial"), tollgate::Everyone);
+        let service = match shadows {
+            1 => BoxCloneService::new(layer.layer(service_fn(echo))),
+            _ => BoxCloneService::new(layer.and(shadow("other"), tollgate::Everyone).layer(service_fn(echo))),
+        };
+        // One after the other, and then at once.
+        let mut requests = JoinSet::new();
+        for request in 0..10 {
+            requests.spawn(service.clone().oneshot("request"));
+            if request < 5 {
+                let answer = requests.join_next().await.unwrap().unwrap();
+                assert!(answer.is_ok(), "{request} beside {shadows}, which hang: {hangs}");
+            }
+        }
+        while let Some(answer) = requests.join_next().await {
+            assert!(answer.unwrap().is_ok(), "at once beside {shadows}, which hang: {hangs}");
+        }
+        assert!(service.oneshot("request").await.unwrap_err().is::<RateLimited>());
+        assert_eq!(asked.load(Relaxed), 11);
     }
 }
 

@@ -463,7 +463,14 @@ impl<B: RateLimitStore + Sync> Core<B> {
         if !asked.as_ref().is_err_and(Circuit::is_cause_of) {
             self.policy.meters().store_answered(start.elapsed());
         }
-        asked.inspect_err(|error| self.circuit.failed(self, error))
+        asked.inspect_err(|error| {
+            if is_ruled_on(subjects) {
+                // A trial that turns requests away because the circuit opens would have a say.
+                self.circuit.failed_aside(self, error);
+            } else {
+                self.circuit.failed(self, error);
+            }
+        })
     }
 
     /// Decides about several together where something in front of the store does: that says nothing about the store either.
@@ -540,7 +547,10 @@ impl<B: RateLimitStore + Sync> Core<B> {
         } else {
             self.circuit.admit()?;
         }
-        if self.decide(&*self.store, subjects, cost).await? {
+        if self.decide_enforced(&*self.store, subjects, cost).await? {
+            self.circuit.answered(self);
+        }
+        if self.decide_one_by_one(&*self.store, subjects, cost, false).await? {
             self.circuit.answered(self);
         }
         Ok(())
@@ -577,7 +587,11 @@ impl<B: RateLimitStore + Sync> Core<B> {
                     return Err(Rejection::Store(error));
                 }
                 // Memory does not fail.
-                match self.decide(self.local.backend(), subjects, cost).await {
+                let decided = async {
+                    self.decide_enforced(self.local.backend(), subjects, cost).await?;
+                    self.decide_one_by_one(self.local.backend(), subjects, cost, false).await
+                };
+                match decided.await {
                     Ok(_) => self.rule(subjects, cost),
                     Err(error) => Err(Rejection::Store(error)),
                 }
@@ -633,9 +647,9 @@ impl<B: RateLimitStore + Sync> Core<B> {
         self.resolver.is_some() && subject.main && subject.policy.is_none()
     }
 
-    /// Lets `store` decide about all subjects: about those together whose policies are enforced, and then about each of the others by
-    /// itself. Answers whether it had to be asked: what is known in front of it, or decided without it, says nothing about it.
-    async fn decide<S: RateLimitStore + Sync>(
+    /// Lets `store` decide together about those whose policies are enforced: before the others, who have no say. Answers whether it had to be asked:
+    /// what is known in front of it, or decided without it, says nothing about it.
+    async fn decide_enforced<S: RateLimitStore + Sync>(
         &self,
         store: &S,
         subjects: &mut [Subject],
@@ -673,20 +687,29 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 subjects[*index].decision = Some(decision);
             }
         }
+        Ok(self.decide_one_by_one(store, subjects, cost, true).await? | was_asked)
+    }
+
+    /// Lets `store` decide about each by itself of those, enforced or not, about whom nothing was decided yet. Answers whether it had to be asked.
+    async fn decide_one_by_one<S: RateLimitStore + Sync>(
+        &self,
+        store: &S,
+        subjects: &mut [Subject],
+        cost: u32,
+        enforced: bool,
+    ) -> Result<bool, StoreError> {
         // Of one alone it was found out before that nothing is known.
         let may_be_known = subjects.len() > 1;
-        // One that is enforced alone, and then the others.
-        for is_enforced in [true, false] {
-            let undecided = |subject: &&mut Subject| subject.enforced == is_enforced && subject.decision.is_none();
-            for subject in subjects.iter_mut().filter(undecided) {
-                let (policy, key) = (subject.policy(layer), &subject.key);
-                let known = if may_be_known { store.check_now(policy, key, cost) } else { None };
-                was_asked |= known.is_none();
-                subject.decision = match known {
-                    Some(decision) => Some(decision),
-                    None => Some(store.check(policy, key, cost).await?),
-                };
-            }
+        let undecided = |subject: &&mut Subject| subject.enforced == enforced && subject.decision.is_none();
+        let mut was_asked = false;
+        for subject in subjects.iter_mut().filter(undecided) {
+            let (policy, key) = (subject.policy(&self.policy), &subject.key);
+            let known = if may_be_known { store.check_now(policy, key, cost) } else { None };
+            was_asked |= known.is_none();
+            subject.decision = match known {
+                Some(decision) => Some(decision),
+                None => Some(store.check(policy, key, cost).await?),
+            };
         }
         Ok(was_asked)
     }
