@@ -919,6 +919,26 @@ fn requests_that_pass_without_a_decision_are_counted_for_each_policy() {
     }
 }
 
+/// The store was said to fail where it was not needed.
+#[test]
+fn no_store_fails_that_has_no_time_and_needs_none() {
+    let policy = |name: &'static str, quota: u32| Policy::new(name, Quota::per_hour(quota).fixed_window());
+    let trials = [policy("api", 100).shadow(), policy("total", 100).shadow()];
+    let never = [policy("api", 0), policy("total", 100)];
+    for ([api, total], outcomes) in
+        [(trials, ["api,outcome=allowed", "total,outcome=allowed"]), (never, ["api,outcome=never"; 2])]
+    {
+        let layer = RateLimitLayer::new(MemoryBackend::new(), api).deadline(Duration::ZERO).with_rejection(AsError);
+        let layer = layer.key(|client: &&'static str| *client).and(total, |_: &&'static str| "all");
+        let service = layer.layer(service_fn(async |client: &'static str| Ok::<_, BoxError>(client)));
+        let seen = seen_of(service, &["alice"; 7]);
+        for outcome in outcomes {
+            assert_eq!(seen[&format!("tollgate_decisions_total{{policy={outcome}}}")], 7, "{seen:?}");
+        }
+        assert!(seen.keys().all(|name| !name.contains("errors") && !name.contains("circuit")), "{seen:?}");
+    }
+}
+
 async fn pay(request: Request<FingerprintedBody<Full<Bytes>>>) -> Result<Response<Full<Bytes>>, BoxError> {
     let body = request.into_body().collect().await?.to_bytes();
     let mut response = Response::new(body.clone().into());

@@ -673,6 +673,25 @@ async fn a_store_that_answers_at_once_needs_no_deadline_to_decide_about_several(
     decided(DenyCache::new(Leases::new(MemoryBackend::new())), policies).await;
 }
 
+/// They were not counted, and the store was said to fail.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_answers_at_once_needs_no_deadline_to_count_for_several_on_trial() {
+    let hourly = |name: &str| Policy::new(name, Quota::per_hour(3).fixed_window()).shadow();
+    let (each, total) = (hourly("each"), hourly("total"));
+    for then in [OnStoreError::Deny, OnStoreError::Allow, OnStoreError::Local] {
+        let store = MemoryBackend::new();
+        let calls = Calls::new();
+        let layer = RateLimitLayer::new(store.clone(), total.clone()).deadline(Duration::ZERO).on_store_error(then);
+        let service = shared(&calls, layer, each.clone());
+        for number in 0..2 {
+            service.clone().oneshot((ACME, number)).await.unwrap();
+        }
+        for (policy, key) in [(&each, Key::from(ACME)), (&total, Key::EVERYONE)] {
+            assert_eq!(store.peek(policy, &key, 1).await.unwrap().remaining(), Some(1), "{then:?}: {}", policy.name());
+        }
+    }
+}
+
 /// It was asked when the request came, and once more for the same answer.
 #[tokio::test(start_paused = true)]
 async fn what_a_cache_remembers_is_asked_for_once() {

@@ -473,33 +473,35 @@ impl<B: RateLimitStore + Sync> Core<B> {
         })
     }
 
-    /// Decides about several together where something in front of the store does: that says nothing about the store either.
+    /// Decides about several together where something in front of the store does, or none is needed: that says nothing about the store either.
     fn decide_all_now(&self, subjects: &mut [Subject], cost: u32) -> bool {
-        // Those that have no say are for the store to count, if it can be asked.
         let can_be_asked = !self.circuit.is_open() && !self.deadline.is_zero();
-        let needs_store = |subject: &Subject| {
-            if subject.enforced { subject.policy(&self.policy).rules_out(cost) } else { can_be_asked }
-        };
-        if subjects.len() < 2 || subjects.iter().any(needs_store) {
+        let hopeless = self.is_hopeless(subjects, cost);
+        // Those that have no say are for the store to count, if it can be asked, and it can say how others stand beside what never fits.
+        let needs_store = can_be_asked && (hopeless || subjects.iter().any(|subject| !subject.enforced));
+        if subjects.len() < 2 || needs_store {
             return false;
         }
-        let enforced = subjects.iter().filter(|subject| subject.enforced);
+        let enforced = subjects.iter().filter(|subject| subject.enforced && !hopeless);
         let requests: Vec<Request> = enforced.map(|subject| self.request(subject, cost)).collect();
         let decisions = match &requests[..] {
-            [] => None,
+            // Where none has a say, one of them may be the probe.
+            [] if !hopeless && !self.deadline.is_zero() => None,
+            [] => Some(Vec::new()),
             [Request { policy, key, cost }] => self.store.check_now(policy, key, *cost).map(|decision| vec![decision]),
             several => self.store.check_all_now(several),
         };
         let Some(decisions) = decisions else { return false };
         let mut decisions = decisions.into_iter();
-        for subject in subjects {
-            subject.decision = if subject.enforced {
-                decisions.next()
-            } else {
-                self.decide_now(subject.policy(&self.policy), &subject.key, cost)
+        for subject in &mut *subjects {
+            subject.decision = match (subject.enforced, hopeless) {
+                (true, false) => decisions.next(),
+                (true, true) => subject.policy(&self.policy).rule_out(cost),
+                (false, _) => self.decide_now(subject.policy(&self.policy), &subject.key, cost),
             };
         }
-        true
+        // Without a ruling to make it takes all of them.
+        hopeless || !requests.is_empty() || subjects.iter().all(|subject| subject.decision.is_some())
     }
 
     fn request(&self, subject: &Subject, cost: u32) -> Request {
