@@ -21,13 +21,14 @@ use proptest::prelude::*;
 use prost::Message as _;
 use serde_json::{Value, json};
 use tollgate::grpc::AsStatus;
-use tollgate::http::{EXPOSED_HEADERS, PeerAddr, header, matched_path, peer_ip};
+use tollgate::http::{EXPOSED_HEADERS, PeerAddr, ResponseBody, header, matched_path, peer_ip};
 use tollgate::idempotency::IdempotencyHandle;
 use tollgate::lock::LeaseView;
 use tollgate::rate_limit::{
-    BurstQuota, Decision, Limit, LimitStatus, RateLimitHandle, RateLimitStore, Receipt, Standing,
+    Announce, BurstQuota, Decision, Limit, LimitStatus, RateLimitHandle, RateLimitStore, RateLimited, Receipt,
+    Rejection, Standing,
 };
-use tollgate::reject::{HeaderVersion, RejectionBody};
+use tollgate::reject::{HeaderVersion, NothingDone, Reject, RejectionBody};
 use tollgate::{
     AsResponse, Everyone, IdempotencyLayer, Key, Limiter, LockLayer, MemoryBackend, OnMissingKey, OnStoreError, Policy,
     Quota, RateLimitLayer, StoreError, first_of,
@@ -977,6 +978,60 @@ async fn whom_a_layer_counts_can_be_named_to_a_limiter() {
         limiter.reset(key).await.unwrap();
         assert_eq!(call(request()).await.0, StatusCode::OK);
     }
+}
+
+/// The fields that tell how the limits stand were those of a layer alone.
+#[tokio::test(start_paused = true)]
+async fn a_handler_answers_the_no_of_a_limiter_as_a_layer_does() {
+    let policy =
+        || Policy::new("log-in", Quota::per_minute(1).fixed_window()).limit(Quota::per_hour(1).sliding_window());
+    let limiter = Limiter::new(MemoryBackend::new(), policy());
+    assert!(limiter.try_acquire("alice").await.unwrap());
+    let decision = limiter.check("alice").await.unwrap();
+    let limited = RateLimited::of(limiter.policy(), 1, decision).unwrap();
+
+    let compare = async |of_layer: Response<ResponseBody<String>>, of_handler: Response<ResponseBody<String>>| {
+        assert_eq!(of_handler.status(), of_layer.status());
+        assert_eq!(of_handler.headers(), of_layer.headers());
+        let left = |response: &Response<_>| {
+            let extensions = response.extensions();
+            (extensions.get::<Decision>().cloned(), extensions.get::<NothingDone>().copied())
+        };
+        assert_eq!(left(&of_handler), left(&of_layer));
+        let bytes = async |response: Response<ResponseBody<String>>| response.into_body().collect().await.unwrap();
+        assert_eq!(bytes(of_handler).await.to_bytes(), bytes(of_layer).await.to_bytes());
+    };
+    let every = [HeaderVersion::Draft10, HeaderVersion::Draft6, HeaderVersion::LegacyDelta];
+    let response = AsResponse::new();
+    for answer in [
+        response.clone(),
+        response.clone().partition_secret(SECRET),
+        response.clone().headers(every).body(RejectionBody::PlainText).extensions(false),
+        response.headers([]).extensions(false),
+    ] {
+        compare(second_of(policy(), answer.clone()).await, answer.answer_to(&limited, "alice")).await;
+    }
+    let status = AsStatus::new();
+    for answer in
+        [status.clone(), status.clone().partition_secret(SECRET).headers(every), status.headers([]).extensions(false)]
+    {
+        compare(second_of(policy(), answer.clone()).await, answer.answer_to(&limited, "alice")).await;
+    }
+    let told = AsResponse::new().answer_to::<String>(&limited, "alice");
+    assert!([RETRY_AFTER, POLICY, STANDING].iter().all(|field| told.headers().contains_key(field)));
+}
+
+/// What is answered to the second request of two.
+async fn second_of<A>(policy: Policy, answer: A) -> Response<ResponseBody<String>>
+where
+    A: Reject<Rejection, Response<String>, Infallible, Response = Response<ResponseBody<String>>, Error = Infallible>
+        + Announce<Request<()>, Response<ResponseBody<String>>>
+        + Clone,
+{
+    let layer = RateLimitLayer::new(MemoryBackend::new(), policy).key(|_: &Request<()>| "alice");
+    let service = layer.with_rejection(answer).layer(hello());
+    service.clone().oneshot(request()).await.unwrap();
+    service.oneshot(request()).await.unwrap()
 }
 
 proptest! {

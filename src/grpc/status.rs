@@ -8,7 +8,8 @@ use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use prost::Message as _;
 
 use super::details::{Any, Status, Violation};
-use crate::http::{ResponseBody, STORE_RETRY, STORE_TEXT, leave, write_fields};
+use crate::http::{ResponseBody, STORE_RETRY, STORE_TEXT, answer_to, leave, write_fields};
+use crate::key::Key;
 use crate::rate_limit::{Announce, Limit, RateLimitHandle, RateLimited, Rejection, Standing, ceil_seconds};
 use crate::reject::{Fields, HeaderVersion, NothingDone, Reject, Secret};
 
@@ -79,6 +80,32 @@ impl AsStatus {
     pub const fn extensions(mut self, extensions: bool) -> Self {
         self.fields.no_extensions = !extensions;
         self
+    }
+
+    /// The whole answer of a layer that has these settings to a call over its limit, metadata included: for services that ask a
+    /// [`Limiter`](crate::Limiter), see [`AsResponse::answer_to`](crate::AsResponse::answer_to). A method of tonic fails with the status in it:
+    ///
+    /// ```
+    /// use tollgate::grpc::AsStatus;
+    /// use tollgate::rate_limit::RateLimited;
+    /// use tollgate::{BoxError, Limiter, MemoryBackend, Policy, Quota};
+    /// use tonic::Status;
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
+    /// let policy = Policy::new("log-in", Quota::per_minute(0).fixed_window());
+    /// let limiter = Limiter::new(MemoryBackend::new(), policy);
+    /// let decision = limiter.check("alice").await?;
+    /// let limited = RateLimited::of(limiter.policy(), 1, decision).ok_or("a no")?;
+    /// let answer = AsStatus::new().answer_to::<()>(&limited, "alice");
+    /// let status = Status::from_header_map(answer.headers()).ok_or("a status")?;
+    /// assert_eq!(status.code(), tonic::Code::ResourceExhausted);
+    /// assert!(status.metadata().contains_key("ratelimit-policy"));
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn answer_to<B>(&self, limited: &RateLimited, key: impl Into<Key>) -> Response<ResponseBody<B>> {
+        answer_to(self, limited, &key.into())
     }
 
     /// A wait as it is told: with jitter, so never shorter than it is.

@@ -60,7 +60,8 @@
 //! }
 //! ```
 //!
-//! [`AsResponse`](crate::AsResponse) has the settings: other header fields, plain text, jitter, partition keys.
+//! [`AsResponse`](crate::AsResponse) has the settings: other header fields, plain text, jitter, partition keys. A handler that asks a
+//! [`Limiter`](crate::Limiter) itself gives the same answer by [`AsResponse::answer_to`](crate::AsResponse::answer_to).
 //!
 //! [`#quota-exceeded`]: https://iana.org/assignments/http-problem-types#quota-exceeded
 //! [`#abnormal-usage-detected`]: https://iana.org/assignments/http-problem-types#abnormal-usage-detected
@@ -284,4 +285,4 @@ pub use ::ipnet::IpNet;
 #[cfg(feature = "grpc")]
 pub(crate) use self::headers::write_fields;
 #[cfg(feature = "grpc")]
-pub(crate) use self::reject::{STORE_RETRY, STORE_TEXT, leave};
+pub(crate) use self::reject::{STORE_RETRY, STORE_TEXT, answer_to, leave};

@@ -1,3 +1,4 @@
+use std::convert::Infallible;
 use std::time::Duration;
 
 use ::http::header::{CONTENT_TYPE, RETRY_AFTER};
@@ -6,7 +7,8 @@ use ::http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode};
 use super::body::ResponseBody;
 use super::headers::write_fields;
 use super::problem::{Kind, Problem};
-use crate::rate_limit::{Announce, Decision, Outcome, RateLimitHandle, Rejection, Standing, ceil_seconds};
+use crate::key::Key;
+use crate::rate_limit::{Announce, Decision, Outcome, RateLimitHandle, RateLimited, Rejection, Standing, ceil_seconds};
 use crate::reject::{AsResponse, NothingDone, Reject, RejectionBody};
 
 /// What a client is told to wait when it is not known when the store will answer again.
@@ -92,7 +94,34 @@ pub(crate) fn leave(decision: &Decision, extensions: &mut Extensions) {
     }
 }
 
+/// Both halves of what a layer answers to a request that counts for `key`.
+pub(crate) fn answer_to<A, B>(answer: &A, limited: &RateLimited, key: &Key) -> Response<ResponseBody<B>>
+where
+    A: Reject<Rejection, Response<B>, Infallible, Response = Response<ResponseBody<B>>, Error = Infallible>
+        + Announce<Request<()>, Response<ResponseBody<B>>>,
+{
+    let Ok(mut response) = answer.reject(Rejection::Limited(limited.clone()));
+    if answer.announces() {
+        // Whom the others count for is not known.
+        let mut key = Some(key);
+        for denial in limited.denials() {
+            let standing = Standing { policy: &denial.policy, key: key.take(), decision: Some(&denial.decision) };
+            answer.announce(&standing, &mut response);
+        }
+    }
+    response
+}
+
 impl AsResponse {
+    /// The whole answer of a layer that has these settings to a request over its limit, header fields and extensions included: for handlers
+    /// that ask a [`Limiter`](crate::Limiter), see [`RateLimited::of`].
+    ///
+    /// `key` is whom the [policy](RateLimited::policy) counts. Other policies that have said no too are told without a partition key.
+    #[must_use]
+    pub fn answer_to<B>(&self, limited: &RateLimited, key: impl Into<Key>) -> Response<ResponseBody<B>> {
+        answer_to(self, limited, &key.into())
+    }
+
     /// Adds the header fields that tell how a request stands, for [answers](crate::reject::Reject) of one's own.
     pub fn write_headers(&self, standing: &Standing<'_>, headers: &mut HeaderMap) {
         write_fields(&self.fields, standing, headers);

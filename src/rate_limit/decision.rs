@@ -368,25 +368,22 @@ impl Denial {
 }
 
 impl RateLimited {
-    /// The rejection that a decision of this policy comes to, for whoever asks a [`Limiter`](super::Limiter) in a handler and answers as a layer does, or tests
-    /// a [`Reject`](crate::reject::Reject) of their own. `None` if the decision is a yes. `cost` is what was asked for.
+    /// The rejection that a decision of this policy comes to, for whoever asks a [`Limiter`](super::Limiter) in a handler and answers as a layer does, by
+    /// `answer_to` of `AsResponse` or `AsStatus`, or tests a [`Reject`](crate::reject::Reject) of their own. `None` if the decision is a yes. `cost` is
+    /// what was asked for.
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
     /// use axum::body::Body;
     /// use axum::response::{IntoResponse, Response};
-    /// use tollgate::http::ResponseBody;
-    /// use tollgate::rate_limit::{RateLimited, Rejection};
-    /// use tollgate::reject::Reject;
+    /// use tollgate::rate_limit::RateLimited;
     /// use tollgate::{AsResponse, BoxError, Limiter, MemoryBackend, Policy, Quota};
     ///
     /// // The name stands in the body, so that no layer can count by it.
     /// async fn log_in(limiter: &Limiter<MemoryBackend>, name: &str) -> Result<Response, BoxError> {
     ///     let decision = limiter.check(name).await?;
     ///     if let Some(limited) = RateLimited::of(limiter.policy(), 1, decision) {
-    ///         let answer: Result<Response<ResponseBody<Body>>, BoxError> =
-    ///             AsResponse::new().reject(Rejection::Limited(limited));
-    ///         return answer.map(IntoResponse::into_response);
+    ///         return Ok(AsResponse::new().answer_to::<Body>(&limited, name).into_response());
     ///     }
     ///     Ok("welcome".into_response())
     /// }
@@ -397,7 +394,7 @@ impl RateLimited {
     /// assert_eq!(log_in(&limiter, "alice").await?.status(), 200);
     /// let limited = log_in(&limiter, "alice").await?;
     /// assert_eq!(limited.status(), 429);
-    /// assert!(limited.headers().contains_key("retry-after"));
+    /// assert!(limited.headers().contains_key("retry-after") && limited.headers().contains_key("ratelimit"));
     /// # Ok(())
     /// # }
     /// # main().unwrap();
