@@ -30,8 +30,8 @@ use tollgate::rate_limit::{
 };
 use tollgate::reject::{HeaderVersion, NothingDone, Reject, RejectionBody};
 use tollgate::{
-    AsResponse, Everyone, IdempotencyLayer, Key, Limiter, LockLayer, MemoryBackend, OnMissingKey, OnStoreError, Policy,
-    Quota, RateLimitLayer, StoreError, first_of,
+    AsResponse, Everyone, ExtractKey, IdempotencyLayer, Key, Limiter, LockLayer, MemoryBackend, OnMissingKey,
+    OnStoreError, Policy, Quota, RateLimitLayer, StoreError, first_of,
 };
 use tonic_types::StatusExt;
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
@@ -387,6 +387,33 @@ async fn routes_of_axum_are_counted_as_such() {
     for (path, status) in asked {
         let request = Request::get(path).body(axum::body::Body::empty()).unwrap();
         assert_eq!(app.clone().oneshot(request).await.unwrap().status(), status, "{path}");
+    }
+}
+
+/// Where one part of a key was a header or a route, a handler that has the body could not find the key that a layer counts by.
+#[tokio::test]
+async fn the_key_of_a_request_is_found_in_its_parts() {
+    let by = (header("x-api-key").or(peer_ip()), matched_path());
+    let handler = async move |request: Request<axum::body::Body>| {
+        let key = by.extract_key(&request).unwrap();
+        let (parts, _) = request.into_parts();
+        assert_eq!(by.extract_key(&parts), Some(key));
+        key.to_string()
+    };
+    let app = Router::new().route("/users/{id}", get(handler));
+    let call = async |name: &str, value: &str| {
+        let peer = PeerAddr("203.0.113.7:80".parse().unwrap());
+        let request = Request::get("/users/7").extension(peer).header(name, value);
+        let response = app.clone().oneshot(request.body(axum::body::Body::empty()).unwrap()).await.unwrap();
+        response.into_body().collect().await.unwrap().to_bytes()
+    };
+    let route = Key::from("/users/{id}");
+    for (name, value, whom) in [
+        ("x-api-key", "secret", Key::digest("secret")),
+        ("x-api-key", "", Key::from("203.0.113.7").as_fallback()),
+        ("x-other", "secret", Key::from("203.0.113.7").as_fallback()),
+    ] {
+        assert_eq!(call(name, value).await, Key::from((whom, route)).as_str(), "{name}: {value}");
     }
 }
 

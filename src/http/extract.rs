@@ -1,7 +1,7 @@
 //! What handlers of axum take as arguments.
 
-use ::http::Request;
 use ::http::request::Parts;
+use ::http::{Extensions, Request};
 use axum::extract::rejection::ExtensionRejection;
 use axum::extract::{FromRequestParts, MatchedPath, OptionalFromRequestParts};
 use axum::{Extension, RequestPartsExt};
@@ -74,10 +74,21 @@ impl MatchedPathKey {
     pub fn or<F>(self, fallback: F) -> Or<Self, F> {
         first_of(self, fallback)
     }
+
+    fn key_in(extensions: &Extensions) -> Option<Key> {
+        extensions.get().map(|path: &MatchedPath| Key::from(path.as_str()))
+    }
 }
 
 impl<B> ExtractKey<Request<B>> for MatchedPathKey {
     fn extract_key(&self, request: &Request<B>) -> Option<Key> {
-        request.extensions().get().map(|path: &MatchedPath| Key::from(path.as_str()))
+        Self::key_in(request.extensions())
+    }
+}
+
+/// What is left of a request in a handler that has its body.
+impl ExtractKey<Parts> for MatchedPathKey {
+    fn extract_key(&self, parts: &Parts) -> Option<Key> {
+        Self::key_in(&parts.extensions)
     }
 }

@@ -54,12 +54,23 @@ impl HeaderKey {
     pub fn or<F>(self, fallback: F) -> Or<Self, F> {
         first_of(self, fallback)
     }
+
+    fn key_in(&self, headers: &HeaderMap) -> Option<Key> {
+        let value = headers.get(&self.name)?;
+        (!value.is_empty()).then(|| Key::digest(value))
+    }
 }
 
 impl<B> ExtractKey<Request<B>> for HeaderKey {
     fn extract_key(&self, request: &Request<B>) -> Option<Key> {
-        let value = request.headers().get(&self.name)?;
-        (!value.is_empty()).then(|| Key::digest(value))
+        self.key_in(request.headers())
+    }
+}
+
+/// What is left of a request in a handler that has its body.
+impl ExtractKey<Parts> for HeaderKey {
+    fn extract_key(&self, parts: &Parts) -> Option<Key> {
+        self.key_in(&parts.headers)
     }
 }
 
