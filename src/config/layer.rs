@@ -147,7 +147,11 @@ impl<B: Clone, A: Clone> RulesLayer<B, A> {
 impl<B: Clone, A: Clone> Shared<B, A> {
     /// Puts `inner` behind the limit of the rule that matches, or of both if two do, or gives it back where there is none.
     pub(super) fn limit<S>(&self, method: &Method, path: &str, inner: S) -> Result<RuleLimit<S, B, A>, S> {
-        let rules = self.handle.current();
+        self.limit_by(&self.handle.current(), method, path, inner)
+    }
+
+    /// The same by rules that held when the request arrived.
+    fn limit_by<S>(&self, rules: &Arc<Inner>, method: &Method, path: &str, inner: S) -> Result<RuleLimit<S, B, A>, S> {
         let Some((index, other)) = rules.find(method, path) else { return Err(inner) };
         let Some((policy, key)) = rules.rules[index].counts.first() else { return Err(inner) };
         if let Some(other) = other {
@@ -156,17 +160,32 @@ impl<B: Clone, A: Clone> Shared<B, A> {
         }
         let active = self.active.load();
         match &*active {
-            Some(active) if Arc::ptr_eq(&active.rules, &rules) => {
+            Some(active) if Arc::ptr_eq(&active.rules, rules) => {
                 Ok(active.limit(self, index, policy, key).around(inner))
             }
-            // The rules are new. Whoever is second here makes the same again, which is no harm.
-            _ => {
-                let limits = rules.rules.iter().map(|_| OnceLock::new()).collect();
-                let active = Arc::new(Active { rules: Arc::clone(&rules), limits });
-                self.active.store(Some(Arc::clone(&active)));
-                Ok(active.limit(self, index, policy, key).around(inner))
-            }
+            _ => Ok(self.renewed(rules).limit(self, index, policy, key).around(inner)),
         }
+    }
+
+    /// The limits that these rules ask for, where others were active.
+    fn renewed(&self, rules: &Arc<Inner>) -> Arc<Active<B, A>> {
+        let new = Arc::new(Active::new(Arc::clone(rules)));
+        let mut found = Arc::clone(&new);
+        // Nobody replaces limits of the same rules, or of rules that came later: those who wait in their lines would not be seen from then on.
+        self.active.rcu(|active| {
+            let same = active.as_ref().filter(|active| Arc::ptr_eq(&active.rules, rules));
+            found = Arc::clone(same.unwrap_or(&new));
+            let stays = same.is_some() || !Arc::ptr_eq(&self.handle.current(), rules);
+            if stays { active.clone() } else { Some(Arc::clone(&new)) }
+        });
+        found
+    }
+}
+
+impl<B, A> Active<B, A> {
+    fn new(rules: Arc<Inner>) -> Self {
+        let limits = rules.rules.iter().map(|_| OnceLock::new()).collect();
+        Self { rules, limits }
     }
 }
 
@@ -215,5 +234,51 @@ impl<B, A> Clone for RulesLayer<B, A> {
 impl<B, A> fmt::Debug for RulesLayer<B, A> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("RulesLayer").field("rules", &self.shared.handle.rules()).finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::MemoryBackend;
+    use crate::config::Rules;
+
+    fn rules(quota: u32) -> Rules {
+        let text = format!(
+            r#"
+            policies.api.limits = [{{ quota = {quota}, per = "1m", algorithm = "fixed_window" }}]
+            rules = [{{ path = "/", policy = "api", key = "everyone", wait = "5s" }}]
+            "#
+        );
+        Rules::from_toml(&text).unwrap()
+    }
+
+    /// Each had limits of its own, with a line of its own, and the last one's were those of whoever came next.
+    #[test]
+    fn all_who_find_the_same_rules_new_have_the_same_limits() {
+        let shared = RulesLayer::new(MemoryBackend::new(), rules(1)).shared;
+        let rules = shared.handle.current();
+        let first = shared.renewed(&rules);
+        assert!(Arc::ptr_eq(&first, &shared.renewed(&rules)));
+        assert!(shared.limit(&Method::GET, "/", ()).is_ok());
+        assert!(first.limits[0].get().is_some(), "a request is limited by these");
+    }
+
+    /// It put the limits of the old rules in the place of the new ones, and the next request made these anew.
+    #[test]
+    fn a_request_that_arrived_before_the_rules_changed_leaves_those_of_the_new_rules_alone() {
+        let shared = RulesLayer::new(MemoryBackend::new(), rules(1)).shared;
+        let ask = |rules: &Arc<Inner>| assert!(shared.limit_by(rules, &Method::GET, "/", ()).is_ok());
+        let old = shared.handle.rules().inner;
+        ask(&old);
+        let of_old = shared.active.load_full().unwrap();
+        shared.handle.reload(rules(2));
+        let new = shared.handle.rules().inner;
+        ask(&new);
+        let of_new = shared.active.load_full().unwrap();
+        assert!(Arc::ptr_eq(&of_new.rules, &new) && !Arc::ptr_eq(&of_new, &of_old));
+        ask(&old);
+        ask(&new);
+        assert!(Arc::ptr_eq(&shared.active.load_full().unwrap(), &of_new));
     }
 }
