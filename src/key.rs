@@ -189,15 +189,18 @@ impl Key {
         Self::digest_of(Origin::Fallback, &[mark, self.as_bytes()])
     }
 
-    #[inline]
     fn from_bytes(bytes: &[u8]) -> Self {
-        Self::plain(bytes).unwrap_or_else(|| Self::escaped(bytes))
+        let mut key = Self::EMPTY;
+        if !key.set_plain(bytes) {
+            key = Self::escaped(bytes);
+        }
+        key
     }
 
-    /// The key of bytes that fit as they are, which nearly all names do: `-` to `z`, which are digits, letters and most of what is between names.
-    /// Eight at a time, and put down as words.
-    #[inline]
-    fn plain(bytes: &[u8]) -> Option<Self> {
+    /// Makes it the key of bytes that fit as they are, which nearly all names do: `-` to `z`, which are digits, letters and most of what is between names.
+    /// Answers whether it is.
+    // Each word is put together in a register, and written once to where it stays: what was written in pieces is read late.
+    fn set_plain(&mut self, bytes: &[u8]) -> bool {
         const EACH: u64 = u64::from_le_bytes([1; 8]);
         const HIGH: u64 = EACH << 7;
         // Whether all bytes of a word are: what is less than `-` does not get to 128 by this, and what is more than `z` does.
@@ -205,27 +208,33 @@ impl Key {
             let (least, most) = (word.wrapping_add(EACH * (128 - 0x2d)), word.wrapping_add(EACH * (127 - 0x7a)));
             (word | most | !least) & HIGH == 0
         };
-        if bytes.len() > Self::MAX_LEN {
-            return None;
-        }
-        let (whole, rest) = bytes.as_chunks();
         let mut words = [0; 6];
-        let mut are_plain = true;
-        for (word, bytes) in words.iter_mut().zip(whole) {
-            *word = u64::from_le_bytes(*bytes);
-            are_plain &= is_plain(*word);
-        }
-        if !rest.is_empty() {
-            let word = rest.iter().rev().fold(0, |word, byte| word << 8 | u64::from(*byte));
-            are_plain &= is_plain(word | (EACH * u64::from(b'a')) << (8 * rest.len()));
-            words[whole.len()] = word;
-        }
+        let are_plain = match (bytes.as_chunks().0, bytes.last_chunk()) {
+            _ if bytes.len() > Self::MAX_LEN => false,
+            (whole, Some(last)) => {
+                let last = u64::from_le_bytes(*last);
+                let rest = last >> 8 >> (8 * (7 - bytes.len() % 8));
+                let mut are_plain = is_plain(last);
+                for (at, word) in words.iter_mut().enumerate() {
+                    if let Some(bytes) = whole.get(at) {
+                        *word = u64::from_le_bytes(*bytes);
+                        are_plain &= is_plain(*word);
+                    } else if at == whole.len() {
+                        *word = rest;
+                    }
+                }
+                are_plain
+            }
+            (_, None) => {
+                words[0] = few(bytes);
+                is_plain(words[0] | (EACH * u64::from(b'a')) << (8 * bytes.len()))
+            }
+        };
         words[5] |= (bytes.len() as u64) << 56;
-        let mut key = Self::EMPTY;
-        for (bytes, word) in key.bytes.as_chunks_mut().0.iter_mut().zip(words) {
+        for (bytes, word) in self.bytes.as_chunks_mut().0.iter_mut().zip(words) {
             *bytes = word.to_le_bytes();
         }
-        are_plain.then_some(key)
+        are_plain
     }
 
     fn escaped(bytes: &[u8]) -> Self {
@@ -328,6 +337,19 @@ impl Key {
         }
         key.set_len(text.len());
         key
+    }
+}
+
+/// A word of less than eight bytes.
+#[inline]
+fn few(bytes: &[u8]) -> u64 {
+    let byte = |at: usize| u64::from(bytes[at]) << (8 * at);
+    match (bytes.first_chunk(), bytes.last_chunk()) {
+        (Some(first), Some(last)) => {
+            u64::from(u32::from_le_bytes(*first)) | u64::from(u32::from_le_bytes(*last)) << (8 * (bytes.len() - 4))
+        }
+        _ if bytes.is_empty() => 0,
+        _ => byte(0) | byte(bytes.len() / 2) | byte(bytes.len() - 1),
     }
 }
 
@@ -619,13 +641,17 @@ mod tests {
             place in 0..60_usize,
             other in any::<u8>(),
         ) {
+            let plain = |bytes: &[u8]| {
+                let mut key = Key::EMPTY;
+                key.set_plain(bytes).then_some(key)
+            };
             let fits = name.len() <= Key::MAX_LEN;
-            prop_assert_eq!(Key::plain(&name), fits.then(|| Key::escaped(&name)));
+            prop_assert_eq!(plain(&name), fits.then(|| Key::escaped(&name)));
             let mut changed = name;
             if let Some(byte) = changed.get_mut(place) {
                 *byte = other;
                 let expected = (fits && (b'-'..=b'z').contains(&other)).then(|| Key::escaped(&changed));
-                prop_assert_eq!(Key::plain(&changed), expected);
+                prop_assert_eq!(plain(&changed), expected);
             }
         }
     }
