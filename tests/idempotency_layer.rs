@@ -856,14 +856,14 @@ impl<S: Subscriber + for<'a> LookupSpan<'a>> tracing_subscriber::Layer<S> for Sp
 /// Who looks for the request behind an unknown outcome finds it by its span, also where that was known only after the answer.
 #[tokio::test(start_paused = true)]
 async fn what_goes_on_in_the_background_is_in_the_span_of_its_request() {
+    // Where there is one subscriber alone, a thread that has none decides for all about the warnings that it is the first to come by.
+    let _beside = tracing::Dispatch::new(tracing_subscriber::registry());
     let spans = Spans::default();
     let _logging = tracing::subscriber::set_default(tracing_subscriber::registry().with(spans.clone()));
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let guard = layer(store);
     let app = Handler::new().behind(guard.clone(), move |request, run| {
-        // Another test, which nobody listens to, may have been the first to come by a warning while this one began to listen.
-        tracing::callsite::rebuild_interest_cache();
         faults.fail(Failure::Unavailable);
         echo(request, run)
     });
