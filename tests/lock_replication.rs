@@ -193,6 +193,28 @@ async fn a_replica_that_takes_over_knows_of_the_lease() {
     assert!(lease.check().is_ok());
 }
 
+/// What the server says to a WAIT then was an error of no kind that passes: nobody waited for another primary, neither who had asked nor who
+/// stood behind.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_waits_for_replicas_goes_on_when_the_primary_becomes_a_replica_itself() {
+    let (primary, replicas) = with_replicas(1);
+    let other = RedisServer::start();
+    let locks = locks(&primary, 1).await.deadline(LONG).wait(2 * LONG);
+    replicas[0].pause();
+    let waiters = ["first", "second"].map(|_| tokio::spawn(locks.lock("a").into_future()));
+    block_in_place(|| {
+        wait_until("replicas are waited for", || primary.info("blocked_clients").is_some_and(|clients| clients == "1"));
+        primary.query::<()>(&format!("REPLICAOF 127.0.0.1 {}", other.port()));
+        wait_until("nobody is waited for", || primary.info("blocked_clients").is_some_and(|clients| clients == "0"));
+        primary.query::<()>("REPLICAOF NO ONE");
+        replicas[0].resume();
+    });
+    for waiter in waiters {
+        let lease = timeout(LONG, waiter).await.unwrap().unwrap().unwrap();
+        assert_eq!(lease.release().await.unwrap(), Release::Released);
+    }
+}
+
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn the_replicas_of_a_cluster_are_those_of_the_node_that_has_the_lock() {
     let cluster = block_in_place(Cluster::start);

@@ -15,7 +15,12 @@ pub(super) fn is_no_script(error: &RedisError) -> bool {
 
 /// Whether the server says that it is not the primary.
 pub(super) fn is_from_replica(error: &RedisError) -> bool {
-    matches!(code(error), Some("READONLY" | "MASTERDOWN"))
+    matches!(code(error), Some("READONLY" | "MASTERDOWN" | "UNBLOCKED")) || is_wait_at_replica(error)
+}
+
+/// What a server that is made a replica says to a WAIT that comes after that; to one that it was waiting for it says UNBLOCKED.
+fn is_wait_at_replica(error: &RedisError) -> bool {
+    error.detail().is_some_and(|detail| detail.contains("WAIT cannot be used with replica instances"))
 }
 
 /// Says of an error that the command was not sent for which there is no connection, whatever was said to whoever wanted to connect.
@@ -58,8 +63,9 @@ pub(super) fn store_error(error: RedisError) -> StoreError {
         _ => match code(&error) {
             Some(
                 "LOADING" | "MASTERDOWN" | "CLUSTERDOWN" | "TRYAGAIN" | "MOVED" | "ASK" | "READONLY" | "NOREPLICAS"
-                | "BUSY" | "MISCONF",
+                | "BUSY" | "MISCONF" | "UNBLOCKED",
             ) => StoreError::unavailable(error),
+            _ if is_wait_at_replica(&error) => StoreError::unavailable(error),
             Some("NOAUTH" | "WRONGPASS" | "NOPERM") => StoreError::unauthorized(error),
             Some("OOM") => StoreError::out_of_memory(error),
             Some("WRONGTYPE" | "TOLLGATE") => StoreError::foreign_data(error),
@@ -220,6 +226,22 @@ mod tests {
         }
         let within = said("ERR Error running script (call to f_0): @user_script:30: LOADING Redis is loading");
         assert!(!store_error(within).is_refusal());
+    }
+
+    /// It was an error that does not pass, and ended all waiting.
+    #[test]
+    fn a_primary_that_became_a_replica_takes_no_writes_for_now() {
+        for text in [
+            "UNBLOCKED force unblock from blocking operation, instance state changed (master -> replica?)",
+            "ERR WAIT cannot be used with replica instances. Please also note that since Redis 4.0 if a replica is configured to be writable \
+             (which is not the default) writes to replicas are just local and are not propagated.",
+        ] {
+            let error = said(text);
+            assert!(is_from_replica(&error), "{error:?}");
+            let error = store_error(error);
+            // What was written before it is there, and may be carried on.
+            assert!(error.is_unavailable() && !error.is_refusal(), "{error:?}");
+        }
     }
 
     fn said(text: &str) -> RedisError {
