@@ -10,6 +10,7 @@ use std::time::{Duration, Instant};
 
 use support::cluster::Cluster;
 use support::processor::ProcessorMeter;
+use support::proxy::{Proxy, Traffic};
 use support::server::{RedisServer, wait_until};
 use support::shared::patient;
 use support::stores::delegate_lock;
@@ -191,6 +192,40 @@ async fn a_replica_that_takes_over_knows_of_the_lease() {
     let other = Locks::new(other).deadline(Duration::from_secs(2)).wait(Duration::ZERO);
     assert!(other.lock("a").await.is_err_and(|error| error.is_busy()));
     assert!(lease.check().is_ok());
+}
+
+/// What was sent on a dead connection was waited for until the response timeout, when nobody waited for it any more, and the connection was not
+/// replaced before that: locks stood still, and leases were lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn locks_that_nobody_waits_for_any_more_keep_no_dead_connection() {
+    let (primary, _replicas) = with_replicas(1);
+    let proxy = Proxy::start(primary.port());
+    // Longer than this test waits for anything.
+    let options = RedisOptions::from_url(proxy.url()).unwrap().connections(1).response_timeout(3 * LONG);
+    let locks = Locks::new(options.connect().await.unwrap())
+        .replication(Replication::Require(1))
+        .circuit_breaker(CircuitBreaker::off());
+    let ttl = Duration::from_secs(6);
+    let patient = locks.clone().deadline(Duration::from_secs(2)).ttl(ttl);
+    let accepted = proxy.accepted();
+    let lease = patient.lock("a").ttl(Duration::from_secs(1)).await.unwrap();
+    block_in_place(|| {
+        wait_until("there is a connection for renewals beside the one for grants", || proxy.accepted() >= accepted + 2);
+    });
+    lease.release().await.unwrap();
+    let held = patient.lock("held").await.unwrap();
+    proxy.to_server(Traffic::Swallow);
+    proxy.to_client(Traffic::Swallow);
+    assert!(locks.try_lock("a").await.is_err());
+    // For connections that are opened from now on.
+    proxy.heal();
+    let asking = tokio::spawn(async move { while locks.try_lock("b").await.is_err() {} });
+    timeout(LONG / 2, asking).await.expect("the dead connection is replaced").unwrap();
+    let begun = Instant::now();
+    while begun.elapsed() < ttl * 3 / 2 {
+        assert!(held.check().is_ok(), "{held:?} after {:?}", begun.elapsed());
+        sleep(Duration::from_millis(50)).await;
+    }
 }
 
 /// What the server says to a WAIT then was an error of no kind that passes: nobody waited for another primary, neither who had asked nor who

@@ -4,16 +4,17 @@
 //! was sent there meanwhile would be too late, so it goes over another connection, or is not sent at all.
 
 use std::io;
+use std::slice::from_mut;
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use futures_util::future::join_all;
 use redis::{Cmd, RedisError, Value};
 use tokio::sync::{Semaphore, SemaphorePermit, oneshot};
-use tokio::time::{Instant, timeout_at};
+use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::error::unsent;
-use super::meeting::{Limits, Meeting};
+use super::meeting::{Limits, Meeting, given_up};
 use super::pool::{Connector, Handle, Pool, Terms};
 use crate::lock::Replicas;
 
@@ -23,6 +24,8 @@ const LIMITS: Limits = Limits { alone: 0, busy: Duration::ZERO, together: 128, c
 const NUMBERS: usize = 4;
 /// How many connections each of them has at the most, however many requests have.
 const MAX_SEATS: u32 = 16;
+/// By how much Redis may be late to say that replicas do not have what they are waited for with.
+const LATE: Duration = Duration::from_millis(100);
 
 /// Connections to one server for what replicas have to have, opened when they are needed.
 #[derive(Clone)]
@@ -145,9 +148,14 @@ async fn go_together(seats: Arc<Seats>, wishes: Vec<Wish>) -> bool {
         return false;
     };
     let now = Instant::now();
-    let (wishes, late): (Vec<_>, Vec<_>) = wishes.into_iter().partition(|wish| now < wish.until);
+    let (mut wishes, late): (Vec<_>, Vec<_>) = wishes.into_iter().partition(|wish| now < wish.until);
     late.into_iter().for_each(Wish::refuse);
-    let handle = match seat.pool.borrow().await {
+    let connected = tokio::select! {
+        biased;
+        connected = seat.pool.borrow() => connected,
+        () = given_up(&mut wishes, |wish| &mut wish.reply) => return false,
+    };
+    let handle = match connected {
         Ok(handle) => handle,
         Err(error) => {
             let error = unsent(error);
@@ -157,29 +165,51 @@ async fn go_together(seats: Arc<Seats>, wishes: Vec<Wish>) -> bool {
     };
     // Who has given up need not get anything.
     let asking = wishes.into_iter().filter(|wish| !wish.reply.is_closed()).map(|wish| ask(handle.clone(), wish));
-    let mut granted: Vec<_> = join_all(asking).await.into_iter().flatten().collect();
+    let answers = join_all(asking).await;
+    let is_answered = answers.iter().any(Option::is_some);
+    let mut granted: Vec<_> = answers.into_iter().flatten().flatten().collect();
     granted.retain(|(wish, _)| !wish.reply.is_closed());
+    if granted.is_empty() {
+        return is_answered;
+    }
     wait(handle, granted, until.saturating_duration_since(now)).await
 }
 
-/// Asks for one of them, and tells those to whom nothing is granted.
-async fn ask(mut handle: Handle, wish: Wish) -> Option<(Wish, Value)> {
-    match handle.send(&wish.command, wish.asking).await {
-        Ok(value) if (wish.is_granted)(&value) => Some((wish, value)),
+/// Asks for one of them, and tells those to whom nothing is granted. `None` if the server says nothing.
+async fn ask(mut handle: Handle, mut wish: Wish) -> Option<Option<(Wish, Value)>> {
+    let answer = tokio::select! {
+        biased;
+        answer = handle.send(&wish.command, wish.asking) => answer,
+        () = given_up(from_mut(&mut wish.reply), |reply| reply) => return None,
+    };
+    match answer {
+        Ok(value) if (wish.is_granted)(&value) => Some(Some((wish, value))),
         answer => {
+            let is_answered = answer.as_ref().map_or_else(|error| error.code().is_some(), |_| true);
             wish.hears(answer.map(Outcome::Said));
-            None
+            is_answered.then_some(None)
         }
     }
 }
 
 /// Waits until as many replicas as it takes have what was granted over a connection, and tells each how many have. Whether those are enough.
-async fn wait(mut handle: Handle, granted: Vec<(Wish, Value)>, within: Duration) -> bool {
-    let Some(count) = granted.iter().map(|(wish, _)| wish.count).max() else { return true };
+async fn wait(mut handle: Handle, mut granted: Vec<(Wish, Value)>, within: Duration) -> bool {
+    let count = granted.iter().map(|(wish, _)| wish.count).max().unwrap_or_default();
     let mut command = redis::cmd("WAIT");
     // Zero would be for ever.
     command.arg(count).arg(within.as_millis().max(1) as u64);
-    let reached = match handle.send(&command, false).await {
+    let due = Instant::now() + within + LATE;
+    let given_up = async {
+        given_up(&mut granted, |(wish, _)| &mut wish.reply).await;
+        // Until then a server that is well does nothing for who comes next.
+        sleep_until(due).await;
+    };
+    let reached = tokio::select! {
+        biased;
+        answer = handle.send(&command, false) => answer,
+        () = given_up => return false,
+    };
+    let reached = match reached {
         Ok(Value::Int(reached)) => Ok(u32::try_from(reached).unwrap_or_default()),
         Ok(_) => Err((redis::ErrorKind::UnexpectedReturnType, "WAIT answers no number").into()),
         Err(error) => Err(error),
