@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::error::unsent;
 use super::meeting::{Limits, Meeting, given_up};
-use super::pool::{Connector, Handle, Pool, Terms};
+use super::pool::{Connector, Handle, Pool, Siblings, Terms};
 use crate::lock::Replicas;
 
 /// Nobody goes alone. With a second call those who come while one waits for replicas that are well need not wait for it.
@@ -35,6 +35,8 @@ struct Shared {
     connector: Connector,
     connections: u32,
     terms: Terms,
+    // One connection that is found dead, or cannot be opened, speaks for all.
+    siblings: Arc<Siblings>,
     // By how many replicas it takes, so that those who want few do not wait behind those who want more than there are.
     meetings: [OnceLock<Meeting<Wish>>; NUMBERS],
 }
@@ -64,7 +66,7 @@ impl Careful {
     /// At most so many connections for each number of replicas.
     pub(super) fn new(connector: Connector, connections: u32, terms: Terms) -> Self {
         let connections = connections.min(MAX_SEATS);
-        Self(Arc::new(Shared { connector, connections, terms, meetings: Default::default() }))
+        Self(Arc::new(Shared { connector, connections, terms, siblings: Arc::default(), meetings: Default::default() }))
     }
 
     /// Sends a command and, if `is_granted` says so of the answer, waits until so many replicas have what it has written.
@@ -93,10 +95,10 @@ impl Careful {
 impl Shared {
     /// Where those meet who want so many replicas.
     fn meeting(&self, count: u32) -> &Meeting<Wish> {
-        let Self { connector, connections, terms, meetings } = self;
+        let Self { connector, connections, terms, siblings, meetings } = self;
         let number = (count as usize).clamp(1, NUMBERS) - 1;
         meetings[number].get_or_init(|| {
-            let seats = Arc::new(Seats::new(connector, *connections, terms));
+            let seats = Arc::new(Seats::new(connector, *connections, terms, siblings));
             Meeting::new(LIMITS, &terms.home, move |wishes| go_together(Arc::clone(&seats), wishes))
         })
     }
@@ -116,8 +118,9 @@ struct Seat<'a> {
 }
 
 impl Seats {
-    fn new(connector: &Connector, connections: u32, terms: &Terms) -> Self {
-        let free: Vec<_> = (0..connections).map(|_| Pool::lazy(connector.clone(), 1, terms.clone())).collect();
+    fn new(connector: &Connector, connections: u32, terms: &Terms, siblings: &Arc<Siblings>) -> Self {
+        let seat = |_| Pool::single(connector.clone(), terms.clone(), Arc::clone(siblings));
+        let free: Vec<_> = (0..connections).map(seat).collect();
         let places = Semaphore::new(free.len());
         Self { free: Mutex::new(free), places }
     }
@@ -235,5 +238,72 @@ impl Wish {
     /// Says that nothing was sent.
     fn refuse(self) {
         self.hears(Ok(Outcome::TooFew(0)));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::TcpListener;
+    use tokio::time::timeout;
+
+    use super::*;
+    use crate::backend::redis::home::Home;
+
+    fn seats(port: u16) -> Seats {
+        let client = redis::Client::open(format!("redis://127.0.0.1:{port}/")).unwrap();
+        let config = redis::AsyncConnectionConfig::new().set_response_timeout(None);
+        let connector = Connector::Client(Box::new((client, config)));
+        let long = Duration::from_secs(60);
+        let terms = Terms { connect: long, response: long, home: Arc::new(Home::here()) };
+        Seats::new(&connector, 2, &terms, &Arc::default())
+    }
+
+    /// Lets everybody in, and says nothing but that all is well, until it is asked for something. Answers its port.
+    async fn silent_server(connected: Arc<Semaphore>) -> u16 {
+        let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let port = listener.local_addr().unwrap().port();
+        tokio::spawn(async move {
+            while let Ok((mut client, _)) = listener.accept().await {
+                connected.add_permits(1);
+                tokio::spawn(async move {
+                    let mut read = [0; 1_024];
+                    while let Ok(length) = client.read(&mut read).await
+                        && length > 0
+                    {
+                        let text = String::from_utf8_lossy(&read[..length]);
+                        let commands = if text.contains("WAIT") { 0 } else { text.matches('*').count() };
+                        client.write_all("+OK\r\n".repeat(commands).as_bytes()).await.unwrap();
+                    }
+                });
+            }
+        });
+        port
+    }
+
+    /// Each of them that was dead cost somebody a second.
+    #[tokio::test]
+    async fn a_connection_that_is_found_dead_speaks_for_the_others() {
+        let connected = Arc::new(Semaphore::new(0));
+        let seats = seats(silent_server(Arc::clone(&connected)).await);
+        let until = Instant::now() + Duration::from_secs(60);
+        let (one, other) = (seats.take(until).await.unwrap(), seats.take(until).await.unwrap());
+        let mut dead = one.pool.borrow().await.unwrap();
+        other.pool.borrow().await.unwrap();
+        assert!(timeout(Duration::from_millis(1_100), dead.send(&redis::cmd("WAIT"), false)).await.is_err());
+        assert_eq!(connected.available_permits(), 2);
+        other.pool.borrow().await.unwrap();
+        assert_eq!(connected.available_permits(), 3, "it may be as dead");
+    }
+
+    /// Each of them said so in the log.
+    #[tokio::test]
+    async fn a_connection_that_cannot_be_opened_speaks_for_the_others() {
+        // There is nobody to connect to.
+        let seats = seats(1);
+        let until = Instant::now() + Duration::from_secs(60);
+        let (one, other) = (seats.take(until).await.unwrap(), seats.take(until).await.unwrap());
+        assert!(one.pool.borrow().await.is_err());
+        assert!(other.pool.is_in_trouble());
     }
 }

@@ -3,7 +3,7 @@
 use std::future::pending;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, RwLock};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use std::{fmt, io};
@@ -48,6 +48,8 @@ pub(super) struct Pool {
     // How many are opened before they are needed.
     min_idle: Option<u32>,
     terms: Terms,
+    // Those of other pools to the same server, if it has any.
+    siblings: Option<Arc<Siblings>>,
     // Another one when the runtime has ended in which it opened connections: what it had begun there is never finished.
     lender: Arc<RwLock<Arc<Lender>>>,
 }
@@ -111,6 +113,15 @@ struct Health {
     tenure: Option<Tenure>,
 }
 
+/// What those tell each other who open connections to one server: one of them speaks for all, in the log as well.
+#[derive(Default)]
+pub(super) struct Siblings {
+    // The last attempt to connect, if it failed.
+    report: watch::Sender<Option<Trouble>>,
+    pause: Mutex<Pause>,
+    others: Arc<Others>,
+}
+
 /// What one connection of a pool tells the others.
 #[derive(Debug)]
 struct Others {
@@ -118,6 +129,12 @@ struct Others {
     // Since when one was silent that was taken for dead for that, in us since `epoch`: those that were not heard since may be as dead, and each
     // of them would cost a call its time.
     silent_since: AtomicU64,
+}
+
+impl Default for Others {
+    fn default() -> Self {
+        Self { epoch: Instant::now(), silent_since: AtomicU64::new(0) }
+    }
 }
 
 impl Others {
@@ -129,29 +146,37 @@ impl Others {
 impl Pool {
     /// Opens all connections.
     pub(super) async fn open(connector: Connector, connections: u32, terms: Terms) -> Result<Self, RedisError> {
-        let (manager, trouble) = Manager::new(connector.clone(), terms.clone());
+        let (manager, trouble) = Manager::new(connector.clone(), terms.clone(), Arc::default());
         let pool = builder(connections, Some(connections)).build(manager).await?;
-        let lender = Lender { pool, trouble, home: Arc::clone(&terms.home) };
-        Ok(Self::new(connector, connections, Some(connections), terms, lender))
+        let lender = Arc::new(RwLock::new(Arc::new(Lender { pool, trouble, home: Arc::clone(&terms.home) })));
+        Ok(Self { connector, connections, min_idle: Some(connections), terms, siblings: None, lender })
     }
 
     /// The same, but does not wait for them.
     pub(super) fn eager(connector: Connector, connections: u32, terms: Terms) -> Self {
-        Self::unopened(connector, connections, Some(connections), terms)
+        Self::unopened(connector, connections, Some(connections), terms, None)
     }
 
     /// The same without a connection until one is needed.
     pub(super) fn lazy(connector: Connector, connections: u32, terms: Terms) -> Self {
-        Self::unopened(connector, connections, None, terms)
+        Self::unopened(connector, connections, None, terms, None)
     }
 
-    fn unopened(connector: Connector, connections: u32, min_idle: Option<u32>, terms: Terms) -> Self {
-        let lender = Lender::new(connector.clone(), connections, min_idle, terms.clone());
-        Self::new(connector, connections, min_idle, terms, lender)
+    /// One connection, opened when it is needed, beside those of other pools to the same server.
+    pub(super) fn single(connector: Connector, terms: Terms, siblings: Arc<Siblings>) -> Self {
+        Self::unopened(connector, 1, None, terms, Some(siblings))
     }
 
-    fn new(connector: Connector, connections: u32, min_idle: Option<u32>, terms: Terms, lender: Lender) -> Self {
-        Self { connector, connections, min_idle, terms, lender: Arc::new(RwLock::new(Arc::new(lender))) }
+    fn unopened(
+        connector: Connector,
+        connections: u32,
+        min_idle: Option<u32>,
+        terms: Terms,
+        siblings: Option<Arc<Siblings>>,
+    ) -> Self {
+        let known = siblings.clone().unwrap_or_default();
+        let lender = Lender::new(connector.clone(), connections, min_idle, terms.clone(), known);
+        Self { connector, connections, min_idle, terms, siblings, lender: Arc::new(RwLock::new(Arc::new(lender))) }
     }
 
     /// Whoever lends connections; from now on in the caller's runtime if the one has ended in which that was done.
@@ -163,7 +188,8 @@ impl Pool {
         let mut lender = self.lender.write().unwrap_or_else(PoisonError::into_inner);
         if lender.home.is_gone() {
             let terms = Terms { home: Arc::new(Home::here()), ..self.terms.clone() };
-            *lender = Arc::new(Lender::new(self.connector.clone(), self.connections, self.min_idle, terms));
+            let known = self.siblings.clone().unwrap_or_default();
+            *lender = Arc::new(Lender::new(self.connector.clone(), self.connections, self.min_idle, terms, known));
         }
         Arc::clone(&lender)
     }
@@ -251,9 +277,15 @@ impl Pool {
 
 impl Lender {
     /// In the runtime that this is called in.
-    fn new(connector: Connector, connections: u32, min_idle: Option<u32>, terms: Terms) -> Self {
+    fn new(
+        connector: Connector,
+        connections: u32,
+        min_idle: Option<u32>,
+        terms: Terms,
+        siblings: Arc<Siblings>,
+    ) -> Self {
         let home = Arc::clone(&terms.home);
-        let (manager, trouble) = Manager::new(connector, terms);
+        let (manager, trouble) = Manager::new(connector, terms, siblings);
         Self { pool: builder(connections, min_idle).build_unchecked(manager), trouble, home }
     }
 
@@ -444,9 +476,7 @@ impl Drop for SilenceWatch<'_> {
 pub(super) struct Manager {
     connector: Connector,
     terms: Terms,
-    report: watch::Sender<Option<Trouble>>,
-    pause: Mutex<Pause>,
-    others: Arc<Others>,
+    siblings: Arc<Siblings>,
 }
 
 /// Keeps a server that is down from being asked in a loop.
@@ -461,7 +491,8 @@ impl ManageConnection for Manager {
     type Error = RedisError;
 
     async fn connect(&self) -> Result<Handle, RedisError> {
-        let pause = self.pause().until;
+        let Siblings { report, others, .. } = &*self.siblings;
+        let pause = self.siblings.pause().until;
         if let Some(until) = pause {
             sleep_until(until).await;
         }
@@ -474,15 +505,15 @@ impl ManageConnection for Manager {
         };
         match &outcome {
             Ok(_) => {
-                *self.pause() = Pause::default();
-                if self.report.send_replace(None).is_some() {
+                *self.siblings.pause() = Pause::default();
+                if report.send_replace(None).is_some() {
                     tracing::info!(server = %self.connector, "connected to redis again");
                 }
             }
             Err(error) => {
-                let pause = self.pause().extend();
+                let pause = self.siblings.pause().extend();
                 let trouble = Trouble { error: error.clone(), until: Instant::now() + pause + begun.elapsed() + FRESH };
-                if self.report.send_replace(Some(trouble)).is_none() {
+                if report.send_replace(Some(trouble)).is_none() {
                     tracing::warn!(server = %self.connector, %error, "cannot connect to redis");
                 }
             }
@@ -491,7 +522,7 @@ impl ManageConnection for Manager {
         outcome.map(|(connection, tenure)| Handle {
             connection,
             patience,
-            health: Arc::new(Health::new(tenure, Arc::clone(&self.others))),
+            health: Arc::new(Health::new(tenure, Arc::clone(others))),
         })
     }
 
@@ -505,13 +536,14 @@ impl ManageConnection for Manager {
 }
 
 impl Manager {
-    fn new(connector: Connector, terms: Terms) -> (Self, watch::Receiver<Option<Trouble>>) {
-        let (report, trouble) = watch::channel(None);
-        let others = Arc::new(Others { epoch: Instant::now(), silent_since: AtomicU64::new(0) });
-        (Self { connector, terms, report, pause: Mutex::default(), others }, trouble)
+    fn new(connector: Connector, terms: Terms, siblings: Arc<Siblings>) -> (Self, watch::Receiver<Option<Trouble>>) {
+        let trouble = siblings.report.subscribe();
+        (Self { connector, terms, siblings }, trouble)
     }
+}
 
-    fn pause(&self) -> std::sync::MutexGuard<'_, Pause> {
+impl Siblings {
+    fn pause(&self) -> MutexGuard<'_, Pause> {
         self.pause.lock().unwrap_or_else(PoisonError::into_inner)
     }
 }
