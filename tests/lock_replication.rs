@@ -228,6 +228,32 @@ async fn locks_that_nobody_waits_for_any_more_keep_no_dead_connection() {
     }
 }
 
+/// Those who found no connection were told that too few replicas know of their lock, which was an answer of the store: the circuit stayed closed,
+/// and requests that may pass without their lock did not.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn who_finds_no_connection_to_a_server_that_hangs_is_told_of_a_store_that_fails() {
+    let (primary, _replicas) = with_replicas(1);
+    let options = RedisOptions::from_url(primary.url()).unwrap().connections(1).response_timeout(LONG);
+    let locks = Locks::new(options.connect().await.unwrap())
+        .replication(Replication::Require(1))
+        .circuit_breaker(CircuitBreaker::off())
+        .wait(Duration::ZERO);
+    locks.clone().deadline(LONG).lock("a").await.unwrap().release().await.unwrap();
+    primary.pause();
+    let locks = locks.deadline(Duration::from_secs(1));
+    let layer = LockLayer::with_locks(locks).key(|key: &u32| key.to_string());
+    let layer = layer.on_store_error(OnStoreError::Allow).with_rejection(AsError);
+    let service = layer.layer(service_fn(async |_: u32| Ok::<_, LockError>(())));
+    let mut asking = Vec::new();
+    for key in 0..30 {
+        asking.push(tokio::spawn(service.clone().oneshot(key)));
+        sleep(Duration::from_millis(20)).await;
+    }
+    for asked in asking {
+        asked.await.unwrap().unwrap();
+    }
+}
+
 /// What the server says to a WAIT then was an error of no kind that passes: nobody waited for another primary, neither who had asked nor who
 /// stood behind.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

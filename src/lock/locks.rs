@@ -273,8 +273,9 @@ impl Locks {
     /// With `Require(n)` a lease counts once `n` replicas have it (`WAIT`), for which they have half of the
     /// [deadline](Self::deadline), or of the response timeout of the connections if that is shorter: Redis says up to a tenth
     /// of a second later that it is over, so the call may take as much longer. Those who ask at the same time share the wait; if all connections
-    /// are waiting for as long as that, nothing is asked for, and no replica knows of it. With too few, it is tried again for as long as the caller
-    /// is ready to wait, and is a [`LockError::NotReplicated`] then; what was granted is given back. A renewal that they do not have in time
+    /// are waiting for as long as that, nothing is asked for, and no replica knows of it; or the store fails, where the server says nothing on
+    /// any of them. With too few, it is tried again for as long as the caller is ready to wait, and is a [`LockError::NotReplicated`] then; what
+    /// was granted is given back. A renewal that they do not have in time
     /// makes the lease [suspended](super::LeaseState::Suspended), and it is lost at its old deadline unless a later one gets through: a
     /// replica that takes over does not let go of a lease before its holder does, unless its clock is ahead of that of the primary: by as much
     /// the lease ends sooner there.

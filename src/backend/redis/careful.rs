@@ -15,7 +15,7 @@ use tokio::time::{Instant, sleep_until, timeout_at};
 
 use super::error::unsent;
 use super::meeting::{Limits, Meeting, given_up};
-use super::pool::{Connector, Handle, Pool, Siblings, Terms};
+use super::pool::{Connector, Handle, Pool, Siblings, Terms, no_connection};
 use crate::lock::Replicas;
 
 /// Nobody goes alone. With a second call those who come while one waits for replicas that are well need not wait for it.
@@ -38,14 +38,14 @@ struct Shared {
     // One connection that is found dead, or cannot be opened, speaks for all.
     siblings: Arc<Siblings>,
     // By how many replicas it takes, so that those who want few do not wait behind those who want more than there are.
-    meetings: [OnceLock<Meeting<Wish>>; NUMBERS],
+    meetings: [OnceLock<(Meeting<Wish>, Arc<Seats>)>; NUMBERS],
 }
 
 /// What became of a command.
 pub(super) enum Outcome {
     /// What the server says. As many replicas as it takes have what that grants, if it grants anything.
     Said(Value),
-    /// So few have what was granted; none if nothing was sent, since no connection was free in time.
+    /// So few have what was granted; none if nothing was sent, since no connection was free in time of a server that answers.
     TooFew(u32),
     /// It was granted, and it is not known who has it.
     Unknown(RedisError),
@@ -58,6 +58,7 @@ struct Wish {
     is_granted: fn(&Value) -> bool,
     count: u32,
     // How long replicas are waited for.
+    within: Duration,
     until: Instant,
     reply: oneshot::Sender<Result<Outcome, RedisError>>,
 }
@@ -79,27 +80,30 @@ impl Careful {
     ) -> Result<Outcome, RedisError> {
         let Replicas { count, within } = replicas;
         // The server has to answer before nobody listens any more.
-        let until = Instant::now() + within.min(self.0.terms.response / 2);
-        let wish = |reply| Wish { command: command.clone(), asking, is_granted, count, until, reply };
-        match self.0.meeting(count).join(wish).await {
+        let within = within.min(self.0.terms.response / 2);
+        let until = Instant::now() + within;
+        let wish = |reply| Wish { command: command.clone(), asking, is_granted, count, within, until, reply };
+        let (meeting, seats) = self.0.meeting(count);
+        match meeting.join(wish).await {
             Some(Ok(answer)) => answer,
             Some(Err(_)) => {
                 Err(io::Error::new(io::ErrorKind::ConnectionAborted, "the runtime of the connection has ended").into())
             }
             // So many wait that there is no turn in time.
-            None => Ok(Outcome::TooFew(0)),
+            None => seats.refusal(within),
         }
     }
 }
 
 impl Shared {
     /// Where those meet who want so many replicas.
-    fn meeting(&self, count: u32) -> &Meeting<Wish> {
+    fn meeting(&self, count: u32) -> &(Meeting<Wish>, Arc<Seats>) {
         let Self { connector, connections, terms, siblings, meetings } = self;
         let number = (count as usize).clamp(1, NUMBERS) - 1;
         meetings[number].get_or_init(|| {
             let seats = Arc::new(Seats::new(connector, *connections, terms, siblings));
-            Meeting::new(LIMITS, &terms.home, move |wishes| go_together(Arc::clone(&seats), wishes))
+            let taken = Arc::clone(&seats);
+            (Meeting::new(LIMITS, &terms.home, move |wishes| go_together(Arc::clone(&taken), wishes)), seats)
         })
     }
 }
@@ -108,6 +112,8 @@ impl Shared {
 struct Seats {
     free: Mutex<Vec<Pool>>,
     places: Semaphore,
+    // Since when somebody asks, if the server has said nothing to anybody since.
+    silent_since: Mutex<Option<Instant>>,
 }
 
 struct Seat<'a> {
@@ -122,7 +128,7 @@ impl Seats {
         let seat = |_| Pool::single(connector.clone(), terms.clone(), Arc::clone(siblings));
         let free: Vec<_> = (0..connections).map(seat).collect();
         let places = Semaphore::new(free.len());
-        Self { free: Mutex::new(free), places }
+        Self { free: Mutex::new(free), places, silent_since: Mutex::default() }
     }
 
     fn free(&self) -> MutexGuard<'_, Vec<Pool>> {
@@ -137,6 +143,36 @@ impl Seats {
     }
 }
 
+impl Seats {
+    fn silent_since(&self) -> MutexGuard<'_, Option<Instant>> {
+        self.silent_since.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// Notes that the server is to answer from now on.
+    fn ask(&self) {
+        self.silent_since().get_or_insert_with(Instant::now);
+    }
+
+    /// Notes that it has.
+    fn answered(&self) {
+        *self.silent_since() = None;
+    }
+
+    /// What there is to say to somebody for whom nothing was sent, since no connection was free within that time. Where those that were not free
+    /// had no answer either, it is the server that says nothing.
+    fn refusal(&self, within: Duration) -> Result<Outcome, RedisError> {
+        let is_silent = self.silent_since().is_some_and(|since| since.elapsed() >= within / 2);
+        if is_silent { Err(unsent(no_connection(within))) } else { Ok(Outcome::TooFew(0)) }
+    }
+
+    fn refuse(&self, wishes: Vec<Wish>) {
+        for wish in wishes {
+            let refusal = self.refusal(wish.within);
+            wish.hears(refusal);
+        }
+    }
+}
+
 impl Drop for Seat<'_> {
     fn drop(&mut self) {
         self.seats.free().push(self.pool.clone());
@@ -147,12 +183,13 @@ impl Drop for Seat<'_> {
 async fn go_together(seats: Arc<Seats>, wishes: Vec<Wish>) -> bool {
     let Some(until) = wishes.iter().map(|wish| wish.until).max() else { return false };
     let Some(seat) = seats.take(until).await else {
-        wishes.into_iter().for_each(Wish::refuse);
+        seats.refuse(wishes);
         return false;
     };
     let now = Instant::now();
     let (mut wishes, late): (Vec<_>, Vec<_>) = wishes.into_iter().partition(|wish| now < wish.until);
-    late.into_iter().for_each(Wish::refuse);
+    seats.refuse(late);
+    seats.ask();
     let connected = tokio::select! {
         biased;
         connected = seat.pool.borrow() => connected,
@@ -170,12 +207,15 @@ async fn go_together(seats: Arc<Seats>, wishes: Vec<Wish>) -> bool {
     let asking = wishes.into_iter().filter(|wish| !wish.reply.is_closed()).map(|wish| ask(handle.clone(), wish));
     let answers = join_all(asking).await;
     let is_answered = answers.iter().any(Option::is_some);
+    if is_answered {
+        seats.answered();
+    }
     let mut granted: Vec<_> = answers.into_iter().flatten().flatten().collect();
     granted.retain(|(wish, _)| !wish.reply.is_closed());
     if granted.is_empty() {
         return is_answered;
     }
-    wait(handle, granted, until.saturating_duration_since(now)).await
+    wait(&seats, handle, granted, until.saturating_duration_since(now)).await
 }
 
 /// Asks for one of them, and tells those to whom nothing is granted. `None` if the server says nothing.
@@ -188,15 +228,20 @@ async fn ask(mut handle: Handle, mut wish: Wish) -> Option<Option<(Wish, Value)>
     match answer {
         Ok(value) if (wish.is_granted)(&value) => Some(Some((wish, value))),
         answer => {
-            let is_answered = answer.as_ref().map_or_else(|error| error.code().is_some(), |_| true);
+            let is_answered = is_answer(&answer);
             wish.hears(answer.map(Outcome::Said));
             is_answered.then_some(None)
         }
     }
 }
 
+/// Whether a server has said that.
+fn is_answer<T>(answer: &Result<T, RedisError>) -> bool {
+    answer.as_ref().map_or_else(|error| error.code().is_some(), |_| true)
+}
+
 /// Waits until as many replicas as it takes have what was granted over a connection, and tells each how many have. Whether those are enough.
-async fn wait(mut handle: Handle, mut granted: Vec<(Wish, Value)>, within: Duration) -> bool {
+async fn wait(seats: &Seats, mut handle: Handle, mut granted: Vec<(Wish, Value)>, within: Duration) -> bool {
     let count = granted.iter().map(|(wish, _)| wish.count).max().unwrap_or_default();
     let mut command = redis::cmd("WAIT");
     // Zero would be for ever.
@@ -207,12 +252,16 @@ async fn wait(mut handle: Handle, mut granted: Vec<(Wish, Value)>, within: Durat
         // Until then a server that is well does nothing for who comes next.
         sleep_until(due).await;
     };
-    let reached = tokio::select! {
+    let answer = tokio::select! {
         biased;
-        answer = handle.send(&command, false) => answer,
-        () = given_up => return false,
+        answer = handle.send(&command, false) => Some(answer),
+        () = given_up => None,
     };
-    let reached = match reached {
+    if !answer.as_ref().is_some_and(is_answer) {
+        seats.ask();
+    }
+    let Some(answer) = answer else { return false };
+    let reached = match answer {
         Ok(Value::Int(reached)) => Ok(u32::try_from(reached).unwrap_or_default()),
         Ok(_) => Err((redis::ErrorKind::UnexpectedReturnType, "WAIT answers no number").into()),
         Err(error) => Err(error),
@@ -233,11 +282,6 @@ impl Wish {
     fn hears(self, answer: Result<Outcome, RedisError>) {
         // Who has given up meanwhile is not interested.
         let _ = self.reply.send(answer);
-    }
-
-    /// Says that nothing was sent.
-    fn refuse(self) {
-        self.hears(Ok(Outcome::TooFew(0)));
     }
 }
 
