@@ -19,7 +19,7 @@ use tokio::task::{JoinHandle, JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::delay_queue::{CircuitBreaker, DelayQueue, DelayQueueWorker, Job, WorkerError};
 use tollgate::idempotency::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
-use tollgate::lock::{LockAdmin, LockKey, LockStore, Release, Token};
+use tollgate::lock::{Acquired, LockAdmin, LockKey, LockStore, Release, Renewal, Token};
 use tollgate::rate_limit::{Decision, RateLimitStore, Request};
 use tollgate::{BoxError, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions};
 use tower::service_fn;
@@ -469,6 +469,40 @@ mod on_a_cluster {
         assert!(IdempotencyStore::release(&backend, &given_back, &other.token).await.unwrap());
         let admin = LockAdmin::new(backend.clone()).namespace("default");
         assert_eq!(admin.force_unlock("b").await.unwrap().holders, 0);
+    }
+
+    /// One of them was taken before the slot was opened and is where it was, and one since then, where the slot is to go. They were renewed in one call,
+    /// which is refused then, as often as they are tried together: both leases were lost, though Redis had both.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn locks_of_one_slot_are_renewed_while_it_is_on_its_way() {
+        let cluster = Cluster::start();
+        let backend = connect(&cluster.url()).await;
+        // They share a slot.
+        let [before, since] = ["8", "72"].map(|key| LockKey::new("default", key));
+        assert_eq!(backend.shard(&before), backend.shard(&since));
+        let ttl = Duration::from_secs(60);
+        let take = async |lock: &LockKey| {
+            let claim = tollgate::lock::Claim::new(Token::random().unwrap(), ttl);
+            assert!(matches!(backend.acquire(lock, &claim).await.unwrap(), Acquired::Granted { .. }));
+            claim.token
+        };
+        let held = take(&before).await;
+        let slot = u16::try_from(backend.shard(&before)).unwrap();
+        let to = (cluster.owner(slot) + 1) % 3;
+        block_in_place(|| cluster.open(slot, to));
+        let others = take(&since).await;
+        // Nobody holds them by these.
+        let [nobody, gone] = [(); 2].map(|()| Token::random().unwrap());
+        for replicas in 0..2 {
+            let renewals = [(before, held), (before, nobody), (since, gone), (since, others)];
+            let renewals = renewals.map(|(lock, token)| {
+                let mut renewal = Renewal::new(lock, token, ttl);
+                (renewal.replicas.count, renewal.replicas.within) = (replicas, Duration::from_secs(4));
+                renewal
+            });
+            let renewed = LockStore::renew(&backend, &renewals).await.unwrap();
+            assert_eq!(renewed, [true, false, false, true], "{replicas} replicas");
+        }
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

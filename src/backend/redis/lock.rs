@@ -232,6 +232,18 @@ impl RedisBackend {
     }
 
     async fn renew_shard(&self, renewals: &[&Renewal]) -> Result<Vec<bool>, StoreError> {
+        match self.renew_together(renewals).await {
+            // The slot is on its way, and some of the keys have gone. Each of them is somewhere.
+            Err(error) if is_refused_for_now(&error) => {
+                let locks = renewals.chunk_by(|one, other| one.lock == other.lock);
+                Ok(try_join_all(locks.map(|renewals| self.renew_together(renewals))).await?.concat())
+            }
+            renewed => renewed,
+        }
+    }
+
+    /// In one call.
+    async fn renew_together(&self, renewals: &[&Renewal]) -> Result<Vec<bool>, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
         let leases: Vec<_> = renewals.iter().map(|renewal| keys.lease(&renewal.lock)).collect();
         let leases: Vec<_> = leases.iter().map(String::as_str).collect();
