@@ -8,7 +8,7 @@ use std::time::Duration;
 
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::rate_limit::{DenyCache, Leases, PolicyResolver, RateLimitStore, RateLimited};
+use tollgate::rate_limit::{DenyCache, Leases, Outcome, PolicyResolver, RateLimitStore, RateLimited};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{AsError, BoxError, Key, Limiter, MemoryBackend, OnStoreError, Policy, Quota, RateLimitLayer};
 use tower::util::BoxCloneService;
@@ -129,6 +129,108 @@ async fn a_line_ends_where_there_is_room_for_all_who_come() {
     assert!(last_of_line.is_some_and(|place| place < 2_100), "{last_of_line:?}");
     let asked = store.faults().calls(Verb::Check);
     assert!(asked < u64::from(number) * 11 / 10, "{asked} questions for {number} calls");
+}
+
+/// They were held for as long as they may wait, one after the other asked the store, and those who came went on to join them.
+#[tokio::test(start_paused = true)]
+async fn a_line_whose_room_is_too_far_away_ends_at_once() {
+    let calls = Calls::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().delay(ms(5));
+    let second = Policy::new("second", Quota::per_second(400).burst(40).unwrap().token_bucket());
+    let limiter = Limiter::new(store.get_ref().clone(), second.clone());
+    let service = calls.behind(RateLimitLayer::new(store.clone(), second).wait(Duration::from_secs(2)));
+    let hour = Duration::from_secs(3_600);
+    let mut until = None;
+    let mut waiting = JoinSet::new();
+    // 420 a second.
+    for tick in 0..160 {
+        if tick == 60 {
+            limiter.block(ACME, hour).await.unwrap();
+            until = Some(Instant::now() + hour);
+        }
+        for number in 0..21 {
+            let call = service.clone().oneshot((ACME, number));
+            waiting.spawn(async move {
+                let came = Instant::now();
+                let error = call.await.err()?;
+                // Those who come when all who were there have heard of it.
+                (tick > 62).then(|| (came.elapsed(), Instant::now(), error.downcast::<RateLimited>().unwrap()))
+            });
+        }
+        sleep(ms(50)).await;
+    }
+    let mut refused = 0;
+    while let Some(call) = waiting.join_next().await {
+        let Some((took, at, limited)) = call.unwrap() else { continue };
+        let (told, left) = (limited.retry_after().unwrap(), until.unwrap() - at);
+        assert_eq!(limited.decision().outcome(), Outcome::Blocked);
+        assert!(took < ms(100) && told.abs_diff(left) < ms(100), "{told:?} of {left:?} after {took:?}");
+        refused += 1;
+    }
+    assert_eq!(refused, 97 * 21);
+}
+
+/// What takes too long for somebody who needs much says nothing to those behind who need less.
+#[tokio::test(start_paused = true)]
+async fn who_needs_less_is_not_turned_away_with_who_needs_more() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let second = Policy::new("second", Quota::per_second(1).burst(10).unwrap().token_bucket());
+    let other = Limiter::new(store.get_ref().clone(), second.clone());
+    let service = RateLimitLayer::new(store.clone(), second)
+        .wait(Duration::from_secs(5))
+        .deadline(Duration::from_secs(1))
+        .cost(|cost: &u32| *cost)
+        .with_rejection(AsError)
+        .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)));
+    let take_all = async || while other.check(Key::EVERYONE).await.unwrap().is_allowed() {};
+    take_all().await;
+    let large = tokio::spawn(service.clone().oneshot(4));
+    sleep(ms(1)).await;
+    let small = tokio::spawn(service.clone().oneshot(1));
+    sleep(ms(3_900)).await;
+    take_all().await;
+    store.faults().delay(ms(200));
+    assert!(large.await.unwrap().is_err());
+    assert!(!small.is_finished());
+    let newcomer = tokio::spawn(service.oneshot(1));
+    small.await.unwrap().unwrap();
+    newcomer.await.unwrap().unwrap();
+}
+
+/// It is what newcomers are told only until somebody of the line is told something else.
+#[tokio::test(start_paused = true)]
+async fn what_was_too_long_to_wait_is_forgotten_once_somebody_is_admitted() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let second = Policy::new("second", Quota::per_second(1).burst(10).unwrap().token_bucket());
+    let other = Limiter::new(store.get_ref().clone(), second.clone());
+    let service = RateLimitLayer::new(store.clone(), second)
+        .wait(Duration::from_secs(5))
+        .deadline(Duration::from_secs(1))
+        .cost(|cost: &u32| *cost)
+        .with_rejection(AsError)
+        .layer(service_fn(async |cost: u32| Ok::<_, BoxError>(cost)));
+    while other.check(Key::EVERYONE).await.unwrap().is_allowed() {}
+    let large = tokio::spawn(service.clone().oneshot(4));
+    sleep(ms(1)).await;
+    let mut small: JoinSet<_> = (0..3).map(|_| service.clone().oneshot(1)).collect();
+    sleep(ms(3_000)).await;
+    other.block(Key::EVERYONE, Duration::from_secs(3_600)).await.unwrap();
+    store.faults().delay(ms(200));
+    assert!(large.await.unwrap().is_err());
+    // The next of the line costs less, so it asks.
+    sleep(ms(50)).await;
+    let begun = Instant::now();
+    let told = refusal(service.clone().oneshot(4).await.map(drop)).unwrap();
+    assert!(told > Duration::from_secs(3_000) && begun.elapsed() < ms(10), "{told:?} after {:?}", begun.elapsed());
+    other.reset(Key::EVERYONE).await.unwrap();
+    small.join_next().await.unwrap().unwrap().unwrap();
+    sleep(ms(50)).await;
+    assert!(!small.is_empty());
+    service.oneshot(4).await.unwrap();
+    while let Some(outcome) = small.join_next().await {
+        outcome.unwrap().unwrap();
+    }
 }
 
 /// Several of a line have asked at once: those who had no room are in front of those who have not asked yet, and one who needs more is passed by no line of

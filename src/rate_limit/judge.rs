@@ -307,7 +307,12 @@ impl<B: RateLimitStore + Sync> Core<B> {
         };
         loop {
             let denied = denied.take();
-            let (told, judged) = match self.ahead(lines, &subjects, &stood) {
+            if let Some(told) = place.as_ref().and_then(|place| place.refusal(cost))
+                && in_time(&told).is_none()
+            {
+                return self.refused(told, cost);
+            }
+            let (told, judged) = match self.ahead(lines, &subjects, &stood, cost) {
                 Some(told) => (told, None),
                 None => {
                     let mut judged = match denied {
@@ -321,7 +326,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
                                 if let Some(told) = place.holding() {
                                     match in_time(&told) {
                                         Some(room) if place.again(room, until).await => continue,
-                                        _ => return self.refused(self.by_now(lines, told), cost),
+                                        _ => return self.refused(self.by_now(lines, told, cost), cost),
                                     }
                                 }
                             }
@@ -341,13 +346,20 @@ impl<B: RateLimitStore + Sync> Core<B> {
                         }
                         _ => {}
                     }
-                    let (Some(pause), Some(told)) = (judged.pause(until), told) else { return judged };
-                    if let Some(place) = place.as_ref().filter(|place| *place.whose() == self.whose(&told)) {
+                    let Some(told) = told else { return judged };
+                    let own = place.as_ref().filter(|place| *place.whose() == self.whose(&told));
+                    let Some(pause) = judged.pause(until) else {
+                        if let Some(place) = own {
+                            place.refuse(Denial::now(told), cost);
+                        }
+                        return judged;
+                    };
+                    if let Some(place) = own {
                         place.tell(Denial::now(told.clone()));
                         if place.again(after(Instant::now(), pause), until).await {
                             continue;
                         }
-                        return self.refused(self.by_now(lines, told), cost);
+                        return self.refused(self.by_now(lines, told, cost), cost);
                     }
                     (told, Some((Instant::now() + pause, judged)))
                 }
@@ -360,7 +372,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 return judged.map_or_else(|| self.refused(told, cost), |(_, judged)| judged);
             };
             if timeout_at(until, joined.turn()).await.is_err() {
-                return self.refused(self.by_now(lines, told), cost);
+                return self.refused(self.by_now(lines, told, cost), cost);
             }
             // Those before it may have had room that it was not told of.
             if let (Some((again, _)), true) = (judged, joined.begins()) {
@@ -372,8 +384,8 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// What the first of its line was told at last, for one who was told this earlier.
-    fn by_now(&self, lines: &Lines, told: Subject) -> Subject {
-        lines.denial(&self.whose(&told)).unwrap_or(told)
+    fn by_now(&self, lines: &Lines, told: Subject, cost: u32) -> Subject {
+        lines.denial(&self.whose(&told), cost).unwrap_or(told)
     }
 
     /// How many more requests of this line would have had room when this one was admitted, as far as that was said.
@@ -390,12 +402,12 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// What those were told who wait before this request, in the line that lasts longest.
-    fn ahead(&self, lines: &Lines, subjects: &[Subject], stood: &[Whose]) -> Option<Subject> {
+    fn ahead(&self, lines: &Lines, subjects: &[Subject], stood: &[Whose], cost: u32) -> Option<Subject> {
         if !lines.are_used() {
             return None;
         }
         let lines_of = subjects.iter().map(|subject| self.whose(subject)).filter(|whose| !stood.contains(whose));
-        strictest(lines_of.filter_map(|whose| lines.denial(&whose)))
+        strictest(lines_of.filter_map(|whose| lines.denial(&whose, cost)))
     }
 
     /// Turns a request away without asking anybody: by what another one was told of somebody whom both count for.

@@ -74,12 +74,20 @@ struct Line {
     /// Wakes the first.
     room: Arc<Notify>,
     denial: Denial,
+    /// What the first was told that left because of it, and what that one costs, until another one was told something else.
+    refusal: Option<(Denial, u32)>,
 }
 
 impl Line {
     fn new(denial: Denial) -> Self {
         let (asking, behind) = (BTreeSet::new(), BTreeMap::new());
-        Self { asking, called: None, behind, next: 0, width: 1, room: Arc::default(), denial }
+        Self { asking, called: None, behind, next: 0, width: 1, room: Arc::default(), denial, refusal: None }
+    }
+
+    /// What was too long for somebody to wait who costs no more than this.
+    fn refusal(&self, cost: u32) -> Option<Subject> {
+        let (denial, _) = self.refusal.as_ref().filter(|(_, least)| *least <= cost)?;
+        denial.holding()
     }
 
     fn first(&self) -> Option<u64> {
@@ -166,9 +174,9 @@ impl Lines {
         self.are_used() && self.lines().contains_key(&Whose::new(policy, key))
     }
 
-    /// What the first of a line was told, if there is one.
-    pub(super) fn denial(&self, whose: &Whose) -> Option<Subject> {
-        self.lines().get(whose).map(|line| line.denial.later())
+    /// What the first of a line was told, if there is one, as far as it holds for what costs so much.
+    pub(super) fn denial(&self, whose: &Whose, cost: u32) -> Option<Subject> {
+        self.lines().get(whose).map(|line| line.refusal(cost).unwrap_or_else(|| line.denial.later()))
     }
 
     /// A place at the end of a line, which begins with this denial if there is none. `None` where too many wait already.
@@ -193,8 +201,9 @@ impl Lines {
     /// Has the first of a line, if there is one, ask the store: something was given back.
     pub(super) fn wake(&self, whose: &Whose) {
         if self.are_used()
-            && let Some(line) = self.lines().get(whose)
+            && let Some(line) = self.lines().get_mut(whose)
         {
+            line.refusal = None;
             line.room.notify_one();
         }
     }
@@ -245,6 +254,7 @@ impl Place {
         {
             let most = usize::try_from(room).unwrap_or(usize::MAX).max(1);
             line.width = line.width.saturating_mul(2).min(most);
+            line.refusal = None;
         }
     }
 
@@ -301,7 +311,22 @@ impl Place {
             && line.first() == Some(self.number)
         {
             line.denial = denial;
+            line.refusal = None;
         }
+    }
+
+    /// Tells the others what it was told and cannot wait for, as the first of the line: whoever costs as much and cannot either need not ask.
+    pub(super) fn refuse(&self, denial: Denial, cost: u32) {
+        if let Some(line) = self.lines.lines().get_mut(&self.whose)
+            && line.first() == Some(self.number)
+        {
+            line.refusal = Some((denial, cost));
+        }
+    }
+
+    /// What one before it was told by the store and could not wait for, which costs no more, while that is not over.
+    pub(super) fn refusal(&self, cost: u32) -> Option<Subject> {
+        self.lines.lines().get(&self.whose)?.refusal(cost)
     }
 }
 
