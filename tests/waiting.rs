@@ -131,6 +131,33 @@ async fn a_line_ends_where_there_is_room_for_all_who_come() {
     assert!(asked < u64::from(number) * 11 / 10, "{asked} questions for {number} calls");
 }
 
+/// The time that an answer takes came on top of each wait: a line that five calls began at once lost a seventh of what the quota lets through.
+#[tokio::test(start_paused = true)]
+async fn a_line_of_single_calls_ends_where_there_is_room_for_all_who_come() {
+    let calls = Calls::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().delay(ms(5));
+    let policy = Policy::new("calls", Quota::per_second(100).burst(1).unwrap().token_bucket());
+    let service = calls.behind(RateLimitLayer::new(store.clone(), policy).wait(Duration::from_secs(2)));
+    let mut waiting = JoinSet::new();
+    // 80 a second.
+    for number in 0..800 {
+        for _ in 0..if number == 0 { 5 } else { 1 } {
+            let call = service.clone().oneshot((ACME, number));
+            waiting.spawn(async move {
+                let came = Instant::now();
+                call.await.unwrap();
+                (number, came.elapsed())
+            });
+        }
+        sleep(if number % 2 == 0 { ms(12) } else { ms(13) }).await;
+    }
+    while let Some(call) = waiting.join_next().await {
+        let (number, took) = call.unwrap();
+        assert!(number < 400 || took < ms(50), "{number} after {took:?}");
+    }
+}
+
 /// They were held for as long as they may wait, one after the other asked the store, and those who came went on to join them.
 #[tokio::test(start_paused = true)]
 async fn a_line_whose_room_is_too_far_away_ends_at_once() {

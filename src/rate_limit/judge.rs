@@ -315,6 +315,8 @@ impl<B: RateLimitStore + Sync> Core<B> {
             let (told, judged) = match self.ahead(lines, &subjects, &stood, cost) {
                 Some(told) => (told, None),
                 None => {
+                    // Who asks again does so as long after this as the store says, so that the way to the store and back does not come on top.
+                    let asked_at = Instant::now();
                     let mut judged = match denied {
                         Some(subjects) => Judgement { ruling: self.rule(&subjects, cost), subjects },
                         None => {
@@ -356,12 +358,12 @@ impl<B: RateLimitStore + Sync> Core<B> {
                     };
                     if let Some(place) = own {
                         place.tell(Denial::now(told.clone()));
-                        if place.again(after(Instant::now(), pause), until).await {
+                        if place.again(after(asked_at, pause), until).await {
                             continue;
                         }
                         return self.refused(self.by_now(lines, told, cost), cost);
                     }
-                    (told, Some((Instant::now() + pause, judged)))
+                    (told, Some((after(asked_at, pause), judged)))
                 }
             };
             // Nobody holds up those who wait for somebody else.

@@ -329,14 +329,15 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// Has a request that is over its limit wait for room, instead of turning it away, if that takes no longer than `wait`: for calls to somebody else's
     /// service, say, which should come later and not fail. Defaults to zero: it is turned away at once.
     ///
-    /// Who waits stands in a line, one for each [key](Self::key) in this process, whose first alone asks the store again: when it was told to, when something is
-    /// [given back](RateLimitHandle) by a request of this layer, and once a second in any case, since room may be made elsewhere. Each time that the first is
-    /// admitted, twice as many of those in front may ask at once, as far as there is room for them, until one of them is denied: so a line ends where the quota
-    /// has room for all who come, however long each answer takes. Nobody who comes later passes those who wait, but for one who was asked about at the same
-    /// time and needs less. Between processes whoever asks first gets the room. A request is turned away at once if what it is told to wait is more than `wait`,
-    /// or what it costs can never be had, and otherwise at the latest when that is over. Where the first of a line is told so, as after a
-    /// [block](super::Limiter::block), those behind who cost as much and cannot wait that long either are turned away with it, and nobody asks for them. Each
-    /// question that is answered counts as a [decision](super#metrics) in the metrics.
+    /// Who waits stands in a line, one for each [key](Self::key) in this process, whose first alone asks the store again: when it was told to, when something
+    /// is [given back](RateLimitHandle) by a request of this layer, and once a second in any case, since room may be made elsewhere. Each time that the first
+    /// is admitted, twice as many of those in front may ask at once, as far as there is room for them, until one of them is denied: so a line ends where the
+    /// quota has room for all who come, if at least twice as much can be had at once as is added while an answer takes its time: of a smaller
+    /// [burst](super::Quota::burst) it may let no more than one through in the time of each answer. Nobody who comes later passes those who wait, but for one
+    /// who was asked about at the same time and needs less. Between processes whoever asks first gets the room. A request is turned away at once if what it is
+    /// told to wait is more than `wait`, or what it costs can never be had, and otherwise at the latest when that is over. Where the first of a line is told
+    /// so, as after a [block](super::Limiter::block), those behind who cost as much and cannot wait that long either are turned away with it, and nobody asks
+    /// for them. Each question that is answered counts as a [decision](super#metrics) in the metrics.
     ///
     /// Where the store or the resolver fails when the first of a line looks before it was told to, nothing changes: all of the line go on to wait, and what
     /// [`OnStoreError`] says is done once the time is over that the store has told at last.
