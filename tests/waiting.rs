@@ -2,6 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 use std::future::ready;
+use std::pin::pin;
 use std::sync::atomic::{AtomicBool, Ordering::Relaxed};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
@@ -459,6 +460,53 @@ async fn who_gives_up_leaves_the_line_and_is_charged_nothing() {
     let limiter = Limiter::new(backend, policy());
     assert_eq!(limiter.peek(ACME).await.unwrap().remaining(), Some(1));
     assert!(timeout(ms(1), service.oneshot((ACME, 6))).await.unwrap().is_ok());
+}
+
+/// Its key was shut out of the process for as long as somebody kept the future, though the quota had room.
+#[tokio::test(start_paused = true)]
+async fn who_is_neither_polled_nor_dropped_holds_up_nobody() {
+    let second = Policy::new("second", Quota::per_second(1).fixed_window());
+    for is_asking in [None, Some(false), Some(true)] {
+        let calls = Calls::new();
+        let store = FaultStore::new(MemoryBackend::new());
+        let service = calls.behind(RateLimitLayer::new(store.clone(), second.clone()).wait(Duration::from_secs(10)));
+        service.clone().oneshot((ACME, 0)).await.unwrap();
+        let first = is_asking.is_none().then(|| tokio::spawn(service.clone().oneshot((ACME, 1))));
+        sleep(ms(1)).await;
+        let mut aside = pin!(service.clone().oneshot((ACME, 2)));
+        if is_asking == Some(true) {
+            // The answer is on its way when nobody polls it any more.
+            assert!(timeout(ms(998), &mut aside).await.is_err());
+            store.faults().delay(ms(50));
+            assert!(timeout(ms(20), &mut aside).await.is_err());
+            store.faults().heal();
+        } else {
+            // Or it pauses, or comes to its turn.
+            assert!(timeout(ms(1), &mut aside).await.is_err());
+        }
+        let others: Vec<_> = [3, 4].map(|number| tokio::spawn(service.clone().oneshot((ACME, number)))).into();
+        for other in others {
+            timeout(ms(4_000), other).await.unwrap().unwrap().unwrap();
+        }
+        if let Some(first) = first {
+            first.await.unwrap().unwrap();
+        }
+        let mut numbers: Vec<u32> = calls.served().iter().map(|(number, _)| *number).collect();
+        assert_eq!(numbers, if is_asking.is_none() { vec![0, 1, 3, 4] } else { vec![0, 3, 4] }, "{is_asking:?}");
+        // It has its place yet, in front of those who came later.
+        let last = tokio::spawn(service.clone().oneshot((ACME, 5)));
+        sleep(ms(1)).await;
+        assert!(!last.is_finished());
+        aside.await.unwrap();
+        last.await.unwrap().unwrap();
+        numbers.extend([2, 5]);
+        assert_eq!(calls.served().iter().map(|(number, _)| *number).collect::<Vec<_>>(), numbers, "{is_asking:?}");
+        // And the line is gone.
+        sleep(ms(1_000)).await;
+        let begun = Instant::now();
+        service.oneshot((ACME, 6)).await.unwrap();
+        assert_eq!(begun.elapsed(), Duration::ZERO);
+    }
 }
 
 /// A shadow counts whoever comes, and that is once, however often they have to ask.

@@ -317,6 +317,10 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 None => {
                     // Who asks again does so as long after this as the store says, so that the way to the store and back does not come on top.
                     let asked_at = Instant::now();
+                    if let Some(place) = &place {
+                        // The resolver may take as long as the store.
+                        place.asks(after(asked_at, self.deadline.saturating_mul(2)));
+                    }
                     let mut judged = match denied {
                         Some(subjects) => Judgement { ruling: self.rule(&subjects, cost), subjects },
                         None => {
@@ -377,8 +381,10 @@ impl<B: RateLimitStore + Sync> Core<B> {
                 return self.refused(self.by_now(lines, told, cost), cost);
             }
             // Those before it may have had room that it was not told of.
-            if let (Some((again, _)), true) = (judged, joined.begins()) {
-                joined.pause(again).await;
+            if let (Some((again, _)), true) = (judged, joined.begins())
+                && !joined.again(again, until).await
+            {
+                return self.refused(self.by_now(lines, told, cost), cost);
             }
             stood.push(whose);
             place = Some(joined);

@@ -18,6 +18,9 @@ use crate::key::Key;
 /// How long the first of a line goes without asking the store: room that others make, in other processes perhaps, is found this late.
 const LOOK_AGAIN: Duration = Duration::from_secs(1);
 
+/// How late somebody may be who has a turn, before others take it: they keep the future perhaps, but do not poll it.
+const GRACE: Duration = Duration::from_millis(250);
+
 /// What decisions count in.
 const SHORTEST_WAIT: Duration = Duration::from_micros(1);
 
@@ -62,12 +65,14 @@ impl Hash for Whose {
 /// Its members have numbers in the order in which they came.
 #[derive(Debug)]
 struct Line {
-    /// Whose turn it is.
-    asking: BTreeSet<u64>,
+    /// Whose turn it is, and from when on they are taken for ones that nobody polls.
+    asking: BTreeMap<u64, Instant>,
     /// The last of these, until it has noticed.
     called: Option<u64>,
     /// The others, and what tells them that it is their turn.
     behind: BTreeMap<u64, Arc<Notify>>,
+    /// Those that nobody polls. They are in front of the others again once that is done.
+    aside: BTreeSet<u64>,
     next: u64,
     /// How many may ask at once: at least one.
     width: usize,
@@ -80,8 +85,8 @@ struct Line {
 
 impl Line {
     fn new(denial: Denial) -> Self {
-        let (asking, behind) = (BTreeSet::new(), BTreeMap::new());
-        Self { asking, called: None, behind, next: 0, width: 1, room: Arc::default(), denial, refusal: None }
+        let (asking, behind, aside) = (BTreeMap::new(), BTreeMap::new(), BTreeSet::new());
+        Self { asking, called: None, behind, aside, next: 0, width: 1, room: Arc::default(), denial, refusal: None }
     }
 
     /// What was too long for somebody to wait who costs no more than this.
@@ -91,7 +96,7 @@ impl Line {
     }
 
     fn first(&self) -> Option<u64> {
-        let (asking, behind) = (self.asking.first(), self.behind.keys().next());
+        let (asking, behind) = (self.asking.keys().next(), self.behind.keys().next());
         asking.into_iter().chain(behind).min().copied()
     }
 
@@ -102,10 +107,16 @@ impl Line {
             && self.asking.len() < self.width
             && let Some((member, turn)) = self.behind.pop_first()
         {
-            self.asking.insert(member);
+            self.asking.insert(member, Instant::now() + GRACE);
             self.called = Some(member);
             turn.notify_one();
         }
+    }
+
+    fn leave(&mut self, member: u64) {
+        self.asking.remove(&member);
+        self.behind.remove(&member);
+        self.aside.remove(&member);
     }
 
     /// Somebody asks who was called, or has gone.
@@ -113,6 +124,27 @@ impl Line {
         if self.called == Some(member) {
             self.called = None;
             self.advance();
+        }
+    }
+
+    /// Gives the turns of those that nobody polls to others.
+    fn pass_by(&mut self) {
+        let now = Instant::now();
+        let overdue = |due: &Instant| *due <= now;
+        if self.asking.values().any(overdue) {
+            self.aside.extend(self.asking.iter().filter(|(_, due)| overdue(due)).map(|(member, _)| *member));
+            self.asking.retain(|_, due| !overdue(due));
+            self.called = self.called.filter(|member| self.asking.contains_key(member));
+            // So that none of them is woken in the place of another one.
+            self.room = Arc::default();
+            self.advance();
+        }
+    }
+
+    /// Has somebody go on until then whose turn it is.
+    fn expect(&mut self, member: u64, until: Instant) {
+        if let Some(due) = self.asking.get_mut(&member) {
+            *due = until + GRACE;
         }
     }
 }
@@ -191,11 +223,11 @@ impl Lines {
             Entry::Vacant(place) => place.insert(Line::new(denial())),
         };
         let (begins, number) = (line.first().is_none(), line.next);
-        let (turn, room) = (Arc::new(Notify::new()), Arc::clone(&line.room));
+        let turn = Arc::new(Notify::new());
         line.next += 1;
         line.behind.insert(number, Arc::clone(&turn));
         line.advance();
-        Some(Place { number, begins, turn, room, whose, since: Instant::now(), lines: Arc::clone(self) })
+        Some(Place { number, begins, turn, whose, since: Instant::now(), lines: Arc::clone(self) })
     }
 
     /// Has the first of a line, if there is one, ask the store: something was given back.
@@ -220,7 +252,6 @@ pub(super) struct Place {
     begins: bool,
     /// Tells that it is its turn.
     turn: Arc<Notify>,
-    room: Arc<Notify>,
     whose: Whose,
     since: Instant,
     lines: Arc<Lines>,
@@ -229,16 +260,35 @@ pub(super) struct Place {
 impl Place {
     /// Waits for its turn to ask the store.
     pub(super) async fn turn(&self) {
-        while !self.takes_turn() {
-            self.turn.notified().await;
+        while let Err(due) = self.takes_turn() {
+            // Whether it was told or looks by itself does not matter.
+            let _ = timeout_at(due, self.turn.notified()).await;
         }
     }
 
-    fn takes_turn(&self) -> bool {
+    /// Takes its turn, if that has come, and answers otherwise by when one of those who have theirs will have gone on.
+    fn takes_turn(&self) -> Result<(), Instant> {
         let mut lines = self.lines.lines();
-        let Some(line) = lines.get_mut(&self.whose) else { return true };
+        let Some(line) = lines.get_mut(&self.whose) else { return Ok(()) };
+        let now = Instant::now();
+        line.expect(self.number, now);
+        if line.aside.remove(&self.number) {
+            line.behind.insert(self.number, Arc::clone(&self.turn));
+            line.advance();
+        }
+        line.pass_by();
         line.heard_by(self.number);
-        line.asking.contains(&self.number)
+        if line.asking.contains_key(&self.number) {
+            return Ok(());
+        }
+        Err(line.asking.values().min().copied().unwrap_or(now + LOOK_AGAIN))
+    }
+
+    /// Asks, which is over by then.
+    pub(super) fn asks(&self, until: Instant) {
+        if let Some(line) = self.lines.lines().get_mut(&self.whose) {
+            line.expect(self.number, until);
+        }
     }
 
     /// Whether the line began with it.
@@ -268,11 +318,13 @@ impl Place {
     /// Waits to ask again, once the line is [narrow](Self::narrow): as its first until `then`, and otherwise until it is its turn once more. Answers whether
     /// that was in time.
     pub(super) async fn again(&self, then: Instant, until: Instant) -> bool {
-        if self.stands_back() {
-            return timeout_at(until, self.turn()).await.is_ok();
+        if !self.stands_back() {
+            self.pause(then).await;
+            // Somebody may be in front once more that nobody had polled.
+            self.stands_back();
         }
-        self.pause(then).await;
-        true
+        // And where nobody has polled this one for a while another has its turn.
+        timeout_at(until, self.turn()).await.is_ok()
     }
 
     /// Gives back its turn where somebody is in front of it, and answers whether it has.
@@ -282,17 +334,26 @@ impl Place {
         if line.first() == Some(self.number) {
             return false;
         }
-        line.asking.remove(&self.number);
+        line.leave(self.number);
         line.behind.insert(self.number, Arc::clone(&self.turn));
         line.advance();
         true
     }
 
     /// Waits, as the first of the line, until it is time to ask the store: then, or earlier where something may have changed.
-    pub(super) async fn pause(&self, until: Instant) {
+    async fn pause(&self, until: Instant) {
         let until = until.min(Instant::now() + LOOK_AGAIN);
+        let Some(room) = self.room(until) else { return };
         // Whether it was woken does not matter.
-        let _ = timeout_at(until, self.room.notified()).await;
+        let _ = timeout_at(until, room.notified()).await;
+    }
+
+    /// What wakes it, if it goes on by then in any case.
+    fn room(&self, until: Instant) -> Option<Arc<Notify>> {
+        let mut lines = self.lines.lines();
+        let line = lines.get_mut(&self.whose)?;
+        line.expect(self.number, until);
+        Some(Arc::clone(&line.room))
     }
 
     /// Whose line it is.
@@ -337,13 +398,15 @@ impl Drop for Place {
         self.lines.waiting.fetch_sub(1, Ordering::Release);
         if let Entry::Occupied(mut line) = lines.entry(self.whose.clone()) {
             let members = line.get_mut();
-            if !members.asking.remove(&self.number) {
-                members.behind.remove(&self.number);
-            }
+            members.leave(self.number);
             members.heard_by(self.number);
             members.advance();
             if members.asking.is_empty() {
-                line.remove();
+                // Who comes next asks.
+                members.refusal = None;
+                if members.aside.is_empty() {
+                    line.remove();
+                }
             }
         }
     }
