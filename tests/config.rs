@@ -946,6 +946,35 @@ async fn a_watched_file_is_followed_while_it_makes_sense() {
     assert_eq!(handle.rules(), rules(&three), "nobody follows any more");
 }
 
+/// The burst beside it was refused, and the old quota stayed.
+#[tokio::test]
+async fn a_quota_of_nothing_closes_what_may_burst_also_in_a_watched_file() {
+    let folder = tempfile::tempdir().unwrap();
+    let file = folder.path().join("rules.toml");
+    let write = |quota: u32| {
+        let text = format!(
+            r#"
+            policies.api.limits = [{{ quota = {quota}, per = "1s", burst = 20, algorithm = "token_bucket" }}]
+            rules = [{{ path = "/{{*rest}}", policy = "api", key = "everyone" }}]
+            "#
+        );
+        let fresh = folder.path().join("fresh");
+        fs::write(&fresh, &text).unwrap();
+        fs::rename(&fresh, &file).unwrap();
+        Rules::from_toml(&text)
+    };
+    let handle = write(10).unwrap().handle();
+    let service = RulesLayer::new(MemoryBackend::new(), handle.clone()).layer(hello());
+    assert_eq!(status(&service, "/x").await, 200);
+    let _watch = handle.watch_every(Duration::from_millis(5), &file);
+
+    let closed = write(0).unwrap();
+    until(|| handle.rules() == closed).await;
+    let answer = service.oneshot(Request::get("/x").body(()).unwrap()).await.unwrap();
+    assert_eq!(answer.status(), 429);
+    assert!(!answer.headers().contains_key("retry-after"), "no wait helps");
+}
+
 /// Whoever looked more often took the first half for the file.
 #[tokio::test]
 async fn a_file_that_is_still_being_written_is_not_read() {

@@ -77,13 +77,13 @@ impl Quota {
     /// # Errors
     ///
     /// [`ConfigError::BurstOutOfRange`] if an empty bucket would take longer than [`MAX_WINDOW`](Self::MAX_WINDOW) to fill, and
-    /// [`ConfigError::ZeroBurst`] for 0, unless the quota is 0 as well and so denies everything in any case.
+    /// [`ConfigError::ZeroBurst`] for 0. A quota of 0 takes any burst, since it denies everything in any case.
     pub const fn burst(self, units: u32) -> Result<BurstQuota, ConfigError> {
         if units == 0 && self.limit > 0 {
             return Err(ConfigError::ZeroBurst);
         }
         let fill_us = units as u128 * self.window.as_micros();
-        if fill_us <= self.limit as u128 * Self::MAX_WINDOW.as_micros() {
+        if self.limit == 0 || fill_us <= self.limit as u128 * Self::MAX_WINDOW.as_micros() {
             Ok(BurstQuota { quota: self, burst: units })
         } else {
             Err(ConfigError::BurstOutOfRange { burst: units, limit: self.limit, window: self.window })
@@ -269,7 +269,16 @@ mod tests {
     fn a_bucket_that_never_fills_is_refused() {
         assert!(Quota::per_day(1).burst(3_660).is_ok());
         assert!(matches!(Quota::per_day(1).burst(3_661), Err(ConfigError::BurstOutOfRange { burst: 3_661, .. })));
-        assert!(matches!(Quota::per_day(0).burst(1), Err(ConfigError::BurstOutOfRange { .. })));
+    }
+
+    /// It was taken for a bucket that never fills.
+    #[test]
+    fn a_quota_of_nothing_takes_any_burst() {
+        for burst in [1, 20, u32::MAX] {
+            let limit = Quota::per_day(0).burst(burst).unwrap().token_bucket();
+            assert_eq!((limit.capacity(), limit.period()), (0, Duration::from_secs(86_400)));
+            assert_eq!((limit.share_of(3).capacity(), limit.share_of(3).period()), (0, Duration::from_secs(86_400)));
+        }
     }
 
     #[test]
