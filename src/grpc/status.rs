@@ -96,7 +96,7 @@ impl AsStatus {
     /// let limiter = Limiter::new(MemoryBackend::new(), policy);
     /// let decision = limiter.check("alice").await?;
     /// let limited = RateLimited::of(limiter.policy(), 1, decision).ok_or("a no")?;
-    /// let answer = AsStatus::new().answer_to::<()>(&limited, "alice");
+    /// let answer = AsStatus::new().answer_to(&limited, "alice");
     /// let status = Status::from_header_map(answer.headers()).ok_or("a status")?;
     /// assert_eq!(status.code(), tonic::Code::ResourceExhausted);
     /// assert!(status.metadata().contains_key("ratelimit-policy"));
@@ -104,7 +104,7 @@ impl AsStatus {
     /// # }
     /// ```
     #[must_use]
-    pub fn answer_to<B>(&self, limited: &RateLimited, key: impl Into<Key>) -> Response<ResponseBody<B>> {
+    pub fn answer_to(&self, limited: &RateLimited, key: impl Into<Key>) -> Response<ResponseBody> {
         answer_to(self, limited, &key.into())
     }
 

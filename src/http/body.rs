@@ -1,5 +1,6 @@
 #[cfg(feature = "grpc")]
 use std::borrow::Cow;
+use std::convert::Infallible;
 use std::pin::Pin;
 use std::task::{Context, Poll, ready};
 
@@ -14,9 +15,10 @@ use pin_project_lite::pin_project;
 use super::charge::AtEnd;
 
 pin_project! {
-    /// The body of a response that came through a layer: that of the inner service, or the short text of a rejection.
+    /// The body of a response that came through a layer: that of the inner service, or the short text of a rejection. Where there is no inner
+    /// service it is such a text.
     #[derive(Debug)]
-    pub struct ResponseBody<B> {
+    pub struct ResponseBody<B = Never> {
         #[pin]
         kind: Kind<B>,
     }
@@ -117,6 +119,20 @@ impl<B> ResponseBody<B> {
 
     fn other(other: Other<B>) -> Self {
         Self { kind: Kind::Other { other: Box::pin(other) } }
+    }
+}
+
+/// The body of an inner service where there is none, as with the answers that handlers give by
+/// [`AsResponse::answer_to`](crate::AsResponse::answer_to). There is no value of it.
+#[derive(Clone, Copy, Debug)]
+pub enum Never {}
+
+impl Body for Never {
+    type Data = Bytes;
+    type Error = Infallible;
+
+    fn poll_frame(self: Pin<&mut Self>, _: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+        match *self {}
     }
 }
 

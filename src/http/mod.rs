@@ -265,7 +265,7 @@ mod lock;
 mod problem;
 mod reject;
 
-pub use self::body::ResponseBody;
+pub use self::body::{Never, ResponseBody};
 #[cfg(feature = "grpc")]
 pub(crate) use self::charge::AtEnd;
 pub use self::charge::{ChargeStatus, failures, successes};

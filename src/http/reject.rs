@@ -4,7 +4,7 @@ use std::time::Duration;
 use ::http::header::{CONTENT_TYPE, RETRY_AFTER};
 use ::http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode};
 
-use super::body::ResponseBody;
+use super::body::{Never, ResponseBody};
 use super::headers::write_fields;
 use super::problem::{Kind, Problem};
 use crate::key::Key;
@@ -95,10 +95,10 @@ pub(crate) fn leave(decision: &Decision, extensions: &mut Extensions) {
 }
 
 /// Both halves of what a layer answers to a request that counts for `key`.
-pub(crate) fn answer_to<A, B>(answer: &A, limited: &RateLimited, key: &Key) -> Response<ResponseBody<B>>
+pub(crate) fn answer_to<A>(answer: &A, limited: &RateLimited, key: &Key) -> Response<ResponseBody>
 where
-    A: Reject<Rejection, Response<B>, Infallible, Response = Response<ResponseBody<B>>, Error = Infallible>
-        + Announce<Request<()>, Response<ResponseBody<B>>>,
+    A: Reject<Rejection, Response<Never>, Infallible, Response = Response<ResponseBody>, Error = Infallible>
+        + Announce<Request<()>, Response<ResponseBody>>,
 {
     let Ok(mut response) = answer.reject(Rejection::Limited(limited.clone()));
     if answer.announces() {
@@ -118,7 +118,7 @@ impl AsResponse {
     ///
     /// `key` is whom the [policy](RateLimited::policy) counts. Other policies that have said no too are told without a partition key.
     #[must_use]
-    pub fn answer_to<B>(&self, limited: &RateLimited, key: impl Into<Key>) -> Response<ResponseBody<B>> {
+    pub fn answer_to(&self, limited: &RateLimited, key: impl Into<Key>) -> Response<ResponseBody> {
         answer_to(self, limited, &key.into())
     }
 

@@ -374,7 +374,6 @@ impl RateLimited {
     ///
     /// ```
     /// # #[cfg(feature = "http")] {
-    /// use axum::body::Body;
     /// use axum::response::{IntoResponse, Response};
     /// use tollgate::rate_limit::RateLimited;
     /// use tollgate::{AsResponse, BoxError, Limiter, MemoryBackend, Policy, Quota};
@@ -383,7 +382,7 @@ impl RateLimited {
     /// async fn log_in(limiter: &Limiter<MemoryBackend>, name: &str) -> Result<Response, BoxError> {
     ///     let decision = limiter.check(name).await?;
     ///     if let Some(limited) = RateLimited::of(limiter.policy(), 1, decision) {
-    ///         return Ok(AsResponse::new().answer_to::<Body>(&limited, name).into_response());
+    ///         return Ok(AsResponse::new().answer_to(&limited, name).into_response());
     ///     }
     ///     Ok("welcome".into_response())
     /// }
