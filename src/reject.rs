@@ -166,7 +166,7 @@ where
 
 /// In the extensions of a response: the request was turned away, and nothing was done for it.
 ///
-/// [`AsResponse`] and `AsStatus` put it there, so that an [`IdempotencyLayer`](crate::http::IdempotencyLayer) outside of the layer that has turned
+/// [`AsResponse`] and `AsStatus` put it there, other than in [`answer_to`](AsResponse::answer_to), so that an [`IdempotencyLayer`](crate::http::IdempotencyLayer) outside of the layer that has turned
 /// the request away keeps no such answer, whatever it is told to [keep](crate::idempotency::Keep): the next request with the key is served. A
 /// [`Reject`] of your own, a layer or a handler that refuses can do the same.
 ///

@@ -27,10 +27,11 @@ use tollgate::idempotency::{
     OnDisconnect, OnMissingKey, OnStoreError, OnUnknown, Operation, Rejection,
 };
 use tollgate::lock::{Cursor, OnLoss, ReleaseAt, Scope};
+use tollgate::rate_limit::RateLimited;
 use tollgate::reject::{AsResponse, NothingDone, OutcomeUnknown, Reject};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{
-    AsError, ConfigError, Everyone, IdempotencyLayer, Key, LockError, LockLayer, MemoryBackend, Policy, Quota,
+    AsError, ConfigError, Everyone, IdempotencyLayer, Key, Limiter, LockError, LockLayer, MemoryBackend, Policy, Quota,
     RateLimitLayer,
 };
 use tower::limit::ConcurrencyLimitLayer;
@@ -1429,6 +1430,32 @@ async fn what_a_layer_inside_turns_away_is_not_kept_and_a_replay_needs_no_lock()
         tokio::time::advance(Duration::from_secs(60)).await;
         assert_eq!(ask("c").await, (200, false), "{keep:?}");
         assert_eq!(ask("c").await, (200, true), "{keep:?}");
+    }
+}
+
+/// It was served once more, and did the same twice: the answer said that nothing was done.
+#[tokio::test(start_paused = true)]
+async fn a_no_of_a_limiter_that_a_handler_asks_half_way_is_kept_as_its_other_answers() {
+    for (keep, says_so, runs) in [(Keep::All, false, 1), (Keep::All, true, 2), (Keep::SafeRetry, false, 2)] {
+        let limiter = Limiter::new(MemoryBackend::new(), Policy::new("mail", Quota::per_hour(0).fixed_window()));
+        let handler = Handler::new();
+        let app = handler.behind(layer(MemoryBackend::new()).keep(keep), move |_, _| {
+            let limiter = limiter.clone();
+            async move {
+                // The card is charged, and then the mail is over its limit.
+                let decision = limiter.check("alice").await.unwrap();
+                let limited = RateLimited::of(limiter.policy(), 1, decision).unwrap();
+                let mut response = AsResponse::new().answer_to(&limited, "alice");
+                if says_so {
+                    response.extensions_mut().insert(NothingDone);
+                }
+                response.map(|body| body.map_err(|never| match never {}).boxed())
+            }
+        });
+        assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::TOO_MANY_REQUESTS);
+        let again = ask(&app, pay("k")).await;
+        assert_eq!(again.status(), StatusCode::TOO_MANY_REQUESTS);
+        assert_eq!((is_replay(&again), handler.runs()), (runs == 1, runs), "{keep:?}, says so: {says_so}");
     }
 }
 

@@ -82,8 +82,8 @@ impl AsStatus {
         self
     }
 
-    /// The whole answer of a layer that has these settings to a call over its limit, metadata included: for services that ask a
-    /// [`Limiter`](crate::Limiter), see [`AsResponse::answer_to`](crate::AsResponse::answer_to). A method of tonic fails with the status in it:
+    /// The whole answer of a layer that has these settings to a call over its limit, metadata included, but for [`NothingDone`]: for services
+    /// that ask a [`Limiter`](crate::Limiter), see [`AsResponse::answer_to`](crate::AsResponse::answer_to). A method of tonic fails with the status in it:
     ///
     /// ```
     /// use tollgate::grpc::AsStatus;

@@ -94,13 +94,14 @@ pub(crate) fn leave(decision: &Decision, extensions: &mut Extensions) {
     }
 }
 
-/// Both halves of what a layer answers to a request that counts for `key`.
+/// Both halves of what a layer answers to a request that counts for `key`, for a handler that may have done something by then.
 pub(crate) fn answer_to<A>(answer: &A, limited: &RateLimited, key: &Key) -> Response<ResponseBody>
 where
     A: Reject<Rejection, Response<Never>, Infallible, Response = Response<ResponseBody>, Error = Infallible>
         + Announce<Request<()>, Response<ResponseBody>>,
 {
     let Ok(mut response) = answer.reject(Rejection::Limited(limited.clone()));
+    response.extensions_mut().remove::<NothingDone>();
     if answer.announces() {
         // Whom the others count for is not known.
         let mut key = Some(key);
@@ -117,6 +118,9 @@ impl AsResponse {
     /// that ask a [`Limiter`](crate::Limiter), see [`RateLimited::of`].
     ///
     /// `key` is whom the [policy](RateLimited::policy) counts. Other policies that have said no too are told without a partition key.
+    ///
+    /// [`NothingDone`] alone is left out: what was done before is for the handler to say. One that has done nothing may add it to the extensions, so
+    /// that an [`IdempotencyLayer`](super::IdempotencyLayer) with [`Keep::All`](crate::idempotency::Keep::All) does not keep the answer.
     #[must_use]
     pub fn answer_to(&self, limited: &RateLimited, key: impl Into<Key>) -> Response<ResponseBody> {
         answer_to(self, limited, &key.into())
