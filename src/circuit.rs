@@ -15,8 +15,10 @@ use crate::error::StoreError;
 /// and does ask (the circuit is half open); the first answer closes it. The log has a line for each time that it opens or closes.
 ///
 /// A value of somebody else under one key is no failure of the store, and neither is a
-/// [resolver](crate::rate_limit::PolicyResolver) that fails, or a policy [on trial](crate::rate_limit#trying-a-limit) about which the store fails while it decides about
-/// those that are enforced. One that is full goes on to be asked, since it still knows what it has.
+/// [resolver](crate::rate_limit::PolicyResolver) that fails. One that is full goes on to be asked, since it still knows what it has.
+///
+/// Policies [on trial](crate::rate_limit#trying-a-limit) have a circuit of their own in a layer, with the same settings: where the store fails about these while it
+/// decides about those that are enforced, they alone are left uncounted.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct CircuitBreaker {
     failures: u32,
@@ -178,7 +180,10 @@ impl Circuit {
             return;
         }
         // First, so that the log tells why a circuit opens before it tells that it does.
-        self.failed_aside(watch, error);
+        watch.failed();
+        if self.outage.begins() {
+            watch.outage_begins(error);
+        }
         if error.is_foreign_data() || error.is_out_of_memory() {
             // That is an answer.
             self.close(watch);
@@ -193,17 +198,6 @@ impl Circuit {
                 self.next_probe.store(next, Ordering::Relaxed);
                 watch.opened();
             }
-        }
-    }
-
-    /// Notes a failure that is no reason to ask less often: of what is asked beside that which matters.
-    pub(crate) fn failed_aside(&self, watch: &impl Watch, error: &StoreError) {
-        if Self::is_cause_of(error) {
-            return;
-        }
-        watch.failed();
-        if self.outage.begins() {
-            watch.outage_begins(error);
         }
     }
 

@@ -613,6 +613,49 @@ async fn a_shadow_that_the_store_fails_for_opens_no_circuit() {
     }
 }
 
+/// Each request waited for the whole deadline, for as long as the store hung.
+#[tokio::test(start_paused = true)]
+async fn a_shadow_that_the_store_hangs_for_is_waited_for_by_probes_only() {
+    let memory = MemoryBackend::new();
+    let hangs = Arc::new(AtomicBool::new(true));
+    let store = Store::new({
+        let (memory, hangs) = (memory.clone(), Arc::clone(&hangs));
+        move |policy, key, cost| {
+            let (memory, policy, key) = (memory.clone(), policy.clone(), *key);
+            let hangs = policy.name() == "trial" && hangs.load(Relaxed);
+            async move { if hangs { pending().await } else { memory.check(&policy, &key, cost).await } }
+        }
+    });
+    let trial = || Policy::new("trial", Quota::per_hour(100).fixed_window()).shadow();
+    let layer = layer(store, per_hour(100)).on_store_error(OnStoreError::Deny);
+    let layer = layer.circuit_breaker(CircuitBreaker::new().failures(3).probe_interval(Duration::from_secs(10)));
+    let service = layer.and(trial(), tollgate::Everyone).layer(service_fn(echo));
+    let took = async || {
+        let begun = Instant::now();
+        service.clone().oneshot("request").await.unwrap();
+        begun.elapsed()
+    };
+    let left = async |policy: Policy| memory.peek(&policy, &Key::EVERYONE, 1).await.unwrap().remaining();
+
+    for _ in 0..3 {
+        assert!(took().await >= Duration::from_millis(100), "it has not failed often enough");
+    }
+    for _ in 0..10 {
+        assert_eq!(took().await, Duration::ZERO);
+    }
+    tokio::time::advance(Duration::from_secs(11)).await;
+    assert!(took().await >= Duration::from_millis(100), "this one is a probe");
+    assert_eq!(took().await, Duration::ZERO);
+
+    hangs.store(false, Relaxed);
+    assert_eq!((left(trial()).await, left(per_hour(100)).await), (Some(100), Some(85)));
+    tokio::time::advance(Duration::from_secs(11)).await;
+    for _ in 0..5 {
+        assert_eq!(took().await, Duration::ZERO);
+    }
+    assert_eq!((left(trial()).await, left(per_hour(100)).await), (Some(95), Some(80)), "it counts again");
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_shadow_lets_requests_without_a_key_pass() {
     let trial = Policy::new("trial", Quota::per_hour(1).fixed_window());

@@ -224,6 +224,37 @@ impl<B> Watch for Core<B> {
     }
 }
 
+/// What is told of a store that fails while it is asked about policies that have no say, in a layer with this policy.
+struct Aside<'a>(&'a Policy);
+
+impl Watch for Aside<'_> {
+    fn failed(&self) {
+        self.0.failed();
+    }
+
+    fn opened(&self) {
+        let policy = self.0.name();
+        tracing::warn!(
+            policy,
+            "rate limit circuit of policies on trial opens: the store is asked about them by probes only"
+        );
+    }
+
+    fn closed(&self) {
+        let policy = self.0.name();
+        tracing::info!(policy, "rate limit circuit of policies on trial closes: the store is asked about them again");
+    }
+
+    fn outage_begins(&self, error: &StoreError) {
+        let cause = error.source().map(tracing::field::display);
+        tracing::warn!(policy = self.0.name(), %error, cause, "rate limit store fails about policies on trial: they count nothing");
+    }
+
+    fn outage_ends(&self) {
+        tracing::info!(policy = self.0.name(), "rate limit store answers again about policies on trial");
+    }
+}
+
 impl<B> Core<B> {
     fn opened_by(&self) -> MutexGuard<'_, Option<Policy>> {
         self.opened_by.lock().unwrap_or_else(PoisonError::into_inner)
@@ -486,7 +517,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
         asked.inspect_err(|error| {
             if is_ruled_on(subjects) {
                 // A trial that turns requests away because the circuit opens would have a say.
-                self.circuit.failed_aside(self, error);
+                self.aside.failed(&Aside(&self.policy), error);
             } else {
                 self.circuit.failed(self, error);
             }
@@ -572,8 +603,19 @@ impl<B: RateLimitStore + Sync> Core<B> {
         if self.decide_enforced(&*self.store, subjects, cost).await? {
             self.circuit.answered(self);
         }
+        if subjects.iter().all(|subject| subject.decision.is_some()) {
+            return Ok(());
+        }
+        let is_aside = is_ruled_on(subjects);
+        if is_aside && self.aside.admit().is_err() {
+            // Those who have no say would hold up the request for the whole deadline. They are left undecided.
+            return Ok(());
+        }
         if self.decide_one_by_one(&*self.store, subjects, cost, false).await? {
             self.circuit.answered(self);
+            if is_aside {
+                self.aside.answered(&Aside(&self.policy));
+            }
         }
         Ok(())
     }

@@ -51,6 +51,8 @@ pub(super) struct Core<B> {
     pub(super) on_store_error: OnStoreError,
     pub(super) replicas: u32,
     pub(super) circuit: Arc<Circuit>,
+    /// Of what the store is asked about policies that have no say, beside those that have one.
+    pub(super) aside: Arc<Circuit>,
     /// Of layers that have a circuit in common the policy of the one that has opened it, under which it is to close.
     pub(super) opened_by: Arc<Mutex<Option<Policy>>>,
     pub(super) local: Local,
@@ -79,12 +81,13 @@ impl Local {
     }
 }
 
-/// What layers on the same backend may have in common: the circuit to it, the counts of the time in which it fails, and the corrections
+/// What layers on the same backend may have in common: the circuits to it, the counts of the time in which it fails, and the corrections
 /// that are under way.
 #[cfg(feature = "config")]
 #[derive(Clone)]
 pub(crate) struct InCommon {
     circuit: Arc<Circuit>,
+    aside: Arc<Circuit>,
     opened_by: Arc<Mutex<Option<Policy>>>,
     local: Local,
     pending: Arc<Pending>,
@@ -93,8 +96,8 @@ pub(crate) struct InCommon {
 #[cfg(feature = "config")]
 impl InCommon {
     pub(crate) fn new(breaker: CircuitBreaker) -> Self {
-        let circuit = Arc::new(Circuit::new(breaker));
-        Self { circuit, opened_by: Arc::default(), local: Local::default(), pending: Arc::default() }
+        let [circuit, aside] = [Circuit::new(breaker), Circuit::new(breaker)].map(Arc::new);
+        Self { circuit, aside, opened_by: Arc::default(), local: Local::default(), pending: Arc::default() }
     }
 
     /// Waits until no correction is under way.
@@ -210,6 +213,7 @@ impl<B> RateLimitLayer<B> {
             on_store_error: OnStoreError::default(),
             replicas: 1,
             circuit: Arc::new(Circuit::new(CircuitBreaker::new())),
+            aside: Arc::new(Circuit::new(CircuitBreaker::new())),
             opened_by: Arc::default(),
             local: Local::default(),
             pending: Arc::default(),
@@ -403,6 +407,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     pub fn circuit_breaker(self, breaker: CircuitBreaker) -> Self {
         self.change(|core| {
             core.circuit = Arc::new(Circuit::new(breaker));
+            core.aside = Arc::new(Circuit::new(breaker));
             core.opened_by = Arc::default();
         })
     }
@@ -450,6 +455,7 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     pub(crate) fn having(self, common: &InCommon) -> Self {
         self.change(|core| {
             core.circuit = Arc::clone(&common.circuit);
+            core.aside = Arc::clone(&common.aside);
             core.opened_by = Arc::clone(&common.opened_by);
             core.local = common.local.clone();
             core.pending = Arc::clone(&common.pending);
@@ -531,6 +537,7 @@ impl<B> Clone for Core<B> {
             on_store_error: self.on_store_error,
             replicas: self.replicas,
             circuit: Arc::clone(&self.circuit),
+            aside: Arc::clone(&self.aside),
             opened_by: Arc::clone(&self.opened_by),
             local: self.local.clone(),
             pending: Arc::clone(&self.pending),

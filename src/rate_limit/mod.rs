@@ -78,7 +78,9 @@
 //! # Trying a limit
 //!
 //! A [shadow](Policy::shadow) policy is counted and judged, and turns nobody away; [`Mode::Percent`] enforces a policy for a
-//! share of the keys. Metrics tell whom it would hit.
+//! share of the keys. Metrics tell whom it would hit. Beside a policy that is enforced it is asked about afterwards, within the same deadline. Where
+//! the store fails about it then, for a node of a cluster that hangs say, it counts nothing, and once that has happened a few times in a row the requests
+//! wait for it no longer, but for a [probe](CircuitBreaker) now and then.
 //!
 //! # Metrics
 //!
@@ -93,7 +95,7 @@
 //! | `tollgate_wait_seconds` | `policy`: that of the line | how long requests of a layer stood in a line for [room](RateLimitLayer::wait), until they were let through or turned away or had gone, a histogram |
 //! | `tollgate_store_errors_total` | `policy` | calls that failed or were late |
 //! | `tollgate_resolver_errors_total` | `policy`: that of the layer | requests that a [`PolicyResolver`] failed or was too late for, those included that went by an old answer or met with an error that is remembered |
-//! | `tollgate_circuit_transitions_total` | `policy`, `state`: `open`, `closed` | circuits that opened and closed; that of the rules of a file does both under the policy of the rule whose request opened it |
+//! | `tollgate_circuit_transitions_total` | `policy`, `state`: `open`, `closed` | circuits that opened and closed, but not those that policies [on trial](#trying-a-limit) have beside enforced ones; that of the rules of a file does both under the policy of the rule whose request opened it |
 //! | `tollgate_settlements_total` | `policy`, `outcome`: `done`, `lost` | corrections of charges |
 //! | `tollgate_leased_units_total` | `policy`, `outcome`: `drawn`, `given_back`, `expired` | units of [`Leases`]: drawn ahead, given back unused, and lost to everybody, as soon as that is noticed by the next request of the key |
 //! | `tollgate_deny_cache_total` | `policy`, `outcome`: `hit`, `miss` | what a [`DenyCache`] has answered itself, and what it has asked its store |
