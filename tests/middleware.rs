@@ -16,7 +16,7 @@ use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::rate_limit::{
     ChargeOn, CircuitBreaker, Decision, Denied, DenyCache, LimitStatus, MissingKey, Mode, Outcome, PolicyResolver,
-    RateLimitHandle, RateLimitStore, RateLimited, Receipt,
+    RateLimitHandle, RateLimitStore, RateLimited, Receipt, Screening, Subjects,
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
@@ -518,6 +518,46 @@ async fn lists_come_before_everything() {
         "the list named last comes first"
     );
     assert!(service.clone().oneshot("other").await.unwrap_err().is::<MissingKey>());
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_screen_is_asked_where_those_named_before_have_not_decided() {
+    let backend = MemoryBackend::new();
+    let plan = |quota| Policy::new("plan", Quota::per_hour(quota).fixed_window());
+    let asked = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&asked);
+    let layer = layer(backend.clone(), per_hour(100))
+        .allow(|request: &&str| request.starts_with("health"))
+        .screen(move |request: &&str, subjects: &mut Subjects| {
+            counted.fetch_add(1, Relaxed);
+            match *request {
+                "free" => subjects.push(plan(1), Some("alice".into())),
+                "paid" => subjects.push(plan(3), Some("alice".into())),
+                "open" => return Screening::Pass,
+                "nobody" => subjects.push(plan(3), None),
+                _ => return Screening::Deny,
+            }
+            Screening::Count
+        })
+        .deny(|request: &&str| request.ends_with("evil"));
+    let service = layer.layer(service_fn(echo));
+    let ask = async |request| service.clone().oneshot(request).await;
+
+    assert!(ask("health").await.is_ok());
+    assert!(ask("health of evil").await.unwrap_err().is::<Denied>());
+    assert_eq!(asked.load(Relaxed), 0);
+    assert!(ask("open").await.is_ok());
+    assert!(ask("other").await.unwrap_err().is::<Denied>());
+    assert!(ask("nobody").await.unwrap_err().is::<MissingKey>());
+
+    assert!(ask("free").await.is_ok());
+    assert_eq!(ask("free").await.unwrap_err().downcast::<RateLimited>().unwrap().policy(), "plan");
+    // What was counted stays.
+    assert!(ask("paid").await.is_ok());
+    assert!(ask("paid").await.is_ok());
+    assert!(ask("paid").await.unwrap_err().is::<RateLimited>());
+    let left = backend.peek(&per_hour(100), &Key::EVERYONE, 1).await.unwrap().remaining();
+    assert_eq!(left, Some(97), "denied requests were not charged");
 }
 
 #[tokio::test(start_paused = true)]
@@ -1831,6 +1871,47 @@ async fn requests_without_key_can_pass_uncounted() {
     assert_eq!(store.asked(), 0);
     assert!(service.clone().oneshot("alice").await.is_ok());
     assert!(service.oneshot("alice").await.is_err(), "those with a key are counted as ever");
+}
+
+/// All were turned away, or none counted, by what is said of the key of the layer.
+#[tokio::test(start_paused = true)]
+async fn a_request_that_lacks_an_added_key_is_one_without_key_unless_that_may_be_absent() {
+    type Call = (&'static str, Option<&'static str>);
+    let tenant = |call: &Call| call.1;
+    for (on_missing_key, passes, left) in [
+        (OnMissingKey::Reject, false, [Some(10), Some(10)]),
+        (OnMissingKey::Shared, true, [Some(9), Some(9)]),
+        (OnMissingKey::Pass, true, [Some(9), Some(10)]),
+    ] {
+        for (if_present, absent) in [(false, None), (true, None), (true, Some(""))] {
+            let backend = MemoryBackend::new();
+            let policy = |name: &str| Policy::new(name, Quota::per_hour(10).fixed_window());
+            let layer = RateLimitLayer::new(backend.clone(), policy("user")).with_rejection(AsError);
+            let layer = layer.key(|call: &Call| call.0).on_missing_key(on_missing_key);
+            let layer = match if_present {
+                true => layer.and_if_present(policy("tenant"), tenant),
+                false => layer.and(policy("tenant"), tenant),
+            };
+            let service = layer.layer(service_fn(async |_: Call| Ok::<_, Broken>(())));
+            let answer = service.clone().oneshot(("alice", absent)).await;
+            let remaining = async |name, key: Key| backend.peek(&policy(name), &key, 1).await.unwrap().remaining();
+            let shared = Key::ANONYMOUS;
+            if if_present {
+                assert!(answer.is_ok(), "{on_missing_key:?}");
+                assert_eq!(remaining("user", "alice".into()).await, Some(9), "{on_missing_key:?}");
+                assert_eq!(remaining("tenant", shared).await, Some(10), "{on_missing_key:?}");
+                // The key of the layer is as it was.
+                let answer = service.clone().oneshot(("", None)).await;
+                assert_eq!(answer.is_ok(), passes, "{on_missing_key:?}");
+                service.oneshot(("alice", Some("acme"))).await.unwrap();
+                assert_eq!(remaining("tenant", "acme".into()).await, Some(9), "{on_missing_key:?}");
+            } else {
+                assert_eq!(answer.is_ok(), passes, "{on_missing_key:?}");
+                let told = [remaining("user", "alice".into()).await, remaining("tenant", shared).await];
+                assert_eq!(told, left, "{on_missing_key:?}");
+            }
+        }
+    }
 }
 
 // Costs.

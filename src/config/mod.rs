@@ -105,7 +105,7 @@
 //! | `rules[].unlimited` | in their place `true`: the requests pass uncounted |
 //! | `rules[].cost` | units per request, 1 or more |
 //! | `rules[].charge` | which answers are charged: `always`, `failures` (a status of 400 and above) or `successes`; see [`http`](crate::http::failures), and where the answer is one of gRPC, with its feature, the status of the call counts, as in `grpc::failures` |
-//! | `rules[].on_missing_key` | `reject`, `shared` or `pass`: see [`OnMissingKey`](crate::OnMissingKey); not where every request has a key, as `everyone` is |
+//! | `rules[].on_missing_key` | `reject`, `shared` or `pass`: for each of the keys, see [`OnMissingKey`](crate::OnMissingKey); not where every request has a key, as `everyone` is |
 //! | `rules[].on_store_error` | `local`, `allow` or `deny`: see [`OnStoreError`](crate::OnStoreError) |
 //! | `rules[].replicas` | see [`RateLimitLayer::replicas`](crate::RateLimitLayer::replicas); not beside another `on_store_error` than `local` |
 //! | `rules[].deadline` | a time: see [`RateLimitLayer::deadline`](crate::RateLimitLayer::deadline) |

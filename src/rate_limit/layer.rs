@@ -10,7 +10,7 @@ use super::limiter::DEFAULT_DEADLINE;
 use super::line::Lines;
 use super::policy::Policy;
 use super::resolver::PolicyResolver;
-use super::screen::{Allow, And, Deny};
+use super::screen::{Allow, And, Deny, Screened};
 use super::service::RateLimit;
 use super::store::RateLimitStore;
 // The one backend that is always there, for when the other one is not.
@@ -107,6 +107,8 @@ impl InCommon {
 }
 
 /// What happens to a request that has no key, or an empty one. Defaults to [`Reject`](Self::Reject).
+///
+/// Where a request [counts for several](RateLimitLayer::and) this holds for each of the keys.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum OnMissingKey {
@@ -115,7 +117,7 @@ pub enum OnMissingKey {
     Reject,
     /// It is counted under one key that all such requests share.
     Shared,
-    /// It passes, uncounted.
+    /// It passes, uncounted, but for the keys that it has.
     Pass,
 }
 
@@ -244,6 +246,9 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// this is one atomic decision; see [`RateLimitStore::check_all`] for stores that cannot do it.
     /// Takes a policy with a name of its own. Policies that are not [enforced](Policy::mode) have no say in it, and are counted by themselves.
     ///
+    /// A request that lacks this key is one without a key, as it is without that of the layer: unless [told otherwise](Self::on_missing_key) it is turned
+    /// away, whatever other keys it has. What only some requests have is for [`and_if_present`](Self::and_if_present).
+    ///
     /// A [`DenyCache`](super::DenyCache) turns such requests away as well, where one of those whom they count for is known to be over a limit.
     /// [`Leases`](super::Leases) have nothing for them: they are charged in the store, to all of them together.
     ///
@@ -262,7 +267,83 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// # }
     /// ```
     pub fn and<K2>(self, policy: Policy, key: K2) -> RateLimitLayer<B, K, C, A, R, And<X, K2>> {
-        self.with_screen(|inner| And { inner, policy, key })
+        self.with_screen(|inner| And { inner, policy, key, if_present: false })
+    }
+
+    /// Counts each request that has this key by another policy as well, as [`and`](Self::and) does, and leaves those alone that lack it, or have
+    /// an empty one: they count for the other subjects.
+    ///
+    /// Whoever can leave the key out is not limited by this policy, so let another one count what nobody can.
+    ///
+    /// ```
+    /// # #[cfg(feature = "http")] {
+    /// use tollgate::http::{header, peer_ip};
+    /// use tollgate::{MemoryBackend, Policy, Quota, RateLimitLayer};
+    ///
+    /// let address = Policy::new("address", Quota::per_minute(300).fixed_window());
+    /// let tenant = Policy::new("tenant", Quota::per_minute(3_000).token_bucket());
+    /// let layer = RateLimitLayer::new(MemoryBackend::new(), address)
+    ///     .key(peer_ip())
+    ///     .and_if_present(tenant, header("x-tenant"));
+    /// # }
+    /// ```
+    pub fn and_if_present<K2>(self, policy: Policy, key: K2) -> RateLimitLayer<B, K, C, A, R, And<X, K2>> {
+        self.with_screen(|inner| And { inner, policy, key, if_present: true })
+    }
+
+    /// Has `screen` say of each request whether it is counted, and for whom besides its key: by policies, for instance, that depend on
+    /// what a layer further out has put into its extensions.
+    ///
+    /// It is asked before the key is looked for, and after the lists and screens that were named before, if these have not decided. A list that is named
+    /// later comes before it. Whom it adds counts as with [`and`](Self::and). Policies are made once and cloned: one that is made for
+    /// each request has to be made ready to count by each time.
+    ///
+    /// ```
+    /// # #[cfg(feature = "http")] {
+    /// use axum::body::Body;
+    /// use axum::extract::Request;
+    /// use axum::response::Response;
+    /// use tollgate::rate_limit::{Screening, Subjects};
+    /// use tollgate::{BoxError, MemoryBackend, Policy, Quota, RateLimitLayer};
+    /// use tower::{ServiceBuilder, ServiceExt, service_fn};
+    ///
+    /// // What a layer further out has found in the token of a request.
+    /// #[derive(Clone)]
+    /// struct Account {
+    ///     id: u64,
+    ///     has_paid: bool,
+    /// }
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
+    /// let total = Policy::new("total", Quota::per_second(5_000).fixed_window());
+    /// // One name and algorithm, so that what was counted stays when an account changes from one to the other.
+    /// let [free, paid] = [1, 100].map(|quota| Policy::new("account", Quota::per_minute(quota).fixed_window()));
+    /// let by_account = move |request: &Request, subjects: &mut Subjects| {
+    ///     let Some(account) = request.extensions().get::<Account>() else { return Screening::Deny };
+    ///     let policy = if account.has_paid { &paid } else { &free };
+    ///     subjects.push(policy.clone(), Some(account.id.into()));
+    ///     Screening::Count
+    /// };
+    /// let service = ServiceBuilder::new()
+    ///     .layer(RateLimitLayer::new(MemoryBackend::new(), total).screen(by_account))
+    ///     .service(service_fn(async |_: Request| Ok::<_, BoxError>(Response::new(Body::empty()))));
+    ///
+    /// let status = async |account: Option<Account>| {
+    ///     let mut request = Request::new(Body::empty());
+    ///     account.map(|account| request.extensions_mut().insert(account));
+    ///     Ok::<_, BoxError>(service.clone().oneshot(request).await?.status().as_u16())
+    /// };
+    /// assert_eq!(status(None).await?, 403);
+    /// assert_eq!(status(Some(Account { id: 7, has_paid: false })).await?, 200);
+    /// assert_eq!(status(Some(Account { id: 7, has_paid: false })).await?, 429);
+    /// assert_eq!(status(Some(Account { id: 7, has_paid: true })).await?, 200);
+    /// # Ok(())
+    /// # }
+    /// # main().unwrap();
+    /// # }
+    /// ```
+    pub fn screen<X2>(self, screen: X2) -> RateLimitLayer<B, K, C, A, R, Screened<X, X2>> {
+        self.with_screen(|inner| Screened { inner, screen })
     }
 
     /// Lets requests for which `listed` is true pass uncounted: health checks, or the addresses of a partner.

@@ -6,7 +6,8 @@ use crate::key::{ExtractKey, Key};
 /// What a layer finds out about a request before it asks the store: whether it has to, and about whom besides its key.
 ///
 /// Made by [`RateLimitLayer::allow`](super::RateLimitLayer::allow), [`deny`](super::RateLimitLayer::deny) and
-/// [`and`](super::RateLimitLayer::and).
+/// [`and`](super::RateLimitLayer::and). Others are taken by [`screen`](super::RateLimitLayer::screen): closures
+/// `Fn(&Req, &mut Subjects) -> Screening` are screens.
 pub trait Screen<Req> {
     /// Adds to `subjects` whom the request counts for, and says what is to happen to it.
     fn screen(&self, request: &Req, subjects: &mut Subjects) -> Screening;
@@ -31,9 +32,16 @@ pub struct Subjects {
 }
 
 impl Subjects {
-    /// Counts the request for `key` as well, by `policy`.
+    /// Counts the request for `key` as well, by `policy`. If there is none, or an empty one, it is a request without a key, of which
+    /// [`OnMissingKey`](super::OnMissingKey) says what happens to it.
     pub fn push(&mut self, policy: Policy, key: Option<Key>) {
         self.found.push((policy, key));
+    }
+}
+
+impl<Req, F: Fn(&Req, &mut Subjects) -> Screening> Screen<Req> for F {
+    fn screen(&self, request: &Req, subjects: &mut Subjects) -> Screening {
+        self(request, subjects)
     }
 }
 
@@ -70,20 +78,42 @@ impl<Req, X: Screen<Req>, F: Fn(&Req) -> bool> Screen<Req> for Deny<X, F> {
     }
 }
 
-/// Counts a request for another subject as well: see [`RateLimitLayer::and`](super::RateLimitLayer::and).
+/// Counts a request for another subject as well: see [`RateLimitLayer::and`](super::RateLimitLayer::and) and
+/// [`and_if_present`](super::RateLimitLayer::and_if_present).
 #[derive(Debug)]
 pub struct And<X, K> {
     pub(super) inner: Arc<X>,
     pub(super) policy: Policy,
     pub(super) key: K,
+    /// Whether requests without such a key do not count for anybody here.
+    pub(super) if_present: bool,
 }
 
 impl<Req, X: Screen<Req>, K: ExtractKey<Req>> Screen<Req> for And<X, K> {
     fn screen(&self, request: &Req, subjects: &mut Subjects) -> Screening {
         let screening = self.inner.screen(request, subjects);
         if screening == Screening::Count {
-            subjects.push(self.policy.clone(), self.key.extract_key(request));
+            let key = self.key.extract_key(request);
+            if !self.if_present || key.as_ref().is_some_and(|key| !key.is_empty()) {
+                subjects.push(self.policy.clone(), key);
+            }
         }
         screening
+    }
+}
+
+/// Asks a screen of one's own: see [`RateLimitLayer::screen`](super::RateLimitLayer::screen).
+#[derive(Debug)]
+pub struct Screened<X, S> {
+    pub(super) inner: Arc<X>,
+    pub(super) screen: S,
+}
+
+impl<Req, X: Screen<Req>, S: Screen<Req>> Screen<Req> for Screened<X, S> {
+    fn screen(&self, request: &Req, subjects: &mut Subjects) -> Screening {
+        match self.inner.screen(request, subjects) {
+            Screening::Count => self.screen.screen(request, subjects),
+            decided => decided,
+        }
     }
 }
