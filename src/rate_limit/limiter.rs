@@ -84,8 +84,22 @@ impl<B> Limiter<B> {
         Self { store, policy, deadline: DEFAULT_DEADLINE, circuit }
     }
 
-    /// How long a call may take in total, waiting for a connection included. Defaults to 100 ms. With zero a store that does not answer at once is
-    /// not asked: the [`StoreError`] has a [`ConfigError::ZeroTimeout`] as its source.
+    /// How long a call may take in total, waiting for a connection included. Defaults to 100 ms.
+    ///
+    /// With zero only those that charge a key are answered, by a store that knows at once, as memory does, and what no store is needed for. All other
+    /// questions fail, and the store is not asked, whichever it is: the [`StoreError`] has a [`ConfigError::ZeroTimeout`] as its source.
+    ///
+    /// ```
+    /// # use std::time::Duration;
+    /// # use tollgate::{Limiter, MemoryBackend, Policy, Quota};
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::StoreError> {
+    /// let policy = Policy::new("mails", Quota::per_hour(2).fixed_window());
+    /// let at_once = Limiter::new(MemoryBackend::new(), policy).deadline(Duration::ZERO);
+    /// assert!(at_once.check("alice").await?.is_allowed());
+    /// assert!(at_once.peek("alice").await.is_err() && at_once.reset("alice").await.is_err());
+    /// # Ok(())
+    /// # }
+    /// ```
     #[must_use]
     pub fn deadline(mut self, deadline: Duration) -> Self {
         self.deadline = deadline;
