@@ -2094,6 +2094,51 @@ async fn a_large_answer_is_read_as_slowly_as_its_reader_likes() {
     assert_eq!(problem(ask(&app, pay("other")).await).await, (409, "answer-not-kept".into()));
 }
 
+/// The story of two handlers of one payment at the same time: that it was done could not be stored, and nobody looked at the lease any more while the rest of a large
+/// answer was made.
+#[tokio::test(start_paused = true)]
+async fn a_large_answer_breaks_off_where_somebody_else_may_begin() {
+    for (on_unknown, away, goes_on) in
+        [(OnUnknown::Retry, 2_000, false), (OnUnknown::Retry, 150, true), (OnUnknown::Reject, 2_000, true)]
+    {
+        let handler = Handler::new();
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let guard = layer(store).lease(Duration::from_millis(600)).max_answer(10).on_unknown(on_unknown);
+        let (sender, body) = stream();
+        sender.send(data(&"x".repeat(20))).unwrap();
+        let (body, failing) = (Arc::new(Mutex::new(Some(body))), faults.clone());
+        let app = handler.behind(guard, move |_, _| {
+            let body = body.lock().unwrap().take();
+            if body.is_some() {
+                failing.hang();
+            }
+            async { Response::new(body.map_or_else(|| full("again"), BodyExt::boxed)) }
+        });
+        let begun = Instant::now();
+        let first = ask(&app, pay("k")).await.into_body();
+        tokio::spawn(async move {
+            sleep(Duration::from_millis(away)).await;
+            faults.heal();
+        });
+        tokio::time::sleep_until(begun + Duration::from_millis(599)).await;
+        assert_eq!(sender.is_closed(), !goes_on, "{on_unknown:?} {away}");
+        sleep(Duration::from_secs(2)).await;
+        let again = ask(&app, pay("k")).await;
+        if goes_on {
+            let expected = if away < 600 { "answer-not-kept" } else { "outcome-unknown" };
+            assert_eq!(problem(again).await, (409, expected.into()));
+            drop(sender);
+            assert_eq!(first.collect().await.unwrap().to_bytes().len(), 20);
+            assert_eq!(handler.runs(), 1);
+        } else {
+            assert_eq!(text(again).await, "again");
+            assert!(first.collect().await.is_err());
+            assert_eq!(handler.runs(), 2);
+        }
+    }
+}
+
 /// Whether or not what it says may be kept. A clock that stands still while there is work would never come to the end.
 #[tokio::test]
 async fn an_answer_without_end_ends_when_its_reader_has_gone() {

@@ -169,6 +169,8 @@ pub(crate) struct Order<P: ?Sized> {
     sent: Mutex<Instant>,
     // The number of the last one that was put down.
     checkpoint: AtomicU32,
+    // Whether the record says that it is done, so that nobody takes over.
+    is_done: AtomicBool,
     // Where the store was asked first: whoever drops this may be outside of any.
     runtime: OnceLock<Handle>,
     body: P,
@@ -197,6 +199,29 @@ impl<P: ?Sized> Order<P> {
         self.sent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether somebody else may have begun, by the clock.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.ends().is_some_and(|ends| Instant::now() >= ends)
+    }
+
+    /// Ready when somebody else may have begun. Nothing is renewed meanwhile: this is for what goes on while the store is told that it is done.
+    pub(crate) async fn until_lost(&self) {
+        while let Some(ends) = self.ends() {
+            if Instant::now() >= ends {
+                return;
+            }
+            sleep_until(ends).await;
+        }
+        pending::<()>().await;
+    }
+
+    /// When somebody else may begin, unless it is renewed before; `None` if nobody does.
+    fn ends(&self) -> Option<Instant> {
+        let Claim { takes_over, lease, .. } = self.claim;
+        let may_end = takes_over && !self.is_done.load(Ordering::Relaxed);
+        may_end.then(|| *self.sent() + usable(lease))
+    }
+
     /// The number of one more checkpoint.
     pub(super) fn next_checkpoint(&self) -> u32 {
         self.checkpoint.fetch_add(1, Ordering::Relaxed).saturating_add(1)
@@ -211,8 +236,9 @@ impl<P: ?Sized> Order<P> {
 
 impl<P: HasPayload + 'static> Order<P> {
     pub(crate) fn new(home: &Arc<Home>, operation: Operation, claim: Claim, body: P) -> Arc<Self> {
-        let (sent, checkpoint) = (Mutex::new(Instant::now()), AtomicU32::new(0));
-        Arc::new(Self { home: Arc::clone(home), operation, claim, sent, checkpoint, runtime: OnceLock::new(), body })
+        let (sent, checkpoint, is_done) = (Mutex::new(Instant::now()), AtomicU32::new(0), AtomicBool::new(false));
+        let (home, runtime) = (Arc::clone(home), OnceLock::new());
+        Arc::new(Self { home, operation, claim, sent, checkpoint, is_done, runtime, body })
     }
 
     /// The same with a token of its own, for when nobody knows what has become of the claim of this one.
@@ -315,19 +341,29 @@ impl<P: HasPayload + 'static> Order<P> {
     /// Says what has become of the operation. False if it is somebody else's.
     async fn settle(&self, end: &Settlement) -> Result<bool, StoreError> {
         let Self { home, operation, claim: Claim { token, .. }, .. } = self;
-        home.noted(match end {
+        let settled = home.noted(match end {
             Settlement::Complete { completion, .. } => {
                 home.store.complete(operation, token, completion, home.terms.limit).await
             }
             Settlement::Release => home.store.release(operation, token, home.terms.limit).await,
-        })
+        });
+        self.heard(end, settled)
     }
 
     /// The same where nothing has to be waited for.
     fn settle_now(&self, end: &Settlement) -> Option<Result<bool, StoreError>> {
         let Self { home, operation, claim: Claim { token, .. }, .. } = self;
         let Settlement::Complete { completion, .. } = end else { return None };
-        home.store.complete_now(operation, token, completion).map(|settled| home.noted(settled))
+        let settled = home.store.complete_now(operation, token, completion)?;
+        Some(self.heard(end, home.noted(settled)))
+    }
+
+    /// Notes whether the record says that it is done.
+    fn heard(&self, end: &Settlement, settled: Result<bool, StoreError>) -> Result<bool, StoreError> {
+        if matches!((end, &settled), (Settlement::Complete { .. }, Ok(true))) {
+            self.is_done.store(true, Ordering::Relaxed);
+        }
+        settled
     }
 
     /// Goes on to say it in the background, for no longer than a lease, or a second where that is shorter.
@@ -574,8 +610,7 @@ impl<P: HasPayload + 'static> Attempt<P> {
 
     /// Whether somebody else may have begun, by the clock.
     pub(crate) fn is_lost(&self) -> bool {
-        let Claim { takes_over, lease, .. } = self.order.claim;
-        takes_over && Instant::now() >= self.sent() + usable(lease)
+        self.order.is_lost()
     }
 
     /// Renews the lease for as long as this is polled. Ready when somebody else may have begun, so that all has to stop.

@@ -138,7 +138,8 @@
 //! client gets the answer all the same, storing is tried again in the background for the length of a lease, and
 //! after that the outcome is unknown. Of one that is larger than 64 KiB only the status is kept, as soon as that is known (with gRPC at
 //! its end, since the status comes last, as that to a request that has broken off; of a next attempt once its body is known to be the same): its handler is not run again, and its
-//! reader may take the time that it likes, where until then the answer has to come to its end within `max_run`.
+//! reader may take the time that it likes, where until then the answer has to come to its end within `max_run`. With [`OnUnknown::Retry`] it breaks off if
+//! the lease ends before that status is stored: somebody else may begin then.
 //!
 //! The next attempt has to send the same body, as far as that of the one before is known. If it is another one, the handler is dropped before it
 //! sees its end, and the answer is 422, or breaks off if it has begun. The operation is given back as it was then, but for [`Keep::All`] with [`OnUnknown::Reject`]: the outcome

@@ -395,6 +395,7 @@ where
         if let Some(settling) = settling {
             settling.await;
         }
+        let mut lost = pin!(order.until_lost());
         let mut alone_until = None;
         let last = match stop {
             Stop::End => Some(Piece::End),
@@ -407,9 +408,17 @@ where
                     break None;
                 }
                 let until = alone_until.unwrap_or(now + max_run);
+                let mut stepping = pin!(timeout_at(until, self.step(&pieces)));
+                // It is still at work, and the store may not have heard that nobody is to begin anew.
+                let under_lease = poll_fn(|cx| {
+                    if order.is_lost() || lost.as_mut().poll(cx).is_ready() {
+                        return Poll::Ready(None);
+                    }
+                    stepping.as_mut().poll(cx).map(Result::ok)
+                });
                 // A handler that must not see the rest of its body waits for that in vain.
                 let stepped = tokio::select! {
-                    stepped = timeout_at(until, self.step(&pieces)) => stepped.ok(),
+                    stepped = under_lease => stepped,
                     () = order.body().until_it_is_unfit() => None,
                 };
                 match stepped.filter(|_| order.body().unfit().is_none()) {
