@@ -1459,6 +1459,50 @@ async fn a_no_of_a_limiter_that_a_handler_asks_half_way_is_kept_as_its_other_ans
     }
 }
 
+/// The story of a payment that was found out about, while its client was told for a day that nobody knows: a layer around had kept that.
+#[tokio::test(start_paused = true)]
+async fn a_layer_keeps_nothing_of_what_one_inside_refuses_or_cancels() {
+    async fn reads(request: Request<FingerprintedBody<FingerprintedBody<Stream>>>) -> Result<Answer, Infallible> {
+        drop(request.into_body().collect().await);
+        pending().await
+    }
+    let outside = [OnUnknown::Reject, OnUnknown::Retry].map(|on_unknown| {
+        [Keep::SafeRetry, Keep::All].map(|keep| [(1, 413), (1_000, 503)].map(|inside| (on_unknown, keep, inside)))
+    });
+    for (on_unknown, keep, (max_body, cut_off)) in outside.into_iter().flatten().flatten() {
+        let case = format!("{on_unknown:?} {keep:?} {cut_off}");
+        let backend = MemoryBackend::new();
+        let inside = layer(backend.clone()).max_run(Duration::from_secs(1)).max_body(max_body);
+        let outside = IdempotencyLayer::new(backend.clone()).scope(Everyone).keep(keep).on_unknown(on_unknown);
+        let app = outside.layer(inside.layer(service_fn(reads)));
+        let ask = async || {
+            let answer = app.clone().oneshot(pay("k")).await.unwrap();
+            let (status, is_replay) = (answer.status().as_u16(), answer.headers().contains_key("idempotent-replayed"));
+            let text = answer.into_body().collect().await.unwrap().to_bytes();
+            (status, is_replay, String::from_utf8(text.to_vec()).unwrap())
+        };
+        let told = |(status, is_replay, text): (u16, bool, String), expected: u16, problem: &str| {
+            assert!((status, is_replay) == (expected, false) && text.contains(problem), "{case}: {status} {text}");
+        };
+        told(ask().await, cut_off, "");
+        told(ask().await, 409, "in-flight");
+        sleep(Duration::from_secs(15)).await;
+        for _ in 0..2 {
+            told(ask().await, 409, "outcome-unknown");
+        }
+        let (admin, mut next) = (IdempotencyAdmin::new(backend), Some(Cursor::default()));
+        while let Some(from) = next {
+            let page = admin.unknown(from, 100).await.unwrap();
+            for status in page.operations {
+                assert!(admin.complete(&status, Response::new("paid")).await.unwrap(), "{case}");
+            }
+            next = page.next;
+        }
+        let (status, _, text) = ask().await;
+        assert_eq!((status, &*text), (200, "paid"), "{case}");
+    }
+}
+
 /// It may have had effects, as one that this layer cancels.
 #[tokio::test(start_paused = true)]
 async fn a_handler_that_a_lock_layer_inside_cancels_has_an_outcome_that_nobody_knows() {

@@ -4,14 +4,14 @@ use super::details::Any;
 use super::status::{AsStatus, Code, answer, detailed};
 use crate::http::{IdempotentBody, ResponseBody, STORE_RETRY, STORE_TEXT};
 use crate::idempotency::Rejection;
-use crate::reject::{NothingDone, Reject};
+use crate::reject::{NothingDone, OutcomeUnknown, Reject};
 
 impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
     type Response = Response<IdempotentBody<B>>;
     type Error = E;
 
     fn reject(&self, rejection: Rejection) -> Result<Self::Response, E> {
-        let (text, may_have_effects) = (rejection.to_string(), rejection.may_have_effects());
+        let (text, is_half_done) = (rejection.to_string(), rejection.is_half_done());
         let later = |code: Code, text: &str, wait| {
             let wait = self.told(wait);
             detailed(code, text, Some(wait), vec![Any::retry_info(wait)])
@@ -36,8 +36,9 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
             }
             Rejection::Store(_) => later(Code::Unavailable, STORE_TEXT, STORE_RETRY),
         };
-        if may_have_effects {
+        if is_half_done {
             response.extensions_mut().remove::<NothingDone>();
+            response.extensions_mut().insert(OutcomeUnknown);
         }
         Ok(response.map(IdempotentBody::other))
     }
@@ -70,8 +71,9 @@ mod tests {
             (Rejection::TooLarge { has_begun: false }, "8", Some("-1"), true),
             (Rejection::TooLarge { has_begun: true }, "8", Some("-1"), false),
             (Rejection::Mismatch, "9", None, true),
-            (Rejection::OutcomeUnknown { attempt: 1 }, "9", None, false),
-            (Rejection::NotKept { status: 200 }, "9", None, false),
+            // What was done before has a record, which goes on to say so.
+            (Rejection::OutcomeUnknown { attempt: 1 }, "9", None, true),
+            (Rejection::NotKept { status: 200 }, "9", None, true),
             (Rejection::InFlight { retry_after: Duration::from_secs(2) }, "10", Some("2000"), true),
             (Rejection::Cancelled, "10", Some("-1"), false),
             (Rejection::Full, "8", Some("1000"), true),
@@ -88,6 +90,7 @@ mod tests {
             assert_eq!(header("grpc-retry-pushback-ms"), pushback, "{name}");
             assert_eq!(header("grpc-status-details-bin").is_some(), pushback.is_some(), "{name}");
             assert_eq!(response.extensions().get::<NothingDone>().is_some(), nothing_done, "{name}");
+            assert_eq!(response.extensions().get::<OutcomeUnknown>().is_some(), !nothing_done, "{name}");
         }
     }
 }

@@ -50,12 +50,9 @@ pub enum Rejection {
 
 #[cfg(feature = "http")]
 impl Rejection {
-    /// Whether something may have been done for the request, or for the same one before.
-    pub(crate) const fn may_have_effects(&self) -> bool {
-        matches!(
-            self,
-            Self::OutcomeUnknown { .. } | Self::NotKept { .. } | Self::TooLarge { has_begun: true } | Self::Cancelled
-        )
+    /// Whether a handler was dropped half way for it, so that nobody knows what it has done.
+    pub(crate) const fn is_half_done(&self) -> bool {
+        matches!(self, Self::TooLarge { has_begun: true } | Self::Cancelled)
     }
 }
 

@@ -5,7 +5,7 @@ use crate::http::body::ResponseBody;
 use crate::http::problem::{Kind, Problem};
 use crate::http::reject::{STORE_RETRY, STORE_TEXT};
 use crate::idempotency::Rejection;
-use crate::reject::{AsResponse, NothingDone, Reject};
+use crate::reject::{AsResponse, NothingDone, OutcomeUnknown, Reject};
 
 impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
     type Response = Response<IdempotentBody<B>>;
@@ -38,8 +38,9 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
         };
         let wait = wait.map(|wait| self.told(wait));
         let mut response = self.answer(wait, Problem { kind, status, detail: &detail, violated: Vec::new() });
-        if rejection.may_have_effects() {
+        if rejection.is_half_done() {
             response.extensions_mut().remove::<NothingDone>();
+            response.extensions_mut().insert(OutcomeUnknown);
         }
         Ok(response.map(IdempotentBody::other))
     }
