@@ -878,6 +878,50 @@ fn requests_that_pass_without_their_lock_are_counted() {
     }
 }
 
+/// The story of an alarm for operations that nobody had to look at: they were given back, that was told too late, and somebody had begun them by then.
+#[test]
+fn an_attempt_that_was_given_back_without_an_answer_is_not_unknown() {
+    let (recorder, snapshotter, runtime) = recording();
+    let store = FaultStore::new(MemoryBackend::new());
+    let (faults, losing) = (store.faults(), store.faults());
+    let guard = IdempotencyLayer::new(store).name("pay").scope(header("x-user")).on_unknown(OnUnknown::Retry);
+    let service = guard.clone().layer(service_fn(move |request: Request<FingerprintedBody<Full<Bytes>>>| {
+        let (losing, is_first) = (losing.clone(), request.headers().contains_key("x-first"));
+        async move {
+            let mut response = Response::new(Full::<Bytes>::default());
+            if is_first {
+                losing.lose_answers();
+                *response.status_mut() = StatusCode::SERVICE_UNAVAILABLE;
+            } else {
+                tokio::time::sleep(Duration::from_secs(2)).await;
+            }
+            Ok::<_, BoxError>(response)
+        }
+    }));
+    let ask = |header: &str| {
+        let request = Request::post("/").header("x-user", "alice").header("idempotency-key", "k").header(header, "");
+        service.clone().oneshot(request.body(Full::default()).unwrap())
+    };
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let first = tokio::spawn(ask("x-first"));
+            // It has reached the store by then, whose answer would be late a tenth of a second after.
+            tokio::time::sleep(Duration::from_millis(10)).await;
+            faults.heal();
+            assert_eq!(ask("x-second").await.unwrap().status(), StatusCode::OK);
+            assert_eq!(first.await.unwrap().unwrap().status(), StatusCode::SERVICE_UNAVAILABLE);
+            guard.drained().await;
+        });
+    });
+    let mut seen = seen(&snapshotter);
+    seen.retain(|name, _| name.starts_with("tollgate_idempotency_attempts_total"));
+    let expected = [
+        ("tollgate_idempotency_attempts_total{layer=pay,outcome=given_back}", 1),
+        ("tollgate_idempotency_attempts_total{layer=pay,outcome=kept}", 1),
+    ];
+    assert_eq!(seen, expect(&expected));
+}
+
 #[test]
 fn an_outage_makes_no_attempt_unknown() {
     let (recorder, snapshotter, runtime) = recording();

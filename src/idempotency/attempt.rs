@@ -358,6 +358,33 @@ impl<P: HasPayload + 'static> Order<P> {
         Some(self.heard(end, home.noted(settled)))
     }
 
+    /// What has become of an attempt of which this was said.
+    fn ended(&self, end: &Settlement, is_ours: bool) -> Ended {
+        match end {
+            Settlement::Complete { completion, .. } if is_ours => {
+                if completion.is_kept {
+                    Ended::Kept
+                } else {
+                    Ended::Tombstone
+                }
+            }
+            // Nobody else may have begun, unless it was given back before, by a call that was not answered in time.
+            Settlement::Release if is_ours || !self.is_lost() => Ended::GivenBack,
+            _ => {
+                let (layer, operation) = (self.layer(), &self.operation);
+                match end {
+                    Settlement::Complete { .. } => {
+                        tracing::warn!(layer, %operation, "an answer is not kept: its operation is somebody else's by now");
+                    }
+                    Settlement::Release => {
+                        tracing::warn!(layer, %operation, "an operation is not given back: it is somebody else's by now");
+                    }
+                }
+                Ended::Unknown
+            }
+        }
+    }
+
     /// Notes whether the record says that it is done.
     fn heard(&self, end: &Settlement, settled: Result<bool, StoreError>) -> Result<bool, StoreError> {
         if matches!((end, &settled), (Settlement::Complete { .. }, Ok(true))) {
@@ -386,7 +413,7 @@ impl<P: HasPayload + 'static> Order<P> {
                             "an operation could not be settled in time: its outcome is unknown"
                         );
                     }
-                    order.home.meters().ended(settled.map_or(Ended::Unknown, |is_ours| end.ended(is_ours)));
+                    order.home.meters().ended(settled.map_or(Ended::Unknown, |is_ours| order.ended(&end, is_ours)));
                 }
                 Settled::Claim => {
                     // Of a store that fails there are as many of these as requests, and none is worth a probe.
@@ -437,18 +464,6 @@ pub(crate) enum Settlement {
     Complete { completion: Completion, mark: [u8; 5] },
     /// The operation is given back, so that the next request begins it again.
     Release,
-}
-
-impl Settlement {
-    /// What has become of an attempt of which this was said.
-    const fn ended(&self, is_ours: bool) -> Ended {
-        match self {
-            _ if !is_ours => Ended::Unknown,
-            Self::Complete { completion: Completion { is_kept: true, .. }, .. } => Ended::Kept,
-            Self::Complete { .. } => Ended::Tombstone,
-            Self::Release => Ended::GivenBack,
-        }
-    }
 }
 
 /// What the store is being told of in the background, until that is over, or is dropped for the lack of room or of a runtime.
@@ -644,11 +659,7 @@ impl<P: HasPayload + 'static> Attempt<P> {
         let order = &self.order;
         match settled {
             Ok(is_ours) => {
-                if !is_ours {
-                    let (layer, operation) = (order.layer(), order.operation());
-                    tracing::warn!(layer, %operation, "an answer is not kept: its operation is somebody else's by now");
-                }
-                let ended = end.ended(is_ours);
+                let ended = order.ended(&end, is_ours);
                 if ended == Ended::Kept && order.home.full.ends() {
                     tracing::info!("there is room to keep answers again");
                 }
