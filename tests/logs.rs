@@ -181,11 +181,11 @@ async fn an_outage_is_one_line_at_its_beginning_and_one_at_its_end() {
 
 #[tokio::test(start_paused = true)]
 async fn requests_that_pass_without_a_record_are_one_line_at_the_beginning_and_one_at_the_end() {
-    let log = Log::default();
+    let log = Log(Arc::default(), true, None);
     let store = FaultStore::new(MemoryBackend::new());
     let faults = store.faults();
     let _logging = tracing::subscriber::set_default(log.clone());
-    let guard = IdempotencyLayer::new(store).scope(Everyone).on_store_error(OnStoreError::Allow);
+    let guard = IdempotencyLayer::new(store).name("pay").scope(Everyone).on_store_error(OnStoreError::Allow);
     let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
         Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
     }));
@@ -200,23 +200,23 @@ async fn requests_that_pass_without_a_record_are_one_line_at_the_beginning_and_o
     for number in 1..20 {
         ask(number).await;
     }
-    let begins = "WARN idempotency store fails: requests are served without a record";
-    let opens = "WARN idempotency circuit opens: the store is asked by probes only";
+    let begins = r#"WARN idempotency store fails: requests are served without a record layer="pay""#;
+    let opens = r#"WARN idempotency circuit opens: the store is asked by probes only layer="pay""#;
     let told = log.take();
     let [fails, passes, _] = &*told else { panic!("{} lines", told.len()) };
     assert!(!passes.cause.is_empty() && passes.cause == fails.cause, "{:?}", passes.cause);
     assert_eq!(
         told.iter().map(|told| &*told.line).collect::<Vec<_>>(),
-        ["WARN idempotency store fails", begins, opens]
+        [r#"WARN idempotency store fails layer="pay""#, begins, opens]
     );
     faults.heal();
     for number in 20..23 {
         advance(Duration::from_secs(5)).await;
         ask(number).await;
     }
-    let ends = "INFO idempotency store answers again: requests are served once";
-    let closes = "INFO idempotency circuit closes: the store is asked again";
-    assert_eq!(log.lines(), [closes, "INFO idempotency store answers again", ends]);
+    let ends = r#"INFO idempotency store answers again: requests are served once layer="pay""#;
+    let closes = r#"INFO idempotency circuit closes: the store is asked again layer="pay""#;
+    assert_eq!(log.lines(), [closes, r#"INFO idempotency store answers again layer="pay""#, ends]);
 }
 
 /// Without a layer, too. As it comes every call asks; with a breaker those that come while the circuit is open do not.
@@ -348,20 +348,32 @@ async fn why_requests_pass_without_a_lock_is_told() {
 /// The answers are lost, and the marks that there were some are kept.
 #[tokio::test(start_paused = true)]
 async fn a_store_that_has_no_room_for_answers_is_one_line() {
-    let log = Log::default();
+    let log = Log(Arc::default(), true, None);
     let backend = MemoryBackend::with_capacity(20);
     let _logging = tracing::subscriber::set_default(log.clone());
-    let guard = IdempotencyLayer::new(backend).scope(Everyone);
+    let guard = IdempotencyLayer::new(backend).name("pay").scope(Everyone);
     let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
         Ok::<_, BoxError>(Response::new(Full::<Bytes>::from(vec![b'x'; 15_000])))
     }));
-    for number in 0..10 {
+    let ask = async |number: usize| {
         let request = Request::post("/").header("idempotency-key", number).body(Full::default()).unwrap();
         let response = service.clone().oneshot(request).await.unwrap();
         assert_eq!(response.into_body().collect().await.unwrap().to_bytes().len(), 15_000);
+    };
+    for number in 0..10 {
+        ask(number).await;
         sleep(Duration::from_millis(100)).await;
     }
-    assert_eq!(log.lines(), ["WARN idempotency store fails", "WARN there is no room to keep an answer"]);
+    let lines =
+        [r#"WARN idempotency store fails layer="pay""#, r#"WARN there is no room to keep an answer layer="pay""#];
+    assert_eq!(log.lines(), lines);
+    sleep(Duration::from_secs(86_400)).await;
+    ask(10).await;
+    let lines = [
+        r#"INFO idempotency store answers again layer="pay""#,
+        r#"INFO there is room to keep answers again layer="pay""#,
+    ];
+    assert_eq!(log.lines(), lines);
 }
 
 /// The story of operations of unknown outcome that nobody could find, since their lines did not say which they were.
@@ -475,7 +487,8 @@ async fn a_line_names_whatever_was_left_half_way() {
     assert_eq!(ask("/large", "long").await.unwrap().status(), StatusCode::PAYLOAD_TOO_LARGE);
     assert_eq!(log.lines(), [line("/large")]);
     assert_eq!(ask("/says-so", "").await.unwrap().status(), StatusCode::OK);
-    assert_eq!(log.lines(), [line("/says-so")]);
+    let says_so = "a handler says that nobody knows what it has done, or has lost its lock: its outcome is unknown when its lease has ended";
+    assert_eq!(log.lines(), [line("/says-so").replace(LEFT, says_so)]);
 
     let payouts = Operations::new(MemoryBackend::new(), "payouts");
     let run = payouts.run(Operation::new("alice", "k"), "", async |_| pending::<Result<&str, BoxError>>().await);
@@ -486,6 +499,27 @@ async fn a_line_names_whatever_was_left_half_way() {
     assert!(matches!(run.await, Err(OperationError::Cancelled)));
     let lines = log.lines();
     assert!(matches!(lines.as_slice(), [line] if line.contains("an operation was cancelled")), "{lines:?}");
+}
+
+/// Clients break off all the time: in lines that are all alike whoever looks for a crash would not find it.
+#[tokio::test(start_paused = true)]
+async fn a_line_of_a_request_that_broke_off_says_so() {
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let guard = IdempotencyLayer::new(MemoryBackend::new()).name("uploads").scope(Everyone).keep(Keep::All);
+    let service = guard.layer(service_fn(async |request: Request<FingerprintedBody<BoxBody<Bytes, io::Error>>>| {
+        let mut response = Response::new(Full::<Bytes>::default());
+        if request.into_body().collect().await.is_err() {
+            *response.status_mut() = StatusCode::BAD_REQUEST;
+        }
+        Ok::<_, BoxError>(response)
+    }));
+    let frames = [Ok(Frame::data(Bytes::from("hun"))), Err(io::Error::other("the connection is gone"))];
+    let body = BodyExt::boxed(StreamBody::new(futures_util::stream::iter(frames)));
+    let request = Request::post("/").header("idempotency-key", "k").body(body).unwrap();
+    assert_eq!(service.oneshot(request).await.unwrap().status(), StatusCode::BAD_REQUEST);
+    let line = "a request broke off before its handler had all of it: its outcome is unknown when its lease has ended";
+    assert_eq!(log.lines(), [format!("WARN {line} layer=\"uploads\" operation=!everyone,POST,/:k")]);
 }
 
 /// As many as can be told to the store at a time once it is back are told, and one more is not.

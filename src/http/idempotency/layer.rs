@@ -334,7 +334,8 @@ impl Settings {
 
     pub(super) fn answered(&self) {
         if self.unprotected.ends() {
-            tracing::info!("idempotency store answers again: requests are served once");
+            let layer = &*self.home.terms().name;
+            tracing::info!(layer, "idempotency store answers again: requests are served once");
         }
     }
 

@@ -181,11 +181,20 @@ impl Course {
         settings: &Settings,
     ) -> (Running, Option<impl Future<Output = ()> + Send + use<>>) {
         let Self { attempt, running, .. } = self;
-        let reading = attempt.order().body();
+        let order = attempt.order();
+        let (reading, layer, operation) = (order.body(), order.layer(), order.operation());
         let end = match outcome {
             Outcome::Failed if settings.keep.gives_failures_back() => Settlement::Release,
             // Nobody knows what was done: it is left to the end of its lease.
-            Outcome::Failed | Outcome::Unknown => return (running, None),
+            Outcome::Failed => return (running, None),
+            Outcome::Unknown => {
+                tracing::warn!(
+                    layer, %operation,
+                    "a handler says that nobody knows what it has done, or has lost its lock: its outcome is unknown when its lease has ended"
+                );
+                attempt.told();
+                return (running, None);
+            }
             // A client that has broken off is to send the whole of it, and not to hear again that it did not: that is a failure.
             Outcome::Answered { status, succeeded, keeps, answer, is_kept }
                 if keeps && (!reading.has_failed() || succeeded) =>
@@ -194,7 +203,14 @@ impl Course {
                 let completion = Completion { answer, is_kept, payload, retention };
                 Settlement::Complete { completion, mark: mark(status) }
             }
-            Outcome::Answered { keeps: true, .. } if !settings.keep.gives_failures_back() => return (running, None),
+            Outcome::Answered { keeps: true, .. } if !settings.keep.gives_failures_back() => {
+                tracing::warn!(
+                    layer, %operation,
+                    "a request broke off before its handler had all of it: its outcome is unknown when its lease has ended"
+                );
+                attempt.told();
+                return (running, None);
+            }
             Outcome::Answered { .. } => Settlement::Release,
         };
         (running, attempt.settle(end))
