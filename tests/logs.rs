@@ -16,7 +16,7 @@ use std::time::Duration;
 use bytes::Bytes;
 use futures_util::FutureExt as _;
 use futures_util::future::join_all;
-use http::{Request, Response, StatusCode};
+use http::{Method, Request, Response, StatusCode};
 use http_body::Frame;
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full, StreamBody};
@@ -217,6 +217,40 @@ async fn requests_that_pass_without_a_record_are_one_line_at_the_beginning_and_o
     let ends = r#"INFO idempotency store answers again: requests are served once layer="pay""#;
     let closes = r#"INFO idempotency circuit closes: the store is asked again layer="pay""#;
     assert_eq!(log.lines(), [closes, r#"INFO idempotency store answers again layer="pay""#, ends]);
+}
+
+/// Whoever names the methods knows what passes.
+#[tokio::test(start_paused = true)]
+async fn a_key_that_protects_from_nothing_is_one_warning() {
+    let guard = || IdempotencyLayer::new(MemoryBackend::new()).name("pay").scope(Everyone);
+    let chosen = guard().methods([Method::POST]);
+    for (guard, is_told) in [(guard(), true), (chosen, false)] {
+        let log = Log(Arc::default(), true, None);
+        let _logging = tracing::subscriber::set_default(log.clone());
+        let ask = async |method: Method, key: Option<&str>| {
+            // One for each request, as a router may make them.
+            let service = guard.layer(service_fn(async |_: Request<FingerprintedBody<Full<Bytes>>>| {
+                Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
+            }));
+            let mut request = Request::builder().method(method);
+            if let Some(key) = key {
+                request = request.header("idempotency-key", key);
+            }
+            service.oneshot(request.body(Full::default()).unwrap()).await.unwrap();
+        };
+        for method in [Method::GET, Method::OPTIONS, Method::POST] {
+            ask(method, Some("k")).await;
+        }
+        ask(Method::PUT, None).await;
+        assert!(log.lines().is_empty());
+        for method in [Method::DELETE, Method::PUT, Method::DELETE] {
+            ask(method, Some("k")).await;
+        }
+        let lines = log.lines();
+        assert_eq!(lines.len(), usize::from(is_told), "{lines:?}");
+        let begins = "WARN a request with an idempotency key is served without a record";
+        assert!(lines.iter().all(|line| line.starts_with(begins) && line.ends_with(r#" layer="pay""#)), "{lines:?}");
+    }
 }
 
 /// Without a layer, too. As it comes every call asks; with a breaker those that come while the circuit is open do not.

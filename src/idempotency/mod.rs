@@ -119,8 +119,9 @@
 //! "Do not retry" is `grpc-retry-pushback-ms: -1`, since clients send calls that end with these codes again by themselves.
 //!
 //! The `type` of a problem document is `urn:tollgate:idempotency:` with the name behind it. A key is a string of RFC 9651, `"abc"`, or the bare
-//! `abc` that most clients send: both are the same key. GET and its like pass untouched, and so does a request without a key if the
-//! layer is told [so](OnMissingKey::Pass).
+//! `abc` that most clients send: both are the same key. POST and PATCH are served once. All other methods pass untouched, **PUT and DELETE with a key too**,
+//! unless [`methods`](crate::http::IdempotencyLayer::methods) names them; the log has a line for the first such request. So does a request without a key pass if
+//! the layer is told [so](OnMissingKey::Pass).
 //!
 //! A script in a browser that calls from another origin sees `Idempotent-Replayed` and `Retry-After` only if they are named in
 //! `Access-Control-Expose-Headers`, and may send the key only if its header is named in `Access-Control-Allow-Headers`: what answers for CORS, on the

@@ -1,9 +1,10 @@
 use std::error::Error as _;
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use ::http::{HeaderName, Method};
+use ::http::{HeaderMap, HeaderName, Method};
 use tower_layer::Layer;
 
 use super::fingerprint::Fingerprints;
@@ -18,6 +19,8 @@ use crate::lock::Scope;
 use crate::reject::{AsResponse, Reject};
 
 /// Serves the same request once, and answers it as often as it comes. See the [module docs](crate::idempotency) for examples.
+///
+/// POST and PATCH that is, unless [`methods`](Self::methods) says otherwise: a PUT or a DELETE is served as often as it comes, also with a key.
 ///
 /// It has to be told [who is calling](Self::scope), since two callers may choose the same key:
 ///
@@ -68,6 +71,8 @@ pub(super) struct Settings {
     pub(super) on_disconnect: OnDisconnect,
     // Whether the log has been told that requests pass without a record.
     unprotected: Arc<Outage>,
+    // Whether it is known which methods are served once: by `methods`, or since the log has been told.
+    methods_are_known: Arc<AtomicBool>,
 }
 
 impl IdempotencyLayer {
@@ -98,6 +103,7 @@ impl IdempotencyLayer {
             on_store_error: OnStoreError::default(),
             on_disconnect: OnDisconnect::default(),
             unprotected: Arc::new(Outage::of_a_store()),
+            methods_are_known: Arc::default(),
         };
         Self { settings, scope: Arc::new(Unscoped), answer: AsResponse::default() }
     }
@@ -152,9 +158,33 @@ impl<K, A> IdempotencyLayer<K, A> {
         self
     }
 
-    /// Which methods are served once. Defaults to POST and PATCH; all others pass.
+    /// Which methods are served once. Defaults to POST and PATCH. All others pass without a record, also with a key: unless this is said, the log has a
+    /// line for the first of them that has one and is not [safe](Method::is_safe).
+    ///
+    /// ```
+    /// use axum::{Router, body::Body, http::Request, routing::put};
+    /// use http::Method;
+    /// use tollgate::{IdempotencyLayer, MemoryBackend, http::header};
+    /// use tower::ServiceExt;
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+    /// let guard = IdempotencyLayer::new(MemoryBackend::new())
+    ///     .scope(header("x-api-key"))
+    ///     .methods([Method::POST, Method::PATCH, Method::PUT, Method::DELETE]);
+    /// let app: Router = Router::new().route("/balance", put(async || "moved once")).layer(guard);
+    ///
+    /// let transfer = || Request::put("/balance").header("x-api-key", "of alice").header("idempotency-key", "7");
+    /// app.clone().oneshot(transfer().body(Body::empty())?).await?;
+    /// let again = app.oneshot(transfer().body(Body::empty())?).await?;
+    /// assert_eq!(again.headers()["idempotent-replayed"], "true");
+    /// # Ok(())
+    /// # }
+    /// ```
     pub fn methods(self, methods: impl IntoIterator<Item = Method>) -> Self {
-        self.with(|settings| settings.methods = methods.into_iter().collect())
+        self.with(|settings| {
+            settings.methods = methods.into_iter().collect();
+            settings.methods_are_known = Arc::new(AtomicBool::new(true));
+        })
     }
 
     /// The header that the key is in. Defaults to `Idempotency-Key`.
@@ -330,6 +360,20 @@ impl Settings {
             tracing::warn!(layer = &*self.home.terms().name, %error, cause, "idempotency store fails: requests are served without a record");
         }
         true
+    }
+
+    /// Tells the log of a request that passes without a record, if it is the first with a key for which that may not be meant.
+    pub(super) fn passed(&self, method: &Method, headers: &HeaderMap) {
+        if method.is_safe() || self.methods_are_known.load(Ordering::Relaxed) || !headers.contains_key(&self.header) {
+            return;
+        }
+        if !self.methods_are_known.swap(true, Ordering::Relaxed) {
+            tracing::warn!(
+                layer = &*self.home.terms().name, %method,
+                "a request with an idempotency key is served without a record: only POST and PATCH are served once unless \
+                 `IdempotencyLayer::methods` names others, which also keeps this line away"
+            );
+        }
     }
 
     pub(super) fn answered(&self) {
