@@ -1373,6 +1373,43 @@ async fn a_job_that_is_told_to_stop_is_done_only_if_it_says_so() {
     }
 }
 
+/// A job that was refused while its worker ended ran again at once, with each deployment anew.
+#[tokio::test(start_paused = true)]
+async fn what_is_said_of_a_job_that_is_told_to_stop_at_the_end_counts() {
+    let queue = queue(MemoryBackend::new());
+    let service = service_fn(async |job: Job<u32>| {
+        job.cancellation().cancelled().await;
+        Err::<(), _>(match *job {
+            0 => Outcome::dead("card declined"),
+            1 => Outcome::cancel(),
+            2 => Outcome::snooze(secs(3_600)),
+            _ => Outcome::retry_after(secs(3_600)).because("busy"),
+        })
+    });
+    let worker = DelayQueueWorker::new(queue.clone(), service).grace(secs(1));
+    let events = worker.events();
+    let worker = Background::start(worker);
+    for (payload, id) in (0..).zip(["dead", "cancelled", "snoozed", "retried"]) {
+        queue.push(payload).id(id).await.unwrap();
+    }
+    sleep(secs(1)).await;
+    worker.stop().await;
+
+    let get = async |id| queue.get(id).await.unwrap();
+    let dead = get("dead").await.unwrap();
+    let note = dead.note.unwrap();
+    assert_eq!((dead.state, note.reason, &*note.error), (State::Dead, Reason::Refused, "card declined"));
+    assert!(get("cancelled").await.is_none());
+    for (id, attempt) in [("snoozed", 0), ("retried", 1)] {
+        let job = get(id).await.unwrap();
+        assert_eq!((job.state, job.attempt), (State::Waiting, attempt), "{id}");
+    }
+    assert_eq!(queue.counts().await.unwrap().due, 0, "both wait for an hour");
+    let mut told = told(events).await;
+    told.sort_unstable();
+    assert_eq!(told[..4], ["cancelled", "dead", "retried", "snoozed"]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_worker_that_is_dropped_leaves_its_jobs_to_the_end_of_their_leases() {
     let queue = queue(MemoryBackend::new());

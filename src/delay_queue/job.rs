@@ -171,7 +171,8 @@ impl<T: fmt::Debug> fmt::Debug for Job<T> {
 /// has no more time.
 ///
 /// A service that gives up answers with an error: the job is given back where the worker ends, and tried again otherwise. `Ok` still
-/// says that it is done. What it answers changes nothing where the job was cancelled, or is somebody else's by now.
+/// says that it is done, and what an error [says of the job](super::DelayQueueWorker#what-becomes-of-a-job) counts as ever. What it answers
+/// changes nothing where the job was cancelled, or is somebody else's by now.
 #[derive(Clone, Debug)]
 pub struct Cancellation {
     is_cancelled: watch::Receiver<bool>,

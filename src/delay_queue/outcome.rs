@@ -140,8 +140,13 @@ const SHORTEST_SNOOZE: Duration = Duration::from_millis(10);
 impl Verdict {
     /// What follows from the failure of an attempt.
     pub(super) fn of(error: &BoxError, attempt: u16, backoff: &Backoff) -> Self {
-        let said = causes(&**error).find_map(|cause| Self::of_one(cause, error));
-        said.unwrap_or_else(|| Self::Ends(Ending::Retry { delay: backoff.delay(attempt), error: note(error) }))
+        Self::said(error)
+            .unwrap_or_else(|| Self::Ends(Ending::Retry { delay: backoff.delay(attempt), error: note(error) }))
+    }
+
+    /// What an error says of the job, if it says more than that the attempt has failed.
+    pub(super) fn said(error: &BoxError) -> Option<Self> {
+        causes(&**error).find_map(|cause| Self::of_one(cause, error))
     }
 
     /// Looks for what lies beneath the errors that say something of a job, since those themselves may be hidden.

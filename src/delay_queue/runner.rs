@@ -291,8 +291,12 @@ impl<T, S, C> Runner<T, S, C> {
         let settled = match (ended.map(|(_, answer)| answer), running.stop) {
             (_, Some(Stop::Cancelled)) => Settled::cancelled(ticket),
             (Ok(Ok(())), _) => Settled::new(ticket, Ending::Done),
-            (Ok(Err(_)), Some(Stop::ShutDown)) => Settled::new(ticket, Ending::Release),
-            (Ok(Err(error)), _) => self.judge(ticket, attempt, &error, now),
+            (Ok(Err(error)), Some(Stop::ShutDown)) => {
+                // Given up for want of time, unless the service says more of the job than that.
+                let verdict = Verdict::said(&error).unwrap_or(Verdict::Ends(Ending::Release));
+                self.judge(ticket, verdict, now)
+            }
+            (Ok(Err(error)), _) => self.judge(ticket, Verdict::of(&error, attempt, &self.settings.backoff), now),
             (Err(error), stop) => match (error.try_into_panic(), stop) {
                 (Ok(panic), _) => Settled::retry(ticket, delay(), panicked(&*panic)),
                 (Err(_), Some(Stop::ShutDown) | None) => Settled::new(ticket, Ending::Release),
@@ -303,8 +307,8 @@ impl<T, S, C> Runner<T, S, C> {
         self.settle(running.part, running.lease_ends, Settled { is_last: running.is_last, ..settled });
     }
 
-    fn judge(&mut self, ticket: Ticket, attempt: u16, error: &BoxError, now: Instant) -> Settled {
-        match Verdict::of(error, attempt, &self.settings.backoff) {
+    fn judge(&mut self, ticket: Ticket, verdict: Verdict, now: Instant) -> Settled {
+        match verdict {
             Verdict::Ends(ending) => Settled::new(ticket, ending),
             Verdict::Limited(wait) => Settled::new(ticket, Ending::Snooze { delay: self.spread.delay(wait, now) }),
             Verdict::Busy(wait) => Settled::new(ticket, Ending::Snooze { delay: self.queueing.turn(wait, now) }),

@@ -219,7 +219,8 @@ where
     }
 
     /// Works until `shutdown` is ready. Nothing is claimed after that; jobs that run have the time of [`grace`](Self::grace) to come to
-    /// their end. The others are told to give up, and wait as before: the attempt does not count.
+    /// their end. The others are told to give up, and wait as before: the attempt does not count. Only where the service still answers that
+    /// its job is done, or with an error that [says](Self#what-becomes-of-a-job) what becomes of it, such as an [`Outcome`](super::Outcome), that counts.
     ///
     /// Ends when the store has noted all of that, or five seconds later when it fails. A service that never yields, since it blocks its thread, cannot
     /// be dropped: a second after it should have been it is left behind, and its job comes back when the lease has ended.
