@@ -4,6 +4,7 @@
 mod support;
 
 use std::convert::Infallible;
+use std::fmt;
 use std::future::{Ready, pending, poll_fn, ready};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -291,6 +292,18 @@ impl Codec<u32> for Picky {
     }
 }
 
+/// An error that panics when it is shown.
+#[derive(Debug)]
+struct Unspeakable;
+
+impl fmt::Display for Unspeakable {
+    fn fmt(&self, _: &mut fmt::Formatter<'_>) -> fmt::Result {
+        panic!("six has no text")
+    }
+}
+
+impl std::error::Error for Unspeakable {}
+
 #[tokio::test(start_paused = true)]
 async fn what_panics_or_cannot_be_read_is_dead_and_takes_nobody_along() {
     let queue = DelayQueue::with_codec(MemoryBackend::new(), "work", Picky).max_attempts(2);
@@ -300,10 +313,14 @@ async fn what_panics_or_cannot_be_read_is_dead_and_takes_nobody_along() {
             assert_ne!(*job, 1, "one at once");
             async move {
                 assert_ne!(*job, 2, "two later");
-                Ok::<_, Infallible>(())
+                if *job == 6 { Err(Unspeakable) } else { Ok(()) }
             }
         }),
     );
+    let worker = worker.span(|job| {
+        assert_ne!(**job, 5, "five before");
+        tracing::Span::none()
+    });
     let worker = Background::start(worker);
     for payload in 0..10 {
         queue.push(payload).id(payload.to_string()).await.unwrap();
@@ -318,11 +335,12 @@ async fn what_panics_or_cannot_be_read_is_dead_and_takes_nobody_along() {
         ("2", 2, Reason::Failed),
         ("3", 1, Reason::Undecodable),
         ("4", 1, Reason::Undecodable),
+        ("5", 2, Reason::Failed),
+        ("6", 2, Reason::Failed),
     ];
     assert_eq!(seen, expected);
-    for (note, part) in
-        dead.iter().map(|(.., note)| note).zip(["one at once", "two later", "cannot read three", "not a number"])
-    {
+    let texts = ["one at once", "two later", "cannot read three", "not a number", "five before", "six has no text"];
+    for (note, part) in dead.iter().map(|(.., note)| note).zip(texts) {
         assert!(note.error.contains(part), "{}", note.error);
     }
     assert_eq!(queue.counts().await.unwrap().waiting, 0);

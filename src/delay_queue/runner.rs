@@ -291,12 +291,19 @@ impl<T, S, C> Runner<T, S, C> {
         let settled = match (ended.map(|(_, answer)| answer), running.stop) {
             (_, Some(Stop::Cancelled)) => Settled::cancelled(ticket),
             (Ok(Ok(())), _) => Settled::new(ticket, Ending::Done),
-            (Ok(Err(error)), Some(Stop::ShutDown)) => {
-                // Given up for want of time, unless the service says more of the job than that.
-                let verdict = Verdict::said(&error).unwrap_or(Verdict::Ends(Ending::Release));
-                self.judge(ticket, verdict, now)
+            (Ok(Err(error)), stop) => {
+                let backoff = &self.settings.backoff;
+                let verdict = catch_unwind(AssertUnwindSafe(move || match stop {
+                    // Given up for want of time, unless the service says more of the job than that.
+                    Some(Stop::ShutDown) => Verdict::said(&error).unwrap_or(Verdict::Ends(Ending::Release)),
+                    _ => Verdict::of(&error, attempt, backoff),
+                }));
+                match verdict {
+                    Ok(verdict) => self.judge(ticket, verdict, now),
+                    // What the error has to say is the service's, too.
+                    Err(panic) => Settled::retry(ticket, delay(), panicked(&*panic)),
+                }
             }
-            (Ok(Err(error)), _) => self.judge(ticket, Verdict::of(&error, attempt, &self.settings.backoff), now),
             (Err(error), stop) => match (error.try_into_panic(), stop) {
                 (Ok(panic), _) => Settled::retry(ticket, delay(), panicked(&*panic)),
                 (Err(_), Some(Stop::ShutDown) | None) => Settled::new(ticket, Ending::Release),
@@ -699,10 +706,12 @@ where
         };
         let (attempt, is_last) = (job.attempt(), job.is_last_attempt());
         let late = claimed_at.duration_since(job.due_at()).unwrap_or_default();
-        let span = self.settings.span(self.queue.name().as_str(), &job);
-        let call = catch_unwind(AssertUnwindSafe(|| span.in_scope(|| instance.call(job))));
-        let future = match call {
-            Ok(future) => future,
+        let call = catch_unwind(AssertUnwindSafe(|| {
+            let span = self.settings.span(self.queue.name().as_str(), &job);
+            (span.in_scope(|| instance.call(job)), span)
+        }));
+        let (future, span) = match call {
+            Ok(called) => called,
             Err(panic) => {
                 self.slots.put_damaged(instance);
                 let delay = self.settings.backoff.delay(attempt);

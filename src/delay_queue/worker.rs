@@ -55,7 +55,7 @@ use crate::error::{BoxError, ConfigError, StoreError};
 /// | [`OperationError::InFlight`](crate::idempotency::OperationError::InFlight), of [`Operations`](crate::idempotency::Operations) | likewise, until it is known what came of it |
 /// | [`OperationError::NotKept`](crate::idempotency::OperationError::NotKept), of `Operations` | as with any error, although the operation was done: only the service knows whether the job is done with that, and [answers `Ok`](crate::idempotency::OperationError::NotKept) then |
 /// | an error of the store that a layer asks | as with any error, so the attempt counts; a layer may be told to let jobs pass then |
-/// | by panicking | as with an error; where the service [cannot be cloned](Self::one_by_one) it goes on with the same one |
+/// | by panicking, or with an error whose text panics | as with an error; where the service [cannot be cloned](Self::one_by_one) it goes on with the same one |
 ///
 /// What is named there is heard as one of the sources of the error, too, and where `anyhow`, `#[error(transparent)]` or [`io::Error::other`](std::io::Error::other)
 /// is around it. The outermost one counts.
@@ -190,7 +190,7 @@ impl<T, S, C> DelayQueueWorker<T, S, C> {
 
     /// The span in which a job runs. Defaults to one called `job` with the fields `queue`, `id` and `attempt`, and `link.trace_id` and
     /// `link.span_id` of a [`traceparent`](https://www.w3.org/TR/trace-context/) header. With the feature `otel` either has a link to
-    /// who pushed the job: see [traces](crate::delay_queue#traces).
+    /// who pushed the job: see [traces](crate::delay_queue#traces). Where `make` panics the attempt has failed, as it has where the service does.
     pub fn span(mut self, make: impl Fn(&Job<T>) -> Span + Send + Sync + 'static) -> Self {
         self.settings.span = Some(Arc::new(make));
         self
