@@ -371,12 +371,19 @@ mod queue {
     }
 
     impl DelayQueueStore for OneNode {
-        delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, replay, forget, scope);
+        delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, drain, replay, forget, scope);
 
         async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
             match queue.part() {
                 0 => Err(StoreError::unavailable("nobody listens")),
                 _ => self.backend.push(queue, jobs, max_jobs).await,
+            }
+        }
+
+        async fn pause(&self, queue: &QueueKey, is_paused: bool) -> Result<(), StoreError> {
+            match queue.part() {
+                0 => Err(StoreError::unavailable("nobody listens")),
+                _ => self.backend.pause(queue, is_paused).await,
             }
         }
 
@@ -436,6 +443,21 @@ mod queue {
             failed += usize::from(queue.push(i).await.is_err());
         }
         assert!((20..80).contains(&failed) && begun.elapsed().is_zero(), "{failed} after {:?}", begun.elapsed());
+    }
+
+    /// Those behind it could neither be stopped nor started again for as long as its node was down.
+    #[tokio::test(start_paused = true)]
+    async fn a_part_of_a_queue_that_fails_does_not_keep_the_others_from_being_paused() {
+        let backend = MemoryBackend::new();
+        let queue = DelayQueue::<usize>::new(OneNode { backend: backend.clone() }, "test").split(3);
+        for is_paused in [true, false] {
+            let result = if is_paused { queue.pause().await } else { queue.resume().await };
+            assert!(matches!(result, Err(QueueError::Store(_))), "{result:?}");
+            for part in [1, 2] {
+                let counts = backend.counts(&QueueKey::new("test").with_part(part)).await.unwrap();
+                assert_eq!(counts.is_paused, is_paused, "part {part}");
+            }
+        }
     }
 
     #[tokio::test(start_paused = true)]

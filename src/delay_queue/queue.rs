@@ -451,27 +451,36 @@ impl<T, C> DelayQueue<T, C> {
 
     /// Lets nobody claim anything from now on, wherever they are. What is running goes on, and jobs can be pushed.
     ///
+    /// Each part of a [split](Self::split) queue is asked, one after the other, also behind one that fails: those that do not answer take up to a
+    /// [deadline](Self::deadline) each.
+    ///
     /// # Errors
     ///
-    /// [`QueueError::Store`].
+    /// [`QueueError::Store`], of the first part that has failed: some are paused then.
+    ///
+    /// # Cancellation
+    ///
+    /// Dropping the future leaves the parts that were not asked as they are.
     pub async fn pause(&self) -> Result<(), QueueError> {
         self.set_paused(true).await
     }
 
-    /// Ends a [pause](Self::pause).
+    /// Ends a [pause](Self::pause), in each part as that begins it.
     ///
     /// # Errors
     ///
-    /// [`QueueError::Store`].
+    /// [`QueueError::Store`], of the first part that has failed: some are paused still.
     pub async fn resume(&self) -> Result<(), QueueError> {
         self.set_paused(false).await
     }
 
     async fn set_paused(&self, is_paused: bool) -> Result<(), QueueError> {
+        let mut result = Ok(());
         for queue in self.parts() {
-            self.terms.ask(queue, |store, limit| store.pause(queue, is_paused, limit)).await?;
+            let answer = self.terms.ask(queue, |store, limit| store.pause(queue, is_paused, limit)).await;
+            result = result.and(answer);
         }
-        Ok(())
+        Ok(result?)
     }
 
     /// Removes all jobs that are waiting, due or not: they are lost. Answers how many those were. What is running goes on. To let workers come to
