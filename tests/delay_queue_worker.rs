@@ -1106,6 +1106,38 @@ async fn what_a_call_without_an_answer_has_ended_is_told_as_it_ended() {
     }
 }
 
+/// The store has forgotten a job that was done, and has another one of its id when it is told again.
+#[tokio::test(start_paused = true)]
+async fn what_is_done_by_a_call_without_an_answer_is_done_though_its_id_is_pushed_again() {
+    for (outcome, expected) in [(None, "done"), (Some(Outcome::cancel()), "cancelled")] {
+        let store = FaultStore::new(MemoryBackend::new());
+        let faults = store.faults();
+        let queue = queue(store);
+        let answer = Mutex::new(Some(outcome.map_or(Ok(()), Err)));
+        let service = service_fn(move |_: Job<u32>| {
+            let answer = answer.lock().unwrap().take().unwrap();
+            async move {
+                sleep(secs(1)).await;
+                answer
+            }
+        });
+        let worker = DelayQueueWorker::one_by_one(queue.clone(), service);
+        let events = worker.events();
+        let worker = Background::start(worker);
+        queue.push(1).id("a").await.unwrap();
+        sleep(ms(900)).await;
+        faults.lose_answers();
+        sleep(secs(1)).await;
+        faults.heal();
+        assert!(queue.push(2).id("a").delay(secs(60)).await.unwrap().is_new());
+        // Until the worker has no more patience with that call.
+        sleep(secs(10)).await;
+        assert_eq!(queue.get("a").await.unwrap().unwrap().state, State::Waiting);
+        worker.stop().await;
+        assert_eq!(told(events).await, ["started", "failed", "works", expected]);
+    }
+}
+
 /// The store has said no each time, and nobody put the job back before its lease had ended.
 #[tokio::test(start_paused = true)]
 async fn what_no_call_has_put_back_by_the_end_of_its_lease_is_told_as_lost() {
