@@ -1023,6 +1023,7 @@ async fn told(mut events: Events) -> Vec<&'static str> {
             Event::Retried { .. } => "retried",
             Event::Snoozed { .. } => "snoozed",
             Event::Cancelled { .. } => "cancelled",
+            Event::Released { .. } => "released",
             Event::LeaseLost { .. } => "lease lost",
             Event::LeasesExpired { jobs: 1, dead: 0 } => "expired",
             Event::LeasesExpired { jobs: 1, dead: 1 } => "expired and dead",
@@ -1234,6 +1235,30 @@ async fn a_lease_is_extended_for_as_long_as_the_job_runs() {
     for worker in workers {
         worker.stop().await;
     }
+}
+
+/// It was begun, told to give up at once, and its attempt was spent.
+#[tokio::test(start_paused = true)]
+async fn a_job_whose_lease_is_over_when_the_claim_is_answered_is_not_begun() {
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let queue = queue(store);
+    let record = Record::new();
+    queue.push(1).id("a").await.unwrap();
+    faults.delay(ms(50));
+    let worker = DelayQueueWorker::new(queue.clone(), record.service()).lease(ms(10));
+    let events = worker.events();
+    let worker = Background::start(worker);
+    sleep(secs(1)).await;
+    assert!(record.attempts().is_empty());
+    faults.heal();
+    sleep(secs(1)).await;
+    assert_eq!(record.attempts(), [1]);
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+    let told = told(events).await;
+    assert_eq!(told[told.len() - 2..], ["started", "done"]);
+    assert!(told[..told.len() - 2].iter().all(|event| *event == "released"), "{told:?}");
 }
 
 #[tokio::test(start_paused = true)]

@@ -64,7 +64,7 @@ pub enum Event {
         /// Which job.
         id: JobId,
     },
-    /// The job waits as before, since the worker ends.
+    /// The job waits as before, since the worker ends, or since its lease had ended before it could begin.
     Released {
         /// Which job.
         id: JobId,

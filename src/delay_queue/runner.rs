@@ -695,6 +695,10 @@ where
         for settled in claims.unreadable {
             self.settle(index, lease_ends, settled);
         }
+        let jobs = claims.jobs.len();
+        if lease_ends <= now && jobs > 0 {
+            tracing::warn!(queue = %self.queue.name(), jobs, "a claim took longer than its leases last: its jobs wait again");
+        }
         for opened in claims.jobs {
             self.start(index, opened, sent, claims.now, now);
         }
@@ -703,9 +707,11 @@ where
     /// Gives a job to the service.
     fn start(&mut self, part: usize, opened: Opened<T>, sent: Instant, claimed_at: SystemTime, now: Instant) {
         let Opened { ticket, job, canceller } = opened;
-        let instance = if self.stage == Stage::Working { self.slots.take() } else { None };
-        let Some(mut instance) = instance else {
-            self.settle(part, sent + self.settings.lease, Settled::new(ticket, Ending::Release));
+        let lease_ends = sent + self.settings.lease;
+        // What may be somebody else's already is not begun.
+        let may_begin = self.stage == Stage::Working && now < lease_ends;
+        let Some(mut instance) = may_begin.then(|| self.slots.take()).flatten() else {
+            self.settle(part, lease_ends, Settled::new(ticket, Ending::Release));
             return;
         };
         let (attempt, is_last) = (job.attempt(), job.is_last_attempt());
@@ -720,7 +726,7 @@ where
                 self.slots.put_damaged(instance);
                 let delay = self.settings.backoff.delay(attempt);
                 let settled = Settled::retry(ticket, delay, panicked(&*panic));
-                self.settle(part, sent + self.settings.lease, Settled { is_last, ..settled });
+                self.settle(part, lease_ends, Settled { is_last, ..settled });
                 return;
             }
         };
@@ -736,7 +742,7 @@ where
             is_last,
             started: now,
             canceller,
-            lease_ends: sent + self.settings.lease,
+            lease_ends,
             extend_at: Some(sent + self.settings.lease / 3),
             overrun_at: self.settings.max_runtime.and_then(|time| now.checked_add(time)),
             stop: None,

@@ -150,8 +150,8 @@ impl<T, S, C> DelayQueueWorker<T, S, C> {
         self
     }
 
-    /// How long a job stays the worker's when nothing is heard of it, which is how long others wait when it dies: from 10 ms to a day.
-    /// Defaults to 30 s.
+    /// How long a job stays the worker's when nothing is heard of it, which is how long others wait when it dies: from 10 ms to a day. It has to
+    /// be longer than the store takes to answer: a job whose lease has ended by then is not begun, and given back with its attempt. Defaults to 30 s.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.settings.lease = lease;
         self
