@@ -630,6 +630,36 @@ async fn a_service_that_blocks_its_thread_does_not_keep_a_worker_from_ending() {
     assert_eq!(queue.counts().await.unwrap().running, 1, "until its lease ends");
 }
 
+/// Its lease was extended for as long as the process lived, and nobody else ever got the job.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_service_that_blocks_its_thread_keeps_its_job_no_longer_than_its_lease() {
+    let queue = queue(MemoryBackend::new());
+    queue.push(1).await.unwrap();
+    let is_over = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&is_over);
+    let service = service_fn(move |job: Job<u32>| {
+        let seen = Arc::clone(&seen);
+        async move {
+            let begun = std::time::Instant::now();
+            while job.attempt() == 1 && !seen.load(Ordering::SeqCst) && begun.elapsed() < secs(40) {
+                std::thread::sleep(ms(1));
+            }
+            Ok::<_, BoxError>(())
+        }
+    });
+    let worker = DelayQueueWorker::new(queue.clone(), service).lease(secs(1)).max_runtime(ms(100)).abort_after(ms(50));
+    let worker = Background::start(worker);
+    let is_done_again = timeout(secs(20), async {
+        while !is_empty(&queue).await {
+            sleep(ms(10)).await;
+        }
+    });
+    let is_done_again = is_done_again.await;
+    is_over.store(true, Ordering::SeqCst);
+    is_done_again.unwrap();
+    worker.stop().await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_timeout_is_a_failure_and_tried_again() {
     let queue = queue(MemoryBackend::new());

@@ -42,6 +42,8 @@ const LONGEST_PAUSE: Duration = Duration::from_secs(1);
 const LAST_WORDS: Duration = Duration::from_secs(5);
 /// How long one call of a worker that ends is waited for: there has to be time for others, over other connections.
 const LAST_CALL: Duration = Duration::from_secs(1);
+/// How long a service that is dropped may take to come to a point where it can be: one that never yields does not.
+const LAST_POLL: Duration = Duration::from_secs(1);
 
 pub(super) struct Runner<T, S, C> {
     queue: DelayQueue<T, C>,
@@ -252,7 +254,7 @@ impl<T, S, C> Runner<T, S, C> {
             && now >= until
         {
             let until = now.checked_add(self.settings.abort_after).unwrap_or_else(|| now + Claim::MAX_LEASE);
-            self.stage = Stage::Releasing(until + LAST_CALL);
+            self.stage = Stage::Releasing(until + LAST_POLL);
             for running in self.running.values_mut() {
                 running.stop(Stop::ShutDown, now, self.settings.abort_after);
             }
@@ -747,6 +749,7 @@ where
             overrun_at: self.settings.max_runtime.and_then(|time| now.checked_add(time)),
             stop: None,
             abort_at: None,
+            leave_at: None,
             abort,
         };
         self.check_at = self.check_at.into_iter().chain(running.next_check()).min();
@@ -762,6 +765,13 @@ where
             if running.abort_at.is_some_and(|at| at <= now) {
                 running.abort.abort();
                 running.abort_at = None;
+                // At the end all are left together.
+                running.leave_at = (running.stop != Some(Stop::ShutDown)).then_some(now + LAST_POLL);
+            }
+            if running.leave_at.is_some_and(|at| at <= now) {
+                (running.leave_at, running.extend_at) = (None, None);
+                let id = running.ticket.id;
+                tracing::warn!(queue = %self.queue.name(), job = %id, "a job that does not end is left behind: it never yields");
             }
             if running.overrun_at.is_some_and(|at| at <= now) {
                 running.stop(Stop::Overrun, now, abort_after);

@@ -26,6 +26,8 @@ pub(super) struct Running {
     pub(super) overrun_at: Option<Instant>,
     pub(super) stop: Option<Stop>,
     pub(super) abort_at: Option<Instant>,
+    // When its lease is left to end, if it has not ended by then although it is dropped.
+    pub(super) leave_at: Option<Instant>,
 }
 
 /// Why a job is to be given up.
@@ -54,7 +56,7 @@ impl Running {
     /// When there is something to look after.
     pub(super) fn next_check(&self) -> Option<Instant> {
         let lease_ends = self.extend_at.map(|_| self.lease_ends);
-        [self.extend_at, lease_ends, self.overrun_at, self.abort_at].into_iter().flatten().min()
+        [self.extend_at, lease_ends, self.overrun_at, self.abort_at, self.leave_at].into_iter().flatten().min()
     }
 }
 

@@ -72,7 +72,8 @@ use crate::error::{BoxError, ConfigError, StoreError};
 /// A job is the worker's for the time of a [lease](Self::lease), which is extended after a third of it for as long as the job runs. A worker that dies or
 /// stands still leaves its jobs to others then, and what it answers later changes nothing. A service is [told](Job::cancellation) when its
 /// job is to be given up, and dropped when it does not end [soon](Self::abort_after): the lease is lost, somebody has cancelled the job, or it
-/// runs for [too long](Self::max_runtime).
+/// runs for [too long](Self::max_runtime). A service that never yields, since it blocks its thread, cannot be dropped: a second after it should have been
+/// its lease is left to end, with a line in the log, so that the job is somebody else's then. It counts as one that [runs](Self::concurrency) for as long as it does.
 ///
 /// # When the store fails
 ///
