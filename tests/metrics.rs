@@ -1290,3 +1290,18 @@ fn jobs_that_come_to_no_end_of_their_own_are_counted_too() {
     ];
     assert_eq!(seen, expect(&expected));
 }
+
+/// A worker that was started first was never seen, and no alert went off: the docs of queues alone did not say so.
+#[test]
+fn the_docs_of_all_that_is_counted_say_that_the_recorder_comes_first() {
+    for docs in [
+        include_str!("../src/rate_limit/mod.rs"),
+        include_str!("../src/lock/mod.rs"),
+        include_str!("../src/idempotency/mod.rs"),
+        include_str!("../src/delay_queue/mod.rs"),
+    ] {
+        let (_, docs) = docs.split_once("//! # Metrics").unwrap();
+        let docs = docs.split("//! # ").next().unwrap();
+        assert!(docs.contains("The recorder has to be installed before"), "{docs}");
+    }
+}

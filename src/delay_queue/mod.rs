@@ -158,7 +158,8 @@
 //!
 //! # Metrics
 //!
-//! With the feature `metrics`, all with the label `queue`:
+//! With the feature `metrics` queues and workers count with the `metrics` facade, all with the label `queue`. The recorder has to be installed before a
+//! worker runs and before the queue is first pushed to or asked anything else: one that comes later is told nothing for as long as they last.
 //!
 //! | | |
 //! | --- | --- |
