@@ -203,7 +203,8 @@ impl<T, C> DelayQueue<T, C> {
     ///
     /// No more than half of [`max_jobs`](Self::max_jobs), so that they do not keep others out, and no longer than 90 days
     /// ([`DeadLimits::MAX_AGE`]), whatever is said. What counts is the queue of a [worker](super::DelayQueueWorker): whichever claims
-    /// next removes what is more than its own queue says, without a word. Say the same wherever there is a worker of this queue.
+    /// next removes what is more than its own queue says, without a word. Say the same wherever there is a worker of this queue. In a
+    /// [`MemoryBackend`](crate::MemoryBackend) that is full fewer may be left: what dead jobs have beyond half of the room of all queues is for new ones.
     #[must_use]
     pub fn keep_dead(mut self, count: u64, age: Duration) -> Self {
         self.dead = DeadLimits { count, age: age.min(DeadLimits::MAX_AGE) };

@@ -43,6 +43,9 @@ struct Queues {
     // When the first of the unique keys that a queue holds for a time is over, and the name and the part of the queue. A queue that nobody
     // uses any more is found by it.
     ends: BTreeSet<(u64, Box<str>, u16)>,
+    // Dead jobs, and the bytes of those.
+    dead: usize,
+    dead_bytes: usize,
     // Of the last call. One for all queues: a queue that is forgotten and comes again must not repeat what it has given out.
     token: u64,
 }
@@ -61,8 +64,9 @@ struct Queue {
     unique: HashMap<Key, Holder>,
     // Unique keys that are held for a time, by its end.
     unique_ends: BTreeSet<(u64, Box<str>)>,
-    // Of all payloads and headers.
+    // Of all payloads and headers, and of those of dead jobs.
     bytes: usize,
+    dead_bytes: usize,
     is_paused: bool,
     wake: Option<watch::Sender<()>>,
 }
@@ -165,10 +169,13 @@ impl QueueTable {
         let now = Now { us, ms: us / 1_000, later: us.div_ceil(1_000), token: queues.token };
         let queue = queues.all.entry(*key).or_default();
         let (len, held, bytes, end) = (queue.jobs.len(), queue.unique_ends.len(), queue.bytes, queue.first_end());
+        let (dead, dead_bytes) = (queue.dead.len(), queue.dead_bytes);
         let answer = verb(queue, now);
         self.len.fetch_add(queue.jobs.len().wrapping_sub(len), Ordering::Relaxed);
         self.held.fetch_add(queue.unique_ends.len().wrapping_sub(held), Ordering::Relaxed);
         self.bytes.fetch_add(queue.bytes.wrapping_sub(bytes), Ordering::Relaxed);
+        queues.dead = queues.dead + queue.dead.len() - dead;
+        queues.dead_bytes = queues.dead_bytes + queue.dead_bytes - dead_bytes;
         let new_end = queue.first_end();
         if queue.is_over() {
             queues.all.remove(key);
@@ -183,25 +190,11 @@ impl QueueTable {
 
     fn push(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
         let mut queues = self.queues();
-        // What is there already takes no room, and what takes the place of a dead job takes no more than it is larger.
-        let known = queues.all.get(key);
-        let (mut new, mut bytes) = (0, 0);
-        for job in jobs {
-            match known.and_then(|queue| queue.jobs.get(&job.id)) {
-                None => (new, bytes) = (new + 1, bytes + job.size()),
-                Some(record) if matches!(record.place, Place::Dead { .. }) => {
-                    bytes += job.size().saturating_sub(record.size());
-                }
-                Some(_) => {}
-            }
-        }
         // Besides those that take the room of these jobs, a few unique keys whose time is over go with each that comes.
-        let excess = (self.kept() + new).saturating_sub(self.capacity);
-        self.sweep(&mut queues, excess + 2 * jobs.len());
-        let is_full = new > 0 && self.kept() + new > self.capacity;
-        if is_full || (bytes > 0 && !self.has_room(bytes)) {
-            return Err(no_room());
-        }
+        let (new, _) = queues.wants(key, jobs);
+        self.sweep(&mut queues, self.excess(new) + 2 * jobs.len());
+        // A dead job that is forgotten may be one that is pushed again, which takes room then.
+        self.make_room(&mut queues, |queues| queues.wants(key, jobs))?;
         Ok(self.change(&mut queues, key, |queue, now| {
             let mut admissions = vec![Admission::Full; jobs.len()];
             for &priority in Priority::ALL {
@@ -235,26 +228,55 @@ impl QueueTable {
         self.len.load(Ordering::Relaxed) + self.held.load(Ordering::Relaxed)
     }
 
-    fn replace(&self, key: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
-        self.with(key, |queue, _| {
-            let mut is_kept = true;
-            let changed = queue.change(id, |queue| {
-                if let Some(record) = queue.jobs.get_mut(id) {
-                    let len = record.job.payload.len();
-                    is_kept = self.has_room(payload.len().saturating_sub(len));
-                    if is_kept {
-                        queue.bytes = queue.bytes + payload.len() - len;
-                        record.job.payload = payload.into();
-                    }
-                }
-            });
-            if is_kept { Ok(changed) } else { Err(no_room()) }
-        })
+    /// By how many there would be too many jobs and unique keys with so many jobs more.
+    fn excess(&self, new: usize) -> usize {
+        if new > 0 { (self.kept() + new).saturating_sub(self.capacity) } else { 0 }
     }
 
-    /// Whether there may be so many bytes more.
-    fn has_room(&self, bytes: usize) -> bool {
-        self.bytes.load(Ordering::Relaxed) + bytes <= self.capacity.saturating_mul(JOB_SHARE)
+    /// By how much there would be too much with so many bytes more.
+    fn excess_bytes(&self, bytes: usize) -> usize {
+        let room = self.capacity.saturating_mul(JOB_SHARE);
+        if bytes > 0 { (self.bytes.load(Ordering::Relaxed) + bytes).saturating_sub(room) } else { 0 }
+    }
+
+    /// Makes sure that there is room for so many jobs and bytes as are wanted. As long as dead jobs have more than half of it some are forgotten:
+    /// the oldest of the queue that has the most of them.
+    fn make_room(&self, queues: &mut Queues, wanted: impl Fn(&Queues) -> (usize, usize)) -> Result<(), StoreError> {
+        loop {
+            let (new, bytes) = wanted(queues);
+            let (excess, excess_bytes) = (self.excess(new), self.excess_bytes(bytes));
+            if excess == 0 && excess_bytes == 0 {
+                return Ok(());
+            }
+            let half_of_bytes = self.capacity.saturating_mul(JOB_SHARE) / 2;
+            // Nothing is forgotten for what has no room all the same.
+            if excess > queues.dead.saturating_sub(self.capacity / 2)
+                || excess_bytes > queues.dead_bytes.saturating_sub(half_of_bytes)
+            {
+                return Err(no_room());
+            }
+            let size = |queue: &Queue| if excess_bytes > 0 { queue.dead_bytes } else { queue.dead.len() };
+            let Some((&largest, _)) = queues.all.iter().max_by_key(|(_, queue)| size(queue)) else {
+                return Err(no_room());
+            };
+            self.change(queues, &largest, |queue, _| queue.forget_oldest(excess, excess_bytes));
+        }
+    }
+
+    fn replace(&self, key: &QueueKey, id: &JobId, payload: &[u8]) -> Result<Changed, StoreError> {
+        let mut queues = self.queues();
+        let record = queues.all.get(key).and_then(|queue| queue.jobs.get(id));
+        let record = record.filter(|record| matches!(record.place, Place::Waiting));
+        let larger = record.map_or(0, |record| payload.len().saturating_sub(record.job.payload.len()));
+        self.make_room(&mut queues, |_| (0, larger))?;
+        Ok(self.change(&mut queues, key, |queue, _| {
+            queue.change(id, |queue| {
+                if let Some(record) = queue.jobs.get_mut(id) {
+                    queue.bytes = queue.bytes + payload.len() - record.job.payload.len();
+                    record.job.payload = payload.into();
+                }
+            })
+        }))
     }
 }
 
@@ -267,6 +289,25 @@ impl MemoryBackend {
     /// From when the times of queues count.
     pub(crate) fn started_at(&self) -> SystemTime {
         UNIX_EPOCH + self.inner.queues.date
+    }
+}
+
+impl Queues {
+    /// How many of these jobs would be more than there are, and by how much there would be more bytes. What is there already takes no room, and
+    /// what takes the place of a dead job takes no more than it is larger.
+    fn wants(&self, key: &QueueKey, jobs: &[NewJob]) -> (usize, usize) {
+        let known = self.all.get(key);
+        let (mut new, mut bytes) = (0, 0);
+        for job in jobs {
+            match known.and_then(|queue| queue.jobs.get(&job.id)) {
+                None => (new, bytes) = (new + 1, bytes + job.size()),
+                Some(record) if matches!(record.place, Place::Dead { .. }) => {
+                    bytes += job.size().saturating_sub(record.size());
+                }
+                Some(_) => {}
+            }
+        }
+        (new, bytes)
     }
 }
 
@@ -355,7 +396,10 @@ impl Queue {
         match record.place {
             Place::Waiting => self.due[record.job.priority as usize].remove(&(record.due, *id)),
             Place::Running { token, ends, .. } => self.leases.remove(&(ends, token, *id)),
-            Place::Dead { since } => self.dead.remove(&(since, *id)),
+            Place::Dead { since } => {
+                self.dead_bytes -= record.size();
+                self.dead.remove(&(since, *id))
+            }
         };
     }
 
@@ -395,7 +439,18 @@ impl Queue {
         self.free(id);
         if let Some(record) = self.jobs.get_mut(id) {
             record.place = Place::Dead { since: now.ms };
+            self.dead_bytes += record.size();
             self.dead.insert((now.ms, *id));
+        }
+    }
+
+    /// Forgets so many dead jobs, and as many more as have so many bytes.
+    fn forget_oldest(&mut self, count: usize, bytes: usize) {
+        let (dead, dead_bytes) = (self.dead.len(), self.dead_bytes);
+        while (dead - self.dead.len() < count || dead_bytes - self.dead_bytes < bytes)
+            && let Some(&(_, id)) = self.dead.first()
+        {
+            self.remove(&id);
         }
     }
 
@@ -809,6 +864,77 @@ mod tests {
         let jobs: Vec<_> = (2..11).map(|id| job(id, None)).collect();
         assert_eq!(backend.push(&other, &jobs, 100).await.unwrap(), [Admission::New; 9]);
         assert_eq!(sizes(&backend), (10, 1, 0));
+    }
+
+    /// Claims all jobs that are due, and gives them up.
+    async fn kill(backend: &MemoryBackend, queue: &QueueKey) {
+        let worker = WorkerId::random().unwrap();
+        let claim = Claim { worker, limit: MAX_BATCH, lease: MINUTE, dead: DeadLimits::default() };
+        let ending = Ending::Dead { reason: Reason::Failed, error: Arc::default() };
+        let claimed = backend.claim(queue, &[], &claim).await.unwrap().jobs;
+        let finished: Vec<_> = claimed.iter().map(|job| Finish::new(job.ticket(), ending.clone())).collect();
+        backend.claim(queue, &finished, &Claim { limit: 0, ..claim }).await.unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn dead_jobs_keep_no_other_queue_out() {
+        let backend = MemoryBackend::with_capacity(10);
+        let [poison, unlucky, other] = ["poison", "unlucky", "other"].map(QueueKey::new);
+        let dead = async || {
+            let counts = [backend.counts(&poison).await, backend.counts(&unlucky).await];
+            counts.map(|counts| counts.unwrap().dead)
+        };
+        let jobs: Vec<_> = (0..8).map(|id| job(id, None)).collect();
+        backend.push(&unlucky, &jobs[..2], 100).await.unwrap();
+        kill(&backend, &unlucky).await;
+        tokio::time::advance(MINUTE).await;
+        backend.push(&poison, &jobs, 100).await.unwrap();
+        kill(&backend, &poison).await;
+        assert_eq!(dead().await, [8, 2]);
+        // Nothing is forgotten for what would have no room all the same.
+        assert!(backend.push(&other, &jobs[..6], 100).await.unwrap_err().is_out_of_memory());
+        assert_eq!(dead().await, [8, 2]);
+        for id in 0..5 {
+            assert_eq!(backend.push(&other, &[job(id, None)], 100).await.unwrap(), [Admission::New]);
+        }
+        assert!(backend.push(&other, &[job(5, None)], 100).await.unwrap_err().is_out_of_memory());
+        assert_eq!(dead().await, [3, 2]);
+        assert_eq!(sizes(&backend).0, 10);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_dead_job_that_makes_room_for_others_may_be_one_of_those_that_are_pushed() {
+        let backend = MemoryBackend::with_capacity(4);
+        let queue = QueueKey::new("test");
+        let jobs: Vec<_> = (0..4).map(|id| job(id, None)).collect();
+        backend.push(&queue, &jobs, 100).await.unwrap();
+        kill(&backend, &queue).await;
+        let again = [job(4, None), job(0, None)];
+        assert_eq!(backend.push(&queue, &again, 100).await.unwrap(), [Admission::New; 2]);
+        let counts = backend.counts(&queue).await.unwrap();
+        assert_eq!((counts.waiting, counts.dead), (2, 2));
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn the_bytes_of_dead_jobs_keep_no_other_queue_out() {
+        let backend = MemoryBackend::with_capacity(4);
+        let [poison, other] = ["poison", "other"].map(QueueKey::new);
+        let large = |id, len: usize| NewJob { payload: vec![0; len].into(), ..job(id, None) };
+        let dead = async || backend.counts(&poison).await.unwrap().dead;
+        backend.push(&poison, &[large(0, 1_000), large(1, 1_000), large(2, 1_000)], 100).await.unwrap();
+        kill(&backend, &poison).await;
+        assert_eq!(backend.push(&other, &[large(0, 1_090)], 100).await.unwrap(), [Admission::New]);
+        assert_eq!(dead().await, 3);
+        // What becomes larger needs room as well.
+        assert_eq!(backend.replace(&other, &large(0, 0).id, &[0; 1_100]).await.unwrap(), Changed::Done);
+        assert_eq!(dead().await, 2);
+        // They have less than half of the room.
+        assert_eq!(backend.push(&other, &[large(1, 990)], 100).await.unwrap(), [Admission::New]);
+        assert!(backend.push(&other, &[large(2, 10)], 100).await.unwrap_err().is_out_of_memory());
+        assert!(backend.replace(&other, &large(1, 0).id, &[0; 1_000]).await.unwrap_err().is_out_of_memory());
+        assert_eq!(dead().await, 2);
+        assert_eq!(backend.forget(&poison, &[large(1, 0).id, large(2, 0).id]).await.unwrap(), [true; 2]);
+        assert_eq!(backend.push(&other, &[large(2, 2_000)], 100).await.unwrap(), [Admission::New]);
     }
 
     #[tokio::test(start_paused = true)]

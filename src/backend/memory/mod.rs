@@ -40,7 +40,8 @@ use crate::rate_limit::Quota;
 ///
 /// Locks are kept apart from counts: as many of them can be held as keys are kept, and a held one is never forgotten. One more is an
 /// error that is [out of memory](crate::StoreError::is_out_of_memory). So are the records of idempotency, with 1 KiB of room for the answer
-/// of each on the average; and the jobs of all queues, with 1 KiB for each.
+/// of each on the average; and the jobs of all queues, with 1 KiB for each. Once dead jobs have more than half of that room they make way for new
+/// ones, of whatever queue: the oldest of the queue that has the most of them.
 ///
 /// # Time
 ///
