@@ -56,8 +56,8 @@ pub trait LockStore {
     /// for that: all of them, or who is first in the line.
     fn release(&self, lock: &LockKey, token: &Token) -> impl Future<Output = Result<Released, StoreError>> + Send;
 
-    /// Wake-ups for somebody who waits for the lease: whenever it is given back, or for the token of somebody who stands in
-    /// line, when it may be their turn. The future is ready once no release can be missed any more: the caller tries again then, and
+    /// Wake-ups for somebody who waits for the lease: whenever it is given back and nobody stands in line for it, or for the token of somebody
+    /// who does, when it may be their turn. The future is ready once no release can be missed any more: the caller tries again then, and
     /// after each wake-up. A store that cannot tell answers [`Wakeups::none`].
     fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> impl Future<Output = Wakeups> + Send;
 

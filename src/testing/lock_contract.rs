@@ -977,6 +977,19 @@ pub async fn only_who_is_next_is_told<S: LockStore>(store: S) {
     take(&store, &lock("a"), &waiting[2]).await;
 }
 
+/// Where nobody stands in line those are told who do not, also by whoever has had the lease in line.
+pub async fn where_there_is_no_line_all_who_watch_are_told<S: LockStore>(store: S) {
+    for holder in [in_line(false, LONG), in_line(true, LONG)] {
+        take(&store, &lock("a"), &holder).await;
+        let mut wakeups = store.watch(&lock("a"), None).await;
+        // Those that come because something may have been missed until now.
+        while timeout(Duration::from_millis(50), wakeups.next()).await.is_ok() {}
+        assert!(store.release(&lock("a"), &holder.token).await.unwrap().was_held);
+        timeout(SLACK, wakeups.next()).await.expect("a wake-up");
+    }
+    take(&store, &lock("a"), &claim(LONG)).await;
+}
+
 /// Readers and writers that come and go never meet, nobody starves, and each writer has a larger fence than all before it.
 pub async fn readers_and_writers_never_meet<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let clients = [rw_locks(&store), rw_locks(&store)];

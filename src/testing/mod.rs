@@ -244,6 +244,7 @@ macro_rules! lock_contract {
                 a_dead_reader_expires_alone
                 a_place_in_line_is_kept_by_asking
                 only_who_is_next_is_told
+                where_there_is_no_line_all_who_watch_are_told
                 readers_and_writers_never_meet
                 who_gives_up_leaves_the_line
             ] [] $($told)+

@@ -220,6 +220,7 @@ impl LockTable {
         }
         match record.held_as {
             Kind::Plain if holder.is_some() => record.wake_all(),
+            _ if record.is_free(now) && record.has_no_line() => record.wake_others(),
             _ if record.is_free(now) => record.wake_first(None),
             held_as => record.wake_first(Some(held_as)),
         }
@@ -389,6 +390,10 @@ impl Record {
         self.holders.iter().all(|holder| holder.ends <= now)
     }
 
+    fn has_no_line(&self) -> bool {
+        self.line.as_ref().is_none_or(|line| line.by_arrival.is_empty())
+    }
+
     /// Whether somebody waits to be told.
     fn is_watched(&self) -> bool {
         self.freed.as_ref().is_some_and(|freed| freed.receiver_count() > 0)
@@ -425,11 +430,16 @@ impl Record {
         })
     }
 
-    /// Tells those who wait without a line, and everybody in it: whoever asks first gets it.
-    fn wake_all(&self) {
+    /// Tells those who wait without a line.
+    fn wake_others(&self) {
         if let Some(freed) = &self.freed {
             freed.send_replace(());
         }
+    }
+
+    /// Tells those, and everybody in the line: whoever asks first gets it.
+    fn wake_all(&self) {
+        self.wake_others();
         for told in self.line.iter().flat_map(|line| line.told.values()) {
             told.send_replace(());
         }

@@ -64,7 +64,7 @@ struct Channel {
 /// What wakes somebody who listens.
 #[derive(Clone, Copy)]
 pub(super) enum Interest {
-    /// Each message, and that some may have been missed.
+    /// Each message that is for all, and that some may have been missed.
     Changes,
     /// The same of messages for a certain token, and of those for all.
     Turn(Token),
