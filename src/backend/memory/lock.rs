@@ -109,11 +109,38 @@ impl LockTable {
     }
 
     fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
-        let mut shard = self.shard(lock);
-        self.acquire_in(&mut shard, lock, claim, Instant::now())
+        self.with_room(|| {
+            let mut shard = self.shard(lock);
+            self.acquire_in(&mut shard, lock, claim, Instant::now())
+        })
+    }
+
+    /// Does something, once more where there was no room for it and leases were found that have run out.
+    fn with_room<T>(&self, done: impl Fn() -> Result<T, StoreError>) -> Result<T, StoreError> {
+        loop {
+            let done = done();
+            if !done.as_ref().is_err_and(StoreError::is_out_of_memory) {
+                return done;
+            }
+            let mut forgotten = 0;
+            for part in 0..SHARDS {
+                let mut shard = self.locked(part);
+                let (now, len) = (Instant::now(), shard.locks.len());
+                shard.locks.retain(|_, record| !record.is_free(now) || record.is_wanted(now));
+                forgotten += len - shard.locks.len();
+                self.len.fetch_sub(len - shard.locks.len(), Ordering::Relaxed);
+            }
+            if forgotten == 0 {
+                return done;
+            }
+        }
     }
 
     fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        self.with_room(|| self.acquire_all_if_there_is_room(wanted))
+    }
+
+    fn acquire_all_if_there_is_room(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
         // Always in the same order, so that two who do this never wait for each other.
         let mut parts: Vec<_> = wanted.iter().map(|(lock, _)| self.part(lock)).collect();
         parts.sort_unstable();
@@ -580,6 +607,29 @@ mod tests {
         assert!(table.acquire(&LockKey::new("test", "x"), &claim(10)).unwrap_err().is_out_of_memory());
         table.release(&claims[0].0, &claims[0].1.token);
         table.acquire(&LockKey::new("test", "x"), &claim(10)).unwrap();
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn leases_that_have_run_out_make_room_wherever_they_are_kept() {
+        let table = LockTable::new(2);
+        let run_out = async |subjects: [&str; 2]| {
+            for subject in subjects {
+                table.acquire(&LockKey::new("test", subject), &claim(10)).unwrap();
+            }
+            tokio::time::advance(Duration::from_millis(20)).await;
+        };
+        for i in 0..32_u32 {
+            let (lock, claim) = (LockKey::new("test", i), claim(1_000));
+            run_out(["a", "b"]).await;
+            table.acquire(&lock, &claim).unwrap();
+            table.release(&lock, &claim.token);
+            run_out(["a", "b"]).await;
+            table.acquire_all(&[(lock, claim), (LockKey::new("other", i), claim)]).unwrap();
+            assert!(table.acquire(&LockKey::new("test", "c"), &claim).unwrap_err().is_out_of_memory());
+            table.release(&lock, &claim.token);
+            table.release(&LockKey::new("other", i), &claim.token);
+        }
+        assert_eq!(table.len.load(Ordering::Relaxed), 0);
     }
 
     /// They were counted from when the backend was made, and were ahead of the clock for ever after so many that a program which was
