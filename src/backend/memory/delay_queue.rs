@@ -627,7 +627,7 @@ impl Queue {
     }
 
     fn counts(&self, now: Now) -> Counts {
-        let ready = |due: &BTreeSet<Line>| due.range(..(now.ms + 1, JobId::LEAST)).count() as u64;
+        let ready = |due: &BTreeSet<Line>| count_due(due.iter(), now.ms) as u64;
         Counts {
             waiting: self.due.iter().map(|due| due.len() as u64).sum(),
             due: self.due.iter().map(ready).sum(),
@@ -796,6 +796,20 @@ impl MemoryBackend {
     }
 }
 
+/// How many of these are due. Looks at no more than twice as many as are, or as are not: a backlog is not walked over while all queues wait.
+fn count_due<'a>(mut lines: impl DoubleEndedIterator<Item = &'a Line> + ExactSizeIterator, now_ms: u64) -> usize {
+    let len = lines.len();
+    for looked in 0..len {
+        if lines.next().is_none_or(|(due, _)| *due > now_ms) {
+            return looked;
+        }
+        if lines.next_back().is_none_or(|(due, _)| *due <= now_ms) {
+            return len - looked;
+        }
+    }
+    len
+}
+
 /// Rounded up: never early.
 fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_micros().div_ceil(1_000)).unwrap_or(u64::MAX)
@@ -955,6 +969,19 @@ mod tests {
         backend.push(&other, &[job(1, None)], 100).await.unwrap();
         run(&backend, &other).await;
         assert_eq!(sizes(&backend), (0, 0, 0));
+    }
+
+    #[test]
+    fn what_is_due_is_counted_from_the_end_where_it_ends_sooner() {
+        for len in [0, 1, 2, 3, 10, 101] {
+            let lines: BTreeSet<Line> = (0..len).map(|i| (100 + i / 2, JobId::from(i))).collect();
+            for now_ms in 99..=100 + len {
+                let due = lines.iter().filter(|(due, _)| *due <= now_ms).count();
+                let mut looked = 0;
+                assert_eq!(count_due(lines.iter().inspect(|_| looked += 1), now_ms), due, "{len} {now_ms}");
+                assert!(looked <= 2 * due.min(lines.len() - due) + 2, "{looked} for {due} of {len}");
+            }
+        }
     }
 
     #[tokio::test(start_paused = true)]
