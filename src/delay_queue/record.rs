@@ -14,8 +14,9 @@ pub enum Due {
     In(Duration),
     /// At this instant, by the store's clock; at once if that is over.
     ///
-    /// The memory backend reads the date when it is made, and goes by what has passed since: it is late by as long as the machine was suspended, or by as
-    /// much as the clock was set forward.
+    /// The memory backend reads the date when it is made, and goes by what has passed since. Where the machine was suspended after that, or its clock was set, an
+    /// instant is what it is by the clock of the machine when the store is told. So what waits while that happens is late by as long as the machine
+    /// was suspended, or by as much as the clock was set forward, and early by as much as it was set back.
     At(SystemTime),
 }
 

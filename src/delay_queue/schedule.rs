@@ -175,6 +175,8 @@ where
     /// the store: up to 3,601 for a schedule that comes every second. What time it is the clock of this process says; where a test has paused that of
     /// tokio, it goes on with it from when this value was made.
     ///
+    /// The job of a time that is over stays. In memory that may be one to come: it is late if the machine was [suspended](Due::At) while it waited.
+    ///
     /// The time of a job that was removed is not given to another one: it is left out also by who pushes for the schedule again.
     ///
     /// # Errors

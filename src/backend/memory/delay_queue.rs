@@ -1,7 +1,7 @@
 use std::collections::{BTreeSet, HashMap};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, SystemTime, UNIX_EPOCH};
+use std::time::{Duration, Instant as SystemInstant, SystemTime, UNIX_EPOCH};
 
 use tokio::sync::watch;
 use tokio::time::Instant;
@@ -21,20 +21,29 @@ const JOB_SHARE: usize = 1_024;
 /// As in Redis: how many leases that have ended come back in one call, and how many dead jobs go.
 const RECLAIMED: usize = 64;
 const FORGOTTEN: u64 = 320;
+/// By how much the clock of the system is somewhere else than expected once it was set, or stood still: more than reading two clocks takes.
+const CLOCK_STEP: Duration = Duration::from_secs(1);
 /// How many bytes are claimed in one call, or a few jobs more.
 const CLAIMED_BYTES: usize = 1 << 20;
 
 /// The queues of this process. A queue is in here as long as it has jobs, holds unique keys, is paused, or somebody waits for it.
 pub(super) struct QueueTable {
     queues: Mutex<Queues>,
-    // The date at some instant, from which all others are counted.
-    date: Duration,
-    instant: Instant,
+    start: Start,
     len: AtomicUsize,
     // Unique keys that are held for a time.
     held: AtomicUsize,
     bytes: AtomicUsize,
     capacity: usize,
+}
+
+/// The date at some instant, from which all others are counted.
+#[derive(Clone, Copy)]
+struct Start {
+    date: Duration,
+    instant: Instant,
+    // By the clock of the system, which no test pauses.
+    system: SystemInstant,
 }
 
 #[derive(Default)]
@@ -99,6 +108,32 @@ struct Now {
     later: u64,
     // Larger than that of any call before.
     token: u64,
+    start: Start,
+}
+
+impl Start {
+    fn now() -> Self {
+        let date = Duration::from_millis(since_1970(SystemTime::now()).as_millis() as u64);
+        Self { date, instant: Instant::now(), system: SystemInstant::now() }
+    }
+
+    /// In µs since 1970.
+    fn us(&self) -> u64 {
+        (self.date + self.instant.elapsed()).as_micros() as u64
+    }
+
+    /// What an instant is for the queues, since 1970. The date is not read anew for them: where the machine was suspended or its clock was set,
+    /// whoever names an instant means another one.
+    fn instant(&self, instant: SystemTime) -> Duration {
+        // In this order, so that a pause in between makes nothing early.
+        let (date, instant) = (since_1970(SystemTime::now()), since_1970(instant));
+        let expected = self.date + self.system.elapsed();
+        match date.abs_diff(expected) {
+            step if step < CLOCK_STEP => instant,
+            step if date > expected => instant.saturating_sub(step),
+            step => instant.saturating_add(step),
+        }
+    }
 }
 
 impl Now {
@@ -107,7 +142,7 @@ impl Now {
         match due {
             Due::In(delay) if delay.is_zero() => self.ms,
             Due::In(delay) => self.later + millis(delay.min(Due::MAX_DELAY)),
-            Due::At(instant) => millis(instant.duration_since(UNIX_EPOCH).unwrap_or_default()).max(self.ms),
+            Due::At(instant) => millis(self.start.instant(instant)).max(self.ms),
         }
     }
 }
@@ -135,11 +170,9 @@ impl Record {
 
 impl QueueTable {
     pub(super) fn new(capacity: usize) -> Self {
-        let since_1970 = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
         Self {
             queues: Mutex::default(),
-            date: Duration::from_millis(since_1970.as_millis() as u64),
-            instant: Instant::now(),
+            start: Start::now(),
             len: AtomicUsize::new(0),
             held: AtomicUsize::new(0),
             bytes: AtomicUsize::new(0),
@@ -152,11 +185,6 @@ impl QueueTable {
         self.queues.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// In µs since 1970.
-    fn now(&self) -> u64 {
-        (self.date + self.instant.elapsed()).as_micros() as u64
-    }
-
     /// Does something with a queue, and forgets it if there is nothing left to know of it.
     fn with<T>(&self, key: &QueueKey, verb: impl FnOnce(&mut Queue, Now) -> T) -> T {
         self.change(&mut self.queues(), key, verb)
@@ -164,9 +192,9 @@ impl QueueTable {
 
     fn change<T>(&self, queues: &mut Queues, key: &QueueKey, verb: impl FnOnce(&mut Queue, Now) -> T) -> T {
         // Whoever has the lock is no earlier than who had it before.
-        let us = self.now();
+        let us = self.start.us();
         queues.token = us.max(queues.token + 1);
-        let now = Now { us, ms: us / 1_000, later: us.div_ceil(1_000), token: queues.token };
+        let now = Now { us, ms: us / 1_000, later: us.div_ceil(1_000), token: queues.token, start: self.start };
         let queue = queues.all.entry(*key).or_default();
         let (len, held, bytes, end) = (queue.jobs.len(), queue.unique_ends.len(), queue.bytes, queue.first_end());
         let (dead, dead_bytes) = (queue.dead.len(), queue.dead_bytes);
@@ -212,7 +240,7 @@ impl QueueTable {
         let mut left = most;
         while left > 0
             && let Some((until, name, part)) = queues.ends.first()
-            && *until <= self.now() / 1_000
+            && *until <= self.start.us() / 1_000
         {
             let Some(name) = Key::stored(name) else {
                 queues.ends.pop_first();
@@ -288,7 +316,7 @@ fn no_room() -> StoreError {
 impl MemoryBackend {
     /// From when the times of queues count.
     pub(crate) fn started_at(&self) -> SystemTime {
-        UNIX_EPOCH + self.inner.queues.date
+        UNIX_EPOCH + self.inner.queues.start.date
     }
 }
 
@@ -815,6 +843,10 @@ fn millis(time: Duration) -> u64 {
     u64::try_from(time.as_micros().div_ceil(1_000)).unwrap_or(u64::MAX)
 }
 
+fn since_1970(instant: SystemTime) -> Duration {
+    instant.duration_since(UNIX_EPOCH).unwrap_or_default()
+}
+
 fn instant(ms: u64) -> SystemTime {
     UNIX_EPOCH + Duration::from_millis(ms)
 }
@@ -969,6 +1001,26 @@ mod tests {
         backend.push(&other, &[job(1, None)], 100).await.unwrap();
         run(&backend, &other).await;
         assert_eq!(sizes(&backend), (0, 0, 0));
+    }
+
+    /// As one that was suspended, or whose clock was wrong when the backend was made.
+    #[tokio::test(start_paused = true)]
+    async fn an_instant_is_one_of_the_clock_of_the_machine_wherever_that_was_set_to() {
+        let queue = QueueKey::new("test");
+        let at = |id, after| NewJob { due: Due::At(SystemTime::now() + after), ..job(id, None) };
+        for is_ahead in [true, false] {
+            let mut backend = MemoryBackend::new();
+            let date = &mut Arc::get_mut(&mut backend.inner).unwrap().queues.start.date;
+            *date = if is_ahead { *date - 60 * MINUTE } else { *date + 60 * MINUTE };
+            let due = async || backend.counts(&queue).await.unwrap().due;
+            backend.push(&queue, &[at(1, Duration::ZERO), at(2, MINUTE), job(3, None)], 100).await.unwrap();
+            let later = Due::At(SystemTime::now() + MINUTE);
+            assert_eq!(backend.reschedule(&queue, &JobId::from(3), later).await.unwrap(), Changed::Done);
+            tokio::time::advance(Duration::from_secs(30)).await;
+            assert_eq!(due().await, 1, "{is_ahead}");
+            tokio::time::advance(MINUTE).await;
+            assert_eq!(due().await, 3, "{is_ahead}");
+        }
     }
 
     #[test]
