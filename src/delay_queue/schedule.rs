@@ -5,7 +5,12 @@ use std::iter::successors;
 use std::mem;
 use std::pin::pin;
 use std::str::FromStr;
-use std::time::{Duration, SystemTime};
+#[cfg(test)]
+use std::sync::{
+    Arc,
+    atomic::{AtomicU64, Ordering},
+};
+use std::time::{Duration, Instant as SystemInstant, SystemTime};
 
 use croner::Cron;
 use jiff::tz::TimeZone;
@@ -28,8 +33,10 @@ const AHEAD: Duration = Due::MAX_DELAY.saturating_sub(Duration::from_secs(2 * 3_
 /// The pause after a push that failed, doubled with each further one up to the longest.
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 const LONGEST_PAUSE: Duration = Duration::from_secs(5);
-/// How long the scheduler sleeps at the most, so that a machine that was asleep catches up.
+/// How long the scheduler sleeps at the most, so that a machine that was asleep catches up, and one whose clock was ahead goes back.
 const LONGEST_SLEEP: Duration = Duration::from_secs(60);
+/// A clock that is set back by no more was set right, and what was pushed is not pushed again.
+const CORRECTION: Duration = Duration::from_secs(1);
 /// How many times that were left out are counted.
 const MOST_COUNTED: usize = 1_000;
 
@@ -157,8 +164,7 @@ where
 {
     /// Pushes to `queue` what `payload` makes of each of the times.
     pub fn new(queue: DelayQueue<T, C>, schedule: Schedule, payload: F) -> Self {
-        let clock = Clock { date: SystemTime::now(), instant: Instant::now() };
-        Self { queue, schedule, payload, terms: Box::new(|push| push), clock }
+        Self { queue, schedule, payload, terms: Box::new(|push| push), clock: Clock::new() }
     }
 
     /// What else is said of each job: its priority, its attempts, its headers. Defaults to nothing. The id, the time and the unique key
@@ -195,6 +201,9 @@ where
     /// passed meanwhile are left out: how many those are is logged, too, whether another process has pushed for them or not. A time that is further away than the longest
     /// [delay](Due::MAX_DELAY) is pushed when it is not any more.
     ///
+    /// Where the clock is set back, those who push go back to its times within a minute, which is logged. A time that comes once more has no second
+    /// job if the clock was set back by less than an hour.
+    ///
     /// # Cancellation
     ///
     /// May be dropped at any time. What was pushed stays.
@@ -214,11 +223,18 @@ where
     async fn push_all(&mut self) {
         let mut last = self.clock.now();
         while let Some(time) = self.schedule.next_after(last) {
-            if let Some(earliest) = time.checked_sub(AHEAD) {
-                self.clock.sleep_until(earliest).await;
+            let earliest = time.checked_sub(AHEAD).unwrap_or(SystemTime::UNIX_EPOCH);
+            let mut has_come = self.sleep_until(earliest, last, time).await;
+            if has_come {
+                self.push(time).await;
+                has_come = self.sleep_until(time, last, time).await;
             }
-            self.push(time).await;
-            self.clock.sleep_until(time).await;
+            if !has_come {
+                let name = &self.schedule.name;
+                tracing::warn!(queue = %self.queue.name(), schedule = name, "the clock was set back: what is pushed next is the next time of a schedule by what it says now");
+                last = self.clock.now();
+                continue;
+            }
             last = time.max(self.clock.now());
             // One job for all of them: many at once, and late, would do nobody good.
             let left_out = self.schedule.count(time, last);
@@ -226,6 +242,20 @@ where
                 let (name, is_more) = (&self.schedule.name, left_out == MOST_COUNTED);
                 tracing::warn!(queue = %self.queue.name(), schedule = name, left_out, is_more, "this process was too late for times of a schedule: they have no job unless another process has pushed it");
             }
+        }
+    }
+
+    /// Sleeps until it is `instant`. Answers whether it is: not if the clock is set back before `last`, so that something else than `time` comes
+    /// next.
+    async fn sleep_until(&self, instant: SystemTime, last: SystemTime, time: SystemTime) -> bool {
+        loop {
+            let now = self.clock.now();
+            let Ok(rest) = instant.duration_since(now) else { return true };
+            if now + CORRECTION < last && self.schedule.next_after(now).is_some_and(|next| next < time) {
+                return false;
+            }
+            // The end of a sleep may be a moment too early for a clock that counts more finely.
+            sleep(rest.clamp(Duration::from_millis(1), LONGEST_SLEEP)).await;
         }
     }
 
@@ -266,23 +296,34 @@ impl<T, F, C> fmt::Debug for Recurring<T, F, C> {
     }
 }
 
-/// The date, which goes on by tokio's clock, and is not set back.
+/// The date; where a test has paused tokio's clock it goes on by that.
 struct Clock {
     date: SystemTime,
+    system: SystemInstant,
     instant: Instant,
+    // By how many seconds the date is wrong.
+    #[cfg(test)]
+    ahead: Arc<AtomicU64>,
 }
 
 impl Clock {
-    fn now(&self) -> SystemTime {
-        // A machine that was asleep has a later date than its timers know of.
-        SystemTime::now().max(self.date + self.instant.elapsed())
+    fn new() -> Self {
+        Self {
+            date: SystemTime::now(),
+            // Before tokio's, and read after it: that is ahead where it was paused, and nowhere else.
+            system: SystemInstant::now(),
+            instant: Instant::now(),
+            #[cfg(test)]
+            ahead: Arc::default(),
+        }
     }
 
-    async fn sleep_until(&self, time: SystemTime) {
-        while let Ok(rest) = time.duration_since(self.now()) {
-            // The end of a sleep may be a moment too early for a clock that counts more finely.
-            sleep(rest.clamp(Duration::from_millis(1), LONGEST_SLEEP)).await;
-        }
+    fn now(&self) -> SystemTime {
+        let elapsed = self.instant.elapsed();
+        let now = if elapsed > self.system.elapsed() { self.date + elapsed } else { SystemTime::now() };
+        #[cfg(test)]
+        let now = now + Duration::from_secs(self.ahead.load(Ordering::Relaxed));
+        now
     }
 }
 
@@ -341,6 +382,40 @@ mod tests {
         let count = |secs| schedule.count(from, from + Duration::from_secs(secs));
         assert_eq!((count(0), count(9), count(10), count(65)), (0, 0, 1, 6));
         assert_eq!(count(365 * 86_400), MOST_COUNTED);
+    }
+
+    #[test]
+    fn the_date_is_that_of_the_machine_also_where_it_was_wrong_at_first() {
+        let mut clock = Clock::new();
+        clock.date += 24 * APART;
+        assert!(clock.now() < SystemTime::now() + APART);
+    }
+
+    #[cfg(feature = "json")]
+    #[tokio::test(start_paused = true)]
+    async fn who_pushed_by_a_clock_that_was_ahead_goes_back() {
+        let queue = DelayQueue::<()>::new(crate::MemoryBackend::new(), "test");
+        let schedule = Schedule::cron("a", "* * * * *").unwrap();
+        let recurring = Recurring::new(queue.clone(), schedule.clone(), |_| ());
+        let (begun, ahead) = (recurring.clock.now(), Arc::clone(&recurring.clock.ahead));
+        let secs = Duration::from_secs;
+        let steps = async {
+            sleep(secs(30)).await;
+            ahead.store(86_400, Ordering::Relaxed);
+            sleep(secs(120)).await;
+            ahead.store(0, Ordering::Relaxed);
+            sleep(secs(240)).await;
+        };
+        recurring.run_until(steps).await;
+        let is_there = async |time| queue.get(schedule.id(time)).await.unwrap().is_some();
+        assert!(is_there(schedule.next_after(begun + secs(86_400 + 90)).unwrap()).await, "the clock was ahead");
+        // It looks once in a minute.
+        let times: Vec<_> =
+            schedule.after(begun + secs(150 + 62)).take_while(|time| *time < begun + secs(380)).collect();
+        assert!(times.len() >= 2, "{times:?}");
+        for time in times {
+            assert!(is_there(time).await, "{time:?}");
+        }
     }
 
     #[test]
