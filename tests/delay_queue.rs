@@ -38,7 +38,7 @@ mod queue {
     use std::error::Error;
     use std::fmt;
     use std::future::{IntoFuture, ready};
-    use std::sync::atomic::{AtomicU8, Ordering};
+    use std::sync::atomic::{AtomicU8, AtomicUsize, Ordering};
     use std::sync::{Arc, Mutex};
     use std::time::{Duration, SystemTime};
 
@@ -184,6 +184,27 @@ mod queue {
         let counts = queue.counts().await.unwrap();
         assert!(counts.waiting == JOBS as u64 - 1 && counts.is_paused, "{counts:?}");
         assert_eq!(queue.drain().await.unwrap(), JOBS as u64 - 1);
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn others_have_their_turn_while_the_places_of_many_unique_jobs_are_looked_for() {
+        const JOBS: usize = 20;
+        let queue = DelayQueue::<usize>::new(MemoryBackend::new(), "test").split(1_024);
+        let turns = Arc::new(AtomicUsize::new(0));
+        let other = tokio::spawn({
+            let turns = Arc::clone(&turns);
+            async move {
+                loop {
+                    turns.fetch_add(1, Ordering::Relaxed);
+                    tokio::task::yield_now().await;
+                }
+            }
+        });
+        let pushed = queue.push_all((0..JOBS).map(|i| queue.push(i).unique(i))).await;
+        assert!(pushed.iter().all(|pushed| pushed.as_ref().unwrap().is_new()));
+        let turns = turns.load(Ordering::Relaxed);
+        assert!(turns >= JOBS / 2, "{turns}");
+        other.abort();
     }
 
     #[tokio::test(start_paused = true)]

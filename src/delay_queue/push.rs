@@ -153,6 +153,12 @@ impl Push {
         Ok(PreparedPush { queue: terms.home(&job.id), job, max_jobs: terms.max_jobs })
     }
 
+    /// How many ids are tried for it, about: see [`Terms::fresh_id`].
+    pub(super) fn tries(&self) -> u32 {
+        let is_found = self.id.is_some() || self.drawn.get().is_some();
+        if is_found || self.unique.is_none() { 1 } else { self.terms.parts.into() }
+    }
+
     /// What a store is given, if it can be. `unique` is what a job is called that nobody has named.
     pub(super) fn into_job(self, unique: impl FnOnce() -> Result<JobId, StoreError>) -> Result<NewJob, QueueError> {
         let payload = self.payload.map_err(QueueError::Encode)?;

@@ -4,6 +4,8 @@ use std::marker::PhantomData;
 use std::sync::Arc;
 use std::time::Duration;
 
+use tokio::task::yield_now;
+
 use super::calls::{Calls, Patience};
 use super::codec::{Codec, Json};
 use super::erased::{AnyStore, Call};
@@ -23,6 +25,9 @@ use crate::error::{BoxError, ConfigError, StoreError};
 use crate::key::Key;
 use crate::lock::{Scope, Wakeups};
 
+/// How many ids a push of many tries until others have their turn.
+const TRIES: u32 = 1_024;
+
 /// Jobs that run later.
 ///
 /// Cheap to clone; clones are the same queue, and so are all queues with the same name on the same backend.
@@ -38,7 +43,7 @@ pub struct DelayQueue<T, C = Json> {
 pub(super) struct Terms {
     store: Arc<dyn AnyStore>,
     name: Key,
-    parts: u16,
+    pub(super) parts: u16,
     pub(super) max_jobs: u64,
     pub(super) max_size: usize,
     pub(super) max_attempts: u16,
@@ -108,12 +113,13 @@ impl Terms {
     ) -> Result<JobId, StoreError> {
         let mut id = make()?;
         if let Some(Unique { key, .. }) = unique.filter(|_| self.parts > 1) {
+            let (part, mut ids) = (key.spread(self.parts), UniqueIds::default());
             // About one of as many ids as there are parts lies there. The bound is for a mistake, and not for bad luck.
             for _ in 0..100 * u32::from(self.parts) {
-                if id.as_key().spread(self.parts) == key.spread(self.parts) {
+                if id.as_key().spread(self.parts) == part {
                     break;
                 }
-                id = JobId::unique()?;
+                id = ids.next()?;
             }
         }
         Ok(id)
@@ -271,7 +277,15 @@ impl<T, C> DelayQueue<T, C> {
         let mut ids = UniqueIds::default();
         let mut parts: Vec<Vec<(usize, NewJob)>> = vec![Vec::new(); self.terms.parts.into()];
         let mut patience = Patience::of_many();
+        // What makes them is not kept while others have their turn, since it may not be one for several threads.
+        let pushes: Vec<_> = pushes.into_iter().collect();
+        let mut tries = 0;
         for push in pushes {
+            tries += push.tries();
+            if tries > TRIES {
+                tries = 0;
+                yield_now().await;
+            }
             if !push.terms().is_same_place(&self.terms) {
                 let error = ConfigError::OtherQueue {
                     queue: self.terms.name.to_string(),
