@@ -40,7 +40,7 @@ use tracing::field::{Field, Visit};
 use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Metadata, Subscriber};
 
-/// Collects the messages of all events, and what they say is done then, with or without an old answer; if it is told so also which layer and operation they are of.
+/// Collects the messages of all events, and what they say is done then, with or without an old answer; if it is told so also which layer, operation or locks they are of.
 #[derive(Clone, Default)]
 struct Log(Arc<Mutex<Vec<Message>>>, bool, Option<tracing::Level>);
 
@@ -105,7 +105,9 @@ impl Visit for Message {
             "missing" => self.missing = format!("{value:?}").replace('"', ""),
             "then" => self.then = format!("{value:?}"),
             "old_answer" => self.old_answer = format!("{value:?}"),
-            name @ ("layer" | "operation") if self.names_operations => self.operation += &format!(" {name}={value:?}"),
+            name @ ("layer" | "operation" | "locks") if self.names_operations => {
+                self.operation += &format!(" {name}={value:?}")
+            }
             _ => {}
         }
     }
@@ -377,6 +379,42 @@ async fn why_requests_pass_without_a_lock_is_told() {
     let expected = ["WARN lock store fails", "WARN lock store fails: requests pass without a lock"]
         .map(|line| (line.into(), cause.into()));
     assert_eq!(told, expected);
+}
+
+/// Who is woken for requests without a lock wants to know whether those are payments.
+#[tokio::test(start_paused = true)]
+async fn lines_of_an_outage_say_which_locks_they_are_of() {
+    let log = Log(Arc::default(), true, None);
+    let store = FaultStore::new(MemoryBackend::new());
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let breaker = CircuitBreaker::new().failures(1).probe_interval(Duration::from_secs(1));
+    let layer = |name| LockLayer::new(store.clone()).namespace(name).circuit_breaker(breaker).with_rejection(AsError);
+    let inner = service_fn(async |_: ()| Ok::<_, BoxError>(()));
+    let payments = layer("payments").layer(inner);
+    let reports = layer("reports").on_store_error(tollgate::lock::OnStoreError::Allow).layer(inner);
+    store.faults().fail(Failure::Unavailable);
+    assert!(payments.clone().oneshot(()).await.is_err());
+    assert!(reports.clone().oneshot(()).await.is_ok());
+    let opens = "WARN lock circuit opens: the store is asked by probes only";
+    let begins = [
+        "WARN lock store fails locks=\"payments\"".to_owned(),
+        format!("{opens} locks=\"payments\""),
+        "WARN lock store fails locks=\"reports\"".to_owned(),
+        format!("{opens} locks=\"reports\""),
+        "WARN lock store fails: requests pass without a lock locks=\"reports\"".to_owned(),
+    ];
+    assert_eq!(log.lines(), begins);
+
+    store.faults().heal();
+    sleep(Duration::from_secs(3)).await;
+    assert!(payments.oneshot(()).await.is_ok() && reports.clone().oneshot(()).await.is_ok());
+    let ends: Vec<_> = log.lines().into_iter().filter(|line| line.contains("answers again")).collect();
+    let expected = [
+        "INFO lock store answers again locks=\"payments\"",
+        "INFO lock store answers again locks=\"reports\"",
+        "INFO lock store answers again: requests need their lock locks=\"reports\"",
+    ];
+    assert_eq!(ends, expected);
 }
 
 /// The answers are lost, and the marks that there were some are kept.

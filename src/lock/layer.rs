@@ -409,14 +409,14 @@ impl Settings {
         self.locks.home().passed_unprotected();
         if self.unprotected.begins() {
             let cause = error.source().map(tracing::field::display);
-            tracing::warn!(%error, cause, "lock store fails: requests pass without a lock");
+            tracing::warn!(locks = self.locks.called(), %error, cause, "lock store fails: requests pass without a lock");
         }
         true
     }
 
     pub(super) fn answered(&self) {
         if self.unprotected.ends() {
-            tracing::info!("lock store answers again: requests need their lock");
+            tracing::info!(locks = self.locks.called(), "lock store answers again: requests need their lock");
         }
     }
 }

@@ -142,6 +142,11 @@ impl Locks {
         self
     }
 
+    /// What the log calls them.
+    pub(super) fn called(&self) -> &str {
+        self.namespace.as_str()
+    }
+
     /// How long the lock outlives a holder that has died. Defaults to 30 s. A living holder renews it after a third of that.
     ///
     /// From 10 ms to a day; anything else is a [`LockError::Config`] when a lock is asked for. A short one is lost when the

@@ -15,6 +15,7 @@ use super::lock_key::LockKey;
 use super::meters::Meters;
 use crate::circuit::{Circuit, CircuitBreaker, Watch};
 use crate::error::StoreError;
+use crate::key::Key;
 
 /// What all clones of one [`Locks`](super::Locks) and all of its leases have in common.
 pub(super) struct Shared {
@@ -25,7 +26,7 @@ pub(super) struct Shared {
     pub(super) is_semaphore: bool,
     // Both are made when they are first needed: by then it is known how the circuit is to be, and what the locks are called.
     circuit: OnceLock<Circuit>,
-    meters: OnceLock<Meters>,
+    meters: OnceLock<(Key, Meters)>,
     // How the circuit is to be.
     breaker: Mutex<CircuitBreaker>,
     // What holders are called, if anything.
@@ -67,7 +68,10 @@ impl Shared {
     /// The circuit to the store is to be like this, if nothing was asked of it yet.
     pub(super) fn set_circuit(&self, breaker: CircuitBreaker) {
         if self.circuit.get().is_some() {
-            tracing::warn!("a circuit breaker of locks is ignored: it comes after the first lock was asked for");
+            tracing::warn!(
+                locks = self.called(),
+                "a circuit breaker of locks is ignored: it comes after the first lock was asked for"
+            );
         } else {
             *self.breaker.lock().unwrap_or_else(PoisonError::into_inner) = breaker;
         }
@@ -89,12 +93,22 @@ impl Shared {
 
     /// Named after the first lock that is asked for: were there some for each namespace, there might be any number of them.
     pub(super) fn meters(&self, lock: &LockKey) -> &Meters {
-        self.meters.get_or_init(|| Meters::new(lock.namespace().as_str()))
+        let (_, meters) = self.meters.get_or_init(|| (*lock.namespace(), Meters::new(lock.namespace().as_str())));
+        meters
+    }
+
+    fn meters_so_far(&self) -> Option<&Meters> {
+        self.meters.get().map(|(_, meters)| meters)
+    }
+
+    /// What the log and the meters call these locks, if any was asked for.
+    fn called(&self) -> Option<&str> {
+        self.meters.get().map(|(namespace, _)| namespace.as_str())
     }
 
     /// Notes a request that goes without its lock. It has asked for it, so the meters are there.
     pub(super) fn passed_unprotected(&self) {
-        self.meters.get().inspect(|meters| meters.passed_unprotected());
+        self.meters_so_far().inspect(|meters| meters.passed_unprotected());
     }
 
     /// Lets somebody ask for a lock who is ready to wait for it, unless `most` do already.
@@ -174,26 +188,26 @@ impl Shared {
 
 impl Watch for Shared {
     fn failed(&self) {
-        self.meters.get().inspect(|meters| meters.store_failed());
+        self.meters_so_far().inspect(|meters| meters.store_failed());
     }
 
     fn opened(&self) {
-        self.meters.get().inspect(|meters| meters.circuit(true));
-        tracing::warn!("lock circuit opens: the store is asked by probes only");
+        self.meters_so_far().inspect(|meters| meters.circuit(true));
+        tracing::warn!(locks = self.called(), "lock circuit opens: the store is asked by probes only");
     }
 
     fn closed(&self) {
-        self.meters.get().inspect(|meters| meters.circuit(false));
-        tracing::info!("lock circuit closes: the store is asked again");
+        self.meters_so_far().inspect(|meters| meters.circuit(false));
+        tracing::info!(locks = self.called(), "lock circuit closes: the store is asked again");
     }
 
     fn outage_begins(&self, error: &StoreError) {
         let cause = error.source().map(tracing::field::display);
-        tracing::warn!(%error, cause, "lock store fails");
+        tracing::warn!(locks = self.called(), %error, cause, "lock store fails");
     }
 
     fn outage_ends(&self) {
-        tracing::info!("lock store answers again");
+        tracing::info!(locks = self.called(), "lock store answers again");
     }
 }
 
