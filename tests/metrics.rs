@@ -21,7 +21,7 @@ use tollgate::config::{Rules, RulesLayer};
 use tollgate::delay_queue::Outcome;
 use tollgate::http::{FingerprintedBody, header};
 use tollgate::idempotency::{OnStoreError as OnFailure, OnUnknown, Operation, Operations};
-use tollgate::lock::LockAdmin;
+use tollgate::lock::{LockAdmin, Segmented};
 use tollgate::rate_limit::{
     ChargeOn, CircuitBreaker, Decision, DenyCache, Leases, PolicyResolver, RateLimitHandle, RateLimitStore, Receipt,
 };
@@ -182,6 +182,45 @@ fn several_locks_are_counted_once_by_what_became_of_all() {
         ("tollgate_lock_wait_seconds{locks=orders}", 1),
     ];
     assert_eq!(seen, expect(&expected));
+}
+
+/// Each segment that was tried counted as one that was asked for, and the last try alone was timed.
+#[test]
+fn any_of_several_segments_is_counted_once_by_what_became_of_it() {
+    let (recorder, snapshotter, runtime) = recording();
+    let backend = MemoryBackend::new();
+    let stock = Segmented::new(&Locks::new(backend.clone()).namespace("stock"), "sku:1", 3);
+    // Where nobody counts.
+    let theirs = Segmented::new(&Locks::new(backend).namespace("stock"), "sku:1", 3);
+    let held: Vec<_> = (0..3).map(|index| runtime.block_on(theirs.one(index).into_future()).unwrap()).collect();
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            assert!(stock.any().wait(Duration::ZERO).await.is_err_and(|error| error.is_busy()));
+            assert!(stock.any().wait(Duration::from_millis(950)).await.is_err_and(|error| error.is_busy()));
+            assert!(stock.any().among(|_| false).await.is_err_and(|error| error.is_busy()));
+            assert!(stock.any().ttl(Duration::ZERO).await.is_err());
+            let (segment, ()) = tokio::join!(stock.any().into_future(), async {
+                tokio::time::sleep(Duration::from_millis(550)).await;
+                drop(held);
+            });
+            drop(segment.unwrap());
+        });
+    });
+    let (mut requests, mut waits) = (BTreeMap::new(), Vec::new());
+    for (key, _, _, value) in snapshotter.snapshot().into_vec() {
+        let labels: Vec<_> = key.key().labels().map(|label| label.value().to_owned()).collect();
+        match (key.key().name(), value) {
+            ("tollgate_lock_requests_total", DebugValue::Counter(count)) if count > 0 => {
+                requests.insert(labels.join(" "), count);
+            }
+            ("tollgate_lock_wait_seconds", DebugValue::Histogram(values)) => {
+                waits.extend(values.into_iter().map(f64::from));
+            }
+            _ => {}
+        }
+    }
+    assert_eq!(requests, expect(&[("stock granted", 1), ("stock busy", 3), ("stock refused", 1)]));
+    assert!(matches!(waits[..], [waited] if (0.55..0.66).contains(&waited)), "{waits:?}");
 }
 
 /// Each of them counted as one who had looked once more.

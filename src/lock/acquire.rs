@@ -91,7 +91,13 @@ async fn take_all(home: &Arc<Shared>, locks: &[LockKey], terms: &Terms, begun: I
     contend(home, &mut asked, terms, give_up).await
 }
 
-async fn take(home: &Arc<Shared>, lock: &LockKey, terms: &Terms, begun: Instant) -> Result<Lease, LockError> {
+/// Takes the lease of a lock, for whoever counts what becomes of asking for it.
+pub(super) async fn take(
+    home: &Arc<Shared>,
+    lock: &LockKey,
+    terms: &Terms,
+    begun: Instant,
+) -> Result<Lease, LockError> {
     may_ask(home, lock, terms)?;
     let _asking = if terms.wait.is_zero() { None } else { Some(home.ask(lock, terms.max_asking)?) };
     let mut asked: Asked = match come(home, lock, terms, begun, true).await? {

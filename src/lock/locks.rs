@@ -410,10 +410,6 @@ pub struct LockRequest {
 }
 
 impl LockRequest {
-    pub(super) const fn lock(&self) -> &LockKey {
-        &self.lock
-    }
-
     pub(super) fn shared(mut self) -> Self {
         self.terms.is_shared = true;
         self

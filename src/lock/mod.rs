@@ -189,7 +189,7 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_lock_requests_total` | `locks`, `outcome`: `granted`, `busy`, `queue_full`, `failed` by the store, `refused` for any other reason | what became of asking for a lock, or for [several](Locks::lock_all) at once, unless nobody waited for that |
+//! | `tollgate_lock_requests_total` | `locks`, `outcome`: `granted`, `busy`, `queue_full`, `failed` by the store, `refused` for any other reason | what became of asking for a lock, or for [several](Locks::lock_all) at once, or for [any](Segmented::any) of some segments, unless nobody waited for that |
 //! | `tollgate_lock_wait_seconds` | `locks` | the time until it was granted, a histogram |
 //! | `tollgate_lock_hold_seconds` | `locks` | the time until it was given back, a histogram |
 //! | `tollgate_lock_handover_seconds` | `locks`, `way`: `hand`, `message` | the time from one holder to the next, a histogram: in this process, or since the message that another one gave the lock back |

@@ -5,11 +5,14 @@ use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
 
+use super::acquire;
 use super::error::{Busy, LockError};
 use super::hold::after;
 use super::keeper::jittered;
 use super::lease::{Lease, Release};
-use super::locks::{LockRequest, Locks, unless_lost};
+use super::lock_key::LockKey;
+use super::locks::{LockRequest, Locks, Terms, unless_lost};
+use super::meters::Outcome;
 use super::nested::Held;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -68,7 +71,15 @@ impl Segmented {
     /// Takes one certain segment, to move what is left in it to another one for instance. Numbers beyond the last begin again
     /// with the first.
     pub fn one(&self, index: u16) -> LockRequest {
-        self.locks.lock((self.key, index % self.segments))
+        self.locks.lock(self.name(index))
+    }
+
+    fn name(&self, index: u16) -> Key {
+        (self.key, index % self.segments).into()
+    }
+
+    fn lock_key(&self, index: u16) -> LockKey {
+        self.locks.lock_key(self.name(index))
     }
 }
 
@@ -152,20 +163,35 @@ impl<F: Fn(u16) -> bool> IntoFuture for SegmentRequest<F> {
     fn into_future(self) -> Self::IntoFuture {
         let Self { segmented, wait, among } = self;
         let candidates = (0..segmented.segments).filter(|index| among(*index)).collect();
-        Box::pin(take_any(segmented, wait, candidates))
+        Box::pin(async move {
+            let begun = Instant::now();
+            // Before anything can fail that they count. What becomes of each try does not count by itself.
+            let meters = segmented.locks.home().meters(&segmented.lock_key(0));
+            let outcome = take_any(&segmented, begun, wait, candidates).await;
+            let ended = outcome.as_ref().map_or_else(|_| Instant::now(), |segment| segment.lease.since());
+            meters.asked(Outcome::of(&outcome), ended - begun);
+            outcome
+        })
     }
 }
 
-async fn take_any(segmented: Segmented, wait: Duration, candidates: Vec<u16>) -> Result<Segment, LockError> {
-    let (_, terms) = segmented.locks.parts();
-    let give_up = after(Instant::now(), wait);
+async fn take_any(
+    segmented: &Segmented,
+    begun: Instant,
+    wait: Duration,
+    candidates: Vec<u16>,
+) -> Result<Segment, LockError> {
+    let (home, terms) = segmented.locks.parts();
+    let give_up = after(begun, wait);
     // Once the time is up, and the store has failed for one, each may take half of what is left: one for which it hangs leaves some of that to
     // the others.
     let limit = terms.limit();
     let answer_by = after(give_up, limit.saturating_mul(2));
     let left = || give_up.saturating_duration_since(Instant::now());
     let take = async |index: u16, wait, has_failed| {
-        let request = segmented.one(index).wait(wait).into_future();
+        let lock = segmented.lock_key(index);
+        let terms = Terms { wait, ..terms };
+        let request = acquire::take(home, &lock, &terms, Instant::now());
         let share = answer_by.saturating_duration_since(Instant::now()) / 2;
         let late = |_| StoreError::late("no answer for a segment in its share of the time that was left");
         let is_short = has_failed && share < limit;
@@ -183,7 +209,7 @@ async fn take_any(segmented: Segmented, wait: Duration, candidates: Vec<u16>) ->
         let start = getrandom::u32().unwrap_or_default() as usize % candidates.len().max(1);
         let (before, behind) = candidates.split_at(start);
         let candidates = || behind.iter().chain(before);
-        let mut refused = LockError::Busy(Busy::new(*segmented.one(0).lock(), Duration::ZERO));
+        let mut refused = LockError::Busy(Busy::new(segmented.lock_key(0), Duration::ZERO));
         let mut failed = None;
         for index in candidates() {
             match take(*index, Duration::ZERO, failed.is_some()).await {
