@@ -1073,6 +1073,39 @@ async fn a_holder_that_does_not_look_keeps_its_lock_from_nobody_beyond_max_hold(
     drop(permit);
 }
 
+/// It was given back once more in place of its holder, and a shutdown waited for that: for a hundredth of the ttl.
+#[tokio::test(start_paused = true)]
+async fn who_gives_a_lease_back_after_max_hold_leaves_nothing_to_be_waited_for() {
+    let (second, hour) = (Duration::from_secs(1), Duration::from_secs(3_600));
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store.clone()).ttl(hour).max_hold(5 * second);
+    let permits = Semaphore::new(store.clone(), 1).ttl(hour).max_hold(5 * second);
+    let begun = tokio::time::Instant::now();
+    let leases = [
+        locks.lock("a").await.unwrap(),
+        locks.lock("b").await.unwrap(),
+        locks.clone().fair().lock("c").await.unwrap(),
+        permits.acquire("d").await.unwrap(),
+    ];
+    sleep(Duration::from_millis(5_001)).await;
+    let [first, rest @ ..] = leases;
+    assert_eq!(first.release().await.unwrap(), Release::Lost);
+    drop(rest);
+    tokio::join!(locks.shutdown(), permits.shutdown());
+    assert!(begun.elapsed() < 6 * second, "{:?}", begun.elapsed());
+    assert_eq!(faults.calls(Verb::Release), 4);
+
+    // Nobody has told the store yet.
+    let locks = Locks::new(store.clone()).ttl(hour).max_hold(5 * second);
+    let lease = locks.lock("a").await.unwrap();
+    sleep(Duration::from_millis(5_001)).await;
+    let release = lease.release();
+    sleep(60 * second).await;
+    drop(Locks::new(store).lock("a").wait(Duration::ZERO).await.unwrap());
+    assert_eq!(release.await.unwrap(), Release::Lost);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_view_is_told_when_its_lease_goes_to_somebody_else() {
     let locks = Locks::new(MemoryBackend::new());

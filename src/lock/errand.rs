@@ -36,6 +36,8 @@ pub(super) struct Errand {
     running: Running,
     lock: LockKey,
     token: Token,
+    // The lease, if there is one.
+    hold: Option<Arc<Hold>>,
     // How long one call may take.
     limit: Duration,
     turn: Option<Turn>,
@@ -61,18 +63,19 @@ enum Place {
 
 impl Errand {
     /// Gives back a lease that is held, and lets the next in line ask for it.
-    pub(super) fn release(home: &Arc<Shared>, hold: &Hold, turn: Turn, now: Instant) -> Self {
+    pub(super) fn release(home: &Arc<Shared>, hold: &Arc<Hold>, turn: Turn, now: Instant) -> Self {
         let mut errand = Self::after_loss(home, hold, now);
         errand.turn = Some(turn);
         errand
     }
 
     /// Gives back what may be left of a lease that was lost.
-    pub(super) fn after_loss(home: &Arc<Shared>, hold: &Hold, now: Instant) -> Self {
+    pub(super) fn after_loss(home: &Arc<Shared>, hold: &Arc<Hold>, now: Instant) -> Self {
         let settles = hold.settles(now);
         Self {
             lock: *hold.lock(),
             token: *hold.token(),
+            hold: Some(Arc::clone(hold)),
             limit: hold.limit(),
             turn: None,
             until: hold.expires(),
@@ -99,6 +102,7 @@ impl Errand {
         Some(Self {
             lock,
             token: claim.token,
+            hold: None,
             limit,
             turn: None,
             until,
@@ -152,11 +156,13 @@ impl Errand {
         if is_elsewhere { home.spawn_elsewhere(task) } else { home.spawn(task) }
     }
 
-    /// The same, but not before `at`.
-    pub(super) fn in_background_at(self, at: Instant) {
+    /// The same, but not before `at`, and not if whoever has `hold` has given it back by then.
+    pub(super) fn in_background_at(mut self, hold: Arc<Hold>, at: Instant) {
         let home = Arc::clone(self.running.home());
         home.spawn(async move {
-            sleep_until(at).await;
+            if hold.returned_by(at).await {
+                return self.leave();
+            }
             self.in_background();
         });
     }
@@ -186,7 +192,10 @@ impl Errand {
         }
         self.is_answered = answer.is_ok();
         match &answer {
-            Ok(_) => self.is_done = is_settled,
+            Ok(_) => {
+                self.is_done = is_settled;
+                self.hold.iter().for_each(|hold| hold.returned());
+            }
             Err(error) => tracing::debug!(lock = %self.lock, %error, "a lease could not be given back yet"),
         }
         answer
@@ -199,6 +208,7 @@ impl Drop for Errand {
             let rest = Self {
                 running: Running::new(self.running.home()),
                 turn: self.turn.take(),
+                hold: self.hold.take(),
                 undone: self.undone.take(),
                 ..*self
             };

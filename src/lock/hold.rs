@@ -55,6 +55,8 @@ struct Standing {
     named: Option<Instant>,
     // Whether the present holder was asked to give it back.
     is_asked: bool,
+    // Whether the store has taken it back.
+    is_returned: bool,
 }
 
 impl Hold {
@@ -81,6 +83,7 @@ impl Hold {
             is_first: true,
             named: None,
             is_asked: false,
+            is_returned: false,
         };
         Self { lock, token, ttl, limit, replicas, settles, standing: Mutex::new(standing), changed: Notify::new() }
     }
@@ -234,6 +237,21 @@ impl Hold {
     pub(super) fn taken(&self) {
         self.standing().lost.get_or_insert(LossReason::Taken);
         self.changed.notify_waiters();
+    }
+
+    /// Notes that the store has taken it back.
+    pub(super) fn returned(&self) {
+        self.standing().is_returned = true;
+        self.changed.notify_waiters();
+    }
+
+    /// Waits until the store has taken it back, or until `at`, and says whether it has.
+    pub(super) async fn returned_by(&self, at: Instant) -> bool {
+        let look = || match self.standing().is_returned {
+            false if Instant::now() < at => Ok(at),
+            is_returned => Err(is_returned),
+        };
+        self.over(look).await
     }
 
     /// Wakes those who wait for its end: [`look`](Self::look) has found that it is lost, or its holder is done with it.

@@ -239,7 +239,7 @@ impl Shared {
         hold.tell();
         if hold.look(now) == Err(LossReason::MaxHold) {
             // Whoever has it may not look, and it was renewed a moment ago. Who does look has as much time as with a lease that expires.
-            Errand::after_loss(self, hold, now).in_background_at(now + hold.margin());
+            Errand::after_loss(self, hold, now).in_background_at(Arc::clone(hold), now + hold.margin());
         }
         self.abandon(hold);
         self.ended();
