@@ -811,6 +811,8 @@ async fn a_service_that_cannot_be_cloned_gets_one_job_after_the_other() {
     assert_eq!(queue.counts().await.unwrap().running, 1);
     sleep(secs(5)).await;
     assert_eq!(record.payloads(), [0, 1, 2, 3]);
+    // A panic of the service would be one more attempt, which might come in time.
+    assert_eq!(record.attempts(), [1; 4]);
     assert!(is_empty(&queue).await);
     worker.stop().await;
 }
