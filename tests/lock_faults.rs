@@ -1972,9 +1972,13 @@ async fn who_never_gets_to_the_lock_holds_nobody_up() {
         waiter.abort();
     }
     drop(lease);
-    for waiter in waiters {
-        if let Ok(lease) = waiter.await {
-            drop(lease.unwrap());
+    for (at, waiter) in waiters.into_iter().enumerate() {
+        match waiter.await {
+            Ok(lease) => {
+                assert_eq!(at % 2, 1, "who was aborted has the lock");
+                drop(lease.unwrap());
+            }
+            Err(error) => assert!(at % 2 == 0 && error.is_cancelled(), "{at}: {error}"),
         }
     }
     // A body that never ends goes with its caller.
