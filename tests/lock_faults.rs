@@ -1044,7 +1044,6 @@ async fn a_lease_that_is_about_to_end_takes_no_time_from_the_others() {
     assert!(lease.remaining() > Duration::from_secs(2), "it was renewed");
 }
 
-/// Who looked at a lease that went from hand to hand was told of its end when somebody else lost it.
 /// Nobody got it for as long as the lease lasted that was renewed last.
 #[tokio::test(start_paused = true)]
 async fn a_holder_that_does_not_look_keeps_its_lock_from_nobody_beyond_max_hold() {
@@ -1106,6 +1105,7 @@ async fn who_gives_a_lease_back_after_max_hold_leaves_nothing_to_be_waited_for()
     assert_eq!(release.await.unwrap(), Release::Lost);
 }
 
+/// Who looked at a lease that went from hand to hand was told of its end when somebody else lost it.
 #[tokio::test(start_paused = true)]
 async fn a_view_is_told_when_its_lease_goes_to_somebody_else() {
     let locks = Locks::new(MemoryBackend::new());
