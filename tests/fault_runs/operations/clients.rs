@@ -15,6 +15,7 @@ use super::server::path;
 const CLIENTS: u64 = 32;
 /// For how long a client waits that does not hang up on purpose.
 const PATIENCE: Duration = Duration::from_millis(2_500);
+const BODIES: [&str; 2] = ["hundred", "thousand"];
 
 /// One request, and what was answered; status 0 if nothing was.
 pub struct Sent {
@@ -92,11 +93,35 @@ impl Clients {
         }
     }
 
+    /// Asks for an operation again, with the same body, until it is known what became of it.
+    pub async fn ask_again(self, operation: String, body: String) -> Vec<Sent> {
+        let (mut dice, mut sent) = (Dice(0), Vec::new());
+        for _ in 0..50 {
+            let body = BODIES.into_iter().find(|known| *known == body).expect("we have sent it");
+            sent.push(self.send(operation.clone(), body, PATIENCE, &mut dice).await);
+            if sent.last().is_some_and(|sent| !matches!(sent.status, 0 | 503) && sent.problem != "in-flight") {
+                break;
+            }
+            sleep(Duration::from_millis(200)).await;
+        }
+        sent
+    }
+
     fn request(&self, turn: u64, dice: &mut Dice) -> impl Future<Output = Sent> + Send + use<> {
-        let body = if dice.below(10) == 0 { "thousand" } else { "hundred" };
+        let body = BODIES[usize::from(dice.below(10) == 0)];
         let patience = if dice.below(5) == 0 { Duration::from_millis(dice.below(30)) } else { PATIENCE };
+        self.send(named(turn), body, patience, dice)
+    }
+
+    fn send(
+        &self,
+        operation: String,
+        body: &'static str,
+        patience: Duration,
+        dice: &mut Dice,
+    ) -> impl Future<Output = Sent> + Send + use<> {
         let servers = self.servers.lock().expect("nobody panics");
-        let (server, operation) = (servers[dice.below(servers.len() as u64) as usize], named(turn));
+        let server = servers[dice.below(servers.len() as u64) as usize];
         async move {
             let answer = timeout(patience, send(server, &operation, body)).await.ok().and_then(Result::ok);
             let (status, problem, is_replay, text) = answer.unwrap_or_default();

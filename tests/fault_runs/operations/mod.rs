@@ -111,6 +111,7 @@ pub fn run(scale: &Scale) -> Report {
     let all = runtime.spawn(clients.clone().ask(until));
 
     let mut report = Report::default();
+    let (mut held, mut asked_again) = (Vec::new(), Vec::new());
     for turn in 0_usize.. {
         sleep(scale.pause);
         if all.is_finished() || Instant::now() >= until {
@@ -121,9 +122,19 @@ pub fn run(scale: &Scale) -> Report {
             0 => {
                 let is_alive = servers[number].is_alive();
                 report.must(is_alive, || format!("server {number} has ended before it was killed"));
+                // Most handlers are too short for a kill to find one. There may be nobody left who asks for anything.
+                let dies_with = servers[number].hold(Duration::from_secs(2));
                 servers[number] = Server::start(&url, &journal, scale.retention, SERVERS + turn);
                 clients.moved(number, servers[number].address());
                 report.killed += 1;
+                if let Some((operation, body)) = dies_with {
+                    held.push(operation.clone());
+                    let clients = clients.clone();
+                    asked_again.push(runtime.spawn(async move {
+                        tokio::time::sleep(LEASE).await;
+                        clients.ask_again(operation, body).await
+                    }));
+                }
             }
             1 => {
                 // Longer than its lease, so that what it does is of unknown outcome meanwhile.
@@ -140,16 +151,20 @@ pub fn run(scale: &Scale) -> Report {
             }
         }
     }
-    let sent = runtime.block_on(all).expect("no client panics");
+    let mut sent = runtime.block_on(all).expect("no client panics");
+    for again in asked_again {
+        sent.extend(runtime.block_on(again).expect("no client panics"));
+    }
     let ended = Instant::now();
     // What clients have left behind is done, and kept.
     sleep(LEASE);
-    judge(&mut report, &sent, &fs::read_to_string(&journal).expect("there is a journal"));
+    judge(&mut report, &sent, &held, &fs::read_to_string(&journal).expect("there is a journal"));
     let operations = report.executions - report.again;
     report.must(operations >= scale.at_least, || format!("no more than {operations} operations were begun"));
     let is_all = scale.operations >= 10_000;
     let rare = [report.again, report.unknown];
     report.must(!is_all || rare.iter().all(|seen| *seen > 0), || format!("nothing was taken over: {rare:?}"));
+    report.must(!held.is_empty(), || "no server was killed with a handler at work".to_owned());
     expiries(&mut report, &redis, scale, ended);
     let ended = servers.iter_mut().map(Server::is_alive).filter(|is_alive| !is_alive).count();
     report.must(ended == 0, || format!("{ended} servers have ended before they were killed"));
@@ -157,7 +172,8 @@ pub fn run(scale: &Scale) -> Report {
     report
 }
 
-fn judge(report: &mut Report, sent: &[Sent], journal: &str) {
+/// `held` are operations whose handlers have died with their servers.
+fn judge(report: &mut Report, sent: &[Sent], held: &[String], journal: &str) {
     let (mut begun, mut said) = (HashMap::<&str, Vec<u64>>::new(), HashMap::<&str, HashSet<&str>>::new());
     for line in journal.lines() {
         // `begin operation fence`, or `end operation answer`.
@@ -178,6 +194,14 @@ fn judge(report: &mut Report, sent: &[Sent], journal: &str) {
         report.must(times == 1 || server::is_repeatable(operation), || format!("{operation} was begun {times} times"));
         let distinct: HashSet<_> = fences.iter().collect();
         report.must(distinct.len() == times, || format!("{operation} was begun with one fence twice: {fences:?}"));
+    }
+    for operation in held {
+        let is_told = if server::is_repeatable(operation) {
+            begun.get(&**operation).is_some_and(|fences| fences.len() > 1)
+        } else {
+            sent.iter().any(|sent| sent.operation == *operation && sent.problem == "outcome-unknown")
+        };
+        report.must(is_told, || format!("nobody was told that a server had died with {operation}"));
     }
     let mut replayed = HashMap::<&str, &str>::new();
     for Sent { operation, body, status, problem, is_replay, text } in sent {

@@ -2,11 +2,15 @@
 
 use std::env;
 use std::fs::{File, OpenOptions};
-use std::io::{BufRead, BufReader, Write};
+use std::future::pending;
+use std::io::{BufRead, BufReader, Write, stdin};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::path::Path;
-use std::process::{Child, Command, Stdio};
+use std::process::{Child, ChildStdin, Command, Stdio};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::mpsc::{self, Receiver};
 use std::sync::{Arc, Mutex};
+use std::thread;
 use std::time::Duration;
 
 use axum::extract::State;
@@ -40,6 +44,8 @@ pub fn path(operation: &str) -> &'static str {
 pub struct Server {
     process: Child,
     address: SocketAddr,
+    orders: ChildStdin,
+    held: Receiver<String>,
 }
 
 impl Server {
@@ -47,15 +53,18 @@ impl Server {
         let mut process = Command::new(env::current_exe().expect("the program knows itself"))
             .env(WORKER, format!("{redis} {} {number}", retention.as_millis()))
             .env(JOURNAL, journal)
-            .stdin(Stdio::null())
+            .stdin(Stdio::piped())
             .stdout(Stdio::piped())
             .spawn()
             .expect("a server starts");
         let mut line = String::new();
-        let output = process.stdout.take().expect("it is piped");
-        BufReader::new(output).read_line(&mut line).expect("a server prints its port");
+        let (orders, output) = (process.stdin.take(), process.stdout.take().expect("it is piped"));
+        let mut output = BufReader::new(output);
+        output.read_line(&mut line).expect("a server prints its port");
         let port = line.trim().parse().expect("a port is a number");
-        Self { process, address: (Ipv4Addr::LOCALHOST, port).into() }
+        let (holds, held) = mpsc::channel();
+        thread::spawn(move || output.lines().map_while(Result::ok).try_for_each(|line| holds.send(line)));
+        Self { process, address: (Ipv4Addr::LOCALHOST, port).into(), orders: orders.expect("it is piped"), held }
     }
 
     pub fn address(&self) -> SocketAddr {
@@ -65,6 +74,13 @@ impl Server {
     /// Whether it has not ended, which it does only when something panics in it.
     pub fn is_alive(&mut self) -> bool {
         self.process.try_wait().expect("a server can be waited for").is_none()
+    }
+
+    /// Has the next handler never end, and says of which operation and with which body it is, if there is one in time.
+    pub fn hold(&mut self, patience: Duration) -> Option<(String, String)> {
+        writeln!(self.orders, "hold").ok()?;
+        let held = self.held.recv_timeout(patience).ok()?;
+        held.split_once(' ').map(|(operation, body)| (operation.to_owned(), body.to_owned()))
     }
 
     pub fn pause(&self) {
@@ -96,6 +112,7 @@ struct Shop {
     // Written to in whole lines, by all servers.
     journal: Arc<Mutex<File>>,
     number: u64,
+    is_to_hold: Arc<AtomicBool>,
 }
 
 impl Shop {
@@ -114,6 +131,10 @@ async fn pay(
     let name = |name: &str| headers[name].to_str().expect("it is text").to_owned();
     let operation = format!("{}/{}", name("authorization"), name("idempotency-key").trim_matches('"'));
     shop.note(&format!("begin {operation} {}", handle.fence()));
+    if shop.is_to_hold.swap(false, Ordering::Relaxed) {
+        println!("{operation} {body}");
+        pending::<()>().await;
+    }
     // Now and then until after the next fault.
     let fence = handle.fence();
     sleep(Duration::from_millis(if fence.is_multiple_of(50) { 600 } else { fence % 40 })).await;
@@ -130,7 +151,13 @@ pub fn serve(told: &str) {
     let retention = Duration::from_millis(retention.parse().expect("a retention is a number"));
     let journal = env::var(JOURNAL).expect("a server is told where to write");
     let journal = OpenOptions::new().create(true).append(true).open(journal).expect("a journal can be opened");
-    let shop = Shop { journal: Arc::new(Mutex::new(journal)), number: number.parse().expect("a number is one") };
+    let (journal, number) = (Arc::new(Mutex::new(journal)), number.parse().expect("a number is one"));
+    let shop = Shop { journal, number, is_to_hold: Arc::default() };
+    let is_to_hold = Arc::clone(&shop.is_to_hold);
+    // Each order is the same one.
+    thread::spawn(move || {
+        stdin().lines().map_while(Result::ok).for_each(|_| is_to_hold.store(true, Ordering::Relaxed));
+    });
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_all().build();
     runtime.expect("a runtime can be made").block_on(async {
         // Redis may be away at the moment.
