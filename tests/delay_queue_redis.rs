@@ -878,6 +878,36 @@ async fn idle_workers_look_on_while_there_is_no_memory_left() {
     assert_eq!(backend.claim(&key(), &[], &other).await.unwrap().jobs.len(), 1);
 }
 
+/// Of the same job, and of another one.
+#[tokio::test]
+async fn a_clock_that_is_set_back_makes_no_fence_smaller() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    queue.push("a".to_owned()).id("a").await.unwrap();
+    let first = backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs.remove(0);
+    let state = "tollgate:2:{delay_queue:test}:state";
+    let mut value: Vec<u8> = server.query(&format!("GET {state}"));
+    // As it was written by a clock that was an hour ahead.
+    let last_fence = first.token + 3_600_000_000;
+    value[2..9].copy_from_slice(&last_fence.to_le_bytes()[..7]);
+    let mut set = redis::cmd("SET");
+    let _: () = set.arg(state).arg(value).arg("KEEPTTL").query(&mut server.connection()).unwrap();
+
+    queue.push("b".to_owned()).id("b").await.unwrap();
+    let finish = Finish::new(first.ticket(), Ending::Retry { delay: Duration::ZERO, error: "no".into() });
+    let claimed = backend.claim(&key(), &[finish], &claim(2)).await.unwrap();
+    assert_eq!(claimed.finished, [Finished::Done]);
+    let (begun, mut jobs) = (Instant::now(), claimed.jobs);
+    while jobs.len() < 2 {
+        assert!(begun.elapsed() < MINUTE, "both are due");
+        jobs.extend(backend.claim(&key(), &[], &claim(2)).await.unwrap().jobs);
+    }
+    for job in jobs {
+        assert!(job.token > last_fence, "{} has {} after {last_fence}", job.job.id, job.token);
+    }
+}
+
 /// What the docs list is enough for everything that a queue does.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_user_may_do_no_more_than_the_docs_say() {

@@ -10,7 +10,7 @@ use support::cluster::Cluster;
 use support::server::RedisServer;
 use support::shared::{Shared, connect, patient};
 use tollgate::idempotency::{
-    Answer, Claim, Digest, IdempotencyAdmin, IdempotencyRegistry, IdempotencyStore, Operation, OperationState,
+    Answer, Begun, Claim, Digest, IdempotencyAdmin, IdempotencyRegistry, IdempotencyStore, Operation, OperationState,
     OperationStatus,
 };
 use tollgate::lock::{Cursor, Token};
@@ -153,6 +153,46 @@ async fn a_clock_that_is_set_back_keeps_no_operation_in_flight() {
     assert!(admin.complete(&unknown, answer()).await.unwrap());
     assert_eq!(look().await.state, OperationState::Completed { is_kept: true });
     server.every_key_expires();
+}
+
+/// Of what was given back, and of what nobody knows the outcome of.
+#[tokio::test]
+async fn a_clock_that_is_set_back_makes_no_fence_smaller() {
+    let server = RedisServer::start();
+    let backend = patient(server.url()).await;
+    for is_given_back in [false, true] {
+        let key = if is_given_back { "given-back" } else { "unknown" };
+        let operation = Operation::new("alice", key);
+        let mut first = claim();
+        first.lease = Claim::MIN_LEASE;
+        assert!(matches!(backend.begin(&operation, &first).await.unwrap(), Begun::Granted { .. }));
+        if is_given_back {
+            IdempotencyStore::release(&backend, &operation, &first.token).await.unwrap();
+        }
+        let key = format!("tollgate:2:{{idempotency:alice:{key}}}:record");
+        let mut record: Vec<u8> = server.query(&format!("GET {key}"));
+        // As it was written by a clock that was an hour ahead.
+        let mut last_fence = [0; 8];
+        last_fence[..7].copy_from_slice(&record[6..13]);
+        let last_fence = u64::from_le_bytes(last_fence) + 3_600_000_000;
+        record[6..13].copy_from_slice(&last_fence.to_le_bytes()[..7]);
+        let mut set = redis::cmd("SET");
+        let _: () = set.arg(&key).arg(record).arg("KEEPTTL").query(&mut server.connection()).unwrap();
+
+        let mut next = claim();
+        next.takes_over = true;
+        let granted = tokio::time::timeout(Duration::from_secs(10), async {
+            loop {
+                match backend.begin(&operation, &next).await.unwrap() {
+                    Begun::Granted { fence, attempt, .. } => return (fence, attempt),
+                    Begun::InFlight { .. } => tokio::time::sleep(Claim::MIN_LEASE).await,
+                    begun => panic!("{begun:?}"),
+                }
+            }
+        });
+        let (fence, attempt) = granted.await.expect("the first lease ends");
+        assert!(attempt > 1 && fence > last_fence, "{fence} after {last_fence}, given back: {is_given_back}");
+    }
 }
 
 #[tokio::test]

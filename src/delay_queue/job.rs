@@ -98,6 +98,10 @@ impl<T> Job<T> {
 
     /// The fencing token: larger than that of each attempt before. For what the service changes, to refuse a smaller one from a worker
     /// that stood still for longer than its lease.
+    ///
+    /// On one primary that remembers the last claim this holds whatever happens to processes, and if its clock is set back by up to ten minutes.
+    /// After a failover that lost the last claim the order is that of the clocks: the new primary's must not be behind by more than the time
+    /// since that claim.
     #[must_use]
     pub fn fence(&self) -> u64 {
         self.about.token

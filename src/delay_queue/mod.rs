@@ -9,7 +9,7 @@
 //!   Redis itself loses is lost: see [durability](#durability).
 //! * Never early: a delay counts by the store's clock, to the millisecond. The clock of whoever pushes or claims does not matter.
 //! * A job is in one state, and every change of it is one atomic step. Only the holder of the last lease can finish it, and each claim
-//!   of a job has a larger fencing token than all before it.
+//!   of a job has a larger [fencing token](Job::fence) than all before it.
 //! * A job that kills its worker each time is dead when its attempts are over, since an attempt counts as soon as it is claimed.
 //! * Not exactly once: a worker that dies or stands still leaves a job that is done again. Let the [fence](Job::fence) or the id refuse
 //!   what was done already.
