@@ -10,14 +10,14 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use support::proxy::{Proxy, Traffic};
-use support::server::RedisServer;
+use support::server::{RedisServer, wait_until};
 use tokio::sync::{Notify, mpsc};
 use tokio::task::{JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Due, Ending, Extended, Finish,
-    Finished, Job, JobId, MAX_BATCH, MAX_NOTE, NewJob, Priority, Pushed, QueueError, QueueKey, Reason, State, Ticket,
-    Unique, UniqueFor, WorkerId,
+    Admission, Cancelled, Changed, Claim, ClaimedJob, DeadLimits, DelayQueueStore, Due, Ending, Event, Extended,
+    Finish, Finished, Job, JobId, MAX_BATCH, MAX_NOTE, NewJob, Priority, Pushed, QueueError, QueueKey, Reason, State,
+    Ticket, Unique, UniqueFor, WorkerId,
 };
 use tollgate::{BoxError, DelayQueue, DelayQueueWorker, Key, RedisBackend, RedisOptions, StoreError};
 use tower::service_fn;
@@ -906,6 +906,132 @@ async fn a_clock_that_is_set_back_makes_no_fence_smaller() {
     for job in jobs {
         assert!(job.token > last_fence, "{} has {} after {last_fence}", job.job.id, job.token);
     }
+}
+
+/// A primary, a replica that follows it, and the address of whichever is the primary.
+struct Failover {
+    primary: RedisServer,
+    replica: RedisServer,
+    line: Proxy,
+    address: Proxy,
+}
+
+impl Failover {
+    fn start() -> Self {
+        let hurry = "--repl-diskless-sync yes --repl-diskless-sync-delay 0 --repl-ping-replica-period 1";
+        let primary = RedisServer::start_with(&hurry.split(' ').collect::<Vec<_>>());
+        let (line, address) = (Proxy::start(primary.port()), Proxy::start(primary.port()));
+        let replica = RedisServer::start_with(&["--replicaof", "127.0.0.1", &line.port().to_string()]);
+        Self { primary, replica, line, address }
+    }
+
+    fn is_followed(&self) {
+        wait_until("the replica has everything", || self.primary.is_followed_by(1));
+    }
+
+    /// Lets nothing more through to the replica.
+    fn falls_behind(&self) {
+        self.line.to_client(Traffic::Hold);
+    }
+
+    /// Ends the primary, and has the replica take its place.
+    fn fail_over(&mut self) {
+        self.primary.kill();
+        self.line.reset();
+        self.replica.query::<()>("REPLICAOF NO ONE");
+        let leases: u64 = self.replica.query("EXISTS tollgate:2:{delay_queue:test}:leases");
+        assert_eq!(leases, 0, "the replica knows of no claim");
+        self.address.lead_to(self.replica.port());
+        self.address.cut();
+    }
+}
+
+/// Claims until the store answers, and until there is a job if there is to be one.
+async fn claim_again(backend: &RedisBackend, finished: &[Finish], claim: &Claim) -> (Vec<Finished>, Vec<ClaimedJob>) {
+    let claims = async {
+        loop {
+            match backend.claim(&key(), finished, claim).await {
+                Ok(claimed) if claim.limit == 0 || !claimed.jobs.is_empty() => return (claimed.finished, claimed.jobs),
+                // The connections have just been cut.
+                _ => sleep(Duration::from_millis(5)).await,
+            }
+        }
+    };
+    timeout(MINUTE, claims).await.expect("the store answers")
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn whoever_had_a_job_that_a_failover_has_given_back_cannot_finish_it() {
+    let mut deployment = block_in_place(Failover::start);
+    let options = RedisOptions::from_url(deployment.address.url()).unwrap().response_timeout(Duration::from_secs(10));
+    let backend = options.connect().await.unwrap();
+    queue(&backend).push("a".to_owned()).await.unwrap();
+    block_in_place(|| deployment.is_followed());
+    deployment.falls_behind();
+    let (_, first) = claim_again(&backend, &[], &claim(1)).await;
+    block_in_place(|| deployment.fail_over());
+
+    let done = |job: &ClaimedJob| [Finish::new(job.ticket(), Ending::Done)];
+    // Neither while it waits, nor while somebody else has it.
+    assert_eq!(claim_again(&backend, &done(&first[0]), &claim(0)).await.0, [Finished::Lost]);
+    assert_eq!(backend.extend(&key(), &[first[0].ticket()], MINUTE).await.unwrap(), [Extended::Lost]);
+    let (_, second) = claim_again(&backend, &[], &claim(1)).await;
+    assert_eq!(second[0].job.id, first[0].job.id);
+    assert!(second[0].token > first[0].token, "{} after {}", second[0].token, first[0].token);
+    assert_eq!(claim_again(&backend, &done(&first[0]), &claim(0)).await.0, [Finished::Lost]);
+    assert_eq!(backend.extend(&key(), &[first[0].ticket()], MINUTE).await.unwrap(), [Extended::Lost]);
+    assert_eq!(claim_again(&backend, &done(&second[0]), &claim(0)).await.0, [Finished::Done]);
+    let counts = queue(&backend).counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.running, counts.dead), (0, 0, 0));
+}
+
+/// The attempt that is forgotten is given up, and notes nothing.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_runs_what_a_failover_has_given_back_with_a_larger_fence() {
+    let mut deployment = block_in_place(Failover::start);
+    let queue = queue(&RedisBackend::connect(deployment.address.url()).await.unwrap());
+    queue.push("a".to_owned()).await.unwrap();
+    block_in_place(|| deployment.is_followed());
+    deployment.falls_behind();
+    let (run, mut runs) = mpsc::unbounded_channel();
+    let mut is_first = true;
+    let service = service_fn(move |job: Job<String>| {
+        run.send(job.fence()).unwrap();
+        let (mut cancellation, waits) = (job.cancellation(), std::mem::take(&mut is_first));
+        async move {
+            if waits {
+                cancellation.cancelled().await;
+            }
+            Ok::<_, BoxError>(())
+        }
+    });
+    let worker = DelayQueueWorker::one_by_one(queue.clone(), service).lease(Duration::from_secs(3));
+    let mut events = worker.events();
+    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+    let worker = tokio::spawn(worker.run_until(async {
+        let _ = stopped.await;
+    }));
+    let first = runs.recv().await.unwrap();
+    block_in_place(|| deployment.fail_over());
+    let second = timeout(MINUTE, runs.recv()).await.expect("it comes again").unwrap();
+    assert!(second > first, "{second} after {first}");
+    let mut ends = HashMap::new();
+    let both = async {
+        while ends.values().sum::<u32>() < 2 {
+            match events.next().await {
+                Some(Event::Done { .. }) => *ends.entry("done").or_default() += 1,
+                Some(Event::LeaseLost { .. }) => *ends.entry("lost").or_default() += 1,
+                Some(Event::Started { .. } | Event::StoreFailed { .. } | Event::StoreWorks) => {}
+                event => panic!("{event:?}"),
+            }
+        }
+    };
+    timeout(MINUTE, both).await.expect("both attempts end");
+    assert_eq!(ends, HashMap::from([("done", 1), ("lost", 1)]));
+    stop.send(()).unwrap();
+    worker.await.unwrap().unwrap();
+    let counts = queue.counts().await.unwrap();
+    assert_eq!((counts.waiting, counts.running, counts.dead), (0, 0, 0));
 }
 
 /// What the docs list is enough for everything that a queue does.

@@ -1841,6 +1841,64 @@ async fn a_worker_survives_whatever_becomes_of_redis() {
     assert_eq!(seen, (0..pushed).collect::<Vec<_>>());
 }
 
+/// With ten jobs at work, and with none.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_worker_gives_up_what_its_redis_has_forgotten_and_goes_on() {
+    let mut server = RedisServer::start();
+    let queue = queue(RedisBackend::connect(server.url()).await.unwrap());
+    let (record, told) = (Record::new(), Arc::new(AtomicUsize::new(0)));
+    let (noted, count) = (record.clone(), Arc::clone(&told));
+    let service = service_fn(move |job: Job<u32>| {
+        noted.note(&job);
+        let (count, mut cancellation) = (Arc::clone(&count), job.cancellation());
+        async move {
+            if *job < 10 {
+                cancellation.cancelled().await;
+                count.fetch_add(1, Ordering::SeqCst);
+            }
+            Ok::<_, Infallible>(())
+        }
+    });
+    // All places are taken by what is forgotten.
+    let worker = DelayQueueWorker::new(queue.clone(), service).lease(secs(3)).concurrency(10);
+    let mut events = worker.events();
+    let worker = Background::start(worker);
+    for round in 0..3 {
+        for payload in round * 10..(round + 1) * 10 {
+            // The first ones after a restart may fail.
+            timeout(secs(20), async { while queue.push(payload).id(format!("{payload}")).await.is_err() {} })
+                .await
+                .unwrap();
+        }
+        let runs = async {
+            while record.payloads().len() < 10 * (round as usize + 1) || (round > 0 && !is_empty_on_redis(&queue).await)
+            {
+                sleep(ms(10)).await;
+            }
+        };
+        timeout(secs(30), runs).await.expect("what is pushed is run");
+        if round < 2 {
+            server.kill();
+            server.restart();
+        }
+    }
+    assert_eq!(told.load(Ordering::SeqCst), 10);
+    worker.stop().await;
+    assert!(is_empty(&queue).await);
+    assert_eq!(record.payloads(), (0..30).collect::<Vec<_>>());
+    assert_eq!(record.attempts(), [1; 30]);
+    let (mut lost, mut done) = (0, 0);
+    while let Some(event) = events.next().await {
+        match event {
+            Event::LeaseLost { .. } => lost += 1,
+            Event::Done { .. } => done += 1,
+            Event::Started { .. } | Event::StoreFailed { .. } | Event::StoreWorks => {}
+            event => panic!("{event:?}"),
+        }
+    }
+    assert_eq!((lost, done), (10, 20));
+}
+
 /// The first calls after a restart may fail.
 async fn is_empty_on_redis(queue: &DelayQueue<u32>) -> bool {
     queue.counts().await.is_ok_and(|counts| counts.waiting + counts.running == 0)
