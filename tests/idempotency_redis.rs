@@ -13,16 +13,19 @@ use std::time::Duration;
 use bytes::Bytes;
 use http::{HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
-use support::server::{DURABLE, RedisServer};
+use support::sentinel::SentinelDeployment;
+use support::server::{DURABLE, RedisServer, wait_until};
 use support::shared::patient;
-use tokio::sync::Notify;
-use tokio::task::{JoinSet, block_in_place};
+use tokio::sync::{Notify, mpsc, oneshot};
+use tokio::task::{JoinHandle, JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::IdempotencyLayer;
 use tollgate::http::{FingerprintedBody, HeaderKey, IdempotentBody, header};
 use tollgate::idempotency::IdempotencyHandle;
+use tollgate::{IdempotencyLayer, RedisBackend};
 use tower::util::BoxCloneService;
-use tower::{Layer, ServiceExt, service_fn};
+use tower::{Layer, Service, ServiceExt, service_fn};
+
+const LONG: Duration = Duration::from_secs(60);
 
 /// How often the handler has run, for each caller and key, and what it said.
 type Runs = Arc<Mutex<HashMap<(String, String), Vec<String>>>>;
@@ -51,6 +54,16 @@ fn replica(guard: IdempotencyLayer<HeaderKey>, runs: &Runs) -> App {
             Ok::<_, Infallible>(Response::new(Full::<Bytes>::from(answer)))
         }
     }));
+    told(service)
+}
+
+/// Status, whether it is a replay, and body.
+fn told<S>(service: S) -> App
+where
+    S: Service<Request<Full<Bytes>>, Response = Response<IdempotentBody<Full<Bytes>>>, Error = Infallible>,
+    S: Clone + Send + 'static,
+    S::Future: Send + 'static,
+{
     BoxCloneService::new(service.and_then(|response: Response<IdempotentBody<Full<Bytes>>>| async {
         let (parts, body) = response.into_parts();
         let replayed = parts.headers.contains_key("idempotent-replayed");
@@ -225,6 +238,136 @@ async fn whoever_waits_in_another_process_is_told() {
     }
     // Begun, completed; and asked at first, once it listened, after a second, and when it was told.
     assert!(made <= 6, "{made} calls");
+}
+
+/// A handler at work, and two processes that ask for its operation.
+struct Payment {
+    guards: [IdempotencyLayer<HeaderKey>; 2],
+    apps: [App; 2],
+    begun: mpsc::UnboundedReceiver<Run>,
+}
+
+/// An attempt, which ends when it is told to.
+struct Run {
+    attempt: u32,
+    fence: u64,
+    ends: oneshot::Sender<()>,
+}
+
+impl Payment {
+    async fn new(url: &str) -> Self {
+        let (begins, begun) = mpsc::unbounded_channel();
+        let mut made = Vec::new();
+        for _ in 0..2 {
+            let guard = IdempotencyLayer::new(RedisBackend::connect(url).await.unwrap()).scope(header("authorization"));
+            let guard = guard.lease(Duration::from_secs(3)).wait(LONG).deadline(Duration::from_secs(5));
+            let begins = begins.clone();
+            let service = guard.clone().layer(service_fn(move |request: Request<FingerprintedBody<Full<Bytes>>>| {
+                let handle = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
+                let (ends, is_over) = oneshot::channel();
+                let (attempt, fence) = (handle.attempt(), handle.fence());
+                begins.send(Run { attempt, fence, ends }).unwrap();
+                async move {
+                    request.into_body().collect().await.unwrap();
+                    is_over.await.unwrap();
+                    Ok::<_, Infallible>(Response::new(Full::<Bytes>::from(format!("paid by {fence}"))))
+                }
+            }));
+            made.push((guard, told(service)));
+        }
+        let [(first, one), (second, other)] = made.try_into().ok().unwrap();
+        Self { guards: [first, second], apps: [one, other], begun }
+    }
+
+    /// Asks one of the processes until it answers something else than that the store fails, or that somebody has begun.
+    fn ask(&self, process: usize) -> JoinHandle<(bool, Bytes)> {
+        let app = self.apps[process].clone();
+        let asking = async move {
+            loop {
+                match app.clone().oneshot(pay("alice", "k", "hundred")).await.unwrap() {
+                    (200, is_replay, text) => return (is_replay, text),
+                    (409 | 503, ..) => sleep(Duration::from_millis(20)).await,
+                    answer => panic!("{answer:?}"),
+                }
+            }
+        };
+        tokio::spawn(async { timeout(LONG, asking).await.expect("it is answered") })
+    }
+
+    async fn begun(&mut self) -> Run {
+        timeout(LONG, self.begun.recv()).await.expect("a handler begins").unwrap()
+    }
+}
+
+/// When the lease of the only operation ends, in us by the clock of Redis.
+fn lease_ends(server: &RedisServer) -> u64 {
+    let key = server.query::<Vec<String>>("KEYS *:record").remove(0);
+    let record: Vec<u8> = server.query(&format!("GET {key}"));
+    let mut ends = [0; 8];
+    ends[..7].copy_from_slice(&record[13..20]);
+    u64::from_le_bytes(ends)
+}
+
+/// A failover that loses nothing. Whoever has begun goes on with the primary that takes over, and whoever waits does.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_handler_that_outlives_its_primary_is_the_only_one() {
+    let mut deployment = block_in_place(SentinelDeployment::start);
+    let mut payment = Payment::new(&deployment.url()).await;
+    let first = payment.ask(0);
+    let run = payment.begun().await;
+    let early = payment.ask(1);
+    // What replicas do not have yet is lost with a primary.
+    let new = block_in_place(|| {
+        deployment.wait_until_whole();
+        let old = deployment.kill_primary();
+        deployment.wait_for_another_primary(deployment.servers[old].port()).1
+    });
+    let late = payment.ask(1);
+    let new = &deployment.servers[new];
+    block_in_place(|| {
+        let known = lease_ends(new);
+        wait_until("the lease is renewed", || lease_ends(new) > known);
+        wait_until("somebody waits", || !new.query::<Vec<String>>("PUBSUB CHANNELS tollgate:*").is_empty());
+    });
+    run.ends.send(()).unwrap();
+    let text = Bytes::from(format!("paid by {}", run.fence));
+    assert_eq!(first.await.unwrap(), (false, text.clone()));
+    for asked in [early, late, payment.ask(0)] {
+        assert_eq!(asked.await.unwrap(), (true, text.clone()));
+    }
+    assert!(payment.begun.try_recv().is_err(), "it is not done again");
+}
+
+/// What the first attempt comes to is its caller's, and nothing of it is kept: neither while the second one is at work nor afterwards.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_record_that_is_gone_is_a_request_that_is_served_anew() {
+    for is_done_before in [false, true] {
+        let mut server = block_in_place(RedisServer::start);
+        let mut payment = Payment::new(&server.url()).await;
+        let first = payment.ask(0);
+        let one = payment.begun().await;
+        block_in_place(|| {
+            server.kill();
+            server.restart();
+        });
+        let second = payment.ask(1);
+        let other = payment.begun().await;
+        assert!(other.fence > one.fence, "{} after {}", other.fence, one.fence);
+        assert_eq!((one.attempt, other.attempt), (1, 1));
+        let said = |fence: u64| Bytes::from(format!("paid by {fence}"));
+        let kept = said(other.fence);
+        let mut both = [(0, first, one), (1, second, other)];
+        if is_done_before {
+            both.reverse();
+        }
+        for (process, asked, run) in both {
+            run.ends.send(()).unwrap();
+            assert_eq!(asked.await.unwrap(), (false, said(run.fence)));
+            timeout(LONG, payment.guards[process].drained()).await.expect("there is nothing left to tell");
+        }
+        assert_eq!(payment.ask(0).await.unwrap(), (true, kept));
+        assert!(payment.begun.try_recv().is_err(), "it is not done a third time");
+    }
 }
 
 /// Four replicas, of which one dies with its handlers at work, a server that loses its connections and is killed, and clients
