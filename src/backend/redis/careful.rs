@@ -57,8 +57,9 @@ struct Wish {
     asking: bool,
     is_granted: fn(&Value) -> bool,
     count: u32,
-    // How long replicas are waited for.
+    // How long a connection is waited for, and then replicas.
     within: Duration,
+    // When there has to be a connection.
     until: Instant,
     reply: oneshot::Sender<Result<Outcome, RedisError>>,
 }
@@ -141,9 +142,7 @@ impl Seats {
         let pool = self.free().pop()?;
         Some(Seat { seats: self, pool, _place: place })
     }
-}
 
-impl Seats {
     fn silent_since(&self) -> MutexGuard<'_, Option<Instant>> {
         self.silent_since.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -215,7 +214,7 @@ async fn go_together(seats: Arc<Seats>, wishes: Vec<Wish>) -> bool {
     if granted.is_empty() {
         return is_answered;
     }
-    wait(&seats, handle, granted, until.saturating_duration_since(now)).await
+    wait(&seats, handle, granted).await
 }
 
 /// Asks for one of them, and tells those to whom nothing is granted. `None` if the server says nothing.
@@ -241,8 +240,9 @@ fn is_answer<T>(answer: &Result<T, RedisError>) -> bool {
 }
 
 /// Waits until as many replicas as it takes have what was granted over a connection, and tells each how many have. Whether those are enough.
-async fn wait(seats: &Seats, mut handle: Handle, mut granted: Vec<(Wish, Value)>, within: Duration) -> bool {
+async fn wait(seats: &Seats, mut handle: Handle, mut granted: Vec<(Wish, Value)>) -> bool {
     let count = granted.iter().map(|(wish, _)| wish.count).max().unwrap_or_default();
+    let within = granted.iter().map(|(wish, _)| wish.patience()).max().unwrap_or_default();
     let mut command = redis::cmd("WAIT");
     // Zero would be for ever.
     command.arg(count).arg(within.as_millis().max(1) as u64);
@@ -279,6 +279,11 @@ async fn wait(seats: &Seats, mut handle: Handle, mut granted: Vec<(Wish, Value)>
 }
 
 impl Wish {
+    /// How long replicas are waited for from now on: what it took to come by a connection is not taken off.
+    fn patience(&self) -> Duration {
+        self.within.min((self.until + self.within).saturating_duration_since(Instant::now()))
+    }
+
     fn hears(self, answer: Result<Outcome, RedisError>) {
         // Who has given up meanwhile is not interested.
         let _ = self.reply.send(answer);
