@@ -113,15 +113,15 @@ impl Visit for Message {
     }
 }
 
-/// A store that works or not, as it is told.
+/// A store that works or not, as it is told; about a policy with the name `firm` it always does.
 #[derive(Clone, Default)]
 struct Moody {
     broken: Arc<AtomicBool>,
 }
 
 impl RateLimitStore for Moody {
-    async fn check(&self, _: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
-        if self.broken.load(Ordering::Relaxed) {
+    async fn check(&self, policy: &Policy, _: &Key, _: u32) -> Result<Decision, StoreError> {
+        if self.broken.load(Ordering::Relaxed) && policy.name() != "firm" {
             Err(StoreError::unavailable("connection refused"))
         } else {
             Ok(Decision::new([LimitStatus::new(5, 4, Duration::ZERO, Duration::from_secs(1))]))
@@ -282,6 +282,37 @@ async fn a_limiter_that_leaves_its_store_alone_says_so_once() {
         let ends = ["INFO rate limit circuit closes: the store is asked again", "INFO rate limit store answers again"];
         assert_eq!(log.lines(), ends[usize::from(breaker.is_none())..]);
     }
+}
+
+/// Nothing is done without the store, so the lines do not say what would be.
+#[tokio::test(start_paused = true)]
+async fn a_store_that_fails_for_a_shadow_alone_is_told_apart() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let store = Moody::default();
+    let policy = |name: &str| Policy::new(name, Quota::per_minute(5).fixed_window());
+    let service = RateLimitLayer::new(store.clone(), policy("firm"))
+        .and(policy("trial").shadow(), Everyone)
+        .with_rejection(AsError)
+        .layer(service_fn(async |_: u32| Ok::<_, BoxError>(())));
+    store.broken.store(true, Ordering::Relaxed);
+    for request in 0..20 {
+        service.clone().oneshot(request).await.unwrap();
+    }
+    let told = log.take();
+    let lines: Vec<&str> = told.iter().map(|message| &*message.line).collect();
+    let begins = "WARN rate limit store fails about policies on trial: they count nothing";
+    let opens = "WARN rate limit circuit of policies on trial opens: the store is asked about them by probes only";
+    assert_eq!(lines, [begins, opens]);
+    assert_eq!((&*told[0].cause, &*told[0].then), ("connection refused", ""));
+
+    store.broken.store(false, Ordering::Relaxed);
+    for request in 0..3 {
+        advance(Duration::from_secs(1)).await;
+        service.clone().oneshot(request).await.unwrap();
+    }
+    let closes = "INFO rate limit circuit of policies on trial closes: the store is asked about them again";
+    assert_eq!(log.lines(), [closes, "INFO rate limit store answers again about policies on trial"]);
 }
 
 /// Nothing was begun, so there is nothing to be sorry for; and a store that is down is not asked to take back what it never gave.

@@ -101,8 +101,8 @@
 //! | `tollgate_deny_cache_total` | `policy`, `outcome`: `hit`, `miss` | what a [`DenyCache`] has answered itself, and what it has asked its store |
 //!
 //! `tracing` has a span `rate_limit` at debug level around each such call of a layer, an event at debug level for each request over a
-//! limit, one warning when a store or a resolver begins to fail, and one when a circuit opens. `then` in these is what is done without them; with
-//! a resolver that is done for keys that have no old answer, and `old_answer` says whether the first that failed had one.
+//! limit, one warning when a store or a resolver begins to fail, and one when a circuit opens; those about policies on trial say so. `then` in these is
+//! what is done without them; with a resolver that is done for keys that have no old answer, and `old_answer` says whether the first that failed had one.
 //!
 //! # Without a round trip
 //!
