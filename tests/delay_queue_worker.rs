@@ -660,6 +660,38 @@ async fn a_service_that_blocks_its_thread_keeps_its_job_no_longer_than_its_lease
     worker.stop().await;
 }
 
+/// Its worker stood still with it, now and then: it waited for the thread that the job had taken to have nothing else to do.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_service_that_blocks_its_thread_does_not_hold_up_the_other_jobs_of_its_worker() {
+    for _ in 0..25 {
+        let queue = queue(MemoryBackend::new());
+        // Nothing but time tells of the second one.
+        queue.push(1).await.unwrap();
+        queue.push(2).delay(ms(50)).await.unwrap();
+        let is_over = Arc::new(AtomicBool::new(false));
+        let seen = Arc::clone(&is_over);
+        let (told, mut begun) = tokio::sync::mpsc::unbounded_channel();
+        let service = service_fn(move |job: Job<u32>| {
+            let (seen, told) = (Arc::clone(&seen), told.clone());
+            async move {
+                told.send(*job)?;
+                let begun = std::time::Instant::now();
+                while *job == 1 && !seen.load(Ordering::SeqCst) && begun.elapsed() < secs(40) {
+                    std::thread::sleep(ms(1));
+                }
+                Ok::<_, BoxError>(())
+            }
+        });
+        let worker = Background::start(DelayQueueWorker::new(queue, service));
+        let both = timeout(secs(20), async { [begun.recv().await, begun.recv().await] }).await;
+        is_over.store(true, Ordering::SeqCst);
+        let mut both = both.unwrap();
+        both.sort_unstable();
+        assert_eq!(both, [Some(1), Some(2)]);
+        worker.stop().await;
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_timeout_is_a_failure_and_tried_again() {
     let queue = queue(MemoryBackend::new());

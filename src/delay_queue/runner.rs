@@ -11,7 +11,7 @@ use std::task::Poll;
 use std::time::{Duration, SystemTime};
 
 use tokio::sync::mpsc;
-use tokio::task::{Id, JoinError, JoinSet, yield_now};
+use tokio::task::{Id, JoinError, JoinSet};
 use tokio::time::{Instant, sleep_until};
 use tower_service::Service;
 use tracing::Instrument;
@@ -511,7 +511,7 @@ where
                 Happened::Answered(Ok(answer)) => {
                     self.answered(answer, now);
                     // Those that have nothing to wait for are done in a moment, and noted together.
-                    yield_now().await;
+                    give_way().await;
                 }
                 // Calls are not aborted, so the store has panicked.
                 Happened::Answered(Err(error)) => match error.try_into_panic() {
@@ -821,6 +821,20 @@ fn open<T, C: Codec<T>>(queue: &DelayQueue<T, C>, claimed: ClaimedJob) -> Result
         Ok(Err(ending)) => Err(ending),
         Err(panic) => Err(Ending::Dead { reason: Reason::Undecodable, error: panicked(&*panic) }),
     }
+}
+
+/// Lets others have their turn first. `yield_now` of tokio comes back when this thread has nothing else to do, which is not before the end of a job
+/// that blocks it; a task that is woken can be run by another thread.
+async fn give_way() {
+    let mut has_given_way = false;
+    poll_fn(|cx| {
+        if mem::replace(&mut has_given_way, true) {
+            return Poll::Ready(());
+        }
+        cx.waker().wake_by_ref();
+        Poll::Pending
+    })
+    .await;
 }
 
 /// What a panic has to say.
