@@ -50,7 +50,8 @@
 //! ```
 //!
 //! Any other answer is a type that implements [`Reject`] and, for a rate limit,
-//! [`Announce`](crate::rate_limit::Announce). With a body of one's own, for instance, in an axum router:
+//! [`Announce`](crate::rate_limit::Announce), or for a lock [`Occupy`](crate::lock::Occupy). With a body of one's own, for instance, in an axum
+//! router:
 //!
 //! ```
 //! # #[cfg(feature = "http")] {
@@ -98,6 +99,89 @@
 //! # let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
 //! let layer = RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(AsJson);
 //! # let _: axum::Router = axum::Router::new().route("/", axum::routing::get(async || "")).layer(layer);
+//! # }
+//! ```
+//!
+//! [`Occupy`](crate::lock::Occupy) says which requests need the lock and how long an answer keeps it, and a method that is left out changes what the lock protects. So
+//! this one passes them on to [`AsResponse`], with whatever else it has nothing to say about:
+//!
+//! ```
+//! # #[cfg(feature = "http")] {
+//! use axum::{body::Body, extract::Request, response::Response};
+//! use bytes::Bytes;
+//! use http::StatusCode;
+//! use tollgate::http::LockedBody;
+//! use tollgate::lock::{LeaseView, LockError, Occupy, Rejection, Stay};
+//! use tollgate::reject::{AsResponse, NothingDone, Reject};
+//!
+//! #[derive(Clone)]
+//! struct BusyAsJson(AsResponse);
+//!
+//! /// Keeps the lock until its body has ended.
+//! type Locked = Response<LockedBody<Body>>;
+//!
+//! impl<E> Reject<Rejection, Response, E> for BusyAsJson {
+//!     type Response = Locked;
+//!     type Error = E;
+//!
+//!     fn reject(&self, rejection: Rejection) -> Result<Locked, E> {
+//!         if !matches!(rejection, Rejection::Lock(LockError::Busy(_))) {
+//!             return self.0.reject(rejection);
+//!         }
+//!         let mut response = Response::new(Bytes::from_static(br#"{"error":"in use"}"#).into());
+//!         *response.status_mut() = StatusCode::CONFLICT;
+//!         response.extensions_mut().insert(NothingDone);
+//!         Ok(response)
+//!     }
+//!
+//!     fn response(&self, response: Response) -> Locked {
+//!         Reject::<Rejection, _, E>::response(&self.0, response)
+//!     }
+//!
+//!     fn error(&self, error: E) -> E {
+//!         error
+//!     }
+//! }
+//!
+//! impl Occupy<Request, Locked> for BusyAsJson {
+//!     fn is_safe(&self, request: &Request) -> bool {
+//!         Occupy::<_, Locked>::is_safe(&self.0, request)
+//!     }
+//!
+//!     fn attach(&self, lease: LeaseView, request: &mut Request) {
+//!         Occupy::<_, Locked>::attach(&self.0, lease, request);
+//!     }
+//!
+//!     fn pass(&self, request: &mut Request) {
+//!         Occupy::<_, Locked>::pass(&self.0, request);
+//!     }
+//!
+//!     fn occupy(&self, stay: Stay, response: &mut Locked) {
+//!         Occupy::<Request, _>::occupy(&self.0, stay, response);
+//!     }
+//! }
+//!
+//! # use axum::{Extension, Router, routing::get};
+//! # use tollgate::{BoxError, LockLayer, MemoryBackend};
+//! # use tower::ServiceExt;
+//! # async fn pay(Extension(lease): Extension<LeaseView>) -> String {
+//! #     lease.fence().to_string()
+//! # }
+//! # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
+//! let lock = LockLayer::new(MemoryBackend::new()).with_rejection(BusyAsJson(AsResponse::new()));
+//! let app: Router = Router::new().route("/", get(async || "unpaid").post(pay)).layer(lock);
+//!
+//! let post = || Request::post("/").body(Body::empty());
+//! let paid = app.clone().oneshot(post()?).await?;
+//! assert_eq!(paid.status(), StatusCode::OK);
+//! // Until its body was read nobody else may pay, and all may look.
+//! assert_eq!(app.clone().oneshot(post()?).await?.status(), StatusCode::CONFLICT);
+//! assert_eq!(app.clone().oneshot(Request::get("/").body(Body::empty())?).await?.status(), StatusCode::OK);
+//! drop(paid);
+//! assert_eq!(app.oneshot(post()?).await?.status(), StatusCode::OK);
+//! # Ok(())
+//! # }
+//! # main().unwrap();
 //! # }
 //! ```
 

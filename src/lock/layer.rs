@@ -116,7 +116,8 @@ pub enum OnLoss {
 #[non_exhaustive]
 pub enum ReleaseAt {
     /// When the body of the answer has ended, has failed or is dropped. A client that reads slowly holds the lock meanwhile, up to
-    /// [`max_hold`](LockLayer::max_hold).
+    /// [`max_hold`](LockLayer::max_hold). An answer that has no such body does not keep it, as with [`AsError`](crate::reject::AsError), and one
+    /// of your own only if it [says so](super::Occupy::occupy).
     #[default]
     BodyEnd,
     /// When the handler has answered. What it streams then is no longer under the lock.
@@ -247,6 +248,10 @@ impl<K, A, D> LockLayer<K, A, D> {
 
     /// What a rejection becomes. Defaults to [`AsResponse`]; [`AsError`](crate::reject::AsError) is for services that do not
     /// speak HTTP.
+    ///
+    /// With a type of your own it is also up to its [`Occupy`](super::Occupy) which requests are [safe](Self::safe_methods), where a handler finds its
+    /// [`LeaseView`](super::LeaseView), and that the lock is held until the [body has ended](ReleaseAt::BodyEnd): see the
+    /// [examples](crate::reject#examples).
     pub fn with_rejection<A2>(self, answer: A2) -> LockLayer<K, A2, D> {
         let Self { settings, key, answer: _, handlers } = self;
         LockLayer { settings, key, answer, handlers }
@@ -351,7 +356,8 @@ impl<K, A, D> LockLayer<K, A, D> {
 
     /// Whether requests that change nothing (GET, HEAD, OPTIONS and TRACE with HTTP) need the lock as well. Defaults to false: they pass without, and find
     /// no [`LeaseView`](super::LeaseView) in their extensions. Of [read/write locks](LockLayer::with_rw_locks) they take the read side with false, and the write
-    /// side with true.
+    /// side with true. With gRPC, and where no HTTP is spoken, no request is known to be one of them, and with an
+    /// answer [of your own](Self::with_rejection) those are that it [says so](super::Occupy::is_safe) of.
     pub fn safe_methods(mut self, locks_safe: bool) -> Self {
         self.settings.safe = match (locks_safe, self.settings.is_rw) {
             (true, _) => Safe::Lock,

@@ -42,6 +42,15 @@ impl Error for MissingKey {}
 /// What a lock has to do with requests and responses of one kind.
 ///
 /// Implemented for the same types as [`Reject`](crate::reject::Reject), which has the other half of the answer.
+///
+/// A method that is left out changes what the lock protects: every request takes it then, handlers find no [`LeaseView`], and it is given back
+/// before the body of the answer has ended. Over HTTP an answer of your own passes them on to [`AsResponse`](crate::reject::AsResponse), as in the
+/// [examples](crate::reject#examples).
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` does not say which of the requests `{Req}` need a lock, and how long the answers `{Res}` keep it",
+    note = "the default answers with an HTTP response (feature `http`); for other services call `.with_rejection(AsError)`",
+    note = "an answer of your own for a lock implements `Occupy` beside `Reject`; over HTTP all of its methods are passed on to `AsResponse`, or the lock is given back before the body of the answer has ended"
+)]
 pub trait Occupy<Req, Res> {
     /// Whether the request changes nothing, so that it needs no lock. Unless told otherwise every request may.
     fn is_safe(&self, request: &Req) -> bool {

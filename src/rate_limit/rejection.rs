@@ -34,6 +34,11 @@ impl From<Rejection> for BoxError {
 /// Lets the response of an admitted or rejected request say how its limit stands, and an admitted request carry a handle.
 ///
 /// Implemented for the same types as [`Reject`](crate::reject::Reject), which has the other half of the answer.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` does not say what the answers `{Res}` to `{Req}` tell of a rate limit",
+    note = "the default answers with an HTTP response (feature `http`); for other services call `.with_rejection(AsError)`",
+    note = "an answer of your own to a rate limit implements `Announce` beside `Reject`; over HTTP `AsResponse::write_headers` writes the fields"
+)]
 pub trait Announce<Req, Res> {
     /// Whether requests get a [handle](RateLimitHandle), which costs an allocation or two. Unless told otherwise they do
     /// not.
