@@ -149,15 +149,7 @@ pub const LOCK_FAULTS: &[LockFault] = &[
             proxy.reset();
         })
     }),
-    fault("primary killed (SIGKILL)", Sentinel, |d, _| {
-        let sentinel = d.sentinel();
-        let old = sentinel.primary_index();
-        let begun = Instant::now();
-        sentinel.servers[old].kill();
-        let (back, _) = sentinel.wait_for_another_primary(sentinel.servers[old].port());
-        Strike { begun, back, lost: None }
-    })
-    .forgets(SECOND),
+    fault(KILLED_PRIMARY, Sentinel, primary_killed).forgets(SECOND),
     fault("failover for no reason (SENTINEL FAILOVER)", Sentinel, |d, _| {
         let sentinel = d.sentinel();
         let old = sentinel.primary().port();
@@ -199,42 +191,35 @@ pub const LOCK_FAULTS: &[LockFault] = &[
         let (back, _) = cluster.wait_for_another_owner(slot, old);
         Strike { begun, back, lost: None }
     }),
-    fault("the slots of the locks moved (CLUSTER SETSLOT, MIGRATE)", Cluster, |d, _| {
-        during(|| {
-            let cluster = d.cluster();
-            let begun = Instant::now();
-            while begun.elapsed() < 2 * SECOND {
-                for slot in KEYS.map(|key| slot(cluster, key)) {
-                    let to = (cluster.owner(slot) + 1) % 3;
-                    cluster.migrate(slot, to);
-                    wait_until("the move is known", || {
-                        let views = cluster.views(&cluster.nodes[0]);
-                        views.iter().any(|view| view.index == to && view.has(slot))
-                    });
-                }
-            }
-        })
-    }),
+    fault(MOVED_SLOTS, Cluster, slots_moved),
     fault(STOPPED_IN_LINE, Standalone, holders_stopped_in_line).of(Fair).loses(Loses::AtLeast(3)),
     fault(KILLED_HOLDERS, Standalone, holders_killed_in_line).of(Fair).loses(Loses::Nothing).short(),
     fault(STOPPED, Standalone, server_stopped).of(Fair),
     fault(EMPTIED, Standalone, server_restarted).of(Fair).forgets(Duration::ZERO),
     fault(KILLED_CLIENTS, Standalone, clients_killed).of(Fair),
+    fault(KILLED_PRIMARY, Sentinel, primary_killed).of(Fair).forgets(SECOND),
+    fault(MOVED_SLOTS, Cluster, slots_moved).of(Fair),
     fault(STOPPED_IN_LINE, Standalone, holders_stopped_in_line).of(ReadWrite).loses(Loses::AtLeast(3)),
     fault(KILLED_HOLDERS, Standalone, holders_killed_in_line).of(ReadWrite).loses(Loses::Nothing),
     fault(STOPPED, Standalone, server_stopped).of(ReadWrite),
     fault(EMPTIED, Standalone, server_restarted).of(ReadWrite).forgets(Duration::ZERO),
     fault(KILLED_CLIENTS, Standalone, clients_killed).of(ReadWrite).short(),
+    fault(KILLED_PRIMARY, Sentinel, primary_killed).of(ReadWrite).forgets(SECOND),
+    fault(MOVED_SLOTS, Cluster, slots_moved).of(ReadWrite),
     fault(STOPPED_HOLDERS, Standalone, holders_stopped).of(Semaphore).loses(Loses::AtLeast(4)),
     fault(KILLED_HOLDERS, Standalone, holders_killed).of(Semaphore).loses(Loses::Nothing),
     fault(STOPPED, Standalone, server_stopped).of(Semaphore),
     fault(EMPTIED, Standalone, server_restarted).of(Semaphore).forgets(Duration::ZERO).short(),
     fault(KILLED_CLIENTS, Standalone, clients_killed).of(Semaphore),
+    fault(KILLED_PRIMARY, Sentinel, primary_killed).of(Semaphore).forgets(SECOND),
+    fault(MOVED_SLOTS, Cluster, slots_moved).of(Semaphore),
     fault(STOPPED_HOLDERS, Standalone, holders_stopped).of(All).loses(Loses::AtLeast(4)).short(),
     fault(KILLED_HOLDERS, Standalone, holders_killed).of(All).loses(Loses::Nothing),
     fault(STOPPED, Standalone, server_stopped).of(All),
     fault(EMPTIED, Standalone, server_restarted).of(All).forgets(Duration::ZERO),
     fault(KILLED_CLIENTS, Standalone, clients_killed).of(All),
+    fault(KILLED_PRIMARY, Sentinel, primary_killed).of(All).forgets(SECOND),
+    fault(MOVED_SLOTS, Cluster, slots_moved).of(All),
 ];
 
 const STOPPED_HOLDERS: &str = "holders stopped for 0.5 to 3 leases (SIGSTOP)";
@@ -243,6 +228,8 @@ const KILLED_HOLDERS: &str = "holders killed (SIGKILL)";
 const STOPPED: &str = "stopped for 3 leases (SIGSTOP)";
 const EMPTIED: &str = "killed, restarted empty at once (SIGKILL)";
 const KILLED_CLIENTS: &str = "clients killed 10 times (CLIENT KILL)";
+const KILLED_PRIMARY: &str = "primary killed (SIGKILL)";
+const MOVED_SLOTS: &str = "the slots of the locks moved (CLUSTER SETSLOT, MIGRATE)";
 
 fn holders_stopped(_: &mut Deployment, workers: &mut [LockWorker]) -> Strike {
     stop_one_by_one(workers, &[1, 2, 3, 4, 6])
@@ -302,6 +289,33 @@ fn clients_killed(deployment: &mut Deployment, _: &mut [LockWorker]) -> Strike {
     let strike = cut(10, || killed += deployment.server().kill_clients());
     assert!(killed >= 10, "no more than {killed} connections were killed");
     strike
+}
+
+fn primary_killed(deployment: &mut Deployment, _: &mut [LockWorker]) -> Strike {
+    let sentinel = deployment.sentinel();
+    let old = sentinel.primary_index();
+    let begun = Instant::now();
+    sentinel.servers[old].kill();
+    let (back, _) = sentinel.wait_for_another_primary(sentinel.servers[old].port());
+    Strike { begun, back, lost: None }
+}
+
+fn slots_moved(deployment: &mut Deployment, _: &mut [LockWorker]) -> Strike {
+    during(|| {
+        let cluster = deployment.cluster();
+        let begun = Instant::now();
+        while begun.elapsed() < 2 * SECOND {
+            for slot in KEYS.map(|key| slot(cluster, key)) {
+                let to = (cluster.owner(slot) + 1) % 3;
+                cluster.migrate(slot, to);
+                // To all of them: the next owner takes an epoch above those that it knows, and is undone by one who knows a higher one.
+                wait_until("the move is known", || {
+                    let mut views = cluster.nodes.iter().map(|node| cluster.views(node));
+                    views.all(|views| views.iter().any(|view| view.index == to && view.has(slot)))
+                });
+            }
+        }
+    })
 }
 
 /// The slot of a lock.
