@@ -4,19 +4,30 @@
 mod support;
 
 use std::collections::HashMap;
+use std::future::pending;
+use std::sync::Arc;
 use std::time::Duration;
 
 use bb8_redis::RedisConnectionManager;
+use futures_util::FutureExt as _;
+use http::{Request, Response};
 use redis::Connection;
-use support::server::RedisServer;
+use support::server::{RedisServer, wait_until};
 use support::shared::patient;
-use tokio::task::JoinSet;
+use tokio::runtime::Handle;
+use tokio::sync::{Notify, broadcast, mpsc};
+use tokio::task::{JoinSet, block_in_place};
+use tokio::time::timeout;
+use tollgate::delay_queue::{DelayQueueWorker, Job, Recurring, Schedule};
+use tollgate::http::{FingerprintedBody, header};
+use tollgate::idempotency::{Operation, Operations};
 use tollgate::lock::Scope;
 use tollgate::rate_limit::{Decision, RateLimitStore};
 use tollgate::{
-    AnyBackend, BoxError, ConfigError, ConnectError, DelayQueue, DenyCache, Leases, Limiter, MemoryBackend, Policy,
-    Quota, RateLimitLayer, RedisBackend, RedisOptions, StoreError,
+    AnyBackend, BoxError, ConfigError, ConnectError, DelayQueue, DenyCache, IdempotencyLayer, Leases, Limiter,
+    MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, RedisOptions, StoreError,
 };
+use tower::{Layer, ServiceExt, service_fn};
 
 tollgate::rate_limit_contract!(
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
@@ -29,6 +40,8 @@ tollgate::rate_limit_contract!(
 
 /// What a busy machine takes is no failure here.
 const DEADLINE: Duration = Duration::from_secs(10);
+const SECOND: Duration = Duration::from_secs(1);
+const LONG: Duration = Duration::from_secs(60);
 
 async fn connect(server: &RedisServer) -> RedisBackend {
     patient(server.url()).await
@@ -708,4 +721,95 @@ async fn who_gives_up_while_waiting_is_not_charged() {
     let used = 3_000 - limiter.peek("alice").await.unwrap().limits()[0].remaining();
     assert!(used <= 1 + 4 + 8 * 64, "{used} were charged");
     assert!(limiter.check("alice").await.unwrap().is_allowed());
+}
+
+/// What is at work, waits or listens when it is dropped, and what is told to end.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn nothing_outlives_the_backend_of_operations_and_queues() {
+    let server = RedisServer::start();
+    let tasks = || Handle::current().metrics().num_alive_tasks();
+    let before = tasks();
+    let backend = connect(&server).await;
+    let (begins, mut begun) = mpsc::unbounded_channel();
+    let mut dropped = JoinSet::new();
+
+    // One of two is at work, the other one waits for it.
+    for _ in 0..2 {
+        let operations = Operations::new(backend.clone(), "payouts").lease(SECOND).wait(LONG).deadline(DEADLINE);
+        let begins = begins.clone();
+        dropped.spawn(async move {
+            let work = async |_| {
+                begins.send(()).unwrap();
+                pending::<Result<Vec<u8>, BoxError>>().await
+            };
+            drop(operations.run(Operation::new("alice", "k"), "100 EUR", work).await);
+        });
+    }
+    // And this one goes on without its client.
+    let ends = Arc::new(Notify::new());
+    for _ in 0..2 {
+        let layer = IdempotencyLayer::new(backend.clone()).scope(header("authorization"));
+        let (begins, ends) = (begins.clone(), Arc::clone(&ends));
+        let service = layer.lease(SECOND).wait(LONG).deadline(DEADLINE).layer(service_fn(
+            move |_: Request<FingerprintedBody<String>>| {
+                begins.send(()).unwrap();
+                let ends = Arc::clone(&ends);
+                let answer = async move {
+                    ends.notified().await;
+                    Ok::<_, BoxError>(Response::new(String::new()))
+                };
+                answer.boxed()
+            },
+        ));
+        let request = Request::post("/pay").header("authorization", "alice").header("idempotency-key", "k");
+        let request = request.body(String::new()).unwrap();
+        dropped.spawn(service.oneshot(request).map(drop));
+    }
+    let mut stopped = JoinSet::new();
+    let (stop, _) = broadcast::channel::<()>(1);
+    for is_dropped in [true, false] {
+        let queue = DelayQueue::<u32>::new(backend.clone(), if is_dropped { "dropped" } else { "stopped" });
+        let queue = queue.deadline(DEADLINE);
+        queue.push(7).await.unwrap();
+        let begins = begins.clone();
+        let worker = DelayQueueWorker::new(
+            queue.clone(),
+            service_fn(move |_: Job<u32>| {
+                begins.send(()).unwrap();
+                async move {
+                    if is_dropped {
+                        pending::<()>().await;
+                    }
+                    Ok::<_, BoxError>(())
+                }
+            }),
+        );
+        let schedule = Recurring::new(queue, Schedule::cron("yearly", "0 0 1 1 *").unwrap(), |_| 7);
+        if is_dropped {
+            dropped.spawn(async move { drop(worker.run().await) });
+            dropped.spawn(schedule.run());
+        } else {
+            let [mut worker_stops, mut schedule_stops] = [(); 2].map(|()| stop.subscribe());
+            stopped.spawn(async move { worker.run_until(async { drop(worker_stops.recv().await) }).await.unwrap() });
+            stopped.spawn(async move { schedule.run_until(async { drop(schedule_stops.recv().await) }).await });
+        }
+    }
+    let all = async {
+        for _ in 0..4 {
+            begun.recv().await.unwrap();
+        }
+    };
+    timeout(LONG, all).await.expect("all are at work");
+    block_in_place(|| {
+        wait_until("two wait for operations, and two for jobs", || {
+            server.query::<Vec<String>>("PUBSUB CHANNELS tollgate:*").len() >= 4
+        });
+    });
+    drop(backend);
+    dropped.shutdown().await;
+    ends.notify_one();
+    stop.send(()).unwrap();
+    stopped.join_all().await;
+    block_in_place(|| wait_until("no task is left", || tasks() == before));
+    block_in_place(|| wait_until("no connection is left", || server.clients() == 0));
 }
