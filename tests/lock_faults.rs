@@ -1864,6 +1864,7 @@ async fn places_that_are_evicted_are_given_once_more_and_then_up_together() {
 /// A lease that was written before the server's clock was set back lasted for as long as that was.
 #[tokio::test]
 async fn a_clock_that_is_set_back_makes_no_lease_longer_and_no_fence_smaller() {
+    let _alone = alone().await;
     let server = RedisServer::start();
     let locks = locks(&server).await;
     let fence = locks.lock("a").await.unwrap().fence();
