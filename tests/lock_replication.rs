@@ -170,7 +170,7 @@ async fn who_waits_for_a_connection_has_as_much_time_for_replicas_as_others() {
     primary.query::<()>("SET started 1");
     wait_until("the replica has all there is", || primary.is_followed_by(1));
     proxy.to_server(Traffic::Delay(Duration::from_millis(1_500)));
-    let options = RedisOptions::from_url(&primary.url()).unwrap().connections(2);
+    let options = RedisOptions::from_url(primary.url()).unwrap().connections(2);
     let locks = Locks::new(options.response_timeout(LONG).connect_timeout(LONG).connect().await.unwrap())
         .replication(Replication::Require(1))
         .deadline(Duration::from_secs(4));

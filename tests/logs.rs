@@ -106,7 +106,7 @@ impl Visit for Message {
             "then" => self.then = format!("{value:?}"),
             "old_answer" => self.old_answer = format!("{value:?}"),
             name @ ("layer" | "operation" | "locks") if self.names_operations => {
-                self.operation += &format!(" {name}={value:?}")
+                self.operation += &format!(" {name}={value:?}");
             }
             _ => {}
         }
