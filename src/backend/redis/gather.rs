@@ -18,7 +18,7 @@ use crate::error::StoreError;
 use crate::rate_limit::Policy;
 
 /// More together would save Redis little, and hold up others for longer; the script takes no more than that.
-const LIMITS: Limits = Limits { alone: 4, busy: Duration::from_micros(200), together: 64, calls: 2 };
+const LIMITS: Limits = Limits { alone: 4, busy: Duration::from_micros(200), together: 64, calls: 2, full: 4 };
 
 /// Where decisions meet.
 pub(super) struct Gather(Meeting<Waiting>);

@@ -22,7 +22,7 @@ use crate::lock::{Acquired, Claim, LockKey, Token};
 
 /// A call costs Redis as much as three locks, and as much again to read and to answer, so it is better for more to meet. But those who were
 /// answered have more to do than after a decision before they ask again: with a third call Redis need not wait for them.
-const LIMITS: Limits = Limits { alone: 2, busy: Duration::from_millis(2), together: MAX_LOCKS, calls: 3 };
+const LIMITS: Limits = Limits { alone: 2, busy: Duration::from_millis(2), together: MAX_LOCKS, calls: 3, full: 3 };
 
 /// Where those meet who want locks, and those who give them back: on the connections of the latter, which do not wait there behind
 /// what requests have asked for.

@@ -3,8 +3,8 @@
 //! A call that is nearly alone goes by itself and waits for nobody. Those beyond that wait until one of a few is back, and then
 //! go as one: a call costs Redis more than what is asked in it. While there are such, and for a moment after, nobody goes alone.
 //!
-//! Where the way to Redis is long, one that is full does not wait, so that there are as many on their way as there is time for. Those
-//! who wait longer than they may are not asked for, so no more are sent than a server can have answered that is well.
+//! One that is full would save nothing by waiting, so more of those may be on their way; where the way to Redis is long, as many as there is time
+//! for. Those who wait longer than they may are not asked for, so no more are sent than a server can have answered that is well.
 
 use std::collections::VecDeque;
 use std::pin::{Pin, pin};
@@ -59,6 +59,8 @@ pub(super) struct Limits {
     /// While so many calls of several are on their way, the next one has to be full. With two of them Redis has one to work on while the other
     /// one travels.
     pub(super) calls: usize,
+    /// As long as they are full, so many may be on their way.
+    pub(super) full: usize,
 }
 
 /// What is known of calls of several that are back.
@@ -165,9 +167,9 @@ impl Crowd {
         self.last.store(self.epoch.elapsed().as_micros() as u64 + 1, Ordering::Relaxed);
     }
 
-    /// How many calls may be on their way so that Redis need not wait for the next one.
-    fn window(&self, calls: usize) -> usize {
-        calls + (self.round_trip.load(Ordering::Relaxed) / NEARBY.as_micros() as u64) as usize
+    /// How many calls that are full may be on their way so that Redis need not wait for the next one: `near` of them if it is nearby.
+    fn window(&self, near: usize) -> usize {
+        near + (self.round_trip.load(Ordering::Relaxed) / NEARBY.as_micros() as u64) as usize
     }
 
     fn is_within(&self, time: Duration) -> bool {
@@ -218,7 +220,7 @@ async fn send_together<W, F>(
     let mut alarm = pin!(sleep_until(Instant::now()));
     loop {
         loop {
-            let has_room = calls.len() < AWAY && young.len() < crowd.window(limits.calls);
+            let has_room = calls.len() < AWAY && young.len() < crowd.window(limits.full);
             if has_room && (young.len() < limits.calls || arrivals.len() >= limits.together) {
                 break;
             }
@@ -271,7 +273,7 @@ mod tests {
                 std::future::pending().await
             }
         };
-        let limits = Limits { alone: 0, busy: Duration::ZERO, together: 8, calls: 1 };
+        let limits = Limits { alone: 0, busy: Duration::ZERO, together: 8, calls: 1, full: 1 };
         let meeting = Arc::new(Meeting::new(limits, &Home::here(), send));
         let late = LATE.as_millis();
         let mut waiting = JoinSet::new();

@@ -18,7 +18,7 @@ use super::servers::Servers;
 use crate::delay_queue::{Admission, MAX_BATCH, NewJob, QueueKey, batch_len};
 use crate::error::StoreError;
 
-const LIMITS: Limits = Limits { alone: 8, busy: Duration::from_micros(200), together: MAX_BATCH, calls: 2 };
+const LIMITS: Limits = Limits { alone: 8, busy: Duration::from_micros(200), together: MAX_BATCH, calls: 2, full: 2 };
 
 /// Where pushes meet.
 pub(super) struct Pushes(Meeting<Waiting>);

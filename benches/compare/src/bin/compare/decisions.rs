@@ -215,8 +215,8 @@ pub async fn tables(run: &mut Run) {
         title: "Rate-limit decisions on one Redis",
         text: "A fixed window of an hour over 10,000 keys, every decision admitted, by the number of decisions in flight in one process. \
                The ceiling is what `redis-benchmark -P 64 -c 50` gets out of the script that Tollgate calls for a lone decision; Tollgate's \
-               concurrent decisions share calls, so it can be above it: beyond four in flight a decision costs the less the more there are, until two calls on \
-               their way have 64 each; from 128 on more in flight is more waiting. Before that, 64 tasks of two clients want nearly twice the quota of eight keys: who \
+               concurrent decisions share calls, so it can be above it: beyond four in flight a decision costs the less the more there are, until four calls on \
+               their way have 64 each; from 256 on more in flight is more waiting. Before that, 64 tasks of two clients want nearly twice the quota of eight keys: who \
                does not admit exactly the quota is listed, but does not compete. `limitador` reads and writes in two steps, and its cache answers \
                from the process; it is 0.6, the newest that can be built without RocksDB. `bb8-held` is a pool of 16 connections as it comes, one of which is \
                held for each round trip, after a PING; `bb8-unchecked` is the same without the PING, and `plain-script` a counter that expires on one multiplexed connection.",
