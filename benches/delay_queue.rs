@@ -7,7 +7,7 @@
 //!   PEXPIRE; the median of interleaved rounds
 //! * `bulk_per_s`: jobs a second by `push_all`, from 8 tasks
 //! * `claim_per_s`: jobs a second that are claimed and, with the next claim, done, 100 at a time by 4 tasks, where 1,000 to 20,000 jobs wait
-//! * `process_per_s`: the same by a `DelayQueueWorker` of 100 jobs at a time
+//! * `process_per_s`: the same by a `DelayQueueWorker` of 100 jobs at a time, where 1,000 to 60,000 wait
 //! * `claim_per_s_1e6`, `process_per_s_1e6`: the same of a million that are all due in the same millisecond: the worker while 1,000,000 down
 //!   to 705,000 of them wait, and the claims after it, down to 505,000
 //! * `late_p50_ms`, `late_p99_ms`, `early`: how late 1,000 jobs come to a service, and how many of them early

@@ -83,7 +83,7 @@ async function work(jobs, each) {
     seen.add(job.data.number);
     each(job);
     if (seen.size === jobs) finish();
-  }, { connection, concurrency: 100 });
+  }, { connection, concurrency: 100, removeOnComplete: { count: 0 } });
   worker.on('error', (error) => { throw error; });
   worker.on('failed', (job, error) => { throw error; });
   await finished;

@@ -71,7 +71,7 @@ impl Processors {
     }
 
     /// The seconds that were used until now, in steps of a hundredth. Nothing where there is no `/proc`.
-    fn used() -> Self {
+    pub fn used() -> Self {
         let mut used = Self::default();
         let own = std::process::id().to_string();
         for entry in fs::read_dir("/proc").into_iter().flatten().flatten() {
@@ -92,7 +92,8 @@ impl Processors {
         used
     }
 
-    fn since(self, before: Self, time: Duration) -> Self {
+    /// How many processors were busy since `before`, which was so long ago.
+    pub fn since(self, before: Self, time: Duration) -> Self {
         let time = time.as_secs_f64();
         Self { clients: (self.clients - before.clients) / time, servers: (self.servers - before.servers) / time }
     }
@@ -109,8 +110,9 @@ pub struct Median {
     pub ceiling_ratio: Option<f64>,
 }
 
-/// Lets all contenders take turns at every point, so often, and answers the medians by point and contender. Each round begins with
-/// another one and with the ceiling, if there is one, and every second one goes the other way round, so that nobody always comes after the same one; one round more comes first, to warm up. Who fails competes no longer.
+/// Lets all contenders take turns at every point, so often, and answers the medians by point and contender. The rounds begin with each of them
+/// in turn and with the ceiling, if there is one, and every second one goes the other way round, so that nobody always comes after the same one;
+/// one round more comes first, to warm up. Who fails competes no longer.
 pub async fn take_turns(
     contenders: &mut [Contender<'_>],
     points: &[u32],
@@ -121,9 +123,9 @@ pub async fn take_turns(
     for round in 0..=rounds {
         let ceiling = ceiling();
         for (&point, taken) in points.iter().zip(&mut all) {
-            for turn in 0..contenders.len() {
-                let count = contenders.len();
-                let at = (round + if round % 2 == 0 { turn } else { count - 1 - turn }) % count;
+            let count = contenders.len();
+            for turn in 0..count {
+                let at = whose_turn(round, turn, count);
                 let contender = &contenders[at];
                 let measured = async {
                     if let Some(prepare) = &contender.prepare {
@@ -239,4 +241,9 @@ pub fn median(values: impl IntoIterator<Item = f64>) -> f64 {
 /// Spreads the calls of all tasks over the numbers as a random choice would.
 pub fn scatter(task: u32, turn: u64) -> u64 {
     ((u64::from(task) << 40) + turn).wrapping_mul(0x9e37_79b9_7f4a_7c15) >> 32
+}
+
+/// Which of so many contenders has that turn of a round.
+const fn whose_turn(round: usize, turn: usize, count: usize) -> usize {
+    (round / 2 + if round % 2 == 0 { turn } else { count - 1 - turn }) % count
 }

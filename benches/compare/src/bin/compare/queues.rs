@@ -258,8 +258,8 @@ pub async fn tables(run: &mut Run) {
             [
                 "queue-process",
                 "Jobs done by a worker",
-                "One worker, a hundred jobs at a time, with 5,000 waiting that are all due: from the first to the last job. Every job has to run once. (`apalis-redis` moves all \
-             jobs that are due in one command, which Lua refuses for more than about 8,000.)",
+                "One worker, a hundred jobs at a time, with 5,000 waiting that are all due: from the first to the last job. Every job has to run once. What is \
+             done is forgotten, but for `apalis-redis`, which keeps it. (It moves all jobs that are due in one command, which Lua refuses for more than about 8,000.)",
                 "jobs at a time",
             ],
             &[100],
