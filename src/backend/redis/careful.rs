@@ -126,7 +126,7 @@ struct Seat<'a> {
 
 impl Seats {
     fn new(connector: &Connector, connections: u32, terms: &Terms, siblings: &Arc<Siblings>) -> Self {
-        let seat = |_| Pool::single(connector.clone(), terms.clone(), Arc::clone(siblings));
+        let seat = |_| Pool::lazy(connector.clone(), 1, terms.clone(), siblings);
         let free: Vec<_> = (0..connections).map(seat).collect();
         let places = Semaphore::new(free.len());
         Self { free: Mutex::new(free), places, silent_since: Mutex::default() }

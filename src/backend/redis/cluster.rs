@@ -344,8 +344,9 @@ impl Shared {
 
     fn open(&self, address: &Address) -> Result<Node, RedisError> {
         let connector = (self.connectors)(address)?;
-        let requests = Pool::lazy(connector.clone(), self.connections, self.terms.clone());
-        let apart = Pool::lazy(connector.clone(), 1, self.terms.clone());
+        let siblings = Arc::default();
+        let requests = Pool::lazy(connector.clone(), self.connections, self.terms.clone(), &siblings);
+        let apart = Pool::lazy(connector.clone(), 1, self.terms.clone(), &siblings);
         let [grants, renewals] =
             [(); 2].map(|()| Careful::new(connector.clone(), self.connections, self.terms.clone()));
         Ok(Node { address: address.clone(), requests, apart, grants, renewals })
@@ -357,7 +358,7 @@ impl Shared {
         if let Some(pool) = strangers.get(address) {
             return Ok(pool.clone());
         }
-        let pool = Pool::lazy((self.connectors)(address)?, 1, self.terms.clone());
+        let pool = Pool::lazy((self.connectors)(address)?, 1, self.terms.clone(), &Arc::default());
         strangers.insert(address.clone(), pool.clone());
         Ok(pool)
     }

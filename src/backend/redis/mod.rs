@@ -41,7 +41,8 @@
 //! One that was closed while it was idle is replaced before anything is sent.
 //! A server that is demoted to a replica is left for whatever its address leads to by then. While connections are refused,
 //! calls fail at once instead of waiting for their deadline; a server that accepts them and does not answer costs calls their
-//! deadline until that is known. A command whose answer is lost is never sent again, since it may have been counted.
+//! deadline until that is known. An attempt to connect whose packets a network has lost is not waited for once a later one has come through. A command
+//! whose answer is lost is never sent again, since it may have been counted.
 //!
 //! # Decisions that meet
 //!

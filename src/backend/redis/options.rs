@@ -361,11 +361,14 @@ fn warn_of(error: &StoreError) {
 }
 
 async fn to_one(connector: Connector, connections: u32, terms: Terms, start: Start) -> Result<Links, ConnectError> {
+    let siblings = Arc::default();
     let requests = match start {
-        Start::Connected => Pool::open(connector.clone(), connections, terms.clone()).await.map_err(connect_error)?,
-        Start::Disconnected => Pool::eager(connector.clone(), connections, terms.clone()),
+        Start::Connected => {
+            Pool::open(connector.clone(), connections, terms.clone(), &siblings).await.map_err(connect_error)?
+        }
+        Start::Disconnected => Pool::eager(connector.clone(), connections, terms.clone(), &siblings),
     };
-    let apart = Pool::lazy(connector.clone(), 1, terms.clone());
+    let apart = Pool::lazy(connector.clone(), 1, terms.clone(), &siblings);
     let [grants, renewals] =
         [(); 2].map(|()| CarefulServers::One(Careful::new(connector.clone(), connections, terms.clone())));
     let (requests, apart) = (Servers::One(requests), Servers::One(apart));

@@ -48,8 +48,8 @@ pub(super) struct Pool {
     // How many are opened before they are needed.
     min_idle: Option<u32>,
     terms: Terms,
-    // Those of other pools to the same server, if it has any.
-    siblings: Option<Arc<Siblings>>,
+    // With those of other pools to the same server, if it has any.
+    siblings: Arc<Siblings>,
     // Another one when the runtime has ended in which it opened connections: what it had begun there is never finished.
     lender: Arc<RwLock<Arc<Lender>>>,
 }
@@ -118,6 +118,8 @@ struct Health {
 pub(super) struct Siblings {
     // The last attempt to connect, if it failed.
     report: watch::Sender<Option<Trouble>>,
+    // The last attempt that did not: when it began, and how long it took.
+    success: watch::Sender<Option<(Instant, Duration)>>,
     pause: Mutex<Pause>,
     others: Arc<Others>,
 }
@@ -144,27 +146,28 @@ impl Others {
 }
 
 impl Pool {
-    /// Opens all connections.
-    pub(super) async fn open(connector: Connector, connections: u32, terms: Terms) -> Result<Self, RedisError> {
-        let (manager, trouble) = Manager::new(connector.clone(), terms.clone(), Arc::default());
+    /// Opens all connections, beside those of other pools to the same server.
+    pub(super) async fn open(
+        connector: Connector,
+        connections: u32,
+        terms: Terms,
+        siblings: &Arc<Siblings>,
+    ) -> Result<Self, RedisError> {
+        let siblings = Arc::clone(siblings);
+        let (manager, trouble) = Manager::new(connector.clone(), terms.clone(), Arc::clone(&siblings));
         let pool = builder(connections, Some(connections)).build(manager).await?;
         let lender = Arc::new(RwLock::new(Arc::new(Lender { pool, trouble, home: Arc::clone(&terms.home) })));
-        Ok(Self { connector, connections, min_idle: Some(connections), terms, siblings: None, lender })
+        Ok(Self { connector, connections, min_idle: Some(connections), terms, siblings, lender })
     }
 
     /// The same, but does not wait for them.
-    pub(super) fn eager(connector: Connector, connections: u32, terms: Terms) -> Self {
-        Self::unopened(connector, connections, Some(connections), terms, None)
+    pub(super) fn eager(connector: Connector, connections: u32, terms: Terms, siblings: &Arc<Siblings>) -> Self {
+        Self::unopened(connector, connections, Some(connections), terms, siblings)
     }
 
     /// The same without a connection until one is needed.
-    pub(super) fn lazy(connector: Connector, connections: u32, terms: Terms) -> Self {
-        Self::unopened(connector, connections, None, terms, None)
-    }
-
-    /// One connection, opened when it is needed, beside those of other pools to the same server.
-    pub(super) fn single(connector: Connector, terms: Terms, siblings: Arc<Siblings>) -> Self {
-        Self::unopened(connector, 1, None, terms, Some(siblings))
+    pub(super) fn lazy(connector: Connector, connections: u32, terms: Terms, siblings: &Arc<Siblings>) -> Self {
+        Self::unopened(connector, connections, None, terms, siblings)
     }
 
     fn unopened(
@@ -172,10 +175,10 @@ impl Pool {
         connections: u32,
         min_idle: Option<u32>,
         terms: Terms,
-        siblings: Option<Arc<Siblings>>,
+        siblings: &Arc<Siblings>,
     ) -> Self {
-        let known = siblings.clone().unwrap_or_default();
-        let lender = Lender::new(connector.clone(), connections, min_idle, terms.clone(), known);
+        let siblings = Arc::clone(siblings);
+        let lender = Lender::new(connector.clone(), connections, min_idle, terms.clone(), Arc::clone(&siblings));
         Self { connector, connections, min_idle, terms, siblings, lender: Arc::new(RwLock::new(Arc::new(lender))) }
     }
 
@@ -188,7 +191,7 @@ impl Pool {
         let mut lender = self.lender.write().unwrap_or_else(PoisonError::into_inner);
         if lender.home.is_gone() {
             let terms = Terms { home: Arc::new(Home::here()), ..self.terms.clone() };
-            let known = self.siblings.clone().unwrap_or_default();
+            let known = Arc::clone(&self.siblings);
             *lender = Arc::new(Lender::new(self.connector.clone(), self.connections, self.min_idle, terms, known));
         }
         Arc::clone(&lender)
@@ -491,13 +494,13 @@ impl ManageConnection for Manager {
     type Error = RedisError;
 
     async fn connect(&self) -> Result<Handle, RedisError> {
-        let Siblings { report, others, .. } = &*self.siblings;
+        let Siblings { report, success, others, .. } = &*self.siblings;
         let pause = self.siblings.pause().until;
         if let Some(until) = pause {
             sleep_until(until).await;
         }
         let begun = Instant::now();
-        let outcome = match timeout(self.terms.connect, self.connector.connect()).await {
+        let outcome = match timeout(self.terms.connect, self.attempt()).await {
             // It is there and says nothing.
             Ok(Err(error)) if error.is_timeout() => Err(no_connection(self.terms.response.min(self.terms.connect))),
             Ok(outcome) => outcome,
@@ -505,6 +508,7 @@ impl ManageConnection for Manager {
         };
         match &outcome {
             Ok(_) => {
+                success.send_replace(Some((begun, begun.elapsed())));
                 *self.siblings.pause() = Pause::default();
                 if report.send_replace(None).is_some() {
                     tracing::info!(server = %self.connector, "connected to redis again");
@@ -540,9 +544,31 @@ impl Manager {
         let trouble = siblings.report.subscribe();
         (Self { connector, terms, siblings }, trouble)
     }
+
+    /// Opens a connection. If one is there that was begun later, what was sent for this one may have been lost, and it is begun anew.
+    async fn attempt(&self) -> Result<(MultiplexedConnection, Option<Tenure>), RedisError> {
+        loop {
+            tokio::select! {
+                biased;
+                outcome = self.connector.connect() => return outcome,
+                () = self.siblings.overtaken(Instant::now()) => {}
+            }
+        }
+    }
 }
 
 impl Siblings {
+    /// Waits until an attempt that was begun later than `begun` has a connection, and for as long again as that has taken.
+    async fn overtaken(&self, begun: Instant) {
+        let is_later = |success: &Option<(Instant, Duration)>| success.is_some_and(|(at, _)| at > begun);
+        let mut success = self.success.subscribe();
+        let later = success.wait_for(is_later).await.ok().and_then(|later| *later);
+        match later {
+            Some((_, took)) => sleep(took + LATE).await,
+            None => pending().await,
+        }
+    }
+
     fn pause(&self) -> MutexGuard<'_, Pause> {
         self.pause.lock().unwrap_or_else(PoisonError::into_inner)
     }
@@ -647,5 +673,48 @@ async fn ping(connection: &mut MultiplexedConnection) -> Result<(), RedisError> 
         // A user may be allowed our scripts and no PING.
         Err(error) if error.code() == Some("NOPERM") => Ok(()),
         answer => answer,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::io::{AsyncReadExt, AsyncWriteExt};
+    use tokio::net::{TcpListener, TcpStream};
+
+    use super::*;
+
+    /// Says yes to whatever it is asked.
+    async fn serve(mut client: TcpStream) {
+        let mut asked = [0; 1024];
+        while client.read(&mut asked).await.is_ok_and(|read| read > 0) && client.write_all(b"+PONG\r\n").await.is_ok() {
+        }
+    }
+
+    #[tokio::test]
+    async fn an_attempt_to_connect_that_was_lost_is_made_again_when_a_later_one_has_come_through() {
+        let server = TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("redis://{}/", server.local_addr().unwrap());
+        let info = redis::IntoConnectionInfo::into_connection_info(url).unwrap();
+        let client =
+            Client::open(info.set_redis_settings(RedisConnectionInfo::default().set_skip_set_lib_name())).unwrap();
+        let config = AsyncConnectionConfig::new().set_connection_timeout(None).set_response_timeout(None);
+        let connector = Connector::Client(Box::new((client, config)));
+        let hour = Duration::from_secs(3_600);
+        let terms = Terms { connect: hour, response: hour, home: Arc::new(Home::here()) };
+        let siblings = Arc::default();
+        let [one, other] = [(); 2].map(|()| Pool::lazy(connector.clone(), 1, terms.clone(), &siblings));
+
+        let waiting = tokio::spawn(async move { one.connected().await });
+        let (lost, _) = server.accept().await.unwrap();
+        let serving = tokio::spawn(async move {
+            loop {
+                let (client, _) = server.accept().await.unwrap();
+                tokio::spawn(serve(client));
+            }
+        });
+        other.connected().await.unwrap();
+        timeout(Duration::from_secs(10), waiting).await.expect("it is not waited for").unwrap().unwrap();
+        serving.abort();
+        drop(lost);
     }
 }

@@ -131,7 +131,7 @@ mod tests {
         let client = redis::Client::open("redis://127.0.0.1:1/").unwrap();
         let connector = Connector::Client(Box::new((client, redis::AsyncConnectionConfig::new())));
         let terms = Terms { connect: Duration::MAX, response: Duration::MAX, home: Arc::new(Home::here()) };
-        let servers = Servers::One(Pool::lazy(connector, 1, terms));
+        let servers = Servers::One(Pool::lazy(connector, 1, terms, &Arc::default()));
         let batch = vec![waiting(1, Priority::Normal), waiting(1, Priority::Low)];
         assert!(!send(Arc::new(servers), Arc::new(Keys::new("test")), Arc::new(Scripts::new()), batch).await);
     }
