@@ -10,7 +10,7 @@ use redis::cluster_async::ClusterConnection;
 use redis::{ConnectionInfo, ErrorKind, ProtocolVersion, PushInfo, PushKind, RedisError, Value};
 use tokio::sync::Notify;
 
-use super::pool::Connector;
+use super::pool::{Connector, unhindered};
 use super::sentinel::Tenure;
 use crate::lock::Token;
 
@@ -240,6 +240,7 @@ impl ClusterSource {
         let builder = ClusterClientBuilder::new(self.seeds.iter().cloned())
             .use_protocol(ProtocolVersion::RESP3)
             .connection_timeout(self.connect_timeout)
+            .tcp_settings(unhindered())
             .push_sender(heard);
         #[cfg(feature = "tls")]
         let builder = match &self.certificates {

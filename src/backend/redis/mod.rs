@@ -38,7 +38,8 @@
 //! A bb8 pool of a few *multiplexed* connections for each server. A call borrows one, clones its handle and gives it back before it
 //! sends anything, so no call waits for the round trip of another and a handful of connections serves thousands of requests at
 //! once. There is no PING per checkout: a connection that fails is marked, is never handed out again, and is replaced.
-//! One that was closed while it was idle is replaced before anything is sent.
+//! One that was closed while it was idle is replaced before anything is sent. What is sent does not wait until the network has confirmed what
+//! was sent before (`TCP_NODELAY`).
 //! A server that is demoted to a replica is left for whatever its address leads to by then. While connections are refused,
 //! calls fail at once instead of waiting for their deadline; a server that accepts them and does not answer costs calls their
 //! deadline until that is known. An attempt to connect whose packets a network has lost is not waited for once a later one has come through. A command
@@ -193,6 +194,9 @@ impl RedisBackend {
     ///
     /// The connections are opened by the pool's manager and are not those that the pool hands out, since whoever has borrowed
     /// one may be in the middle of a transaction or waiting for a blocking command.
+    ///
+    /// They are as the manager opens them: `TcpSettings::set_nodelay` of its client's settings, which that leaves off, is worth turning on, since
+    /// calls share connections. With it off each waits until the network has confirmed the one before.
     ///
     /// With a password, a server that has no room for another client may be taken for one that refuses the password: the manager keeps nothing
     /// of what such a server says. It is [`ConnectError::Credentials`] then, and later a store error that

@@ -13,7 +13,7 @@ use super::error::connect_error;
 use super::home::Home;
 use super::keys::Keys;
 use super::listener::{ClusterSource, Source};
-use super::pool::{Connector, Pool, Terms};
+use super::pool::{Connector, Pool, Terms, unhindered};
 use super::sentinel::{self, Sentinels};
 use super::servers::{CarefulLane, CarefulServers, Lane, Links, Servers, Start};
 use super::url::Target;
@@ -304,7 +304,7 @@ impl RedisOptions {
     fn client(&self, info: ConnectionInfo) -> Result<Client, RedisError> {
         // What the client library is called is nothing that a user needs a permission for, and each refusal would be in the server's log.
         let settings = info.redis_settings().clone().set_skip_set_lib_name();
-        let info = info.set_redis_settings(settings);
+        let info = info.set_redis_settings(settings).set_tcp_settings(unhindered());
         #[cfg(feature = "tls")]
         if let ConnectionAddr::TcpTls { .. } = info.addr() {
             provide_cryptography();
@@ -425,5 +425,20 @@ impl fmt::Debug for RedisOptions {
             .field("response_timeout", &self.response_timeout)
             .field("tolerates_outage", &self.tolerates_outage)
             .finish_non_exhaustive()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// A connection that many share had one call on its way at a time.
+    #[test]
+    fn calls_do_not_wait_for_each_other_on_their_way() {
+        let options = RedisOptions::from_url("redis://127.0.0.1/").unwrap();
+        let Origin::Target(target) = &options.origin else { panic!("it is a URL") };
+        let Target::Server(info) = &**target else { panic!("it is one server") };
+        let client = options.client(info.clone()).unwrap();
+        assert!(client.get_connection_info().tcp_settings().nodelay());
     }
 }
