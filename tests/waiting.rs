@@ -509,6 +509,55 @@ async fn who_is_neither_polled_nor_dropped_holds_up_nobody() {
     }
 }
 
+/// Those behind slept until whoever had the turn before would have gone on at the latest: a long deadline later.
+#[tokio::test(start_paused = true)]
+async fn who_is_not_polled_when_its_turn_comes_holds_up_others_for_no_longer_than_it_may() {
+    for unpolled in [1, 2] {
+        let calls = Calls::new();
+        let store = FaultStore::new(MemoryBackend::new());
+        let layer = RateLimitLayer::new(store.clone(), policy()).wait(Duration::from_secs(4));
+        let service = calls.behind(layer.deadline(Duration::from_secs(8)));
+        service.clone().oneshot((ACME, 0)).await.unwrap();
+        let first = tokio::spawn(service.clone().oneshot((ACME, 1)));
+        sleep(ms(1)).await;
+        let mut aside: Vec<_> =
+            (0..unpolled).map(|number| Box::pin(service.clone().oneshot((ACME, 2 + number)))).collect();
+        for request in &mut aside {
+            assert!(timeout(ms(1), request).await.is_err());
+        }
+        store.faults().delay(ms(50));
+        sleep(ms(110)).await;
+        // It comes while the first is asked about.
+        let last = tokio::spawn(service.clone().oneshot((ACME, 9)));
+        first.await.unwrap().unwrap();
+        last.await.unwrap().unwrap();
+        let (_, after) = calls.served()[2];
+        let most = if unpolled == 1 { 500 } else { 1_500 };
+        assert!(after < most, "{after} ms behind {unpolled}");
+    }
+}
+
+/// Those behind slept until it would have had its answer at the latest.
+#[tokio::test(start_paused = true)]
+async fn who_is_not_polled_after_a_question_holds_up_others_for_no_longer_than_it_may() {
+    let calls = Calls::new();
+    let store = FaultStore::new(MemoryBackend::new());
+    let layer = RateLimitLayer::new(store.clone(), policy()).wait(Duration::from_secs(4));
+    let service = calls.behind(layer.deadline(Duration::from_secs(8)));
+    service.clone().oneshot((ACME, 0)).await.unwrap();
+    let mut aside = pin!(service.clone().oneshot((ACME, 1)));
+    assert!(timeout(ms(50), &mut aside).await.is_err());
+    store.faults().delay(ms(50));
+    assert!(timeout(ms(60), &mut aside).await.is_err());
+    let last = tokio::spawn(service.clone().oneshot((ACME, 2)));
+    // Somebody else takes the room.
+    assert!(Limiter::new(store.get_ref().clone(), policy()).check(ACME).await.unwrap().is_allowed());
+    assert!(timeout(ms(45), &mut aside).await.is_err());
+    last.await.unwrap().unwrap();
+    let (_, after) = calls.served()[1];
+    assert!(after < 600, "after {after} ms");
+}
+
 /// A shadow counts whoever comes, and that is once, however often they have to ask.
 #[tokio::test(start_paused = true)]
 async fn who_waits_is_counted_once_by_those_who_have_no_say() {

@@ -432,7 +432,8 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     ///
     /// Up to 1,000 requests wait at the same time, or [`max_waiters_in_total`](Self::max_waiters_in_total); one more is turned away. A request that waits holds the place in
     /// the inner service that was reserved for it, and dropping it leaves the line; nothing was charged. One that is neither polled nor dropped when its turn
-    /// has come holds up those behind it until it is a quarter of a second late; once it is polled it is in front of them again.
+    /// has come holds up those behind it until it is a quarter of a second late, and for up to a second more where the next one is not polled either; once it
+    /// is polled it is in front of them again.
     ///
     /// ```
     /// use std::time::Duration;

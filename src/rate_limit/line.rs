@@ -110,6 +110,14 @@ impl Line {
             self.asking.insert(member, Instant::now() + GRACE);
             self.called = Some(member);
             turn.notify_one();
+            self.tell_next();
+        }
+    }
+
+    /// Has the next of those behind look again: it may have another one's turn earlier than it knows.
+    fn tell_next(&self) {
+        if let Some(next) = self.behind.values().next() {
+            next.notify_one();
         }
     }
 
@@ -144,7 +152,10 @@ impl Line {
     /// Has somebody go on until then whose turn it is.
     fn expect(&mut self, member: u64, until: Instant) {
         if let Some(due) = self.asking.get_mut(&member) {
-            *due = until + GRACE;
+            let before = std::mem::replace(due, until + GRACE);
+            if *due < before {
+                self.tell_next();
+            }
         }
     }
 }
@@ -261,8 +272,8 @@ impl Place {
     /// Waits for its turn to ask the store.
     pub(super) async fn turn(&self) {
         while let Err(due) = self.takes_turn() {
-            // Whether it was told or looks by itself does not matter.
-            let _ = timeout_at(due, self.turn.notified()).await;
+            // Whether it was told or looks by itself does not matter. Who should have gone by before it may be one that nobody polls either.
+            let _ = timeout_at(due.min(Instant::now() + LOOK_AGAIN), self.turn.notified()).await;
         }
     }
 
