@@ -558,6 +558,46 @@ async fn who_is_not_polled_after_a_question_holds_up_others_for_no_longer_than_i
     assert!(after < 600, "after {after} ms");
 }
 
+/// Two of a line ask at once: the first is denied and pauses, and the other one is not polled any more. Once that one was passed by, nothing woke the first.
+#[tokio::test(start_paused = true)]
+async fn what_is_given_back_is_had_by_the_first_of_a_line_where_another_one_is_not_polled() {
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().delay(ms(20));
+    let minute = Policy::new("minute", Quota::per_minute(4).fixed_window());
+    let other = Limiter::new(store.get_ref().clone(), minute.clone());
+    // Everybody gives back what they took, after so long.
+    let service = RateLimitLayer::new(store.clone(), minute)
+        .wait(Duration::from_secs(90))
+        .cost(|(cost, _): &Call| *cost)
+        .charge_on(|_: Result<&(), &BoxError>| false)
+        .with_rejection(AsError)
+        .layer(service_fn(async |(_, after): Call| {
+            sleep(ms(after.into())).await;
+            Ok::<_, BoxError>(())
+        }));
+    let begun = Instant::now();
+    let mut served = JoinSet::new();
+    served.spawn(service.clone().oneshot((1, 800)));
+    served.spawn(service.clone().oneshot((3, 80)));
+    sleep(ms(30)).await;
+    served.spawn(service.clone().oneshot((1, 60_000)));
+    sleep(ms(30)).await;
+    let first = tokio::spawn(service.clone().oneshot((1, 0)));
+    sleep(ms(1)).await;
+    let mut aside = pin!(service.clone().oneshot((1, 0)));
+    // Three are given back at 120 ms, and one of the line is admitted, so that the next two are asked about at 140 ms.
+    assert!(timeout(ms(90), &mut aside).await.is_err());
+    assert_eq!(store.faults().calls(Verb::Check), 6);
+    for _ in 0..2 {
+        assert!(other.check(Key::EVERYONE).await.unwrap().is_allowed());
+    }
+    sleep(ms(50)).await;
+    served.spawn(service.oneshot((1, 0)));
+    first.await.unwrap().unwrap();
+    // What is given back at 840 ms is asked for in 20 ms.
+    assert!(begun.elapsed() < ms(900), "{:?}", begun.elapsed());
+}
+
 /// A shadow counts whoever comes, and that is once, however often they have to ask.
 #[tokio::test(start_paused = true)]
 async fn who_waits_is_counted_once_by_those_who_have_no_say() {

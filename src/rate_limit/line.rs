@@ -140,11 +140,13 @@ impl Line {
         let now = Instant::now();
         let overdue = |due: &Instant| *due <= now;
         if self.asking.values().any(overdue) {
+            if self.asking.values().next().is_some_and(overdue) {
+                // The first alone pauses. It is not to be woken in the place of another one.
+                self.room = Arc::default();
+            }
             self.aside.extend(self.asking.iter().filter(|(_, due)| overdue(due)).map(|(member, _)| *member));
             self.asking.retain(|_, due| !overdue(due));
             self.called = self.called.filter(|member| self.asking.contains_key(member));
-            // So that none of them is woken in the place of another one.
-            self.room = Arc::default();
             self.advance();
         }
     }
