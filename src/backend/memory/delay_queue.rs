@@ -219,10 +219,12 @@ impl QueueTable {
     fn push(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
         let mut queues = self.queues();
         // Besides those that take the room of these jobs, a few unique keys whose time is over go with each that comes.
-        let (new, _) = queues.wants(key, jobs);
+        let now_ms = self.start.us() / 1_000;
+        let wanted = |queues: &Queues| queues.wants(key, jobs, max_jobs, now_ms);
+        let (new, _) = wanted(&queues);
         self.sweep(&mut queues, self.excess(new) + 2 * jobs.len());
         // A dead job that is forgotten may be one that is pushed again, which takes room then.
-        self.make_room(&mut queues, |queues| queues.wants(key, jobs))?;
+        self.make_room(&mut queues, wanted)?;
         Ok(self.change(&mut queues, key, |queue, now| {
             let mut admissions = vec![Admission::Full; jobs.len()];
             for &priority in Priority::ALL {
@@ -321,13 +323,17 @@ impl MemoryBackend {
 }
 
 impl Queues {
-    /// How many of these jobs would be more than there are, and by how much there would be more bytes. What is there already takes no room, and
-    /// what takes the place of a dead job takes no more than it is larger.
-    fn wants(&self, key: &QueueKey, jobs: &[NewJob]) -> (usize, usize) {
+    /// How many of these jobs would be more than there are, and by how much there would be more bytes. What is there already, has a unique
+    /// key that is held or comes to a queue that is full takes no room, and what takes the place of a dead job takes no more than it is larger.
+    fn wants(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64, now_ms: u64) -> (usize, usize) {
         let known = self.all.get(key);
+        let is_full = known.map_or(0, |queue| queue.jobs.len() as u64) >= max_jobs;
+        let is_held = |unique: Unique| known.is_some_and(|queue| queue.holder(&unique.key, now_ms).is_some());
         let (mut new, mut bytes) = (0, 0);
         for job in jobs {
             match known.and_then(|queue| queue.jobs.get(&job.id)) {
+                _ if job.unique.is_some_and(is_held) => {}
+                None if is_full => {}
                 None => (new, bytes) = (new + 1, bytes + job.size()),
                 Some(record) if matches!(record.place, Place::Dead { .. }) => {
                     bytes += job.size().saturating_sub(record.size());
@@ -358,6 +364,11 @@ impl Queue {
         }
     }
 
+    /// Who keeps others out that have this unique key.
+    fn holder(&self, key: &Key, now_ms: u64) -> Option<&Holder> {
+        self.unique.get(key).filter(|holder| holder.until.is_none_or(|until| until > now_ms))
+    }
+
     fn push(&mut self, job: &NewJob, max_jobs: u64, now: Now) -> Admission {
         let was_dead = match self.jobs.get(&job.id).map(|record| record.place) {
             Some(Place::Waiting | Place::Running { .. }) => return Admission::Exists(job.id),
@@ -368,9 +379,7 @@ impl Queue {
             return Admission::Full;
         }
         if let Some(unique) = job.unique {
-            if let Some(holder) = self.unique.get(&unique.key)
-                && holder.until.is_none_or(|until| until > now.ms)
-            {
+            if let Some(holder) = self.holder(&unique.key, now.ms) {
                 return Admission::Exists(holder.id);
             }
             let until = match unique.span {
@@ -946,6 +955,31 @@ mod tests {
         assert!(backend.push(&other, &[job(5, None)], 100).await.unwrap_err().is_out_of_memory());
         assert_eq!(dead().await, [3, 2]);
         assert_eq!(sizes(&backend).0, 10);
+    }
+
+    /// It took the place of dead jobs, or there was no room for it.
+    #[tokio::test(start_paused = true)]
+    async fn what_is_not_added_needs_no_room() {
+        let backend = MemoryBackend::with_capacity(10);
+        let [poison, other] = ["poison", "other"].map(QueueKey::new);
+        let dead = async || backend.counts(&poison).await.unwrap().dead;
+        let jobs: Vec<_> = (0..8).map(|id| job(id, None)).collect();
+        backend.push(&poison, &jobs, 100).await.unwrap();
+        kill(&backend, &poison).await;
+        let held = Some(Unique { key: Key::from("a"), span: UniqueFor::WaitingOrRunning });
+        backend.push(&other, &[job(0, held), job(1, None)], 100).await.unwrap();
+        let exists = Admission::Exists(JobId::from("0"));
+        assert_eq!(backend.push(&other, &[job(2, held), job(3, held)], 100).await.unwrap(), [exists; 2]);
+        assert_eq!(backend.push(&other, &[job(2, None)], 2).await.unwrap(), [Admission::Full]);
+        assert_eq!(dead().await, 8);
+        assert_eq!(backend.push(&other, &[job(2, held), job(3, None)], 100).await.unwrap(), [exists, Admission::New]);
+        assert_eq!(dead().await, 7);
+        // Nor where there is none.
+        let backend = MemoryBackend::with_capacity(2);
+        backend.push(&other, &[job(0, held), job(1, None)], 100).await.unwrap();
+        assert_eq!(backend.push(&other, &[job(2, held)], 100).await.unwrap(), [exists]);
+        assert_eq!(backend.push(&other, &[job(2, None)], 2).await.unwrap(), [Admission::Full]);
+        assert!(backend.push(&other, &[job(2, None)], 100).await.unwrap_err().is_out_of_memory());
     }
 
     #[tokio::test(start_paused = true)]
