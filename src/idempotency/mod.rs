@@ -137,7 +137,7 @@
 //! The answer goes to the caller while it is recorded. Its last part is held back until the record is stored, so a client that has seen the end
 //! finds it there. (If the handler sets `Content-Length`, a client may believe that it has seen the end before.) If the record cannot be stored, the
 //! client gets the answer all the same, storing is tried again in the background for the length of a lease, and
-//! after that the outcome is unknown. Of one that is larger than 64 KiB only the status is kept, as soon as that is known (with gRPC at
+//! after that the outcome is unknown. Of one that is larger than 64 KiB only the status is kept, as soon as that is known and the handler reads no more of the request, which could still break off (with gRPC at
 //! its end, since the status comes last, as that to a request that has broken off; of a next attempt once its body is known to be the same): its handler is not run again, and its
 //! reader may take the time that it likes, where until then the answer has to come to its end within `max_run`. With [`OnUnknown::Retry`] it breaks off if
 //! the lease ends before that status is stored: somebody else may begin then.

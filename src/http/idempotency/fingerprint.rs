@@ -98,6 +98,8 @@ struct Progress {
     len: u64,
     is_whole: bool,
     has_failed: bool,
+    // Whether the handler has dropped what it has not read.
+    is_left: bool,
     unfit: Option<Unfit>,
 }
 
@@ -113,7 +115,8 @@ impl Progress {
 impl Reading {
     fn new(hash: Sha256) -> Self {
         let (before, max_len) = (Payload::default(), u64::MAX);
-        let progress = Progress { before, max_len, hash, len: 0, is_whole: false, has_failed: false, unfit: None };
+        let [is_whole, has_failed, is_left] = [false; 3];
+        let progress = Progress { before, max_len, hash, len: 0, is_whole, has_failed, is_left, unfit: None };
         Self { progress: Mutex::new(progress), is_unfit: Notify::new() }
     }
 
@@ -149,6 +152,12 @@ impl Reading {
     /// Whether the body broke off before the handler had all of it.
     pub(super) fn has_failed(&self) -> bool {
         self.progress().has_failed
+    }
+
+    /// Whether the handler reads no more of the body, so that it can neither break off nor turn out to be unfit.
+    pub(super) fn is_over(&self) -> bool {
+        let progress = self.progress();
+        progress.is_whole || progress.is_left
     }
 
     /// What the body was found to be, if the handler must not see the end of it.
@@ -225,6 +234,14 @@ pin_project! {
         #[pin]
         body: Sent<B>,
         order: Option<Arc<Order<Reading>>>,
+    }
+
+    impl<B> PinnedDrop for FingerprintedBody<B> {
+        fn drop(this: Pin<&mut Self>) {
+            if let Some(order) = this.project().order {
+                order.body().progress().is_left = true;
+            }
+        }
     }
 }
 

@@ -244,8 +244,8 @@ impl<K, A> IdempotencyLayer<K, A> {
 
     /// How long a handler may take, its body included. Defaults to 5 minutes. It is dropped then, and what came of it is unknown.
     ///
-    /// Once an answer is too large to be kept, which the record says then, it may take as long as it does not stand still for that time: a
-    /// client that reads it slowly is no reason to cut it off.
+    /// Once an answer is too large to be kept, and no more of its request is read, which the record says then, it may take as long as it does not stand
+    /// still for that time: a client that reads it slowly is no reason to cut it off.
     pub fn max_run(self, max_run: Duration) -> Self {
         self.with(|settings| settings.max_run = max_run)
     }

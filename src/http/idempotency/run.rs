@@ -318,7 +318,7 @@ fn content_length(headers: &HeaderMap) -> Option<u64> {
 enum Stop {
     End,
     Broken(BoxError),
-    /// It is known by now that the answer is not kept, and that it is one to the right body.
+    /// It is known by now that the answer is not kept, and that it is one to the right body, no more of which is read.
     TooLarge,
 }
 
@@ -432,12 +432,7 @@ where
                     }
                     stepping.as_mut().poll(cx).map(Result::ok)
                 });
-                // A handler that must not see the rest of its body waits for that in vain.
-                let stepped = tokio::select! {
-                    stepped = under_lease => stepped,
-                    () = order.body().until_it_is_unfit() => None,
-                };
-                match stepped.filter(|_| order.body().unfit().is_none()) {
+                match under_lease.await {
                     Some(None | Some(Stop::TooLarge)) => {}
                     Some(Some(Stop::End)) => break Some(Piece::End),
                     Some(Some(Stop::Broken(error))) => break Some(Piece::Failed(error)),
@@ -449,11 +444,7 @@ where
             settings.home.meters().handled(begun);
         }
         let Some(last) = last else {
-            let verdict = order.body().unfit().map_or(Verdict::Cancelled, |unfit| match unfit {
-                Unfit::Differs => Verdict::Mismatch,
-                Unfit::TooLarge => Verdict::TooLarge,
-            });
-            settings.home.meters().decided(verdict);
+            settings.home.meters().decided(Verdict::Cancelled);
             return;
         };
         // Whoever has seen the end finds the locks free.
@@ -470,7 +461,7 @@ where
     async fn pass_on(&mut self, pieces: &Sender<Piece>, reading: &Reading) -> Stop {
         loop {
             // What may be an answer to another body, or break off with it, is not recorded before its end.
-            let is_right = || reading.is_known() && !reading.has_failed();
+            let is_right = || reading.is_known() && reading.is_over() && !reading.has_failed();
             if !self.recorder.fits() && self.judge.is_sure() && is_right() {
                 return Stop::TooLarge;
             }
