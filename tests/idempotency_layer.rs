@@ -2780,6 +2780,95 @@ async fn an_early_answer_made_of_another_body_is_not_kept_for_the_right_one() {
     }
 }
 
+/// Nor is what a handler has made of the beginning of another body, which broke off before anybody could tell: whoever sent the right one was told that this was done.
+#[tokio::test(start_paused = true)]
+async fn a_success_made_of_another_body_that_broke_off_is_not_kept_for_the_right_one() {
+    for (keep, streams) in
+        [Keep::SafeRetry, Keep::Success, Keep::All].into_iter().flat_map(|keep| [(keep, false), (keep, true)])
+    {
+        let runs = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&runs);
+        let guard = layer(MemoryBackend::new()).keep(keep);
+        let service = guard.clone().layer(service_fn(move |request: Request<FingerprintedBody<Stream>>| {
+            let run = counted.fetch_add(1, Ordering::SeqCst) + 1;
+            async move {
+                let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
+                let read = request.into_body().collect().await;
+                if run == 2 {
+                    let (sender, body) = stream();
+                    sender.send(data("stored a part of it")).unwrap();
+                    tokio::spawn(async move {
+                        sleep(Duration::from_secs(u64::from(streams))).await;
+                        drop(sender);
+                    });
+                    let body = if streams { body.boxed() } else { full("stored a part of it") };
+                    return Ok::<_, Infallible>(Response::new(body));
+                }
+                read.unwrap();
+                operation.checkpoint("charged", "").await.unwrap();
+                if run == 1 {
+                    // Given back with `Keep::All`, too.
+                    let response = Response::builder().extension(NothingDone);
+                    return Ok(response.status(StatusCode::SERVICE_UNAVAILABLE).body(full("")).unwrap());
+                }
+                Ok(Response::new(full("done")))
+            }
+        }));
+        let app = BoxCloneService::new(service);
+        assert_eq!(ask(&app, pay("k")).await.status(), StatusCode::SERVICE_UNAVAILABLE);
+        let (sender, body) = stream();
+        sender.send(data("thou")).unwrap();
+        sender.send(Err(io::ErrorKind::BrokenPipe.into())).unwrap();
+        assert_eq!(text(ask(&app, request("k", body)).await).await, "stored a part of it");
+        guard.drained().await;
+        if keep == Keep::All {
+            sleep(Duration::from_secs(15)).await;
+            assert_eq!(problem(ask(&app, pay("k")).await).await, (409, "outcome-unknown".into()), "{streams}");
+        } else {
+            let again = ask(&app, pay("k")).await;
+            assert_eq!((text(again).await, runs.load(Ordering::SeqCst)), ("done".into(), 3), "{keep:?} {streams}");
+            assert!(is_replay(&ask(&app, pay("k")).await));
+        }
+    }
+}
+
+/// Where nobody was before, or has read more of it.
+#[tokio::test(start_paused = true)]
+async fn a_success_made_of_a_part_of_a_request_is_kept() {
+    for failed_before in [false, true] {
+        let runs = Arc::new(AtomicUsize::new(0));
+        let counted = Arc::clone(&runs);
+        let service =
+            layer(MemoryBackend::new()).layer(service_fn(move |request: Request<FingerprintedBody<Stream>>| {
+                let run = counted.fetch_add(1, Ordering::SeqCst) + 1;
+                async move {
+                    let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
+                    let mut body = request.into_body();
+                    body.frame().await.unwrap().unwrap();
+                    operation.checkpoint("begun", "").await.unwrap();
+                    if failed_before && run == 1 {
+                        return Ok::<_, Infallible>(status(StatusCode::SERVICE_UNAVAILABLE));
+                    }
+                    body.collect().await.unwrap_err();
+                    Ok(Response::new(full("stored a part of it")))
+                }
+            }));
+        let app = BoxCloneService::new(service);
+        if failed_before {
+            let first = ask(&app, request("k", of(&["hun", "dred"]))).await;
+            assert_eq!(first.status(), StatusCode::SERVICE_UNAVAILABLE);
+        }
+        let (sender, body) = stream();
+        ["hun", "dr"].iter().for_each(|chunk| sender.send(data(chunk)).unwrap());
+        sender.send(Err(io::ErrorKind::BrokenPipe.into())).unwrap();
+        assert_eq!(text(ask(&app, request("k", body)).await).await, "stored a part of it");
+        let again = ask(&app, pay("k")).await;
+        assert!(is_replay(&again), "{failed_before}");
+        assert_eq!(text(again).await, "stored a part of it");
+        assert_eq!(runs.load(Ordering::SeqCst), 1 + usize::from(failed_before));
+    }
+}
+
 /// What is done is not done again since a part of the body that nobody needed was missing.
 #[tokio::test(start_paused = true)]
 async fn an_early_answer_of_the_next_attempt_is_kept() {

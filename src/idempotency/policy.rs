@@ -4,8 +4,8 @@
 /// this crate on the inside has turned away with a response (an error of [`AsError`](crate::AsError) is a failure as any other, but for that of a lock that was lost half way), nor an answer with `tollgate::reject::NothingDone` in its extensions. One with
 /// `tollgate::reject::OutcomeUnknown` in them is neither kept nor given back: the outcome is unknown when the lease has ended.
 ///
-/// What a handler answers to a request that has broken off while it was read is kept if it is a success and comes to its end; otherwise that is a failure
-/// without an answer.
+/// What a handler answers to a request that has broken off while it was read is kept if it is a success and comes to its end; of a next attempt, which may have been
+/// sent another body, if as much was read as by the one before, too. Otherwise that is a failure without an answer.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Keep {

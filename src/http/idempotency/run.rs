@@ -142,7 +142,7 @@ impl Course {
         settings.home.meters().handled(self.begun);
     }
 
-    /// Whether it is not known yet that an answer is one to the right body. What is made of one that has broken off is known.
+    /// Whether it is not known yet that an answer is one to the right body. Of one that has broken off there is no more to read.
     pub(super) fn has_to_read_on(&self, outcome: &Outcome) -> bool {
         let reading = self.attempt.order().body();
         matches!(outcome, Outcome::Answered { keeps: true, .. }) && !reading.is_known() && !reading.has_failed()
@@ -195,9 +195,10 @@ impl Course {
                 attempt.told();
                 return (running, None);
             }
-            // A client that has broken off is to send the whole of it, and not to hear again that it did not: that is a failure.
+            // A client that has broken off is to send the whole of it, and not to hear again that it did not: that is a failure. So is what was made of a
+            // part of a body that may be another one.
             Outcome::Answered { status, succeeded, keeps, answer, is_kept }
-                if keeps && (!reading.has_failed() || succeeded) =>
+                if keeps && (!reading.has_failed() || (succeeded && reading.is_known())) =>
             {
                 let (payload, retention) = (reading.payload(), settings.retention);
                 let completion = Completion { answer, is_kept, payload, retention };
