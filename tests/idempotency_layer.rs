@@ -1514,6 +1514,20 @@ async fn a_no_of_a_limiter_that_a_handler_asks_half_way_is_kept_as_its_other_ans
     }
 }
 
+/// Gives all operations of unknown outcome this answer, and says how many there were.
+async fn complete_unknown(backend: MemoryBackend, answer: &'static str) -> usize {
+    let (admin, mut next, mut completed) = (IdempotencyAdmin::new(backend), Some(Cursor::default()), 0);
+    while let Some(from) = next {
+        let page = admin.unknown(from, 100).await.unwrap();
+        for status in page.operations {
+            assert!(admin.complete(&status, Response::new(answer)).await.unwrap());
+            completed += 1;
+        }
+        next = page.next;
+    }
+    completed
+}
+
 /// The story of a payment that was found out about, while its client was told for a day that nobody knows: a layer around had kept that.
 #[tokio::test(start_paused = true)]
 async fn a_layer_keeps_nothing_of_what_one_inside_refuses_or_cancels() {
@@ -1545,16 +1559,67 @@ async fn a_layer_keeps_nothing_of_what_one_inside_refuses_or_cancels() {
         for _ in 0..2 {
             told(ask().await, 409, "outcome-unknown");
         }
-        let (admin, mut next) = (IdempotencyAdmin::new(backend), Some(Cursor::default()));
-        while let Some(from) = next {
-            let page = admin.unknown(from, 100).await.unwrap();
-            for status in page.operations {
-                assert!(admin.complete(&status, Response::new("paid")).await.unwrap(), "{case}");
-            }
-            next = page.next;
-        }
+        assert!(complete_unknown(backend, "paid").await > 0, "{case}");
         let (status, _, text) = ask().await;
         assert_eq!((status, &*text), (200, "paid"), "{case}");
+    }
+}
+
+/// The story of a payment that was refused for a day: its client had sent another one under the key, and a layer around kept that this was refused, which the one inside
+/// had given back.
+#[tokio::test(start_paused = true)]
+async fn a_layer_does_as_one_inside_does_with_a_handler_that_was_sent_another_body() {
+    let inside = [(Keep::SafeRetry, OnUnknown::Reject), (Keep::All, OnUnknown::Retry), (Keep::All, OnUnknown::Reject)];
+    for (outside, (keep, on_unknown)) in
+        [Keep::SafeRetry, Keep::All].into_iter().flat_map(|outside| inside.map(|inside| (outside, inside)))
+    {
+        let case = format!("{outside:?} {keep:?} {on_unknown:?}");
+        let (runs, backend) = (Arc::new(AtomicUsize::new(0)), MemoryBackend::new());
+        let counted = Arc::clone(&runs);
+        let handler = service_fn(move |request: Request<FingerprintedBody<FingerprintedBody<Stream>>>| {
+            let run = counted.fetch_add(1, Ordering::SeqCst) + 1;
+            async move {
+                let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
+                request.into_body().collect().await.unwrap();
+                operation.checkpoint("charged", "").await.unwrap();
+                if run == 1 {
+                    // Given back with `Keep::All`, too.
+                    let response = Response::builder().extension(NothingDone);
+                    return Ok::<_, Infallible>(response.status(503).body(full("")).unwrap());
+                }
+                Ok(Response::new(full("done")))
+            }
+        });
+        let inside = layer(backend.clone()).keep(keep).on_unknown(on_unknown);
+        let outside = IdempotencyLayer::new(backend.clone()).scope(Everyone).keep(outside);
+        let app = outside.clone().layer(inside.clone().layer(handler));
+        let ask = async |body: &[&str]| {
+            let answer = app.clone().oneshot(request("k", of(body))).await.unwrap();
+            let says_nothing_done = answer.extensions().get::<NothingDone>().is_some();
+            let (status, is_replay) = (answer.status().as_u16(), answer.headers().contains_key("idempotent-replayed"));
+            let text = answer.into_body().collect().await.unwrap().to_bytes();
+            inside.drained().await;
+            outside.drained().await;
+            (status, is_replay, says_nothing_done, String::from_utf8(text.to_vec()).unwrap())
+        };
+        assert_eq!(ask(&["hundred"]).await.0, 503, "{case}");
+        let (status, is_replay, says_nothing_done, text) = ask(&["thou", "san"]).await;
+        assert_eq!((status, is_replay, says_nothing_done), (422, false, false), "{case}: a handler had begun");
+        assert!(text.contains("key-reused"), "{case}: {text}");
+        if keep == Keep::All && on_unknown == OnUnknown::Reject {
+            sleep(Duration::from_secs(15)).await;
+            let (status, _, _, text) = ask(&["hundred"]).await;
+            assert!(status == 409 && text.contains("outcome-unknown"), "{case}: {status} {text}");
+            assert_eq!(complete_unknown(backend, "refunded").await, 2, "{case}");
+            let (status, _, _, text) = ask(&["hundred"]).await;
+            assert_eq!((status, &*text), (200, "refunded"), "{case}");
+            continue;
+        }
+        for replayed in [false, true] {
+            let (status, is_replay, _, text) = ask(&["hundred"]).await;
+            assert_eq!((status, is_replay, &*text), (200, replayed, "done"), "{case}");
+        }
+        assert_eq!(runs.load(Ordering::SeqCst), 3, "{case}");
     }
 }
 

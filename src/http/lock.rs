@@ -1,6 +1,5 @@
 use std::pin::Pin;
-use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, OnceLock};
 use std::task::{Context, Poll, ready};
 use std::time::Duration;
 
@@ -173,28 +172,37 @@ impl<B: Body<Data = Bytes>> LockedBody<B> {
     }
 }
 
-/// In the extensions of a response: whether its body was cut off half way since a lease was lost. That is known once the body has ended.
+/// In the extensions of a response: whether its handler was cut off half way. Where it has begun to answer, that is known once the body has ended.
 #[derive(Clone, Debug)]
-pub(crate) struct CutOff(Arc<Cut>);
+pub(crate) struct CutOff(Arc<Made>);
+
+/// What a handler has come to that was cut off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Cut {
+    OutcomeUnknown,
+    /// It was sent another body than the attempt before, and its operation was given back.
+    GivenBack,
+}
 
 #[derive(Debug)]
-struct Cut {
-    is_made: AtomicBool,
-    // That of a lock further in. What is between the two locks has looked at it, and has nothing to do with the lock further out.
+struct Made {
+    cut: OnceLock<Cut>,
+    // That of a layer further in. What is between the two layers has looked at it, and has nothing to do with the one further out.
     inner: Option<CutOff>,
 }
 
 impl CutOff {
-    fn around(inner: Option<Self>) -> Self {
-        Self(Arc::new(Cut { is_made: AtomicBool::new(false), inner }))
+    pub(crate) fn around(inner: Option<Self>) -> Self {
+        Self(Arc::new(Made { cut: OnceLock::new(), inner }))
     }
 
-    fn make(&self) {
-        self.0.is_made.store(true, Ordering::Release);
+    /// The first time counts.
+    pub(crate) fn make(&self, cut: Cut) {
+        self.0.cut.get_or_init(|| cut);
     }
 
-    pub(crate) fn is_made(&self) -> bool {
-        self.0.is_made.load(Ordering::Acquire) || self.0.inner.as_ref().is_some_and(Self::is_made)
+    pub(crate) fn is_made(&self, cut: Cut) -> bool {
+        self.0.cut.get() == Some(&cut) || self.0.inner.as_ref().is_some_and(|inner| inner.is_made(cut))
     }
 }
 
@@ -228,7 +236,7 @@ where
         if let Some(Poll::Ready(lost)) = this.stay.as_mut().map(|stay| stay.poll_lost(cx)) {
             (*this.stay, *this.is_over) = (None, true);
             if let Some(cut_off) = this.cut_off.take() {
-                cut_off.make();
+                cut_off.make(Cut::OutcomeUnknown);
             }
             return Poll::Ready(Some(match this.on_loss {
                 None => Err(lost.into()),

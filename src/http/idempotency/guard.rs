@@ -23,6 +23,7 @@ use super::layer::Settings;
 use super::run::{Come, Course};
 use super::service::Shared;
 use crate::error::{BoxError, StoreError};
+use crate::http::lock::{Cut, CutOff};
 use crate::idempotency::{
     Begin, Begun, Claim, Granted, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, Order, Payload, Rejection,
     Running, Verdict,
@@ -220,14 +221,22 @@ where
     }
 }
 
-/// Says why a handler was dropped, or its answer.
-fn refuse<A, B, R, E>(settings: &Settings, answer: &A, rejection: Rejection, has_begun: bool) -> Result<Response<B>, E>
+/// Says why a handler was dropped, or its answer, and what that has come to: to a layer around it is the same.
+fn refuse<A, B, R, E>(
+    settings: &Settings,
+    answer: &A,
+    (rejection, cut): (Rejection, Cut),
+    has_begun: bool,
+) -> Result<Response<B>, E>
 where
     A: Reject<Rejection, Response<R>, E, Response = Response<B>, Error = E>,
 {
     let mut answered = settings.reject(answer, rejection);
     if has_begun && let Ok(response) = &mut answered {
+        let cut_off = CutOff::around(None);
+        cut_off.make(cut);
         response.extensions_mut().remove::<NothingDone>();
+        response.extensions_mut().insert(cut_off);
     }
     answered
 }

@@ -24,7 +24,7 @@ use super::fingerprint::{Reading, Rest, Unfit};
 use super::future::Answer;
 use super::layer::Settings;
 use crate::error::{BoxError, causes};
-use crate::http::lock::CutOff;
+use crate::http::lock::{Cut, CutOff};
 use crate::idempotency::{
     Attempt, Completion, HasPayload as _, Keep, OnDisconnect, OnUnknown, Rejection, Running, Settlement, Verdict,
 };
@@ -110,7 +110,7 @@ impl Course {
     }
 
     /// What the handler was dropped for half way. Its operation is left to the end of its lease, but for one that was sent another body.
-    pub(super) fn breaks_off(&mut self, settings: &Settings) -> Rejection {
+    pub(super) fn breaks_off(&mut self, settings: &Settings) -> (Rejection, Cut) {
         match self.attempt.order().body().unfit() {
             Some(Unfit::Differs) => {
                 let may_begin_again = settings.on_unknown == OnUnknown::Retry || settings.keep.gives_failures_back();
@@ -118,13 +118,14 @@ impl Course {
                 // one has put down no checkpoint that they would take for one of theirs.
                 if may_begin_again {
                     self.gives_back();
+                    return (Rejection::Mismatch, Cut::GivenBack);
                 }
-                Rejection::Mismatch
+                (Rejection::Mismatch, Cut::OutcomeUnknown)
             }
-            Some(Unfit::TooLarge) => Rejection::TooLarge { has_begun: true },
+            Some(Unfit::TooLarge) => (Rejection::TooLarge { has_begun: true }, Cut::OutcomeUnknown),
             None => {
                 self.is_cancelled();
-                Rejection::Cancelled
+                (Rejection::Cancelled, Cut::OutcomeUnknown)
             }
         }
     }
@@ -387,7 +388,7 @@ where
             // The handler goes before anything else is done.
             drop(self);
             course.ended(&settings);
-            settings.home.meters().decided(Verdict::of(&course.breaks_off(&settings)));
+            settings.home.meters().decided(Verdict::of(&course.breaks_off(&settings).0));
             return;
         };
         // One that is too large comes to its end later.
@@ -405,7 +406,7 @@ where
         }
         let Some(outcome) = course.read_on(outcome, &settings).await else {
             drop(self);
-            settings.home.meters().decided(Verdict::of(&course.breaks_off(&settings)));
+            settings.home.meters().decided(Verdict::of(&course.breaks_off(&settings).0));
             return;
         };
         let (running, settling) = course.settle(outcome, &settings);
@@ -620,7 +621,16 @@ impl Judge {
 
     /// Whether nobody knows what was done: as the answer says, or since it was cut off.
     fn is_unknown(&self) -> bool {
-        self.is_unknown || self.cut_off.as_ref().is_some_and(CutOff::is_made)
+        self.is_unknown || self.is_cut_off(Cut::OutcomeUnknown)
+    }
+
+    /// Whether the operation is to be given back: as the answer says, or as that of a layer inside was.
+    fn is_refusal(&self) -> bool {
+        self.is_refusal || self.is_cut_off(Cut::GivenBack)
+    }
+
+    fn is_cut_off(&self, cut: Cut) -> bool {
+        self.cut_off.as_ref().is_some_and(|cut_off| cut_off.is_made(cut))
     }
 
     /// Whether the trailers change nothing any more, and it is kept.
@@ -640,7 +650,7 @@ impl Judge {
 
     fn keeps(&self, trailers: &HeaderMap, is_whole: bool) -> bool {
         match self.keep {
-            _ if self.is_refusal || self.is_unknown() => false,
+            _ if self.is_refusal() || self.is_unknown() => false,
             Keep::All => true,
             Keep::Success => self.succeeded(trailers, is_whole),
             Keep::SafeRetry => {
