@@ -1570,22 +1570,24 @@ async fn a_layer_keeps_nothing_of_what_one_inside_refuses_or_cancels() {
 #[tokio::test(start_paused = true)]
 async fn a_layer_does_as_one_inside_does_with_a_handler_that_was_sent_another_body() {
     let inside = [(Keep::SafeRetry, OnUnknown::Reject), (Keep::All, OnUnknown::Retry), (Keep::All, OnUnknown::Reject)];
-    for (outside, (keep, on_unknown)) in
-        [Keep::SafeRetry, Keep::All].into_iter().flat_map(|outside| inside.map(|inside| (outside, inside)))
-    {
-        let case = format!("{outside:?} {keep:?} {on_unknown:?}");
+    let outside = [Keep::SafeRetry, Keep::All].into_iter().flat_map(|keep| [(keep, false), (keep, true)]);
+    for ((outside, streams), (keep, on_unknown)) in outside.flat_map(|outside| inside.map(|inside| (outside, inside))) {
+        let case = format!("{outside:?} {streams} {keep:?} {on_unknown:?}");
         let (runs, backend) = (Arc::new(AtomicUsize::new(0)), MemoryBackend::new());
         let counted = Arc::clone(&runs);
         let handler = service_fn(move |request: Request<FingerprintedBody<FingerprintedBody<Stream>>>| {
             let run = counted.fetch_add(1, Ordering::SeqCst) + 1;
             async move {
                 let operation = request.extensions().get::<IdempotencyHandle>().unwrap().clone();
+                if streams && run == 2 {
+                    return Ok::<_, Infallible>(Response::new(request.into_body().boxed()));
+                }
                 request.into_body().collect().await.unwrap();
                 operation.checkpoint("charged", "").await.unwrap();
                 if run == 1 {
                     // Given back with `Keep::All`, too.
                     let response = Response::builder().extension(NothingDone);
-                    return Ok::<_, Infallible>(response.status(503).body(full("")).unwrap());
+                    return Ok(response.status(503).body(full("")).unwrap());
                 }
                 Ok(Response::new(full("done")))
             }
@@ -1597,15 +1599,20 @@ async fn a_layer_does_as_one_inside_does_with_a_handler_that_was_sent_another_bo
             let answer = app.clone().oneshot(request("k", of(body))).await.unwrap();
             let says_nothing_done = answer.extensions().get::<NothingDone>().is_some();
             let (status, is_replay) = (answer.status().as_u16(), answer.headers().contains_key("idempotent-replayed"));
-            let text = answer.into_body().collect().await.unwrap().to_bytes();
+            let text = answer
+                .into_body()
+                .collect()
+                .await
+                .map_or_else(|_| "broken off".to_owned(), |text| String::from_utf8(text.to_bytes().to_vec()).unwrap());
             inside.drained().await;
             outside.drained().await;
-            (status, is_replay, says_nothing_done, String::from_utf8(text.to_vec()).unwrap())
+            (status, is_replay, says_nothing_done, text)
         };
         assert_eq!(ask(&["hundred"]).await.0, 503, "{case}");
         let (status, is_replay, says_nothing_done, text) = ask(&["thou", "san"]).await;
-        assert_eq!((status, is_replay, says_nothing_done), (422, false, false), "{case}: a handler had begun");
-        assert!(text.contains("key-reused"), "{case}: {text}");
+        let (code, expected) = if streams { (200, "broken off") } else { (422, "key-reused") };
+        assert_eq!((status, is_replay, says_nothing_done), (code, false, false), "{case}: a handler had begun");
+        assert!(text.contains(expected), "{case}: {text}");
         if keep == Keep::All && on_unknown == OnUnknown::Reject {
             sleep(Duration::from_secs(15)).await;
             let (status, _, _, text) = ask(&["hundred"]).await;
@@ -1621,6 +1628,74 @@ async fn a_layer_does_as_one_inside_does_with_a_handler_that_was_sent_another_bo
         }
         assert_eq!(runs.load(Ordering::SeqCst), 3, "{case}");
     }
+}
+
+/// It has begun to answer: the layer around it was told that it was done.
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_a_layer_inside_cuts_off_is_of_an_outcome_that_nobody_knows_to_both() {
+    let ways = ["by its time", "by its length", "by a panic"];
+    for (way, keep) in ways.iter().flat_map(|way| [Keep::SafeRetry, Keep::All, Keep::Success].map(|keep| (*way, keep)))
+    {
+        let case = format!("{way} {keep:?}");
+        let backend = MemoryBackend::new();
+        let inside = layer(backend.clone()).max_run(Duration::from_secs(1)).max_body(10);
+        let outside = IdempotencyLayer::new(backend.clone()).scope(Everyone).keep(keep);
+        let app = outside.clone().layer(inside.clone().layer(service_fn(
+            async |request: Request<FingerprintedBody<FingerprintedBody<Stream>>>| {
+                let body = request.into_body().map_frame(|frame| {
+                    assert!(frame.data_ref().is_none_or(|data| data != "panic"), "a handler that cannot go on");
+                    frame
+                });
+                Ok::<_, Infallible>(Response::new(body))
+            },
+        )));
+        let (sender, body) = stream();
+        sender.send(data("some")).unwrap();
+        let answer = app.clone().oneshot(request("k", body)).await.unwrap();
+        assert_eq!(answer.status(), 200, "{case}");
+        match way {
+            "by its length" => sender.send(data("thing larger")).unwrap(),
+            "by a panic" => sender.send(data("panic")).unwrap(),
+            _ => {}
+        }
+        assert!(answer.into_body().collect().await.is_err(), "{case}");
+        inside.drained().await;
+        outside.drained().await;
+        let ask = async || {
+            let answer = app.clone().oneshot(request("k", of(&["some"]))).await.unwrap();
+            let (status, text) = (answer.status().as_u16(), answer.into_body().collect().await.unwrap().to_bytes());
+            (status, String::from_utf8(text.to_vec()).unwrap())
+        };
+        for expected in ["in-flight", "outcome-unknown"] {
+            let (status, text) = ask().await;
+            assert!(status == 409 && text.contains(expected), "{case}: {status} {text}");
+            sleep(Duration::from_secs(15)).await;
+        }
+        assert_eq!(complete_unknown(backend, "paid").await, 2, "{case}");
+        assert_eq!(ask().await, (200, "paid".into()), "{case}");
+    }
+}
+
+/// What the one inside has in its record is done.
+#[tokio::test(start_paused = true)]
+async fn an_answer_that_a_layer_inside_cuts_off_once_it_is_recorded_is_done_to_both() {
+    let backend = MemoryBackend::new();
+    let inside = layer(backend.clone()).max_run(Duration::from_secs(1)).max_answer(2);
+    let outside = IdempotencyLayer::new(backend.clone()).scope(Everyone);
+    let app = outside.clone().layer(inside.layer(service_fn(
+        async |_: Request<FingerprintedBody<FingerprintedBody<Stream>>>| {
+            let frames = futures_util::stream::iter([data("some")]).chain(futures_util::stream::pending());
+            Ok::<_, Infallible>(Response::new(StreamBody::new(frames)))
+        },
+    )));
+    let answer = app.clone().oneshot(pay("k")).await.unwrap();
+    assert!(answer.into_body().collect().await.is_err());
+    outside.drained().await;
+    let again = app.oneshot(pay("k")).await.unwrap();
+    let text = again.into_body().collect().await.unwrap().to_bytes();
+    assert!(String::from_utf8_lossy(&text).contains("answer-not-kept"), "{text:?}");
+    sleep(Duration::from_secs(15)).await;
+    assert_eq!(complete_unknown(backend, "paid").await, 0);
 }
 
 /// It may have had effects, as one that this layer cancels.

@@ -182,6 +182,8 @@ pub(crate) enum Cut {
     OutcomeUnknown,
     /// It was sent another body than the attempt before, and its operation was given back.
     GivenBack,
+    /// That it was done is in its record.
+    Done,
 }
 
 #[derive(Debug)]

@@ -199,6 +199,11 @@ impl<P: ?Sized> Order<P> {
         self.sent.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    /// Whether the record says that it is done.
+    pub(crate) fn is_done(&self) -> bool {
+        self.is_done.load(Ordering::Relaxed)
+    }
+
     /// Whether somebody else may have begun, by the clock.
     pub(crate) fn is_lost(&self) -> bool {
         self.ends().is_some_and(|ends| Instant::now() >= ends)
@@ -218,7 +223,7 @@ impl<P: ?Sized> Order<P> {
     /// When somebody else may begin, unless it is renewed before; `None` if nobody does.
     fn ends(&self) -> Option<Instant> {
         let Claim { takes_over, lease, .. } = self.claim;
-        let may_end = takes_over && !self.is_done.load(Ordering::Relaxed);
+        let may_end = takes_over && !self.is_done();
         may_end.then(|| *self.sent() + usable(lease))
     }
 

@@ -169,7 +169,7 @@
 //! Of two layers over each other, one around a router and one at a route for instance, that find the same scope and the same key in a request, the
 //! outer one does the operation, on its own terms, and the inner one lets it pass. Of two that find different ones each has a record: the outer one gives back
 //! what the inner one refuses, so that it asks that again the next time, and what that has given back since its handler was sent another body than the attempt before. What the inner one has cancelled half way, by its time, its lease or its `max_body`, is of
-//! unknown outcome to both, and completed by hand or forgotten in both. It says so as a `LockLayer` does, and so has a `Reject` of your own.
+//! unknown outcome to both, also where its answer had begun and the record did not have it yet, and completed by hand or forgotten in both. It says so as a `LockLayer` does, and so has a `Reject` of your own.
 //!
 //! A timeout goes outside, where the handler goes on to its end after it and the client finds the answer when it comes back. One that is inside drops
 //! the handler half way, and its answer, 408 or 503 or an error, is one that is given back: the next try runs from the start, on top of what the

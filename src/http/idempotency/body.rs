@@ -13,6 +13,7 @@ use tokio::task::AbortHandle;
 
 use crate::error::BoxError;
 use crate::http::body::ResponseBody;
+use crate::http::lock::{Cut, CutOff};
 
 pin_project! {
     /// The body of a response that came through an [`IdempotencyLayer`](crate::IdempotencyLayer): that of the handler while it is being
@@ -31,7 +32,15 @@ pin_project! {
         // All there is.
         Whole { chunks: Chunks, trailers: Option<HeaderMap> },
         // What has come so far, and what still comes from the one who records it.
-        Live { chunks: Chunks, pieces: Receiver<Piece>, hint: SizeHint, ended: bool, abort: Option<AbortOnDrop> },
+        Live {
+            chunks: Chunks,
+            pieces: Receiver<Piece>,
+            hint: SizeHint,
+            ended: bool,
+            abort: Option<AbortOnDrop>,
+            // Who is told besides whoever reads it that it was cut off.
+            cut_off: CutOff,
+        },
     }
 }
 
@@ -90,8 +99,8 @@ impl<B> IdempotentBody<B> {
     }
 
     /// `hint` is of all of it.
-    pub(super) const fn live(chunks: Chunks, pieces: Receiver<Piece>, hint: SizeHint) -> Self {
-        Self { kind: Kind::Live { chunks, pieces, hint, ended: false, abort: None } }
+    pub(super) const fn live(chunks: Chunks, pieces: Receiver<Piece>, hint: SizeHint, cut_off: CutOff) -> Self {
+        Self { kind: Kind::Live { chunks, pieces, hint, ended: false, abort: None, cut_off } }
     }
 
     /// Lets the one who records end with this body.
@@ -132,10 +141,14 @@ where
                 next.or_else(|| trailers.take().map(Frame::trailers)).map(Ok)
             }
             KindProj::Live { ended: true, .. } => None,
-            KindProj::Live { chunks, pieces, hint, ended, abort } => {
+            KindProj::Live { chunks, pieces, hint, ended, abort, cut_off } => {
                 let piece = match chunks.pop() {
                     Some(chunk) => Piece::Data(chunk),
-                    None => ready!(pieces.poll_recv(cx)).unwrap_or_else(|| Piece::Failed(BrokenOff.into())),
+                    None => ready!(pieces.poll_recv(cx)).unwrap_or_else(|| {
+                        // Unless it has said what became of it.
+                        cut_off.make(Cut::OutcomeUnknown);
+                        Piece::Failed(BrokenOff.into())
+                    }),
                 };
                 match piece {
                     Piece::Data(chunk) => {

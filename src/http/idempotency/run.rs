@@ -289,7 +289,7 @@ where
 {
     /// The rest comes bit by bit, and is recorded whether or not anybody reads it.
     pub(super) fn go_on(self, course: Course, settings: Arc<Settings>) -> Response<IdempotentBody<R>> {
-        let Self { parts, mut chunks, mut stream, mut hint } = self;
+        let Self { mut parts, mut chunks, mut stream, mut hint } = self;
         course.attempt.answering();
         if !stream.trailers.is_empty() {
             hint = SizeHint::new();
@@ -301,8 +301,10 @@ where
             stream.held = chunks.pop_last();
         }
         stream.leases = Held::present().shares(ReleaseAt::BodyEnd);
-        let task = tokio::spawn(stream.finish(course, settings, pieces).in_current_span());
-        let mut body = IdempotentBody::live(chunks, receiver, hint);
+        let cut_off = CutOff::around(parts.extensions.remove());
+        parts.extensions.insert(cut_off.clone());
+        let task = tokio::spawn(stream.finish(course, settings, pieces, cut_off.clone()).in_current_span());
+        let mut body = IdempotentBody::live(chunks, receiver, hint, cut_off);
         if cancels {
             let len = content_length(&parts.headers).or_else(|| hint.exact());
             body.aborts(AbortOnDrop::new(task.abort_handle(), len));
@@ -378,7 +380,7 @@ where
     }
 
     /// Records the rest of an answer while its caller gets it, all but the end, which comes when the record has it.
-    async fn finish(mut self, mut course: Course, settings: Arc<Settings>, pieces: Sender<Piece>) {
+    async fn finish(mut self, mut course: Course, settings: Arc<Settings>, pieces: Sender<Piece>, cut_off: CutOff) {
         let (max_run, order) = (settings.max_run.min(FOREVER), Arc::clone(course.attempt.order()));
         let stop = {
             let mut passing = pin!(self.pass_on(&pieces, order.body()));
@@ -388,7 +390,9 @@ where
             // The handler goes before anything else is done.
             drop(self);
             course.ended(&settings);
-            settings.home.meters().decided(Verdict::of(&course.breaks_off(&settings).0));
+            let (rejection, cut) = course.breaks_off(&settings);
+            cut_off.make(cut);
+            settings.home.meters().decided(Verdict::of(&rejection));
             return;
         };
         // One that is too large comes to its end later.
@@ -406,7 +410,9 @@ where
         }
         let Some(outcome) = course.read_on(outcome, &settings).await else {
             drop(self);
-            settings.home.meters().decided(Verdict::of(&course.breaks_off(&settings).0));
+            let (rejection, cut) = course.breaks_off(&settings);
+            cut_off.make(cut);
+            settings.home.meters().decided(Verdict::of(&rejection));
             return;
         };
         let (running, settling) = course.settle(outcome, &settings);
@@ -446,6 +452,9 @@ where
             settings.home.meters().handled(begun);
         }
         let Some(last) = last else {
+            if order.is_done() {
+                cut_off.make(Cut::Done);
+            }
             settings.home.meters().decided(Verdict::Cancelled);
             return;
         };
