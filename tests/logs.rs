@@ -255,6 +255,29 @@ async fn a_key_that_protects_from_nothing_is_one_warning() {
     }
 }
 
+/// A layer around it does that once, and it is replayed.
+#[tokio::test(start_paused = true)]
+async fn a_key_that_a_layer_outside_knows_is_no_warning() {
+    let guard = || IdempotencyLayer::new(MemoryBackend::new()).scope(Everyone);
+    let handler = service_fn(async |_: Request<FingerprintedBody<FingerprintedBody<Full<Bytes>>>>| {
+        Ok::<_, BoxError>(Response::new(Full::<Bytes>::default()))
+    });
+    let service = guard().methods([Method::PUT]).layer(guard().layer(handler));
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let ask = async |method: Method| {
+        let request = Request::builder().method(method).header("idempotency-key", "k").body(Full::default()).unwrap();
+        service.clone().oneshot(request).await.unwrap().headers().contains_key("idempotent-replayed")
+    };
+    assert!(!ask(Method::PUT).await);
+    assert!(ask(Method::PUT).await);
+    assert!(log.lines().is_empty());
+    // Neither layer has a record of this one.
+    ask(Method::DELETE).await;
+    let lines = log.lines();
+    assert!(lines.len() == 1 && lines[0].contains("served without a record"), "{lines:?}");
+}
+
 /// Without a layer, too. As it comes every call asks; with a breaker those that come while the circuit is open do not.
 #[tokio::test(start_paused = true)]
 async fn a_limiter_that_leaves_its_store_alone_says_so_once() {

@@ -4,7 +4,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use ::http::{HeaderMap, HeaderName, Method};
+use ::http::{HeaderName, Method, Request};
 use tower_layer::Layer;
 
 use super::fingerprint::Fingerprints;
@@ -13,7 +13,8 @@ use crate::circuit::{CircuitBreaker, Outage};
 use crate::error::{ConfigError, StoreError};
 use crate::http::key::header_name;
 use crate::idempotency::{
-    Claim, Home, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown, Rejection, Verdict,
+    Claim, Home, IdempotencyHandle, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown,
+    Rejection, Verdict,
 };
 use crate::lock::Scope;
 use crate::reject::{AsResponse, Reject};
@@ -159,7 +160,7 @@ impl<K, A> IdempotencyLayer<K, A> {
     }
 
     /// Which methods are served once. Defaults to POST and PATCH. All others pass without a record, also with a key: unless this is said, the log has a
-    /// line for the first of them that has one and is not [safe](Method::is_safe).
+    /// line for the first of them that has one and is not [safe](Method::is_safe), unless a layer further outside has a record of it.
     ///
     /// ```
     /// use axum::{Router, body::Body, http::Request, routing::put};
@@ -363,8 +364,13 @@ impl Settings {
     }
 
     /// Tells the log of a request that passes without a record, if it is the first with a key for which that may not be meant.
-    pub(super) fn passed(&self, method: &Method, headers: &HeaderMap) {
+    pub(super) fn passed<B>(&self, request: &Request<B>) {
+        let (method, headers) = (request.method(), request.headers());
         if method.is_safe() || self.methods_are_known.load(Ordering::Relaxed) || !headers.contains_key(&self.header) {
+            return;
+        }
+        // A layer further outside has one.
+        if request.extensions().get::<IdempotencyHandle>().is_some() {
             return;
         }
         if !self.methods_are_known.swap(true, Ordering::Relaxed) {

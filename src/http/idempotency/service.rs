@@ -84,7 +84,7 @@ where
         let shared = Arc::clone(&self.shared);
         let Shared { settings, scope, answer } = &*shared;
         if !settings.methods.contains(request.method()) {
-            settings.passed(request.method(), request.headers());
+            settings.passed(&request);
             return ResponseFuture::passed_through(self.inner.call(request.map(FingerprintedBody::passed)), shared);
         }
         let key = key_of(request.headers(), &settings.header).map(|key| key.map(|key| (key, settings.check_times())));
