@@ -413,11 +413,9 @@ mod on_a_cluster {
         let owner = cluster.owner(cluster.nodes[0].query(&format!("CLUSTER KEYSLOT {tag}")));
         let replica = cluster.replica_of(owner);
         let old = &mut cluster.nodes[owner];
-        old.query::<()>(&format!("DEBUG POPULATE 20000 {tag} 100"));
-        old.query::<()>("SAVE");
         block_in_place(|| {
             old.kill();
-            old.restart_slowly(Duration::from_millis(5));
+            old.restart_slowly();
         });
         let story = async || match limiter.check("alice").await {
             Ok(_) => String::new(),
