@@ -512,6 +512,26 @@ async fn another_topology_than_the_url_says() {
     assert!(matches!(&error, ConnectError::Unsupported { reason } if reason.contains("redis://")), "{error:?}");
     let error = RedisBackend::connect(server.url().replace("redis:", "redis+sentinel:") + "orders").await.unwrap_err();
     assert!(matches!(&error, ConnectError::Unsupported { reason } if reason.contains("not a Sentinel")), "{error:?}");
+    // It answers PING and INFO as a server does, and was taken for one that runs no scripts at the moment.
+    let sentinels = SentinelDeployment::start();
+    for scheme in ["redis:", "redis+cluster:"] {
+        let error = options(&sentinels.sentinels[0].url().replace("redis:", scheme)).connect().await.unwrap_err();
+        let is_it = matches!(&error, ConnectError::Unsupported { reason } if reason.contains("redis+sentinel://"));
+        assert!(is_it, "{scheme} {error:?}");
+    }
+}
+
+/// An operator may have taken it away, or it is another kind of server.
+#[tokio::test]
+async fn a_server_that_knows_no_scripts() {
+    for args in [["--rename-command", "EVALSHA", ""], ["--rename-command", "EVAL", ""]] {
+        let server = RedisServer::start_with(&args);
+        for tolerates_outage in [false, true] {
+            let error = options(&server.url()).tolerate_outage(tolerates_outage).connect().await.unwrap_err();
+            let is_it = matches!(&error, ConnectError::Unsupported { reason } if reason.contains("unknown command"));
+            assert!(is_it, "{args:?} {error:?}");
+        }
+    }
 }
 
 #[tokio::test(flavor = "multi_thread")]

@@ -104,6 +104,19 @@ fn is_database_forbidden(error: &RedisError) -> bool {
     refused_database(error).is_some_and(|detail| detail.contains("no permissions"))
 }
 
+/// Whether the server knows no such command, nor ever will: it is another kind of server, or an operator has taken the command away.
+pub(super) fn is_unknown_command(error: &RedisError) -> bool {
+    error.detail().is_some_and(|detail| detail.contains("unknown command"))
+}
+
+/// What there is to say of a server that does not know what we need.
+pub(super) fn another_kind(error: &RedisError) -> ConnectError {
+    // What follows are the arguments.
+    let said = error.detail().unwrap_or_default().split(',').next().unwrap_or_default();
+    let reason = format!("the server says \"{said}\": if it is a Sentinel, use `redis+sentinel://`");
+    ConnectError::Unsupported { reason }
+}
+
 /// Whether a node has not run a command since its keys are on their way to another one, some of which it has and some not.
 pub(super) fn is_refused_for_now(error: &StoreError) -> bool {
     let cause = error.source().and_then(|cause| cause.downcast_ref::<RedisError>());
@@ -143,6 +156,7 @@ pub(super) fn connect_error(error: RedisError) -> ConnectError {
         _ if error.to_string().contains("not point to a sentinel") => {
             ConnectError::Unsupported { reason: "the server is not a Sentinel: use `redis://`".to_owned() }
         }
+        _ if is_unknown_command(&error) => another_kind(&error),
         _ => match (refused_database(&error), error.detail()) {
             (Some(detail), _) => ConnectError::Unsupported { reason: format!("it refuses the database: {detail}") },
             (_, Some(detail)) if error.kind() == ErrorKind::MasterNameNotFoundBySentinel => {

@@ -2,7 +2,7 @@
 
 use redis::{InfoDict, Value};
 
-use super::error::code;
+use super::error::{another_kind, code, is_unknown_command};
 use super::keys::Keys;
 use super::scripts::LuaScript;
 use super::servers::Servers;
@@ -23,6 +23,7 @@ pub(super) async fn probe(servers: &Servers, keys: &Keys, script: &LuaScript) ->
         Err(error) => match code(&error) {
             Some("NOPERM") => return Err(ConnectError::Permissions(StoreError::unauthorized(error))),
             Some("MOVED") => return Err(node_of_a_cluster()),
+            _ if is_unknown_command(&error) => return Err(another_kind(&error)),
             // A server that cannot serve at the moment may do so later.
             _ => tracing::warn!(%error, "redis does not run scripts at the moment"),
         },
