@@ -11,10 +11,10 @@ use crate::error::{ConnectError, StoreError};
 /// The oldest release that has all the commands that the scripts use.
 const OLDEST: (u32, u32) = (6, 2);
 
-/// Runs a script that changes nothing and says what the user may not run, and reads what the server says of itself if the user may.
+/// Runs a script that leaves nothing behind and says what the user may not run, and reads what the server says of itself if the user may.
 pub(super) async fn probe(servers: &Servers, keys: &Keys, script: &LuaScript) -> Result<(), ConnectError> {
     let key = keys.probe();
-    match script.run(servers, &[&key], &"").await {
+    match script.run_for_good(servers, &key, &"").await {
         Ok(Value::BulkString(missing)) if !missing.is_empty() => {
             let error = format!("the user may not run {}", String::from_utf8_lossy(&missing).replace(' ', ", "));
             return Err(ConnectError::Permissions(StoreError::unauthorized(error)));

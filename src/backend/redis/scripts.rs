@@ -600,6 +600,23 @@ impl LuaScript {
         }
     }
 
+    /// Runs the script, and makes sure that it could be run by its text too if the server forgot it.
+    pub(super) async fn run_for_good(
+        &self,
+        servers: &Servers,
+        key: &str,
+        args: &impl ToRedisArgs,
+    ) -> Result<Value, RedisError> {
+        let keys = &[key];
+        match servers.exchange(key, &command("EVALSHA", &self.hash, keys, args), None).await {
+            Ok(reply) => servers.exchange(key, &command("EVAL", "", keys, args), None).await.map(|_| reply),
+            Err(error) if error::is_no_script(&error) => {
+                servers.exchange(key, &command("EVAL", &self.code, keys, args), None).await
+            }
+            Err(error) => Err(error),
+        }
+    }
+
     async fn call(&self, servers: &Servers, keys: &[&str], args: impl ToRedisArgs) -> Result<Value, StoreError> {
         self.run(servers, keys, &args).await.map_err(error::store_error)
     }
