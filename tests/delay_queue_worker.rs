@@ -647,8 +647,18 @@ async fn a_service_that_blocks_its_thread_keeps_its_job_no_longer_than_its_lease
             Ok::<_, BoxError>(())
         }
     });
-    let worker = DelayQueueWorker::new(queue.clone(), service).lease(secs(1)).max_runtime(ms(100)).abort_after(ms(50));
-    let worker = Background::start(worker);
+    // The first one has no room for another job.
+    let worker = || {
+        DelayQueueWorker::new(queue.clone(), service.clone()).lease(secs(1)).max_runtime(ms(100)).abort_after(ms(50))
+    };
+    let first = Background::start(worker().concurrency(1));
+    let is_begun = timeout(secs(20), async {
+        while queue.counts().await.unwrap().running == 0 {
+            sleep(ms(10)).await;
+        }
+    });
+    is_begun.await.unwrap();
+    let second = Background::start(worker());
     let is_done_again = timeout(secs(20), async {
         while !is_empty(&queue).await {
             sleep(ms(10)).await;
@@ -657,7 +667,97 @@ async fn a_service_that_blocks_its_thread_keeps_its_job_no_longer_than_its_lease
     let is_done_again = is_done_again.await;
     is_over.store(true, Ordering::SeqCst);
     is_done_again.unwrap();
+    first.stop().await;
+    second.stop().await;
+}
+
+/// Each attempt took one more thread of the same process, one right after the other, until none was left.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_service_that_blocks_its_thread_gets_its_job_again_when_it_is_over() {
+    let queue = queue(MemoryBackend::new());
+    queue.push(1).id("a").await.unwrap();
+    let is_over = Arc::new(AtomicBool::new(false));
+    let (at_it, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let (seen, inside, peak) = (Arc::clone(&is_over), Arc::clone(&at_it), Arc::clone(&most));
+    let service = service_fn(move |_: Job<u32>| {
+        let (seen, inside, peak) = (Arc::clone(&seen), Arc::clone(&inside), Arc::clone(&peak));
+        async move {
+            peak.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
+            let begun = std::time::Instant::now();
+            while !seen.load(Ordering::SeqCst) && begun.elapsed() < secs(40) {
+                std::thread::sleep(ms(1));
+            }
+            inside.fetch_sub(1, Ordering::SeqCst);
+            Ok::<_, BoxError>(())
+        }
+    });
+    let worker = DelayQueueWorker::new(queue.clone(), service)
+        .lease(ms(500))
+        .max_runtime(ms(100))
+        .abort_after(ms(50))
+        .backoff(Backoff::fixed(ms(200)));
+    let (mut events, all) = (worker.events(), worker.events());
+    let worker = Background::start(worker);
+    let is_put_off = timeout(secs(20), async {
+        while !matches!(events.next().await, Some(Event::Snoozed { .. })) {}
+        queue.get("a").await.unwrap().unwrap()
+    });
+    let job = is_put_off.await;
+    is_over.store(true, Ordering::SeqCst);
+    assert_eq!(most.load(Ordering::SeqCst), 1, "one at a time");
+    let job = job.unwrap();
+    assert_eq!((job.state, job.attempt), (State::Waiting, 1), "an attempt that was not made does not count");
+    assert_eq!(&*job.note.unwrap().error, "it ran for longer than it may");
+    let is_done = timeout(secs(20), async {
+        while !is_empty(&queue).await {
+            sleep(ms(10)).await;
+        }
+    });
+    is_done.await.unwrap();
     worker.stop().await;
+    assert_eq!(told(all).await, ["started", "retried", "snoozed", "started", "done"]);
+}
+
+/// The worker that has left a job behind is the one that looks when it is due.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn on_redis_a_job_that_blocks_a_thread_of_one_worker_goes_to_another() {
+    let server = RedisServer::start();
+    let queue = queue(patient(server.url()).await);
+    let is_over = Arc::new(AtomicBool::new(false));
+    let seen = Arc::clone(&is_over);
+    let service = service_fn(move |job: Job<u32>| {
+        let seen = Arc::clone(&seen);
+        async move {
+            let begun = std::time::Instant::now();
+            while job.attempt() == 1 && !seen.load(Ordering::SeqCst) && begun.elapsed() < secs(60) {
+                std::thread::sleep(ms(1));
+            }
+            Ok::<_, BoxError>(())
+        }
+    });
+    let worker = || {
+        let worker = DelayQueueWorker::new(queue.clone(), service.clone());
+        Background::start(worker.max_runtime(ms(100)).abort_after(ms(50)).backoff(Backoff::fixed(ms(200))))
+    };
+    let first = worker();
+    queue.push(1).await.unwrap();
+    let is_begun = timeout(secs(20), async {
+        while queue.counts().await.unwrap().running == 0 {
+            sleep(ms(10)).await;
+        }
+    });
+    is_begun.await.unwrap();
+    let second = worker();
+    let is_done = timeout(secs(20), async {
+        while !is_empty(&queue).await {
+            sleep(ms(10)).await;
+        }
+    });
+    let is_done = is_done.await;
+    is_over.store(true, Ordering::SeqCst);
+    is_done.unwrap();
+    first.stop().await;
+    second.stop().await;
 }
 
 /// Its worker stood still with it, now and then: it waited for the thread that the job had taken to have nothing else to do.

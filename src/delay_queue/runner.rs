@@ -44,6 +44,8 @@ const LAST_WORDS: Duration = Duration::from_secs(5);
 const LAST_CALL: Duration = Duration::from_secs(1);
 /// How long a service that is dropped may take to come to a point where it can be: one that never yields does not.
 const LAST_POLL: Duration = Duration::from_secs(1);
+/// How long a job waits that this worker has left behind and got again. Others are told of what is due within [`Claim::MAX_WAIT`].
+const LEFT_PAUSE: Duration = Duration::from_secs(3);
 
 pub(super) struct Runner<T, S, C> {
     queue: DelayQueue<T, C>,
@@ -57,6 +59,8 @@ pub(super) struct Runner<T, S, C> {
     // What the service is at. Ends with this value.
     tasks: JoinSet<Result<(), BoxError>>,
     running: HashMap<Id, Running>,
+    // How many of these are left behind.
+    left: usize,
     calls: JoinSet<Answer<T>>,
     // For how many jobs calls under way have asked.
     reserved: usize,
@@ -84,6 +88,8 @@ struct Part {
     asked_at: Instant,
     // Whether the store may count on this worker to look when something is due, so that others sleep.
     is_relied_on: bool,
+    // Whether the next call asks for nothing, so that somebody else looks when something is due.
+    passes_on: bool,
     calls: usize,
     failures: u32,
     paused_until: Instant,
@@ -173,6 +179,7 @@ impl<T, S, C> Runner<T, S, C> {
             oldest_due: None,
             asked_at: now,
             is_relied_on: false,
+            passes_on: false,
             calls: 0,
             failures: 0,
             paused_until: now,
@@ -186,6 +193,7 @@ impl<T, S, C> Runner<T, S, C> {
             turn: 0,
             tasks: JoinSet::new(),
             running: HashMap::new(),
+            left: 0,
             calls: JoinSet::new(),
             reserved: 0,
             being_noted: 0,
@@ -289,6 +297,11 @@ impl<T, S, C> Runner<T, S, C> {
         let Some(running) = self.running.remove(&id) else { return };
         self.meters.ended(now.saturating_duration_since(running.started));
         let (ticket, attempt) = (running.ticket, running.attempt);
+        if running.is_left {
+            self.left -= 1;
+            tracing::info!(queue = %self.queue.name(), job = %ticket.id, "a job that was left behind has ended");
+            return;
+        }
         let delay = || self.settings.backoff.delay(attempt);
         let settled = match (ended.map(|(_, answer)| answer), running.stop) {
             (_, Some(Stop::Cancelled)) => Settled::cancelled(ticket),
@@ -306,11 +319,9 @@ impl<T, S, C> Runner<T, S, C> {
                     Err(panic) => Settled::retry(ticket, delay(), panicked(&*panic)),
                 }
             }
-            (Err(error), stop) => match (error.try_into_panic(), stop) {
-                (Ok(panic), _) => Settled::retry(ticket, delay(), panicked(&*panic)),
-                (Err(_), Some(Stop::ShutDown) | None) => Settled::new(ticket, Ending::Release),
-                (Err(_), Some(Stop::Overrun)) => Settled::retry(ticket, delay(), "it ran for longer than it may"),
-                (Err(_), Some(_)) => Settled::retry(ticket, delay(), "its lease was lost"),
+            (Err(error), stop) => match error.try_into_panic() {
+                Ok(panic) => Settled::retry(ticket, delay(), panicked(&*panic)),
+                Err(_) => Settled::dropped(ticket, stop, delay()),
             },
         };
         self.settle(running.part, running.lease_ends, Settled { is_last: running.is_last, ..settled });
@@ -579,9 +590,10 @@ where
             // What is not noted yet counts as if it ran, so that it cannot become more and more: for its own part, as others may work although
             // nothing can be noted there.
             let limit = free.saturating_sub(part.settled.len()).min(free.div_ceil(due)).min(most);
+            let passes_on = mem::take(&mut part.passes_on);
             let limit = match part.failures {
+                _ if passes_on || is_probe => 0,
                 0 => limit,
-                _ if is_probe => 0,
                 _ => limit.min(1),
             };
             if settled.is_empty() && limit == 0 && !must_ask && !is_probe {
@@ -710,6 +722,13 @@ where
     fn start(&mut self, part: usize, opened: Opened<T>, sent: Instant, claimed_at: SystemTime, now: Instant) {
         let Opened { ticket, job, canceller } = opened;
         let lease_ends = sent + self.settings.lease;
+        let id = ticket.id;
+        if self.left > 0 && self.running.values().any(|running| running.is_left && running.ticket.id == id) {
+            // It waits for the end of that attempt, or for another worker.
+            self.parts[part].passes_on = true;
+            self.settle(part, lease_ends, Settled::new(ticket, Ending::Snooze { delay: LEFT_PAUSE }));
+            return;
+        }
         // What may be somebody else's already is not begun.
         let may_begin = self.stage == Stage::Working && now < lease_ends;
         let Some(mut instance) = may_begin.then(|| self.slots.take()).flatten() else {
@@ -750,6 +769,7 @@ where
             stop: None,
             abort_at: None,
             leave_at: None,
+            is_left: false,
             abort,
         };
         self.check_at = self.check_at.into_iter().chain(running.next_check()).min();
@@ -769,9 +789,13 @@ where
                 running.leave_at = (running.stop != Some(Stop::ShutDown)).then_some(now + LAST_POLL);
             }
             if running.leave_at.is_some_and(|at| at <= now) {
-                (running.leave_at, running.extend_at) = (None, None);
-                let id = running.ticket.id;
-                tracing::warn!(queue = %self.queue.name(), job = %id, "a job that does not end is left behind: it never yields");
+                (running.leave_at, running.extend_at, running.is_left) = (None, None, true);
+                self.left += 1;
+                let Running { part, ticket, attempt, is_last, lease_ends, stop, .. } = *running;
+                let settled = Settled::dropped(ticket, stop, self.settings.backoff.delay(attempt));
+                let lease_ends = Some(lease_ends);
+                self.parts[part].settled.push_back(Settled { lease_ends, is_last, ..settled });
+                tracing::warn!(queue = %self.queue.name(), job = %ticket.id, "a job that does not end is left behind: it never yields");
             }
             if running.overrun_at.is_some_and(|at| at <= now) {
                 running.stop(Stop::Overrun, now, abort_after);

@@ -26,8 +26,10 @@ pub(super) struct Running {
     pub(super) overrun_at: Option<Instant>,
     pub(super) stop: Option<Stop>,
     pub(super) abort_at: Option<Instant>,
-    // When its lease is left to end, if it has not ended by then although it is dropped.
+    // When it is left behind, if it has not ended by then although it is dropped.
     pub(super) leave_at: Option<Instant>,
+    // Whether it was: what has become of the job is told already.
+    pub(super) is_left: bool,
 }
 
 /// Why a job is to be given up.
@@ -88,6 +90,16 @@ impl Settled {
     /// Forgotten, and not done.
     pub(super) fn cancelled(ticket: Ticket) -> Self {
         Self { result: meters::Result::Cancelled, ..Self::new(ticket, Ending::Done) }
+    }
+
+    /// What becomes of a job whose service was dropped.
+    pub(super) fn dropped(ticket: Ticket, why: Option<Stop>, delay: Duration) -> Self {
+        match why {
+            Some(Stop::Cancelled) => Self::cancelled(ticket),
+            Some(Stop::ShutDown) | None => Self::new(ticket, Ending::Release),
+            Some(Stop::Overrun) => Self::retry(ticket, delay, "it ran for longer than it may"),
+            Some(Stop::LeaseLost) => Self::retry(ticket, delay, "its lease was lost"),
+        }
     }
 
     pub(super) fn retry(ticket: Ticket, delay: Duration, error: impl Into<Arc<str>>) -> Self {

@@ -72,8 +72,13 @@ use crate::error::{BoxError, ConfigError, StoreError};
 /// A job is the worker's for the time of a [lease](Self::lease), which is extended after a third of it for as long as the job runs. A worker that dies or
 /// stands still leaves its jobs to others then, and what it answers later changes nothing. A service is [told](Job::cancellation) when its
 /// job is to be given up, and dropped when it does not end [soon](Self::abort_after): the lease is lost, somebody has cancelled the job, or it
-/// runs for [too long](Self::max_runtime). A service that never yields, since it blocks its thread, cannot be dropped: a second after it should have been
-/// its lease is left to end, with a line in the log, so that the job is somebody else's then. It counts as one that [runs](Self::concurrency) for as long as it does.
+/// runs for [too long](Self::max_runtime).
+///
+/// Work that blocks its thread belongs into [`spawn_blocking`](tokio::task::spawn_blocking), where it goes on when its service is dropped, unless it looks whether
+/// the job is to be [given up](super::Cancellation::is_cancelled). Elsewhere it holds up what else its thread has to do, and a service that never yields cannot be
+/// dropped: a second after it should have been the attempt is over all the same, with a line in the log, and the next one comes after the
+/// [backoff](Self::backoff), in another worker, or in this one when the thread is back. Until then it counts as one that
+/// [runs](Self::concurrency), and if this worker gets the job again it is put off, which is no attempt.
 ///
 /// # When the store fails
 ///
