@@ -2112,6 +2112,26 @@ async fn a_schedule_that_is_retired_leaves_no_job_of_a_scheduler_whose_clock_is_
     assert!(!retire().await.unwrap());
 }
 
+/// By the clock of the store, which may be ahead of the one that retires the schedule.
+#[tokio::test(start_paused = true)]
+async fn a_schedule_that_is_retired_lets_a_job_that_runs_come_to_its_end() {
+    let queue = queue(MemoryBackend::new());
+    let done = Arc::new(AtomicUsize::new(0));
+    let worker = DelayQueueWorker::new(queue.clone(), sleeper(&done));
+    let events = worker.events();
+    let worker = Background::start(worker);
+    let schedule = Schedule::cron("minutely", "* * * * *").unwrap();
+    let second = schedule.next_after(schedule.next_after(std::time::SystemTime::now()).unwrap()).unwrap();
+    let since = second.duration_since(std::time::SystemTime::UNIX_EPOCH).unwrap();
+    queue.push(60).id(format!("minutely@{}", since.as_secs())).await.unwrap();
+    sleep(secs(1)).await;
+    assert_eq!(queue.counts().await.unwrap().running, 1);
+    assert!(!Recurring::new(queue.clone(), schedule, |_| 7).retire().await.unwrap(), "none waits");
+    sleep(secs(61)).await;
+    worker.stop().await;
+    assert_eq!(told(events).await, ["started", "done"]);
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_schedule_is_retired_by_the_clock_that_its_jobs_are_pushed_by() {
     let queue = queue(MemoryBackend::new());

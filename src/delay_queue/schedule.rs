@@ -20,10 +20,11 @@ use tokio::time::{Instant, sleep};
 use super::backoff::share;
 use super::codec::{Codec, Json};
 use super::error::QueueError;
+use super::id::JobId;
 use super::push::Push;
 use super::queue::DelayQueue;
 use super::record::{Due, UniqueFor};
-use super::store::Cancelled;
+use super::store::{Cancelled, State};
 use crate::error::ConfigError;
 
 /// How far behind the clock of a scheduler may be without a job being pushed a second time, or ahead of the one that retires a schedule.
@@ -178,8 +179,11 @@ where
     /// when nobody pushes for it any more. Answers whether there was one.
     ///
     /// Those are the times of the hour to come, by which the clock of one who pushed may have been ahead, and the one after it. Each is a call of
-    /// the store: up to 3,601 for a schedule that comes every second. What time it is the clock of this process says; where a test has paused that of
-    /// tokio, it goes on with it from when this value was made.
+    /// the store, up to 3,601 for a schedule that comes every second, and so is each removal. What time it is the clock of this process says; where a
+    /// test has paused that of tokio, it goes on with it from when this value was made.
+    ///
+    /// A job that runs already, by a clock of the store that is ahead, comes to its end. Only one that begins just between the two calls about it is
+    /// [told to give up](super::Job::cancellation), and not tried again.
     ///
     /// The job of a time that is over stays. In memory that may be one to come: it is late if the machine was [suspended](Due::At) while it waited.
     ///
@@ -191,7 +195,11 @@ where
     pub async fn retire(self) -> Result<bool, QueueError> {
         let mut is_removed = false;
         for time in self.schedule.ahead(self.clock.now()) {
-            is_removed |= self.queue.cancel(self.schedule.id(time)).await? == Cancelled::Removed;
+            let id = JobId::from(self.schedule.id(time));
+            // One that runs would be told to give up.
+            if self.queue.get(id).await?.is_some_and(|job| job.state == State::Waiting) {
+                is_removed |= self.queue.cancel(id).await? == Cancelled::Removed;
+            }
         }
         Ok(is_removed)
     }
