@@ -25,10 +25,11 @@
 --                    1 retry after `delay` ms, 2 snooze for `delay` ms, 3 release, 4 dead for the reason `delay`; then the number of
 --                    those done that are unique, and for each which one it is, from 1, and its key
 --
--- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}: a digit a finished job (0 gone, 1
---          as was asked for, 2 dead, 3 lost, 4 gone since it was cancelled); 1 if more is due; when to ask again; for how long the oldest
---          that waits is due, -1 if none is; the token of what was claimed; how many leases had ended, and of how many jobs it was the
---          last attempt; and what was claimed in pairs of arrays, with nothing in the place of a record that is missing
+-- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}: a digit a finished job (0 gone, of
+--          what is done also where another job of its id was pushed since it was claimed, 1 as was asked for, 2 dead, 3 lost, 4 gone since
+--          it was cancelled); 1 if more is due; when to ask again; for how long the oldest that waits is due, -1 if none is; the token of
+--          what was claimed; how many leases had ended, and of how many jobs it was the last attempt; and what was claimed in pairs of
+--          arrays, with nothing in the place of a record that is missing
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
 -- Repeat   harmless for what is finished: it is gone, or lost. What was claimed the first time comes back when its leases have ended
 -- Value    jobs: 1 byte version 1, 6 bytes when it was pushed and 6 bytes when it is due in ms; then 1 byte priority (0 to 2) and 4 times
@@ -170,6 +171,9 @@ local function write()
   records, waiting, died, gone = {}, {[0] = {}, {}, {}}, {}, {}
 end
 
+-- How many bytes of records are read at a time, or one record more where all are about as large.
+local enough = 1048576
+
 -- Finish.
 local finished, tickets, ids = '', {unpack(ARGV, first, first + done - 1)}, {}
 for i = 1, others do
@@ -202,8 +206,15 @@ if #tickets > 0 then
       end
     end
     write()
+    local looked_at = 0
     for i = 1, done + others do
-      answers[i] = answers[i] or (redis.call('HEXISTS', jobs, ids[i]) == 1 and '3' or '0')
+      if not answers[i] then
+        local record = i <= done and looked_at < enough and redis.call('HGET', jobs, ids[i]) or ''
+        looked_at = looked_at + #record
+        -- One that was pushed after the ticket was given out is not the job of the ticket, which is done.
+        local is_other = #record > 25 and struct.unpack('>I6', record, 2) * 1000 > struct.unpack('>I7', tickets[i])
+        answers[i] = not is_other and redis.call('HEXISTS', jobs, ids[i]) == 1 and '3' or '0'
+      end
     end
     finished = table.concat(answers)
   end
@@ -216,8 +227,6 @@ if #tickets > 0 then
   end
 end
 
--- How many bytes of records are read at a time, or one record more where all are about as large.
-local enough = 1048576
 local read, bytes = 0, 0
 
 -- The records of these, and how many of them: no more than are enough. One to begin with, then as many as there is room for if others are like

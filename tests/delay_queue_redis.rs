@@ -985,53 +985,65 @@ async fn whoever_had_a_job_that_a_failover_has_given_back_cannot_finish_it() {
     assert_eq!((counts.waiting, counts.running, counts.dead), (0, 0, 0));
 }
 
-/// The attempt that is forgotten is given up, and notes nothing.
+/// The attempt that is forgotten is given up, and notes nothing; nor is it done where it ends while no store answers.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_worker_runs_what_a_failover_has_given_back_with_a_larger_fence() {
-    let mut deployment = block_in_place(Failover::start);
-    let queue = queue(&RedisBackend::connect(deployment.address.url()).await.unwrap());
-    queue.push("a".to_owned()).await.unwrap();
-    block_in_place(|| deployment.is_followed());
-    deployment.falls_behind();
-    let (run, mut runs) = mpsc::unbounded_channel();
-    let mut is_first = true;
-    let service = service_fn(move |job: Job<String>| {
-        run.send(job.fence()).unwrap();
-        let (mut cancellation, waits) = (job.cancellation(), std::mem::take(&mut is_first));
-        async move {
-            if waits {
-                cancellation.cancelled().await;
+    for (ends_early, lease) in [(false, Duration::from_secs(3)), (true, Duration::from_secs(30))] {
+        let mut deployment = block_in_place(Failover::start);
+        let queue = queue(&RedisBackend::connect(deployment.address.url()).await.unwrap());
+        queue.push("a".to_owned()).await.unwrap();
+        block_in_place(|| deployment.is_followed());
+        deployment.falls_behind();
+        let (run, mut runs) = mpsc::unbounded_channel();
+        let (end, is_over) = tokio::sync::oneshot::channel::<()>();
+        let mut is_over = Some(is_over);
+        let service = service_fn(move |job: Job<String>| {
+            run.send(job.fence()).unwrap();
+            let (mut cancellation, is_over) = (job.cancellation(), is_over.take());
+            async move {
+                if let Some(is_over) = is_over {
+                    tokio::select! {
+                        () = cancellation.cancelled() => {}
+                        Ok(()) = is_over => {}
+                    }
+                }
+                Ok::<_, BoxError>(())
             }
-            Ok::<_, BoxError>(())
+        });
+        let worker = DelayQueueWorker::one_by_one(queue.clone(), service).lease(lease);
+        let mut events = worker.events();
+        let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+        let worker = tokio::spawn(worker.run_until(async {
+            let _ = stopped.await;
+        }));
+        let first = runs.recv().await.unwrap();
+        if ends_early {
+            block_in_place(|| deployment.primary.kill());
+            end.send(()).unwrap();
+            let fails = async { while !matches!(events.next().await, Some(Event::StoreFailed { .. })) {} };
+            timeout(MINUTE, fails).await.expect("nobody answers");
         }
-    });
-    let worker = DelayQueueWorker::one_by_one(queue.clone(), service).lease(Duration::from_secs(3));
-    let mut events = worker.events();
-    let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
-    let worker = tokio::spawn(worker.run_until(async {
-        let _ = stopped.await;
-    }));
-    let first = runs.recv().await.unwrap();
-    block_in_place(|| deployment.fail_over());
-    let second = timeout(MINUTE, runs.recv()).await.expect("it comes again").unwrap();
-    assert!(second > first, "{second} after {first}");
-    let mut ends = HashMap::new();
-    let both = async {
-        while ends.values().sum::<u32>() < 2 {
-            match events.next().await {
-                Some(Event::Done { .. }) => *ends.entry("done").or_default() += 1,
-                Some(Event::LeaseLost { .. }) => *ends.entry("lost").or_default() += 1,
-                Some(Event::Started { .. } | Event::StoreFailed { .. } | Event::StoreWorks) => {}
-                event => panic!("{event:?}"),
+        block_in_place(|| deployment.fail_over());
+        let second = timeout(MINUTE, runs.recv()).await.expect("it comes again").unwrap();
+        assert!(second > first, "{second} after {first}");
+        let mut ends = HashMap::new();
+        let both = async {
+            while ends.values().sum::<u32>() < 2 {
+                match events.next().await {
+                    Some(Event::Done { .. }) => *ends.entry("done").or_default() += 1,
+                    Some(Event::LeaseLost { .. }) => *ends.entry("lost").or_default() += 1,
+                    Some(Event::Started { .. } | Event::StoreFailed { .. } | Event::StoreWorks) => {}
+                    event => panic!("{event:?}"),
+                }
             }
-        }
-    };
-    timeout(MINUTE, both).await.expect("both attempts end");
-    assert_eq!(ends, HashMap::from([("done", 1), ("lost", 1)]));
-    stop.send(()).unwrap();
-    worker.await.unwrap().unwrap();
-    let counts = queue.counts().await.unwrap();
-    assert_eq!((counts.waiting, counts.running, counts.dead), (0, 0, 0));
+        };
+        timeout(MINUTE, both).await.expect("both attempts end");
+        assert_eq!(ends, HashMap::from([("done", 1), ("lost", 1)]));
+        stop.send(()).unwrap();
+        worker.await.unwrap().unwrap();
+        let counts = queue.counts().await.unwrap();
+        assert_eq!((counts.waiting, counts.running, counts.dead), (0, 0, 0));
+    }
 }
 
 /// What the docs list is enough for everything that a queue does.

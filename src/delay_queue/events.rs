@@ -69,7 +69,7 @@ pub enum Event {
         /// Which job.
         id: JobId,
     },
-    /// Somebody else has the job, or will have it, since its lease could not be extended in time.
+    /// Somebody else has the job, or will have it, since its lease could not be extended in time, or the store has forgotten it.
     LeaseLost {
         /// Which job.
         id: JobId,

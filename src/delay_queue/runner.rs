@@ -338,7 +338,7 @@ impl<T, S, C> Runner<T, S, C> {
 
     /// Tells what the store has noted.
     fn noted(&self, settled: Settled, finished: Finished, now: Instant) {
-        let Settled { finish, result, lease_ends, is_last, told_at } = settled;
+        let Settled { finish, result, is_last, told_at, .. } = settled;
         let id = finish.ticket.id;
         let result = match (finished, told_at, &finish.ending) {
             (Finished::Dead, ..) => meters::Result::Dead,
@@ -351,10 +351,8 @@ impl<T, S, C> Runner<T, S, C> {
             // Its attempts are over, whether the dead are kept or not.
             (Finished::Gone | Finished::Lost, Some(_), Ending::Retry { .. }) if is_last => meters::Result::Dead,
             (Finished::Gone, Some(_), _) => result,
-            // What waits again after it is nobody's, or somebody else's.
+            // What waits again after it is nobody's, or somebody else's; one that was done would be gone.
             (Finished::Lost, Some(_), ending) if *ending != Ending::Done => result,
-            // A job of the same id was pushed after it: before its lease has ended nobody else can have taken it.
-            (Finished::Lost, Some(_), Ending::Done) if lease_ends.is_some_and(|ends| now < ends) => result,
             (Finished::Gone | Finished::Lost, ..) => meters::Result::LeaseLost,
         };
         self.meters.finished(result);

@@ -376,9 +376,10 @@ pub enum Finished {
     Dead,
     /// It was not done, and is gone: somebody has [cancelled](DelayQueueStore::cancel) it meanwhile.
     Cancelled,
-    /// There is no such job any more: an earlier call with this ticket has come through, or somebody else has done it.
+    /// There is no such job any more: an earlier call with this ticket has come through, or somebody else has done it. Of one that is
+    /// [done](Ending::Done), also where a job of its id is there that was pushed after this one was claimed.
     Gone,
-    /// Somebody else has the job, or will have it: the lease had ended. Nothing was changed.
+    /// Somebody else has the job, or will have it: the lease had ended, or the store has forgotten it. Nothing was changed.
     Lost,
 }
 

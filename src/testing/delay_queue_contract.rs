@@ -157,7 +157,12 @@ pub async fn an_id_is_there_once<S: DelayQueueStore>(store: S) {
     assert_eq!(*jobs[0].job.payload, *b"a");
     assert_eq!(add(&store, other.clone()).await, exists);
     assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+    // Stores count in ms when a job is pushed.
+    sleep(Duration::from_millis(2)).await;
     push(&store, &[job("a")]).await;
+    // It is not the one that was done.
+    assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Gone);
+    assert_eq!(finish(&store, &jobs[0], Ending::Release).await, Finished::Lost);
     let jobs = take(&store, &["a"]).await;
     let refused = Ending::Dead { reason: Reason::Refused, error: "no".into() };
     assert_eq!(finish(&store, &jobs[0], refused).await, Finished::Dead);

@@ -55,7 +55,7 @@ struct Queues {
     // Dead jobs, and the bytes of those.
     dead: usize,
     dead_bytes: usize,
-    // Of the last call. One for all queues: a queue that is forgotten and comes again must not repeat what it has given out.
+    // The last one. One for all queues: a queue that is forgotten and comes again must not repeat what it has given out.
     token: u64,
 }
 
@@ -77,6 +77,8 @@ struct Queue {
     bytes: usize,
     dead_bytes: usize,
     is_paused: bool,
+    // The last one.
+    token: u64,
     wake: Option<watch::Sender<()>>,
 }
 
@@ -106,7 +108,7 @@ struct Now {
     us: u64,
     ms: u64,
     later: u64,
-    // Larger than that of any call before.
+    // Larger than any that was given out.
     token: u64,
     start: Start,
 }
@@ -163,6 +165,11 @@ impl Record {
         matches!(self.place, Place::Running { token, .. } if token == ticket.token)
     }
 
+    /// Whether it was pushed after this ticket was given out, so that it is another job than the one of that.
+    fn is_newer(&self, ticket: &Ticket) -> bool {
+        since_1970(self.job.enqueued_at).as_micros() > ticket.token.into()
+    }
+
     fn size(&self) -> usize {
         self.job.payload.len() + self.job.headers.size()
     }
@@ -193,12 +200,13 @@ impl QueueTable {
     fn change<T>(&self, queues: &mut Queues, key: &QueueKey, verb: impl FnOnce(&mut Queue, Now) -> T) -> T {
         // Whoever has the lock is no earlier than who had it before.
         let us = self.start.us();
-        queues.token = us.max(queues.token + 1);
-        let now = Now { us, ms: us / 1_000, later: us.div_ceil(1_000), token: queues.token, start: self.start };
+        let token = us.max(queues.token + 1);
+        let now = Now { us, ms: us / 1_000, later: us.div_ceil(1_000), token, start: self.start };
         let queue = queues.all.entry(*key).or_default();
         let (len, held, bytes, end) = (queue.jobs.len(), queue.unique_ends.len(), queue.bytes, queue.first_end());
         let (dead, dead_bytes) = (queue.dead.len(), queue.dead_bytes);
         let answer = verb(queue, now);
+        queues.token = queues.token.max(queue.token);
         self.len.fetch_add(queue.jobs.len().wrapping_sub(len), Ordering::Relaxed);
         self.held.fetch_add(queue.unique_ends.len().wrapping_sub(held), Ordering::Relaxed);
         self.bytes.fetch_add(queue.bytes.wrapping_sub(bytes), Ordering::Relaxed);
@@ -538,9 +546,10 @@ impl Queue {
                 is_held.then(|| self.settle(&ticket.id, ending, false, now))
             })
             .collect();
-        let finished = settled.into_iter().zip(finished).map(|(settled, Finish { ticket, .. })| {
-            let missing = if self.jobs.contains_key(&ticket.id) { Finished::Lost } else { Finished::Gone };
-            settled.unwrap_or(missing)
+        let finished = settled.into_iter().zip(finished).map(|(settled, Finish { ticket, ending })| {
+            let is_other = |record: &Record| *ending == Ending::Done && record.is_newer(ticket);
+            let is_there = self.jobs.get(&ticket.id).is_some_and(|record| !is_other(record));
+            settled.unwrap_or(if is_there { Finished::Lost } else { Finished::Gone })
         });
         let finished = finished.collect();
         let limit = claim.limit.min(MAX_BATCH);
@@ -602,6 +611,9 @@ impl Queue {
             }
         }
         let (token, ends) = (now.token, now.later + millis(lease));
+        if !ids.is_empty() {
+            self.token = token;
+        }
         let mut jobs = Vec::with_capacity(ids.len());
         for id in ids {
             if let Some(record) = self.jobs.get_mut(&id) {

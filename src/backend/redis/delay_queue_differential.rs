@@ -147,7 +147,7 @@ fn id(number: u32) -> JobId {
 #[derive(Clone, Copy)]
 struct Tickets {
     of: u32,
-    claim: usize,
+    claim: u64,
     memory: Ticket,
     redis: Ticket,
 }
@@ -170,7 +170,7 @@ struct ModelJob {
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
     Waiting,
-    Running { claim: usize, ends: u64, is_cancelled: bool },
+    Running { claim: u64, ends: u64, is_cancelled: bool },
     Dead { since: u64 },
 }
 
@@ -180,7 +180,8 @@ struct Model {
     // By key: who has it, and until when.
     unique: [Option<(u32, Option<u64>)>; 2],
     is_paused: bool,
-    claims: usize,
+    // Of the last claim of any jobs: the time in microseconds, and larger than all before.
+    token: u64,
     now_us: u64,
 }
 
@@ -294,8 +295,12 @@ impl Model {
         let finished: Vec<_> = finished
             .into_iter()
             .zip(finish)
-            .map(|(done, (ticket, _))| {
-                done.unwrap_or(if self.find(ticket.of).is_some() { Finished::Lost } else { Finished::Gone })
+            .map(|(done, (ticket, end))| {
+                let is_done = matches!(end, End::Done);
+                // Another one that was pushed since the ticket was given out is not the job of the ticket, which is done.
+                let is_other = |job: &&mut ModelJob| is_done && job.pushed * 1_000 > ticket.claim;
+                let is_there = self.find(ticket.of).is_some_and(|job| !is_other(&job));
+                done.unwrap_or(if is_there { Finished::Lost } else { Finished::Gone })
             })
             .collect();
         let now = self.now();
@@ -327,9 +332,9 @@ impl Model {
         order.sort_by_key(|job| (job.priority as u8, job.due, id(job.id)));
         let taken: Vec<_> = order.into_iter().take(limit).map(|job| job.id).collect();
         if !taken.is_empty() {
-            self.claims += 1;
+            self.token = (self.token + 1).max(self.now_us);
         }
-        let (claim, ends) = (self.claims, self.after(lease_ms));
+        let (claim, ends) = (self.token, self.after(lease_ms));
         let mut seen = Vec::new();
         for number in taken {
             let job = self.find(number).unwrap();
@@ -393,7 +398,7 @@ impl Model {
         let mut order: Vec<_> = self.jobs.iter().filter(|job| job.state() == state).collect();
         order.sort_by_key(|job| match job.place {
             Place::Waiting => (job.priority as u64, job.due, id(job.id)),
-            Place::Running { claim, ends, .. } => (ends, claim as u64, id(job.id)),
+            Place::Running { claim, ends, .. } => (ends, claim, id(job.id)),
             Place::Dead { since } => (since, 0, id(job.id)),
         });
         let seen: Vec<_> = order.iter().skip(skip as usize).take(limit).map(|job| job.seen()).collect();
@@ -550,7 +555,7 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                     };
                     prop_assert!(larger(|tickets| tickets.memory, memory.token) && larger(|t| t.redis, redis.token));
                     let (memory, redis) = (memory.ticket(), redis.ticket());
-                    tickets.push(Tickets { of, claim: model.claims, memory, redis });
+                    tickets.push(Tickets { of, claim: model.token, memory, redis });
                 }
                 let [memory, redis] = told;
                 (expected, memory, redis)
