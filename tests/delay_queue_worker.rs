@@ -792,6 +792,42 @@ async fn a_service_that_blocks_its_thread_does_not_hold_up_the_other_jobs_of_its
     }
 }
 
+/// What it wakes is behind it in the line of its thread, where no other thread takes it from.
+#[tokio::test(flavor = "multi_thread", worker_threads = 4)]
+async fn a_service_that_blocks_its_thread_does_not_hold_up_what_it_has_pushed() {
+    let queue = queue(MemoryBackend::new());
+    queue.push(1).await.unwrap();
+    let is_over = Arc::new(AtomicBool::new(false));
+    let (seen, pushing) = (Arc::clone(&is_over), queue.clone());
+    let (told, mut begun) = tokio::sync::mpsc::unbounded_channel();
+    let (go, gone) = oneshot::channel();
+    let mut gone = Some(gone);
+    let service = service_fn(move |job: Job<u32>| {
+        let (seen, told, pushing, gone) = (Arc::clone(&seen), told.clone(), pushing.clone(), gone.take());
+        async move {
+            told.send(*job)?;
+            if let Some(gone) = gone {
+                gone.await?;
+                pushing.push(2).await?;
+                let begun = std::time::Instant::now();
+                while !seen.load(Ordering::SeqCst) && begun.elapsed() < secs(40) {
+                    std::thread::sleep(ms(1));
+                }
+            }
+            Ok::<_, BoxError>(())
+        }
+    });
+    let worker = Background::start(DelayQueueWorker::one_by_one(queue, service));
+    assert_eq!(begun.recv().await, Some(1));
+    // Until the worker waits.
+    sleep(ms(100)).await;
+    go.send(()).unwrap();
+    let second = timeout(secs(20), begun.recv()).await;
+    is_over.store(true, Ordering::SeqCst);
+    assert_eq!(second.unwrap(), Some(2));
+    worker.stop().await;
+}
+
 #[tokio::test(start_paused = true)]
 async fn a_timeout_is_a_failure_and_tried_again() {
     let queue = queue(MemoryBackend::new());

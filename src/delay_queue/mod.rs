@@ -148,7 +148,8 @@
 //! Whoever waits for jobs sleeps until the next one is due, by a timer of its own that is set by the store's clock. A job that comes earlier
 //! wakes one worker, by a message on a connection of its own. Messages get lost, so each worker looks every five seconds in any
 //! case, in each part of a [split](DelayQueue::split) queue, and that is all that an idle one does. A worker that has no time for what is due
-//! lets another one know. Within a process nothing gets lost, and an idle worker does nothing.
+//! lets another one know. Within a process nothing gets lost, and an idle worker does nothing. One whose jobs run looks there, too: a job that
+//! [blocks its thread](DelayQueueWorker#leases) may hold up what it has pushed itself.
 //!
 //! # When the store fails
 //!

@@ -103,9 +103,10 @@ impl Part {
         self.look_at.is_some_and(|at| at <= now)
     }
 
-    /// When to ask since when the oldest is due, if something is that cannot be claimed: there is no time for it, or the queue is paused.
-    fn overlooked_at(&self, now: Instant) -> Option<Instant> {
-        (self.is_due(now) || self.oldest_due.is_some()).then(|| self.asked_at + Claim::MAX_WAIT)
+    /// When to ask since when the oldest is due, if something is that cannot be claimed: there is no time for it, or the queue is paused. Also whether
+    /// something is, while jobs run: one that blocks its thread keeps back whom it has woken just before, those who listen for us among them.
+    fn overlooked_at(&self, now: Instant, is_busy: bool) -> Option<Instant> {
+        (is_busy || self.is_due(now) || self.oldest_due.is_some()).then(|| self.asked_at + Claim::MAX_WAIT)
     }
 }
 
@@ -230,13 +231,13 @@ impl<T, S, C> Runner<T, S, C> {
 
     /// When to go on if nothing happens.
     fn next_time(&self, now: Instant) -> Option<Instant> {
-        let is_working = self.stage == Stage::Working;
+        let (is_working, is_busy) = (self.stage == Stage::Working, !self.running.is_empty());
         let parts = self.parts.iter().filter_map(|part| {
             if part.paused_until > now && (is_working || !part.settled.is_empty()) {
                 Some(part.paused_until)
             } else {
                 // What is due already waits for something else than time, but for a word on how long it has.
-                let times = [part.look_at, part.overlooked_at(now)].into_iter().flatten();
+                let times = [part.look_at, part.overlooked_at(now, is_busy)].into_iter().flatten();
                 times.filter(|at| is_working && *at > now).min()
             }
         });
@@ -556,7 +557,7 @@ where
 
     /// Asks the store to note what jobs have come to, and for others.
     fn ask(&mut self, now: Instant) {
-        let is_working = self.stage == Stage::Working;
+        let (is_working, is_busy) = (self.stage == Stage::Working, !self.running.is_empty());
         let (count, first) = (self.parts.len(), self.turn);
         // Where more is waiting, half of the jobs run while calls are about the other half.
         let share = self.settings.concurrency.div_ceil(LANES);
@@ -566,7 +567,7 @@ where
             if part.paused_until > now || part.calls >= LANES {
                 continue;
             }
-            let is_overlooked = is_working && part.overlooked_at(now).is_some_and(|at| at <= now);
+            let is_overlooked = is_working && part.overlooked_at(now, is_busy).is_some_and(|at| at <= now);
             // What is due must not wait for a worker that has no time for it, or ends: others are told to look instead.
             let hands_over = part.is_relied_on && free == 0 && (!is_working || part.is_due(now));
             let must_ask = is_overlooked || hands_over;
