@@ -1175,6 +1175,55 @@ async fn a_release_that_fails_is_said_and_tried_again() {
     }
 }
 
+/// It was given back until it would have ended by the last renewal that was answered, and then nobody had it for the rest of its time.
+#[tokio::test(start_paused = true)]
+async fn a_lease_is_given_back_for_as_long_as_renewals_without_an_answer_may_have_kept_it() {
+    let second = Duration::from_secs(1);
+    // Behind several renewals that were given up, and beside the first one.
+    for (loses, given_back) in [(second, 29_650), (9 * second, 10_050)] {
+        let backend = MemoryBackend::new();
+        let store = FaultStore::new(backend.clone());
+        let faults = store.faults();
+        let locks = Locks::new(store).ttl(30 * second);
+        let begun = tokio::time::Instant::now();
+        let lease = locks.lock("a").await.unwrap();
+        tokio::time::sleep_until(begun + loses).await;
+        faults.lose_answers();
+        let given_back = begun + Duration::from_millis(given_back);
+        tokio::time::sleep_until(given_back).await;
+        assert!(faults.calls(Verb::Renew) > 0);
+        faults.fail(Failure::Unavailable);
+        drop(lease);
+        tokio::time::sleep_until(begun + Duration::from_millis(30_500)).await;
+        faults.heal();
+        sleep(2 * second).await;
+        assert_eq!(backend.locks(), 0);
+        locks.shutdown().await;
+    }
+    // Not for longer than it lasts where renewals were refused.
+    let store = FaultStore::new(MemoryBackend::new());
+    let locks = Locks::new(store.clone()).ttl(30 * second);
+    let lease = locks.lock("a").await.unwrap();
+    store.faults().fail(Failure::OutOfMemory);
+    sleep(29 * second).await;
+    drop(lease);
+    timeout(2 * second, locks.shutdown()).await.expect("it has expired");
+    // By all of several stores: one of them may go on renewing it alone.
+    let backend = MemoryBackend::new();
+    let stores = [backend.clone(), MemoryBackend::new(), MemoryBackend::new()].map(FaultStore::new);
+    let faults = stores.each_ref().map(FaultStore::faults);
+    let locks = Locks::new(Redlock::new(stores).unwrap()).ttl(30 * second);
+    let lease = locks.lock("a").await.unwrap();
+    faults[1..].iter().for_each(|faults| faults.fail(Failure::OutOfMemory));
+    sleep(29 * second).await;
+    faults[0].fail(Failure::Unavailable);
+    drop(lease);
+    sleep(2 * second).await;
+    faults.iter().for_each(Faults::heal);
+    sleep(2 * second).await;
+    assert_eq!(backend.locks(), 0);
+}
+
 /// A store that gives back what it is told to, and whose first answer to that is lost with its connection.
 #[derive(Clone)]
 struct Forgetful {

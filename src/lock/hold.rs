@@ -39,6 +39,9 @@ struct Standing {
     since: Instant,
     // Up to here the lease is good, whatever happens: counted from before the command was sent that the store granted it by.
     deadline: Instant,
+    // Until when the lease may last in the store, also by renewals of which nothing was heard; and when the one was sent that is under way.
+    expires: Instant,
+    renewing: Option<Instant>,
     renew_at: Instant,
     // Where `max_hold` of the present holder ends.
     ends: Option<Instant>,
@@ -73,6 +76,8 @@ impl Hold {
         let standing = Standing {
             since: sent,
             deadline: sent + usable(ttl),
+            expires: sent + ttl,
+            renewing: None,
             renew_at: sent + ttl / 3,
             ends: None,
             lost: None,
@@ -160,7 +165,8 @@ impl Hold {
 
     /// Until when the lease may last in the store, unless it is renewed.
     pub(super) fn expires(&self) -> Instant {
-        self.standing().deadline + self.margin()
+        let standing = self.standing();
+        standing.renewing.map_or(standing.expires, |sent| standing.expires.max(sent + self.ttl))
     }
 
     /// How much longer a lease lasts in the store than it is relied on.
@@ -175,9 +181,16 @@ impl Hold {
         (standing.renew_at, standing.renew_at.min(standing.deadline).min(ends))
     }
 
+    /// Notes that a renewal is under way.
+    pub(super) fn renewing(&self, sent: Instant) {
+        self.standing().renewing = Some(sent);
+    }
+
     /// Notes a renewal that was sent at `sent`. One that comes too late is none.
     pub(super) fn renewed(&self, sent: Instant, now: Instant) {
         let mut standing = self.standing();
+        standing.renewing = None;
+        standing.expires = standing.expires.max(sent + self.ttl);
         if standing.look(now).is_ok() {
             standing.failures = 0;
             standing.deadline = standing.deadline.max(sent + usable(self.ttl));
@@ -185,9 +198,13 @@ impl Hold {
         }
     }
 
-    /// Notes a renewal of which nothing is known; `pause` says how long to wait after so many failures.
-    pub(super) fn suspended(&self, now: Instant, pause: impl FnOnce(u32) -> Duration) {
+    /// Notes a renewal of which nothing is known, but for one that was refused; `pause` says how long to wait after so many failures.
+    pub(super) fn suspended(&self, now: Instant, is_refused: bool, pause: impl FnOnce(u32) -> Duration) {
         let mut standing = self.standing();
+        standing.renewing = None;
+        if !is_refused {
+            standing.expires = standing.expires.max(now + self.ttl);
+        }
         standing.failures = standing.failures.saturating_add(1);
         standing.renew_at = now + pause(standing.failures);
     }

@@ -261,7 +261,7 @@ impl Shared {
                         let pause = (FIRST_PAUSE * (1 << (failures - 1).min(4))).min(longest);
                         jittered(pause)
                     };
-                    hold.suspended(now, pause);
+                    hold.suspended(now, answers.is_err_and(StoreError::is_refusal), pause);
                     self.meters(hold.lock()).renewal_failed();
                     tracing::debug!(lock = %hold.lock(), "a renewal failed: trying again while the lease lasts");
                 }
@@ -343,6 +343,7 @@ async fn renew_batch(home: Weak<Shared>, holds: Vec<Arc<Hold>>) {
     let call = Arc::clone(&shared.store).renew(renewals.collect());
     drop(shared);
     let sent = Instant::now();
+    holds.iter().for_each(|hold| hold.renewing(sent));
     // What is lost is lost at its old deadline, so nothing is waited for beyond the first of them.
     let limit = holds.iter().map(|hold| hold.patience(sent)).min().unwrap_or_default();
     let answers = Deadline::new(call, limit).await;

@@ -233,7 +233,7 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
         granted: usize,
     ) -> Result<Vec<Acquired>, StoreError> {
         let quorum = self.quorum();
-        let is_refused = answers.iter().all(|answer| matches!(answer, Some(Err(error)) if error.is_refusal()));
+        let is_refused = are_refusals(&answers);
         let (mut held, mut failure, mut unreplicated) = (Vec::new(), None, None);
         for answer in answers.into_iter().flatten().filter(|answer| !is_granted(answer)) {
             match answer {
@@ -401,7 +401,13 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
 }
 
 fn first_error<T>(answers: Answers<T>) -> StoreError {
-    answers.into_iter().flatten().find_map(Result::err).unwrap_or_else(StoreError::timeout)
+    let is_refused = are_refusals(&answers);
+    let error = answers.into_iter().flatten().find_map(Result::err).unwrap_or_else(StoreError::timeout);
+    if is_refused { error } else { error.in_doubt() }
+}
+
+fn are_refusals<T>(answers: &Answers<T>) -> bool {
+    answers.iter().all(|answer| matches!(answer, Some(Err(error)) if error.is_refusal()))
 }
 
 // By hand: what is inside need not be cloned for it.

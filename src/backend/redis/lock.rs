@@ -236,7 +236,8 @@ impl RedisBackend {
             // The slot is on its way, and some of the keys have gone. Each of them is somewhere.
             Err(error) if is_refused_for_now(&error) => {
                 let locks = renewals.chunk_by(|one, other| one.lock == other.lock);
-                Ok(try_join_all(locks.map(|renewals| self.renew_together(renewals))).await?.concat())
+                let renewed = try_join_all(locks.map(|renewals| self.renew_together(renewals))).await;
+                Ok(renewed.map_err(StoreError::in_doubt)?.concat())
             }
             renewed => renewed,
         }
