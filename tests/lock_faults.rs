@@ -753,7 +753,14 @@ async fn the_last_free_segment_of_many_is_found_in_a_slow_store() {
 /// A store in which what is asked first comes to pass late, when nobody listens any more.
 struct Late {
     inner: MemoryBackend,
+    by: Duration,
     late: AtomicBool,
+}
+
+impl Late {
+    fn new(inner: &MemoryBackend, by: Duration) -> Self {
+        Self { inner: inner.clone(), by, late: AtomicBool::new(true) }
+    }
 }
 
 impl LockStore for Late {
@@ -761,9 +768,9 @@ impl LockStore for Late {
 
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         if self.late.swap(false, Ordering::SeqCst) {
-            let (inner, lock, claim) = (self.inner.clone(), *lock, *claim);
+            let (inner, by, lock, claim) = (self.inner.clone(), self.by, *lock, *claim);
             tokio::spawn(async move {
-                sleep(Duration::from_secs(3)).await;
+                sleep(by).await;
                 inner.acquire(&lock, &claim).await
             });
             return Err(StoreError::timeout());
@@ -775,7 +782,7 @@ impl LockStore for Late {
 #[tokio::test(start_paused = true)]
 async fn what_comes_to_pass_seconds_later_is_given_back_all_the_same() {
     let inner = MemoryBackend::new();
-    let locks = Locks::new(Late { inner: inner.clone(), late: AtomicBool::new(true) }).ttl(Claim::MAX_TTL);
+    let locks = Locks::new(Late::new(&inner, Duration::from_secs(3))).ttl(Claim::MAX_TTL);
     assert!(locks.try_lock("a").await.is_err());
     let begun = tokio::time::Instant::now();
     while inner.locks() == 0 {
@@ -785,6 +792,37 @@ async fn what_comes_to_pass_seconds_later_is_given_back_all_the_same() {
     locks.shutdown().await;
     assert_eq!(inner.locks(), 0);
     assert!(begun.elapsed() < Duration::from_secs(6), "{:?}", begun.elapsed());
+}
+
+/// With a short ttl it was given back for no longer than that, and nobody had the lock for as long once more.
+#[tokio::test(start_paused = true)]
+async fn what_comes_to_pass_when_a_lease_would_be_over_is_given_back_all_the_same() {
+    let (second, late) = (Duration::from_secs(1), Duration::from_millis(4_900));
+    for (is_held, fails) in [(true, false), (false, false), (true, true), (false, true)] {
+        let inner = MemoryBackend::new();
+        let store = FaultStore::new(Late::new(&inner, late));
+        let faults = store.faults();
+        let locks = Locks::new(store).ttl(2 * second);
+        let begun = tokio::time::Instant::now();
+        if is_held {
+            let lease = locks.lock("a").wait(second).await.unwrap();
+            assert_eq!(lease.release().await.unwrap(), Release::Released);
+        } else {
+            assert!(locks.try_lock("a").await.is_err());
+        }
+        sleep(4 * second).await;
+        assert_eq!(inner.locks(), 0);
+        if fails {
+            faults.fail(Failure::Unavailable);
+            sleep(2 * second).await;
+            assert_eq!(inner.locks(), 1, "it was late");
+            faults.heal();
+        }
+        locks.shutdown().await;
+        assert_eq!(inner.locks(), 0, "held: {is_held}");
+        let ended = begun.elapsed();
+        assert!(ended > late && ended < if fails { late + 2 * second } else { 6 * second }, "{ended:?}");
+    }
 }
 
 #[tokio::test(start_paused = true)]

@@ -455,7 +455,8 @@ impl Attempts {
 
     fn undo(&mut self) {
         if let Some(sent) = self.sent.take() {
-            let until = after(sent, self.claim.ttl.max(Claim::PLACE));
+            let granted_by = self.settles.map_or(sent, |settles| settles.max(sent));
+            let until = after(granted_by, self.claim.ttl.max(Claim::PLACE));
             let errand = Errand::undo(&self.home, self.lock, &self.claim, until, self.limit, self.settles);
             if let Some(errand) = errand {
                 errand.in_background();

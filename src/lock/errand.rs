@@ -41,7 +41,7 @@ pub(super) struct Errand {
     // How long one call may take.
     limit: Duration,
     turn: Option<Turn>,
-    // The lease has ended by itself then.
+    // The lease has ended by itself then, also one that was granted as late as it may be.
     until: Instant,
     // Until when an acquisition of this token may still come to pass, if one may: giving it back before that is not enough.
     settles: Option<Instant>,
@@ -78,7 +78,7 @@ impl Errand {
             hold: Some(Arc::clone(hold)),
             limit: hold.limit(),
             turn: None,
-            until: hold.expires(),
+            until: settles.map_or(hold.expires(), |settles| hold.expires().max(settles + hold.ttl())),
             settles,
             is_answered: false,
             is_done: hold.look(now) == Err(LossReason::Taken) && settles.is_none(),

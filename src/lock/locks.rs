@@ -387,8 +387,7 @@ impl Locks {
     /// way. Whoever waits for a lock is told [`LockError::Closed`]. For all clones.
     ///
     /// Takes as long as the holders do; what cannot be given back takes until it has expired. Where the answer to an attempt to take a
-    /// lock never came, what it may yet be granted is given back for five seconds more, or until it has expired. Use
-    /// `tokio::time::timeout` around it.
+    /// lock never came, what it may yet be granted is given back for five seconds more. Use `tokio::time::timeout` around it.
     pub async fn shutdown(&self) {
         self.shared.close();
         self.shared.drained().await;
