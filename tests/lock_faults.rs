@@ -8,11 +8,12 @@ use std::convert::Infallible;
 use std::error::Error as _;
 use std::future::{IntoFuture, pending};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use bytes::Bytes;
+use futures_util::future::join_all;
 use http::{Method, Request, Response};
 use http_body_util::{BodyExt, Full};
 use support::locks::{DropAt, History};
@@ -1366,6 +1367,39 @@ async fn locks_that_nobody_waits_for_keep_no_dead_connection() {
     // For connections that are opened from now on.
     proxy.heal();
     timeout(LONG / 2, asking).await.expect("the dead connection is replaced").unwrap();
+}
+
+/// While a connection was opened, locks that waited for it together were granted also to those who had been told that there was none.
+#[tokio::test]
+async fn who_has_given_up_before_there_is_a_connection_gets_no_lock() {
+    let _alone = alone().await;
+    let server = RedisServer::start();
+    let proxy = Proxy::start(server.port());
+    let options = RedisOptions::from_url(proxy.url()).unwrap().connections(1);
+    let backend = options.connect_timeout(4 * LONG).response_timeout(4 * LONG).connect().await.unwrap();
+    proxy.to_client(Traffic::Hold);
+    proxy.cut();
+    // Until that is known here.
+    sleep(Duration::from_millis(300)).await;
+    // More of them than go alone, and in one task, so that they meet.
+    let ask = async |key: &'static str, i: u32| {
+        let lock = LockKey::new(key, i);
+        backend.acquire(&lock, &Claim::new(Token::random().unwrap(), 4 * LONG)).await
+    };
+    let is_told = AtomicU32::new(0);
+    let give_up = async |i| {
+        assert!(timeout(Duration::from_millis(100), ask("hurried", i)).await.is_err());
+        if is_told.fetch_add(1, Ordering::Relaxed) + 1 == 16 {
+            proxy.heal();
+        }
+    };
+    let wait = async |i| ask("patient", i).await.unwrap();
+    let (_, waited) = tokio::join!(join_all((0..16).map(give_up)), join_all((0..16).map(wait)));
+    assert!(waited.iter().all(|answer| matches!(answer, Acquired::Granted { .. })), "{waited:?}");
+    for i in 0..16_u32 {
+        let held_by = async |key| backend.inspect(&LockKey::new(key, i)).await.unwrap().held_by;
+        assert_eq!([held_by("hurried").await, held_by("patient").await], [0, 1]);
+    }
 }
 
 /// Those who give back at the same time share calls, which a runtime sends that may end: what became of such a call is not known either.

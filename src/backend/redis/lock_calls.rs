@@ -96,7 +96,15 @@ const fn listeners(number: i64) -> u64 {
 
 /// Gives leases back and asks for others, and tells each who waits for it. Whether Redis has answered.
 async fn exchange(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, mut batch: Vec<Wish>) -> bool {
-    // Who has given up need not get a lock. What is given back is given back.
+    let connected = tokio::select! {
+        biased;
+        connected = own.connected() => connected,
+        () = given_up(&mut batch, |wish| &mut wish.reply) => return false,
+    };
+    if let Err(error) = connected {
+        return tell(Err(error), 0, batch);
+    }
+    // Who has given up by the time that there is a connection need not get a lock. What is given back is given back.
     batch.retain(|wish| wish.terms.is_none() || !wish.reply.is_closed());
     // Nearly always all who want one want it for as long.
     batch.sort_by_key(|wish| (wish.terms.is_none(), wish.terms));
