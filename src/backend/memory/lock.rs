@@ -16,6 +16,8 @@ use crate::lock::{Cursor, KnownHash, LockHolder, LockPage, LockRegistry, LockSta
 
 /// More than threads would ask at once.
 const SHARDS: usize = 16;
+/// How long nobody looks at all locks again once that was done, for each lock there is: many times as long as it takes.
+const LOOK_AGAIN: Duration = Duration::from_nanos(200);
 
 /// The leases of this process. What nobody holds and nobody waits for is not in here, but for leases that have run out and were not
 /// met yet.
@@ -26,6 +28,8 @@ pub(super) struct LockTable {
     since_us: u64,
     len: AtomicUsize,
     capacity: usize,
+    // When all locks were looked at for the last time, since there was no room.
+    looked: Mutex<Option<Instant>>,
 }
 
 #[derive(Default)]
@@ -92,6 +96,7 @@ impl LockTable {
             since_us,
             len: AtomicUsize::new(0),
             capacity,
+            looked: Mutex::default(),
         }
     }
 
@@ -115,25 +120,30 @@ impl LockTable {
         })
     }
 
-    /// Does something, once more where there was no room for it and leases were found that have run out.
+    /// Does something, once more where there was no room for it and leases that have run out were looked for.
     fn with_room<T>(&self, done: impl Fn() -> Result<T, StoreError>) -> Result<T, StoreError> {
-        loop {
-            let done = done();
-            if !done.as_ref().is_err_and(StoreError::is_out_of_memory) {
-                return done;
-            }
-            let mut forgotten = 0;
-            for part in 0..SHARDS {
-                let mut shard = self.locked(part);
-                let (now, len) = (Instant::now(), shard.locks.len());
-                shard.locks.retain(|_, record| !record.is_free(now) || record.is_wanted(now));
-                forgotten += len - shard.locks.len();
-                self.len.fetch_sub(len - shard.locks.len(), Ordering::Relaxed);
-            }
-            if forgotten == 0 {
-                return done;
-            }
+        let first = done();
+        if !first.as_ref().is_err_and(StoreError::is_out_of_memory) {
+            return first;
         }
+        self.make_room();
+        done()
+    }
+
+    /// Forgets all leases that have run out. Whoever comes meanwhile waits for that, and need not look again.
+    fn make_room(&self) {
+        let mut looked = self.looked.lock().unwrap_or_else(PoisonError::into_inner);
+        let ago = looked.and_then(|looked| Instant::now().checked_duration_since(looked));
+        if ago.is_some_and(|ago| ago < LOOK_AGAIN.saturating_mul(self.len.load(Ordering::Relaxed) as u32)) {
+            return;
+        }
+        for part in 0..SHARDS {
+            let mut shard = self.locked(part);
+            let (now, len) = (Instant::now(), shard.locks.len());
+            shard.locks.retain(|_, record| !record.is_free(now) || record.is_wanted(now));
+            self.len.fetch_sub(len - shard.locks.len(), Ordering::Relaxed);
+        }
+        *looked = Some(Instant::now());
     }
 
     fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
@@ -630,6 +640,24 @@ mod tests {
             table.release(&LockKey::new("other", i), &claim.token);
         }
         assert_eq!(table.len.load(Ordering::Relaxed), 0);
+    }
+
+    /// All locks were looked at for each one that was refused, and those of others stood still.
+    #[tokio::test(start_paused = true)]
+    async fn a_refusal_for_want_of_room_does_not_look_at_all_locks_each_time() {
+        let table = LockTable::new(20_000);
+        let begun = std::time::Instant::now();
+        for i in 0..20_000_u32 {
+            table.acquire(&LockKey::new("test", i), &claim(1_000)).unwrap();
+        }
+        let (filled, begun) = (begun.elapsed(), std::time::Instant::now());
+        let refused = |lock: &LockKey| table.acquire(lock, &claim(1_000)).is_err_and(|error| error.is_out_of_memory());
+        for i in 20_000..21_000_u32 {
+            assert!(refused(&LockKey::new("test", i)));
+        }
+        assert!(begun.elapsed() < filled, "{:?} for a twentieth of what took {filled:?}", begun.elapsed());
+        tokio::time::advance(Duration::from_millis(1_000)).await;
+        assert!(!refused(&LockKey::new("test", "a")));
     }
 
     /// They were counted from when the backend was made, and were ahead of the clock for ever after so many that a program which was
