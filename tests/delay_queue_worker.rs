@@ -603,6 +603,33 @@ async fn what_runs_beside_a_job_ends_with_it() {
     worker.stop().await;
 }
 
+/// Keeps the thread, as a service should not, until `is_over` is set.
+fn block(is_over: &AtomicBool) {
+    let begun = std::time::Instant::now();
+    while !is_over.load(Ordering::SeqCst) && begun.elapsed() < secs(60) {
+        std::thread::sleep(ms(1));
+    }
+}
+
+async fn until_one_runs(queue: &DelayQueue<u32>) {
+    let one_runs = async {
+        while queue.counts().await.unwrap().running == 0 {
+            sleep(ms(10)).await;
+        }
+    };
+    timeout(secs(20), one_runs).await.unwrap();
+}
+
+/// An error if that takes long, to be looked at when nothing is blocked any more.
+async fn until_empty(queue: &DelayQueue<u32>) -> Result<(), tokio::time::error::Elapsed> {
+    let empty = async {
+        while !is_empty(queue).await {
+            sleep(ms(10)).await;
+        }
+    };
+    timeout(secs(20), empty).await
+}
+
 /// A shutdown would never have come to its end.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_service_that_blocks_its_thread_does_not_keep_a_worker_from_ending() {
@@ -613,10 +640,7 @@ async fn a_service_that_blocks_its_thread_does_not_keep_a_worker_from_ending() {
     let service = service_fn(move |_: Job<u32>| {
         let seen = Arc::clone(&seen);
         async move {
-            let begun = std::time::Instant::now();
-            while !seen.load(Ordering::SeqCst) && begun.elapsed() < secs(20) {
-                std::thread::sleep(ms(1));
-            }
+            block(&seen);
             Ok::<_, BoxError>(())
         }
     });
@@ -640,9 +664,8 @@ async fn a_service_that_blocks_its_thread_keeps_its_job_no_longer_than_its_lease
     let service = service_fn(move |job: Job<u32>| {
         let seen = Arc::clone(&seen);
         async move {
-            let begun = std::time::Instant::now();
-            while job.attempt() == 1 && !seen.load(Ordering::SeqCst) && begun.elapsed() < secs(40) {
-                std::thread::sleep(ms(1));
+            if job.attempt() == 1 {
+                block(&seen);
             }
             Ok::<_, BoxError>(())
         }
@@ -652,19 +675,9 @@ async fn a_service_that_blocks_its_thread_keeps_its_job_no_longer_than_its_lease
         DelayQueueWorker::new(queue.clone(), service.clone()).lease(secs(1)).max_runtime(ms(100)).abort_after(ms(50))
     };
     let first = Background::start(worker().concurrency(1));
-    let is_begun = timeout(secs(20), async {
-        while queue.counts().await.unwrap().running == 0 {
-            sleep(ms(10)).await;
-        }
-    });
-    is_begun.await.unwrap();
+    until_one_runs(&queue).await;
     let second = Background::start(worker());
-    let is_done_again = timeout(secs(20), async {
-        while !is_empty(&queue).await {
-            sleep(ms(10)).await;
-        }
-    });
-    let is_done_again = is_done_again.await;
+    let is_done_again = until_empty(&queue).await;
     is_over.store(true, Ordering::SeqCst);
     is_done_again.unwrap();
     first.stop().await;
@@ -683,10 +696,7 @@ async fn a_service_that_blocks_its_thread_gets_its_job_again_when_it_is_over() {
         let (seen, inside, peak) = (Arc::clone(&seen), Arc::clone(&inside), Arc::clone(&peak));
         async move {
             peak.fetch_max(inside.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-            let begun = std::time::Instant::now();
-            while !seen.load(Ordering::SeqCst) && begun.elapsed() < secs(40) {
-                std::thread::sleep(ms(1));
-            }
+            block(&seen);
             inside.fetch_sub(1, Ordering::SeqCst);
             Ok::<_, BoxError>(())
         }
@@ -708,12 +718,7 @@ async fn a_service_that_blocks_its_thread_gets_its_job_again_when_it_is_over() {
     let job = job.unwrap();
     assert_eq!((job.state, job.attempt), (State::Waiting, 1), "an attempt that was not made does not count");
     assert_eq!(&*job.note.unwrap().error, "it ran for longer than it may");
-    let is_done = timeout(secs(20), async {
-        while !is_empty(&queue).await {
-            sleep(ms(10)).await;
-        }
-    });
-    is_done.await.unwrap();
+    until_empty(&queue).await.unwrap();
     worker.stop().await;
     assert_eq!(told(all).await, ["started", "retried", "snoozed", "started", "done"]);
 }
@@ -728,9 +733,8 @@ async fn on_redis_a_job_that_blocks_a_thread_of_one_worker_goes_to_another() {
     let service = service_fn(move |job: Job<u32>| {
         let seen = Arc::clone(&seen);
         async move {
-            let begun = std::time::Instant::now();
-            while job.attempt() == 1 && !seen.load(Ordering::SeqCst) && begun.elapsed() < secs(60) {
-                std::thread::sleep(ms(1));
+            if job.attempt() == 1 {
+                block(&seen);
             }
             Ok::<_, BoxError>(())
         }
@@ -741,19 +745,9 @@ async fn on_redis_a_job_that_blocks_a_thread_of_one_worker_goes_to_another() {
     };
     let first = worker();
     queue.push(1).await.unwrap();
-    let is_begun = timeout(secs(20), async {
-        while queue.counts().await.unwrap().running == 0 {
-            sleep(ms(10)).await;
-        }
-    });
-    is_begun.await.unwrap();
+    until_one_runs(&queue).await;
     let second = worker();
-    let is_done = timeout(secs(20), async {
-        while !is_empty(&queue).await {
-            sleep(ms(10)).await;
-        }
-    });
-    let is_done = is_done.await;
+    let is_done = until_empty(&queue).await;
     is_over.store(true, Ordering::SeqCst);
     is_done.unwrap();
     first.stop().await;
@@ -775,9 +769,8 @@ async fn a_service_that_blocks_its_thread_does_not_hold_up_the_other_jobs_of_its
             let (seen, told) = (Arc::clone(&seen), told.clone());
             async move {
                 told.send(*job)?;
-                let begun = std::time::Instant::now();
-                while *job == 1 && !seen.load(Ordering::SeqCst) && begun.elapsed() < secs(40) {
-                    std::thread::sleep(ms(1));
+                if *job == 1 {
+                    block(&seen);
                 }
                 Ok::<_, BoxError>(())
             }
@@ -809,10 +802,7 @@ async fn a_service_that_blocks_its_thread_does_not_hold_up_what_it_has_pushed() 
             if let Some(gone) = gone {
                 gone.await?;
                 pushing.push(2).await?;
-                let begun = std::time::Instant::now();
-                while !seen.load(Ordering::SeqCst) && begun.elapsed() < secs(40) {
-                    std::thread::sleep(ms(1));
-                }
+                block(&seen);
             }
             Ok::<_, BoxError>(())
         }
