@@ -7,10 +7,12 @@ use std::time::Duration;
 
 use redis::{RedisError, Value};
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 
 use super::counts::encode;
 use super::error::{store_error, unexpected_reply};
 use super::home::Home;
+use super::idle::Idle;
 use super::meeting::{Away, Limits, Meeting, given_up};
 use super::scripts::{Group, Scripts};
 use super::servers::Servers;
@@ -18,7 +20,7 @@ use crate::error::StoreError;
 use crate::rate_limit::Policy;
 
 /// More together would save Redis little, and hold up others for longer; the script takes no more than that.
-const LIMITS: Limits = Limits { alone: 4, busy: Duration::from_micros(200), together: 64, calls: 2, full: 4 };
+const LIMITS: Limits = Limits { alone: 8, busy: Duration::from_micros(200), together: 64, parts: 2, calls: 2, full: 4 };
 
 /// Where decisions meet.
 pub(super) struct Gather(Meeting<Waiting>);
@@ -34,9 +36,9 @@ struct Waiting {
 impl Gather {
     /// Sends what has met, until it is dropped.
     pub(super) fn new(servers: Arc<Servers>, scripts: Arc<Scripts>, home: &Home) -> Self {
-        let send = move |batch| {
+        let send = move |batch, idle| {
             let (servers, scripts) = (Arc::clone(&servers), Arc::clone(&scripts));
-            async move { send(&servers, &scripts, batch).await }
+            async move { send(&servers, &scripts, &idle, batch).await }
         };
         Self(Meeting::new(LIMITS, home, send))
     }
@@ -55,16 +57,16 @@ impl Gather {
     }
 }
 
-/// Asks for several decisions at once, and tells each who waits for it. Whether Redis has answered.
-async fn send(servers: &Servers, scripts: &Scripts, mut batch: Vec<Waiting>) -> bool {
+/// Asks for several decisions at once, and tells each who waits for it. When Redis has answered, if it has.
+async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<Waiting>) -> Option<Instant> {
     let connected = tokio::select! {
         biased;
         connected = servers.connected() => connected,
-        () = given_up(&mut batch, |waiting| &mut waiting.reply) => return false,
+        () = given_up(&mut batch, |waiting| &mut waiting.reply) => return None,
     };
     if let Err(error) = connected {
         batch.into_iter().for_each(|waiting| drop(waiting.reply.send(Err(error.clone()))));
-        return false;
+        return None;
     }
     // Who has given up by the time that there is a connection need not be charged.
     batch.retain(|waiting| !waiting.reply.is_closed());
@@ -74,7 +76,7 @@ async fn send(servers: &Servers, scripts: &Scripts, mut batch: Vec<Waiting>) -> 
     let (asked, mut replies): (Vec<_>, Vec<_>) =
         batch.into_iter().map(|Waiting { policy, key, cost, reply }| ((policy, key, cost), reply)).unzip();
     if asked.is_empty() {
-        return false;
+        return None;
     }
     let keys: Vec<_> = asked.iter().map(|(_, key, _)| &**key).collect();
     let groups: Vec<_> = asked
@@ -87,10 +89,10 @@ async fn send(servers: &Servers, scripts: &Scripts, mut batch: Vec<Waiting>) -> 
     let answer = tokio::select! {
         biased;
         answer = scripts.check_many.run(servers, &keys, &groups) => answer,
-        () = given_up(&mut replies, |reply| reply) => return false,
+        () = given_up(&mut replies, |reply| reply) => return None,
     };
-    let is_answered = answer.is_ok();
-    let answers = match answer {
+    let answered = answer.is_ok().then(Instant::now);
+    let answers: Vec<_> = match answer {
         Ok(Value::Array(answers)) if answers.len() == replies.len() => answers.into_iter().map(Ok).collect(),
         Ok(reply) => {
             tracing::debug!(error = %unexpected_reply(&reply), "redis answers several decisions in a way that cannot be read");
@@ -101,11 +103,14 @@ async fn send(servers: &Servers, scripts: &Scripts, mut batch: Vec<Waiting>) -> 
         }
         Err(error) => vec![Err(error); replies.len()],
     };
-    for (reply, answer) in replies.into_iter().zip(answers) {
-        // Who has given up meanwhile is not interested.
-        let _ = reply.send(answer);
-    }
-    is_answered
+    idle.then(move || {
+        for (reply, answer) in replies.into_iter().zip(answers) {
+            // Who has given up meanwhile is not interested.
+            let _ = reply.send(answer);
+        }
+    })
+    .await;
+    answered
 }
 
 /// What the script says to questions that meet.
@@ -121,7 +126,7 @@ pub(super) async fn together(
             (Waiting { policy: policy.clone(), key: key.to_owned(), cost, reply }, answer)
         })
         .unzip();
-    send(servers, scripts, batch).await;
+    send(servers, scripts, &Idle::new(), batch).await;
     let mut replies = Vec::new();
     for answer in answers {
         let reply = answer.await.expect("everybody gets an answer");

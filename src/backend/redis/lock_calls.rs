@@ -10,9 +10,11 @@ use std::time::Duration;
 use futures_util::future::join_all;
 use redis::{RedisError, Value};
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 
 use super::error::{store_error, unexpected_reply};
 use super::home::Home;
+use super::idle::Idle;
 use super::keys::{Keys, LockNames};
 use super::meeting::{Away, Limits, Meeting, given_up};
 use super::scripts::{MAX_LOCKS, Scripts};
@@ -21,8 +23,10 @@ use crate::error::StoreError;
 use crate::lock::{Acquired, Claim, LockKey, Token};
 
 /// A call costs Redis as much as three locks, and as much again to read and to answer, so it is better for more to meet. But those who were
-/// answered have more to do than after a decision before they ask again: with a third call Redis need not wait for them.
-const LIMITS: Limits = Limits { alone: 2, busy: Duration::from_millis(2), together: MAX_LOCKS, calls: 3, full: 3 };
+/// answered have more to do than after a decision before they ask again: with a third part of them in each call Redis need not wait for them, and
+/// who comes late has a fourth one.
+const LIMITS: Limits =
+    Limits { alone: 8, busy: Duration::from_micros(200), together: MAX_LOCKS, parts: 3, calls: 4, full: 4 };
 
 /// Where those meet who want locks, and those who give them back: on the connections of the latter, which do not wait there behind
 /// what requests have asked for.
@@ -43,7 +47,7 @@ type Answer = Result<Option<i64>, StoreError>;
 impl LockCalls {
     /// Sends what has met, until it is dropped.
     pub(super) fn new(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, home: &Home) -> Self {
-        let send = move |batch| exchange(own.clone(), Arc::clone(&scripts), Arc::clone(&keys), batch);
+        let send = move |batch, idle| exchange(own.clone(), Arc::clone(&scripts), Arc::clone(&keys), idle, batch);
         Self(Meeting::new(LIMITS, home, send))
     }
 
@@ -94,15 +98,21 @@ const fn listeners(number: i64) -> u64 {
     number.unsigned_abs().saturating_sub(1)
 }
 
-/// Gives leases back and asks for others, and tells each who waits for it. Whether Redis has answered.
-async fn exchange(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, mut batch: Vec<Wish>) -> bool {
+/// Gives leases back and asks for others, and tells each who waits for it. When Redis has answered, if it has.
+async fn exchange(
+    own: Servers,
+    scripts: Arc<Scripts>,
+    keys: Arc<Keys>,
+    idle: Idle,
+    mut batch: Vec<Wish>,
+) -> Option<Instant> {
     let connected = tokio::select! {
         biased;
         connected = own.connected() => connected,
-        () = given_up(&mut batch, |wish| &mut wish.reply) => return false,
+        () = given_up(&mut batch, |wish| &mut wish.reply) => return None,
     };
     if let Err(error) = connected {
-        return tell(Err(error), 0, batch);
+        return tell(&idle, Err(error), 0, batch).await;
     }
     // Who has given up by the time that there is a connection need not get a lock. What is given back is given back.
     batch.retain(|wish| wish.terms.is_none() || !wish.reply.is_closed());
@@ -114,9 +124,9 @@ async fn exchange(own: Servers, scripts: Arc<Scripts>, keys: Arc<Keys>, mut batc
         let terms = batch.last().and_then(|wish| wish.terms);
         let mut group = batch.split_off(batch.partition_point(|wish| wish.terms < terms));
         group.append(&mut given);
-        calls.push(exchange_alike(&own, &scripts, &keys, terms, group));
+        calls.push(exchange_alike(&own, &scripts, &keys, &idle, terms, group));
     }
-    join_all(calls).await.contains(&true)
+    join_all(calls).await.into_iter().max().flatten()
 }
 
 /// The same in one call, for those who want a lease on the same terms, and behind them those who give one back.
@@ -124,9 +134,10 @@ async fn exchange_alike(
     own: &Servers,
     scripts: &Scripts,
     keys: &Keys,
+    idle: &Idle,
     terms: Option<(Duration, u32)>,
     mut group: Vec<Wish>,
-) -> bool {
+) -> Option<Instant> {
     let wanted = group.partition_point(|wish| wish.terms.is_some());
     let mut names = LockNames::for_locks(keys, 2 * group.len() - wanted);
     group.iter().for_each(|wish| names.push_lease(&wish.lock));
@@ -139,14 +150,14 @@ async fn exchange_alike(
         biased;
         reply = scripts.lock_exchange(own, &names, &tokens, ttl, fences) => reply,
         // What was sent is done all the same, and whoever gives back what may not have been sent asks again.
-        () = given_up(&mut group, |wish| &mut wish.reply) => return false,
+        () = given_up(&mut group, |wish| &mut wish.reply) => return None,
     };
-    tell(reply, wanted, group)
+    tell(idle, reply, wanted, group).await
 }
 
-/// Tells those who have met what the script says about each of them, of whom so many want a lease. Whether there is an answer.
-fn tell(reply: Result<Value, RedisError>, wanted: usize, group: Vec<Wish>) -> bool {
-    let is_answered = reply.is_ok();
+/// Tells those who have met what the script says about each of them, of whom so many want a lease. When there was an answer, if there was.
+async fn tell(idle: &Idle, reply: Result<Value, RedisError>, wanted: usize, group: Vec<Wish>) -> Option<Instant> {
+    let answered = reply.is_ok().then(Instant::now);
     let numbers = match reply.map_err(store_error) {
         Ok(reply) => answers(&reply, wanted, group.len()).unwrap_or_else(|| {
             tracing::debug!(error = %unexpected_reply(&reply), "redis answers about several locks in a way that cannot be read");
@@ -154,18 +165,21 @@ fn tell(reply: Result<Value, RedisError>, wanted: usize, group: Vec<Wish>) -> bo
         }),
         Err(error) if error.is_timeout() || error.is_unavailable() => {
             group.into_iter().for_each(|wish| drop(wish.reply.send(Err(error.clone()))));
-            return false;
+            return None;
         }
         Err(error) => {
             tracing::debug!(%error, "redis refuses a call about several locks");
             vec![0; group.len()]
         }
     };
-    for (wish, number) in group.into_iter().zip(numbers) {
-        // Who has given up meanwhile is not interested.
-        let _ = wish.reply.send(Ok((number != 0).then_some(number)));
-    }
-    is_answered
+    idle.then(move || {
+        for (wish, number) in group.into_iter().zip(numbers) {
+            // Who has given up meanwhile is not interested.
+            let _ = wish.reply.send(Ok((number != 0).then_some(number)));
+        }
+    })
+    .await;
+    answered
 }
 
 /// What the script answers to each of so many: one number for most of those who want a lease, 1 for most of the others, and another one
@@ -200,7 +214,7 @@ pub(super) async fn exchange_together(
     };
     let wanted: Vec<_> = wanted.map(|(lock, claim)| meet(&|reply| Wish::to_acquire(&lock, &claim, reply))).collect();
     let held: Vec<_> = held.map(|(lock, token)| meet(&|reply| Wish::to_release(&lock, &token, reply))).collect();
-    exchange(own, scripts, keys, batch).await;
+    exchange(own, scripts, keys, Idle::new(), batch).await;
     let numbers = async |answers| {
         let answers = join_all::<Vec<oneshot::Receiver<Answer>>>(answers).await;
         answers.into_iter().map(|answer| answer.unwrap()).collect::<Result<Vec<_>, _>>()

@@ -3,6 +3,9 @@
 //! A call that is nearly alone goes by itself and waits for nobody. Those beyond that wait until one of a few is back, and then
 //! go as one: a call costs Redis more than what is asked in it. While there are such, and for a moment after, nobody goes alone.
 //!
+//! Where there are many they do not all go in one: nobody would be left to ask anything while it is away, and Redis would have nothing to do while
+//! they are told and ask again. With a part of them in each call both are at work at the same time.
+//!
 //! One that is full would save nothing by waiting, so more of those may be on their way; where the way to Redis is long, as many as there is time
 //! for. Those who wait longer than they may are not asked for, so no more are sent than a server can have answered that is well.
 
@@ -15,10 +18,11 @@ use std::time::Duration;
 use tokio::sync::mpsc::error::TrySendError;
 use tokio::sync::oneshot::error::RecvError;
 use tokio::sync::{Notify, mpsc, oneshot};
-use tokio::task::{AbortHandle, JoinSet, yield_now};
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep_until};
 
 use super::home::Home;
+use super::idle::Idle;
 
 /// A call that is away for longer than this does not hold up the next one: its connection may be dead.
 const LATE: Duration = Duration::from_millis(20);
@@ -36,8 +40,8 @@ pub(super) struct Meeting<W> {
     away: Arc<AtomicUsize>,
     crowd: Arc<Crowd>,
     waiting: mpsc::Sender<W>,
-    // Told when there are enough for a call that is full.
-    full: Arc<Notify>,
+    quorum: Arc<Quorum>,
+    idle: Idle,
     sender: AbortHandle,
     // Once the runtime has ended in which that was at work: what is, and what it takes in.
     successor: Mutex<Option<(mpsc::Sender<W>, AbortHandle)>>,
@@ -56,11 +60,19 @@ pub(super) struct Limits {
     pub(super) busy: Duration,
     /// How many go together at the most.
     pub(super) together: usize,
+    /// Into how many calls those who are there are divided, if that leaves no more for each than may go together.
+    pub(super) parts: usize,
     /// While so many calls of several are on their way, the next one has to be full. With two of them Redis has one to work on while the other
     /// one travels.
     pub(super) calls: usize,
     /// As long as they are full, so many may be on their way.
     pub(super) full: usize,
+}
+
+/// Wakes who sends the next call once so many wait for it.
+struct Quorum {
+    number: AtomicUsize,
+    reached: Notify,
 }
 
 /// What is known of calls of several that are back.
@@ -79,40 +91,46 @@ pub(super) struct Away {
 }
 
 impl<W: Send + 'static> Meeting<W> {
-    /// Sends what has met until it is dropped. `send` says whether Redis has answered.
-    pub(super) fn new<F>(limits: Limits, home: &Home, send: impl Fn(Vec<W>) -> F + Send + Sync + 'static) -> Self
+    /// Sends what has met until it is dropped. `send` says when Redis has answered, if it has, and tells those who have met
+    /// when the thread is idle.
+    pub(super) fn new<F>(limits: Limits, home: &Home, send: impl Fn(Vec<W>, Idle) -> F + Send + Sync + 'static) -> Self
     where
-        F: Future<Output = bool> + Send + 'static,
+        F: Future<Output = Option<Instant>> + Send + 'static,
     {
         let (waiting, arrivals) = mpsc::channel(WAITING);
         let away = Arc::default();
         let counted = Arc::clone(&away);
         let crowd = Arc::new(Crowd { epoch: Instant::now(), last: AtomicU64::new(0), round_trip: AtomicU64::new(0) });
-        let answered = Arc::clone(&crowd);
+        let idle = Idle::new();
+        let (answered, teller) = (Arc::clone(&crowd), idle.clone());
         let send = move |batch: Vec<W>| {
             let several = (batch.len() > 1).then(|| Arc::clone(&answered));
-            let (place, sent, call) = (Away::new(&counted, limits.alone).0, Instant::now(), send(batch));
+            let (place, sent, teller) = (Away::new(&counted, limits.alone).0, Instant::now(), teller.clone());
+            let call = send(batch, teller.clone());
             async move {
-                let is_answered = call.await;
+                let answered = call.await;
                 if let Some(crowd) = several {
-                    crowd.is_back(sent, is_answered);
+                    crowd.is_back(sent, answered);
                 }
                 drop(place);
+                teller.catch_up();
             }
         };
-        let (full, send) = (Arc::new(Notify::new()), Arc::new(send));
-        let (told, known) = (Arc::clone(&full), Arc::clone(&crowd));
+        let send = Arc::new(send);
+        let quorum = Arc::new(Quorum { number: AtomicUsize::new(limits.together), reached: Notify::new() });
+        let (awaited, known, waited) = (Arc::clone(&quorum), Arc::clone(&crowd), idle.clone());
         let start = move |arrivals| -> Task {
             let send = Arc::clone(&send);
             let send = move |batch| send(batch);
-            Box::pin(send_together(arrivals, limits, Arc::clone(&told), Arc::clone(&known), send))
+            Box::pin(send_together(arrivals, limits, Arc::clone(&awaited), Arc::clone(&known), waited.clone(), send))
         };
         let sender = home.spawn(start(arrivals));
-        Self { limits, away, crowd, waiting, full, sender, successor: Mutex::default(), start: Box::new(start) }
+        Self { limits, away, crowd, waiting, quorum, idle, sender, successor: Mutex::default(), start: Box::new(start) }
     }
 
     /// A place for a call that may go by itself, unless so many are on their way that it had better wait for others.
     pub(super) fn alone(&self) -> Option<Away> {
+        self.idle.catch_up();
         let (place, before) = Away::new(&self.away, 1);
         (before < self.limits.alone && !self.crowd.is_within(self.limits.busy)).then_some(place)
     }
@@ -127,8 +145,8 @@ impl<W: Send + 'static> Meeting<W> {
             Err(TrySendError::Full(_)) => return None,
             Err(TrySendError::Closed(waiting)) => self.wait_elsewhere(waiting)?,
         };
-        if WAITING - capacity >= self.limits.together {
-            self.full.notify_one();
+        if WAITING - capacity >= self.quorum.number.load(Ordering::Relaxed) {
+            self.quorum.reached.notify_one();
         }
         Some(answer.await)
     }
@@ -159,10 +177,11 @@ impl<W> Drop for Meeting<W> {
 }
 
 impl Crowd {
-    fn is_back(&self, sent: Instant, is_answered: bool) {
+    fn is_back(&self, sent: Instant, answered: Option<Instant>) {
         // What has no answer says nothing of the way to Redis, and nobody waits for one that takes longer.
-        if is_answered {
-            self.round_trip.store(sent.elapsed().min(LATE).as_micros() as u64, Ordering::Relaxed);
+        if let Some(answered) = answered {
+            let took = answered.saturating_duration_since(sent).min(LATE);
+            self.round_trip.store(took.as_micros() as u64, Ordering::Relaxed);
         }
         self.last.store(self.epoch.elapsed().as_micros() as u64 + 1, Ordering::Relaxed);
     }
@@ -207,27 +226,33 @@ pub(super) async fn given_up<W, T>(waiting: &mut [W], reply: fn(&mut W) -> &mut 
 async fn send_together<W, F>(
     mut arrivals: mpsc::Receiver<W>,
     limits: Limits,
-    full: Arc<Notify>,
+    quorum: Arc<Quorum>,
     crowd: Arc<Crowd>,
+    idle: Idle,
     send: impl Fn(Vec<W>) -> F,
 ) where
     F: Future<Output = ()> + Send + 'static,
 {
     let mut calls = JoinSet::new();
-    // When those were sent that are not known to be back or late.
-    let mut young = VecDeque::<Instant>::new();
+    // When those were sent that are not known to be back or late, and how many are in each.
+    let mut young = VecDeque::<(Instant, usize)>::new();
+    // How many there were when the last call was sent: in it, in others and waiting. They are not forgotten at once, since some are always about to
+    // ask again.
+    let mut present = 0_usize;
+    let share = |present: usize| present.div_ceil(limits.parts).clamp(1, limits.together);
     // Rings when one may be late. It is not set anew for each call: that wakes whoever waits for the sockets of this runtime.
     let mut alarm = pin!(sleep_until(Instant::now()));
     loop {
+        quorum.number.store(limits.together, Ordering::Relaxed);
         loop {
             let has_room = calls.len() < AWAY && young.len() < crowd.window(limits.full);
             if has_room && (young.len() < limits.calls || arrivals.len() >= limits.together) {
                 break;
             }
-            let oldest = young.front().copied();
+            let oldest = young.front().map(|(sent, _)| *sent);
             tokio::select! {
                 _ = calls.join_next() => drop(young.pop_front()),
-                () = full.notified(), if has_room => {}
+                () = quorum.reached.notified(), if has_room => {}
                 () = &mut alarm, if oldest.is_some() => {
                     let late = oldest.unwrap_or_else(Instant::now) + LATE;
                     if Instant::now() < late {
@@ -238,21 +263,36 @@ async fn send_together<W, F>(
                 }
             }
         }
-        if crowd.is_within(limits.busy) {
+        let enough = share(present);
+        if crowd.is_within(limits.busy) && arrivals.len() < enough {
             // Those who were answered a moment ago may want something again: most of them come in time for the next call.
-            yield_now().await;
+            quorum.number.store(enough, Ordering::Relaxed);
+            let mut waited = pin!(idle.then(|| ()));
+            while arrivals.len() < enough {
+                tokio::select! {
+                    () = &mut waited => break,
+                    () = quorum.reached.notified() => {}
+                }
+            }
         }
-        let mut batch = Vec::with_capacity(limits.together);
-        tokio::select! {
+        let first = tokio::select! {
             Some(_) = calls.join_next() => {
                 young.pop_front();
                 continue;
             }
-            number = arrivals.recv_many(&mut batch, limits.together) => if number == 0 {
-                return;
-            }
+            first = arrivals.recv() => first,
+        };
+        let Some(first) = first else { return };
+        let asked: usize = young.iter().map(|(_, number)| number).sum();
+        present = (asked + 1 + arrivals.len()).max(present - present.div_ceil(8));
+        let mut batch = Vec::with_capacity(limits.together);
+        batch.push(first);
+        let others = (share(present) - 1).min(arrivals.len());
+        if others > 0 {
+            // They are there already.
+            arrivals.recv_many(&mut batch, others).await;
         }
-        young.push_back(Instant::now());
+        young.push_back((Instant::now(), batch.len()));
         // Some kilobytes that would be moved from hand to hand otherwise.
         calls.spawn(Box::pin(send(batch)));
     }
@@ -265,7 +305,7 @@ mod tests {
     #[tokio::test(start_paused = true)]
     async fn each_call_that_is_late_makes_room_for_the_next_one() {
         let (begun, (sent, mut times)) = (Instant::now(), mpsc::channel(8));
-        let send = move |batch: Vec<oneshot::Sender<()>>| {
+        let send = move |batch: Vec<oneshot::Sender<()>>, _| {
             let _ = sent.try_send((begun.elapsed().as_millis(), batch.len()));
             async move {
                 // Those who wait hear nothing of it either.
@@ -273,7 +313,7 @@ mod tests {
                 std::future::pending().await
             }
         };
-        let limits = Limits { alone: 0, busy: Duration::ZERO, together: 8, calls: 1, full: 1 };
+        let limits = Limits { alone: 0, busy: Duration::ZERO, together: 8, parts: 1, calls: 1, full: 1 };
         let meeting = Arc::new(Meeting::new(limits, &Home::here(), send));
         let late = LATE.as_millis();
         let mut waiting = JoinSet::new();
@@ -291,14 +331,45 @@ mod tests {
         }
     }
 
+    /// All went together, so that either all of them or Redis had nothing to do.
+    #[tokio::test(start_paused = true)]
+    async fn half_of_those_who_are_there_go_in_each_of_two_calls() {
+        let (sent, mut calls) = mpsc::unbounded_channel();
+        let send = move |batch: Vec<oneshot::Sender<()>>, idle: Idle| {
+            let (answer, is_answered) = oneshot::channel::<()>();
+            sent.send((batch.len(), answer)).unwrap();
+            async move {
+                let answered = is_answered.await.ok().map(|()| Instant::now());
+                idle.then(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap())).await;
+                answered
+            }
+        };
+        let limits = Limits { alone: 0, busy: Duration::from_secs(1), together: 64, parts: 2, calls: 2, full: 2 };
+        let meeting = Arc::new(Meeting::new(limits, &Home::here(), send));
+        let mut asking = JoinSet::new();
+        for _ in 0..6 {
+            let meeting = Arc::clone(&meeting);
+            asking.spawn(async move { while meeting.join(|reply| reply).await.is_some() {} });
+        }
+        let (first, mut oldest) = calls.recv().await.unwrap();
+        let (second, mut newest) = calls.recv().await.unwrap();
+        assert_eq!((first, second), (3, 3));
+        for _ in 0..10 {
+            oldest.send(()).unwrap();
+            let (again, next) = calls.recv().await.unwrap();
+            assert_eq!(again, 3, "those who were told, and all of them");
+            (oldest, newest) = (newest, next);
+        }
+    }
+
     #[tokio::test(start_paused = true)]
     async fn only_answers_say_how_long_the_way_is() {
         let crowd = Crowd { epoch: Instant::now(), last: AtomicU64::new(0), round_trip: AtomicU64::new(0) };
         let sent = Instant::now();
         tokio::time::advance(Duration::from_millis(60)).await;
-        crowd.is_back(sent, false);
+        crowd.is_back(sent, None);
         assert_eq!(crowd.window(2), 2);
-        crowd.is_back(sent, true);
+        crowd.is_back(sent, Some(Instant::now()));
         assert_eq!(crowd.window(2), 12);
     }
 }

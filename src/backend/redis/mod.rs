@@ -49,7 +49,8 @@
 //!
 //! A decision that is nearly alone is a call of its own and waits for nobody. When more than a handful are on their way, or several were
 //! answered together a moment ago, those that come wait until one of a few calls is back (the longer the round trip, the more there are), and then
-//! go together in one script, each charged or denied by itself: exact, and less than half the work for Redis. Not on a cluster, where hardly
+//! go together in one script, each charged or denied by itself: exact, and less than half the work for Redis. Half of those who are there go in
+//! each, so that Redis has the one to work on while the other is being answered. Not on a cluster, where hardly
 //! two subjects share a slot. So do locks that are taken and those that are given back at the same time, all of them in one script: each is granted,
 //! refused or given back by itself, and a cycle costs Redis about half of what its two calls would.
 //!
@@ -110,6 +111,7 @@ mod error;
 mod gather;
 mod home;
 mod idempotency;
+mod idle;
 mod keys;
 mod listener;
 mod lock;

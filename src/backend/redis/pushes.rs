@@ -8,9 +8,11 @@ use std::time::Duration;
 
 use futures_util::future::join_all;
 use tokio::sync::oneshot;
+use tokio::time::Instant;
 
 use super::Inner;
 use super::delay_queue::push;
+use super::idle::Idle;
 use super::keys::Keys;
 use super::meeting::{Away, Limits, Meeting, given_up};
 use super::scripts::Scripts;
@@ -18,7 +20,8 @@ use super::servers::Servers;
 use crate::delay_queue::{Admission, MAX_BATCH, NewJob, QueueKey, batch_len};
 use crate::error::StoreError;
 
-const LIMITS: Limits = Limits { alone: 8, busy: Duration::from_micros(200), together: MAX_BATCH, calls: 2, full: 2 };
+const LIMITS: Limits =
+    Limits { alone: 8, busy: Duration::from_micros(200), together: MAX_BATCH, parts: 2, calls: 2, full: 2 };
 
 /// Where pushes meet.
 pub(super) struct Pushes(Meeting<Waiting>);
@@ -36,7 +39,7 @@ impl Pushes {
     pub(super) fn new(inner: &Inner) -> Self {
         let Inner { servers, keys, scripts, locks, .. } = inner;
         let (servers, keys, scripts) = (Arc::clone(servers), Arc::clone(keys), Arc::clone(scripts));
-        let send = move |batch| send(Arc::clone(&servers), Arc::clone(&keys), Arc::clone(&scripts), batch);
+        let send = move |batch, idle| send(Arc::clone(&servers), Arc::clone(&keys), Arc::clone(&scripts), idle, batch);
         Self(Meeting::new(LIMITS, locks.home(), send))
     }
 
@@ -58,16 +61,23 @@ impl Pushes {
     }
 }
 
-/// Pushes several jobs at once, those of each queue by themselves, and tells each who waits for it. Whether Redis has answered all of it.
-async fn send(servers: Arc<Servers>, keys: Arc<Keys>, scripts: Arc<Scripts>, mut batch: Vec<Waiting>) -> bool {
+/// Pushes several jobs at once, those of each queue by themselves, and tells each who waits for it. When Redis has answered, if it has
+/// answered all of it.
+async fn send(
+    servers: Arc<Servers>,
+    keys: Arc<Keys>,
+    scripts: Arc<Scripts>,
+    idle: Idle,
+    mut batch: Vec<Waiting>,
+) -> Option<Instant> {
     // Who has given up need not be pushed.
     batch.retain(|waiting| !waiting.reply.is_closed());
     if batch.is_empty() {
-        return false;
+        return None;
     }
     // At the same time: a node of a cluster that hangs concerns its own queues.
-    let calls = groups(batch).into_iter().map(|group| send_group(&servers, &keys, &scripts, group));
-    !join_all(calls).await.contains(&false)
+    let calls = groups(batch).into_iter().map(|group| send_group(&servers, &keys, &scripts, &idle, group));
+    join_all(calls).await.into_iter().collect::<Option<Vec<_>>>()?.into_iter().max()
 }
 
 /// Jobs of one queue and priority, and no more in a group than one call carries.
@@ -89,8 +99,14 @@ fn groups(mut batch: Vec<Waiting>) -> Vec<Vec<Waiting>> {
     groups
 }
 
-/// Pushes several jobs of one queue and priority. Whether there is an answer.
-async fn send_group(servers: &Servers, keys: &Keys, scripts: &Scripts, group: Vec<Waiting>) -> bool {
+/// Pushes several jobs of one queue and priority. When there was an answer, if there was.
+async fn send_group(
+    servers: &Servers,
+    keys: &Keys,
+    scripts: &Scripts,
+    idle: &Idle,
+    group: Vec<Waiting>,
+) -> Option<Instant> {
     let (keys, max_jobs) = (keys.delay_queue(&group[0].queue), group[0].max_jobs);
     let (jobs, mut replies): (Vec<_>, Vec<_>) =
         group.into_iter().map(|Waiting { job, reply, .. }| (job, reply)).unzip();
@@ -98,17 +114,21 @@ async fn send_group(servers: &Servers, keys: &Keys, scripts: &Scripts, group: Ve
     let answer = tokio::select! {
         biased;
         answer = push(servers, scripts, &keys, max_jobs, &jobs) => answer,
-        () = given_up(&mut replies, |reply| reply) => return false,
+        () = given_up(&mut replies, |reply| reply) => return None,
     };
-    for (i, reply) in replies.into_iter().enumerate() {
-        let admission = match &answer {
-            Ok(admissions) => Ok(admissions[i]),
-            Err(error) => Err(error.clone()),
-        };
-        // Who has given up meanwhile is not interested.
-        let _ = reply.send(admission);
-    }
-    answer.is_ok()
+    let answered = answer.is_ok().then(Instant::now);
+    idle.then(move || {
+        for (i, reply) in replies.into_iter().enumerate() {
+            let admission = match &answer {
+                Ok(admissions) => Ok(admissions[i]),
+                Err(error) => Err(error.clone()),
+            };
+            // Who has given up meanwhile is not interested.
+            let _ = reply.send(admission);
+        }
+    })
+    .await;
+    answered
 }
 
 #[cfg(test)]
@@ -133,7 +153,8 @@ mod tests {
         let terms = Terms { connect: Duration::MAX, response: Duration::MAX, home: Arc::new(Home::here()) };
         let servers = Servers::One(Pool::lazy(connector, 1, terms, &Arc::default()));
         let batch = vec![waiting(1, Priority::Normal), waiting(1, Priority::Low)];
-        assert!(!send(Arc::new(servers), Arc::new(Keys::new("test")), Arc::new(Scripts::new()), batch).await);
+        let (servers, keys, scripts) = (Arc::new(servers), Arc::new(Keys::new("test")), Arc::new(Scripts::new()));
+        assert_eq!(send(servers, keys, scripts, Idle::new(), batch).await, None);
     }
 
     /// Redis does nothing else for as long as it takes a script to read them.
