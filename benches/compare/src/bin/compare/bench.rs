@@ -110,19 +110,19 @@ pub struct Median {
     pub ceiling_ratio: Option<f64>,
 }
 
-/// Lets all contenders take turns at every point, so often, and answers the medians by point and contender. The rounds begin with each of them
-/// in turn and with the ceiling, if there is one, and every second one goes the other way round, so that nobody always comes after the same one;
+/// Lets all contenders take turns at every point, so often, and answers the medians by point and contender. The turns at a point begin with the
+/// ceiling, if there is one there, and with each of them in turn, and every second round goes the other way round, so that nobody always comes after the same one;
 /// one round more comes first, to warm up. Who fails competes no longer.
 pub async fn take_turns(
     contenders: &mut [Contender<'_>],
     points: &[u32],
     rounds: usize,
-    ceiling: impl Fn() -> Option<f64>,
+    ceiling: impl Fn(u32) -> Option<f64>,
 ) -> Vec<Vec<Median>> {
     let mut all = vec![vec![Vec::new(); contenders.len()]; points.len()];
     for round in 0..=rounds {
-        let ceiling = ceiling();
         for (&point, taken) in points.iter().zip(&mut all) {
+            let ceiling = ceiling(point);
             let count = contenders.len();
             for turn in 0..count {
                 let at = whose_turn(round, turn, count);

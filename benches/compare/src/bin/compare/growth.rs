@@ -12,6 +12,7 @@ use tollgate::{Limiter, Policy, Quota, RedisBackend, RedisOptions};
 
 use crate::Run;
 use crate::bench::{Contender, Figures, Loaded, Processors, take_turns};
+use crate::ceiling::Ceiling;
 use crate::decisions::{Decider, GENEROUS, KEYS, decide, fill};
 use crate::queues::{Queue, Tally};
 use crate::report::{Rank, Table};
@@ -78,6 +79,14 @@ async fn limited(url: &str, name: &str, limits: u32) -> Decider {
     Decider::Tollgate(Limiter::new(backend, policy).deadline(Duration::from_secs(10)))
 }
 
+/// Of the script that Tollgate calls for a lone decision, over as many keys as the others are about.
+async fn ceiling_of(server: &RedisServer, decider: &Decider) -> Ceiling {
+    // Twice: the first call may find the script missing.
+    assert!(decider.admits(7_777_777).await);
+    let call = async { assert!(decider.admits(7_777_777).await) };
+    Ceiling::record(server, "rate_limit_check_plain.lua", "7777777", call).await
+}
+
 async fn pooled(url: &str, connections: u32) -> Decider {
     let options = RedisOptions::from_url(url).expect("the URL is well-formed").connections(connections);
     let policy = Policy::new("pooled", Quota::per_hour(GENEROUS).fixed_window());
@@ -111,6 +120,8 @@ pub async fn tables(run: &mut Run) {
     let time = run.time;
 
     let keyed = limited(&url, "keyed", 1).await;
+    let ceiling = ceiling_of(&server, &keyed).await;
+    let lone = |_| Some(ceiling.per_s());
     let keys = Contender::new("tollgate", |keys| Box::pin(decide(keyed.clone(), IN_FLIGHT, u64::from(keys), time)));
     let keys = keys.prepared(|keys| {
         let (server, keyed) = (&server, &keyed);
@@ -121,33 +132,37 @@ pub async fn tables(run: &mut Run) {
     });
     table(
         run,
-        "growth-keys",
+        ["growth-keys",
         "More keys",
         "Decisions on Redis, 256 in flight, spread over so many keys, all of which are there before; each round asks about others of a million, in another order. A \
          call writes a key once, however many of its decisions are about that key, so few keys cost Redis less. From thousands of keys on nearly every \
-         decision is about one of its own. More of them \
+         decision is about one of its own. The ceiling is that of a lone decision over 10,000 keys, whatever their number is here. More of them \
          cost Redis more, most likely since fewer of them fit the caches of the processor.",
-        "keys",
+        "keys"],
         &[1, 100, 10_000, 1_000_000],
         keys,
+        lone,
     )
     .await;
     server.query::<()>("FLUSHALL");
 
-    let mut policies = Vec::new();
+    let (mut policies, mut ceilings) = (Vec::new(), Vec::new());
     for limits in [1, 2, 4, 8] {
-        policies.push((limits, limited(&url, &format!("limits-{limits}"), limits).await));
+        let decider = limited(&url, &format!("limits-{limits}"), limits).await;
+        ceilings.push((limits, ceiling_of(&server, &decider).await));
+        policies.push((limits, decider));
     }
     let limits = Contender::new("tollgate", |limits| one_of(&policies, limits, time));
     table(
         run,
-        "growth-limits",
+        ["growth-limits",
         "More limits in a policy",
         "Decisions on Redis, 256 in flight over 10,000 keys, by policies of so many fixed windows. All windows of a key are one value: what is written grows, \
-         and so does the arithmetic, but reading, writing and the call itself are there once.",
-        "limits",
+         and so does the arithmetic, but reading, writing and the call itself are there once. The ceiling is that of a lone decision by as many.",
+        "limits"],
         &[1, 2, 4, 8],
         limits,
+        |limits| ceilings.iter().find(|(number, _)| *number == limits).map(|(_, ceiling)| ceiling.per_s()),
     )
     .await;
 
@@ -158,20 +173,21 @@ pub async fn tables(run: &mut Run) {
     let pool = Contender::new("tollgate", |connections| one_of(&pools, connections, time));
     table(
         run,
-        "growth-pool",
+        ["growth-pool",
         "More connections",
         "Decisions on Redis, 256 in flight over 10,000 keys, through so many connections. Redis does one thing at a time, and calls are shared by all \
-         decisions of a process, so one connection carries all there is.",
-        "connections",
+         decisions of a process, so one connection carries all there is. The ceiling is that of a lone decision, here and with more processes.",
+        "connections"],
         &[1, 2, 4, 8, 16],
         pool,
+        lone,
     )
     .await;
 
     let several = Contender::new("tollgate", |count| Box::pin(processes(url.clone(), count, time)));
     let text = "Decisions on Redis of so many processes together, each with 256 in flight over the same 10,000 keys; the times are those of the slowest process. \
                 Processes share no calls with each other, and all of them share two cores with Redis.";
-    table(run, "growth-processes", "More processes", text, "processes", &[1, 2, 3, 4], several).await;
+    table(run, ["growth-processes", "More processes", text, "processes"], &[1, 2, 3, 4], several, lone).await;
     server.query::<()>("FLUSHALL");
 
     let backlogs: &[u32] = if run.is_quick { &[100, 1_000, 10_000] } else { &[100, 1_000, 10_000, 100_000, 1_000_000] };
@@ -180,8 +196,8 @@ pub async fn tables(run: &mut Run) {
         Box::pin(ready(()))
     });
     let text = "Jobs that a worker does a second, a hundred at a time, while so many wait: up to 20,000 of them due now, the others in an hour. With the start of the worker and its end, \
-                which weigh the more the fewer jobs are due. A claim takes jobs from the front, whatever is behind.";
-    table(run, "growth-backlog", "More jobs that wait", text, "jobs", backlogs, waiting).await;
+                which weigh the more the fewer jobs are due. A claim takes jobs from the front, whatever is behind. There is no ceiling: what a claim takes out cannot be claimed again.";
+    table(run, ["growth-backlog", "More jobs that wait", text, "jobs"], backlogs, waiting, |_| None).await;
 }
 
 fn one_of(deciders: &[(u32, Decider)], wanted: u32, time: Duration) -> Loaded<'static> {
@@ -191,16 +207,14 @@ fn one_of(deciders: &[(u32, Decider)], wanted: u32, time: Duration) -> Loaded<'s
 
 async fn table(
     run: &mut Run,
-    name: &'static str,
-    title: &'static str,
-    text: &'static str,
-    unit: &'static str,
+    [name, title, text, unit]: [&'static str; 4],
     points: &[u32],
     contender: Contender<'_>,
+    ceiling: impl Fn(u32) -> Option<f64>,
 ) {
     let mut contenders = [contender];
     let rounds = run.rounds.min(3);
-    let medians = take_turns(&mut contenders, points, rounds, || None).await;
+    let medians = take_turns(&mut contenders, points, rounds, ceiling).await;
     run.report.add(Table {
         name,
         title,

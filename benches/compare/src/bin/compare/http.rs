@@ -1,23 +1,28 @@
 //! A server that says hello, with a layer and without, under `wrk`: each in a process of its own.
 
 use std::env;
+use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Read, Write};
 use std::net::{SocketAddr, TcpStream};
 use std::process::{Child, Command, Stdio, id};
 use std::time::Duration;
 
 use axum::Router;
+use axum::body::Body;
+use axum::extract::ConnectInfo;
 use axum::routing::get;
+use http::Request;
 use tokio::net::TcpListener;
 use tollgate::http::peer_ip;
 use tollgate::{Policy, Quota, RateLimitLayer, RedisBackend};
+use tower::Service;
 use tower::layer::util::Identity;
 use tower_governor::GovernorLayer;
 
 use crate::Run;
 use crate::bench::{Contender, Figures, Processors, take_turns};
 use crate::layers::{self, GENEROUS};
-use crate::report::{Rank, Table};
+use crate::report::{Rank, Table, grouped};
 use crate::server::RedisServer;
 
 const CONNECTIONS: u32 = 64;
@@ -34,8 +39,17 @@ const LAYERS: [&str; 8] = [
 
 /// Serves until it is killed, and says on which port.
 pub async fn serve(layer: &str, url: &str) {
+    let app = app(layer, url).await;
+    let listener = TcpListener::bind("127.0.0.1:0").await.expect("there is a port");
+    println!("{}", listener.local_addr().expect("it has an address").port());
+    let app = app.into_make_service_with_connect_info::<SocketAddr>();
+    axum::serve(listener, app).await.expect("it serves");
+}
+
+/// What says hello, behind a layer.
+async fn app(layer: &str, url: &str) -> Router {
     let app = Router::new().route("/", get(async || "hello\n"));
-    let app = match layer {
+    match layer {
         "bare" => app,
         "no-op" => app.layer(Identity::new()),
         "tollgate" => app.layer(layers::lean(GENEROUS)),
@@ -49,11 +63,35 @@ pub async fn serve(layer: &str, url: &str) {
         "tower_governor" => app.layer(GovernorLayer::new(layers::governor(GENEROUS))),
         "tower_governor-headers" => app.layer(GovernorLayer::new(layers::governor_headers(GENEROUS))),
         other => panic!("{other} is no layer"),
+    }
+}
+
+/// Has a router answer so many requests of one client, without a server and its sockets, for [`instructions`] to be counted.
+pub async fn answer(layer: &str, requests: &str) {
+    let mut app = app(layer, "").await;
+    for _ in 0..requests.parse().expect("a number of requests") {
+        let mut request = Request::new(Body::empty());
+        request.extensions_mut().insert(ConnectInfo(SocketAddr::from(([127, 0, 0, 1], 80))));
+        let Ok(response) = app.call(request).await;
+        assert_eq!(response.status(), 200);
+    }
+}
+
+/// What it takes a router to answer a request, in instructions, by callgrind: a difference of two counts, so what comes once is not in it.
+fn instructions(layer: &str) -> Option<u64> {
+    let count = |requests: &str| {
+        let program = env::current_exe().expect("this program is a file");
+        let output = Command::new("valgrind")
+            .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
+            .arg(program)
+            .args(["answer", layer, requests])
+            .output()
+            .ok()?;
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(output.status.success(), "{layer} is counted: {text}");
+        text.lines().find_map(|line| line.split_once("Collected : ")?.1.trim().parse::<u64>().ok())
     };
-    let listener = TcpListener::bind("127.0.0.1:0").await.expect("there is a port");
-    println!("{}", listener.local_addr().expect("it has an address").port());
-    let app = app.into_make_service_with_connect_info::<SocketAddr>();
-    axum::serve(listener, app).await.expect("it serves");
+    Some((count("6000")?.checked_sub(count("1000")?)?) / 5_000)
 }
 
 /// Ends with the value.
@@ -165,7 +203,7 @@ pub async fn table(run: &mut Run) {
     };
     let mut contenders: Vec<_> = servers.iter().zip(LAYERS).map(contender).collect();
     let points = [CONNECTIONS];
-    let medians = take_turns(&mut contenders, &points, run.rounds, || None).await;
+    let medians = take_turns(&mut contenders, &points, run.rounds, |_| None).await;
     let place = |layer| LAYERS.iter().position(|&other| other == layer).unwrap_or_default();
     let rate = |layer| medians[0][place(layer)].figures.per_s;
     let bare = rate("bare");
@@ -183,7 +221,7 @@ pub async fn table(run: &mut Run) {
             "An axum server that says hello, in a process of its own, to 64 connections of `wrk -t1`, which all come from one address, with layers \
              that say yes or no. Whatever the layer, axum boxes what is behind it and clones that for every request, so `no-op` should be behind `bare`: where it is not, \
              the difference is less than this table can tell, and so are others as small. The server and `wrk` share two cores, and the server has more than one \
-             thread: the processor time of a request says more than the rate.",
+             thread: the processor time of a request says more than the rate, and the count of instructions in the end says most.",
             "tollgate",
             "tower_governor",
             vec![
@@ -241,4 +279,21 @@ pub async fn table(run: &mut Run) {
             ..Table::default()
         });
     }
+}
+
+/// What the layers add to a request where nothing else has a part in it, for `wrk` cannot tell as little.
+pub fn counts(run: &mut Run) {
+    let mut text = String::from(
+        "\nInstructions that it takes an axum router to answer a request with hello, counted by callgrind: without sockets, and all requests come from one \
+         address.\n\n| | instructions |\n| --- | ---: |\n",
+    );
+    for layer in LAYERS.into_iter().filter(|layer| *layer != "tollgate-redis") {
+        let Some(each) = instructions(layer) else {
+            println!("SKIPPED instructions of requests: there is no valgrind");
+            return;
+        };
+        println!("COST table=requests who={layer} instructions={each}");
+        let _ = writeln!(text, "| {layer} | {} |", grouped(each as f64));
+    }
+    run.report.add_text(&text);
 }

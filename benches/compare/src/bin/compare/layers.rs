@@ -149,7 +149,7 @@ pub async fn tables(run: &mut Run) {
     ];
     for (name, title, text, mut contenders) in tables {
         let points = [1, 64];
-        let medians = take_turns(&mut contenders, &points, run.rounds, || None).await;
+        let medians = take_turns(&mut contenders, &points, run.rounds, |_| None).await;
         run.report.add(Table {
             name,
             title,

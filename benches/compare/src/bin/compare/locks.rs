@@ -120,7 +120,7 @@ pub async fn tables(run: &mut Run) {
                 Box::pin(node.load("lock", tasks, time, json!({"own": is_own})))
             }));
         }
-        let medians = take_turns(&mut contenders, points, run.rounds, || is_own.then(|| ceiling.per_s())).await;
+        let medians = take_turns(&mut contenders, points, run.rounds, |_| Some(ceiling.per_s())).await;
         let (name, title, text) = if is_one_thread {
             (
                 "locks-one-thread",
@@ -142,7 +142,7 @@ pub async fn tables(run: &mut Run) {
                 "One lock for 64 tasks",
                 "All tasks want the same key, again and again, and nobody holds it longer than it takes to see that he is alone. Tollgate hands a lock over inside the process \
                  to those who stand in line there, and asks Redis now and then; the peers ask Redis for each grant, and try again after a pause, so they are measured at \
-                 another thing: this table is about one process, and says nothing of locks that several want. The second table has the grants of the task that got fewest \
+                 another thing: this table is about one process, and says nothing of locks that several want. The ceiling is that of the cycles above. The second table has the grants of the task that got fewest \
                  and of the one that got most, in a round, and how long the longest cycle of all rounds took, waiting included.",
             )
         };

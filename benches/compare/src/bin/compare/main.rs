@@ -55,6 +55,7 @@ async fn compare() {
     match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["client", url, millis] => return growth::client(url, millis).await,
         ["serve", layer, url] => return http::serve(layer, url).await,
+        ["answer", layer, requests] => return http::answer(layer, requests).await,
         _ => {}
     }
     let (mut is_quick, mut only, mut folder) = (false, None, None);
@@ -94,6 +95,7 @@ async fn compare() {
     }
     if is_wanted("costs") {
         costs::lists(&mut run).await;
+        http::counts(&mut run);
     }
     if let Some(folder) = folder {
         run.report.write(&folder, &version());

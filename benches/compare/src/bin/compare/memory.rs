@@ -130,7 +130,7 @@ pub async fn table(run: &mut Run) {
         })
         .collect();
     let points = [1, 2];
-    let medians = take_turns(&mut contenders, &points, run.rounds, || None).await;
+    let medians = take_turns(&mut contenders, &points, run.rounds, |_| None).await;
     run.report.add(Table {
         name: "memory",
         title: "Decisions in memory",
