@@ -130,9 +130,12 @@ impl<W: Send + 'static> Meeting<W> {
 
     /// A place for a call that may go by itself, unless so many are on their way that it had better wait for others.
     pub(super) fn alone(&self) -> Option<Away> {
-        self.idle.catch_up();
         let (place, before) = Away::new(&self.away, 1);
-        (before < self.limits.alone && !self.crowd.is_within(self.limits.busy)).then_some(place)
+        let is_alone = before < self.limits.alone && !self.crowd.is_within(self.limits.busy);
+        if is_alone {
+            self.idle.catch_up();
+        }
+        is_alone.then_some(place)
     }
 
     /// What is answered to one of those that go together. `None` if it has to go by itself after all; an error if the runtime that
@@ -145,8 +148,13 @@ impl<W: Send + 'static> Meeting<W> {
             Err(TrySendError::Full(_)) => return None,
             Err(TrySendError::Closed(waiting)) => self.wait_elsewhere(waiting)?,
         };
-        if WAITING - capacity >= self.quorum.number.load(Ordering::Relaxed) {
+        let number = WAITING - capacity;
+        if number >= self.quorum.number.load(Ordering::Relaxed) {
             self.quorum.reached.notify_one();
+        }
+        // Not for each of them: it takes a look at the clock.
+        if number % 8 == 1 {
+            self.idle.catch_up();
         }
         Some(answer.await)
     }
@@ -360,6 +368,44 @@ mod tests {
             assert_eq!(again, 3, "those who were told, and all of them");
             (oldest, newest) = (newest, next);
         }
+    }
+
+    #[tokio::test]
+    async fn whoever_asks_next_tells_those_whose_thread_is_blocked() {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
+        let home = {
+            let _inside = runtime.enter();
+            Home::here()
+        };
+        let (free, until_free) = std::sync::mpsc::channel::<()>();
+        let (begun, has_begun) = oneshot::channel();
+        let blocks = Mutex::new(Some((until_free, begun)));
+        let send = move |batch: Vec<oneshot::Sender<()>>, idle: Idle| {
+            if let Some((until_free, begun)) = blocks.lock().unwrap().take() {
+                tokio::spawn(async move {
+                    begun.send(()).unwrap();
+                    until_free.recv().unwrap();
+                });
+            }
+            async move {
+                idle.then(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap())).await;
+                None
+            }
+        };
+        let limits = Limits { alone: 0, busy: Duration::ZERO, together: 8, parts: 1, calls: 1, full: 1 };
+        let meeting = Meeting::new(limits, &home, send);
+        let mut first = pin!(meeting.join(|reply| reply));
+        assert!(futures_util::poll!(&mut first).is_pending());
+        has_begun.await.unwrap();
+        tokio::time::sleep(Duration::from_millis(2)).await;
+        assert!(futures_util::poll!(&mut first).is_pending());
+        let mut next = pin!(meeting.join(|reply| reply));
+        assert!(futures_util::poll!(&mut next).is_pending());
+        let told = tokio::time::timeout(Duration::from_secs(10), first).await;
+        free.send(()).unwrap();
+        next.await.unwrap().unwrap();
+        runtime.shutdown_background();
+        told.expect("nobody tells it").unwrap().unwrap();
     }
 
     #[tokio::test(start_paused = true)]
