@@ -55,7 +55,7 @@ async fn compare() {
     match words.iter().map(String::as_str).collect::<Vec<_>>()[..] {
         ["client", url, millis] => return growth::client(url, millis).await,
         ["serve", layer, url] => return http::serve(layer, url).await,
-        ["answer", layer, requests] => return http::answer(layer, requests).await,
+        ["answer", layer] => return http::answer(layer).await,
         _ => {}
     }
     let (mut is_quick, mut only, mut folder) = (false, None, None);
