@@ -28,9 +28,8 @@ struct Errands {
     waiting: Mutex<VecDeque<Waiting>>,
 }
 
-/// An errand that is not done. No two that are listed at the same time have one number.
+/// An errand that is not done, and since when.
 struct Waiting {
-    number: u64,
     since: u64,
     errand: Arc<Errand>,
 }
@@ -38,7 +37,7 @@ struct Waiting {
 /// The place of an errand among those that are not done, while somebody waits for it.
 struct Listed<'a> {
     errands: &'a Errands,
-    number: u64,
+    errand: Arc<Errand>,
 }
 
 /// Something that is done once, by whoever comes first.
@@ -82,10 +81,9 @@ impl Errands {
 
     fn list(&self, errand: &Arc<Errand>) -> Listed<'_> {
         let mut waiting = self.waiting();
-        let number = waiting.back().map_or(0, |last| last.number + 1);
-        waiting.push_back(Waiting { number, since: self.now(), errand: Arc::clone(errand) });
+        waiting.push_back(Waiting { since: self.now(), errand: Arc::clone(errand) });
         self.note(&waiting);
-        Listed { errands: self, number }
+        Listed { errands: self, errand: Arc::clone(errand) }
     }
 
     fn note(&self, waiting: &VecDeque<Waiting>) {
@@ -100,7 +98,7 @@ impl Errands {
 impl Drop for Listed<'_> {
     fn drop(&mut self) {
         let mut waiting = self.errands.waiting();
-        waiting.retain(|other| other.number != self.number);
+        waiting.retain(|other| !Arc::ptr_eq(&other.errand, &self.errand));
         self.errands.note(&waiting);
     }
 }

@@ -111,8 +111,8 @@ pub struct Median {
 }
 
 /// Lets all contenders take turns at every point, so often, and answers the medians by point and contender. The turns at a point begin with the
-/// ceiling, if there is one there, and with each of them in turn, and every second round goes the other way round, so that nobody always comes after the same one;
-/// one round more comes first, to warm up. Who fails competes no longer.
+/// ceiling, if there is one there, and with each of them in turn, and every second round goes the other way round, so that nobody always comes
+/// after the same one; one round more comes first, to warm up. Who fails competes no longer.
 pub async fn take_turns(
     contenders: &mut [Contender<'_>],
     points: &[u32],
