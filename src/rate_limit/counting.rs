@@ -242,6 +242,31 @@ impl Count {
         }
     }
 
+    /// Charges `cost` if there is room for it; answers whether there is.
+    #[inline]
+    pub(crate) fn charge_if_it_fits(&mut self, terms: &Terms, now: u64, cost: u32) -> bool {
+        let units = u64::from(cost);
+        match self {
+            Self::TokenBucket { debt, .. } => {
+                // What is more than all of the limit may be more than can be counted.
+                let fits = cost <= terms.capacity && *debt + units * terms.span <= terms.full();
+                if fits {
+                    *debt += units * terms.span;
+                }
+                fits
+            }
+            Self::FixedWindow { .. } | Self::SlidingWindow { .. } => {
+                let fits = self.fits(terms, now, cost);
+                if let Self::FixedWindow { used: current, .. } | Self::SlidingWindow { current, .. } = self
+                    && fits
+                {
+                    *current += units;
+                }
+                fits
+            }
+        }
+    }
+
     /// Gives back `units` that were charged at the instant `at`, as far as they still count at `now`. In a bucket `missing`
     /// tokens were missing then, if that is known.
     pub(crate) fn refund(&mut self, terms: &Terms, now: u64, at: u64, missing: u32, units: u32) {

@@ -159,10 +159,7 @@ impl Slot {
     #[inline]
     pub(super) fn check_only_limit(&mut self, policy: &Policy, cost: u32, now_us: u64) -> Option<Decision> {
         let (one, mut count, terms, now_us) = self.only_limit(policy, now_us)?;
-        let is_charged = cost > 0 && count.fits(terms, now_us, cost);
-        if is_charged {
-            count.charge(terms, now_us, cost);
-        }
+        let is_charged = cost > 0 && count.charge_if_it_fits(terms, now_us, cost);
         *one = One::new(now_us, count);
         // Who was charged asks for nothing any more.
         let status = count.status(terms, now_us, if is_charged { 0 } else { cost });
@@ -173,10 +170,9 @@ impl Slot {
     #[inline]
     pub(super) fn charge_only_limit(&mut self, policy: &Policy, cost: u32, now_us: u64) -> Option<Charged> {
         let (one, mut count, terms, now_us) = self.only_limit(policy, now_us)?;
-        if !count.fits(terms, now_us, cost) {
+        if !count.charge_if_it_fits(terms, now_us, cost) {
             return None;
         }
-        count.charge(terms, now_us, cost);
         *one = One::new(now_us, count);
         Some(Charged { is_near_limit: count.is_near_limit(terms, now_us) })
     }
