@@ -137,12 +137,20 @@ impl Key {
         words
     }
 
-    /// The key with some of the zeros behind it, to be hashed: in steps of eight bytes, and two of them at least, so that the processor
-    /// need not guess where addresses end.
+    /// The text and some of the zeros behind it, to be hashed: there is no zero in a text. Whole words but for the last byte, which is where a hash
+    /// puts the length, and two words at the least, so that the processor need not guess where addresses end.
     #[inline]
-    pub(crate) fn as_whole_words(&self) -> &[u8] {
-        &self.bytes[..self.len().next_multiple_of(8).clamp(16, Self::MAX_LEN + 1)]
+    pub(crate) fn as_hashed(&self) -> &[u8] {
+        &self.bytes[..(self.len() | 7).max(Self::LEAST_HASHED)]
     }
+
+    /// The same for keys of which no more is hashed than the least, which most are.
+    #[inline]
+    pub(crate) fn as_least_hashed(&self) -> Option<&[u8; Self::LEAST_HASHED]> {
+        self.bytes.first_chunk().filter(|_| self.len() <= Self::LEAST_HASHED)
+    }
+
+    const LEAST_HASHED: usize = 15;
 
     /// How long a key is at the most that [`as_short`](Self::as_short) answers.
     pub(crate) const SHORT_LEN: usize = 23;
@@ -189,52 +197,26 @@ impl Key {
         Self::digest_of(Origin::Fallback, &[mark, self.as_bytes()])
     }
 
+    #[inline]
     fn from_bytes(bytes: &[u8]) -> Self {
-        let mut key = Self::EMPTY;
-        if !key.set_plain(bytes) {
-            key = Self::escaped(bytes);
-        }
-        key
+        two_plain_words(bytes).map_or_else(
+            || Self::from_any_bytes(bytes),
+            |[first, second]| Self::of_words([first, second, 0, 0, 0, (bytes.len() as u64) << 56]),
+        )
     }
 
-    /// Makes it the key of bytes that fit as they are, which nearly all names do: `-` to `z`, which are digits, letters and most of what is between names.
-    /// Answers whether it is.
+    fn from_any_bytes(bytes: &[u8]) -> Self {
+        plain_words(bytes).map_or_else(|| Self::escaped(bytes), Self::of_words)
+    }
+
     // Each word is put together in a register, and written once to where it stays: what was written in pieces is read late.
-    fn set_plain(&mut self, bytes: &[u8]) -> bool {
-        const EACH: u64 = u64::from_le_bytes([1; 8]);
-        const HIGH: u64 = EACH << 7;
-        // Whether all bytes of a word are: what is less than `-` does not get to 128 by this, and what is more than `z` does.
-        let is_plain = |word: u64| {
-            let (least, most) = (word.wrapping_add(EACH * (128 - 0x2d)), word.wrapping_add(EACH * (127 - 0x7a)));
-            (word | most | !least) & HIGH == 0
-        };
-        let mut words = [0; 6];
-        let are_plain = match (bytes.as_chunks().0, bytes.last_chunk()) {
-            _ if bytes.len() > Self::MAX_LEN => false,
-            (whole, Some(last)) => {
-                let last = u64::from_le_bytes(*last);
-                let rest = last >> 8 >> (8 * (7 - bytes.len() % 8));
-                let mut are_plain = is_plain(last);
-                for (at, word) in words.iter_mut().enumerate() {
-                    if let Some(bytes) = whole.get(at) {
-                        *word = u64::from_le_bytes(*bytes);
-                        are_plain &= is_plain(*word);
-                    } else if at == whole.len() {
-                        *word = rest;
-                    }
-                }
-                are_plain
-            }
-            (_, None) => {
-                words[0] = few(bytes);
-                is_plain(words[0] | (EACH * u64::from(b'a')) << (8 * bytes.len()))
-            }
-        };
-        words[5] |= (bytes.len() as u64) << 56;
-        for (bytes, word) in self.bytes.as_chunks_mut().0.iter_mut().zip(words) {
+    #[inline]
+    fn of_words(words: [u64; 6]) -> Self {
+        let mut key = Self::EMPTY;
+        for (bytes, word) in key.bytes.as_chunks_mut().0.iter_mut().zip(words) {
             *bytes = word.to_le_bytes();
         }
-        are_plain
+        key
     }
 
     fn escaped(bytes: &[u8]) -> Self {
@@ -338,6 +320,56 @@ impl Key {
         key.set_len(text.len());
         key
     }
+}
+
+/// Whether all bytes of some words fit as they are, as those of nearly all names do: `-` to `z`, which are digits, letters and most of what is between
+/// names.
+#[inline]
+fn are_plain<const WORDS: usize>(words: [u64; WORDS]) -> bool {
+    // What is less than `-` does not get to 128 by this, and what is more than `z` does.
+    let odd = words.map(|word| {
+        let (least, most) = (word.wrapping_add(EACH * (128 - 0x2d)), word.wrapping_add(EACH * (127 - 0x7a)));
+        word | most | !least
+    });
+    odd.iter().fold(0, |all, word| all | word) & (EACH << 7) == 0
+}
+
+const EACH: u64 = u64::from_le_bytes([1; 8]);
+
+/// The words of which a key of these bytes begins, where they are of a length that is very frequent, and fit as they are.
+#[inline]
+fn two_plain_words(bytes: &[u8]) -> Option<[u64; 2]> {
+    let (first, last) = (u64::from_le_bytes(*bytes.first_chunk()?), u64::from_le_bytes(*bytes.last_chunk()?));
+    // What of the last word is not in the first one.
+    let second = last >> 8 >> (8 * (7 - bytes.len() % 8));
+    (bytes.len() < 16 && are_plain([first, last])).then_some([first, second])
+}
+
+/// The words that a key of these bytes consists of, where they fit as they are.
+fn plain_words(bytes: &[u8]) -> Option<[u64; 6]> {
+    let (whole, len) = (bytes.as_chunks().0, bytes.len());
+    if len > Key::MAX_LEN {
+        return None;
+    }
+    let mut words = [0; 6];
+    let mut are_all_plain = true;
+    if let Some(last) = bytes.last_chunk() {
+        let last = u64::from_le_bytes(*last);
+        are_all_plain = are_plain([last]);
+        for (at, word) in words.iter_mut().enumerate() {
+            if let Some(bytes) = whole.get(at) {
+                *word = u64::from_le_bytes(*bytes);
+                are_all_plain &= are_plain([*word]);
+            } else if at == whole.len() {
+                *word = last >> 8 >> (8 * (7 - len % 8));
+            }
+        }
+    } else {
+        words[0] = few(bytes);
+        are_all_plain &= are_plain([words[0] | (EACH * u64::from(b'a')) << (8 * len)]);
+    }
+    words[5] |= (len as u64) << 56;
+    are_all_plain.then_some(words)
 }
 
 /// A word of less than eight bytes.
@@ -641,10 +673,7 @@ mod tests {
             place in 0..60_usize,
             other in any::<u8>(),
         ) {
-            let plain = |bytes: &[u8]| {
-                let mut key = Key::EMPTY;
-                key.set_plain(bytes).then_some(key)
-            };
+            let plain = |bytes: &[u8]| plain_words(bytes).map(Key::of_words);
             let fits = name.len() <= Key::MAX_LEN;
             prop_assert_eq!(plain(&name), fits.then(|| Key::escaped(&name)));
             let mut changed = name;

@@ -117,8 +117,8 @@ pub struct Operation {
 // By hand: a key is an array of its longest length, and most are short.
 impl Hash for Operation {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        self.scope.as_whole_words().hash(state);
-        self.key.as_whole_words().hash(state);
+        self.scope.as_hashed().hash(state);
+        self.key.as_hashed().hash(state);
     }
 }
 

@@ -20,7 +20,7 @@ impl LockKey {
     /// The lock of `subject` among those of `namespace`.
     pub fn new(namespace: impl Into<Key>, subject: impl Into<Key>) -> Self {
         let (namespace, subject) = (namespace.into(), subject.into());
-        let hash = SEED.hash_one((namespace.as_whole_words(), subject.as_whole_words()));
+        let hash = SEED.hash_one((namespace.as_hashed(), subject.as_hashed()));
         Self { hash, subject, namespace }
     }
 

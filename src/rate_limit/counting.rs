@@ -94,7 +94,7 @@ pub(crate) enum Count {
     /// The window began at `start`.
     FixedWindow { start: u64, used: u64 },
     /// The current window began at `start`, the one before it a window earlier.
-    SlidingWindow { start: u64, previous: u64, current: u64 },
+    SlidingWindow { start: u64, current: u64, previous: u64 },
 }
 
 impl Count {

@@ -39,6 +39,7 @@ struct Inner {
     // What follows from it. First the same limits as numbers to count with, what clients know them by, and what tells
     // apart policies of one name that cannot count together.
     terms: Vec<Terms>,
+    least_capacity: u32,
     names: Vec<String>,
     shape: String,
     // And what is only made when it is needed.
@@ -195,8 +196,10 @@ impl Policy {
     }
 
     fn with_spec(spec: Spec) -> Self {
+        let terms: Vec<_> = spec.limits.iter().map(|limit| Terms::new(*limit)).collect();
         let inner = Inner {
-            terms: spec.limits.iter().map(|limit| Terms::new(*limit)).collect(),
+            least_capacity: terms.iter().map(|terms| terms.capacity).min().unwrap_or(u32::MAX),
+            terms,
             names: names(&spec),
             shape: shape(&spec.limits),
             spec,
@@ -258,7 +261,8 @@ impl Policy {
     /// Whether there is such an answer.
     #[inline]
     pub(crate) fn rules_out(&self, cost: u32) -> bool {
-        self.inner.terms.iter().any(|terms| terms.capacity == 0 || cost > terms.capacity)
+        let least = self.inner.least_capacity;
+        least == 0 || cost > least
     }
 
     /// The limits as numbers to count with.

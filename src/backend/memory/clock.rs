@@ -12,7 +12,7 @@ use tokio::time::Instant;
 pub(super) struct Clock {
     epoch: Instant,
     #[cfg(feature = "tsc")]
-    counter: Option<quanta::Clock>,
+    counter: Option<tsc::Counter>,
 }
 
 /// How far the counter of the processor was when the clock was read for the last time, for those under one lock.
@@ -36,7 +36,7 @@ impl Clock {
     pub(super) fn new() -> Self {
         Self {
             #[cfg(feature = "tsc")]
-            counter: (!tsc::CAN_BE_PAUSED).then(quanta::Clock::new),
+            counter: (!tsc::CAN_BE_PAUSED).then(|| tsc::Counter::new(quanta::Clock::new())),
             ..Self::without_counter()
         }
     }
@@ -52,14 +52,14 @@ impl Clock {
     /// With a counter although the tests of this crate can pause tokio's clock.
     #[cfg(all(test, feature = "tsc"))]
     pub(super) fn with_counter(counter: quanta::Clock) -> Self {
-        Self { counter: Some(counter), ..Self::without_counter() }
+        Self { counter: Some(tsc::Counter::new(counter)), ..Self::without_counter() }
     }
 
     #[inline]
     pub(super) fn read(&self) -> Reading {
         #[cfg(feature = "tsc")]
         if let Some(counter) = &self.counter {
-            return Reading(counter.raw());
+            return Reading(counter.ticks());
         }
         Reading(self.elapsed_us())
     }
@@ -98,7 +98,35 @@ mod tsc {
     use super::Anchor;
 
     /// For how long the counter is believed.
-    const BELIEVED_NS: u64 = 1_000_000;
+    const BELIEVED_US: u64 = 1_000;
+    /// A number of ticks that takes long enough to say how fast they are.
+    const MANY: u32 = 40;
+
+    /// The counter of the processor, and how fast it is.
+    pub(super) struct Counter {
+        clock: quanta::Clock,
+        us_of_many: u64,
+        believed: u64,
+    }
+
+    impl Counter {
+        pub(super) fn new(clock: quanta::Clock) -> Self {
+            let us_of_many = clock.delta_as_nanos(0, 1 << MANY).div_ceil(1_000).max(1);
+            Self { clock, us_of_many, believed: (BELIEVED_US << MANY).div_ceil(us_of_many) }
+        }
+
+        #[inline]
+        pub(super) fn ticks(&self) -> u64 {
+            self.clock.raw()
+        }
+
+        /// How long so many ticks take, if that is not too long for them to be believed.
+        // One multiplication of few bits, while a shard is locked.
+        #[inline]
+        fn us(&self, ticks: u64) -> Option<u64> {
+            (ticks < self.believed).then(|| (ticks * self.us_of_many) >> MANY)
+        }
+    }
 
     /// Whether a test could pause tokio's clock in this build, which nothing but that clock would notice. Somewhere in the program the feature
     /// `test-util` of tokio is on then: `pause` is tokio's function if there is one, and the one below otherwise.
@@ -134,16 +162,16 @@ mod tsc {
 
     impl Anchor {
         #[inline]
-        pub(super) fn us_by(&mut self, counter: &quanta::Clock, reading: u64, elapsed_us: impl FnOnce() -> u64) -> u64 {
-            let since_ns = counter.delta_as_nanos(self.counter, reading);
-            // Not if it was read before the anchor was, or set back.
-            let us = if reading >= self.counter && since_ns < BELIEVED_NS && self.us > 0 {
-                self.us + since_ns / 1_000
-            } else {
-                // Read again, since to wait for the lock may have taken a while.
-                self.counter = counter.raw();
-                self.us = elapsed_us();
-                self.us
+        pub(super) fn us_by(&mut self, counter: &Counter, reading: u64, elapsed_us: impl FnOnce() -> u64) -> u64 {
+            // More than can be believed if it was read before the anchor was, or set back.
+            let us = match counter.us(reading.wrapping_sub(self.counter)) {
+                Some(since) if self.us > 0 => self.us + since,
+                _ => {
+                    // Read again, since to wait for the lock may have taken a while.
+                    self.counter = counter.ticks();
+                    self.us = elapsed_us();
+                    self.us
+                }
             };
             self.latest = self.latest.max(us);
             self.latest
@@ -168,8 +196,8 @@ mod tsc {
         fn the_counter_says_what_part_of_a_millisecond_has_gone_by_and_no_more() {
             let (counter, ticks) = quanta::Clock::mock();
             ticks.increment(5_000_000_u64);
-            let mut anchor = Anchor::default();
-            let mut at = |elapsed_us: u64| anchor.us_by(&counter, counter.raw(), || elapsed_us);
+            let (mut anchor, counter) = (Anchor::default(), Counter::new(counter));
+            let mut at = |elapsed_us: u64| anchor.us_by(&counter, counter.ticks(), || elapsed_us);
             assert_eq!(at(70), 70);
             ticks.increment(1_500_u64);
             assert_eq!(at(9_000), 71);
@@ -204,13 +232,13 @@ mod tsc {
 
         #[test]
         fn the_counter_of_this_processor_agrees_with_the_clock() {
-            let (counter, epoch) = (quanta::Clock::new(), Instant::now());
+            let (counter, epoch) = (Counter::new(quanta::Clock::new()), Instant::now());
             let elapsed_us = || epoch.elapsed().as_micros() as u64;
             // How long it may have taken at the most to read the clock after the counter.
             let (mut anchor, mut last, mut late) = (Anchor::default(), 0, 0);
             while epoch.elapsed() < Duration::from_millis(50) {
                 let before = elapsed_us();
-                let us = anchor.us_by(&counter, counter.raw(), || {
+                let us = anchor.us_by(&counter, counter.ticks(), || {
                     let us = elapsed_us();
                     late = late.max(us - before);
                     us

@@ -11,10 +11,12 @@ mod shard;
 mod slot;
 
 use std::fmt;
-use std::hash::{BuildHasher, Hasher, RandomState};
+use std::hash::{BuildHasher, RandomState};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
+
+use siphasher::sip::{SipHasher13, SipHasher24};
 
 use self::clock::Clock;
 use self::delay_queue::QueueTable;
@@ -75,7 +77,8 @@ pub struct MemoryBackend {
 struct Inner {
     // Microseconds by this are what the shards see.
     clock: Clock,
-    hasher: RandomState,
+    // What keys are hashed with.
+    secret: (u64, u64),
     shards: Box<[Apart]>,
     capacity: usize,
     // The sum of the weights of all counts. One budget for all shards, since one long log may outweigh a fair share of it.
@@ -134,11 +137,12 @@ impl MemoryBackend {
 
     fn with_clock(keys: usize, clock: Clock) -> Self {
         let fitting = (keys / MIN_SHARD).clamp(1, MAX_SHARDS);
+        let random = RandomState::new();
         let shards = if fitting.is_power_of_two() { fitting } else { fitting.next_power_of_two() / 2 };
         Self {
             inner: Arc::new(Inner {
                 clock,
-                hasher: RandomState::new(),
+                secret: (random.hash_one(0), random.hash_one(1)),
                 shards: (0..shards).map(|_| Apart::default()).collect(),
                 capacity: keys.max(1),
                 weight: AtomicUsize::new(0),
@@ -177,11 +181,14 @@ impl MemoryBackend {
         (hash, (hash >> 48) as usize & (self.inner.shards.len() - 1))
     }
 
+    // Long keys by another variant, so that this one is compiled for the length of nearly all.
     #[inline]
     fn hash(&self, key: &Key) -> u64 {
-        let mut hasher = self.inner.hasher.build_hasher();
-        hasher.write(key.as_whole_words());
-        hasher.finish()
+        let (first, second) = self.inner.secret;
+        match key.as_least_hashed() {
+            Some(bytes) => SipHasher13::new_with_keys(first, second).hash(bytes),
+            None => SipHasher24::new_with_keys(first, second).hash(key.as_hashed()),
+        }
     }
 
     /// Read the clock only after this: whoever holds the lock has to be no earlier than who held it before. A reading from before it has to be held
@@ -258,6 +265,8 @@ impl fmt::Debug for MemoryBackend {
 
 #[cfg(test)]
 mod tests {
+    use std::collections::HashSet;
+
     use proptest::prelude::*;
 
     use super::*;
@@ -279,7 +288,9 @@ mod tests {
             let (hash, home) = backend.locate(&key);
             let mut shard = backend.lock(home);
             let now = backend.now_us(&mut shard);
-            shard.find(hash, policy, &key).is_some_and(|slot| slot.check_only_limit(policy, 0, now).is_some())
+            shard
+                .find(hash, |slot| slot.is(policy, &key))
+                .is_some_and(|slot| slot.check_only_limit(policy, 0, now).is_some())
         };
         assert!(backend.check(&old, &key, 1).await.unwrap().is_allowed());
         assert!(is_short(&old) && !is_short(&new));
@@ -288,6 +299,16 @@ mod tests {
         assert!(is_short(&old) && !is_short(&new));
         assert_eq!(backend.check(&new, &key, 1).await.unwrap().remaining(), Some(8));
         assert!(is_short(&new));
+    }
+
+    #[test]
+    fn keys_of_all_lengths_have_hashes_of_their_own_which_others_cannot_know() {
+        let keys: Vec<_> = (0..=Key::MAX_LEN).map(|len| Key::from("k".repeat(len))).collect();
+        let hashes = |backend: &MemoryBackend| keys.iter().map(|key| backend.hash(key)).collect::<HashSet<_>>();
+        let (one, other) = (MemoryBackend::new(), MemoryBackend::new());
+        assert_eq!(hashes(&one).len(), keys.len());
+        assert_eq!(hashes(&one), hashes(&one.clone()));
+        assert!(hashes(&one).is_disjoint(&hashes(&other)));
     }
 
     proptest! {

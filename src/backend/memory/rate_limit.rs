@@ -295,7 +295,7 @@ impl MemoryBackend {
         let (hash, home) = self.locate(key);
         let mut shard = self.lock(home);
         let now = shard.us(&self.inner.clock, read);
-        if let Some(slot) = shard.find(hash, policy, key)
+        if let Some(slot) = shard.find(hash, |slot| slot.is(policy, key))
             && let Some(decision) = slot.check_only_limit(policy, cost, now)
         {
             return decision;
@@ -313,7 +313,7 @@ impl MemoryBackend {
         let (hash, home) = self.locate(key);
         let mut shard = self.lock(home);
         let now = shard.us(&self.inner.clock, read);
-        if let Some(slot) = shard.find(hash, policy, key) {
+        if let Some(slot) = shard.find(hash, |slot| slot.is(policy, key)) {
             return slot.charge_only_limit(policy, cost, now);
         }
         let now = self.now_us(&mut shard);

@@ -33,7 +33,7 @@ enum One {
     TokenBucket { last: u64, since: u64, debt: u64 },
     FixedWindow { last: u64, start: u64, used: u64 },
     // Windows are worked out from their start. That a clock which was read before the last update is a little behind it does no harm.
-    SlidingWindow { start: u64, previous: u64, current: u64 },
+    SlidingWindow { previous: u64, start: u64, current: u64 },
 }
 
 impl Name {
