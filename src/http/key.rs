@@ -1,3 +1,4 @@
+use std::cell::Cell;
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr, SocketAddr};
 use std::sync::Once;
 
@@ -116,6 +117,7 @@ impl PeerIp {
         let peer = peer_in(extensions);
         if let Some(peer) = peer
             && !PROXY_TOLD.is_completed()
+            && is_looked_at()
             && is_private(canonical(peer.ip()))
         {
             tell_of_a_proxy(peer, headers);
@@ -150,6 +152,23 @@ static NOBODY_TOLD: Once = Once::new();
 
 /// So is this one.
 static PROXY_TOLD: Once = Once::new();
+
+/// How many requests of each thread are looked at for what a proxy puts into all of them, and one of how many after that.
+const ALL_OF: u16 = 1_024;
+const ONE_OF: u16 = 64;
+
+/// Whether this request is one of them: to look takes longer than to find the address.
+#[inline]
+fn is_looked_at() -> bool {
+    thread_local! {
+        static SEEN: Cell<u16> = const { Cell::new(0) };
+    }
+    SEEN.with(|seen| {
+        let number = seen.get();
+        seen.set(number.checked_add(1).unwrap_or(ALL_OF));
+        number < ALL_OF || number % ONE_OF == 0
+    })
+}
 
 /// Apart, so that the others do not have to go around it.
 #[cold]
@@ -215,6 +234,16 @@ pub(super) fn network_of(ip: IpAddr, ipv6_prefix: u8) -> IpAddr {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_first_requests_of_a_thread_are_looked_at_and_then_one_of_some_for_good() {
+        // Has a thread of its own, as every test has.
+        assert!((0..ALL_OF).all(|_| is_looked_at()));
+        for _ in 0..2 * (u16::MAX / ONE_OF) {
+            assert!(is_looked_at());
+            assert!((1..ONE_OF).all(|_| !is_looked_at()));
+        }
+    }
 
     #[test]
     fn addresses_stand_for_clients() {
