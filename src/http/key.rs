@@ -92,8 +92,9 @@ pub struct PeerAddr(pub SocketAddr);
 /// address that arrives as IPv6, mapped (`::ffff:203.0.113.7`) or translated by NAT64 with the well-known prefix (`64:ff9b::203.0.113.7`),
 /// counts as IPv4.
 ///
-/// Behind a proxy this is the address of the proxy: use [`ClientIp`](super::ClientIp) there. The first request from a private address that has
-/// `X-Forwarded-For` or `Forwarded` is a warning in the log, as it comes from a proxy most likely.
+/// Behind a proxy this is the address of the proxy: use [`ClientIp`](super::ClientIp) there. The first request from a private address that is found to have
+/// `X-Forwarded-For` or `Forwarded` is a warning in the log, as it comes from a proxy most likely. A thread looks at its first 1,024 requests, and at one of 64
+/// after that.
 #[must_use]
 pub const fn peer_ip() -> PeerIp {
     PeerIp

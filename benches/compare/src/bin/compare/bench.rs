@@ -122,7 +122,8 @@ pub async fn take_turns(
     let mut all = vec![vec![Vec::new(); contenders.len()]; points.len()];
     for round in 0..=rounds {
         for (&point, taken) in points.iter().zip(&mut all) {
-            let ceiling = ceiling(point);
+            // Nothing of the first round is taken.
+            let ceiling = (round > 0).then(|| ceiling(point)).flatten();
             let count = contenders.len();
             for turn in 0..count {
                 let at = whose_turn(round, turn, count);
