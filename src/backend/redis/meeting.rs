@@ -409,6 +409,56 @@ mod tests {
         told.expect("nobody tells it").unwrap().unwrap();
     }
 
+    /// A thread that keeps the answers of one call, and nobody who asks.
+    #[tokio::test]
+    async fn a_call_that_comes_back_tells_those_whose_thread_is_blocked() {
+        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build().unwrap();
+        let home = {
+            let _inside = runtime.enter();
+            Home::here()
+        };
+        let (free, until_free) = std::sync::mpsc::channel::<()>();
+        let (answer, answered) = oneshot::channel::<()>();
+        let (begun, mut has_begun) = tokio::sync::mpsc::unbounded_channel();
+        // What the second call has, and the first.
+        let has = Mutex::new(vec![(None, Some(until_free)), (Some(answered), None)]);
+        let send = move |batch: Vec<oneshot::Sender<()>>, idle: Idle| {
+            let (answered, until_free) = has.lock().unwrap().pop().unwrap();
+            let begun = begun.clone();
+            async move {
+                let told = idle.then(|| batch.into_iter().for_each(|reply| reply.send(()).unwrap()));
+                let mut told = pin!(told);
+                if let Some(until_free) = until_free {
+                    assert!(futures_util::poll!(&mut told).is_pending());
+                    begun.send(()).unwrap();
+                    until_free.recv().unwrap();
+                } else if let Some(answered) = answered {
+                    begun.send(()).unwrap();
+                    answered.await.unwrap();
+                }
+                told.await;
+                None
+            }
+        };
+        let limits = Limits { alone: 0, busy: Duration::ZERO, together: 8, parts: 1, calls: 2, full: 2 };
+        let meeting = Meeting::new(limits, &home, send);
+        let mut calls = Vec::new();
+        for _ in 0..2 {
+            let mut call = Box::pin(meeting.join(|reply| reply));
+            assert!(futures_util::poll!(&mut call).is_pending());
+            has_begun.recv().await.unwrap();
+            calls.push(call);
+        }
+        tokio::time::sleep(Duration::from_millis(2)).await;
+        let mut blocked = calls.pop().unwrap();
+        assert!(futures_util::poll!(&mut blocked).is_pending());
+        answer.send(()).unwrap();
+        let told = tokio::time::timeout(Duration::from_secs(10), blocked).await;
+        free.send(()).unwrap();
+        runtime.shutdown_background();
+        told.expect("nobody tells it").unwrap().unwrap();
+    }
+
     #[tokio::test(start_paused = true)]
     async fn only_answers_say_how_long_the_way_is() {
         let crowd = Crowd { epoch: Instant::now(), last: AtomicU64::new(0), round_trip: AtomicU64::new(0) };
