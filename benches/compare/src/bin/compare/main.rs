@@ -68,7 +68,7 @@ async fn compare() {
             other => panic!("{other} is not known: --quick, --only NAME, --write FOLDER"),
         }
     }
-    let time = Duration::from_millis(if is_quick { 200 } else { 1_000 });
+    let time = Duration::from_millis(if is_quick { 150 } else { 1_000 });
     let mut run = Run { is_quick, time, rounds: if is_quick { 3 } else { 5 }, report: Report::default() };
     let is_wanted = |name: &str| only.as_deref().is_none_or(|only| only == name);
 
