@@ -295,11 +295,7 @@ impl Key {
         let more = more - 1;
         let high = high & !(0xff << (8 * more));
         let text = u128::from(low) | u128::from(high) << (8 * len);
-        let mut key = Self::EMPTY;
-        let words = key.bytes.as_chunks_mut().0;
-        (words[0], words[1]) = ((text as u64).to_le_bytes(), ((text >> 64) as u64).to_le_bytes());
-        words[5] = (u64::from(len + more) << 56).to_le_bytes();
-        key
+        Self::of_words([text as u64, (text >> 64) as u64, 0, 0, 0, u64::from(len + more) << 56])
     }
 
     #[inline]
@@ -676,11 +672,13 @@ mod tests {
             let plain = |bytes: &[u8]| plain_words(bytes).map(Key::of_words);
             let fits = name.len() <= Key::MAX_LEN;
             prop_assert_eq!(plain(&name), fits.then(|| Key::escaped(&name)));
+            prop_assert_eq!(Key::from_bytes(&name), Key::escaped(&name));
             let mut changed = name;
             if let Some(byte) = changed.get_mut(place) {
                 *byte = other;
                 let expected = (fits && (b'-'..=b'z').contains(&other)).then(|| Key::escaped(&changed));
                 prop_assert_eq!(plain(&changed), expected);
+                prop_assert_eq!(Key::from_bytes(&changed), Key::escaped(&changed));
             }
         }
     }

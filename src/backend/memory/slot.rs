@@ -28,6 +28,7 @@ enum Held {
 }
 
 /// What a single limit has counted, and when it was updated last.
+// Behind the first field in the order of `Count`, so that what is the same need not be told apart.
 #[derive(Clone, Copy)]
 enum One {
     TokenBucket { last: u64, since: u64, debt: u64 },

@@ -308,6 +308,8 @@ async fn send_together<W, F>(
 
 #[cfg(test)]
 mod tests {
+    use tokio::runtime::{Builder, Runtime};
+
     use super::*;
 
     #[tokio::test(start_paused = true)]
@@ -371,13 +373,19 @@ mod tests {
         }
     }
 
-    #[tokio::test]
-    async fn whoever_asks_next_tells_those_whose_thread_is_blocked() {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(1).enable_time().build().unwrap();
+    /// A runtime of so many threads beside that of the test.
+    fn elsewhere(threads: usize) -> (Runtime, Home) {
+        let runtime = Builder::new_multi_thread().worker_threads(threads).enable_time().build().unwrap();
         let home = {
             let _inside = runtime.enter();
             Home::here()
         };
+        (runtime, home)
+    }
+
+    #[tokio::test]
+    async fn whoever_asks_next_tells_those_whose_thread_is_blocked() {
+        let (runtime, home) = elsewhere(1);
         let (free, until_free) = std::sync::mpsc::channel::<()>();
         let (begun, has_begun) = oneshot::channel();
         let blocks = Mutex::new(Some((until_free, begun)));
@@ -412,11 +420,7 @@ mod tests {
     /// A thread that keeps the answers of one call, and nobody who asks.
     #[tokio::test]
     async fn a_call_that_comes_back_tells_those_whose_thread_is_blocked() {
-        let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).enable_time().build().unwrap();
-        let home = {
-            let _inside = runtime.enter();
-            Home::here()
-        };
+        let (runtime, home) = elsewhere(2);
         let (free, until_free) = std::sync::mpsc::channel::<()>();
         let (answer, answered) = oneshot::channel::<()>();
         let (begun, mut has_begun) = tokio::sync::mpsc::unbounded_channel();
