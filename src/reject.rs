@@ -196,6 +196,8 @@ use hmac::{Hmac, Mac};
 use sha2::Sha256;
 
 use crate::error::BoxError;
+#[cfg(feature = "http")]
+pub use crate::http::same_body::SameBody;
 
 /// Turns a rejection into what the caller of the service gets, and passes on what the inner service answered.
 ///
@@ -388,6 +390,13 @@ impl AsResponse {
     pub const fn busy(mut self, status: BusyStatus) -> Self {
         self.busy = status;
         self
+    }
+
+    /// The same answers with a body of the type that the inner service has: see [`SameBody`].
+    #[must_use]
+    #[cfg(feature = "http")]
+    pub const fn same_body(self) -> SameBody<Self> {
+        SameBody::new(self)
     }
 }
 

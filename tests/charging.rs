@@ -17,6 +17,7 @@ use tollgate::config::{Rules, RulesLayer};
 use tollgate::delay_queue::AsOutcome;
 use tollgate::grpc::{self, AsStatus};
 use tollgate::rate_limit::{Decision, Outcome, RateLimitHandle, RateLimitStore, Receipt};
+use tollgate::reject::SameBody;
 use tollgate::testing::TestJob;
 use tollgate::{
     AsError, AsResponse, BoxError, Everyone, Job, Key, MemoryBackend, Policy, Quota, RateLimitLayer, StoreError,
@@ -310,6 +311,27 @@ async fn the_outcome_of_a_call_is_in_its_trailers() {
             assert_eq!(body.trailers().is_some(), matches!(path, "/ok" | "/failed"), "trailers are passed on");
             assert_eq!(left(&store).await, if charged { 99 } else { 100 }, "{path} {preset:?}");
         }
+    }
+}
+
+/// Where the layer changes no type, whose body is then one that looks out for trailers around the one that has them.
+#[tokio::test]
+async fn the_outcome_of_a_call_is_in_its_trailers_where_bodies_keep_their_type() {
+    for (status, left_of_it) in [("0", 100), ("13", 99)] {
+        let handler = async move |_: Request<()>| {
+            let call = Call { message: Some(Bytes::from_static(b"message")), trailers: Some(grpc_status(status)) };
+            Ok::<_, Infallible>(Response::new(axum::body::Body::new(call)))
+        };
+        let store = MemoryBackend::new();
+        let service = RateLimitLayer::new(store.clone(), tokens())
+            .with_rejection(SameBody::new(AsStatus::new()))
+            .charge_on(grpc::failures())
+            .layer(service_fn(handler));
+        let response: Response<axum::body::Body> = service.oneshot(request()).await.unwrap();
+        assert_eq!(left(&store).await, 99, "it is not known yet");
+        let body = response.into_body().collect().await.unwrap();
+        assert_eq!(body.trailers(), Some(&grpc_status(status)));
+        assert_eq!(left(&store).await, left_of_it);
     }
 }
 

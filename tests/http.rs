@@ -34,6 +34,7 @@ use tollgate::{
     OnStoreError, Policy, Quota, RateLimitLayer, StoreError, first_of,
 };
 use tonic_types::StatusExt;
+use tower::util::option_layer;
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};
 
 const POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
@@ -476,6 +477,36 @@ async fn an_axum_router_can_be_limited_per_route() {
     };
     assert_eq!(statuses("/limited").await, [200, 429]);
     assert_eq!(statuses("/free").await, [200, 200]);
+}
+
+/// Around a router whose answers stay what they are, so that the layer can be there or not.
+#[tokio::test(start_paused = true)]
+async fn a_whole_axum_router_can_be_limited_by_a_setting() {
+    let limit = layer(Quota::per_minute(1).fixed_window()).with_rejection(AsResponse::new().same_body());
+    for is_limited in [true, false] {
+        let router = Router::new().route("/", get(async || "hello"));
+        let app = option_layer(is_limited.then_some(limit.clone())).layer(router);
+        let ask = async |path: &str| {
+            let request = Request::get(path).body(axum::body::Body::empty()).unwrap();
+            let response: axum::response::Response = app.clone().oneshot(request).await.unwrap();
+            let (head, body) = response.into_parts();
+            let length = body.size_hint().exact();
+            let body = String::from_utf8(body.collect().await.unwrap().to_bytes().into()).unwrap();
+            assert_eq!(length, Some(body.len() as u64));
+            Answer { status: head.status, headers: head.headers, body }
+        };
+        let first = ask("/").await;
+        assert_eq!((first.status, &*first.body), (StatusCode::OK, "hello"));
+        assert_eq!(first.headers.contains_key(STANDING), is_limited);
+        let second = ask("/nowhere").await;
+        if is_limited {
+            assert_eq!(second.status, StatusCode::TOO_MANY_REQUESTS);
+            assert_eq!(second.headers[STANDING], r#""api";r=0;t=60"#);
+            assert_eq!(second.problem()["violated-policies"], json!(["api"]));
+        } else {
+            assert_eq!((second.status, &*second.body), (StatusCode::NOT_FOUND, ""));
+        }
+    }
 }
 
 // Times.

@@ -854,6 +854,21 @@ async fn who_comes_with_too_small_a_fence_is_turned_away() {
     assert!(!service.oneshot(fenced("a", "9")).await.unwrap().headers().contains_key("grpc-status"));
 }
 
+#[tokio::test]
+async fn whoever_is_turned_away_by_a_fence_may_be_answered_with_the_type_that_is_there() {
+    use axum::body::Body;
+
+    let handler = service_fn(async |_: Request<Full<Bytes>>| Ok::<_, Infallible>(Response::new(Body::from("written"))));
+    let layer = FenceLayer::new(header("order"), lock_fence).with_rejection(AsResponse::new().same_body());
+    let service = layer.layer(handler);
+    for (fence, status, text) in [("9", 200, "written"), ("8", 412, "somebody else's")] {
+        let response: Response<Body> = service.clone().oneshot(fenced("a", fence)).await.unwrap();
+        assert_eq!(response.status(), status);
+        let body = response.into_body().collect().await.unwrap().to_bytes();
+        assert!(String::from_utf8_lossy(&body).contains(text), "{body:?}");
+    }
+}
+
 /// Whoever forgot the fence was told of a key.
 #[tokio::test]
 async fn what_is_missing_is_said() {

@@ -104,7 +104,9 @@ impl<B> ResponseBody<B> {
     /// The response as it is passed on, with the charge that waits for its end.
     #[inline]
     pub(crate) fn of(mut response: Response<B>) -> Response<Self> {
-        let charge = Charge::taken_from(response.extensions_mut());
+        // Of nearly all responses it is known at a glance that there is none.
+        let charge =
+            if response.extensions().is_empty() { None } else { Charge::taken_from(response.extensions_mut()) };
         // In one place, so that the response is moved once.
         response.map(|body| match charge {
             None => Self::inner(body),
@@ -115,6 +117,16 @@ impl<B> ResponseBody<B> {
     pub(crate) fn rejection(text: impl Into<Bytes>) -> Self {
         let text = text.into();
         Self::other(Other::Rejection { text: (!text.is_empty()).then_some(text) })
+    }
+
+    /// The body of the inner service, if there is nothing else to this one.
+    #[inline]
+    #[cfg(feature = "axum")]
+    fn into_inner(self) -> Result<B, Self> {
+        match self.kind {
+            Kind::Inner { body } => Ok(body),
+            kind @ Kind::Other { .. } => Err(Self { kind }),
+        }
     }
 
     fn other(other: Other<B>) -> Self {
@@ -140,6 +152,18 @@ impl Body for Never {
 impl<B> From<Bytes> for ResponseBody<B> {
     fn from(text: Bytes) -> Self {
         Self::rejection(text)
+    }
+}
+
+/// For [`SameBody`](crate::reject::SameBody): what the router answered stays as it is.
+#[cfg(feature = "axum")]
+impl From<ResponseBody<Self>> for axum::body::Body {
+    #[inline]
+    fn from(body: ResponseBody<Self>) -> Self {
+        match body.into_inner() {
+            Ok(inner) => inner,
+            Err(body) => Self::new(body),
+        }
     }
 }
 

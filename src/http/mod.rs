@@ -264,6 +264,7 @@ mod key;
 mod lock;
 mod problem;
 mod reject;
+pub(crate) mod same_body;
 
 pub use self::body::{Never, ResponseBody};
 #[cfg(feature = "grpc")]

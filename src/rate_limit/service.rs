@@ -113,7 +113,9 @@ where
         // What need not be waited for is done here and now, as the inner service would. Where nobody asks how things stand, a yes
         // is all it takes.
         if is_known && settings.wants_no_details::<S, Req>() && core.charge_now(policy, key, cost) {
-            return ResponseFuture::plain(self.inner.call(request), A::clone(&settings.answer));
+            // Before the call, whose future can be made where it is to stay then.
+            let answer = A::clone(&settings.answer);
+            return ResponseFuture::plain(self.inner.call(request), answer);
         }
         let mut decision = if is_known { core.decide_now(policy, key, cost) } else { None };
         // Or it waits itself, by what it is told here.
