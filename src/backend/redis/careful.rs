@@ -19,7 +19,7 @@ use super::pool::{Connector, Handle, Pool, Siblings, Terms, no_connection};
 use crate::lock::Replicas;
 
 /// Nobody goes alone. With a second call those who come while one waits for replicas that are well need not wait for it.
-const LIMITS: Limits = Limits { alone: 0, busy: Duration::ZERO, together: 128, parts: 1, calls: 2, full: 2 };
+const LIMITS: Limits = Limits { alone: 0, busy: Duration::ZERO, together: 128, parts: |_| 1, calls: |_| 2, full: 2 };
 /// So many numbers of replicas have connections of their own, the last one together with all that are larger.
 const NUMBERS: usize = 4;
 /// How many connections each of them has at the most, however many requests have.

@@ -20,7 +20,14 @@ use crate::error::StoreError;
 use crate::rate_limit::Policy;
 
 /// More together would save Redis little, and hold up others for longer; the script takes no more than that.
-const LIMITS: Limits = Limits { alone: 8, busy: Duration::from_micros(200), together: 64, parts: 2, calls: 2, full: 4 };
+const LIMITS: Limits =
+    Limits { alone: 8, busy: Duration::from_micros(200), together: 64, parts: calls, calls, full: 4 };
+
+/// Of a few decisions the way to Redis and back takes most of the time, so there had better be more calls under way; of many their number does, so it
+/// had better be fewer calls.
+const fn calls(present: usize) -> usize {
+    if present <= 20 { 4 } else { 2 }
+}
 
 /// Where decisions meet.
 pub(super) struct Gather(Meeting<Waiting>);

@@ -26,7 +26,7 @@ use crate::lock::{Acquired, Claim, LockKey, Token};
 /// answered have more to do than after a decision before they ask again: with a third part of them in each call Redis need not wait for them, and
 /// who comes late has a fourth one.
 const LIMITS: Limits =
-    Limits { alone: 8, busy: Duration::from_micros(200), together: MAX_LOCKS, parts: 3, calls: 4, full: 4 };
+    Limits { alone: 8, busy: Duration::from_micros(200), together: MAX_LOCKS, parts: |_| 3, calls: |_| 4, full: 4 };
 
 /// Where those meet who want locks, and those who give them back: on the connections of the latter, which do not wait there behind
 /// what requests have asked for.

@@ -60,11 +60,11 @@ pub(super) struct Limits {
     pub(super) busy: Duration,
     /// How many go together at the most.
     pub(super) together: usize,
-    /// Into how many calls those who are there are divided, if that leaves no more for each than may go together.
-    pub(super) parts: usize,
-    /// While so many calls of several are on their way, the next one has to be full. With two of them Redis has one to work on while the other
-    /// one travels.
-    pub(super) calls: usize,
+    /// Into how many calls so many who are there are divided, if that leaves no more for each than may go together.
+    pub(super) parts: fn(usize) -> usize,
+    /// While so many calls of several are on their way, where so many are there, the next one has to be full. With two of them Redis has one to work
+    /// on while the other one travels.
+    pub(super) calls: fn(usize) -> usize,
     /// As long as they are full, so many may be on their way.
     pub(super) full: usize,
 }
@@ -247,14 +247,14 @@ async fn send_together<W, F>(
     // How many there were when the last call was sent: in it, in others and waiting. They are not forgotten at once, since some are always about to
     // ask again.
     let mut present = 0_usize;
-    let share = |present: usize| present.div_ceil(limits.parts).clamp(1, limits.together);
+    let share = |present: usize| present.div_ceil((limits.parts)(present)).clamp(1, limits.together);
     // Rings when one may be late. It is not set anew for each call: that wakes whoever waits for the sockets of this runtime.
     let mut alarm = pin!(sleep_until(Instant::now()));
     loop {
         quorum.number.store(limits.together, Ordering::Relaxed);
         loop {
             let has_room = calls.len() < AWAY && young.len() < crowd.window(limits.full);
-            if has_room && (young.len() < limits.calls || arrivals.len() >= limits.together) {
+            if has_room && (young.len() < (limits.calls)(present) || arrivals.len() >= limits.together) {
                 break;
             }
             let oldest = young.front().map(|(sent, _)| *sent);
@@ -323,7 +323,7 @@ mod tests {
                 std::future::pending().await
             }
         };
-        let limits = Limits { alone: 0, busy: Duration::ZERO, together: 8, parts: 1, calls: 1, full: 1 };
+        let limits = Limits { alone: 0, busy: Duration::ZERO, together: 8, parts: |_| 1, calls: |_| 1, full: 1 };
         let meeting = Arc::new(Meeting::new(limits, &Home::here(), send));
         let late = LATE.as_millis();
         let mut waiting = JoinSet::new();
@@ -354,7 +354,8 @@ mod tests {
                 answered
             }
         };
-        let limits = Limits { alone: 0, busy: Duration::from_secs(1), together: 64, parts: 2, calls: 2, full: 2 };
+        let limits =
+            Limits { alone: 0, busy: Duration::from_secs(1), together: 64, parts: |_| 2, calls: |_| 2, full: 2 };
         let meeting = Arc::new(Meeting::new(limits, &Home::here(), send));
         let mut asking = JoinSet::new();
         for _ in 0..6 {
@@ -370,6 +371,33 @@ mod tests {
             let (again, next) = calls.recv().await.unwrap();
             assert_eq!(again, 3, "those who were told, and all of them");
             (oldest, newest) = (newest, next);
+        }
+    }
+
+    /// A call of a few is done soon, and most of what it takes is the way.
+    #[tokio::test(start_paused = true)]
+    async fn few_go_in_more_calls_than_many() {
+        for (number, parts) in [(4, vec![1, 1, 1, 1]), (6, vec![3, 3])] {
+            let (sent, mut calls) = mpsc::unbounded_channel();
+            let send = move |batch: Vec<oneshot::Sender<()>>, _| {
+                sent.send(batch.len()).unwrap();
+                async move {
+                    let _batch = batch;
+                    std::future::pending().await
+                }
+            };
+            let (parts_of, busy) = (|present| if present <= 4 { 4 } else { 2 }, Duration::from_secs(1));
+            let limits = Limits { alone: 0, busy, together: 64, parts: parts_of, calls: parts_of, full: 4 };
+            let meeting = Arc::new(Meeting::new(limits, &Home::here(), send));
+            let mut asking = JoinSet::new();
+            for _ in 0..number {
+                let meeting = Arc::clone(&meeting);
+                asking.spawn(async move { meeting.join(|reply| reply).await });
+            }
+            for (turn, part) in parts.into_iter().enumerate() {
+                let call = tokio::time::timeout(LATE / 2, calls.recv()).await;
+                assert_eq!(call.unwrap_or_else(|_| panic!("{turn} of {number}")), Some(part));
+            }
         }
     }
 
@@ -401,7 +429,7 @@ mod tests {
                 None
             }
         };
-        let limits = Limits { alone: 0, busy: Duration::ZERO, together: 8, parts: 1, calls: 1, full: 1 };
+        let limits = Limits { alone: 0, busy: Duration::ZERO, together: 8, parts: |_| 1, calls: |_| 1, full: 1 };
         let meeting = Meeting::new(limits, &home, send);
         let mut first = pin!(meeting.join(|reply| reply));
         assert!(futures_util::poll!(&mut first).is_pending());
@@ -444,7 +472,7 @@ mod tests {
                 None
             }
         };
-        let limits = Limits { alone: 0, busy: Duration::ZERO, together: 8, parts: 1, calls: 2, full: 2 };
+        let limits = Limits { alone: 0, busy: Duration::ZERO, together: 8, parts: |_| 1, calls: |_| 2, full: 2 };
         let meeting = Meeting::new(limits, &home, send);
         let mut calls = Vec::new();
         for _ in 0..2 {

@@ -21,7 +21,7 @@ use crate::delay_queue::{Admission, MAX_BATCH, NewJob, QueueKey, batch_len};
 use crate::error::StoreError;
 
 const LIMITS: Limits =
-    Limits { alone: 8, busy: Duration::from_micros(200), together: MAX_BATCH, parts: 2, calls: 2, full: 2 };
+    Limits { alone: 8, busy: Duration::from_micros(200), together: MAX_BATCH, parts: |_| 2, calls: |_| 2, full: 2 };
 
 /// Where pushes meet.
 pub(super) struct Pushes(Meeting<Waiting>);
