@@ -1,5 +1,6 @@
 //! A server that says hello, with a layer and without, under `wrk`: each in a process of its own.
 
+use std::convert::Infallible;
 use std::env;
 use std::fmt::Write as _;
 use std::io::{BufRead, BufReader, Read, Write};
@@ -7,18 +8,21 @@ use std::net::{SocketAddr, TcpStream};
 use std::process::{Child, Command, Stdio, id};
 use std::time::Duration;
 
-use axum::Router;
 use axum::body::Body;
 use axum::extract::ConnectInfo;
+use axum::response::Response;
 use axum::routing::get;
+use axum::{Router, ServiceExt};
 use futures_util::FutureExt;
+use governor::middleware::NoOpMiddleware;
 use http::Request;
 use tokio::net::TcpListener;
 use tollgate::http::peer_ip;
 use tollgate::{Policy, Quota, RateLimitLayer, RedisBackend};
-use tower::Service;
 use tower::layer::util::Identity;
+use tower::{Layer, Service};
 use tower_governor::GovernorLayer;
+use tower_governor::key_extractor::PeerIpKeyExtractor;
 
 use crate::Run;
 use crate::bench::{Contender, Figures, Processors, take_turns};
@@ -27,9 +31,11 @@ use crate::report::{Rank, Table, grouped};
 use crate::server::RedisServer;
 
 const CONNECTIONS: u32 = 64;
-const LAYERS: [&str; 8] = [
+const LAYERS: [&str; 10] = [
     "tollgate",
+    "tollgate-around",
     "tower_governor",
+    "tower_governor-around",
     "tollgate-headers",
     "tollgate-default",
     "tower_governor-headers",
@@ -40,17 +46,35 @@ const LAYERS: [&str; 8] = [
 
 /// Serves until it is killed, and says on which port.
 pub async fn serve(layer: &str, url: &str) {
-    let app = app(layer, url).await;
+    match layer {
+        "tollgate-around" => serve_app(layers::lean(GENEROUS).layer(hello().with_state(()))).await,
+        "tower_governor-around" => serve_app(governor().layer(hello().with_state(()))).await,
+        _ => serve_app(app(layer, url).await).await,
+    }
+}
+
+async fn serve_app<S>(app: S)
+where
+    S: Service<Request<Body>, Response = Response, Error = Infallible, Future: Send> + Clone + Send + 'static,
+{
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("there is a port");
     println!("{}", listener.local_addr().expect("it has an address").port());
-    let app = app.into_make_service_with_connect_info::<SocketAddr>();
+    let app = ServiceExt::<Request<Body>>::into_make_service_with_connect_info::<SocketAddr>(app);
     axum::serve(listener, app).await.expect("it serves");
 }
 
-/// What says hello, behind a layer.
+fn hello() -> Router {
+    Router::new().route("/", get(async || "hello\n"))
+}
+
+fn governor() -> GovernorLayer<PeerIpKeyExtractor, NoOpMiddleware, Body> {
+    GovernorLayer::new(layers::governor(GENEROUS))
+}
+
+/// What says hello, behind a layer, with routes that are made once and not anew for every request.
 async fn app(layer: &str, url: &str) -> Router {
-    let app = Router::new().route("/", get(async || "hello\n"));
-    match layer {
+    let app = hello();
+    let app = match layer {
         "bare" => app,
         "no-op" => app.layer(Identity::new()),
         "tollgate" => app.layer(layers::lean(GENEROUS)),
@@ -61,10 +85,11 @@ async fn app(layer: &str, url: &str) -> Router {
             let policy = Policy::new("http", Quota::per_day(GENEROUS).token_bucket());
             app.layer(RateLimitLayer::new(backend, policy).key(peer_ip()).deadline(Duration::from_secs(10)))
         }
-        "tower_governor" => app.layer(GovernorLayer::new(layers::governor(GENEROUS))),
+        "tower_governor" => app.layer(governor()),
         "tower_governor-headers" => app.layer(GovernorLayer::new(layers::governor_headers(GENEROUS))),
         other => panic!("{other} is no layer"),
-    }
+    };
+    app.with_state(())
 }
 
 /// How many requests are counted.
@@ -72,7 +97,14 @@ const COUNTED: u32 = 5_000;
 
 /// Has a router answer requests without a server and its sockets, for [`instructions`] to be counted.
 pub async fn answer(layer: &str) {
-    let mut app = app(layer, "").await;
+    match layer {
+        "tollgate-around" => answer_all(layers::lean(GENEROUS).layer(hello().with_state(()))),
+        "tower_governor-around" => answer_all(governor().layer(hello().with_state(()))),
+        _ => answer_all(app(layer, "").await),
+    }
+}
+
+fn answer_all(mut app: impl Service<Request<Body>, Response = Response, Error = Infallible>) {
     // What comes once is not counted.
     answer_each(&mut app, 1_000);
     counted(&mut app);
@@ -80,11 +112,11 @@ pub async fn answer(layer: &str) {
 
 /// Only what happens in here is counted, so it is not to become a part of something else.
 #[inline(never)]
-fn counted(app: &mut Router) {
+fn counted(app: &mut impl Service<Request<Body>, Response = Response, Error = Infallible>) {
     answer_each(app, COUNTED);
 }
 
-fn answer_each(app: &mut Router, requests: u32) {
+fn answer_each(app: &mut impl Service<Request<Body>, Response = Response, Error = Infallible>, requests: u32) {
     for _ in 0..requests {
         let mut request = Request::new(Body::empty());
         request.extensions_mut().insert(ConnectInfo(SocketAddr::from(([10, 0, 0, 1], 80))));
@@ -108,6 +140,14 @@ fn instructions(layer: &str) -> Option<u64> {
     Some(count.unwrap_or_else(|| panic!("{layer} is counted: {text}")) / u64::from(COUNTED))
 }
 
+/// What runs on a core of its own, so that the server is never kept from it and is all that there is to wait for: where both have both of two cores,
+/// it depends on who is woken where for a fifth more or less.
+fn on_core(core: u32) -> Command {
+    let mut command = Command::new("taskset");
+    command.args(["-c", &core.to_string()]);
+    command
+}
+
 /// Ends with the value.
 struct Server {
     process: Child,
@@ -117,8 +157,10 @@ struct Server {
 impl Server {
     fn start(layer: &str, redis: &RedisServer) -> Self {
         let program = env::current_exe().expect("this program is a file");
-        let mut process = Command::new(program)
+        let mut process = on_core(0)
+            .arg(program)
             .args(["serve", layer, &redis.url()])
+            .env("TOKIO_WORKER_THREADS", "1")
             .stdout(Stdio::piped())
             .spawn()
             .expect("this program runs");
@@ -144,8 +186,8 @@ impl Server {
             (server, wrk)
         };
         let before = used();
-        let output = Command::new("wrk")
-            .args(["--latency", "-t1", &format!("-c{connections}"), &format!("-d{}s", time.as_secs().max(1))])
+        let output = on_core(1)
+            .args(["wrk", "--latency", "-t1", &format!("-c{connections}"), &format!("-d{}s", time.as_secs().max(1))])
             .arg(format!("http://127.0.0.1:{}/", self.port))
             .output()
             .expect("wrk runs");
@@ -194,37 +236,43 @@ fn than(ratio: f64, [more, less]: [&str; 2], what: &str) -> String {
 }
 
 pub async fn table(run: &mut Run) {
-    if Command::new("wrk").arg("--version").output().is_err() {
-        println!("SKIPPED http: there is no wrk");
+    if let Some(missing) =
+        ["wrk", "taskset"].into_iter().find(|tool| Command::new(tool).arg("--version").output().is_err())
+    {
+        println!("SKIPPED http: there is no {missing}");
         return;
     }
     let redis = RedisServer::start();
-    let servers = LAYERS.map(|layer| Server::start(layer, &redis));
-    for (server, layer) in servers.iter().zip(LAYERS) {
-        let answer = server.answer().to_lowercase();
+    for layer in LAYERS {
+        let answer = Server::start(layer, &redis).answer().to_lowercase();
         let has_fields = answer.contains("ratelimit");
         let is_told = layer.ends_with("-headers") || ["tollgate-default", "tollgate-redis"].contains(&layer);
         assert!(answer.starts_with("http/1.1 200") && has_fields == is_told, "{layer}: {answer}");
     }
-    // wrk counts in seconds.
-    let time = run.time.max(Duration::from_secs(1)) * if run.is_quick { 1 } else { 2 };
-    let contender = |(server, layer)| {
+    // wrk counts in seconds. Turns had better be short and many: what a layer takes is less than what a machine does in one second and not in the next.
+    let time = Duration::from_secs(1);
+    let rounds = if run.is_quick { run.rounds } else { 3 * run.rounds };
+    let redis = &redis;
+    let contender = |layer| {
         let load = move |connections| {
-            let figures: crate::bench::Loaded<'_> = Box::pin(async move { Server::load(server, connections, time) });
+            // By where its memory happens to be one server of a kind is faster than the next one, by as much as layers differ: so each turn has another one.
+            let load = async move { Server::start(layer, redis).load(connections, time) };
+            let figures: crate::bench::Loaded<'_> = Box::pin(load);
             figures
         };
         Contender::new(layer, load)
     };
-    let mut contenders: Vec<_> = servers.iter().zip(LAYERS).map(contender).collect();
+    let mut contenders: Vec<_> = LAYERS.into_iter().map(contender).collect();
     let points = [CONNECTIONS];
-    let medians = take_turns(&mut contenders, &points, run.rounds, |_| None).await;
+    let medians = take_turns(&mut contenders, &points, rounds, |_| None).await;
     let place = |layer| LAYERS.iter().position(|&other| other == layer).unwrap_or_default();
     let rate = |layer| medians[0][place(layer)].figures.per_s;
     let bare = rate("bare");
     println!(
-        "HTTP no_op_over_bare={:.3} memory_over_bare={:.3} headers_over_bare={:.3} default_over_bare={:.3}",
+        "HTTP no_op_over_bare={:.3} memory_over_bare={:.3} around_over_bare={:.3} headers_over_bare={:.3} default_over_bare={:.3}",
         rate("no-op") / bare,
         rate("tollgate") / bare,
+        rate("tollgate-around") / bare,
         rate("tollgate-headers") / bare,
         rate("tollgate-default") / bare
     );
@@ -232,15 +280,17 @@ pub async fn table(run: &mut Run) {
         (
             "http",
             "A server under load",
-            "An axum server that says hello, in a process of its own, to 64 connections of `wrk -t1`, which all come from one address, with layers \
-             that say yes or no. Whatever the layer, axum boxes what is behind it and clones that for every request, so `no-op` should be behind `bare`: where it is not, \
-             the difference is less than this table can tell, and so are others as small. The server and `wrk` share two cores, and the server has more than one \
-             thread: the processor time of a request says more than the rate, and the count of instructions in the end says most.",
+            "An axum server that says hello, on a core of its own with one thread and started anew for each second of load, to 64 connections of `wrk -t1` on another, which all come from one address, with layers \
+             that say yes or no. Whatever the layer, a router boxes what is behind it and clones that for every request, so `no-op` should be behind `bare`: where it is \
+             not, the difference is less than this table can tell, and so are others as small. In front of the whole router there is nothing of that. The count of \
+             instructions in the end says what a layer adds where it is not cold.",
             "tollgate",
             "tower_governor",
             vec![
                 ("tollgate", None),
                 ("tower_governor", None),
+                ("tollgate-around", Some("the same layer in front of the router")),
+                ("tower_governor-around", Some("the same layer in front of the router")),
                 ("no-op", Some("a layer that does nothing")),
                 ("bare", Some("no layer")),
             ],

@@ -10,6 +10,8 @@ use axum::extract::ConnectInfo;
 use http::{Request, Response, StatusCode};
 use tokio::task::JoinSet;
 use tollgate::http::{PeerIp, peer_ip};
+use tollgate::rate_limit::UnitCost;
+use tollgate::reject::SameBody;
 use tollgate::{AsResponse, MemoryBackend, Policy, Quota, RateLimitLayer};
 use tower::{Layer, Service, ServiceExt, service_fn};
 use tower_governor::GovernorLayer;
@@ -29,14 +31,17 @@ pub fn ours(burst: u32) -> RateLimitLayer<MemoryBackend, PeerIp> {
     RateLimitLayer::new(MemoryBackend::new(), Policy::new("api", Quota::per_day(burst).token_bucket())).key(peer_ip())
 }
 
+/// In an axum router, or around one.
+type OfAxum = RateLimitLayer<MemoryBackend, PeerIp, UnitCost, SameBody<AsResponse>>;
+
 /// The same with header fields alone: nothing in the extensions of requests and responses.
-pub fn fields(burst: u32) -> RateLimitLayer<MemoryBackend, PeerIp> {
-    ours(burst).with_rejection(AsResponse::new().extensions(false))
+pub fn fields(burst: u32) -> OfAxum {
+    ours(burst).with_rejection(AsResponse::new().extensions(false).same_body())
 }
 
 /// The same, without a word about it in the response.
-pub fn lean(burst: u32) -> RateLimitLayer<MemoryBackend, PeerIp> {
-    ours(burst).with_rejection(AsResponse::new().headers([]).extensions(false))
+pub fn lean(burst: u32) -> OfAxum {
+    ours(burst).with_rejection(AsResponse::new().headers([]).extensions(false).same_body())
 }
 
 type Governor<M> = GovernorConfig<tower_governor::key_extractor::PeerIpKeyExtractor, M>;
