@@ -7,8 +7,8 @@ use crate::reject::Reject;
 /// [`FenceLayer`](crate::lock::fencing::FenceLayer) changes no type. [`AsResponse::same_body`](crate::AsResponse::same_body) makes one.
 ///
 /// That is for places that take no other: where a layer is there or not by a setting (`tower::util::option_layer`), or stands in front of a whole
-/// `axum::Router`, which spares each request the two boxes of `Router::layer` and has it counted before a route is looked for, so
-/// `matched_path` is not known there. As a layer of a router it spares one.
+/// `axum::Router`. There each request is spared what `Router::layer` boxes and clones for it, and is counted before a route is looked for, so
+/// `matched_path` is not known. As a layer of a router it spares the box of the body.
 ///
 /// With the feature `axum` the body is `axum::body::Body`. For one of your own implement `From<ResponseBody<YourBody>>`, with the
 /// [`ResponseBody`](super::ResponseBody) of the layer, which is a body itself, to be boxed for instance.
@@ -25,7 +25,9 @@ use crate::reject::Reject;
 /// let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
 /// let limit = RateLimitLayer::new(MemoryBackend::new(), policy).key(peer_ip()).with_rejection(AsResponse::new().same_body());
 ///
-/// let app = option_layer(is_limited.then_some(limit)).layer(Router::new().route("/", get(async || "hello")));
+/// // `with_state` makes the routes once, and not for every request, as `axum::serve` does with a router.
+/// let router = Router::new().route("/", get(async || "hello")).with_state(());
+/// let app = option_layer(is_limited.then_some(limit)).layer(router);
 ///
 /// let listener = tokio::net::TcpListener::bind("127.0.0.1:3000").await?;
 /// axum::serve(listener, ServiceExt::<Request>::into_make_service_with_connect_info::<SocketAddr>(app)).await
