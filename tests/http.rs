@@ -7,6 +7,8 @@ use std::convert::Infallible;
 use std::fmt::Debug;
 use std::future::ready;
 use std::net::SocketAddr;
+use std::pin::Pin;
+use std::task::{Context, Poll};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
 use axum::Router;
@@ -15,7 +17,7 @@ use axum::routing::{get, post};
 use bytes::Bytes;
 use http::header::{CONTENT_TYPE, RETRY_AFTER};
 use http::{Extensions, HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
-use http_body::Body;
+use http_body::{Body, Frame};
 use http_body_util::{BodyExt, Full};
 use proptest::prelude::*;
 use prost::Message as _;
@@ -507,6 +509,38 @@ async fn a_whole_axum_router_can_be_limited_by_a_setting() {
             assert_eq!((second.status, &*second.body), (StatusCode::NOT_FOUND, ""));
         }
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_body_of_ones_own_stays_what_it_is() {
+    struct Mine(Box<dyn Body<Data = Bytes, Error = Infallible> + Send + Unpin>);
+
+    impl Body for Mine {
+        type Data = Bytes;
+        type Error = Infallible;
+
+        fn poll_frame(
+            mut self: Pin<&mut Self>,
+            cx: &mut Context<'_>,
+        ) -> Poll<Option<Result<Frame<Bytes>, Infallible>>> {
+            Pin::new(&mut *self.0).poll_frame(cx)
+        }
+    }
+
+    impl From<ResponseBody<Self>> for Mine {
+        fn from(body: ResponseBody<Self>) -> Self {
+            Self(Box::new(body))
+        }
+    }
+
+    let handler =
+        service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(Mine(Box::new(Full::from("hello"))))));
+    let limit = layer(Quota::per_minute(1).fixed_window()).with_rejection(AsResponse::new().same_body());
+    let service = option_layer(Some(limit)).layer(handler);
+    assert_eq!(ask(&service, request()).await.body, "hello");
+    let second = ask(&service, request()).await;
+    assert_eq!(second.status, StatusCode::TOO_MANY_REQUESTS);
+    assert_eq!(second.problem()["violated-policies"], json!(["api"]));
 }
 
 // Times.

@@ -58,7 +58,9 @@ impl Charge {
     #[inline]
     #[cfg(feature = "grpc")]
     fn taken_from(extensions: &mut Extensions) -> Option<Self> {
-        extensions.remove().map(|at_end| Self { at_end: Some(at_end) })
+        // Of nearly all responses it is known at a glance that there is none.
+        let at_end = if extensions.is_empty() { None } else { extensions.remove() };
+        at_end.map(|at_end| Self { at_end: Some(at_end) })
     }
 
     #[cfg(not(feature = "grpc"))]
@@ -104,9 +106,7 @@ impl<B> ResponseBody<B> {
     /// The response as it is passed on, with the charge that waits for its end.
     #[inline]
     pub(crate) fn of(mut response: Response<B>) -> Response<Self> {
-        // Of nearly all responses it is known at a glance that there is none.
-        let charge =
-            if response.extensions().is_empty() { None } else { Charge::taken_from(response.extensions_mut()) };
+        let charge = Charge::taken_from(response.extensions_mut());
         // In one place, so that the response is moved once.
         response.map(|body| match charge {
             None => Self::inner(body),

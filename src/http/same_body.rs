@@ -39,6 +39,7 @@ pub struct SameBody<A>(A);
 
 impl<A> SameBody<A> {
     /// The answers of `answer`.
+    #[must_use]
     pub const fn new(answer: A) -> Self {
         Self(answer)
     }

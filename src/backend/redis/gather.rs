@@ -23,11 +23,14 @@ use crate::rate_limit::Policy;
 const LIMITS: Limits =
     Limits { alone: 8, busy: Duration::from_micros(200), together: 64, parts: calls, calls, full: 4 };
 
-/// Of a few decisions the way to Redis and back takes most of the time, so there had better be more calls under way; of many their number does, so it
-/// had better be fewer calls.
+/// How many calls are to be on their way where so many decisions are asked for, each with its part of them. Of a few the way to Redis and back takes most
+/// of the time, so there had better be more calls; of many their number does, so it had better be fewer.
 const fn calls(present: usize) -> usize {
-    if present <= 20 { 4 } else { 2 }
+    if present <= FEW { 4 } else { 2 }
 }
+
+/// From 24 on four calls made fewer decisions a second than two where the client had one thread.
+const FEW: usize = 20;
 
 /// Where decisions meet.
 pub(super) struct Gather(Meeting<Waiting>);
@@ -140,4 +143,37 @@ pub(super) async fn together(
         replies.push(reply.and_then(Value::extract_error).map_err(store_error)?);
     }
     Ok(replies)
+}
+
+#[cfg(test)]
+mod tests {
+    use tokio::sync::mpsc;
+    use tokio::task::JoinSet;
+
+    use super::*;
+
+    #[tokio::test(start_paused = true)]
+    async fn few_go_in_more_calls_than_many() {
+        for (number, parts) in [(16, vec![4, 4, 4, 4]), (20, vec![5, 5, 5, 5]), (32, vec![16, 16])] {
+            let (sent, mut calls) = mpsc::unbounded_channel();
+            let send = move |batch: Vec<oneshot::Sender<()>>, _| {
+                sent.send(batch.len()).unwrap();
+                async move {
+                    let _batch = batch;
+                    std::future::pending().await
+                }
+            };
+            let meeting = Arc::new(Meeting::new(LIMITS, &Home::here(), send));
+            let mut asking = JoinSet::new();
+            for _ in 0..number {
+                let meeting = Arc::clone(&meeting);
+                asking.spawn(async move { meeting.join(|reply| reply).await });
+            }
+            for (turn, part) in parts.into_iter().enumerate() {
+                // Less than it takes a call to be late, which would make room for the next one.
+                let call = tokio::time::timeout(Duration::from_millis(1), calls.recv()).await;
+                assert_eq!(call.unwrap_or_else(|_| panic!("call {turn} of {number}")), Some(part));
+            }
+        }
+    }
 }

@@ -374,33 +374,6 @@ mod tests {
         }
     }
 
-    /// A call of a few is done soon, and most of what it takes is the way.
-    #[tokio::test(start_paused = true)]
-    async fn few_go_in_more_calls_than_many() {
-        for (number, parts) in [(4, vec![1, 1, 1, 1]), (6, vec![3, 3])] {
-            let (sent, mut calls) = mpsc::unbounded_channel();
-            let send = move |batch: Vec<oneshot::Sender<()>>, _| {
-                sent.send(batch.len()).unwrap();
-                async move {
-                    let _batch = batch;
-                    std::future::pending().await
-                }
-            };
-            let (parts_of, busy) = (|present| if present <= 4 { 4 } else { 2 }, Duration::from_secs(1));
-            let limits = Limits { alone: 0, busy, together: 64, parts: parts_of, calls: parts_of, full: 4 };
-            let meeting = Arc::new(Meeting::new(limits, &Home::here(), send));
-            let mut asking = JoinSet::new();
-            for _ in 0..number {
-                let meeting = Arc::clone(&meeting);
-                asking.spawn(async move { meeting.join(|reply| reply).await });
-            }
-            for (turn, part) in parts.into_iter().enumerate() {
-                let call = tokio::time::timeout(LATE / 2, calls.recv()).await;
-                assert_eq!(call.unwrap_or_else(|_| panic!("{turn} of {number}")), Some(part));
-            }
-        }
-    }
-
     /// A runtime of so many threads beside that of the test.
     fn elsewhere(threads: usize) -> (Runtime, Home) {
         let runtime = Builder::new_multi_thread().worker_threads(threads).enable_time().build().unwrap();

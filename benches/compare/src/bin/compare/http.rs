@@ -44,19 +44,31 @@ const LAYERS: [&str; 10] = [
     "bare",
 ];
 
-/// Serves until it is killed, and says on which port.
-pub async fn serve(layer: &str, url: &str) {
-    match layer {
-        "tollgate-around" => serve_app(layers::lean(GENEROUS).layer(hello().with_state(()))).await,
-        "tower_governor-around" => serve_app(governor().layer(hello().with_state(()))).await,
-        _ => serve_app(app(layer, url).await).await,
-    }
+/// What answers requests, a router or a layer in front of one.
+trait App: Service<Request<Body>, Response = Response, Error = Infallible, Future: Send> + Clone + Send + 'static {}
+
+impl<S> App for S where
+    S: Service<Request<Body>, Response = Response, Error = Infallible, Future: Send> + Clone + Send + 'static
+{
 }
 
-async fn serve_app<S>(app: S)
-where
-    S: Service<Request<Body>, Response = Response, Error = Infallible, Future: Send> + Clone + Send + 'static,
-{
+/// Does something with what says hello behind the layer of that name, each of a type of its own.
+macro_rules! with_app {
+    ($layer:expr, $url:expr, $act:expr) => {
+        match $layer {
+            "tollgate-around" => $act(layers::lean(GENEROUS).layer(hello().with_state(()))).await,
+            "tower_governor-around" => $act(governor().layer(hello().with_state(()))).await,
+            layer => $act(router(layer, $url).await).await,
+        }
+    };
+}
+
+/// Serves until it is killed, and says on which port.
+pub async fn serve(layer: &str, url: &str) {
+    with_app!(layer, url, serve_app);
+}
+
+async fn serve_app(app: impl App) {
     let listener = TcpListener::bind("127.0.0.1:0").await.expect("there is a port");
     println!("{}", listener.local_addr().expect("it has an address").port());
     let app = ServiceExt::<Request<Body>>::into_make_service_with_connect_info::<SocketAddr>(app);
@@ -72,7 +84,7 @@ fn governor() -> GovernorLayer<PeerIpKeyExtractor, NoOpMiddleware, Body> {
 }
 
 /// What says hello, behind a layer, with routes that are made once and not anew for every request.
-async fn app(layer: &str, url: &str) -> Router {
+async fn router(layer: &str, url: &str) -> Router {
     let app = hello();
     let app = match layer {
         "bare" => app,
@@ -97,14 +109,10 @@ const COUNTED: u32 = 5_000;
 
 /// Has a router answer requests without a server and its sockets, for [`instructions`] to be counted.
 pub async fn answer(layer: &str) {
-    match layer {
-        "tollgate-around" => answer_all(layers::lean(GENEROUS).layer(hello().with_state(()))),
-        "tower_governor-around" => answer_all(governor().layer(hello().with_state(()))),
-        _ => answer_all(app(layer, "").await),
-    }
+    with_app!(layer, "", answer_all);
 }
 
-fn answer_all(mut app: impl Service<Request<Body>, Response = Response, Error = Infallible>) {
+async fn answer_all(mut app: impl App) {
     // What comes once is not counted.
     answer_each(&mut app, 1_000);
     counted(&mut app);
@@ -112,11 +120,11 @@ fn answer_all(mut app: impl Service<Request<Body>, Response = Response, Error = 
 
 /// Only what happens in here is counted, so it is not to become a part of something else.
 #[inline(never)]
-fn counted(app: &mut impl Service<Request<Body>, Response = Response, Error = Infallible>) {
+fn counted(app: &mut impl App) {
     answer_each(app, COUNTED);
 }
 
-fn answer_each(app: &mut impl Service<Request<Body>, Response = Response, Error = Infallible>, requests: u32) {
+fn answer_each(app: &mut impl App, requests: u32) {
     for _ in 0..requests {
         let mut request = Request::new(Body::empty());
         request.extensions_mut().insert(ConnectInfo(SocketAddr::from(([10, 0, 0, 1], 80))));
@@ -180,14 +188,14 @@ impl Server {
     }
 
     /// The processor time is that of the server, and of `wrk`.
-    fn load(&self, connections: u32, time: Duration) -> Figures {
+    fn load(&self, connections: u32) -> Figures {
         let used = || {
             let ([server, _], [_, wrk]) = (Processors::seconds_of(self.process.id()), Processors::seconds_of(id()));
             (server, wrk)
         };
         let before = used();
         let output = on_core(1)
-            .args(["wrk", "--latency", "-t1", &format!("-c{connections}"), &format!("-d{}s", time.as_secs().max(1))])
+            .args(["wrk", "--latency", "-t1", &format!("-c{connections}"), "-d1s"])
             .arg(format!("http://127.0.0.1:{}/", self.port))
             .output()
             .expect("wrk runs");
@@ -249,14 +257,13 @@ pub async fn table(run: &mut Run) {
         let is_told = layer.ends_with("-headers") || ["tollgate-default", "tollgate-redis"].contains(&layer);
         assert!(answer.starts_with("http/1.1 200") && has_fields == is_told, "{layer}: {answer}");
     }
-    // wrk counts in seconds. Turns had better be short and many: what a layer takes is less than what a machine does in one second and not in the next.
-    let time = Duration::from_secs(1);
+    // Short turns and many: what a layer takes is less than what a machine does in one second and not in the next.
     let rounds = if run.is_quick { run.rounds } else { 3 * run.rounds };
     let redis = &redis;
     let contender = |layer| {
         let load = move |connections| {
             // By where its memory happens to be one server of a kind is faster than the next one, by as much as layers differ: so each turn has another one.
-            let load = async move { Server::start(layer, redis).load(connections, time) };
+            let load = async move { Server::start(layer, redis).load(connections) };
             let figures: crate::bench::Loaded<'_> = Box::pin(load);
             figures
         };
