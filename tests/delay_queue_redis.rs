@@ -736,7 +736,7 @@ async fn a_worker_leaves_all_connections_when_one_has_swallowed_its_claim() {
     // For connections that are opened from now on.
     proxy.heal();
     here.push("after".to_owned()).await.unwrap();
-    // It is woken, since what the server says comes through: a claim of 2 s, and not one for each of four connections.
+    // It is woken, since what the server says comes through: a claim of 2 s, and not one for each connection.
     let after = timeout(Duration::from_secs(6), finished.recv()).await;
     assert_eq!(after.unwrap().as_deref(), Some("after"));
     worker.abort();

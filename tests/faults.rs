@@ -393,7 +393,7 @@ async fn a_connection_that_swallows_everything_is_replaced() {
         }
         sleep(Duration::from_millis(2)).await;
     }
-    // A second of silence for each of the four connections, one after the other as this test asks them in turn.
+    // A second of silence for each connection, one after the other as this test asks them in turn.
     let took = last_failure - start;
     assert!(took > Duration::from_millis(500) && took < Duration::from_secs(6), "{took:?}");
     black_hole.resume();

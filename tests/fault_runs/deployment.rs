@@ -9,7 +9,7 @@ use super::support::sentinel::SentinelDeployment;
 use super::support::server::{DURABLE, RedisServer, query};
 
 /// What a backend has to each server that decides, unless told otherwise.
-pub const CONNECTIONS: usize = 4;
+pub const CONNECTIONS: usize = 3;
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Topology {
