@@ -48,6 +48,26 @@ fn the_three_formats_say_the_same() {
 }
 
 #[test]
+fn a_path_with_more_parameters_than_the_router_has_names_for_is_refused() {
+    let rules = |parameters: usize, end: &str| {
+        let path: String = (0..parameters).map(|i| format!("/{{p{i}}}")).collect();
+        Rules::from_toml(&format!(
+            r#"
+            policies.all.limits = [{LIMIT}]
+            rules = [{{ path = "{path}{end}", policy = "all", key = "everyone" }}]
+            "#
+        ))
+    };
+    for (end, requested) in [("", ""), ("/{*rest}", "/x/x"), ("/{{text}}", "/{text}")] {
+        let path = "/x".repeat(25) + requested;
+        assert_eq!(names(&rules(25, end).unwrap(), &path), ["all"], "{path}");
+        let error = rules(26, end).unwrap_err();
+        assert_eq!(error.field(), Some("rules[0].path"), "{error}");
+        assert!(error.to_string().contains("a path has at most 25 parameters"), "{error}");
+    }
+}
+
+#[test]
 fn the_most_specific_path_that_covers_the_method_wins() {
     let rules = rules_of(&[
         ("/{*rest}", None, "all"),

@@ -98,7 +98,7 @@
 //! | `limits[].algorithm` | `token_bucket`, `fixed_window`, `sliding_window` or `sliding_log`: see [`Quota`](crate::Quota); there is no default |
 //! | `limits[].burst` | the size of a token bucket; the quota if left out |
 //! | `limits[].name` | what clients read: see [`Policy::named`](crate::Policy::named) |
-//! | `rules[].path` | a pattern: `/users/{id}` for one segment, `/files/{*rest}` for at least one |
+//! | `rules[].path` | a pattern: `/users/{id}` for one segment, `/files/{*rest}` for at least one; at most 25 parameters for a segment, and 1,024 bytes |
 //! | `rules[].methods` | a list of methods; all if left out |
 //! | `rules[].policy`, `rules[].key` | what counts the requests, and for whom |
 //! | `rules[].policies` | in their place a list of tables with `policy` and `key` each: see [`RateLimitLayer::and`](crate::RateLimitLayer::and) |

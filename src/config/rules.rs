@@ -471,6 +471,9 @@ impl Rule {
 /// The longest pattern of a path.
 const MAX_PATH: usize = 1_024;
 
+/// How many parameters of a pattern the router has names for: it panics at one more. The rest of a path, `{*name}`, takes none.
+const MAX_PARAMETERS: usize = 25;
+
 /// What the router would take for a pattern that matches nothing.
 fn check_path(path: &str) -> Result<(), String> {
     if !path.starts_with('/') {
@@ -478,6 +481,11 @@ fn check_path(path: &str) -> Result<(), String> {
     }
     if path.len() > MAX_PATH {
         return Err(format!("a path has at most {MAX_PATH} bytes"));
+    }
+    let parameters =
+        path.replace("{{", "").split('/').filter(|part| part.contains('{') && !part.contains("{*")).count();
+    if parameters > MAX_PARAMETERS {
+        return Err(format!("a path has at most {MAX_PARAMETERS} parameters"));
     }
     match path.chars().find(|sign| "?#".contains(*sign) || sign.is_whitespace() || sign.is_control()) {
         Some(sign) => Err(format!("no path of a request has {sign:?} in it")),
