@@ -7,6 +7,8 @@ use base64::engine::general_purpose::STANDARD as BASE64;
 #[derive(Clone, Debug, Default)]
 pub(crate) struct WebTrailers {
     is_text: bool,
+    // Something was no base64, so nothing behind it can be read.
+    is_broken: bool,
     // Of text, what has come of four characters.
     quad: Vec<u8>,
     // What has come of the head of a message: a byte of flags, and its length in four.
@@ -34,14 +36,19 @@ impl WebTrailers {
         if !self.is_text {
             return self.read_messages(bytes);
         }
+        if self.is_broken {
+            return None;
+        }
         let mut decoded = Vec::with_capacity(bytes.len() / 4 * 3 + 3);
         for byte in bytes {
             self.quad.push(*byte);
             // By fours, as there may be padding behind each message.
             if self.quad.len() == 4 {
-                // What is no base64 has no status.
-                BASE64.decode_vec(&self.quad, &mut decoded).ok()?;
+                self.is_broken = BASE64.decode_vec(&self.quad, &mut decoded).is_err();
                 self.quad.clear();
+                if self.is_broken {
+                    return None;
+                }
             }
         }
         self.read_messages(&decoded)
@@ -88,5 +95,24 @@ impl WebTrailers {
             }
         }
         trailers
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn nothing_is_kept_of_what_is_no_base64() {
+        let mut trailers = WebTrailers { is_text: true, ..WebTrailers::default() };
+        for _ in 0..1_000 {
+            assert!(trailers.read(&[0x1f; 1_024]).is_none());
+        }
+        assert!(trailers.quad.capacity() <= 16, "{} bytes are kept", trailers.quad.capacity());
+
+        // What would have been an end, had all before it been base64.
+        let end = BASE64.encode(b"\x80\0\0\0\x0fgrpc-status:0\r\n");
+        assert!(WebTrailers { is_text: true, ..WebTrailers::default() }.read(end.as_bytes()).is_some());
+        assert!(trailers.read(end.as_bytes()).is_none());
     }
 }
