@@ -446,6 +446,29 @@ fn a_file_that_is_none_is_refused() {
     portable::<RulesError>();
 }
 
+/// What was read was dropped level by level, and a stack that overflows ends the process.
+#[test]
+fn tables_that_dotted_keys_make_deep_are_refused_before_they_are_made() {
+    let small_stack = std::thread::Builder::new().stack_size(256 * 1_024);
+    let tried = small_stack.spawn(|| {
+        for parts in [1, 11, 32, 79] {
+            let key = vec!["k"; parts].join(".");
+            for tables in [1, 3, 31, 80] {
+                let inline = format!("{}1{}", format!("{{ {key} = ").repeat(tables), " }".repeat(tables));
+                for (text, depth) in [
+                    (format!("{key} = {inline}"), parts * (tables + 1) - 1),
+                    (format!("[{key}]\n{key} = 1\n{key}2 = [0, {inline}]"), parts * (tables + 2)),
+                ] {
+                    let error = Rules::from_toml(&text).unwrap_err().to_string();
+                    let is_too_deep = error.contains("lists and tables lie more than 32 levels deep");
+                    assert_eq!(is_too_deep, depth > 32, "{depth} levels: {error}");
+                }
+            }
+        }
+    });
+    tried.unwrap().join().unwrap();
+}
+
 #[test]
 fn files_that_are_made_to_be_slow_are_refused_in_time() {
     let start = Instant::now();

@@ -12,6 +12,7 @@ use granit_parser::{Event, Parser, ScalarStyle};
 use serde::Deserialize;
 use serde::de::{MapAccess, Visitor};
 use serde_json::value::RawValue;
+use toml_parser::parser::{Event as TomlEvent, EventKind, RecursionGuard};
 
 use super::tree::{Entry, Fault, MAX_DEPTH, Node, Value};
 
@@ -54,12 +55,44 @@ fn given_twice(name: &str, offset: usize) -> Fault {
 // TOML.
 
 fn toml(text: &str) -> Result<Node, Fault> {
+    if let Some(offset) = too_deep_toml(text) {
+        return Err(too_deep(offset));
+    }
     let table = DeTable::parse(text).map_err(|error| {
         let fault = Fault::new(error.message().replace('\n', ", "));
         error.span().map_or(fault.clone(), |span| fault.at(span.start))
     })?;
     let offset = table.span().start;
     from_table(table.into_inner(), offset, 0)
+}
+
+/// Where tables become so deep that to drop them could take more stack than there is. Each part of a dotted key is one, and the crate `toml`
+/// takes eighty in each of eighty levels.
+fn too_deep_toml(text: &str) -> Option<usize> {
+    let mut found = None;
+    // How deep that is which is read, and how deep those lie that are open around it.
+    let (mut depth, mut open) = (0, vec![0]);
+    let mut read = |event: TomlEvent| {
+        match event.kind() {
+            EventKind::StdTableOpen | EventKind::ArrayTableOpen => depth = 1,
+            EventKind::StdTableClose | EventKind::ArrayTableClose => open = vec![depth],
+            EventKind::KeySep => depth += 1,
+            EventKind::InlineTableOpen | EventKind::ArrayOpen => {
+                depth += 1;
+                open.push(depth);
+            }
+            EventKind::InlineTableClose | EventKind::ArrayClose => drop(open.pop()),
+            EventKind::ValueSep | EventKind::Newline => depth = open.last().copied().unwrap_or(0),
+            _ => {}
+        }
+        if depth > MAX_DEPTH {
+            found.get_or_insert(event.span().start());
+        }
+    };
+    let tokens = toml_parser::Source::new(text).lex().into_vec();
+    // What is wrong otherwise is told by who reads it.
+    toml_parser::parser::parse_document(&tokens, &mut RecursionGuard::new(&mut read, MAX_DEPTH as u32), &mut ());
+    found
 }
 
 fn from_table(table: DeTable<'_>, offset: usize, depth: usize) -> Result<Node, Fault> {
