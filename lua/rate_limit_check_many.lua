@@ -11,7 +11,8 @@
 --                   '<' on
 --
 -- Value    counts: see rate_limit_check; their time to live is that of rate_limit_check_plain
--- Returns  for each key what rate_limit_check_plain returns, or an error that concerns this key alone
+-- Returns  if each is charged, what rate_limit_check_plain returns for one key behind the other, as one string: the policy says how long each
+--          is. Otherwise a list that has for each key what that returns, or an error that concerns this key alone
 -- Errors   none of its own
 -- Repeat   charges again: not to be resent after a lost reply
 local keys, groups = KEYS, ARGV
@@ -24,7 +25,7 @@ local WITHIN, WHOLE, NEW = 1, 2, 3
 
 local time = call('TIME')
 local now = time[1] * 1000000 + time[2]
-local replies, n = {}, 0
+local replies, n, are_all_charged = {}, 0, true
 for at_group = 1, #groups, 4 do
   local head, terms, limits, format = unpack_table(groups, at_group, at_group + 3)
   local ttl_ms, subjects = unpack('<I6I2', head)
@@ -119,11 +120,11 @@ for at_group = 1, #groups, 4 do
       reply = charged(unpack(format, value))
     end
     if not reply then
-      reply = ''
+      reply, are_all_charged = '', false
     elseif fits then
       latest, way = reply, way or (not value and NEW or last < since and WHOLE or WITHIN)
     else
-      reply = pack('<BI7', 0, now) .. (value or '')
+      reply, are_all_charged = pack('<BI7', 0, now) .. (value or ''), false
     end
     replies[n] = reply
 
@@ -146,6 +147,7 @@ for at_group = 1, #groups, 4 do
         failure = not done and '' or done.err and done
       end
       if failure then
+        are_all_charged = false
         for other = first, n do
           replies[other] = failure
         end
@@ -154,4 +156,5 @@ for at_group = 1, #groups, 4 do
     end
   end
 end
-return replies
+-- One string takes Redis and the client a fraction of the time of a list.
+return are_all_charged and table.concat(replies) or replies

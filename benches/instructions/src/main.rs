@@ -1,8 +1,8 @@
 //! Does one thing so many times, for callgrind to count the instructions: `tollgate-instructions CASE COUNT`.
 //!
 //! `scripts/check-instructions` runs each case with a small count and a large one, and what the difference costs is what one costs: neither the
-//! start of the program nor the first call are in it. All of it happens on one thread and for one key, so that neither the
-//! order of threads nor the seed of a hash changes what is counted. The cases of Redis count what this process does: encoding a call,
+//! start of the program nor the first call are in it. All of it happens on one thread and, but for decisions that go
+//! together, for one key, so that neither the order of threads nor the seed of a hash changes what is counted. The cases of Redis count what this process does: encoding a call,
 //! sending it, and decoding its answer.
 
 use std::convert::Infallible;
@@ -45,6 +45,7 @@ fn main() {
                 let (_server, backend) = redis().await;
                 check(Limiter::new(backend, three_limits()).deadline(PATIENCE), count).await;
             }
+            "redis-check-together" => check_together(count).await,
             "redis-lock" => lock(count).await,
             "redis-push" => push(count).await,
             "encode-push" => encode_push(count).await,
@@ -79,6 +80,20 @@ async fn check<B: tollgate::rate_limit::RateLimitStore>(limiter: Limiter<B>, cou
     let key = Key::from("client-1");
     for _ in 0..count {
         assert!(limiter.check(black_box(key)).await.expect("the backend decides").is_allowed());
+    }
+}
+
+/// So many decisions about a key each that are asked for at the same time, most of which go in calls of several.
+const TOGETHER: u64 = 64;
+
+async fn check_together(count: u32) {
+    let (_server, backend) = redis().await;
+    let limiter = Limiter::new(backend, policy()).deadline(PATIENCE);
+    for _ in 0..count {
+        let decisions = (0..TOGETHER).map(|client| limiter.check(black_box(client)));
+        for decision in futures_util::future::join_all(decisions).await {
+            assert!(decision.expect("the backend decides").is_allowed());
+        }
     }
 }
 

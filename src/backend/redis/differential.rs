@@ -394,19 +394,18 @@ impl RedisBackend {
     async fn check_together(&self, policy: &Policy, asked: &[(Key, u32)]) -> Result<Vec<Decision>, StoreError> {
         let super::Inner { servers, keys, scripts, .. } = &*self.inner;
         let keys: Vec<_> = asked.iter().map(|(key, _)| keys.rate_limit(policy, key)).collect();
-        let costs = asked.iter().map(|(_, cost)| *cost);
-        let replies = if keys.iter().all(|keys| keys.len() == 1) && costs.clone().all(|cost| cost > 0) {
-            let together = keys.iter().zip(costs).map(|(keys, cost)| (policy, &*keys[0], cost));
+        let replies = if keys.iter().all(|keys| keys.len() == 1) && asked.iter().all(|(_, cost)| *cost > 0) {
+            let together = asked.iter().zip(&keys).map(|((key, cost), keys)| (policy, key, keys[0].clone(), *cost));
             gather::together(servers, scripts, together).await?
         } else {
             // Nothing that is ever gathered.
-            vec![redis::Value::BulkString(Vec::new()); asked.len()]
+            vec![gather::Reply::new(); asked.len()]
         };
         let mut decisions = Vec::new();
         for ((key, cost), reply) in asked.iter().zip(replies) {
-            decisions.push(match reply {
-                redis::Value::BulkString(reply) if reply.is_empty() => self.check(policy, key, *cost).await?,
-                reply => rate_limit::read(&reply, policy, *cost, super::scripts::Verb::Check)?,
+            decisions.push(match &*reply {
+                [] => self.check(policy, key, *cost).await?,
+                reply => rate_limit::read(reply, policy, *cost, super::scripts::Verb::Check)?,
             });
         }
         Ok(decisions)

@@ -6,6 +6,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use redis::{RedisError, Value};
+use smallvec::SmallVec;
 use tokio::sync::oneshot;
 use tokio::time::Instant;
 
@@ -17,6 +18,7 @@ use super::meeting::{Away, Limits, Meeting, given_up};
 use super::scripts::{Group, Scripts};
 use super::servers::Servers;
 use crate::error::StoreError;
+use crate::key::Key;
 use crate::rate_limit::Policy;
 
 /// More together would save Redis little, and hold up others for longer; the script takes no more than that.
@@ -32,15 +34,21 @@ const fn calls(present: usize) -> usize {
 /// From 24 on four calls made fewer decisions a second than two where the client had one thread.
 const FEW: usize = 20;
 
+/// What is said of one subject. There is room for the counts of the limits that most policies have.
+pub(super) type Reply = SmallVec<[u8; 32]>;
+
 /// Where decisions meet.
 pub(super) struct Gather(Meeting<Waiting>);
 
 /// A decision that has not been asked for yet.
 struct Waiting {
     policy: Policy,
-    key: String,
+    // Of the subject: those with the same one are beside each other before their keys are compared.
+    sum: u64,
+    // Where it is counted.
+    counts: String,
     cost: u32,
-    reply: oneshot::Sender<Result<Value, RedisError>>,
+    reply: oneshot::Sender<Result<Reply, RedisError>>,
 }
 
 impl Gather {
@@ -59,11 +67,17 @@ impl Gather {
     }
 
     /// What `rate_limit_check_plain` would say, or `None` if the decision has to go by itself after all.
-    pub(super) async fn check(&self, policy: &Policy, key: &str, cost: u32) -> Option<Result<Value, StoreError>> {
-        let waiting = |reply| Waiting { policy: policy.clone(), key: key.to_owned(), cost, reply };
+    pub(super) async fn check(
+        &self,
+        policy: &Policy,
+        key: &Key,
+        counts: String,
+        cost: u32,
+    ) -> Option<Result<Reply, StoreError>> {
+        let waiting = |reply| Waiting { policy: policy.clone(), sum: key.sum(), counts, cost, reply };
         let lost = || RedisError::from((redis::ErrorKind::Client, "the runtime that asks for decisions has ended"));
         let answer = self.0.join(waiting).await?.unwrap_or_else(|_| Err(lost()));
-        Some(answer.and_then(Value::extract_error).map_err(store_error))
+        Some(answer.map_err(store_error))
     }
 }
 
@@ -81,14 +95,14 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
     // Who has given up by the time that there is a connection need not be charged.
     batch.retain(|waiting| !waiting.reply.is_closed());
     // Those of one policy are a group, and those of one subject are beside each other in it.
-    let place = |waiting: &Waiting| std::ptr::from_ref(waiting.policy.packed(encode));
-    batch.sort_by(|one, other| place(one).cmp(&place(other)).then_with(|| one.key.cmp(&other.key)));
+    let place = |waiting: &Waiting| (std::ptr::from_ref(waiting.policy.packed(encode)), waiting.sum);
+    batch.sort_by(|one, other| place(one).cmp(&place(other)).then_with(|| one.counts.cmp(&other.counts)));
     let (asked, mut replies): (Vec<_>, Vec<_>) =
-        batch.into_iter().map(|Waiting { policy, key, cost, reply }| ((policy, key, cost), reply)).unzip();
+        batch.into_iter().map(|Waiting { policy, counts, cost, reply, .. }| ((policy, counts, cost), reply)).unzip();
     if asked.is_empty() {
         return None;
     }
-    let keys: Vec<_> = asked.iter().map(|(_, key, _)| &**key).collect();
+    let keys: Vec<_> = asked.iter().map(|(_, counts, _)| &**counts).collect();
     let groups: Vec<_> = asked
         .chunk_by(|(one, ..), (other, ..)| std::ptr::eq(one.packed(encode), other.packed(encode)))
         .map(|group| {
@@ -102,14 +116,13 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
         () = given_up(&mut replies, |reply| reply) => return None,
     };
     let answered = answer.is_ok().then(Instant::now);
-    let answers: Vec<_> = match answer {
-        Ok(Value::Array(answers)) if answers.len() == replies.len() => answers.into_iter().map(Ok).collect(),
-        Ok(reply) => {
-            tracing::debug!(error = %unexpected_reply(&reply), "redis answers several decisions in a way that cannot be read");
-            vec![
-                Err(RedisError::from((redis::ErrorKind::UnexpectedReturnType, "decisions cannot be read")));
-                replies.len()
-            ]
+    let answers = match answer {
+        Ok(answer) => {
+            let lengths = asked.iter().map(|(policy, ..)| policy.packed(encode).counts);
+            split(&answer, lengths).unwrap_or_else(|| {
+                tracing::debug!(error = %unexpected_reply(&answer), "redis answers several decisions in a way that cannot be read");
+                vec![Err(unreadable()); replies.len()]
+            })
         }
         Err(error) => vec![Err(error); replies.len()],
     };
@@ -123,24 +136,54 @@ async fn send(servers: &Servers, scripts: &Scripts, idle: &Idle, mut batch: Vec<
     answered
 }
 
+/// What the script says to each of those who are told so many bytes if they are charged. `None` if that cannot be told.
+fn split(
+    answer: &Value,
+    lengths: impl ExactSizeIterator<Item = usize> + Clone,
+) -> Option<Vec<Result<Reply, RedisError>>> {
+    match answer {
+        Value::BulkString(all) if lengths.clone().sum::<usize>() == all.len() => {
+            let mut rest = &**all;
+            let mut next = |length| {
+                let (reply, others) = rest.split_at(length);
+                rest = others;
+                Ok(Reply::from_slice(reply))
+            };
+            Some(lengths.map(&mut next).collect())
+        }
+        Value::Array(answers) if answers.len() == lengths.len() => {
+            let one = |answer: &Value| match answer {
+                Value::BulkString(reply) => Ok(Reply::from_slice(reply)),
+                other => Err(other.clone().extract_error().err().unwrap_or_else(unreadable)),
+            };
+            Some(answers.iter().map(one).collect())
+        }
+        _ => None,
+    }
+}
+
+fn unreadable() -> RedisError {
+    RedisError::from((redis::ErrorKind::UnexpectedReturnType, "a decision cannot be read"))
+}
+
 /// What the script says to questions that meet.
 #[cfg(test)]
 pub(super) async fn together(
     servers: &Servers,
     scripts: &Scripts,
-    asked: impl Iterator<Item = (&Policy, &str, u32)>,
-) -> Result<Vec<Value>, StoreError> {
+    asked: impl Iterator<Item = (&Policy, &Key, String, u32)>,
+) -> Result<Vec<Reply>, StoreError> {
     let (batch, answers): (Vec<_>, Vec<_>) = asked
-        .map(|(policy, key, cost)| {
+        .map(|(policy, key, counts, cost)| {
             let (reply, answer) = oneshot::channel();
-            (Waiting { policy: policy.clone(), key: key.to_owned(), cost, reply }, answer)
+            (Waiting { policy: policy.clone(), sum: key.sum(), counts, cost, reply }, answer)
         })
         .unzip();
     send(servers, scripts, &Idle::new(), batch).await;
     let mut replies = Vec::new();
     for answer in answers {
         let reply = answer.await.expect("everybody gets an answer");
-        replies.push(reply.and_then(Value::extract_error).map_err(store_error)?);
+        replies.push(reply.map_err(store_error)?);
     }
     Ok(replies)
 }
@@ -151,6 +194,29 @@ mod tests {
     use tokio::task::JoinSet;
 
     use super::*;
+
+    #[test]
+    fn each_is_told_its_part_of_the_answer() {
+        let lengths = [24, 32, 24];
+        let told = |answer: &Value| split(answer, lengths.into_iter());
+        let parts = lengths.map(|length| vec![length as u8; length]);
+        let text = |bytes: &[u8]| Value::BulkString(bytes.to_vec());
+
+        let all_charged = told(&text(&parts.concat())).unwrap();
+        assert_eq!(all_charged.into_iter().map(Result::unwrap).collect::<Vec<_>>(), parts.clone().map(Reply::from));
+
+        let failed = redis::parse_redis_value(b"-WRONGTYPE a list\r\n").unwrap();
+        let some = told(&Value::Array(vec![text(&[]), failed, text(&[0; 8])])).unwrap();
+        assert!(some[0].as_ref().unwrap().is_empty());
+        assert_eq!(some[1].as_ref().unwrap_err().code(), Some("WRONGTYPE"));
+        assert_eq!(**some[2].as_ref().unwrap(), [0; 8]);
+        let other = told(&Value::Array(vec![Value::Int(1), Value::Nil, text(&[])])).unwrap();
+        assert_eq!(other.iter().map(Result::is_ok).collect::<Vec<_>>(), [false, false, true]);
+
+        for answer in [text(&[0; 79]), text(&[0; 81]), text(&[]), Value::Array(vec![text(&[]); 2]), Value::Okay] {
+            assert!(told(&answer).is_none(), "{answer:?}");
+        }
+    }
 
     #[tokio::test(start_paused = true)]
     async fn few_go_in_more_calls_than_many() {

@@ -35,12 +35,7 @@ impl Keys {
     ///
     /// The shape stands for the algorithms and windows of the limits: what cannot be counted together lies apart.
     pub(super) fn rate_limit(&self, policy: &Policy, subject: &Key) -> SmallVec<[String; 1]> {
-        let key = |part: &str, window: &str, number: &str| {
-            let tag =
-                [&self.root, "{rate_limit:", policy.name(), ":", subject.as_str(), "}:", policy.shape(), ":"].concat();
-            [&tag, part, window, number].concat()
-        };
-        let mut keys = smallvec![key("counts", "", "")];
+        let mut keys = smallvec![self.counts(policy, subject)];
         let mut windows = SmallVec::<[u64; 4]>::new();
         for log in policy.terms().iter().filter(|terms| terms.algorithm == Algorithm::SlidingLog) {
             windows.push(log.span);
@@ -48,9 +43,28 @@ impl Keys {
                 1 => String::new(),
                 number => format!(":{number}"),
             };
-            keys.push(key("log:", &log.span.to_string(), &number));
+            let mut key = self.counting(policy, subject);
+            key.extend(["log:", &log.span.to_string(), &number]);
+            keys.push(key);
         }
         keys
+    }
+
+    /// The first of them, and the only one without sliding logs.
+    pub(super) fn counts(&self, policy: &Policy, subject: &Key) -> String {
+        let mut key = self.counting(policy, subject);
+        key.push_str("counts");
+        key
+    }
+
+    /// What they begin with, and room for the rest of most.
+    fn counting(&self, policy: &Policy, subject: &Key) -> String {
+        let (name, subject, shape) = (policy.name(), subject.as_str(), policy.shape());
+        let mut key = String::with_capacity(self.root.len() + name.len() + subject.len() + shape.len() + 48);
+        for piece in [&self.root, "{rate_limit:", name, ":", subject, "}:", shape, ":"] {
+            key.push_str(piece);
+        }
+        key
     }
 
     /// `<prefix>:2:{lock:<namespace>:<subject>}:lease`.

@@ -6,13 +6,15 @@ use tokio::runtime::Handle;
 
 use super::counts::{self, encode};
 use super::error::{store_error, unexpected_reply};
+use super::gather::Reply;
 use super::scripts::{Subject, Verb};
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::lock::Scope;
 use crate::rate_limit::{
-    Charge, Decision, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request, give_back, one_after_the_other,
+    Algorithm, Charge, Decision, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request, give_back,
+    one_after_the_other,
 };
 
 /// How many decisions about several have their charges given back at the same time without anybody who waits for it. What is beyond
@@ -22,35 +24,38 @@ pub(super) const MAX_REFUNDS: usize = 1_024;
 impl RedisBackend {
     async fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        let keys = keys.rate_limit(policy, key);
-        if let (Verb::Check, 1.., [counts]) = (verb, cost, &*keys) {
-            match self.check_plain(policy, counts, cost).await? {
-                redis::Value::BulkString(reply) if reply.is_empty() => {}
-                reply => return read(&reply, policy, cost, verb),
+        let has_logs = || policy.terms().iter().any(|terms| terms.algorithm == Algorithm::SlidingLog);
+        if let (Verb::Check, 1..) = (verb, cost)
+            && !has_logs()
+        {
+            let reply = self.check_plain(policy, key, cost).await?;
+            if !reply.is_empty() {
+                return read(&reply, policy, cost, verb);
             }
         }
+        let keys = keys.rate_limit(policy, key);
         let subject = subject(policy, &keys, cost.into());
         // Apart, so that most have no room for it to carry along.
         let reply = Box::pin(scripts.rate_limit_check(servers, verb, &[subject])).await?;
-        read(&reply, policy, cost, verb)
+        read(text(&reply)?, policy, cost, verb)
     }
 
     /// By itself, or together with others that are asked for at the same time.
-    async fn check_plain(&self, policy: &Policy, counts: &str, cost: u32) -> Result<redis::Value, StoreError> {
-        let Inner { servers, scripts, gather, .. } = &*self.inner;
-        let place = match gather {
-            Some(gather) => match gather.alone() {
-                None => match gather.check(policy, counts, cost).await {
-                    Some(reply) => return reply,
-                    None => None,
-                },
-                place => place,
-            },
-            None => None,
-        };
-        let reply = scripts.rate_limit_check_plain(servers, counts, cost, policy.packed(encode)).await;
+    async fn check_plain(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Reply, StoreError> {
+        let Inner { servers, keys, scripts, gather, .. } = &*self.inner;
+        let mut place = None;
+        if let Some(gather) = gather {
+            place = gather.alone();
+            if place.is_none()
+                && let Some(reply) = gather.check(policy, key, keys.counts(policy, key), cost).await
+            {
+                return reply;
+            }
+        }
+        let counts = keys.counts(policy, key);
+        let reply = scripts.rate_limit_check_plain(servers, &counts, cost, policy.packed(encode)).await;
         drop(place);
-        reply
+        Ok(Reply::from_slice(text(&reply?)?))
     }
 
     /// Gives back what was charged, to the end even if nobody waits for it. Each of the calls ends by its own timeout.
@@ -82,12 +87,16 @@ fn subject<'a>(policy: &'a Policy, keys: &'a [String], cost: i64) -> Subject<'a>
     Subject { keys, cost, packed: policy.packed(encode), change }
 }
 
-pub(super) fn read(reply: &redis::Value, policy: &Policy, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
-    let decision = match reply {
-        redis::Value::BulkString(reply) => counts::decision(reply, policy, cost, matches!(verb, Verb::Check)),
-        _ => None,
-    };
-    decision.ok_or_else(|| unexpected_reply(reply))
+fn text(reply: &redis::Value) -> Result<&[u8], StoreError> {
+    match reply {
+        redis::Value::BulkString(reply) => Ok(reply),
+        other => Err(unexpected_reply(other)),
+    }
+}
+
+pub(super) fn read(reply: &[u8], policy: &Policy, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
+    let decision = counts::decision(reply, policy, cost, matches!(verb, Verb::Check));
+    decision.ok_or_else(|| unexpected_reply(&redis::Value::BulkString(reply.to_vec())))
 }
 
 impl RateLimitStore for RedisBackend {
@@ -128,7 +137,7 @@ impl RateLimitStore for RedisBackend {
             replies.iter().all(|reply| matches!(reply, redis::Value::BulkString(text) if counts::is_admitted(text)));
         let verb = if admitted { Verb::Check } else { Verb::Peek };
         let decisions = requests.iter().zip(replies);
-        decisions.map(|(request, reply)| read(reply, &request.policy, request.cost, verb)).collect()
+        decisions.map(|(request, reply)| read(text(reply)?, &request.policy, request.cost, verb)).collect()
     }
 
     async fn peek(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, StoreError> {
