@@ -79,7 +79,8 @@ for i = 1, count do
 end
 
 local there = call('HMGET', jobs, unpack(ids))
-local room = max_jobs - call('HLEN', jobs)
+local kept_before = call('HLEN', jobs)
+local room = max_jobs - kept_before
 local reply = {string.rep('1', count)}
 local is_plain = count <= room and at > #ARGV and not has_twins
 for i = 1, count do
@@ -138,6 +139,10 @@ if not soonest then
 end
 call('HSET', jobs, unpack(records))
 local lasts = latest - now + keep_ms
+if kept_before == 0 then
+  -- Those that wait may have been evicted, and what says when they are due not.
+  keep(jobs, lasts + 86400000)
+end
 for key, members in pairs({[due] = singles, [runs] = whole}) do
   if #members > 0 then
     call('ZADD', key, unpack(members))

@@ -590,6 +590,16 @@ async fn jobs_are_kept_while_there_is_no_memory_left() {
     assert!(ends > seconds * 1_000 + 90_000);
 }
 
+#[tokio::test]
+async fn jobs_that_are_pushed_after_others_were_evicted_have_a_time_to_live() {
+    let server = RedisServer::start();
+    let queue = queue(&connect(&server).await);
+    queue.push("a".to_owned()).delay(MINUTE * 60).await.unwrap();
+    server.query::<()>("UNLINK tollgate:2:{delay_queue:test}:jobs");
+    queue.push("b".to_owned()).await.unwrap();
+    server.every_key_expires();
+}
+
 /// It happened that a paused queue whose jobs had filled the memory could not be resumed, so that it stayed full.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_queue_is_resumed_paused_and_tidied_while_there_is_no_memory_left() {

@@ -391,7 +391,7 @@ impl Queue {
                 return Admission::Exists(holder.id);
             }
             let until = match unique.span {
-                UniqueFor::Time(time) => Some(now.later + millis(time).max(1)),
+                UniqueFor::Time(time) => Some(now.later + millis(time.min(Due::MAX_DELAY)).max(1)),
                 UniqueFor::WaitingOrRunning | UniqueFor::Waiting => None,
             };
             self.unique.insert(unique.key, Holder { id: job.id, until });
@@ -910,6 +910,15 @@ mod tests {
         let table = &backend.inner.queues;
         let queues = table.queues();
         (table.kept(), queues.all.len(), queues.ends.len())
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_key_may_be_unique_for_ever() {
+        let backend = MemoryBackend::new();
+        let ever = unique("a").map(|unique| Unique { span: UniqueFor::Time(Duration::MAX), ..unique });
+        let push = async |id| backend.push(&QueueKey::new("q"), &[job(id, ever)], 100).await.unwrap();
+        assert_eq!(push(1).await, [Admission::New]);
+        assert!(matches!(*push(2).await, [Admission::Exists(_)]));
     }
 
     #[tokio::test(start_paused = true)]

@@ -106,7 +106,7 @@ fn pack_span(span: UniqueFor) -> (u8, [u8; 6]) {
     let (kind, ms) = match span {
         UniqueFor::WaitingOrRunning => (1, 0),
         UniqueFor::Waiting => (2, 0),
-        UniqueFor::Time(time) => (3, millis(time).max(1)),
+        UniqueFor::Time(time) => (3, millis(time.min(Due::MAX_DELAY)).max(1)),
     };
     let [_, _, bytes @ ..] = ms.to_be_bytes();
     (kind, bytes)
