@@ -26,8 +26,8 @@
 --                    those done that are unique, and for each which one it is, from 1, and its key
 --
 -- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}: a digit a finished job (0 gone, of
---          what is done also where another job of its id was pushed since it was claimed, 1 as was asked for, 2 dead, 3 lost, 4 gone since
---          it was cancelled); 1 if more is due; when to ask again; for how long the oldest that waits is due, -1 if none is; the token of
+--          what is done and no longer held also where another job of its id was pushed since it was claimed, 1 as was asked for, 2 dead,
+--          3 lost, 4 gone since it was cancelled); 1 if more is due; when to ask again; for how long the oldest that waits is due, -1 if none is; the token of
 --          what was claimed; how many leases had ended, and of how many jobs it was the last attempt; and what was claimed in pairs of
 --          arrays, with nothing in the place of a record that is missing
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE

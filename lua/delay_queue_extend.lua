@@ -8,8 +8,8 @@
 -- ARGV[3]  first     the first of at most 256 tickets
 --
 -- Value    leases, jobs, cancels: see delay_queue_claim
--- Returns  an answer a ticket: 0 somebody else has the job or will have it, or it is gone; 1 the lease lasts; 2 it does, and the job is to
---          be cancelled
+-- Returns  an answer a ticket: 0 somebody else has the job or will have it, or it is done with; 1 the lease lasts, also where the record of the job
+--          was evicted; 2 it does, and the job is to be cancelled
 -- Errors   WRONGTYPE
 -- Repeat   harmless
 local leases, jobs, cancels, keep_ms, lease_ms, first = KEYS[1], KEYS[2], KEYS[3], ARGV[1] + 0, ARGV[2] + 0, 3

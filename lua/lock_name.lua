@@ -1,7 +1,7 @@
 -- lock_name: note what a holder of a lease is called, for those who look at it.
 --
 -- KEYS[1]  lease  string, see lock_acquire                         prefix:2:{lock:<namespace>:<subject>}:lease
--- KEYS[2]  names  string, expires together with the lease          prefix:2:{lock:<namespace>:<subject>}:names
+-- KEYS[2]  names  string, lives as long as the lease does now      prefix:2:{lock:<namespace>:<subject>}:names
 -- ARGV[1]  token  of the acquisition
 -- ARGV[2]  name   at most 128 bytes
 --

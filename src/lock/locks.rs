@@ -175,7 +175,8 @@ impl Locks {
     }
 
     /// How many may stand in line for one lock in this process, behind the one that has it or asks the store for it. Defaults to 1,000. One more
-    /// is a [`LockError::QueueFull`]. With zero one may still wait, if it is another process that has the lock, or while it is being given back.
+    /// is a [`LockError::QueueFull`]. With zero one may still wait, if it is another process that has the lock, or while it is being given back. In
+    /// fair locks and read/write locks, where all who wait ask the store, one more may than is said here, whoever has the lock.
     #[must_use]
     pub fn max_waiters(mut self, waiters: usize) -> Self {
         self.terms.max_waiters = waiters;

@@ -118,7 +118,7 @@ pub(super) fn when(due: Due) -> i64 {
         Due::In(delay) => millis(delay.min(Due::MAX_DELAY)) as i64,
         Due::At(instant) => {
             let since = instant.duration_since(UNIX_EPOCH).unwrap_or_default();
-            // Some time in the year 12,000 is as far as anything can be from what is served.
+            // Some time in the year 10,680 is as far as anything can be from what is served.
             -(millis(since.min(Duration::from_secs(1 << 38))) as i64).max(1)
         }
     }
