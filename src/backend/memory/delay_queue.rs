@@ -1,4 +1,4 @@
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant as SystemInstant, SystemTime, UNIX_EPOCH};
@@ -332,21 +332,30 @@ impl MemoryBackend {
 
 impl Queues {
     /// How many of these jobs would be more than there are, and by how much there would be more bytes. What is there already, has a unique
-    /// key that is held or comes to a queue that is full takes no room, and what takes the place of a dead job takes no more than it is larger.
+    /// key that is held or comes to a queue that is full takes no room, be it for those before it, and what takes the place of a dead job takes no
+    /// more than it is larger.
     fn wants(&self, key: &QueueKey, jobs: &[NewJob], max_jobs: u64, now_ms: u64) -> (usize, usize) {
         let known = self.all.get(key);
-        let is_full = known.map_or(0, |queue| queue.jobs.len() as u64) >= max_jobs;
-        let is_held = |unique: Unique| known.is_some_and(|queue| queue.holder(&unique.key, now_ms).is_some());
+        let mut room = max_jobs.saturating_sub(known.map_or(0, |queue| queue.jobs.len() as u64));
+        let is_held = |key: &Key| known.is_some_and(|queue| queue.holder(key, now_ms).is_some());
+        // What comes before others in this push.
+        let (mut ids, mut keys) = (HashSet::new(), HashSet::new());
         let (mut new, mut bytes) = (0, 0);
         for job in jobs {
-            match known.and_then(|queue| queue.jobs.get(&job.id)) {
-                _ if job.unique.is_some_and(is_held) => {}
-                None if is_full => {}
-                None => (new, bytes) = (new + 1, bytes + job.size()),
-                Some(record) if matches!(record.place, Place::Dead { .. }) => {
-                    bytes += job.size().saturating_sub(record.size());
-                }
-                Some(_) => {}
+            let record = known.and_then(|queue| queue.jobs.get(&job.id));
+            let is_there = record.is_some_and(|record| !matches!(record.place, Place::Dead { .. }));
+            let is_refused = is_there || ids.contains(&job.id) || (record.is_none() && room == 0);
+            let key = job.unique.map(|unique| unique.key);
+            if is_refused || key.is_some_and(|key| is_held(&key) || keys.contains(&key)) {
+                continue;
+            }
+            if jobs.len() > 1 {
+                ids.insert(job.id);
+                keys.extend(key);
+            }
+            match record {
+                Some(dead) => bytes += job.size().saturating_sub(dead.size()),
+                None => (new, bytes, room) = (new + 1, bytes + job.size(), room - 1),
             }
         }
         (new, bytes)
@@ -910,6 +919,25 @@ mod tests {
         let table = &backend.inner.queues;
         let queues = table.queues();
         (table.kept(), queues.all.len(), queues.ends.len())
+    }
+
+    /// All of them were refused, for want of room that only some would have taken.
+    #[tokio::test(start_paused = true)]
+    async fn what_is_refused_of_several_takes_no_room() {
+        let queue = QueueKey::new("q");
+        let admitted = async |capacity, max_jobs, jobs: &[NewJob]| {
+            MemoryBackend::with_capacity(capacity).push(&queue, jobs, max_jobs).await.map_err(|error| error.to_string())
+        };
+        let many: Vec<_> = (0..11).map(|id| job(id, None)).collect();
+        let ten = [vec![Admission::New; 10], vec![Admission::Full]].concat();
+        assert_eq!(admitted(10, 10, &many).await, Ok(ten));
+        let exists = |job: &NewJob| Ok(vec![Admission::New, Admission::Exists(job.id)]);
+        let twice = [job(1, None), job(1, None)];
+        assert_eq!(admitted(1, 10, &twice).await, exists(&twice[0]));
+        let key = Some(Unique { key: Key::from("a"), span: UniqueFor::WaitingOrRunning });
+        let alike = [job(1, key), job(2, key)];
+        assert_eq!(admitted(1, 10, &alike).await, exists(&alike[0]));
+        assert!(admitted(10, 11, &many).await.is_err(), "there is no room for what the queue would take");
     }
 
     #[tokio::test(start_paused = true)]
