@@ -22,7 +22,7 @@
 -- Returns  {answers, holders ...}: a digit a job (0 there is one with this id, 1 it is new, 2 there are too many, 3 another one holds its
 --   unique key), and for each 3 the id that holds it
 -- Errors   WRONGTYPE
--- Repeat   harmless: what is waiting or running is left alone. One that is done meanwhile is pushed again
+-- Repeat   harmless: what waits or runs is left alone, and what is done is pushed again
 local jobs, due, dead, unique, ends = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5]
 local state, idle, runs = KEYS[6], KEYS[7], KEYS[8]
 local keep_ms, max_jobs, publish, wake = ARGV[1] + 0, ARGV[2] + 0, ARGV[3], ARGV[4]
@@ -40,7 +40,7 @@ local function keep(key, ms)
   end
 end
 
--- How many were told to look; a user who may not publish has workers that look now and then.
+-- How many were told; of a user who may not publish they look now and then.
 local function tell(worker)
   local told = redis.pcall(publish, wake .. worker, '1')
   if publish == 'SPUBLISH' and type(told) ~= 'number' then
@@ -79,15 +79,15 @@ for i = 1, count do
 end
 
 local there = call('HMGET', jobs, unpack(ids))
-local kept_before = call('HLEN', jobs)
-local room = max_jobs - kept_before
+local kept = call('HLEN', jobs)
+local room = max_jobs - kept
 local reply = {string.rep('1', count)}
 local is_plain = count <= room and at > #ARGV and not has_twins
 for i = 1, count do
   is_plain = is_plain and not there[i]
 end
 if not is_plain then
-  local answers, kept, keys = {}, {}, {}
+  local answers, those, keys = {}, {}, {}
   for i = at, math.min(#ARGV, at + 2 * count) - 1, 2 do
     keys[ARGV[i] + 0] = ARGV[i + 1]
   end
@@ -126,21 +126,20 @@ if not is_plain then
       else
         room = room - 1
       end
-      kept[#kept + 1], kept[#kept + 2] = id, records[2 * i]
+      those[#those + 1], those[#those + 2] = id, records[2 * i]
       singles[#singles + 1], singles[#singles + 2] = dues[i], id
       soonest, latest = math.min(soonest or due_ms, due_ms), math.max(latest, due_ms)
     end
     answers[i] = answer
   end
-  reply[1], records = table.concat(answers), kept
+  reply[1], records = table.concat(answers), those
 end
 if not soonest then
   return reply
 end
 call('HSET', jobs, unpack(records))
 local lasts = latest - now + keep_ms
-if kept_before == 0 then
-  -- Those that wait may have been evicted, and what says when they are due not.
+if kept == 0 then
   keep(jobs, lasts + 86400000)
 end
 for key, members in pairs({[due] = singles, [runs] = whole}) do
@@ -152,7 +151,7 @@ for key, members in pairs({[due] = singles, [runs] = whole}) do
     end
   end
 end
--- A few unique keys whose time is over go with each that comes.
+-- Each that comes removes some whose time is over.
 if call('EXISTS', ends) == 1 then
   local over = call('ZRANGEBYSCORE', ends, '-inf', now, 'LIMIT', 0, 2 * count)
   for i = 1, #over do
@@ -165,7 +164,7 @@ if call('EXISTS', ends) == 1 then
   end
 end
 
--- Whoever keeps the time is told if it would look too late, or somebody else who waits if nobody keeps it.
+-- Who keeps the time is told if it would look too late, or another one if nobody does.
 local stored = call('GET', state)
 if stored and #stored > 14 and stored:byte(1) == 1 then
   local is_paused, token, wakes_at = struct.unpack('<BI7I6', stored, 2)
