@@ -87,7 +87,7 @@
 //! * `otel`: links of OpenTelemetry from the span of a job to who pushed it: see [`delay_queue`](delay_queue#traces).
 //! * `tsc`: decisions of memory read the counter of the processor, with quanta: see [`MemoryBackend`](MemoryBackend#time).
 //! * `testing`: the module `testing`, for `[dev-dependencies]`.
-//! * `config`: the module `config`, with serde, toml, serde_json, granit-parser (YAML), matchit and arc-swap.
+//! * `config`: the module `config`, with serde, toml, toml_parser, serde_json, granit-parser (YAML), matchit and arc-swap.
 //!
 //! [tower]: https://docs.rs/tower
 #![cfg_attr(docsrs, feature(doc_cfg))]
