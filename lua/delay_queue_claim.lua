@@ -27,9 +27,9 @@
 --
 -- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}: a digit a finished job (0 gone, of
 --          what is done and no longer held also where another job of its id was pushed since it was claimed, 1 as was asked for, 2 dead,
---          3 lost, 4 gone since it was cancelled); 1 if more is due; when to ask again; for how long the oldest that waits is due, -1 if none is; the token of
---          what was claimed; how many leases had ended, and of how many jobs it was the last attempt; and what was claimed in pairs of
---          arrays, with nothing in the place of a record that is missing
+--          3 lost, 4 gone since it was cancelled); 1 if more is due; when to ask again; for how long the oldest that waits is due, -1 if
+--          none is; the token of what was claimed; how many leases had ended, and of how many jobs it was the last attempt; and what was
+--          claimed in pairs of arrays, with nothing in the place of a record that is missing
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
 -- Repeat   harmless for what is finished: it is gone, or lost. What was claimed the first time comes back when its leases have ended
 -- Value    jobs: 1 byte version 1, 6 bytes when it was pushed and 6 bytes when it is due in ms; then 1 byte priority (0 to 2) and 4 times

@@ -79,15 +79,15 @@ for i = 1, count do
 end
 
 local there = call('HMGET', jobs, unpack(ids))
-local kept = call('HLEN', jobs)
-local room = max_jobs - kept
+local known = call('HLEN', jobs)
+local room = max_jobs - known
 local reply = {string.rep('1', count)}
 local is_plain = count <= room and at > #ARGV and not has_twins
 for i = 1, count do
   is_plain = is_plain and not there[i]
 end
 if not is_plain then
-  local answers, those, keys = {}, {}, {}
+  local answers, kept, keys = {}, {}, {}
   for i = at, math.min(#ARGV, at + 2 * count) - 1, 2 do
     keys[ARGV[i] + 0] = ARGV[i + 1]
   end
@@ -126,20 +126,20 @@ if not is_plain then
       else
         room = room - 1
       end
-      those[#those + 1], those[#those + 2] = id, records[2 * i]
+      kept[#kept + 1], kept[#kept + 2] = id, records[2 * i]
       singles[#singles + 1], singles[#singles + 2] = dues[i], id
       soonest, latest = math.min(soonest or due_ms, due_ms), math.max(latest, due_ms)
     end
     answers[i] = answer
   end
-  reply[1], records = table.concat(answers), those
+  reply[1], records = table.concat(answers), kept
 end
 if not soonest then
   return reply
 end
 call('HSET', jobs, unpack(records))
 local lasts = latest - now + keep_ms
-if kept == 0 then
+if known == 0 then
   keep(jobs, lasts + 86400000)
 end
 for key, members in pairs({[due] = singles, [runs] = whole}) do

@@ -59,9 +59,9 @@
 //!   across a failover, where what replication had not carried is forgotten.
 //! * A denial charges nothing. A decision whose answer is lost on the way may have charged; it is not asked for again.
 //! * Every key in Redis has a time to live, and every subject, whatever bytes a client sends, becomes a short [`Key`].
-//! * A decision takes one round trip, two for a key that is blocked or was counted by other limits before, and no longer than its deadline; then the
-//!   named policy applies, [`OnStoreError`]. One for several subjects is one call as well, but not on a cluster, where it is one for each, and
-//!   what a denied one has charged is given back.
+//! * A decision takes one round trip, two for a key that is blocked or was counted by other limits before, one more for each shadow beside an
+//!   enforced policy, and no longer than its deadline; then the named policy applies, [`OnStoreError`]. One for several subjects is one call as
+//!   well, but not on a cluster, where it is one for each, and what a denied one has charged is given back.
 //! * A lock has one live lease, whose holder knows of a loss before the lock can be granted again. Not across a failover, or while
 //!   a process stands still: each grant has a larger [fencing token](Lease::fence) than all before it, for the storage to refuse who is late.
 //! * The handler of an idempotency key runs to its end at most once while its record lives, unless its answer is one that

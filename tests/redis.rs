@@ -27,6 +27,7 @@ use tollgate::{
     AnyBackend, BoxError, ConfigError, ConnectError, DelayQueue, DenyCache, IdempotencyLayer, Leases, Limiter,
     MemoryBackend, Policy, Quota, RateLimitLayer, RedisBackend, RedisOptions, StoreError,
 };
+use tower::util::BoxCloneService;
 use tower::{Layer, ServiceExt, service_fn};
 
 tollgate::rate_limit_contract!(
@@ -96,6 +97,51 @@ async fn a_decision_is_one_command() {
         }
         calls.retain(|command, _| !command.starts_with("config") && !command.starts_with("info"));
         assert!(calls.is_empty(), "{calls:?}");
+    }
+}
+
+#[tokio::test]
+async fn a_block_and_each_shadow_cost_another_round_trip() {
+    const DECISIONS: u64 = 10;
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let policy = |name| Policy::new(name, Quota::per_minute(1_000).fixed_window());
+    let mut connection = server.connection();
+    let mut calls_since = || {
+        let calls = calls(&mut connection).remove("evalsha").unwrap_or(0);
+        let _: () = redis::cmd("CONFIG").arg("RESETSTAT").query(&mut connection).unwrap();
+        calls
+    };
+
+    let blocked = limiter(&backend, policy("blocked"));
+    blocked.block("alice", LONG).await.unwrap();
+    for _ in 0..2 {
+        // The first calls carry the texts of the scripts.
+        let _ = blocked.check("alice").await.unwrap();
+        calls_since();
+    }
+    for _ in 0..DECISIONS {
+        assert!(!blocked.check("alice").await.unwrap().is_allowed());
+    }
+    assert_eq!(calls_since(), 2 * DECISIONS);
+
+    let hello = service_fn(async |_: Request<()>| Ok::<_, BoxError>(Response::new(())));
+    let alone = RateLimitLayer::new(backend, policy("enforced")).deadline(DEADLINE);
+    let shadow = |name| policy(name).shadow();
+    let beside_one = alone.clone().and(shadow("one"), |_: &Request<()>| "bob");
+    let beside_two = beside_one.clone().and(shadow("two"), |_: &Request<()>| "bob");
+    let services = [
+        BoxCloneService::new(alone.layer(hello).map_response(drop)),
+        BoxCloneService::new(beside_one.layer(hello).map_response(drop)),
+        BoxCloneService::new(beside_two.layer(hello).map_response(drop)),
+    ];
+    for (shadows, service) in (0..).zip(services) {
+        service.clone().oneshot(Request::new(())).await.unwrap();
+        calls_since();
+        for _ in 0..DECISIONS {
+            service.clone().oneshot(Request::new(())).await.unwrap();
+        }
+        assert_eq!(calls_since(), (1 + shadows) * DECISIONS, "{shadows} shadows");
     }
 }
 

@@ -74,8 +74,9 @@ pub enum UniqueFor {
     WaitingOrRunning,
     /// Until it is claimed for the first time. Not again after that, whether it is snoozed, tried again or replayed.
     Waiting,
-    /// For so long after it was pushed, at most [`Due::MAX_DELAY`], whatever becomes of it. A key whose time is over keeps nobody out, but takes room until it is removed:
-    /// each later push removes up to two of them, and in memory, where they take room from all queues, more if there is none left. So do claims there.
+    /// For so long after it was pushed, at most [`Due::MAX_DELAY`], whatever becomes of it. A key whose time is over keeps nobody out, but takes room
+    /// until it is removed: each later push removes up to two of them, and in memory, where they take room from all queues, more if there is none left.
+    /// So do claims there.
     Time(Duration),
 }
 

@@ -69,9 +69,8 @@ impl IdempotencyHandle {
     /// Larger than that of every attempt before: for what the handler changes, to refuse a smaller one.
     ///
     /// On one primary that remembers the last attempt this holds whatever happens to processes, and if its clock is set back by up to ten minutes,
-    /// or by the retention where that is shorter.
-    /// After a failover that lost the last attempt the order is that of the clocks: the new primary's must not be behind by more than the time
-    /// since that attempt.
+    /// or by the retention where that is shorter. After a failover that lost the last attempt the order is that of the clocks: the new primary's must
+    /// not be behind by more than the time since that attempt.
     #[must_use]
     pub fn fence(&self) -> u64 {
         self.fence

@@ -271,6 +271,13 @@ impl Policy {
         &self.inner.terms
     }
 
+    /// Those of them that keep each request.
+    #[cfg(feature = "redis")]
+    #[inline]
+    pub(crate) fn logs(&self) -> impl Iterator<Item = &Terms> {
+        self.terms().iter().filter(|terms| terms.algorithm == Algorithm::SlidingLog)
+    }
+
     /// The policy of one of `replicas` that do not know of each other: of each limit its share of the units, rounded up.
     pub(crate) fn share_of(&self, replicas: u32) -> Self {
         let make = || {

@@ -225,6 +225,11 @@ pub async fn a_unique_key_keeps_others_out<S: DelayQueueStore>(store: S) {
     assert_eq!(add(&store, with_key("f", while_there)).await, exists("e"));
     sleep(SHORT + Duration::from_millis(20)).await;
     assert_eq!(add(&store, with_key("f", while_there)).await, Admission::New);
+    assert_eq!(store.cancel(&queue(), &JobId::from("f")).await.unwrap(), Cancelled::Removed);
+
+    // Longer than anything is kept.
+    assert_eq!(add(&store, with_key("g", UniqueFor::Time(Duration::MAX))).await, Admission::New);
+    assert_eq!(add(&store, with_key("h", while_there)).await, exists("g"));
 }
 
 /// A dead job keeps nobody out, whatever its key is. One that is replayed takes its key again, or stays dead if another one has it.

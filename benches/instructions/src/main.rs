@@ -1,9 +1,9 @@
 //! Does one thing so many times, for callgrind to count the instructions: `tollgate-instructions CASE COUNT`.
 //!
 //! `scripts/check-instructions` runs each case with a small count and a large one, and what the difference costs is what one costs: neither the
-//! start of the program nor the first call are in it. All of it happens on one thread and, but for decisions that go
-//! together, for one key, so that neither the order of threads nor the seed of a hash changes what is counted. The cases of Redis count what this process does: encoding a call,
-//! sending it, and decoding its answer.
+//! start of the program nor the first call are in it. All of it happens on one thread and, but for decisions that go together, for one key, so
+//! that neither the order of threads nor the seed of a hash changes what is counted. The cases of Redis count what this process does: encoding a
+//! call, sending it, and decoding its answer.
 
 use std::convert::Infallible;
 use std::env;

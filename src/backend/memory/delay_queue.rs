@@ -349,6 +349,7 @@ impl Queues {
             if is_refused || key.is_some_and(|key| is_held(&key) || keys.contains(&key)) {
                 continue;
             }
+            // One alone is before nobody.
             if jobs.len() > 1 {
                 ids.insert(job.id);
                 keys.extend(key);
@@ -938,15 +939,6 @@ mod tests {
         let alike = [job(1, key), job(2, key)];
         assert_eq!(admitted(1, 10, &alike).await, exists(&alike[0]));
         assert!(admitted(10, 11, &many).await.is_err(), "there is no room for what the queue would take");
-    }
-
-    #[tokio::test(start_paused = true)]
-    async fn a_key_may_be_unique_for_ever() {
-        let backend = MemoryBackend::new();
-        let ever = unique("a").map(|unique| Unique { span: UniqueFor::Time(Duration::MAX), ..unique });
-        let push = async |id| backend.push(&QueueKey::new("q"), &[job(id, ever)], 100).await.unwrap();
-        assert_eq!(push(1).await, [Admission::New]);
-        assert!(matches!(*push(2).await, [Admission::Exists(_)]));
     }
 
     #[tokio::test(start_paused = true)]

@@ -91,16 +91,15 @@ fn time_to_live_ms(terms: &[Terms]) -> u64 {
 /// `None` if it cannot be understood.
 pub(super) fn decision(reply: &[u8], policy: &Policy, cost: u32, charges: bool) -> Option<Decision> {
     let mut reader = Reader(reply);
-    let has_logs = policy.terms().iter().any(|terms| terms.algorithm == Algorithm::SlidingLog);
-    let is_short = !has_logs && reply.len() == policy.packed(encode).counts;
+    let is_short = policy.logs().next().is_none() && reply.len() == policy.packed(encode).counts;
     let (status, now) =
         if is_short { (ADMITTED.into(), reader.number()?) } else { (reader.integer(1)?, reader.integer(INSTANT)?) };
     let charged = charges && cost > 0 && status == u64::from(ADMITTED);
     // What was charged is in the counts.
     let asked = if charged { 0 } else { cost };
 
-    let logs = policy.terms().iter().filter(|terms| terms.algorithm == Algorithm::SlidingLog);
-    let mut log_statuses = logs
+    let mut log_statuses = policy
+        .logs()
         .map(|terms| {
             let remaining = u64::from(terms.capacity).saturating_sub(reader.integer(5)?) as u32;
             let [retry, reset] = [reader.integer(INSTANT)?, reader.integer(INSTANT)?].map(Duration::from_micros);

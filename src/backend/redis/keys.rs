@@ -8,7 +8,7 @@ use crate::delay_queue::QueueKey;
 use crate::idempotency::Operation;
 use crate::key::Key;
 use crate::lock::LockKey;
-use crate::rate_limit::{Algorithm, Policy};
+use crate::rate_limit::Policy;
 
 /// The version of the layout of keys. Goes up when two releases must not read each other's keys.
 const LAYOUT: &str = "2";
@@ -37,7 +37,7 @@ impl Keys {
     pub(super) fn rate_limit(&self, policy: &Policy, subject: &Key) -> SmallVec<[String; 1]> {
         let mut keys = smallvec![self.counts(policy, subject)];
         let mut windows = SmallVec::<[u64; 4]>::new();
-        for log in policy.terms().iter().filter(|terms| terms.algorithm == Algorithm::SlidingLog) {
+        for log in policy.logs() {
             windows.push(log.span);
             let number = match windows.iter().filter(|window| **window == log.span).count() {
                 1 => String::new(),

@@ -13,8 +13,7 @@ use crate::error::StoreError;
 use crate::key::Key;
 use crate::lock::Scope;
 use crate::rate_limit::{
-    Algorithm, Charge, Decision, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request, give_back,
-    one_after_the_other,
+    Charge, Decision, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request, give_back, one_after_the_other,
 };
 
 /// How many decisions about several have their charges given back at the same time without anybody who waits for it. What is beyond
@@ -24,10 +23,7 @@ pub(super) const MAX_REFUNDS: usize = 1_024;
 impl RedisBackend {
     async fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: Verb) -> Result<Decision, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        let has_logs = || policy.terms().iter().any(|terms| terms.algorithm == Algorithm::SlidingLog);
-        if let (Verb::Check, 1..) = (verb, cost)
-            && !has_logs()
-        {
+        if let (Verb::Check, 1.., None) = (verb, cost, policy.logs().next()) {
             let reply = self.check_plain(policy, key, cost).await?;
             if !reply.is_empty() {
                 return read(&reply, policy, cost, verb);
