@@ -58,14 +58,15 @@
 //! * With one Redis primary at most the quota is admitted, whatever the number of processes and of requests in flight. Not
 //!   across a failover, where what replication had not carried is forgotten.
 //! * A denial charges nothing. A decision whose answer is lost on the way may have charged; it is not asked for again.
-//! * Every key in Redis has a time to live, and every subject, whatever bytes a client sends, becomes a short [`Key`].
+//! * Every key that is written to Redis has a time to live, and every subject, whatever bytes a client sends, becomes a short [`Key`].
 //! * A decision takes one round trip, two for a key that is blocked or was counted by other limits before, one more for each shadow beside an
 //!   enforced policy, and no longer than its deadline; then the named policy applies, [`OnStoreError`]. One for several subjects is one call as
-//!   well, but not on a cluster, where it is one for each, and what a denied one has charged is given back.
+//!   well, but not on a cluster, where it is one for each, and what a denied one has charged is given back if that node answers.
 //! * A lock has one live lease, whose holder knows of a loss before the lock can be granted again. Not across a failover, or while
 //!   a process stands still: each grant has a larger [fencing token](Lease::fence) than all before it, for the storage to refuse who is late.
 //! * The handler of an idempotency key runs to its end at most once while its record lives, unless its answer is one that
-//!   [`Keep`](idempotency::Keep) gives back, and nobody gets the answer of another scope. Not across a failover that forgets the record.
+//!   [`Keep`](idempotency::Keep) gives back or you chose [`OnUnknown::Retry`](idempotency::OnUnknown::Retry) or
+//!   [`OnStoreError::Allow`](idempotency::OnStoreError::Allow), and nobody gets the answer of another scope. Not across a failover that forgets the record.
 //! * A job of a delay queue is never early, is done at least once unless it is cancelled or dead, and is in one state; only the holder
 //!   of its last lease can finish it. Not exactly once, and not across a failover that forgets it.
 //! * Nothing that is awaited blocks a thread, and no task outlives the backend that it serves, but for an attempt to connect that is

@@ -7,8 +7,8 @@
 //! # What it promises, and what not
 //!
 //! * With one Redis primary a key's handler runs to its end at most once while its record lives, unless its answer is one that [`Keep`] gives
-//!   back, whatever the number of processes and of retries, and whether or not its client is still there: it goes on in a task of its own when
-//!   the client has gone.
+//!   back or you chose [`OnUnknown::Retry`] or [`OnStoreError::Allow`], whatever the number of processes and of retries, and whether or not its
+//!   client is still there: it goes on in a task of its own when the client has gone.
 //! * Two callers never see each other's answers: a key is one within its scope, and a layer without a scope does not compile. Nor do two
 //!   routes: the method and the path are part of the scope, and that is the whole path unless a router in front of the layer has taken a prefix
 //!   away. What axum has taken away is known with the feature `axum`. **Without it, and with other routers, `/shop/pay` and `/club/pay` are both
