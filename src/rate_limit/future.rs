@@ -9,10 +9,11 @@ use tokio::time::Instant;
 use tower_service::Service;
 
 use super::handle::RateLimitHandle;
-use super::judge::{Judgement, Subject, Subjects};
+use super::judge::Judgement;
 use super::layer::{ChargeOn, Settings};
 use super::rejection::{Announce, Rejection, Standing};
 use super::store::RateLimitStore;
+use super::subject::{Subject, Subjects};
 use crate::reject::Reject;
 
 type BoxJudgement = Pin<Box<dyn Future<Output = Judgement> + Send>>;

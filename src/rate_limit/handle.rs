@@ -11,10 +11,10 @@ use tokio::runtime::Handle;
 use tokio::sync::Notify;
 
 use super::decision::{Decision, Receipt};
-use super::judge::{Subject, Subjects};
 use super::line::{Lines, Whose};
 use super::policy::Policy;
 use super::store::RateLimitStore;
+use super::subject::{Subject, Subjects};
 use crate::deadline::Deadline;
 use crate::error::StoreError;
 use crate::key::Key;

@@ -1,156 +1,24 @@
 //! What a layer makes of a request: asks the store, does without one that fails, and says yes or no.
 
 use std::error::Error;
-use std::iter::Chain;
-use std::ops::{Deref, DerefMut};
-use std::sync::{MutexGuard, PoisonError};
-use std::time::Duration;
-use std::{mem, option, slice, vec};
 
 use smallvec::SmallVec;
-use tokio::time::{Instant, timeout_at};
+use tokio::time::Instant;
 use tracing::Instrument;
 
 use super::decision::{Decision, RateLimited};
-use super::layer::{Core, OnStoreError, Patience};
-use super::line::{Denial, Lines, Place, Whose};
+use super::layer::{Core, OnStoreError};
 use super::meters::{Meters, Verdict};
+use super::outage::Aside;
 use super::policy::Policy;
-use super::rejection::{Rejection, Standing};
+use super::rejection::Rejection;
 use super::resolver::{PolicyResolver, Resolved};
 use super::store::{Charged, RateLimitStore, Request};
-use crate::circuit::{Circuit, Watch};
+use super::subject::{Subject, Subjects, is_ruled_on};
+use crate::circuit::Circuit;
 use crate::deadline::{Deadline, leaves_time};
 use crate::error::StoreError;
 use crate::key::Key;
-
-/// Somebody whom a request counts for.
-#[derive(Clone, Debug)]
-pub(super) struct Subject {
-    /// `None` for the policy of the layer: counting references to it would make the processors wait for each other.
-    pub(super) policy: Option<Policy>,
-    pub(super) key: Key,
-    /// Whether it is the key of the layer, and not one that was added to it.
-    pub(super) main: bool,
-    // What is found out in between.
-    pub(super) decision: Option<Decision>,
-    pub(super) enforced: bool,
-    /// Whether this process decided by itself because the store had failed.
-    pub(super) local: bool,
-}
-
-impl Subject {
-    /// Somebody about whom nothing was decided yet. `policy` is `None` for the key of the layer.
-    pub(super) fn new(layer: &Policy, policy: Option<Policy>, key: Key) -> Self {
-        let enforced = policy.as_ref().unwrap_or(layer).is_enforced_for(&key);
-        let main = policy.is_none();
-        Self { policy, key, main, decision: None, enforced, local: false }
-    }
-
-    /// Is counted by this policy instead.
-    fn count_by(&mut self, policy: Policy) {
-        self.enforced = policy.is_enforced_for(&self.key);
-        self.policy = Some(policy);
-    }
-
-    /// What it is counted by, behind a layer with this policy.
-    pub(super) fn policy<'a>(&'a self, layer: &'a Policy) -> &'a Policy {
-        self.policy.as_ref().unwrap_or(layer)
-    }
-
-    /// Whether the request is turned away for this one.
-    fn denies(&self) -> bool {
-        self.enforced && self.decision.as_ref().is_some_and(|decision| !decision.is_allowed())
-    }
-
-    /// What the client may know.
-    pub(super) fn standing<'a>(&'a self, layer: &'a Policy) -> Option<Standing<'a>> {
-        self.enforced.then(|| Standing::of(self.policy(layer), &self.key, self.decision.as_ref()))
-    }
-}
-
-/// Whom a request counts for: nearly always one, who takes no memory of its own.
-#[derive(Debug)]
-pub(super) enum Subjects {
-    One(Subject),
-    Several(Vec<Subject>),
-}
-
-impl Default for Subjects {
-    /// Nobody.
-    fn default() -> Self {
-        Self::Several(Vec::new())
-    }
-}
-
-impl Deref for Subjects {
-    type Target = [Subject];
-
-    #[inline]
-    fn deref(&self) -> &[Subject] {
-        match self {
-            Self::One(subject) => slice::from_ref(subject),
-            Self::Several(subjects) => subjects,
-        }
-    }
-}
-
-impl DerefMut for Subjects {
-    fn deref_mut(&mut self) -> &mut [Subject] {
-        match self {
-            Self::One(subject) => slice::from_mut(subject),
-            Self::Several(subjects) => subjects,
-        }
-    }
-}
-
-impl Subjects {
-    /// The same, about whom nothing was decided yet.
-    fn undecided(&self) -> Self {
-        let undecided = |subject: &Subject| Subject { decision: None, local: false, ..subject.clone() };
-        match self {
-            Self::One(subject) => Self::One(undecided(subject)),
-            Self::Several(subjects) => Self::Several(subjects.iter().map(undecided).collect()),
-        }
-    }
-
-    /// Takes out what the only one was told so long ago, as it stands by now; `None` if the wait is over.
-    fn take_denied(&mut self, elapsed: Duration) -> Option<Self> {
-        let Self::One(subject) = self else { return None };
-        let decision = subject.decision.take()?;
-        decision.retry_after().filter(|wait| *wait > elapsed)?;
-        Some(Self::One(Subject { decision: Some(decision.later(elapsed)), ..subject.clone() }))
-    }
-
-    /// Takes out those who turn out to have no say, as they were `judged`.
-    fn take_those_without_a_say(&mut self, judged: &[Subject]) -> Vec<Subject> {
-        if judged.iter().all(|subject| subject.enforced) {
-            return Vec::new();
-        }
-        let subjects = mem::take(self).into_iter().zip(judged);
-        *self = Self::Several(subjects.filter(|(_, judged)| judged.enforced).map(|(subject, _)| subject).collect());
-        judged.iter().filter(|subject| !subject.enforced).cloned().collect()
-    }
-
-    fn extend(&mut self, others: Vec<Subject>) {
-        if !others.is_empty() {
-            *self = Self::Several(mem::take(self).into_iter().chain(others).collect());
-        }
-    }
-}
-
-impl IntoIterator for Subjects {
-    type Item = Subject;
-    type IntoIter = Chain<option::IntoIter<Subject>, vec::IntoIter<Subject>>;
-
-    fn into_iter(self) -> Self::IntoIter {
-        let (one, several) = match self {
-            Self::One(subject) => (Some(subject), Vec::new()),
-            Self::Several(subjects) => (None, subjects),
-        };
-        one.into_iter().chain(several)
-    }
-}
 
 /// A request that has been judged.
 pub(super) struct Judgement {
@@ -158,110 +26,9 @@ pub(super) struct Judgement {
     pub(super) ruling: Result<(), Rejection>,
 }
 
-impl Judgement {
-    /// How long a request has to wait that is over its limit, if that is over by then.
-    fn pause(&self, until: Instant) -> Option<Duration> {
-        let Err(Rejection::Limited(limited)) = &self.ruling else { return None };
-        limited.retry_after().filter(|wait| after(Instant::now(), *wait) <= until)
-    }
-}
-
-/// An instant, or one that no program sees.
-fn after(now: Instant, time: Duration) -> Instant {
-    now + time.min(Duration::from_secs(86_400 * 365 * 30))
-}
-
-/// What is told of a store that fails while it is asked about a policy.
-impl Watch for Policy {
-    fn failed(&self) {
-        self.meters().store_failed();
-    }
-
-    fn opened(&self) {
-        self.meters().circuit_opened();
-        tracing::warn!(policy = self.name(), "rate limit circuit opens: the store is asked by probes only");
-    }
-
-    fn closed(&self) {
-        self.meters().circuit_closed();
-        tracing::info!(policy = self.name(), "rate limit circuit closes: the store is asked again");
-    }
-
-    fn outage_begins(&self, error: &StoreError) {
-        let cause = error.source().map(tracing::field::display);
-        tracing::warn!(policy = self.name(), %error, cause, "rate limit store fails");
-    }
-
-    fn outage_ends(&self) {
-        tracing::info!(policy = self.name(), "rate limit store answers again");
-    }
-}
-
-/// The same, and what is done without it.
-impl<B> Watch for Core<B> {
-    fn failed(&self) {
-        self.policy.failed();
-    }
-
-    fn opened(&self) {
-        *self.opened_by() = Some(self.policy.clone());
-        self.policy.opened();
-    }
-
-    fn closed(&self) {
-        let opened_by = self.opened_by().take();
-        opened_by.as_ref().unwrap_or(&self.policy).closed();
-    }
-
-    fn outage_begins(&self, error: &StoreError) {
-        let cause = error.source().map(tracing::field::display);
-        let (policy, then) = (self.policy.name(), self.without_store());
-        tracing::warn!(policy, %error, cause, ?then, "rate limit store fails");
-    }
-
-    fn outage_ends(&self) {
-        self.policy.outage_ends();
-    }
-}
-
-/// What is told of a store that fails while it is asked about policies that have no say, in a layer with this policy.
-struct Aside<'a>(&'a Policy);
-
-impl Watch for Aside<'_> {
-    fn failed(&self) {
-        self.0.failed();
-    }
-
-    fn opened(&self) {
-        let policy = self.0.name();
-        tracing::warn!(
-            policy,
-            "rate limit circuit of policies on trial opens: the store is asked about them by probes only"
-        );
-    }
-
-    fn closed(&self) {
-        let policy = self.0.name();
-        tracing::info!(policy, "rate limit circuit of policies on trial closes: the store is asked about them again");
-    }
-
-    fn outage_begins(&self, error: &StoreError) {
-        let cause = error.source().map(tracing::field::display);
-        tracing::warn!(policy = self.0.name(), %error, cause, "rate limit store fails about policies on trial: they count nothing");
-    }
-
-    fn outage_ends(&self) {
-        tracing::info!(policy = self.0.name(), "rate limit store answers again about policies on trial");
-    }
-}
-
 impl<B> Core<B> {
-    fn opened_by(&self) -> MutexGuard<'_, Option<Policy>> {
-        self.opened_by.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// What is done without the store. Where it is never asked that is no outage, in which each process may admit the quota.
-    fn without_store(&self) -> OnStoreError {
+    pub(super) fn without_store(&self) -> OnStoreError {
         if self.deadline.is_zero() { OnStoreError::Deny } else { self.on_store_error }
     }
 }
@@ -287,173 +54,10 @@ impl<B: RateLimitStore + Sync> Core<B> {
         charged.is_some()
     }
 
-    /// Whether requests stand in a line for whoever is counted by this policy under this key. Of the key of the layer the policy is that of the
-    /// layer, whatever a resolver says.
-    #[inline]
-    pub(super) fn is_waited_for(&self, policy: &Policy, key: &Key) -> bool {
-        self.patience.as_ref().is_some_and(|patience| patience.lines.is_waited_for(policy, key))
-    }
-
-    /// Whether a request waits for room that is denied it, as far as that is known when it comes.
-    #[inline]
-    pub(super) fn is_worth_waiting(&self, decision: &Decision, cost: u32) -> bool {
-        let Some(patience) = self.patience.as_ref().filter(|_| cost > 0) else { return false };
-        decision.retry_after().is_some_and(|wait| wait <= patience.wait)
-    }
-
     /// What is said to a request because of this subject.
     pub(super) fn limited(&self, subject: &Subject, cost: u32) -> Option<RateLimited> {
         let (policy, decision) = (subject.policy(&self.policy).clone(), subject.decision.clone()?);
         Some(RateLimited::new(policy, cost, decision))
-    }
-
-    /// The judgement of a request that may have to wait for room: in the line of the one whom it counts for that has none for longest.
-    /// What it was told when it `came`, if it was told something, is not asked again.
-    pub(super) async fn judge_in_turn(&self, mut subjects: Subjects, cost: u32, came: Instant) -> Judgement {
-        // What costs nothing needs no room.
-        let Some(Patience { wait, lines }) = self.patience.as_ref().filter(|_| cost > 0) else {
-            return self.judge(subjects, cost).await;
-        };
-        // And what never fits waits for none, as far as that is known.
-        if let Some(main) = subjects.iter_mut().find(|subject| self.is_unresolved(subject))
-            && let Some(policy) = self.resolver.as_ref().and_then(|resolver| resolver.known(&main.key))
-        {
-            main.count_by(policy);
-        }
-        if self.is_hopeless(&subjects, cost) {
-            return self.judge(subjects, cost).await;
-        }
-        let until = after(Instant::now(), *wait);
-        let mut place: Option<Place> = None;
-        // In whose lines it has come to its turn. It need not stand there again unless it is denied once more, so that two lines do not
-        // send it to and fro.
-        let mut stood: SmallVec<[Whose; 2]> = SmallVec::new();
-        // Those who have no say are asked once. Whether the key of the layer has one is for its resolver to tell.
-        let mut others: Vec<Subject> = Vec::new();
-        let mut denied = subjects.take_denied(came.elapsed());
-        // When there is room for who was told this, if that is in time.
-        let in_time = |told: &Subject| {
-            let room = after(Instant::now(), self.limited(told, cost)?.retry_after()?);
-            Some(room).filter(|room| *room <= until)
-        };
-        loop {
-            let denied = denied.take();
-            if let Some(told) = place.as_ref().and_then(|place| place.refusal(cost))
-                && in_time(&told).is_none()
-            {
-                return self.refused(told, cost);
-            }
-            let (told, judged) = match self.ahead(lines, &subjects, &stood, cost) {
-                Some(told) => (told, None),
-                None => {
-                    // Who asks again does so as long after this as the store says, so that the way to the store and back does not come on top.
-                    let asked_at = Instant::now();
-                    if let Some(place) = &place {
-                        // The resolver may take as long as the store.
-                        place.asks(after(asked_at, self.deadline.saturating_mul(2)));
-                    }
-                    let mut judged = match denied {
-                        Some(subjects) => Judgement { ruling: self.rule(&subjects, cost), subjects },
-                        None => {
-                            let mut asked = subjects.undecided();
-                            let answer = self.look(&mut asked, cost).await;
-                            // To look before it is time makes nothing worse: what the store has said holds until then, also while it fails.
-                            if let (Err(_), Some(place)) = (&answer, &place) {
-                                place.narrow();
-                                if let Some(told) = place.holding() {
-                                    match in_time(&told) {
-                                        Some(room) if place.again(room, until).await => continue,
-                                        _ => return self.refused(self.by_now(lines, told, cost), cost),
-                                    }
-                                }
-                            }
-                            self.conclude(asked, cost, answer).await
-                        }
-                    };
-                    let more = subjects.take_those_without_a_say(&judged.subjects);
-                    judged.subjects.extend(others.clone());
-                    others.extend(more);
-                    let told = strictest(judged.subjects.iter().cloned());
-                    match (&place, &told) {
-                        (Some(place), Some(told)) if *place.whose() == self.whose(told) => place.narrow(),
-                        (Some(place), None) => {
-                            if let Some(room) = self.room_for_more(&judged, place.whose(), cost) {
-                                place.widen(room);
-                            }
-                        }
-                        _ => {}
-                    }
-                    let Some(told) = told else { return judged };
-                    let own = place.as_ref().filter(|place| *place.whose() == self.whose(&told));
-                    let Some(pause) = judged.pause(until) else {
-                        if let Some(place) = own {
-                            place.refuse(Denial::now(told), cost);
-                        }
-                        return judged;
-                    };
-                    if let Some(place) = own {
-                        place.tell(Denial::now(told.clone()));
-                        if place.again(after(asked_at, pause), until).await {
-                            continue;
-                        }
-                        return self.refused(self.by_now(lines, told, cost), cost);
-                    }
-                    (told, Some((after(asked_at, pause), judged)))
-                }
-            };
-            // Nobody holds up those who wait for somebody else.
-            drop(place.take());
-            let whose = self.whose(&told);
-            let joined = in_time(&told).and_then(|_| lines.join(whose.clone(), || Denial::now(told.clone())));
-            let Some(joined) = joined else {
-                return judged.map_or_else(|| self.refused(told, cost), |(_, judged)| judged);
-            };
-            if timeout_at(until, joined.turn()).await.is_err() {
-                return self.refused(self.by_now(lines, told, cost), cost);
-            }
-            // Those before it may have had room that it was not told of.
-            if let (Some((again, _)), true) = (judged, joined.begins())
-                && !joined.again(again, until).await
-            {
-                return self.refused(self.by_now(lines, told, cost), cost);
-            }
-            stood.push(whose);
-            place = Some(joined);
-        }
-    }
-
-    /// What the first of its line was told at last, for one who was told this earlier.
-    fn by_now(&self, lines: &Lines, told: Subject, cost: u32) -> Subject {
-        lines.denial(&self.whose(&told), cost).unwrap_or(told)
-    }
-
-    /// How many more requests of this line would have had room when this one was admitted, as far as that was said.
-    fn room_for_more(&self, judged: &Judgement, whose: &Whose, cost: u32) -> Option<u32> {
-        let subject = judged.subjects.iter().find(|subject| self.whose(subject) == *whose)?;
-        let decision = subject.decision.as_ref().filter(|decision| judged.ruling.is_ok() && decision.is_allowed())?;
-        decision.remaining()?.checked_div(cost)
-    }
-
-    /// Whose line a subject waits in.
-    fn whose(&self, subject: &Subject) -> Whose {
-        let policy = if subject.main { &self.policy } else { subject.policy(&self.policy) };
-        Whose::new(policy, &subject.key)
-    }
-
-    /// What those were told who wait before this request, in the line that lasts longest.
-    fn ahead(&self, lines: &Lines, subjects: &[Subject], stood: &[Whose], cost: u32) -> Option<Subject> {
-        if !lines.are_used() {
-            return None;
-        }
-        let lines_of = subjects.iter().map(|subject| self.whose(subject)).filter(|whose| !stood.contains(whose));
-        strictest(lines_of.filter_map(|whose| lines.denial(&whose, cost)))
-    }
-
-    /// Turns a request away without asking anybody: by what another one was told of somebody whom both count for.
-    fn refused(&self, told: Subject, cost: u32) -> Judgement {
-        let subjects = Subjects::One(told);
-        let ruling = self.rule(&subjects, cost);
-        Judgement { subjects, ruling }
     }
 
     /// The judgement, after all that has to be waited for.
@@ -463,7 +67,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// Asks for the decisions that a ruling depends on.
-    async fn look(&self, subjects: &mut [Subject], cost: u32) -> Result<(), StoreError> {
+    pub(super) async fn look(&self, subjects: &mut [Subject], cost: u32) -> Result<(), StoreError> {
         let span = tracing::debug_span!("rate_limit", policy = self.policy.name(), subjects = subjects.len());
         match self.ask(subjects, cost).instrument(span).await {
             // It failed for those alone that have no say.
@@ -473,7 +77,12 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// What follows from the answer, or from there being none.
-    async fn conclude(&self, mut subjects: Subjects, cost: u32, answer: Result<(), StoreError>) -> Judgement {
+    pub(super) async fn conclude(
+        &self,
+        mut subjects: Subjects,
+        cost: u32,
+        answer: Result<(), StoreError>,
+    ) -> Judgement {
         let ruling = match answer {
             Ok(()) => self.rule(&subjects, cost),
             Err(error) => self.do_without(&mut subjects, cost, error).await,
@@ -680,7 +289,7 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// Yes or no, once all decisions are there.
-    fn rule(&self, subjects: &[Subject], cost: u32) -> Result<(), Rejection> {
+    pub(super) fn rule(&self, subjects: &[Subject], cost: u32) -> Result<(), Rejection> {
         let is_turned_away = subjects.iter().any(Subject::denies);
         for subject in subjects {
             let (policy, Some(decision)) = (subject.policy(&self.policy), &subject.decision) else { continue };
@@ -701,13 +310,13 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// Whether the request is turned away whatever the store says, and the resolver where it has not answered.
-    fn is_hopeless(&self, subjects: &[Subject], cost: u32) -> bool {
+    pub(super) fn is_hopeless(&self, subjects: &[Subject], cost: u32) -> bool {
         let mut known = subjects.iter().filter(|subject| !self.is_unresolved(subject));
         known.any(|subject| subject.enforced && subject.policy(&self.policy).rules_out(cost))
     }
 
     /// Whether it is for the resolver to say by which policy this one is counted, and it has not.
-    fn is_unresolved(&self, subject: &Subject) -> bool {
+    pub(super) fn is_unresolved(&self, subject: &Subject) -> bool {
         self.resolver.is_some() && subject.main && subject.policy.is_none()
     }
 
@@ -779,12 +388,6 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 }
 
-/// The one that stands in the way of a request for longest.
-fn strictest(subjects: impl Iterator<Item = Subject>) -> Option<Subject> {
-    let denials = subjects.filter(Subject::denies);
-    denials.max_by_key(|subject| subject.decision.as_ref().map(Decision::strictness))
-}
-
 /// Counts a decision, and answers whether the request may pass as far as it is concerned.
 #[inline]
 pub(super) fn note(policy: &Policy, decision: &Decision, enforced: bool, local: bool, cost: u32) -> bool {
@@ -823,10 +426,4 @@ pub(super) fn count_allowed(policy: &Policy, verdict: Verdict, is_near_limit: bo
     if is_near_limit {
         policy.meters().near_limit();
     }
-}
-
-/// Whether the decisions are there that a ruling depends on.
-fn is_ruled_on(subjects: &[Subject]) -> bool {
-    let mut enforced = subjects.iter().filter(|subject| subject.enforced).peekable();
-    enforced.peek().is_some() && enforced.all(|subject| subject.decision.is_some())
 }

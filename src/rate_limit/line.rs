@@ -11,8 +11,8 @@ use tokio::sync::Notify;
 use tokio::time::{Instant, timeout_at};
 
 use super::decision::Decision;
-use super::judge::Subject;
 use super::policy::Policy;
+use super::subject::Subject;
 use crate::key::Key;
 
 /// How long the first of a line goes without asking the store: room that others make, in other processes perhaps, is found this late.

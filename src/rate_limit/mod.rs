@@ -145,6 +145,7 @@ mod leases;
 mod limiter;
 mod line;
 mod meters;
+mod outage;
 mod policy;
 mod quota;
 mod recent;
@@ -154,6 +155,8 @@ mod screen;
 mod service;
 mod shards;
 mod store;
+mod subject;
+mod turn;
 
 pub(crate) use self::decision::Denial;
 pub use self::decision::{Decision, Denied, LimitStatus, MissingKey, Outcome, RateLimited, Receipt};

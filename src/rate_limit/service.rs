@@ -8,13 +8,14 @@ use tower_service::Service;
 use super::MissingKey;
 use super::decision::Denied;
 use super::future::{ResponseFuture, Whom};
-use super::judge::{self, Subject};
+use super::judge::note;
 use super::layer::{ChargeAlways, ChargeOn, OnMissingKey, RateLimitLayer, RequestCost, Settings, UnitCost};
 use super::meters::Verdict;
 use super::policy::Policy;
 use super::rejection::{Announce, Rejection};
 use super::screen::{Screen, Screening, Subjects};
 use super::store::RateLimitStore;
+use super::subject::{self, Subject};
 use crate::key::{Everyone, ExtractKey, Key};
 use crate::reject::{AsResponse, Reject};
 
@@ -85,7 +86,7 @@ where
             Screening::Pass => return self.pass(request),
             Screening::Deny => {
                 settings.core.policy.meters().decided(Verdict::Denied);
-                return self.reject(judge::Subjects::default(), Rejection::Denied(Denied));
+                return self.reject(subject::Subjects::default(), Rejection::Denied(Denied));
             }
         }
         let mut policy = None;
@@ -95,9 +96,9 @@ where
                 Ok(mut subjects) => match subjects.as_mut_slice() {
                     [only] => (policy, key) = (only.policy.take(), Some(only.key)),
                     [] => key = None,
-                    _ => return self.ask(judge::Subjects::Several(subjects), settings.cost.cost(&request), request),
+                    _ => return self.ask(subject::Subjects::Several(subjects), settings.cost.cost(&request), request),
                 },
-                Err(rejection) => return self.reject(judge::Subjects::default(), rejection),
+                Err(rejection) => return self.reject(subject::Subjects::default(), rejection),
             }
         }
         let Some(key) = &key else { return self.pass(request) };
@@ -121,19 +122,19 @@ where
         // Or it waits itself, by what it is told here.
         let waits = enforced && decision.as_ref().is_some_and(|decision| core.is_worth_waiting(decision, cost));
         let told = decision.as_ref().filter(|_| !waits);
-        let admitted = told.map(|decision| judge::note(policy, decision, enforced, false, cost));
+        let admitted = told.map(|decision| note(policy, decision, enforced, false, cost));
         // Put together where it is to stay: to move all of this about takes as long as to find it out.
         let mut subject =
             || Subject { policy: resolved.take(), key: *key, main, decision: decision.take(), enforced, local: false };
         if admitted == Some(true) {
             let settings = Arc::clone(self.settings.here());
-            let whom = settings.keep::<S, _>(|| judge::Subjects::One(subject()), cost, &mut request);
+            let whom = settings.keep::<S, _>(|| subject::Subjects::One(subject()), cost, &mut request);
             return ResponseFuture::calling(self.inner.call(request), whom, settings);
         }
         let subject = subject();
         match admitted.and_then(|_| core.limited(&subject, cost)) {
-            Some(limited) => self.reject(judge::Subjects::One(subject), Rejection::Limited(limited)),
-            None => self.ask(judge::Subjects::One(subject), cost, request),
+            Some(limited) => self.reject(subject::Subjects::One(subject), Rejection::Limited(limited)),
+            None => self.ask(subject::Subjects::One(subject), cost, request),
         }
     }
 }
@@ -152,7 +153,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
 
     fn reject<Req>(
         &mut self,
-        subjects: judge::Subjects,
+        subjects: subject::Subjects,
         rejection: Rejection,
     ) -> ResponseFuture<S, Req, B, K, C, A, R, X>
     where
@@ -164,7 +165,7 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
 
     fn ask<Req>(
         &mut self,
-        subjects: judge::Subjects,
+        subjects: subject::Subjects,
         cost: u32,
         request: Req,
     ) -> ResponseFuture<S, Req, B, K, C, A, R, X>
