@@ -1,12 +1,19 @@
+//! Who is asking.
+
+mod extract;
+mod words;
+
 use std::borrow::Cow;
 use std::error::Error;
 use std::fmt::{self, Write as _};
 use std::hash::{Hash, Hasher};
 use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
-use std::sync::Arc;
 
 use percent_encoding::{AsciiSet, CONTROLS, percent_decode_str, percent_encode};
 use sha2::{Digest, Sha256};
+
+pub use self::extract::{Everyone, ExtractKey, IntoKey, Or, first_of};
+use self::words::{OCTETS, plain_words, two_plain_words};
 
 /// Who is asking: the subject that a quota is counted for.
 ///
@@ -332,88 +339,6 @@ impl Key {
     }
 }
 
-/// Whether all bytes of some words fit as they are, as those of nearly all names do: `-` to `z`, which are digits, letters and most of what is between
-/// names.
-#[inline]
-fn are_plain<const WORDS: usize>(words: [u64; WORDS]) -> bool {
-    // What is less than `-` does not get to 128 by this, and what is more than `z` does.
-    let odd = words.map(|word| {
-        let (least, most) = (word.wrapping_add(EACH * (128 - 0x2d)), word.wrapping_add(EACH * (127 - 0x7a)));
-        word | most | !least
-    });
-    odd.iter().fold(0, |all, word| all | word) & (EACH << 7) == 0
-}
-
-const EACH: u64 = u64::from_le_bytes([1; 8]);
-
-/// The words of which a key of these bytes begins, where they are of a length that is very frequent, and fit as they are.
-#[inline]
-fn two_plain_words(bytes: &[u8]) -> Option<[u64; 2]> {
-    let (first, last) = (u64::from_le_bytes(*bytes.first_chunk()?), u64::from_le_bytes(*bytes.last_chunk()?));
-    // What of the last word is not in the first one.
-    let second = last >> 8 >> (8 * (7 - bytes.len() % 8));
-    (bytes.len() < 16 && are_plain([first, last])).then_some([first, second])
-}
-
-/// The words that a key of these bytes consists of, where they fit as they are.
-fn plain_words(bytes: &[u8]) -> Option<[u64; 6]> {
-    let (whole, len) = (bytes.as_chunks().0, bytes.len());
-    if len > Key::MAX_LEN {
-        return None;
-    }
-    let mut words = [0; 6];
-    let mut are_all_plain = true;
-    if let Some(last) = bytes.last_chunk() {
-        let last = u64::from_le_bytes(*last);
-        are_all_plain = are_plain([last]);
-        for (at, word) in words.iter_mut().enumerate() {
-            if let Some(bytes) = whole.get(at) {
-                *word = u64::from_le_bytes(*bytes);
-                are_all_plain &= are_plain([*word]);
-            } else if at == whole.len() {
-                *word = last >> 8 >> (8 * (7 - len % 8));
-            }
-        }
-    } else {
-        words[0] = few(bytes);
-        are_all_plain &= are_plain([words[0] | (EACH * u64::from(b'a')) << (8 * len)]);
-    }
-    words[5] |= (len as u64) << 56;
-    are_all_plain.then_some(words)
-}
-
-/// A word of less than eight bytes.
-#[inline]
-fn few(bytes: &[u8]) -> u64 {
-    let byte = |at: usize| u64::from(bytes[at]) << (8 * at);
-    match (bytes.first_chunk(), bytes.last_chunk()) {
-        (Some(first), Some(last)) => {
-            u64::from(u32::from_le_bytes(*first)) | u64::from(u32::from_le_bytes(*last)) << (8 * (bytes.len() - 4))
-        }
-        _ if bytes.is_empty() => 0,
-        _ => byte(0) | byte(bytes.len() / 2) | byte(bytes.len() - 1),
-    }
-}
-
-/// The numbers that an IPv4 address is made of, as text with a dot behind it whose first byte is the lowest, and how long that is.
-static OCTETS: [(u32, u32); 256] = {
-    let mut octets = [(0, 0); 256];
-    let mut octet = 0;
-    while octet < octets.len() {
-        let (mut digits, mut len, mut divisor) = (0, 0, 100);
-        while divisor > 0 {
-            if octet >= divisor || divisor == 1 {
-                digits |= (b'0' as u32 + (octet / divisor % 10) as u32) << (8 * len);
-                len += 1;
-            }
-            divisor /= 10;
-        }
-        octets[octet] = (digits | (b'.' as u32) << (8 * len), len + 1);
-        octet += 1;
-    }
-    octets
-};
-
 /// Whether a key has this between its commas: marks, each a `~` with any number of `!` in front, and behind them what a key is made of.
 fn is_part(part: &str) -> bool {
     let (marks, text) = part.split_at(part.rfind('~').map_or(0, |last| last + 1));
@@ -491,182 +416,6 @@ impl fmt::Debug for Key {
 impl fmt::Display for Key {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(self.as_str())
-    }
-}
-
-macro_rules! into_key {
-    ($make:path: $($type:ty),*) => {$(
-        impl From<$type> for Key {
-            #[inline]
-            fn from(value: $type) -> Self {
-                $make(value)
-            }
-        }
-
-        impl IntoKey for $type {
-            fn into_key(self) -> Option<Key> {
-                Some(self.into())
-            }
-        }
-    )*};
-}
-
-into_key!(Key::new: &[u8], Vec<u8>);
-into_key!(Key::from_text: &str, String, &String, Box<str>, Arc<str>, Cow<'_, str>);
-into_key!(Key::from_integer: u8, u16, u32, u64, u128, usize, i8, i16, i32, i64, i128, isize);
-into_key!(Key::from_v6: Ipv6Addr);
-into_key!(Key::from_v4: Ipv4Addr);
-into_key!(Key::from_ip: IpAddr);
-
-macro_rules! tuples {
-    ($($name:ident),*) => {
-        impl<$($name: Into<Key>),*> From<($($name,)*)> for Key {
-            #[allow(non_snake_case)]
-            fn from(($($name,)*): ($($name,)*)) -> Self {
-                Self::from_parts(&[$($name.into()),*])
-            }
-        }
-
-        impl<$($name: IntoKey),*> IntoKey for ($($name,)*) {
-            #[allow(non_snake_case)]
-            fn into_key(self) -> Option<Key> {
-                let ($($name,)*) = self;
-                Some(Key::from_parts(&[$(present($name.into_key())?),*]))
-            }
-        }
-
-        impl<Req, $($name: ExtractKey<Req>),*> ExtractKey<Req> for ($($name,)*) {
-            #[allow(non_snake_case)]
-            fn extract_key(&self, request: &Req) -> Option<Key> {
-                let ($($name,)*) = self;
-                Some(Key::from_parts(&[$(present($name.extract_key(request))?),*]))
-            }
-        }
-    };
-}
-
-tuples!(A, B);
-tuples!(A, B, C);
-tuples!(A, B, C, D);
-
-/// An empty key is no key.
-fn present(key: Option<Key>) -> Option<Key> {
-    key.filter(|key| !key.is_empty())
-}
-
-/// What a closure may answer as a key: text, bytes, numbers, addresses, a [`Key`], tuples of these, or an `Option` of one.
-///
-/// `None` says that the request has no key; so does a tuple with a part that is missing or empty.
-#[diagnostic::on_unimplemented(
-    message = "`{Self}` cannot be used as a key",
-    note = "a key is text, bytes, a number, an IP address, a `Key`, a tuple of these, or an `Option` of one; a `&str` borrowed from the request has to be made a `String` or a `Key`"
-)]
-pub trait IntoKey {
-    /// The key, where there is one.
-    fn into_key(self) -> Option<Key>;
-}
-
-impl IntoKey for Key {
-    fn into_key(self) -> Option<Key> {
-        Some(self)
-    }
-}
-
-impl<T: IntoKey> IntoKey for Option<T> {
-    fn into_key(self) -> Option<Key> {
-        self.and_then(T::into_key)
-    }
-}
-
-/// Finds out who is asking.
-///
-/// Closures are extractors, and so are tuples of extractors: a tuple counts per combination and has a key only where all
-/// of its parts have one. [`first_of`] names a fallback, and so does the method `or` of the extractors in `tollgate::http`.
-///
-/// ```
-/// use tollgate::{ExtractKey, Key};
-///
-/// struct Call { tenant: Option<String>, method: &'static str }
-///
-/// let by_tenant = |call: &Call| call.tenant.clone();
-/// let by_method = |call: &Call| call.method;
-/// let by_both = (by_tenant, by_method);
-///
-/// let call = Call { tenant: Some("acme".into()), method: "list" };
-/// assert_eq!(by_both.extract_key(&call), Some(Key::from(("acme", "list"))));
-///
-/// let call = Call { tenant: None, method: "list" };
-/// assert_eq!(by_both.extract_key(&call), None);
-/// ```
-#[diagnostic::on_unimplemented(
-    message = "`{Self}` cannot find a key in `{Req}`",
-    note = "use a closure `|request: &{Req}| ...`, one of the extractors in `tollgate::http`, or a tuple of them"
-)]
-pub trait ExtractKey<Req> {
-    /// The key of this request, or `None` where it has none.
-    fn extract_key(&self, request: &Req) -> Option<Key>;
-}
-
-// Without this the compiler asks for a closure and hides the note above.
-#[diagnostic::do_not_recommend]
-impl<Req, F, K> ExtractKey<Req> for F
-where
-    F: Fn(&Req) -> K,
-    K: IntoKey,
-{
-    fn extract_key(&self, request: &Req) -> Option<Key> {
-        self(request).into_key()
-    }
-}
-
-/// Asks `fallback` where `first` finds no key.
-///
-/// A key that comes from the fallback is marked as such, so a client cannot spell one kind of key to be taken for a subject
-/// of the other kind.
-///
-/// ```
-/// use tollgate::{ExtractKey, first_of};
-///
-/// struct Call { tenant: Option<String>, address: String }
-///
-/// let key = first_of(|call: &Call| call.tenant.clone(), |call: &Call| call.address.clone());
-/// let honest = Call { tenant: None, address: "203.0.113.7".into() };
-/// let liar = Call { tenant: Some("203.0.113.7".into()), address: "198.51.100.1".into() };
-/// assert_ne!(key.extract_key(&honest), key.extract_key(&liar));
-/// ```
-pub const fn first_of<A, B>(first: A, fallback: B) -> Or<A, B> {
-    Or { first, fallback }
-}
-
-/// Two extractors, the second asked where the first finds nothing: see [`first_of`].
-#[derive(Clone, Copy, Debug)]
-pub struct Or<A, B> {
-    first: A,
-    fallback: B,
-}
-
-impl<A, B> Or<A, B> {
-    /// Asks `fallback` where none of those before finds a key: see [`first_of`].
-    pub fn or<F>(self, fallback: F) -> Or<Self, F> {
-        first_of(self, fallback)
-    }
-}
-
-impl<Req, A: ExtractKey<Req>, B: ExtractKey<Req>> ExtractKey<Req> for Or<A, B> {
-    fn extract_key(&self, request: &Req) -> Option<Key> {
-        present(self.first.extract_key(request))
-            .map(Key::of_first)
-            .or_else(|| present(self.fallback.extract_key(request)).map(Key::as_fallback))
-    }
-}
-
-/// Gives every request the same key, so that all share one quota. What a layer does until it is told a key.
-#[derive(Clone, Copy, Debug, Default)]
-pub struct Everyone;
-
-impl<Req> ExtractKey<Req> for Everyone {
-    fn extract_key(&self, _: &Req) -> Option<Key> {
-        Some(Key::EVERYONE)
     }
 }
 

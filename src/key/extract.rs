@@ -1,0 +1,183 @@
+//! What keys are made of, and who finds them in a request.
+
+use std::borrow::Cow;
+use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::sync::Arc;
+
+use super::Key;
+
+macro_rules! into_key {
+    ($make:path: $($type:ty),*) => {$(
+        impl From<$type> for Key {
+            #[inline]
+            fn from(value: $type) -> Self {
+                $make(value)
+            }
+        }
+
+        impl IntoKey for $type {
+            fn into_key(self) -> Option<Key> {
+                Some(self.into())
+            }
+        }
+    )*};
+}
+
+into_key!(Key::new: &[u8], Vec<u8>);
+into_key!(Key::from_text: &str, String, &String, Box<str>, Arc<str>, Cow<'_, str>);
+into_key!(Key::from_integer: u8, u16, u32, u64, u128, usize, i8, i16, i32, i64, i128, isize);
+into_key!(Key::from_v6: Ipv6Addr);
+into_key!(Key::from_v4: Ipv4Addr);
+into_key!(Key::from_ip: IpAddr);
+
+macro_rules! tuples {
+    ($($name:ident),*) => {
+        impl<$($name: Into<Key>),*> From<($($name,)*)> for Key {
+            #[allow(non_snake_case)]
+            fn from(($($name,)*): ($($name,)*)) -> Self {
+                Self::from_parts(&[$($name.into()),*])
+            }
+        }
+
+        impl<$($name: IntoKey),*> IntoKey for ($($name,)*) {
+            #[allow(non_snake_case)]
+            fn into_key(self) -> Option<Key> {
+                let ($($name,)*) = self;
+                Some(Key::from_parts(&[$(present($name.into_key())?),*]))
+            }
+        }
+
+        impl<Req, $($name: ExtractKey<Req>),*> ExtractKey<Req> for ($($name,)*) {
+            #[allow(non_snake_case)]
+            fn extract_key(&self, request: &Req) -> Option<Key> {
+                let ($($name,)*) = self;
+                Some(Key::from_parts(&[$(present($name.extract_key(request))?),*]))
+            }
+        }
+    };
+}
+
+tuples!(A, B);
+tuples!(A, B, C);
+tuples!(A, B, C, D);
+
+/// An empty key is no key.
+fn present(key: Option<Key>) -> Option<Key> {
+    key.filter(|key| !key.is_empty())
+}
+
+/// What a closure may answer as a key: text, bytes, numbers, addresses, a [`Key`], tuples of these, or an `Option` of one.
+///
+/// `None` says that the request has no key; so does a tuple with a part that is missing or empty.
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot be used as a key",
+    note = "a key is text, bytes, a number, an IP address, a `Key`, a tuple of these, or an `Option` of one; a `&str` borrowed from the request has to be made a `String` or a `Key`"
+)]
+pub trait IntoKey {
+    /// The key, where there is one.
+    fn into_key(self) -> Option<Key>;
+}
+
+impl IntoKey for Key {
+    fn into_key(self) -> Option<Key> {
+        Some(self)
+    }
+}
+
+impl<T: IntoKey> IntoKey for Option<T> {
+    fn into_key(self) -> Option<Key> {
+        self.and_then(T::into_key)
+    }
+}
+
+/// Finds out who is asking.
+///
+/// Closures are extractors, and so are tuples of extractors: a tuple counts per combination and has a key only where all
+/// of its parts have one. [`first_of`] names a fallback, and so does the method `or` of the extractors in `tollgate::http`.
+///
+/// ```
+/// use tollgate::{ExtractKey, Key};
+///
+/// struct Call { tenant: Option<String>, method: &'static str }
+///
+/// let by_tenant = |call: &Call| call.tenant.clone();
+/// let by_method = |call: &Call| call.method;
+/// let by_both = (by_tenant, by_method);
+///
+/// let call = Call { tenant: Some("acme".into()), method: "list" };
+/// assert_eq!(by_both.extract_key(&call), Some(Key::from(("acme", "list"))));
+///
+/// let call = Call { tenant: None, method: "list" };
+/// assert_eq!(by_both.extract_key(&call), None);
+/// ```
+#[diagnostic::on_unimplemented(
+    message = "`{Self}` cannot find a key in `{Req}`",
+    note = "use a closure `|request: &{Req}| ...`, one of the extractors in `tollgate::http`, or a tuple of them"
+)]
+pub trait ExtractKey<Req> {
+    /// The key of this request, or `None` where it has none.
+    fn extract_key(&self, request: &Req) -> Option<Key>;
+}
+
+// Without this the compiler asks for a closure and hides the note above.
+#[diagnostic::do_not_recommend]
+impl<Req, F, K> ExtractKey<Req> for F
+where
+    F: Fn(&Req) -> K,
+    K: IntoKey,
+{
+    fn extract_key(&self, request: &Req) -> Option<Key> {
+        self(request).into_key()
+    }
+}
+
+/// Asks `fallback` where `first` finds no key.
+///
+/// A key that comes from the fallback is marked as such, so a client cannot spell one kind of key to be taken for a subject
+/// of the other kind.
+///
+/// ```
+/// use tollgate::{ExtractKey, first_of};
+///
+/// struct Call { tenant: Option<String>, address: String }
+///
+/// let key = first_of(|call: &Call| call.tenant.clone(), |call: &Call| call.address.clone());
+/// let honest = Call { tenant: None, address: "203.0.113.7".into() };
+/// let liar = Call { tenant: Some("203.0.113.7".into()), address: "198.51.100.1".into() };
+/// assert_ne!(key.extract_key(&honest), key.extract_key(&liar));
+/// ```
+pub const fn first_of<A, B>(first: A, fallback: B) -> Or<A, B> {
+    Or { first, fallback }
+}
+
+/// Two extractors, the second asked where the first finds nothing: see [`first_of`].
+#[derive(Clone, Copy, Debug)]
+pub struct Or<A, B> {
+    first: A,
+    fallback: B,
+}
+
+impl<A, B> Or<A, B> {
+    /// Asks `fallback` where none of those before finds a key: see [`first_of`].
+    pub fn or<F>(self, fallback: F) -> Or<Self, F> {
+        first_of(self, fallback)
+    }
+}
+
+impl<Req, A: ExtractKey<Req>, B: ExtractKey<Req>> ExtractKey<Req> for Or<A, B> {
+    fn extract_key(&self, request: &Req) -> Option<Key> {
+        present(self.first.extract_key(request))
+            .map(Key::of_first)
+            .or_else(|| present(self.fallback.extract_key(request)).map(Key::as_fallback))
+    }
+}
+
+/// Gives every request the same key, so that all share one quota. What a layer does until it is told a key.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Everyone;
+
+impl<Req> ExtractKey<Req> for Everyone {
+    fn extract_key(&self, _: &Req) -> Option<Key> {
+        Some(Key::EVERYONE)
+    }
+}
