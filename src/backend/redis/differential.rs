@@ -12,7 +12,7 @@ use proptest::test_runner::{Config, TestCaseError, TestRunner};
 use tokio::runtime::{Builder, Runtime};
 
 use super::scripts::{LuaScript, Scripts};
-use super::{RedisBackend, gather, lock_calls, rate_limit};
+use super::{RedisBackend, RedisOptions, gather, lock_calls, rate_limit};
 use crate::key::Key;
 use crate::rate_limit::{Algorithm, Decision, Limit, Policy, Quota, QuotaChange, RateLimitStore, Receipt, Request};
 use crate::{MemoryBackend, StoreError};
@@ -158,8 +158,11 @@ impl Pair {
         let memory_runtime = Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
         let memory = memory_runtime.block_on(async { MemoryBackend::new() });
         let redis_runtime = Builder::new_multi_thread().worker_threads(1).enable_all().build().unwrap();
-        let redis =
-            redis_runtime.block_on(async { RedisBackend::connect(server.url()).await.unwrap().on_virtual_clock() });
+        let redis = redis_runtime.block_on(async {
+            // What is compared has nothing to do with how busy the machine is.
+            let options = RedisOptions::from_url(server.url()).unwrap().response_timeout(Duration::from_secs(10));
+            options.connect().await.unwrap().on_virtual_clock()
+        });
         Self { memory_runtime, memory, redis_runtime, redis, connection: server.connection(), now_us: START_US }
     }
 
