@@ -13,9 +13,11 @@ use redis::{Cmd, RedisError, Value};
 use tokio::sync::{Semaphore, SemaphorePermit, oneshot};
 use tokio::time::{Instant, sleep_until, timeout_at};
 
+use super::connector::Connector;
 use super::error::unsent;
+use super::handle::Handle;
 use super::meeting::{Limits, Meeting, given_up};
-use super::pool::{Connector, Handle, Pool, Siblings, Terms, no_connection};
+use super::pool::{Pool, Siblings, Terms, no_connection};
 use crate::lock::Replicas;
 
 /// Nobody goes alone. With a second call those who come while one waits for replicas that are well need not wait for it.

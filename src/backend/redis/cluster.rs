@@ -18,8 +18,10 @@ use tokio::task::AbortHandle;
 use tokio::time::{Instant, sleep, timeout};
 
 use super::careful::{Careful, Outcome};
+use super::connector::Connector;
 use super::error::unsent;
-use super::pool::{Connector, Pool, Terms, no_connection, no_reply};
+use super::handle::no_reply;
+use super::pool::{Pool, Terms, no_connection};
 use super::servers::{CarefulLane, Lane, Start};
 use crate::lock::Replicas;
 

@@ -10,7 +10,7 @@ use redis::cluster_async::ClusterConnection;
 use redis::{ConnectionInfo, ErrorKind, ProtocolVersion, PushInfo, PushKind, RedisError, Value};
 use tokio::sync::Notify;
 
-use super::pool::{Connector, unhindered};
+use super::connector::{Connector, unhindered};
 use super::sentinel::Tenure;
 use crate::lock::Token;
 

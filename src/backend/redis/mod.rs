@@ -104,11 +104,13 @@
 
 mod careful;
 mod cluster;
+mod connector;
 mod counts;
 mod delay_queue;
 mod delay_record;
 mod error;
 mod gather;
+mod handle;
 mod home;
 mod idempotency;
 mod idle;

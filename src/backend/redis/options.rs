@@ -9,11 +9,12 @@ use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, Redis
 use super::RedisBackend;
 use super::careful::Careful;
 use super::cluster::{Address, Cluster, Connectors};
+use super::connector::{Connector, unhindered};
 use super::error::connect_error;
 use super::home::Home;
 use super::keys::Keys;
 use super::listener::{ClusterSource, Source};
-use super::pool::{Connector, Pool, Terms, unhindered};
+use super::pool::{Pool, Terms};
 use super::sentinel::{self, Sentinels};
 use super::servers::{CarefulLane, CarefulServers, Lane, Links, Servers, Start};
 use super::url::Target;

@@ -1,38 +1,22 @@
 //! Connections that are borrowed for an instant, never for a round trip.
 
 use std::future::pending;
-use std::pin::pin;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, RwLock};
-use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 use std::{fmt, io};
 
 use bb8::{ManageConnection, RunError};
-use bb8_redis::RedisConnectionManager;
-use redis::aio::{AsyncPushSender, MultiplexedConnection};
-use redis::io::tcp::TcpSettings;
-use redis::{
-    AsyncConnectionConfig, Client, Cmd, ErrorKind, Pipeline, ProtocolVersion, RedisConnectionInfo, RedisError, Value,
-};
+use redis::aio::MultiplexedConnection;
+use redis::{Cmd, RedisError, Value};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
+use super::connector::Connector;
 use super::error;
+use super::handle::{Handle, LATE, Others};
 use super::home::Home;
-use super::sentinel::{Sentinels, Tenure};
+use super::sentinel::Tenure;
 
-/// A connection on which commands are waiting and nothing at all has come back for this long is taken for dead. A server
-/// that is only slow answers sooner; a network that swallows everything does not. To be wrong costs one connection more:
-/// calls in flight keep their clone of the old one.
-const SILENCE: Duration = Duration::from_secs(1);
-/// A connection on which nothing has come for this long is looked at before it is lent: servers, and networks, close those that are idle.
-const IDLE: Duration = Duration::from_millis(100);
-/// Before this, a missing answer says nothing about the connection.
-const LATE: Duration = Duration::from_millis(10);
-/// A connection that ends at a replica is given up once it is this old: the address may lead to a new primary by now. Not
-/// sooner, lest a replica be connected to in a loop.
-const DEMOTION: Duration = Duration::from_secs(1);
 /// The pause after a failed attempt to connect, doubled with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 /// The longest pause: short enough for the pool to be whole within a second of the server's return.
@@ -81,39 +65,6 @@ struct Trouble {
     until: Instant,
 }
 
-/// Where new connections come from.
-#[derive(Clone)]
-pub(super) enum Connector {
-    Client(Box<(Client, AsyncConnectionConfig)>),
-    Sentinels(Arc<Sentinels>),
-    Pool { pool: bb8::Pool<RedisConnectionManager>, response_timeout: Duration },
-}
-
-/// What the pool keeps: a handle, of which clones are given out, and what is known of the connection behind it.
-#[derive(Clone)]
-pub(super) struct Handle {
-    connection: MultiplexedConnection,
-    // How long it waits for an answer.
-    patience: Duration,
-    health: Arc<Health>,
-}
-
-/// What the users of one connection tell each other about it.
-#[derive(Debug)]
-struct Health {
-    opened: Instant,
-    broken: AtomicBool,
-    // When the command was sent that has waited longest without anything coming back, in us since `opened`, plus one.
-    silent_since: AtomicU64,
-    // When the last one was sent that was answered, as the pool counts; in the beginning when it was opened.
-    heard: AtomicU64,
-    // When it was last looked at, as the pool counts.
-    looked: AtomicU64,
-    others: Arc<Others>,
-    // With Sentinels: as long as the server is the one that they name.
-    tenure: Option<Tenure>,
-}
-
 /// What those tell each other who open connections to one server: one of them speaks for all, in the log as well.
 #[derive(Default)]
 pub(super) struct Siblings {
@@ -123,27 +74,6 @@ pub(super) struct Siblings {
     success: watch::Sender<Option<(Instant, Duration)>>,
     pause: Mutex<Pause>,
     others: Arc<Others>,
-}
-
-/// What one connection of a pool tells the others.
-#[derive(Debug)]
-struct Others {
-    epoch: Instant,
-    // Since when one was silent that was taken for dead for that, in us since `epoch`: those that were not heard since may be as dead, and each
-    // of them would cost a call its time.
-    silent_since: AtomicU64,
-}
-
-impl Default for Others {
-    fn default() -> Self {
-        Self { epoch: Instant::now(), silent_since: AtomicU64::new(0) }
-    }
-}
-
-impl Others {
-    fn at(&self, instant: Instant) -> u64 {
-        instant.saturating_duration_since(self.epoch).as_micros() as u64
-    }
 }
 
 impl Pool {
@@ -218,25 +148,7 @@ impl Pool {
             return handle.send(command, asking).await;
         };
         // Apart, so that what is not waited for longer has no room for it to carry along.
-        Box::pin(self.wait_longer(handle, command, asking, patience)).await
-    }
-
-    async fn wait_longer(
-        &self,
-        mut handle: Handle,
-        command: &Cmd,
-        asking: bool,
-        patience: Duration,
-    ) -> Result<Value, RedisError> {
-        // Of this clone alone.
-        handle.connection.set_response_timeout(patience);
-        handle.patience = patience;
-        let (health, sent) = (Arc::clone(&handle.health), Instant::now());
-        tokio::select! {
-            biased;
-            answer = handle.send(command, asking) => answer,
-            () = health.replaced(sent + self.terms.response) => Err(no_reply(sent.elapsed())),
-        }
+        Box::pin(handle.send_within(command, asking, patience)).await
     }
 
     /// Waits until there is a connection to send something by.
@@ -271,7 +183,7 @@ impl Pool {
                 // The runtime has ended meanwhile.
                 None => continue,
             };
-            if !handle.health.is_broken() {
+            if !handle.is_broken() {
                 return Ok(handle);
             }
         }
@@ -331,148 +243,9 @@ pub(super) fn no_connection(within: Duration) -> RedisError {
     io::Error::new(io::ErrorKind::NotConnected, format!("no connection within {within:?}")).into()
 }
 
-/// What there is to say when something was sent, and nothing has come back in time.
-pub(super) fn no_reply(within: Duration) -> RedisError {
-    io::Error::new(io::ErrorKind::TimedOut, format!("no reply within {within:?}")).into()
-}
-
 impl fmt::Debug for Pool {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         fmt::Debug::fmt(&self.lender.read().unwrap_or_else(PoisonError::into_inner).pool.state(), f)
-    }
-}
-
-impl Handle {
-    /// Finds out whether an idle connection has been closed meanwhile, which nobody is told of. Nothing is waited for.
-    fn look(&mut self) {
-        if !self.health.is_idle() {
-            return;
-        }
-        let ping = redis::cmd("PING");
-        let asked = pin!(self.connection.send_packed_command(&ping));
-        // Refused at once where nobody is left to write it; and given up before it is written where somebody is, or nearly always.
-        if let Poll::Ready(Err(error)) = asked.poll(&mut Context::from_waker(Waker::noop()))
-            && error.is_unrecoverable_error()
-        {
-            self.health.broken.store(true, Ordering::Relaxed);
-        }
-    }
-
-    /// Sends one command and waits for its answer.
-    pub(super) async fn send(&mut self, command: &Cmd, asking: bool) -> Result<Value, RedisError> {
-        let mut watch = SilenceWatch { health: &self.health, sent: Instant::now(), given_up: true };
-        let connection = &mut self.connection;
-        let answer = if asking {
-            // In one write, so that nobody's command comes between.
-            let mut pipeline = Pipeline::with_capacity(2);
-            pipeline.cmd("ASKING").add_command(command.clone());
-            let answers = connection.send_packed_commands(&pipeline, 1, 1).await;
-            answers.map(|mut answers| answers.pop().unwrap_or(Value::Nil))
-        } else {
-            connection.send_packed_command(command).await
-        };
-        // The client says no more than that it was late.
-        let answer = answer.map_err(|error| {
-            let is_late = error.is_timeout() && watch.sent.elapsed() >= self.patience;
-            if is_late { no_reply(self.patience) } else { error }
-        });
-        match &answer {
-            Err(error) if error.is_timeout() => {}
-            Err(error) if error.is_unrecoverable_error() => {
-                self.health.broken.store(true, Ordering::Relaxed);
-                watch.given_up = false;
-            }
-            Ok(_) | Err(_) => watch.answered(),
-        }
-        // A server error arrives as a value of its own kind. One within an answer concerns a part of it, and is for whoever asked for that.
-        let is_from_replica =
-            |value: &Value| matches!(value, Value::ServerError(error) if error::is_from_replica(&error.clone().into()));
-        let is_from_replica = match &answer {
-            Ok(Value::Array(values)) => values.iter().any(is_from_replica),
-            Ok(value) => is_from_replica(value),
-            Err(error) => error::is_from_replica(error),
-        };
-        let answer = match answer {
-            Ok(Value::ServerError(error)) => Err(error.into()),
-            answer => answer,
-        };
-        if is_from_replica && self.health.opened.elapsed() >= DEMOTION {
-            self.health.broken.store(true, Ordering::Relaxed);
-        }
-        answer
-    }
-}
-
-impl Health {
-    fn new(tenure: Option<Tenure>, others: Arc<Others>) -> Self {
-        let opened = Instant::now();
-        let [heard, looked] = [(); 2].map(|()| AtomicU64::new(others.at(opened)));
-        Self { opened, broken: AtomicBool::new(false), silent_since: AtomicU64::new(0), heard, looked, others, tenure }
-    }
-
-    /// Whether nothing has come for a while, and nobody has looked.
-    fn is_idle(&self) -> bool {
-        let now = self.others.at(Instant::now());
-        let last = self.heard.load(Ordering::Relaxed).max(self.looked.load(Ordering::Relaxed));
-        let is_idle = now.saturating_sub(last) >= IDLE.as_micros() as u64;
-        if is_idle {
-            self.looked.store(now, Ordering::Relaxed);
-        }
-        is_idle
-    }
-
-    fn is_broken(&self) -> bool {
-        self.broken.load(Ordering::Relaxed)
-            || self.tenure.as_ref().is_some_and(Tenure::is_over)
-            || self.heard.load(Ordering::Relaxed) < self.others.silent_since.load(Ordering::Relaxed)
-    }
-
-    /// Waits until the Sentinels have named another primary, and it is `earliest`. That the connection is silent is no reason to give up what
-    /// is waited for: a server that is only slow has yet to answer it.
-    async fn replaced(&self, earliest: Instant) {
-        match &self.tenure {
-            Some(tenure) => tenure.end().await,
-            None => pending().await,
-        }
-        sleep_until(earliest).await;
-    }
-}
-
-/// Notices connections that swallow everything. A command that is given up late, by a timeout or because its future is
-/// dropped, is evidence; any answer is evidence to the contrary. One that is given up early says nothing: its answer was
-/// likely on the way.
-struct SilenceWatch<'a> {
-    health: &'a Health,
-    sent: Instant,
-    given_up: bool,
-}
-
-impl SilenceWatch<'_> {
-    fn answered(&mut self) {
-        self.given_up = false;
-        self.health.heard.store(self.health.others.at(self.sent), Ordering::Relaxed);
-        if self.health.silent_since.load(Ordering::Relaxed) != 0 {
-            self.health.silent_since.store(0, Ordering::Relaxed);
-        }
-    }
-}
-
-impl Drop for SilenceWatch<'_> {
-    fn drop(&mut self) {
-        if !self.given_up || self.sent.elapsed() < LATE {
-            return;
-        }
-        let sent = (self.sent - self.health.opened).as_micros() as u64 + 1;
-        let since = match self.health.silent_since.compare_exchange(0, sent, Ordering::Relaxed, Ordering::Relaxed) {
-            Ok(_) => sent,
-            Err(since) => since,
-        };
-        let now = self.health.opened.elapsed().as_micros() as u64 + 1;
-        if now.saturating_sub(since) >= SILENCE.as_micros() as u64 {
-            self.health.broken.store(true, Ordering::Relaxed);
-            let since = self.health.others.at(self.health.opened) + since;
-            self.health.others.silent_since.fetch_max(since, Ordering::Relaxed);
-        }
     }
 }
 
@@ -523,20 +296,15 @@ impl ManageConnection for Manager {
                 }
             }
         }
-        let patience = self.terms.response;
-        outcome.map(|(connection, tenure)| Handle {
-            connection,
-            patience,
-            health: Arc::new(Health::new(tenure, Arc::clone(others))),
-        })
+        outcome.map(|(connection, tenure)| Handle::new(connection, self.terms.response, tenure, others))
     }
 
     async fn is_valid(&self, handle: &mut Handle) -> Result<(), RedisError> {
-        ping(&mut handle.connection).await
+        handle.ping().await
     }
 
     fn has_broken(&self, handle: &mut Handle) -> bool {
-        handle.health.is_broken()
+        handle.is_broken()
     }
 }
 
@@ -583,108 +351,9 @@ impl Pause {
     }
 }
 
-impl Connector {
-    async fn connect(&self) -> Result<(MultiplexedConnection, Option<Tenure>), RedisError> {
-        let mut tenure = None;
-        let mut connection = match self {
-            Self::Sentinels(sentinels) => {
-                let (connection, of_the_primary) = sentinels.connect().await?;
-                tenure = Some(of_the_primary);
-                connection
-            }
-            Self::Client(client) => {
-                let (client, config) = &**client;
-                open(client, config).await?
-            }
-            Self::Pool { pool, response_timeout } => {
-                // Not one of those that the pool hands out: whoever has borrowed it may be in a transaction, or waiting.
-                let mut connection = pool.dedicated_connection().await?;
-                connection.set_response_timeout(*response_timeout);
-                connection
-            }
-        };
-        // A client without a password is let in and then refused every command.
-        ping(&mut connection).await?;
-        Ok((connection, tenure))
-    }
-
-    /// A connection for subscriptions, by which `heard` is told what the server says by itself.
-    pub(super) async fn subscriber(
-        &self,
-        heard: impl AsyncPushSender,
-    ) -> Result<(MultiplexedConnection, Option<Tenure>), RedisError> {
-        match self {
-            Self::Client(client) => listen(&client.0, heard).await.map(|connection| (connection, None)),
-            Self::Sentinels(sentinels) => {
-                sentinels.subscriber(heard).await.map(|(connection, tenure)| (connection, Some(tenure)))
-            }
-            Self::Pool { .. } => {
-                Err((ErrorKind::InvalidClientConfig, "a pool has no connections for subscriptions").into())
-            }
-        }
-    }
-}
-
-/// How connections are to be. What is asked does not wait until the network has confirmed what was asked before, as it does by default: on a
-/// connection that many share that is a round trip, and up to 40 ms more where the server has nothing to say yet.
-pub(super) fn unhindered() -> TcpSettings {
-    TcpSettings::default().set_nodelay(true)
-}
-
-/// Connects to a server.
-pub(super) async fn open(client: &Client, config: &AsyncConnectionConfig) -> Result<MultiplexedConnection, RedisError> {
-    let refused = match client.get_multiplexed_async_connection_with_config(config).await {
-        Err(error) if error.kind() == ErrorKind::AuthenticationFailed => error,
-        outcome => return outcome,
-    };
-    // The client keeps nothing of what the server has said, which may be that it has no room for anybody. It says that to strangers, too.
-    let info = client.get_connection_info().clone();
-    let stranger = Client::open(info.set_redis_settings(RedisConnectionInfo::default().set_skip_set_lib_name()))?;
-    let outcome = match stranger.get_multiplexed_async_connection_with_config(config).await {
-        Ok(mut connection) => ping(&mut connection).await,
-        Err(error) => Err(error),
-    };
-    Err(match outcome {
-        // What it said may have come before there was anybody to read it.
-        Err(error) if error::is_full(&error) || error.is_io_error() => error,
-        _ => refused,
-    })
-}
-
-/// Connects to a server in order to listen to it.
-pub(super) async fn listen(client: &Client, heard: impl AsyncPushSender) -> Result<MultiplexedConnection, RedisError> {
-    // With another protocol messages would go through one more task to whoever they are for.
-    let info = client.get_connection_info().clone();
-    let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
-    let client = Client::open(info.set_redis_settings(settings))?;
-    // Whoever wants to listen has a clock of their own.
-    let config =
-        AsyncConnectionConfig::new().set_push_sender(heard).set_connection_timeout(None).set_response_timeout(None);
-    client.get_multiplexed_async_connection_with_config(&config).await
-}
-
-/// Names the server for the log: no user, no password.
-impl fmt::Display for Connector {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Client(client) => fmt::Display::fmt(client.0.get_connection_info().addr(), f),
-            Self::Sentinels(sentinels) => fmt::Display::fmt(sentinels, f),
-            Self::Pool { .. } => f.write_str("the pool's server"),
-        }
-    }
-}
-
-/// Whether anybody answers who would run our commands.
-async fn ping(connection: &mut MultiplexedConnection) -> Result<(), RedisError> {
-    match redis::cmd("PING").query_async(connection).await {
-        // A user may be allowed our scripts and no PING.
-        Err(error) if error.code() == Some("NOPERM") => Ok(()),
-        answer => answer,
-    }
-}
-
 #[cfg(test)]
 mod tests {
+    use redis::{AsyncConnectionConfig, Client, RedisConnectionInfo};
     use tokio::io::{AsyncReadExt, AsyncWriteExt};
     use tokio::net::{TcpListener, TcpStream};
 

@@ -134,8 +134,9 @@ async fn send_group(
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::backend::redis::connector::Connector;
     use crate::backend::redis::home::Home;
-    use crate::backend::redis::pool::{Connector, Pool, Terms};
+    use crate::backend::redis::pool::{Pool, Terms};
     use crate::delay_queue::{JobId, Priority};
 
     /// Of somebody who has given up.

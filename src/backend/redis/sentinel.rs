@@ -17,7 +17,7 @@ use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, sleep_until, timeout};
 
 use super::cluster::Address;
-use super::pool::{listen, open};
+use super::connector::{listen, open};
 
 /// How often the Sentinels are asked whether there is another primary. A server that has been replaced without being down goes
 /// on to count for seconds, until a Sentinel makes it a replica, and all of that is lost.

@@ -411,8 +411,8 @@ fn silence() -> RedisError {
 mod tests {
     use redis::{AsyncConnectionConfig, Client};
 
+    use super::super::connector::Connector;
     use super::super::differential::server::RedisServer;
-    use super::super::pool::Connector;
     use super::*;
 
     /// A channel that was refused, and that nobody listens to any more when it is due to be asked for again, was taken for one that is allowed if another
