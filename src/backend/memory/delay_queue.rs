@@ -1,16 +1,17 @@
+//! All delay queues of this process, and what there is room for.
+
 use std::collections::{BTreeSet, HashMap, HashSet};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::{Duration, Instant as SystemInstant, SystemTime, UNIX_EPOCH};
+use std::time::Duration;
 
 use tokio::sync::watch;
-use tokio::time::Instant;
 
 use super::MemoryBackend;
+use super::queue::{Now, Place, Queue, Record, Start};
 use crate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Due, Ending,
-    Expired, Extended, Finish, Finished, JobId, MAX_BATCH, NewJob, Note, Priority, QueueKey, Reason, State, StoredJob,
-    Ticket, Unique, UniqueFor, WorkerId,
+    Admission, Cancelled, Changed, Claim, Claimed, Counts, DelayQueueStore, Due, Extended, Finish, JobId, NewJob,
+    Priority, QueueKey, State, StoredJob, Ticket, WorkerId,
 };
 use crate::error::StoreError;
 use crate::key::Key;
@@ -18,13 +19,6 @@ use crate::lock::{Scope, Wakeups};
 
 /// How many bytes there is room for with each job, on the average.
 const JOB_SHARE: usize = 1_024;
-/// As in Redis: how many leases that have ended come back in one call, and how many dead jobs go.
-const RECLAIMED: usize = 64;
-const FORGOTTEN: u64 = 320;
-/// By how much the clock of the system is somewhere else than expected once it was set, or stood still: more than reading two clocks takes.
-const CLOCK_STEP: Duration = Duration::from_secs(1);
-/// How many bytes are claimed in one call, or a few jobs more.
-const CLAIMED_BYTES: usize = 1 << 20;
 
 /// The queues of this process. A queue is in here as long as it has jobs, holds unique keys, is paused, or somebody waits for it.
 pub(super) struct QueueTable {
@@ -35,15 +29,6 @@ pub(super) struct QueueTable {
     held: AtomicUsize,
     bytes: AtomicUsize,
     capacity: usize,
-}
-
-/// The date at some instant, from which all others are counted.
-#[derive(Clone, Copy)]
-struct Start {
-    date: Duration,
-    instant: Instant,
-    // By the clock of the system, which no test pauses.
-    system: SystemInstant,
 }
 
 #[derive(Default)]
@@ -57,122 +42,6 @@ struct Queues {
     dead_bytes: usize,
     // The last one. One for all queues: a queue that is forgotten and comes again must not repeat what it has given out.
     token: u64,
-}
-
-/// A time in ms since 1970, and an id: jobs of the same time are in the order of their ids.
-type Line = (u64, JobId);
-
-#[derive(Default)]
-struct Queue {
-    jobs: HashMap<JobId, Record>,
-    // By priority, the highest first.
-    due: [BTreeSet<Line>; 3],
-    // By when they end, then by token.
-    leases: BTreeSet<(u64, u64, JobId)>,
-    dead: BTreeSet<Line>,
-    unique: HashMap<Key, Holder>,
-    // Unique keys that are held for a time, by its end.
-    unique_ends: BTreeSet<(u64, Box<str>)>,
-    // Of all payloads and headers, and of those of dead jobs.
-    bytes: usize,
-    dead_bytes: usize,
-    is_paused: bool,
-    // The last one.
-    token: u64,
-    wake: Option<watch::Sender<()>>,
-}
-
-/// Who has a unique key, and until when it is held whatever becomes of the job.
-struct Holder {
-    id: JobId,
-    until: Option<u64>,
-}
-
-struct Record {
-    // With the attempts that are over.
-    job: StoredJob,
-    place: Place,
-    due: u64,
-}
-
-#[derive(Clone, Copy)]
-enum Place {
-    Waiting,
-    Running { token: u64, ends: u64, is_cancelled: bool },
-    Dead { since: u64 },
-}
-
-/// The time of one call: the last whole millisecond, and the one from which delays and leases count.
-#[derive(Clone, Copy)]
-struct Now {
-    us: u64,
-    ms: u64,
-    later: u64,
-    // Larger than any that was given out.
-    token: u64,
-    start: Start,
-}
-
-impl Start {
-    fn now() -> Self {
-        let date = Duration::from_millis(since_1970(SystemTime::now()).as_millis() as u64);
-        Self { date, instant: Instant::now(), system: SystemInstant::now() }
-    }
-
-    /// In µs since 1970.
-    fn us(&self) -> u64 {
-        (self.date + self.instant.elapsed()).as_micros() as u64
-    }
-
-    /// What an instant is for the queues, since 1970. The date is not read anew for them: where the machine was suspended or its clock was set,
-    /// whoever names an instant means another one.
-    fn instant(&self, instant: SystemTime) -> Duration {
-        // In this order, so that a pause in between makes nothing early.
-        let (date, instant) = (since_1970(SystemTime::now()), since_1970(instant));
-        let expected = self.date + self.system.elapsed();
-        match date.abs_diff(expected) {
-            step if step < CLOCK_STEP => instant,
-            step if date > expected => instant.saturating_sub(step),
-            step => instant.saturating_add(step),
-        }
-    }
-}
-
-impl Now {
-    /// When something is due, never early.
-    fn due(self, due: Due) -> u64 {
-        match due {
-            Due::In(delay) if delay.is_zero() => self.ms,
-            Due::In(delay) => self.later + millis(delay.min(Due::MAX_DELAY)),
-            Due::At(instant) => millis(self.start.instant(instant)).max(self.ms),
-        }
-    }
-}
-
-impl Record {
-    /// What there is to see of it.
-    fn view(&self) -> StoredJob {
-        let (state, running) = match self.place {
-            Place::Waiting => (State::Waiting, 0),
-            Place::Running { .. } => (State::Running, 1),
-            Place::Dead { .. } => (State::Dead, 0),
-        };
-        let attempt = self.job.attempt.saturating_add(running);
-        StoredJob { state, attempt, due_at: instant(self.due), ..self.job.clone() }
-    }
-
-    fn is_held_by(&self, ticket: &Ticket) -> bool {
-        matches!(self.place, Place::Running { token, .. } if token == ticket.token)
-    }
-
-    /// Whether it was pushed after this ticket was given out, so that it is another job than the one of that.
-    fn is_newer(&self, ticket: &Ticket) -> bool {
-        since_1970(self.job.enqueued_at).as_micros() > ticket.token.into()
-    }
-
-    fn size(&self) -> usize {
-        self.job.payload.len() + self.job.headers.size()
-    }
 }
 
 impl QueueTable {
@@ -322,14 +191,6 @@ fn no_room() -> StoreError {
     StoreError::out_of_memory("more jobs are kept than the memory backend has room for")
 }
 
-#[cfg(test)]
-impl MemoryBackend {
-    /// From when the times of queues count.
-    pub(crate) fn started_at(&self) -> SystemTime {
-        UNIX_EPOCH + self.inner.queues.start.date
-    }
-}
-
 impl Queues {
     /// How many of these jobs would be more than there are, and by how much there would be more bytes. What is there already, has a unique
     /// key that is held or comes to a queue that is full takes no room, be it for those before it, and what takes the place of a dead job takes no
@@ -360,390 +221,6 @@ impl Queues {
             }
         }
         (new, bytes)
-    }
-}
-
-impl Queue {
-    fn is_over(&self) -> bool {
-        let is_wanted = self.wake.as_ref().is_some_and(|wake| wake.receiver_count() > 0);
-        let is_empty = self.jobs.is_empty() && self.unique.is_empty() && self.unique_ends.is_empty();
-        is_empty && !self.is_paused && !is_wanted
-    }
-
-    /// When the first of the unique keys that are held for a time is over.
-    fn first_end(&self) -> Option<u64> {
-        self.unique_ends.first().map(|(until, _)| *until)
-    }
-
-    /// Wakes those who wait.
-    fn wake(&self) {
-        if let Some(wake) = &self.wake {
-            wake.send_replace(());
-        }
-    }
-
-    /// Who keeps others out that have this unique key.
-    fn holder(&self, key: &Key, now_ms: u64) -> Option<&Holder> {
-        self.unique.get(key).filter(|holder| holder.until.is_none_or(|until| until > now_ms))
-    }
-
-    fn push(&mut self, job: &NewJob, max_jobs: u64, now: Now) -> Admission {
-        let was_dead = match self.jobs.get(&job.id).map(|record| record.place) {
-            Some(Place::Waiting | Place::Running { .. }) => return Admission::Exists(job.id),
-            Some(Place::Dead { .. }) => true,
-            None => false,
-        };
-        if !was_dead && self.jobs.len() as u64 >= max_jobs {
-            return Admission::Full;
-        }
-        if let Some(unique) = job.unique {
-            if let Some(holder) = self.holder(&unique.key, now.ms) {
-                return Admission::Exists(holder.id);
-            }
-            let until = match unique.span {
-                UniqueFor::Time(time) => Some(now.later + millis(time.min(Due::MAX_DELAY)).max(1)),
-                UniqueFor::WaitingOrRunning | UniqueFor::Waiting => None,
-            };
-            self.unique.insert(unique.key, Holder { id: job.id, until });
-            self.unique_ends.extend(until.map(|until| (until, unique.key.as_str().into())));
-        }
-        if was_dead {
-            self.remove(&job.id);
-        }
-        let due = now.due(job.due);
-        let stored = StoredJob::new(job, instant(now.ms), instant(due));
-        self.bytes += job.size();
-        self.jobs.insert(job.id, Record { job: stored, place: Place::Waiting, due });
-        self.wait(&job.id, due);
-        Admission::New
-    }
-
-    /// Forgets some unique keys whose time is over. Answers how many those were.
-    fn sweep(&mut self, most: usize, now: Now) -> usize {
-        for swept in 0..most {
-            let is_over = self.first_end().is_some_and(|until| until <= now.ms);
-            let first = if is_over { self.unique_ends.pop_first() } else { None };
-            let Some((until, text)) = first else { return swept };
-            if let Some(key) = Key::stored(&text)
-                && self.unique.get(&key).is_some_and(|holder| holder.until == Some(until))
-            {
-                self.unique.remove(&key);
-            }
-        }
-        most
-    }
-
-    /// Lets a job wait until it is due.
-    fn wait(&mut self, id: &JobId, due: u64) {
-        let soonest = self.due.iter().filter_map(|due| due.first()).map(|(due, _)| *due).min();
-        if let Some(record) = self.jobs.get_mut(id) {
-            (record.place, record.due) = (Place::Waiting, due);
-            self.due[record.job.priority as usize].insert((due, *id));
-            if soonest.is_none_or(|soonest| due < soonest) {
-                self.wake();
-            }
-        }
-    }
-
-    /// Takes a job out of where it waits, runs or is dead. It is in none of these then.
-    fn lift(&mut self, id: &JobId) {
-        let Some(record) = self.jobs.get(id) else { return };
-        match record.place {
-            Place::Waiting => self.due[record.job.priority as usize].remove(&(record.due, *id)),
-            Place::Running { token, ends, .. } => self.leases.remove(&(ends, token, *id)),
-            Place::Dead { since } => {
-                self.dead_bytes -= record.size();
-                self.dead.remove(&(since, *id))
-            }
-        };
-    }
-
-    fn remove(&mut self, id: &JobId) {
-        self.lift(id);
-        if let Some(record) = self.jobs.remove(id) {
-            self.bytes -= record.size();
-        }
-    }
-
-    /// Lets others have the unique key of a job, but for one that is held for a time.
-    fn free(&mut self, id: &JobId) {
-        let unique = self.jobs.get(id).and_then(|record| record.job.unique);
-        if let Some(unique) = unique
-            && self.unique.get(&unique.key).is_some_and(|holder| holder.id == *id && holder.until.is_none())
-        {
-            self.unique.remove(&unique.key);
-        }
-    }
-
-    /// Has a job that is unique while it is there keep others out again, unless another one does so. Answers whether it may be there.
-    fn hold(&mut self, id: &JobId, now: Now) -> bool {
-        let unique = self.jobs.get(id).and_then(|record| record.job.unique);
-        let Some(Unique { key, span: UniqueFor::WaitingOrRunning }) = unique else { return true };
-        let is_held = |holder: &Holder| match holder.until {
-            Some(until) => until > now.ms,
-            None => holder.id != *id,
-        };
-        if self.unique.get(&key).is_some_and(is_held) {
-            return false;
-        }
-        self.unique.insert(key, Holder { id: *id, until: None });
-        true
-    }
-
-    fn bury(&mut self, id: &JobId, now: Now) {
-        self.free(id);
-        if let Some(record) = self.jobs.get_mut(id) {
-            record.place = Place::Dead { since: now.ms };
-            self.dead_bytes += record.size();
-            self.dead.insert((now.ms, *id));
-        }
-    }
-
-    /// Forgets so many dead jobs, and as many more as have so many bytes.
-    fn forget_oldest(&mut self, count: usize, bytes: usize) {
-        let (dead, dead_bytes) = (self.dead.len(), self.dead_bytes);
-        while (dead - self.dead.len() < count || dead_bytes - self.dead_bytes < bytes)
-            && let Some(&(_, id)) = self.dead.first()
-        {
-            self.remove(&id);
-        }
-    }
-
-    /// What becomes of a job at the end of an attempt, that of a lease that has ended included.
-    fn settle(&mut self, id: &JobId, ending: &Ending, is_expired: bool, now: Now) -> Finished {
-        self.lift(id);
-        let Some(record) = self.jobs.get_mut(id) else { return Finished::Gone };
-        let is_cancelled = matches!(record.place, Place::Running { is_cancelled: true, .. });
-        if is_cancelled || *ending == Ending::Done {
-            self.free(id);
-            self.remove(id);
-            return if *ending == Ending::Done { Finished::Done } else { Finished::Cancelled };
-        }
-        let failed = |reason: Reason, error: &str| Some(Note::new(reason, error));
-        let is_dead = match ending {
-            Ending::Retry { error, .. } => {
-                let reason = if is_expired { Reason::LeaseExpired } else { Reason::Failed };
-                record.job.note = failed(reason, error);
-                record.job.attempt = record.job.attempt.saturating_add(1);
-                record.job.attempt >= record.job.max_attempts
-            }
-            Ending::Dead { reason, error } => {
-                record.job.note = failed(*reason, error);
-                record.job.attempt = record.job.attempt.saturating_add(1);
-                true
-            }
-            Ending::Snooze { .. } | Ending::Release | Ending::Done => false,
-        };
-        let due = match ending {
-            Ending::Retry { delay, .. } | Ending::Snooze { delay } => now.due(Due::In(*delay)),
-            Ending::Release | Ending::Dead { .. } | Ending::Done => record.due,
-        };
-        record.due = due;
-        if is_dead {
-            self.bury(id, now);
-            return Finished::Dead;
-        }
-        self.wait(id, due);
-        Finished::Done
-    }
-
-    fn claim(&mut self, finished: &[Finish], claim: &Claim, now: Now) -> Claimed {
-        // What is lost is told apart from what is gone when everything is finished.
-        let settled: Vec<_> = finished
-            .iter()
-            .map(|Finish { ticket, ending }| {
-                let is_held = self.jobs.get(&ticket.id).is_some_and(|record| record.is_held_by(ticket));
-                is_held.then(|| self.settle(&ticket.id, ending, false, now))
-            })
-            .collect();
-        let finished = settled.into_iter().zip(finished).map(|(settled, Finish { ticket, ending })| {
-            let is_other = |record: &Record| *ending == Ending::Done && record.is_newer(ticket);
-            let is_there = self.jobs.get(&ticket.id).is_some_and(|record| !is_other(record));
-            settled.unwrap_or(if is_there { Finished::Lost } else { Finished::Gone })
-        });
-        let finished = finished.collect();
-        let limit = claim.limit.min(MAX_BATCH);
-        let mut expired = Expired::default();
-        if limit > 0 {
-            expired = self.reclaim(now);
-            self.trim(claim.dead, now);
-            self.sweep(RECLAIMED, now);
-        }
-        let jobs = if self.is_paused { Vec::new() } else { self.take(limit, claim.lease, now) };
-        let due = self.due.iter().filter(|_| !self.is_paused).filter_map(|due| due.first()).map(|(due, _)| *due);
-        let next = due.chain(self.leases.first().map(|(ends, ..)| *ends)).min();
-        let next = next.map(|next| next.saturating_sub(now.ms));
-        Claimed {
-            finished,
-            jobs,
-            more: next == Some(0),
-            // No wake-up is lost within a process.
-            next: next.map(Duration::from_millis),
-            oldest_due: self.oldest_due(now),
-            expired,
-            now: UNIX_EPOCH + Duration::from_micros(now.us),
-        }
-    }
-
-    /// Lets jobs whose lease has ended wait again.
-    fn reclaim(&mut self, now: Now) -> Expired {
-        let over = self.leases.range(..(now.ms + 1, 0, JobId::LEAST)).take(RECLAIMED);
-        let over: Vec<_> = over.map(|(.., id)| *id).collect();
-        let ending = Ending::Retry { delay: Duration::ZERO, error: Arc::default() };
-        let mut expired = Expired { jobs: over.len(), dead: 0 };
-        for id in over {
-            expired.dead += usize::from(self.settle(&id, &ending, true, now) == Finished::Dead);
-        }
-        expired
-    }
-
-    /// Forgets dead jobs that are too old or too many.
-    fn trim(&mut self, limits: DeadLimits, now: Now) {
-        let oldest = now.ms.saturating_sub(millis(limits.age));
-        let rotten = self.dead.range(..(oldest + 1, JobId::LEAST)).take(RECLAIMED).count();
-        let excess = (self.dead.len() as u64 - rotten as u64).saturating_sub(limits.count).min(FORGOTTEN);
-        for _ in 0..rotten as u64 + excess {
-            if let Some(&(_, id)) = self.dead.first() {
-                self.remove(&id);
-            }
-        }
-    }
-
-    fn take(&mut self, limit: usize, lease: Duration, now: Now) -> Vec<ClaimedJob> {
-        let mut ids = Vec::new();
-        let mut bytes = 0;
-        for priority in 0..3 {
-            while ids.len() < limit && bytes < CLAIMED_BYTES {
-                let Some(&(due, id)) = self.due[priority].first().filter(|(due, _)| *due <= now.ms) else { break };
-                self.due[priority].remove(&(due, id));
-                bytes += self.jobs.get(&id).map_or(0, Record::size);
-                ids.push(id);
-            }
-        }
-        let (token, ends) = (now.token, now.later + millis(lease));
-        if !ids.is_empty() {
-            self.token = token;
-        }
-        let mut jobs = Vec::with_capacity(ids.len());
-        for id in ids {
-            if let Some(record) = self.jobs.get_mut(&id) {
-                record.place = Place::Running { token, ends, is_cancelled: false };
-                jobs.push(ClaimedJob { token, job: record.view() });
-                let is_free = record.job.unique.is_some_and(|unique| unique.span == UniqueFor::Waiting);
-                self.leases.insert((ends, token, id));
-                if is_free {
-                    self.free(&id);
-                }
-            }
-        }
-        jobs
-    }
-
-    fn extend(&mut self, ticket: &Ticket, lease: Duration, now: Now) -> Extended {
-        let Some(record) = self.jobs.get_mut(&ticket.id).filter(|record| record.is_held_by(ticket)) else {
-            return Extended::Lost;
-        };
-        let Place::Running { token, ends, is_cancelled } = &mut record.place else { return Extended::Lost };
-        self.leases.remove(&(*ends, *token, ticket.id));
-        let is_shorter = now.later + millis(lease) < *ends;
-        *ends = now.later + millis(lease);
-        self.leases.insert((*ends, *token, ticket.id));
-        let extended = if *is_cancelled { Extended::Cancelled } else { Extended::Held };
-        if is_shorter {
-            // Who waits has been told of a later end.
-            self.wake();
-        }
-        extended
-    }
-
-    fn cancel(&mut self, id: &JobId) -> Cancelled {
-        match self.jobs.get_mut(id).map(|record| &mut record.place) {
-            None => Cancelled::Missing,
-            Some(Place::Dead { .. }) => Cancelled::Dead,
-            Some(Place::Running { is_cancelled, .. }) => {
-                *is_cancelled = true;
-                Cancelled::Told
-            }
-            Some(Place::Waiting) => {
-                self.free(id);
-                self.remove(id);
-                Cancelled::Removed
-            }
-        }
-    }
-
-    /// Changes a job that is waiting.
-    fn change(&mut self, id: &JobId, change: impl FnOnce(&mut Self)) -> Changed {
-        match self.jobs.get(id).map(|record| record.place) {
-            None => Changed::Missing,
-            Some(Place::Dead { .. }) => Changed::Dead,
-            Some(Place::Running { .. }) => Changed::Running,
-            Some(Place::Waiting) => {
-                change(self);
-                Changed::Done
-            }
-        }
-    }
-
-    fn counts(&self, now: Now) -> Counts {
-        let ready = |due: &BTreeSet<Line>| count_due(due.iter(), now.ms) as u64;
-        Counts {
-            waiting: self.due.iter().map(|due| due.len() as u64).sum(),
-            due: self.due.iter().map(ready).sum(),
-            running: self.leases.len() as u64,
-            dead: self.dead.len() as u64,
-            oldest_due: self.oldest_due(now),
-            is_paused: self.is_paused,
-        }
-    }
-
-    fn oldest_due(&self, now: Now) -> Option<Duration> {
-        let oldest = self.due.iter().filter_map(|due| due.first()).map(|(due, _)| *due).min();
-        oldest.and_then(|due| now.ms.checked_sub(due)).map(Duration::from_millis)
-    }
-
-    fn list(&self, state: State, skip: u64, limit: usize) -> Vec<StoredJob> {
-        let ids: Box<dyn Iterator<Item = &JobId>> = match state {
-            State::Waiting => Box::new(self.due.iter().flatten().map(|(_, id)| id)),
-            State::Running => Box::new(self.leases.iter().map(|(.., id)| id)),
-            State::Dead => Box::new(self.dead.iter().map(|(_, id)| id)),
-        };
-        let ids = ids.skip(usize::try_from(skip).unwrap_or(usize::MAX)).take(limit.min(MAX_BATCH));
-        ids.filter_map(|id| self.jobs.get(id)).map(Record::view).collect()
-    }
-
-    fn drain(&mut self, limit: usize) -> usize {
-        let ids = self.due.iter().flatten().take(limit.min(MAX_BATCH)).map(|(_, id)| *id);
-        let ids: Vec<_> = ids.collect();
-        for id in &ids {
-            self.free(id);
-            self.remove(id);
-        }
-        ids.len()
-    }
-
-    fn is_dead(&self, id: &JobId) -> bool {
-        self.jobs.get(id).is_some_and(|record| matches!(record.place, Place::Dead { .. }))
-    }
-
-    fn replay(&mut self, id: &JobId, now: Now) -> bool {
-        if !self.is_dead(id) || !self.hold(id, now) {
-            return false;
-        }
-        self.lift(id);
-        if let Some(record) = self.jobs.get_mut(id) {
-            (record.job.attempt, record.job.note) = (0, None);
-        }
-        self.wait(id, now.ms);
-        true
-    }
-
-    fn forget(&mut self, id: &JobId) -> bool {
-        let is_dead = self.is_dead(id);
-        if is_dead {
-            self.remove(id);
-        }
-        is_dead
     }
 }
 
@@ -855,39 +332,22 @@ impl MemoryBackend {
     }
 }
 
-/// How many of these are due. Looks at no more than twice as many as are, or as are not: a backlog is not walked over while all queues wait.
-fn count_due<'a>(mut lines: impl DoubleEndedIterator<Item = &'a Line> + ExactSizeIterator, now_ms: u64) -> usize {
-    let len = lines.len();
-    for looked in 0..len {
-        if lines.next().is_none_or(|(due, _)| *due > now_ms) {
-            return looked;
-        }
-        if lines.next_back().is_none_or(|(due, _)| *due <= now_ms) {
-            return len - looked;
-        }
-    }
-    len
-}
-
-/// Rounded up: never early.
-fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_micros().div_ceil(1_000)).unwrap_or(u64::MAX)
-}
-
-fn since_1970(instant: SystemTime) -> Duration {
-    instant.duration_since(UNIX_EPOCH).unwrap_or_default()
-}
-
-fn instant(ms: u64) -> SystemTime {
-    UNIX_EPOCH + Duration::from_millis(ms)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::time::{SystemTime, UNIX_EPOCH};
+
+    use super::super::queue::RECLAIMED;
     use super::*;
-    use crate::delay_queue::Headers;
+    use crate::delay_queue::{DeadLimits, Ending, Headers, MAX_BATCH, Reason, Unique, UniqueFor};
 
     const MINUTE: Duration = Duration::from_secs(60);
+
+    impl MemoryBackend {
+        /// From when the times of queues count.
+        pub(crate) fn started_at(&self) -> SystemTime {
+            UNIX_EPOCH + self.inner.queues.start.date
+        }
+    }
 
     fn job(id: u32, unique: Option<Unique>) -> NewJob {
         NewJob {
@@ -1095,19 +555,6 @@ mod tests {
             assert_eq!(due().await, 1, "{is_ahead}");
             tokio::time::advance(MINUTE).await;
             assert_eq!(due().await, 3, "{is_ahead}");
-        }
-    }
-
-    #[test]
-    fn what_is_due_is_counted_from_the_end_where_it_ends_sooner() {
-        for len in [0, 1, 2, 3, 10, 101] {
-            let lines: BTreeSet<Line> = (0..len).map(|i| (100 + i / 2, JobId::from(i))).collect();
-            for now_ms in 99..=100 + len {
-                let due = lines.iter().filter(|(due, _)| *due <= now_ms).count();
-                let mut looked = 0;
-                assert_eq!(count_due(lines.iter().inspect(|_| looked += 1), now_ms), due, "{len} {now_ms}");
-                assert!(looked <= 2 * due.min(lines.len() - due) + 2, "{looked} for {due} of {len}");
-            }
         }
     }
 

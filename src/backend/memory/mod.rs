@@ -6,6 +6,7 @@ mod counter_tests;
 mod delay_queue;
 mod idempotency;
 mod lock;
+mod queue;
 mod rate_limit;
 mod shard;
 mod slot;
