@@ -243,8 +243,13 @@ pub enum ConfigError {
         /// What is wrong with it.
         reason: String,
     },
-    /// A pool of no connections can serve nobody.
-    EmptyPool,
+    /// A backend needs a connection to each server, and opens all of them at the start.
+    ConnectionsOutOfRange {
+        /// The number that was asked for.
+        connections: u32,
+        /// The largest there is.
+        max: u32,
+    },
     /// A time of nothing: for an answer, or to hold anything.
     ZeroTimeout {
         /// Which setting it is, by the name of its method.
@@ -326,7 +331,7 @@ impl fmt::Display for ConfigError {
             Self::InvalidUrl { reason } => write!(f, "the store URL is not valid: {reason}"),
             Self::UnknownScheme { scheme } => write!(
                 f,
-                "no store answers to `{scheme}:`; use `memory:`, `redis:`, `redis+unix:`, `redis+sentinel:` or `redis+cluster:`"
+                "unknown URL scheme `{scheme}`: expected memory, redis, rediss, valkey, valkeys, unix, redis+unix, redis+sentinel or redis+cluster"
             ),
             Self::FeatureMissing { feature } => {
                 write!(f, "this build of tollgate lacks the feature `{feature}` that the store URL needs")
@@ -334,7 +339,9 @@ impl fmt::Display for ConfigError {
             Self::InvalidCertificate { reason } => {
                 write!(f, "a certificate or key for the store cannot be used: {reason}")
             }
-            Self::EmptyPool => f.write_str("a pool needs at least one connection"),
+            Self::ConnectionsOutOfRange { connections, max } => {
+                write!(f, "{connections} connections to each server are not between 1 and {max}")
+            }
             Self::ZeroTimeout { setting } => write!(f, "a `{setting}` of zero leaves no time"),
             Self::TtlOutOfRange { ttl, min, max } => {
                 write!(f, "a lease of {ttl:?} is not between {min:?} and {} hours", max.as_secs() / 3_600)

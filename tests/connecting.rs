@@ -622,7 +622,11 @@ async fn what_is_wrong_for_good_is_wrong_at_the_start() {
     let error = options().user("nobody", "nothing").connect().await.unwrap_err();
     assert!(matches!(error, ConnectError::Credentials(_)), "{}", story(&error));
     let error = options().connections(0).connect().await.unwrap_err();
-    assert!(matches!(error, ConnectError::Config(ConfigError::EmptyPool)), "{}", story(&error));
+    assert!(
+        matches!(error, ConnectError::Config(ConfigError::ConnectionsOutOfRange { connections: 0, .. })),
+        "{}",
+        story(&error)
+    );
     let no_such_database = RedisOptions::from_url(format!("{}99", server.url())).unwrap().tolerate_outage(true);
     assert!(no_such_database.connect().await.is_err());
     // Who is not let in by a server that comes later hears of it then.

@@ -179,7 +179,9 @@ async fn a_server_that_answers_late() {
 async fn options_that_cannot_work() {
     let options = || RedisOptions::from_url("redis://127.0.0.1/").unwrap();
     let cases = [
-        (options().connections(0), ConfigError::EmptyPool),
+        (options().connections(0), ConfigError::ConnectionsOutOfRange { connections: 0, max: 1_024 }),
+        (options().connections(1_025), ConfigError::ConnectionsOutOfRange { connections: 1_025, max: 1_024 }),
+        (options().connections(u32::MAX), ConfigError::ConnectionsOutOfRange { connections: u32::MAX, max: 1_024 }),
         (options().connect_timeout(Duration::ZERO), ConfigError::ZeroTimeout { setting: "connect_timeout" }),
         (options().response_timeout(Duration::ZERO), ConfigError::ZeroTimeout { setting: "response_timeout" }),
     ];

@@ -510,7 +510,10 @@ async fn a_backend_that_a_url_names_takes_settings_beside_it() {
     assert!(!limiter.check("alice").await.unwrap().is_allowed());
 
     let refused = tollgate::connect_with(&url, |redis| redis.connections(0)).await;
-    assert!(matches!(refused, Err(ConnectError::Config(ConfigError::EmptyPool))), "{refused:?}");
+    assert!(
+        matches!(refused, Err(ConnectError::Config(ConfigError::ConnectionsOutOfRange { connections: 0, .. }))),
+        "{refused:?}"
+    );
 }
 
 #[tokio::test]

@@ -19,15 +19,30 @@ use crate::rate_limit::{Charged, Decision, Policy, RateLimitStore, Receipt, Requ
 
 /// Opens the backend that a URL names, and makes sure that it answers.
 ///
-/// | URL | backend |
+/// | URL | |
 /// | --- | --- |
-/// | `memory:` | a [`MemoryBackend`] of its own |
-/// | `redis://user:password@host:port/db` | `RedisBackend` on one server |
-/// | `redis+unix:///path?db=0` | `RedisBackend` on one server, over a Unix socket |
-/// | `redis+sentinel://host1,host2/service/db` | `RedisBackend` on the primary of a service |
-/// | `redis+cluster://host1,host2` | `RedisBackend` on the nodes of a cluster |
+/// | `memory:` | this process: a [`MemoryBackend`], without parameters |
+/// | `redis://user:password@host:port/db` | one server |
+/// | `redis+unix:///path` | one server, over a Unix socket; `unix` alone means the same |
+/// | `redis+sentinel://user:password@host1:port,host2/service/db` | the primary of a service, as the Sentinels say |
+/// | `redis+cluster://user:password@host1:port,host2` | all nodes of a cluster, found from any that are named |
+/// | `rediss`, `rediss+sentinel`, `rediss+cluster` | the same, encrypted (feature `tls`) |
+/// | `valkey`, `valkeys` | the same as `redis` and `rediss`, in each of these |
+/// | **parameter** | |
+/// | `?user=name`, `?pass=password` | the user of the data servers, also written before the `@` |
+/// | `?db=3` | the database, also written in the path; defaults to 0, the only one that a cluster has |
+/// | `?protocol=resp3` | `resp2`, the default, or `resp3` |
+/// | `?prefix=shop` | `RedisOptions::prefix`, defaults to `tollgate` |
+/// | `?connections=3` | `RedisOptions::connections`, 1 to 1,024 for each server, defaults to 3 |
+/// | `?connect_timeout=2s` | `RedisOptions::connect_timeout` in `ms`, `s` or `m`, defaults to `1s` |
+/// | `?response_timeout=250ms` | `RedisOptions::response_timeout`, likewise, defaults to `500ms` |
 ///
-/// `rediss` in the place of `redis` encrypts, with the feature `tls`. All of it is in the docs of `RedisOptions::from_url`.
+/// Every `redis` scheme takes all parameters, joined by `&`. A parameter that is unknown or repeated is an error, and so is one that
+/// contradicts another part of the URL. Settings in code (`connect_with`) replace those of the URL.
+///
+/// User, password, database and ports may be left out. Ports default to 6379, those of Sentinels to 26379. Names, passwords and
+/// prefixes are percent-encoded. The user is that of the data servers; for Sentinels there is `RedisOptions::sentinel_user`. A certificate
+/// has to be for the host that the URL, the Sentinels or the cluster's nodes name.
 ///
 /// ```
 /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::ConnectError> {
@@ -81,7 +96,7 @@ fn memory(url: &str) -> Result<Option<MemoryBackend>, ConfigError> {
     match url.split_once(':') {
         Some(("memory", "" | "//")) => Ok(Some(MemoryBackend::chosen())),
         Some(("memory", _)) => {
-            Err(ConfigError::InvalidUrl { reason: "`memory:` takes nothing behind the colon".into() })
+            Err(ConfigError::InvalidUrl { reason: "`memory:` takes no address and no parameters".into() })
         }
         Some(_) => Ok(None),
         None => Err(ConfigError::InvalidUrl { reason: "it has no scheme such as `memory:` or `redis:`".into() }),
@@ -435,7 +450,10 @@ mod tests {
         };
         assert!(matches!(error("").await, ConfigError::InvalidUrl { .. }));
         assert!(matches!(error("localhost").await, ConfigError::InvalidUrl { .. }));
-        assert!(matches!(error("memory:8").await, ConfigError::InvalidUrl { .. }));
+        for url in ["memory:8", "memory:?prefix=shop", "memory://?connections=3", "memory://localhost"] {
+            let reason = "`memory:` takes no address and no parameters".to_owned();
+            assert_eq!(error(url).await, ConfigError::InvalidUrl { reason }, "{url}");
+        }
         assert_eq!(error("localhost:6379").await, ConfigError::UnknownScheme { scheme: "localhost".into() });
         assert_eq!(error("http://localhost/").await, ConfigError::UnknownScheme { scheme: "http".into() });
     }

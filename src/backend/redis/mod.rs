@@ -130,6 +130,7 @@ mod sentinel;
 mod servers;
 mod subscriber;
 mod url;
+mod url_parameters;
 
 #[cfg(test)]
 mod differential;

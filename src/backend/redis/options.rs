@@ -72,27 +72,41 @@ enum Origin {
 /// way ([`gather`](super::gather)): with four and 256 decisions in flight a sixth fewer are made than with three or five.
 const DEFAULT_CONNECTIONS: u32 = 3;
 
+/// All of them are opened at the start, and a server accepts 10,000 clients by default.
+const MAX_CONNECTIONS: u32 = 1_024;
+
+pub(super) const fn check_connections(connections: u32) -> Result<(), ConfigError> {
+    match connections {
+        1..=MAX_CONNECTIONS => Ok(()),
+        _ => Err(ConfigError::ConnectionsOutOfRange { connections, max: MAX_CONNECTIONS }),
+    }
+}
+
+pub(super) const fn check_timeout(setting: &'static str, timeout: Duration) -> Result<(), ConfigError> {
+    if timeout.is_zero() { Err(ConfigError::ZeroTimeout { setting }) } else { Ok(()) }
+}
+
 impl RedisOptions {
-    /// Reaches the servers that a URL names.
+    /// Reaches the servers that a URL names, with the settings that its parameters name. [`connect`](crate::connect) has the table of both.
     ///
-    /// | URL | servers |
-    /// | --- | --- |
-    /// | `redis://user:password@host:port/db` | one server |
-    /// | `redis+unix:///path?db=0&user=name&pass=password` | one server, over a Unix socket |
-    /// | `redis+sentinel://user:password@host1:port,host2/service/db` | the primary of a service, as the Sentinels say |
-    /// | `redis+cluster://user:password@host1:port,host2` | all nodes of a cluster, found from any that are named |
-    ///
-    /// `valkey` may stand for `redis`. `rediss` and `valkeys` encrypt (feature `tls`): the servers' certificates, those of Sentinels
-    /// included, must be signed for the host names or addresses that are connected to. Port, database, user and password may
-    /// be left out; ports default to 6379, those of Sentinels to 26379. The user is that of the data servers; Sentinels have
-    /// [their own](Self::sentinel_user). Special characters of a password are percent-encoded.
+    /// A setting in code replaces that of the URL: after `from_url("redis://host/?prefix=a")?.prefix("b")` the prefix is `b`. Only a URL
+    /// chooses the servers, the database and the protocol.
     ///
     /// # Errors
     ///
-    /// [`ConfigError::InvalidUrl`], [`ConfigError::UnknownScheme`] or [`ConfigError::FeatureMissing`], none of which
-    /// repeats a password. Nothing is contacted yet.
+    /// [`ConfigError::InvalidUrl`], [`ConfigError::UnknownScheme`] or [`ConfigError::FeatureMissing`], and
+    /// [`ConfigError::ConnectionsOutOfRange`] or [`ConfigError::ZeroTimeout`] for parameters out of range. None of them repeats
+    /// a user name or a password. Nothing is contacted yet.
     pub fn from_url(url: impl AsRef<str>) -> Result<Self, ConfigError> {
-        Target::parse(url.as_ref()).map(|target| Self::new(Origin::Target(Box::new(target))))
+        let (target, parameters) = Target::parse(url.as_ref())?;
+        let options = Self::new(Origin::Target(Box::new(target)));
+        Ok(Self {
+            prefix: parameters.prefix.unwrap_or(options.prefix),
+            connections: parameters.connections.unwrap_or(options.connections),
+            connect_timeout: parameters.connect_timeout.unwrap_or(options.connect_timeout),
+            response_timeout: parameters.response_timeout.unwrap_or(options.response_timeout),
+            ..options
+        })
     }
 
     /// Connects as a pool does that the program has already: see [`RedisBackend::from_pool`].
@@ -159,7 +173,7 @@ impl RedisOptions {
         self
     }
 
-    /// How many connections to keep to each server. Defaults to 3, each of which serves any number of requests at once.
+    /// How many connections to keep to each server: 1 to 1,024. Defaults to 3, each of which serves any number of requests at once.
     pub fn connections(mut self, connections: u32) -> Self {
         self.connections = connections;
         self
@@ -202,20 +216,14 @@ impl RedisOptions {
     ///
     /// # Errors
     ///
-    /// [`ConnectError::Config`] for settings that cannot work: [`ConfigError::EmptyPool`], [`ConfigError::ZeroTimeout`],
-    /// [`ConfigError::InvalidCertificate`]. The other kinds of [`ConnectError`] if no connection could be opened within the
+    /// [`ConnectError::Config`] for settings that cannot work: [`ConfigError::ConnectionsOutOfRange`],
+    /// [`ConfigError::ZeroTimeout`], [`ConfigError::InvalidCertificate`]. The other kinds of [`ConnectError`] if no connection could be opened within the
     /// connect timeout, if the server or we are not who we should be, or if the server is not one that will do. A service that has to start while
     /// Redis is down is one for [`tolerate_outage`](Self::tolerate_outage).
     pub async fn connect(mut self) -> Result<RedisBackend, ConnectError> {
-        if self.connections == 0 {
-            return Err(ConfigError::EmptyPool.into());
-        }
-        if self.connect_timeout.is_zero() {
-            return Err(ConfigError::ZeroTimeout { setting: "connect_timeout" }.into());
-        }
-        if self.response_timeout.is_zero() {
-            return Err(ConfigError::ZeroTimeout { setting: "response_timeout" }.into());
-        }
+        check_connections(self.connections)?;
+        check_timeout("connect_timeout", self.connect_timeout)?;
+        check_timeout("response_timeout", self.response_timeout)?;
         self.connect_timeout = self.connect_timeout.min(LONGEST_TIMEOUT);
         self.response_timeout = self.response_timeout.min(LONGEST_TIMEOUT);
         #[cfg(feature = "tls")]

@@ -5,6 +5,7 @@ use std::borrow::Cow;
 use percent_encoding::percent_decode_str;
 use redis::{ConnectionAddr, ConnectionInfo, IntoConnectionInfo, RedisConnectionInfo};
 
+use super::url_parameters::Parameters;
 use crate::error::ConfigError;
 
 /// The port of a Sentinel whose address names none.
@@ -27,28 +28,52 @@ pub(super) enum Target {
 }
 
 impl Target {
-    pub(super) fn parse(url: &str) -> Result<Self, ConfigError> {
+    /// Splits a URL into the servers that it names and the parameters behind its `?`, which are the same for every scheme.
+    pub(super) fn parse(url: &str) -> Result<(Self, Parameters), ConfigError> {
         let (scheme, rest) = url.split_once(':').ok_or_else(|| invalid("it has no scheme such as `redis:`"))?;
+        if rest.ends_with("#insecure") {
+            return Err(invalid(
+                "`#insecure` would trust any server; trust the server's own authority with `ca_certificate`",
+            ));
+        }
         let kind = scheme.split_once('+').map(|(_, kind)| kind);
-        let base = match (scheme.split('+').next().unwrap_or(scheme), kind) {
-            ("unix", None) | ("redis" | "valkey", Some("unix")) => return server(url),
-            ("redis" | "valkey", _) => "redis",
-            ("rediss" | "valkeys", None | Some("sentinel" | "cluster")) if cfg!(feature = "tls") => "rediss",
+        let (base, kind) = match (scheme.split('+').next().unwrap_or(scheme), kind) {
+            ("unix", None) | ("redis" | "valkey", Some("unix")) => ("unix", Some("unix")),
+            ("redis" | "valkey", None | Some("sentinel" | "cluster")) => ("redis", kind),
+            ("rediss" | "valkeys", None | Some("sentinel" | "cluster")) if cfg!(feature = "tls") => ("rediss", kind),
             ("rediss" | "valkeys", None | Some("sentinel" | "cluster")) => {
                 return Err(ConfigError::FeatureMissing { feature: "tls" });
             }
             _ => return Err(unknown(scheme)),
         };
-        if rest.ends_with("#insecure") {
+        if rest.contains('#') {
+            return Err(invalid("it has a `#`, which has to be written as `%23` in a name or password"));
+        }
+        let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+        if query.contains('@') && !rest.contains('@') {
+            // Not even the name of a parameter is repeated: it may be the second half of a password.
             return Err(invalid(
-                "`#insecure` would trust anybody; trust the server's own authority with `ca_certificate`",
+                "it has a `?` before an `@`: write `?` in a password as `%3F`, `@` in a parameter as `%40`",
             ));
         }
-        match kind {
-            None => server(&format!("{base}:{rest}")),
-            Some("sentinel") => sentinel(base, &Parts::split(rest)?),
-            Some("cluster") => cluster(base, &Parts::split(rest)?),
-            Some(_) => Err(unknown(scheme)),
+        let parameters = Parameters::parse(query)?;
+        let mut target = match kind {
+            Some("sentinel") => sentinel(base, &Parts::split(rest)?)?,
+            Some("cluster") => cluster(base, &Parts::split(rest)?)?,
+            _ => server(&format!("{base}:{rest}"))?,
+        };
+        let redis = parameters.log_in(target.redis().clone(), path_database(kind, rest))?;
+        if matches!(target, Self::Cluster { .. }) && redis.db() != 0 {
+            return Err(invalid("a cluster has only database 0, so its URL can name no other one"));
+        }
+        target.log_in(|_| redis);
+        Ok((target, parameters))
+    }
+
+    fn redis(&self) -> &RedisConnectionInfo {
+        match self {
+            Self::Server(info) => info.redis_settings(),
+            Self::Sentinel { redis, .. } | Self::Cluster { redis, .. } => redis,
         }
     }
 
@@ -71,25 +96,21 @@ impl Target {
     }
 }
 
-/// `//userinfo@host,host/path?query`, cut in pieces.
+/// `//userinfo@host,host/path`, cut in pieces.
 struct Parts<'a> {
     // With its `@`.
     userinfo: &'a str,
     hosts: Vec<&'a str>,
     // Without the leading slash.
     path: &'a str,
-    // With its `?`.
-    query: &'a str,
 }
 
 impl<'a> Parts<'a> {
     fn split(rest: &'a str) -> Result<Self, ConfigError> {
         let rest = rest.strip_prefix("//").ok_or_else(|| invalid("`//` and a host should follow the scheme"))?;
-        let rest = rest.split_once('#').map_or(rest, |(rest, _)| rest);
-        let (rest, query) = rest.split_at(rest.find('?').unwrap_or(rest.len()));
         let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
         let (userinfo, hosts) = authority.split_at(authority.rfind('@').map_or(0, |at| at + 1));
-        Ok(Self { userinfo, hosts: hosts.split(',').collect(), path, query })
+        Ok(Self { userinfo, hosts: hosts.split(',').collect(), path })
     }
 
     /// What each host stands for, as the client reads it where it stands alone.
@@ -103,10 +124,21 @@ impl<'a> Parts<'a> {
                 Some(port) if !names_port => format!(":{port}"),
                 _ => String::new(),
             };
-            parse(&format!("{base}://{}{host}{port}/{database}{}", self.userinfo, self.query))
+            parse(&format!("{base}://{}{host}{port}/{database}", self.userinfo))
         });
         each.collect()
     }
+}
+
+/// Whether the path of a URL names a database. That of a Unix socket is the socket's.
+fn path_database(kind: Option<&str>, rest: &str) -> bool {
+    let path = rest.trim_start_matches('/').split_once('/').map_or("", |(_, path)| path);
+    let database = match kind {
+        Some("sentinel") => path.split_once('/').map_or("", |(_, database)| database),
+        Some("unix") => "",
+        _ => path,
+    };
+    !database.trim_matches('/').is_empty()
 }
 
 fn server(url: &str) -> Result<Target, ConfigError> {
@@ -129,9 +161,6 @@ fn sentinel(base: &str, parts: &Parts<'_>) -> Result<Target, ConfigError> {
 fn cluster(base: &str, parts: &Parts<'_>) -> Result<Target, ConfigError> {
     let infos = parts.each(base, None, parts.path)?;
     let redis = log_in_of(&infos);
-    if redis.db() != 0 {
-        return Err(invalid("a cluster has no databases beside 0"));
-    }
     Ok(Target::Cluster { seeds: infos.into_iter().map(|info| info.addr().clone()).collect(), redis })
 }
 
@@ -154,7 +183,7 @@ fn reason(error: &redis::RedisError) -> String {
     text.split_once(" - ").map_or(text.as_str(), |(sentence, _)| sentence).to_owned()
 }
 
-fn invalid<'a>(reason: impl Into<Cow<'a, str>>) -> ConfigError {
+pub(super) fn invalid<'a>(reason: impl Into<Cow<'a, str>>) -> ConfigError {
     ConfigError::InvalidUrl { reason: reason.into().into_owned() }
 }
 
@@ -165,6 +194,8 @@ fn unknown(scheme: &str) -> ConfigError {
 
 #[cfg(test)]
 mod tests {
+    use std::time::Duration;
+
     use super::*;
 
     fn addresses(addresses: &[ConnectionAddr]) -> Vec<String> {
@@ -173,7 +204,9 @@ mod tests {
 
     #[test]
     fn a_server() {
-        let Target::Server(info) = Target::parse("valkey://ann:p%40ss@example.com:7000/3").unwrap() else { panic!() };
+        let (Target::Server(info), _) = Target::parse("valkey://ann:p%40ss@example.com:7000/3").unwrap() else {
+            panic!()
+        };
         assert_eq!(info.addr().to_string(), "example.com:7000");
         let redis = info.redis_settings();
         assert_eq!((redis.username(), redis.password(), redis.db()), (Some("ann"), Some("p@ss"), 3));
@@ -181,9 +214,8 @@ mod tests {
 
     #[test]
     fn a_socket() {
-        let Target::Server(info) = Target::parse("redis+unix:///run/redis.sock?db=2&pass=secret").unwrap() else {
-            panic!()
-        };
+        let url = "redis+unix:///run/redis.sock?db=2&pass=secret";
+        let (Target::Server(info), _) = Target::parse(url).unwrap() else { panic!() };
         assert_eq!(info.addr(), &ConnectionAddr::Unix("/run/redis.sock".into()));
         assert_eq!((info.redis_settings().db(), info.redis_settings().password()), (2, Some("secret")));
     }
@@ -191,7 +223,9 @@ mod tests {
     #[test]
     fn sentinels() {
         let url = "redis+sentinel://ann:a,b%2F@s1,[::1],s3:5000/my%20primary/4?protocol=resp3";
-        let Target::Sentinel { sentinels, service, redis, sentinel } = Target::parse(url).unwrap() else { panic!() };
+        let (Target::Sentinel { sentinels, service, redis, sentinel }, _) = Target::parse(url).unwrap() else {
+            panic!()
+        };
         assert_eq!(addresses(&sentinels), ["s1:26379", "::1:26379", "s3:5000"]);
         assert_eq!(service, "my primary");
         assert_eq!((redis.username(), redis.password(), redis.db()), (Some("ann"), Some("a,b/"), 4));
@@ -201,9 +235,8 @@ mod tests {
 
     #[test]
     fn a_cluster() {
-        let Target::Cluster { seeds, redis } = Target::parse("redis+cluster://:secret@h1:7000,h2").unwrap() else {
-            panic!()
-        };
+        let url = "redis+cluster://:secret@h1:7000,h2";
+        let (Target::Cluster { seeds, redis }, _) = Target::parse(url).unwrap() else { panic!() };
         assert_eq!(addresses(&seeds), ["h1:7000", "h2:6379"]);
         assert_eq!(redis.password(), Some("secret"));
     }
@@ -212,10 +245,10 @@ mod tests {
     #[test]
     fn each_has_an_encrypted_variant() {
         for url in ["rediss://h/", "valkeys://h/", "rediss+sentinel://a,b/service", "rediss+cluster://a,b"] {
-            assert!(Target::parse(url).unwrap().is_tls(), "{url}");
+            assert!(Target::parse(url).unwrap().0.is_tls(), "{url}");
         }
         for url in ["redis://h/", "redis+sentinel://a,b/service", "redis+cluster://a,b", "redis+unix:///s"] {
-            assert!(!Target::parse(url).unwrap().is_tls(), "{url}");
+            assert!(!Target::parse(url).unwrap().0.is_tls(), "{url}");
         }
     }
 
@@ -235,6 +268,22 @@ mod tests {
             "redis+cluster://:hunter2@h1,",
             "redis+cluster:///",
             "redis://:hunter2@h/0#insecure",
+            "redis://:hunter2@h/0#anything",
+            "redis://:hunter#2@h/0",
+            "redis://:x?hunter2@h/0",
+            "redis://:x?hunter2=hunter2@h/0",
+            "redis://:x?y&hunter2=1@h/0",
+            "redis://h/0?hunter2",
+            "redis://h/0?pass=hunter2&dbb=1",
+            "redis://h/0?pass=hunter2%ff",
+            "redis://h/0?pass=hunter2&pass=hunter2",
+            "redis://h/0?db=hunter2",
+            "redis://h/0?connections=hunter2",
+            "redis://h/0?connect_timeout=hunter2",
+            "redis://h/0?protocol=hunter2",
+            "redis://:hunter2@h/0?pass=other",
+            "redis://hunter2:x@h/0?user=other",
+            "redis://:hunter2@h/-1",
         ] {
             let error = Target::parse(url).err().unwrap_or_else(|| panic!("{url} is refused"));
             let ConfigError::InvalidUrl { reason } = &error else { panic!("{url}: {error:?}") };
@@ -242,6 +291,91 @@ mod tests {
         }
         for url in ["redis+magic://h", "magic+cluster://h", "rediss+unix:///s", "http://h"] {
             assert!(matches!(Target::parse(url), Err(ConfigError::UnknownScheme { .. })), "{url}");
+        }
+    }
+
+    #[test]
+    fn parameters_work_in_every_scheme() {
+        let query = "user=ann&pass=p%40s%3Fs+w&protocol=resp3&prefix=my%20shop&connections=7\
+                     &connect_timeout=2s&response_timeout=250ms";
+        for (url, database) in [
+            ("redis://h/?db=3&", 3),
+            ("valkey://h?db=3&", 3),
+            ("redis://h/3?db=3&", 3),
+            ("redis://h/3?", 3),
+            #[cfg(feature = "tls")]
+            ("rediss://h/?db=3&", 3),
+            #[cfg(feature = "tls")]
+            ("valkeys://h/?db=3&", 3),
+            ("unix:///s?db=3&", 3),
+            ("redis+unix:///s?db=3&", 3),
+            ("valkey+unix:///s?db=3&", 3),
+            ("redis+sentinel://s1,s2/service?db=3&", 3),
+            ("redis+sentinel://s1,s2/service/3?db=3&", 3),
+            ("redis+cluster://h1,h2?db=0&", 0),
+        ] {
+            let (mut target, parameters) = Target::parse(&format!("{url}{query}")).unwrap();
+            target.log_in(|redis| {
+                assert_eq!((redis.username(), redis.password()), (Some("ann"), Some("p@s?s+w")), "{url}");
+                assert_eq!((redis.db(), redis.protocol()), (database, redis::ProtocolVersion::RESP3), "{url}");
+                redis
+            });
+            assert_eq!(parameters.prefix.as_deref(), Some("my shop"), "{url}");
+            assert_eq!(parameters.connections, Some(7), "{url}");
+            assert_eq!(parameters.connect_timeout, Some(Duration::from_secs(2)), "{url}");
+            assert_eq!(parameters.response_timeout, Some(Duration::from_millis(250)), "{url}");
+        }
+    }
+
+    #[test]
+    fn mistakes_in_parameters_are_named() {
+        let known = "user, pass, protocol, db, prefix, connections, connect_timeout, response_timeout";
+        for (url, expected) in [
+            ("redis://h/?dbb=1", &*format!("unknown parameter `dbb`; the known ones are {known}")),
+            ("redis+cluster://h/?DB=0", &format!("unknown parameter `DB`; the known ones are {known}")),
+            ("redis://h/?a%20b=1", &format!("it has an unknown parameter; the known ones are {known}")),
+            ("unix:///s?db=1&db=1", &format!("the parameter `db` is repeated; the known ones are {known}")),
+            ("redis://h/?db", "each parameter is written as `name=value`, such as `db=3`"),
+            ("redis://h/1?db=2", "the database in the path and the parameter `db` differ; leave one of them out"),
+            ("redis://h/0?db=2", "the database in the path and the parameter `db` differ; leave one of them out"),
+            (
+                "redis+sentinel://h/service/1?db=2",
+                "the database in the path and the parameter `db` differ; leave one of them out",
+            ),
+            ("redis+cluster://h?db=1", "a cluster has only database 0, so its URL can name no other one"),
+            ("redis+cluster://h/1", "a cluster has only database 0, so its URL can name no other one"),
+            ("redis://a@h?user=b", "the user before the `@` and the parameter `user` differ; leave one of them out"),
+            (
+                "redis://:a@h?pass=b",
+                "the password before the `@` and the parameter `pass` differ; leave one of them out",
+            ),
+            ("redis://h?protocol=4", "`protocol` is `resp2` or `resp3`"),
+            ("redis://h?db=-1", "`db` is the number of a database, such as 0"),
+            ("redis://h?connections=many", "`connections` is a number, such as 3"),
+            (
+                "redis://h?connect_timeout=2",
+                "`connect_timeout` is a duration in `ms`, `s` or `m`, such as `100ms` or `2s`",
+            ),
+            (
+                "redis://h?connect_timeout=1.5s",
+                "`connect_timeout` is a duration in `ms`, `s` or `m`, such as `100ms` or `2s`",
+            ),
+            ("redis://h?prefix=%ff", "`prefix` is not UTF-8 when percent-decoded"),
+        ] {
+            let error = Target::parse(url).err().unwrap_or_else(|| panic!("{url} is refused"));
+            assert_eq!(error, invalid(expected), "{url}");
+        }
+    }
+
+    #[test]
+    fn settings_out_of_range_are_typed_errors() {
+        for (url, expected) in [
+            ("redis://h?connections=0", ConfigError::ConnectionsOutOfRange { connections: 0, max: 1_024 }),
+            ("redis://h?connections=1025", ConfigError::ConnectionsOutOfRange { connections: 1_025, max: 1_024 }),
+            ("redis://h?connect_timeout=0s", ConfigError::ZeroTimeout { setting: "connect_timeout" }),
+            ("redis://h?response_timeout=0ms", ConfigError::ZeroTimeout { setting: "response_timeout" }),
+        ] {
+            assert_eq!(Target::parse(url).err(), Some(expected), "{url}");
         }
     }
 }
