@@ -9,15 +9,15 @@
 //!
 //! You will see seven requests, of which five pass.
 
+use std::env;
 use std::error::Error;
 use std::net::SocketAddr;
 use std::process::ExitCode;
-use std::{env, iter};
 
 use axum::{Router, body::Body, http::Request, routing::get};
 use hyper_util::{client::legacy::Client, rt::TokioExecutor};
 use tokio::net::TcpListener;
-use tollgate::{ConnectError, Policy, Quota, RateLimitLayer, http::peer_ip};
+use tollgate::{Policy, Quota, RateLimitLayer, http::peer_ip};
 
 #[tokio::main]
 async fn main() -> ExitCode {
@@ -35,13 +35,8 @@ async fn run() -> Result<(), String> {
     let addr = env::var("TOLLGATE_ADDR").unwrap_or_else(|_| "127.0.0.1:3000".into());
     let once = env::args().any(|arg| arg == "--once");
 
-    let backend = tollgate::connect(&store).await.map_err(|error| match &error {
-        ConnectError::Config(wrong) => format!("TOLLGATE_STORE cannot be used, change it: {wrong}."),
-        ConnectError::Store(_) => {
-            format!("Start the store of TOLLGATE_STORE or unset the variable: {}.", chain(&error))
-        }
-        _ => format!("The store of TOLLGATE_STORE answers and cannot be used: {}.", chain(&error)),
-    })?;
+    // As `Debug` this error is a sentence with the server, the cause and the remedy.
+    let backend = tollgate::connect(&store).await.map_err(|error| format!("TOLLGATE_STORE: {error:?}."))?;
     let policy = Policy::new("quickstart", Quota::per_minute(5).fixed_window());
     let app = Router::new()
         .route("/", get(async || "hello\n"))
@@ -78,12 +73,4 @@ async fn burst(server: SocketAddr) -> Result<(), Box<dyn Error>> {
         println!("{request:<7}  {:<21}  {remaining:<13}  {retry}", response.status().to_string());
     }
     Ok(())
-}
-
-/// An error and its causes, of which each says its own part.
-fn chain(error: &(dyn Error + 'static)) -> String {
-    let mut levels: Vec<_> = iter::successors(Some(error), |&error| error.source()).map(ToString::to_string).collect();
-    // Errors of other crates may repeat their cause.
-    levels.dedup();
-    levels.join(": ")
 }

@@ -7,6 +7,10 @@ use std::time::Duration;
 
 use crate::lock::Scope;
 
+mod connect;
+
+pub use self::connect::{ConnectError, ConnectFailure};
+
 /// Any error, boxed: what a service answers with when errors of several kinds can reach its caller.
 pub type BoxError = Box<dyn Error + Send + Sync>;
 
@@ -372,74 +376,6 @@ impl fmt::Display for ConfigError {
 
 impl Error for ConfigError {}
 
-/// A backend could not be opened.
-#[derive(Debug)]
-#[non_exhaustive]
-pub enum ConnectError {
-    /// The URL or the options cannot work; nothing was contacted.
-    Config(ConfigError),
-    /// Nobody is there, or whoever is there cannot serve at the moment. It is worth trying again later.
-    Store(StoreError),
-    /// The user name or the password is wrong, or there is none where one is needed.
-    Credentials(StoreError),
-    /// The user is known, and may not do what is needed.
-    Permissions(StoreError),
-    /// The certificate of the server is not signed by anybody whom we trust, not for this host, or out of date.
-    Certificate(StoreError),
-    /// The server wants a certificate of ours, or another one.
-    ClientCertificate(StoreError),
-    /// There is no encrypted connection for another reason: the server may not speak TLS.
-    Tls(StoreError),
-    /// The server lets us in, and is not one that we can work with: too old, of another kind, or without the database or the service that the URL
-    /// names.
-    Unsupported {
-        /// What it is, and what it should be.
-        reason: String,
-    },
-}
-
-impl fmt::Display for ConnectError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Self::Config(_) => "the settings of the store cannot work",
-            Self::Store(_) => "the store cannot be reached",
-            Self::Credentials(_) => "the store does not accept the user name or the password",
-            Self::Permissions(_) => "the store does not let this user do what is needed",
-            Self::Certificate(_) => "the certificate of the store is not one to be trusted",
-            Self::ClientCertificate(_) => "the store demands a client certificate that it trusts",
-            Self::Tls(_) => "the store and we do not come to an encrypted connection",
-            Self::Unsupported { reason } => return write!(f, "the store is not one that will do: {reason}"),
-        })
-    }
-}
-
-impl Error for ConnectError {
-    fn source(&self) -> Option<&(dyn Error + 'static)> {
-        Some(match self {
-            Self::Config(error) => error,
-            Self::Store(error)
-            | Self::Credentials(error)
-            | Self::Permissions(error)
-            | Self::Certificate(error)
-            | Self::ClientCertificate(error)
-            | Self::Tls(error) => error,
-            Self::Unsupported { .. } => return None,
-        })
-    }
-}
-
-impl From<ConfigError> for ConnectError {
-    fn from(error: ConfigError) -> Self {
-        Self::Config(error)
-    }
-}
-
-impl From<StoreError> for ConnectError {
-    fn from(error: StoreError) -> Self {
-        Self::Store(error)
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -464,10 +400,8 @@ mod tests {
 
     #[test]
     fn each_level_prints_itself_only() {
-        let error = ConnectError::from(StoreError::unavailable("connection refused"));
-        assert_eq!(error.to_string(), "the store cannot be reached");
-        let store = error.source().unwrap();
-        assert_eq!(store.to_string(), "the store is unavailable");
-        assert_eq!(store.source().unwrap().to_string(), "connection refused");
+        let error = StoreError::unavailable("connection refused");
+        assert_eq!(error.to_string(), "the store is unavailable");
+        assert_eq!(error.source().unwrap().to_string(), "connection refused");
     }
 }

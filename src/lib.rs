@@ -123,7 +123,7 @@ pub use self::backend::memory::MemoryBackend;
 pub use self::backend::redis::{RedisBackend, RedisOptions};
 pub use self::backend::{AnyBackend, connect};
 pub use self::delay_queue::{DelayQueue, DelayQueueWorker, Job, JobId};
-pub use self::error::{BoxError, ConfigError, ConnectError, StoreError};
+pub use self::error::{BoxError, ConfigError, ConnectError, ConnectFailure, StoreError};
 #[cfg(feature = "http")]
 pub use self::http::IdempotencyLayer;
 pub use self::key::{Everyone, ExtractKey, IntoKey, Key, Or, ParseKeyError, first_of};

@@ -46,6 +46,10 @@ fn story(error: &dyn Error) -> String {
     format!("{error}{}", rest.unwrap_or_default())
 }
 
+fn is_unsupported(error: &ConnectError, because: &str) -> bool {
+    matches!(error, ConnectError::Unsupported(_)) && format!("{error:?}").contains(because)
+}
+
 /// The options with all that a `mutual` server wants to see.
 fn trusted(options: RedisOptions, certificates: &Certificates) -> RedisOptions {
     let read = |path| fs::read(path).unwrap();
@@ -94,7 +98,6 @@ async fn a_server_that_wants_to_know_who_we_are() {
     let authority = fs::read(server.certificates.authority()).unwrap();
     let error = options(&server.url()).ca_certificate(authority.clone()).connect().await.unwrap_err();
     assert!(matches!(error, ConnectError::ClientCertificate(_)), "no certificate: {error:?}");
-    assert_eq!(error.to_string(), "the store demands a client certificate that it trusts");
 
     let others = Certificates::for_names(&["localhost"]);
     let error = trusted(options(&server.url()), &others).ca_certificate(authority).connect().await.unwrap_err();
@@ -114,7 +117,6 @@ async fn a_server_that_is_not_to_be_trusted() {
     {
         let error = options.connect().await.unwrap_err();
         assert!(matches!(error, ConnectError::Certificate(_)), "{what}: {error:?}");
-        assert_eq!(error.to_string(), "the certificate of the store is not one to be trusted");
     }
 }
 
@@ -124,7 +126,7 @@ async fn a_server_that_does_not_encrypt() {
     let authority = fs::read(Certificates::for_names(&["localhost"]).authority()).unwrap();
     let url = format!("rediss://localhost:{}/", server.port());
     let error = options(&url).ca_certificate(authority).connect().await.unwrap_err();
-    assert!(matches!(error, ConnectError::Tls(_) | ConnectError::Store(_)), "{error:?}");
+    assert!(matches!(error, ConnectError::Tls(_)), "{error:?}");
 }
 
 #[tokio::test]
@@ -200,13 +202,15 @@ async fn a_service_that_nobody_watches() {
         // A name with a mistake in it is no outage.
         for tolerates_outage in [false, true] {
             let error = options(&url).tolerate_outage(tolerates_outage).connect().await.unwrap_err();
-            assert!(matches!(&error, ConnectError::Unsupported { .. }), "{sentinels_down}: {error:?}");
+            assert!(matches!(&error, ConnectError::Unsupported(_)), "{sentinels_down}: {error:?}");
             assert!(story(&error).ends_with("no Sentinel watches over `invoices`"), "{}", story(&error));
         }
         block_in_place(|| deployment.sentinels[sentinels_down].kill());
     }
     // Nobody says anything.
-    assert!(matches!(options(&url).connect().await, Err(ConnectError::Store(error)) if error.is_unavailable()));
+    assert!(
+        matches!(options(&url).connect().await, Err(ConnectError::Store(failure)) if failure.error().is_unavailable())
+    );
     assert!(options(&url).tolerate_outage(true).connect().await.is_ok());
 }
 
@@ -257,7 +261,7 @@ async fn sentinels_that_hang_or_are_gone() {
     let misspelt = RedisOptions::from_url(url.replace(SERVICE, "invoices")).unwrap();
     let misspelt = misspelt.connect_timeout(Duration::from_secs(2)).response_timeout(Duration::from_secs(30));
     let error = misspelt.connect().await.unwrap_err();
-    assert!(matches!(error, ConnectError::Unsupported { .. }), "{error:?}");
+    assert!(matches!(error, ConnectError::Unsupported(_)), "{error:?}");
 }
 
 #[tokio::test(flavor = "multi_thread")]
@@ -296,7 +300,7 @@ async fn a_node_of_a_cluster_that_is_far_away_has_the_time_that_it_is_given() {
     let patient = options().connect_timeout(Duration::from_secs(20)).response_timeout(Duration::from_secs(5));
     works(patient.connect().await.unwrap()).await.unwrap();
     let error = options().connect_timeout(Duration::from_millis(300)).connect().await.unwrap_err();
-    assert!(matches!(&error, ConnectError::Store(error) if error.is_unavailable()), "{error:?}");
+    assert!(matches!(&error, ConnectError::Store(failure) if failure.error().is_unavailable()), "{error:?}");
     assert!(story(&error).contains("no connection within 300ms"), "{error:?}");
 }
 
@@ -332,7 +336,7 @@ async fn sentinels_that_are_far_away_have_the_time_that_they_are_given() {
     let patient = options().connect_timeout(Duration::from_secs(20)).response_timeout(Duration::from_secs(5));
     works(patient.connect().await.unwrap()).await.unwrap();
     let error = options().connect_timeout(Duration::from_millis(300)).connect().await.unwrap_err();
-    assert!(matches!(&error, ConnectError::Store(error) if error.is_unavailable()), "{error:?}");
+    assert!(matches!(&error, ConnectError::Store(failure) if failure.error().is_unavailable()), "{error:?}");
 }
 
 /// It happened that no more than two calls of several were on their way at a time, full or not: a burst of requests waited for dozens of round
@@ -506,17 +510,17 @@ fn calls_go_on_when_the_runtime_has_ended_in_which_the_backend_was_made() {
 async fn another_topology_than_the_url_says() {
     let cluster = Cluster::start();
     let error = RedisBackend::connect(cluster.nodes[0].url()).await.unwrap_err();
-    assert!(matches!(&error, ConnectError::Unsupported { reason } if reason.contains("redis+cluster://")), "{error:?}");
+    assert!(is_unsupported(&error, "redis+cluster://"), "{error:?}");
     let server = RedisServer::start();
     let error = RedisBackend::connect(server.url().replace("redis:", "redis+cluster:")).await.unwrap_err();
-    assert!(matches!(&error, ConnectError::Unsupported { reason } if reason.contains("redis://")), "{error:?}");
+    assert!(is_unsupported(&error, "redis://"), "{error:?}");
     let error = RedisBackend::connect(server.url().replace("redis:", "redis+sentinel:") + "orders").await.unwrap_err();
-    assert!(matches!(&error, ConnectError::Unsupported { reason } if reason.contains("not a Sentinel")), "{error:?}");
+    assert!(is_unsupported(&error, "not a Sentinel"), "{error:?}");
     // It answers PING and INFO as a server does, and was taken for one that runs no scripts at the moment.
     let sentinels = SentinelDeployment::start();
     for scheme in ["redis:", "redis+cluster:"] {
         let error = options(&sentinels.sentinels[0].url().replace("redis:", scheme)).connect().await.unwrap_err();
-        let is_it = matches!(&error, ConnectError::Unsupported { reason } if reason.contains("redis+sentinel://"));
+        let is_it = is_unsupported(&error, "redis+sentinel://");
         assert!(is_it, "{scheme} {error:?}");
     }
 }
@@ -528,7 +532,7 @@ async fn a_server_that_knows_no_scripts() {
         let server = RedisServer::start_with(&args);
         for tolerates_outage in [false, true] {
             let error = options(&server.url()).tolerate_outage(tolerates_outage).connect().await.unwrap_err();
-            let is_it = matches!(&error, ConnectError::Unsupported { reason } if reason.contains("unknown command"));
+            let is_it = is_unsupported(&error, "unknown command");
             assert!(is_it, "{args:?} {error:?}");
         }
     }

@@ -628,9 +628,12 @@ async fn a_user_needs_all_that_the_docs_say() {
         // It was found out by decisions that failed, or by those alone that met under load.
         let url = format!("redis://tollgate:password@127.0.0.1:{}/", server.port());
         let error = RedisBackend::connect(url).await.unwrap_err();
-        let ConnectError::Permissions(error) = &error else { panic!("{command}: {error:?}") };
+        let ConnectError::Permissions(failure) = &error else { panic!("{command}: {error:?}") };
         let name = command.trim_start_matches('+').to_uppercase();
-        assert!(error.is_unauthorized() && format!("{error:?}").to_uppercase().contains(&name), "{command}: {error:?}");
+        assert!(
+            failure.error().is_unauthorized() && format!("{error:?}").to_uppercase().contains(&name),
+            "{command}: {error:?}"
+        );
         assert!(server.query::<Vec<String>>("KEYS *probe*").is_empty(), "nothing is left behind");
     }
 }

@@ -54,7 +54,8 @@ use crate::rate_limit::{Charged, Decision, Policy, RateLimitStore, Receipt, Requ
 /// # Errors
 ///
 /// [`ConnectError::Config`] if the URL makes no sense, [`ConnectError::Store`] if nobody answers at its address, and further
-/// kinds of [`ConnectError`] for what can be wrong with credentials, certificates and servers.
+/// kinds of [`ConnectError`] for what can be wrong with credentials, certificates and servers. As `Debug`, and so from `main`, each of
+/// them is one sentence with the server, the cause and the remedy.
 pub async fn connect(url: impl AsRef<str>) -> Result<AnyBackend, ConnectError> {
     let url = url.as_ref();
     match memory(url)? {

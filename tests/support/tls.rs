@@ -40,6 +40,22 @@ impl Certificates {
         Self { folder }
     }
 
+    /// A server that shows the certificate of the authority itself, as `openssl req -x509` makes it.
+    pub fn self_signed(names: &[&str]) -> Self {
+        let made = Self::for_names(names);
+        let mut params = CertificateParams::new(names.iter().map(|&name| name.to_owned()).collect::<Vec<_>>())
+            .expect("these are names");
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        let key = KeyPair::generate().expect("a key can be made");
+        let certificate = params.self_signed(&key).expect("a certificate can be signed");
+        for (file, text) in
+            [("ca.crt", certificate.pem()), ("server.crt", certificate.pem()), ("server.key", key.serialize_pem())]
+        {
+            fs::write(made.folder.path().join(file), text).expect("a file can be written");
+        }
+        made
+    }
+
     pub fn authority(&self) -> PathBuf {
         self.folder.path().join("ca.crt")
     }
@@ -88,8 +104,13 @@ impl TlsServer {
 
     /// The only node of a cluster.
     pub fn start_cluster() -> Self {
-        let certificates = Certificates::for_names(&["localhost", "127.0.0.1"]);
-        let args = ["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--tls-cluster", "yes"];
+        Self::start_cluster_with(Certificates::for_names(&["localhost", "127.0.0.1"]), &[])
+    }
+
+    /// The same with further arguments.
+    pub fn start_cluster_with(certificates: Certificates, more: &[&str]) -> Self {
+        let mut args = vec!["--cluster-enabled", "yes", "--cluster-config-file", "nodes.conf", "--tls-cluster", "yes"];
+        args.extend(more);
         let node = Self::start_as(certificates, true, &args);
         let slots: Vec<_> = (0..16_384).map(|slot| slot.to_string()).collect();
         node.server.query::<()>(&format!("CLUSTER ADDSLOTS {}", slots.join(" ")));
@@ -97,7 +118,8 @@ impl TlsServer {
         node
     }
 
-    fn start_as(certificates: Certificates, mutual: bool, more: &[&str]) -> Self {
+    /// A server with further arguments.
+    pub fn start_as(certificates: Certificates, mutual: bool, more: &[&str]) -> Self {
         assert!(is_supported(), "{} is built without TLS, and cannot be tested with it", binary());
         let mut tls_port = 0;
         let server = RedisServer::start_with_each(|| {

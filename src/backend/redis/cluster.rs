@@ -11,15 +11,16 @@ use std::sync::{Arc, Mutex, PoisonError, RwLock, Weak};
 use std::time::Duration;
 
 use crc16::{State, XMODEM};
-use redis::{Cmd, ErrorKind, RedisError, ServerErrorKind, Value};
+use redis::{Cmd, ConnectionAddr, ErrorKind, RedisError, ServerErrorKind, Value};
 use sha2::{Digest, Sha256};
 use tokio::sync::Notify;
-use tokio::task::AbortHandle;
+use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, timeout};
 
 use super::careful::{Careful, Outcome};
+use super::connect_error::Peer;
 use super::connector::Connector;
-use super::error::unsent;
+use super::error::{at, unsent};
 use super::handle::no_reply;
 use super::pool::{Pool, Terms, no_connection};
 use super::servers::{CarefulLane, Lane, Start};
@@ -116,6 +117,23 @@ impl Cluster {
         let shared = Arc::new(shared);
         let reader = Mutex::new(reader(&shared));
         Ok(Self { shared, reader })
+    }
+
+    /// Waits until there is a connection to each of the nodes that serve slots. Of those to which there is none, says why.
+    pub(super) async fn connected(&self) -> (usize, Vec<(Address, RedisError)>) {
+        let map = self.shared.map();
+        let mut waiting = JoinSet::new();
+        for node in map.nodes.iter().cloned() {
+            waiting.spawn(async move { (node.requests.connected().await, node.address) });
+        }
+        let mut failed = Vec::new();
+        while let Some(outcome) = waiting.join_next().await {
+            if let Ok((Err(error), address)) = outcome {
+                failed.push((address.clone(), at(Peer::Node(tcp(&address)), error)));
+            }
+        }
+        failed.sort_by(|(one, _), (other, _)| one.cmp(other));
+        (map.nodes.len(), failed)
     }
 
     /// Has the map read in this runtime from now on if the one has ended in which that was done.
@@ -402,7 +420,7 @@ impl Shared {
                     return Ok(());
                 }
                 // What the first one says is about whom the user named.
-                Err(error) => failure = failure.or(Some(error)),
+                Err(error) => failure = failure.or_else(|| Some(at(Peer::Seed(tcp(address)), error))),
             }
         }
         Err(failure.unwrap_or_else(|| no_connection(self.terms.connect)))
@@ -536,6 +554,10 @@ fn address(node: &Value, asked: &Address) -> Option<Address> {
 fn parse(address: &str, asked: &Address) -> Result<Address, RedisError> {
     let parsed = address.rsplit_once(':').and_then(|(host, port)| Some((known_host(host, asked), port.parse().ok()?)));
     parsed.ok_or_else(unreadable)
+}
+
+fn tcp((host, port): &Address) -> ConnectionAddr {
+    ConnectionAddr::Tcp(host.clone(), *port)
 }
 
 fn known_host(host: &str, asked: &Address) -> String {

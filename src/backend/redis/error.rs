@@ -4,9 +4,10 @@ use std::error::Error;
 use std::sync::Arc;
 use std::{fmt, io};
 
-use redis::{ErrorKind, RedisError, ServerErrorKind, Value};
+use redis::{ErrorKind, RedisError, ServerError, ServerErrorKind, Value};
 
-use crate::error::{ConnectError, StoreError};
+use super::connect_error::Peer;
+use crate::error::StoreError;
 
 /// Whether the server does not know the script, and so has not run it.
 pub(super) fn is_no_script(error: &RedisError) -> bool {
@@ -44,35 +45,101 @@ impl fmt::Display for Unsent {
 
 impl Error for Unsent {}
 
+/// Says which server an error is about, where it may be another one than the URL names.
+pub(super) fn at(peer: Peer, error: RedisError) -> RedisError {
+    io::Error::other(At(peer, error)).into()
+}
+
+fn at_peer(error: &RedisError) -> Option<&At> {
+    io_error(error)?.get_ref()?.downcast_ref()
+}
+
+#[derive(Debug)]
+struct At(Peer, RedisError);
+
+impl fmt::Display for At {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self(peer, error) = self;
+        write!(f, "{peer}: {}", Shown(error.clone()))
+    }
+}
+
+impl Error for At {}
+
+/// An error without what was added to it here.
+pub(super) fn inner(error: &RedisError) -> &RedisError {
+    match cause_unsent(error).or_else(|| at_peer(error).map(|At(_, error)| error)) {
+        Some(cause) => inner(cause),
+        None => error,
+    }
+}
+
+/// The server that an error is about, if it says so.
+pub(super) fn place(error: &RedisError) -> Option<&Peer> {
+    match cause_unsent(error) {
+        Some(cause) => place(cause),
+        None => at_peer(error).map(|At(peer, _)| peer),
+    }
+}
+
+/// An error in its own words. The client library's errors print their source, which would be printed again by whoever prints a chain.
+#[derive(Debug)]
+struct Shown(RedisError);
+
+impl fmt::Display for Shown {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        use io::ErrorKind::{
+            ConnectionAborted, ConnectionRefused, ConnectionReset, HostUnreachable, NetworkUnreachable,
+        };
+        let Self(error) = self;
+        if let Some(said) = error.source().and_then(|source| source.downcast_ref::<ServerError>()) {
+            return write!(f, "{} {}", said.code(), said.details().unwrap_or_default());
+        }
+        match io_error(error).map(io::Error::kind) {
+            Some(
+                kind @ (ConnectionAborted | ConnectionRefused | ConnectionReset | HostUnreachable | NetworkUnreachable),
+            ) => fmt::Display::fmt(&kind, f),
+            // The client library names its kind of error behind the sentence.
+            _ => f.write_str(&error.to_string().replacen(&format!(" - {:?}", error.kind()), "", 1)),
+        }
+    }
+}
+
+impl Error for Shown {}
+
 pub(super) fn store_error(error: RedisError) -> StoreError {
     if let Some(cause) = cause_unsent(&error) {
         return store_error(cause.clone()).unasked();
     }
+    if let Some(At(_, cause)) = at_peer(&error) {
+        return store_error(cause.clone());
+    }
+    let shown = Shown(error.clone());
     if is_full(&error) || is_loading(&error) {
-        return StoreError::unavailable(error).unasked();
+        return StoreError::unavailable(shown).unasked();
     }
     if error.is_timeout() {
-        return StoreError::late(error);
+        return StoreError::late(shown);
     }
     match error.kind() {
         ErrorKind::Io
         | ErrorKind::MasterNameNotFoundBySentinel
         | ErrorKind::NoValidReplicasFoundBySentinel
-        | ErrorKind::ClusterConnectionNotFound => StoreError::unavailable(error),
-        ErrorKind::AuthenticationFailed => StoreError::unauthorized(error),
+        | ErrorKind::ClusterConnectionNotFound => StoreError::unavailable(shown),
+        ErrorKind::AuthenticationFailed => StoreError::unauthorized(shown),
         _ => match code(&error) {
             Some(
                 "LOADING" | "MASTERDOWN" | "CLUSTERDOWN" | "TRYAGAIN" | "MOVED" | "ASK" | "READONLY" | "NOREPLICAS"
                 | "BUSY" | "MISCONF" | "UNBLOCKED",
-            ) => StoreError::unavailable(error),
-            _ if is_wait_at_replica(&error) => StoreError::unavailable(error),
-            Some("NOAUTH" | "WRONGPASS" | "NOPERM") => StoreError::unauthorized(error),
-            Some("OOM") => StoreError::out_of_memory(error),
-            Some("WRONGTYPE" | "TOLLGATE") => StoreError::foreign_data(error),
-            _ if is_database_forbidden(&error) => StoreError::unauthorized(error),
+            ) => StoreError::unavailable(shown),
+            _ if is_wait_at_replica(&error) => StoreError::unavailable(shown),
+            Some("NOAUTH" | "WRONGPASS" | "NOPERM") => StoreError::unauthorized(shown),
+            Some("OOM") => StoreError::out_of_memory(shown),
+            Some("WRONGTYPE" | "TOLLGATE") => StoreError::foreign_data(shown),
+            _ if is_database_forbidden(&error) => StoreError::unauthorized(shown),
             // Some scripts write before they get there.
-            _ if is_forbidden_within(&error) => StoreError::unauthorized_in_part(error),
-            _ => StoreError::other(error),
+            _ if is_forbidden_within(&error) => StoreError::unauthorized_in_part(shown),
+            _ => StoreError::other(shown),
         },
     }
 }
@@ -83,7 +150,7 @@ pub(super) fn is_full(error: &RedisError) -> bool {
 }
 
 /// Whether a server is still reading its data, from disk or from its primary. It runs no script before it has.
-fn is_loading(error: &RedisError) -> bool {
+pub(super) fn is_loading(error: &RedisError) -> bool {
     error.kind() == ErrorKind::Server(ServerErrorKind::BusyLoading)
 }
 
@@ -95,12 +162,12 @@ fn is_forbidden_within(error: &RedisError) -> bool {
 }
 
 /// What a server says to whoever wants another database than the first one and does not get it. The client keeps no code of that.
-fn refused_database(error: &RedisError) -> Option<&str> {
+pub(super) fn refused_database(error: &RedisError) -> Option<&str> {
     let detail = error.detail().unwrap_or_default();
     error.to_string().contains("refused to switch database").then_some(detail)
 }
 
-fn is_database_forbidden(error: &RedisError) -> bool {
+pub(super) fn is_database_forbidden(error: &RedisError) -> bool {
     refused_database(error).is_some_and(|detail| detail.contains("no permissions"))
 }
 
@@ -109,72 +176,20 @@ pub(super) fn is_unknown_command(error: &RedisError) -> bool {
     error.detail().is_some_and(|detail| detail.contains("unknown command"))
 }
 
-/// What there is to say of a server that does not know what we need.
-pub(super) fn another_kind(error: &RedisError) -> ConnectError {
-    // What follows are the arguments.
-    let said = error.detail().unwrap_or_default().split(',').next().unwrap_or_default();
-    let reason = format!("the server says \"{said}\": if it is a Sentinel, use `redis+sentinel://`");
-    ConnectError::Unsupported { reason }
-}
-
 /// Whether a node has not run a command since its keys are on their way to another one, some of which it has and some not.
 pub(super) fn is_refused_for_now(error: &StoreError) -> bool {
-    let cause = error.source().and_then(|cause| cause.downcast_ref::<RedisError>());
-    cause.is_some_and(|cause| code(cause) == Some("TRYAGAIN"))
-}
-
-/// Why there is no connection to begin with.
-pub(super) fn connect_error(error: RedisError) -> ConnectError {
-    let error = cause_unsent(&error).cloned().unwrap_or(error);
-    #[cfg(feature = "tls")]
-    if let Some(tls) = tls_error(&error) {
-        use rustls::{AlertDescription, Error as Tls};
-        return match tls {
-            Tls::InvalidCertificate(_) => ConnectError::Certificate(store_error(error)),
-            Tls::AlertReceived(
-                AlertDescription::CertificateRequired
-                | AlertDescription::BadCertificate
-                | AlertDescription::UnknownCA
-                | AlertDescription::CertificateUnknown
-                | AlertDescription::CertificateExpired
-                | AlertDescription::CertificateRevoked
-                | AlertDescription::DecryptError,
-            ) => ConnectError::ClientCertificate(store_error(error)),
-            _ => ConnectError::Tls(store_error(error)),
-        };
-    }
-    match (error.kind(), code(&error)) {
-        _ if is_full(&error) => ConnectError::Store(store_error(error)),
-        (ErrorKind::AuthenticationFailed, _) | (_, Some("NOAUTH" | "WRONGPASS")) => {
-            ConnectError::Credentials(store_error(error))
-        }
-        (_, Some("NOPERM")) => ConnectError::Permissions(store_error(error)),
-        _ if is_database_forbidden(&error) => ConnectError::Permissions(store_error(error)),
-        _ if error.to_string().contains("cluster support disabled") => {
-            ConnectError::Unsupported { reason: "the server is not a node of a cluster: use `redis://`".to_owned() }
-        }
-        _ if error.to_string().contains("not point to a sentinel") => {
-            ConnectError::Unsupported { reason: "the server is not a Sentinel: use `redis://`".to_owned() }
-        }
-        _ if is_unknown_command(&error) => another_kind(&error),
-        _ => match (refused_database(&error), error.detail()) {
-            (Some(detail), _) => ConnectError::Unsupported { reason: format!("it refuses the database: {detail}") },
-            (_, Some(detail)) if error.kind() == ErrorKind::MasterNameNotFoundBySentinel => {
-                ConnectError::Unsupported { reason: detail.to_owned() }
-            }
-            _ => ConnectError::Store(store_error(error)),
-        },
-    }
+    let cause = error.source().and_then(|cause| cause.downcast_ref::<Shown>());
+    cause.is_some_and(|Shown(cause)| code(cause) == Some("TRYAGAIN"))
 }
 
 /// What went wrong in the TLS layer, if that is where it went wrong.
 #[cfg(feature = "tls")]
-fn tls_error(error: &RedisError) -> Option<&rustls::Error> {
+pub(super) fn tls_error(error: &RedisError) -> Option<&rustls::Error> {
     // That has what the TLS layer said in it.
     io_error(error)?.get_ref()?.downcast_ref()
 }
 
-fn io_error(error: &RedisError) -> Option<&io::Error> {
+pub(super) fn io_error(error: &RedisError) -> Option<&io::Error> {
     // The client hands out the shared box that it keeps the error in.
     error.source()?.downcast_ref::<Arc<dyn Error + Send + Sync>>()?.downcast_ref()
 }
@@ -182,7 +197,7 @@ fn io_error(error: &RedisError) -> Option<&io::Error> {
 /// The code of a server's error. Redis before 7 wraps an error that a script ran into, code and all, in a sentence of its
 /// own: `ERR Error running script (call to f_...): @user_script:12: WRONGTYPE Operation against ...`.
 pub(super) fn code(error: &RedisError) -> Option<&str> {
-    let error = cause_unsent(error).unwrap_or(error);
+    let error = inner(error);
     let code = error.code()?;
     let wrapped = match (code, error.detail()) {
         ("ERR", Some(detail)) => detail.split_once("@user_script").map(|(_, place)| place),
@@ -225,7 +240,6 @@ mod tests {
         assert!(error.is_refusal() && error.is_unavailable());
         // Nobody sees a difference.
         assert_eq!(format!("{error:?}"), format!("{:?}", store_error(gone())).replace("true", "false"));
-        assert!(matches!(connect_error(unsent(gone())), ConnectError::Store(error) if !error.is_refusal()));
         let refused = RedisError::from((ErrorKind::AuthenticationFailed, "no"));
         assert!(store_error(unsent(refused)).is_unauthorized());
     }

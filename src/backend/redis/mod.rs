@@ -31,6 +31,10 @@
 //!   open for a move, a node refuses whatever names several keys of which it has not all: fair and read/write locks are not granted then,
 //!   sliding logs not counted, and queues stand still, until the slot has moved. A lock that is held is renewed and given back, and an operation ends.
 //!
+//! With Sentinels and clusters Tollgate connects to the addresses that these announce. There is no mapping of addresses: in containers and behind
+//! NAT, announce addresses that clients can reach (`cluster-announce-ip`, `cluster-announce-port`, `cluster-announce-hostname`,
+//! `replica-announce-ip`).
+//!
 //! After a failover what replication had not carried is forgotten: `min-replicas-to-write` on the server bounds that.
 //!
 //! # Connections
@@ -101,13 +105,20 @@
 //! With the feature `tls`, `rediss` in the place of `redis` encrypts with rustls. Servers are trusted as the operating system does, or by
 //! [`ca_certificate`](RedisOptions::ca_certificate); [`client_certificate`](RedisOptions::client_certificate) shows who we
 //! are. A program that has installed a rustls `CryptoProvider` keeps it; otherwise `ring` is installed.
+//!
+//! The certificate of a server must not be that of an authority: `openssl req -x509` makes one with `CA:TRUE` unless it gets
+//! `-addext basicConstraints=CA:FALSE`. The private key of a client must not be encrypted.
 
 mod careful;
+#[cfg(feature = "tls")]
+mod certificates;
 mod cluster;
+mod connect_error;
 mod connector;
 mod counts;
 mod delay_queue;
 mod delay_record;
+mod diagnose;
 mod error;
 mod gather;
 mod handle;
@@ -143,6 +154,7 @@ use bb8_redis::RedisConnectionManager;
 use tokio::sync::Semaphore;
 use tokio::time::Instant;
 
+use self::connect_error::Peer;
 use self::error::store_error;
 use self::gather::Gather;
 use self::keys::Keys;
@@ -258,9 +270,9 @@ impl RedisBackend {
     }
 
     /// Takes over connections, after a look at the servers behind them.
-    async fn new(links: Links, keys: Keys) -> Result<Self, ConnectError> {
+    async fn new(links: Links, peer: &Peer, keys: Keys) -> Result<Self, ConnectError> {
         let scripts = Scripts::new();
-        probe::probe(&links.requests, &keys, &scripts.probe).await?;
+        probe::probe(&links.requests, peer, &keys, &scripts.probe).await?;
         Ok(Self::with_links(links, keys, scripts))
     }
 

@@ -8,9 +8,11 @@ use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ConnectionInfo, Redis
 
 use super::RedisBackend;
 use super::careful::Careful;
+#[cfg(feature = "tls")]
+use super::certificates;
 use super::cluster::{Address, Cluster, Connectors};
+use super::connect_error::{Attempt, Peer};
 use super::connector::{Connector, unhindered};
-use super::error::connect_error;
 use super::home::Home;
 use super::keys::Keys;
 use super::listener::{ClusterSource, Source};
@@ -18,7 +20,7 @@ use super::pool::{Pool, Terms};
 use super::sentinel::{self, Sentinels};
 use super::servers::{CarefulLane, CarefulServers, Lane, Links, Servers, Start};
 use super::url::Target;
-use crate::error::{ConfigError, ConnectError, StoreError};
+use crate::error::{ConfigError, ConnectError};
 
 /// How to reach Redis, and what to call things there.
 ///
@@ -203,7 +205,8 @@ impl RedisOptions {
     /// then, and nothing about eviction.
     ///
     /// Only that nobody answers, or a server cannot serve yet or has no room for another client, is tolerated, with a warning in the log: wrong
-    /// credentials and whatever else a server says stay errors, and so does the name of a service that no Sentinel which answers knows. With options
+    /// credentials and whatever else a server says stay errors, and so does the name of a service that no Sentinel which answers knows. A mistake that
+    /// can never work is an error too: encryption on one side only, a certificate, or an HTTP server in the place of Redis. With options
     /// [from a pool](Self::from_pool) that has a password, a server without room may be taken for one that refuses the password, and be an error too.
     pub fn tolerate_outage(mut self, tolerates_outage: bool) -> Self {
         self.tolerates_outage = tolerates_outage;
@@ -211,6 +214,13 @@ impl RedisOptions {
     }
 
     /// Connects, and makes sure that Redis lets us in, is recent enough and runs scripts for us.
+    ///
+    /// On a cluster, `connect` opens connections to all nodes that serve slots, at the addresses that they announce. If all of
+    /// them fail, or one fails because of its certificate or the credentials, the error names the address and the remedy. One
+    /// node that is down beside others is a warning in the log.
+    ///
+    /// If the reason of a failure is not clear, two more connections find out whether the server speaks Redis, TLS or HTTP. They
+    /// take half a second each at most, and carry no credentials.
     ///
     /// Where the user may run `INFO`, a `maxmemory-policy` that can evict our keys is a warning in the log.
     ///
@@ -229,20 +239,39 @@ impl RedisOptions {
         #[cfg(feature = "tls")]
         self.check_certificates()?;
         let keys = Keys::new(&self.prefix);
-        if !self.tolerates_outage {
-            return RedisBackend::new(self.links(Start::Connected).await?, keys).await;
-        }
-        let started = async { RedisBackend::new(self.clone().links(Start::Connected).await?, keys.clone()).await };
+        let attempt = self.attempt();
+        let options = self.clone();
+        let started = async {
+            let links = options.links(Start::Connected, &attempt).await?;
+            RedisBackend::new(links, &attempt.peer, keys.clone()).await
+        };
         match started.await {
-            Err(ConnectError::Store(error)) if error.is_unavailable() || error.is_timeout() => {
-                warn_of(&error);
-                Ok(RedisBackend::unseen(self.links(Start::Disconnected).await?, keys))
+            Err(error) if self.tolerates_outage && is_outage(&error) => {
+                warn_of_outage(&error);
+                Ok(RedisBackend::unseen(self.links(Start::Disconnected, &attempt).await?, keys))
             }
             started => started,
         }
     }
 
-    async fn links(self, start: Start) -> Result<Links, ConnectError> {
+    fn attempt(&self) -> Attempt {
+        let peer = match &self.origin {
+            Origin::Pool(_) => Peer::Pool,
+            Origin::Target(target) => match &**target {
+                Target::Server(info) => Peer::Server(info.addr().clone()),
+                Target::Sentinel { service, .. } => Peer::Service(service.clone()),
+                Target::Cluster { .. } => Peer::Cluster,
+            },
+        };
+        #[cfg(feature = "tls")]
+        let (is_encrypted, has_client_certificate) =
+            (matches!(&self.origin, Origin::Target(target) if target.is_tls()), self.certificates.client_tls.is_some());
+        #[cfg(not(feature = "tls"))]
+        let (is_encrypted, has_client_certificate) = (false, false);
+        Attempt { peer, timeout: self.connect_timeout, is_encrypted, has_client_certificate }
+    }
+
+    async fn links(self, start: Start, attempt: &Attempt) -> Result<Links, ConnectError> {
         let Self { origin, connections, connect_timeout, response_timeout, .. } = &self;
         let (connections, connect_timeout, patience) = (*connections, *connect_timeout, *response_timeout);
         let home = Arc::new(Home::here());
@@ -255,7 +284,7 @@ impl RedisOptions {
             Origin::Target(target) => &**target,
             Origin::Pool(pool) => {
                 let connector = Connector::Pool { pool: pool.clone(), response_timeout: *response_timeout };
-                return to_one(connector, connections, terms, start).await;
+                return to_one(connector, connections, terms, start, attempt).await;
             }
         };
         let connector = match target {
@@ -294,8 +323,13 @@ impl RedisOptions {
                     let client = self.client(info(address, &redis)?)?;
                     Ok(Connector::Client(Box::new((client, config.clone()))))
                 });
-                let cluster = Cluster::open(seeds, connectors, connections, terms, start).await;
-                let cluster = Arc::new(cluster.map_err(connect_error)?);
+                let cluster = match Cluster::open(seeds, connectors, connections, terms, start).await {
+                    Ok(cluster) => Arc::new(cluster),
+                    Err(error) => return Err(attempt.failed(error).await),
+                };
+                if start == Start::Connected {
+                    check_nodes(&cluster, attempt).await?;
+                }
                 return Ok(Links {
                     requests: Servers::Cluster(Arc::clone(&cluster), Lane::Requests),
                     apart: Servers::Cluster(Arc::clone(&cluster), Lane::Apart),
@@ -307,7 +341,7 @@ impl RedisOptions {
                 });
             }
         };
-        to_one(connector, connections, terms, start).await
+        to_one(connector, connections, terms, start, attempt).await
     }
 
     /// A client for one server, which has not contacted it yet.
@@ -317,7 +351,7 @@ impl RedisOptions {
         let info = info.set_redis_settings(settings).set_tcp_settings(unhindered());
         #[cfg(feature = "tls")]
         if let ConnectionAddr::TcpTls { .. } = info.addr() {
-            provide_cryptography();
+            certificates::provide_cryptography();
             if self.has_certificates() {
                 return Client::build_with_tls(info, self.certificates.clone());
             }
@@ -333,28 +367,19 @@ impl RedisOptions {
         ConnectionAddr::Tcp(host, port)
     }
 
-    /// The client takes a text without any certificate for no authority at all, and says so only when it trusts nobody.
     #[cfg(feature = "tls")]
     fn check_certificates(&self) -> Result<(), ConfigError> {
-        use rustls::pki_types::{CertificateDer, PrivateKeyDer, pem::PemObject};
-        let invalid = |reason: String| ConfigError::InvalidCertificate { reason };
-        let certificates = |pem: &[u8], whose: &str| match CertificateDer::pem_slice_iter(pem).next() {
-            Some(Ok(_)) => Ok(()),
-            Some(Err(error)) => Err(invalid(format!("{whose} certificate: {error}"))),
-            None => Err(invalid(format!("{whose} certificate: there is none in the PEM text"))),
-        };
         if let Some(authority) = &self.certificates.root_cert {
-            certificates(authority, "the authority's")?;
+            certificates::check_authority(authority)?;
         }
         if let Some(client) = &self.certificates.client_tls {
-            certificates(&client.client_cert, "the client's")?;
-            // Nothing of what is not a key is repeated.
-            PrivateKeyDer::from_pem_slice(&client.client_key)
-                .map_err(|_| invalid("the client's key: there is none in the PEM text".to_owned()))?;
+            certificates::check_client(&client.client_cert, &client.client_key)?;
         }
         match &self.origin {
             Origin::Target(target) if target.is_tls() => Ok(()),
-            _ if self.has_certificates() => Err(invalid("only `rediss:` URLs encrypt".to_owned())),
+            _ if self.has_certificates() => {
+                Err(ConfigError::InvalidCertificate { reason: "only `rediss:` URLs encrypt".to_owned() })
+            }
             _ => Ok(()),
         }
     }
@@ -365,17 +390,50 @@ impl RedisOptions {
     }
 }
 
-fn warn_of(error: &StoreError) {
+/// Whether it may be over by itself.
+fn is_outage(error: &ConnectError) -> bool {
+    matches!(error, ConnectError::Store(failure) if failure.error().is_unavailable() || failure.error().is_timeout())
+}
+
+/// Makes sure that the addresses which the nodes announce can be used. A node that is only down is left to its replicas, as long as there is
+/// another one; what is wrong for good with one of them is wrong at the start.
+async fn check_nodes(cluster: &Cluster, attempt: &Attempt) -> Result<(), ConnectError> {
+    let (nodes, failed) = cluster.connected().await;
+    let all_failed = failed.len() == nodes;
+    for (_, error) in failed {
+        let error = attempt.failed(error).await;
+        if all_failed || !is_outage(&error) {
+            return Err(error);
+        }
+        warn_of_node(&error);
+    }
+    Ok(())
+}
+
+// Apart, since the fields of a log line cannot be sent to other threads.
+fn warn_of_outage(error: &ConnectError) {
     let cause = error.source().map(tracing::field::display);
     tracing::warn!(%error, cause, "redis cannot be reached at the start");
 }
 
-async fn to_one(connector: Connector, connections: u32, terms: Terms, start: Start) -> Result<Links, ConnectError> {
+fn warn_of_node(error: &ConnectError) {
+    let cause = error.source().map(tracing::field::display);
+    tracing::warn!(%error, cause, "a node of the redis cluster cannot be reached at the start");
+}
+
+async fn to_one(
+    connector: Connector,
+    connections: u32,
+    terms: Terms,
+    start: Start,
+    attempt: &Attempt,
+) -> Result<Links, ConnectError> {
     let siblings = Arc::default();
     let requests = match start {
-        Start::Connected => {
-            Pool::open(connector.clone(), connections, terms.clone(), &siblings).await.map_err(connect_error)?
-        }
+        Start::Connected => match Pool::open(connector.clone(), connections, terms.clone(), &siblings).await {
+            Ok(pool) => pool,
+            Err(error) => return Err(attempt.failed(error).await),
+        },
         Start::Disconnected => Pool::eager(connector.clone(), connections, terms.clone(), &siblings),
     };
     let apart = Pool::lazy(connector.clone(), 1, terms.clone(), &siblings);
@@ -408,16 +466,6 @@ fn unusable(error: &RedisError) -> ConfigError {
     ConfigError::InvalidCertificate { reason: error.to_string() }
 }
 
-/// Chooses who encrypts, unless the program has chosen already.
-#[cfg(feature = "tls")]
-fn provide_cryptography() {
-    use rustls::crypto::{CryptoProvider, ring};
-    if CryptoProvider::get_default().is_none() {
-        // Somebody else may have been faster, which is as good.
-        let _ = ring::default_provider().install_default();
-    }
-}
-
 /// As good as for ever, and instants can be told that are as far away.
 const LONGEST_TIMEOUT: Duration = Duration::from_secs(365 * 24 * 60 * 60);
 
@@ -441,6 +489,12 @@ impl fmt::Debug for RedisOptions {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn connecting_may_move_between_threads() {
+        fn portable<T: Send>(_: T) {}
+        portable(RedisOptions::from_url("redis+cluster://127.0.0.1/").unwrap().connect());
+    }
 
     /// A connection that many share had one call on its way at a time.
     #[test]

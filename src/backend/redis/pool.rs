@@ -276,7 +276,10 @@ impl ManageConnection for Manager {
         let begun = Instant::now();
         let outcome = match timeout(self.terms.connect, self.attempt()).await {
             // It is there and says nothing.
-            Ok(Err(error)) if error.is_timeout() => Err(no_connection(self.terms.response.min(self.terms.connect))),
+            Ok(Err(error)) if error::inner(&error).is_timeout() => {
+                let silent = no_connection(self.terms.response.min(self.terms.connect));
+                Err(error::place(&error).map_or_else(|| silent.clone(), |peer| error::at(peer.clone(), silent.clone())))
+            }
             Ok(outcome) => outcome,
             Err(_) => Err(no_connection(self.terms.connect)),
         };

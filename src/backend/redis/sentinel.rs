@@ -11,13 +11,16 @@ use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use redis::aio::{AsyncPushSender, MultiplexedConnection};
-use redis::{AsyncConnectionConfig, Client, ErrorKind, RedisError, Value};
+use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ErrorKind, RedisError, Value};
 use tokio::sync::{Mutex, watch};
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
 
 use super::cluster::Address;
+use super::connect_error::Peer;
 use super::connector::{listen, open};
+use super::error;
+use super::pool::no_connection;
 
 /// How often the Sentinels are asked whether there is another primary. A server that has been replaced without being down goes
 /// on to count for seconds, until a Sentinel makes it a replica, and all of that is lost.
@@ -38,6 +41,7 @@ pub(super) struct Sentinels {
     config: AsyncConnectionConfig,
     // How long those have to answer who have to be connected to. There is time left then to make something of what the others say.
     look: Duration,
+    connect_timeout: Duration,
     tenures: watch::Sender<u64>,
     known: Arc<std::sync::Mutex<Known>>,
     watcher: std::sync::Mutex<AbortHandle>,
@@ -163,7 +167,7 @@ impl Sentinels {
         let (service, tenures, known) = (Arc::from(service), watch::Sender::new(0), Arc::default());
         let look = connect_timeout.min(LONGEST_LOOK) * 4 / 5;
         let watcher = std::sync::Mutex::new(watcher(&service, &sentinels, look, &tenures, &known));
-        Self { service, sentinels, open, config, look, tenures, known, watcher }
+        Self { service, sentinels, open, config, look, connect_timeout, tenures, known, watcher }
     }
 
     /// Watches on in this runtime if the one has ended in which that was done.
@@ -200,6 +204,8 @@ impl Sentinels {
     ///
     /// All of them are asked before anything is connected to: one that is cut off from the others goes on to name a server that may not even refuse.
     async fn primary(&self, tenure: &Tenure) -> Result<(Client, MultiplexedConnection), RedisError> {
+        // Before the caller gives up, so that it learns which server does not answer.
+        let until = Instant::now() + self.connect_timeout * 9 / 10;
         let (answers, worst) = ask_all(&self.service, self.sentinels.iter().cloned(), self.look).await;
         let mut worst = match worst {
             // All that have answered say so.
@@ -213,7 +219,8 @@ impl Sentinels {
                 continue;
             }
             tried.push(&announced.primary);
-            match self.connect_to(&announced.primary).await {
+            let connected = timeout_at(until, self.connect_to(&announced.primary)).await;
+            match connected.unwrap_or_else(|_| Err(no_connection(self.connect_timeout))) {
                 Ok(connected) => {
                     let mut known = lock(&self.known);
                     // One that is left anyway says nothing of the others.
@@ -222,7 +229,11 @@ impl Sentinels {
                     }
                     return Ok(connected);
                 }
-                Err(error) => worst = Some(telling(worst, error)),
+                Err(error) => {
+                    let (host, port) = announced.primary.clone();
+                    let primary = Peer::Primary(ConnectionAddr::Tcp(host, port));
+                    worst = Some(telling(worst, error::at(primary, error)));
+                }
             }
         }
         Err(worst.unwrap_or_else(replaced))
@@ -256,7 +267,13 @@ async fn ask_all(
     let mut asked = JoinSet::new();
     for sentinel in sentinels {
         let service = Arc::clone(service);
-        asked.spawn(async move { sentinel.ask(&service).await });
+        asked.spawn(async move {
+            let answer = sentinel.ask(&service).await;
+            answer.map_err(|error| {
+                let address = sentinel.client.get_connection_info().addr().clone();
+                error::at(Peer::Sentinel(address), error)
+            })
+        });
     }
     let (mut answers, mut worst) = (Vec::new(), None);
     let mut until = Instant::now() + look;
@@ -335,7 +352,7 @@ fn unknown_service() -> RedisError {
 }
 
 fn is_unknown(error: &RedisError) -> bool {
-    error.kind() == ErrorKind::MasterNameNotFoundBySentinel
+    error::inner(error).kind() == ErrorKind::MasterNameNotFoundBySentinel
 }
 
 fn watched_by_nobody(service: &str) -> RedisError {
@@ -357,7 +374,7 @@ fn plain(error: RedisError) -> RedisError {
 /// Which of two errors tells more: that of a server which does not let us in, rather than that of a Sentinel which is not
 /// there or knows no primary.
 fn telling(known: Option<RedisError>, error: RedisError) -> RedisError {
-    let tells = |error: &RedisError| match error.kind() {
+    let tells = |error: &RedisError| match error::inner(error).kind() {
         ErrorKind::Io => 0,
         ErrorKind::MasterNameNotFoundBySentinel => 1,
         _ => 2,

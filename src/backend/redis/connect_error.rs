@@ -1,0 +1,316 @@
+//! What a failure to connect means to a user: the kind of mistake, the server, the cause and the remedy.
+
+use std::borrow::Cow;
+use std::time::Duration;
+use std::{fmt, io};
+
+use redis::{ConnectionAddr, ErrorKind, RedisError};
+
+use super::diagnose::{Speaks, diagnose};
+#[cfg(feature = "tls")]
+use super::error::tls_error;
+use super::error::{
+    code, inner, io_error, is_database_forbidden, is_full, is_loading, is_unknown_command, place, refused_database,
+    store_error,
+};
+use crate::error::{ConnectError, ConnectFailure, StoreError};
+
+/// A server, by the role that it has.
+#[derive(Clone, Debug)]
+pub(super) enum Peer {
+    Server(ConnectionAddr),
+    /// Whichever server is the primary of the service.
+    Service(String),
+    Sentinel(ConnectionAddr),
+    /// The primary that the Sentinels announce.
+    Primary(ConnectionAddr),
+    /// A node that the URL names.
+    Seed(ConnectionAddr),
+    /// A node that the cluster announces.
+    Node(ConnectionAddr),
+    /// Whichever nodes there are.
+    Cluster,
+    Pool,
+}
+
+/// Names the server for messages: no user, no password.
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Server(address) => write!(f, "redis at {}", Address(address)),
+            Self::Service(name) => write!(f, "the primary of `{name}`"),
+            Self::Sentinel(address) => write!(f, "the Sentinel at {}", Address(address)),
+            Self::Primary(address) => write!(f, "the primary that the Sentinels announce at {}", Address(address)),
+            Self::Seed(address) => write!(f, "the cluster node at {}", Address(address)),
+            Self::Node(address) => write!(f, "the cluster node that is announced at {}", Address(address)),
+            Self::Cluster => f.write_str("the cluster"),
+            Self::Pool => f.write_str("the server of the pool"),
+        }
+    }
+}
+
+struct Address<'a>(&'a ConnectionAddr);
+
+impl fmt::Display for Address<'_> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {
+            ConnectionAddr::Tcp(host, port) | ConnectionAddr::TcpTls { host, port, .. } if host.contains(':') => {
+                write!(f, "[{host}]:{port}")
+            }
+            address => fmt::Display::fmt(address, f),
+        }
+    }
+}
+
+impl Peer {
+    const fn address(&self) -> Option<&ConnectionAddr> {
+        match self {
+            Self::Server(address)
+            | Self::Sentinel(address)
+            | Self::Primary(address)
+            | Self::Seed(address)
+            | Self::Node(address) => Some(address),
+            Self::Service(_) | Self::Cluster | Self::Pool => None,
+        }
+    }
+
+    /// How to have another address announced.
+    const fn announcement(&self) -> Option<&'static str> {
+        match self {
+            Self::Node(_) => Some(
+                "make that address reachable from this machine, or have the nodes announce another one (`cluster-announce-ip`, \
+                 `cluster-announce-port`, `cluster-announce-hostname`)",
+            ),
+            Self::Primary(_) => Some(
+                "make that address reachable from this machine, or have the Sentinels announce another one (`sentinel monitor`, \
+                 `replica-announce-ip`)",
+            ),
+            _ => None,
+        }
+    }
+}
+
+/// What was tried, and how.
+pub(super) struct Attempt {
+    /// The server that an error is about which does not say so.
+    pub(super) peer: Peer,
+    pub(super) timeout: Duration,
+    pub(super) is_encrypted: bool,
+    pub(super) has_client_certificate: bool,
+}
+
+impl Attempt {
+    /// Why there is no connection to begin with.
+    pub(super) async fn failed(&self, error: RedisError) -> ConnectError {
+        let peer = place(&error).unwrap_or(&self.peer).clone();
+        let error = inner(&error).clone();
+        let classified = self.classify(&peer, &error);
+        if matches!(classified, None | Some(ConnectError::Tls(_)))
+            && !is_absent(&error)
+            && let Some(address) = peer.address()
+            && let Some(speaks) = diagnose(address, self.timeout).await
+            && let Some(mistake) = self.mistake(&peer, speaks, &error)
+        {
+            return mistake;
+        }
+        classified.unwrap_or_else(|| unclear(&peer, error))
+    }
+
+    /// What an error means that says so by itself.
+    fn classify(&self, peer: &Peer, error: &RedisError) -> Option<ConnectError> {
+        #[cfg(feature = "tls")]
+        if let Some(tls) = tls_error(error) {
+            return Some(self.tls(peer, tls));
+        }
+        let failure = |remedy: &'static str| ConnectFailure::new(peer, store_error(error.clone()), remedy);
+        Some(match (error.kind(), code(error)) {
+            _ if is_full(error) => ConnectError::Store(failure("raise its `maxclients`, or open fewer `connections`")),
+            _ if is_loading(error) => ConnectError::Store(failure("wait until it has read its data")),
+            (ErrorKind::AuthenticationFailed, _) | (_, Some("NOAUTH" | "WRONGPASS")) => {
+                ConnectError::Credentials(failure(match peer {
+                    Peer::Sentinel(_) => "correct them with `RedisOptions::sentinel_user`",
+                    Peer::Pool => "correct them where the pool is made",
+                    _ => "correct them in the URL or with `RedisOptions::user`",
+                }))
+            }
+            (_, Some("NOPERM")) => ConnectError::Permissions(failure(GRANT)),
+            _ if is_database_forbidden(error) => {
+                ConnectError::Permissions(failure("grant it `+select`, or use database 0"))
+            }
+            _ if error.to_string().contains("cluster support disabled") => {
+                unsupported(peer, "it is not a node of a cluster", "use `redis://`, or `rediss://` for encryption")
+            }
+            _ if error.to_string().contains("not point to a sentinel") => {
+                unsupported(peer, "it is not a Sentinel", "use `redis://`, or `rediss://` for encryption")
+            }
+            _ if is_unknown_command(error) => another_kind(peer, error),
+            (ErrorKind::MasterNameNotFoundBySentinel, _) => {
+                unsupported(peer, error.detail()?.to_owned(), "correct the service in the path of the URL")
+            }
+            _ => {
+                let detail = refused_database(error)?;
+                unsupported(peer, format!("it refuses the database: {detail}"), "use a database that it has")
+            }
+        })
+    }
+
+    /// What a server that speaks something else means, if that explains the error.
+    fn mistake(&self, peer: &Peer, speaks: Speaks, error: &RedisError) -> Option<ConnectError> {
+        let failure = |text: &'static str, remedy| ConnectFailure::new(peer, StoreError::other(text), remedy);
+        Some(match speaks {
+            Speaks::Http => unsupported(peer, "an HTTP server answers there", "correct the port in the URL"),
+            Speaks::Redis if self.is_encrypted => ConnectError::Tls(failure(
+                "the server does not speak TLS on this port",
+                "use its TLS port, or a `redis` scheme instead of `rediss`",
+            )),
+            Speaks::Redis => return None,
+            Speaks::Tls { .. } if !self.is_encrypted => ConnectError::Tls(failure(
+                "the server speaks TLS on this port",
+                "use a `rediss` scheme instead of `redis` (feature `tls`), or its port without TLS",
+            )),
+            Speaks::Tls { wants_certificate: true } if !self.has_client_certificate => {
+                ConnectError::ClientCertificate(failure("the handshake ended without one", PASS_CERTIFICATE))
+            }
+            Speaks::Tls { .. } if error.kind() == ErrorKind::Parse => foreign(peer),
+            Speaks::Tls { .. } => return None,
+        })
+    }
+
+    #[cfg(feature = "tls")]
+    fn tls(&self, peer: &Peer, error: &rustls::Error) -> ConnectError {
+        use rustls::{AlertDescription as Alert, Error as Tls};
+        let failure =
+            |text: String, remedy: Cow<'static, str>| ConnectFailure::new(peer, StoreError::unavailable(text), remedy);
+        match error {
+            Tls::InvalidCertificate(mistake) => {
+                let (text, remedy) = certificate(peer, mistake);
+                ConnectError::Certificate(failure(text, remedy.into()))
+            }
+            Tls::AlertReceived(
+                alert @ (Alert::CertificateRequired
+                | Alert::BadCertificate
+                | Alert::UnsupportedCertificate
+                | Alert::UnknownCA
+                | Alert::CertificateUnknown
+                | Alert::CertificateExpired
+                | Alert::CertificateRevoked
+                | Alert::AccessDenied
+                | Alert::DecryptError),
+            ) => ConnectError::ClientCertificate(if self.has_client_certificate {
+                failure(
+                    format!("it rejected the certificate of this client with the alert {alert:?}"),
+                    "pass one that its authority has signed to `RedisOptions::client_certificate`".into(),
+                )
+            } else {
+                failure("the handshake ended without one".to_owned(), PASS_CERTIFICATE.into())
+            }),
+            _ => ConnectError::Tls(failure(
+                error.to_string(),
+                "make sure that its port speaks TLS 1.2 or 1.3 with a usual cipher".into(),
+            )),
+        }
+    }
+}
+
+const PASS_CERTIFICATE: &str = "pass one to `RedisOptions::client_certificate`";
+const GRANT: &str = "grant the user what the docs of `tollgate::backend::redis` list under `Servers`";
+
+/// The user may connect, and not run what is needed.
+pub(super) fn forbidden(peer: &Peer, error: StoreError) -> ConnectError {
+    ConnectError::Permissions(ConnectFailure::new(peer, error, GRANT))
+}
+
+/// The server answers, and will not do.
+pub(super) fn unsupported(
+    peer: &Peer,
+    reason: impl Into<Cow<'static, str>>,
+    remedy: impl Into<Cow<'static, str>>,
+) -> ConnectError {
+    ConnectError::Unsupported(ConnectFailure::new(peer, StoreError::other(reason.into()), remedy))
+}
+
+/// It would serve some of our keys, and redirect us for the others.
+pub(super) fn node_of_a_cluster(peer: &Peer) -> ConnectError {
+    unsupported(peer, "it is a node of a cluster", "use `redis+cluster://`, or `rediss+cluster://` for encryption")
+}
+
+/// The server does not know what we need.
+pub(super) fn another_kind(peer: &Peer, error: &RedisError) -> ConnectError {
+    // What follows are the arguments.
+    let said = error.detail().unwrap_or_default().split(',').next().unwrap_or_default();
+    let remedy = "if it is a Sentinel, use `redis+sentinel://`; otherwise let it run EVAL and EVALSHA";
+    unsupported(peer, format!("it says \"{said}\""), remedy)
+}
+
+fn foreign(peer: &Peer) -> ConnectError {
+    unsupported(peer, "the server does not speak the protocol of Redis", "correct the host and the port in the URL")
+}
+
+/// Whether there is no server to ask what it speaks.
+fn is_absent(error: &RedisError) -> bool {
+    use io::ErrorKind::{ConnectionRefused, HostUnreachable, NetworkUnreachable, NotFound};
+    let kind = io_error(error).map(io::Error::kind);
+    is_unknown_host(error) || matches!(kind, Some(ConnectionRefused | HostUnreachable | NetworkUnreachable | NotFound))
+}
+
+fn is_unknown_host(error: &RedisError) -> bool {
+    io_error(error).is_some_and(|error| error.to_string().contains("failed to lookup address"))
+}
+
+/// There is no connection, and nothing says why but the error itself.
+fn unclear(peer: &Peer, error: RedisError) -> ConnectError {
+    if error.kind() == ErrorKind::Parse {
+        return foreign(peer);
+    }
+    let remedy = match io_error(&error).map(io::Error::kind) {
+        _ if is_unknown_host(&error) => "correct the host name, or the name server of this machine",
+        Some(io::ErrorKind::ConnectionRefused) => "start Redis there or correct the address",
+        Some(io::ErrorKind::NotFound) => "start Redis there or correct the path",
+        Some(io::ErrorKind::PermissionDenied) => "let this process read and write the socket",
+        Some(io::ErrorKind::NotConnected | io::ErrorKind::TimedOut) => {
+            "make sure that Redis answers there and no firewall drops the packets, or raise `connect_timeout`"
+        }
+        _ => "make sure that Redis answers there",
+    };
+    let remedy = peer.announcement().unwrap_or(remedy);
+    ConnectError::Store(ConnectFailure::new(peer, store_error(error), remedy))
+}
+
+/// What is wrong with the certificate of a server, and what to do about it.
+#[cfg(feature = "tls")]
+fn certificate(peer: &Peer, mistake: &rustls::CertificateError) -> (String, &'static str) {
+    use rustls::CertificateError as Mistake;
+    match mistake {
+        // The latter where two authorities have the same name.
+        Mistake::UnknownIssuer | Mistake::BadSignature => (
+            "it is signed by no authority that this program trusts".to_owned(),
+            "pass the certificate of its authority to `RedisOptions::ca_certificate`",
+        ),
+        Mistake::NotValidForName | Mistake::NotValidForNameContext { .. } => (
+            mistake.to_string(),
+            match peer {
+                Peer::Node(_) => {
+                    "issue it for the announced address as well, or have the nodes announce a name that it is for \
+                     (`cluster-announce-hostname` with `cluster-preferred-endpoint-type hostname`)"
+                }
+                Peer::Primary(_) => {
+                    "issue it for the announced address as well, or have the Sentinels announce a name that it is for \
+                     (`sentinel announce-hostnames yes`)"
+                }
+                _ => "connect by a name that it is for, or issue it for this one as well",
+            },
+        ),
+        Mistake::Expired | Mistake::ExpiredContext { .. } => (mistake.to_string(), "renew it"),
+        Mistake::NotValidYet | Mistake::NotValidYetContext { .. } => {
+            (mistake.to_string(), "set the clock of this machine, or wait")
+        }
+        Mistake::Other(error) if format!("{error:?}").contains("CaUsedAsEndEntity") => (
+            "it is the certificate of an authority (`CA:TRUE`), which no server may show".to_owned(),
+            "issue one with `basicConstraints=CA:FALSE` for the server, self-signed or signed by that authority",
+        ),
+        Mistake::InvalidPurpose | Mistake::InvalidPurposeContext { .. } => {
+            (mistake.to_string(), "issue one with the extended key usage `serverAuth`")
+        }
+        _ => (mistake.to_string(), "issue another one"),
+    }
+}
