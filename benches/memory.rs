@@ -2,7 +2,8 @@
 //!
 //! `cargo bench --bench memory` runs the criterion benchmarks and ends with the time of one `Limiter::check` on one thread:
 //! `check_ns` over 1,000 keys, which stay in the processor's cache, and `check_100k_keys_ns` over as many keys as a backend
-//! keeps by default, where nearly every check waits for memory.
+//! keeps by default, where nearly every check waits for memory. `policies_100k_ratio` compares a check of a key that 100,000 policies count
+//! with the check of a key that one policy counts.
 
 use std::hash::{BuildHasher, RandomState};
 use std::hint::black_box;
@@ -19,7 +20,12 @@ fn main() {
     let mut criterion = Criterion::default().configure_from_args();
     checks(&mut criterion);
     criterion.final_summary();
-    println!("check_ns={:.0} check_100k_keys_ns={:.0}", check_ns(1_000), check_ns(100_000));
+    let ratio = policies_100k_ratio();
+    println!(
+        "check_ns={:.0} check_100k_keys_ns={:.0} policies_100k_ratio={ratio:.2}",
+        check_ns(1_000),
+        check_ns(100_000)
+    );
 }
 
 fn limiters() -> [(&'static str, Limiter<MemoryBackend>); 3] {
@@ -72,4 +78,34 @@ fn check_ns(count: usize) -> f64 {
     let mut batches: Vec<f64> = (0..5_000_000 / count).map(|_| pass(&keys)).collect();
     batches.sort_by(f64::total_cmp);
     batches[batches.len() / 10]
+}
+
+/// Both are the time of one policy on one key, on one backend: what differs is how many other policies count the same key.
+fn policies_100k_ratio() -> f64 {
+    const POLICIES: u32 = 100_000;
+    let backend = MemoryBackend::with_capacity(2 * POLICIES as usize);
+    let limit = Quota::per_second(u32::MAX).fixed_window();
+    let ns = |of: &Limiter<MemoryBackend>, key: Key| {
+        let pass = || {
+            let start = Instant::now();
+            for _ in 0..1_000 {
+                let decision = now(of.check(black_box(key))).expect("memory does not fail");
+                assert!(black_box(decision).is_allowed());
+            }
+            start.elapsed().as_secs_f64() * 1e9 / 1_000.0
+        };
+        let mut batches: Vec<f64> = (0..2_000).map(|_| pass()).collect();
+        batches.sort_by(f64::total_cmp);
+        batches[batches.len() / 10]
+    };
+    let [crowded, single] = ["crowded", "single"].map(Key::from);
+    // The last one comes behind all others.
+    let policies = (0..POLICIES).map(|tenant| Policy::new(format!("tenant-{tenant}"), limit));
+    let limiters: Vec<_> = policies.map(|policy| Limiter::new(backend.clone(), policy)).collect();
+    for limiter in &limiters {
+        assert!(now(limiter.check(crowded)).expect("memory does not fail").is_allowed());
+    }
+    let last = &limiters[limiters.len() - 1];
+    assert!(now(last.check(single)).expect("memory does not fail").is_allowed());
+    ns(last, crowded) / ns(last, single)
 }

@@ -139,7 +139,7 @@ impl<S> DenyCache<S> {
 
     /// The answer, or what is needed to remember the one of the store.
     fn look_up(&self, policy: &Policy, key: &Key, cost: u32) -> Result<Decision, Question> {
-        let place = self.denials.place(key);
+        let place = self.denials.place(policy, key);
         let mut part = self.denials.lock(place);
         let now = Instant::now();
         let denial = part.get_mut(place, policy, key);
@@ -237,7 +237,7 @@ struct Forget<'a> {
 
 impl Forget<'_> {
     fn now(&self) {
-        let place = self.denials.place(self.key);
+        let place = self.denials.place(self.policy, self.key);
         let mut part = self.denials.lock(place);
         part.books.changes += 1;
         part.remove(place, self.policy, self.key);

@@ -405,7 +405,7 @@ impl<S> Leases<S> {
 
     /// Takes the lease of a key away, now, and lets it have none until the value is dropped.
     fn change<'a>(&'a self, policy: &'a Policy, key: &'a Key) -> Change<'a> {
-        let place = self.slots.place(key);
+        let place = self.slots.place(policy, key);
         let mut part = self.slots.lock(place);
         part.books.changing.push(place.hash);
         if let Some(slot) = part.remove(place, policy, key) {
@@ -660,7 +660,9 @@ impl<S: RateLimitStore + Send + Sync + 'static> Leases<S> {
                     let _ = calls.join_next().await;
                 }
                 let leases = self.clone();
-                calls.spawn(async move { leases.repay(leases.slots.place(&key), &key, receipt, lost).await });
+                calls.spawn(
+                    async move { leases.repay(leases.slots.place(&lost.policy, &key), &key, receipt, lost).await },
+                );
             }
             while calls.join_next().await.is_some() {}
         };
@@ -690,7 +692,7 @@ impl<S: RateLimitStore + Send + Sync + 'static> RateLimitStore for Leases<S> {
         if !is_leasable(policy, cost) {
             return self.store.check(policy, key, cost).await;
         }
-        let place = self.slots.place(key);
+        let place = self.slots.place(policy, key);
         loop {
             match self.step(place, policy, key, cost, true) {
                 Step::Answer(decision) => return Ok(decision),
@@ -728,7 +730,7 @@ impl<S: RateLimitStore + Send + Sync + 'static> RateLimitStore for Leases<S> {
         if !is_leasable(policy, cost) {
             return self.store.check_now(policy, key, cost);
         }
-        let place = self.slots.place(key);
+        let place = self.slots.place(policy, key);
         match self.step(place, policy, key, cost, false) {
             Step::Answer(decision) => Some(decision),
             Step::Ask => {

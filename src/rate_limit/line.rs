@@ -57,8 +57,8 @@ impl Eq for Whose {}
 
 impl Hash for Whose {
     fn hash<H: Hasher>(&self, state: &mut H) {
-        // There are few policies for a key.
         self.key.hash(state);
+        self.policy.name().hash(state);
     }
 }
 

@@ -1,8 +1,9 @@
 #[cfg(feature = "http")]
 use std::any::Any;
 use std::fmt;
+use std::hash::{BuildHasher, RandomState};
 use std::iter;
-use std::sync::{Arc, OnceLock};
+use std::sync::{Arc, LazyLock, OnceLock};
 
 use super::counting::Terms;
 use super::decision::Decision;
@@ -42,6 +43,7 @@ struct Inner {
     least_capacity: u32,
     names: Vec<String>,
     shape: String,
+    counts_hash: u64,
     // And what is only made when it is needed.
     share: OnceLock<(u32, Policy)>,
     meters: OnceLock<Meters>,
@@ -117,6 +119,9 @@ pub enum Mode {
     /// above are [`Enforce`](Self::Enforce).
     Percent(u8),
 }
+
+/// Tenants may choose the names of policies, and could choose names of equal hashes without it.
+static SECRET: LazyLock<RandomState> = LazyLock::new(RandomState::new);
 
 impl PartialEq for Inner {
     fn eq(&self, other: &Self) -> bool {
@@ -197,11 +202,13 @@ impl Policy {
 
     fn with_spec(spec: Spec) -> Self {
         let terms: Vec<_> = spec.limits.iter().map(|limit| Terms::new(*limit)).collect();
+        let shape = shape(&spec.limits);
         let inner = Inner {
             least_capacity: terms.iter().map(|terms| terms.capacity).min().unwrap_or(u32::MAX),
             terms,
             names: names(&spec),
-            shape: shape(&spec.limits),
+            counts_hash: SECRET.hash_one((&spec.name, &shape)),
+            shape,
             spec,
             share: OnceLock::new(),
             meters: OnceLock::new(),
@@ -313,6 +320,12 @@ impl Policy {
     #[inline]
     pub(crate) fn shares_counts_with(&self, other: &Policy) -> bool {
         self.is_same_as(other) || self.is_alike(other)
+    }
+
+    /// A number of where the policy counts, for tables of many policies. Equal for policies that [share counts](Self::shares_counts_with).
+    #[inline]
+    pub(crate) fn counts_hash(&self) -> u64 {
+        self.inner.counts_hash
     }
 
     // Apart, since nearly all that is asked are clones, and who asks is small without it.

@@ -71,11 +71,10 @@ impl<T, B: Default> Shards<T, B> {
         Self { hasher: RandomState::new(), shards: (0..count).map(|_| shard()).collect() }
     }
 
-    /// The same subject of several policies has the same hash: they are few, and clients have no say in how many.
-    pub(super) fn place(&self, key: &Key) -> Place {
+    pub(super) fn place(&self, policy: &Policy, key: &Key) -> Place {
         let mut hasher = self.hasher.build_hasher();
         hasher.write(key.as_bytes());
-        let hash = hasher.finish();
+        let hash = hasher.finish() ^ policy.counts_hash();
         // The map inside the shard uses the low bits.
         Place { hash, shard: (hash >> 48) as usize & (self.shards.len() - 1) }
     }

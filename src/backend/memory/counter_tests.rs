@@ -53,7 +53,8 @@ fn nobody_is_told_less_than_a_decision_on_several_was() {
     // Stands still, so each shard believes for good what time it was when somebody came for the first time.
     let (counter, _) = quanta::Clock::mock();
     let backend = backend(counter);
-    let home = |key: &Key| backend.locate(key).1;
+    let policy = Policy::new("several", Quota::per_hour(10).fixed_window());
+    let home = |key: &Key| backend.locate(&policy, key).1;
     let early = Key::from(0);
     let late = (1..).map(Key::from).find(|key| home(key) != home(&early)).unwrap();
     let time = |key: &Key| backend.now_us(&mut backend.lock(home(key)));
@@ -62,7 +63,6 @@ fn nobody_is_told_less_than_a_decision_on_several_was() {
         time(key);
     }
     assert!(time(&early) < time(&late));
-    let policy = Policy::new("several", Quota::per_hour(10).fixed_window());
     let requests = [early, late].map(|key| Request { policy: policy.clone(), key, cost: 1 });
     assert!(now(backend.check_all(&requests)).unwrap().iter().all(Decision::is_allowed));
     assert!(time(&early) >= time(&late));

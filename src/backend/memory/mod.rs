@@ -25,7 +25,7 @@ use self::idempotency::OperationTable;
 use self::lock::LockTable;
 use self::shard::Shard;
 use crate::key::Key;
-use crate::rate_limit::Quota;
+use crate::rate_limit::{Policy, Quota};
 
 /// Keeps everything in this process: no server, no background task, and the same decisions as Redis would give.
 ///
@@ -35,7 +35,8 @@ use crate::rate_limit::Quota;
 ///
 /// # Memory
 ///
-/// Bounded: at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys unless told otherwise, which take some 100 bytes each. A key
+/// Bounded: at most [`DEFAULT_CAPACITY`](Self::DEFAULT_CAPACITY) keys unless told otherwise, which take some 100 bytes each. A key that several
+/// policies count is kept once for each, and a check takes the same time however many these are. A key
 /// counts as one more for every two limits of its policy, and for every eight requests that a sliding log has room for, 16 bytes each: a
 /// log of 10,000 requests takes the room of 1,251 keys. Keys whose count ran out a second ago are dropped as new ones come. When there is still no room, a
 /// few keys are looked at and the least valuable one is forgotten: the one that has used the smallest share of its quota. So
@@ -173,23 +174,23 @@ impl MemoryBackend {
         shard.us(&self.inner.clock, self.inner.clock.read())
     }
 
-    /// The hash of a subject and the number of the shard that holds it. The same subject of several policies has the same
-    /// hash: they are few, and clients have no say in how many.
+    /// The hash of a key under a policy, and the number of the shard that holds its counts.
     #[inline]
-    fn locate(&self, key: &Key) -> (u64, usize) {
-        let hash = self.hash(key);
+    fn locate(&self, policy: &Policy, key: &Key) -> (u64, usize) {
+        let hash = self.hash(policy, key);
         // The map inside the shard uses the low bits, and the highest ones.
         (hash, (hash >> 48) as usize & (self.inner.shards.len() - 1))
     }
 
-    // Long keys by another variant, so that this one is compiled for the length of nearly all.
+    // Long keys by another variant, so that this one is compiled for the length of nearly all. The policy is hashed already, with another secret.
     #[inline]
-    fn hash(&self, key: &Key) -> u64 {
+    fn hash(&self, policy: &Policy, key: &Key) -> u64 {
         let (first, second) = self.inner.secret;
-        match key.as_least_hashed() {
+        let hash = match key.as_least_hashed() {
             Some(bytes) => SipHasher13::new_with_keys(first, second).hash(bytes),
             None => SipHasher24::new_with_keys(first, second).hash(key.as_hashed()),
-        }
+        };
+        hash ^ policy.counts_hash()
     }
 
     /// Read the clock only after this: whoever holds the lock has to be no earlier than who held it before. A reading from before it has to be held
@@ -229,7 +230,7 @@ impl MemoryBackend {
             for step in 1..=shards.len() {
                 let at = (home + step) % shards.len();
                 let mut shard = lock(&shards[at]);
-                shard.shrink(|key| self.hash(key));
+                shard.shrink(|policy, key| self.hash(policy, key));
                 for _ in 0..share {
                     if self.overweight() == 0 || shard.len() <= usize::from(at == home) {
                         break;
@@ -271,7 +272,7 @@ mod tests {
     use proptest::prelude::*;
 
     use super::*;
-    use crate::rate_limit::{Policy, Quota, RateLimitStore};
+    use crate::rate_limit::RateLimitStore;
 
     impl MemoryBackend {
         /// The weights of all counts, added up anew.
@@ -286,7 +287,7 @@ mod tests {
         let (backend, key) = (MemoryBackend::new(), Key::from("alice"));
         let [old, new] = [(), ()].map(|()| Policy::new("api", Quota::per_hour(10).token_bucket()));
         let is_short = |policy: &Policy| {
-            let (hash, home) = backend.locate(&key);
+            let (hash, home) = backend.locate(policy, &key);
             let mut shard = backend.lock(home);
             let now = backend.now_us(&mut shard);
             shard
@@ -305,11 +306,27 @@ mod tests {
     #[test]
     fn keys_of_all_lengths_have_hashes_of_their_own_which_others_cannot_know() {
         let keys: Vec<_> = (0..=Key::MAX_LEN).map(|len| Key::from("k".repeat(len))).collect();
-        let hashes = |backend: &MemoryBackend| keys.iter().map(|key| backend.hash(key)).collect::<HashSet<_>>();
+        let policy = Policy::new("api", Quota::per_hour(10).token_bucket());
+        let hashes =
+            |backend: &MemoryBackend| keys.iter().map(|key| backend.hash(&policy, key)).collect::<HashSet<_>>();
         let (one, other) = (MemoryBackend::new(), MemoryBackend::new());
         assert_eq!(hashes(&one).len(), keys.len());
         assert_eq!(hashes(&one), hashes(&one.clone()));
         assert!(hashes(&one).is_disjoint(&hashes(&other)));
+    }
+
+    #[test]
+    fn policies_have_hashes_of_their_own_for_one_key() {
+        let (backend, quota) = (MemoryBackend::new(), Quota::per_hour(10));
+        let hash = |policy: &Policy| backend.hash(policy, &Key::EVERYONE);
+        let names: Vec<_> =
+            (0..1_000).map(|tenant| Policy::new(format!("tenant-{tenant}"), quota.token_bucket())).collect();
+        assert_eq!(names.iter().map(hash).collect::<HashSet<_>>().len(), names.len());
+        // Policies that share counts have one hash, and a policy with another algorithm has another one.
+        let [bucket, equal, larger, window] =
+            [quota.token_bucket(), quota.token_bucket(), Quota::per_hour(20).token_bucket(), quota.fixed_window()]
+                .map(|limit| hash(&Policy::new("api", limit)));
+        assert!(bucket == equal && bucket == larger && bucket != window);
     }
 
     proptest! {

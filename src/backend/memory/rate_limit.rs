@@ -292,7 +292,7 @@ impl MemoryBackend {
         }
         // Before the lock, since the processor can do what comes next while it reads the clock.
         let read = self.inner.clock.read();
-        let (hash, home) = self.locate(key);
+        let (hash, home) = self.locate(policy, key);
         let mut shard = self.lock(home);
         let now = shard.us(&self.inner.clock, read);
         if let Some(slot) = shard.find(hash, |slot| slot.is(policy, key))
@@ -310,7 +310,7 @@ impl MemoryBackend {
     /// A yes to what nearly all calls ask for, if that is the answer.
     fn charge_one(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
         let read = self.inner.clock.read();
-        let (hash, home) = self.locate(key);
+        let (hash, home) = self.locate(policy, key);
         let mut shard = self.lock(home);
         let now = shard.us(&self.inner.clock, read);
         if let Some(slot) = shard.find(hash, |slot| slot.is(policy, key)) {
@@ -324,7 +324,7 @@ impl MemoryBackend {
     }
 
     fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: impl FnOnce(u64) -> Verb) -> Decision {
-        let (hash, home) = self.locate(key);
+        let (hash, home) = self.locate(policy, key);
         let mut shard = self.lock(home);
         let now = self.now_us(&mut shard);
         let decision = self.decide_in(&mut shard, hash, policy, key, cost, verb(now), now);
@@ -335,7 +335,7 @@ impl MemoryBackend {
 
     /// Charges all of them or none.
     fn check_together(&self, requests: &[Request]) -> Vec<Decision> {
-        let places: Vec<_> = requests.iter().map(|request| self.locate(&request.key)).collect();
+        let places: Vec<_> = requests.iter().map(|request| self.locate(&request.policy, &request.key)).collect();
         // In one order, whoever locks several.
         let mut homes: Vec<usize> = places.iter().map(|(_, home)| *home).collect();
         homes.sort_unstable();
@@ -427,7 +427,7 @@ impl MemoryBackend {
             };
             if changed && !takes_away && counts.expires_us() > now {
                 let added = counts.weight();
-                let (place, removed) = shard.put(hash, policy, key, counts, |key| self.hash(key), now);
+                let (place, removed) = shard.put(hash, policy, key, counts, |policy, key| self.hash(policy, key), now);
                 self.shrank(removed);
                 self.grew(shard, place, added, now);
             }
@@ -553,7 +553,7 @@ impl RateLimitStore for MemoryBackend {
     }
 
     async fn reset(&self, policy: &Policy, key: &Key) -> Result<(), StoreError> {
-        let (hash, home) = self.locate(key);
+        let (hash, home) = self.locate(policy, key);
         let removed = self.lock(home).remove(hash, policy, key);
         self.shrank(removed);
         Ok(())

@@ -81,13 +81,13 @@ impl Shard {
         policy: &Policy,
         key: &Key,
         counts: Counts,
-        rehash: impl Fn(&Key) -> u64,
+        rehash: impl Fn(&Policy, &Key) -> u64,
         now_us: u64,
     ) -> (usize, usize) {
         let mut removed = 0;
         let slot = Slot::new(policy, key, counts, now_us);
         self.shrink(&rehash);
-        let place = match self.slots.entry(hash, |slot| slot.is(policy, key), |slot| rehash(&slot.key())) {
+        let place = match self.slots.entry(hash, |slot| slot.is(policy, key), |slot| slot.hash(&rehash)) {
             Entry::Occupied(mut stale) => {
                 removed += stale.get().weight();
                 *stale.get_mut() = slot;
@@ -105,10 +105,10 @@ impl Shard {
     }
 
     /// Makes a table smaller that less than an eighth of is taken. Everything gets another place then.
-    pub(super) fn shrink(&mut self, rehash: impl Fn(&Key) -> u64) {
+    pub(super) fn shrink(&mut self, rehash: impl Fn(&Policy, &Key) -> u64) {
         let (len, places) = (self.slots.len(), self.slots.num_buckets());
         if places > PLACES && len < places / 8 {
-            self.slots.shrink_to(2 * len, |slot| rehash(&slot.key()));
+            self.slots.shrink_to(2 * len, |slot| slot.hash(&rehash));
         }
     }
 
@@ -135,15 +135,11 @@ impl Shard {
     }
 
     /// The next few places that are taken, but for the one at `keep`: as many as that if there are so many among the next `places`.
-    ///
-    /// In a larger table not next to each other, where the same key lies once for each policy.
     fn some<const COUNT: usize>(&mut self, places: usize, keep: Option<usize>) -> SmallVec<[usize; COUNT]> {
-        // Odd, and their number is a power of two, so that it gets everywhere.
         let all = self.slots.num_buckets();
-        let stride = (all / PLACES) | 1;
         let mut some = SmallVec::new();
         for _ in 0..places.min(all) {
-            self.hand = (self.hand + stride) & (all - 1);
+            self.hand = (self.hand + 1) & (all - 1);
             if Some(self.hand) != keep && self.slots.get_bucket(self.hand).is_some() {
                 some.push(self.hand);
                 if some.len() == COUNT {
@@ -169,19 +165,19 @@ mod tests {
 
     const HOUR_US: u64 = 3_600_000_000;
 
-    fn hasher() -> impl Fn(&Key) -> u64 {
+    fn hasher() -> impl Fn(&Policy, &Key) -> u64 {
         let secret = RandomState::new();
-        move |key| secret.hash_one(key)
+        move |_, key| secret.hash_one(key)
     }
 
     /// A shard of keys by number that have each used so many of ten.
-    fn shard(policy: &Policy, hash: impl Fn(&Key) -> u64, used: impl Iterator<Item = u32>) -> Shard {
+    fn shard(policy: &Policy, hash: impl Fn(&Policy, &Key) -> u64, used: impl Iterator<Item = u32>) -> Shard {
         let mut shard = Shard::default();
         for (key, used) in (0_u32..).zip(used) {
             let key = Key::from(key);
-            shard.put(hash(&key), policy, &key, Counts::new(policy, 1), &hash, 1);
+            shard.put(hash(policy, &key), policy, &key, Counts::new(policy, 1), &hash, 1);
             for _ in 0..used {
-                let slot = shard.find(hash(&key), |slot| slot.is(policy, &key)).unwrap();
+                let slot = shard.find(hash(policy, &key), |slot| slot.is(policy, &key)).unwrap();
                 assert!(slot.check_only_limit(policy, 1, 1).unwrap().is_allowed());
             }
         }
@@ -195,7 +191,7 @@ mod tests {
         let places = shard.slots.num_buckets();
         let is_limited = |shard: &mut Shard, key: u32| {
             let key = Key::from(key);
-            let slot = shard.find(hash(&key), |slot| slot.is(&policy, &key));
+            let slot = shard.find(hash(&policy, &key), |slot| slot.is(&policy, &key));
             slot.is_some_and(|slot| !slot.check_only_limit(&policy, 1, 2).unwrap().is_allowed())
         };
         // That all eight of a sample are among those forty happens once in a thousand million times.
@@ -212,7 +208,7 @@ mod tests {
         assert!(left > 30, "{left} of 40");
 
         let new = Key::from("new");
-        let (place, _) = shard.put(hash(&new), &policy, &new, Counts::new(&policy, 2), &hash, 2);
+        let (place, _) = shard.put(hash(&policy, &new), &policy, &new, Counts::new(&policy, 2), &hash, 2);
         while shard.len() > 1 {
             assert_eq!(shard.forget_one(Some(place), 2), 1);
         }
@@ -227,14 +223,14 @@ mod tests {
         let later = 1 + HOUR_US + GRACE_US;
         for key in 4_000_u32..8_000 {
             let key = Key::from(key);
-            shard.put(hash(&key), &policy, &key, Counts::new(&policy, later), &hash, later);
+            shard.put(hash(&policy, &key), &policy, &key, Counts::new(&policy, later), &hash, later);
         }
         // Each has looked at two others.
         assert!(shard.len() < 5_500, "{}", shard.len());
         let much_later = later + 2 * HOUR_US;
         for key in 0_u32..4_000 {
             let key = Key::from(key % 100);
-            shard.put(hash(&key), &policy, &key, Counts::new(&policy, much_later), &hash, much_later);
+            shard.put(hash(&policy, &key), &policy, &key, Counts::new(&policy, much_later), &hash, much_later);
         }
         assert!(shard.len() < 300, "{}", shard.len());
     }

@@ -94,11 +94,16 @@ impl Slot {
         self.name.is(key) && self.policy.shares_counts_with(policy)
     }
 
-    pub(super) fn key(&self) -> Key {
+    fn key(&self) -> Key {
         match &self.name {
             Name::Short(name) => Key::of_short(name),
             Name::Long(name) => **name,
         }
+    }
+
+    /// What `hash` says of the policy and the key.
+    pub(super) fn hash(&self, hash: impl Fn(&Policy, &Key) -> u64) -> u64 {
+        hash(&self.policy, &self.key())
     }
 
     /// From when on the counts say nothing any more.
