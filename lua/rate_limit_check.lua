@@ -27,7 +27,7 @@
 -- Returns  for one subject a string, for several an array of them. Where one subject without logs was charged: the last update,
 --          which is the clock, and the counts as they are stored now. Otherwise 1 byte status (0 denied, 2 blocked, 3
 --          admitted), 7 bytes clock, for each log 5 bytes used, 7 bytes us until the cost fits, 7 bytes us until more is left,
---          and then the value as it is stored now. Nothing is written unless all subjects are admitted.
+--          and then the value as it is stored now. Nothing is charged unless all subjects are admitted.
 -- Errors   TOLLGATE if a value was not written by this script; WRONGTYPE
 -- Repeat   charges or gives back again: not to be resent after a lost reply
 -- Value    counts  version 4, little endian: 1 byte version; for each limit what the shape in the key does not tell of its terms:
@@ -41,9 +41,11 @@
 --                  Version 3 has 1 byte limits, 2 bytes length of it all and the terms of each limit behind its version. Version 1
 --                  has them as well, and integers of 7 bytes for times and debts, and of 5 bytes for what was used. Both are
 --                  read, and not written any more.
---          log     version 1, little endian: 1 byte version, 5 bytes sum before the first entry; for each entry 7 bytes
---                  time, 5 bytes sum, modulo 2^40. After a charge fewer than 64 entries have run out, or fewer than a quarter as
---                  many as have not.
+--          log     version 2, little endian: 1 byte version, 5 bytes sum before the first entry, 7 bytes by how much the log's
+--                  clock is ahead of the server's; for each entry 7 bytes time by the log's clock, 5 bytes sum, modulo 2^40.
+--                  After a charge fewer than 64 entries have run out, or fewer than a quarter as many as have not.
+--                  Both are written by any verb, 'peek' too, where the clock was set back since: until that is noted, time
+--                  stands still for the subject.
 local unpack_table = unpack
 local call, pack, unpack, byte, sub = redis.call, struct.pack, struct.unpack, string.byte, string.sub
 local ceil, floor, max, min = math.ceil, math.floor, math.max, math.min
@@ -65,20 +67,20 @@ local open_log
 if #KEYS > 1 then
   -- A sliding log as it stands: the units used, how long until no more than so many are, and what charges it and gives back.
   open_log = function(log, window_us, forget)
-    local ENTRIES, ENTRIES_FORMAT, ENTRY, ENTRY_FORMAT = 6, '<I1I5', 12, '<I7I5'
+    local AHEAD, ENTRIES, ENTRIES_FORMAT, ENTRY, ENTRY_FORMAT = 6, 13, '<I1I5I7', 12, '<I7I5'
     local MODULUS = 2 ^ 40
     -- Most logs are short: this much is read at once, and single entries beyond it as they are needed.
     local READ_AHEAD = 1024
 
     local head = forget and '' or call('GETRANGE', log, 0, READ_AHEAD - 1)
     local bytes = #head < READ_AHEAD and #head or call('STRLEN', log)
-    local base, entries = 0, 0
+    local base, ahead, entries = 0, 0, 0
     if bytes > 0 then
-      if byte(head, 1) ~= 1 or bytes < ENTRIES + ENTRY or (bytes - ENTRIES) % ENTRY ~= 0 then
-        return nil, 'TOLLGATE the value is not a sliding log of version 1'
+      if byte(head, 1) ~= 2 or bytes < ENTRIES + ENTRY or (bytes - ENTRIES) % ENTRY ~= 0 then
+        return nil, 'TOLLGATE the value is not a sliding log of version 2'
       end
       local _
-      _, base = unpack(ENTRIES_FORMAT, head)
+      _, base, ahead = unpack(ENTRIES_FORMAT, head)
       entries = (bytes - ENTRIES) / ENTRY
     end
 
@@ -106,15 +108,14 @@ if #KEYS > 1 then
       return low
     end
 
-    local clock, last_time, last_sum = now, 0, 0
+    local clock, last_sum = now + ahead, 0
     if entries > 0 then
+      local last_time
       last_time, last_sum = entry(entries - 1)
-      if last_time - window_us > now then
-        -- The clock was set back by more than a window. Waiting for it to catch up could take for ever, so start afresh.
-        entries = 0
-      else
-        -- Set back by less, it stands still for this log until it has caught up.
-        clock = max(now, last_time)
+      if last_time > clock then
+        -- The clock was set back. To move all entries would take as long as there are many.
+        ahead, clock = last_time - now, last_time
+        call('SETRANGE', log, AHEAD, pack('<I7', ahead))
       end
     end
     local first = first_that(function(at) return at + window_us > clock end, 0)
@@ -123,7 +124,7 @@ if #KEYS > 1 then
       _, base = entry(first - 1)
     end
     local used = first < entries and (last_sum - base) % MODULUS or 0
-    local ttl_ms = ceil((clock + window_us - now) / 1000) + GRACE_MS
+    local ttl_ms = ceil(window_us / 1000) + GRACE_MS
 
     -- How long until no more than `most` units are used.
     local function wait(most)
@@ -131,30 +132,31 @@ if #KEYS > 1 then
         return 0
       end
       local at = entry(first_that(function(_, sum) return (sum - base) % MODULUS >= used - most end, first))
-      return at + window_us - now
+      return at + window_us - clock
     end
 
     -- Answers how long it takes until more is left.
     local function charge(units)
       if first == entries then
-        call('SET', log, pack(ENTRIES_FORMAT, 1, 0) .. pack(ENTRY_FORMAT, clock, units), 'PX', ttl_ms)
-        return clock + window_us - now
+        call('SET', log, pack(ENTRIES_FORMAT, 2, 0, 0) .. pack(ENTRY_FORMAT, now, units), 'PX', ttl_ms)
+        return window_us
       end
       local oldest = entry(first)
       local added = pack(ENTRY_FORMAT, clock, (last_sum + units) % MODULUS)
       if first >= 64 and first * 4 >= entries - first then
         local live = call('GETRANGE', log, ENTRIES + first * ENTRY, -1)
-        call('SET', log, pack(ENTRIES_FORMAT, 1, base) .. live .. added, 'PX', ttl_ms)
+        call('SET', log, pack(ENTRIES_FORMAT, 2, base, ahead) .. live .. added, 'PX', ttl_ms)
       else
         call('APPEND', log, added)
         call('PEXPIRE', log, ttl_ms)
       end
-      return oldest + window_us - now
+      return oldest + window_us - clock
     end
 
     -- Writes the entries from the one charged at `at` on anew, with `units` less and without those that cost nothing then.
     -- There are at most as many as the limit has units, twice over in debt.
     local function give_back(at, units)
+      at = at + ahead
       local from = first_that(function(time) return time >= at end, first)
       if from == entries or entry(from) ~= at then
         return
@@ -181,7 +183,7 @@ if #KEYS > 1 then
       if live == '' then
         call('UNLINK', log)
       else
-        call('SET', log, pack(ENTRIES_FORMAT, 1, base) .. live, 'PX', ttl_ms)
+        call('SET', log, pack(ENTRIES_FORMAT, 2, base, ahead) .. live, 'PX', ttl_ms)
       end
     end
 
@@ -196,6 +198,10 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   local change, ttl_ms, limits = ARGV[arg + 1], ARGV[arg + 2], ARGV[arg + 5]
   local packed_terms, layout = ARGV[arg + 3], ARGV[arg + 4]
   next_key = next_key + 1
+  if settle and cost < 0 and ARGV[8] - now > 0 then
+    -- The charge was made before the clock was set back, and may have run out.
+    cost = 0
+  end
 
   local stored = call('GET', key) or ''
   local value, block, block_ends = stored, nil, nil
@@ -254,6 +260,21 @@ for arg = 2, settle and 2 or #ARGV, 6 do
 
   -- The last update and the counts, which are brought up to now and charged, to be written if that is what comes of it.
   local counts = {unpack(layout, value, #limits + 1)}
+  if counts[1] > now then
+    -- The clock was set back: no time has passed since the last update.
+    local back, at = counts[1] - now, 2
+    counts[1] = now
+    for i = 1, last_term, 4 do
+      if terms[i] ~= SLIDING_LOG then
+        -- No instant is below 0, which could not be read.
+        counts[at] = max(counts[at] - back, 0)
+        at = at + (terms[i] == SLIDING_WINDOW and 3 or 2)
+      end
+    end
+    value = sub(value, 1, #limits) .. pack(layout, unpack_table(counts))
+    stored = (block or '') .. value
+    call('SET', key, stored, 'KEEPTTL')
+  end
   local forget
   -- Whether they were counted with other numbers for the same algorithms and windows.
   local before = known and sub(value, 1, #limits) ~= limits and {unpack(frame_format, value)}
@@ -261,11 +282,11 @@ for arg = 2, settle and 2 or #ARGV, 6 do
   if stays and cost > 0 then
     -- The numbers of a correction may be of an older and smaller quota, to which nothing should be cut.
     local cuts, is_used = change == 'reset', false
-    local clock, at, from, log_key = max(now, counts[1]), 2, 2, next_key
+    local at, from, log_key = 2, 2, next_key
     for i = 1, last_term, 4 do
-      local kind, span, passed = terms[i], terms[i + 1], clock - (counts[at] or 0)
+      local kind, span, passed = terms[i], terms[i + 1], now - (counts[at] or 0)
       if kind == TOKEN_BUCKET then
-        is_used = is_used or counts[at + 1] > (clock - counts[1]) * before[from + 1]
+        is_used = is_used or counts[at + 1] > (now - counts[1]) * before[from + 1]
         at, from = at + 2, from + 2
       elseif kind == FIXED_WINDOW then
         is_used = is_used or counts[at + 1] > 0 and passed < span
@@ -309,7 +330,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
     ttl_ms = ttl_ms + ceil(ttl_ms / 4)
   elseif before then
     forget = {}
-    local elapsed, at, from = max(now - counts[1], 0), 2, 2
+    local elapsed, at, from = now - counts[1], 2, 2
     for i = 1, last_term, 4 do
       local kind, span, step, new = terms[i], terms[i + 1], terms[i + 2], terms[i + 3]
       if kind == TOKEN_BUCKET then
@@ -331,7 +352,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
       if kind == TOKEN_BUCKET then
         -- Up to now at the old rate, and then in whole tokens.
         local debt = max(counts[at + 1] - elapsed * step, 0)
-        counts[at] = debt > 0 and counts[at] or max(now, counts[1])
+        counts[at] = debt > 0 and counts[at] or now
         counts[at + 1] = same and debt or convert(ceil(debt / span)) * terms[i + 1]
         at = at + 2
       elseif kind == FIXED_WINDOW then
@@ -345,14 +366,9 @@ for arg = 2, settle and 2 or #ARGV, 6 do
         forget[i] = not same and change == 'reset'
       end
     end
-    counts[1] = max(now, counts[1])
+    counts[1] = now
   end
-  local last, back = counts[1], 0
-  if last > now then
-    -- The clock was set back. What has passed has passed, and what is to come takes as long as it would have.
-    -- No instant is below 0, which could not be read.
-    last, back = now, last - now
-  end
+  local last = counts[1]
   counts[1] = now
   local logs
   local buckets, at = 0, 2
@@ -360,7 +376,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
     local kind, span, step, capacity = terms[i], terms[i + 1], terms[i + 2], terms[i + 3]
     local fits = true
     if kind == TOKEN_BUCKET then
-      local since, debt = max(counts[at] - back, 0), counts[at + 1] - (now - last) * step
+      local since, debt = counts[at], counts[at + 1] - (now - last) * step
       if debt <= 0 then
         since, debt = now, 0
       end
@@ -380,7 +396,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
       counts[at], counts[at + 1] = since, debt
       at = at + 2
     elseif kind == FIXED_WINDOW then
-      local start, used = max(counts[at] - back, 0), counts[at + 1]
+      local start, used = counts[at], counts[at + 1]
       -- A window opens with its first charge.
       if used == 0 or now - start >= span then
         start, used = now, 0
@@ -396,7 +412,7 @@ for arg = 2, settle and 2 or #ARGV, 6 do
       counts[at], counts[at + 1] = start, used
       at = at + 2
     elseif kind == SLIDING_WINDOW then
-      local start, previous, used = max(counts[at] - back, 0), counts[at + 1], counts[at + 2]
+      local start, previous, used = counts[at], counts[at + 1], counts[at + 2]
       local elapsed = now - start
       if elapsed >= span and elapsed < 2 * span then
         start, previous, used = start + span, used, 0

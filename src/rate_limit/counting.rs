@@ -139,17 +139,6 @@ impl Count {
         }
     }
 
-    /// Moves the count back by `by`: the clock was set back by as much, and what has passed has passed. Nothing begins
-    /// after `now`, whatever somebody may have stored.
-    #[cfg(feature = "redis")]
-    pub(crate) fn set_back(&mut self, by: u64, now: u64) {
-        match self {
-            Self::TokenBucket { since: start, .. }
-            | Self::FixedWindow { start, .. }
-            | Self::SlidingWindow { start, .. } => *start = start.saturating_sub(by).min(now),
-        }
-    }
-
     /// The units in use at `now`, which the count has been brought up to. Rounded up.
     #[inline]
     pub(crate) fn used(&self, terms: &Terms, now: u64) -> u64 {

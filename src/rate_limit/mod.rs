@@ -75,6 +75,26 @@
 //! All of this is per layer, so a login can be closed while the rest falls back. (The rules of a file share one breaker: it is about the
 //! store, not about what is done without it.) The same is done where a [`PolicyResolver`] has failed, of which the circuit knows nothing.
 //!
+//! # When the clock is set
+//!
+//! Redis counts by the clock of its server, which an operator, NTP or a failover may set. The memory backend counts by a monotonic clock, which
+//! nothing sets.
+//!
+//! A clock that is set back admits no request too many: no time passes for a key between its last charge and its next request. A request may wait
+//! longer for that, by at most the time that has really passed in between. A clock that is set forward ends windows early, by as much as it was
+//! set.
+//!
+//! | algorithm | clock set back | clock set forward |
+//! | --- | --- | --- |
+//! | [token bucket](Quota::token_bucket) | no tokens flow in for that time | tokens of that much time flow in at once, at most a whole [burst](Quota::burst) |
+//! | [fixed window](Quota::fixed_window) | the window stays open for longer by that time | the window closes early, and a new quota begins |
+//! | [sliding window](Quota::sliding_window) | both windows fade later by that time | both windows fade early: after two windows of time the whole quota is free |
+//! | [sliding log](Quota::sliding_log) | remembered requests are forgotten later by that time | they are forgotten early: after one window of time the whole quota is free |
+//! | [block](Limiter::block) | ends later by as much as the clock was set back | ends early |
+//!
+//! A [correction](RateLimitHandle) gives nothing back for a request that was charged before the clock was set back, unless the clock has caught up
+//! with that charge.
+//!
 //! # Trying a limit
 //!
 //! A [shadow](Policy::shadow) policy is counted and judged, and turns nobody away; [`Mode::Percent`] enforces a policy for a

@@ -113,8 +113,7 @@ pub(super) fn decision(reply: &[u8], policy: &Policy, cost: u32, charges: bool) 
         reader.integer(1)?;
         blocked_for = reader.integer(INSTANT)?.saturating_sub(now);
     }
-    let mut counts =
-        if is_short { Counts::Packed { reader, last: now, back: 0 } } else { Counts::read(reader.0, policy, now)? };
+    let mut counts = if is_short { Counts::Packed { reader, last: now } } else { Counts::read(reader.0, policy, now)? };
     let statuses = policy.terms().iter().map(|terms| match counts.next(terms, now) {
         Some(count) => count.status(terms, now, asked),
         None => log_statuses.next().unwrap_or(LimitStatus::new(terms.capacity, 0, Duration::ZERO, Duration::ZERO)),
@@ -134,8 +133,8 @@ pub(super) fn decision(reply: &[u8], policy: &Policy, cost: u32, charges: bool) 
 enum Counts<'a> {
     /// Nothing is stored.
     None,
-    /// As they were packed under the same terms at the instant `last`, and later set back by `back`.
-    Packed { reader: Reader<'a>, last: u64, back: u64 },
+    /// As they were packed under the same terms at the instant `last`.
+    Packed { reader: Reader<'a>, last: u64 },
     /// Carried over from other terms.
     CarriedOver(std::vec::IntoIter<Option<Count>>),
 }
@@ -148,7 +147,7 @@ impl<'a> Counts<'a> {
         if let Some(rest) = value.strip_prefix(&*policy.packed(encode).limits) {
             let mut reader = Reader(rest);
             let last = reader.number()?;
-            return Some(Self::Packed { reader, last: last.min(now), back: last.saturating_sub(now) });
+            return Some(Self::Packed { reader, last: last.min(now) });
         }
         let mut reader = Reader(value);
         if reader.integer(1)? != u64::from(VERSION) {
@@ -156,7 +155,7 @@ impl<'a> Counts<'a> {
         }
         let terms = policy.terms().iter().map(|terms| reader.terms(terms)).collect::<Option<Vec<Terms>>>()?;
         let last = reader.number()?;
-        let mut old = Self::Packed { reader, last: last.min(now), back: last.saturating_sub(now) };
+        let mut old = Self::Packed { reader, last: last.min(now) };
         let counts: Vec<Option<Count>> = terms.iter().map(|terms| old.next(terms, now)).collect();
         let carried =
             carry_over(&terms, |index| counts.get(index).copied().flatten(), policy.terms(), policy.quota_change());
@@ -168,9 +167,8 @@ impl<'a> Counts<'a> {
         let fresh = Count::new(terms.algorithm, now);
         match self {
             Self::None => fresh,
-            Self::Packed { reader, last, back } => {
-                let mut count = reader.count(terms.algorithm)?;
-                count.set_back(*back, now);
+            Self::Packed { reader, last } => {
+                let mut count = reader.count(terms.algorithm, now)?;
                 count.advance(terms, *last, now);
                 Some(count)
             }
@@ -209,12 +207,18 @@ impl Reader<'_> {
         Some(terms.with_capacity(self.integer(4)? as u32))
     }
 
-    fn count(&mut self, algorithm: Algorithm) -> Option<Count> {
+    /// `None` for a log.
+    fn count(&mut self, algorithm: Algorithm, now: u64) -> Option<Count> {
+        if algorithm == Algorithm::SlidingLog {
+            return None;
+        }
+        // Nothing begins after `now`, whatever another program may have stored.
+        let start = self.number()?.min(now);
         Some(match algorithm {
-            Algorithm::TokenBucket => Count::TokenBucket { since: self.number()?, debt: self.number()? },
-            Algorithm::FixedWindow => Count::FixedWindow { start: self.number()?, used: self.number()? },
+            Algorithm::TokenBucket => Count::TokenBucket { since: start, debt: self.number()? },
+            Algorithm::FixedWindow => Count::FixedWindow { start, used: self.number()? },
             Algorithm::SlidingWindow => {
-                Count::SlidingWindow { start: self.number()?, previous: self.number()?, current: self.number()? }
+                Count::SlidingWindow { start, previous: self.number()?, current: self.number()? }
             }
             Algorithm::SlidingLog => return None,
         })

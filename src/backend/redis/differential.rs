@@ -344,6 +344,76 @@ fn counts_survive_a_clock_that_is_set_back_to_1970() {
     }
 }
 
+/// A sliding log began afresh where the clock was set back by more than its window: 40 requests passed instead of 20.
+#[test]
+fn no_window_of_real_time_has_more_when_the_clock_is_set_back() {
+    const UNITS: u32 = 20;
+    const WINDOW_S: u64 = 60;
+    let server = RedisServer::start();
+    let mut pair = Pair::new(&server);
+    let quota = Quota::per_minute(UNITS);
+    let log = quota.sliding_log().unwrap();
+    // How many pass within a window at the most: see the docs of each.
+    let limits = [
+        (Policy::new("log", log), UNITS),
+        (Policy::new("log-and-window", log).limit(quota.fixed_window()), UNITS),
+        (Policy::new("sliding", quota.sliding_window()), 2 * UNITS - 1),
+        (Policy::new("fixed", quota.fixed_window()), 2 * UNITS),
+        (Policy::new("bucket", quota.token_bucket()), 2 * UNITS - 1),
+    ];
+    let key = Key::from("alice");
+    for (policy, most) in limits {
+        for back_s in [45, 10 * WINDOW_S, 365 * 86_400] {
+            let (mut clock_s, mut admitted) = (START_US / 1_000_000, Vec::new());
+            for real_s in 0..10 * WINDOW_S {
+                // In the middle of a window, when its quota is used up, and twice at once.
+                clock_s = if [25, 190, 191, 407].contains(&real_s) { clock_s - back_s } else { clock_s + 1 };
+                let _: () = redis::cmd("SET").arg(CLOCK).arg(clock_s * 1_000_000).query(&mut pair.connection).unwrap();
+                let mut check = || pair.redis_runtime.block_on(pair.redis.check(&policy, &key, 1)).unwrap();
+                // Bursts and a trickle.
+                let asked = if real_s % 7 == 3 { 15 } else { 1 };
+                let passed = (0..asked).map(|_| check()).filter(Decision::is_allowed).count();
+                admitted.extend(std::iter::repeat_n(real_s, passed));
+            }
+            let name = format!("{}, set back by {back_s} s", policy.name());
+            for (index, begin) in admitted.iter().enumerate() {
+                let within = admitted[index..].iter().take_while(|real_s| **real_s < begin + WINDOW_S).count();
+                assert!(within <= most as usize, "{name}: {within} within a window from {begin} s on");
+            }
+            // Each time that it is set back costs a window at the most, and a trickle has nearly all of the quota.
+            assert!(admitted.len() as u32 > 5 * (UNITS - 2), "{name}: only {} were admitted", admitted.len());
+            pair.check_expiries();
+            pair.reset(&policy, &key);
+        }
+    }
+}
+
+/// A refund for a charge of a window that is over made room in the next one.
+#[test]
+fn refund_from_before_a_set_back_makes_no_room() {
+    let server = RedisServer::start();
+    let mut pair = Pair::new(&server);
+    let quota = Quota::per_minute(5);
+    let limits = [quota.token_bucket(), quota.fixed_window(), quota.sliding_window(), quota.sliding_log().unwrap()];
+    for limit in limits {
+        let (policy, key) = (Policy::new("refund", limit), Key::from("alice"));
+        let mut set = |clock_s: u64| {
+            let _: () = redis::cmd("SET").arg(CLOCK).arg(clock_s * 1_000_000).query(&mut pair.connection).unwrap();
+        };
+        let check = |cost: u32| pair.redis_runtime.block_on(pair.redis.check(&policy, &key, cost)).unwrap();
+        let noon_s = START_US / 1_000_000;
+        set(noon_s);
+        let receipt = check(5).receipt().unwrap();
+        set(noon_s - 3_600);
+        assert!(!check(5).is_allowed(), "{limit:?}");
+        set(noon_s - 3_600 + 121);
+        assert!(check(5).is_allowed(), "{limit:?}");
+        pair.redis_runtime.block_on(pair.redis.settle(&policy, &key, receipt, -5)).unwrap();
+        assert!(!check(1).is_allowed(), "{limit:?}");
+        pair.reset(&policy, &key);
+    }
+}
+
 impl RedisBackend {
     /// The same connections and keys, with scripts that read the clock of the test.
     fn on_virtual_clock(&self) -> Self {
