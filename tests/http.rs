@@ -27,8 +27,8 @@ use tollgate::http::{EXPOSED_HEADERS, PeerAddr, ResponseBody, header, matched_pa
 use tollgate::idempotency::IdempotencyHandle;
 use tollgate::lock::LeaseView;
 use tollgate::rate_limit::{
-    Announce, BurstQuota, Decision, Limit, LimitStatus, RateLimitHandle, RateLimitStore, RateLimited, Receipt,
-    Rejection, Standing,
+    Announce, BurstQuota, Decision, Limit, LimitStatus, PolicyResolver, RateLimitHandle, RateLimitStore, RateLimited,
+    Receipt, Rejection, Standing,
 };
 use tollgate::reject::{HeaderVersion, NothingDone, Reject, RejectionBody};
 use tollgate::{
@@ -1441,6 +1441,47 @@ async fn an_admitted_grpc_call_gets_the_inner_answer_and_both_fields() {
 }
 
 /// The subjects and descriptions in the quota failure of a status.
+/// A resolver was given a digest of the API key, by which no database knows a plan.
+#[tokio::test(start_paused = true)]
+async fn plan_is_found_by_the_api_key_of_an_axum_request() {
+    #[derive(Clone, Debug, PartialEq)]
+    struct ApiKey(String);
+    let per_hour = |units: u32| Policy::new("api", Quota::per_hour(units).fixed_window());
+    let plans = PolicyResolver::of_input(move |ApiKey(key)| async move {
+        tokio::task::yield_now().await;
+        let quota = match &*key {
+            "the-key-of-alice" => 3,
+            "the-key-of-bob" => 2,
+            _ => return Err("the database is down"),
+        };
+        Ok(per_hour(quota))
+    });
+    let api_key = |request: &axum::extract::Request| {
+        let key = request.headers().get("x-api-key")?;
+        Some(ApiKey(key.to_str().ok()?.to_owned()))
+    };
+    let limit = RateLimitLayer::new(MemoryBackend::new(), per_hour(1))
+        .key(header("x-api-key"))
+        .resolver_from(api_key, plans.clone())
+        .on_store_error(OnStoreError::Deny);
+    let app: Router = Router::new().route("/", get(async || "hello")).layer(limit);
+    let statuses = async |key: &str| {
+        let mut statuses = Vec::new();
+        for _ in 0..4 {
+            let request = Request::get("/").header("x-api-key", key).body(axum::body::Body::empty()).unwrap();
+            statuses.push(app.clone().oneshot(request).await.unwrap().status().as_u16());
+        }
+        statuses
+    };
+    assert_eq!(statuses("the-key-of-alice").await, [200, 200, 200, 429]);
+    assert_eq!(statuses("the-key-of-bob").await, [200, 200, 429, 429]);
+    assert_eq!(statuses("unknown").await, [503; 4]);
+    // The key of the layer is what an answer is forgotten by.
+    plans.forget(&Key::digest("the-key-of-alice"));
+    assert_eq!(statuses("the-key-of-alice").await, [429; 4]);
+    assert!(!format!("{plans:?} {app:?}").contains("the-key-of"), "{plans:?} {app:?}");
+}
+
 fn violations(status: &tonic::Status) -> Vec<(String, String)> {
     let failure = status.get_details_quota_failure().expect("a quota failure");
     failure.violations.into_iter().map(|violation| (violation.subject, violation.description)).collect()

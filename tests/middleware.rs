@@ -762,6 +762,102 @@ async fn clients_have_the_quota_of_their_plan() {
     assert_eq!(asked.load(Relaxed), 3, "requests for one key ask once between them");
 }
 
+/// What a client sends: a key to count it by, and what its plan is found by.
+#[derive(Clone, Copy)]
+struct Call {
+    client: u32,
+    plan: Option<&'static str>,
+}
+
+async fn accept(_: Call) -> Result<(), BoxError> {
+    Ok(())
+}
+
+#[tokio::test(start_paused = true)]
+async fn resolver_is_asked_by_the_input_of_a_request() {
+    let (asked, found) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+    let plans = PolicyResolver::of_input({
+        let asked = Arc::clone(&asked);
+        move |plan: &'static str| {
+            asked.fetch_add(1, Relaxed);
+            async move {
+                tokio::time::sleep(Duration::from_millis(1)).await;
+                Ok::<_, BoxError>(per_hour(if plan == "pro" { 4 } else { 1 }))
+            }
+        }
+    });
+    let count = Arc::clone(&found);
+    let input = move |call: &Call| {
+        count.fetch_add(1, Relaxed);
+        call.plan
+    };
+    // In any order with the methods that say other things.
+    let service = layer(MemoryBackend::new(), per_hour(2))
+        .resolver_from(input, plans)
+        .key(|call: &Call| call.client)
+        .allow(|call: &Call| call.client == 7)
+        .and(Policy::new("total", Quota::per_hour(1_000).fixed_window()), Everyone)
+        .layer(service_fn(accept));
+    for (client, plan, quota) in [(1, Some("free"), 1), (2, Some("pro"), 4), (3, None, 2), (7, Some("free"), 6)] {
+        let calls = [Call { client, plan }; 6].map(|call| service.clone().oneshot(call));
+        let mut tasks = tokio::task::JoinSet::new();
+        calls.into_iter().for_each(|call| drop(tasks.spawn(call)));
+        let passed = tasks.join_all().await.iter().filter(|outcome| outcome.is_ok()).count();
+        assert_eq!(passed, quota, "client {client}");
+    }
+    assert_eq!(asked.load(Relaxed), 2, "requests for one key ask once between them");
+    // With a fresh answer no input is looked for, and a request may have none.
+    found.store(0, Relaxed);
+    for plan in [Some("free"), None] {
+        assert!(service.clone().oneshot(Call { client: 2, plan }).await.is_err());
+    }
+    assert_eq!((asked.load(Relaxed), found.load(Relaxed)), (2, 0));
+}
+
+#[tokio::test(start_paused = true)]
+async fn resolver_that_is_named_last_is_the_one_that_is_asked() {
+    let by_input = || PolicyResolver::of_input(|quota: u32| ready(Ok::<_, BoxError>(per_hour(quota))));
+    let by_key = PolicyResolver::new(|_| ready(Ok::<_, BoxError>(per_hour(1))));
+    let layer = || layer(MemoryBackend::new(), per_hour(0));
+    let passed = async |calls: Vec<Result<(), BoxError>>| calls.iter().filter(|call| call.is_ok()).count();
+    let last_by_key = layer().resolver_from(|_: &Call| Some(3), by_input()).resolver(by_key.clone());
+    let last_by_input = layer().resolver(by_key).resolver_from(|_: &Call| Some(2), by_input());
+    let twice = layer().resolver_from(|_: &Call| Some(2), by_input()).resolver_from(|_: &Call| Some(3), by_input());
+    let call = Call { client: 1, plan: None };
+    let (last_by_key, last_by_input, twice) = (
+        last_by_key.layer(service_fn(accept)),
+        last_by_input.layer(service_fn(accept)),
+        twice.layer(service_fn(accept)),
+    );
+    let mut outcomes = [Vec::new(), Vec::new(), Vec::new()];
+    for _ in 0..5 {
+        outcomes[0].push(last_by_key.clone().oneshot(call).await);
+        outcomes[1].push(last_by_input.clone().oneshot(call).await);
+        outcomes[2].push(twice.clone().oneshot(call).await);
+    }
+    let [first, second, third] = outcomes;
+    assert_eq!((passed(first).await, passed(second).await, passed(third).await), (1, 2, 3));
+}
+
+#[tokio::test(start_paused = true)]
+async fn waiting_request_is_resolved_by_its_input_each_time() {
+    let plans = PolicyResolver::of_input(|units: u32| {
+        ready(Ok::<_, BoxError>(Policy::new("plan", Quota::per_second(units).fixed_window())))
+    });
+    let service = layer(MemoryBackend::new(), per_hour(0))
+        .key(|call: &Call| call.client)
+        .resolver_from(|_: &Call| Some(2), plans.time_to_live(Duration::ZERO))
+        .wait(Duration::from_secs(60))
+        .layer(service_fn(accept));
+    let begun = tokio::time::Instant::now();
+    let mut tasks = tokio::task::JoinSet::new();
+    for _ in 0..10 {
+        tasks.spawn(service.clone().oneshot(Call { client: 1, plan: None }));
+    }
+    assert!(tasks.join_all().await.iter().all(Result::is_ok));
+    assert!((4_000..6_000).contains(&begun.elapsed().as_millis()), "{:?}", begun.elapsed());
+}
+
 #[tokio::test(start_paused = true)]
 async fn who_has_just_changed_plans_need_not_wait_for_the_old_answer_to_end() {
     let (asked, quota) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(1)));

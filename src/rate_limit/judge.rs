@@ -12,7 +12,7 @@ use super::meters::{Meters, Verdict};
 use super::outage::Aside;
 use super::policy::Policy;
 use super::rejection::Rejection;
-use super::resolver::{PolicyResolver, Resolved};
+use super::resolver::{PolicyResolver, Question, Resolved};
 use super::store::{Charged, RateLimitStore, Request};
 use super::subject::{Subject, Subjects, is_ruled_on};
 use crate::circuit::Circuit;
@@ -69,7 +69,9 @@ impl<B: RateLimitStore + Sync> Core<B> {
     /// Asks for the decisions that a ruling depends on.
     pub(super) async fn look(&self, subjects: &mut [Subject], cost: u32) -> Result<(), StoreError> {
         let span = tracing::debug_span!("rate_limit", policy = self.policy.name(), subjects = subjects.len());
-        match self.ask(subjects, cost).instrument(span).await {
+        let asked = self.ask(subjects, cost).instrument(span).await;
+        subjects.iter_mut().for_each(|subject| subject.question = None);
+        match asked {
             // It failed for those alone that have no say.
             Err(_) if is_ruled_on(subjects) => Ok(()),
             asked => asked,
@@ -99,10 +101,14 @@ impl<B: RateLimitStore + Sync> Core<B> {
         if let (Some(resolver), Some(main)) = (&self.resolver, subjects.iter_mut().find(|subject| subject.main)) {
             let policy = match resolver.known(&main.key) {
                 Some(policy) => policy,
-                None => {
-                    has_time()?;
-                    self.resolve(resolver, &main.key).await?
-                }
+                None => match resolver.question(&main.key, main.question.as_ref()) {
+                    Some(question) => {
+                        has_time()?;
+                        self.resolve(resolver, &main.key, &question).await?
+                    }
+                    // The request has nothing to find a policy by, or had an answer that has become old since.
+                    None => main.policy(&self.policy).clone(),
+                },
             };
             main.count_by(policy);
             may_be_known = true;
@@ -169,8 +175,8 @@ impl<B: RateLimitStore + Sync> Core<B> {
     }
 
     /// Asks the resolver, and notes how it does: what it fails at says something about one key perhaps, and nothing about the store.
-    async fn resolve(&self, resolver: &PolicyResolver, key: &Key) -> Result<Policy, StoreError> {
-        match Deadline::new(resolver.resolve(key, self.deadline / 2), self.deadline).await {
+    async fn resolve(&self, resolver: &PolicyResolver, key: &Key, question: &Question) -> Result<Policy, StoreError> {
+        match Deadline::new(resolver.resolve(key, question, self.deadline / 2), self.deadline).await {
             // That says nothing about the resolver.
             Ok(Resolved::Known(policy)) => Ok(policy),
             Ok(Resolved::Asked(policy)) => {

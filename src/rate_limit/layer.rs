@@ -10,7 +10,7 @@ use super::limiter::DEFAULT_DEADLINE;
 use super::line::Lines;
 use super::policy::Policy;
 use super::resolver::PolicyResolver;
-use super::screen::{Allow, And, Deny, Screened};
+use super::screen::{Allow, And, Deny, ResolveFrom, Screened};
 use super::service::RateLimit;
 use super::store::RateLimitStore;
 // The one backend that is always there, for when the other one is not.
@@ -385,6 +385,55 @@ impl<B, K, C, A, R, X> RateLimitLayer<B, K, C, A, R, X> {
     /// store may: the [deadline](Self::deadline) for each.
     pub fn resolver(self, resolver: PolicyResolver) -> Self {
         self.change(|core| core.resolver = Some(resolver))
+    }
+
+    /// Finds out at run time by which policy a key is counted, as [`resolver`](Self::resolver) does, by a value from the request.
+    ///
+    /// `input` takes that value out of the request: the API key as the client has sent it, an account from the extensions, or any other part.
+    ///
+    /// An answer is kept for the key of the layer, and requests of one key ask once between them. So let the key and the input say the same
+    /// client. A request without an input is counted by the policy of the layer, unless an answer for its key is known. Replaces a resolver that was
+    /// named before.
+    ///
+    /// `input` is called only where no fresh answer is known, or where the request [waits](Self::wait) for room. The value is dropped when
+    /// the resolver has answered, and never logged.
+    ///
+    /// ```
+    /// # #[cfg(feature = "http")] {
+    /// use axum::body::Body;
+    /// use axum::extract::Request;
+    /// use tollgate::http::header;
+    /// use tollgate::rate_limit::PolicyResolver;
+    /// use tollgate::{BoxError, MemoryBackend, Policy, Quota, RateLimitLayer};
+    ///
+    /// async fn has_paid(api_key: &str) -> Result<bool, BoxError> {
+    ///     Ok(api_key == "the-api-key-of-alice") // or what the database says
+    /// }
+    ///
+    /// let [free, pro] = [100, 1_000].map(|quota| Policy::new("api", Quota::per_hour(quota).fixed_window()));
+    /// let plans = PolicyResolver::of_input({
+    ///     let free = free.clone();
+    ///     move |api_key: String| {
+    ///         let (free, pro) = (free.clone(), pro.clone());
+    ///         async move { Ok::<_, BoxError>(if has_paid(&api_key).await? { pro } else { free }) }
+    ///     }
+    /// });
+    /// // The store keeps a digest of the API key, and the resolver is asked by the API key itself.
+    /// let layer = RateLimitLayer::new(MemoryBackend::new(), free).key(header("x-api-key")).resolver_from(
+    ///     |request: &Request| Some(request.headers().get("x-api-key")?.to_str().ok()?.to_owned()),
+    ///     plans,
+    /// );
+    /// # let _: axum::Router = axum::Router::new().route("/", axum::routing::get(async || "")).layer(layer);
+    /// # let _ = Body::empty();
+    /// # }
+    /// ```
+    pub fn resolver_from<F, V>(
+        self,
+        input: F,
+        resolver: PolicyResolver<V>,
+    ) -> RateLimitLayer<B, K, C, A, R, ResolveFrom<X, F, V>> {
+        let (resolve, resolver) = resolver.into_parts();
+        self.resolver(resolver).with_screen(|inner| ResolveFrom { inner, input, resolve })
     }
 
     /// Makes sure that quotas hold as far as they are meant to, so that the memory backend is not taken for a distributed one. This is

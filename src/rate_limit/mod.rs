@@ -192,7 +192,7 @@ pub use self::policy::{Mode, Policy, QuotaChange};
 pub use self::quota::{Algorithm, BurstQuota, Limit, Quota};
 pub use self::rejection::{Announce, Rejection, Standing};
 pub use self::resolver::PolicyResolver;
-pub use self::screen::{Allow, And, Deny, Screen, Screened, Screening, Subjects};
+pub use self::screen::{Allow, And, Deny, ResolveFrom, Screen, Screened, Screening, Subjects};
 pub use self::service::RateLimit;
 pub use self::store::{Charged, RateLimitStore, Request};
 pub use crate::circuit::CircuitBreaker;

@@ -87,6 +87,9 @@ use crate::key::Key;
 /// # }
 /// ```
 ///
+/// A plan may be known by something else than the key, by the API key itself for instance. Make the resolver [of that input](Self::of_input), and
+/// pass it to [`RateLimitLayer::resolver_from`](super::RateLimitLayer::resolver_from).
+///
 /// # Errors
 ///
 /// Where a resolver fails, or takes longer than the deadline of the layer, [`OnStoreError`](super::OnStoreError) says what happens to the
@@ -102,9 +105,9 @@ use crate::key::Key;
 /// A question that has been asked goes on when the request that asked it is late or dropped, for no longer than a
 /// [timeout](Self::timeout), and the next request finds the answer. It runs in a task of the runtime of that request; if this ends, whoever
 /// waits in another one asks anew. At most [1,024](Self::MAX_RUNNING) are under way at a time, and further ones wait for a place.
-#[derive(Clone)]
-pub struct PolicyResolver {
-    resolve: Arc<Resolve>,
+pub struct PolicyResolver<V = Key> {
+    // `None` where each request brings a question of its own.
+    resolve: Option<Arc<Resolve<V>>>,
     time_to_live: Duration,
     timeout: Duration,
     capacity: usize,
@@ -112,7 +115,28 @@ pub struct PolicyResolver {
 }
 
 type Answer = Pin<Box<dyn Future<Output = Result<Policy, StoreError>> + Send>>;
-type Resolve = dyn Fn(Key) -> Answer + Send + Sync;
+pub(super) type Resolve<V> = dyn Fn(V) -> Answer + Send + Sync;
+
+/// Asks a resolver about one request. May hold a secret of the client, so it is dropped when the request is judged, and nothing of it is shown.
+#[derive(Clone)]
+pub struct Question(Arc<dyn Fn() -> Answer + Send + Sync>);
+
+impl Question {
+    pub(super) fn new<V: Clone + Send + Sync + 'static>(resolve: &Arc<Resolve<V>>, input: V) -> Self {
+        let resolve = Arc::clone(resolve);
+        Self(Arc::new(move || resolve(input.clone())))
+    }
+
+    fn ask(&self) -> Answer {
+        (self.0)()
+    }
+}
+
+impl fmt::Debug for Question {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("Question(..)")
+    }
+}
 
 /// What the clones of a resolver have in common.
 struct Shared {
@@ -185,13 +209,42 @@ impl PolicyResolver {
         Fut: Future<Output = Result<Policy, E>> + Send + 'static,
         E: Into<BoxError>,
     {
-        let boxed = move |key| -> Answer {
-            let answer = resolve(key);
+        Self::of_input(resolve)
+    }
+}
+
+impl<V> PolicyResolver<V> {
+    /// Asks `resolve` for the policy by a value that [`resolver_from`](super::RateLimitLayer::resolver_from) finds in the request.
+    ///
+    /// ```
+    /// use tollgate::rate_limit::PolicyResolver;
+    /// use tollgate::{BoxError, Policy, Quota};
+    ///
+    /// #[derive(Clone)]
+    /// struct ApiKey(String);
+    ///
+    /// async fn quota_of(ApiKey(key): &ApiKey) -> Result<u32, BoxError> {
+    ///     Ok(if key == "the-api-key-of-alice" { 1_000 } else { 100 }) // or what the database says
+    /// }
+    ///
+    /// let plans = PolicyResolver::of_input(async |api_key: ApiKey| {
+    ///     let quota = quota_of(&api_key).await?;
+    ///     Ok::<_, BoxError>(Policy::new("api", Quota::per_hour(quota).fixed_window()))
+    /// });
+    /// ```
+    pub fn of_input<F, Fut, E>(resolve: F) -> Self
+    where
+        F: Fn(V) -> Fut + Send + Sync + 'static,
+        Fut: Future<Output = Result<Policy, E>> + Send + 'static,
+        E: Into<BoxError>,
+    {
+        let boxed = move |input| -> Answer {
+            let answer = resolve(input);
             Box::pin(async move { answer.await.map_err(StoreError::other) })
         };
-        let places = Arc::new(Semaphore::new(Self::MAX_RUNNING));
+        let places = Arc::new(Semaphore::new(PolicyResolver::MAX_RUNNING));
         Self {
-            resolve: Arc::new(boxed),
+            resolve: Some(Arc::new(boxed)),
             time_to_live: Duration::from_secs(60),
             timeout: Duration::from_secs(5),
             capacity: 10_000,
@@ -229,6 +282,27 @@ impl PolicyResolver {
         known.running.remove(key);
     }
 
+    /// The question by an input, and the settings and the cache, which do not depend on its type.
+    pub(super) fn into_parts(self) -> (Option<Arc<Resolve<V>>>, PolicyResolver) {
+        let Self { resolve, time_to_live, timeout, capacity, shared } = self;
+        (resolve, PolicyResolver { resolve: None, time_to_live, timeout, capacity, shared })
+    }
+}
+
+impl PolicyResolver {
+    /// Whether it is for each request to say by what the policy is found.
+    pub(super) const fn needs_input(&self) -> bool {
+        self.resolve.is_none()
+    }
+
+    /// The question about a request: by its key, or the one that the request has brought, if any.
+    pub(super) fn question(&self, key: &Key, question: Option<&Question>) -> Option<Question> {
+        match &self.resolve {
+            Some(resolve) => Some(Question::new(resolve, *key)),
+            None => question.cloned(),
+        }
+    }
+
     /// Those of the answers.
     fn bounds(&self) -> Bounds {
         Bounds { capacity: self.capacity, time_to_live: self.time_to_live }
@@ -244,9 +318,14 @@ impl PolicyResolver {
     }
 
     /// The policy of the key. Where there is an old answer, a new one is waited for no longer than `patience`.
-    pub(super) async fn resolve(&self, key: &Key, patience: Duration) -> Result<Resolved, StoreError> {
-        let Some((old, patience)) = self.old(key, patience) else { return self.ask(key).await };
-        Deadline::new(self.ask(key), patience).await.or_else(|error| {
+    pub(super) async fn resolve(
+        &self,
+        key: &Key,
+        question: &Question,
+        patience: Duration,
+    ) -> Result<Resolved, StoreError> {
+        let Some((old, patience)) = self.old(key, patience) else { return self.ask(key, question).await };
+        Deadline::new(self.ask(key, question), patience).await.or_else(|error| {
             self.use_on(key);
             Ok(Resolved::Old(old, error))
         })
@@ -276,7 +355,7 @@ impl PolicyResolver {
     }
 
     /// Asks, or waits for the answer if somebody has asked.
-    async fn ask(&self, key: &Key) -> Result<Resolved, StoreError> {
+    async fn ask(&self, key: &Key, question: &Question) -> Result<Resolved, StoreError> {
         let mut place = None;
         loop {
             match self.next(key, &mut place) {
@@ -291,7 +370,7 @@ impl PolicyResolver {
                 }
                 Next::Begin(attempt) => {
                     let outcome = attempt.outcome.subscribe();
-                    self.begin(attempt).await;
+                    self.begin(attempt, question.clone()).await;
                     // Not once more here: this runtime is about to end.
                     let ended = || Err(StoreError::unavailable("the runtime of the policy resolver has ended"));
                     return told(outcome).await.unwrap_or_else(ended).map(Resolved::Asked);
@@ -327,15 +406,15 @@ impl PolicyResolver {
     }
 
     /// Carries out an attempt, in the background if it has to wait for something.
-    async fn begin(&self, attempt: Attempt) {
-        let (resolve, key, timeout) = (Arc::clone(&self.resolve), attempt.key, self.timeout);
+    async fn begin(&self, attempt: Attempt, question: Question) {
+        let timeout = self.timeout;
         let Ok(runtime) = Handle::try_current() else {
             // There is nothing to run it but the request itself.
-            return attempt.end(resolve(key).await);
+            return attempt.end(question.ask().await);
         };
         let mut course = Box::pin(
             async move {
-                let outcome = Deadline::new(resolve(key), timeout).await;
+                let outcome = Deadline::new(question.ask(), timeout).await;
                 attempt.end(outcome);
             }
             .in_current_span(),
@@ -420,7 +499,14 @@ impl Drop for Attempt {
     }
 }
 
-impl fmt::Debug for PolicyResolver {
+// By hand: `derive` would ask for `V: Clone`.
+impl<V> Clone for PolicyResolver<V> {
+    fn clone(&self) -> Self {
+        Self { resolve: self.resolve.clone(), shared: Arc::clone(&self.shared), ..*self }
+    }
+}
+
+impl<V> fmt::Debug for PolicyResolver<V> {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("PolicyResolver")
             .field("time_to_live", &self.time_to_live)
@@ -445,7 +531,9 @@ mod tests {
                 std::future::ready(Ok::<_, BoxError>(policy))
             }
         });
-        let resolve = async || match resolver.resolve(&Key::EVERYONE, Duration::from_secs(1)).await.unwrap() {
+        let question = resolver.question(&Key::EVERYONE, None).unwrap();
+        let resolve = async || match resolver.resolve(&Key::EVERYONE, &question, Duration::from_secs(1)).await.unwrap()
+        {
             Resolved::Asked(policy) => policy,
             Resolved::Known(_) | Resolved::Old(..) => panic!("the answer has become old"),
         };

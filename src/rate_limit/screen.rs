@@ -1,6 +1,8 @@
+use std::fmt;
 use std::sync::Arc;
 
 use super::policy::Policy;
+use super::resolver::{Question, Resolve};
 use crate::key::{ExtractKey, Key};
 
 /// What a layer finds out about a request before it asks the store: whether it has to, and about whom besides its key.
@@ -11,6 +13,13 @@ use crate::key::{ExtractKey, Key};
 pub trait Screen<Req> {
     /// Adds to `subjects` whom the request counts for, and says what is to happen to it.
     fn screen(&self, request: &Req, subjects: &mut Subjects) -> Screening;
+
+    /// What a resolver is asked about the request. Only [`resolver_from`](super::RateLimitLayer::resolver_from) has something to ask.
+    #[doc(hidden)]
+    fn question(&self, request: &Req) -> Option<Question> {
+        let _ = request;
+        None
+    }
 }
 
 /// What is to happen to a request.
@@ -63,6 +72,10 @@ impl<Req, X: Screen<Req>, F: Fn(&Req) -> bool> Screen<Req> for Allow<X, F> {
     fn screen(&self, request: &Req, subjects: &mut Subjects) -> Screening {
         if (self.listed)(request) { Screening::Pass } else { self.inner.screen(request, subjects) }
     }
+
+    fn question(&self, request: &Req) -> Option<Question> {
+        self.inner.question(request)
+    }
 }
 
 /// Turns some requests away: see [`RateLimitLayer::deny`](super::RateLimitLayer::deny).
@@ -75,6 +88,10 @@ pub struct Deny<X, F> {
 impl<Req, X: Screen<Req>, F: Fn(&Req) -> bool> Screen<Req> for Deny<X, F> {
     fn screen(&self, request: &Req, subjects: &mut Subjects) -> Screening {
         if (self.listed)(request) { Screening::Deny } else { self.inner.screen(request, subjects) }
+    }
+
+    fn question(&self, request: &Req) -> Option<Question> {
+        self.inner.question(request)
     }
 }
 
@@ -100,6 +117,10 @@ impl<Req, X: Screen<Req>, K: ExtractKey<Req>> Screen<Req> for And<X, K> {
         }
         screening
     }
+
+    fn question(&self, request: &Req) -> Option<Question> {
+        self.inner.question(request)
+    }
 }
 
 /// Asks a screen of one's own: see [`RateLimitLayer::screen`](super::RateLimitLayer::screen).
@@ -115,5 +136,38 @@ impl<Req, X: Screen<Req>, S: Screen<Req>> Screen<Req> for Screened<X, S> {
             Screening::Count => self.screen.screen(request, subjects),
             decided => decided,
         }
+    }
+
+    fn question(&self, request: &Req) -> Option<Question> {
+        self.inner.question(request)
+    }
+}
+
+/// Finds in a request what a resolver is asked by: see [`RateLimitLayer::resolver_from`](super::RateLimitLayer::resolver_from).
+pub struct ResolveFrom<X, F, V> {
+    pub(super) inner: Arc<X>,
+    pub(super) input: F,
+    pub(super) resolve: Option<Arc<Resolve<V>>>,
+}
+
+impl<Req, X, F, V> Screen<Req> for ResolveFrom<X, F, V>
+where
+    X: Screen<Req>,
+    F: Fn(&Req) -> Option<V>,
+    V: Clone + Send + Sync + 'static,
+{
+    fn screen(&self, request: &Req, subjects: &mut Subjects) -> Screening {
+        self.inner.screen(request, subjects)
+    }
+
+    fn question(&self, request: &Req) -> Option<Question> {
+        let resolve = self.resolve.as_ref()?;
+        (self.input)(request).map(|input| Question::new(resolve, input))
+    }
+}
+
+impl<X: fmt::Debug, F, V> fmt::Debug for ResolveFrom<X, F, V> {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ResolveFrom").field("inner", &self.inner).finish_non_exhaustive()
     }
 }

@@ -13,6 +13,7 @@ use super::layer::{ChargeAlways, ChargeOn, OnMissingKey, RateLimitLayer, Request
 use super::meters::Verdict;
 use super::policy::Policy;
 use super::rejection::{Announce, Rejection};
+use super::resolver::PolicyResolver;
 use super::screen::{Screen, Screening, Subjects};
 use super::store::RateLimitStore;
 use super::subject::{self, Subject};
@@ -124,8 +125,15 @@ where
         let told = decision.as_ref().filter(|_| !waits);
         let admitted = told.map(|decision| note(policy, decision, enforced, false, cost));
         // Put together where it is to stay: to move all of this about takes as long as to find it out.
-        let mut subject =
-            || Subject { policy: resolved.take(), key: *key, main, decision: decision.take(), enforced, local: false };
+        let mut subject = || Subject {
+            policy: resolved.take(),
+            key: *key,
+            main,
+            decision: decision.take(),
+            enforced,
+            local: false,
+            question: None,
+        };
         if admitted == Some(true) {
             let settings = Arc::clone(self.settings.here());
             let whom = settings.keep::<S, _>(|| subject::Subjects::One(subject()), cost, &mut request);
@@ -165,14 +173,23 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
 
     fn ask<Req>(
         &mut self,
-        subjects: subject::Subjects,
+        mut subjects: subject::Subjects,
         cost: u32,
         request: Req,
     ) -> ResponseFuture<S, Req, B, K, C, A, R, X>
     where
         S: Service<Req> + Clone,
         B: RateLimitStore + Clone + Send + Sync + 'static,
+        X: Screen<Req>,
     {
+        let Settings { core, screen, .. } = &*self.settings;
+        if core.resolver.as_ref().is_some_and(PolicyResolver::needs_input)
+            && let Some(main) = subjects.iter_mut().find(|subject| subject.main)
+            // While a request waits an answer that is known may become old.
+            && (main.policy.is_none() || core.patience.is_some())
+        {
+            main.question = screen.question(&request);
+        }
         ResponseFuture::asking(subjects, cost, self.take_ready(), request, Arc::clone(self.settings.here()))
     }
 }

@@ -8,6 +8,7 @@ use std::{mem, option, slice, vec};
 use super::decision::Decision;
 use super::policy::Policy;
 use super::rejection::Standing;
+use super::resolver::Question;
 use crate::key::Key;
 
 /// Somebody whom a request counts for.
@@ -23,6 +24,8 @@ pub(super) struct Subject {
     pub(super) enforced: bool,
     /// Whether this process decided by itself because the store had failed.
     pub(super) local: bool,
+    /// What the resolver of the layer is asked by, where that is not the key.
+    pub(super) question: Option<Question>,
 }
 
 impl Subject {
@@ -30,7 +33,7 @@ impl Subject {
     pub(super) fn new(layer: &Policy, policy: Option<Policy>, key: Key) -> Self {
         let enforced = policy.as_ref().unwrap_or(layer).is_enforced_for(&key);
         let main = policy.is_none();
-        Self { policy, key, main, decision: None, enforced, local: false }
+        Self { policy, key, main, decision: None, enforced, local: false, question: None }
     }
 
     /// Is counted by this policy instead.
@@ -105,7 +108,7 @@ impl Subjects {
         let Self::One(subject) = self else { return None };
         let decision = subject.decision.take()?;
         decision.retry_after().filter(|wait| *wait > elapsed)?;
-        Some(Self::One(Subject { decision: Some(decision.later(elapsed)), ..subject.clone() }))
+        Some(Self::One(Subject { decision: Some(decision.later(elapsed)), question: None, ..subject.clone() }))
     }
 
     /// Takes out those who turn out to have no say, as they were `judged`.
