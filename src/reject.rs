@@ -91,7 +91,7 @@
 //!
 //! impl<Req> Announce<http::Request<Req>, Response> for AsJson {
 //!     fn announce(&self, standing: &Standing<'_>, response: &mut Response) {
-//!         AsResponse::new().write_headers(standing, response.headers_mut()); // the `RateLimit` fields
+//!         Announce::<http::Request<Req>, _>::announce(&AsResponse::new(), standing, response); // the `RateLimit` fields
 //!     }
 //! }
 //!
@@ -340,6 +340,41 @@ impl AsResponse {
         self
     }
 
+    /// Whose rate-limit fields a response has if the inner service, a proxy for instance, has sent some. Defaults to [`UpstreamFields::Replace`].
+    ///
+    /// ```
+    /// # #[cfg(feature = "http")] {
+    /// use http::{Request, Response};
+    /// use tollgate::reject::UpstreamFields;
+    /// use tollgate::{AsResponse, BoxError, MemoryBackend, Policy, Quota, RateLimitLayer};
+    /// use tower::{Layer, ServiceExt, service_fn};
+    ///
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), BoxError> {
+    /// // The upstream has less left than the layer.
+    /// let proxy = service_fn(async |_: Request<String>| {
+    ///     let response = Response::builder().header("x-ratelimit-remaining", "7").header("x-ratelimit-reset", "30");
+    ///     Ok::<_, BoxError>(response.body(String::new())?)
+    /// });
+    /// let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
+    /// let layer = RateLimitLayer::new(MemoryBackend::new(), policy);
+    ///
+    /// let response = layer.clone().layer(proxy).oneshot(Request::new(String::new())).await?;
+    /// assert!(response.headers().contains_key("ratelimit") && !response.headers().contains_key("x-ratelimit-reset"));
+    ///
+    /// let tighter = layer.with_rejection(AsResponse::new().upstream_fields(UpstreamFields::KeepTighter));
+    /// let response = tighter.layer(proxy).oneshot(Request::new(String::new())).await?;
+    /// assert!(!response.headers().contains_key("ratelimit") && response.headers()["x-ratelimit-remaining"] == "7");
+    /// # Ok(())
+    /// # }
+    /// # main().unwrap();
+    /// # }
+    /// ```
+    #[must_use]
+    pub const fn upstream_fields(mut self, fields: UpstreamFields) -> Self {
+        self.fields.upstream = fields;
+        self
+    }
+
     /// Tells the client its partition key, the parameter `pk` of [`HeaderVersion::Draft10`]. Defaults to not telling it.
     ///
     /// The partition key says which of its requests count together. It is the first half of the HMAC-SHA-256 of the
@@ -447,12 +482,30 @@ pub enum HeaderVersion {
     LegacyDelta,
 }
 
+/// Whose rate-limit fields a response has that the inner service has sent with some already. Defaults to [`Replace`](Self::Replace).
+///
+/// All fields of a response come from one source, so that a client can read them together. Fields that other layers of this process have added are not
+/// those of an upstream.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
+#[non_exhaustive]
+pub enum UpstreamFields {
+    /// The layer removes the fields of the upstream and sends its own.
+    #[default]
+    Replace,
+    /// The response has the fields of the source with fewer units left. Where the fields of the upstream cannot be read, or the layer has made no
+    /// decision, the layer replaces them.
+    KeepTighter,
+    /// The layer adds nothing to a response that has such fields.
+    Keep,
+}
+
 /// Which fields are written, and with what.
 #[derive(Clone, Debug, Default)]
 #[cfg_attr(not(feature = "http"), allow(dead_code, reason = "settings of what is written with that feature"))]
 pub(crate) struct Fields {
     pub(crate) no_extensions: bool,
     pub(crate) versions: Versions,
+    pub(crate) upstream: UpstreamFields,
     #[cfg(feature = "http")]
     pub(crate) secret: Option<Secret>,
 }
@@ -462,7 +515,14 @@ impl Fields {
     #[cfg(feature = "http")]
     #[inline]
     pub(crate) const fn are_announced(&self) -> bool {
-        !self.no_extensions || self.versions.0 != 0
+        !self.no_extensions || self.are_written()
+    }
+
+    /// Whether a response is told anything in its header.
+    #[cfg(feature = "http")]
+    #[inline]
+    pub(crate) const fn are_written(&self) -> bool {
+        self.versions.0 != 0
     }
 }
 

@@ -30,7 +30,7 @@ use tollgate::rate_limit::{
     Announce, BurstQuota, Decision, Limit, LimitStatus, PolicyResolver, RateLimitHandle, RateLimitStore, RateLimited,
     Receipt, Rejection, Standing,
 };
-use tollgate::reject::{HeaderVersion, NothingDone, Reject, RejectionBody};
+use tollgate::reject::{HeaderVersion, NothingDone, Reject, RejectionBody, UpstreamFields};
 use tollgate::{
     AsResponse, Everyone, ExtractKey, IdempotencyLayer, Key, Limiter, LockLayer, MemoryBackend, OnMissingKey,
     OnStoreError, Policy, Quota, RateLimitLayer, StoreError, first_of,
@@ -1441,6 +1441,129 @@ async fn an_admitted_grpc_call_gets_the_inner_answer_and_both_fields() {
 }
 
 /// The subjects and descriptions in the quota failure of a status.
+// The fields of an upstream.
+
+/// The fields of three upstreams.
+const DRAFT_7: &[(&str, &str)] =
+    &[("ratelimit-policy", "10;w=60"), ("ratelimit", "limit=10, remaining=7, reset=30"), ("retry-after", "3")];
+const GITHUB: &[(&str, &str)] = &[
+    ("x-ratelimit-limit", "5000"),
+    ("x-ratelimit-remaining", "7"),
+    ("x-ratelimit-used", "4993"),
+    ("x-ratelimit-reset", "1900000000"),
+];
+const UNREADABLE: &[(&str, &str)] = &[("x-rate-limit-limit", "1 or 2"), ("x-ratelimit-remaining", "a few")];
+
+/// What a client reads of limits behind a layer, and one more around it, in front of an upstream that sends these fields.
+async fn told(
+    answer: AsResponse,
+    quota: u32,
+    upstream: &'static [(&'static str, &'static str)],
+) -> Vec<(String, String)> {
+    let proxy = service_fn(move |_: Request<()>| {
+        let mut response = Response::new(String::new());
+        for (name, value) in upstream {
+            response.headers_mut().append(*name, HeaderValue::from_static(value));
+        }
+        ready(Ok::<_, Infallible>(response))
+    });
+    let inner = layer(Quota::per_minute(quota).fixed_window()).with_rejection(answer.clone());
+    let outer = Policy::new("outer", Quota::per_minute(quota + 100).fixed_window());
+    let outer = RateLimitLayer::new(MemoryBackend::new(), outer).with_rejection(answer);
+    let answer = ask(&outer.layer(inner.layer(proxy)), request()).await;
+    let fields = answer.headers.iter();
+    fields.map(|(name, value)| (name.to_string(), value.to_str().unwrap().to_owned())).collect()
+}
+
+fn pairs(fields: &[(&str, &str)]) -> Vec<(String, String)> {
+    fields.iter().map(|(name, value)| ((*name).to_owned(), (*value).to_owned())).collect()
+}
+
+/// Both syntaxes in one field parse as neither, and `X-RateLimit-Reset` of one source stood beside `X-RateLimit-Remaining` of another.
+#[tokio::test(start_paused = true)]
+async fn fields_of_an_upstream_are_replaced_by_default() {
+    let ours = [
+        ("ratelimit-policy", r#""api";q=100;w=60"#),
+        ("ratelimit-policy", r#""outer";q=200;w=60"#),
+        ("ratelimit", r#""api";r=99;t=60"#),
+        ("ratelimit", r#""outer";r=199;t=60"#),
+    ];
+    for upstream in [DRAFT_7, GITHUB, UNREADABLE, &[("ratelimit", r#""up";r=1;t=9"#)]] {
+        let mut fields = told(AsResponse::new(), 100, upstream).await;
+        // It belongs to the status.
+        let wait = upstream.iter().find(|(name, _)| *name == "retry-after").map(|(_, seconds)| *seconds);
+        let position = fields.iter().position(|(name, _)| name == "retry-after");
+        assert_eq!(position.map(|at| fields.remove(at).1).as_deref(), wait);
+        assert_eq!(fields, pairs(&ours), "{upstream:?}");
+    }
+    let legacy = AsResponse::new().headers([HeaderVersion::LegacyDelta]);
+    let ours = [("x-ratelimit-limit", "100"), ("x-ratelimit-remaining", "99"), ("x-ratelimit-reset", "60")];
+    assert_eq!(told(legacy, 100, GITHUB).await, pairs(&ours));
+    // A layer without fields leaves those of the upstream alone.
+    for upstream in [DRAFT_7, GITHUB, UNREADABLE] {
+        assert_eq!(told(AsResponse::new().headers([]), 100, upstream).await, pairs(upstream));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn fields_of_the_tighter_source_are_kept() {
+    let tighter = AsResponse::new().upstream_fields(UpstreamFields::KeepTighter);
+    for upstream in [DRAFT_7, GITHUB] {
+        assert_eq!(told(tighter.clone(), 100, upstream).await, pairs(upstream));
+        // Less is left of ours, in the inner layer alone, and is told with all that the layers have to say.
+        let fields = told(tighter.clone(), 5, upstream).await;
+        let standing: Vec<_> =
+            fields.iter().filter(|(name, _)| name == "ratelimit").map(|(_, value)| &**value).collect();
+        assert_eq!(standing, [r#""api";r=4;t=60"#, r#""outer";r=104;t=60"#]);
+        assert!(!fields.iter().any(|(name, _)| name.starts_with("x-")), "{fields:?}");
+    }
+    let fields = told(tighter, 100, UNREADABLE).await;
+    assert!(fields.iter().all(|(name, _)| name.starts_with("ratelimit")), "{fields:?}");
+}
+
+/// The outer layer is the tighter one: what the inner one has not told appears as well.
+#[tokio::test(start_paused = true)]
+async fn layers_that_win_late_tell_all_they_know() {
+    let answer = AsResponse::new().upstream_fields(UpstreamFields::KeepTighter);
+    let proxy = service_fn(|_: Request<()>| {
+        ready(Ok::<_, Infallible>(
+            Response::builder().header("ratelimit", "limit=10, remaining=7, reset=30").body(()).unwrap(),
+        ))
+    });
+    let [inner, outer] = [("inner", 100), ("outer", 5)].map(|(name, quota)| {
+        let policy = Policy::new(name, Quota::per_minute(quota).fixed_window());
+        RateLimitLayer::new(MemoryBackend::new(), policy).with_rejection(answer.clone())
+    });
+    let response = outer.layer(inner.layer(proxy)).oneshot(request()).await.unwrap();
+    let standing: Vec<_> = response.headers().get_all(STANDING).iter().collect();
+    assert_eq!(standing, [r#""inner";r=99;t=60"#, r#""outer";r=4;t=60"#]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn fields_of_an_upstream_are_kept_if_told_so() {
+    let keep = AsResponse::new().upstream_fields(UpstreamFields::Keep);
+    for quota in [5, 100] {
+        for upstream in [DRAFT_7, GITHUB, UNREADABLE] {
+            assert_eq!(told(keep.clone(), quota, upstream).await, pairs(upstream));
+        }
+        assert_eq!(told(keep.clone(), quota, &[]).await.len(), 4);
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn metadata_of_a_grpc_upstream_is_replaced_by_default() {
+    for (answer, kept) in [(AsStatus::new(), false), (AsStatus::new().upstream_fields(UpstreamFields::Keep), true)] {
+        let proxy = service_fn(|_: Request<()>| {
+            let response = Response::builder().header("x-ratelimit-remaining", "7").header("x-ratelimit-reset", "30");
+            ready(Ok::<_, Infallible>(response.body(Full::<Bytes>::default()).unwrap()))
+        });
+        let limit = layer(Quota::per_minute(100).fixed_window()).with_rejection(answer);
+        let response = limit.layer(proxy).oneshot(request()).await.unwrap();
+        let headers = response.headers();
+        assert_eq!((headers.contains_key("x-ratelimit-reset"), headers.contains_key(STANDING)), (kept, !kept));
+    }
+}
+
 /// A resolver was given a digest of the API key, by which no database knows a plan.
 #[tokio::test(start_paused = true)]
 async fn plan_is_found_by_the_api_key_of_an_axum_request() {

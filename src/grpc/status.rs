@@ -8,10 +8,10 @@ use percent_encoding::{AsciiSet, CONTROLS, utf8_percent_encode};
 use prost::Message as _;
 
 use super::details::{Any, Status, Violation};
-use crate::http::{ResponseBody, STORE_RETRY, STORE_TEXT, answer_to, leave, write_fields};
+use crate::http::{ResponseBody, STORE_RETRY, STORE_TEXT, answer_to, leave, tell};
 use crate::key::Key;
 use crate::rate_limit::{Announce, Limit, RateLimitHandle, RateLimited, Rejection, Standing, ceil_seconds};
-use crate::reject::{Fields, HeaderVersion, NothingDone, Reject, Secret};
+use crate::reject::{Fields, HeaderVersion, NothingDone, Reject, Secret, UpstreamFields};
 
 /// A rejection becomes a gRPC status. See the [module docs](crate::grpc). Cheap to clone.
 #[derive(Clone, Debug, Default)]
@@ -79,6 +79,14 @@ impl AsStatus {
     #[must_use]
     pub const fn extensions(mut self, extensions: bool) -> Self {
         self.fields.no_extensions = !extensions;
+        self
+    }
+
+    /// Whose rate-limit fields a response has: see [`AsResponse::upstream_fields`](crate::AsResponse::upstream_fields). Defaults to
+    /// [`UpstreamFields::Replace`].
+    #[must_use]
+    pub const fn upstream_fields(mut self, fields: UpstreamFields) -> Self {
+        self.fields.upstream = fields;
         self
     }
 
@@ -172,7 +180,7 @@ impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsStatus {
         if let (false, Some(decision)) = (self.fields.no_extensions, standing.decision) {
             leave(decision, response.extensions_mut());
         }
-        write_fields(&self.fields, standing, response.headers_mut());
+        tell(&self.fields, standing, response);
     }
 }
 

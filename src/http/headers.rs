@@ -16,14 +16,14 @@ use crate::per_thread::PerThread;
 use crate::rate_limit::{Decision, Limit, LimitStatus, Outcome, Policy, Standing, ceil_seconds};
 use crate::reject::{Fields, HeaderVersion, Secret};
 
-const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
+pub(super) const RATELIMIT: HeaderName = HeaderName::from_static("ratelimit");
 const RATELIMIT_POLICY: HeaderName = HeaderName::from_static("ratelimit-policy");
-const DRAFT_6: Triple = Triple {
+pub(super) const DRAFT_6: Triple = Triple {
     limit: HeaderName::from_static("ratelimit-limit"),
     remaining: HeaderName::from_static("ratelimit-remaining"),
     reset: HeaderName::from_static("ratelimit-reset"),
 };
-const LEGACY: Triple = Triple {
+pub(super) const LEGACY: Triple = Triple {
     limit: HeaderName::from_static("x-ratelimit-limit"),
     remaining: HeaderName::from_static("x-ratelimit-remaining"),
     reset: HeaderName::from_static("x-ratelimit-reset"),
@@ -70,6 +70,13 @@ pub(crate) fn write_fields(fields: &Fields, standing: &Standing<'_>, headers: &m
     } else if delta {
         tightest.write(LEGACY, tightest.reset_seconds(), headers);
     }
+}
+
+/// The units left of the tightest limit and the seconds until more become available, if a decision was made.
+pub(super) fn tightest(standing: &Standing<'_>) -> Option<(u64, u64)> {
+    let known = standing.decision.filter(|decision| decision.outcome() != Outcome::Never)?;
+    let tightest = Tightest::of(known)?;
+    Some((tightest.remaining.into(), tightest.reset_seconds()))
 }
 
 /// What is said of a policy in every response.
@@ -239,10 +246,10 @@ struct Tightest {
 }
 
 /// Three fields of one number each.
-struct Triple {
-    limit: HeaderName,
-    remaining: HeaderName,
-    reset: HeaderName,
+pub(super) struct Triple {
+    pub(super) limit: HeaderName,
+    pub(super) remaining: HeaderName,
+    pub(super) reset: HeaderName,
 }
 
 impl Tightest {

@@ -99,6 +99,22 @@
 //!
 //! Layers on top of each other each add a line to the fields that are lists. Of those that hold one value the tightest stays.
 //!
+//! ## Behind a proxy of your own
+//!
+//! If the inner service is a proxy, a response may have the rate-limit fields of its upstream, whose names begin with `RateLimit`, `X-RateLimit` or
+//! `X-Rate-Limit`. All fields of a response come from one source, and [`UpstreamFields`](crate::reject::UpstreamFields) says which:
+//!
+//! | setting of [`AsResponse::upstream_fields`](crate::AsResponse::upstream_fields) | the response has |
+//! | --- | --- |
+//! | `Replace` (default) | the fields of the layers |
+//! | `KeepTighter` | the fields of the source with fewer units left, of equal ones the later reset; those of the layers where one of the two cannot be read |
+//! | `Keep` | the fields of the upstream, where it sends any |
+//!
+//! A number of at least 1,000,000,000 in `X-RateLimit-Reset` is read as seconds since 1970, and from 100,000,000,000 on as milliseconds.
+//!
+//! `Retry-After` on a response that is passed on stays as the upstream has sent it, because it belongs to the status. A layer that sends no fields
+//! (`.headers([])`) leaves those of the upstream alone.
+//!
 //! # Browsers
 //!
 //! A browser asks before it lets a page send `X-Api-Key` or `Idempotency-Key` to another origin, and that request (`OPTIONS`, the preflight)
@@ -265,6 +281,7 @@ mod lock;
 mod problem;
 mod reject;
 pub(crate) mod same_body;
+mod upstream;
 
 pub use self::body::{Never, ResponseBody};
 #[cfg(feature = "grpc")]
@@ -284,6 +301,6 @@ pub use self::lock::{LOCK_FENCE, LockedBody, lock_fence};
 pub use ::ipnet::IpNet;
 
 #[cfg(feature = "grpc")]
-pub(crate) use self::headers::write_fields;
-#[cfg(feature = "grpc")]
 pub(crate) use self::reject::{STORE_RETRY, STORE_TEXT, answer_to, leave};
+#[cfg(feature = "grpc")]
+pub(crate) use self::upstream::tell;

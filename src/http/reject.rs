@@ -7,6 +7,7 @@ use ::http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode};
 use super::body::{Never, ResponseBody};
 use super::headers::write_fields;
 use super::problem::{Kind, Problem};
+use super::upstream::tell;
 use crate::key::Key;
 use crate::rate_limit::{Announce, Decision, Outcome, RateLimitHandle, RateLimited, Rejection, Standing, ceil_seconds};
 use crate::reject::{AsResponse, NothingDone, Reject, RejectionBody};
@@ -81,7 +82,7 @@ impl<ReqBody, B> Announce<Request<ReqBody>, Response<B>> for AsResponse {
         if let (false, Some(decision)) = (self.fields.no_extensions, standing.decision) {
             leave(decision, response.extensions_mut());
         }
-        self.write_headers(standing, response.headers_mut());
+        tell(&self.fields, standing, response);
     }
 }
 
@@ -127,6 +128,9 @@ impl AsResponse {
     }
 
     /// Adds the header fields that tell how a request stands, for [answers](crate::reject::Reject) of one's own.
+    ///
+    /// Adds to whatever is there. For a response that may have the fields of an [upstream](Self::upstream_fields), call
+    /// [`announce`](crate::rate_limit::Announce::announce) instead.
     pub fn write_headers(&self, standing: &Standing<'_>, headers: &mut HeaderMap) {
         write_fields(&self.fields, standing, headers);
     }
