@@ -82,7 +82,7 @@
 //! * `axum`: lets the keys `peer_ip` and `ClientIp` find axum's `ConnectInfo`, and idempotency the path that a nested router was asked for, without which
 //!   two nested routes may be one to it; the key `matched_path`; handlers take what layers know as arguments.
 //! * `grpc`: the module `grpc`, with prost.
-//! * `metrics`: counters and histograms of the `metrics` facade: see [`rate_limit`](rate_limit#metrics),
+//! * `metrics`: counters and histograms of the `metrics` facade, with metrics and arc-swap: see [`rate_limit`](rate_limit#metrics),
 //!   [`lock`](lock#metrics), [`idempotency`](idempotency#metrics) and [`delay_queue`](delay_queue#metrics). `metrics::describe` tells the recorder what they are.
 //! * `cron`: jobs that come back by cron patterns, in time zones, with croner and jiff: see `delay_queue::Recurring`.
 //! * `otel`: links of OpenTelemetry from the span of a job to who pushed it: see [`delay_queue`](delay_queue#traces).
@@ -97,6 +97,8 @@ mod circuit;
 mod deadline;
 mod error;
 mod key;
+#[cfg(feature = "metrics")]
+mod meter;
 mod per_thread;
 
 pub mod backend;

@@ -3,6 +3,7 @@
 
 use std::collections::BTreeMap;
 use std::future::IntoFuture;
+use std::sync::atomic::Ordering;
 use std::task::{Context, Poll};
 use std::time::Duration;
 
@@ -11,9 +12,10 @@ use futures_util::stream::{PollFn, poll_fn};
 use http::{Request, Response, StatusCode};
 use http_body::Frame;
 use http_body_util::{BodyExt, Full, StreamBody};
-use metrics::Unit;
+use metrics::{Counter, Gauge, Histogram, KeyName, Metadata, Recorder, SharedString, Unit};
 use metrics_util::CompositeKey;
 use metrics_util::debugging::{DebugValue, DebuggingRecorder, Snapshotter};
+use metrics_util::registry::{AtomicStorage, Registry};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::mpsc::unbounded_channel;
 use tokio::time::Instant;
@@ -1343,4 +1345,118 @@ fn the_docs_of_all_that_is_counted_say_that_the_recorder_comes_first() {
         let docs = docs.split("//! # ").next().unwrap();
         assert!(docs.contains("The recorder has to be installed before"), "{docs}");
     }
+}
+
+/// A recorder that forgets metrics, as an exporter with an idle timeout does: it ignores the handles of a forgotten metric.
+struct Forgetful(Registry<metrics::Key, AtomicStorage>);
+
+impl Forgetful {
+    /// Every counter and histogram that was used, and every gauge, with their values.
+    fn seen(&self) -> BTreeMap<String, f64> {
+        let name = |key: &metrics::Key| {
+            let labels: Vec<_> = key.labels().map(|label| format!("{}={}", label.key(), label.value())).collect();
+            format!("{}{{{}}}", key.name(), labels.join(","))
+        };
+        let mut seen = BTreeMap::new();
+        self.0.visit_counters(|key, counter| {
+            seen.insert(name(key), counter.load(Ordering::Relaxed) as f64);
+        });
+        self.0.visit_histograms(|key, values| {
+            seen.insert(name(key), values.data().len() as f64);
+        });
+        seen.retain(|_, value| *value > 0.0);
+        self.0.visit_gauges(|key, gauge| {
+            seen.insert(name(key), f64::from_bits(gauge.load(Ordering::Relaxed)));
+        });
+        seen
+    }
+}
+
+impl Recorder for Forgetful {
+    fn describe_counter(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_gauge(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn describe_histogram(&self, _: KeyName, _: Option<Unit>, _: SharedString) {}
+
+    fn register_counter(&self, key: &metrics::Key, _: &Metadata<'_>) -> Counter {
+        self.0.get_or_create_counter(key, |counter| Counter::from_arc(counter.clone()))
+    }
+
+    fn register_gauge(&self, key: &metrics::Key, _: &Metadata<'_>) -> Gauge {
+        self.0.get_or_create_gauge(key, |gauge| Gauge::from_arc(gauge.clone()))
+    }
+
+    fn register_histogram(&self, key: &metrics::Key, _: &Metadata<'_>) -> Histogram {
+        self.0.get_or_create_histogram(key, |histogram| Histogram::from_arc(histogram.clone()))
+    }
+}
+
+/// Metrics vanished for good once an exporter had dropped them after its idle timeout.
+#[test]
+fn metric_that_was_dropped_when_idle_appears_again() {
+    let recorder = Forgetful(Registry::new(AtomicStorage));
+    let runtime = Builder::new_current_thread().enable_all().start_paused(true).build().unwrap();
+    let memory = MemoryBackend::new();
+    let store = FaultStore::new(memory.clone());
+    let faults = store.faults();
+    let breaker = CircuitBreaker::new().failures(1).probe_interval(Duration::ZERO);
+    let policy = Policy::new("again", Quota::per_second(1).fixed_window());
+    let limit = RateLimitLayer::new(store.clone(), policy).circuit_breaker(breaker).with_rejection(AsError);
+    let limit = limit.layer(service_fn(async |(): ()| Ok::<_, BoxError>(())));
+    let locks = Locks::new(memory.clone()).namespace("again");
+    let operations = Operations::new(memory.clone(), "again");
+    let queue = DelayQueue::<u32>::new(memory, "again");
+    let use_all = async |turn: u32| {
+        let _ = (limit.clone().oneshot(()).await, limit.clone().oneshot(()).await);
+        faults.fail(Failure::Unavailable);
+        let _ = limit.clone().oneshot(()).await;
+        faults.heal();
+        let _ = limit.clone().oneshot(()).await;
+        locks.lock("a").await.unwrap().release().await.unwrap();
+        let operation = Operation::new("alice", turn.to_string());
+        operations.run(operation, "", async |_| Ok::<_, BoxError>("done")).await.unwrap();
+        queue.push(turn).await.unwrap();
+        // Long enough for the worker to have run the job, and for the next use to be in another second.
+        tokio::time::sleep(Duration::from_secs(3)).await;
+    };
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            // One job runs all the time.
+            let (stop, stopped) = tokio::sync::oneshot::channel::<()>();
+            let work = service_fn(async |job: Job<u32>| {
+                if *job == 0 {
+                    tokio::time::sleep(Duration::from_secs(600)).await;
+                }
+                Ok::<_, BoxError>(())
+            });
+            let worker = DelayQueueWorker::new(queue.clone(), work).concurrency(2);
+            let running = tokio::spawn(worker.run_until(async { drop(stopped.await) }));
+            queue.push(0).await.unwrap();
+            use_all(1).await;
+            let first = recorder.seen();
+            recorder.0.clear();
+            use_all(2).await;
+            let second = recorder.seen();
+            let missing: Vec<_> = first.keys().filter(|name| !second.contains_key(*name)).collect();
+            assert!(missing.is_empty(), "{missing:?} did not appear again");
+            for name in [
+                "tollgate_decisions_total{policy=again,outcome=limited}",
+                "tollgate_circuit_transitions_total{policy=again,state=closed}",
+                "tollgate_lock_requests_total{locks=again,outcome=granted}",
+                "tollgate_idempotency_requests_total{layer=again,outcome=executed}",
+                "tollgate_job_pushes_total{queue=again,outcome=new}",
+                "tollgate_jobs_total{queue=again,outcome=done}",
+            ] {
+                assert!(second.contains_key(name), "{name} is not among {second:?}");
+            }
+            let at_work = |seen: &BTreeMap<String, f64>| seen.get("tollgate_jobs_running{queue=again}").copied();
+            assert_eq!((at_work(&first), at_work(&second)), (Some(1.0), Some(1.0)));
+            recorder.0.clear();
+            tokio::time::sleep(Duration::from_secs(600)).await;
+            drop(stop);
+            running.await.unwrap();
+            assert_eq!(at_work(&recorder.seen()), Some(0.0));
+        });
+    });
 }

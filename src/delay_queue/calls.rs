@@ -19,7 +19,7 @@ pub(super) struct Calls {
     breaker: CircuitBreaker,
     // One for each part of the queue: they may lie on different nodes.
     circuits: Box<[Circuit]>,
-    // Made when the store is first asked, so that the recorder is installed by then.
+    // Made when the store is first asked: the recorder is installed by then.
     meters: OnceLock<CallMeters>,
 }
 

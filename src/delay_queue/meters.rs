@@ -56,14 +56,16 @@ pub(super) use self::imp::{CallMeters, Meters};
 
 #[cfg(feature = "metrics")]
 mod imp {
+    use std::sync::Arc;
     use std::time::Duration;
 
-    use metrics::{Counter, Gauge, Histogram, Label, SharedString, counter, gauge, histogram};
+    use metrics::{Label, SharedString};
 
     use super::{PushResult, Result};
     use crate::delay_queue::store::Expired;
+    use crate::meter::{Counter, Gauge, Histogram, counter, gauge, histogram};
 
-    /// The handles of the workers of one queue, registered with the recorder that is installed when the worker starts.
+    /// The metrics of the workers of one queue, registered when the worker starts.
     pub(in crate::delay_queue) struct Meters {
         results: [Counter; Result::ALL.len()],
         late: Histogram,
@@ -77,7 +79,7 @@ mod imp {
 
     impl Meters {
         pub(in crate::delay_queue) fn new(queue: &str) -> Self {
-            let name = SharedString::from(queue.to_owned());
+            let name = SharedString::from(Arc::<str>::from(queue));
             let queue = || Label::new("queue", name.clone());
             let result = |value| vec![queue(), Label::from_static_parts("outcome", value)];
             let expired = |value| counter!("tollgate_job_leases_expired_total", result(value));
@@ -121,7 +123,7 @@ mod imp {
         }
     }
 
-    /// The handles of those who push to one queue, or change and look at it, registered when the store is first asked.
+    /// The metrics of pushes to one queue and of other calls about it, registered with the first call of the store.
     pub(in crate::delay_queue) struct CallMeters {
         pushes: [Counter; PushResult::ALL.len()],
         store_errors: Counter,
@@ -130,7 +132,7 @@ mod imp {
 
     impl CallMeters {
         pub(in crate::delay_queue) fn new(queue: &str) -> Self {
-            let name = SharedString::from(queue.to_owned());
+            let name = SharedString::from(Arc::<str>::from(queue));
             let queue = || Label::new("queue", name.clone());
             let labels = |key: &'static str, value: &'static str| vec![queue(), Label::from_static_parts(key, value)];
             let circuit = |state| counter!("tollgate_job_circuit_transitions_total", labels("state", state));

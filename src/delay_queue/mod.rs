@@ -159,8 +159,8 @@
 //!
 //! # Metrics
 //!
-//! With the feature `metrics` queues and workers count with the `metrics` facade, all with the label `queue`. The recorder has to be installed before a
-//! worker runs and before the queue is first pushed to or asked anything else: one that comes later is told nothing for as long as they last.
+//! With the feature `metrics` queues and workers count with the `metrics` facade, all with the label `queue`. A metric that an
+//! exporter has dropped after its idle timeout appears [again](crate::rate_limit#metrics) when it is next used.
 //!
 //! | | |
 //! | --- | --- |

@@ -60,12 +60,14 @@ pub(crate) use self::imp::Meters;
 
 #[cfg(feature = "metrics")]
 mod imp {
+    use std::sync::Arc;
     use std::time::Duration;
 
-    use metrics::{Counter, Histogram, Label, SharedString, counter, histogram};
+    use metrics::{Label, SharedString};
     use tokio::time::Instant;
 
     use super::{Ended, Verdict};
+    use crate::meter::{Counter, Histogram, counter, histogram};
 
     const VERDICTS: [(Verdict, &str); 15] = [
         (Verdict::Executed, "executed"),
@@ -91,7 +93,7 @@ mod imp {
         (Ended::Unknown, "unknown"),
     ];
 
-    /// The handles of one layer, registered with the recorder that is installed when the layer is first used.
+    /// The metrics of one layer, registered when the layer is first used.
     pub(crate) struct Meters {
         requests: [Counter; VERDICTS.len()],
         attempts: [Counter; ENDS.len()],
@@ -103,7 +105,7 @@ mod imp {
 
     impl Meters {
         pub(crate) fn new(layer: &str) -> Self {
-            let name = SharedString::from(layer.to_owned());
+            let name = SharedString::from(Arc::<str>::from(layer));
             let layer = || Label::new("layer", name.clone());
             let outcome = |value: &'static str| vec![layer(), Label::from_static_parts("outcome", value)];
             let circuit = |state| {

@@ -192,8 +192,8 @@
 //!
 //! # Metrics
 //!
-//! With the feature `metrics` the layer counts with the `metrics` facade. The recorder has to be installed before the layer is first
-//! used. Labels are the [name](crate::http::IdempotencyLayer::name) of the layer and those below, never a key or a scope.
+//! With the feature `metrics` the layer counts with the `metrics` facade. A metric that an exporter
+//! has dropped after its idle timeout appears [again](crate::rate_limit#metrics) when it is next used. Labels are the [name](crate::http::IdempotencyLayer::name) of the layer and those below, never a key or a scope.
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |

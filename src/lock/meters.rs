@@ -52,13 +52,15 @@ pub(super) use self::imp::Meters;
 
 #[cfg(feature = "metrics")]
 mod imp {
+    use std::sync::Arc;
     use std::time::Duration;
 
-    use metrics::{Counter, Histogram, Label, SharedString, counter, histogram};
+    use metrics::{Label, SharedString};
 
     use super::{LossReason, Outcome, REASONS, Way};
+    use crate::meter::{Counter, Histogram, counter, histogram};
 
-    /// The handles of one [`Locks`](crate::Locks), registered with the recorder that is installed when it is first used.
+    /// The metrics of one [`Locks`](crate::Locks), registered when it is first used.
     pub(in crate::lock) struct Meters {
         requests: [Counter; Outcome::ALL.len()],
         wait: Histogram,
@@ -74,7 +76,7 @@ mod imp {
 
     impl Meters {
         pub(in crate::lock) fn new(namespace: &str) -> Self {
-            let name = SharedString::from(namespace.to_owned());
+            let name = SharedString::from(Arc::<str>::from(namespace));
             let locks = || Label::new("locks", name.clone());
             let labels = |key: &'static str, value: &'static str| vec![locks(), Label::from_static_parts(key, value)];
             let handover = |way| histogram!("tollgate_lock_handover_seconds", labels("way", way));

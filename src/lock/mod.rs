@@ -184,7 +184,8 @@
 //!
 //! # Metrics
 //!
-//! With the feature `metrics` locks count with the `metrics` facade. The recorder has to be installed before the first lock is asked for. The label
+//! With the feature `metrics` locks count with the `metrics` facade. A metric that an
+//! exporter has dropped after its idle timeout appears [again](crate::rate_limit#metrics) when it is next used. The label
 //! `locks` is the namespace of the first lock that one [`Locks`] and its clones were asked for; a key is never a label.
 //!
 //! | name | labels | counts |

@@ -68,13 +68,15 @@ pub(crate) use self::imp::Meters;
 #[cfg(feature = "metrics")]
 mod imp {
     use std::fmt;
+    use std::sync::Arc;
     use std::time::Duration;
 
-    use metrics::{Counter, Histogram, Label, SharedString, counter, histogram};
+    use metrics::{Label, SharedString};
 
     use super::{Leased, Verdict};
+    use crate::meter::{Counter, Histogram, counter, histogram};
 
-    /// The handles of one policy, registered with the recorder that is installed when the policy is first used.
+    /// The metrics of one policy, registered when the policy is first used.
     pub(crate) struct Meters {
         decisions: [Counter; Verdict::ALL.len()],
         near_limit: Counter,
@@ -94,7 +96,7 @@ mod imp {
         pub(crate) const COUNT: bool = true;
 
         pub(crate) fn new(policy: &str) -> Self {
-            let name = SharedString::from(policy.to_owned());
+            let name = SharedString::from(Arc::<str>::from(policy));
             let policy = || Label::new("policy", name.clone());
             let labels = |key: &'static str, value: &'static str| vec![policy(), Label::from_static_parts(key, value)];
             let circuit = |state| counter!("tollgate_circuit_transitions_total", labels("state", state));

@@ -104,8 +104,11 @@
 //!
 //! # Metrics
 //!
-//! With the feature `metrics` layers and [`Limiter`]s count with the `metrics` facade. The recorder has to be installed before a policy is first used. Labels
+//! With the feature `metrics` layers and [`Limiter`]s count with the `metrics` facade. Labels
 //! are the name of the policy and those below, never a key. `tollgate::metrics::describe` tells the recorder what they are.
+//!
+//! Install the recorder before you use a policy: a recorder that comes later misses up to a second. A metric that an exporter has dropped after its
+//! idle timeout appears again when it is next used, if the timeout is longer than a second.
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
