@@ -20,8 +20,8 @@ use tollgate::rate_limit::{
 };
 use tollgate::testing::{Failure, FaultStore};
 use tollgate::{
-    AsError, BoxError, ConfigError, DelayQueue, Key, Limiter, MemoryBackend, OnMissingKey, OnStoreError, Policy, Quota,
-    RateLimitLayer, StoreError,
+    AsError, BoxError, ConfigError, DelayQueue, Everyone, Key, Limiter, MemoryBackend, OnMissingKey, OnStoreError,
+    Policy, Quota, RateLimitLayer, StoreError,
 };
 use tower::util::BoxCloneService;
 use tower::{Layer, Service, ServiceBuilder, ServiceExt, service_fn};

@@ -13,7 +13,6 @@ use super::layer::{ChargeAlways, ChargeOn, OnMissingKey, RateLimitLayer, Request
 use super::meters::Verdict;
 use super::policy::Policy;
 use super::rejection::{Announce, Rejection};
-use super::resolver::PolicyResolver;
 use super::screen::{Screen, Screening, Subjects};
 use super::store::RateLimitStore;
 use super::subject::{self, Subject};
@@ -183,12 +182,18 @@ impl<S, B, K, C, A, R, X> RateLimit<S, B, K, C, A, R, X> {
         X: Screen<Req>,
     {
         let Settings { core, screen, .. } = &*self.settings;
-        if core.resolver.as_ref().is_some_and(PolicyResolver::needs_input)
+        if let Some(resolver) = core.resolver.as_ref().filter(|resolver| resolver.needs_input())
             && let Some(main) = subjects.iter_mut().find(|subject| subject.main)
-            // While a request waits an answer that is known may become old.
-            && (main.policy.is_none() || core.patience.is_some())
         {
-            main.question = screen.question(&request);
+            if main.policy.is_none()
+                && let Some(policy) = resolver.known(&main.key)
+            {
+                main.count_by(policy);
+            }
+            // While a request waits, an answer that is known may become old.
+            if main.policy.is_none() || core.patience.is_some() {
+                main.question = screen.question(&request);
+            }
         }
         ResponseFuture::asking(subjects, cost, self.take_ready(), request, Arc::clone(self.settings.here()))
     }
