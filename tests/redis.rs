@@ -208,7 +208,7 @@ async fn a_full_log_takes_what_the_docs_say() {
         assert!(limiter.check("alice").await.unwrap().is_allowed());
     }
     let length: u64 = redis::cmd("STRLEN").arg(key).query(&mut connection).unwrap();
-    assert_eq!(length, 6 + 12 * 10_000);
+    assert_eq!(length, 13 + 12 * 10_000);
     let memory: u64 = redis::cmd("MEMORY").arg("USAGE").arg(key).query(&mut connection).unwrap();
     // Redis grows a string in steps of up to twice its size.
     assert!(memory < 2 * length + 1_024, "{memory} bytes");

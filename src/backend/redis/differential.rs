@@ -369,7 +369,7 @@ fn no_window_of_real_time_has_more_when_the_clock_is_set_back() {
                 // In the middle of a window, when its quota is used up, and twice at once.
                 clock_s = if [25, 190, 191, 407].contains(&real_s) { clock_s - back_s } else { clock_s + 1 };
                 let _: () = redis::cmd("SET").arg(CLOCK).arg(clock_s * 1_000_000).query(&mut pair.connection).unwrap();
-                let mut check = || pair.redis_runtime.block_on(pair.redis.check(&policy, &key, 1)).unwrap();
+                let check = || pair.redis_runtime.block_on(pair.redis.check(&policy, &key, 1)).unwrap();
                 // Bursts and a trickle.
                 let asked = if real_s % 7 == 3 { 15 } else { 1 };
                 let passed = (0..asked).map(|_| check()).filter(Decision::is_allowed).count();
