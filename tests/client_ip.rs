@@ -6,7 +6,7 @@ use std::time::{Duration, Instant};
 
 use http::header::FORWARDED;
 use http::{HeaderName, HeaderValue, Request};
-use tollgate::http::{ClientIp, ForwardingHeader, IpNet, PeerAddr, peer_ip};
+use tollgate::http::{ClientIp, ForwardingHeader, IpNet, OnUnreadable, PeerAddr, peer_ip};
 use tollgate::{ConfigError, ExtractKey, Key};
 
 const X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
@@ -211,6 +211,163 @@ fn trusting_nobody_counts_as_peer_ip_does() {
         let request = request(peer, &X_FORWARDED_FOR, &["6.6.6.6"]);
         assert_eq!(ClientIp::peer().extract_key(&request), peer_ip().extract_key(&request), "{peer}");
     }
+}
+
+/// All IPv6 clients of CloudFront had one quota: it writes a port behind their addresses, and no brackets.
+#[test]
+fn cloudfront_viewer_address_is_read_in_each_of_its_forms() {
+    let name = HeaderName::from_static("cloudfront-viewer-address");
+    let cases = [
+        ("198.51.100.10:46532", "198.51.100.10"),
+        ("2001:db8:a::1:50001", "2001:db8:a::1"),
+        ("2001:db8:a::1:443", "2001:db8:a::1"),
+        ("2001:db8:b::1:1", "2001:db8:b::1"),
+        ("2001:db8:1:2:3:4:5:6:50001", "2001:db8:1:2:3:4:5:6"),
+        ("2001:db8:1:2:3:4:5:6:443", "2001:db8:1:2:3:4:5:6"),
+        ("1::2:3:4:5:6:443", "1::2:3:4:5:6"),
+        ("::1:65535", "::1"),
+        ("[2001:db8:a::1]:50001", "2001:db8:a::1"),
+        ("::ffff:203.0.113.7:443", "203.0.113.7"),
+        // No port, so no such value.
+        ("198.51.100.10", "10.0.0.1"),
+        ("2001:db8:a::", "10.0.0.1"),
+        ("[2001:db8:a::1]", "10.0.0.1"),
+        ("2001:db8:a::1:65536", "10.0.0.1"),
+        ("2001:db8:a::1:abcd", "10.0.0.1"),
+    ];
+    let by_ips = [
+        proxied().single_header("CloudFront-Viewer-Address"),
+        proxied().header(ForwardingHeader::Single(name.clone())),
+        proxied().header(ForwardingHeader::SingleWithPort(name.clone())),
+    ];
+    for (by_ip, (value, client)) in by_ips.iter().flat_map(|by_ip| cases.iter().map(move |case| (by_ip, *case))) {
+        assert_eq!(by_ip.client_ip(&request("10.0.0.1", &name, &[value])), Some(ip(client)), "{value}");
+    }
+    let keys = |by_ip: &ClientIp| {
+        let values = ["2001:db8:a::1:50001", "2001:db8:b::1:50001", "2001:db8:c::1:50001", "2001:db8:d::1:50001"];
+        values.map(|value| by_ip.extract_key(&request("10.0.0.1", &name, &[value])).unwrap())
+    };
+    let [a, b, c, d] = keys(&by_ips[0]);
+    assert!(a != b && b != c && c != d && a != d);
+}
+
+/// The forms in the table of proxies in the docs of `http`.
+#[test]
+fn the_major_proxies_are_read_in_the_form_they_write() {
+    let header = HeaderName::from_static;
+    let cases = [
+        // Application Load Balancer, as it comes and with client port preservation.
+        ("x-forwarded-for", "6.6.6.6, 203.0.113.7", "203.0.113.7"),
+        ("x-forwarded-for", "6.6.6.6, 203.0.113.7:8080", "203.0.113.7"),
+        ("x-forwarded-for", "6.6.6.6, 2001:db8::21f:5bff:febf:ce22:8a2e", "2001:db8::21f:5bff:febf:ce22:8a2e"),
+        ("x-forwarded-for", "6.6.6.6, [2001:db8::8a2e]:8080", "2001:db8::8a2e"),
+        // Google, whose last entry is the load balancer itself: here in a trusted network.
+        ("x-forwarded-for", "6.6.6.6,203.0.113.7,10.0.0.2", "203.0.113.7"),
+        // Application Gateway: an address and a port.
+        ("x-forwarded-for", "203.0.113.7:50001", "203.0.113.7"),
+        ("x-forwarded-for", "2001:db8::7:50001", "2001:db8::7"),
+        ("x-azure-socketip", "2001:db8::7", "2001:db8::7"),
+        ("cf-connecting-ip", "2001:db8::7", "2001:db8::7"),
+        ("fastly-client-ip", "203.0.113.7", "203.0.113.7"),
+        ("true-client-ip", "203.0.113.7", "203.0.113.7"),
+        ("x-envoy-external-address", "203.0.113.7", "203.0.113.7"),
+        ("x-real-ip", "2001:db8::7", "2001:db8::7"),
+        ("forwarded", "for=6.6.6.6, for=\"[2001:db8::7]:50001\";proto=https", "2001:db8::7"),
+    ];
+    for (name, value, client) in cases {
+        let by_ip = match name {
+            "x-forwarded-for" => proxied(),
+            "forwarded" => proxied().header(ForwardingHeader::Forwarded),
+            name => proxied().single_header(name),
+        };
+        assert_eq!(by_ip.client_ip(&request("10.0.0.1", &header(name), &[value])), Some(ip(client)), "{name}: {value}");
+    }
+}
+
+#[test]
+fn a_port_is_at_most_65535() {
+    for (entry, client) in [
+        ("203.0.113.7:65535", "203.0.113.7"),
+        ("203.0.113.7:0", "203.0.113.7"),
+        ("203.0.113.7:00080", "203.0.113.7"),
+        ("203.0.113.7:65536", "10.0.0.1"),
+        ("203.0.113.7:99999", "10.0.0.1"),
+        ("203.0.113.7:+80", "10.0.0.1"),
+        ("[2001:db8::7]:65535", "2001:db8::7"),
+        ("[2001:db8::7]:65536", "10.0.0.1"),
+        ("[203.0.113.7]:80", "10.0.0.1"),
+    ] {
+        assert_eq!(proxied().client_ip(&request("10.0.0.1", &X_FORWARDED_FOR, &[entry])), Some(ip(client)), "{entry}");
+        let forwarded = format!("for=\"{entry}\"");
+        let by_ip = proxied().header(ForwardingHeader::Forwarded);
+        assert_eq!(by_ip.client_ip(&request("10.0.0.1", &FORWARDED, &[&forwarded])), Some(ip(client)), "{forwarded}");
+    }
+}
+
+#[test]
+fn an_unreadable_value_is_rejected_where_that_is_chosen() {
+    let strict = proxied().on_unreadable(OnUnreadable::Reject);
+    let cases: &[(&[&str], Option<&str>)] = &[
+        (&[], Some("10.0.0.1")),
+        (&["203.0.113.7"], Some("203.0.113.7")),
+        (&["garbage, 203.0.113.7"], Some("203.0.113.7")),
+        (&["10.0.0.2"], Some("10.0.0.2")),
+        (&["unknown"], None),
+        (&["6.6.6.6, unknown, 10.0.0.2"], None),
+        (&["203.0.113.7:70000"], None),
+        (&[""], None),
+    ];
+    for &(lines, client) in cases {
+        let request = request("10.0.0.1", &X_FORWARDED_FOR, lines);
+        assert_eq!(strict.client_ip(&request), client.map(ip), "{lines:?}");
+        assert_eq!(strict.extract_key(&request), client.map(|client| Key::from(ip(client))), "{lines:?}");
+        let ours = proxied().on_unreadable(OnUnreadable::Peer).client_ip(&request);
+        assert_eq!(ours, proxied().client_ip(&request), "the default");
+    }
+    let single = strict.clone().single_header("x-real-ip");
+    let real_ip = HeaderName::from_static("x-real-ip");
+    for (lines, client) in [
+        (&["x"][..], None),
+        (&["203.0.113.7", "203.0.113.7"], None),
+        (&["203.0.113.7"], Some("203.0.113.7")),
+        (&[], Some("10.0.0.1")),
+    ] {
+        assert_eq!(single.client_ip(&request("10.0.0.1", &real_ip, lines)), client.map(ip), "{lines:?}");
+    }
+    assert_eq!(single.client_ip(&request("192.0.2.1", &real_ip, &["x"])), Some(ip("192.0.2.1")), "not from a proxy");
+}
+
+#[test]
+fn trusted_hops_are_counted_from_the_right() {
+    let cases: &[(usize, &[&str], &str)] = &[
+        (0, &["203.0.113.7"], "192.0.2.1"),
+        (1, &["203.0.113.7"], "203.0.113.7"),
+        (1, &["6.6.6.6, 203.0.113.7"], "203.0.113.7"),
+        (2, &["6.6.6.6, 203.0.113.7, 198.51.100.1"], "203.0.113.7"),
+        (2, &["6.6.6.6", "203.0.113.7", "198.51.100.1"], "203.0.113.7"),
+        (2, &["6.6.6.6, 2001:db8::7, [2001:db8::1]:80"], "2001:db8::7"),
+        // Fewer than there should be.
+        (2, &["203.0.113.7"], "203.0.113.7"),
+        (2, &[], "192.0.2.1"),
+        // An unreadable hop.
+        (2, &["6.6.6.6, unknown"], "192.0.2.1"),
+        (2, &["unknown, 198.51.100.1"], "198.51.100.1"),
+        (usize::MAX, &["6.6.6.6, 203.0.113.7"], "6.6.6.6"),
+    ];
+    for &(hops, lines, client) in cases {
+        let by_ip = ClientIp::trusting_hops(hops);
+        assert_eq!(
+            by_ip.client_ip(&request("192.0.2.1", &X_FORWARDED_FOR, lines)),
+            Some(ip(client)),
+            "{hops}: {lines:?}"
+        );
+    }
+    let long = format!("203.0.113.7{}", ", 10.0.0.2".repeat(ClientIp::MAX_HOPS));
+    let by_ip = ClientIp::trusting_hops(usize::MAX);
+    assert_eq!(by_ip.client_ip(&request("192.0.2.1", &X_FORWARDED_FOR, &[&long])), Some(ip("10.0.0.2")));
+    let by_ip = ClientIp::trusting_hops(1).single_header("true-client-ip");
+    let name = HeaderName::from_static("true-client-ip");
+    assert_eq!(by_ip.client_ip(&request("192.0.2.1", &name, &["203.0.113.7"])), Some(ip("203.0.113.7")));
 }
 
 #[test]
@@ -421,8 +578,9 @@ fn plainly(entry: &[u8]) -> Option<IpAddr> {
         let number = port.len() <= 5 && port.bytes().all(|b| b.is_ascii_digit());
         let name = port.starts_with('_') && port.len() > 1;
         let name = name && port.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b));
-        let ip = bracketed(ip).or_else(|| ip.parse().ok().filter(IpAddr::is_ipv4));
-        ip.filter(|_| name || number && !port.is_empty())
+        let number = number && port.parse::<u16>().is_ok();
+        let ip = bracketed(ip).or_else(|| ip.parse().ok());
+        ip.filter(|_| name || number)
     };
     let ip = text.parse().ok().or_else(|| bracketed(text)).or_else(with_port)?;
     Some(ip.to_canonical())

@@ -329,7 +329,7 @@ const BAD: &[Bad] = &[
     ("POLICY\nRULE\non_store_error = \"explode\"", "unknown variant `explode`, expected one of `local`, `allow`, `deny`", "rules[0].on_store_error", 7),
     ("POLICY\nRULE\non_missing_key = 1", "invalid type: integer `1`", "rules[0].on_missing_key", 7),
     // Keys.
-    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = \"ip\"", "unknown variant `ip`, expected one of `everyone`, `peer_ip`, `client_ip`, `header`", "rules[0].key", 6),
+    ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = \"ip\"", "unknown variant `ip`, expected one of `everyone`, `peer_ip`, `client_ip`, `bearer_token`, `basic_user`, `header`", "rules[0].key", 6),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = []", "a list of keys needs at least one", "rules[0].key", 6),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = [\"everyone\", \"peer_ip\"]", "nothing can come behind it", "rules[0].key", 6),
     ("POLICY\n[[rules]]\npath = \"/\"\npolicy = \"a\"\nkey = { header = \"x y\" }", "`x y` is not the name of a header", "rules[0].key.header", 6),
@@ -346,7 +346,12 @@ const BAD: &[Bad] = &[
     ("[client_ip]\ntrusted = []\nheader = \"forwarded\"", "a header is read only from proxies that are trusted", "client_ip.header", 3),
     ("[client_ip]\ntrusted = [\"10.0.0.1\"]\nheader = \"\"", "`` is not the name of a header", "client_ip.header", 3),
     ("[client_ip]\ntrusted = []\nipv6_prefix = 8", "an IPv6 prefix of 8 bits is not between 32 and 128", "client_ip.ipv6_prefix", 3),
-    ("[client_ip]\nheader = \"forwarded\"", "missing field `trusted`", "client_ip", 1),
+    ("[client_ip]\nheader = \"forwarded\"", "missing field `trusted`, or `trusted_hops`", "client_ip", 1),
+    ("[client_ip]\ntrusted_hops = 0", "the number of trusted hops is 1 to 64", "client_ip.trusted_hops", 2),
+    ("[client_ip]\ntrusted_hops = 65", "the number of trusted hops is 1 to 64", "client_ip.trusted_hops", 2),
+    ("[client_ip]\ntrusted_hops = -1", "invalid value", "client_ip.trusted_hops", 2),
+    ("[client_ip]\ntrusted = [\"10.0.0.0/8\"]\ntrusted_hops = 1", "either by their networks, `trusted`, or by their number", "client_ip.trusted_hops", 3),
+    ("[client_ip]\ntrusted_hops = 1\non_unreadable = \"pass\"", "unknown variant `pass`, expected `peer` or `reject`", "client_ip.on_unreadable", 3),
 ];
 
 #[test]
@@ -673,7 +678,18 @@ async fn the_key_client_ip_is_the_client_behind_the_proxies_that_are_named() {
     let forwarded = file(r#"client_ip = { trusted = ["10.0.0.0/8"], header = "forwarded" }"#);
     let single = file(r#"client_ip = { trusted = ["10.0.0.0/8"], header = "x-real-ip" }"#);
     let nobody = file("");
+    let hops = file("client_ip = { trusted_hops = 2 }");
+    let cloudfront = file(r#"client_ip = { trusted = ["10.0.0.0/8"], header = "cloudfront-viewer-address" }"#);
+    let strict = file(r#"client_ip = { trusted = ["10.0.0.0/8"], on_unreadable = "reject" }"#);
     let cases = [
+        (&hops, "192.0.2.1:1", "x-forwarded-for", "6.6.6.6, 203.0.113.7, 198.51.100.1", 200),
+        (&hops, "192.0.2.2:1", "x-forwarded-for", "6.6.6.7, 203.0.113.7, 198.51.100.2", 429),
+        (&hops, "192.0.2.2:1", "x-forwarded-for", "6.6.6.7, 203.0.113.8, 198.51.100.2", 200),
+        (&cloudfront, "10.0.0.1:1", "cloudfront-viewer-address", "2001:db8:a::1:50001", 200),
+        (&cloudfront, "10.0.0.1:1", "cloudfront-viewer-address", "2001:db8:b::1:50001", 200),
+        (&cloudfront, "10.0.0.1:1", "cloudfront-viewer-address", "2001:db8:b::1:443", 429),
+        (&strict, "10.0.0.1:1", "x-forwarded-for", "unknown", 400),
+        (&strict, "10.0.0.1:1", "x-forwarded-for", "203.0.113.7", 200),
         // Clients of a proxy count apart, and what they claim is not believed.
         (&xff, "10.0.0.1:1", "x-forwarded-for", "203.0.113.7", 200),
         (&xff, "10.0.0.2:1", "x-forwarded-for", "198.51.100.7, 203.0.113.7", 429),
@@ -700,6 +716,40 @@ async fn the_key_client_ip_is_the_client_behind_the_proxies_that_are_named() {
         let request = Request::get("/").extension(PeerAddr(peer.parse().unwrap())).header(header, value);
         let response = service.clone().oneshot(request.body(()).unwrap()).await.unwrap();
         assert_eq!(response.status().as_u16(), status, "{peer} {header}: {value}");
+    }
+}
+
+/// In the header as it is, each spelling of the scheme and each password had a quota.
+#[tokio::test(start_paused = true)]
+async fn credentials_are_keys_of_rules() {
+    let file = |key: &str| {
+        let text = format!(
+            r#"
+            policies.a.limits = [{{ quota = 1, per = "1m", algorithm = "fixed_window" }}]
+            rules = [{{ path = "/", policy = "a", key = {key} }}]
+            "#
+        );
+        RulesLayer::new(MemoryBackend::new(), Rules::from_toml(&text).unwrap()).layer(hello())
+    };
+    let (token, user) = (file("\"bearer_token\""), file("[\"basic_user\", \"peer_ip\"]"));
+    let cases = [
+        (&token, "Bearer abc", 200),
+        (&token, "bearer abc", 429),
+        (&token, "BEARER  abc", 429),
+        (&token, "Bearer abd", 200),
+        (&token, "Basic YWxpY2U6YQ==", 400),
+        // alice:a, alice:bb and bob:a.
+        (&user, "Basic YWxpY2U6YQ==", 200),
+        (&user, "basic YWxpY2U6YmI=", 429),
+        (&user, "Basic Ym9iOmE=", 200),
+        (&user, "Bearer abc", 200),
+        (&user, "Bearer abd", 429),
+    ];
+    for (service, value, status) in cases {
+        let peer = PeerAddr("203.0.113.7:1".parse().unwrap());
+        let request = Request::get("/").extension(peer).header("authorization", value);
+        let response = service.clone().oneshot(request.body(()).unwrap()).await.unwrap();
+        assert_eq!(response.status().as_u16(), status, "{value}");
     }
 }
 

@@ -21,7 +21,7 @@ use tokio::sync::mpsc::unbounded_channel;
 use tokio::time::Instant;
 use tollgate::config::{Rules, RulesLayer};
 use tollgate::delay_queue::Outcome;
-use tollgate::http::{FingerprintedBody, header};
+use tollgate::http::{ClientIp, FingerprintedBody, PeerAddr, header};
 use tollgate::idempotency::{OnStoreError as OnFailure, OnUnknown, Operation, Operations};
 use tollgate::lock::{LockAdmin, Segmented};
 use tollgate::rate_limit::{
@@ -1105,6 +1105,25 @@ fn the_circuit_of_several_rules_closes_under_the_policy_that_it_opened_under() {
         ("tollgate_circuit_transitions_total{policy=login,state=open}", 1),
     ];
     assert_eq!(transitions, expect(&expected));
+}
+
+#[test]
+fn unreadable_client_addresses_are_counted() {
+    let by_ip = ClientIp::trusting(["10.0.0.0/8".parse().unwrap()]);
+    let (recorder, snapshotter, _runtime) = recording();
+    metrics::with_local_recorder(&recorder, || {
+        for (peer, value) in
+            [("10.0.0.1:1", "unknown"), ("10.0.0.1:1", "203.0.113.7:70000"), ("192.0.2.1:1", "unknown")]
+        {
+            let request =
+                Request::builder().extension(PeerAddr(peer.parse().unwrap())).header("x-forwarded-for", value);
+            by_ip.client_ip(&request.body(()).unwrap());
+        }
+    });
+    assert_eq!(
+        seen(&snapshotter),
+        expect(&[("tollgate_unreadable_client_addresses_total{header=x-forwarded-for}", 2)])
+    );
 }
 
 #[test]

@@ -1,7 +1,7 @@
 use ::http::Request;
 
 use super::model::{Header, KeyDef, KeyPart};
-use crate::http::{ClientIp, HeaderKey, PeerIp, peer_ip};
+use crate::http::{BasicUserKey, BearerTokenKey, ClientIp, HeaderKey, PeerIp, basic_user, bearer_token, peer_ip};
 use crate::key::{ExtractKey, Key, Or, first_of};
 
 /// Whom a request counts for, as a file says it.
@@ -10,6 +10,8 @@ pub(super) enum RuleKey {
     Everyone,
     PeerIp(PeerIp),
     ClientIp(ClientIp),
+    BearerToken(BearerTokenKey),
+    BasicUser(BasicUserKey),
     Header(HeaderKey),
     FirstOf(Box<Or<RuleKey, RuleKey>>),
 }
@@ -20,6 +22,8 @@ impl RuleKey {
             KeyPart::Everyone => Self::Everyone,
             KeyPart::PeerIp => Self::PeerIp(peer_ip()),
             KeyPart::ClientIp => Self::ClientIp(client_ip.clone()),
+            KeyPart::BearerToken => Self::BearerToken(bearer_token()),
+            KeyPart::BasicUser => Self::BasicUser(basic_user()),
             KeyPart::Header(Header(name)) => Self::Header(HeaderKey::named(name.clone())),
         };
         let first_of = |first, fallback| Self::FirstOf(Box::new(first_of(first, fallback)));
@@ -33,6 +37,8 @@ impl<B> ExtractKey<Request<B>> for RuleKey {
             Self::Everyone => Some(Key::EVERYONE),
             Self::PeerIp(key) => key.extract_key(request),
             Self::ClientIp(key) => key.extract_key(request),
+            Self::BearerToken(key) => key.extract_key(request),
+            Self::BasicUser(key) => key.extract_key(request),
             Self::Header(key) => key.extract_key(request),
             Self::FirstOf(key) => key.extract_key(request),
         }

@@ -55,8 +55,9 @@
 //! unlimited = true                       # passes uncounted
 //!
 //! [client_ip]                            # whom the key "client_ip" believes; nobody if left out
-//! trusted = ["10.0.0.0/8", "2001:db8::1"]
+//! trusted = ["10.0.0.0/8", "2001:db8::1"]  # or trusted_hops = 2, which has a risk
 //! header = "x-forwarded-for"             # the default; or "forwarded", or a header that holds one address
+//! on_unreadable = "peer"                 # the default; or "reject"
 //! ipv6_prefix = 64                       # the default
 //! "#)?;
 //!
@@ -111,11 +112,14 @@
 //! | `rules[].deadline` | a time: see [`RateLimitLayer::deadline`](crate::RateLimitLayer::deadline) |
 //! | `rules[].wait` | a time that requests may wait for room, 1,000 of each rule at once: see [`RateLimitLayer::wait`](crate::RateLimitLayer::wait) |
 //! | `client_ip.trusted` | a list of networks and addresses, but not of all there are: see [`ClientIp`](crate::http::ClientIp) |
-//! | `client_ip.header` | `x-forwarded-for`, `forwarded`, or the name of a header that holds [one address](crate::http::ClientIp::single_header) |
+//! | `client_ip.trusted_hops` | in its place, how many proxies are trusted: see [`ClientIp::trusting_hops`](crate::http::ClientIp::trusting_hops) for the risk |
+//! | `client_ip.header` | `x-forwarded-for`, `forwarded`, or the name of a header that holds [one address](crate::http::ClientIp::single_header); `cloudfront-viewer-address` holds a port, too |
+//! | `client_ip.on_unreadable` | `peer` or `reject`: see [`OnUnreadable`](crate::http::OnUnreadable) |
 //! | `client_ip.ipv6_prefix` | see [`ClientIp::ipv6_prefix`](crate::http::ClientIp::ipv6_prefix) |
 //!
 //! A time is text with units, the larger ones first: `250ms`, `1s`, `15m`, `1h30m`, `1d`. A key is `everyone`, `peer_ip`,
-//! `client_ip`, `{ header = "<name>" }`, or a list of these of which the first that a request has counts. It is never left
+//! `client_ip`, [`bearer_token`](crate::http::bearer_token), [`basic_user`](crate::http::basic_user), `{ header = "<name>" }`, or a list of
+//! these of which the first that a request has counts. It is never left
 //! out, since everybody would share one quota then. A header counts what the client [claims](crate::http::header): unless the layer is behind
 //! whatever checks it, let the address count as well, as above.
 //!

@@ -12,7 +12,7 @@ use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer, StrDeserial
 use serde::de::{Error, IntoDeserializer, MapAccess, SeqAccess, Unexpected, Visitor};
 use serde::{Deserialize, Deserializer};
 
-use crate::http::hold_everybody;
+use crate::http::{OnUnreadable, hold_everybody};
 use crate::rate_limit::{Mode, OnMissingKey, OnStoreError, QuotaChange};
 
 #[derive(Debug, PartialEq, Deserialize)]
@@ -103,8 +103,11 @@ pub(super) struct CountDef {
 #[derive(Debug, PartialEq, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub(super) struct ClientIpDef {
-    pub(super) trusted: Vec<Net>,
+    pub(super) trusted: Option<Vec<Net>>,
+    pub(super) trusted_hops: Option<usize>,
     pub(super) header: Option<Header>,
+    #[serde(default, with = "OnUnreadableDef")]
+    pub(super) on_unreadable: OnUnreadable,
     pub(super) ipv6_prefix: Option<u8>,
 }
 
@@ -118,6 +121,8 @@ pub(super) enum KeyPart {
     Everyone,
     PeerIp,
     ClientIp,
+    BearerToken,
+    BasicUser,
     Header(Header),
 }
 
@@ -129,7 +134,9 @@ impl<'de> Deserialize<'de> for KeyDef {
             type Value = Vec<KeyPart>;
 
             fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-                f.write_str("`everyone`, `peer_ip`, `client_ip`, a table with `header`, or a list of these")
+                f.write_str(
+                    "`everyone`, `peer_ip`, `client_ip`, `bearer_token`, `basic_user`, a table with `header`, or a list of these",
+                )
             }
 
             fn visit_str<E: Error>(self, name: &str) -> Result<Self::Value, E> {
@@ -187,6 +194,13 @@ enum QuotaChangeDef {
     Keep,
     Reset,
     Proportional,
+}
+
+#[derive(Deserialize)]
+#[serde(remote = "OnUnreadable", rename_all = "snake_case")]
+enum OnUnreadableDef {
+    Peer,
+    Reject,
 }
 
 #[derive(Deserialize)]

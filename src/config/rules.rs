@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use ::http::Method;
+use ::http::header::AUTHORIZATION;
 use matchit::{InsertError, Router};
 use serde::Deserialize;
 
@@ -14,7 +15,7 @@ use super::error::RulesError;
 use super::format::Format;
 use super::handle::RulesHandle;
 use super::key::RuleKey;
-use super::model::{self, AlgorithmName, ChargeName, ClientIpDef, File, KeyPart, LimitDef, PolicyDef, RuleDef};
+use super::model::{self, AlgorithmName, ChargeName, ClientIpDef, File, Header, KeyPart, LimitDef, PolicyDef, RuleDef};
 use super::path::normal;
 use super::tree::{Fault, Step, path};
 use crate::error::ConfigError;
@@ -142,6 +143,12 @@ impl Rules {
         }
         if inner.file.client_ip.is_some() && !inner.has_key(&KeyPart::ClientIp) {
             tracing::warn!("no rule has the key `client_ip`, so nothing depends on the proxies that are named");
+        }
+        if inner.has_key(&KeyPart::Header(Header(AUTHORIZATION))) {
+            tracing::warn!(
+                "a rule has the header `authorization` as a key: a client gets a quota for each spelling of the scheme and for each \
+                 password that it tries; use the key `bearer_token` or `basic_user`"
+            );
         }
         Ok(Self { inner: Arc::new(inner) })
     }
@@ -342,15 +349,27 @@ fn limit(def: &LimitDef) -> Result<Limit, Fault> {
 }
 
 fn client_ip(def: &ClientIpDef) -> Result<ClientIp, Fault> {
-    let trusted = || def.trusted.iter().map(|net| net.0);
+    let trusted = || def.trusted.iter().flatten().map(|net| net.0);
     if hold_everybody(trusted()) {
         let what =
             "the networks together hold every address, so each client would choose its own; name those of the proxies";
         return Err(Fault::new(what).within("trusted"));
     }
-    let mut client_ip = ClientIp::trusting(trusted());
+    let mut client_ip = match (&def.trusted, def.trusted_hops) {
+        (Some(_), None) => ClientIp::trusting(trusted()),
+        (None, Some(hops @ 1..=ClientIp::MAX_HOPS)) => ClientIp::trusting_hops(hops),
+        (None, Some(_)) => {
+            let what = format!("the number of trusted hops is 1 to {}", ClientIp::MAX_HOPS);
+            return Err(Fault::new(what).within("trusted_hops"));
+        }
+        (Some(_), Some(_)) => {
+            let what = "proxies are trusted either by their networks, `trusted`, or by their number";
+            return Err(Fault::new(what).within("trusted_hops"));
+        }
+        (None, None) => return Err(Fault::new("missing field `trusted`, or `trusted_hops`")),
+    };
     if let Some(header) = &def.header {
-        if def.trusted.is_empty() {
+        if def.trusted.as_ref().is_some_and(Vec::is_empty) {
             return Err(
                 Fault::new("a header is read only from proxies that are trusted, and there are none").within("header")
             );
@@ -361,6 +380,7 @@ fn client_ip(def: &ClientIpDef) -> Result<ClientIp, Fault> {
             _ => ForwardingHeader::Single(header.0.clone()),
         });
     }
+    client_ip = client_ip.on_unreadable(def.on_unreadable);
     match def.ipv6_prefix {
         Some(bits) => client_ip.ipv6_prefix(bits).map_err(|error| Fault::new(error.to_string()).within("ipv6_prefix")),
         None => Ok(client_ip),

@@ -1,12 +1,12 @@
 use std::net::IpAddr;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use ::http::header::{FORWARDED, HeaderMap};
 use ::http::request::Parts;
 use ::http::{Extensions, HeaderName, HeaderValue, Request};
 use ipnet::{IpNet, Ipv4Net};
 
+use super::client_ip_log::Told;
 use super::forwarded::{self, canonical};
 use super::key::{self, IPV6_PREFIX, header_name};
 use crate::error::ConfigError;
@@ -14,10 +14,13 @@ use crate::key::{ExtractKey, Key, Or, first_of};
 
 pub(super) static X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
+/// Amazon CloudFront writes an address and a port into this one, and IPv6 without brackets.
+static CLOUDFRONT_VIEWER_ADDRESS: HeaderName = HeaderName::from_static("cloudfront-viewer-address");
+
 /// Counts by the IP address of the client, also behind proxies.
 ///
-/// The proxies have to be named, by the networks that they connect from. If the other end of the connection is none of
-/// them, it is the client, and no header changes that. If it is one, `X-Forwarded-For` is read from the right, all lines of
+/// The proxies have to be named, by the networks that they connect from, or else [counted](Self::trusting_hops). If the other end of the
+/// connection is none of them, it is the client, and no header changes that. If it is one, `X-Forwarded-For` is read from the right, all lines of
 /// it: each proxy has appended whom it saw. Addresses of trusted proxies are skipped and the first other one is the
 /// client; what stands left of it comes from the client itself, who may have made it up. Where all are trusted, the client
 /// is the leftmost.
@@ -57,10 +60,12 @@ pub(super) static X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwa
 /// The other end of the connection is found as by [`peer_ip`](super::peer_ip); without it there is no key. A proxy that
 /// connects over a Unix socket has no address: insert a [`PeerAddr`](super::PeerAddr) that is trusted, of `127.0.0.1` say.
 ///
-/// * An entry is an address, `ip`, `ip:port`, `[v6]` or `[v6]:port`, quoted or not. Anything else ends the search, and the
-///   last trusted proxy seen so far is the client: `unknown`, `_hidden`, an IPv6 address with a zone, an empty entry, in
-///   `Forwarded` an element that is not well-formed or has no `for` or two. Such a proxy does not say whom it saw, so what
-///   stands left of it is anybody's.
+/// * An entry is an address, `ip`, `ip:port`, `[v6]` or `[v6]:port`, quoted or not. A port is at most 65535, or a name such as `_hidden`.
+/// * An IPv6 address with a port and without brackets is read if it is no address by itself: `2001:db8::1:50001` has port 50001, while
+///   `2001:db8::1:443` is an address. Headers that always hold a port have a [form of their own](ForwardingHeader::SingleWithPort).
+/// * Anything else is unreadable and ends the search, such as `unknown`, `_hidden`, an IPv6 address with a zone, or an empty entry. In
+///   `Forwarded`, an element that is not well-formed is unreadable, and so is one without `for` or with two. The entries left of an
+///   unreadable one prove nothing. [`on_unreadable`](Self::on_unreadable) says how the request counts then.
 /// * At most [`MAX_HOPS`](Self::MAX_HOPS) entries are read. If all these are trusted, the last one read is the client. What
 ///   stands left of them in `X-Forwarded-For` is never looked at, however long it is; a value of `Forwarded`, where quoted
 ///   strings have to be skipped, is gone through a few times at most. Nothing is allocated.
@@ -76,15 +81,21 @@ pub(super) static X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwa
 ///   through a `Forwarded` or an `X-Real-IP` that the client made up.
 /// * Every trusted proxy has to append to that header or overwrite it.
 ///
+/// The [table of proxies](super#proxies-and-their-headers) has the headers of the major ones.
+///
 /// # What is logged
+///
+/// An unreadable value from a trusted proxy is a warning, at most once a minute. With the feature `metrics`, each of them is counted in
+/// `tollgate_unreadable_client_addresses_total`.
 ///
 /// Each of these is a warning, once per extractor and its clones: trust in all addresses there are, when it is made; no address of the
 /// connection; a forwarding header from somebody who is not trusted (anybody can send one, so this may be nothing); another forwarding header
 /// than the one that is read; a client with a private address that is not trusted (most likely a proxy that is missing from the list).
 #[derive(Clone, Debug)]
 pub struct ClientIp {
-    trusted: Nets,
+    trusted: Trusted,
     header: ForwardingHeader,
+    on_unreadable: OnUnreadable,
     ipv6_prefix: u8,
     told: Arc<Told>,
 }
@@ -99,6 +110,23 @@ pub enum ForwardingHeader {
     Forwarded,
     /// A header that holds one address, such as `CF-Connecting-IP` or `X-Real-IP`: see [`ClientIp::single_header`].
     Single(HeaderName),
+    /// A header that holds one address and its port, such as `CloudFront-Viewer-Address`. The port stands behind the last colon, whether an
+    /// IPv6 address has brackets or not: `2001:db8::1:443` is `2001:db8::1` with port 443.
+    SingleWithPort(HeaderName),
+}
+
+/// How a request counts if a trusted proxy wrote a value that holds no address. Defaults to [`Peer`](Self::Peer).
+///
+/// Proxies write the value, so a client cannot choose it. The usual cause is a header that the proxy writes in another form.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum OnUnreadable {
+    /// By the address of the proxy that wrote the value: the other end of the connection, or the last trusted hop of a list.
+    /// All clients of that proxy share one quota meanwhile.
+    #[default]
+    Peer,
+    /// The request has no key. A layer answers it by 400 unless its `OnMissingKey` says otherwise.
+    Reject,
 }
 
 impl ClientIp {
@@ -119,7 +147,49 @@ impl ClientIp {
                  proxies in `ClientIp::trusting`, and no others"
             );
         }
-        Self { trusted, header: ForwardingHeader::XForwardedFor, ipv6_prefix: IPV6_PREFIX, told: Arc::default() }
+        Self::of(Trusted::Nets(trusted))
+    }
+
+    /// Believes this many proxies, whatever their addresses are.
+    ///
+    /// The client is the entry at this place of the header, from the right: with 1 the last one, with 2 the one before it. Each proxy
+    /// between the client and this service has to append one entry. If there are fewer entries, the leftmost one is the client, and the
+    /// other end of the connection if there is none. With a header that holds one address, any number above 0 believes that header.
+    /// More than [`MAX_HOPS`](Self::MAX_HOPS) are not believed, and 0 is [`ClientIp::peer`].
+    ///
+    /// # Risk
+    ///
+    /// The number cannot tell a proxy from a client. A client that reaches this service around one of the counted hops
+    /// **chooses the address that it counts by**. So does every client if the number is too large. Close all ways around the proxies
+    /// in the network, or use [`trusting`](Self::trusting) if their networks are known.
+    ///
+    /// ```
+    /// use http::Request;
+    /// use tollgate::http::{ClientIp, PeerAddr};
+    ///
+    /// # fn main() -> Result<(), tollgate::BoxError> {
+    /// let by_ip = ClientIp::trusting_hops(2); // a CDN and a load balancer
+    ///
+    /// let balancer = PeerAddr("192.0.2.1:4711".parse()?);
+    /// let request = Request::builder().extension(balancer);
+    /// let forwarded = request.header("x-forwarded-for", "6.6.6.6, 203.0.113.7, 198.51.100.1");
+    /// assert_eq!(by_ip.client_ip(&forwarded.body(())?), Some("203.0.113.7".parse()?));
+    /// # Ok(())
+    /// # }
+    /// ```
+    #[must_use]
+    pub fn trusting_hops(hops: usize) -> Self {
+        if hops == 0 { Self::peer() } else { Self::of(Trusted::Hops(hops)) }
+    }
+
+    fn of(trusted: Trusted) -> Self {
+        Self {
+            trusted,
+            header: ForwardingHeader::XForwardedFor,
+            on_unreadable: OnUnreadable::default(),
+            ipv6_prefix: IPV6_PREFIX,
+            told: Arc::default(),
+        }
     }
 
     /// Believes nobody: the client is the other end of the connection, as with [`peer_ip`](super::peer_ip). The log warns
@@ -136,7 +206,12 @@ impl ClientIp {
     /// Defaults to [`ForwardingHeader::XForwardedFor`].
     #[must_use]
     pub fn header(mut self, header: ForwardingHeader) -> Self {
-        self.header = header;
+        self.header = match header {
+            ForwardingHeader::Single(name) if name == CLOUDFRONT_VIEWER_ADDRESS => {
+                ForwardingHeader::SingleWithPort(name)
+            }
+            header => header,
+        };
         self
     }
 
@@ -144,7 +219,10 @@ impl ClientIp {
     /// `x-real-ip`.
     ///
     /// Only a proxy that overwrites it can be believed, and only if there is no way around that proxy. If the header is
-    /// missing, is there more than once or holds anything but one address, the other end of the connection is the client.
+    /// missing, the other end of the connection is the client. If it is there more than once or holds anything but one address,
+    /// [`on_unreadable`](Self::on_unreadable) says how the request counts.
+    ///
+    /// `cloudfront-viewer-address` holds a port, too: it is [`SingleWithPort`](ForwardingHeader::SingleWithPort) without being told.
     ///
     /// # Panics
     ///
@@ -152,6 +230,15 @@ impl ClientIp {
     #[must_use]
     pub fn single_header(self, name: impl TryInto<HeaderName>) -> Self {
         self.header(ForwardingHeader::Single(header_name(name)))
+    }
+
+    /// How a request counts if a trusted proxy wrote a value that holds no address.
+    ///
+    /// Defaults to [`OnUnreadable::Peer`].
+    #[must_use]
+    pub const fn on_unreadable(mut self, then: OnUnreadable) -> Self {
+        self.on_unreadable = then;
+        self
     }
 
     /// Counts IPv6 addresses by this many of their bits, those of a network that one client has to itself.
@@ -175,8 +262,8 @@ impl ClientIp {
         first_of(self, fallback)
     }
 
-    /// The address of the client with all its bits, for logs and lists, or `None` where the other end of the connection is
-    /// not known.
+    /// The address of the client with all its bits, for logs and lists. `None` where the other end of the connection is
+    /// not known, and with [`OnUnreadable::Reject`] where a proxy wrote no address.
     pub fn client_ip<B>(&self, request: &Request<B>) -> Option<IpAddr> {
         self.client_in(request.headers(), request.extensions())
     }
@@ -215,25 +302,45 @@ impl ClientIp {
             }
             return None;
         };
-        if !self.trusted.contain(peer) {
+        if !self.trusted.hold(peer) {
             self.told.of_ignored(peer, headers, &self.header);
             return Some(peer);
         }
-        let mut lines = headers.get_all(self.header.name()).iter().map(HeaderValue::as_bytes);
-        let client = match self.header {
-            ForwardingHeader::XForwardedFor => self.walk(peer, lines.rev().flat_map(forwarded::x_forwarded_for)),
-            ForwardingHeader::Forwarded => self.walk(peer, lines.rev().flat_map(forwarded::forwarded)),
-            ForwardingHeader::Single(_) => match (lines.next(), lines.next()) {
-                (Some(line), None) => forwarded::single(line).unwrap_or(peer),
-                _ => peer,
-            },
-        };
-        if client == peer {
-            self.told.of_another(headers, &self.header);
-        } else if is_private(client) && !self.trusted.contain(client) {
-            self.told.of_private(client);
+        match self.seen_by(peer, headers) {
+            Ok(client) => {
+                if client == peer {
+                    self.told.of_another(headers, &self.header);
+                } else if is_private(client) && !self.trusted.name(client) {
+                    self.told.of_private(client);
+                }
+                Some(client)
+            }
+            Err(proxy) => {
+                self.told.of_unreadable(proxy, headers, &self.header);
+                match self.on_unreadable {
+                    OnUnreadable::Peer => Some(proxy),
+                    OnUnreadable::Reject => None,
+                }
+            }
         }
-        Some(client)
+    }
+
+    /// Whom the trusted proxies saw, of which `peer` is the last. An error is the proxy that did not write an address.
+    fn seen_by(&self, peer: IpAddr, headers: &HeaderMap) -> Result<IpAddr, IpAddr> {
+        let mut lines = headers.get_all(self.header.name()).iter().map(HeaderValue::as_bytes);
+        let read = match self.header {
+            ForwardingHeader::XForwardedFor => {
+                return self.walk(peer, lines.rev().flat_map(forwarded::x_forwarded_for));
+            }
+            ForwardingHeader::Forwarded => return self.walk(peer, lines.rev().flat_map(forwarded::forwarded)),
+            ForwardingHeader::Single(_) => forwarded::single,
+            ForwardingHeader::SingleWithPort(_) => forwarded::single_with_port,
+        };
+        match (lines.next(), lines.next()) {
+            (None, _) => Ok(peer),
+            (Some(line), None) => read(line).ok_or(peer),
+            (Some(_), Some(_)) => Err(peer),
+        }
     }
 
     /// Whether a request comes from one of these networks: for lists of clients that are let in, kept out or not counted.
@@ -268,16 +375,15 @@ impl ClientIp {
     }
 
     /// Goes from one hop to whom it saw for as long as the hops are trusted.
-    fn walk(&self, peer: IpAddr, hops: impl Iterator<Item = Option<IpAddr>>) -> IpAddr {
+    fn walk(&self, peer: IpAddr, hops: impl Iterator<Item = Option<IpAddr>>) -> Result<IpAddr, IpAddr> {
         let mut client = peer;
-        for hop in hops.take(Self::MAX_HOPS) {
-            let Some(ip) = hop else { break };
-            client = ip;
-            if !self.trusted.contain(ip) {
+        for hop in hops.take(self.trusted.most().min(Self::MAX_HOPS)) {
+            client = hop.ok_or(client)?;
+            if !self.trusted.hold(client) {
                 break;
             }
         }
-        client
+        Ok(client)
     }
 }
 
@@ -295,11 +401,38 @@ impl ExtractKey<Parts> for ClientIp {
 }
 
 impl ForwardingHeader {
-    fn name(&self) -> &HeaderName {
+    pub(super) fn name(&self) -> &HeaderName {
         match self {
             Self::XForwardedFor => &X_FORWARDED_FOR,
             Self::Forwarded => &FORWARDED,
-            Self::Single(name) => name,
+            Self::Single(name) | Self::SingleWithPort(name) => name,
+        }
+    }
+}
+
+/// Which hops are believed.
+#[derive(Clone, Debug)]
+enum Trusted {
+    Nets(Nets),
+    Hops(usize),
+}
+
+impl Trusted {
+    /// Whether this hop is believed; if hops are counted, each is until there are too many.
+    fn hold(&self, hop: IpAddr) -> bool {
+        matches!(self, Self::Hops(_)) || self.name(hop)
+    }
+
+    /// Whether this is known to be the address of a proxy.
+    fn name(&self, ip: IpAddr) -> bool {
+        matches!(self, Self::Nets(nets) if nets.contain(ip))
+    }
+
+    /// How many entries of a list may be read.
+    const fn most(&self) -> usize {
+        match self {
+            Self::Nets(_) => usize::MAX,
+            Self::Hops(hops) => *hops,
         }
     }
 }
@@ -351,74 +484,6 @@ pub(super) fn is_private(ip: IpAddr) -> bool {
             v4.is_private() || v4.is_loopback() || v4.is_link_local() || shared_by_a_carrier
         }
         IpAddr::V6(v6) => v6.is_unique_local() || v6.is_loopback() || v6.is_unicast_link_local(),
-    }
-}
-
-/// What has been said already, by an extractor or a clone of it.
-#[derive(Debug, Default)]
-struct Told {
-    no_peer: Flag,
-    ignored: Flag,
-    another: Flag,
-    private: Flag,
-}
-
-#[derive(Debug, Default)]
-struct Flag(AtomicBool);
-
-impl Flag {
-    fn first(&self) -> bool {
-        !self.is_up() && !self.0.swap(true, Ordering::Relaxed)
-    }
-
-    fn is_up(&self) -> bool {
-        self.0.load(Ordering::Relaxed)
-    }
-}
-
-impl Told {
-    fn of_ignored(&self, peer: IpAddr, headers: &HeaderMap, read: &ForwardingHeader) {
-        if self.ignored.is_up() {
-            return;
-        }
-        let header = [read.name(), &X_FORWARDED_FOR, &FORWARDED].into_iter().find(|name| headers.contains_key(*name));
-        if let Some(header) = header
-            && self.ignored.first()
-        {
-            tracing::warn!(
-                %peer, %header,
-                "ClientIp ignores a forwarding header, as the peer is not a trusted proxy: if the peer is a proxy of yours, \
-                 name its network in `ClientIp::trusting`, or all its clients count as one; if not, a client sent the header \
-                 by itself, and nothing is wrong"
-            );
-        }
-    }
-
-    fn of_another(&self, headers: &HeaderMap, read: &ForwardingHeader) {
-        if self.another.is_up() || headers.contains_key(read.name()) {
-            return;
-        }
-        let header = [&X_FORWARDED_FOR, &FORWARDED].into_iter().find(|name| headers.contains_key(*name));
-        if let Some(header) = header
-            && self.another.first()
-        {
-            tracing::warn!(
-                %header, read = %read.name(),
-                "a trusted proxy forwards another header than the one that ClientIp reads, so its clients count as one: if \
-                 the proxy writes that header, choose it with `ClientIp::header`; do not if it only passes through what \
-                 clients send"
-            );
-        }
-    }
-
-    fn of_private(&self, client: IpAddr) {
-        if self.private.first() {
-            tracing::warn!(
-                %client,
-                "ClientIp finds a client with a private address behind a trusted proxy: most likely that is one more proxy, \
-                 whose network is missing in `ClientIp::trusting`, and all its clients count as one"
-            );
-        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Reads what proxies write about the connections that they forward, from the right: the last hop is the one whose word
 //! counts first, and nothing that stands left of it may change how it reads.
 
-use std::net::{IpAddr, Ipv4Addr, Ipv6Addr};
+use std::net::{IpAddr, Ipv6Addr};
 
 /// The longest text that can be an address with brackets, a port and room to spare.
 const MAX_ADDRESS: usize = 64;
@@ -52,8 +52,17 @@ pub(super) fn forwarded(line: &[u8]) -> impl Iterator<Item = Option<IpAddr>> {
 
 /// The address that is all of a header value, or `None`.
 pub(super) fn single(value: &[u8]) -> Option<IpAddr> {
+    address(unquoted(value))
+}
+
+/// The address of a header value that holds an address and a port, or `None`.
+pub(super) fn single_with_port(value: &[u8]) -> Option<IpAddr> {
+    without_port(text(unquoted(value))?).map(canonical)
+}
+
+fn unquoted(value: &[u8]) -> &[u8] {
     let value = value.trim_ascii();
-    address(value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")).unwrap_or(value))
+    value.strip_prefix(b"\"").and_then(|value| value.strip_suffix(b"\"")).unwrap_or(value)
 }
 
 /// An IPv4 address that is written as IPv6 is that IPv4 address. Decided by the bits: `::1` is not `0.0.0.1`.
@@ -139,32 +148,35 @@ fn node(value: &[u8]) -> Option<IpAddr> {
     address(&text[..len])
 }
 
-/// Reads `ip`, `ip:port`, `[v6]` and `[v6]:port`. Everything else is no address: names, `unknown`, `_hidden`, zone ids.
-fn address(text: &[u8]) -> Option<IpAddr> {
-    if text.len() > MAX_ADDRESS {
-        return None;
-    }
-    let text = std::str::from_utf8(text).ok()?;
-    let ip = if let Some(bracketed) = text.strip_prefix('[') {
-        let (ip, port) = bracketed.split_once(']')?;
-        if !port.is_empty() && !port.strip_prefix(':').is_some_and(is_port) {
-            return None;
-        }
-        IpAddr::V6(ip.parse::<Ipv6Addr>().ok()?)
-    } else if let Ok(ip) = text.parse::<IpAddr>() {
-        ip
-    } else {
-        let (ip, _port) = text.split_once(':').filter(|(_, port)| is_port(port))?;
-        IpAddr::V4(ip.parse::<Ipv4Addr>().ok()?)
-    };
+/// Reads `ip`, `ip:port`, `[v6]`, `[v6]:port`, and `v6:port` unless that is an address. Everything else is no address: names, `unknown`,
+/// `_hidden`, zone ids.
+fn address(address: &[u8]) -> Option<IpAddr> {
+    let text = text(address)?;
+    let ip = text.parse().ok().or_else(|| bracketed(text)).or_else(|| without_port(text))?;
     Some(canonical(ip))
+}
+
+fn text(address: &[u8]) -> Option<&str> {
+    (address.len() <= MAX_ADDRESS).then(|| std::str::from_utf8(address).ok()).flatten()
+}
+
+fn bracketed(text: &str) -> Option<IpAddr> {
+    text.strip_prefix('[')?.strip_suffix(']')?.parse().ok().map(Ipv6Addr::into)
+}
+
+/// The address before the last colon, if a port stands behind it.
+fn without_port(text: &str) -> Option<IpAddr> {
+    let (ip, _) = text.rsplit_once(':').filter(|(_, port)| is_port(port))?;
+    ip.parse().ok().or_else(|| bracketed(ip))
 }
 
 /// A port is a number, or with RFC 7239 a made-up name that begins with `_`.
 fn is_port(text: &str) -> bool {
     match text.strip_prefix('_') {
         Some(name) => !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b"._-".contains(&b)),
-        None => (1..=5).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit()),
+        None => {
+            (1..=5).contains(&text.len()) && text.bytes().all(|b| b.is_ascii_digit()) && text.parse::<u16>().is_ok()
+        }
     }
 }
 
@@ -206,6 +218,12 @@ mod tests {
             ("[::ffff:cb00:7107]:1", "203.0.113.7"),
             ("::1", "::1"),
             ("::203.0.113.7", "::cb00:7107"),
+            ("203.0.113.7:65535", "203.0.113.7"),
+            // A port without brackets, unless it may be the end of the address.
+            ("2001:db8::1:50001", "2001:db8::1"),
+            ("2001:db8:0:0:0:0:0:1:443", "2001:db8::1"),
+            ("2001:db8::1:443", "2001:db8::1:443"),
+            (":::1", "::"),
         ];
         for (text, ip) in cases {
             assert_eq!(single(text.as_bytes()), Some(ip.parse().unwrap()), "{text}");
@@ -230,6 +248,9 @@ mod tests {
             "203.0.113.7:",
             "203.0.113.7:x",
             "203.0.113.7:123456",
+            "203.0.113.7:65536",
+            "2001:db8::1:65536",
+            "[2001:db8::1]:65536",
             "203.0.113.7:-1",
             "203.0.113.7:1:2",
             "203.0.113.7/32",
@@ -242,7 +263,7 @@ mod tests {
             "[::1]:",
             "[203.0.113.7]",
             "[[::1]]",
-            ":::1",
+            "::::1",
             "2001:db8::1:",
             "for=203.0.113.7",
             "\"203.0.113.7",

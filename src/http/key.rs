@@ -16,7 +16,12 @@ use crate::key::{ExtractKey, Key, Or, first_of};
 /// counts. Values are secrets more often than not, so the store sees only their digest ([`Key::digest`]).
 ///
 /// This counts what the client claims. In front of whatever checks the header, each value that a client makes up has a quota of its own, and an
-/// entry of its own in the store: put the layer behind that, or add a limit for the [address](super#who-is-asking).
+/// entry of its own in the store: put the layer behind that, or add a limit for the [address](super#who-is-asking). Behind a layer that
+/// authenticates, count by what that layer has left in the extensions of the request: a closure does, and
+/// [`bearer_token`](super::bearer_token) has an example.
+///
+/// **Do not count by `authorization`.** `Bearer`, `bearer` and `BEARER` with the same token are different values here. So is each password
+/// that a client tries for a user. Use [`bearer_token`](super::bearer_token) and [`basic_user`](super::basic_user).
 ///
 /// ```
 /// use tollgate::http::header;

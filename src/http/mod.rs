@@ -31,6 +31,48 @@
 //! | proxies that append to `X-Forwarded-For` | `ClientIp::trusting(nets)` |
 //! | proxies that append to `Forwarded` | `ClientIp::trusting(nets).header(ForwardingHeader::Forwarded)` |
 //! | a CDN that sets a header of its own | `ClientIp::trusting(nets).single_header("cf-connecting-ip")` |
+//! | proxies whose networks you cannot list | [`ClientIp::trusting_hops`], which has a risk |
+//!
+//! For credentials use [`bearer_token`] and [`basic_user`]: `header("authorization")` gives a client a quota for each spelling of the
+//! scheme, and one for each password that it tries.
+//!
+//! ## Proxies and their headers
+//!
+//! Each row says what the proxy writes by default, as its vendor documents it. Trust the networks of the proxy, and check the value that
+//! arrives at your service: most of these products can be configured otherwise.
+//!
+//! | proxy | header and form | setting |
+//! | --- | --- | --- |
+//! | [Amazon CloudFront][cloudfront] | `CloudFront-Viewer-Address`: `198.51.100.10:46532`, IPv6 without brackets; only with an origin request policy | `.single_header("cloudfront-viewer-address")` |
+//! | [AWS Application Load Balancer][alb] | appends `ip` to `X-Forwarded-For`, or `ip:port` with client port preservation; do not set its mode to `preserve` | the default |
+//! | [Azure Front Door][afd] | `X-Azure-SocketIP`: the address of the connection. `X-Azure-ClientIP` may be the client's own claim. Compare `X-Azure-FDID` | `.single_header("x-azure-socketip")` |
+//! | [Azure Application Gateway][appgw] | appends `ip:port` to `X-Forwarded-For` | the default |
+//! | [Google Cloud load balancers][google] | append `<client>,<load balancer>` to `X-Forwarded-For`; trust the load balancer's own address, too | the default, or `trusting_hops(2)` |
+//! | [Fastly][fastly] | `Fastly-Client-IP`: one address, which a client may set unless your VCL sets it | `.single_header("fastly-client-ip")` |
+//! | [Cloudflare][cloudflare] | `CF-Connecting-IP`: one address | `.single_header("cf-connecting-ip")` |
+//! | [Akamai][akamai] | `True-Client-IP`: one address, if the property is configured for it | `.single_header("true-client-ip")` |
+//! | [Envoy][envoy] | appends `ip` to `X-Forwarded-For` with `use_remote_address`; `X-Envoy-External-Address` is one address | the default, or `.single_header("x-envoy-external-address")` |
+//! | [nginx][nginx] | appends `ip` with `proxy_set_header X-Forwarded-For $proxy_add_x_forwarded_for`, and nothing without | the default |
+//! | [HAProxy][haproxy] | adds a line of `X-Forwarded-For` with `option forwardfor`, or of `Forwarded` with `option forwarded` | the default, or `.header(ForwardingHeader::Forwarded)` |
+//!
+//! [cloudfront]: https://docs.aws.amazon.com/AmazonCloudFront/latest/DeveloperGuide/adding-cloudfront-headers.html
+//! [alb]: https://docs.aws.amazon.com/elasticloadbalancing/latest/application/x-forwarded-headers.html
+//! [afd]: https://learn.microsoft.com/en-us/azure/frontdoor/front-door-http-headers-protocol
+//! [appgw]: https://learn.microsoft.com/en-us/azure/application-gateway/rewrite-http-headers-url
+//! [google]: https://cloud.google.com/load-balancing/docs/https
+//! [fastly]: https://www.fastly.com/documentation/reference/http/http-headers/Fastly-Client-IP/
+//! [cloudflare]: https://developers.cloudflare.com/fundamentals/reference/http-headers/
+//! [akamai]: https://techdocs.akamai.com/property-mgr/docs/configure-unique-origin
+//! [envoy]: https://www.envoyproxy.io/docs/envoy/latest/configuration/http/http_conn_man/headers#x-forwarded-for
+//! [nginx]: https://nginx.org/en/docs/http/ngx_http_proxy_module.html#var_proxy_add_x_forwarded_for
+//! [haproxy]: https://docs.haproxy.org/3.2/configuration.html#4.2-option%20forwardfor
+//!
+//! If a trusted proxy writes a value that holds no address, the request counts by the address of the proxy. [`ClientIp::on_unreadable`] can
+//! reject it instead. Watch this metric after you have set up a proxy (feature `metrics`):
+//!
+//! | name | labels | counts |
+//! | --- | --- | --- |
+//! | `tollgate_unreadable_client_addresses_total` | `header` | requests in which a trusted proxy wrote no readable address of the client |
 //!
 //! # What is answered
 //!
@@ -268,9 +310,11 @@
 //! # }
 //! ```
 
+mod authorization;
 mod body;
 mod charge;
 mod client_ip;
+mod client_ip_log;
 #[cfg(feature = "axum")]
 mod extract;
 mod forwarded;
@@ -283,13 +327,14 @@ mod reject;
 pub(crate) mod same_body;
 mod upstream;
 
+pub use self::authorization::{BasicUserKey, BearerTokenKey, basic_user, bearer_token};
 pub use self::body::{Never, ResponseBody};
 #[cfg(feature = "grpc")]
 pub(crate) use self::charge::AtEnd;
 pub use self::charge::{ChargeStatus, failures, successes};
 #[cfg(feature = "config")]
 pub(crate) use self::client_ip::hold_everybody;
-pub use self::client_ip::{ClientIp, ForwardingHeader};
+pub use self::client_ip::{ClientIp, ForwardingHeader, OnUnreadable};
 #[cfg(feature = "axum")]
 pub use self::extract::{MatchedPathKey, matched_path};
 pub use self::headers::EXPOSED_HEADERS;
