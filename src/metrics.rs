@@ -1,6 +1,6 @@
 //! What the metrics are: texts and units for whoever shows them.
 //!
-//! Which labels they have is in the docs of [`rate_limit`](crate::rate_limit#metrics), `http`, [`lock`](crate::lock#metrics),
+//! Which labels they have is in the docs of [`rate_limit`](crate::rate_limit#metrics), `http`, `config`, [`lock`](crate::lock#metrics),
 //! [`idempotency`](crate::idempotency#metrics) and [`delay_queue`](crate::delay_queue#metrics).
 
 use ::metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
@@ -25,7 +25,7 @@ pub fn describe() {
     }
 }
 
-const COUNTERS: [(&str, &str); 25] = [
+const COUNTERS: [(&str, &str); 26] = [
     (
         "tollgate_decisions_total",
         "Decisions of rate limits, one for each subject of a request or question of a limiter",
@@ -41,6 +41,7 @@ const COUNTERS: [(&str, &str); 25] = [
         "tollgate_unreadable_client_addresses_total",
         "Requests in which a trusted proxy wrote no readable address of the client",
     ),
+    ("tollgate_rules_unmatched_requests_total", "Requests that no rule of a file matches, which pass uncounted"),
     ("tollgate_lock_requests_total", "What became of asking for locks"),
     ("tollgate_lock_fallback_polls_total", "Looks at a lock without having been told that it is free"),
     (
@@ -93,9 +94,10 @@ mod tests {
     use super::*;
 
     /// What is said of the metrics, and what records them.
-    const DOCS_AND_CODE: [(&str, &str); 5] = [
+    const DOCS_AND_CODE: [(&str, &str); 6] = [
         (include_str!("rate_limit/mod.rs"), include_str!("rate_limit/meters.rs")),
         (include_str!("http/mod.rs"), include_str!("http/client_ip_log.rs")),
+        (include_str!("config/mod.rs"), include_str!("config/usage.rs")),
         (include_str!("lock/mod.rs"), include_str!("lock/meters.rs")),
         (include_str!("idempotency/mod.rs"), include_str!("idempotency/meters.rs")),
         (include_str!("delay_queue/mod.rs"), include_str!("delay_queue/meters.rs")),

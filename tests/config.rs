@@ -352,6 +352,12 @@ const BAD: &[Bad] = &[
     ("[client_ip]\ntrusted_hops = -1", "invalid value", "client_ip.trusted_hops", 2),
     ("[client_ip]\ntrusted = [\"10.0.0.0/8\"]\ntrusted_hops = 1", "either by their networks, `trusted`, or by their number", "client_ip.trusted_hops", 3),
     ("[client_ip]\ntrusted_hops = 1\non_unreadable = \"pass\"", "unknown variant `pass`, expected `peer` or `reject`", "client_ip.on_unreadable", 3),
+    // Patterns of other systems.
+    ("POLICY\n[[rules]]\npath = \"/api/*\"\npolicy = \"a\"\nkey = \"everyone\"", "write `/api/{*rest}`", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/api/**\"\npolicy = \"a\"\nkey = \"everyone\"", "write `/api/{*rest}`", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/api/*rest\"\npolicy = \"a\"\nkey = \"everyone\"", "write `/api/{*rest}`", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/api/.*\"\npolicy = \"a\"\nkey = \"everyone\"", "write `/api/{*rest}`", "rules[0].path", 4),
+    ("POLICY\n[[rules]]\npath = \"/users/:id\"\npolicy = \"a\"\nkey = \"everyone\"", "write `/users/{id}`", "rules[0].path", 4),
 ];
 
 #[test]
@@ -751,6 +757,60 @@ async fn credentials_are_keys_of_rules() {
         let response = service.clone().oneshot(request.body(()).unwrap()).await.unwrap();
         assert_eq!(response.status().as_u16(), status, "{value}");
     }
+}
+
+/// A pattern of another system was text, and the limit was off.
+#[tokio::test(start_paused = true)]
+async fn signs_of_patterns_are_matched_where_they_are_escaped() {
+    let rules =
+        rules_of(&[("/calc/%2A", None, "times"), ("/%3Aid", None, "colon"), ("/orders:cancel", None, "cancel")]);
+    let names = |path: &str| -> Vec<String> {
+        rules.policies_for(&Method::GET, path).into_iter().map(|policy| policy.name().to_owned()).collect()
+    };
+    for (path, policy) in [
+        ("/calc/*", "times"),
+        ("/calc/%2a", "times"),
+        ("/:id", "colon"),
+        ("/%3Aid", "colon"),
+        ("/orders:cancel", "cancel"),
+        ("/orders%3Acancel", "cancel"),
+    ] {
+        assert_eq!(names(path), [policy], "{path}");
+    }
+    assert!(names("/calc/7").is_empty() && names("/7").is_empty());
+}
+
+/// The program stood still until another one wrote into the FIFO.
+#[cfg(unix)]
+#[tokio::test]
+async fn what_is_no_regular_file_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let fifo = folder.path().join("rules.toml");
+    let made = std::process::Command::new("mkfifo").arg(&fifo).status().unwrap();
+    assert!(made.success());
+    let socket = folder.path().join("socket.toml");
+    let _listener = std::os::unix::net::UnixListener::bind(&socket).unwrap();
+    let device = folder.path().join("device.toml");
+    std::os::unix::fs::symlink("/dev/zero", &device).unwrap();
+    let directory = folder.path().join("directory.toml");
+    std::fs::create_dir(&directory).unwrap();
+    let handle = rules_of(&[("/", None, "a")]).handle();
+    for path in [fifo, socket, device, directory] {
+        let error = Rules::from_path(&path).unwrap_err();
+        assert!(error.message().contains("a regular file"), "{error}");
+        assert_eq!(error.file(), Some(&*path));
+        assert!(handle.reload_path(&path).await.is_err());
+        let watch = handle.watch_every(Duration::from_millis(1), &path);
+        while handle.last_error().is_none_or(|error| error.file() != Some(&*path)) {
+            tokio::time::sleep(Duration::from_millis(1)).await;
+        }
+        drop(watch);
+    }
+    let link = folder.path().join("link.toml");
+    let file = folder.path().join("file");
+    std::fs::write(&file, "policies.a.limits = []\nrules = []").unwrap();
+    std::os::unix::fs::symlink(&file, &link).unwrap();
+    assert!(!Rules::from_path(&link).unwrap_err().message().contains("a regular file"), "a link to one is one");
 }
 
 #[tokio::test(start_paused = true)]

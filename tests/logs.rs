@@ -988,6 +988,55 @@ async fn an_unreadable_client_address_is_one_warning_a_minute() {
     assert!(lines.len() == 1 && lines[0].contains("not a trusted proxy"), "it is not read: {lines:?}");
 }
 
+/// A path that is spelled wrong switches its limit off, and nothing said so.
+#[tokio::test(start_paused = true)]
+async fn rules_that_match_nothing_are_one_warning() {
+    use tollgate::config::{Rules, RulesLayer};
+    let rules = |quota: u32| {
+        Rules::from_toml(&format!(
+            r#"
+            policies.a.limits = [{{ quota = {quota}, per = "1s", algorithm = "fixed_window" }}]
+            rules = [
+                {{ path = "/api/{{*rest}}", policy = "a", key = "everyone" }},
+                {{ path = "/health", unlimited = true }},
+                {{ path = "/v1/login", methods = ["POST", "PUT"], policy = "a", key = "everyone" }},
+                {{ path = "/m%65", policy = "a", key = "everyone" }},
+            ]
+            "#
+        ))
+        .unwrap()
+    };
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let layer = RulesLayer::new(MemoryBackend::new(), rules(1_000_000));
+    let service = layer.layer(service_fn(async |_: Request<()>| Ok::<_, Infallible>(Response::new(()))));
+    let ask = async |paths: &[&str]| {
+        // More than one in so many looks at the clock.
+        for path in paths.iter().cycle().take(300) {
+            let _ = service.clone().oneshot(Request::get(*path).body(()).unwrap()).await;
+        }
+    };
+    let paths = ["/api/x", "/health", "/login", "/me"];
+    ask(&paths).await;
+    advance(Rules::UNMATCHED_AFTER - Duration::from_secs(1)).await;
+    ask(&paths).await;
+    assert!(log.lines().is_empty(), "they have had no time yet");
+    advance(Duration::from_secs(1)).await;
+    for lines in [1, 0] {
+        ask(&paths).await;
+        let found = log.lines();
+        assert_eq!(found.len(), lines, "{found:?}");
+        assert!(found.iter().all(|line| line.starts_with("WARN no request has matched these rules")), "{found:?}");
+    }
+    layer.handle().reload(rules(2_000_000));
+    assert_eq!(log.lines(), ["INFO the rules were changed"]);
+    ask(&paths).await;
+    service.clone().oneshot(Request::post("/v1/login").body(()).unwrap()).await.unwrap();
+    advance(Rules::UNMATCHED_AFTER).await;
+    ask(&paths).await;
+    assert!(log.lines().is_empty(), "each has matched since the rules were changed");
+}
+
 #[tokio::test]
 async fn rules_say_what_is_wrong_with_them_once() {
     use tollgate::config::Rules;

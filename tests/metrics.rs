@@ -1108,6 +1108,30 @@ fn the_circuit_of_several_rules_closes_under_the_policy_that_it_opened_under() {
 }
 
 #[test]
+fn requests_that_no_rule_matches_are_counted() {
+    let rules = Rules::from_toml(
+        r#"
+        policies.api.limits = [{ quota = 9, per = "1h", algorithm = "fixed_window" }]
+        rules = [
+            { path = "/api", policy = "api", key = "everyone" },
+            { path = "/health", unlimited = true },
+        ]
+        "#,
+    );
+    let service = RulesLayer::new(MemoryBackend::new(), rules.unwrap())
+        .layer(service_fn(async |_: Request<()>| Ok::<_, BoxError>(Response::new(()))));
+    let (recorder, snapshotter, runtime) = recording();
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            for path in ["/api", "/health", "/%68ealth", "/api/", "/API", "/"] {
+                service.clone().oneshot(Request::get(path).body(()).unwrap()).await.unwrap();
+            }
+        });
+    });
+    assert_eq!(seen(&snapshotter)["tollgate_rules_unmatched_requests_total{}"], 3);
+}
+
+#[test]
 fn unreadable_client_addresses_are_counted() {
     let by_ip = ClientIp::trusting(["10.0.0.0/8".parse().unwrap()]);
     let (recorder, snapshotter, _runtime) = recording();

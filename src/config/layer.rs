@@ -8,8 +8,9 @@ use tower_layer::Layer;
 use super::charge::RuleCharge;
 use super::handle::RulesHandle;
 use super::key::RuleKey;
-use super::rules::{Inner, Rule};
+use super::rules::{Found, Inner, Rule};
 use super::service::RulesService;
+use super::usage::count_unmatched;
 use crate::error::ConfigError;
 use crate::key::ExtractKey;
 use crate::lock::Scope;
@@ -152,7 +153,16 @@ impl<B: Clone, A: Clone> Shared<B, A> {
 
     /// The same by rules that held when the request arrived.
     fn limit_by<S>(&self, rules: &Arc<Inner>, method: &Method, path: &str, inner: S) -> Result<RuleLimit<S, B, A>, S> {
-        let Some((index, other)) = rules.find(method, path) else { return Err(inner) };
+        let matches = rules.find(method, path);
+        rules.note(&matches);
+        let (index, other) = match matches.found {
+            Found::Limited(index, other) => (index, other),
+            Found::Unlimited => return Err(inner),
+            Found::Nothing => {
+                count_unmatched();
+                return Err(inner);
+            }
+        };
         let Some((policy, key)) = rules.rules[index].counts.first() else { return Err(inner) };
         if let Some(other) = other {
             // Made for the request: hardly anybody sends such a path by chance, and there may be many pairs of rules.

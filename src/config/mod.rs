@@ -132,6 +132,19 @@
 //! covers `HEAD` too, unless another rule of the same path names it. A request that no rule matches passes
 //! uncounted, and so does one with another path: `/api/{*rest}` matches neither `/api` nor `/api/`.
 //!
+//! Patterns of other systems are refused, and the error has the right spelling. They would be text that no request has, and the limit
+//! would be off:
+//!
+//! | written elsewhere | here |
+//! | --- | --- |
+//! | `/api/*`, `/api/**`, `/api/*rest`, `/api/.*` | `/api/{*rest}` |
+//! | `/users/*/orders` | `/users/{name}/orders` |
+//! | `/users/:id`, `/users/<id>`, `/users/{id:[0-9]+}` | `/users/{id}` |
+//! | the sign `*`, or a segment that begins with `:` or `<` | `%2A`, `%3A`, `%3C`: an escaped sign is text, and matches the sign in whatever way a request spells it |
+//!
+//! A path is the whole path of a request, never a prefix of it. The log has one warning with the rules that no request has matched in the
+//! [first hour](Rules::UNMATCHED_AFTER) after they were loaded. This may be nothing: a rule for a rare request is among them.
+//!
 //! The path is that which the layer sees: without the prefix where it stands in a nested axum router. How it is spelled makes no difference
 //! (RFC 3986, 6.2.2), in patterns as in requests: `/größe` matches `/gr%C3%B6%C3%9Fe`, which is what browsers send, and `/users/%6de` is
 //! `/users/me`. `%2F` stays what it is, part of a segment, and so does `%25`, so that nothing is decoded twice. Case counts, and so do `.`, `..`
@@ -153,8 +166,9 @@
 //! # What is refused
 //!
 //! Everything that is not known or makes no sense, with its place, before any of it is enforced: see [`RulesError`]. Files are
-//! bounded, and so is what aliases in YAML may stand for. A policy that no rule uses is a warning in the log, and so is
-//! a `client_ip` where no rule has the key of that name.
+//! bounded, and so is what aliases in YAML may stand for. Rules are read from a regular file or a link to one: a directory, a FIFO, a socket
+//! or a device is refused. A policy that no rule uses is a warning in the log, and so is
+//! a `client_ip` where no rule has the key of that name. So is the header `authorization` as a key.
 //!
 //! # Changing the rules
 //!
@@ -173,9 +187,11 @@ mod key;
 mod layer;
 mod model;
 mod path;
+mod pattern;
 mod rules;
 mod service;
 mod tree;
+mod usage;
 mod watch;
 
 pub use self::error::RulesError;

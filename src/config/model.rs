@@ -76,6 +76,12 @@ pub(super) struct RuleDef {
 }
 
 impl RuleDef {
+    /// What the log calls a rule.
+    pub(super) fn name(&self) -> String {
+        let methods: Vec<&str> = self.methods.iter().flatten().map(|method| method.0.as_str()).collect();
+        if methods.is_empty() { self.path.clone() } else { format!("{} {}", methods.join("|"), self.path) }
+    }
+
     /// What counts the requests, and for whom.
     pub(super) fn counts(&self) -> impl Iterator<Item = (&String, &KeyDef)> {
         let one = self.policy.as_ref().zip(self.key.as_ref());

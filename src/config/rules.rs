@@ -17,7 +17,9 @@ use super::handle::RulesHandle;
 use super::key::RuleKey;
 use super::model::{self, AlgorithmName, ChargeName, ClientIpDef, File, Header, KeyPart, LimitDef, PolicyDef, RuleDef};
 use super::path::normal;
+use super::pattern::check_path;
 use super::tree::{Fault, Step, path};
+use super::usage::Usage;
 use crate::error::ConfigError;
 use crate::http::{ClientIp, ForwardingHeader, hold_everybody};
 use crate::rate_limit::{Limit, OnMissingKey, OnStoreError, Policy, Quota};
@@ -34,7 +36,25 @@ pub struct Rules {
 pub(super) struct Inner {
     file: File,
     pub(super) rules: Vec<Rule>,
+    pub(super) usage: Usage,
     routers: Routers,
+}
+
+/// What a request finds.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Found {
+    /// The rule that counts it, and another one if its path as it is spelled has another.
+    Limited(usize, Option<usize>),
+    /// A rule that lets it pass uncounted.
+    Unlimited,
+    /// No rule.
+    Nothing,
+}
+
+/// What a request finds, and all rules that match it.
+pub(super) struct Matches {
+    pub(super) found: Found,
+    pub(super) matching: [Option<usize>; 2],
 }
 
 /// Find the number of a rule.
@@ -65,6 +85,8 @@ impl Rules {
     pub const MAX_LEN: usize = 1 << 20;
     /// How many different methods rules may name.
     pub const MAX_METHODS: usize = 32;
+    /// When rules are reported in the log that no request has matched, counted from the first request after the rules were loaded: one hour.
+    pub const UNMATCHED_AFTER: Duration = Duration::from_secs(3_600);
 
     /// Reads rules in TOML.
     ///
@@ -170,7 +192,7 @@ impl Rules {
     /// instance.
     #[must_use]
     pub fn policies_for(&self, method: &Method, path: &str) -> Vec<&Policy> {
-        let Some((index, other)) = self.inner.find(method, path) else { return Vec::new() };
+        let Found::Limited(index, other) = self.inner.find(method, path).found else { return Vec::new() };
         let policies = |index: usize| self.inner.rules[index].counts.iter().map(|(policy, _)| policy);
         let mut found: Vec<&Policy> = policies(index).collect();
         for policy in other.into_iter().flat_map(policies) {
@@ -206,6 +228,11 @@ impl fmt::Debug for Rules {
 
 /// The bytes of a file, unless there are too many of them.
 pub(super) fn read(path: &Path) -> Result<Vec<u8>, RulesError> {
+    // Asked before the file is opened: opening a FIFO waits for a writer, and a device may have no end.
+    if std::fs::metadata(path).is_ok_and(|metadata| !metadata.is_file()) {
+        let what = "rules are read from a regular file, and this is a directory, a FIFO, a socket or a device";
+        return Err(RulesError::new(what).in_file(path));
+    }
     let read = || {
         let mut bytes = Vec::new();
         std::fs::File::open(path)?.take(Rules::MAX_LEN as u64 + 1).read_to_end(&mut bytes)?;
@@ -238,23 +265,43 @@ impl Inner {
             rules.push(rule.map_err(|fault| fault.within(index).within("rules"))?);
         }
         let routers = routers(&file.rules)?;
-        Ok(Self { rules, routers, file })
+        Ok(Self { usage: Usage::of(rules.len()), rules, routers, file })
     }
 
-    /// The rule that a request is counted by, and another one if its path as it is spelled has another: some routers decode what they match, others
-    /// do not, and a spelling is not to choose the laxer rule.
-    pub(super) fn find(&self, method: &Method, path: &str) -> Option<(usize, Option<usize>)> {
+    /// The rules that match a request: that of its path in the usual spelling, and that of its path as it is spelled. Some routers decode what
+    /// they match, others do not, and a spelling is not to choose the laxer rule.
+    pub(super) fn find(&self, method: &Method, path: &str) -> Matches {
         let router = self.routers.by_method.get(method).unwrap_or(&self.routers.others);
-        let is_limited = |index: &usize| !self.rules[*index].counts.is_empty();
-        let at = |path: &str| router.at(path).ok().map(|found| *found.value).filter(is_limited);
-        let normal = match normal(path) {
-            Cow::Borrowed(path) => return Some((at(path)?, None)),
-            Cow::Owned(normal) => normal,
+        let at = |path: &str| router.at(path).ok().map(|found| *found.value);
+        let matching = match normal(path) {
+            Cow::Borrowed(path) => [at(path), None],
+            Cow::Owned(normal) => {
+                let usual = at(&normal);
+                [usual, at(path).filter(|as_spelled| usual != Some(*as_spelled))]
+            }
         };
-        match (at(&normal), at(path)) {
-            (Some(rule), as_spelled) => Some((rule, as_spelled.filter(|other| *other != rule))),
-            (None, as_spelled) => Some((as_spelled?, None)),
+        let is_limited = |index: &usize| !self.rules[*index].counts.is_empty();
+        let mut limited = matching.into_iter().flatten().filter(is_limited);
+        let found = match (limited.next(), limited.next()) {
+            (Some(rule), other) => Found::Limited(rule, other),
+            (None, _) if matching.iter().any(Option::is_some) => Found::Unlimited,
+            (None, _) => Found::Nothing,
+        };
+        Matches { found, matching }
+    }
+
+    /// Logs the rules that no request has matched, once they had time for it.
+    pub(super) fn report_unmatched(&self) {
+        let unmatched: Vec<&RuleDef> = self.usage.unmatched().map(|index| &self.file.rules[index]).collect();
+        if unmatched.is_empty() {
+            return;
         }
+        let names: Vec<String> = unmatched.iter().take(16).map(|rule| rule.name()).collect();
+        tracing::warn!(
+            count = unmatched.len(), rules = %names.join(", "),
+            "no request has matched these rules since they were loaded, so they limit nothing: check how their paths are spelled, and \
+             which path the layer sees; behind a nested router the prefix is missing"
+        );
     }
 
     /// A rule that counts by two others, and is as strict as the stricter of them. Nobody waits, since a line would be that of one request.
@@ -485,31 +532,6 @@ impl Rule {
             wait: def.wait.map_or(Duration::ZERO, |wait| wait.0),
             charge: def.charge.unwrap_or_default(),
         })
-    }
-}
-
-/// The longest pattern of a path.
-const MAX_PATH: usize = 1_024;
-
-/// How many parameters of a pattern the router has names for: it panics at one more. The rest of a path, `{*name}`, takes none.
-const MAX_PARAMETERS: usize = 25;
-
-/// What the router would take for a pattern that matches nothing.
-fn check_path(path: &str) -> Result<(), String> {
-    if !path.starts_with('/') {
-        return Err("a path begins with `/`".into());
-    }
-    if path.len() > MAX_PATH {
-        return Err(format!("a path has at most {MAX_PATH} bytes"));
-    }
-    let parameters =
-        path.replace("{{", "").split('/').filter(|part| part.contains('{') && !part.contains("{*")).count();
-    if parameters > MAX_PARAMETERS {
-        return Err(format!("a path has at most {MAX_PARAMETERS} parameters"));
-    }
-    match path.chars().find(|sign| "?#".contains(*sign) || sign.is_whitespace() || sign.is_control()) {
-        Some(sign) => Err(format!("no path of a request has {sign:?} in it")),
-        None => Ok(()),
     }
 }
 
