@@ -23,7 +23,7 @@ use proptest::prelude::*;
 use prost::Message as _;
 use serde_json::{Value, json};
 use tollgate::grpc::AsStatus;
-use tollgate::http::{EXPOSED_HEADERS, PeerAddr, ResponseBody, header, matched_path, peer_ip};
+use tollgate::http::{ClientIp, EXPOSED_HEADERS, PeerAddr, ResponseBody, header, matched_path, peer_ip};
 use tollgate::idempotency::IdempotencyHandle;
 use tollgate::lock::LeaseView;
 use tollgate::rate_limit::{
@@ -1308,6 +1308,38 @@ async fn the_peer_address_of_axum_is_found() {
 async fn a_peer_that_is_not_known_has_no_key() {
     let answer = ask(&by_peer(), request()).await;
     assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+}
+
+/// The answer did not say why, and the warning in the log may be hidden.
+#[tokio::test(start_paused = true)]
+async fn a_missing_extension_is_named_in_debug_builds() {
+    let layer = || layer(Quota::per_minute(9).fixed_window());
+    let address = || Policy::new("address", Quota::per_minute(9).fixed_window());
+    let by_ip = ClientIp::trusting(["10.0.0.0/8".parse().unwrap()]);
+    let detail = async |service, request| {
+        let answer = ask(&service, request).await;
+        assert_eq!(answer.status, StatusCode::BAD_REQUEST);
+        answer.problem()["detail"].as_str().unwrap().to_owned()
+    };
+    let plain = "the request carries no key to count it under";
+    let with_peer = || layer().key(header("x-api-key").or(peer_ip()));
+    for (service, extension) in [
+        (layer().key(peer_ip()).layer(hello()).boxed_clone(), "ConnectInfo<SocketAddr>"),
+        (layer().key(by_ip).layer(hello()).boxed_clone(), "ConnectInfo<SocketAddr>"),
+        (with_peer().layer(hello()).boxed_clone(), "ConnectInfo<SocketAddr>"),
+        (
+            layer().key(header("x-tenant")).and(address(), peer_ip()).layer(hello()).boxed_clone(),
+            "ConnectInfo<SocketAddr>",
+        ),
+        (layer().key((peer_ip(), matched_path())).layer(hello()).boxed_clone(), "ConnectInfo<SocketAddr>"),
+        (layer().key(matched_path()).layer(hello()).boxed_clone(), "MatchedPath"),
+    ] {
+        let detail = detail(service, request()).await;
+        assert!(detail.starts_with(plain) && detail.contains(extension) == cfg!(debug_assertions), "{detail}");
+    }
+    // What the request before lacked is not told to the next one.
+    let by_key = layer().key(header("x-api-key")).layer(hello()).boxed_clone();
+    assert_eq!(detail(by_key, request()).await, plain);
 }
 
 #[tokio::test(start_paused = true)]

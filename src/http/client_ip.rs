@@ -10,7 +10,7 @@ use super::client_ip_log::Told;
 use super::forwarded::{self, canonical};
 use super::key::{self, IPV6_PREFIX, header_name};
 use crate::error::ConfigError;
-use crate::key::{ExtractKey, Key, Or, first_of};
+use crate::key::{ExtractKey, Key, Or, first_of, lack};
 
 pub(super) static X_FORWARDED_FOR: HeaderName = HeaderName::from_static("x-forwarded-for");
 
@@ -300,6 +300,7 @@ impl ClientIp {
             if self.told.no_peer.first() {
                 key::warn_of_no_peer("ClientIp");
             }
+            lack::note(key::NO_PEER);
             return None;
         };
         if !self.trusted.hold(peer) {

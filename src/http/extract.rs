@@ -7,7 +7,7 @@ use axum::extract::{FromRequestParts, MatchedPath, OptionalFromRequestParts};
 use axum::{Extension, RequestPartsExt};
 
 use crate::idempotency::IdempotencyHandle;
-use crate::key::{ExtractKey, Key, Or, first_of};
+use crate::key::{ExtractKey, Key, Or, first_of, lack};
 use crate::lock::LeaseView;
 use crate::rate_limit::RateLimitHandle;
 
@@ -76,7 +76,11 @@ impl MatchedPathKey {
     }
 
     fn key_in(extensions: &Extensions) -> Option<Key> {
-        extensions.get().map(|path: &MatchedPath| Key::from(path.as_str()))
+        let path = extensions.get().map(|path: &MatchedPath| Key::from(path.as_str()));
+        if path.is_none() {
+            lack::note("its extensions hold no `MatchedPath`; use `Router::route_layer`, or name a fallback with `or`");
+        }
+        path
     }
 }
 

@@ -8,7 +8,7 @@ use ::http::{Extensions, HeaderName, Request};
 
 use super::client_ip::{X_FORWARDED_FOR, is_private};
 use super::forwarded::canonical;
-use crate::key::{ExtractKey, Key, Or, first_of};
+use crate::key::{ExtractKey, Key, Or, first_of, lack};
 
 /// Counts by the value of a request header: an API key, a session, a tenant.
 ///
@@ -133,6 +133,7 @@ impl PeerIp {
             Some(SocketAddr::V6(peer)) => Some(Key::from(network_of((*peer.ip()).into(), IPV6_PREFIX))),
             None => {
                 NOBODY_TOLD.call_once(|| warn_of_no_peer("peer_ip()"));
+                lack::note(NO_PEER);
                 None
             }
         }
@@ -189,6 +190,10 @@ fn tell_of_a_proxy(peer: &SocketAddr, headers: &HeaderMap) {
         });
     }
 }
+
+/// What a request lacks that has no address.
+pub(super) const NO_PEER: &str = "its extensions hold neither a `PeerAddr` nor, with the feature `axum`, a `ConnectInfo<SocketAddr>`; serve \
+                                  with `into_make_service_with_connect_info::<SocketAddr>()`";
 
 pub(super) fn warn_of_no_peer(extractor: &str) {
     tracing::warn!(

@@ -1,6 +1,7 @@
 //! Who is asking.
 
 mod extract;
+pub(crate) mod lack;
 mod words;
 
 use std::borrow::Cow;

@@ -7,6 +7,7 @@ use std::time::Duration;
 
 use super::policy::Policy;
 use super::quota::Limit;
+use crate::key::lack;
 
 /// What a store found out about one request: a normal outcome, never a failure.
 ///
@@ -505,13 +506,25 @@ impl fmt::Display for Denial {
 impl Error for Denial {}
 
 /// The rejection of a request that says nothing about who is asking.
+///
+/// If an extractor of this crate found no key because the server has not put an extension into the request, the message names that
+/// extension. It does so in debug builds only.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-#[non_exhaustive]
-pub struct MissingKey;
+pub struct MissingKey {
+    lack: Option<&'static str>,
+}
+
+impl MissingKey {
+    /// Of the request that this thread looks at.
+    pub(super) fn new() -> Self {
+        Self { lack: lack::noted() }
+    }
+}
 
 impl fmt::Display for MissingKey {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the request carries no key to count it under")
+        f.write_str("the request carries no key to count it under")?;
+        self.lack.map_or(Ok(()), |lack| write!(f, ": {lack}"))
     }
 }
 

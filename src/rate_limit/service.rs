@@ -16,7 +16,7 @@ use super::rejection::{Announce, Rejection};
 use super::screen::{Screen, Screening, Subjects};
 use super::store::RateLimitStore;
 use super::subject::{self, Subject};
-use crate::key::{Everyone, ExtractKey, Key};
+use crate::key::{Everyone, ExtractKey, Key, lack};
 use crate::reject::{AsResponse, Reject};
 
 /// A service behind a rate limit. See the [module docs](crate::rate_limit) for examples.
@@ -81,6 +81,7 @@ where
     fn call(&mut self, mut request: Req) -> Self::Future {
         let settings = &*self.settings;
         let mut others = Subjects::default();
+        lack::forget();
         match settings.screen.screen(&request, &mut others) {
             Screening::Count => {}
             Screening::Pass => return self.pass(request),
@@ -237,7 +238,7 @@ impl<B, K, C, A, R, X> Settings<B, K, C, A, R, X> {
             }
             OnMissingKey::Reject => {
                 policy.meters().decided(Verdict::MissingKey);
-                Err(Rejection::MissingKey(MissingKey))
+                Err(Rejection::MissingKey(MissingKey::new()))
             }
         }
     }
