@@ -211,6 +211,23 @@ async fn tonic_passes_at_most_the_quota_of_calls_that_come_at_once() {
     .await;
 }
 
+/// So the docs of `grpc` warn of it.
+#[tokio::test]
+async fn a_plain_429_tells_a_tonic_client_nothing_of_a_limit() {
+    within_seconds(async {
+        let (server, _) = serve_echo(by_tenant());
+        let mut client = GrpcClient::connect(server.addr).await;
+        for _ in 0..3 {
+            assert!(client.say(Some("acme"), "hello").await.is_ok());
+        }
+        let status = client.say(Some("acme"), "hello").await.unwrap_err();
+        // By the status, or by the body, which is no message.
+        assert!(matches!(status.code(), Code::Unavailable | Code::Internal), "{status}");
+        assert!(status.get_details_retry_info().is_none());
+    })
+    .await;
+}
+
 #[tokio::test]
 async fn tonic_answers_a_call_without_tenant_with_invalid_argument() {
     within_seconds(async {

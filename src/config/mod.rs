@@ -155,6 +155,18 @@
 //! missing, by the other. It is charged the higher `cost`, the stricter of their settings for missing keys, failing stores, replicas and charges hold, and it
 //! does not wait. Where a policy of the cheaper rule never admits the higher cost, such a spelling is turned away for good.
 //!
+//! A layer that changes paths has to stand outside of this one. If tower-http's `NormalizePathLayer` stands inside, `/orders/` finds no rule
+//! here, passes uncounted, and is served as `/orders`. Let `NormalizePathLayer` wrap the service that `RulesLayer` has made. Axum's
+//! `Router::layer` does not help, since it runs after the router has chosen a route.
+//!
+//! # Metrics
+//!
+//! With the feature `metrics` the [metrics of rate limits](crate::rate_limit#metrics) are those of rules, too, and there is one more:
+//!
+//! | name | labels | counts |
+//! | --- | --- | --- |
+//! | `tollgate_rules_unmatched_requests_total` | | requests that no rule matches, which pass uncounted; those of an `unlimited` rule are not among them |
+//!
 //! # When the store fails
 //!
 //! What happens then is the choice of each rule (`on_store_error`, `replicas`, `deadline`): a login can be closed while the rest falls back.

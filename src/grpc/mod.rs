@@ -1,7 +1,8 @@
 //! Rejections for services that speak gRPC, tonic's for instance.
 //!
-//! A gRPC client does not look at the HTTP status, so a plain 429 reaches it as "unknown". [`AsStatus`] answers with a gRPC
-//! status instead, in a response without a body ("trailers-only"):
+//! A plain HTTP 429 tells a gRPC client nothing of a limit. By the [status mapping] of gRPC it is `UNAVAILABLE`, which retry policies try
+//! again, without details and without a wait. tonic 0.14 reads the problem document as a message, and reports `INTERNAL`. [`AsStatus`]
+//! answers with a gRPC status instead, in a response without a body ("trailers-only"):
 //!
 //! | case | status | details | `grpc-retry-pushback-ms` |
 //! | --- | --- | --- | --- |
@@ -11,6 +12,8 @@
 //! | on the deny list | 7 `PERMISSION_DENIED` | | |
 //! | no key | 3 `INVALID_ARGUMENT` | | |
 //! | store failed and the layer denies then | 14 `UNAVAILABLE` | `RetryInfo` of 1 s | 1000 |
+//!
+//! [status mapping]: https://github.com/grpc/grpc/blob/master/doc/http-grpc-status-mapping.md
 //!
 //! The details are those of Google's [error model], in `grpc-status-details-bin`. The wait in `RetryInfo` is exact, in
 //! `grpc-retry-pushback-ms` (gRFC A6, read by the retry policies of gRPC libraries) it is rounded up to milliseconds, and -1

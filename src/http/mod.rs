@@ -102,6 +102,16 @@
 //! }
 //! ```
 //!
+//! ## Large uploads
+//!
+//! A request that is turned away is answered before its body is read. Over HTTP/1 the server then closes the connection, and a client that
+//! is still sending gets a broken pipe or a reset. A client that gives up there never reads the 429, although it has arrived. With axum on
+//! loopback an upload of 64 MiB fails this way, and one of 1 MiB fits into the buffers of the connection. For routes that take large bodies:
+//!
+//! * Let clients send `Expect: 100-continue`, as curl does, and wait for the answer before they send the body.
+//! * Let clients read the answer also when writing has failed.
+//! * Or let a proxy in front read the whole request first, as nginx does by default (`proxy_request_buffering on`).
+//!
 //! [`AsResponse`](crate::AsResponse) has the settings: other header fields, plain text, jitter, partition keys. A handler that asks a
 //! [`Limiter`](crate::Limiter) itself gives the same answer by [`AsResponse::answer_to`](crate::AsResponse::answer_to).
 //!

@@ -67,6 +67,9 @@
 //! [`RateLimitHandle`] in its extensions. This is also how an estimate is reserved and settled. The store is told in the background: at the end of a
 //! program, after a graceful shutdown, wait for [`RateLimitLayer::drained`].
 //!
+//! Each layer that a request passes charges it. A clone of one layer on a nested router and another on the router around it charge a
+//! request for the nested routes twice. Put the layer on one of them, or give the two layers policies with different names.
+//!
 //! # When the store fails
 //!
 //! A decision that fails or takes longer than the [deadline](RateLimitLayer::deadline) is a [`StoreError`], never a "no".

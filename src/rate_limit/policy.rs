@@ -90,14 +90,18 @@ pub(crate) struct Packed {
 /// cut or forgotten by that, and counts with the numbers that it finds then; what is charged afterwards to a request that was admitted for
 /// nothing counts under the numbers of that request. While two releases with different
 /// numbers share a store, counts are converted to and fro, which is harmless with `Keep`, not quite with `Proportional`
-/// (units are rounded up each time), and generous with `Reset`.
+/// (units are rounded up each time).
+///
+/// **With `Reset`, two quotas under one name that are in use at once enforce nothing**: each request that finds the other quota's numbers
+/// starts afresh. This happens during a rolling deploy, and for good if two layers name different quotas alike. Give each quota a name of
+/// its own, or use `Keep`.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Hash)]
 #[non_exhaustive]
 pub enum QuotaChange {
     /// What has been used stays used: who used 80 of 100 has 920 left of 1,000.
     #[default]
     Keep,
-    /// A limit whose numbers change starts afresh: who used 80 of 100 has 1,000 left of 1,000.
+    /// A limit whose numbers change starts afresh: who used 80 of 100 has 1,000 left of 1,000. Not for two quotas that are in use at once.
     Reset,
     /// The used share stays the same, rounded up: who used 80 of 100 has 200 left of 1,000. A sliding log, which remembers
     /// requests and not shares, keeps them.
