@@ -358,7 +358,7 @@ impl AsResponse {
     /// let policy = Policy::new("api", Quota::per_minute(100).fixed_window());
     /// let layer = RateLimitLayer::new(MemoryBackend::new(), policy);
     ///
-    /// let response = layer.clone().layer(proxy).oneshot(Request::new(String::new())).await?;
+    /// let response = layer.clone().layer(proxy.clone()).oneshot(Request::new(String::new())).await?;
     /// assert!(response.headers().contains_key("ratelimit") && !response.headers().contains_key("x-ratelimit-reset"));
     ///
     /// let tighter = layer.with_rejection(AsResponse::new().upstream_fields(UpstreamFields::KeepTighter));
