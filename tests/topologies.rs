@@ -15,7 +15,7 @@ use support::sentinel::{SERVICE, SentinelDeployment};
 use support::server::{RedisServer, free_port, version, wait_until};
 use support::shared::{Shared, connect};
 use tokio::runtime::{Builder, Runtime};
-use tokio::sync::{mpsc, oneshot};
+use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{JoinHandle, JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::delay_queue::{CircuitBreaker, DelayQueue, DelayQueueWorker, Job, WorkerError};
@@ -502,6 +502,51 @@ mod on_a_cluster {
             let renewed = LockStore::renew(&backend, &renewals).await.unwrap();
             assert_eq!(renewed, [true, false, false, true], "{replicas} replicas");
         }
+    }
+
+    /// A node refuses several keys of which another one has some. A command was sent again for 62 ms in all, or to five other nodes, whatever its deadline.
+    #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+    async fn scripts_of_several_keys_wait_while_their_slot_moves() {
+        let cluster = Cluster::start();
+        let patience = Duration::from_secs(10);
+        let options = RedisOptions::from_url(cluster.url()).unwrap().response_timeout(patience);
+        let backend = options.connect().await.unwrap();
+        let slot = |tag: &str| cluster.nodes[0].query::<u16>(&format!("CLUSTER KEYSLOT {{{tag}}}"));
+        let slots = [slot("delay_queue:work"), slot("lock:default:a")];
+        let queue = DelayQueue::<u32>::new(backend.clone(), "work").deadline(patience);
+        let locks = Locks::new(backend.clone()).fair().deadline(patience);
+        let (stop, stopped) = watch::channel(false);
+        let mut callers = JoinSet::new();
+        for caller in 0..4 {
+            let (queue, locks, stopped) = (queue.clone(), locks.clone(), stopped.clone());
+            callers.spawn(async move {
+                let mut calls = 0;
+                while !*stopped.borrow() {
+                    queue.push(calls).await.unwrap();
+                    if caller == 0 {
+                        let _ = locks.lock("a").wait(patience).await.unwrap().release().await;
+                    }
+                    calls += 1;
+                    sleep(Duration::from_millis(1)).await;
+                }
+                calls
+            });
+        }
+        for _ in 0..3 {
+            for slot in slots {
+                let to = (cluster.owner(slot) + 1) % 3;
+                block_in_place(|| {
+                    let from = cluster.open(slot, to);
+                    std::thread::sleep(Duration::from_millis(150));
+                    cluster.move_keys(slot, from, to);
+                    std::thread::sleep(Duration::from_millis(150));
+                    cluster.close(slot, from, to);
+                });
+            }
+        }
+        stop.send(true).unwrap();
+        let calls: u32 = callers.join_all().await.into_iter().sum();
+        assert!(calls > 50, "no more than {calls} calls were answered");
     }
 
     #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

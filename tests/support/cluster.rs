@@ -199,8 +199,13 @@ impl Cluster {
     /// the keys that have gone already, and MOVED in the end.
     pub fn migrate(&self, slot: u16, to: usize) {
         let from = self.open(slot, to);
+        self.move_keys(slot, from, to);
+        self.close(slot, from, to);
+    }
+
+    /// Moves all keys of a slot that was [opened](Self::open).
+    pub fn move_keys(&self, slot: u16, from: usize, to: usize) {
         let mut source = self.nodes[from].connection();
-        let mut target = self.nodes[to].connection();
         loop {
             let keys: Vec<String> =
                 query(&mut source, &format!("CLUSTER GETKEYSINSLOT {slot} 10")).expect("keys are listed");
@@ -212,6 +217,12 @@ impl Cluster {
             migrate.arg(&["127.0.0.1", &port, "", "0", "5000", "KEYS"]).arg(keys);
             let _: Value = migrate.query(&mut source).expect("keys move");
         }
+    }
+
+    /// Ends the move of a slot.
+    pub fn close(&self, slot: u16, from: usize, to: usize) {
+        let mut source = self.nodes[from].connection();
+        let mut target = self.nodes[to].connection();
         // The target first: for a moment both have the slot, instead of nobody.
         must(&mut target, &format!("CLUSTER SETSLOT {slot} NODE {}", self.ids[to]));
         must(&mut source, &format!("CLUSTER SETSLOT {slot} NODE {}", self.ids[to]));

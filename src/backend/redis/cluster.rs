@@ -27,10 +27,14 @@ use super::servers::{CarefulLane, Lane, Start};
 use crate::lock::Replicas;
 
 const SLOTS: usize = 16_384;
-/// How often a command follows a node's word that another one serves its slot. One move gives one MOVED or one ASK.
-const REDIRECTIONS: u32 = 5;
-/// The pause after a node said TRYAGAIN, since the keys of a script are on their way to another node; doubled each time.
+/// How often a command follows MOVED and ASK at once. One move gives one of each; a command that meets more of them waits in between.
+const REDIRECTIONS: u32 = 3;
+/// The pause after TRYAGAIN, which a node says while it has some keys of a script and another node has the others; doubled each time.
 const FIRST_PAUSE: Duration = Duration::from_millis(2);
+/// The longest pause: a call with a deadline of 100 ms should not spend the rest of it asleep once the slot has moved.
+const LONGEST_REFUSAL_PAUSE: Duration = Duration::from_millis(8);
+/// How long a command on [`Lane::Apart`] follows refusals. Releases and renewals of locks then try fewer keys at a time, which a node accepts.
+const BRIEFLY: Duration = Duration::from_millis(60);
 /// How long a node may take to tell the map before another one is asked.
 const PATIENCE: Duration = Duration::from_millis(200);
 /// The pause between two looks at the map, however many commands ask for one; doubled while nobody tells it.
@@ -96,6 +100,25 @@ impl Node {
     }
 }
 
+impl Lane {
+    /// How long a command follows refusals, if answers are waited for so long.
+    fn follows(self, response: Duration) -> Duration {
+        match self {
+            Self::Requests => response,
+            Self::Apart => response.min(BRIEFLY),
+        }
+    }
+}
+
+impl CarefulLane {
+    fn follows(self, response: Duration) -> Duration {
+        match self {
+            Self::Grants => response,
+            Self::Renewals => response.min(BRIEFLY),
+        }
+    }
+}
+
 impl Cluster {
     /// Reads the map from the first of the seeds that has it; in the background until one has, if there need not be one to begin with.
     pub(super) async fn open(
@@ -146,7 +169,7 @@ impl Cluster {
 
     /// Sends a command to the node that serves the slot of a key, and waits for its answer.
     ///
-    /// It is sent again only when a node says that it has not run it.
+    /// It is sent again only when a node says that it has not run it, and for no longer than answers are waited for.
     pub(super) async fn send(
         &self,
         lane: Lane,
@@ -154,7 +177,7 @@ impl Cluster {
         command: &Cmd,
         patience: Option<Duration>,
     ) -> Result<Value, RedisError> {
-        let mut route = self.route(key)?;
+        let mut route = self.route(key, lane.follows(self.shared.terms.response))?;
         loop {
             let (doubt, pool) = (route.doubt(), route.node.pool(lane));
             let answer = match patience {
@@ -180,7 +203,7 @@ impl Cluster {
         replicas: Replicas,
         is_granted: fn(&Value) -> bool,
     ) -> Result<Outcome, RedisError> {
-        let mut route = self.route(key)?;
+        let mut route = self.route(key, lane.follows(self.shared.terms.response))?;
         loop {
             let doubt = route.doubt();
             let answer = route.node.careful(lane).exchange(command, route.asking, replicas, is_granted).await;
@@ -190,13 +213,15 @@ impl Cluster {
         }
     }
 
-    fn route(&self, key: &str) -> Result<Route<'_>, RedisError> {
+    /// The way of a command that follows refusals for a while.
+    fn route(&self, key: &str, follows: Duration) -> Result<Route<'_>, RedisError> {
         let node = self.shared.owner(slot(key)).ok_or_else(|| {
             self.read_on();
             self.shared.stale.notify_one();
             unsent((ErrorKind::ClusterConnectionNotFound, "no node serves the slot of this key").into())
         })?;
-        Ok(Route { cluster: self, node, asking: false, redirections: 0, pause: FIRST_PAUSE })
+        let until = Instant::now() + follows;
+        Ok(Route { cluster: self, node, asking: false, until, redirections: 0, pause: FIRST_PAUSE })
     }
 }
 
@@ -205,6 +230,8 @@ struct Route<'a> {
     cluster: &'a Cluster,
     node: Node,
     asking: bool,
+    // When a refusal becomes the answer.
+    until: Instant,
     redirections: u32,
     pause: Duration,
 }
@@ -230,28 +257,28 @@ impl<'a> Route<'a> {
 
     /// Goes where a node says that it has not run a command, unless it says no such thing.
     async fn follow(&mut self, error: RedisError, doubt: Doubt<'_>) -> Result<(), RedisError> {
-        self.redirections += 1;
-        if self.redirections > REDIRECTIONS {
-            return Err(error);
-        }
         let shared = &*self.cluster.shared;
-        match (error.kind(), error.redirect_node()) {
-            (ErrorKind::Server(ServerErrorKind::Moved), Some((address, _))) => {
-                self.asking = false;
-                self.node = shared.node(&parse(address, &self.node.address)?)?;
-            }
-            (ErrorKind::Server(ServerErrorKind::Ask), Some((address, _))) => {
-                // One move at a time: the map stays right until the slot has moved for good.
-                doubt.settle();
-                self.asking = true;
-                self.node = shared.node(&parse(address, &self.node.address)?)?;
-            }
-            (ErrorKind::Server(ServerErrorKind::TryAgain), _) => {
-                doubt.settle();
-                sleep(self.pause).await;
-                self.pause *= 2;
-            }
+        let (asking, address) = match (error.kind(), error.redirect_node()) {
+            (ErrorKind::Server(ServerErrorKind::Moved), Some((address, _))) => (false, Some(address)),
+            (ErrorKind::Server(ServerErrorKind::Ask), Some((address, _))) => (true, Some(address)),
+            (ErrorKind::Server(ServerErrorKind::TryAgain), _) => (self.asking, None),
             _ => return Err(error),
+        };
+        if Instant::now() >= self.until {
+            return Err(unsent(error));
+        }
+        if asking || address.is_none() {
+            // One move at a time: the map stays right until the slot has moved for good.
+            doubt.settle();
+        }
+        self.asking = asking;
+        if let Some(address) = address {
+            self.node = shared.node(&parse(address, &self.node.address)?)?;
+            self.redirections += 1;
+        }
+        if address.is_none() || self.redirections > REDIRECTIONS {
+            sleep(self.pause).await;
+            self.pause = (self.pause * 2).min(LONGEST_REFUSAL_PAUSE);
         }
         Ok(())
     }

@@ -29,7 +29,8 @@
 //!   read anew, from another node, until somebody else serves them. A decision about several subjects is one script where they
 //!   share a slot; otherwise they are asked one after the other, and what was charged is given back when one says no. While a slot is
 //!   open for a move, a node refuses whatever names several keys of which it has not all: fair and read/write locks are not granted then,
-//!   sliding logs not counted, and queues stand still, until the slot has moved. A lock that is held is renewed and given back, and an operation ends.
+//!   sliding logs not counted, and queues stand still, until the slot has moved. Such a call is sent again, at least every 8 ms, until its deadline or the
+//!   response timeout; it fails only if its slot is open for longer than that. A lock that is held is renewed and given back, and an operation ends.
 //!
 //! With Sentinels and clusters Tollgate connects to the addresses that these announce. There is no mapping of addresses: in containers and behind
 //! NAT, announce addresses that clients can reach (`cluster-announce-ip`, `cluster-announce-port`, `cluster-announce-hostname`,
