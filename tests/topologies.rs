@@ -102,6 +102,41 @@ async fn a_replaced_primary_is_left_although_it_answers() {
     }
 }
 
+/// Sentinels were only asked every 0.4 s, and what the old primary counted until then was lost.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn announced_primary_is_followed_at_once() {
+    let mut deployment = SentinelDeployment::start();
+    let policy = Policy::new("follows", Quota::per_hour(1_000_000).fixed_window());
+    let limiter =
+        Limiter::new(RedisBackend::connect(deployment.url()).await.unwrap(), policy).deadline(Duration::from_secs(10));
+    let _ = limiter.check("before").await.unwrap();
+    let listens = |sentinel: &RedisServer| sentinel.text("CLIENT LIST").contains(" sub=2 ");
+    let all_are_listened_to = |sentinels: &[RedisServer]| {
+        block_in_place(|| wait_until("all Sentinels are listened to", || sentinels.iter().all(listens)));
+    };
+    all_are_listened_to(&deployment.sentinels);
+    // Nor is one forgotten that was away.
+    block_in_place(|| {
+        deployment.sentinels[2].kill();
+        deployment.sentinels[2].restart();
+    });
+    all_are_listened_to(&deployment.sentinels);
+
+    block_in_place(|| deployment.wait_until_whole());
+    let meter = ProcessorMeter::start();
+    let old = deployment.primary().port();
+    deployment.fail_over();
+    let (announced, new) = block_in_place(|| deployment.wait_for_another_primary(old));
+    let mut server = deployment.servers[new].connection();
+    while redis::cmd("DBSIZE").query::<u64>(&mut server).unwrap() < 2 {
+        assert!(announced.elapsed() < Duration::from_secs(3), "the old primary is not left");
+        let _ = limiter.check("after").await.unwrap();
+    }
+    let left = Instant::now();
+    let late = Late { took: left - announced, waited: meter.stop().between(announced, left) };
+    late.is_below(Duration::from_millis(150), "another primary was announced");
+}
+
 /// Sentinels that are told anew whom they watch over count failovers from zero again. The old primary goes on to answer.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn a_primary_is_left_that_all_sentinels_are_told_to_watch_no_more() {

@@ -230,6 +230,18 @@ pub const FAULTS: &[Fault] = &[
         Strike { begun, back, lost: None }
     })
     .short(),
+    Fault {
+        // Without the announcement the Sentinels are asked every 0.4 s.
+        recovery: ms(250),
+        ..fault("failover that is announced (SENTINEL FAILOVER)", Sentinel, Perhaps, Unreplicated, |d, _| {
+            let sentinel = d.sentinel();
+            let old = sentinel.primary().port();
+            let begun = Instant::now();
+            sentinel.fail_over();
+            let (back, _) = sentinel.wait_for_another_primary(old);
+            Strike { begun, back, lost: None }
+        })
+    },
     fault("primary stopped until there is another (SIGSTOP)", Sentinel, Fails::Some, Unreplicated, |d, _| {
         let sentinel = d.sentinel();
         let old = sentinel.primary_index();

@@ -90,14 +90,18 @@ pub(super) async fn open(client: &Client, config: &AsyncConnectionConfig) -> Res
 
 /// Connects to a server in order to listen to it.
 pub(super) async fn listen(client: &Client, heard: impl AsyncPushSender) -> Result<MultiplexedConnection, RedisError> {
-    // With another protocol messages would go through one more task to whoever they are for.
-    let info = client.get_connection_info().clone();
-    let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
-    let client = Client::open(info.set_redis_settings(settings))?;
+    let client = pushing(client)?;
     // Whoever wants to listen has a clock of their own.
     let config =
         AsyncConnectionConfig::new().set_push_sender(heard).set_connection_timeout(None).set_response_timeout(None);
     client.get_multiplexed_async_connection_with_config(&config).await
+}
+
+/// The same client with the protocol in which messages come along with answers. With another one they would go through one more task.
+pub(super) fn pushing(client: &Client) -> Result<Client, RedisError> {
+    let info = client.get_connection_info().clone();
+    let settings = info.redis_settings().clone().set_protocol(ProtocolVersion::RESP3);
+    Client::open(info.set_redis_settings(settings))
 }
 
 /// Names the server for the log: no user, no password.

@@ -21,7 +21,8 @@
 //! in a program changes.
 //!
 //! * *Sentinel*: whenever a connection is opened, the Sentinels are asked for the primary, and that server whether it is one. One
-//!   Sentinel that answers is enough, and one that hangs costs a few tenths of a second. They are asked again every 0.4 s: a
+//!   Sentinel that answers is enough, and one that hangs costs a few tenths of a second. They are asked again when one of them
+//!   announces another primary (`+switch-master`), and every 0.4 s in any case: a
 //!   server that has been replaced is left within a second, whether or not it still answers. With TLS, the primary is connected
 //!   to by the address that the Sentinels tell, so its certificate must be for that.
 //! * *Cluster*: a subject has all its keys in one slot, and goes to the node that serves it. MOVED, ASK and TRYAGAIN are followed at
@@ -97,7 +98,7 @@
 //! on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without these on channels workers look every five seconds.
 //!
 //! With Sentinels `+role` is needed as well (and there, for a [user](RedisOptions::sentinel_user) of their own, `+sentinel|master` and
-//! `+sentinel|get-master-addr-by-name`), with a cluster `+cluster|slots +asking`. A user who may run `INFO` too is told at the
+//! `+sentinel|get-master-addr-by-name`, and for announcements `+subscribe &+promoted-slave &+switch-master`), with a cluster `+cluster|slots +asking`. A user who may run `INFO` too is told at the
 //! start of a `maxmemory-policy` that can evict our keys: a key that is evicted is a count that starts again, and since all keys
 //! have a time to live, only `noeviction` leaves them alone.
 //!

@@ -11,19 +11,22 @@ use std::sync::{Arc, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
 use redis::aio::{AsyncPushSender, MultiplexedConnection};
-use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ErrorKind, RedisError, Value};
-use tokio::sync::{Mutex, watch};
+use redis::{AsyncConnectionConfig, Client, ConnectionAddr, ErrorKind, PushInfo, PushKind, RedisError, Value};
+use tokio::sync::{Mutex, Notify, watch};
 use tokio::task::{AbortHandle, JoinSet};
-use tokio::time::{Instant, sleep, sleep_until, timeout, timeout_at};
+use tokio::time::{Instant, sleep_until, timeout, timeout_at};
 
 use super::cluster::Address;
 use super::connect_error::Peer;
-use super::connector::{listen, open};
-use super::error;
+use super::connector::{listen, open, pushing};
+use super::error::{self, is_unknown_command};
 use super::pool::no_connection;
 
-/// How often the Sentinels are asked whether there is another primary. A server that has been replaced without being down goes
-/// on to count for seconds, until a Sentinel makes it a replica, and all of that is lost.
+/// What Sentinels publish when there is another primary: the one that leads a failover names the new primary from the first of them on, and the
+/// others from the second on.
+const ANNOUNCEMENTS: [&str; 2] = ["+promoted-slave", "+switch-master"];
+/// How often the Sentinels are asked whether there is another primary, where none announces it. A server that has been replaced without being down
+/// goes on to count for seconds, until a Sentinel makes it a replica, and all of that is lost.
 const WATCH: Duration = Duration::from_millis(400);
 /// The longest time that is spent on asking them: of one that hangs it would not be known otherwise that it answers again.
 const LONGEST_LOOK: Duration = Duration::from_secs(10);
@@ -44,6 +47,8 @@ pub(super) struct Sentinels {
     connect_timeout: Duration,
     tenures: watch::Sender<u64>,
     known: Arc<std::sync::Mutex<Known>>,
+    // Sentinels have announced another primary.
+    announced: Arc<Notify>,
     watcher: std::sync::Mutex<AbortHandle>,
 }
 
@@ -60,7 +65,7 @@ struct Known {
 struct Sentinel {
     client: Client,
     config: AsyncConnectionConfig,
-    // Opened when it is first needed.
+    // Opened when it is first needed. Announcements come by it as well.
     connection: Mutex<Option<MultiplexedConnection>>,
 }
 
@@ -126,6 +131,33 @@ impl Known {
 }
 
 impl Sentinel {
+    /// A Sentinel whose announcements for a service wake up the watcher.
+    fn new(client: Client, config: &AsyncConnectionConfig, service: &Arc<str>, announced: &Arc<Notify>) -> Self {
+        let (service, announced) = (Arc::clone(service), Arc::clone(announced));
+        let heard = move |push: PushInfo| {
+            if push.kind == PushKind::Message && push.data.last().is_some_and(|event| is_about(event, &service)) {
+                announced.notify_one();
+            }
+            Ok::<_, ()>(())
+        };
+        Self { client, config: config.clone().set_push_sender(heard), connection: Mutex::default() }
+    }
+
+    async fn connect(&self) -> Result<MultiplexedConnection, RedisError> {
+        let mut connection = match open(&pushing(&self.client)?, &self.config).await {
+            // Announcements do not come by this protocol.
+            Err(error) if error.kind() == ErrorKind::RESP3NotSupported || is_unknown_command(&error) => {
+                return open(&self.client, &self.config).await;
+            }
+            outcome => outcome?,
+        };
+        match connection.subscribe(&ANNOUNCEMENTS[..]).await {
+            Err(error) if error.is_io_error() => Err(error),
+            // A user who may not subscribe is told when the Sentinel is asked next.
+            Ok(()) | Err(_) => Ok(connection),
+        }
+    }
+
     async fn ask(&self, service: &str) -> Result<Announcement, RedisError> {
         // Whoever gives up half way leaves no connection behind on which an answer is still to come.
         let mut kept = self.connection.lock().await;
@@ -136,11 +168,16 @@ impl Sentinel {
             return Ok(announced);
         }
         // There was none, or the Sentinel has been restarted since.
-        let mut connection = open(&self.client, &self.config).await?;
+        let mut connection = self.connect().await?;
         let announced = announcement(&mut connection, service).await?;
         *kept = Some(connection);
         Ok(announced)
     }
+}
+
+/// Whether a Sentinel says something about a service: it names the service by itself, or after the server that the event is about.
+fn is_about(event: &Value, service: &str) -> bool {
+    matches!(event, Value::BulkString(event) if event.split(|byte| *byte == b' ').any(|word| word == service.as_bytes()))
 }
 
 async fn announcement(connection: &mut MultiplexedConnection, service: &str) -> Result<Announcement, RedisError> {
@@ -162,19 +199,21 @@ impl Sentinels {
         config: AsyncConnectionConfig,
         connect_timeout: Duration,
     ) -> Self {
-        let sentinel = |client| Arc::new(Sentinel { client, config: config.clone(), connection: Mutex::default() });
+        let (service, announced) = (Arc::from(service), Arc::default());
+        let sentinel = |client| Arc::new(Sentinel::new(client, &config, &service, &announced));
         let sentinels: Vec<_> = sentinels.into_iter().map(sentinel).collect();
-        let (service, tenures, known) = (Arc::from(service), watch::Sender::new(0), Arc::default());
+        let (tenures, known) = (watch::Sender::new(0), Arc::default());
         let look = connect_timeout.min(LONGEST_LOOK) * 4 / 5;
-        let watcher = std::sync::Mutex::new(watcher(&service, &sentinels, look, &tenures, &known));
-        Self { service, sentinels, open, config, look, connect_timeout, tenures, known, watcher }
+        let watcher = std::sync::Mutex::new(watcher(&service, &sentinels, look, &tenures, &known, &announced));
+        Self { service, sentinels, open, config, look, connect_timeout, tenures, known, announced, watcher }
     }
 
     /// Watches on in this runtime if the one has ended in which that was done.
     fn watch_on(&self) {
         let mut watched = self.watcher.lock().unwrap_or_else(PoisonError::into_inner);
         if watched.is_finished() {
-            *watched = watcher(&self.service, &self.sentinels, self.look, &self.tenures, &self.known);
+            let Self { service, sentinels, look, tenures, known, announced, .. } = self;
+            *watched = watcher(service, sentinels, *look, tenures, known, announced);
         }
     }
 
@@ -308,9 +347,11 @@ fn watcher(
     look: Duration,
     tenures: &watch::Sender<u64>,
     known: &Arc<std::sync::Mutex<Known>>,
+    announced: &Arc<Notify>,
 ) -> AbortHandle {
     let watched = sentinels.iter().map(Arc::downgrade).collect();
-    tokio::spawn(follow(Arc::clone(service), watched, look, tenures.clone(), Arc::clone(known))).abort_handle()
+    let (service, known, announced) = (Arc::clone(service), Arc::clone(known), Arc::clone(announced));
+    tokio::spawn(follow(service, watched, look, tenures.clone(), known, announced)).abort_handle()
 }
 
 async fn follow(
@@ -319,6 +360,7 @@ async fn follow(
     look: Duration,
     tenures: watch::Sender<u64>,
     known: Arc<std::sync::Mutex<Known>>,
+    announced: Arc<Notify>,
 ) {
     loop {
         let asked = ask_all(&service, sentinels.iter().filter_map(Weak::upgrade), look);
@@ -335,7 +377,8 @@ async fn follow(
                 tenures.send_modify(|number| *number += 1);
             }
         }
-        sleep(WATCH).await;
+        // All of them are asked, as always: whether an announcement is to be believed depends on what the others know.
+        let _ = timeout(WATCH, announced.notified()).await;
     }
 }
 
@@ -425,5 +468,55 @@ mod tests {
             known.connected(&other);
             assert!(!known.heard(&[&other, &one], false));
         }
+    }
+
+    /// The next look came when the last one was 0.4 s ago.
+    #[tokio::test]
+    async fn announcement_is_followed_by_a_look() {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+        let sentinel = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let info =
+            redis::IntoConnectionInfo::into_connection_info(format!("redis://{}/", sentinel.local_addr().unwrap()));
+        let settings = redis::RedisConnectionInfo::default().set_skip_set_lib_name();
+        let client = Client::open(info.unwrap().set_redis_settings(settings)).unwrap();
+        let open: Opener = Box::new(|_| Err(unknown_service()));
+        let patience = Duration::from_secs(60);
+        let config = AsyncConnectionConfig::new().set_response_timeout(Some(patience));
+        let _sentinels = Sentinels::new("orders", vec![client], open, config, patience);
+        let (mut connection, _) = sentinel.accept().await.unwrap();
+        let (mut looks, mut unread) = (Vec::new(), String::new());
+        while looks.len() < 10 {
+            let mut read = [0; 1_024];
+            let length = connection.read(&mut read).await.unwrap();
+            unread += &String::from_utf8_lossy(&read[..length]);
+            // Each word on a line of its own, after its length.
+            let words: Vec<&str> = unread.lines().skip(2).step_by(2).collect();
+            let answer = match words[0] {
+                "HELLO" => "%0\r\n".to_owned(),
+                "SUBSCRIBE" => ANNOUNCEMENTS
+                    .map(|name| format!(">3\r\n$9\r\nsubscribe\r\n${}\r\n{name}\r\n:1\r\n", name.len()))
+                    .concat(),
+                "SENTINEL" if words[1] == "MASTER" => {
+                    looks.push(Instant::now());
+                    "%1\r\n$12\r\nconfig-epoch\r\n$1\r\n1\r\n".to_owned()
+                }
+                "SENTINEL" => {
+                    let others = ">3\r\n$7\r\nmessage\r\n$14\r\n+switch-master\r\n$8\r\npayments\r\n";
+                    let ours = ">3\r\n$7\r\nmessage\r\n$14\r\n+switch-master\r\n$10\r\norders a b\r\n";
+                    // Not of another service.
+                    let event = if looks.len() % 2 == 0 { ours } else { others };
+                    format!("*2\r\n$9\r\n127.0.0.1\r\n$1\r\n1\r\n{event}")
+                }
+                _ => "+OK\r\n".to_owned(),
+            };
+            unread.clear();
+            connection.write_all(answer.as_bytes()).await.unwrap();
+        }
+        let pauses: Vec<_> = looks.windows(2).map(|pair| pair[1] - pair[0]).collect();
+        let (others, ours): (Vec<_>, Vec<_>) =
+            (pauses.iter().step_by(2).collect(), pauses.iter().skip(1).step_by(2).collect());
+        assert!(ours.iter().all(|pause| **pause < WATCH), "{pauses:?}");
+        assert!(others.iter().all(|pause| **pause >= WATCH), "{pauses:?}");
     }
 }
