@@ -1,7 +1,7 @@
 //! What the metrics are: texts and units for whoever shows them.
 //!
 //! Which labels they have is in the docs of [`rate_limit`](crate::rate_limit#metrics), `http`, `config`, [`lock`](crate::lock#metrics),
-//! [`idempotency`](crate::idempotency#metrics) and [`delay_queue`](crate::delay_queue#metrics).
+//! [`idempotency`](crate::idempotency#metrics), [`delay_queue`](crate::delay_queue#metrics) and `backend::redis`.
 
 use ::metrics::{Unit, describe_counter, describe_gauge, describe_histogram};
 
@@ -25,7 +25,7 @@ pub fn describe() {
     }
 }
 
-const COUNTERS: [(&str, &str); 26] = [
+const COUNTERS: [(&str, &str); 27] = [
     (
         "tollgate_decisions_total",
         "Decisions of rate limits, one for each subject of a request or question of a limiter",
@@ -61,6 +61,10 @@ const COUNTERS: [(&str, &str); 26] = [
     ("tollgate_job_store_errors_total", "Calls about jobs that failed or were late"),
     ("tollgate_job_pushes_total", "Jobs that were pushed"),
     ("tollgate_job_circuit_transitions_total", "Circuits of delay queues that opened and closed"),
+    (
+        "tollgate_redis_subscription_failures_total",
+        "Attempts to subscribe to messages of Redis that failed, so that waiters and workers poll",
+    ),
 ];
 
 const HISTOGRAMS: [(&str, &str); 9] = [
@@ -94,13 +98,14 @@ mod tests {
     use super::*;
 
     /// What is said of the metrics, and what records them.
-    const DOCS_AND_CODE: [(&str, &str); 6] = [
+    const DOCS_AND_CODE: [(&str, &str); 7] = [
         (include_str!("rate_limit/mod.rs"), include_str!("rate_limit/meters.rs")),
         (include_str!("http/mod.rs"), include_str!("http/client_ip_log.rs")),
         (include_str!("config/mod.rs"), include_str!("config/usage.rs")),
         (include_str!("lock/mod.rs"), include_str!("lock/meters.rs")),
         (include_str!("idempotency/mod.rs"), include_str!("idempotency/meters.rs")),
         (include_str!("delay_queue/mod.rs"), include_str!("delay_queue/meters.rs")),
+        (include_str!("backend/redis/mod.rs"), include_str!("backend/redis/meters.rs")),
     ];
 
     fn names<'a>(text: &'a str, before: &'static str) -> impl Iterator<Item = &'a str> {

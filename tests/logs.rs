@@ -20,6 +20,7 @@ use http::{Method, Request, Response, StatusCode};
 use http_body::Frame;
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full, StreamBody};
+use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 use support::server::{RedisServer, free_port};
 use tokio::sync::Barrier;
 use tokio::time::{advance, sleep, timeout};
@@ -28,6 +29,7 @@ use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, pe
 use tollgate::idempotency::{
     Failed, IdempotencyHandle, Keep, OnDisconnect, OnStoreError, Operation, OperationError, Operations,
 };
+use tollgate::lock::{LockKey, LockStore};
 use tollgate::rate_limit::{CircuitBreaker, Decision, LimitStatus, PolicyResolver, RateLimitStore, Receipt};
 use tollgate::reject::OutcomeUnknown;
 use tollgate::testing::{Failure, FaultStore, Verb};
@@ -1124,6 +1126,36 @@ async fn a_user_who_may_not_listen_is_one_line_that_says_what_is_missing() {
     for how_often in ["workers of queues look every five seconds", "all others once a second"] {
         assert!(lines[0].line.contains(how_often), "{}", lines[0].line);
     }
+}
+
+/// Nothing was said of a process that heard of nothing any more.
+#[tokio::test]
+async fn subscriptions_that_fail_are_one_line_and_one_when_they_work() {
+    let log = Log::default();
+    let _guard = tracing::subscriber::set_default(log.clone());
+    let recorder = DebuggingRecorder::new();
+    let _counts = metrics::set_default_local_recorder(&recorder);
+    let mut server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let _wakeups = LockStore::watch(&backend, &LockKey::new("default", "a"), None).await;
+    server.kill();
+    sleep(Duration::from_secs(1)).await;
+    server.restart();
+    let begun = tokio::time::Instant::now();
+    let mut lines = Vec::new();
+    while !lines.iter().any(|line: &String| line.contains("subscribed to redis again")) {
+        assert!(begun.elapsed() < Duration::from_secs(10), "{lines:?}");
+        sleep(Duration::from_millis(20)).await;
+        lines.extend(log.lines().into_iter().filter(|line| line.contains("subscribe")));
+    }
+    assert_eq!(
+        lines,
+        ["WARN cannot subscribe to redis; waiters and workers poll meanwhile", "INFO subscribed to redis again"]
+    );
+    let counters = recorder.snapshotter().snapshot().into_vec();
+    let failures =
+        counters.iter().find(|(key, ..)| key.key().name() == "tollgate_redis_subscription_failures_total").unwrap();
+    assert!(matches!(failures.3, DebugValue::Counter(1..)), "{:?}", failures.3);
 }
 
 /// Each look for the map was a line for each of the nodes, twenty times a second.

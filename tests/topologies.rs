@@ -1,6 +1,8 @@
 //! The contract behind Sentinels and on a cluster, and what is particular to them. One server alone is in `redis.rs`.
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
+#[path = "topologies/listening.rs"]
+mod listening;
 mod support;
 
 use std::collections::BTreeSet;

@@ -1,6 +1,6 @@
 //! Every fault on every deployment, under a steady load of rate-limit decisions: what fails, for how long, what is admitted in
-//! excess, and what is left behind. Faults for processes that hold locks: whether two ever believe to hold one. And
-//! the same requests again and again, to servers that are killed and stopped, on a Redis that is too: what is done twice, and what
+//! excess, and what is left behind. Faults for processes that hold locks: whether two ever believe to hold one. Faults for processes that wait to be told
+//! of something: how late they hear of it. And the same requests again and again, to servers that are killed and stopped, on a Redis that is too: what is done twice, and what
 //! is answered to whom.
 //!
 //! ```sh
@@ -21,6 +21,7 @@
 
 mod catalogue;
 mod deployment;
+mod listening;
 mod load;
 mod lock_catalogue;
 mod lock_run;
@@ -37,6 +38,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Instant;
 
 use catalogue::FAULTS;
+use listening::{LISTENING_FAULTS, ListeningRow};
 use lock_catalogue::LOCK_FAULTS;
 use lock_run::LockRow;
 use run::{Row, run};
@@ -108,6 +110,21 @@ fn main() -> ExitCode {
         lock_rows.push(row);
     }
 
+    let mut listening_rows: Vec<ListeningRow> = Vec::new();
+    println!("\n{}", ListeningRow::HEAD);
+    for fault in LISTENING_FAULTS.iter().filter(|fault| is_wanted(&["listening"], fault.name, fault.short)) {
+        let row = match attempt(|| listening::run(fault)) {
+            Ok((mut row, panics)) => {
+                panics.into_iter().for_each(|panics| row.complain(panics));
+                row
+            }
+            Err(complaint) => ListeningRow::failed(fault, complaint),
+        };
+        println!("{row}");
+        row.complaints().iter().for_each(|complaint| eprintln!("  {}, {}: {complaint}", fault.name, fault.on.name()));
+        listening_rows.push(row);
+    }
+
     let operations = is_wanted(&[], "operations", true).then(|| {
         let report = operations::run(if short { &operations::SHORT } else { &operations::FULL });
         println!("\n{}\n{report}", operations::HEAD);
@@ -118,6 +135,7 @@ fn main() -> ExitCode {
     let jobs = env::var(JOBS).ok();
     let failed = rows.iter().filter(|row| !row.complaints().is_empty()).count()
         + lock_rows.iter().filter(|row| !row.complaints().is_empty()).count()
+        + listening_rows.iter().filter(|row| !row.complaints().is_empty()).count()
         + operations.iter().filter(|report| !report.complaints().is_empty()).count()
         + jobs.iter().filter(|jobs| *jobs != "ok").count();
     let worst = rows.iter().map(|row| row.recovery.as_millis()).max().unwrap_or_default();
@@ -128,7 +146,8 @@ fn main() -> ExitCode {
     let wait = rows.iter().map(|row| row.longest_wait).max().unwrap_or_default();
     let took = begun.elapsed().as_secs_f64();
     println!("\n{took:.0} s, {rounds} round(s), the longest wait for a processor {} ms", wait.as_millis());
-    let faults = rows.len() + lock_rows.len() + usize::from(operations.is_some()) + usize::from(jobs.is_some());
+    let single = usize::from(operations.is_some()) + usize::from(jobs.is_some());
+    let faults = rows.len() + lock_rows.len() + listening_rows.len() + single;
     println!(
         "faults={faults} failed={failed} worst_recovery_ms={worst} over_admitted={over} leaked={leaked} overlaps={overlaps} \
          worst_lock_recovery_ms={lock_recovery}"

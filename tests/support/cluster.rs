@@ -228,6 +228,16 @@ impl Cluster {
         must(&mut source, &format!("CLUSTER SETSLOT {slot} NODE {}", self.ids[to]));
     }
 
+    /// Ends a node as a crash would and starts it again at another address, and waits until all nodes know that.
+    pub fn readdress(&mut self, index: usize) {
+        self.nodes[index].kill();
+        self.nodes[index].restart_elsewhere();
+        let address = format!(" 127.0.0.1:{}@", self.nodes[index].port());
+        wait_until("all nodes know the new address", || {
+            self.nodes.iter().all(|node| node.text("CLUSTER NODES").contains(&address))
+        });
+    }
+
     /// The slots of a primary in which there are keys.
     pub fn slots_with_keys(&self, primary: usize) -> Vec<u16> {
         let node = &self.nodes[primary];

@@ -11,5 +11,6 @@ pub mod server;
 pub mod shared;
 pub mod stores;
 pub mod tls;
+pub mod waiting;
 pub mod windows;
 pub mod worker;

@@ -149,7 +149,24 @@ impl RedisServer {
         self.process = spawn(self.port, &self.args, self.folder.path()).expect("the server starts again on its port");
     }
 
-    /// The same, but there is so much for it to read that it takes a minute or two, and that is not waited for: until it is over, the server says
+    /// The same on another port.
+    pub fn restart_elsewhere(&mut self) {
+        for _ in 0..10 {
+            let (old, new) = (self.port.to_string(), free_port());
+            for arg in self.args.iter_mut().filter(|arg| **arg == old) {
+                *arg = new.to_string();
+            }
+            self.port = new;
+            // Somebody else may have taken the port before the server does.
+            if let Some(process) = spawn(new, &self.args, self.folder.path()) {
+                self.process = process;
+                return;
+            }
+        }
+        panic!("{} does not start on another port", binary());
+    }
+
+    /// The same as [`restart`](Self::restart), but there is so much for it to read that it takes a minute or two, and that is not waited for: until it is over, the server says
     /// that it is loading. It does not read what it had.
     pub fn restart_slowly(&mut self) {
         let mut args = self.args.clone();

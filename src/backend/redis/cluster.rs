@@ -13,7 +13,7 @@ use std::time::Duration;
 use crc16::{State, XMODEM};
 use redis::{Cmd, ConnectionAddr, ErrorKind, RedisError, ServerErrorKind, Value};
 use sha2::{Digest, Sha256};
-use tokio::sync::Notify;
+use tokio::sync::{Notify, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio::time::{Instant, sleep, timeout};
 
@@ -64,6 +64,8 @@ struct Shared {
     // Connections to those who may know the map and serve nothing, while these fail: each failure would be news otherwise.
     strangers: Mutex<HashMap<Address, Pool>>,
     stale: Arc<Notify>,
+    // Each time that the map was read.
+    reads: watch::Sender<()>,
 }
 
 /// Who serves what.
@@ -131,8 +133,8 @@ impl Cluster {
         let nothing = Map { owners: vec![u16::MAX; SLOTS].into(), nodes: Vec::new(), replicas: Vec::new() };
         let stale = Arc::new(Notify::new());
         let map = RwLock::new(Arc::new(nothing));
-        let strangers = Mutex::default();
-        let shared = Shared { connectors, connections, terms, seeds, map, strangers, stale: Arc::clone(&stale) };
+        let (strangers, reads) = (Mutex::default(), watch::Sender::new(()));
+        let shared = Shared { connectors, connections, terms, seeds, map, strangers, stale: Arc::clone(&stale), reads };
         match start {
             Start::Connected => shared.read_map(0).await?,
             Start::Disconnected => stale.notify_one(),
@@ -285,6 +287,27 @@ impl<'a> Route<'a> {
 }
 
 impl Cluster {
+    /// The node that serves the slot of a channel, by the map.
+    pub(super) fn owner_of(&self, channel: &str) -> Option<Address> {
+        self.shared.owner(slot(channel)).map(|node| node.address)
+    }
+
+    /// Where connections to a node come from.
+    pub(super) fn connector(&self, address: &Address) -> Result<Connector, RedisError> {
+        (self.shared.connectors)(address)
+    }
+
+    /// Has the map read anew.
+    pub(super) fn doubt(&self) {
+        self.read_on();
+        self.shared.stale.notify_one();
+    }
+
+    /// Changes each time that the map was read, whether or not it is another one.
+    pub(super) fn reads(&self) -> watch::Receiver<()> {
+        self.shared.reads.subscribe()
+    }
+
     /// Sends a command to the node of this number, or of the next one that there is.
     pub(super) async fn send_to(
         &self,
@@ -444,6 +467,7 @@ impl Shared {
                 Ok(new) => {
                     self.forget_strangers(&new);
                     self.set_map(new);
+                    self.reads.send_replace(());
                     return Ok(());
                 }
                 // What the first one says is about whom the user named.

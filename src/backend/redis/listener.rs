@@ -1,16 +1,21 @@
-//! Connections for subscriptions: to one server, or to the nodes of a cluster.
+//! Connections for subscriptions: one to a server, or one to each node of a cluster that has channels which are listened to.
+//!
+//! The client library can listen to a cluster by itself. It subscribes to all channels of a node in one command, which the node refuses if they are in several
+//! slots. It reconnects to an address that is gone, although the slots have moved. It does not notice a node that hangs. Here each connection leads to one
+//! node, and the map of slots that commands go by says which node has a channel.
 
-use std::sync::Arc;
+use std::collections::HashSet;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use futures_util::future::{join_all, try_join_all};
+use futures_util::future::join_all;
 use redis::aio::{AsyncPushSender, MultiplexedConnection};
-use redis::cluster::ClusterClientBuilder;
-use redis::cluster_async::ClusterConnection;
-use redis::{ConnectionInfo, ErrorKind, ProtocolVersion, PushInfo, PushKind, RedisError, Value};
-use tokio::sync::Notify;
+use redis::{ErrorKind, PushInfo, PushKind, RedisError, ServerErrorKind, Value};
+use tokio::sync::{Notify, watch};
 
-use super::connector::{Connector, unhindered};
+use super::cluster::{Address, Cluster};
+use super::connector::Connector;
+use super::error::is_unknown_command;
 use super::sentinel::Tenure;
 use crate::lock::Token;
 
@@ -19,38 +24,48 @@ const CONNECT: Duration = Duration::from_secs(1);
 /// How long an answer may take at the least, and at the most: whether the connection is alive would not be known for longer.
 const ANSWER: Duration = Duration::from_secs(1);
 const LONGEST_ANSWER: Duration = Duration::from_secs(5);
+/// How often a connection on which nothing comes is asked whether it is alive.
+const PING: Duration = Duration::from_secs(5);
+/// The same on a cluster, where another node may have taken over meanwhile.
+const NODE_PING: Duration = Duration::from_secs(1);
 
-/// Where to listen.
+/// Where to listen, with the time that requests have.
 #[derive(Clone)]
-pub(super) enum Source {
-    /// With the time that requests have.
-    One {
-        connector: Connector,
-        connect_timeout: Duration,
-        response_timeout: Duration,
-    },
-    Cluster(Arc<ClusterSource>),
-}
-
-/// What the client needs to know of a cluster.
-pub(super) struct ClusterSource {
-    pub(super) seeds: Vec<ConnectionInfo>,
+pub(super) struct Source {
+    pub(super) servers: Listened,
     pub(super) connect_timeout: Duration,
     pub(super) response_timeout: Duration,
-    #[cfg(feature = "tls")]
-    pub(super) certificates: Option<redis::TlsCertificates>,
+}
+
+/// Which servers send messages.
+#[derive(Clone)]
+pub(super) enum Listened {
+    One(Connector),
+    Cluster(Arc<Cluster>),
+}
+
+/// A server that sends the messages of a channel.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Server {
+    /// There is only one.
+    Only,
+    Node(Address),
 }
 
 /// What somebody who listens is told.
 pub(super) enum News<'a> {
     /// A channel, and whose turn it is; if that is nobody's in particular, it is for all who listen there.
     Message(&'a str, Option<Token>),
-    /// From now on messages come on a channel.
-    New(&'a str),
     /// Nothing more comes on a channel: its slot has moved, unless nobody listens to it any more.
     Over(&'a str),
-    /// The connection is gone, or was away for a while.
-    MaybeMissed,
+}
+
+/// Channels that could not be subscribed to. Messages of all others come from now on.
+#[derive(Default)]
+pub(super) struct Answer {
+    pub(super) refusal: Option<Refusal>,
+    /// Channels that another node has.
+    pub(super) elsewhere: Vec<Arc<str>>,
 }
 
 /// Channels that the user may not listen to.
@@ -68,44 +83,92 @@ pub(super) enum Right {
 }
 
 /// A connection that listens to channels. What is heard is told by whoever reads it: nobody has to wake up for that in between.
-pub(super) enum Listener {
-    One {
-        connection: MultiplexedConnection,
-        closed: Arc<Notify>,
-        // With Sentinels: as long as the server is the one that they name.
-        tenure: Option<Tenure>,
-    },
-    /// The client keeps a connection to each node and finds the one for a channel. This is all that is left to it on a
-    /// cluster: to get a message late or twice does no harm.
-    Cluster {
-        connection: Box<ClusterConnection>,
-        // By sharded channels, which only the nodes of one slot hear of: Redis 7 and Valkey have them.
-        is_sharded: bool,
-    },
+pub(super) struct Listener {
+    connection: MultiplexedConnection,
+    hearing: Arc<Hearing>,
+    // With Sentinels: as long as the server is the one that they name.
+    tenure: Option<Tenure>,
+    // By sharded channels, which only the nodes of one slot hear of: on a cluster with Redis 7 or Valkey.
+    is_sharded: bool,
+}
+
+/// State that follows from messages the server sends by itself.
+#[derive(Default)]
+struct Hearing {
+    // The confirmed channels. The client library takes the message that a slot has moved for the reply to the latest command, so a reply alone proves no
+    // subscription.
+    subscribed: Mutex<HashSet<String>>,
+    closed: Notify,
 }
 
 impl Source {
     /// Whether there is a way to open a connection for subscriptions. A pool opens what it hands out and nothing else.
     pub(super) const fn can_subscribe(&self) -> bool {
-        !matches!(self, Self::One { connector: Connector::Pool { .. }, .. })
+        !matches!(self.servers, Listened::One(Connector::Pool { .. }))
     }
 
     /// How long it may take to open a connection.
     pub(super) fn patience(&self) -> Duration {
-        match self {
-            Self::One { connect_timeout, .. } => CONNECT.max(*connect_timeout),
-            // The client waits for each of the nodes that it is told, and then for each of those that these name, also where others have answered.
-            Self::Cluster(source) => 2 * source.connect_timeout + self.answer_patience(),
-        }
+        CONNECT.max(self.connect_timeout)
     }
 
     /// How long an answer may take on such a connection.
     pub(super) fn answer_patience(&self) -> Duration {
-        let response_timeout = match self {
-            Self::One { response_timeout, .. } => *response_timeout,
-            Self::Cluster(source) => source.response_timeout,
-        };
-        response_timeout.clamp(ANSWER, LONGEST_ANSWER)
+        self.response_timeout.clamp(ANSWER, LONGEST_ANSWER)
+    }
+
+    /// How often a connection is asked whether it is alive.
+    pub(super) const fn ping_period(&self) -> Duration {
+        match self.servers {
+            Listened::One(_) => PING,
+            Listened::Cluster(_) => NODE_PING,
+        }
+    }
+
+    /// The server that has a channel, if it is known.
+    pub(super) fn server_of(&self, channel: &str) -> Option<Server> {
+        match &self.servers {
+            Listened::One(_) => Some(Server::Only),
+            Listened::Cluster(cluster) => cluster.owner_of(channel).map(Server::Node),
+        }
+    }
+
+    /// Has the map of a cluster read anew.
+    pub(super) fn doubt(&self) {
+        if let Listened::Cluster(cluster) = &self.servers {
+            cluster.doubt();
+        }
+    }
+
+    /// Each time that the map of a cluster was read.
+    pub(super) fn reads(&self) -> Option<watch::Receiver<()>> {
+        match &self.servers {
+            Listened::One(_) => None,
+            Listened::Cluster(cluster) => Some(cluster.reads()),
+        }
+    }
+
+    /// Names a server for the log.
+    pub(super) fn name(&self, server: &Server) -> String {
+        match (&self.servers, server) {
+            (_, Server::Node((host, port))) => format!("{host}:{port}"),
+            (Listened::One(connector), Server::Only) => connector.to_string(),
+            (Listened::Cluster(_), Server::Only) => "the cluster".to_owned(),
+        }
+    }
+
+    async fn connect(
+        &self,
+        server: &Server,
+        heard: impl AsyncPushSender,
+    ) -> Result<(MultiplexedConnection, Option<Tenure>), RedisError> {
+        match (&self.servers, server) {
+            (Listened::One(connector), _) => connector.subscriber(heard).await,
+            (Listened::Cluster(cluster), Server::Node(address)) => cluster.connector(address)?.subscriber(heard).await,
+            (Listened::Cluster(_), Server::Only) => {
+                Err((ErrorKind::ClusterConnectionNotFound, "a cluster has several servers").into())
+            }
+        }
     }
 }
 
@@ -113,72 +176,63 @@ impl Listener {
     /// Tells everything that is heard until the value is dropped.
     pub(super) async fn open(
         source: &Source,
+        server: &Server,
         tell: impl Fn(News<'_>) + Send + Sync + 'static,
     ) -> Result<Self, RedisError> {
-        match source {
-            Source::One { connector, .. } => {
-                let closed = Arc::new(Notify::new());
-                let told = Arc::clone(&closed);
-                let tell = move |news: News<'_>| match news {
-                    News::MaybeMissed => told.notify_one(),
-                    news => tell(news),
-                };
-                let (connection, tenure) = connector.subscriber(heard(tell)).await?;
-                Ok(Self::One { connection, closed, tenure })
-            }
-            Source::Cluster(source) => {
-                let connection = Box::new(source.connect(heard(tell)).await?);
-                Ok(Self::Cluster { connection, is_sharded: true })
-            }
-        }
-    }
-
-    /// Subscribes to those of the channels that the user may listen to, and says which the others are.
-    pub(super) async fn subscribe(&mut self, channels: &[Arc<str>]) -> Result<Option<Refusal>, RedisError> {
-        let missing = match self.subscribe_together(channels).await {
-            Ok(()) => return Ok(None),
-            Err(error) => self.missing(&error).ok_or(error)?,
+        let hearing = Arc::<Hearing>::default();
+        let hears = Arc::clone(&hearing);
+        let heard = move |push: PushInfo| {
+            hears.hear(&push, &tell);
+            Ok::<_, ()>(())
         };
-        if channels.len() == 1 || missing != Right::Channels {
-            return Ok(Some(Refusal { channels: channels.to_vec(), missing }));
-        }
-        // All of them have been refused for one.
-        let answers = join_all(channels.iter().map(|channel| self.subscribe_alone(channel))).await;
-        let mut refused = Vec::new();
-        for (channel, answer) in channels.iter().zip(answers) {
-            match answer {
-                Ok(()) => {}
-                Err(error) if self.missing(&error).is_some() => refused.push(Arc::clone(channel)),
-                Err(error) => return Err(error),
-            }
-        }
-        Ok((!refused.is_empty()).then_some(Refusal { channels: refused, missing }))
+        let (connection, tenure) = source.connect(server, heard).await?;
+        Ok(Self { connection, hearing, tenure, is_sharded: matches!(source.servers, Listened::Cluster(_)) })
     }
 
-    async fn subscribe_together(&mut self, channels: &[Arc<str>]) -> Result<(), RedisError> {
-        match self {
-            Self::One { connection, .. } => connection.subscribe(names(channels)).await,
-            Self::Cluster { connection, is_sharded } => {
-                if *is_sharded {
-                    match each(channels, |channel| shard_subscribe(connection, channel)).await {
-                        // An older server.
-                        Err(error) if error.to_string().to_lowercase().contains("unknown command") => {
-                            *is_sharded = false;
-                        }
-                        answer => return answer,
+    /// Subscribes to those of the channels that the user may listen to and that the server has, and says which the others are.
+    pub(super) async fn subscribe(&mut self, channels: &[Arc<str>]) -> Result<Answer, RedisError> {
+        if !self.is_sharded {
+            match self.connection.subscribe(names(channels)).await {
+                Ok(()) => return Ok(Answer::default()),
+                Err(error) => {
+                    let missing = self.missing(&error).ok_or(error)?;
+                    if channels.len() == 1 || missing != Right::Channels {
+                        let refusal = Some(Refusal { channels: channels.to_vec(), missing });
+                        return Ok(Answer { refusal, ..Answer::default() });
                     }
                 }
-                connection.subscribe(names(channels)).await
             }
         }
+        // One command each: a server refuses a command with channels of several slots, or with one channel that the user may not use.
+        let answers = join_all(channels.iter().map(|channel| self.subscribe_alone(channel))).await;
+        if self.is_sharded && answers.iter().any(|answer| answer.as_ref().is_err_and(is_unknown_command)) {
+            // An older server.
+            self.is_sharded = false;
+            return Box::pin(self.subscribe(channels)).await;
+        }
+        let (mut refused, mut elsewhere) = (Vec::new(), Vec::new());
+        let mut right = None;
+        for (channel, answer) in channels.iter().zip(answers) {
+            match answer {
+                Ok(()) if self.hearing.subscribed().contains(&**channel) => {}
+                Ok(()) => elsewhere.push(Arc::clone(channel)),
+                Err(error) if is_elsewhere(&error) => elsewhere.push(Arc::clone(channel)),
+                Err(error) => {
+                    right = Some(self.missing(&error).ok_or(error)?);
+                    refused.push(Arc::clone(channel));
+                }
+            }
+        }
+        let refusal = right.map(|missing| Refusal { channels: refused, missing });
+        Ok(Answer { refusal, elsewhere })
     }
 
-    async fn subscribe_alone(&self, channel: &Arc<str>) -> Result<(), RedisError> {
-        match self {
-            Self::One { connection, .. } => connection.clone().subscribe(&**channel).await,
-            Self::Cluster { connection, is_sharded: true } => shard_subscribe(connection, Arc::clone(channel)).await,
-            Self::Cluster { connection, is_sharded: false } => connection.clone().subscribe(&**channel).await,
+    async fn subscribe_alone(&self, channel: &str) -> Result<(), RedisError> {
+        let mut connection = self.connection.clone();
+        if self.is_sharded {
+            return redis::cmd("SSUBSCRIBE").arg(channel).query_async::<Value>(&mut connection).await.map(drop);
         }
+        connection.subscribe(channel).await
     }
 
     /// What the user lacks, if that is why a subscription was refused.
@@ -186,112 +240,89 @@ impl Listener {
         if error.code() != Some("NOPERM") {
             return None;
         }
-        let command = if matches!(self, Self::Cluster { is_sharded: true, .. }) { "ssubscribe" } else { "subscribe" };
+        let command = if self.is_sharded { "ssubscribe" } else { "subscribe" };
         // Either `... to run the 'subscribe' command` or `... to access a channel`.
         let is_of_channels = error.detail().is_some_and(|detail| detail.contains("channel"));
         Some(if is_of_channels { Right::Channels } else { Right::Command(command) })
     }
 
     pub(super) async fn unsubscribe(&mut self, channels: &[Arc<str>]) -> Result<(), RedisError> {
-        match self {
-            Self::One { connection, .. } => connection.unsubscribe(names(channels)).await,
-            Self::Cluster { connection, is_sharded: true } => {
-                each(channels, |channel| {
-                    let mut connection = connection.clone();
-                    async move { connection.sunsubscribe(&*channel).await }
-                })
-                .await
-            }
-            Self::Cluster { connection, is_sharded: false } => connection.unsubscribe(names(channels)).await,
+        if !self.is_sharded {
+            return self.connection.unsubscribe(names(channels)).await;
         }
+        let answers = join_all(channels.iter().map(async |channel| {
+            let mut connection = self.connection.clone();
+            redis::cmd("SUNSUBSCRIBE").arg(&**channel).query_async::<Value>(&mut connection).await
+        }));
+        // A node that has a channel no more has ended the subscription by itself.
+        answers
+            .await
+            .into_iter()
+            .find_map(|answer| answer.err().filter(|error| error.code().is_none()))
+            .map_or(Ok(()), Err)
     }
 
-    /// Whether the connection is alive. The client looks after those to a cluster.
+    /// Whether the connection is alive.
     pub(super) async fn ping(&mut self) -> Result<(), RedisError> {
-        match self {
-            Self::One { connection, .. } => match redis::cmd("PING").query_async::<Value>(connection).await {
-                Err(error) if error.is_unrecoverable_error() => Err(error),
-                // Somebody who may not ask has an answer as well.
-                Ok(_) | Err(_) => Ok(()),
-            },
-            Self::Cluster { .. } => Ok(()),
+        match redis::cmd("PING").query_async::<Value>(&mut self.connection).await {
+            Err(error) if error.is_unrecoverable_error() => Err(error),
+            // Somebody who may not ask has an answer as well.
+            Ok(_) | Err(_) => Ok(()),
         }
     }
 
     /// Waits until nothing can be heard any more, or what is heard comes from a primary that has been replaced.
-    pub(super) async fn ended(&mut self) -> RedisError {
-        let reason = match self {
-            Self::One { closed, tenure: None, .. } => {
-                closed.notified().await;
+    pub(super) async fn ended(&self) -> RedisError {
+        let reason = match &self.tenure {
+            None => {
+                self.hearing.closed.notified().await;
                 "the connection is closed"
             }
-            Self::One { closed, tenure: Some(tenure), .. } => tokio::select! {
-                () = closed.notified() => "the connection is closed",
+            Some(tenure) => tokio::select! {
+                () = self.hearing.closed.notified() => "the connection is closed",
                 () = tenure.end() => "the sentinels name another primary",
             },
-            Self::Cluster { .. } => std::future::pending().await,
         };
         (ErrorKind::Io, reason).into()
     }
 }
 
-impl ClusterSource {
-    async fn connect(&self, heard: impl AsyncPushSender) -> Result<ClusterConnection, RedisError> {
-        let builder = ClusterClientBuilder::new(self.seeds.iter().cloned())
-            .use_protocol(ProtocolVersion::RESP3)
-            .connection_timeout(self.connect_timeout)
-            .tcp_settings(unhindered())
-            .push_sender(heard);
-        #[cfg(feature = "tls")]
-        let builder = match &self.certificates {
-            Some(certificates) => builder.certs(certificates.clone()),
-            None => builder,
-        };
-        builder.build()?.get_async_connection().await
+impl Hearing {
+    fn subscribed(&self) -> MutexGuard<'_, HashSet<String>> {
+        self.subscribed.lock().unwrap_or_else(PoisonError::into_inner)
     }
-}
 
-/// Tells what the server says by itself.
-fn heard(tell: impl Fn(News<'_>) + Send + Sync + 'static) -> impl AsyncPushSender {
-    move |push: PushInfo| {
-        let channel = match push.data.first() {
-            Some(Value::BulkString(channel)) => Some(String::from_utf8_lossy(channel)),
-            _ => None,
-        };
-        match (push.kind, channel) {
-            (PushKind::Message | PushKind::SMessage, Some(channel)) => {
+    fn hear(&self, push: &PushInfo, tell: impl Fn(News<'_>)) {
+        if push.kind == PushKind::Disconnection {
+            self.closed.notify_one();
+        }
+        let Some(Value::BulkString(channel)) = push.data.first() else { return };
+        let channel = String::from_utf8_lossy(channel);
+        match push.kind {
+            PushKind::Message | PushKind::SMessage => {
                 let whose = match push.data.get(1) {
                     Some(Value::BulkString(message)) => Token::from_bytes(message),
                     _ => None,
                 };
                 tell(News::Message(&channel, whose));
             }
-            // A channel that is subscribed to anew may have missed something.
-            (PushKind::Subscribe | PushKind::SSubscribe, Some(channel)) => tell(News::New(&channel)),
-            (PushKind::SUnsubscribe, Some(channel)) => tell(News::Over(&channel)),
-            (PushKind::Disconnection, _) => tell(News::MaybeMissed),
+            PushKind::Subscribe | PushKind::SSubscribe => drop(self.subscribed().insert(channel.into_owned())),
+            PushKind::Unsubscribe => drop(self.subscribed().remove(&*channel)),
+            PushKind::SUnsubscribe => {
+                self.subscribed().remove(&*channel);
+                tell(News::Over(&channel));
+            }
             _ => {}
         }
-        Ok::<_, ()>(())
     }
+}
+
+/// Whether a node says that another node has a channel, or none for now.
+fn is_elsewhere(error: &RedisError) -> bool {
+    use ServerErrorKind::{Ask, ClusterDown, Moved, TryAgain};
+    matches!(error.kind(), ErrorKind::Server(Moved | Ask | TryAgain | ClusterDown))
 }
 
 fn names(channels: &[Arc<str>]) -> Vec<&str> {
     channels.iter().map(|channel| &**channel).collect()
-}
-
-/// Channels of several slots cannot share a command.
-async fn each<F>(channels: &[Arc<str>], command: impl Fn(Arc<str>) -> F) -> Result<(), RedisError>
-where
-    F: Future<Output = Result<(), RedisError>>,
-{
-    try_join_all(channels.iter().map(|channel| command(Arc::clone(channel)))).await.map(drop)
-}
-
-fn shard_subscribe(
-    connection: &ClusterConnection,
-    channel: Arc<str>,
-) -> impl Future<Output = Result<(), RedisError>> + use<> {
-    let mut connection = connection.clone();
-    async move { connection.ssubscribe(&*channel).await }
 }

@@ -33,6 +33,9 @@
 //!   sliding logs not counted, and queues stand still, until the slot has moved. Such a call is sent again, at least every 8 ms, until its deadline or the
 //!   response timeout; it fails only if its slot is open for longer than that. A lock that is held is renewed and given back, and an operation ends.
 //!
+//!   Each node that has a channel is listened to on a connection of its own. If that connection ends, does not answer a PING within a second or more, or if
+//!   the channel moves, this process subscribes again at the node that has the channel by then. All who wait there look once.
+//!
 //! With Sentinels and clusters Tollgate connects to the addresses that these announce. There is no mapping of addresses: in containers and behind
 //! NAT, announce addresses that clients can reach (`cluster-announce-ip`, `cluster-announce-port`, `cluster-announce-hostname`,
 //! `replica-announce-ip`).
@@ -102,6 +105,14 @@
 //! start of a `maxmemory-policy` that can evict our keys: a key that is evicted is a count that starts again, and since all keys
 //! have a time to live, only `noeviction` leaves them alone.
 //!
+//! # Metrics
+//!
+//! With the feature `metrics`, and a recorder that was installed before anything is waited for:
+//!
+//! | name | labels | counts |
+//! | --- | --- | --- |
+//! | `tollgate_redis_subscription_failures_total` | | attempts to subscribe to messages that failed. Meanwhile whoever waits for a lock or an operation looks once a second, and a worker every five seconds. The log has one WARN for each server |
+//!
 //! # Encryption
 //!
 //! With the feature `tls`, `rediss` in the place of `redis` encrypts with rustls. Servers are trusted as the operating system does, or by
@@ -133,6 +144,7 @@ mod lock;
 mod lock_calls;
 mod lock_registry;
 mod meeting;
+mod meters;
 mod options;
 mod pool;
 mod probe;
@@ -142,6 +154,7 @@ mod scripts;
 mod sentinel;
 mod servers;
 mod subscriber;
+mod subscriptions;
 mod url;
 mod url_parameters;
 

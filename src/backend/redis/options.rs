@@ -15,7 +15,7 @@ use super::connect_error::{Attempt, Peer};
 use super::connector::{Connector, unhindered};
 use super::home::Home;
 use super::keys::Keys;
-use super::listener::{ClusterSource, Source};
+use super::listener::{Listened, Source};
 use super::pool::{Pool, Terms};
 use super::sentinel::{self, Sentinels};
 use super::servers::{CarefulLane, CarefulServers, Lane, Links, Servers, Start};
@@ -309,13 +309,6 @@ impl RedisOptions {
                 for info in &infos {
                     self.client(info.clone()).map_err(|error| unusable(&error))?;
                 }
-                let source = ClusterSource {
-                    seeds: infos,
-                    connect_timeout,
-                    response_timeout: patience,
-                    #[cfg(feature = "tls")]
-                    certificates: self.has_certificates().then(|| self.certificates.clone()),
-                };
                 let seeds: Vec<_> = seeds.iter().filter_map(address).collect();
                 let redis = redis.clone();
                 let connectors: Connectors = Box::new(move |(host, port)| {
@@ -330,13 +323,14 @@ impl RedisOptions {
                 if start == Start::Connected {
                     check_nodes(&cluster, attempt).await?;
                 }
+                let servers = Listened::Cluster(Arc::clone(&cluster));
                 return Ok(Links {
                     requests: Servers::Cluster(Arc::clone(&cluster), Lane::Requests),
                     apart: Servers::Cluster(Arc::clone(&cluster), Lane::Apart),
                     grants: CarefulServers::Cluster(Arc::clone(&cluster), CarefulLane::Grants),
                     renewals: CarefulServers::Cluster(cluster, CarefulLane::Renewals),
                     patience,
-                    source: Source::Cluster(Arc::new(source)),
+                    source: Source { servers, connect_timeout, response_timeout: patience },
                     home,
                 });
             }
@@ -440,7 +434,8 @@ async fn to_one(
     let [grants, renewals] =
         [(); 2].map(|()| CarefulServers::One(Careful::new(connector.clone(), connections, terms.clone())));
     let (requests, apart) = (Servers::One(requests), Servers::One(apart));
-    let source = Source::One { connector, connect_timeout: terms.connect, response_timeout: terms.response };
+    let servers = Listened::One(connector);
+    let source = Source { servers, connect_timeout: terms.connect, response_timeout: terms.response };
     Ok(Links { requests, apart, grants, renewals, patience: terms.response, home: terms.home, source })
 }
 

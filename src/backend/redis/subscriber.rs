@@ -1,57 +1,57 @@
-//! One connection that listens for all who wait in this process.
+//! The channels that this process subscribes to, and which server has each of them.
 
-use std::collections::{HashMap, HashSet, VecDeque};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
-use redis::RedisError;
 use tokio::sync::{Notify, watch};
 use tokio::task::AbortHandle;
-use tokio::time::{Instant, sleep, sleep_until, timeout};
+use tokio::time::{Instant, sleep, timeout};
 
 use super::home::Home;
-use super::listener::{Listener as Ear, News, Refusal, Right, Source};
+use super::listener::{News, Right, Server, Source};
+use super::meters::Meters;
+use super::subscriptions::run;
 use crate::lock::{Token, Wakeups};
 
 /// How long whoever subscribes waits for that to be confirmed, before going on to look now and then.
 const CONFIRMATION: Duration = Duration::from_millis(200);
 /// How long a channel is listened to when nobody waits there any more: a lock that was wanted is wanted again soon.
-const LINGER: Duration = Duration::from_secs(2);
-/// How often a connection on which nothing comes is asked whether it is alive.
-const PING: Duration = Duration::from_secs(5);
-/// The pause after an attempt to connect that failed, doubled with each further one.
-const FIRST_PAUSE: Duration = Duration::from_millis(10);
-const LONGEST_PAUSE: Duration = Duration::from_millis(500);
-/// When channels are asked for again that the user may not listen to: somebody has to allow it first.
-const REFUSED: Duration = Duration::from_secs(5);
-/// How many channels one command subscribes to.
-const CHUNK: usize = 256;
+pub(super) const LINGER: Duration = Duration::from_secs(2);
+/// How long channels of a cluster that no node is known to have wait for the map to be read, before it is asked for again.
+const STRAY: Duration = Duration::from_millis(100);
 
-/// Subscriptions of this process to one server, on a connection that is there while somebody listens.
+/// Subscriptions of this process, on one connection to each server that has a channel in use.
 pub(super) struct Subscriber {
-    home: Arc<Home>,
+    // Where the tasks are.
+    _home: Arc<Home>,
     shared: Arc<Shared>,
 }
 
-struct Shared {
-    source: Source,
+/// The state that the tasks of a subscriber share with its listeners.
+pub(super) struct Shared {
+    pub(super) source: Source,
+    pub(super) meters: Meters,
+    home: Weak<Home>,
     state: Mutex<State>,
-    work: Notify,
+    // Wakes up the router: a channel has no server, or a link has ended.
+    strays: Notify,
 }
 
 #[derive(Default)]
 struct State {
     channels: HashMap<Arc<str>, Channel>,
-    // Channels that are not subscribed to yet.
-    added: Vec<Arc<str>>,
-    // Channels that nobody listened to any more at that time, oldest first.
-    unused: VecDeque<(Instant, Arc<str>)>,
+    // One for each server that has any of the channels.
+    links: HashMap<Server, Link>,
     // What the user was last found not to be allowed.
     missing: Option<Right>,
-    task: Option<AbortHandle>,
+    // On a cluster, gives channels to the nodes that have them.
+    router: Option<AbortHandle>,
 }
 
 struct Channel {
+    // The server that has it. None while it is not known which node of a cluster that is.
+    server: Option<Server>,
     listeners: usize,
     is_confirmed: watch::Sender<bool>,
     messages: watch::Sender<()>,
@@ -59,6 +59,18 @@ struct Channel {
     sent: watch::Sender<()>,
     // For those who stand in line, and are told when it is their turn.
     turns: HashMap<Token, watch::Sender<()>>,
+}
+
+/// The work of the task that listens to one server.
+struct Link {
+    // Channels that are not subscribed to yet.
+    added: Vec<Arc<str>>,
+    // Channels that have moved to another server.
+    left: Vec<Arc<str>>,
+    // Channels that nobody listened to any more at that time, oldest first.
+    unused: VecDeque<(Instant, Arc<str>)>,
+    work: Arc<Notify>,
+    task: AbortHandle,
 }
 
 /// What wakes somebody who listens.
@@ -81,11 +93,12 @@ struct Listener {
 
 impl Subscriber {
     pub(super) fn new(source: Source, home: Arc<Home>) -> Self {
-        let (state, work) = (Mutex::default(), Notify::new());
-        Self { home, shared: Arc::new(Shared { source, state, work }) }
+        let (state, strays, meters) = (Mutex::default(), Notify::new(), Meters::new());
+        let shared = Arc::new(Shared { source, meters, home: Arc::downgrade(&home), state, strays });
+        Self { _home: home, shared }
     }
 
-    /// Wake-ups for messages on a channel. They may be missed whenever the connection is made again. Ready when the
+    /// Wake-ups for messages on a channel. They may be missed whenever a connection is made again; there is one when it has been. Ready when the
     /// server has confirmed that it sends them, or when that takes too long; then they may have been missed until it has.
     pub(super) async fn subscribe(&self, channel: String, interest: Interest) -> Wakeups {
         if !self.shared.source.can_subscribe() {
@@ -104,20 +117,11 @@ impl Subscriber {
     }
 
     fn listen(&self, name: Arc<str>, interest: Interest) -> (Listener, watch::Receiver<bool>, watch::Receiver<()>) {
-        let mut state = self.shared.state();
-        if !state.channels.contains_key(&name) {
-            let channel = Channel {
-                listeners: 0,
-                is_confirmed: watch::Sender::new(false),
-                messages: watch::Sender::new(()),
-                sent: watch::Sender::new(()),
-                turns: HashMap::new(),
-            };
-            state.channels.insert(Arc::clone(&name), channel);
-            state.added.push(Arc::clone(&name));
-            self.shared.work.notify_one();
-        }
-        let channel = state.channels.get_mut(&name).expect("it was put there if it was not");
+        let shared = &self.shared;
+        let mut state = shared.state();
+        shared.revive(&mut state);
+        let is_new = !state.channels.contains_key(&name);
+        let channel = state.channels.entry(Arc::clone(&name)).or_insert_with(Channel::new);
         channel.listeners += 1;
         let messages = match interest {
             Interest::Changes => &channel.messages,
@@ -125,99 +129,249 @@ impl Subscriber {
             Interest::Turn(token) => channel.turns.entry(token).or_insert_with(|| watch::Sender::new(())),
         };
         let receivers = (channel.is_confirmed.subscribe(), messages.subscribe());
-        // The task ends when nobody listens, and with its runtime.
-        if state.task.as_ref().is_none_or(AbortHandle::is_finished) {
-            state.task = Some(self.home.spawn(run(Arc::clone(&self.shared))));
+        if is_new {
+            shared.assign(&mut state, &name);
         }
-        (Listener { shared: Arc::clone(&self.shared), channel: name, interest }, receivers.0, receivers.1)
+        (Listener { shared: Arc::clone(shared), channel: name, interest }, receivers.0, receivers.1)
     }
 }
 
 impl Channel {
+    fn new() -> Self {
+        Self {
+            server: None,
+            listeners: 0,
+            is_confirmed: watch::Sender::new(false),
+            messages: watch::Sender::new(()),
+            sent: watch::Sender::new(()),
+            turns: HashMap::new(),
+        }
+    }
+
     fn tell_all(&self) {
         self.messages.send_replace(());
         for turn in self.turns.values() {
             turn.send_replace(());
         }
     }
+
+    fn is_at(&self, server: &Server) -> bool {
+        self.server.as_ref() == Some(server)
+    }
 }
 
 impl Drop for Subscriber {
     fn drop(&mut self) {
-        if let Some(task) = self.shared.state().task.take() {
-            task.abort();
-        }
+        let mut state = self.shared.state();
+        state.router.take().iter().chain(state.links.values().map(|link| &link.task)).for_each(AbortHandle::abort);
     }
 }
 
 impl Drop for Listener {
     fn drop(&mut self) {
         let mut state = self.shared.state();
-        let Some(channel) = state.channels.get_mut(&self.channel) else { return };
+        let State { channels, links, .. } = &mut *state;
+        let Some(channel) = channels.get_mut(&self.channel) else { return };
         channel.listeners -= 1;
         if let Interest::Turn(token) = &self.interest {
             channel.turns.remove(token);
         }
-        if channel.listeners == 0 {
-            let name = Arc::clone(&self.channel);
-            state.unused.push_back((Instant::now(), name));
-            if state.unused.len() == 1 {
-                // The task has to look at the time from now on.
-                self.shared.work.notify_one();
-            }
+        if channel.listeners > 0 {
+            return;
+        }
+        let Some(link) = channel.server.as_ref().and_then(|server| links.get_mut(server)) else {
+            // It has no subscription that would have to end.
+            channels.remove(&self.channel);
+            return;
+        };
+        link.unused.push_back((Instant::now(), Arc::clone(&self.channel)));
+        if link.unused.len() == 1 {
+            // The task has to look at the time from now on.
+            link.work.notify_one();
         }
     }
 }
 
+/// Which server has which channel.
 impl Shared {
     /// Nothing panics halfway in here, so what a poisoned lock guards is whole.
     fn state(&self) -> MutexGuard<'_, State> {
         self.state.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    /// Whether nobody listens any more. The task ends then, and the next one who listens starts another.
+    fn spawn(&self, task: impl Future<Output = ()> + Send + 'static) -> AbortHandle {
+        match self.home.upgrade() {
+            Some(home) => home.spawn(task),
+            None => tokio::spawn(task).abort_handle(),
+        }
+    }
+
+    /// Starts the tasks again that have ended with their runtime.
+    fn revive(self: &Arc<Self>, state: &mut State) {
+        for (server, link) in &mut state.links {
+            if link.task.is_finished() {
+                link.task = self.spawn(run(Arc::clone(self), server.clone()));
+            }
+        }
+        if let Some(reads) = self.source.reads()
+            && state.router.as_ref().is_none_or(AbortHandle::is_finished)
+        {
+            state.router = Some(self.spawn(route(Arc::clone(self), reads)));
+        }
+    }
+
+    /// Gives a channel to the task of the server that has it.
+    fn assign(self: &Arc<Self>, state: &mut State, name: &Arc<str>) {
+        let State { channels, links, .. } = state;
+        let Some(channel) = channels.get_mut(name) else { return };
+        let Some(server) = self.source.server_of(name) else {
+            if channel.server.is_none() {
+                self.strays.notify_one();
+            }
+            return;
+        };
+        if channel.is_at(&server) {
+            return;
+        }
+        channel.is_confirmed.send_replace(false);
+        if let Some(link) = channel.server.replace(server.clone()).and_then(|old| links.get_mut(&old)) {
+            link.left.push(Arc::clone(name));
+            link.work.notify_one();
+        }
+        let link = links.entry(server).or_insert_with_key(|server| Link {
+            added: Vec::new(),
+            left: Vec::new(),
+            unused: VecDeque::new(),
+            work: Arc::default(),
+            task: self.spawn(run(Arc::clone(self), server.clone())),
+        });
+        link.added.push(Arc::clone(name));
+        if channel.listeners == 0 {
+            link.unused.push_back((Instant::now(), Arc::clone(name)));
+        }
+        link.work.notify_one();
+    }
+
+    /// The same for all channels, after the map was read.
+    fn assign_all(self: &Arc<Self>) {
+        let mut state = self.state();
+        let names: Vec<_> = state.channels.keys().cloned().collect();
+        for name in &names {
+            self.assign(&mut state, name);
+        }
+    }
+
+    /// Notes that a server does not have channels that it was thought to have.
+    pub(super) fn misplaced(&self, server: &Server, names: &[Arc<str>]) {
+        let mut state = self.state();
+        for name in names {
+            if let Some(channel) = state.channels.get_mut(name)
+                && channel.is_at(server)
+            {
+                channel.server = None;
+                channel.is_confirmed.send_replace(false);
+            }
+        }
+        self.strays.notify_one();
+    }
+
+    /// Whether any channel has no server.
+    fn has_strays(&self) -> bool {
+        self.state().channels.values().any(|channel| channel.server.is_none())
+    }
+
+    /// A channel that no node of the cluster serves.
+    fn unserved(&self) -> Option<Arc<str>> {
+        let state = self.state();
+        let mut strays = state.channels.iter().filter(|(_, channel)| channel.server.is_none());
+        strays.find(|(name, _)| self.source.server_of(name).is_none()).map(|(name, _)| Arc::clone(name))
+    }
+
+    /// Whether there are no channels any more. The router ends then, and the next listener starts another.
     fn is_over(&self) -> bool {
         let mut state = self.state();
-        if !state.channels.is_empty() {
+        let is_over = state.channels.is_empty();
+        if is_over {
+            state.router = None;
+        }
+        is_over
+    }
+}
+
+/// Gives channels to the nodes of a cluster that have them, each time that the map was read.
+async fn route(shared: Arc<Shared>, mut reads: watch::Receiver<()>) {
+    let mut is_unserved = false;
+    while !shared.is_over() {
+        let has_strays = shared.has_strays();
+        if has_strays {
+            shared.source.doubt();
+        }
+        tokio::select! {
+            read = reads.changed() => if read.is_err() { return },
+            // The current map led to a node that does not have the channel. Wait for the next one.
+            () = shared.strays.notified() => continue,
+            () = sleep(STRAY), if has_strays => {}
+        }
+        shared.assign_all();
+        let unserved = shared.unserved();
+        let was_unserved = std::mem::replace(&mut is_unserved, unserved.is_some());
+        let Some(channel) = unserved else { continue };
+        shared.meters.failed();
+        if !was_unserved {
+            tracing::warn!(%channel, "cannot subscribe to redis, no node serves the slot; waiters and workers poll meanwhile");
+        }
+    }
+}
+
+/// The exchange with the task that listens to one server.
+impl Shared {
+    /// Whether a server has no channel any more. Its task ends then, and the next listener there starts another.
+    pub(super) fn is_idle(&self, server: &Server) -> bool {
+        let mut state = self.state();
+        if state.channels.values().any(|channel| channel.is_at(server)) {
             return false;
         }
-        state.added.clear();
-        state.unused.clear();
-        state.task = None;
+        state.links.remove(server);
+        // That may have been the last one.
+        self.strays.notify_one();
         true
     }
 
-    /// All channels that are listened to, none of which is confirmed any more.
-    fn start_again(&self) {
+    /// Wakes up the task of a server when there is something to do.
+    pub(super) fn work(&self, server: &Server) -> Arc<Notify> {
+        self.state().links.get(server).map(|link| Arc::clone(&link.work)).unwrap_or_default()
+    }
+
+    /// All channels of a server, none of which is confirmed any more.
+    pub(super) fn start_again(&self, server: &Server) {
         let mut state = self.state();
-        let state = &mut *state;
-        state.added = state.channels.keys().cloned().collect();
-        for channel in state.channels.values() {
+        let State { channels, links, .. } = &mut *state;
+        let Some(link) = links.get_mut(server) else { return };
+        link.left.clear();
+        link.added.clear();
+        for (name, channel) in channels.iter().filter(|(_, channel)| channel.is_at(server)) {
+            link.added.push(Arc::clone(name));
             channel.is_confirmed.send_replace(false);
         }
     }
 
-    fn confirmed(&self, channels: &[Arc<str>]) {
+    /// Notes that a server sends what comes on channels from now on.
+    pub(super) fn confirmed(&self, server: &Server, names: &[Arc<str>]) {
         let state = self.state();
-        for channel in channels.iter().filter_map(|name| state.channels.get(name)) {
+        let channels = names.iter().filter_map(|name| state.channels.get(name));
+        for channel in channels.filter(|channel| channel.is_at(server)) {
             // What came before this was missed.
             channel.tell_all();
             channel.is_confirmed.send_replace(true);
         }
     }
 
-    fn hear(&self, news: News<'_>) {
-        let mut state = self.state();
+    pub(super) fn hear(&self, server: &Server, news: News<'_>) {
         match news {
-            News::Over(name) => {
-                let Some((name, channel)) = state.channels.get_key_value(name) else { return };
-                let name = Arc::clone(name);
-                channel.is_confirmed.send_replace(false);
-                state.added.push(name);
-                self.work.notify_one();
-            }
-            News::Message(channel, whose) => {
-                let Some(channel) = state.channels.get(channel) else { return };
+            News::Over(name) => self.misplaced(server, &[Arc::from(name)]),
+            News::Message(name, whose) => {
+                let state = self.state();
+                let Some(channel) = state.channels.get(name) else { return };
                 match whose {
                     None => {
                         channel.tell_all();
@@ -230,24 +384,23 @@ impl Shared {
                     }
                 }
             }
-            News::New(channel) => drop(state.channels.get(channel).map(Channel::tell_all)),
-            News::MaybeMissed => state.channels.values().for_each(Channel::tell_all),
         }
     }
 
     /// Channels to subscribe to, new ones and those that were refused before, of these whichever is still listened to; and whether any was refused before.
-    fn take_added(&self, mut again: Vec<Arc<str>>) -> (Vec<Arc<str>>, bool) {
+    pub(super) fn take_added(&self, server: &Server, mut again: Vec<Arc<str>>) -> (Vec<Arc<str>>, bool) {
         let mut state = self.state();
-        let mut added = std::mem::take(&mut state.added);
+        let State { channels, links, .. } = &mut *state;
+        let mut added = links.get_mut(server).map(|link| std::mem::take(&mut link.added)).unwrap_or_default();
         for names in [&mut added, &mut again] {
-            names.retain(|name| state.channels.contains_key(name));
+            names.retain(|name| channels.get(name).is_some_and(|channel| channel.is_at(server)));
         }
         let is_again = !again.is_empty();
         added.append(&mut again);
         (added, is_again)
     }
 
-    fn refused(&self, missing: Right) {
+    pub(super) fn refused(&self, missing: Right) {
         if self.state().missing.replace(missing) == Some(missing) {
             return;
         }
@@ -262,149 +415,33 @@ impl Shared {
     }
 
     /// Nothing was refused of what was asked for, with or without channels that were refused before.
-    fn allowed(&self, again: bool) {
+    pub(super) fn allowed(&self, again: bool) {
         let mut state = self.state();
         if again || matches!(state.missing, Some(Right::Command(_))) {
             state.missing = None;
         }
     }
 
-    /// Takes out the channels that nobody has listened to for a while, and says when to look again.
-    fn take_unused(&self, now: Instant) -> (Vec<Arc<str>>, Option<Instant>) {
+    /// Takes out the channels that have moved to another server and those without listeners for a while, and says when to look again.
+    pub(super) fn take_unused(&self, server: &Server, now: Instant) -> (Vec<Arc<str>>, Option<Instant>) {
         let mut state = self.state();
-        let mut unused = Vec::new();
-        while let Some((since, _)) = state.unused.front() {
+        let State { channels, links, .. } = &mut *state;
+        let Some(link) = links.get_mut(server) else { return (Vec::new(), None) };
+        let mut unused = std::mem::take(&mut link.left);
+        // One of them may have come back.
+        unused.retain(|name| channels.get(name).is_none_or(|channel| !channel.is_at(server)));
+        while let Some((since, _)) = link.unused.front() {
             if *since + LINGER > now {
                 return (unused, Some(*since + LINGER));
             }
-            let Some((_, name)) = state.unused.pop_front() else { break };
-            if state.channels.get(&name).is_some_and(|channel| channel.listeners == 0) {
-                state.channels.remove(&name);
+            let Some((_, name)) = link.unused.pop_front() else { break };
+            if channels.get(&name).is_some_and(|channel| channel.listeners == 0 && channel.is_at(server)) {
+                channels.remove(&name);
                 unused.push(name);
             }
         }
         (unused, None)
     }
-}
-
-/// What of the channels the server sends on one connection.
-#[derive(Default)]
-struct Subscriptions {
-    confirmed: HashSet<Arc<str>>,
-    // Those that the user may not listen to, and when they are asked for again.
-    refused: Vec<Arc<str>>,
-    again_at: Option<Instant>,
-    // Whether any was confirmed.
-    is_of_use: bool,
-}
-
-async fn run(shared: Arc<Shared>) {
-    let mut pause = Duration::ZERO;
-    loop {
-        let told = Arc::downgrade(&shared);
-        let tell = move |news: News<'_>| {
-            if let Some(shared) = told.upgrade() {
-                shared.hear(news);
-            }
-        };
-        let connection = timeout(shared.source.patience(), Ear::open(&shared.source, tell)).await;
-        match connection {
-            Ok(Ok(connection)) => {
-                let mut subscriptions = Subscriptions::default();
-                match listen(&shared, connection, &mut subscriptions).await {
-                    // Whoever listens from now on has a task of their own already.
-                    Ok(()) => return,
-                    Err(error) => tracing::debug!(%error, "the connection that listens for those who wait is gone"),
-                }
-                if subscriptions.is_of_use {
-                    pause = Duration::ZERO;
-                }
-            }
-            Ok(Err(error)) => tracing::debug!(%error, "cannot listen for those who wait"),
-            Err(_) => tracing::debug!("cannot listen for those who wait: no connection in time"),
-        }
-        shared.start_again();
-        drop(shared.take_unused(Instant::now()));
-        if shared.is_over() {
-            return;
-        }
-        pause = (pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
-        sleep(pause).await;
-    }
-}
-
-/// Listens until the connection breaks or nobody is interested any more.
-async fn listen(shared: &Shared, mut ear: Ear, subscriptions: &mut Subscriptions) -> Result<(), RedisError> {
-    shared.start_again();
-    let mut ping_at = Instant::now() + PING;
-    loop {
-        let next = adapt(shared, &mut ear, subscriptions).await?;
-        if subscriptions.confirmed.is_empty() && shared.is_over() {
-            return Ok(());
-        }
-        let again_at = subscriptions.again_at;
-        tokio::select! {
-            error = ear.ended() => return Err(error),
-            () = shared.work.notified() => {}
-            () = sleep_until([next, again_at].into_iter().flatten().fold(ping_at, Instant::min)) => {}
-        }
-        if Instant::now() >= ping_at {
-            ping_at = Instant::now() + PING;
-            timeout(shared.source.answer_patience(), ear.ping()).await.map_err(|_| silence())??;
-        }
-    }
-}
-
-/// Subscribes to what is new and leaves what nobody wants, and says when to look again.
-async fn adapt(
-    shared: &Shared,
-    ear: &mut Ear,
-    subscriptions: &mut Subscriptions,
-) -> Result<Option<Instant>, RedisError> {
-    let (now, patience) = (Instant::now(), shared.source.answer_patience());
-    let (unused, next) = shared.take_unused(now);
-    let unused: Vec<_> = unused.into_iter().filter(|name| subscriptions.confirmed.remove(name)).collect();
-    for names in unused.chunks(CHUNK) {
-        timeout(patience, ear.unsubscribe(names)).await.map_err(|_| silence())??;
-    }
-    let is_due = subscriptions.again_at.take_if(|at| *at <= now).is_some();
-    let again = if is_due { std::mem::take(&mut subscriptions.refused) } else { Vec::new() };
-    let (added, is_again) = shared.take_added(again);
-    let mut missing = None;
-    for names in added.chunks(CHUNK) {
-        let refusal = timeout(patience, ear.subscribe(names)).await.map_err(|_| silence())??;
-        let Some(refusal) = refusal else {
-            subscriptions.confirmed(shared, names);
-            continue;
-        };
-        let is_confirmed = |name: &&Arc<str>| !refusal.channels.contains(name);
-        let names: Vec<_> = names.iter().filter(is_confirmed).cloned().collect();
-        subscriptions.confirmed(shared, &names);
-        let Refusal { channels, missing: right } = refusal;
-        subscriptions.refused.extend(channels);
-        missing = Some(right);
-    }
-    match missing {
-        Some(right) => {
-            subscriptions.again_at.get_or_insert(now + REFUSED);
-            shared.refused(right);
-        }
-        None if !added.is_empty() => shared.allowed(is_again),
-        None => {}
-    }
-    Ok(next)
-}
-
-impl Subscriptions {
-    fn confirmed(&mut self, shared: &Shared, names: &[Arc<str>]) {
-        self.is_of_use |= !names.is_empty();
-        self.confirmed.extend(names.iter().cloned());
-        shared.confirmed(names);
-    }
-}
-
-fn silence() -> RedisError {
-    std::io::Error::from(std::io::ErrorKind::TimedOut).into()
 }
 
 #[cfg(test)]
@@ -413,6 +450,8 @@ mod tests {
 
     use super::super::connector::Connector;
     use super::super::differential::server::RedisServer;
+    use super::super::listener::{Listened, Listener as Ear};
+    use super::super::subscriptions::{Subscriptions, adapt};
     use super::*;
 
     /// A channel that was refused, and that nobody listens to any more when it is due to be asked for again, was taken for one that is allowed if another
@@ -424,35 +463,41 @@ mod tests {
         let client = Client::open(server.url().replace("://", "://half:secret@")).unwrap();
         let connector = Connector::Client(Box::new((client, AsyncConnectionConfig::new())));
         let patience = Duration::from_secs(10);
-        let source = Source::One { connector, connect_timeout: patience, response_timeout: patience };
-        let mut ear = Ear::open(&source, |_| {}).await.unwrap();
+        let source =
+            Source { servers: Listened::One(connector), connect_timeout: patience, response_timeout: patience };
+        let mut ear = Ear::open(&source, &Server::Only, |_| {}).await.unwrap();
         let subscriber = Subscriber::new(source, Arc::new(Home::here()));
         let shared = &subscriber.shared;
-        // What it would do is done here.
-        shared.state().task = Some(subscriber.home.spawn(std::future::pending()));
         let missing = || shared.state().missing;
         let mut subscriptions = Subscriptions::default();
 
         let gone = subscriber.listen("operation:a".into(), Interest::Changes);
-        adapt(shared, &mut ear, &mut subscriptions).await.unwrap();
+        // What the task would do is done here.
+        shared.state().links.get(&Server::Only).unwrap().task.abort();
+        while !shared.state().links.get(&Server::Only).unwrap().task.is_finished() {
+            tokio::task::yield_now().await;
+        }
+        shared.state().links.get_mut(&Server::Only).unwrap().task =
+            tokio::spawn(std::future::pending::<()>()).abort_handle();
+        adapt(shared, &Server::Only, &mut ear, &mut subscriptions).await.unwrap();
         assert_eq!(missing(), Some(Right::Channels));
         drop(gone);
-        let (unused, _) = shared.take_unused(Instant::now() + LINGER);
+        let (unused, _) = shared.take_unused(&Server::Only, Instant::now() + LINGER);
         assert_eq!(unused.len(), 1);
 
         let _lock = subscriber.listen("lock:a".into(), Interest::Changes);
         subscriptions.again_at = Some(Instant::now());
-        adapt(shared, &mut ear, &mut subscriptions).await.unwrap();
+        adapt(shared, &Server::Only, &mut ear, &mut subscriptions).await.unwrap();
         assert!(subscriber.listens_to("lock:a"));
         assert_eq!(missing(), Some(Right::Channels));
 
         // Until somebody allows what is listened to.
         let _wanted = subscriber.listen("operation:b".into(), Interest::Changes);
-        adapt(shared, &mut ear, &mut subscriptions).await.unwrap();
+        adapt(shared, &Server::Only, &mut ear, &mut subscriptions).await.unwrap();
         assert_eq!(missing(), Some(Right::Channels));
         server.query::<()>("ACL SETUSER half &operation:*");
         subscriptions.again_at = Some(Instant::now());
-        adapt(shared, &mut ear, &mut subscriptions).await.unwrap();
+        adapt(shared, &Server::Only, &mut ear, &mut subscriptions).await.unwrap();
         assert!(subscriber.listens_to("operation:b"));
         assert_eq!(missing(), None);
     }

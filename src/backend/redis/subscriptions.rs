@@ -1,0 +1,167 @@
+//! The task that listens to one server: its subscriptions on one connection, and how it connects again.
+
+use std::collections::HashSet;
+use std::sync::Arc;
+use std::time::Duration;
+
+use redis::RedisError;
+use tokio::time::{Instant, sleep, sleep_until, timeout};
+
+use super::listener::{Answer, Listener, News, Refusal, Server};
+use super::pool::no_connection;
+use super::subscriber::Shared;
+
+/// The pause after an attempt to connect that failed, doubled with each further one.
+const FIRST_PAUSE: Duration = Duration::from_millis(10);
+const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+/// When channels are asked for again that the user may not listen to: somebody has to allow it first.
+const REFUSED: Duration = Duration::from_secs(5);
+/// How many channels are subscribed to at once.
+const CHUNK: usize = 256;
+
+/// What of the channels the server sends on one connection.
+#[derive(Default)]
+pub(super) struct Subscriptions {
+    pub(super) confirmed: HashSet<Arc<str>>,
+    // Those that the user may not listen to, and when they are asked for again.
+    pub(super) refused: Vec<Arc<str>>,
+    pub(super) again_at: Option<Instant>,
+    // Whether any was confirmed.
+    is_of_use: bool,
+    // Whether the log was told that there is no connection of use.
+    is_deaf: bool,
+}
+
+/// Listens to a server for as long as it has any of the channels.
+pub(super) async fn run(shared: Arc<Shared>, server: Server) {
+    let (mut pause, mut is_deaf) = (Duration::ZERO, false);
+    loop {
+        let (told, from) = (Arc::downgrade(&shared), server.clone());
+        let tell = move |news: News<'_>| {
+            if let Some(shared) = told.upgrade() {
+                shared.hear(&from, news);
+            }
+        };
+        let mut subscriptions = Subscriptions { is_deaf, ..Subscriptions::default() };
+        let patience = shared.source.patience();
+        let failure = match timeout(patience, Listener::open(&shared.source, &server, tell)).await {
+            Ok(Ok(listener)) => match listen(&shared, &server, listener, &mut subscriptions).await {
+                // Whoever listens from now on has a task of their own already.
+                Ok(()) => return,
+                Err(error) => error,
+            },
+            Ok(Err(error)) => error,
+            Err(_) => no_connection(patience),
+        };
+        is_deaf = subscriptions.is_deaf;
+        let name = shared.source.name(&server);
+        if subscriptions.is_of_use {
+            pause = Duration::ZERO;
+            tracing::debug!(server = name, error = %failure, "the connection with the subscriptions is gone");
+        } else {
+            shared.meters.failed();
+            if !std::mem::replace(&mut is_deaf, true) {
+                tracing::warn!(server = name, error = %failure, "cannot subscribe to redis; waiters and workers poll meanwhile");
+            }
+        }
+        shared.start_again(&server);
+        drop(shared.take_unused(&server, Instant::now()));
+        if shared.is_idle(&server) {
+            return;
+        }
+        // Another node may have taken over.
+        shared.source.doubt();
+        pause = (pause * 2).clamp(FIRST_PAUSE, LONGEST_PAUSE);
+        sleep(pause).await;
+    }
+}
+
+/// Listens until the connection breaks or nobody is interested any more.
+async fn listen(
+    shared: &Shared,
+    server: &Server,
+    mut listener: Listener,
+    subscriptions: &mut Subscriptions,
+) -> Result<(), RedisError> {
+    shared.start_again(server);
+    let work = shared.work(server);
+    let period = shared.source.ping_period();
+    let mut ping_at = Instant::now() + period;
+    loop {
+        let next = adapt(shared, server, &mut listener, subscriptions).await?;
+        if subscriptions.confirmed.is_empty() && shared.is_idle(server) {
+            return Ok(());
+        }
+        let again_at = subscriptions.again_at;
+        tokio::select! {
+            error = listener.ended() => return Err(error),
+            () = work.notified() => {}
+            () = sleep_until([next, again_at].into_iter().flatten().fold(ping_at, Instant::min)) => {}
+        }
+        if Instant::now() >= ping_at {
+            ping_at = Instant::now() + period;
+            timeout(shared.source.answer_patience(), listener.ping()).await.map_err(|_| silence())??;
+        }
+    }
+}
+
+/// Subscribes to what is new and leaves what nobody wants, and says when to look again.
+pub(super) async fn adapt(
+    shared: &Shared,
+    server: &Server,
+    listener: &mut Listener,
+    subscriptions: &mut Subscriptions,
+) -> Result<Option<Instant>, RedisError> {
+    let (now, patience) = (Instant::now(), shared.source.answer_patience());
+    let (unused, next) = shared.take_unused(server, now);
+    let unused: Vec<_> = unused.into_iter().filter(|name| subscriptions.confirmed.remove(name)).collect();
+    for names in unused.chunks(CHUNK) {
+        timeout(patience, listener.unsubscribe(names)).await.map_err(|_| silence())??;
+    }
+    let is_due = subscriptions.again_at.take_if(|at| *at <= now).is_some();
+    let again = if is_due { std::mem::take(&mut subscriptions.refused) } else { Vec::new() };
+    let (added, is_again) = shared.take_added(server, again);
+    let mut missing = None;
+    for names in added.chunks(CHUNK) {
+        let answer = timeout(patience, listener.subscribe(names)).await.map_err(|_| silence())??;
+        let Answer { refusal, elsewhere } = answer;
+        let refused = refusal.as_ref().map(|refusal| &*refusal.channels).unwrap_or_default();
+        let is_confirmed = |name: &&Arc<str>| !refused.contains(name) && !elsewhere.contains(name);
+        let names: Vec<_> = names.iter().filter(is_confirmed).cloned().collect();
+        subscriptions.confirmed(shared, server, &names);
+        if !elsewhere.is_empty() {
+            shared.misplaced(server, &elsewhere);
+        }
+        if let Some(Refusal { channels, missing: right }) = refusal {
+            subscriptions.refused.extend(channels);
+            missing = Some(right);
+        }
+    }
+    match missing {
+        Some(right) => {
+            subscriptions.again_at.get_or_insert(now + REFUSED);
+            shared.refused(right);
+        }
+        None if !added.is_empty() => shared.allowed(is_again),
+        None => {}
+    }
+    Ok(next)
+}
+
+impl Subscriptions {
+    fn confirmed(&mut self, shared: &Shared, server: &Server, names: &[Arc<str>]) {
+        if names.is_empty() {
+            return;
+        }
+        self.is_of_use = true;
+        self.confirmed.extend(names.iter().cloned());
+        shared.confirmed(server, names);
+        if std::mem::take(&mut self.is_deaf) {
+            tracing::info!(server = shared.source.name(server), "subscribed to redis again");
+        }
+    }
+}
+
+fn silence() -> RedisError {
+    std::io::Error::from(std::io::ErrorKind::TimedOut).into()
+}

@@ -1,0 +1,143 @@
+//! What a process waits for that another one tells it of: a lock, an operation and jobs of a queue. How late it hears of them.
+
+use std::fmt::Debug;
+use std::time::{Duration, Instant};
+
+use tokio::sync::mpsc;
+use tokio::task::JoinHandle;
+use tokio::time::{sleep, timeout};
+use tollgate::delay_queue::{CircuitBreaker, DelayQueue, DelayQueueWorker, Job, WorkerError};
+use tollgate::idempotency::{self, Digest, IdempotencyStore, Operation};
+use tollgate::lock::{self, LockKey, LockStore, Token, Wakeups};
+use tollgate::{BoxError, RedisBackend};
+use tower::service_fn;
+
+/// How late a message may be in half of the tries.
+pub const LATE: Duration = Duration::from_millis(50);
+/// How soon after a fault that has to be so.
+pub const SOON: Duration = Duration::from_secs(2);
+/// How long a message is waited for.
+pub const PATIENCE: Duration = Duration::from_secs(10);
+const TTL: Duration = Duration::from_secs(60);
+/// How often each of them is told of something.
+const TRIES: usize = 5;
+
+/// A process that waits, and one that tells it.
+#[derive(Debug)]
+pub struct Waiting {
+    teller: RedisBackend,
+    lock: LockKey,
+    locks: Wakeups,
+    operation: Operation,
+    operations: Wakeups,
+    queue: DelayQueue<u32>,
+    worker: Worker,
+}
+
+/// A worker that says when it begins a job.
+#[derive(Debug)]
+pub struct Worker {
+    task: JoinHandle<Result<(), WorkerError>>,
+    begun: mpsc::UnboundedReceiver<Instant>,
+}
+
+impl Worker {
+    pub fn start(queue: DelayQueue<u32>) -> Self {
+        let (tell, begun) = mpsc::unbounded_channel();
+        let service = service_fn(move |_: Job<u32>| {
+            // Nobody may be left to hear it.
+            let _ = tell.send(Instant::now());
+            std::future::ready(Ok::<_, BoxError>(()))
+        });
+        let queue = queue.deadline(Duration::from_secs(1));
+        Self { task: tokio::spawn(DelayQueueWorker::new(queue, service).run()), begun }
+    }
+
+    /// How late it begins a job that is pushed when it is idle.
+    pub async fn lateness(&mut self, queue: &DelayQueue<u32>) -> Duration {
+        sleep(LATE).await;
+        until_ok(async || queue.push(0).await.map(drop)).await;
+        let pushed = Instant::now();
+        let begun = timeout(PATIENCE, self.begun.recv()).await;
+        begun.map_or(PATIENCE, |begun| begun.expect("the worker is there").saturating_duration_since(pushed))
+    }
+}
+
+impl Drop for Worker {
+    fn drop(&mut self) {
+        self.task.abort();
+    }
+}
+
+impl Waiting {
+    /// The names in braces of the keys of all that is waited for, chosen so that the servers to be tried have them.
+    pub async fn start(teller: RedisBackend, hears: RedisBackend, is_chosen: impl Fn(&str) -> bool) -> Self {
+        let named = |prefix: &str| {
+            let mut names = (0..).map(|number: u32| number.to_string());
+            names.find(|name| is_chosen(&format!("{prefix}{name}"))).expect("there is another number")
+        };
+        let lock = LockKey::new("default", named("lock:default:"));
+        let operation = Operation::new("scope", named("idempotency:scope:"));
+        let name = named("delay_queue:");
+        let locks = LockStore::watch(&hears, &lock, None).await;
+        let operations = IdempotencyStore::watch(&hears, &operation).await;
+        let queue = DelayQueue::new(teller.clone(), name.clone());
+        let queue = queue.deadline(PATIENCE).circuit_breaker(CircuitBreaker::off());
+        let worker = Worker::start(DelayQueue::new(hears, name));
+        Self { teller, lock, locks, operation, operations, queue, worker }
+    }
+
+    /// The name in braces of the keys of the queue.
+    pub fn tag(&self) -> String {
+        format!("delay_queue:{}", self.queue.name())
+    }
+
+    /// How late each of them hears of something that happens now, half of the times or more.
+    pub async fn lateness(&mut self) -> [(&'static str, Duration); 3] {
+        let mut all = [("lock", Vec::new()), ("operation", Vec::new()), ("job", Vec::new())];
+        for _ in 0..TRIES {
+            all[0].1.push(self.lock_is_late().await);
+            all[1].1.push(self.operation_is_late().await);
+            all[2].1.push(self.worker.lateness(&self.queue).await);
+        }
+        all.map(|(what, mut late)| {
+            late.sort_unstable();
+            (what, late[TRIES / 2])
+        })
+    }
+
+    async fn lock_is_late(&mut self) -> Duration {
+        let token = Token::random().expect("there is randomness");
+        let claim = lock::Claim::new(token, TTL);
+        until_ok(|| self.teller.acquire(&self.lock, &claim)).await;
+        quiet(&mut self.locks).await;
+        let begun = Instant::now();
+        until_ok(|| LockStore::release(&self.teller, &self.lock, &token)).await;
+        let _ = timeout(PATIENCE, self.locks.next()).await;
+        begun.elapsed()
+    }
+
+    async fn operation_is_late(&mut self) -> Duration {
+        let token = Token::random().expect("there is randomness");
+        let claim = idempotency::Claim::new(token, Digest::default(), TTL, TTL);
+        until_ok(|| self.teller.begin(&self.operation, &claim)).await;
+        quiet(&mut self.operations).await;
+        let begun = Instant::now();
+        until_ok(|| IdempotencyStore::release(&self.teller, &self.operation, &token)).await;
+        let _ = timeout(PATIENCE, self.operations.next()).await;
+        begun.elapsed()
+    }
+}
+
+async fn until_ok<T, E: Debug>(call: impl AsyncFn() -> Result<T, E>) {
+    let begun = Instant::now();
+    while let Err(error) = call().await {
+        assert!(begun.elapsed() < PATIENCE, "{error:?}");
+        sleep(Duration::from_millis(5)).await;
+    }
+}
+
+/// Forgets what there was to hear before.
+async fn quiet(wakeups: &mut Wakeups) {
+    while timeout(Duration::from_millis(5), wakeups.next()).await.is_ok() {}
+}
