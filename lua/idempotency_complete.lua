@@ -1,6 +1,6 @@
 -- idempotency_complete: keep the answer of an attempt, if the operation is still the token's.
 --
--- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<scope>:<key>}:record
+-- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<part>}:<scope>:<key>:record
 -- ARGV[1]  token    of the attempt
 -- ARGV[2]  state    2 with its answer, 3 without
 -- ARGV[3]  keep_ms  how long the answer is kept, 1000 to 31536000000
@@ -8,7 +8,7 @@
 -- ARGV[5]  answer   bytes
 -- ARGV[6]  publish  PUBLISH, or SPUBLISH on a cluster
 -- ARGV[7]  channel  where those who wait for it listen. No key: with two of them nothing could be said while a slot moves
---                                                                   prefix:2:{idempotency:<scope>:<key>}:done
+--                                                                   prefix:2:{idempotency:<part>}:<scope>:<key>:done
 --
 -- Value    record: see idempotency_begin; the head of the request stays what it was
 -- Returns  1 kept, also where the lease had ended and nobody has begun anew; 0 not this token's any more

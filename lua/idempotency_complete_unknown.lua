@@ -1,7 +1,7 @@
 -- idempotency_complete_unknown: keep an answer that somebody has found out, if the outcome is still as unknown as they have found it, or another
 -- one in the place of what was kept by this before.
 --
--- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<scope>:<key>}:record
+-- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<part>}:<scope>:<key>:record
 -- ARGV[1]  fence    as idempotency_inspect has told it
 -- ARGV[2]  found    the state, as idempotency_inspect has told it: 4 unknown; 2 or 3 completed, where that was by this
 -- ARGV[3]  state    2 with its answer, 3 without

@@ -1,6 +1,6 @@
 -- idempotency_forget: let an operation be any request's to begin, if it is still as somebody has found it.
 --
--- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<scope>:<key>}:record
+-- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<part>}:<scope>:<key>:record
 -- ARGV[1]  state    as idempotency_inspect has told it, 0 to 4
 -- ARGV[2]  fence    the same
 -- ARGV[3]  keep_ms  how long the last fence and the number of attempts are remembered

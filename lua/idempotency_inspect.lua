@@ -1,6 +1,6 @@
 -- idempotency_inspect: how far an operation is.
 --
--- KEYS[1]  record  string, see idempotency_begin                  prefix:2:{idempotency:<scope>:<key>}:record
+-- KEYS[1]  record  string, see idempotency_begin                  prefix:2:{idempotency:<part>}:<scope>:<key>:record
 -- ARGV[1]  most    how many bytes a checkpoint may have; nothing is told of a longer one
 --
 -- Value    record: see idempotency_begin; it stays as it is, but for the end of a lease that was written before the clock was set back

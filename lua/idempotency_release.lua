@@ -1,17 +1,20 @@
 -- idempotency_release: give an operation back that was begun and is not to be kept, if it is still the token's.
 --
--- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<scope>:<key>}:record
+-- KEYS[1]  record   string, see idempotency_begin                 prefix:2:{idempotency:<part>}:<scope>:<key>:record
+-- KEYS[2]  records  sorted set, see idempotency_begin             prefix:2:{idempotency}:<caller>:records, on a cluster {idempotency:<part>}
 -- ARGV[1]  token    of the attempt
 -- ARGV[2]  keep_ms  how long the last fence and the number of attempts are remembered
 -- ARGV[3]  publish  PUBLISH, or SPUBLISH on a cluster
 -- ARGV[4]  channel  where those who wait for it listen, see idempotency_complete
+-- ARGV[5]  most     how many records there may be, 0 for no bound
 --
 -- Value    record: see idempotency_begin; one that is free has no head, unless it has a checkpoint or was taken over: it stays that
 --          of the same request then, and for no less time than it had
 -- Returns  1 given back, or never begun: this token can claim it no more, until another one is given back unclaimed; 0 it is somebody else's, or completed
 -- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
 -- Repeat   harmless
-local record, token, keep_ms, publish, channel = KEYS[1], ARGV[1], ARGV[2] + 0, ARGV[3], ARGV[4]
+local record, records, token, keep_ms, publish, channel = KEYS[1], KEYS[2], ARGV[1], ARGV[2] + 0, ARGV[3], ARGV[4]
+local most = ARGV[5] + 0
 
 local none = string.rep('\0', 24)
 local attempt, fence, head, payload, checkpoint = 0, 0, none:sub(1, 16), none, ''
@@ -34,6 +37,11 @@ stored = struct.pack('<BBI4I7I7I4', 1, 0, attempt, fence, 0, 0) .. head .. token
 -- Where memory is full, something has to be written first that needs none.
 redis.pcall('PEXPIRE', record, keep_ms)
 redis.call('SET', record, stored, 'PX', keep_ms)
+if most > 0 then
+  local time = redis.call('TIME')
+  local ends_ms = math.floor(time[1] * 1000 + time[2] / 1000) + keep_ms
+  redis.pcall('ZADD', records, 'XX', ends_ms, redis.sha1hex(record):sub(1, 20))
+end
 -- A user who may not publish is served all the same; those who wait look now and then.
 local listeners = redis.pcall(publish, channel, '1')
 if publish == 'SPUBLISH' and type(listeners) ~= 'number' then

@@ -1,6 +1,6 @@
 -- idempotency_renew: let the lease of an attempt last its whole length from now on, if the operation is still the token's.
 --
--- KEYS[1]  record    string, see idempotency_begin                prefix:2:{idempotency:<scope>:<key>}:record
+-- KEYS[1]  record    string, see idempotency_begin                prefix:2:{idempotency:<part>}:<scope>:<key>:record
 -- ARGV[1]  token     of the attempt
 -- ARGV[2]  lease_ms  integer, 10 to 86400000
 -- ARGV[3]  keep_ms   how long the record is kept after the lease

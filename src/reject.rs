@@ -256,6 +256,9 @@ where
 /// the request away keeps no such answer, whatever it is told to [keep](crate::idempotency::Keep): the next request with the key is served. A
 /// [`Reject`] of your own, a layer or a handler that refuses can do the same.
 ///
+/// Extensions do not pass a connection. The rejections of locks and idempotency that a client could take for an answer carry the field `Tollgate-Rejected: true`
+/// as well, which says the same to a layer in a gateway. A rejection of your own may carry it, too.
+///
 /// ```
 /// use axum::Extension;
 /// use axum::response::IntoResponse;

@@ -97,7 +97,7 @@ async fn what_others_wrote_is_an_error_and_stays_as_it_is() {
     let status = OperationStatus::new(operation, OperationState::Free);
     let unknown = OperationStatus::new(operation, OperationState::Unknown { since: LONG });
     for value in ["hello", ""] {
-        let key = "tollgate:2:{idempotency:alice:k}:record";
+        let key = "tollgate:2:{idempotency:32}:alice:k:record";
         let _: () = redis::cmd("SET").arg(key).arg(value).query(&mut server.connection()).unwrap();
         let admin = IdempotencyAdmin::new(backend.clone());
         assert!(admin.inspect(&operation).await.unwrap_err().is_foreign_data());
@@ -126,7 +126,7 @@ async fn a_clock_that_is_set_back_keeps_no_operation_in_flight() {
     let mut short = claim();
     short.lease = Claim::MIN_LEASE;
     backend.begin(&operation, &short).await.unwrap();
-    let key = "tollgate:2:{idempotency:alice:k}:record";
+    let key = "tollgate:2:{idempotency:32}:alice:k:record";
     let mut record: Vec<u8> = server.query(&format!("GET {key}"));
     // The end of the lease in us, an hour further away.
     let mut ends = [0; 8];
@@ -161,15 +161,15 @@ async fn a_clock_that_is_set_back_makes_no_fence_smaller() {
     let server = RedisServer::start();
     let backend = patient(server.url()).await;
     for is_given_back in [false, true] {
-        let key = if is_given_back { "given-back" } else { "unknown" };
+        let (key, part) = if is_given_back { ("given-back", 11) } else { ("unknown", 33) };
         let operation = Operation::new("alice", key);
         let mut first = claim();
         first.lease = Claim::MIN_LEASE;
         assert!(matches!(backend.begin(&operation, &first).await.unwrap(), Begun::Granted { .. }));
         if is_given_back {
-            IdempotencyStore::release(&backend, &operation, &first.token).await.unwrap();
+            IdempotencyStore::release(&backend, &operation, &first).await.unwrap();
         }
-        let key = format!("tollgate:2:{{idempotency:alice:{key}}}:record");
+        let key = format!("tollgate:2:{{idempotency:{part}}}:alice:{key}:record");
         let mut record: Vec<u8> = server.query(&format!("GET {key}"));
         // As it was written by a clock that was an hour ahead.
         let mut last_fence = [0; 8];

@@ -1130,7 +1130,7 @@ async fn a_client_that_breaks_off_sends_the_whole_of_it_the_next_time() {
     // A duplicate that breaks off is no other request; one that never ends is not waited for.
     let (sender, body) = stream();
     sender.send(data("hun")).unwrap();
-    assert_eq!(problem(ask(&app, request("k", body)).await).await.0, 400);
+    assert_eq!(problem(ask(&app, request("k", body)).await).await.0, 408);
     sender.send(Err(io::Error::other("the connection is gone"))).unwrap_err();
     // One that does not stop is read no further than the first.
     let (sender, body) = stream();
@@ -1290,11 +1290,11 @@ async fn a_handler_that_does_not_read_has_the_fingerprint_of_what_it_read() {
     let counted = Arc::clone(&runs);
     let service = layer(MemoryBackend::new()).layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {
         counted.fetch_add(1, Ordering::SeqCst);
-        async { Ok::<_, Infallible>(status(StatusCode::NOT_FOUND)) }
+        async { Ok::<_, Infallible>(status(StatusCode::GONE)) }
     }));
     for body in [of(&["a"]), of(&["b"]), of(&[])] {
         let response = service.clone().oneshot(request("k", body)).await.unwrap();
-        assert_eq!(response.status(), StatusCode::NOT_FOUND);
+        assert_eq!(response.status(), StatusCode::GONE);
     }
     assert_eq!(runs.load(Ordering::SeqCst), 1);
 }
@@ -1316,7 +1316,7 @@ async fn a_service_that_fails_is_asked_again() {
 #[tokio::test(start_paused = true)]
 async fn so_many_are_served_at_a_time_and_no_more() {
     let handler = Handler::new();
-    let app = handler.behind(layer(MemoryBackend::new()).max_running(2), slow);
+    let app = handler.behind(layer(MemoryBackend::new()).max_running(2).max_running_per_scope(3), slow);
     let ask_for = |key: &'static str| {
         let app = app.clone();
         tokio::spawn(async move { ask(&app, pay(key)).await.status() })
@@ -2482,7 +2482,7 @@ async fn a_body_that_never_ends_is_waited_for_in_bounds() {
     assert_eq!(text(ask(&app, pay("other")).await).await, "2: hundred");
     let (sender, body) = stream();
     let begun = Instant::now();
-    assert_eq!(problem(ask(&app, request("other", body)).await).await, (400, "about:blank".into()));
+    assert_eq!(problem(ask(&app, request("other", body)).await).await, (408, "about:blank".into()));
     assert_eq!(begun.elapsed(), Duration::from_secs(10));
     sender.send(data("hundred")).unwrap_err();
 }
@@ -2495,7 +2495,7 @@ async fn a_duplicate_is_read_for_as_long_as_was_said() {
         let (sender, body) = stream();
         sender.send(data("hun")).unwrap();
         let begun = Instant::now();
-        assert_eq!(problem(ask(&app, request("k", body)).await).await, (400, "about:blank".into()));
+        assert_eq!(problem(ask(&app, request("k", body)).await).await, (408, "about:blank".into()));
         assert_eq!(begun.elapsed(), limit);
     }
 }
@@ -3155,4 +3155,329 @@ async fn with_grpc_a_client_that_breaks_off_is_served_when_it_sends_all_of_it() 
         assert_eq!(response.headers().contains_key("idempotent-replayed"), replayed);
         response.into_body().collect().await.unwrap();
     }
+}
+
+/// Sends the same request twice to a router of axum; answers both statuses, and whether the second one is a replay.
+async fn twice<S, B>(app: S, request: impl Fn() -> Request<axum::body::Body>) -> (u16, u16, bool)
+where
+    S: tower::Service<Request<axum::body::Body>, Response = Response<B>, Error = Infallible> + Clone,
+    B: Body,
+{
+    let first = app.clone().oneshot(request()).await.unwrap();
+    let (status, body) = (first.status().as_u16(), first.into_body());
+    drop(body.collect().await);
+    let second = app.oneshot(request()).await.unwrap();
+    (status, second.status().as_u16(), second.headers().contains_key("idempotent-replayed"))
+}
+
+/// In a rolling deploy a replica without the route has answered, and the next one has it.
+#[tokio::test]
+async fn no_such_route_is_not_recorded_and_a_404_of_a_handler_is() {
+    use axum::Router;
+    use axum::body::Body;
+    use axum::routing::{any, any_service, get, post};
+    let not_found = async |_: String| StatusCode::NOT_FOUND;
+    let no_body = async || StatusCode::NOT_FOUND;
+    let guard = || IdempotencyLayer::new(MemoryBackend::new()).scope(Everyone);
+    let routes =
+        move || Router::new().route("/a", post(not_found)).route("/b/{id}", post(no_body)).route("/c", get(""));
+    let own = |router: Router| router.layer(guard());
+    // The router, what is asked for, the status, and whether it is recorded.
+    let routers: Vec<(&str, Router, [(&str, u16, bool); 4])> = vec![
+        ("layer", own(routes()), [("/a", 404, true), ("/b/7", 404, true), ("/c", 405, false), ("/none", 404, false)]),
+        (
+            "route_layer",
+            routes().route_layer(guard()),
+            [("/a", 404, true), ("/b/7", 404, true), ("/c", 405, false), ("/none", 404, false)],
+        ),
+        (
+            "nest",
+            own(Router::new().nest("/in", routes())),
+            [("/in/a", 404, true), ("/in/b/7", 404, true), ("/in/c", 405, false), ("/in/none", 404, false)],
+        ),
+        (
+            "layer in a nested router",
+            Router::new().nest("/in", own(routes())),
+            [("/in/a", 404, true), ("/in/b/7", 404, true), ("/in/c", 405, false), ("/in/none", 404, false)],
+        ),
+        (
+            "nest_service",
+            own(Router::new().nest_service("/in", routes())),
+            // What has not read the body may be a router, as far as can be seen from here.
+            [("/in/a", 404, true), ("/in/b/7", 404, false), ("/in/c", 405, false), ("/in/none", 404, false)],
+        ),
+        (
+            "a wildcard that leads to a router",
+            own(Router::new().route("/{*rest}", any_service(routes()))),
+            [("/a", 404, true), ("/b/7", 404, false), ("/c", 405, false), ("/none", 404, false)],
+        ),
+        (
+            "fallback",
+            own(routes().fallback(any(async || (StatusCode::NOT_FOUND, "nothing here")))),
+            [("/a", 404, true), ("/b/7", 404, true), ("/c", 405, false), ("/none", 404, false)],
+        ),
+        (
+            "method_not_allowed_fallback",
+            own(routes().method_not_allowed_fallback(async || (StatusCode::METHOD_NOT_ALLOWED, "not so"))),
+            [("/a", 404, true), ("/b/7", 404, true), ("/c", 405, false), ("/none", 404, false)],
+        ),
+    ];
+    let post = |path: &str| Request::post(path).header("idempotency-key", "k").body(Body::from("hundred")).unwrap();
+    for (name, router, cases) in routers {
+        for (path, status, is_recorded) in cases {
+            let asked = twice(router.clone(), || post(path)).await;
+            assert_eq!(asked, (status, status, is_recorded), "{name}: {path}");
+        }
+    }
+    // Around the router nothing is known of routes.
+    let around = guard().layer(routes());
+    for (path, is_recorded) in [("/a", true), ("/b/7", false), ("/none", false)] {
+        assert_eq!(twice(around.clone(), || post(path)).await, (404, 404, is_recorded), "{path}");
+    }
+    let around = guard().keep(Keep::All).layer(routes());
+    for path in ["/a", "/b/7", "/none"] {
+        assert_eq!(twice(around.clone(), || post(path)).await, (404, 404, true), "{path}");
+    }
+}
+
+/// What says "not now" is not the answer to an operation, whatever its status.
+#[tokio::test]
+async fn a_client_error_with_retry_after_is_not_recorded() {
+    use StatusCode as S;
+    for (answered, retry_after, is_recorded) in [
+        (S::CONFLICT, None, true),
+        (S::LOCKED, None, true),
+        (S::CONFLICT, Some("7"), false),
+        (S::LOCKED, Some("7"), false),
+        (S::NOT_FOUND, Some("7"), false),
+        (S::PAYLOAD_TOO_LARGE, Some("7"), false),
+        (S::ACCEPTED, Some("7"), true),
+        (S::SEE_OTHER, Some("7"), true),
+    ] {
+        let handler = Handler::new();
+        let app = handler.behind(layer(MemoryBackend::new()), move |_, _| async move {
+            let mut response = status(answered);
+            response
+                .headers_mut()
+                .extend(retry_after.map(|wait| (http::header::RETRY_AFTER, HeaderValue::from_static(wait))));
+            response
+        });
+        for _ in 0..2 {
+            assert_eq!(ask(&app, pay("k")).await.status(), answered);
+        }
+        assert_eq!(handler.runs(), if is_recorded { 1 } else { 2 }, "{answered} {retry_after:?}");
+    }
+}
+
+/// A response as it comes over a connection: without its extensions.
+fn received<B>(response: Response<B>) -> Answer
+where
+    B: Body<Data = Bytes, Error: Into<tollgate::BoxError>> + Send + Sync + 'static,
+{
+    let (mut parts, body) = response.into_parts();
+    parts.extensions = http::Extensions::new();
+    Response::from_parts(parts, body.map_err(io::Error::other).boxed())
+}
+
+/// The client of a gateway could never get the answer of the service behind it, which was still at work when the gateway asked.
+#[tokio::test(start_paused = true)]
+async fn a_gateway_records_no_rejection_of_the_service_behind_it() {
+    for keep in [Keep::SafeRetry, Keep::All] {
+        let handler = Handler::new();
+        let service = handler.behind(layer(MemoryBackend::new()).max_answer(20), |request, run| async move {
+            sleep(Duration::from_secs(1)).await;
+            let size = if request.uri().path() == "/large" { 100 } else { 1 };
+            Response::new(full(run.to_string().repeat(size)))
+        });
+        let behind = service.clone();
+        let gateway = layer(MemoryBackend::new()).keep(keep).layer(service_fn(
+            move |request: Request<FingerprintedBody<Stream>>| {
+                let behind = behind.clone();
+                async move {
+                    let (mut parts, body) = request.into_parts();
+                    // As it is sent over a connection.
+                    parts.extensions = http::Extensions::new();
+                    let body = body.collect().await.unwrap().to_bytes();
+                    let asked = Request::from_parts(parts, of(&[std::str::from_utf8(&body).unwrap()]));
+                    let answer = ask(&behind, asked).await;
+                    Ok::<_, Infallible>(received(answer))
+                }
+            },
+        ));
+        let gateway = BoxCloneService::new(gateway);
+        let first = tokio::spawn(ask(&service, pay("k")));
+        sleep(Duration::from_millis(10)).await;
+        assert_eq!(problem(ask(&gateway, pay("k")).await).await, (409, "in-flight".into()));
+        assert_eq!(text(first.await.unwrap()).await, "1");
+        let answer = ask(&gateway, pay("k")).await;
+        assert!(is_replay(&answer));
+        assert_eq!(text(answer).await, "1");
+        // That of a tombstone has no `Retry-After`.
+        let large = || {
+            let mut request = pay("l");
+            *request.uri_mut() = "/large".parse().unwrap();
+            request
+        };
+        drop(text(ask(&service, large()).await).await);
+        for _ in 0..2 {
+            let answer = ask(&gateway, large()).await;
+            assert!(!is_replay(&answer));
+            assert_eq!(problem(answer).await, (409, "answer-not-kept".into()));
+        }
+    }
+}
+
+/// The same with gRPC, whose code for it is one of those that handlers answer with.
+#[tokio::test]
+async fn a_gateway_of_grpc_records_no_rejection_of_the_service_behind_it() {
+    let asked = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&asked);
+    let gateway = layer(MemoryBackend::new()).layer(service_fn(move |_: Request<FingerprintedBody<Stream>>| {
+        counted.fetch_add(1, Ordering::SeqCst);
+        let answer: Result<Response<IdempotentBody<Full<Bytes>>>, Infallible> =
+            Reject::<_, Response<Full<Bytes>>, _>::reject(&AsStatus::new(), Rejection::OutcomeUnknown { attempt: 1 });
+        async { answer.map(received) }
+    }));
+    for _ in 0..2 {
+        let answer = gateway.clone().oneshot(pay("k")).await.unwrap();
+        assert_eq!(answer.headers()["grpc-status"], "9");
+    }
+    assert_eq!(asked.load(Ordering::SeqCst), 2);
+}
+
+/// A repeat over a slow line was told that its body is broken, though the first request had been served.
+#[tokio::test(start_paused = true)]
+async fn a_repeat_may_be_slow_as_long_as_it_makes_progress() {
+    let pause = Duration::from_secs(9);
+    let app = Handler::new().behind(layer(MemoryBackend::new()).max_run(10 * pause), echo);
+    assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
+    let send_slowly = async |letters: &'static [&'static str]| {
+        let (sender, body) = stream();
+        let asked = tokio::spawn(ask(&app, request("k", body)));
+        let begun = Instant::now();
+        for letter in letters {
+            sleep(pause).await;
+            if sender.send(data(letter)).is_err() {
+                break;
+            }
+        }
+        drop(sender);
+        (asked.await.unwrap(), begun.elapsed())
+    };
+    let (answer, _) = send_slowly(&["h", "u", "n", "d", "r", "e", "d"]).await;
+    assert!(is_replay(&answer));
+    assert_eq!(text(answer).await, "1: hundred");
+    // What has nothing in it is no progress, and as a whole it may take as long as the handler.
+    let (answer, _) = send_slowly(&["h", "", "", ""]).await;
+    assert_eq!(problem(answer).await, (408, "about:blank".into()));
+    let app = Handler::new().behind(layer(MemoryBackend::new()).max_run(3 * pause), echo);
+    assert_eq!(text(ask(&app, pay("k")).await).await, "1: hundred");
+    let (sender, body) = stream();
+    let feeding = tokio::spawn(async move {
+        while sender.send(data("h")).is_ok() {
+            sleep(pause).await;
+        }
+    });
+    let begun = Instant::now();
+    let mut long = pay("l");
+    *long.body_mut() = of(&["hhhhhhhhhhhh"]);
+    assert_eq!(ask(&app, long).await.status(), 200);
+    assert_eq!(problem(ask(&app, request("l", body)).await).await, (408, "about:blank".into()));
+    assert_eq!(begun.elapsed(), 3 * pause);
+    feeding.await.unwrap();
+}
+
+/// As the repeat of a bidirectional call is, whose client waits for the first part of the answer.
+#[tokio::test(start_paused = true)]
+async fn with_grpc_a_repeat_that_stands_still_may_be_sent_again() {
+    let guard = layer(MemoryBackend::new()).with_rejection(AsStatus::new());
+    let service = guard.layer(service_fn(async |request: Request<FingerprintedBody<Stream>>| {
+        request.into_body().collect().await.unwrap();
+        let mut answer = status(StatusCode::OK);
+        answer.headers_mut().insert("content-type", HeaderValue::from_static("application/grpc"));
+        answer.headers_mut().insert("grpc-status", HeaderValue::from_static("0"));
+        Ok::<_, Infallible>(answer)
+    }));
+    assert_eq!(service.clone().oneshot(pay("k")).await.unwrap().headers()["grpc-status"], "0");
+    let (sender, body) = stream();
+    sender.send(data("hun")).unwrap();
+    let answer = service.clone().oneshot(request("k", body)).await.unwrap();
+    assert_eq!(
+        (&answer.headers()["grpc-status"], &answer.headers()["grpc-retry-pushback-ms"]),
+        (&HeaderValue::from(14), &HeaderValue::from(1_000))
+    );
+    let again = service.oneshot(pay("k")).await.unwrap();
+    assert_eq!(again.headers()["idempotent-replayed"], "true");
+}
+
+/// The same as [`pay`], of another caller.
+fn pay_as(caller: &'static str, key: &str) -> Request<Stream> {
+    let mut request = pay(key);
+    request.headers_mut().insert("authorization", HeaderValue::from_static(caller));
+    request
+}
+
+/// One caller's keys filled the store, and all others got 503 for a day.
+#[tokio::test(start_paused = true)]
+async fn a_caller_that_fills_the_store_refuses_no_other() {
+    let app = Handler::new().behind(layer(MemoryBackend::with_capacity(100)), echo);
+    for key in 0..100 {
+        assert_eq!(ask(&app, pay_as("mallory", &key.to_string())).await.status(), 200);
+    }
+    let mut elsewhere = pay_as("mallory", "101");
+    *elsewhere.uri_mut() = "/elsewhere".parse().unwrap();
+    assert_eq!(ask(&app, elsewhere).await.status(), 503);
+    for caller in ["alice", "bob"] {
+        for key in 0..20 {
+            assert_eq!(ask(&app, pay_as(caller, &key.to_string())).await.status(), 200, "{caller} {key}");
+        }
+        assert!(is_replay(&ask(&app, pay_as(caller, "7")).await));
+    }
+}
+
+#[tokio::test(start_paused = true)]
+async fn a_caller_has_no_more_records_than_one_may_have() {
+    let guard = layer(MemoryBackend::new()).max_records_per_scope(2).on_store_error(OnStoreError::Allow);
+    let handler = Handler::new();
+    let app = handler.behind(guard, echo);
+    for uri in ["/pay", "/refund"] {
+        assert_eq!(ask(&app, at(uri)).await.status(), 200);
+    }
+    let refused = ask(&app, pay("l")).await;
+    assert_eq!(refused.headers()["retry-after"], "60");
+    assert_eq!(problem(refused).await, (429, "scope-full".into()));
+    // A key that has a record is answered as ever, and so are other callers.
+    assert!(is_replay(&ask(&app, at("/pay")).await));
+    assert_eq!(ask(&app, pay_as("bob", "l")).await.status(), 200);
+    sleep(Duration::from_secs(86_500)).await;
+    assert_eq!(ask(&app, pay("l")).await.status(), 200);
+    assert_eq!(handler.runs(), 4);
+}
+
+/// One caller's slow requests took all places of the process.
+#[tokio::test(start_paused = true)]
+async fn a_caller_runs_no_more_handlers_than_one_may() {
+    let guard = layer(MemoryBackend::new()).max_running(4);
+    let app = Handler::new().behind(guard.clone(), slow);
+    let ask_as = |caller, key: &'static str| tokio::spawn(ask(&app, pay_as(caller, key)));
+    let served = [ask_as("mallory", "a"), ask_as("mallory", "b")];
+    sleep(Duration::from_millis(10)).await;
+    let refused = ask_as("mallory", "c").await.unwrap();
+    assert_eq!(refused.headers()["retry-after"], "1");
+    assert_eq!(problem(refused).await, (429, "scope-full".into()));
+    assert_eq!(ask_as("alice", "a").await.unwrap().status(), 200);
+    for served in served {
+        assert_eq!(served.await.unwrap().status(), 200);
+    }
+    assert_eq!(ask_as("mallory", "c").await.unwrap().status(), 200);
+    // Handlers whose client has gone are counted as well.
+    for key in ["d", "e"] {
+        let gone = ask_as("mallory", key);
+        sleep(Duration::from_millis(10)).await;
+        gone.abort();
+    }
+    sleep(Duration::from_millis(10)).await;
+    assert_eq!(ask_as("mallory", "f").await.unwrap().status(), 429);
+    guard.drained().await;
+    assert_eq!(ask_as("mallory", "f").await.unwrap().status(), 200);
 }

@@ -20,7 +20,8 @@ use tokio::sync::{Notify, mpsc, oneshot};
 use tokio::task::{JoinHandle, JoinSet, block_in_place};
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::http::{FingerprintedBody, HeaderKey, IdempotentBody, header};
-use tollgate::idempotency::IdempotencyHandle;
+use tollgate::idempotency::{Begun, Claim, Digest, IdempotencyHandle, IdempotencyStore, Operation, RecordBound};
+use tollgate::lock::Token;
 use tollgate::{IdempotencyLayer, RedisBackend};
 use tower::util::BoxCloneService;
 use tower::{Layer, Service, ServiceExt, service_fn};
@@ -447,4 +448,49 @@ async fn every_operation_is_done_at_most_once_whatever_breaks() {
         let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut server.connection()).unwrap();
         assert!(ttl >= 0 || ttl == -2, "{key} has no expiry: {ttl}");
     }
+}
+
+/// On one server the count of a caller's records is exact, ends with the records, and stays small.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn the_records_of_a_caller_are_counted_until_they_end() {
+    const MOST: u64 = 20;
+    let server = RedisServer::start();
+    let backend = patient(server.url()).await;
+    let lease = Duration::from_millis(10);
+    let begin = async |scope: &str, number: u32, retention| {
+        let mut claim = Claim::new(Token::random().unwrap(), Digest::default(), lease, retention);
+        claim.bound = Some(RecordBound { scope: scope.into(), most: MOST });
+        // A route of its own each time: what is bounded is the caller.
+        let operation = Operation::new((scope, "POST", number), number);
+        (backend.begin(&operation, &claim).await.unwrap(), operation, claim)
+    };
+    let is_granted = |begun: &Begun| matches!(begun, Begun::Granted { .. });
+    let count = "tollgate:2:{idempotency}:alice:records";
+    let day = Duration::from_secs(86_400);
+    // Those of a day, and one that ends soon.
+    for number in 1..MOST as u32 {
+        assert!(is_granted(&begin("alice", number, day).await.0), "{number}");
+    }
+    assert!(is_granted(&begin("alice", 0, Duration::from_secs(3)).await.0));
+    match begin("alice", 20, day).await.0 {
+        Begun::ScopeFull { retry_after } => assert!(retry_after <= Duration::from_millis(3_010), "{retry_after:?}"),
+        begun => panic!("{begun:?}"),
+    }
+    assert!(is_granted(&begin("bob", 20, day).await.0));
+    assert_eq!(server.query::<u64>(&format!("ZCARD {count}")), MOST);
+    let ttl_ms = server.query::<u64>(&format!("PTTL {count}"));
+    assert!((172_000_000..=172_800_020).contains(&ttl_ms), "{ttl_ms}");
+    // The record has ended, so there is room for another one.
+    sleep(Duration::from_millis(3_100)).await;
+    assert!(is_granted(&begin("alice", 21, day).await.0));
+    assert!(matches!(begin("alice", 22, day).await.0, Begun::ScopeFull { .. }));
+    assert_eq!(server.query::<u64>(&format!("ZCARD {count}")), MOST);
+    // What is given back is remembered for ten minutes.
+    let (begun, operation, claim) = begin("carol", 0, day).await;
+    assert!(is_granted(&begun));
+    assert!(IdempotencyStore::release(&backend, &operation, &claim).await.unwrap());
+    let ends_ms: Vec<String> = server.query("ZRANGE tollgate:2:{idempotency}:carol:records 0 -1 WITHSCORES");
+    let now_s = server.query::<Vec<u64>>("TIME")[0];
+    let left_s = ends_ms[1].parse::<u64>().unwrap() / 1_000 - now_s;
+    assert!((590..=600).contains(&left_s), "{left_s}");
 }

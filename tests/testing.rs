@@ -178,7 +178,7 @@ async fn every_verb_of_operations_fails_and_is_counted() {
     let checkpoint = Checkpoint::new(1, "step", b"").unwrap();
     assert!(store.checkpoint(&operation, &claim, &payload, &checkpoint).await.is_err());
     assert!(store.complete(&operation, &token, &completion).await.is_err());
-    assert!(store.release(&operation, &token).await.is_err());
+    assert!(store.release(&operation, &claim).await.is_err());
     assert_eq!(format!("{:?}", store.watch(&operation).await), format!("{:?}", Wakeups::none()));
     for verb in [Verb::Begin, Verb::Renew, Verb::Checkpoint, Verb::Complete, Verb::Release, Verb::Watch] {
         assert_eq!(faults.calls(verb), 1, "{verb:?}");

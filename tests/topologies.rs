@@ -490,7 +490,7 @@ mod on_a_cluster {
         for (operation, claim) in &claims {
             assert!(matches!(backend.begin(operation, claim).await.unwrap(), Begun::Granted { .. }));
         }
-        let tags = ["lock:default:a", "lock:default:b", "idempotency:scope:done", "idempotency:scope:given-back"];
+        let tags = ["lock:default:a", "lock:default:b", "idempotency:20", "idempotency:54"];
         for slot in tags.map(slot) {
             let to = (cluster.owner(slot) + 1) % 3;
             block_in_place(|| cluster.open(slot, to));
@@ -502,7 +502,7 @@ mod on_a_cluster {
         let payload = Payload::default();
         let completion = Completion::new(*b"done", payload, retention);
         assert!(backend.complete(&done, &claim.token, &completion).await.unwrap());
-        assert!(IdempotencyStore::release(&backend, &given_back, &other.token).await.unwrap());
+        assert!(IdempotencyStore::release(&backend, &given_back, &other).await.unwrap());
         let admin = LockAdmin::new(backend.clone()).namespace("default");
         assert_eq!(admin.force_unlock("b").await.unwrap().holders, 0);
     }

@@ -16,7 +16,8 @@ use tollgate::delay_queue::{
     Claim as JobClaim, ClaimedJob, DeadLimits, DelayQueueStore, Ending, Finish, JobId, QueueKey, State, WorkerId,
 };
 use tollgate::idempotency::{
-    Checkpoint, Claim as Attempt, Completion, Digest, IdempotencyAdmin, IdempotencyStore, Operation, Payload,
+    Begun, Checkpoint, Claim as Attempt, Completion, Digest, IdempotencyAdmin, IdempotencyStore, Operation, Payload,
+    RecordBound,
 };
 use tollgate::lock::{Cursor, LockAdmin, Replication, RwLocks, Semaphore, Token};
 use tollgate::{BoxError, ConnectError, DelayQueue, Lease, Limiter, Locks, Policy, Quota, RedisBackend};
@@ -276,7 +277,7 @@ async fn use_operations(server: &RedisServer) -> Result<(), BoxError> {
         store.renew(&operation, &attempt, &Payload::default()).await?;
         store.checkpoint(&operation, &attempt, &Payload::default(), &Checkpoint::new(1, "half", b"x").unwrap()).await?;
         match turn {
-            0 => store.release(&operation, &attempt.token).await?,
+            0 => store.release(&operation, &attempt).await?,
             1 => admin.forget(&admin.inspect(&operation).await?.ok_or("there is none")?).await?,
             _ => store.complete(&operation, &attempt.token, &completion).await?,
         };
@@ -351,4 +352,30 @@ async fn use_queues(server: &RedisServer) -> Result<(), BoxError> {
 async fn queues_take_what_the_docs_say() {
     let server = RedisServer::start();
     takes_exactly(&server, &base(), &documented("For delay queues also `"), || use_queues(&server)).await;
+}
+
+/// A caller that has as many records as it may, and one more when the first of them has ended.
+async fn use_bounds(server: &RedisServer) -> Result<(), BoxError> {
+    let (store, scope) = (connect(server).await?, fresh()?);
+    let begin = async |key: &str, retention| {
+        let mut attempt = Attempt::new(Token::random()?, Digest::default(), Duration::from_millis(10), retention);
+        attempt.bound = Some(RecordBound { scope: (&*scope).into(), most: 1 });
+        let operation = Operation::new(&*scope, key);
+        Ok::<_, BoxError>((store.begin(&operation, &attempt).await?, operation, attempt))
+    };
+    begin("first", Duration::from_secs(1)).await?;
+    assert!(matches!(begin("second", MINUTE).await?.0, Begun::ScopeFull { .. }));
+    sleep(Duration::from_millis(1_100)).await;
+    let (begun, operation, attempt) = begin("second", MINUTE).await?;
+    assert!(matches!(begun, Begun::Granted { .. }), "{begun:?}");
+    IdempotencyStore::release(&store, &operation, &attempt).await?;
+    Ok(())
+}
+
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn records_that_are_counted_take_what_the_docs_say() {
+    let server = RedisServer::start();
+    let own = documented("which are counted, also `");
+    let others = [base(), for_waiting()].concat();
+    takes_exactly(&server, &others, &own, || use_bounds(&server)).await;
 }

@@ -324,8 +324,8 @@ impl IdempotencyStore for AnyBackend {
         delegate!(self, store => store.complete_now(operation, token, completion))
     }
 
-    async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {
-        delegate!(self, store => IdempotencyStore::release(store, operation, token).await)
+    async fn release(&self, operation: &Operation, claim: &idempotency::Claim) -> Result<bool, StoreError> {
+        delegate!(self, store => IdempotencyStore::release(store, operation, claim).await)
     }
 
     async fn watch(&self, operation: &Operation) -> Wakeups {

@@ -2,7 +2,7 @@ use ::http::Response;
 
 use super::details::Any;
 use super::status::{AsStatus, Code, answer, detailed};
-use crate::http::{IdempotentBody, ResponseBody, STORE_RETRY, STORE_TEXT};
+use crate::http::{IS_REJECTED, IdempotentBody, REJECTED, ResponseBody, STORE_RETRY, STORE_TEXT};
 use crate::idempotency::Rejection;
 use crate::reject::{NothingDone, OutcomeUnknown, Reject};
 
@@ -23,12 +23,18 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
                 answer(Code::InvalidArgument, &text)
             }
             Rejection::Mismatch | Rejection::OutcomeUnknown { .. } | Rejection::NotKept { .. } => {
-                answer(Code::FailedPrecondition, &text)
+                let mut response = answer(Code::FailedPrecondition, &text);
+                // The code alone would be that of a handler.
+                response.headers_mut().insert(REJECTED, IS_REJECTED);
+                response
             }
+            // Retry policies take this code, and not that of a deadline, which is the client's own.
+            Rejection::BodyTimeout => later(Code::Unavailable, &text, STORE_RETRY),
             Rejection::InFlight { retry_after } => later(Code::Aborted, &text, retry_after),
             Rejection::Cancelled => never(Code::Aborted),
             Rejection::TooLarge { .. } => never(Code::ResourceExhausted),
             Rejection::Full => later(Code::ResourceExhausted, &text, STORE_RETRY),
+            Rejection::ScopeFull { retry_after, .. } => later(Code::ResourceExhausted, &text, retry_after),
             // A mistake of the program.
             Rejection::Config(error) => {
                 tracing::error!(%error, "a request cannot be served once");
@@ -59,7 +65,7 @@ mod tests {
 
     use super::*;
     use crate::error::{ConfigError, StoreError};
-    use crate::idempotency::InvalidKey;
+    use crate::idempotency::{InvalidKey, ScopeBound};
 
     #[test]
     fn each_rejection_has_its_status_and_who_may_come_back_is_told_when() {
@@ -68,6 +74,13 @@ mod tests {
             (Rejection::InvalidKey(InvalidKey::Empty), "3", None, true),
             (Rejection::MissingScope, "3", None, true),
             (Rejection::Unreadable, "3", None, true),
+            (Rejection::BodyTimeout, "14", Some("1000"), true),
+            (
+                Rejection::ScopeFull { bound: ScopeBound::Running, retry_after: Duration::from_secs(2) },
+                "8",
+                Some("2000"),
+                true,
+            ),
             (Rejection::TooLarge { has_begun: false }, "8", Some("-1"), true),
             (Rejection::TooLarge { has_begun: true }, "8", Some("-1"), false),
             (Rejection::Mismatch, "9", None, true),

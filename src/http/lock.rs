@@ -10,7 +10,7 @@ use pin_project_lite::pin_project;
 
 use super::body::ResponseBody;
 use super::problem::{Kind, Problem};
-use super::reject::{STORE_RETRY, STORE_TEXT};
+use super::reject::{REJECTED, STORE_RETRY, STORE_TEXT};
 use crate::error::BoxError;
 use crate::lock::{LeaseView, LockError, Occupy, Rejection, Stay, fencing};
 use crate::reject::{AsResponse, BusyStatus, NothingDone, OutcomeUnknown, Reject};
@@ -82,6 +82,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
                 let mut response = self.answer(None, Problem { kind, status, detail, violated: Vec::new() });
                 response.extensions_mut().remove::<NothingDone>();
                 response.extensions_mut().insert(OutcomeUnknown);
+                response.headers_mut().remove(REJECTED);
                 response
             }
             Rejection::Lock(LockError::Store(_) | LockError::NotReplicated(_) | LockError::Closed(_)) => {

@@ -356,6 +356,8 @@ pub use self::lock::{LOCK_FENCE, LockedBody, lock_fence};
 pub use ::ipnet::IpNet;
 
 #[cfg(feature = "grpc")]
+pub(crate) use self::reject::{IS_REJECTED, REJECTED};
+#[cfg(feature = "grpc")]
 pub(crate) use self::reject::{STORE_RETRY, STORE_TEXT, answer_to, leave};
 #[cfg(feature = "grpc")]
 pub(crate) use self::upstream::tell;

@@ -25,6 +25,7 @@ pub(super) enum Kind {
     InFlight,
     OutcomeUnknown,
     AnswerNotKept,
+    IdempotencyScopeFull,
     LockBusy,
     LockQueueFull,
     LockLost,
@@ -45,6 +46,11 @@ impl Kind {
         matches!(self, Self::QuotaExceeded | Self::TemporaryReducedCapacity | Self::AbnormalUsageDetected)
     }
 
+    /// Whether it is of locks or idempotency.
+    pub(super) const fn is_ours(self) -> bool {
+        !self.is_registered() && !matches!(self, Self::Blank)
+    }
+
     const fn uri(self) -> &'static str {
         match self {
             Self::QuotaExceeded => "https://iana.org/assignments/http-problem-types#quota-exceeded",
@@ -58,6 +64,7 @@ impl Kind {
             Self::InFlight => ours!("idempotency:in-flight"),
             Self::OutcomeUnknown => ours!("idempotency:outcome-unknown"),
             Self::AnswerNotKept => ours!("idempotency:answer-not-kept"),
+            Self::IdempotencyScopeFull => ours!("idempotency:scope-full"),
             Self::LockBusy => ours!("lock:busy"),
             Self::LockQueueFull => ours!("lock:queue-full"),
             Self::LockLost => ours!("lock:lost"),
@@ -79,6 +86,7 @@ impl Kind {
             Self::InFlight => Some("Request is being served"),
             Self::OutcomeUnknown => Some("Outcome of the request is unknown"),
             Self::AnswerNotKept => Some("Answer of the request was not kept"),
+            Self::IdempotencyScopeFull => Some("Caller has as much as one caller may have"),
             Self::LockBusy => Some("Lock is held by another request"),
             Self::LockQueueFull => Some("Too many requests wait for the lock"),
             Self::LockLost => Some("Lock of the request was lost"),

@@ -2,7 +2,7 @@ use std::convert::Infallible;
 use std::time::Duration;
 
 use ::http::header::{CONTENT_TYPE, RETRY_AFTER};
-use ::http::{Extensions, HeaderMap, HeaderValue, Request, Response, StatusCode};
+use ::http::{Extensions, HeaderMap, HeaderName, HeaderValue, Request, Response, StatusCode};
 
 use super::body::{Never, ResponseBody};
 use super::headers::write_fields;
@@ -14,6 +14,10 @@ use crate::reject::{AsResponse, NothingDone, Reject, RejectionBody};
 
 /// What a client is told to wait when it is not known when the store will answer again.
 pub(crate) const STORE_RETRY: Duration = Duration::from_secs(1);
+
+/// The form of [`NothingDone`] that passes a connection: on the rejections of locks and idempotency whose status does not say "not now".
+pub(crate) const REJECTED: HeaderName = HeaderName::from_static("tollgate-rejected");
+pub(crate) const IS_REJECTED: HeaderValue = HeaderValue::from_static("true");
 
 /// All that a client hears of a store failure: what exactly is wrong is no business of the client.
 pub(crate) const STORE_TEXT: &str = "temporarily unavailable";
@@ -156,6 +160,9 @@ impl AsResponse {
         headers.insert(CONTENT_TYPE, HeaderValue::from_static(content_type));
         if let Some(seconds) = retry_after {
             headers.insert(RETRY_AFTER, seconds.into());
+        }
+        if problem.kind.is_ours() {
+            headers.insert(REJECTED, IS_REJECTED);
         }
         response
     }

@@ -15,9 +15,12 @@ use super::checkpoint::Checkpoint;
 use super::erased::AnyStore;
 use super::handle::HasPayload;
 use super::meters::{Ended, Meters};
+use super::per_scope::PerScope;
+use super::rejection::{Rejection, ScopeBound};
 use super::store::{Begun, Claim, Completion, IdempotencyStore, Operation, Payload};
 use crate::circuit::{Circuit, CircuitBreaker, Outage, Watch};
 use crate::error::{ConfigError, StoreError};
+use crate::key::Key;
 use crate::lock::{Scope, Token, Wakeups};
 
 /// How many attempts may be settled in the background at a time. While a store is away all of them are; what is beyond that is left
@@ -29,6 +32,8 @@ const LATE: Duration = Duration::from_secs(1);
 const FIRST_PAUSE: Duration = Duration::from_millis(100);
 /// No longer than this, however long the lease is: what is done is to be known soon after the store is back.
 const LONGEST_PAUSE: Duration = Duration::from_secs(1);
+/// The retry time of a caller with too many handlers at work: any of them may end soon.
+const RETRY_FULL: Duration = Duration::from_secs(1);
 /// For how long the store is asked in the background at least.
 const SHORTEST: Duration = Duration::from_secs(1);
 
@@ -41,6 +46,7 @@ pub(crate) struct Home {
     // Whether the log has been told that there is no room for answers.
     full: Outage,
     running: AtomicUsize,
+    running_per_scope: PerScope,
     waiting: AtomicUsize,
     background: AtomicUsize,
     idle: Notify,
@@ -97,7 +103,8 @@ impl Home {
     fn over(store: Arc<dyn AnyStore>, terms: Terms) -> Self {
         let [running, waiting, background] = [const { AtomicUsize::new(0) }; 3];
         let (circuit, meters, full) = (Circuit::new(terms.breaker), OnceLock::new(), Outage::of_a_store());
-        Self { store, terms, circuit, meters, full, running, waiting, background, idle: Notify::new() }
+        let (running_per_scope, idle) = (PerScope::default(), Notify::new());
+        Self { store, terms, circuit, meters, full, running, running_per_scope, waiting, background, idle }
     }
 
     /// The same store on other terms.
@@ -136,9 +143,23 @@ impl Home {
         self.store.scope()
     }
 
-    /// A place for one more attempt, unless there are `most` already.
-    pub(crate) fn admit(self: &Arc<Self>, most: usize) -> Option<Running> {
-        Running::new(self, |home| &home.running, most)
+    /// A place for one more attempt, unless there are as many already, in all or of this scope.
+    pub(crate) fn admit(self: &Arc<Self>, scope: &Key, most: MostRunning) -> Result<Running, Rejection> {
+        // First, so that a caller with too many gets 429 also while the process is full.
+        let Some(entered) = self.running_per_scope.enter(scope, most.per_scope) else {
+            let (bound, retry_after) = (ScopeBound::Running, RETRY_FULL);
+            return Err(Rejection::ScopeFull { bound, retry_after });
+        };
+        match Running::new(self, |home| &home.running, most.in_total) {
+            Some(mut running) => {
+                running.scope = Some(entered);
+                Ok(running)
+            }
+            None => {
+                self.running_per_scope.leave(entered);
+                Err(Rejection::Full)
+            }
+        }
     }
 
     /// A place to wait for somebody else, unless `most` do so already.
@@ -345,12 +366,12 @@ impl<P: HasPayload + 'static> Order<P> {
 
     /// Says what has become of the operation. False if it is somebody else's.
     async fn settle(&self, end: &Settlement) -> Result<bool, StoreError> {
-        let Self { home, operation, claim: Claim { token, .. }, .. } = self;
+        let Self { home, operation, claim, .. } = self;
         let settled = home.noted(match end {
             Settlement::Complete { completion, .. } => {
-                home.store.complete(operation, token, completion, home.terms.limit).await
+                home.store.complete(operation, &claim.token, completion, home.terms.limit).await
             }
-            Settlement::Release => home.store.release(operation, token, home.terms.limit).await,
+            Settlement::Release => home.store.release(operation, claim, home.terms.limit).await,
         });
         self.heard(end, settled)
     }
@@ -500,10 +521,19 @@ impl<P: HasPayload + 'static> Drop for Telling<P> {
     }
 }
 
+/// How many attempts there may be at a time.
+#[derive(Clone, Copy)]
+pub(crate) struct MostRunning {
+    pub(crate) in_total: usize,
+    pub(crate) per_scope: usize,
+}
+
 /// Counts something that is being done until it ends in whatever way.
 pub(crate) struct Running {
     home: Arc<Home>,
     count: fn(&Home) -> &AtomicUsize,
+    // What is counted for its scope, too.
+    scope: Option<u64>,
 }
 
 impl Running {
@@ -511,12 +541,15 @@ impl Running {
         // Never more than there is room for, not for a moment: the last one that ends would not be known to be the last.
         let add = |running| (running < most).then_some(running + 1);
         count(home).fetch_update(Ordering::AcqRel, Ordering::Acquire, add).ok()?;
-        Some(Self { home: Arc::clone(home), count })
+        Some(Self { home: Arc::clone(home), count, scope: None })
     }
 }
 
 impl Drop for Running {
     fn drop(&mut self) {
+        if let Some(scope) = self.scope.take() {
+            self.home.running_per_scope.leave(scope);
+        }
         if (self.count)(&self.home).fetch_sub(1, Ordering::AcqRel) == 1 {
             self.home.idle.notify_waiters();
         }
@@ -737,11 +770,23 @@ mod tests {
     fn what_is_turned_away_is_not_counted_for_a_moment() {
         let home = Arc::new(Home::new(MemoryBackend::new()));
         thread::scope(|scope| {
-            let turned_away = scope.spawn(|| (0..3_000_000).all(|_| home.admit(0).is_none()));
+            let turned_away =
+                scope.spawn(|| (0..3_000_000).all(|_| Running::new(&home, |home| &home.running, 0).is_none()));
             while !turned_away.is_finished() {
                 assert_eq!(home.running.load(Ordering::Acquire), 0);
             }
             assert!(turned_away.join().unwrap());
         });
+    }
+
+    #[test]
+    fn who_is_turned_away_or_has_ended_is_not_counted_for_its_scope() {
+        let home = Arc::new(Home::new(MemoryBackend::new()));
+        let (most, [alice, bob]) = (MostRunning { in_total: 2, per_scope: 1 }, ["alice", "bob"].map(Key::from));
+        let running = [&alice, &bob].map(|scope| home.admit(scope, most).unwrap_or_else(|refused| panic!("{refused}")));
+        assert!(matches!(home.admit(&alice, most), Err(Rejection::ScopeFull { bound: ScopeBound::Running, .. })));
+        assert!(matches!(home.admit(&Key::from("carol"), most), Err(Rejection::Full)));
+        drop(running);
+        assert!(home.running_per_scope.is_empty());
     }
 }

@@ -42,7 +42,7 @@ pub(super) trait AnyStore: Send + Sync {
         token: &Token,
         completion: &Completion,
     ) -> Option<Result<bool, StoreError>>;
-    fn release<'a>(&'a self, operation: &'a Operation, token: &'a Token, limit: Duration) -> Call<'a, bool>;
+    fn release<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, bool>;
     fn watch<'a>(&'a self, operation: &'a Operation) -> Pin<Box<dyn Future<Output = Wakeups> + Send + 'a>>;
     fn scope(&self) -> Scope;
 }
@@ -96,8 +96,8 @@ impl<S: IdempotencyStore + Send + Sync> AnyStore for S {
         IdempotencyStore::complete_now(self, operation, token, completion)
     }
 
-    fn release<'a>(&'a self, operation: &'a Operation, token: &'a Token, limit: Duration) -> Call<'a, bool> {
-        Box::pin(Deadline::new(IdempotencyStore::release(self, operation, token), limit))
+    fn release<'a>(&'a self, operation: &'a Operation, claim: &'a Claim, limit: Duration) -> Call<'a, bool> {
+        Box::pin(Deadline::new(IdempotencyStore::release(self, operation, claim), limit))
     }
 
     fn watch<'a>(&'a self, operation: &'a Operation) -> Pin<Box<dyn Future<Output = Wakeups> + Send + 'a>> {

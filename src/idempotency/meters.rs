@@ -21,9 +21,11 @@ pub(crate) enum Verdict {
     OutcomeUnknown,
     NotKept,
     Unreadable,
+    BodyTimeout,
     TooLarge,
     Cancelled,
     Full,
+    ScopeFull,
 }
 
 /// What became of an attempt.
@@ -48,9 +50,11 @@ impl Verdict {
             Rejection::OutcomeUnknown { .. } => Self::OutcomeUnknown,
             Rejection::NotKept { .. } => Self::NotKept,
             Rejection::Unreadable => Self::Unreadable,
+            Rejection::BodyTimeout => Self::BodyTimeout,
             Rejection::TooLarge { .. } => Self::TooLarge,
             Rejection::Cancelled => Self::Cancelled,
             Rejection::Full => Self::Full,
+            Rejection::ScopeFull { .. } => Self::ScopeFull,
             Rejection::Config(_) | Rejection::Store(_) => Self::FailedClosed,
         }
     }
@@ -69,7 +73,7 @@ mod imp {
     use super::{Ended, Verdict};
     use crate::meter::{Counter, Histogram, counter, histogram};
 
-    const VERDICTS: [(Verdict, &str); 15] = [
+    const VERDICTS: [(Verdict, &str); 17] = [
         (Verdict::Executed, "executed"),
         (Verdict::Replayed, "replayed"),
         (Verdict::FailedOpen, "failed_open"),
@@ -82,9 +86,11 @@ mod imp {
         (Verdict::OutcomeUnknown, "outcome_unknown"),
         (Verdict::NotKept, "not_kept"),
         (Verdict::Unreadable, "unreadable"),
+        (Verdict::BodyTimeout, "body_timeout"),
         (Verdict::TooLarge, "too_large"),
         (Verdict::Cancelled, "cancelled"),
         (Verdict::Full, "full"),
+        (Verdict::ScopeFull, "scope_full"),
     ];
     const ENDS: [(Ended, &str); 4] = [
         (Ended::Kept, "kept"),

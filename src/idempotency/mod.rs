@@ -79,6 +79,8 @@
 //!     .max_waiters_in_total(100)
 //!     .max_run(Duration::from_secs(60))
 //!     .max_running(1_000)
+//!     .max_running_per_scope(100)
+//!     .max_records_per_scope(10_000)
 //!     .max_answer(16 * 1_024)
 //!     .max_body(1_024 * 1_024)
 //!     .body_timeout(Duration::from_secs(5))
@@ -106,6 +108,7 @@
 //! | no key | 400 | `key-missing` | `INVALID_ARGUMENT` |
 //! | several keys, an empty one, more than 255 characters, or neither a string nor a token | 400 | `key-invalid` | `INVALID_ARGUMENT` |
 //! | no scope, or a body that breaks off while it is compared | 400 | `about:blank` | `INVALID_ARGUMENT` |
+//! | the body [stands still](crate::http::IdempotencyLayer::body_timeout) while it is compared | 408 | `about:blank` | `UNAVAILABLE`, `RetryInfo` |
 //! | the body is larger than [`max_body`](crate::http::IdempotencyLayer::max_body) | 413 | `about:blank` | `RESOURCE_EXHAUSTED`, "do not retry" |
 //! | the key was used for another request | 422 | `key-reused` | `FAILED_PRECONDITION` |
 //! | in flight, also after waiting | 409, `Retry-After` | `in-flight` | `ABORTED`, `RetryInfo` |
@@ -113,6 +116,7 @@
 //! | done before, and the answer was too large or broke off | 409 | `answer-not-kept` | `FAILED_PRECONDITION` |
 //! | cancelled: it took too long, or its lease was lost | 503 | `about:blank` | `ABORTED`, "do not retry" |
 //! | too many are being served | 503, `Retry-After` | `about:blank` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
+//! | the caller has as many [records](crate::http::IdempotencyLayer::max_records_per_scope) or [running handlers](crate::http::IdempotencyLayer::max_running_per_scope) as one may have | 429, `Retry-After` | `scope-full` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
 //! | a setting cannot work | 500 | `about:blank` | `INTERNAL` |
 //! | the store fails | 503, `Retry-After` | `about:blank` | `UNAVAILABLE`, `RetryInfo` |
 //!
@@ -126,6 +130,28 @@
 //! A script in a browser that calls from another origin sees `Idempotent-Replayed` and `Retry-After` only if they are named in
 //! `Access-Control-Expose-Headers`, and may send the key only if its header is named in `Access-Control-Allow-Headers`: what answers for CORS, on the
 //! outside of this layer, has to be told so.
+//!
+//! # What is recorded
+//!
+//! By [default](Keep::SafeRetry) these responses are recorded, so that the same request gets them again, and these are not, so that it is served again:
+//!
+//! | response | recorded | |
+//! | --- | --- | --- |
+//! | 1xx, 2xx, 3xx | yes | also with `Retry-After` |
+//! | 5xx, 408, 425, 429, and any 4xx with `Retry-After` | no | "not now" |
+//! | 404, of a handler | yes | a router of axum in front of the layer has found the route, or the body was read |
+//! | 404, of a router | no | "not here": nothing has read the body, and no route is known. In a rolling deploy another replica may have it |
+//! | 405 | no | unless the body was read |
+//! | 401, 403, 406, 407, 412, 415, 417, 421, 428 | no | may be due to a header that is no part of the same request |
+//! | a rejection of a layer of this crate | no | by `NothingDone` in the extensions, or over a connection by the field `Tollgate-Rejected` of locks and idempotency |
+//! | any other 4xx, 409 and 423 among them | yes | |
+//! | gRPC `OK`, `INVALID_ARGUMENT`, `NOT_FOUND`, `ALREADY_EXISTS`, `FAILED_PRECONDITION`, `OUT_OF_RANGE` | yes | |
+//! | gRPC with any other status, or without one | no | |
+//!
+//! With the feature `axum` and `Router::layer` or `route_layer` the layer knows whether there is a route, but for one with a wildcard and a service that is
+//! nested by `nest_service`. Elsewhere, as around a whole router or in front of a plain tower service, all it can see is whether the body was read. There
+//! a 404 of a handler that reads no body is given back like that of a router. With [`Keep::All`] all 404 and 405 are recorded. A router's own
+//! fallback that reads the body says `tollgate::reject::NothingDone`.
 //!
 //! # Bodies
 //!
@@ -146,11 +172,22 @@
 //! sees its end, and the answer is 422, or breaks off if it has begun. The operation is given back as it was then, but for [`Keep::All`] with [`OnUnknown::Reject`]: the outcome
 //! is unknown, as that of any handler that was dropped half way. Until so much was read a [checkpoint](IdempotencyHandle::checkpoint) is [refused](CheckpointError::Unread): one
 //! of another body would take the place of the one before. So read the body before the first checkpoint. Where the handler answers before it has read so much, the rest is compared before
-//! its answer is kept, or given whole: if that cannot be done within [`body_timeout`](crate::http::IdempotencyLayer::body_timeout), or since the handler has not dropped it, an
+//! its answer is kept, or given whole: if the body stands still for longer than [`body_timeout`](crate::http::IdempotencyLayer::body_timeout), or since the handler has not dropped it, an
 //! answer that is no success is given, and not kept, and with [`Keep::All`] the outcome is unknown.
 //!
 //! Not kept are headers of one hop, one moment or one request: `Connection` and what it names, `Content-Length`, `Date`, `Age`, `Set-Cookie` (unless
 //! told otherwise), `RateLimit` and its kin, `Server-Timing`, `traceparent`, `X-Request-Id`.
+//!
+//! A bidirectional stream of gRPC, or any call whose client waits for a part of the answer before it sends more, cannot be repeated. A replay needs the
+//! whole body first: the repeat is answered by `UNAVAILABLE`, or 408, after [`body_timeout`](crate::http::IdempotencyLayer::body_timeout).
+//!
+//! # One caller among many
+//!
+//! Each caller, which is what the [scope](crate::http::IdempotencyLayer::scope) says, has bounds of its own, so that one of them cannot use up what all of them
+//! share: [`max_running_per_scope`](crate::http::IdempotencyLayer::max_running_per_scope) handlers in a process, and
+//! [`max_records_per_scope`](crate::http::IdempotencyLayer::max_records_per_scope) records in the store. In memory a caller also has no more records, and
+//! no more bytes of answers, than there is room left for other callers: see [`MemoryBackend`](crate::MemoryBackend#memory). These are bounds for
+//! what is kept, and no rate limit: put a [`RateLimitLayer`](crate::RateLimitLayer) outside of this layer, by the same caller, to bound how fast keys are used up.
 //!
 //! # Together with other layers
 //!
@@ -197,7 +234,7 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_idempotency_requests_total` | `layer`, `outcome`: `executed`, `replayed`, `in_flight`, `mismatch`, `outcome_unknown`, `not_kept`, `missing_key`, `invalid_key`, `missing_scope`, `unreadable`, `too_large`, `full`, `failed_open`, `failed_closed`; and of those that were executed `cancelled`, or `mismatch` and `too_large` where the body turned out so | requests with a key, or turned away for the lack of one |
+//! | `tollgate_idempotency_requests_total` | `layer`, `outcome`: `executed`, `replayed`, `in_flight`, `mismatch`, `outcome_unknown`, `not_kept`, `missing_key`, `invalid_key`, `missing_scope`, `unreadable`, `body_timeout`, `too_large`, `full`, `scope_full`, `failed_open`, `failed_closed`; and of those that were executed `cancelled`, or `mismatch` and `too_large` where the body turned out so | requests with a key, or turned away for the lack of one |
 //! | `tollgate_idempotency_attempts_total` | `layer`, `outcome`: `kept`, `tombstone` (only the status is), `given_back`, `unknown` | attempts that ended |
 //! | `tollgate_idempotency_handler_seconds` | `layer` | from the claim to the end of the answer, or to where the handler was cut off, a histogram; nothing of one that panics, or is dropped with its client |
 //! | `tollgate_idempotency_wait_seconds` | `layer` | how long requests waited for the same request, a histogram |
@@ -220,6 +257,7 @@
 mod admin;
 mod answer;
 mod checkpoint;
+mod per_scope;
 mod policy;
 mod rejection;
 mod store;
@@ -236,7 +274,7 @@ mod operations;
 mod waiting;
 
 #[cfg(feature = "http")]
-pub(crate) use self::attempt::{Attempt, Begin, Granted, Home, Order, Running, Settlement};
+pub(crate) use self::attempt::{Attempt, Begin, Granted, Home, MostRunning, Order, Running, Settlement};
 pub use crate::circuit::CircuitBreaker;
 
 pub use self::admin::{IdempotencyAdmin, IdempotencyRegistry, OperationPage, OperationState, OperationStatus};
@@ -250,5 +288,5 @@ pub(crate) use self::meters::Verdict;
 pub use self::operation_error::{Failed, OperationError};
 pub use self::operations::{Done, Operations};
 pub use self::policy::{Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown};
-pub use self::rejection::{InvalidKey, Rejection};
-pub use self::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
+pub use self::rejection::{InvalidKey, Rejection, ScopeBound};
+pub use self::store::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload, RecordBound};

@@ -300,7 +300,7 @@ impl Operations {
     async fn begin(&self, operation: Operation, head: Digest) -> Result<Begin<Nothing>, StoreError> {
         let Self { lease, retention, .. } = *self;
         let takes_over = self.on_unknown == OnUnknown::Retry;
-        let claim = Claim { token: Token::random()?, head, lease, retention, takes_over };
+        let claim = Claim { takes_over, ..Claim::new(Token::random()?, head, lease, retention) };
         let order = Order::new(&self.home, operation, claim, Nothing);
         order.begin_or_wait(order.begin_now(), self.wait, self.max_waiting).await
     }
@@ -320,8 +320,10 @@ impl Operations {
             Begun::Unknown { attempt, .. } => {
                 (Verdict::OutcomeUnknown, Err(OperationError::OutcomeUnknown { attempt }))
             }
-            // `Granted` is no refusal.
-            Begun::Mismatch | Begun::Granted { .. } => (Verdict::Mismatch, Err(OperationError::Mismatch)),
+            // `Granted` is no refusal, and without a bound no scope is full.
+            Begun::Mismatch | Begun::Granted { .. } | Begun::ScopeFull { .. } => {
+                (Verdict::Mismatch, Err(OperationError::Mismatch))
+            }
         };
         self.home.meters().decided(verdict);
         declined

@@ -9,7 +9,8 @@
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Keep {
-    /// All but those that say "not now": 5xx, 408, 425 and 429; and but for those that may have been answered because of a header that is no part
+    /// All but those that say "not now": 5xx, 408, 425, 429, and any 4xx with `Retry-After`; those that say "not here": 404 and 405 where no handler is known to
+    /// have run (see [the table](super#what-is-recorded)); and but for those that may have been answered because of a header that is no part
     /// of what makes the same request: 401, 403, 406, 407, 412, 415, 417, 421 and 428, so that a client that forgot its credentials, or has sent a wrong
     /// `Content-Type` or `If-Match`, can mend that. With gRPC the statuses that correspond, also `UNIMPLEMENTED`, which another replica may not answer. Handlers that fail or panic count as
     /// 5xx, and so does an answer of gRPC that ends without a status.

@@ -31,8 +31,11 @@ pub enum Rejection {
         /// What is known of the answer, as the layer wrote it: the status.
         status: u16,
     },
-    /// The body of the request could not be read in time, so it is not known whether it is the same.
+    /// The body of the request broke off, so it is not known whether it is the same.
     Unreadable,
+    /// The body of the request [stood still](crate::http::IdempotencyLayer::body_timeout) for too long while it was compared, so it is not known whether
+    /// it is the same.
+    BodyTimeout,
     /// The body of the request is larger than may be.
     TooLarge {
         /// Whether that was found out while a handler was reading it, which may have had effects.
@@ -42,6 +45,13 @@ pub enum Rejection {
     Cancelled,
     /// Too many requests are being served.
     Full,
+    /// Its caller has as much as one caller may have.
+    ScopeFull {
+        /// Of what.
+        bound: ScopeBound,
+        /// How long to wait before asking again.
+        retry_after: Duration,
+    },
     /// A setting cannot work; nothing was asked of the store.
     Config(ConfigError),
     /// The store has failed.
@@ -54,6 +64,16 @@ impl Rejection {
     pub(crate) const fn is_half_done(&self) -> bool {
         matches!(self, Self::TooLarge { has_begun: true } | Self::Cancelled)
     }
+}
+
+/// What one caller has too much of.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum ScopeBound {
+    /// Handlers at work: see [`max_running_per_scope`](crate::http::IdempotencyLayer::max_running_per_scope).
+    Running,
+    /// Records in the store: see [`max_records_per_scope`](crate::http::IdempotencyLayer::max_records_per_scope).
+    Records,
 }
 
 /// What is wrong with a key.
@@ -96,9 +116,16 @@ impl fmt::Display for Rejection {
             }
             Self::NotKept { .. } => f.write_str("the same request was served before, and its answer was not kept"),
             Self::Unreadable => f.write_str("the body of the request could not be read"),
+            Self::BodyTimeout => f.write_str("the body of the request did not arrive in time"),
             Self::TooLarge { .. } => f.write_str("the body of the request is too large"),
             Self::Cancelled => f.write_str("the request was cancelled on the way and may have had effects"),
             Self::Full => f.write_str("too many requests are being served"),
+            Self::ScopeFull { bound: ScopeBound::Running, .. } => {
+                f.write_str("too many requests of this caller are being served")
+            }
+            Self::ScopeFull { bound: ScopeBound::Records, .. } => {
+                f.write_str("too many idempotency keys of this caller are kept")
+            }
             Self::Config(_) => f.write_str("the idempotency of requests is set up wrongly"),
             Self::Store(_) => f.write_str("the store of idempotency failed"),
         }

@@ -97,7 +97,9 @@ pub trait IdempotencyStore {
     ///
     /// It is any request's then, unless it has a checkpoint or was taken over: the next one has to be the same, for as long as it would have
     /// been remembered without that, and is told the payload that is known.
-    fn release(&self, operation: &Operation, token: &Token) -> impl Future<Output = Result<bool, StoreError>> + Send;
+    ///
+    /// The claim is that of the attempt. Only its token and its [bound](Claim::bound) matter.
+    fn release(&self, operation: &Operation, claim: &Claim) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// Wake-ups for somebody who waits for an operation to be completed or given back. The future is ready once neither can be missed
     /// any more: the caller asks again then, and after each wake-up. A store that cannot tell answers [`Wakeups::none`].
@@ -183,13 +185,24 @@ pub struct Claim {
     pub retention: Duration,
     /// Whether to begin anew what was begun and neither completed nor given back before its lease ended.
     pub takes_over: bool,
+    /// How many records the scope of the claim may have. `None` sets no bound beside that of the store.
+    pub bound: Option<RecordBound>,
+}
+
+/// How many records a scope may have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct RecordBound {
+    /// Whose records are counted together. This may be a part of the scope of an [`Operation`]: to a layer it is the caller, on whatever route.
+    pub scope: Key,
+    /// How many there may be. An operation that has a record already is always answered.
+    pub most: u64,
 }
 
 impl Claim {
     /// A claim that takes over nothing.
     #[must_use]
     pub const fn new(token: Token, head: Digest, lease: Duration, retention: Duration) -> Self {
-        Self { token, head, lease, retention, takes_over: false }
+        Self { token, head, lease, retention, takes_over: false, bound: None }
     }
 
     /// The shortest lease there is.
@@ -297,6 +310,11 @@ pub enum Begun {
         payload: Payload,
         /// How far the attempts before have come.
         checkpoint: Option<Checkpoint>,
+    },
+    /// There is no record of it, and no more of them are kept for its [scope](RecordBound).
+    ScopeFull {
+        /// When there may be room again, as far as the store knows.
+        retry_after: Duration,
     },
     /// Another request has the same key.
     Mismatch,

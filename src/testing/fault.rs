@@ -356,8 +356,8 @@ impl<S: IdempotencyStore + Sync> IdempotencyStore for FaultStore<S> {
         self.faults.around(Verb::Complete, self.inner.complete(operation, token, completion)).await
     }
 
-    async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {
-        self.faults.around(Verb::Release, self.inner.release(operation, token)).await
+    async fn release(&self, operation: &Operation, claim: &idempotency::Claim) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Release, self.inner.release(operation, claim)).await
     }
 
     async fn watch(&self, operation: &Operation) -> Wakeups {

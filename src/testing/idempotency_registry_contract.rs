@@ -25,7 +25,7 @@ const SHORT: Duration = Duration::from_millis(20);
 
 fn claim(lease: Duration) -> Claim {
     let (token, head) = (Token::random().unwrap(), Digest([7; 16]));
-    Claim { token, head, lease, retention: LONG, takes_over: false }
+    Claim { token, head, lease, retention: LONG, takes_over: false, bound: None }
 }
 
 fn operation() -> Operation {
@@ -71,7 +71,7 @@ pub async fn each_state_can_be_seen<S: IdempotencyRegistry + Clone + Sync>(store
     // Given back with what was put down, and taken up and lost.
     let note = Checkpoint::new(1, "charged", b"data").unwrap();
     assert!(store.checkpoint(&operation(), &first, &Payload::default(), &note).await.unwrap());
-    assert!(store.release(&operation(), &first.token).await.unwrap());
+    assert!(store.release(&operation(), &first).await.unwrap());
     let status = look(&store).await;
     assert_eq!((status.state, status.attempts, status.checkpoint), (OperationState::Free, 1, Some(note.clone())));
     let second = claim(SHORT);
@@ -97,7 +97,7 @@ pub async fn what_was_taken_over_has_no_checkpoint<S: IdempotencyRegistry + Clon
     take(&store, &second).await;
     for _ in 0..2 {
         assert_eq!((look(&store).await.attempts, look(&store).await.checkpoint), (2, None));
-        assert!(store.release(&operation(), &second.token).await.unwrap());
+        assert!(store.release(&operation(), &second).await.unwrap());
     }
     // It is not the same request's any more.
     let status = look(&store).await;
@@ -200,7 +200,7 @@ pub async fn what_is_unknown_is_completed_by_hand<S: IdempotencyRegistry + Clone
     // Whoever has begun it is heard of again, and changes nothing.
     assert!(!store.renew(&operation(), &first, &payload).await.unwrap());
     assert!(!store.complete(&operation(), &first.token, &completion(true)).await.unwrap());
-    assert!(!store.release(&operation(), &first.token).await.unwrap());
+    assert!(!store.release(&operation(), &first).await.unwrap());
     let expected = Begun::Completed { payload, answer: Arc::clone(answer("charged").bytes()), is_kept: true };
     for takes_over in [false, true] {
         let same = Claim { takes_over, ..claim(LONG) };

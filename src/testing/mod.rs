@@ -286,6 +286,7 @@ macro_rules! idempotency_contract {
                 who_watches_is_told
                 an_answer_is_forgotten_when_its_time_is_over
                 one_of_many_racing_begins
+                a_scope_has_a_bounded_number_of_records
             ] [] $($told)+
         }
     };

@@ -123,7 +123,7 @@ impl Waiting {
         until_ok(|| self.teller.begin(&self.operation, &claim)).await;
         quiet(&mut self.operations).await;
         let begun = Instant::now();
-        until_ok(|| IdempotencyStore::release(&self.teller, &self.operation, &token)).await;
+        until_ok(|| IdempotencyStore::release(&self.teller, &self.operation, &claim)).await;
         let _ = timeout(PATIENCE, self.operations.next()).await;
         begun.elapsed()
     }

@@ -9,6 +9,7 @@ use tokio::sync::watch;
 
 use super::MemoryBackend;
 use super::queue::{Now, Place, Queue, Record, Start};
+use super::shares;
 use crate::delay_queue::{
     Admission, Cancelled, Changed, Claim, Claimed, Counts, DelayQueueStore, Due, Extended, Finish, JobId, NewJob,
     Priority, QueueKey, State, StoredJob, Ticket, WorkerId,
@@ -99,9 +100,10 @@ impl QueueTable {
         let now_ms = self.start.us() / 1_000;
         let wanted = |queues: &Queues| queues.wants(key, jobs, max_jobs, now_ms);
         let (new, _) = wanted(&queues);
-        self.sweep(&mut queues, self.excess(new) + 2 * jobs.len());
+        let excess = self.excess(queues.used(key), new);
+        self.sweep(&mut queues, excess + 2 * jobs.len());
         // A dead job that is forgotten may be one that is pushed again, which takes room then.
-        self.make_room(&mut queues, wanted)?;
+        self.make_room(&mut queues, key, wanted)?;
         Ok(self.change(&mut queues, key, |queue, now| {
             let mut admissions = vec![Admission::Full; jobs.len()];
             for &priority in Priority::ALL {
@@ -135,26 +137,39 @@ impl QueueTable {
         self.len.load(Ordering::Relaxed) + self.held.load(Ordering::Relaxed)
     }
 
-    /// By how many there would be too many jobs and unique keys with so many jobs more.
-    fn excess(&self, new: usize) -> usize {
-        if new > 0 { (self.kept() + new).saturating_sub(self.capacity) } else { 0 }
+    /// How many jobs and unique keys of others have to go, so that a queue that has so many of them may have so many jobs more.
+    fn excess(&self, (own, _): (usize, usize), new: usize) -> usize {
+        shares::excess(own, self.kept(), new, self.capacity)
     }
 
-    /// By how much there would be too much with so many bytes more.
-    fn excess_bytes(&self, bytes: usize) -> usize {
-        let room = self.capacity.saturating_mul(JOB_SHARE);
-        if bytes > 0 { (self.bytes.load(Ordering::Relaxed) + bytes).saturating_sub(room) } else { 0 }
+    /// The same for bytes.
+    fn excess_bytes(&self, (_, own): (usize, usize), bytes: usize) -> usize {
+        let (all, room) = (self.bytes.load(Ordering::Relaxed), self.capacity.saturating_mul(JOB_SHARE));
+        shares::excess(own, all, bytes, room)
     }
 
-    /// Makes sure that there is room for so many jobs and bytes as are wanted. As long as dead jobs have more than half of it some are forgotten:
+    /// Makes sure that a queue has room for so many jobs and bytes as are wanted. As long as dead jobs have more than half of it some are forgotten:
     /// the oldest of the queue that has the most of them.
-    fn make_room(&self, queues: &mut Queues, wanted: impl Fn(&Queues) -> (usize, usize)) -> Result<(), StoreError> {
+    fn make_room(
+        &self,
+        queues: &mut Queues,
+        key: &QueueKey,
+        wanted: impl Fn(&Queues) -> (usize, usize),
+    ) -> Result<(), StoreError> {
         loop {
             let (new, bytes) = wanted(queues);
-            let (excess, excess_bytes) = (self.excess(new), self.excess_bytes(bytes));
+            let used = queues.used(key);
+            let (excess, excess_bytes) = (self.excess(used, new), self.excess_bytes(used, bytes));
             if excess == 0 && excess_bytes == 0 {
                 return Ok(());
             }
+            let size = |queue: &Queue| if excess_bytes > 0 { queue.dead_bytes } else { queue.dead.len() };
+            let Some((&largest, _)) = queues.all.iter().max_by_key(|(_, queue)| size(queue)) else {
+                return Err(no_room());
+            };
+            // What a queue gives up itself makes its own part smaller, and the room that is left larger.
+            let worth = if largest == *key { 2 } else { 1 };
+            let (excess, excess_bytes) = (excess.div_ceil(worth), excess_bytes.div_ceil(worth));
             let half_of_bytes = self.capacity.saturating_mul(JOB_SHARE) / 2;
             // Nothing is forgotten for what has no room all the same.
             if excess > queues.dead.saturating_sub(self.capacity / 2)
@@ -162,10 +177,6 @@ impl QueueTable {
             {
                 return Err(no_room());
             }
-            let size = |queue: &Queue| if excess_bytes > 0 { queue.dead_bytes } else { queue.dead.len() };
-            let Some((&largest, _)) = queues.all.iter().max_by_key(|(_, queue)| size(queue)) else {
-                return Err(no_room());
-            };
             self.change(queues, &largest, |queue, _| queue.forget_oldest(excess, excess_bytes));
         }
     }
@@ -175,7 +186,7 @@ impl QueueTable {
         let record = queues.all.get(key).and_then(|queue| queue.jobs.get(id));
         let record = record.filter(|record| matches!(record.place, Place::Waiting));
         let larger = record.map_or(0, |record| payload.len().saturating_sub(record.job.payload.len()));
-        self.make_room(&mut queues, |_| (0, larger))?;
+        self.make_room(&mut queues, key, |_| (0, larger))?;
         Ok(self.change(&mut queues, key, |queue, _| {
             queue.change(id, |queue| {
                 if let Some(record) = queue.jobs.get_mut(id) {
@@ -192,6 +203,11 @@ fn no_room() -> StoreError {
 }
 
 impl Queues {
+    /// How many jobs and unique keys a queue has, and how many bytes.
+    fn used(&self, key: &QueueKey) -> (usize, usize) {
+        self.all.get(key).map_or((0, 0), |queue| (queue.jobs.len() + queue.unique_ends.len(), queue.bytes))
+    }
+
     /// How many of these jobs would be more than there are, and by how much there would be more bytes. What is there already, has a unique
     /// key that is held or comes to a queue that is full takes no room, be it for those before it, and what takes the place of a dead job takes no
     /// more than it is larger.
@@ -405,7 +421,7 @@ mod tests {
     async fn unique_keys_of_queues_that_nobody_uses_any_more_make_room_when_they_are_over() {
         let backend = MemoryBackend::with_capacity(10);
         let queue = |name: u32| QueueKey::new(name).with_part(3);
-        for name in 0..10 {
+        for name in 0..19 {
             backend.push(&queue(name), &[job(1, unique("a"))], 100).await.unwrap();
             run(&backend, &queue(name)).await;
             tokio::time::advance(Duration::from_secs(1)).await;
@@ -413,7 +429,7 @@ mod tests {
         let other = QueueKey::new("other");
         assert!(backend.push(&other, &[job(1, None)], 100).await.unwrap_err().is_out_of_memory());
         // The first of them is over.
-        tokio::time::advance(Duration::from_millis(50_500)).await;
+        tokio::time::advance(Duration::from_millis(41_500)).await;
         assert_eq!(backend.push(&other, &[job(1, None)], 100).await.unwrap(), [Admission::New]);
         assert!(backend.push(&other, &[job(2, None)], 100).await.unwrap_err().is_out_of_memory());
         tokio::time::advance(MINUTE).await;
@@ -448,23 +464,23 @@ mod tests {
         kill(&backend, &poison).await;
         assert_eq!(dead().await, [8, 2]);
         // Nothing is forgotten for what would have no room all the same.
-        assert!(backend.push(&other, &jobs[..6], 100).await.unwrap_err().is_out_of_memory());
+        assert!(backend.push(&other, &jobs, 100).await.unwrap_err().is_out_of_memory());
         assert_eq!(dead().await, [8, 2]);
-        for id in 0..5 {
+        for id in 0..7 {
             assert_eq!(backend.push(&other, &[job(id, None)], 100).await.unwrap(), [Admission::New]);
         }
-        assert!(backend.push(&other, &[job(5, None)], 100).await.unwrap_err().is_out_of_memory());
-        assert_eq!(dead().await, [3, 2]);
-        assert_eq!(sizes(&backend).0, 10);
+        assert!(backend.push(&other, &[job(7, None)], 100).await.unwrap_err().is_out_of_memory());
+        assert_eq!(dead().await, [4, 2]);
+        assert_eq!(sizes(&backend).0, 13);
     }
 
     /// It took the place of dead jobs, or there was no room for it.
     #[tokio::test(start_paused = true)]
     async fn what_is_not_added_needs_no_room() {
-        let backend = MemoryBackend::with_capacity(10);
+        let backend = MemoryBackend::with_capacity(5);
         let [poison, other] = ["poison", "other"].map(QueueKey::new);
         let dead = async || backend.counts(&poison).await.unwrap().dead;
-        let jobs: Vec<_> = (0..8).map(|id| job(id, None)).collect();
+        let jobs: Vec<_> = (0..5).map(|id| job(id, None)).collect();
         backend.push(&poison, &jobs, 100).await.unwrap();
         kill(&backend, &poison).await;
         let held = Some(Unique { key: Key::from("a"), span: UniqueFor::WaitingOrRunning });
@@ -472,15 +488,36 @@ mod tests {
         let exists = Admission::Exists(JobId::from("0"));
         assert_eq!(backend.push(&other, &[job(2, held), job(3, held)], 100).await.unwrap(), [exists; 2]);
         assert_eq!(backend.push(&other, &[job(2, None)], 2).await.unwrap(), [Admission::Full]);
-        assert_eq!(dead().await, 8);
+        assert_eq!(dead().await, 5);
         assert_eq!(backend.push(&other, &[job(2, held), job(3, None)], 100).await.unwrap(), [exists, Admission::New]);
-        assert_eq!(dead().await, 7);
+        assert_eq!(dead().await, 4);
         // Nor where there is none.
         let backend = MemoryBackend::with_capacity(2);
         backend.push(&other, &[job(0, held), job(1, None)], 100).await.unwrap();
         assert_eq!(backend.push(&other, &[job(2, held)], 100).await.unwrap(), [exists]);
         assert_eq!(backend.push(&other, &[job(2, None)], 2).await.unwrap(), [Admission::Full]);
         assert!(backend.push(&other, &[job(2, None)], 100).await.unwrap_err().is_out_of_memory());
+    }
+
+    #[tokio::test(start_paused = true)]
+    async fn a_queue_that_is_full_refuses_no_push_of_others() {
+        let backend = MemoryBackend::with_capacity(100);
+        let push = async |queue: &str, id: u32| backend.push(&QueueKey::new(queue), &[job(id, None)], 1_000).await;
+        for id in 0..100 {
+            assert_eq!(push("flood", id).await.unwrap(), [Admission::New]);
+        }
+        assert!(push("flood", 100).await.unwrap_err().is_out_of_memory());
+        for id in 0..50 {
+            assert_eq!(push("other", id).await.unwrap(), [Admission::New]);
+        }
+        assert!(push("other", 50).await.unwrap_err().is_out_of_memory());
+        assert_eq!(push("third", 0).await.unwrap(), [Admission::New]);
+        // Nor do large jobs.
+        let large = |id| NewJob { payload: vec![0; 1_000].into(), ..job(id, None) };
+        let backend = MemoryBackend::with_capacity(10);
+        let jobs: Vec<_> = (0..10).map(large).collect();
+        assert_eq!(backend.push(&QueueKey::new("flood"), &jobs, 100).await.unwrap(), [Admission::New; 10]);
+        assert_eq!(backend.push(&QueueKey::new("other"), &jobs[..5], 100).await.unwrap(), [Admission::New; 5]);
     }
 
     #[tokio::test(start_paused = true)]
@@ -504,18 +541,18 @@ mod tests {
         let dead = async || backend.counts(&poison).await.unwrap().dead;
         backend.push(&poison, &[large(0, 1_000), large(1, 1_000), large(2, 1_000)], 100).await.unwrap();
         kill(&backend, &poison).await;
-        assert_eq!(backend.push(&other, &[large(0, 1_090)], 100).await.unwrap(), [Admission::New]);
+        assert_eq!(backend.push(&other, &[large(0, 2_590)], 100).await.unwrap(), [Admission::New]);
         assert_eq!(dead().await, 3);
         // What becomes larger needs room as well.
-        assert_eq!(backend.replace(&other, &large(0, 0).id, &[0; 1_100]).await.unwrap(), Changed::Done);
+        assert_eq!(backend.replace(&other, &large(0, 0).id, &[0; 2_600]).await.unwrap(), Changed::Done);
         assert_eq!(dead().await, 2);
         // They have less than half of the room.
-        assert_eq!(backend.push(&other, &[large(1, 990)], 100).await.unwrap(), [Admission::New]);
+        assert_eq!(backend.push(&other, &[large(1, 490)], 100).await.unwrap(), [Admission::New]);
         assert!(backend.push(&other, &[large(2, 10)], 100).await.unwrap_err().is_out_of_memory());
         assert!(backend.replace(&other, &large(1, 0).id, &[0; 1_000]).await.unwrap_err().is_out_of_memory());
         assert_eq!(dead().await, 2);
         assert_eq!(backend.forget(&poison, &[large(1, 0).id, large(2, 0).id]).await.unwrap(), [true; 2]);
-        assert_eq!(backend.push(&other, &[large(2, 2_000)], 100).await.unwrap(), [Admission::New]);
+        assert_eq!(backend.push(&other, &[large(2, 1_000)], 100).await.unwrap(), [Admission::New]);
     }
 
     #[tokio::test(start_paused = true)]

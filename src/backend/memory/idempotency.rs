@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, HashMap};
 use std::hash::{BuildHasher, RandomState};
 use std::mem;
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, SystemTime, UNIX_EPOCH};
 
@@ -11,6 +11,7 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use super::MemoryBackend;
+use super::shares::{Amount, NoRoom, Shares};
 use crate::error::StoreError;
 use crate::idempotency::{
     Answer, Begun, Checkpoint, Claim, Completion, Digest, IdempotencyRegistry, IdempotencyStore, Operation,
@@ -25,6 +26,10 @@ const SHARDS: usize = 16;
 const ANSWER_SHARE: usize = 1_024;
 /// How long an operation that was given back is remembered, as in Redis.
 const KEEP_FREE: Duration = Duration::from_secs(600);
+/// The retry time of a caller with too many records. The table does not know when the first of them ends.
+const RETRY_FULL: Duration = Duration::from_secs(60);
+/// What a new record takes.
+const RECORD: Amount = Amount { records: 1, bytes: 0 };
 /// How many records that have run out are dropped for each new one.
 const SWEEP: usize = 4;
 
@@ -33,10 +38,8 @@ pub(super) struct OperationTable {
     hasher: RandomState,
     shards: [Mutex<Shard>; SHARDS],
     fence: AtomicU64,
-    len: AtomicUsize,
-    // Of answers and checkpoints.
-    bytes: AtomicUsize,
-    capacity: usize,
+    // Records, and bytes of answers and checkpoints, by whose they are.
+    shares: Shares,
 }
 
 #[derive(Default)]
@@ -56,6 +59,8 @@ struct Entry {
     operation: Operation,
     // No other record has it. Lines have this alone, since operations are large.
     number: u64,
+    // The hash of the scope that it is counted for.
+    owner: u64,
     record: Record,
 }
 
@@ -170,10 +175,15 @@ impl OperationTable {
             hasher: RandomState::new(),
             shards: Default::default(),
             fence: AtomicU64::new(started.as_micros() as u64),
-            len: AtomicUsize::new(0),
-            bytes: AtomicUsize::new(0),
-            capacity,
+            shares: Shares::new(Amount { records: capacity, bytes: capacity.saturating_mul(ANSWER_SHARE) }),
         }
+    }
+
+    /// The scope that the record of a claim is counted for, hashed, and how many it may have.
+    fn owner(&self, operation: &Operation, claim: &Claim) -> (u64, usize) {
+        let bound = claim.bound.as_ref();
+        let (scope, most) = bound.map_or((operation.scope(), u64::MAX), |bound| (&bound.scope, bound.most));
+        (self.hasher.hash_one(scope.as_hashed()), usize::try_from(most).unwrap_or(usize::MAX))
     }
 
     /// A shard is changed in steps that do not panic, so what a poisoned lock guards is still whole.
@@ -186,14 +196,20 @@ impl OperationTable {
     }
 
     fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
-        self.with_room(|| self.begin_if_there_is_room(operation, claim))
+        match self.with_room(|| self.begin_if_there_is_room(operation, claim)) {
+            Ok(begun) => Ok(begun),
+            Err(NoRoom::Bound) => Ok(Begun::ScopeFull { retry_after: RETRY_FULL }),
+            Err(NoRoom::Share) => {
+                Err(StoreError::out_of_memory("more operations are kept than the memory backend has room for"))
+            }
+        }
     }
 
     /// Does something, once more where there was no room for it and something was found that has run out.
-    fn with_room<T>(&self, done: impl Fn() -> Result<T, StoreError>) -> Result<T, StoreError> {
+    fn with_room<T>(&self, done: impl Fn() -> Result<T, NoRoom>) -> Result<T, NoRoom> {
         loop {
             let done = done();
-            if !done.as_ref().is_err_and(StoreError::is_out_of_memory) {
+            if done.is_ok() {
                 return done;
             }
             let now = Instant::now();
@@ -207,7 +223,7 @@ impl OperationTable {
         }
     }
 
-    fn begin_if_there_is_room(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
+    fn begin_if_there_is_room(&self, operation: &Operation, claim: &Claim) -> Result<Begun, NoRoom> {
         let (mut shard, place) = self.shard(operation);
         let now = Instant::now();
         let (mut attempt, mut payload, mut checkpoint, mut is_bound) = (1, Payload::default(), None, false);
@@ -241,9 +257,14 @@ impl OperationTable {
             is_bound = record.is_bound || matches!(record.state, State::InFlight { .. });
         }
         self.sweep(&mut shard, now);
-        if self.len.load(Ordering::Relaxed) >= self.capacity && shard.record(&place).is_none() {
-            return Err(StoreError::out_of_memory("more operations are kept than the memory backend has room for"));
-        }
+        let owner = match shard.entry(&place) {
+            Some(entry) => entry.owner,
+            None => {
+                let (owner, most) = self.owner(operation, claim);
+                self.shares.take(owner, RECORD, most)?;
+                owner
+            }
+        };
         let fence = self.fence.fetch_add(1, Ordering::Relaxed) + 1;
         let record = Record {
             state: State::InFlight { ends: now + claim.lease },
@@ -259,27 +280,25 @@ impl OperationTable {
             due: now + claim.retention,
         };
         let granted = record.granted();
-        self.put(&mut shard, place, record);
+        self.put(&mut shard, place, owner, record);
         Ok(granted)
     }
 
-    /// Writes a record in the place of the one that may be there.
-    fn put(&self, shard: &mut Shard, place: Place<'_>, record: Record) {
-        self.bytes.fetch_add(record.bytes(), Ordering::Relaxed);
-        let due = record.due;
+    /// Writes a record in the place of the one that may be there. Of a new one room is taken already. It has no more bytes than the one before.
+    fn put(&self, shard: &mut Shard, place: Place<'_>, owner: u64, record: Record) {
+        let (due, bytes) = (record.due, record.bytes());
         let number = match shard.records.raw_entry_mut_v1().from_hash(place.hash, Entry::is(place.operation)) {
             RawEntryMut::Occupied(mut entry) => {
                 let Entry { number, record: kept, .. } = &mut **entry.key_mut();
                 let before = mem::replace(kept, record);
-                self.bytes.fetch_sub(before.bytes(), Ordering::Relaxed);
+                self.give_back(owner, before.bytes().saturating_sub(bytes));
                 shard.due.remove(&(before.due, *number));
                 *number
             }
             RawEntryMut::Vacant(entry) => {
                 shard.next += 1;
-                let name = Box::new(Entry { operation: *place.operation, number: shard.next, record });
+                let name = Box::new(Entry { operation: *place.operation, number: shard.next, owner, record });
                 entry.insert_hashed_nocheck(place.hash, name, ());
-                self.len.fetch_add(1, Ordering::Relaxed);
                 shard.next
             }
         };
@@ -293,15 +312,14 @@ impl OperationTable {
             let ((_, number), hash) = entry.remove_entry();
             let named = shard.records.raw_entry_mut_v1().from_hash(hash, |entry| entry.number == number);
             let RawEntryMut::Occupied(mut entry) = named else { continue };
-            let record = &mut entry.key_mut().record;
+            let Entry { owner, record, .. } = &mut **entry.key_mut();
             if record.is_live(now) {
                 // It was made to last longer since, and is looked at again.
                 record.due = record.expires;
                 shard.due.insert((record.due, number), hash);
             } else {
-                self.bytes.fetch_sub(record.bytes(), Ordering::Relaxed);
+                self.shares.give_back(*owner, Amount { bytes: record.bytes(), ..RECORD });
                 entry.swap_remove();
-                self.len.fetch_sub(1, Ordering::Relaxed);
             }
         }
         true
@@ -325,7 +343,7 @@ impl OperationTable {
         payload: &Payload,
         checkpoint: &Checkpoint,
     ) -> Result<bool, StoreError> {
-        self.with_room(|| self.checkpoint_if_there_is_room(operation, claim, payload, checkpoint))
+        self.with_room(|| self.checkpoint_if_there_is_room(operation, claim, payload, checkpoint)).map_err(no_room)
     }
 
     fn checkpoint_if_there_is_room(
@@ -334,37 +352,42 @@ impl OperationTable {
         claim: &Claim,
         payload: &Payload,
         checkpoint: &Checkpoint,
-    ) -> Result<bool, StoreError> {
+    ) -> Result<bool, NoRoom> {
         let (mut shard, place) = self.shard(operation);
         let now = Instant::now();
-        let Some(record) = shard.live(&place, now).filter(|record| record.is_in_flight_by(&claim.token)) else {
+        let Some(Entry { owner, record, .. }) = shard.entry(&place) else { return Ok(false) };
+        if !record.is_live(now) || !record.is_in_flight_by(&claim.token) {
             return Ok(false);
-        };
+        }
         if record.checkpoint.as_ref().is_some_and(|last| last.number() > checkpoint.number()) {
             return Ok(true);
         }
-        self.make_room(checkpoint.len())?;
+        self.make_room(*owner, checkpoint.len())?;
         record.renew(claim, now);
         record.payload = record.payload.or_more(*payload);
         record.is_bound = true;
         if let Some(last) = record.checkpoint.replace(Arc::new(checkpoint.clone())) {
-            self.bytes.fetch_sub(last.len(), Ordering::Relaxed);
+            self.give_back(*owner, last.len());
         }
         Ok(true)
     }
 
     /// Sets so many bytes aside.
-    fn make_room(&self, bytes: usize) -> Result<(), StoreError> {
-        let room = self.capacity.saturating_mul(ANSWER_SHARE);
-        if self.bytes.fetch_add(bytes, Ordering::Relaxed) + bytes > room {
-            self.bytes.fetch_sub(bytes, Ordering::Relaxed);
-            return Err(StoreError::out_of_memory("more answers are kept than the memory backend has room for"));
+    fn make_room(&self, owner: u64, bytes: usize) -> Result<(), NoRoom> {
+        if bytes == 0 {
+            return Ok(());
         }
-        Ok(())
+        self.shares.take(owner, Amount { records: 0, bytes }, usize::MAX)
+    }
+
+    fn give_back(&self, owner: u64, bytes: usize) {
+        if bytes > 0 {
+            self.shares.give_back(owner, Amount { records: 0, bytes });
+        }
     }
 
     fn complete(&self, operation: &Operation, token: &Token, completion: &Completion) -> Result<bool, StoreError> {
-        self.with_room(|| self.complete_if_there_is_room(operation, token, completion))
+        self.with_room(|| self.complete_if_there_is_room(operation, token, completion)).map_err(no_room)
     }
 
     fn complete_if_there_is_room(
@@ -372,7 +395,7 @@ impl OperationTable {
         operation: &Operation,
         token: &Token,
         completion: &Completion,
-    ) -> Result<bool, StoreError> {
+    ) -> Result<bool, NoRoom> {
         let (mut shard, place) = self.shard(operation);
         self.complete_in(&mut shard, place, token, completion)
     }
@@ -383,7 +406,7 @@ impl OperationTable {
         place: Place<'_>,
         token: &Token,
         completion: &Completion,
-    ) -> Result<bool, StoreError> {
+    ) -> Result<bool, NoRoom> {
         let now = Instant::now();
         let Some(record) = shard.live(&place, now).filter(|record| record.token == *token) else {
             return Ok(false);
@@ -398,19 +421,13 @@ impl OperationTable {
     }
 
     /// Keeps an answer in the place of what the record has.
-    fn keep(
-        &self,
-        shard: &mut Shard,
-        place: Place<'_>,
-        now: Instant,
-        completion: &Completion,
-    ) -> Result<(), StoreError> {
-        let Some(record) = shard.record(&place) else { return Ok(()) };
+    fn keep(&self, shard: &mut Shard, place: Place<'_>, now: Instant, completion: &Completion) -> Result<(), NoRoom> {
+        let Some(Entry { owner, record, .. }) = shard.entry(&place) else { return Ok(()) };
         let Completion { answer, is_kept, payload, retention } = completion;
         if *is_kept {
-            self.make_room(answer.len())?;
+            self.make_room(*owner, answer.len())?;
         }
-        self.bytes.fetch_sub(record.bytes(), Ordering::Relaxed);
+        self.give_back(*owner, record.bytes());
         record.checkpoint = None;
         record.state = State::Completed { answer: Arc::clone(answer), is_kept: *is_kept };
         record.payload = *payload;
@@ -424,9 +441,9 @@ impl OperationTable {
         Ok(())
     }
 
-    fn release(&self, operation: &Operation, token: &Token) -> bool {
+    fn release(&self, operation: &Operation, claim: &Claim) -> bool {
         let (mut shard, place) = self.shard(operation);
-        let now = Instant::now();
+        let (now, token) = (Instant::now(), &claim.token);
         let mut free = Record::free(*token, now);
         if let Some(record) = shard.live(&place, now) {
             match record.state {
@@ -442,8 +459,11 @@ impl OperationTable {
             }
         }
         // Nothing is to be remembered of a claim that has never come, if that costs room which there is not.
-        if self.len.load(Ordering::Relaxed) < self.capacity || shard.record(&place).is_some() {
-            self.put(&mut shard, place, free);
+        let (owner, most) = self.owner(operation, claim);
+        match shard.entry(&place).map(|entry| entry.owner) {
+            Some(owner) => self.put(&mut shard, place, owner, free),
+            None if self.shares.take(owner, RECORD, most).is_ok() => self.put(&mut shard, place, owner, free),
+            None => {}
         }
         shard.tell(operation);
         true
@@ -466,7 +486,9 @@ impl OperationTable {
             return false;
         }
         let (fence, attempt) = (record.fence, record.attempt);
-        self.put(&mut shard, place, Record { fence, attempt, ..Record::free(nobody(), now) });
+        if let Some(owner) = shard.entry(&place).map(|entry| entry.owner) {
+            self.put(&mut shard, place, owner, Record { fence, attempt, ..Record::free(nobody(), now) });
+        }
         shard.tell(operation);
         true
     }
@@ -477,7 +499,7 @@ impl OperationTable {
         answer: &Answer,
         retention: Duration,
     ) -> Result<bool, StoreError> {
-        self.with_room(|| self.complete_unknown_if_there_is_room(status, answer, retention))
+        self.with_room(|| self.complete_unknown_if_there_is_room(status, answer, retention)).map_err(no_room)
     }
 
     fn complete_unknown_if_there_is_room(
@@ -485,7 +507,7 @@ impl OperationTable {
         status: &OperationStatus,
         answer: &Answer,
         retention: Duration,
-    ) -> Result<bool, StoreError> {
+    ) -> Result<bool, NoRoom> {
         let (mut shard, place) = self.shard(&status.operation);
         let now = Instant::now();
         let Some(record) = shard.live(&place, now).filter(|record| record.fence == status.fence) else {
@@ -577,6 +599,11 @@ impl Shard {
     }
 }
 
+/// Why an answer is not kept.
+fn no_room(_: NoRoom) -> StoreError {
+    StoreError::out_of_memory("more answers are kept than the memory backend has room for")
+}
+
 /// No attempt has this token.
 fn nobody() -> Token {
     Token::from_bytes(&[0; 16]).expect("that many bytes are a token")
@@ -638,8 +665,8 @@ impl IdempotencyStore for MemoryBackend {
         Some(self.inner.operations.complete(operation, token, completion))
     }
 
-    async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {
-        Ok(self.inner.operations.release(operation, token))
+    async fn release(&self, operation: &Operation, claim: &Claim) -> Result<bool, StoreError> {
+        Ok(self.inner.operations.release(operation, claim))
     }
 
     async fn watch(&self, operation: &Operation) -> Wakeups {
@@ -683,7 +710,7 @@ impl MemoryBackend {
     /// How many operations are kept at the moment, those included that have run out and were not met yet.
     #[must_use]
     pub fn operations(&self) -> usize {
-        self.inner.operations.len.load(Ordering::Relaxed)
+        self.inner.operations.shares.records()
     }
 }
 
@@ -698,6 +725,7 @@ mod tests {
             lease: Duration::from_secs(10),
             retention: Duration::from_secs(60),
             takes_over: false,
+            bound: None,
         }
     }
 
@@ -708,15 +736,19 @@ mod tests {
 
     /// The books agree with what is kept.
     fn check(table: &OperationTable) {
-        let (mut len, mut bytes) = (0, 0);
+        let (mut len, mut taken) = (0, HashMap::<u64, Amount>::new());
         for shard in &table.shards {
             let shard = shard.lock().unwrap();
             assert_eq!(shard.due.len(), shard.records.len());
             len += shard.records.len();
-            bytes += shard.records.keys().map(|entry| entry.record.bytes()).sum::<usize>();
+            for entry in shard.records.keys() {
+                let own = taken.entry(entry.owner).or_default();
+                own.records += 1;
+                own.bytes += entry.record.bytes();
+            }
         }
-        assert_eq!(table.len.load(Ordering::Relaxed), len);
-        assert_eq!(table.bytes.load(Ordering::Relaxed), bytes);
+        assert_eq!(table.shares.records(), len);
+        assert_eq!(table.shares.added_up(), taken);
     }
 
     #[tokio::test(start_paused = true)]
@@ -727,7 +759,7 @@ mod tests {
             let begun = table.begin(&operation, &claim).unwrap();
             assert!(matches!(begun, Begun::Granted { .. }), "{begun:?}");
             match i % 4 {
-                0 => assert!(table.release(&operation, &claim.token)),
+                0 => assert!(table.release(&operation, &claim)),
                 1 => assert!(table.renew(&operation, &claim, &Payload::default())),
                 _ => assert!(table.complete(&operation, &claim.token, &completion(100)).unwrap()),
             }
@@ -798,7 +830,7 @@ mod tests {
             let claim = claim();
             let begun = table.begin(&operation, &claim).unwrap();
             assert!(matches!(begun, Begun::Granted { attempt: is, .. } if is == attempt), "{begun:?}");
-            assert!(table.release(&operation, &claim.token));
+            assert!(table.release(&operation, &claim));
         }
         check(&table);
     }

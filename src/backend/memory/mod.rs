@@ -9,6 +9,7 @@ mod lock;
 mod queue;
 mod rate_limit;
 mod shard;
+mod shares;
 mod slot;
 
 use std::fmt;
@@ -44,8 +45,12 @@ use crate::rate_limit::{Policy, Quota};
 ///
 /// Locks are kept apart from counts: as many of them can be held as keys are kept, and a held one is never forgotten. One more is an
 /// error that is [out of memory](crate::StoreError::is_out_of_memory). So are the records of idempotency, with 1 KiB of room for the answer
-/// of each on the average; and the jobs of all queues, with 1 KiB for each. Once dead jobs have more than half of that room they make way for new
-/// ones, of whatever queue: the oldest of the queue that has the most of them.
+/// of each on the average; and the jobs of all queues, with 1 KiB for each.
+///
+/// A caller whose requests have records, or a queue, may have as many of them as keys are kept while it is alone. All callers together have twice that room, and
+/// so do all queues. Each of them is refused, as out of memory, once it has as much as is left for the others, so one that fills its own share refuses no
+/// other: beside a caller with 100,000 records the next one has room for 50,000. Once dead jobs are more than half of what a queue alone may have they make
+/// way for new ones, of whatever queue: the oldest of the queue that has the most of them.
 ///
 /// # Time
 ///

@@ -4,6 +4,7 @@ use futures_util::future::try_join_all;
 use redis::Value;
 
 use super::error::unexpected_reply;
+use super::keys::PARTS;
 use super::lock_registry::scan;
 use super::subscriber::Interest;
 use super::{Inner, RedisBackend};
@@ -18,7 +19,8 @@ use crate::lock::{Cursor, Scope, Token, Wakeups};
 impl IdempotencyStore for RedisBackend {
     async fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        let reply = scripts.idempotency_begin(servers, &keys.idempotency(operation), claim).await?;
+        let (record, (records, most)) = (keys.idempotency(operation), self.bound(operation, claim));
+        let reply = scripts.idempotency_begin(servers, [&record, &records], claim, most).await?;
         begun(&reply).ok_or_else(|| unexpected_reply(&reply))
     }
 
@@ -52,10 +54,12 @@ impl IdempotencyStore for RedisBackend {
         is_done(&scripts.idempotency_complete(servers, &record, token, completion, publish).await?)
     }
 
-    async fn release(&self, operation: &Operation, token: &Token) -> Result<bool, StoreError> {
+    async fn release(&self, operation: &Operation, claim: &Claim) -> Result<bool, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let (record, channel) = (keys.idempotency(operation), keys.done(operation));
-        is_done(&scripts.idempotency_release(locks.apart(), &record, token, (self.publish(), &channel)).await?)
+        let (record, (records, most)) = (keys.idempotency(operation), self.bound(operation, claim));
+        let (channel, names) = (keys.done(operation), [&*record, &*records]);
+        let publish = (self.publish(), &*channel);
+        is_done(&scripts.idempotency_release(locks.apart(), names, &claim.token, most, publish).await?)
     }
 
     async fn watch(&self, operation: &Operation) -> Wakeups {
@@ -66,6 +70,28 @@ impl IdempotencyStore for RedisBackend {
     fn scope(&self) -> Scope {
         Scope::Redis
     }
+}
+
+impl RedisBackend {
+    /// Where the records of a caller are counted, and how many there may be; 0 if they are not counted.
+    fn bound(&self, operation: &Operation, claim: &Claim) -> (String, u64) {
+        let Inner { servers, keys, .. } = &*self.inner;
+        // All keys of a script are in one slot, so on a cluster there is a count for each part.
+        let is_cluster = servers.is_cluster();
+        let (scope, most) = claim.bound.as_ref().map_or((operation.scope(), 0), |bound| (&bound.scope, bound.most));
+        let most = if is_cluster && most > 0 { share(most) } else { most };
+        (keys.records(scope, operation, is_cluster), most.min(MOST_COUNTED))
+    }
+}
+
+/// More than a script can count exactly, as good as no bound.
+const MOST_COUNTED: u64 = 1 << 53;
+
+/// How many records one of the parts of a cluster may have, so that together they have `most`. Keys fall on parts at random: with four standard
+/// deviations of room hardly any part is full before its caller has as many as that.
+fn share(most: u64) -> u64 {
+    let fair = most.div_ceil(PARTS);
+    fair.saturating_add(4 * fair.isqrt()).saturating_add(1)
 }
 
 impl IdempotencyRegistry for RedisBackend {
@@ -175,6 +201,7 @@ fn begun(reply: &Value) -> Option<Begun> {
             payload: payload(body)?,
             checkpoint: if rest.is_empty() { None } else { Some(Checkpoint::from_bytes(rest)?) },
         },
+        [Value::Int(6), remaining_ms] => Begun::ScopeFull { retry_after: Duration::from_millis(number(remaining_ms)?) },
         [Value::Int(2), remaining_ms, body] => {
             Begun::InFlight { remaining: Duration::from_millis(number(remaining_ms)?), payload: payload(body)? }
         }

@@ -199,6 +199,7 @@ fn told(begun: &Begun) -> String {
             format!("granted, attempt {attempt}, {}, checkpoint {checkpoint:?}", read(payload))
         }
         Begun::Mismatch => "mismatch".into(),
+        Begun::ScopeFull { .. } => "scope full".into(),
         Begun::InFlight { remaining, payload } => {
             format!("in flight for {} ms, {}", remaining.as_micros().div_ceil(1_000), read(payload))
         }
@@ -247,7 +248,8 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
             *model = Model::default();
         }
         let (lease, retention) = (Duration::from_millis(step.lease_ms), Duration::from_millis(RETENTION_MS));
-        let claim = Claim { token, head: Digest([step.head; 16]), lease, retention, takes_over: step.takes_over };
+        let head = Digest([step.head; 16]);
+        let claim = Claim { takes_over: step.takes_over, ..Claim::new(token, head, lease, retention) };
         let body = step.body;
         let (expected, memory, redis) = match step.verb {
             AttemptVerb::Begin => {
@@ -320,8 +322,8 @@ fn run_attempts(trace: &[AttemptStep], pair: &mut Pair, turn: usize) -> Result<(
                     }
                 }
                 let (memory, redis) = pair.both(
-                    |to| IdempotencyStore::release(to, &operation, &token),
-                    |to| IdempotencyStore::release(to, &operation, &token),
+                    |to| IdempotencyStore::release(to, &operation, &claim),
+                    |to| IdempotencyStore::release(to, &operation, &claim),
                 );
                 (expected.to_string(), memory.to_string(), redis.to_string())
             }

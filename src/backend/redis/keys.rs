@@ -13,6 +13,17 @@ use crate::rate_limit::Policy;
 /// The version of the layout of keys. Goes up when two releases must not read each other's keys.
 const LAYOUT: &str = "2";
 
+/// How many parts the records of idempotency lie in, each of which is in one slot of a cluster.
+pub(super) const PARTS: u64 = 64;
+
+/// The part of an operation: the same for all processes, so no keyed hash (FNV-1a).
+fn part(scope: &str, key: &str) -> String {
+    let bytes = scope.bytes().chain([b':']).chain(key.bytes());
+    let hash =
+        bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
+    ((hash >> 32) % PARTS).to_string()
+}
+
 /// The keys below one prefix.
 #[derive(Clone, Debug)]
 pub(super) struct Keys {
@@ -72,34 +83,49 @@ impl Keys {
         self.lock(lock, "lease")
     }
 
-    /// `<prefix>:2:{idempotency:<scope>:<key>}:record`.
+    /// `<prefix>:2:{idempotency:<part>}:<scope>:<key>:record`.
+    ///
+    /// The part, of which there are 64 for all operations, is what makes the slot of a cluster. So a count of the records of a caller can be in the slot of
+    /// the record.
     pub(super) fn idempotency(&self, operation: &Operation) -> String {
         self.operation(operation, "record")
     }
 
-    /// `<prefix>:2:{idempotency:<scope>:<key>}:done`, the channel.
+    /// `<prefix>:2:{idempotency:<part>}:<scope>:<key>:done`, the channel.
     pub(super) fn done(&self, operation: &Operation) -> String {
         self.operation(operation, "done")
     }
 
     /// What `SCAN` finds the records of a scope by, or those of all.
     pub(super) fn operations(&self, scope: Option<&Key>) -> String {
-        let start = match scope {
-            Some(scope) => [&self.root, "{idempotency:", &apart(scope), ":"].concat(),
-            None => [&self.root, "{idempotency:"].concat(),
-        };
-        literal(&start) + "*}:record"
+        let start = literal(&[&self.root, "{idempotency:"].concat());
+        match scope {
+            Some(scope) => [&start, "*}:", &literal(&apart(scope)), ":*:record"].concat(),
+            None => start + "*}:*:record",
+        }
+    }
+
+    /// Where the records of a caller are counted: `<prefix>:2:{idempotency}:<scope>:records`, or on a cluster `<prefix>:2:{idempotency:<part>}:<scope>:records` for
+    /// those that lie in the slot of this operation.
+    pub(super) fn records(&self, scope: &Key, operation: &Operation, is_cluster: bool) -> String {
+        let scope = apart(scope);
+        if is_cluster {
+            let part = part(&apart(operation.scope()), operation.key().as_str());
+            return [&self.root, "{idempotency:", &part, "}:", &scope, ":records"].concat();
+        }
+        [&self.root, "{idempotency}:", &scope, ":records"].concat()
     }
 
     /// Which operation a record belongs to.
     pub(super) fn operation_of(&self, record: &str) -> Option<Operation> {
-        let name = record.strip_prefix(&self.root)?.strip_prefix("{idempotency:")?.strip_suffix("}:record")?;
+        let name = record.strip_prefix(&self.root)?.strip_prefix("{idempotency:")?.strip_suffix(":record")?;
+        let (_, name) = name.split_once("}:")?;
         Operation::parse(name)
     }
 
     fn operation(&self, operation: &Operation, part: &str) -> String {
         let (scope, key) = (apart(operation.scope()), operation.key().as_str());
-        [&self.root, "{idempotency:", &scope, ":", key, "}:", part].concat()
+        [&self.root, "{idempotency:", &self::part(&scope, key), "}:", &scope, ":", key, ":", part].concat()
     }
 
     /// `<prefix>:2:{lock:<namespace>:<subject>}:free`, the channel.
@@ -321,8 +347,8 @@ mod tests {
     #[test]
     fn an_operation_is_one_slot_and_one_scope_whatever_it_is_called() {
         let key = |scope: &str, key: &str| Keys::new("t").idempotency(&Operation::new(scope, key));
-        assert_eq!(key("alice", "8e03978e"), "t:2:{idempotency:alice:8e03978e}:record");
-        assert_eq!(Keys::new("t").done(&Operation::new("alice", "8e")), "t:2:{idempotency:alice:8e}:done");
+        assert_eq!(key("alice", "8e03978e"), "t:2:{idempotency:34}:alice:8e03978e:record");
+        assert_eq!(Keys::new("t").done(&Operation::new("alice", "8e")), "t:2:{idempotency:58}:alice:8e:done");
         let long = "}{".repeat(10_000);
         for key in [key("{a}", "b"), key("a", "}{b}"), key(&long, &long), key("", "")] {
             assert_eq!((key.matches('{').count(), key.matches('}').count()), (1, 1), "{key}");
@@ -338,7 +364,7 @@ mod tests {
         {
             assert_eq!(keys.operation_of(&keys.idempotency(&operation)), Some(operation));
         }
-        for other in ["t:2:{idempotency:a:b}:record", "t%2A:2:{idempotency:a:b}:done", "t%2A:2:{lock:a:b}:record"] {
+        for other in ["t:2:{idempotency:1}:a:b:record", "t%2A:2:{idempotency:1}:a:b:done", "t%2A:2:{lock:a:b}:record"] {
             assert_eq!(keys.operation_of(other), None, "{other}");
         }
     }

@@ -74,7 +74,7 @@
 //!
 //! `<prefix>:2:{rate_limit:<policy>:<subject>}:<shape>:<part>`, `<prefix>:2:{lock:<namespace>:<subject>}:lease` with the
 //! channels `...:free` and `...:asked`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and
-//! `<prefix>:2:{idempotency:<scope>:<key>}:record` with the channel `...:done`; a delay queue is `<prefix>:2:{delay_queue:<name>}:<part>`. The braces make a subject, and a queue, one slot of a cluster. Each key has a
+//! `<prefix>:2:{idempotency:<part>}:<scope>:<key>:record` with the channel `...:done`, and `<prefix>:2:{idempotency}:<scope>:records` counts the records of a caller; a delay queue is `<prefix>:2:{delay_queue:<name>}:<part>`. The braces make a subject, and a queue, one slot of a cluster. Each key has a
 //! time to live. Two releases of Tollgate may share one Redis, during a rolling deploy for instance, if the number after the prefix is the same *and* the
 //! changelog says nothing else under *Data format*. Values have versions of their own: a newer release reads those of an older one, and an older one
 //! fails with a store error where it meets a newer version.
@@ -92,6 +92,8 @@
 //! the example above, also `+select`.
 //!
 //! For locks that replicas have to know of `+wait`, and for those that are taken in line `+zadd +zrem +zrange +zrangebyscore +zrank +zscore +zcard`, as well.
+//!
+//! For the records of the callers of an `IdempotencyLayer`, which are counted, also `+zadd +zrem +zrange +zrangebyscore +zcard`.
 //!
 //! For those who wait for a lock or for the same request also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe`, on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without
 //! these who waits looks once a second. With `+pubsub|numsub`, locks that are given back at the same time are only told of where somebody listens, which is cheaper. Listing locks or operations takes `+scan`.

@@ -301,13 +301,14 @@ impl Scripts {
     pub(super) async fn idempotency_begin(
         &self,
         servers: &Servers,
-        record: &str,
+        keys: [&str; 2],
         claim: &idempotency::Claim,
+        most: u64,
     ) -> Result<Value, StoreError> {
-        let idempotency::Claim { token, head, lease, retention, takes_over } = claim;
+        let idempotency::Claim { token, head, lease, retention, takes_over, .. } = claim;
         let times = (millis(*lease), millis(*retention));
-        let args = (token.as_bytes().as_slice(), head.0.as_slice(), times, u8::from(*takes_over));
-        self.idempotency_begin.call(servers, &[record], args).await
+        let args = (token.as_bytes().as_slice(), head.0.as_slice(), times, u8::from(*takes_over), most);
+        self.idempotency_begin.call(servers, &keys, args).await
     }
 
     pub(super) async fn idempotency_renew(
@@ -356,12 +357,13 @@ impl Scripts {
     pub(super) async fn idempotency_release(
         &self,
         servers: &Servers,
-        record: &str,
+        keys: [&str; 2],
         token: &Token,
+        most: u64,
         (publish, channel): (&str, &str),
     ) -> Result<Value, StoreError> {
-        let args = (token.as_bytes().as_slice(), KEEP_ATTEMPT_MS, publish, channel);
-        self.idempotency_release.call(servers, &[record], args).await
+        let args = (token.as_bytes().as_slice(), KEEP_ATTEMPT_MS, publish, channel, most);
+        self.idempotency_release.call(servers, &keys, args).await
     }
 
     pub(super) async fn idempotency_inspect(&self, servers: &Servers, record: &str) -> Result<Value, StoreError> {
@@ -666,11 +668,11 @@ mod tests {
             (&scripts.lock_inspect, 2, 1),
             (&scripts.lock_name, 2, 2),
             (&scripts.lock_seize, 1, 3),
-            (&scripts.idempotency_begin, 1, 5),
+            (&scripts.idempotency_begin, 2, 6),
             (&scripts.idempotency_renew, 1, 4),
             (&scripts.idempotency_checkpoint, 1, 5),
             (&scripts.idempotency_complete, 1, 7),
-            (&scripts.idempotency_release, 1, 4),
+            (&scripts.idempotency_release, 2, 5),
             (&scripts.idempotency_inspect, 1, 1),
             (&scripts.idempotency_forget, 1, 5),
             (&scripts.idempotency_complete_unknown, 1, 7),

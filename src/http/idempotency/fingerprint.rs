@@ -2,6 +2,7 @@ use std::future::{Future, poll_fn};
 use std::pin::{Pin, pin};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::{Context, Poll, ready};
+use std::time::Duration;
 
 use ::http::{HeaderName, Request, Uri};
 use bytes::Bytes;
@@ -10,6 +11,7 @@ use pin_project_lite::pin_project;
 use sha2::{Digest as _, Sha256};
 use tokio::sync::Notify;
 use tokio::task::consume_budget;
+use tokio::time::{Instant, timeout_at};
 
 use crate::idempotency::{Digest, HasPayload, Operation, Order, Payload};
 use crate::key::Key;
@@ -64,6 +66,16 @@ pub(super) fn original_uri<B>(request: &Request<B>) -> &Uri {
     request.uri()
 }
 
+/// Whether a router of axum in front of this layer has found the route. One that ends with a wildcard may lead to another router.
+pub(super) fn has_route<B>(request: &Request<B>) -> bool {
+    #[cfg(feature = "axum")]
+    if let Some(path) = request.extensions().get::<axum::extract::MatchedPath>() {
+        return !path.as_str().contains("{*");
+    }
+    let _ = request;
+    false
+}
+
 /// How long a field is. None has as many bytes as four can count.
 fn len(field: &[u8]) -> [u8; 4] {
     (field.len() as u32).to_le_bytes()
@@ -98,6 +110,8 @@ struct Progress {
     len: u64,
     is_whole: bool,
     has_failed: bool,
+    // Whether it was polled at all: a router that knows no route for a request never does.
+    is_touched: bool,
     // Whether the handler has dropped what it has not read.
     is_left: bool,
     unfit: Option<Unfit>,
@@ -115,8 +129,9 @@ impl Progress {
 impl Reading {
     fn new(hash: Sha256) -> Self {
         let (before, max_len) = (Payload::default(), u64::MAX);
-        let [is_whole, has_failed, is_left] = [false; 3];
-        let progress = Progress { before, max_len, hash, len: 0, is_whole, has_failed, is_left, unfit: None };
+        let [is_whole, has_failed, is_touched, is_left] = [false; 4];
+        let progress =
+            Progress { before, max_len, hash, len: 0, is_whole, has_failed, is_touched, is_left, unfit: None };
         Self { progress: Mutex::new(progress), is_unfit: Notify::new() }
     }
 
@@ -152,6 +167,11 @@ impl Reading {
     /// Whether the body broke off before the handler had all of it.
     pub(super) fn has_failed(&self) -> bool {
         self.progress().has_failed
+    }
+
+    /// Whether anything inside of the layer has asked for the body.
+    pub(super) fn is_touched(&self) -> bool {
+        self.progress().is_touched
     }
 
     /// Whether the handler reads no more of the body, so that it can neither break off nor turn out to be unfit.
@@ -234,6 +254,7 @@ pin_project! {
         #[pin]
         body: Sent<B>,
         order: Option<Arc<Order<Reading>>>,
+        is_touched: bool,
     }
 
     impl<B> PinnedDrop for FingerprintedBody<B> {
@@ -290,21 +311,29 @@ impl<B: Body> Body for Sent<B> {
 
 /// What a handler leaves of a body, for whoever has it alone when the handler is done with it.
 pub(super) trait Rest: Send + Sync {
-    /// Whether it is the rest of what the attempt before was sent; `None` if it breaks off.
-    fn is_same<'a>(&'a mut self, reading: &'a Reading) -> Pin<Box<dyn Future<Output = Option<bool>> + Send + 'a>>;
+    /// Whether it is the rest of what the attempt before was sent; `None` if it breaks off, or does not come in time.
+    fn is_same<'a>(
+        &'a mut self,
+        reading: &'a Reading,
+        pace: Pace,
+    ) -> Pin<Box<dyn Future<Output = Option<bool>> + Send + 'a>>;
 }
 
 impl<B: Body<Data = Bytes> + Send> Rest for Lent<B> {
-    fn is_same<'a>(&'a mut self, reading: &'a Reading) -> Pin<Box<dyn Future<Output = Option<bool>> + Send + 'a>> {
+    fn is_same<'a>(
+        &'a mut self,
+        reading: &'a Reading,
+        pace: Pace,
+    ) -> Pin<Box<dyn Future<Output = Option<bool>> + Send + 'a>> {
         let body = self.get_mut().unwrap_or_else(PoisonError::into_inner).as_mut();
-        Box::pin(async move { is_same(body, &reading.payload(), reading).await.ok() })
+        Box::pin(async move { is_same(body, &reading.payload(), reading, pace).await.ok() })
     }
 }
 
 impl<B> FingerprintedBody<B> {
     /// One that nobody wants to know anything of.
     pub(super) const fn passed(body: B) -> Self {
-        Self { body: Sent::Handed { body }, order: None }
+        Self { body: Sent::Handed { body }, order: None, is_touched: false }
     }
 }
 
@@ -324,7 +353,7 @@ impl<B: Body<Data = Bytes> + Send + 'static> FingerprintedBody<B> {
             let body = Arc::new(Mutex::new(Box::pin(body)));
             (Sent::Lent { body: Arc::clone(&body) }, Some(body as _))
         };
-        (Self { body, order: Some(order) }, rest)
+        (Self { body, order: Some(order), is_touched: false }, rest)
     }
 }
 
@@ -334,6 +363,12 @@ impl<B: Body<Data = Bytes>> Body for FingerprintedBody<B> {
 
     fn poll_frame(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Option<Result<Frame<Bytes>, B::Error>>> {
         let mut this = self.project();
+        if !*this.is_touched {
+            *this.is_touched = true;
+            if let Some(order) = &this.order {
+                order.body().progress().is_touched = true;
+            }
+        }
         let frame = ready!(this.body.as_mut().poll_frame(cx));
         if let Some(order) = this.order
             && !order.body().note(frame.as_ref(), this.body.is_end_stream())
@@ -359,22 +394,45 @@ impl<B> std::fmt::Debug for FingerprintedBody<B> {
     }
 }
 
+/// How long a body may take that is compared.
+#[derive(Clone, Copy)]
+pub(super) struct Pace {
+    /// Between two parts with something in them.
+    pub(super) stall: Duration,
+    /// From the first to the last.
+    pub(super) total: Duration,
+}
+
+/// Why a body could not be compared.
+#[derive(Debug)]
+pub(super) enum Unread {
+    BrokenOff,
+    TooSlow,
+}
+
 /// Whether `body` is the one that has this fingerprint, or the rest of that where `reading` has got to. Reads no more of it than that takes, and
 /// keeps nothing.
 pub(super) async fn is_same<B: Body<Data = Bytes>>(
     body: B,
     payload: &Payload,
     reading: &Reading,
-) -> Result<bool, B::Error> {
+    pace: Pace,
+) -> Result<bool, Unread> {
     let Some(is_whole) = payload.is_whole else { return Ok(true) };
     let (mut hash, len) = reading.so_far();
     let mut body = pin!(body);
     let mut missing = payload.len.saturating_sub(len);
+    let mut progressed = Instant::now();
+    let end = progressed + pace.total;
     while missing > 0 || (is_whole && !body.is_end_stream()) {
         // A body that always has another frame, with nothing in it, lets others have their turn, and the clock is looked at.
         consume_budget().await;
-        let Some(frame) = poll_fn(|cx| body.as_mut().poll_frame(cx)).await else { break };
-        let Ok(data) = frame?.into_data() else { continue };
+        let frame = timeout_at(end.min(progressed + pace.stall), poll_fn(|cx| body.as_mut().poll_frame(cx))).await;
+        let Some(frame) = frame.map_err(|_| Unread::TooSlow)? else { break };
+        let Ok(data) = frame.map_err(|_| Unread::BrokenOff)?.into_data() else { continue };
+        if !data.is_empty() {
+            progressed = Instant::now();
+        }
         let part = usize::try_from(missing).unwrap_or(usize::MAX).min(data.len());
         if is_whole && part < data.len() {
             return Ok(false);
@@ -397,6 +455,8 @@ mod tests {
     use crate::idempotency::{Claim, Home};
     use crate::lock::Token;
 
+    const PACE: Pace = Pace { stall: Duration::from_secs(60), total: Duration::from_secs(60) };
+
     fn made(request: &Request<()>, headers: &[HeaderName]) -> (Digest, Reading) {
         Fingerprints::new(b"").of(&Operation::new("a", "k"), request, headers)
     }
@@ -404,7 +464,7 @@ mod tests {
     fn order() -> Arc<Order<Reading>> {
         let (operation, (head, reading)) = (Operation::new("a", "k"), made(&post("/"), &[]));
         let (lease, retention) = (Claim::MIN_LEASE, Claim::MIN_RETENTION);
-        let claim = Claim { token: Token::random().unwrap(), head, lease, retention, takes_over: false };
+        let claim = Claim::new(Token::random().unwrap(), head, lease, retention);
         Order::new(&Arc::new(Home::new(MemoryBackend::new())), operation, claim, reading)
     }
 
@@ -465,7 +525,7 @@ mod tests {
         before: &Payload,
     ) -> (Arc<Order<Reading>>, bool, impl Body<Data = Bytes, Error = Infallible> + Send + use<>) {
         let order = order();
-        let same = is_same(Full::new(Bytes::copy_from_slice(bytes)), before, order.body()).await.unwrap();
+        let same = is_same(Full::new(Bytes::copy_from_slice(bytes)), before, order.body(), PACE).await.unwrap();
         let frames: Vec<_> = bytes.chunks(chunk).map(Bytes::copy_from_slice).map(Frame::data).map(Ok).collect();
         (order, same, http_body_util::StreamBody::new(futures_util::stream::iter(frames)))
     }
@@ -477,15 +537,15 @@ mod tests {
             other in prop::collection::vec(0..3_u8, 0..60),
             sizes in prop::collection::vec(0..20_usize, 0..6),
         ) {
-            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
             runtime.block_on(async {
                 let (_, reading) = made(&post("/"), &[]);
                 let payload = read(&bytes, &sizes, Payload::default()).await;
                 let len = usize::try_from(payload.len).unwrap();
                 let expected = if payload.is_whole == Some(true) { other == bytes } else { other.starts_with(&bytes[..len]) };
-                let same = is_same(Full::new(Bytes::from(other)), &payload, &reading).await.unwrap();
+                let same = is_same(Full::new(Bytes::from(other)), &payload, &reading, PACE).await.unwrap();
                 prop_assert_eq!(same, expected, "{:?}", payload);
-                prop_assert!(is_same(Full::new(Bytes::from(bytes)), &payload, &reading).await.unwrap());
+                prop_assert!(is_same(Full::new(Bytes::from(bytes)), &payload, &reading, PACE).await.unwrap());
                 Ok(())
             })?;
         }
@@ -497,7 +557,7 @@ mod tests {
             sizes in prop::collection::vec(0..9_usize, 0..6),
             chunk in 1..9_usize,
         ) {
-            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
             runtime.block_on(async {
                 let before = read(&bytes, &sizes, Payload::default()).await;
                 let (order, same, body) = next(&other, chunk, &before).await;
@@ -520,7 +580,7 @@ mod tests {
             chunk in 1..9_usize,
             frames_read in 0..6_usize,
         ) {
-            let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+            let runtime = tokio::runtime::Builder::new_current_thread().enable_time().build().unwrap();
             runtime.block_on(async {
                 let before = read(&bytes, &sizes, Payload::default()).await;
                 let (order, same, body) = next(&other, chunk, &before).await;
@@ -534,7 +594,7 @@ mod tests {
                 if let Some(rest) = &mut rest {
                     prop_assert!(Arc::get_mut(rest).is_none(), "the handler still has it");
                     drop(body);
-                    let rest = Arc::get_mut(rest).unwrap().is_same(order.body()).await;
+                    let rest = Arc::get_mut(rest).unwrap().is_same(order.body(), PACE).await;
                     prop_assert_eq!(rest, Some(same), "{:?}", before);
                     prop_assert_eq!(order.body().payload(), before, "no more than was known");
                 }

@@ -12,12 +12,11 @@ use ::http::{HeaderName, HeaderValue, Request, Response};
 use bytes::Bytes;
 use http_body::Body;
 use pin_project_lite::pin_project;
-use tokio::time::timeout;
 use tower_service::Service;
 
 use super::answer::Recorded;
 use super::body::{Chunks, IdempotentBody};
-use super::fingerprint::{FingerprintedBody, Reading, is_same};
+use super::fingerprint::{FingerprintedBody, Reading, Unread, has_route, is_same};
 use super::future::{Answer, GoesOn, Guarded};
 use super::layer::Settings;
 use super::run::{Come, Course};
@@ -25,8 +24,8 @@ use super::service::Shared;
 use crate::error::{BoxError, StoreError};
 use crate::http::lock::{Cut, CutOff};
 use crate::idempotency::{
-    Begin, Begun, Claim, Granted, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, Order, Payload, Rejection,
-    Running, Verdict,
+    Begin, Begun, Claim, Granted, IdempotencyHandle, OnDisconnect, OnUnknown, Operation, Order, Payload, RecordBound,
+    Rejection, Running, ScopeBound, Verdict,
 };
 use crate::lock::Token;
 use crate::reject::{NothingDone, Reject};
@@ -36,6 +35,10 @@ const REPLAYED: HeaderName = HeaderName::from_static("idempotent-replayed");
 /// A client is not told to wait for longer than this, however long the lease may last: most handlers are done much sooner.
 const LONGEST_WAIT: Duration = Duration::from_secs(5);
 
+/// The bounds of `Retry-After` for a caller with too many records. An hour at most, since records may end sooner than the store knows.
+const SHORTEST_RETRY: Duration = Duration::from_secs(1);
+const LONGEST_RETRY: Duration = Duration::from_secs(3_600);
+
 /// Finds out how far the operation is, and does what follows from that.
 ///
 /// `inner` is the service that has reported ready. Where the store answers at once its handler begins here and now; otherwise it is kept,
@@ -43,7 +46,7 @@ const LONGEST_WAIT: Duration = Duration::from_secs(5);
 pub(super) fn guard<S, K, A, B, R>(
     inner: &mut S,
     request: Request<B>,
-    operation: Operation,
+    operation: (Operation, RecordBound),
     running: Running,
     shared: Arc<Shared<K, A>>,
 ) -> Guarded<R, S::Error>
@@ -182,7 +185,7 @@ where
             panic!("ResponseFuture polled after completion")
         };
         let Shared { settings, answer, .. } = &*shared;
-        let come = course.at_work(|| Come::of(settings, served));
+        let come = course.at_work(|| Come::of(settings, &course, served));
         if has_begun && !matches!(come, Come::Part(_)) {
             course.ended(settings);
         }
@@ -244,13 +247,13 @@ where
 /// What the store is asked about a request, and what is going to be known of its body.
 fn order<B>(
     settings: &Settings,
-    operation: Operation,
+    (operation, bound): (Operation, RecordBound),
     request: &Request<B>,
 ) -> Result<Arc<Order<Reading>>, StoreError> {
     let (head, reading) = settings.fingerprints.of(&operation, request, &settings.headers);
     let (lease, retention) = (settings.lease, settings.retention);
-    let claim =
-        Claim { token: Token::random()?, head, lease, retention, takes_over: settings.on_unknown == OnUnknown::Retry };
+    let takes_over = settings.on_unknown == OnUnknown::Retry;
+    let claim = Claim { token: Token::random()?, head, lease, retention, takes_over, bound: Some(bound) };
     Ok(Order::new(&settings.home, operation, claim, reading))
 }
 
@@ -283,7 +286,7 @@ where
     let order = Arc::clone(attempt.order());
     let handle = IdempotencyHandle::new(Arc::clone(&order) as _, number, fence, checkpoint);
     request.extensions_mut().insert(handle);
-    let mut course = Course::new(attempt, settings, running, rest);
+    let mut course = Course::new(attempt, settings, running, rest, has_route(&request));
     // Of a body that has come already it is known whether it is that of the attempt before.
     let is_fit = order.body().unfit().is_none();
     if !is_fit {
@@ -351,6 +354,10 @@ where
             let retry_after = remaining.min(LONGEST_WAIT);
             (Err(Rejection::InFlight { retry_after }), payload)
         }
+        Begun::ScopeFull { retry_after } => {
+            let (bound, retry_after) = (ScopeBound::Records, retry_after.clamp(SHORTEST_RETRY, LONGEST_RETRY));
+            (Err(Rejection::ScopeFull { bound, retry_after }), Payload::default())
+        }
         Begun::Unknown { attempt, payload } => (Err(Rejection::OutcomeUnknown { attempt }), payload),
         // `Granted` is no refusal.
         Begun::Mismatch | Begun::Granted { .. } => (Err(Rejection::Mismatch), Payload::default()),
@@ -369,10 +376,11 @@ async fn compare<B: Body<Data = Bytes>>(
     payload: Payload,
     reading: &Reading,
 ) -> Result<(), Rejection> {
-    match timeout(settings.body_timeout, is_same(request.into_body(), &payload, reading)).await {
-        Ok(Ok(true)) => Ok(()),
-        Ok(Ok(false)) => Err(Rejection::Mismatch),
-        Ok(Err(_)) | Err(_) => Err(Rejection::Unreadable),
+    match is_same(request.into_body(), &payload, reading, settings.pace()).await {
+        Ok(true) => Ok(()),
+        Ok(false) => Err(Rejection::Mismatch),
+        Err(Unread::BrokenOff) => Err(Rejection::Unreadable),
+        Err(Unread::TooSlow) => Err(Rejection::BodyTimeout),
     }
 }
 

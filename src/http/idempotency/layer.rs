@@ -7,14 +7,15 @@ use std::time::Duration;
 use ::http::{HeaderName, Method, Request};
 use tower_layer::Layer;
 
-use super::fingerprint::Fingerprints;
+use super::fingerprint::{Fingerprints, Pace};
+use super::run::FOREVER;
 use super::service::Idempotency;
 use crate::circuit::{CircuitBreaker, Outage};
 use crate::error::{ConfigError, StoreError};
 use crate::http::key::header_name;
 use crate::idempotency::{
-    Claim, Home, IdempotencyHandle, IdempotencyStore, Keep, OnDisconnect, OnMissingKey, OnStoreError, OnUnknown,
-    Rejection, Verdict,
+    Claim, Home, IdempotencyHandle, IdempotencyStore, Keep, MostRunning, OnDisconnect, OnMissingKey, OnStoreError,
+    OnUnknown, Rejection, Verdict,
 };
 use crate::lock::Scope;
 use crate::reject::{AsResponse, Reject};
@@ -61,6 +62,9 @@ pub(super) struct Settings {
     pub(super) max_waiting: usize,
     pub(super) max_run: Duration,
     pub(super) max_running: usize,
+    // `None` is half of them.
+    pub(super) max_running_per_scope: Option<usize>,
+    pub(super) max_records_per_scope: u64,
     pub(super) max_answer: usize,
     pub(super) max_body: u64,
     pub(super) body_timeout: Duration,
@@ -94,6 +98,8 @@ impl IdempotencyLayer {
             max_waiting: 1_000,
             max_run: Duration::from_secs(300),
             max_running: 10_000,
+            max_running_per_scope: None,
+            max_records_per_scope: 1_000_000,
             max_answer: 64 * 1_024,
             max_body: 64 * 1_024 * 1_024,
             body_timeout: Duration::from_secs(10),
@@ -252,8 +258,31 @@ impl<K, A> IdempotencyLayer<K, A> {
     }
 
     /// How many handlers may be at work, those included whose client has gone. Defaults to 10,000. One more is turned away, 503 with HTTP.
+    /// One caller may have [half of them](Self::max_running_per_scope).
     pub fn max_running(self, handlers: usize) -> Self {
         self.with(|settings| settings.max_running = handlers)
+    }
+
+    /// How many handlers of one caller, which is what the [scope](Self::scope) says, may be at work in this process, including those whose client has
+    /// gone. Defaults to half of [`max_running`](Self::max_running), and at least one. One more is turned away, 429 with HTTP.
+    ///
+    /// Set it to `max_running` where all requests come from one caller, as with [`Everyone`](crate::Everyone).
+    pub fn max_running_per_scope(self, handlers: usize) -> Self {
+        self.with(|settings| settings.max_running_per_scope = Some(handlers))
+    }
+
+    /// How many records one caller, which is what the [scope](Self::scope) says, may have in the store, on all routes and in all processes. Defaults to
+    /// 1,000,000. A request under one more key is turned away, 429 with HTTP. A key that has a record is answered as ever.
+    ///
+    /// A record is kept for the [retention](Self::retention), so at a day the default is 11 new keys a second. Raise it where one caller sends more.
+    ///
+    /// * In memory the count is exact. The backend may refuse sooner, where a caller has its [share](crate::MemoryBackend#memory) of the room.
+    /// * With one Redis server the count is exact. A record counts from its beginning for the lease and the retention, or for ten minutes where it is given
+    ///   back: by up to a lease longer than it lives, and less for a handler that outlives its lease.
+    /// * On a cluster the records of a caller are counted in 64 parts, by their keys. Each part has a 64th of the bound, and room for chance, so a caller
+    ///   may have up to `most + 32 * sqrt(most) + 400` records. One whose keys all fall on few parts is refused sooner.
+    pub fn max_records_per_scope(self, most: u64) -> Self {
+        self.with(|settings| settings.max_records_per_scope = most)
     }
 
     /// How many bytes of an answer are kept at the most, headers and trailers included. Defaults to 64 KiB. Of a larger one the status is
@@ -271,7 +300,14 @@ impl<K, A> IdempotencyLayer<K, A> {
         self.with(|settings| settings.max_body = bytes)
     }
 
-    /// How long the body of a request may take that is compared with the one before, or what the handler of a next attempt has left of it. Defaults to 10 s.
+    /// How long the body of a repeat may stand still while it is compared with the one before, and what the handler of a next attempt has left of
+    /// its body. Defaults to 10 s.
+    ///
+    /// Each part of the body that is not empty starts the time again. As a whole the comparison may take as long as [`max_run`](Self::max_run). A repeat
+    /// that is too slow is answered by 408 with HTTP and `UNAVAILABLE` with gRPC: the client may send it again.
+    ///
+    /// A call whose client sends the next part of the body only after a part of the answer, as with bidirectional streams of gRPC, cannot be repeated:
+    /// the answer of the first call is replayed once the whole body is known to be the same. Each repeat ends with this timeout.
     pub fn body_timeout(self, timeout: Duration) -> Self {
         self.with(|settings| settings.body_timeout = timeout)
     }
@@ -346,6 +382,16 @@ impl<K, A> IdempotencyLayer<K, A> {
 }
 
 impl Settings {
+    pub(super) fn most_running(&self) -> MostRunning {
+        let half = (self.max_running / 2).max(1);
+        MostRunning { in_total: self.max_running, per_scope: self.max_running_per_scope.unwrap_or(half) }
+    }
+
+    /// How long a body may take that is compared: as a whole no longer than the handler may, its body included.
+    pub(super) fn pace(&self) -> Pace {
+        Pace { stall: self.body_timeout.min(FOREVER), total: self.max_run.min(FOREVER) }
+    }
+
     /// Whether there is time for the store, and for the handler.
     pub(super) fn check_times(&self) -> Result<(), ConfigError> {
         self.home.check_times(Some(self.max_run))

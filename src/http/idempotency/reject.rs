@@ -16,11 +16,15 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
             Rejection::MissingKey => (Kind::MissingIdempotencyKey, StatusCode::BAD_REQUEST, None),
             Rejection::InvalidKey(_) => (Kind::InvalidIdempotencyKey, StatusCode::BAD_REQUEST, None),
             Rejection::MissingScope | Rejection::Unreadable => (Kind::Blank, StatusCode::BAD_REQUEST, None),
+            Rejection::BodyTimeout => (Kind::Blank, StatusCode::REQUEST_TIMEOUT, None),
             Rejection::TooLarge { .. } => (Kind::Blank, StatusCode::PAYLOAD_TOO_LARGE, None),
             Rejection::Mismatch => (Kind::IdempotencyKeyReused, StatusCode::UNPROCESSABLE_ENTITY, None),
             Rejection::InFlight { retry_after } => (Kind::InFlight, StatusCode::CONFLICT, Some(*retry_after)),
             Rejection::OutcomeUnknown { .. } => (Kind::OutcomeUnknown, StatusCode::CONFLICT, None),
             Rejection::NotKept { .. } => (Kind::AnswerNotKept, StatusCode::CONFLICT, None),
+            Rejection::ScopeFull { retry_after, .. } => {
+                (Kind::IdempotencyScopeFull, StatusCode::TOO_MANY_REQUESTS, Some(*retry_after))
+            }
             // It may have had effects, so nobody is invited to try again.
             Rejection::Cancelled => (Kind::Blank, StatusCode::SERVICE_UNAVAILABLE, None),
             // A mistake of the program.

@@ -8,14 +8,14 @@ use std::sync::Arc;
 use std::task::{Context, Poll, Waker};
 use std::time::Duration;
 
-use ::http::header::{CONTENT_LENGTH, CONTENT_TYPE};
+use ::http::header::{CONTENT_LENGTH, CONTENT_TYPE, RETRY_AFTER};
 use ::http::response::Parts;
 use ::http::{HeaderMap, HeaderName, HeaderValue, Response, StatusCode};
 use bytes::Bytes;
 use http_body::{Body, Frame, SizeHint};
 use tokio::sync::mpsc::{self, Sender};
 use tokio::task::consume_budget;
-use tokio::time::{Instant, sleep_until, timeout, timeout_at};
+use tokio::time::{Instant, sleep_until, timeout_at};
 use tracing::Instrument as _;
 
 use super::answer::{Recorder, mark};
@@ -25,6 +25,7 @@ use super::future::Answer;
 use super::layer::Settings;
 use crate::error::{BoxError, causes};
 use crate::http::lock::{Cut, CutOff};
+use crate::http::reject::REJECTED;
 use crate::idempotency::{
     Attempt, Completion, HasPayload as _, Keep, OnDisconnect, OnUnknown, Rejection, Running, Settlement, Verdict,
 };
@@ -36,7 +37,7 @@ const PIECES: usize = 1_024;
 /// How many pieces that are there already are taken together before the caller gets the first of them.
 const AT_ONCE: usize = 64;
 /// As good as never.
-const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
+pub(super) const FOREVER: Duration = Duration::from_secs(30 * 365 * 86_400);
 
 /// An operation that is being done, and what is known of it.
 pub(super) struct Course {
@@ -44,6 +45,8 @@ pub(super) struct Course {
     running: Running,
     // What the handler leaves of the body, where that has to be the one of the attempt before.
     rest: Option<Arc<dyn Rest>>,
+    // Whether it is known that there is a route for the request.
+    has_route: bool,
     begun: Instant,
     // When it has taken too long.
     until: Instant,
@@ -57,11 +60,12 @@ impl Course {
         settings: &Settings,
         running: Running,
         rest: Option<Arc<dyn Rest>>,
+        has_route: bool,
     ) -> Self {
         let attempt = if settings.keep.gives_failures_back() { attempt.gives_back_panics() } else { attempt };
         let begun = attempt.sent();
         let until = begun + settings.max_run.min(FOREVER);
-        Self { attempt, running, rest, begun, until, limits: None }
+        Self { attempt, running, rest, has_route, begun, until, limits: None }
     }
 
     /// Lets the operation be given back once this is dropped.
@@ -72,6 +76,17 @@ impl Course {
     /// Does a part of the operation that is no future.
     pub(super) fn at_work<T>(&self, work: impl FnOnce() -> T) -> T {
         self.attempt.at_work(work)
+    }
+
+    /// Whether an answer that says "no such route" may be that of a router, and of no handler.
+    fn is_not_here(&self, status: StatusCode) -> bool {
+        let is_touched = || self.attempt.order().body().is_touched();
+        match status {
+            StatusCode::NOT_FOUND => !self.has_route && !is_touched(),
+            // A route that is there may be so for other methods.
+            StatusCode::METHOD_NOT_ALLOWED => !is_touched(),
+            _ => false,
+        }
     }
 
     /// Whether somebody else may have begun. After a standstill nothing of a handler may run before this was looked at.
@@ -158,7 +173,7 @@ impl Course {
         let reading = self.attempt.order().body();
         let is_same = match self.rest.as_mut().and_then(Arc::get_mut) {
             Some(rest) => tokio::select! {
-                is_same = timeout(settings.body_timeout, rest.is_same(reading)) => is_same.ok().flatten(),
+                is_same = rest.is_same(reading, settings.pace()) => is_same,
                 () = self.attempt.keep() => None,
             },
             // Somebody still reads it.
@@ -255,7 +270,7 @@ where
     E: 'static,
 {
     /// Looks at what is there already, which is all of it more often than not. `served` is `None` if it has taken too long.
-    pub(super) fn of(settings: &Settings, served: Option<Result<Response<R>, E>>) -> Self {
+    pub(super) fn of(settings: &Settings, course: &Course, served: Option<Result<Response<R>, E>>) -> Self {
         let (parts, body) = match served {
             Some(Ok(response)) => response.into_parts(),
             Some(Err(error)) => {
@@ -266,7 +281,8 @@ where
         };
         let recorder = Recorder::new(parts.status, &parts.headers, settings.keeps_cookies, settings.max_answer);
         let (hint, mut chunks) = (body.size_hint(), Chunks::default());
-        let mut stream = Stream::new(body, recorder, Judge::new(settings.keep, &parts));
+        let mut stream =
+            Stream::new(body, recorder, Judge::new(settings.keep, &parts, course.is_not_here(parts.status)));
         if stream.take_what_is_there(&mut chunks) {
             let outcome = stream.outcome(chunks.iter(), true);
             Self::Whole(outcome, Ok(Response::from_parts(parts, IdempotentBody::whole(chunks, stream.trailers))))
@@ -566,7 +582,7 @@ async fn send(pieces: &Sender<Piece>, data: Bytes, is_recorded: bool) {
     }
 }
 
-/// What [`Keep::SafeRetry`] gives back besides 5xx: what says "not now", and what is said of the headers of a request, its credentials
+/// What [`Keep::SafeRetry`] gives back besides 5xx and what depends on more than the status: what says "not now", and what is said of the headers of a request, its credentials
 /// or its connection, which may be others the next time.
 const GIVEN_BACK: [StatusCode; 12] = [
     StatusCode::UNAUTHORIZED,
@@ -610,6 +626,8 @@ impl GrpcStatus {
 struct Judge {
     keep: Keep,
     is_refusal: bool,
+    is_not_here: bool,
+    is_later: bool,
     is_unknown: bool,
     cut_off: Option<CutOff>,
     status: StatusCode,
@@ -618,14 +636,16 @@ struct Judge {
 }
 
 impl Judge {
-    fn new(keep: Keep, parts: &Parts) -> Self {
+    fn new(keep: Keep, parts: &Parts, is_not_here: bool) -> Self {
         let Parts { status, headers, extensions, .. } = parts;
         let content_type = headers.get(CONTENT_TYPE).map_or(b"".as_slice(), HeaderValue::as_bytes);
         let is_grpc = content_type.starts_with(b"application/grpc");
-        let is_refusal = extensions.get::<NothingDone>().is_some();
+        // A response that came over a connection has no extensions.
+        let is_refusal = extensions.get::<NothingDone>().is_some() || headers.contains_key(&REJECTED);
+        let is_later = status.is_client_error() && headers.contains_key(RETRY_AFTER);
         let is_unknown = extensions.get::<OutcomeUnknown>().is_some();
         let (cut_off, grpc) = (extensions.get::<CutOff>().cloned(), GrpcStatus::of(headers));
-        Self { keep, is_refusal, is_unknown, cut_off, status: *status, grpc, is_grpc }
+        Self { keep, is_refusal, is_not_here, is_later, is_unknown, cut_off, status: *status, grpc, is_grpc }
     }
 
     /// Whether nobody knows what was done: as the answer says, or since it was cut off.
@@ -664,6 +684,8 @@ impl Judge {
             Keep::Success => self.succeeded(trailers, is_whole),
             Keep::SafeRetry => {
                 !self.status.is_server_error()
+                    && !self.is_not_here
+                    && !self.is_later
                     && !GIVEN_BACK.contains(&self.status)
                     && self.grpc(trailers, is_whole) != Some(GrpcStatus::Transient)
             }

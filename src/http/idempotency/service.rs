@@ -14,7 +14,7 @@ use super::guard::{guard, take_ready};
 use super::key::key_of;
 use super::layer::{IdempotencyLayer, Settings};
 use crate::error::BoxError;
-use crate::idempotency::{IdempotencyHandle, OnMissingKey, Operation, Rejection};
+use crate::idempotency::{IdempotencyHandle, OnMissingKey, Operation, RecordBound, Rejection};
 use crate::key::{ExtractKey, Key};
 use crate::reject::{AsResponse, Reject};
 
@@ -100,12 +100,13 @@ where
                         let passed = self.inner.call(request.map(FingerprintedBody::passed));
                         return ResponseFuture::passed_through(passed, shared);
                     }
-                    match settings.home.admit(settings.max_running) {
-                        Some(running) => {
-                            let guarded = guard(&mut self.inner, request, operation, running, shared);
+                    match settings.home.admit(&scope, settings.most_running()) {
+                        Ok(running) => {
+                            let bound = RecordBound { scope, most: settings.max_records_per_scope };
+                            let guarded = guard(&mut self.inner, request, (operation, bound), running, shared);
                             return ResponseFuture::guarded(guarded);
                         }
-                        None => Rejection::Full,
+                        Err(rejection) => rejection,
                     }
                 }
                 None => Rejection::MissingScope,

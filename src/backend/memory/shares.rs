@@ -1,0 +1,133 @@
+//! Room that several owners share, so that none of them fills it for all.
+
+use std::collections::HashMap;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
+
+/// More than threads would ask at once.
+const PARTS: usize = 16;
+
+/// What is taken of some room, or given back.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(super) struct Amount {
+    pub(super) records: usize,
+    pub(super) bytes: usize,
+}
+
+/// Why there is no room.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum NoRoom {
+    /// The owner has as many records as it was allowed.
+    Bound,
+    /// The owner has more than its share.
+    Share,
+}
+
+/// How much of the room each owner has, by a keyed hash of its name. An owner that has nothing takes no room.
+pub(super) struct Shares {
+    parts: [Mutex<HashMap<u64, Amount>>; PARTS],
+    records: AtomicUsize,
+    bytes: AtomicUsize,
+    room: Amount,
+}
+
+/// By how much an owner would have more than its share with `new` more: more than what would be left for all others. One that is alone has `room`, and
+/// all together have less than twice as much.
+pub(super) const fn excess(own: usize, all: usize, new: usize, room: usize) -> usize {
+    if new == 0 {
+        return 0;
+    }
+    let left = room.saturating_mul(2).saturating_sub(all.saturating_add(new));
+    own.saturating_add(new).saturating_sub(left)
+}
+
+impl Shares {
+    /// `room` is what an owner that is alone may have.
+    pub(super) fn new(room: Amount) -> Self {
+        Self { parts: Default::default(), records: AtomicUsize::new(0), bytes: AtomicUsize::new(0), room }
+    }
+
+    pub(super) fn records(&self) -> usize {
+        self.records.load(Ordering::Relaxed)
+    }
+
+    /// Takes so much, if the owner has no more than its share then, and no more records than `most`.
+    pub(super) fn take(&self, owner: u64, new: Amount, most: usize) -> Result<(), NoRoom> {
+        let mut part = self.part(owner);
+        let own = part.get(&owner).copied().unwrap_or_default();
+        self.check(own, new, most)?;
+        let (records, bytes) = (own.records + new.records, own.bytes + new.bytes);
+        part.insert(owner, Amount { records, bytes });
+        self.records.fetch_add(new.records, Ordering::Relaxed);
+        self.bytes.fetch_add(new.bytes, Ordering::Relaxed);
+        Ok(())
+    }
+
+    fn check(&self, own: Amount, new: Amount, most: usize) -> Result<(), NoRoom> {
+        if new.records > 0 && own.records >= most {
+            return Err(NoRoom::Bound);
+        }
+        let bytes = self.bytes.load(Ordering::Relaxed);
+        if excess(own.records, self.records(), new.records, self.room.records) > 0
+            || excess(own.bytes, bytes, new.bytes, self.room.bytes) > 0
+        {
+            return Err(NoRoom::Share);
+        }
+        Ok(())
+    }
+
+    pub(super) fn give_back(&self, owner: u64, old: Amount) {
+        let mut part = self.part(owner);
+        if let Some(own) = part.get_mut(&owner) {
+            own.records -= old.records;
+            own.bytes -= old.bytes;
+            if *own == Amount::default() {
+                part.remove(&owner);
+            }
+        }
+        self.records.fetch_sub(old.records, Ordering::Relaxed);
+        self.bytes.fetch_sub(old.bytes, Ordering::Relaxed);
+    }
+
+    /// Nothing in here panics halfway, so what a poisoned lock guards is whole.
+    fn part(&self, owner: u64) -> MutexGuard<'_, HashMap<u64, Amount>> {
+        // The lower half chooses the place within the part.
+        self.parts[(owner >> 32) as usize % PARTS].lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// All that is taken, added up anew.
+    #[cfg(test)]
+    pub(super) fn added_up(&self) -> HashMap<u64, Amount> {
+        let parts = (0..PARTS as u64).flat_map(|part| self.part(part << 32).clone());
+        parts.collect()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const ONE: Amount = Amount { records: 1, bytes: 10 };
+
+    fn fill(shares: &Shares, owner: u64) -> usize {
+        (0..).take_while(|_| shares.take(owner, ONE, usize::MAX).is_ok()).count()
+    }
+
+    #[test]
+    fn an_owner_leaves_as_much_room_as_it_has() {
+        let shares = Shares::new(Amount { records: 1_000, bytes: usize::MAX / 2 });
+        assert_eq!([1, 2, 3].map(|owner| fill(&shares, owner)), [1_000, 500, 250]);
+        // What one gives back others may have.
+        (0..1_000).for_each(|_| shares.give_back(1, ONE));
+        assert!(fill(&shares, 3) > 300);
+        assert_eq!(shares.take(4, ONE, 0), Err(NoRoom::Bound));
+        assert_eq!(shares.take(3, ONE, usize::MAX), Err(NoRoom::Share));
+    }
+
+    #[test]
+    fn bytes_are_shared_like_records() {
+        let shares = Shares::new(Amount { records: 1_000, bytes: 100 });
+        assert_eq!([1, 2].map(|owner| fill(&shares, owner)), [10, 5]);
+        assert_eq!(shares.take(1, Amount { records: 1, bytes: 0 }, usize::MAX), Ok(()));
+    }
+}
