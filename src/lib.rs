@@ -99,6 +99,7 @@ mod error;
 mod key;
 #[cfg(feature = "metrics")]
 mod meter;
+mod panics;
 mod per_thread;
 
 pub mod backend;

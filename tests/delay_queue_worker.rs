@@ -2189,3 +2189,80 @@ async fn recurring_jobs_are_what_is_said_of_them_and_go_when_their_schedule_does
     assert!(retire().await.unwrap() && is_empty(&queue).await);
     assert!(!retire().await.unwrap());
 }
+
+/// A panic carries one of these: dropping it panics, too.
+struct Bomb;
+
+impl Drop for Bomb {
+    fn drop(&mut self) {
+        std::panic::panic_any("the payload of a panic is dropped");
+    }
+}
+
+/// Panics with a bomb wherever a worker calls it: when it is called, in its future, and in the text of its error.
+async fn panic_somewhere(job: Job<u32>) -> Result<(), Explosive> {
+    match *job {
+        2 => std::panic::panic_any(Bomb),
+        3 => Err(Explosive),
+        _ => Ok(()),
+    }
+}
+
+#[derive(Debug)]
+struct Explosive;
+
+impl fmt::Display for Explosive {
+    fn fmt(&self, _: &mut fmt::Formatter<'_>) -> fmt::Result {
+        std::panic::panic_any(Bomb)
+    }
+}
+
+impl std::error::Error for Explosive {}
+
+#[tokio::test(start_paused = true)]
+async fn worker_survives_panic_payloads_whose_drop_panics() {
+    let queue = queue(MemoryBackend::new());
+    let done = Arc::new(AtomicUsize::new(0));
+    let noted = Arc::clone(&done);
+    let service = service_fn(move |job: Job<u32>| {
+        if *job == 1 && job.attempt() == 1 {
+            std::panic::panic_any(Bomb);
+        }
+        let (noted, is_first) = (Arc::clone(&noted), job.attempt() == 1);
+        async move {
+            if is_first {
+                panic_somewhere(job).await?;
+            }
+            noted.fetch_add(1, Ordering::SeqCst);
+            Ok::<_, Explosive>(())
+        }
+    });
+    let worker = Background::start(DelayQueueWorker::new(queue.clone(), service).backoff(Backoff::fixed(secs(1))));
+    for job in 1..=4 {
+        queue.push(job).await.unwrap();
+    }
+    sleep(secs(10)).await;
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+    assert_eq!(done.load(Ordering::SeqCst), 4);
+
+    // Asked whether it is ready, it ends the worker in the usual way.
+    #[derive(Clone)]
+    struct Asked;
+    impl Service<Job<u32>> for Asked {
+        type Response = ();
+        type Error = Infallible;
+        type Future = Ready<Result<(), Infallible>>;
+
+        fn poll_ready(&mut self, _: &mut Context<'_>) -> Poll<Result<(), Infallible>> {
+            std::panic::panic_any(Bomb)
+        }
+
+        fn call(&mut self, _: Job<u32>) -> Self::Future {
+            ready(Ok(()))
+        }
+    }
+    queue.push(5).await.unwrap();
+    let error = DelayQueueWorker::new(queue, Asked).run().await.unwrap_err();
+    assert!(matches!(error, WorkerError::Service(_)), "{error:?}");
+}

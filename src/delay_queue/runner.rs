@@ -32,6 +32,7 @@ use super::store::{
 use super::worker::{OnUndecodable, Settings, WorkerError};
 use crate::circuit::Outage;
 use crate::error::{BoxError, StoreError};
+use crate::panics::{discard, discard_joined};
 
 /// How many calls that finish and claim are under way at the same time, of each part of a queue: one is answered while jobs of the other run.
 const LANES: usize = 2;
@@ -300,6 +301,7 @@ impl<T, S, C> Runner<T, S, C> {
         let (ticket, attempt) = (running.ticket, running.attempt);
         if running.is_left {
             self.left -= 1;
+            discard_joined(ended);
             tracing::info!(queue = %self.queue.name(), job = %ticket.id, "a job that was left behind has ended");
             return;
         }
@@ -317,11 +319,11 @@ impl<T, S, C> Runner<T, S, C> {
                 match verdict {
                     Ok(verdict) => self.judge(ticket, verdict, now),
                     // What the error has to say is the service's, too.
-                    Err(panic) => Settled::retry(ticket, delay(), panicked(&*panic)),
+                    Err(panic) => Settled::retry(ticket, delay(), panicked(panic)),
                 }
             }
             (Err(error), stop) => match error.try_into_panic() {
-                Ok(panic) => Settled::retry(ticket, delay(), panicked(&*panic)),
+                Ok(panic) => Settled::retry(ticket, delay(), panicked(panic)),
                 Err(_) => Settled::dropped(ticket, stop, delay()),
             },
         };
@@ -745,7 +747,7 @@ where
             Err(panic) => {
                 self.slots.put_damaged(instance);
                 let delay = self.settings.backoff.delay(attempt);
-                let settled = Settled::retry(ticket, delay, panicked(&*panic));
+                let settled = Settled::retry(ticket, delay, panicked(panic));
                 self.settle(part, lease_ends, Settled { is_last, ..settled });
                 return;
             }
@@ -842,7 +844,7 @@ fn open<T, C: Codec<T>>(queue: &DelayQueue<T, C>, claimed: ClaimedJob) -> Result
     match catch_unwind(AssertUnwindSafe(|| queue.open(claimed))) {
         Ok(Ok((job, canceller))) => Ok(Opened { ticket, job, canceller }),
         Ok(Err(ending)) => Err(ending),
-        Err(panic) => Err(Ending::Dead { reason: Reason::Undecodable, error: panicked(&*panic) }),
+        Err(panic) => Err(Ending::Dead { reason: Reason::Undecodable, error: panicked(panic) }),
     }
 }
 
@@ -861,9 +863,11 @@ async fn give_way() {
 }
 
 /// What a panic has to say.
-fn panicked(panic: &(dyn Any + Send)) -> Arc<str> {
+fn panicked(panic: Box<dyn Any + Send>) -> Arc<str> {
     let text = panic.downcast_ref::<&str>().copied().or_else(|| panic.downcast_ref::<String>().map(String::as_str));
-    text.map_or_else(|| "it panicked".into(), |text| format!("it panicked: {text}").into())
+    let text = text.map_or_else(|| "it panicked".into(), |text| format!("it panicked: {text}").into());
+    discard(panic);
+    text
 }
 
 /// How long to wait from the answer on: `next` counts whole milliseconds of the store's clock, which may have begun a while before.

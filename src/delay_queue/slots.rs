@@ -5,6 +5,7 @@ use tower_service::Service;
 
 use super::job::Job;
 use crate::error::BoxError;
+use crate::panics::discard;
 
 /// Instances of a service, as many as jobs are about to be given to one.
 ///
@@ -55,7 +56,10 @@ impl<S> Slots<S> {
                     self.waiting = Some(instance);
                     return Poll::Pending;
                 }
-                Err(_) => return Poll::Ready(Err("the service panicked when it was asked whether it is ready".into())),
+                Err(panic) => {
+                    discard(panic);
+                    return Poll::Ready(Err("the service panicked when it was asked whether it is ready".into()));
+                }
             }
         }
         Poll::Ready(Ok(()))

@@ -17,6 +17,7 @@ use super::shared::Shared;
 use super::store::{Scope, Token};
 use crate::deadline::Deadline;
 use crate::error::StoreError;
+use crate::panics::discard_joined;
 
 /// How many leases are renewed by one call of the store.
 const BATCH: usize = 128;
@@ -325,7 +326,7 @@ async fn keep_alive(task: Task, wake: Arc<Notify>) {
         tokio::select! {
             () = wake.notified() => {}
             () = sleep_until(next) => {}
-            Some(_) = calls.join_next(), if !calls.is_empty() => {}
+            Some(ended) = calls.join_next(), if !calls.is_empty() => discard_joined(ended),
         }
     }
 }

@@ -12,6 +12,7 @@ use super::lock_key::LockKey;
 use super::store::{Acquired, Claim, Line, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use super::together::together;
 use crate::error::{ConfigError, StoreError};
+use crate::panics::discard_joined;
 
 /// Locks that more than half of several independent stores have to agree on, so that they go on while the others are down.
 ///
@@ -135,7 +136,9 @@ impl<S> Redlock<S> {
             (0..self.stores.len()).map(|i| Some(Box::pin(call(Arc::clone(&self.stores), i)))).collect();
         let answers = hear(&mut calls, is_enough).await;
         let mut rest = self.rest.lock().unwrap_or_else(PoisonError::into_inner);
-        while rest.try_join_next().is_some() {}
+        while let Some(ended) = rest.try_join_next() {
+            discard_joined(ended);
+        }
         for call in calls.into_iter().flatten() {
             if rest.len() < MAX_REST {
                 rest.spawn(async move { drop(timeout(REST, call).await) });

@@ -20,6 +20,7 @@ use super::store::{RateLimitStore, Request};
 use crate::error::StoreError;
 use crate::key::Key;
 use crate::lock::Scope;
+use crate::panics::discard_joined;
 
 /// Draws units ahead from the store for keys that are asked about all the time, and hands them out in this process.
 ///
@@ -657,14 +658,16 @@ impl<S: RateLimitStore + Send + Sync + 'static> Leases<S> {
             let mut calls = JoinSet::new();
             for (key, receipt, lost) in held {
                 if calls.len() == Self::GIVEN_BACK_AT_ONCE {
-                    let _ = calls.join_next().await;
+                    calls.join_next().await.into_iter().for_each(discard_joined);
                 }
                 let leases = self.clone();
                 calls.spawn(
                     async move { leases.repay(leases.slots.place(&lost.policy, &key), &key, receipt, lost).await },
                 );
             }
-            while calls.join_next().await.is_some() {}
+            while let Some(ended) = calls.join_next().await {
+                discard_joined(ended);
+            }
         };
         let _ = timeout(deadline, given_back).await;
     }

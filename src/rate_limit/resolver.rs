@@ -19,6 +19,7 @@ use crate::circuit::Outage;
 use crate::deadline::Deadline;
 use crate::error::{BoxError, StoreError};
 use crate::key::Key;
+use crate::panics::discard;
 
 /// Finds out at run time by which policy a key is counted: the plan that a customer has booked, for instance.
 ///
@@ -426,7 +427,7 @@ impl PolicyResolver {
                 drop(runtime.spawn(course));
             }
         }));
-        drop(begun);
+        begun.unwrap_or_else(discard);
     }
 }
 
