@@ -11,6 +11,7 @@
 //! * `claim_per_s_1e6`, `process_per_s_1e6`: the same of a million that are all due in the same millisecond: the worker while 1,000,000 down
 //!   to 705,000 of them wait, and the claims after it, down to 505,000
 //! * `late_p50_ms`, `late_p99_ms`, `early`: how late 1,000 jobs come to a service, and how many of them early
+//! * `takeover_ms`: how long after the end of its lease of 5 s the job of a killed worker begins elsewhere; the worst of 8
 //! * `idle_commands_per_s`: commands that each of 1,000 workers sends while there is nothing to do
 //! * `redis_us_per_job`: how long Redis was at the scripts for each of the jobs of that million that are claimed so, by its own count
 //! * `scripts_above_5ms`: how many scripts took longer than that meanwhile, as SLOWLOG has it
@@ -61,6 +62,9 @@ fn main() {
     let (late_p50_ms, late_p99_ms, early) = runtime.block_on(worker::lateness(queue(&backend)));
     println!("late by {late_p50_ms:.2} ms in the median, 99th percentile {late_p99_ms:.2} ms, {early} early");
     server.query::<()>("FLUSHALL");
+    let takeover_ms = runtime.block_on(worker::takeover(&server));
+    println!("jobs of killed workers begin up to {takeover_ms:.0} ms after their leases");
+    server.query::<()>("FLUSHALL");
     let idle_commands_per_s = runtime.block_on(worker::idle_commands(&server, &backend));
     println!("{idle_commands_per_s:.3} commands a second for an idle worker");
     server.query::<()>("FLUSHALL");
@@ -105,7 +109,7 @@ fn main() {
         "push_per_s={:.0} push_ceiling_ratio={:.2} bulk_per_s={bulk_per_s:.0} claim_per_s={:.0} claim_per_s_1e6={:.0} \
          process_per_s={:.0} process_per_s_1e6={:.0} redis_us_per_job={redis_us_per_job:.2} \
          scripts_above_5ms={scripts_above_5ms} bytes_per_job={bytes_per_job:.0} late_p50_ms={late_p50_ms:.2} \
-         late_p99_ms={late_p99_ms:.2} early={early} idle_commands_per_s={idle_commands_per_s:.3}",
+         late_p99_ms={late_p99_ms:.2} early={early} idle_commands_per_s={idle_commands_per_s:.3} takeover_ms={takeover_ms:.0}",
         median(pushes),
         median(ratios),
         median(few),

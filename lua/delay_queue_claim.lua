@@ -7,10 +7,11 @@
 -- KEYS[5]  leases    sorted set of tickets by when they end in ms                     prefix:2:{delay_queue:<name>}:leases
 -- KEYS[6]  dead      sorted set of ids by when they died in ms                        prefix:2:{delay_queue:<name>}:dead
 -- KEYS[7]  unique    hash of holders by unique key                                   prefix:2:{delay_queue:<name>}:unique
--- KEYS[8]  cancels   set of ids that are running and to be cancelled                  prefix:2:{delay_queue:<name>}:cancels
+-- KEYS[8]  cancels   hash of cancelled jobs that are still running                     prefix:2:{delay_queue:<name>}:cancels
 -- KEYS[9]  state     string, expires in 10 minutes unless the queue is paused          prefix:2:{delay_queue:<name>}:state
 -- KEYS[10]  idle     sorted set of workers that wait, by when they last said so in ms  prefix:2:{delay_queue:<name>}:idle
 -- KEYS[11]  runs     sorted set of runs by when they are due in ms, see delay_queue_push  prefix:2:{delay_queue:<name>}:runs
+-- KEYS[12]  snoozed  sorted set of ids by when they return to their due set in ms     prefix:2:{delay_queue:<name>}:snoozed
 -- ARGV[1]  keep_ms   how long keys outlive the last of what they hold, at most 2^40
 -- ARGV[2]  publish   PUBLISH, or SPUBLISH on a cluster
 -- ARGV[3]  wake      what the channels of workers begin with
@@ -28,8 +29,8 @@
 -- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}: a digit a finished job (0 gone, of
 --          what is done and no longer held also where another job of its id was pushed since it was claimed, 1 as was asked for, 2 dead,
 --          3 lost, 4 gone since it was cancelled); 1 if more is due; when to ask again; for how long the oldest that waits is due, -1 if
---          none is; the token of what was claimed; how many leases had ended, and of how many jobs it was the last attempt; and what was
---          claimed in pairs of arrays, with nothing in the place of a record that is missing
+--          none is; the token of what was claimed; how many leases had ended; the ids of the jobs of which it was the last attempt; and
+--          what was claimed in pairs of arrays, with nothing in the place of a record that is missing
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
 -- Repeat   harmless for what is finished: it is gone, or lost. What was claimed the first time comes back when its leases have ended
 -- Value    jobs: 1 byte version 1, 6 bytes when it was pushed and 6 bytes when it is due in ms; then 1 byte priority (0 to 2) and 4 times
@@ -39,9 +40,10 @@
 --          the error, the headers and the payload. unique: 6 bytes until when in ms, 0 while the job is there; then the id. runs: see
 --          delay_queue_push. leases: a ticket is 7 bytes token, big endian, and the id. state: 1 byte version 1, 1 byte 1 if the queue is
 --          paused, 7 bytes the last token, 6 bytes when the keeper looks again in ms, little endian; then the keeper, who is the worker
---          that waits until the next job is due
+--          that waits until the next job is due. cancels: the byte 0 and the id of a cancelled job, to its record; the byte 1 and the
+--          unique key that it held, to its id. A job of the same id or key is not claimed before that run has ended
 local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local unique, cancels, state, idle, runs = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local unique, cancels, state, idle, runs, snoozed = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
 local keep_ms, publish, wake, worker, limit = ARGV[1] + 0, ARGV[2], ARGV[3], ARGV[4], math.min(ARGV[5] + 0, 256)
 local lease_ms, dead_max, dead_ms = ARGV[6] + 0, ARGV[7] + 0, ARGV[8] + 0
 local done, first = math.min(ARGV[9] + 0, 256), 11
@@ -80,11 +82,11 @@ end
 local is_paused, token, wakes_at = struct.unpack('<BI7I6', stored, 2)
 local keeper = stored:sub(16)
 
--- What is to be written: records, due times by priority and dead ones, each as a command takes them; and what is to go.
-local records, waiting, died, gone = {}, {[0] = {}, {}, {}}, {}, {}
+-- What is to be written: records, due times by priority, snoozed jobs and dead ones, each as a command takes them; and what is to go.
+local records, waiting, asleep, died, gone = {}, {[0] = {}, {}, {}}, {}, {}, {}
 local latest = now
 -- Most of the time there is none of these, which one command tells.
-local has_rare = redis.call('EXISTS', high, low, dead, unique, cancels, idle) > 0
+local has_rare = redis.call('EXISTS', high, low, dead, unique, cancels, snoozed, idle) > 0
 local has_unique = has_rare and redis.call('EXISTS', unique) == 1
 local has_cancels = has_rare and redis.call('EXISTS', cancels) == 1
 
@@ -96,6 +98,53 @@ local function free(key, id)
   end
 end
 
+local function is_job(record)
+  return #record > 25 and record:byte(1) == 1 and record:byte(14) % 4 < 3
+end
+
+local function key_of(record)
+  return is_job(record) and record:byte(14) > 3 and record:sub(27, 26 + record:byte(22))
+end
+
+-- Returns a snoozed job to its due set.
+local function resume(id)
+  local record = redis.call('ZREM', snoozed, id) == 1 and redis.call('HGET', jobs, id)
+  if record then
+    -- What cannot be read is claimed as well, and dead in the end.
+    local score, set = now, normal
+    if is_job(record) then
+      score, set = struct.unpack('>I6', record, 8), due[record:byte(14) % 4]
+    end
+    redis.call('ZADD', set, score, id)
+    keep(set, math.max(score - now, 0) + keep_ms)
+  end
+end
+
+-- Ends the run of a cancelled job, so that a job of the same id or unique key can be claimed. Answers whether the job was cancelled.
+local function end_cancelled(id)
+  local record = has_cancels and redis.call('HGET', cancels, '\0' .. id)
+  if not record then
+    return false
+  end
+  redis.call('HDEL', cancels, '\0' .. id)
+  resume(id)
+  local key = key_of(record)
+  if key and redis.call('HGET', cancels, '\1' .. key) == id then
+    redis.call('HDEL', cancels, '\1' .. key)
+    local holder = redis.call('HGET', unique, key)
+    if holder then
+      resume(holder:sub(7))
+    end
+  end
+  return true
+end
+
+-- Whether the run of a cancelled job keeps this job from being claimed.
+local function is_held_up(id, record)
+  local key = has_cancels and key_of(record)
+  return has_cancels and (redis.call('HEXISTS', cancels, '\0' .. id) == 1 or (key and redis.call('HEXISTS', cancels, '\1' .. key) == 1))
+end
+
 -- What becomes of a job whose attempt is over and that is not done; kind 5 is a lease that has ended. Answers as is told of a finished job.
 local function settle(id, record, kind, delay, failure)
   if #record < 26 or record:byte(1) ~= 1 or record:byte(14) % 4 > 2 then
@@ -103,24 +152,24 @@ local function settle(id, record, kind, delay, failure)
     died[#died + 1], died[#died + 2] = now, id
     return '2'
   end
+  if kind == 2 then
+    -- It is due as before, so that it goes before those that are due later when it returns.
+    local wakes_at = delay == 0 and now or later + delay
+    asleep[#asleep + 1], asleep[#asleep + 2] = wakes_at, id
+    latest = math.max(latest, wakes_at)
+    return '1'
+  end
   local score, flags, max, attempts, reason, error_len, key_len, headers = struct.unpack('>I6BHHBHBI4', record, 8)
   local key, rest = record:sub(27, 26 + key_len), record:sub(27 + key_len + error_len)
   local message = record:sub(27 + key_len, 26 + key_len + error_len)
-  if has_cancels and redis.call('SISMEMBER', cancels, id) == 1 then
-    gone[#gone + 1] = id
-    if flags > 3 then
-      free(key, id)
-    end
-    return '4'
-  end
   if kind == 1 or kind > 3 then
     attempts, message = math.min(attempts + 1, 65535), failure:sub(1, 1024)
     reason = kind == 4 and delay or kind == 5 and 2 or 1
   end
-  local is_dead = kind == 4 or (kind ~= 2 and kind ~= 3 and attempts >= max)
-  if kind == 5 or (kind < 3 and delay == 0) then
+  local is_dead = kind == 4 or (kind ~= 3 and attempts >= max)
+  if kind == 5 or (kind == 1 and delay == 0) then
     score = now
-  elseif kind < 3 then
+  elseif kind == 1 then
     score = later + delay
   end
   records[#records + 1] = id
@@ -140,19 +189,15 @@ local function write()
   if #gone > 0 then
     redis.call('HDEL', jobs, unpack(gone))
   end
-  if has_cancels and #gone + #records > 0 then
-    local ended = {}
-    for i = 1, #gone do
-      ended[i] = gone[i]
-    end
-    for i = 1, #records, 2 do
-      ended[#ended + 1] = records[i]
-    end
-    redis.call('SREM', cancels, unpack(ended))
-  end
-  has_rare = has_rare or #records + #died > 0
+  has_rare = has_rare or #records + #asleep + #died > 0
   if #records > 0 then
     redis.call('HSET', jobs, unpack(records))
+  end
+  if #asleep > 0 then
+    redis.call('ZADD', snoozed, unpack(asleep))
+    keep(snoozed, latest - now + keep_ms)
+  end
+  if #records + #asleep > 0 then
     keep(jobs, latest - now + keep_ms + 86400000)
     if has_unique then
       keep(unique, latest - now + keep_ms)
@@ -168,14 +213,14 @@ local function write()
     redis.call('ZADD', dead, unpack(died))
     keep(dead, keep_ms)
   end
-  records, waiting, died, gone = {}, {[0] = {}, {}, {}}, {}, {}
+  records, waiting, asleep, died, gone = {}, {[0] = {}, {}, {}}, {}, {}, {}
 end
 
 -- How many bytes of records are read at a time, or one record more where all are about as large.
 local enough = 1048576
 
 -- Finish.
-local finished, tickets, ids = '', {unpack(ARGV, first, first + done - 1)}, {}
+local finished, tickets, ids, cancelled = '', {unpack(ARGV, first, first + done - 1)}, {}, {}
 for i = 1, others do
   tickets[done + i] = ARGV[first + done + 4 * (i - 1)]
 end
@@ -186,7 +231,7 @@ if #tickets > 0 then
   local ends = redis.call('ZMSCORE', leases, unpack(tickets))
   local there = others > 0 and redis.call('HMGET', jobs, unpack(ids, done + 1))
   local removed = redis.call('ZREM', leases, unpack(tickets))
-  if others == 0 and removed == done then
+  if others == 0 and removed == done and not has_cancels then
     -- All of them are done, each was held, and none was told twice.
     gone, finished = ids, string.rep('1', done)
     write()
@@ -195,7 +240,10 @@ if #tickets > 0 then
     for i = 1, done + others do
       if ends[i] and not seen[tickets[i]] then
         seen[tickets[i]], answers[i] = true, '1'
-        if i <= done then
+        cancelled[i] = end_cancelled(ids[i])
+        if cancelled[i] then
+          answers[i] = i <= done and '1' or '4'
+        elseif i <= done then
           gone[#gone + 1] = ids[i]
         elseif not there[i - done] then
           answers[i] = '0'
@@ -221,7 +269,7 @@ if #tickets > 0 then
   local at = first + done + 4 * others
   for i = 1, math.min(ARGV[at] + 0, done) do
     local place = ARGV[at + 2 * i - 1] + 0
-    if finished:sub(place, place) == '1' then
+    if finished:sub(place, place) == '1' and not cancelled[place] then
       free(ARGV[at + 2 * i], ids[place])
     end
   end
@@ -246,7 +294,7 @@ local function fetch(ids)
 end
 
 -- Claim, after what nobody has extended has come back.
-local reply, claimed = {finished, time[1] * 1000000 + time[2], 0, 0, 0, 0, 0, 0}, 0
+local reply, claimed = {finished, time[1] * 1000000 + time[2], 0, 0, 0, 0, 0, {}}, 0
 if limit > 0 then
   local over = redis.call('ZRANGEBYSCORE', leases, '-inf', now, 'LIMIT', 0, 64)
   if #over > 0 then
@@ -256,14 +304,22 @@ if limit > 0 then
     end
     local there, count = fetch(expired)
     for i = 1, count do
-      if there[i] then
+      if end_cancelled(expired[i]) then
         reply[7] = reply[7] + 1
-        reply[8] = reply[8] + (settle(expired[i], there[i], 5, 0, '') == '2' and 1 or 0)
+      elseif there[i] then
+        reply[7] = reply[7] + 1
+        if settle(expired[i], there[i], 5, 0, '') == '2' then
+          reply[8][#reply[8] + 1] = expired[i]
+        end
       end
     end
     redis.call('ZREM', leases, unpack(over, 1, count))
     write()
     read, bytes = 0, 0
+  end
+  local awake = has_rare and redis.call('ZRANGEBYSCORE', snoozed, '-inf', now, 'LIMIT', 0, 64) or {}
+  for i = 1, #awake do
+    resume(awake[i])
   end
   local rotten = has_rare and redis.call('ZRANGEBYSCORE', dead, '-inf', now - dead_ms, 'LIMIT', 0, 64) or {}
   local excess = has_rare and redis.call('ZCARD', dead) - #rotten - dead_max or 0
@@ -373,7 +429,11 @@ while is_paused == 0 and priority <= lowest and claimed < limit and bytes < enou
     end
     for i = 1, #found do
       local id, record = found[i], stored_jobs[i]
-      if record then
+      if record and is_held_up(id, record) then
+        stored_jobs[i] = false
+        redis.call('ZADD', snoozed, now + patience, id)
+        keep(snoozed, patience + keep_ms)
+      elseif record then
         added[last + 1], added[last + 2] = ends, token_bytes .. id
         last = last + 2
         if has_unique and #record > 25 and math.floor(record:byte(14) / 4) % 4 == 2 then
@@ -402,13 +462,14 @@ if claimed > 0 then
   end
 end
 
--- When there is something to do next.
-local next, more, oldest = patience, 0, -1
-local places = {[0] = high, low, normal, runs, leases}
-for i = has_rare and 0 or 2, 4 do
+-- When there is something to do next, and when the first lease ends.
+local next, more, oldest, lease_ends = patience, 0, -1, nil
+local places = {[-1] = snoozed, [0] = high, low, normal, runs, leases}
+for i = has_rare and -1 or 2, 4 do
   local head = redis.call('ZRANGE', places[i], 0, 0, 'WITHSCORES')[2]
   if head then
     local is_open = i == 4 or is_paused == 0
+    lease_ends = i == 4 and head + 0 or nil
     next = is_open and math.min(next, math.max(head - now, 0)) or next
     if head + 0 <= now then
       more = is_open and 1 or more
@@ -439,6 +500,12 @@ elseif is_waiting then
   redis.call('ZREMRANGEBYSCORE', idle, '-inf', now - 3 * patience)
   redis.call('ZADD', idle, now, worker)
   redis.call('PEXPIRE', idle, 12 * patience)
+  -- The keeper may have died together with a worker that runs jobs. A few of the others look shortly after the first lease ends, at
+  -- different times; where there are many of them, these are others each time.
+  local chance = tonumber(worker:sub(1, 8), 16)
+  if lease_ends and (chance + now) % redis.call('ZCARD', idle) < 8 then
+    next = math.min(patience, math.max(lease_ends - now, 0) + 200 + chance % 150)
+  end
 elseif keeper == worker then
   keeper = ''
 end

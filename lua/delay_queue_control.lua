@@ -7,26 +7,28 @@
 -- KEYS[5]  leases    sorted set of tickets, see delay_queue_claim                     prefix:2:{delay_queue:<name>}:leases
 -- KEYS[6]  dead      sorted set of ids by when they died in ms                        prefix:2:{delay_queue:<name>}:dead
 -- KEYS[7]  unique    hash of holders by unique key, see delay_queue_push              prefix:2:{delay_queue:<name>}:unique
--- KEYS[8]  cancels   set of ids that are running and to be cancelled                  prefix:2:{delay_queue:<name>}:cancels
+-- KEYS[8]  cancels   hash of cancelled jobs that are running, see delay_queue_claim    prefix:2:{delay_queue:<name>}:cancels
 -- KEYS[9]  state     string, see delay_queue_claim                                    prefix:2:{delay_queue:<name>}:state
 -- KEYS[10]  idle     sorted set of workers, see delay_queue_claim                     prefix:2:{delay_queue:<name>}:idle
 -- KEYS[11]  runs     sorted set of runs by when they are due in ms, see delay_queue_push  prefix:2:{delay_queue:<name>}:runs
+-- KEYS[12]  snoozed  sorted set of ids, see delay_queue_claim                           prefix:2:{delay_queue:<name>}:snoozed
 -- ARGV[1]  keep_ms   how long keys outlive the last of what they hold, at most 2^40
 -- ARGV[2]  publish   PUBLISH, or SPUBLISH on a cluster
 -- ARGV[3]  wake      what the channels of workers begin with
--- ARGV[4]  verb      get, cancel, reschedule, replace, counts, list, pause, drain, replay or forget
--- ARGV[5]  first     get, cancel: id. reschedule: id, `when` as in delay_queue_push. replace: id, payload. list: 1 waiting, 2 running or 3
---                    dead, how many to skip, how many. pause: 1 or 0. drain: how many. replay, forget: at most 256 ids
+-- ARGV[4]  verb      get, cancel, reschedule, replace, counts, list, pause, drain, release_unique, replay or forget
+-- ARGV[5]  first     get: id. cancel: id, 1 to keep a unique key that is held for a time or 0. reschedule: id, `when` as in
+--                    delay_queue_push. replace: id, payload. list: 1 waiting, 2 running or 3 dead, how many to skip, how many. pause: 1 or
+--                    0. drain: how many, 1 or 0 as with cancel. release_unique: key. replay, forget: at most 256 ids
 --
 -- Value    see delay_queue_claim and delay_queue_push
--- Returns  get: {} or {state, record}, where states are 1 waiting, 2 running, 3 dead. cancel, reschedule, replace: 0 there is none, 1 done
+-- Returns  get: {} or {state, record}, where states are 1 waiting, 2 running, 3 dead; a snoozed job is due when it returns, as in list. cancel, reschedule, replace: 0 there is none, 1 done
 --          (of a cancelled job that is running: 2, its worker will be told), 2 it is running, 3 it is dead. counts: {waiting, due, running,
---          dead, oldest_ms (-1 if none is due), is_paused}. list: {id, record, ...}. pause: 1. drain: how many. replay, forget: 1 or 0 an id; one
+--          dead, oldest_ms (-1 if none is due), is_paused}. list: {id, record, ...}. pause: 1. drain: how many. release_unique: 1 it was held, or 0. replay, forget: 1 or 0 an id; one
 --          whose unique key another job holds is not replayed, and where records make 1 MiB the rest of the ids has no answer
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
 -- Repeat   harmless: what was removed is not there; a delay counts from now on again
 local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
-local unique, cancels, state, idle, runs = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11]
+local unique, cancels, state, idle, runs, snoozed = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
 local keep_ms, publish, wake, verb, first = ARGV[1] + 0, ARGV[2], ARGV[3], ARGV[4], 5
 
 local time = redis.call('TIME')
@@ -80,17 +82,23 @@ local function wake_for(score)
   redis.call('SET', state, struct.pack('<BBI7I6', 1, is_paused, token, wakes_at) .. keeper, 'PX', lasts)
 end
 
+-- A record with another due time.
+local function due_at(record, score)
+  return record:sub(1, 7) .. struct.pack('>I6', score) .. record:sub(14)
+end
+
 -- What was not written by these scripts is left alone.
 local function is_job(record)
   return #record > 25 and record:byte(1) == 1 and record:byte(14) % 4 < 3
 end
 
-local function free(record, id)
+-- Lets others have the unique key of a job, one that is held for a time unless `keeps` is '1'. Answers which key that is, if the job held it.
+local function free(record, id, keeps)
   local key = is_job(record) and record:byte(14) > 3 and record:sub(27, 26 + record:byte(22))
   local holder = key and redis.call('HGET', unique, key)
-  -- One that is held for a time stays.
-  if holder and holder:sub(7) == id and holder:sub(1, 6) == '\0\0\0\0\0\0' then
+  if holder and holder:sub(7) == id and (keeps ~= '1' or holder:sub(1, 6) == '\0\0\0\0\0\0') then
     redis.call('HDEL', unique, key)
+    return key
   end
 end
 
@@ -135,11 +143,15 @@ local function break_up(run)
   keep(jobs, lasts + 86400000)
 end
 
--- 0 there is none, 1 waiting, 2 running, 3 dead; with the record, its place among those that wait, and the run that it waits in.
+-- 0 there is none, 1 waiting, 2 running, 3 dead; with the record, the set that it waits in, and the run that it waits in.
 local function find(id)
   local record = redis.call('HGET', jobs, id)
   if not record then
-    return 0
+    record = redis.call('HGET', cancels, '\0' .. id)
+    return record and 2 or 0, record
+  end
+  if is_job(record) and redis.call('ZSCORE', snoozed, id) then
+    return 1, record, snoozed
   end
   local place = is_job(record) and due[record:byte(14) % 4]
   if place and redis.call('ZSCORE', place, id) then
@@ -154,7 +166,10 @@ local function find(id)
 end
 
 if verb == 'get' then
-  local is, record = find(ARGV[first])
+  local is, record, place = find(ARGV[first])
+  if place == snoozed then
+    record = due_at(record, redis.call('ZSCORE', snoozed, ARGV[first]))
+  end
   return is > 0 and {is, record} or {}
 end
 
@@ -167,11 +182,13 @@ if verb == 'cancel' then
   if is == 1 then
     redis.call('ZREM', place, id)
     redis.call('HDEL', jobs, id)
-    free(record, id)
-  elseif is == 2 then
-    -- First something that needs no memory, see `wake_for`; likewise below.
-    redis.call('SREM', cancels, id)
-    redis.call('SADD', cancels, id)
+    free(record, id, ARGV[first + 1])
+  elseif is == 2 and redis.call('HDEL', jobs, id) == 1 then
+    redis.call('HSET', cancels, '\0' .. id, record)
+    local key = free(record, id, ARGV[first + 1])
+    if key then
+      redis.call('HSET', cancels, '\1' .. key, id)
+    end
     keep(cancels, keep_ms)
   end
   return is
@@ -191,7 +208,8 @@ if verb == 'reschedule' then
       score = math.max(now, -when)
     end
     redis.call('ZREM', place, id)
-    redis.call('HSET', jobs, id, record:sub(1, 7) .. struct.pack('>I6', score) .. record:sub(14))
+    place = due[record:byte(14) % 4]
+    redis.call('HSET', jobs, id, due_at(record, score))
     redis.call('ZADD', place, score, id)
     keep(place, score - now + keep_ms)
     keep(jobs, score - now + keep_ms + 86400000)
@@ -212,9 +230,9 @@ if verb == 'replace' then
 end
 
 if verb == 'counts' then
-  local waiting, ready, oldest, places = 0, 0, -1, {high, normal, low, runs}
-  for i = 1, 4 do
-    local each = i == 4 and 16 or 1
+  local waiting, ready, oldest, places = 0, 0, -1, {high, normal, low, snoozed, runs}
+  for i = 1, 5 do
+    local each = i == 5 and 16 or 1
     waiting = waiting + each * redis.call('ZCARD', places[i])
     ready = ready + each * redis.call('ZCOUNT', places[i], '-inf', now)
     local head = redis.call('ZRANGE', places[i], 0, 0, 'WITHSCORES')[2]
@@ -289,7 +307,8 @@ local function waiting_from(skip, room)
 end
 
 if verb == 'list' then
-  local places = ({due, {[0] = leases}, {[0] = dead}})[ARGV[first] + 0]
+  local places = ({{[0] = high, normal, low, snoozed}, {[0] = leases}, {[0] = dead}})[ARGV[first] + 0]
+  local has_cancels = places[0] == leases and redis.call('EXISTS', cancels) == 1
   local skip, count, cut = ARGV[first + 1] + 0, math.min(ARGV[first + 2] + 0, 256), ARGV[first] == '2' and 8 or 1
   local listed, bytes, at, looked = {}, 0, 0, 0
   while places[at] and #listed < 2 * count and bytes < 1048576 and looked < 1024 do
@@ -299,8 +318,11 @@ if verb == 'list' then
     local stale, removed = {}, 0
     for i = 1, #found do
       local id = found[i]:sub(cut)
-      local record = redis.call('HGET', jobs, id)
+      local record = has_cancels and redis.call('HGET', cancels, '\0' .. id) or redis.call('HGET', jobs, id)
       if record and is_job(record) then
+        if places[at] == snoozed then
+          record = due_at(record, redis.call('ZSCORE', snoozed, id))
+        end
         listed[#listed + 1], listed[#listed + 2] = id, record
         bytes = bytes + #record
         if bytes >= 1048576 then
@@ -329,15 +351,24 @@ if verb == 'pause' then
   return 1
 end
 
+if verb == 'release_unique' then
+  local holder = redis.call('HGET', unique, ARGV[first])
+  local ends_at = holder and struct.unpack('>I6', holder) or 0
+  local is_held = ends_at > now or (holder and ends_at == 0 and redis.call('HEXISTS', jobs, holder:sub(7)) == 1)
+  redis.call('HDEL', unique, ARGV[first])
+  return is_held and 1 or 0
+end
+
 if verb == 'drain' then
   local count, removed, bytes = math.min(ARGV[first] + 0, 256), 0, 0
   local has_unique = redis.call('EXISTS', unique) == 1
-  for priority = 0, 2 do
-    local begun = priority == 1 and removed < count and math.ceil((count - removed) / 16) or 0
+  for place = 0, 3 do
+    local set = due[place] or snoozed
+    local begun = place == 1 and removed < count and math.ceil((count - removed) / 16) or 0
     for _, run in ipairs(begun > 0 and redis.call('ZRANGE', runs, 0, begun - 1) or {}) do
       break_up(run)
     end
-    local found = removed < count and redis.call('ZRANGE', due[priority], 0, count - removed - 1) or {}
+    local found = removed < count and redis.call('ZRANGE', set, 0, count - removed - 1) or {}
     for i = 1, has_unique and #found or 0 do
       if bytes >= 1048576 then
         -- The next call goes on here.
@@ -347,11 +378,11 @@ if verb == 'drain' then
       local record = redis.call('HGET', jobs, found[i])
       if record then
         bytes = bytes + #record
-        free(record, found[i])
+        free(record, found[i], ARGV[first + 1])
       end
     end
     if #found > 0 then
-      redis.call('ZREMRANGEBYRANK', due[priority], 0, #found - 1)
+      redis.call('ZREMRANGEBYRANK', set, 0, #found - 1)
       redis.call('HDEL', jobs, unpack(found))
       removed = removed + #found
     end

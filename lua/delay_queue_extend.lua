@@ -2,7 +2,7 @@
 --
 -- KEYS[1]  leases    sorted set of tickets, see delay_queue_claim      prefix:2:{delay_queue:<name>}:leases
 -- KEYS[2]  jobs      hash of records, see delay_queue_push             prefix:2:{delay_queue:<name>}:jobs
--- KEYS[3]  cancels   set of ids, see delay_queue_claim                 prefix:2:{delay_queue:<name>}:cancels
+-- KEYS[3]  cancels   hash, see delay_queue_claim                       prefix:2:{delay_queue:<name>}:cancels
 -- ARGV[1]  keep_ms   how long keys outlive the last of what they hold
 -- ARGV[2]  lease_ms  from now on, 10 to 86400000
 -- ARGV[3]  first     the first of at most 256 tickets
@@ -31,12 +31,12 @@ for i = 1, math.min(#ARGV - first + 1, 256) do
   ids[i] = tickets[i]:sub(8)
 end
 local held = redis.call('ZMSCORE', leases, unpack(tickets))
-local is_cancelled = redis.call('EXISTS', cancels) == 1 and redis.call('SMISMEMBER', cancels, unpack(ids))
+local has_cancels = redis.call('EXISTS', cancels) == 1
 local answers, extended = {}, {}
 for i = 1, #tickets do
   answers[i] = 0
   if held[i] then
-    answers[i] = is_cancelled and is_cancelled[i] == 1 and 2 or 1
+    answers[i] = has_cancels and redis.call('HEXISTS', cancels, '\0' .. ids[i]) == 1 and 2 or 1
     extended[#extended + 1] = ends
     extended[#extended + 1] = tickets[i]
   end

@@ -392,7 +392,7 @@ mod queue {
     }
 
     impl DelayQueueStore for OneNode {
-        delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, drain, replay, forget, scope);
+        delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, drain, release_unique, replay, forget, scope);
 
         async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
             match queue.part() {
@@ -420,7 +420,7 @@ mod queue {
     }
 
     impl DelayQueueStore for Weighing {
-        delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, replay, forget, scope);
+        delegate_queue!(backend: extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, release_unique, replay, forget, scope);
 
         async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
             self.batches.lock().unwrap().push(jobs.iter().map(NewJob::size).sum());
@@ -570,7 +570,7 @@ mod queue {
         let push = async |user: u32| queue.push(user).unique_for(user, UniqueFor::Time(minute)).await;
         for user in 0..10 {
             let pushed = push(user).await.unwrap();
-            assert_eq!(queue.cancel(pushed).await.unwrap(), Cancelled::Removed);
+            assert_eq!(queue.cancel(pushed).keep_unique().await.unwrap(), Cancelled::Removed);
         }
         let error = push(10).await.unwrap_err();
         assert!(matches!(&error, QueueError::Store(error) if error.is_out_of_memory()), "{error:?}");
@@ -720,17 +720,17 @@ mod queue {
     }
 
     impl DelayQueueStore for Busy {
-        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, replay, forget, scope);
+        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, release_unique, replay, forget, scope);
 
         async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
             self.backend.claim(queue, finished, claim).await
         }
 
-        async fn drain(&self, queue: &QueueKey, limit: usize) -> Result<usize, StoreError> {
+        async fn drain(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
             let job = NewJob::new(JobId::unique()?, *b"1");
             self.backend.push(queue, &[job], u64::MAX).await?;
             sleep(Duration::from_millis(10)).await;
-            self.backend.drain(queue, limit).await
+            self.backend.drain(queue, limit, keeps_unique).await
         }
     }
 
@@ -775,7 +775,7 @@ mod queue {
     }
 
     impl DelayQueueStore for Terse {
-        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, scope);
+        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, release_unique, scope);
 
         async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
             self.backend.claim(queue, finished, claim).await
@@ -814,7 +814,7 @@ mod queue {
     }
 
     impl DelayQueueStore for Poisoned {
-        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, forget, scope);
+        delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, release_unique, forget, scope);
 
         async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
             self.backend.claim(queue, finished, claim).await

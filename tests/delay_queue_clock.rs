@@ -45,7 +45,7 @@ impl Elsewhere {
 }
 
 impl DelayQueueStore for Elsewhere {
-    delegate_queue!(inner: extend, watch, cancel, replace, counts, pause, drain, replay, forget, scope);
+    delegate_queue!(inner: extend, watch, cancel, replace, counts, pause, drain, release_unique, replay, forget, scope);
 
     async fn push(&self, queue: &QueueKey, jobs: &[NewJob], max_jobs: u64) -> Result<Vec<Admission>, StoreError> {
         let mut jobs = jobs.to_vec();

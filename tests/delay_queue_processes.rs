@@ -134,7 +134,7 @@ async fn told_to_stop(mut ended: watch::Receiver<()>) {
 struct Reporter(RedisBackend);
 
 impl DelayQueueStore for Reporter {
-    delegate_queue!(0: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, replay, forget, scope);
+    delegate_queue!(0: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, release_unique, replay, forget, scope);
 
     async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
         let claimed = self.0.claim(queue, finished, claim).await?;
@@ -179,7 +179,7 @@ impl Timed {
 }
 
 impl DelayQueueStore for Timed {
-    delegate_queue!(inner: extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, replay, forget, scope);
+    delegate_queue!(inner: extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, release_unique, replay, forget, scope);
 
     async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
         self.time(self.inner.claim(queue, finished, claim), |times, ms| times.claims.push(ms)).await

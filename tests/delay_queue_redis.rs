@@ -5,10 +5,11 @@ mod support;
 
 use std::cell::{Cell, RefCell};
 use std::collections::{HashMap, HashSet};
-use std::future::ready;
+use std::future::{pending, ready};
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, SystemTime};
 
+use futures_util::future::join_all;
 use support::proxy::{Proxy, Traffic};
 use support::server::{RedisServer, wait_until};
 use tokio::sync::{Notify, mpsc};
@@ -256,7 +257,7 @@ async fn ask_everything(backend: &RedisBackend, held: &[Ticket], looked: impl Fn
         looked("reschedule", backend.reschedule(&key, id, Due::In(MINUTE)).await.map(drop));
         looked("replace", backend.replace(&key, id, b"2").await.map(drop));
     }
-    looked("cancel", backend.cancel(&key, &held[1].id).await.map(drop));
+    looked("cancel", backend.cancel(&key, &held[1].id, false).await.map(drop));
     looked("counts", backend.counts(&key).await.map(drop));
     for state in [State::Waiting, State::Running, State::Dead] {
         looked("list", backend.list(&key, state, 0, 10).await.map(drop));
@@ -269,7 +270,7 @@ async fn ask_everything(backend: &RedisBackend, held: &[Ticket], looked: impl Fn
     looked("claim", backend.claim(&key, &[], &claim).await.map(drop));
     looked("pause", backend.pause(&key, false).await);
     looked("replay", backend.replay(&key, &ids[3..]).await.map(drop));
-    looked("drain", backend.drain(&key, 10).await.map(drop));
+    looked("drain", backend.drain(&key, 10, false).await.map(drop));
     looked("forget", backend.forget(&key, &ids).await.map(drop));
 }
 
@@ -826,8 +827,8 @@ async fn a_pause_lasts_as_long_as_what_it_holds_up() {
     assert!(days("state") + 1 >= days("due:normal"), "{} of {} days", days("state"), days("due:normal"));
     let finish = Finish::new(claimed.jobs[0].ticket(), Ending::Snooze { delay: 2 * YEAR });
     backend.claim(&key(), &[finish], &claim(0)).await.unwrap();
-    assert!(days("due:normal") > 2 * 366);
-    assert!(days("state") + 1 >= days("due:normal"), "{} of {} days", days("state"), days("due:normal"));
+    assert!(days("snoozed") > 2 * 366);
+    assert!(days("state") + 1 >= days("snoozed"), "{} of {} days", days("state"), days("snoozed"));
 }
 
 /// A worker that has died is not waited for when there is something to do.
@@ -847,6 +848,92 @@ async fn where_the_keeper_is_gone_another_worker_is_woken() {
     while timeout(Duration::from_millis(20), others.next()).await.is_ok() {}
     queue(&backend).push("a".to_owned()).await.unwrap();
     timeout(Duration::from_secs(4), others.next()).await.expect("somebody is woken");
+}
+
+/// The first worker that waits keeps the time for the others. It runs a job as well, and dies; the peer was to look five seconds later.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn job_of_a_killed_worker_is_taken_over_when_its_lease_ends() {
+    let server = RedisServer::start();
+    let lease = Duration::from_secs(5);
+    let race = async |number: u64| {
+        let (doomed, backend) = (connect(&server).await, connect(&server).await);
+        let queue = |backend: &RedisBackend| {
+            DelayQueue::<String>::new(backend.clone(), number.to_string()).deadline(Duration::from_secs(10))
+        };
+        let service = service_fn(|_: Job<String>| pending::<Result<(), BoxError>>());
+        let victim = tokio::spawn(DelayQueueWorker::new(queue(&doomed), service).lease(lease).run());
+        queue(&doomed).push("a".to_owned()).await.unwrap();
+        while queue(&backend).counts().await.unwrap().running == 0 {
+            sleep(Duration::from_millis(5)).await;
+        }
+        // The victim waits for more, and keeps the time.
+        sleep(Duration::from_millis(200)).await;
+        let (taken, mut is_taken) = mpsc::unbounded_channel();
+        let service = service_fn(move |_: Job<String>| {
+            taken.send(SystemTime::now()).unwrap();
+            ready(Ok::<_, BoxError>(()))
+        });
+        let peer = tokio::spawn(DelayQueueWorker::new(queue(&backend), service).lease(lease).run());
+        sleep(Duration::from_millis(500 + 700 * number)).await;
+        victim.abort();
+        drop(doomed);
+        sleep(Duration::from_millis(100)).await;
+        let leases = format!("tollgate:2:{{delay_queue:{number}}}:leases");
+        let ends: Vec<(Vec<u8>, f64)> = block_in_place(|| {
+            let mut range = redis::cmd("ZRANGE");
+            range.arg(leases).arg(0).arg(-1).arg("WITHSCORES").query(&mut server.connection()).unwrap()
+        });
+        assert_eq!(ends.len(), 1);
+        let taken = timeout(Duration::from_secs(15), is_taken.recv()).await.unwrap().unwrap();
+        peer.abort();
+        let late = taken.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs_f64() * 1e3 - ends[0].1;
+        assert!((-1.0..1_000.0).contains(&late), "queue {number} was late by {late} ms");
+    };
+    join_all((0..4).map(race)).await;
+}
+
+/// Leases that are renewed let idle workers look about as often as they do where nothing runs.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn idle_workers_look_no_more_often_beside_running_jobs() {
+    const WORKERS: usize = 16;
+    const WATCHED: Duration = Duration::from_secs(12);
+    let server = RedisServer::start();
+    // How often each of them looks, as its store says, beside a job of such a lease.
+    let looks = async |lease: Option<Duration>| {
+        let backend = connect(&server).await;
+        let queue = QueueKey::new(format!("{lease:?}"));
+        let keeper = claim_for(10, lease.unwrap_or(MINUTE));
+        if lease.is_some() {
+            backend.push(&queue, &[NewJob::new(JobId::from("a"), *b"")], 10).await.unwrap();
+        }
+        let claimed = backend.claim(&queue, &[], &keeper).await.unwrap();
+        let held: Vec<_> = claimed.jobs.iter().map(ClaimedJob::ticket).collect();
+        assert_eq!(held.len(), usize::from(lease.is_some()));
+        let mut workers = JoinSet::new();
+        let begun = Instant::now();
+        for _ in 0..WORKERS {
+            let (backend, claim) = (backend.clone(), claim(1));
+            workers.spawn(async move {
+                let mut looks = 0;
+                while begun.elapsed() < WATCHED {
+                    let claimed = backend.claim(&queue, &[], &claim).await.unwrap();
+                    assert!(claimed.jobs.is_empty());
+                    (looks, _) = (looks + 1, sleep(claimed.next.unwrap()).await);
+                }
+                looks
+            });
+        }
+        while begun.elapsed() < WATCHED {
+            backend.extend(&queue, &held, keeper.lease).await.unwrap();
+            // It keeps the time meanwhile.
+            backend.claim(&queue, &[], &keeper).await.unwrap();
+            sleep(Duration::from_secs(5) / 3).await;
+        }
+        workers.join_all().await.into_iter().sum::<usize>()
+    };
+    let (none, long, short) = tokio::join!(looks(None), looks(Some(MINUTE)), looks(Some(Duration::from_secs(5))));
+    // One look more for each of a few workers, whose leases end within the time that they wait.
+    assert!(long <= none + 1 && short <= none + WORKERS, "{none}, {long} and {short} looks");
 }
 
 /// Whoever kept the time has its hands full, so that there is nobody who keeps it.

@@ -1810,7 +1810,7 @@ struct Fickle<F> {
 }
 
 impl<F: Fn(&QueueKey, &Claim) -> Option<Fate> + Send + Sync> DelayQueueStore for Fickle<F> {
-    delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, replay, forget, scope);
+    delegate_queue!(backend: push, extend, watch, get, cancel, reschedule, replace, counts, list, pause, drain, release_unique, replay, forget, scope);
 
     async fn claim(&self, queue: &QueueKey, finished: &[Finish], claim: &Claim) -> Result<Claimed, StoreError> {
         match (self.fate)(queue, claim) {
@@ -2265,4 +2265,66 @@ async fn worker_survives_panic_payloads_whose_drop_panics() {
     queue.push(5).await.unwrap();
     let error = DelayQueueWorker::new(queue, Asked).run().await.unwrap_err();
     assert!(matches!(error, WorkerError::Service(_)), "{error:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn job_pushed_after_a_cancellation_runs_after_the_old_run() {
+    let queue = queue(MemoryBackend::new());
+    let runs = Record::new();
+    let record = runs.clone();
+    // It does not care for its cancellation.
+    let service = service_fn(move |job: Job<u32>| {
+        record.note(&job);
+        async move {
+            sleep(secs(4)).await;
+            Ok::<_, Infallible>(())
+        }
+    });
+    let worker = DelayQueueWorker::new(queue.clone(), service).lease(secs(9)).abort_after(secs(20));
+    let worker = Background::start(worker);
+    queue.push(1).id("a").unique("key").await.unwrap();
+    sleep(secs(1)).await;
+    assert_eq!(queue.cancel("a").await.unwrap(), Cancelled::Told);
+    assert!(queue.push(2).id("a").unique("key").await.unwrap().is_new());
+    sleep(secs(1)).await;
+    assert_eq!(queue.get("a").await.unwrap().unwrap().state, State::Waiting);
+    assert_eq!(runs.payloads(), [1]);
+    sleep(secs(8)).await;
+    assert_eq!(runs.payloads(), [1, 2]);
+    assert!(runs.times()[1] >= secs(4), "{:?}", runs.times());
+    assert!(runs.times()[1] < secs(4) + ms(100), "{:?}", runs.times());
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+}
+
+/// A rate limit that jobs wait in, with few jobs at a time, takes them by priority and by when they are due, at the full rate.
+#[tokio::test(start_paused = true)]
+async fn waiting_rate_limit_keeps_the_order_of_jobs() {
+    let backend = MemoryBackend::new();
+    let queue = queue(backend.clone());
+    let jobs = queue.push_all((0..100).map(|i| queue.push(i).at(std::time::UNIX_EPOCH + secs(u64::from(i))))).await;
+    assert!(jobs.iter().all(Result::is_ok));
+    // What is due at an instant that is over has the order of the ids, so these come one by one.
+    let runs = Record::new();
+    let limit = Policy::new("mails", Quota::per_second(2).token_bucket());
+    let service = ServiceBuilder::new()
+        .layer(RateLimitLayer::new(backend, limit).wait(secs(10)).with_rejection(AsOutcome))
+        .service(runs.service());
+    let worker = DelayQueueWorker::new(queue.clone(), service).concurrency(2);
+    let events = worker.events();
+    let worker = Background::start(worker);
+    let pushed_at = [secs(5), secs(12), secs(20)];
+    for (number, at) in pushed_at.into_iter().enumerate() {
+        tokio::time::sleep_until(runs.begun + at).await;
+        queue.push(1_000 + number as u32).priority(Priority::High).await.unwrap();
+    }
+    tokio::time::sleep_until(runs.begun + secs(30)).await;
+    let seen = runs.runs.lock().unwrap().clone();
+    for (number, at) in pushed_at.into_iter().enumerate() {
+        let time = seen.iter().find(|(payload, ..)| *payload == 1_000 + number as u32).unwrap().2;
+        assert!(time <= at + ms(1_500), "pushed at {at:?}, and ran at {time:?}");
+    }
+    assert!(seen.len() >= 60, "{} in 30 s", seen.len());
+    worker.stop().await;
+    assert!(!told(events).await.contains(&"snoozed"));
 }

@@ -24,7 +24,7 @@ use metrics_util::debugging::{DebugValue, DebuggingRecorder};
 use support::server::{RedisServer, free_port};
 use tokio::sync::Barrier;
 use tokio::time::{advance, sleep, timeout};
-use tollgate::delay_queue::{Codec, Recurring, Schedule};
+use tollgate::delay_queue::{Codec, Outcome, Recurring, Schedule};
 use tollgate::http::{ClientIp, FingerprintedBody, ForwardingHeader, PeerAddr, peer_ip};
 use tollgate::idempotency::{
     Failed, IdempotencyHandle, Keep, OnDisconnect, OnStoreError, Operation, OperationError, Operations,
@@ -107,7 +107,10 @@ impl Visit for Message {
             "missing" => self.missing = format!("{value:?}").replace('"', ""),
             "then" => self.then = format!("{value:?}"),
             "old_answer" => self.old_answer = format!("{value:?}"),
-            name @ ("layer" | "operation" | "locks") if self.names_operations => {
+            name @ ("layer" | "operation" | "locks" | "queue") if self.names_operations => {
+                self.operation += &format!(" {name}={value:?}");
+            }
+            name @ ("job" | "jobs" | "attempts" | "reason" | "error") if self.operation.starts_with(" queue=") => {
                 self.operation += &format!(" {name}={value:?}");
             }
             _ => {}
@@ -1260,6 +1263,84 @@ async fn a_worker_that_ends_says_that_it_could_not_note_what_jobs_have_come_to()
         "WARN what jobs have come to could not be noted",
     ];
     assert_eq!(log.lines(), expected);
+}
+
+/// A job that fails for good: half of these say so, and the others have no attempt left.
+fn failing(queue: DelayQueue<u32>) -> impl Future<Output = ()> {
+    let service = service_fn(async |job: Job<u32>| {
+        let error: BoxError = if *job % 2 == 0 { Outcome::dead("no such address").into() } else { "not today".into() };
+        Err::<(), _>(error)
+    });
+    let worker = DelayQueueWorker::new(queue, service);
+    async { worker.run_until(sleep(Duration::from_secs(1))).await.unwrap() }
+}
+
+#[tokio::test(start_paused = true)]
+async fn job_that_dies_is_one_warning() {
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let (backend, second) = (MemoryBackend::new(), Duration::from_secs(1));
+    let queue = DelayQueue::<u32>::new(backend.clone(), "mail");
+    queue.push(0).id("a").await.unwrap();
+    queue.push(1).id("b").max_attempts(1).await.unwrap();
+    failing(queue.clone()).await;
+    let dead = "WARN a job is dead: it will not be tried again";
+    let expected = [
+        format!(r#"{dead} queue=mail job=a attempts=1 reason=Refused error="no such address""#),
+        format!(r#"{dead} queue=mail job=b attempts=1 reason=Failed error="not today""#),
+    ];
+    assert_eq!(log.lines(), expected);
+    // One that cannot be read, and one whose worker has died.
+    let texts = DelayQueue::<String>::new(backend, "mail");
+    texts.push("not a number".to_owned()).id("c").await.unwrap();
+    failing(queue.clone()).await;
+    let lines = log.lines();
+    assert!(
+        lines[0].starts_with(&format!("{dead} queue=mail job=c attempts=1 reason=Undecodable error=")),
+        "{lines:?}"
+    );
+    assert_eq!(lines.len(), 1);
+    queue.push(2).id("d").max_attempts(1).await.unwrap();
+    let service = || service_fn(|_: Job<u32>| pending::<Result<(), BoxError>>());
+    let doomed = DelayQueueWorker::new(queue.clone(), service()).lease(second);
+    timeout(second / 2, doomed.run()).await.unwrap_err();
+    sleep(second).await;
+    failing(queue).await;
+    let ended = "WARN leases have ended without a word of their workers queue=mail jobs=1";
+    let expected = format!(r#"{dead} queue=mail job=d reason=LeaseExpired error="its last lease has ended""#);
+    assert_eq!(log.lines(), [ended.to_owned(), expected]);
+}
+
+#[tokio::test(start_paused = true)]
+async fn flood_of_deaths_is_summed_up() {
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let queue = DelayQueue::<u32>::new(MemoryBackend::new(), "mail");
+    let pushed = queue.push_all((0..1_000).map(|i| queue.push(i).max_attempts(1))).await;
+    assert!(pushed.iter().all(Result::is_ok));
+    failing(queue).await;
+    let lines = log.lines();
+    assert_eq!(lines.len(), 101, "{lines:?}");
+    let summary = "WARN more jobs died or were cut off than are logged in a second queue=mail jobs=900";
+    assert_eq!(lines[100], summary);
+}
+
+#[tokio::test(start_paused = true)]
+async fn job_that_a_shutdown_cuts_off_is_one_warning() {
+    let log = Log(Arc::default(), true, None);
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let queue = DelayQueue::<u32>::new(MemoryBackend::new(), "mail");
+    for (number, id) in ["brief", "long"].into_iter().enumerate() {
+        queue.push(number as u32).id(id).await.unwrap();
+    }
+    let service = service_fn(async |job: Job<u32>| {
+        sleep(Duration::from_secs(2 + 1_000 * u64::from(*job))).await;
+        Ok::<_, BoxError>(())
+    });
+    let worker = DelayQueueWorker::new(queue, service).grace(Duration::from_secs(5));
+    worker.run_until(sleep(Duration::from_secs(1))).await.unwrap();
+    let line = "WARN a job is cut off: it did not end within the grace of a shutdown";
+    assert_eq!(log.lines(), [format!(r#"{line} queue=mail job=long attempts=1 reason="shutdown""#)]);
 }
 
 #[tokio::test(start_paused = true)]

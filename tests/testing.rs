@@ -203,18 +203,19 @@ async fn every_verb_of_queues_fails_and_is_counted() {
     }
     let errors = [
         store.get(&queue, &id).await.map(drop),
-        store.cancel(&queue, &id).await.map(drop),
+        store.cancel(&queue, &id, false).await.map(drop),
         store.reschedule(&queue, &id, Due::NOW).await.map(drop),
         store.replace(&queue, &id, b"y").await.map(drop),
         store.counts(&queue).await.map(drop),
         store.list(&queue, State::Waiting, 0, 1).await.map(drop),
         store.pause(&queue, true).await,
-        store.drain(&queue, 1).await.map(drop),
+        store.drain(&queue, 1, false).await.map(drop),
+        store.release_unique(&queue, &"key".into()).await.map(drop),
         store.replay(&queue, &[id]).await.map(drop),
         store.forget(&queue, &[id]).await.map(drop),
     ];
     assert!(errors.iter().all(|error| error.as_ref().is_err_and(StoreError::is_unavailable)), "{errors:?}");
-    assert_eq!((faults.calls(Verb::Control), faults.total_calls()), (10, 14));
+    assert_eq!((faults.calls(Verb::Control), faults.total_calls()), (11, 15));
 }
 
 #[tokio::test]

@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant, SystemTime};
 
+use futures_util::future::join_all;
 use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinSet;
 use tollgate::delay_queue::{DelayQueueWorker, Job};
@@ -70,6 +71,62 @@ pub(crate) async fn lateness(queue: DelayQueue<String>) -> (f64, f64, usize) {
     late.sort_by(f64::total_cmp);
     let early = late.iter().filter(|late| **late < 0.0).count();
     (late[late.len() / 2], late[late.len() * 99 / 100], early)
+}
+
+/// How many ms after the end of its lease the job of a killed worker begins at a peer that was idle: the worst of several. The victim keeps the
+/// time for the peer, so that nothing wakes this one.
+pub(crate) async fn takeover(server: &RedisServer) -> f64 {
+    let races =
+        (0..8).map(|number| take_over(server, format!("takeover-{number}"), Duration::from_millis(300 * number)));
+    join_all(races).await.into_iter().fold(0.0, f64::max)
+}
+
+async fn take_over(server: &RedisServer, name: String, head_start: Duration) -> f64 {
+    const LEASE: Duration = Duration::from_secs(5);
+    let connect = async || RedisBackend::connect(server.url()).await.expect("Redis lets us in");
+    let (doomed, backend) = (connect().await, connect().await);
+    let queue = |backend: &RedisBackend| {
+        DelayQueue::<String>::new(backend.clone(), name.as_str()).deadline(Duration::from_secs(10))
+    };
+    let (begun, has_begun) = (Arc::new(Notify::new()), Arc::new(Notify::new()));
+    let tell = Arc::clone(&begun);
+    let service = service_fn(move |_: Job<String>| {
+        tell.notify_one();
+        std::future::pending::<Result<(), BoxError>>()
+    });
+    let victim = tokio::spawn(DelayQueueWorker::new(queue(&doomed), service).lease(LEASE).run());
+    queue(&doomed).push("payload".to_owned()).await.expect("the job is kept");
+    begun.notified().await;
+    tokio::time::sleep(Duration::from_millis(200)).await;
+    let (taken, tell) = (Arc::new(Mutex::new(None)), Arc::clone(&has_begun));
+    let noted = Arc::clone(&taken);
+    let service = service_fn(move |_: Job<String>| {
+        *noted.lock().expect("nobody panics") = Some(SystemTime::now());
+        tell.notify_one();
+        std::future::ready(Ok::<_, BoxError>(()))
+    });
+    let peer = tokio::spawn(DelayQueueWorker::new(queue(&backend), service).lease(LEASE).run());
+    tokio::time::sleep(Duration::from_secs(2) + head_start).await;
+    victim.abort();
+    drop(doomed);
+    tokio::time::sleep(Duration::from_millis(100)).await;
+    let ends: Vec<f64> = {
+        let leases = format!("tollgate:2:{{delay_queue:{name}}}:leases");
+        let mut range = redis::cmd("ZRANGE");
+        let members: Vec<(Vec<u8>, f64)> = range
+            .arg(leases)
+            .arg(0)
+            .arg(0)
+            .arg("WITHSCORES")
+            .query(&mut server.connection())
+            .expect("the server answers");
+        members.into_iter().map(|(_, end)| end).collect()
+    };
+    has_begun.notified().await;
+    peer.abort();
+    let taken = taken.lock().expect("nobody panics").expect("it is noted before it is told");
+    let since = taken.duration_since(SystemTime::UNIX_EPOCH).expect("it is later than 1970");
+    since.as_secs_f64() * 1e3 - ends.first().expect("the job is leased")
 }
 
 /// How many commands a second each of 1,000 workers sends that have nothing to do, in one process.

@@ -386,8 +386,8 @@ impl DelayQueueStore for AnyBackend {
         delegate!(self, store => store.get(queue, id).await)
     }
 
-    async fn cancel(&self, queue: &QueueKey, id: &JobId) -> Result<Cancelled, StoreError> {
-        delegate!(self, store => store.cancel(queue, id).await)
+    async fn cancel(&self, queue: &QueueKey, id: &JobId, keeps_unique: bool) -> Result<Cancelled, StoreError> {
+        delegate!(self, store => store.cancel(queue, id, keeps_unique).await)
     }
 
     async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
@@ -416,8 +416,12 @@ impl DelayQueueStore for AnyBackend {
         delegate!(self, store => store.pause(queue, is_paused).await)
     }
 
-    async fn drain(&self, queue: &QueueKey, limit: usize) -> Result<usize, StoreError> {
-        delegate!(self, store => store.drain(queue, limit).await)
+    async fn drain(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
+        delegate!(self, store => store.drain(queue, limit, keeps_unique).await)
+    }
+
+    async fn release_unique(&self, queue: &QueueKey, key: &Key) -> Result<bool, StoreError> {
+        delegate!(self, store => store.release_unique(queue, key).await)
     }
 
     async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {

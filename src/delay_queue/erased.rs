@@ -11,6 +11,7 @@ use super::store::{
 };
 use crate::deadline::Deadline;
 use crate::error::StoreError;
+use crate::key::Key;
 use crate::lock::{Scope, Wakeups};
 
 pub(super) type Call<T> = Pin<Box<dyn Future<Output = Result<T, StoreError>> + Send>>;
@@ -28,7 +29,7 @@ pub(super) trait AnyStore: Send + Sync {
     ) -> Call<Vec<Extended>>;
     fn watch(self: Arc<Self>, queue: QueueKey, worker: WorkerId) -> Pin<Box<dyn Future<Output = Wakeups> + Send>>;
     fn get(self: Arc<Self>, queue: QueueKey, id: JobId, limit: Duration) -> Call<Option<StoredJob>>;
-    fn cancel(self: Arc<Self>, queue: QueueKey, id: JobId, limit: Duration) -> Call<Cancelled>;
+    fn cancel(self: Arc<Self>, queue: QueueKey, id: JobId, keeps: bool, limit: Duration) -> Call<Cancelled>;
     fn reschedule(self: Arc<Self>, queue: QueueKey, id: JobId, due: Due, limit: Duration) -> Call<Changed>;
     fn replace(self: Arc<Self>, queue: QueueKey, id: JobId, payload: Vec<u8>, limit: Duration) -> Call<Changed>;
     fn counts(self: Arc<Self>, queue: QueueKey, limit: Duration) -> Call<Counts>;
@@ -41,7 +42,8 @@ pub(super) trait AnyStore: Send + Sync {
         limit: Duration,
     ) -> Call<Vec<StoredJob>>;
     fn pause(self: Arc<Self>, queue: QueueKey, is_paused: bool, limit: Duration) -> Call<()>;
-    fn drain(self: Arc<Self>, queue: QueueKey, count: usize, limit: Duration) -> Call<usize>;
+    fn drain(self: Arc<Self>, queue: QueueKey, count: usize, keeps: bool, limit: Duration) -> Call<usize>;
+    fn release_unique(self: Arc<Self>, queue: QueueKey, key: Key, limit: Duration) -> Call<bool>;
     fn replay(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, limit: Duration) -> Call<Vec<bool>>;
     fn forget(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, limit: Duration) -> Call<Vec<bool>>;
     fn scope(&self) -> Scope;
@@ -79,8 +81,8 @@ impl<S: DelayQueueStore + Send + Sync + 'static> AnyStore for S {
         bounded(async move { DelayQueueStore::get(&*self, &queue, &id).await }, limit)
     }
 
-    fn cancel(self: Arc<Self>, queue: QueueKey, id: JobId, limit: Duration) -> Call<Cancelled> {
-        bounded(async move { DelayQueueStore::cancel(&*self, &queue, &id).await }, limit)
+    fn cancel(self: Arc<Self>, queue: QueueKey, id: JobId, keeps: bool, limit: Duration) -> Call<Cancelled> {
+        bounded(async move { DelayQueueStore::cancel(&*self, &queue, &id, keeps).await }, limit)
     }
 
     fn reschedule(self: Arc<Self>, queue: QueueKey, id: JobId, due: Due, limit: Duration) -> Call<Changed> {
@@ -110,8 +112,12 @@ impl<S: DelayQueueStore + Send + Sync + 'static> AnyStore for S {
         bounded(async move { DelayQueueStore::pause(&*self, &queue, is_paused).await }, limit)
     }
 
-    fn drain(self: Arc<Self>, queue: QueueKey, count: usize, limit: Duration) -> Call<usize> {
-        bounded(async move { DelayQueueStore::drain(&*self, &queue, count).await }, limit)
+    fn drain(self: Arc<Self>, queue: QueueKey, count: usize, keeps: bool, limit: Duration) -> Call<usize> {
+        bounded(async move { DelayQueueStore::drain(&*self, &queue, count, keeps).await }, limit)
+    }
+
+    fn release_unique(self: Arc<Self>, queue: QueueKey, key: Key, limit: Duration) -> Call<bool> {
+        bounded(async move { DelayQueueStore::release_unique(&*self, &queue, &key).await }, limit)
     }
 
     fn replay(self: Arc<Self>, queue: QueueKey, ids: Vec<JobId>, limit: Duration) -> Call<Vec<bool>> {

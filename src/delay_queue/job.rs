@@ -78,7 +78,7 @@ impl<T> Job<T> {
         self.about.stored.enqueued_at
     }
 
-    /// When it was due, by the store's clock.
+    /// When it was due, by the store's clock. Snoozing does not change that: a snoozed job keeps its place, and its lateness counts from here.
     #[must_use]
     pub fn due_at(&self) -> SystemTime {
         self.about.stored.due_at

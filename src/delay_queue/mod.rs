@@ -92,7 +92,7 @@
 //!
 //! | | waiting | running | dead | done, or never there |
 //! | --- | --- | --- | --- | --- |
-//! | push with its id | `Exists` | `Exists` | new again | new |
+//! | push with its id | `Exists` | `Exists`; new if it is cancelled, and claimed when that run has ended | new again | new |
 //! | [`cancel`](DelayQueue::cancel) | removed | its worker is told; not tried again | `Dead` | `Missing` |
 //! | [`reschedule`](DelayQueue::reschedule), [`promote`](DelayQueue::promote), [`replace`](DelayQueue::replace) | done | `Running` | `Dead` | `Missing` |
 //! | [`replay_ids`](DelayQueue::replay_ids) | `false` | `false` | waits again, unless its unique key is taken | `false` |
@@ -122,10 +122,11 @@
 //! queue.push("alice@example.org".to_owned()).delay(Duration::from_secs(60)).await?;
 //!
 //! let mails = Policy::new("mails", Quota::per_second(100).token_bucket());
+//! let limit = RateLimitLayer::new(backend.clone(), mails).wait(Duration::from_secs(10)); // jobs wait for room in their order
 //! let service = ServiceBuilder::new()
-//!     .layer(RateLimitLayer::new(backend.clone(), mails).with_rejection(AsOutcome)) // over the limit is later, and no attempt
+//!     .layer(limit.with_rejection(AsOutcome)) // without room in that time: later, and no attempt
 //!     .layer(LockLayer::new(backend).key(|job: &Job<String>| job.to_string()).with_rejection(AsOutcome)) // one at a time for each address
-//!     .concurrency_limit(64) // decides how many jobs are claimed
+//!     .concurrency_limit(16) // decides how many jobs are claimed
 //!     .timeout(Duration::from_secs(30)) // a failure, and tried again
 //!     .service(service_fn(send));
 //! let worker = DelayQueueWorker::new(queue.clone(), service)
@@ -146,10 +147,25 @@
 //! What repeats itself is pushed by `Recurring` (feature `cron`): a cron pattern in a time zone, by any number of processes, and there once.
 //!
 //! Whoever waits for jobs sleeps until the next one is due, by a timer of its own that is set by the store's clock. A job that comes earlier
-//! wakes one worker, by a message on a connection of its own. Messages get lost, so each worker looks every five seconds in any
+//! wakes one worker, by a message on a connection of its own. A few of the others look as well when a lease of a running job should have been
+//! extended, so that the jobs of a worker that dies are taken over in time. Messages get lost, so each worker looks every five seconds in any
 //! case, in each part of a [split](DelayQueue::split) queue, and that is all that an idle one does. A worker that has no time for what is due
 //! lets another one know. Within a process nothing gets lost, and an idle worker does nothing. One whose jobs run looks there, too: a job that
 //! [blocks its thread](DelayQueueWorker#leases) may hold up what it has pushed itself.
+//!
+//! # Rate limits
+//!
+//! Put a [`RateLimitLayer`](crate::RateLimitLayer) in front of the service, let jobs [wait](crate::RateLimitLayer::wait) in it, and keep the
+//! [concurrency](DelayQueueWorker::concurrency) small. The jobs then run at the full rate, by priority and then by when they are due. A job of high priority
+//! waits for the jobs that are claimed already: about the concurrency divided by the rate. At 2 jobs a second and a concurrency of 2 that is about one
+//! second. Let jobs wait for longer than that, so that none is snoozed.
+//!
+//! Without `wait`, or if the wait is over, [`AsOutcome`] has the worker snooze each job over the limit:
+//!
+//! * Order: when its snooze is over a job has its place among the jobs of its priority, by when it was first due. Newer jobs may run before that.
+//! * Priority: a worker with a snoozed backlog runs whichever job returns when there is room. A job of high priority is snoozed like the others, and may
+//!   run after many jobs of normal priority.
+//! * Cost: each snooze is a claim and a finish. With a large backlog a worker claims and snoozes many jobs for each job that it runs.
 //!
 //! # When the store fails
 //!
@@ -166,7 +182,7 @@
 //! | --- | --- |
 //! | `tollgate_jobs_total` | attempts that are over, by `outcome`: `done`, `retried`, `snoozed`, `dead`, `cancelled`, `released`, `lease_lost` |
 //! | `tollgate_job_leases_expired_total` | attempts that ended without a word of their worker, as whoever claims next has found: by `outcome`, `returned` (the job waits again, or is gone if it was cancelled) or `dead`. A worker that comes back counts its own one as `lease_lost`, too |
-//! | `tollgate_job_lateness_seconds` | a histogram: how long after it was due a job was claimed |
+//! | `tollgate_job_lateness_seconds` | a histogram: how long after it was due a job was claimed; of a snoozed job since it was first due |
 //! | `tollgate_job_seconds` | a histogram: how long attempts ran |
 //! | `tollgate_jobs_running` | jobs that run in this process |
 //! | `tollgate_jobs_oldest_due_seconds` | for how long the oldest job that nobody has claimed is due: as the store has said to a worker of this process within five seconds, unless it fails. 0 if nothing is due, **and when a worker has ended**, until another one of this process has asked |
@@ -225,6 +241,7 @@ mod outcome;
 mod push;
 mod queue;
 mod record;
+mod removal;
 #[cfg(feature = "cron")]
 mod schedule;
 mod store;
@@ -235,6 +252,7 @@ mod worker;
 mod calls;
 mod erased;
 mod meters;
+mod notices;
 mod reject;
 mod runner;
 mod running;
@@ -258,6 +276,7 @@ pub use self::push::{PreparedPush, Push, Pushed};
 pub use self::queue::DelayQueue;
 pub use self::record::{Due, Headers, NewJob, Note, Priority, Reason, StoredJob, Unique, UniqueFor};
 pub use self::reject::AsOutcome;
+pub use self::removal::{Cancel, Drain};
 #[cfg(feature = "cron")]
 pub use self::schedule::{Recurring, Schedule};
 #[cfg(feature = "redis")]

@@ -15,9 +15,10 @@ use super::job::{Canceller, Job};
 use super::outcome::note;
 use super::push::{Push, Pushed, check_delay};
 use super::record::{Due, NewJob, Reason, StoredJob, Unique};
+use super::removal::{Cancel, Drain};
 use super::store::{
-    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Extended,
-    Finish, MAX_BATCH, QueueKey, State, Ticket, WorkerId, batch_len,
+    Admission, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Extended, Finish,
+    MAX_BATCH, QueueKey, State, Ticket, WorkerId, batch_len,
 };
 use crate::circuit::CircuitBreaker;
 use crate::deadline::leaves_time;
@@ -53,7 +54,7 @@ pub(super) struct Terms {
 
 impl Terms {
     /// Asks the store, if the circuit lets us, for as long as it may take.
-    async fn ask<A>(
+    pub(super) async fn ask<A>(
         &self,
         queue: QueueKey,
         call: impl FnOnce(Arc<dyn AnyStore>, Duration) -> Call<A>,
@@ -93,7 +94,7 @@ impl Terms {
         self.part(if self.parts > 1 { id.as_key().spread(self.parts) } else { 0 })
     }
 
-    fn part(&self, part: u16) -> QueueKey {
+    pub(super) fn part(&self, part: u16) -> QueueKey {
         QueueKey::new(self.name).with_part(part)
     }
 
@@ -348,16 +349,58 @@ impl<T, C> DelayQueue<T, C> {
         self.codec.decode(&job.payload)
     }
 
-    /// Removes a job that is waiting. Of one that is running the worker is told, and it will not be tried again. One that is dead stays: see
+    /// Removes a job that is waiting. The worker of a running job is told, and the job is not tried again. A dead job stays: see
     /// [`forget_ids`](Self::forget_ids).
+    ///
+    /// The id and the unique key are free at once, also for the time that [`UniqueFor::Time`](super::UniqueFor::Time) says, unless you
+    /// [keep](Cancel::keep_unique) that key. A job that you push under the same id or key while the cancelled one still runs is kept. Workers claim it
+    /// when that run has ended, or its lease has. Until then [`get`](Self::get) answers the new job, and [`list`](Self::list) has both.
+    ///
+    /// ```
+    /// # #[cfg(feature = "json")] {
+    /// # use std::time::Duration;
+    /// # use tollgate::delay_queue::UniqueFor;
+    /// # use tollgate::{DelayQueue, MemoryBackend};
+    /// # #[tokio::main(flavor = "current_thread")] async fn main() -> Result<(), tollgate::BoxError> {
+    /// # let queue = DelayQueue::<String>::new(MemoryBackend::new(), "mail");
+    /// let once_a_day = UniqueFor::Time(Duration::from_secs(86_400));
+    /// let push = || queue.push("news".to_owned()).unique_for("news:42", once_a_day);
+    /// queue.cancel(push().await?).await?;
+    /// let pushed = push().await?;
+    /// assert!(pushed.is_new());
+    /// queue.cancel(pushed).keep_unique().await?;
+    /// assert!(!push().await?.is_new());
+    /// # Ok(())
+    /// # }
+    /// # main().unwrap();
+    /// # }
+    /// ```
     ///
     /// # Errors
     ///
     /// [`QueueError::Store`].
-    pub async fn cancel(&self, id: impl Into<JobId>) -> Result<Cancelled, QueueError> {
-        let id = id.into();
-        let queue = self.terms.home(&id);
-        Ok(self.terms.ask(queue, |store, limit| store.cancel(queue, id, limit)).await?)
+    pub fn cancel(&self, id: impl Into<JobId>) -> Cancel {
+        Cancel::new(self.terms.clone(), id.into())
+    }
+
+    /// Releases a unique key, whichever job holds it and for however long, so that another job with this key can be pushed. Answers whether a job held it.
+    ///
+    /// The job that held the key stays as it is, if it is there: a job that is pushed with the key after this may run at the same time.
+    /// [`cancel`](Self::cancel) and [`drain`](Self::drain) release the keys of the jobs that they remove.
+    ///
+    /// Each part of a [split](Self::split) queue is asked, one after the other, since a job with an id lies where its id says.
+    ///
+    /// # Errors
+    ///
+    /// [`QueueError::Store`], of the first part that has failed: the key may be released in some parts then.
+    pub async fn release_unique(&self, key: impl Into<Key>) -> Result<bool, QueueError> {
+        let key = key.into();
+        let mut result: Result<_, StoreError> = Ok(false);
+        for queue in self.parts() {
+            let answer = self.terms.ask(queue, |store, limit| store.release_unique(queue, key, limit)).await;
+            result = result.and_then(|was_held| Ok(was_held | answer?));
+        }
+        Ok(result?)
     }
 
     /// Changes when a job that is waiting is due: after a `Duration` from now, or at a `SystemTime`.
@@ -423,8 +466,8 @@ impl<T, C> DelayQueue<T, C> {
     }
 
     /// Some of the jobs that are in one state, without those that come first: those that are waiting by when they are due, those that
-    /// are running by when their lease ends, those that are dead by when they died. Of each priority by itself, the highest first, and
-    /// of each part of a [split](Self::split) queue by itself. At most `limit`, no more than [`MAX_BATCH`], and fewer where they are large: the
+    /// are running by when their lease ends, those that are dead by when they died. Of each priority by itself, the highest first and snoozed jobs
+    /// last, and of each part of a [split](Self::split) queue by itself. At most `limit`, no more than [`MAX_BATCH`], and fewer where they are large: the
     /// next call skips as many more as this one has answered, and no more follow where there is none. What cannot be read is left out.
     ///
     /// Others may come and go between two calls, so that a job can be seen twice or not at all.
@@ -498,7 +541,8 @@ impl<T, C> DelayQueue<T, C> {
         Ok(result?)
     }
 
-    /// Removes all jobs that are waiting, due or not: they are lost. Answers how many those were. What is running goes on. To let workers come to
+    /// Removes all jobs that are waiting, due or not: they are lost. Answers how many those were. Their unique keys are released, unless you
+    /// [keep](Drain::keep_unique) those that are held for a time. What is running goes on. To let workers come to
     /// an end, see [`DelayQueueWorker::run_until`](super::DelayQueueWorker::run_until).
     ///
     /// As many as are waiting when it begins, in each part of the queue: it has an end however fast jobs are pushed meanwhile. Those may be among
@@ -511,20 +555,8 @@ impl<T, C> DelayQueue<T, C> {
     /// # Cancellation
     ///
     /// Removes a batch at a time, so that dropping the future leaves the rest.
-    pub async fn drain(&self) -> Result<u64, QueueError> {
-        let mut removed = 0;
-        for queue in self.parts() {
-            let mut left = self.terms.ask(queue, |store, limit| store.counts(queue, limit)).await?.waiting;
-            while left > 0 {
-                let size = usize::try_from(left).unwrap_or(usize::MAX).min(MAX_BATCH);
-                let batch = self.terms.ask(queue, |store, limit| store.drain(queue, size, limit)).await? as u64;
-                (removed, left) = (removed + batch, left.saturating_sub(batch));
-                if batch == 0 {
-                    break;
-                }
-            }
-        }
-        Ok(removed)
+    pub fn drain(&self) -> Drain {
+        Drain::new(self.terms.clone())
     }
 
     /// Dead jobs, the oldest first: see [`list`](Self::list).

@@ -70,11 +70,12 @@ pub struct Unique {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum UniqueFor {
-    /// Until it is done, cancelled or dead; and again when it is [replayed](super::DelayQueue::replay).
+    /// Until it is done, [cancelled](super::DelayQueue::cancel), [drained](super::DelayQueue::drain) or dead; and again when it is [replayed](super::DelayQueue::replay).
     WaitingOrRunning,
     /// Until it is claimed for the first time. Not again after that, whether it is snoozed, tried again or replayed.
     Waiting,
-    /// For so long after it was pushed, at most [`Due::MAX_DELAY`], whatever becomes of it. A key whose time is over keeps nobody out, but takes room
+    /// For so long after it was pushed, at most [`Due::MAX_DELAY`], also if it is done or dead before. [`cancel`](super::DelayQueue::cancel),
+    /// [`drain`](super::DelayQueue::drain) and [`release_unique`](super::DelayQueue::release_unique) end the time. A key whose time is over keeps nobody out, but takes room
     /// until it is removed: each later push removes up to two of them, and in memory, where they take room from all queues, more if there is none left.
     /// So do claims there.
     Time(Duration),
@@ -141,7 +142,8 @@ pub struct StoredJob {
     pub priority: Priority,
     /// When it was pushed, by the store's clock.
     pub enqueued_at: SystemTime,
-    /// When it is due, or was before it was claimed, by the store's clock.
+    /// When it is due, or was before it was claimed, by the store's clock. While a job is snoozed: when the snooze ends. Snoozing does not change when
+    /// a job is due.
     pub due_at: SystemTime,
     /// What keeps it from being pushed twice.
     pub unique: Option<Unique>,

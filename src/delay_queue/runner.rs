@@ -19,8 +19,10 @@ use tracing::Instrument;
 use super::backoff::share;
 use super::codec::Codec;
 use super::events::Event;
+use super::id::JobId;
 use super::job::{Canceller, Job};
 use super::meters::{self, Meters};
+use super::notices::Notices;
 use super::outcome::Verdict;
 use super::queue::DelayQueue;
 use super::record::Reason;
@@ -54,6 +56,7 @@ pub(super) struct Runner<T, S, C> {
     settings: Settings<T>,
     worker: WorkerId,
     meters: Meters,
+    notices: Notices,
     parts: Vec<Part>,
     // Which part is asked first.
     turn: usize,
@@ -150,6 +153,7 @@ struct Claims<T> {
     next: Option<Duration>,
     oldest_due: Option<Duration>,
     expired: Expired,
+    died: Vec<JobId>,
     received: Instant,
     now: SystemTime,
 }
@@ -191,6 +195,7 @@ impl<T, S, C> Runner<T, S, C> {
         Ok(Self {
             worker: WorkerId::random()?,
             meters: Meters::new(queue.name().as_str()),
+            notices: Notices::new(*queue.name(), now),
             parts: queue.parts().map(part).collect(),
             turn: 0,
             tasks: JoinSet::new(),
@@ -246,7 +251,7 @@ impl<T, S, C> Runner<T, S, C> {
             Stage::Draining(until) | Stage::Releasing(until) | Stage::LastWords(until) => Some(until),
             Stage::Working => None,
         };
-        parts.chain(self.check_at).chain(stage).min()
+        parts.chain(self.check_at).chain(stage).chain(self.notices.sum_up_at()).min()
     }
 
     fn is_over(&self, now: Instant) -> bool {
@@ -266,6 +271,9 @@ impl<T, S, C> Runner<T, S, C> {
             let until = now.checked_add(self.settings.abort_after).unwrap_or_else(|| now + Claim::MAX_LEASE);
             self.stage = Stage::Releasing(until + LAST_POLL);
             for running in self.running.values_mut() {
+                if !running.is_left {
+                    self.notices.cut_off(&running.ticket.id, running.attempt, now);
+                }
                 running.stop(Stop::ShutDown, now, self.settings.abort_after);
             }
             self.check_at = Some(now);
@@ -327,7 +335,7 @@ impl<T, S, C> Runner<T, S, C> {
                 Err(_) => Settled::dropped(ticket, stop, delay()),
             },
         };
-        self.settle(running.part, running.lease_ends, Settled { is_last: running.is_last, ..settled });
+        self.settle(running.part, running.lease_ends, Settled { is_last: running.is_last, attempt, ..settled });
     }
 
     fn judge(&mut self, ticket: Ticket, verdict: Verdict, now: Instant) -> Settled {
@@ -340,8 +348,8 @@ impl<T, S, C> Runner<T, S, C> {
     }
 
     /// Tells what the store has noted.
-    fn noted(&self, settled: Settled, finished: Finished, now: Instant) {
-        let Settled { finish, result, is_last, told_at, .. } = settled;
+    fn noted(&mut self, settled: Settled, finished: Finished, now: Instant) {
+        let Settled { finish, result, is_last, attempt, told_at, .. } = settled;
         let id = finish.ticket.id;
         let result = match (finished, told_at, &finish.ending) {
             (Finished::Dead, ..) => meters::Result::Dead,
@@ -361,6 +369,14 @@ impl<T, S, C> Runner<T, S, C> {
         self.meters.finished(result);
         if result == meters::Result::LeaseLost {
             tracing::warn!(queue = %self.queue.name(), job = %id, "a job ended after its lease was lost");
+        }
+        if result == meters::Result::Dead {
+            let (reason, error) = match &finish.ending {
+                Ending::Dead { reason, error } => (*reason, &**error),
+                Ending::Retry { error, .. } => (Reason::Failed, &**error),
+                Ending::Done | Ending::Snooze { .. } | Ending::Release => (Reason::Undecodable, ""),
+            };
+            self.notices.died(&id, Some(attempt), reason, error, now);
         }
         self.settings.teller.tell(|| match (result, finish.ending) {
             (meters::Result::LeaseLost, _) => Event::LeaseLost { id },
@@ -387,12 +403,15 @@ impl<T, S, C> Runner<T, S, C> {
     }
 
     /// Tells of attempts that nobody else will tell of.
-    fn taken_back(&self, expired: Expired) {
+    fn taken_back(&mut self, expired: Expired, died: &[JobId], now: Instant) {
         let Expired { jobs, dead } = expired;
         if jobs > 0 {
             self.meters.expired(expired);
             tracing::warn!(queue = %self.queue.name(), jobs, dead, "leases have ended without a word of their workers");
             self.settings.teller.tell(|| Event::LeasesExpired { jobs, dead });
+        }
+        for id in died {
+            self.notices.died(id, None, Reason::LeaseExpired, "its last lease has ended", now);
         }
     }
 
@@ -489,6 +508,7 @@ where
             if self.check_at.is_some_and(|at| at <= now) {
                 self.check(now);
             }
+            self.notices.sum_up(now);
             self.advance(now);
             let wanted = self.wanted(now);
             let filled = poll_fn(|cx| Poll::Ready(self.slots.fill(wanted, cx))).await;
@@ -623,7 +643,7 @@ where
                 let result = queue.claim(key, finished, claim, time).await;
                 let result = result.map(|claimed| {
                     let received = Instant::now();
-                    let Claimed { finished, jobs: claimed, more, next, oldest_due, expired, now } = claimed;
+                    let Claimed { finished, jobs: claimed, more, next, oldest_due, expired, died, now } = claimed;
                     let (mut jobs, mut unreadable) = (Vec::with_capacity(claimed.len()), Vec::new());
                     for job in claimed {
                         let (ticket, attempt, max_attempts) = (job.ticket(), job.job.attempt, job.job.max_attempts);
@@ -638,9 +658,9 @@ where
                             }
                             Err(ending) => ending,
                         };
-                        unreadable.push(Settled::new(ticket, ending));
+                        unreadable.push(Settled { attempt, ..Settled::new(ticket, ending) });
                     }
-                    Claims { finished, jobs, unreadable, more, next, oldest_due, expired, received, now }
+                    Claims { finished, jobs, unreadable, more, next, oldest_due, expired, died, received, now }
                 });
                 Answer::Claimed { part: index, limit, sent, settled, was_relied_on, result }
             });
@@ -692,7 +712,7 @@ where
         }
         self.parts[index].oldest_due = claims.oldest_due;
         self.meters.oldest_due(self.parts.iter().filter_map(|part| part.oldest_due).max().unwrap_or_default());
-        self.taken_back(claims.expired);
+        self.taken_back(claims.expired, &claims.died, now);
         let part = &mut self.parts[index];
         part.failures = 0;
         if limit == 0 {
@@ -748,7 +768,7 @@ where
                 self.slots.put_damaged(instance);
                 let delay = self.settings.backoff.delay(attempt);
                 let settled = Settled::retry(ticket, delay, panicked(panic));
-                self.settle(part, lease_ends, Settled { is_last, ..settled });
+                self.settle(part, lease_ends, Settled { is_last, attempt, ..settled });
                 return;
             }
         };
@@ -795,7 +815,7 @@ where
                 let Running { part, ticket, attempt, is_last, lease_ends, stop, .. } = *running;
                 let settled = Settled::dropped(ticket, stop, self.settings.backoff.delay(attempt));
                 let lease_ends = Some(lease_ends);
-                self.parts[part].settled.push_back(Settled { lease_ends, is_last, ..settled });
+                self.parts[part].settled.push_back(Settled { lease_ends, is_last, attempt, ..settled });
                 tracing::warn!(queue = %self.queue.name(), job = %ticket.id, "a job that does not end is left behind: it never yields");
             }
             if running.overrun_at.is_some_and(|at| at <= now) {

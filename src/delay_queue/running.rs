@@ -71,6 +71,8 @@ pub(super) struct Settled {
     pub(super) lease_ends: Option<Instant>,
     // Whether a failure is the end of the job.
     pub(super) is_last: bool,
+    // Which attempt has ended.
+    pub(super) attempt: u16,
     // When the first call was sent that was to note it, and may have come through although it failed.
     pub(super) told_at: Option<Instant>,
 }
@@ -84,7 +86,7 @@ impl Settled {
             Ending::Release => meters::Result::Released,
             Ending::Dead { .. } => meters::Result::Dead,
         };
-        Self { finish: Finish { ticket, ending }, result, lease_ends: None, is_last: false, told_at: None }
+        Self { finish: Finish { ticket, ending }, result, lease_ends: None, is_last: false, attempt: 0, told_at: None }
     }
 
     /// Forgotten, and not done.

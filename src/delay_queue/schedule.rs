@@ -198,7 +198,7 @@ where
             let id = JobId::from(self.schedule.id(time));
             // One that runs would be told to give up.
             if self.queue.get(id).await?.is_some_and(|job| job.state == State::Waiting) {
-                is_removed |= self.queue.cancel(id).await? == Cancelled::Removed;
+                is_removed |= self.queue.cancel(id).keep_unique().await? == Cancelled::Removed;
             }
         }
         Ok(is_removed)

@@ -33,7 +33,7 @@ use crate::lock::{Scope, Wakeups};
 pub trait DelayQueueStore {
     /// Keeps jobs until they are due. Answers for each, in order.
     ///
-    /// A job whose id is waiting or running already is left alone; a dead one of the same id makes room for it. May be asked again:
+    /// A job whose id is waiting or running already is left alone; a dead or [cancelled](Self::cancel) one of the same id makes room for it. May be asked again:
     /// what was kept the first time [exists](Admission::Exists) then.
     fn push(
         &self,
@@ -72,8 +72,17 @@ pub trait DelayQueueStore {
     /// A job in whatever state it is; `None` if there is none of this id.
     fn get(&self, queue: &QueueKey, id: &JobId) -> impl Future<Output = Result<Option<StoredJob>, StoreError>> + Send;
 
-    /// Removes a job that is waiting. Of one that is running the worker is told, and it will not be tried again.
-    fn cancel(&self, queue: &QueueKey, id: &JobId) -> impl Future<Output = Result<Cancelled, StoreError>> + Send;
+    /// Removes a job that is waiting. The worker of a running job is told, and the job is not tried again: its id is free at once. Its unique key is
+    /// free, too, unless `keeps_unique` says to keep one that is held for a [time](UniqueFor::Time).
+    ///
+    /// A job that is pushed under an id or a key that was freed by this is not claimed before the cancelled run has ended, by its finish or with its
+    /// lease.
+    fn cancel(
+        &self,
+        queue: &QueueKey,
+        id: &JobId,
+        keeps_unique: bool,
+    ) -> impl Future<Output = Result<Cancelled, StoreError>> + Send;
 
     /// Changes when a job that is waiting is due.
     fn reschedule(
@@ -95,7 +104,7 @@ pub trait DelayQueueStore {
     fn counts(&self, queue: &QueueKey) -> impl Future<Output = Result<Counts, StoreError>> + Send;
 
     /// Some of the jobs that are in one state, at most [`MAX_BATCH`], without those that come first: those that are waiting by when they
-    /// are due, each priority by itself, those that are running by when their lease ends, those that are dead by when they died. May be fewer
+    /// are due, each priority by itself and snoozed jobs last, those that are running by when their lease ends, those that are dead by when they died. May be fewer
     /// than there are; none says that no more follow.
     fn list(
         &self,
@@ -108,8 +117,17 @@ pub trait DelayQueueStore {
     /// Lets nobody claim anything, or lets them again. What is running goes on.
     fn pause(&self, queue: &QueueKey, is_paused: bool) -> impl Future<Output = Result<(), StoreError>> + Send;
 
-    /// Removes jobs that are waiting, at most [`MAX_BATCH`] of them. Answers how many; 0 says that none is left.
-    fn drain(&self, queue: &QueueKey, limit: usize) -> impl Future<Output = Result<usize, StoreError>> + Send;
+    /// Removes jobs that are waiting, at most [`MAX_BATCH`] of them. Answers how many; 0 says that none is left. Their unique keys are free, unless
+    /// `keeps_unique` says to keep those that are held for a [time](UniqueFor::Time).
+    fn drain(
+        &self,
+        queue: &QueueKey,
+        limit: usize,
+        keeps_unique: bool,
+    ) -> impl Future<Output = Result<usize, StoreError>> + Send;
+
+    /// Releases a unique key, whichever job holds it. Answers whether it was held.
+    fn release_unique(&self, queue: &QueueKey, key: &Key) -> impl Future<Output = Result<bool, StoreError>> + Send;
 
     /// Lets dead jobs wait again, due at once and with all of their attempts. One that is unique while it is
     /// [there](UniqueFor::WaitingOrRunning) takes its key again, and stays dead if another job has that. Answers for each whether it waits
@@ -347,7 +365,8 @@ pub enum Ending {
         /// Why it has failed, of which the first [`MAX_NOTE`] bytes are kept.
         error: Arc<str>,
     },
-    /// It waits, and the attempt does not count.
+    /// It waits, and the attempt does not count. It is due as before: once it may be claimed again it goes before jobs of its priority that are due
+    /// later.
     Snooze {
         /// For how long it waits.
         delay: Duration,
@@ -414,6 +433,8 @@ pub struct Claimed {
     pub oldest_due: Option<Duration>,
     /// What became of jobs whose lease had ended.
     pub expired: Expired,
+    /// The jobs among those that are dead now, as far as the store names them.
+    pub died: Vec<JobId>,
     /// The store's clock.
     pub now: SystemTime,
 }
@@ -429,6 +450,7 @@ impl Claimed {
             next: Some(Claim::MAX_WAIT),
             oldest_due: None,
             expired: Expired { jobs: 0, dead: 0 },
+            died: Vec::new(),
             now,
         }
     }
@@ -474,7 +496,7 @@ impl ClaimedJob {
 pub enum Cancelled {
     /// It was waiting, and is gone.
     Removed,
-    /// It is running: its worker is told with the next extension of its lease. It will not be tried again.
+    /// It is running: its worker is told with the next extension of its lease. It will not be tried again, and its id is free.
     Told,
     /// It is dead already.
     Dead,

@@ -50,7 +50,7 @@ use crate::error::{BoxError, ConfigError, StoreError};
 /// | `Ok` | is done, and forgotten |
 /// | an error | waits for its next attempt, after the [backoff](Self::backoff); dead after the last one |
 /// | [`Outcome`](super::Outcome), as the error or one of its sources | what it says |
-/// | [`RateLimited`](crate::rate_limit::RateLimited), of a `RateLimitLayer` | waits until there is room, and the attempt does not count; dead if there never is |
+/// | [`RateLimited`](crate::rate_limit::RateLimited), of a `RateLimitLayer` | is snoozed until there is room, and the attempt does not count; dead if there never is. See [rate limits](crate::delay_queue#rate-limits) |
 /// | [`Busy`](crate::lock::Busy) or [`LockError::QueueFull`](crate::LockError::QueueFull), of a `LockLayer` | waits for up to a second, or up to eleven where many wait, and the attempt does not count: one job of a key at a time, in no order |
 /// | [`OperationError::InFlight`](crate::idempotency::OperationError::InFlight), of [`Operations`](crate::idempotency::Operations) | likewise, until it is known what came of it |
 /// | [`OperationError::NotKept`](crate::idempotency::OperationError::NotKept), of `Operations` | as with any error, although the operation was done: only the service knows whether the job is done with that, and [answers `Ok`](crate::idempotency::OperationError::NotKept) then |
@@ -79,6 +79,11 @@ use crate::error::{BoxError, ConfigError, StoreError};
 /// dropped: a second after it should have been the attempt is over all the same, with a line in the log, and the next one comes after the
 /// [backoff](Self::backoff), in another worker, or in this one when the thread is back. Until then it counts as one that
 /// [runs](Self::concurrency), and if this worker gets the job again it is put off, which is no attempt.
+///
+/// # Logs
+///
+/// The log has a WARN for each job that dies, and for each that a shutdown cuts off when its [grace](Self::grace) is over. They have the fields
+/// `queue`, `job` (the id), `attempts` and `reason`; a dead job has its `error`, too. A worker logs up to 100 of them a second, and then how many more there were.
 ///
 /// # When the store fails
 ///
@@ -156,7 +161,8 @@ impl<T, S, C> DelayQueueWorker<T, S, C> {
         self
     }
 
-    /// How long a job stays the worker's when nothing is heard of it, which is how long others wait when it dies: from 10 ms to a day. It has to
+    /// How long a job stays the worker's when nothing is heard of it: from 10 ms to a day. If the worker dies, an idle worker takes the job within half
+    /// a second after that for leases of at least 5 s. It has to
     /// be longer than the store takes to answer: a job whose lease has ended by then is not begun, and given back with its attempt. Defaults to 30 s.
     pub fn lease(mut self, lease: Duration) -> Self {
         self.settings.lease = lease;

@@ -211,13 +211,13 @@ pub async fn a_unique_key_keeps_others_out<S: DelayQueueStore>(store: S) {
     let jobs = take(&store, &["a"]).await;
     assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
     assert_eq!(add(&store, with_key("b", while_there)).await, Admission::New);
-    assert_eq!(store.cancel(&queue(), &JobId::from("b")).await.unwrap(), Cancelled::Removed);
+    assert_eq!(store.cancel(&queue(), &JobId::from("b"), false).await.unwrap(), Cancelled::Removed);
 
     assert_eq!(add(&store, with_key("c", UniqueFor::Waiting)).await, Admission::New);
     assert_eq!(add(&store, with_key("d", UniqueFor::Waiting)).await, exists("c"));
     take(&store, &["c"]).await;
     assert_eq!(add(&store, with_key("d", UniqueFor::Waiting)).await, Admission::New);
-    assert_eq!(store.drain(&queue(), 10).await.unwrap(), 1);
+    assert_eq!(store.drain(&queue(), 10, false).await.unwrap(), 1);
 
     assert_eq!(add(&store, with_key("e", UniqueFor::Time(SHORT))).await, Admission::New);
     let jobs = take(&store, &["e"]).await;
@@ -225,11 +225,54 @@ pub async fn a_unique_key_keeps_others_out<S: DelayQueueStore>(store: S) {
     assert_eq!(add(&store, with_key("f", while_there)).await, exists("e"));
     sleep(SHORT + Duration::from_millis(20)).await;
     assert_eq!(add(&store, with_key("f", while_there)).await, Admission::New);
-    assert_eq!(store.cancel(&queue(), &JobId::from("f")).await.unwrap(), Cancelled::Removed);
+    assert_eq!(store.cancel(&queue(), &JobId::from("f"), false).await.unwrap(), Cancelled::Removed);
 
     // Longer than anything is kept.
     assert_eq!(add(&store, with_key("g", UniqueFor::Time(Duration::MAX))).await, Admission::New);
     assert_eq!(add(&store, with_key("h", while_there)).await, exists("g"));
+}
+
+/// A removed job's unique key is free, also one that is held for a time, unless the caller keeps that.
+pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
+    let held = |id| with_key(id, UniqueFor::Time(LONG * 60));
+    let (user, [a, b]) = ("user".into(), ["a", "b"].map(JobId::from));
+    for keeps in [false, true] {
+        assert_eq!(add(&store, held("a")).await, Admission::New);
+        assert_eq!(store.cancel(&queue(), &a, keeps).await.unwrap(), Cancelled::Removed);
+        let expected = if keeps { Admission::Exists(a) } else { Admission::New };
+        assert_eq!(add(&store, held("b")).await, expected);
+        assert!(store.release_unique(&queue(), &user).await.unwrap());
+        assert!(!store.release_unique(&queue(), &user).await.unwrap());
+        store.cancel(&queue(), &b, keeps).await.unwrap();
+
+        assert_eq!(add(&store, held("a")).await, Admission::New);
+        assert_eq!(store.drain(&queue(), 10, keeps).await.unwrap(), 1);
+        assert_eq!(add(&store, held("b")).await, expected);
+        assert!(store.release_unique(&queue(), &user).await.unwrap());
+        store.cancel(&queue(), &b, keeps).await.unwrap();
+
+        // One that runs, which the next one waits for.
+        assert_eq!(add(&store, held("a")).await, Admission::New);
+        let jobs = take(&store, &["a"]).await;
+        assert_eq!(store.cancel(&queue(), &a, keeps).await.unwrap(), Cancelled::Told);
+        assert_eq!(add(&store, held("b")).await, expected);
+        take(&store, &[]).await;
+        assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
+        for job in take(&store, if keeps { &[] } else { &["b"] }).await {
+            assert_eq!(finish(&store, &job, Ending::Done).await, Finished::Done);
+        }
+        assert!(store.release_unique(&queue(), &user).await.unwrap());
+    }
+    // Another job can have the key of one that is there.
+    let while_there = |id| with_key(id, UniqueFor::WaitingOrRunning);
+    assert_eq!(add(&store, while_there("c")).await, Admission::New);
+    assert!(store.release_unique(&queue(), &user).await.unwrap());
+    assert_eq!(add(&store, while_there("d")).await, Admission::New);
+    for job in take(&store, &["c", "d"]).await {
+        assert_eq!(add(&store, while_there("e")).await, Admission::Exists(JobId::from("d")));
+        assert_eq!(finish(&store, &job, Ending::Done).await, Finished::Done);
+    }
+    assert_eq!(add(&store, while_there("e")).await, Admission::New);
 }
 
 /// A dead job keeps nobody out, whatever its key is. One that is replayed takes its key again, or stays dead if another one has it.
@@ -252,14 +295,14 @@ pub async fn a_replayed_job_keeps_others_out_again<S: DelayQueueStore>(store: S)
         assert!(!replay("b").await);
         assert_eq!(finish(&store, &jobs[0], Ending::Done).await, Finished::Done);
         assert!(replay("b").await);
-        assert_eq!(store.cancel(&queue(), &JobId::from("b")).await.unwrap(), Cancelled::Removed);
+        assert_eq!(store.cancel(&queue(), &JobId::from("b"), false).await.unwrap(), Cancelled::Removed);
         // One that was unique until it was claimed does not need its key any more.
         assert_eq!(add(&store, unique("d", UniqueFor::Waiting)).await, Admission::New);
         let jobs = take(&store, &["d"]).await;
         assert_eq!(finish(&store, &jobs[0], refused()).await, Finished::Dead);
         assert!(replay("d").await);
         assert_eq!(add(&store, unique("e", UniqueFor::WaitingOrRunning)).await, Admission::New);
-        assert_eq!(store.drain(&queue(), 10).await.unwrap(), 2);
+        assert_eq!(store.drain(&queue(), 10, false).await.unwrap(), 2);
         assert_eq!(counts(&store).await, [0, 0, 0, 0]);
     }
 }
@@ -331,6 +374,39 @@ pub async fn what_is_put_back_waits<S: DelayQueueStore>(store: S) {
     take(&store, &["a", "b"]).await;
 }
 
+/// A snoozed job keeps its place among the jobs of its priority, by when it was first due, however often it is snoozed.
+pub async fn snoozed_job_keeps_its_place<S: DelayQueueStore>(store: S) {
+    let (a, snooze) = (JobId::from("a"), Ending::Snooze { delay: SHORT });
+    push(&store, &[job("a")]).await;
+    let first_due = store.get(&queue(), &a).await.unwrap().unwrap().due_at;
+    for _ in 0..2 {
+        let jobs = take(&store, &["a"]).await;
+        assert_eq!((jobs[0].job.due_at, jobs[0].job.attempt), (first_due, 1));
+        assert_eq!(finish(&store, &jobs[0], snooze.clone()).await, Finished::Done);
+        take(&store, &[]).await;
+        assert_eq!(counts(&store).await, [1, 0, 0, 0]);
+        let snoozed = store.get(&queue(), &a).await.unwrap().unwrap();
+        assert_eq!(snoozed.state, State::Waiting);
+        assert!(snoozed.due_at >= first_due + SHORT, "{snoozed:?}");
+        sleep(SHORT + Duration::from_millis(2)).await;
+        assert_eq!(counts(&store).await, [1, 1, 0, 0]);
+    }
+    // These are due later than it was first.
+    push(&store, &[job("0"), NewJob { priority: Priority::High, ..job("h") }]).await;
+    let jobs = take(&store, &["h", "a", "0"]).await;
+    // A failed job is due anew.
+    assert_eq!(finish(&store, &jobs[2], Ending::Snooze { delay: Duration::ZERO }).await, Finished::Done);
+    sleep(Duration::from_millis(2)).await;
+    assert_eq!(finish(&store, &jobs[1], retry(Duration::ZERO)).await, Finished::Done);
+    let jobs = take(&store, &["0", "a"]).await;
+    // What is snoozed can be moved, and is listed last.
+    assert_eq!(finish(&store, &jobs[0], snooze).await, Finished::Done);
+    push(&store, &[NewJob { priority: Priority::Low, ..later("l", LONG) }]).await;
+    assert_eq!(list(&store, State::Waiting).await, ["l", "0"]);
+    assert_eq!(store.reschedule(&queue(), &JobId::from("0"), Due::NOW).await.unwrap(), Changed::Done);
+    take(&store, &["0"]).await;
+}
+
 /// A job that never comes to an end, whose worker dies each time, is dead when its attempts are over.
 pub async fn a_crash_loop_ends<S: DelayQueueStore>(store: S) {
     push(&store, &[NewJob { max_attempts: 3, ..job("a") }]).await;
@@ -342,6 +418,7 @@ pub async fn a_crash_loop_ends<S: DelayQueueStore>(store: S) {
     }
     let last = ask(&store, 100).await;
     assert!(last.jobs.is_empty() && last.expired == Expired { jobs: 1, dead: 1 }, "{last:?}");
+    assert_eq!(last.died, [JobId::from("a")]);
     assert_eq!(ask(&store, 100).await.expired, Expired::default());
     let dead = store.get(&queue(), &JobId::from("a")).await.unwrap().unwrap();
     assert_eq!((dead.state, dead.attempt, dead.note.unwrap().reason), (State::Dead, 3, Reason::LeaseExpired));
@@ -350,23 +427,93 @@ pub async fn a_crash_loop_ends<S: DelayQueueStore>(store: S) {
 /// A cancellation removes what waits, and tells the worker of what runs, which is not tried again.
 pub async fn a_cancellation_has_one_outcome<S: DelayQueueStore>(store: S) {
     let [a, b, c] = ["a", "b", "c"].map(JobId::from);
-    assert_eq!(store.cancel(&queue(), &a).await.unwrap(), Cancelled::Missing);
+    assert_eq!(store.cancel(&queue(), &a, false).await.unwrap(), Cancelled::Missing);
     push(&store, &[job("a"), job("b"), NewJob { max_attempts: 1, ..job("c") }]).await;
-    assert_eq!(store.cancel(&queue(), &a).await.unwrap(), Cancelled::Removed);
+    assert_eq!(store.cancel(&queue(), &a, false).await.unwrap(), Cancelled::Removed);
     let jobs = take(&store, &["b", "c"]).await;
-    assert_eq!(store.cancel(&queue(), &b).await.unwrap(), Cancelled::Told);
+    assert_eq!(store.cancel(&queue(), &b, false).await.unwrap(), Cancelled::Told);
     let tickets: Vec<_> = jobs.iter().map(ClaimedJob::ticket).collect();
     let extended = store.extend(&queue(), &tickets, LONG).await.unwrap();
     assert_eq!(extended, [Extended::Cancelled, Extended::Held]);
     assert_eq!(finish(&store, &jobs[0], retry(Duration::ZERO)).await, Finished::Cancelled);
     assert_eq!(finish(&store, &jobs[1], retry(Duration::ZERO)).await, Finished::Dead);
-    assert_eq!(store.cancel(&queue(), &b).await.unwrap(), Cancelled::Missing);
-    assert_eq!(store.cancel(&queue(), &c).await.unwrap(), Cancelled::Dead);
+    assert_eq!(store.cancel(&queue(), &b, false).await.unwrap(), Cancelled::Missing);
+    assert_eq!(store.cancel(&queue(), &c, false).await.unwrap(), Cancelled::Dead);
     assert_eq!(counts(&store).await, [0, 0, 0, 1]);
     // Nothing is left of it for the next job of the same id.
     push(&store, &[job("b")]).await;
     let jobs = take(&store, &["b"]).await;
     assert_eq!(store.extend(&queue(), &[jobs[0].ticket()], LONG).await.unwrap(), [Extended::Held]);
+}
+
+/// A job that is pushed while a cancelled run of its id or unique key goes on is kept, and claimed when that run has ended.
+pub async fn new_job_waits_for_the_cancelled_run<S: DelayQueueStore>(store: S) {
+    let unique = |id| with_key(id, UniqueFor::WaitingOrRunning);
+    for (old, new) in [(job("a"), job("a")), (unique("a"), unique("b")), (unique("a"), unique("a"))] {
+        for ending in [Ending::Done, retry(Duration::ZERO), Ending::Release] {
+            let first = cancel_and_push_again(&store, &old, &new).await;
+            assert_eq!(store.extend(&queue(), &[first.ticket()], LONG).await.unwrap(), [Extended::Cancelled]);
+            let is_done = ending == Ending::Done;
+            let finished = if is_done { Finished::Done } else { Finished::Cancelled };
+            assert_eq!(finish(&store, &first, ending).await, finished);
+            let second = take(&store, &[new.id.as_str()]).await;
+            assert_eq!(second[0].job.attempt, 1);
+            // The ticket of the old run is worth nothing any more.
+            assert_eq!(store.extend(&queue(), &[first.ticket()], LONG).await.unwrap(), [Extended::Lost]);
+            assert_ne!(finish(&store, &first, retry(LONG)).await, Finished::Done);
+            assert_eq!(state(&store, new.id.as_str()).await, Some(State::Running));
+            assert_eq!(add(&store, new.clone()).await, Admission::Exists(new.id));
+            assert_eq!(finish(&store, &second[0], Ending::Done).await, Finished::Done);
+            assert_eq!(counts(&store).await, [0; 4]);
+        }
+    }
+}
+
+/// A job that waits for a cancelled run is claimed when the worker of that run has died, and can be cancelled by itself.
+pub async fn new_job_outlives_the_worker_of_the_cancelled_run<S: DelayQueueStore>(store: S) {
+    let unique = |id| with_key(id, UniqueFor::WaitingOrRunning);
+    let first = cancel_and_push_again(&store, &unique("a"), &unique("b")).await;
+    assert_eq!(store.cancel(&queue(), &JobId::from("b"), false).await.unwrap(), Cancelled::Removed);
+    push(&store, &[unique("c"), job("a")]).await;
+    take(&store, &[]).await;
+    assert_eq!(store.extend(&queue(), &[first.ticket()], SHORT).await.unwrap(), [Extended::Cancelled]);
+    sleep(SHORT + Duration::from_millis(20)).await;
+    let claimed = ask(&store, 100).await;
+    assert_eq!((names(&claimed.jobs), claimed.expired), (vec!["a", "c"], Expired { jobs: 1, dead: 0 }));
+    assert_eq!(finish(&store, &first, Ending::Done).await, Finished::Gone);
+    // What is drained while it waits leaves the run alone.
+    let [id] = ["a"].map(JobId::from);
+    assert_eq!(store.cancel(&queue(), &id, false).await.unwrap(), Cancelled::Told);
+    push(&store, &[job("a")]).await;
+    take(&store, &[]).await;
+    assert_eq!(store.drain(&queue(), 10, false).await.unwrap(), 1);
+    assert_eq!(counts(&store).await, [0, 0, 2, 0]);
+    assert_eq!(store.cancel(&queue(), &id, false).await.unwrap(), Cancelled::Told);
+    assert_eq!(finish(&store, &claimed.jobs[0], retry(Duration::ZERO)).await, Finished::Cancelled);
+    assert_eq!(store.cancel(&queue(), &id, false).await.unwrap(), Cancelled::Missing);
+}
+
+/// The run of a job that is cancelled while it runs. Another job is pushed in its place, which is not claimed yet.
+async fn cancel_and_push_again<S: DelayQueueStore>(store: &S, old: &NewJob, new: &NewJob) -> ClaimedJob {
+    push(store, &[old.clone()]).await;
+    let first = take(store, &[old.id.as_str()]).await.remove(0);
+    for _ in 0..2 {
+        assert_eq!(store.cancel(&queue(), &old.id, false).await.unwrap(), Cancelled::Told);
+        assert_eq!(state(store, old.id.as_str()).await, Some(State::Running));
+        assert_eq!(store.reschedule(&queue(), &old.id, Due::NOW).await.unwrap(), Changed::Running);
+    }
+    // Stores count in ms when a job is pushed.
+    sleep(Duration::from_millis(2)).await;
+    push(store, &[new.clone()]).await;
+    for _ in 0..2 {
+        take(store, &[]).await;
+        assert_eq!(state(store, new.id.as_str()).await, Some(State::Waiting));
+        assert_eq!(list(store, State::Waiting).await, [new.id.as_str()]);
+        assert_eq!(list(store, State::Running).await, [old.id.as_str()]);
+        let [waiting, _, running, dead] = counts(store).await;
+        assert_eq!([waiting, running, dead], [1, 1, 0]);
+    }
+    first
 }
 
 /// Only a job that waits can be moved and changed; the others are left as they are, and the answer says so.
@@ -435,7 +582,7 @@ pub async fn a_queue_is_drained<S: DelayQueueStore>(store: S) {
     push(&store, &jobs).await;
     let mut removed = Vec::new();
     while removed.last() != Some(&0) {
-        removed.push(store.drain(&queue(), usize::MAX).await.unwrap());
+        removed.push(store.drain(&queue(), usize::MAX, false).await.unwrap());
     }
     assert_eq!(removed, [MAX_BATCH, 300 - MAX_BATCH, 0]);
     assert_eq!(counts(&store).await, [0, 0, 1, 0]);

@@ -475,8 +475,8 @@ impl<S: DelayQueueStore + Sync> DelayQueueStore for FaultStore<S> {
         self.faults.around(Verb::Control, self.inner.get(queue, id)).await
     }
 
-    async fn cancel(&self, queue: &QueueKey, id: &JobId) -> Result<Cancelled, StoreError> {
-        self.faults.around(Verb::Control, self.inner.cancel(queue, id)).await
+    async fn cancel(&self, queue: &QueueKey, id: &JobId, keeps_unique: bool) -> Result<Cancelled, StoreError> {
+        self.faults.around(Verb::Control, self.inner.cancel(queue, id, keeps_unique)).await
     }
 
     async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
@@ -505,8 +505,12 @@ impl<S: DelayQueueStore + Sync> DelayQueueStore for FaultStore<S> {
         self.faults.around(Verb::Control, self.inner.pause(queue, is_paused)).await
     }
 
-    async fn drain(&self, queue: &QueueKey, limit: usize) -> Result<usize, StoreError> {
-        self.faults.around(Verb::Control, self.inner.drain(queue, limit)).await
+    async fn drain(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
+        self.faults.around(Verb::Control, self.inner.drain(queue, limit, keeps_unique)).await
+    }
+
+    async fn release_unique(&self, queue: &QueueKey, key: &Key) -> Result<bool, StoreError> {
+        self.faults.around(Verb::Control, self.inner.release_unique(queue, key)).await
     }
 
     async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {

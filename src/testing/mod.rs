@@ -361,13 +361,17 @@ macro_rules! delay_queue_contract {
                 an_id_is_there_once
                 a_batch_is_answered_in_order
                 a_unique_key_keeps_others_out
+                removed_job_releases_its_unique_key
                 a_replayed_job_keeps_others_out_again
                 jobs_come_by_priority_then_due_then_id
                 no_more_is_claimed_than_was_asked_for
                 attempts_are_counted_and_given_back
                 what_is_put_back_waits
+                snoozed_job_keeps_its_place
                 a_crash_loop_ends
                 a_cancellation_has_one_outcome
+                new_job_waits_for_the_cancelled_run
+                new_job_outlives_the_worker_of_the_cancelled_run
                 changes_are_for_what_waits
                 a_queue_can_be_looked_at
                 a_paused_queue_lends_nothing

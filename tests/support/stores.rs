@@ -26,7 +26,7 @@ macro_rules! delegate_queue {
             -> Result<Option<tollgate::delay_queue::StoredJob>, tollgate::StoreError>);
     };
     (@cancel $inner:tt) => {
-        delegate_queue!(@cancel $inner (id: &tollgate::delay_queue::JobId)
+        delegate_queue!(@cancel $inner (id: &tollgate::delay_queue::JobId, keeps_unique: bool)
             -> Result<tollgate::delay_queue::Cancelled, tollgate::StoreError>);
     };
     (@reschedule $inner:tt) => {
@@ -48,7 +48,10 @@ macro_rules! delegate_queue {
         delegate_queue!(@pause $inner (is_paused: bool) -> Result<(), tollgate::StoreError>);
     };
     (@drain $inner:tt) => {
-        delegate_queue!(@drain $inner (limit: usize) -> Result<usize, tollgate::StoreError>);
+        delegate_queue!(@drain $inner (limit: usize, keeps_unique: bool) -> Result<usize, tollgate::StoreError>);
+    };
+    (@release_unique $inner:tt) => {
+        delegate_queue!(@release_unique $inner (key: &tollgate::Key) -> Result<bool, tollgate::StoreError>);
     };
     (@replay $inner:tt) => {
         delegate_queue!(@replay $inner (ids: &[tollgate::delay_queue::JobId]) -> Result<Vec<bool>, tollgate::StoreError>);

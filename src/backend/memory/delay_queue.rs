@@ -8,7 +8,7 @@ use std::time::Duration;
 use tokio::sync::watch;
 
 use super::MemoryBackend;
-use super::queue::{Now, Place, Queue, Record, Start};
+use super::queue::{Now, Place, Queue, Start};
 use super::shares;
 use crate::delay_queue::{
     Admission, Cancelled, Changed, Claim, Claimed, Counts, DelayQueueStore, Due, Extended, Finish, JobId, NewJob,
@@ -265,11 +265,11 @@ impl DelayQueueStore for MemoryBackend {
     }
 
     async fn get(&self, queue: &QueueKey, id: &JobId) -> Result<Option<StoredJob>, StoreError> {
-        Ok(self.inner.queues.with(queue, |queue, _| queue.jobs.get(id).map(Record::view)))
+        Ok(self.inner.queues.with(queue, |queue, _| queue.get(id)))
     }
 
-    async fn cancel(&self, queue: &QueueKey, id: &JobId) -> Result<Cancelled, StoreError> {
-        Ok(self.inner.queues.with(queue, |queue, _| queue.cancel(id)))
+    async fn cancel(&self, queue: &QueueKey, id: &JobId, keeps_unique: bool) -> Result<Cancelled, StoreError> {
+        Ok(self.inner.queues.with(queue, |queue, _| queue.cancel(id, keeps_unique)))
     }
 
     async fn reschedule(&self, queue: &QueueKey, id: &JobId, due: Due) -> Result<Changed, StoreError> {
@@ -307,8 +307,12 @@ impl DelayQueueStore for MemoryBackend {
         Ok(())
     }
 
-    async fn drain(&self, queue: &QueueKey, limit: usize) -> Result<usize, StoreError> {
-        Ok(self.inner.queues.with(queue, |queue, _| queue.drain(limit)))
+    async fn drain(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
+        Ok(self.inner.queues.with(queue, |queue, _| queue.drain(limit, keeps_unique)))
+    }
+
+    async fn release_unique(&self, queue: &QueueKey, key: &Key) -> Result<bool, StoreError> {
+        Ok(self.inner.queues.with(queue, |queue, now| queue.release_unique(key, now)))
     }
 
     async fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> Result<Vec<bool>, StoreError> {

@@ -41,6 +41,11 @@ pub(super) struct Queue {
     // By when they end, then by token.
     leases: BTreeSet<(u64, u64, JobId)>,
     pub(super) dead: BTreeSet<Line>,
+    // By when they return to where they are due.
+    snoozed: BTreeSet<Line>,
+    // Jobs that were cancelled and still run, and the unique keys that these held. A job of the same id or key is not claimed meanwhile.
+    cancelled: HashMap<JobId, Record>,
+    cancelled_keys: HashMap<Key, JobId>,
     unique: HashMap<Key, Holder>,
     // Unique keys that are held for a time, by its end.
     pub(super) unique_ends: BTreeSet<(u64, Box<str>)>,
@@ -64,12 +69,14 @@ pub(super) struct Record {
     pub(super) job: StoredJob,
     pub(super) place: Place,
     due: u64,
+    // Of one that waits: when it returns to where it is due.
+    snoozed: Option<u64>,
 }
 
 #[derive(Clone, Copy)]
 pub(super) enum Place {
     Waiting,
-    Running { token: u64, ends: u64, is_cancelled: bool },
+    Running { token: u64, ends: u64 },
     Dead { since: u64 },
 }
 
@@ -129,7 +136,7 @@ impl Record {
             Place::Dead { .. } => (State::Dead, 0),
         };
         let attempt = self.job.attempt.saturating_add(running);
-        StoredJob { state, attempt, due_at: instant(self.due), ..self.job.clone() }
+        StoredJob { state, attempt, due_at: instant(self.snoozed.unwrap_or(self.due)), ..self.job.clone() }
     }
 
     fn is_held_by(&self, ticket: &Ticket) -> bool {
@@ -149,8 +156,9 @@ impl Record {
 impl Queue {
     pub(super) fn is_over(&self) -> bool {
         let is_wanted = self.wake.as_ref().is_some_and(|wake| wake.receiver_count() > 0);
-        let is_empty = self.jobs.is_empty() && self.unique.is_empty() && self.unique_ends.is_empty();
-        is_empty && !self.is_paused && !is_wanted
+        let is_empty = self.jobs.is_empty() && self.cancelled.is_empty();
+        let is_free = self.unique.is_empty() && self.unique_ends.is_empty();
+        is_empty && is_free && !self.is_paused && !is_wanted
     }
 
     /// When the first of the unique keys that are held for a time is over.
@@ -196,7 +204,7 @@ impl Queue {
         let due = now.due(job.due);
         let stored = StoredJob::new(job, instant(now.ms), instant(due));
         self.bytes += job.size();
-        self.jobs.insert(job.id, Record { job: stored, place: Place::Waiting, due });
+        self.jobs.insert(job.id, Record { job: stored, place: Place::Waiting, due, snoozed: None });
         self.wait(&job.id, due);
         Admission::New
     }
@@ -218,9 +226,9 @@ impl Queue {
 
     /// Lets a job wait until it is due.
     pub(super) fn wait(&mut self, id: &JobId, due: u64) {
-        let soonest = self.due.iter().filter_map(|due| due.first()).map(|(due, _)| *due).min();
+        let soonest = self.first_due();
         if let Some(record) = self.jobs.get_mut(id) {
-            (record.place, record.due) = (Place::Waiting, due);
+            (record.place, record.due, record.snoozed) = (Place::Waiting, due, None);
             self.due[record.job.priority as usize].insert((due, *id));
             if soonest.is_none_or(|soonest| due < soonest) {
                 self.wake();
@@ -228,12 +236,42 @@ impl Queue {
         }
     }
 
+    /// When the first of the jobs that wait is due, or returns to where it is.
+    fn first_due(&self) -> Option<u64> {
+        self.due.iter().chain([&self.snoozed]).filter_map(|due| due.first()).map(|(due, _)| *due).min()
+    }
+
+    /// Lets a job wait that is not claimed before then. It is due as before.
+    fn snooze(&mut self, id: &JobId, until: u64) {
+        let soonest = self.first_due();
+        if let Some(record) = self.jobs.get_mut(id) {
+            (record.place, record.snoozed) = (Place::Waiting, Some(until));
+            self.snoozed.insert((until, *id));
+            if soonest.is_none_or(|soonest| until < soonest) {
+                self.wake();
+            }
+        }
+    }
+
+    /// Returns a snoozed job to where it is due.
+    fn resume(&mut self, id: &JobId) {
+        if let Some(record) = self.jobs.get_mut(id)
+            && let Some(until) = record.snoozed.take()
+        {
+            self.snoozed.remove(&(until, *id));
+            self.due[record.job.priority as usize].insert((record.due, *id));
+        }
+    }
+
     /// Takes a job out of where it waits, runs or is dead. It is in none of these then.
     pub(super) fn lift(&mut self, id: &JobId) {
         let Some(record) = self.jobs.get(id) else { return };
         match record.place {
-            Place::Waiting => self.due[record.job.priority as usize].remove(&(record.due, *id)),
-            Place::Running { token, ends, .. } => self.leases.remove(&(ends, token, *id)),
+            Place::Waiting => match record.snoozed {
+                Some(until) => self.snoozed.remove(&(until, *id)),
+                None => self.due[record.job.priority as usize].remove(&(record.due, *id)),
+            },
+            Place::Running { token, ends } => self.leases.remove(&(ends, token, *id)),
             Place::Dead { since } => {
                 self.dead_bytes -= record.size();
                 self.dead.remove(&(since, *id))
@@ -248,14 +286,59 @@ impl Queue {
         }
     }
 
-    /// Lets others have the unique key of a job, but for one that is held for a time.
+    /// Lets others have the unique key of a job at the end of it, but for one that is held for a time.
     fn free(&mut self, id: &JobId) {
-        let unique = self.jobs.get(id).and_then(|record| record.job.unique);
-        if let Some(unique) = unique
-            && self.unique.get(&unique.key).is_some_and(|holder| holder.id == *id && holder.until.is_none())
-        {
-            self.unique.remove(&unique.key);
+        self.release(id, true);
+    }
+
+    /// Lets others have the unique key of a job, one that is held for a time only if the caller says so. Answers which key that is, if the job
+    /// held it.
+    fn release(&mut self, id: &JobId, keeps_time: bool) -> Option<Key> {
+        let key = self.jobs.get(id)?.job.unique?.key;
+        let is_released = |holder: &Holder| holder.id == *id && !(keeps_time && holder.until.is_some());
+        let is_released = self.unique.get(&key).is_some_and(is_released);
+        is_released.then(|| self.vacate(&key)).map(|()| key)
+    }
+
+    fn vacate(&mut self, key: &Key) {
+        if let Some(Holder { until: Some(until), .. }) = self.unique.remove(key) {
+            self.unique_ends.remove(&(until, key.as_str().into()));
         }
+    }
+
+    pub(super) fn release_unique(&mut self, key: &Key, now: Now) -> bool {
+        let was_held = self.holder(key, now.ms).is_some();
+        self.vacate(key);
+        was_held
+    }
+
+    /// Ends the run of a cancelled job, so that a job of the same id or unique key can be claimed. Answers whether this ticket held it.
+    fn end_cancelled(&mut self, id: &JobId, held: u64) -> bool {
+        let Some(&Record { place: Place::Running { token, ends }, ref job, .. }) = self.cancelled.get(id) else {
+            return false;
+        };
+        if token != held {
+            return false;
+        }
+        let key = job.unique.map(|unique| unique.key);
+        self.leases.remove(&(ends, token, *id));
+        self.cancelled.remove(id);
+        self.resume(id);
+        if let Some(key) = key.filter(|key| self.cancelled_keys.get(key) == Some(id)) {
+            self.cancelled_keys.remove(&key);
+            if let Some(holder) = self.unique.get(&key).map(|holder| holder.id) {
+                self.resume(&holder);
+            }
+        }
+        self.wake();
+        true
+    }
+
+    /// Whether the run of a cancelled job keeps this job from being claimed.
+    fn is_held_up(&self, id: &JobId) -> bool {
+        let key = || self.jobs.get(id)?.job.unique.map(|unique| unique.key);
+        !self.cancelled.is_empty()
+            && (self.cancelled.contains_key(id) || key().is_some_and(|key| self.cancelled_keys.contains_key(&key)))
     }
 
     /// Has a job that is unique while it is there keep others out again, unless another one does so. Answers whether it may be there.
@@ -296,11 +379,10 @@ impl Queue {
     fn settle(&mut self, id: &JobId, ending: &Ending, is_expired: bool, now: Now) -> Finished {
         self.lift(id);
         let Some(record) = self.jobs.get_mut(id) else { return Finished::Gone };
-        let is_cancelled = matches!(record.place, Place::Running { is_cancelled: true, .. });
-        if is_cancelled || *ending == Ending::Done {
+        if *ending == Ending::Done {
             self.free(id);
             self.remove(id);
-            return if *ending == Ending::Done { Finished::Done } else { Finished::Cancelled };
+            return Finished::Done;
         }
         let failed = |reason: Reason, error: &str| Some(Note::new(reason, error));
         let is_dead = match ending {
@@ -318,15 +400,18 @@ impl Queue {
             Ending::Snooze { .. } | Ending::Release | Ending::Done => false,
         };
         let due = match ending {
-            Ending::Retry { delay, .. } | Ending::Snooze { delay } => now.due(Due::In(*delay)),
-            Ending::Release | Ending::Dead { .. } | Ending::Done => record.due,
+            Ending::Retry { delay, .. } => now.due(Due::In(*delay)),
+            Ending::Snooze { .. } | Ending::Release | Ending::Dead { .. } | Ending::Done => record.due,
         };
         record.due = due;
         if is_dead {
             self.bury(id, now);
             return Finished::Dead;
         }
-        self.wait(id, due);
+        match ending {
+            Ending::Snooze { delay } => self.snooze(id, now.due(Due::In(*delay))),
+            _ => self.wait(id, due),
+        }
         Finished::Done
     }
 
@@ -335,6 +420,10 @@ impl Queue {
         let settled: Vec<_> = finished
             .iter()
             .map(|Finish { ticket, ending }| {
+                if self.end_cancelled(&ticket.id, ticket.token) {
+                    let is_done = *ending == Ending::Done;
+                    return Some(if is_done { Finished::Done } else { Finished::Cancelled });
+                }
                 let is_held = self.jobs.get(&ticket.id).is_some_and(|record| record.is_held_by(ticket));
                 is_held.then(|| self.settle(&ticket.id, ending, false, now))
             })
@@ -346,15 +435,16 @@ impl Queue {
         });
         let finished = finished.collect();
         let limit = claim.limit.min(MAX_BATCH);
-        let mut expired = Expired::default();
+        let mut expired = (Expired::default(), Vec::new());
         if limit > 0 {
             expired = self.reclaim(now);
+            self.resume_due(now);
             self.trim(claim.dead, now);
             self.sweep(RECLAIMED, now);
         }
         let jobs = if self.is_paused { Vec::new() } else { self.take(limit, claim.lease, now) };
-        let due = self.due.iter().filter(|_| !self.is_paused).filter_map(|due| due.first()).map(|(due, _)| *due);
-        let next = due.chain(self.leases.first().map(|(ends, ..)| *ends)).min();
+        let due = self.first_due().filter(|_| !self.is_paused);
+        let next = due.into_iter().chain(self.leases.first().map(|(ends, ..)| *ends)).min();
         let next = next.map(|next| next.saturating_sub(now.ms));
         Claimed {
             finished,
@@ -363,21 +453,36 @@ impl Queue {
             // No wake-up is lost within a process.
             next: next.map(Duration::from_millis),
             oldest_due: self.oldest_due(now),
-            expired,
+            expired: expired.0,
+            died: expired.1,
             now: UNIX_EPOCH + Duration::from_micros(now.us),
         }
     }
 
-    /// Lets jobs whose lease has ended wait again.
-    fn reclaim(&mut self, now: Now) -> Expired {
+    /// Lets jobs whose lease has ended wait again. Also answers which of them are dead.
+    fn reclaim(&mut self, now: Now) -> (Expired, Vec<JobId>) {
         let over = self.leases.range(..(now.ms + 1, 0, JobId::LEAST)).take(RECLAIMED);
-        let over: Vec<_> = over.map(|(.., id)| *id).collect();
+        let over: Vec<_> = over.map(|(_, token, id)| (*token, *id)).collect();
         let ending = Ending::Retry { delay: Duration::ZERO, error: Arc::default() };
-        let mut expired = Expired { jobs: over.len(), dead: 0 };
-        for id in over {
-            expired.dead += usize::from(self.settle(&id, &ending, true, now) == Finished::Dead);
+        let (jobs, mut died) = (over.len(), Vec::new());
+        for (token, id) in over {
+            if self.end_cancelled(&id, token) {
+                continue;
+            }
+            if self.settle(&id, &ending, true, now) == Finished::Dead {
+                died.push(id);
+            }
         }
-        expired
+        (Expired { jobs, dead: died.len() }, died)
+    }
+
+    /// Returns jobs to where they are due that were snoozed until now.
+    fn resume_due(&mut self, now: Now) {
+        let over: Vec<_> =
+            self.snoozed.range(..(now.ms + 1, JobId::LEAST)).take(RECLAIMED).map(|(_, id)| *id).collect();
+        for id in over {
+            self.resume(&id);
+        }
     }
 
     /// Forgets dead jobs that are too old or too many.
@@ -399,6 +504,10 @@ impl Queue {
             while ids.len() < limit && bytes < CLAIMED_BYTES {
                 let Some(&(due, id)) = self.due[priority].first().filter(|(due, _)| *due <= now.ms) else { break };
                 self.due[priority].remove(&(due, id));
+                if self.is_held_up(&id) {
+                    self.snooze(&id, now.ms + millis(Claim::MAX_WAIT));
+                    continue;
+                }
                 bytes += self.jobs.get(&id).map_or(0, Record::size);
                 ids.push(id);
             }
@@ -410,7 +519,7 @@ impl Queue {
         let mut jobs = Vec::with_capacity(ids.len());
         for id in ids {
             if let Some(record) = self.jobs.get_mut(&id) {
-                record.place = Place::Running { token, ends, is_cancelled: false };
+                record.place = Place::Running { token, ends };
                 jobs.push(ClaimedJob { token, job: record.view() });
                 let is_free = record.job.unique.is_some_and(|unique| unique.span == UniqueFor::Waiting);
                 self.leases.insert((ends, token, id));
@@ -423,32 +532,39 @@ impl Queue {
     }
 
     pub(super) fn extend(&mut self, ticket: &Ticket, lease: Duration, now: Now) -> Extended {
-        let Some(record) = self.jobs.get_mut(&ticket.id).filter(|record| record.is_held_by(ticket)) else {
+        let is_cancelled = self.cancelled.get(&ticket.id).is_some_and(|record| record.is_held_by(ticket));
+        let jobs = if is_cancelled { &mut self.cancelled } else { &mut self.jobs };
+        let Some(record) = jobs.get_mut(&ticket.id).filter(|record| record.is_held_by(ticket)) else {
             return Extended::Lost;
         };
-        let Place::Running { token, ends, is_cancelled } = &mut record.place else { return Extended::Lost };
+        let Place::Running { token, ends } = &mut record.place else { return Extended::Lost };
         self.leases.remove(&(*ends, *token, ticket.id));
         let is_shorter = now.later + millis(lease) < *ends;
         *ends = now.later + millis(lease);
         self.leases.insert((*ends, *token, ticket.id));
-        let extended = if *is_cancelled { Extended::Cancelled } else { Extended::Held };
         if is_shorter {
             // Who waits has been told of a later end.
             self.wake();
         }
-        extended
+        if is_cancelled { Extended::Cancelled } else { Extended::Held }
     }
 
-    pub(super) fn cancel(&mut self, id: &JobId) -> Cancelled {
-        match self.jobs.get_mut(id).map(|record| &mut record.place) {
+    pub(super) fn cancel(&mut self, id: &JobId, keeps_unique: bool) -> Cancelled {
+        match self.jobs.get(id).map(|record| record.place) {
+            None if self.cancelled.contains_key(id) => Cancelled::Told,
             None => Cancelled::Missing,
             Some(Place::Dead { .. }) => Cancelled::Dead,
-            Some(Place::Running { is_cancelled, .. }) => {
-                *is_cancelled = true;
+            Some(Place::Running { .. }) => {
+                let key = self.release(id, keeps_unique);
+                self.cancelled_keys.extend(key.map(|key| (key, *id)));
+                if let Some(record) = self.jobs.remove(id) {
+                    self.bytes -= record.size();
+                    self.cancelled.insert(*id, record);
+                }
                 Cancelled::Told
             }
             Some(Place::Waiting) => {
-                self.free(id);
+                self.release(id, keeps_unique);
                 self.remove(id);
                 Cancelled::Removed
             }
@@ -458,6 +574,7 @@ impl Queue {
     /// Changes a job that is waiting.
     pub(super) fn change(&mut self, id: &JobId, change: impl FnOnce(&mut Self)) -> Changed {
         match self.jobs.get(id).map(|record| record.place) {
+            None if self.cancelled.contains_key(id) => Changed::Running,
             None => Changed::Missing,
             Some(Place::Dead { .. }) => Changed::Dead,
             Some(Place::Running { .. }) => Changed::Running,
@@ -470,9 +587,10 @@ impl Queue {
 
     pub(super) fn counts(&self, now: Now) -> Counts {
         let ready = |due: &BTreeSet<Line>| count_due(due.iter(), now.ms) as u64;
+        let waiting = || self.due.iter().chain([&self.snoozed]);
         Counts {
-            waiting: self.due.iter().map(|due| due.len() as u64).sum(),
-            due: self.due.iter().map(ready).sum(),
+            waiting: waiting().map(|due| due.len() as u64).sum(),
+            due: waiting().map(ready).sum(),
             running: self.leases.len() as u64,
             dead: self.dead.len() as u64,
             oldest_due: self.oldest_due(now),
@@ -481,28 +599,36 @@ impl Queue {
     }
 
     fn oldest_due(&self, now: Now) -> Option<Duration> {
-        let oldest = self.due.iter().filter_map(|due| due.first()).map(|(due, _)| *due).min();
-        oldest.and_then(|due| now.ms.checked_sub(due)).map(Duration::from_millis)
+        self.first_due().and_then(|due| now.ms.checked_sub(due)).map(Duration::from_millis)
     }
 
     pub(super) fn list(&self, state: State, skip: u64, limit: usize) -> Vec<StoredJob> {
         let ids: Box<dyn Iterator<Item = &JobId>> = match state {
-            State::Waiting => Box::new(self.due.iter().flatten().map(|(_, id)| id)),
+            State::Waiting => Box::new(self.due.iter().chain([&self.snoozed]).flatten().map(|(_, id)| id)),
             State::Running => Box::new(self.leases.iter().map(|(.., id)| id)),
             State::Dead => Box::new(self.dead.iter().map(|(_, id)| id)),
         };
         let ids = ids.skip(usize::try_from(skip).unwrap_or(usize::MAX)).take(limit.min(MAX_BATCH));
-        ids.filter_map(|id| self.jobs.get(id)).map(Record::view).collect()
+        let of = |id| match state {
+            State::Running => self.cancelled.get(id).or_else(|| self.jobs.get(id)),
+            State::Waiting | State::Dead => self.jobs.get(id),
+        };
+        ids.filter_map(of).map(Record::view).collect()
     }
 
-    pub(super) fn drain(&mut self, limit: usize) -> usize {
-        let ids = self.due.iter().flatten().take(limit.min(MAX_BATCH)).map(|(_, id)| *id);
+    pub(super) fn drain(&mut self, limit: usize, keeps_unique: bool) -> usize {
+        let ids = self.due.iter().chain([&self.snoozed]).flatten().take(limit.min(MAX_BATCH)).map(|(_, id)| *id);
         let ids: Vec<_> = ids.collect();
         for id in &ids {
-            self.free(id);
+            self.release(id, keeps_unique);
             self.remove(id);
         }
         ids.len()
+    }
+
+    /// A job of this id, or the run of one that was cancelled.
+    pub(super) fn get(&self, id: &JobId) -> Option<StoredJob> {
+        self.jobs.get(id).or_else(|| self.cancelled.get(id)).map(Record::view)
     }
 
     fn is_dead(&self, id: &JobId) -> bool {

@@ -17,6 +17,7 @@ use crate::delay_queue::{
     batch_len,
 };
 use crate::error::StoreError;
+use crate::key::Key;
 use crate::lock::{Scope, Wakeups};
 
 impl DelayQueueStore for RedisBackend {
@@ -118,8 +119,8 @@ impl DelayQueueStore for RedisBackend {
         }
     }
 
-    async fn cancel(&self, queue: &QueueKey, id: &JobId) -> Result<Cancelled, StoreError> {
-        match self.control(queue, "cancel", id.as_bytes()).await? {
+    async fn cancel(&self, queue: &QueueKey, id: &JobId, keeps_unique: bool) -> Result<Cancelled, StoreError> {
+        match self.control(queue, "cancel", (id.as_bytes(), u8::from(keeps_unique))).await? {
             Value::Int(0) => Ok(Cancelled::Missing),
             Value::Int(1) => Ok(Cancelled::Removed),
             Value::Int(2) => Ok(Cancelled::Told),
@@ -182,9 +183,16 @@ impl DelayQueueStore for RedisBackend {
         self.control(queue, "pause", u8::from(is_paused)).await.map(drop)
     }
 
-    async fn drain(&self, queue: &QueueKey, limit: usize) -> Result<usize, StoreError> {
-        match self.control(queue, "drain", limit.min(MAX_BATCH)).await? {
+    async fn drain(&self, queue: &QueueKey, limit: usize, keeps_unique: bool) -> Result<usize, StoreError> {
+        match self.control(queue, "drain", (limit.min(MAX_BATCH), u8::from(keeps_unique))).await? {
             Value::Int(removed @ 0..) => Ok(removed as usize),
+            reply => Err(unexpected_reply(&reply)),
+        }
+    }
+
+    async fn release_unique(&self, queue: &QueueKey, key: &Key) -> Result<bool, StoreError> {
+        match self.control(queue, "release_unique", key.as_bytes()).await? {
+            Value::Int(was_held @ 0..=1) => Ok(was_held == 1),
             reply => Err(unexpected_reply(&reply)),
         }
     }
@@ -337,7 +345,7 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
         Value::Int(oldest_ms),
         Value::Int(token),
         Value::Int(expired),
-        Value::Int(expired_dead),
+        Value::Array(died),
         claims @ ..,
     ] = values.as_slice()
     else {
@@ -351,7 +359,11 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
         b'4' => Some(Finished::Cancelled),
         _ => None,
     });
-    let expired = Expired { jobs: usize::try_from(*expired).ok()?, dead: usize::try_from(*expired_dead).ok()? };
+    let expired = Expired { jobs: usize::try_from(*expired).ok()?, dead: died.len() };
+    let died = died.iter().map(|id| match id {
+        Value::BulkString(id) => JobId::from_store(id),
+        _ => None,
+    });
     let token = u64::try_from(*token).ok()?;
     let mut jobs = Vec::new();
     for pair in claims.chunks(2) {
@@ -368,6 +380,8 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
         next: Some(Duration::from_millis(u64::try_from(*next_ms).ok()?)),
         oldest_due: u64::try_from(*oldest_ms).ok().map(Duration::from_millis),
         expired,
+        // An id that cannot be read is of nobody's job.
+        died: died.flatten().collect(),
         now: UNIX_EPOCH + Duration::from_micros(u64::try_from(*now_us).ok()?),
     })
 }

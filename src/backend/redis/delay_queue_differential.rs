@@ -22,12 +22,15 @@ enum JobVerb {
     // Tickets and endings by number, and how many to claim.
     Claim { finish: Vec<(usize, End)>, limit: usize, lease_ms: u64 },
     Extend { tickets: Vec<usize>, lease_ms: u64 },
-    Cancel(u32),
+    Cancel(u32, bool),
+    // The job of a ticket by number, and a push in its place.
+    PushAgain(usize, bool),
     Reschedule(u32, When),
     Replace(u32, u8),
     Look { state: State, skip: u64, limit: usize },
     Pause(bool),
-    Drain(usize),
+    Drain(usize, bool),
+    ReleaseUnique(u8),
     Replay(Vec<u32>),
     Forget(Vec<u32>),
 }
@@ -122,12 +125,14 @@ fn job_traces() -> impl Strategy<Value = Vec<JobStep>> {
             .prop_map(|(finish, limit, lease_ms)| JobVerb::Claim { finish, limit, lease_ms }),
         3 => (prop::collection::vec(0..6_usize, 1..4), lease_ms())
             .prop_map(|(tickets, lease_ms)| JobVerb::Extend { tickets, lease_ms }),
-        2 => any_id().prop_map(JobVerb::Cancel),
+        3 => (any_id(), any::<bool>()).prop_map(|(id, keeps)| JobVerb::Cancel(id, keeps)),
+        3 => (0..3_usize, any::<bool>()).prop_map(|(ticket, keeps)| JobVerb::PushAgain(ticket, keeps)),
         2 => (any_id(), when()).prop_map(|(id, when)| JobVerb::Reschedule(id, when)),
         1 => (any_id(), any::<u8>()).prop_map(|(id, payload)| JobVerb::Replace(id, payload)),
         3 => (state, prop_oneof![0..3_u64, 3..40_u64], prop_oneof![0..5_usize, 5..40_usize]).prop_map(|(state, skip, limit)| JobVerb::Look { state, skip, limit }),
         1 => prop_oneof![1 => Just(true), 2 => Just(false)].prop_map(JobVerb::Pause),
-        1 => prop_oneof![1..3_usize, 3..40_usize].prop_map(JobVerb::Drain),
+        1 => (prop_oneof![1..3_usize, 3..40_usize], any::<bool>()).prop_map(|(count, keeps)| JobVerb::Drain(count, keeps)),
+        1 => (0..2_u8).prop_map(JobVerb::ReleaseUnique),
         2 => ids().prop_map(JobVerb::Replay),
         1 => ids().prop_map(JobVerb::Forget),
     ];
@@ -165,18 +170,23 @@ struct ModelJob {
     unique: Option<(u8, UniqueFor)>,
     reason: Option<Reason>,
     payload: u8,
+    // While it waits: when it returns to where it is due.
+    snoozed: Option<u64>,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq)]
 enum Place {
     Waiting,
-    Running { claim: u64, ends: u64, is_cancelled: bool },
+    Running { claim: u64, ends: u64 },
     Dead { since: u64 },
 }
 
 #[derive(Default)]
 struct Model {
     jobs: Vec<ModelJob>,
+    // Those that run although they were cancelled, and the keys that they held.
+    cancelled: Vec<ModelJob>,
+    cancelled_keys: [Option<u32>; 2],
     // By key: who has it, and until when.
     unique: [Option<(u32, Option<u64>)>; 2],
     is_paused: bool,
@@ -210,11 +220,42 @@ impl Model {
     }
 
     fn free(&mut self, id: u32) {
-        for holder in &mut self.unique {
-            if *holder == Some((id, None)) {
-                *holder = None;
+        self.release(id, true);
+    }
+
+    /// Answers which key it has had.
+    fn release(&mut self, id: u32, keeps: bool) -> Option<usize> {
+        let key = usize::from(self.find(id)?.unique?.0);
+        let (holder, until) = self.unique[key]?;
+        let is_released = holder == id && !(keeps && until.is_some());
+        is_released.then(|| self.unique[key] = None).map(|()| key)
+    }
+
+    fn release_unique(&mut self, key: u8) -> bool {
+        let holder = self.unique[usize::from(key)].take();
+        holder.is_some_and(|(_, until)| until.is_none_or(|until| until > self.now()))
+    }
+
+    fn end_cancelled(&mut self, ticket: &Tickets) -> bool {
+        let holds = |job: &ModelJob| matches!(job.place, Place::Running { claim, .. } if claim == ticket.claim);
+        let Some(i) = self.cancelled.iter().position(|job| job.id == ticket.of && holds(job)) else { return false };
+        self.cancelled.remove(i);
+        let mut resumed = vec![ticket.of];
+        for (key, of) in self.cancelled_keys.iter_mut().enumerate().filter(|(_, of)| **of == Some(ticket.of)) {
+            *of = None;
+            resumed.extend(self.unique[key].map(|(holder, _)| holder));
+        }
+        for id in resumed {
+            if let Some(job) = self.find(id) {
+                job.snoozed = None;
             }
         }
+        true
+    }
+
+    fn is_held_up(&self, job: &ModelJob) -> bool {
+        let holds_key = job.unique.is_some_and(|(key, _)| self.cancelled_keys[usize::from(key)].is_some());
+        holds_key || self.cancelled.iter().any(|other| other.id == job.id)
     }
 
     fn push(&mut self, pushing: &Pushing, max_jobs: u64) -> Admission {
@@ -250,24 +291,32 @@ impl Model {
             unique,
             reason,
             payload,
+            snoozed: None,
         });
         Admission::New
     }
 
     fn finish(&mut self, ticket: &Tickets, end: End, is_expired: bool) -> Option<Finished> {
+        if self.end_cancelled(ticket) {
+            return Some(if matches!(end, End::Done) { Finished::Done } else { Finished::Cancelled });
+        }
         let (now, after) = (self.now(), |model: &Self, delay| model.after(delay));
         let holds = |place| matches!(place, Place::Running { claim, .. } if claim == ticket.claim);
         let due = match end {
-            End::Retry(delay) | End::Snooze(delay) => Some(after(self, delay)),
+            End::Retry(delay) => Some(after(self, delay)),
+            _ => None,
+        };
+        let snoozed = match end {
+            End::Snooze(delay) => Some(after(self, delay)),
             _ => None,
         };
         let job = self.find(ticket.of).filter(|job| holds(job.place))?;
-        if matches!(end, End::Done) || matches!(job.place, Place::Running { is_cancelled: true, .. }) {
+        if matches!(end, End::Done) {
             self.free(ticket.of);
             self.remove(ticket.of);
-            return Some(if matches!(end, End::Done) { Finished::Done } else { Finished::Cancelled });
+            return Some(Finished::Done);
         }
-        job.place = Place::Waiting;
+        (job.place, job.snoozed) = (Place::Waiting, snoozed);
         job.due = due.unwrap_or(job.due);
         let is_dead = match end {
             End::Retry(_) => {
@@ -306,8 +355,11 @@ impl Model {
         let now = self.now();
         let mut expired = Expired::default();
         if limit > 0 {
-            let over = self.jobs.iter().filter_map(|job| match job.place {
-                Place::Running { claim, ends, .. } if ends <= now => Some((job.id, claim)),
+            for job in &mut self.jobs {
+                job.snoozed = job.snoozed.filter(|until| *until > now);
+            }
+            let over = self.jobs.iter().chain(&self.cancelled).filter_map(|job| match job.place {
+                Place::Running { claim, ends } if ends <= now => Some((job.id, claim)),
                 _ => None,
             });
             let none = Ticket { id: id(0), token: 0, unique: None };
@@ -327,10 +379,20 @@ impl Model {
                 self.remove(*id);
             }
         }
-        let mut order: Vec<_> =
-            self.jobs.iter().filter(|job| job.place == Place::Waiting && job.due <= now && !self.is_paused).collect();
+        let is_ready =
+            |job: &&ModelJob| job.place == Place::Waiting && job.snoozed.is_none() && job.due <= now && !self.is_paused;
+        let mut order: Vec<_> = self.jobs.iter().filter(is_ready).collect();
         order.sort_by_key(|job| (job.priority as u8, job.due, id(job.id)));
-        let taken: Vec<_> = order.into_iter().take(limit).map(|job| job.id).collect();
+        let (mut taken, mut put_off) = (Vec::new(), Vec::new());
+        for job in order {
+            if taken.len() < limit {
+                let list = if self.is_held_up(job) { &mut put_off } else { &mut taken };
+                list.push(job.id);
+            }
+        }
+        for job in self.jobs.iter_mut().filter(|job| put_off.contains(&job.id)) {
+            job.snoozed = Some(now + LONGER);
+        }
         if !taken.is_empty() {
             self.token = (self.token + 1).max(self.now_us);
         }
@@ -338,52 +400,69 @@ impl Model {
         let mut seen = Vec::new();
         for number in taken {
             let job = self.find(number).unwrap();
-            job.place = Place::Running { claim, ends, is_cancelled: false };
+            job.place = Place::Running { claim, ends };
             seen.push(job.seen());
             if matches!(job.unique, Some((_, UniqueFor::Waiting))) {
                 self.free(number);
             }
         }
-        let next = self.jobs.iter().filter_map(|job| match job.place {
-            Place::Waiting => (!self.is_paused).then_some(job.due),
+        let next = self.jobs.iter().chain(&self.cancelled).filter_map(|job| match job.place {
+            Place::Waiting => (!self.is_paused).then_some(job.ready()),
             Place::Running { ends, .. } => Some(ends),
             Place::Dead { .. } => None,
         });
         let next = next.min().map_or(5_000, |next| next.saturating_sub(now).min(5_000));
         let waiting = self.jobs.iter().filter(|job| job.place == Place::Waiting);
-        let oldest = waiting.map(|job| job.due).min().and_then(|due| now.checked_sub(due)).map(Duration::from_millis);
+        let oldest = waiting.map(ModelJob::ready).min().and_then(|due| now.checked_sub(due)).map(Duration::from_millis);
         format!("{finished:?} {seen:?} more {} next {next} oldest {oldest:?} {expired:?}", next == 0)
     }
 
     fn extend(&mut self, ticket: &Tickets, lease_ms: u64) -> Extended {
         let until = self.after(lease_ms);
-        match self.find(ticket.of).map(|job| &mut job.place) {
-            Some(Place::Running { claim, ends, is_cancelled }) if *claim == ticket.claim => {
-                *ends = until;
-                if *is_cancelled { Extended::Cancelled } else { Extended::Held }
-            }
-            _ => Extended::Lost,
+        let lasts = |jobs: &mut [ModelJob]| {
+            let places = jobs.iter_mut().filter(|job| job.id == ticket.of).map(|job| &mut job.place);
+            let mut ends = places.filter_map(|place| match place {
+                Place::Running { claim, ends } if *claim == ticket.claim => Some(ends),
+                _ => None,
+            });
+            ends.next().map(|ends| *ends = until).is_some()
+        };
+        if lasts(&mut self.cancelled) {
+            return Extended::Cancelled;
         }
+        if lasts(&mut self.jobs) { Extended::Held } else { Extended::Lost }
     }
 
-    fn cancel(&mut self, number: u32) -> Cancelled {
-        match self.find(number).map(|job| &mut job.place) {
+    fn cancel(&mut self, number: u32, keeps: bool) -> Cancelled {
+        let is_cancelled = self.is_cancelled(number);
+        match self.find(number).cloned() {
+            None if is_cancelled => Cancelled::Told,
             None => Cancelled::Missing,
-            Some(Place::Dead { .. }) => Cancelled::Dead,
-            Some(Place::Running { is_cancelled, .. }) => {
-                *is_cancelled = true;
+            Some(ModelJob { place: Place::Dead { .. }, .. }) => Cancelled::Dead,
+            Some(job @ ModelJob { place: Place::Running { .. }, .. }) => {
+                if let Some(key) = self.release(number, keeps) {
+                    self.cancelled_keys[key] = Some(number);
+                }
+                self.remove(number);
+                self.cancelled.push(job);
                 Cancelled::Told
             }
-            Some(Place::Waiting) => {
-                self.free(number);
+            Some(_) => {
+                self.release(number, keeps);
                 self.remove(number);
                 Cancelled::Removed
             }
         }
     }
 
+    fn is_cancelled(&self, number: u32) -> bool {
+        self.cancelled.iter().any(|job| job.id == number)
+    }
+
     fn change(&mut self, number: u32, change: impl FnOnce(&mut ModelJob)) -> Changed {
+        let is_cancelled = self.is_cancelled(number);
         match self.find(number) {
+            None if is_cancelled => Changed::Running,
             None => Changed::Missing,
             Some(ModelJob { place: Place::Dead { .. }, .. }) => Changed::Dead,
             Some(ModelJob { place: Place::Running { .. }, .. }) => Changed::Running,
@@ -395,27 +474,28 @@ impl Model {
     }
 
     fn look(&self, state: State, skip: u64, limit: usize) -> String {
-        let mut order: Vec<_> = self.jobs.iter().filter(|job| job.state() == state).collect();
+        let all = || self.jobs.iter().chain(&self.cancelled);
+        let mut order: Vec<_> = all().filter(|job| job.state() == state).collect();
         order.sort_by_key(|job| match job.place {
-            Place::Waiting => (job.priority as u64, job.due, id(job.id)),
-            Place::Running { claim, ends, .. } => (ends, claim, id(job.id)),
+            Place::Waiting => (job.group(), job.ready(), id(job.id)),
+            Place::Running { claim, ends } => (ends, claim, id(job.id)),
             Place::Dead { since } => (since, 0, id(job.id)),
         });
         let seen: Vec<_> = order.iter().skip(skip as usize).take(limit).map(|job| job.seen()).collect();
-        let count = |state| self.jobs.iter().filter(|job| job.state() == state).count();
-        let due = |job: &&ModelJob| job.place == Place::Waiting && job.due <= self.now();
-        let oldest = self.jobs.iter().filter(due).map(|job| self.now() - job.due).max();
+        let count = |state| all().filter(|job| job.state() == state).count();
+        let due = |job: &&ModelJob| job.place == Place::Waiting && job.ready() <= self.now();
+        let oldest = self.jobs.iter().filter(due).map(|job| self.now() - job.ready()).max();
         let counts =
             [count(State::Waiting), self.jobs.iter().filter(due).count(), count(State::Running), count(State::Dead)];
         format!("{seen:?} {counts:?} {oldest:?} {}", self.is_paused)
     }
 
-    fn drain(&mut self, limit: usize) -> usize {
+    fn drain(&mut self, limit: usize, keeps: bool) -> usize {
         let mut order: Vec<_> = self.jobs.iter().filter(|job| job.place == Place::Waiting).collect();
-        order.sort_by_key(|job| (job.priority as u8, job.due, id(job.id)));
+        order.sort_by_key(|job| (job.group(), job.ready(), id(job.id)));
         let gone: Vec<_> = order.into_iter().take(limit).map(|job| job.id).collect();
         for id in &gone {
-            self.free(*id);
+            self.release(*id, keeps);
             self.remove(*id);
         }
         gone.len()
@@ -447,6 +527,16 @@ impl ModelJob {
         }
     }
 
+    /// When it can be claimed.
+    fn ready(&self) -> u64 {
+        self.snoozed.unwrap_or(self.due)
+    }
+
+    /// Of those that wait: by priority, those that are snoozed last.
+    fn group(&self) -> u64 {
+        if self.snoozed.is_some() { 3 } else { self.priority as u64 }
+    }
+
     fn seen(&self) -> String {
         let attempt = self.spent + u16::from(self.state() == State::Running);
         let unique = self.unique.map(|(key, span)| Unique { key: u32::from(key).into(), span });
@@ -457,7 +547,7 @@ impl ModelJob {
             self.max_attempts,
             self.priority,
             self.pushed,
-            self.due,
+            self.ready(),
             self.reason,
             self.payload
         )
@@ -571,16 +661,30 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                 );
                 (format!("{expected:?}"), format!("{memory:?}"), format!("{redis:?}"))
             }
-            &JobVerb::Cancel(of) => {
+            &JobVerb::Cancel(of, keeps) => {
                 let job = id(of);
-                let (memory, redis) = pair.both(|to| to.cancel(&queue, &job), |to| to.cancel(&queue, &job));
-                (format!("{:?}", model.cancel(of)), format!("{memory:?}"), format!("{redis:?}"))
+                let (memory, redis) =
+                    pair.both(|to| to.cancel(&queue, &job, keeps), |to| to.cancel(&queue, &job, keeps));
+                (format!("{:?}", model.cancel(of, keeps)), format!("{memory:?}"), format!("{redis:?}"))
+            }
+            &JobVerb::PushAgain(ticket, keeps) => {
+                let Some(of) = pick(&ticket).map(|ticket| ticket.of) else { continue };
+                let (job, when) = (id(of), When::In(0));
+                let cancelled = pair.both(|to| to.cancel(&queue, &job, keeps), |to| to.cancel(&queue, &job, keeps));
+                let unique = model.cancelled.iter().find(|job| job.id == of).and_then(|job| job.unique);
+                let pushing = Pushing { id: of, when, priority: Priority::Normal, max_attempts: 2, unique, payload: 7 };
+                let expected = (model.cancel(of, keeps), model.push(&pushing, u64::MAX));
+                let unique = unique.map(|(key, span)| Unique { key: u32::from(key).into(), span });
+                let new = [NewJob { max_attempts: 2, unique, ..NewJob::new(job, [7]) }];
+                let pushed = pair.both(|to| to.push(&queue, &new, u64::MAX), |to| to.push(&queue, &new, u64::MAX));
+                let told = |cancelled, pushed: Vec<Admission>| format!("{:?}", (cancelled, pushed[0]));
+                (format!("{expected:?}"), told(cancelled.0, pushed.0), told(cancelled.1, pushed.1))
             }
             &JobVerb::Reschedule(of, when) => {
                 let (job, [in_memory, in_redis], new) = (id(of), due(when), model.due(when));
                 let (memory, redis) =
                     pair.both(|to| to.reschedule(&queue, &job, in_memory), |to| to.reschedule(&queue, &job, in_redis));
-                let expected = model.change(of, |job| job.due = new);
+                let expected = model.change(of, |job| (job.due, job.snoozed) = (new, None));
                 (format!("{expected:?}"), format!("{memory:?}"), format!("{redis:?}"))
             }
             &JobVerb::Replace(of, payload) => {
@@ -608,9 +712,16 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                 model.is_paused = is_paused;
                 continue;
             }
-            &JobVerb::Drain(limit) => {
-                let (memory, redis) = pair.both(|to| to.drain(&queue, limit), |to| to.drain(&queue, limit));
-                (model.drain(limit).to_string(), memory.to_string(), redis.to_string())
+            &JobVerb::Drain(limit, keeps) => {
+                let (memory, redis) =
+                    pair.both(|to| to.drain(&queue, limit, keeps), |to| to.drain(&queue, limit, keeps));
+                (model.drain(limit, keeps).to_string(), memory.to_string(), redis.to_string())
+            }
+            &JobVerb::ReleaseUnique(number) => {
+                let key = u32::from(number).into();
+                let (memory, redis) =
+                    pair.both(|to| to.release_unique(&queue, &key), |to| to.release_unique(&queue, &key));
+                (model.release_unique(number).to_string(), memory.to_string(), redis.to_string())
             }
             JobVerb::Replay(of) => {
                 let ids: Vec<_> = of.iter().map(|of| id(*of)).collect();

@@ -154,6 +154,7 @@ impl Keys {
             unique: key("unique"),
             unique_ends: key("unique_ends"),
             cancels: key("cancels"),
+            snoozed: key("snoozed"),
             state: key("state"),
             idle: key("idle"),
             runs: key("runs"),
@@ -267,6 +268,7 @@ pub(super) struct QueueKeys {
     pub(super) unique: String,
     pub(super) unique_ends: String,
     pub(super) cancels: String,
+    pub(super) snoozed: String,
     pub(super) state: String,
     pub(super) idle: String,
     // Of normal priority, which most jobs have.

@@ -99,7 +99,7 @@
 //! these who waits looks once a second. With `+pubsub|numsub`, locks that are given back at the same time are only told of where somebody listens, which is cheaper. Listing locks or operations takes `+scan`.
 //! That somebody may not listen is a warning in the log, once, and it is tried again every five seconds.
 //!
-//! For delay queues also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe +exists +hget +hset +hdel +hmget +hlen +hexists +zadd +zrem +zcard +zcount +zscore +zmscore +zrange +zrangebyscore +zremrangebyrank +zremrangebyscore +zpopmin +sadd +srem +sismember +smismember`,
+//! For delay queues also `resetchannels &tollgate:2:* +publish +subscribe +unsubscribe +exists +hget +hset +hdel +hmget +hlen +hexists +zadd +zrem +zcard +zcount +zscore +zmscore +zrange +zrangebyscore +zremrangebyrank +zremrangebyscore +zpopmin`,
 //! on a cluster `+spublish +ssubscribe +sunsubscribe` too. Without these on channels workers look every five seconds.
 //!
 //! With Sentinels `+role` is needed as well (and there, for a [user](RedisOptions::sentinel_user) of their own, `+sentinel|master` and

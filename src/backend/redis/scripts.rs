@@ -475,9 +475,10 @@ fn delay_queue_push<'a>(
     (names, (KEEP_JOBS_MS, max_jobs, publish(servers), wake.as_str(), jobs))
 }
 
-fn all_of(keys: &QueueKeys) -> [&str; 11] {
-    let QueueKeys { jobs, due: [high, normal, low], leases, dead, unique, cancels, state, idle, runs, .. } = keys;
-    [jobs, high, normal, low, leases, dead, unique, cancels, state, idle, runs].map(String::as_str)
+fn all_of(keys: &QueueKeys) -> [&str; 12] {
+    let QueueKeys { jobs, due: [high, normal, low], leases, dead, unique, cancels, state, idle, runs, snoozed, .. } =
+        keys;
+    [jobs, high, normal, low, leases, dead, unique, cancels, state, idle, runs, snoozed].map(String::as_str)
 }
 
 /// A cluster sends what is published by PUBLISH to all of its nodes.
@@ -677,9 +678,9 @@ mod tests {
             (&scripts.idempotency_forget, 1, 5),
             (&scripts.idempotency_complete_unknown, 1, 7),
             (&scripts.delay_queue_push, 8, 6),
-            (&scripts.delay_queue_claim, 11, 11),
+            (&scripts.delay_queue_claim, 12, 11),
             (&scripts.delay_queue_extend, 3, 3),
-            (&scripts.delay_queue_control, 11, 5),
+            (&scripts.delay_queue_control, 12, 5),
         ];
         for (script, keys, args) in calls {
             let (header, body) = script.code.split_at(script.code.find("\nlocal ").unwrap());

@@ -1,0 +1,105 @@
+use std::fmt;
+use std::future::{Future, IntoFuture};
+use std::pin::Pin;
+
+use super::error::QueueError;
+use super::id::JobId;
+use super::queue::Terms;
+#[cfg(doc)]
+use super::record::UniqueFor;
+use super::store::{Cancelled, MAX_BATCH};
+
+type Answer<T> = Pin<Box<dyn Future<Output = Result<T, QueueError>> + Send>>;
+
+/// A job that is about to be cancelled: `.await` it. See [`DelayQueue::cancel`](super::DelayQueue::cancel).
+#[must_use = "nothing is cancelled until this is awaited"]
+pub struct Cancel {
+    terms: Terms,
+    id: JobId,
+    keeps_unique: bool,
+}
+
+impl Cancel {
+    pub(super) const fn new(terms: Terms, id: JobId) -> Self {
+        Self { terms, id, keeps_unique: false }
+    }
+
+    /// Keeps a unique key that the job holds for a [time](UniqueFor::Time), so that a push with that key changes nothing before the time is over.
+    /// By default the key is released.
+    pub fn keep_unique(mut self) -> Self {
+        self.keeps_unique = true;
+        self
+    }
+}
+
+impl IntoFuture for Cancel {
+    type Output = Result<Cancelled, QueueError>;
+    type IntoFuture = Answer<Cancelled>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        Box::pin(async move {
+            let Self { terms, id, keeps_unique } = self;
+            let queue = terms.home(&id);
+            Ok(terms.ask(queue, |store, limit| store.cancel(queue, id, keeps_unique, limit)).await?)
+        })
+    }
+}
+
+impl fmt::Debug for Cancel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { id, keeps_unique, .. } = self;
+        f.debug_struct("Cancel").field("id", id).field("keeps_unique", keeps_unique).finish_non_exhaustive()
+    }
+}
+
+/// A queue that is about to be drained: `.await` it. See [`DelayQueue::drain`](super::DelayQueue::drain).
+#[must_use = "nothing is removed until this is awaited"]
+pub struct Drain {
+    terms: Terms,
+    keeps_unique: bool,
+}
+
+impl Drain {
+    pub(super) const fn new(terms: Terms) -> Self {
+        Self { terms, keeps_unique: false }
+    }
+
+    /// Keeps the unique keys that jobs hold for a [time](UniqueFor::Time), so that a push with such a key changes nothing before the time is over.
+    /// By default the keys are released.
+    pub fn keep_unique(mut self) -> Self {
+        self.keeps_unique = true;
+        self
+    }
+}
+
+impl IntoFuture for Drain {
+    type Output = Result<u64, QueueError>;
+    type IntoFuture = Answer<u64>;
+
+    fn into_future(self) -> Self::IntoFuture {
+        Box::pin(async move {
+            let Self { terms, keeps_unique } = self;
+            let mut removed = 0;
+            for queue in (0..terms.parts).map(|part| terms.part(part)) {
+                let mut left = terms.ask(queue, |store, limit| store.counts(queue, limit)).await?.waiting;
+                while left > 0 {
+                    let size = usize::try_from(left).unwrap_or(usize::MAX).min(MAX_BATCH);
+                    let drained =
+                        terms.ask(queue, |store, limit| store.drain(queue, size, keeps_unique, limit)).await?;
+                    let batch = drained as u64;
+                    (removed, left) = (removed + batch, left.saturating_sub(batch));
+                    if batch == 0 {
+                        break;
+                    }
+                }
+            }
+            Ok(removed)
+        })
+    }
+}
+
+impl fmt::Debug for Drain {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("Drain").field("keeps_unique", &self.keeps_unique).finish_non_exhaustive()
+    }
+}
