@@ -29,7 +29,7 @@
 -- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}: a digit a finished job (0 gone, of
 --          what is done and no longer held also where another job of its id was pushed since it was claimed, 1 as was asked for, 2 dead,
 --          3 lost, 4 gone since it was cancelled); 1 if more is due; when to ask again; for how long the oldest that waits is due, -1 if
---          none is; the token of what was claimed; how many leases had ended; the ids of the jobs of which it was the last attempt; and
+--          none is; the token of what was claimed; how many leases had ended; id and attempts of each job of which it was the last one; and
 --          what was claimed in pairs of arrays, with nothing in the place of a record that is missing
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
 -- Repeat   harmless for what is finished: it is gone, or lost. What was claimed the first time comes back when its leases have ended
@@ -309,7 +309,8 @@ if limit > 0 then
       elseif there[i] then
         reply[7] = reply[7] + 1
         if settle(expired[i], there[i], 5, 0, '') == '2' then
-          reply[8][#reply[8] + 1] = expired[i]
+          local attempts = #there[i] > 25 and struct.unpack('>H', there[i], 17) + 1 or 0
+          reply[8][#reply[8] + 1], reply[8][#reply[8] + 2] = expired[i], attempts
         end
       end
     end

@@ -1268,7 +1268,8 @@ async fn a_worker_that_ends_says_that_it_could_not_note_what_jobs_have_come_to()
 /// A job that fails for good: half of these say so, and the others have no attempt left.
 fn failing(queue: DelayQueue<u32>) -> impl Future<Output = ()> {
     let service = service_fn(async |job: Job<u32>| {
-        let error: BoxError = if *job % 2 == 0 { Outcome::dead("no such address").into() } else { "not today".into() };
+        let error: BoxError =
+            if (*job).is_multiple_of(2) { Outcome::dead("no such address").into() } else { "not today".into() };
         Err::<(), _>(error)
     });
     let worker = DelayQueueWorker::new(queue, service);
@@ -1307,7 +1308,8 @@ async fn job_that_dies_is_one_warning() {
     sleep(second).await;
     failing(queue).await;
     let ended = "WARN leases have ended without a word of their workers queue=mail jobs=1";
-    let expected = format!(r#"{dead} queue=mail job=d reason=LeaseExpired error="its last lease has ended""#);
+    let expected =
+        format!(r#"{dead} queue=mail job=d attempts=1 reason=LeaseExpired error="its last lease has ended""#);
     assert_eq!(log.lines(), [ended.to_owned(), expected]);
 }
 

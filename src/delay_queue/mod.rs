@@ -282,7 +282,7 @@ pub use self::schedule::{Recurring, Schedule};
 #[cfg(feature = "redis")]
 pub(crate) use self::store::batch_len;
 pub use self::store::{
-    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Ending, Expired,
-    Extended, Finish, Finished, MAX_BATCH, MAX_NOTE, QueueKey, State, Ticket, WorkerId,
+    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Died, Ending,
+    Expired, Extended, Finish, Finished, MAX_BATCH, MAX_NOTE, QueueKey, State, Ticket, WorkerId,
 };
 pub use self::worker::{DelayQueueWorker, OnUndecodable, WorkerError};

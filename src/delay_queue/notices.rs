@@ -12,12 +12,12 @@ pub(super) struct Notices {
     queue: Key,
     // The second that is counted.
     since: Instant,
-    logged: u32,
+    logged: u64,
     suppressed: u64,
 }
 
 /// How many jobs of a worker are logged in a second. Twice as many would not be read either.
-const MOST: u32 = 100;
+const MOST: u64 = 100;
 const SECOND: Duration = Duration::from_secs(1);
 
 impl Notices {
@@ -26,7 +26,7 @@ impl Notices {
     }
 
     /// Logs a job that is dead.
-    pub(super) fn died(&mut self, job: &JobId, attempts: Option<u16>, reason: Reason, error: &str, now: Instant) {
+    pub(super) fn died(&mut self, job: &JobId, attempts: u16, reason: Reason, error: &str, now: Instant) {
         if self.admits(now) {
             let queue = &self.queue;
             tracing::warn!(%queue, %job, attempts, ?reason, error, "a job is dead: it will not be tried again");
@@ -44,11 +44,8 @@ impl Notices {
     fn admits(&mut self, now: Instant) -> bool {
         self.sum_up(now);
         let is_logged = self.logged < MOST;
-        if is_logged {
-            self.logged += 1
-        } else {
-            self.suppressed += 1
-        }
+        let counted = if is_logged { &mut self.logged } else { &mut self.suppressed };
+        *counted += 1;
         is_logged
     }
 

@@ -19,7 +19,6 @@ use tracing::Instrument;
 use super::backoff::share;
 use super::codec::Codec;
 use super::events::Event;
-use super::id::JobId;
 use super::job::{Canceller, Job};
 use super::meters::{self, Meters};
 use super::notices::Notices;
@@ -29,7 +28,7 @@ use super::record::Reason;
 use super::running::{Running, Settled, Spread, Stop};
 use super::slots::Slots;
 use super::store::{
-    Claim, Claimed, ClaimedJob, Ending, Expired, Extended, Finished, MAX_BATCH, QueueKey, Ticket, WorkerId,
+    Claim, Claimed, ClaimedJob, Died, Ending, Expired, Extended, Finished, MAX_BATCH, QueueKey, Ticket, WorkerId,
 };
 use super::worker::{OnUndecodable, Settings, WorkerError};
 use crate::circuit::Outage;
@@ -134,7 +133,8 @@ enum Answer<T> {
         settled: Vec<Settled>,
         // Before it was sent.
         was_relied_on: bool,
-        result: Result<Claims<T>, StoreError>,
+        // Boxed to keep answers small.
+        result: Result<Box<Claims<T>>, StoreError>,
     },
     Extended {
         part: usize,
@@ -153,7 +153,7 @@ struct Claims<T> {
     next: Option<Duration>,
     oldest_due: Option<Duration>,
     expired: Expired,
-    died: Vec<JobId>,
+    died: Vec<Died>,
     received: Instant,
     now: SystemTime,
 }
@@ -271,7 +271,7 @@ impl<T, S, C> Runner<T, S, C> {
             let until = now.checked_add(self.settings.abort_after).unwrap_or_else(|| now + Claim::MAX_LEASE);
             self.stage = Stage::Releasing(until + LAST_POLL);
             for running in self.running.values_mut() {
-                if !running.is_left {
+                if running.stop.is_none() {
                     self.notices.cut_off(&running.ticket.id, running.attempt, now);
                 }
                 running.stop(Stop::ShutDown, now, self.settings.abort_after);
@@ -376,7 +376,7 @@ impl<T, S, C> Runner<T, S, C> {
                 Ending::Retry { error, .. } => (Reason::Failed, &**error),
                 Ending::Done | Ending::Snooze { .. } | Ending::Release => (Reason::Undecodable, ""),
             };
-            self.notices.died(&id, Some(attempt), reason, error, now);
+            self.notices.died(&id, attempt, reason, error, now);
         }
         self.settings.teller.tell(|| match (result, finish.ending) {
             (meters::Result::LeaseLost, _) => Event::LeaseLost { id },
@@ -403,15 +403,15 @@ impl<T, S, C> Runner<T, S, C> {
     }
 
     /// Tells of attempts that nobody else will tell of.
-    fn taken_back(&mut self, expired: Expired, died: &[JobId], now: Instant) {
+    fn taken_back(&mut self, expired: Expired, died: &[Died], now: Instant) {
         let Expired { jobs, dead } = expired;
         if jobs > 0 {
             self.meters.expired(expired);
             tracing::warn!(queue = %self.queue.name(), jobs, dead, "leases have ended without a word of their workers");
             self.settings.teller.tell(|| Event::LeasesExpired { jobs, dead });
         }
-        for id in died {
-            self.notices.died(id, None, Reason::LeaseExpired, "its last lease has ended", now);
+        for Died { id, attempts } in died {
+            self.notices.died(id, *attempts, Reason::LeaseExpired, "its last lease has ended", now);
         }
     }
 
@@ -660,7 +660,18 @@ where
                         };
                         unreadable.push(Settled { attempt, ..Settled::new(ticket, ending) });
                     }
-                    Claims { finished, jobs, unreadable, more, next, oldest_due, expired, died, received, now }
+                    Box::new(Claims {
+                        finished,
+                        jobs,
+                        unreadable,
+                        more,
+                        next,
+                        oldest_due,
+                        expired,
+                        died,
+                        received,
+                        now,
+                    })
                 });
                 Answer::Claimed { part: index, limit, sent, settled, was_relied_on, result }
             });
@@ -675,7 +686,7 @@ where
                 self.being_noted -= settled.len();
                 self.parts[part].calls -= 1;
                 match result {
-                    Ok(claims) => self.claimed(part, limit, sent, settled, claims, now),
+                    Ok(claims) => self.claimed(part, limit, sent, settled, *claims, now),
                     Err(error) => {
                         self.store_failed(part, &error);
                         let part = &mut self.parts[part];

@@ -434,7 +434,7 @@ pub struct Claimed {
     /// What became of jobs whose lease had ended.
     pub expired: Expired,
     /// The jobs among those that are dead now, as far as the store names them.
-    pub died: Vec<JobId>,
+    pub died: Vec<Died>,
     /// The store's clock.
     pub now: SystemTime,
 }
@@ -464,6 +464,24 @@ pub struct Expired {
     pub jobs: usize,
     /// How many of these are dead instead, since it was their last attempt.
     pub dead: usize,
+}
+
+/// A job that is dead since the lease of its last attempt has ended.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Died {
+    /// Which job.
+    pub id: JobId,
+    /// How many attempts it has had.
+    pub attempts: u16,
+}
+
+impl Died {
+    /// For stores: a job, and how many attempts it has had.
+    #[must_use]
+    pub const fn new(id: JobId, attempts: u16) -> Self {
+        Self { id, attempts }
+    }
 }
 
 /// A job, and the right to finish it.

@@ -12,7 +12,7 @@ use tokio::task::JoinSet;
 use tokio::time::{sleep, timeout};
 
 use crate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Due, Ending,
+    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, DelayQueueStore, Died, Due, Ending,
     Expired, Extended, Finish, Finished, JobId, MAX_BATCH, NewJob, Priority, QueueKey, Reason, State, Unique,
     UniqueFor, WorkerId,
 };
@@ -418,7 +418,7 @@ pub async fn a_crash_loop_ends<S: DelayQueueStore>(store: S) {
     }
     let last = ask(&store, 100).await;
     assert!(last.jobs.is_empty() && last.expired == Expired { jobs: 1, dead: 1 }, "{last:?}");
-    assert_eq!(last.died, [JobId::from("a")]);
+    assert_eq!(last.died, [Died::new(JobId::from("a"), 3)]);
     assert_eq!(ask(&store, 100).await.expired, Expired::default());
     let dead = store.get(&queue(), &JobId::from("a")).await.unwrap().unwrap();
     assert_eq!((dead.state, dead.attempt, dead.note.unwrap().reason), (State::Dead, 3, Reason::LeaseExpired));
@@ -495,7 +495,7 @@ pub async fn new_job_outlives_the_worker_of_the_cancelled_run<S: DelayQueueStore
 
 /// The run of a job that is cancelled while it runs. Another job is pushed in its place, which is not claimed yet.
 async fn cancel_and_push_again<S: DelayQueueStore>(store: &S, old: &NewJob, new: &NewJob) -> ClaimedJob {
-    push(store, &[old.clone()]).await;
+    push(store, std::slice::from_ref(old)).await;
     let first = take(store, &[old.id.as_str()]).await.remove(0);
     for _ in 0..2 {
         assert_eq!(store.cancel(&queue(), &old.id, false).await.unwrap(), Cancelled::Told);
@@ -504,7 +504,7 @@ async fn cancel_and_push_again<S: DelayQueueStore>(store: &S, old: &NewJob, new:
     }
     // Stores count in ms when a job is pushed.
     sleep(Duration::from_millis(2)).await;
-    push(store, &[new.clone()]).await;
+    push(store, std::slice::from_ref(new)).await;
     for _ in 0..2 {
         take(store, &[]).await;
         assert_eq!(state(store, new.id.as_str()).await, Some(State::Waiting));

@@ -8,8 +8,8 @@ use tokio::sync::watch;
 use tokio::time::Instant;
 
 use crate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, Due, Ending, Expired, Extended,
-    Finish, Finished, JobId, MAX_BATCH, NewJob, Note, Reason, State, StoredJob, Ticket, Unique, UniqueFor,
+    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DeadLimits, Died, Due, Ending, Expired,
+    Extended, Finish, Finished, JobId, MAX_BATCH, NewJob, Note, Reason, State, StoredJob, Ticket, Unique, UniqueFor,
 };
 use crate::key::Key;
 
@@ -460,7 +460,7 @@ impl Queue {
     }
 
     /// Lets jobs whose lease has ended wait again. Also answers which of them are dead.
-    fn reclaim(&mut self, now: Now) -> (Expired, Vec<JobId>) {
+    fn reclaim(&mut self, now: Now) -> (Expired, Vec<Died>) {
         let over = self.leases.range(..(now.ms + 1, 0, JobId::LEAST)).take(RECLAIMED);
         let over: Vec<_> = over.map(|(_, token, id)| (*token, *id)).collect();
         let ending = Ending::Retry { delay: Duration::ZERO, error: Arc::default() };
@@ -470,7 +470,7 @@ impl Queue {
                 continue;
             }
             if self.settle(&id, &ending, true, now) == Finished::Dead {
-                died.push(id);
+                died.push(Died::new(id, self.jobs.get(&id).map_or(0, |record| record.job.attempt)));
             }
         }
         (Expired { jobs, dead: died.len() }, died)

@@ -12,9 +12,9 @@ use super::servers::Servers;
 use super::subscriber::Interest;
 use super::{Inner, RedisBackend};
 use crate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Due, Ending, Expired, Extended,
-    Finish, Finished, JobId, MAX_BATCH, NewJob, PreparedPush, Priority, QueueKey, State, StoredJob, Ticket, WorkerId,
-    batch_len,
+    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Died, Due, Ending, Expired,
+    Extended, Finish, Finished, JobId, MAX_BATCH, NewJob, PreparedPush, Priority, QueueKey, State, StoredJob, Ticket,
+    WorkerId, batch_len,
 };
 use crate::error::StoreError;
 use crate::key::Key;
@@ -359,9 +359,9 @@ fn claimed(reply: &Value, finishes: &PackedFinishes) -> Option<Claimed> {
         b'4' => Some(Finished::Cancelled),
         _ => None,
     });
-    let expired = Expired { jobs: usize::try_from(*expired).ok()?, dead: died.len() };
-    let died = died.iter().map(|id| match id {
-        Value::BulkString(id) => JobId::from_store(id),
+    let expired = Expired { jobs: usize::try_from(*expired).ok()?, dead: died.len() / 2 };
+    let died = died.chunks(2).map(|pair| match pair {
+        [Value::BulkString(id), Value::Int(attempts)] => Some(Died::new(JobId::from_store(id)?, *attempts as u16)),
         _ => None,
     });
     let token = u64::try_from(*token).ok()?;
