@@ -3,6 +3,8 @@
 #![allow(clippy::unwrap_used, reason = "a test that cannot go on says where")]
 
 mod support;
+#[path = "lock_faults/unpolled.rs"]
+mod unpolled;
 
 use std::convert::Infallible;
 use std::error::Error as _;
@@ -419,9 +421,11 @@ async fn what_is_granted_to_nobody_is_given_back() {
     // Granted, and nobody hears of it: the caller is told of a store that does not answer, and it goes back in the end.
     faults.heal();
     faults.lose_answers();
-    let error = locks.try_lock("a").await.unwrap_err();
-    assert!(matches!(&error, LockError::Store(error) if error.is_timeout()), "{error:?}");
+    let asking = tokio::spawn(locks.try_lock("a").into_future());
+    sleep(Duration::from_millis(90)).await;
     assert!(other.try_lock("a").await.is_err_and(|error| error.is_busy()));
+    let error = asking.await.unwrap().unwrap_err();
+    assert!(matches!(&error, LockError::Store(error) if error.is_timeout()), "{error:?}");
     faults.heal();
     sleep(Duration::from_secs(2)).await;
     assert_eq!(backend.locks(), 0);
@@ -1009,9 +1013,11 @@ async fn what_is_granted_too_late_is_asked_for_again_by_those_who_wait_and_given
     let faults = store.faults();
     let locks = Locks::new(store).ttl(Duration::from_secs(1)).deadline(Duration::from_secs(2));
     faults.delay(Duration::from_millis(1_200));
-    let error = locks.try_lock("a").await.unwrap_err();
-    assert!(matches!(&error, LockError::Store(error) if error.is_timeout()), "{error:?}");
+    let asking = tokio::spawn(locks.try_lock("a").into_future());
+    sleep(Duration::from_millis(100)).await;
     faults.heal();
+    let error = asking.await.unwrap().unwrap_err();
+    assert!(matches!(&error, LockError::Store(error) if error.is_timeout()), "{error:?}");
     sleep(Duration::from_millis(50)).await;
     assert_eq!(backend.locks(), 0, "long before it would have expired");
 

@@ -12,7 +12,7 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 use super::erased::{Answers, Call};
 use super::errand::{Errand, LINGERS};
 use super::error::{Busy, Closed, LockError, Nested, NotReplicated, QueueFull};
-use super::gate::{Entered, News, Offer, Refusal, Turn};
+use super::gate::{Entered, News, Offer, Place, Refusal, Turn};
 use super::hold::{FENCES, Hold, after, usable};
 use super::keeper::jittered;
 use super::lease::Lease;
@@ -20,6 +20,7 @@ use super::lock_key::LockKey;
 use super::locks::Terms;
 use super::meters::{Outcome, Way};
 use super::nested;
+use super::pickup::{Acquire, Request};
 use super::shared::Shared;
 use super::store::{Acquired, Claim, Line, Scope, Token};
 use crate::circuit::Circuit;
@@ -35,17 +36,51 @@ const HEAD_START: Duration = Duration::from_millis(1);
 const FIRST_PAUSE: Duration = Duration::from_millis(50);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
 
+/// One lock that a caller asks for.
+struct Lone {
+    home: Arc<Shared>,
+    lock: LockKey,
+    terms: Terms,
+    place: Place,
+}
+
 pub(super) fn acquire(home: Arc<Shared>, lock: LockKey, terms: Terms) -> Call<Result<Lease, LockError>> {
-    // No `async fn`: in its future there is twice what it is given.
-    Box::pin(async move {
-        let begun = Instant::now();
+    let place = home.gate.place();
+    Box::pin(Acquire::new(Lone { home, lock, terms, place }))
+}
+
+impl Request for Lone {
+    type Grant = Lease;
+
+    fn home(&self) -> &Arc<Shared> {
+        &self.home
+    }
+
+    fn times(&self) -> (Duration, Duration) {
+        (self.terms.wait, self.terms.ttl)
+    }
+
+    fn begin(&mut self, begun: Instant, is_back: bool) -> Call<Result<Lease, LockError>> {
+        let Self { lock, terms, .. } = *self;
+        let (home, place) = (Arc::clone(&self.home), Place { is_back, ..self.place });
         // Before anything can fail that they count.
-        let meters = home.meters(&lock);
-        let outcome = take(&home, &lock, &terms, begun).await;
+        home.meters(&lock);
+        // No `async fn`: in its future there is twice what it is given.
+        Box::pin(async move { take(&home, &lock, &terms, begun, place).await })
+    }
+
+    fn since(lease: &Lease) -> Instant {
+        lease.since()
+    }
+
+    fn busy(&self) -> LockError {
+        self.home.gate.busy(&self.lock).into()
+    }
+
+    fn count(&self, outcome: &Result<Lease, LockError>, begun: Instant) {
         let ended = outcome.as_ref().map_or_else(|_| Instant::now(), Lease::since);
-        meters.asked(Outcome::of(&outcome), ended - begun);
-        outcome
-    })
+        self.home.meters(&self.lock).asked(Outcome::of(outcome), ended - begun);
+    }
 }
 
 /// Takes the leases of several locks of one shard at once, or none of them. Nobody else in this process asks for one of them
@@ -54,11 +89,18 @@ pub(super) async fn acquire_all(
     home: &Arc<Shared>,
     locks: &[LockKey],
     terms: Terms,
+    place: Place,
 ) -> Result<impl Iterator<Item = Lease> + use<>, LockError> {
-    take_all(home, locks, &terms, Instant::now()).await.map(Leases::into_iter)
+    take_all(home, locks, &terms, Instant::now(), place).await.map(Leases::into_iter)
 }
 
-async fn take_all(home: &Arc<Shared>, locks: &[LockKey], terms: &Terms, begun: Instant) -> Result<Leases, LockError> {
+async fn take_all(
+    home: &Arc<Shared>,
+    locks: &[LockKey],
+    terms: &Terms,
+    begun: Instant,
+    place: Place,
+) -> Result<Leases, LockError> {
     let give_up = after(begun, terms.wait);
     let mut asked = Asked::new();
     let mut has_waited = false;
@@ -68,7 +110,7 @@ async fn take_all(home: &Arc<Shared>, locks: &[LockKey], terms: &Terms, begun: I
         may_ask(home, lock, terms)?;
         loop {
             // Not from hand to hand: that would be one of them without the others.
-            let mut coming = pin!(come(home, lock, terms, begun, false));
+            let mut coming = pin!(come(home, lock, terms, begun, place, false));
             let offer = tokio::select! {
                 biased;
                 offer = &mut coming => offer?,
@@ -97,10 +139,11 @@ pub(super) async fn take(
     lock: &LockKey,
     terms: &Terms,
     begun: Instant,
+    place: Place,
 ) -> Result<Lease, LockError> {
     may_ask(home, lock, terms)?;
     let _asking = if terms.wait.is_zero() { None } else { Some(home.ask(lock, terms.max_asking)?) };
-    let mut asked: Asked = match come(home, lock, terms, begun, true).await? {
+    let mut asked: Asked = match come(home, lock, terms, begun, place, true).await? {
         Offer::Lease(lease) => {
             home.meters(lock).handed_over(Way::Hand, lease.since().elapsed());
             return Ok(lease);
@@ -131,15 +174,20 @@ async fn come(
     lock: &LockKey,
     terms: &Terms,
     begun: Instant,
+    place: Place,
     by_hand: bool,
 ) -> Result<Offer, LockError> {
-    let entered = if terms.is_fair { home.join(*lock, terms)? } else { home.enter(*lock, terms, by_hand)? };
+    // What this process is giving back is free for it, and the store is not to say that it is held.
+    if let Some(releases) = home.gate.releases(lock, terms.deadline) {
+        Box::pin(releases).await;
+    }
+    let entered = if terms.is_fair { home.join(*lock, terms)? } else { home.enter(*lock, terms, place, by_hand)? };
     match entered {
         // A shutdown that has begun since this was looked at may not have seen that somebody is here.
         Entered::Turn(_) if home.is_closed() => Err(Closed.into()),
         Entered::Turn(turn) => Ok(Offer::Turn(turn)),
         // Apart, so that who need not wait has no room for it to carry along.
-        entered => Box::pin(stand_behind(home, *lock, *terms, entered, begun, by_hand)).await,
+        entered => Box::pin(stand_behind(home, *lock, *terms, entered, begun, place, by_hand)).await,
     }
 }
 
@@ -151,10 +199,12 @@ async fn stand_behind(
     mut terms: Terms,
     mut entered: Entered,
     begun: Instant,
+    place: Place,
     by_hand: bool,
 ) -> Result<Offer, LockError> {
     let give_up = after(begun, terms.wait);
-    let mut answer_by = after(give_up, terms.limit());
+    // The wait may be over when it comes, as after a release of this process that took its time.
+    let mut answer_by = after(give_up.max(Instant::now()), terms.limit());
     loop {
         match entered {
             Entered::Turn(_) if home.is_closed() => return Err(Closed.into()),
@@ -185,14 +235,14 @@ async fn stand_behind(
         // Replicas take their time, which is no failure of the store.
         answer_by = answer_by.max(after(give_up, home.gate.limit(&lock)));
         if Instant::now() >= answer_by {
-            return Err(StoreError::late("no answer of the store to whoever is in front").into());
+            return Err(home.gate.busy(&lock).into());
         }
         terms.wait = Duration::ZERO;
         entered = match home.gate.overhear(&lock) {
             Some(Ok(news)) => Entered::Behind(news),
             Some(Err(refusal)) => return Err(refusal.error(lock, &terms)),
             // Whoever was in front has gone without an answer.
-            None => home.enter(lock, &terms, by_hand)?,
+            None => home.enter(lock, &terms, place, by_hand)?,
         };
     }
 }
@@ -594,7 +644,7 @@ mod tests {
             let lock = LockKey::new("test", "a");
             may_ask(home, &lock, &terms).unwrap();
             locks.shutdown().await;
-            let came = come(home, &lock, &terms, Instant::now(), true).await;
+            let came = come(home, &lock, &terms, Instant::now(), home.gate.place(), true).await;
             assert!(matches!(came, Err(LockError::Closed(_))));
             // And leaves nothing behind.
             locks.shutdown().await;

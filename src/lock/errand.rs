@@ -5,7 +5,7 @@ use std::time::Duration;
 use tokio::time::{Instant, sleep_until};
 
 use super::error::LossReason;
-use super::gate::Turn;
+use super::gate::{PendingRelease, Turn};
 use super::hold::Hold;
 use super::keeper::jittered;
 use super::lease::Release;
@@ -41,6 +41,8 @@ pub(super) struct Errand {
     // How long one call may take.
     limit: Duration,
     turn: Option<Turn>,
+    // What callers of this process that want the key wait for, if they do not wait for the turn.
+    pending: Option<PendingRelease>,
     // The lease has ended by itself then, also one that was granted as late as it may be.
     until: Instant,
     // Until when an acquisition of this token may still come to pass, if one may: giving it back before that is not enough.
@@ -69,6 +71,13 @@ impl Errand {
         errand
     }
 
+    /// Gives back a lease of several that are held beside each other, or what may be left of one that was lost.
+    pub(super) fn given_back(home: &Arc<Shared>, hold: &Arc<Hold>, now: Instant) -> Self {
+        let mut errand = Self::after_loss(home, hold, now);
+        errand.pending = (!errand.is_done).then(|| PendingRelease::new(home, errand.lock));
+        errand
+    }
+
     /// Gives back what may be left of a lease that was lost.
     pub(super) fn after_loss(home: &Arc<Shared>, hold: &Arc<Hold>, now: Instant) -> Self {
         let settles = hold.settles(now);
@@ -78,6 +87,7 @@ impl Errand {
             hold: Some(Arc::clone(hold)),
             limit: hold.limit(),
             turn: None,
+            pending: None,
             until: settles.map_or(hold.expires(), |settles| hold.expires().max(settles + hold.ttl())),
             settles,
             is_answered: false,
@@ -105,6 +115,7 @@ impl Errand {
             hold: None,
             limit,
             turn: None,
+            pending: None,
             until,
             settles,
             is_answered: false,
@@ -190,6 +201,7 @@ impl Errand {
         if let Some(mut turn) = self.turn.take() {
             turn.is_shared = answer.as_ref().is_ok_and(|released| released.is_wanted);
         }
+        self.pending = None;
         self.is_answered = answer.is_ok();
         match &answer {
             Ok(_) => {
@@ -208,6 +220,7 @@ impl Drop for Errand {
             let rest = Self {
                 running: Running::new(self.running.home()),
                 turn: self.turn.take(),
+                pending: self.pending.take(),
                 hold: self.hold.take(),
                 undone: self.undone.take(),
                 ..*self

@@ -1,18 +1,20 @@
-//! Who is in front of a lock within this process. One at a time deals with the store, the others stand in line.
+//! The queues of this process, one for each key that a caller wants: what [`LocalQueue`] decides reaches callers and the store.
 
+use std::collections::HashMap;
 use std::collections::hash_map::Entry;
-use std::collections::{HashMap, VecDeque};
 use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use tokio::sync::{oneshot, watch};
-use tokio::time::Instant;
+use smallvec::SmallVec;
+use tokio::sync::{Semaphore, oneshot, watch};
+use tokio::time::{Instant, timeout};
 
 use super::errand::Errand;
 use super::error::{Busy, LockError, NotReplicated, QueueFull};
 use super::hold::Hold;
 use super::lease::Lease;
+use super::local_queue::{Front, GivenBack, LocalQueue, Position};
 use super::lock_key::{KnownHash, LockKey};
 use super::locks::Terms;
 use super::shared::Shared;
@@ -28,35 +30,29 @@ pub(super) struct Gate {
     // How many queues and crowds are in the shards, and turns apart from these. Whoever adds one looks whether all is closed after that, and whoever closes it looks at
     // this after that, so these are in one order for all: one of the two sees the other.
     locks: AtomicUsize,
-    next_id: AtomicU64,
+    next_position: AtomicU64,
+    // How many releases are in the shards.
+    releases: AtomicUsize,
 }
 
 #[derive(Default)]
 struct Shard {
-    queues: HashMap<LockKey, Queue, KnownHash>,
+    queues: HashMap<LockKey, QueueEntry, KnownHash>,
     // How many stand in the line that the store keeps for a lock. That knows who is first.
     crowds: HashMap<LockKey, usize, KnownHash>,
+    // What is being given back, but for the leases that a queue is in front with.
+    releases: HashMap<LockKey, SmallVec<[Arc<Semaphore>; 1]>, KnownHash>,
 }
 
-struct Queue {
-    front: Front,
+/// The queue of a key, and what its waiters are to know of the store.
+struct QueueEntry {
+    queue: LocalQueue<Arc<Hold>, Waiter>,
     // How long the store may take to answer whoever asks, if that one waits for replicas; zero otherwise.
     limit: Duration,
-    waiters: VecDeque<Waiter>,
     // What the store said last, unless the lease is held here.
     heard: Option<Refusal>,
     // For those who want to hear what it says next, if there are any.
     news: Option<watch::Sender<Option<Refusal>>>,
-}
-
-/// What whoever is in front does.
-enum Front {
-    /// Asks the store for the lease.
-    Asks,
-    /// Has the lease.
-    Holds(Arc<Hold>),
-    /// Gives the lease back.
-    Returns,
 }
 
 /// Why the store has not granted a lease, for all in this process who want it.
@@ -74,7 +70,6 @@ pub(super) enum Refusal {
 pub(super) type News = watch::Receiver<Option<Refusal>>;
 
 struct Waiter {
-    id: u64,
     // The length of a lease that would do from hand to hand, if any would, and how many replicas have to know of it.
     fits: Option<(Duration, u32)>,
     // How long the store may take to answer this one, if it waits for replicas; zero otherwise.
@@ -120,17 +115,42 @@ pub(super) struct Turn {
     is_apart: bool,
 }
 
+/// Where a caller stands in the queue of its process.
+#[derive(Clone, Copy)]
+pub(super) struct Place {
+    pub(super) position: Position,
+    /// Whether it has waited there before, and has missed a lease. It was let in then.
+    pub(super) is_back: bool,
+}
+
 /// A place in the line. Whoever drops it leaves.
 pub(super) struct Waiting {
     home: Arc<Shared>,
     lock: LockKey,
-    id: u64,
+    position: Position,
     offer: oneshot::Receiver<Offer>,
+}
+
+/// A lease that is being given back. A caller of this process that wants the same key waits for the end of this.
+pub(super) struct PendingRelease {
+    home: Arc<Shared>,
+    lock: LockKey,
+    ended: Arc<Semaphore>,
 }
 
 impl Gate {
     pub(super) fn new() -> Self {
-        Self { shards: Default::default(), locks: AtomicUsize::new(0), next_id: AtomicU64::new(0) }
+        Self {
+            shards: Default::default(),
+            locks: AtomicUsize::new(0),
+            next_position: AtomicU64::new(0),
+            releases: AtomicUsize::new(0),
+        }
+    }
+
+    /// The place of a caller that comes now.
+    pub(super) fn place(&self) -> Place {
+        Place { position: self.next_position.fetch_add(1, Ordering::Relaxed), is_back: false }
     }
 
     pub(super) fn is_empty(&self) -> bool {
@@ -144,7 +164,36 @@ impl Gate {
 
     /// Why somebody who waits no longer is turned away, or who tells that next. `None` if nobody is in front.
     pub(super) fn overhear(&self, lock: &LockKey) -> Option<Result<News, Refusal>> {
-        self.shard(lock).queues.get_mut(lock).map(Queue::overhear)
+        self.shard(lock).queues.get_mut(lock).map(QueueEntry::overhear)
+    }
+
+    /// The error of a caller whose wait is over, whatever the leader does.
+    pub(super) fn busy(&self, lock: &LockKey) -> Busy {
+        let shard = self.shard(lock);
+        let until = shard.queues.get(lock).and_then(|entry| match (entry.queue.front(), &entry.heard) {
+            (Front::Held(hold), _) => Some(hold.expires()),
+            (_, Some(Refusal::Busy(until) | Refusal::NotReplicated { until, .. })) => Some(*until),
+            _ => None,
+        });
+        let remaining = until.map_or(Duration::ZERO, |until| until.saturating_duration_since(Instant::now()));
+        Busy::new(*lock, remaining)
+    }
+
+    /// Ends when the leases of this key that are being given back now have been, or after `limit`. `None` if there are none.
+    pub(super) fn releases(&self, lock: &LockKey, limit: Duration) -> Option<impl Future<Output = ()> + Send + use<>> {
+        if self.releases.load(Ordering::Relaxed) == 0 {
+            return None;
+        }
+        let pending = self.shard(lock).releases.get(lock)?.clone();
+        let all = async move {
+            for release in pending {
+                // It has no permits, and is closed in the end.
+                let _ = release.acquire().await;
+            }
+        };
+        Some(async move {
+            let _ = timeout(limit, all).await;
+        })
     }
 
     /// How long the store may take to answer whoever is in front, if that one waits for replicas; zero otherwise.
@@ -177,16 +226,16 @@ impl Refusal {
     }
 }
 
-impl Queue {
+impl QueueEntry {
     const fn new(limit: Duration) -> Self {
-        Self { front: Front::Asks, limit, waiters: VecDeque::new(), heard: None, news: None }
+        Self { queue: LocalQueue::new(), limit, heard: None, news: None }
     }
 
     /// Why somebody who does not wait is turned away, or who tells that next.
     fn overhear(&mut self) -> Result<News, Refusal> {
-        let refusal = match &self.front {
-            Front::Holds(hold) => Some(Refusal::Busy(hold.expires())),
-            Front::Asks | Front::Returns => self.heard.clone().filter(Refusal::lasts),
+        let refusal = match self.queue.front() {
+            Front::Held(hold) => Some(Refusal::Busy(hold.expires())),
+            Front::Acquiring | Front::Releasing => self.heard.clone().filter(Refusal::lasts),
         };
         refusal.map_or_else(|| Ok(self.news()), Err)
     }
@@ -202,21 +251,23 @@ impl Queue {
 
     /// Asks for the lease on behalf of whoever is first.
     fn ask(&self) {
-        if let Front::Holds(hold) = &self.front
-            && self.waiters.front().is_some_and(|waiter| waiter.asks)
+        if let Front::Held(hold) = self.queue.front()
+            && self.queue.first().is_some_and(|waiter| waiter.asks)
         {
             hold.ask();
         }
-    }
-
-    fn is_held_by(&self, hold: &Arc<Hold>) -> bool {
-        matches!(&self.front, Front::Holds(holder) if Arc::ptr_eq(holder, hold))
     }
 }
 
 impl Shared {
     /// Comes to the gate: to ask the store where nobody is in front, or to stand in line.
-    pub(super) fn enter(self: &Arc<Self>, lock: LockKey, terms: &Terms, by_hand: bool) -> Result<Entered, LockError> {
+    pub(super) fn enter(
+        self: &Arc<Self>,
+        lock: LockKey,
+        terms: &Terms,
+        place: Place,
+        by_hand: bool,
+    ) -> Result<Entered, LockError> {
         let gate = &self.gate;
         if self.is_semaphore && terms.wait.is_zero() {
             // Whoever is in front may have to wait for a reason of their own.
@@ -227,39 +278,41 @@ impl Shared {
             return Ok(Entered::Turn(turn));
         }
         let mut shard = gate.shard(&lock);
-        let queue = match shard.queues.entry(lock) {
-            Entry::Vacant(place) => {
-                place.insert(Queue::new(terms.replicas_limit()));
+        let entry = match shard.queues.entry(lock) {
+            Entry::Vacant(vacant) => {
+                vacant.insert(QueueEntry::new(terms.replicas_limit()));
                 gate.locks.fetch_add(1, Ordering::SeqCst);
                 return Ok(Entered::Turn(Turn::new(self, lock)));
             }
-            Entry::Occupied(place) => place.into_mut(),
+            Entry::Occupied(occupied) => occupied.into_mut(),
         };
-        let is_free_soon = matches!(queue.front, Front::Returns) && queue.waiters.is_empty();
+        let is_free_soon = entry.queue.is_free_soon();
         // Whoever asks the store is not waited for while nobody else would ask it.
-        if (terms.wait.is_zero() || terms.heeds_circuit) && !matches!(queue.front, Front::Holds(_)) {
+        if (terms.wait.is_zero() || terms.heeds_circuit) && !matches!(entry.queue.front(), Front::Held(_)) {
             self.circuit().admit_no_probe()?;
         }
         if terms.wait.is_zero() && !is_free_soon {
-            return queue.overhear().map(Entered::Behind).map_err(|refusal| refusal.error(lock, terms));
+            return entry.overhear().map(Entered::Behind).map_err(|refusal| refusal.error(lock, terms));
         }
         // Whoever is next to ask is behind nobody.
-        if queue.waiters.len() >= terms.max_waiters && !is_free_soon {
+        if entry.queue.len() >= terms.max_waiters && !is_free_soon && !place.is_back {
             return Err(QueueFull::new(lock).into());
         }
         let (sender, offer) = oneshot::channel();
-        let id = gate.next_id.fetch_add(1, Ordering::Relaxed);
-        queue.waiters.push_back(Waiter {
-            id,
-            fits: by_hand.then_some((terms.ttl, terms.replication.count())),
-            limit: terms.replicas_limit(),
-            max_hold: terms.max_hold,
-            asks: terms.asks,
-            offer: sender,
-        });
-        queue.ask();
-        let news = terms.heeds_circuit.then(|| queue.news());
-        Ok(Entered::Line { waiting: Waiting { home: Arc::clone(self), lock, id, offer }, is_free_soon, news })
+        let Place { position, .. } = place;
+        entry.queue.enter(
+            position,
+            Waiter {
+                fits: by_hand.then_some((terms.ttl, terms.replication.count())),
+                limit: terms.replicas_limit(),
+                max_hold: terms.max_hold,
+                asks: terms.asks,
+                offer: sender,
+            },
+        );
+        entry.ask();
+        let news = terms.heeds_circuit.then(|| entry.news());
+        Ok(Entered::Line { waiting: Waiting { home: Arc::clone(self), lock, position, offer }, is_free_soon, news })
     }
 
     /// Comes to ask the store beside all others, since the store has a line of its own for those who wait.
@@ -304,11 +357,10 @@ impl Shared {
     /// Whoever is next in line to ask the store. Closes the gate behind the last one.
     fn next(&self, lock: &LockKey) -> Option<Waiter> {
         let mut shard = self.gate.shard(lock);
-        let queue = shard.queues.get_mut(lock)?;
-        queue.front = Front::Asks;
-        let waiter = queue.waiters.pop_front();
+        let entry = shard.queues.get_mut(lock)?;
+        let waiter = entry.queue.advance();
         if let Some(waiter) = &waiter {
-            queue.limit = waiter.limit;
+            entry.limit = waiter.limit;
         } else {
             shard.queues.remove(lock);
             drop(shard);
@@ -337,30 +389,30 @@ impl Shared {
         let gate = &self.gate;
         loop {
             let mut shard = gate.shard(hold.lock());
-            let queue = shard.queues.get_mut(hold.lock()).filter(|queue| queue.is_held_by(hold));
-            let Some(queue) = queue else {
-                // It was lost and whoever is in front now is somebody else, or it is a permit, which nobody is in front with.
-                drop(shard);
-                // First of all, so that a shutdown sees one of them.
-                let errand = Errand::after_loss(self, hold, now);
-                self.keeper.remove(hold);
-                return Some(errand);
+            let entry = shard.queues.get_mut(hold.lock());
+            let hand_over = |waiter: &Waiter| {
+                let is_good_for = waiter.fits == Some((hold.ttl(), hold.replicas().count));
+                if is_good_for { hold.hand_to(waiter.max_hold, now) } else { None }
             };
-            let next = match queue.waiters.front() {
-                Some(waiter) if waiter.fits == Some((hold.ttl(), hold.replicas().count)) => {
-                    hold.hand_to(waiter.max_hold, now)
-                }
-                Some(_) | None => None,
-            };
-            let waiter = next.and_then(|fence| Some((fence, queue.waiters.pop_front()?)));
-            let Some((fence, waiter)) = waiter else {
-                queue.front = Front::Returns;
-                drop(shard);
-                self.keeper.remove(hold);
-                return Some(Errand::release(self, hold, Turn::new(self, *hold.lock()), now));
-            };
-            queue.ask();
+            let given_back = entry.map_or(GivenBack::Unknown, |entry| {
+                let given_back = entry.queue.give_back(hold, hand_over);
+                entry.ask();
+                given_back
+            });
             drop(shard);
+            let (waiter, fence) = match given_back {
+                GivenBack::Handoff(waiter, fence) => (waiter, fence),
+                GivenBack::Release => {
+                    self.keeper.remove(hold);
+                    return Some(Errand::release(self, hold, Turn::new(self, *hold.lock()), now));
+                }
+                GivenBack::Unknown => {
+                    // First of all, so that a shutdown sees one of them.
+                    let errand = Errand::given_back(self, hold, now);
+                    self.keeper.remove(hold);
+                    return Some(errand);
+                }
+            };
             if waiter.max_hold.is_some() {
                 self.keeper.look_again(hold);
             }
@@ -374,9 +426,7 @@ impl Shared {
     /// Lets others ask the store for a lock whose lease was lost, also if whoever had it does not care.
     pub(super) fn abandon(self: &Arc<Self>, hold: &Arc<Hold>) {
         let mut shard = self.gate.shard(hold.lock());
-        let queue = shard.queues.get_mut(hold.lock()).filter(|queue| queue.is_held_by(hold));
-        if let Some(queue) = queue {
-            queue.front = Front::Asks;
+        if shard.queues.get_mut(hold.lock()).is_some_and(|entry| entry.queue.lost(hold)) {
             drop(shard);
             drop(Turn::new(self, *hold.lock()));
         }
@@ -404,13 +454,13 @@ impl Turn {
             return;
         }
         self.is_over = true;
-        if let Some(queue) = self.home.gate.shard(&self.lock).queues.get_mut(&self.lock) {
-            queue.front = Front::Holds(Arc::clone(hold));
-            queue.heard = None;
-            if queue.news.is_some() {
-                queue.tell(Refusal::Busy(hold.expires()));
+        if let Some(entry) = self.home.gate.shard(&self.lock).queues.get_mut(&self.lock) {
+            entry.queue.granted(Arc::clone(hold));
+            entry.heard = None;
+            if entry.news.is_some() {
+                entry.tell(Refusal::Busy(hold.expires()));
             }
-            queue.ask();
+            entry.ask();
         }
     }
 
@@ -420,10 +470,10 @@ impl Turn {
         if self.is_over {
             return;
         }
-        if let Some(queue) = self.home.gate.shard(&self.lock).queues.get_mut(&self.lock) {
-            queue.heard.clone_from(&refusal);
+        if let Some(entry) = self.home.gate.shard(&self.lock).queues.get_mut(&self.lock) {
+            entry.heard.clone_from(&refusal);
             if let Some(refusal) = refusal {
-                queue.tell(refusal);
+                entry.tell(refusal);
             }
         }
     }
@@ -465,13 +515,35 @@ impl Drop for Waiting {
     fn drop(&mut self) {
         let gate = &self.home.gate;
         let mut shard = gate.shard(&self.lock);
-        let Some(queue) = shard.queues.get_mut(&self.lock) else { return };
-        if let Some(place) = queue.waiters.iter().position(|waiter| waiter.id == self.id) {
-            queue.waiters.remove(place);
-            if place == 0 {
-                queue.ask();
-            }
+        let Some(entry) = shard.queues.get_mut(&self.lock) else { return };
+        if entry.queue.leave(self.position) {
+            entry.ask();
         }
         // An offer that came in the last moment is dropped with the channel, which passes it on.
+    }
+}
+
+impl PendingRelease {
+    pub(super) fn new(home: &Arc<Shared>, lock: LockKey) -> Self {
+        let ended = Arc::new(Semaphore::new(0));
+        home.gate.releases.fetch_add(1, Ordering::Relaxed);
+        home.gate.shard(&lock).releases.entry(lock).or_default().push(Arc::clone(&ended));
+        Self { home: Arc::clone(home), lock, ended }
+    }
+}
+
+impl Drop for PendingRelease {
+    fn drop(&mut self) {
+        let gate = &self.home.gate;
+        let mut shard = gate.shard(&self.lock);
+        if let Entry::Occupied(mut releases) = shard.releases.entry(self.lock) {
+            releases.get_mut().retain(|release| !Arc::ptr_eq(release, &self.ended));
+            if releases.get().is_empty() {
+                releases.remove();
+            }
+        }
+        drop(shard);
+        gate.releases.fetch_sub(1, Ordering::Relaxed);
+        self.ended.close();
     }
 }

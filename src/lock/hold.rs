@@ -315,6 +315,13 @@ impl Standing {
     }
 }
 
+/// Tokens are of one acquisition alone.
+impl PartialEq for Hold {
+    fn eq(&self, other: &Self) -> bool {
+        self.token == other.token
+    }
+}
+
 impl fmt::Debug for Hold {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.debug_struct("Hold").field("lock", &self.lock).field("token", &self.token).finish_non_exhaustive()

@@ -1,6 +1,6 @@
 //! Keeps leases alive: one task for all leases of a process, a batch of renewals at a time.
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::Duration;
 
@@ -12,6 +12,7 @@ use tokio::time::{Instant, sleep_until, timeout};
 use super::errand::Errand;
 use super::error::LossReason;
 use super::hold::{Hold, after};
+use super::local_queue::Position;
 use super::lock_key::{KnownHash, LockKey};
 use super::shared::Shared;
 use super::store::{Scope, Token};
@@ -37,6 +38,8 @@ pub(super) struct Keeper {
 struct State {
     holds: HashMap<Token, Kept, KnownHash>,
     due: BTreeSet<(Instant, Token)>,
+    // What callers have that may not be polled any more.
+    roles: BTreeMap<Watched, Weak<dyn Role>>,
     // Until when the task sleeps. Whatever is due later wakes nobody.
     sleeps_until: Option<Instant>,
     has_task: bool,
@@ -51,6 +54,14 @@ struct Kept {
     // Where it was granted, unless the task has been started there or could not be.
     runtime: Option<Handle>,
 }
+
+/// What a caller has, and others want: it passes on if the caller is not polled in time.
+pub(super) trait Role: Send + Sync {
+    fn expire(self: Arc<Self>, now: Instant);
+}
+
+/// A role that is watched: when it expires, and a number of its own.
+pub(super) type Watched = (Instant, Position);
 
 impl State {
     fn schedule(&mut self, token: &Token, due: Option<Instant>) {
@@ -97,6 +108,7 @@ impl Keeper {
         if state.sleeps_until.is_some_and(|until| due < until) {
             state.sleeps_until = Some(due);
             self.wake.notify_one();
+            Shared::make_way();
         }
     }
 }
@@ -117,12 +129,32 @@ impl Shared {
         }
     }
 
+    /// Watches a role until `due`. `None` where there is no runtime for that.
+    pub(super) fn watch(self: &Arc<Self>, due: Instant, role: Weak<dyn Role>) -> Option<Watched> {
+        let watched = (due, self.gate.place().position);
+        let mut state = self.keeper.state();
+        if state.has_task {
+            state.roles.insert(watched, role);
+            self.keeper.wake_for(&mut state, due);
+        } else {
+            let runtime = Handle::try_current().ok()?;
+            state.roles.insert(watched, role);
+            self.start_task(state, runtime);
+        }
+        Some(watched)
+    }
+
+    pub(super) fn unwatch(&self, watched: &Watched) {
+        self.keeper.state().roles.remove(watched);
+    }
+
     /// Starts the task, outside of the lock: where the runtime is gone it ends at once.
     fn start_task(self: &Arc<Self>, mut state: MutexGuard<'_, State>, runtime: Handle) {
         state.has_task = true;
         state.sleeps_until = None;
         drop(state);
         drop(runtime.spawn(keep_alive(Task(Arc::downgrade(self)), Arc::clone(&self.keeper.wake))));
+        Self::make_way();
         self.remember(runtime);
     }
 
@@ -216,12 +248,18 @@ impl Shared {
         // An alarm stays where it was set, also if what it was for has been given back. Otherwise whoever takes one lock after the
         // other would wake the task for each of them.
         let alarm = state.sleeps_until.filter(|until| *until > now);
-        let next = state.due.first().map(|(due, _)| *due).into_iter().chain(alarm).min();
+        let later = state.roles.split_off(&(now, Position::MAX));
+        let expired = std::mem::replace(&mut state.roles, later);
+        let role = state.roles.first_key_value().map(|((due, _), _)| *due);
+        let next = state.due.first().map(|(due, _)| *due).into_iter().chain(role).chain(alarm).min();
         let next = next.unwrap_or_else(|| after(now, Duration::MAX));
         state.sleeps_until = Some(next);
         drop(state);
         for hold in lost {
             self.lose(&hold, now);
+        }
+        for role in expired.into_values().filter_map(|role| role.upgrade()) {
+            role.expire(now);
         }
         (renew, next)
     }

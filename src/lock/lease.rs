@@ -243,11 +243,14 @@ impl Grant {
 
 impl Drop for Grant {
     fn drop(&mut self) {
-        if !self.is_returned
-            && let Some(errand) = self.give_back(Instant::now())
-        {
+        if self.is_returned {
+            return;
+        }
+        if let Some(errand) = self.give_back(Instant::now()) {
             errand.in_background();
         }
+        // For the task that gives it back, or for the next holder.
+        Shared::make_way();
     }
 }
 

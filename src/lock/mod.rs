@@ -225,13 +225,16 @@ mod rejection;
 mod service;
 
 mod acquire;
+mod delivery;
 mod erased;
 mod errand;
 mod future;
 mod gate;
 mod keeper;
+mod local_queue;
 mod meters;
 mod nested;
+mod pickup;
 mod shared;
 mod together;
 

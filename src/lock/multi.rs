@@ -8,13 +8,16 @@ use std::time::Duration;
 use tokio::time::Instant;
 
 use super::acquire::acquire_all;
-use super::error::{Busy, LockError, Lost};
+use super::erased::Call;
+use super::error::{Busy, Closed, LockError, Lost};
+use super::gate::Place;
 use super::hold::after;
 use super::lease::{Lease, Release};
 use super::lock_key::LockKey;
 use super::locks::{Locks, Terms, unless_lost};
 use super::meters::Outcome;
 use super::nested::Held;
+use super::pickup::{Acquire, Request};
 use super::shared::Shared;
 use super::store::Claim;
 use super::together::together;
@@ -127,19 +130,62 @@ impl MultiRequest {
         }
         outcome
     }
+}
 
-    async fn take(self) -> Result<Leases, LockError> {
-        let begun = Instant::now();
-        let (home, terms) = self.locks.parts();
-        let mut locks: Vec<_> = self.keys.into_iter().map(|key| self.locks.lock_key(key)).collect();
-        locks.sort_by_cached_key(|lock| home.store.shard(lock));
+/// The locks that a caller asks for together.
+struct Several {
+    home: Arc<Shared>,
+    locks: Vec<LockKey>,
+    terms: Terms,
+    wait: Duration,
+    place: Place,
+}
+
+impl Several {
+    fn new(MultiRequest { locks, keys, wait }: MultiRequest) -> Self {
+        let (home, terms) = locks.parts();
+        let mut wanted: Vec<_> = keys.into_iter().map(|key| locks.lock_key(key)).collect();
+        wanted.sort_by_cached_key(|lock| home.store.shard(lock));
+        Self { home: Arc::clone(home), locks: wanted, terms, wait, place: home.gate.place() }
+    }
+}
+
+impl Request for Several {
+    type Grant = Leases;
+
+    fn home(&self) -> &Arc<Shared> {
+        &self.home
+    }
+
+    fn times(&self) -> (Duration, Duration) {
+        (self.wait, self.terms.ttl)
+    }
+
+    fn begin(&mut self, begun: Instant, is_back: bool) -> Call<Result<Leases, LockError>> {
+        let (home, locks, terms) = (Arc::clone(&self.home), self.locks.clone(), self.terms);
+        let (give_up, place) = (after(begun, self.wait), Place { is_back, ..self.place });
         // Before anything can fail that they count.
-        let meters = locks.first().map(|lock| home.meters(lock));
-        let outcome = Leases::take(home, &locks, terms, after(begun, self.wait)).await;
-        if let Some(meters) = meters {
-            meters.asked(Outcome::of(&outcome), begun.elapsed());
+        if let Some(lock) = locks.first() {
+            home.meters(lock);
         }
-        outcome
+        Box::pin(async move { Leases::take(&home, &locks, terms, give_up, place).await })
+    }
+
+    fn since(leases: &Leases) -> Instant {
+        leases.leases.iter().map(Lease::since).max().unwrap_or_else(Instant::now)
+    }
+
+    fn busy(&self) -> LockError {
+        let busy = self.locks.iter().map(|lock| self.home.gate.busy(lock));
+        let longest = busy.max_by_key(Busy::retry_after);
+        // There is nothing to wait for without a lock.
+        longest.map_or_else(|| Closed.into(), LockError::from)
+    }
+
+    fn count(&self, outcome: &Result<Leases, LockError>, begun: Instant) {
+        if let Some(lock) = self.locks.first() {
+            self.home.meters(lock).asked(Outcome::of(outcome), begun.elapsed());
+        }
     }
 }
 
@@ -149,6 +195,7 @@ impl Leases {
         locks: &[LockKey],
         mut terms: Terms,
         give_up: Instant,
+        place: Place,
     ) -> Result<Self, LockError> {
         let mut leases = Self { leases: Vec::with_capacity(locks.len()) };
         // In a line of the store each is waited for by itself.
@@ -158,7 +205,7 @@ impl Leases {
             terms.wait = give_up.saturating_duration_since(Instant::now());
             let taken = tokio::select! {
                 biased;
-                taken = acquire_all(home, locks, terms) => taken,
+                taken = acquire_all(home, locks, terms, place) => taken,
                 lost = leases.lost() => Err(lost_before(&lost)),
             };
             match taken {
@@ -187,7 +234,7 @@ impl IntoFuture for MultiRequest {
     type IntoFuture = Pin<Box<dyn Future<Output = Self::Output> + Send>>;
 
     fn into_future(self) -> Self::IntoFuture {
-        Box::pin(self.take())
+        Box::pin(Acquire::new(Several::new(self)))
     }
 }
 

@@ -1,19 +1,23 @@
 use std::fmt;
 use std::future::{Future, IntoFuture};
 use std::pin::{Pin, pin};
+use std::sync::Arc;
 use std::time::Duration;
 
 use tokio::time::{Instant, sleep, timeout};
 
 use super::acquire;
+use super::erased::Call;
 use super::error::{Busy, LockError};
 use super::hold::after;
 use super::keeper::jittered;
 use super::lease::{Lease, Release};
 use super::lock_key::LockKey;
 use super::locks::{LockRequest, Locks, Terms, unless_lost};
-use super::meters::Outcome;
+use super::meters::{Meters, Outcome};
 use super::nested::Held;
+use super::pickup::{Acquire, Request};
+use super::shared::Shared;
 use crate::error::StoreError;
 use crate::key::Key;
 
@@ -163,15 +167,53 @@ impl<F: Fn(u16) -> bool> IntoFuture for SegmentRequest<F> {
     fn into_future(self) -> Self::IntoFuture {
         let Self { segmented, wait, among } = self;
         let candidates = (0..segmented.segments).filter(|index| among(*index)).collect();
-        Box::pin(async move {
-            let begun = Instant::now();
-            // Before anything can fail that they count. What becomes of each try does not count by itself.
-            let meters = segmented.locks.home().meters(&segmented.lock_key(0));
-            let outcome = take_any(&segmented, begun, wait, candidates).await;
-            let ended = outcome.as_ref().map_or_else(|_| Instant::now(), |segment| segment.lease.since());
-            meters.asked(Outcome::of(&outcome), ended - begun);
-            outcome
-        })
+        Box::pin(Acquire::new(AnySegment { segmented, wait, candidates }))
+    }
+}
+
+/// The segments of which a caller asks for one.
+struct AnySegment {
+    segmented: Segmented,
+    wait: Duration,
+    candidates: Vec<u16>,
+}
+
+impl AnySegment {
+    fn meters(&self) -> &Meters {
+        self.home().meters(&self.segmented.lock_key(0))
+    }
+}
+
+impl Request for AnySegment {
+    type Grant = Segment;
+
+    fn home(&self) -> &Arc<Shared> {
+        self.segmented.locks.home()
+    }
+
+    fn times(&self) -> (Duration, Duration) {
+        let (_, terms) = self.segmented.locks.parts();
+        (self.wait, terms.ttl)
+    }
+
+    fn begin(&mut self, begun: Instant, _: bool) -> Call<Result<Segment, LockError>> {
+        // Before anything can fail that they count. What becomes of each try does not count by itself.
+        self.meters();
+        let (segmented, wait, candidates) = (self.segmented.clone(), self.wait, self.candidates.clone());
+        Box::pin(async move { take_any(&segmented, begun, wait, candidates).await })
+    }
+
+    fn since(segment: &Segment) -> Instant {
+        segment.lease.since()
+    }
+
+    fn busy(&self) -> LockError {
+        Busy::new(self.segmented.lock_key(0), Duration::ZERO).into()
+    }
+
+    fn count(&self, outcome: &Result<Segment, LockError>, begun: Instant) {
+        let ended = outcome.as_ref().map_or_else(|_| Instant::now(), |segment| segment.lease.since());
+        self.meters().asked(Outcome::of(outcome), ended - begun);
     }
 }
 
@@ -191,7 +233,7 @@ async fn take_any(
     let take = async |index: u16, wait, has_failed| {
         let lock = segmented.lock_key(index);
         let terms = Terms { wait, ..terms };
-        let request = acquire::take(home, &lock, &terms, Instant::now());
+        let request = acquire::take(home, &lock, &terms, Instant::now(), home.gate.place());
         let share = answer_by.saturating_duration_since(Instant::now()) / 2;
         let late = |_| StoreError::late("no answer for a segment in its share of the time that was left");
         let is_short = has_failed && share < limit;

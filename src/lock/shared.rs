@@ -1,10 +1,10 @@
 use std::error::Error;
-use std::future::Future;
+use std::future::{Future, ready};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, OnceLock, PoisonError, RwLock};
 
-use tokio::runtime::Handle;
+use tokio::runtime::{Handle, RuntimeFlavor};
 use tokio::sync::Notify;
 
 use super::erased::AnyStore;
@@ -183,6 +183,18 @@ impl Shared {
             task.await;
             drop(running);
         }));
+    }
+}
+
+impl Shared {
+    /// Makes way for the task that was woken last. A worker of a runtime keeps that one for itself, and a caller that blocks the worker from now on
+    /// would block the task, too. The next task that is woken takes its place, and other workers can have it.
+    pub(super) fn make_way() {
+        if let Ok(runtime) = Handle::try_current()
+            && runtime.runtime_flavor() == RuntimeFlavor::MultiThread
+        {
+            drop(runtime.spawn(ready(())));
+        }
     }
 }
 

@@ -1,0 +1,117 @@
+//! The queue of this process for one key, as a state machine: it has no clock, no store and no task.
+
+use std::collections::VecDeque;
+
+/// Where a waiter stands. Smaller numbers come first.
+pub(super) type Position = u64;
+
+/// The callers of this process that want one key. One of them is the leader, which calls the store or holds the lease. The others wait in order.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) struct LocalQueue<L, W> {
+    front: Front<L>,
+    waiters: VecDeque<(Position, W)>,
+}
+
+/// What the leader does.
+#[derive(Clone, Debug, PartialEq, Eq, Hash)]
+pub(super) enum Front<L> {
+    /// It calls the store.
+    Acquiring,
+    /// It holds the lease.
+    Held(L),
+    /// It gives the lease back.
+    Releasing,
+}
+
+/// What becomes of a lease that its holder gives back.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum GivenBack<W, F> {
+    /// The first waiter gets it.
+    Handoff(W, F),
+    /// The store gets it. [`LocalQueue::advance`] is to be called after that.
+    Release,
+    /// The queue does not know of it: it was lost, or never was the leader's alone.
+    Unknown,
+}
+
+impl<L, W> LocalQueue<L, W> {
+    /// A queue whose first caller is the leader.
+    pub(super) const fn new() -> Self {
+        Self { front: Front::Acquiring, waiters: VecDeque::new() }
+    }
+
+    pub(super) const fn front(&self) -> &Front<L> {
+        &self.front
+    }
+
+    pub(super) fn len(&self) -> usize {
+        self.waiters.len()
+    }
+
+    /// The waiter that comes next.
+    pub(super) fn first(&self) -> Option<&W> {
+        self.waiters.front().map(|(_, waiter)| waiter)
+    }
+
+    /// Whether a caller that comes now is the next leader, as soon as the lease is given back.
+    pub(super) fn is_free_soon(&self) -> bool {
+        matches!(self.front, Front::Releasing) && self.waiters.is_empty()
+    }
+
+    /// Lets a caller wait at its position, which it may have had before.
+    pub(super) fn enter(&mut self, position: Position, waiter: W) {
+        let at = self.waiters.partition_point(|(other, _)| *other <= position);
+        self.waiters.insert(at, (position, waiter));
+    }
+
+    /// Takes a waiter out that gives up, and says whether it was the first one. A waiter that was offered a role has left already.
+    pub(super) fn leave(&mut self, position: Position) -> bool {
+        let Ok(at) = self.waiters.binary_search_by_key(&position, |(position, _)| *position) else { return false };
+        self.waiters.remove(at);
+        at == 0
+    }
+
+    /// The store has granted the lease to the leader.
+    pub(super) fn granted(&mut self, lease: L) {
+        self.front = Front::Held(lease);
+    }
+
+    /// The leader is done: the first waiter is the leader now. `None` if no caller is left, and the queue is to be removed.
+    pub(super) fn advance(&mut self) -> Option<W> {
+        self.front = Front::Acquiring;
+        self.waiters.pop_front().map(|(_, waiter)| waiter)
+    }
+}
+
+impl<L: PartialEq, W> LocalQueue<L, W> {
+    pub(super) fn is_held_by(&self, lease: &L) -> bool {
+        matches!(&self.front, Front::Held(held) if held == lease)
+    }
+
+    /// The holder gives its lease back. `hand_over` says whether the lease is good enough for the first waiter.
+    pub(super) fn give_back<F>(&mut self, lease: &L, hand_over: impl FnOnce(&W) -> Option<F>) -> GivenBack<W, F> {
+        if !self.is_held_by(lease) {
+            return GivenBack::Unknown;
+        }
+        let handed_over = self.first().and_then(hand_over);
+        match handed_over.and_then(|grant| Some((self.waiters.pop_front()?.1, grant))) {
+            Some((waiter, grant)) => GivenBack::Handoff(waiter, grant),
+            None => {
+                self.front = Front::Releasing;
+                GivenBack::Release
+            }
+        }
+    }
+
+    /// A lease was lost. Says whether it was held here: [`advance`](Self::advance) is to be called then.
+    pub(super) fn lost(&mut self, lease: &L) -> bool {
+        let is_ours = self.is_held_by(lease);
+        if is_ours {
+            self.front = Front::Acquiring;
+        }
+        is_ours
+    }
+}
+
+#[cfg(test)]
+mod exploration;

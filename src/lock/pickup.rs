@@ -1,0 +1,267 @@
+//! Calls that go on when their caller is not polled, and what becomes of a lease that their caller does not pick up.
+
+use std::future::Future;
+use std::pin::Pin;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
+use std::task::{Context, Poll, Waker, ready};
+use std::time::Duration;
+
+use tokio::time::Instant;
+
+use super::delivery::{Delivery, Expired, Polled};
+use super::erased::Call;
+use super::error::LockError;
+use super::hold::after;
+use super::keeper::{Role, Watched};
+use super::nested::Held;
+use super::shared::Shared;
+
+/// What a caller asks for, with what it takes to ask again after it has missed a lease.
+pub(super) trait Request: Unpin + Send + 'static {
+    type Grant: Send + 'static;
+
+    fn home(&self) -> &Arc<Shared>;
+    /// How long the caller waits, and the time to live of what it asks for.
+    fn times(&self) -> (Duration, Duration);
+    /// Begins to ask, the first time or again. The wait counts from `begun`.
+    fn begin(&mut self, begun: Instant, is_back: bool) -> Call<Result<Self::Grant, LockError>>;
+    /// Since when the caller has the lease. Of several, the last one.
+    fn since(grant: &Self::Grant) -> Instant;
+    /// The error of a caller whose wait is over.
+    fn busy(&self) -> LockError;
+    /// Counts what became of it.
+    fn count(&self, outcome: &Result<Self::Grant, LockError>, begun: Instant);
+}
+
+/// Waits for what a request brings. The call of the store, the leadership and the lease do not depend on whether this is polled.
+pub(super) struct Acquire<R: Request> {
+    request: R,
+    begun: Option<Instant>,
+    // Once the call had to wait.
+    pickup: Option<Arc<Pickup<Result<R::Grant, LockError>>>>,
+}
+
+impl<R: Request> Acquire<R> {
+    pub(super) const fn new(request: R) -> Self {
+        Self { request, begun: None, pickup: None }
+    }
+
+    fn poll_outcome(&mut self, begun: Instant, cx: &mut Context<'_>) -> Poll<Result<R::Grant, LockError>> {
+        if self.pickup.is_none() {
+            let mut call = self.request.begin(begun, false);
+            if let Poll::Ready(outcome) = call.as_mut().poll(cx) {
+                return Poll::Ready(outcome);
+            }
+            let (wait, ttl) = self.request.times();
+            let granted = |outcome: &Result<R::Grant, _>| outcome.as_ref().ok().map(R::since);
+            let delivery = Delivery::new(Instant::now(), after(begun, wait), ttl);
+            self.pickup = Some(Pickup::new(self.request.home(), delivery, call, granted, cx.waker()));
+            return Poll::Pending;
+        }
+        let Self { request, pickup: Some(pickup), .. } = self else { return Poll::Pending };
+        let outcome = ready!(pickup.poll(cx, || request.begin(begun, true)));
+        Poll::Ready(outcome.unwrap_or_else(|| Err(request.busy())))
+    }
+}
+
+impl<R: Request> Future for Acquire<R> {
+    type Output = Result<R::Grant, LockError>;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        let begun = *self.begun.get_or_insert_with(Instant::now);
+        let outcome = ready!(self.poll_outcome(begun, cx));
+        self.close();
+        self.request.count(&outcome, begun);
+        Poll::Ready(outcome)
+    }
+}
+
+impl<R: Request> Acquire<R> {
+    fn close(&mut self) {
+        if let Some(pickup) = self.pickup.take() {
+            pickup.close();
+        }
+    }
+}
+
+impl<R: Request> Drop for Acquire<R> {
+    fn drop(&mut self) {
+        self.close();
+    }
+}
+
+/// A call that its caller and a task share.
+pub(super) struct Pickup<O> {
+    home: Arc<Shared>,
+    granted: fn(&O) -> Option<Instant>,
+    shared: Mutex<State<O>>,
+}
+
+struct State<O> {
+    delivery: Delivery<O>,
+    // `None` once it is over.
+    call: Option<Call<O>>,
+    caller: Waker,
+    driver: Option<Waker>,
+    // The locks that the caller is within, for the task.
+    held: Held,
+    watched: Option<Watched>,
+}
+
+impl<O: Send + 'static> Pickup<O> {
+    /// Takes over a call that its caller has polled, and that is not over.
+    pub(super) fn new(
+        home: &Arc<Shared>,
+        delivery: Delivery<O>,
+        call: Call<O>,
+        granted: fn(&O) -> Option<Instant>,
+        caller: &Waker,
+    ) -> Arc<Self> {
+        let (call, caller) = (Some(call), caller.clone());
+        let shared = State { delivery, call, caller, driver: None, held: Held::present(), watched: None };
+        let pickup = Arc::new(Self { home: Arc::clone(home), granted, shared: Mutex::new(shared) });
+        pickup.watch(&mut pickup.state());
+        pickup
+    }
+
+    /// Nothing of the state panics halfway, so what a poisoned lock guards is whole.
+    fn state(&self) -> MutexGuard<'_, State<O>> {
+        self.shared.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    /// The outcome for the caller. `None` if its wait is over; `begin` is called where it has to ask again.
+    pub(super) fn poll(self: &Arc<Self>, cx: &mut Context<'_>, mut begin: impl FnMut() -> Call<O>) -> Poll<Option<O>> {
+        let mut state = self.state();
+        loop {
+            let now = Instant::now();
+            match state.delivery.poll(now) {
+                Polled::Drive => {
+                    let call = state.call.as_mut().map(|call| call.as_mut().poll(cx));
+                    if let Some(Poll::Ready(outcome)) = call {
+                        self.complete(&mut state, outcome);
+                        continue;
+                    }
+                }
+                Polled::Begin => {
+                    state.call = Some(begin());
+                    self.watch(&mut state);
+                    continue;
+                }
+                Polled::Pending => {}
+                Polled::Ready(outcome) => return Poll::Ready(Some(outcome)),
+                Polled::Late(outcome) => {
+                    // Outside of the lock: it goes to the next waiter.
+                    drop(state);
+                    drop(outcome);
+                    return Poll::Ready(None);
+                }
+            }
+            state.caller.clone_from(cx.waker());
+            return Poll::Pending;
+        }
+    }
+
+    fn complete(&self, state: &mut State<O>, outcome: O) {
+        state.call = None;
+        let granted = (self.granted)(&outcome);
+        state.delivery.complete(outcome, granted, Instant::now());
+    }
+
+    /// Has the caller watched for as long as it may lose something.
+    fn watch(self: &Arc<Self>, state: &mut State<O>) {
+        self.unwatch(state);
+        let role = Arc::downgrade(self);
+        state.watched = state.delivery.due().and_then(|due| self.home.watch(due, role as Weak<dyn Role>));
+    }
+
+    fn unwatch(&self, state: &mut State<O>) {
+        if let Some(watched) = state.watched.take() {
+            self.home.unwatch(&watched);
+        }
+    }
+
+    /// The caller is gone, or has the outcome.
+    pub(super) fn close(&self) {
+        let mut state = self.state();
+        self.unwatch(&mut state);
+        let left = (state.delivery.close(), state.call.take());
+        let driver = state.driver.take();
+        drop(state);
+        // Outside of the lock: a lease goes to the next waiter, and a call that is under way is carried on.
+        drop(left);
+        if let Some(driver) = driver {
+            driver.wake();
+        }
+    }
+
+    fn drive(self: &Arc<Self>, cx: &mut Context<'_>) -> Poll<()> {
+        let mut state = self.state();
+        let State { delivery, call: Some(call), held, driver, .. } = &mut *state else { return Poll::Ready(()) };
+        if !delivery.is_detached() {
+            return Poll::Ready(());
+        }
+        match held.scope(|| call.as_mut().poll(cx)) {
+            Poll::Pending => {
+                delivery.goes_on();
+                *driver = Some(cx.waker().clone());
+                Poll::Pending
+            }
+            Poll::Ready(outcome) => {
+                self.complete(&mut state, outcome);
+                self.watch(&mut state);
+                let caller = state.caller.clone();
+                drop(state);
+                caller.wake();
+                Poll::Ready(())
+            }
+        }
+    }
+}
+
+impl<O: Send + 'static> Role for Pickup<O> {
+    fn expire(self: Arc<Self>, now: Instant) {
+        let mut state = self.state();
+        state.watched = None;
+        let expired = state.delivery.timeout(now);
+        if matches!(expired, Expired::Nothing) {
+            self.watch(&mut state);
+        }
+        drop(state);
+        match expired {
+            Expired::Nothing => {}
+            Expired::Detach => {
+                let home = Arc::clone(&self.home);
+                home.spawn(Driver(self));
+            }
+            Expired::Withdraw(outcome) => {
+                tracing::debug!("a caller that is not polled has missed its lease, which goes to the next one");
+                drop(outcome);
+            }
+        }
+    }
+}
+
+/// Polls a call for a caller that does not.
+struct Driver<O: Send + 'static>(Arc<Pickup<O>>);
+
+impl<O: Send + 'static> Future for Driver<O> {
+    type Output = ();
+
+    fn poll(self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<()> {
+        self.0.drive(cx)
+    }
+}
+
+impl<O: Send + 'static> Drop for Driver<O> {
+    fn drop(&mut self) {
+        let mut state = self.0.state();
+        if state.delivery.is_detached() {
+            // Its runtime has ended.
+            state.delivery.attach(Instant::now());
+            self.0.watch(&mut state);
+            let caller = state.caller.clone();
+            drop(state);
+            caller.wake();
+        }
+    }
+}
