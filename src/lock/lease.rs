@@ -9,6 +9,7 @@ use super::errand::Errand;
 use super::error::{LossReason, Lost};
 use super::hold::Hold;
 use super::lock_key::LockKey;
+use super::pickup::Attended;
 use super::shared::Shared;
 use crate::error::StoreError;
 
@@ -184,9 +185,9 @@ impl Lease {
     ///
     /// # Cancellation
     ///
-    /// Once this is called the lock is given back, whether or not the future is polled to its end.
+    /// Once the future is polled or dropped, the lock is given back, whether or not it is polled to its end.
     pub fn release(self) -> impl Future<Output = Result<Release, StoreError>> + Send + use<> {
-        let mut outcome = match Arc::into_inner(self.grant) {
+        let outcome = match Arc::into_inner(self.grant) {
             None => Err(Release::Shared),
             Some(mut grant) => {
                 let now = Instant::now();
@@ -195,14 +196,17 @@ impl Lease {
                 match grant.give_back(now) {
                     // From hand to hand, or nothing left of it.
                     None => Err(release),
-                    Some(errand) => Ok((errand, release)),
+                    Some(errand) => Ok((errand, release, Arc::clone(&grant.home), grant.hold.ttl())),
                 }
             }
         };
         async move {
-            match &mut outcome {
-                Err(release) => Ok(*release),
-                Ok((errand, release)) => errand.carry_out(*release).await,
+            match outcome {
+                Err(release) => Ok(release),
+                Ok((mut errand, release, home, ttl)) => {
+                    let call = Box::pin(async move { errand.carry_out(release).await });
+                    Attended::new(home, ttl, call).await
+                }
             }
         }
     }

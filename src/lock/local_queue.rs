@@ -23,7 +23,7 @@ pub(super) enum Front<L> {
     Releasing,
 }
 
-/// What becomes of a lease that its holder gives back.
+/// Where a lease goes that its holder gives back.
 #[derive(Debug, PartialEq, Eq)]
 pub(super) enum GivenBack<W, F> {
     /// The first waiter gets it.

@@ -41,7 +41,8 @@ use crate::key::Key;
 /// # Cancellation
 ///
 /// Any future may be dropped at any time. A lease that the store grants afterwards is given back in the background, and who
-/// stands in line behind comes forward. [`shutdown`](Self::shutdown) waits for that.
+/// stands in line behind comes forward. [`shutdown`](Self::shutdown) waits for that. A future that is kept without being polled loses
+/// a lease that it does not pick up within 250 ms: see [waiting](crate::lock#waiting).
 #[derive(Clone)]
 pub struct Locks {
     shared: Arc<Shared>,
@@ -159,6 +160,9 @@ impl Locks {
 
     /// How long [`lock`](Self::lock) waits for a lock that somebody else holds, and for the store's last answer after that. Defaults to
     /// 10 s; with zero it waits for nothing but that answer.
+    ///
+    /// A lease that comes before the wait is over has to be picked up before that: a caller that is polled only later gets
+    /// [`LockError::Busy`].
     #[must_use]
     pub fn wait(mut self, wait: Duration) -> Self {
         self.terms.wait = wait;

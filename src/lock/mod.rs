@@ -166,6 +166,11 @@
 //! lock is given back. The price is a command or two more for each grant that was waited for, and no lease goes from hand to hand inside
 //! a process. Up to 10,000 stand in one line.
 //!
+//! A waiter whose task stops polling it holds up no other waiter. A call of the store that takes longer than 50 ms goes on in a task of the locks.
+//! A lease that its caller does not pick up within 250 ms, or a third of the [ttl](Locks::ttl) if that is shorter, goes to the next waiter.
+//! The caller keeps its position among the waiters of its process, and its own [`wait`](Locks::wait). Once it is polled again it waits on, or gets
+//! [`LockError::Busy`] if its wait is over. In fair locks and read/write locks it joins the queue of the store again, at the end.
+//!
 //! [`Locks::ask_holder`] has those who wait ask the holder to give the lock back: [`Lease::asked`] tells the holder, who decides.
 //!
 //! # What is asked of the store
@@ -205,6 +210,10 @@
 //!
 //! Any future may be dropped at any time, and any lease anywhere, also where there is no runtime. What was granted to nobody is
 //! given back in the background; who stands in line leaves it. Nothing is held beyond its time to live in any case.
+//!
+//! An acquisition first waits for the leases of the same key that its own process is giving back, for one [deadline](Locks::deadline) at most.
+//! So `try_lock` after `drop(lease)` finds the lock free, for every kind of lock. A future may also be kept without being polled: see
+//! [waiting](#waiting).
 
 mod admin;
 mod error;

@@ -1,6 +1,6 @@
-//! Calls that go on when their caller is not polled, and what becomes of a lease that their caller does not pick up.
+//! Calls that go on when their caller is not polled, and leases that pass on when their caller does not pick them up.
 
-use std::future::Future;
+use std::future::{Future, pending};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::task::{Context, Poll, Waker, ready};
@@ -16,12 +16,12 @@ use super::keeper::{Role, Watched};
 use super::nested::Held;
 use super::shared::Shared;
 
-/// What a caller asks for, with what it takes to ask again after it has missed a lease.
+/// An acquisition by a caller, which can begin again after the caller has missed a lease.
 pub(super) trait Request: Unpin + Send + 'static {
     type Grant: Send + 'static;
 
     fn home(&self) -> &Arc<Shared>;
-    /// How long the caller waits, and the time to live of what it asks for.
+    /// How long the caller waits, and the time to live of its lease.
     fn times(&self) -> (Duration, Duration);
     /// Begins to ask, the first time or again. The wait counts from `begun`.
     fn begin(&mut self, begun: Instant, is_back: bool) -> Call<Result<Self::Grant, LockError>>;
@@ -38,22 +38,25 @@ pub(super) struct Acquire<R: Request> {
     request: R,
     begun: Option<Instant>,
     // Once the call had to wait.
-    pickup: Option<Arc<Pickup<Result<R::Grant, LockError>>>>,
+    pickup: Option<Arc<Pickup<Outcome<R>>>>,
+    is_over: bool,
 }
+
+type Outcome<R> = Result<<R as Request>::Grant, LockError>;
 
 impl<R: Request> Acquire<R> {
     pub(super) const fn new(request: R) -> Self {
-        Self { request, begun: None, pickup: None }
+        Self { request, begun: None, pickup: None, is_over: false }
     }
 
-    fn poll_outcome(&mut self, begun: Instant, cx: &mut Context<'_>) -> Poll<Result<R::Grant, LockError>> {
+    fn poll_outcome(&mut self, begun: Instant, cx: &mut Context<'_>) -> Poll<Outcome<R>> {
         if self.pickup.is_none() {
             let mut call = self.request.begin(begun, false);
             if let Poll::Ready(outcome) = call.as_mut().poll(cx) {
                 return Poll::Ready(outcome);
             }
             let (wait, ttl) = self.request.times();
-            let granted = |outcome: &Result<R::Grant, _>| outcome.as_ref().ok().map(R::since);
+            let granted = |outcome: &Outcome<R>| outcome.as_ref().ok().map(R::since);
             let delivery = Delivery::new(Instant::now(), after(begun, wait), ttl);
             self.pickup = Some(Pickup::new(self.request.home(), delivery, call, granted, cx.waker()));
             return Poll::Pending;
@@ -68,8 +71,10 @@ impl<R: Request> Future for Acquire<R> {
     type Output = Result<R::Grant, LockError>;
 
     fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<Self::Output> {
+        assert!(!self.is_over, "the future of a lock was polled after completion");
         let begun = *self.begun.get_or_insert_with(Instant::now);
         let outcome = ready!(self.poll_outcome(begun, cx));
+        self.is_over = true;
         self.close();
         self.request.count(&outcome, begun);
         Poll::Ready(outcome)
@@ -86,7 +91,54 @@ impl<R: Request> Acquire<R> {
 
 impl<R: Request> Drop for Acquire<R> {
     fn drop(&mut self) {
-        self.close();
+        if self.pickup.is_some() {
+            self.close();
+            // For the next waiter, and for the call that is carried on.
+            Shared::make_way();
+        }
+    }
+}
+
+/// Waits for a call that brings no lease, and that goes on whether or not this is polled once more.
+pub(super) struct Attended<O: Send + 'static> {
+    home: Arc<Shared>,
+    ttl: Duration,
+    call: Option<Call<O>>,
+    // Once the call had to wait.
+    pickup: Option<Arc<Pickup<O>>>,
+}
+
+impl<O: Send + 'static> Attended<O> {
+    /// A call that is about a lease with this time to live.
+    pub(super) fn new(home: Arc<Shared>, ttl: Duration, call: Call<O>) -> Self {
+        Self { home, ttl, call: Some(call), pickup: None }
+    }
+}
+
+impl<O: Send + 'static> Future for Attended<O> {
+    type Output = O;
+
+    fn poll(mut self: Pin<&mut Self>, cx: &mut Context<'_>) -> Poll<O> {
+        if let Some(mut call) = self.call.take() {
+            if let Poll::Ready(outcome) = call.as_mut().poll(cx) {
+                return Poll::Ready(outcome);
+            }
+            let now = Instant::now();
+            let delivery = Delivery::new(now, now, self.ttl);
+            self.pickup = Some(Pickup::new(&self.home, delivery, call, |_| None, cx.waker()));
+            return Poll::Pending;
+        }
+        let Some(pickup) = &self.pickup else { return Poll::Pending };
+        // An outcome that is no lease is never late.
+        ready!(pickup.poll(cx, || Box::pin(pending()))).map_or(Poll::Pending, Poll::Ready)
+    }
+}
+
+impl<O: Send + 'static> Drop for Attended<O> {
+    fn drop(&mut self) {
+        if let Some(pickup) = self.pickup.take() {
+            pickup.close();
+        }
     }
 }
 

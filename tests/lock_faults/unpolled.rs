@@ -13,7 +13,7 @@ use http::{Request, Response, StatusCode};
 use http_body_util::{BodyExt, Full};
 use tokio::task::JoinSet;
 use tokio::time::{Instant, sleep, timeout};
-use tollgate::lock::{LockStore, OnStoreError, RwLocks, Segmented, Semaphore};
+use tollgate::lock::{LockStore, OnStoreError, Release, RwLocks, Segmented, Semaphore};
 use tollgate::testing::FaultStore;
 use tollgate::{LockError, LockLayer, Locks, MemoryBackend};
 use tower::{Layer, ServiceExt, service_fn};
@@ -162,6 +162,27 @@ async fn unclaimed_grant_of_a_call_in_flight_is_released() {
             }
         }
     }
+}
+
+#[tokio::test(start_paused = true)]
+async fn unpolled_release_frees_the_key() {
+    let backend = MemoryBackend::new();
+    let store = FaultStore::new(backend.clone());
+    store.faults().delay(Duration::from_millis(20));
+    let (here, there) = (Locks::new(store.clone()), Locks::new(backend.clone()));
+    let semaphore = Semaphore::new(store, 1);
+    for is_lock in [true, false] {
+        let request = || if is_lock { here.lock("k") } else { semaphore.acquire("k") };
+        let lease = request().await.unwrap();
+        let mut unpolled = Box::pin(lease.release());
+        assert!(timeout(Duration::ZERO, &mut unpolled).await.is_err());
+        let next = timeout(SOON, request().into_future()).await.expect("it is given back");
+        drop(next.unwrap());
+        sleep(SOON).await;
+        assert_eq!(backend.locks(), 0);
+        assert_eq!(unpolled.await.unwrap(), Release::Released);
+    }
+    drop(there.try_lock("k").await.unwrap());
 }
 
 #[tokio::test(start_paused = true)]

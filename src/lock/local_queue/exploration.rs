@@ -1,5 +1,5 @@
-//! Explores three callers that want one key in every order of enter, poll, drop, reply, timeout, loss and release. The queue and the deliveries are the ones
-//! that ship; this file stands for the store, for the clock, and for the channels and tasks that carry what they decide.
+//! Explores three callers that want one key in every order of enter, poll, drop, reply, timeout, loss and release. The queue and the deliveries are
+//! production code. This file simulates the store, the clock, and the channels and tasks between them.
 
 use std::collections::HashSet;
 use std::hash::{DefaultHasher, Hash, Hasher};
@@ -13,7 +13,7 @@ use crate::lock::delivery::{Delivery, Expired, Polled};
 const CALLERS: usize = 3;
 /// A grace of 5 ms, and so 1 ms until a task drives the call.
 const TTL: Duration = Duration::from_millis(15);
-const WAITS: [u64; CALLERS] = [0, 3, 7];
+const WAITS: [u64; CALLERS] = [0, 2, 6];
 
 /// A lease by its number. The numbers of leases that are gone are used again.
 type Lease = u8;
@@ -170,7 +170,7 @@ impl World {
             let Some(delivery) = &mut self.callers[at].delivery else { continue };
             match delivery.timeout(self.now) {
                 Expired::Withdraw(Outcome::Lease(lease, _)) => self.give_back(lease, true),
-                Expired::Withdraw(Outcome::Busy) => panic!("what is no lease waits for its caller"),
+                Expired::Withdraw(Outcome::Busy) => panic!("an error waits for its caller without an end"),
                 Expired::Detach | Expired::Nothing => {}
             }
         }
@@ -305,7 +305,7 @@ impl World {
         (0..).find(|lease| !used.contains(lease)).expect("few leases are about")
     }
 
-    /// The leases that callers have or are offered, also those that were lost.
+    /// The leases that callers have or are offered, lost leases included.
     fn leases(&self) -> Vec<Lease> {
         let mut leases = Vec::new();
         for caller in &self.callers {
