@@ -4,23 +4,27 @@
 -- ARGV[1]  ttl_ms   integer, 10 to 86400000
 -- ARGV[2]  fences   how many fencing tokens to set aside for each, 1 to 65536
 -- ARGV[3]  keep_ms  how long the last fence is remembered after the leases
--- ARGV[4]  tokens   16 random bytes a lease, others for each acquisition
+-- ARGV[4]  floor    all fences that are granted are larger than this number, which is below 2^53
+-- ARGV[5]  tokens   16 random bytes a lease, others for each acquisition
 --
 -- Value    leases: see lock_acquire
--- Returns  {1, then the first fence of each} all are granted; {0, then remaining_ms of each, 0 for those that nobody holds} none is
+-- Returns  {1, then the first fence of each} all are granted; {0, then remaining_ms of each, 0 for those that nobody holds} none is;
+--          {2, then for each the byte of the kind that holds it where that is another kind of lock than this one, and 0 otherwise} none is
 -- Errors   TOLLGATE if a value was not written by these scripts; WRONGTYPE
 -- Repeat   harmless: with the tokens of the holders the leases are made to last their whole length again, with the same fences
-local leases, ttl_ms, fences, keep_ms, tokens = KEYS, ARGV[1] + 0, ARGV[2] + 0, ARGV[3] + 0, 3
+local leases, ttl_ms, fences, keep_ms, floor, tokens = KEYS, ARGV[1] + 0, ARGV[2] + 0, ARGV[3] + 0, ARGV[4] + 0, 4
 
 local time = redis.call('TIME')
 local now = time[1] * 1000000 + time[2]
-local first, last, held, is_free, repaired = {}, {}, {0}, true, {}
+local least = math.max(floor + 1, now)
+local first, last, held, is_free, repaired, other = {}, {}, {0}, true, {}, {2}
+local is_other = false
 for i = 1, math.min(#leases, 128) do
   local token, stored = ARGV[tokens + i], redis.call('GET', leases[i])
-  last[i], held[i + 1] = 0, 0
+  last[i], held[i + 1], other[i + 1] = 0, 0, 0
   if stored then
     local held_as = stored:byte(1) or 0
-    if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 3 then
+    if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 5 then
       return redis.error_reply('TOLLGATE the value does not hold leases of version 1')
     end
     last[i] = struct.unpack('<I7', stored, 2)
@@ -40,6 +44,9 @@ for i = 1, math.min(#leases, 128) do
         first[i] = its_first
       elseif ends > now then
         is_free = false
+        if held_as ~= 1 and held_as ~= 3 then
+          is_other, other[i + 1] = true, held_as
+        end
         local remaining_ms = math.ceil((ends - now) / 1000)
         held[i + 1] = held[i + 1] == 0 and remaining_ms or math.min(held[i + 1], remaining_ms)
       end
@@ -54,13 +61,13 @@ if not is_free then
   for i, value in pairs(repaired) do
     redis.call('SET', leases[i], value[1], 'PX', value[2])
   end
-  return held
+  return is_other and other or held
 end
 local granted = {1}
 for i = 1, math.min(#leases, 128) do
   if not first[i] then
     -- The clock alone would do, were it never set back; the last fence alone would do, were it never forgotten.
-    first[i] = math.max(last[i] + 1, now)
+    first[i] = math.max(last[i] + 1, least)
     last[i] = first[i] + fences - 1
   end
   local mine = struct.pack('<BI7I7I4I7c16', 1, last[i], now + ttl_ms * 1000, ttl_ms, first[i], ARGV[tokens + i])

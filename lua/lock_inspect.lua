@@ -5,18 +5,18 @@
 -- ARGV[1]  most   how many holders to tell of, 1 to 1000
 --
 -- Value    lease: see lock_acquire; names: see lock_name
--- Returns  {fence, holders, then for each of the first `most` holders: its first fence, remaining_ms, held_ms, name}: fence is the last that was given
---          out, 0 if none is remembered; name is empty if there is none
+-- Returns  {fence, holders, kind, then for each of the first `most` holders: its first fence, remaining_ms, held_ms, name}: fence is the last that was given
+--          out, 0 if none is remembered; kind is the byte of the kind that holds it, see lock_acquire, which says nothing without holders; name is empty if there is none
 -- Errors   TOLLGATE if the value was not written by these scripts; WRONGTYPE
 -- Repeat   harmless
 local lease, names, most = KEYS[1], KEYS[2], ARGV[1] + 0
 
 local stored = redis.call('GET', lease)
 if not stored then
-  return {0, 0}
+  return {0, 0, 1}
 end
 local held_as = stored:byte(1) or 0
-if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 3 then
+if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 5 then
   return redis.error_reply('TOLLGATE the value does not hold leases of version 1')
 end
 local time = redis.call('TIME')
@@ -31,7 +31,7 @@ while list:byte(1) == 1 and at + 16 <= #list do
   at = at + 17 + length
 end
 
-local answer, holders = {(struct.unpack('<I7', stored, 2)), 0}, 0
+local answer, holders = {(struct.unpack('<I7', stored, 2)), 0, held_as}, 0
 -- As many turns as there are holders.
 for at = 9, #stored, 34 do
   local ends, length_ms, first, token = struct.unpack('<I7I4I7c16', stored, at)

@@ -28,12 +28,12 @@ if #stored == 42 then
 end
 -- By one who came at the right moment, and not to stay for much longer than it is remembered. With fences that are ahead of the clock
 -- nothing is known of its time to live: see lock_acquire. A user may have no right to write into it.
-if holder == token and held_as == 1 and ends > now and ends - now <= keep_ms * 1000 and ends - length_ms * 1000 >= first
+if holder == token and (held_as == 1 or held_as == 2) and ends > now and ends - now <= keep_ms * 1000 and ends - length_ms * 1000 >= first
   and type(redis.pcall('SETRANGE', lease, '8', '\0\0\0\0\0\0\0')) == 'number' then
   was_held = 1
 else
   held_as = stored:byte(1) or 1
-  if held_as < 1 or held_as > 3 or (#stored > 0 and (#stored - 8) % 34 ~= 0) then
+  if held_as < 1 or held_as > 5 or (#stored > 0 and (#stored - 8) % 34 ~= 0) then
     return 0
   end
   local rest, latest = nil, now
@@ -53,13 +53,13 @@ else
     redis.pcall('PEXPIRE', lease, lives_ms)
     redis.call('SET', lease, rest, 'PX', lives_ms)
   end
-  if held_as > 1 or not rest then
+  if held_as > 2 or not rest then
     -- A user who may not do this has never stood in a line.
     local head = line and redis.pcall('ZRANGE', line, 0, 0)[1]
     local was_first = head and head:sub(2) == token
     -- Also of a lease that ended, if the token came to stand in line again.
-    if head and redis.call('ZREM', line, '2' .. token, '3' .. token) > 0 then
-      redis.call('ZREM', places, '2' .. token, '3' .. token)
+    if head and redis.call('ZREM', line, '3' .. token, '4' .. token, '5' .. token) > 0 then
+      redis.call('ZREM', places, '3' .. token, '4' .. token, '5' .. token)
       head = redis.call('ZRANGE', line, 0, 0)[1]
     end
     if not rest and not was_first then

@@ -82,7 +82,8 @@ const HISTOGRAMS: [(&str, &str); 9] = [
     ("tollgate_job_seconds", "How long attempts at jobs ran"),
 ];
 
-const GAUGES: [(&str, Unit, &str); 2] = [
+const GAUGES: [(&str, Unit, &str); 3] = [
+    ("tollgate_lock_handlers_running", Unit::Count, "Requests of detached layers that are at work under their locks"),
     ("tollgate_jobs_running", Unit::Count, "Jobs that run in this process"),
     (
         "tollgate_jobs_oldest_due_seconds",

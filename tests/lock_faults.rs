@@ -32,7 +32,7 @@ use tokio::time::{sleep, timeout};
 use tollgate::lock::fencing::FenceLayer;
 use tollgate::lock::{
     Acquired, CircuitBreaker, Claim, Cursor, LeaseState, Line, LockAdmin, LockKey, LockRegistry, LockStore, LossReason,
-    Redlock, Release, Released, Renewal, Replication, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
+    Redlock, Release, Released, Renewal, Replication, RunError, RwLocks, Scope, Segmented, Semaphore, Token, Wakeups,
 };
 use tollgate::testing::{Failure, FaultStore, Faults, Verb};
 use tollgate::{
@@ -596,7 +596,9 @@ async fn a_body_runs_under_several_locks_and_no_longer() {
         assert!(leases.remaining() <= Duration::from_millis(20));
         pending::<()>().await;
     });
-    assert!(matches!(outcome.await, Err(LockError::Lost(lost)) if lost.reason() == LossReason::MaxHold));
+    assert!(
+        matches!(outcome.await, Err(RunError::Lock(LockError::Lost(lost))) if lost.reason() == LossReason::MaxHold)
+    );
     assert!(begun.elapsed() < Duration::from_millis(100));
 
     let segments = Segmented::new(&locks, "sku:1", 2);
@@ -1633,10 +1635,26 @@ async fn a_lease_whose_key_is_deleted_is_lost_at_the_next_renewal() {
         cancelled.store(false, Ordering::SeqCst);
     });
     let begun = Instant::now();
-    let error = body.await.unwrap_err();
+    let error = LockError::from(body.await.unwrap_err());
     assert!(matches!(&error, LockError::Lost(lost) if lost.reason() == LossReason::Taken), "{error:?}");
     assert!(begun.elapsed() < ttl, "{:?}", begun.elapsed());
     assert!(cancelled.load(Ordering::SeqCst));
+}
+
+/// Both bodies ran at the same time, and both were told that all was well.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn a_run_whose_lease_was_flushed_says_so() {
+    let server = RedisServer::start();
+    let (here, there) = (locks(&server).await, locks(&server).await);
+    let outcome = here.run("a", async |_| {
+        let _: () = command(&server, &["FLUSHALL"]);
+        there.run("a", async |_| 1).await.unwrap()
+    });
+    match outcome.await {
+        Err(RunError::Unprotected { lost, output: 1 }) => assert_eq!(lost.reason(), LossReason::Taken),
+        outcome => panic!("{outcome:?}"),
+    }
+    assert_eq!(here.run("a", async |_| 2).await.unwrap(), 2);
 }
 
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]

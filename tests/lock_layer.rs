@@ -1418,3 +1418,56 @@ async fn readers_pass_together_and_a_writer_alone() {
         assert_eq!(reader.await.unwrap().0, StatusCode::OK);
     }
 }
+
+/// Clients that hung up left any number of handlers at work.
+#[tokio::test(start_paused = true)]
+async fn detached_handlers_are_bounded() {
+    let layer = by_path().detached().max_running(3);
+    let service = layer.clone().layer(service_fn(slow));
+    let status = async |path: &str| {
+        let response = service.clone().oneshot(post(path)).await.unwrap();
+        (response.status(), response.headers().contains_key("retry-after"))
+    };
+    for path in ["/a", "/b", "/c"] {
+        assert!(timeout(Duration::from_millis(10), service.clone().oneshot(post(path))).await.is_err());
+    }
+    for _ in 0..100 {
+        assert_eq!(status("/d").await, (StatusCode::SERVICE_UNAVAILABLE, true));
+    }
+    // The layer counts for all of its services, and other layers for theirs.
+    let again = layer.clone().layer(service_fn(slow)).oneshot(post("/e")).await.unwrap();
+    assert_eq!(again.status(), StatusCode::SERVICE_UNAVAILABLE);
+    let other = by_path().detached().layer(service_fn(slow)).oneshot(post("/e")).await.unwrap();
+    assert_eq!(other.status(), StatusCode::OK);
+    // What needs no lock is let through.
+    let get = Request::get("/d").body(Full::default()).unwrap();
+    assert_eq!(service.clone().oneshot(get).await.unwrap().status(), StatusCode::OK);
+    sleep(Duration::from_secs(2)).await;
+    assert_eq!(status("/d").await.0, StatusCode::OK);
+    // One that is refused its lock, or gives up waiting for it, gives its place back.
+    let held = timeout(Duration::from_millis(10), service.clone().oneshot(post("/a"))).await;
+    assert!(held.is_err());
+    for _ in 0..10 {
+        assert_eq!(status("/a").await.0, StatusCode::CONFLICT);
+    }
+    sleep(Duration::from_secs(2)).await;
+    layer.shutdown().await;
+}
+
+/// Without HTTP the error says so; requests that pass without a lock count as well.
+#[tokio::test(start_paused = true)]
+async fn detached_handlers_without_a_lock_are_bounded() {
+    let store = FaultStore::new(MemoryBackend::new());
+    store.faults().fail(Failure::Unavailable);
+    let layer = LockLayer::new(store).on_store_error(OnStoreError::Allow).detached().max_running(1);
+    let wait = async |_: ()| {
+        sleep(Duration::from_secs(1)).await;
+        Ok::<_, BoxError>(())
+    };
+    let service = layer.with_rejection(AsError).layer(service_fn(wait));
+    assert!(timeout(Duration::from_millis(10), service.clone().oneshot(())).await.is_err());
+    let error = service.clone().oneshot(()).await.unwrap_err();
+    assert!(error.is::<tollgate::lock::Full>(), "{error:?}");
+    sleep(Duration::from_secs(1)).await;
+    service.oneshot(()).await.unwrap();
+}

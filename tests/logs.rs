@@ -1423,3 +1423,40 @@ async fn each_call_of_a_rate_limit_store_is_a_span_that_tells_no_key() {
     let expected = [2, 1, 1].map(|subjects| format!("rate_limit policy=\"api\" subjects={subjects}"));
     assert_eq!(*spans.seen.lock().unwrap(), expected);
 }
+
+/// A loss that was found when a lease was given back left no line.
+#[tokio::test(start_paused = true)]
+async fn a_loss_found_at_release_is_logged_once() {
+    let log = Log::default();
+    let _logging = tracing::subscriber::set_default(log.clone());
+    let store = FaultStore::new(MemoryBackend::new());
+    let faults = store.faults();
+    let locks = Locks::new(store.clone());
+    let (locks_store, admin) = (store.clone(), tollgate::lock::LockAdmin::new(store));
+    let lease = locks.lock("a").await.unwrap();
+    admin.force_unlock("a").await.unwrap();
+    log.take();
+    assert_eq!(lease.release().await.unwrap(), tollgate::lock::Release::Lost);
+    locks.shutdown().await;
+    assert_eq!(log.lines(), ["WARN lock lost"]);
+
+    // Nobody knows where a connection broke on the way.
+    let locks = Locks::new(locks_store.clone());
+    let lease = locks.lock("a").await.unwrap();
+    admin.force_unlock("a").await.unwrap();
+    log.take();
+    faults.fail_next(1, Failure::Unavailable);
+    assert_eq!(lease.release().await.unwrap(), tollgate::lock::Release::Uncertain);
+    assert!(log.lines().is_empty());
+
+    // Behind a layer nobody asks what became of the lease.
+    let seizing = admin.clone().namespace("requests");
+    let layer = LockLayer::new(locks_store).with_rejection(AsError);
+    let service = layer.layer(service_fn(async |_: ()| {
+        seizing.force_unlock(Key::EVERYONE).await.unwrap();
+        Ok::<_, BoxError>(())
+    }));
+    service.clone().oneshot(()).await.unwrap();
+    layer.shutdown().await;
+    assert_eq!(log.lines(), ["WARN lock taken away from its holder", "WARN lock lost"]);
+}

@@ -1506,3 +1506,48 @@ fn metric_that_was_dropped_when_idle_appears_again() {
         });
     });
 }
+
+/// A loss that was found when a lease was given back was not counted.
+#[test]
+fn losses_found_at_release_are_counted_once() {
+    let (recorder, snapshotter, runtime) = recording();
+    let backend = MemoryBackend::new();
+    let locks = Locks::new(backend.clone()).namespace("orders");
+    let admin = LockAdmin::new(backend).namespace("orders");
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let outcome = locks.run("a", async |_| admin.force_unlock("a").await.unwrap().holders).await;
+            assert_eq!(outcome.unwrap_err().into_output(), Some(1));
+            // In the background, too.
+            let lease = locks.lock("a").await.unwrap();
+            admin.force_unlock("a").await.unwrap();
+            drop(lease);
+            locks.shutdown().await;
+        });
+    });
+    assert_eq!(seen(&snapshotter).get("tollgate_lock_lost_total{locks=orders,reason=taken}"), Some(&2));
+}
+
+#[test]
+fn handlers_of_detached_layers_are_counted() {
+    let (recorder, snapshotter, runtime) = recording();
+    metrics::with_local_recorder(&recorder, || {
+        runtime.block_on(async {
+            let layer =
+                LockLayer::new(MemoryBackend::new()).namespace("orders").key(|key: &&'static str| *key).detached();
+            let service = layer.max_running(2).with_rejection(AsError).layer(service_fn(async |_: &'static str| {
+                tokio::time::sleep(Duration::from_secs(1)).await;
+                Ok::<_, BoxError>(())
+            }));
+            for key in ["a", "b", "c"] {
+                let answer = service.clone().oneshot(key);
+                drop(tokio::time::timeout(Duration::from_millis(10), answer).await);
+            }
+            let so_far = seen(&snapshotter);
+            assert_eq!(so_far.get("tollgate_lock_handlers_running{locks=orders}"), Some(&2));
+            assert_eq!(so_far.get("tollgate_lock_requests_total{locks=orders,outcome=full}"), Some(&1));
+            tokio::time::sleep(Duration::from_secs(1)).await;
+            assert_eq!(seen(&snapshotter).get("tollgate_lock_handlers_running{locks=orders}"), None);
+        });
+    });
+}

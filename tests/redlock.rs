@@ -513,3 +513,38 @@ async fn no_two_ever_believe_to_have_the_same_lock() {
     assert!(history.len() > 100, "only {} stays", history.len());
     println!("{} stays", history.len());
 }
+
+/// One server that has forgotten a lease, and one that is slow to answer, are no majority.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn only_a_majority_that_forgets_loses_a_lease() {
+    let servers = [(); 3].map(|()| RedisServer::start());
+    let locks = locks(&servers).await;
+    for (forgetful, expected) in [(1, Release::Released), (2, Release::Lost)] {
+        let lease = lease_of_all(&locks, &servers).await;
+        for server in &servers[..forgetful] {
+            let _: u64 = block_in_place(|| server.query("DEL tollgate:2:{lock:default:a}:lease"));
+        }
+        assert_eq!(lease.release().await.unwrap(), expected);
+    }
+    let lease = lease_of_all(&locks, &servers).await;
+    let _: u64 = block_in_place(|| servers[0].query("DEL tollgate:2:{lock:default:a}:lease"));
+    servers[1].pause();
+    let released = lease.release().await;
+    servers[1].resume();
+    assert!(!matches!(released, Ok(Release::Lost)), "{released:?}");
+}
+
+/// The number that was given out last was that of the clocks alone.
+#[tokio::test]
+async fn fences_of_a_quorum_rise_although_all_stores_forget() {
+    let stores = [(); 3].map(|()| MemoryBackend::new());
+    let redlock = Redlock::new(stores).unwrap();
+    let lock = LockKey::new("default", "a");
+    let claim = || Claim::new(Token::random().unwrap(), Duration::from_secs(1));
+    let mut first = claim();
+    first.floor = 1 << 52;
+    let Acquired::Granted { fence } = redlock.acquire(&lock, &first).await.unwrap() else { panic!("it is free") };
+    let other = LockKey::new("default", "b");
+    let answer = redlock.clone().acquire(&other, &claim()).await.unwrap();
+    assert!(fence > 1 << 52 && matches!(answer, Acquired::Granted { fence: next } if next > fence), "{answer:?}");
+}

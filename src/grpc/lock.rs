@@ -54,6 +54,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsStatus {
                 let wait = busy.retry_after().clamp(Duration::from_millis(1), LONGEST_WAIT);
                 later(Code::Aborted, "another request is at work on this", wait)
             }
+            Rejection::Full(full) => later(Code::ResourceExhausted, &full.to_string(), STORE_RETRY),
             Rejection::Lock(LockError::QueueFull(_)) => {
                 later(Code::ResourceExhausted, "too many requests wait for this", STORE_RETRY)
             }

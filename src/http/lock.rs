@@ -72,6 +72,7 @@ impl<B, E> Reject<Rejection, Response<B>, E> for AsResponse {
                 let detail = &format!("another request is at work on this, try again in {wait} s");
                 self.answer(Some(wait), Problem { kind: Kind::LockBusy, status, detail, violated: Vec::new() })
             }
+            Rejection::Full(full) => self.later(Kind::Blank, &full.to_string()),
             Rejection::Lock(LockError::QueueFull(_)) => {
                 self.later(Kind::LockQueueFull, "too many requests wait for this")
             }

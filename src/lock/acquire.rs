@@ -11,10 +11,11 @@ use tokio::time::{Instant, sleep, sleep_until, timeout_at};
 
 use super::erased::{Answers, Call};
 use super::errand::{Errand, LINGERS};
-use super::error::{Busy, Closed, LockError, Nested, NotReplicated, QueueFull};
+use super::error::{Busy, Closed, LockError, Nested, NotReplicated, OtherKind, QueueFull};
 use super::gate::{Entered, News, Offer, Place, Refusal, Turn};
 use super::hold::{FENCES, Hold, after, usable};
 use super::keeper::jittered;
+use super::kind::LockKind;
 use super::lease::Lease;
 use super::lock_key::LockKey;
 use super::locks::Terms;
@@ -156,7 +157,8 @@ pub(super) async fn take(
 
 fn may_ask(home: &Arc<Shared>, lock: &LockKey, terms: &Terms) -> Result<(), LockError> {
     check(terms)?;
-    if home.store.scope() == Scope::Quorum && (terms.is_fair || terms.is_shared || terms.permits > 1) {
+    if home.store.scope() == Scope::Quorum && (terms.is_fair || terms.kind == LockKind::ReadWrite || terms.permits > 1)
+    {
         return Err(ConfigError::NotByQuorum.into());
     }
     if home.is_closed() {
@@ -317,7 +319,10 @@ async fn insist(
         let answer = heard.map(|heard| {
             // What takes longest, if anything does.
             let obstacles = heard.0.iter().enumerate().filter(|(_, answer)| fence(answer).is_none());
-            let obstacle = obstacles.max_by_key(|(_, answer)| remaining(answer)).map(|(at, answer)| (at, *answer));
+            let is_foreign = |answer: &Acquired| matches!(answer, Acquired::OtherKind { .. });
+            let obstacle = obstacles
+                .max_by_key(|(_, answer)| (is_foreign(answer), remaining(answer)))
+                .map(|(at, answer)| (at, *answer));
             (heard, obstacle)
         });
         match answer {
@@ -341,6 +346,10 @@ async fn insist(
                     () = sleep_until(next) => {}
                     () = home.closed() => return Err(Closed.into()),
                 }
+            }
+            Ok((_, Some((at, Acquired::OtherKind { held })))) => {
+                let Attempts { lock, claim, .. } = &asked[at].0;
+                return Err(OtherKind::new(*lock, claim.kind, held).into());
             }
             Ok((_, Some((at, answer)))) => {
                 tell(asked, Some(Refusal::Busy(after(Instant::now(), remaining(&answer)))));
@@ -442,9 +451,9 @@ impl Attempts {
         // From hand to hand goes what nobody else is in line for.
         let fences = if home.is_semaphore || terms.is_fair { 1 } else { FENCES };
         let permits = if terms.is_shared { Claim::MAX_PERMITS } else { terms.permits };
-        let Terms { ttl, is_shared, deadline, max_hold, .. } = *terms;
-        let claim =
-            Claim { token: Token::random()?, ttl, fences, permits, is_shared, line, replicas: terms.replicas() };
+        let Terms { ttl, kind, is_shared, deadline, max_hold, .. } = *terms;
+        let replicas = terms.replicas();
+        let claim = Claim { fences, kind, permits, is_shared, line, replicas, ..Claim::new(Token::random()?, ttl) };
         let (home, lock) = (Arc::clone(home), *lock);
         Ok(Self { home, lock, claim, limit: deadline, max_hold, sent: None, sent_before: None, settles: None })
     }
@@ -456,7 +465,13 @@ impl Attempts {
 
     fn answered(&mut self, answer: Result<Acquired, &StoreError>) {
         match answer {
-            Ok(Acquired::Granted { .. } | Acquired::InLine { .. } | Acquired::NotReplicated { .. }) => {}
+            // One that stood in line still does beside another kind, and leaves it.
+            Ok(
+                Acquired::Granted { .. }
+                | Acquired::InLine { .. }
+                | Acquired::NotReplicated { .. }
+                | Acquired::OtherKind { .. },
+            ) => {}
             // An earlier attempt may still be on its way.
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) if self.settles.is_some() => {}
             Ok(Acquired::Busy { .. } | Acquired::LineFull { .. }) => self.sent = None,
@@ -526,7 +541,7 @@ const fn fence(answer: &Acquired) -> Option<u64> {
 /// How long whoever holds a lease may keep it.
 const fn remaining(answer: &Acquired) -> Duration {
     match answer {
-        Acquired::Granted { .. } | Acquired::NotReplicated { .. } => Duration::ZERO,
+        Acquired::Granted { .. } | Acquired::NotReplicated { .. } | Acquired::OtherKind { .. } => Duration::ZERO,
         Acquired::Busy { remaining } | Acquired::InLine { remaining, .. } | Acquired::LineFull { remaining } => {
             *remaining
         }

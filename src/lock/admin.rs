@@ -2,6 +2,7 @@ use std::fmt;
 use std::future::Future;
 use std::time::Duration;
 
+use super::kind::LockKind;
 use super::lock_key::LockKey;
 use super::store::LockStore;
 use crate::deadline::Deadline;
@@ -34,6 +35,8 @@ pub struct LockStatus {
     pub lock: LockKey,
     /// No fence that was given out for it so far is larger. 0 if none is remembered.
     pub last_fence: u64,
+    /// As what kind of lock it is held. `None` if it is not held.
+    pub kind: Option<LockKind>,
     /// How many hold it: one, but for semaphores and readers.
     pub held_by: usize,
     /// Who they are: the first [`MAX_HOLDERS`](Self::MAX_HOLDERS).
@@ -47,7 +50,7 @@ impl LockStatus {
     /// For stores: a lock that nobody holds, and of which no fence is remembered.
     #[must_use]
     pub const fn new(lock: LockKey) -> Self {
-        Self { lock, last_fence: 0, held_by: 0, holders: Vec::new() }
+        Self { lock, last_fence: 0, kind: None, held_by: 0, holders: Vec::new() }
     }
 
     /// Whether anybody holds it.

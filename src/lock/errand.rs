@@ -47,8 +47,11 @@ pub(super) struct Errand {
     until: Instant,
     // Until when an acquisition of this token may still come to pass, if one may: giving it back before that is not enough.
     settles: Option<Instant>,
-    // Whether the store has answered, the last time that it was asked.
+    // Whether the store has been asked, and has answered the last time.
+    is_asked: bool,
     is_answered: bool,
+    // Whether it is certain that the lease was lost before it was given back.
+    is_lost: bool,
     is_done: bool,
     place: Place,
     undone: Option<Undone>,
@@ -81,6 +84,10 @@ impl Errand {
     /// Gives back what may be left of a lease that was lost.
     pub(super) fn after_loss(home: &Arc<Shared>, hold: &Arc<Hold>, now: Instant) -> Self {
         let settles = hold.settles(now);
+        let is_lost = hold.look(now) == Err(LossReason::Taken);
+        if is_lost {
+            home.note_loss(hold, now);
+        }
         Self {
             lock: *hold.lock(),
             token: *hold.token(),
@@ -90,8 +97,10 @@ impl Errand {
             pending: None,
             until: settles.map_or(hold.expires(), |settles| hold.expires().max(settles + hold.ttl())),
             settles,
+            is_asked: false,
             is_answered: false,
-            is_done: hold.look(now) == Err(LossReason::Taken) && settles.is_none(),
+            is_lost,
+            is_done: is_lost && settles.is_none(),
             place: Place::Caller,
             undone: None,
             running: Running::new(home),
@@ -118,7 +127,9 @@ impl Errand {
             pending: None,
             until,
             settles,
+            is_asked: false,
             is_answered: false,
+            is_lost: false,
             is_done: false,
             place: Place::Caller,
             undone,
@@ -129,13 +140,14 @@ impl Errand {
     /// Asks the store, and once more over another connection if one has just broken. Whatever it says, the next in line may try. Answers
     /// `release` for a lease that was still held.
     pub(super) async fn carry_out(&mut self, release: Release) -> Result<Release, StoreError> {
-        let (released, otherwise) = match self.attempt().await {
+        let released = match self.attempt().await {
             // It may have been given back before the connection broke, and may as well have been lost.
-            Err(error) if error.is_unavailable() => (self.attempt().await?, Release::Uncertain),
-            answer => (answer?, Release::Lost),
+            Err(error) if error.is_unavailable() => self.attempt().await?,
+            answer => answer?,
         };
         Ok(match release {
-            Release::Released if !released.was_held => otherwise,
+            Release::Released if self.is_lost => Release::Lost,
+            Release::Released if !released.was_held => Release::Uncertain,
             release => release,
         })
     }
@@ -195,6 +207,8 @@ impl Errand {
         if self.is_done {
             return Ok(Released::default());
         }
+        // What was asked before may have given it back, whether or not that was heard.
+        let is_first = !std::mem::replace(&mut self.is_asked, true);
         let is_settled = self.settles.is_none_or(|settles| Instant::now() >= settles);
         let call = Arc::clone(&self.running.home().store).release(self.lock, self.token);
         let answer = Deadline::new(call, self.limit).await;
@@ -204,7 +218,12 @@ impl Errand {
         self.pending = None;
         self.is_answered = answer.is_ok();
         match &answer {
-            Ok(_) => {
+            Ok(released) => {
+                if let Some(hold) = self.hold.as_ref().filter(|_| is_first && !released.was_held) {
+                    let now = Instant::now();
+                    self.is_lost = hold.was_gone(now);
+                    self.running.home().note_loss(hold, now);
+                }
                 self.is_done = is_settled;
                 self.hold.iter().for_each(|hold| hold.returned());
             }

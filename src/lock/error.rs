@@ -2,6 +2,7 @@ use std::error::Error;
 use std::fmt;
 use std::time::Duration;
 
+use super::kind::LockKind;
 use super::lock_key::LockKey;
 use crate::error::{ConfigError, Occupied, StoreError};
 
@@ -19,6 +20,9 @@ pub enum LockError {
     NotReplicated(NotReplicated),
     /// The caller holds this lock itself, a few calls further up.
     Nested(Nested),
+    /// The key is held as a lock of another kind. It is a mistake of the program: give the two kinds different
+    /// [namespaces](super::Locks::namespace).
+    OtherKind(OtherKind),
     /// The lease was lost while its body ran, which was cancelled.
     Lost(Lost),
     /// [`Locks::shutdown`](super::Locks::shutdown) was called.
@@ -49,6 +53,7 @@ impl LockError {
             Self::QueueFull(error) => error,
             Self::NotReplicated(error) => error,
             Self::Nested(error) => error,
+            Self::OtherKind(error) => error,
             Self::Lost(error) => error,
             Self::Closed(error) => error,
             Self::Config(error) => error,
@@ -84,6 +89,7 @@ cases!(
     QueueFull(QueueFull),
     NotReplicated(NotReplicated),
     Nested(Nested),
+    OtherKind(OtherKind),
     Lost(Lost),
     Closed(Closed),
     Config(ConfigError),
@@ -228,6 +234,49 @@ impl fmt::Display for Nested {
 }
 
 impl Error for Nested {}
+
+/// The key is held as a lock of another kind, beside which no claim of this kind can be granted.
+///
+/// A key has one kind for as long as it is held: exclusive, read/write, or a semaphore of any number of permits.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct OtherKind {
+    lock: LockKey,
+    wanted: LockKind,
+    held: LockKind,
+}
+
+impl OtherKind {
+    pub(super) const fn new(lock: LockKey, wanted: LockKind, held: LockKind) -> Self {
+        Self { lock, wanted, held }
+    }
+
+    /// Which lock.
+    #[must_use]
+    pub const fn lock(&self) -> &LockKey {
+        &self.lock
+    }
+
+    /// As what kind the caller asked for it.
+    #[must_use]
+    pub const fn wanted(&self) -> LockKind {
+        self.wanted
+    }
+
+    /// As what kind it is held.
+    #[must_use]
+    pub const fn held(&self) -> LockKind {
+        self.held
+    }
+}
+
+impl fmt::Display for OtherKind {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self { lock, wanted, held } = self;
+        write!(f, "the key `{lock}` is held as {held} and cannot be taken as {wanted}: use another namespace for it")
+    }
+}
+
+impl Error for OtherKind {}
 
 /// The locks were shut down.
 #[derive(Clone, Debug, Default, PartialEq, Eq)]

@@ -14,6 +14,7 @@ use super::layer::{ReleaseAt, Settings, Stay};
 use super::lease::Lease;
 use super::nested::{Held, Passage};
 use super::rejection::{Occupy, Rejection};
+use super::running::Place;
 use crate::reject::Reject;
 
 type BoxLease = Pin<Box<dyn Future<Output = Result<Lease, LockError>> + Send>>;
@@ -35,7 +36,7 @@ pin_project! {
     #[project = StateProj]
     enum State<S, Req, F> {
         // The lock is asked for, or waited for; the service that reported ready waits with the request.
-        Acquiring { lease: BoxLease, call: Option<(S, Req)> },
+        Acquiring { lease: BoxLease, place: Option<Place>, call: Option<(S, Req)> },
         // The inner service is at work, with the lock unless the request needs none.
         Calling { #[pin] future: F, stay: Option<Stay>, held: Option<Held> },
         // The request is turned away without asking anybody.
@@ -54,8 +55,14 @@ impl<S: Service<Req>, Req, K, A> ResponseFuture<S, Req, K, A> {
         Self { state: State::Rejected { rejection: Some(rejection) }, shared }
     }
 
-    pub(super) fn acquiring(lease: BoxLease, ready: S, request: Req, shared: Arc<(Settings, Arc<K>, A)>) -> Self {
-        Self { state: State::Acquiring { lease, call: Some((ready, request)) }, shared }
+    pub(super) fn acquiring(
+        lease: BoxLease,
+        place: Option<Place>,
+        ready: S,
+        request: Req,
+        shared: Arc<(Settings, Arc<K>, A)>,
+    ) -> Self {
+        Self { state: State::Acquiring { lease, place, call: Some((ready, request)) }, shared }
     }
 }
 
@@ -71,8 +78,10 @@ where
         let mut this = self.project();
         let (settings, _, answer) = &**this.shared;
         loop {
-            let (outcome, call) = match this.state.as_mut().project() {
-                StateProj::Acquiring { lease, call } => (ready!(lease.as_mut().poll(cx)), call.take()),
+            let (outcome, place, call) = match this.state.as_mut().project() {
+                StateProj::Acquiring { lease, place, call } => {
+                    (ready!(lease.as_mut().poll(cx)), place.take(), call.take())
+                }
                 StateProj::Calling { future, stay, held } => {
                     // After a standstill nothing of the handler may run before this was looked at.
                     if let Some(Poll::Ready(lost)) = stay.as_mut().map(|stay| stay.poll_lost(cx)) {
@@ -110,13 +119,13 @@ where
                     settings.answered();
                     answer.attach(lease.view(), &mut request);
                     let held = Held::present().and(&lease, settings.on_loss, settings.release_at);
-                    let future = held.scope(|| Passage::Locked.scope(|| ready.call(request)));
+                    let future = held.scope(|| Passage::Locked(place).scope(|| ready.call(request)));
                     let stay = Stay::new(lease, settings.on_loss);
                     this.state.set(State::Calling { future, stay: Some(stay), held: Some(held) });
                 }
                 Err(LockError::Store(error)) if settings.passes(&error) => {
                     answer.pass(&mut request);
-                    let future = Passage::Unprotected.scope(|| ready.call(request));
+                    let future = Passage::Unprotected(place).scope(|| ready.call(request));
                     this.state.set(State::Calling { future, stay: None, held: None });
                 }
                 Err(error) => {

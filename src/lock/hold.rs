@@ -158,6 +158,23 @@ impl Hold {
         (!std::mem::replace(&mut standing.is_noted, true)).then_some(reason)
     }
 
+    /// How the lease was lost, once that is [noted](Self::note_loss).
+    pub(super) fn noted_loss(&self) -> Option<LossReason> {
+        let standing = self.standing();
+        standing.lost.filter(|_| standing.is_noted)
+    }
+
+    /// Notes that the store did not know the lease when it was given back, and says whether it was lost by that. One that has come to its
+    /// end meanwhile may have ended by itself.
+    pub(super) fn was_gone(&self, now: Instant) -> bool {
+        let mut standing = self.standing();
+        let is_loss = !standing.is_noted && now < standing.deadline;
+        if is_loss {
+            standing.lost = Some(LossReason::Taken);
+        }
+        is_loss
+    }
+
     /// Whether the last renewal failed.
     pub(super) fn is_suspended(&self) -> bool {
         self.standing().failures > 0

@@ -11,7 +11,11 @@ use tower_layer::Layer;
 
 use super::error::Lost;
 use super::lease::Lease;
+use super::lock_key::LockKey;
 use super::locks::{Locks, Replication};
+use super::meters::Outcome;
+use super::rejection::Full;
+use super::running::{Place, Places};
 use super::rw::RwLocks;
 use super::semaphore::Semaphore;
 use super::service::{Detach, Lock};
@@ -57,6 +61,8 @@ pub(super) struct Settings {
     pub(super) release_at: ReleaseAt,
     pub(super) safe: Safe,
     is_rw: bool,
+    // For requests whose handlers are detached.
+    places: Option<Places>,
     // Whether the log has been told that requests pass without a lock.
     unprotected: Arc<Outage>,
 }
@@ -150,6 +156,7 @@ impl LockLayer {
             release_at: ReleaseAt::default(),
             safe: Safe::Nothing,
             is_rw: false,
+            places: None,
             unprotected: Arc::new(Outage::of_a_store()),
         };
         Self { settings, key: Arc::new(Everyone), answer: AsResponse::default(), handlers: PhantomData }
@@ -263,13 +270,15 @@ impl<K, A, D> LockLayer<K, A, D> {
     /// For handlers that must not be cut off in the middle: of a payment, say. A request that still waits for its lock ends with its client all the
     /// same, a lease that is [lost](OnLoss::Cancel) still cancels the handler, and [`max_hold`](Self::max_hold) bounds how long
     /// one nobody waits for goes on. The answer to nobody is dropped, and what its body would have done does not happen. Requests that need no lock are
-    /// not detached; those that pass without theirs since the [store fails](OnStoreError::Allow) are, and nothing bounds them.
+    /// not detached; those that pass without theirs since the [store fails](OnStoreError::Allow) are, and nothing bounds how long they go on.
+    /// [`max_running`](LockLayer::max_running) bounds how many requests of the layer are at work.
     /// [`shutdown`](Self::shutdown) waits for those that are.
     ///
     /// Inside of another lock, of a layer further out or of [`Locks::run`], a handler that goes on with its own keeps that one, too, until its end, and ends
     /// with it as it would if its client were still there. One that passes without its own keeps no other.
     pub fn detached(self) -> LockLayer<K, A, Detached> {
-        let Self { settings, key, answer, handlers: _ } = self;
+        let Self { mut settings, key, answer, handlers: _ } = self;
+        settings.places.get_or_insert_with(|| Places::new(MAX_RUNNING));
         LockLayer { settings, key, answer, handlers: PhantomData }
     }
 
@@ -406,7 +415,44 @@ impl<K, A, D> LockLayer<K, A, D> {
     }
 }
 
+impl<K, A> LockLayer<K, A, Detached> {
+    /// How many requests of this layer and its clones may be at work, those included whose client has gone. Defaults to 10,000. One more is turned
+    /// away before its lock is asked for: 503 with HTTP, [`Full`] without.
+    ///
+    /// A request is at work from when it asks for its lock until its handler has answered, also while it [waits](Self::wait). One that needs
+    /// no lock does not count.
+    ///
+    /// ```
+    /// # #[cfg(feature = "http")] {
+    /// use tollgate::{LockLayer, MemoryBackend};
+    ///
+    /// let layer = LockLayer::new(MemoryBackend::new()).detached().max_running(500);
+    /// # let _: axum::Router = axum::Router::new().route("/", axum::routing::post(async || "")).layer(layer);
+    /// # }
+    /// ```
+    pub fn max_running(mut self, requests: usize) -> Self {
+        if let Some(places) = &mut self.settings.places {
+            places.most = requests;
+        }
+        self
+    }
+}
+
+/// How many requests of a detached layer are at work unless told otherwise.
+const MAX_RUNNING: usize = 10_000;
+
 impl Settings {
+    /// The place of a request whose handler is detached, where there is one; `None` for any other.
+    pub(super) fn admit(&self, lock: &LockKey) -> Result<Option<Place>, Full> {
+        let Some(places) = &self.places else { return Ok(None) };
+        let home = self.locks.home();
+        let place = places.admit(home, lock);
+        if place.is_none() {
+            home.meters(lock).asked(Outcome::Full, Duration::ZERO);
+        }
+        place.map(Some).ok_or(Full)
+    }
+
     /// Whether a request passes without a lock because of this, and if so the log and the metrics are told.
     pub(super) fn passes(&self, error: &StoreError) -> bool {
         if self.on_store_error == OnStoreError::Deny {

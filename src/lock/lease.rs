@@ -66,12 +66,13 @@ pub enum Release {
     /// There are other handles of this lease, which keep the lock.
     Shared,
     /// The lock is free, or somebody else's by now, and it is not known whether the lease was still ours: a connection broke before the
-    /// answer came, and over another one the store has found nothing of the lease. Nearly always it was given back over the first
-    /// one. It was lost before if the store had forgotten it, as after a failover, or if it was
+    /// answer came, and over another one the store has found nothing of the lease; or the answer came so late that the lease may have
+    /// ended by itself. Nearly always it was given back over the first one. This is not counted as a loss, and
+    /// [`run`](super::Locks::run) answers as if the lease had been ours. It was lost before if the store had forgotten it, as after a failover, or if it was
     /// [taken away](super::LockAdmin::force_unlock); by our own clock it had not ended. What has to be right in any case takes the
     /// [fence](Lease::fence).
     Uncertain,
-    /// The lease had been lost before.
+    /// The lease had been lost before, or the store does not know it any more: somebody else may have had the lock already.
     Lost,
 }
 
@@ -94,8 +95,8 @@ impl Lease {
     /// A fence is below 2^53, so it fits a signed column of 64 bits and a number of JSON.
     ///
     /// On one primary that remembers the last grant this holds whatever happens to processes, and if its clock is set back by up to ten minutes.
-    /// After a failover that lost the last grant the order is that of the clocks: the new primary's must not be behind by more than the time
-    /// since that grant. [`Redlock`](super::Redlock) has promises of its own.
+    /// If it has forgotten the last grant, this holds within each process, and between processes as long as its clock is not behind the
+    /// time of that grant: see [fences](super#fences). [`Redlock`](super::Redlock) has promises of its own.
     #[must_use]
     pub fn fence(&self) -> u64 {
         self.grant.fence
@@ -178,6 +179,10 @@ impl Lease {
 
     /// Gives the lock back, and says when that is done.
     ///
+    /// If the store does not know the lease any more, the answer is [`Release::Lost`]. The log and the
+    /// [metrics](super#metrics) tell of that, also of a lease that is dropped. A lease that goes on to the next
+    /// waiter of this process is [`Release::Released`] without asking the store; its last holder finds out.
+    ///
     /// # Errors
     ///
     /// If the store does not answer. Whether the lock is free is not known then; giving it back is tried again in the background
@@ -215,6 +220,10 @@ impl Lease {
     pub(super) fn loss(&self) -> impl Future<Output = Lost> + Send + use<> {
         let hold = Arc::clone(&self.grant.hold);
         async move { Lost::new(*hold.lock(), hold.lost().await) }
+    }
+
+    pub(super) fn hold(&self) -> &Arc<Hold> {
+        &self.grant.hold
     }
 
     /// Since when it is somebody's.

@@ -6,9 +6,11 @@ use std::time::Duration;
 
 use super::acquire;
 use super::error::{LockError, Lost};
+use super::kind::LockKind;
 use super::lease::Lease;
 use super::lock_key::LockKey;
 use super::nested::Held;
+use super::run_error::{RunError, ended};
 use super::shared::Shared;
 use super::store::{LockStore, Replicas, Scope};
 use crate::circuit::CircuitBreaker;
@@ -62,6 +64,7 @@ pub(super) struct Terms {
     pub(super) max_waiters: usize,
     pub(super) max_asking: usize,
     pub(super) deadline: Duration,
+    pub(super) kind: LockKind,
     pub(super) permits: u32,
     pub(super) is_fair: bool,
     pub(super) is_shared: bool,
@@ -114,11 +117,11 @@ impl Replication {
 impl Locks {
     /// Locks that `store` keeps, which is a backend: see [`backend`](crate::backend).
     pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
-        Self::with(Shared::new(Arc::new(store), false), "default", 1)
+        Self::with(Shared::new(Arc::new(store), false), "default", LockKind::Exclusive, 1)
     }
 
     /// Locks of which `permits` may be held at the same time.
-    pub(super) fn with(shared: Shared, namespace: &str, permits: u32) -> Self {
+    pub(super) fn with(shared: Shared, namespace: &str, kind: LockKind, permits: u32) -> Self {
         let terms = Terms {
             ttl: Duration::from_secs(30),
             wait: Duration::from_secs(10),
@@ -126,6 +129,7 @@ impl Locks {
             max_waiters: 1_000,
             max_asking: 100_000,
             deadline: Duration::from_millis(100),
+            kind,
             permits,
             is_fair: false,
             is_shared: false,
@@ -335,12 +339,12 @@ impl Locks {
     ///
     /// # Errors
     ///
-    /// See [`LockError`].
+    /// See [`RunError`].
     pub fn run<K, B, F, T>(
         &self,
         key: K,
         body: B,
-    ) -> impl Future<Output = Result<T, LockError>> + Send + use<K, B, F, T>
+    ) -> impl Future<Output = Result<T, RunError<T>>> + Send + use<K, B, F, T>
     where
         K: Into<Key>,
         B: FnOnce(Lease) -> F + Send,
@@ -446,8 +450,11 @@ impl LockRequest {
     /// Runs `body` with the lease, and gives it back when that is done. If the lease is lost before, `body` is dropped where it
     /// stands, and the error says so.
     ///
-    /// Nobody else runs under this lock at the same time, unless this process stands still, which the
-    /// [fence](Lease::fence) is for. What `body` has spawned goes on by itself: [`Lease::lost`] and [`Lease::reenter`] are for that.
+    /// If the store turns out not to know the lease any more when it is given back, `body` has ended, and [`RunError::Unprotected`] carries what it
+    /// has returned. That is found out where the store is asked, so not of a lease that goes on to the next waiter of this process.
+    ///
+    /// Nobody else runs under this lock at the same time, unless this process stands still or the lease is [lost](super#a-lease-and-not-a-lock)
+    /// in the store, which the [fence](Lease::fence) is for. What `body` has spawned goes on by itself: [`Lease::lost`] and [`Lease::reenter`] are for that.
     /// A lock that `body` asks for though it has it is [`LockError::Nested`], if it asks these [`Locks`] or a clone: others on the same backend
     /// are others who wait, even in here, for as long as they are ready to. It cannot be seen either from a task that `body` has spawned.
     ///
@@ -468,12 +475,13 @@ impl LockRequest {
     ///
     /// # Errors
     ///
-    /// See [`LockError`]. That the lock could not be given back in time is none: it is tried again in the background.
+    /// See [`RunError`]. That the lock could not be given back in time is none: it is tried again in the background. Neither is a release
+    /// of which the outcome is [uncertain](super::Release::Uncertain).
     ///
     /// # Cancellation
     ///
     /// Dropping the future drops `body` and gives the lock back.
-    pub async fn run<T, F>(self, body: impl FnOnce(Lease) -> F + Send) -> Result<T, LockError>
+    pub async fn run<T, F>(self, body: impl FnOnce(Lease) -> F + Send) -> Result<T, RunError<T>>
     where
         F: Future<Output = T> + Send,
         T: Send,
@@ -483,11 +491,9 @@ impl LockRequest {
             let body = pin!(Held::with(&lease).within(body(lease.reenter())));
             unless_lost(body, lease.lost()).await
         };
-        if outcome.is_ok() {
-            // What becomes of it does not change what the body has done.
-            let _ = lease.release().await;
-        }
-        outcome
+        let output = outcome?;
+        let hold = Arc::clone(lease.hold());
+        ended(output, lease.release().await, [&*hold])
     }
 }
 

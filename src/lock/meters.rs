@@ -12,16 +12,19 @@ pub(super) enum Outcome {
     QueueFull,
     Refused,
     Failed,
+    /// So many requests of a layer are at work.
+    Full,
 }
 
 impl Outcome {
     #[cfg(feature = "metrics")]
-    const ALL: [(Self, &'static str); 5] = [
+    const ALL: [(Self, &'static str); 6] = [
         (Self::Granted, "granted"),
         (Self::Busy, "busy"),
         (Self::QueueFull, "queue_full"),
         (Self::Refused, "refused"),
         (Self::Failed, "failed"),
+        (Self::Full, "full"),
     ];
 
     pub(super) const fn of<T>(outcome: &Result<T, LockError>) -> Self {
@@ -58,7 +61,7 @@ mod imp {
     use metrics::{Label, SharedString};
 
     use super::{LossReason, Outcome, REASONS, Way};
-    use crate::meter::{Counter, Histogram, counter, histogram};
+    use crate::meter::{Counter, Gauge, Histogram, counter, gauge, histogram};
 
     /// The metrics of one [`Locks`](crate::Locks), registered when it is first used.
     pub(in crate::lock) struct Meters {
@@ -72,6 +75,7 @@ mod imp {
         unprotected: Counter,
         store_errors: Counter,
         circuit: [Counter; 2],
+        handlers: Gauge,
     }
 
     impl Meters {
@@ -93,6 +97,7 @@ mod imp {
                 unprotected: counter!("tollgate_lock_unprotected_total", vec![locks()]),
                 store_errors: counter!("tollgate_lock_store_errors_total", vec![locks()]),
                 circuit: [circuit("open"), circuit("closed")],
+                handlers: gauge!("tollgate_lock_handlers_running", vec![locks()]),
             }
         }
 
@@ -136,6 +141,10 @@ mod imp {
         pub(in crate::lock) fn circuit(&self, is_open: bool) {
             self.circuit[usize::from(!is_open)].increment(1);
         }
+
+        pub(in crate::lock) fn handlers(&self, more: f64) {
+            self.handlers.increment(more);
+        }
     }
 }
 
@@ -169,5 +178,7 @@ mod imp {
         pub(in crate::lock) fn store_failed(&self) {}
 
         pub(in crate::lock) fn circuit(&self, _: bool) {}
+
+        pub(in crate::lock) fn handlers(&self, _: f64) {}
     }
 }

@@ -13,15 +13,34 @@
 //! * The holder of a lease that runs out knows so *before* the lock can be granted to somebody else. The deadline is counted from before the
 //!   command was sent that set the expiry, with a margin for clocks of different speed (1 % and 2 ms), and is kept by the clock:
 //!   no answer has to come for that. [`Locks::run`] drops its body then.
-//! * A lease that is taken away in the store is known to be lost with the next renewal, after a third of its time, and may be
-//!   somebody else's before: where its key is deleted or evicted, by [`LockAdmin::force_unlock`], or if the clock of the server is set forward.
+//! * A lease that is taken away in the store is known to be lost with the next renewal, after a third of its time, or when it is given back. It may
+//!   be somebody else's before: where its key is deleted or evicted, by [`LockAdmin::force_unlock`], or if the clock of the server is set forward.
+//!   [`Locks::run`] answers [`RunError::Unprotected`] if the release finds that. Each loss is logged at WARN and counted once, whoever finds it.
 //! * A process that stands still (a blocked thread, a stopped container) cannot know anything until it goes on. Nor can one on a machine that
 //!   was suspended (a laptop, a virtual machine), and not even then where the clock of the process has not gone on meanwhile, as
 //!   on Linux: [`Lease::check`] may take the lease for ours until a renewal is answered. This is what
 //!   [`Lease::fence`] is for: each grant has a larger number than all before it, and whatever the lock protects refuses a smaller
 //!   number than it has seen. Use it where two at a time would be worse than a failure.
-//! * A failover to a replica forgets what was not replicated, and so may grant a lock that is held; [`Locks::replication`] makes that less likely. The fences stay in order as long as
-//!   the clock of the new primary is not behind by more than the time since the grant that was forgotten; where none was, by more than ten minutes.
+//! * A failover to a replica forgets what was not replicated, and so may grant a lock that is held; [`Locks::replication`] makes that less likely. What that does to fences is said [below](#fences).
+//!
+//! # Fences
+//!
+//! A fence is the time of the store's clock in microseconds, or one more than the largest that is known where that is larger. Known are the last fence
+//! of the key, which the store remembers for ten minutes after the lease, and the largest fence that any reply of the store has shown to the
+//! process, which each acquisition passes on. A backend and its clones have one such number; it is not shared between two backends.
+//!
+//! * Fences of a key rise whatever happens to processes, and if the clock of the store is set back by up to ten minutes.
+//! * If the store forgets the key (`FLUSHALL`, eviction, a failover that loses the last grant), fences still rise within each process, whatever the
+//!   clock does.
+//! * What remains: the store has forgotten the last fence of a key *and* its clock is behind the time of that grant. Then a process
+//!   that has not seen a fence as large, as one that has just started, may be granted a smaller one than another process before it.
+//! * A reply with a number of 2^53 - 2^40 or more is not remembered, so one wrong reply cannot use up the numbers below 2^53.
+//!
+//! # One kind for a key
+//!
+//! While a key is held it is of one kind: exclusive ([`Locks`], fair or not), read/write ([`RwLocks`]) or a semaphore ([`Semaphore`], with whatever
+//! number of permits). A claim of another kind is refused with [`LockError::OtherKind`], which names both. Each type has its own default
+//! namespace, so their keys are apart unless you give them the same one.
 //!
 //! [`Redlock`] goes on while some of several independent servers are down, with promises of its own. If what you need is consensus, use
 //! etcd or ZooKeeper, and fence all the same.
@@ -135,11 +154,12 @@
 //! | --- | --- | --- | --- |
 //! | held by somebody else, also after waiting | 409 (or 423, 429), `Retry-After` | `busy` | `ABORTED`, `RetryInfo` |
 //! | too many wait | 503, `Retry-After` | `queue-full` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
+//! | too many of a [detached](LockLayer::detached) layer are at work | 503, `Retry-After` | `about:blank` | `RESOURCE_EXHAUSTED`, `RetryInfo` |
 //! | the store fails, or too few replicas know of the lease | 503, `Retry-After` | `unavailable` | `UNAVAILABLE`, `RetryInfo` |
 //! | the lease is lost while the handler runs, which is cancelled | 503 | `lost` | `ABORTED`, "do not retry" |
 //! | the lease is lost while the body is sent | the body fails | | `ABORTED` in the trailers |
 //! | no key | 400 | `about:blank` | `INVALID_ARGUMENT` |
-//! | a [setting](LockLayer::new) that cannot work | 500 | `about:blank` | `INTERNAL` |
+//! | a [setting](LockLayer::new) that cannot work, or a key that is held as [another kind](#one-kind-for-a-key) | 500 | `about:blank` | `INTERNAL` |
 //!
 //! The `type` of a problem document is `urn:tollgate:lock:` with the name behind it.
 //!
@@ -149,7 +169,7 @@
 //! [`LockLayer::with_semaphore`] lets several requests of a key through at a time, [`LockLayer::with_rw_locks`] those that change nothing together.
 //!
 //! A client that goes away takes the handler with it, and the lock is given back; [`LockLayer::detached`] lets it come to its end
-//! instead. A handler that goes on inside of an [idempotency layer](crate::idempotency#together-with-other-layers) keeps the lock until its end. A store that fails again and again is not asked but now and then, see [`CircuitBreaker`]. Put a rate limit outside of this
+//! instead, for up to 10,000 requests at work unless [`max_running`](LockLayer::max_running) says otherwise. A handler that goes on inside of an [idempotency layer](crate::idempotency#together-with-other-layers) keeps the lock until its end. A store that fails again and again is not asked but now and then, see [`CircuitBreaker`]. Put a rate limit outside of this
 //! layer, and a timeout for the handler inside. What the handler calls can refuse who comes too late: [`fencing`].
 //!
 //! # Waiting
@@ -195,13 +215,14 @@
 //!
 //! | name | labels | counts |
 //! | --- | --- | --- |
-//! | `tollgate_lock_requests_total` | `locks`, `outcome`: `granted`, `busy`, `queue_full`, `failed` by the store, `refused` for any other reason | what became of asking for a lock, or for [several](Locks::lock_all) at once, or for [any](Segmented::any) of some segments, unless nobody waited for that |
+//! | `tollgate_lock_requests_total` | `locks`, `outcome`: `granted`, `busy`, `queue_full`, `failed` by the store, `full` where a detached layer has too many requests at work, `refused` for any other reason | what became of asking for a lock, or for [several](Locks::lock_all) at once, or for [any](Segmented::any) of some segments, unless nobody waited for that |
 //! | `tollgate_lock_wait_seconds` | `locks` | the time until it was granted, a histogram |
 //! | `tollgate_lock_hold_seconds` | `locks` | the time until it was given back, a histogram |
 //! | `tollgate_lock_handover_seconds` | `locks`, `way`: `hand`, `message` | the time from one holder to the next, a histogram: in this process, or since the message that another one gave the lock back |
 //! | `tollgate_lock_fallback_polls_total` | `locks` | how often somebody who waits looked without being told |
 //! | `tollgate_lock_failed_renewals_total` | `locks` | renewals that failed, and were tried again while the lease lasted |
-//! | `tollgate_lock_lost_total` | `locks`, `reason`: `expired`, `taken`, `max_hold` | leases that were lost |
+//! | `tollgate_lock_lost_total` | `locks`, `reason`: `expired`, `taken`, `max_hold` | leases that were lost, each once, whether a renewal, a deadline or the release found it |
+//! | `tollgate_lock_handlers_running` | `locks` | requests of [detached](LockLayer::detached) layers at work, from asking for the lock until the handler has answered, a gauge |
 //! | `tollgate_lock_unprotected_total` | `locks` | requests that a [`LockLayer`] let pass without their lock because the store failed |
 //! | `tollgate_lock_store_errors_total` | `locks` | calls for a lock that failed or were late |
 //! | `tollgate_lock_circuit_transitions_total` | `locks`, `state`: `open`, `closed` | circuits that opened and closed |
@@ -218,11 +239,13 @@
 mod admin;
 mod error;
 mod hold;
+mod kind;
 mod lease;
 mod lock_key;
 mod locks;
 mod multi;
 mod redlock;
+mod run_error;
 mod rw;
 mod segmented;
 mod semaphore;
@@ -237,6 +260,7 @@ mod acquire;
 mod delivery;
 mod erased;
 mod errand;
+mod fence_floor;
 mod future;
 mod gate;
 mod keeper;
@@ -244,13 +268,17 @@ mod local_queue;
 mod meters;
 mod nested;
 mod pickup;
+mod running;
 mod shared;
 mod together;
 
 pub use self::admin::{Cursor, LockAdmin, LockHolder, LockPage, LockRegistry, LockStatus, Seized};
 pub(crate) use self::error::HalfDone;
-pub use self::error::{Busy, Closed, LockError, LossReason, Lost, Nested, NotReplicated, QueueFull};
+pub use self::error::{Busy, Closed, LockError, LossReason, Lost, Nested, NotReplicated, OtherKind, QueueFull};
+#[cfg(feature = "redis")]
+pub(crate) use self::fence_floor::FenceFloor;
 pub use self::future::{DetachedFuture, ResponseFuture};
+pub use self::kind::LockKind;
 pub use self::layer::{Attached, Detached, LockLayer, OnLoss, OnMissingKey, OnStoreError, ReleaseAt, Stay};
 pub use self::lease::{Lease, LeaseState, LeaseView, Release};
 pub(crate) use self::lock_key::KnownHash;
@@ -260,7 +288,8 @@ pub use self::multi::{Leases, MultiRequest};
 #[cfg(feature = "http")]
 pub(crate) use self::nested::Held;
 pub use self::redlock::Redlock;
-pub use self::rejection::{MissingKey, Occupy, Rejection};
+pub use self::rejection::{Full, MissingKey, Occupy, Rejection};
+pub use self::run_error::RunError;
 pub use self::rw::RwLocks;
 pub use self::segmented::{Segment, SegmentRequest, Segmented};
 pub use self::semaphore::Semaphore;

@@ -18,6 +18,7 @@ use super::locks::{Locks, Terms, unless_lost};
 use super::meters::Outcome;
 use super::nested::Held;
 use super::pickup::{Acquire, Request};
+use super::run_error::{RunError, ended};
 use super::shared::Shared;
 use super::store::Claim;
 use super::together::together;
@@ -109,12 +110,12 @@ impl MultiRequest {
     ///
     /// # Errors
     ///
-    /// See [`LockError`]. That a lock could not be given back in time is none: it is tried again in the background.
+    /// See [`RunError`]. That a lock could not be given back in time is none: it is tried again in the background.
     ///
     /// # Cancellation
     ///
     /// Dropping the future drops `body` and gives the locks back.
-    pub async fn run<T, F>(self, body: impl FnOnce(Leases) -> F + Send) -> Result<T, LockError>
+    pub async fn run<T, F>(self, body: impl FnOnce(Leases) -> F + Send) -> Result<T, RunError<T>>
     where
         F: Future<Output = T> + Send,
         T: Send,
@@ -124,11 +125,9 @@ impl MultiRequest {
             let body = pin!(Held::with_all(&leases.leases).within(body(leases.reenter())));
             unless_lost(body, leases.lost()).await
         };
-        if outcome.is_ok() {
-            // What becomes of them does not change what the body has done.
-            let _ = leases.release().await;
-        }
-        outcome
+        let output = outcome?;
+        let holds: Vec<_> = leases.leases.iter().map(|lease| Arc::clone(lease.hold())).collect();
+        ended(output, leases.release().await, holds.iter().map(|hold| &**hold))
     }
 }
 

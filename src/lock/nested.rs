@@ -8,6 +8,7 @@ use super::layer::{OnLoss, ReleaseAt};
 use super::lease::{Lease, LeaseView};
 use super::lock_key::LockKey;
 use super::multi::Leases;
+use super::running::Place;
 use super::shared::Shared;
 
 tokio::task_local! {
@@ -17,14 +18,14 @@ tokio::task_local! {
 }
 
 /// How a call passes the lock in front of it.
-#[derive(Clone, Copy)]
+#[derive(Clone)]
 pub(super) enum Passage {
     /// It needs none.
     Free,
-    /// With its lease, which is the innermost that is held.
-    Locked,
+    /// With its lease, which is the innermost that is held, and with its place among those of a detached layer.
+    Locked(Option<Place>),
     /// It goes without its lock, since the store fails.
-    Unprotected,
+    Unprotected(Option<Place>),
 }
 
 impl Passage {
@@ -35,7 +36,7 @@ impl Passage {
 
     /// That of the call that is being made.
     pub(super) fn present() -> Self {
-        PASSAGE.try_with(|passage| *passage).unwrap_or(Self::Free)
+        PASSAGE.try_with(Self::clone).unwrap_or(Self::Free)
     }
 }
 

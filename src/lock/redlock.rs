@@ -8,6 +8,8 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio::time::{Instant, Sleep, sleep, timeout};
 
+use super::fence_floor::FenceFloor;
+use super::kind::LockKind;
 use super::lock_key::LockKey;
 use super::store::{Acquired, Claim, Line, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use super::together::together;
@@ -45,8 +47,8 @@ use crate::panics::discard_joined;
 ///   forgets its grants, so it has to write each of them to disk (`appendfsync always`) or stay away for as long as the longest lease.
 ///   A clock that is set forward ends leases early.
 /// * A [fence](super::Lease::fence) is the largest number that was given out by those of the stores that agreed, each of which goes by its
-///   own clock. It is larger than that of the grant before unless the clocks differ by more than the time between the
-///   two grants. **This is not what one primary promises**: where it has to be right in any case, use one primary, or
+///   own clock. It is larger than all that this value and its clones have granted in this process. It is larger than that of the
+///   grant before in another process unless the clocks differ by more than the time between the two grants. **This is not what one primary promises**: where it has to be right in any case, use one primary, or
 ///   something with a consensus.
 /// * Who waits is told by any of the stores, and whoever asks at the same time as others may have to ask once more: the
 ///   stores may have granted it to one each. There is no line, so [fair locks](super::Locks::fair),
@@ -64,6 +66,7 @@ use crate::panics::discard_joined;
 /// For what a lock protects from being done twice, rather than wrongly, one primary is simpler and does as well.
 pub struct Redlock<S> {
     stores: Arc<[S]>,
+    floor: Arc<FenceFloor>,
     // What is given back to stores that nobody waits for any more. It ends with the last clone.
     rest: Arc<Mutex<JoinSet<()>>>,
 }
@@ -99,7 +102,7 @@ impl<S> Redlock<S> {
         if stores.len() < 3 {
             return Err(ConfigError::TooFewStores { stores: stores.len(), min: 3 });
         }
-        Ok(Self { stores, rest: Arc::default() })
+        Ok(Self { stores, floor: Arc::default(), rest: Arc::default() })
     }
 
     /// More than half of them.
@@ -181,7 +184,8 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
         wanted: &[(LockKey, Claim)],
         call: impl Fn(&'a S) -> Call<'a, Vec<Acquired>>,
     ) -> Result<Vec<Acquired>, StoreError> {
-        let plain = |claim: &Claim| claim.permits == 1 && !claim.is_shared && claim.line == Line::Ignore;
+        let plain =
+            |claim: &Claim| claim.kind != LockKind::ReadWrite && claim.permits == 1 && claim.line == Line::Ignore;
         if !wanted.iter().all(|(_, claim)| plain(claim)) {
             return Err(StoreError::other(ConfigError::NotByQuorum));
         }
@@ -197,7 +201,12 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
         if granted.len() >= quorum {
             let fence =
                 |i: usize| granted.iter().filter_map(|answers| fence(answers.get(i)?)).max().unwrap_or_default();
-            return Ok((0..wanted.len()).map(|i| Acquired::Granted { fence: fence(i) }).collect());
+            let grant = |(i, (_, claim)): (usize, &(LockKey, Claim))| {
+                let fence = fence(i);
+                self.floor.note(fence, claim.fences);
+                Acquired::Granted { fence }
+            };
+            return Ok(wanted.iter().enumerate().map(grant).collect());
         }
         let granted = granted.len();
         self.undo(wanted, &answers).await;
@@ -264,7 +273,16 @@ impl<S: LockStore + Send + Sync + 'static> Redlock<S> {
             // When so many have let go of it that the rest does not matter.
             remaining.get(held.len() - quorum).copied().unwrap_or_default()
         };
-        Ok((0..count).map(|i| Acquired::Busy { remaining: busy(i) }).collect())
+        let foreign = |i: usize| held.iter().find_map(|answers| other_kind(answers.get(i)?));
+        let refusal = |i: usize| {
+            foreign(i).map_or_else(|| Acquired::Busy { remaining: busy(i) }, |held| Acquired::OtherKind { held })
+        };
+        Ok((0..count).map(refusal).collect())
+    }
+
+    /// The same claim, for fences that are larger than all that this process has heard of.
+    fn raised(&self, claim: &Claim) -> Claim {
+        Claim { floor: self.floor.for_claim(claim), ..*claim }
     }
 }
 
@@ -279,6 +297,13 @@ const fn fence(answer: &Acquired) -> Option<u64> {
     }
 }
 
+const fn other_kind(answer: &Acquired) -> Option<LockKind> {
+    match answer {
+        Acquired::OtherKind { held } => Some(*held),
+        _ => None,
+    }
+}
+
 const fn remaining(answer: &Acquired) -> Option<Duration> {
     match answer {
         Acquired::Busy { remaining } => Some(*remaining),
@@ -288,7 +313,7 @@ const fn remaining(answer: &Acquired) -> Option<Duration> {
 
 impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
-        let (lock, claim) = (*lock, *claim);
+        let (lock, claim) = (*lock, self.raised(claim));
         let answers = self
             .take(&[(lock, claim)], |store| Box::pin(async move { Ok(vec![store.acquire(&lock, &claim).await?]) }))
             .await?;
@@ -296,7 +321,7 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
     }
 
     async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
-        let all: Arc<[_]> = wanted.into();
+        let all: Arc<[_]> = wanted.iter().map(|(lock, claim)| (*lock, self.raised(claim))).collect();
         let call = |store| -> Call<'_, _> {
             let all = Arc::clone(&all);
             Box::pin(async move { S::acquire_all(store, &all).await })
@@ -351,8 +376,9 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
         }
         let answered = || answers.iter().flatten().flatten();
         let held = answered().filter(|answer| answer.released.was_held).count();
-        // Those may have given it back before the connection broke.
-        let unclear = answered().filter(|answer| !answer.released.was_held && answer.is_again).count();
+        // Those may have given it back before the connection broke, or have not answered.
+        let unclear = answered().filter(|answer| !answer.released.was_held && answer.is_again).count()
+            + (answers.len() - count(&answers));
         if held < quorum && held + unclear >= quorum {
             return Err(StoreError::unavailable("it is not known whether most of the stores held the lease"));
         }
@@ -416,7 +442,8 @@ fn are_refusals<T>(answers: &Answers<T>) -> bool {
 // By hand: what is inside need not be cloned for it.
 impl<S> Clone for Redlock<S> {
     fn clone(&self) -> Self {
-        Self { stores: Arc::clone(&self.stores), rest: Arc::clone(&self.rest) }
+        let (stores, floor, rest) = (Arc::clone(&self.stores), Arc::clone(&self.floor), Arc::clone(&self.rest));
+        Self { stores, floor, rest }
     }
 }
 

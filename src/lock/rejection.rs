@@ -14,14 +14,17 @@ pub enum Rejection {
     Lock(LockError),
     /// The request has no key, and the layer is told to [reject](super::OnMissingKey::Reject) such requests.
     MissingKey(MissingKey),
+    /// So many requests of the layer are at work that one more is not let in.
+    Full(Full),
 }
 
 impl From<Rejection> for BoxError {
-    /// The error inside: [`LockError`] or [`MissingKey`], to be found by downcasting.
+    /// The error inside: [`LockError`], [`MissingKey`] or [`Full`], to be found by downcasting.
     fn from(rejection: Rejection) -> Self {
         match rejection {
             Rejection::Lock(error) => error.into(),
             Rejection::MissingKey(error) => error.into(),
+            Rejection::Full(error) => error.into(),
         }
     }
 }
@@ -38,6 +41,20 @@ impl fmt::Display for MissingKey {
 }
 
 impl Error for MissingKey {}
+
+/// The rejection of a request by a layer that has as many requests at work as it
+/// [may have](super::LockLayer::max_running).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct Full;
+
+impl fmt::Display for Full {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("too many requests are being served")
+    }
+}
+
+impl Error for Full {}
 
 /// What a lock has to do with requests and responses of one kind.
 ///

@@ -1,6 +1,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::kind::LockKind;
 use super::locks::{LockRequest, Locks, Replication};
 use super::shared::Shared;
 use super::store::{LockStore, Scope};
@@ -47,7 +48,8 @@ pub struct RwLocks {
 impl RwLocks {
     /// Locks that `store` keeps, which is a backend.
     pub fn new(store: impl LockStore + Send + Sync + 'static) -> Self {
-        Self { locks: Locks::with(Shared::new(Arc::new(store), false), "rw_locks", 1).fair() }
+        let shared = Shared::new(Arc::new(store), false);
+        Self { locks: Locks::with(shared, "rw_locks", LockKind::ReadWrite, 1).fair() }
     }
 
     fn with(self, change: impl FnOnce(Locks) -> Locks) -> Self {

@@ -17,6 +17,7 @@ use super::locks::{LockRequest, Locks, Terms, unless_lost};
 use super::meters::{Meters, Outcome};
 use super::nested::Held;
 use super::pickup::{Acquire, Request};
+use super::run_error::{RunError, ended};
 use super::shared::Shared;
 use crate::error::StoreError;
 use crate::key::Key;
@@ -132,12 +133,12 @@ impl<F: Fn(u16) -> bool> SegmentRequest<F> {
     ///
     /// # Errors
     ///
-    /// See [`LockError`]. That the segment could not be given back in time is none: it is tried again in the background.
+    /// See [`RunError`]. That the segment could not be given back in time is none: it is tried again in the background.
     ///
     /// # Cancellation
     ///
     /// Dropping the future drops `body` and gives the segment back.
-    pub fn run<B, R, T>(self, body: B) -> impl Future<Output = Result<T, LockError>> + Send + use<F, B, R, T>
+    pub fn run<B, R, T>(self, body: B) -> impl Future<Output = Result<T, RunError<T>>> + Send + use<F, B, R, T>
     where
         B: FnOnce(Segment) -> R + Send,
         R: Future<Output = T> + Send,
@@ -151,11 +152,9 @@ impl<F: Fn(u16) -> bool> SegmentRequest<F> {
                 let body = pin!(Held::with(&lease).within(body(segment)));
                 unless_lost(body, lease.lost()).await
             };
-            if outcome.is_ok() {
-                // What becomes of it does not change what the body has done.
-                let _ = lease.release().await;
-            }
-            outcome
+            let output = outcome?;
+            let hold = Arc::clone(lease.hold());
+            ended(output, lease.release().await, [&*hold])
         }
     }
 }

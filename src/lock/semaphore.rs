@@ -1,6 +1,7 @@
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::kind::LockKind;
 use super::locks::{LockRequest, Locks, Replication};
 use super::shared::Shared;
 use super::store::{LockStore, Scope};
@@ -39,7 +40,7 @@ impl Semaphore {
     /// Permits that `store` keeps, which is a backend: `permits` for each key, from 1 to 1,000. Any other number is a
     /// [`LockError::Config`](super::LockError::Config) when a permit is asked for.
     pub fn new(store: impl LockStore + Send + Sync + 'static, permits: u32) -> Self {
-        Self { locks: Locks::with(Shared::new(Arc::new(store), true), "semaphores", permits) }
+        Self { locks: Locks::with(Shared::new(Arc::new(store), true), "semaphores", LockKind::Semaphore, permits) }
     }
 
     fn with(self, change: impl FnOnce(Locks) -> Locks) -> Self {

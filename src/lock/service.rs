@@ -79,9 +79,16 @@ where
                 return ResponseFuture::rejected(Rejection::MissingKey(MissingKey), shared);
             }
         };
+        let place = match settings.admit(&settings.locks.lock_key(key)) {
+            Ok(place) => place,
+            Err(full) => {
+                drop(self.take_ready());
+                return ResponseFuture::rejected(Rejection::Full(full), shared);
+            }
+        };
         let lock = settings.locks.lock(key).heeding_circuit();
         let lease = if is_safe { lock.shared() } else { lock };
-        ResponseFuture::acquiring(lease.into_future(), self.take_ready(), request, shared)
+        ResponseFuture::acquiring(lease.into_future(), place, self.take_ready(), request, shared)
     }
 }
 
@@ -154,12 +161,20 @@ where
         let held = Held::present();
         DetachedFuture::detached(match Passage::present() {
             Passage::Free => return DetachedFuture::attached(future),
-            Passage::Locked => tokio::spawn(held.detached(future).in_current_span()),
-            Passage::Unprotected => {
+            Passage::Locked(place) => {
+                let handler = held.detached(future);
+                let handler = async move {
+                    let outcome = handler.await;
+                    drop(place);
+                    outcome
+                };
+                tokio::spawn(handler.in_current_span())
+            }
+            Passage::Unprotected(place) => {
                 let running = Running::new(&self.home);
                 let handler = async move {
                     let outcome = held.within(future).await;
-                    drop(running);
+                    drop((running, place));
                     Some(outcome)
                 };
                 tokio::spawn(handler.in_current_span())

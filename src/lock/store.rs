@@ -11,6 +11,7 @@ use smallvec::{SmallVec, smallvec};
 use tokio::sync::watch;
 use tokio::time::sleep;
 
+use super::kind::LockKind;
 use super::lock_key::LockKey;
 use crate::error::{ConfigError, StoreError};
 
@@ -26,7 +27,8 @@ use crate::error::{ConfigError, StoreError};
 /// Dropping a returned future may or may not have done what was asked.
 pub trait LockStore {
     /// Takes a lease for [`Claim::ttl`] from now on, if fewer than [`Claim::permits`] others hold one in the same way, and if
-    /// nobody comes before this one: see [`Line`].
+    /// nobody comes before this one: see [`Line`]. While a lock of another [kind](Claim::kind) is held, the answer is
+    /// [`Acquired::OtherKind`].
     ///
     /// Where the token holds it already, it lasts its whole time again and the answer is the one that was given before, but for the
     /// fence of a quorum.
@@ -161,12 +163,16 @@ pub struct Claim {
     pub ttl: Duration,
     /// How many fencing tokens to set aside for the holder, at least 1.
     pub fences: u32,
-    /// How many may hold a lease at the same time, this one included: 1 for a lock, up to [`Claim::MAX_PERMITS`] for a
-    /// semaphore.
+    /// As what kind of lock the key is to be held.
+    pub kind: LockKind,
+    /// How many may hold a lease at the same time, this one included, up to [`Claim::MAX_PERMITS`]: of a semaphore, or of readers. 1
+    /// for all others.
     pub permits: u32,
-    /// Whether it is shared, as by readers: those who share never hold a lease together with others. They always respect
-    /// the line.
+    /// Whether it is shared, as by the readers of [`LockKind::ReadWrite`]: those who share never hold a lease together with others. They always
+    /// respect the line.
     pub is_shared: bool,
+    /// What all fences that are granted are to be larger than. Defaults to 0; more than [`Claim::MAX_FLOOR`] is that.
+    pub floor: u64,
     /// Who comes first.
     pub line: Line,
     /// Who else has to know of the lease for it to be granted.
@@ -213,11 +219,19 @@ impl Claim {
             token,
             ttl,
             fences: 1,
+            kind: LockKind::Exclusive,
             permits: 1,
             is_shared: false,
+            floor: 0,
             line: Line::Ignore,
             replicas: Replicas { count: 0, within: Duration::ZERO },
         }
+    }
+
+    /// The [floor](Self::floor), within its bound.
+    #[must_use]
+    pub fn floor(&self) -> u64 {
+        self.floor.min(Self::MAX_FLOOR)
     }
 
     /// How long a place in the line is kept for somebody who does not ask again: who has died holds the others up for that long.
@@ -232,6 +246,8 @@ impl Claim {
     pub const MAX_TTL: Duration = Duration::from_secs(86_400);
     /// The most that may hold a lease at the same time.
     pub const MAX_PERMITS: u32 = 1_000;
+    /// The largest [floor](Self::floor). Fences that are granted above it still stay below 2^53.
+    pub const MAX_FLOOR: u64 = (1 << 53) - (1 << 40);
 }
 
 /// What came of an acquisition.
@@ -247,6 +263,11 @@ pub enum Acquired {
     Busy {
         /// Until the first of their leases ends, unless it is renewed.
         remaining: Duration,
+    },
+    /// A lock of another kind is held under this key. The token holds nothing; if it stood in line it still does.
+    OtherKind {
+        /// Which kind.
+        held: LockKind,
     },
     /// Others hold it, or come first: the token stands in line.
     InLine {

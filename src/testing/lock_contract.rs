@@ -15,10 +15,10 @@ use std::time::Duration;
 use tokio::task::{JoinSet, yield_now};
 use tokio::time::{Instant, sleep, timeout};
 
-use crate::error::ConfigError;
+use crate::error::{ConfigError, StoreError};
 use crate::lock::{
-    Acquired, Claim, LeaseState, Line, LockError, LockKey, LockStore, Locks, LossReason, Release, Released, Renewal,
-    RwLocks, Scope, Segment, Segmented, Semaphore, Token,
+    Acquired, Claim, Lease, LeaseState, Leases, Line, LockError, LockKey, LockKind, LockStore, Locks, LossReason,
+    Release, Released, Renewal, RunError, RwLocks, Scope, Segment, Segmented, Semaphore, Token, Wakeups,
 };
 use crate::testing::observed::Observed;
 
@@ -460,7 +460,7 @@ pub async fn a_body_runs_under_the_lock_and_no_longer<S: LockStore + Clone + Sen
         sleep(LONG).await;
         got_through.fetch_add(1, Ordering::SeqCst);
     });
-    let error = timeout(LONG, outcome).await.unwrap().unwrap_err();
+    let error = LockError::from(timeout(LONG, outcome).await.unwrap().unwrap_err());
     assert!(error.is_lost() && got_through.load(Ordering::SeqCst) == 0, "{error:?}");
     drop(there.lock("c").await.unwrap());
 }
@@ -548,7 +548,7 @@ pub async fn any_free_segment_will_do<S: LockStore + Clone + Send + Sync + 'stat
 pub async fn a_semaphore_lets_in_so_many_at_a_time<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
     let semaphore = || Semaphore::new(store.clone(), 3).deadline(Duration::from_secs(10)).wait(LONG);
     let (here, there) = (semaphore(), semaphore());
-    let claim = Claim { permits: 3, ..claim(SHORT * 2) };
+    let claim = Claim { kind: LockKind::Semaphore, permits: 3, ..claim(SHORT * 2) };
     let dead = Instant::now();
     let mut last = take(&store, &LockKey::new("semaphores", "a"), &claim).await;
     let mut permits = Vec::new();
@@ -665,8 +665,8 @@ fn rw_locks<S: LockStore + Clone + Send + Sync + 'static>(store: &S) -> RwLocks 
 
 /// A claim of somebody who stands in line.
 fn in_line(is_shared: bool, ttl: Duration) -> Claim {
-    let permits = if is_shared { 100 } else { 1 };
-    Claim { is_shared, permits, line: Line::Join, ..claim(ttl) }
+    let (kind, permits) = if is_shared { (LockKind::ReadWrite, 100) } else { (LockKind::Exclusive, 1) };
+    Claim { kind, is_shared, permits, line: Line::Join, ..claim(ttl) }
 }
 
 async fn stands_in_line<S: LockStore>(store: &S, lock: &LockKey, claim: &Claim) -> bool {
@@ -827,10 +827,6 @@ pub async fn readers_share_and_writers_do_not<S: LockStore + Clone + Send + Sync
         assert!(locks.try_read("a").await.is_err_and(|error| error.is_busy()));
         assert!(locks.try_write("a").await.is_err_and(|error| error.is_busy()));
     }
-    // Whoever writes has it alone, whatever somebody asks for with whom nothing is shared.
-    let semaphore = Claim { permits: 10, ..claim(LONG) };
-    let answer = store.acquire(writer.lock(), &semaphore).await.unwrap();
-    assert!(matches!(answer, Acquired::Busy { .. }), "{answer:?}");
     assert_eq!(writer.release().await.unwrap(), Release::Released);
 
     let readers = [(); 4].map(|()| Claim { permits: 3, line: Line::Respect, ..in_line(true, LONG) });
@@ -896,7 +892,7 @@ pub async fn a_dead_reader_expires_alone<S: LockStore + Clone + Send + Sync + 's
     assert!(!store.release(&lock, &dead.token).await.unwrap().was_held);
     let renewals = [dead.token, alive.token].map(|token| Renewal::new(lock, token, LONG));
     assert_eq!(store.renew(&renewals).await.unwrap(), [false, true]);
-    let writer = in_line(false, LONG);
+    let writer = Claim { kind: LockKind::ReadWrite, ..in_line(false, LONG) };
     assert!(stands_in_line(&store, &lock, &writer).await);
     assert!(store.release(&lock, &alive.token).await.unwrap().was_held);
     take(&store, &lock, &writer).await;
@@ -1062,4 +1058,172 @@ pub async fn who_gives_up_leaves_the_line<S: LockStore + Clone + Send + Sync + '
         timeout(LONG, locks.shutdown()).await.expect("nothing is left");
         assert!(matches!(locks.read("a").await, Err(LockError::Closed(_))));
     }
+}
+
+/// Claims of every kind, in every way that it is held.
+fn of_every_kind() -> Vec<Claim> {
+    let all = |kind, permits, is_shared, line| Claim { kind, permits, is_shared, line, ..claim(LONG) };
+    vec![
+        all(LockKind::Exclusive, 1, false, Line::Ignore),
+        all(LockKind::Exclusive, 1, false, Line::Join),
+        all(LockKind::Semaphore, 1, false, Line::Ignore),
+        all(LockKind::Semaphore, 3, false, Line::Ignore),
+        all(LockKind::ReadWrite, 1, false, Line::Join),
+        all(LockKind::ReadWrite, 1, false, Line::Respect),
+        all(LockKind::ReadWrite, 100, true, Line::Join),
+        all(LockKind::ReadWrite, 100, true, Line::Respect),
+    ]
+}
+
+/// A permit was granted beside an exclusive lock of the same key. While a key is held as one kind, a claim of another kind is told which, whoever
+/// makes it; once it is given back, the key may be held as any kind.
+pub async fn a_key_is_held_as_one_kind<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    for (at, held) in of_every_kind().into_iter().enumerate() {
+        let lock = LockKey::new("kinds", at as u32);
+        for wanted in of_every_kind() {
+            take(&store, &lock, &held).await;
+            let answer = store.acquire(&lock, &wanted).await.unwrap();
+            if wanted.kind == held.kind {
+                assert!(!matches!(answer, Acquired::OtherKind { .. }), "{held:?}, {wanted:?}: {answer:?}");
+            } else {
+                assert_eq!(answer, Acquired::OtherKind { held: held.kind }, "{held:?}, {wanted:?}");
+            }
+            store.release(&lock, &wanted.token).await.unwrap();
+            assert!(store.release(&lock, &held.token).await.unwrap().was_held);
+            take(&store, &lock, &wanted).await;
+            assert!(store.release(&lock, &wanted.token).await.unwrap().was_held);
+        }
+    }
+    let deadline = Duration::from_secs(10);
+    let locks = locks(&store).namespace("kinds").wait(Duration::ZERO);
+    let semaphore = Semaphore::new(store.clone(), 3).namespace("kinds").deadline(deadline).wait(Duration::ZERO);
+    let rw_locks = RwLocks::new(store.clone()).namespace("kinds").deadline(deadline).wait(SHORT);
+    let error = |error: LockError| match error {
+        LockError::OtherKind(error) => (error.wanted(), error.held()),
+        error => panic!("{error:?}"),
+    };
+    let lease = locks.lock("a").await.unwrap();
+    let wanted = error(semaphore.acquire("a").await.unwrap_err());
+    assert_eq!(wanted, (LockKind::Semaphore, LockKind::Exclusive));
+    for request in [rw_locks.read("a"), rw_locks.write("a")] {
+        assert_eq!(error(request.await.unwrap_err()), (LockKind::ReadWrite, LockKind::Exclusive));
+    }
+    assert!(locks.clone().fair().lock("a").await.is_err_and(|error| error.is_busy()));
+    lease.release().await.unwrap();
+    let permit = semaphore.acquire("a").await.unwrap();
+    assert_eq!(error(locks.lock("a").await.unwrap_err()), (LockKind::Exclusive, LockKind::Semaphore));
+    assert_eq!(error(locks.lock_all(["a", "b"]).await.unwrap_err()), (LockKind::Exclusive, LockKind::Semaphore));
+    drop(locks.lock("b").await.unwrap());
+    permit.release().await.unwrap();
+    drop(locks.lock("a").wait(LONG).await.unwrap());
+    locks.shutdown().await;
+    semaphore.shutdown().await;
+    rw_locks.shutdown().await;
+}
+
+/// Whatever a store has forgotten, and whatever its clock says, it grants larger fences than the floor that it is told.
+pub async fn fences_are_larger_than_the_floor<S: LockStore>(store: S) {
+    let day_us = 86_400_000_000;
+    let mut floor = take(&store, &lock("start"), &claim(LONG)).await + day_us;
+    let [first, second] = in_one_shard(&store, 2).try_into().unwrap();
+    for (at, held) in of_every_kind().into_iter().enumerate() {
+        let fence = take(&store, &LockKey::new("floor", at as u32), &Claim { floor, ..held }).await;
+        assert!(fence > floor, "{fence} of {held:?}");
+        floor = fence + day_us;
+    }
+    let wanted = [first, second].map(|lock| (lock, Claim { floor, fences: 16, ..claim(LONG) }));
+    for answer in store.acquire_all(&wanted).await.unwrap() {
+        assert!(fence(&answer) > Some(floor), "{answer:?}");
+    }
+    let most = Claim { floor: u64::MAX, fences: 65_536, ..claim(LONG) };
+    let fence = take(&store, &lock("most"), &most).await;
+    assert!(fence > Claim::MAX_FLOOR && fence + 65_536 < 1 << 53, "{fence}");
+}
+
+/// Takes a lease away from whoever holds it, without a word to anybody: as a store does that has forgotten it.
+async fn lose<S: LockStore>(store: &Tokens<S>, locks: &[LockKey]) {
+    for lock in locks {
+        let token = *store.tokens.lock().unwrap().get(lock).expect("it was granted");
+        assert!(store.inner.release(lock, &token).await.unwrap().was_held);
+    }
+}
+
+/// A store that notes who was granted a lease last.
+#[derive(Clone)]
+struct Tokens<S> {
+    inner: S,
+    tokens: Arc<Mutex<HashMap<LockKey, Token>>>,
+}
+
+impl<S: LockStore + Sync> LockStore for Tokens<S> {
+    async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
+        let answer = self.inner.acquire(lock, claim).await?;
+        if fence(&answer).is_some() {
+            self.tokens.lock().unwrap().insert(*lock, claim.token);
+        }
+        Ok(answer)
+    }
+
+    async fn acquire_all(&self, wanted: &[(LockKey, Claim)]) -> Result<Vec<Acquired>, StoreError> {
+        let answers = self.inner.acquire_all(wanted).await?;
+        if answers.iter().all(|answer| fence(answer).is_some()) {
+            self.tokens.lock().unwrap().extend(wanted.iter().map(|(lock, claim)| (*lock, claim.token)));
+        }
+        Ok(answers)
+    }
+
+    fn shard(&self, lock: &LockKey) -> u32 {
+        self.inner.shard(lock)
+    }
+
+    async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
+        self.inner.renew(renewals).await
+    }
+
+    async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
+        self.inner.release(lock, token).await
+    }
+
+    async fn watch(&self, lock: &LockKey, in_line: Option<&Token>) -> Wakeups {
+        self.inner.watch(lock, in_line).await
+    }
+
+    fn scope(&self) -> Scope {
+        self.inner.scope()
+    }
+}
+
+/// A lease that was lost shortly before its end was given back as if nothing had happened: whoever gives it back is told, and a body that ran under it
+/// answers with an error that carries what it has done.
+pub async fn a_loss_that_the_release_finds_is_told<S: LockStore + Clone + Send + Sync + 'static>(store: S) {
+    let store = &Tokens { inner: store, tokens: Arc::default() };
+    let is_told = |outcome: Result<u32, RunError<u32>>| match outcome {
+        Err(RunError::Unprotected { lost, output: 7 }) => assert_eq!(lost.reason(), LossReason::Taken),
+        outcome => panic!("{outcome:?}"),
+    };
+    let body = |lease: Lease| async move {
+        lose(store, &[*lease.lock()]).await;
+        7
+    };
+    let locks = locks(store);
+    let semaphore = Semaphore::new(store.clone(), 3).deadline(Duration::from_secs(10));
+    let (rw_locks, fair) = (rw_locks(store), locks.clone().fair().lock("fair"));
+    let requests =
+        [locks.lock("a"), locks.try_lock("a"), fair, semaphore.acquire("a"), rw_locks.read("a"), rw_locks.write("b")];
+    for request in requests {
+        is_told(request.run(body).await);
+    }
+    let segments = Segmented::new(&locks, "sku", 2);
+    is_told(segments.any().run(|segment: Segment| body(segment.lease().reenter())).await);
+    let both = locks.lock_all(["b", "c"]).run(|leases: Leases| async move {
+        lose(store, &[*leases.leases()[1].lock()]).await;
+        7
+    });
+    is_told(both.await);
+    let lease = locks.lock("a").await.unwrap();
+    lose(store, &[*lease.lock()]).await;
+    assert_eq!(lease.release().await.unwrap(), Release::Lost);
+    // And nobody else is told anything.
+    assert_eq!(locks.run("a", async |_| 7).await.unwrap(), 7);
+    assert_eq!(locks.lock("a").await.unwrap().release().await.unwrap(), Release::Released);
 }

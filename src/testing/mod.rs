@@ -247,6 +247,9 @@ macro_rules! lock_contract {
                 where_there_is_no_line_all_who_watch_are_told
                 readers_and_writers_never_meet
                 who_gives_up_leaves_the_line
+                a_key_is_held_as_one_kind
+                fences_are_larger_than_the_floor
+                a_loss_that_the_release_finds_is_told
             ] [] $($told)+
         }
     };

@@ -11,7 +11,7 @@ use tokio::time::Instant;
 use super::MemoryBackend;
 use crate::error::StoreError;
 use crate::key::Key;
-use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Scope, Token, Wakeups};
+use crate::lock::{Acquired, Claim, Line, LockKey, LockKind, LockStore, Released, Renewal, Scope, Token, Wakeups};
 use crate::lock::{Cursor, KnownHash, LockHolder, LockPage, LockRegistry, LockStatus, Seized};
 
 /// More than threads would ask at once.
@@ -45,19 +45,21 @@ struct Shard {
 struct Record {
     // One, but for semaphores and readers.
     holders: SmallVec<[Holder; 1]>,
-    held_as: Kind,
+    held_as: Way,
     // For those who wait, if there are any.
     freed: Option<watch::Sender<()>>,
     line: Option<Box<Places>>,
 }
 
-/// In which way a lease is held. Those of different kinds never hold one together.
+/// In which way a lease is held. Those who hold it in different ways never hold one together.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-enum Kind {
+enum Way {
     #[default]
-    Plain,
+    Exclusive,
+    Semaphore,
     InLine,
-    Shared,
+    Reader,
+    Writer,
 }
 
 /// Those who stand in line for a lease.
@@ -74,7 +76,7 @@ struct Places {
 
 struct Place {
     token: Token,
-    kind: Kind,
+    way: Way,
     ends: Instant,
 }
 
@@ -161,18 +163,24 @@ impl LockTable {
         let held: Vec<_> = wanted
             .iter()
             .map(|(lock, claim)| {
-                let record = shards[shard_of(lock)].locks.get(lock);
-                let holders = record.iter().flat_map(|record| &record.holders);
-                holders
-                    .filter(|holder| holder.token != claim.token && now < holder.ends)
-                    .map(|holder| holder.ends)
-                    .min()
+                let record = shards[shard_of(lock)].locks.get(lock)?;
+                let others = record.holders.iter().filter(|holder| holder.token != claim.token && now < holder.ends);
+                others.map(|holder| (holder.ends, record.held_as.kind())).min_by_key(|(ends, _)| *ends)
             })
             .collect();
         if held.iter().any(Option::is_some) {
-            let busy =
-                |ends: Option<Instant>| Acquired::Busy { remaining: ends.map_or(Duration::ZERO, |ends| ends - now) };
-            return Ok(held.into_iter().map(busy).collect());
+            let other = wanted
+                .iter()
+                .zip(&held)
+                .map(|((_, claim), held)| held.map(|(_, kind)| kind).filter(|kind| *kind != claim.kind));
+            let other: Vec<_> = other.collect();
+            let is_other = other.iter().any(Option::is_some);
+            let refusal = |(held, other): (Option<(Instant, LockKind)>, Option<LockKind>)| match other {
+                Some(held) => Acquired::OtherKind { held },
+                None if is_other => Acquired::Busy { remaining: Duration::ZERO },
+                None => Acquired::Busy { remaining: held.map_or(Duration::ZERO, |(ends, _)| ends - now) },
+            };
+            return Ok(held.into_iter().zip(other).map(refusal).collect());
         }
         let taken = wanted.iter().map(|(lock, claim)| self.acquire_in(&mut shards[shard_of(lock)], lock, claim, now));
         let taken = taken.collect::<Result<_, _>>();
@@ -212,12 +220,12 @@ impl LockTable {
         // By the clock, as in Redis, so that a program that is started later gives out larger ones. They are ahead of it only where more of them
         // were set aside in this shard than microseconds went by. By the clock of the leases, which was read already and is never set back.
         let elapsed = now.saturating_duration_since(self.since).as_micros() as u64;
-        let fence = (shard.fence + 1).max(self.since_us + elapsed);
+        let fence = (shard.fence + 1).max(self.since_us + elapsed).max(claim.floor() + 1);
         shard.fence = fence + u64::from(claim.fences) - 1;
         let record = shard.locks.entry(*lock).or_default();
         record.holders.push(Holder { token: claim.token, since: now, ends: now + claim.ttl, fence, name: None });
-        record.held_as = Kind::of(claim);
-        if record.holders.len() < claim.permits as usize {
+        record.held_as = Way::of(claim);
+        if record.holders.len() < record.held_as.permits(claim) {
             // There may be room for the next in line as well.
             record.wake_first(Some(record.held_as));
         }
@@ -256,7 +264,7 @@ impl LockTable {
             return Released::default();
         }
         match record.held_as {
-            Kind::Plain if holder.is_some() => record.wake_all(),
+            Way::Exclusive | Way::Semaphore if holder.is_some() => record.wake_all(),
             _ if record.is_free(now) && record.has_no_line() => record.wake_others(),
             _ if record.is_free(now) => record.wake_first(None),
             held_as => record.wake_first(Some(held_as)),
@@ -291,7 +299,7 @@ impl LockTable {
         if let Some(record) = shard.locks.get_mut(lock) {
             holders = record.holders.iter().filter(|holder| now < holder.ends).count();
             record.holders.clear();
-            record.held_as = Kind::Plain;
+            record.held_as = Way::Exclusive;
             if record.is_wanted(now) {
                 record.wake_all();
             } else {
@@ -356,16 +364,41 @@ impl Shard {
             name: holder.name.as_deref().map(str::to_owned),
         });
         // That of all locks in here.
-        LockStatus { lock: *lock, last_fence: self.fence, held_by: held().count(), holders: holders.collect() }
+        let held_by = held().count();
+        let kind = (held_by > 0).then(|| record.held_as.kind());
+        LockStatus { lock: *lock, last_fence: self.fence, kind, held_by, holders: holders.collect() }
     }
 }
 
-impl Kind {
+impl Way {
     const fn of(claim: &Claim) -> Self {
-        match claim.line {
-            _ if claim.is_shared => Self::Shared,
-            Line::Ignore => Self::Plain,
-            Line::Respect | Line::Join => Self::InLine,
+        match (claim.kind, claim.line) {
+            (LockKind::Semaphore, _) => Self::Semaphore,
+            (LockKind::ReadWrite, _) => {
+                if claim.is_shared {
+                    Self::Reader
+                } else {
+                    Self::Writer
+                }
+            }
+            (LockKind::Exclusive, Line::Ignore) => Self::Exclusive,
+            (LockKind::Exclusive, Line::Respect | Line::Join) => Self::InLine,
+        }
+    }
+
+    const fn kind(self) -> LockKind {
+        match self {
+            Self::Exclusive | Self::InLine => LockKind::Exclusive,
+            Self::Semaphore => LockKind::Semaphore,
+            Self::Reader | Self::Writer => LockKind::ReadWrite,
+        }
+    }
+
+    /// How many may hold a lease in this way.
+    const fn permits(self, claim: &Claim) -> usize {
+        match self {
+            Self::Semaphore | Self::Reader => claim.permits as usize,
+            Self::Exclusive | Self::InLine | Self::Writer => 1,
         }
     }
 }
@@ -383,7 +416,7 @@ impl Places {
     }
 
     /// Keeps a place for somebody, and says whether it is the first. `None` if there is no place.
-    fn stand(&mut self, token: Token, kind: Kind, now: Instant) -> Option<bool> {
+    fn stand(&mut self, token: Token, way: Way, now: Instant) -> Option<bool> {
         let ends = now + Claim::PLACE;
         let arrival = match self.arrivals.get(&token).copied() {
             Some(arrival) => arrival,
@@ -394,7 +427,7 @@ impl Places {
                 self.next
             }
         };
-        if let Some(place) = self.by_arrival.insert(arrival, Place { token, kind, ends }) {
+        if let Some(place) = self.by_arrival.insert(arrival, Place { token, way, ends }) {
             self.ends.remove(&(place.ends, arrival));
         }
         self.ends.insert((ends, arrival));
@@ -446,10 +479,13 @@ impl Record {
     /// Why a lease is not granted to somebody who does not hold one, who may have got a place in the line by that. `None` if it is
     /// theirs; then they have left the line.
     fn refuse(&mut self, claim: &Claim, now: Instant) -> Option<Acquired> {
-        let kind = Kind::of(claim);
-        let is_room = self.holders.is_empty() || (self.held_as == kind && self.holders.len() < claim.permits as usize);
+        let way = Way::of(claim);
+        if !self.holders.is_empty() && self.held_as.kind() != way.kind() {
+            return Some(Acquired::OtherKind { held: self.held_as.kind() });
+        }
+        let is_room = self.holders.is_empty() || (self.held_as == way && self.holders.len() < way.permits(claim));
         let remaining = self.holders.iter().map(|holder| holder.ends - now).min().unwrap_or_default();
-        if kind == Kind::Plain {
+        if matches!(way, Way::Exclusive | Way::Semaphore) {
             return (!is_room).then_some(Acquired::Busy { remaining });
         }
         let line = self.line.get_or_insert_default();
@@ -461,7 +497,7 @@ impl Record {
         if claim.line != Line::Join {
             return Some(Acquired::Busy { remaining });
         }
-        Some(match line.stand(claim.token, kind, now) {
+        Some(match line.stand(claim.token, way, now) {
             Some(is_first) => Acquired::InLine { is_first, remaining },
             None => Acquired::LineFull { remaining },
         })
@@ -483,9 +519,9 @@ impl Record {
     }
 
     /// Tells the first of the line; where others hold the lease, only if it can be held with them.
-    fn wake_first(&self, held_as: Option<Kind>) {
+    fn wake_first(&self, held_as: Option<Way>) {
         let Some(line) = &self.line else { return };
-        let first = line.first().filter(|first| held_as.is_none_or(|kind| kind == first.kind));
+        let first = line.first().filter(|first| held_as.is_none_or(|way| way == first.way));
         if let Some(told) = first.and_then(|first| line.told.get(&first.token)) {
             told.send_replace(());
         }

@@ -446,6 +446,7 @@ impl RedisBackend {
             delay_queue_extend,
             delay_queue_control,
             probe: _,
+            floor: _,
         } = &mut scripts;
         let counting = [check, check_plain, check_many, block];
         let locking = [lock_acquire, lock_acquire_all, lock_exchange, lock_line, lock_renew, lock_release];

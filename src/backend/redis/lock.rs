@@ -10,12 +10,14 @@ use super::error::{is_refused_for_now, store_error, unexpected_reply};
 use super::home::Home;
 use super::listener::Source;
 use super::lock_calls::{LockCalls, acquired};
-use super::scripts::{MAX_RENEWALS, Reply};
+use super::scripts::{MAX_RENEWALS, Reply, lock_kind};
 use super::servers::{CarefulServers, Servers, Way};
 use super::subscriber::{Interest, Subscriber};
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
-use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Replicas, Scope, Token, Wakeups};
+use crate::lock::{
+    Acquired, Claim, Line, LockKey, LockKind, LockStore, Released, Renewal, Replicas, Scope, Token, Wakeups,
+};
 
 /// The connections that only locks need, opened when they do.
 pub(super) struct LockLinks {
@@ -69,8 +71,8 @@ impl LockLinks {
 
 impl LockStore for RedisBackend {
     async fn acquire(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
-        let is_plain = claim.line == Line::Ignore && !claim.is_shared;
-        let calls = self.calls().filter(|_| is_plain && claim.permits == 1 && claim.replicas.count == 0);
+        let is_plain = claim.line == Line::Ignore && claim.kind == LockKind::Exclusive;
+        let calls = self.calls().filter(|_| is_plain && claim.replicas.count == 0);
         let _place = match calls.map(|calls| (calls.alone(), calls)) {
             Some((None, calls)) => match calls.acquire(lock, claim).await? {
                 Some(answer) => return Ok(answer),
@@ -94,12 +96,15 @@ impl LockStore for RedisBackend {
         };
         let numbers = numbers(&reply).filter(|numbers| numbers.len() == wanted.len() + 1);
         let numbers = numbers.ok_or_else(|| unexpected_reply(&reply))?;
-        let is_granted = numbers[0] == 1;
-        let answer = |number: &u64| match is_granted {
-            false => Acquired::Busy { remaining: Duration::from_millis(*number) },
-            true => Acquired::Granted { fence: *number },
+        let verdict = numbers[0];
+        let answer = |number: &u64| match (verdict, *number) {
+            (1, fence) => Some(Acquired::Granted { fence }),
+            (0, remaining_ms) => Some(Acquired::Busy { remaining: Duration::from_millis(remaining_ms) }),
+            (2, 0) => Some(Acquired::Busy { remaining: Duration::ZERO }),
+            (2, held_as) => lock_kind(held_as).map(|held| Acquired::OtherKind { held }),
+            _ => None,
         };
-        Ok(numbers[1..].iter().map(answer).collect())
+        numbers[1..].iter().map(answer).collect::<Option<_>>().ok_or_else(|| unexpected_reply(&reply))
     }
 
     async fn renew(&self, renewals: &[Renewal]) -> Result<Vec<bool>, StoreError> {
@@ -198,7 +203,7 @@ impl RedisBackend {
     async fn acquire_alone(&self, lock: &LockKey, claim: &Claim) -> Result<Acquired, StoreError> {
         let Inner { keys, scripts, .. } = &*self.inner;
         let (lease, way) = (keys.lease(lock), self.way_to_grant(claim.replicas));
-        let is_plain = claim.line == Line::Ignore && !claim.is_shared;
+        let is_plain = claim.line == Line::Ignore && claim.kind != LockKind::ReadWrite;
         let reply = if is_plain {
             scripts.lock_acquire(way, &lease, claim).await?
         } else {
@@ -209,7 +214,8 @@ impl RedisBackend {
         match reply {
             Reply::TooFew(replicas) => Ok(Acquired::NotReplicated { replicas }),
             Reply::Said(Value::Int(number)) if is_plain => Ok(acquired(number)),
-            Reply::Said(reply) => in_line(&reply).filter(|_| !is_plain).ok_or_else(|| unexpected_reply(&reply)),
+            Reply::Said(reply) if is_plain => other_kind(&reply).ok_or_else(|| unexpected_reply(&reply)),
+            Reply::Said(reply) => in_line(&reply).ok_or_else(|| unexpected_reply(&reply)),
         }
     }
 
@@ -268,6 +274,14 @@ impl RedisBackend {
     }
 }
 
+/// What `lock_acquire` answers beside a number.
+fn other_kind(reply: &Value) -> Option<Acquired> {
+    match *numbers(reply)? {
+        [held_as] => Some(Acquired::OtherKind { held: lock_kind(held_as)? }),
+        _ => None,
+    }
+}
+
 /// What `lock_line` answers.
 fn in_line(reply: &Value) -> Option<Acquired> {
     let numbers = numbers(reply)?;
@@ -277,6 +291,7 @@ fn in_line(reply: &Value) -> Option<Acquired> {
         [0, _] => Some(Acquired::Busy { remaining }),
         [2, _, ahead] => Some(Acquired::InLine { is_first: ahead == 0, remaining }),
         [3, _] => Some(Acquired::LineFull { remaining }),
+        [4, held_as] => Some(Acquired::OtherKind { held: lock_kind(held_as)? }),
         _ => None,
     }
 }

@@ -36,8 +36,8 @@ pub(super) struct LockCalls(Meeting<Wish>);
 struct Wish {
     lock: LockKey,
     token: Token,
-    // For how long, and how many fences, unless it is given back.
-    terms: Option<(Duration, u32)>,
+    // For how long, how many fences, and what they are to be larger than, unless it is given back.
+    terms: Option<(Duration, u32, u64)>,
     reply: oneshot::Sender<Answer>,
 }
 
@@ -77,7 +77,7 @@ impl LockCalls {
 
 impl Wish {
     const fn to_acquire(lock: &LockKey, claim: &Claim, reply: oneshot::Sender<Answer>) -> Self {
-        Self { lock: *lock, token: claim.token, terms: Some((claim.ttl, claim.fences)), reply }
+        Self { lock: *lock, token: claim.token, terms: Some((claim.ttl, claim.fences, claim.floor)), reply }
     }
 
     const fn to_release(lock: &LockKey, token: &Token, reply: oneshot::Sender<Answer>) -> Self {
@@ -135,7 +135,7 @@ async fn exchange_alike(
     scripts: &Scripts,
     keys: &Keys,
     idle: &Idle,
-    terms: Option<(Duration, u32)>,
+    terms: Option<(Duration, u32, u64)>,
     mut group: Vec<Wish>,
 ) -> Option<Instant> {
     let wanted = group.partition_point(|wish| wish.terms.is_some());
@@ -144,14 +144,17 @@ async fn exchange_alike(
     group[wanted..].iter().for_each(|wish| names.push_free(&wish.lock));
     let mut tokens = Vec::with_capacity(16 * group.len());
     group.iter().for_each(|wish| tokens.extend_from_slice(wish.token.as_bytes()));
-    let (ttl, fences) = terms.unwrap_or((Claim::MIN_TTL, 1));
+    let (ttl, fences, floor) = terms.unwrap_or((Claim::MIN_TTL, 1, 0));
     let names = names.to_vec();
     let reply = tokio::select! {
         biased;
-        reply = scripts.lock_exchange(own, &names, &tokens, ttl, fences) => reply,
+        reply = scripts.lock_exchange(own, &names, &tokens, ttl, fences, floor) => reply,
         // What was sent is done all the same, and whoever gives back what may not have been sent asks again.
         () = given_up(&mut group, |wish| &mut wish.reply) => return None,
     };
+    if let Ok(reply) = &reply {
+        fences_in(reply, wanted).for_each(|fence| scripts.granted(fence, fences));
+    }
     tell(idle, reply, wanted, group).await
 }
 
@@ -195,6 +198,23 @@ fn answers(reply: &Value, wanted: usize, count: usize) -> Option<Vec<i64>> {
         *answers.get_mut(at)? = *answer;
     }
     Some(answers)
+}
+
+/// The fences that the script grants to those who want a lease, of whom there are so many.
+fn fences_in(reply: &Value, wanted: usize) -> impl Iterator<Item = i64> {
+    let values = match reply {
+        Value::Array(values) if wanted > 0 => values.as_slice(),
+        _ => &[],
+    };
+    let (most, others) = values.split_first().unzip();
+    let others = others.unwrap_or_default().chunks(2).filter_map(move |other| match other {
+        [Value::Int(which), answer] if usize::try_from(*which).is_ok_and(|which| which <= wanted) => Some(answer),
+        _ => None,
+    });
+    most.into_iter().chain(others).filter_map(|answer| match answer {
+        Value::Int(fence @ 1..) => Some(*fence),
+        _ => None,
+    })
 }
 
 /// What the script says to those who meet: to each who gives back, and to each who wants.

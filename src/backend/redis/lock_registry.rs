@@ -6,6 +6,7 @@ use futures_util::future::try_join_all;
 use redis::Value;
 
 use super::error::{store_error, unexpected_reply};
+use super::scripts::lock_kind;
 use super::servers::Servers;
 use super::{Inner, RedisBackend};
 use crate::error::StoreError;
@@ -55,7 +56,7 @@ impl LockRegistry for RedisBackend {
 
 fn status(lock: &LockKey, reply: &Value) -> Option<LockStatus> {
     let Value::Array(values) = reply else { return None };
-    let [last_fence, held_by, holders @ ..] = values.as_slice() else { return None };
+    let [last_fence, held_by, kind, holders @ ..] = values.as_slice() else { return None };
     let holders = holders.chunks(4).map(|holder| {
         let [fence, remaining_ms, held_ms, name] = holder else { return None };
         let Value::BulkString(name) = name else { return None };
@@ -67,7 +68,8 @@ fn status(lock: &LockKey, reply: &Value) -> Option<LockStatus> {
         })
     });
     let (last_fence, held_by) = (number(last_fence)?, number(held_by)? as usize);
-    Some(LockStatus { lock: *lock, last_fence, held_by, holders: holders.collect::<Option<_>>()? })
+    let kind = if held_by > 0 { Some(lock_kind(number(kind)?)?) } else { None };
+    Some(LockStatus { lock: *lock, last_fence, kind, held_by, holders: holders.collect::<Option<_>>()? })
 }
 
 /// Looks at about `most` of what there is for keys that match a pattern, and says where to go on.

@@ -14,7 +14,7 @@ use super::servers::{Servers, Way};
 use crate::delay_queue;
 use crate::error::StoreError;
 use crate::idempotency::{self, Answer, Checkpoint, Completion, Payload};
-use crate::lock::{Claim, Line, LockKey, Token};
+use crate::lock::{Claim, FenceFloor, Line, LockKey, LockKind, Token};
 use crate::rate_limit::Receipt;
 
 /// A Lua script and its hash, which is what Redis knows it by.
@@ -59,6 +59,8 @@ pub(super) struct Scripts {
     pub(super) delay_queue_extend: LuaScript,
     pub(super) delay_queue_control: LuaScript,
     pub(super) probe: LuaScript,
+    // What the replies to the calls for locks have shown, and what they are sent.
+    pub(super) floor: FenceFloor,
 }
 
 /// What is to become of the counts.
@@ -148,6 +150,7 @@ impl Scripts {
             delay_queue_extend: lua!("delay_queue_extend.lua"),
             delay_queue_control: lua!("delay_queue_control.lua"),
             probe: lua!("server_probe.lua"),
+            floor: FenceFloor::default(),
         }
     }
 
@@ -201,7 +204,12 @@ impl Scripts {
 
     pub(super) async fn lock_acquire(&self, way: Way<'_>, lease: &str, claim: &Claim) -> Result<Reply, StoreError> {
         let is_granted = |reply: &Value| matches!(reply, Value::Int(1..));
-        self.lock_acquire.exchange(way, &[lease], packed_claim(claim).as_slice(), is_granted).await
+        let packed = packed_claim(claim, self.floor.for_claim(claim));
+        let reply = self.lock_acquire.exchange(way, &[lease], packed.as_slice(), is_granted).await?;
+        if let Reply::Said(Value::Int(fence)) = reply {
+            self.granted(fence, claim.fences);
+        }
+        Ok(reply)
     }
 
     /// All with the times of the first of them.
@@ -212,13 +220,16 @@ impl Scripts {
         wanted: &[(LockKey, Claim)],
     ) -> Result<Reply, StoreError> {
         let (ttl, fences) = wanted.first().map_or((Claim::MIN_TTL, 1), |(_, claim)| (claim.ttl, claim.fences));
+        let floor = wanted.iter().map(|(_, claim)| self.floor.for_claim(claim)).max().unwrap_or_default();
         let tokens: Vec<_> = wanted.iter().map(|(_, claim)| claim.token.as_bytes().as_slice()).collect();
-        let args = (millis(ttl), fences, KEEP_FENCE_MS, tokens);
-        self.lock_acquire_all.exchange(way, leases, args, begins_with_one).await
+        let args = (millis(ttl), fences, KEEP_FENCE_MS, floor, tokens);
+        let reply = self.lock_acquire_all.exchange(way, leases, args, begins_with_one).await?;
+        self.granted_all(&reply, fences);
+        Ok(reply)
     }
 
     /// At most [`MAX_LOCKS`] at once, with as many tokens. The keys are the leases that are wanted for `ttl`, those that are given back, and the
-    /// channels of the latter.
+    /// channels of the latter. No fence that is granted is as small as `floor`.
     pub(super) async fn lock_exchange(
         &self,
         servers: &Servers,
@@ -226,8 +237,30 @@ impl Scripts {
         tokens: &[u8],
         ttl: Duration,
         fences: u32,
+        floor: u64,
     ) -> Result<Value, RedisError> {
-        self.lock_exchange.run(servers, keys, &(tokens, millis(ttl), fences, KEEP_FENCE_MS)).await
+        let floor = self.floor.get().max(floor);
+        self.lock_exchange.run(servers, keys, &(tokens, millis(ttl), fences, KEEP_FENCE_MS, floor)).await
+    }
+
+    /// Notes what was granted, if that is a fence.
+    pub(super) fn granted(&self, fence: i64, fences: u32) {
+        if let Ok(fence) = u64::try_from(fence) {
+            self.floor.note(fence, fences);
+        }
+    }
+
+    /// The same of a reply that begins with 1 where fences come after it.
+    fn granted_all(&self, reply: &Reply, fences: u32) {
+        if let Reply::Said(Value::Array(numbers)) = reply
+            && let [Value::Int(1), granted @ ..] = numbers.as_slice()
+        {
+            for fence in granted {
+                if let Value::Int(fence) = fence {
+                    self.granted(*fence, fences);
+                }
+            }
+        }
     }
 
     /// For whoever stands in line, or respects it.
@@ -238,10 +271,12 @@ impl Scripts {
         claim: &Claim,
         publish: &str,
     ) -> Result<Reply, StoreError> {
-        let kind = if claim.is_shared { 3 } else { 2 };
         let longest = if claim.line == Line::Join { Claim::MAX_LINE } else { 0 };
-        let args = (claim_args(claim), kind, millis(Claim::PLACE), longest, publish);
-        self.lock_line.exchange(way, &keys, args, begins_with_one).await
+        let floor = self.floor.for_claim(claim);
+        let args = (claim_args(claim), held_as(claim), millis(Claim::PLACE), longest, publish, floor);
+        let reply = self.lock_line.exchange(way, &keys, args, begins_with_one).await?;
+        self.granted_all(&reply, claim.fences);
+        Ok(reply)
     }
 
     /// At most [`MAX_RENEWALS`] at once.
@@ -491,18 +526,56 @@ pub(super) const KEEP_JOBS_MS: u64 = 180 * 86_400 * 1_000;
 
 /// One argument costs less than one for each.
 fn claim_args(claim: &Claim) -> (&[u8], u64, u32, u64, u32) {
-    (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, claim.permits)
+    (claim.token.as_bytes(), millis(claim.ttl), claim.fences, KEEP_FENCE_MS, permits(claim))
+}
+
+/// How many may hold it in the same way.
+const fn permits(claim: &Claim) -> u32 {
+    match claim.kind {
+        LockKind::Semaphore => claim.permits,
+        LockKind::ReadWrite if claim.is_shared => claim.permits,
+        LockKind::Exclusive | LockKind::ReadWrite => 1,
+    }
+}
+
+/// The byte of a lease's value that says how it is held.
+const fn held_as(claim: &Claim) -> u8 {
+    match (claim.kind, claim.line) {
+        (LockKind::Exclusive, Line::Ignore) => 1,
+        (LockKind::Semaphore, _) => 2,
+        (LockKind::Exclusive, Line::Respect | Line::Join) => 3,
+        (LockKind::ReadWrite, _) => {
+            if claim.is_shared {
+                4
+            } else {
+                5
+            }
+        }
+    }
+}
+
+/// The kind of lock behind that byte.
+pub(super) const fn lock_kind(held_as: u64) -> Option<LockKind> {
+    match held_as {
+        1 | 3 => Some(LockKind::Exclusive),
+        2 => Some(LockKind::Semaphore),
+        4 | 5 => Some(LockKind::ReadWrite),
+        _ => None,
+    }
 }
 
 /// The claim as `lock_acquire` has it.
-fn packed_claim(claim: &Claim) -> [u8; 32] {
-    let mut packed = [0; 32];
+fn packed_claim(claim: &Claim, floor: u64) -> [u8; 40] {
+    let mut packed = [0; 40];
     let (token, numbers) = packed.split_at_mut(16);
     token.copy_from_slice(claim.token.as_bytes());
-    let terms = [millis(claim.ttl), claim.fences.into(), KEEP_FENCE_MS, claim.permits.into()];
-    for (number, term) in numbers.as_chunks_mut().0.iter_mut().zip(terms) {
-        *number = u32::try_from(term).unwrap_or(u32::MAX).to_le_bytes();
+    let (terms, rest) = numbers.split_at_mut(16);
+    let numbers = [millis(claim.ttl), claim.fences.into(), KEEP_FENCE_MS, permits(claim).into()];
+    for (term, number) in terms.as_chunks_mut().0.iter_mut().zip(numbers) {
+        *term = u32::try_from(number).unwrap_or(u32::MAX).to_le_bytes();
     }
+    // One byte of kind, and seven of a number that is below 2^53.
+    rest.copy_from_slice(&(floor << 8 | u64::from(held_as(claim))).to_le_bytes());
     packed
 }
 
@@ -661,9 +734,9 @@ mod tests {
             (&scripts.block, 1, 3),
             (&scripts.probe, 1, 1),
             (&scripts.lock_acquire, 1, 1),
-            (&scripts.lock_acquire_all, 1, 4),
-            (&scripts.lock_exchange, 1, 4),
-            (&scripts.lock_line, 4, 9),
+            (&scripts.lock_acquire_all, 1, 5),
+            (&scripts.lock_exchange, 1, 5),
+            (&scripts.lock_line, 4, 10),
             (&scripts.lock_renew, 1, 2),
             (&scripts.lock_release, 3, 4),
             (&scripts.lock_inspect, 2, 1),

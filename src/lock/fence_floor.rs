@@ -1,0 +1,48 @@
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use super::store::Claim;
+
+/// The largest fence that the replies of a store have shown to this process. Each acquisition passes it on, so fences do not go backwards
+/// within a process although the store forgets its last fence and its clock is set back.
+///
+/// A store has one of its own: the fences of two stores have nothing to do with each other.
+#[derive(Debug, Default)]
+pub(crate) struct FenceFloor(AtomicU64);
+
+impl FenceFloor {
+    /// What all fences are to be larger than that `claim` is granted.
+    pub(crate) fn for_claim(&self, claim: &Claim) -> u64 {
+        claim.floor().max(self.get())
+    }
+
+    pub(crate) fn get(&self) -> u64 {
+        self.0.load(Ordering::Relaxed)
+    }
+
+    /// Notes the last of `fences` fences from `first` on. One reply that makes no sense is not to use up the numbers that there are.
+    pub(crate) fn note(&self, first: u64, fences: u32) {
+        let last = first.saturating_add(u64::from(fences.saturating_sub(1)));
+        if last <= Claim::MAX_FLOOR {
+            self.0.fetch_max(last, Ordering::Relaxed);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn floor_rises_and_ignores_replies_that_make_no_sense() {
+        let floor = FenceFloor::default();
+        floor.note(100, 16);
+        floor.note(50, 1);
+        assert_eq!(floor.get(), 115);
+        for first in [u64::MAX, 1 << 53, Claim::MAX_FLOOR] {
+            floor.note(first, 16);
+        }
+        assert_eq!(floor.get(), 115);
+        floor.note(Claim::MAX_FLOOR, 1);
+        assert!(floor.get() + u64::from(u32::MAX) < 1 << 53, "there is room for more grants than there ever are");
+    }
+}

@@ -1,0 +1,45 @@
+//! How many requests of a detached layer are at work.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+
+use super::lock_key::LockKey;
+use super::shared::Shared;
+
+/// The places of a layer and its clones, of which each request at work has one.
+#[derive(Clone)]
+pub(super) struct Places {
+    taken: Arc<AtomicUsize>,
+    pub(super) most: usize,
+}
+
+impl Places {
+    pub(super) fn new(most: usize) -> Self {
+        Self { taken: Arc::default(), most }
+    }
+
+    /// A place for one more request, unless all are taken.
+    pub(super) fn admit(&self, home: &Arc<Shared>, lock: &LockKey) -> Option<Place> {
+        let add = |taken| (taken < self.most).then_some(taken + 1);
+        self.taken.fetch_update(Ordering::Relaxed, Ordering::Relaxed, add).ok()?;
+        home.meters(lock).handlers(1.0);
+        Some(Place(Arc::new(Taken { taken: Arc::clone(&self.taken), home: Arc::clone(home), lock: *lock })))
+    }
+}
+
+/// The place of a request, which it shares with the task that its handler runs in. Free again once all of them have dropped it.
+#[derive(Clone)]
+pub(super) struct Place(#[expect(dead_code, reason = "is dropped")] Arc<Taken>);
+
+struct Taken {
+    taken: Arc<AtomicUsize>,
+    home: Arc<Shared>,
+    lock: LockKey,
+}
+
+impl Drop for Taken {
+    fn drop(&mut self) {
+        self.taken.fetch_sub(1, Ordering::Relaxed);
+        self.home.meters(&self.lock).handlers(-1.0);
+    }
+}
