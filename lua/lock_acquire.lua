@@ -7,7 +7,7 @@
 --          fences that are granted are larger than this number, which is below 2^53
 --
 -- Value    lease: 1 byte the kind of its holders: 1 exclusive, 2 semaphore, and by those who stood in line (see lock_line) 3 exclusive, 4 reader,
---          5 writer; holders of 1 and 3, of 2, and of 4 and 5 are of one kind of lock, and never hold it beside another. Then
+--          5 writer, 6 semaphore; 1 and 3, 2 and 6, and 4 and 5 are of one kind of lock, and never held beside another. Then
 --          7 bytes the last fence that was given out, then for each holder 7 bytes the end of the lease in us, 4 bytes its
 --          length in ms, 7 bytes its first fence, little endian, and the 16 bytes of its token. One that ends at 0 was given back. Its time
 --          to live is not written again where the last grant was in the same fifth of `keep_ms` and no shorter than this one: every
@@ -31,7 +31,7 @@ elseif stored then
   held_as = 0
 end
 -- Nearly always nobody else holds a lease, or one does and nobody may beside it: nothing of what is stored has to be kept.
-if held_as >= 1 and held_as <= 5 then
+if held_as >= 1 and held_as <= 6 then
   local left = ends - now
   if left <= 0 and fence < least then
     local mine = struct.pack('<BI7I7I4I7', kind, least + fences - 1, now + ttl_ms * 1000, ttl_ms, least) .. token
@@ -42,14 +42,14 @@ if held_as >= 1 and held_as <= 5 then
       redis.call('SET', lease, mine, 'PX', ttl_ms + keep_ms)
     end
     return least
-  elseif left > 0 and left <= length_ms * 1000 and permits == 1 and (held_as == kind or (kind == 1 and held_as == 3))
+  elseif left > 0 and left <= length_ms * 1000 and permits == 1 and (held_as == kind or held_as == 3 * kind)
     and stored:sub(27) ~= token then
     return -math.ceil(left / 1000)
   end
 end
 
 held_as = stored:byte(1) or 0
-if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 5 then
+if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 6 then
   return redis.error_reply('TOLLGATE the value does not hold leases of version 1')
 end
 fence, first = struct.unpack('<I7', stored, 2), nil
@@ -68,7 +68,7 @@ for at = 9, #stored, 34 do
     soonest, latest = math.min(soonest or ends, ends), math.max(latest, ends)
   end
 end
-local is_other = #others > 0 and held_as ~= kind and not (kind == 1 and held_as == 3)
+local is_other = #others > 0 and held_as ~= kind and held_as ~= 3 * kind
 local granted, mine = first or #others == 0 or (held_as == kind and #others < permits), ''
 if granted then
   if not first then

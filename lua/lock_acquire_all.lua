@@ -24,7 +24,7 @@ for i = 1, math.min(#leases, 128) do
   last[i], held[i + 1], other[i + 1] = 0, 0, 0
   if stored then
     local held_as = stored:byte(1) or 0
-    if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 5 then
+    if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 6 then
       return redis.error_reply('TOLLGATE the value does not hold leases of version 1')
     end
     last[i] = struct.unpack('<I7', stored, 2)

@@ -90,7 +90,7 @@ if wanted > 0 then
         held_as, fence = unpack_value('<BI7', value)
       end
       -- A lease that would last longer than it is long was written before the clock was set back.
-      is_plain = held_as >= 1 and held_as <= 5 and left <= length_ms * 1000
+      is_plain = held_as >= 1 and held_as <= 6 and left <= length_ms * 1000
     end
     local answer = 0
     if is_plain and left > 0 and sub(value, 27) ~= token then

@@ -16,7 +16,7 @@ if not stored then
   return {0, 0, 1}
 end
 local held_as = stored:byte(1) or 0
-if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 5 then
+if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 6 then
   return redis.error_reply('TOLLGATE the value does not hold leases of version 1')
 end
 local time = redis.call('TIME')

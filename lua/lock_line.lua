@@ -9,13 +9,13 @@
 -- ARGV[3]  fences    how many fencing tokens to set aside, 1 to 65536
 -- ARGV[4]  keep_ms   how long the last fence is remembered after the leases
 -- ARGV[5]  permits   how many of one kind may hold a lease at the same time, 1 to 1000
--- ARGV[6]  kind      3 exclusive; 4 shared by readers, as many as there are permits; 5 a writer beside whom there are no readers
+-- ARGV[6]  kind      3 exclusive; 4 shared by readers, as many as there are permits; 5 a writer beside whom there are no readers; 6 a semaphore
 -- ARGV[7]  place_ms  how long a place is kept for somebody who does not ask again
 -- ARGV[8]  longest   how many may stand in the line; 0 if this one does not want to
 -- ARGV[9]  publish   PUBLISH, or SPUBLISH on a cluster
 -- ARGV[10] floor     all fences that are granted are larger than this number, which is below 2^53
 --
--- Value    lease: see lock_acquire; its first byte is the kind of those who hold it. line, places: the kind, 3 to 5, and the token
+-- Value    lease: see lock_acquire; its first byte is the kind of those who hold it. line, places: the kind, 3 to 6, and the token
 -- Returns  {1, fence} granted: the fences from this one on are the holder's; {2, remaining_ms, ahead} in line, behind so many;
 --          {0, remaining_ms} held, or wanted, by others; {3, remaining_ms} so many stand in line that there is no place;
 --          {4, held_as} held by a lock of another kind, of which this is the byte; who stands in line stays there
@@ -32,7 +32,7 @@ local held_as = 0
 local stored = redis.call('GET', lease)
 if stored then
   held_as = stored:byte(1) or 0
-  if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 5 then
+  if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 6 then
     return redis.error_reply('TOLLGATE the value does not hold leases of version 1')
   end
   fence = struct.unpack('<I7', stored, 2)
@@ -107,7 +107,8 @@ if granted then
   return {1, first}
 end
 
-local is_akin = held_as == kind + 0 or (kind == '3' and held_as == 1) or (kind ~= '3' and held_as > 3)
+local is_rw = kind == '4' or kind == '5'
+local is_akin = held_as == kind + 0 or 3 * held_as == kind + 0 or (is_rw and (held_as == 4 or held_as == 5))
 if #others > 0 and not is_akin then
   return {4, held_as}
 end

@@ -33,7 +33,7 @@ if holder == token and (held_as == 1 or held_as == 2) and ends > now and ends - 
   was_held = 1
 else
   held_as = stored:byte(1) or 1
-  if held_as < 1 or held_as > 5 or (#stored > 0 and (#stored - 8) % 34 ~= 0) then
+  if held_as < 1 or held_as > 6 or (#stored > 0 and (#stored - 8) % 34 ~= 0) then
     return 0
   end
   local rest, latest = nil, now
@@ -58,8 +58,8 @@ else
     local head = line and redis.pcall('ZRANGE', line, 0, 0)[1]
     local was_first = head and head:sub(2) == token
     -- Also of a lease that ended, if the token came to stand in line again.
-    if head and redis.call('ZREM', line, '3' .. token, '4' .. token, '5' .. token) > 0 then
-      redis.call('ZREM', places, '3' .. token, '4' .. token, '5' .. token)
+    if head and redis.call('ZREM', line, '3' .. token, '4' .. token, '5' .. token, '6' .. token) > 0 then
+      redis.call('ZREM', places, '3' .. token, '4' .. token, '5' .. token, '6' .. token)
       head = redis.call('ZRANGE', line, 0, 0)[1]
     end
     if not rest and not was_first then

@@ -33,7 +33,7 @@ while i <= count do
   end
   local holders, places, latest, is_renewed = {}, {}, now, false
   local held_as = stored:byte(1) or 0
-  if held_as >= 1 and held_as <= 5 and (#stored - 8) % HOLDER == 0 then
+  if held_as >= 1 and held_as <= 6 and (#stored - 8) % HOLDER == 0 then
     -- As many turns as there are holders.
     for at = 9, #stored, HOLDER do
       local ends, _, _, holder = struct.unpack(FORMAT, stored, at)

@@ -17,7 +17,7 @@ local fence, holders = now, 0
 local stored = redis.call('GET', lease)
 if stored then
   local held_as = stored:byte(1) or 0
-  if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 5 then
+  if #stored < 8 or (#stored - 8) % 34 ~= 0 or held_as < 1 or held_as > 6 then
     return redis.error_reply('TOLLGATE the value does not hold leases of version 1')
   end
   fence = math.max(now, (struct.unpack('<I7', stored, 2)))

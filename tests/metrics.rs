@@ -1547,7 +1547,8 @@ fn handlers_of_detached_layers_are_counted() {
             assert_eq!(so_far.get("tollgate_lock_handlers_running{locks=orders}"), Some(&2));
             assert_eq!(so_far.get("tollgate_lock_requests_total{locks=orders,outcome=full}"), Some(&1));
             tokio::time::sleep(Duration::from_secs(1)).await;
-            assert_eq!(seen(&snapshotter).get("tollgate_lock_handlers_running{locks=orders}"), None);
+            let at_the_end = seen_since(&snapshotter, so_far);
+            assert_eq!(at_the_end.get("tollgate_lock_handlers_running{locks=orders}"), None);
         });
     });
 }

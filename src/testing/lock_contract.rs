@@ -1068,6 +1068,7 @@ fn of_every_kind() -> Vec<Claim> {
         all(LockKind::Exclusive, 1, false, Line::Join),
         all(LockKind::Semaphore, 1, false, Line::Ignore),
         all(LockKind::Semaphore, 3, false, Line::Ignore),
+        all(LockKind::Semaphore, 3, false, Line::Join),
         all(LockKind::ReadWrite, 1, false, Line::Join),
         all(LockKind::ReadWrite, 1, false, Line::Respect),
         all(LockKind::ReadWrite, 100, true, Line::Join),

@@ -58,6 +58,7 @@ enum Way {
     Exclusive,
     Semaphore,
     InLine,
+    SemaphoreInLine,
     Reader,
     Writer,
 }
@@ -373,7 +374,8 @@ impl Shard {
 impl Way {
     const fn of(claim: &Claim) -> Self {
         match (claim.kind, claim.line) {
-            (LockKind::Semaphore, _) => Self::Semaphore,
+            (LockKind::Semaphore, Line::Ignore) => Self::Semaphore,
+            (LockKind::Semaphore, Line::Respect | Line::Join) => Self::SemaphoreInLine,
             (LockKind::ReadWrite, _) => {
                 if claim.is_shared {
                     Self::Reader
@@ -389,7 +391,7 @@ impl Way {
     const fn kind(self) -> LockKind {
         match self {
             Self::Exclusive | Self::InLine => LockKind::Exclusive,
-            Self::Semaphore => LockKind::Semaphore,
+            Self::Semaphore | Self::SemaphoreInLine => LockKind::Semaphore,
             Self::Reader | Self::Writer => LockKind::ReadWrite,
         }
     }
@@ -397,7 +399,7 @@ impl Way {
     /// How many may hold a lease in this way.
     const fn permits(self, claim: &Claim) -> usize {
         match self {
-            Self::Semaphore | Self::Reader => claim.permits as usize,
+            Self::Semaphore | Self::SemaphoreInLine | Self::Reader => claim.permits as usize,
             Self::Exclusive | Self::InLine | Self::Writer => 1,
         }
     }

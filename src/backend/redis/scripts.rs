@@ -542,7 +542,8 @@ const fn permits(claim: &Claim) -> u32 {
 const fn held_as(claim: &Claim) -> u8 {
     match (claim.kind, claim.line) {
         (LockKind::Exclusive, Line::Ignore) => 1,
-        (LockKind::Semaphore, _) => 2,
+        (LockKind::Semaphore, Line::Ignore) => 2,
+        (LockKind::Semaphore, Line::Respect | Line::Join) => 6,
         (LockKind::Exclusive, Line::Respect | Line::Join) => 3,
         (LockKind::ReadWrite, _) => {
             if claim.is_shared {
@@ -558,7 +559,7 @@ const fn held_as(claim: &Claim) -> u8 {
 pub(super) const fn lock_kind(held_as: u64) -> Option<LockKind> {
     match held_as {
         1 | 3 => Some(LockKind::Exclusive),
-        2 => Some(LockKind::Semaphore),
+        2 | 6 => Some(LockKind::Semaphore),
         4 | 5 => Some(LockKind::ReadWrite),
         _ => None,
     }
