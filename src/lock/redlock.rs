@@ -358,7 +358,13 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
 
     async fn release(&self, lock: &LockKey, token: &Token) -> Result<Released, StoreError> {
         let (lock, token, quorum) = (*lock, *token, self.quorum());
+        let all = self.stores.len();
         let count = |answers: &Answers<GivenBack>| answers.iter().flatten().flatten().count();
+        // Where one store has forgotten it and another is slow, the slow one decides.
+        let is_decided = move |answers: &Answers<GivenBack>| {
+            let held = answers.iter().flatten().flatten().filter(|answer| answer.released.was_held).count();
+            held >= quorum || count(answers) - held > all - quorum
+        };
         let answers = self
             .give_back(
                 move |stores, i| async move {
@@ -368,7 +374,7 @@ impl<S: LockStore + Send + Sync + 'static> LockStore for Redlock<S> {
                     };
                     Ok(GivenBack { released, is_again })
                 },
-                |answers| count(answers) >= quorum,
+                is_decided,
             )
             .await;
         if count(&answers) < quorum {
