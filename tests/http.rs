@@ -1472,7 +1472,6 @@ async fn an_admitted_grpc_call_gets_the_inner_answer_and_both_fields() {
     assert_eq!(answer.headers.len(), 2, "no status of ours");
 }
 
-/// The subjects and descriptions in the quota failure of a status.
 // The fields of an upstream.
 
 /// The fields of three upstreams.
@@ -1637,6 +1636,7 @@ async fn plan_is_found_by_the_api_key_of_an_axum_request() {
     assert!(!format!("{plans:?} {app:?}").contains("the-key-of"), "{plans:?} {app:?}");
 }
 
+/// The subjects and descriptions in the quota failure of a status.
 fn violations(status: &tonic::Status) -> Vec<(String, String)> {
     let failure = status.get_details_quota_failure().expect("a quota failure");
     failure.violations.into_iter().map(|violation| (violation.subject, violation.description)).collect()

@@ -3182,8 +3182,9 @@ async fn no_such_route_is_not_recorded_and_a_404_of_a_handler_is() {
     let routes =
         move || Router::new().route("/a", post(not_found)).route("/b/{id}", post(no_body)).route("/c", get(""));
     let own = |router: Router| router.layer(guard());
-    // The router, what is asked for, the status, and whether it is recorded.
-    let routers: Vec<(&str, Router, [(&str, u16, bool); 4])> = vec![
+    // The path, the status, and whether it is recorded.
+    type Requests = [(&'static str, u16, bool); 4];
+    let routers: Vec<(&str, Router, Requests)> = vec![
         ("layer", own(routes()), [("/a", 404, true), ("/b/7", 404, true), ("/c", 405, false), ("/none", 404, false)]),
         (
             "route_layer",

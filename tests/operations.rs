@@ -19,7 +19,7 @@ use tollgate::idempotency::{
     Answer, Done, Failed, IdempotencyAdmin, IdempotencyHandle, IdempotencyStore, Keep, OnUnknown, Operation,
     OperationError, Operations,
 };
-use tollgate::lock::{Scope, Segmented};
+use tollgate::lock::{RunError, Scope, Segmented};
 use tollgate::testing::{Failure, FaultStore, Verb};
 use tollgate::{BoxError, ConfigError, LockError, Locks, MemoryBackend, RedisBackend};
 
@@ -272,7 +272,7 @@ async fn what_never_had_all_of_its_locks_is_begun_again() {
     };
     let refused = pay().await;
     let Err(OperationError::Failed(error)) = &refused else { panic!("{refused:?}") };
-    assert!(error.downcast_ref::<LockError>().is_some_and(LockError::is_busy), "{error:?}");
+    assert!(error.downcast_ref::<RunError<&str>>().is_some_and(RunError::is_busy), "{error:?}");
     // As soon as it is lost.
     let waited = begun.elapsed();
     assert!(waited >= Duration::from_secs(2) && waited < Duration::from_millis(2_100), "{waited:?}");

@@ -35,13 +35,11 @@ use crate::key::{ExtractKey, Key, Or, first_of};
 /// let by_user = |request: &Request<()>| request.extensions().get::<User>().map(|user| user.id);
 /// let by_token = bearer_token();
 ///
-/// # fn main() -> Result<(), http::Error> {
 /// let request = Request::builder().header("authorization", "bearer  mF_9.B5f-4.1JqM").extension(User { id: 7 }).body(())?;
 /// let same = Request::builder().header("authorization", "Bearer mF_9.B5f-4.1JqM").body(())?;
 /// assert_eq!(by_user.extract_key(&request), Some(7.into()));
 /// assert_eq!(by_token.extract_key(&request), by_token.extract_key(&same));
-/// # Ok(())
-/// # }
+/// # Ok::<(), http::Error>(())
 /// ```
 #[must_use]
 pub const fn bearer_token() -> BearerTokenKey {

@@ -1,5 +1,5 @@
 use std::collections::HashMap;
-use std::hash::{BuildHasher as _, Hash as _, Hasher as _, RandomState};
+use std::hash::{BuildHasher as _, RandomState};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use crate::key::Key;
@@ -17,9 +17,7 @@ pub(super) struct PerScope {
 impl PerScope {
     /// Counts one more, unless the scope has `most` already. Answers what to [give back](Self::leave).
     pub(super) fn enter(&self, scope: &Key, most: usize) -> Option<u64> {
-        let mut hasher = self.hasher.build_hasher();
-        scope.as_hashed().hash(&mut hasher);
-        let hash = hasher.finish();
+        let hash = self.hasher.hash_one(scope.as_hashed());
         let mut part = self.part(hash);
         let count = part.entry(hash).or_default();
         if *count >= most {

@@ -2,7 +2,7 @@
 
 use super::*;
 use crate::backend::redis::Inner;
-use crate::lock::{Acquired, Claim, Line, LockKey, LockStore, Released, Renewal, Token};
+use crate::lock::{Acquired, Claim, Line, LockKey, LockKind, LockStore, Released, Renewal, Token};
 use std::sync::Arc;
 
 #[derive(Clone, Debug)]
@@ -347,6 +347,7 @@ fn run_line_trace(trace: &[LineStep], pair: &mut Pair, turn: usize) -> Result<()
             LineVerb::Join | LineVerb::Try => {
                 let joins = matches!(step.verb, LineVerb::Join);
                 let claim = Claim {
+                    kind: LockKind::ReadWrite,
                     permits: if reads(step.token) { READERS } else { 1 },
                     is_shared: reads(step.token),
                     line: if joins { Line::Join } else { Line::Respect },
