@@ -96,7 +96,7 @@
 //! | [block](Limiter::block) | ends later by as much as the clock was set back | ends early |
 //!
 //! A [correction](RateLimitHandle) gives nothing back for a request that was charged before the clock was set back, unless the clock has caught up
-//! with that charge.
+//! with that charge. If a new window has begun meanwhile, such a correction can free units of the new window, except in a sliding log.
 //!
 //! # Trying a limit
 //!
