@@ -21,10 +21,10 @@ use tokio::sync::{mpsc, oneshot, watch};
 use tokio::task::{JoinHandle, JoinSet, block_in_place};
 use tokio::time::{sleep, timeout};
 use tollgate::delay_queue::{CircuitBreaker, DelayQueue, DelayQueueWorker, Job, WorkerError};
-use tollgate::idempotency::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload};
+use tollgate::idempotency::{Begun, Claim, Completion, Digest, IdempotencyStore, Operation, Payload, RecordBound};
 use tollgate::lock::{Acquired, LockAdmin, LockKey, LockStore, Release, Renewal, Token};
 use tollgate::rate_limit::{Decision, RateLimitStore, Request};
-use tollgate::{BoxError, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions};
+use tollgate::{BoxError, Key, Limiter, Locks, Policy, Quota, RedisBackend, RedisOptions};
 use tower::service_fn;
 
 mod behind_sentinels {
@@ -479,30 +479,40 @@ mod on_a_cluster {
     async fn what_was_begun_is_brought_to_its_end_while_its_slot_is_on_its_way() {
         let cluster = Cluster::start();
         let backend = connect(&cluster.url()).await;
-        let slot = |tag: &str| cluster.nodes[0].query::<u16>(&format!("CLUSTER KEYSLOT {{{tag}}}"));
         let locks = Locks::new(backend.clone()).deadline(Duration::from_secs(2));
         let taken = [locks.lock("a").await.unwrap(), locks.clone().fair().lock("b").await.unwrap()];
         let (lease, retention) = (Duration::from_secs(60), Duration::from_secs(60));
-        let claims = ["done", "given-back"].map(|key| {
+        // Those without a bound of their caller, and one whose record is counted.
+        let claims = [("done", None), ("given-back", None), ("counted", Some(100))].map(|(key, most)| {
             let token = Token::random().unwrap();
-            (Operation::new("scope", key), Claim::new(token, Digest::default(), lease, retention))
+            let mut claim = Claim::new(token, Digest::default(), lease, retention);
+            claim.bound = most.map(|most| RecordBound { scope: Key::new("caller"), most });
+            (Operation::new("scope", key), claim)
         });
         for (operation, claim) in &claims {
             assert!(matches!(backend.begin(operation, claim).await.unwrap(), Begun::Granted { .. }));
         }
-        let tags = ["lock:default:a", "lock:default:b", "idempotency:20", "idempotency:54"];
-        for slot in tags.map(slot) {
+        // The count is gone, so the slot of that record has only one of the two keys.
+        for primary in &cluster.nodes[..3] {
+            for count in primary.query::<Vec<String>>("KEYS *:records") {
+                assert_eq!(primary.query::<u64>(&format!("DEL {count}")), 1);
+            }
+        }
+        let slots: Vec<_> = (0..3).flat_map(|primary| cluster.slots_with_keys(primary)).collect();
+        for slot in slots {
             let to = (cluster.owner(slot) + 1) % 3;
             block_in_place(|| cluster.open(slot, to));
         }
         for lease in taken {
             assert_eq!(lease.release().await.unwrap(), Release::Released);
         }
-        let [(done, claim), (given_back, other)] = claims;
+        let [(done, claim), given_back, counted] = claims;
         let payload = Payload::default();
         let completion = Completion::new(*b"done", payload, retention);
         assert!(backend.complete(&done, &claim.token, &completion).await.unwrap());
-        assert!(IdempotencyStore::release(&backend, &given_back, &other).await.unwrap());
+        for (operation, claim) in [given_back, counted] {
+            assert!(IdempotencyStore::release(&backend, &operation, &claim).await.unwrap());
+        }
         let admin = LockAdmin::new(backend.clone()).namespace("default");
         assert_eq!(admin.force_unlock("b").await.unwrap().holders, 0);
     }

@@ -3,7 +3,7 @@ use std::time::Duration;
 use futures_util::future::try_join_all;
 use redis::Value;
 
-use super::error::unexpected_reply;
+use super::error::{is_refused_for_now, unexpected_reply};
 use super::keys::PARTS;
 use super::lock_registry::scan;
 use super::subscriber::Interest;
@@ -19,7 +19,8 @@ use crate::lock::{Cursor, Scope, Token, Wakeups};
 impl IdempotencyStore for RedisBackend {
     async fn begin(&self, operation: &Operation, claim: &Claim) -> Result<Begun, StoreError> {
         let Inner { servers, keys, scripts, .. } = &*self.inner;
-        let (record, (records, most)) = (keys.idempotency(operation), self.bound(operation, claim));
+        let record = keys.idempotency(operation);
+        let (records, most) = self.bound(&record, operation, claim);
         let reply = scripts.idempotency_begin(servers, [&record, &records], claim, most).await?;
         begun(&reply).ok_or_else(|| unexpected_reply(&reply))
     }
@@ -56,10 +57,17 @@ impl IdempotencyStore for RedisBackend {
 
     async fn release(&self, operation: &Operation, claim: &Claim) -> Result<bool, StoreError> {
         let Inner { keys, scripts, locks, .. } = &*self.inner;
-        let (record, (records, most)) = (keys.idempotency(operation), self.bound(operation, claim));
-        let (channel, names) = (keys.done(operation), [&*record, &*records]);
+        let (record, channel) = (keys.idempotency(operation), keys.done(operation));
+        let (records, most) = self.bound(&record, operation, claim);
         let publish = (self.publish(), &*channel);
-        is_done(&scripts.idempotency_release(locks.apart(), names, &claim.token, most, publish).await?)
+        let release =
+            |records, most| scripts.idempotency_release(locks.apart(), [&record, records], &claim.token, most, publish);
+        let reply = match release(&records, most).await {
+            // While the slot moves, a node may have only one of the keys. The record matters; the count corrects itself when the record would have ended.
+            Err(error) if is_refused_for_now(&error) => release(&record, 0).await?,
+            reply => reply?,
+        };
+        is_done(&reply)
     }
 
     async fn watch(&self, operation: &Operation) -> Wakeups {
@@ -73,14 +81,15 @@ impl IdempotencyStore for RedisBackend {
 }
 
 impl RedisBackend {
-    /// Where the records of a caller are counted, and how many there may be; 0 if they are not counted.
-    fn bound(&self, operation: &Operation, claim: &Claim) -> (String, u64) {
+    /// Where the records of a caller are counted, and how many there may be. If they are not counted, the number is 0 and the key that of the
+    /// record: a script with a single key is not refused while its slot moves.
+    fn bound(&self, record: &str, operation: &Operation, claim: &Claim) -> (String, u64) {
+        let Some(bound) = claim.bound.as_ref().filter(|bound| bound.most > 0) else { return (record.to_owned(), 0) };
         let Inner { servers, keys, .. } = &*self.inner;
         // All keys of a script are in one slot, so on a cluster there is a count for each part.
         let is_cluster = servers.is_cluster();
-        let (scope, most) = claim.bound.as_ref().map_or((operation.scope(), 0), |bound| (&bound.scope, bound.most));
-        let most = if is_cluster && most > 0 { share(most) } else { most };
-        (keys.records(scope, operation, is_cluster), most.min(MOST_COUNTED))
+        let most = if is_cluster { share(bound.most) } else { bound.most };
+        (keys.records(&bound.scope, operation, is_cluster), most.min(MOST_COUNTED))
     }
 }
 
