@@ -34,7 +34,7 @@
 -- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
 -- Repeat   harmless for what is finished: it is gone, or lost. What was claimed the first time comes back when its leases have ended
 -- Value    jobs: 1 byte version 1, 6 bytes when it was pushed and 6 bytes when it is due in ms; then 1 byte priority (0 to 2) and 4 times
---          how long it is unique (0 not, 1 while it is there, 2 while it waits, 3 for a time), 2 bytes how many attempts it has, 2 bytes
+--          how long it is unique (0 not, 1 while it is there, 2 while it waits, 3 for a time, 7 also if it is cancelled), 2 bytes how many attempts it has, 2 bytes
 --          how many are over, 1 byte why the last one has failed (0 it did not, 1 failed, 2 lease expired, 3 refused, 4 undecodable),
 --          2 bytes the length of its error, 1 byte that of its unique key, 4 bytes that of its headers, big endian; then the unique key,
 --          the error, the headers and the payload. unique: 6 bytes until when in ms, 0 while the job is there; then the id. runs: see
@@ -89,6 +89,11 @@ local latest = now
 local has_rare = redis.call('EXISTS', high, low, dead, unique, cancels, snoozed, idle) > 0
 local has_unique = has_rare and redis.call('EXISTS', unique) == 1
 local has_cancels = has_rare and redis.call('EXISTS', cancels) == 1
+if has_cancels and redis.call('EXISTS', leases) == 0 and redis.call('HLEN', cancels) > 0 then
+  -- Without its lease, which a full server may have evicted, no cancelled run ever ends. HLEN fails where the key is not ours.
+  redis.call('DEL', cancels)
+  has_cancels = false
+end
 
 local function free(key, id)
   local holder = redis.call('HGET', unique, key)
@@ -106,7 +111,7 @@ local function key_of(record)
   return is_job(record) and record:byte(14) > 3 and record:sub(27, 26 + record:byte(22))
 end
 
--- Returns a snoozed job to its due set.
+-- Returns a snoozed job to its due set. Answers how many bytes were read.
 local function resume(id)
   local record = redis.call('ZREM', snoozed, id) == 1 and redis.call('HGET', jobs, id)
   if record then
@@ -118,6 +123,7 @@ local function resume(id)
     redis.call('ZADD', set, score, id)
     keep(set, math.max(score - now, 0) + keep_ms)
   end
+  return record and #record or 0
 end
 
 -- Ends the run of a cancelled job, so that a job of the same id or unique key can be claimed. Answers whether the job was cancelled.
@@ -318,9 +324,14 @@ if limit > 0 then
     write()
     read, bytes = 0, 0
   end
-  local awake = has_rare and redis.call('ZRANGEBYSCORE', snoozed, '-inf', now, 'LIMIT', 0, 64) or {}
+  -- At least as many as may be claimed.
+  local awake = has_rare and redis.call('ZRANGEBYSCORE', snoozed, '-inf', now, 'LIMIT', 0, math.max(limit, 64)) or {}
+  local resumed = 0
   for i = 1, #awake do
-    resume(awake[i])
+    if resumed >= enough then
+      break
+    end
+    resumed = resumed + resume(awake[i])
   end
   local rotten = has_rare and redis.call('ZRANGEBYSCORE', dead, '-inf', now - dead_ms, 'LIMIT', 0, 64) or {}
   local excess = has_rare and redis.call('ZCARD', dead) - #rotten - dead_max or 0

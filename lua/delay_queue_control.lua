@@ -25,7 +25,7 @@
 --          (of a cancelled job that is running: 2, its worker will be told), 2 it is running, 3 it is dead. counts: {waiting, due, running,
 --          dead, oldest_ms (-1 if none is due), is_paused}. list: {id, record, ...}. pause: 1. drain: how many. release_unique: 1 it was held, or 0. replay, forget: 1 or 0 an id; one
 --          whose unique key another job holds is not replayed, and where records make 1 MiB the rest of the ids has no answer
--- Errors   TOLLGATE if the state was not written by these scripts; WRONGTYPE
+-- Errors   TOLLGATE if the state was not written by these scripts, or the job that cancel is to end; WRONGTYPE
 -- Repeat   harmless: what was removed is not there; a delay counts from now on again
 local jobs, high, normal, low, leases, dead = KEYS[1], KEYS[2], KEYS[3], KEYS[4], KEYS[5], KEYS[6]
 local unique, cancels, state, idle, runs, snoozed = KEYS[7], KEYS[8], KEYS[9], KEYS[10], KEYS[11], KEYS[12]
@@ -92,11 +92,13 @@ local function is_job(record)
   return #record > 25 and record:byte(1) == 1 and record:byte(14) % 4 < 3
 end
 
--- Lets others have the unique key of a job, one that is held for a time unless `keeps` is '1'. Answers which key that is, if the job held it.
+-- Lets others have the unique key of a job. One that is held for a time stays if `keeps` is '1', or if a cancellation does not end it.
+-- Answers which key that is, if the job held it.
 local function free(record, id, keeps)
   local key = is_job(record) and record:byte(14) > 3 and record:sub(27, 26 + record:byte(22))
   local holder = key and redis.call('HGET', unique, key)
-  if holder and holder:sub(7) == id and (keeps ~= '1' or holder:sub(1, 6) == '\0\0\0\0\0\0') then
+  local is_kept = keeps == '1' or (key and record:byte(14) > 15)
+  if holder and holder:sub(7) == id and (not is_kept or holder:sub(1, 6) == '\0\0\0\0\0\0') then
     redis.call('HDEL', unique, key)
     return key
   end
@@ -183,6 +185,9 @@ if verb == 'cancel' then
     redis.call('ZREM', place, id)
     redis.call('HDEL', jobs, id)
     free(record, id, ARGV[first + 1])
+  elseif is == 2 and not is_job(record) then
+    -- No lease may ever end it.
+    return redis.error_reply('TOLLGATE the value does not hold a job of version 1')
   elseif is == 2 and redis.call('HDEL', jobs, id) == 1 then
     redis.call('HSET', cancels, '\0' .. id, record)
     local key = free(record, id, ARGV[first + 1])

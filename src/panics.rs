@@ -1,21 +1,22 @@
-use std::any::Any;
 use std::mem;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 
 use tokio::task::JoinError;
 
-/// Drops what a caught panic carries. That is a value of the panicking code, whose `drop` may panic, too.
-pub(crate) fn discard(payload: Box<dyn Any + Send>) {
-    if let Err(second) = catch_unwind(AssertUnwindSafe(|| drop(payload))) {
+/// Drops a value of the user's code, such as a panic payload or an error, whose `drop` may panic.
+pub(crate) fn discard<T>(value: T) {
+    if let Err(second) = catch_unwind(AssertUnwindSafe(|| drop(value))) {
         // Dropping this one might go on like that for ever.
         mem::forget(second);
     }
 }
 
-/// Drops what a task has come to, which may be a panic.
+/// Drops the output of a task, or its panic.
 pub(crate) fn discard_joined<T>(ended: Result<T, JoinError>) {
-    if let Some(payload) = ended.err().and_then(|error| error.try_into_panic().ok()) {
-        discard(payload);
+    match ended.map_err(JoinError::try_into_panic) {
+        Ok(output) => discard(output),
+        Err(Ok(payload)) => discard(payload),
+        Err(Err(_)) => {}
     }
 }
 
@@ -41,5 +42,6 @@ mod tests {
         discard(Box::new(Bomb(1)));
         discard(Box::new(Bomb(u8::MAX)));
         discard_joined(tokio::spawn(async { panic_any(Bomb(3)) }).await);
+        discard_joined(tokio::spawn(async { Err::<(), _>(Bomb(3)) }).await);
     }
 }

@@ -381,6 +381,66 @@ async fn a_priority_that_nobody_knows_holds_up_nobody() {
     assert_eq!((counts.waiting, counts.running, counts.dead), (0, 1, 1));
 }
 
+/// A cancelled record of a later version was taken out of the jobs, and held its id up for half a year.
+#[tokio::test]
+async fn cancellation_leaves_an_unreadable_record_alone() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    queue.push("a".to_owned()).id("a").await.unwrap();
+    let mut connection = server.connection();
+    let jobs = "tollgate:2:{delay_queue:test}:jobs";
+    let record = |connection: &mut redis::Connection| {
+        redis::cmd("HGET").arg(jobs).arg("a").query::<Vec<u8>>(connection).unwrap()
+    };
+    let mut newer = record(&mut connection);
+    newer[0] = 2;
+    let _: u64 = redis::cmd("HSET").arg(jobs).arg("a").arg(&newer).query(&mut connection).unwrap();
+    let error = queue.cancel("a").await.unwrap_err();
+    assert!(matches!(&error, QueueError::Store(error) if error.is_foreign_data()), "{error:?}");
+    assert_eq!(record(&mut connection), newer);
+    assert_eq!(server.query::<u64>("EXISTS tollgate:2:{delay_queue:test}:cancels"), 0);
+    assert_eq!(server.query::<u64>("ZCARD tollgate:2:{delay_queue:test}:due:normal"), 1);
+}
+
+/// No lease is left to end the cancelled run.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn evicted_leases_do_not_hold_up_an_id() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend);
+    queue.push("old".to_owned()).id("a").unique("key").await.unwrap();
+    assert_eq!(backend.claim(&key(), &[], &claim(1)).await.unwrap().jobs.len(), 1);
+    queue.cancel("a").await.unwrap();
+    assert_eq!(server.query::<u64>("DEL tollgate:2:{delay_queue:test}:leases"), 1);
+    queue.push("new".to_owned()).id("a").unique("key").await.unwrap();
+    let claimed = backend.claim(&key(), &[], &claim(1)).await.unwrap();
+    assert_eq!(claimed.jobs.iter().map(|job| job.job.id.as_str()).collect::<Vec<_>>(), ["a"]);
+    assert_eq!(server.query::<u64>("EXISTS tollgate:2:{delay_queue:test}:cancels"), 0);
+}
+
+/// Snoozed jobs are read when they return, so that one claim returns about as many bytes as it may take.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn large_snoozed_jobs_return_in_several_claims() {
+    let server = RedisServer::start();
+    let backend = connect(&server).await;
+    let queue = queue(&backend).max_size(1 << 20);
+    for _ in 0..8 {
+        queue.push("x".repeat(400_000)).await.unwrap();
+    }
+    let mut tickets = Vec::new();
+    while tickets.len() < 8 {
+        tickets.extend(backend.claim(&key(), &[], &claim(8)).await.unwrap().jobs.iter().map(ClaimedJob::ticket));
+    }
+    let delay = Duration::from_millis(10);
+    let finishes: Vec<_> = tickets.into_iter().map(|ticket| Finish::new(ticket, Ending::Snooze { delay })).collect();
+    backend.claim(&key(), &finishes, &claim(0)).await.unwrap();
+    sleep(2 * delay).await;
+    let claimed = backend.claim(&key(), &[], &claim(1)).await.unwrap();
+    assert!(claimed.more && claimed.jobs.len() == 1);
+    assert_eq!(server.query::<u64>("ZCARD tollgate:2:{delay_queue:test}:snoozed"), 5);
+}
+
 /// It happened that Redis took a very large number for no number, and who asked for it for a server that fails.
 #[tokio::test(flavor = "multi_thread", worker_threads = 2)]
 async fn whoever_skips_more_jobs_than_there_can_be_sees_none() {
@@ -887,7 +947,7 @@ async fn job_of_a_killed_worker_is_taken_over_when_its_lease_ends() {
         let taken = timeout(Duration::from_secs(15), is_taken.recv()).await.unwrap().unwrap();
         peer.abort();
         let late = taken.duration_since(SystemTime::UNIX_EPOCH).unwrap().as_secs_f64() * 1e3 - ends[0].1;
-        assert!((-1.0..1_000.0).contains(&late), "queue {number} was late by {late} ms");
+        assert!((-1.0..500.0).contains(&late), "queue {number} was late by {late} ms");
     };
     join_all((0..4).map(race)).await;
 }

@@ -2190,6 +2190,22 @@ async fn recurring_jobs_are_what_is_said_of_them_and_go_when_their_schedule_does
     assert!(!retire().await.unwrap());
 }
 
+#[tokio::test(start_paused = true)]
+async fn cancelled_occurrence_is_not_pushed_again() {
+    let queue = queue(MemoryBackend::new());
+    let recurring = || Recurring::new(queue.clone(), Schedule::cron("yearly", "0 0 1 1 *").unwrap(), |_| 7);
+    recurring().run_until(sleep(secs(1))).await;
+    let jobs = queue.list(State::Waiting, 0, 10).await.unwrap();
+    assert_eq!(jobs.len(), 1);
+    assert_eq!(queue.cancel(jobs[0].id).await.unwrap(), Cancelled::Removed);
+    recurring().run_until(sleep(secs(1))).await;
+    assert!(is_empty(&queue).await);
+    // Unless its key is released.
+    assert!(queue.release_unique(jobs[0].id.as_str()).await.unwrap());
+    recurring().run_until(sleep(secs(1))).await;
+    assert_eq!(queue.counts().await.unwrap().waiting, 1);
+}
+
 /// A panic carries one of these: dropping it panics, too.
 struct Bomb;
 
@@ -2265,6 +2281,54 @@ async fn worker_survives_panic_payloads_whose_drop_panics() {
     queue.push(5).await.unwrap();
     let error = DelayQueueWorker::new(queue, Asked).run().await.unwrap_err();
     assert!(matches!(error, WorkerError::Service(_)), "{error:?}");
+}
+
+#[tokio::test(start_paused = true)]
+async fn worker_survives_what_cancelled_jobs_answer_with() {
+    /// An error that panics when it is dropped.
+    #[derive(Debug)]
+    struct Fused(#[expect(dead_code)] Option<Fuse>);
+    #[derive(Debug)]
+    struct Fuse;
+    impl Drop for Fuse {
+        fn drop(&mut self) {
+            std::panic::panic_any(Bomb)
+        }
+    }
+    impl fmt::Display for Fused {
+        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+            f.write_str("fused")
+        }
+    }
+    impl std::error::Error for Fused {}
+
+    let queue = queue(MemoryBackend::new());
+    let service = service_fn(async |job: Job<u32>| {
+        if *job < 3 {
+            job.cancellation().cancelled().await;
+        }
+        match *job {
+            1 => std::panic::panic_any(Bomb),
+            2 => Err(Fused(Some(Fuse))),
+            _ => Ok(()),
+        }
+    });
+    let worker = DelayQueueWorker::new(queue.clone(), service).lease(secs(3)).abort_after(secs(20));
+    let events = worker.events();
+    let worker = Background::start(worker);
+    for job in 1..=2_u32 {
+        queue.push(job).id(job.to_string()).await.unwrap();
+    }
+    sleep(secs(1)).await;
+    for job in 1..=2_u32 {
+        assert_eq!(queue.cancel(job.to_string()).await.unwrap(), Cancelled::Told);
+    }
+    sleep(secs(3)).await;
+    queue.push(3).await.unwrap();
+    sleep(secs(1)).await;
+    assert!(is_empty(&queue).await);
+    worker.stop().await;
+    assert_eq!(told(events).await, ["started", "started", "cancelled", "cancelled", "started", "done"]);
 }
 
 #[tokio::test(start_paused = true)]

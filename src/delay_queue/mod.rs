@@ -147,8 +147,8 @@
 //! What repeats itself is pushed by `Recurring` (feature `cron`): a cron pattern in a time zone, by any number of processes, and there once.
 //!
 //! Whoever waits for jobs sleeps until the next one is due, by a timer of its own that is set by the store's clock. A job that comes earlier
-//! wakes one worker, by a message on a connection of its own. A few of the others look as well when a lease of a running job should have been
-//! extended, so that the jobs of a worker that dies are taken over in time. Messages get lost, so each worker looks every five seconds in any
+//! wakes one worker, by a message on a connection of its own. A few of the others look as well 200 to 350 ms after the first lease has
+//! ended, so that the jobs of a worker that dies are taken over in time. Messages get lost, so each worker looks every five seconds in any
 //! case, in each part of a [split](DelayQueue::split) queue, and that is all that an idle one does. A worker that has no time for what is due
 //! lets another one know. Within a process nothing gets lost, and an idle worker does nothing. One whose jobs run looks there, too: a job that
 //! [blocks its thread](DelayQueueWorker#leases) may hold up what it has pushed itself.
@@ -185,7 +185,7 @@
 //! | `tollgate_job_lateness_seconds` | a histogram: how long after it was due a job was claimed; of a snoozed job since it was first due |
 //! | `tollgate_job_seconds` | a histogram: how long attempts ran |
 //! | `tollgate_jobs_running` | jobs that run in this process |
-//! | `tollgate_jobs_oldest_due_seconds` | for how long the oldest job that nobody has claimed is due: as the store has said to a worker of this process within five seconds, unless it fails. 0 if nothing is due, **and when a worker has ended**, until another one of this process has asked |
+//! | `tollgate_jobs_oldest_due_seconds` | for how long the oldest job that nobody has claimed is due: as the store has said to a worker of this process within five seconds, unless it fails. A snoozed job that has returned counts since it was first due. 0 if nothing is due, **and when a worker has ended**, until another one of this process has asked |
 //! | `tollgate_job_store_errors_total` | calls that the store has failed: of workers, of those who push, and of those who change or look at what is there |
 //! | `tollgate_job_pushes_total` | jobs that were pushed, by `outcome`: `new`, `exists`, `full`, `failed` (by the store, or it was not asked, or nobody waited for its answer). Not those of a [pipeline](PreparedPush) of one's own |
 //! | `tollgate_job_circuit_transitions_total` | [circuits](DelayQueue::circuit_breaker) that opened and closed, by `state`: `open`, `closed` |

@@ -60,7 +60,7 @@ impl Outcome {
         Self::new(Kind::Retry(delay))
     }
 
-    /// The job waits for `delay`, and the attempt does not count.
+    /// The job waits for `delay`, at least 10 ms, and the attempt does not count. Then it goes before jobs of its priority that are due later.
     #[must_use]
     pub const fn snooze(delay: Duration) -> Self {
         Self::new(Kind::Snooze(delay))
@@ -154,7 +154,7 @@ impl Verdict {
         if let Some(said) = cause.downcast_ref::<Said>() {
             return Some(match &said.kind {
                 Kind::Retry(delay) => Self::Ends(Ending::Retry { delay: bounded(*delay), error: note(whole) }),
-                Kind::Snooze(delay) => Self::Ends(Ending::Snooze { delay: bounded(*delay) }),
+                Kind::Snooze(delay) => Self::Ends(Ending::Snooze { delay: bounded(*delay).max(SHORTEST_SNOOZE) }),
                 Kind::Dead(_) => Self::Ends(Ending::Dead { reason: Reason::Refused, error: note(whole) }),
                 Kind::Cancel => Self::Cancelled,
             });
@@ -261,6 +261,12 @@ mod tests {
         assert_eq!(verdict(Outcome::snooze(delay)), Verdict::Ends(Ending::Snooze { delay }));
         assert_eq!(verdict(deep()), Verdict::Ends(Ending::Snooze { delay }));
         assert_eq!(verdict(Wrapped(Outcome::cancel().into())), Verdict::Cancelled);
+    }
+
+    #[test]
+    fn snoozed_job_waits_for_a_moment_at_least() {
+        let snoozed = verdict(Outcome::snooze(Duration::ZERO));
+        assert_eq!(snoozed, Verdict::Ends(Ending::Snooze { delay: SHORTEST_SNOOZE }));
     }
 
     fn limited(decision: Decision) -> RateLimited {

@@ -165,7 +165,7 @@ impl Push {
         if let Due::In(delay) = self.due {
             check_delay(delay)?;
         }
-        if let Some(Unique { span: UniqueFor::Time(time), .. }) = self.unique {
+        if let Some(Unique { span: UniqueFor::Time(time) | UniqueFor::Occurrence(time), .. }) = self.unique {
             check_delay(time)?;
         }
         let id = match self.id {

@@ -353,7 +353,9 @@ impl<T, C> DelayQueue<T, C> {
     /// [`forget_ids`](Self::forget_ids).
     ///
     /// The id and the unique key are free at once, also for the time that [`UniqueFor::Time`](super::UniqueFor::Time) says, unless you
-    /// [keep](Cancel::keep_unique) that key. A job that you push under the same id or key while the cancelled one still runs is kept. Workers claim it
+    /// [keep](Cancel::keep_unique) that key. The key of a `Recurring` job [stays](super::UniqueFor::Occurrence).
+    ///
+    /// A job that you push under the same id or key while the cancelled one still runs is kept. Workers claim it
     /// when that run has ended, or its lease has. Until then [`get`](Self::get) answers the new job, and [`list`](Self::list) has both.
     ///
     /// ```

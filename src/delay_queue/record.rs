@@ -79,6 +79,9 @@ pub enum UniqueFor {
     /// until it is removed: each later push removes up to two of them, and in memory, where they take room from all queues, more if there is none left.
     /// So do claims there.
     Time(Duration),
+    /// As [`Time`](Self::Time), and [`cancel`](super::DelayQueue::cancel) and [`drain`](super::DelayQueue::drain) do not end the time. Only
+    /// [`release_unique`](super::DelayQueue::release_unique) does. The jobs of `Recurring` use it, so that a cancelled occurrence is not pushed again.
+    Occurrence(Duration),
 }
 
 /// A job to be pushed.

@@ -315,7 +315,10 @@ impl<T, S, C> Runner<T, S, C> {
         }
         let delay = || self.settings.backoff.delay(attempt);
         let settled = match (ended.map(|(_, answer)| answer), running.stop) {
-            (_, Some(Stop::Cancelled)) => Settled::cancelled(ticket),
+            (answer, Some(Stop::Cancelled)) => {
+                discard_joined(answer);
+                Settled::cancelled(ticket)
+            }
             (Ok(Ok(())), _) => Settled::new(ticket, Ending::Done),
             (Ok(Err(error)), stop) => {
                 let backoff = &self.settings.backoff;

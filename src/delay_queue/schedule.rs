@@ -133,6 +133,9 @@ fn invalid(error: &dyn Error) -> ConfigError {
 /// So a schedule that is changed or not used any more has a job left, and those of the times in between as well where the clock of one who pushed is
 /// ahead. They come at their times in any case: [`retire`](Self::retire) removes them.
 ///
+/// To leave out one time, [cancel](DelayQueue::cancel) its job: no `Recurring` pushes that time again. If the job is to come after all,
+/// [release](DelayQueue::release_unique) the unique key, which is the id of the job, before the next `Recurring` starts.
+///
 /// ```
 /// use std::time::Duration;
 /// use tollgate::delay_queue::{DelayQueue, Recurring, Schedule};
@@ -198,7 +201,7 @@ where
             let id = JobId::from(self.schedule.id(time));
             // One that runs would be told to give up.
             if self.queue.get(id).await?.is_some_and(|job| job.state == State::Waiting) {
-                is_removed |= self.queue.cancel(id).keep_unique().await? == Cancelled::Removed;
+                is_removed |= self.queue.cancel(id).await? == Cancelled::Removed;
             }
         }
         Ok(is_removed)
@@ -275,7 +278,7 @@ where
             // Whoever has the time behind us finds the key when the job is done and forgotten.
             let span = time.duration_since(self.clock.now()).unwrap_or_default() + APART;
             let push = (self.terms)(self.queue.push(&payload));
-            match push.id(&*id).at(time).unique_for(&*id, UniqueFor::Time(span)).await {
+            match push.id(&*id).at(time).unique_for(&*id, UniqueFor::Occurrence(span)).await {
                 Ok(_) => return,
                 Err(error @ (QueueError::Store(_) | QueueError::Full { .. })) => {
                     if !mem::replace(&mut is_told, true) {

@@ -275,6 +275,29 @@ pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
     assert_eq!(add(&store, while_there("e")).await, Admission::New);
 }
 
+/// The unique key of an occurrence stays until its time is over, although the job is cancelled or drained.
+pub async fn key_of_an_occurrence_outlives_its_cancellation<S: DelayQueueStore>(store: S) {
+    let occurrence = |id| with_key(id, UniqueFor::Occurrence(LONG * 60));
+    let (user, [a, b]) = ("user".into(), ["a", "b"].map(JobId::from));
+    assert_eq!(add(&store, occurrence("a")).await, Admission::New);
+    let stored = store.get(&queue(), &a).await.unwrap().unwrap();
+    assert_eq!(stored.unique.unwrap().span, UniqueFor::Occurrence(LONG * 60));
+    assert_eq!(store.cancel(&queue(), &a, false).await.unwrap(), Cancelled::Removed);
+    assert_eq!(add(&store, occurrence("a")).await, Admission::Exists(a));
+    assert!(store.release_unique(&queue(), &user).await.unwrap());
+
+    assert_eq!(add(&store, occurrence("a")).await, Admission::New);
+    let jobs = take(&store, &["a"]).await;
+    assert_eq!(store.cancel(&queue(), &a, false).await.unwrap(), Cancelled::Told);
+    assert_eq!(finish(&store, &jobs[0], retry(Duration::ZERO)).await, Finished::Cancelled);
+    assert_eq!(add(&store, occurrence("b")).await, Admission::Exists(a));
+    assert!(store.release_unique(&queue(), &user).await.unwrap());
+
+    assert_eq!(add(&store, occurrence("b")).await, Admission::New);
+    assert_eq!(store.drain(&queue(), 10, false).await.unwrap(), 1);
+    assert_eq!(add(&store, occurrence("b")).await, Admission::Exists(b));
+}
+
 /// A dead job keeps nobody out, whatever its key is. One that is replayed takes its key again, or stays dead if another one has it.
 pub async fn a_replayed_job_keeps_others_out_again<S: DelayQueueStore>(store: S) {
     let refused = || Ending::Dead { reason: Reason::Refused, error: "no".into() };
@@ -405,6 +428,25 @@ pub async fn snoozed_job_keeps_its_place<S: DelayQueueStore>(store: S) {
     assert_eq!(list(&store, State::Waiting).await, ["l", "0"]);
     assert_eq!(store.reschedule(&queue(), &JobId::from("0"), Due::NOW).await.unwrap(), Changed::Done);
     take(&store, &["0"]).await;
+}
+
+/// A claim gets as many jobs whose snooze is over as it asks for.
+pub async fn claim_takes_as_many_snoozed_jobs_as_it_may<S: DelayQueueStore>(store: S) {
+    let jobs: Vec<_> = (0..100).map(|number| job(&number.to_string())).collect();
+    push(&store, &jobs).await;
+    // In the end, the first of them in priority returns last.
+    push(&store, &[NewJob { priority: Priority::High, ..job("h") }]).await;
+    let all = async || ask(&store, MAX_BATCH).await.jobs;
+    let snooze = |delay| move |job: &ClaimedJob| Finish { ticket: job.ticket(), ending: Ending::Snooze { delay } };
+    let claimed = all().await;
+    assert_eq!(claimed.len(), 101);
+    let mut finishes: Vec<_> = claimed[1..].iter().map(snooze(SHORT)).collect();
+    finishes.push(snooze(SHORT + Duration::from_millis(1))(&claimed[0]));
+    let finished = store.claim(&queue(), &finishes, &claim(0, LONG)).await.unwrap().finished;
+    assert_eq!(finished, [Finished::Done; 101]);
+    sleep(SHORT + Duration::from_millis(3)).await;
+    let claimed = all().await;
+    assert_eq!((claimed.len(), names(&claimed)[0]), (101, "h"));
 }
 
 /// A job that never comes to an end, whose worker dies each time, is dead when its attempts are over.

@@ -365,12 +365,14 @@ macro_rules! delay_queue_contract {
                 a_batch_is_answered_in_order
                 a_unique_key_keeps_others_out
                 removed_job_releases_its_unique_key
+                key_of_an_occurrence_outlives_its_cancellation
                 a_replayed_job_keeps_others_out_again
                 jobs_come_by_priority_then_due_then_id
                 no_more_is_claimed_than_was_asked_for
                 attempts_are_counted_and_given_back
                 what_is_put_back_waits
                 snoozed_job_keeps_its_place
+                claim_takes_as_many_snoozed_jobs_as_it_may
                 a_crash_loop_ends
                 a_cancellation_has_one_outcome
                 new_job_waits_for_the_cancelled_run

@@ -192,7 +192,9 @@ impl Queue {
                 return Admission::Exists(holder.id);
             }
             let until = match unique.span {
-                UniqueFor::Time(time) => Some(now.later + millis(time.min(Due::MAX_DELAY)).max(1)),
+                UniqueFor::Time(time) | UniqueFor::Occurrence(time) => {
+                    Some(now.later + millis(time.min(Due::MAX_DELAY)).max(1))
+                }
                 UniqueFor::WaitingOrRunning | UniqueFor::Waiting => None,
             };
             self.unique.insert(unique.key, Holder { id: job.id, until });
@@ -291,10 +293,11 @@ impl Queue {
         self.release(id, true);
     }
 
-    /// Lets others have the unique key of a job, one that is held for a time only if the caller says so. Answers which key that is, if the job
-    /// held it.
+    /// Lets others have the unique key of a job. One that is held for a time stays if the caller says so, or if a cancellation does not end it.
+    /// Answers which key that is, if the job held it.
     fn release(&mut self, id: &JobId, keeps_time: bool) -> Option<Key> {
-        let key = self.jobs.get(id)?.job.unique?.key;
+        let Unique { key, span } = self.jobs.get(id)?.job.unique?;
+        let keeps_time = keeps_time || matches!(span, UniqueFor::Occurrence(_));
         let is_released = |holder: &Holder| holder.id == *id && !(keeps_time && holder.until.is_some());
         let is_released = self.unique.get(&key).is_some_and(is_released);
         is_released.then(|| self.vacate(&key)).map(|()| key)
@@ -438,7 +441,7 @@ impl Queue {
         let mut expired = (Expired::default(), Vec::new());
         if limit > 0 {
             expired = self.reclaim(now);
-            self.resume_due(now);
+            self.resume_due(limit, now);
             self.trim(claim.dead, now);
             self.sweep(RECLAIMED, now);
         }
@@ -477,9 +480,10 @@ impl Queue {
     }
 
     /// Returns jobs to where they are due that were snoozed until now.
-    fn resume_due(&mut self, now: Now) {
-        let over: Vec<_> =
-            self.snoozed.range(..(now.ms + 1, JobId::LEAST)).take(RECLAIMED).map(|(_, id)| *id).collect();
+    fn resume_due(&mut self, limit: usize, now: Now) {
+        // At least as many as may be claimed.
+        let over = self.snoozed.range(..(now.ms + 1, JobId::LEAST)).take(RECLAIMED.max(limit));
+        let over: Vec<_> = over.map(|(_, id)| *id).collect();
         for id in over {
             self.resume(&id);
         }

@@ -88,6 +88,7 @@ fn job_traces() -> impl Strategy<Value = Vec<JobStep>> {
         Just(UniqueFor::WaitingOrRunning),
         Just(UniqueFor::Waiting),
         Just(UniqueFor::Time(Duration::from_millis(BRIEF))),
+        Just(UniqueFor::Occurrence(Duration::from_millis(BRIEF))),
     ];
     let unique = prop_oneof![3 => Just(None), 2 => (0..2_u8, span).prop_map(Some)];
     let any_id = || prop_oneof![3 => 0..NAMED, 1 => NAMED..IDS];
@@ -225,7 +226,8 @@ impl Model {
 
     /// Answers which key it has had.
     fn release(&mut self, id: u32, keeps: bool) -> Option<usize> {
-        let key = usize::from(self.find(id)?.unique?.0);
+        let (key, span) = self.find(id)?.unique?;
+        let (key, keeps) = (usize::from(key), keeps || matches!(span, UniqueFor::Occurrence(_)));
         let (holder, until) = self.unique[key]?;
         let is_released = holder == id && !(keeps && until.is_some());
         is_released.then(|| self.unique[key] = None).map(|()| key)
@@ -273,7 +275,7 @@ impl Model {
                 Some((holder, until)) if until.is_none_or(|until| until > now) => return Admission::Exists(id(holder)),
                 _ => {}
             }
-            let until = matches!(span, UniqueFor::Time(_)).then(|| self.after(BRIEF));
+            let until = matches!(span, UniqueFor::Time(_) | UniqueFor::Occurrence(_)).then(|| self.after(BRIEF));
             self.unique[usize::from(key)] = Some((pushing.id, until));
         }
         self.remove(pushing.id);

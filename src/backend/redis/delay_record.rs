@@ -82,7 +82,7 @@ fn is_run(jobs: &[&NewJob]) -> bool {
 fn pack_record(job: &NewJob, out: &mut Vec<u8>) {
     let NewJob { priority, max_attempts, unique, headers, payload, .. } = job;
     let (kind, span) = unique.map_or((0, [0; 6]), |unique| pack_span(unique.span));
-    let span = if kind == 3 { &span[..] } else { &[] };
+    let span = if kind & 3 == 3 { &span[..] } else { &[] };
     let key = unique.as_ref().map(|unique| unique.key.as_bytes()).unwrap_or_default();
     let headers_len = span.len() + headers.iter().map(|(name, value)| 8 + name.len() + value.len()).sum::<usize>();
     out.reserve(HEAD + key.len() + headers_len + payload.len());
@@ -107,6 +107,7 @@ fn pack_span(span: UniqueFor) -> (u8, [u8; 6]) {
         UniqueFor::WaitingOrRunning => (1, 0),
         UniqueFor::Waiting => (2, 0),
         UniqueFor::Time(time) => (3, millis(time.min(Due::MAX_DELAY)).max(1)),
+        UniqueFor::Occurrence(time) => (7, millis(time.min(Due::MAX_DELAY)).max(1)),
     };
     let [_, _, bytes @ ..] = ms.to_be_bytes();
     (kind, bytes)
@@ -226,6 +227,7 @@ pub(super) fn stored_job(id: &[u8], record: &[u8], state: State) -> Option<Store
         1 => Some(UniqueFor::WaitingOrRunning),
         2 => Some(UniqueFor::Waiting),
         3 => Some(UniqueFor::Time(Duration::from_millis(packed.number::<6>()?))),
+        7 => Some(UniqueFor::Occurrence(Duration::from_millis(packed.number::<6>()?))),
         _ => return None,
     };
     let unique = match span {
@@ -301,7 +303,9 @@ mod tests {
 
     #[test]
     fn a_job_comes_back_as_it_was() {
-        for span in [UniqueFor::WaitingOrRunning, UniqueFor::Waiting, UniqueFor::Time(Duration::from_secs(7))] {
+        let time = Duration::from_secs(7);
+        let held = [UniqueFor::Time(time), UniqueFor::Occurrence(time)];
+        for span in [UniqueFor::WaitingOrRunning, UniqueFor::Waiting].into_iter().chain(held) {
             let mut job = NewJob::new(JobId::from("a"), *b"\0payload");
             job.priority = Priority::Low;
             job.max_attempts = 300;
