@@ -21,7 +21,7 @@ use http_body::Frame;
 use http_body_util::combinators::BoxBody;
 use http_body_util::{BodyExt, Full, StreamBody};
 use metrics_util::debugging::{DebugValue, DebuggingRecorder};
-use support::server::{RedisServer, free_port};
+use support::server::{RedisServer, free_port, version, wait_until};
 use tokio::sync::Barrier;
 use tokio::time::{advance, sleep, timeout};
 use tollgate::delay_queue::{Codec, Outcome, Recurring, Schedule};
@@ -1159,6 +1159,68 @@ async fn subscriptions_that_fail_are_one_line_and_one_when_they_work() {
     let failures =
         counters.iter().find(|(key, ..)| key.key().name() == "tollgate_redis_subscription_failures_total").unwrap();
     assert!(matches!(failures.3, DebugValue::Counter(1..)), "{:?}", failures.3);
+}
+
+/// The process connected again a hundred times a second, and the log had nothing of it.
+#[tokio::test]
+async fn connection_that_always_ends_at_once_is_one_line() {
+    let log = Log::default();
+    let _guard = tracing::subscriber::set_default(log.clone());
+    let server = RedisServer::start();
+    let backend = RedisBackend::connect(server.url()).await.unwrap();
+    let _wakeups = LockStore::watch(&backend, &LockKey::new("default", "a"), None).await;
+    let mut ended = 0;
+    for _ in 0..1_000 {
+        ended += server.query::<u32>("CLIENT KILL TYPE pubsub");
+        sleep(Duration::from_millis(3)).await;
+    }
+    assert!((2..25).contains(&ended), "{ended} connections");
+    let lines = || log.lines().into_iter().filter(|line| line.contains("subscribe")).collect::<Vec<_>>();
+    assert_eq!(lines(), ["WARN cannot subscribe to redis; waiters and workers poll meanwhile"]);
+    sleep(Duration::from_secs(3)).await;
+    assert_eq!(lines(), ["INFO subscribed to redis again"]);
+}
+
+/// Twenty times a second it was tried again, without a line or a count.
+#[tokio::test]
+async fn node_that_refuses_its_own_channels_is_one_line() {
+    // Without channels of slots before.
+    if version() < (7, 0) {
+        return;
+    }
+    let args = "--cluster-enabled yes --cluster-config-file nodes.conf --cluster-announce-ip 127.0.0.1 \
+                --cluster-allow-pubsubshard-when-down no";
+    let node = RedisServer::start_with(&args.split_whitespace().collect::<Vec<_>>());
+    node.query::<()>("CLUSTER ADDSLOTSRANGE 0 16383");
+    wait_until("the node serves", || node.text("CLUSTER INFO").contains("cluster_state:ok"));
+    let log = Log::default();
+    let _guard = tracing::subscriber::set_default(log.clone());
+    let url = node.url().replace("redis:", "redis+cluster:");
+    let backend = RedisBackend::connect(url).await.unwrap();
+    node.query::<()>("CLUSTER DELSLOTS 0");
+    wait_until("the node refuses", || node.text("CLUSTER INFO").contains("cluster_state:fail"));
+    let _wakeups = LockStore::watch(&backend, &LockKey::new("default", "a"), None).await;
+    let begun = node.text("INFO stats");
+    sleep(Duration::from_secs(4)).await;
+    let errors = |stats: &str| {
+        let field = stats.lines().find_map(|line| line.strip_prefix("total_error_replies:"));
+        field.unwrap().trim().parse::<u32>().unwrap()
+    };
+    let refused = errors(&node.text("INFO stats")) - errors(&begun);
+    assert!((3..20).contains(&refused), "{refused} refusals");
+    let lines: Vec<_> = log.lines().into_iter().filter(|line| line.contains("subscribe")).collect();
+    assert_eq!(
+        lines,
+        ["WARN cannot subscribe to redis, the node of the slot refuses; waiters and workers poll meanwhile"]
+    );
+    node.query::<()>("CLUSTER ADDSLOTS 0");
+    let listeners = || node.query::<(String, u32)>("PUBSUB SHARDNUMSUB tollgate:2:{lock:default:a}:free").1;
+    let is_heard = async {
+        while listeners() == 0 {
+            sleep(Duration::from_millis(20)).await
+        }
+    };
+    timeout(Duration::from_secs(10), is_heard).await.unwrap();
 }
 
 /// Each look for the map was a line for each of the nodes, twenty times a second.

@@ -1,11 +1,12 @@
 //! Messages of a cluster after its nodes have changed: whatever waits in this process has to hear of everything again.
 
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use tokio::task::block_in_place;
 use tokio::time::sleep;
-use tollgate::RedisBackend;
 use tollgate::delay_queue::DelayQueue;
+use tollgate::lock::{LockKey, LockStore};
+use tollgate::{RedisBackend, RedisOptions};
 
 use super::support::cluster::Cluster;
 use super::support::server::{RedisServer, version, wait_until};
@@ -118,4 +119,53 @@ async fn primary_that_hangs_is_left_by_listeners() {
     });
     sleep((back + SOON).saturating_duration_since(Instant::now())).await;
     assert_in_time(&mut waiting, "after").await;
+}
+
+/// The process went on connecting to it for as long as it had time, and looked at the map only then.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn patient_process_leaves_a_primary_that_hangs() {
+    // The connection is known to be dead long before another node takes over.
+    let cluster = Cluster::start_with(&["--cluster-node-timeout", "5000"]);
+    let old = cluster.primaries()[0];
+    let is_there = |tag: &str| cluster.owner(slot(&cluster, tag)) == old;
+    let patient = RedisOptions::from_url(cluster.url()).unwrap().connect_timeout(Duration::from_secs(60));
+    let hears = patient.connect().await.unwrap();
+    let mut waiting = Waiting::start(connect(&cluster.url()).await, hears, is_there).await;
+    let slot = slot(&cluster, &waiting.tag());
+    let back = block_in_place(|| {
+        cluster.wait_until_whole();
+        cluster.nodes[old].pause();
+        cluster.wait_for_another_owner(slot, old).0
+    });
+    sleep((back + SOON).saturating_duration_since(Instant::now())).await;
+    assert_in_time(&mut waiting, "after").await;
+}
+
+/// It was kept, and asked every second whether it is alive.
+#[tokio::test(flavor = "multi_thread", worker_threads = 2)]
+async fn connection_ends_when_its_node_has_no_channel_any_more() {
+    // Before it all nodes send everything.
+    if version() < (7, 0) {
+        return;
+    }
+    let cluster = Cluster::start();
+    let backend = connect(&cluster.url()).await;
+    let wakeups = LockStore::watch(&backend, &LockKey::new("default", "a"), None).await;
+    let slot = slot(&cluster, "lock:default:a");
+    let old = cluster.owner(slot);
+    let new = cluster.primaries().into_iter().find(|&node| node != old).unwrap();
+    let listeners = |node: usize| cluster.nodes[node].text("CLIENT LIST TYPE pubsub");
+    block_in_place(|| {
+        wait_until("the lock is listened to", || listeners(old).lines().count() == 1);
+        // `id=12 addr=...`
+        let connection = listeners(old).split(' ').next().unwrap().to_owned() + " ";
+        let is_open = || cluster.nodes[old].text("CLIENT LIST").contains(&connection);
+        assert!(is_open());
+        cluster.migrate(slot, new);
+        wait_until("the new node is listened to", || listeners(new).lines().count() == 1);
+        let begun = Instant::now();
+        wait_until("the old connection is closed", || !is_open());
+        assert!(begun.elapsed() < SOON, "{:?}", begun.elapsed());
+    });
+    drop(wakeups);
 }

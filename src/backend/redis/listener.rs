@@ -56,7 +56,7 @@ pub(super) enum Server {
 pub(super) enum News<'a> {
     /// A channel, and whose turn it is; if that is nobody's in particular, it is for all who listen there.
     Message(&'a str, Option<Token>),
-    /// Nothing more comes on a channel: its slot has moved, unless nobody listens to it any more.
+    /// Nothing more comes on a channel: its slot has moved.
     Over(&'a str),
 }
 
@@ -98,6 +98,8 @@ struct Hearing {
     // The confirmed channels. The client library takes the message that a slot has moved for the reply to the latest command, so a reply alone proves no
     // subscription.
     subscribed: Mutex<HashSet<String>>,
+    // Those whose subscriptions this process is ending.
+    leaving: Mutex<HashSet<String>>,
     closed: Notify,
 }
 
@@ -250,16 +252,16 @@ impl Listener {
         if !self.is_sharded {
             return self.connection.unsubscribe(names(channels)).await;
         }
-        let answers = join_all(channels.iter().map(async |channel| {
+        // A node that has a channel no more has ended the subscription by itself.
+        let subscribed: Vec<_> = channels.iter().filter(|name| self.hearing.subscribed().contains(&***name)).collect();
+        self.hearing.leaving().extend(subscribed.iter().map(|name| (**name).to_string()));
+        let answers = join_all(subscribed.into_iter().map(async |channel| {
             let mut connection = self.connection.clone();
             redis::cmd("SUNSUBSCRIBE").arg(&**channel).query_async::<Value>(&mut connection).await
-        }));
-        // A node that has a channel no more has ended the subscription by itself.
-        answers
-            .await
-            .into_iter()
-            .find_map(|answer| answer.err().filter(|error| error.code().is_none()))
-            .map_or(Ok(()), Err)
+        }))
+        .await;
+        self.hearing.leaving().clear();
+        answers.into_iter().find_map(|answer| answer.err().filter(|error| error.code().is_none())).map_or(Ok(()), Err)
     }
 
     /// Whether the connection is alive.
@@ -292,6 +294,10 @@ impl Hearing {
         self.subscribed.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
+    fn leaving(&self) -> MutexGuard<'_, HashSet<String>> {
+        self.leaving.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
     fn hear(&self, push: &PushInfo, tell: impl Fn(News<'_>)) {
         if push.kind == PushKind::Disconnection {
             self.closed.notify_one();
@@ -310,7 +316,10 @@ impl Hearing {
             PushKind::Unsubscribe => drop(self.subscribed().remove(&*channel)),
             PushKind::SUnsubscribe => {
                 self.subscribed().remove(&*channel);
-                tell(News::Over(&channel));
+                // Somebody may listen there again by now.
+                if !self.leaving().remove(&*channel) {
+                    tell(News::Over(&channel));
+                }
             }
             _ => {}
         }
@@ -325,4 +334,29 @@ fn is_elsewhere(error: &RedisError) -> bool {
 
 fn names(channels: &[Arc<str>]) -> Vec<&str> {
     channels.iter().map(|channel| &**channel).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn end_that_was_asked_for_is_no_news() {
+        let (hearing, told) = (Hearing::default(), Mutex::new(Vec::new()));
+        let hear = |name: &str| {
+            let push =
+                PushInfo { kind: PushKind::SUnsubscribe, data: vec![Value::BulkString(name.into()), Value::Int(0)] };
+            hearing.hear(&push, |news| {
+                if let News::Over(name) = news {
+                    told.lock().unwrap().push(name.to_owned());
+                }
+            });
+        };
+        hearing.leaving().insert("a".to_owned());
+        hear("a");
+        hear("b");
+        // It was subscribed to again, and the slot moved later.
+        hear("a");
+        assert_eq!(*told.lock().unwrap(), ["b", "a"]);
+    }
 }

@@ -22,7 +22,7 @@
 //!
 //! * *Sentinel*: whenever a connection is opened, the Sentinels are asked for the primary, and that server whether it is one. One
 //!   Sentinel that answers is enough, and one that hangs costs a few tenths of a second. They are asked again when one of them
-//!   announces another primary (`+switch-master`), and every 0.4 s in any case: a
+//!   announces another primary (`+promoted-slave` or `+switch-master`), and every 0.4 s in any case: a
 //!   server that has been replaced is left within a second, whether or not it still answers. With TLS, the primary is connected
 //!   to by the address that the Sentinels tell, so its certificate must be for that.
 //! * *Cluster*: a subject has all its keys in one slot, and goes to the node that serves it. MOVED, ASK and TRYAGAIN are followed at
@@ -33,8 +33,8 @@
 //!   sliding logs not counted, and queues stand still, until the slot has moved. Such a call is sent again, at least every 8 ms, until its deadline or the
 //!   response timeout; it fails only if its slot is open for longer than that. A lock that is held is renewed and given back, and an operation ends.
 //!
-//!   Each node that has a channel is listened to on a connection of its own. If that connection ends, does not answer a PING within a second or more, or if
-//!   the channel moves, this process subscribes again at the node that has the channel by then. All who wait there look once.
+//!   Each node that has a channel is listened to on a connection of its own. If that connection ends, does not answer a PING within the response timeout
+//!   (but at least 1 s and at most 5 s), or if the channel moves, this process subscribes again at the node that has the channel by then. All who wait there look once.
 //!
 //! With Sentinels and clusters Tollgate connects to the addresses that these announce. There is no mapping of addresses: in containers and behind
 //! NAT, announce addresses that clients can reach (`cluster-announce-ip`, `cluster-announce-port`, `cluster-announce-hostname`,
@@ -76,8 +76,8 @@
 //! channels `...:free` and `...:asked`, what its holders are called, `...:names`, and who stands in line for it, `...:line` and `...:places`, beside it, and
 //! `<prefix>:2:{idempotency:<part>}:<scope>:<key>:record` with the channel `...:done`, and `<prefix>:2:{idempotency}:<scope>:records` counts the records of a caller; a delay queue is `<prefix>:2:{delay_queue:<name>}:<part>`. The braces make a subject, and a queue, one slot of a cluster. Each key has a
 //! time to live. Two releases of Tollgate may share one Redis, during a rolling deploy for instance, if the number after the prefix is the same *and* the
-//! changelog says nothing else under *Data format*. Values have versions of their own: a newer release reads those of an older one, and an older one
-//! fails with a store error where it meets a newer version.
+//! changelog says nothing else under *Data format*. Values have versions of their own: a release fails with a store
+//! error where it meets a version that it does not know. Until 0.1 is released, formats may change at any time.
 //!
 //! # Servers
 //!

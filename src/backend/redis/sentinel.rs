@@ -65,6 +65,8 @@ struct Known {
 struct Sentinel {
     client: Client,
     config: AsyncConnectionConfig,
+    // The same for connections by which announcements come. The client library refuses it where they do not.
+    pushing: AsyncConnectionConfig,
     // Opened when it is first needed. Announcements come by it as well.
     connection: Mutex<Option<MultiplexedConnection>>,
 }
@@ -140,11 +142,12 @@ impl Sentinel {
             }
             Ok::<_, ()>(())
         };
-        Self { client, config: config.clone().set_push_sender(heard), connection: Mutex::default() }
+        let pushing = config.clone().set_push_sender(heard);
+        Self { client, config: config.clone(), pushing, connection: Mutex::default() }
     }
 
     async fn connect(&self) -> Result<MultiplexedConnection, RedisError> {
-        let mut connection = match open(&pushing(&self.client)?, &self.config).await {
+        let mut connection = match open(&pushing(&self.client)?, &self.pushing).await {
             // Announcements do not come by this protocol.
             Err(error) if error.kind() == ErrorKind::RESP3NotSupported || is_unknown_command(&error) => {
                 return open(&self.client, &self.config).await;
@@ -518,5 +521,39 @@ mod tests {
             (pauses.iter().step_by(2).collect(), pauses.iter().skip(1).step_by(2).collect());
         assert!(ours.iter().all(|pause| **pause < WATCH), "{pauses:?}");
         assert!(others.iter().all(|pause| **pause >= WATCH), "{pauses:?}");
+    }
+
+    /// It was left without any connection: the client library refuses to hand on announcements where the protocol has none.
+    #[tokio::test]
+    async fn sentinel_without_hello_is_asked() {
+        use tokio::io::{AsyncReadExt, AsyncWriteExt};
+
+        let listener = tokio::net::TcpListener::bind("127.0.0.1:0").await.unwrap();
+        let url = format!("redis://{}/", listener.local_addr().unwrap());
+        let info = redis::IntoConnectionInfo::into_connection_info(url).unwrap();
+        let settings = redis::RedisConnectionInfo::default().set_skip_set_lib_name();
+        let client = Client::open(info.set_redis_settings(settings)).unwrap();
+        let mut serving = JoinSet::new();
+        serving.spawn(async move {
+            // The one that is refused, and the one that is used.
+            for _ in 0..2 {
+                let (mut connection, _) = listener.accept().await.unwrap();
+                let mut read = [0; 1_024];
+                while let Ok(length @ 1..) = connection.read(&mut read).await {
+                    let command = String::from_utf8_lossy(&read[..length]).into_owned();
+                    let answer = if command.contains("HELLO") {
+                        "-ERR unknown command 'HELLO', with args beginning with: '3'\r\n"
+                    } else if command.contains("GET-MASTER-ADDR-BY-NAME") {
+                        "*2\r\n$9\r\n127.0.0.1\r\n$1\r\n1\r\n"
+                    } else {
+                        "*2\r\n$12\r\nconfig-epoch\r\n$1\r\n7\r\n"
+                    };
+                    connection.write_all(answer.as_bytes()).await.unwrap();
+                }
+            }
+        });
+        let sentinel = Sentinel::new(client, &AsyncConnectionConfig::new(), &Arc::from("orders"), &Arc::default());
+        let answer = timeout(Duration::from_secs(10), sentinel.ask("orders")).await.unwrap().unwrap();
+        assert_eq!((answer.epoch, answer.primary), (7, ("127.0.0.1".to_owned(), 1)));
     }
 }

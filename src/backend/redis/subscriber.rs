@@ -20,6 +20,8 @@ const CONFIRMATION: Duration = Duration::from_millis(200);
 pub(super) const LINGER: Duration = Duration::from_secs(2);
 /// How long channels of a cluster that no node is known to have wait for the map to be read, before it is asked for again.
 const STRAY: Duration = Duration::from_millis(100);
+/// How long the map is not read anew at the most while it goes on to lead to nodes that refuse the channels.
+const LONGEST_STRAY: Duration = Duration::from_millis(500);
 
 /// Subscriptions of this process, on one connection to each server that has a channel in use.
 pub(super) struct Subscriber {
@@ -52,6 +54,8 @@ struct State {
 struct Channel {
     // The server that has it. None while it is not known which node of a cluster that is.
     server: Option<Server>,
+    // The one that refused it last, although the map says that it has it.
+    refused_by: Option<Server>,
     listeners: usize,
     is_confirmed: watch::Sender<bool>,
     messages: watch::Sender<()>,
@@ -140,6 +144,7 @@ impl Channel {
     fn new() -> Self {
         Self {
             server: None,
+            refused_by: None,
             listeners: 0,
             is_confirmed: watch::Sender::new(false),
             messages: watch::Sender::new(()),
@@ -157,6 +162,20 @@ impl Channel {
 
     fn is_at(&self, server: &Server) -> bool {
         self.server.as_ref() == Some(server)
+    }
+}
+
+impl State {
+    /// Takes a channel from a server, and has the server's task forget it.
+    fn misplace(&mut self, server: &Server, name: &Arc<str>) -> Option<&mut Channel> {
+        let channel = self.channels.get_mut(name).filter(|channel| channel.is_at(server))?;
+        channel.server = None;
+        channel.is_confirmed.send_replace(false);
+        if let Some(link) = self.links.get_mut(server) {
+            link.left.push(Arc::clone(name));
+            link.work.notify_one();
+        }
+        Some(channel)
     }
 }
 
@@ -220,19 +239,22 @@ impl Shared {
         }
     }
 
-    /// Gives a channel to the task of the server that has it.
-    fn assign(self: &Arc<Self>, state: &mut State, name: &Arc<str>) {
+    /// Gives a channel to the task of the server that has it. Whether that is the one again that has refused it.
+    fn assign(self: &Arc<Self>, state: &mut State, name: &Arc<str>) -> bool {
         let State { channels, links, .. } = state;
-        let Some(channel) = channels.get_mut(name) else { return };
+        let Some(channel) = channels.get_mut(name) else { return false };
         let Some(server) = self.source.server_of(name) else {
             if channel.server.is_none() {
                 self.strays.notify_one();
             }
-            return;
+            return false;
         };
         if channel.is_at(&server) {
-            return;
+            return false;
         }
+        // Kept for the next refusal.
+        channel.refused_by.take_if(|refusing| *refusing != server);
+        let is_again = channel.refused_by.is_some();
         channel.is_confirmed.send_replace(false);
         if let Some(link) = channel.server.replace(server.clone()).and_then(|old| links.get_mut(&old)) {
             link.left.push(Arc::clone(name));
@@ -250,26 +272,35 @@ impl Shared {
             link.unused.push_back((Instant::now(), Arc::clone(name)));
         }
         link.work.notify_one();
+        is_again
     }
 
-    /// The same for all channels, after the map was read.
-    fn assign_all(self: &Arc<Self>) {
+    /// The same for all channels, after the map was read. One that goes to a server that has refused it.
+    fn assign_all(self: &Arc<Self>) -> Option<Arc<str>> {
         let mut state = self.state();
-        let names: Vec<_> = state.channels.keys().cloned().collect();
-        for name in &names {
-            self.assign(&mut state, name);
-        }
+        let mut names: Vec<_> = state.channels.keys().cloned().collect();
+        names.retain(|name| self.assign(&mut state, name));
+        names.pop()
     }
 
-    /// Notes that a server does not have channels that it was thought to have.
+    /// Whether a server has refused a channel that no other one has been found for.
+    fn has_refused(&self) -> bool {
+        self.state().channels.values().any(|channel| channel.refused_by.is_some())
+    }
+
+    /// Notes that a server has ended the subscription to a channel.
+    fn ended(&self, server: &Server, name: &Arc<str>) {
+        self.state().misplace(server, name);
+        self.strays.notify_one();
+    }
+
+    /// Notes that a server has refused channels that the map says it has.
     pub(super) fn misplaced(&self, server: &Server, names: &[Arc<str>]) {
+        self.meters.failed();
         let mut state = self.state();
         for name in names {
-            if let Some(channel) = state.channels.get_mut(name)
-                && channel.is_at(server)
-            {
-                channel.server = None;
-                channel.is_confirmed.send_replace(false);
+            if let Some(channel) = state.misplace(server, name) {
+                channel.refused_by = Some(server.clone());
             }
         }
         self.strays.notify_one();
@@ -298,9 +329,31 @@ impl Shared {
     }
 }
 
+/// What is known of nodes that refuse channels which the map says they have, one map after the other.
+#[derive(Default)]
+struct Refusals {
+    pause: Duration,
+    is_told: bool,
+}
+
+impl Refusals {
+    /// How long to wait after one more of them.
+    fn pause(&mut self, channel: &str) -> Duration {
+        self.pause = (self.pause * 2).clamp(STRAY, LONGEST_STRAY);
+        // While a slot moves, nodes may disagree for a moment.
+        if self.pause == LONGEST_STRAY && !std::mem::replace(&mut self.is_told, true) {
+            tracing::warn!(
+                channel,
+                "cannot subscribe to redis, the node of the slot refuses; waiters and workers poll meanwhile"
+            );
+        }
+        self.pause
+    }
+}
+
 /// Gives channels to the nodes of a cluster that have them, each time that the map was read.
 async fn route(shared: Arc<Shared>, mut reads: watch::Receiver<()>) {
-    let mut is_unserved = false;
+    let (mut is_unserved, mut refusals) = (false, Refusals::default());
     while !shared.is_over() {
         let has_strays = shared.has_strays();
         if has_strays {
@@ -312,7 +365,13 @@ async fn route(shared: Arc<Shared>, mut reads: watch::Receiver<()>) {
             () = shared.strays.notified() => continue,
             () = sleep(STRAY), if has_strays => {}
         }
-        shared.assign_all();
+        let again = shared.assign_all();
+        if !shared.has_refused() {
+            refusals = Refusals::default();
+        }
+        if let Some(channel) = again {
+            sleep(refusals.pause(&channel)).await;
+        }
         let unserved = shared.unserved();
         let was_unserved = std::mem::replace(&mut is_unserved, unserved.is_some());
         let Some(channel) = unserved else { continue };
@@ -357,9 +416,10 @@ impl Shared {
 
     /// Notes that a server sends what comes on channels from now on.
     pub(super) fn confirmed(&self, server: &Server, names: &[Arc<str>]) {
-        let state = self.state();
-        let channels = names.iter().filter_map(|name| state.channels.get(name));
-        for channel in channels.filter(|channel| channel.is_at(server)) {
+        let mut state = self.state();
+        for name in names {
+            let Some(channel) = state.channels.get_mut(name).filter(|channel| channel.is_at(server)) else { continue };
+            channel.refused_by = None;
             // What came before this was missed.
             channel.tell_all();
             channel.is_confirmed.send_replace(true);
@@ -368,7 +428,7 @@ impl Shared {
 
     pub(super) fn hear(&self, server: &Server, news: News<'_>) {
         match news {
-            News::Over(name) => self.misplaced(server, &[Arc::from(name)]),
+            News::Over(name) => self.ended(server, &Arc::from(name)),
             News::Message(name, whose) => {
                 let state = self.state();
                 let Some(channel) = state.channels.get(name) else { return };

@@ -1,6 +1,7 @@
 //! The task that listens to one server: its subscriptions on one connection, and how it connects again.
 
 use std::collections::HashSet;
+use std::pin::pin;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -14,6 +15,10 @@ use super::subscriber::Shared;
 /// The pause after an attempt to connect that failed, doubled with each further one.
 const FIRST_PAUSE: Duration = Duration::from_millis(10);
 const LONGEST_PAUSE: Duration = Duration::from_millis(500);
+/// How long a connection has to last after a confirmation in order to be of use: one that always ends at once is no better than none.
+const OF_USE: Duration = Duration::from_secs(1);
+/// How often the map of a cluster is doubted while a node lets nobody in.
+const DOUBT: Duration = Duration::from_secs(1);
 /// When channels are asked for again that the user may not listen to: somebody has to allow it first.
 const REFUSED: Duration = Duration::from_secs(5);
 /// How many channels are subscribed to at once.
@@ -26,8 +31,8 @@ pub(super) struct Subscriptions {
     // Those that the user may not listen to, and when they are asked for again.
     pub(super) refused: Vec<Arc<str>>,
     pub(super) again_at: Option<Instant>,
-    // Whether any was confirmed.
-    is_of_use: bool,
+    // Since when any is confirmed.
+    confirmed_at: Option<Instant>,
     // Whether the log was told that there is no connection of use.
     is_deaf: bool,
 }
@@ -36,26 +41,18 @@ pub(super) struct Subscriptions {
 pub(super) async fn run(shared: Arc<Shared>, server: Server) {
     let (mut pause, mut is_deaf) = (Duration::ZERO, false);
     loop {
-        let (told, from) = (Arc::downgrade(&shared), server.clone());
-        let tell = move |news: News<'_>| {
-            if let Some(shared) = told.upgrade() {
-                shared.hear(&from, news);
-            }
-        };
         let mut subscriptions = Subscriptions { is_deaf, ..Subscriptions::default() };
-        let patience = shared.source.patience();
-        let failure = match timeout(patience, Listener::open(&shared.source, &server, tell)).await {
-            Ok(Ok(listener)) => match listen(&shared, &server, listener, &mut subscriptions).await {
+        let failure = match open(&shared, &server).await {
+            Ok(listener) => match listen(&shared, &server, listener, &mut subscriptions).await {
                 // Whoever listens from now on has a task of their own already.
                 Ok(()) => return,
                 Err(error) => error,
             },
-            Ok(Err(error)) => error,
-            Err(_) => no_connection(patience),
+            Err(error) => error,
         };
         is_deaf = subscriptions.is_deaf;
         let name = shared.source.name(&server);
-        if subscriptions.is_of_use {
+        if subscriptions.is_of_use() {
             pause = Duration::ZERO;
             tracing::debug!(server = name, error = %failure, "the connection with the subscriptions is gone");
         } else {
@@ -76,6 +73,25 @@ pub(super) async fn run(shared: Arc<Shared>, server: Server) {
     }
 }
 
+/// Connects to a server, in the time that there is.
+async fn open(shared: &Arc<Shared>, server: &Server) -> Result<Listener, RedisError> {
+    let (told, from) = (Arc::downgrade(shared), server.clone());
+    let tell = move |news: News<'_>| {
+        if let Some(shared) = told.upgrade() {
+            shared.hear(&from, news);
+        }
+    };
+    let patience = shared.source.patience();
+    let mut opened = pin!(timeout(patience, Listener::open(&shared.source, server, tell)));
+    loop {
+        match timeout(DOUBT, &mut opened).await {
+            Ok(outcome) => return outcome.unwrap_or_else(|_| Err(no_connection(patience))),
+            // Another node may take over meanwhile.
+            Err(_) => shared.source.doubt(),
+        }
+    }
+}
+
 /// Listens until the connection breaks or nobody is interested any more.
 async fn listen(
     shared: &Shared,
@@ -92,11 +108,11 @@ async fn listen(
         if subscriptions.confirmed.is_empty() && shared.is_idle(server) {
             return Ok(());
         }
-        let again_at = subscriptions.again_at;
+        let (again_at, heard_at) = (subscriptions.again_at, subscriptions.heard_again(shared, server));
         tokio::select! {
             error = listener.ended() => return Err(error),
             () = work.notified() => {}
-            () = sleep_until([next, again_at].into_iter().flatten().fold(ping_at, Instant::min)) => {}
+            () = sleep_until([next, again_at, heard_at].into_iter().flatten().fold(ping_at, Instant::min)) => {}
         }
         if Instant::now() >= ping_at {
             ping_at = Instant::now() + period;
@@ -153,12 +169,27 @@ impl Subscriptions {
         if names.is_empty() {
             return;
         }
-        self.is_of_use = true;
+        self.confirmed_at.get_or_insert_with(Instant::now);
         self.confirmed.extend(names.iter().cloned());
         shared.confirmed(server, names);
-        if std::mem::take(&mut self.is_deaf) {
-            tracing::info!(server = shared.source.name(server), "subscribed to redis again");
+    }
+
+    /// Whether the connection has lasted.
+    fn is_of_use(&self) -> bool {
+        self.confirmed_at.is_some_and(|at| at.elapsed() >= OF_USE)
+    }
+
+    /// Tells the log once the connection has lasted, if it was told that there was none, and says when to look again.
+    fn heard_again(&mut self, shared: &Shared, server: &Server) -> Option<Instant> {
+        if !self.is_deaf {
+            return None;
         }
+        if self.is_of_use() {
+            self.is_deaf = false;
+            tracing::info!(server = shared.source.name(server), "subscribed to redis again");
+            return None;
+        }
+        self.confirmed_at.map(|at| at + OF_USE)
     }
 }
 

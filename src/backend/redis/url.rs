@@ -330,6 +330,8 @@ mod tests {
     #[test]
     fn mistakes_in_parameters_are_named() {
         let known = "user, pass, protocol, db, prefix, connections, connect_timeout, response_timeout";
+        let no_password =
+            "it names a user without a password, who would not be logged in; add one, for a user with `nopass` any";
         for (url, expected) in [
             ("redis://h/?dbb=1", &*format!("unknown parameter `dbb`; the known ones are {known}")),
             ("redis+cluster://h/?DB=0", &format!("unknown parameter `DB`; the known ones are {known}")),
@@ -345,6 +347,12 @@ mod tests {
             ("redis+cluster://h?db=1", "a cluster has only database 0, so its URL can name no other one"),
             ("redis+cluster://h/1", "a cluster has only database 0, so its URL can name no other one"),
             ("redis://a@h?user=b", "the user before the `@` and the parameter `user` differ; leave one of them out"),
+            ("redis://ann@h", no_password),
+            ("redis://ann:@h", no_password),
+            ("redis://h?user=ann", no_password),
+            ("unix:///s?user=ann", no_password),
+            ("redis+sentinel://ann@s1,s2/service", no_password),
+            ("redis+cluster://h1,h2?user=ann", no_password),
             (
                 "redis://:a@h?pass=b",
                 "the password before the `@` and the parameter `pass` differ; leave one of them out",

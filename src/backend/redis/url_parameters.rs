@@ -69,6 +69,11 @@ impl Parameters {
             agree(redis.password().is_none_or(|other| other == pass), "the password before the `@`", "pass")?;
             redis = redis.set_password(pass);
         }
+        if redis.username().is_some() && redis.password().is_none() {
+            return Err(invalid(
+                "it names a user without a password, who would not be logged in; add one, for a user with `nopass` any",
+            ));
+        }
         if let Some(db) = self.db {
             agree(!names_database || redis.db() == db, "the database in the path", "db")?;
             redis = redis.set_db(db);
