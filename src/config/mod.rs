@@ -132,8 +132,8 @@
 //! covers `HEAD` too, unless another rule of the same path names it. A request that no rule matches passes
 //! uncounted, and so does one with another path: `/api/{*rest}` matches neither `/api` nor `/api/`.
 //!
-//! Patterns of other systems are refused, and the error has the right spelling. They would be text that no request has, and the limit
-//! would be off:
+//! The wildcards and parameters of other systems are refused, and the error has the right spelling. They would be text that no request has, and the
+//! limit would be off. Other regular expressions are not recognised: a rule whose path has one matches nothing.
 //!
 //! | written elsewhere | here |
 //! | --- | --- |

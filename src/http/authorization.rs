@@ -98,7 +98,7 @@ pub const fn basic_user() -> BasicUserKey {
 #[non_exhaustive]
 pub struct BasicUserKey;
 
-/// What other decoders read, this one reads as well: a spelling that it refused would be a way around the limit of the name.
+/// Padding and unused bits do not matter: a client could otherwise give one name several buckets by spelling it in several ways.
 const LENIENT_BASE64: GeneralPurpose = GeneralPurpose::new(
     &STANDARD,
     GeneralPurposeConfig::new()

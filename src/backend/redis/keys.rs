@@ -16,12 +16,16 @@ const LAYOUT: &str = "2";
 /// How many parts the records of idempotency lie in, each of which is in one slot of a cluster.
 pub(super) const PARTS: u64 = 64;
 
-/// The part of an operation: the same for all processes, so no keyed hash (FNV-1a).
+/// The part of an operation: the same for all processes, so no keyed hash. FNV-1a alone would put keys that are counted up into few parts, since
+/// their last bytes hardly reach the upper bits. The finalizer of MurmurHash3 spreads them.
 fn part(scope: &str, key: &str) -> String {
     let bytes = scope.bytes().chain([b':']).chain(key.bytes());
     let hash =
         bytes.fold(0xcbf2_9ce4_8422_2325_u64, |hash, byte| (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3));
-    ((hash >> 32) % PARTS).to_string()
+    let spread = [0xff51_afd7_ed55_8ccd_u64, 0xc4ce_b9fe_1a85_ec53]
+        .into_iter()
+        .fold(hash, |hash, factor| (hash ^ (hash >> 33)).wrapping_mul(factor));
+    (((spread ^ (spread >> 33)) >> 32) % PARTS).to_string()
 }
 
 /// The keys below one prefix.
@@ -349,13 +353,25 @@ mod tests {
     #[test]
     fn an_operation_is_one_slot_and_one_scope_whatever_it_is_called() {
         let key = |scope: &str, key: &str| Keys::new("t").idempotency(&Operation::new(scope, key));
-        assert_eq!(key("alice", "8e03978e"), "t:2:{idempotency:34}:alice:8e03978e:record");
-        assert_eq!(Keys::new("t").done(&Operation::new("alice", "8e")), "t:2:{idempotency:58}:alice:8e:done");
+        assert_eq!(key("alice", "8e03978e"), "t:2:{idempotency:45}:alice:8e03978e:record");
+        assert_eq!(Keys::new("t").done(&Operation::new("alice", "8e")), "t:2:{idempotency:44}:alice:8e:done");
         let long = "}{".repeat(10_000);
         for key in [key("{a}", "b"), key("a", "}{b}"), key(&long, &long), key("", "")] {
             assert_eq!((key.matches('{').count(), key.matches('}').count()), (1, 1), "{key}");
             assert!(key.len() < 256);
         }
+    }
+
+    /// Each part has an even share of the bound of a caller, so parts that fill unevenly refuse keys far below the bound.
+    #[test]
+    fn parts_fill_evenly_with_keys_that_are_counted_up() {
+        let mut parts = std::collections::HashMap::<_, usize>::new();
+        for number in 0..10_000 {
+            *parts.entry(part("alice", &format!("order-{number}"))).or_default() += 1;
+        }
+        let (fewest, most) = (parts.values().min(), parts.values().max());
+        assert_eq!(parts.len(), PARTS as usize);
+        assert!(fewest > Some(&100) && most < Some(&210), "{fewest:?} to {most:?} keys are in a part");
     }
 
     #[test]

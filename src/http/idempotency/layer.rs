@@ -277,10 +277,12 @@ impl<K, A> IdempotencyLayer<K, A> {
     /// A record is kept for the [retention](Self::retention), so at a day the default is 11 new keys a second. Raise it where one caller sends more.
     ///
     /// * In memory the count is exact. The backend may refuse sooner, where a caller has its [share](crate::MemoryBackend#memory) of the room.
-    /// * With one Redis server the count is exact. A record counts from its beginning for the lease and the retention, or for ten minutes where it is given
-    ///   back: by up to a lease longer than it lives, and less for a handler that outlives its lease.
+    /// * With one Redis server a record counts from its beginning for the lease and the retention, or for ten minutes where it is given
+    ///   back: by up to a lease longer than it lives, and less for a handler that outlives its lease. A record that an operator forgets counts until it
+    ///   would have ended. A claim whose request is cancelled before Redis answers is not counted, nor is a later request under its key.
     /// * On a cluster the records of a caller are counted in 64 parts, by their keys. Each part has a 64th of the bound, and room for chance, so a caller
-    ///   may have up to `most + 32 * sqrt(most) + 400` records. One whose keys all fall on few parts is refused sooner.
+    ///   may have up to `most + 32 * sqrt(most) + 400` records. While the slot of a part moves between nodes, new keys of that part can fail as if Redis
+    ///   did not answer.
     pub fn max_records_per_scope(self, most: u64) -> Self {
         self.with(|settings| settings.max_records_per_scope = most)
     }
