@@ -215,6 +215,10 @@ impl Errand {
         if let Some(mut turn) = self.turn.take() {
             turn.is_shared = answer.as_ref().is_ok_and(|released| released.is_wanted);
         }
+        if is_first && answer.as_ref().is_err_and(StoreError::is_refusal) {
+            // The store has done nothing, so the next answer is the first that tells of a loss.
+            self.is_asked = false;
+        }
         self.pending = None;
         self.is_answered = answer.is_ok();
         match &answer {

@@ -26,7 +26,7 @@
 //! # Fences
 //!
 //! A fence is the time of the store's clock in microseconds, or one more than the largest that is known where that is larger. Known are the last fence
-//! of the key, which the store remembers for ten minutes after the lease, and the largest fence that any reply of the store has shown to the
+//! of the key, which the store remembers for ten minutes after the lease, and the largest fence that any grant has shown to the
 //! process, which each acquisition passes on. A backend and its clones have one such number; it is not shared between two backends.
 //!
 //! * Fences of a key rise whatever happens to processes, and if the clock of the store is set back by up to ten minutes.
@@ -233,8 +233,8 @@
 //! given back in the background; who stands in line leaves it. Nothing is held beyond its time to live in any case.
 //!
 //! An acquisition first waits for the leases of the same key that its own process is giving back, for one [deadline](Locks::deadline) at most.
-//! So `try_lock` after `drop(lease)` finds the lock free, for every kind of lock. A future may also be kept without being polled: see
-//! [waiting](#waiting).
+//! So `try_lock` after `drop(lease)` finds the lock free, for every kind of lock, if both are of the same `Locks` or a clone of it. A future may
+//! also be kept without being polled: see [waiting](#waiting).
 
 mod admin;
 mod error;
