@@ -238,8 +238,11 @@ fn judge(report: &mut Report, sent: &[Sent], held: &[String], journal: &str) {
 fn expiries(report: &mut Report, redis: &RedisServer, scale: &Scale, ended: Instant) {
     const KEEP_FREE: Duration = Duration::from_secs(600);
     let mut connection = redis.connection();
+    let keys = |connection: &mut redis::Connection, pattern: &str| -> Vec<String> {
+        redis::cmd("KEYS").arg(pattern).query(connection).expect("keys are listed")
+    };
     let records = |connection: &mut redis::Connection| -> Vec<(String, Vec<u8>)> {
-        let keys: Vec<String> = redis::cmd("KEYS").arg("*").query(connection).expect("keys are listed");
+        let keys = keys(connection, "*:record");
         if keys.is_empty() {
             return Vec::new();
         }
@@ -251,7 +254,8 @@ fn expiries(report: &mut Report, redis: &RedisServer, scale: &Scale, ended: Inst
         keys.into_iter().zip(values).filter_map(|(key, value)| Some((key, value?))).collect()
     };
     let longest = scale.retention.max(KEEP_FREE) + LEASE;
-    for (key, _) in records(&mut connection) {
+    // The counts of callers included.
+    for key in keys(&mut connection, "*") {
         let ttl: i64 = redis::cmd("PTTL").arg(&key).query(&mut connection).expect("an expiry is read");
         let is_bounded = ttl == -2 || (0..=longest.as_millis() as i64).contains(&ttl);
         report.must(is_bounded, || format!("{key} is kept for {ttl} ms"));
