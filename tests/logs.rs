@@ -1217,7 +1217,7 @@ async fn node_that_refuses_its_own_channels_is_one_line() {
     let listeners = || node.query::<(String, u32)>("PUBSUB SHARDNUMSUB tollgate:2:{lock:default:a}:free").1;
     let is_heard = async {
         while listeners() == 0 {
-            sleep(Duration::from_millis(20)).await
+            sleep(Duration::from_millis(20)).await;
         }
     };
     timeout(Duration::from_secs(10), is_heard).await.unwrap();
