@@ -77,7 +77,7 @@ pub(super) struct Local(Arc<OnceLock<MemoryBackend>>);
 
 impl Local {
     pub(super) fn backend(&self) -> &MemoryBackend {
-        self.0.get_or_init(MemoryBackend::at_once)
+        self.0.get_or_init(MemoryBackend::fallback)
     }
 }
 

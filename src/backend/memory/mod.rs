@@ -1,8 +1,6 @@
 //! Counts, leases, operations and jobs in this process.
 
 mod clock;
-#[cfg(all(test, feature = "testing", feature = "tsc"))]
-mod counter_tests;
 mod delay_queue;
 mod idempotency;
 mod lock;
@@ -71,10 +69,6 @@ use crate::rate_limit::{Policy, Quota};
 /// # }
 /// ```
 ///
-/// With the feature `tsc` the counter of the processor says which microsecond of a millisecond it is, where there is a dependable one, which takes a
-/// third of the time; to calibrate it takes the first backend of a process 0.6 ms, and up to 200 ms on a busy machine. In a build that could pause tokio's clock (its feature `test-util`)
-/// time is that clock all the same.
-///
 /// Keys are hashed with a secret of the process (SipHash), so nobody can choose keys that collide.
 #[derive(Clone)]
 pub struct MemoryBackend {
@@ -128,27 +122,27 @@ impl MemoryBackend {
     pub fn with_capacity(keys: usize) -> Self {
         // Whoever wrote this chose it, so nobody has to read of it.
         tracing::debug!("{SCOPE}");
-        Self::with_clock(keys, Clock::new())
+        Self::build(keys)
     }
 
     /// The same as [`new`](Self::new), where a URL chose it, which may be another one than somebody meant.
     pub(super) fn chosen() -> Self {
         tracing::info!("{SCOPE}");
-        Self::with_clock(Self::DEFAULT_CAPACITY, Clock::new())
+        Self::build(Self::DEFAULT_CAPACITY)
     }
 
-    /// An empty backend that is made while a request waits for it, and calibrates nothing.
-    pub(crate) fn at_once() -> Self {
-        Self::with_clock(Self::DEFAULT_CAPACITY, Clock::without_counter())
+    /// The same as [`new`](Self::new) without a log line, for limits that Redis shares as a rule.
+    pub(crate) fn fallback() -> Self {
+        Self::build(Self::DEFAULT_CAPACITY)
     }
 
-    fn with_clock(keys: usize, clock: Clock) -> Self {
+    fn build(keys: usize) -> Self {
         let fitting = (keys / MIN_SHARD).clamp(1, MAX_SHARDS);
         let random = RandomState::new();
         let shards = if fitting.is_power_of_two() { fitting } else { fitting.next_power_of_two() / 2 };
         Self {
             inner: Arc::new(Inner {
-                clock,
+                clock: Clock::new(),
                 secret: (random.hash_one(0), random.hash_one(1)),
                 shards: (0..shards).map(|_| Apart::default()).collect(),
                 capacity: keys.max(1),
@@ -173,10 +167,10 @@ impl MemoryBackend {
         self.len() == 0
     }
 
-    /// What time it is for those in a shard.
+    /// The time in microseconds that rate limits use.
     #[inline]
-    fn now_us(&self, shard: &mut Shard) -> u64 {
-        shard.us(&self.inner.clock, self.inner.clock.read())
+    fn now_us(&self) -> u64 {
+        self.inner.clock.now_us()
     }
 
     /// The hash of a key under a policy, and the number of the shard that holds its counts.
@@ -294,7 +288,7 @@ mod tests {
         let is_short = |policy: &Policy| {
             let (hash, home) = backend.locate(policy, &key);
             let mut shard = backend.lock(home);
-            let now = backend.now_us(&mut shard);
+            let now = backend.now_us();
             shard
                 .find(hash, |slot| slot.is(policy, &key))
                 .is_some_and(|slot| slot.check_only_limit(policy, 0, now).is_some())

@@ -291,16 +291,15 @@ impl MemoryBackend {
             return self.decide(policy, key, cost, |_| Verb::Check);
         }
         // Before the lock, since the processor can do what comes next while it reads the clock.
-        let read = self.inner.clock.read();
+        let now = self.now_us();
         let (hash, home) = self.locate(policy, key);
         let mut shard = self.lock(home);
-        let now = shard.us(&self.inner.clock, read);
         if let Some(slot) = shard.find(hash, |slot| slot.is(policy, key))
             && let Some(decision) = slot.check_only_limit(policy, cost, now)
         {
             return decision;
         }
-        let now = self.now_us(&mut shard);
+        let now = self.now_us();
         let decision = self.decide_in(&mut shard, hash, policy, key, cost, Verb::Check, now);
         drop(shard);
         self.make_room(home, now);
@@ -309,14 +308,13 @@ impl MemoryBackend {
 
     /// A yes to what nearly all calls ask for, if that is the answer.
     fn charge_one(&self, policy: &Policy, key: &Key, cost: u32) -> Option<Charged> {
-        let read = self.inner.clock.read();
+        let now = self.now_us();
         let (hash, home) = self.locate(policy, key);
         let mut shard = self.lock(home);
-        let now = shard.us(&self.inner.clock, read);
         if let Some(slot) = shard.find(hash, |slot| slot.is(policy, key)) {
             return slot.charge_only_limit(policy, cost, now);
         }
-        let now = self.now_us(&mut shard);
+        let now = self.now_us();
         let decision = self.decide_in(&mut shard, hash, policy, key, cost, Verb::Check, now);
         drop(shard);
         self.make_room(home, now);
@@ -326,7 +324,7 @@ impl MemoryBackend {
     fn decide(&self, policy: &Policy, key: &Key, cost: u32, verb: impl FnOnce(u64) -> Verb) -> Decision {
         let (hash, home) = self.locate(policy, key);
         let mut shard = self.lock(home);
-        let now = self.now_us(&mut shard);
+        let now = self.now_us();
         let decision = self.decide_in(&mut shard, hash, policy, key, cost, verb(now), now);
         drop(shard);
         self.make_room(home, now);
@@ -341,9 +339,7 @@ impl MemoryBackend {
         homes.sort_unstable();
         homes.dedup();
         let mut shards: Vec<_> = homes.iter().map(|home| self.lock(*home)).collect();
-        // No earlier than for anybody before in any of them, and no later than for anybody after.
-        let now = shards.iter_mut().map(|shard| self.now_us(shard)).max().unwrap_or(0);
-        shards.iter_mut().for_each(|shard| shard.is_past(now));
+        let now = self.now_us();
         let mut act = |index: usize, verb: Verb| {
             let (hash, home) = places[index];
             let Request { policy, key, cost } = &requests[index];

@@ -2,7 +2,6 @@ use hashbrown::HashTable;
 use hashbrown::hash_table::Entry;
 use smallvec::SmallVec;
 
-use super::clock::{Anchor, Clock, Reading};
 use super::rate_limit::Counts;
 use super::slot::Slot;
 use crate::key::Key;
@@ -33,23 +32,11 @@ pub(super) struct Shard {
     slots: HashTable<Slot>,
     // Where to look next for keys that can go.
     hand: usize,
-    anchor: Anchor,
 }
 
 impl Shard {
     pub(super) fn len(&self) -> usize {
         self.slots.len()
-    }
-
-    /// What time it was when the clock was read.
-    #[inline]
-    pub(super) fn us(&mut self, clock: &Clock, reading: Reading) -> u64 {
-        self.anchor.us(clock, reading)
-    }
-
-    /// What time it was in another shard for what happens in both.
-    pub(super) fn is_past(&mut self, us: u64) {
-        self.anchor.is_past(us);
     }
 
     #[cfg(test)]
