@@ -1,8 +1,8 @@
 //! Mails that are sent later: a producer, and two workers that share a queue.
 //!
 //! ```text
-//! cargo run --release --example delay_queue     the queue is kept in memory
-//! TOLLGATE_STORE=redis://127.0.0.1/             in Redis: start it twice, and both work on one queue
+//! cargo run -p tollgate-examples --bin delay_queue   the queue is kept in memory
+//! TOLLGATE_STORE=redis://127.0.0.1/                  in Redis: start it twice, and both work on one queue
 //! ```
 //!
 //! You will see that no mail goes out early, one that fails is tried again, one with a bad address ends among the dead, and one that was

@@ -1,10 +1,10 @@
 //! A real server, rate-limited per client, that shows itself working.
 //!
 //! ```text
-//! cargo run --release --example quickstart              counts in memory, serves until Ctrl-C
-//! cargo run --release --example quickstart -- --once    ends after the table
-//! TOLLGATE_STORE=redis://127.0.0.1/                     counts in Redis: start two and watch them share
-//! TOLLGATE_ADDR=127.0.0.1:3001                          another address than 127.0.0.1:3000
+//! cargo run -p tollgate-examples --bin quickstart             counts in memory, serves until Ctrl-C
+//! cargo run -p tollgate-examples --bin quickstart -- --once   ends after the table
+//! TOLLGATE_STORE=redis://127.0.0.1/                           counts in Redis: start two and watch them share
+//! TOLLGATE_ADDR=127.0.0.1:3001                                another address than 127.0.0.1:3000
 //! ```
 //!
 //! You will see seven requests, of which five pass.

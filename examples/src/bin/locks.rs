@@ -1,8 +1,8 @@
 //! One at a time: four workers change one balance, and a fifth learns that its time is over.
 //!
 //! ```text
-//! cargo run --release --example locks        the lock is kept in memory
-//! TOLLGATE_STORE=redis://127.0.0.1/          in Redis: other processes would keep out as well
+//! cargo run -p tollgate-examples --bin locks   the lock is kept in memory
+//! TOLLGATE_STORE=redis://127.0.0.1/            in Redis: other processes would keep out as well
 //! ```
 //!
 //! You will see forty deposits of which none is lost, and a write that comes too late and is refused by its fence.

@@ -1,8 +1,8 @@
 //! Orders that are not paid in time are cancelled; paying one cancels that.
 //!
 //! ```text
-//! cargo run --release --example order_timeout     the queue is kept in memory
-//! TOLLGATE_STORE=redis://127.0.0.1/               in Redis
+//! cargo run -p tollgate-examples --bin order_timeout   the queue is kept in memory
+//! TOLLGATE_STORE=redis://127.0.0.1/                    in Redis
 //! ```
 //!
 //! You will see that each order is either paid or cancelled, and none both, also those that are paid in the last moment; and that paying takes

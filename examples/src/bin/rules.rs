@@ -1,8 +1,8 @@
 //! Rate limits from a file that change while the program runs.
 //!
 //! ```text
-//! cargo run --example rules                  on a file of its own, ends by itself
-//! cargo run --example rules -- rules.toml    on yours: asks for /api/orders once a second, edit the file meanwhile
+//! cargo run -p tollgate-examples --bin rules                 on a file of its own, ends by itself
+//! cargo run -p tollgate-examples --bin rules -- rules.toml   on yours: asks for /api/orders once a second, edit the file meanwhile
 //! ```
 //!
 //! You will see two of four requests pass, and four of four after the file was changed; then a mistake in the file, named

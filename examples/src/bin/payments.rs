@@ -1,8 +1,8 @@
 //! A card is charged once: fifty clients send the same payment, and half of them hang up and try again.
 //!
 //! ```text
-//! cargo run --release --example payments     the records are kept in memory
-//! TOLLGATE_STORE=redis://127.0.0.1/          in Redis: other processes would find them there
+//! cargo run -p tollgate-examples --bin payments   the records are kept in memory
+//! TOLLGATE_STORE=redis://127.0.0.1/               in Redis: other processes would find them there
 //! ```
 //!
 //! You will see one charge, fifty clients with the same receipt, and a payment of another amount under the same key that is refused.

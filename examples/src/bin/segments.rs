@@ -1,8 +1,8 @@
 //! Eight sellers and one stock: 1,000 pieces in 20 segments of 50, each under a lock of its own.
 //!
 //! ```text
-//! cargo run --release --example segments     the locks are kept in memory
-//! TOLLGATE_STORE=redis://127.0.0.1/          in Redis
+//! cargo run -p tollgate-examples --bin segments   the locks are kept in memory
+//! TOLLGATE_STORE=redis://127.0.0.1/               in Redis
 //! ```
 //!
 //! You will see that 1,000 pieces are sold, and not 1,001, and how many sales were under way at a time, where one lock would let one through.
