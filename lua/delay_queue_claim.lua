@@ -20,11 +20,12 @@
 -- ARGV[6]  lease_ms  how long the jobs are the worker's, 10 to 86400000
 -- ARGV[7]  dead_max  how many dead jobs are kept
 -- ARGV[8]  dead_ms   for how long
--- ARGV[9]  done      how many jobs are done, at most 256 with the others
+-- ARGV[9]  done      how many jobs are done or cancelled by their worker, at most 256 with the others
 -- ARGV[10]  others   how many jobs are finished otherwise
 -- ARGV[11]  first    the tickets of what is done; then ticket, kind, delay and error, four arguments for each of the others: kinds are
 --                    1 retry after `delay` ms, 2 snooze for `delay` ms, 3 release, 4 dead for the reason `delay`; then the number of
---                    those done that are unique, and for each which one it is, from 1, and its key
+--                    those done that are unique, and for each which one it is, from 1, with its sign turned if that ends the time that its key
+--                    is held for, and its key
 --
 -- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}: a digit a finished job (0 gone, of
 --          what is done and no longer held also where another job of its id was pushed since it was claimed, 1 as was asked for, 2 dead,
@@ -95,10 +96,10 @@ if has_cancels and redis.call('EXISTS', leases) == 0 and redis.call('HLEN', canc
   has_cancels = false
 end
 
-local function free(key, id)
+-- Lets others have the unique key of a job. One that is held for a time stays unless `ends_time`.
+local function free(key, id, ends_time)
   local holder = redis.call('HGET', unique, key)
-  -- One that is held for a time stays.
-  if holder and holder:sub(7) == id and holder:sub(1, 6) == '\0\0\0\0\0\0' then
+  if holder and holder:sub(7) == id and (ends_time or holder:sub(1, 6) == '\0\0\0\0\0\0') then
     redis.call('HDEL', unique, key)
   end
 end
@@ -274,9 +275,10 @@ if #tickets > 0 then
   end
   local at = first + done + 4 * others
   for i = 1, math.min(ARGV[at] + 0, done) do
-    local place = ARGV[at + 2 * i - 1] + 0
+    local ends_time = ARGV[at + 2 * i - 1] + 0 < 0
+    local place = math.abs(ARGV[at + 2 * i - 1])
     if finished:sub(place, place) == '1' and not cancelled[place] then
-      free(ARGV[at + 2 * i], ids[place])
+      free(ARGV[at + 2 * i], ids[place], ends_time)
     end
   end
 end

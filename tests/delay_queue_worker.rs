@@ -22,7 +22,7 @@ use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
     AsOutcome, Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event,
     Events, Finish, Job, JobId, MAX_BATCH, OnUndecodable, Outcome, Priority, Push, QueueKey, Reason, Recurring,
-    Schedule, State, WorkerError,
+    Schedule, State, UniqueFor, WorkerError,
 };
 use tollgate::idempotency::{Operation, OperationError, Operations};
 use tollgate::lock::{LeaseView, OnMissingKey};
@@ -191,7 +191,8 @@ async fn an_outcome_says_what_becomes_of_a_job() {
     {
         let worker = Background::start(DelayQueueWorker::new(queue.clone(), service.clone()));
         let begun = record.begun.elapsed();
-        queue.push(payload).await.unwrap();
+        let push = || queue.push(payload).unique_for(payload, UniqueFor::Time(secs(86_400)));
+        assert!(push().await.unwrap().is_new());
         sleep(secs(100)).await;
         assert_eq!(record.attempts(), attempts, "{payload}");
         for (time, expected) in record.times().into_iter().zip(times) {
@@ -199,6 +200,9 @@ async fn an_outcome_says_what_becomes_of_a_job() {
         }
         record.runs.lock().unwrap().clear();
         worker.stop().await;
+        let pushed = push().await.unwrap();
+        assert_eq!(pushed.is_new(), payload == 4, "{payload}: a cancelled job keeps no key");
+        queue.cancel(pushed).await.unwrap();
     }
     let dead = queue.dead(0, 10).await.unwrap();
     assert_eq!(dead.len(), 1);

@@ -72,7 +72,7 @@ impl Outcome {
         Self::new(Kind::Dead(why.into()))
     }
 
-    /// The job is not to be done any more, and forgotten.
+    /// The job is not to be done any more, and forgotten. Its unique key is free, as after [`cancel`](super::DelayQueue::cancel).
     #[must_use]
     pub const fn cancel() -> Self {
         Self::new(Kind::Cancel)
