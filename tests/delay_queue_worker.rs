@@ -6,6 +6,7 @@ mod support;
 use std::convert::Infallible;
 use std::fmt;
 use std::future::{Ready, pending, poll_fn, ready};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,7 +17,7 @@ use futures_core::Stream;
 use support::server::RedisServer;
 use support::shared::patient;
 use support::stores::delegate_queue;
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
@@ -2287,25 +2288,56 @@ async fn worker_survives_panic_payloads_whose_drop_panics() {
     assert!(matches!(error, WorkerError::Service(_)), "{error:?}");
 }
 
+/// An error that panics when it is dropped.
+#[derive(Debug)]
+struct Fused(#[expect(dead_code)] Option<Fuse>);
+
+#[derive(Debug)]
+struct Fuse;
+
+impl Drop for Fuse {
+    fn drop(&mut self) {
+        std::panic::panic_any(Bomb)
+    }
+}
+
+impl fmt::Display for Fused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("fused")
+    }
+}
+
+impl std::error::Error for Fused {}
+
+/// A job that had ended when its worker was dropped, and whose answer nobody had looked at, took the panic of that answer to the caller.
+#[tokio::test(start_paused = true)]
+async fn dropped_worker_drops_answers_whose_drop_panics() {
+    for panics in [false, true] {
+        let queue = queue(MemoryBackend::new());
+        let begun = Arc::new(Notify::new());
+        let noted = Arc::clone(&begun);
+        let service = service_fn(move |_: Job<u32>| {
+            let noted = Arc::clone(&noted);
+            async move {
+                noted.notify_one();
+                sleep(secs(1)).await;
+                if panics { std::panic::panic_any(Bomb) } else { Err::<(), _>(Fused(Some(Fuse))) }
+            }
+        });
+        queue.push(1).await.unwrap();
+        let mut worker = Box::pin(DelayQueueWorker::new(queue, service).run());
+        tokio::select! {
+            _ = &mut worker => unreachable!("it runs until it is dropped"),
+            () = begun.notified() => {}
+        }
+        sleep(secs(2)).await;
+        let dropped = catch_unwind(AssertUnwindSafe(|| drop(worker)));
+        assert!(dropped.is_ok(), "panics: {panics}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn worker_survives_what_cancelled_jobs_answer_with() {
-    /// An error that panics when it is dropped.
-    #[derive(Debug)]
-    struct Fused(#[expect(dead_code)] Option<Fuse>);
-    #[derive(Debug)]
-    struct Fuse;
-    impl Drop for Fuse {
-        fn drop(&mut self) {
-            std::panic::panic_any(Bomb)
-        }
-    }
-    impl fmt::Display for Fused {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("fused")
-        }
-    }
-    impl std::error::Error for Fused {}
-
     let queue = queue(MemoryBackend::new());
     let service = service_fn(async |job: Job<u32>| {
         if *job < 3 {

@@ -869,6 +869,12 @@ impl<T, S, C> Drop for Runner<T, S, C> {
         }
         // Nobody knows any more, unless there is another worker, which says so with its next call.
         self.meters.oldest_due(Duration::ZERO);
+        // Answers of the service that nobody has looked at, whose `drop` may panic: one by one, since a second panic at once would be an abort.
+        while let Some(ended) = self.tasks.try_join_next() {
+            discard_joined(ended);
+        }
+        // For a job that ends on another thread just now.
+        discard(mem::take(&mut self.tasks));
     }
 }
 
