@@ -476,14 +476,13 @@ if claimed > 0 then
   end
 end
 
--- When there is something to do next, and when the first lease ends.
-local next, more, oldest, lease_ends = patience, 0, -1, nil
+-- When there is something to do next.
+local next, more, oldest = patience, 0, -1
 local places = {[-1] = snoozed, [0] = high, low, normal, runs, leases}
 for i = has_rare and -1 or 2, 4 do
   local head = redis.call('ZRANGE', places[i], 0, 0, 'WITHSCORES')[2]
   if head then
     local is_open = i == 4 or is_paused == 0
-    lease_ends = i == 4 and head + 0 or nil
     next = is_open and math.min(next, math.max(head - now, 0)) or next
     if head + 0 <= now then
       more = is_open and 1 or more
@@ -514,11 +513,11 @@ elseif is_waiting then
   redis.call('ZREMRANGEBYSCORE', idle, '-inf', now - 3 * patience)
   redis.call('ZADD', idle, now, worker)
   redis.call('PEXPIRE', idle, 12 * patience)
-  -- The keeper may have died together with a worker that runs jobs. A few of the others look shortly after the first lease ends, at
-  -- different times; where there are many of them, these are others each time.
+  -- The keeper may have died. A few of the others look shortly after a job is due or a lease ends, at different times; where there are
+  -- many of them, these are others each time.
   local chance = tonumber(worker:sub(1, 8), 16)
-  if lease_ends and (chance + now) % redis.call('ZCARD', idle) < 8 then
-    next = math.min(patience, math.max(lease_ends - now, 0) + 200 + chance % 150)
+  if (chance + now) % redis.call('ZCARD', idle) < 8 then
+    next = math.min(patience, soonest - now + 200 + chance % 150)
   end
 elseif keeper == worker then
   keeper = ''

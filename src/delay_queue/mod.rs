@@ -147,8 +147,9 @@
 //! What repeats itself is pushed by `Recurring` (feature `cron`): a cron pattern in a time zone, by any number of processes, and there once.
 //!
 //! Whoever waits for jobs sleeps until the next one is due, by a timer of its own that is set by the store's clock. A job that comes earlier
-//! wakes one worker, by a message on a connection of its own. A few of the others look as well 200 to 350 ms after the first lease has
-//! ended, so that the jobs of a worker that dies are taken over in time. Messages get lost, so each worker looks every five seconds in any
+//! wakes one worker, by a message on a connection of its own. A few of the others look as well 200 to 350 ms after the next job is
+//! due or the first lease has ended, in case that worker has died. If it has, a job that was pushed at least 5 s before it is due is at most half
+//! a second late, and any other at most 5 s. Messages get lost, so each worker looks every five seconds in any
 //! case, in each part of a [split](DelayQueue::split) queue, and that is all that an idle one does. A worker that has no time for what is due
 //! lets another one know. Within a process nothing gets lost, and an idle worker does nothing. One whose jobs run looks there, too: a job that
 //! [blocks its thread](DelayQueueWorker#leases) may hold up what it has pushed itself.
