@@ -161,9 +161,10 @@
 //! waits for the jobs that are claimed already: about the concurrency divided by the rate. At 2 jobs a second and a concurrency of 2 that is about one
 //! second. Let jobs wait for longer than that, so that none is snoozed.
 //!
-//! Without `wait`, or if the wait is over, [`AsOutcome`] has the worker snooze each job over the limit:
+//! Without `wait`, or if the wait is over, [`AsOutcome`] has the worker snooze each job over the limit. The order is not kept then:
 //!
-//! * Order: when its snooze is over a job has its place among the jobs of its priority, by when it was first due. Newer jobs may run before that.
+//! * Order: when its snooze is over a job has its place among the jobs of its priority, by when it was first due. Until then it is not claimed, and newer
+//!   jobs take the room that comes free. With new jobs all the time a job may be snoozed any number of times.
 //! * Priority: a worker with a snoozed backlog runs whichever job returns when there is room. A job of high priority is snoozed like the others, and may
 //!   run after many jobs of normal priority.
 //! * Cost: each snooze is a claim and a finish. With a large backlog a worker claims and snoozes many jobs for each job that it runs.
