@@ -71,6 +71,26 @@ impl Record {
         })
     }
 
+    /// Notes each job, and does this in an attempt.
+    fn service_with<F, W>(
+        &self,
+        work: W,
+    ) -> impl Service<Job<u32>, Error = Infallible, Future: Send> + Clone + Send + use<F, W>
+    where
+        F: Future<Output = ()> + Send,
+        W: Fn(u16) -> F + Clone + Send,
+    {
+        let record = self.clone();
+        service_fn(move |job: Job<u32>| {
+            record.note(&job);
+            let worked = work(job.attempt());
+            async move {
+                worked.await;
+                Ok::<_, Infallible>(())
+            }
+        })
+    }
+
     fn payloads(&self) -> Vec<u32> {
         let mut payloads: Vec<_> = self.runs.lock().unwrap().iter().map(|(payload, ..)| *payload).collect();
         payloads.sort_unstable();
@@ -1413,14 +1433,7 @@ async fn attempts_that_end_with_their_worker_are_told_by_the_next_one() {
 async fn a_lease_is_extended_for_as_long_as_the_job_runs() {
     let queue = queue(MemoryBackend::new());
     let record = Record::new();
-    let noted = record.clone();
-    let service = service_fn(move |job| {
-        noted.note(&job);
-        async move {
-            sleep(secs(100)).await;
-            Ok::<_, Infallible>(())
-        }
-    });
+    let service = record.service_with(|_| sleep(secs(100)));
     let worker = |service| Background::start(DelayQueueWorker::new(queue.clone(), service).lease(secs(3)));
     let workers = [worker(service.clone()), worker(service)];
     queue.push(1).await.unwrap();
@@ -1501,14 +1514,9 @@ async fn a_running_job_is_told_that_it_is_cancelled_and_dropped_if_it_does_not_l
 async fn a_job_that_hangs_has_failed_when_its_time_is_over() {
     let queue = queue(MemoryBackend::new());
     let record = Record::new();
-    let noted = record.clone();
-    let service = service_fn(move |job: Job<u32>| {
-        noted.note(&job);
-        async move {
-            if job.attempt() == 1 {
-                pending::<()>().await;
-            }
-            Ok::<_, Infallible>(())
+    let service = record.service_with(|attempt| async move {
+        if attempt == 1 {
+            pending::<()>().await;
         }
     });
     let worker = DelayQueueWorker::new(queue.clone(), service)
@@ -1553,14 +1561,7 @@ async fn a_worker_that_is_cut_off_gives_up_its_job_and_cannot_finish_it() {
     sleep(ms(200)).await;
     assert!(was_told.load(Ordering::SeqCst), "the lease is over");
     let record = Record::new();
-    let noted = record.clone();
-    let second = service_fn(move |job| {
-        noted.note(&job);
-        async move {
-            sleep(secs(10)).await;
-            Ok::<_, Infallible>(())
-        }
-    });
+    let second = record.service_with(|_| sleep(secs(10)));
     let second = Background::start(DelayQueueWorker::new(other.clone(), second));
     sleep(ms(1)).await;
     assert_eq!(record.attempts(), [2]);
@@ -2371,15 +2372,8 @@ async fn worker_survives_what_cancelled_jobs_answer_with() {
 async fn job_pushed_after_a_cancellation_runs_after_the_old_run() {
     let queue = queue(MemoryBackend::new());
     let runs = Record::new();
-    let record = runs.clone();
     // It does not care for its cancellation.
-    let service = service_fn(move |job: Job<u32>| {
-        record.note(&job);
-        async move {
-            sleep(secs(4)).await;
-            Ok::<_, Infallible>(())
-        }
-    });
+    let service = runs.service_with(|_| sleep(secs(4)));
     let worker = DelayQueueWorker::new(queue.clone(), service).lease(secs(9)).abort_after(secs(20));
     let worker = Background::start(worker);
     queue.push(1).id("a").unique("key").await.unwrap();
