@@ -20,11 +20,12 @@
 -- ARGV[6]  lease_ms  how long the jobs are the worker's, 10 to 86400000
 -- ARGV[7]  dead_max  how many dead jobs are kept
 -- ARGV[8]  dead_ms   for how long
--- ARGV[9]  done      how many jobs are done, at most 256 with the others
+-- ARGV[9]  done      how many jobs are done or cancelled by their worker, at most 256 with the others
 -- ARGV[10]  others   how many jobs are finished otherwise
 -- ARGV[11]  first    the tickets of what is done; then ticket, kind, delay and error, four arguments for each of the others: kinds are
 --                    1 retry after `delay` ms, 2 snooze for `delay` ms, 3 release, 4 dead for the reason `delay`; then the number of
---                    those done that are unique, and for each which one it is, from 1, and its key
+--                    those done that are unique, and for each which one it is, from 1, with its sign turned if that ends the time that its key
+--                    is held for, and its key
 --
 -- Returns  {finished, now_us, more, next_ms, oldest_ms, token, expired, expired_dead, ids, records, ...}: a digit a finished job (0 gone, of
 --          what is done and no longer held also where another job of its id was pushed since it was claimed, 1 as was asked for, 2 dead,
@@ -95,10 +96,10 @@ if has_cancels and redis.call('EXISTS', leases) == 0 and redis.call('HLEN', canc
   has_cancels = false
 end
 
-local function free(key, id)
+-- Lets others have the unique key of a job. One that is held for a time stays unless `ends_time`.
+local function free(key, id, ends_time)
   local holder = redis.call('HGET', unique, key)
-  -- One that is held for a time stays.
-  if holder and holder:sub(7) == id and holder:sub(1, 6) == '\0\0\0\0\0\0' then
+  if holder and holder:sub(7) == id and (ends_time or holder:sub(1, 6) == '\0\0\0\0\0\0') then
     redis.call('HDEL', unique, key)
   end
 end
@@ -274,9 +275,10 @@ if #tickets > 0 then
   end
   local at = first + done + 4 * others
   for i = 1, math.min(ARGV[at] + 0, done) do
-    local place = ARGV[at + 2 * i - 1] + 0
+    local ends_time = ARGV[at + 2 * i - 1] + 0 < 0
+    local place = math.abs(ARGV[at + 2 * i - 1])
     if finished:sub(place, place) == '1' and not cancelled[place] then
-      free(ARGV[at + 2 * i], ids[place])
+      free(ARGV[at + 2 * i], ids[place], ends_time)
     end
   end
 end
@@ -474,14 +476,13 @@ if claimed > 0 then
   end
 end
 
--- When there is something to do next, and when the first lease ends.
-local next, more, oldest, lease_ends = patience, 0, -1, nil
+-- When there is something to do next.
+local next, more, oldest = patience, 0, -1
 local places = {[-1] = snoozed, [0] = high, low, normal, runs, leases}
 for i = has_rare and -1 or 2, 4 do
   local head = redis.call('ZRANGE', places[i], 0, 0, 'WITHSCORES')[2]
   if head then
     local is_open = i == 4 or is_paused == 0
-    lease_ends = i == 4 and head + 0 or nil
     next = is_open and math.min(next, math.max(head - now, 0)) or next
     if head + 0 <= now then
       more = is_open and 1 or more
@@ -512,11 +513,11 @@ elseif is_waiting then
   redis.call('ZREMRANGEBYSCORE', idle, '-inf', now - 3 * patience)
   redis.call('ZADD', idle, now, worker)
   redis.call('PEXPIRE', idle, 12 * patience)
-  -- The keeper may have died together with a worker that runs jobs. A few of the others look shortly after the first lease ends, at
-  -- different times; where there are many of them, these are others each time.
+  -- The keeper may have died. A few of the others look shortly after a job is due or a lease ends, at different times; where there are
+  -- many of them, these are others each time.
   local chance = tonumber(worker:sub(1, 8), 16)
-  if lease_ends and (chance + now) % redis.call('ZCARD', idle) < 8 then
-    next = math.min(patience, math.max(lease_ends - now, 0) + 200 + chance % 150)
+  if (chance + now) % redis.call('ZCARD', idle) < 8 then
+    next = math.min(patience, soonest - now + 200 + chance % 150)
   end
 elseif keeper == worker then
   keeper = ''

@@ -396,12 +396,17 @@ if verb == 'drain' then
 end
 
 local answers, bytes = {}, 0
+-- Where no key is held, `forget` reads no record.
+local is_read = verb == 'replay' or redis.call('EXISTS', unique) == 1
 for i = 1, math.min(#ARGV - first + 1, 256) do
   local id = ARGV[first + i - 1]
   local is_dead = redis.call('ZSCORE', dead, id)
-  local record = is_dead and verb == 'replay' and redis.call('HGET', jobs, id)
+  local record = is_dead and is_read and redis.call('HGET', jobs, id)
   answers[i] = 0
   if is_dead and verb == 'forget' then
+    if record then
+      free(record, id)
+    end
     redis.call('HDEL', jobs, id)
     answers[i] = redis.call('ZREM', dead, id)
   elseif record and is_job(record) and hold(record, id) then

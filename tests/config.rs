@@ -762,8 +762,12 @@ async fn credentials_are_keys_of_rules() {
 /// A pattern of another system was text, and the limit was off.
 #[tokio::test(start_paused = true)]
 async fn signs_of_patterns_are_matched_where_they_are_escaped() {
-    let rules =
-        rules_of(&[("/calc/%2A", None, "times"), ("/%3Aid", None, "colon"), ("/orders:cancel", None, "cancel")]);
+    let rules = rules_of(&[
+        ("/calc/%2A", None, "times"),
+        ("/%3Aid", None, "colon"),
+        ("/orders:cancel", None, "cancel"),
+        ("/s/%5B%5D%5C%5E%7C%24", None, "signs"),
+    ]);
     let names = |path: &str| -> Vec<String> {
         rules.policies_for(&Method::GET, path).into_iter().map(|policy| policy.name().to_owned()).collect()
     };
@@ -772,6 +776,9 @@ async fn signs_of_patterns_are_matched_where_they_are_escaped() {
         ("/calc/%2a", "times"),
         ("/:id", "colon"),
         ("/%3Aid", "colon"),
+        ("/s/%5B%5D%5C%5E%7C%24", "signs"),
+        // Some clients send these as they are.
+        (r"/s/[]\^|$", "signs"),
         ("/orders:cancel", "cancel"),
         ("/orders%3Acancel", "cancel"),
     ] {

@@ -6,6 +6,7 @@ mod support;
 use std::convert::Infallible;
 use std::fmt;
 use std::future::{Ready, pending, poll_fn, ready};
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
@@ -16,13 +17,13 @@ use futures_core::Stream;
 use support::server::RedisServer;
 use support::shared::patient;
 use support::stores::delegate_queue;
-use tokio::sync::oneshot;
+use tokio::sync::{Notify, oneshot};
 use tokio::task::JoinHandle;
 use tokio::time::{Instant, sleep, timeout};
 use tollgate::delay_queue::{
     AsOutcome, Backoff, Cancelled, Claim, Claimed, Codec, DelayQueue, DelayQueueStore, DelayQueueWorker, Due, Event,
     Events, Finish, Job, JobId, MAX_BATCH, OnUndecodable, Outcome, Priority, Push, QueueKey, Reason, Recurring,
-    Schedule, State, WorkerError,
+    Schedule, State, UniqueFor, WorkerError,
 };
 use tollgate::idempotency::{Operation, OperationError, Operations};
 use tollgate::lock::{LeaseView, OnMissingKey};
@@ -67,6 +68,26 @@ impl Record {
         service_fn(move |job| {
             record.note(&job);
             ready(Ok::<_, Infallible>(()))
+        })
+    }
+
+    /// Notes each job, and does this in an attempt.
+    fn service_with<F, W>(
+        &self,
+        work: W,
+    ) -> impl Service<Job<u32>, Error = Infallible, Future: Send> + Clone + Send + use<F, W>
+    where
+        F: Future<Output = ()> + Send,
+        W: Fn(u16) -> F + Clone + Send,
+    {
+        let record = self.clone();
+        service_fn(move |job: Job<u32>| {
+            record.note(&job);
+            let worked = work(job.attempt());
+            async move {
+                worked.await;
+                Ok::<_, Infallible>(())
+            }
         })
     }
 
@@ -191,7 +212,8 @@ async fn an_outcome_says_what_becomes_of_a_job() {
     {
         let worker = Background::start(DelayQueueWorker::new(queue.clone(), service.clone()));
         let begun = record.begun.elapsed();
-        queue.push(payload).await.unwrap();
+        let push = || queue.push(payload).unique_for(payload, UniqueFor::Time(secs(86_400)));
+        assert!(push().await.unwrap().is_new());
         sleep(secs(100)).await;
         assert_eq!(record.attempts(), attempts, "{payload}");
         for (time, expected) in record.times().into_iter().zip(times) {
@@ -199,6 +221,9 @@ async fn an_outcome_says_what_becomes_of_a_job() {
         }
         record.runs.lock().unwrap().clear();
         worker.stop().await;
+        let pushed = push().await.unwrap();
+        assert_eq!(pushed.is_new(), payload == 4, "{payload}: a cancelled job keeps no key");
+        queue.cancel(pushed).await.unwrap();
     }
     let dead = queue.dead(0, 10).await.unwrap();
     assert_eq!(dead.len(), 1);
@@ -1408,14 +1433,7 @@ async fn attempts_that_end_with_their_worker_are_told_by_the_next_one() {
 async fn a_lease_is_extended_for_as_long_as_the_job_runs() {
     let queue = queue(MemoryBackend::new());
     let record = Record::new();
-    let noted = record.clone();
-    let service = service_fn(move |job| {
-        noted.note(&job);
-        async move {
-            sleep(secs(100)).await;
-            Ok::<_, Infallible>(())
-        }
-    });
+    let service = record.service_with(|_| sleep(secs(100)));
     let worker = |service| Background::start(DelayQueueWorker::new(queue.clone(), service).lease(secs(3)));
     let workers = [worker(service.clone()), worker(service)];
     queue.push(1).await.unwrap();
@@ -1496,14 +1514,9 @@ async fn a_running_job_is_told_that_it_is_cancelled_and_dropped_if_it_does_not_l
 async fn a_job_that_hangs_has_failed_when_its_time_is_over() {
     let queue = queue(MemoryBackend::new());
     let record = Record::new();
-    let noted = record.clone();
-    let service = service_fn(move |job: Job<u32>| {
-        noted.note(&job);
-        async move {
-            if job.attempt() == 1 {
-                pending::<()>().await;
-            }
-            Ok::<_, Infallible>(())
+    let service = record.service_with(|attempt| async move {
+        if attempt == 1 {
+            pending::<()>().await;
         }
     });
     let worker = DelayQueueWorker::new(queue.clone(), service)
@@ -1548,14 +1561,7 @@ async fn a_worker_that_is_cut_off_gives_up_its_job_and_cannot_finish_it() {
     sleep(ms(200)).await;
     assert!(was_told.load(Ordering::SeqCst), "the lease is over");
     let record = Record::new();
-    let noted = record.clone();
-    let second = service_fn(move |job| {
-        noted.note(&job);
-        async move {
-            sleep(secs(10)).await;
-            Ok::<_, Infallible>(())
-        }
-    });
+    let second = record.service_with(|_| sleep(secs(10)));
     let second = Background::start(DelayQueueWorker::new(other.clone(), second));
     sleep(ms(1)).await;
     assert_eq!(record.attempts(), [2]);
@@ -2283,25 +2289,56 @@ async fn worker_survives_panic_payloads_whose_drop_panics() {
     assert!(matches!(error, WorkerError::Service(_)), "{error:?}");
 }
 
+/// An error that panics when it is dropped.
+#[derive(Debug)]
+struct Fused(#[expect(dead_code)] Option<Fuse>);
+
+#[derive(Debug)]
+struct Fuse;
+
+impl Drop for Fuse {
+    fn drop(&mut self) {
+        std::panic::panic_any(Bomb)
+    }
+}
+
+impl fmt::Display for Fused {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("fused")
+    }
+}
+
+impl std::error::Error for Fused {}
+
+/// A job that had ended when its worker was dropped, and whose answer nobody had looked at, took the panic of that answer to the caller.
+#[tokio::test(start_paused = true)]
+async fn dropped_worker_drops_answers_whose_drop_panics() {
+    for panics in [false, true] {
+        let queue = queue(MemoryBackend::new());
+        let begun = Arc::new(Notify::new());
+        let noted = Arc::clone(&begun);
+        let service = service_fn(move |_: Job<u32>| {
+            let noted = Arc::clone(&noted);
+            async move {
+                noted.notify_one();
+                sleep(secs(1)).await;
+                if panics { std::panic::panic_any(Bomb) } else { Err::<(), _>(Fused(Some(Fuse))) }
+            }
+        });
+        queue.push(1).await.unwrap();
+        let mut worker = Box::pin(DelayQueueWorker::new(queue, service).run());
+        tokio::select! {
+            _ = &mut worker => unreachable!("it runs until it is dropped"),
+            () = begun.notified() => {}
+        }
+        sleep(secs(2)).await;
+        let dropped = catch_unwind(AssertUnwindSafe(|| drop(worker)));
+        assert!(dropped.is_ok(), "panics: {panics}");
+    }
+}
+
 #[tokio::test(start_paused = true)]
 async fn worker_survives_what_cancelled_jobs_answer_with() {
-    /// An error that panics when it is dropped.
-    #[derive(Debug)]
-    struct Fused(#[expect(dead_code)] Option<Fuse>);
-    #[derive(Debug)]
-    struct Fuse;
-    impl Drop for Fuse {
-        fn drop(&mut self) {
-            std::panic::panic_any(Bomb)
-        }
-    }
-    impl fmt::Display for Fused {
-        fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-            f.write_str("fused")
-        }
-    }
-    impl std::error::Error for Fused {}
-
     let queue = queue(MemoryBackend::new());
     let service = service_fn(async |job: Job<u32>| {
         if *job < 3 {
@@ -2335,15 +2372,8 @@ async fn worker_survives_what_cancelled_jobs_answer_with() {
 async fn job_pushed_after_a_cancellation_runs_after_the_old_run() {
     let queue = queue(MemoryBackend::new());
     let runs = Record::new();
-    let record = runs.clone();
     // It does not care for its cancellation.
-    let service = service_fn(move |job: Job<u32>| {
-        record.note(&job);
-        async move {
-            sleep(secs(4)).await;
-            Ok::<_, Infallible>(())
-        }
-    });
+    let service = runs.service_with(|_| sleep(secs(4)));
     let worker = DelayQueueWorker::new(queue.clone(), service).lease(secs(9)).abort_after(secs(20));
     let worker = Background::start(worker);
     queue.push(1).id("a").unique("key").await.unwrap();

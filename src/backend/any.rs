@@ -29,7 +29,7 @@ use crate::rate_limit::{Charged, Decision, Policy, RateLimitStore, Receipt, Requ
 /// | `rediss`, `rediss+sentinel`, `rediss+cluster` | the same, encrypted (feature `tls`) |
 /// | `valkey`, `valkeys` | the same as `redis` and `rediss`, in each of these |
 /// | **parameter** | |
-/// | `?user=name`, `?pass=password` | the user of the data servers, also written before the `@` |
+/// | `?user=name`, `?pass=password` | the user of the data servers, also written before the `@`; a user without a password is an error |
 /// | `?db=3` | the database, also written in the path; defaults to 0, the only one that a cluster has |
 /// | `?protocol=resp3` | `resp2`, the default, or `resp3` |
 /// | `?prefix=shop` | `RedisOptions::prefix`, defaults to `tollgate` |
@@ -40,7 +40,8 @@ use crate::rate_limit::{Charged, Decision, Policy, RateLimitStore, Receipt, Requ
 /// Every `redis` scheme takes all parameters, joined by `&`. A parameter that is unknown or repeated is an error, and so is one that
 /// contradicts another part of the URL. Settings in code (`connect_with`) replace those of the URL.
 ///
-/// User, password, database and ports may be left out. Ports default to 6379, those of Sentinels to 26379. Names, passwords and
+/// Database and ports may be left out, and so may the user, or user and password: a password alone is that of the user `default`. For a user with `nopass`
+/// write any password. Ports default to 6379, those of Sentinels to 26379. Names, passwords and
 /// prefixes are percent-encoded. The user is that of the data servers; for Sentinels there is `RedisOptions::sentinel_user`. A certificate
 /// has to be for the host that the URL, the Sentinels or the cluster's nodes name.
 ///

@@ -133,14 +133,16 @@
 //! uncounted, and so does one with another path: `/api/{*rest}` matches neither `/api` nor `/api/`.
 //!
 //! The wildcards and parameters of other systems are refused, and the error has the right spelling. They would be text that no request has, and the
-//! limit would be off. Other regular expressions are not recognised: a rule whose path has one matches nothing.
+//! limit would be off. So are the signs of regular expressions that stand unescaped in no path: `[`, `]`, `\`, `^`, `|`, and `$` at the end.
 //!
 //! | written elsewhere | here |
 //! | --- | --- |
 //! | `/api/*`, `/api/**`, `/api/*rest`, `/api/.*` | `/api/{*rest}` |
 //! | `/users/*/orders` | `/users/{name}/orders` |
 //! | `/users/:id`, `/users/<id>`, `/users/{id:[0-9]+}` | `/users/{id}` |
-//! | the sign `*`, or a segment that begins with `:` or `<` | `%2A`, `%3A`, `%3C`: an escaped sign is text, and matches the sign in whatever way a request spells it |
+//! | `/users/[0-9]+`, `/users/\d+$` | `/users/{id}` |
+//! | `/(users\|groups)/all` | two rules, `/users/all` and `/groups/all` |
+//! | the sign `*`, or a segment that begins with `:` or `<` | `%2A`, `%3A`, `%3C`, and so with the others: an escaped sign is text, and matches the sign in whatever way a request spells it |
 //!
 //! A path is the whole path of a request, never a prefix of it. The log has one warning with the rules that no request has matched in the
 //! [first hour](Rules::UNMATCHED_AFTER) after they were loaded. This may be nothing: a rule for a rare request is among them.

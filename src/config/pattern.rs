@@ -26,19 +26,22 @@ pub(super) fn check_path(path: &str) -> Result<(), String> {
     }
 }
 
-/// Refuses the patterns of other systems. They would be text here, which no request has, and the limit would be off without a word.
+/// Refuses the patterns of other systems, regular expressions among them. They would be text here, which no request has, and the limit would be off without a word.
 fn check_spelling(path: &str) -> Result<(), String> {
     let segments: Vec<&str> = path.split('/').skip(1).collect();
     let mut spelled = String::with_capacity(path.len());
     for (index, segment) in segments.iter().enumerate() {
+        let is_last = index + 1 == segments.len();
+        // A pattern is of the whole path anyway.
+        let segment = segment.strip_suffix('$').filter(|_| is_last).unwrap_or(segment);
         spelled.push('/');
-        match Foreign::of(segment, index + 1 == segments.len()) {
+        match Foreign::of(segment, is_last) {
             None => spelled.push_str(segment),
             Some(Foreign::Segment(name)) => spelled.extend(["{", &name, "}"]),
             Some(Foreign::Rest(name)) => spelled.extend(["{*", &name, "}"]),
-            Some(Foreign::Unknown) => {
-                let what = "write `{name}` for a segment, or `{*name}` for the rest of a path";
-                return Err(format!("`*` in `{segment}` would be text that no request has: {what}; {ESCAPES}"));
+            Some(Foreign::Unknown(sign)) => {
+                let what = "write `{name}` for a segment, `{*name}` for the rest of a path, and a rule for each of several paths";
+                return Err(format!("`{sign}` in `{segment}` would be text that no request has: {what}; {ESCAPES}"));
             }
         }
     }
@@ -48,7 +51,11 @@ fn check_spelling(path: &str) -> Result<(), String> {
     Err(format!("`{path}` would be text that no request has: write `{spelled}`; {ESCAPES}"))
 }
 
-const ESCAPES: &str = "for the signs themselves write `%2A` (*), `%3A` (:), `%3C` (<) or `%2B` (+)";
+const ESCAPES: &str = "for a sign itself write `%2A` (*), `%3A` (:), `%3C` (<), `%2B` (+), `%24` ($), `%5B` ([), `%5D` (]), `%5C` (\\), `%5E` (^) or \
+     `%7C` (|)";
+
+/// What RFC 3986 has in no path, and `*`. Clients that send one as it is are matched by its escape.
+const SIGNS: [char; 6] = ['*', '[', ']', '\\', '^', '|'];
 
 /// What a segment stands for in another system.
 enum Foreign {
@@ -56,8 +63,8 @@ enum Foreign {
     Segment(String),
     /// The rest of the path.
     Rest(String),
-    /// No telling.
-    Unknown,
+    /// No telling, for this sign.
+    Unknown(char),
 }
 
 impl Foreign {
@@ -80,8 +87,8 @@ impl Foreign {
         let text = segment.replace("{{", "").replace("}}", "");
         let (before, parameter) = text.split_once('{').unwrap_or((&text, ""));
         let (parameter, behind) = parameter.split_once('}').unwrap_or((parameter, ""));
-        if before.contains('*') || behind.contains('*') {
-            return Some(Self::Unknown);
+        if let Some(sign) = before.chars().chain(behind.chars()).find(|sign| SIGNS.contains(sign)) {
+            return Some(Self::Unknown(sign));
         }
         let name = parameter.strip_prefix('*').unwrap_or(parameter);
         let end = name.find([':', '=', '*', '[', '(', '<', '|', '^', '\\', '+'])?;
@@ -127,6 +134,15 @@ mod tests {
             ("/files/a*b", "write `{name}` for a segment"),
             ("/files/{id}*", "write `{name}` for a segment"),
             ("/{{*}}", "write `{name}` for a segment"),
+            ("/api/users$", "`/api/users`"),
+            ("/users/:id$", "`/users/{id}`"),
+            ("/api/.*$", "`/api/{*rest}`"),
+            ("/users/[0-9]+", "`[` in `[0-9]+`"),
+            ("/users/[^/]+/orders", "write `{name}` for a segment"),
+            ("/users/\\d+", "`\\` in `\\d+`"),
+            ("/files/{id}]", "`]` in `{id}]`"),
+            ("/a/^b", "`^` in `^b`"),
+            ("/(users|groups)/{id}", "a rule for each of several paths"),
         ];
         for (path, spelling) in cases {
             let error = check_path(path).unwrap_err();
@@ -138,7 +154,17 @@ mod tests {
     fn patterns_and_plain_text_are_accepted() {
         let paths =
             ["/", "/a", "/a/", "/{id}", "/{*rest}", "/a/{id}/b", "/a-{id}", "/orders:cancel", "/a.b", "/a+b", "//"];
-        for path in paths.into_iter().chain(["/%2A", "/a/%2A%2A", "/%3Aid", "/{{id}}", "/{user-id}", "/~me/@x/$y"]) {
+        for path in paths.into_iter().chain([
+            "/%2A",
+            "/a/%2A%2A",
+            "/%3Aid",
+            "/{{id}}",
+            "/{user-id}",
+            "/~me/@x/$y",
+            "/$/a",
+            "/a(b)",
+            "/%5Ba%5D%5C%5E%7C%24",
+        ]) {
             assert_eq!(check_path(path), Ok(()), "{path}");
         }
     }

@@ -147,8 +147,9 @@
 //! What repeats itself is pushed by `Recurring` (feature `cron`): a cron pattern in a time zone, by any number of processes, and there once.
 //!
 //! Whoever waits for jobs sleeps until the next one is due, by a timer of its own that is set by the store's clock. A job that comes earlier
-//! wakes one worker, by a message on a connection of its own. A few of the others look as well 200 to 350 ms after the first lease has
-//! ended, so that the jobs of a worker that dies are taken over in time. Messages get lost, so each worker looks every five seconds in any
+//! wakes one worker, by a message on a connection of its own. A few of the others look as well 200 to 350 ms after the next job is
+//! due or the first lease has ended, in case that worker has died. If it has, a job that was pushed at least 5 s before it is due is at most half
+//! a second late, and any other at most 5 s. Messages get lost, so each worker looks every five seconds in any
 //! case, in each part of a [split](DelayQueue::split) queue, and that is all that an idle one does. A worker that has no time for what is due
 //! lets another one know. Within a process nothing gets lost, and an idle worker does nothing. One whose jobs run looks there, too: a job that
 //! [blocks its thread](DelayQueueWorker#leases) may hold up what it has pushed itself.
@@ -160,9 +161,10 @@
 //! waits for the jobs that are claimed already: about the concurrency divided by the rate. At 2 jobs a second and a concurrency of 2 that is about one
 //! second. Let jobs wait for longer than that, so that none is snoozed.
 //!
-//! Without `wait`, or if the wait is over, [`AsOutcome`] has the worker snooze each job over the limit:
+//! Without `wait`, or if the wait is over, [`AsOutcome`] has the worker snooze each job over the limit. The order is not kept then:
 //!
-//! * Order: when its snooze is over a job has its place among the jobs of its priority, by when it was first due. Newer jobs may run before that.
+//! * Order: when its snooze is over a job has its place among the jobs of its priority, by when it was first due. Until then it is not claimed, and newer
+//!   jobs take the room that comes free. With new jobs all the time a job may be snoozed any number of times.
 //! * Priority: a worker with a snoozed backlog runs whichever job returns when there is room. A job of high priority is snoozed like the others, and may
 //!   run after many jobs of normal priority.
 //! * Cost: each snooze is a claim and a finish. With a large backlog a worker claims and snoozes many jobs for each job that it runs.

@@ -60,7 +60,8 @@ impl Outcome {
         Self::new(Kind::Retry(delay))
     }
 
-    /// The job waits for `delay`, at least 10 ms, and the attempt does not count. Then it goes before jobs of its priority that are due later.
+    /// The job waits for `delay`, at least 10 ms, and the attempt does not count. Then it goes before jobs of its priority that are due later; until
+    /// then these may run.
     #[must_use]
     pub const fn snooze(delay: Duration) -> Self {
         Self::new(Kind::Snooze(delay))
@@ -72,7 +73,7 @@ impl Outcome {
         Self::new(Kind::Dead(why.into()))
     }
 
-    /// The job is not to be done any more, and forgotten.
+    /// The job is not to be done any more, and forgotten. Its unique key is free, as after [`cancel`](super::DelayQueue::cancel).
     #[must_use]
     pub const fn cancel() -> Self {
         Self::new(Kind::Cancel)

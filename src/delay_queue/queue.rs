@@ -585,6 +585,9 @@ impl<T, C> DelayQueue<T, C> {
     /// Removes dead jobs: those that `filter` wants, the oldest first, and no more than `limit`. Answers how many those were. Looks at
     /// as many as are dead when it begins. For some of which the ids are known there is [`forget_ids`](Self::forget_ids).
     ///
+    /// A key that a removed job holds for a [time](super::UniqueFor::Time) is released. That of a `Recurring` job
+    /// [stays](super::UniqueFor::Occurrence).
+    ///
     /// # Errors
     ///
     /// [`QueueError::Store`]; some are removed then.
@@ -616,8 +619,8 @@ impl<T, C> DelayQueue<T, C> {
         self.dead_by_id(ids, |store, queue, ids, deadline| store.replay(queue, ids, deadline)).await
     }
 
-    /// Removes the dead jobs of these ids, and looks at no others. Answers for each, in order, whether it was dead. What waits or runs stays: see
-    /// [`cancel`](Self::cancel).
+    /// Removes the dead jobs of these ids, as [`forget`](Self::forget) does, and looks at no others. Answers for each, in order, whether it was dead.
+    /// What waits or runs stays: see [`cancel`](Self::cancel).
     ///
     /// # Errors
     ///

@@ -75,12 +75,13 @@ pub enum UniqueFor {
     /// Until it is claimed for the first time. Not again after that, whether it is snoozed, tried again or replayed.
     Waiting,
     /// For so long after it was pushed, at most [`Due::MAX_DELAY`], also if it is done or dead before. [`cancel`](super::DelayQueue::cancel),
-    /// [`drain`](super::DelayQueue::drain) and [`release_unique`](super::DelayQueue::release_unique) end the time. A key whose time is over keeps nobody out, but takes room
+    /// [`Outcome::cancel`](super::Outcome::cancel), [`drain`](super::DelayQueue::drain), [`forget`](super::DelayQueue::forget) and
+    /// [`release_unique`](super::DelayQueue::release_unique) end the time. A dead job that is removed for want of room, or for its age, does not end it.
+    /// A key whose time is over keeps nobody out, but takes room
     /// until it is removed: each later push removes up to two of them, and in memory, where they take room from all queues, more if there is none left.
     /// So do claims there.
     Time(Duration),
-    /// As [`Time`](Self::Time), and [`cancel`](super::DelayQueue::cancel) and [`drain`](super::DelayQueue::drain) do not end the time. Only
-    /// [`release_unique`](super::DelayQueue::release_unique) does. The jobs of `Recurring` use it, so that a cancelled occurrence is not pushed again.
+    /// As [`Time`](Self::Time), but only [`release_unique`](super::DelayQueue::release_unique) ends the time. The jobs of `Recurring` use it, so that a cancelled occurrence is not pushed again.
     Occurrence(Duration),
 }
 

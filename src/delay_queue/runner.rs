@@ -346,7 +346,7 @@ impl<T, S, C> Runner<T, S, C> {
             Verdict::Ends(ending) => Settled::new(ticket, ending),
             Verdict::Limited(wait) => Settled::new(ticket, Ending::Snooze { delay: self.spread.delay(wait, now) }),
             Verdict::Busy(wait) => Settled::new(ticket, Ending::Snooze { delay: self.queueing.turn(wait, now) }),
-            Verdict::Cancelled => Settled::cancelled(ticket),
+            Verdict::Cancelled => Settled::new(ticket, Ending::Cancelled),
         }
     }
 
@@ -366,7 +366,7 @@ impl<T, S, C> Runner<T, S, C> {
             (Finished::Gone | Finished::Lost, Some(_), Ending::Retry { .. }) if is_last => meters::Result::Dead,
             (Finished::Gone, Some(_), _) => result,
             // What waits again after it is nobody's, or somebody else's; one that was done would be gone.
-            (Finished::Lost, Some(_), ending) if *ending != Ending::Done => result,
+            (Finished::Lost, Some(_), ending) if !ending.forgets() => result,
             (Finished::Gone | Finished::Lost, ..) => meters::Result::LeaseLost,
         };
         self.meters.finished(result);
@@ -377,13 +377,13 @@ impl<T, S, C> Runner<T, S, C> {
             let (reason, error) = match &finish.ending {
                 Ending::Dead { reason, error } => (*reason, &**error),
                 Ending::Retry { error, .. } => (Reason::Failed, &**error),
-                Ending::Done | Ending::Snooze { .. } | Ending::Release => (Reason::Undecodable, ""),
+                Ending::Done | Ending::Cancelled | Ending::Snooze { .. } | Ending::Release => (Reason::Undecodable, ""),
             };
             self.notices.died(&id, attempt, reason, error, now);
         }
         self.settings.teller.tell(|| match (result, finish.ending) {
             (meters::Result::LeaseLost, _) => Event::LeaseLost { id },
-            (meters::Result::Cancelled, _) => Event::Cancelled { id },
+            (meters::Result::Cancelled, _) | (_, Ending::Cancelled) => Event::Cancelled { id },
             (_, Ending::Dead { reason, error }) => Event::Dead { id, reason, error },
             (meters::Result::Dead, Ending::Retry { error, .. }) => Event::Dead { id, reason: Reason::Failed, error },
             (_, Ending::Retry { delay, error }) => Event::Retried { id, delay, error },
@@ -401,7 +401,7 @@ impl<T, S, C> Runner<T, S, C> {
             Ending::Dead { .. } => dead.count > 0 && since < dead.age,
             Ending::Retry { .. } if is_last => dead.count > 0 && since < dead.age,
             Ending::Retry { delay, .. } | Ending::Snooze { delay } => since < *delay,
-            Ending::Release | Ending::Done => false,
+            Ending::Release | Ending::Done | Ending::Cancelled => false,
         }
     }
 
@@ -869,6 +869,12 @@ impl<T, S, C> Drop for Runner<T, S, C> {
         }
         // Nobody knows any more, unless there is another worker, which says so with its next call.
         self.meters.oldest_due(Duration::ZERO);
+        // Answers of the service that nobody has looked at, whose `drop` may panic: one by one, since a second panic at once would be an abort.
+        while let Some(ended) = self.tasks.try_join_next() {
+            discard_joined(ended);
+        }
+        // For a job that ends on another thread just now.
+        discard(mem::take(&mut self.tasks));
     }
 }
 

@@ -81,6 +81,7 @@ impl Settled {
     pub(super) fn new(ticket: Ticket, ending: Ending) -> Self {
         let result = match &ending {
             Ending::Done => meters::Result::Done,
+            Ending::Cancelled => meters::Result::Cancelled,
             Ending::Retry { .. } => meters::Result::Retried,
             Ending::Snooze { .. } => meters::Result::Snoozed,
             Ending::Release => meters::Result::Released,
@@ -89,7 +90,7 @@ impl Settled {
         Self { finish: Finish { ticket, ending }, result, lease_ends: None, is_last: false, attempt: 0, told_at: None }
     }
 
-    /// Forgotten, and not done.
+    /// Given up since somebody has cancelled it. The store knows of it already, and whether the unique key stays.
     pub(super) fn cancelled(ticket: Ticket) -> Self {
         Self { result: meters::Result::Cancelled, ..Self::new(ticket, Ending::Done) }
     }

@@ -134,7 +134,7 @@ pub trait DelayQueueStore {
     /// again; where they are large or many for the first of them, at least one, and the rest are as they were.
     fn replay(&self, queue: &QueueKey, ids: &[JobId]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
-    /// Removes dead jobs. Answers for each whether it was dead, or for the first of them as [`replay`](Self::replay) does.
+    /// Removes dead jobs, and releases the unique keys that they hold for a [time](UniqueFor::Time). Answers for each whether it was dead, or for the first of them as [`replay`](Self::replay) does.
     fn forget(&self, queue: &QueueKey, ids: &[JobId]) -> impl Future<Output = Result<Vec<bool>, StoreError>> + Send;
 
     /// Among whom a queue is one and the same.
@@ -358,6 +358,8 @@ impl Finish {
 pub enum Ending {
     /// It is done, and forgotten.
     Done,
+    /// It is not to be done any more, and forgotten. Its unique key is free, also one that is held for a [time](UniqueFor::Time).
+    Cancelled,
     /// It has failed and waits for its next attempt; it is dead if this was the last one.
     Retry {
         /// For how long it waits.
@@ -382,6 +384,13 @@ pub enum Ending {
     },
 }
 
+impl Ending {
+    /// Whether the job is gone after it.
+    pub(crate) const fn forgets(&self) -> bool {
+        matches!(self, Self::Done | Self::Cancelled)
+    }
+}
+
 /// How many bytes of an error are kept.
 pub const MAX_NOTE: usize = 1_024;
 
@@ -396,7 +405,7 @@ pub enum Finished {
     /// It was not done, and is gone: somebody has [cancelled](DelayQueueStore::cancel) it meanwhile.
     Cancelled,
     /// There is no such job any more: an earlier call with this ticket has come through, or somebody else has done it. Of one that is
-    /// [done](Ending::Done), also where a job of its id is there that was pushed after this one was claimed.
+    /// [done](Ending::Done) or [cancelled](Ending::Cancelled), also where a job of its id is there that was pushed after this one was claimed.
     Gone,
     /// Somebody else has the job, or will have it: the lease had ended, or the store has forgotten it. Nothing was changed.
     Lost,

@@ -62,7 +62,7 @@ static CLOUDFRONT_VIEWER_ADDRESS: HeaderName = HeaderName::from_static("cloudfro
 ///
 /// * An entry is an address, `ip`, `ip:port`, `[v6]` or `[v6]:port`, quoted or not. A port is at most 65535, or a name such as `_hidden`.
 /// * An IPv6 address with a port and without brackets is read if it is no address by itself: `2001:db8::1:50001` has port 50001, while
-///   `2001:db8::1:443` is an address. Headers that always hold a port have a [form of their own](ForwardingHeader::SingleWithPort).
+///   `2001:db8::1:443` is an address. This is ambiguous, so have your proxy write brackets. Headers that always hold a port have a [form of their own](ForwardingHeader::SingleWithPort).
 /// * Anything else is unreadable and ends the search, such as `unknown`, `_hidden`, an IPv6 address with a zone, or an empty entry. In
 ///   `Forwarded`, an element that is not well-formed is unreadable, and so is one without `for` or with two. The entries left of an
 ///   unreadable one prove nothing. [`on_unreadable`](Self::on_unreadable) says how the request counts then.

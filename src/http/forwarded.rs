@@ -148,7 +148,8 @@ fn node(value: &[u8]) -> Option<IpAddr> {
     address(&text[..len])
 }
 
-/// Reads `ip`, `ip:port`, `[v6]`, `[v6]:port`, and `v6:port` unless that is an address. Everything else is no address: names, `unknown`,
+/// Reads `ip`, `ip:port`, `[v6]`, `[v6]:port`, and `v6:port` unless that is an address. Without brackets a port of up to four digits may be the last
+/// group of an address that has `::`, and is taken for that. Everything else is no address: names, `unknown`,
 /// `_hidden`, zone ids.
 fn address(address: &[u8]) -> Option<IpAddr> {
     let text = text(address)?;

@@ -232,7 +232,7 @@ pub async fn a_unique_key_keeps_others_out<S: DelayQueueStore>(store: S) {
     assert_eq!(add(&store, with_key("h", while_there)).await, exists("g"));
 }
 
-/// A removed job's unique key is free, also one that is held for a time, unless the caller keeps that.
+/// A removed job's unique key is free, also one that is held for a time, unless the caller keeps that. One that is done keeps it for that time.
 pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
     let held = |id| with_key(id, UniqueFor::Time(LONG * 60));
     let (user, [a, b]) = ("user".into(), ["a", "b"].map(JobId::from));
@@ -262,6 +262,20 @@ pub async fn removed_job_releases_its_unique_key<S: DelayQueueStore>(store: S) {
             assert_eq!(finish(&store, &job, Ending::Done).await, Finished::Done);
         }
         assert!(store.release_unique(&queue(), &user).await.unwrap());
+    }
+    // A worker says that it is not to be done any more, or it is dead and forgotten.
+    for ending in [Ending::Cancelled, Ending::Dead { reason: Reason::Refused, error: "no".into() }] {
+        assert_eq!(add(&store, held("a")).await, Admission::New);
+        let jobs = take(&store, &["a"]).await;
+        let expected = if ending == Ending::Cancelled { Finished::Done } else { Finished::Dead };
+        assert_eq!(finish(&store, &jobs[0], ending).await, expected);
+        if expected == Finished::Dead {
+            assert_eq!(add(&store, held("b")).await, Admission::Exists(a));
+            assert_eq!(store.forget(&queue(), &[b, a]).await.unwrap(), [false, true]);
+        }
+        assert_eq!(add(&store, held("b")).await, Admission::New);
+        assert!(store.release_unique(&queue(), &user).await.unwrap());
+        store.cancel(&queue(), &b, false).await.unwrap();
     }
     // Another job can have the key of one that is there.
     let while_there = |id| with_key(id, UniqueFor::WaitingOrRunning);
@@ -296,6 +310,17 @@ pub async fn key_of_an_occurrence_outlives_its_cancellation<S: DelayQueueStore>(
     assert_eq!(add(&store, occurrence("b")).await, Admission::New);
     assert_eq!(store.drain(&queue(), 10, false).await.unwrap(), 1);
     assert_eq!(add(&store, occurrence("b")).await, Admission::Exists(b));
+    assert!(store.release_unique(&queue(), &user).await.unwrap());
+
+    for ending in [Ending::Cancelled, Ending::Dead { reason: Reason::Refused, error: "no".into() }] {
+        assert_eq!(add(&store, occurrence("a")).await, Admission::New);
+        let jobs = take(&store, &["a"]).await;
+        finish(&store, &jobs[0], ending).await;
+        store.forget(&queue(), &[a]).await.unwrap();
+        assert_eq!(state(&store, "a").await, None);
+        assert_eq!(add(&store, occurrence("b")).await, Admission::Exists(a));
+        assert!(store.release_unique(&queue(), &user).await.unwrap());
+    }
 }
 
 /// A dead job keeps nobody out, whatever its key is. One that is replayed takes its key again, or stays dead if another one has it.

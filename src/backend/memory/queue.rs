@@ -382,8 +382,8 @@ impl Queue {
     fn settle(&mut self, id: &JobId, ending: &Ending, is_expired: bool, now: Now) -> Finished {
         self.lift(id);
         let Some(record) = self.jobs.get_mut(id) else { return Finished::Gone };
-        if *ending == Ending::Done {
-            self.free(id);
+        if ending.forgets() {
+            self.release(id, *ending == Ending::Done);
             self.remove(id);
             return Finished::Done;
         }
@@ -400,11 +400,13 @@ impl Queue {
                 record.job.attempt = record.job.attempt.saturating_add(1);
                 true
             }
-            Ending::Snooze { .. } | Ending::Release | Ending::Done => false,
+            Ending::Snooze { .. } | Ending::Release | Ending::Done | Ending::Cancelled => false,
         };
         let due = match ending {
             Ending::Retry { delay, .. } => now.due(Due::In(*delay)),
-            Ending::Snooze { .. } | Ending::Release | Ending::Dead { .. } | Ending::Done => record.due,
+            Ending::Snooze { .. } | Ending::Release | Ending::Dead { .. } | Ending::Done | Ending::Cancelled => {
+                record.due
+            }
         };
         record.due = due;
         if is_dead {
@@ -424,15 +426,14 @@ impl Queue {
             .iter()
             .map(|Finish { ticket, ending }| {
                 if self.end_cancelled(&ticket.id, ticket.token) {
-                    let is_done = *ending == Ending::Done;
-                    return Some(if is_done { Finished::Done } else { Finished::Cancelled });
+                    return Some(if ending.forgets() { Finished::Done } else { Finished::Cancelled });
                 }
                 let is_held = self.jobs.get(&ticket.id).is_some_and(|record| record.is_held_by(ticket));
                 is_held.then(|| self.settle(&ticket.id, ending, false, now))
             })
             .collect();
         let finished = settled.into_iter().zip(finished).map(|(settled, Finish { ticket, ending })| {
-            let is_other = |record: &Record| *ending == Ending::Done && record.is_newer(ticket);
+            let is_other = |record: &Record| ending.forgets() && record.is_newer(ticket);
             let is_there = self.jobs.get(&ticket.id).is_some_and(|record| !is_other(record));
             settled.unwrap_or(if is_there { Finished::Lost } else { Finished::Gone })
         });
@@ -654,6 +655,7 @@ impl Queue {
     pub(super) fn forget(&mut self, id: &JobId) -> bool {
         let is_dead = self.is_dead(id);
         if is_dead {
+            self.release(id, false);
             self.remove(id);
         }
         is_dead

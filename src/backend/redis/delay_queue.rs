@@ -12,9 +12,9 @@ use super::servers::Servers;
 use super::subscriber::Interest;
 use super::{Inner, RedisBackend};
 use crate::delay_queue::{
-    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Died, Due, Ending, Expired,
-    Extended, Finish, Finished, JobId, MAX_BATCH, NewJob, PreparedPush, Priority, QueueKey, State, StoredJob, Ticket,
-    WorkerId, batch_len,
+    Admission, Cancelled, Changed, Claim, Claimed, ClaimedJob, Counts, DelayQueueStore, Died, Due, Expired, Extended,
+    Finish, Finished, JobId, MAX_BATCH, NewJob, PreparedPush, Priority, QueueKey, State, StoredJob, Ticket, WorkerId,
+    batch_len,
 };
 use crate::error::StoreError;
 use crate::key::Key;
@@ -279,7 +279,7 @@ impl RedisBackend {
 fn at_once(finished: &[Finish]) -> usize {
     let mut others = 0;
     let is_short = |finish: &&Finish| {
-        others += usize::from(finish.ending != Ending::Done);
+        others += usize::from(!finish.ending.forgets());
         others <= MAX_BATCH / 4
     };
     finished.iter().take(MAX_BATCH).take_while(is_short).count()

@@ -55,10 +55,17 @@ enum When {
 #[derive(Clone, Copy, Debug)]
 enum End {
     Done,
+    Cancelled,
     Retry(u64),
     Snooze(u64),
     Release,
     Dead(Reason),
+}
+
+impl End {
+    fn forgets(self) -> bool {
+        matches!(self, Self::Done | Self::Cancelled)
+    }
 }
 
 /// Jobs with a name, and behind them those of two runs.
@@ -110,6 +117,7 @@ fn job_traces() -> impl Strategy<Value = Vec<JobStep>> {
     let reason = prop_oneof![Just(Reason::Refused), Just(Reason::Undecodable)];
     let end = prop_oneof![
         3 => Just(End::Done),
+        1 => Just(End::Cancelled),
         3 => delay().prop_map(End::Retry),
         2 => delay().prop_map(End::Snooze),
         1 => Just(End::Release),
@@ -300,7 +308,7 @@ impl Model {
 
     fn finish(&mut self, ticket: &Tickets, end: End, is_expired: bool) -> Option<Finished> {
         if self.end_cancelled(ticket) {
-            return Some(if matches!(end, End::Done) { Finished::Done } else { Finished::Cancelled });
+            return Some(if end.forgets() { Finished::Done } else { Finished::Cancelled });
         }
         let (now, after) = (self.now(), |model: &Self, delay| model.after(delay));
         let holds = |place| matches!(place, Place::Running { claim, .. } if claim == ticket.claim);
@@ -313,8 +321,8 @@ impl Model {
             _ => None,
         };
         let job = self.find(ticket.of).filter(|job| holds(job.place))?;
-        if matches!(end, End::Done) {
-            self.free(ticket.of);
+        if end.forgets() {
+            self.release(ticket.of, matches!(end, End::Done));
             self.remove(ticket.of);
             return Some(Finished::Done);
         }
@@ -347,7 +355,7 @@ impl Model {
             .into_iter()
             .zip(finish)
             .map(|(done, (ticket, end))| {
-                let is_done = matches!(end, End::Done);
+                let is_done = end.forgets();
                 // Another one that was pushed since the ticket was given out is not the job of the ticket, which is done.
                 let is_other = |job: &&mut ModelJob| is_done && job.pushed * 1_000 > ticket.claim;
                 let is_there = self.find(ticket.of).is_some_and(|job| !is_other(&job));
@@ -610,6 +618,7 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                 let finish: Vec<_> = finish.iter().filter_map(|(i, end)| Some((pick(i)?, *end))).collect();
                 let ending = |end: &End| match *end {
                     End::Done => Ending::Done,
+                    End::Cancelled => Ending::Cancelled,
                     End::Retry(delay) => Ending::Retry { delay: ms(delay), error: "why".into() },
                     End::Snooze(delay) => Ending::Snooze { delay: ms(delay) },
                     End::Release => Ending::Release,
@@ -737,6 +746,7 @@ fn run_job_trace(trace: &[JobStep], pair: &mut Pair, turn: usize) -> Result<(), 
                 let forget = |of: &u32| {
                     let is_dead = model.find(*of).is_some_and(|job| job.state() == State::Dead);
                     if is_dead {
+                        model.release(*of, false);
                         model.remove(*of);
                     }
                     is_dead

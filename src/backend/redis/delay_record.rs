@@ -134,8 +134,8 @@ pub(super) fn ticket(ticket: &Ticket) -> Vec<u8> {
 pub(super) struct PackedFinishes {
     done: Vec<Vec<u8>>,
     others: Vec<Other>,
-    // Which of those that are done have a unique key, from 1.
-    unique: Vec<(usize, Key)>,
+    // Which of those that are done have a unique key, from 1; less than 0 if that ends the time that it is held for.
+    unique: Vec<(isize, Key)>,
     // Where the answer of each is, in the order in which they were given.
     pub(super) places: Vec<usize>,
 }
@@ -149,15 +149,17 @@ struct Other {
 
 impl PackedFinishes {
     pub(super) fn new(finishes: &[Finish]) -> Self {
-        let all_done = finishes.iter().filter(|finish| finish.ending == Ending::Done).count();
+        let all_done = finishes.iter().filter(|finish| finish.ending.forgets()).count();
         let mut packed = Self { done: Vec::new(), others: Vec::new(), unique: Vec::new(), places: Vec::new() };
         for Finish { ticket: mine, ending } in finishes {
             let (kind, delay, error) = match ending {
-                Ending::Done => {
+                Ending::Done | Ending::Cancelled => {
                     packed.places.push(packed.done.len());
                     packed.done.push(ticket(mine));
-                    if let Some(Unique { key, .. }) = mine.unique {
-                        packed.unique.push((packed.done.len(), key));
+                    if let Some(Unique { key, span }) = mine.unique {
+                        let ends_time = *ending == Ending::Cancelled && !matches!(span, UniqueFor::Occurrence(_));
+                        let place = packed.done.len() as isize;
+                        packed.unique.push((if ends_time { -place } else { place }, key));
                     }
                     continue;
                 }
